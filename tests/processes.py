@@ -16,6 +16,7 @@ four seconds of a CPU. The copy is made before anything of TensorFlow runs.
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -35,6 +36,10 @@ from tf_strategies.launch import ports as ports_lib
 DEADLINE_SECONDS = 120.0
 # `make soak` gives everything longer: it runs for hours, on machines that stall.
 DEADLINE_FACTOR = float(os.environ.get('TFS_DEADLINE_FACTOR', '1'))
+
+# Whether workers differ in what their program does not say; see `Workers`.
+ARE_UNLIKE = os.environ.get('TFS_UNLIKE_WORKERS') == '1'
+_GARBAGE = 'TFS_GARBAGE'
 
 # Read when TensorFlow is imported: errors only, of C++.
 _ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '2'}
@@ -147,7 +152,9 @@ class ProcessGroup:
       ),
       daemon=True,
     )
-    process.start()
+    # A new interpreter reads some of them when it starts.
+    with mock.patch.dict(os.environ, (env or {}) if is_fresh else {}):
+      process.start()
     self._processes[key] = process
 
   def pid(self, *key: Hashable) -> int:
@@ -223,6 +230,9 @@ class Workers(ProcessGroup):
     ports: addresses to use; free ones by default.
     is_fresh: whether each begins as a new interpreter, instead of as a copy of
       one that has imported TensorFlow.
+    are_unlike: whether workers differ on purpose in what must not decide which
+      collectives run: every other one frees no garbage, and the others free it at
+      once; each has its own hash seed. By default as TFS_UNLIKE_WORKERS=1 says.
   """
 
   def __init__(
@@ -234,23 +244,29 @@ class Workers(ProcessGroup):
     deadline: float = DEADLINE_SECONDS,
     ports: Sequence[str] | None = None,
     is_fresh: bool = False,
+    are_unlike: bool = ARE_UNLIKE,
   ):
     super().__init__(deadline)
     self.addresses = list(ports or addresses(count))
     self._function = function
     self._args = tuple(args)
     self._env = {'TFS_SECRET': 'a secret of this test', **(env or {})}
-    self._is_fresh = is_fresh
+    self._is_fresh = is_fresh or are_unlike
+    self._are_unlike = are_unlike
     for rank in range(count):
       self.start(rank)
 
   def start(self, rank: int) -> None:
     """Starts a worker, or starts it again after its end."""
+    env = {'TF_CONFIG': tf_config({'worker': self.addresses}, rank)}
+    if self._are_unlike:
+      env[_GARBAGE] = ('kept', 'freed')[rank % 2]
+      env['PYTHONHASHSEED'] = str(rank + 1)
     self.start_function(
       rank,
       self._function,
       (rank, *self._args),
-      {**self._env, 'TF_CONFIG': tf_config({'worker': self.addresses}, rank)},
+      {**self._env, **env},
       self._is_fresh,
     )
 
@@ -293,6 +309,7 @@ def _main(function, args, env, path, exits_at_once):
   # All copies would draw the same numbers.
   np.random.seed()
   faulthandler.enable()
+  _set_garbage(env.get(_GARBAGE))
   result = {}
   try:
     result['value'] = function(*args)
@@ -306,6 +323,17 @@ def _main(function, args, env, path, exits_at_once):
   os.replace(temporary, path)
   if exits_at_once:
     os._exit(0)
+
+
+def _set_garbage(garbage):
+  """Keeps what nobody refers to, or frees it at once; see `Workers`."""
+  if garbage == 'kept':
+    gc.disable()
+    # Keras calls it in `clear_session`.
+    gc.collect = lambda generation=2: 0
+  elif garbage == 'freed':
+    gc.freeze()  # Otherwise each collection looks at all of TensorFlow.
+    gc.set_threshold(100, 2, 2)
 
 
 def _end_with_parent():

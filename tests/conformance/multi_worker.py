@@ -5,6 +5,7 @@ one under a new strategy, and sends home what came out of it; the test compares
 each worker's results with one device's, and the workers with each other.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -41,6 +42,8 @@ class WorkerCase:
     workers: how many processes.
     devices: logical CPUs of each.
     link: 'tcp', or 'mpi' for workers that mpiexec starts.
+    are_unlike: see `processes.Workers`. All features then use one strategy, so that
+      each finds what the ones before have left.
   """
 
   name: str
@@ -48,6 +51,7 @@ class WorkerCase:
   workers: int
   devices: int
   link: str = 'tcp'
+  are_unlike: bool = False
 
 
 @dataclasses.dataclass
@@ -80,7 +84,11 @@ def run(case: WorkerCase, names, deadline: float) -> list[dict]:
   if case.link == 'mpi':
     return _run_under_mpiexec(case, names, deadline)
   return processes.run_workers(
-    _train_all, case.workers, args=(case, tuple(names)), deadline=deadline
+    _train_all,
+    case.workers,
+    args=(case, tuple(names)),
+    deadline=deadline,
+    are_unlike=case.are_unlike or processes.ARE_UNLIKE,
   )
 
 
@@ -119,8 +127,9 @@ def serve_request(path: str) -> None:
 
 def _train_all(rank, case, names):
   del rank
-  table = features()
-  return {name: _train(case, table[name]) for name in names}
+  if case.are_unlike:
+    return _train(case, names)
+  return {name: _train(case, [name])[name] for name in names}
 
 
 def create(case: WorkerCase) -> tf.distribute.Strategy:
@@ -136,8 +145,15 @@ def create(case: WorkerCase) -> tf.distribute.Strategy:
   return tfs.create_strategy(case.strategy, **options)
 
 
-def _train(case, feature):
-  strategy = create(case)
+def _train(case, names):
+  """What comes out of each feature, all under one strategy."""
+  table = features()
+  with contextlib.closing(create(case)) as strategy:
+    return {name: _result(strategy, case, table[name]) for name in names}
+
+
+def _result(strategy, case, feature):
+  before = strategy.communication_report()['calls']
   try:
     result = harness.train(feature, strategy)
     harness.ConformanceTest().assert_replicas_equal(result.model, case.devices)
@@ -148,14 +164,19 @@ def _train(case, feature):
       result.evaluation,
       result.predictions,
       int(result.model.optimizer.iterations.numpy()),
-      strategy.communication_report(),
+      _report_since(before, strategy),
     )
   except Exception:
     return WorkerResult(
-      report=strategy.communication_report(), error=traceback.format_exc()
+      report=_report_since(before, strategy), error=traceback.format_exc()
     )
-  finally:
-    strategy.close()
+
+
+def _report_since(before, strategy):
+  """The report, with the calls since `before`."""
+  report = strategy.communication_report()
+  counts = {k: n - before.get(k, 0) for k, n in report['calls'].items()}
+  return {**report, 'calls': {k: n for k, n in counts.items() if n}}
 
 
 @functools.cache

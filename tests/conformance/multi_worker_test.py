@@ -30,6 +30,15 @@ BETWEEN = (
   WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
   WorkerCase('collective_2x2', 'multi_worker_collective', 2, devices=2),
 )
+# Workers that differ on purpose in garbage, hash seeds and lifetimes of objects.
+UNLIKE = (
+  WorkerCase('ring_2x1_unlike', 'multi_worker_ring', 2, 1, are_unlike=True),
+  WorkerCase(
+    'collective_2x1_unlike', 'multi_worker_collective', 2, 1, are_unlike=True
+  ),
+)
+# An eager step finds the model before it, which one worker still has.
+AFTER_ANOTHER = ('sgd', 'run_eagerly_1_row')
 # Control flow, uneven and rowless batches, slices, collectives in the forward
 # pass.
 SOME = (
@@ -40,6 +49,10 @@ SOME = (
 )
 # What every commit runs.
 FEW = ('sync_batch_normalization_1_row',)
+
+
+def _parts(names):
+  return [sorted(names)[part::_PARTS] for part in range(_PARTS)]
 
 
 class MultiWorkerTest(
@@ -61,6 +74,17 @@ class MultiWorkerTest(
   def test_few_equal_one_device(self, case):
     self.assert_features(case, FEW)
 
+  @tiers.named_parameters(
+    (UNLIKE[0].name, UNLIKE[0], AFTER_ANOTHER),
+    tiers.full('collective', UNLIKE[1], AFTER_ANOTHER),
+    *[
+      tiers.full(f'part_{part}', UNLIKE[0], names)
+      for part, names in enumerate(_parts(multi_worker.features()))
+    ],
+  )
+  def test_unlike_workers_equal_one_device(self, case, names):
+    self.assert_features(case, names)
+
   @parameterized.named_parameters(
     *[(c.name, c) for c in (*LIKE_THEM, *BETWEEN)]
   )
@@ -74,8 +98,8 @@ class MultiWorkerTest(
   )
   @pytest.mark.soak
   def test_the_rest_equals_one_device(self, case, part):
-    rest = sorted(set(multi_worker.features()) - set(SOME))
-    self.assert_features(case, rest[part::_PARTS])
+    rest = set(multi_worker.features()) - set(SOME)
+    self.assert_features(case, _parts(rest)[part])
 
   def assert_features(self, case, names):
     if case.link == 'mpi' and multi_worker.mpiexec() is None:

@@ -117,7 +117,7 @@ def _note_kind(kind: str, make: Callable) -> Callable:
   @functools.wraps(make)
   def make_function(self, force=False):
     if kind != 'train':
-      _settle(self.distribute_strategy)
+      _settle(self)
     before, _making.kind = _making.kind, kind
     compiles, _making.compiles = self.jit_compile, self.jit_compile
     if _splits_steps(self):
@@ -133,11 +133,11 @@ def _note_kind(kind: str, make: Callable) -> Callable:
   return make_function
 
 
-def _settle(strategy) -> None:
-  """Before weights are used: lets workers meet that have trained apart."""
-  settle = getattr(strategy.extended, 'settle', None)
+def _settle(model) -> None:
+  """Before weights are used: lets workers meet that have trained them apart."""
+  settle = getattr(model.distribute_strategy.extended, 'settle', None)
   if settle is not None:
-    settle()
+    settle(model.variables)
 
 
 def _settle_first(compile_) -> Callable:
@@ -145,7 +145,7 @@ def _settle_first(compile_) -> Callable:
   def compile_settled(self, *args, **kwargs):
     if getattr(self, 'optimizer', None) is not None:
       # Steps that an optimizer has counted go with it.
-      _settle(self.distribute_strategy)
+      _settle(self)
     return compile_(self, *args, **kwargs)
 
   return compile_settled
@@ -209,6 +209,8 @@ def _build_from_specs(build):
   @functools.wraps(build)
   def build_from_specs(self, iterator=None, data_batch=None):
     strategy = self.distribute_strategy
+    if iterator is not None:
+      iterator.model = self
     if not getattr(strategy.extended, 'builds_from_specs', False):
       return build(self, iterator, data_batch)
     own_step = getattr(type(self).train_step, '__module__', '')
@@ -360,7 +362,8 @@ def _end_only_with_data(catch):
           f'for the end of the data: {str(e).strip() or "no message"}. Expected '
           'it from an iterator over the data alone. Fix: see its cause, above.'
         ) from e
-    _settle(self._distribute_strategy)
+    if hasattr(self, 'model'):  # Not in `predict`.
+      _settle(self.model)
 
   return catch_stop_iteration
 

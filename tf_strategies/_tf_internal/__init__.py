@@ -30,6 +30,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   anonymous_variable,
   arrays_from,
   autograph_convert,
+  captures_noted,
   compiled_operations,
   copy_handle_data,
   create_now,

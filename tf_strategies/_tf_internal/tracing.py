@@ -155,6 +155,8 @@ _Handles = Mapping[int, tf.Tensor]
 
 class _Inlining(threading.local):
   called: Callable[[CalledFunction], _Handles] | None = None
+  # Called with what a function that runs eagerly has captured.
+  note_captures: Callable[[Sequence[tf.Tensor]], None] | None = None
 
 
 _inlining = _Inlining()
@@ -216,6 +218,8 @@ def _current(tensor):
 
 def _call_and_tell(self, tensor_inputs, captured_inputs):
   """Calls a concrete function; tells of it in a graph that is being traced."""
+  if _inlining.note_captures is not None and tf.executing_eagerly():
+    _inlining.note_captures(captured_inputs)
   is_told = _inlining.called and not tf.executing_eagerly()
   if not is_told and not _by_old_handle:
     return _call_concrete(self, tensor_inputs, captured_inputs)
@@ -267,6 +271,18 @@ def functions_inlined(
     yield
   finally:
     _inlining.called = before
+
+
+@contextlib.contextmanager
+def captures_noted(
+  note: Callable[[Sequence[tf.Tensor]], None],
+) -> Iterator[None]:
+  """Calls `note` with the captures of each function before it runs eagerly."""
+  before, _inlining.note_captures = _inlining.note_captures, note
+  try:
+    yield
+  finally:
+    _inlining.note_captures = before
 
 
 # Attribute of an operation that says what it computes.

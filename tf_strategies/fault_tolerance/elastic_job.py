@@ -371,7 +371,7 @@ class Job:
     """
     if self._objects is not None:
       return True
-    if not self.strategy.extended.variables_by_handle():
+    if not self.strategy.extended.has_variables:
       return False
     raise errors.UnsupportedOptionError(
       'a model in an elastic job that job.restore was not called with',

@@ -175,8 +175,8 @@ class GradientReducer(Protocol):
     In a loop of the user's own; the optimizer meets when it has counted enough.
     """
 
-  def settle(self) -> None:
-    """Has each `LocalSteps` meet that has counted steps, eagerly."""
+  def settle(self, variables) -> None:
+    """Has each `LocalSteps` of these variables meet that has counted steps, eagerly."""
 
   def _lighter(self, optimizer, gradient):
     """A sparse gradient as a dense one, where that is less to send.

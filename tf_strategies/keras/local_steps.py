@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -121,6 +121,8 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     with keras.name_scope(self.outer.name, caller=self.outer):
       self.outer.build(self.anchors or variables)
     super().build(variables)
+    for variable in variables:
+      vars(variable)['local_steps'] = self  # See `of_variables`.
     reducer.note_built(self)
 
   def own_variables(
@@ -211,7 +213,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     """
     with _keras_internal.strategy_of(self).scope():
       gradient_reducer.check_local_steps(is_training=True)
-      gradient_reducer.current().settle()
+      gradient_reducer.current().settle(self._weights())
 
   def __dir__(self):
     # As the inner optimizer, saved already.
@@ -243,6 +245,12 @@ def of_model(model: keras.Model) -> list[LocalSteps]:
       'pass one to compile, which otherwise makes an RMSprop',
     )
   return [o for o in found if o is not None]
+
+
+def of_variables(variables: Iterable[keras.Variable]) -> list[LocalSteps]:
+  """Returns the optimizers that train some of the variables, in their order."""
+  found = [vars(v).get('local_steps') for v in variables]
+  return list({id(o): o for o in found if o is not None}.values())
 
 
 def in_chain(optimizer) -> LocalSteps | None:

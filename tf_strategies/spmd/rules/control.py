@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import tensorflow as tf
 
@@ -182,6 +183,10 @@ def _variable(value):
   return dataclasses.replace(value, ints=None, axes=None)
 
 
+# Numbers of lengths that nothing else has.
+_elements = itertools.count()
+
+
 def _lasting(value):
   """A list as it is after a turn, of which only numbers and rows are known."""
 
@@ -191,8 +196,7 @@ def _lasting(value):
   dims, ints = value.dims, value.ints
   if dims is not None:
     dims = tuple(
-      d if lasts(d) else Dim(1, (f'element:{i}:{id(value)}',))
-      for i, d in enumerate(dims)
+      d if lasts(d) else Dim(1, (f'element:{next(_elements)}',)) for d in dims
     )
   if ints is not None:
     ints = ints if all(map(lasts, ints)) else None

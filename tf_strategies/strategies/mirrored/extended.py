@@ -37,22 +37,23 @@ from tf_strategies.strategies.mirrored import (
 )
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
-# Every strategy of a process needs a range of its own for its collectives, or
-# they meet in each other's. TensorFlow's own strategies count from 0.
-_collective_key_bases = itertools.count(1_000_000, 1_000)
-
 
 class ExactMirroredExtended(
   _tf_internal.MirroredExtended, gradient_reducer.GradientReducer
 ):
   """TensorFlow's mirrored implementation, exact for every Keras option."""
 
+  # Every strategy of a process needs a range of its own for its collectives, or
+  # they meet in each other's. TensorFlow's own strategies count from 0.
+  _collective_key_bases = itertools.count(1_000_000, 1_000)
   # Makes the rows of all workers' replicas of this worker's, if there are more.
   _share_rows = None
   # See `_keras_internal`: Keras draws no batch to make variables.
   builds_from_specs = True
   makes_variables_in_steps = True
   _warned_uneven = False
+  # Whether a variable was made in the scope, even if it is gone.
+  has_variables = False
   # The device with central variables, if replicas have no copies.
   home_device: str | None = None
   # What divides the state of optimizers among replicas, if it is divided.
@@ -65,7 +66,7 @@ class ExactMirroredExtended(
     cross_device_ops,
     make_local=reducer_lib.DeviceReducer,
   ):
-    container_strategy._collective_key_base = next(_collective_key_bases)
+    container_strategy._collective_key_base = next(self._collective_key_bases)
     with _tf_internal.without_notices():
       super().__init__(
         container_strategy, devices=devices, cross_device_ops=cross_device_ops
@@ -299,18 +300,28 @@ class ExactMirroredExtended(
     Afterwards the other copies are equal to them; of a sum over replicas the
     first process has all.
     """
+    used = []
+
+    def make_whole(variable):
+      if self.holds_sums_whole:
+        variable.hold_whole()
+      else:
+        used.append(variable)
+        replica_exchange.set_copies(variable, self.total_of(variable))
+
+    with whole_batch.uses_noted(self, make_whole):
+      yield
+    for variable in [] if is_first else used:
+      replica_exchange.set_copies(variable, None)
     for variable in self._alive_variables():
-      if replica_exchange.is_sum(variable):
-        replica_exchange.set_copies(variable, variable.read_value())
-    yield
-    for variable in self._alive_variables():
-      if replica_exchange.is_sum(variable):
-        if not is_first:
-          replica_exchange.set_copies(variable, None)
-      elif len(variable.values) > 1:
-        first = variable.values[0].read_value()
-        for copy in variable.values[1:]:
-          copy.assign(first)
+      if not replica_exchange.is_sum(variable):
+        first, *copies = variable.values
+        for copy in copies:
+          copy.assign(first.read_value())
+
+  def total_of(self, variable) -> tf.Tensor:
+    """Returns the value, eagerly, of a variable that is a sum over replicas."""
+    return tf.add_n([copy.read_value() for copy in variable.values])
 
   def count_reads(self, reads) -> None:
     """Is told which central variables each replica reads in a step."""
@@ -449,6 +460,7 @@ class ExactMirroredExtended(
       variable = super()._create_variable(next_creator, **kwargs)
     variable = self._rewrap(variable)
     if isinstance(variable, tf.distribute.DistributedValues):
+      self.has_variables = True
       self._variables.append(weakref.ref(variable))
     return variable
 

@@ -162,6 +162,10 @@ class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):
       return super().assign(value, use_locking, name, read_value)
     return tf.group([copy.assign(value, use_locking) for copy in self.values])
 
+  def _get_replica(self, replica_id):
+    whole_batch.note_use(self)
+    return super()._get_replica(replica_id)
+
   def _get_cross_replica(self):
     if self.holds_whole:
       return self._get_replica(0)

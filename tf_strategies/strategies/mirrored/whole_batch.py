@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -28,6 +28,8 @@ from tf_strategies.strategies.mirrored import empty_replicas, replica_exchange
 class _ThreadState(threading.local):
   is_active = False
   stream = 0
+  # Called with each sum that an eager step uses.
+  use_sum: Callable[[tf.Variable], None] | None = None
 
 
 _state = _ThreadState()
@@ -75,6 +77,41 @@ class _OneDevice(tf.distribute.ReplicaContext):
     """All of the value is here."""
     del axis, options
     return value
+
+
+def note_use(variable: tf.Variable) -> None:
+  """Tells an eager step that it reads or writes a sum over replicas."""
+  if _state.use_sum is not None and tf.executing_eagerly():
+    _state.use_sum(variable)
+
+
+@contextlib.contextmanager
+def uses_noted(extended, note: Callable[[tf.Variable], None]) -> Iterator[None]:
+  """Calls `note` with each sum over replicas before an eager step first uses it.
+
+  Sums that only functions use, which the step calls, are among them. Which sums
+  these are, and their order, follow from the program alone. So `note` may be a
+  collective, which a loop over all variables that are alive must not be: when
+  Python collects a variable differs between workers.
+  """
+  used: dict[int, tf.Variable] = {}
+
+  def use(variable):
+    if id(variable) not in used and replica_exchange.is_sum(variable):
+      used[id(variable)] = variable
+      note(variable)
+
+  def use_captures(captures):
+    known = extended.variables_by_handle()
+    for variable in filter(None, (known.get(id(t)) for t in captures)):
+      use(variable)
+
+  before, _state.use_sum = _state.use_sum, use
+  try:
+    with _tf_internal.captures_noted(use_captures):
+      yield
+  finally:
+    _state.use_sum = before
 
 
 @contextlib.contextmanager
@@ -316,7 +353,12 @@ class Step:
       if not tf.is_tensor(value):
         return value
       if self._kind == 'predict' and self._extended.gathers_predictions:
-        return _own_rows(sites[0], value)
+        rows = [
+          site.real_rows(_own_rows(site, value), 0)
+          for site in sites
+          if site.replica is not None
+        ]
+        return rows[0] if len(rows) == 1 else _tf_internal.PerReplica(rows)
       value = tf.identity(value)
       value._tfs_is_whole = True
       return value

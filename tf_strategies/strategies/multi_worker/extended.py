@@ -7,6 +7,7 @@ crosses workers goes through a `Communicator`; everything else is
 
 from __future__ import annotations
 
+import itertools
 import weakref
 
 import tensorflow as tf
@@ -29,6 +30,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   """
 
   communicator: communicator_lib.Communicator
+  # The same on all workers, of which some may have made other strategies too.
+  _collective_key_bases = itertools.count(500_000_000, 1_000)
 
   def __init__(
     self, container_strategy, devices, cross_device_ops, make_communicator
@@ -99,6 +102,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   # See `GradientReducer`: workers that train apart, and meet now and then.
 
+  _trains_apart = False
   no_local_steps = (
     'a strategy without shard_optimizer_state: a worker that trains apart needs all '
     'of the state',
@@ -112,20 +116,20 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def add_local_steps(self, optimizer):
     """See base class."""
-    self._local_worker.add(optimizer)
+    self._trains_apart = True
 
   def apply_locally(self, optimizer, gradients, apply):
     """See base class."""
     self._local_worker.apply(optimizer, gradients, apply)
 
-  def settle(self):
+  def settle(self, variables):
     """See base class."""
-    self._local_worker.settle()
+    self._local_worker.settle(variables)
 
   @property
   def splits_steps(self):
     """See base class; one worker alone takes local steps too."""
-    return super().splits_steps or bool(self._local_worker.optimizers)
+    return super().splits_steps or self._trains_apart
 
   def _model_step(self, step):
     return self._local_worker.step_of(step) or super()._model_step(step)
@@ -159,6 +163,11 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     ], mine
 
   gathers_predictions = True
+
+  def total_of(self, variable):
+    """See base class."""
+    mine = super().total_of(variable)
+    return self.communicator.combine(mine, 'sum', 'metric')
 
   @property
   def does_what_is_done_once(self):

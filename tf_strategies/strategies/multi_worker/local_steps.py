@@ -36,18 +36,11 @@ class LocalWorker:
   def __init__(self, extended):
     self._extended = extended
     self._reducer = reducer_lib.Reducer(extended.local)
-    # In the order in which they were made, which is the same on all workers.
-    self._optimizers: list[weakref.ref] = []
-    self._models = weakref.WeakKeyDictionary()
-
-  def add(self, optimizer: optimizers_lib.LocalSteps) -> None:
-    """Is told of a new optimizer."""
-    self._optimizers.append(weakref.ref(optimizer))
-
-  @property
-  def optimizers(self) -> list[optimizers_lib.LocalSteps]:
-    """Those that are alive."""
-    return [o for ref in self._optimizers if (o := ref()) is not None]
+    # What meetings average beside the weights of an optimizer: not the model, which
+    # may be alive on some workers and not on others.
+    self._statistics: weakref.WeakKeyDictionary[
+      optimizers_lib.LocalSteps, list[keras.Variable]
+    ] = weakref.WeakKeyDictionary()
 
   def step_of(self, step: _keras_internal.KerasStep) -> LocalStep | None:
     """The step of a model that trains apart; None for other steps.
@@ -60,8 +53,6 @@ class LocalWorker:
     found = optimizers_lib.of_model(step.model)
     if not found:
       return None
-    for optimizer in found:
-      self._models[optimizer] = weakref.ref(step.model)
     return LocalStep(self, _View(self._extended, self._reducer), step, found)
 
   def own_rows(self, data: Any) -> Any:
@@ -86,9 +77,17 @@ class LocalWorker:
       with self._on_first_device(optimizer.anchors):
         optimizer.begin()
 
-  def end(self, optimizers: Iterable[optimizers_lib.LocalSteps], rows) -> None:
-    """After a step on so many rows: counts it, and meets if it is time."""
+  def end(
+    self,
+    optimizers: Iterable[optimizers_lib.LocalSteps],
+    rows,
+    model: keras.Model | None = None,
+  ) -> None:
+    """After a step of a model on so many rows: counts it, and meets if it is time."""
     for optimizer in optimizers:
+      if model is not None:
+        statistics = optimizers_lib.moving_statistics(model)
+        self._statistics[optimizer] = statistics
       with self._on_first_device([optimizer.steps, optimizer.rows]):
         optimizer.count(rows)
       tf.cond(
@@ -97,18 +96,18 @@ class LocalWorker:
         lambda: tf.constant(False),
       )
 
-  def settle(self) -> None:
-    """Meets now with each optimizer that has counted steps."""
-    for optimizer in self.optimizers:
+  def settle(self, variables: Iterable[keras.Variable]) -> None:
+    """Meets now with each optimizer of these variables that has counted steps.
+
+    Not with every optimizer that is alive, which Python's garbage collector decides.
+    """
+    for optimizer in optimizers_lib.of_variables(variables):
       if optimizer.built and int(optimizer.steps.value.values[0].numpy()):
         self._meet(optimizer)
 
   def _meet(self, optimizer) -> tf.Tensor:
     """All workers' differences become one update of the anchor."""
-    averages, model = optimizer.averages(), self._models.get(optimizer)
-    model = model and model()
-    if model is not None:
-      averages += optimizers_lib.moving_statistics(model)
+    averages = optimizer.averages() + self._statistics.get(optimizer, [])
     written = {id(v): v for v in [*optimizer.variables, *averages]}
     for variable in _keras_internal.trainable_variables(optimizer):
       written[id(variable)] = variable
@@ -244,20 +243,8 @@ class _View:
     del sites
     return replica_exchange.ReplicaExchange(self._reducer)
 
-  @contextlib.contextmanager
-  def one_copy(self, is_first: bool):
-    """See `ExactMirroredExtended`; of a sum over this worker's replicas."""
-    del is_first
-    variables = self._extended._alive_variables()
-    for variable in variables:
-      if replica_exchange.is_sum(variable):
-        parts = [copy.read_value() for copy in variable.values]
-        replica_exchange.set_copies(variable, tf.add_n(parts))
-    yield
-    for variable in variables:
-      if not replica_exchange.is_sum(variable):
-        for copy in variable.values[1:]:
-          copy.assign(variable.values[0].read_value())
+  one_copy = mirrored_extended.ExactMirroredExtended.one_copy
+  total_of = mirrored_extended.ExactMirroredExtended.total_of
 
 
 class LocalStep(whole_batch.Step):
@@ -288,7 +275,7 @@ class LocalStep(whole_batch.Step):
       results = tf.cond(
         rows > 0, lambda: run(fn, data), lambda: self._report(fn, data)
       )
-    self._worker.end(self._optimizers, rows)
+    self._worker.end(self._optimizers, rows, self._model)
     return tf.nest.map_structure(_whole, results)
 
   def _num_rows(self, leaves):

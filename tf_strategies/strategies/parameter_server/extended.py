@@ -186,9 +186,9 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     # Steps are run by our own threads, not by TensorFlow's coordinator.
     self._allow_run_without_coordinator = True
 
-  def settle(self) -> None:
+  def settle(self, variables) -> None:
     """See `_keras_internal`: before weights are used."""
-    self.local_reducer.settle()
+    self.local_reducer.settle(variables)
 
   def _create_variable(self, next_creator, **kwargs):
     value, shape = kwargs.get('initial_value'), kwargs.get('shape')

@@ -52,7 +52,8 @@ class LocalUnits(gradient_reducer.GradientReducer):
     in_replica: Callable[[Callable], Callable],
   ):
     self.states = worker_states.WorkerStates(pool)
-    self.settle: Callable[[], None] = lambda: None  # The strategy's.
+    # The strategy's: all its workers meet, whatever the variables are.
+    self.settle: Callable[[Any], None] = lambda variables: None
     self.in_replica = in_replica
     self.engine, self.pool = engine, pool
     self._meets = meets

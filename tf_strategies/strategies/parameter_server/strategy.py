@@ -179,7 +179,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.engine.local,
       watches_rows=self.recovery.is_enabled,
     )
-    self.engine.local.settle = self.settle
+    self.engine.local.settle = lambda variables: self.settle()
     tf.distribute.Strategy.__init__(self, implementation)
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
