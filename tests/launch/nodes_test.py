@@ -345,6 +345,7 @@ class OthersTest(absltest.TestCase):
     center = others.Others(0, links, ['h0', 'h1', 'h2'], {'worker 1': 1})
     ends = [nodes.Link(0, 'h0', s) for s in theirs]
     said = {'task': 'worker 1', 'status': -9, 'losses': 0, 'failed': True}
+    said['is_elastic'] = False
     ends[0].send(said)
     self.assertEqual(list(center.heard()), [said])
     self.assertEqual(ends[1].read(), [said])
@@ -353,12 +354,12 @@ class OthersTest(absltest.TestCase):
     self.assertEqual(center.where('worker 0'), '')
     ends[1].close()
     [lost] = center.heard()
-    self.assertEqual((lost['task'], lost['failed']), ('node 2', True))
+    self.assertEqual((lost['task'], lost['failed']), ('node 2', False))
     self.assertEqual(ends[0].read(), [lost])
     self.assertIn('launcher is gone', center.ending('node 2', lost['status']))
     # The same thing is told once.
     for _ in range(2):
-      center.tell('worker 0', None, 1, False)
+      center.tell('worker 0', None, 1, failed=False, is_elastic=False)
     self.assertLen(ends[0].read(), 1)
 
   def test_nonsense_ends_a_link(self):

@@ -28,7 +28,7 @@ sys.modules['tf_strategies'] = package
 sys.argv[0] = 'launch'
 runpy.run_module('tf_strategies.launch', run_name='__main__', alter_sys=True)
 """
-_HELPERS = """
+HELPERS = """
 import json, os, signal, subprocess, sys, time
 directory = sys.argv[1]
 config = json.loads(os.environ.get('TF_CONFIG', '{}'))
@@ -68,7 +68,7 @@ class Launcher(processes.Command):
   def __init__(self, directory, flags, code, environment=None, stdout=None):
     self.directory = pathlib.Path(directory)
     script = self.directory / 'task.py'
-    script.write_text(_HELPERS + code, encoding='utf-8')
+    script.write_text(HELPERS + code, encoding='utf-8')
     command = [sys.executable, '-I', '-S', str(script), str(directory)]
     super().__init__(
       _words([*flags, '--', *command]),

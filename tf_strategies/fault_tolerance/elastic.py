@@ -32,6 +32,7 @@ from absl import logging
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import launcher_note
 from tf_strategies.fault_tolerance import (
   elastic_callbacks,
   elastic_job,
@@ -132,6 +133,8 @@ def run(
     options,
   )
   job = elastic_job.Job(options, members)
+  # From now on it ends nobody because another one failed.
+  launcher_note.say_elastic()
   try:
     members.check_finished()
     while True:

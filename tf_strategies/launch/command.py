@@ -18,6 +18,11 @@ saves the results. (It may also have finished a very short training; a worker th
 was started again never trains alone.) The job has then ended well, unless
 the task that writes the results was lost after the end of another.
 
+In a job of `tfs.elastic.run` the workers decide who goes on, and tell the launcher so.
+From then on it ends no task because another one failed: it restarts what it may, names
+what is lost, and exits with 0 if a training task has ended well. Of several hosts the
+others go on without one that is lost, or whose launcher got SIGTERM; Ctrl-C ends all.
+
 On several hosts, run the same line on each, with its own --node_rank, and with one
 TFS_SECRET on all:
 
@@ -25,13 +30,13 @@ TFS_SECRET on all:
 
 --num_workers and --num_ps are those of each host; chief and evaluator are on host 0.
 The launchers agree on addresses and ports. When a task fails on one host, or a host is
-lost, all end, name it and exit with its status.
+lost, all end, name it and exit with its status, unless the job is elastic.
 
 --hostfile=FILE does that for you: the first host of the file is this one, and it runs
 the same line on the others through ssh, from the same directory and with the same
 interpreter. A line is `host` or `host slots=2`, which is its --num_workers. The secret
 goes over ssh's stdin, as do variables such as PYTHONPATH and TFS_TLS_CERT. When a launcher
-fails or an ssh is lost, all end, and the host is named.
+fails or an ssh is lost, all end, and the host is named; an elastic job goes on.
 
 Each job of one host gets a random secret (TFS_SECRET) by which its tasks authenticate
 each other. TFS_RESTART_COUNT tells a task how often it was started again. A job of one

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from tf_strategies import errors, option_checks
-from tf_strategies.cluster import ClusterConfig
+from tf_strategies.cluster import ClusterConfig, launcher_note
 from tf_strategies.launch import command, output, process
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def launch(
 
   Returns:
     What chief and workers returned, in this order. Workers that serve a chief
-    beside parameter servers return nothing.
+    beside parameter servers return nothing. A worker that an elastic job lost
+    returns None.
 
   Raises:
     UnsupportedOptionError: an unknown flag or a wrong value of one, no function,
@@ -117,7 +118,7 @@ def launch(
     (directory / _CALL).write_bytes(_packed(function, tuple(args)))
     runner = ['-m', 'tf_strategies.launch.functions', name]
     python = [sys.executable, '-u']
-    status, tail = _run(
+    status, tail, is_elastic = _run(
       [*python, '-m', _LAUNCHER, *words, '--', *python, *runner]
     )
     results = _results(directory)
@@ -131,6 +132,12 @@ def launch(
       f'The job of {function!r} ended with {output.ending(status)}. It wrote '
       f'last:\n{tail}'
     ) from (raised[0] if raised else None)
+  if is_elastic:
+    if flags.get('nnodes', 1) == 1:
+      # Also those that were lost before they began.
+      count = num_workers + bool(flags.get('chief'))
+      results = {place: results.get(place, _NOTHING) for place in range(count)}
+    results = {place: _or_none(result) for place, result in results.items()}
   missing = [rank for rank, result in results.items() if result is _NOTHING]
   if missing:
     raise errors.WorkerUnavailableError(
@@ -146,6 +153,13 @@ def launch(
 
 class _UnreadableError(errors.WorkerUnavailableError):
   """In the place of what a worker returned or raised, and this process cannot make."""
+
+
+def _or_none(result: Any) -> Any:
+  """The result of a worker of an elastic job; None if it was lost."""
+  is_readable = not isinstance(result, _UnreadableError)
+  is_error = isinstance(result, BaseException) and is_readable
+  return None if is_error or result is _NOTHING else result
 
 
 def _words(flags: Mapping[str, Any]) -> list[str]:
@@ -221,30 +235,36 @@ def _main_script() -> dict[str, str]:
   return {'init_main_from_path': path}
 
 
-def _run(words: Sequence[str]) -> tuple[int, str]:
-  """Runs the launcher; its status, and the last lines of all.
+def _run(words: Sequence[str]) -> tuple[int, str, bool]:
+  """Runs the launcher; its status, the last lines of all, whether it was elastic.
 
   Under a reaper: if this process is killed, as kernels of notebooks are, it ends too.
   """
   kept = [*filter(None, [os.environ.get('PYTHONPATH')]), str(_PACKAGE.parent)]
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(kept)}
   lines = output.TaskOutput(b'', _show)
-  running = process.TaskProcess(list(words), environment, _GRACE_SECONDS, lines)
-  interrupt: KeyboardInterrupt | None = None
-  try:
-    while not running.is_gone:
-      try:
-        _step(running)
-      except KeyboardInterrupt as e:
-        # The launcher ends the workers; a second one kills them.
-        interrupt = e
-        running.send(signal.SIGINT)
-  finally:
-    running.close()
-    lines.close()
+  with launcher_note.Note() as note:
+    environment[launcher_note.VARIABLE] = note.path
+    running = process.TaskProcess(
+      list(words), environment, _GRACE_SECONDS, lines
+    )
+    interrupt: KeyboardInterrupt | None = None
+    try:
+      while not running.is_gone:
+        try:
+          _step(running)
+        except KeyboardInterrupt as e:
+          # The launcher ends the workers; a second one kills them.
+          interrupt = e
+          running.send(signal.SIGINT)
+    finally:
+      running.close()
+      lines.close()
+    is_elastic = note.is_written
   if interrupt is not None:
     raise interrupt
-  return running.status, b'\n'.join(lines.tail()).decode('utf-8', 'replace')
+  tail = b'\n'.join(lines.tail()).decode('utf-8', 'replace')
+  return running.status, tail, is_elastic
 
 
 def _step(running: process.TaskProcess) -> None:

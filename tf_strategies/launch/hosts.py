@@ -2,7 +2,8 @@
 
 The first host of the file is this one. To the supervisor here the launcher of each
 host is a task: `node 0`, `node 1`. One that fails, or whose ssh is lost, is named,
-and ends all. How tasks end the launchers tell each other by themselves (`nodes`).
+and ends all, unless the job is elastic. How tasks end the launchers tell each other by
+themselves (`nodes`).
 
 Example:
 

@@ -46,34 +46,27 @@ class Others:
     self._told: dict[str, Mapping[str, Any]] = {}
 
   def tell(
-    self, task: str, status: int | None, losses: int, failed: bool
+    self,
+    task: str,
+    status: int | None,
+    losses: int,
+    failed: bool,
+    is_elastic: bool,
   ) -> None:
     """Tells the others how a task of this host is, if that is new."""
-    message = {
-      'task': task,
-      'status': status,
-      'losses': losses,
-      'failed': failed,
-    }
+    message = _message(task, status, losses, failed, is_elastic)
     if self._told.get(task) != message:
       self._told[task] = message
       self._send(message)
 
   def heard(self) -> Iterator[Mapping[str, Any]]:
-    """How tasks of other hosts are; a lost launcher counts as one that failed."""
+    """How tasks of other hosts are, and which launchers are lost."""
     for link in tuple(self.links):
       messages = link.read()
       if link.is_lost:
         self.links.remove(link)
         link.close()
-        messages.append(
-          {
-            'task': f'node {link.node}',
-            'status': _LOST,
-            'losses': 0,
-            'failed': True,
-          }
-        )
+        messages.append(_message(f'node {link.node}', _LOST))
       for message in messages:
         self._send(message, link)  # The first host passes on what it hears.
         yield message
@@ -104,3 +97,17 @@ class Others:
     for link in self.links:
       if link is not source:
         link.send(message)
+
+
+def _message(task, status, losses=0, failed=False, is_elastic=False):
+  """What launchers tell each other of a task, or of the launcher `node N`.
+
+  It `failed` if all others are to end.
+  """
+  return {
+    'task': task,
+    'status': status,
+    'losses': losses,
+    'failed': failed,
+    'is_elastic': is_elastic,
+  }

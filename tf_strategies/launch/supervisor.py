@@ -23,7 +23,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from tf_strategies import errors, option_checks
-from tf_strategies.cluster import exit_codes
+from tf_strategies.cluster import exit_codes, launcher_note
 from tf_strategies.launch import others as others_lib
 from tf_strategies.launch import output, process, reaper, tasks
 
@@ -97,6 +97,11 @@ class Supervisor:
     either, unless it is the first of those that the job never lost. That one
     writes the results, as the lowest rank of a ring does, and they may be lost.
 
+  In an elastic job, which says so by the launcher's note, the workers decide who
+  goes on. The supervisor restarts what it may and ends no task because another
+  one failed, or because another host is lost. The job has then ended well if a
+  training task has.
+
   Raises:
     UnsupportedOptionError: `options.log_dir` cannot be written.
   """
@@ -117,6 +122,9 @@ class Supervisor:
       for place, spec in enumerate(specs)
     ]
     self._failure: _Task | None = None
+    # Of an elastic job, those that are not started again.
+    self._lost: list[_Task] = []
+    self._is_elastic = False
     self._signal: int | None = None
     self._is_stopping = False
     self._kill_at = self._late_at = self._give_up_at = math.inf
@@ -125,7 +133,7 @@ class Supervisor:
     """Starts the tasks and waits for the end of the job.
 
     Returns:
-      0 if all training tasks ended with 0, or those did that count (see the
+      0 if all training tasks ended with 0, or those that count did (see the
       class); else the status of the task that failed first (128 + N if signal N
       killed it), or 128 + N if signal N ended the job.
 
@@ -133,7 +141,10 @@ class Supervisor:
       OSError: no process can be started; those that were are ended.
     """
     reaper.adopt_orphans()
-    with reaper.Inbox(_FORWARDED) as self._inbox:
+    with (
+      launcher_note.Note() as self._note,
+      reaper.Inbox(_FORWARDED) as self._inbox,
+    ):
       try:
         for task in self._tasks:
           if task.spec.node == self._here:
@@ -141,7 +152,7 @@ class Supervisor:
         while not self._is_over():
           self._step()
         process.kill_orphans(keep=frozenset())
-        self._report_failure()
+        self._report()
         self._write_the_rest()
       finally:
         # Without its channel a reaper ends its task: none outlives an error.
@@ -179,9 +190,10 @@ class Supervisor:
 
   def _start(self, task: _Task) -> None:
     task.was_noted = False
+    environment = tasks.full_environment(task.spec, os.environ, task.attempt)
     task.running = process.TaskProcess(
       list(task.spec.command),
-      tasks.full_environment(task.spec, os.environ, task.attempt),
+      {**environment, launcher_note.VARIABLE: self._note.path},
       self._options.grace_period,
       task.lines,
     )
@@ -203,6 +215,8 @@ class Supervisor:
       self._on_signal(number)
     if self._out.is_broken and self._signal is None:
       self._on_signal(signal.SIGPIPE)
+    if self._note.is_written:
+      self._become_elastic()
     # The reapers' clock tells who was first, whatever the order of hearing.
     for task in sorted(self._running(), key=lambda task: task.running.ended_at):
       if task.running.status is not None and not task.was_noted:
@@ -215,8 +229,13 @@ class Supervisor:
       self._on_message(message)
     for task in self._tasks:
       if task.spec.node == self._here:
-        is_failure = task is self._failure
-        self._others.tell(task.spec.name, task.status, task.losses, is_failure)
+        self._others.tell(
+          task.spec.name,
+          task.status,
+          task.losses,
+          failed=task is self._failure,
+          is_elastic=self._is_elastic,
+        )
     if time.monotonic() >= self._kill_at:
       self._kill_all()
 
@@ -245,6 +264,12 @@ class Supervisor:
     for fd, _ in poller.poll(math.ceil(timeout * 1000)):
       reactions.get(fd, lambda: None)()
 
+  def _become_elastic(self) -> None:
+    if not self._is_elastic:
+      self._is_elastic = True
+      # With --hostfile this launcher is a task of another one.
+      launcher_note.say_elastic()
+
   def _on_end(self, task: _Task) -> None:
     task.was_noted = True
     status = task.running.status
@@ -262,6 +287,9 @@ class Supervisor:
         f'{task.spec.name}: {output.ending(status)}. Starting it again '
         f'({task.attempt + 1} of {self._options.max_restarts}).'
       )
+    elif self._is_elastic:
+      task.losses += 1
+      self._lose(task, status)
     else:
       self._fail(task, status)
 
@@ -273,39 +301,93 @@ class Supervisor:
 
   def _on_message(self, message: Mapping[str, Any]) -> None:
     """Follows what a task of another host did, or its launcher."""
+    if message['is_elastic']:
+      self._become_elastic()
     name, status = message['task'], message['status']
     task = next((t for t in self._tasks if t.spec.name == name), None)
     if task is None:  # The launcher itself: it was ended, or is lost.
-      kind, _, index = name.partition(' ')
-      spec = tasks.TaskSpec(kind, int(index), (), {}, False, int(index))
-      task = _Task(spec, self._make_output(spec, 0))
-      self._tasks.append(task)
+      self._on_lost_launcher(name, status, message['failed'])
+      return
     task.losses = message['losses']
-    if self._is_stopping or status is None:
+    if self._is_stopping or status is None or task.status is not None:
       return
     if message['failed']:
-      self._fail(task, status)
+      self._fail_late(task, status)
     elif status == 0:
       self._on_good_end(task)
+    elif self._is_elastic:
+      self._lose(task, status)
     else:
       task.status = status
       self._stop_if_done()
 
+  def _on_lost_launcher(self, name: str, status: int, ends_all: bool) -> None:
+    if self._is_stopping:
+      return
+    node = int(name.rpartition(' ')[2])
+    if ends_all or not self._is_elastic:
+      spec = tasks.TaskSpec('node', node, (), {}, False, node)
+      self._fail(_Task(spec, self._make_output(spec, 0)), status)
+      return
+    # The first host's launcher passes on what others say: without it, none is left.
+    is_alone = not self._others.links
+    lost = [
+      task
+      for task in self._tasks
+      if task.status is None
+      and task.spec.node != self._here
+      and (is_alone or task.spec.node == node)
+    ]
+    if lost:
+      self._say_lost(name, status)
+    for task in lost:
+      task.status = status
+      task.losses += 1
+    self._lost += lost
+    self._stop_if_done()
+
+  def _lose(self, task: _Task, status: int) -> None:
+    """Goes on without a task of an elastic job."""
+    task.status = status
+    self._lost.append(task)
+    self._say_lost(task.spec.name, status)
+    self._stop_if_done()
+
+  def _say_lost(self, name: str, status: int) -> None:
+    ending = self._others.ending(name, status)
+    self._say(
+      f'{name}{self._others.where(name)} is lost: {ending}. The job is elastic: '
+      'the others go on.'
+    )
+
   def _fail(self, task: _Task, status: int) -> None:
     task.status = status
     self._failure = task
-    where = self._others.where(task.spec.name)
+    name = task.spec.name
     self._say(
-      f'{task.spec.name}{where} failed: '
-      f'{self._others.ending(task.spec.name, status)}. Ending the other '
-      f'tasks (SIGTERM, after {self._options.grace_period:g} s SIGKILL).'
+      f'{name}{self._others.where(name)} failed: '
+      f'{self._others.ending(name, status)}. Ending the other tasks (SIGTERM, '
+      f'after {self._options.grace_period:g} s SIGKILL).'
     )
     self._stop(signal.SIGTERM)
 
+  def _fail_late(self, task: _Task, status: int) -> None:
+    """A task failed, and its results may be lost; an elastic job goes on."""
+    if not self._is_elastic:
+      self._fail(task, status)
+      return
+    self._failure = task
+    self._lose(task, status)
+
   def _stop_if_done(self) -> None:
     """Ends servers and evaluator when no task trains any more."""
-    if all(task.status is not None for task in self._training()):
-      self._stop(signal.SIGTERM)
+    if any(task.status is None for task in self._training()):
+      return
+    if all(task.status for task in self._training()) and not self._failure:
+      # Nobody is left of an elastic job.
+      here = [task for task in self._lost if task.spec.node == self._here]
+      self._failure = (here or self._lost)[0]
+    self._stop(signal.SIGTERM)
 
   def _training(self) -> list[_Task]:
     return [task for task in self._tasks if task.spec.is_training]
@@ -313,8 +395,8 @@ class Supervisor:
   def _finisher(self, task: _Task) -> _Task | None:
     """Of the tasks that ended well and leave `task` alone the least lost one."""
     has_servers = any(task.spec.type == 'ps' for task in self._tasks)
-    can_restart = self._options.max_restarts and not has_servers
-    if not can_restart or not task.spec.is_training:
+    is_restarted = self._options.max_restarts or self._is_elastic
+    if not is_restarted or has_servers or not task.spec.is_training:
       return None
     ended_well = [task for task in self._training() if task.status == 0]
     return min(ended_well, key=lambda task: task.losses, default=None)
@@ -324,9 +406,9 @@ class Supervisor:
     finisher = self._finisher(task)
     kept = [t for t in self._training() if t.losses <= finisher.losses]
     if task in kept:
-      is_lost = exit_codes.is_restarted(exit_status(status))
+      is_lost = self._is_elastic or exit_codes.is_restarted(exit_status(status))
       if task is kept[0] or not is_lost:
-        self._fail(task, status)
+        self._fail_late(task, status)
         return
     task.status = status
     if not task.was_told:
@@ -381,7 +463,16 @@ class Supervisor:
     self._signal = number
     for task in self._tasks:
       task.lines.hides_tracebacks = number == signal.SIGINT
-    self._others.tell(f'node {self._here}', -number, 0, True)
+    # Of an elastic job a signal ends this host's part, as where the host is needed
+    # for something else. Ctrl-C, and the end of a launcher of all hosts, end all.
+    ends_all = (
+      not self._is_elastic
+      or number == signal.SIGINT
+      or launcher_note.is_launched()
+    )
+    self._others.tell(
+      f'node {self._here}', -number, 0, ends_all, self._is_elastic
+    )
     self._say(
       f'{signal.Signals(number).name}: ending all tasks (after '
       f'{self._options.grace_period:g} s SIGKILL).'
@@ -412,16 +503,25 @@ class Supervisor:
   def _say(self, text: str) -> None:
     self._err.write(f'[launch] {text}\n'.encode())
 
-  def _report_failure(self) -> None:
-    task = self._failure
-    if task is None or task.spec.node != self._here:
-      return  # Of another host: its launcher there has the last lines.
+  def _report(self) -> None:
+    """Says which tasks failed, with the last lines of this host's."""
+    if self._failure is not None:
+      self._show_end(self._failure, 'failed first')
+    elif self._signal is None and self._lost:
+      named = [t.spec.name for t in self._lost if t.spec.is_training]
+      names = ', '.join(f'{name}{self._others.where(name)}' for name in named)
+      self._say(f'The training has ended well without {names}.')
+      for task in self._lost:
+        self._show_end(task, 'was lost')
+
+  def _show_end(self, task: _Task, what: str) -> None:
+    if task.spec.node != self._here:
+      return  # Its launcher there has the last lines.
     again = f' (restarts: {task.attempt})' if task.attempt else ''
     tail = task.lines.tail()
-    what = 'Its last lines:' if tail else 'It wrote nothing.'
+    words = 'Its last lines:' if tail else 'It wrote nothing.'
     self._say(
-      f'{task.spec.name} failed first: {output.ending(task.status)}{again}. '
-      f'{what}'
+      f'{task.spec.name} {what}: {output.ending(task.status)}{again}. {words}'
     )
     for line in tail:
       self._err.write(b'  ' + line + b'\n')

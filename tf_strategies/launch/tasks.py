@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from tf_strategies import errors
-from tf_strategies.cluster import config, exit_codes, sources
+from tf_strategies.cluster import config, exit_codes, launcher_note, sources
 from tf_strategies.cluster import job as job_lib
 
 _FILTERED = re.compile(r'([a-z]+)(?::([0-9]{1,9})(?:-([0-9]{1,9}))?)?')
@@ -26,6 +26,7 @@ NOT_INHERITED = (
   'TFS_SECRET',
   'TFS_SECRET_FILE',
   'TFS_RESTART_COUNT',
+  launcher_note.VARIABLE,
 )
 
 

@@ -60,7 +60,13 @@ _VALID = [
   (_Kind.JOB, [_NODE, _NODE]),
   (
     _Kind.TASK,
-    {'task': 'worker 1', 'status': -9, 'losses': 1, 'failed': True},
+    {
+      'task': 'worker 1',
+      'status': -9,
+      'losses': 1,
+      'failed': True,
+      'is_elastic': False,
+    },
   ),
 ]
 _IN_BYTES = (_Kind.EXCHANGE, _Kind.RESULT)

@@ -235,7 +235,11 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
   protocol.Kind.NODE: _NODE,
   protocol.Kind.JOB: _some(_NODE, least=1),
   protocol.Kind.TASK: _Record(
-    task=_text, status=_or_none(_integer), losses=_count, failed=_flag
+    task=_text,
+    status=_or_none(_integer),
+    losses=_count,
+    failed=_flag,
+    is_elastic=_flag,
   ),
 }
 
