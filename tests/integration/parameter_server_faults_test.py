@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import parameter_servers, tiers
+from tests import parameter_servers, processes, tiers
 from tests.integration import parameter_server_case
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import errors
@@ -227,6 +227,88 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     job.kill('chief')
     job.start_chief(programs.train, arguments)
     return self.finish(job)
+
+  @tiers.parameters(
+    'on_train_begin', tiers.full('built'), tiers.full('on_epoch_begin')
+  )
+  def test_parameter_server_before_the_first_checkpoint(self, where):
+    """Training begins with what it would have begun with, bit by bit."""
+    with parameter_servers.Job() as job:
+      whole, _ = job.run(
+        programs.train_from_the_start, (self.progress, None, {})
+      )
+      options = {'checkpoint_dir': self.checkpoints}
+      arguments = self.progress, where, options
+      job.start_chief(programs.train_from_the_start, arguments)
+      self.wait_for_batch(job, 1)
+      for server in range(2):
+        job.kill('ps', server)
+        job.start('ps', server)
+      programs.tell(self.progress, 2)
+      weights, logged = self.finish(job)
+    self.assertIn('was made again', ' '.join(logged))
+    for a, b in zip(weights, whole, strict=True):
+      np.testing.assert_array_equal(a, b)
+
+  @tiers.parameters('shuffled', tiers.full('computed'), tiers.full('arrays'))
+  def test_coordinator_that_finds_other_data(self, kind):
+    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
+      steps, _ = job.run(
+        programs.train_on, (kind, 1.0, 32, 2, self.checkpoints)
+      )
+      self.assertEqual(steps, 8)
+      for scale, rows, difference in (
+        (2.0, 32, 'first batch' if kind == 'computed' else 'arrays'),
+        (1.0, 40, 'arrays' if kind == 'arrays' else 'number of batches was'),
+      ):
+        job.start_chief(
+          programs.train_on, (kind, scale, rows, 3, self.checkpoints)
+        )
+        outcome = job.wait()
+        self.assertIsInstance(
+          outcome.error, errors.CheckpointMismatchError, outcome.error_text
+        )
+        self.assertIn(f'data: {difference}', str(outcome.error))
+      # The same data in another process; and a run that has finished.
+      steps, _ = job.run(
+        programs.train_on, (kind, 1.0, 32, 3, self.checkpoints)
+      )
+      self.assertEqual(steps, 4)
+      steps, logged = job.run(
+        programs.train_on, (kind, 1.0, 32, 3, self.checkpoints)
+      )
+      self.assertEqual(steps, 0)
+      self.assertIn('This run has finished', ' '.join(logged))
+
+  def test_newer_coordinator_takes_the_servers(self):
+    """The older one ends with an error that names it; it goes on."""
+    with parameter_servers.Job(num_ps=1) as job:
+      options = {'mode': 'sync', 'checkpoint_dir': self.checkpoints}
+      job.start_chief(programs.train, (self.progress, 1000, False, options))
+      self.wait_for_batch(job, 20)
+      cluster = {**job.cluster, 'chief': processes.addresses(1)}
+      epochs = parameter_server_case.EPOCHS
+      arguments = self.progress + '.new', epochs, False, options
+      job.start_function(
+        ('chief', 1),
+        programs.train,
+        arguments,
+        {'TF_CONFIG': processes.tf_config(cluster, 0, 'chief')},
+        exits_at_once=True,
+      )
+      older, newer = job.wait_for([('chief', 0), ('chief', 1)])
+    self.assertIsInstance(older.error, errors.TakenOverError, older.error_text)
+    self.assertRegex(
+      str(older.error), 'were taken over by run .* .process [0-9]+ on .*Fix'
+    )
+    self.assertEqual(newer.result().iterations, _STEPS)
+    self.assertLess(older.ended_at, newer.result().step_ended[0])
+
+  def test_coordinator_whose_port_is_taken(self):
+    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
+      message = job.run(programs.start_at_a_taken_port)
+    address = job.cluster['chief'][0]
+    self.assertRegex(message, f'chief 0 cannot serve at {address}.*Fix: end')
 
   @pytest.mark.soak
   def test_stopped_server(self):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import re
 import time
 from typing import Any
@@ -122,6 +123,113 @@ def train(
     logged,
     history.history,
   )
+
+
+def train_from_the_start(
+  progress_path: str, pause: str | None, options: dict[str, Any]
+) -> tuple[list, list[str]]:
+  """Trains a few steps, and waits before the first one while a test kills a server.
+
+  Args:
+    progress_path: file that says 1 when it waits; it goes on when that says 2.
+    pause: where it waits: when the model is built, or in a method of callbacks.
+    options: of the strategy.
+
+  Returns:
+    The weights of the model, and what was logged.
+  """
+  import keras
+  import numpy as np
+
+  import tf_strategies as tfs
+
+  logged = _record_log()
+
+  def wait(where):
+    if where == pause:
+      tell(progress_path, 1)
+      ends_at = time.monotonic() + 100
+      path = pathlib.Path(progress_path)
+      while path.read_text() != '2' and time.monotonic() < ends_at:
+        time.sleep(0.05)
+
+  class Wait(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+      wait('on_train_begin')
+
+    def on_epoch_begin(self, epoch, logs=None):
+      self.model.optimizer.learning_rate = 0.25
+      wait('on_epoch_begin')
+
+  keras.utils.set_random_seed(3)
+  strategy = tfs.ParameterServerStrategy(mode='sync', **options)
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([8]), keras.layers.Dense(5), keras.layers.Dense(1)]
+    )
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), 'mse')
+  wait('built')
+  x = np.random.default_rng(5).normal(size=(64, 8)).astype(np.float32)
+  model.fit(
+    x,
+    x[:, :1],
+    batch_size=16,
+    shuffle=False,
+    verbose=0,
+    callbacks=[tfs.ResumeFit(strategy), Wait()],
+  )
+  return model.get_weights(), [text for _, text in logged]
+
+
+def train_on(
+  kind: str, scale: float, rows: int, epochs: int, directory: str
+) -> tuple[int, list[str]]:
+  """Trains on data of a kind; returns how many steps were done, and what was logged."""
+  import keras
+  import numpy as np
+  import tensorflow as tf
+
+  import tf_strategies as tfs
+
+  logged = _record_log()
+  keras.utils.set_random_seed(3)
+  strategy = tfs.ParameterServerStrategy(checkpoint_dir=directory)
+  with strategy.scope():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+  x = np.arange(rows * 3, dtype=np.float32).reshape(-1, 3) / 100 * scale
+  if kind == 'shuffled':
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(rows)
+  elif kind == 'computed':
+    data = tf.data.Dataset.range(rows).map(
+      lambda i: (tf.fill([3], tf.cast(i, tf.float32) * scale), [0.0])
+    )
+  data = data.batch(8) if kind != 'arrays' else x
+  model.fit(
+    data,
+    x[:, :1] if kind == 'arrays' else None,
+    batch_size=8 if kind == 'arrays' else None,
+    epochs=epochs,
+    verbose=0,
+    callbacks=[tfs.ResumeFit(strategy)],
+  )
+  return strategy.report()['steps'], [text for _, text in logged]
+
+
+def start_at_a_taken_port() -> str:
+  """Returns the error of a chief at whose port another socket listens."""
+  import socket
+
+  import tf_strategies as tfs
+
+  cluster = tfs.cluster.ClusterConfig.from_env()
+  host, _, port = cluster.address.rpartition(':')
+  with socket.create_server((host, int(port))):
+    try:
+      tfs.ParameterServerStrategy()
+    except tfs.errors.RendezvousError as e:
+      return str(e)
+  return ''
 
 
 def tell(path: str, number: int) -> None:

@@ -19,6 +19,9 @@ eager_context = load(
 )
 
 
+# tf.data.experimental.ExternalStatePolicy.
+_FAIL = 2
+
 _list_devices = load(
   'pywrap_tfe.TFE_ContextListDevices', 'tells tasks from those before them'
 )
@@ -45,6 +48,27 @@ def is_reachable(dataset: tf.data.Dataset) -> bool:
   device = dataset._variant_tensor.device or ''  # None or '' in a graph.
   is_from_before = tf.DeviceSpec.from_string(device).job == 'localhost'
   return not is_from_before or connected_cluster() is None
+
+
+def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
+  """The numbers that the sources of a data set were made of, as they were given."""
+  found = list(getattr(dataset, '_tensors', ()))
+  for each in dataset._inputs():
+    found += arrays_of(each)
+  return [t for t in found if t.dtype.is_floating or t.dtype.is_integer]
+
+
+def is_repeatable(dataset: tf.data.Dataset) -> bool:
+  """Whether a data set surely yields the same each time: it has no random state."""
+  try:
+    tf.raw_ops.DatasetToGraphV2(
+      input_dataset=tf.data.experimental.to_variant(dataset),
+      external_state_policy=_FAIL,
+      strip_device_assignment=True,
+    )
+  except tf.errors.OpError:
+    return False
+  return True
 
 
 def connect_again(

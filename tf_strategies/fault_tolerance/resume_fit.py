@@ -75,6 +75,7 @@ class ResumeFit(keras.callbacks.Callback):
       if not self.model.optimizer.built:
         self.model.optimizer.build(self.model.trainable_variables)
     position = self._strategy.recovery.restore(model_state.state_of(self.model))
+    self._strategy.recovery.expect_data()
     if position is None:
       return
     steps_per_epoch = self.params.get('steps')
@@ -134,6 +135,7 @@ class ResumeFit(keras.callbacks.Callback):
       # next begins there.
       _keras_internal.set_initial_epoch(self.model, 0)
       self._strategy.recovery.take_resumed()
+      self._strategy.recovery.expect_data(False)
       self._strategy.save()
       self._strategy.mark_finished()
     elif self._checkpoint is not None:

@@ -6,14 +6,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import tensorflow as tf
+from absl import logging
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
 from tf_strategies.strategies.parameter_server import keepalive
+from tf_strategies.strategies.parameter_server import lease as lease_lib
 
 _FIX = (
   "list them in TF_CONFIG's cluster, as python -m tf_strategies.launch "
@@ -26,6 +28,8 @@ _SETTLE_SECONDS = 0.3
 _UNSETTLED_SECONDS = 5.0
 # Connecting waits for tasks that have died since they were looked for.
 _CONNECT_SECONDS = 60.0
+# Between two looks whether another chief drives the servers.
+_LEASE_SECONDS = 1.0
 
 _HELLO, _NOTHING = keepalive.Answer.HELLO, keepalive.Answer.NOTHING
 
@@ -122,10 +126,16 @@ class Liveness:
 
   Calls to a task that answers nothing for `keepalive_timeout` seconds are ended,
   so that it counts as dead.
+
+  With a `lease` all calls are ended when another chief has taken it; from then on
+  whatever asks for servers raises a TakenOverError.
   """
 
   def __init__(
-    self, cluster: config_lib.ClusterConfig, keepalive_timeout: float = 60.0
+    self,
+    cluster: config_lib.ClusterConfig,
+    keepalive_timeout: float = 60.0,
+    lease: lease_lib.Lease | None = None,
   ):
     self._addresses = addresses(cluster)
     self._servers = {task for task in self._addresses if task[0] == 'ps'}
@@ -149,6 +159,14 @@ class Liveness:
       callers=dict.fromkeys(self._servers, workers),
     )
     self._is_closed = False
+    self._lease = lease
+    self._taken: errors.TakenOverError | None = None
+    # Called when another chief has taken the servers; returns when nothing runs.
+    self.on_taken: Callable[[Exception], None] = lambda error: None
+    if lease is not None:
+      threading.Thread(
+        target=self._watch_lease, name='tfs-lease', daemon=True
+      ).start()
 
   def address(self, job: str, index: int) -> str:
     """Where a task listens."""
@@ -168,7 +186,12 @@ class Liveness:
     ]
 
   def server_error(self) -> errors.ParameterServerUnavailableError | None:
-    """The error that names a server whose variables are gone, if there is one."""
+    """The error that names a server whose variables are gone, if there is one.
+
+    Raises:
+      TakenOverError: another chief drives the servers.
+    """
+    self._check_taken()
     gone = (self._are_new & self._servers) | self._gone(self._servers)
     if not gone:
       return None
@@ -192,6 +215,7 @@ class Liveness:
       ParameterServerUnavailableError: a server was given up.
     """
     while not self._is_closed:
+      self._check_taken()
       given_up = {
         t for t in self._addresses if self._keepalive.is_disconnected(t)
       }
@@ -213,6 +237,7 @@ class Liveness:
     """Connects to a worker that was restarted; returns whether it can be used."""
     task = 'worker', worker
     with self._lock:
+      self._check_taken()
       # Another thread may have connected to all of them.
       answers = self._ask(self._addresses)
       is_lost = self.generation == lost_in or answers[task] is not _HELLO
@@ -233,6 +258,7 @@ class Liveness:
     """
     ends_at = time.monotonic() + deadline_seconds
     while True:
+      self._check_taken()
       left = max(0.0, ends_at - time.monotonic())
       wait_for_tasks(self._addresses, left, 'to continue training')
       with self._lock:
@@ -253,9 +279,39 @@ class Liveness:
         )
 
   def close(self) -> None:
-    """Ends the keepalive thread."""
+    """Ends the threads, and lets another chief have the servers."""
+    if self._lease is not None and not self._is_closed and not self._taken:
+      # Not for longer: the server may be silent.
+      keepalive.concurrently(
+        lambda _: self._lease.leave(), [0], None, _LEASE_SECONDS
+      )
     self._is_closed = True
     self._keepalive.close()
+
+  def _check_taken(self) -> None:
+    if self._taken is not None:
+      raise self._taken
+
+  def _watch_lease(self) -> None:
+    while not self._is_closed and self._taken is None:
+      time.sleep(_LEASE_SECONDS)
+      self._is_settled.wait(_LEASE_SECONDS)
+      try:
+        self._lease.check()
+      except errors.TakenOverError as e:
+        self._taken = e
+      except tf.errors.OpError:
+        continue  # Server 0 is gone, or a connection is being made.
+    if self._taken is None:
+      return
+    logging.error('%s', self._taken)
+    self.on_taken(self._taken)
+    self._lease.leave()
+    # Calls that still wait may wait for those of the other chief.
+    while not self._is_closed:
+      time.sleep(_LEASE_SECONDS)
+      for address in self._addresses.values():
+        keepalive.disconnect(keepalive.peers_of(address))
 
   def _gone(self, tasks: Iterable[Task]) -> set[Task]:
     return self._gone_of(self._ask(tasks))

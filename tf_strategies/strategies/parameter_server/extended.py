@@ -171,6 +171,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     on_write: Callable[[], None],
     local_reducer: gradient_reducer.GradientReducer,
     watches_rows: bool = False,
+    guarded: Callable[[Callable], Any] = lambda make: make(),
   ):
     with _tf_internal.without_notices():
       super().__init__(strategy, resolver, partitioner)
@@ -180,8 +181,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._partitioner = partitioner or partitioned.large_tables(self._num_ps)
     self._drained = drained
     self._on_write = on_write
-    # For checkpoints: which rows of tables are written.
+    # For checkpoints: which rows of tables are written, and first values.
     self._watches_rows = watches_rows
+    # Makes a variable, again if a server died meanwhile.
+    self._guarded = guarded
     self._registry = registry
     # Steps are run by our own threads, not by TensorFlow's coordinator.
     self._allow_run_without_coordinator = True
@@ -232,15 +235,19 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def _create_on(self, server: int, arguments) -> variables.ServerVariable:
     with _tf_internal.no_colocation():
-      variable = variables.ServerVariable(
-        server=server,
-        drained=self._drained,
-        on_write=self._on_write,
-        **arguments,
+      variable = self._guarded(
+        functools.partial(
+          variables.ServerVariable,
+          server=server,
+          drained=self._drained,
+          on_write=self._on_write,
+          **arguments,
+        )
       )
-      if self._watches_rows and table_files.is_table(
-        variable.shape, variable.dtype
-      ):
+      variable.remembers = self._watches_rows
+      if not variable.remembers:
+        variable.forget_value()
+      elif table_files.is_table(variable.shape, variable.dtype):
         variable.watch_rows()
     self._registry[id(variable)] = variable
     return variable

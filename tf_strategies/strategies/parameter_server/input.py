@@ -8,15 +8,18 @@ function is called for each. Either way each element counts once an epoch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies._tf_internal import cluster
 from tf_strategies.checkpoint import position as position_lib
+from tf_strategies.strategies import communicator
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   splits,
@@ -28,6 +31,8 @@ _PREFETCH = 2
 # Where a restarted run continues in its data, and the steps of its epochs; None
 # if an epoch is one pass.
 Resumed = tuple[position_lib.Position, int | None]
+# Is told how to describe a data set that is opened.
+NoteData = Callable[[Callable[[], dict[str, Any]]], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,6 +111,7 @@ class WorkerDataset(_Dataset):
     take_resumed: Callable[[], Resumed | None],
     stock: Callable[[], Any] | None = None,
     by_rounds: bool = False,
+    note_data: NoteData = lambda describe: None,
   ):
     self.num_splits = num_splits
     # Whether a step takes an element of each split, instead of one.
@@ -113,6 +119,7 @@ class WorkerDataset(_Dataset):
     self._stock = stock
     self._dataset_fn = dataset_fn
     self._take_resumed = take_resumed
+    self._note_data = note_data
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
     self._arrays = worker_arrays.Arrays()
@@ -152,6 +159,7 @@ class WorkerDataset(_Dataset):
     while True:
       resumed = self._take_resumed()
       if source is None or resumed is not None:
+        self._note_data(self._describe)
         source = splits.Source(self, *(resumed or ())[:1])
         # One structure for all steps: Keras traces it as a constant.
         step = tf.nest.map_structure(
@@ -162,6 +170,13 @@ class WorkerDataset(_Dataset):
         return
       yield step
 
+  def _describe(self) -> dict[str, Any]:
+    return {
+      'element spec': str(self.element_spec),
+      # Another number of workers may leave out other rows.
+      f'batches for each of {self.num_splits} workers': str(self.sizes),
+    }
+
   def map(self, function: Callable[..., Any]) -> WorkerDataset:
     """Has the workers map their batches: how Keras weights classes."""
     return WorkerDataset(
@@ -169,6 +184,7 @@ class WorkerDataset(_Dataset):
       self.num_splits,
       self._take_resumed,
       by_rounds=self.by_rounds,
+      note_data=self._note_data,
     )
 
   def prefetch(self, buffer_size: int) -> WorkerDataset:
@@ -328,6 +344,7 @@ class FedDataset(_Dataset):
     dataset: tf.data.Dataset,
     stock: Callable[[tf.data.Dataset], Any],
     take_resumed: Callable[[], Resumed | None],
+    note_data: NoteData = lambda describe: None,
   ):
     if not isinstance(dataset, tf.data.Dataset):
       raise errors.UnsupportedOptionError(
@@ -344,6 +361,7 @@ class FedDataset(_Dataset):
     self.dataset = dataset
     self._stock = stock
     self._take_resumed = take_resumed
+    self._note_data = note_data
 
   @property
   def element_spec(self) -> Any:
@@ -358,14 +376,33 @@ class FedDataset(_Dataset):
     # Opened now, as on one device: Keras asks for an iterator at the end of each
     # epoch and drops it, and a shuffle then goes on to its next order.
     resumed = self._take_resumed()
+    skipped = 0
     if resumed is None:
-      return Batches(iter(self.dataset), self.element_spec)
-    # Of the epoch's steps, `fit` reads and drops those that are done.
-    position, steps_per_epoch = resumed
-    start = position_lib.Position(position.epoch)
-    return Batches(
-      start.iterate(self.dataset, steps_per_epoch), self.element_spec
-    )
+      batches = iter(self.dataset)
+    else:
+      # Of the epoch's steps, `fit` reads and drops those that are done.
+      position, steps_per_epoch = resumed
+      start = position_lib.Position(position.epoch)
+      skipped = start.batches_done(self.cardinality(), steps_per_epoch)
+      batches = start.iterate(self.dataset, steps_per_epoch)
+    first: list[Any] = []
+
+    def describe():
+      found = {
+        'element spec': str(self.element_spec),
+        'number of batches': self.cardinality(),
+      }
+      arrays = cluster.arrays_of(self.dataset)
+      if arrays:
+        found['arrays'] = communicator.fingerprint(map(np.asarray, arrays))
+      elif not skipped and cluster.is_repeatable(self.dataset):
+        first.extend(itertools.islice(batches, 1))
+        flat = tf.nest.flatten(first, expand_composites=True)
+        found['first batch'] = communicator.fingerprint(map(np.asarray, flat))
+      return found
+
+    self._note_data(describe)
+    return Batches(itertools.chain(first, batches), self.element_spec)
 
   def __call__(self) -> Any:
     """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""

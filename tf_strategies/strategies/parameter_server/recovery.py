@@ -78,6 +78,9 @@ class Recovery:
     self._objects: Mapping[str, Any] | None = None
     # Tells this run from others, in each checkpoint.
     self._description: dict[str, Any] = {}
+    # The checkpoint with whose data those of this run are to be compared.
+    self._restored: checkpointer.Checkpoint | None = None
+    self._expects_data = False
     self._is_tracking = False
     self._is_guarding = False
     # Whether it restores what an earlier run has saved.
@@ -146,6 +149,28 @@ class Recovery:
     taken, self._resumed = self._resumed, None
     return taken
 
+  def expect_data(self, is_expected: bool = True) -> None:
+    """Says whether the next data set that is read is the one that `fit` trains on."""
+    self._expects_data = is_expected
+
+  def note_data(self, describe: Callable[[], dict[str, Any]]) -> None:
+    """Compares the data that `fit` trains on with the data before a restart.
+
+    Args:
+      describe: returns values of JSON by name; called for these data alone.
+
+    Raises:
+      CheckpointMismatchError: they are other data.
+    """
+    if not (self.is_enabled and self._expects_data):
+      return
+    self._expects_data = False
+    found = {f'data: {name}': value for name, value in describe().items()}
+    self._description |= found
+    restored, self._restored = self._restored, None
+    if restored is not None:
+      self._checkpointer.check_description(restored, found)
+
   def note_begun(self, steps: int, source: splits.Source | None = None) -> bool:
     """Counts steps that were begun; returns whether a checkpoint is due."""
     self.counts.begun += steps
@@ -157,6 +182,11 @@ class Recovery:
     """Tells those who read checkpoints whether more will follow."""
     if self.is_enabled:
       self._checkpointer.mark_finished(is_finished)
+
+  def close(self) -> None:
+    """Lets another process write into the directory."""
+    if self.is_enabled:
+      self._checkpointer.release()
 
   def write(self) -> str | None:
     """Writes a checkpoint; all steps must be done. Returns its path."""
@@ -192,8 +222,14 @@ class Recovery:
     self._tables.commit(path, saved)
     self.counts.note_saved(path, self.steps_done(), calls)
     if not self._has_checkpoint:
-      self._has_checkpoint, self._first = True, path
+      self._first = path
+      self._note_checkpoint()
     return path
+
+  def _note_checkpoint(self) -> None:
+    self._has_checkpoint = True
+    for variable in self._variables.values():
+      variable.forget_value()
 
   def restore(self, objects: Mapping[str, Any]) -> position_lib.Position | None:
     """Restores the newest whole checkpoint of an earlier run, if there is one.
@@ -215,10 +251,11 @@ class Recovery:
       self._is_loading = False
     if found is None:
       return None
-    self._has_checkpoint = True
+    self._note_checkpoint()
     self.counts.note_loaded(found, self.steps_done(), calls)
     position = position_lib.Position.from_json(found.metadata)
     self._checkpointer.log_restored(found, position)
+    self._restored = found
     return position
 
   def _take(self, objects: Mapping[str, Any], has_begun: bool = False) -> None:
@@ -377,6 +414,15 @@ class Recovery:
     finally:
       self._is_guarding = False
 
+  def guard_before_training(self, action: Callable[[], _T]) -> _T:
+    """As `with_recovery` before the first step and checkpoint; later just does it.
+
+    Later the call may be that of a step, for whose end a recovery would wait.
+    """
+    if self.is_enabled and not (self._has_checkpoint or self.counts.begun):
+      return self.with_recovery(action)
+    return action()
+
   def _lose(self, error: errors.ParameterServerUnavailableError) -> None:
     """Notes that variables are lost: from now on nothing is done with them."""
     self._loss = error
@@ -386,14 +432,23 @@ class Recovery:
     began = time.monotonic()
     try:
       found, lost = self._try_to_restore(error)
+      if found is None:
+        self._remake(error)
     except Exception as e:
       self._pool.refuse(e)
       raise
     self._loss = None
     self._pool.accept()
+    seconds = time.monotonic() - began
+    if found is None:
+      logging.error(
+        'ps %d is back after %.1f s: what it held before training was made again.',
+        error.server,
+        seconds,
+      )
+      return
     if self._restores_all:
       self.counts.note_all_restored(found.path)
-    seconds = time.monotonic() - began
     place = '' if self._restores_all else ' of what it held; others go on'
     for server, steps in lost.items():
       each = {'server': server, 'lost_steps': steps, 'seconds': seconds}
@@ -405,20 +460,14 @@ class Recovery:
 
   def _try_to_restore(
     self, error: errors.ParameterServerUnavailableError
-  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
+  ) -> tuple[checkpointer.Checkpoint | None, dict[int, int]]:
     """Restores variables after `error`, or raises a typed error.
 
-    Returns from which checkpoint, and how many steps that cost, by server.
+    Returns from which checkpoint, and how many steps that cost, by server. None is
+    before the first one: then variables have their first values.
     """
-    if self._objects is None:
+    if not self.is_enabled:
       raise error
-    if not (self._has_checkpoint or self._is_loading):
-      raise _error_of(
-        error,
-        f'ps {error.server} at {error.address} died before the first checkpoint '
-        f'of this run was written to {self._options.checkpoint_dir}: there is '
-        'nothing to restore its variables from. Fix: restart the job.',
-      )
     logging.error('%s Waiting for it.', error)
     for attempt in range(_MAX_ATTEMPTS):
       try:
@@ -437,7 +486,7 @@ class Recovery:
 
   def _restore_servers(
     self, server: int
-  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
+  ) -> tuple[checkpointer.Checkpoint | None, dict[int, int]]:
     """Waits for all servers, recreates the variables and restores them."""
     self._pool.forget()
     self._interrupted += [
@@ -453,7 +502,11 @@ class Recovery:
     self._journal.recover(self._restores_all)
     done = [task for task in self._interrupted if task.survive(0)]
     self.on_restored()
-    found = self._read_newest(only_lost=not self._restores_all)
+    found = None
+    if self._has_checkpoint or self._is_loading:
+      found = self._read_newest(only_lost=not self._restores_all)
+    if found is None and not self._has_checkpoint:
+      return None, {}
     if found is None:
       raise errors.DataError(
         f'Expected a checkpoint in {self._options.checkpoint_dir} to restore '
@@ -472,6 +525,26 @@ class Recovery:
       if names:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found, lost_steps
+
+  def _remake(self, error: errors.ParameterServerUnavailableError) -> None:
+    """Gives lost variables the values that they had before training.
+
+    Raises:
+      ParameterServerUnavailableError: some values, or steps, are gone.
+    """
+    self._lost.clear()
+    unknown = [
+      v.name for v in self._variables.values() if v.is_lost and not v.remake()
+    ]
+    if unknown or self.counts.begun:
+      raise _error_of(
+        error,
+        f'ps {error.server} at {error.address} died before this run had written a '
+        'checkpoint, and this process cannot make again what it held: '
+        f'{", ".join(unknown) or "the steps that were done"}. Fix: restart the job; '
+        'in a loop of your own, call strategy.track or strategy.restore before the '
+        'first step.',
+      )
 
   def _lost_steps(
     self, found: checkpointer.Checkpoint, server: int

@@ -39,6 +39,8 @@ class ServerShard(row_table.Shard):
     super().__init__(width, initial_rows, variables.server_device(server))
     self.server = server
     self.name = name
+    # Whether it surely has no rows.
+    self._is_new = True
 
   def _make(self) -> None:
     super()._make()
@@ -51,7 +53,18 @@ class ServerShard(row_table.Shard):
     super().make_slots(names)
 
   def _note(self, ids: tf.Tensor) -> tf.Operation | None:
+    if traced_step.current() is None:
+      self.forget_value()
     return self.changed.note(ids)
+
+  def forget_value(self) -> None:
+    """As `ServerVariable.forget_value`."""
+    self._is_new = False
+
+  def remake(self) -> bool:
+    """As `ServerVariable.remake`: before training there are no rows."""
+    self.is_lost = self.is_lost and not self._is_new
+    return not self.is_lost
 
   def clear(self) -> None:
     """As `Shard.clear`."""

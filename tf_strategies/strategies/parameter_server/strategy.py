@@ -25,6 +25,7 @@ from tf_strategies.strategies.parameter_server import (
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
 from tf_strategies.strategies.parameter_server import journal as journal_lib
+from tf_strategies.strategies.parameter_server import lease as lease_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
 
 
@@ -71,6 +72,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
   the tables that they hold there.
 
+  Servers have one chief, which is the one that connected last: an older one that is
+  still alive ends with a `TakenOverError`.
+
   Each worker is one replica, on its first GPU or its CPU: start one worker a
   GPU. It was run on CPUs; no GPU has been tried.
 
@@ -96,6 +100,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     UnsupportedOptionError: an option or combination that is not allowed.
     RendezvousError: tasks that did not answer within `start_timeout`, by name;
       or the chief's port is taken.
+    InUseError: a live process of another run writes into `checkpoint_dir`.
   """
 
   def __init__(
@@ -145,9 +150,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         reachability.serving('chief 0', self.cluster.address),
       ):
         self._connect_to_cluster(coordinator_name='chief')
+    lease = lease_lib.Lease()
+    lease.take()
     # Each of these uses those before it, and none of those after it.
     self.liveness = connection.Liveness(
-      self.cluster, self.options.keepalive_timeout
+      self.cluster, self.options.keepalive_timeout, lease
     )
     self._pool = worker_pool.WorkerPool(
       workers,
@@ -156,6 +163,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       max_waiting=len(workers) * (2 if self.options.mode == 'sync' else 1),
       timeout_seconds=self.options.step_timeout,
     )
+    self.liveness.on_taken = self._pool.end
     registry = weakref.WeakValueDictionary()
     journal = journal_lib.Journal(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
@@ -178,6 +186,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.engine.reports.forget,
       self.engine.local,
       watches_rows=self.recovery.is_enabled,
+      guarded=self.recovery.guard_before_training,
     )
     self.engine.local.settle = lambda variables: self.settle()
     tf.distribute.Strategy.__init__(self, implementation)
@@ -370,6 +379,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.recovery.take_resumed,
       lambda: stock(dataset_fn, options),
       by_rounds=self.options.mode == 'sync',
+      note_data=self.recovery.note_data,
     )
 
   def _drained(self, action):
@@ -389,10 +399,14 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return dataset
     stock = super().experimental_distribute_dataset
     return input.FedDataset(
-      dataset, lambda d: stock(d, options), self.recovery.take_resumed
+      dataset,
+      lambda d: stock(d, options),
+      self.recovery.take_resumed,
+      self.recovery.note_data,
     )
 
   def close(self) -> None:
     """Ends the threads of this strategy; the servers stay."""
     self._pool.close()
     self.liveness.close()
+    self.recovery.close()

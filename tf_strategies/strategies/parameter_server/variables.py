@@ -17,6 +17,9 @@ from tf_strategies.strategies.parameter_server import (
   traced_step,
 )
 
+# Values of more bytes are not kept in this process.
+_REMEMBERED_BYTES = 16 << 20
+
 
 def server_device(server: int) -> str:
   """The device of a parameter server."""
@@ -58,6 +61,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._written_at = weakref.WeakKeyDictionary()
     self._drained = drained or (lambda action: action())
     self._on_write = on_write or (lambda: None)
+    # Until the first checkpoint: makes the value that it has; None if unknown.
+    self.remembers = False
+    self._make_value: Callable[[], Any] | None = None
+    self._remember(kwargs.get('initial_value'))
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
 
@@ -137,12 +144,47 @@ class ServerVariable(_tf_internal.ResourceVariable):
         resource=self.handle, indices=numbers, updates=rows
       )
 
-  def _write_drained(self, write):
-    """A write of the coordinator, after what it has scheduled."""
+  def _remember(self, value: Any) -> None:
+    """Notes what makes the value: a function, or a tensor that is not large."""
+    is_large = tf.is_tensor(value) and (
+      value.shape.num_elements() * value.dtype.size > _REMEMBERED_BYTES
+    )
+    if value is None or is_large:
+      self._make_value = None
+    else:
+      self._make_value = value if callable(value) else lambda: value
+
+  def forget_value(self) -> None:
+    """From now on checkpoints have the value."""
+    self.remembers, self._make_value = False, None
+
+  def remake(self) -> bool:
+    """Gives a lost variable the value that it had before training, if it is known.
+
+    Returns:
+      Whether it has its value now; a counter counts from zero.
+    """
+    if self._make_value is not None:
+      with tf.device(server_device(self.server)):
+        value = _tf_internal.unwrap_checkpoint_value(self._make_value())
+        super().assign(tf.convert_to_tensor(value, self.dtype))
+    elif not self.is_counter:
+      return False
+    self.is_lost = False
+    return True
+
+  def _write_drained(self, write, value=None):
+    """A write of the coordinator, after what it has scheduled.
+
+    Args:
+      write: does it.
+      value: all that the variable has then; None if it keeps a part.
+    """
 
     def write_now():
       self._on_write()
       self.is_lost = False
+      self._remember(value if self.remembers else None)
       if self.states is not None:
         self.states.forget(self)
       return write()
@@ -198,7 +240,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     if step is not None:
       return self._write_in_unit(step, write)
     elif tf.executing_eagerly():
-      return self._write_drained(write)
+      value = tf.convert_to_tensor(value, self.dtype)
+      return self._write_drained(write, value)
     _note_write(self, adds=delta is not None)
     return write()
 
@@ -256,6 +299,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
   def _restore_from_tensors(self, restored_tensors):
     # TensorFlow's assigns past `assign`.
     restore = super()._restore_from_tensors
+    self.forget_value()
     write = self.noting(lambda: restore(restored_tensors))
     return self._write_drained(write) if tf.executing_eagerly() else write()
 
@@ -378,6 +422,7 @@ def _fetched(value: tf.Tensor) -> tf.Tensor:
 
 def _note_write(variable: ServerVariable, adds: bool) -> None:
   variable.note_written()
+  variable.forget_value()  # Nobody knows when the graph runs.
   copies = copied_variables.current()
   if copies is not None:
     copies.note_write(variable, adds)

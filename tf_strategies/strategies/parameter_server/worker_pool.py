@@ -23,6 +23,7 @@ _WAKE_SECONDS = 1.0
 _LATE_SECONDS = 1.0
 _SETTLE_SECONDS = 0.3
 _PAUSE_SECONDS = 10.0
+_END_SECONDS = 5.0
 _MAX_RETRIES = 5
 _MAX_LOSSES = 3
 _T = TypeVar('_T')
@@ -226,6 +227,15 @@ class WorkerPool:
     with self.lock:
       self._refusal = None
       self._is_server_lost = False
+
+  def end(self, error: Exception) -> None:
+    """Raises `error` for whoever waits or submits; returns when no task runs."""
+    with self.lock:
+      self._refusal = self._error = error
+      self._is_open = False
+      self._queue.clear()
+      self.lock.notify_all()
+      self._wait_for_running(_END_SECONDS)
 
   def check_accepts(self) -> None:
     """Raises what `refuse` was given, if tasks are refused."""
