@@ -44,6 +44,18 @@ class _MadeOfParts(type):
     return error
 
 
+def result_of(future, seconds: float | None = None):
+  """Returns the result of a future, or raises its error.
+
+  The traceback of an error of this package then begins here: the frames of the
+  thread that had it tell its user nothing.
+  """
+  error = future.exception(seconds)
+  if isinstance(error, Error):
+    raise error.with_traceback(None)
+  return future.result()
+
+
 class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   """An option, or a combination of options, that cannot give a right result.
 

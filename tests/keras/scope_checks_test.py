@@ -3,14 +3,42 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tests import virtual_devices
 from tf_strategies import errors
 
 virtual_devices.configure()
+
+# Nothing but a class: `create_strategy` loads more.
+_PROGRAM = """
+import sys
+import keras, numpy as np
+import tf_strategies as tfs
+
+def make():
+  return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+def train(model):
+  model.fit(np.ones([4, 4]), np.ones([4, 1]), verbose=0)
+
+name, program = sys.argv[1:]
+strategy = getattr(tfs, name)(['CPU:0'])
+model = make()
+if program != 'model_outside':
+  model.compile('sgd', 'mse')
+if program in ('all_outside', 'baseline_first'):
+  train(model)
+if program != 'all_outside':
+  with strategy.scope():
+    own = model if program == 'model_outside' else make()
+    own.compile('sgd', 'mse')
+  train(own)
+if program == 'baseline_last':
+  train(model)
+"""
 
 _STRATEGIES = ('ring_mirrored', 'central_storage')
 
@@ -196,28 +224,21 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
       predicted = outer.predict(x, verbose=0)
     self.assertAllClose(predicted, outer(x), 1e-6, 1e-6)
 
-  def test_warns_once_if_all_is_outside(self):
-    strategy = _create('ring_mirrored')
-    with self.assertLogs(logging.get_absl_logger(), 'WARNING') as logs:
-      for _ in range(2):
-        model = _model()
-        model.compile('adam', 'mse')
-        _fit(model)
-    found = [m for m in logs.output if 'trains on one device' in m]
-    self.assertLen(found, 1)
-    self.assertIn(type(strategy).__name__, found[0])
-
-  @parameterized.parameters('central_storage', 'mirrored')
-  def test_does_not_warn_of_a_strategy_that_is_used(self, name):
-    strategy = _create(name)
-    with strategy.scope():
-      used = _model()
-      used.compile('adam', 'mse')
-    _fit(used)
-    with self.assertNoLogs(logging.get_absl_logger(), 'WARNING'):
-      model = _model()
-      model.compile('adam', 'mse')
-      _fit(model)
+  @parameterized.product(
+    name=('RingMirroredStrategy', 'CentralStorageStrategy'),
+    program=('model_outside', 'all_outside', 'baseline_first', 'baseline_last'),
+  )
+  def test_program_that_makes_a_strategy_by_its_class(self, name, program):
+    done = processes.run_python('-c', _PROGRAM, name, program)
+    said = done.stdout + done.stderr
+    is_mistake = program == 'model_outside'
+    self.assertEqual(bool(done.returncode), is_mistake, said)
+    self.assertEqual('ScopeError: model' in said, is_mistake, said)
+    # At the end of the program, once.
+    warnings = [line for line in said.splitlines() if 'never entered' in line]
+    self.assertLen(warnings, int(program == 'all_outside'), said)
+    if warnings:
+      self.assertIn(f'the scope of {name} was never entered', warnings[0])
 
 
 if __name__ == '__main__':

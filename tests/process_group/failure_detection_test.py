@@ -6,9 +6,9 @@ from tf_strategies.process_group import failure_detection, state
 _MEMBERS = [state.Member(r, 10 + r, f'host-{r}:1') for r in range(4)]
 
 
-def _said(sequence, recent, busy=True):
+def _said(sequence, recent, busy=True, call=''):
   recent = {str(k): v for k, v in recent.items()}
-  return {'sequence': sequence, 'busy': busy, 'recent': recent}
+  return {'sequence': sequence, 'busy': busy, 'recent': recent, 'call': call}
 
 
 _TIMEOUT = {
@@ -34,7 +34,7 @@ class DiagnoseTest(absltest.TestCase):
   def test_late_ranks_are_those_before_the_collective(self):
     said = {
       0: _said(7, {7: 'w'}),
-      1: _said(6, {6: "barrier 'b'"}, busy=False),
+      1: _said(6, {6: "barrier 'b'"}, busy=False, call='fit'),
       2: _said(7, {7: 'w'}),
     }
     error = failure_detection.diagnose(_MEMBERS, _TIMEOUT, said).exception()
@@ -42,7 +42,7 @@ class DiagnoseTest(absltest.TestCase):
     self.assertEqual((error.rank, error.tensor, error.step), (1, 'w', 7))
     self.assertIn(
       'rank 1 (task 11 at host-1:1) has not arrived: it was last in barrier '
-      "'b' (sequence 6)",
+      "'b' (sequence 6) in fit",
       str(error),
     )
     self.assertIn('rank 3 (task 13 at host-3:1) does not say', str(error))
@@ -56,15 +56,17 @@ class DiagnoseTest(absltest.TestCase):
   def test_ranks_that_differ_from_the_lowest(self):
     said = {
       0: _said(7, {6: 'x', 7: 'reduce a'}),
-      1: _said(8, {7: 'reduce b', 8: 'y'}),
+      1: _said(8, {7: 'reduce b', 8: 'y'}, call='evaluate'),
       2: _said(7, {7: 'reduce a'}),
       3: _said(6, {6: 'x'}),
     }
     error = failure_detection.diagnose(_MEMBERS, _MISMATCH, said).exception()
     self.assertIsInstance(error, errors.CollectiveMismatchError)
     self.assertEqual((error.ranks, error.step), ((1,), 7))
-    self.assertIn('rank 0 (task 10 at host-0:1) does reduce a', str(error))
-    self.assertIn('rank 1 (task 11 at host-1:1) does reduce b', str(error))
+    self.assertIn('rank 0 (task 10 at host-0:1) does reduce a;', str(error))
+    self.assertIn(
+      'rank 1 (task 11 at host-1:1) does reduce b in evaluate', str(error)
+    )
     self.assertNotIn('rank 3', str(error))
 
   def test_what_the_reporter_saw_if_nobody_remembers(self):

@@ -76,6 +76,28 @@ def set_initial_epoch(model: keras.Model, epoch: int) -> None:
   model._initial_epoch = epoch or None
 
 
+_CALLS = (
+  *('fit', 'evaluate', 'predict'),
+  *('train_on_batch', 'test_on_batch', 'predict_on_batch'),
+)
+
+
+def running_call() -> str:
+  """Returns the name of the method of a model that this process is in, or ''.
+
+  The outermost: `fit` calls `evaluate`. For errors only, from any thread.
+  """
+  for frame in sys._current_frames().values():
+    name = ''
+    while frame is not None:
+      if frame.f_code in _CALL_CODES:
+        name = frame.f_code.co_name
+      frame = frame.f_back
+    if name:
+      return name
+  return ''
+
+
 # Optimizers.
 
 
@@ -192,6 +214,10 @@ def applying_optimizer() -> keras.optimizers.Optimizer | None:
 
 
 Trainer = trainer.TensorFlowTrainer
+
+_CALL_CODES = {
+  inspect.unwrap(getattr(Trainer, name)).__code__ for name in _CALLS
+}
 
 # `fit` leaves its own frames out of what it raises: so these too.
 traceback_utils._EXCLUDED_PATHS = (

@@ -7,8 +7,8 @@ are looked at.
 
 from __future__ import annotations
 
+import atexit
 import functools
-import weakref
 
 import keras
 import tensorflow as tf
@@ -16,8 +16,10 @@ from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 
-# Strategies that no model was made under yet.
-_unused: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+# The names of strategies whose scope was not entered yet, by their ids.
+_unused: dict[int, str] = {}
+# Models that were trained without a strategy meanwhile.
+_trained_outside: list[str] = []
 
 _FIX = (
   'make the model, its optimizer and its metrics, and call compile, inside one '
@@ -26,9 +28,13 @@ _FIX = (
 
 
 def note_created(strategy: tf.distribute.Strategy) -> None:
-  """Remembers a strategy, for a warning if models are made outside of its scope."""
-  if strategy.num_replicas_in_sync > 1 or _is_ours(strategy):
-    _unused.add(strategy)
+  """Notes a strategy, to warn at exit if models were trained, but none by it."""
+  _unused[id(strategy)] = _name(strategy)
+
+
+def note_entered(strategy: tf.distribute.Strategy) -> None:
+  """Notes that the scope of a strategy is entered."""
+  _unused.pop(id(strategy), None)
 
 
 def _is_ours(strategy) -> bool:
@@ -48,13 +54,13 @@ def check(model: keras.Model, kind: str) -> None:
     if inside is not strategy and _is_ours(inside):
       _refuse(f'{kind} of model {model.name!r}', inside, strategy)
   optimizers = _keras_internal.optimizers_of(model)
-  _unused.discard(strategy)
   if not _is_ours(strategy):
     for optimizer in optimizers:
       of_optimizer = _keras_internal.strategy_of(optimizer)
       if kind == 'train' and _is_ours(of_optimizer):
         _refuse(f'model {model.name!r}', None, of_optimizer)
-    _warn_if_unused(kind)
+    if kind == 'train':
+      _trained_outside.append(model.name)
     return
   is_inside = strategy.extended.variable_created_in_scope
   if kind == 'train':
@@ -78,13 +84,19 @@ def _value(variable) -> tf.Variable | None:
   return getattr(variable, '_value', None)
 
 
-def _warn_if_unused(kind: str) -> None:
-  for strategy in list(_unused) if kind == 'train' else ():
-    _unused.discard(strategy)
+@atexit.register
+def warn_if_unused() -> None:
+  """Warns of strategies that were not used while models trained without one.
+
+  At the end of the program: before, a model without a strategy may be what one with a
+  strategy is compared with.
+  """
+  for name in set(_unused.values()) if _trained_outside else ():
     logging.warning(
-      'A model that was made outside of strategy.scope() trains on one device, '
-      'and nothing was made in the scope of %s yet. To use it, %s.',
-      _name(strategy),
+      'Model %r was made outside of strategy.scope() and trained on one device, '
+      'and the scope of %s was never entered. To use it, %s.',
+      _trained_outside[0],
+      name,
       _FIX,
     )
 

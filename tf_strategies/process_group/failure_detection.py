@@ -106,7 +106,9 @@ def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
   differing = tuple(r for r, text in texts.items() if text != texts[first])
   if differing:
     shown = [first, *differing[:_NAMED]]
-    told = '; '.join(f'{members[r]} does {texts[r]}' for r in shown)
+    told = '; '.join(
+      f'{members[r]} does {texts[r]}{_in_call(said, r)}' for r in shown
+    )
   else:
     # The peer is at a sequence number that it has forgotten, or died since.
     differing = (peer,)
@@ -156,4 +158,10 @@ def _where(members, said, rank: int) -> str:
   last = description['sequence']
   text = description['recent'].get(str(last), 'nothing yet')
   verb = 'is still in' if description['busy'] else 'was last in'
-  return f'{members[rank]} has not arrived: it {verb} {text} (sequence {last})'
+  where = f'{text} (sequence {last}){_in_call(said, rank)}'
+  return f'{members[rank]} has not arrived: it {verb} {where}'
+
+
+def _in_call(said, rank: int) -> str:
+  call = said[rank]['call']
+  return f' in {call}' if call else ''

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import abc
+import atexit
 import collections
 import json
+import os
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,6 +53,8 @@ class ProcessGroup(abc.ABC):
     self._agreements: collections.Counter[str] = collections.Counter()
     self._agreements_lock = threading.Lock()
     self._pool = buffers.Pool()
+    self._pid = os.getpid()
+    atexit.register(self._end_with_program)
 
   @property
   def rank(self) -> int:
@@ -252,8 +258,8 @@ class ProcessGroup(abc.ABC):
     Returns:
       `sequence` (the number of its newest collective, from 1; 0 before it),
       `busy` (whether that is running, `seconds` how long), `name` of the
-      tensor, `text` for people, and `exchanges` (seconds of those that are open,
-      by tag).
+      tensor, `text` for people, `exchanges` (seconds of those that are open, by
+      tag), and `call`, the method of a model that the program is in.
     """
     return self._state.describe()
 
@@ -273,9 +279,36 @@ class ProcessGroup(abc.ABC):
     else:
       self._control.declare_failed(report)
 
-  @abc.abstractmethod
+  @property
+  def running_call(self) -> Callable[[], str]:
+    """Names the method of a model that the program is in, '' for none."""
+    return self._state.running_call
+
+  @running_call.setter
+  def running_call(self, name_call: Callable[[], str]) -> None:
+    self._state.running_call = name_call
+
   def close(self) -> None:
     """Says goodbye; ranks that still need this one get an error."""
+    self._close(has_ended=False)
+
+  def _end_with_program(self) -> None:
+    """Tells the other ranks, at exit, that this one has ended."""
+    # What was forked is no rank. A program that failed says nothing: its peers look
+    # at its log. With MPI it must, since MPI keeps it alive until they have ended.
+    has_failed = getattr(sys, 'last_type', None) is not None
+    if os.getpid() == self._pid and not (has_failed and self.elastic):
+      self._close(has_ended=not has_failed)
+
+  def _close(self, has_ended: bool) -> None:
+    atexit.unregister(self._end_with_program)
+    if not self._closed:
+      self._closed = True
+      self._leave(has_ended)
+
+  @abc.abstractmethod
+  def _leave(self, has_ended: bool) -> None:
+    """Says goodbye, which tells whether the program ends, and frees all."""
 
   def agree(self, value: Any, *, what: str) -> Any:
     """Checks that all ranks have the same value.

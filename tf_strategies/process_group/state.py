@@ -118,6 +118,9 @@ class GroupState:
     self.failed = threading.Event()
     # The last collective of each rank that has left, in the order of leaving.
     self.departed: dict[int, int] = {}
+    self.ended: set[int] = set()  # Those of them whose programs have ended.
+    # Names the method of a model that this rank is in; '' for none.
+    self.running_call: Callable[[], str] = str
     # Tag -> when this rank began to wait there.
     self._exchanges: dict[str, float] = {}
     self._recent: collections.deque[tuple[int, str]] = collections.deque(
@@ -183,6 +186,7 @@ class GroupState:
       'text': operation.text,
       'seconds': now - operation.since if operation.busy else 0.0,
       'exchanges': {t: now - s for t, s in list(self._exchanges.items())},
+      'call': self.running_call(),
       'recent': {str(k): v for k, v in list(self._recent)},
     }
 
@@ -197,26 +201,37 @@ class GroupState:
 
   def left(self, rank: int) -> FailureReport:
     """The report on a rank that said goodbye and is still needed."""
-    return self.lost(
-      rank,
-      'left the group',
-      'It closed its group while others still used theirs: all ranks must '
-      'run the same number of collectives.',
-    )
+    did = f'rank {rank} has closed its group'
+    if rank in self.ended:
+      did = f"rank {rank}'s program has ended"
+    call = self.running_call()
+    if call in ('evaluate', 'predict'):
+      why = f' without calling {call}. Fix: call it on all workers.'
+    elif call:
+      why = (
+        f' while others are in {call}. Fix: call it equally often on all '
+        'workers, with the same data, epochs and callbacks.'
+      )
+    else:
+      why = (
+        ' while others use theirs. Fix: run the same number of steps and '
+        'collectives on all ranks.'
+      )
+    return self.lost(rank, 'left the group', f': {did}{why}')
 
   def lost(
     self,
     rank: int,
     how: str,
-    fix: str = 'Look at its log; then form the group again or restart.',
+    why: str = '. Look at its log; then form the group again or restart.',
   ) -> FailureReport:
-    """The report on a rank that is gone: a sentence about it, and the fix."""
+    """The report on a rank that is gone: how, and the end of the sentence."""
     operation = self.operation
     when = 'during' if operation.busy else 'after'
     member = self.members[rank]
     return FailureReport.at(
       'WorkerUnavailableError',
-      f'R{str(member)[1:]} {how} {when} {operation}. {fix}',
+      f'R{str(member)[1:]} {how} {when} {operation}{why}',
       member,
       (operation.name, operation.sequence),
     )

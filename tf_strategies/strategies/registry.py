@@ -13,7 +13,6 @@ from absl import logging
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, errors, option_checks, process_group
 from tf_strategies.cluster import workers as workers_lib
-from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
 )
@@ -162,6 +161,4 @@ def create_strategy(
   if all(p.kind is not p.VAR_KEYWORD for p in parameters):
     known = [p.name for p in parameters]
     option_checks.check_names(f'strategy={name!r}', options, known, of=factory)
-  strategy = factory(**options)
-  scope_checks.note_created(strategy)
-  return strategy
+  return factory(**options)

@@ -229,7 +229,8 @@ class FailuresTest(_RanksTestCase):
     for other in (0, 2):
       name, message, _, rank, seconds = notes[other]['failure']
       self.assertEqual((name, rank), ('WorkerUnavailableError', 1), message)
-      self.assertIn('left the group', message)
+      self.assertIn('left the group during', message)
+      self.assertIn("rank 1's program has ended while others use", message)
       # Long before any deadline of the group.
       self.assertLess(seconds, 60)
 

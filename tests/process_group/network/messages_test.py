@@ -55,7 +55,7 @@ _VALID = [
   (_Kind.DESCRIBE, None),
   (_Kind.DESCRIPTION, _STATE.describe()),
   (_Kind.CUT, {'task': 1, 'why': 'it does not answer', 'age': 3}),
-  (_Kind.GOODBYE, {'rank': 1, 'last': 3}),
+  (_Kind.GOODBYE, {'rank': 1, 'last': 3, 'has_ended': True}),
   (_Kind.NODE, _NODE),
   (_Kind.JOB, [_NODE, _NODE]),
   (
@@ -136,7 +136,9 @@ class TableTest(parameterized.TestCase):
   def test_ranks_are_those_of_the_group(self):
     for rank in (-1, _WORLD, 1.0, True):
       with self.assertRaises(protocol.ProtocolError):
-        messages.check(_Kind.GOODBYE, {'rank': rank, 'last': 0}, _WORLD)
+        messages.check(
+          _Kind.GOODBYE, {'rank': rank, 'last': 0, 'has_ended': False}, _WORLD
+        )
 
   def test_deep_and_long_json_is_no_message(self):
     for payload in (b'[' * 500_000, b'1' * 100_000, b'\xff', b''):

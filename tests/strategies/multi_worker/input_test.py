@@ -14,6 +14,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import processes, tiers, virtual_devices
+from tf_strategies import _tf_internal
 
 virtual_devices.configure()
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -156,6 +157,15 @@ def _other_order(strategy):
   return _failure(strategy, dataset.batch(60))
 
 
+def _other_seed(strategy):
+  """As a program that seeds each worker by its rank."""
+  before = _tf_internal.global_seed()
+  tf.random.set_seed(strategy.rank)
+  result = _failure(strategy, tf.data.Dataset.range(300).shuffle(300).batch(60))
+  tf.random.set_seed(before)
+  return result
+
+
 def _given_up(strategy):
   """Iterators that are left in the middle; then one that is not."""
   datasets = [
@@ -230,6 +240,7 @@ def _programs(directory):
     'cluster_resolver': _cluster_resolver,
     'other_data': _other_data,
     'other_order': _other_order,
+    'other_seed': _other_seed,
     'given_up': _given_up,
   }
   for policy in (_Policy.AUTO, _Policy.DATA):
@@ -390,13 +401,17 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.product(
     _EVERY_WORLD,
-    name=('other_data', 'other_order'),
+    name=('other_data', 'other_order', 'other_seed'),
   )
   def test_different_data_are_refused(self, workers, devices, name):
     for message, ranks in self.results(workers, devices, name):
       self.assertEqual(ranks, tuple(range(1, workers)), message)
       self.assertIn('batch 0 of a data set is not the same', message)
-      self.assertIn('tf.random.set_seed', message)
+      is_seed = name == 'other_seed'
+      self.assertEqual('Fix: call tf.random.set_seed' in message, is_seed)
+      self.assertEqual(
+        'Fix: pass every worker the whole' in message, not is_seed
+      )
       self.assertIn('AutoShardPolicy.OFF', message)
 
 

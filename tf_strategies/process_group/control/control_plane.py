@@ -111,7 +111,7 @@ class ControlPlane:
     future: concurrent.futures.Future = concurrent.futures.Future()
     self._post(self._exchanges.begin, tag, payload, timeout_seconds, future)
     try:
-      return future.result(timeout_seconds + _SLACK_SECONDS)
+      return errors.result_of(future, timeout_seconds + _SLACK_SECONDS)
     except concurrent.futures.TimeoutError:
       raise errors.CollectiveTimeoutError(
         f'exchange {tag!r} got no answer from rank 0 within '
@@ -127,10 +127,14 @@ class ControlPlane:
       return tuple(sorted(self._joiners.get(0, ())))
     return self._own_joiners(set().union(*self._joiners.values()))
 
-  def close(self) -> None:
-    """Says goodbye, waits until it is sent, and closes the connections."""
+  def close(self, has_ended: bool = False) -> None:
+    """Says goodbye, waits until it is sent, and closes the connections.
+
+    Args:
+      has_ended: whether the program of this rank ends.
+    """
     with contextlib.suppress(RuntimeError):
-      self._host.call(self._close())
+      self._host.call(self._close(has_ended))
 
   def _post(self, function: Callable[..., None], *args: Any) -> None:
     # The loop is gone once the rendezvous is closed.
@@ -139,14 +143,17 @@ class ControlPlane:
 
   # Inside the loop.
 
-  async def _close(self) -> None:
+  async def _close(self, has_ended: bool) -> None:
     if self._closing:
       return
     self._closing = True
     if self._state.failure is None:
       operation = self._state.operation
       last = operation.sequence - operation.busy
-      self._send_all(_Kind.GOODBYE, {'rank': self._state.rank, 'last': last})
+      self._send_all(
+        _Kind.GOODBYE,
+        {'rank': self._state.rank, 'last': last, 'has_ended': has_ended},
+      )
     end = self._host.now() + _FLUSH_SECONDS
     while self._host.now() < end and any(
       link.pending for link in self._links.values()
@@ -284,6 +291,8 @@ class ControlPlane:
     leaver, last = message['rank'], message['last']
     if leaver != rank and rank != 0:
       raise protocol.ProtocolError(f'a GOODBYE of rank {leaver}')
+    if message['has_ended']:
+      self._state.ended.add(leaver)
     self._state.departed[leaver] = last
     if self._state.rank == 0:
       self._send_all(_Kind.GOODBYE, message)

@@ -13,7 +13,6 @@ becomes a typed error on the others, as over TCP.
 
 from __future__ import annotations
 
-import atexit
 import time
 
 import numpy as np
@@ -101,9 +100,6 @@ class MpiProcessGroup(planned.PlannedGroup):
     self._host = host
     self._bytes_sent = 0
     self._headers = np.empty((comm.size, 2), np.uint64)
-    # A process that ends without it would leave the others to their deadlines,
-    # as MPI keeps it alive until they end too.
-    atexit.register(self.close)
 
   @property
   def bytes_sent(self) -> int:
@@ -115,14 +111,10 @@ class MpiProcessGroup(planned.PlannedGroup):
     others = set(range(self.world_size)) - {self.rank}
     return dict.fromkeys(sorted(others), self.name)
 
-  def close(self) -> None:
+  def _leave(self, has_ended: bool) -> None:
     """See base class; MPI itself ends with the process."""
-    if self._closed:
-      return
-    self._closed = True
-    atexit.unregister(self.close)
     if self._control is not None:
-      self._control.close()
+      self._control.close(has_ended)
       self._host.close()
 
   def _move(self, execution, collective, operation, deadline) -> None:

@@ -6,8 +6,9 @@ ProtocolError, which ends the connection and names the peer.
 
 Example:
 
-  >>> check(protocol.Kind.GOODBYE, {'rank': 1, 'last': 7}, world=2)
-  >>> check(protocol.Kind.GOODBYE, {'rank': 2, 'last': 7}, world=2)
+  >>> goodbye = {'rank': 1, 'last': 7, 'has_ended': False}
+  >>> check(protocol.Kind.GOODBYE, goodbye, world=2)
+  >>> check(protocol.Kind.GOODBYE, {**goodbye, 'rank': 2}, world=2)
   Traceback (most recent call last):
   tf_strategies.process_group.network.protocol.ProtocolError: a GOODBYE with rank=2
 """
@@ -228,10 +229,10 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
     text=_text,
     seconds=_seconds,
     exchanges=_table(_text, _seconds),
-    note=_text,
+    call=_text,
     recent=_table(_number_as_text, _text),
   ),
-  protocol.Kind.GOODBYE: _Record(rank=_rank, last=_count),
+  protocol.Kind.GOODBYE: _Record(rank=_rank, last=_count, has_ended=_flag),
   protocol.Kind.NODE: _NODE,
   protocol.Kind.JOB: _some(_NODE, least=1),
   protocol.Kind.TASK: _Record(

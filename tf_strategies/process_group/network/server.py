@@ -84,7 +84,7 @@ class Server:
       raise RuntimeError('the rendezvous is closed')
     future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
     try:
-      return future.result()
+      return errors.result_of(future)
     except BaseException:
       # Also an interrupt: the coroutine must not go on without its caller.
       future.cancel()

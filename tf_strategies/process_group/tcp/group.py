@@ -51,12 +51,9 @@ class TcpProcessGroup(planned.PlannedGroup):
     """See base class."""
     return self._transport.paths()
 
-  def close(self) -> None:
+  def _leave(self, has_ended: bool) -> None:
     """See base class."""
-    if self._closed:
-      return
-    self._closed = True
-    self._control.close()
+    self._control.close(has_ended)
     if self._state.failure is None and self._lock.acquire(blocking=False):
       try:
         self._transport.finish()

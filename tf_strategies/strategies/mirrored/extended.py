@@ -22,7 +22,7 @@ from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
-from tf_strategies.keras import gradient_reducer, optimizer_checks
+from tf_strategies.keras import gradient_reducer, optimizer_checks, scope_checks
 from tf_strategies.monitoring import input_watch
 from tf_strategies.spmd import emit
 from tf_strategies.spmd import site as site_lib
@@ -71,6 +71,7 @@ class ExactMirroredExtended(
       super().__init__(
         container_strategy, devices=devices, cross_device_ops=cross_device_ops
       )
+    scope_checks.note_created(container_strategy)
     self._functions = weakref.WeakKeyDictionary()
     self._variables: list[weakref.ref] = []
     self.local = make_local(

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies.cluster import workers as workers_lib
+from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
 from tf_strategies.strategies.mirrored import sharded_state, shards, whole_batch
@@ -25,6 +26,11 @@ class ExactStrategy:
   def num_replicas_in_sync(self) -> int:
     """Number of replicas; one in a model's step, which has the whole batch."""
     return 1 if whole_batch.is_active() else super().num_replicas_in_sync
+
+  def scope(self):
+    """See base class."""
+    scope_checks.note_entered(self)
+    return super().scope()
 
   def communication_report(self) -> dict[str, object]:
     """What was communicated so far, counted by the graph as it ran.

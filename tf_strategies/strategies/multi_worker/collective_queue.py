@@ -21,7 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _graph_errors, _tf_internal, errors, process_group
+from tf_strategies import (
+  _graph_errors,
+  _keras_internal,
+  _tf_internal,
+  errors,
+  process_group,
+)
 from tf_strategies.monitoring import recorder
 from tf_strategies.strategies import communicator
 
@@ -43,7 +49,7 @@ class CollectiveQueue:
     group: process_group.ProcessGroup | None,
     join: Callable[[], None] = lambda: None,
   ):
-    self.group = group
+    self._use(group)
     self._join = join
     self._thread = _make_thread()
     self._handles = itertools.count()
@@ -68,7 +74,13 @@ class CollectiveQueue:
     """
     self._thread.shutdown(wait=True, cancel_futures=True)
     self._pending.clear()
-    self.group, self._thread = group, _make_thread()
+    self._use(group)
+    self._thread = _make_thread()
+
+  def _use(self, group: process_group.ProcessGroup | None) -> None:
+    if group is not None:
+      group.running_call = _keras_internal.running_call
+    self.group = group
 
   # What graphs and eager code call. `kind` is for the statistics.
 
@@ -191,12 +203,12 @@ class CollectiveQueue:
 
   def _run(self, kind, work, array):
     with recorder.span(f'wait for {kind}', recorder.WAIT):
-      return self._submit(kind, work, array).result()
+      return errors.result_of(self._submit(kind, work, array))
 
   def _wait(self, handles):
     futures = [self._pending.pop(int(handle)) for handle in handles]
     with recorder.span('wait for buckets', recorder.WAIT):
-      return [future.result() for future in futures]
+      return [errors.result_of(future) for future in futures]
 
   def _guard(self, function):
     """Lets a failure leave the graph with its type."""

@@ -20,16 +20,28 @@ import json
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _graph_errors, _tf_internal, errors
+from tf_strategies import (
+  _graph_errors,
+  _keras_internal,
+  _tf_internal,
+  errors,
+)
 from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import host_input, replica_run
 
 _Policy = tf.data.experimental.AutoShardPolicy
-_SAME_BATCHES = (
-  'each worker takes its rows of the global batch, so call tf.random.set_seed or '
-  'keras.utils.set_random_seed with the same number on every worker before the '
-  'data are shuffled; or, if each worker has data of its own, set '
+_SAME_SEED = (
+  'call tf.random.set_seed or keras.utils.set_random_seed with the same number on '
+  'every worker before the data are shuffled'
+)
+_WHOLE_DATA = (
+  'pass every worker the whole arrays, or the same data set, in one order: each '
+  'takes its rows of every batch by itself. What NumPy or Python shuffles, shuffle '
+  'after keras.utils.set_random_seed with the same number on every worker'
+)
+_OWN_DATA = (
+  'Or, if each worker is to have data of its own, set '
   'options.experimental_distribute.auto_shard_policy to '
   'tf.data.experimental.AutoShardPolicy.OFF'
 )
@@ -152,10 +164,8 @@ class WorkerInput:
         iterator += 1
       tag = f'batch/{dataset_id}/{iterator}/{index}'
       with _graph_errors.typed():
-        communicator_lib.check_same(
-          self._communicator.exchange(tag, str(fingerprint).encode()),
-          f'batch {index} of a data set',
-          _SAME_BATCHES,
+        _check_same(
+          self._communicator, tag, f'batch {index} of a data set', fingerprint
         )
       return np.int64(0)
 
@@ -270,8 +280,24 @@ def check_same_data(dataset: tf.data.Dataset) -> None:
 
 def check_same_batch(communicator, tag: str, what: str, batch) -> None:
   """Raises CollectiveMismatchError unless all workers have this batch."""
-  answers = communicator.exchange(tag, str(_fingerprint(batch)).encode())
-  communicator_lib.check_same(answers, what, _SAME_BATCHES)
+  _check_same(communicator, tag, what, _fingerprint(batch))
+
+
+def _check_same(communicator, tag: str, what: str, fingerprint) -> None:
+  answers = communicator.exchange(tag, str(fingerprint).encode())
+  if len(set(answers)) == 1:
+    return
+  # All workers see it, so that they can tell each other more.
+  mine = _keras_internal.running_call(), _tf_internal.global_seed()
+  told = communicator.exchange(f'{tag}/more', json.dumps(mine).encode())
+  calls, seeds = zip(*map(json.loads, told), strict=True)
+  communicator_lib.check_same(
+    [str(call).encode() for call in calls],
+    'the method of a model that is running',
+    'call the same methods on all workers, outside of any `if` on the rank',
+  )
+  fix = _WHOLE_DATA if len(set(seeds)) == 1 else _SAME_SEED
+  communicator_lib.check_same(answers, what, f'{fix}. {_OWN_DATA}')
 
 
 def _policy_of(dataset):

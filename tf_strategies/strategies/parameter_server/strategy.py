@@ -14,6 +14,7 @@ from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
 from tf_strategies.cluster import workers as workers_lib
+from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.parameter_server import (
   connection,
   extended,
@@ -190,9 +191,15 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     )
     self.engine.local.settle = lambda variables: self.settle()
     tf.distribute.Strategy.__init__(self, implementation)
+    scope_checks.note_created(self)
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
+
+  def scope(self):
+    """See base class."""
+    scope_checks.note_entered(self)
+    return super().scope()
 
   @property
   def shares_batches(self) -> bool:

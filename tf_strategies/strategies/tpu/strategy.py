@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_strategies import errors, option_checks
 from tf_strategies.collectives import algorithms
 from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.tpu import extended, permute, system
 
 AllReduce = str | Callable[[int], schedule_lib.Schedule]
@@ -84,11 +85,17 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     )
     # TPUStrategy's own __init__ would build its own extended.
     tf.distribute.Strategy.__init__(self, implementation)
+    scope_checks.note_created(self)
     # As TPUStrategy does: one handle in place of one a replica.
     self._enable_packed_variable_in_eager_mode = True
     self._schedule = _build_schedule(all_reduce, self.num_replicas_in_sync)
     if self._schedule is not None:
       implementation.all_reduce = permute.PermutingAllReduce(self._schedule)
+
+  def scope(self):
+    """See base class."""
+    scope_checks.note_entered(self)
+    return super().scope()
 
   @property
   def schedule(self) -> schedule_lib.Schedule | None:

@@ -1,0 +1,31 @@
+"""What people do wrong on several workers; its argument says which mistake."""
+
+import sys
+
+import keras
+import numpy as np
+
+import tf_strategies as tfs
+
+strategy = tfs.create_strategy('multi_worker_ring')
+x = np.random.default_rng(0).normal(size=[32, 4]).astype(np.float32)
+y = x.sum(axis=1, keepdims=True)
+with strategy.scope():
+  model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+  model.compile('sgd', 'mse')
+is_first = strategy.rank == 0
+mistake = sys.argv[1]
+if mistake == 'rows':
+  x, y = x[strategy.rank :: 2], y[strategy.rank :: 2]
+model.fit(x, y, epochs=3 if mistake == 'fit' and is_first else 1, verbose=0)
+if mistake in ('evaluate', 'goes_on') and is_first:
+  model.evaluate(x, y, verbose=0)
+elif mistake == 'predict' and is_first:
+  model.predict(x, verbose=0)
+elif mistake == 'loop' and is_first:
+  strategy.reduce('SUM', np.float32(1), axis=None)
+elif mistake == 'crash' and not is_first:
+  raise ValueError('the disk of this worker is full')
+if mistake in ('goes_on', 'crash'):
+  model.fit(x, y, verbose=0)
+print('has ended')

@@ -1,0 +1,63 @@
+"""A worker that others wait for in vain: the message says what to change."""
+
+import sys
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from benchmarks import processes
+from tests import tiers
+
+pytestmark = pytest.mark.multi_process
+
+_ENDED = "rank 1's program has ended"
+
+# Which mistake, and what the first worker is told.
+_MISTAKES = (
+  (
+    'evaluate',
+    f'{_ENDED} without calling evaluate. Fix: call it on all workers.',
+  ),
+  tiers.full(
+    'predict', f'{_ENDED} without calling predict. Fix: call it on all workers.'
+  ),
+  tiers.full('fit', f'{_ENDED} while others are in fit. Fix: call it equally'),
+  tiers.full('loop', f'{_ENDED} while others use theirs. Fix: run the same'),
+  tiers.full('rows', 'Fix: pass every worker the whole arrays'),
+  tiers.full(
+    'goes_on', 'rank 0 has evaluate, rank 1 has fit. Fix: call the same'
+  ),
+  tiers.full('crash', 'ValueError: the disk of this worker is full'),
+)
+
+
+class MistakesTest(parameterized.TestCase):
+  @tiers.parameters(*_MISTAKES)
+  def test_message(self, mistake, message):
+    done = processes.run_python(
+      *('-m', 'tf_strategies.launch', '--num_workers=2', '--'),
+      *(
+        sys.executable,
+        '-m',
+        'tests.strategies.multi_worker.mistakes',
+        mistake,
+      ),
+      deadline_seconds=240,
+    )
+    said = done.stdout + done.stderr
+    self.assertEqual(done.returncode, 1, said)
+    self.assertIn(message, said)
+    self.assertNotIn('concurrent/futures', said)
+    if mistake == 'crash':
+      # A program that failed is no program that has ended.
+      self.assertNotIn('has ended', said)
+      self.assertIn('worker 1 failed first', said)
+      # Its traceback comes before those that follow from it.
+      before = said.partition(message)[0]
+      self.assertNotIn('[worker 0] Traceback', before)
+    elif _ENDED in message:
+      self.assertIn('[worker 1] has ended', said)
+
+
+if __name__ == '__main__':
+  absltest.main()
