@@ -105,7 +105,7 @@ class MultiWorkerTest(
     if case.link == 'mpi' and multi_worker.mpiexec() is None:
       self.skipTest("no mpi4py and mpiexec: pip install '.[mpi]'")
     if harness.GLOBAL_BATCH_SIZE % (case.workers * case.devices):
-      # Without the wrapper, uneven batches are inexact; it warns of them.
+      # Without the wrapper, uneven batches are inexact.
       table = multi_worker.features()
       names = [name for name in names if table[name].wrap]
     by_worker = multi_worker.run(case, names, _DEADLINE_SECONDS)

@@ -102,7 +102,7 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotIn('PyFunc', compiled)
 
 
-class CompiledLoopTest(tf.test.TestCase):
+class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
   """A step of a loop that XLA compiles, the all-reduce within it."""
 
   def reduce(self, devices):
@@ -120,7 +120,7 @@ class CompiledLoopTest(tf.test.TestCase):
 
   @pytest.mark.full
   def test_sums_over_replicas_or_says_that_it_cannot(self):
-    if virtual_devices.KIND == 'CPU' or links.nccl_is_usable(DEVICES):
+    if links.nccl_is_usable(DEVICES):
       for result in self.reduce(DEVICES):
         self.assertAllClose(result, [0 + 4 + 16 + 36, 1 + 9 + 25 + 49])
       return
@@ -128,6 +128,57 @@ class CompiledLoopTest(tf.test.TestCase):
       tfs.errors.UnsupportedOptionError, 'jit_compile=True.*whole GPUs'
     ):
       self.reduce(DEVICES)
+
+  @tiers.parameters(
+    tfs.RingMirroredStrategy,
+    tfs.CentralStorageStrategy,
+    tiers.full(lambda d: tfs.CentralStorageStrategy(d[:1], d[1])),
+    tiers.full(lambda d: tfs.MultiWorkerRingStrategy(devices=d)),
+    tiers.full(lambda d: tfs.MultiWorkerCollectiveStrategy(devices=d)),
+  )
+  def test_around_a_step_is_refused_and_inside_of_it_is_exact(self, make):
+    if links.nccl_is_usable(DEVICES):
+      self.skipTest('XLA can compile such a step for these GPUs.')
+    x = tf.reshape(tf.range(24.0), [8, 3]) / 24
+    weights = []
+    for kind in ('none', 'outside', 'inside'):
+      keras.utils.set_random_seed(4)
+      strategy = (
+        tf.distribute.get_strategy() if kind == 'none' else make(DEVICES)
+      )
+      with strategy.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+      @tf.function(jit_compile=kind == 'inside')
+      def gradients_of(x, model=model):
+        with tf.GradientTape() as tape:
+          loss = tf.reduce_sum((model(x) - x[:, :1]) ** 2) / 8
+        return tape.gradient(loss, model.trainable_variables)
+
+      def replica(x, model=model, optimizer=optimizer, of=gradients_of):
+        optimizer.apply(of(x), model.trainable_variables)
+
+      @tf.function(jit_compile=kind == 'outside')
+      def step(x, strategy=strategy, replica=replica):
+        strategy.run(replica, (x,))
+
+      batches = tf.data.Dataset.from_tensors(x).unbatch().batch(8)
+      [batch] = strategy.experimental_distribute_dataset(batches)
+      is_central = isinstance(strategy, tfs.CentralStorageStrategy)
+      if kind == 'outside' or (kind == 'inside' and is_central):
+        fix = 'RingMirroredStrategy' if is_central else 'inside of the step'
+        with self.assertRaisesRegex(
+          tfs.errors.UnsupportedOptionError, f'jit_compile=True.*{fix}'
+        ):
+          step(batch)
+      else:
+        step(batch)
+        weights.append(model.get_weights())
+    for found in weights[1:]:
+      for a, b in zip(weights[0], found, strict=True):
+        self.assertAllClose(a, b, 0, 1e-6)
 
 
 if __name__ == '__main__':

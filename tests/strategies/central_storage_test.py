@@ -170,6 +170,29 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
       step()
     self.assertAllClose(v.numpy(), 1.0)
 
+  @parameterized.parameters('branch', 'loop')
+  def test_an_optimizer_inside_a_branch_is_refused(self, where):
+    with self.strategy.scope():
+      v = keras.Variable([1.0, 2.0])
+      optimizer = keras.optimizers.SGD(0.1)
+      optimizer.build([v])
+
+    def apply():
+      optimizer.apply([tf.constant([1.0, 1.0])], [v])
+      return 0
+
+    def replica_step():
+      if where == 'branch':
+        tf.cond(tf.constant(True), apply, lambda: 0)
+      else:
+        tf.while_loop(lambda i: i < 2, lambda i: [i + 1 + apply()], [0])
+
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'optimizer.apply.*RingMirroredStrategy'
+    ):
+      tf.function(lambda: self.strategy.run(replica_step))()
+    self.assertAllEqual(v.numpy(), [1.0, 2.0])
+
   def test_reducing_a_variable_counts_it_once_a_replica(self):
     with self.strategy.scope():
       v = tf.Variable([1.0, 2.0])

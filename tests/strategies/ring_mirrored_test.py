@@ -274,42 +274,162 @@ class ControlFlowTest(tf.test.TestCase):
     self.assertEqual(seen[:2], [True, False])
 
 
-class UnevenBatchTest(tf.test.TestCase, parameterized.TestCase):
-  def _train(self, rows, wrap):
-    """A loop of the user's own, twice; returns what it logs of wrapping."""
-    strategy = _strategy()
-    with strategy.scope():
-      weight = keras.Variable([1.0])
-      optimizer = keras.optimizers.SGD(0.1)
-      if wrap:
-        optimizer = tfs.keras.DistributedOptimizer(optimizer)
-      optimizer.build([weight])
+def _count():
+  return tf.distribute.get_strategy().num_replicas_in_sync
 
-    @tf.function
+
+_UNDIVIDED = {
+  'reduce_mean': lambda y, p: tf.reduce_mean((p - y) ** 2),
+  'ops_mean': lambda y, p: keras.ops.mean(keras.ops.square(p - y)),
+  'losses_of_rows': lambda y, p: tf.reduce_mean(
+    keras.losses.mean_squared_error(y, p)
+  ),
+  'a_term': lambda y, p: (
+    tf.reduce_mean(tf.abs(p - y)) - tf.reduce_sum(p) / 8 + 1.0
+  ),
+}
+_DIVIDED = {
+  'compute_average_loss': lambda y, p: tf.nn.compute_average_loss(
+    keras.losses.mean_squared_error(y, p), global_batch_size=8
+  ),
+  'sum': lambda y, p: tf.reduce_sum((p - y) ** 2) / 8,
+  'mean': lambda y, p: tf.reduce_mean((p - y) ** 2) / _count(),
+  'mean_times_share': lambda y, p: (
+    tf.reduce_mean((p - y) ** 2) * tf.cast(tf.shape(y)[0], tf.float32) / 8
+  ),
+  'keras_loss': lambda y, p: keras.losses.MeanSquaredError()(y, p),
+  'mean_of_features': lambda y, p: (
+    tf.reduce_sum(tf.reduce_mean((p - y) ** 2, -1)) / 8
+  ),
+}
+
+
+class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
+  """A loop is told of gradients that are too large, and of nothing else."""
+
+  def warnings(
+    self, strategy, loss, wrap=lambda o: o, change=lambda g: g, rows=16
+  ):
+    """Those of a loop, run eagerly and in a `tf.function`, each twice."""
+    with strategy.scope():
+      kernel = keras.Variable(tf.ones([3, 2]))
+      optimizer = wrap(keras.optimizers.SGD(0.01))
+      optimizer.build([kernel])
+
     def step(batch):
       def replica_fn(x):
         with tf.GradientTape() as tape:
-          loss = tf.reduce_mean(x * weight) / 4
-        optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+          value = optimizer.scale_loss(loss(x[:, :2], x @ kernel))
+        [gradient] = tape.gradient(value, [kernel.value])
+        optimizer.apply([change(gradient)], [kernel])
 
       strategy.run(replica_fn, args=(batch,))
 
-    dataset = tf.data.Dataset.from_tensor_slices(tf.ones([rows])).batch(8)
-    with self.assertLogs('absl', 'INFO') as logs:
-      logging.info('The run starts.')  # assertLogs wants at least one line.
-      for _ in range(2):
+    x = tf.reshape(tf.range(3.0 * rows), [rows, 3]) / (3 * rows)
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    found = []
+    for run in (step, tf.function(step)):
+      strategy.extended._warned_undivided = False
+      with self.assertLogs('absl', 'INFO') as logs:
+        logging.info('The run starts.')  # assertLogs wants at least one line.
         for batch in strategy.experimental_distribute_dataset(dataset):
-          step(batch)
-    return [line for line in logs.output if 'DistributedOptimizer' in line]
+          run(batch)
+      found.append([line for line in logs.output if 'mean' in line])
+    return found
 
-  @pytest.mark.full
-  def test_unwrapped_uneven_batch_warns_once(self):
-    self.assertLen(self._train(rows=13, wrap=False), 1)
+  @tiers.product(
+    name=tiers.few(_UNDIVIDED, 'reduce_mean', 'a_term'),
+    make=[
+      _strategy,
+      tiers.full(lambda: tfs.CentralStorageStrategy(list(DEVICES))),
+      tiers.full(lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES))),
+    ],
+  )
+  def test_undivided(self, name, make):
+    for lines in self.warnings(make(), _UNDIVIDED[name]):
+      self.assertLen(lines, 1)
+      self.assertIn('4 times too large', lines[0])
+      self.assertIn('strategy.num_replicas_in_sync', lines[0])
 
-  @pytest.mark.full
-  def test_wrapped_or_even_batches_do_not_warn(self):
-    self.assertEmpty(self._train(rows=13, wrap=True))
-    self.assertEmpty(self._train(rows=16, wrap=False))
+  @tiers.parameters(*tiers.few(_DIVIDED, 'mean', 'mean_times_share'))
+  def test_divided(self, name):
+    for rows in (16, 13, 9):
+      found = self.warnings(_strategy(), _DIVIDED[name], rows=rows)
+      self.assertEqual(found, [[], []])
+
+  def test_what_divides_later(self):
+    """The gradients are divided; DistributedOptimizer weighs the rows."""
+    mean = _UNDIVIDED['reduce_mean']
+    found = self.warnings(_strategy(), mean, change=lambda g: g / _count())
+    self.assertEqual(found, [[], []])
+    wrap = tfs.keras.DistributedOptimizer
+    found = self.warnings(_strategy(), _DIVIDED['mean'], wrap, rows=13)
+    self.assertEqual(found, [[], []])
+
+  def test_one_replica_divides_by_one(self):
+    strategy = tfs.RingMirroredStrategy(list(DEVICES[:1]))
+    found = self.warnings(strategy, _UNDIVIDED['reduce_mean'])
+    self.assertEqual(found, [[], []])
+
+
+class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
+  """All replicas apply one tensor, which was made outside of the step."""
+
+  @tiers.product(
+    option=[
+      'global_clipnorm',
+      tiers.full('clipvalue'),
+      tiers.full('clipnorm'),
+    ],
+    make=[
+      _strategy,
+      lambda: tfs.CentralStorageStrategy(list(DEVICES)),
+      tiers.full(lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES))),
+      lambda: tf.distribute.MirroredStrategy(list(DEVICES)),
+    ],
+    wrap=[lambda f: f, tf.function],
+  )
+  def test_counts_once_a_replica(self, option, make, wrap):
+    strategy = make()
+    with strategy.scope():
+      variable = keras.Variable([1.0, 2.0])
+      optimizer = keras.optimizers.SGD(1.0, **{option: 100.0})
+      optimizer.build([variable])
+    gradient = tf.constant([1.0, 3.0])
+
+    @wrap
+    def step():
+      strategy.run(lambda: optimizer.apply([gradient], [variable]))
+
+    step()
+    self.assertAllEqual(variable.numpy(), [1.0 - 4, 2.0 - 12])
+
+  def test_a_loop_in_a_module_named_as_the_trainer_begins(self):
+    """It is no step of Keras's, though it refers to a model."""
+    strategy = _strategy()
+    with strategy.scope():
+      model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+
+    def forward(x):
+      return tf.reduce_sum(model(x))
+
+    forward.__module__ = 'keras.src.backend.tensorflow.trainer_test'
+    rows = strategy.experimental_distribute_values_from_function(
+      lambda context: tf.ones([2, 2]) * context.replica_id_in_sync_group
+    )
+    sums = strategy.run(tf.function(forward), (rows,)).values
+    self.assertAllClose(sums, [sums[1] * r for r in range(4)])
+
+  def test_accumulated_ones_count_once_a_replica(self):
+    strategy = _strategy()
+    with strategy.scope():
+      variable = keras.Variable([1.0, 2.0])
+      optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+      optimizer.build([variable])
+    gradient = tf.constant([1.0, 3.0])
+    for _ in range(2):
+      strategy.run(lambda: optimizer.apply([gradient], [variable]))
+    self.assertAllEqual(variable.numpy(), [1.0 - 4, 2.0 - 12])
 
 
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):

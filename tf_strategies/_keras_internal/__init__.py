@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
 import os
 import pathlib
 import sys
@@ -44,7 +43,6 @@ from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
 )
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KINDS,
-  TRAINER_MODULE,
   KerasStep,
   change,
   closure,
@@ -354,8 +352,6 @@ def check() -> None:
     'places a variable by its size before it is made',
   )
   _rows.check()
-  if not inspect.getmodule(tf_trainer).__name__.startswith(TRAINER_MODULE):
-    raise _requirements.missing(TRAINER_MODULE, "finds Keras's own steps")
 
 
 check()

@@ -18,9 +18,6 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter
 
 from tf_strategies import _requirements, _tf_internal, errors
 
-# Where the local functions of Keras's trainer come from.
-TRAINER_MODULE = 'keras.src.backend.tensorflow'
-
 KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
 
 
@@ -67,7 +64,8 @@ def step_of(fn: Callable) -> KerasStep | None:
 
 
 def _is_of_trainer(fn) -> bool:
-  return (getattr(fn, '__module__', '') or '').startswith(TRAINER_MODULE)
+  """Returns whether `fn` is a local function of Keras's trainer."""
+  return getattr(fn, '__module__', None) == trainer.__name__
 
 
 def results_of(

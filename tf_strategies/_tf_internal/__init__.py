@@ -47,6 +47,10 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   trace,
   whole_spec,
 )
+from tf_strategies._tf_internal.undivided import (  # noqa: F401  For all others.
+  is_undivided,
+  undivided_marked,
+)
 
 MirroredExtended = _load(
   'distribute.mirrored_strategy.MirroredExtended', 'the base of strategies'
@@ -426,6 +430,7 @@ _OVERRIDDEN = {
   MirroredVariable: (
     '_get()',
     '_get_as_operand()',
+    '_get_cross_replica()',
     '_get_replica(replica_id)',
     '_update_replica(update_fn, value, kwargs)',
     'handle',

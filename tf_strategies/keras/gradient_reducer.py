@@ -18,6 +18,9 @@ import tensorflow as tf
 from tf_strategies import errors
 from tf_strategies.keras import optimizer_checks
 
+# Options for which an optimizer computes with a gradient before it is applied.
+_COMPUTES = (*optimizer_checks.CLIPPING, 'gradient_accumulation_steps')
+
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
@@ -149,6 +152,10 @@ class GradientReducer(Protocol):
         optimizer.build(variables)
     gradients = [self._lighter(optimizer, g) for g in gradients]
     parts = [g for g in gradients if g is not None]
+    if any(getattr(optimizer, option, None) for option in _COMPUTES):
+      # Keras computes with them, so one tensor that all replicas apply, made
+      # outside of the step, becomes each replica's own and counts once a replica.
+      parts = tf.nest.map_structure(tf.identity, parts, expand_composites=True)
     trained = [
       v for g, v in zip(gradients, trained, strict=False) if g is not None
     ]

@@ -17,6 +17,7 @@ from tf_strategies.collectives import (
   ring_all_reduce,
 )
 from tf_strategies.collectives.permutation import permutation_rounds
+from tf_strategies.strategies.tpu.permute import PermutingAllReduce
 
 _SHAPES = {
   'float32': [[3, 5], [], [7], [2, 2, 2]],
@@ -139,6 +140,9 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     step = traced_step(double.create_strategy(1))
     self.assertEmpty(step.permutes)
     self.assertEmpty(step.sums)
+    x = tf.ones([2])
+    all_reduce = PermutingAllReduce(ring_all_reduce(1))
+    self.assertIs(all_reduce(tf.distribute.ReduceOp.SUM, [x])[0], x)
 
   def test_some_cores_of_a_tpu(self):
     topology = tf.tpu.experimental.Topology(

@@ -124,12 +124,7 @@ class _CentralReducer(reducer.DeviceReducer):
     A branch that waits inside for the next one would wait forever.
     """
     del reduce_op, tensors, replica_id, options
-    raise errors.UnsupportedOptionError(
-      'synchronisation inside a tf.cond under CentralStorageStrategy (Keras '
-      'does that for gradient_accumulation_steps)',
-      'synchronisation outside of it, since replicas share their variables',
-      'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
-    )
+    raise _branch_error('synchronisation')
 
 
 class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
@@ -151,6 +146,8 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients up on the parameter device, and applies them once."""
+    if replica_run.in_branch_of_replica():
+      raise _branch_error('optimizer.apply')
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(
@@ -166,6 +163,16 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     tf.distribute.get_replica_context().merge_call(merge, args=(gradients,))
 
   # Where code runs.
+
+  compiled_fix = (
+    'fit a model that is compiled with jit_compile=True, or use '
+    'tfs.RingMirroredStrategy, whose replicas have copies of variables'
+  )
+
+  @property
+  def is_one_device(self):
+    """See base class: variables may be on another device."""
+    return super().is_one_device and self._devices == self.parameter_devices
 
   @property
   def home_device(self):
@@ -200,6 +207,17 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     central = _Placement((self._parameter_device,))
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}
+
+
+def _branch_error(what: str) -> errors.UnsupportedOptionError:
+  return errors.UnsupportedOptionError(
+    f'{what} in a branch or a loop of a replica (tf.cond, tf.while_loop) under '
+    'CentralStorageStrategy',
+    'a call that every replica makes outside of it, since replicas share their '
+    'variables',
+    'decide outside of strategy.run which of two steps runs, or use '
+    'tfs.RingMirroredStrategy',
+  )
 
 
 def _resolve_parameter_device(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
@@ -26,7 +26,22 @@ class CentralVariable(mirrored_variables.MirroredVariable):
   def _get_replica(self, replica_id):
     del replica_id
     replica_run.note_read(self)
+    replica = replica_run.current_replica_id()
+    if replica is not None and _tf_internal.in_xla_context():
+      self._check_compiled(replica)
     return self._values[0]
+
+  def _check_compiled(self, replica):
+    """Raises if XLA compiles for another device a function that reads this."""
+    extended = self.distribute_strategy.extended
+    device = extended.worker_devices[replica]
+    if device not in extended.parameter_devices:
+      raise errors.UnsupportedOptionError(
+        f'{self.name!r} on {self._values[0].device} in a function with '
+        f'jit_compile=True on {device}',
+        'variables on the device for which XLA compiles',
+        extended.compiled_fix,
+      )
 
   @property
   def handle(self):

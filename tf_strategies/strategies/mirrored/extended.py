@@ -16,7 +16,6 @@ import weakref
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -51,7 +50,7 @@ class ExactMirroredExtended(
   # See `_keras_internal`: Keras draws no batch to make variables.
   builds_from_specs = True
   makes_variables_in_steps = True
-  _warned_uneven = False
+  _warned_undivided = False
   # Whether a variable was made in the scope, even if it is gone.
   has_variables = False
   # The device with central variables, if replicas have no copies.
@@ -107,20 +106,11 @@ class ExactMirroredExtended(
     """What the gradients of a variable are called."""
     return getattr(variable, 'path', variable.name)
 
-  def check(self):
-    """See `GradientReducer`: who calls this decides how much rows count."""
-    run = replica_run.current()
-    if run is not None:
-      run.may_be_uneven = True
-
   def apply_gradients(self, optimizer, gradients, variables, apply):
-    """Warns of uneven rows that the caller may not know of."""
+    """Applies them; see base class."""
     if self.state_shards is not None:
       self._check_shards(optimizer, variables)
-    run = replica_run.current()
-    if run is not None and not run.may_be_uneven:
-      run.may_be_uneven = True
-      self._warn_if_uneven(run)
+    self.warn_if_undivided(gradients)
     super().apply_gradients(optimizer, gradients, variables, apply)
 
   def _check_shards(self, optimizer, variables):
@@ -145,33 +135,27 @@ class ExactMirroredExtended(
       return None
     return self._get_replica_id_in_sync_group(replica)
 
-  def _warn_if_uneven(self, run):
-    """Warns, once a strategy, of a loop of the user's own on uneven batches."""
-    if run.is_even is False:
-      self._warn_uneven()
-    elif run.is_even is not True and not _tf_internal.in_xla_context():
-      # When a batch with uneven replicas really comes.
-      tf.cond(
-        run.is_even,
-        lambda: tf.constant(0, tf.int64),
-        lambda: tf.numpy_function(
-          self._warn_uneven, [], tf.int64, stateful=True
-        ),
-      )
-
-  def _warn_uneven(self):
-    if not self._warned_uneven:
-      self._warned_uneven = True
+  def warn_if_undivided(self, gradients) -> None:
+    """Warns, once, of gradients of a mean that its replica has not divided."""
+    run = replica_run.current()
+    # Eagerly, a mean may be scaled by the only rows that there are: by 1.
+    is_sure = run is not None and (
+      run.has_rows is None or not tf.executing_eagerly()
+    )
+    if (
+      is_sure
+      and not self._warned_undivided
+      and any(map(_tf_internal.is_undivided, gradients))
+    ):
+      self._warned_undivided = True
       logging.warning(
-        'A batch gave the replicas different numbers of rows. In a loop of your '
-        'own the mean loss of each replica then counts the same, however few '
-        'rows it has, which is not what one device computes. Divide the sum '
-        'of the loss by the rows of the whole batch (if your loop does, nothing '
-        'is wrong), or wrap the optimizer, and divide each mean by '
-        'strategy.num_replicas_in_sync: '
-        'tfs.keras.DistributedOptimizer(optimizer).'
+        'The loss in this loop is a mean over the rows of one replica, so the '
+        'gradients, which are summed over %d replicas, are %d times too large. '
+        'Divide the mean by strategy.num_replicas_in_sync, or use '
+        'tf.nn.compute_average_loss(losses, global_batch_size=...).',
+        self._num_replicas_in_sync,
+        self._num_replicas_in_sync,
       )
-    return np.int64(0)
 
   # Where code runs.
 
@@ -193,6 +177,14 @@ class ExactMirroredExtended(
       return self._model_step(step).run(step.run, data)
     if isinstance(fn, _tf_internal.Function):
       return self._call_function(fn, args, kwargs)
+    self._check_compiled()
+    if self.is_one_device:
+      args, kwargs = tf.nest.map_structure(_only_argument, (args, kwargs))
+      with (
+        _OnlyReplica(self._container_strategy()),
+        tf.device(self._devices[0]),
+      ):
+        return fn(*args, **kwargs)
     run = replica_run.current()
     function = _tf_internal.unwrap(fn)
     if run is not None:
@@ -282,9 +274,18 @@ class ExactMirroredExtended(
     return sizes, range(count)
 
   @property
+  def is_one_device(self) -> bool:
+    """Whether all that there is and will be is one replica, on one device.
+
+    Its steps are then those of a program without a strategy, operation by
+    operation: nothing is reduced, counted or copied.
+    """
+    return len(self._devices) * self.most_workers == 1
+
+  @property
   def splits_steps(self) -> bool:
-    """Whether the steps of models are split over several replicas."""
-    return self._num_replicas_in_sync > 1
+    """Whether the steps of models are split over several sites."""
+    return not self.is_one_device
 
   # Whether this process does what is done once in all.
   does_what_is_done_once = True
@@ -341,8 +342,9 @@ class ExactMirroredExtended(
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`: the rows are read inside it, not baked in."""
-    if _tf_internal.is_compiled(function) and all(
-      'gpu' in device.lower() for device in self._devices
+    on_gpus = all('gpu' in device.lower() for device in self._devices)
+    if (
+      _tf_internal.is_compiled(function) and on_gpus and not self.is_one_device
     ):
       # XLA compiles one device's program: each replica runs its own.
       return _tf_internal.call_for_each_replica(
@@ -358,6 +360,30 @@ class ExactMirroredExtended(
       self._functions[function] = _tf_internal.clone_function(function, call)
     return self._functions[function](*args, **kwargs)
 
+  # What to do about a step of a loop that XLA cannot compile.
+  compiled_fix = (
+    'compile a function inside of the step that computes the loss and its '
+    'gradients, and call optimizer.apply outside of it; or fit a model that is '
+    'compiled with jit_compile=True'
+  )
+
+  def _check_compiled(self):
+    """Raises if XLA compiles what replicas on several devices do together.
+
+    It compiles one device's program, which NCCL alone crosses.
+    """
+    devices = sorted({*self._devices, *self.parameter_devices})
+    if (
+      len(devices) > 1
+      and _tf_internal.in_xla_context()
+      and not links.nccl_is_usable(devices)
+    ):
+      raise errors.UnsupportedOptionError(
+        f'jit_compile=True around a step of a loop, on {devices}',
+        'one device, or whole GPUs, between which XLA can use NCCL',
+        self.compiled_fix,
+      )
+
   def _call_in_run(self, run, fn, args, kwargs):
     if not tf.executing_eagerly():
       fn = _tf_internal.autograph_convert(fn)
@@ -365,7 +391,7 @@ class ExactMirroredExtended(
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
       # A replica is a thread of its own, which has to be told its run.
-      with replica_run.active(run):
+      with replica_run.active(run), _tf_internal.undivided_marked():
         return fn(*args, **kwargs)
 
     with replica_run.active(run):
@@ -400,32 +426,31 @@ class ExactMirroredExtended(
   # How values are reduced.
 
   def _get_cross_device_ops(self, value):
+    self._check_compiled()
     if super()._use_merge_call():
       return self._cross_device_ops
-    # XLA compiles one device's program, which NCCL alone crosses.
-    if len(self._devices) > 1 and not links.nccl_is_usable(self._devices):
-      raise errors.UnsupportedOptionError(
-        'jit_compile=True around a step of a loop, on replicas on '
-        f'{list(self._devices)}',
-        'whole GPUs, between which XLA can use NCCL',
-        'compile functions inside of the step that do not synchronise, or fit a '
-        'model that is compiled with jit_compile=True',
-      )
     return super()._get_cross_device_ops(value)
 
   def _reduce_to(self, reduce_op, value, destinations, options):
     if whole_batch.is_active():
       return value
+    if self.is_one_device:
+      return tf.nest.map_structure(_only_value, value)
     return self._reducer.reduce(reduce_op, value, destinations, options)
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+    values = [value for value, _ in value_destination_pairs]
     if whole_batch.is_active():
-      return [value for value, _ in value_destination_pairs]
+      return values
+    if self.is_one_device:
+      return list(map(_only_value, values))
     return self._reducer.batch_reduce(
       reduce_op, value_destination_pairs, options
     )
 
   def _gather_to_implementation(self, value, destinations, axis, options):
+    if self.is_one_device:
+      return _only_value(value)
     return self._reducer.gather(value, destinations, axis, options)
 
   def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
@@ -470,6 +495,29 @@ class ExactMirroredExtended(
     if tf.executing_eagerly() and sharded_state.is_among(given):
       return self.state_shards.update(fn, *given)
     return super()._update(var, fn, args, kwargs, group)
+
+
+class _OnlyReplica(tf.distribute.ReplicaContext):
+  """The context of the only replica, as without a strategy."""
+
+  def __init__(self, strategy):
+    super().__init__(strategy, 0)
+
+  @property
+  def replica_id_in_sync_group(self):
+    """Zero, which is no operation."""
+    return 0
+
+
+def _only_value(value):
+  """What the only replica has of a value."""
+  is_distributed = isinstance(value, tf.distribute.DistributedValues)
+  return value.values[0] if is_distributed else value
+
+
+def _only_argument(value):
+  """The same of an argument: a variable stays the one that the strategy made."""
+  return value if isinstance(value, tf.Variable) else _only_value(value)
 
 
 def rows_of_plain(leaves):

@@ -35,8 +35,6 @@ class ReplicaRun:
   # Of this process's, bool; None if every replica of every process surely has.
   has_rows: _Rows | None
   is_even: bool | tf.Tensor
-  # Whether the user was told, or knows, that replicas may have unequal rows.
-  may_be_uneven: bool = False
   # The shared variables that replicas have read, by replica and `id`.
   reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
     default_factory=dict

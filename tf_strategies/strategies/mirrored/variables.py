@@ -43,9 +43,17 @@ class MirroredVariable(_Number, _tf_internal.MirroredVariable):
   def _update_replica(self, update_fn, value, **kwargs):
     first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
     extended = self.distribute_strategy.extended
-    if self.aggregation == first_only and not extended._use_merge_call():
+    is_first_only = self.aggregation == first_only
+    if extended.is_one_device or (
+      is_first_only and not extended._use_merge_call()
+    ):
       return update_fn(self._get_on_device_or_primary(), value, **kwargs)
     return super()._update_replica(update_fn, value, **kwargs)
+
+  def _get_cross_replica(self):
+    if self.distribute_strategy.extended.is_one_device:
+      return self._values[0]  # A copy would be an operation.
+    return super()._get_cross_replica()
 
 
 def _scattered(name: str):
@@ -167,7 +175,7 @@ class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):
     return super()._get_replica(replica_id)
 
   def _get_cross_replica(self):
-    if self.holds_whole:
+    if self.holds_whole or self.distribute_strategy.extended.is_one_device:
       return self._get_replica(0)
     # A model that is saved may read it, in a function that was traced before.
     with statistics.paused():

@@ -64,7 +64,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def _in_multi_worker_mode(self):
     # Keras then averages its logs over workers and gathers predictions.
-    return True
+    return not self.is_one_device
 
   @property
   def experimental_between_graph(self):
@@ -120,6 +120,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def apply_locally(self, optimizer, gradients, apply):
     """See base class."""
+    self.warn_if_undivided(gradients)
     self._local_worker.apply(optimizer, gradients, apply)
 
   def settle(self, variables):

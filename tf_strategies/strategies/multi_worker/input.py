@@ -99,8 +99,14 @@ class WorkerInput:
   def _same_data(self, dataset):
     """Every worker has the same batches and takes its rows."""
     return self._checked(
-      dataset, self.split, lambda parts: host_input.with_rows(*parts)
+      dataset, self.split, lambda parts: self._with_rows(*parts)
     )
+
+  def _with_rows(self, batches, all_rows):
+    """What replicas get: counted batches, or the only replica's as it is."""
+    if self._extended.is_one_device:
+      return batches[0]
+    return host_input.with_rows(batches, all_rows)
 
   def whole(self, dataset) -> tf.data.Dataset:
     """Every worker has all rows of the same batches."""
@@ -248,7 +254,7 @@ class WorkerInput:
         .enumerate()
         .map(agree(iterator))
         .take_while(lambda left, all_rows, batches: left)
-        .map(lambda left, rows, batches: host_input.with_rows(batches, rows))
+        .map(lambda left, rows, batches: self._with_rows(batches, rows))
       )
 
     numbers = tf.data.Dataset.range(1).map(

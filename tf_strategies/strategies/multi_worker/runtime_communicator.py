@@ -167,24 +167,12 @@ class RuntimeCommunicator(communicator.Communicator):
   def close(self):
     """See base class; TensorFlow's runtime ends with the process."""
 
-  def _is_alone_in_xla(self):
-    """Whether XLA compiles one device's program, in which nothing is to be done.
-
-    It knows no ring, and on a GPU no counters, which are on the host.
-    """
-    is_alone = self.world_size * len(self._devices) == 1
-    return is_alone and _tf_internal.in_xla_context()
-
   def _count(self, kind):
-    if self._is_alone_in_xla():
-      return
     if kind not in self._statistics:
       self._statistics[kind] = statistics.CallStatistics()
     self._statistics[kind].record([self._host], [0])
 
   def _reduce(self, launcher, tensor, merge_op):
-    if self._is_alone_in_xla():
-      return tf.identity(tensor)
     communicator.check_not_compiled(merge_op)
     dtype = tensor.dtype
     # What the runtime has no kernel for travels as a wider integer.

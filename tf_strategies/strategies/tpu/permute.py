@@ -70,6 +70,8 @@ class PermutingAllReduce:
     for i, tensor in enumerate(results):
       _check(tensor)
       groups.setdefault(tensor.dtype, []).append(i)
+    if self._schedule.world_size == 1:
+      return results  # A strategy of one replica adds no operation to a step.
     for members in groups.values():
       reduced = self._reduce_group(reduce_op, [results[i] for i in members])
       for i, tensor in zip(members, reduced, strict=True):

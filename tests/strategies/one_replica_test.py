@@ -1,0 +1,185 @@
+"""With one replica, a step has the operations that it has without a strategy."""
+
+import itertools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import tiers, virtual_devices
+
+virtual_devices.configure()
+
+_DEVICE = [virtual_devices.name(0)]
+_KINDS = ('train', 'test', 'predict')
+_X = np.arange(48).reshape(12, 4) % 7
+_Y = np.float32(_X[:, :1] / 7)
+_STRATEGIES = {
+  'one_device': lambda: tfs.create_strategy('one_device', devices=_DEVICE),
+  'ring_mirrored': lambda: tfs.RingMirroredStrategy(_DEVICE),
+  'sharded_state': lambda: tfs.RingMirroredStrategy(
+    _DEVICE, shard_optimizer_state=True
+  ),
+  'central_storage': lambda: tfs.CentralStorageStrategy(_DEVICE, *_DEVICE),
+  'multi_worker_ring': lambda: tfs.MultiWorkerRingStrategy(devices=_DEVICE),
+  'multi_worker_collective': lambda: tfs.MultiWorkerCollectiveStrategy(
+    devices=_DEVICE
+  ),
+}
+
+
+def _adam():
+  return keras.optimizers.Adam(
+    use_ema=True,
+    ema_overwrite_frequency=2,
+    weight_decay=0.1,
+    global_clipnorm=1.0,
+    gradient_accumulation_steps=2,
+  )
+
+
+def _loss_scale():
+  inner = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0)
+  return keras.optimizers.LossScaleOptimizer(inner)
+
+
+def _built(strategy, make_optimizer):
+  """A model and an optimizer that have their variables."""
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(1)
+  with strategy.scope():
+    model = keras.Sequential(
+      [
+        keras.Input([4], dtype='int32'),
+        keras.layers.Embedding(7, 3),
+        keras.layers.Flatten(),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5, seed=1),
+        keras.layers.Dense(1),
+      ]
+    )
+    optimizer = make_optimizer()
+    optimizer.build(model.trainable_variables)
+  return model, optimizer
+
+
+def _steps_of_model(strategy, make_optimizer, compiles):
+  """The graphs of what `fit`, `evaluate` and `predict` run."""
+  model, optimizer = _built(strategy, make_optimizer)
+  with strategy.scope():
+    model.compile(optimizer, 'mse', metrics=['mae'], jit_compile=compiles)
+  model.fit(_X, _Y, batch_size=4, verbose=0)  # Makes the metrics.
+  model.make_train_function(force=True)
+  model.fit(_X, _Y, batch_size=4, verbose=0)
+  model.evaluate(_X, _Y, batch_size=4, verbose=0)
+  model.predict(_X, batch_size=4, verbose=0)
+  functions = [getattr(model, f'{kind}_function') for kind in _KINDS]
+  return list(itertools.chain(*map(_graphs, functions)))
+
+
+def _step_of_loop(strategy, make_optimizer, compiles):
+  """The graph of a step that uses whatever `tf.distribute` offers a loop."""
+  model, optimizer = _built(strategy, make_optimizer)
+  with strategy.scope():
+    metric = keras.metrics.MeanSquaredError()
+    metric.update_state(_Y, _Y)
+
+  def replica(x, y):
+    with tf.GradientTape() as tape:
+      predicted = model(x, training=True)
+      loss = tf.nn.compute_average_loss(
+        tf.reduce_sum((predicted - y) ** 2, 1), global_batch_size=4
+      )
+    variables = model.trainable_variables
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    metric.update_state(y, predicted)
+    context = tf.distribute.get_replica_context()
+    total = context.all_reduce('SUM', loss)
+    return total, predicted, context.all_gather(predicted, 0)
+
+  @tf.function(jit_compile=compiles)
+  def step(x, y):
+    total, predicted, gathered = strategy.run(replica, (x, y))
+    return (
+      strategy.reduce('MEAN', total, axis=None),
+      strategy.reduce('SUM', predicted, axis=0),
+      strategy.gather(gathered, axis=0),
+      strategy.experimental_local_results(predicted)[0],
+    )
+
+  batches = tf.data.Dataset.from_tensor_slices((_X, _Y)).batch(4)
+  for x, y in strategy.experimental_distribute_dataset(batches):
+    step(x, y)
+  return _graphs(step)
+
+
+def _graphs(function) -> list:
+  """The operations of the `tf.function`s that a function is, or calls."""
+  if hasattr(function, '_list_all_concrete_functions'):
+    return [
+      _operations(concrete.graph)
+      for concrete in function._list_all_concrete_functions()
+    ]
+  cells = [
+    c.cell_contents for c in getattr(function, '__closure__', None) or ()
+  ]
+  called = [c for c in cells if callable(c)]
+  if hasattr(function, '__wrapped__'):
+    called.append(function.__wrapped__)
+  return list(itertools.chain(*map(_graphs, called)))
+
+
+def _operations(graph) -> list:
+  """Each operation's type, where its inputs come from, and what it calls.
+
+  Arguments are left out: an iterator of a distributed data set is other ones.
+  """
+  ops = [op for op in graph.get_operations() if op.type != 'Placeholder']
+  numbers = {op: i for i, op in enumerate(ops)}
+  found = []
+  for op in ops:
+    names = [a.func.name for a in op.node_def.attr.values() if a.func.name]
+    called = [
+      f.graph for f in map(graph._get_function, names) if hasattr(f, 'graph')
+    ]
+    inputs = [(numbers.get(t.op), t.value_index) for t in op.inputs]
+    inputs = [('argument', 0) if i is None else (i, k) for i, k in inputs]
+    after = sorted(numbers[c] for c in op.control_inputs if c in numbers)
+    found.append((op.type, inputs, after, list(map(_operations, called))))
+  return found
+
+
+def _size(graphs) -> int:
+  return sum(1 + _size(called) for ops in graphs for *_, called in ops)
+
+
+class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
+  """Graphs are compared with those of TensorFlow's default strategy."""
+
+  @tiers.named_parameters(
+    *tiers.few(
+      [
+        (f'{strategy}{optimizer.__name__}_compiled_{compiles}',)
+        + (_STRATEGIES[strategy], optimizer, compiles)
+        for strategy in _STRATEGIES
+        for optimizer in (_loss_scale, _adam)
+        for compiles in (True, False)
+      ],
+      'ring_mirrored_loss_scale_compiled_True',
+      'central_storage_adam_compiled_False',
+      'multi_worker_ring_loss_scale_compiled_True',
+    )
+  )
+  def test_steps_have_no_operation_more(self, make, optimizer, compiles):
+    """A compiled one has to run as well: XLA takes none of our collectives."""
+    for trace in (_steps_of_model, _step_of_loop):
+      expected = trace(tf.distribute.get_strategy(), optimizer, compiles)
+      found = trace(make(), optimizer, compiles)
+      self.assertGreater(_size(expected), 200)
+      self.assertEqual(found, expected)
+
+
+if __name__ == '__main__':
+  tf.test.main()
