@@ -372,12 +372,10 @@ class ExactMirroredExtended(
 
     It compiles one device's program, which NCCL alone crosses.
     """
+    if not _tf_internal.in_xla_context():
+      return
     devices = sorted({*self._devices, *self.parameter_devices})
-    if (
-      len(devices) > 1
-      and _tf_internal.in_xla_context()
-      and not links.nccl_is_usable(devices)
-    ):
+    if len(devices) > 1 and not links.nccl_is_usable(devices):
       raise errors.UnsupportedOptionError(
         f'jit_compile=True around a step of a loop, on {devices}',
         'one device, or whole GPUs, between which XLA can use NCCL',
