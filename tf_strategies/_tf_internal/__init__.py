@@ -437,6 +437,7 @@ _OVERRIDDEN = {
   ),
   SyncOnReadVariable: (
     '_get_cross_replica()',
+    '_get_replica(replica_id)',
     '_update_replica(update_fn, value, kwargs)',
   ),
   PerReplica: ('_type_spec',),
