@@ -14,7 +14,7 @@ Example:
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tf_strategies import version
 
@@ -55,8 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
       module = _COMMANDS[name][1]()
       return module.main([f'tfs {name}', *words[count:]])
   if words[:1] in (['--help'], ['-h'], ['help']):
-    print(_help())
+    print(_help(_COMMANDS))
     return 0
+  if words[1:2] in (['--help'], ['-h']):
+    of_group = [n for n in _COMMANDS if n.startswith(f'{words[0]} ')]
+    if of_group:
+      print(_help(of_group))
+      return 0
   if words[:1] == ['--version']:
     print(f'tf_strategies {version.__version__}')
     return 0
@@ -64,9 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 2
 
 
-def _help() -> str:
-  width = max(map(len, _COMMANDS))
-  rows = [f'  {name:{width}}  {text}' for name, (text, _) in _COMMANDS.items()]
+def _help(names: Collection[str]) -> str:
+  width = max(map(len, names))
+  rows = [f'  {name:{width}}  {_COMMANDS[name][0]}' for name in names]
   return '\n'.join(
     [
       'Usage: tfs <command> [flags]',
@@ -80,7 +85,7 @@ def _help() -> str:
 
 def _what_is_wrong(words: list[str]) -> str:
   if not words:
-    return _help()
+    return _help(_COMMANDS)
   near: dict[str, None] = {}
   for typed in (' '.join(words[:2]), words[0]):
     near.update((n, None) for n in _COMMANDS if n.split()[0] == typed)

@@ -5,6 +5,7 @@ nothing happened to. Real processes, real `kill -9`.
 """
 
 import json
+import math
 import os
 import random
 import signal
@@ -112,7 +113,9 @@ class ElasticTest(elastic_case.ElasticCase):
       resumed += [t - killed for t in first if t]
     self.assertNotEmpty(heard)
     self.assertLess(max(heard), 1.0)
-    print(f'error after {max(heard):.3f} s, next step {min(resumed):.1f} s')
+    print(
+      f'error after {max(heard):.3f} s, next step {min(resumed, default=math.nan):.1f} s'
+    )
 
   def assert_lines(self, log_dir, generations):
     """What the chief measured, of each generation that did steps."""

@@ -64,6 +64,25 @@ class DispatchTest(parameterized.TestCase):
     self.assertIn(f'Did you mean: {flag[2:]}', err)
     self.assertIn(f'Usage: tfs {name} [flags]', err)
 
+  def test_help_of_a_group_of_commands(self):
+    status, out, err = _run('timeline', '--help')
+    self.assertEqual((status, err), (0, ''))
+    self.assertIn('timeline merge', out)
+    self.assertNotIn('launch', out)
+
+  @parameterized.parameters(
+    ('--workers=2', 'num_workers'),
+    ('--ps=1', 'num_ps'),
+    ('--nworkers=2', 'num_workers'),
+    ('--restarts=1', 'max_restarts'),
+    ('--num-workers=2', 'num_workers'),
+  )
+  def test_flag_of_another_launcher(self, flag, meant):
+    status, _, err = _run('launch', flag, '--', 'true')
+    self.assertEqual(status, 2)
+    self.assertEqual(err.count('Did you mean'), 1, err)
+    self.assertIn(f'Did you mean: {meant} ?', err)
+
   @parameterized.parameters(
     (['lanch', '--num_workers=2'], 'tfs launch'),
     (['manifest'], 'tfs manifests'),

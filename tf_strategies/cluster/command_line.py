@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from absl import flags
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 
 COMMAND = '-- command [arguments]'
 
@@ -91,5 +91,16 @@ def main(
   ) as e:
     usage = ' '.join([program, '[flags]', *words.split()])
     name = argv[0] if is_tfs else module
-    print(f'{name}: {e}\nUsage: {usage}', file=sys.stderr)
+    print(f'{name}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
     return 2
+
+
+def _meant(error: Exception, values: flags.FlagValues) -> str:
+  """Returns which flag an unknown one may stand for, where absl does not."""
+  if not isinstance(error, flags.UnrecognizedFlagError) or 'mean' in str(error):
+    return ''
+  typed = error.flagname.replace('-', '_')
+  # --workers is nearer to --num_workers than letters say.
+  meant = [name for name in values if name.endswith(f'_{typed}')]
+  meant += filter(None, [option_checks.nearest(typed, list(values))])
+  return f'. Did you mean: {meant[0]} ?' if meant else ''

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import os
+import pathlib
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -14,8 +18,11 @@ from absl import logging
 from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
 
-# An update, or a read, of a larger table is worth a warning if it is of all rows.
+# An update of all rows of a larger table is worth a warning.
 _LARGE_BYTES = 16 * 1024 * 1024
+# So is a read of all rows that takes a larger share of this host's memory: what writes
+# files holds several copies, and an optimizer may have two more such tables.
+_LARGE_SHARE = 1 / 8
 
 _warned_of: set[str] = set()
 
@@ -121,13 +128,13 @@ def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:
   if (
     optimizer is None
     or num_bytes <= _LARGE_BYTES
-    or variable.name in _warned_of
+    or variable.full_name in _warned_of
     or is_lazy(optimizer)
     or _stays_without_gradient(optimizer)
     or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
   ):
     return
-  _warned_of.add(variable.name)
+  _warned_of.add(variable.full_name)
   logging.warning(
     '%s updates all %d rows (%.0f MB) of table %r in every step: with it, rows '
     'without a gradient change too. To update only the rows that a batch has, '
@@ -135,7 +142,7 @@ def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:
     type(optimizer).__name__,
     variable.shape[0],
     num_bytes / 1e6,
-    variable.name,
+    variable.full_name,
   )
 
 
@@ -145,7 +152,7 @@ def warn_of_whole_read(name: str, num_bytes: int) -> None:
   Keras's files have each array at once (`H5IOStore` makes one of whatever it is
   given), and a `.keras` file is in memory itself until it is whole.
   """
-  if num_bytes > _LARGE_BYTES:
+  if num_bytes > _LARGE_SHARE * _memory_bytes():
     text = (
       f'table {name!r} of parameter servers, {num_bytes / 1e6:.0f} MB, is read whole '
       'into the memory of this process. Expected tables that fit into it several '
@@ -154,6 +161,16 @@ def warn_of_whole_read(name: str, num_bytes: int) -> None:
       'machine which has the memory, and save the model there.'
     )
     warnings.warn(errors.LargeTableWarning(text), stacklevel=2)
+
+
+@functools.cache
+def _memory_bytes() -> int:
+  """Returns the memory of this host, or of this process's container, in bytes."""
+  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  limit = ''
+  with contextlib.suppress(OSError):
+    limit = pathlib.Path('/sys/fs/cgroup/memory.max').read_text().strip()
+  return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def check_is_new(

@@ -68,7 +68,7 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     if parts == 1:
       variable = local_servers.variable(0, _VALUE, name='whole')
     with (
-      mock.patch.object(row_updates, '_LARGE_BYTES', 83),
+      mock.patch.object(row_updates, '_memory_bytes', lambda: 8 * 83),
       warnings.catch_warnings(record=True) as told,
     ):
       warnings.simplefilter('always')
@@ -78,6 +78,14 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     [each] = told
     self.assertIs(each.category, errors.LargeTableWarning)
     self.assertRegex(str(each.message), "table 'whole.*0 MB.*strategy.save")
+
+  def test_a_table_that_this_host_holds_often_is_no_news(self):
+    with warnings.catch_warnings(record=True) as told:
+      warnings.simplefilter('always')
+      row_updates.warn_of_whole_read('table', 1 << 28)
+      self.assertEmpty(told)
+      row_updates.warn_of_whole_read('table', 1 << 60)
+    self.assertLen(told, 1)
 
   def test_a_scalar_is_assigned_to_all_rows(self):
     variable = self.make()

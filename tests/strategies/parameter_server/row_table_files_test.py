@@ -384,7 +384,9 @@ class RowTableFilesTest(tf.test.TestCase, parameterized.TestCase):
     rows = dynamic_tables.first_rows
     table = server_table.ServerTable(None, variable, rows, 2, lambda do: do())
     with (
-      mock.patch.object(row_updates, '_LARGE_BYTES', 4 * 200 * _WIDTH - 1),
+      mock.patch.object(
+        row_updates, '_memory_bytes', lambda: 8 * (4 * 200 * _WIDTH - 1)
+      ),
       self.assertWarnsRegex(
         errors.LargeTableWarning, "table 'users' of parameter servers, 0 MB"
       ),

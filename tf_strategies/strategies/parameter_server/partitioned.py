@@ -176,6 +176,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       unique_id=f'{parts[0]._unique_id}/parts',  # pylint: disable=protected-access
       **kwargs,
     )
+    self.full_name = name  # With the layer that it is of, if that is known.
 
   @classmethod
   def _variable_call(cls, *args, **kwargs):
@@ -221,7 +222,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
         return self._read_variable_op(no_copy)
     if step is None and tf.executing_eagerly():
       num_bytes = self.shape.num_elements() * self.dtype.size
-      row_updates.warn_of_whole_read(self.name, num_bytes)
+      row_updates.warn_of_whole_read(self.full_name, num_bytes)
     with _tf_internal.stop_recording():
       value = tf.concat([p.read_value() for p in self.parts], 0)
     _tf_internal.record_read(self, value, lambda dy: dy)

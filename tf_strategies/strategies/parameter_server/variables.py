@@ -67,6 +67,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._remember(kwargs.get('initial_value'))
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
+    self.full_name = (
+      self.name
+    )  # With the layer that it is of, if that is known.
 
   @property
   def handle(self):
@@ -100,7 +103,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     elif tf.executing_eagerly():
       if not self.is_part:
         num_bytes = self.shape.num_elements() * self.dtype.size
-        row_updates.warn_of_whole_read(self.name, num_bytes)
+        row_updates.warn_of_whole_read(self.full_name, num_bytes)
       read = super()._read_variable_op
       return self._drained(lambda: self._of_workers(lambda: read(no_copy)))
     return super()._read_variable_op(no_copy)
