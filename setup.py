@@ -101,6 +101,8 @@ setuptools.setup(
       *_BENCHMARKS,
       'build',
       'hypothesis',
+      # A client of strategies; it requires Keras, and no TensorFlow.
+      'keras-tuner==1.4.8',
       # The models of a TFJob that manifests are compared with.
       'kubeflow-training==1.9.4',
       'mypy',

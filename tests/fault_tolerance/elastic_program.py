@@ -275,7 +275,13 @@ def train(
   )
   communicator = model.distribute_strategy.extended.communicator
   kept = communicator.gradient_state(model.trainable_variables)
+  extended = model.distribute_strategy.extended
   return {
+    'place': (extended._task_type, extended._task_id, extended._is_chief),
+    'workers': (
+      extended._num_workers,
+      len(extended._cluster_spec.as_dict()['worker']),
+    ),
     'kept': {name: v.numpy() for name, v in kept.items()},
     'weights': model.get_weights(),
     'iterations': int(model.optimizer.iterations.numpy()),

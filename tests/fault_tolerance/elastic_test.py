@@ -150,6 +150,10 @@ class ElasticTest(elastic_case.ElasticCase):
     for outcome in outcomes:
       sizes = [g.world_size for g in outcome.value['generations']]
       self.assertEqual(sizes, [3, 2])
+      self.assertEqual(outcome.value['workers'], (2, 2))
+    # What client libraries read follows the workers that are left.
+    places = [outcome.value['place'] for outcome in outcomes]
+    self.assertEqual(places, [('worker', 0, True), ('worker', 1, False)])
 
   @pytest.mark.full
   def test_restarted_worker_is_let_in(self):

@@ -1,11 +1,13 @@
 """The process's connection to a cluster, and its eager operations there."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection
 
 import tensorflow as tf
 
+from tf_strategies import _requirements, errors
 from tf_strategies._tf_internal.loading import load
 
 _new_executor = load(
@@ -163,3 +165,35 @@ def own_executor():
 def clear_errors() -> None:
   """Forgets what an eager op of this thread failed with."""
   eager_context().executor.clear_error()
+
+
+def _needs_service(init: Callable) -> Callable:
+  """Returns the handler's `__init__` with a check for the service that it asks.
+
+  Without the service its thread ends with a log line, and nobody is watched.
+  """
+
+  @functools.wraps(init)
+  def checked(self, cluster_resolver, *args, **kwargs):
+    has_cluster = cluster_resolver and cluster_resolver.cluster_spec().jobs
+    if has_cluster and eager_context().coordination_service is None:
+      raise errors.UnsupportedOptionError(
+        "PreemptionCheckpointHandler without TensorFlow's coordination service",
+        "the strategy 'multi_worker_collective', which starts this service",
+        'use tfs.PreemptionCheckpoint in fit, or tfs.Preemption in a loop of your '
+        'own. Model Garden makes no handler with '
+        'trainer.preemption_on_demand_checkpoint=False',
+      )
+    init(self, cluster_resolver, *args, **kwargs)
+
+  return checked
+
+
+_Handler = tf.distribute.experimental.PreemptionCheckpointHandler
+_requirements.method(
+  _Handler,
+  '__init__(cluster_resolver, checkpoint_or_checkpoint_manager, '
+  'checkpoint_dir, termination_config)',
+  "raises an error where the handler's thread would fail",
+)
+_Handler.__init__ = _needs_service(_Handler.__init__)

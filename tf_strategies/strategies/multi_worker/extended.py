@@ -66,6 +66,39 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     # Keras then averages its logs over workers and gathers predictions.
     return not self.is_one_device
 
+  # KerasTuner and other clients read these attributes of TensorFlow's extended.
+  # In an elastic job they change with the workers.
+
+  @property
+  def _cluster_resolver(self):
+    return self._container_strategy().cluster_resolver
+
+  @property
+  def _cluster_spec(self):
+    # TensorFlow has None where no cluster is given.
+    spec = self._cluster_resolver.cluster_spec()
+    return spec if spec.jobs else None
+
+  @property
+  def _task_type(self):
+    return self._cluster_resolver.task_type
+
+  @property
+  def _task_id(self):
+    return self._cluster_resolver.task_id
+
+  @property
+  def _id_in_cluster(self):
+    return self.communicator.rank
+
+  @property
+  def _num_workers(self):
+    return self.communicator.world_size
+
+  @property
+  def _is_chief(self):
+    return self.communicator.rank == 0
+
   @property
   def experimental_between_graph(self):
     """Every worker runs the program."""

@@ -175,6 +175,11 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
   ):
     with _tf_internal.without_notices():
       super().__init__(strategy, resolver, partitioner)
+    # What client libraries read, beside `_num_workers`.
+    self._cluster_resolver = resolver
+    self._cluster_spec = resolver.cluster_spec()
+    self._task_type, self._task_id = resolver.task_type, resolver.task_id
+    self._is_chief, self._id_in_cluster = True, 0
     # What a `LocalSteps` asks; to other optimizers a step is one device's.
     self.local_reducer = local_reducer
     self.placement = Placement(self._num_ps)

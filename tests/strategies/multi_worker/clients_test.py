@@ -1,0 +1,179 @@
+"""What client libraries read of a strategy, and what they make with it."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import parameter_servers, processes, tiers
+
+_NAMES = (
+  '_task_type',
+  '_task_id',
+  '_id_in_cluster',
+  '_num_workers',
+  '_is_chief',
+)
+
+
+def _read(strategy):
+  """The attributes that TensorFlow's strategies of several workers have."""
+  extended = strategy.extended
+  found = {name: getattr(extended, name) for name in _NAMES}
+  spec = extended._cluster_spec
+  found['_cluster_spec'] = spec and spec.as_dict()
+  assert extended._cluster_resolver is strategy.cluster_resolver
+  return found
+
+
+def _ask_for_handler(resolver, directory):
+  """The error of TensorFlow's handler of preemption, or None."""
+  try:
+    tf.distribute.experimental.PreemptionCheckpointHandler(
+      resolver, tf.train.Checkpoint(step=tf.Variable(0)), directory
+    )
+  except tfs.errors.UnsupportedOptionError as e:
+    return str(e)
+  return None
+
+
+def _attributes(rank, name, directory):
+  strategy = tfs.create_strategy(name)
+  config = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+  return {
+    **_read(strategy),
+    'addresses': config.cluster_spec().as_dict(),
+    'handler': [
+      _ask_for_handler(resolver, os.path.join(directory, str(rank)))
+      for resolver in (strategy.cluster_resolver, config)
+    ],
+  }
+
+
+def _attributes_of_chief(directory):
+  strategy = tfs.ParameterServerStrategy()
+  resolver = strategy.cluster_resolver
+  return {
+    **_read(strategy),
+    'handler': _ask_for_handler(resolver, directory),
+  }
+
+
+def _search(rank, directory):
+  """KerasTuner's search over several workers: its trials, and its best model."""
+  import keras_tuner
+
+  strategy = tfs.MultiWorkerRingStrategy() if rank is not None else None
+  x = np.random.default_rng(0).normal(size=[64, 4]).astype('float32')
+  y = x.sum(1, keepdims=True)
+
+  def build(parameters):
+    keras.utils.set_random_seed(1)
+    units = parameters.Int('units', 2, 8)
+    layers = [
+      keras.Input([4]),
+      keras.layers.Dense(units),
+      keras.layers.Dense(1),
+    ]
+    model = keras.Sequential(layers)
+    rate = parameters.Choice('rate', [0.1, 0.01, 0.001])
+    model.compile(keras.optimizers.SGD(rate), 'mse')
+    return model
+
+  tuner = keras_tuner.RandomSearch(
+    build,
+    'val_loss',
+    max_trials=3,
+    seed=1,
+    directory=directory,
+    distribution_strategy=strategy,
+  )
+  tuner.search(x, y, epochs=2, validation_split=0.25, verbose=0)
+  trials = tuner.oracle.trials.values()
+  weights = tuner.get_best_models(1)[0].get_weights()
+  if strategy is not None:
+    # All have read the files, and built the model, before one ends.
+    strategy.extended.communicator.exchange('end', b'')
+  return {
+    'values': [t.hyperparameters.values for t in trials],
+    'scores': [float(t.score) for t in trials],
+    'weights': weights,
+  }
+
+
+class ClientsTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.named_parameters(
+    ('ring', 'multi_worker_ring'),
+    tiers.full('collective', 'multi_worker_collective'),
+  )
+  @pytest.mark.multi_process
+  def test_attributes_of_each_worker(self, name):
+    directory = self.create_tempdir().full_path
+    results = processes.run_workers(_attributes, 2, args=(name, directory))
+    for rank, found in enumerate(results):
+      handler, addresses = found.pop('handler'), found.pop('addresses')
+      self.assertLen(addresses['worker'], 2)
+      self.assertEqual(
+        found,
+        {
+          '_task_type': 'worker',
+          '_task_id': rank,
+          '_id_in_cluster': rank,
+          '_num_workers': 2,
+          '_is_chief': rank == 0,
+          '_cluster_spec': addresses,
+        },
+      )
+      for error in handler:
+        if name == 'multi_worker_ring':
+          self.assertRegex(error, 'PreemptionCheckpoint in fit.*Model Garden')
+        else:
+          self.assertIsNone(error)
+
+  def test_attributes_without_a_cluster(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    self.addCleanup(strategy.close)
+    stock = tf.distribute.MultiWorkerMirroredStrategy()
+    self.assertEqual(_read(strategy), _read(stock))
+    self.assertIsNone(
+      _ask_for_handler(strategy.cluster_resolver, self.create_tempdir())
+    )
+
+  @pytest.mark.multi_process
+  @pytest.mark.full
+  def test_attributes_of_the_chief_of_servers(self):
+    with parameter_servers.Job(num_workers=2, num_ps=1) as job:
+      found = job.run(_attributes_of_chief, (self.create_tempdir().full_path,))
+      self.assertRegex(found.pop('handler'), 'PreemptionCheckpoint in fit')
+      self.assertEqual(
+        found,
+        {
+          '_task_type': 'chief',
+          '_task_id': 0,
+          '_id_in_cluster': 0,
+          '_num_workers': 2,
+          '_is_chief': True,
+          '_cluster_spec': job.cluster,
+        },
+      )
+
+  @pytest.mark.multi_process
+  @pytest.mark.full
+  def test_keras_tuner_searches_as_on_one_device(self):
+    directory = self.create_tempdir().full_path
+    alone = _search(None, os.path.join(directory, 'alone'))
+    shared = os.path.join(directory, 'shared')
+    for found in processes.run_workers(_search, 2, args=(shared,)):
+      self.assertEqual(found['values'], alone['values'])
+      self.assertAllClose(found['scores'], alone['scores'], 0, 1e-6)
+      for got, want in zip(found['weights'], alone['weights'], strict=True):
+        self.assertAllClose(got, want, 0, 1e-6)
+    self.assertEmpty([d for d, _, _ in os.walk(shared) if 'workertemp' in d])
+
+
+if __name__ == '__main__':
+  tf.test.main()
