@@ -28,7 +28,6 @@ EXTERNAL = {
   'h5py': 'h5py',
   'hypothesis': 'hypothesis',
   'keras': 'keras',
-  'keras_tuner': 'keras_tuner',
   'ml_dtypes': 'ml_dtypes',
   'numpy': 'numpy',
   'psutil': 'psutil',
@@ -46,6 +45,7 @@ OPTIONAL = frozenset(
   {
     'griffe',
     'horovod',
+    'keras_tuner',
     'kubeflow',
     'matplotlib',
     'mkdocs',

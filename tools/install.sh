@@ -83,6 +83,10 @@ if ! fresh "$stamp" "$requirements"; then
   esac
   echo "Installing $tf_package $tf_version and [$extras] in $(basename "$venv")"
   "${pip[@]}" install "$wheel[$variant,$extras]" "$tf_package==$tf_version"
+  if [[ ,$extras, == *,dev,* ]]; then
+    # Keras 2, for tests: it requires the `tensorflow` wheel, whatever is installed.
+    "${pip[@]}" install --no-deps "tf_keras==${tf_version%.*}.*"
+  fi
   echo "$requirements" >"$venv/$stamp"
 fi
 "${pip[@]}" install --force-reinstall --no-deps "$wheel"

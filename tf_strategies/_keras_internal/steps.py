@@ -44,10 +44,15 @@ class KerasStep:
 
 
 def step_of(fn: Callable) -> KerasStep | None:
-  """What `fn` is to Keras, if it is a model's train, test or predict step."""
+  """What `fn` is to Keras, if it is a model's train, test or predict step.
+
+  Raises:
+    UnsupportedVersionError: it is the step of a model of Keras 2.
+  """
   step = getattr(fn, 'keras_step', None)
   if step is not None:
     return step
+  _refuse_keras_2(fn)
   model = getattr(fn, '__self__', None)
   if isinstance(model, keras.Model) and fn.__name__ in KINDS:
     return KerasStep(model, KINDS[fn.__name__], fn)
@@ -61,6 +66,25 @@ def step_of(fn: Callable) -> KerasStep | None:
     if found:
       return dataclasses.replace(found, kind='predict')
   return None
+
+
+def _refuse_keras_2(fn) -> None:
+  """Raises for the step of tf_keras's `fit`, `evaluate`, `predict` and the like.
+
+  Keras 2 divides losses by the number of replicas, whatever rows each has, and
+  reduces logs by itself. A loop of the user's own calls `run` with another
+  function.
+  """
+  fn = _tf_internal.unwrap(fn)
+  module = (getattr(fn, '__module__', '') or '').partition('.')[0]
+  if module == 'tf_keras' and getattr(fn, '__name__', '') == 'run_step':
+    raise errors.UnsupportedVersionError(
+      'fit, evaluate or predict of a tf_keras (Keras 2) model is not supported '
+      'under a strategy of tf_strategies: its results are not those of one device. '
+      'Expected a model of Keras 3. Fix: build the model with Keras 3 (import '
+      'keras), or train the tf_keras model in a loop of your own that calls '
+      'strategy.run.'
+    )
 
 
 def _is_of_trainer(fn) -> bool:

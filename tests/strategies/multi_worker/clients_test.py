@@ -9,7 +9,9 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers, processes, tiers
+from tests import parameter_servers, processes, tiers, virtual_devices
+
+virtual_devices.configure()
 
 _NAMES = (
   '_task_type',
@@ -135,7 +137,7 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
           self.assertIsNone(error)
 
   def test_attributes_without_a_cluster(self):
-    strategy = tfs.MultiWorkerRingStrategy(devices=['CPU:0'])
+    strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(1))
     self.addCleanup(strategy.close)
     stock = tf.distribute.MultiWorkerMirroredStrategy()
     self.assertEqual(_read(strategy), _read(stock))
