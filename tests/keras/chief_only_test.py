@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tf_strategies as tfs
-from tests import processes
+from tests import processes, virtual_devices
 
 _EPOCHS = 3
 
@@ -113,6 +113,24 @@ class ChiefOnlyTest(tf.test.TestCase):
     directory = self.create_tempdir().full_path
     files = processes.run_workers(_describe, 2, args=(directory,))
     self.assertEqual(files, [['described'], []])
+
+  def test_refuses_callbacks_that_change_training(self):
+    optimizer = keras.optimizers.SGD(use_ema=True)
+    strategy = tfs.RingMirroredStrategy(virtual_devices.names(1))
+    for callback in (
+      keras.callbacks.EarlyStopping(),
+      keras.callbacks.ReduceLROnPlateau(),
+      keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),
+      keras.callbacks.TerminateOnNaN(),
+      keras.callbacks.SwapEMAWeights(optimizer),
+      type('Mine', (keras.callbacks.EarlyStopping,), {})(),
+      tfs.ResumeFit(strategy),
+    ):
+      with self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError,
+        rf'ChiefOnly\({type(callback).__name__}\).*changes the training',
+      ):
+        tfs.keras.ChiefOnly(callback)
 
   def test_calls_the_callback_where_there_are_no_workers(self):
     calls = []

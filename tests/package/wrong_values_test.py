@@ -79,7 +79,7 @@ _CALLS = {
     'task_type': 'worker',
     'task_index': 0,
   },
-  tfs.keras.ChiefOnly: {'callback': keras.callbacks.TerminateOnNaN()},
+  tfs.keras.ChiefOnly: {'callback': keras.callbacks.History()},
   tfs.keras.DistributedOptimizer: {'optimizer': 'sgd'},
   tfs.keras.LazyRows: {'optimizer': 'adam'},
   tfs.keras.LocalSteps: {'optimizer': 'sgd', 'every': 2},

@@ -39,6 +39,8 @@ class ResumeFit(keras.callbacks.Callback):
       (`steps_per_execution`) of which none ends there.
   """
 
+  needs_all_workers = True  # See `ChiefOnly`.
+
   def __init__(
     self, checkpoint: run_checkpoint.RunCheckpoint | tf.distribute.Strategy
   ):

@@ -5,8 +5,17 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, option_checks
+from tf_strategies import _keras_internal, errors, option_checks
 from tf_strategies.cluster import workers as workers_lib
+
+# They change training, so all workers need them. Their logs are the same everywhere.
+_CHANGE_TRAINING = (
+  keras.callbacks.EarlyStopping,
+  keras.callbacks.LearningRateScheduler,
+  keras.callbacks.ReduceLROnPlateau,
+  keras.callbacks.SwapEMAWeights,
+  keras.callbacks.TerminateOnNaN,
+)
 
 
 @option_checks.has_options
@@ -27,6 +36,11 @@ class ChiefOnly(keras.callbacks.Callback):
 
   Args:
     callback: to call on the chief.
+
+  Raises:
+    UnsupportedOptionError: `callback` changes training, as EarlyStopping does, or
+      runs collectives, as `tfs.ResumeFit` does. The other workers would go on
+      without the change, or would not take part.
   """
 
   def __init__(self, callback: keras.callbacks.Callback):
@@ -38,6 +52,16 @@ class ChiefOnly(keras.callbacks.Callback):
       'a Keras callback',
       'pass for instance keras.callbacks.ModelCheckpoint(path)',
     )
+    needs_all = getattr(callback, 'needs_all_workers', False)
+    if needs_all or isinstance(callback, _CHANGE_TRAINING):
+      name = type(callback).__name__
+      raise errors.UnsupportedOptionError(
+        f'ChiefOnly({name})',
+        'a callback that only writes or reports: this one changes the training of '
+        'all workers',
+        f'pass {name} to fit on every worker, without ChiefOnly. Its decisions are '
+        'the same everywhere',
+      )
     self.callback = callback
     self._has_model = False
 
