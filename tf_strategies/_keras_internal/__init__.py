@@ -45,6 +45,7 @@ from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KINDS,
   KerasStep,
+  before_callbacks,
   change,
   closure,
   element_spec_of_fit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -489,6 +490,29 @@ change(
   _build_from_any_batch,
   'makes variables from ragged and sparse batches',
 )
+
+
+def before_callbacks(replace: Callable[[keras.Model, list], list]) -> None:
+  """Has `fit` call `replace(model, callbacks)` before callbacks get the model."""
+
+  def set_first(set_model):
+    @functools.wraps(set_model)
+    def set_replaced(self, model):
+      # `fit`, which all workers call, makes its own list, and `fit` is where the
+      # list is made. A program's own list may be one worker's.
+      caller = sys._getframe(2).f_code
+      if model is not None and caller.co_name == 'fit':
+        self.callbacks = replace(model, self.callbacks)
+      return set_model(self, model)
+
+    return set_replaced
+
+  change(
+    keras.callbacks.CallbackList,
+    'set_model(model)',
+    set_first,
+    'files that callbacks write are written once',
+  )
 
 
 def is_keras_own(model, name: str) -> bool:

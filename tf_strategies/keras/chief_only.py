@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import keras
 import tensorflow as tf
 
@@ -131,3 +133,64 @@ for _event in dir(keras.callbacks.Callback):
   is_event = _event.startswith('on_') and not _event.startswith('on_batch_')
   if is_event and _event not in vars(ChiefOnly):
     setattr(ChiefOnly, _event, _forward(_event))
+
+
+class _FilesOfChief(ChiefOnly):
+  """Keras's callback that writes files, which all workers were given alike.
+
+  All wait until the chief has written, so that they find whole files after it.
+  """
+
+  def _call(self, event, *args):
+    super()._call(event, *args)
+    if event in ('on_epoch_end', 'on_train_end'):
+      link = workers_lib.link_of(self._strategy())
+      # For a program that reads it, as that of one device may.
+      best = getattr(self.callback, 'best', None)
+      payload = json.dumps(None if best is None else float(best))
+      answers = link.exchange('files', payload.encode())
+      if hasattr(self.callback, 'best'):
+        self.callback.best = json.loads(answers[0])
+
+
+# What Keras's callbacks write, by the attribute that says where.
+_WRITERS = {
+  keras.callbacks.ModelCheckpoint: 'filepath',
+  keras.callbacks.BackupAndRestore: 'backup_dir',
+  keras.callbacks.CSVLogger: 'filename',
+  keras.callbacks.TensorBoard: 'log_dir',
+}
+
+
+def _path_of(callback: keras.callbacks.Callback) -> str | None:
+  """Where one of Keras's callbacks writes; None for any other callback."""
+  for writer, name in _WRITERS.items():
+    if isinstance(callback, writer):
+      return str(getattr(callback, name))
+  return None
+
+
+def _share_files(model, callbacks):
+  """Returns the callbacks of `fit`, of which the chief alone writes common files.
+
+  Workers with other callbacks or other paths keep theirs: the program has said
+  who writes what. So do workers that divide the optimizer's state, since all of
+  them are needed to read it.
+  """
+  extended = model.distribute_strategy.extended
+  link = workers_lib.link_of(model.distribute_strategy)
+  if link is None or getattr(extended, 'state_shards', None) is not None:
+    return callbacks
+  is_elastic = hasattr(link, 'is_member')
+  if not is_elastic:
+    if link.world_size == 1:
+      return callbacks
+    paths = [(type(c).__name__, _path_of(c)) for c in callbacks]
+    mine = json.dumps([p for p in paths if p[1] is not None])
+    if len({*link.exchange('callbacks', mine.encode())}) > 1:
+      return callbacks
+  wrapper = ChiefOnly if is_elastic else _FilesOfChief
+  return [wrapper(c) if _path_of(c) is not None else c for c in callbacks]
+
+
+_keras_internal.before_callbacks(_share_files)
