@@ -1,6 +1,7 @@
 """What `fit` tables do not show: state, reductions and loops over workers."""
 
 import functools
+import gc
 import os
 import traceback
 
@@ -24,13 +25,14 @@ _DEADLINE_SECONDS = 280
 CASES = (
   WorkerCase('collective_2x1', 'multi_worker_collective', 2, devices=1),
   WorkerCase('ring_2x1', 'multi_worker_ring', workers=2, devices=1),
+  WorkerCase('ring_2x1_unlike', 'multi_worker_ring', 2, 1, are_unlike=True),
   WorkerCase('ring_2x2', 'multi_worker_ring', workers=2, devices=2),
 )
 _SOAK = os.environ.get('TFS_SOAK') == '1'
 # The others are between the last and what TensorFlow's own runtime does.
 _EVERY = (
-  *tiers.every(tiers.soak, [(case.name, case) for case in CASES[:-1]]),
-  (CASES[-1].name, CASES[-1]),
+  *tiers.every(tiers.soak, [(case.name, case) for case in CASES[:-2]]),
+  *[(case.name, case) for case in CASES[-2:]],
 )
 _COMPRESSED_CASE = CASES[-1]
 
@@ -305,6 +307,133 @@ def _reduce(strategy):
   return found
 
 
+def _compiled(strategy, model, optimizer='sgd', **options):
+  with harness.scope_of(strategy):
+    model.compile(optimizer, 'mse', metrics=['mae'], **options)
+  return model
+
+
+def _targets(rows):
+  return _rows(rows)[:, :2] / (3 * rows)
+
+
+def _fit(model, **options):
+  x = _rows(21) / 63
+  options = {'batch_size': 8, 'shuffle': False, 'verbose': 0, **options}
+  return model.fit(x, _targets(21), **options).history
+
+
+def _drop_on_some(strategy, models):
+  """Leaves the first worker its models; the others' are gone when it returns."""
+  if strategy is not None and strategy.rank:
+    models.clear()
+    keras.backend.clear_session()
+    gc.collect()
+
+
+def _eager_after_others(strategy):
+  """An eager `fit` after models that some workers have dropped.
+
+  Its step updates two metrics that the model does not know: one of them in a
+  function, which runs no Python in later steps.
+  """
+  with harness.scope_of(strategy):
+    models = [_compiled(strategy, _predict_model()) for _ in range(2)]
+    outside, inside = keras.metrics.Sum(), keras.metrics.Sum()
+  for model in models:
+    _fit(model)
+  del model
+  _drop_on_some(strategy, models)
+
+  @tf.function
+  def count(x):
+    inside.update_state(x)
+
+  class Own(keras.Sequential):
+    def train_step(self, data):
+      outside.update_state(data[0])
+      count(data[0])
+      return super().train_step(data)
+
+  with harness.scope_of(strategy):
+    model = Own(_predict_model().layers)
+  _compiled(strategy, model, run_eagerly=True)
+  history = _fit(model, epochs=2)
+  totals = [metric.result().numpy().item() for metric in (outside, inside)]
+  evaluation = model.evaluate(
+    _rows(17), _targets(17), batch_size=8, verbose=0, return_dict=True
+  )
+  predictions = model.predict(_rows(17), batch_size=8, verbose=0)
+  return model.get_weights(), history, totals, evaluation, predictions
+
+
+def _meetings(strategy):
+  """Weights before and after `evaluate`, beside models that trained apart."""
+
+  def train_apart():
+    with strategy.scope():
+      model = _predict_model()
+      optimizer = tfs.keras.LocalSteps(keras.optimizers.SGD(0.1), every=4)
+    _compiled(strategy, model, optimizer)
+    model.train_on_batch(_rows(8) / 24, _targets(8))
+    return model
+
+  models = [train_apart() for _ in range(2)]
+  _drop_on_some(strategy, models)
+  model = train_apart()
+  before = model.get_weights()
+  model.evaluate(_rows(8), _targets(8), verbose=0)
+  return before, model.get_weights()
+
+
+class _Reader(keras.callbacks.Callback):
+  """Reads what it is told, and the model."""
+
+  def __init__(self):
+    super().__init__()
+    self.found = []
+
+  def on_train_batch_end(self, batch, logs=None):
+    """See base class."""
+    self.found.append({k: float(v) for k, v in logs.items()})
+    self.found.append([w.sum() for w in self.model.get_weights()])
+
+  on_test_batch_end = on_train_batch_end
+
+
+def _callbacks(strategy):
+  """A `fit` with callbacks; only the chief reads logs and shows them."""
+  callbacks = keras.callbacks
+  with harness.scope_of(strategy):
+    model = _predict_model()
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.9)
+  _compiled(strategy, model, optimizer)
+  each_epoch = []
+
+  def evaluate(epoch, logs):
+    del epoch, logs
+    loss, _ = model.evaluate(_rows(9), _targets(9), batch_size=8, verbose=0)
+    predictions = model.predict(_rows(3), verbose=0)
+    each_epoch.append((loss, predictions.sum()))
+
+  is_chief = strategy is None or strategy.is_chief
+  history = _fit(
+    model,
+    epochs=4,
+    verbose=2 if is_chief else 0,
+    validation_data=(_rows(17) / 51, _targets(17)),
+    validation_batch_size=8,
+    callbacks=[
+      callbacks.EarlyStopping('loss', patience=1, restore_best_weights=True),
+      callbacks.ReduceLROnPlateau('val_loss', 0.5, patience=0),
+      callbacks.TerminateOnNaN(),
+      callbacks.LambdaCallback(on_epoch_end=evaluate),
+      *([_Reader(), callbacks.CSVLogger(os.devnull)] if is_chief else []),
+    ],
+  )
+  return model.get_weights(), history, each_epoch
+
+
 _PROGRAMS = {
   'statistics': _statistics,
   'plain_bn': _plain_bn,
@@ -315,6 +444,9 @@ _PROGRAMS = {
   'predict': _predict,
   'gather': _gather,
   'reduce': _reduce,
+  'eager_after_others': _eager_after_others,
+  'meetings': _meetings,
+  'callbacks': _callbacks,
 }
 
 
@@ -352,7 +484,11 @@ def _work(rank, case):
 def _results(case):
   """What each worker sent home; one start of the workers for all tests."""
   return processes.run_workers(
-    _work, case.workers, args=(case,), deadline=_DEADLINE_SECONDS
+    _work,
+    case.workers,
+    args=(case,),
+    deadline=_DEADLINE_SECONDS,
+    are_unlike=case.are_unlike or processes.ARE_UNLIKE,
   )
 
 
@@ -462,6 +598,34 @@ class MultiWorkerFeaturesTest(harness.ConformanceTest, parameterized.TestCase):
         self.assertEqual(found[dtype, 'MEAN'], (dtype, (total / n).tolist()))
       self.assertStartsWith(found['bool'], 'UnsupportedOptionError')
       self.assertIn('tf.cast', found['bool'])
+
+  def assert_equals_one_device(self, results, expected):
+    """Each worker's structure of numbers is one device's, and the first's exactly."""
+    for result in results:
+      self.assertAllClose(expected, result, 1e-5, 1e-6)
+      self.assertAllEqual(
+        [np.asarray(v).tolist() for v in tf.nest.flatten(result)],
+        [np.asarray(v).tolist() for v in tf.nest.flatten(results[0])],
+      )
+
+  @tiers.named_parameters(*_EVERY)
+  def test_eager_steps_after_models_that_some_workers_dropped(self, case):
+    expected = _eager_after_others(None)
+    self.assertAllClose(expected[2], [2 * (_rows(21) / 63).sum()] * 2)
+    results = self.results(case, 'eager_after_others')
+    self.assert_equals_one_device(results, expected)
+
+  @tiers.named_parameters(*_EVERY)
+  def test_meetings_beside_models_that_some_workers_dropped(self, case):
+    (first, met), (other, met_too) = self.results(case, 'meetings')
+    self.assertNotAllClose(first[0], other[0], 1e-6)
+    for mine, theirs in zip(met, met_too, strict=True):
+      np.testing.assert_array_equal(mine, theirs)
+
+  @tiers.named_parameters(*_EVERY)
+  def test_callbacks_of_which_only_the_chief_reads_logs(self, case):
+    results = self.results(case, 'callbacks')
+    self.assert_equals_one_device(results, _callbacks(None))
 
   @pytest.mark.soak
   def test_compressed_gradients_train(self):
