@@ -168,7 +168,6 @@ class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
         for compiles in (True, False)
       ],
       'ring_mirrored_loss_scale_compiled_True',
-      'central_storage_adam_compiled_False',
       'multi_worker_ring_loss_scale_compiled_True',
     )
   )
