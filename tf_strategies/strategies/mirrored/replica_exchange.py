@@ -126,10 +126,10 @@ def is_sum(variable) -> bool:
   )
 
 
-def set_copies(variable, total) -> None:
+def set_copies(variable, total) -> tf.Operation | None:
   """Gives the first copy all of a sum, and the others nothing; None for no sum."""
-  for i, copy in enumerate(variable.values):
-    if i == 0 and total is not None:
-      copy.assign(tf.cast(total, copy.dtype))
-    else:
-      copy.assign(tf.zeros_like(copy))
+  first, *others = variable.values
+  # A copy may have no value yet, and so no shape that could be read.
+  zero = tf.zeros_like(first if total is None else total)
+  written = [first.assign(zero if total is None else total)]
+  return tf.group(written + [copy.assign(zero) for copy in others])

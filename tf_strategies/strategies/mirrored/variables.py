@@ -12,11 +12,40 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import statistics
-from tf_strategies.strategies.mirrored import replica_run, whole_batch
+from tf_strategies.strategies.mirrored import (
+  replica_exchange,
+  replica_run,
+  whole_batch,
+)
 
 
-class _Number:
-  """The numbers that Python makes of a `tf.Variable`, and not of TensorFlow's here."""
+class _Distributed:
+  """Adds to TensorFlow's distributed variables what `tf.Variable` has.
+
+  `tf.train.Checkpoint` restores a variable that is made after `restore` as soon as
+  it is made. A replica of a loop makes it, and there `assign` writes the copy of
+  that replica alone. So a restored value goes to all copies, whoever asks.
+  """
+
+  def _serialize_to_tensors(self):
+    return {'VARIABLE_VALUE': self}
+
+  def _restore_from_tensors(self, restored_tensors):
+    value = tf.convert_to_tensor(restored_tensors['VARIABLE_VALUE'], self.dtype)
+    return self._set_whole(value)
+
+  def _set_whole(self, value):
+    """Has all replicas together hold `value`; returns an operation of a graph.
+
+    Of a sum the first replica of all gets the whole, and the others zero: divided by
+    their number it would be rounded.
+    """
+    if not replica_exchange.is_sum(self):
+      return tf.group([copy.assign(value) for copy in self.values])
+    extended = self.distribute_strategy.extended
+    is_first = extended._get_replica_id_in_sync_group(0) == 0
+    total = value if is_first else tf.zeros_like(value)
+    return replica_exchange.set_copies(self, total)
 
   def __int__(self):
     return int(self.numpy())
@@ -28,7 +57,7 @@ class _Number:
     return complex(self.numpy())
 
 
-class MirroredVariable(_Number, _tf_internal.MirroredVariable):
+class MirroredVariable(_Distributed, _tf_internal.MirroredVariable):
   """A mirrored variable that control flow may update.
 
   With aggregation ONLY_FIRST_REPLICA, TensorFlow broadcasts the first
@@ -129,7 +158,7 @@ class SeedVariable(MirroredVariable):
     return tf.constant([number * _keras_internal.SEED_STRIDE, 0], self.dtype)
 
 
-class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):
+class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
   """A variable with a value of its own on each replica, reduced when read.
 
   A replica without rows computes on a stand-in row; what it would add to a
@@ -161,14 +190,15 @@ class SyncOnReadVariable(_Number, _tf_internal.SyncOnReadVariable):
     self.holds_whole = True
 
   def assign(self, value, use_locking=False, name=None, read_value=True):
-    """As TensorFlow's; a whole is given to all copies."""
+    """Sets this replica's part; outside of replicas the reduced value."""
     in_replica = (
       tf.distribute.has_strategy()
       and not tf.distribute.in_cross_replica_context()
     )
-    if not self.holds_whole or in_replica:
+    if in_replica:
       return super().assign(value, use_locking, name, read_value)
-    return tf.group([copy.assign(value, use_locking) for copy in self.values])
+    written = self._set_whole(tf.cast(value, self.dtype))
+    return self if read_value else written
 
   def _get_replica(self, replica_id):
     whole_batch.note_use(self)
