@@ -206,8 +206,48 @@ def _on_servers(mode):
   )
 
 
+def _manage(rank, directory):
+  """Saves with a manager after each step, as docs/checkpoints.md says."""
+  strategy = tfs.create_strategy(
+    'multi_worker_ring', devices=virtual_devices.names(1)
+  )
+  found = []
+  try:
+    for steps in (2, 3):
+      with strategy.scope():
+        weight = tf.Variable(tf.zeros([2]))
+        mean = keras.metrics.Mean()
+      checkpoint = tf.train.Checkpoint(weight=weight, mean=mean.variables)
+      checkpoint.restore(tf.train.latest_checkpoint(directory))
+      is_chief = strategy.extended.should_checkpoint
+      own = directory if is_chief else tempfile.mkdtemp()
+      manager = tf.train.CheckpointManager(checkpoint, own, max_to_keep=2)
+
+      @tf.function
+      def step(weight=weight, mean=mean):
+        def replica():
+          context = tf.distribute.get_replica_context()
+          number = context.replica_id_in_sync_group + 1
+          mean.update_state(number)
+          weight.assign_add(
+            context.all_reduce('SUM', tf.cast([number, 1], tf.float32))
+          )
+
+        strategy.run(replica)
+
+      for _ in range(steps):
+        step()
+        manager.save()
+      found.append((weight.numpy().tolist(), float(mean.result())))
+      strategy.reduce('SUM', tf.constant(rank), axis=None)
+    files = sorted(os.listdir(directory))
+  finally:
+    strategy.close()
+  return found, files
+
+
 class _RestoreTest(tf.test.TestCase, parameterized.TestCase):
-  def check(self, found, whole):
+  def assert_continues(self, found, whole):
     losses, values, copies = found
     self.assertAllClose(losses, whole[0], rtol=0, atol=1e-6)
     for value, expected in zip(values, whole[1], strict=True):
@@ -235,7 +275,7 @@ class RestoreTest(_RestoreTest):
         return tf.distribute.get_strategy()
       return tfs.create_strategy(strategy, devices=virtual_devices.names(2))
 
-    self.check(*stopped_and_whole(make, name, how))
+    self.assert_continues(*stopped_and_whole(make, name, how))
 
   @pytest.mark.full
   def test_continues_with_divided_state(self):
@@ -246,7 +286,7 @@ class RestoreTest(_RestoreTest):
         shard_optimizer_state=True,
       )
 
-    self.check(*stopped_and_whole(make, 'accumulation', 'fit'))
+    self.assert_continues(*stopped_and_whole(make, 'accumulation', 'fit'))
 
 
 @pytest.mark.multi_process
@@ -275,7 +315,7 @@ class ProcessesTest(_RestoreTest):
       deadline=_DEADLINE_SECONDS,
     )
     for (first, whole), (second, _) in zip(*by_worker, strict=True):
-      self.check(first, whole)
+      self.assert_continues(first, whole)
       self.assertAllEqual(first[0], second[0])
       for name, copies in first[2].items():
         self.assertAllEqual(copies, second[2][name])
@@ -285,7 +325,17 @@ class ProcessesTest(_RestoreTest):
     with parameter_servers.Job(
       num_workers=1, num_ps=2, deadline=_DEADLINE_SECONDS
     ) as job:
-      self.check(*job.run(_on_servers, args=(mode,)))
+      self.assert_continues(*job.run(_on_servers, args=(mode,)))
+
+  def test_manager_of_two_workers(self):
+    directory = self.create_tempdir().full_path
+    by_worker = processes.run_workers(
+      _manage, 2, args=(directory,), deadline=_DEADLINE_SECONDS
+    )
+    for found, files in by_worker:
+      self.assertEqual(found, [([6.0, 4.0], 1.5), ([15.0, 10.0], 1.5)])
+      self.assertIn('ckpt-5.index', files)
+      self.assertNotIn('ckpt-3.index', files)
 
 
 if __name__ == '__main__':
