@@ -16,6 +16,7 @@ from absl import logging
 from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.checkpoint.position import Position
+from tf_strategies.strategies.multi_worker import elastic
 from tf_strategies.strategies.multi_worker import strategy as multi_worker
 
 # Restores of each group of workers, which name their exchanges: all workers
@@ -169,8 +170,11 @@ class RunCheckpoint:
       return
     self._access.write(variables, self._metric_arrays)
 
-  def own(self) -> None:
+  def own(self, is_saving: bool = False) -> None:
     """Makes this run the only one that saves; the first `save` does it too.
+
+    In an elastic job only a `save` does it: all workers take part in that, so an
+    earlier chief gives the directory away.
 
     Raises:
       InUseError: a live process of another run writes into the directory.
@@ -178,8 +182,9 @@ class RunCheckpoint:
       CheckpointMismatchError: the restored checkpoint was made with another
         optimizer or random seed.
     """
+    if isinstance(self.strategy, elastic.ElasticRingStrategy) and not is_saving:
+      return
     if not self._access.is_chief:
-      # It was, maybe, in an earlier generation of an elastic job.
       self._checkpointer.release()
       return
     self._checkpointer.acquire()
@@ -210,7 +215,7 @@ class RunCheckpoint:
     if step:
       variables.update(self._metric_variables())
     arrays = self._access.read(variables)
-    self.own()
+    self.own(is_saving=True)
     if not self._access.is_chief:
       return None
     path = self._checkpointer.save(

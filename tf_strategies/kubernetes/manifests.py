@@ -249,6 +249,8 @@ def _pod(
     'command': [word.replace('$', '$$') for word in command],
     'env': [
       _variable('PYTHONUNBUFFERED', '1'),
+      # A checkpoint directory is that of one job, however often it is applied.
+      _variable('TFS_RUN_ID', options.name),
       _variable(exit_codes.TERMINATED_VARIABLE, terminated),
       {'name': 'TFS_SECRET', 'valueFrom': {'secretKeyRef': secret}},
       *environment,
