@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zipfile
 
 import keras
 import numpy as np
@@ -92,6 +93,65 @@ def _interrupt_and_resume(rank, directory):
   }
 
 
+class _Look(keras.callbacks.Callback):
+  """Notes whether the file that the callback before it wrote is whole."""
+
+  def __init__(self, path):
+    super().__init__()
+    self.path, self.damaged = path, []
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.damaged.append(zipfile.ZipFile(self.path).testzip())
+
+
+def _plain_callbacks(rank, directory):
+  """Fits with Keras's callbacks as on one device, is interrupted, and resumes."""
+  strategy = tfs.MultiWorkerRingStrategy()
+  whole = _model(strategy, 1)
+  _fit(whole, [])
+  path = os.path.join(directory, 'model.keras')
+  backup = keras.callbacks.BackupAndRestore
+  saved = keras.callbacks.ModelCheckpoint(
+    path, monitor='loss', save_best_only=True
+  )
+  own = os.path.join(directory, f'own_{rank}.keras')
+  look = _Look(path)
+  first = _model(strategy, 1)
+  with contextlib.suppress(_InterruptionError):
+    _fit(
+      first,
+      [
+        backup(os.path.join(directory, 'backup')),
+        saved,
+        look,
+        keras.callbacks.CSVLogger(os.path.join(directory, 'log.csv')),
+        keras.callbacks.TensorBoard(os.path.join(directory, 'logs')),
+        _Interrupt(),
+      ],
+    )
+  # Not in the middle of the other's write: the interruption came before it.
+  strategy.extended.communicator.exchange('interrupted', b'')
+  second = _model(strategy, 2)
+  resumed = keras.callbacks.BackupAndRestore(os.path.join(directory, 'backup'))
+  # One that the chief alone has, and one with a path for each worker.
+  extra = [keras.callbacks.CSVLogger(os.path.join(directory, 'chief.csv'))]
+  _fit(second, [resumed])
+  _fit(_model(strategy, 3), extra if rank == 0 else [])
+  _fit(_model(strategy, 3), [keras.callbacks.ModelCheckpoint(own)])
+  with open(os.path.join(directory, 'log.csv'), encoding='utf-8') as file:
+    lines = file.read().splitlines()
+  return {
+    'whole': whole.get_weights(),
+    'resumed': second.get_weights(),
+    'iterations': int(second.optimizer.iterations.numpy()),
+    'best': saved.best,
+    'damaged': look.damaged,
+    'lines': len(lines),
+    'events': sum(len(f) for _, _, f in os.walk(directory + '/logs')),
+    'own': os.path.exists(own),
+  }
+
+
 class ChiefOnlyTest(tf.test.TestCase):
   @pytest.mark.multi_process
   @pytest.mark.slow
@@ -107,6 +167,24 @@ class ChiefOnlyTest(tf.test.TestCase):
         result['whole'], result['resumed'], strict=True
       ):
         np.testing.assert_array_equal(whole, resumed)
+
+  @pytest.mark.multi_process
+  def test_callbacks_of_keras_write_once(self):
+    directory = self.create_tempdir().full_path
+    results = processes.run_workers(_plain_callbacks, 2, args=(directory,))
+    for result in results:
+      self.assertEqual(result['damaged'], [None, None])
+      self.assertEqual(result['best'], results[0]['best'])
+      self.assertIsNotNone(result['best'])
+      self.assertEqual(result['lines'], 3)
+      self.assertEqual(result['events'], 1)
+      self.assertTrue(result['own'])
+      self.assertEqual(result['iterations'], _EPOCHS * 3)
+      for whole, resumed in zip(
+        result['whole'], result['resumed'], strict=True
+      ):
+        np.testing.assert_array_equal(whole, resumed)
+    self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
 
   @pytest.mark.multi_process
   def test_chief_alone_gives_its_callback_the_model(self):

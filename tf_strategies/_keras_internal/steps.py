@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 import traceback
@@ -495,13 +496,15 @@ change(
 def before_callbacks(replace: Callable[[keras.Model, list], list]) -> None:
   """Has `fit` call `replace(model, callbacks)` before callbacks get the model."""
 
+  fit = inspect.unwrap(trainer.TensorFlowTrainer.fit).__code__
+
   def set_first(set_model):
     @functools.wraps(set_model)
     def set_replaced(self, model):
-      # `fit`, which all workers call, makes its own list, and `fit` is where the
-      # list is made. A program's own list may be one worker's.
-      caller = sys._getframe(2).f_code
-      if model is not None and caller.co_name == 'fit':
+      # All workers call `fit`, which makes a list. A list that the program makes
+      # may be one worker's.
+      made_by = sys._getframe(1).f_back
+      if made_by is not None and made_by.f_code is fit:
         self.callbacks = replace(model, self.callbacks)
       return set_model(self, model)
 

@@ -24,8 +24,8 @@ _CHANGE_TRAINING = (
 class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
 
-  Keras lets every worker run every callback, so all would write the same
-  `ModelCheckpoint`. The callback must do without the other workers: saving and
+  For callbacks of others that write files: in `fit`, Keras's `ModelCheckpoint`,
+  `BackupAndRestore`, `CSVLogger` and `TensorBoard` need no wrapper. The callback must do without the other workers: saving and
   reading weights do, `model.evaluate` and metric results do not. With
   `BackupAndRestore` the other workers get the chief's state and epoch when
   training begins, so that only the chief needs to see the files.
@@ -145,11 +145,12 @@ class _FilesOfChief(ChiefOnly):
     super()._call(event, *args)
     if event in ('on_epoch_end', 'on_train_end'):
       link = workers_lib.link_of(self._strategy())
-      # For a program that reads it, as that of one device may.
-      best = getattr(self.callback, 'best', None)
+      has_best = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
+      best = self.callback.best if has_best else None
       payload = json.dumps(None if best is None else float(best))
       answers = link.exchange('files', payload.encode())
-      if hasattr(self.callback, 'best'):
+      if has_best:
+        # The program may read it, on any worker.
         self.callback.best = json.loads(answers[0])
 
 
@@ -175,22 +176,20 @@ def _share_files(model, callbacks):
 
   Workers with other callbacks or other paths keep theirs: the program has said
   who writes what. So do workers that divide the optimizer's state, since all of
-  them are needed to read it.
+  them are needed to read it, and those of elastic jobs, any of which may become
+  the chief in the middle of a file.
   """
   extended = model.distribute_strategy.extended
   link = workers_lib.link_of(model.distribute_strategy)
-  if link is None or getattr(extended, 'state_shards', None) is not None:
+  if link is None or hasattr(link, 'is_member') or link.world_size == 1:
     return callbacks
-  is_elastic = hasattr(link, 'is_member')
-  if not is_elastic:
-    if link.world_size == 1:
-      return callbacks
-    paths = [(type(c).__name__, _path_of(c)) for c in callbacks]
-    mine = json.dumps([p for p in paths if p[1] is not None])
-    if len({*link.exchange('callbacks', mine.encode())}) > 1:
-      return callbacks
-  wrapper = ChiefOnly if is_elastic else _FilesOfChief
-  return [wrapper(c) if _path_of(c) is not None else c for c in callbacks]
+  if extended.state_shards is not None:
+    return callbacks
+  written = [(type(c).__name__, _path_of(c)) for c in callbacks]
+  mine = json.dumps([each for each in written if each[1] is not None])
+  if len(set(link.exchange('callbacks', mine.encode()))) > 1:
+    return callbacks
+  return [_FilesOfChief(c) if _path_of(c) else c for c in callbacks]
 
 
 _keras_internal.before_callbacks(_share_files)
