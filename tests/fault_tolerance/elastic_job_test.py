@@ -52,7 +52,7 @@ class _Heard(keras.callbacks.Callback):
     self.events.append('end')
 
 
-class JobTest(tf.test.TestCase):
+class JobTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     rendezvous = tfs.process_group.Rendezvous({0: '127.0.0.1:0'}, 0)
@@ -106,6 +106,23 @@ class JobTest(tf.test.TestCase):
       self.job.fit(self.model, _make_batches, 3, _STEPS, verbose=0)
     tags = [call.args[1] for call in check.mock_calls]
     self.assertEqual(tags, ['batch/5', 'batch/8', 'batch/16'])
+
+  @parameterized.parameters(
+    (3, 3, 'whose epoch 0 has 4 batches.*steps_per_epoch=3 .*=4'),
+    (5, 3, 'whose epoch 0 has 4 batches.*steps_per_epoch=5 '),
+    (
+      4,
+      4,
+      r'make_batches\(0, 0\) of 12 batches.*steps_per_epoch=4 .*16 batches',
+    ),
+  )
+  def test_other_steps_than_the_data_have_are_refused(
+    self, steps, epochs, text
+  ):
+    self.job.restore(self.model)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, text):
+      self.job.fit(self.model, _make_batches, epochs, steps, verbose=0)
+    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 0)
 
   @pytest.mark.full
   def test_fit_after_a_death_is_one_for_callbacks(self):
@@ -258,6 +275,47 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
       np.abs(a - b).max() for a, b in zip(want, wrong, strict=True)
     ]
     self.assertGreater(max(differences), 1e-3)
+
+
+class MajorityTest(parameterized.TestCase):
+  """Who is wrong, by what workers say and when they came."""
+
+  def check(self, rank, answers, came):
+    members = elastic_members.Members(mock.Mock(), 9, tfs.ElasticOptions())
+    members._all_came = came
+    members.job = mock.Mock()
+    group = members._communicator.group
+    group.rank, group.members = rank, [f'task {r}' for r in range(len(answers))]
+    members.check_same(answers, 'batch 3', 'look')
+
+  @parameterized.parameters(
+    ('aab', [1, 1, 1], [2]),
+    ('baa', [1, 1, 1], [0]),
+    # The first decide, however many come later.
+    ('abb', [1, 3, 3], [1, 2]),
+    ('bba', [2, 4, 1], [0, 1]),
+    ('ab', [2, 1], [0]),
+    ('abab', [1, 1, 2, 1], [0, 2]),
+    # Nobody is right.
+    ('ab', [1, 1], [0, 1]),
+    ('abb', [1, 1, 2], [0, 1, 2]),
+    ('abc', [], [0, 1, 2]),
+    ('aaa', [1, 2, 3], []),
+  )
+  def test_who_differs_leaves(self, answers, came, wrong):
+    for rank in range(len(answers)):
+      if rank in wrong:
+        with self.assertRaisesRegex(
+          errors.CollectiveMismatchError, 'batch 3 .* Fix: look'
+        ):
+          self.check(rank, answers, came)
+      elif wrong:
+        with self.assertRaisesRegex(
+          elastic_members.MembershipChange, f'task {wrong[0]} differs in batch'
+        ):
+          self.check(rank, answers, came)
+      else:
+        self.check(rank, answers, came)
 
 
 class BeginTest(tf.test.TestCase):

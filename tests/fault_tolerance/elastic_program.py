@@ -189,6 +189,37 @@ def fit_options(kind):
   return {'validation_data': validation, 'callbacks': callbacks_with_state()}
 
 
+class Events(keras.callbacks.Callback):
+  """Counts what it hears, as a callback does that says when to save."""
+
+  def __init__(self):
+    super().__init__()
+    self.epochs_begun = self.epochs_ended = 0
+    self.batches_begun = self.batches_ended = 0
+
+  def on_epoch_begin(self, epoch, logs=None):
+    self.epochs_begun += 1
+
+  def on_train_batch_begin(self, batch, logs=None):
+    self.batches_begun += 1
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.batches_ended += 1
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.epochs_ended += 1
+
+
+def train_on_other_data(rank, options, directory, *args):
+  """`train`; a worker that begins for the second time has other data."""
+  path = os.path.join(directory, f'began_{rank}')
+  if os.path.exists(path):
+    x, y = data()
+    globals()['data'] = lambda: (x + 0.1, y)
+  open(path, 'w').close()
+  return train(rank, options, directory, *args)
+
+
 def _do_not_hear(every):
   from tf_strategies import errors
   from tf_strategies.process_group.tcp import group
@@ -238,7 +269,7 @@ def train(
       with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:
         f.write(f'{time.time()}\n')
 
-  jobs, histories = [], []
+  jobs, histories, events = [], [], []
 
   def run(job):
     jobs.append(job)
@@ -247,7 +278,8 @@ def train(
       compile_model(model, optimizer_of(kind))
     job.restore(model)
     given = fit_options(kind)
-    callbacks = [*given.pop('callbacks', ()), Report()]
+    events.append(Events())
+    callbacks = [*given.pop('callbacks', ()), Report(), events[-1]]
     if log_dir is not None:
       timeline = os.path.join(log_dir, 'run.json')
       callbacks.append(tfs.MonitorCallback(log_dir=log_dir, timeline=timeline))
@@ -290,6 +322,7 @@ def train(
     'generations': jobs[-1].generations,
     'epoch': jobs[-1].epoch,
     'history': histories[-1] and histories[-1].history,
+    'events': {k: v for k, v in vars(events[-1]).items() if '_' in k[1:]},
   }
 
 

@@ -138,6 +138,23 @@ class ElasticTest(elastic_case.ElasticCase):
       path = os.path.join(log_dir, f'run-0{again}.json')
       self.assertNotEmpty(merge.load(path)['traceEvents'])
 
+  def assert_events(self, outcomes, epochs=elastic_program.EPOCHS):
+    """Callbacks heard of each batch and epoch once, or have it from others."""
+    steps = epochs * elastic_program.STEPS
+    for outcome in outcomes:
+      self.assertEqual(
+        outcome.value['events'],
+        {
+          'epochs_begun': epochs,
+          'epochs_ended': epochs,
+          'batches_begun': steps,
+          'batches_ended': steps,
+        },
+        outcome.rank,
+      )
+      for name, values in outcome.value['history'].items():
+        self.assertLen(values, epochs, name)
+
   def test_survivors_go_on_without_the_chief(self):
     victim, steps = 0, 7
     options = tfs.ElasticOptions(min_workers=2, window_seconds=1)
@@ -165,9 +182,38 @@ class ElasticTest(elastic_case.ElasticCase):
       kill.workers.start(victim)
       outcomes = kill.workers.wait()
     self.assert_results(outcomes)
+    self.assert_events(outcomes)
     self.assert_lines(log_dir, outcomes[0].value['generations'])
     self.assert_times([o for o in outcomes if o.rank != victim], killed)
     self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
+
+  def test_newcomer_hears_of_no_work_that_is_done(self):
+    options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
+    with Kill(options, _SECONDS_A_STEP) as kill:
+      kill.workers.kill(2)
+      kill.wait_until(0, 5)
+      kill.workers.start(2)
+      outcomes = kill.workers.wait()
+    self.assert_results(outcomes)
+    self.assert_events(outcomes)
+    first = outcomes[2].value['generations'][0]
+    self.assertGreater(first.number, 1)
+
+  def test_newcomer_with_other_data_leaves_alone(self):
+    victim = 1
+    options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
+    program = elastic_program.train_on_other_data
+    with Kill(options, _SECONDS_A_STEP, program=program) as kill:
+      kill.after(victim, 5)
+      kill.workers.start(victim)
+      outcomes = kill.workers.wait()
+    newcomer = outcomes.pop(victim)
+    self.assertIsInstance(newcomer.error, tfs.errors.CollectiveMismatchError)
+    self.assertIn('is not the same on all workers', str(newcomer.error))
+    self.assertIn('make_batches', str(newcomer.error))
+    self.assert_results(outcomes)
+    sizes = [g.world_size for g in outcomes[0].value['generations']]
+    self.assertEqual(sizes, [3, 2, 3, 2])
 
   @pytest.mark.soak
   def test_batch_and_learning_rate_follow_the_workers(self):
@@ -264,27 +310,44 @@ class ElasticTest(elastic_case.ElasticCase):
 class LauncherTest(elastic_case.ElasticCase):
   """With the launcher, which starts again what ends."""
 
-  @pytest.mark.full
-  def test_all_die_and_come_back_apart_from_each_other(self):
-    directory, deadline = self.create_tempdir().full_path, 150
+  def _launch(self, flags, seconds_a_step, seconds_apart=0):
+    """The launcher of three workers, and the directory of their notes."""
+    directory = self.create_tempdir().full_path
     program = [sys.executable, '-m', 'tests.fault_tolerance.elastic_program']
-    arguments = [directory, '8', '{}', '{"seconds_a_step": 0.2}']
-    with commands.Command(
+    how = json.dumps({'seconds_a_step': seconds_a_step})
+    job = commands.Command(
       [
         *(sys.executable, '-m', 'tf_strategies.launch', '--num_workers=3'),
-        *('--max_restarts=1', '--', *program, *arguments),
+        *(*flags, '--', *program, directory, str(seconds_apart), '{}', how),
       ],
       name='launch',
       env=commands.python_environment(),
-      deadline_seconds=deadline,
-    ) as job:
-      steps = [os.path.join(directory, f'steps_{rank}') for rank in range(3)]
-      job.wait_until(lambda: all(map(os.path.exists, steps)))
-      for rank in range(3):
-        with open(elastic_program.pid_path(directory, rank)) as file:
-          os.kill(int(file.read()), signal.SIGKILL)
-      status = job.wait()
-    self.assertEqual(status, 0)
+      deadline_seconds=150,
+    )
+    self.enter_context(job)
+    steps = [os.path.join(directory, f'steps_{rank}') for rank in range(3)]
+    job.wait_until(lambda: all(map(os.path.exists, steps)))
+    return job, directory
+
+  def _kill(self, directory, rank):
+    with open(elastic_program.pid_path(directory, rank)) as file:
+      os.kill(int(file.read()), signal.SIGKILL)
+
+  def test_the_others_go_on_without_restarts(self):
+    job, directory = self._launch([], 0.05)
+    self._kill(directory, 0)
+    self.assertEqual(job.wait(), 0, job.output())
+    self.assertIn('ended well without worker 0.', job.output())
+    self.assert_results(
+      [elastic_program.outcome(directory, rank) for rank in (1, 2)]
+    )
+
+  @pytest.mark.full
+  def test_all_die_and_come_back_apart_from_each_other(self):
+    job, directory = self._launch(['--max_restarts=1'], 0.2, 8)
+    for rank in range(3):
+      self._kill(directory, rank)
+    self.assertEqual(job.wait(), 0, job.output())
     outcomes = [elastic_program.outcome(directory, rank) for rank in range(3)]
     self.assert_results(outcomes)
     # None began alone, none gave up: they have waited for each other.

@@ -332,13 +332,13 @@ class RandomFaultsTest(parameterized.TestCase):
     self.lost_hosts = set()
     self.launchers = self._start(self.chance.choice([0, 2]))
     everyone = set(range(count * self.slots))
+    # Of those who do steps one is spared, who has the state.
+    self.spared = self.chance.choice(sorted(everyone - self.failing))
     while {p.name for p in self.top.glob('progress-?')} < {
       f'progress-{task}' for task in everyone - self.failing
     }:
       self._check_alive()
     first_pids = {task: self._pid(task) for task in everyone - self.failing}
-    # Of those who do steps one is spared, who has the state.
-    self.spared = self.chance.choice(sorted(everyone - self.failing))
     self.hit = set(self.failing)
     faults = []
     for _ in range(5):
@@ -400,9 +400,10 @@ class RandomFaultsTest(parameterized.TestCase):
     return started
 
   def _check_alive(self):
-    for rank, launcher in enumerate(self.launchers):
-      if rank not in self.lost_hosts and not launcher.is_alive():
-        launcher.fail('ended too early')
+    # Another one ends when all of its workers are lost, and the first launcher.
+    launcher = self.launchers[self.spared // self.slots]
+    if not launcher.is_alive():
+      launcher.fail('ended too early')
     time.sleep(0.01)
 
   def _pid(self, task):

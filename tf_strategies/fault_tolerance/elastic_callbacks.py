@@ -4,7 +4,7 @@ The second is for a worker that enters a `fit` that has begun.
 
 EarlyStopping, ReduceLROnPlateau and their like count epochs and keep the best value,
 or weights. A worker that knew none of that would stop, or change the learning rate,
-when the others do not.
+when the others do not. As its callbacks know what was done, they hear no events of it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from absl import logging
 
 from tf_strategies import _keras_internal
 from tf_strategies.fault_tolerance import resume_fit
+from tf_strategies.monitoring import keras_callback
 
 _META = 'meta'
+# What the others' callbacks have heard, when a worker enters before a step.
+_OF_DONE_WORK = ('on_epoch_begin', 'on_train_batch_begin', 'on_train_batch_end')
 
 
 class ElasticCallback(keras.callbacks.Callback):
@@ -39,10 +42,19 @@ class ElasticCallback(keras.callbacks.Callback):
     self._first_step = first_step
     self._skipped = skipped
     self._reads = reads
+    # Callbacks that are to hear nothing of what the others did.
+    self._deaf: Sequence[keras.callbacks.Callback] = ()
 
   def on_train_begin(self, logs=None):
     """Lets other callbacks, which have begun, go on as those of other workers."""
-    self._job.begin_fit()
+    self._deaf = [
+      callback
+      for callback in self._job.begin_fit()
+      # It measures this worker.
+      if not isinstance(callback, keras_callback.MonitorCallback)
+    ]
+    for callback in self._deaf:
+      vars(callback).update(dict.fromkeys(_OF_DONE_WORK, _ignore))
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips what was done."""
@@ -50,6 +62,14 @@ class ElasticCallback(keras.callbacks.Callback):
     if self._skipped:
       resume_fit.skip_steps(self.model, self._skipped, self._reads)
       self._skipped = 0
+
+  def on_train_batch_begin(self, batch, logs=None):
+    """Lets callbacks hear again, from the end of the first batch that is not done."""
+    if not _keras_internal.is_skipped(self.model, batch):
+      for callback in self._deaf:
+        for name in _OF_DONE_WORK:
+          del vars(callback)[name]
+      self._deaf = ()
 
   def on_train_batch_end(self, batch, logs=None):
     """Counts a batch."""
@@ -72,9 +92,8 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
     >>> stop.wait = 3
     >>> packed = elastic_callbacks.pack([stop])
     >>> other = keras.callbacks.EarlyStopping()
-    >>> elastic_callbacks.unpack(packed, [other])
-    >>> other.wait
-    3
+    >>> elastic_callbacks.unpack(packed, [other]), other.wait
+    (True, 3)
   """
   meta, arrays = [], {}
   for i, callback in enumerate(map(_inner, callbacks)):
@@ -99,8 +118,11 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
 
 def unpack(
   packed: np.ndarray, callbacks: Sequence[keras.callbacks.Callback]
-) -> None:
-  """Gives callbacks, which are made like those that were packed, what they know."""
+) -> bool:
+  """Gives callbacks, which are made like those that were packed, what they know.
+
+  Returns whether they are made like those.
+  """
   with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as arrays:
     meta = json.loads(arrays[_META].tobytes())
     callbacks = [_inner(callback) for callback in callbacks]
@@ -111,7 +133,7 @@ def unpack(
         'that it continues with: they begin anew.',
         classes,
       )
-      return
+      return False
     for i, (about, callback) in enumerate(zip(meta, callbacks, strict=True)):
       for name, found in about['attributes'].items():
         if 'arrays' not in found:
@@ -120,6 +142,11 @@ def unpack(
           continue
         parts = [arrays[f'{i}/{name}/{j}'] for j in range(found['arrays'])]
         setattr(callback, name, parts if found['is_list'] else parts[0])
+  return True
+
+
+def _ignore(*_, **__) -> None:
+  """Hears nothing."""
 
 
 def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:

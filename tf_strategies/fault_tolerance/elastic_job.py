@@ -66,6 +66,7 @@ class Job:
     self._optimizer: Any = None
     self._batch = 1
     self._epochs: int | None = None
+    self._steps_per_epoch = 0
     # Batches that a callback counted, and the optimizer's count before them.
     self._counted = 0
     self._iterations_at_start = 0
@@ -86,6 +87,11 @@ class Job:
   def position(self) -> Position:
     """How far this worker has come, in steps of this generation."""
     return Position(self.epoch, self.step)
+
+  @property
+  def epochs_and_steps(self) -> tuple[int, int] | None:
+    """What `fit` was called with."""
+    return self._epochs and (self._epochs, self._steps_per_epoch)
 
   @property
   def progress(self) -> int:
@@ -216,26 +222,38 @@ class Job:
   ) -> keras.callbacks.History | None:
     """Calls `model.fit` for the rest of the job; returns its history, if any.
 
-    Callbacks see the completed steps of an interrupted epoch, which are skipped;
-    its metrics cover the other ones.
+    The callbacks of a worker that comes later know what those of the others know,
+    and hear no events of what was done before; the history is whole. Where the
+    training function is called again, callbacks see the completed steps of an
+    interrupted epoch, which are skipped; its metrics cover the other ones.
 
     Args:
       model: restored.
       make_batches: called with an epoch and a step; returns the batches from
         there to the end of the job.
       epochs: of the whole job.
-      steps_per_epoch: of a whole epoch.
+      steps_per_epoch: of a whole epoch, as `make_batches` counts them.
       callbacks: as of `fit`.
       verbose: as of `fit`, and so are those that follow.
+
+    Raises:
+      UnsupportedOptionError: `make_batches` has fewer batches than `epochs` of
+        `steps_per_epoch`, or counts other epochs.
     """
     elastic_options.check_fit(make_batches, epochs, steps_per_epoch)
     if self._model is not model:
       self.restore(model)
-    self._epochs, self._callbacks = epochs, callbacks
+    self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
+    self._callbacks = list(callbacks)
+    if not any(isinstance(c, keras.callbacks.History) for c in callbacks):
+      # Keras's own would not know the epochs before a worker came.
+      self._callbacks.append(keras.callbacks.History())
     self._members.is_fitting = True
     metrics = [v.value for v in model.metrics_variables]
     self.strategy.extended.hold_sums(metrics)
-    self._join_with_steps(model, make_batches, steps_per_epoch, class_weight)
+    batches = make_batches(0, 0)
+    elastic_options.check_length(batches, make_batches, epochs, steps_per_epoch)
+    self._join_with_steps(model, batches, steps_per_epoch, class_weight)
     epoch, step = self.position
     if step >= steps_per_epoch:
       epoch, step = epoch + 1, 0
@@ -258,7 +276,7 @@ class Job:
       epochs=epochs,
       steps_per_epoch=steps_per_epoch,
       callbacks=[
-        *callbacks,
+        *self._callbacks,
         elastic_callbacks.ElasticCallback(self, 0, step, reads),
       ],
       shuffle=False,  # `make_batches` says which batch a step has.
@@ -269,11 +287,10 @@ class Job:
       class_weight=class_weight,
     )
 
-  def _join_with_steps(self, model, make_batches, steps_per_epoch, weights):
+  def _join_with_steps(self, model, batches, steps_per_epoch, weights):
     """Joins when the step of the model has been built: nobody waits for that."""
     if self.strategy.extended.communicator.is_member:
       return
-    batches = make_batches(0, 0)
     if isinstance(batches, tf.data.Dataset):
       spec = _keras_internal.element_spec_of_fit(
         model, batches, steps_per_epoch, weights
@@ -304,11 +321,12 @@ class Job:
     self._start_counting()
     self._set(epoch, 0)
 
-  def begin_fit(self) -> None:
-    """Lets callbacks know what those of the others know."""
+  def begin_fit(self) -> Sequence[keras.callbacks.Callback]:
+    """Lets callbacks know what those of the others know; returns those that do."""
     taken, self._callbacks_of_others = self._callbacks_of_others, None
-    if taken is not None:
-      elastic_callbacks.unpack(taken, self._callbacks)
+    if taken is None or not elastic_callbacks.unpack(taken, self._callbacks):
+      return ()
+    return self._callbacks
 
   def begin_epoch(self) -> None:
     """Goes on as the others, for whom the epoch had begun.

@@ -11,6 +11,7 @@ there. The group that lets it in ends as one ends from which a worker has died.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -23,7 +24,6 @@ from absl import logging
 from tf_strategies import errors, process_group
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.fault_tolerance import elastic_options
-from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.multi_worker import elastic
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import strategy as strategy_lib
@@ -43,6 +43,11 @@ class MembershipChange(errors.Error):
 class CallAgain(errors.Error):
   """The training function has to be called again to go on with these workers."""
 
+
+_SAME_BATCHES = (
+  'use the same data on all workers, seed what is shuffled, and let '
+  'make_batches(epoch, step) count epochs of steps_per_epoch batches'
+)
 
 # What a group with other workers may not meet again.
 RECOVERABLE = (
@@ -92,6 +97,9 @@ class Members(elastic.Membership):
     self._failures, self._steps_at_failure = 0, 0
     # Whether this worker has the state of the group that it is in.
     self.is_shared = self.is_fitting = False
+    # The generation in which this worker got its state; of the group, by rank.
+    self._came = 0
+    self._all_came: list[int] = []
     # Whether the workers of this group have compared a batch.
     self._has_compared = False
 
@@ -206,8 +214,40 @@ class Members(elastic.Membership):
     if not self._has_compared or number & (number - 1) == 0:
       self._has_compared = True
       input_lib.check_same_batch(
-        self._communicator, f'batch/{number}', f'batch {number}', batch
+        self._communicator,
+        f'batch/{number}',
+        f'batch {number}',
+        batch,
+        _SAME_BATCHES,
       )
+
+  def check_same(
+    self, answers, what, fix, error=errors.CollectiveMismatchError
+  ):
+    """See base class: who differs from the others leaves, and they go on.
+
+    Those who have been there longest say what is right. If they disagree and none
+    has a majority, all raise the error.
+    """
+    came = self._all_came or [0] * len(answers)
+    votes = collections.Counter(
+      json.dumps(a)
+      for a, when in zip(answers, came, strict=True)
+      if when == min(came)
+    )
+    (right, count), *others = votes.most_common()
+    is_tie = bool(others) and others[0][1] == count
+    wrong = [r for r, a in enumerate(answers) if json.dumps(a) != right]
+    if not wrong:
+      return
+    group = self._communicator.group
+    if not is_tie and group.rank not in wrong:
+      raise MembershipChange(f'{group.members[wrong[0]]} differs in {what}.')
+    reference = next(r for r in range(len(answers)) if r not in wrong)
+    said = [f'{group.members[r]} has {answers[r]}' for r in (reference, *wrong)]
+    raise error(
+      f'{what} is not the same on all workers: {", ".join(said)}. Fix: {fix}.'
+    )
 
   # Groups.
 
@@ -239,7 +279,7 @@ class Members(elastic.Membership):
       )
       try:
         self._communicator.enter(group)
-        self._has_compared = False
+        self._has_compared, self._all_came = False, []
         self.generations.append(
           Generation(
             group.generation, group.world_size, group.rank, time.time()
@@ -270,7 +310,11 @@ class Members(elastic.Membership):
     if not job.may_share():
       return False
     own_seed, seed = strategy_lib.proposed_seed()
+    if not job.progress:
+      self._came = group.generation
     told = {
+      'came': self._came,
+      'fit': job.epochs_and_steps if phase in (*_INSIDE, _FIT) else None,
       'phase': phase,
       'steps': job.num_steps,
       'state': job.state,
@@ -283,11 +327,18 @@ class Members(elastic.Membership):
       json.loads(answer)
       for answer in group.exchange('elastic/state', json.dumps(told).encode())
     ]
-    communicator_lib.check_same(
-      [json.dumps(a['set_up']).encode() for a in answers],
+    self._all_came = [a['came'] for a in answers]
+    self.check_same(
+      [a['set_up'] for a in answers],
       'the set-up of the strategy',
       'pass the same options and devices on all workers',
     )
+    if all(a['fit'] for a in answers):
+      self.check_same(
+        [a['fit'] for a in answers],
+        'epochs and steps_per_epoch of job.fit',
+        'pass the same ones on all workers',
+      )
     best = max(
       group.members,
       key=lambda m: (m.progress, answers[m.rank]['shared'], -m.rank),
@@ -295,7 +346,12 @@ class Members(elastic.Membership):
     theirs = answers[best.rank]
     strategy_lib.take_seed(own_seed, theirs['seed'])
     phases = [a['phase'] for a in answers]
-    self._check_variables(group, answers, best.rank)
+    self.check_same(
+      [a['variables'] for a in answers],
+      'the list of variables (dtypes and shapes)',
+      'run the same program on all workers',
+      errors.CheckpointMismatchError,
+    )
     have = [
       a['shared'] and m.progress == best.progress
       for a, m in zip(answers, group.members, strict=True)
@@ -317,24 +373,6 @@ class Members(elastic.Membership):
       raise CallAgain(f'This worker is {behind} steps behind the others.')
     job.num_steps = theirs['steps']
     return behind == 1
-
-  def _check_variables(self, group, answers, best: int) -> None:
-    """Raises CheckpointMismatchError where this worker has another model."""
-    different = [
-      rank
-      for rank, answer in enumerate(answers)
-      if answer['variables'] != answers[best]['variables']
-    ]
-    if group.rank in different:
-      raise errors.CheckpointMismatchError(
-        f'{group.members[group.rank]} has variables of the shapes and dtypes '
-        f'{answers[group.rank]["variables"]}, {group.members[best]} those of '
-        f'{answers[best]["variables"]}. Fix: run the same program on all workers.'
-      )
-    if different:
-      raise MembershipChange(
-        f'{group.members[different[0]]} has another model.'
-      )
 
 
 def _was_restarted() -> bool:

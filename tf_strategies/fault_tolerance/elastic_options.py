@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
 
 from tf_strategies import errors, option_checks, process_group
 
@@ -90,6 +93,47 @@ def check_fit(
   )
   check_count('epochs', epochs, 0)
   check_count('steps_per_epoch', steps_per_epoch, 1)
+
+
+def check_length(
+  batches: object,
+  make_batches: Callable[[int, int], object],
+  epochs: int,
+  steps_per_epoch: int,
+) -> None:
+  """Refuses batches from the start whose epochs have another number of steps.
+
+  A worker that comes later would begin with another batch than the others have.
+  """
+  count = _length(batches)
+  if count is None:
+    return
+  rule = f'steps_per_epoch={steps_per_epoch} in each of epochs={epochs}'
+  if epochs > 1:
+    rest = _length(make_batches(1, 0))
+    own = None if rest is None else count - rest
+    option_checks.check(
+      own in (None, steps_per_epoch),
+      f'make_batches, whose epoch 0 has {own} batches',
+      rule,
+      f'pass steps_per_epoch={own}, or steps_per_epoch={steps_per_epoch} to '
+      'tfs.data.make_dataset as well',
+    )
+  option_checks.check(
+    count >= epochs * steps_per_epoch,
+    f'make_batches(0, 0) of {count} batches',
+    f'{rule}, {epochs * steps_per_epoch} batches',
+    'return all batches from there to the end of the job, or pass another '
+    'steps_per_epoch',
+  )
+
+
+def _length(batches: object) -> int | None:
+  """The number of batches, where it is known and has an end."""
+  if not isinstance(batches, tf.data.Dataset):
+    return None
+  count = int(batches.cardinality())
+  return count if count >= 0 else None
 
 
 def check_position(epoch: object, step: object) -> None:

@@ -121,6 +121,10 @@ class Communicator(abc.ABC):
   def exchange(self, tag: str, payload: bytes) -> list[bytes]:
     """Brings a few bytes of each worker to all, beside the collectives."""
 
+  def check_same(self, answers: Sequence[bytes], what: str, fix: str) -> None:
+    """Raises CollectiveMismatchError unless all workers gave the same answer."""
+    check_same(answers, what, fix)
+
   @abc.abstractmethod
   def agree(self, value: Any, what: str) -> Any:
     """Returns `value` if all workers have the same; else raises as `check_same`."""

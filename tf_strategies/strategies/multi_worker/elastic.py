@@ -44,6 +44,9 @@ class Membership(Protocol):
   def join(self) -> None:
     """Enters a group."""
 
+  def check_same(self, answers: Sequence[Any], what: str, fix: str) -> None:
+    """Raises an error unless all workers, by rank, have given the same answer."""
+
   def hold_metrics(self, model) -> None:
     """Keeps what a model's metrics say, which are about to be reset."""
 
@@ -322,7 +325,11 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
 
     def make_communicator(local):
       return process_group_communicator.ElasticCommunicator(
-        membership.join, membership.capacity, local, options
+        membership.join,
+        membership.check_same,
+        membership.capacity,
+        local,
+        options,
       )
 
     extended_class = shards.extended_class(

@@ -284,12 +284,16 @@ def check_same_data(dataset: tf.data.Dataset) -> None:
     )
 
 
-def check_same_batch(communicator, tag: str, what: str, batch) -> None:
+def check_same_batch(
+  communicator, tag: str, what: str, batch, fix: str
+) -> None:
   """Raises CollectiveMismatchError unless all workers have this batch."""
-  _check_same(communicator, tag, what, _fingerprint(batch))
+  _check_same(communicator, tag, what, int(_fingerprint(batch)), fix)
 
 
-def _check_same(communicator, tag: str, what: str, fingerprint) -> None:
+def _check_same(
+  communicator, tag: str, what: str, fingerprint, fix: str = ''
+) -> None:
   answers = communicator.exchange(tag, str(fingerprint).encode())
   if len(set(answers)) == 1:
     return
@@ -297,13 +301,13 @@ def _check_same(communicator, tag: str, what: str, fingerprint) -> None:
   mine = _keras_internal.running_call(), _tf_internal.global_seed()
   told = communicator.exchange(f'{tag}/more', json.dumps(mine).encode())
   calls, seeds = zip(*map(json.loads, told), strict=True)
-  communicator_lib.check_same(
+  communicator.check_same(
     [str(call).encode() for call in calls],
     'the method of a model that is running',
     'call the same methods on all workers, outside of any `if` on the rank',
   )
-  fix = _WHOLE_DATA if len(set(seeds)) == 1 else _SAME_SEED
-  communicator_lib.check_same(answers, what, f'{fix}. {_OWN_DATA}')
+  advice = _WHOLE_DATA if len(set(seeds)) == 1 else _SAME_SEED
+  communicator.check_same(answers, what, fix or f'{advice}. {_OWN_DATA}')
 
 
 def _policy_of(dataset):

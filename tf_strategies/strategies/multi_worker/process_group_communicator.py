@@ -345,6 +345,7 @@ class ElasticCommunicator(ProcessGroupCommunicator):
 
   Args:
     join: makes this worker a member of a group: calls `enter`.
+    compare: raises an error unless all workers have given the same answer.
     capacity: the most workers that a group can have.
     local, options: as of `ProcessGroupCommunicator`.
   """
@@ -352,11 +353,12 @@ class ElasticCommunicator(ProcessGroupCommunicator):
   def __init__(
     self,
     join: Callable[[], None],
+    compare: Callable[[Sequence[str], str, str], None],
     capacity: int,
     local: reducer.DeviceReducer,
     options: options_lib.RingOptions,
   ):
-    self._join, self._capacity = join, capacity
+    self._join, self._compare, self._capacity = join, compare, capacity
     super().__init__(None, local, options)
     with tf.init_scope(), tf.device('CPU:0'):
       # Of no strategy, as the queue's token.
@@ -385,6 +387,10 @@ class ElasticCommunicator(ProcessGroupCommunicator):
     if not self.is_member:
       with tf.init_scope():
         self._join()
+
+  def check_same(self, answers, what, fix):
+    """See base class; the membership says who is wrong."""
+    self._compare([answer.decode() for answer in answers], what, fix)
 
   def place(self) -> tuple[tf.Tensor, tf.Tensor]:
     """This worker's rank and the number of workers, int32, when a graph runs."""
