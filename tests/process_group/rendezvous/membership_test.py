@@ -166,6 +166,24 @@ class MajorityTest(parameterized.TestCase):
     second.lost(0, 'nobody listens there', is_gone=True)
     self.assertEqual(_proposed(second, 0.0), [1, 2])
 
+  @parameterized.parameters(0, 2)
+  def test_newcomer_joins_the_few_that_are_left(self, newcomer):
+    """Of five workers two are there, and one of them is all of the last group."""
+    workers = self.make(5)
+    last = workers[1]
+    last.formed(4, {1: last.incarnation})
+    last.start(7)
+    workers[newcomer].start(0, may_be_alone=False)
+    pair = sorted([1, newcomer])
+    first, second = (workers[task] for task in pair)
+    _meet(first, second)
+    _meet(second, first)
+    now = membership.ANSWER_SECONDS + 0.1
+    seats = first.proposal(now)
+    self.assertEqual([seat.task for seat in seats], pair)
+    self.assertIsNone(second.proposal(now))
+    self.assertEqual(second.objection(5, seats, pair[0]), '')
+
   def test_members_of_a_later_group_object(self):
     first, second, third = self.make(3)
     _formed(first, second, third)

@@ -361,7 +361,9 @@ class Membership:
     if self._minimum is not None:
       return len(there) >= self._minimum
     if not self._seated:
-      return 2 * len(there) > len(self.addresses)
+      # Who was in a group knows whether that one may go on, and objects if not.
+      were_in_one = any(self.views[t].size for t in there if t != self.task)
+      return were_in_one or 2 * len(there) > len(self.addresses)
     present = [
       s.task for s in seats if self._seated.get(s.task) == s.incarnation
     ]
@@ -407,7 +409,9 @@ class Membership:
       return 'the leader has no seat'
     if self._seat(self.task) not in seats:
       return 'the seat is for another incarnation'
-    if self._minimum is None and not self._are_enough(seats, gone):
+    # Who was in none knows less of it than the leader, and those who were.
+    must_agree = self._minimum is None and self._seated
+    if must_agree and not self._are_enough(seats, gone):
       return 'a majority of its last group is not there'
     return ''
 
