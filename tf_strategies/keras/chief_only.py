@@ -25,8 +25,8 @@ class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
 
   For callbacks of others that write files: in `fit`, Keras's `ModelCheckpoint`,
-  `BackupAndRestore`, `CSVLogger` and `TensorBoard` need no wrapper. The callback must do without the other workers: saving and
-  reading weights do, `model.evaluate` and metric results do not. With
+  `BackupAndRestore`, `CSVLogger` and `TensorBoard` need no wrapper. The callback
+  must do without the other workers: saving and reading weights do, `model.evaluate` and metric results do not. With
   `BackupAndRestore` the other workers get the chief's state and epoch when
   training begins, so that only the chief needs to see the files.
 
