@@ -2,6 +2,10 @@
 
 import json
 import os
+import pathlib
+import signal
+import sys
+import time
 from unittest import mock
 
 import keras
@@ -11,12 +15,15 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tests import tiers, virtual_devices
 from tf_strategies import errors
-from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint import checkpointer, model_state, ownership
 from tf_strategies.checkpoint.position import Position
 
 virtual_devices.configure()
+
+_DEADLINE_SECONDS = 240
 
 
 def _strategy(replicas):
@@ -360,6 +367,83 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     checkpoint.restore()
     for i, variable in enumerate(model.weights):
       self.assertAllEqual(variable, tf.fill(variable.shape, float(i)))
+
+
+# Trains to the given epoch; at its first start it saves, says so, and waits until the
+# test lets it end as after a preemption.
+_PROGRAM = """
+import os, pathlib, sys, time
+import keras
+import tf_strategies as tfs
+directory, epochs, restarts = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+model.compile('sgd', 'mse')
+checkpoint = tfs.RunCheckpoint(directory, model)
+epoch, _ = checkpoint.restore()
+checkpoint.own()
+for epoch in range(epoch, epochs):
+  checkpoint.save(epoch + 1)
+  if restarts and os.environ['TFS_RESTART_COUNT'] == '0':
+    go = pathlib.Path(restarts[0])
+    go.write_text('saved')
+    while go.read_text() != 'go':
+      time.sleep(0.05)
+    raise SystemExit(143)
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow
+class TwoRunsTest(parameterized.TestCase):
+  """Two jobs in one directory, the first of which the launcher restarts."""
+
+  @parameterized.parameters(False, True)
+  def test_first_one_does_not_continue_the_second(self, both_live):
+    here = pathlib.Path(self.create_tempdir().full_path)
+    directory, go = here / 'checkpoints', here / 'go'
+    program = [sys.executable, '-c', _PROGRAM, str(directory)]
+    launch = [sys.executable, '-m', 'tf_strategies.launch', '--max_restarts=1']
+    with processes.Command(
+      [*launch, '--', *program, '9', str(go)],
+      env=processes.python_environment(),
+      deadline_seconds=_DEADLINE_SECONDS,
+    ) as first:
+      first.wait_until(lambda: go.exists() and go.read_text() == 'saved')
+      if not both_live:
+        # The launcher is stopped, so that nobody is started before the second ends.
+        first.signal(signal.SIGSTOP)
+        go.write_text('go')
+        self.wait_for_owner_to_end(directory)
+      with processes.Command(
+        [*program, '3'],
+        env=processes.python_environment(),
+        deadline_seconds=_DEADLINE_SECONDS,
+      ) as second:
+        status = second.wait()
+      if both_live:
+        self.assertEqual(status, 1)
+        self.assertRegex(second.output(), 'InUseError: .* belongs to run')
+        self.assertNotIn('make room', second.output())
+        go.write_text('go')
+        self.assertEqual(first.wait(), 0, first.tail())
+        return
+      self.assertEqual(status, 0, second.tail())
+      first.signal(signal.SIGCONT)
+      self.assertNotEqual(first.wait(), 0)
+      self.assertRegex(
+        first.output(), 'TakenOverError: .* took over the directory'
+      )
+
+  def wait_for_owner_to_end(self, directory):
+    owner = json.loads((directory / 'owner.json').read_text())
+    ends_at = time.monotonic() + _DEADLINE_SECONDS
+    while not ownership.is_dead(owner) and time.monotonic() < ends_at:
+      # It is a zombie until its launcher goes on.
+      state = pathlib.Path(f'/proc/{owner["pid"]}/stat').read_text().split()[2]
+      if state == 'Z':
+        return
+      time.sleep(0.05)
 
 
 if __name__ == '__main__':
