@@ -8,9 +8,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
+from tests import processes, tiers, virtual_devices
 
 _EPOCHS = 3
 
@@ -104,9 +105,9 @@ class _Look(keras.callbacks.Callback):
     self.damaged.append(zipfile.ZipFile(self.path).testzip())
 
 
-def _plain_callbacks(rank, directory):
+def _plain_callbacks(rank, name, directory):
   """Fits with Keras's callbacks as on one device, is interrupted, and resumes."""
-  strategy = tfs.MultiWorkerRingStrategy()
+  strategy = tfs.create_strategy(name)
   whole = _model(strategy, 1)
   _fit(whole, [])
   path = os.path.join(directory, 'model.keras')
@@ -152,7 +153,7 @@ def _plain_callbacks(rank, directory):
   }
 
 
-class ChiefOnlyTest(tf.test.TestCase):
+class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.multi_process
   @pytest.mark.slow
   @pytest.mark.full
@@ -168,10 +169,15 @@ class ChiefOnlyTest(tf.test.TestCase):
       ):
         np.testing.assert_array_equal(whole, resumed)
 
+  @tiers.named_parameters(
+    ('ring', 'multi_worker_ring'),
+    tiers.full('collective', 'multi_worker_collective'),
+  )
   @pytest.mark.multi_process
-  def test_callbacks_of_keras_write_once(self):
+  def test_callbacks_of_keras_write_once(self, name):
     directory = self.create_tempdir().full_path
-    results = processes.run_workers(_plain_callbacks, 2, args=(directory,))
+    args = name, directory
+    results = processes.run_workers(_plain_callbacks, 2, args=args)
     for result in results:
       self.assertEqual(result['damaged'], [None, None])
       self.assertEqual(result['best'], results[0]['best'])

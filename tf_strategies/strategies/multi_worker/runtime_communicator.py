@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import itertools
+import collections
 import json
 import time
 from collections.abc import Sequence
@@ -48,7 +48,8 @@ class RuntimeCommunicator(communicator.Communicator):
     self._host = _tf_internal.host_of(devices[0])
     [self._host_launcher] = launch.of([self._host], world_size)
     self._statistics: dict[str, statistics.CallStatistics] = {}
-    self._agreements = itertools.count()
+    # How often each tag was used: the service keeps a key for good.
+    self._uses: collections.Counter[str] = collections.Counter()
 
   def all_reduce(self, columns, name, gradients=None):
     """See base class."""
@@ -131,7 +132,8 @@ class RuntimeCommunicator(communicator.Communicator):
       return [payload]
     seconds = self._options.timeout_seconds or _EXCHANGE_SECONDS
     ends_at = time.monotonic() + seconds
-    name, rank = f'{self._prefix}/{tag}', self.rank
+    self._uses[tag] += 1
+    name, rank = f'{self._prefix}/{tag}/{self._uses[tag]}', self.rank
     answers = []
     try:
       _tf_internal.publish_config_value(
@@ -148,8 +150,8 @@ class RuntimeCommunicator(communicator.Communicator):
 
   def agree(self, value, what):
     """See base class."""
-    tag = f'agree/{next(self._agreements)}'
-    answers = self.exchange(tag, json.dumps(value, sort_keys=True).encode())
+    text = json.dumps(value, sort_keys=True)
+    answers = self.exchange('agree', text.encode())
     communicator.check_same(
       answers, what, 'start all workers with the same program and options'
     )
