@@ -28,7 +28,9 @@ def run(function, *args):
   """Runs a coroutine function in a loop with a simulated clock."""
   loop = _Loop()
   try:
-    return loop.run_until_complete(function(*args))
+    # Groups say goodbye at the end of a program, which no process here has.
+    with mock.patch('atexit.register'):
+      return loop.run_until_complete(function(*args))
   finally:
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
@@ -232,7 +234,7 @@ class Process:
   async def leave(self):
     """Closes the group; as `Rendezvous.form` does first."""
     group, self.group = self.group, None
-    await group._control._close()
+    await group._control._close(has_ended=False)
     group._transport.shut_down()
     self._meeting._on_end()
 
