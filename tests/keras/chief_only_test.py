@@ -153,6 +153,32 @@ def _plain_callbacks(rank, name, directory):
   }
 
 
+class _Slower(keras.callbacks.Callback):
+  def on_epoch_end(self, epoch, logs=None):
+    self.model.optimizer.learning_rate = 0.05
+
+
+class _Stopper(keras.callbacks.CSVLogger):
+  def on_epoch_end(self, epoch, logs=None):
+    super().on_epoch_end(epoch, logs)
+    self.model.stop_training = True
+
+
+def _change_training(rank, directory, is_wrapped):
+  """Returns the error of `fit` with a callback that changes training."""
+  model = _model(tfs.MultiWorkerRingStrategy(), 1)
+  callback = (
+    tfs.keras.ChiefOnly(_Slower())
+    if is_wrapped
+    else _Stopper(os.path.join(directory, 'log.csv'))
+  )
+  try:
+    _fit(model, [callback])
+  except Exception as e:
+    return str(e)
+  return None
+
+
 class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.multi_process
   @pytest.mark.slow
@@ -197,6 +223,22 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     directory = self.create_tempdir().full_path
     files = processes.run_workers(_describe, 2, args=(directory,))
     self.assertEqual(files, [['described'], []])
+
+  @pytest.mark.multi_process
+  def test_refuses_a_callback_that_turns_out_to_change_training(self):
+    chief, other = processes.run_workers(_change_training, 2, args=('', True))
+    self.assertRegex(str(chief), r'ChiefOnly\(_Slower\).*changes the training')
+    self.assertRegex(str(other), 'Rank 0')
+
+  @pytest.mark.multi_process
+  @pytest.mark.full
+  def test_refuses_a_subclass_of_a_writer_that_changes_training(self):
+    directory = self.create_tempdir().full_path
+    chief, other = processes.run_workers(
+      _change_training, 2, args=(directory, False)
+    )
+    self.assertRegex(str(chief), r'ChiefOnly\(_Stopper\).*changes the training')
+    self.assertRegex(str(other), 'Rank 0')
 
   def test_refuses_callbacks_that_change_training(self):
     optimizer = keras.optimizers.SGD(use_ema=True)

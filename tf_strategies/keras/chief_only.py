@@ -20,6 +20,17 @@ _CHANGE_TRAINING = (
 )
 
 
+def _changes_training(callback):
+  name = type(callback).__name__
+  return errors.UnsupportedOptionError(
+    f'ChiefOnly({name})',
+    'a callback that only writes or reports: this one changes the training of '
+    'all workers',
+    f'pass {name} to fit on every worker, without ChiefOnly. Its decisions are '
+    'the same everywhere',
+  )
+
+
 @option_checks.has_options
 class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
@@ -56,14 +67,7 @@ class ChiefOnly(keras.callbacks.Callback):
     )
     needs_all = getattr(callback, 'needs_all_workers', False)
     if needs_all or isinstance(callback, _CHANGE_TRAINING):
-      name = type(callback).__name__
-      raise errors.UnsupportedOptionError(
-        f'ChiefOnly({name})',
-        'a callback that only writes or reports: this one changes the training of '
-        'all workers',
-        f'pass {name} to fit on every worker, without ChiefOnly. Its decisions are '
-        'the same everywhere',
-      )
+      raise _changes_training(callback)
     self.callback = callback
     self._has_model = False
 
@@ -115,8 +119,23 @@ class ChiefOnly(keras.callbacks.Callback):
     return is_chief
 
   def _call(self, event, *args):
-    if self._tell_chief():
-      getattr(self.callback, event)(*args)
+    if not self._tell_chief():
+      return
+    before = self._decisions()
+    getattr(self.callback, event)(*args)
+    shares = event == 'on_train_begin' and isinstance(
+      self.callback, keras.callbacks.BackupAndRestore
+    )
+    has_others = workers_lib.link_of(self._strategy()) is not None
+    if has_others and not shares and self._decisions() != before:
+      raise _changes_training(self.callback)
+
+  def _decisions(self):
+    """What callbacks change in training, and all workers have to change."""
+    rate = getattr(self.model.optimizer, 'learning_rate', None)
+    if rate is not None:
+      rate = float(keras.ops.convert_to_numpy(rate))
+    return self.model.stop_training, rate
 
 
 def _forward(event):
