@@ -134,7 +134,6 @@ def train():
     reset()
     for _ in range(int(batches.cardinality())):
       test(iterator)
-      run.still_alive()
     return results()
 
   start, saver, checkpoint = (0, 0), None, None

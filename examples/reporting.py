@@ -65,11 +65,6 @@ class Run:
       yield
     self.end_step(step + 1)
 
-  def still_alive(self) -> None:
-    """Tells the monitor of work that is not a step."""
-    if self.monitor:
-      self.monitor.still_alive()
-
   def begin_epoch(self, epoch: int) -> None:
     """Starts the clock, unless the first step is still to be traced."""
     self._epoch = epoch
