@@ -1,4 +1,4 @@
-"""Which chief drives the parameter servers: the one that connected last.
+"""Decides which chief drives the parameter servers: the one that connected last.
 
 Each chief adds a record of itself to a file in the memory of server 0, in TensorFlow's
 `ram://` file system, and then watches the file. A chief that finds a newer one begins
@@ -34,7 +34,8 @@ class Lease:
 
   def take(self) -> None:
     """Makes this process the one that drives the servers."""
-    older = _newest(_read())
+    records = _read()
+    older = _newest(records)
     self._add(self._record)
     if (
       older is None
@@ -49,7 +50,8 @@ class Lease:
     )
     ends_at = time.monotonic() + _LEAVE_SECONDS
     while time.monotonic() < ends_at:
-      if {'left': older['process']} in _read():
+      # Not what that process has left before.
+      if {'left': older['process']} in _read()[len(records) :]:
         return
       time.sleep(_POLL_SECONDS)
 
@@ -99,6 +101,10 @@ def _read() -> list[dict[str, Any]]:
 
 def _newest(records: list[dict[str, Any]]) -> dict[str, Any] | None:
   """Returns the record of the newest chief, None if it has left."""
-  for record in reversed(records):
-    return None if 'left' in record else record
-  return None
+  newest = None
+  for record in records:
+    if 'left' not in record:
+      newest = record
+    elif newest is not None and record['left'] == newest['process']:
+      newest = None
+  return newest

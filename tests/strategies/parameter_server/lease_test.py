@@ -1,0 +1,65 @@
+"""Which of several chiefs the records on server 0 name."""
+
+import contextlib
+from unittest import mock
+
+import tensorflow as tf
+
+from tf_strategies import errors
+from tf_strategies.strategies.parameter_server import lease
+
+_FILE = 'ram://lease_test/chiefs'
+
+
+class LeaseTest(tf.test.TestCase):
+  def setUp(self):
+    super().setUp()
+    # The file is in this process, of which there is no server.
+    for name, value in (
+      ('_on_server', contextlib.nullcontext),
+      ('_FILE', f'{_FILE}/{self.id()}'),
+    ):
+      patch = mock.patch.object(lease, name, value)
+      patch.start()
+      self.addCleanup(patch.stop)
+    self.other = lease.Lease()
+    self.other._record |= {'process': 'other', 'pids': ''}
+
+  def test_older_chief_that_leaves_takes_nothing_from_the_newer_one(self):
+    mine = lease.Lease()
+    self.other.take()
+    with mock.patch.object(lease, '_LEAVE_SECONDS', 0.0):
+      mine.take()
+    self.other.leave()
+    before = lease._read()
+    mine.check()
+    self.assertEqual(lease._read(), before)
+    self.assertEqual(lease._newest(before), mine._record)
+
+  def test_waits_for_the_older_chief_also_if_it_left_before(self):
+    self.other.take()
+    self.other.leave()
+    self.other._add(self.other._record)
+    waited = []
+
+    def leave(seconds):
+      waited.append(seconds)
+      self.other.leave()
+
+    with mock.patch.object(lease.time, 'sleep', leave):
+      lease.Lease().take()
+    self.assertLen(waited, 1)
+
+  def test_older_chief_is_told(self):
+    mine = lease.Lease()
+    mine.take()
+    self.other._add(self.other._record)
+    with self.assertRaisesRegex(errors.TakenOverError, 'taken over by'):
+      mine.check()
+    self.other.leave()
+    mine.check()  # Nobody has the servers any more.
+    self.assertEqual(lease._newest(lease._read()), mine._record)
+
+
+if __name__ == '__main__':
+  tf.test.main()
