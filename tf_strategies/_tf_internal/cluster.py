@@ -24,6 +24,9 @@ eager_context = load(
 # tf.data.experimental.ExternalStatePolicy.
 _FAIL = 2
 
+_requirements.method(
+  tf.data.Dataset, '_inputs()', 'compares the data of a restarted run'
+)
 _list_devices = load(
   'pywrap_tfe.TFE_ContextListDevices', 'tells tasks from those before them'
 )
@@ -53,7 +56,7 @@ def is_reachable(dataset: tf.data.Dataset) -> bool:
 
 
 def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
-  """The numbers that the sources of a data set were made of, as they were given."""
+  """Returns the numbers that the sources of a data set were made of."""
   found = list(getattr(dataset, '_tensors', ()))
   for each in dataset._inputs():
     found += arrays_of(each)
@@ -61,7 +64,7 @@ def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
 
 
 def is_repeatable(dataset: tf.data.Dataset) -> bool:
-  """Whether a data set surely yields the same each time: it has no random state."""
+  """Returns whether a data set has no random state, so that it repeats itself."""
   try:
     tf.raw_ops.DatasetToGraphV2(
       input_dataset=tf.data.experimental.to_variant(dataset),
@@ -190,10 +193,14 @@ def _needs_service(init: Callable) -> Callable:
 
 
 _Handler = tf.distribute.experimental.PreemptionCheckpointHandler
+_WHY = "raises an error where the handler's thread would fail"
 _requirements.method(
   _Handler,
   '__init__(cluster_resolver, checkpoint_or_checkpoint_manager, '
   'checkpoint_dir, termination_config)',
-  "raises an error where the handler's thread would fail",
+  _WHY,
+)
+_requirements.method(
+  load('eager.context.Context', _WHY), 'coordination_service', _WHY
 )
 _Handler.__init__ = _needs_service(_Handler.__init__)

@@ -37,7 +37,8 @@ def _note_mean(op, grad):
   return _gradient_of_mean(op, grad)
 
 
-_requirements.method(_gradients, 'register(candidate, name)', _WHY)
+_requirements.method(type(_gradients), 'register(candidate, name)', _WHY)
+_requirements.attribute(type(_gradients), '_registry', _WHY)
 del _gradients._registry['Mean']
 _gradients.register(_note_mean, 'Mean')
 
@@ -66,7 +67,7 @@ tf.GradientTape.gradient = _mark(tf.GradientTape.gradient)
 
 @contextlib.contextmanager
 def undivided_marked() -> Iterator[None]:
-  """Has tapes of this thread mark gradients in which a mean is not divided."""
+  """Lets tapes of this thread mark gradients in which a mean is not divided."""
   before, _tape.is_watched = _tape.is_watched, True
   try:
     yield

@@ -35,7 +35,7 @@ class Note:
 
   @property
   def is_written(self) -> bool:
-    """Whether a task has said that the job is elastic."""
+    """Returns whether a task has said that the job is elastic."""
     return os.fstat(self._file.fileno()).st_size > 0
 
   def __enter__(self):
@@ -56,7 +56,8 @@ def say_elastic(environ: Mapping[str, str] = os.environ) -> None:
     return
   # The launcher may be gone, or on another host.
   with contextlib.suppress(OSError):
-    fd = os.open(environ[VARIABLE], os.O_WRONLY)
+    # Another process may have its number, and a pipe would let this one wait.
+    fd = os.open(environ[VARIABLE], os.O_WRONLY | os.O_NONBLOCK)
     try:
       # A file with a name is none of a launcher.
       if not os.fstat(fd).st_nlink:

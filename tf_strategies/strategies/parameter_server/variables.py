@@ -67,9 +67,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._remember(kwargs.get('initial_value'))
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
-    self.full_name = (
-      self.name
-    )  # With the layer that it is of, if that is known.
+    # With the layer that it is of, if that is known.
+    self.full_name = self.name
 
   @property
   def handle(self):
