@@ -83,9 +83,9 @@ _CALLS = (
 
 
 def running_call() -> str:
-  """Returns the name of the method of a model that this process is in, or ''.
+  """Returns the name of the method of a model that is running, or ''.
 
-  The outermost: `fit` calls `evaluate`. For errors only, from any thread.
+  It is the outermost one, since `fit` calls `evaluate`. Any thread may ask.
   """
   for frame in sys._current_frames().values():
     name = ''
@@ -263,9 +263,9 @@ def is_of_keras(initial_value: Any) -> bool:
 
 
 def path_of(initial_value: Any) -> str | None:
-  """Returns the path of the variable that Keras is about to make, if it is Keras.
+  """Returns the path of the variable that Keras is about to make; None otherwise.
 
-  Such as 'embedding/embeddings': TensorFlow is told the last part alone.
+  An example is 'embedding/embeddings'. TensorFlow gets the last part alone.
   """
   return getattr(_variable_of(initial_value), 'path', None)
 

@@ -46,7 +46,7 @@ class KerasStep:
 
 
 def step_of(fn: Callable) -> KerasStep | None:
-  """What `fn` is to Keras, if it is a model's train, test or predict step.
+  """Returns what `fn` is to Keras, if it is a model's train, test or predict step.
 
   Raises:
     UnsupportedVersionError: it is the step of a model of Keras 2.
@@ -158,7 +158,7 @@ def _note_kind(kind: str, make: Callable) -> Callable:
 
 
 def _settle(model) -> None:
-  """Before weights are used: lets workers meet that have trained them apart."""
+  """Lets workers that have trained weights apart meet, before weights are used."""
   settle = getattr(model.distribute_strategy.extended, 'settle', None)
   if settle is not None:
     settle(model.variables)

@@ -1,4 +1,4 @@
-"""Which run owns a checkpoint directory, and which process of it writes there.
+"""Says which run owns a checkpoint directory, and which process writes there.
 
 The writer holds a lock (flock) on the file `owner.json` in the directory. The system
 releases the lock when the process ends, also after kill -9. Between hosts the lock
@@ -74,12 +74,12 @@ def new_record() -> dict[str, Any]:
 
 
 def is_of_this_process(owner: dict[str, Any]) -> bool:
-  """Whether a record names this process."""
+  """Returns whether a record names this process."""
   return owner.get('process') == _of_this_process
 
 
 def is_dead(owner: dict[str, Any]) -> bool:
-  """Whether the process of a record has surely ended: one of this host."""
+  """Returns whether the process of a record, one of this host, has surely ended."""
   if not owner.get('pids') or owner['pids'] != _pids():
     return False
   try:
@@ -120,7 +120,7 @@ class _Lock:
     os.fsync(self.descriptor)
 
   def is_on(self, path: str) -> bool:
-    """Whether the file that is locked is the one at `path`."""
+    """Returns whether the file that is locked is the one at `path`."""
     try:
       return os.path.samestat(os.fstat(self.descriptor), os.stat(path))
     except FileNotFoundError:
@@ -174,10 +174,10 @@ class Ownership:
       lock.close()
 
   def may_continue(self, number: int) -> bool:
-    """Whether the user let this run continue a checkpoint, whoever wrote it.
+    """Returns whether this run may continue a checkpoint, whoever wrote it.
 
-    That is so if there was no owner file beside it: an old version of this package
-    wrote the checkpoint, or the user deleted the file.
+    It may if there was no owner file beside the checkpoint: an old version of this
+    package wrote the checkpoint, or the user deleted the file.
     """
     return number <= self._record().get('adopted', number)
 

@@ -59,7 +59,7 @@ def say_elastic(environ: Mapping[str, str] = os.environ) -> None:
     # Another process may have its number, and a pipe would let this one wait.
     fd = os.open(environ[VARIABLE], os.O_WRONLY | os.O_NONBLOCK)
     try:
-      # A file with a name is none of a launcher.
+      # A note has no name: a file with one belongs to somebody else.
       if not os.fstat(fd).st_nlink:
         os.write(fd, b'elastic\n')
     finally:

@@ -30,7 +30,7 @@ def link_of(strategy: Any) -> Any | None:
 
 
 def is_of_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-  """Whether MPI started several processes like this one, which train together."""
+  """Returns whether MPI started several processes like this one, which train together."""
   # TF_CONFIG={} asks for a single process.
   if 'TF_CONFIG' in environ:
     return False

@@ -35,9 +35,10 @@ def _changes_training(callback):
 class ChiefOnly(keras.callbacks.Callback):
   """Calls a callback on the chief and nowhere else.
 
-  For callbacks of others that write files: in `fit`, Keras's `ModelCheckpoint`,
-  `BackupAndRestore`, `CSVLogger` and `TensorBoard` need no wrapper. The callback
-  must do without the other workers: saving and reading weights do, `model.evaluate` and metric results do not. With
+  It is for callbacks that write files and are not Keras's: in `fit`, Keras's
+  `ModelCheckpoint`, `BackupAndRestore`, `CSVLogger` and `TensorBoard` need no wrapper.
+  The callback must not need the other workers: it may save and read weights, but not
+  call `model.evaluate` or read the results of metrics. With
   `BackupAndRestore` the other workers get the chief's state and epoch when
   training begins, so that only the chief needs to see the files.
 
@@ -111,7 +112,7 @@ class ChiefOnly(keras.callbacks.Callback):
     return self.model.distribute_strategy
 
   def _tell_chief(self) -> bool:
-    """Whether this is the chief; one that became it later gets the model first."""
+    """Returns whether this is the chief, whose callback has the model then."""
     is_chief = self._strategy().extended.should_checkpoint
     if is_chief and not self._has_model:
       self._has_model = True
@@ -155,9 +156,9 @@ for _event in dir(keras.callbacks.Callback):
 
 
 class _FilesOfChief(ChiefOnly):
-  """Keras's callback that writes files, which all workers were given alike.
+  """Calls one of Keras's callbacks on the chief, if all workers have the same one.
 
-  All wait until the chief has written, so that they find whole files after it.
+  All workers wait until the chief has written, so that they find whole files.
   """
 
   def _call(self, event, *args):
@@ -183,7 +184,7 @@ _WRITERS = {
 
 
 def _path_of(callback: keras.callbacks.Callback) -> str | None:
-  """Where one of Keras's callbacks writes; None for any other callback."""
+  """Returns where one of Keras's callbacks writes; None for any other callback."""
   for writer, name in _WRITERS.items():
     if isinstance(callback, writer):
       return str(getattr(callback, name))

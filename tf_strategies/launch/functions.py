@@ -156,7 +156,7 @@ class _UnreadableError(errors.WorkerUnavailableError):
 
 
 def _or_none(result: Any) -> Any:
-  """The result of a worker of an elastic job; None if it was lost."""
+  """Returns the result of a worker of an elastic job; None if it was lost."""
   is_readable = not isinstance(result, _UnreadableError)
   is_error = isinstance(result, BaseException) and is_readable
   return None if is_error or result is _NOTHING else result
@@ -236,7 +236,7 @@ def _main_script() -> dict[str, str]:
 
 
 def _run(words: Sequence[str]) -> tuple[int, str, bool]:
-  """Runs the launcher; its status, the last lines of all, whether it was elastic.
+  """Runs the launcher; returns its status, the last lines, and whether it was elastic.
 
   Under a reaper: if this process is killed, as kernels of notebooks are, it ends too.
   """

@@ -60,7 +60,7 @@ class Others:
       self._send(message)
 
   def heard(self) -> Iterator[Mapping[str, Any]]:
-    """How tasks of other hosts are, and which launchers are lost."""
+    """Yields how tasks of other hosts are, and which launchers are lost."""
     for link in tuple(self.links):
       messages = link.read()
       if link.is_lost:
@@ -100,9 +100,9 @@ class Others:
 
 
 def _message(task, status, losses=0, failed=False, is_elastic=False):
-  """What launchers tell each other of a task, or of the launcher `node N`.
+  """Returns a message of a launcher about a task, or about the launcher `node N`.
 
-  It `failed` if all others are to end.
+  With `failed` all other tasks are to end.
   """
   return {
     'task': task,

@@ -275,7 +275,7 @@ class ExactMirroredExtended(
 
   @property
   def is_one_device(self) -> bool:
-    """Whether all that there is and will be is one replica, on one device.
+    """Returns whether there is, and will be, one replica on one device.
 
     Its steps are then those of a program without a strategy, operation by
     operation: nothing is reduced, counted or copied.
@@ -284,7 +284,7 @@ class ExactMirroredExtended(
 
   @property
   def splits_steps(self) -> bool:
-    """Whether the steps of models are split over several sites."""
+    """Returns whether the steps of models are split over several sites."""
     return not self.is_one_device
 
   # Whether this process does what is done once in all.
@@ -508,13 +508,13 @@ class _OnlyReplica(tf.distribute.ReplicaContext):
 
 
 def _only_value(value):
-  """What the only replica has of a value."""
+  """Returns what the only replica has of a value."""
   is_distributed = isinstance(value, tf.distribute.DistributedValues)
   return value.values[0] if is_distributed else value
 
 
 def _only_argument(value):
-  """The same of an argument: a variable stays the one that the strategy made."""
+  """As `_only_value`, but a variable stays the one that the strategy made."""
   return value if isinstance(value, tf.Variable) else _only_value(value)
 
 

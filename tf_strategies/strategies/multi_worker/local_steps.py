@@ -83,7 +83,7 @@ class LocalWorker:
     rows,
     model: keras.Model | None = None,
   ) -> None:
-    """After a step of a model on so many rows: counts it, and meets if it is time."""
+    """Counts a step of a model on so many rows, and meets if it is time."""
     for optimizer in optimizers:
       if model is not None:
         statistics = optimizers_lib.moving_statistics(model)
@@ -99,7 +99,8 @@ class LocalWorker:
   def settle(self, variables: Iterable[keras.Variable]) -> None:
     """Meets now with each optimizer of these variables that has counted steps.
 
-    Not with every optimizer that is alive, which Python's garbage collector decides.
+    Python's garbage collector decides which other optimizers are alive, so those do not
+    meet.
     """
     for optimizer in optimizers_lib.of_variables(variables):
       if optimizer.built and int(optimizer.steps.value.values[0].numpy()):

@@ -31,7 +31,7 @@ _PREFETCH = 2
 # Where a restarted run continues in its data, and the steps of its epochs; None
 # if an epoch is one pass.
 Resumed = tuple[position_lib.Position, int | None]
-# Is told how to describe a data set that is opened.
+# Gets a function that describes a data set, when it is opened.
 NoteData = Callable[[Callable[[], dict[str, Any]]], None]
 
 

@@ -415,9 +415,9 @@ class Recovery:
       self._is_guarding = False
 
   def guard_before_training(self, action: Callable[[], _T]) -> _T:
-    """As `with_recovery` before the first step and checkpoint; later just does it.
+    """Does `action`, with recovery before the first step and checkpoint.
 
-    Later the call may be that of a step, for whose end a recovery would wait.
+    Later a step may ask for it, for whose end a recovery would wait.
     """
     if self.is_enabled and not (self._has_checkpoint or self.counts.begun):
       return self.with_recovery(action)

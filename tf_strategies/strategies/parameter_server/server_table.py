@@ -58,11 +58,11 @@ class ServerShard(row_table.Shard):
     return self.changed.note(ids)
 
   def forget_value(self) -> None:
-    """As `ServerVariable.forget_value`."""
+    """Forgets that there are no rows; see `ServerVariable.forget_value`."""
     self._is_new = False
 
   def remake(self) -> bool:
-    """As `ServerVariable.remake`: before training there are no rows."""
+    """Returns whether the table is as before training, when it has no rows."""
     self.is_lost = self.is_lost and not self._is_new
     return not self.is_lost
 

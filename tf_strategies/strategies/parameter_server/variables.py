@@ -157,7 +157,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       self._make_value = value if callable(value) else lambda: value
 
   def forget_value(self) -> None:
-    """From now on checkpoints have the value."""
+    """Forgets the value, which checkpoints have from now on."""
     self.remembers, self._make_value = False, None
 
   def remake(self) -> bool:
@@ -176,11 +176,11 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return True
 
   def _write_drained(self, write, value=None):
-    """A write of the coordinator, after what it has scheduled.
+    """Writes for the coordinator, after what it has scheduled.
 
     Args:
-      write: does it.
-      value: all that the variable has then; None if it keeps a part.
+      write: writes.
+      value: the whole new value; None if a part of the old one stays.
     """
 
     def write_now():
