@@ -138,6 +138,10 @@ UninitializedVariable = _load(
 BaseResourceVariable = _load(
   'ops.resource_variable_ops.BaseResourceVariable', 'a variable made of others'
 )
+_in_save_context = _load(
+  'saved_model.save_context.in_save_context',
+  'functions that are traced to save',
+)
 _lift_to_graph = _load(
   'eager.lift_to_graph.lift_to_graph',
   'the initial value of a variable that a function makes',
@@ -350,6 +354,11 @@ def record_read(variable, value, gradient) -> None:
     backward_function=lambda dy: [gradient(dy)],
     forward_function=lambda x: [x],
   )
+
+
+def traces_to_save() -> bool:
+  """Returns whether a function is traced here for a SavedModel."""
+  return _in_save_context() and not tf.executing_eagerly()
 
 
 def lift(value):

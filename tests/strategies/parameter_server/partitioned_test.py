@@ -1,8 +1,10 @@
 """A variable in parts reads, writes and differentiates as a whole one."""
 
+import pathlib
 import warnings
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -78,6 +80,46 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     [each] = told
     self.assertIs(each.category, errors.LargeTableWarning)
     self.assertRegex(str(each.message), "table 'whole.*0 MB.*strategy.save")
+
+  @parameterized.parameters('export', 'save', 'gather')
+  def test_a_saved_model_has_the_table_as_often_as_one_of_one_device(self, how):
+    value = np.random.default_rng(0).normal(size=[5000, 4]).astype(np.float32)
+    ids = np.asarray([[0, 4999, 2500], [7, 7, 1667]], np.int32)
+    sizes = []
+    for parts in (0, 3):
+      inputs = keras.Input([3], dtype='int32')
+      layer = keras.layers.Embedding(5000, 4)
+      model = keras.Model(inputs, layer(inputs))
+      table = layer.embeddings
+      if parts:
+        table._value = self.make(parts, value)  # pylint: disable=protected-access
+      else:
+        table.assign(value)
+      path = self.create_tempdir().full_path
+      if how == 'export':
+        model.export(path, verbose=False)
+      elif how == 'save':
+        tf.saved_model.save(model, path)
+      else:
+        archive = keras.export.ExportArchive()
+        archive.track(model)
+        archive.add_endpoint(
+          'serve',
+          lambda x: tf.gather(layer.embeddings.value, x),  # noqa: B023
+          [tf.TensorSpec([None, 3], tf.int32)],
+        )
+        archive.write_out(path, verbose=False)
+      files = pathlib.Path(path, 'variables').iterdir()
+      sizes.append(sum(f.stat().st_size for f in files))
+      loaded = tf.saved_model.load(path)
+      serve = loaded.signatures['serving_default']
+      [found] = serve(tf.constant(ids)).values()
+      self.assertAllEqual(found, value[ids])
+      if how != 'save':
+        self.assertAllEqual(loaded.variables[0], value)
+      # It is as it was, for whoever goes on to train it.
+      self.assertAllEqual(model(ids), value[ids])
+    self.assertLess(sizes[1], 1.01 * sizes[0])
 
   def test_a_table_that_this_host_holds_often_is_no_news(self):
     with warnings.catch_warnings(record=True) as told:

@@ -177,6 +177,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       **kwargs,
     )
     self.full_name = name  # With the layer that it is of, if that is known.
+    # Stands for this variable in a SavedModel, which has it whole. Has no value.
+    self._saved = None
 
   @classmethod
   def _variable_call(cls, *args, **kwargs):
@@ -186,7 +188,14 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   @property
   def handle(self):
     """What tapes and functions know the variable by."""
-    return self.parts[0].handle
+    if not _tf_internal.traces_to_save():
+      return self.parts[0].handle
+    if self._saved is None:
+      with tf.device('/device:CPU:0'):
+        self._saved = _tf_internal.UninitializedVariable(
+          shape=self.shape, dtype=self.dtype, trainable=False
+        )
+    return self._saved.handle
 
   @property
   def _part(self):
@@ -213,6 +222,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return tf.reduce_all([p.is_initialized() for p in self.parts])
 
   def _read_variable_op(self, no_copy=False):
+    if _tf_internal.traces_to_save():
+      return super()._read_variable_op(no_copy)
     if self._part is not None:
       return self._part.read_value()
     step = traced_step.current()
@@ -224,9 +235,24 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       num_bytes = self.shape.num_elements() * self.dtype.size
       row_updates.warn_of_whole_read(self.full_name, num_bytes)
     with _tf_internal.stop_recording():
-      value = tf.concat([p.read_value() for p in self.parts], 0)
+      if self._parts_are_hidden():
+        values = [p.read_directly() for p in self.parts]
+      else:
+        values = [p.read_value() for p in self.parts]
+      value = tf.concat(values, 0)
     _tf_internal.record_read(self, value, lambda dy: dy)
     return value
+
+  def _parts_are_hidden(self) -> bool:
+    """Returns whether a function is traced that tracks the variable alone.
+
+    Keras exports what a function tracks, so the parts would be saved as well.
+    """
+    is_plain = traced_step.current() is None and not tf.executing_eagerly()
+    if is_plain:
+      for part in self.parts:
+        part.check_is_whole()
+    return is_plain
 
   def _for_parts(self, value, write):
     """Calls `write(part, rows)` for every part with its rows of `value`."""
@@ -258,6 +284,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   def sparse_read(self, indices, name=None):
     """As `tf.gather`, on the servers that have the rows; each is sent once."""
+    if _tf_internal.traces_to_save():
+      return super().sparse_read(indices, name)
     if self._part is not None:
       return self._part.sparse_read(indices)
     step = traced_step.current()
@@ -280,8 +308,11 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       tf.range(tf.size(flat)), part_of_row, len(self.parts)
     )
     split = tf.dynamic_partition(flat, part_of_row, len(self.parts))
+    is_hidden = self._parts_are_hidden()
     found = [
-      part.rows_at(r - tf.cast(offset, r.dtype))
+      (part.rows_directly if is_hidden else part.rows_at)(
+        r - tf.cast(offset, r.dtype)
+      )
       for part, r, offset in zip(self.parts, split, self.offsets, strict=True)
     ]
     value = tf.dynamic_stitch(positions, found)
