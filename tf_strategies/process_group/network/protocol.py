@@ -16,7 +16,7 @@ import dataclasses
 import enum
 import struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_PAYLOAD_BYTES = 1 << 20
 _MAX_TAG_BYTES = 512
