@@ -21,9 +21,6 @@ eager_context = load(
 )
 
 
-# tf.data.experimental.ExternalStatePolicy.
-_FAIL = 2
-
 _requirements.method(
   tf.data.Dataset, '_inputs()', 'compares the data of a restarted run'
 )
@@ -68,7 +65,7 @@ def is_repeatable(dataset: tf.data.Dataset) -> bool:
   try:
     tf.raw_ops.DatasetToGraphV2(
       input_dataset=tf.data.experimental.to_variant(dataset),
-      external_state_policy=_FAIL,
+      external_state_policy=tf.data.experimental.ExternalStatePolicy.FAIL.value,
       strip_device_assignment=True,
     )
   except tf.errors.OpError:
