@@ -220,6 +220,25 @@ def train_on_other_data(rank, options, directory, *args):
   return train(rank, options, directory, *args)
 
 
+def train_with_files(rank, options, directory, *args):
+  """`train`, with Keras's callbacks, of which all workers have the same paths."""
+  path = os.path.join(directory, 'files')
+  best = keras.callbacks.ModelCheckpoint(
+    os.path.join(path, 'best.keras'), 'loss', save_best_only=True
+  )
+  callbacks = [
+    best,
+    keras.callbacks.ModelCheckpoint(
+      os.path.join(path, '{epoch}.weights.h5'), save_weights_only=True
+    ),
+    keras.callbacks.CSVLogger(os.path.join(path, 'log.csv')),
+    keras.callbacks.TensorBoard(path, write_steps_per_second=True),
+  ]
+  globals()['fit_options'] = lambda kind: {'callbacks': callbacks}
+  result = train(rank, options, directory, *args)
+  return {**result, 'best': float(best.best)}
+
+
 def _do_not_hear(every):
   from tf_strategies import errors
   from tf_strategies.process_group.tcp import group

@@ -4,6 +4,7 @@ The promise: whatever happens, the weights at the end are those of a run that
 nothing happened to. Real processes, real `kill -9`.
 """
 
+import csv
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -67,6 +69,10 @@ class Kill:
       ),
       deadline=deadline,
     )
+
+  def path(self, name: str) -> str:
+    """Returns where the workers have left a file."""
+    return os.path.join(self._directory.name, name)
 
   def restart(self, rank: int) -> None:
     """Starts a killed worker again; its steps count from none."""
@@ -171,6 +177,45 @@ class ElasticTest(elastic_case.ElasticCase):
     # What client libraries read follows the workers that are left.
     places = [outcome.value['place'] for outcome in outcomes]
     self.assertEqual(places, [('worker', 0, True), ('worker', 1, False)])
+
+  @tiers.named_parameters(
+    ('survivors', 27, False),
+    tiers.full('as_it_writes', 40, False),
+    tiers.full('and_it_comes_back', 27, True),
+  )
+  def test_files_of_callbacks_go_on_without_the_chief(self, steps, comes_back):
+    options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
+    program = elastic_program.train_with_files
+    with Kill(options, _SECONDS_A_STEP, program=program) as kill:
+      kill.after(0, steps)
+      if comes_back:
+        kill.restart(0)
+      outcomes = kill.workers.wait(range(1 - comes_back, 3))
+      self.assert_results(outcomes)
+      self.assert_files(kill.path('files'), outcomes, 2 + comes_back)
+
+  def assert_files(self, path, outcomes, chiefs):
+    """The files are whole, and those of a run on one device."""
+    want, history = elastic_program.uninterrupted()
+    with open(os.path.join(path, 'log.csv'), encoding='utf-8') as f:
+      rows = list(csv.DictReader(f))
+    self.assertEqual(
+      [row['epoch'] for row in rows],
+      [str(epoch) for epoch in range(elastic_program.EPOCHS)],
+    )
+    losses = [float(row['loss']) for row in rows]
+    self.assertAllClose(history['loss'], losses, 0, 1e-5)
+    for outcome in outcomes:
+      self.assertEqual(outcome.value['best'], min(losses))
+    model = keras.models.load_model(os.path.join(path, 'best.keras'))
+    self.assertAllClose(want, model.get_weights(), 0, 2e-6)
+    for epoch in range(elastic_program.EPOCHS):
+      model.load_weights(os.path.join(path, f'{epoch + 1}.weights.h5'))
+      steps = (epoch + 1) * elastic_program.STEPS
+      self.assertEqual(int(model.optimizer.iterations.numpy()), steps)
+    self.assertAllClose(want, model.get_weights(), 0, 2e-6)
+    # One file of each chief.
+    self.assertLen(os.listdir(os.path.join(path, 'train')), chiefs)
 
   @pytest.mark.full
   def test_restarted_worker_is_let_in(self):

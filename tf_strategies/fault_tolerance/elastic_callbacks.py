@@ -16,13 +16,17 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal
 from tf_strategies.fault_tolerance import resume_fit
+from tf_strategies.keras import chief_only
 from tf_strategies.monitoring import keras_callback
 
 _META = 'meta'
+# Their files are open during `fit`; what they know of them is this worker's.
+_KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 # What the others' callbacks have heard, when a worker enters before a step.
 _OF_DONE_WORK = ('on_epoch_begin', 'on_train_batch_begin', 'on_train_batch_end')
 
@@ -52,6 +56,8 @@ class ElasticCallback(keras.callbacks.Callback):
       for callback in self._job.begin_fit()
       # It measures this worker.
       if not isinstance(callback, keras_callback.MonitorCallback)
+      # `FilesOfJob` says what it hears.
+      and not (self._job.files_are_common and chief_only.path_of(callback))
     ]
     for callback in self._deaf:
       vars(callback).update(dict.fromkeys(_OF_DONE_WORK, _ignore))
@@ -82,6 +88,101 @@ class ElasticCallback(keras.callbacks.Callback):
     self._job.finish_epoch(epoch + 1)
 
 
+class FilesOfJob(chief_only.ChiefOnly):
+  """Has the chief write the files of Keras's callback, whichever worker that is.
+
+  At the end of an epoch all workers wait for the chief and take what its callback
+  knows. If it dies before that, its successor writes the files of the epoch.
+  """
+
+  def __init__(self, callback: keras.callbacks.Callback, members: Any):
+    super().__init__(callback)
+    self._members = members
+    self._is_training = False
+    self._epoch = 0
+
+  def on_train_begin(self, logs=None):
+    """Calls the callback; a job that goes on adds to its files."""
+    is_new = self._members.job.place == (0, 0)
+    if isinstance(self.callback, keras.callbacks.CSVLogger) and not is_new:
+      self.callback.append = True
+    if not isinstance(self.callback, keras.callbacks.BackupAndRestore):
+      self._call('on_train_begin', logs)
+    elif is_new:
+      # All read it. In a job that goes on, the others have the newer state.
+      self.callback.set_model(self.model)
+      self.callback.on_train_begin(logs)
+    self._is_training = True
+
+  def on_epoch_begin(self, epoch, logs=None):
+    """Calls the callback, on the chief."""
+    self._epoch = epoch
+    self._call('on_epoch_begin', epoch, logs)
+
+  def on_train_batch_begin(self, batch, logs=None):
+    """Calls the callback, on the chief, of a batch that is not done."""
+    if not _keras_internal.is_skipped(self.model, batch):
+      self._call('on_train_batch_begin', batch, logs)
+
+  def on_train_batch_end(self, batch, logs=None):
+    """Calls the callback, on the chief, of a batch that is not done."""
+    if not _keras_internal.is_skipped(self.model, batch):
+      self._call('on_train_batch_end', batch, logs)
+
+  def on_epoch_end(self, epoch, logs=None):
+    """Returns when a chief has written the files of the epoch."""
+    link = self._strategy().extended.communicator
+    has_written = False
+
+    def write():
+      nonlocal has_written
+      if link.rank == 0 and not has_written:
+        is_successor = not self._has_model
+        self._tell_chief()
+        if not (is_successor and self._has_row(epoch)):
+          self.callback.on_epoch_end(epoch, logs)
+        has_written = True
+      known = link.exchange('files', pack([self.callback]).tobytes())
+      if link.rank:
+        unpack(np.frombuffer(known[0], np.uint8), [self.callback])
+
+    self._members.run_step('test', write, lambda: None, tf.constant([epoch]))
+
+  def on_train_end(self, logs=None):
+    """Calls the callback, on the chief."""
+    self._call('on_train_end', logs)
+    self._is_training = False
+
+  def _has_row(self, epoch):
+    """Returns whether a chief that died has written the row of an epoch."""
+    if not isinstance(self.callback, keras.callbacks.CSVLogger):
+      return False
+    with open(self.callback.filename, encoding='utf-8') as file:
+      *_, last = ['', *file]
+    return last.split(self.callback.sep)[0] == str(epoch)
+
+  def _call(self, event, *args):
+    # Validation does not begin and end on different chiefs.
+    if self._has_model or '_test_' not in event:
+      super()._call(event, *args)
+
+  def _tell_chief(self):
+    """Opens files where this worker becomes the chief, and closes them after it."""
+    was_chief = self._has_model
+    is_chief = super()._tell_chief()
+    self._has_model = is_chief
+    if self._is_training and is_chief != was_chief:
+      keeps_open = isinstance(self.callback, _KEEP_FILES_OPEN)
+      if is_chief:
+        if keeps_open:
+          self.callback.append = True
+          self.callback.on_train_begin()
+        self.callback.on_epoch_begin(self._epoch)
+      elif keeps_open:
+        self.callback.on_train_end()
+    return is_chief
+
+
 def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
   """The numbers, texts and arrays among the attributes of callbacks, uint8 [n].
 
@@ -98,7 +199,10 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
   meta, arrays = [], {}
   for i, callback in enumerate(map(_inner, callbacks)):
     plain = {}
-    for name, value in vars(callback).items():
+    attributes = vars(callback)
+    if isinstance(callback, _KEEP_FILES_OPEN):
+      attributes = {}
+    for name, value in attributes.items():
       if isinstance(value, np.generic):
         value = value.item()
       parts = value if isinstance(value, list) else [value]

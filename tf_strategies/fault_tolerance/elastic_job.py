@@ -20,6 +20,7 @@ from tf_strategies.fault_tolerance import (
   elastic_members,
   elastic_options,
 )
+from tf_strategies.keras import chief_only
 
 MakeBatches = Callable[[int, int], tf.data.Dataset]
 
@@ -113,6 +114,14 @@ class Job:
     self._members.join()
     return self.state.rows // self._batch
 
+  @property
+  def files(self) -> list[tuple[str, str | None]]:
+    """What callbacks of `fit` write files, and where."""
+    written = [
+      (type(c).__name__, chief_only.path_of(c)) for c in self._callbacks
+    ]
+    return [each for each in written if each[1] is not None]
+
   def begin(self, strategy) -> None:
     """The training function is called, with this strategy."""
     self.strategy = strategy
@@ -122,6 +131,8 @@ class Job:
     self.is_one_fit = self._options.batch == 'global'
     self._callbacks: Sequence[keras.callbacks.Callback] = ()
     self._callbacks_of_others: np.ndarray | None = None
+    # Whether the workers agree on the files of callbacks: the chief writes them.
+    self.files_are_common: bool | None = None
     self._batch = 1
 
   def hold(self) -> None:
@@ -248,6 +259,8 @@ class Job:
     if not any(isinstance(c, keras.callbacks.History) for c in callbacks):
       # Keras's own would not know the epochs before a worker came.
       self._callbacks.append(keras.callbacks.History())
+    if self._members.is_fitting:
+      self.files_are_common = False  # The next `fit`: they were not compared.
     self._members.is_fitting = True
     metrics = [v.value for v in model.metrics_variables]
     self.strategy.extended.hold_sums(metrics)
@@ -270,13 +283,19 @@ class Job:
       batches = make_batches(epoch, 0)
     elif step:
       batches = batches.filter(lambda *_: True)
+    callbacks = [
+      elastic_callbacks.FilesOfJob(callback, self._members)
+      if self.files_are_common and chief_only.path_of(callback)
+      else callback
+      for callback in self._callbacks
+    ]
     return model.fit(
       batches,
       initial_epoch=epoch,
       epochs=epochs,
       steps_per_epoch=steps_per_epoch,
       callbacks=[
-        *self._callbacks,
+        *callbacks,
         elastic_callbacks.ElasticCallback(self, 0, step, reads),
       ],
       shuffle=False,  # `make_batches` says which batch a step has.

@@ -315,6 +315,8 @@ class Members(elastic.Membership):
     told = {
       'came': self._came,
       'fit': job.epochs_and_steps if phase in (*_INSIDE, _FIT) else None,
+      'files': job.files if phase in (*_INSIDE, _FIT) else None,
+      'are_common': job.files_are_common,
       'phase': phase,
       'steps': job.num_steps,
       'state': job.state,
@@ -362,6 +364,19 @@ class Members(elastic.Membership):
     if _FIT in phases and phases[best.rank] in _INSIDE:
       job.take_callbacks(group, best.rank, is_missing=enters)
     is_mixed = any(p not in _INSIDE for p in phases)
+    files = [a['files'] for a in answers]
+    if phases[best.rank] not in _INSIDE:
+      job.files_are_common = None not in files and files.count(files[0]) == len(
+        files
+      )
+    else:
+      job.files_are_common = theirs['are_common']
+    if theirs['are_common'] and None not in files:
+      self.check_same(
+        files,
+        'the list of callbacks of job.fit that write files',
+        'pass the same callbacks with the same paths on all workers',
+      )
     if phase in _INSIDE and is_mixed and not set(_CLOSED).isdisjoint(phases):
       raise CallAgain('A worker joined where it cannot begin.')
     self.is_shared = True

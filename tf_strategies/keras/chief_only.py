@@ -183,7 +183,7 @@ _WRITERS = {
 }
 
 
-def _path_of(callback: keras.callbacks.Callback) -> str | None:
+def path_of(callback: keras.callbacks.Callback) -> str | None:
   """Returns where one of Keras's callbacks writes; None for any other callback."""
   for writer, name in _WRITERS.items():
     if isinstance(callback, writer):
@@ -196,8 +196,7 @@ def _share_files(model, callbacks):
 
   Workers with other callbacks or other paths keep theirs: the program has said
   who writes what. So do workers that divide the optimizer's state, since all of
-  them are needed to read it, and those of elastic jobs, any of which may become
-  the chief in the middle of a file.
+  them are needed to read it. Elastic jobs have callbacks of their own.
   """
   extended = model.distribute_strategy.extended
   link = workers_lib.link_of(model.distribute_strategy)
@@ -205,11 +204,11 @@ def _share_files(model, callbacks):
     return callbacks
   if extended.state_shards is not None:
     return callbacks
-  written = [(type(c).__name__, _path_of(c)) for c in callbacks]
+  written = [(type(c).__name__, path_of(c)) for c in callbacks]
   mine = json.dumps([each for each in written if each[1] is not None])
   if len(set(link.exchange('callbacks', mine.encode()))) > 1:
     return callbacks
-  return [_FilesOfChief(c) if _path_of(c) else c for c in callbacks]
+  return [_FilesOfChief(c) if path_of(c) else c for c in callbacks]
 
 
 _keras_internal.before_callbacks(_share_files)
