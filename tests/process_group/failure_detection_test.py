@@ -30,6 +30,40 @@ _MISMATCH = {
 }
 
 
+class StallTest(absltest.TestCase):
+  def _find(self, before, now):
+    def all_said(waits):
+      return {
+        rank: {
+          **_said(7, {}, busy, call),
+          'exchanges': dict.fromkeys(tags, 9.0),
+        }
+        for rank, (call, busy, tags) in enumerate(waits)
+      }
+
+    return failure_detection.stall(
+      _MEMBERS[:2], all_said(before), all_said(now)
+    )
+
+  def test_names_the_methods_in_which_ranks_wait_for_each_other(self):
+    waits = [('fit', True, []), ('evaluate', False, ['batch/2/0/0'])]
+    report = self._find(waits, waits)
+    self.assertIsInstance(report.exception(), errors.CollectiveMismatchError)
+    self.assertIn('rank 0 in fit, rank 1 in evaluate', report.message)
+    self.assertEqual(report.ranks, (1,))
+
+  def test_ranks_may_go_on(self):
+    fit, evaluate = ('fit', True, []), ('evaluate', False, ['a'])
+    for before, now in (
+      ([fit, fit], [fit, fit]),  # In one method.
+      ([fit, evaluate], [fit, ('evaluate', False, ['b'])]),  # It went on.
+      ([fit, ('evaluate', False, [])],) * 2,  # It computes.
+      ([fit, ('', False, ['a'])],) * 2,  # It is in no method.
+    ):
+      self.assertIsNone(self._find(before, now))
+    self.assertIsNone(failure_detection.stall(_MEMBERS, {}, {}))
+
+
 class DiagnoseTest(absltest.TestCase):
   def test_late_ranks_are_those_before_the_collective(self):
     said = {

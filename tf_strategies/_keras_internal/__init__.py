@@ -85,13 +85,14 @@ _CALLS = (
 def running_call() -> str:
   """Returns the name of the method of a model that is running, or ''.
 
-  It is the outermost one, since `fit` calls `evaluate`. Any thread may ask.
+  A method that another one calls is 'evaluate in fit', say. Any thread may ask.
   """
   for frame in sys._current_frames().values():
     name = ''
     while frame is not None:
       if frame.f_code in _CALL_CODES:
-        name = frame.f_code.co_name
+        outer = frame.f_code.co_name
+        name = f'{name} in {outer}' if name else outer
       frame = frame.f_back
     if name:
       return name

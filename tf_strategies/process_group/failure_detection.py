@@ -94,6 +94,53 @@ def timeout(
   }
 
 
+def stall(
+  members: Sequence[state_lib.Member],
+  before: Mapping[int, Mapping[str, Any]],
+  said: Mapping[int, Mapping[str, Any]],
+) -> state_lib.FailureReport | None:
+  """Returns why ranks wait for each other for ever; None if they may go on.
+
+  They do if each waits in the same place as some time `before`, and they are in
+  different methods of a model: one evaluates, say, while the others train.
+  """
+  ranks = range(len(members))
+  if any(rank not in said or rank not in before for rank in ranks):
+    return None
+  calls = [said[rank]['call'] for rank in ranks]
+  if not all(calls) or len(set(calls)) == 1:
+    return None
+  for rank in ranks:
+    place = _place(said[rank])
+    if place is None or place != _place(before[rank]):
+      return None
+  differing = tuple(rank for rank in ranks if calls[rank] != calls[0])
+  shown = [0, *differing[:_NAMED]]
+  told = ', '.join(f'rank {rank} in {calls[rank]}' for rank in shown)
+  member = members[differing[0]]
+  return state_lib.FailureReport(
+    'CollectiveMismatchError',
+    f'The ranks wait for each other in different methods of a model: {told}. '
+    'Fix: call the same methods on all workers, in the same order, outside of any '
+    '`if` on the rank, and not in a callback of the chief alone.',
+    member.rank,
+    member.address,
+    ranks=differing,
+  )
+
+
+def _place(description) -> tuple | None:
+  """Where a rank waits; None if it does not wait."""
+  if not description['busy'] and not description['exchanges']:
+    return None
+  return (
+    description['call'],
+    description['busy'],
+    description['sequence'],
+    sorted(description['exchanges']),
+  )
+
+
 def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
   sequence, peer = suspicion['sequence'], suspicion['peer']
   reporter = suspicion['reporter']

@@ -176,6 +176,10 @@ class GroupState:
     finally:
       self._exchanges.pop(tag, None)
 
+  def is_waiting(self) -> bool:
+    """Returns whether this rank is in a collective or in an exchange."""
+    return self.operation.busy or bool(self._exchanges)
+
   def describe(self) -> dict[str, Any]:
     """What this rank is doing, in a form that travels."""
     operation, now = self.operation, time.monotonic()

@@ -27,6 +27,8 @@ from tf_strategies.process_group.network import messages, protocol, server
 _Kind = protocol.Kind
 _DESCRIBE_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0
+# Between two looks at ranks that wait for each other.
+_STALL_SECONDS = 10.0
 # A rank gives up an exchange by itself if rank 0 does not even say who is late.
 _SLACK_SECONDS = 5.0
 # If no decision comes in this time, rank 0 is in trouble itself.
@@ -83,6 +85,8 @@ class ControlPlane:
     if self._state.rank:
       limit *= len(self._state.members)  # Rank 0 brings what all ranks said.
     self._tasks = [self._host.spawn(self._beat())]
+    if self._state.rank == 0:
+      self._tasks.append(self._host.spawn(self._watch()))
     for rank, link in self._links.items():
       link.max_payload, link.generation = limit, self._state.generation
       self._tasks.append(self._host.spawn(self._read(rank, link)))
@@ -196,6 +200,19 @@ class ControlPlane:
         self._lose(rank, f'is stopped or disconnected: it {silence}')
       known = self._own_joiners(()) if self._state.rank else self.joiners()
       self._send_all(_Kind.HEARTBEAT, {'joiners': known})
+
+  async def _watch(self) -> None:
+    """Ends a group of which all ranks wait, each in another method of a model."""
+    before: dict[int, Any] = {}
+    while True:
+      await asyncio.sleep(_STALL_SECONDS)
+      said = {}
+      if self._state.failure is None and self._state.is_waiting():
+        said = await self._ask_all(_DESCRIBE_SECONDS)
+      report = failure_detection.stall(self._state.members, before, said)
+      if report is not None:
+        self.end(report)
+      before = said
 
   def _lose(self, rank: int, how: str) -> None:
     if self._closing or rank in self._state.departed:
