@@ -153,8 +153,8 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       _fit(model)
 
   def test_branch_of_a_loop(self):
-    model = _model(lambda: LocalSteps('sgd', 2))
-    strategy = model.distribute_strategy
+    strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(2))
+    model = _model(lambda: LocalSteps('sgd', 2), strategy)
 
     def apply():
       gradients = [tf.ones([3, 2]), tf.ones([2])]
