@@ -3,9 +3,10 @@
 import contextlib
 from unittest import mock
 
+import tensorflow as tf
 from absl.testing import absltest, parameterized
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.strategies.parameter_server import connection, keepalive
 
@@ -51,6 +52,14 @@ class LivenessTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(keepalive, 'watching', self.watching))
     self.liveness = connection.Liveness(cluster)
     self.addCleanup(self.liveness.close)
+
+  def test_server_that_does_not_tell_who_drives_it_is_named(self):
+    lease = mock.Mock()
+    lease.take.side_effect = tf.errors.UnavailableError(None, None, 'gone')
+    with self.assertRaisesRegex(
+      errors.ParameterServerUnavailableError, 'ps 0 at ps-0:1'
+    ):
+      self.liveness.hold_lease(lease, lambda error: None)
 
   def ask(self, address):
     job, _, rest = address.partition('-')

@@ -127,15 +127,14 @@ class Liveness:
   Calls to a task that answers nothing for `keepalive_timeout` seconds are ended,
   so that it counts as dead.
 
-  With a `lease` all calls are ended when another chief has taken it; from then on
-  whatever asks for servers raises a TakenOverError.
+  After `hold_lease` all calls are ended when another chief has taken the servers;
+  from then on whatever asks for servers raises a TakenOverError.
   """
 
   def __init__(
     self,
     cluster: config_lib.ClusterConfig,
     keepalive_timeout: float = 60.0,
-    lease: lease_lib.Lease | None = None,
   ):
     self._addresses = addresses(cluster)
     self._servers = {task for task in self._addresses if task[0] == 'ps'}
@@ -159,14 +158,30 @@ class Liveness:
       callers=dict.fromkeys(self._servers, workers),
     )
     self._is_closed = False
-    self._lease = lease
+    self._lease: lease_lib.Lease | None = None
     self._taken: errors.TakenOverError | None = None
-    # Called when another chief has taken the servers; returns when nothing runs.
-    self.on_taken: Callable[[Exception], None] = lambda error: None
-    if lease is not None:
-      threading.Thread(
-        target=self._watch_lease, name='tfs-lease', daemon=True
-      ).start()
+
+  def hold_lease(
+    self, lease: lease_lib.Lease, on_taken: Callable[[Exception], None]
+  ) -> None:
+    """Takes the servers for this chief, and watches for a newer one.
+
+    Args:
+      lease: the claim of this chief.
+      on_taken: called when another chief has taken the servers; returns when
+        nothing runs.
+
+    Raises:
+      ParameterServerUnavailableError: server 0 does not answer.
+    """
+    try:
+      lease.take()
+    except tf.errors.OpError as e:
+      raise self.server_error() or self._error_of(0) from e
+    self._lease = lease
+    threading.Thread(
+      target=self._watch_lease, args=(on_taken,), name='tfs-lease', daemon=True
+    ).start()
 
   def address(self, job: str, index: int) -> str:
     """Where a task listens."""
@@ -292,7 +307,7 @@ class Liveness:
     if self._taken is not None:
       raise self._taken
 
-  def _watch_lease(self) -> None:
+  def _watch_lease(self, on_taken: Callable[[Exception], None]) -> None:
     while not self._is_closed and self._taken is None:
       time.sleep(_LEASE_SECONDS)
       self._is_settled.wait(_LEASE_SECONDS)
@@ -305,7 +320,7 @@ class Liveness:
     if self._taken is None:
       return
     logging.error('%s', self._taken)
-    self.on_taken(self._taken)
+    on_taken(self._taken)
     self._lease.leave()
     # Calls that still wait may wait for those of the other chief.
     while not self._is_closed:

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, _tf_internal, option_checks
+from tf_strategies import _keras_internal, _tf_internal, errors, option_checks
 from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
@@ -151,11 +151,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         reachability.serving('chief 0', self.cluster.address),
       ):
         self._connect_to_cluster(coordinator_name='chief')
-    lease = lease_lib.Lease()
-    lease.take()
     # Each of these uses those before it, and none of those after it.
     self.liveness = connection.Liveness(
-      self.cluster, self.options.keepalive_timeout, lease
+      self.cluster, self.options.keepalive_timeout
     )
     self._pool = worker_pool.WorkerPool(
       workers,
@@ -164,7 +162,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       max_waiting=len(workers) * (2 if self.options.mode == 'sync' else 1),
       timeout_seconds=self.options.step_timeout,
     )
-    self.liveness.on_taken = self._pool.end
+    try:
+      self.liveness.hold_lease(lease_lib.Lease(), self._pool.end)
+    except errors.Error:
+      self.liveness.close()
+      raise
     registry = weakref.WeakValueDictionary()
     journal = journal_lib.Journal(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
