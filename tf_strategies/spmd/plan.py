@@ -438,8 +438,7 @@ class _Planner:
         meets = _meets(kind, want, tensor in self.forced)
         if meets and not self._may_meet:
           raise NeedsExchangeError(
-            f'{node.type} {node.name!r} wants {tensor.node.name!r}, which is '
-            f'{kind}, as {want}'
+            f'{node.type} {node.name!r} needs all rows of a batch at once'
           )
         if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
           if isinstance(want, Shard) and kind == kinds.SUM:

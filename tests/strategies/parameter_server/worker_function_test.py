@@ -54,6 +54,29 @@ class WhyRowsMeetTest(tf.test.TestCase, parameterized.TestCase):
       ids = tf.TensorSpec([8], tf.int64)
       self.assertIsNone(worker_function.why_rows_meet(run, ids, []))
 
+  @parameterized.parameters(True, False)
+  def test_what_a_user_has_named_is_named(self, in_layer):
+    class Share(keras.layers.Layer):
+      def call(self, x):
+        return x / tf.reduce_sum(x)
+
+    with local_servers.on_local_devices():
+      metric = keras.metrics.Mean(name='my_metric')
+      layer = Share(name='my_layer')
+
+      def run(x):
+        if in_layer:
+          return {'sum': tf.reduce_sum(layer(x))}
+        metric.update_state(tf.reduce_sum(x) ** 2)
+        return {'sum': tf.reduce_sum(x)}
+
+      spec = tf.TensorSpec([8, 3])
+      found = worker_function.why_rows_meet(run, spec, [])
+    named = 'my_layer' if in_layer else 'my_metric/total'
+    self.assertIn('needs all rows of a batch at once', found)
+    self.assertIn(named, found)
+    self.assertNotIn('Part(', found)
+
   def assert_meets(self, program, parts, meets_at):
     with local_servers.on_local_devices():
       value = tf.reshape(tf.range(10.0), [5, 2])

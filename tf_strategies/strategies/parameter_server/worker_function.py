@@ -153,15 +153,31 @@ def why_rows_meet(
     graph = concrete(trace, *specs).graph
   except (TypeError, ValueError) as e:
     return f'a step that needs to know how many rows there are ({e})'
-  written = [
-    op.inputs[1]
+  written = {
+    op.inputs[1].ref(): op.inputs[0]
     for op in graph.get_operations()
     if op.type in ('AssignVariableOp', 'AssignAddVariableOp')
-  ]
+  }
   batch = [t.op.name for t in graph.inputs[: len(specs)]]
   applied = [t for g in gradients for t in _of_rows(g, batch)]
-  outputs = [*applied, *returned, *written]
-  return row_sharing.why_rows_meet(graph, len(specs), outputs)
+  values = [each.deref() for each in written]
+  outputs = [*applied, *returned, *values]
+  why = row_sharing.why_rows_meet(graph, len(specs), outputs)
+  if why is None:
+    return None
+  for value in values:
+    if row_sharing.why_rows_meet(graph, len(specs), [value]):
+      return f'{why}, for {_variable_name(graph, written[value.ref()])!r}'
+  return why
+
+
+def _variable_name(graph, handle: tf.Tensor) -> str:
+  """Returns the name of the variable that a function captures by `handle`."""
+  for outside, inside in graph.captures:
+    for variable in graph.variables:
+      if inside is handle and variable.handle is outside:
+        return variable.name.removesuffix(':0')
+  return handle.op.name
 
 
 def _of_rows(gradient, batch: Sequence[str]) -> list[tf.Tensor]:
