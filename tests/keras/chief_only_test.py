@@ -179,6 +179,22 @@ def _change_training(rank, directory, is_wrapped):
   return None
 
 
+def _save_divided(rank, directory):
+  """Fits with Keras's callbacks and optimizer state that workers divide."""
+  strategy = tfs.MultiWorkerRingStrategy(shard_optimizer_state=True)
+  model = _model(strategy, 1)
+  path = os.path.join(directory, 'model.keras')
+  look = _Look(path)
+  saved = keras.callbacks.ModelCheckpoint(path)
+  often = keras.callbacks.ModelCheckpoint(
+    os.path.join(directory, '{epoch}_{batch}.keras'), save_freq=2
+  )
+  log = keras.callbacks.CSVLogger(os.path.join(directory, 'log.csv'))
+  _fit(model, [saved, look, often, log])
+  momenta = [np.array(v) for v in model.optimizer.variables]
+  return look.damaged, saved.filepath, momenta
+
+
 class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.multi_process
   @pytest.mark.slow
@@ -217,6 +233,28 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
       ):
         np.testing.assert_array_equal(whole, resumed)
     self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
+
+  @pytest.mark.multi_process
+  @pytest.mark.full
+  def test_saves_of_divided_state_are_written_once(self):
+    directory = self.create_tempdir().full_path
+    results = processes.run_workers(_save_divided, 2, args=(directory,))
+    path = os.path.join(directory, 'model.keras')
+    for damaged, filepath, momenta in results:
+      self.assertEqual(damaged, [None] * _EPOCHS)
+      self.assertEqual(filepath, path)
+      for found, want in zip(momenta, results[0][2], strict=True):
+        np.testing.assert_array_equal(found, want)
+    saved = keras.models.load_model(path)
+    self.assertEqual(int(saved.optimizer.iterations.numpy()), _EPOCHS * 3)
+    for found, want in zip(
+      saved.optimizer.variables, results[0][2], strict=True
+    ):
+      np.testing.assert_array_equal(found, want)
+    with open(os.path.join(directory, 'log.csv'), encoding='utf-8') as file:
+      self.assertLen(file.read().splitlines(), _EPOCHS + 1)
+    # After batches 2, 4, 6 and 8 of nine.
+    self.assertLen([n for n in os.listdir(directory) if n[0].isdigit()], 4)
 
   @pytest.mark.multi_process
   def test_chief_alone_gives_its_callback_the_model(self):

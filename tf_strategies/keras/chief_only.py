@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 
 import keras
 import tensorflow as tf
@@ -161,8 +163,31 @@ class _FilesOfChief(ChiefOnly):
   All workers wait until the chief has written, so that they find whole files.
   """
 
+  def _tell_chief(self):
+    is_chief = super()._tell_chief()
+    saves = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
+    if saves and not is_chief and not self._has_model:
+      self._has_model = True
+      self.callback.set_model(self.model)
+    return is_chief
+
+  def _save_divided(self, event, args):
+    """Takes part in a save, which reads the optimizer state of all workers."""
+    path = self.callback.filepath
+    with tempfile.TemporaryDirectory() as directory:
+      self.callback.filepath = os.path.join(directory, os.path.basename(path))
+      try:
+        getattr(self.callback, event)(*args)
+      finally:
+        self.callback.filepath = path
+
   def _call(self, event, *args):
     super()._call(event, *args)
+    extended = self._strategy().extended
+    is_other = not extended.should_checkpoint
+    saves = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
+    if extended.state_shards is not None and is_other and saves:
+      self._save_divided(event, args)
     if event in ('on_epoch_end', 'on_train_end'):
       link = workers_lib.link_of(self._strategy())
       has_best = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
@@ -195,20 +220,23 @@ def _share_files(model, callbacks):
   """Returns the callbacks of `fit`, of which the chief alone writes common files.
 
   Workers with other callbacks or other paths keep theirs: the program has said
-  who writes what. So do workers that divide the optimizer's state, since all of
-  them are needed to read it. Elastic jobs have callbacks of their own.
+  who writes what. So does BackupAndRestore of divided optimizer state, which every
+  worker has to load. Elastic jobs have callbacks of their own.
   """
   extended = model.distribute_strategy.extended
   link = workers_lib.link_of(model.distribute_strategy)
   if link is None or hasattr(link, 'is_member') or link.world_size == 1:
     return callbacks
-  if extended.state_shards is not None:
-    return callbacks
   written = [(type(c).__name__, path_of(c)) for c in callbacks]
   mine = json.dumps([each for each in written if each[1] is not None])
   if len(set(link.exchange('callbacks', mine.encode()))) > 1:
     return callbacks
-  return [_FilesOfChief(c) if path_of(c) else c for c in callbacks]
+  # Every worker loads its part of divided state.
+  apart = keras.callbacks.BackupAndRestore if extended.state_shards else ()
+  return [
+    _FilesOfChief(c) if path_of(c) and not isinstance(c, apart) else c
+    for c in callbacks
+  ]
 
 
 _keras_internal.before_callbacks(_share_files)
