@@ -30,6 +30,8 @@ spec.loader.exec_module(module)
 def say_elastic():
   module.say_elastic()
   note('said', 1)
+def say_trained():
+  module.say_trained(name.replace('_', ' '))
 """
 # `top` is for what the tasks of all hosts see.
 _WAIT = """
@@ -111,6 +113,31 @@ wait_for_file('end')
     self._create('end')
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('was lost: exit status 3 (restarts: 2)', launcher.stderr())
+
+  def test_worker_that_came_back_and_trained_may_write_its_results(self):
+    code = """
+say_elastic()
+if name == 'worker_0' and attempt == 0:
+  sys.exit(3)
+say_trained()
+if name == 'worker_0':
+  note('trained', 1)
+  wait_for_file('end')
+  note('written', 1)
+else:
+  wait_for('trained', 'worker_0', 1)
+"""
+    [launcher] = self._start(
+      code, '--num_workers=2', '--max_restarts=1', '--grace_period=0.5'
+    )
+    launcher.wait_for_notes('pid', 3)
+    pids = launcher.notes('pid')
+    launcher.wait_until(lambda: not programs.is_running(pids['worker_1-0']))
+    time.sleep(2)
+    self._create('end')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertNotIn('Ending', launcher.stderr())
+    self.assertIn('worker_0-1', launcher.notes('written'))
 
   def test_before_the_job_says_so_a_failure_ends_it(self):
     code = """

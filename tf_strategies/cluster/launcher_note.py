@@ -31,12 +31,23 @@ class Note:
 
   def __init__(self):
     self._file = tempfile.TemporaryFile()  # noqa: SIM115
+    self._read = 0
     self.path = f'/proc/{os.getpid()}/fd/{self._file.fileno()}'
 
   @property
   def is_written(self) -> bool:
     """Returns whether a task has said that the job is elastic."""
     return os.fstat(self._file.fileno()).st_size > 0
+
+  def newly_trained(self) -> list[str]:
+    """Returns the tasks that said, since the last call, that they have trained."""
+    fd = self._file.fileno()
+    data = os.pread(fd, os.fstat(fd).st_size - self._read, self._read)
+    # The last line may be incomplete.
+    data = data[: data.rfind(b'\n') + 1]
+    self._read += len(data)
+    words = [line.partition(' ') for line in data.decode().splitlines()]
+    return [task for word, _, task in words if word == 'trained']
 
   def __enter__(self):
     return self
@@ -52,15 +63,32 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 def say_elastic(environ: Mapping[str, str] = os.environ) -> None:
   """Tells the launcher, if there is one, that this job is elastic."""
+  _say('elastic', environ)
+
+
+def say_trained(task: str, environ: Mapping[str, str] = os.environ) -> None:
+  """Tells the launcher that a task has trained to the end, with the others.
+
+  The launcher lets it write its results, also if it was started again before.
+
+  Args:
+    task: its name, such as 'worker 1'.
+    environ: the environment that names the launcher's file.
+  """
+  _say(f'trained {task}', environ)
+
+
+def _say(line: str, environ: Mapping[str, str]) -> None:
   if not is_launched(environ):
     return
   # The launcher may be gone, or on another host.
   with contextlib.suppress(OSError):
     # Another process may have its number, and a pipe would let this one wait.
-    fd = os.open(environ[VARIABLE], os.O_WRONLY | os.O_NONBLOCK)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK
+    fd = os.open(environ[VARIABLE], flags)
     try:
       # A note has no name: a file with one belongs to somebody else.
       if not os.fstat(fd).st_nlink:
-        os.write(fd, b'elastic\n')
+        os.write(fd, f'{line}\n'.encode())
     finally:
       os.close(fd)

@@ -139,7 +139,10 @@ def run(
     members.check_finished()
     while True:
       try:
-        return _run_once(train_fn, job, members, ring, devices)
+        result = _run_once(train_fn, job, members, ring, devices)
+        # The program may still have to write its results.
+        launcher_note.say_trained(f'{cluster.task_type} {cluster.task_index}')
+        return result
       except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
         members.end(str(e))
         job.hold()

@@ -71,7 +71,8 @@ class _Task:
   attempt: int = 0
   # Whether the end of the attempt was noticed.
   was_noted: bool = False
-  # How often it ended badly while all others were still at work.
+  # How often it ended badly while all others were still at work; 0 once it says that
+  # it has trained to the end with them.
   losses: int = 0
   # Whether it came back too late, and was told to end.
   was_told: bool = False
@@ -217,6 +218,10 @@ class Supervisor:
       self._on_signal(signal.SIGPIPE)
     if self._note.is_written:
       self._become_elastic()
+    trained = self._note.newly_trained()
+    for task in self._tasks:
+      if task.spec.name in trained:
+        task.losses = 0
     # The reapers' clock tells who was first, whatever the order of hearing.
     for task in sorted(self._running(), key=lambda task: task.running.ended_at):
       if task.running.status is not None and not task.was_noted:
