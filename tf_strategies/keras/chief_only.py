@@ -135,10 +135,13 @@ class ChiefOnly(keras.callbacks.Callback):
 
   def _decisions(self):
     """What callbacks change in training, and all workers have to change."""
-    rate = getattr(self.model.optimizer, 'learning_rate', None)
-    if rate is not None:
-      rate = float(keras.ops.convert_to_numpy(rate))
-    return self.model.stop_training, rate
+    return self.model.stop_training, _rate_of(self.model)
+
+
+def _rate_of(model) -> float | None:
+  """Returns the learning rate of a model's optimizer; None without one."""
+  rate = getattr(model.optimizer, 'learning_rate', None)
+  return None if rate is None else float(keras.ops.convert_to_numpy(rate))
 
 
 def _forward(event):
@@ -222,14 +225,26 @@ def _share_files(model, callbacks):
   Workers with other callbacks or other paths keep theirs: the program has said
   who writes what. So does BackupAndRestore of divided optimizer state, which every
   worker has to load. Elastic jobs have callbacks of their own.
+
+  Raises:
+    CollectiveMismatchError: workers would train with other learning rates.
   """
   extended = model.distribute_strategy.extended
   link = workers_lib.link_of(model.distribute_strategy)
   if link is None or hasattr(link, 'is_member') or link.world_size == 1:
     return callbacks
   written = [(type(c).__name__, path_of(c)) for c in callbacks]
-  mine = json.dumps([each for each in written if each[1] is not None])
-  if len(set(link.exchange('callbacks', mine.encode()))) > 1:
+  files = [each for each in written if each[1] is not None]
+  mine = json.dumps([_rate_of(model), files]).encode()
+  said = [json.loads(answer) for answer in link.exchange('callbacks', mine)]
+  rates = [json.dumps(rate) for rate, _ in said]
+  if len(set(rates)) > 1:
+    told = ', '.join(f'rank {r} has {rate}' for r, rate in enumerate(rates))
+    raise errors.CollectiveMismatchError(
+      f'the learning rate of the optimizer is not the same on all workers: {told}. '
+      'Fix: set it on every worker, before fit begins.'
+    )
+  if any(files != said[0][1] for _, files in said):
     return callbacks
   # Every worker loads its part of divided state.
   apart = keras.callbacks.BackupAndRestore if extended.state_shards else ()

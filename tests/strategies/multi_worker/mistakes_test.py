@@ -25,8 +25,9 @@ _MISTAKES = (
   tiers.full('loop', f'{_ENDED} while others use theirs. Fix: run the same'),
   tiers.full('rows', 'Fix: pass every worker the whole arrays'),
   tiers.full(
-    'goes_on', 'rank 0 has evaluate, rank 1 has fit. Fix: call the same'
+    'goes_on', 'rank 0 in evaluate, rank 1 in fit. Fix: call the same'
   ),
+  tiers.full('rate', 'rank 0 has 0.5, rank 1 has 0.00999'),
   tiers.full('crash', 'ValueError: the disk of this worker is full'),
 )
 
