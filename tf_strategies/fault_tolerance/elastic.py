@@ -140,8 +140,9 @@ def run(
     while True:
       try:
         result = _run_once(train_fn, job, members, ring, devices)
-        # The program may still have to write its results.
-        launcher_note.say_trained(f'{cluster.task_type} {cluster.task_index}')
+        if cluster is not None:
+          # The program may still have to write its results.
+          launcher_note.say_trained(f'{cluster.task_type} {cluster.task_index}')
         return result
       except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
         members.end(str(e))

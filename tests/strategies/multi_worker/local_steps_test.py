@@ -259,8 +259,8 @@ class BytesTest(_Case):
       workers_lib.bytes_of_epochs, 2, args=((0, 16, 64), steps)
     )
     for sent, parameters, metric_values in found:
-      # Two workers send each value once. Keras reads metrics twice an epoch.
-      epoch = 2 * 4 * metric_values
+      # Two workers send each value once. Keras reads metrics once an epoch.
+      epoch = 4 * metric_values
       step = 4 * (parameters + metric_values)
       self.assertEqual(sent[0], steps * step + epoch)
       for every in (16, 64):
