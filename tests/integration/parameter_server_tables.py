@@ -68,9 +68,9 @@ def make(rows: int, width: int, optimizer: str = 'adam', **options: Any):
     def call(self, inputs):
       return tf.nn.embedding_lookup(self.table.value, inputs)
 
-  strategy = (
-    tfs.ParameterServerStrategy(**options) if options else _one_device()
-  )
+  strategy = tf.distribute.get_strategy()
+  if options:
+    strategy = tfs.ParameterServerStrategy(**options)
   with strategy.scope():
     keras.utils.set_random_seed(3)
     model = keras.Sequential(
@@ -84,12 +84,6 @@ def make(rows: int, width: int, optimizer: str = 'adam', **options: Any):
     model.compile(optimizer, 'mse')
     model.optimizer.build(model.trainable_variables)
   return strategy, model
-
-
-def _one_device():
-  import tf_strategies as tfs
-
-  return tfs.create_strategy('one_device')
 
 
 def expected_rows(name: str, rows: int, width: int) -> np.ndarray:
