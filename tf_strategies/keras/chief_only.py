@@ -124,6 +124,10 @@ class ChiefOnly(keras.callbacks.Callback):
   def _call(self, event, *args):
     if not self._tell_chief():
       return
+    if type(self.callback) in _WRITERS:
+      # Keras's own change nothing, and a learning rate is read for each batch.
+      getattr(self.callback, event)(*args)
+      return
     before = self._decisions()
     getattr(self.callback, event)(*args)
     shares = event == 'on_train_begin' and isinstance(
