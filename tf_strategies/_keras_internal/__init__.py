@@ -128,7 +128,7 @@ def strategy_of(
 
 
 def is_check_finite(fn: Callable) -> bool:
-  """Whether `fn` is what loss scaling asks every replica."""
+  """Returns whether `fn` is the check for finite gradients of loss scaling."""
   owner = getattr(fn, '__self__', None)
   is_scale = isinstance(owner, keras.optimizers.LossScaleOptimizer)
   return is_scale and fn.__name__ == 'check_finite'
@@ -149,7 +149,7 @@ def trainable_variables(wrapper: keras.optimizers.Optimizer) -> list:
 
 
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
-  """What an optimizer with `use_ema` keeps of the variables that it was built with.
+  """Returns the moving averages that an optimizer with `use_ema` keeps.
 
   Also those in a `MultiOptimizer`.
   """
@@ -160,12 +160,12 @@ def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
 
 
 def learning_rate_variable(optimizer: keras.optimizers.Optimizer) -> Any:
-  """What holds a learning rate that callbacks set; a schedule for one that has it."""
+  """Returns the variable of the learning rate, or the schedule if there is one."""
   return optimizer._learning_rate
 
 
 def overwrites_with_gradient(variable: Any) -> bool:
-  """Whether a variable takes its gradient as its value (float8 scales)."""
+  """Returns whether a variable takes its gradient as its value (float8 scales)."""
   return getattr(variable, 'overwrite_with_gradient', False)
 
 
@@ -233,7 +233,7 @@ loss_module = importlib.import_module('keras.src.losses.loss')
 
 
 def own_methods(model: keras.Model, kind: str) -> list[str]:
-  """Those of the methods that make a step's results which are not Keras's own."""
+  """Returns the step methods that the user overrode."""
   names = [f'{kind}_step']
   if kind == 'train':
     names += ['compute_loss', 'compute_metrics']
@@ -244,7 +244,7 @@ def own_methods(model: keras.Model, kind: str) -> list[str]:
 
 
 def is_seed_state(name: str | None, dtype: tf.DType | None) -> bool:
-  """Whether that is a variable with the state of a seed generator."""
+  """Returns whether a variable holds the state of a seed generator."""
   return 'seed_generator_state' in (name or '') and dtype == tf.int64
 
 
@@ -254,12 +254,12 @@ SEED_STRIDE = 0x9E3779B1
 
 
 def is_loss_scale(name: str | None) -> bool:
-  """Whether that is the scale of a `LossScaleOptimizer`."""
+  """Returns whether a variable is the scale of a `LossScaleOptimizer`."""
   return (name or '').endswith('dynamic_scale')
 
 
 def is_of_keras(initial_value: Any) -> bool:
-  """Whether Keras is about to make a variable, with this initial value."""
+  """Returns whether Keras makes a variable from this initial value."""
   return _variable_of(initial_value) is not None
 
 

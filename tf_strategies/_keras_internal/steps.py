@@ -97,7 +97,7 @@ def _is_of_trainer(fn) -> bool:
 def results_of(
   model: keras.Model, kind: str
 ) -> Callable[[], dict[str, Any]] | None:
-  """What a model's own step reports, read from its metrics.
+  """Returns the results that a model's own step reports, read from its metrics.
 
   None for a step that the user wrote, which may report anything.
   """
@@ -114,7 +114,7 @@ def without_optionals(data: Any) -> Any:
 
 
 def is_skipped(model: keras.Model, batch: int) -> bool:
-  """Whether a resumed `fit` skips this batch of the epoch."""
+  """Returns whether a resumed `fit` skips this batch of the epoch."""
   skips = getattr(model.train_function, 'skips', None)
   return skips is not None and skips(batch)
 
