@@ -77,7 +77,7 @@ setuptools.setup(
   packages=setuptools.find_packages(
     include=['tf_strategies', 'tf_strategies.*']
   ),
-  package_data={'tf_strategies': ['py.typed']},
+  package_data={'tf_strategies': ['py.typed', 'kubernetes/templates.yaml']},
   entry_points={'console_scripts': ['tfs = tf_strategies.__main__:main']},
   # The Pythons that TensorFlow has wheels for; tools/install.sh says it, too.
   python_requires='>=3.10,<3.14',

@@ -63,6 +63,7 @@ DATA = {
   'tests/architecture/project.py': ('//:all_files',),
   # Says to type checkers that there are annotations.
   'tf_strategies/__init__.py': ('py.typed',),
+  'tf_strategies/kubernetes/manifests.py': ('templates.yaml',),
 }
 
 _GLOB_EXCLUDES = '["**/__pycache__/**"]'

@@ -74,41 +74,6 @@ class WriteTest(parameterized.TestCase):
     self.assertEqual(_documents(done.stdout)[1]['kind'], 'JobSet')
 
 
-@_needs_yaml
-class CheckTest(absltest.TestCase):
-  def assert_result(self, text):
-    path = self.create_tempfile(content=text).full_path
-    status, out, err = _run(f'--check={path}')
-    self.assertEqual(out, '')
-    return status, err
-
-  def test_file_of_ours_is_right(self):
-    _, text, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
-    self.assertEqual(self.assert_result(text), (0, ''))
-
-  def test_mistakes_are_named(self):
-    _, text, _ = _run(*_JOB, '--kind=tfjob', *_COMMAND)
-    _, jobset, _ = _run(*_JOB, *_COMMAND)
-    for changed, words in (
-      (text.replace('    Worker:', '    Workers:'), "'Workers'"),
-      (text.replace('ExitCode', 'OnExit'), "restartPolicy='OnExit'"),
-      (text.replace('name: tensorflow', 'name: main'), "'tensorflow'"),
-      (jobset, 'no TFJob'),
-      ('a: [', 'YAML'),
-      ('', 'no TFJob'),
-      ('\0', 'YAML'),
-    ):
-      with self.subTest(words):
-        status, err = self.assert_result(changed)
-        self.assertEqual(status, 2)
-        self.assertIn(words, err)
-
-  def test_missing_file_is_named(self):
-    status, _, err = _run('--check=/no/such/file')
-    self.assertEqual(status, 2)
-    self.assertIn('--check=/no/such/file', err)
-
-
 class CommandLineTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('no_image', ['--', 'true'], 'no --image'),

@@ -1,4 +1,3 @@
-import copy
 import re
 
 from absl.testing import absltest, parameterized
@@ -257,7 +256,6 @@ class RefusedOptionsTest(parameterized.TestCase):
     ('gpus', {'gpus_per_worker': -1}, '--gpus_per_worker=-1'),
     ('restarts', {'max_restarts': -1}, '--max_restarts=-1'),
     ('grace', {'grace_period': -1}, '--grace_period=-1'),
-    ('policy', {'restart_policy': 'exitcode'}, "--restart_policy='exitcode'"),
     ('pvc', {'checkpoint_pvc': 'Ck_1'}, '--checkpoint_pvc=Ck_1'),
     ('path', {'checkpoint_path': 'ck'}, '--checkpoint_path=ck'),
     ('secret', {'secret_name': ''}, '--secret_name='),
@@ -272,82 +270,12 @@ class RefusedOptionsTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('kind', ('job', {}, ['a']), '--kind=job'),
     ('command', ('tfjob', {}, []), 'an empty command'),
-    ('policy', ('jobset', {'restart_policy': 'Never'}, ['a']), 'ExitCode'),
-    ('train', ('trainjob', {'restart_policy': 'Always'}, ['a']), '=trainjob'),
   )
   def test_document_is_refused(self, arguments, words):
     kind, options, command = arguments
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       kubernetes.documents(kind, _options(**options), command)
     self.assertIn(words, str(caught.exception))
-
-
-def _at(job, path):
-  for key in path[:-1]:
-    job = job[key]
-  return job, path[-1]
-
-
-_REPLICAS = ('spec', 'tfReplicaSpecs')
-_WORKER = (*_REPLICAS, 'Worker')
-_CONTAINERS = (*_WORKER, 'template', 'spec', 'containers')
-_GONE = object()
-
-
-class CheckTFJobTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('version', ('apiVersion',), 'kubeflow.org/v2', "'kubeflow.org/v2'"),
-    ('kind', ('kind',), 'JobSet', "kind='JobSet'"),
-    ('name', ('metadata', 'name'), 'Mnist', '--name=Mnist'),
-    ('no_name', ('metadata', 'name'), _GONE, '--name=None'),
-    ('no_spec', ('spec',), _GONE, 'spec=None'),
-    ('success', ('spec', 'successPolicy'), 'All', "successPolicy='All'"),
-    ('clean', ('spec', 'runPolicy', 'cleanPodPolicy'), 'Never', "'Never'"),
-    ('no_replicas', _REPLICAS, _GONE, 'tfReplicaSpecs=None'),
-    ('empty', _REPLICAS, {}, 'a TFJob of nothing'),
-    ('type', (*_REPLICAS, 'Workers'), {}, "replica type 'Workers'"),
-    ('type_case', (*_REPLICAS, 'ps'), {}, "replica type 'ps'"),
-    ('two_chiefs', (*_REPLICAS, 'Master'), {}, 'Chief, Worker, PS, Master'),
-    ('replica', _WORKER, None, 'Worker=None'),
-    ('policy', (*_WORKER, 'restartPolicy'), 'Exit', "restartPolicy='Exit'"),
-    ('count', (*_WORKER, 'replicas'), 0, 'Worker.replicas=0'),
-    ('count_true', (*_WORKER, 'replicas'), True, 'Worker.replicas=True'),
-    ('chiefs', (*_REPLICAS, 'Chief', 'replicas'), 2, 'Chief.replicas=2'),
-    ('no_template', (*_WORKER, 'template'), _GONE, 'Worker.template=None'),
-    ('containers', _CONTAINERS, {}, '0 containers'),
-    ('container', (*_CONTAINERS, 0, 'name'), 'main', "named 'tensorflow'"),
-    ('image', (*_CONTAINERS, 0, 'image'), _GONE, 'image=None'),
-    (
-      'port',
-      (*_CONTAINERS, 0, 'ports'),
-      [{'name': 'tfjob-port', 'containerPort': 80}],
-      'tfjob-port=80',
-    ),
-  )
-  def test_mistake_is_refused(self, path, value, words):
-    job = copy.deepcopy(_documents('tfjob', num_ps=1)[-1])
-    kubernetes.check_tfjob(job)
-    where, key = _at(job, path)
-    if value is _GONE:
-      del where[key]
-    else:
-      where[key] = value
-    with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      kubernetes.check_tfjob(job)
-    self.assertIn(words, str(caught.exception))
-
-  @parameterized.parameters(None, 3, 'TFJob', [[]])
-  def test_anything_else_is_refused(self, job):
-    with self.assertRaises(errors.UnsupportedOptionError):
-      kubernetes.check_tfjob(job)
-
-  def test_what_may_be_left_out(self):
-    job = copy.deepcopy(_documents('tfjob')[-1])
-    del job['spec']['runPolicy'], job['spec']['successPolicy']
-    worker = job['spec']['tfReplicaSpecs']['Worker']
-    del worker['replicas'], worker['restartPolicy']
-    del worker['template']['spec']['containers'][0]['ports']
-    self.assertIsNone(kubernetes.check_tfjob(job))
 
 
 class ImportTest(absltest.TestCase):

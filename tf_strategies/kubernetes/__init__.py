@@ -14,6 +14,5 @@ Example:
 from tf_strategies.kubernetes.command import main
 from tf_strategies.kubernetes.manifests import KINDS, documents
 from tf_strategies.kubernetes.options import Options
-from tf_strategies.kubernetes.tfjob_check import check_tfjob
 
-__all__ = ['KINDS', 'Options', 'check_tfjob', 'documents', 'main']
+__all__ = ['KINDS', 'Options', 'documents', 'main']

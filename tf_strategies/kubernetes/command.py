@@ -24,16 +24,13 @@ Example:
 """
 
 import dataclasses
-import importlib.util
-import pathlib
 import sys
 from collections.abc import Sequence
 
 from absl import flags
 
-from tf_strategies import errors
 from tf_strategies.cluster import command_line
-from tf_strategies.kubernetes import manifests, tfjob_check
+from tf_strategies.kubernetes import manifests
 from tf_strategies.kubernetes import options as options_lib
 
 _FLAGS = (
@@ -44,7 +41,6 @@ _FLAGS = (
     for field in dataclasses.fields(options_lib.Options)
     for text in field.metadata.values()
   ),
-  ('check', None, 'YAML file whose TFJobs are checked; nothing is written.'),
 )
 _SECRET_NOTE = (
   "# Holds the job's secret: keep it out of version control, or pass "
@@ -56,47 +52,8 @@ _LEGACY_NOTE = (
 )
 
 
-def _yaml():
-  """PyYAML, which is no requirement of the package itself."""
-  if importlib.util.find_spec('yaml') is None:
-    raise errors.UnsupportedOptionError(
-      'an environment without PyYAML',
-      'one with what manifests need',
-      "in the checkout run: pip install '.[manifests]'",
-    )
-  import yaml
-
-  return yaml
-
-
-def _check(path: str) -> None:
-  yaml = _yaml()
-  try:
-    text = pathlib.Path(path).read_text(encoding='utf-8')
-    documents = list(yaml.safe_load_all(text))
-  except (OSError, ValueError, yaml.YAMLError) as e:
-    raise errors.UnsupportedOptionError(
-      f'--check={path} ({" ".join(str(e).split())})',
-      'a file of YAML documents',
-      'pass the file that kubectl apply -f would take',
-    ) from e
-  objects = [document for document in documents if isinstance(document, dict)]
-  jobs = [document for document in objects if document.get('kind') == 'TFJob']
-  if not jobs:
-    raise errors.UnsupportedOptionError(
-      f'--check={path}, which has no TFJob',
-      'a file with at least one document of kind TFJob',
-      'pass another file; of a JobSet, kubectl apply --dry-run=server says more',
-    )
-  for job in jobs:
-    tfjob_check.check_tfjob(job)
-
-
 def _run(values: flags.FlagValues, command: list[str]) -> int:
-  if values.check is not None:
-    _check(values.check)
-    return 0
-  yaml = _yaml()
+  yaml = manifests.load_yaml()
   if values.image is None:
     raise flags.Error('no --image')
   names = [field.name for field in dataclasses.fields(options_lib.Options)]
@@ -119,8 +76,7 @@ def main(argv: Sequence[str]) -> int:
     argv: the program's name, its flags, `--` and the command of the tasks.
 
   Returns:
-    The exit status: 0, or 2 for a wrong command line, or a wrong file to be
-    checked, which is explained on stderr.
+    The exit status: 0, or 2 for a wrong command line, which stderr explains.
   """
   return command_line.main(
     argv, 'tf_strategies.kubernetes', __doc__, _FLAGS, _run

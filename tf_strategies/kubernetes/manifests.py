@@ -1,57 +1,59 @@
-"""The objects of a job on Kubernetes: a Secret, and a JobSet, TrainJob or TFJob.
+"""Fills in the templates of a job's objects: a Secret, and a JobSet, TrainJob or TFJob.
 
-A JobSet (jobset.x-k8s.io/v1alpha2) is one Indexed Job a type of task. Nothing
-writes a TF_CONFIG there: a pod learns from the downward API which job and which
-pod it is, and from TFS_NUM_WORKERS and its like how many there are;
-`ClusterConfig.from_env` puts these together (`cluster.sources.kubernetes`). A pod
-that ends with one of `exit_codes.PERMANENT_EXIT_CODES` fails the JobSet at once;
-any other status, or an eviction, starts a new pod of the same index. When the
-tasks that train have ended well the JobSet is done, and its controller ends
-parameter servers and evaluator; for the last checkpoint the evaluator has the
-pod's grace period, and 20 seconds at most (`cluster.run_task`).
-
-A TrainJob (trainer.kubeflow.org/v1alpha1) is of Kubeflow Trainer, which makes a JobSet
-of its name from a TrainingRuntime. The one written here holds all of the JobSet; without
-the label of a step of Trainer's, no field of the TrainJob changes how many tasks there are.
-
-A TFJob (kubeflow.org/v1) is of Kubeflow's training operator, which gives each task
-its TF_CONFIG and restarts it by its exit status. It is in maintenance (release
-1.9); Kubeflow Trainer is its successor.
+`templates.yaml` has the objects. In a JobSet nothing writes a TF_CONFIG: a pod learns
+its place from the downward API, and `ClusterConfig.from_env` does the rest
+(`cluster.sources.kubernetes`). A pod that ends with one of
+`exit_codes.PERMANENT_EXIT_CODES` fails the JobSet at once. Any other status, or an
+eviction, starts a new pod of the same index. When the job is done, the evaluator has
+the pod's grace period for the last checkpoint, and 20 seconds at most
+(`cluster.run_task`).
 """
 
+import copy
+import importlib.util
+import pathlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tf_strategies import option_checks
+from tf_strategies import errors, option_checks
 from tf_strategies.cluster import exit_codes
 from tf_strategies.cluster import job as job_lib
+from tf_strategies.cluster.sources import roles
 from tf_strategies.kubernetes import options as options_lib
-from tf_strategies.kubernetes import tfjob_check
 
 KINDS = ('tfjob', 'jobset', 'trainjob')
 
-_TRAINER = 'trainer.kubeflow.org'
-_SECRET_KEY = 'secret'
-_VOLUME = 'checkpoints'
+_TEMPLATES = pathlib.Path(__file__).parent / 'templates.yaml'
 _REPLICA_TYPES = {
   'chief': 'Chief',
   'worker': 'Worker',
   'ps': 'PS',
   'evaluator': 'Evaluator',
 }
-# Kubernetes itself sets JOB_COMPLETION_INDEX.
-_FROM_LABELS = {
-  'JOBSET_NAME': 'jobset-name',
-  'REPLICATED_JOB_NAME': 'replicatedjob-name',
-  'JOB_INDEX': 'job-index',
-}
+
+
+def load_yaml():
+  """Returns PyYAML, which the package itself does not require.
+
+  Raises:
+    UnsupportedOptionError: it is not installed.
+  """
+  if importlib.util.find_spec('yaml') is None:
+    raise errors.UnsupportedOptionError(
+      'an environment without PyYAML',
+      'one with what manifests need',
+      "in the checkout run: pip install '.[manifests]'",
+    )
+  import yaml
+
+  return yaml
 
 
 def documents(
   kind: str, options: options_lib.Options, command: Sequence[str]
 ) -> list[dict[str, Any]]:
-  """All objects in the order to create them: the Secret, unless one exists; the job.
+  """Returns all objects in the order to create them: the Secret, if new; the job.
 
   Args:
     kind: one of `KINDS`.
@@ -59,8 +61,8 @@ def documents(
     command: program and arguments, the same for every task.
 
   Raises:
-    UnsupportedOptionError: the kind is another one, the command is empty, or a
-      JobSet is to have a restart policy that it cannot have.
+    UnsupportedOptionError: the kind is another one, the command is empty, or
+      PyYAML is missing.
 
   Example:
 
@@ -80,228 +82,104 @@ def documents(
     'a program and its arguments',
     'write it after a lone --',
   )
-  option_checks.check(
-    kind == 'tfjob' or options.restart_policy == 'ExitCode',
-    f'--restart_policy={options.restart_policy} with --kind={kind}',
-    'ExitCode, by which a JobSet restarts',
-    'leave it out; --max_restarts=0 means that nothing is started again',
-  )
+  templates = load_yaml().safe_load(_TEMPLATES.read_text(encoding='utf-8'))
+  values = _values(options, command)
+  tasks = {
+    task_type: _task(kind, templates, options, values, task_type, count)
+    for task_type, count in options.job.all_counts.items()
+    if count
+  }
   if kind == 'tfjob':
-    jobs = [_tfjob(options, command)]
+    values['tasks'] = {_REPLICA_TYPES[t]: task for t, task in tasks.items()}
+    names = ['tfjob']
   else:
-    jobs = [_jobset(options, command)]
+    trains = [t for t in tasks if t in options.job.training_types]
+    values |= {'tasks': list(tasks.values()), 'training_types': trains}
+    names = ['jobset']
   if kind == 'trainjob':
-    jobs = _trainjob(options, jobs[0])
-  return jobs if options.secret_name else [_secret(options), *jobs]
+    values['jobset_spec'] = _fill(templates['jobset'], values)['spec']
+    names = ['training_runtime', 'trainjob']
+  if options.secret_name is None:
+    names.insert(0, 'secret')
+  made = [_fill(templates[name], values) for name in names]
+  if options.namespace is not None:
+    for document in made:
+      document['metadata']['namespace'] = options.namespace
+  return made
 
 
-def _tfjob(
+def _values(
   options: options_lib.Options, command: Sequence[str]
 ) -> dict[str, Any]:
+  """Returns the values that do not depend on the type of a task."""
   counts = options.job.all_counts
-  job = {
-    'apiVersion': tfjob_check.API_VERSION,
-    'kind': 'TFJob',
-    'metadata': _metadata(options, options.name),
-    'spec': {
-      # Without a chief the job would end with worker 0, and end the others.
-      'successPolicy': '' if counts['chief'] else 'AllWorkers',
-      'runPolicy': {
-        # Parameter servers do not end by themselves.
-        'cleanPodPolicy': 'Running',
-        'backoffLimit': options.max_restarts * sum(counts.values()),
-      },
-      'tfReplicaSpecs': {
-        _REPLICA_TYPES[task_type]: {
-          'replicas': count,
-          'restartPolicy': options.restart_policy,
-          'template': {'spec': _pod(options, task_type, command)},
-        }
-        for task_type, count in counts.items()
-        if count
-      },
-    },
-  }
-  tfjob_check.check_tfjob(job)
-  return job
-
-
-def _jobset(
-  options: options_lib.Options, command: Sequence[str]
-) -> dict[str, Any]:
-  present = [t for t, count in options.job.all_counts.items() if count]
-  trains = [t for t in present if t in options.job.training_types]
   return {
-    'apiVersion': 'jobset.x-k8s.io/v1alpha2',
-    'kind': 'JobSet',
-    'metadata': _metadata(options, options.name),
-    'spec': {
-      'network': {
-        'enableDNSHostnames': True,
-        # Tasks look for each other before they are ready.
-        'publishNotReadyAddresses': True,
-        'subdomain': options.name,
-      },
-      'successPolicy': {'operator': 'All', 'targetReplicatedJobs': trains},
-      'failurePolicy': {
-        # Each Job starts its own pods again; when it gives up, so does the set.
-        'maxRestarts': 0,
-        'rules': [
-          {
-            'name': 'permanent',
-            'action': 'FailJobSet',
-            'onJobFailureReasons': ['PodFailurePolicy'],
-          }
-        ],
-      },
-      'replicatedJobs': [
-        {
-          'name': task_type,
-          'replicas': 1,
-          'template': {'spec': _indexed_job(options, task_type, command)},
-        }
-        for task_type in present
-      ],
-    },
-  }
-
-
-def _trainjob(
-  options: options_lib.Options, jobset: dict[str, Any]
-) -> list[dict[str, Any]]:
-  """The runtime that holds a JobSet, and the TrainJob that makes it one."""
-  runtime = {'apiGroup': _TRAINER, 'kind': 'TrainingRuntime'}
-  specs = {
-    runtime['kind']: {'template': {'spec': jobset['spec']}},
-    'TrainJob': {'runtimeRef': {**runtime, 'name': options.name}},
-  }
-  return [
-    {
-      'apiVersion': f'{_TRAINER}/v1alpha1',
-      'kind': kind,
-      'metadata': _metadata(options, options.name),
-      'spec': spec,
-    }
-    for kind, spec in specs.items()
-  ]
-
-
-def _indexed_job(
-  options: options_lib.Options, task_type: str, command: Sequence[str]
-) -> dict[str, Any]:
-  counts = options.job.all_counts
-  count = counts[task_type]
-  told = {
-    'TFS_NUM_WORKERS': counts['worker'],
-    'TFS_NUM_PS': counts['ps'],
-    'TFS_CHIEF': counts['chief'],
-    'TFS_EVALUATOR': counts['evaluator'],
-    'TFS_PORT': tfjob_check.PORT,
-    'TFS_SUBDOMAIN': options.name,
-  }
-  environment = [_variable(name, str(value)) for name, value in told.items()]
-  for name, label in _FROM_LABELS.items():
-    path = f"metadata.labels['jobset.sigs.k8s.io/{label}']"
-    source = {'fieldRef': {'fieldPath': path}}
-    environment.append({'name': name, 'valueFrom': source})
-  pod = _pod(options, task_type, command, environment)
-  return {
-    'completionMode': 'Indexed',
-    'completions': count,
-    'parallelism': count,
-    'backoffLimit': options.max_restarts * count,
-    'podFailurePolicy': {
-      'rules': [
-        # An eviction is nobody's fault, and does not count.
-        {
-          'action': 'Ignore',
-          'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}],
-        },
-        {
-          'action': 'FailJob',
-          'onExitCodes': {
-            'containerName': tfjob_check.CONTAINER,
-            'operator': 'In',
-            'values': list(exit_codes.PERMANENT_EXIT_CODES),
-          },
-        },
-      ]
-    },
-    # A podFailurePolicy needs Never: the Job makes new pods.
-    'template': {'spec': {'restartPolicy': 'Never', **pod}},
-  }
-
-
-def _pod(
-  options: options_lib.Options,
-  task_type: str,
-  command: Sequence[str],
-  environment: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
-  """What runs in the pods of one type of task, with further variables."""
-  secret = {'name': _secret_name(options), 'key': _SECRET_KEY}
-  # A server that was evicted is not one that has done its work.
-  terminated = str(exit_codes.RESTARTABLE_EXIT_CODE)
-  container: dict[str, Any] = {
-    'name': tfjob_check.CONTAINER,
+    'name': options.name,
     'image': options.image,
     # Kubernetes would expand $(NAME), and takes $$ for $.
     'command': [word.replace('$', '$$') for word in command],
-    'env': [
-      _variable('PYTHONUNBUFFERED', '1'),
-      # A checkpoint directory is that of one job, however often it is applied.
-      _variable('TFS_RUN_ID', options.name),
-      _variable(exit_codes.TERMINATED_VARIABLE, terminated),
-      {'name': 'TFS_SECRET', 'valueFrom': {'secretKeyRef': secret}},
-      *environment,
-    ],
-    'ports': [
-      {'name': tfjob_check.PORT_NAME, 'containerPort': tfjob_check.PORT}
-    ],
+    'secret': secrets.token_hex(job_lib.SECRET_BYTES),
+    'secret_name': options.secret_name or f'{options.name}-secret',
+    'grace_period': options.grace_period,
+    'gpus': str(options.gpus_per_worker),
+    'checkpoint_path': options.checkpoint_path,
+    'checkpoint_pvc': options.checkpoint_pvc,
+    'port': roles.DEFAULT_PORT,
+    'port_text': str(roles.DEFAULT_PORT),
+    'num_workers': str(counts['worker']),
+    'num_ps': str(counts['ps']),
+    'num_chiefs': str(counts['chief']),
+    'num_evaluators': str(counts['evaluator']),
+    'all_restarts': options.max_restarts * sum(counts.values()),
+    'success_policy': '' if counts['chief'] else 'AllWorkers',
+    'permanent_statuses': list(exit_codes.PERMANENT_EXIT_CODES),
+    'terminated_variable': exit_codes.TERMINATED_VARIABLE,
+    'terminated_status': str(exit_codes.RESTARTABLE_EXIT_CODE),
   }
-  pod: dict[str, Any] = {
-    'terminationGracePeriodSeconds': options.grace_period,
-    # Variables that describe the namespace's Services: one that is called tfs
-    # would set TFS_PORT.
-    'enableServiceLinks': False,
-    'containers': [container],
-  }
+
+
+def _task(
+  kind: str,
+  templates: Mapping[str, Any],
+  options: options_lib.Options,
+  values: Mapping[str, Any],
+  task_type: str,
+  count: int,
+) -> dict[str, Any]:
+  """Returns what a job holds for its tasks of one type."""
+  pod = copy.deepcopy(templates['pod'])
+  (container,) = pod['containers']
   # With parameter servers the chief only hands out steps.
   computes = ('worker',) if options.num_ps else ('chief', 'worker')
-  if options.gpus_per_worker and task_type in computes:
-    limits = {'nvidia.com/gpu': str(options.gpus_per_worker)}
-    container['resources'] = {'limits': limits}
+  if not options.gpus_per_worker or task_type not in computes:
+    del container['resources']
   # A claim that one node at a time may mount would keep others from starting.
   mounts = (*options.job.training_types, 'evaluator')
-  if options.checkpoint_pvc and task_type in mounts:
-    container['volumeMounts'] = [
-      {'name': _VOLUME, 'mountPath': options.checkpoint_path}
-    ]
-    claim = {'claimName': options.checkpoint_pvc}
-    pod['volumes'] = [{'name': _VOLUME, 'persistentVolumeClaim': claim}]
-  return pod
+  if not options.checkpoint_pvc or task_type not in mounts:
+    del pod['volumes'], container['volumeMounts']
+  name = 'tfjob_task'
+  if kind != 'tfjob':
+    name = 'jobset_task'
+    pod['restartPolicy'] = 'Never'
+    container['env'] += templates['jobset_environment']
+  return _fill(
+    templates[name],
+    {
+      **values,
+      'task_type': task_type,
+      'count': count,
+      'restarts': options.max_restarts * count,
+      'pod': _fill(pod, values),
+    },
+  )
 
 
-def _secret(options: options_lib.Options) -> dict[str, Any]:
-  """A Secret with new random data, which `TFS_SECRET` of the pods names."""
-  return {
-    'apiVersion': 'v1',
-    'kind': 'Secret',
-    'metadata': _metadata(options, _secret_name(options)),
-    'type': 'Opaque',
-    'stringData': {_SECRET_KEY: secrets.token_hex(job_lib.SECRET_BYTES)},
-  }
-
-
-def _secret_name(options: options_lib.Options) -> str:
-  return options.secret_name or f'{options.name}-secret'
-
-
-def _metadata(options: options_lib.Options, name: str) -> dict[str, Any]:
-  if options.namespace is None:
-    return {'name': name}
-  return {'name': name, 'namespace': options.namespace}
-
-
-def _variable(name: str, value: str) -> dict[str, str]:
-  return {'name': name, 'value': value}
+def _fill(template: Any, values: Mapping[str, Any]) -> Any:
+  """Returns a copy of a template with the value of each `$name` in it."""
+  if isinstance(template, dict):
+    return {key: _fill(part, values) for key, part in template.items()}
+  if isinstance(template, list):
+    return [_fill(part, values) for part in template]
+  if isinstance(template, str) and template.startswith('$'):
+    return copy.deepcopy(values[template[1:]])
+  return template

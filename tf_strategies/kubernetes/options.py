@@ -8,8 +8,6 @@ from tf_strategies import option_checks
 from tf_strategies.cluster import checks
 from tf_strategies.cluster import job as job_lib
 
-RESTART_POLICIES = ('ExitCode', 'OnFailure', 'Always', 'Never')
-
 _DNS_LABEL = re.compile(r'[a-z]([-a-z0-9]*[a-z0-9])?')
 _LONGEST_LABEL = 63
 _DNS_SUBDOMAIN = re.compile(
@@ -67,11 +65,6 @@ class Options:
   max_restarts: int = _option(
     'How often each task is started again, on average.', 3
   )
-  restart_policy: str = _option(
-    'Of each task of a TFJob: ExitCode, OnFailure, Always or Never. A JobSet '
-    'restarts as with ExitCode.',
-    'ExitCode',
-  )
   grace_period: int = _option('Seconds between SIGTERM and SIGKILL.', 30)
 
   def __post_init__(self):
@@ -89,13 +82,6 @@ class Options:
       f'a job of {sum(counts.values())} tasks',
       f'at most {checks.MAX_TASKS}',
       'pass smaller --num_workers and --num_ps',
-    )
-    option_checks.check_choice(
-      '--restart_policy',
-      self.restart_policy,
-      RESTART_POLICIES,
-      'pass --restart_policy=ExitCode, which fits the exit codes of '
-      'tf_strategies.cluster.exit_codes',
     )
     option_checks.check(
       self.checkpoint_path.startswith('/'),
