@@ -86,6 +86,10 @@ class RuntimeCommunicator(communicator.Communicator):
     """See base class; fails in any case where a worker has died."""
     del name, is_report
     self._count(f'combine_{op}')
+    return self._combine(tensor, op)
+
+  def _combine(self, tensor, op):
+    """Combines one host tensor of each worker, uncounted."""
     merge = {'sum': 'Add', 'min': 'Min', 'max': 'Max'}[op]
     with tf.device(self._host):
       if tensor.shape.num_elements():
@@ -100,12 +104,12 @@ class RuntimeCommunicator(communicator.Communicator):
 
   def all_gather(self, tensor, name):
     """See base class; pads to the longest, which is what travels."""
+    del name
+    self._count('all_gather')
     with tf.device(self._host):
       mine = tf.shape(tensor)[0]
-      lengths = self.combine(
-        tf.one_hot(self.rank, self.world_size, mine, 0, dtype=tf.int32),
-        'sum',
-        f'{name}/lengths',
+      lengths = self._combine(
+        tf.one_hot(self.rank, self.world_size, mine, 0, dtype=tf.int32), 'sum'
       )
       longest = tf.reduce_max(lengths)
       padding = [[0, longest - mine]] + [[0, 0]] * (tensor.shape.rank - 1)
@@ -113,7 +117,7 @@ class RuntimeCommunicator(communicator.Communicator):
       padded = tf.pad(tensor, padding)[None]
       before = [[self.rank, self.world_size - 1 - self.rank]]
       placed = tf.pad(padded, before + [[0, 0]] * tensor.shape.rank)
-      everyone = self.combine(placed, 'sum', name)
+      everyone = self._combine(placed, 'sum')
       mask = tf.sequence_mask(lengths, longest)
       gathered = tf.boolean_mask(everyone, mask)
       gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
@@ -121,10 +125,12 @@ class RuntimeCommunicator(communicator.Communicator):
 
   def broadcast(self, tensor, root, name):
     """See base class; the others add zeros."""
+    del name
+    self._count('broadcast')
     with tf.device(self._host):
       if self.rank != root:
         tensor = tf.zeros_like(tensor)
-      return self.combine(tensor, 'sum', name)
+      return self._combine(tensor, 'sum')
 
   def exchange(self, tag, payload):
     """See base class; through TensorFlow's coordination service."""
