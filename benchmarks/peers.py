@@ -1,6 +1,7 @@
 """What is measured: our all-reduces, TensorFlow's, and doing nothing."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -41,16 +42,16 @@ def for_devices(num_devices: int) -> tuple[Peer, ...]:
   """
   peers = [
     Peer('identity', FLOOR, busiest_bytes_in=lambda sizes, n: 0),
+    Peer('AutoAllReduce', OURS, cross_device.AutoAllReduce),
     *(
-      Peer(f'{name}AllReduce', OURS, getattr(cross_device, f'{name}AllReduce'))
+      Peer(name, OURS, functools.partial(cross_device.ScheduledAllReduce, name))
       for name in (
-        'Auto',
-        'Direct',
-        'Ring',
-        'HalvingDoubling',
-        'HierarchicalRing',
-        'Tree',
-        'Naive',
+        'direct',
+        'ring',
+        'halving_doubling',
+        'hierarchical',
+        'tree',
+        'naive',
       )
     ),
     Peer(

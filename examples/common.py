@@ -33,17 +33,17 @@ _DATASETS = ('mnist', 'digits', 'synthetic')
 # Enough for 97% on digits and 98.5% on MNIST; synthetic images show the speed.
 _EPOCHS = {'mnist': 3, 'digits': 12, 'synthetic': 1}
 _LEARNING_RATES = {'sgd': 0.02, 'adam': 1e-3}
-# Classes of `tfs`; builtin is TensorFlow's own.
-_ALL_REDUCES = {
-  'ring': 'RingAllReduce',
-  'auto': 'AutoAllReduce',
-  'direct': 'DirectAllReduce',
-  'tree': 'TreeAllReduce',
-  'halving_doubling': 'HalvingDoublingAllReduce',
-  'hierarchical': 'HierarchicalRingAllReduce',
-  'naive': 'NaiveAllReduce',
-  'builtin': None,
-}
+# auto chooses by the devices; builtin is TensorFlow's own.
+_ALL_REDUCES = (
+  'auto',
+  'ring',
+  'direct',
+  'tree',
+  'halving_doubling',
+  'hierarchical',
+  'naive',
+  'builtin',
+)
 _POLICIES = ('float32', 'mixed_float16', 'mixed_bfloat16')
 _MODES = ('async', 'sync', 'bounded')
 # Arguments of `tfs.ParameterServerStrategy` that have a flag.
@@ -91,8 +91,8 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_enum(
   'all_reduce',
-  'ring',
-  list(_ALL_REDUCES),
+  'auto',
+  _ALL_REDUCES,
   "Of ring_mirrored and mirrored; builtin (mirrored only) is TensorFlow's.",
 )
 flags.DEFINE_integer(
@@ -217,9 +217,11 @@ def strategy_options() -> dict[str, Any]:
   options = {}
   if FLAGS.num_virtual_devices:
     options['devices'] = devices()
-  op = _ALL_REDUCES[FLAGS.all_reduce]
-  if op and FLAGS.strategy in ('ring_mirrored', 'mirrored'):
-    options['cross_device_ops'] = getattr(tfs, op)()
+  if FLAGS.strategy in ('ring_mirrored', 'mirrored'):
+    if FLAGS.all_reduce == 'auto':
+      options['cross_device_ops'] = tfs.AutoAllReduce()
+    elif FLAGS.all_reduce != 'builtin':
+      options['cross_device_ops'] = tfs.ScheduledAllReduce(FLAGS.all_reduce)
   if FLAGS.strategy == 'parameter_server':
     options |= {name: FLAGS[name].value for name in _SERVER_FLAGS}
     if FLAGS.variable_partitions:

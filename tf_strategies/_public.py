@@ -7,13 +7,8 @@ launcher nor `tfs.cluster` needs it.
 
 from tf_strategies.cross_device import (
   AutoAllReduce,
-  DirectAllReduce,
-  HalvingDoublingAllReduce,
-  HierarchicalRingAllReduce,
-  NaiveAllReduce,
   RingAllReduce,
   ScheduledAllReduce,
-  TreeAllReduce,
 )
 from tf_strategies.fault_tolerance import elastic
 from tf_strategies.fault_tolerance.elastic_options import ElasticOptions
@@ -43,14 +38,10 @@ __all__ = [
   'AutoAllReduce',
   'CentralStorageStrategy',
   'CollectiveOptions',
-  'DirectAllReduce',
   'ElasticOptions',
-  'HalvingDoublingAllReduce',
-  'HierarchicalRingAllReduce',
   'MonitorCallback',
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
-  'NaiveAllReduce',
   'ParameterServerStrategy',
   'Preemption',
   'PreemptionCheckpoint',
@@ -62,7 +53,6 @@ __all__ = [
   'ScheduledAllReduce',
   'SidecarEvaluator',
   'TPURingStrategy',
-  'TreeAllReduce',
   'create_strategy',
   'elastic',
 ]

@@ -26,7 +26,7 @@ def _spread(median):
 def _all_reduce():
   kinds = {
     'AutoAllReduce': 'ours',
-    'RingAllReduce': 'ours',
+    'ring': 'ours',
     'ReductionToOneDevice': 'built_in',
     'default': 'built_in',
   }

@@ -20,16 +20,13 @@ pytestmark = pytest.mark.full
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 OURS = {
-  f'{name}AllReduce'
-  for name in (
-    'Auto',
-    'Direct',
-    'Ring',
-    'HalvingDoubling',
-    'HierarchicalRing',
-    'Tree',
-    'Naive',
-  )
+  'AutoAllReduce',
+  'direct',
+  'ring',
+  'halving_doubling',
+  'hierarchical',
+  'tree',
+  'naive',
 }
 BUILT_IN = {'ReductionToOneDevice', 'HierarchicalCopyAllReduce', 'default'}
 
@@ -94,9 +91,9 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
     expected = dict.fromkeys(OURS | {'default'}, least)
     expected |= {
       'identity': 0,
-      'NaiveAllReduce': to_one,
+      'naive': to_one,
       'ReductionToOneDevice': to_one,
-      'TreeAllReduce': total * (world_size.bit_length() - 1),
+      'tree': total * (world_size.bit_length() - 1),
       'HierarchicalCopyAllReduce': least,
     }
     self.assertEqual(

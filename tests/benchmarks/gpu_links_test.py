@@ -48,25 +48,25 @@ class ChoicesTest(tf.test.TestCase):
     results = [
       row(4, 'small', 'identity', 0.1, 'floor'),
       row(4, 'small', 'AutoAllReduce', 3.0),
-      row(4, 'small', 'RingAllReduce', 4.0),
-      row(4, 'small', 'TreeAllReduce', 2.0),
+      row(4, 'small', 'ring', 4.0),
+      row(4, 'small', 'tree', 2.0),
       row(4, 'small', 'ReductionToOneDevice', 1.0, 'built_in'),
       row(4, 'large', 'AutoAllReduce', 5.0),
-      row(4, 'large', 'RingAllReduce', 10.0),
-      row(4, 'large', 'TreeAllReduce', 20.0),
+      row(4, 'large', 'ring', 10.0),
+      row(4, 'large', 'tree', 20.0),
     ]
     small, large = gpu_links.choices(results)
     self.assertEqual(
       (small['set'], small['best'], small['auto_to_best']),
-      ('small', 'TreeAllReduce', 1.5),
+      ('small', 'tree', 1.5),
     )
     self.assertEqual(
       (large['set'], large['best'], large['auto_to_best']),
-      ('large', 'RingAllReduce', 0.5),
+      ('large', 'ring', 0.5),
     )
     text = gpu_links.text({'copies': [], 'choices': [small, large]})
     self.assertIn('at most 1.50', text)
-    self.assertRegex(text, r'\| small .*\| TreeAllReduce \|.* 4.00 \|  2.00 \|')
+    self.assertRegex(text, r'\| small .*\| tree \|.* 4.00 \|  2.00 \|')
 
   def test_line_can_be_put_in(self):
     copy = {

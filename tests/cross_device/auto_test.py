@@ -96,10 +96,13 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(auto.AutoAllReduce().schedule(mixed, 10**8).world_size, 4)
 
   def test_tensors_are_cut_between_gpus_only(self):
-    for make_op in (cross_device.AutoAllReduce, cross_device.DirectAllReduce):
+    for op in (
+      cross_device.AutoAllReduce(),
+      cross_device.ScheduledAllReduce('direct'),
+    ):
       with fake_gpus.machine(1, 1, 1, 1):
-        self.assertIsNone(make_op().split_above([virtual_devices.HOST] * 2))
-        self.assertEqual(make_op().split_above(gpus(4)), 1 / 8)
+        self.assertIsNone(op.split_above([virtual_devices.HOST] * 2))
+        self.assertEqual(op.split_above(gpus(4)), 1 / 8)
 
   def test_device_without_a_name_is_a_cpu_where_there_is_nothing_else(self):
     is_cpu = virtual_devices.KIND == 'CPU'

@@ -106,7 +106,7 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_lengths_that_differ_fail_when_they_meet(self):
     step = function_of(
-      cross_device.DirectAllReduce(), SUM, [([None], tf.float32)], 2
+      cross_device.ScheduledAllReduce('direct'), SUM, [([None], tf.float32)], 2
     )
     with self.assertRaises(tf.errors.InvalidArgumentError):
       step([[tf.zeros([3]), tf.zeros([4])]])

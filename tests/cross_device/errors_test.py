@@ -65,39 +65,21 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
         reduce,
       )
 
-  @parameterized.parameters(0, -1, 2.0, True, 'x')
-  def test_group_size_that_never_works_is_refused_at_once(self, group_size):
+  @parameterized.parameters(
+    'Ring', 'hierarchical(0)', 'tree(2)', '', None, 3, True
+  )
+  def test_algorithm_that_is_none_is_refused_at_once(self, name):
     self.assert_refused(
-      [f'group_size={group_size!r}', 'of at least 1', 'Fix: '],
-      lambda: cross_device.HierarchicalRingAllReduce(group_size),
+      [f'algorithm={name!r}', "'halving_doubling'", "'naive'", 'Fix: '],
+      lambda: cross_device.ScheduledAllReduce(name),
     )
 
   def test_group_size_that_these_devices_do_not_divide_into(self):
     value = replicas.on_devices([[1.0], [2.0]], NAMES)
-    op = cross_device.HierarchicalRingAllReduce(3)
+    op = cross_device.ScheduledAllReduce('hierarchical(3)')
     self.assert_refused(
       ['group_size (3)', 'world_size (2)', '[1, 2]'],
       lambda: op.reduce(SUM, value, value),
-      errors.ScheduleError,
-    )
-
-  @parameterized.product(
-    op=(cross_device.NaiveAllReduce, cross_device.TreeAllReduce),
-    root=(-1, 0.0, True, '0', None),
-  )
-  def test_root_that_never_is_one_is_refused_at_once(self, op, root):
-    self.assert_refused(
-      [f'root={root!r}', 'of at least 0', 'Fix: '], lambda: op(root)
-    )
-
-  @parameterized.parameters(
-    cross_device.NaiveAllReduce, cross_device.TreeAllReduce
-  )
-  def test_root_beyond_these_devices(self, op):
-    value = replicas.on_devices([[1.0], [2.0]], NAMES)
-    self.assert_refused(
-      ['root (2)', 'from 0 to 1'],
-      lambda: op(2).reduce(SUM, value, value),
       errors.ScheduleError,
     )
 

@@ -22,7 +22,6 @@ OPS = {
     name: functools.partial(cross_device.ScheduledAllReduce, name)
     for name in collectives.ALGORITHMS
   },
-  'direct_by_class': cross_device.DirectAllReduce,
   'auto': cross_device.AutoAllReduce,
 }
 NAMED_OPS = list(OPS.items())

@@ -172,8 +172,8 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_direct_does_not_cut_what_shares_memory(self):
     if virtual_devices.KIND == 'GPU':
-      self.skipTest('DirectAllReduce cuts between the parts of a GPU')
-    op = cross_device.DirectAllReduce()
+      self.skipTest('it cuts between the parts of a GPU')
+    op = cross_device.ScheduledAllReduce('direct')
     value = value_of((8192,))
     op.reduce(SUM, value, value)
     total = 4 * 8192

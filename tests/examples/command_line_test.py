@@ -179,7 +179,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     # Five steps do not reach that accuracy; the report is there nonetheless.
     self.assertEqual(program.wait(), 2)
     self.assertIn('is below --min_accuracy=0.999', program.output())
-    self.assertIn('RingAllReduce: 5 calls in 5 steps', program.output())
+    self.assertIn('AutoAllReduce: 5 calls in 5 steps', program.output())
     self.assertIn('test  loss', program.output())
     with open(path, encoding='utf-8') as f:
       report = json.load(f)
@@ -195,7 +195,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertBetween(report[split]['accuracy'], 0, 1)
       self.assertGreater(report[split]['loss'], 0)
     all_reduce = report['all_reduce']
-    self.assertEqual(all_reduce['cross_device_ops'], 'RingAllReduce')
+    self.assertEqual(all_reduce['cross_device_ops'], 'AutoAllReduce')
     self.assertEqual(all_reduce['calls']['all_reduce'], report['steps'])
     received = all_reduce['all_reduce_bytes_in']
     self.assertSameElements(received, report['devices'])

@@ -159,7 +159,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
       epochs=1,
     )
     self.assertEqual(
-      report['all_reduce']['cross_device_ops'], 'DirectAllReduce'
+      report['all_reduce']['cross_device_ops'], "ScheduledAllReduce('direct')"
     )
     self.assertEqual(report['all_reduce']['calls']['all_reduce'], 3)
 

@@ -65,7 +65,7 @@ class ReportingTest(tf.test.TestCase):
   def test_bytes_of_a_step_are_of_all_kinds(self):
     counted = {
       'is_counted': True,
-      'cross_device_ops': 'NaiveAllReduce',
+      'cross_device_ops': 'AutoAllReduce',
       'all_reduce_bytes_in': {},
       'reduce_bytes_in': {'CPU:0': 900, 'CPU:1': 0},
       'read_bytes_in': {'CPU:0': 0, 'CPU:1': 1000},

@@ -279,7 +279,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
     model = self._train(strategy, steps)
     num_bytes = 4 * model.count_params()
     report = strategy.communication_report()
-    self.assertEqual(report['cross_device_ops'], 'NaiveAllReduce')
+    self.assertEqual(report['cross_device_ops'], 'AutoAllReduce')
     self.assertEqual(report['calls']['all_reduce'], 0)
     self.assertEqual(
       report['read_bytes_in'],

@@ -8,25 +8,16 @@ Every op here also works in TensorFlow's own strategy:
   ...   ['CPU:0', 'CPU:1'], cross_device_ops=cross_device.RingAllReduce())
 """
 
-from tf_strategies.cross_device.algorithms import (
-  DirectAllReduce,
-  HalvingDoublingAllReduce,
-  HierarchicalRingAllReduce,
-  NaiveAllReduce,
-  RingAllReduce,
-  TreeAllReduce,
-)
 from tf_strategies.cross_device.auto import AutoAllReduce
-from tf_strategies.cross_device.base import Plan, ScheduledAllReduce
+from tf_strategies.cross_device.base import (
+  Plan,
+  RingAllReduce,
+  ScheduledAllReduce,
+)
 
 __all__ = [
   'AutoAllReduce',
-  'DirectAllReduce',
-  'HalvingDoublingAllReduce',
-  'HierarchicalRingAllReduce',
-  'NaiveAllReduce',
   'Plan',
   'RingAllReduce',
   'ScheduledAllReduce',
-  'TreeAllReduce',
 ]

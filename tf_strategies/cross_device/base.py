@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -69,7 +68,22 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   faster.
 
   Args:
-    algorithm: a name in `collectives.ALGORITHMS`, or 'hierarchical(GROUP_SIZE)'.
+    algorithm: one of
+
+      * 'ring': each link carries 2(N-1)/N of the bytes, the least that any
+        all-reduce can do, in 2(N-1) rounds.
+      * 'direct': each device adds up a share, and sends it to all: a ring's
+        bytes in two rounds.
+      * 'halving_doubling': a ring's bytes in 2 log2(N) rounds, where N is a
+        power of two.
+      * 'tree': the fewest rounds for small tensors, over a binomial tree.
+      * 'hierarchical': rings in groups of devices, and rings across the groups.
+        'hierarchical(4)' makes groups of 4 consecutive devices. By default the
+        size is the divisor of N that is nearest to its square root.
+      * 'naive': one device adds up everything: the slow baseline.
+      * 'one_shot': each device sends everything to all others, in one round.
+      * 'double_binary_tree': two trees, each for half of the bytes.
+
     compression: a name in `collectives.CODECS`.
 
   Raises:
@@ -78,14 +92,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       differ.
   """
 
-  # Whether tensors are cut where copies are free.
-  _cuts_shared_memory = True
-
   def __init__(self, algorithm: str, compression: str = 'none'):
     super().__init__()
-    self._build = functools.partial(
-      algorithms.build, algorithms.check(algorithm)
-    )
+    self._algorithm = algorithms.check(algorithm)
     self._codec = codecs.get(compression)
     self._statistics = {k: statistics.CallStatistics() for k in _KINDS}
     self._last_plan = None
@@ -96,13 +105,15 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   ) -> schedule_lib.Schedule:
     """The schedule for an all-reduce of `num_bytes` over `devices`."""
     del num_bytes
-    return self._build(len(devices))
+    return algorithms.build(self._algorithm, len(devices))
 
   def split_above(self, devices: Sequence[str]) -> float | None:
     """Tensors above this share of all bytes are cut; None cuts nothing."""
-    if executor.share_memory(devices):
-      return 1.0 / len(devices) if self._cuts_shared_memory else None
-    return 0.5 / len(devices)
+    if not executor.share_memory(devices):
+      return 0.5 / len(devices)
+    # Between CPUs whole tensors are the shares of 'direct': each sum is one
+    # fused addition, and nothing is cut or concatenated.
+    return None if self._algorithm == 'direct' else 1.0 / len(devices)
 
   @property
   def calls(self) -> int:
@@ -116,8 +127,11 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   def report(self) -> dict[str, object]:
     """Executed calls of each kind, and bytes received by each device."""
+    name = type(self).__name__
+    if type(self) is ScheduledAllReduce:
+      name = f'{name}({self._algorithm!r})'
     return {
-      'cross_device_ops': type(self).__name__,
+      'cross_device_ops': name,
       'calls': {k: s.calls for k, s in self._statistics.items()},
       'all_reduce_bytes_in': self._statistics['all_reduce'].bytes_in(),
       'reduce_bytes_in': self._statistics['reduce'].bytes_in(),
@@ -283,6 +297,25 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       )
 
     return _wrap(_on_each(devices, concat))
+
+
+class RingAllReduce(ScheduledAllReduce):
+  """Ring all-reduce: reduce-scatter, then all-gather, around a ring.
+
+  The same as `ScheduledAllReduce('ring')` (Patarasuk and Yuan, 2009). Needs no
+  NCCL, so it also runs on virtual GPUs and CPUs. Cuts tensors above 1/N of the
+  bytes into chunks (above 1/(2N) between devices with links). Smaller tensors
+  travel whole, in chunks balanced by bytes.
+
+  Example:
+
+    >>> import tensorflow as tf
+    >>> strategy = tf.distribute.MirroredStrategy(
+    ...   ['CPU:0', 'CPU:1'], cross_device_ops=RingAllReduce())
+  """
+
+  def __init__(self) -> None:
+    super().__init__('ring')
 
 
 def _on_each(devices, make):

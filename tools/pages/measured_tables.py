@@ -101,7 +101,7 @@ def all_reduce(content: Report) -> str:
   cases = _by(content['results'], 'num_devices', 'set')
   for (devices, name), peers in cases.items():
     auto, ring, default = (
-      peers[n] for n in ('AutoAllReduce', 'RingAllReduce', 'default')
+      peers[n] for n in ('AutoAllReduce', 'ring', 'default')
     )
     fastest = min(
       (p for p in peers.values() if p['kind'] == 'built_in'),

@@ -51,8 +51,7 @@ class CentralStorageStrategy(
       CPUs.
     parameter_device: where the variables are; None means the host's CPU, or the
       GPU itself if there is one compute device and it is a GPU.
-    cross_device_ops: how values are reduced; default `NaiveAllReduce()`, which
-      adds on the first device. Gradients of a `tfs.keras.DistributedOptimizer`
+    cross_device_ops: how values are reduced; default `AutoAllReduce()`. Gradients
       go to the parameter device only.
     reproducible: as of `tfs.RingOptions`: the same bits for any number of compute
       devices.
@@ -72,7 +71,7 @@ class CentralStorageStrategy(
   ):
     workers_lib.check_alone('central_storage')
     if cross_device_ops is None:
-      cross_device_ops = cross_device.NaiveAllReduce()
+      cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
     devices = devices_lib.resolve_devices(compute_devices, 'compute_devices')
     extended_class = shards.extended_class(CentralStorageExtended, reproducible)

@@ -78,12 +78,12 @@ class ExactStrategy:
 
 @option_checks.has_options
 class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
-  """Mirrored training on the devices of one host, over a ring, exactly.
+  """Mirrored training on the devices of one host, exactly.
 
   Beside `tf.distribute.MirroredStrategy`:
 
   * Every reduction, broadcast and gather goes through `cross_device_ops`, also
-    of int32 and to a CPU. Virtual GPUs work, since no NCCL is needed.
+    of int32 and to a CPU. Virtual GPUs, which NCCL refuses, work.
   * `gradient_accumulation_steps`, EMA with `ema_overwrite_frequency` and
     dynamic loss scaling work under Keras 3: in a `tf.cond`, TensorFlow's
     collectives synchronise, and all replicas agree on finite gradients.
@@ -104,7 +104,8 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
 
   Args:
     devices: such as ['GPU:0']; None means all GPUs, or else all logical CPUs.
-    cross_device_ops: how values are reduced; default `RingAllReduce()`.
+    cross_device_ops: how values are reduced; default `AutoAllReduce()`: NCCL
+      between whole GPUs, else the fastest of our algorithms.
     reproducible: as of `tfs.RingOptions`: the same bits for any number of devices.
     shard_optimizer_state: whether each device stores a part of what optimizers
       keep beside the variables, such as the moments of Adam (ZeRO, stage 1). For
@@ -124,7 +125,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   ):
     workers_lib.check_alone('ring_mirrored')
     if cross_device_ops is None:
-      cross_device_ops = cross_device.RingAllReduce()
+      cross_device_ops = cross_device.AutoAllReduce()
     check_cross_device_ops(cross_device_ops)
     check_sharding(shard_optimizer_state, reproducible)
     extended_class = shards.extended_class(
