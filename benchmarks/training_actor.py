@@ -122,9 +122,7 @@ class Actor:
     x = values.astype(np.float32)
     callbacks = [clock := BlockClock(steps)]
     if timeline is not None:
-      callbacks.append(
-        tfs.MonitorCallback(timeline=timeline, progress_seconds=0)
-      )
+      callbacks.append(tfs.MonitorCallback(timeline))
     group = getattr(model.distribute_strategy, 'process_group', None)
     sent = group and group.bytes_sent
     history = model.fit(

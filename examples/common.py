@@ -119,19 +119,15 @@ flags.DEFINE_float('min_accuracy', None, 'Below it, exit with status 2.', 0, 1)
 flags.DEFINE_string(
   'log_dir',
   None,
-  'Write TensorBoard logs and metrics of each step here.',
+  'Write TensorBoard logs here.',
   # absl.logging has a flag of this name, for log files that nobody writes here.
   allow_override=True,
 )
-flags.DEFINE_string('metrics_jsonl', None, 'Write metrics of each step here.')
 flags.DEFINE_string(
   'timeline',
   None,
   'Write a timeline for Perfetto to this file, one for each rank. Merge them '
   'with python -m tf_strategies.monitoring.merge.',
-)
-flags.DEFINE_list(
-  'profile_steps', None, 'First and last step of a profile in --log_dir.'
 )
 
 
@@ -196,7 +192,6 @@ def prepare_flags() -> None:
   FLAGS.epochs = FLAGS.epochs or _EPOCHS[FLAGS.dataset]
   if FLAGS.learning_rate is None:
     FLAGS.learning_rate = _LEARNING_RATES[FLAGS.optimizer]
-  monitor_options()
 
 
 def _optional_flag(name: str) -> Any:
@@ -407,18 +402,6 @@ def evaluate_checkpoints(build_model: Callable, test_batches: Callable) -> None:
   tfs.SidecarEvaluator(
     model, test_batches(data), FLAGS.checkpoint_dir, log_dir=log_dir
   ).run()
-
-
-def monitor_options() -> tfs.monitoring.MonitorOptions | None:
-  """Returns what the flags say of a monitor; None if they ask for none."""
-  steps = tfs.monitoring.parse_steps(FLAGS.profile_steps)
-  paths = (FLAGS.log_dir, FLAGS.metrics_jsonl, FLAGS.timeline)
-  if not (any(paths) or steps):
-    return None
-  options = {'global_batch_size': FLAGS.global_batch_size}
-  if not FLAGS.verbose:
-    options['progress_seconds'] = 0.0
-  return tfs.monitoring.MonitorOptions(*paths, steps, **options)
 
 
 def is_chief(strategy) -> bool:

@@ -35,8 +35,9 @@ class Run:
     self._data = data
     self._start = tuple(start)
     self._steps = common.steps_per_epoch(data)
-    options = common.monitor_options()
-    self.monitor = tfs.monitoring.TrainingMonitor(options) if options else None
+    self.monitor = (
+      tfs.monitoring.TrainingMonitor(FLAGS.timeline) if FLAGS.timeline else None
+    )
     self._rates: list[float] = []
     self._epoch = 0
     # When the clock started, and the images before; None before the first
@@ -129,7 +130,7 @@ class Run:
     if common.can_log(self._strategy):
       callbacks.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
     if self.monitor:
-      callbacks.append(tfs.MonitorCallback(self.monitor))
+      callbacks.append(tfs.MonitorCallback(FLAGS.timeline))
     return callbacks
 
   def report(self, model, optimizer, metrics, train, test) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from tf_strategies.cluster import job
 from tf_strategies.data import options as data
 from tf_strategies.fault_tolerance import elastic_options
 from tf_strategies.launch import supervisor
-from tf_strategies.monitoring import training_monitor
 from tf_strategies.process_group import options as group
 from tf_strategies.strategies.multi_worker import options as multi_worker
 from tf_strategies.strategies.parameter_server import options as servers
@@ -19,7 +18,6 @@ _COLLECTIVE = multi_worker.CollectiveOptions
 _ELASTIC = elastic_options.ElasticOptions
 _GROUP = group.GroupOptions
 _JOB = job.Job
-_MONITOR = training_monitor.MonitorOptions
 _PIPELINE = data.PipelineOptions
 _RING = multi_worker.RingOptions
 _SERVERS = servers.ParameterServerOptions
@@ -53,14 +51,6 @@ class OptionChecksTest(parameterized.TestCase):
     (_GROUP, 'window_seconds', '5'),
     (_JOB, 'num_ps', -1),
     (_JOB, 'num_workers', 2.0),
-    (_MONITOR, 'log_dir', 'gs://a/logs'),
-    (_MONITOR, 'metrics_jsonl', 'ram://a'),
-    (_MONITOR, 'metrics_every_steps', 0.5),
-    (_MONITOR, 'profile_steps', ('1', '2')),
-    (_MONITOR, 'profile_steps', (2, 1)),
-    (_MONITOR, 'progress_seconds', float('inf')),
-    (_MONITOR, 'timeline', 's3://a.json'),
-    (_MONITOR, 'timeline_events', _NAMES),
     (_PIPELINE, 'autoshard', _NAMES),
     (_PIPELINE, 'cache', None),
     (_PIPELINE, 'global_batch_size', None),
@@ -106,8 +96,8 @@ class OptionChecksTest(parameterized.TestCase):
     (tfs.keras.ChiefOnly, {'callback': 'checkpoint'}),
     (tfs.keras.DistributedOptimizer, {'optimizer': None}),
     (tfs.keras.DistributedOptimizer, {'optimizer': {}}),
-    (tfs.MonitorCallback, {'monitor': 'logs'}),
-    (tfs.monitoring.TrainingMonitor, {'options': 'logs'}),
+    (tfs.MonitorCallback, {'timeline': 3}),
+    (tfs.monitoring.TrainingMonitor, {'timeline': 's3://a.json'}),
     (tfs.PreemptionCheckpoint, {'checkpoint': 'directory'}),
     (tfs.ResumeFit, {'checkpoint': 'directory'}),
     (tfs.RunCheckpoint, {'directory': 'checkpoints', 'model': 'model'}),
@@ -127,7 +117,7 @@ class OptionChecksTest(parameterized.TestCase):
 
   def test_a_monitor_that_was_refused_is_not_in_the_way(self):
     with self.assertRaises(tfs.errors.UnsupportedOptionError):
-      tfs.monitoring.TrainingMonitor('logs')
+      tfs.monitoring.TrainingMonitor(3)
     tfs.monitoring.TrainingMonitor().close()
 
   def test_secret_in_the_wrong_place_is_not_printed(self):

@@ -147,14 +147,12 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.full
   def test_loop_runs_as_a_file(self):
-    metrics = self.create_tempfile().full_path
     program = self._start(
       'mnist_custom_loop',
       '--strategy=one_device',
       '--dataset=digits',
       '--epochs=1',
       '--steps_per_epoch=5',
-      f'--metrics_jsonl={metrics}',
       as_file=True,
     )
     self.assertEqual(program.wait(), 0, program.output())

@@ -201,8 +201,6 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
       ],
       'leave one out',
     ),
-    ('one_step', ['--profile_steps=3', '--log_dir=a'], 'profile_steps=..3'),
-    ('no_log_dir', ['--profile_steps=3,4'], 'without log_dir'),
   )
   def test_contradiction_is_refused(self, flags, message):
     with (

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 from unittest import mock
 
@@ -18,6 +17,7 @@ from tests.fault_tolerance import elastic_program
 from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import elastic_job, elastic_members
+from tf_strategies.monitoring import merge
 from tf_strategies.process_group.tcp import group as tcp_group
 from tf_strategies.strategies.multi_worker import elastic
 
@@ -126,8 +126,8 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   def test_fit_after_a_death_is_one_for_callbacks(self):
     self.job.restore(self.model)
     self.job.update(0, 1)
-    path = os.path.join(self.create_tempdir().full_path, 'm.jsonl')
-    monitor = tfs.MonitorCallback(metrics_jsonl=path, progress_seconds=0)
+    path = os.path.join(self.create_tempdir().full_path, 'run.json')
+    monitor = tfs.MonitorCallback(path)
     heard = _Heard()
     self.job.fit(
       self.model,
@@ -138,10 +138,10 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       verbose=0,
     )
     self.assertEqual(heard.events, ['begin', 0, 1, 2, 'end'])
-    with open(path.replace('.jsonl', '-0.jsonl'), encoding='utf-8') as f:
-      lines = [json.loads(line) for line in f]
-    self.assertLen(lines, 3 * _STEPS - 1)
-    self.assertNotIn(None, [line['input_share'] for line in lines])
+    trace = merge.load(path.replace('.json', '-0.json'))
+    spans = [(e.get('cat'), e['name']) for e in trace['traceEvents']]
+    for category in ('step', 'input'):
+      self.assertLen([s for s in spans if s[0] == category], 3 * _STEPS - 1)
     self.assertEqual(self.job.position, Position(3))
 
   def test_fit_after_a_death_is_one(self):

@@ -301,7 +301,7 @@ def train(
     callbacks = [*given.pop('callbacks', ()), Report(), events[-1]]
     if log_dir is not None:
       timeline = os.path.join(log_dir, 'run.json')
-      callbacks.append(tfs.MonitorCallback(log_dir=log_dir, timeline=timeline))
+      callbacks.append(tfs.MonitorCallback(timeline))
     size = job.global_batch_size(batch)
     histories.append(
       job.fit(

@@ -125,24 +125,23 @@ class ElasticTest(elastic_case.ElasticCase):
 
   def assert_lines(self, log_dir, generations):
     """What the chief measured, of each generation that did steps."""
-    with open(os.path.join(log_dir, 'metrics-0.jsonl'), encoding='utf-8') as f:
-      lines = [json.loads(line) for line in f]
-    steps = [line['step'] for line in lines]
+    steps, numbers = [], []
+    for generation in generations:
+      again = f'-generation-{generation.number}' * (generation.number > 1)
+      path = os.path.join(log_dir, f'run-0{again}.json')
+      if os.path.exists(path):
+        trace = merge.load(path)
+        self.assertEqual(
+          trace['otherData']['world_size'], generation.world_size
+        )
+        spans = trace['traceEvents']
+        steps += [e['args']['step'] for e in spans if e.get('cat') == 'step']
+        numbers.append(generation.number)
     self.assertEqual(steps, sorted(set(steps)))
     # The one that a death interrupted here may have ended on another worker.
     self.assertGreaterEqual(len(steps), _STEPS - len(generations) + 1)
     self.assertEqual((steps[0], steps[-1]), (1, _STEPS))
-    sizes = {g.number: g.world_size for g in generations}
-    numbers = [line['generation'] for line in lines]
-    self.assertEqual(numbers, sorted(numbers))
     self.assertGreater(numbers[-1], 1)
-    for line in lines:
-      self.assertEqual(line['world_size'], sizes[line['generation']], line)
-      self.assertGreater(line['sent_by_kind']['all_reduce'], 0)
-    for number in set(numbers):
-      again = f'-generation-{number}' if number > 1 else ''
-      path = os.path.join(log_dir, f'run-0{again}.json')
-      self.assertNotEmpty(merge.load(path)['traceEvents'])
 
   def assert_events(self, outcomes, epochs=elastic_program.EPOCHS):
     """Callbacks heard of each batch and epoch once, or have it from others."""

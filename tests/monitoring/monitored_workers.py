@@ -95,12 +95,7 @@ def measure(rank, directory):
   strategy.process_group.barrier()
   _slow_down(strategy.process_group)
   model = _model(strategy)
-  monitor = keras_callback.MonitorCallback(
-    log_dir=os.path.join(directory, 'logs'),
-    timeline=os.path.join(directory, 'run.json'),
-    profile_steps=(3, 4) if rank == 0 else None,
-    progress_seconds=1e-9,
-  )
+  monitor = keras_callback.MonitorCallback(os.path.join(directory, 'run.json'))
   counter = _Bytes(strategy.process_group)
   told = []
   bar = keras.callbacks.LambdaCallback(

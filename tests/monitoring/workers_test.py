@@ -51,12 +51,9 @@ class MeasuredRunTest(absltest.TestCase):
         for path in glob.glob(f'{directory}/**', recursive=True)
         if os.path.isfile(path)
       )
-      cls.lines, cls.traces = [], []
-      for rank in range(2):
-        path = f'{directory}/logs/metrics-{rank}.jsonl'
-        with open(path, encoding='utf-8') as f:
-          cls.lines.append([json.loads(line) for line in f])
-        cls.traces.append(merge.load(f'{directory}/run-{rank}.json'))
+      cls.traces = [
+        merge.load(f'{directory}/run-{rank}.json') for rank in range(2)
+      ]
 
   def test_off_is_off(self):
     for told in self.told:
@@ -64,84 +61,57 @@ class MeasuredRunTest(absltest.TestCase):
       self.assertTrue(told['is_off'])
 
   def test_files(self):
-    rest = [f for f in self.files if not f.startswith('logs/rank-')]
-    self.assertEqual(
-      rest,
-      [
-        'logs/metrics-0.jsonl',
-        'logs/metrics-1.jsonl',
-        'run-0.json',
-        'run-1.json',
-      ],
-    )
-    profiles = [f for f in self.files if f.endswith('.xplane.pb')]
-    self.assertLen(profiles, 1)
-    self.assertStartsWith(profiles[0], 'logs/rank-0/')
-    for rank in range(2):
-      self.assertTrue(
-        any(f.startswith(f'logs/rank-{rank}/events.') for f in self.files)
-      )
+    self.assertEqual(self.files, ['run-0.json', 'run-1.json'])
 
   def test_bytes_are_the_rings_formula(self):
-    for lines, told in zip(self.lines, self.told, strict=True):
-      self.assertEqual(
-        [line['step'] for line in lines], [*range(1, _STEPS + 1)]
-      )
+    for trace, told in zip(self.traces, self.told, strict=True):
+      steps = {s['args']['step']: s for s in _spans(trace, 'step', 'step')}
+      sent = collections.Counter()
+      for span in _spans(trace, 'collectives'):
+        step = span['args']['step']
+        # Metrics are read after an epoch's last step.
+        if span['args']['kind'] == 'all_reduce' and _is_inside(
+          span, steps[step]
+        ):
+          sent[step] += span['args']['sent']
       # 2 (N - 1) / N, with N = 2, of the float32 gradients, and of the sums of
       # the metrics that a step reports: the loss and the weight of its rows.
       self.assertEqual(told['metric_values'], 2)
       expected = 4 * (told['parameters'] + told['metric_values'])
-      for line in lines:
-        self.assertEqual(line['sent_by_kind']['all_reduce'], expected)
+      self.assertEqual(sent, dict.fromkeys(range(1, _STEPS + 1), expected))
 
   def test_bytes_are_what_the_group_counted(self):
-    for lines, told in zip(self.lines, self.told, strict=True):
-      self.assertEqual(
-        [line['bytes_sent_total'] for line in lines], told['at_end']
-      )
-      self.assertEqual(
-        sum(line['bytes_sent'] for line in lines),
-        told['at_end'][-1] - told['at_begin'],
-      )
-
-  def test_rates_and_shares(self):
-    size = monitored_workers.GLOBAL_BATCH_SIZE
-    for lines in self.lines:
-      for line in lines:
-        self.assertEqual(line['examples'], size // 2)
-        self.assertEqual(line['global_examples'], size)
-        self.assertAlmostEqual(
-          line['global_examples_per_second'] * line['step_seconds'], size
-        )
-        self.assertAlmostEqual(
-          line['input_share']
-          + line['exposed_communication_share']
-          + line['compute_share'],
-          1.0,
-        )
-        self.assertBetween(line['input_share'], 1e-6, 1.0)
-        self.assertBetween(line['communication_share'], 1e-6, 1.0)
-        self.assertGreater(line['rss_bytes'], 10**7)
-      self.assertEqual(
-        [line['includes_tracing'] for line in lines],
-        [True] + [False] * (_STEPS - 1),
-      )
+    for trace, told in zip(self.traces, self.told, strict=True):
+      sent = [
+        span['args']['sent']
+        for span in _spans(trace, 'collectives')
+        if span['args']['step'] <= _STEPS
+      ]
+      counted = told['at_end'][-1] - told['at_begin']
+      # Metrics are read after an epoch's last step.
+      self.assertBetween(sum(sent), counted, counted + 1000)
 
   def test_progress_bar_shows_means_of_the_epoch(self):
-    for lines, told in zip(self.lines, self.told, strict=True):
+    for trace, told in zip(self.traces, self.told, strict=True):
+      steps = _spans(trace, 'step', 'step')
       self.assertLen(told['logs'], _STEPS)
       self.assertNotIn('communication', told['logs'][0])  # It traces.
       # Of the first epoch without that step, and of the second.
       half = monitored_workers.STEPS_PER_EPOCH
       for first, last in ((1, half - 1), (half, _STEPS - 1)):
-        steps = lines[first : last + 1]
-        seconds = sum(step['step_seconds'] for step in steps)
-        busy = sum(
-          step['communication_share'] * step['step_seconds'] for step in steps
+        epoch = steps[first : last + 1]
+        seconds = sum(step['dur'] for step in epoch) / 1e6
+        waited = sum(
+          span['dur']
+          for span in _spans(trace, 'step', 'wait')
+          if first < span['args']['step'] <= last + 1
         )
-        rows = sum(step['global_examples'] for step in steps)
+        rows = len(epoch) * monitored_workers.GLOBAL_BATCH_SIZE
         shown = told['logs'][last]
-        self.assertAlmostEqual(shown['communication'], busy / seconds)
+        # Each bucket takes a while, and part of it hides behind the backward pass.
+        self.assertBetween(
+          shown['communication'], waited / 1e6 / seconds - 1e-4, 1.0
+        )
         # Time between steps counts, and ranks meet in each step.
         self.assertBetween(rows / shown['examples/s'], seconds, seconds + 5)
     for first, second in zip(

@@ -8,7 +8,7 @@ from tf_strategies.keras import LocalSteps
 
 
 def make_callbacks(directory: str) -> list[keras.callbacks.Callback]:
-  monitor = tfs.MonitorCallback(log_dir=directory, progress_seconds=5)
+  monitor = tfs.MonitorCallback(timeline=directory + '/run.json')
   checkpoint = keras.callbacks.ModelCheckpoint(directory)
   return [monitor, tfs.keras.ChiefOnly(checkpoint)]
 

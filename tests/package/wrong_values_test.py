@@ -56,7 +56,6 @@ _CALLS = {
     'training': True,
     'epochs': 2,
   },
-  monitoring.MonitorOptions: {},
   monitoring.TrainingMonitor: {},
   tfs.MonitorCallback: {},
   tfs.RunCheckpoint: {'directory': 'a', 'model': '<model>'},

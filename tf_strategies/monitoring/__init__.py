@@ -1,14 +1,9 @@
-"""Monitoring of a job: where a step's time goes, and which rank stalls it.
+"""Monitoring of a job: where a step's time goes.
 
 `tfs.MonitorCallback` is the callback for Keras's `fit`, `TrainingMonitor` is for
-custom loops. Commands: `tfs timeline merge` and `tfs timeline
-plot`.
+custom loops. `tfs timeline merge` puts the timelines of a job on one clock.
 """
 
-from tf_strategies.monitoring.training_monitor import (
-  MonitorOptions,
-  TrainingMonitor,
-  parse_steps,
-)
+from tf_strategies.monitoring.training_monitor import TrainingMonitor
 
-__all__ = ['MonitorOptions', 'TrainingMonitor', 'parse_steps']
+__all__ = ['TrainingMonitor']

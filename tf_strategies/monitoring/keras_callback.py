@@ -1,5 +1,7 @@
 """`MonitorCallback`: a Keras callback that measures a run."""
 
+import os
+
 import keras
 
 from tf_strategies import _keras_internal, option_checks
@@ -8,17 +10,13 @@ from tf_strategies.monitoring import training_monitor
 
 @option_checks.has_options
 class MonitorCallback(keras.callbacks.Callback):
-  """Measures where the time of each step goes, and which rank stalls it.
-
-  Every worker writes JSON lines with step time, examples per second, the shares
-  of communication and input, bytes sent and memory; the same for TensorBoard if it
-  is installed; and a timeline for Perfetto. The chief prints a line of progress at
-  intervals.
+  """Measures where the time of each step goes.
 
   Keras's progress bar shows `examples/s`, of all workers, and `communication`, the
   share of the time in which collectives were in progress: means of the epoch so far,
   where they are known. They are in the logs of batches that callbacks after this one
-  get, and not in the history.
+  get, and not in the history. With `timeline` every worker writes a timeline for
+  Perfetto.
 
   Use one for one `fit`. Create it before data sets are distributed (`fit` itself
   distributes a plain data set); otherwise the time that a step waits for its
@@ -28,67 +26,30 @@ class MonitorCallback(keras.callbacks.Callback):
   a call of several steps is measured; with parameter servers, the time in which
   the chief schedules a step. Not visible are communication inside the graph
   (strategies of one process, TensorFlow's collective runtime) and GPUs, whose
-  steps end when Keras reads their logs. `profile_steps` shows them.
+  steps end when Keras reads their logs. The profiler of Keras's TensorBoard
+  callback shows them.
 
   Example:
 
     >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     >>> model.compile('sgd', 'mse')
-    >>> monitor = MonitorCallback(global_batch_size=4, progress_seconds=0)
     >>> history = model.fit(keras.ops.ones([8, 3]), keras.ops.ones([8, 1]),
-    ...                     batch_size=4, verbose=0, callbacks=[monitor])
+    ...                     batch_size=4, verbose=0, callbacks=[MonitorCallback()])
 
   Args:
-    monitor: an existing `tfs.monitoring.TrainingMonitor`; None to create one.
-    log_dir: this and all others: as of `tfs.monitoring.MonitorOptions`.
+    timeline: as of `tfs.monitoring.TrainingMonitor`.
 
   Raises:
-    UnsupportedOptionError: an option out of range, or beside a monitor.
+    UnsupportedOptionError: `timeline` is no path of a local file.
   """
 
-  def __init__(
-    self,
-    monitor: training_monitor.TrainingMonitor | None = None,
-    *,
-    log_dir: str | None = None,
-    metrics_jsonl: str | None = None,
-    timeline: str | None = None,
-    profile_steps: tuple[int, int] | None = None,
-    metrics_every_steps: int = 1,
-    progress_seconds: float = 10.0,
-    global_batch_size: int | None = None,
-    timeline_events: int = 100_000,
-  ):
+  def __init__(self, timeline: str | os.PathLike | None = None):
     super().__init__()
-    options = training_monitor.MonitorOptions(
-      log_dir=log_dir,
-      metrics_jsonl=metrics_jsonl,
-      timeline=timeline,
-      profile_steps=profile_steps,
-      metrics_every_steps=metrics_every_steps,
-      progress_seconds=progress_seconds,
-      global_batch_size=global_batch_size,
-      timeline_events=timeline_events,
-    )
-    if monitor is not None:
-      option_checks.check_type(
-        'monitor',
-        monitor,
-        training_monitor.TrainingMonitor,
-        'a TrainingMonitor',
-        "write options instead: MonitorCallback(log_dir='logs')",
-      )
-      option_checks.check(
-        options == training_monitor.MonitorOptions(),
-        f'MonitorCallback(monitor) beside {options}',
-        'a monitor (which has its options) or options',
-        'leave out one of them',
-      )
-    self._monitor = monitor or training_monitor.TrainingMonitor(options)
+    self._monitor = training_monitor.TrainingMonitor(timeline)
     self._first = 0
 
   def on_train_begin(self, logs=None):
-    """Opens the files."""
+    """Starts the measurement."""
     optimizer = self.model.optimizer
     done = 0 if optimizer is None else int(optimizer.iterations.numpy())
     self._monitor.start(self.model.distribute_strategy, done)
@@ -110,7 +71,7 @@ class MonitorCallback(keras.callbacks.Callback):
     # All callbacks get one dictionary, and Keras's own are the last. Logs of epochs
     # are left alone: the history is the same in every run.
     if logs is not None:
-      logs.update(self._monitor.epoch_logs())
+      logs.update(self._monitor.logs())
 
   def on_train_end(self, logs=None):
     """Writes the rest."""

@@ -23,13 +23,12 @@ Example:
   >>> found = step_breakdown.break_down((0, 100), events)
   >>> found.nanoseconds()
   {'step': 100, 'input': 10, 'communication': 30, 'exposed_communication': 10, 'compute': 80}
-  >>> found.rows, found.all_rows, found.sent_by_kind
-  (4, 8, {'all_reduce': 64})
+  >>> found.all_rows
+  8
 """
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from tf_strategies.monitoring import recorder
 
@@ -53,8 +52,6 @@ class Breakdown:
     compute: the rest, as (name, interval).
     backward: from the first submitted bucket to the last, for each update.
     communication: when a collective was in progress, from its submission.
-    sent_by_kind: bytes that this worker sent, by kind of the collective.
-    rows: examples of this worker; None if its input was not visible.
     all_rows: examples of all workers; None if unknown.
   """
 
@@ -64,8 +61,6 @@ class Breakdown:
   compute: list[tuple[str, Interval]]
   backward: list[Interval]
   communication: list[Interval]
-  sent_by_kind: Mapping[str, int]
-  rows: int | None
   all_rows: int | None
 
   def nanoseconds(self) -> dict[str, int]:
@@ -103,10 +98,8 @@ def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
     for piece in subtract(interval, waits_for_input)
   ]
   collectives = [e for e in events if e.category == recorder.COMMUNICATION]
-  sent = collections.Counter()
-  for event in collectives:
-    sent[event.args.get('kind', '')] += event.args.get('sent', 0)
   batches = [e.args for e in events if e.category == recorder.INPUT]
+  rows = [b['all_rows'] for b in batches if b.get('all_rows') is not None]
   free = subtract(whole, [*waits_for_input, *wait])
   backward = _backward(collectives)
   return Breakdown(
@@ -116,9 +109,7 @@ def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
     _named(free, backward),
     backward,
     communication,
-    dict(sent),
-    _total(batches, 'rows'),
-    _total(batches, 'all_rows'),
+    sum(rows) if rows else None,
   )
 
 
@@ -144,11 +135,6 @@ def _named(free, backward):
   moments = [moment for interval in backward for moment in interval]
   pieces = cut(free, moments)
   return [(name(begin), (begin, end)) for begin, end in pieces]
-
-
-def _total(batches, key) -> int | None:
-  values = [b[key] for b in batches if b.get(key) is not None]
-  return sum(values) if values else None
 
 
 # Sets of time, as lists of intervals.

@@ -121,6 +121,23 @@ def build(
   }
 
 
+def path_of(path: str, rank: int, generation: int) -> str:
+  """Returns the file of a task: its rank is inserted into the name.
+
+  Example:
+
+    >>> path_of('run.json', rank=1, generation=1)
+    'run-1.json'
+    >>> path_of('run.{rank}.json', rank=1, generation=2)
+    'run.1-generation-2.json'
+  """
+  which = f'{rank}-generation-{generation}' if generation > 1 else f'{rank}'
+  if '{rank}' in path:
+    return path.replace('{rank}', which)
+  root, extension = os.path.splitext(path)
+  return f'{root}-{which}{extension}'
+
+
 def write(trace: dict[str, Any], path: str) -> None:
   """Writes a trace atomically."""
   os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
