@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import nccl, processes, virtual_devices
+from tests import nccl, processes, tiers, virtual_devices
 from tests.cross_device import fake_gpus, replicas
 from tf_strategies import _tf_internal, collectives, cross_device, errors
 from tf_strategies.collectives import cost_model
@@ -73,18 +73,10 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
   def test_link_decides(self):
     # Over NVLink few rounds are still worth more than few bytes.
     by_link = [
-      choose(5, 500_000, device_name).num_rounds
+      choose(5, 4_000_000, device_name).num_rounds
       for device_name in (CARD, 'NVIDIA H200')
     ]
     self.assertGreater(*by_link)
-
-  @parameterized.product(world_size=(2, 4, 8), num_bytes=(4, 10**9))
-  def test_parts_of_one_gpu_are_one_memory(self, world_size, num_bytes):
-    op = auto.AutoAllReduce()
-    with fake_gpus.machine(world_size):
-      schedule = op.schedule(gpus(world_size), num_bytes)
-      self.assertEqual(schedule.name, 'direct')
-      self.assertIsNone(op.split_above(gpus(world_size)))
 
   def test_one_gpu(self):
     schedule = choose(1, 10**6)
@@ -109,6 +101,118 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
     shared = executor.share_memory(['', virtual_devices.name(1)])
     self.assertEqual(shared, is_cpu)
     self.assertFalse(executor.share_memory(['', gpus(1)[0]]))
+
+
+class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
+  """Between parts of one GPU a copy costs 34 us, however small it is."""
+
+  def graph_of(self, op, world_size, shapes, dtypes=('float32',)):
+    """The graph of an all-reduce between parts of a GPU that is not there."""
+    devices = gpus(world_size)
+
+    @tf.function
+    def all_reduce(rows):
+      values = []
+      for row in rows:
+        components = []
+        for device, tensor in zip(devices, row, strict=True):
+          with tf.device(device):
+            components.append(tf.identity(tensor))
+        values.append(_tf_internal.PerReplica(components))
+      reduced = op.batch_reduce(replicas.SUM, [(v, v) for v in values])
+      return [value.values for value in reduced]
+
+    specs = [
+      [tf.TensorSpec(shape, dtype)] * world_size
+      for shape in shapes
+      for dtype in dtypes
+    ]
+    with fake_gpus.machine(world_size):
+      return all_reduce.get_concrete_function(specs).graph
+
+  def copies_into(self, graph):
+    """For each device the bytes of each tensor that it gets from another one."""
+    found = {}
+    for operation in graph.get_operations():
+      for tensor in operation.inputs:
+        if (
+          tensor.device != operation.device and tensor.op.type != 'Placeholder'
+        ):
+          # TensorFlow copies a tensor once to each device that uses it.
+          found.setdefault(operation.device, {})[tensor.ref()] = (
+            tensor.shape.num_elements() * tensor.dtype.size
+          )
+    found.pop('', None)  # What the function returns.
+    return {device: sorted(sizes.values()) for device, sizes in found.items()}
+
+  @parameterized.parameters(2, 4, 8)
+  def test_no_more_copies_than_tensorflow(self, world_size):
+    shapes = [[250_000]] * 25
+    ours, theirs = (
+      self.copies_into(self.graph_of(op, world_size, shapes))
+      for op in (
+        auto.AutoAllReduce(),
+        tf.distribute.HierarchicalCopyAllReduce(),
+      )
+    )
+    most, total = (
+      [count(map(len, found.values())) for found in (ours, theirs)]
+      for count in (max, sum)
+    )
+    self.assertLessEqual(*most)
+    self.assertLessEqual(*total)
+    self.assertEqual(total[0], 2 * (world_size - 1))
+    unpacked = self.copies_into(
+      self.graph_of(cross_device.ScheduledAllReduce('direct'), 2, shapes)
+    )
+    self.assertEqual(max(map(len, unpacked.values())), 25)
+
+  def test_large_tensors_are_not_packed(self):
+    sizes = [4_000_000, 40_000_000]
+    shapes = [[size // 4] for size in (sizes[0], sizes[1], 1000, sizes[1])]
+    found = self.copies_into(self.graph_of(auto.AutoAllReduce(), 2, shapes))
+    expected = [sizes[0] + 1000, sizes[1], sizes[1]]
+    self.assertEqual(found, dict.fromkeys(gpus(2), expected))
+    graph = self.graph_of(auto.AutoAllReduce(), 2, shapes[1:2])
+    self.assertNotIn('ConcatV2', [o.type for o in graph.get_operations()])
+
+  def test_each_dtype_has_packs_of_its_own(self):
+    graph = self.graph_of(
+      auto.AutoAllReduce(), 2, [[3], [2, 5]], ('float32', 'int64', 'float16')
+    )
+    expected = [13 * 2, 13 * 4, 13 * 8]
+    self.assertEqual(self.copies_into(graph), dict.fromkeys(gpus(2), expected))
+
+  def test_what_has_no_size_yet_travels_alone(self):
+    op = auto.AutoAllReduce()
+    graph = self.graph_of(op, 2, [[3], [None], [2]])
+    self.assertLen(
+      [o for o in graph.get_operations() if o.type == 'ConcatV2'], 2
+    )
+    self.assertEqual(op.last_plan.num_tensors, 2)
+
+  @tiers.product(
+    world_size=(2, tiers.full(3), 4), reduce_op=(replicas.SUM, replicas.MEAN)
+  )
+  def test_sums_are_exact(self, world_size, reduce_op):
+    """The packed plan, run on the devices of the test."""
+    devices = replicas.devices(world_size)
+    ranks = [
+      replicas.inputs(dtype, shape, world_size, reduce_op)
+      for dtype in replicas.DTYPES
+      for shape in ((3, 5), (0,), (), (7,))
+    ]
+    values = [replicas.on_devices(r, devices) for r in ranks]
+    op = auto.AutoAllReduce()
+    with (
+      mock.patch.object(links, 'name_of', return_value='one_gpu'),
+      mock.patch.object(executor, 'share_memory', return_value=False),
+    ):
+      results = op.batch_reduce(reduce_op, [(v, v) for v in values])
+    self.assertEqual(op.last_plan.algorithm, 'tree')
+    self.assertEqual(op.last_plan.num_tensors, len(replicas.DTYPES))
+    for rank, result in zip(ranks, results, strict=True):
+      replicas.assert_equal(result, replicas.exact(rank, reduce_op), devices)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tests.cross_device import fake_gpus, replicas
+from tests.cross_device import fake_gpus
 from tf_strategies.cross_device import links
 
 virtual_devices.configure()
@@ -75,21 +75,6 @@ class NameTest(tf.test.TestCase, parameterized.TestCase):
         found = links.topology(fake_gpus.names(3))
       self.assertEqual(found.world_size, 3)
       self.assertEqual(found.link(0, 2), links.LINKS[name])
-
-
-class OneMemoryTest(tf.test.TestCase):
-  def test_cpus_and_parts_of_one_gpu(self):
-    with fake_gpus.machine(2, 1):
-      self.assertTrue(links.are_one_memory(['CPU:0', 'CPU:1']))
-      self.assertTrue(links.are_one_memory(fake_gpus.names(2)))
-      self.assertFalse(links.are_one_memory(fake_gpus.names(3)))
-      self.assertFalse(links.are_one_memory(['GPU:0', 'CPU:0']))
-      self.assertFalse(links.are_one_memory(['GPU:8', 'GPU:9']))
-
-  def test_devices_of_this_machine(self):
-    devices = replicas.devices(4)
-    parts = set(links.owners(devices))
-    self.assertEqual(links.are_one_memory(devices), len(parts) == 1)
 
 
 if __name__ == '__main__':

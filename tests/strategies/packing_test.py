@@ -5,7 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tf_strategies.strategies.mirrored import packing
+from tf_strategies.cross_device import packing
 
 virtual_devices.configure()
 

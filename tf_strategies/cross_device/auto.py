@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, collectives
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import base, links
+from tf_strategies.cross_device import base, executor, links, packing
 
 # What NCCL adds up as `base` promises. In TensorFlow's op bfloat16 and other
 # integers are missing, and float16 may overflow before a mean is taken.
@@ -14,38 +14,32 @@ _NCCL_DTYPES = (tf.float32, tf.float64)
 class AutoAllReduce(base.ScheduledAllReduce):
   """Picks the all-reduce by device type and size.
 
-  * Devices of one memory, that is CPUs or the parts of one GPU:
-    `DirectAllReduce` by whole tensors, which cuts and joins nothing.
-  * Other devices: the cheapest of `cost_model.CANDIDATES` by the alpha-beta
-    model, for the bytes of the call and the link between the devices. Tensors are
-    cut so that the busiest link carries 2(N-1)/N of them.
+  * CPUs: 'direct' by whole tensors, which cuts and joins nothing.
+  * Parts of one GPU, where each copy has the same latency: a tree, which copies
+    least often, over small tensors packed together.
   * float32 and float64 on physical GPUs, in a graph: TensorFlow's
     `tf.distribute.NcclAllReduce`, which is ahead of any ring of copies. NCCL
-    refuses virtual GPUs; those get the schedules above.
+    refuses virtual GPUs.
+  * All other devices: the cheapest of `cost_model.CANDIDATES` by the alpha-beta
+    model, for the bytes of the call and the link between the devices. Tensors are
+    cut so that the busiest link carries 2(N-1)/N of them.
 
   One GPU has run this op, split into parts and, by NCCL, as one device. The choice
-  between several GPUs was checked on CPUs. No figure of a link was measured
-  (`links.LINKS`).
+  between several GPUs was checked on CPUs.
   """
-
-  _cuts_shared_memory = False
 
   def __init__(self) -> None:
     super().__init__('direct')
     self._nccl = tf.distribute.NcclAllReduce()
 
   def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """Direct within one memory; elsewhere the cheapest by the cost model."""
+    """Direct between CPUs, a tree in one GPU, or the cheapest by the cost model."""
     world_size = len(devices)
-    if world_size == 1 or links.are_one_memory(devices):
+    if world_size == 1 or executor.share_memory(devices):
       return collectives.direct_all_reduce(world_size)
+    if links.name_of(devices) == 'one_gpu':
+      return collectives.tree_all_reduce(world_size)
     return collectives.choose(num_bytes, links.topology(devices))
-
-  def split_above(self, devices) -> float | None:
-    """See base class; within one memory nothing is cut."""
-    if links.are_one_memory(devices):
-      return None
-    return super().split_above(devices)
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     by_dtype = {}
@@ -61,7 +55,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
     rest = [i for i in range(len(values)) if i not in results]
     if rest:
       own = [values[i] for i in rest]
-      reduced = super()._reduce_everywhere(reduce_op, own, devices)
+      reduced = self._reduce_by_schedule(reduce_op, own, devices)
       results.update(zip(rest, reduced, strict=True))
     return [results[i] for i in range(len(values))]
 
@@ -78,6 +72,40 @@ class AutoAllReduce(base.ScheduledAllReduce):
     return self._nccl.batch_reduce_implementation(
       reduce_op, [(v, v) for v in placed], None
     )
+
+  def _reduce_by_schedule(self, reduce_op, values, devices):
+    """Reduces values, between parts of one GPU with the small ones packed."""
+    reduce = super()._reduce_everywhere
+    if len(devices) == 1 or links.name_of(devices) != 'one_gpu':
+      return reduce(reduce_op, values, devices)
+    base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
+    alone_bytes, bucket_bytes = links.packed_bytes(len(devices))
+    # Replicas that know different shapes must pack the same tensors.
+    small = [
+      i
+      for i, value in enumerate(values)
+      if all(t.shape.is_fully_defined() for t in value.values)
+      and base.bytes_of(value.values[0]) < alone_bytes
+    ]
+    packed = []
+    for rank, device in enumerate(devices):
+      with tf.device(device):
+        tensors = [values[i].values[rank] for i in small]
+        packed.append(packing.pack(tensors, bucket_bytes, alone_bytes))
+    buckets = zip(*(p.buckets for p in packed), strict=True)
+    large = [i for i in range(len(values)) if i not in small]
+    given = [values[i] for i in large]
+    given += map(_tf_internal.PerReplica, buckets)
+    reduced = reduce(reduce_op, given, devices)
+    columns = []
+    for rank, device in enumerate(devices):
+      with tf.device(device):
+        sums = [v.values[rank] for v in reduced[len(large) :]]
+        columns.append(packed[rank].unpack(sums))
+    results = dict(zip(large, reduced, strict=False))
+    for i, row in zip(small, zip(*columns, strict=True), strict=True):
+      results[i] = base.mirrored(row)
+    return [results[i] for i in range(len(values))]
 
 
 def _placed(value, devices):

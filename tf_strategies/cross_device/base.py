@@ -222,7 +222,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     else:
       results = compressed.execute(schedule, *how, self._codec.name)
     return [
-      _wrap([results[r][i] for r in range(len(devices))], always=True)
+      mirrored([results[r][i] for r in range(len(devices))])
       for i in range(len(values))
     ]
 
@@ -327,12 +327,15 @@ def _on_each(devices, make):
   return values
 
 
-def _wrap(values, always=False):
+def _wrap(values):
   """One value as it is, several as a `Mirrored`."""
-  if len(values) == 1 and not always:
-    return values[0]
+  return values[0] if len(values) == 1 else mirrored(values)
+
+
+def mirrored(values):
+  """A `Mirrored` of one value for each device."""
   return _tf_internal.regroup(
-    tuple(values), wrap_class=_tf_internal.Mirrored, always_wrap=always
+    tuple(values), wrap_class=_tf_internal.Mirrored, always_wrap=True
   )
 
 

@@ -6,23 +6,21 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_strategies import collectives
-from tf_strategies.cross_device import executor
 
-# What one copy costs, by what it goes over. Only the ratio of the two numbers
-# matters: it is the size at which a choice changes from latency to bandwidth.
-# NONE WAS MEASURED BY THIS PROJECT: these are bandwidths of data sheets, and 10 us to
-# start a copy. On a machine with GPUs
+# What one copy costs, with what TensorFlow's runtime adds to it. One H100 was
+# measured; on another machine with GPUs
 #
 #   python -m benchmarks.gpu --parts=links
 #
 # prints the lines to put here, and how far from the best the choices are.
 LINKS = {
-  # Within one GPU: its memory, read and written (H100: 3.35 TB/s).
-  'one_gpu': collectives.Link(10e-6, 1 / 1.5e12),
-  # NVLink 4, one way: 450 GB/s.
-  'nvlink': collectives.Link(10e-6, 1 / 450e9),
-  # PCIe 3 x16.
-  'pcie': collectives.Link(10e-6, 1 / 12e9),
+  # Measured between two parts of the H100. The parts share its memory.
+  'one_gpu': collectives.Link(34e-6, 1.1e-12),
+  # Measured between the H100 and its host.
+  'pcie': collectives.Link(31e-6, 2.2e-11),
+  # NOT MEASURED: the bandwidth is from the data sheet of NVLink 4 (450 GB/s one
+  # way), the latency that of PCIe.
+  'nvlink': collectives.Link(31e-6, 1 / 450e9),
 }
 # TensorFlow does not say what links GPUs. These names are of modules, which are
 # made for NVLink; the same chip on a card has 'PCIe' in its name.
@@ -63,15 +61,22 @@ def nccl_is_usable(devices: Sequence[str]) -> bool:
   return all(logical.count(owner) == 1 for owner in owners(devices))
 
 
-def are_one_memory(devices: Sequence[str]) -> bool:
-  """Whether all devices are CPUs, or parts of one GPU.
+def packed_bytes(num_devices: int) -> tuple[int, int]:
+  """Returns the least size of a tensor that parts of a GPU do not pack, and a pack's.
 
-  Then it counts how much is copied altogether, not how much over which link.
+  A tree copies a tensor 2(N-1) times, which costs each of N devices 2(N-1)/N
+  latencies. In a pack the tensor is copied twice more on each device, and the
+  devices share one memory: 2N times its bytes. A pack as large as the second
+  number takes half of its time to start.
+
+  Example:
+
+    >>> [size // 10**6 for size in packed_bytes(2)]
+    [7, 30]
   """
-  found = set(owners(devices))
-  return executor.share_memory(devices) or (
-    len(found) == 1 and None not in found
-  )
+  link = LINKS['one_gpu']
+  bucket = link.alpha_seconds / link.beta_seconds_per_byte
+  return int(bucket * (num_devices - 1) / num_devices**2), int(bucket)
 
 
 def name_of(devices: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from tests import virtual_devices
-from tf_strategies.strategies.mirrored import packing
+from tf_strategies.cross_device import packing
 
 virtual_devices.configure()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
+from tf_strategies.cross_device import packing
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import emit, pieces
-from tf_strategies.strategies.mirrored import packing
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM

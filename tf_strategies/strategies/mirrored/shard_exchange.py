@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
+from tf_strategies.cross_device import packing
 from tf_strategies.spmd import emit
 from tf_strategies.spmd.site import Site
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies.mirrored import fixed_point_ops, packing
+from tf_strategies.strategies.mirrored import fixed_point_ops
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from tf_strategies import process_group
 from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.cross_device import packing
 from tf_strategies.process_group import buffers
-from tf_strategies.strategies.mirrored import packing
 
 
 class Request(NamedTuple):

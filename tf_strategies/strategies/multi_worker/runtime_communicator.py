@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.cross_device import statistics
+from tf_strategies.cross_device import packing, statistics
 from tf_strategies.strategies import communicator
-from tf_strategies.strategies.mirrored import packing
 from tf_strategies.strategies.multi_worker import options as options_lib
 
 # Where the options set no limit.
