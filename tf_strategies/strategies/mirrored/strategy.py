@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -27,7 +28,7 @@ class ExactStrategy:
     """Number of replicas; one in a model's step, which has the whole batch."""
     return 1 if whole_batch.is_active() else super().num_replicas_in_sync
 
-  def scope(self):
+  def scope(self) -> contextlib.AbstractContextManager:
     """See base class."""
     scope_checks.note_entered(self)
     return super().scope()

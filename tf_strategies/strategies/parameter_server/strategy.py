@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -198,7 +199,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
 
-  def scope(self):
+  def scope(self) -> contextlib.AbstractContextManager:
     """See base class."""
     scope_checks.note_entered(self)
     return super().scope()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -92,7 +93,7 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     if self._schedule is not None:
       implementation.all_reduce = permute.PermutingAllReduce(self._schedule)
 
-  def scope(self):
+  def scope(self) -> contextlib.AbstractContextManager:
     """See base class."""
     scope_checks.note_entered(self)
     return super().scope()
