@@ -53,6 +53,7 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   is_for_model,
   is_keras_own,
   is_skipped,
+  num_steps,
   results_of,
   step_of,
   swap_train_function,

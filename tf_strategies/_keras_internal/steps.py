@@ -127,11 +127,11 @@ def change(owner: Any, signature: str, how: Callable, why: str) -> None:
 
 
 class _Making(threading.local):
-  """Which step the calling thread makes Keras's function of, or whether its data."""
+  """Which step the calling thread makes Keras's function of, or which data."""
 
   kind: str | None = None
   compiles: bool = False
-  data: bool = False
+  data: trainer.TFEpochIterator | None = None
 
 
 _making = _Making()
@@ -289,7 +289,7 @@ def _count_distributed(init):
 
   @functools.wraps(init)
   def count_distributed(self, distribute_strategy=None, *args, **kwargs):
-    before, _making.data = _making.data, True
+    before, _making.data = _making.data, self
     try:
       init(self, distribute_strategy, *args, **kwargs)
     finally:
@@ -345,7 +345,21 @@ change(
 
 def is_for_model() -> bool:
   """Whether Keras distributes a data set for a model's steps, not a user's."""
-  return _making.data
+  return _making.data is not None
+
+
+def num_steps(are_common: bool) -> int | None:
+  """Returns how many steps a model takes from the data that Keras distributes.
+
+  Nobody knows, which is None, if the data end when they end.
+
+  Args:
+    are_common: whether all workers have the same data, so that their length counts.
+  """
+  steps = getattr(_making.data, 'steps_per_epoch', None)
+  if are_common:
+    steps = getattr(_making.data, 'num_batches', None)
+  return None if steps is None else int(steps)
 
 
 def element_spec_of_fit(
@@ -493,8 +507,15 @@ change(
 )
 
 
-def before_callbacks(replace: Callable[[keras.Model, list], list]) -> None:
-  """Has `fit` call `replace(model, callbacks)` before callbacks get the model."""
+def before_callbacks(
+  replace: Callable[[keras.Model, list, dict[str, Any]], list],
+) -> None:
+  """Has `fit` call a function before callbacks get the model.
+
+  Args:
+    replace: returns the callbacks to use. It gets the model, the callbacks, and how
+      long `fit` trains and when it validates, by the names of its arguments.
+  """
 
   fit = inspect.unwrap(trainer.TensorFlowTrainer.fit).__code__
 
@@ -505,7 +526,8 @@ def before_callbacks(replace: Callable[[keras.Model, list], list]) -> None:
       # may be one worker's.
       made_by = sys._getframe(1).f_back
       if made_by is not None and made_by.f_code is fit:
-        self.callbacks = replace(model, self.callbacks)
+        length = _length_of_fit(made_by.f_locals)
+        self.callbacks = replace(model, self.callbacks, length)
       return set_model(self, model)
 
     return set_replaced
@@ -516,6 +538,24 @@ def before_callbacks(replace: Callable[[keras.Model, list], list]) -> None:
     set_first,
     'files that callbacks write are written once',
   )
+
+
+_LENGTH = ('epochs', 'initial_epoch', 'validation_steps', 'validation_freq')
+_requirements.mention(
+  trainer.TensorFlowTrainer.fit,
+  ['epoch_iterator', 'validation_data', *_LENGTH],
+  'all workers train equally long',
+)
+
+
+def _length_of_fit(variables: dict[str, Any]) -> dict[str, Any]:
+  """Returns how long `fit`, of so many variables, trains and when it validates."""
+  batches = variables['epoch_iterator'].num_batches
+  return {
+    'steps_per_epoch (or the number of batches)': batches,
+    'validation_data (given or not)': variables['validation_data'] is not None,
+    **{name: variables[name] for name in _LENGTH},
+  }
 
 
 def is_keras_own(model, name: str) -> bool:

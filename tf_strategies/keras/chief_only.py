@@ -223,7 +223,7 @@ def path_of(callback: keras.callbacks.Callback) -> str | None:
   return None
 
 
-def _share_files(model, callbacks):
+def _share_files(model, callbacks, length):
   """Returns the callbacks of `fit`, of which the chief alone writes common files.
 
   Workers with other callbacks or other paths keep theirs: the program has said
@@ -231,22 +231,29 @@ def _share_files(model, callbacks):
   worker has to load. Elastic jobs have callbacks of their own.
 
   Raises:
-    CollectiveMismatchError: workers would train with other learning rates.
+    CollectiveMismatchError: workers would train with other learning rates, or
+      longer than others.
   """
   extended = model.distribute_strategy.extended
   link = workers_lib.link_of(model.distribute_strategy)
   if link is None or hasattr(link, 'is_member') or link.world_size == 1:
     return callbacks
+  same = {
+    'the learning rate of the optimizer': _rate_of(model),
+    'run_eagerly': model.run_eagerly,
+    'steps_per_execution': model.steps_per_execution,
+    **length,
+  }
   written = [(type(c).__name__, path_of(c)) for c in callbacks]
   files = [each for each in written if each[1] is not None]
-  mine = json.dumps([_rate_of(model), files]).encode()
-  said = [json.loads(answer) for answer in link.exchange('callbacks', mine)]
-  rates = [json.dumps(rate) for rate, _ in said]
-  if len(set(rates)) > 1:
-    told = ', '.join(f'rank {r} has {rate}' for r, rate in enumerate(rates))
-    raise errors.CollectiveMismatchError(
-      f'the learning rate of the optimizer is not the same on all workers: {told}. '
-      'Fix: set it on every worker, before fit begins.'
+  # A number of NumPy is no other number.
+  mine = json.dumps([same, files], default=lambda number: number.item())
+  said = [json.loads(a) for a in link.exchange('callbacks', mine.encode())]
+  for what in same:
+    link.check_same(
+      [json.dumps(values[what]).encode() for values, _ in said],
+      what,
+      'call fit with the same settings and the whole data on every worker',
     )
   if any(files != said[0][1] for _, files in said):
     return callbacks

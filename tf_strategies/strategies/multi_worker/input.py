@@ -116,7 +116,7 @@ class WorkerInput:
 
   def _checked(self, dataset, take, finish) -> tf.data.Dataset:
     """What `take` and, behind a comparison of workers, `finish` make of batches."""
-    check = self._make_check()
+    check = self._make_check(_keras_internal.num_steps(are_common=True))
 
     def number(index, batch):
       taken = take(batch)
@@ -159,8 +159,11 @@ class WorkerInput:
     local = host_input.split(batch, self._num_replicas, parts)
     return local, tf.gather(sizes, by_replica)
 
-  def _make_check(self):
-    """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ..."""
+  def _make_check(self, steps):
+    """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ...
+
+    It also compares the number of steps for which they are.
+    """
     dataset_id = next(self._datasets)
     iterator = -1
 
@@ -171,7 +174,11 @@ class WorkerInput:
       tag = f'batch/{dataset_id}/{iterator}/{index}'
       with _graph_errors.typed():
         _check_same(
-          self._communicator, tag, f'batch {index} of a data set', fingerprint
+          self._communicator,
+          tag,
+          f'batch {index} of a data set',
+          fingerprint,
+          steps=steps,
         )
       return np.int64(0)
 
@@ -214,6 +221,7 @@ class WorkerInput:
     Goes on until all workers have run out.
     """
     nothing = _without_rows(dataset.element_spec)
+    steps = _keras_internal.num_steps(are_common=False)
     dataset_id = next(self._datasets)
     iterators = itertools.count()
 
@@ -222,12 +230,12 @@ class WorkerInput:
 
     def share_rows(iterator, index, has_data, rows):
       tag = f'rows/{dataset_id}/{iterator}/{index}'
-      mine = [bool(has_data), rows.tolist()]
+      mine = json.dumps([bool(has_data), rows.tolist(), steps])
       with _graph_errors.typed():
-        answers = self._communicator.exchange(tag, json.dumps(mine).encode())
-      everyone = [json.loads(answer) for answer in answers]
-      all_rows = [n for _, rows in everyone for n in rows]
-      return np.bool_(any(has for has, _ in everyone)), np.int32(all_rows)
+        answers = self._communicator.exchange(tag, mine.encode())
+        have, counts, limits = zip(*map(json.loads, answers), strict=True)
+        _check_steps(self._communicator, limits)
+      return np.bool_(any(have)), np.int32(list(itertools.chain(*counts)))
 
     def agree(iterator):
       def step(index, element):
@@ -292,9 +300,10 @@ def check_same_batch(
 
 
 def _check_same(
-  communicator, tag: str, what: str, fingerprint, fix: str = ''
+  communicator, tag: str, what: str, fingerprint, fix: str = '', steps=None
 ) -> None:
-  answers = communicator.exchange(tag, str(fingerprint).encode())
+  mine = json.dumps([int(fingerprint), steps])
+  answers = communicator.exchange(tag, mine.encode())
   if len(set(answers)) == 1:
     return
   # All workers see it, so that they can tell each other more.
@@ -306,8 +315,24 @@ def _check_same(
     'the method of a model that is running',
     'call the same methods on all workers, outside of any `if` on the rank',
   )
+  fingerprints, limits = zip(*map(json.loads, answers), strict=True)
+  _check_steps(communicator, limits)
   advice = _WHOLE_DATA if len(set(seeds)) == 1 else _SAME_SEED
-  communicator.check_same(answers, what, fix or f'{advice}. {_OWN_DATA}')
+  communicator.check_same(
+    [str(each).encode() for each in fingerprints],
+    what,
+    fix or f'{advice}. {_OWN_DATA}',
+  )
+
+
+def _check_steps(communicator, limits) -> None:
+  """Raises CollectiveMismatchError unless all workers take as many steps."""
+  communicator.check_same(
+    [str(steps).encode() for steps in limits],
+    'the number of steps (steps, steps_per_epoch or validation_steps, or the '
+    'number of batches)',
+    'pass the same number, or data of the same length, on all workers',
+  )
 
 
 def _policy_of(dataset):

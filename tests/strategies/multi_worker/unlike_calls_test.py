@@ -1,0 +1,48 @@
+"""Workers that would train unequally long are told so when their call begins."""
+
+import pytest
+from absl.testing import absltest, parameterized
+
+from tests import processes, tiers
+from tests.strategies.multi_worker import unlike_calls
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+
+# The end of the name of what differs, and what the ranks have.
+_TOLD = {
+  'epochs': ('epochs', 2, 3),
+  'initial_epoch': ('initial_epoch', 0, 1),
+  'steps_per_epoch': ('steps_per_epoch (or the number of batches)', 4, 6),
+  'rows': ('steps_per_epoch (or the number of batches)', 8, 6),
+  'own_data': ('steps_per_epoch (or the number of batches)', 2, 3),
+  'validation_steps': ('validation_steps', 1, 3),
+  'validation_freq': ('validation_freq', 1, 2),
+  'validation_data': ('validation_data (given or not)', 'false', 'true'),
+  'validation_rows': ('or the number of batches)', 8, 4),
+  'run_eagerly': ('run_eagerly', 'false', 'true'),
+  'evaluate': ('or the number of batches)', 1, 3),
+  'own_data_of_evaluate': ('or the number of batches)', 1, 3),
+  'predict': ('or the number of batches)', 1, 3),
+  'predict_rows': ('or the number of batches)', 8, 6),
+}
+
+
+class UnlikeCallsTest(parameterized.TestCase):
+  @tiers.parameters('multi_worker_ring', tiers.full('multi_worker_collective'))
+  def test_every_worker_is_told_at_once(self, kind):
+    results = processes.run_workers(
+      unlike_calls.call_all, 2, args=(kind, tuple(_TOLD)), deadline=240
+    )
+    for name, (what, first, second) in _TOLD.items():
+      for told, seconds in (result[name] for result in results):
+        with self.subTest(name):
+          self.assertIn(
+            f'{what} is not the same on all workers: rank 0 has {first}, rank 1 has '
+            f'{second}. Fix: ',
+            told,
+          )
+          self.assertLess(seconds, 30)
+
+
+if __name__ == '__main__':
+  absltest.main()
