@@ -250,17 +250,22 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     for a, b in zip(weights, whole, strict=True):
       np.testing.assert_array_equal(a, b)
 
-  @tiers.parameters('shuffled', tiers.full('computed'), tiers.full('arrays'))
-  def test_coordinator_that_finds_other_data(self, kind):
+  @tiers.parameters(
+    # What differs where the numbers do, and where there are more rows.
+    ('stream', 'arrays', 'arrays'),
+    tiers.full('stream_computed', 'first batch', 'steps of an epoch'),
+    tiers.full('split', 'arrays', 'arrays'),
+    tiers.full('shuffled', 'arrays', 'arrays'),
+    tiers.full('computed', 'first batch', 'steps of an epoch'),
+    tiers.full('arrays', 'arrays', 'arrays'),
+  )
+  def test_coordinator_that_finds_other_data(self, kind, numbers, more):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       steps, _ = job.run(
         programs.train_on, (kind, 1.0, 32, 2, self.checkpoints)
       )
       self.assertEqual(steps, 8)
-      for scale, rows, difference in (
-        (2.0, 32, 'first batch' if kind == 'computed' else 'arrays'),
-        (1.0, 40, 'arrays' if kind == 'arrays' else 'number of batches was'),
-      ):
+      for scale, rows, difference in ((2.0, 32, numbers), (1.0, 40, more)):
         job.start_chief(
           programs.train_on, (kind, scale, rows, 3, self.checkpoints)
         )
@@ -279,6 +284,16 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       )
       self.assertEqual(steps, 0)
       self.assertIn('This run has finished', ' '.join(logged))
+
+  @pytest.mark.full
+  def test_coordinator_that_shuffles_otherwise(self):
+    """An order that each process draws anew tells nothing."""
+    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
+      for epochs in (1, 2):
+        steps, _ = job.run(
+          programs.train_on, ('unseeded', 1.0, 32, epochs, self.checkpoints)
+        )
+        self.assertEqual(steps, 4)
 
   def test_newer_coordinator_takes_the_servers(self):
     """The older one ends with an error that names it; it goes on."""

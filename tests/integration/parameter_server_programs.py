@@ -1,6 +1,7 @@
 """What the chief of a parameter server job does while tests kill its tasks."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -192,7 +193,8 @@ def train_on(
   import tf_strategies as tfs
 
   logged = _record_log()
-  keras.utils.set_random_seed(3)
+  if kind != 'unseeded':
+    keras.utils.set_random_seed(3)
   strategy = tfs.ParameterServerStrategy(checkpoint_dir=directory)
   with strategy.scope():
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
@@ -200,15 +202,36 @@ def train_on(
   x = np.arange(rows * 3, dtype=np.float32).reshape(-1, 3) / 100 * scale
   if kind == 'shuffled':
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(rows)
-  elif kind == 'computed':
-    data = tf.data.Dataset.range(rows).map(
+  elif kind in ('computed', 'stream_computed', 'unseeded'):
+    data = tf.data.Dataset.range(rows)
+    if kind == 'unseeded':
+      data = data.shuffle(rows)
+    data = data.map(
       lambda i: (tf.fill([3], tf.cast(i, tf.float32) * scale), [0.0])
     )
-  data = data.batch(8) if kind != 'arrays' else x
+  data = data.batch(8) if kind not in ('arrays', 'stream', 'split') else x
+  if kind == 'stream_computed':
+    data = data.repeat(epochs)
+  elif kind in ('stream', 'split'):
+    make = functools.partial(
+      tfs.data.make_dataset,
+      (x, x[:, :1]),
+      tfs.data.PipelineOptions(global_batch_size=8, seed=1),
+      training=True,
+      epochs=epochs if kind == 'stream' else 1,
+    )
+    data = (
+      make()
+      if kind == 'stream'
+      else strategy.distribute_datasets_from_function(
+        lambda context: make(input_context=context)
+      )
+    )
   model.fit(
     data,
     x[:, :1] if kind == 'arrays' else None,
     batch_size=8 if kind == 'arrays' else None,
+    steps_per_epoch=rows // 8 if 'stream' in kind else None,
     epochs=epochs,
     verbose=0,
     callbacks=[tfs.ResumeFit(strategy)],

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import re
 from collections.abc import Callable, Collection
 
 import tensorflow as tf
@@ -21,9 +22,10 @@ eager_context = load(
 )
 
 
-_requirements.method(
-  tf.data.Dataset, '_inputs()', 'compares the data of a restarted run'
-)
+for _method in ('_inputs()', '_functions()'):
+  _requirements.method(
+    tf.data.Dataset, _method, 'compares the data of a restarted run'
+  )
 _list_devices = load(
   'pywrap_tfe.TFE_ContextListDevices', 'tells tasks from those before them'
 )
@@ -53,24 +55,58 @@ def is_reachable(dataset: tf.data.Dataset) -> bool:
 
 
 def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
-  """Returns the numbers that the sources of a data set were made of."""
+  """Returns the numbers that a data set was made of, or that its functions use."""
   found = list(getattr(dataset, '_tensors', ()))
+  for function in dataset._functions():
+    found += function.function.captured_inputs
   for each in dataset._inputs():
     found += arrays_of(each)
   return [t for t in found if t.dtype.is_floating or t.dtype.is_integer]
 
 
-def is_repeatable(dataset: tf.data.Dataset) -> bool:
-  """Returns whether a data set has no random state, so that it repeats itself."""
+def is_repeatable(dataset: tf.data.Dataset, again: bool = False) -> bool:
+  """Returns whether a data set begins with the same batch in each process.
+
+  Args:
+    dataset: is not read.
+    again: whether a second iterator of this process must begin with it too. A
+      shuffle that was opened goes on to its next order.
+  """
   try:
-    tf.raw_ops.DatasetToGraphV2(
+    text = tf.raw_ops.DatasetToGraphV2(
       input_dataset=tf.data.experimental.to_variant(dataset),
       external_state_policy=tf.data.experimental.ExternalStatePolicy.FAIL.value,
       strip_device_assignment=True,
     )
   except tf.errors.OpError:
     return False
-  return True
+  graph = tf.compat.v1.GraphDef.FromString(text.numpy())
+  if again and any(map(_is_random, graph.node)):
+    return False
+  functions = (each.node_def for each in graph.library.function)
+  return not any(map(_has_no_seed, (graph.node, *functions)))
+
+
+def _is_random(node) -> bool:
+  return re.match('(Shuffle|Random).*Dataset', node.op) is not None
+
+
+def _has_no_seed(nodes) -> bool:
+  """Returns whether a node takes two seeds that are zero: it draws others."""
+  by_name = {node.name: node for node in nodes}
+  for node in filter(_is_random, nodes):
+    first = 0 if node.op.startswith('Random') else 2
+    seeds = [
+      by_name.get(n.split(':')[0]) for n in node.input[first : first + 2]
+    ]
+    if all(
+      seed is not None
+      and seed.op == 'Const'
+      and not tf.make_ndarray(seed.attr['value'].tensor).any()
+      for seed in seeds
+    ):
+      return True
+  return False
 
 
 def connect_again(

@@ -77,10 +77,10 @@ class ResumeFit(keras.callbacks.Callback):
       if not self.model.optimizer.built:
         self.model.optimizer.build(self.model.trainable_variables)
     position = self._strategy.recovery.restore(model_state.state_of(self.model))
-    self._strategy.recovery.expect_data()
+    steps_per_epoch = self.params.get('steps')
+    self._strategy.recovery.expect_data(steps=steps_per_epoch)
     if position is None:
       return
-    steps_per_epoch = self.params.get('steps')
     if position.step == steps_per_epoch:  # It was written at the very end.
       position = Position(position.epoch + 1, 0, position.splits)
     # As Keras's own BackupAndRestore does.

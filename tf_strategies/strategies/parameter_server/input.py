@@ -31,8 +31,9 @@ _PREFETCH = 2
 # Where a restarted run continues in its data, and the steps of its epochs; None
 # if an epoch is one pass.
 Resumed = tuple[position_lib.Position, int | None]
-# Gets a function that describes a data set, when it is opened.
-NoteData = Callable[[Callable[[], dict[str, Any]]], None]
+# Gets a function that describes a data set, whose epochs have so many steps, when
+# it is opened.
+NoteData = Callable[[Callable[[int | None], dict[str, Any]]], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -170,11 +171,17 @@ class WorkerDataset(_Dataset):
         return
       yield step
 
-  def _describe(self) -> dict[str, Any]:
+  def _describe(self, steps: int | None) -> dict[str, Any]:
+    arrays = []
+    with tf.device('/device:CPU:0'):
+      for index in range(self.num_splits):
+        arrays += cluster.arrays_of(self._make(index))
+    # Another number of workers may leave out other rows.
+    each = f'of each of {self.num_splits} workers'
     return {
       'element spec': str(self.element_spec),
-      # Another number of workers may leave out other rows.
-      f'batches for each of {self.num_splits} workers': str(self.sizes),
+      f'steps of an epoch {each}': steps,
+      f'arrays {each}': communicator.fingerprint(map(np.asarray, arrays)),
     }
 
   def map(self, function: Callable[..., Any]) -> WorkerDataset:
@@ -387,17 +394,20 @@ class FedDataset(_Dataset):
       batches = start.iterate(self.dataset, steps_per_epoch)
     first: list[Any] = []
 
-    def describe():
+    def describe(steps):
       found = {
         'element spec': str(self.element_spec),
-        'number of batches': self.cardinality(),
+        'steps of an epoch': steps,
       }
       arrays = cluster.arrays_of(self.dataset)
       if arrays:
         found['arrays'] = communicator.fingerprint(map(np.asarray, arrays))
-      elif not skipped and cluster.is_repeatable(self.dataset):
-        first.extend(itertools.islice(batches, 1))
-        flat = tf.nest.flatten(first, expand_composites=True)
+      elif cluster.is_repeatable(self.dataset, again=bool(skipped)):
+        begun = iter(self.dataset) if skipped else batches
+        batch = list(itertools.islice(begun, 1))
+        if not skipped:
+          first.extend(batch)
+        flat = tf.nest.flatten(batch, expand_composites=True)
         found['first batch'] = communicator.fingerprint(map(np.asarray, flat))
       return found
 

@@ -81,6 +81,7 @@ class Recovery:
     # The checkpoint with whose data those of this run are to be compared.
     self._restored: checkpointer.Checkpoint | None = None
     self._expects_data = False
+    self._steps_of_epoch: int | None = None
     self._is_tracking = False
     self._is_guarding = False
     # Whether it restores what an earlier run has saved.
@@ -149,15 +150,23 @@ class Recovery:
     taken, self._resumed = self._resumed, None
     return taken
 
-  def expect_data(self, is_expected: bool = True) -> None:
-    """Says whether the next data set that is read is the one that `fit` trains on."""
-    self._expects_data = is_expected
+  def expect_data(
+    self, is_expected: bool = True, steps: int | None = None
+  ) -> None:
+    """Says whether the next data set that is read is the one that `fit` trains on.
 
-  def note_data(self, describe: Callable[[], dict[str, Any]]) -> None:
+    Args:
+      is_expected: whether it is.
+      steps: of an epoch; None if unknown.
+    """
+    self._expects_data, self._steps_of_epoch = is_expected, steps
+
+  def note_data(self, describe: Callable[[int | None], dict[str, Any]]) -> None:
     """Compares the data that `fit` trains on with the data before a restart.
 
     Args:
-      describe: returns values of JSON by name; called for these data alone.
+      describe: takes the steps of an epoch, returns values of JSON by name; called
+        for these data alone.
 
     Raises:
       CheckpointMismatchError: they are other data.
@@ -165,7 +174,8 @@ class Recovery:
     if not (self.is_enabled and self._expects_data):
       return
     self._expects_data = False
-    found = {f'data: {name}': value for name, value in describe().items()}
+    described = describe(self._steps_of_epoch)
+    found = {f'data: {name}': value for name, value in described.items()}
     self._description |= found
     restored, self._restored = self._restored, None
     if restored is not None:
