@@ -18,7 +18,6 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers, processes, tiers
-from tf_strategies import _keras_internal
 from tf_strategies.strategies.parameter_server import microbatch, variables
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
@@ -26,7 +25,6 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
 optimizers = keras.optimizers
 LossScale = optimizers.LossScaleOptimizer
 LazyRows = tfs.keras.LazyRows
-LocalSteps = tfs.keras.LocalSteps
 partitioners = tf.distribute.experimental.partitioners
 
 _TOLERANCE = 1e-6
@@ -74,18 +72,13 @@ _OPTIMIZERS = {
   ),
   'by_kind': _by_kind,
 }
-# Workers, mode, and whether workers meet in each step (`LocalSteps`).
+# Workers and mode.
 _WHERE = {
-  'async': (1, 'async', False),
-  'bounded': (1, 'bounded', False),
-  'sync': (1, 'sync', False),
-  'sync_of_two': (2, 'sync', False),
-  'apart_async': (1, 'async', True),
-  'apart_sync': (1, 'sync', True),
-  'apart_of_two': (2, 'sync', True),
+  'async': (1, 'async'),
+  'bounded': (1, 'bounded'),
+  'sync': (1, 'sync'),
+  'sync_of_two': (2, 'sync'),
 }
-# What has a state makes of it another one on each of several workers that train apart.
-_WITHOUT_STATE = ('sgd',)
 
 
 class Case(NamedTuple):
@@ -114,14 +107,12 @@ _CASES = [
   for parts in (1, 2)
   for where in _WHERE
   for optimizer in _OPTIMIZERS
-  if where != 'apart_of_two' or optimizer in _WITHOUT_STATE
 ]
 # Each fails by itself if a mechanism does: rows one by one, lazily, in a branch, of a
-# part, clipped; meetings.
+# part, clipped.
 _FEW = [
   Case('adagrad', 'sync_of_two', 2),
   Case('lazy_momentum', 'sync_of_two', 2),
-  Case('sgd', 'apart_of_two', 2),
   Case('clipnorm', 'bounded', 2),
   Case('scaled_lazy_adam', 'async', 2),
 ]
@@ -140,9 +131,6 @@ def _group(case: Case) -> str:
 
 def _refusal(case: Case) -> str | None:
   """What the error says of a case that is refused."""
-  _, _, is_apart = _WHERE[case.where]
-  if is_apart and 'lazy' in case.optimizer:
-    return r'LocalSteps\(LazyRows.*one wrapper'
   if case.parts > 1 and case.optimizer in ('adafactor', 'lamb', 'muon'):
     return f'{case.optimizer.title()} with partitioned variable.*Adam or SGD'
   return None
@@ -170,17 +158,10 @@ _MUTATED = [
   Case('sgd', 'sync_of_two', 1, 'shares_count_alike'),
   Case('adam', 'async', 1, 'repeated_rows_are_lost'),
   Case('lazy_adam', 'sync_of_two', 2, 'repeated_rows_are_lost'),
-  Case('sgd', 'apart_of_two', 1, 'shares_count_alike'),
 ]
 
 
-def _apart(optimizer):
-  if isinstance(optimizer, LossScale):
-    return LossScale(_apart(optimizer.inner_optimizer))
-  return LocalSteps(optimizer, every=1, outer=optimizers.SGD(1.0))
-
-
-def _train(name, is_apart=False, strategy=None):
+def _train(name, strategy=None):
   """The weights, and the state of the optimizer."""
   # Here: in one process only one example's flags can be.
   from examples import recommender
@@ -194,8 +175,6 @@ def _train(name, is_apart=False, strategy=None):
   model = recommender.build_model(strategy, _PEOPLE, _FILMS, genres)
   with strategy.scope():
     optimizer = _OPTIMIZERS[name]()
-    if is_apart:
-      optimizer = _apart(optimizer)
     # On one device eagerly: that takes no trace.
     is_eager = not tf.distribute.has_strategy()
     model.compile(optimizer, 'mse', run_eagerly=is_eager, jit_compile=False)
@@ -217,14 +196,7 @@ def _train(name, is_apart=False, strategy=None):
     shuffle=False,
     verbose=0,
   )
-  outer = {
-    id(v)
-    for each in _keras_internal.chain(optimizer)
-    if isinstance(each, LocalSteps)
-    for v in each.outer.variables
-  }
-  state = [v.numpy() for v in optimizer.variables if id(v) not in outer]
-  return [*model.get_weights(), *state]
+  return [*model.get_weights(), *(v.numpy() for v in optimizer.variables)]
 
 
 def train_on_one_device(names):
@@ -245,7 +217,7 @@ def train_all(cases):
   """In a chief: what servers make of each case, or the text of an error."""
   found = {}
   for case in cases:
-    _, mode, is_apart = _WHERE[case.where]
+    _, mode = _WHERE[case.where]
     strategy = tfs.ParameterServerStrategy(
       variable_partitioner=partitioners.FixedShardsPartitioner(case.parts),
       mode=mode,
@@ -255,7 +227,7 @@ def train_all(cases):
       mutation = mock.patch.object(*_MUTATIONS[case.mutation])
     try:
       with mutation:
-        found[case] = _train(case.optimizer, is_apart, strategy)
+        found[case] = _train(case.optimizer, strategy)
     except Exception as e:
       found[case] = f'{type(e).__name__}: {e}'
     finally:
@@ -269,7 +241,7 @@ def _results(group):
   chiefs, names = {}, {}
   for case in [*_FEW, *_MUTATED, *_CASES]:
     if _group(case) == group:
-      workers, _, _ = _WHERE[case.where]
+      workers, _ = _WHERE[case.where]
       # Each has about half of them.
       half = workers if group == _FEW_GROUP else case.parts
       chiefs.setdefault((workers, half), {})[case] = None

@@ -98,8 +98,8 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       strategy.scope(),
       self.assertRaisesRegex(
         tfs.errors.UnsupportedOptionError,
-        'LocalSteps under .*Strategy.*of one process exchange gradients in its '
-        "memory.*a worker a device and use .*'multi_worker_ring'",
+        'LocalSteps under .*Strategy.*a ring of several workers.*'
+        "a worker for each device and use .*'multi_worker_ring'",
       ),
     ):
       LocalSteps('sgd', 2)
@@ -132,7 +132,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError,
       'LocalSteps under ElasticRingStrategy.*that stay the same.*could not repeat.*'
-      "'parameter_server', mode='sync'",
+      "'multi_worker_ring'",
     ):
       tfs.elastic.run(train, tfs.ElasticOptions())
 

@@ -43,7 +43,6 @@ class RegistryTest(parameterized.TestCase):
     ),
     ('parameter_server', {'devices': ['CPU:0']}, "'devices'"),
     ('parameter_server', {'backup_workers': 1}, "mode='sync'"),
-    ('parameter_server', {'local_steps': 4}, 'local_steps=4.*LocalSteps'),
     ('parameter_server', {'step_timeout': -1}, 'step_timeout=-1'),
     ('parameter_server', {'checkpoint_dir': ''}, "checkpoint_dir=''"),
     ('parameter_server', {'checkpoint_steps': 3}, 'without checkpoint_dir'),

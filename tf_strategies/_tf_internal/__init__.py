@@ -27,7 +27,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   ResourceVariable,
   TrackedAsAnother,
   add_functions,
-  anonymous_variable,
   arrays_from,
   autograph_convert,
   captures_noted,
@@ -43,7 +42,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   opaque_functions,
   replace_handle,
   runs_once,
-  same_handle,
   trace,
   whole_spec,
 )

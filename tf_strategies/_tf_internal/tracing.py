@@ -35,9 +35,6 @@ _ControlFlowGraph = load(
   'ops.control_flow_v2_func_graphs.ControlFlowFuncGraph',
   'whether a graph belongs to the one around it alone',
 )
-_anonymous_name = load(
-  'eager.context.anonymous_name', 'variables of one call of a function'
-)
 _handle_data = load(
   'ops.handle_data_util.get_handle_data',
   'whether a handle is that of a variable',
@@ -459,17 +456,3 @@ def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
 def is_function_of_its_own(graph: tf.Graph) -> bool:
   """Whether a graph is not a branch or a loop of the one around it."""
   return not isinstance(graph, _ControlFlowGraph)
-
-
-def anonymous_variable(dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
-  """The handle of a variable in a graph, another one in each call."""
-  return tf.raw_ops.VarHandleOp(
-    dtype=dtype, shape=shape, shared_name=_anonymous_name()
-  )
-
-
-def same_handle(handle: tf.Tensor) -> tf.Tensor:
-  """A handle of the same variable, after the current control dependencies."""
-  found = tf.identity(handle)
-  copy_handle_data(handle, found)
-  return found

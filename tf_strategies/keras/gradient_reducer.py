@@ -63,20 +63,16 @@ class GradientReducer(Protocol):
     takes_local_steps: whether there are workers that `LocalSteps` has train apart;
       if so, the methods for it are implemented.
     no_local_steps: if not, what was expected and the fix, for an error.
-    holds_anchor: whether the weights that the strategy holds are the anchor, since
-      workers train copies of them.
   """
 
   sums_sparse_as_dense: bool = False
   applies_all_or_none: bool = False
   takes_local_steps: bool = False
   no_local_steps: tuple[str, str] = (
-    'a strategy of several workers: replicas of one process exchange gradients in '
-    'its memory, where rare meetings save nothing',
-    'leave out LocalSteps, or start a worker a device and use '
+    'a ring of several workers, each with weights of its own',
+    'leave out LocalSteps, or start a worker for each device and use '
     "tfs.create_strategy('multi_worker_ring')",
   )
-  holds_anchor: bool = False
 
   @contextlib.contextmanager
   def gradients_reduced(
@@ -173,9 +169,6 @@ class GradientReducer(Protocol):
   def add_local_steps(self, optimizer) -> None:
     """Is told of a new `LocalSteps`."""
 
-  def note_built(self, optimizer) -> None:
-    """Is told that a `LocalSteps` has its variables."""
-
   def apply_locally(self, optimizer, gradients, apply) -> None:
     """Has `apply` called with the gradients of this worker; then counts a step.
 
@@ -238,9 +231,7 @@ def current() -> GradientReducer:
   strategy = tf.distribute.get_strategy()
   if isinstance(strategy.extended, GradientReducer):
     return strategy.extended
-  # Of parameter servers, to which an optimizer is that of one device but for this.
-  reducer = getattr(strategy.extended, 'local_reducer', None)
-  return reducer or Unsupported(strategy)
+  return Unsupported(strategy)
 
 
 def check_local_steps(is_training: bool = False) -> None:

@@ -25,9 +25,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
   a worker's weights, averaged over workers by the rows that each has trained on, is
   the gradient with which `outer` updates the anchor, and all go on from the result
   (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
-  Models"). It needs a strategy of several workers, or of parameter servers, which hold
-  the anchor; there workers meet with `mode='sync'`, and otherwise each one's difference
-  is applied as it comes.
+  Models"). It needs a ring of several workers.
 
   With `every=1`, SGD inside and `outer=keras.optimizers.SGD(1.0)` it is synchronous
   SGD. With `outer=keras.optimizers.SGD(1.0)` and any `every` it averages weights
@@ -35,8 +33,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
 
   In `fit` workers also meet at the end of each epoch, and before `evaluate` and
   `predict`, so there, and in callbacks between epochs, all have the same weights.
-  In the middle of an epoch weights are a worker's own (on parameter servers, those of
-  the last meeting). In a loop of your own that
+  In the middle of an epoch weights are a worker's own. In a loop of your own that
   calls `strategy.run`, `meet` does that where you need it.
 
   Example, in a process without TF_CONFIG (one worker):
@@ -103,27 +100,25 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     """Creates the variables of both optimizers, and the anchor."""
     if self.built:
       return
-    variables, reducer = list(variables), gradient_reducer.current()
-    if not reducer.holds_anchor:
-      # Steps of all workers, and rows of this one, since the last meeting.
-      self.steps, self.rows = self._counters = [
-        self.add_variable((), dtype='int64', name=name)
-        for name in ('steps_since_meeting', 'rows_since_meeting')
-      ]
-      self.anchors = [
-        self.add_variable_from_reference(
-          v,
-          name='anchor',
-          initializer=lambda shape, dtype, v=v: tf.convert_to_tensor(v.value),
-        )
-        for v in variables
-      ]
+    variables = list(variables)
+    # Steps of all workers, and rows of this one, since the last meeting.
+    self.steps, self.rows = self._counters = [
+      self.add_variable((), dtype='int64', name=name)
+      for name in ('steps_since_meeting', 'rows_since_meeting')
+    ]
+    self.anchors = [
+      self.add_variable_from_reference(
+        v,
+        name='anchor',
+        initializer=lambda shape, dtype, v=v: tf.convert_to_tensor(v.value),
+      )
+      for v in variables
+    ]
     with keras.name_scope(self.outer.name, caller=self.outer):
-      self.outer.build(self.anchors or variables)
+      self.outer.build(self.anchors)
     super().build(variables)
     for variable in variables:
       vars(variable)['local_steps'] = self  # See `of_variables`.
-    reducer.note_built(self)
 
   def own_variables(
     self, model: keras.Model, optimizer: keras.optimizers.Optimizer
@@ -143,13 +138,6 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
       for each in _keras_internal.chain(self.inner_optimizer)
       for average in _keras_internal.moving_averages(each)
     ]
-
-  def inner_state(self) -> list[keras.Variable]:
-    """What the inner optimizer keeps and writes, which meetings do not average."""
-    shared = {id(v) for v in self.averages()}
-    for each in _keras_internal.chain(self.inner_optimizer):
-      shared.add(id(_keras_internal.learning_rate_variable(each)))
-    return [v for v in self.inner_optimizer.variables if id(v) not in shared]
 
   # What a meeting is made of; in the context of one replica.
 

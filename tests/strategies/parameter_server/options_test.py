@@ -130,7 +130,6 @@ class OptionsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({'bakup_workers': 1}, "'bakup_workers'.*write 'backup_workers'"),
-    ({'local_steps': 4}, r'local_steps=4.*LocalSteps\(optimizer, every=4\)'),
   )
   def test_name_that_is_none(self, given, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):

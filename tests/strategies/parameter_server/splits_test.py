@@ -97,15 +97,6 @@ class SourceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(begun, [True, True, False])
     self.assertEqual(source.position, ())
 
-  def test_steps_that_wait_were_not_begun(self):
-    source = splits.Source(_Dataset())
-    while source.may_begin_step():
-      pass
-    source.waiting = 1
-    self.assertEqual(source.position, (0, 0))
-    source.waiting = 0
-    self.assertEqual(source.position, ())
-
   def test_steps_of_rounds(self):
     """As many as the longest split has elements; resumed after one of them."""
     source = splits.Source(_Dataset(True))

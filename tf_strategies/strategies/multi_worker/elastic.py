@@ -83,8 +83,8 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   no_local_steps = (
     'workers that stay the same: one that dies takes along what it has trained since '
     'the last meeting, which the survivors could not repeat',
-    "use tfs.create_strategy('parameter_server', mode='sync'), whose workers may "
-    "die, or 'multi_worker_ring' with checkpoints",
+    "leave out LocalSteps, or use tfs.create_strategy('multi_worker_ring') with "
+    'checkpoints',
   )
 
   def __init__(

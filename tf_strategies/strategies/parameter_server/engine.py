@@ -18,7 +18,6 @@ from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
-  local_units,
   splits,
   step_task,
   worker_function,
@@ -66,8 +65,6 @@ class Engine:
     pool: worker_pool.WorkerPool,
     journal: journal_lib.Journal,
     recovery,
-    in_replica: Callable[[Callable], Callable] | None = None,
-    meets: bool = False,
   ):
     self.journal = journal
     self.staleness = Staleness()
@@ -81,15 +78,10 @@ class Engine:
     self._functions: dict[Any, Any] = {}
     self._sources = weakref.WeakSet()
     recovery.on_restored = self.forget
-    self.local = local_units.LocalUnits(self, pool, meets, in_replica)
     recovery.steps_done = lambda: self._steps_done
-    recovery.trains_apart = lambda: self.local.begun > 0
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""
-    if step.local is not None:
-      return self.local.train(step, work)
-    self.local.finish()
     return (self.train if step.trains else self.run)(step, work)
 
   def train(self, step: Step, work: Work) -> Any:
@@ -137,7 +129,6 @@ class Engine:
 
   def call(self, step: Step, batch: batch_message.Batch) -> step_task.StepTask:
     """Begins one step whose result is wanted (prediction)."""
-    self.local.finish()
     return self._submit(step, [batch], is_result_wanted=True)
 
   def _submit(self, step, batches, is_result_wanted=False):
@@ -152,7 +143,6 @@ class Engine:
 
     Not for what a step is done without: that of late workers.
     """
-    self.local.finish()
     self._pool.wait()
 
   def wait(self, until: Callable[[], bool]) -> None:
@@ -163,7 +153,6 @@ class Engine:
     """Servers were restored: variables have new handles, workers lost splits."""
     with self._lock:
       self._functions.clear()
-    self.local.forget()
     self.reports.forget(keeps_numbers=True)
     for worker in self._pool.workers:
       self.lose_splits(worker)
@@ -174,7 +163,6 @@ class Engine:
       'steps': self._steps_done,
       'staleness': self.staleness.histogram,
       'dropped': self._dropped,
-      'lost_states': self.local.states.lost,
     }
 
   # What tasks call.
@@ -221,8 +209,7 @@ class Engine:
   def discover(self, step: Step, structure: Any) -> worker_function.Discovery:
     """What the step does with such batches."""
     key = step, batch_message.Layout(structure, 1).key
-    look = self._discover if step.local is None else self.local.discover
-    discovery = self.cached(key, lambda: look(step, structure))
+    discovery = self.cached(key, lambda: self._discover(step, structure))
     if discovery.python is not None:
       raise errors.UnsupportedOptionError(
         f'tf.numpy_function or tf.py_function ({discovery.python!r}) in a step '

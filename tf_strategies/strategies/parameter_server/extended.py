@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import gradient_reducer, optimizer_checks, row_updates
+from tf_strategies.keras import optimizer_checks, row_updates
 from tf_strategies.strategies.parameter_server import (
   partitioned,
   server_table,
@@ -169,7 +169,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     registry: MutableMapping[int, variables.ServerVariable],
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
-    local_reducer: gradient_reducer.GradientReducer,
     watches_rows: bool = False,
     guarded: Callable[[Callable], Any] = lambda make: make(),
   ):
@@ -180,8 +179,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._cluster_spec = resolver.cluster_spec()
     self._task_type, self._task_id = resolver.task_type, resolver.task_id
     self._is_chief, self._id_in_cluster = True, 0
-    # What a `LocalSteps` asks; to other optimizers a step is one device's.
-    self.local_reducer = local_reducer
     self.placement = Placement(self._num_ps)
     self._partitioner = partitioner or partitioned.large_tables(self._num_ps)
     self._drained = drained
@@ -193,10 +190,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._registry = registry
     # Steps are run by our own threads, not by TensorFlow's coordinator.
     self._allow_run_without_coordinator = True
-
-  def settle(self, variables) -> None:
-    """See `_keras_internal`: before weights are used."""
-    self.local_reducer.settle(variables)
 
   def _create_variable(self, next_creator, **kwargs):
     value, shape = kwargs.get('initial_value'), kwargs.get('shape')

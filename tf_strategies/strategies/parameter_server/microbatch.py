@@ -150,45 +150,8 @@ class Slots:
     self.handles = [v.handle for v in self._variables]
 
 
-class SlotFunction:
-  """Computes something on a worker and leaves it in slots; `compute` is traced."""
-
-  def __init__(
-    self, compute: Callable[..., Contents], *arguments: tf.TensorSpec
-  ):
-    self._compute = compute
-    self._num_arguments = len(arguments)
-    # What is in it is known when it has been traced once.
-    found = []
-    worker_function.concrete(
-      lambda *tensors: found.append(Layout(compute(*tensors))), *arguments
-    )
-    self.layout = found[0]
-    self._function = worker_function.concrete(
-      self._trace, *arguments, *self.layout.handle_specs(1)
-    )
-
-  def __call__(
-    self, worker: int, message: Any, slots: Slots, *tensors: Any
-  ) -> None:
-    """Runs it on a worker."""
-    worker_function.run_on_worker(
-      self._function, worker, message, *tensors, *slots.handles
-    )
-
-  def _trace(self, *arguments):
-    contents = self._compute(*arguments[: self._num_arguments])
-    tensors = [tensor for _, tensor, _ in contents.tensors()]
-    remaining = iter(arguments[self._num_arguments :])
-    for server in self.layout.specs:
-      messages = self.layout.messages(server, tensors, contents.rows)
-      with tf.device(variables.server_device(server)):
-        for message in messages:
-          tf.raw_ops.AssignVariableOp(resource=next(remaining), value=message)
-
-
-class MicrobatchFunction(SlotFunction):
-  """Computes a microbatch."""
+class MicrobatchFunction:
+  """Computes a microbatch on a worker, and leaves it in slots."""
 
   def __init__(
     self,
@@ -199,9 +162,34 @@ class MicrobatchFunction(SlotFunction):
     self._step = step
     self._message = message
     self._discovery = discovery
-    super().__init__(self._compute_microbatch, message.argument)
+    # What is in it is known when it has been traced once.
+    found = []
+    worker_function.concrete(
+      lambda argument: found.append(Layout(self._compute(argument))),
+      message.argument,
+    )
+    self.layout = found[0]
+    self._function = worker_function.concrete(
+      self._trace, message.argument, *self.layout.handle_specs(1)
+    )
 
-  def _compute_microbatch(self, argument) -> Contents:
+  def __call__(self, worker: int, message: Any, slots: Slots) -> None:
+    """Runs it on a worker."""
+    worker_function.run_on_worker(
+      self._function, worker, message, *slots.handles
+    )
+
+  def _trace(self, argument, *handles):
+    contents = self._compute(argument)
+    tensors = [tensor for _, tensor, _ in contents.tensors()]
+    remaining = iter(handles)
+    for server in self.layout.specs:
+      messages = self.layout.messages(server, tensors, contents.rows)
+      with tf.device(variables.server_device(server)):
+        for message in messages:
+          tf.raw_ops.AssignVariableOp(resource=next(remaining), value=message)
+
+  def _compute(self, argument) -> Contents:
     traced = traced_step.TracedStep(self._discovery.access, is_share=True)
     with (
       traced.tracing(),

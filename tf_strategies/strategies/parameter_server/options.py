@@ -99,12 +99,6 @@ def make(
     'a function of shape and dtype',
     'use one of tf.distribute.experimental.partitioners',
   )
-  if 'local_steps' in options:
-    raise errors.UnsupportedOptionError(
-      f'local_steps={options["local_steps"]!r} of ParameterServerStrategy',
-      'an optimizer that says so, which has more to say',
-      f'compile with tfs.keras.LocalSteps(optimizer, every={options["local_steps"]!r})',
-    )
   fields = dataclasses.fields(ParameterServerOptions)
   known = ['cluster', 'variable_partitioner', *(f.name for f in fields)]
   option_checks.check_names('ParameterServerStrategy', options, known)

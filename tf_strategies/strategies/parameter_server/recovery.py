@@ -25,7 +25,6 @@ from tf_strategies.strategies.parameter_server import (
   table_files,
   variables,
   worker_pool,
-  worker_states,
 )
 from tf_strategies.strategies.parameter_server import journal as journal_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
@@ -67,8 +66,6 @@ class Recovery:
     self.on_restored: Callable[[], None] = lambda: None
     # How many steps of training are done.
     self.steps_done: Callable[[], int] = lambda: 0
-    # Whether workers train apart: what they send is of many steps of a state.
-    self.trains_apart: Callable[[], bool] = lambda: False
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
@@ -358,8 +355,6 @@ class Recovery:
       if name in in_files or (only_lost and not lost):
         continue
       array = arrays[name]
-      if worker_states.write(variable, array):
-        continue
       if model_state.has_parts(variable):
         array = array[0]
       if only_lost and name in counters:
@@ -386,7 +381,7 @@ class Recovery:
   @property
   def _restores_all(self) -> bool:
     is_sync = self._options.mode == 'sync'
-    return is_sync or self._is_loading or self.trains_apart()
+    return is_sync or self._is_loading
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
     """Does something; if a server died, recovers and does it again.
@@ -596,8 +591,5 @@ def _error_of(
 
 def _read(variable: Any) -> np.ndarray:
   """A variable's value; with a first dimension of 1 where replicas have parts."""
-  array = worker_states.read(variable)
-  if array is not None:
-    return array
   array = np.asarray(variable.numpy())
   return array[None] if model_state.has_parts(variable) else array

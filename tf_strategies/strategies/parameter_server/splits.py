@@ -75,8 +75,6 @@ class Source:
       )
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
-    # Of the steps handed out, those that wait for others (`LocalSteps`).
-    self.waiting = 0
     self._handed_out = dataset.steps_of(done) - start.step if done else 0
     self._splits_of: dict[int, list[Split]] = {}
     self._turn = itertools.count()
@@ -95,8 +93,7 @@ class Source:
     With `steps_per_epoch` several epochs of `fit` are one of these.
     """
     count = self.dataset.cardinality()
-    begun = self._handed_out - self.waiting
-    if 0 <= count <= begun or (count < 0 and self.is_exhausted):
+    if 0 <= count <= self._handed_out or (count < 0 and self.is_exhausted):
       return ()
     return tuple(split.done for split in self.splits)
 
@@ -214,30 +211,12 @@ class Source:
     split.next = element + 1
     return found
 
-  def give(self, split: Split, worker: int, token: int) -> None:
-    """Opens a split on a worker that has not got it, whoever has it."""
-    with self._lock:
-      if split in self._splits_of.setdefault(worker, []):
-        return
-      for some in (self._free, *self._splits_of.values()):
-        if split in some:
-          some.remove(split)
-      self._opening += 1
-    self._open(split, worker, token)
-
   def close(self, worker: int, split: Split) -> None:
     """A split was read to its end."""
     with self._lock:
       self._splits_of[worker].remove(split)
       split.is_closed = True
       split.handle = None  # Lets the worker forget the iterator.
-
-  def undo_close(self, split: Split) -> None:
-    """Elements that were read before its end do not count, and are read again."""
-    with self._lock:
-      if split.is_closed:
-        split.is_closed = False
-        self._free.append(split)
 
   def lose(self, worker: int) -> None:
     """Takes back the splits of a worker that was lost."""

@@ -44,8 +44,6 @@ class Step:
   # Variables of a model's step that count rows; None for the step of a loop, in
   # which shares are the user's to see.
   counters: Callable[[], Sequence[Any]] | None = None
-  # The `LocalSteps` among the optimizers: workers train apart for some steps.
-  local: Any = None
   # What it reports, computed from variables alone; None if only it knows.
   results: Callable[[], Any] | None = None
 

@@ -188,11 +188,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       registry,
       self._drained,
       self.engine.reports.forget,
-      self.engine.local,
       watches_rows=self.recovery.is_enabled,
       guarded=self.recovery.guard_before_training,
     )
-    self.engine.local.settle = lambda variables: self.settle()
     tf.distribute.Strategy.__init__(self, implementation)
     scope_checks.note_created(self)
     self._should_use_with_coordinator = True
@@ -221,16 +219,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   def _make_engine(self, journal) -> engine_lib.Engine:
     arguments = (self._pool, journal, self.recovery)
-    options = {'in_replica': lambda fn: training.in_replica(self, fn)}
     if self.options.mode == 'bounded':
       return engine_lib.BoundedEngine(
-        *arguments, max_staleness=self.options.max_staleness, **options
+        *arguments, max_staleness=self.options.max_staleness
       )
     if self.options.mode == 'sync':
       return sync_engine.SyncEngine(
-        *arguments, backup_workers=self.options.backup_workers, **options
+        *arguments,
+        backup_workers=self.options.backup_workers,
+        in_replica=lambda fn: training.in_replica(self, fn),
       )
-    return engine_lib.Engine(*arguments, **options)
+    return engine_lib.Engine(*arguments)
 
   def run(self, fn, args=(), kwargs=None, options=None):
     """As `tf.distribute.Strategy.run`; Keras's steps go to the workers."""
@@ -301,28 +300,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """
     if step.trains and model is not None and not self.recovery.is_told:
       self.track(**model_state.state_of(model))
-    before = self.engine.local.begun
     report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
     if step.trains:
-      begun = len(work)
-      if step.local is not None:
-        # A run that goes on from a checkpoint reads again what waits for others.
-        begun = self.engine.local.begun - before
       source = getattr(work, 'source', None)
-      if self.recovery.note_begun(begun, source) and may_save:
+      if self.recovery.note_begun(len(work), source) and may_save:
         self.save()
     return report
-
-  def settle(self) -> None:
-    """Has workers that train apart (`tfs.keras.LocalSteps`) meet now.
-
-    `fit` does so at the end of an epoch, `evaluate` and `predict` before they begin.
-    """
-    before, source = self.engine.local.begun, self.engine.local.source
-    self.recovery.with_recovery(self.engine.local.end)
-    begun = self.engine.local.begun - before
-    if begun and self.recovery.note_begun(begun, source):
-      self.save()
 
   def track(self, **objects: Any) -> None:
     """Says what checkpoints hold, for a custom loop; `fit` says it by itself.

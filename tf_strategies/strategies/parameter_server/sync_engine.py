@@ -42,7 +42,7 @@ class SyncEngine(engine_lib.Engine):
     backup_workers: int,
     in_replica: Callable[[Callable], Callable],
   ):
-    super().__init__(*args, in_replica=in_replica, meets=True)
+    super().__init__(*args)
     self._backup_workers = backup_workers
     self._in_replica = in_replica
     # Not the lock of functions: the pool's is held when slots are free again, and

@@ -16,11 +16,10 @@ from tf_strategies import (
   errors,
   option_checks,
 )
-from tf_strategies.keras import local_steps, optimizer_checks, shares
+from tf_strategies.keras import optimizer_checks, shares
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
-  local_units,
   splits,
   step_task,
 )
@@ -50,12 +49,8 @@ class StepFunction:
       'compile the model with jit_compile=False',
     )
     own = _keras_internal.own_methods(self._model, keras_step.kind)
-    optimizers, local = (), None
+    optimizers = ()
     if trains:
-      # Optimizers of a `train_step` of the user's own are attributes of the model.
-      if local_steps.of_model(self._model):
-        optimizers = _keras_internal.optimizers_of(self._model)
-        local = local_units.local_of(optimizers, strategy.options)
       with strategy.scope():
         optimizer = optimizer_checks.built_optimizer(self._model)
       optimizers = () if optimizer is None else (optimizer,)
@@ -63,7 +58,6 @@ class StepFunction:
       run=in_replica(strategy, keras_step.run),
       trains=trains,
       optimizers=optimizers,
-      local=local,
       capture=_keras_internal.capture_apply,
       tracing_share=shares.tracing_share,
       whole_because=f'a {own[0]} of its own' if own else None,
@@ -251,7 +245,6 @@ class RemoteStep:
       run=in_replica(strategy, _tf_internal.inlined(fn)),
       trains=bool(optimizers),
       optimizers=tuple(optimizers),
-      local=local_units.local_of(optimizers, strategy.options),
       capture=_keras_internal.capture_apply,
     )
 

@@ -12,7 +12,6 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   changed_rows,
-  copied_variables,
   step_access,
   traced_step,
 )
@@ -53,8 +52,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.is_part = False  # Of a partitioned variable.
     # Whether nobody writes it, and its value says nothing: that of a row table.
     self.stays_zero = False
-    # What workers have of their own of it (`WorkerStates`); None for most variables.
-    self.states = None
     # Of a table: which rows have been written since they were saved.
     self.changed: changed_rows.ChangedRows | None = None
     # How many operations a graph had when it was written there last.
@@ -69,13 +66,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
       super().__init__(**kwargs)
     # With the layer that it is of, if that is known.
     self.full_name = self.name
-
-  @property
-  def handle(self):
-    """Of the variable, or of a worker's copy in a step that has one."""
-    copies = copied_variables.current()
-    copy = None if copies is None else copies.handle_of(self)
-    return self._handle if copy is None else copy
 
   @property
   def is_counter(self) -> bool:
@@ -104,13 +94,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
         num_bytes = self.shape.num_elements() * self.dtype.size
         row_updates.warn_of_whole_read(self.full_name, num_bytes)
       read = super()._read_variable_op
-      return self._drained(lambda: self._of_workers(lambda: read(no_copy)))
+      return self._drained(lambda: _fetched(read(no_copy)))
     return super()._read_variable_op(no_copy)
-
-  def _of_workers(self, read: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """What workers have, as one value, or what the server has."""
-    value = None if self.states is None else self.states.mean(self)
-    return _fetched(read() if value is None else tf.constant(value))
 
   def watch_rows(self) -> None:
     """From now on it is noted which rows are written."""
@@ -122,7 +107,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
     For whoever writes by an op on the handle.
     """
-    if self.changed is None or copied_variables.current() is not None:
+    if self.changed is None:
       return write
 
     def write_and_note():
@@ -187,8 +172,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
       self._on_write()
       self.is_lost = False
       self._remember(value if self.remembers else None)
-      if self.states is not None:
-        self.states.forget(self)
       return write()
 
     return self._drained(write_now)
@@ -244,7 +227,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     elif tf.executing_eagerly():
       value = tf.convert_to_tensor(value, self.dtype)
       return self._write_drained(write, value)
-    _note_write(self, adds=delta is not None)
+    _note_write(self)
     return write()
 
   def note_written(self) -> None:
@@ -295,7 +278,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return self._write_in_unit(step, noting)
     elif tf.executing_eagerly():
       return self._write_drained(noting)
-    _note_write(self, adds=True)
+    _note_write(self)
     return noting()
 
   def _restore_from_tensors(self, restored_tensors):
@@ -422,12 +405,9 @@ def _fetched(value: tf.Tensor) -> tf.Tensor:
     return tf.identity(value)
 
 
-def _note_write(variable: ServerVariable, adds: bool) -> None:
+def _note_write(variable: ServerVariable) -> None:
   variable.note_written()
   variable.forget_value()  # Nobody knows when the graph runs.
-  copies = copied_variables.current()
-  if copies is not None:
-    copies.note_write(variable, adds)
 
 
 def _rows_written(name: str, args, kwargs) -> tf.Tensor | None:
@@ -453,7 +433,7 @@ def _sparse_write(name: str):
       return self._write_drained(write_rows)
     step = traced_step.current()
     if step is None:
-      _note_write(self, adds=False)
+      _note_write(self)
       return write_rows()
     return self._write_in_unit(step, write_rows)
 

@@ -127,8 +127,6 @@ class WorkerPool:
     self.lock = threading.Condition()
     # Lost workers, and the generation of connections in which each was lost.
     self.lost: dict[int, int] = {}
-    # How often each worker was lost, and with it all that it had.
-    self.deaths = dict.fromkeys(self.workers, 0)
     self._liveness = liveness
     self._max_waiting = max_waiting or len(workers)
     self._timeout = timeout_seconds
@@ -452,7 +450,6 @@ class WorkerPool:
     )
     with self.lock:
       self.lost[worker] = self._liveness.generation
-      self.deaths[worker] += 1
 
   def _too_many(self, worker: int, error: Exception) -> Exception:
     address = self._liveness.address('worker', worker)
