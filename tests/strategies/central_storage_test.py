@@ -87,6 +87,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
     name, want = aggregation_and_want
     with self.strategy.scope():
       v = tf.Variable(0.0, aggregation=getattr(tf.VariableAggregation, name))
+    self.assertEqual(v.aggregation.name, name)
 
     def replica_step():
       before = v.read_value()

@@ -15,11 +15,16 @@ from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
+_NONE = tf.VariableAggregation.NONE
 _ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 class CentralVariable(mirrored_variables.MirroredVariable):
-  """A "mirrored" variable of which there is one copy for all replicas."""
+  """A "mirrored" variable of which there is one copy for all replicas.
+
+  Without an aggregation it would be written once a replica. Replicas write the same
+  (a counter), so the first one's value is taken when all have come to the write.
+  """
 
   is_central = True
 
@@ -51,14 +56,24 @@ class CentralVariable(mirrored_variables.MirroredVariable):
   def _update_replica(self, update_fn, value, **kwargs):
     extended = self.distribute_strategy.extended
     if extended._use_merge_call():
+      if self.aggregation == _NONE and not extended.is_one_device:
+        return self._write_first(update_fn, value, **kwargs)
       return super()._update_replica(update_fn, value, **kwargs)
     if gradient_reducer.are_gradients_reduced():
       return update_fn(self._values[0], value, **kwargs)
     return self._update_in_branch(update_fn, value, **kwargs)
 
+  def _write_first(self, update_fn, value, **kwargs):
+    def merge(strategy, value, **kwargs):
+      first = strategy.experimental_local_results(value)[0]
+      return self._update_cross_replica(update_fn, first, **kwargs)
+
+    context = tf.distribute.get_replica_context()
+    return context.merge_call(merge, args=(value,), kwargs=kwargs)
+
   def _update_in_branch(self, update_fn, value, **kwargs):
     """Writes in a `tf.cond` of one replica: the first writes, for all."""
-    if self.aggregation != _ON_FIRST:
+    if self.aggregation not in (_NONE, _ON_FIRST):
       raise errors.UnsupportedOptionError(
         f'an update of {self.name!r} inside a tf.cond of a replica under '
         f'{type(self.distribute_strategy).__name__}, with {self.aggregation}',
@@ -92,16 +107,10 @@ def has_copies(kwargs: dict) -> bool:
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   """Returns a variable creator's arguments with the right aggregation.
 
-  Beside what `mirrored_variables.creation_policy` says: whatever is left without an
-  aggregation would be written once a replica. Replicas write the same (a
-  counter), so the first one's value is taken when all have come to the write.
-  The scale of a `LossScaleOptimizer` is written in a `tf.cond`, where no mean
-  can be formed, and is the same everywhere as well.
+  Beside what `mirrored_variables.creation_policy` says: the scale of a
+  `LossScaleOptimizer` is written in a `tf.cond`, where no mean can be formed, and is
+  the same everywhere.
   """
   if _keras_internal.is_loss_scale(kwargs.get('name')):
     return {**kwargs, 'aggregation': _ON_FIRST}
-  kwargs = mirrored_variables.creation_policy(kwargs, is_slot)
-  is_free = kwargs.get('aggregation') in (None, tf.VariableAggregation.NONE)
-  if has_copies(kwargs) or not is_free:
-    return kwargs
-  return {**kwargs, 'aggregation': _ON_FIRST}
+  return mirrored_variables.creation_policy(kwargs, is_slot)
