@@ -317,7 +317,8 @@ class CheckpointerTest(parameterized.TestCase):
 # Saves again and again in a child process that kills itself before its n-th
 # operation on files, for n = 1, 2, ..., until it comes to its end. Prints after
 # each: whether it was killed, the numbers of the newest checkpoint before and
-# after, whether its arrays are that number, how many were skipped and are there.
+# after, whether its arrays are that number, how many were skipped and are there, and
+# whether the directory still has its owner's record.
 _KILLED_AT_EACH_STEP = """
 import builtins, itertools, json, os, signal, sys
 import numpy as np
@@ -344,7 +345,8 @@ def save(number, last=0):
       yield f'a{i}', np.full(5000, number)
 
   if last:
-    for name in ('mkdir', 'fsync', 'rename', 'unlink', 'rmdir', 'open'):
+    for name in ('mkdir', 'fsync', 'rename', 'unlink', 'rmdir', 'open',
+                 'pwrite', 'ftruncate'):
       setattr(os, name, counted(getattr(os, name)))
     checkpointer.open = counted(builtins.open)
   store.save(pairs(), {'number': number})
@@ -362,8 +364,10 @@ for last in itertools.count(1):
   found = store.newest()
   after = found.metadata['number']
   is_right = all((a == after).all() for a in found.arrays.values())
+  with open(os.path.join(sys.argv[1], 'owner.json')) as f:
+    is_owned = f.read().startswith('{"run": "run"')
   print(json.dumps([is_killed, before, after, is_right, len(found.skipped),
-                    len(store.paths())]), flush=True)
+                    len(store.paths()), is_owned]), flush=True)
   if not is_killed:
     break
 """
@@ -379,12 +383,14 @@ class KilledAtEachStepTest(absltest.TestCase):
         '-c',
         _KILLED_AT_EACH_STEP,
         directory,
+        env={**os.environ, 'TFS_RUN_ID': 'run'},
         deadline_seconds=_DEADLINE_SECONDS,
         is_checked=True,
       )
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     self.assertGreater(len(rounds), 12)
-    for is_killed, before, after, is_right, skipped, paths in rounds:
+    for is_killed, before, after, is_right, skipped, paths, owned in rounds:
+      self.assertTrue(owned)
       self.assertIn(after, (before, before + 1))
       self.assertTrue(is_right)
       self.assertEqual(skipped, 0)
@@ -561,6 +567,28 @@ class OwnerTest(parameterized.TestCase):
       f.truncate()
     with self.assertRaisesRegex(errors.TakenOverError, 'run b .* on far'):
       self.save()
+
+  def test_full_disk_leaves_the_record_of_the_owner(self):
+    self.start_as('a-run-with-a-long-name')
+    self.save(rate=0.1)
+    self.store.release()
+    path = os.path.join(self.directory, 'owner.json')
+    with open(path, encoding='utf-8') as f:
+      record = json.load(f)
+    full = OSError(errno.ENOSPC, 'No space left on device')
+    with (
+      mock.patch.object(ownership.os, 'pwrite', side_effect=full),
+      self.assertRaises(errors.StorageError),
+    ):
+      self.start_as('b')
+    with open(path, encoding='utf-8') as f:
+      self.assertEqual(json.load(f), record)
+    # A shorter record takes its place.
+    self.start_as('b')
+    with open(path, encoding='utf-8') as f:
+      self.assertEqual(json.load(f)['run'], 'b')
+    with self.assertRaises(errors.CheckpointMismatchError):
+      self.store.check_description(self.store.newest(), {'rate': 0.2})
 
   def test_directory_that_was_deleted_is_owned_again(self):
     self.start_as('a')

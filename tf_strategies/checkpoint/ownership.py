@@ -114,9 +114,14 @@ class _Lock:
     self.owner['runs'] = [*runs, run_id()][-_MOST_RUNS:]
 
   def write(self) -> None:
-    """Writes the record to the file."""
-    os.ftruncate(self.descriptor, 0)
-    os.pwrite(self.descriptor, json.dumps(self.owner).encode(), 0)
+    """Writes the record over the one in the file.
+
+    In one call: a full disk, or the end of this process, leaves one of the two.
+    """
+    # JSON may end in spaces, which cover the rest of a longer record.
+    size = os.fstat(self.descriptor).st_size
+    text = json.dumps(self.owner).encode().ljust(size)
+    os.pwrite(self.descriptor, text, 0)
     os.fsync(self.descriptor)
 
   def is_on(self, path: str) -> bool:
@@ -286,7 +291,11 @@ class Ownership:
     lock.owner['runs'] = found.get('runs', [])
     if run_id() not in lock.owner['runs']:
       lock.append_run()
-    lock.write()
+    try:
+      lock.write()
+    except OSError:
+      lock.close()  # The traceback would keep it.
+      raise
     return lock, lock.owner
 
   def _check_is_owner(self, lock: _Lock) -> None:
