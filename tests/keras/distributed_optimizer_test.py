@@ -59,11 +59,16 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ):
       _fit(strategy, lambda: DistributedOptimizer('sgd'))
 
-  def test_cross_replica_context_is_refused(self):
-    strategy = _strategy()
+  @parameterized.product(
+    count=(1, 4), make=(DistributedOptimizer, optimizers.get)
+  )
+  def test_cross_replica_context_is_refused(self, count, make):
+    strategy = tfs.create_strategy(
+      'ring_mirrored', devices=virtual_devices.names(count)
+    )
     with strategy.scope():
       variable = tf.Variable(1.0)
-      optimizer = DistributedOptimizer('sgd')
+      optimizer = make('sgd')
       with self.assertRaisesRegex(
         tfs.errors.UnsupportedOptionError, 'strategy.run'
       ):

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 
+from tf_strategies import errors
 from tf_strategies._keras_internal import steps
 
 
@@ -46,6 +47,12 @@ def _reduce_first(optimizer, gradients, variables, apply):
   """Reduces gradients before they are clipped, accumulated and unscaled."""
   extended = tf.distribute.get_strategy().extended
   if hasattr(extended, 'apply_gradients'):
+    if tf.distribute.in_cross_replica_context():
+      raise errors.UnsupportedOptionError(
+        f'{type(optimizer).__name__}.apply in cross-replica context',
+        'a call inside strategy.run',
+        'pass the training step to strategy.run',
+      )
     extended.apply_gradients(optimizer, gradients, variables, apply)
   else:
     apply(gradients)
