@@ -41,7 +41,6 @@ ENTRIES = tuple(
   for name, kind, pool, path in (
     ('ours_memory', OURS, 'ours', 'ours:Group'),
     ('ours_flat_ring', OURS, 'ours', 'ours:FlatRing'),
-    ('ours_slots', OURS, 'ours', 'ours:Slots'),
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
     ('ours_tcp_tls', OURS, 'ours', 'ours:TcpTls'),
     ('ours_bfloat16', OURS, 'ours', 'ours:BFloat16'),

@@ -68,13 +68,6 @@ class FlatRing(Group):
   _algorithm = 'ring'
 
 
-class Slots(Group):
-  """The same through memory that both have mapped."""
-
-  def _form(self) -> process_group.ProcessGroup:
-    return super()._form(same_host='slots')
-
-
 class Tcp(Group):
   """The same over TCP."""
 

@@ -12,7 +12,6 @@ class DocumentationTest(parameterized.TestCase):
   @parameterized.parameters(
     'tf_strategies.doctor',
     'tf_strategies.doctor.findings',
-    'tf_strategies.doctor.probe',
   )
   def test_examples_run(self, name):
     docstrings.assert_examples(self, name)

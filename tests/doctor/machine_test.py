@@ -10,7 +10,6 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tf_strategies.doctor import machine
-from tf_strategies.process_group.tcp import host_memory
 
 pytestmark = pytest.mark.multi_process
 
@@ -55,7 +54,7 @@ class MachineTest(parameterized.TestCase):
     self.assertIn('no libtensorflow', finding.what)
     self.assertIn("pip install '.[cpu]'", finding.fix)
     # What was told before stays known.
-    self.assertIn('unreadable', known)
+    self.assertEmpty(known)
 
   def test_crash(self):
     broken = pathlib.Path(self.create_tempdir().full_path)
@@ -101,17 +100,6 @@ class MachineTest(parameterized.TestCase):
       finding = machine._gpus(known)
     self.assertEqual(finding.state, state)
     self.assertIn(words, finding.what)
-
-  def test_memory_that_was_given_up_is_not_read(self):
-    own = host_memory.OwnMemory()
-    with mock.patch.object(host_memory, 'OwnMemory', lambda: own):
-      known, _ = machine._probe('--without_tensorflow')
-      self.assertEqual(known, {'unreadable': ''})
-      self.assertEqual(machine._memory(known).state, 'ok')
-      own.revoke()
-      known, _ = machine._probe('--without_tensorflow')
-    self.assertEqual(machine._memory(known).state, 'note')
-    self.assertIn('SYS_PTRACE', machine._memory(known).fix)
 
   @parameterized.parameters('file', 'below_file')
   def test_directory_that_cannot_be_written(self, kind):

@@ -224,7 +224,7 @@ class LeavingTest(parameterized.TestCase):
       self.assertIn('KeyboardInterrupt during a collective', result)
 
   @tiers.parameters(
-    ('memory', 0, 0.5), ('slots', 5, 0.5), tiers.full('memory', 0, 3.0)
+    ('socket', 0, 0.5), ('memory', 5, 0.5), tiers.full('memory', 0, 3.0)
   )
   def test_root_that_leaves_at_once(self, same_host, warm_up, late):
     results = processes.run_workers(

@@ -20,7 +20,6 @@ from tf_strategies import _requirements, errors
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.doctor import findings
 from tf_strategies.doctor.findings import FAIL, NOTE, OK, Finding
-from tf_strategies.process_group.tcp import host_memory
 
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # TensorFlow takes long to load from a slow disk.
@@ -41,7 +40,6 @@ def look(
       OK, 'Python', f'{platform.python_version()}, {os.cpu_count()} CPUs'
     ),
     *_software(known, ending),
-    _memory(known),
     _clock(),
   ]
   if checkpoint_dir is not None:
@@ -49,9 +47,8 @@ def look(
   return found, {n: known[n] for n in ('TensorFlow', 'Keras') if n in known}
 
 
-def _probe(*flags: str) -> tuple[dict[str, Any], str]:
+def _probe() -> tuple[dict[str, Any], str]:
   """What the other process printed; and why it ended badly, if it did."""
-  own = host_memory.OwnMemory()
   path = [os.environ.get('PYTHONPATH', ''), str(_PACKAGE.parent)]
   environment = {
     **os.environ,
@@ -61,7 +58,7 @@ def _probe(*flags: str) -> tuple[dict[str, Any], str]:
   words = [sys.executable, '-m', 'tf_strategies.doctor.probe']
   try:
     done = subprocess.run(
-      [*words, own.place.pack().hex(), *flags],
+      words,
       env=environment,
       stdin=subprocess.DEVNULL,
       capture_output=True,
@@ -136,21 +133,6 @@ def _gpus(known: dict[str, Any]) -> Finding:
     return Finding(FAIL, 'GPUs', f'{what}: its build is for CPUs', fix)
   fix = 'see whether nvidia-smi works, and what `import tensorflow` logs'
   return Finding(FAIL, 'GPUs', what, fix)
-
-
-def _memory(known: dict[str, Any]) -> Finding:
-  why = known.get('unreadable', 'the process that was to try it did not start')
-  if not why:
-    what = 'processes of this host read each other: one copy'
-    return Finding(OK, 'host memory', what)
-  return Finding(
-    NOTE,
-    'host memory',
-    f'processes may not read each other ({why}): arrays between those of this host '
-    'take a copy more',
-    'allow process_vm_readv: --cap-add=SYS_PTRACE for a container, or '
-    'kernel.yama.ptrace_scope=0',
-  )
 
 
 def _clock() -> Finding:

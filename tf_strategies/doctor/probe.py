@@ -1,28 +1,13 @@
-"""Loads TensorFlow, and reads its parent's memory, in a process of its own.
+"""Loads TensorFlow in a process of its own: `python -m tf_strategies.doctor.probe`.
 
-  python -m tf_strategies.doctor.probe <place of the parent's memory>
-
-It may end in any way, and prints one line of JSON for each thing that it knows.
+It may end in any way, and prints a line of JSON if it does not.
 """
 
 import json
-import sys
-from collections.abc import Sequence
-
-from tf_strategies.process_group.tcp import host_memory
 
 
-def main(argv: Sequence[str]) -> None:
-  """Prints what is found; an error of TensorFlow's or ours ends the process.
-
-  Example:
-
-    >>> main(['probe', '', '--without_tensorflow'])
-    {"unreadable": "it is no place"}
-  """
-  print(json.dumps({'unreadable': _why_unreadable(argv[1])}), flush=True)
-  if argv[2:]:
-    return
+def main() -> None:
+  """Prints what is found; an error of TensorFlow's or ours ends the process."""
   import keras
   import tensorflow as tf
 
@@ -43,16 +28,5 @@ def main(argv: Sequence[str]) -> None:
   print(json.dumps(found), flush=True)
 
 
-def _why_unreadable(place: str) -> str:
-  try:
-    data = bytes.fromhex(place)
-    if len(data) != host_memory.PLACE_BYTES:
-      return 'it is no place'
-    host_memory.PeerMemory(host_memory.Place.unpack(data))
-  except host_memory.UnreadableError as e:
-    return str(e)
-  return ''
-
-
 if __name__ == '__main__':
-  main(sys.argv)
+  main()

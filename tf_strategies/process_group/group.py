@@ -86,9 +86,9 @@ class ProcessGroup(abc.ABC):
     """How this process gets arrays of each rank to which it has a link.
 
     Returns:
-      By rank 'memory', 'slots', 'socket' or 'mpi', and why not the one before it,
-      such as 'slots, not memory: Operation not permitted'. The first collectives
-      of a group find it out.
+      By rank 'memory', 'socket' or 'mpi', and why not memory, such as
+      'socket, not memory: Permission denied'. The first collectives of a group
+      find it out.
     """
 
   @property

@@ -27,7 +27,7 @@ MAJORITY = 'majority'
 that is cut goes on; of the cluster, if there was none."""
 
 # What `same_host` can be, the fastest first.
-SAME_HOST = ('memory', 'slots', 'socket')
+SAME_HOST = ('memory', 'socket')
 
 _MIN_SECRET_BYTES = 16
 
@@ -65,10 +65,9 @@ class GroupOptions:
       costs a handshake and moves only while both ranks call MPI.
     socket_buffer_bytes: of each data link, in each direction; 0 lets the
       operating system choose.
-    same_host: how arrays move between processes of one host. 'memory': a process
-      reads the other's memory, one copy; where the system forbids that as 'slots':
-      by memory that both have mapped, two copies; else, or with 'socket', over the
-      data link. Which it became, and why, `ProcessGroup.paths` says.
+    same_host: how arrays move between processes of one host. 'memory': by
+      memory that both have mapped. Where the system forbids that, or with 'socket',
+      over the data link. `ProcessGroup.paths` says which it became, and why.
   """
 
   rendezvous_timeout_seconds: float = 300.0

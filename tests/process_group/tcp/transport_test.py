@@ -18,8 +18,8 @@ from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group.network import protocol as wire
-from tf_strategies.process_group.tcp import host_memory, transport
 from tf_strategies.process_group.tcp import link as link_lib
+from tf_strategies.process_group.tcp import transport
 
 _DEADLINE_SECONDS = 60
 _FLOAT32 = plan_lib.Format(4)
@@ -109,7 +109,7 @@ class SchedulesTest(parameterized.TestCase):
     world_size=(*tiers.every(tiers.full, (1, 2, 4)), 3, tiers.full(5)),
     compression=tuple(collectives.CODECS),
     dtype=('float32', tiers.full('float16')),
-    same_host=('memory', tiers.full('slots'), tiers.full('socket')),
+    same_host=('memory', tiers.full('socket')),
   )
   # All pieces are large enough not to go through the socket.
   @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 1)
@@ -185,7 +185,7 @@ class SchedulesTest(parameterized.TestCase):
 
   @parameterized.product(
     algorithm=('ring', 'one_shot', 'halving_doubling'),
-    same_host=('memory', 'slots', 'socket'),
+    same_host=('memory', 'socket'),
   )
   @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 1 << 12)
   def test_bytes_that_come_in_any_parts(self, algorithm, same_host):
@@ -229,40 +229,6 @@ class SchedulesTest(parameterized.TestCase):
     np.testing.assert_array_equal(out, np.arange(1, 9))
     links.close()
     other.close()
-
-  @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 1)
-  def test_what_a_peer_cannot_read_goes_through_the_socket(self):
-    outs, found = [np.zeros(8, np.float32) for _ in range(2)], []
-
-    def work(rank):
-      def function(links):
-        for sequence in (1, 2, 3):
-          before = links._links.copy()
-          plan = plan_lib.by_name('ring', 2, rank, 8, _FLOAT32)
-          array = np.full(8, rank + sequence, np.float32)
-          links.run(_execution(plan, array, outs[rank]), _header(sequence))
-        found.append(before[1 - rank].path)
-
-      return function
-
-    functions = [work(rank) for rank in range(2)]
-    read = host_memory.PeerMemory.read
-    sizes = []
-
-    def counted(memory, address, target):
-      sizes.append(target.nbytes)
-      read(memory, address, target)
-
-    with (
-      mock.patch.object(host_memory, 'can_be_read', return_value=False),
-      mock.patch.object(host_memory.PeerMemory, 'read', counted),
-    ):
-      self.assertEqual(_run(2, functions), [None] * 2)
-    self.assertEqual(found, ['memory'] * 2)
-    # What proved that the peer can be read, and nothing else.
-    self.assertEqual(sizes, [8, 8])
-    for out in outs:
-      np.testing.assert_array_equal(out, 7)
 
   def test_place_that_becomes_free_while_a_piece_comes(self):
     # What comes from rank 1 goes where rank 2 still reads, until half has come.

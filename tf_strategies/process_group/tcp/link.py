@@ -1,15 +1,14 @@
 """One data connection: words, headers and pieces in both directions.
 
 Each thing that travels begins with a word of 8 bytes, which says what follows: a
-header, the bytes of a piece, or, if that is a number beyond all kinds, nothing:
-it is where the piece lies in the sender's memory, which the receiver reads and
-acknowledges (`host_memory`). Whether a peer can do that it finds out by itself,
-and says so. Until then, and for small pieces, bytes travel.
+header, or the bytes of a piece. A number beyond all kinds is the slot of shared memory
+in which a piece lies; the receiver reads and acknowledges it (`host_memory`). Whether a
+peer can do that it finds out by itself, and says so. Until then, and for small and
+large pieces, bytes travel.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import fcntl
 import socket
@@ -27,16 +26,11 @@ from tf_strategies.process_group.tcp import host_memory
 ACKNOWLEDGE = 0  # The oldest piece that was not is read.
 HEADER = 1
 BYTES = 2  # A piece; both ends know its length.
-_PLACE = 3
-_READS = 4  # The sender of this reads the other's memory.
-_WANTS_SLOTS = 5  # It cannot: pieces are to be put into slots.
-_SLOTS = 6
-_READS_SLOTS = 7
-_SLOT = 16  # And beyond: a slot's number, or an address.
-_FIRST_ADDRESS = 4096
+_SLOTS = 3
+_READS = 4  # The sender of this reads the other's slots.
+_SLOT = 16  # And beyond: the number of a slot.
 _FOLLOWING = {
   HEADER: wire.DATA_HEADER_BYTES,
-  _PLACE: host_memory.PLACE_BYTES,
   _SLOTS: host_memory.SLOTS_BYTES,
 }
 
@@ -48,10 +42,6 @@ _FIRST_START = _WORD.pack(HEADER) + bytes(wire.DATA_HEADER_BYTES) + _START
 _AHEAD_BYTES = 4096
 # Copying fewer bytes through a socket costs less than two more messages.
 _LEAST_IN_MEMORY = 1 << 17
-_MOST_IN_MEMORY = 1 << 30
-
-# How a peer gets this process's pieces.
-_BY_SOCKET, _BY_MEMORY, _BY_SLOTS = range(3)
 
 
 class Link:
@@ -60,8 +50,7 @@ class Link:
   Args:
     rank: of the peer.
     sock: connected and non-blocking; owned from here on.
-    own: the memory that the peer may read.
-    same_host: 'memory', 'slots' or 'socket': the best that may be used.
+    same_host: 'memory' or 'socket': the best that may be used.
 
   Attributes:
     closed: whether the peer has ended the connection.
@@ -69,8 +58,7 @@ class Link:
       anything by taking back what it sent before and is still on its way.
     header: of the peer's next collective, once it has come. A peer that is ahead
       sends it before this rank asks for it.
-    unread: pieces that the peer has not read yet, by number; None for one of
-      which it has a copy.
+    unread: how many slots the peer has not read yet.
     path: how this rank gets the peer's pieces, for people.
   """
 
@@ -78,7 +66,6 @@ class Link:
     self,
     rank: int,
     sock: socket.socket,
-    own: host_memory.OwnMemory,
     same_host: str = 'memory',
   ):
     self.rank = rank
@@ -91,13 +78,13 @@ class Link:
     self.closed = False
     self.has_left = False
     self.header: bytes | None = None
-    self.unread: collections.deque[int | None] = collections.deque()
+    self.unread = 0
     self.path = 'socket'
-    self._same_host = same_host
-    self._peer: host_memory.Place | None = None
-    self._reader: host_memory.PeerMemory | host_memory.PeerSlots | None = None
-    self._way = _BY_SOCKET
+    self._may_share = same_host == 'memory' and self.is_plain
+    # What this process reads, and what the peer reads once it has said so.
+    self._reader: host_memory.PeerSlots | None = None
     self._slots: host_memory.Slots | None = None
+    self._is_read = False
     self._scratch: np.ndarray | None = None
     # What was received ahead, and what of it is used.
     self._ahead = bytearray(_AHEAD_BYTES)
@@ -110,9 +97,10 @@ class Link:
     self._before = bytearray()
     self._after = bytearray()
     self.reset()
-    if same_host != 'socket' and self.is_plain:
-      self.put(_PLACE, own.place.pack())
-      with contextlib.suppress(execution_lib.LinkClosedError):
+    if self._may_share:
+      with contextlib.suppress(OSError, execution_lib.LinkClosedError):
+        self._slots = host_memory.Slots()
+        self.put(_SLOTS, self._slots.pack())
         self.flush()
 
   def reset(self) -> None:
@@ -138,11 +126,7 @@ class Link:
   @property
   def receiving(self) -> bool:
     """Whether the peer still owes something."""
-    return (
-      self.expects
-      or self.receive_index < len(self.receives)
-      or any(number is not None for number in self.unread)
-    )
+    return self.expects or self.receive_index < len(self.receives)
 
   @property
   def sending(self) -> bool:
@@ -208,7 +192,7 @@ class Link:
   def next(self) -> int | None:
     """What comes next, HEADER once it is there; None if there is nothing now.
 
-    A word that is none of those with a name is where a piece can be read.
+    A word that is none of those with a name is a slot with a piece.
     """
     while True:
       if self._following is None:
@@ -217,9 +201,9 @@ class Link:
           return None
         [word] = _WORD.unpack(data)
         if word not in _FOLLOWING:
-          if word not in (_READS, _WANTS_SLOTS, _READS_SLOTS):
+          if word != _READS:
             return word
-          self._hear(word, b'')
+          self._is_read = True
           continue
         self._following = word
       data = self._take(_FOLLOWING[self._following])
@@ -229,7 +213,7 @@ class Link:
       if word == HEADER:
         self.header = data
         return HEADER
-      self._hear(word, data)
+      self._hear_of_slots(data)
 
   @property
   def has_ahead(self) -> bool:
@@ -292,14 +276,11 @@ class Link:
     return self._receive(view)
 
   def fetch(self, word: int, target: np.ndarray) -> None:
-    """Copies a piece from where it can be read, and says that it was."""
+    """Copies a piece from a slot, and says that it was read."""
     try:
       if self._reader is None:
         raise host_memory.UnreadableError('it was never said to be readable')
-      is_slot = word < _FIRST_ADDRESS
-      if is_slot != isinstance(self._reader, host_memory.PeerSlots):
-        raise host_memory.UnreadableError(f'it sent the word {word}')
-      self._reader.read(word - _SLOT if is_slot else word, target)
+      self._reader.read(word - _SLOT, target)
     except host_memory.UnreadableError as e:
       why = f'its memory cannot be read: {e}'
       raise execution_lib.LinkClosedError(self.rank, why) from e
@@ -344,21 +325,12 @@ class Link:
     """Whether a piece of so many bytes can go now."""
     if self.outgoing is not None:
       return False
-    is_slot = self._way == _BY_SLOTS and _is_for_slots(size)
-    return not is_slot or host_memory.has_slot(len(self.unread))
+    return not self._is_for_slots(size) or self.unread < host_memory.NUM_SLOTS
 
-  def offer(self, number: int, piece: np.ndarray) -> bool:
-    """Sends a piece, or where it is; whether its memory is free already."""
-    if (
-      self._way == _BY_MEMORY
-      and _LEAST_IN_MEMORY <= piece.nbytes <= _MOST_IN_MEMORY
-      and host_memory.can_be_read(piece)
-    ):
-      self.unread.append(number)
-      self.put(piece.ctypes.data)
-      return False
-    if self._way == _BY_SLOTS and _is_for_slots(piece.nbytes):
-      self.unread.append(None)
+  def offer(self, piece: np.ndarray) -> bool:
+    """Sends a piece, or its slot; returns whether its memory is free already."""
+    if self._is_for_slots(piece.nbytes):
+      self.unread += 1
       self.put(_SLOT + self._slots.put(piece))
       return True
     self.put(BYTES)
@@ -396,43 +368,17 @@ class Link:
 
   # How the two find out what they can read.
 
-  def _hear(self, word: int, data: bytes) -> None:
-    if word == _PLACE and self._same_host != 'socket':
-      self._peer = host_memory.Place.unpack(data)
-      self._try_memory()
-    elif word == _READS:
-      self._way = _BY_MEMORY
-    elif word == _WANTS_SLOTS and self._slots is None:
-      try:
-        self._slots = host_memory.Slots()
-      except OSError:
-        return
-      self.put(_SLOTS, self._slots.pack())
-    elif word == _SLOTS and self._peer is not None:
-      try:
-        self._reader = host_memory.PeerSlots(self._peer, data)
-      except host_memory.UnreadableError as e:
-        self.path = f'{self.path}, nor slots: {e}'
-        return
-      self.path = self.path.replace('socket', 'slots', 1)
-      self.put(_READS_SLOTS)
-    elif word == _READS_SLOTS and self._slots is not None:
-      self._way = _BY_SLOTS
-
-  def _try_memory(self) -> None:
-    """Reads the peer's memory if that can be; asks for slots if not."""
+  def _hear_of_slots(self, data: bytes) -> None:
+    """Maps the peer's slots if that can be."""
+    if not self._may_share:
+      return
     try:
-      if self._same_host == 'slots':
-        raise host_memory.UnreadableError("same_host='slots'")
-      self._reader = host_memory.PeerMemory(self._peer)
+      self._reader = host_memory.PeerSlots(data)
     except host_memory.UnreadableError as e:
       self.path = f'socket, not memory: {e}'
-      if self._peer.host == host_memory.host():
-        self.put(_WANTS_SLOTS)
       return
     self.path = 'memory'
     self.put(_READS)
 
-
-def _is_for_slots(size: int) -> bool:
-  return _LEAST_IN_MEMORY <= size <= host_memory.SLOT_BYTES
+  def _is_for_slots(self, size: int) -> bool:
+    return self._is_read and _LEAST_IN_MEMORY <= size <= host_memory.SLOT_BYTES

@@ -20,7 +20,6 @@ import numpy as np
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.network import protocol as wire
-from tf_strategies.process_group.tcp import host_memory
 from tf_strategies.process_group.tcp import link as link_lib
 
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
@@ -48,7 +47,6 @@ class Transport:
   ):
     self._options = options
     self._check = check
-    self._memory = host_memory.OwnMemory()
     self._poll = select.poll()
     self._links: dict[int, link_lib.Link] = {}
     self._by_fd: dict[int, link_lib.Link] = {}
@@ -71,9 +69,7 @@ class Transport:
       if self._has_ended:
         sock.close()
       else:
-        self._arrived.append(
-          link_lib.Link(rank, sock, self._memory, self._options.same_host)
-        )
+        self._arrived.append(link_lib.Link(rank, sock, self._options.same_host))
 
   def missing(self, peers: Iterable[int]) -> set[int]:
     """The ranks of these to which there is no link."""
@@ -110,18 +106,13 @@ class Transport:
       link.reset()
       link.has_left = link.rank in departed
     run = _Run(self._links, execution, header)
-    try:
-      while True:
-        run.work()
-        # While links have nothing to do, a piece is computed between two looks.
-        has_computed = execution.compute_next(run.wake)
-        if run.is_done:
-          break
-        self._wait(run, deadline, has_computed)
-    except BaseException:
-      # Peers may be reading what the caller is about to use for something else.
-      self._memory.revoke()
-      raise
+    while True:
+      run.work()
+      # While links have nothing to do, a piece is computed between two looks.
+      has_computed = execution.compute_next(run.wake)
+      if run.is_done:
+        break
+      self._wait(run, deadline, has_computed)
     self.bytes_sent += execution.plan.bytes_sent
 
   def finish(self) -> None:
@@ -309,9 +300,7 @@ class _Run:
     if word == link_lib.ACKNOWLEDGE:
       if not link.unread:
         raise execution_lib.MismatchError(link.rank, None)
-      number = link.unread.popleft()
-      if number is not None:
-        self._execution.done(number, self.wake)
+      link.unread -= 1
       return True
     if link.expects or link.receive_index == len(link.receives):
       raise execution_lib.MismatchError(link.rank, None)
@@ -453,7 +442,7 @@ class _Run:
         break
       offered = True
       link.send_index += 1
-      if link.offer(number, self._execution.memory(number)):
+      if link.offer(self._execution.memory(number)):
         self._execution.done(number, self.wake)
     if link.has_output:
       self._unsent.add(link)
