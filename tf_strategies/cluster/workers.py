@@ -9,6 +9,8 @@ from typing import Any
 from tf_strategies import option_checks
 from tf_strategies.cluster import config as config_lib
 
+# The tag of the exchange in which workers meet before they train.
+BEGIN_OF_FIT = 'begin of fit'
 # Set by Open MPI, and by MPICH and its relatives (Intel MPI, MVAPICH).
 _SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
 # The strategies of this process that train together with other tasks, by name.

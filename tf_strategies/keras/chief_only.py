@@ -248,7 +248,8 @@ def _share_files(model, callbacks, length):
   files = [each for each in written if each[1] is not None]
   # A number of NumPy is no other number.
   mine = json.dumps([same, files], default=lambda number: number.item())
-  said = [json.loads(a) for a in link.exchange('callbacks', mine.encode())]
+  answers = link.exchange(workers_lib.BEGIN_OF_FIT, mine.encode())
+  said = [json.loads(answer) for answer in answers]
   for what in same:
     link.check_same(
       [json.dumps(values[what]).encode() for values, _ in said],

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.process_group import state as state_lib
 
 # How many ranks a message spells out.
@@ -102,12 +103,13 @@ def stall(
   """Returns why ranks wait for each other for ever; None if they may go on.
 
   They do if each waits in the same place as some time `before`, and they are in
-  different methods of a model: one evaluates, say, while the others train.
+  different methods of a model: one evaluates, say, while the others train. So is
+  one that begins `fit` again.
   """
   ranks = range(len(members))
   if any(rank not in said or rank not in before for rank in ranks):
     return None
-  calls = [said[rank]['call'] for rank in ranks]
+  calls = [_begun(said[rank]) for rank in ranks]
   if not all(calls) or len(set(calls)) == 1:
     return None
   for rank in ranks:
@@ -122,11 +124,20 @@ def stall(
     'CollectiveMismatchError',
     f'The ranks wait for each other in different methods of a model: {told}. '
     'Fix: call the same methods on all workers, in the same order, outside of any '
-    '`if` on the rank, and not in a callback of the chief alone.',
+    '`if` on the rank, not in a callback of the chief alone, and not again where '
+    'one worker alone has failed.',
     member.rank,
     member.address,
     ranks=differing,
   )
+
+
+def _begun(description) -> str:
+  """Returns the method of a model that a rank is in, or begins."""
+  call = description['call']
+  if call and workers_lib.BEGIN_OF_FIT in description['exchanges']:
+    return f'the begin of {call}'
+  return call
 
 
 def _place(description) -> tuple | None:

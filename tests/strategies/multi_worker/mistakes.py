@@ -1,5 +1,6 @@
 """What people do wrong on several workers; its argument says which mistake."""
 
+import contextlib
 import sys
 
 import keras
@@ -19,7 +20,13 @@ if mistake == 'rows':
   x, y = x[strategy.rank :: 2], y[strategy.rank :: 2]
 if mistake == 'rate' and is_first:
   model.optimizer.learning_rate = 0.5
-model.fit(x, y, verbose=0)
+if mistake == 'again' and is_first:
+  full = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: 1 / 0
+  )
+  with contextlib.suppress(ZeroDivisionError):
+    model.fit(x, y, epochs=3, verbose=0, callbacks=[full])
+model.fit(x, y, epochs=3 if mistake == 'again' else 1, verbose=0)
 if mistake == 'fit' and is_first:
   model.fit(x, y, verbose=0)
 if mistake in ('evaluate', 'goes_on') and is_first:

@@ -27,6 +27,9 @@ _MISTAKES = (
   tiers.full(
     'goes_on', 'rank 0 in evaluate, rank 1 in fit. Fix: call the same'
   ),
+  tiers.full(
+    'again', 'rank 0 in the begin of fit, rank 1 in fit. Fix: call the same'
+  ),
   tiers.full('rate', 'rank 0 has 0.5, rank 1 has 0.00999'),
   tiers.full('crash', 'ValueError: the disk of this worker is full'),
 )
