@@ -58,6 +58,18 @@ class Lazy(keras.layers.Layer):
     return inputs @ self.kernel * (1 + noise / 10)
 
 
+class Subclass(keras.Model):
+  """A model that Keras builds by calling it with tensors without values."""
+
+  def __init__(self, layers):
+    super().__init__()
+    self.first, self.norm, self.last = layers  # A list of layers is not saved.
+
+  def call(self, inputs, training=False):
+    """Calls each layer."""
+    return self.last(self.norm(self.first(inputs), training=training))
+
+
 class Counter(tf.Module):
   """An integer sum over replicas, which is made when it is called first."""
 
@@ -80,6 +92,7 @@ class Counter(tf.Module):
 
 
 OPTIMIZERS = {
+  'momentum': lambda: keras.optimizers.SGD(0.01, momentum=0.9),
   'ema': lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5),
   'accumulation': lambda: keras.optimizers.Adam(
     0.1, gradient_accumulation_steps=2
@@ -109,7 +122,8 @@ def run(strategy, name, how, steps, path=None):
   keras.backend.clear_session()
   keras.utils.set_random_seed(1)
   with strategy.scope():
-    net = keras.Sequential(
+    make = Subclass if how == 'fit_subclass' else keras.Sequential
+    net = make(
       [Lazy(), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     )
     optimizer = OPTIMIZERS[name]()
@@ -119,10 +133,9 @@ def run(strategy, name, how, steps, path=None):
   )
   status = checkpoint.restore(path) if path else None
   x, y = numbers()
-  if how == 'fit':
+  if how.startswith('fit'):
     with strategy.scope():
-      net.build([None, 5])  # Keras cannot restore it when `fit` builds it.
-      net.compile(optimizer, 'mse')
+      net.compile(optimizer, 'mse', metrics=['mae'])
     history = net.fit(
       x, y, batch_size=_ROWS, epochs=steps, shuffle=False, verbose=0
     )
@@ -202,7 +215,9 @@ def _in_workers(rank, strategy, devices, cases):
 
 def _on_servers(mode):
   return stopped_and_whole(
-    lambda: tfs.create_strategy('parameter_server', mode=mode), 'wrapped', 'fit'
+    lambda: tfs.create_strategy('parameter_server', mode=mode),
+    'wrapped',
+    'fit_subclass',
   )
 
 
@@ -265,7 +280,10 @@ class RestoreTest(_RestoreTest):
     tiers.full('central_eager', 'central_storage', 'wrapped', 'eager'),
     tiers.full('ring_inner', 'ring_mirrored', 'ema', 'inner_function'),
     tiers.full('ring_fit', 'ring_mirrored', 'accumulation', 'fit'),
+    ('ring_subclass', 'ring_mirrored', 'loss_scale', 'fit_subclass'),
+    tiers.full('ring_momentum', 'ring_mirrored', 'momentum', 'fit'),
     tiers.full('central_fit', 'central_storage', 'loss_scale', 'fit'),
+    tiers.full('central_ema', 'central_storage', 'ema', 'fit_subclass'),
     tiers.full('ring_loss_scale', 'ring_mirrored', 'loss_scale', 'function'),
     tiers.full('one', 'one_device', 'ema', 'function'),
   )
@@ -298,7 +316,7 @@ class ProcessesTest(_RestoreTest):
       'ring_of_one',
       'multi_worker_ring',
       1,
-      (('wrapped', 'eager'), ('accumulation', 'fit')),
+      (('wrapped', 'eager'), ('loss_scale', 'fit_subclass')),
     ),
     tiers.full(
       'collective',

@@ -507,6 +507,56 @@ change(
 )
 
 
+# `tf.train.Checkpoint` restores a variable as soon as a layer has it. In a build
+# from tensors without values the variable has no value yet, and Keras fails.
+
+
+def _serialize_early(serialize: Callable) -> Callable:
+  @functools.wraps(serialize)
+  def serialize_variable(self):
+    if self._value is None:
+      return {'VARIABLE_VALUE': tf.zeros(self._shape, self._dtype)}
+    return serialize(self)
+
+  return serialize_variable
+
+
+def _restore_early(restore: Callable) -> Callable:
+  @functools.wraps(restore)
+  def restore_variable(self, restored_tensors):
+    if self._value is None:
+      self._restored = restored_tensors
+      return None
+    return restore(self, restored_tensors)
+
+  return restore_variable
+
+
+def _initialize_restored(initialize: Callable) -> Callable:
+  @functools.wraps(initialize)
+  def initialize_variable(self):
+    initialize(self)
+    restored = vars(self).pop('_restored', None)
+    if restored is not None:
+      with tf.init_scope():
+        self._restore_from_tensors(restored)
+
+  return initialize_variable
+
+
+for _signature, _how in (
+  ('_serialize_to_tensors()', _serialize_early),
+  ('_restore_from_tensors(restored_tensors)', _restore_early),
+  ('_deferred_initialize()', _initialize_restored),
+):
+  change(
+    core.Variable,
+    _signature,
+    _how,
+    'a model that is built after Checkpoint.restore gets the restored values',
+  )
+
+
 def before_callbacks(
   replace: Callable[[keras.Model, list, dict[str, Any]], list],
 ) -> None:

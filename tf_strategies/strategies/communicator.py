@@ -60,6 +60,8 @@ class Communicator(abc.ABC):
       None is there before all are: what follows happens with all or none.
     """
 
+  # Whether a variable that a step makes gets its first value outside of the step.
+  initializes_eagerly: bool = False
   # The most bytes that are worth to travel together.
   bucket_bytes: int = 8 << 20
 

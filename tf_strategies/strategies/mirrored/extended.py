@@ -50,6 +50,8 @@ class ExactMirroredExtended(
   # See `_keras_internal`: Keras draws no batch to make variables.
   builds_from_specs = True
   makes_variables_in_steps = True
+  # True if TensorFlow cannot initialize a variable inside of a step.
+  _initializes_eagerly = False
   _warned_undivided = False
   # Whether a variable was made in the scope, even if it is gone.
   has_variables = False
@@ -474,7 +476,8 @@ class ExactMirroredExtended(
     # Made now, outside of the step: in it, TensorFlow would ask in each step
     # whether it has been made, and workers could not share the first value.
     is_of_keras = _keras_internal.is_of_keras(kwargs.get('initial_value'))
-    if (whole_batch.is_active() or is_of_keras) and _is_in_function():
+    is_now = whole_batch.is_active() or is_of_keras or self._initializes_eagerly
+    if is_now and _is_in_function():
       # A constant may be a tensor of the step's graph, as that of Nadam is.
       value = _tf_internal.lift(kwargs.get('initial_value'))
       kwargs['initial_value'] = value

@@ -42,6 +42,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self._labelled: dict[str, weakref.ref] = {}
     self._input = input_lib.WorkerInput(self)
     self.communicator = make_communicator(self.local)
+    self._initializes_eagerly = self.communicator.initializes_eagerly
     self._workers = reducer_lib.WorkerReducer(self.local, self.communicator)
     self._reducer = reducer_lib.Reducer(self._workers)
     self._local_worker = local_steps.LocalWorker(self)

@@ -25,6 +25,9 @@ class RuntimeCommunicator(communicator.Communicator):
   `devices` are this worker's; group keys start at `collective_key_base`.
   """
 
+  # Its collectives take inputs that TensorFlow cannot lift out of a step.
+  initializes_eagerly = True
+
   def __init__(
     self,
     rank: int,
