@@ -1,5 +1,8 @@
 """What XLA compiles of a step, where it runs, and what lies outside of it."""
 
+import contextlib
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
@@ -7,10 +10,12 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
-from tests.conformance import harness
+from tests import processes, tiers, virtual_devices
+from tests.conformance import harness, multi_worker
+from tests.conformance.multi_worker import WorkerCase
 from tf_strategies import _tf_internal
 from tf_strategies.cross_device import links
+from tf_strategies.strategies.mirrored import extended
 
 virtual_devices.configure()
 
@@ -23,7 +28,22 @@ _COMPUTES = {
   'Cast',
 }
 # What brings replicas together, or asks the host.
-_MEETS = {'CollectiveReduceV2', 'NcclAllReduce', 'PyFunc', 'EagerPyFunc'}
+_MEETS = {
+  'CollectiveReduceV2',
+  'CollectiveReduceV3',
+  'CollectiveGatherV2',
+  'NcclAllReduce',
+  'PyFunc',
+  'EagerPyFunc',
+}
+_WORKERS = (
+  tiers.full('ring_2x1', WorkerCase('ring_2x1', 'multi_worker_ring', 2, 1)),
+  tiers.full('ring_2x2', WorkerCase('ring_2x2', 'multi_worker_ring', 2, 2)),
+  tiers.full(
+    'collective_2x1',
+    WorkerCase('collective_2x1', 'multi_worker_collective', 2, 1),
+  ),
+)
 
 
 def _data():
@@ -38,14 +58,14 @@ def _train_function(model):
   return function
 
 
-def _graph(strategy):
+def _graph(strategy, jit_compile=True):
   """The graph of a step of a model that XLA compiles, which has run."""
   x, y = _data()
   with strategy.scope():
     model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
-      keras.optimizers.Adam(1e-2, clipnorm=0.1), loss, jit_compile=True
+      keras.optimizers.Adam(1e-2, clipnorm=0.1), loss, jit_compile=jit_compile
     )
   model.fit(x, y, 32, verbose=0)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
@@ -74,6 +94,74 @@ def _blocks(graph):
   return [(functions[name], callers[name]) for name in functions]
 
 
+def types_in_worker(rank, case):
+  """The operations of each compiled function, their callers, and all operations."""
+  del rank
+  strategy = multi_worker.create(case)
+  graph = _graph(strategy)
+  blocks = [({node.op for node in n}, callers) for n, callers in _blocks(graph)]
+  found = blocks, {node.op for node in _nodes(graph)}
+  strategy.close()
+  return found
+
+
+@contextlib.contextmanager
+def _beside_a_gpu():
+  """Keras, which asks what there is to resolve 'auto', finds a GPU."""
+  gpu = tf.config.PhysicalDevice('/physical_device:GPU:0', 'GPU')
+  with mock.patch.object(
+    tf.config, 'list_physical_devices', lambda kind=None: [gpu]
+  ):
+    yield
+
+
+class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
+  """Keras resolves 'auto' to False under any strategy; here as for one GPU."""
+
+  def resolved(self, strategy, on_gpus, **options):
+    patched = mock.patch.object(
+      extended.ExactMirroredExtended, 'compiles_by_default', on_gpus
+    )
+    with patched, _beside_a_gpu(), strategy.scope():
+      model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3)])
+      model.compile('sgd', 'mse', **options)
+      self.assertIs(model.distribute_strategy, strategy)
+      return model.jit_compile
+
+  @parameterized.parameters(
+    tfs.RingMirroredStrategy,
+    tfs.CentralStorageStrategy,
+    lambda d: tfs.MultiWorkerRingStrategy(devices=d),
+    lambda d: tfs.MultiWorkerCollectiveStrategy(devices=d),
+  )
+  def test_auto_compiles_on_gpus(self, make):
+    for devices in (DEVICES, DEVICES[:1]):
+      strategy = make(devices)
+      is_gpu = virtual_devices.KIND == 'GPU'
+      self.assertEqual(strategy.extended.compiles_by_default, is_gpu)
+      self.assertTrue(self.resolved(strategy, True))
+      self.assertFalse(self.resolved(strategy, False))
+      for options in ({'jit_compile': False}, {'run_eagerly': True}):
+        self.assertFalse(self.resolved(strategy, True, **options))
+
+  def test_auto_compiles_nothing_that_refuses_it(self):
+    strategy = tfs.RingMirroredStrategy(DEVICES[:2], reproducible=True)
+    self.assertFalse(self.resolved(strategy, True))
+    builtin = tf.distribute.MirroredStrategy(DEVICES[:2])
+    self.assertFalse(self.resolved(builtin, True))
+
+  def test_auto_trains_what_is_compiled(self):
+    strategy = tfs.RingMirroredStrategy(DEVICES)
+    with (
+      mock.patch.object(
+        extended.ExactMirroredExtended, 'compiles_by_default', True
+      ),
+      _beside_a_gpu(),
+    ):
+      self.assertNotEmpty(_blocks(_graph(strategy, 'auto')))
+    self.assertEmpty(_blocks(_graph(strategy, 'auto')))
+
+
 class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('ring_mirrored', harness.STRATEGIES[0]),
@@ -94,6 +182,21 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
       self.assertNoCommonElements({node.op for node in nodes}, _MEETS)
     calls = strategy.communication_report()['calls']
     self.assertGreater(calls['all_reduce'] + calls['reduce'], 0)
+
+  @tiers.named_parameters(*_WORKERS)
+  @pytest.mark.multi_process
+  def test_each_worker_runs_compiled_blocks_between_meetings(self, case):
+    workers = processes.run_workers(
+      types_in_worker, case.workers, args=(case,), deadline=200
+    )
+    for blocks, types in workers:
+      # The forward and the backward pass of all devices are one function.
+      [callers] = [callers for ops, callers in blocks if 'MatMul' in ops]
+      self.assertLen(callers, case.devices)
+      self.assertLessEqual(len(blocks), 8)
+      for ops, _ in blocks:
+        self.assertNoCommonElements(ops, _MEETS)
+      self.assertNotEmpty(types & _MEETS)
 
   def test_xla_knows_what_steps_compute(self):
     """On a GPU another list of TensorFlow's counts than on a CPU."""

@@ -164,23 +164,36 @@ def _settle(model) -> None:
     settle(model.variables)
 
 
-def _settle_first(compile_) -> Callable:
+def _compile_for_strategy(compile_) -> Callable:
   @functools.wraps(compile_)
-  def compile_settled(self, *args, **kwargs):
+  def compile_model(self, *args, **kwargs):
     if getattr(self, 'optimizer', None) is not None:
       # Steps that an optimizer has counted go with it.
       _settle(self)
-    return compile_(self, *args, **kwargs)
+    strategy = self._distribute_strategy
+    if strategy is not None and _compiles_by_default(strategy):
+      # With a strategy, Keras takes jit_compile='auto' for False.
+      self._distribute_strategy = None
+    try:
+      return compile_(self, *args, **kwargs)
+    finally:
+      self._distribute_strategy = strategy
 
-  return compile_settled
+  return compile_model
+
+
+def _compiles_by_default(strategy) -> bool:
+  """Returns whether XLA compiles steps as it does without a strategy."""
+  return getattr(strategy.extended, 'compiles_by_default', False)
 
 
 change(
   base_trainer.Trainer,
   'compile(optimizer, loss, loss_weights, metrics, weighted_metrics, '
   'run_eagerly, steps_per_execution, jit_compile, auto_scale_loss)',
-  _settle_first,
-  'workers that have trained apart meet before their optimizer is replaced',
+  _compile_for_strategy,
+  'workers that have trained apart meet before their optimizer is replaced, and '
+  "jit_compile='auto' compiles on GPUs",
 )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from unittest import mock
 
 import keras
 import numpy as np
@@ -26,8 +27,19 @@ def _model():
 
 
 def jit_compile(strategy):
-  with strategy.scope():
+  gpu = tf.config.PhysicalDevice('/physical_device:GPU:0', 'GPU')
+  with (
+    strategy.scope(),
+    # Keras asks what there is to resolve 'auto'.
+    mock.patch.object(
+      tf.config, 'list_physical_devices', lambda kind=None: [gpu]
+    ),
+  ):
     model = _model()
+    model.compile('adam', 'mse')
+  assert not model.jit_compile
+  model.fit(*_data(), verbose=0)
+  with strategy.scope():
     model.compile('adam', 'mse', jit_compile=True)
   model.fit(*_data(), verbose=0)
 

@@ -289,6 +289,11 @@ class ExactMirroredExtended(
     """Returns whether the steps of models are split over several sites."""
     return not self.is_one_device
 
+  @property
+  def compiles_by_default(self) -> bool:
+    """Returns whether Keras's `jit_compile='auto'` compiles: on GPUs."""
+    return all('gpu' in device.lower() for device in self._devices)
+
   # Whether this process does what is done once in all.
   does_what_is_done_once = True
   # Whether every replica gets all predictions, and all of sums such as metrics.

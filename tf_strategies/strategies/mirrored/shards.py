@@ -147,6 +147,7 @@ class _Sharded:
 
   num_shards: int
   splits_steps = True
+  compiles_by_default = False
   _step_class = _Step
   # Each replica has all of what steps return, and of sums such as metrics: a part
   # of them would be that of some shards.

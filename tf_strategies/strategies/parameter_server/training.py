@@ -46,7 +46,8 @@ class StepFunction:
       'ParameterServerStrategy',
       'steps that TensorFlow runs op by op, since XLA cannot reach variables on '
       'servers',
-      'compile the model with jit_compile=False',
+      'compile the model with jit_compile=False, and decorate a function that '
+      'its train_step calls with tf.function(jit_compile=True)',
     )
     own = _keras_internal.own_methods(self._model, keras_step.kind)
     optimizers = ()
