@@ -18,6 +18,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 # TensorFlow reads it when it is imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
@@ -98,11 +99,20 @@ def place_inputs(shapes, devices: Sequence[str]) -> list[list[tf.Variable]]:
 
 
 def build_step(
-  peer: peers.Peer, devices: Sequence[str], inputs: list[list[tf.Variable]]
+  peer: peers.Peer,
+  devices: Sequence[str],
+  inputs: list[list[tf.Variable]],
+  strategies: dict[str, tuple[tf.distribute.Strategy, Any]],
 ) -> Step:
-  """Returns the peer's step over `inputs`; `MirroredStrategy` does the rest."""
-  ops = peer.make_ops() if peer.make_ops else None
-  strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
+  """Returns the peer's step over `inputs`; `MirroredStrategy` does the rest.
+
+  `strategies` keeps each peer's strategy and cross-device op for the next set.
+  """
+  if peer.name not in strategies:
+    ops = peer.make_ops() if peer.make_ops else None
+    strategy = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
+    strategies[peer.name] = strategy, ops
+  strategy, ops = strategies[peer.name]
 
   def read(context):
     replica_id = context.replica_id_in_sync_group
@@ -180,31 +190,44 @@ def busiest_bytes_in(step: Step, shapes, num_devices: int) -> int:
 def run_set(
   name: str, num_devices: int, rounds: int, repeats: int, device: str = 'cpu'
 ) -> list[dict[str, object]]:
-  """Measures every peer on one tensor set, in a process of its own.
+  """Runs `measure_set` in a process that has no devices yet."""
+  devices = measure.split_device(device, num_devices)
+  return measure_set(name, devices, rounds, repeats, {})
+
+
+def measure_set(
+  name: str,
+  devices: Sequence[str],
+  rounds: int,
+  repeats: int,
+  strategies: dict[str, tuple[tf.distribute.Strategy, Any]],
+) -> list[dict[str, object]]:
+  """Measures every peer on one tensor set.
 
   TensorFlow's collectives number groups and instances by strategy, but keep
-  their sizes and shapes by process: the next default `MirroredStrategy` would
-  join the first one's group, and abort where they differ.
+  their sizes and shapes by process: a second default `MirroredStrategy` would
+  join the first one's group, and abort where they differ. So all sets of a
+  process need the same devices and the same `strategies`.
 
   Args:
     name: the tensor set.
-    num_devices: how many devices to reduce over.
+    devices: what to reduce over.
     rounds: turns of each peer.
     repeats: timed calls in each turn.
-    device: 'cpu' or 'gpu'.
+    strategies: by peer; empty for the first set of the process.
 
   Returns:
     One record for each peer, as the JSON report has them.
   """
   # Every strategy announces its devices, and every peer its algorithm.
   logging.set_verbosity(logging.ERROR)
-  devices = measure.split_device(device, num_devices)
+  num_devices = len(devices)
   shapes = tensor_sets.by_name(name)
   inputs = place_inputs(shapes, devices)
   steps = []
   for peer in peers.for_devices(num_devices):
     _progress(f'{num_devices} devices, {name}: building {peer.name}')
-    step = build_step(peer, devices, inputs)
+    step = build_step(peer, devices, inputs, strategies)
     check(step, shapes, devices)
     steps.append(step)
   _progress(f'{num_devices} devices, {name}: {rounds} rounds')

@@ -1,25 +1,23 @@
-"""The part `links` of `benchmarks.gpu`: what copies cost, and how good choices are.
+"""The part `links` of `benchmarks.gpu`: the cost of copies.
 
-Measures the constants of `tf_strategies.cross_device.links`, and, by size, how much
-longer `AutoAllReduce` takes than the fastest of the algorithms that it chooses from.
+Measures the constants of `tf_strategies.cross_device.links`.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks import measure, report
+from benchmarks import measure
 
 # Copies in a chain, one after the other. What a call costs besides drops out of
 # the difference between two chains.
 _FEW, _MANY = 2, 12
-_AUTO = 'AutoAllReduce'
 
 
 def measure_copies(
-  device: str, sizes: Sequence[int], rounds: int, repeats: int = 5
+  devices: Sequence[str], sizes: Sequence[int], rounds: int, repeats: int = 5
 ) -> list[dict[str, Any]]:
   """Alpha and beta of a copy between two devices, and between host and device.
 
@@ -27,10 +25,14 @@ def measure_copies(
   with what the runtime adds: that is what each message of a schedule costs.
 
   Args:
-    device: 'cpu' or 'gpu'; parts of the first one, if there is one GPU.
+    devices: names of two.
     sizes: bytes.
     rounds: turns of each size.
     repeats: timed calls in each turn.
+
+  Returns:
+    For each pair `alpha_seconds`, `beta_seconds_per_byte`, `copy_seconds` by size,
+    and the `line` of `links.LINKS` that has these constants.
   """
   # TensorFlow is imported late: it reads its environment then.
   import tensorflow as tf
@@ -39,9 +41,9 @@ def measure_copies(
 
   # It would take away a copy that leads back.
   tf.config.optimizer.set_experimental_options({'disable_meta_optimizer': True})
-  first, second = measure.split_device(device, 2)
+  first, second = devices
   ways = {
-    ends: links.name_of(ends) if device == 'gpu' else device
+    ends: links.name_of(ends) if first.startswith('GPU') else 'cpu'
     for ends in ((first, second), (second, 'CPU:0'))
   }
   chains = {
@@ -63,7 +65,7 @@ def measure_copies(
     found.append(
       {
         'between': ' and '.join(ends),
-        'link': name,
+        'line': _line(name, alpha, beta),
         'alpha_seconds': alpha,
         'beta_seconds_per_byte': beta,
         'copy_seconds': dict(zip(map(str, sizes), copies, strict=True)),
@@ -108,56 +110,5 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
   return max(float(alpha), 0.0), max(float(beta), 0.0)
 
 
-def choices(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """For each set of `benchmarks.all_reduce`'s results what was best, and ours."""
-
-  def setting(row):
-    return row['num_devices'], row['set']
-
-  found = []
-  for (num_devices, name), rows in itertools.groupby(results, setting):
-    times = {r['peer']: r['median_ms'] for r in rows if r['kind'] == 'ours'}
-    auto = times.pop(_AUTO)
-    best = min(times, key=times.get)
-    found.append(
-      {
-        'num_devices': num_devices,
-        'set': name,
-        'auto_ms': auto,
-        'best': best,
-        'auto_to_best': auto / times[best],
-        'median_ms': times,
-      }
-    )
-  return found
-
-
-def line_of(copy: Mapping[str, Any]) -> str:
-  """A line of `tf_strategies.cross_device.links.LINKS`."""
-  return (
-    f"  '{copy['link']}': collectives.Link({copy['alpha_seconds']:.1e}, "
-    f'{copy["beta_seconds_per_byte"]:.2e}),'
-  )
-
-
-def text(found: Mapping[str, Any]) -> str:
-  """The constants, ready to be put in, and a table of the choices."""
-  lines = ['For LINKS in tf_strategies/cross_device/links.py:', '']
-  for copy in found['copies']:
-    lines += [f'  # Between {copy["between"]}.', line_of(copy)]
-  algorithms = list(found['choices'][0]['median_ms'])
-  rows = [
-    [row[c] for c in ('num_devices', 'set', 'auto_ms', 'best', 'auto_to_best')]
-    + [row['median_ms'][name] for name in algorithms]
-    for row in found['choices']
-  ]
-  worst = max(row['auto_to_best'] for row in found['choices'])
-  columns = ['devices', 'set', 'Auto ms', 'best', 'Auto to best']
-  columns += [name.removesuffix('AllReduce') for name in algorithms]
-  lines += [
-    '',
-    f'AutoAllReduce takes at most {worst:.2f} of the time of the best:',
-    '',
-    report.markdown(columns, rows),
-  ]
-  return '\n'.join(lines)
+def _line(link: str, alpha: float, beta: float) -> str:
+  return f"'{link}': collectives.Link({alpha:.1e}, {beta:.2e}),"

@@ -26,9 +26,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import psutil
-
 from tf_strategies import errors
+
+try:
+  import psutil
+except (
+  ImportError
+):  # Then only what `Command` starts is ended, not their children.
+  psutil = None
 
 DEADLINE_SECONDS = 240.0
 _GRACE_SECONDS = 5.0
@@ -210,12 +215,13 @@ class Command:
     for process in below:
       with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()  # Not if another process has its id by now.
-    psutil.wait_procs(below, _GRACE_SECONDS)
+    if below:
+      psutil.wait_procs(below, _GRACE_SECONDS)
     return self.process.wait(_GRACE_SECONDS)
 
   def descendants(self) -> list[psutil.Process]:
-    """The processes below it."""
-    if not self.is_alive():
+    """The processes below it; none where psutil is not installed."""
+    if psutil is None or not self.is_alive():
       return []
     try:
       return psutil.Process(self.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""Constants come out of times that have them, and the best is named."""
+"""Constants come out of times that have them."""
 
 import numpy as np
 import tensorflow as tf
@@ -8,16 +8,6 @@ from benchmarks import gpu_links
 from tf_strategies import collectives
 
 SIZES = [4, 4096, 2**20, 2**28]
-
-
-def row(num_devices, name, peer, median_ms, kind='ours'):
-  return {
-    'num_devices': num_devices,
-    'set': name,
-    'peer': peer,
-    'kind': kind,
-    'median_ms': median_ms,
-  }
 
 
 class FitTest(tf.test.TestCase, parameterized.TestCase):
@@ -43,39 +33,10 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
       collectives.Link(*found)
 
 
-class ChoicesTest(tf.test.TestCase):
-  def test_best_is_named_for_each_set(self):
-    results = [
-      row(4, 'small', 'identity', 0.1, 'floor'),
-      row(4, 'small', 'AutoAllReduce', 3.0),
-      row(4, 'small', 'ring', 4.0),
-      row(4, 'small', 'tree', 2.0),
-      row(4, 'small', 'ReductionToOneDevice', 1.0, 'built_in'),
-      row(4, 'large', 'AutoAllReduce', 5.0),
-      row(4, 'large', 'ring', 10.0),
-      row(4, 'large', 'tree', 20.0),
-    ]
-    small, large = gpu_links.choices(results)
-    self.assertEqual(
-      (small['set'], small['best'], small['auto_to_best']),
-      ('small', 'tree', 1.5),
-    )
-    self.assertEqual(
-      (large['set'], large['best'], large['auto_to_best']),
-      ('large', 'ring', 0.5),
-    )
-    text = gpu_links.text({'copies': [], 'choices': [small, large]})
-    self.assertIn('at most 1.50', text)
-    self.assertRegex(text, r'\| small .*\| tree \|.* 4.00 \|  2.00 \|')
-
+class LineTest(tf.test.TestCase):
   def test_line_can_be_put_in(self):
-    copy = {
-      'link': 'one_gpu',
-      'alpha_seconds': 1.25e-5,
-      'beta_seconds_per_byte': 7.5e-13,
-    }
-    text = f'{{{gpu_links.line_of(copy)}}}'
-    found = eval(text, {'collectives': collectives})
+    line = gpu_links._line('one_gpu', 1.25e-5, 7.5e-13)
+    found = eval(f'{{{line}}}', {'collectives': collectives})
     self.assertAllClose(found['one_gpu'].alpha_seconds, 1.25e-5, rtol=0.1)
     self.assertAllClose(
       found['one_gpu'].beta_seconds_per_byte, 7.5e-13, 1e-3, 0

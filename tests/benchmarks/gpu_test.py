@@ -1,87 +1,122 @@
-"""The benchmark for GPUs runs on CPUs; the figures of a GPU need one."""
+"""The drill for GPUs runs on CPUs; the figures of a GPU need one."""
 
 import os
 
 import pytest
 import tensorflow as tf
 
-from benchmarks import gpu_links, processes
+from benchmarks import processes
 from tests.benchmarks import running
 
+# In processes of their own: the drill's flags have the names of the examples'.
 _BUILD = """
-from benchmarks import gpu, gpu_step
+from benchmarks import gpu_parts
 
-size = dict(gpu._SIZES['gpu']['transformer'])
-size.pop('rows')
-model = gpu_step.transformer(**size)
+size = gpu_parts.SIZES['gpu']['transformer']
+model = gpu_parts.transformer(**size)
 print(model.count_params(), *model.output_shape[1:])
+"""
+_MADE_UP = """
+from absl import app
+
+from benchmarks import gpu
+
+jobs = {
+  'step': '''if True:
+    import time
+    print('{"environment": {"versions": {"keras": "3"}}}')
+    print('{"strategy": "none", "median_ms": 2.5}', flush=True)
+    time.sleep(600)
+  ''',
+  'workers': '''if True:
+    print('{"by": "torch", "peer": "none", "xla": false, "median_ms": 2.0}')
+    print('{"by": "torch", "peer": "DDP", "error": "a bucket is lost"}')
+  ''',
+  'links': 'raise ValueError("no links")',
+  'startup': '''print('{"until": "the end", "seconds": 1.5}')''',
+}
+gpu.SHARES = {part: (3, 1) if part == 'startup' else (1,) for part in jobs}
+gpu.programs = lambda part, number, ends_at: [(['-c', jobs[part]], {})]
+app.run(gpu.main)
 """
 
 
-@pytest.mark.multi_process
-@pytest.mark.full
 class GpuBenchmarkTest(tf.test.TestCase):
-  def _measure(self, parts):
-    """The program that has measured the parts on CPUs, and its report."""
+  @pytest.mark.multi_process
+  def test_keeps_rows_of_parts_that_fail_or_are_cut_off(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
-    done = running.run_benchmark(
-      'gpu', '--device=cpu', f'--parts={parts}', f'--report_json={path}'
+    done = processes.run_python(
+      *('-c', _MADE_UP, '--parts=startup,links,step,workers'),
+      *('--limit_seconds=20', f'--report_json={path}'),
+      cwd=running.ROOT,
+    )
+    self.assertEqual(done.returncode, 1, done.stderr)
+    found = running.read_json(path)
+    self.assertEqual(
+      found['results'],
+      {
+        'step': [{'strategy': 'none', 'median_ms': 2.5}],
+        'workers': [
+          {'by': 'torch', 'peer': 'none', 'xla': False, 'median_ms': 2.0},
+          {'by': 'torch', 'peer': 'DDP', 'error': 'a bucket is lost'},
+        ],
+        'links': [],
+        'startup': 2 * [{'until': 'the end', 'seconds': 1.5}],
+      },
+    )
+    self.assertEqual(found['versions'], {'keras': '3'})
+    cut_off, failed_row, failed = found['failures']
+    self.assertRegex(cut_off, r'^step 1, 3 s: cut off')
+    self.assertRegex(failed_row, '^workers: .*DDP.*a bucket is lost')
+    self.assertRegex(failed, r'(?s)^links 1, .*ValueError: no links')
+    for failure in found['failures']:
+      self.assertIn(failure, done.stderr)
+    self.assertRegex(done.stdout, r'\| none +\| +\| +\| +2.50 \|')
+
+  @pytest.mark.multi_process
+  @pytest.mark.soak
+  def test_drill_on_cpus(self):
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = processes.run_python(
+      *('-m', 'benchmarks.gpu', '--device=cpu', f'--report_json={path}'),
+      cwd=running.ROOT,
+      deadline_seconds=780.0,
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
-    return done, running.read_json(path)
-
-  @pytest.mark.soak
-  def test_parts_on_cpus(self):
-    _, found = self._measure('input,mnist')
-    self.assertBetween(found['input'][0]['input_share'], 0.0, 1.0)
-    self.assertLen(found['mnist'], 2)
-    for row in found['mnist']:
-      self.assertGreater(row['accuracy'], 0.9)
-
-  @pytest.mark.soak
-  def test_steps_on_cpus(self):
-    _, found = self._measure('step')
-    self.assertLen(found['step'], 9)
-    for row in found['step']:
-      self.assertNotIn('error', row)
-      self.assertGreater(row['ratio_to_one_device'], 0.0)
-
-  @pytest.mark.soak
-  def test_links_on_cpus(self):
-    done, found = self._measure('links')
-    self.assertEqual(found['hardware']['gpus'], [])
-    copies, choices = found['links']['copies'], found['links']['choices']
-    self.assertEqual(
-      [copy['between'] for copy in copies],
-      ['CPU:0 and CPU:1', 'CPU:1 and CPU:0'],
-    )
-    for copy in copies:
-      self.assertIn(gpu_links.line_of(copy), done.stdout)
-    self.assertEqual([c['set'] for c in choices], ['1x4KB', '1x64KB'])
-    for choice in choices:
-      fastest = min(choice['median_ms'].values())
-      self.assertAllClose(choice['auto_to_best'], choice['auto_ms'] / fastest)
-
-  def test_a_part_that_fails_is_in_the_report(self):
-    path = os.path.join(self.create_tempdir().full_path, 'report.json')
-    done = running.run_benchmark(
-      'gpu',
-      '--device=cpu',
-      '--parts=mnist',
-      '--data_path=/missing/mnist.npz',
-      f'--report_json={path}',
-    )
-    self.assertEqual(done.returncode, 1)
-    self.assertIn('failed: mnist', done.stderr)
     found = running.read_json(path)
-    self.assertIn('/missing/mnist.npz', found['mnist']['error'])
+    self.assertEqual((found['failures'], found['hardware']['gpus']), ([], []))
+    rows = found['results']
+    # Each strategy with and without XLA; one device at the end once more.
+    self.assertLen(rows['step'], 2 * (7 + 6))
+    for row in rows['step']:
+      self.assertGreater(row['ratio_to_none'], 0.0)
+    self.assertEqual(
+      [row['peer'] for row in rows['workers'][-4:]],
+      2 * ['none'] + 2 * ['ring'],
+    )
+    self.assertEqual(
+      {row['set'] for row in rows['all_reduce']}, {'4x64KB', '1x64KB'}
+    )
+    self.assertEqual({row['num_devices'] for row in rows['all_reduce']}, {2, 4})
+    for row in rows['links']:
+      self.assertIn(row['line'], done.stdout)
+    for row in rows['mnist']:
+      self.assertGreater(row['accuracy'], 0.9)
+    self.assertEqual(
+      [r['mode'] for r in rows['servers']], ['none', 'sync', 'async']
+    )
+    self.assertEqual([row['rows'] for row in rows['servers']], [8, 16, 8])
+    seconds = [row['seconds'] for row in rows['startup']]
+    self.assertAllGreater(seconds, 0.0)
+    self.assertEqual(seconds, sorted(seconds))
 
+  @pytest.mark.full
+  @pytest.mark.multi_process
   def test_transformer_has_a_hundred_million_parameters(self):
-    # In a process of its own: its flags have the names of the examples'.
     done = processes.run_python('-c', _BUILD, cwd=running.ROOT)
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
     parameters, length, units = map(int, done.stdout.split())
-    self.assertBetween(parameters, 95e6, 115e6)
+    self.assertBetween(parameters, 105e6, 115e6)
     self.assertEqual((length, units), (256, 16_000))
 
 
