@@ -35,7 +35,7 @@ jobs = {
   'links': 'raise ValueError("no links")',
   'startup': '''print('{"until": "the end", "seconds": 1.5}')''',
 }
-gpu.SHARES = {part: (3, 1) if part == 'startup' else (1,) for part in jobs}
+gpu.SHARES = {'step': (1,), 'workers': (3,), 'links': (3,), 'startup': (3, 1)}
 gpu.programs = lambda part, number, ends_at: [(['-c', jobs[part]], {})]
 app.run(gpu.main)
 """
@@ -47,7 +47,7 @@ class GpuBenchmarkTest(tf.test.TestCase):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = processes.run_python(
       *('-c', _MADE_UP, '--parts=startup,links,step,workers'),
-      *('--limit_seconds=20', f'--report_json={path}'),
+      *('--limit_seconds=55', f'--report_json={path}'),
       cwd=running.ROOT,
     )
     self.assertEqual(done.returncode, 1, done.stderr)
@@ -66,12 +66,12 @@ class GpuBenchmarkTest(tf.test.TestCase):
     )
     self.assertEqual(found['versions'], {'keras': '3'})
     cut_off, failed_row, failed = found['failures']
-    self.assertRegex(cut_off, r'^step 1, 3 s: cut off')
+    self.assertRegex(cut_off, r'^step 1, 5 s: cut off')
     self.assertRegex(failed_row, '^workers: .*DDP.*a bucket is lost')
     self.assertRegex(failed, r'(?s)^links 1, .*ValueError: no links')
     for failure in found['failures']:
       self.assertIn(failure, done.stderr)
-    self.assertRegex(done.stdout, r'\| none +\| +\| +\| +2.50 \|')
+    self.assertRegex(done.stdout, r'\| none +\| +2.50 \|')
 
   @pytest.mark.multi_process
   @pytest.mark.soak
