@@ -422,16 +422,24 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
     sums = strategy.run(tf.function(forward), (rows,)).values
     self.assertAllClose(sums, [sums[1] * r for r in range(4)])
 
-  def test_accumulated_ones_count_once_a_replica(self):
-    strategy = _strategy()
+  @parameterized.parameters(
+    _strategy,
+    lambda: tfs.CentralStorageStrategy(list(DEVICES)),
+    lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
+  )
+  def test_an_accumulator_holds_the_gradient_of_the_whole_batch(self, make):
+    """It is one device's, and so is what a checkpoint of it restores."""
+    strategy = make()
     with strategy.scope():
       variable = keras.Variable([1.0, 2.0])
       optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
       optimizer.build([variable])
-    gradient = tf.constant([1.0, 3.0])
-    for _ in range(2):
+    gradient = tf.constant([1.0, 3.0])  # Each of 4 replicas counts it once.
+    for accumulated, value in (([4, 12], [1, 2]), ([0, 0], [1 - 4, 2 - 12])):
       strategy.run(lambda: optimizer.apply([gradient], [variable]))
-    self.assertAllEqual(variable.numpy(), [1.0 - 4, 2.0 - 12])
+      (accumulator,) = optimizer._accumulated_gradients
+      self.assertAllEqual(accumulator.numpy(), accumulated)
+      self.assertAllEqual(variable.numpy(), value)
 
 
 class DevicesTest(tf.test.TestCase, parameterized.TestCase):
