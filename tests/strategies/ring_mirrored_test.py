@@ -406,6 +406,31 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
     step()
     self.assertAllEqual(variable.numpy(), [1.0 - 4, 2.0 - 12])
 
+  @tiers.product(
+    make=[
+      _strategy,
+      lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
+      tiers.full(lambda: tfs.CentralStorageStrategy(list(DEVICES))),
+    ],
+    wrap=[lambda f: f, tf.function],
+  )
+  def test_counts_once_where_nothing_is_computed(self, make, wrap):
+    """As under MirroredStrategy, also beside a gradient of each replica."""
+    strategy = make()
+    with strategy.scope():
+      variables = [keras.Variable([1.0, 2.0]) for _ in range(2)]
+      optimizer = keras.optimizers.SGD(1.0)
+      optimizer.build(variables)
+    gradient = tf.constant([1.0, 3.0])
+
+    @wrap
+    def step():
+      strategy.run(lambda: optimizer.apply([gradient, 2 * gradient], variables))
+
+    step()
+    self.assertAllEqual(variables[0].numpy(), [1.0 - 1, 2.0 - 3])
+    self.assertAllEqual(variables[1].numpy(), [1.0 - 8, 2.0 - 24])
+
   def test_a_loop_in_a_module_named_as_the_trainer_begins(self):
     """It is no step of Keras's, though it refers to a model."""
     strategy = _strategy()

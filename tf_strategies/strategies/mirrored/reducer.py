@@ -50,7 +50,9 @@ class Reducer:
     """Reduces values; `StrategyExtended.batch_reduce_to`."""
     run = replica_run.current()
     is_masked = run is not None and run.has_rows is not None
-    values = [self._link.per_replica(value) for value, _ in pairs]
+    values = [
+      self._once(reduce_op, self._link.per_replica(value)) for value, _ in pairs
+    ]
     if is_masked:
       values = empty_replicas.mask(run, values, self._link.devices)
     # A destination that is the value itself stands for the value's devices.
@@ -63,6 +65,18 @@ class Reducer:
     count = run.num_with_rows()
     sums = self._link.reduce(_SUM, pairs, options)
     return [empty_replicas.divide(total, count) for total in sums]
+
+  def _once(self, reduce_op, value):
+    """Returns a tensor that all local replicas share as one that counts once.
+
+    It was made outside of the step. `tf.distribute.MirroredStrategy` counts it once.
+    """
+    if isinstance(value, tf.distribute.DistributedValues):
+      return value
+    first = tf.convert_to_tensor(value)
+    other = first if reduce_op == _MEAN else tf.zeros_like(first)
+    others = [other] * (len(self._link.devices) - 1)
+    return _tf_internal.PerReplica((first, *others))
 
   def gather(self, value, destinations, axis, options):
     """Concatenates the replicas' values along `axis`."""
