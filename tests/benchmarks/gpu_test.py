@@ -89,7 +89,9 @@ class GpuBenchmarkTest(tf.test.TestCase):
     # Each strategy with and without XLA; one device at the end once more.
     self.assertLen(rows['step'], 2 * (7 + 6))
     for row in rows['step']:
-      self.assertGreater(row['ratio_to_none'], 0.0)
+      # TensorFlow's MirroredStrategy does not compile on two devices.
+      if 'skipped' not in row or row['strategy'] != 'mirrored':
+        self.assertGreater(row['ratio_to_none'], 0.0)
     self.assertEqual(
       [row['peer'] for row in rows['workers'][-4:]],
       2 * ['none'] + 2 * ['ring'],
