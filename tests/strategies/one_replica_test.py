@@ -135,11 +135,12 @@ def _graphs(function) -> list:
 def _operations(graph) -> list[str]:
   """Returns a text for each operation: its type, its inputs and what it calls.
 
-  The texts are sorted, since in branches the order of operations depends on the
-  addresses of tensors. Arguments are left out: an iterator of a distributed data set
-  is another one.
+  The texts are sorted, since in branches the order of operations, of arguments and
+  of results depends on the addresses of tensors. Arguments are left out: an iterator
+  of a distributed data set is another one.
   """
   texts: dict[tf.Operation, str] = {}
+  calling = set()
   for op in graph.get_operations():
     if op.type == 'Placeholder':
       continue
@@ -149,8 +150,12 @@ def _operations(graph) -> list[str]:
       for f in map(graph._get_function, names)
       if hasattr(f, 'graph')
     ]
-    inputs = [(texts.get(t.op, ''), t.value_index) for t in op.inputs]
+    inputs = [
+      (texts.get(t.op, ''), 0 if t.op in calling else t.value_index)
+      for t in op.inputs
+    ]
     if called:
+      calling.add(op)
       inputs.sort()
     after = sorted(texts[c] for c in op.control_inputs if c in texts)
     about = hashlib.sha256(repr((inputs, after, called)).encode())
