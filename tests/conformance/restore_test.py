@@ -122,7 +122,7 @@ def run(strategy, name, how, steps, path=None):
   keras.backend.clear_session()
   keras.utils.set_random_seed(1)
   with strategy.scope():
-    make = Subclass if how == 'fit_subclass' else keras.Sequential
+    make = Subclass if how.endswith('subclass') else keras.Sequential
     net = make(
       [Lazy(), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     )
@@ -178,7 +178,7 @@ def _loop(strategy, net, optimizer, mean, counter, how, steps):
   def step(x, y):
     return strategy.reduce('SUM', strategy.run(replica, (x, y)), axis=None)
 
-  if how == 'function':
+  if how.startswith('function'):
     step = tf.function(step)
   data = tf.data.Dataset.from_tensor_slices(numbers()).batch(_ROWS)
   data = strategy.experimental_distribute_dataset(data.repeat(steps))
@@ -283,7 +283,11 @@ class RestoreTest(_RestoreTest):
     ('ring_subclass', 'ring_mirrored', 'loss_scale', 'fit_subclass'),
     tiers.full('ring_momentum', 'ring_mirrored', 'momentum', 'fit'),
     tiers.full('central_fit', 'central_storage', 'loss_scale', 'fit'),
-    tiers.full('central_ema', 'central_storage', 'ema', 'fit_subclass'),
+    # At its end `fit` replaces weights by their moving averages ('ema').
+    tiers.full(
+      'central_momentum', 'central_storage', 'momentum', 'fit_subclass'
+    ),
+    tiers.full('ring_loop', 'ring_mirrored', 'ema', 'function_subclass'),
     tiers.full('ring_loss_scale', 'ring_mirrored', 'loss_scale', 'function'),
     tiers.full('one', 'one_device', 'ema', 'function'),
   )

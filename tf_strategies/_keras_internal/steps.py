@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import variables
 from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import tf_dataset_adapter
@@ -524,50 +525,48 @@ change(
 # from tensors without values the variable has no value yet, and Keras fails.
 
 
-def _serialize_early(serialize: Callable) -> Callable:
-  @functools.wraps(serialize)
-  def serialize_variable(self):
-    if self._value is None:
-      return {'VARIABLE_VALUE': tf.zeros(self._shape, self._dtype)}
-    return serialize(self)
+def _restore_when_made(register: Callable) -> Callable:
+  """Lets a checkpoint restore a variable that gets its value later."""
 
-  return serialize_variable
+  @functools.wraps(register)
+  def register_variable(variable):
+    restored = {}
 
+    def initialize():
+      for name in methods:
+        delattr(variable, name)
+      variable._deferred_initialize()
+      if restored:
+        with tf.init_scope():
+          variable._restore_from_tensors(restored)
 
-def _restore_early(restore: Callable) -> Callable:
-  @functools.wraps(restore)
-  def restore_variable(self, restored_tensors):
-    if self._value is None:
-      self._restored = restored_tensors
-      return None
-    return restore(self, restored_tensors)
+    methods = {
+      # TensorFlow reads a value of this type, and does not look at its shape.
+      '_serialize_to_tensors': lambda: {
+        'VARIABLE_VALUE': tf.zeros([], variable._dtype)
+      },
+      '_restore_from_tensors': restored.update,
+      '_deferred_initialize': initialize,
+    }
+    vars(variable).update(methods)
+    register(variable)
 
-  return restore_variable
-
-
-def _initialize_restored(initialize: Callable) -> Callable:
-  @functools.wraps(initialize)
-  def initialize_variable(self):
-    initialize(self)
-    restored = vars(self).pop('_restored', None)
-    if restored is not None:
-      with tf.init_scope():
-        self._restore_from_tensors(restored)
-
-  return initialize_variable
+  return register_variable
 
 
-for _signature, _how in (
-  ('_serialize_to_tensors()', _serialize_early),
-  ('_restore_from_tensors(restored_tensors)', _restore_early),
-  ('_deferred_initialize()', _initialize_restored),
+_why = 'a model that is built after Checkpoint.restore gets the restored values'
+for _signature in (
+  '_serialize_to_tensors()',
+  '_restore_from_tensors(restored_tensors)',
+  '_deferred_initialize()',
 ):
-  change(
-    core.Variable,
-    _signature,
-    _how,
-    'a model that is built after Checkpoint.restore gets the restored values',
-  )
+  _requirements.method(core.Variable, _signature, _why)
+change(
+  variables,
+  'register_uninitialized_variable(variable)',
+  _restore_when_made,
+  _why,
+)
 
 
 def before_callbacks(
