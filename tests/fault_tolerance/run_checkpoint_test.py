@@ -15,8 +15,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from benchmarks import processes
-from tests import tiers, virtual_devices
+from benchmarks import processes as commands
+from tests import processes, tiers, virtual_devices
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state, ownership
 from tf_strategies.checkpoint.position import Position
@@ -393,10 +393,47 @@ for epoch in range(epoch, epochs):
 """
 
 
+def _save_where_another_run_does(rank, directory):
+  """Returns the error of each way in which a run becomes the owner."""
+  del rank
+  strategy = tfs.create_strategy(
+    'multi_worker_ring', devices=virtual_devices.names(1)
+  )
+  found = []
+  try:
+    checkpoint = tfs.RunCheckpoint(directory, _model(strategy))
+    checkpoint.restore()
+    for begin in (
+      tfs.Preemption(checkpoint).__enter__,
+      lambda: checkpoint.save(1),
+    ):
+      try:
+        begin()
+      except errors.InUseError as e:
+        found.append(str(e))
+  finally:
+    strategy.close()
+  return found
+
+
 @pytest.mark.multi_process
 @pytest.mark.slow
 class TwoRunsTest(parameterized.TestCase):
   """Two jobs in one directory, the first of which the launcher restarts."""
+
+  def test_all_workers_hear_that_the_chief_cannot_save(self):
+    directory = self.create_tempdir().full_path
+    owner = checkpointer.Checkpointer(directory)
+    owner.acquire()
+    first, second = processes.run_workers(
+      _save_where_another_run_does,
+      2,
+      args=(directory,),
+      deadline=_DEADLINE_SECONDS,
+    )
+    self.assertLen(first, 2)
+    self.assertEqual(second, [f'The chief cannot save: {e}' for e in first])
+    self.assertIn(f'belongs to run {ownership.run_id()}', first[0])
 
   @parameterized.parameters(False, True)
   def test_first_one_does_not_continue_the_second(self, both_live):
@@ -404,9 +441,9 @@ class TwoRunsTest(parameterized.TestCase):
     directory, go = here / 'checkpoints', here / 'go'
     program = [sys.executable, '-c', _PROGRAM, str(directory)]
     launch = [sys.executable, '-m', 'tf_strategies.launch', '--max_restarts=1']
-    with processes.Command(
+    with commands.Command(
       [*launch, '--', *program, '9', str(go)],
-      env=processes.python_environment(),
+      env=commands.python_environment(),
       deadline_seconds=_DEADLINE_SECONDS,
     ) as first:
       first.wait_until(lambda: go.exists() and go.read_text() == 'saved')
@@ -415,9 +452,9 @@ class TwoRunsTest(parameterized.TestCase):
         first.signal(signal.SIGSTOP)
         go.write_text('go')
         self.wait_for_owner_to_end(directory)
-      with processes.Command(
+      with commands.Command(
         [*program, '3'],
-        env=processes.python_environment(),
+        env=commands.python_environment(),
         deadline_seconds=_DEADLINE_SECONDS,
       ) as second:
         status = second.wait()

@@ -7,7 +7,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,12 +19,9 @@ from tf_strategies.checkpoint.position import Position
 from tf_strategies.strategies.multi_worker import elastic
 from tf_strategies.strategies.multi_worker import strategy as multi_worker
 
-# Restores of each group of workers, which name their exchanges: all workers
-# restore in the same order. Each generation of an elastic job is a new group.
-_restores: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-# A checkpoint, where it was read, and what other workers need to know of it.
-_Found = tuple[checkpointer.Checkpoint | None, dict[str, Any]]
+# Exchanges of each group of workers, which their numbers name: all workers restore
+# and save in the same order. Each generation of an elastic job is a new group.
+_exchanges: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @option_checks.has_options
@@ -110,6 +107,7 @@ class RunCheckpoint:
         optimizer.build(model.trainable_variables)
     self._checkpointer = checkpointer.Checkpointer(directory, max_to_keep)
     self._access = model_state.VariableAccess(self.strategy)
+    self._is_elastic = isinstance(self.strategy, elastic.ElasticRingStrategy)
     self._variables = model_state.name_variables(model, optimizer)
     self._model = model
     self._metrics = metrics
@@ -136,8 +134,9 @@ class RunCheckpoint:
       DataError: there are checkpoints and all are damaged.
       StorageError: the chief cannot read a file.
     """
-    found, header = self._find_on_all_workers()
-    self._restored = found
+    self._restored = None
+    header = self._on_chief('restore', self._find)
+    found = self._restored
     self._metric_arrays = {}
     self.position = Position.from_json(header)
     if not header['is_found']:
@@ -170,8 +169,10 @@ class RunCheckpoint:
       return
     self._access.write(variables, self._metric_arrays)
 
-  def own(self, is_saving: bool = False) -> None:
+  def own(self) -> None:
     """Makes this run the only one that saves; the first `save` does it too.
+
+    On several workers all of them call it, and all raise the chief's error.
 
     In an elastic job only a `save` does it: all workers take part in that, so an
     earlier chief gives the directory away.
@@ -182,15 +183,8 @@ class RunCheckpoint:
       CheckpointMismatchError: the restored checkpoint was made with another
         optimizer or random seed.
     """
-    if isinstance(self.strategy, elastic.ElasticRingStrategy) and not is_saving:
-      return
-    if not self._access.is_chief:
-      self._checkpointer.release()
-      return
-    self._checkpointer.acquire()
-    if self._restored is not None:
-      self._checkpointer.check_description(self._restored, self._description)
-      self._restored = None  # Closes its file.
+    if not self._is_elastic:
+      self._on_chief('save', self._acquire)
 
   def save(self, epoch: int, step: int = 0) -> str | None:
     """Saves the state on the chief; every worker calls it.
@@ -203,7 +197,8 @@ class RunCheckpoint:
       The path of the checkpoint, on the chief.
 
     Raises:
-      StorageError: it cannot be written; the previous checkpoints are untouched.
+      StorageError: it cannot be written; the previous checkpoints are untouched. All
+        workers raise the chief's errors, except in an elastic job.
       InUseError, TakenOverError, CheckpointMismatchError: as `own`.
       UnsupportedOptionError: not a position.
     """
@@ -215,18 +210,23 @@ class RunCheckpoint:
     if step:
       variables.update(self._metric_variables())
     arrays = self._access.read(variables)
-    self.own(is_saving=True)
+
+    def write():
+      self._acquire()
+      return self._checkpointer.save(
+        arrays,
+        {
+          **position.to_json(),
+          'settings': self._settings,
+          'description': self._description,
+          'parts': model_state.reductions(variables),
+        },
+      )
+
+    # The members of an elastic job go on without a chief that cannot save.
+    path = self._on_chief('save', write, tells_all=not self._is_elastic)
     if not self._access.is_chief:
       return None
-    path = self._checkpointer.save(
-      arrays,
-      {
-        **position.to_json(),
-        'settings': self._settings,
-        'description': self._description,
-        'parts': model_state.reductions(variables),
-      },
-    )
     logging.info(
       'Saved %s at %s in %.2f s.', path, position, time.monotonic() - began
     )
@@ -244,37 +244,58 @@ class RunCheckpoint:
     variables = [v for metric in metrics for v in metric.variables]
     return {f'metrics/{i}': v for i, v in enumerate(variables)}
 
-  def _find_on_all_workers(self) -> _Found:
-    """The newest checkpoint, on the chief; what it is, on all workers."""
-    found, header, error = None, None, None
+  def _on_chief(
+    self, what: str, function: Callable[[], Any], tells_all: bool = True
+  ) -> Any:
+    """Calls a function on the chief; all workers return its value or raise its error.
+
+    Args:
+      what: the function does, for the error.
+      function: returns a value for JSON.
+      tells_all: False if the chief alone returns the value or raises.
+    """
+    answer: dict[str, Any] = {}
+    error = None
     if self._access.is_chief:
       try:
-        found, header = self._find()
+        answer['value'] = function()
       except (OSError, errors.Error) as e:
         error = e
-        header = {'error': str(e), 'type': type(e).__name__}
+        answer = {'error': str(e), 'type': type(e).__name__}
+    else:
+      self._checkpointer.release()
     workers = self._access.workers
-    if workers is not None:
-      number = _restores.get(workers, 0)
-      _restores[workers] = number + 1
+    if workers is not None and tells_all:
+      number = _exchanges.get(workers, 0)
+      _exchanges[workers] = number + 1
       # Not a collective of the graph: an error must reach all workers, too.
       answers = workers.exchange(
-        f'checkpoint/{number}', json.dumps(header).encode()
+        f'checkpoint/{number}', json.dumps(answer).encode()
       )
-      header = json.loads(answers[0])
+      answer = json.loads(answers[0])
     if error is not None:
       raise error
-    if 'error' in header:
-      error_type = getattr(errors, header['type'], OSError)
-      raise error_type(f'The chief cannot restore: {header["error"]}')
-    return found, header
+    if 'error' in answer:
+      error_type = getattr(errors, answer['type'], OSError)
+      raise error_type(f'The chief cannot {what}: {answer["error"]}')
+    return answer.get('value')
 
-  def _find(self) -> _Found:
-    """The newest checkpoint, with this run's names; raises if it is another's."""
+  def _acquire(self) -> None:
+    self._checkpointer.acquire()
+    if self._restored is not None:
+      self._checkpointer.check_description(self._restored, self._description)
+      self._restored = None  # Closes its file.
+
+  def _find(self) -> dict[str, Any]:
+    """Opens the newest checkpoint; raises if it is another run's.
+
+    Returns:
+      What all workers need to know of the checkpoint.
+    """
     self._checkpointer.warn_if_in_use()
     found = self._checkpointer.newest()
     if found is None:
-      return None, {'is_found': False, **Position().to_json()}
+      return {'is_found': False, **Position().to_json()}
     self._checkpointer.check_run(found)
     names = model_state.match_names(
       list(self._variables), [k for k in found.arrays if not _is_metric(k)]
@@ -299,8 +320,9 @@ class RunCheckpoint:
       for name, spec in specs.items()
       if _is_metric(name) or model_state.has_parts(self._variables[name])
     ]
+    self._restored = found
     position = Position.from_json(found.metadata).to_json()
-    return found, {'is_found': True, **position, 'parts': parts}
+    return {'is_found': True, **position, 'parts': parts}
 
 
 def _as_json_returns_it(settings: Mapping[str, Any]) -> dict[str, Any]:
