@@ -1,6 +1,7 @@
 """Which tasks count as dead, with a cluster whose deaths a test decides."""
 
 import contextlib
+import queue
 from unittest import mock
 
 import tensorflow as tf
@@ -60,6 +61,18 @@ class LivenessTest(parameterized.TestCase):
       errors.ParameterServerUnavailableError, 'ps 0 at ps-0:1'
     ):
       self.liveness.hold_lease(lease, lambda error: None)
+
+  def test_watch_goes_on_when_it_cannot_read_who_drives_the_servers(self):
+    lease, taken = mock.Mock(), queue.SimpleQueue()
+    error = errors.TakenOverError('another chief')
+    lease.check.side_effect = [ValueError('half a record'), error]
+    with (
+      mock.patch.object(connection, '_LEASE_SECONDS', 0.01),
+      self.assertLogs(level='WARNING') as logs,
+    ):
+      self.liveness.hold_lease(lease, taken.put)
+      self.assertIs(taken.get(timeout=60), error)
+    self.assertIn('ValueError: half a record', logs.output[0])
 
   def ask(self, address):
     job, _, rest = address.partition('-')

@@ -30,6 +30,8 @@ _UNSETTLED_SECONDS = 5.0
 _CONNECT_SECONDS = 60.0
 # Between two looks whether another chief drives the servers.
 _LEASE_SECONDS = 1.0
+# Between two warnings that these looks fail.
+_WARN_SECONDS = 60.0
 
 _HELLO, _NOTHING = keepalive.Answer.HELLO, keepalive.Answer.NOTHING
 
@@ -317,6 +319,17 @@ class Liveness:
         self._taken = e
       except tf.errors.OpError:
         continue  # Server 0 is gone, or a connection is being made.
+      except (
+        Exception
+      ) as e:  # Nobody else would notice that the watch has ended.
+        logging.log_every_n_seconds(
+          logging.WARNING,
+          'This chief cannot tell whether another chief has taken the parameter '
+          'servers (%s: %s), and asks again.',
+          _WARN_SECONDS,
+          type(e).__name__,
+          e,
+        )
     if self._taken is None:
       return
     logging.error('%s', self._taken)
