@@ -295,14 +295,19 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     model = _model()
     checkpoint = tfs.RunCheckpoint(self.directory, model)
     path = checkpoint.save(1, 2)
-    for is_finished, text in (
-      (False, f'Resumed from {path}, at epoch 1, step 2'),
-      (True, f'This run has finished: .*{path}, at epoch 1, step 2'),
+    resumed = f'Resumed from {path}, at epoch 1, step 2, of'
+    for is_finished, run, text in (
+      (False, ownership.run_id(), 'this run.'),
+      (True, ownership.run_id(), 'this run, which has finished: '),
+      (True, 'another', f'run {ownership.run_id()}, which has finished: '),
     ):
       checkpoint.mark_finished(is_finished)
-      with self.assertLogs(level='WARNING') as logs:
+      with (
+        mock.patch.dict(os.environ, TFS_RUN_ID=run),
+        self.assertLogs(level='WARNING') as logs,
+      ):
         checkpoint.restore()
-      self.assertRegex(logs.output[0], text)
+      self.assertIn(f'{resumed} {text}', logs.output[0])
 
   def test_settings_that_equal_themselves_as_json_only(self):
     settings = {'clip': float('nan'), 'sizes': (1, 2)}

@@ -283,7 +283,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
         programs.train_on, (kind, 1.0, 32, 3, self.checkpoints)
       )
       self.assertEqual(steps, 0)
-      self.assertIn('This run has finished', ' '.join(logged))
+      self.assertIn('which has finished', ' '.join(logged))
 
   @pytest.mark.full
   def test_coordinator_that_shuffles_otherwise(self):

@@ -207,11 +207,14 @@ class Checkpointer:
       )
 
   def log_restored(self, found: Checkpoint, position: object) -> None:
-    """Logs where a run continues, or that it has finished."""
-    what = 'Resumed from'
+    """Logs where a run continues, whose checkpoint that is, and if it has finished."""
+    ending = '.'
     if self.is_finished:
-      what = 'This run has finished: nothing is left but what is new since'
-    logging.warning('%s %s, at %s.', what, found.path, position)
+      ending = ', which has finished: nothing is left but what is new since.'
+    run = 'this run' if found.run == ownership.run_id() else f'run {found.run}'
+    logging.warning(
+      'Resumed from %s, at %s, of %s%s', found.path, position, run, ending
+    )
 
   def paths(self) -> list[str]:
     """Returns the directories of all checkpoints, oldest first."""
