@@ -25,8 +25,7 @@ _MISMATCH = {
   'peer': 1,
   'sequence': 7,
   'name': 'w',
-  'expected': 'this',
-  'received': 'that',
+  'text': 'this',
 }
 
 
@@ -114,7 +113,7 @@ class DiagnoseTest(absltest.TestCase):
     error = failure_detection.diagnose(_MEMBERS, _MISMATCH, said).exception()
     self.assertEqual(error.ranks, (1,))
     self.assertIn('does this; rank 1', str(error))
-    self.assertIn('sent that', str(error))
+    self.assertIn('does something else', str(error))
 
 
 class HeartbeatMonitorTest(absltest.TestCase):

@@ -30,10 +30,9 @@ class LinkClosedError(Exception):
 class MismatchError(Exception):
   """A peer is at another collective; internal to `process_group`."""
 
-  def __init__(self, rank: int, received: str | None):
-    super().__init__(f'rank {rank} sent {received}')
+  def __init__(self, rank: int):
+    super().__init__(f'rank {rank} is at another collective')
     self.rank = rank
-    self.received = received
 
 
 class DeadlineError(Exception):

@@ -67,17 +67,14 @@ def diagnose(
   return decide[suspicion['kind']](members, suspicion, said)
 
 
-def mismatch(
-  operation: state_lib.Operation, peer: int, received: str = 'something else'
-) -> dict[str, Any]:
+def mismatch(operation: state_lib.Operation, peer: int) -> dict[str, Any]:
   """The suspicion of a rank whose peer is at another collective."""
   return {
     'kind': 'mismatch',
     'peer': peer,
     'sequence': operation.sequence,
     'name': operation.name,
-    'expected': operation.text,
-    'received': received,
+    'text': operation.text,
   }
 
 
@@ -171,8 +168,8 @@ def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
     # The peer is at a sequence number that it has forgotten, or died since.
     differing = (peer,)
     told = (
-      f'{members[reporter]} does {suspicion["expected"]}; '
-      f'{members[peer]} sent {suspicion["received"]}'
+      f'{members[reporter]} does {suspicion["text"]}; '
+      f'{members[peer]} does something else'
     )
   return state_lib.FailureReport.at(
     'CollectiveMismatchError',

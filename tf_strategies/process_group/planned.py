@@ -314,10 +314,7 @@ class PlannedGroup(group_lib.ProcessGroup):
     except execution_lib.LinkClosedError as e:
       self._raise_lost(e.rank, e.why)
     except execution_lib.MismatchError as e:
-      received = e.received or 'something else'
-      self._control.report(
-        failure_detection.mismatch(operation, e.rank, received)
-      )
+      self._control.report(failure_detection.mismatch(operation, e.rank))
       self._state.check()
     except execution_lib.DeadlineError as e:
       self._control.report(

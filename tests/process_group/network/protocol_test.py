@@ -7,22 +7,6 @@ from tf_strategies.process_group.network import protocol
 _VERSION = protocol.PROTOCOL_VERSION
 
 
-class DataHeaderTest(parameterized.TestCase):
-  def test_round_trip(self):
-    header = protocol.DataHeader(
-      'all_reduce', 3, 2**40, 'ring', 'sum', 'float32', 10**12, 4, 2**32 - 1
-    )
-    self.assertLen(header.pack(), protocol.DATA_HEADER_BYTES)
-    self.assertEqual(protocol.DataHeader.unpack(header.pack()), header)
-
-  @parameterized.parameters(0, 4)
-  def test_other_bytes_are_no_header(self, place):
-    data = bytearray(protocol.DataHeader('a', 1, 1, '', '', '', 0, 0, 0).pack())
-    data[place] ^= 1
-    with self.assertRaises(protocol.ProtocolError):
-      protocol.DataHeader.unpack(data)
-
-
 class FrameTest(parameterized.TestCase):
   def test_lengths(self):
     frame = protocol.Frame(protocol.Kind.EXCHANGE, 7, 'täg', b'12345')

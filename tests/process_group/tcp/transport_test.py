@@ -17,7 +17,6 @@ from tf_strategies.collectives import codec, codecs
 from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
-from tf_strategies.process_group.network import protocol as wire
 from tf_strategies.process_group.tcp import link as link_lib
 from tf_strategies.process_group.tcp import transport
 
@@ -52,8 +51,8 @@ def _passed_on(near, seed):
   return end
 
 
-def _header(sequence, size=0):
-  return wire.DataHeader('all_reduce', 1, sequence, 'x', 'sum', '', size, 0, 0)
+def _header(sequence, digest=0):
+  return link_lib.Header(sequence, digest)
 
 
 def _execution(plan, array, out, form=_FLOAT32, **kwargs):
@@ -250,7 +249,7 @@ class SchedulesTest(parameterized.TestCase):
     before.sendall(word(link_lib.HEADER) + _header(1).pack())
     before.sendall(word(link_lib.BYTES) + bytes([2]) * (size // 2))
     with after.makefile('rb') as file:
-      passed = file.read(2 * 8 + wire.DATA_HEADER_BYTES + size)
+      passed = file.read(2 * 8 + len(_header(1).pack()) + size)
     self.assertEqual(passed[-size:], bytes([1]) * size)
     while run.needs[1]:
       time.sleep(0.01)

@@ -130,6 +130,6 @@ class MpiProcessGroup(planned.PlannedGroup):
     headers = self._headers.tolist()
     for rank, other in enumerate(headers):
       if other != headers[self.rank]:
-        raise execution_lib.MismatchError(rank, None)
+        raise execution_lib.MismatchError(rank)
     self._comm.run(execution, deadline, self._check)
     self._bytes_sent += execution.plan.bytes_sent

@@ -207,8 +207,7 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
       peer=_rank,
       sequence=_count,
       name=_text,
-      expected=_text,
-      received=_or_none(_text),
+      text=_text,
     ),
     _Record(
       kind=_one_of('timeout'),

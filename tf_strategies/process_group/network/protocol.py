@@ -1,13 +1,6 @@
-"""The wire format: headers of collectives, and frames of the control plane.
+"""The wire format of the control plane: frames.
 
 Lengths are checked against limits before anything is allocated.
-
-Example:
-
-  >>> from tf_strategies.process_group.network import protocol
-  >>> header = protocol.DataHeader('barrier', 1, 7, 'direct', 'none', '', 0, 0, 0)
-  >>> protocol.DataHeader.unpack(header.pack()) == header
-  True
 """
 
 from __future__ import annotations
@@ -16,14 +9,10 @@ import dataclasses
 import enum
 import struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_PAYLOAD_BYTES = 1 << 20
 _MAX_TAG_BYTES = 512
-
-_DATA = struct.Struct('!4sB15sQQ15s15s15sQQI')
-_DATA_MAGIC = b'TFSD'
-DATA_HEADER_BYTES = _DATA.size
 
 _FRAME = struct.Struct('!4sBBHQI')
 _FRAME_MAGIC = b'TFSC'
@@ -32,63 +21,6 @@ FRAME_HEADER_BYTES = _FRAME.size
 
 class ProtocolError(Exception):
   """Bytes that are not of this protocol; internal."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DataHeader:
-  """Comes before the bytes of one collective on each link that it uses.
-
-  Two ranks that are at the same collective have equal headers: `checksum` is of
-  everything that must agree, the rest tells people.
-  """
-
-  kind: str
-  generation: int
-  sequence: int
-  algorithm: str
-  op: str
-  dtype: str
-  num_bytes: int
-  extra: int
-  checksum: int
-
-  def __str__(self):
-    return (
-      f'{self.kind}({self.op}) of {self.num_bytes} bytes of {self.dtype} by '
-      f'{self.algorithm}, sequence {self.sequence} of generation '
-      f'{self.generation}'
-    )
-
-  def pack(self) -> bytes:
-    """The header as `DATA_HEADER_BYTES` bytes."""
-    return _DATA.pack(
-      _DATA_MAGIC,
-      PROTOCOL_VERSION,
-      self.kind.encode(),
-      self.generation,
-      self.sequence,
-      self.algorithm.encode(),
-      self.op.encode(),
-      self.dtype.encode(),
-      self.num_bytes,
-      self.extra,
-      self.checksum,
-    )
-
-  @classmethod
-  def unpack(cls, data: bytes) -> DataHeader:
-    """The header of `DATA_HEADER_BYTES` bytes; ProtocolError if they are none."""
-    magic, version, *values = _DATA.unpack(data)
-    if magic != _DATA_MAGIC or version != PROTOCOL_VERSION:
-      raise ProtocolError(f'a data header begins with {bytes(data[:5])!r}')
-    return cls(
-      *(
-        v.rstrip(b'\0').decode('ascii', 'replace')
-        if isinstance(v, bytes)
-        else v
-        for v in values
-      )
-    )
 
 
 class Kind(enum.IntEnum):

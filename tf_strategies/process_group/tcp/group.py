@@ -11,7 +11,7 @@ from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import planned
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
-from tf_strategies.process_group.network import protocol
+from tf_strategies.process_group.tcp import link as link_lib
 from tf_strategies.process_group.tcp import mesh
 from tf_strategies.process_group.tcp import transport as transport_lib
 
@@ -70,18 +70,7 @@ class TcpProcessGroup(planned.PlannedGroup):
     missing = self._transport.missing({*plan.sends, *plan.receives})
     if missing:
       self._make_links(missing, deadline)
-    # Texts are cut to what the header has room for; the checksum has them all.
-    header = protocol.DataHeader(
-      collective.kind,
-      self.generation,
-      operation.sequence,
-      collective.algorithm[:15],
-      collective.op[:15],
-      collective.dtype[:15],
-      collective.num_bytes,
-      collective.root,
-      collective.digest & 0xFFFFFFFF,
-    )
+    header = link_lib.Header(operation.sequence, collective.digest)
     self._transport.run(execution, header, deadline, self._state.departed)
 
   def _make_links(self, ranks: set[int], deadline: float) -> None:

@@ -14,12 +14,12 @@ import fcntl
 import socket
 import struct
 import termios
+from typing import NamedTuple
 
 import numpy as np
 
 from tf_strategies.process_group import buffers
 from tf_strategies.process_group import execution as execution_lib
-from tf_strategies.process_group.network import protocol as wire
 from tf_strategies.process_group.tcp import host_memory
 
 # What a word means, and how many bytes follow.
@@ -29,19 +29,36 @@ BYTES = 2  # A piece; both ends know its length.
 _SLOTS = 3
 _READS = 4  # The sender of this reads the other's slots.
 _SLOT = 16  # And beyond: the number of a slot.
+_HEADER = struct.Struct('<QQ')
 _FOLLOWING = {
-  HEADER: wire.DATA_HEADER_BYTES,
+  HEADER: _HEADER.size,
   _SLOTS: host_memory.SLOTS_BYTES,
 }
 
 _WORD = struct.Struct('<Q')
 # Before the bytes of a piece, and of the first of a collective.
 _START = _WORD.pack(BYTES)
-_FIRST_START = _WORD.pack(HEADER) + bytes(wire.DATA_HEADER_BYTES) + _START
+_FIRST_START = _WORD.pack(HEADER) + bytes(_HEADER.size) + _START
 # What is received at once where the kind of the next bytes is not known.
 _AHEAD_BYTES = 4096
 # Copying fewer bytes through a socket costs less than two more messages.
 _LEAST_IN_MEMORY = 1 << 17
+
+
+class Header(NamedTuple):
+  """Comes before the bytes of one collective on each link that it uses.
+
+  Attributes:
+    sequence: the number of the collective.
+    digest: of everything that the ranks must agree on.
+  """
+
+  sequence: int
+  digest: int
+
+  def pack(self) -> bytes:
+    """The header as bytes."""
+    return _HEADER.pack(*self)
 
 
 class Link:
@@ -77,7 +94,7 @@ class Link:
     self.is_plain = isinstance(sock, socket.socket)
     self.closed = False
     self.has_left = False
-    self.header: bytes | None = None
+    self.header: Header | None = None
     self.unread = 0
     self.path = 'socket'
     self._may_share = same_host == 'memory' and self.is_plain
@@ -211,7 +228,7 @@ class Link:
         return None
       word, self._following = self._following, None
       if word == HEADER:
-        self.header = data
+        self.header = Header(*_HEADER.unpack(data))
         return HEADER
       self._hear_of_slots(data)
 
@@ -257,7 +274,8 @@ class Link:
       is_piece = start[-_WORD.size :] == _START
     if is_piece:
       if self.expects:
-        self.header = bytes(start[_WORD.size : -_WORD.size])
+        packed = start[_WORD.size : -_WORD.size]
+        self.header = Header(*_HEADER.unpack(packed))
       return piece
     self._ahead[:count] = (
       bytes(start[:count]) + target[: max(piece, 0)].tobytes()

@@ -19,7 +19,6 @@ import numpy as np
 
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group import options as options_lib
-from tf_strategies.process_group.network import protocol as wire
 from tf_strategies.process_group.tcp import link as link_lib
 
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
@@ -83,7 +82,7 @@ class Transport:
   def run(
     self,
     execution: execution_lib.Execution,
-    header: wire.DataHeader,
+    header: link_lib.Header,
     deadline: float = float('inf'),
     departed: Container[int] = (),
   ) -> None:
@@ -205,7 +204,7 @@ class _Run:
     self,
     links: Mapping[int, link_lib.Link],
     execution: execution_lib.Execution,
-    header: wire.DataHeader,
+    header: link_lib.Header,
   ):
     self._links = links
     self._execution = execution
@@ -215,10 +214,10 @@ class _Run:
     # Headers and pieces that are to come, and links with something to send.
     self._headers = len(plan.receives)
     self._unsent: set[link_lib.Link] = set()
-    self._packed = header.pack()
+    packed = header.pack()
     for rank, numbers in plan.sends.items():
       links[rank].sends = numbers
-      links[rank].put(link_lib.HEADER, self._packed)
+      links[rank].put(link_lib.HEADER, packed)
     for rank, numbers in plan.receives.items():
       link = links[rank]
       link.receives, link.planned, link.expects = numbers, True, True
@@ -299,11 +298,11 @@ class _Run:
       return self._look_at_header(link)
     if word == link_lib.ACKNOWLEDGE:
       if not link.unread:
-        raise execution_lib.MismatchError(link.rank, None)
+        raise execution_lib.MismatchError(link.rank)
       link.unread -= 1
       return True
     if link.expects or link.receive_index == len(link.receives):
-      raise execution_lib.MismatchError(link.rank, None)
+      raise execution_lib.MismatchError(link.rank)
     number = link.receives[link.receive_index]
     if link.target is None:
       link.target = self._target(link, number)
@@ -346,19 +345,12 @@ class _Run:
   def _look_at_header(self, link: link_lib.Link) -> bool:
     """Compares a header that has come, if it is of this collective."""
     # It may have come while this rank was at an earlier collective.
-    if link.expects and link.header == self._packed:
+    if link.expects and link.header == self._header:
       link.expects, link.header = False, None
       self._headers -= 1
       return True
-    try:
-      received = wire.DataHeader.unpack(link.header)
-    except wire.ProtocolError:
-      received = None
-    is_later = received and received.sequence > self._header.sequence
-    if link.expects or not is_later:
-      raise execution_lib.MismatchError(
-        link.rank, None if received is None else str(received)
-      )
+    if link.expects or link.header.sequence <= self._header.sequence:
+      raise execution_lib.MismatchError(link.rank)
     return False
 
   def _receive_bytes(self, link: link_lib.Link) -> bool:
