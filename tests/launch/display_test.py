@@ -21,6 +21,7 @@ _SPEAK = "print('from', name, flush=True)\n"
 class ShownTest(parameterized.TestCase):
   def _run(self, code, *flags):
     directory = self.create_tempdir().full_path
+    flags = ('--grace_period=1', *flags)
     with programs.Launcher(directory, flags, code) as launcher:
       status = launcher.wait()
       return (

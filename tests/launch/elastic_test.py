@@ -30,6 +30,9 @@ spec.loader.exec_module(module)
 def say_elastic():
   module.say_elastic()
   note('said', 1)
+def say_fixed():
+  module.say_fixed()
+  note('said', 1)
 def say_trained():
   module.say_trained(name.replace('_', ' '))
 """
@@ -139,16 +142,56 @@ else:
     self.assertNotIn('Ending', launcher.stderr())
     self.assertIn('worker_0-1', launcher.notes('written'))
 
-  def test_before_the_job_says_so_a_failure_ends_it(self):
+  @parameterized.parameters(0, 1)
+  def test_worker_that_fails_before_the_job_says_so_is_lost(self, restarts):
     code = """
+if name == 'worker_2':
+  sys.exit(3)
+wait_for_file('go')
+say_elastic()
+wait_for_file('end')
+note('done', 1)
+"""
+    [launcher] = self._start(
+      code, '--num_workers=3', f'--max_restarts={restarts}'
+    )
+    launcher.wait_until(lambda: 'worker 2 failed' in launcher.stderr())
+    self._create('go')
+    launcher.wait_until(lambda: 'worker 2 is lost' in launcher.stderr())
+    # Longer than the job was in doubt.
+    time.sleep(7)
+    self.assertLen(launcher.alive(), 2)
+    self._create('end')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertLen(launcher.notes('done'), 2)
+    self.assertIn('ended well without worker 2.', launcher.stderr())
+
+  @parameterized.parameters('', 'say_fixed()')
+  def test_failure_ends_a_job_that_is_not_elastic(self, says):
+    code = f"""
 if name == 'worker_1':
   wait_for('pid', 'worker_0')
   sys.exit(3)
+{says}
 time.sleep(600)
 """
-    [launcher] = self._start(code, '--num_workers=2')
+    # It waits for 6 seconds for those that say nothing, else not at all.
+    grace = 60 if says else 2
+    [launcher] = self._start(code, '--num_workers=2', f'--grace_period={grace}')
+    started = time.monotonic()
     self.assertEqual(launcher.wait(), 3)
+    if says:
+      self.assertLess(time.monotonic() - started, 20)
     self.assertIn('worker 1 failed first', launcher.stderr())
+
+  def test_failure_is_one_though_the_others_end_well_meanwhile(self):
+    code = """
+if name == 'worker_1':
+  sys.exit(3)
+time.sleep(1)
+"""
+    [launcher] = self._start(code, '--num_workers=2', '--grace_period=60')
+    self.assertEqual(launcher.wait(), 3, launcher.stderr())
 
   def test_job_of_which_nobody_is_left_has_failed(self):
     code = """
@@ -223,8 +266,31 @@ wait_for_file('end')
     for launcher in others:
       self.assertEqual(launcher.wait(), 0, launcher.stderr())
       self.assertIn(
-        f'without worker {victim} on node {victim} (127.0.0.1)',
-        launcher.stderr().replace(',', ''),
+        f'ended well without worker {victim} on node {victim} (127.0.0.1).',
+        launcher.stderr(),
+      )
+
+  @parameterized.parameters(True, False)
+  def test_worker_that_fails_before_the_job_says_so(self, is_elastic):
+    code = f"""
+if name == 'worker_1':
+  sys.exit(3)
+wait_for_file('go')
+{'say_elastic()' if is_elastic else 'say_fixed()'}
+wait_for_file('end')
+"""
+    started = self._start(code, '--grace_period=5', count=2)
+    started[1].wait_until(lambda: 'worker 1 failed' in started[1].stderr())
+    self._create('go')
+    if is_elastic:
+      for launcher in started:
+        launcher.wait_until(
+          lambda one=launcher: 'is lost: exit status 3' in one.stderr()
+        )
+      self._create('end')
+    for launcher in started:
+      self.assertEqual(
+        launcher.wait(), 0 if is_elastic else 3, launcher.stderr()
       )
 
   def test_worker_of_another_host_is_named(self):

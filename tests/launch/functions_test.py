@@ -17,7 +17,7 @@ import tf_strategies as tfs
 from benchmarks import processes
 from tests.launch import programs
 from tf_strategies import errors
-from tf_strategies.cluster import ClusterConfig
+from tf_strategies.cluster import ClusterConfig, launcher_note
 from tf_strategies.launch import command, functions
 
 pytestmark = pytest.mark.multi_process
@@ -114,6 +114,22 @@ def _fail(what):
   if ClusterConfig.from_env().training_index == 1:
     raise KeyError(what)
   return 1
+
+
+class NoteTest(absltest.TestCase):
+  def test_fixed_strategy_says_that_the_job_is_not_elastic(self):
+    with launcher_note.Note() as note:
+      variable = {launcher_note.VARIABLE: note.path}
+      with mock.patch.dict(os.environ, variable):
+        tfs.MultiWorkerRingStrategy().close()
+        self.assertEmpty(note.newly_trained())
+        self.assertEqual(note.kind, launcher_note.FIXED)
+        # A program may train with both.
+        launcher_note.say_elastic()
+        launcher_note.say_fixed()
+        launcher_note.say_trained('worker 1')
+      self.assertEqual(note.newly_trained(), ['worker 1'])
+      self.assertEqual(note.kind, launcher_note.ELASTIC)
 
 
 class FunctionsTest(parameterized.TestCase):

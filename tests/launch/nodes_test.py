@@ -349,7 +349,7 @@ class OthersTest(absltest.TestCase):
     center = others.Others(0, links, ['h0', 'h1', 'h2'], {'worker 1': 1})
     ends = [nodes.Link(0, 'h0', s) for s in theirs]
     said = {'task': 'worker 1', 'status': -9, 'losses': 0, 'failed': True}
-    said['is_elastic'] = False
+    said['kind'] = ''
     ends[0].send(said)
     self.assertEqual(list(center.heard()), [said])
     self.assertEqual(ends[1].read(), [said])
@@ -363,7 +363,7 @@ class OthersTest(absltest.TestCase):
     self.assertIn('launcher is gone', center.ending('node 2', lost['status']))
     # The same thing is told once.
     for _ in range(2):
-      center.tell('worker 0', None, 1, failed=False, is_elastic=False)
+      center.tell('worker 0', None, 1, failed=False, kind='')
     self.assertLen(ends[0].read(), 1)
 
   def test_nonsense_ends_a_link(self):

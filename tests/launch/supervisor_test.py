@@ -37,6 +37,8 @@ def _indented(code):
 class _JobTest(parameterized.TestCase):
   def _launch(self, code, *flags, **kwargs):
     directory = self.create_tempdir().full_path
+    # Short: after a failure it is also the time for a word that the job is elastic.
+    flags = ('--grace_period=1', *flags)
     launcher = programs.Launcher(directory, flags, code, **kwargs)
     return self.enter_context(launcher)
 
@@ -119,7 +121,7 @@ if name == 'worker_1':
   def test_task_may_use_the_grace_period(self):
     code = """
 def save(number, frame):
-  time.sleep(0.5)
+  time.sleep(2)
   note('saved', number)
   sys.exit(0)
 if name == 'worker_1':
@@ -129,7 +131,7 @@ signal.signal(signal.SIGTERM, save)
 note('ready', 1)
 time.sleep(600)
 """
-    launcher = self._launch(code, '--num_workers=2', '--grace_period=60')
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=5')
     self.assertEqual(launcher.wait(), 6)
     self.assertEqual(launcher.notes('saved'), {'worker_0-0': signal.SIGTERM})
 

@@ -20,7 +20,9 @@ the task that writes the results was lost after the end of another.
 
 In a job of `tfs.elastic.run` the workers decide who goes on, and tell the launcher so.
 From then on it ends no task because another one failed: it restarts what it may, names
-what is lost, and exits with 0 if a training task has ended well. Of several hosts the
+what is lost, and exits with 0 if a training task has ended well. A task may fail before
+any has said whether the job is elastic: the launcher then ends the others after 30
+seconds without a word, or three times --grace_period if that is shorter. Of several hosts the
 others go on without one that is lost, or whose launcher got SIGTERM; Ctrl-C ends all.
 
 On several hosts, run the same line on each, with its own --node_rank, and with one

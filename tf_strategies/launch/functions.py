@@ -260,7 +260,8 @@ def _run(words: Sequence[str]) -> tuple[int, str, bool]:
     finally:
       running.close()
       lines.close()
-    is_elastic = note.is_written
+    note.newly_trained()
+    is_elastic = note.kind == launcher_note.ELASTIC
   if interrupt is not None:
     raise interrupt
   tail = b'\n'.join(lines.tail()).decode('utf-8', 'replace')

@@ -51,10 +51,10 @@ class Others:
     status: int | None,
     losses: int,
     failed: bool,
-    is_elastic: bool,
+    kind: str,
   ) -> None:
     """Tells the others how a task of this host is, if that is new."""
-    message = _message(task, status, losses, failed, is_elastic)
+    message = _message(task, status, losses, failed, kind)
     if self._told.get(task) != message:
       self._told[task] = message
       self._send(message)
@@ -99,7 +99,7 @@ class Others:
         link.send(message)
 
 
-def _message(task, status, losses=0, failed=False, is_elastic=False):
+def _message(task, status, losses=0, failed=False, kind=''):
   """Returns a message of a launcher about a task, or about the launcher `node N`.
 
   With `failed` all other tasks are to end.
@@ -109,5 +109,5 @@ def _message(task, status, losses=0, failed=False, is_elastic=False):
     'status': status,
     'losses': losses,
     'failed': failed,
-    'is_elastic': is_elastic,
+    'kind': kind,
   }

@@ -31,6 +31,9 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Above it the tasks wait until somebody reads what they have written.
 _MOST_PENDING = 1 << 20
 _LONGEST_POLL_SECONDS = 1.0
+# For so long a job may turn out to be elastic after a task has failed. TensorFlow's
+# import takes 10 to 20 seconds on a loaded machine.
+_MOST_SECONDS_OF_DOUBT = 30.0
 # A process that outlives SIGKILL for so long hangs in the kernel.
 _GIVE_UP_SECONDS = 10.0
 
@@ -103,6 +106,10 @@ class Supervisor:
   one failed, or because another host is lost. The job has then ended well if a
   training task has.
 
+  A task may fail before any says whether the job is elastic. The supervisor then
+  waits for a word, for three times the grace period but at most 30 seconds. It does
+  not wait in a job with parameter servers, which is not elastic.
+
   Raises:
     UnsupportedOptionError: `options.log_dir` cannot be written.
   """
@@ -125,10 +132,18 @@ class Supervisor:
     self._failure: _Task | None = None
     # Of an elastic job, those that are not started again.
     self._lost: list[_Task] = []
-    self._is_elastic = False
+    # Those of hosts of which nothing is heard any more.
+    self._unheard: list[_Task] = []
+    # Those that failed before anybody has said whether the job is elastic.
+    self._doubtful: list[_Task] = []
+    # As in the launcher's note. Launchers of hosts, which are tasks here, have
+    # judged by themselves when they fail.
+    is_fixed = any(spec.type in ('ps', 'node') for spec in specs)
+    self._kind = launcher_note.FIXED if is_fixed else ''
     self._signal: int | None = None
     self._is_stopping = False
     self._kill_at = self._late_at = self._give_up_at = math.inf
+    self._doubt_ends_at = math.inf
 
   def run(self) -> int:
     """Starts the tasks and waits for the end of the job.
@@ -216,9 +231,8 @@ class Supervisor:
       self._on_signal(number)
     if self._out.is_broken and self._signal is None:
       self._on_signal(signal.SIGPIPE)
-    if self._note.is_written:
-      self._become_elastic()
     trained = self._note.newly_trained()
+    self._learn(self._note.kind)
     for task in self._tasks:
       if task.spec.name in trained:
         task.losses = 0
@@ -232,14 +246,16 @@ class Supervisor:
     self._end_late()
     for message in self._others.heard():
       self._on_message(message)
+    if time.monotonic() >= self._doubt_ends_at:
+      self._learn(launcher_note.FIXED)
     for task in self._tasks:
       if task.spec.node == self._here:
         self._others.tell(
           task.spec.name,
-          task.status,
+          None if task in self._doubtful else task.status,
           task.losses,
           failed=task is self._failure,
-          is_elastic=self._is_elastic,
+          kind=self._kind,
         )
     if time.monotonic() >= self._kill_at:
       self._kill_all()
@@ -269,11 +285,32 @@ class Supervisor:
     for fd, _ in poller.poll(math.ceil(timeout * 1000)):
       reactions.get(fd, lambda: None)()
 
-  def _become_elastic(self) -> None:
-    if not self._is_elastic:
-      self._is_elastic = True
+  @property
+  def _is_elastic(self) -> bool:
+    return self._kind == launcher_note.ELASTIC
+
+  def _learn(self, said: str) -> None:
+    """Follows what a task has said of the job, here or elsewhere."""
+    kind = launcher_note.stronger(self._kind, said)
+    if kind == self._kind:
+      return
+    self._kind = kind
+    if self._is_elastic:
       # With --hostfile this launcher is a task of another one.
       launcher_note.say_elastic()
+    self._judge()
+
+  def _judge(self) -> None:
+    """Decides what the failures mean that came before it was known."""
+    doubtful = self._doubtful
+    if not self._kind or not doubtful or self._is_stopping:
+      return
+    self._doubtful, self._doubt_ends_at = [], math.inf
+    if self._is_elastic:
+      for task in doubtful:
+        self._lose(task, task.status)
+    else:
+      self._fail(doubtful[0], doubtful[0].status)
 
   def _on_end(self, task: _Task) -> None:
     task.was_noted = True
@@ -292,11 +329,23 @@ class Supervisor:
         f'{task.spec.name}: {output.ending(status)}. Starting it again '
         f'({task.attempt + 1} of {self._options.max_restarts}).'
       )
-    elif self._is_elastic:
-      task.losses += 1
-      self._lose(task, status)
     else:
-      self._fail(task, status)
+      task.losses += 1
+      task.status = status
+      self._doubtful.append(task)
+      self._judge()
+      self._stop_if_done()
+      if task in self._doubtful:
+        self._wait_for_a_word(task)
+
+  def _wait_for_a_word(self, task: _Task) -> None:
+    seconds = min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
+    ends_at = time.monotonic() + seconds
+    self._doubt_ends_at = min(self._doubt_ends_at, ends_at)
+    self._say(
+      f'{task.spec.name} failed: {output.ending(task.status)}. The others go on if '
+      f'one of them says within {seconds:g} s that the job is elastic.'
+    )
 
   def _on_good_end(self, task: _Task) -> None:
     task.status = 0
@@ -306,8 +355,7 @@ class Supervisor:
 
   def _on_message(self, message: Mapping[str, Any]) -> None:
     """Follows what a task of another host did, or its launcher."""
-    if message['is_elastic']:
-      self._become_elastic()
+    self._learn(message['kind'])
     name, status = message['task'], message['status']
     task = next((t for t in self._tasks if t.spec.name == name), None)
     if task is None:  # The launcher itself: it was ended, or is lost.
@@ -334,21 +382,19 @@ class Supervisor:
       spec = tasks.TaskSpec('node', node, (), {}, False, node)
       self._fail(_Task(spec, self._make_output(spec, 0)), status)
       return
-    # The first host's launcher passes on what others say: without it, none is left.
-    is_alone = not self._others.links
-    lost = [
-      task
-      for task in self._tasks
-      if task.status is None
-      and task.spec.node != self._here
-      and (is_alone or task.spec.node == node)
+    away = [
+      t for t in self._tasks if t.status is None and t.spec.node != self._here
     ]
-    if lost:
+    gone = [task for task in away if task.spec.node == node]
+    if gone:
       self._say_lost(name, status)
-    for task in lost:
+    self._lost += gone
+    if not self._others.links:
+      # The first host's launcher passed on what the others say.
+      self._unheard = [task for task in away if task not in gone]
+    for task in gone + self._unheard:
       task.status = status
       task.losses += 1
-    self._lost += lost
     self._stop_if_done()
 
   def _lose(self, task: _Task, status: int) -> None:
@@ -387,6 +433,10 @@ class Supervisor:
   def _stop_if_done(self) -> None:
     """Ends servers and evaluator when no task trains any more."""
     if any(task.status is None for task in self._training()):
+      return
+    if self._doubtful:
+      # Nobody can say any more that the job is elastic.
+      self._learn(launcher_note.FIXED)
       return
     if all(task.status for task in self._training()) and not self._failure:
       # Nobody is left of an elastic job.
@@ -475,9 +525,7 @@ class Supervisor:
       or number == signal.SIGINT
       or launcher_note.is_launched()
     )
-    self._others.tell(
-      f'node {self._here}', -number, 0, ends_all, self._is_elastic
-    )
+    self._others.tell(f'node {self._here}', -number, 0, ends_all, self._kind)
     self._say(
       f'{signal.Signals(number).name}: ending all tasks (after '
       f'{self._options.grace_period:g} s SIGKILL).'
@@ -512,12 +560,19 @@ class Supervisor:
     """Says which tasks failed, with the last lines of this host's."""
     if self._failure is not None:
       self._show_end(self._failure, 'failed first')
-    elif self._signal is None and self._lost:
-      named = [t.spec.name for t in self._lost if t.spec.is_training]
-      names = ', '.join(f'{name}{self._others.where(name)}' for name in named)
-      self._say(f'The training has ended well without {names}.')
+    elif self._signal is None:
+      if self._lost:
+        self._say(
+          f'The training has ended well without {self._named(self._lost)}.'
+        )
+      if self._unheard:
+        self._say(f'Not known is the end of {self._named(self._unheard)}.')
       for task in self._lost:
         self._show_end(task, 'was lost')
+
+  def _named(self, lost: Sequence[_Task]) -> str:
+    names = [task.spec.name for task in lost if task.spec.is_training]
+    return ', '.join(f'{name}{self._others.where(name)}' for name in names)
 
   def _show_end(self, task: _Task, what: str) -> None:
     if task.spec.node != self._here:

@@ -65,7 +65,7 @@ _VALID = [
       'status': -9,
       'losses': 1,
       'failed': True,
-      'is_elastic': False,
+      'kind': 'elastic',
     },
   ),
 ]

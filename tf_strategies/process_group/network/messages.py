@@ -239,7 +239,7 @@ _MESSAGES: Mapping[protocol.Kind, _Check] = {
     status=_or_none(_integer),
     losses=_count,
     failed=_flag,
-    is_elastic=_flag,
+    kind=_one_of('', 'fixed', 'elastic'),
   ),
 }
 
