@@ -147,6 +147,15 @@ class HeartbeatMonitorTest(absltest.TestCase):
       self.assertEmpty(self.monitor.overdue(now))
     self.assertEqual(self.monitor.overdue(1021.0), {1: 21.0, 2: 21.0})
 
+  def test_knows_that_this_process_has_just_stood_still(self):
+    self.monitor.overdue(101.0)
+    self.assertEqual(self.monitor.own_pause(121.0), 0.0)
+    # Before and after the heartbeat goes on, for as long as others need to tell.
+    self.assertEqual(self.monitor.own_pause(130.0), 29.0)
+    self.monitor.overdue(131.0)
+    self.assertEqual(self.monitor.own_pause(140.0), 30.0)
+    self.assertEqual(self.monitor.own_pause(151.0), 0.0)
+
 
 class FailureReportTest(absltest.TestCase):
   def test_it_travels_and_first_counts(self):

@@ -82,6 +82,13 @@ class LostWorkerTest(parameterized.TestCase):
       survivors = [r for r in range(3) if r != victim]
       outcomes = workers.wait(survivors)
       address = workers.addresses[victim]
+      if number == signal.SIGSTOP:
+        workers.signal(victim, signal.SIGCONT)
+        (stopped,) = workers.wait([victim])
+        # Rank 0 tells the others; nobody can tell rank 0.
+        self.assertRegex(
+          stopped.value[1], f'^(This process itself stood still|Rank {victim}) '
+        )
     for outcome in outcomes:
       self.assertEqual(outcome.error_text, '')
     return at, address, [outcome.value for outcome in outcomes]

@@ -32,6 +32,8 @@ class HeartbeatMonitor:
     self._interval = interval_seconds
     self._timeout = timeout_seconds
     self._checked = now
+    # How long this process stood still the last time, and when it went on.
+    self._pause, self._resumed = 0.0, now
 
   def heard(self, rank: int, now: float) -> None:
     """Notes that a rank sent something."""
@@ -42,6 +44,7 @@ class HeartbeatMonitor:
 
     The one that fell silent first comes first.
     """
+    self.own_pause(now)
     if now - self._checked > self._timeout / 2 + self._interval:
       # This process was stopped for a while: what the others sent may still lie
       # in the buffers, so all of them get another chance.
@@ -52,6 +55,15 @@ class HeartbeatMonitor:
     by_silence = sorted(self._heard.items(), key=lambda item: item[1])
     silent = {rank: now - heard for rank, heard in by_silence}
     return {rank: s for rank, s in silent.items() if s > self._timeout}
+
+  def own_pause(self, now: float) -> float:
+    """Returns how long this process itself stood still, if others just lost it.
+
+    The time is in seconds, and 0 if the process did not stand still.
+    """
+    if now - self._checked > self._timeout:
+      self._pause, self._resumed = now - self._checked, now
+    return self._pause if now - self._resumed < self._timeout else 0.0
 
 
 def diagnose(

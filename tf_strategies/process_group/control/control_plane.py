@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -218,6 +219,13 @@ class ControlPlane:
     if self._closing or rank in self._state.departed:
       return
     report = self._state.lost(rank, how)
+    pause = self._monitor.own_pause(self._host.now())
+    if pause:
+      message = (
+        f'This process itself stood still for {pause:.0f} s, so the others gave it '
+        f'up. {report.message}'
+      )
+      report = dataclasses.replace(report, message=message)
     if rank == 0:
       # Nobody is left to tell the others: they see it themselves.
       self._state.fail(report)
