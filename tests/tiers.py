@@ -1,20 +1,20 @@
-"""Marks a case of a parameterized test for one of the larger test runs.
+"""Marks a case of a parameterized test for one of the test runs.
 
-`make test` runs what has no mark: one telling case of each mechanism. `make
-test_all` adds the tests marked `full`, which repeat a mechanism with other
-values. `make soak` runs those marked `soak`. A class or a method takes pytest's
-marks; a single row takes a mark here:
+`make test` runs the cases marked `smoke`: one of each mechanism. `make test_all`
+runs the cases without a mark. `make soak` runs those marked `soak`. A class or a
+method takes pytest's marks; a single row takes a mark here:
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_with_a_large_model(self): ...
 
   @tiers.named_parameters(
-    ('ring', 'ring', 4),
-    tiers.full('tree', 'tree', 4),
+    tiers.smoke('ring', 'ring', 4),
+    ('tree', 'tree', 4),
+    tiers.soak('large_tree', 'tree', 64),
   )
   def test_sum(self, name, n): ...
 
-  @tiers.product(case=[CASES[0], tiers.full(CASES[1])], rows=(96, 65))
+  @tiers.product(case=[CASES[0], tiers.soak(CASES[1])], rows=(96, 65))
   def test_rows(self, case, rows): ...
 
   @tiers.named_parameters(*tiers.few(TABLE, 'ring', 'tree'))
@@ -27,13 +27,13 @@ adds the marks.
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from absl.testing import parameterized
 
 # From the run that is made most often to the one that is made least often.
-_TIERS = ('', 'full', 'soak')
+_TIERS = ('smoke', '', 'soak')
 _ATTRIBUTE = 'tiers_of_cases'
 
 
@@ -45,39 +45,36 @@ class _Marked:
   row: Any
 
 
-def full(*values: Any) -> Any:
-  """Marks a row: `make test_all` runs it and `make test` does not.
+def smoke(*values: Any) -> Any:
+  """Marks a row: `make test` runs it.
 
   Args:
     *values: the values of the row, or one value: the row itself.
   """
-  return _mark('full', values)
+  return _mark('smoke', values)
 
 
 def soak(*values: Any) -> Any:
-  """Marks a row: only `make soak` runs it. Takes what `full` takes."""
+  """Marks a row: only `make soak` runs it. Takes what `smoke` takes."""
   return _mark('soak', values)
 
 
-def quick(*values: Any) -> Any:
-  """Leaves a row unmarked. Takes what `full` takes."""
+def unmarked(*values: Any) -> Any:
+  """Leaves a row unmarked. Takes what `smoke` takes."""
   return _mark('', values)
 
 
 def every(mark: Any, rows: Iterable[Any]) -> list[Any]:
-  """Marks each of several rows with `full` or `soak`."""
+  """Marks each of several rows with `smoke` or `soak`."""
   return [mark(row) for row in rows]
 
 
-def few(
-  rows: Iterable[Any], *names: str, rest: Callable[..., Any] = full
-) -> list[Any]:
-  """Marks rows with `rest`, but for those of these names.
+def few(rows: Iterable[Any], *names: str) -> list[Any]:
+  """Marks rows with `soak`, but for those of these names.
 
   Args:
     rows: names, or rows that begin with one.
     *names: of the rows that stay as they are.
-    rest: `full`, or `soak`.
 
   Raises:
     ValueError: a name is of no row.
@@ -87,7 +84,7 @@ def few(
   if missing := set(names) - set(found):
     raise ValueError(f'Expected names of rows, got {sorted(missing)}.')
   return [
-    row if name in names else rest(row)
+    row if name in names else soak(row)
     for row, name in zip(rows, found, strict=True)
   ]
 
@@ -131,7 +128,9 @@ def mark_of(function: Any, name: str) -> str | None:
 
 def _mark(tier, values):
   row = values[0] if len(values) == 1 else values
-  return _Marked(max(tier, _tier(row), key=_TIERS.index), _row(row))
+  if isinstance(row, _Marked):
+    tier = max(tier, row.tier, key=_TIERS.index)
+  return _Marked(tier, _row(row))
 
 
 def _row(row):

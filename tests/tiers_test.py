@@ -1,7 +1,9 @@
 """Marks of single rows reach the tests that absl makes of them."""
 
 import ast
+import itertools
 import pathlib
+import types
 from unittest import mock
 
 import pytest
@@ -13,35 +15,30 @@ from tests import conftest, tiers
 def _make_cases():
   # In a function, where pytest does not collect it.
   class Cases(parameterized.TestCase):
-    @tiers.parameters(1, tiers.full(2), tiers.soak(3, 4))
+    @tiers.parameters(1, tiers.smoke(2), tiers.soak(3, 4))
     def test_by_position(self, *values):
       self.fail('a sample, which nothing runs')
 
     @tiers.named_parameters(
       ('one', 1),
-      tiers.full('two', 2),
+      tiers.smoke('two', 2),
       tiers.soak({'testcase_name': '_three', 'value': 3}),
     )
     def test_by_name(self, value):
       self.fail('a sample, which nothing runs')
 
     @tiers.product(
-      [{'kind': 'a'}, tiers.full({'kind': 'b'})], size=(1, tiers.soak(2))
+      [{'kind': 'a'}, tiers.smoke({'kind': 'b'})],
+      size=(tiers.smoke(1), tiers.soak(2)),
     )
     def test_product(self, kind, size):
       self.assertIn(size, (1, 2))
       self.seen = (kind, size)
 
     @tiers.named_parameters(
-      *tiers.few([('a', 1), ('b', 2), tiers.soak('c', 3)], 'b')
+      *tiers.few([('a', 1), tiers.smoke('b', 2), tiers.smoke('c', 3)], 'b')
     )
     def test_few(self, value):
-      self.fail('a sample, which nothing runs')
-
-    @tiers.named_parameters(
-      *tiers.few([('a', 1), ('b', 2), tiers.full('c', 3)], 'b', rest=tiers.soak)
-    )
-    def test_soaked(self, value):
       self.fail('a sample, which nothing runs')
 
     @parameterized.parameters(1, 2)
@@ -74,9 +71,8 @@ def _marks_of_nothing(source):
 
 
 class TiersTest(parameterized.TestCase):
-  @pytest.mark.full
   def test_marks_are_where_they_count(self):
-    lines = '@pytest.mark.full', '@tiers.parameters(1, 2)', 'def test(): pass'
+    lines = '@pytest.mark.soak', '@tiers.parameters(1, 2)', 'def test(): pass'
     self.assertEqual(_marks_of_nothing('\n'.join(lines)), ['test'])
     lines = lines[1], lines[0], lines[2]
     self.assertEqual(_marks_of_nothing('\n'.join(lines)), [])
@@ -84,31 +80,29 @@ class TiersTest(parameterized.TestCase):
       found = _marks_of_nothing(path.read_text())
       self.assertEqual(found, [], path)
 
+  @pytest.mark.smoke
   def test_rows_by_position(self):
     self.assertEqual(
-      _marks('test_by_position'), {'0': None, '1': 'full', '2': 'soak'}
+      _marks('test_by_position'), {'0': None, '1': 'smoke', '2': 'soak'}
     )
 
+  @pytest.mark.smoke
   def test_rows_by_name(self):
     self.assertEqual(
       _marks('test_by_name'),
-      {'_one': None, '_two': 'full', '_three': 'soak'},
+      {'_one': None, '_two': 'smoke', '_three': 'soak'},
     )
 
+  @pytest.mark.smoke
   def test_combination_has_the_latest_tier_of_its_parts(self):
     self.assertEqual(
       _marks('test_product'),
-      {'0': None, '1': 'soak', '2': 'full', '3': 'soak'},
+      {'0': None, '1': 'soak', '2': 'smoke', '3': 'soak'},
     )
 
   def test_few_of_a_table(self):
     self.assertEqual(
-      _marks('test_few'), {'_a': 'full', '_b': None, '_c': 'soak'}
-    )
-
-  def test_few_whose_rest_is_for_the_soak(self):
-    self.assertEqual(
-      _marks('test_soaked'), {'_a': 'soak', '_b': None, '_c': 'soak'}
+      _marks('test_few'), {'_a': 'soak', '_b': 'smoke', '_c': 'soak'}
     )
 
   def test_name_that_is_in_no_row(self):
@@ -124,7 +118,9 @@ class TiersTest(parameterized.TestCase):
     self.assertEqual(_marks('test_unmarked'), {'0': None, '1': None})
 
   def test_the_later_of_two_marks_counts(self):
-    @tiers.parameters(tiers.full(tiers.soak('a')), tiers.soak(tiers.full('b')))
+    @tiers.parameters(
+      tiers.smoke(tiers.soak('a')), tiers.soak(tiers.smoke('b'))
+    )
     def test_twice(self, value):
       self.fail('a sample, which nothing runs')
 
@@ -140,6 +136,84 @@ class TiersTest(parameterized.TestCase):
     config.getoption.return_value = None
     conftest.pytest_collection_modifyitems(config, [item])
     item.add_marker.assert_not_called()
+
+
+class SmokeTest(absltest.TestCase):
+  @pytest.fixture(autouse=True)
+  def _session(self, request):
+    self.session = request.session
+
+  @pytest.mark.smoke
+  def test_make_test_has_a_few_hundred_cases(self):
+    config = self.session.config
+    if (
+      config.args_source != config.ArgsSource.TESTPATHS or config.option.keyword
+    ):
+      self.skipTest('some of the tests only')
+    names = [
+      i.nodeid for i in self.session.items if i.get_closest_marker('smoke')
+    ]
+    self.assertBetween(len(names), 150, 300)
+
+  def test_a_run_that_takes_too_long_fails(self):
+    session = mock.Mock(exitstatus=pytest.ExitCode.OK)
+    with mock.patch('time.monotonic', side_effect=(5.0, 34.0, 36.0)):
+      run = conftest.MostSeconds(30.0, factor=1.0)
+      run.pytest_runtest_logstart()
+      run.pytest_sessionfinish(session)
+      self.assertEqual(session.exitstatus, pytest.ExitCode.OK)
+      run.pytest_sessionfinish(session)
+      self.assertEqual(session.exitstatus, pytest.ExitCode.TESTS_FAILED)
+
+
+class SoakTest(absltest.TestCase):
+  def order(self, seed):
+    items = [
+      types.SimpleNamespace(
+        nodeid=f'{file}::{cls}::{i}',
+        parent=types.SimpleNamespace(nodeid=f'{file}::{cls}'),
+      )
+      for file in 'abc'
+      for cls in 'de'
+      for i in range(9)
+    ]
+    conftest.Soak(seed, 1.0).pytest_collection_modifyitems(items)
+    return [item.nodeid for item in items]
+
+  def test_order_is_random_and_files_and_classes_stay_together(self):
+    order = self.order(1)
+    self.assertEqual(order, self.order(1))
+    self.assertNotEqual(order, self.order(2))
+    self.assertCountEqual(order, self.order(2))
+    self.assertNotEqual(order[:9], sorted(order[:9]))
+    for length, count in ((1, 3), (2, 6)):
+      names = [n.split('::')[:length] for n in order]
+      changes = [a != b for a, b in itertools.pairwise(names)]
+      self.assertEqual(sum(changes), count - 1)
+
+  def test_none_starts_when_the_time_is_over(self):
+    with mock.patch('time.monotonic', side_effect=(0.0, 59.0, 61.0)):
+      run = conftest.Soak(1, 1.0)
+      run.pytest_runtest_setup()
+      with self.assertRaises(pytest.skip.Exception):
+        run.pytest_runtest_setup()
+
+  def test_what_ran_is_counted(self):
+    run = conftest.Soak(7, 60.0)
+    for name, outcome, text in (
+      ('a', 'passed', ''),
+      ('b', 'skipped', 'Skipped: no GPU'),
+      ('c', 'skipped', 'Skipped: ' + conftest.NO_TIME),
+    ):
+      for when in ('setup', 'call'):
+        report = mock.Mock(nodeid=name, when=when, longreprtext=text)
+        report.skipped = outcome == 'skipped'
+        run.pytest_runtest_logreport(report)
+    config = mock.Mock()
+    run.pytest_unconfigure(config)
+    [line], _ = config.pluginmanager.get_plugin().write_line.call_args
+    self.assertStartsWith(line, 'soak: 2 of 3 tests ran in 60 minutes')
+    self.assertIn('SOAK_SEED=7', line)
 
 
 if __name__ == '__main__':

@@ -10,9 +10,12 @@ import dataclasses
 import graphlib
 import sys
 
+import pytest
 from absl.testing import absltest
 
 from tests.architecture import project
+
+pytestmark = pytest.mark.smoke
 
 # Where a distribution is not called as the module that it brings.
 _DISTRIBUTIONS = {

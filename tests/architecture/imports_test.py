@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests.architecture import project
@@ -95,6 +96,7 @@ def _violations(path: str, source: str) -> list[str]:
 
 
 class ImportsTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_imports_point_down(self):
     files = project.python_files('tf_strategies', 'examples', 'benchmarks')
     self.assertIn('tf_strategies/errors.py', files)
@@ -103,6 +105,7 @@ class ImportsTest(parameterized.TestCase):
       found += _violations(path, source)
     self.assertEmpty(found, '\n'.join(found))
 
+  @pytest.mark.smoke
   def test_every_room_has_a_layer(self):
     rooms = {
       path.split('/')[1]

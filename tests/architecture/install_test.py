@@ -6,10 +6,13 @@ import shutil
 import sys
 import unittest
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tests.architecture import project
+
+pytestmark = pytest.mark.smoke
 
 _NO_VENV = """#!/bin/bash
 # A Python whose `venv` leaves half an environment, as without ensurepip.

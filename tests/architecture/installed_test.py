@@ -5,10 +5,13 @@ import pathlib
 import sysconfig
 import unittest
 
+import pytest
 from absl.testing import absltest
 
 from tests.architecture import project
 from tf_strategies import version
+
+pytestmark = pytest.mark.smoke
 
 
 @unittest.skipUnless(

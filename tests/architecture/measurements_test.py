@@ -7,6 +7,7 @@ import pathlib
 import re
 import shlex
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests import docstrings
@@ -265,6 +266,7 @@ class ClaimsTest(parameterized.TestCase):
     self.assertIn('has no figures', found)
 
 
+@pytest.mark.smoke
 class DocumentsTest(absltest.TestCase):
   """The documents of this checkout: `make measurements` writes them."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests import docstrings
@@ -10,6 +11,8 @@ from tests.architecture import project
 from tf_strategies import errors
 from tf_strategies.collectives import algorithms
 from tools.pages import draw_schedule, hooks
+
+pytestmark = pytest.mark.smoke
 
 
 class PagesTest(parameterized.TestCase):

@@ -4,9 +4,12 @@ import ast
 import re
 import shlex
 
+import pytest
 from absl.testing import absltest
 
 from tests.architecture import documents, project
+
+pytestmark = pytest.mark.smoke
 
 _LINK = re.compile(r'\]\(([^)#]+)(?:#[^)]*)?\)')
 _DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")

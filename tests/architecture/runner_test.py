@@ -7,9 +7,12 @@ what they start has a deadline and is ended by its own process id.
 import ast
 import re
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests.architecture import project
+
+pytestmark = pytest.mark.smoke
 
 _STARTS = re.compile(
   r'subprocess\.(Popen|run|call|check_call|check_output|get(status)?output)'

@@ -3,9 +3,12 @@
 import ast
 import re
 
+import pytest
 from absl.testing import absltest
 
 from tests.architecture import project
+
+pytestmark = pytest.mark.smoke
 
 # Written so that they do not match themselves.
 _MACHINE_PATH = re.compile(r'(?<![\w.])/(?:work|root)/')

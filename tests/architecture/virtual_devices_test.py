@@ -49,7 +49,7 @@ with tf.device('CPU:7'):
     self.assertEqual(result.returncode, 0, result.stderr)
     self.assertEqual(result.stdout.split(), ['8', '7.0'])
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_too_late_is_an_error_that_says_so(self):
     result = _run("""
 configure(2)
@@ -63,6 +63,7 @@ except RuntimeError as e:
     self.assertStartsWith(result.stdout, 'count (4) logical CPUs')
     self.assertIn('already with 2.', result.stdout)
 
+  @pytest.mark.smoke
   def test_no_test_on_devices_names_a_type(self):
     literal = re.compile(r'[CG]PU:\d')
     found = []
@@ -82,7 +83,7 @@ except RuntimeError as e:
     self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
     return result.stdout
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_switch_to_cpus(self):
     found = self._pytest(
       '--device=cpu',

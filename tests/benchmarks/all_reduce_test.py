@@ -15,8 +15,6 @@ from benchmarks import measure, peers, report, tensor_sets
 from tests.benchmarks import running
 from tf_strategies import errors
 
-pytestmark = pytest.mark.full
-
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 OURS = {
@@ -32,6 +30,7 @@ BUILT_IN = {'ReductionToOneDevice', 'HierarchicalCopyAllReduce', 'default'}
 
 
 @pytest.mark.multi_process
+@pytest.mark.soak
 class AllReduceBenchmarkTest(tf.test.TestCase):
   @pytest.mark.soak
   def test_quick(self):

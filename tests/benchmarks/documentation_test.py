@@ -1,11 +1,8 @@
 """The examples in docstrings do what they say."""
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests import docstrings
-
-pytestmark = pytest.mark.full
 
 
 class DocumentationTest(parameterized.TestCase):

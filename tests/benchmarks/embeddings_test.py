@@ -7,12 +7,11 @@ from absl.testing import absltest
 
 from tests.benchmarks import running
 
-pytestmark = pytest.mark.full
-
 _ROWS, _WIDTH, _BATCH = 500, 8, 32
 
 
 @pytest.mark.multi_process
+@pytest.mark.soak
 class EmbeddingsTest(absltest.TestCase):
   def test_every_peer_learns_and_moves_its_rows_at_least(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')

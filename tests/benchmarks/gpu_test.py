@@ -112,7 +112,7 @@ class GpuBenchmarkTest(tf.test.TestCase):
     self.assertAllGreater(seconds, 0.0)
     self.assertEqual(seconds, sorted(seconds))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   @pytest.mark.multi_process
   def test_transformer_has_a_hundred_million_parameters(self):
     done = processes.run_python('-c', _BUILD, cwd=running.ROOT)

@@ -11,8 +11,6 @@ from absl.testing import absltest, parameterized
 from benchmarks import network_namespaces, processes
 from tf_strategies import errors
 
-pytestmark = pytest.mark.full
-
 PORT = 20077
 SECONDS = 60.0
 SENT_BYTES = 20_000_000

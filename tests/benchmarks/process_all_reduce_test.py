@@ -12,14 +12,13 @@ from benchmarks.process_peers import catalogue
 from tests import tiers
 from tests.benchmarks import running
 
-pytestmark = pytest.mark.full
-
 # Torch is optional, and need not be in this environment.
 TORCH_PYTHON = os.environ.get('TFS_TORCH_PYTHON', sys.executable)
 SIZES = (4096, 65536)
 
 
 @pytest.mark.multi_process
+@pytest.mark.soak
 class ProcessAllReduceTest(parameterized.TestCase):
   def run_to_report(self, *flags):
     """Returns the report of a run that must end well, and what it printed."""
@@ -53,7 +52,6 @@ class ProcessAllReduceTest(parameterized.TestCase):
       self.assertAlmostEqual(record['ratios'][name], ratio)
     self.assertGreater(record['predicted_ring_ms'], 0)
 
-  @pytest.mark.slow
   @pytest.mark.soak
   def test_all_peers(self):
     found, printed = self.run_to_report(
@@ -94,7 +92,6 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertGreater(link['beta_seconds_per_byte'], 0)
     self.assertIn('tensorflow', link['versions']['mwms'])
 
-  @pytest.mark.slow
   @pytest.mark.soak
   def test_over_links(self):
     reason = network_namespaces.missing()

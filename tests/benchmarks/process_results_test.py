@@ -1,12 +1,9 @@
 """Ratios are of medians, and predictions are the ring's formula."""
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import process_results
 from tf_strategies.collectives import cost_model
-
-pytestmark = pytest.mark.full
 
 LINK = cost_model.Link(2e-5, 3e-9)
 SECONDS = {

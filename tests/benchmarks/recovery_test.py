@@ -7,12 +7,10 @@ from absl.testing import absltest
 
 from tests.benchmarks import running
 
-pytestmark = pytest.mark.full
-
 
 @pytest.mark.multi_process
+@pytest.mark.soak
 class RecoveryTest(absltest.TestCase):
-  @pytest.mark.slow
   def test_kills(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(

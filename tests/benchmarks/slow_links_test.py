@@ -10,8 +10,6 @@ from absl.testing import absltest
 from benchmarks import network_namespaces, slow_link_task
 from tests.benchmarks import running
 
-pytestmark = pytest.mark.full
-
 
 class TaskTest(absltest.TestCase):
   def _path(self):
@@ -61,6 +59,7 @@ class TaskTest(absltest.TestCase):
     self.assertEqual(result['kb_a_step'], 0.004)
 
   @pytest.mark.multi_process
+  @pytest.mark.soak
   def test_two_hosts(self):
     reason = network_namespaces.missing()
     if reason is not None:

@@ -1,11 +1,8 @@
 """Losses that differ are not timed."""
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import training_peers
-
-pytestmark = pytest.mark.full
 
 RIGHT = {
   'ring_8mb': [0.5, 0.5],

@@ -8,14 +8,12 @@ from absl.testing import absltest
 from benchmarks import training_peers
 from tests.benchmarks import running
 
-pytestmark = pytest.mark.full
-
 WIDTH, LAYERS = 16, 3
 
 
 @pytest.mark.multi_process
+@pytest.mark.soak
 class TrainingStepTest(absltest.TestCase):
-  @pytest.mark.slow
   @pytest.mark.soak
   def test_all_peers(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
@@ -53,7 +51,7 @@ class TrainingStepTest(absltest.TestCase):
       records['ring_8mb']['predicted_reduce_ms'],
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_bad_flags(self):
     done = running.run_benchmark('training_step', '--peers=ring')
     self.assertNotEqual(done.returncode, 0)

@@ -15,8 +15,6 @@ from tests import tiers
 from tests.benchmarks import running
 from tf_strategies import errors
 
-pytestmark = pytest.mark.full
-
 ACTOR = 'tests.benchmarks.pool_actor:Actor'
 SECONDS = 60.0
 
@@ -111,7 +109,7 @@ class WorkerPoolTest(parameterized.TestCase):
       worker_pool.WorkerPool('tried', ACTOR, [('false',)])
 
   @tiers.parameters(
-    tiers.soak(signal.SIGINT), tiers.full(signal.SIGTERM), signal.SIGKILL
+    tiers.soak(signal.SIGINT), tiers.soak(signal.SIGTERM), signal.SIGKILL
   )
   def test_no_worker_outlives_the_program(self, number):
     program = processes.Command(

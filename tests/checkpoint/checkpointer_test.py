@@ -106,6 +106,7 @@ class CheckpointerTest(parameterized.TestCase):
     arrays = {'a': number * 1000 + np.arange(100), 'b': np.float32(number)}
     return self.store.save(arrays, {'number': number})
 
+  @pytest.mark.smoke
   def test_returns_what_was_saved(self):
     arrays = {
       'layer/kernel': np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -174,6 +175,7 @@ class CheckpointerTest(parameterized.TestCase):
       paths.append(self._save(3))
     self.assertEqual(self.store.paths(), paths)
 
+  @pytest.mark.smoke
   def test_keeps_the_last_two(self):
     paths = [self._save(number) for number in range(5)]
     self.assertEqual(self.store.paths(), paths[-2:])
@@ -430,6 +432,7 @@ class KilledWriterTest(absltest.TestCase):
           np.testing.assert_array_equal(array, number)
         self.assertBetween(len(store.paths()), 1, 3)
 
+  @pytest.mark.smoke
   def test_killed_while_it_saves(self):
     self.assert_survives_kills(3)
 

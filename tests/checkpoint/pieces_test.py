@@ -4,6 +4,7 @@ import itertools
 import os
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -40,6 +41,7 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
       lambda d: {'table': self.table(d, value, name=name)},
     )
 
+  @pytest.mark.smoke
   def test_a_checkpoint_has_them_as_arrays(self):
     self.save()
     found = self.store.newest().arrays

@@ -3,7 +3,6 @@
 import json
 
 import hypothesis
-import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -304,7 +303,6 @@ class FuzzTest(absltest.TestCase):
     self.assert_result(environ)
 
   @hypothesis.given(_environments(''))
-  @pytest.mark.full
   def test_all_at_once(self, environ):
     self.assert_result(environ)
 

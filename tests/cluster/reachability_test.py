@@ -6,6 +6,7 @@ import threading
 import time
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -110,6 +111,7 @@ class UnreachableTest(_ListeningTest):
 
 
 class WaitForTasksTest(_ListeningTest):
+  @pytest.mark.smoke
   def test_returns_when_the_last_one_listens(self):
     address = _free_address()
     tasks = {'ps 0': self.listen(), 'worker 0': address}

@@ -43,7 +43,6 @@ class _JobTest(parameterized.TestCase):
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 class ServersTest(_JobTest):
   def assert_report(self, chief):
     """The chief's steps ran, and its variable was on a parameter server."""
@@ -57,7 +56,7 @@ class ServersTest(_JobTest):
     self.assertEqual(max(report['results']), report['total'])
     self.assertEqual(report['fail_fast'], 'use_caller')
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_chief_waits_for_servers_and_they_serve(self):
     # The evaluator is listed, as a TFJob does, but never started.
     jobs = _jobs(num_workers=2, evaluator=1)
@@ -87,7 +86,7 @@ class ServersTest(_JobTest):
     self.assert_report(self.start(jobs, 'chief'))
 
   @tiers.parameters(
-    tiers.full('ps', signal.SIGTERM, '143'),
+    tiers.soak('ps', signal.SIGTERM, '143'),
     tiers.soak('worker', signal.SIGTERM, None),
     tiers.soak('ps', signal.SIGINT, None),
   )
@@ -136,7 +135,7 @@ class ServersTest(_JobTest):
     self.assertIn(jobs['ps'][0], last)
     self.assertIn('another port', last)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_missing_servers_are_named_at_the_deadline(self):
     jobs = _jobs(num_workers=2)
     worker = self.start(jobs, 'worker', 0)
@@ -185,6 +184,7 @@ class EvaluatorTest(parameterized.TestCase):
     )
     return done.returncode, done.stdout.split()
 
+  @pytest.mark.smoke
   def test_last_checkpoint_is_evaluated_after_the_job(self):
     self.assertEqual(
       self.run_evaluator('terminate(); time.sleep(0.1)'),
@@ -224,6 +224,7 @@ class PartsTest(parameterized.TestCase):
     config = cluster.ClusterConfig(jobs, task_type, index)
     return cluster.run_task(cluster=config, **arguments)
 
+  @pytest.mark.smoke
   def test_one_process_trains(self):
     self.assertEqual(
       cluster.run_task(lambda: 'trained', _not_called), 'trained'
@@ -239,6 +240,7 @@ class PartsTest(parameterized.TestCase):
     )
     self.assertEqual(result, 'trained')
 
+  @pytest.mark.smoke
   def test_tf_config_is_read(self):
     config = cluster.ClusterConfig(_jobs(), 'evaluator', 0)
     os.environ['TF_CONFIG'] = config.to_tf_config()

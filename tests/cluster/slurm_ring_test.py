@@ -51,6 +51,7 @@ class SlurmRingTest(absltest.TestCase):
     )
     return self.enter_context(command)
 
+  @pytest.mark.smoke
   def test_tasks_of_one_step_form_a_ring(self):
     port = _free_pair()
     for task in [self._start(place, port) for place in range(2)]:

@@ -1,5 +1,6 @@
 """What each scheduler sets, as it sets it."""
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests.cluster import schedulers
@@ -65,6 +66,7 @@ class SlurmTest(parameterized.TestCase):
     self.assertEqual((config.task_type, config.task_index), ('worker', 3))
     self.assertEqual(config.address, f'node002:{port + 1}')
 
+  @pytest.mark.smoke
   def test_all_tasks_agree(self):
     places = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
     found = [
@@ -127,6 +129,7 @@ class SlurmTest(parameterized.TestCase):
     )
     self.assertEqual(schedulers.read(environ).jobs['worker'][7], 'gpu1:5001')
 
+  @pytest.mark.smoke
   def test_first_is_the_chief_and_last_are_parameter_servers(self):
     environ = {**schedulers.SLURM, 'TFS_NUM_PS': '2', 'TFS_EVALUATOR': '1'}
     config = schedulers.read(environ)

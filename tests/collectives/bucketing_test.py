@@ -4,6 +4,7 @@ import itertools
 
 import hypothesis
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ TENSORS = st.lists(
 class PlanBucketsTest(parameterized.TestCase):
   @hypothesis.settings(deadline=None)
   @hypothesis.given(TENSORS, st.integers(1, 60), st.booleans())
+  @pytest.mark.smoke
   def test_properties(self, tensors, bucket_bytes, reverse):
     sizes = [size for size, _ in tensors]
     dtypes = [dtype for _, dtype in tensors]

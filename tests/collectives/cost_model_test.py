@@ -3,6 +3,7 @@
 import math
 
 import hypothesis
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -98,6 +99,7 @@ class FormulaTest(parameterized.TestCase):
     one = Schedule('test', 4, 1, transfers[:1])
     self.assertEqual(cost(one, 8, topology), far.seconds(8))
 
+  @pytest.mark.smoke
   def test_uneven_chunks_wait_for_the_largest(self):
     topology = Topology(4, Link(0.0, 1.0))
     # Chunks 2, 1, 1, 1: in each round some rank sends chunk 0.

@@ -7,6 +7,7 @@ import math
 import hypothesis
 import ml_dtypes
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
@@ -62,6 +63,7 @@ class AnyOrderTest(parameterized.TestCase):
 
     check()
 
+  @pytest.mark.smoke
   def test_floats_themselves_are_not_the_same(self):
     terms = list(np.random.default_rng(0).normal(size=(8, 300)).astype('f4'))
     sums = {sum(p).tobytes() for p in itertools.permutations(terms[:4])}

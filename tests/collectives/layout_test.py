@@ -6,6 +6,7 @@ import math
 
 import hypothesis
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def by_tensor(pieces):
 class PlanLayoutTest(parameterized.TestCase):
   @hypothesis.settings(deadline=None)
   @hypothesis.given(TENSORS, CHUNKS, st.one_of(st.none(), FRACTION))
+  @pytest.mark.smoke
   def test_covers_every_element_once(self, tensors, num_chunks, fraction):
     pieces, loads = plan(tensors, num_chunks, fraction)
     grouped = by_tensor(pieces)

@@ -11,10 +11,10 @@ import itertools
 
 import hypothesis
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from tests import tiers
 from tf_strategies import errors
 from tf_strategies.collectives import ALGORITHMS, schedule, simulate
 
@@ -96,7 +96,7 @@ ALL = [(name, name) for name in ALGORITHMS]
 
 
 class SingleMutationTest(parameterized.TestCase):
-  @tiers.named_parameters(*tiers.few(ALL, 'ring', 'tree'))
+  @parameterized.named_parameters(*ALL)
   def test_every_mutant_of_small_worlds(self, name):
     rejected = collections.Counter()
     accepted = collections.Counter()
@@ -114,7 +114,7 @@ class SingleMutationTest(parameterized.TestCase):
       self.assertGreater(rejected[kind], 0)
     self.assertGreater(rejected.total(), accepted.total())
 
-  @tiers.named_parameters(*tiers.few(ALL, 'ring', 'tree'))
+  @parameterized.named_parameters(*ALL)
   def test_comparison_alone_catches_lost_and_flipped_transfers(self, name):
     for world_size in (2, 3, 4, 5):
       original = ALGORITHMS[name](world_size)
@@ -127,7 +127,7 @@ class SingleMutationTest(parameterized.TestCase):
           if kind == 'flip' and not has_race(mutant):
             self.assertFalse(is_exact(mutant), mutant)
 
-  @tiers.named_parameters(*tiers.few(ALL, 'ring', 'tree'))
+  @parameterized.named_parameters(*ALL)
   @hypothesis.settings(deadline=None)
   @hypothesis.given(data=st.data())
   def test_drawn_mutant_of_larger_worlds(self, name, data):
@@ -155,6 +155,7 @@ class RandomScheduleTest(parameterized.TestCase):
     num_chunks=st.integers(1, 2),
     data=st.data(),
   )
+  @pytest.mark.smoke
   def test_valid_means_exact(self, world_size, num_chunks, data):
     rank = st.integers(0, world_size - 1)
     transfer = st.builds(
@@ -169,6 +170,7 @@ class RandomScheduleTest(parameterized.TestCase):
     drawn = schedule.Schedule('drawn', world_size, num_chunks, transfers)
     self.assertTrue(is_rejected(drawn) or is_exact(drawn))
 
+  @pytest.mark.smoke
   def test_all_schedules_of_two_ranks_and_two_rounds(self):
     choices = [
       schedule.Transfer(round_, src, 1 - src, 0, reduce)

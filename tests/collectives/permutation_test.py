@@ -6,6 +6,7 @@ import itertools
 
 import hypothesis
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -155,6 +156,7 @@ def schedules(draw):
 
 class AnyScheduleTest(parameterized.TestCase):
   @hypothesis.given(schedules(), st.integers(0, 30))
+  @pytest.mark.smoke
   def test_equals_the_simulator(self, schedule, length):
     rounds = permutation_rounds(schedule)
     assert_pairs_are_valid(self, schedule, rounds)

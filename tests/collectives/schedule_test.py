@@ -5,6 +5,7 @@ import pickle
 
 import hypothesis
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -90,6 +91,7 @@ class ScheduleTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.ScheduleError, 'num_chunks'):
       make(1, count).validate()
 
+  @pytest.mark.smoke
   def test_contribution_added_twice_names_transfer_and_ranks(self):
     second = T(1, 0, 1, 0, True)
     with self.assertRaisesRegex(
@@ -98,6 +100,7 @@ class ScheduleTest(parameterized.TestCase):
       make(2, 1, T(0, 0, 1, 0, True), second).validate()
     self.assertIn(str(second), str(caught.exception))
 
+  @pytest.mark.smoke
   def test_racing_writers(self):
     copy = T(0, 1, 2, 0, False)
     for other in (T(0, 0, 2, 0, True), T(0, 0, 2, 0, False)):
@@ -121,6 +124,7 @@ class ScheduleTest(parameterized.TestCase):
     ):
       make(2, 1, T(0, 1, 0, 0, False)).validate()
 
+  @pytest.mark.smoke
   def test_a_missing_chunk_is_named(self):
     whole = ring.ring_all_reduce(2)
     wider = dataclasses.replace(whole, num_chunks=3)
@@ -136,6 +140,7 @@ class ScheduleTest(parameterized.TestCase):
     swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True)).validate()
     self.assertEqual(swap.num_rounds, 1)
 
+  @pytest.mark.smoke
   def test_completions_and_owners(self):
     swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True))
     self.assertEqual(swap.completions(), {(0, 0, 0), (0, 1, 0)})

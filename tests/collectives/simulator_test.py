@@ -2,6 +2,7 @@
 
 import hypothesis
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
@@ -57,6 +58,7 @@ class SimulateTest(parameterized.TestCase):
     for output in outputs:
       np.testing.assert_array_equal(output, inputs[0] + inputs[1])
 
+  @pytest.mark.smoke
   def test_a_round_is_simultaneous(self):
     rotate = Schedule(
       'rotate',
@@ -68,6 +70,7 @@ class SimulateTest(parameterized.TestCase):
     outputs = simulate(rotate, inputs).outputs
     self.assertEqual([output.tolist() for output in outputs], [[2], [0], [1]])
 
+  @pytest.mark.smoke
   def test_runs_wrong_schedules_too(self):
     nothing = Schedule('nothing', 2, 1, ())
     inputs = [np.array([1.0]), np.array([2.0])]
@@ -149,6 +152,7 @@ class CompressedTest(parameterized.TestCase):
     for output in simulate(ring_all_reduce(2), inputs, 'bfloat16').outputs:
       self.assertEqual(output.item(), 2**40 + 2)
 
+  @pytest.mark.smoke
   def test_sums_are_made_in_float32(self):
     # 256 + 1 is no bfloat16: summing in it would lose all 16 additions.
     inputs = [np.float32([256])] + [np.float32([1])] * 16

@@ -6,7 +6,6 @@ every replica (and so what is saved), and rowless replicas leave no NaN behind.
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -33,7 +32,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
   @tiers.product(
     [
       {'case': harness.STRATEGIES[0]},
-      tiers.full({'case': harness.STRATEGIES[1]}),
+      {'case': harness.STRATEGIES[1]},
     ],
     [
       tiers.soak({'rows': 96, 'wrap': True}),
@@ -42,7 +41,6 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
       tiers.soak({'rows': 65, 'wrap': False}),
     ],
   )
-  @pytest.mark.full
   def test_trains_with_one_state_and_without_nan(self, case, rows, wrap):
     feature = Feature('plain', rows=rows, model=_model, wrap=wrap)
     result = harness.train(feature, case.create(), epochs=4)
@@ -54,8 +52,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
     self.assertTrue(np.isfinite(result.predictions).all())
     self.assert_replicas_equal(result.model)
 
-  @tiers.named_parameters(*harness.every(tiers.full))
-  @pytest.mark.full
+  @tiers.named_parameters(*harness.every())
   def test_moving_statistics_are_those_of_all_rows(self, case):
     strategy = case.create()
     model = harness.build(
@@ -78,8 +75,7 @@ class BatchNormalizationTest(harness.ConformanceTest, parameterized.TestCase):
     for copy in layer.moving_variance.value.values:
       self.assertAllClose(copy.numpy(), [want_variance], 1e-5)
 
-  @tiers.named_parameters(*harness.every(tiers.full))
-  @pytest.mark.full
+  @tiers.named_parameters(*harness.every())
   def test_rowless_replicas_do_not_move_the_statistics(self, case):
     model = harness.build(
       Feature(

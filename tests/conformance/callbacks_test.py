@@ -64,7 +64,6 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     self.assertGreater(expected.optimizer.iterations.numpy(), 0)
 
   @tiers.named_parameters(*harness.every(tiers.soak))
-  @pytest.mark.full
   def test_model_checkpoint_saves_what_one_device_saves(self, case):
     saved = []
     for strategy in (None, case.create()):
@@ -76,7 +75,6 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     self.assert_same_weights(*saved)
 
   @tiers.named_parameters(*harness.every(tiers.soak))
-  @pytest.mark.full
   def test_backup_and_restore_resumes_exactly(self, case):
     uninterrupted = harness.build(FEATURE, case.create())
     _fit(uninterrupted, 3)
@@ -127,7 +125,6 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     ],
     inside=(True, tiers.soak(False)),
   )
-  @pytest.mark.full
   def test_saved_model_loads_inside_and_outside_the_scope(self, case, inside):
     strategy = case.create()
     model = harness.build(FEATURE, strategy)
@@ -144,7 +141,6 @@ class CallbacksTest(harness.ConformanceTest, parameterized.TestCase):
     self.assert_same_weights(model, loaded)
 
   @tiers.named_parameters(*harness.every(tiers.soak))
-  @pytest.mark.full
   def test_weights_and_checkpoints_move_between_one_and_many(self, case):
     directory = self.create_tempdir().full_path
     many = harness.build(FEATURE, case.create())

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -120,17 +119,17 @@ class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
   @tiers.parameters(
     # Rows, weighting, scale_loss.
     tiers.soak(_RING, 69, 'rows', True),
-    tiers.full(_RING, 65, 'rows', True),
-    tiers.full(_RING, 69, 'rows', False),
+    tiers.smoke(_RING, 65, 'rows', True),
+    (_RING, 69, 'rows', False),
     tiers.soak(_RING, 65, 'rows', False),
-    tiers.full(_RING, 69, 'none', False),
+    (_RING, 69, 'none', False),
     tiers.soak(_RING, 65, 'none', False),
     tiers.soak(_CENTRAL, 69, 'rows', True),
     tiers.soak(_CENTRAL, 65, 'rows', True),
     tiers.soak(_CENTRAL, 69, 'rows', False),
     tiers.soak(_CENTRAL, 65, 'rows', False),
     tiers.soak(_CENTRAL, 69, 'none', False),
-    tiers.full(_CENTRAL, 65, 'none', False),
+    tiers.smoke(_CENTRAL, 65, 'none', False),
   )
   def test_equals_one_device(self, case, rows, weighting, scale_loss):
     self.assert_result(case, rows, weighting=weighting, scale_loss=scale_loss)
@@ -138,21 +137,18 @@ class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
   @tiers.product(
     case=(_RING, tiers.soak(_CENTRAL)), function_on=('inside', 'nowhere')
   )
-  @pytest.mark.full
   def test_function_inside_run_and_eager(self, case, function_on):
     self.assert_result(
       case, weighting='rows', scale_loss=True, function_on=function_on
     )
 
   @tiers.named_parameters(*harness.every(tiers.soak))
-  @pytest.mark.full
   def test_synchronized_batch_normalization(self, case):
     self.assert_result(
       case, make_model=_sync_bn_model, weighting='rows', scale_loss=True
     )
 
   @tiers.named_parameters(*harness.every(tiers.soak))
-  @pytest.mark.full
   def test_clipping_and_accumulation(self, case):
     self.assert_result(
       case,
@@ -163,7 +159,7 @@ class CustomLoopTest(harness.ConformanceTest, parameterized.TestCase):
       scale_loss=True,
     )
 
-  @tiers.named_parameters(*harness.every(tiers.full))
+  @tiers.named_parameters(*harness.every())
   def test_predictions_of_uneven_batches_keep_their_rows(self, case):
     strategy = case.create()
     with strategy.scope():

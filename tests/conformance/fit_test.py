@@ -51,7 +51,7 @@ FEATURES = (
     optimizer=lambda: optimizers.AdamW(1e-2, weight_decay=0.1),
     mark=tiers.soak,
   ),
-  Feature('last_batch_of_5_rows', rows=69, mark=tiers.full),
+  Feature('last_batch_of_5_rows', rows=69),
   Feature('last_batch_of_2_rows', rows=66, mark=tiers.soak),
   Feature('last_batch_of_1_row', rows=65, mark=tiers.soak),
   Feature('only_5_rows', rows=5, mark=tiers.soak),
@@ -81,7 +81,6 @@ FEATURES = (
     'sync_batch_normalization_1_row',
     rows=65,
     model=_sync_bn_model,
-    mark=tiers.full,
     mark_of_others=tiers.soak,
   ),
   Feature(
@@ -101,7 +100,6 @@ FEATURES = (
     rows=69,
     fit={'sample_weight': np.linspace(0.1, 2.0, 69, dtype=np.float32)},
     compile={'weighted_metrics': ['accuracy']},
-    mark=tiers.full,
   ),
   Feature(
     'embedding', rows=69, model=_embedding_model, data=_tokens, mark=tiers.soak
@@ -112,20 +110,18 @@ FEATURES = (
     model=_embedding_model,
     data=_tokens,
     optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
-    mark_of_others=tiers.full,
+    mark=tiers.smoke,
+    mark_of_others=tiers.smoke,
   ),
   Feature(
     'steps_per_execution',
     rows=133,
     compile={'steps_per_execution': 3},
-    mark=tiers.full,
   ),
   Feature(
     'run_eagerly', rows=69, compile={'run_eagerly': True}, mark=tiers.soak
   ),
-  Feature(
-    'run_eagerly_1_row', rows=65, compile={'run_eagerly': True}, mark=tiers.full
-  ),
+  Feature('run_eagerly_1_row', rows=65, compile={'run_eagerly': True}),
   Feature(
     'validation_data',
     rows=69,
@@ -146,7 +142,7 @@ class FitTest(harness.ConformanceTest, parameterized.TestCase):
     self.assert_feature(case, feature)
 
   @tiers.named_parameters(
-    tiers.full('tf32', True, 'float32', 5e-3),
+    ('tf32', True, 'float32', 5e-3),
     tiers.soak('bfloat16', False, 'mixed_bfloat16', 2e-2),
   )
   def test_short_products(self, tf32, policy, tolerance):

@@ -113,7 +113,7 @@ class Feature:
   policy: str = 'float32'
   tolerance: float = 1e-6
   wrap: bool = True
-  mark: Callable[..., Any] = tiers.quick
+  mark: Callable[..., Any] = tiers.unmarked
   mark_of_others: Callable[..., Any] = tiers.soak
 
 
@@ -302,13 +302,13 @@ class ConformanceTest(tf.test.TestCase):
       self.assertGreaterEqual(self.num_reductions(strategy), steps)
 
 
-def every(mark_of_others=tiers.quick) -> list[Any]:
+def every(mark_of_others=tiers.unmarked) -> list[Any]:
   """Named parameters: every strategy.
 
   Args:
     mark_of_others: of `tiers`, for every strategy but the first.
   """
-  marks = [tiers.quick, *[mark_of_others] * (len(STRATEGIES) - 1)]
+  marks = [tiers.unmarked, *[mark_of_others] * (len(STRATEGIES) - 1)]
   return [
     mark(case.name, case) for mark, case in zip(marks, STRATEGIES, strict=True)
   ]

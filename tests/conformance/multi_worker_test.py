@@ -1,6 +1,6 @@
 """`fit`, `evaluate` and `predict` on several workers equal one device's.
 
-One row for every commit, the rows in which several workers could differ from one
+Two rows for `make test`, rows in which several workers could differ from one
 process for `make test_all`; other kinds of workers and the whole table in the soak
 run.
 """
@@ -13,7 +13,7 @@ from tests import tiers
 from tests.conformance import harness, multi_worker
 from tests.conformance.multi_worker import WorkerCase
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _DEADLINE_SECONDS = 280
 _PARTS = 8
@@ -47,7 +47,7 @@ SOME = (
   'last_batch_of_5_rows',
   'sync_batch_normalization_1_row',
 )
-# What every commit runs.
+# What `make test` runs.
 FEW = ('sync_batch_normalization_1_row',)
 
 
@@ -59,14 +59,14 @@ class MultiWorkerTest(
   multi_worker.MultiWorkerConformanceTest, parameterized.TestCase
 ):
   @parameterized.named_parameters(*[(c.name, c) for c in CASES])
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_others_equal_one_device(self, case):
     self.assert_features(case, [name for name in SOME if name not in FEW])
 
   @tiers.named_parameters(
-    *[(c.name, c) for c in CASES],
-    tiers.full('collective_2x1', LIKE_THEM[0]),
-    tiers.full(
+    *[tiers.smoke(c.name, c) for c in CASES],
+    tiers.smoke('collective_2x1', LIKE_THEM[0]),
+    tiers.soak(
       'collective_1x1', WorkerCase('', 'multi_worker_collective', 1, devices=1)
     ),
     *tiers.every(tiers.soak, [(c.name, c) for c in LIKE_THEM[1:]]),
@@ -76,9 +76,9 @@ class MultiWorkerTest(
 
   @tiers.named_parameters(
     (UNLIKE[0].name, UNLIKE[0], AFTER_ANOTHER),
-    tiers.full('collective', UNLIKE[1], AFTER_ANOTHER),
+    tiers.soak('collective', UNLIKE[1], AFTER_ANOTHER),
     *[
-      tiers.full(f'part_{part}', UNLIKE[0], names)
+      tiers.soak(f'part_{part}', UNLIKE[0], names)
       for part, names in enumerate(_parts(multi_worker.features()))
     ],
   )

@@ -32,8 +32,7 @@ FEATURES = (
     'accumulation_unwrapped',
     optimizer=_accumulating(),
     wrap=False,
-    mark_of_others=tiers.quick,
-    mark=tiers.full,
+    mark_of_others=tiers.unmarked,
   ),
   Feature(
     'accumulation_global_clipnorm',
@@ -58,7 +57,6 @@ FEATURES = (
     rows=133,
     optimizer=_accumulating(use_ema=True, ema_overwrite_frequency=2),
     compile={'steps_per_execution': 2},
-    mark=tiers.full,
   ),
   Feature(
     'mixed_float16',
@@ -82,7 +80,6 @@ FEATURES = (
     optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.05),
     policy='mixed_float16',
     tolerance=2e-3,
-    mark=tiers.full,
   ),
   Feature(
     'mixed_bfloat16',
@@ -122,8 +119,8 @@ class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
 
   @tiers.product(
     [{'case': c} for c in harness.STRATEGIES],
-    wrap=(True, tiers.full(False)),
-    bad_replica=(tiers.soak(0), 1, tiers.full(3)),
+    wrap=(True, False),
+    bad_replica=(tiers.soak(0), 1, 3),
   )
   def test_overflow_on_one_replica_skips_the_step_everywhere(
     self, case, wrap, bad_replica

@@ -13,7 +13,7 @@ from tests import parameter_servers
 from tests.conformance import parameter_server
 from tests.conformance import parameter_server_programs as programs
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _PARTS = 3
 
@@ -48,7 +48,7 @@ SOME_WITH_SHARES = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.soak
 class OneWorkerTest(
   parameter_server.ServerConformanceTest, parameterized.TestCase
 ):
@@ -101,7 +101,7 @@ class TwoWorkersTest(
   def test_few_equal_one_device(self):
     self.assert_features(self.job, FEW_WITH_SHARES, {'mode': 'sync'})
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_some_equal_one_device(self):
     self.assert_features(self.job, SOME_WITH_SHARES, {'mode': 'sync'})
 

@@ -20,7 +20,7 @@ import tf_strategies as tfs
 from tests import parameter_servers, processes, tiers
 from tf_strategies.strategies.parameter_server import microbatch, variables
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 optimizers = keras.optimizers
 LossScale = optimizers.LossScaleOptimizer

@@ -275,21 +275,19 @@ class _RestoreTest(tf.test.TestCase, parameterized.TestCase):
 class RestoreTest(_RestoreTest):
   @tiers.named_parameters(
     ('ring', 'ring_mirrored', 'ema', 'function'),
-    ('ring_eager', 'ring_mirrored', 'wrapped', 'eager'),
+    tiers.smoke('ring_eager', 'ring_mirrored', 'wrapped', 'eager'),
     ('central', 'central_storage', 'ema', 'function'),
-    tiers.full('central_eager', 'central_storage', 'wrapped', 'eager'),
-    tiers.full('ring_inner', 'ring_mirrored', 'ema', 'inner_function'),
-    tiers.full('ring_fit', 'ring_mirrored', 'accumulation', 'fit'),
+    ('central_eager', 'central_storage', 'wrapped', 'eager'),
+    ('ring_inner', 'ring_mirrored', 'ema', 'inner_function'),
+    ('ring_fit', 'ring_mirrored', 'accumulation', 'fit'),
     ('ring_subclass', 'ring_mirrored', 'loss_scale', 'fit_subclass'),
-    tiers.full('ring_momentum', 'ring_mirrored', 'momentum', 'fit'),
-    tiers.full('central_fit', 'central_storage', 'loss_scale', 'fit'),
+    ('ring_momentum', 'ring_mirrored', 'momentum', 'fit'),
+    ('central_fit', 'central_storage', 'loss_scale', 'fit'),
     # At its end `fit` replaces weights by their moving averages ('ema').
-    tiers.full(
-      'central_momentum', 'central_storage', 'momentum', 'fit_subclass'
-    ),
-    tiers.full('ring_loop', 'ring_mirrored', 'ema', 'function_subclass'),
-    tiers.full('ring_loss_scale', 'ring_mirrored', 'loss_scale', 'function'),
-    tiers.full('one', 'one_device', 'ema', 'function'),
+    ('central_momentum', 'central_storage', 'momentum', 'fit_subclass'),
+    ('ring_loop', 'ring_mirrored', 'ema', 'function_subclass'),
+    ('ring_loss_scale', 'ring_mirrored', 'loss_scale', 'function'),
+    ('one', 'one_device', 'ema', 'function'),
   )
   def test_continues(self, strategy, name, how):
     def make():
@@ -299,7 +297,6 @@ class RestoreTest(_RestoreTest):
 
     self.assert_continues(*stopped_and_whole(make, name, how))
 
-  @pytest.mark.full
   def test_continues_with_divided_state(self):
     def make():
       return tfs.create_strategy(
@@ -312,17 +309,16 @@ class RestoreTest(_RestoreTest):
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 class ProcessesTest(_RestoreTest):
   @tiers.named_parameters(
-    ('ring', 'multi_worker_ring', 2, (('ema', 'function'),)),
-    tiers.full(
+    tiers.smoke('ring', 'multi_worker_ring', 2, (('ema', 'function'),)),
+    tiers.soak(
       'ring_of_one',
       'multi_worker_ring',
       1,
       (('wrapped', 'eager'), ('loss_scale', 'fit_subclass')),
     ),
-    tiers.full(
+    tiers.soak(
       'collective',
       'multi_worker_collective',
       2,
@@ -342,7 +338,7 @@ class ProcessesTest(_RestoreTest):
       for name, copies in first[2].items():
         self.assertAllEqual(copies, second[2][name])
 
-  @tiers.named_parameters(('sync', 'sync'), tiers.full('async', 'async'))
+  @tiers.named_parameters(('sync', 'sync'), tiers.soak('async', 'async'))
   def test_continues_on_servers(self, mode):
     with parameter_servers.Job(
       num_workers=1, num_ps=2, deadline=_DEADLINE_SECONDS

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import nccl, processes, tiers, virtual_devices
+from tests import nccl, processes, virtual_devices
 from tests.cross_device import fake_gpus, replicas
 from tf_strategies import _tf_internal, collectives, cross_device, errors
 from tf_strategies.collectives import cost_model
@@ -70,6 +70,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
         collectives.cost(chosen, num_bytes, topology), cheapest * 1.001
       )
 
+  @pytest.mark.smoke
   def test_link_decides(self):
     # Over NVLink few rounds are still worth more than few bytes.
     by_link = [
@@ -191,8 +192,8 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual(op.last_plan.num_tensors, 2)
 
-  @tiers.product(
-    world_size=(2, tiers.full(3), 4), reduce_op=(replicas.SUM, replicas.MEAN)
+  @parameterized.product(
+    world_size=(2, 3, 4), reduce_op=(replicas.SUM, replicas.MEAN)
   )
   def test_sums_are_exact(self, world_size, reduce_op):
     """The packed plan, run on the devices of the test."""
@@ -320,7 +321,7 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(operation.inputs[0].shape, [12])
 
   @pytest.mark.multi_process
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_on_one_device(self):
     """On one whole GPU, where there is one, by NCCL with one member."""
     [(found, results)] = processes.run_workers(nccl.auto_all_reduce, 1)

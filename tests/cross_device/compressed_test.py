@@ -1,6 +1,7 @@
 """A codec between devices: the simulator's bits, means, integers."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -59,6 +60,7 @@ class CompressedTest(tf.test.TestCase, parameterized.TestCase):
       op.reduce(MEAN, value, value), replicas.exact(ranks, MEAN), NAMES
     )
 
+  @pytest.mark.smoke
   def test_counts_the_bytes_of_payloads(self):
     for compression, factor in (('none', 4), ('bfloat16', 2)):
       op = cross_device.ScheduledAllReduce('tree', compression)

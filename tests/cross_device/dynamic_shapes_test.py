@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device
@@ -42,9 +42,9 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
           component.numpy(), replicas.exact(ranks, reduce_op), strict=True
         )
 
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'),
-    reduce_op=(tiers.full(SUM), MEAN),
+  @parameterized.product(
+    op=list(replicas.OPS),
+    reduce_op=(SUM, MEAN),
   )
   def test_one_graph_for_every_length(self, op, reduce_op):
     op = replicas.OPS[op]()
@@ -54,7 +54,7 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.calls, 5)
     self.assertEqual(step.experimental_get_tracing_count(), 1)
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_matrices_beside_known_shapes(self, make_op):
     specs = [
       ([None, None], tf.float32),
@@ -71,14 +71,14 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.assert_result(step, SUM, shapes, dtypes)
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_eight_devices(self, make_op):
     step = function_of(make_op(), MEAN, [([None], tf.float32)], 8)
     self.assert_result(step, MEAN, [(1009,)], ['float32'], world_size=8)
 
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'),
-    static_rank=(1, *tiers.every(tiers.full, (0, 3))),
+  @parameterized.product(
+    op=list(replicas.OPS),
+    static_rank=(1, 0, 3),
   )
   def test_one_replica_knows_its_shape(self, op, static_rank):
     op = replicas.OPS[op]()

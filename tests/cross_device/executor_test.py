@@ -105,12 +105,14 @@ class MutationsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ExecutorTest(tf.test.TestCase, parameterized.TestCase):
+  @pytest.mark.smoke
   def test_every_rank_ends_on_its_device(self):
     _, results = run(collectives.ring_all_reduce(WORLD_SIZE))
     for device, rank in zip(replicas.devices(WORLD_SIZE), results, strict=True):
       for result in rank:
         self.assertEndsWith(result.device, device)
 
+  @pytest.mark.smoke
   def test_wrong_layout_is_seen(self):
     schedule = collectives.direct_all_reduce(WORLD_SIZE)
     layout = collectives.plan_layout(
@@ -184,7 +186,6 @@ class SumsInGraphsTest(tf.test.TestCase, parameterized.TestCase):
           self.assertNotEqual(term.device, sum_.device)
 
   @parameterized.parameters('direct', 'naive', 'auto')
-  @pytest.mark.full
   def test_large_sum_is_the_same_in_every_run(self, name):
     # More than TensorFlow thinks that a logical CPU has: the terms and the sum.
     size = 14_000_000

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import _tf_internal
@@ -29,9 +29,9 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
 
     return strategy.experimental_distribute_values_from_function(value_fn)
 
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'),
-    reduce_op=(tiers.full(SUM), MEAN),
+  @parameterized.product(
+    op=list(replicas.OPS),
+    reduce_op=(SUM, MEAN),
   )
   def test_all_reduce(self, op, reduce_op):
     op = replicas.OPS[op]()
@@ -58,7 +58,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.calls, 3)
     self.assertEqual(op.last_plan.num_tensors, 2)
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_eager_all_reduce(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)
@@ -69,7 +69,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(result, replicas.exact(RANKS), NAMES)
     self.assertEqual(op.calls, 1)
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_values_without_a_device_are_reduced_where_replicas_run(
     self, make_op
   ):
@@ -95,7 +95,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual([d.rpartition('device:')[2] for d in placed], list(NAMES))
     self.assertNotIn('', op.report()['all_reduce_bytes_in'])
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_values_without_a_device_and_without_a_strategy(self, make_op):
     op = make_op()
 
@@ -107,9 +107,9 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     for component in step([tf.constant(rank) for rank in RANKS]):
       self.assertAllEqual(component, replicas.exact(RANKS))
 
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'),
-    reduce_op=(tiers.full(SUM), MEAN),
+  @parameterized.product(
+    op=list(replicas.OPS),
+    reduce_op=(SUM, MEAN),
   )
   def test_gradient_of_a_loss_of_the_reduced(self, op, reduce_op):
     op = replicas.OPS[op]()
@@ -142,7 +142,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     # The gradient of an all-reduce is an all-reduce.
     self.assertEqual(op.calls, 2)
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_reduce_and_gather(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)
@@ -158,7 +158,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(gathered, np.concatenate(uneven))
     self.assertEqual(op.report()['calls']['gather'], 1)
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_all_gather(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)
@@ -175,7 +175,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(component, np.concatenate(RANKS))
     self.assertGreater(op.report()['calls']['gather'], 0)
 
-  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_training_equals_one_device(self, make_op):
     op = make_op()
     strategy = self.strategy_of(op)

@@ -1,6 +1,7 @@
 """`tf.IndexedSlices`: gathered in order, duplicates kept, on every device."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -103,6 +104,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
       },
     )
 
+  @pytest.mark.smoke
   def test_unknown_number_of_rows(self):
     op = cross_device.RingAllReduce()
     signature = [

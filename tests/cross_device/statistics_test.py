@@ -1,5 +1,6 @@
 """Counters count what the graph did: executions, and planned bytes."""
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -205,6 +206,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
       },
     )
 
+  @pytest.mark.smoke
   def test_calls_and_bytes_match_the_simulator(self):
     for name in collectives.ALGORITHMS:
       op = replicas.OPS[name]()

@@ -1,6 +1,7 @@
 """Arrays of any structure and any type are a source."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -9,6 +10,7 @@ from tf_strategies import errors
 
 
 class ArraysTest(tf.test.TestCase, parameterized.TestCase):
+  @pytest.mark.smoke
   def test_are_read_only_views_without_a_copy(self):
     x, y = np.arange(6.0).reshape([3, 2]), np.arange(3)
     arrays = data_lib.Arrays({'x': x, 'y': y})

@@ -6,7 +6,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
-from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -51,6 +50,7 @@ def _labels(dataset):
 
 
 class EpochsTest(tf.test.TestCase, parameterized.TestCase):
+  @pytest.mark.smoke
   def test_each_epoch_has_every_example_once_in_an_order_of_its_own(self):
     positions = _positions(_images(0, 3)).reshape([3, _N])
     for epoch in positions:
@@ -58,6 +58,7 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertFalse((positions[0] == positions[1]).all())
     self.assertFalse((positions[1] == positions[2]).all())
 
+  @pytest.mark.smoke
   def test_a_later_start_sees_the_same_epochs(self):
     whole = _images(0, 3)
     for first in (1, 2):
@@ -75,7 +76,6 @@ class EpochsTest(tf.test.TestCase, parameterized.TestCase):
       0,
     )
 
-  @pytest.mark.full
   def test_order_survives_other_iterators_and_depends_on_the_seed(self):
     options = data_lib.PipelineOptions(4, seed=5)
     dataset = data_lib.make_dataset(
@@ -171,9 +171,7 @@ class VirtualEpochsTest(tf.test.TestCase, parameterized.TestCase):
       )
     )
 
-  @tiers.product(
-    steps=(tiers.full(2), 7, tiers.full(13)), drop_remainder=(False, True)
-  )
+  @parameterized.product(steps=(2, 7, 13), drop_remainder=(False, True))
   def test_every_example_as_often_as_any_other(self, steps, drop_remainder):
     changes = {'steps_per_epoch': steps, 'drop_remainder': drop_remainder}
     for epochs in (1, 3, 8):
@@ -184,7 +182,6 @@ class VirtualEpochsTest(tf.test.TestCase, parameterized.TestCase):
       if drop_remainder:
         self.assertEqual({len(batch) for batch in batches}, {5})
 
-  @pytest.mark.full
   def test_stream_is_that_of_whole_passes(self):
     passes = self.stream(0, 6, steps_per_epoch=None)
     self.assertLen(passes, 6 * 5)
@@ -253,10 +250,10 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     )
     return list(dataset.as_numpy_iterator())
 
-  @tiers.parameters(
-    tiers.full({}),
+  @parameterized.parameters(
+    {},
     {'shuffle_buffer': 6, 'drop_remainder': True},
-    tiers.full({'shuffle_buffer': 6, 'cache': 'memory'}),
+    {'shuffle_buffer': 6, 'cache': 'memory'},
     {'cache': 'memory', 'drop_remainder': True},
   )
   def test_resumed_run_sees_and_augments_the_same(self, **changes):
@@ -281,7 +278,6 @@ class FileEpochsTest(tf.test.TestCase, parameterized.TestCase):
     others = np.concatenate([y for _, y in self.stream(0, 1, None, seed=4)])
     self.assertNotAllEqual(others, labels[0])
 
-  @pytest.mark.full
   def test_files_take_turns_where_the_buffer_is_small(self):
     first = {
       self.stream(epoch, epoch + 1, None, shuffle_buffer=1)[0][1][0] % 5

@@ -10,7 +10,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
-from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -53,15 +52,15 @@ class TFRecordTestCase(formula.DataTestCase, parameterized.TestCase):
 
 
 class ElementsTest(TFRecordTestCase):
-  @tiers.product(
-    split_and_count=(('train', _TRAIN), tiers.full(('test', _TEST))),
+  @parameterized.product(
+    split_and_count=(('train', _TRAIN), ('test', _TEST)),
     training=(True, False),
     changes=(
       {'shuffle_buffer': 5, 'num_parallel_calls': 1, 'prefetch': 0},
       {'cache': 'memory', 'num_parallel_calls': 9},
-      *tiers.every(
-        tiers.full, ({}, {'shuffle_buffer': 0}, {'deterministic': False})
-      ),
+      {},
+      {'shuffle_buffer': 0},
+      {'deterministic': False},
     ),
   )
   def test_every_example_once_with_its_own_pixels(
@@ -129,7 +128,7 @@ class ElementsTest(TFRecordTestCase):
       num_classes=_TRAIN,
     )
 
-  @tiers.parameters('auto', *tiers.every(tiers.full, ('data', 'file', 'off')))
+  @parameterized.parameters('auto', 'data', 'file', 'off')
   def test_options_reach_tensorflow(self, autoshard):
     options = self.make(autoshard=autoshard, deterministic=False).options()
     self.assertEqual(
@@ -140,7 +139,7 @@ class ElementsTest(TFRecordTestCase):
 
 
 class OrderTest(TFRecordTestCase):
-  @tiers.parameters(('memory', 10), tiers.full('none', None))
+  @parameterized.parameters(('memory', 10), ('none', None))
   def test_seed_decides_whatever_the_parallelism(self, cache, shuffle_buffer):
     fixed = {'cache': cache, 'shuffle_buffer': shuffle_buffer}
     one = self.make(seed=3, num_parallel_calls=1, **fixed)
@@ -150,7 +149,7 @@ class OrderTest(TFRecordTestCase):
     self.assertLen({tuple(epoch) for epoch in epochs}, 3)
     self.assertNotEqual(_order(self.make(seed=4, **fixed)), epochs[0])
 
-  @tiers.parameters('none', tiers.full('memory'))
+  @parameterized.parameters('none', 'memory')
   def test_whole_split_is_shuffled(self, cache):
     # Training reads blocks of 16, which is all of a file here: a buffer of 20
     # would fill the first batch from two of the four files at most.
@@ -160,7 +159,7 @@ class OrderTest(TFRecordTestCase):
     ]
     self.assertEqual(max(files), 4)
 
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_small_buffer_shuffles_files_too(self):
     # The first example comes from the first ten of the interleaved records,
     # and over the epochs these come from every file.
@@ -186,6 +185,7 @@ class CacheTest(TFRecordTestCase):
     with self.assertRaises(tf.errors.NotFoundError):
       _order(dataset)
 
+  @pytest.mark.smoke
   def test_later_epochs_come_from_the_cache(self):
     dataset = self.make('test', False, cache='memory')
     first = list(dataset.as_numpy_iterator())
@@ -220,7 +220,7 @@ class PipelinesTest(TFRecordTestCase):
       for i in range(num_pipelines)
     ]
 
-  @tiers.parameters(tiers.full('auto', 2), tiers.full('file', 2), ('file', 3))
+  @parameterized.parameters(('auto', 2), ('file', 2), ('file', 3))
   def test_files(self, autoshard, num_pipelines):
     for i, share in enumerate(self.shares(num_pipelines, autoshard=autoshard)):
       files = set(range(i, 4, num_pipelines))
@@ -231,8 +231,8 @@ class PipelinesTest(TFRecordTestCase):
         int(share.cardinality()), -(-len(expected) // per_replica)
       )
 
-  @tiers.parameters(
-    ('auto', 3, 'none'), tiers.full('data', 2, 'none'), ('data', 2, 'memory')
+  @parameterized.parameters(
+    ('auto', 3, 'none'), ('data', 2, 'none'), ('data', 2, 'memory')
   )
   def test_examples(self, autoshard, num_pipelines, cache):
     shares = self.shares(
@@ -263,7 +263,7 @@ class PipelinesTest(TFRecordTestCase):
       self.shares(2, autoshard='data')
     self.shares(2, autoshard='file')
 
-  @tiers.parameters(tiers.full('auto'), 'file', 'data')
+  @parameterized.parameters('auto', 'file', 'data')
   def test_shard_by_tensorflow(self, autoshard):
     orders = []
     for index in range(2):
@@ -335,9 +335,10 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
     self.assertCountEqual(order, range(n))
     self.assertNotEqual(order, list(range(n)))
 
-  @tiers.parameters(
+  @parameterized.parameters(
     {'training': True, 'cache': 'memory', 'shuffle_buffer': 7},
-    *tiers.every(tiers.full, ({'training': True}, {'training': False})),
+    {'training': True},
+    {'training': False},
   )
   def test_same_order_whichever_file_is_late(self, training, **changes):
     expected = self.keys(training, num_parallel_calls=1, **changes)

@@ -3,6 +3,7 @@ import dataclasses
 import inspect
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -85,6 +86,7 @@ class PipelineOptionsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(ValueError):
       PipelineOptions(global_batch_size=0)
 
+  @pytest.mark.smoke
   def test_validates_without_tensorflow(self):
     tree = ast.parse(inspect.getsource(options_lib))
     imported = {

@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -32,14 +32,14 @@ def _context(pipeline, num_pipelines, replicas=None):
 
 
 class ElementsTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.product(
+  @parameterized.product(
     training=(True, False),
-    n=(tiers.full(7), tiers.full(8), 61),
+    n=(7, 8, 61),
     changes=(
-      tiers.full({}),
-      tiers.full({'shuffle_buffer': 0}),
+      {},
+      {'shuffle_buffer': 0},
       {'shuffle_buffer': 5},
-      tiers.full({'num_parallel_calls': 1, 'prefetch': 0}),
+      {'num_parallel_calls': 1, 'prefetch': 0},
       {'num_parallel_calls': 3, 'prefetch': 4, 'deterministic': False},
       {'cache': 'memory', 'autoshard': 'off'},
     ),
@@ -79,6 +79,7 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(x[0], np.zeros([28, 28, 1]))
     self.assertAllEqual(x[1], np.ones([28, 28, 1]))
 
+  @pytest.mark.smoke
   def test_drop_remainder_is_for_training_only(self):
     options = _options(drop_remainder=True, seed=0)
     train = data_lib.make_dataset(formula.arrays(29), options, training=True)
@@ -96,6 +97,7 @@ class ElementsTest(tf.test.TestCase, parameterized.TestCase):
         formula.arrays(7), _options(drop_remainder=True), training=True
       )
 
+  @pytest.mark.smoke
   def test_map_fn_gets_scaled_batches(self):
     shapes = []
 
@@ -133,7 +135,7 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
       formula.arrays(n), _options(**changes), training=True
     )
 
-  @tiers.parameters(*tiers.every(tiers.full, (1, 4)), tf.data.AUTOTUNE)
+  @parameterized.parameters(1, 4, tf.data.AUTOTUNE)
   def test_same_seed_same_epochs(self, num_parallel_calls):
     one = self.make(seed=3)
     other = self.make(seed=3, num_parallel_calls=num_parallel_calls, prefetch=0)
@@ -142,6 +144,7 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
     # Each epoch has an order of its own.
     self.assertLen({tuple(epoch) for epoch in epochs}, 3)
 
+  @pytest.mark.smoke
   def test_parallel_calls_that_overtake_each_other_keep_the_order(self):
     def slow_first(images, labels):
       # Work that grows with the first label of the batch.
@@ -165,7 +168,6 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
     ]
     self.assertEqual(orders[0], orders[1])
 
-  @pytest.mark.full
   def test_other_seed_other_order(self):
     orders = {tuple(_order(self.make(seed=seed))) for seed in range(5)}
     self.assertLen(orders, 5)
@@ -206,7 +208,6 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual(_order(test), list(range(20)))
 
-  @pytest.mark.full
   def test_repeated_equals_epoch_by_epoch(self):
     once = self.make(n=20, seed=2)
     repeated = self.make(n=20, seed=2, repeat=True)
@@ -216,7 +217,7 @@ class OrderTest(tf.test.TestCase, parameterized.TestCase):
 class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
   """Several input pipelines share the examples."""
 
-  @tiers.parameters('auto', tiers.full('data'))
+  @parameterized.parameters('auto', 'data')
   def test_a_step_of_all_pipelines_is_one_global_batch(self, autoshard):
     options = _options(seed=6, autoshard=autoshard)
     alone = data_lib.make_dataset(formula.arrays(40), options, training=True)
@@ -332,7 +333,6 @@ class PipelinesTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class PlacementTest(tf.test.TestCase):
-  @pytest.mark.full
   def test_under_a_strategy(self):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     with strategy.scope():
@@ -353,7 +353,6 @@ class PlacementTest(tf.test.TestCase):
     ]
     self.assertEqual(actual, expected)
 
-  @pytest.mark.full
   def test_from_function(self):
     strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
     dataset = strategy.distribute_datasets_from_function(
@@ -369,7 +368,6 @@ class PlacementTest(tf.test.TestCase):
     self.assertEqual(sizes, [[4, 4], [4, 4], [4, 0]])
     self.assertEqual(order, list(range(20)))
 
-  @pytest.mark.full
   def test_pixels_are_no_constant_of_a_graph(self):
     arrays = formula.arrays(200)
 

@@ -6,7 +6,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
-from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 
@@ -67,11 +66,11 @@ class TransformTestCase(tf.test.TestCase, parameterized.TestCase):
 
 
 class CallsTest(TransformTestCase):
-  @tiers.parameters(
+  @parameterized.parameters(
     ('arrays', 'none', True),
-    tiers.full('arrays', 'memory', True),
-    tiers.full('arrays', 'memory', False),
-    tiers.full('files', 'none', True),
+    ('arrays', 'memory', True),
+    ('arrays', 'memory', False),
+    ('files', 'none', True),
     ('files', 'memory', False),
   )
   def test_what_runs_how_often(self, source, cache, training):
@@ -97,7 +96,7 @@ class CallsTest(TransformTestCase):
     if training:
       self.assertEqual(calls.seed_spec, (tf.int64, (2,)))
 
-  @tiers.parameters(tiers.full('arrays', 'none'), ('files', 'memory'))
+  @parameterized.parameters(('arrays', 'none'), ('files', 'memory'))
   def test_order_of_the_functions(self, source, cache):
     seen = {}
 
@@ -134,8 +133,7 @@ class SeedsTest(TransformTestCase):
       tuple(seed) for _ in range(epochs) for seed in dataset.as_numpy_iterator()
     ]
 
-  @tiers.parameters(*tiers.few(_SOURCES, 'files'))
-  @pytest.mark.full
+  @parameterized.parameters(*_SOURCES)
   def test_one_a_batch_and_epoch_from_the_seed_alone(self, source):
     one = self.seeds(source)
     self.assertLen(set(one), 2 * 3)
@@ -146,12 +144,12 @@ class SeedsTest(TransformTestCase):
     repeated = self.seeds(source, epochs=1, repeat=False)
     self.assertEqual(one[:3], repeated)
 
-  @pytest.mark.full
   def test_pipelines_draw_numbers_of_their_own(self):
     contexts = [tf.distribute.InputContext(2, i, 2) for i in range(2)]
     one, other = (self.seeds('arrays', context=c) for c in contexts)
     self.assertEmpty(set(one) & set(other))
 
+  @pytest.mark.smoke
   def test_epochs_that_resume_augment_alike(self):
     def stream(epoch, step):
       return [

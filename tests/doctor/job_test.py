@@ -52,6 +52,7 @@ class JobCase(parameterized.TestCase):
 
 
 class WholeTest(JobCase):
+  @pytest.mark.smoke
   def test_no_job(self):
     found = self.look()
     self.assertEqual({f.state for f in found.values()}, {'ok'})
@@ -70,6 +71,7 @@ class WholeTest(JobCase):
     self.assertEqual(found['other tasks'].fix, '')
     self.assertEqual(found['meeting'].state, 'FAIL')
 
+  @pytest.mark.smoke
   def test_others_are_there(self):
     with socket.create_server(('127.0.0.1', 0)) as server:
       there = f'127.0.0.1:{server.getsockname()[1]}'
@@ -205,6 +207,7 @@ class MeetingTest(absltest.TestCase):
       )
     return [(command.wait(), command.output()) for command in started]
 
+  @pytest.mark.smoke
   def test_whole(self):
     for status, text in self._doctors(_free(2), [_SECRET] * 2):
       self.assertEqual(status, 0, text)

@@ -29,6 +29,7 @@ def _doctor(*flags, **env):
 
 
 class MachineTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_whole(self):
     directory = self.create_tempdir().full_path
     status, found, last, err = _doctor(f'--checkpoint_dir={directory}')

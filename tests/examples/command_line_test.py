@@ -145,7 +145,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(program.wait(), 1)
     self.assertIn('unexpected arguments: digits', program.output())
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_loop_runs_as_a_file(self):
     program = self._start(
       'mnist_custom_loop',
@@ -206,7 +206,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     name=[tiers.soak('mnist_keras_fit'), 'mnist_custom_loop'],
     number=[tiers.soak(signal.SIGKILL), signal.SIGTERM],
   )
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_interrupted_run_resumes_exactly(self, name, number):
     checkpoints = self._path('checkpoints')
     flags = (

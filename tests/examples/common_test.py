@@ -70,7 +70,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
       counted = [common.images_in_steps(data, i) for i in range(steps + 1)]
     return [b - a for a, b in itertools.pairwise(counted)]
 
-  @pytest.mark.full
   def test_epoch_has_every_example_once(self):
     self.assertEqual(self._steps(), 9)
     batches = _whole_batches()
@@ -84,7 +83,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotAllEqual(seen, expected)
     self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
 
-  @pytest.mark.full
   def test_later_epoch_is_the_same_without_the_earlier_ones(self):
     straight = _whole_batches('--steps_per_epoch=2', epochs=3)
     self.assertLen(straight, 6)
@@ -94,7 +92,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(np.stack(straight[3:]), np.stack(within))
     self.assertNotAllEqual(straight[0], straight[2])
 
-  @pytest.mark.full
   def test_epoch_longer_than_the_data_continues_with_the_next_pass(self):
     batches = _whole_batches('--steps_per_epoch=13', epochs=2)
     rows = [len(batch) for batch in batches]
@@ -106,6 +103,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     resumed = _whole_batches('--steps_per_epoch=13', epochs=2, start=(1, 0))
     self.assertAllEqual(batches[13], resumed[0])
 
+  @pytest.mark.smoke
   def test_workers_read_the_same_batches(self):
     whole = _whole_batches(epochs=3, start=(1, 2))
     arguments = (*_SYNTHETIC, '--epochs=3', '--worker_input')
@@ -127,7 +125,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.DataError, '=10 steps .* got 9'):
       self._steps('--steps_per_execution=10')
 
-  @pytest.mark.full
   def test_replicas_share_each_batch_evenly(self):
     flags = ('--dataset=digits', '--global_batch_size=359')
     whole = _whole_batches(*flags)
@@ -144,13 +141,11 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
       labels = [labels for _, labels in example.test_batches(data)]
     self.assertAllEqual(tf.concat(labels, 0), data.test.labels)
 
-  @pytest.mark.full
   def test_order_depends_on_the_seed(self):
     orders = [_whole_batches(f'--seed={seed}')[0] for seed in (0, 1, 0)]
     self.assertNotAllEqual(orders[0], orders[1])
     self.assertAllEqual(orders[0], orders[2])
 
-  @pytest.mark.full
   def test_mirrored_gets_full_batches(self):
     batches = _whole_batches('--strategy=mirrored', epochs=2)
     self.assertEqual([len(b) for b in batches], [1000] * 16)

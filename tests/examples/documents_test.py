@@ -91,6 +91,7 @@ class DocumentsTest(parameterized.TestCase):
     self.assertContainsSubset(_GIVEN, _pages('python'))
 
   @parameterized.parameters(*_pages('pycon'))
+  @pytest.mark.smoke
   def test_sessions_show_what_happens(self, page):
     body = ''.join(block.body + '\n' for block in _blocks(page, 'pycon'))
     session = doctest.DocTestParser().get_doctest(body, {}, page, page, 0)
@@ -101,7 +102,6 @@ class DocumentsTest(parameterized.TestCase):
   @parameterized.parameters(
     *(page for page in _pages('python') if page not in _RUN_ELSEWHERE)
   )
-  @pytest.mark.full
   def test_programs_run(self, page):
     for block in _blocks(page, 'python', 'diff'):
       given = _GIVEN.get(page, dict)()
@@ -123,6 +123,7 @@ class DocumentsTest(parameterized.TestCase):
         exec(code, {'__name__': '__main__', **given})
     self.assertNotEmpty(_blocks(page, 'python'))
 
+  @pytest.mark.smoke
   def test_every_error_has_its_paragraph(self):
     text = project.text_files()['docs/errors.md']
     types = {

@@ -48,8 +48,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     report = pages.run(name, **{**options, **changes})
     return compare_weights.read(path), report
 
-  @tiers.named_parameters(_EXAMPLES[0], tiers.full(_EXAMPLES[1]))
-  @pytest.mark.full
+  @parameterized.named_parameters(_EXAMPLES[0], _EXAMPLES[1])
   def test_twenty_steps_equal_one_device(self, name):
     one, one_report = self._train(name, _TWENTY_STEPS, strategy='one_device')
     four, report = self._train(name, _TWENTY_STEPS, devices=4)
@@ -69,7 +68,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
       difference = np.abs(one[variable] - start[variable])
       self.assertGreater(difference.max(), 1e-2)
 
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_both_examples_train_the_same_weights(self):
     fit, loop = (
       self._train(name, _SHORT, strategy='one_device')[0]
@@ -77,7 +76,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertLessEqual(compare_weights.largest_difference(fit, loop)[0], 1e-6)
 
-  @pytest.mark.full
   def test_another_seed_trains_other_weights(self):
     weights = [
       self._train(_LOOP, _SHORT, strategy='one_device', seed=seed)[0]
@@ -86,7 +84,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(compare_weights.largest_difference(*weights)[0], 1e-2)
 
   @tiers.named_parameters(tiers.soak(_EXAMPLES[0]), _EXAMPLES[1])
-  @pytest.mark.full
   def test_resumed_run_is_exact(self, name):
     options = {**_SHORT, 'warmup_steps': 5, 'dropout': 0.2}
     straight, _ = self._train(name, options, 2)
@@ -107,7 +104,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsNone(report['train'])
     self.assertGreater(report['test']['accuracy'], 0)
 
-  @pytest.mark.full
   def test_checkpoint_of_another_run_is_refused(self):
     directory = self.create_tempdir().full_path
     options = {
@@ -133,7 +129,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     ('one_device', 'one_device', 'ring', 'one replica'),
     ('mirrored', 'mirrored', 'builtin', "TensorFlow's own all-reduce"),
   )
-  @pytest.mark.full
   def test_report_says_that_nothing_was_counted(
     self, strategy, all_reduce, reason
   ):
@@ -148,7 +143,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertFalse(report['all_reduce']['is_counted'])
     self.assertIn(reason, report['all_reduce']['reason'])
 
-  @pytest.mark.full
   def test_mirrored_counts_the_calls_of_an_op_of_ours(self):
     _, report = self._train(
       _FIT,
@@ -183,7 +177,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     ('fit', _FIT, 'ring_mirrored'),
     tiers.soak('loop', _LOOP, 'mirrored'),
   )
-  @pytest.mark.full
   def test_report_counts_every_copy_of_every_variable(self, name, strategy):
     _, one = self._train(name, _SHORT, strategy='one_device', epochs=1)
     (on_one,) = one['variable_bytes'].values()

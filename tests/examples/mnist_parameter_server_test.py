@@ -40,7 +40,6 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     return compare_weights.read(path), report
 
   @tiers.named_parameters(('fit', _FIT), tiers.soak('loop', _LOOP))
-  @pytest.mark.full
   def test_trains_what_one_device_trains(self, name):
     expected, _ = self._train(name, 'one_device')
     for changes in ({}, {'worker_input': True}):
@@ -49,7 +48,6 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLessEqual(largest, 1e-6, where)
 
   @tiers.parameters(tiers.soak(_FIT), _LOOP)
-  @pytest.mark.full
   def test_resumes_after_an_epoch(self, name):
     straight, _ = self._train(name)
     directory = self.create_tempdir().full_path
@@ -59,7 +57,6 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
       compare_weights.largest_difference(straight, resumed)[0], 0
     )
 
-  @pytest.mark.full
   def test_report_has_no_servers(self):
     _, report = self._train(_FIT, steps_per_execution=2)
     self.assertIsNone(report['parameter_server'])
@@ -133,7 +130,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     ('parameter_server', _JOB, 40),
     ('multi_worker_ring', ('--num_workers=2',), 20),
   )
-  @pytest.mark.full
   def test_says_what_a_reader_needs(self, strategy, job, most):
     self._run(_FIT, '--epochs=1', f'--strategy={strategy}', launcher=job)
     for words in ('Training on', 'speed', 'accuracy'):

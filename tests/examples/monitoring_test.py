@@ -15,7 +15,6 @@ virtual_devices.configure()
 
 @pytest.mark.multi_process
 class TwoWorkersTest(tf.test.TestCase):
-  @pytest.mark.full
   def test_timelines_of_a_job_are_put_together(self):
     directory = self.create_tempdir().full_path
     path = os.path.join(directory, 'run.json')

@@ -39,7 +39,7 @@ class RecommenderTest(absltest.TestCase):
     self.assertGreater(barely, 0.95 * mean)
 
   @pytest.mark.multi_process
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_servers_train_what_one_device_trains(self):
     found, _ = self._train(
       '--epochs=2',

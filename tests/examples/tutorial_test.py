@@ -75,7 +75,7 @@ class PageTest(parameterized.TestCase):
 
 @pytest.mark.multi_process
 class ReadmeTest(PageTest):
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_commands_print_what_is_shown(self):
     self.assert_as_shown('train.py')
 
@@ -97,7 +97,6 @@ class ReadmeTest(PageTest):
     self.assertLessEqual(len(lines), 15)
 
 
-@pytest.mark.full
 @pytest.mark.multi_process
 class TutorialTest(PageTest):
   page = 'docs/tutorial.md'

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests.fault_tolerance import elastic_program, elastic_test
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _EPOCHS = 2
 _EVERYONE = (0, 1, 2)
@@ -58,7 +58,6 @@ class RepeatedStepTest(tf.test.TestCase, parameterized.TestCase):
       for name, array in one['kept'].items():
         np.testing.assert_array_equal(array, other['kept'][name], name)
 
-  @pytest.mark.full
   def test_rests_are_added_once(self):
     undisturbed = _outcomes('int8')
     for found in undisturbed:
@@ -71,7 +70,6 @@ class RepeatedStepTest(tf.test.TestCase, parameterized.TestCase):
       self.assertGreater(len(found['generations']), 4)
     self.assert_same_bits(disturbed, undisturbed)
 
-  @pytest.mark.full
   def test_writes_that_do_not_wait_add_rests_twice(self):
     mutant = _outcomes('int8', deaf=_EVERYONE, program=_write_at_once)
     with self.assertRaises(AssertionError):

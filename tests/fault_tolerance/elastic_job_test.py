@@ -122,7 +122,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.job.fit(self.model, _make_batches, epochs, steps, verbose=0)
     self.assertEqual(int(self.model.optimizer.iterations.numpy()), 0)
 
-  @pytest.mark.full
   def test_fit_after_a_death_is_one_for_callbacks(self):
     self.job.restore(self.model)
     self.job.update(0, 1)
@@ -144,6 +143,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLen([s for s in spans if s[0] == category], 3 * _STEPS - 1)
     self.assertEqual(self.job.position, Position(3))
 
+  @pytest.mark.smoke
   def test_fit_after_a_death_is_one(self):
     self.job.restore(self.model)
     self.job.update(1, 3)
@@ -170,7 +170,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(int(self.model.optimizer.iterations.numpy()), 1 + _STEPS)
     self.assertEqual(self.job.position, Position(3))
 
-  @pytest.mark.full
   def test_groups_of_steps_begin_alike(self):
     self.model.steps_per_execution = 2
     self.job.restore(self.model)
@@ -179,7 +178,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(int(self.model.optimizer.iterations.numpy()), 2 + _STEPS)
     self.assertEqual(self.job.position, Position(3))
 
-  @pytest.mark.full
   def test_fit_that_is_stopped_in_its_first_part_ends(self):
     self.job.restore(self.model)
     self.job.update(0, 1)
@@ -264,6 +262,7 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
     for a, b in zip(want, weights, strict=True):
       self.assertLess(np.abs(a - b).max(), 1e-6)
 
+  @pytest.mark.smoke
   def test_what_a_failed_step_wrote_is_undone(self):
     kind, fails = 'two_optimizers', lambda number: number % 8 == 7
     want, _ = self.fit(kind, fails)

@@ -26,7 +26,7 @@ from tests import processes, tiers
 from tests.fault_tolerance import elastic_case, elastic_program
 from tf_strategies.monitoring import merge
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _DEADLINE_SECONDS = 120
 _STEPS = elastic_program.EPOCHS * elastic_program.STEPS
@@ -160,6 +160,7 @@ class ElasticTest(elastic_case.ElasticCase):
       for name, values in outcome.value['history'].items():
         self.assertLen(values, epochs, name)
 
+  @pytest.mark.smoke
   def test_survivors_go_on_without_the_chief(self):
     victim, steps = 0, 7
     options = tfs.ElasticOptions(min_workers=2, window_seconds=1)
@@ -179,8 +180,8 @@ class ElasticTest(elastic_case.ElasticCase):
 
   @tiers.named_parameters(
     ('survivors', 27, False),
-    tiers.full('as_it_writes', 40, False),
-    tiers.full('and_it_comes_back', 27, True),
+    tiers.soak('as_it_writes', 40, False),
+    tiers.soak('and_it_comes_back', 27, True),
   )
   def test_files_of_callbacks_go_on_without_the_chief(self, steps, comes_back):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
@@ -216,7 +217,7 @@ class ElasticTest(elastic_case.ElasticCase):
     # One file of each chief.
     self.assertLen(os.listdir(os.path.join(path, 'train')), chiefs)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_restarted_worker_is_let_in(self):
     victim = 1
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
@@ -296,8 +297,8 @@ class ElasticTest(elastic_case.ElasticCase):
     self.assertGreaterEqual(len(sizes), 2)
 
   @tiers.named_parameters(
-    tiers.full('layers_with_state', 'rich'),
-    tiers.full('two_optimizers', 'two_optimizers'),
+    tiers.soak('layers_with_state', 'rich'),
+    tiers.soak('two_optimizers', 'two_optimizers'),
   )
   def test_step_that_a_death_interrupts_is_done_once(self, kind):
     """With an uneven last batch, validation and callbacks that count epochs."""
@@ -386,7 +387,7 @@ class LauncherTest(elastic_case.ElasticCase):
       [elastic_program.outcome(directory, rank) for rank in (1, 2)]
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_all_die_and_come_back_apart_from_each_other(self):
     job, directory = self._launch(['--max_restarts=1'], 0.2, 8)
     for rank in range(3):

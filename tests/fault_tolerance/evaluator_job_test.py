@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 from tests import parameter_servers, tiers
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _ROWS, _BATCH, _EPOCHS = 96, 8, 2
 _CLASSES, _WORDS = 3, 10
@@ -182,9 +182,8 @@ class EvaluatorJobTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
     (train_by_fit, 'async', 2),
     tiers.soak(train_by_fit, 'sync', 1),
-    tiers.full(train_by_loop, 'async', 1),
+    tiers.soak(train_by_loop, 'async', 1),
   )
-  @pytest.mark.full
   def test_every_checkpoint(self, train, mode, num_workers):
     with (
       tempfile.TemporaryDirectory() as directory,

@@ -33,7 +33,6 @@ _ALL = (
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -41,7 +40,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     ('residuals', 'residuals', [Death(0, 'name')]),
-    tiers.full('residuals_everywhere', 'residuals', _ALL),
+    tiers.soak('residuals_everywhere', 'residuals', _ALL),
     tiers.soak('sharded_everywhere', 'sharded', _ALL),
     tiers.soak('local_steps_everywhere', 'local_steps', _ALL),
   )

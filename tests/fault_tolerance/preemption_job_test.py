@@ -134,7 +134,6 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
     for epoch, values in history.items():
       self.assertEqual(values, expected[1][epoch], message)
 
-  @pytest.mark.full
   def test_worker_of_two(self):
     expected = self._train(self._options('fit', 2), 2)
     self.assert_result(self._options('fit', 2), 2, 1, 25, expected)

@@ -72,7 +72,6 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     # In the first epoch, and in a later one.
     ('fit', {'loop': 'fit'}, (7, 33)),
   )
-  @pytest.mark.full
   def test_resumes_exactly(self, options, preempted_after):
     self.assert_resumes(options, preempted_after)
 
@@ -110,7 +109,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
   def _new(self):
     return self.create_tempdir().full_path
 
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_steps_before_the_signal_matter(self):
     # The comparison above is not one of things that never change.
     options = self._options(loop='custom')
@@ -140,7 +139,6 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_same_state(expected, found)
     self.assertEqual(found_results, {k: results[k] for k in ('1', '2')})
 
-  @pytest.mark.full
   def test_second_signal_while_it_saves(self):
     options = self._options()
     run = _Run(options)
@@ -161,7 +159,6 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       found = store.newest()
     self.assertEqual((found.metadata['epoch'], found.metadata['step']), (0, 13))
 
-  @pytest.mark.full
   def test_checkpoint_that_cannot_be_written(self):
     options = self._options(loop='custom')
     run = _Run(options)
@@ -315,7 +312,6 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
         self.small.fit(callback, epochs=4, **options)
       self.assertIs(signal.getsignal(signal.SIGTERM), before)
 
-  @pytest.mark.full
   def test_groups_of_steps_that_do_not_end_where_it_was_saved(self):
     self.small.checkpoint.save(epoch=2, step=3)
     self.small.checkpoint.restore()
@@ -330,7 +326,6 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
         steps_per_epoch=8,
       )
 
-  @pytest.mark.full
   def test_fit_that_raised_leaves_the_handler(self):
     before = signal.getsignal(signal.SIGTERM)
     self.small.checkpoint.restore()
@@ -363,7 +358,6 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertTrue(preemption.requested)
     self.assertEmpty(self.heard)
 
-  @pytest.mark.full
   def test_one_within_the_other(self):
     before = signal.getsignal(signal.SIGTERM)
     with tfs.Preemption(self.small.checkpoint):
@@ -377,7 +371,6 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
     self.assertIs(signal.getsignal(signal.SIGTERM), before)
 
-  @pytest.mark.full
   def test_each_epoch_is_saved_or_not(self):
     position = self.small.checkpoint.restore()
     self.assertEqual(position, Position())

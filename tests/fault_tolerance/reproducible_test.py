@@ -16,7 +16,7 @@ from tests import processes, tiers, virtual_devices
 from tests.strategies import reproducible_program
 from tf_strategies import errors
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 virtual_devices.configure()
 
@@ -119,7 +119,7 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
     print(f'sizes of groups: {sizes}')
     return sizes
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_kills_and_returns(self):
     epochs = 80
     want = _want(epochs)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tf_strategies as tfs
@@ -34,6 +35,7 @@ class ResumeFitTest(tf.test.TestCase):
     self.assertEqual(fit(epochs=4, callbacks=[callback]), [2, 3])
     self.assertEqual(fit(epochs=2), [0, 1])
 
+  @pytest.mark.smoke
   def test_run_checkpoint(self):
     directory = self.create_tempdir().full_path
     x = np.arange(48, dtype=np.float32).reshape([16, 3]) / 10

@@ -76,7 +76,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     return {k: v.value.numpy() for k, v in variables.items()}
 
   @tiers.parameters(
-    tiers.soak(1, 1), tiers.soak(2, 2), tiers.full(2, 3), (3, 1)
+    tiers.soak(1, 1), tiers.soak(2, 2), (2, 3), tiers.smoke(3, 1)
   )
   def test_restores_everything(self, replicas_before, replicas):
     before = _model(_strategy(replicas_before))
@@ -103,6 +103,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     for name, value in model.get_metrics_result().items():
       self.assertAllClose(value, results[name], rtol=1e-6, msg=name)
 
+  @pytest.mark.smoke
   def test_torn_checkpoint_is_skipped(self):
     model = _model()
     checkpoint = tfs.RunCheckpoint(self.directory, model)
@@ -118,7 +119,6 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(value, before[name], name)
 
   @parameterized.parameters('adam', 'sgd')
-  @pytest.mark.full
   def test_same_model_again_in_one_process(self, optimizer):
     before = _model(optimizer=optimizer)
     _fit(before)
@@ -133,7 +133,6 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     for value, found in zip(saved, self._state(again).values(), strict=True):
       np.testing.assert_array_equal(value, found)
 
-  @pytest.mark.full
   def test_another_optimizer_again_in_one_process(self):
     # Variables of the same shapes, in the same order.
     momentum = keras.optimizers.SGD(momentum=0.9)
@@ -170,7 +169,6 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       },
     )
 
-  @pytest.mark.full
   def test_another_dtype_is_refused(self):
     tfs.RunCheckpoint(self.directory, _model()).save(epoch=1)
     keras.config.set_dtype_policy('float64')
@@ -181,7 +179,6 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       model = _model(counts_anew=False)
       tfs.RunCheckpoint(self.directory, model).restore()
 
-  @pytest.mark.full
   def test_meetings_are_counted_in_each_group(self):
     # A worker that was started again has restored nothing before.
     for _ in range(2):
@@ -203,7 +200,6 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       checkpoint.restore()
     self.assertIsNone(checkpoint.position)
 
-  @pytest.mark.full
   def test_checkpoint_that_cannot_be_read(self):
     checkpoint = tfs.RunCheckpoint(self.directory, _model())
     checkpoint.save(epoch=1)
@@ -215,7 +211,6 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       checkpoint.restore()
     self.assertEqual(caught.exception.errno, 13)
 
-  @pytest.mark.full
   def test_other_workers_hear_that_the_chief_cannot_read(self):
     checkpoint = tfs.RunCheckpoint(self.directory, _model())
     checkpoint.save(epoch=1)
@@ -234,7 +229,6 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaisesRegex(errors.StorageError, 'chief.*arrays.bin'):
         checkpoint.restore()
 
-  @pytest.mark.full
   def test_metrics_that_are_not_there(self):
     model = _model()
     _fit(model)
@@ -246,8 +240,8 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.parameters(
     ({'units': 2}, {}, 'has shape \\[4, 1\\] there and \\[4, 2\\] here'),
-    tiers.full({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
-    tiers.full({}, {'seed': 2}, 'seed was 1 and is 2'),
+    ({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
+    ({}, {'seed': 2}, 'seed was 1 and is 2'),
     tiers.soak({}, {'seed': 1, 'size': 8}, 'size was None and is 8'),
     tiers.soak({}, None, 'seed was 1 and is None'),
   )
@@ -422,7 +416,6 @@ def _save_where_another_run_does(rank, directory):
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
 class TwoRunsTest(parameterized.TestCase):
   """Two jobs in one directory, the first of which the launcher restarts."""
 

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 from benchmarks import processes
 from tests.integration import pages
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/data_sources.md'
 _EXAMPLES, _EPOCHS = 19, 2
@@ -67,7 +67,6 @@ class DataSourcesTest(parameterized.TestCase):
     ('datasets', 'from_hugging_face.py'),
     ('grain', 'from_grain.py'),
   )
-  @pytest.mark.full
   def test_each_example_once(self, package, title):
     means, steps = self._run(package, title)
     sums = [round(mean * _EXAMPLES) for mean in means]
@@ -75,7 +74,6 @@ class DataSourcesTest(parameterized.TestCase):
     # Of 10 and 9 examples, in batches of 4: not every example twice.
     self.assertEqual(steps, _EPOCHS * 3)
 
-  @pytest.mark.full
   def test_examples_that_all_workers_read_are_seen(self):
     change = 'slice(context.input_pipeline_id, None,', 'slice(0, None, 1 or'
     _, steps = self._run('grain', 'from_grain.py', change)

@@ -20,7 +20,7 @@ _PATH = os.pathsep.join(
 
 
 class MpiPageTest(parameterized.TestCase):
-  @pytest.mark.full
+  @pytest.mark.soak
   @pytest.mark.multi_process
   def test_command_prints_what_is_shown(self):
     mpirun = shutil.which('mpirun', path=_PATH)

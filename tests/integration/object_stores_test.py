@@ -21,7 +21,6 @@ _PAGE = 'docs/object_stores.md'
 
 class CopiedRunTest(absltest.TestCase):
   @pytest.mark.multi_process
-  @pytest.mark.full
   def test_run_goes_on_from_its_copies(self):
     program = pages.write(self, _PAGE, 'copied_run.py', ['fsspec'])
     here = program.parent
@@ -58,6 +57,7 @@ class FileSystemOfTensorFlowTest(tf.test.TestCase):
     model.fit(self.data, verbose=0)
     return model
 
+  @pytest.mark.smoke
   def test_models_and_checkpoints(self):
     model, other = self._model(1), self._model(2)
     self.assertNotAllClose(model.get_weights()[0], other.get_weights()[0])

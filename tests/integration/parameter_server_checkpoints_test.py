@@ -21,15 +21,15 @@ _STEPS = parameter_server_case.STEPS
 _CHECKPOINT_STEPS = 60
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 
 class CheckpointsTest(parameter_server_case.FaultsTestCase):
   """A whole checkpoint is used, or a typed error ends the program."""
 
   @tiers.parameters(
-    tiers.full('arrays.bin', 'truncate', 1),
-    tiers.soak('arrays.bin', 'flip', 1),
+    tiers.soak('arrays.bin', 'truncate', 1),
+    ('arrays.bin', 'flip', 1),
     tiers.soak('arrays.bin', 'delete', 2),
     tiers.soak('manifest.json', 'empty', 2),
     tiers.soak('manifest.json', 'truncate', 1),
@@ -66,7 +66,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(run.iterations, _STEPS)
 
   @tiers.parameters(
-    tiers.full('arrays.bin', 'truncate'),
+    tiers.soak('arrays.bin', 'truncate'),
     tiers.soak('manifest.json', 'empty'),
     tiers.soak('manifest.json', 'delete'),
   )
@@ -105,7 +105,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     # Those that were already begun, on the variables of before.
     self.assertLess(self.batches(), batches + 10)
 
-  @tiers.parameters(tiers.soak(False), tiers.full(True))
+  @tiers.parameters(tiers.soak(False), tiers.soak(True))
   def test_finished_run_that_is_started_again(self, reads):
     """As often as one likes: nothing is left to do."""
     options = {'checkpoint_dir': self.checkpoints, 'mode': 'sync'}
@@ -119,7 +119,6 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
       for a, b in zip(first.weights, run.weights, strict=True):
         np.testing.assert_array_equal(a, b)
 
-  @pytest.mark.full
   def test_checkpoints_that_cannot_be_written(self):
     pathlib.Path(self.checkpoints).touch()  # A file, where a directory must be.
     with parameter_servers.Job() as job:
@@ -132,7 +131,6 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertRegex(str(outcome.error), 'cannot be written: .*Fix')
     self.assertEqual(self.batches(), 0)
 
-  @pytest.mark.full
   def test_disk_that_becomes_full(self):
     """`fit` ends with a typed error, and goes on from what is whole."""
     disk = pathlib.Path(self.checkpoints)
@@ -177,7 +175,6 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.report['steps'], _STEPS - 2 * _CHECKPOINT_STEPS)
 
-  @pytest.mark.full
   def test_nothing_is_done_with_lost_variables(self):
     """Not by a later call either, until the checkpoint is whole again."""
     with parameter_servers.Job() as job:

@@ -17,17 +17,17 @@ from tf_strategies import errors
 
 _STEPS = parameter_server_case.STEPS
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 
 class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   """Training ends by itself, with the right number of steps."""
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_worker(self):
     self.assert_worker('sync', reads=False)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_worker_that_reads_its_batch_of_synchronous_steps(self):
     """Another one reads it instead: all is as if nobody had died, bit by bit."""
     run = self.assert_worker('sync', reads=True)
@@ -69,11 +69,12 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.rows_counted, programs.ROWS)
 
+  @pytest.mark.smoke
   def test_parameter_server(self):
     self.assert_server(0, 'async')
 
   @parameterized.parameters(0, 1)
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_parameter_server_in_the_middle_of_a_group_of_steps(self, server):
     options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
     with parameter_servers.Job() as job:
@@ -87,7 +88,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(run.iterations, _STEPS)
 
   @parameterized.parameters(0, 1)
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_parameter_server_in_the_first_evaluation(self, server):
     options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
     with parameter_servers.Job() as job:
@@ -106,7 +107,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   def test_parameter_server_of_synchronous_steps(self):
     self.assert_server(1, 'sync')
 
-  @tiers.parameters(tiers.full(0), tiers.soak(1))
+  @tiers.parameters(tiers.soak(0), tiers.soak(1))
   def test_parameter_server_of_synchronous_steps_that_read(self, server):
     self.assert_server(server, 'sync', reads=True)
 
@@ -205,7 +206,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(run.iterations, _STEPS)
     self.assertEqual(run.rows_counted, programs.ROWS)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_coordinator_that_finds_another_number_of_workers(self):
     """Their data are cut otherwise: no element may count twice."""
     options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
@@ -229,7 +230,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     return self.finish(job)
 
   @tiers.parameters(
-    'on_train_begin', tiers.full('built'), tiers.full('on_epoch_begin')
+    'on_train_begin', tiers.soak('built'), tiers.soak('on_epoch_begin')
   )
   def test_parameter_server_before_the_first_checkpoint(self, where):
     """Training begins with what it would have begun with, bit by bit."""
@@ -253,11 +254,11 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @tiers.parameters(
     # What differs where the numbers do, and where there are more rows.
     ('stream', 'arrays', 'arrays'),
-    tiers.full('stream_computed', 'first batch', 'steps of an epoch'),
-    tiers.full('split', 'arrays', 'arrays'),
-    tiers.full('shuffled', 'arrays', 'arrays'),
-    tiers.full('computed', 'first batch', 'steps of an epoch'),
-    tiers.full('arrays', 'arrays', 'arrays'),
+    tiers.soak('stream_computed', 'first batch', 'steps of an epoch'),
+    tiers.soak('split', 'arrays', 'arrays'),
+    tiers.soak('shuffled', 'arrays', 'arrays'),
+    tiers.soak('computed', 'first batch', 'steps of an epoch'),
+    tiers.soak('arrays', 'arrays', 'arrays'),
   )
   def test_coordinator_that_finds_other_data(self, kind, numbers, more):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
@@ -285,7 +286,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       self.assertEqual(steps, 0)
       self.assertIn('which has finished', ' '.join(logged))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_coordinator_that_shuffles_otherwise(self):
     """An order that each process draws anew tells nothing."""
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
@@ -295,6 +296,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
         )
         self.assertEqual(steps, 4)
 
+  @pytest.mark.smoke
   def test_newer_coordinator_takes_the_servers(self):
     """The older one ends with an error that names it; it goes on."""
     with parameter_servers.Job(num_ps=1) as job:
@@ -411,7 +413,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     wrong = {name: count for name, count in counted.items() if count != steps}
     self.assertEqual(wrong, {}, message)
 
-  @tiers.parameters(tiers.full('async', 60), tiers.soak('sync', 300))
+  @tiers.parameters(tiers.soak('async', 60), tiers.soak('sync', 300))
   def test_workers_that_die_in_the_middle_of_steps(self, mode, steps):
     """What a step had written before is not written again by who repeats it."""
     steps = int(os.environ.get('TFS_STEPS', steps))
@@ -438,7 +440,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertGreaterEqual(lost, 2, message)
     self.assert_all_counted(counted, steps, message)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_step_that_was_given_up_is_not_finished(self):
     """It goes on when its worker is given up, and what it writes is refused."""
     with parameter_servers.Job() as job:
@@ -446,7 +448,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(counts, [[1, 1.0, 1.0, 1.0, 1.0]] * 2)
 
   @tiers.parameters(
-    tiers.full(0, True, 1),
+    tiers.soak(0, True, 1),
     tiers.soak(0, False, 1),
     tiers.soak(1, True, 10),
     tiers.soak(1, False, 0),
@@ -471,7 +473,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     )
     self.assertIn(f'ps {server}', str(outcome.error))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_server_that_was_given_up_before_an_evaluation(self):
     """Nothing that Keras does first has to do with it, but it is recovered."""
     with parameter_servers.Job() as job:

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
 from benchmarks import processes
 from tests import parameter_servers, tiers
@@ -19,7 +20,7 @@ from tests.integration import parameter_server_kills_case as case
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 
 class ExactTest(case.KillsTestCase):
@@ -32,7 +33,7 @@ class ExactTest(case.KillsTestCase):
   def test_exact(self):
     self.assert_exact(kills.exact(20), 20)
 
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     ('step_that_one_table_has_not', 'static', 'counts', (3, 0), 0.0),
     ('step_that_counts_twice', 'dynamic', 'counts', (3, 1), 2.0),
     ('shared_row', 'static', 'counts', (3, 2), 1.0),
@@ -53,7 +54,7 @@ class ExactTest(case.KillsTestCase):
 
 
 class StepKillsTest(case.KillsTestCase):
-  @tiers.parameters('async', tiers.soak('bounded'), tiers.full('sync'))
+  @tiers.parameters('async', tiers.soak('bounded'), tiers.soak('sync'))
   def test_rows_and_slots_are_those_of_the_log(self, mode):
     """Of workers nothing is lost; of a server the steps since the checkpoint."""
     steps = 120
@@ -76,7 +77,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @tiers.product(
     mode=('async', tiers.soak('bounded')),
-    place=(tiers.full('loop 1'), tiers.full('lock')),
+    place=(tiers.soak('loop 1'), tiers.soak('lock')),
   )
   def test_update_that_has_not_begun_to_write(self, mode, place):
     """The end of its worker ends the wait, or a loop, and the step is repeated."""
@@ -98,7 +99,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, mode, died=())
 
   @tiers.parameters(
-    tiers.full('async'), tiers.soak('bounded'), tiers.full('sync')
+    tiers.soak('async'), tiers.soak('bounded'), tiers.soak('sync')
   )
   def test_rounds_of_a_loop(self, mode):
     """A worker dies between two: what is written is not written again."""
@@ -148,7 +149,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode, died=())
 
-  @tiers.parameters(tiers.full(1), tiers.full(0))
+  @tiers.parameters(tiers.soak(1), tiers.soak(0))
   def test_update_that_one_server_has_and_the_other_has_not(self, died):
     """In 'sync': both are what the checkpoint has, and nothing comes late."""
     steps = 3 * case.EVERY
@@ -178,7 +179,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assertBetween(recovery['lost_steps'], 1, case.EVERY)
     self.assert_exact(found, steps, 'sync', died=(died,))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_server_that_dies_while_a_worker_is_connected_to(self):
     """Nobody has seen its death when the server that took its place is connected to."""
     steps = 8 * case.EVERY
@@ -198,7 +199,7 @@ class StepKillsTest(case.KillsTestCase):
     self.assertBetween(recovery['lost_steps'], 0, case.EVERY + 4)
     self.assert_exact(found, steps)
 
-  @tiers.parameters(tiers.full('async'), tiers.soak('sync'))
+  @tiers.parameters(tiers.soak('async'), tiers.soak('sync'))
   def test_server_that_dies_again_while_it_is_connected_to(self, mode):
     """TensorFlow would keep the devices of the one that it asked, for good."""
     steps = 12 * case.EVERY
@@ -222,7 +223,7 @@ class StepKillsTest(case.KillsTestCase):
 
 class SaveKillsTest(case.KillsTestCase):
   @tiers.parameters(
-    tiers.full('async'), tiers.soak('bounded'), tiers.full('sync')
+    tiers.soak('async'), tiers.soak('bounded'), tiers.soak('sync')
   )
   def test_workers_that_die_in_saves(self, mode):
     """Nothing is lost, nor done twice."""
@@ -236,7 +237,7 @@ class SaveKillsTest(case.KillsTestCase):
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode)
 
-  @tiers.parameters('async', tiers.full('sync'))
+  @tiers.parameters('async', tiers.soak('sync'))
   def test_server_that_dies_in_a_save(self, mode):
     """Also with a half of a file written."""
     steps = 5 * case.EVERY
@@ -256,7 +257,7 @@ class SaveKillsTest(case.KillsTestCase):
     self.assertNotEmpty(found['recoveries'])
     self.assert_exact(found, steps, mode)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_server_that_dies_again_while_two_are_restored(self):
     """Between the ids of a dynamic table and their rows; the other has some then."""
     steps = 3 * case.EVERY
@@ -277,7 +278,7 @@ class SaveKillsTest(case.KillsTestCase):
       self.assertBetween(recovery['lost_steps'], 1, case.EVERY)
     self.assert_exact(found, steps, died=(0, 1))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_server_that_writes_late(self):
     """Into the directory of a save that was given up, while others are made."""
     steps = 5 * case.EVERY
@@ -293,7 +294,7 @@ class SaveKillsTest(case.KillsTestCase):
       found = self.finish(job)
     self.assert_exact(found, steps)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_chief_that_dies_in_saves_and_loads(self):
     """The last whole checkpoint is loaded, and each step counts once."""
     steps = 8 * case.EVERY
@@ -319,9 +320,7 @@ class SaveKillsTest(case.KillsTestCase):
 
 
 class LoadKillsTest(case.KillsTestCase):
-  @tiers.parameters(
-    tiers.full('sync'), tiers.soak('bounded'), tiers.soak('async')
-  )
+  @tiers.parameters('sync', tiers.soak('bounded'), tiers.soak('async'))
   def test_tasks_that_die_in_a_load(self, mode):
     """A worker and a server at once; then the others, while it is loaded again."""
     steps = 3 * case.EVERY
@@ -380,7 +379,7 @@ class GrowthTest(case.KillsTestCase):
     self.assertLen(found['by_shard'], 3)
     self.assert_exact(found, steps)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_a_job_is_stopped_and_launched_with_one_more(self):
     """As the page of parameter servers says."""
     steps = 200

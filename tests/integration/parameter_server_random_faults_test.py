@@ -12,15 +12,15 @@ import time
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl.testing import parameterized
 
-from tests import parameter_servers, tiers
+from tests import parameter_servers
 from tests.integration import parameter_server_case
 from tests.integration import parameter_server_programs as programs
 
 _STEPS = parameter_server_case.STEPS
 _CASES = int(os.environ.get('TFS_FAULTS', '10'))
 _SEED = os.environ.get('TFS_SEED', '20261121')
-_IN_MAKE_TEST_ALL = 1
 _MODES = {
   'async': {'mode': 'async'},
   'sync': {'mode': 'sync'},
@@ -28,7 +28,7 @@ _MODES = {
   'bounded': {'mode': 'bounded', 'max_staleness': 1},
 }
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 
 @dataclasses.dataclass
@@ -70,12 +70,8 @@ class Fault:
 class RandomFaultsTest(parameter_server_case.FaultsTestCase):
   """Each run ends by itself, with the steps that it says."""
 
-  @tiers.parameters(
-    *(
-      (tiers.full if i < _IN_MAKE_TEST_ALL else tiers.soak)(i)
-      for i in range(_CASES)
-    )
-  )
+  @parameterized.parameters(*range(_CASES))
+  @pytest.mark.soak
   def test_fault(self, case):
     fault = Fault.draw(case)
     options = {

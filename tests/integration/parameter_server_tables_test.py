@@ -17,7 +17,7 @@ _ROWS, _WIDTH = 40_000, 64
 _LARGE_ROWS = int(os.environ.get('TFS_TABLE_ROWS', '1000000'))
 _MOST = 64 * _MB
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 
 class SavedTablesTest(parameter_server_case.FaultsTestCase):
@@ -44,7 +44,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
       )
       self.assertEqual(one, right)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_loaded_on_one_server(self):
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
       job.run(tables.save, (_ROWS, _WIDTH, self.options(2)))
@@ -52,7 +52,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
       wrong, parts = job.run(tables.load, (_ROWS, _WIDTH, self.options(1)))
     self.assertEqual((sum(wrong.values()), len(wrong), parts), (0, 3, 1))
 
-  @tiers.parameters('save', tiers.full('restore'))
+  @tiers.parameters('save', tiers.soak('restore'))
   def test_server_that_dies(self, when):
     """Its rows are those of the checkpoint, and the other server's stay."""
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
@@ -70,7 +70,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(found['saved'], [1.0, 0.0])
     self.assertEqual(found['recovered'], [1])
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_coordinator_that_dies_while_servers_save(self):
     """What they have written by then is no checkpoint."""
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
@@ -85,7 +85,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     self.assertEqual((wrong, parts), ({'table': 0}, 2))
     self.assertEqual(self.kept(), [whole])
 
-  @tiers.parameters((1, 'async'), tiers.soak(0, 'async'), tiers.full(1, 'sync'))
+  @tiers.parameters((1, 'async'), tiers.soak(0, 'async'), tiers.soak(1, 'sync'))
   def test_steps_that_a_death_costs(self, server, mode):
     """Those since the checkpoint, of its own rows; in 'sync', of all."""
     steps, due = 300, 70
@@ -110,7 +110,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     is_lost = mode == 'sync'
     self.assertEqual(found['iterations'], steps - lost if is_lost else steps)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_five_deaths_cost_no_step(self):
     """Each server loses of its own rows what it wrote since the checkpoint."""
     steps, kills = 300, (1, 0, 1, 1, 0)
@@ -134,7 +134,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(found['sums'], expected)
     self.assertLess(max(lost), 3 * 25)
 
-  @tiers.parameters(tiers.full(True), tiers.soak(False))
+  @tiers.parameters(tiers.soak(True), tiers.soak(False))
   def test_memory_of_a_large_table(self, shares_directory):
     """Nobody grows by a table: with Adam three of 256 MB."""
     options = {'checkpoint_dir': self.checkpoints}

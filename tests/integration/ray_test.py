@@ -12,7 +12,7 @@ from benchmarks import processes
 from examples import compare_weights
 from tests.architecture import project
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 # The page's function, where Ray has set no TF_CONFIG.
 _ALONE = """
@@ -27,7 +27,6 @@ runpy.run_path(sys.argv[1])['train']({'directory': sys.argv[2]})
 
 
 class RayTest(absltest.TestCase):
-  @pytest.mark.full
   def test_page(self):
     if importlib.util.find_spec('ray') is None:
       self.skipTest("no Ray: pip install 'ray[train]'")

@@ -21,7 +21,7 @@ from benchmarks import processes
 from tests.architecture import documents, project
 from tf_strategies.launch import ports as ports_lib
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/slurm.md'
 _PATH = f'{os.environ.get("PATH", "")}:/usr/sbin:/sbin'
@@ -181,7 +181,6 @@ class SlurmTest(absltest.TestCase):
         f'no {", ".join(missing)}: apt-get install slurm-wlm munge openssl'
       )
 
-  @pytest.mark.full
   def test_page(self):
     text = project.text_files()[_PAGE]
     script = next(b for b in documents.blocks(text, 'bash') if b.title)

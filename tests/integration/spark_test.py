@@ -18,7 +18,7 @@ from tests.architecture import documents, project
 from tests.integration import pages
 from tf_strategies.checkpoint import checkpointer
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/spark.md'
 # Executors are processes of their own; master and workers are the driver's.
@@ -42,7 +42,6 @@ class SparkTest(absltest.TestCase):
     self.text = project.text_files()[_PAGE]
     self.home = _spark_home(self.program.parent / 'spark')
 
-  @pytest.mark.full
   def test_two_workers(self):
     [(loss, *start)] = self._without_spark('alone', launch=())
     self.assertEqual(start, ['1', '0'])
@@ -51,7 +50,6 @@ class SparkTest(absltest.TestCase):
     self.assertEqual(told, _TOLD.findall(self.text))
     self.assertLessEqual(self._difference('alone', 'both'), 1e-6)
 
-  @pytest.mark.full
   def test_killed_executor(self):
     whole = self._without_spark('whole', launch=['--num_workers=2'])
     self.assertLen(whole, 2)

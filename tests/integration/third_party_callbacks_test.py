@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 
 from tests.integration import pages
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/callbacks.md'
 _STEPS, _EPOCHS = 4, 2
@@ -64,7 +64,6 @@ class ThirdPartyCallbacksTest(parameterized.TestCase):
     return logs
 
   @parameterized.parameters('_wandb', '_mlflow')
-  @pytest.mark.full
   def test_logs_are_those_of_one_device(self, tool):
     log = getattr(self, tool)
     losses = [each['loss'] for each in log(*_ALONE)]

@@ -197,8 +197,7 @@ def _save_divided(rank, directory):
 
 class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.multi_process
-  @pytest.mark.slow
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_chief_writes_and_all_resume(self):
     directory = self.create_tempdir().full_path
     results = processes.run_workers(_interrupt_and_resume, 2, args=(directory,))
@@ -213,7 +212,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     ('ring', 'multi_worker_ring'),
-    tiers.full('collective', 'multi_worker_collective'),
+    tiers.soak('collective', 'multi_worker_collective'),
   )
   @pytest.mark.multi_process
   def test_callbacks_of_keras_write_once(self, name):
@@ -235,7 +234,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
 
   @pytest.mark.multi_process
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_saves_of_divided_state_are_written_once(self):
     directory = self.create_tempdir().full_path
     results = processes.run_workers(_save_divided, 2, args=(directory,))
@@ -257,6 +256,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen([n for n in os.listdir(directory) if n[0].isdigit()], 4)
 
   @pytest.mark.multi_process
+  @pytest.mark.smoke
   def test_chief_alone_gives_its_callback_the_model(self):
     directory = self.create_tempdir().full_path
     files = processes.run_workers(_describe, 2, args=(directory,))
@@ -269,7 +269,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertRegex(str(other), 'Rank 0')
 
   @pytest.mark.multi_process
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_refuses_a_subclass_of_a_writer_that_changes_training(self):
     directory = self.create_tempdir().full_path
     chief, other = processes.run_workers(

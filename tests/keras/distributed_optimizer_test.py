@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tf_strategies.spmd import site
 
 virtual_devices.configure()
@@ -49,7 +49,6 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
         DistributedOptimizer(*args, **kwargs)
 
-  @pytest.mark.full
   def test_foreign_strategy_is_refused(self):
     strategy = tf.distribute.MirroredStrategy(
       [virtual_devices.name(0), virtual_devices.name(1)]
@@ -74,7 +73,6 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       ):
         optimizer.apply([tf.constant(1.0)], [variable])
 
-  @pytest.mark.full
   def test_sum_reduction_with_weighting_none_equals_one_device(self):
     weights = []
     for strategy in (_strategy(), None):
@@ -104,7 +102,7 @@ class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(a.numpy(), b.numpy())
     self.assertGreater(one.iterations.numpy(), 0)
 
-  @tiers.parameters(True, tiers.full(False))
+  @parameterized.parameters(True, False)
   def test_checkpoints(self, was_wrapped):
     wraps = [lambda o: o, DistributedOptimizer]
     wrap_saved, wrap_loaded = reversed(wraps) if was_wrapped else wraps
@@ -148,7 +146,7 @@ class MutationTest(tf.test.TestCase):
   def _weights(self, optimizer, rows, replicas):
     return _fit(_strategy(replicas), optimizer, rows).get_weights()[0]
 
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_a_replica_that_is_left_out_is_another_result(self):
     def optimizer(weighting):
       return lambda: DistributedOptimizer(
@@ -206,7 +204,6 @@ class DelegationTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(copy.inner_optimizer.clipnorm, 2.0)
     self.assertEqual(copy.weighting, 'none')
 
-  @pytest.mark.full
   def test_missing_gradients_stay_missing(self):
     strategy = _strategy()
     with strategy.scope():
@@ -220,6 +217,7 @@ class DelegationTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(used.numpy(), 0.5)
     self.assertAllClose(unused.numpy(), 1.0)
 
+  @pytest.mark.smoke
   def test_learning_rate_schedule_and_callback(self):
     schedule = optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.0])
     model = _fit(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import dynamic_tables, tiers, virtual_devices
+from tests import dynamic_tables, virtual_devices
 from tf_strategies import errors
 from tf_strategies.keras import row_table
 
@@ -44,13 +44,11 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     for name, expected in static.items():
       self.assertAllClose(expected, dynamic[name], 0, 1e-6, name)
 
-  @tiers.named_parameters(
-    *tiers.few([(name, name) for name in OPTIMIZERS], 'adam', 'ftrl')
-  )
+  @parameterized.named_parameters(*[(name, name) for name in OPTIMIZERS])
   def test_all_rows_in_each_batch(self, name):
     self.assert_equal(OPTIMIZERS[name], dynamic_tables.all_in_each_batch())
 
-  @tiers.named_parameters(('adagrad', 'adagrad'), tiers.full('sgd', 'sgd'))
+  @parameterized.named_parameters(('adagrad', 'adagrad'), ('sgd', 'sgd'))
   def test_some_rows_in_each_batch(self, name):
     self.assert_equal(OPTIMIZERS[name], dynamic_tables.some_in_each_batch())
 
@@ -65,16 +63,13 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     for name, expected in found[0].items():
       self.assertAllClose(expected, found[1][name], 0, 1e-6, name)
 
-  @pytest.mark.full
   def test_eager_steps_and_groups_of_steps(self):
     for options in ({'run_eagerly': True}, {'steps_per_execution': 2}):
       self.assert_equal(
         OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch(), **options
       )
 
-  @tiers.product(
-    kind=('ragged', tiers.full('sparse')), name=('adam', tiers.full('adagrad'))
-  )
+  @parameterized.product(kind=('ragged', 'sparse'), name=('adam', 'adagrad'))
   def test_ragged_and_sparse_ids(self, kind, name):
     x, y = dynamic_tables.all_in_each_batch()
     x = dynamic_tables.with_gaps(kind, x)
@@ -123,6 +118,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
 
     self.assert_equal(optimizer, dynamic_tables.some_in_each_batch())
 
+  @pytest.mark.smoke
   def test_loop_that_reads_twice(self):
     found = []
     for is_dynamic in (True, False):
@@ -283,7 +279,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     dynamic_tables.results(model, *dynamic_tables.all_in_each_batch())
     return model
 
-  @tiers.named_parameters(('adam', 'adam'), tiers.full('ftrl', 'ftrl'))
+  @parameterized.named_parameters(('adam', 'adam'), ('ftrl', 'ftrl'))
   def test_keras_file_has_rows_and_their_state(self, optimizer):
     model = self.trained(optimizer)
     path = os.path.join(self.directory, 'model.keras')
@@ -344,9 +340,9 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
       _embedding(whole).usage()['uses'], _embedding(resumed).usage()['uses']
     )
 
-  @tiers.parameters(
-    tiers.full(lambda: optimizers.Adam(0.1)),
-    tiers.full(lambda: tfs.keras.LazyRows(optimizers.SGD(0.1, momentum=0.9))),
+  @parameterized.parameters(
+    lambda: optimizers.Adam(0.1),
+    lambda: tfs.keras.LazyRows(optimizers.SGD(0.1, momentum=0.9)),
     lambda: tfs.keras.LazyRows(optimizers.Adam(0.1)),
   )
   def test_a_save_between_two_batches_changes_nothing(self, optimizer):

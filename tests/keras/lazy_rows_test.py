@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -89,6 +90,7 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
     lazy, _ = _train(tfs.keras.LazyRows(optimizers.Adam(0.1)), gradients)
     self.assertAllClose(plain, lazy, 0, 0)
 
+  @pytest.mark.smoke
   def test_the_same_on_replicas(self):
     def fit(strategy):
       keras.utils.set_random_seed(2)

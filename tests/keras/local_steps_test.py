@@ -4,6 +4,7 @@ import os
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -196,6 +197,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
       plain.get_weights(), apart.get_weights(), rtol=0, atol=1e-6
     )
 
+  @pytest.mark.smoke
   def test_meets_after_so_many_steps_and_at_the_end(self):
     # Six steps an epoch: meetings after the 4th, at the end, and so on.
     model = _model(lambda: LocalSteps('sgd', 4))

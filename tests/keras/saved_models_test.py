@@ -31,7 +31,6 @@ def _error_of_page() -> documents.Block:
   )
 
 
-@pytest.mark.full
 @pytest.mark.multi_process
 class SavedModelsTest(parameterized.TestCase):
   @parameterized.parameters(

@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers, tiers, virtual_devices
+from tests import parameter_servers, virtual_devices
 
 tf_keras = pytest.importorskip('tf_keras')
 virtual_devices.configure()
@@ -92,12 +92,12 @@ def _train(strategy):
 
 
 class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.product(
-    name=['ring', *map(tiers.full, ('one_replica', 'central', 'multi_worker'))],
+  @parameterized.product(
+    name=['ring', *('one_replica', 'central', 'multi_worker')],
     options=[
       {},
-      tiers.full({'jit_compile': True}),
-      tiers.full({'run_eagerly': True}),
+      {'jit_compile': True},
+      {'run_eagerly': True},
       # AutoGraph replaces a ValueError that is raised in this loop.
       {'steps_per_execution': 2},
     ],
@@ -111,9 +111,8 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
       ):
         call()
 
-  @pytest.mark.multi_process
-  @pytest.mark.full
   @parameterized.parameters('async', 'sync')
+  @pytest.mark.multi_process
   def test_parameter_servers_refuse(self, mode):
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       for error in job.run(_refusals_of_servers, (mode,)):

@@ -39,6 +39,7 @@ def _commands(*program):
 
 class ClustersPageTest(absltest.TestCase):
   @_needs_yaml
+  @pytest.mark.smoke
   def test_manifests_are_written(self):
     commands = _commands('python', '-m', 'tf_strategies.kubernetes')
     self.assertLen(commands, 2)

@@ -67,6 +67,7 @@ class WriteTest(parameterized.TestCase):
     self.assertLen(_documents(out), 1)
     self.assertNotIn('version control', out)
 
+  @pytest.mark.smoke
   def test_runs_as_a_module(self):
     done = processes.run_python(
       *('-m', 'tf_strategies.kubernetes', *_JOB, *_COMMAND), is_checked=True

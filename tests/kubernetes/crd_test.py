@@ -8,6 +8,7 @@ import types
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests import tiers
 from tests.kubernetes import structural
 from tf_strategies import kubernetes
 
@@ -98,11 +99,11 @@ class DefinitionTest(parameterized.TestCase):
     found = structural.problems(_job(kind, **options), _schema(kind))
     self.assertEmpty(found, '\n'.join(found))
 
-  @parameterized.parameters(
+  @tiers.parameters(
     ('tfjob', _rename_replicas),
-    ('tfjob', _text_for_number),
+    tiers.smoke('tfjob', _text_for_number),
     ('tfjob', _unknown_in_container),
-    ('jobset', _wrong_action),
+    tiers.smoke('jobset', _wrong_action),
     ('jobset', _same_job_twice),
     ('jobset', _misspelt_in_job),
   )

@@ -1,5 +1,6 @@
 import re
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests import docstrings
@@ -146,6 +147,7 @@ class BothKindsTest(parameterized.TestCase):
 
 
 class TFJobTest(absltest.TestCase):
+  @pytest.mark.smoke
   def test_restarts_by_exit_code(self):
     job = _documents('tfjob', **_ALL)[-1]
     for replica in job['spec']['tfReplicaSpecs'].values():
@@ -157,6 +159,7 @@ class TFJobTest(absltest.TestCase):
       {'cleanPodPolicy': 'Running', 'backoffLimit': 21},
     )
 
+  @pytest.mark.smoke
   def test_who_ends_the_job(self):
     policies = [
       _documents('tfjob', **options)[-1]['spec']['successPolicy']
@@ -166,6 +169,7 @@ class TFJobTest(absltest.TestCase):
 
 
 class JobSetTest(absltest.TestCase):
+  @pytest.mark.smoke
   def test_every_pod_finds_itself_in_one_cluster(self):
     job = _documents('jobset', **_ALL)[-1]
     subdomain = job['spec']['network']['subdomain']

@@ -73,7 +73,7 @@ class ShownTest(parameterized.TestCase):
       {f'worker_{i}.log': f'from worker_{i}\n' for i in range(2)},
     )
 
-  @tiers.parameters('--rank_filter=worker:0', tiers.full('--notee'))
+  @tiers.parameters('--rank_filter=worker:0', tiers.soak('--notee'))
   def test_last_lines_of_a_failure_appear_in_any_case(self, flag):
     code = """
 if name == 'worker_1':
@@ -142,7 +142,7 @@ class ColourTest(parameterized.TestCase):
       self._on_terminal(**environment), b'\x1b[36m[worker 0]\x1b[0m hello\n'
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_not_where_they_are_not_wanted(self):
     self.assertEqual(self._on_terminal(NO_COLOR='1'), b'[worker 0] hello\n')
 

@@ -76,6 +76,7 @@ class _JobTest(parameterized.TestCase):
 
 @pytest.mark.multi_process
 class OneHostTest(_JobTest):
+  @pytest.mark.smoke
   def test_the_others_go_on_without_a_killed_worker(self):
     code = """
 say_elastic()
@@ -393,14 +394,14 @@ class HostfileTest(parameterized.TestCase):
   def test_the_others_go_on_without_a_host(self):
     self.assert_goes_on_without(2)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_the_others_go_on_without_the_first_host(self):
     self.assert_goes_on_without(0)
 
   @tiers.parameters(
     (signal.SIGTERM, 143),
-    tiers.full(signal.SIGINT, 130),
-    tiers.full(signal.SIGKILL, -9),
+    tiers.soak(signal.SIGINT, 130),
+    tiers.soak(signal.SIGKILL, -9),
   )
   def test_end_of_the_launcher_is_the_end_of_all(self, number, status):
     self.launcher.signal(number)
@@ -416,7 +417,6 @@ class RandomFaultsTest(parameterized.TestCase):
   """Jobs that add up numbers in groups, on one host or on several."""
 
   @tiers.product(part=[0, *tiers.every(tiers.soak, range(1, 13))], count=[1, 3])
-  @pytest.mark.slow
   def test_who_was_not_hit_goes_on(self, part, count):
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')

@@ -133,6 +133,7 @@ class NoteTest(absltest.TestCase):
 
 
 class FunctionsTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_results_are_those_of_all_workers(self):
     found = tfs.launch(_place, args=(5,), num_workers=2)
     np.testing.assert_array_equal(found, [[5, 0], [5, 1]])

@@ -115,7 +115,6 @@ class HostfileTest(parameterized.TestCase):
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
 class OverSshTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()

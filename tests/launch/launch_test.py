@@ -35,6 +35,7 @@ class EnvironmentTest(absltest.TestCase):
       notes = launcher.notes('environment')
     return {name.removesuffix('-0'): env for name, env in notes.items()}
 
+  @pytest.mark.smoke
   def test_every_task_finds_itself_in_one_cluster(self):
     environments = self._environments(inherited={'TF_CONFIG': '{"a": 1}'})
     self.assertEqual(tuple(sorted(environments)), _NAMES)
@@ -57,7 +58,7 @@ class EnvironmentTest(absltest.TestCase):
       self.assertEqual(environment['PYTHONUNBUFFERED'], '1')
       self.assertEqual(environment['TFS_RESTART_COUNT'], '0')
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_secret_is_one_a_job_and_another_for_the_next(self):
     inherited = {'TFS_SECRET': 'ab' * 32, 'TFS_SECRET_FILE': 'elsewhere'}
     secrets = []
@@ -72,6 +73,7 @@ class EnvironmentTest(absltest.TestCase):
     for secret in secrets:
       self.assertLen(bytes.fromhex(secret), 32)
 
+  @pytest.mark.smoke
   def test_secret_is_on_no_command_line_and_in_no_output(self):
     code = """
 note('secret', os.environ['TFS_SECRET'])
@@ -95,7 +97,7 @@ wait_for('end', 'test')
       self.assertNotIn(secret.encode(), launcher.stdout())
       self.assertNotIn(secret, launcher.stderr())
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_job_of_one_task_is_a_single_process(self):
     code = "note('environment', dict(os.environ))"
     inherited = {'TF_CONFIG': '{"cluster": {}}'}
@@ -111,18 +113,18 @@ wait_for('end', 'test')
 class CommandLineTest(parameterized.TestCase):
   @tiers.named_parameters(
     ('no_command', ['--num_workers=2'], 'no command'),
-    tiers.full('no_command_after', ['--num_workers=2', '--'], 'no command'),
+    tiers.soak('no_command_after', ['--num_workers=2', '--'], 'no command'),
     ('no_dashes', ['--num_workers=2', 'true'], "'true'"),
-    tiers.full('unknown', ['--num_worker=2', '--', 'true'], 'num_worker'),
-    tiers.full('no_number', ['--num_workers=two', '--', 'true'], 'two'),
-    tiers.full('workers', ['--num_workers=-1', '--', 'true'], '--num_workers=-1'),
+    tiers.soak('unknown', ['--num_worker=2', '--', 'true'], 'num_worker'),
+    tiers.soak('no_number', ['--num_workers=two', '--', 'true'], 'two'),
+    tiers.soak('workers', ['--num_workers=-1', '--', 'true'], '--num_workers=-1'),
     ('ps', ['--num_ps=-2', '--', 'true'], '--num_ps=-2'),
-    tiers.full('no_task', ['--num_workers=0', '--', 'true'], '--num_workers=0'),
-    tiers.full('ps_alone', ['--num_workers=0', '--num_ps=1', '--', 'true'], '--chief'),
-    tiers.full('restarts', ['--max_restarts=-1', '--', 'true'], '--max_restarts=-1'),
-    tiers.full('grace', ['--grace_period=-1', '--', 'true'], '--grace_period=-1.0'),
-    tiers.full('grace_nan', ['--grace_period=nan', '--', 'true'], '--grace_period=nan'),
-    tiers.full('log_dir', ['--log_dir=/dev/null/a', '--', 'true'], '--log_dir=/dev/null'),
+    tiers.soak('no_task', ['--num_workers=0', '--', 'true'], '--num_workers=0'),
+    tiers.soak('ps_alone', ['--num_workers=0', '--num_ps=1', '--', 'true'], '--chief'),
+    tiers.soak('restarts', ['--max_restarts=-1', '--', 'true'], '--max_restarts=-1'),
+    tiers.soak('grace', ['--grace_period=-1', '--', 'true'], '--grace_period=-1.0'),
+    tiers.soak('grace_nan', ['--grace_period=nan', '--', 'true'], '--grace_period=nan'),
+    tiers.soak('log_dir', ['--log_dir=/dev/null/a', '--', 'true'], '--log_dir=/dev/null'),
   )  # fmt: skip
   def test_wrong_command_line_is_explained(self, arguments, words):
     directory = self.create_tempdir().full_path

@@ -55,7 +55,7 @@ if name == 'worker_1':
       'has ended well, so it would train alone, from the beginning.',
     )
 
-  @tiers.parameters(tiers.full('worker_0'), 'worker_1')
+  @tiers.parameters(tiers.soak('worker_0'), 'worker_1')
   def test_task_that_came_back_is_ended(self, victim):
     self.assert_returned(victim, 'pass')
 
@@ -76,7 +76,7 @@ if name == 'worker_1':
     self.assertIn(f'{other} has ended well', ended)
     self.assertIn(f'Ending {victim.replace("_", " ")}', ended)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_task_that_came_back_and_finds_nobody_is_no_failure(self):
     code = _RETURNED.format(
       victim='worker_1',
@@ -87,7 +87,7 @@ if name == 'worker_1':
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertLen(launcher.notes('pid'), 3)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_task_that_came_back_has_time_to_end_by_itself(self):
     code = _RETURNED.format(
       victim='worker_0',
@@ -134,7 +134,7 @@ if name == 'worker_1':
     self.assertEqual(launcher.wait(), 1)
     self.assertLen(launcher.notes('pid'), 2)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_job_that_was_started_again_as_a_whole_ends_by_itself(self):
     code = """
 if attempt == 0:

@@ -60,6 +60,7 @@ class SeveralHostsTest(parameterized.TestCase):
       self.assertEmpty(launcher.alive())
     return found
 
+  @pytest.mark.smoke
   def test_all_tasks_are_in_one_cluster(self):
     code = """
 note('environment', dict(os.environ))
@@ -294,7 +295,7 @@ class NamespacesTest(absltest.TestCase):
     self.assertIn('[worker 0] 3', said[0])
     self.assertIn('[worker 1] 3', said[1])
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_two_hosts_train_what_one_does(self):
     directory = self.create_tempdir().full_path
     example = ('-m', 'examples.mnist_keras_fit', '--strategy=multi_worker_ring')
@@ -314,7 +315,7 @@ class NamespacesTest(absltest.TestCase):
     largest, where = compare_weights.largest_difference(*found)
     self.assertLessEqual(largest, 1e-6, where)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_host_that_is_cut_off_is_named(self):
     with network_namespaces.NetworkNamespaces(2) as hosts:
       started = self._start(hosts, 'sh', '-c', 'echo here; exec sleep 600')

@@ -26,6 +26,7 @@ class ParameterServersTest(parameterized.TestCase):
     directory = self.create_tempdir().full_path
     return self.enter_context(programs.Launcher(directory, flags, code))
 
+  @pytest.mark.smoke
   def test_servers_are_ended_when_the_chief_has_ended(self):
     code = f"""
 if name == 'chief_0':
@@ -60,7 +61,7 @@ time.sleep(600)
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertEmpty(launcher.alive())
 
-  @tiers.parameters(tiers.full('worker_1'), 'ps_0')
+  @tiers.parameters(tiers.soak('worker_1'), tiers.smoke('ps_0'))
   def test_killed_server_is_started_again(self, victim):
     code = f"""
 if name == 'chief_0':
@@ -98,7 +99,7 @@ time.sleep(600)
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('ps 0: exit status 143. Starting it', launcher.stderr())
 
-  @tiers.parameters('worker_1', tiers.full('ps_0'))
+  @tiers.parameters('worker_1', tiers.soak('ps_0'))
   def test_server_that_dies_for_good_fails_the_job(self, victim):
     code = f"""
 if name == {victim!r}:

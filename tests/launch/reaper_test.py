@@ -115,6 +115,7 @@ class GuardTest(parameterized.TestCase):
     self.assertFalse(programs.is_running(pid))
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
+  @pytest.mark.smoke
   def test_adopts_and_ends_what_left_the_group(self):
     script = 'setsid sleep 600 & echo $!; sleep 0.2; exit 6'
     reaped = self._start(script, '30')

@@ -45,6 +45,7 @@ class _JobTest(parameterized.TestCase):
 
 @pytest.mark.multi_process
 class FailureTest(_JobTest):
+  @pytest.mark.smoke
   def test_first_failure_ends_the_job_and_is_shown(self):
     code = """
 if name == 'worker_1':
@@ -88,7 +89,7 @@ finally:
     self.assertNotIn(f'worker {1 - first} failed', launcher.stderr())
 
   @tiers.parameters(
-    signal.SIGKILL, *tiers.every(tiers.full, (signal.SIGSEGV, signal.SIGTERM))
+    signal.SIGKILL, *tiers.every(tiers.soak, (signal.SIGSEGV, signal.SIGTERM))
   )
   def test_signal_gives_128_and_its_number(self, number):
     code = f"""
@@ -117,7 +118,7 @@ if name == 'worker_1':
     self.assertLen(launcher.pids(), 3)
     self.assertEmpty(launcher.alive())
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_task_may_use_the_grace_period(self):
     code = """
 def save(number, frame):
@@ -150,6 +151,7 @@ time.sleep(600)
 
 @pytest.mark.multi_process
 class RestartTest(_JobTest):
+  @pytest.mark.smoke
   def test_failed_task_is_started_again_alone(self):
     code = """
 note('config', [os.environ['TF_CONFIG'], os.environ['TFS_SECRET']])
@@ -181,7 +183,7 @@ if name == 'worker_0':
       of_worker_1, [b'[worker 1] attempt %d' % i for i in range(3)]
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_restarts_are_counted_for_each_task_and_run_out(self):
     code = """
 if name == 'worker_0':
@@ -230,7 +232,7 @@ class SignalTest(_JobTest):
     self.addCleanup(signal.signal, signal.SIGHUP, before)
 
   @tiers.parameters(
-    signal.SIGTERM, *tiers.every(tiers.full, (signal.SIGINT, signal.SIGHUP))
+    signal.SIGTERM, *tiers.every(tiers.soak, (signal.SIGINT, signal.SIGHUP))
   )
   def test_signal_is_forwarded(self, number):
     code = """
@@ -253,7 +255,7 @@ time.sleep(600)
     self.assertEmpty(launcher.alive())
     self.assertIn(f'{number.name}: ending all tasks', launcher.stderr())
 
-  @tiers.parameters(tiers.full(signal.SIGINT), signal.SIGTERM)
+  @tiers.parameters(tiers.soak(signal.SIGINT), signal.SIGTERM)
   def test_those_who_ignore_it_are_killed(self, number):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
@@ -263,7 +265,7 @@ time.sleep(600)
     self.assertLen(launcher.pids(), 4)
     self.assertEmpty(launcher.alive())
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_second_signal_kills_at_once(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=3600')
@@ -285,7 +287,7 @@ time.sleep(600)
 
 @pytest.mark.multi_process
 class KilledTest(_JobTest):
-  @tiers.parameters(tiers.full(''), _IGNORE)
+  @tiers.parameters(tiers.soak(''), _IGNORE)
   def test_launcher_that_is_killed_leaves_nothing(self, ignore):
     code = ignore + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
@@ -321,7 +323,7 @@ class KilledTest(_JobTest):
     self.assertEmpty(launcher.alive())
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_reaper_that_is_killed_takes_its_task_along(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
@@ -345,7 +347,7 @@ note('found', os.path.exists(f"/proc/{{wait_for('grandchild', name)}}"))
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertEqual(launcher.notes('found'), {'worker_0-1': False})
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_task_that_ends_well_leaves_nothing_either(self):
     launcher = self._launch(
       _GRANDCHILD, '--num_workers=2', '--grace_period=0.3'
@@ -408,7 +410,7 @@ while True:
     self.assertEqual(launcher.wait(), 128 + signal.SIGPIPE)
     self.assertEmpty(launcher.alive())
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_reader_that_does_not_read_cannot_hold_a_signal_up(self):
     code = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,5 +1,6 @@
 import json
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies import cluster, errors
@@ -32,6 +33,7 @@ class JobTest(parameterized.TestCase):
 
 
 class PlanTasksTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_every_task_in_order_with_its_own_place(self):
     specs = _plan(_ALL)
     jobs = {

@@ -5,6 +5,7 @@ import json
 import os
 import random
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -84,6 +85,7 @@ class ClockSyncTest(parameterized.TestCase):
 
 
 class MergeTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_collectives_overlap_on_both_tasks(self):
     first, second = _run(0, offset=5e6)
     merged = merge.merge([_trace(0, first), _trace(1, second)])

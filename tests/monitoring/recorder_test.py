@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from absl.testing import absltest
 
 from tf_strategies.monitoring import recorder, timeline
@@ -18,6 +19,7 @@ class RecorderTest(absltest.TestCase):
     self.assertEqual([e.name for e in events], ['meanwhile'])
     self.assertFalse(recorder.is_on())
 
+  @pytest.mark.smoke
   def test_all_sinks_get_all_events_of_all_threads(self):
     first, second = [], []
 

@@ -83,7 +83,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     inputs = [e for e in trace['traceEvents'] if e.get('cat') == 'input']
     self.assertLen(inputs, 5)
 
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_fit_on_two_replicas(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0', 'CPU:1'])
     callback = keras_callback.MonitorCallback(self._path('t.json'))
@@ -91,7 +91,6 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual([e['args']['step'] for e in self._steps()], [*range(1, 7)])
     self.assertFalse(recorder.is_on())
 
-  @pytest.mark.full
   def test_several_steps_in_one_call(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0', 'CPU:1'])
     callback = keras_callback.MonitorCallback(self._path('t.json'))
@@ -101,7 +100,6 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       [('3 steps to 3', 3), ('3 steps to 6', 3)],
     )
 
-  @pytest.mark.full
   def test_steps_go_on_where_the_optimizer_is(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0'])
     model = self._fit(strategy, keras.callbacks.Callback())
@@ -110,7 +108,6 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     model.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[callback])
     self.assertEqual([e['args']['step'] for e in self._steps()], [4, 5])
 
-  @pytest.mark.full
   def test_steps_that_were_done_before_are_none(self):
     dataset = tf.data.Dataset.from_tensors((np.ones([8, 3]), np.ones([8, 2])))
     numbers = []

@@ -37,7 +37,6 @@ def _is_inside(inner, outer):
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
 class MeasuredRunTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):

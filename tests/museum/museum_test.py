@@ -15,7 +15,7 @@ from tests.museum import exhibits, run, running
 
 _PAGE = project.root() / 'docs' / 'museum.md'
 _DEADLINE_SECONDS = 150.0
-_QUICK = ('keras#19891', 'keras#20582')
+_SMOKE = ('keras#19891', 'keras#20582')
 # XLA compiles for each replica; large models.
 _SLOW = (
   'keras#18110',
@@ -36,9 +36,9 @@ def _rows(*places):
 
 
 def _mark(row):
-  if row[1].report in _QUICK:
-    return tiers.quick(row)
-  return tiers.soak(row) if row[1].report in _SLOW else tiers.full(row)
+  if row[1].report in _SMOKE:
+    return tiers.smoke(row)
+  return tiers.soak(row) if row[1].report in _SLOW else row
 
 
 @functools.cache

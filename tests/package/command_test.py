@@ -119,6 +119,7 @@ class DispatchTest(parameterized.TestCase):
     self.assertIn(told, err)
     self.assertStartsWith(err, f'tfs {name}: ')
 
+  @pytest.mark.smoke
   def test_version(self):
     self.assertEqual(
       _run('--version'), (0, f'tf_strategies {version.__version__}\n', '')

@@ -1,6 +1,7 @@
 """Typed errors keep their type and their words, also through traced code."""
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -18,6 +19,7 @@ def _raise():
 
 
 class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
+  @pytest.mark.smoke
   def test_message_names_value_allowed_and_way_out(self):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       _raise()
@@ -26,6 +28,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
       "colour=7 is not supported. Expected red. Fix: write 'red'.",
     )
 
+  @pytest.mark.smoke
   def test_type_survives_autograph(self):
     @tf.function
     def traced(x):

@@ -7,6 +7,7 @@ import time
 from unittest import mock
 
 import keras
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras.src.backend.tensorflow import core, trainer
@@ -62,6 +63,7 @@ def _overridden(ours):
 
 
 class TensorFlowTest(tf.test.TestCase, parameterized.TestCase):
+  @pytest.mark.smoke
   def test_every_override_is_listed(self):
     listed = [
       (owner, method.partition('(')[0])
@@ -79,6 +81,7 @@ class TensorFlowTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(found, 40)
     self.assertEmpty(missing)
 
+  @pytest.mark.smoke
   def test_installed_version_passes_quickly(self):
     began = time.process_time()
     _tf_internal.check_overridden()

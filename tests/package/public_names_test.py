@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 
+import pytest
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
@@ -54,6 +55,7 @@ def _undocumented_methods(cls: type) -> list[str]:
 
 
 class PublicNamesTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_every_name_is_there(self):
     for name in tfs.__all__:
       self.assertIsNotNone(getattr(tfs, name), name)
@@ -61,6 +63,7 @@ class PublicNamesTest(parameterized.TestCase):
     self.assertSameElements(dir(tfs), tfs.__all__)
 
   @parameterized.parameters(*_TABLES)
+  @pytest.mark.smoke
   def test_every_name_is_documented(self, room):
     module = importlib.import_module(f'tf_strategies.{room}')
     undocumented, constants = [], _documented_constants()
@@ -81,6 +84,7 @@ class PublicNamesTest(parameterized.TestCase):
     self.assertEqual(_undocumented_methods(bare), ['Bare.method'])
     self.assertNotIn('_FACTORIES', _documented_constants())
 
+  @pytest.mark.smoke
   def test_star_import(self):
     found = {}
     exec('from tf_strategies import *', found)

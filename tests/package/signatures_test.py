@@ -3,6 +3,7 @@
 import inspect
 import pkgutil
 
+import pytest
 from absl.testing import absltest
 
 import tf_strategies as tfs
@@ -99,6 +100,7 @@ def _has_options(cls) -> bool:
 
 
 class SignaturesTest(absltest.TestCase):
+  @pytest.mark.smoke
   def test_every_keyword_has_a_name(self):
     objects = list(_public_objects())
     names = {name for name, _ in objects}
@@ -139,6 +141,7 @@ class SignaturesTest(absltest.TestCase):
     ):
       tfs.keras.DistributedOptimizer('sgd', clipnorm=1.0)
 
+  @pytest.mark.smoke
   def test_signature_stays(self):
     found = inspect.signature(ring_strategy.MultiWorkerRingStrategy)
     self.assertEqual(

@@ -31,7 +31,6 @@ def _has(module: str) -> bool:
   return importlib.util.find_spec(module) is not None
 
 
-@pytest.mark.full
 @pytest.mark.multi_process
 class CheckersTest(absltest.TestCase):
   def setUp(self):

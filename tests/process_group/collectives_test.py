@@ -148,7 +148,7 @@ def _large(rank):
 
 @pytest.mark.multi_process
 class CollectivesTest(parameterized.TestCase):
-  @tiers.parameters(*tiers.every(tiers.full, (1, 2, 4, 5)), 3)
+  @tiers.parameters(*tiers.every(tiers.soak, (1, 2, 4, 5)), tiers.smoke(3))
   def test_all_reduce(self, world_size):
     results = processes.run_workers(_all_reduce, world_size, is_fresh=True)
     for dtype in _DTYPES:
@@ -170,17 +170,17 @@ class CollectivesTest(parameterized.TestCase):
         self.assertEqual(out.tobytes(), results[0]['noise', size].tobytes())
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
-  @tiers.parameters(tiers.full(1), tiers.full(2), 3, tiers.soak(4))
+  @tiers.parameters(tiers.soak(1), tiers.soak(2), tiers.smoke(3), tiers.soak(4))
   def test_table_of_algorithms_and_codecs(self, world_size):
     conformance.assert_results(self, processes.run_workers(_table, world_size))
 
-  @tiers.parameters(tiers.full(2), 3, tiers.full(5), tiers.soak(10))
+  @tiers.parameters(tiers.soak(2), 3, tiers.soak(5), tiers.soak(10))
   def test_table_among_many(self, world_size):
     results = processes.run_workers(_as_if_many, world_size, args=(_table,))
     with mock.patch.object(plan, 'FEW_RANKS', 1):
       conformance.assert_results(self, results)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_one_bit_on_one_rank_is_seen(self):
     results = [
       {case: conformance.expected(case, 2)[r] for case in conformance.cases(2)}
@@ -195,8 +195,8 @@ class CollectivesTest(parameterized.TestCase):
       conformance.assert_results(self, results)
 
   @tiers.product(
-    world_size=(tiers.full(1), 2, tiers.full(3), tiers.full(5)),
-    are_many=(False, True),
+    world_size=(tiers.soak(1), tiers.smoke(2), tiers.soak(3), tiers.soak(5)),
+    are_many=(False, tiers.smoke(True)),
   )
   def test_broadcast_and_all_gather(self, world_size, are_many):
     how = (_as_if_many, _moves) if are_many else (_moves,)
@@ -220,7 +220,7 @@ class CollectivesTest(parameterized.TestCase):
       self.assertEqual(result['scalar'].shape, ())
 
   @tiers.product(
-    world_size=(tiers.full(2), 3), name=('bfloat16', tiers.full('float16'))
+    world_size=(tiers.soak(2), 3), name=('bfloat16', tiers.soak('float16'))
   )
   def test_encoded_sums_are_made_in_float32_and_encoded_once(
     self, world_size, name
@@ -271,7 +271,7 @@ class CollectivesTest(parameterized.TestCase):
     )
     self.assertEqual(name, f'hierarchical({size})' if size else 'ring')
 
-  @tiers.parameters(2, tiers.full(3))
+  @tiers.parameters(2, tiers.soak(3))
   def test_large_arrays(self, world_size):
     for result in processes.run_workers(_large, world_size):
       self.assertEqual([result[i] for i in (0, 1, 3, 4)], [True] * 4)

@@ -93,7 +93,10 @@ class LostWorkerTest(parameterized.TestCase):
       self.assertEqual(outcome.error_text, '')
     return at, address, [outcome.value for outcome in outcomes]
 
-  @tiers.product(victim=(0, tiers.full(1), 2), size=(tiers.full(10), 1_000_000))
+  @tiers.product(
+    victim=(0, tiers.soak(1), tiers.smoke(2)),
+    size=(tiers.soak(10), tiers.smoke(1_000_000)),
+  )
   def test_every_survivor_names_the_killed_worker(self, victim, size):
     at, address, results = self._lose(victim, signal.SIGKILL, size, {})
     for kind, message, told, steps, ended in results:
@@ -107,7 +110,7 @@ class LostWorkerTest(parameterized.TestCase):
       self.assertIn("'gradient'", message)
       self.assertLess(ended - at, _AT_ONCE_SECONDS)
 
-  @tiers.parameters(0, tiers.full(2))
+  @tiers.parameters(0, tiers.soak(2))
   def test_stopped_worker_is_named_after_the_silence(self, victim):
     at, address, results = self._lose(
       victim, signal.SIGSTOP, 1000, {'heartbeat_timeout_seconds': 2.0}
@@ -203,7 +206,7 @@ def _broadcast(rank, same_host, warm_up, late):
 
 @pytest.mark.multi_process
 class LeavingTest(parameterized.TestCase):
-  @tiers.product(leaver=(0, tiers.full(1)), how=('close', 'abort'))
+  @tiers.product(leaver=(0, tiers.soak(1)), how=('close', 'abort'))
   def test_leaving_is_told_apart_from_dying(self, leaver, how):
     results = processes.run_workers(_leave, 3, args=(leaver, how))
     for rank, (first, kind, message, culprit) in enumerate(results):
@@ -215,7 +218,7 @@ class LeavingTest(parameterized.TestCase):
       expected = 'left the group' if how == 'close' else 'the disk is full'
       self.assertIn(expected, message)
 
-  @tiers.parameters((4, 3, 2, 1), tiers.full(2, 4, 1, 3))
+  @tiers.parameters((4, 3, 2, 1), tiers.soak(2, 4, 1, 3))
   def test_the_first_that_left_is_named(self, *order):
     results = processes.run_workers(_leave_in_a_row, 6, args=(order,))
     for rank, result in enumerate(results):
@@ -223,6 +226,7 @@ class LeavingTest(parameterized.TestCase):
         self.assertEqual(result[0], order[0], f'rank {rank}: {result}')
         self.assertIn('left the group', result[1])
 
+  @pytest.mark.smoke
   def test_interrupt_in_a_collective_ends_the_group_everywhere(self):
     results = processes.run_workers(_interrupted, 3)
     for result in results:
@@ -231,7 +235,7 @@ class LeavingTest(parameterized.TestCase):
       self.assertIn('KeyboardInterrupt during a collective', result)
 
   @tiers.parameters(
-    ('socket', 0, 0.5), ('memory', 5, 0.5), tiers.full('memory', 0, 3.0)
+    ('socket', 0, 0.5), ('memory', 5, 0.5), tiers.soak('memory', 0, 3.0)
   )
   def test_root_that_leaves_at_once(self, same_host, warm_up, late):
     results = processes.run_workers(
@@ -240,7 +244,7 @@ class LeavingTest(parameterized.TestCase):
     for out in results:
       np.testing.assert_array_equal(out, np.arange(375_000.0))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_ranks_that_are_done_do_not_disturb_the_others(self):
     for low, high in processes.run_workers(_finish, 4):
       self.assertEqual((low, high), (6.0, 6.0))
@@ -267,18 +271,20 @@ _SAME = ('all_reduce', (_FLOATS,), {'name': 'x'})
 @pytest.mark.multi_process
 class MismatchTest(parameterized.TestCase):
   @tiers.named_parameters(
-    ('size', ('all_reduce', (np.zeros(101, np.float32),), {'name': 'x'})),
-    tiers.full(
+    tiers.smoke(
+      'size', ('all_reduce', (np.zeros(101, np.float32),), {'name': 'x'})
+    ),
+    tiers.soak(
       'dtype', ('all_reduce', (np.zeros(100, np.int32),), {'name': 'x'})
     ),
-    tiers.full('name', ('all_reduce', (_FLOATS,), {'name': 'y'})),
-    tiers.full('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
-    tiers.full(
+    tiers.soak('name', ('all_reduce', (_FLOATS,), {'name': 'y'})),
+    tiers.soak('op', ('all_reduce', (_FLOATS,), {'name': 'x', 'op': 'max'})),
+    tiers.soak(
       'algorithm', ('all_reduce', (np.zeros(10**5, 'f4'),), {'name': 'x'})
     ),
     ('barrier', ('barrier', (), {'name': 'x'})),
-    tiers.full('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
-    tiers.full('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
+    tiers.soak('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
+    tiers.soak('gather', ('all_gather', (_FLOATS,), {'name': 'x'})),
   )
   def test_every_rank_is_told_who_does_what(self, other):
     calls = [_SAME, _SAME, other]
@@ -294,7 +300,7 @@ class MismatchTest(parameterized.TestCase):
       self.assertRegex(message, r'rank [01] \(task [01] at .*rank 2 \(task 2')
       self.assertIn("all_reduce(sum) 'x' of float32[100]", message)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_shapes_of_broadcasts_and_rows_of_gathers(self):
     for method, args in (('broadcast', (1,)), ('all_gather', ())):
       calls = [
@@ -308,7 +314,7 @@ class MismatchTest(parameterized.TestCase):
         self.assertEqual(ranks, (1,))
         self.assertIn(method, message)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_lengths_of_equal_gathers(self):
     calls = [
       ('all_gather_equal', (np.zeros((length, 2), np.float32),), {})
@@ -337,7 +343,7 @@ def _late(rank, late):
 
 @pytest.mark.multi_process
 class TimeoutTest(parameterized.TestCase):
-  @tiers.parameters(0, tiers.full(2))
+  @tiers.parameters(0, tiers.soak(2))
   def test_rank_that_does_not_come_is_named(self, late):
     results = processes.run_workers(_late, 3, args=(late,))
     for result in results:

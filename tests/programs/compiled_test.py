@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, virtual_devices
 from tests.conformance import harness, multi_worker
 from tests.conformance.multi_worker import WorkerCase
 from tf_strategies import _tf_internal
@@ -37,9 +37,9 @@ _MEETS = {
   'EagerPyFunc',
 }
 _WORKERS = (
-  tiers.full('ring_2x1', WorkerCase('ring_2x1', 'multi_worker_ring', 2, 1)),
-  tiers.full('ring_2x2', WorkerCase('ring_2x2', 'multi_worker_ring', 2, 2)),
-  tiers.full(
+  ('ring_2x1', WorkerCase('ring_2x1', 'multi_worker_ring', 2, 1)),
+  ('ring_2x2', WorkerCase('ring_2x2', 'multi_worker_ring', 2, 2)),
+  (
     'collective_2x1',
     WorkerCase('collective_2x1', 'multi_worker_collective', 2, 1),
   ),
@@ -150,6 +150,7 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
     builtin = tf.distribute.MirroredStrategy(DEVICES[:2])
     self.assertFalse(self.resolved(builtin, True))
 
+  @pytest.mark.smoke
   def test_auto_trains_what_is_compiled(self):
     strategy = tfs.RingMirroredStrategy(DEVICES)
     with (
@@ -163,9 +164,9 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     ('ring_mirrored', harness.STRATEGIES[0]),
-    tiers.full('central_storage', harness.STRATEGIES[1]),
+    ('central_storage', harness.STRATEGIES[1]),
   )
   def test_each_device_runs_compiled_blocks_between_meetings(self, case):
     strategy = case.create()
@@ -183,7 +184,7 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
     calls = strategy.communication_report()['calls']
     self.assertGreater(calls['all_reduce'] + calls['reduce'], 0)
 
-  @tiers.named_parameters(*_WORKERS)
+  @parameterized.named_parameters(*_WORKERS)
   @pytest.mark.multi_process
   def test_each_worker_runs_compiled_blocks_between_meetings(self, case):
     workers = processes.run_workers(
@@ -221,7 +222,6 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
     results = strategy.run(step, args=(x,))
     return strategy.experimental_local_results(results)
 
-  @pytest.mark.full
   def test_sums_over_replicas_or_says_that_it_cannot(self):
     if links.nccl_is_usable(DEVICES):
       for result in self.reduce(DEVICES):
@@ -232,12 +232,12 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.reduce(DEVICES)
 
-  @tiers.parameters(
+  @parameterized.parameters(
     tfs.RingMirroredStrategy,
     tfs.CentralStorageStrategy,
-    tiers.full(lambda d: tfs.CentralStorageStrategy(d[:1], d[1])),
-    tiers.full(lambda d: tfs.MultiWorkerRingStrategy(devices=d)),
-    tiers.full(lambda d: tfs.MultiWorkerCollectiveStrategy(devices=d)),
+    lambda d: tfs.CentralStorageStrategy(d[:1], d[1]),
+    lambda d: tfs.MultiWorkerRingStrategy(devices=d),
+    lambda d: tfs.MultiWorkerCollectiveStrategy(devices=d),
   )
   def test_around_a_step_is_refused_and_inside_of_it_is_exact(self, make):
     if links.nccl_is_usable(DEVICES):

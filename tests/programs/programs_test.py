@@ -21,7 +21,8 @@ _DEADLINE_SECONDS = 280
 _PROGRAMS_OF_WORKERS = {**steps.PROGRAMS, **inputs.PROGRAMS, **state.PROGRAMS}
 # Refused there.
 del _PROGRAMS_OF_WORKERS['static_length']
-_QUICK = (
+_SMOKE = ('quotient', 'two_optimizers')
+_SOME = (
   'accumulated',
   'masked',
   'quotient',
@@ -33,7 +34,7 @@ _QUICK = (
 )
 # One of each mechanism: what `make test_all` runs; `make soak` runs them all.
 _OF_EACH = (
-  *_QUICK,
+  *_SOME,
   'bools_and_strings',
   'clipped',
   'compiled',
@@ -65,16 +66,16 @@ def _rows(cases, mark, programs):
 
 
 def _mark_in_process(case, name):
-  if case is harness.STRATEGIES[0] and name in _QUICK:
-    return tiers.quick
   is_first = case is harness.STRATEGIES[0]
-  often = (*_OF_EACH, *_MODELS) if is_first else _QUICK
-  return tiers.full if name in often else tiers.soak
+  if is_first and name in _SMOKE:
+    return tiers.smoke
+  often = (*_OF_EACH, *_MODELS) if is_first else _SOME
+  return tiers.unmarked if name in often else tiers.soak
 
 
 def _mark_of_workers(case, name):
   often = case is runner.WORKERS[0] and name in _OF_EACH
-  return tiers.full if often else tiers.soak
+  return tiers.unmarked if often else tiers.soak
 
 
 @functools.cache
@@ -119,13 +120,14 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         raise AssertionError(result[name].text)
       self.assert_equal(runner.one_device(name), result[name], name)
 
-  @tiers.named_parameters(tiers.full('ring_2x1', runner.WORKERS[0]))
+  @tiers.named_parameters(tiers.soak('ring_2x1', runner.WORKERS[0]))
   @pytest.mark.multi_process
   def test_workers_refuse_a_step_that_needs_the_length_of_a_batch(self, case):
     for result in _results(case, ('static_length',)):
       self.assertTrue(result['static_length'].is_typed)
       self.assertIn('tf.shape(x)[0]', result['static_length'].text)
 
+  @pytest.mark.smoke
   def test_another_result_is_found(self):
     """The comparison tells programs apart that differ by a number of replicas."""
     with self.assertRaises(AssertionError):

@@ -6,10 +6,11 @@ said to run row by row may gather its rows.
 """
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tf_strategies import _tf_internal, errors
 from tf_strategies.spmd import (
   emit,
@@ -284,11 +285,9 @@ _ROWS = {'uneven': (2, 2, 1), 'empty': (3, 2, 0), 'first_empty': (0, 1, 4)}
 
 
 class RulesTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     *(
-      (tiers.quick if which == 'empty' else tiers.full)(
-        f'{name}_{which}', function, rows
-      )
+      (f'{name}_{which}', function, rows)
       for name, function in {**_BY_ROWS, **_WHOLE}.items()
       for which, rows in _ROWS.items()
     )
@@ -301,8 +300,8 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     for expected, result in zip(want, found, strict=True):
       self.assertAllClose(expected, result, 1e-5, 1e-5)
 
-  @tiers.named_parameters(
-    *(tiers.full(name, function) for name, function in _BY_ROWS.items())
+  @parameterized.named_parameters(
+    *((name, function) for name, function in _BY_ROWS.items())
   )
   def test_rows_are_computed_where_they_are(self, function):
     outputs = _flat(function(*map(tf.constant, _arrays())))
@@ -323,6 +322,7 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     meets = function in (*_WHOLE.values(), *map(_BY_ROWS.get, _MEET))
     self.assertEqual(why is not None, meets, why)
 
+  @pytest.mark.smoke
   def test_a_wrong_rule_is_found(self):
     arrays, before = _arrays(), plan.RULES['Max']
     plan.RULES['Max'] = plan.RULES['Exp']

@@ -41,6 +41,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
     super().setUp()
     self.strategy = _strategy()
 
+  @pytest.mark.smoke
   def test_one_copy_on_the_parameter_device(self):
     with self.strategy.scope():
       v = tf.Variable([1.0, 2.0])
@@ -243,6 +244,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
     model.fit(x, y, batch_size=12, shuffle=False, verbose=0)
     return model
 
+  @pytest.mark.smoke
   def test_the_update_runs_once_on_the_parameter_device(self):
     strategy = _strategy()
     updates = []
@@ -291,7 +293,6 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       steps * len(COMPUTE) * num_bytes,
     )
 
-  @pytest.mark.full
   def test_nothing_is_read_over_a_link_on_the_parameter_device_itself(self):
     strategy = tfs.CentralStorageStrategy(
       [virtual_devices.name(0), virtual_devices.name(1)],
@@ -307,7 +308,6 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       },
     )
 
-  @pytest.mark.full
   def test_takes_the_memory_of_one_copy(self):
     def num_bytes(strategy):
       model = self._train(strategy)
@@ -367,7 +367,6 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.CentralStorageStrategy(**options)
 
-  @pytest.mark.full
   def test_a_single_replica(self):
     strategy = tfs.CentralStorageStrategy(
       [virtual_devices.name(2)], virtual_devices.name(1)

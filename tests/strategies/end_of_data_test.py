@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tf_strategies import errors
 from tf_strategies.strategies import registry
 
@@ -58,10 +58,10 @@ class EndOfDataTest(tf.test.TestCase, parameterized.TestCase):
     model.fit(data, epochs=2, verbose=0, callbacks=list(callbacks))
     return model
 
-  @tiers.parameters(
+  @parameterized.parameters(
     (_read_cut_file, True),
-    tiers.full(_read_cut_file, False),
-    tiers.full(_take_from_nothing, True),
+    (_read_cut_file, False),
+    (_take_from_nothing, True),
     (_take_from_nothing, False),
   )
   def test_callback(self, action, is_known):

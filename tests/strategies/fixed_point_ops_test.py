@@ -4,7 +4,6 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers
 from tf_strategies import errors
 from tf_strategies.collectives import fixed_point
 from tf_strategies.strategies.mirrored import fixed_point_ops
@@ -28,16 +27,16 @@ def _terms(dtype, length, count, is_special):
 
 
 class FixedPointOpsTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     ('one_value', 'float32', 1, 1),
     ('a_block', 'float32', 256, 3),
     ('blocks_and_some', 'float32', 1000, 8),
     ('compiled', 'float32', 1 << 14, 8),
     ('compiled_and_some', 'float32', 40001, 3),
     ('blocks_of_250', 'float32', 250 * 1250, 2),
-    tiers.full('many_and_some', 'float32', (1 << 18) + 1, 2),
+    ('many_and_some', 'float32', (1 << 18) + 1, 2),
     ('double', 'float64', 1000, 8),
-    tiers.full('double_compiled', 'float64', 40001, 3),
+    ('double_compiled', 'float64', 40001, 3),
   )
   def test_as_the_reference(self, dtype, length, count):
     for is_special, is_known in ((0, 1), (1, 1), (0, 0)):

@@ -122,7 +122,7 @@ def _train(rank):
 
 
 class GradientPathTest(tf.test.TestCase):
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_path_is_short(self):
     results = processes.run_workers(_train, 2)
     for rank, (files, values, report) in enumerate(results):

@@ -63,6 +63,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     ]
     self.assertEqual([s.as_list() for s in shapes], [[2], [2], [1], [1]])
 
+  @pytest.mark.smoke
   def test_structures_ragged_sparse_and_strings(self):
     ragged = tf.ragged.constant([[1], [2, 3], [], [4], [5, 6]])
     sparse = tf.sparse.from_dense(np.diag([1.0, 2.0, 3.0, 4.0, 5.0]))
@@ -194,7 +195,6 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     ):
       _strategy().experimental_distribute_dataset(tf.data.Dataset.range(3))
 
-  @pytest.mark.full
   def test_distributed_data_are_not_split_again(self):
     strategy = _strategy(2)
     x = np.arange(12.0, dtype=np.float32).reshape([6, 2])
@@ -208,7 +208,6 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(model.optimizer.iterations.numpy(), 4)
 
 
-@pytest.mark.full
 class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
   """Elements keep their structure, also where the last replicas have none."""
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 
 virtual_devices.configure()
 
@@ -166,18 +166,14 @@ def _operations(graph) -> list[str]:
 class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
   """Graphs are compared with those of TensorFlow's default strategy."""
 
-  @tiers.named_parameters(
-    *tiers.few(
-      [
-        (f'{strategy}{optimizer.__name__}_compiled_{compiles}',)
-        + (_STRATEGIES[strategy], optimizer, compiles)
-        for strategy in _STRATEGIES
-        for optimizer in (_loss_scale, _adam)
-        for compiles in (True, False)
-      ],
-      'ring_mirrored_loss_scale_compiled_True',
-      'multi_worker_ring_loss_scale_compiled_True',
-    )
+  @parameterized.named_parameters(
+    *[
+      (f'{strategy}{optimizer.__name__}_compiled_{compiles}',)
+      + (_STRATEGIES[strategy], optimizer, compiles)
+      for strategy in _STRATEGIES
+      for optimizer in (_loss_scale, _adam)
+      for compiles in (True, False)
+    ]
   )
   def test_steps_have_no_operation_more(self, make, optimizer, compiles):
     """A compiled one has to run as well: XLA takes none of our collectives."""

@@ -5,6 +5,7 @@ import json
 import os
 from unittest import mock
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -143,6 +144,7 @@ class RegistryTest(parameterized.TestCase):
     first.close()
     tfs.create_strategy('multi_worker_ring', **options).close()
 
+  @pytest.mark.smoke
   def test_checkers_know_the_options_that_strategies_have(self):
     classes = [
       value

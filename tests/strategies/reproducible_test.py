@@ -41,7 +41,7 @@ def _of_one():
 class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('4_devices', 'ring_mirrored', 4),
-    tiers.full('central_storage', 'central_storage', 3),
+    ('central_storage', 'central_storage', 3),
     tiers.soak('2_devices', 'ring_mirrored', 2),
     tiers.soak('central_storage_of_one', 'central_storage', 1),
   )
@@ -52,9 +52,9 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(found, want)
     self.assertEqual(strategy.num_replicas_in_sync, count)
 
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     ('ring_mirrored', 'ring_mirrored', 3),
-    tiers.full('central_storage', 'central_storage', 2),
+    ('central_storage', 'central_storage', 2),
   )
   def test_gradients_of_loops(self, kind, count):
     """Which are lists of tensors: of a layer below a recurrent one, their sum."""
@@ -86,6 +86,7 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
     for value, wanted in zip(found, train(), strict=True):
       np.testing.assert_allclose(value, wanted, 0, 1e-6)
 
+  @pytest.mark.smoke
   def test_other_order_of_plain_sums_is_found(self):
     """The mutation without which the test above would show nothing."""
     add = shard_exchange.ShardExchange.add
@@ -112,8 +113,8 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(report, wanted, 1e-6, 2e-6)
 
   @tiers.named_parameters(
-    tiers.full('steps_per_execution', {'steps_per_execution': 2}),
-    tiers.full('accumulation', {'gradient_accumulation_steps': 2}),
+    ('steps_per_execution', {'steps_per_execution': 2}),
+    ('accumulation', {'gradient_accumulation_steps': 2}),
     tiers.soak('average', {'use_ema': True, 'ema_overwrite_frequency': 2}),
   )
   def test_options_of_keras(self, options):

@@ -119,6 +119,7 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual([v.numpy() for v in ints.values], [6] * 4)
     self.assertAllEqual([v.numpy() for v in floats.values], [6.0] * 4)
 
+  @pytest.mark.smoke
   def test_gather_and_all_gather(self):
     values = _per_replica(
       self.strategy, lambda i: tf.fill([1 + tf.cast(i > 1, tf.int32), 2], i)
@@ -140,6 +141,7 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('gather', self.ops.reached)
     self.assertEqual(self.ops.report()['calls']['gather'], 2)
 
+  @pytest.mark.smoke
   def test_variable_aggregation_and_broadcast(self):
     with self.strategy.scope():
       total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
@@ -162,7 +164,7 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('batch_reduce', self.ops.reached)
     self.assertIn('broadcast', self.ops.reached)
 
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_gradient_through_all_reduce(self):
     def replica_fn():
       context = tf.distribute.get_replica_context()
@@ -177,6 +179,7 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
     gradients = self.strategy.run(tf.function(replica_fn))
     self.assertAllClose([g.numpy() for g in gradients.values], [300.0] * 4)
 
+  @pytest.mark.smoke
   def test_components_live_on_their_devices(self):
     values = _per_replica(
       self.strategy, lambda i: tf.cast(i, tf.float32) * tf.ones([5])
@@ -187,13 +190,13 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
 
 class AnyCrossDeviceOpsTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
-    'ring',
-    tiers.full('naive'),
-    tiers.full('tree'),
-    tiers.full('halving_doubling'),
-    'hierarchical',
-    tiers.full('direct'),
-    tiers.full('builtin'),
+    tiers.smoke('ring'),
+    'naive',
+    'tree',
+    'halving_doubling',
+    tiers.smoke('hierarchical'),
+    'direct',
+    'builtin',
   )
   def test_trains_to_the_same_weights(self, name):
     op = tf.distribute.ReductionToOneDevice()
@@ -215,6 +218,7 @@ class AnyCrossDeviceOpsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ControlFlowTest(tf.test.TestCase):
+  @pytest.mark.smoke
   def test_all_reduce_inside_cond(self):
     strategy = _strategy()
 
@@ -236,6 +240,7 @@ class ControlFlowTest(tf.test.TestCase):
     for copy in step(tf.constant(False)).values:
       self.assertAllEqual(copy, [0.0, 0.0])
 
+  @pytest.mark.smoke
   def test_two_strategies_do_not_meet_in_each_others_collectives(self):
     # TensorFlow numbers collectives from the same start in every strategy; a
     # second one with another shape would abort both.
@@ -339,12 +344,12 @@ class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
       found.append([line for line in logs.output if 'mean' in line])
     return found
 
-  @tiers.product(
-    name=tiers.few(_UNDIVIDED, 'reduce_mean', 'a_term'),
+  @parameterized.product(
+    name=list(_UNDIVIDED),
     make=[
       _strategy,
-      tiers.full(lambda: tfs.CentralStorageStrategy(list(DEVICES))),
-      tiers.full(lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES))),
+      lambda: tfs.CentralStorageStrategy(list(DEVICES)),
+      lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
     ],
   )
   def test_undivided(self, name, make):
@@ -353,7 +358,7 @@ class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn('4 times too large', lines[0])
       self.assertIn('strategy.num_replicas_in_sync', lines[0])
 
-  @tiers.parameters(*tiers.few(_DIVIDED, 'mean', 'mean_times_share'))
+  @parameterized.parameters(*_DIVIDED)
   def test_divided(self, name):
     for rows in (16, 13, 9):
       found = self.warnings(_strategy(), _DIVIDED[name], rows=rows)
@@ -377,16 +382,16 @@ class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
 class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
   """All replicas apply one tensor, which was made outside of the step."""
 
-  @tiers.product(
+  @parameterized.product(
     option=[
       'global_clipnorm',
-      tiers.full('clipvalue'),
-      tiers.full('clipnorm'),
+      'clipvalue',
+      'clipnorm',
     ],
     make=[
       _strategy,
       lambda: tfs.CentralStorageStrategy(list(DEVICES)),
-      tiers.full(lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES))),
+      lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
       lambda: tf.distribute.MirroredStrategy(list(DEVICES)),
     ],
     wrap=[lambda f: f, tf.function],
@@ -406,11 +411,11 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
     step()
     self.assertAllEqual(variable.numpy(), [1.0 - 4, 2.0 - 12])
 
-  @tiers.product(
+  @parameterized.product(
     make=[
       _strategy,
       lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
-      tiers.full(lambda: tfs.CentralStorageStrategy(list(DEVICES))),
+      lambda: tfs.CentralStorageStrategy(list(DEVICES)),
     ],
     wrap=[lambda f: f, tf.function],
   )

@@ -77,7 +77,6 @@ def _embeddings_on_server():
   return found
 
 
-@pytest.mark.full
 class RoundingTest(tf.test.TestCase):
   def tearDown(self):
     keras.backend.set_floatx('float32')
@@ -95,6 +94,7 @@ class RoundingTest(tf.test.TestCase):
     self.assertLess(np.max(np.abs(several - one)), 5e-6)
 
   @pytest.mark.multi_process
+  @pytest.mark.soak
   def test_embedding_with_sgd_on_a_server(self):
     ones = []
     for dtype in ('float64', 'float32'):

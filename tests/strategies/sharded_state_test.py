@@ -47,18 +47,14 @@ def assert_equal_copies(test, model):
 
 
 class ExactTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.named_parameters(
-    *tiers.few([(n, n) for n in ALL], 'adam', 'accumulation', 'loss_scale')
-  )
+  @parameterized.named_parameters(*[(n, n) for n in ALL])
   def test_dense(self, name):
     one = models.train(ALL[name])
     model = models.train(ALL[name], sharded())
     assert_equal_models(self, one, model)
     assert_equal_copies(self, model)
 
-  @tiers.named_parameters(
-    *tiers.few([(n, n) for n in ALL], 'adagrad', rest=tiers.soak)
-  )
+  @tiers.named_parameters(*tiers.few([(n, n) for n in ALL], 'adagrad'))
   def test_rows_of_a_table(self, name):
     how = {'data': models.words, 'model': models.embedding_model}
     one = models.train(ALL[name], **how)
@@ -66,11 +62,11 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
     assert_equal_models(self, one, model)
     assert_equal_copies(self, model)
 
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     ('last_batch_of_1_row', {'data': lambda: models.numbers(14)}),
-    tiers.full('eager', {'eager': True}),
-    tiers.full('steps_per_execution', {'steps': 2}),
-    tiers.full('compiled', {'compiled': True}),
+    ('eager', {'eager': True}),
+    ('steps_per_execution', {'steps': 2}),
+    ('compiled', {'compiled': True}),
   )
   def test_ways_to_run(self, how):
     how = dict(how)
@@ -91,7 +87,9 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
       found.append(model)
     assert_equal_models(self, *found)
 
-  @tiers.named_parameters(('in_evaluations', 2, False), ('in_epochs', 3, True))
+  @parameterized.named_parameters(
+    ('in_evaluations', 2, False), ('in_epochs', 3, True)
+  )
   def test_averages_that_are_swapped(self, devices, on_epoch):
     found = []
     for strategy in (None, sharded(devices)):
@@ -109,7 +107,6 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
     assert_equal_copies(self, model)
     self.assertAllClose(history, other, 1e-6, 1e-6)
 
-  @pytest.mark.full
   def test_optimizers_of_a_train_step(self):
     found = []
     for strategy in (tf.distribute.get_strategy(), sharded()):
@@ -124,7 +121,6 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
     stored = [len(v.value.values) for v in found[1].second.variables[2:4]]
     self.assertEqual(stored, [3, 3])
 
-  @pytest.mark.full
   def test_mixed_precision(self):
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy('mixed_float16')
@@ -172,7 +168,7 @@ class _TwoOptimizers(keras.Model):
 
 
 class StorageTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.parameters(tiers.full(2), 3, tiers.full(4))
+  @parameterized.parameters(2, 3, 4)
   def test_bytes_of_a_device(self, devices):
     strategy = sharded(devices)
     model = models.train(
@@ -317,10 +313,12 @@ class MutationTest(tf.test.TestCase):
       return
     self.fail('nothing was found')
 
+  @pytest.mark.smoke
   def test_nothing_is_found_without_a_mutation(self):
     with self.assertRaisesRegex(AssertionError, 'nothing was found'):
       self.assert_is_found()
 
+  @pytest.mark.smoke
   def test_a_shifted_boundary_is_found(self):
     rows = pieces.rows
 

@@ -16,8 +16,6 @@ from tests.benchmarks import running
 from tests.data import formula
 from tf_strategies import errors
 
-pytestmark = pytest.mark.full
-
 _ROOT = os.path.abspath(
   os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)
 )
@@ -58,7 +56,6 @@ class CommandTest(formula.DataTestCase):
       self.assertNotEmpty(row['profile']['verdict']['sentence'])
     self.assertTrue(os.path.exists(picture))
 
-  @pytest.mark.full
   def test_pipeline_that_is_no_dataset_fails(self):
     settings = command.Settings(
       pipeline='builtins:dict',

@@ -5,13 +5,10 @@ import sys
 import time
 
 import psutil
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks.input_pipeline import children, results, rounds
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 _DEADLINE_S = 30.0
 # Answers as a variant does: ten items a step; in what ways it can fail is its

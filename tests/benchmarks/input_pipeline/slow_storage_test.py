@@ -2,18 +2,14 @@
 
 import time
 
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from benchmarks.input_pipeline import slow_storage
 from examples import datasets
-from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 _NUM_FILES = 8
 _NUM_EXAMPLES = 100
@@ -42,11 +38,11 @@ class SlowStorageTest(formula.DataTestCase, parameterized.TestCase):
     options = {'first_byte_ms': 0, 'waited': self.waited, **options}
     return slow_storage.read(path, **options)
 
-  @tiers.parameters(
+  @parameterized.parameters(
     {},
-    tiers.full({'first_byte_ms': 1}),
-    tiers.full({'mb_per_s': 10}),
-    tiers.full({'mb_per_s': 10, 'buffer_size': 9}),
+    {'first_byte_ms': 1},
+    {'mb_per_s': 10},
+    {'mb_per_s': 10, 'buffer_size': 9},
   )
   def test_records_are_those_of_the_files(self, **options):
     expected = list(tf.data.TFRecordDataset(self.paths).as_numpy_iterator())
@@ -54,7 +50,6 @@ class SlowStorageTest(formula.DataTestCase, parameterized.TestCase):
     self.assertLen(found, _NUM_EXAMPLES)
     self.assertEqual(found, expected)
 
-  @pytest.mark.full
   def test_each_file_of_each_epoch_waits_once(self):
     files = tf.data.Dataset.from_tensor_slices(self.paths)
     records = files.flat_map(lambda p: self.read(p, first_byte_ms=2))
@@ -63,7 +58,6 @@ class SlowStorageTest(formula.DataTestCase, parameterized.TestCase):
       self.assertEqual(int(self.waited), epoch * _NUM_FILES * 2000)
       self.assertGreaterEqual(seconds, _NUM_FILES * 0.002)
 
-  @pytest.mark.full
   def test_throughput_waits_for_the_bytes(self):
     records = self.read(self.paths, mb_per_s=_BYTES_PER_S / 1e6)
     expected = sum(
@@ -88,7 +82,6 @@ class SlowStorageTest(formula.DataTestCase, parameterized.TestCase):
     fastest = min(_seconds(parallel) for _ in range(3))
     self.assertGreaterEqual(_seconds(sequential), 2 * fastest)
 
-  @pytest.mark.full
   def test_pipelines_that_are_built_inside_are_slow(self):
     before = tf.data.TFRecordDataset
     options = data_lib.PipelineOptions(global_batch_size=10, seed=1)

@@ -5,14 +5,11 @@ import time
 import unittest
 from xml.etree import ElementTree
 
-import pytest
 import tensorflow as tf
 
 from benchmarks.input_pipeline import timeline, timeline_plot
 from tests.data import formula
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 _SLOW_S = 0.02
 _STEPS = 6

@@ -4,7 +4,6 @@ import sys
 import types
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -12,8 +11,6 @@ from benchmarks.input_pipeline import slow_storage, user_pipeline, variants
 from examples import datasets
 from tests.data import formula
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 _NUM_EXAMPLES = 22
 _ONCE = [
@@ -55,7 +52,6 @@ class VariantsTest(formula.DataTestCase, parameterized.TestCase):
       self.assertAllEqual(labels, range(8))
 
   @parameterized.parameters('naive', 'cache', 'make_dataset_tfrecords')
-  @pytest.mark.full
   def test_storage_is_slow_unless_the_name_says_otherwise(self, name):
     waited = tf.Variable(0, dtype=tf.int64)
     source = self.source(storage=slow_storage.Storage(1), waited=waited)

@@ -11,8 +11,6 @@ from examples import datasets
 from tests.data import formula
 from tf_strategies import errors
 
-pytestmark = pytest.mark.full
-
 _SLOW_S = 0.008
 
 

@@ -2,13 +2,10 @@
 
 import math
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks.parameter_server_peers import jobs, meter, race, results
 from tests import docstrings
-
-pytestmark = pytest.mark.full
 
 SAMPLES = [
   {

@@ -1,12 +1,9 @@
 """A peer whose result is wrong anywhere is not timed."""
 
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks.process_peers import base
-
-pytestmark = pytest.mark.full
 
 
 class Pretender(base.Peer):

@@ -3,12 +3,9 @@
 import importlib.util
 import sys
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks.process_peers import catalogue
-
-pytestmark = pytest.mark.full
 
 BY_NAME = {entry.name: entry for entry in catalogue.ENTRIES}
 

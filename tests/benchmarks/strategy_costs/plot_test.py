@@ -4,14 +4,11 @@ import importlib.util
 import os
 from unittest import mock
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks.strategy_costs import catalogue, plot, results
 from tests.benchmarks.strategy_costs import made_up
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 
 def rows():

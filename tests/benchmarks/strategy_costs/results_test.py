@@ -1,12 +1,9 @@
 """Records and tables say what the tasks reported, and what failed."""
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks.strategy_costs import catalogue, results
 from tests.benchmarks.strategy_costs import made_up
-
-pytestmark = pytest.mark.full
 
 ONE = catalogue.costs('one_device')
 RING = catalogue.costs('ring_mirrored')

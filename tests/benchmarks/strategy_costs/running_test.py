@@ -10,8 +10,6 @@ from absl.testing import absltest
 from benchmarks.strategy_costs import catalogue, running
 from tf_strategies import errors
 
-pytestmark = pytest.mark.full
-
 # What nobody else passes to a task, to know its processes by.
 _SEED = 1_618_033
 

@@ -8,8 +8,6 @@ from benchmarks.strategy_costs import task
 from tests import tiers, virtual_devices
 from tests.examples import pages
 
-pytestmark = pytest.mark.full
-
 virtual_devices.configure()
 
 _OPTIONS = {
@@ -28,7 +26,6 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
     self.enter_context(pages.flags_of_a_process())
 
   @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
-  @pytest.mark.full
   def test_trains_what_the_example_trains(self, strategy):
     options = {**_OPTIONS, 'strategy': strategy}
     spec = task.Spec(options, 2, 3, 3, '')

@@ -3,12 +3,9 @@
 import socket
 from unittest import mock
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks.strategy_costs import watch as watch_lib
-
-pytestmark = pytest.mark.full
 
 
 class _Machine:

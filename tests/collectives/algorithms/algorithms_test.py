@@ -1,6 +1,7 @@
 """Every builder: exact sums, bytes on each link, rounds, literal tables."""
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -153,6 +154,7 @@ class ComparisonTest(parameterized.TestCase):
     self.outputs = simulate(ring_all_reduce(4), self.inputs).outputs
     assert_exact_sum(self.outputs, self.inputs)
 
+  @pytest.mark.smoke
   def test_identity(self):
     with self.assertRaises(AssertionError):
       assert_exact_sum(self.inputs, self.inputs)
@@ -175,6 +177,7 @@ class ComparisonTest(parameterized.TestCase):
     with self.assertRaises(AssertionError):
       assert_exact_sum([self.outputs[0], *self.inputs[1:]], self.inputs)
 
+  @pytest.mark.smoke
   def test_one_contribution_twice_instead_of_another(self):
     wrong = sum(self.inputs) - self.inputs[1] + self.inputs[2]
     with self.assertRaises(AssertionError):

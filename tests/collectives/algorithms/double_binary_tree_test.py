@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -47,6 +48,7 @@ def degree(position, n):
 
 
 class DoubleBinaryTreeTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_is_found_by_name(self):
     self.assertIs(ALGORITHMS['double_binary_tree'], BUILD)
 
@@ -151,6 +153,7 @@ class DoubleBinaryTreeTest(parameterized.TestCase):
     with self.assertRaises(AssertionError):
       assert_exact_sum(lost, 31)
 
+  @pytest.mark.smoke
   def test_the_same_tree_twice_is_not_a_double_tree(self):
     """Without the shift the sums are right, but not the bytes."""
     n = 7

@@ -7,6 +7,7 @@ from unittest import mock
 
 import hypothesis
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -90,6 +91,7 @@ class BFloat16Test(parameterized.TestCase):
     # Any NaN comes back as the quiet one of its sign.
     np.testing.assert_array_equal(again[nan], every[nan] & 0x8000 | 0x7FC0)
 
+  @pytest.mark.smoke
   def test_the_casts_of_ml_dtypes_give_the_same_bits(self):
     try:
       import ml_dtypes  # noqa: F401  Comes with TensorFlow.

@@ -3,6 +3,7 @@
 import warnings
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies.collectives import (
@@ -125,6 +126,7 @@ class Int8Test(parameterized.TestCase):
     self.assertEqual(decoded[-1], values[-1])
     assert_within_bound(INT8, values)
 
+  @pytest.mark.smoke
   def test_may_be_cut_after_any_block(self):
     values = noise(5000)
     whole = round_trip(INT8, values)

@@ -2,15 +2,12 @@ import sys
 from unittest import mock
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
 from examples.datasets import digits
 from tests.data import formula
-
-pytestmark = pytest.mark.full
 
 try:
   from sklearn import datasets as sklearn_datasets

@@ -2,14 +2,11 @@
 
 import pkgutil
 
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
 from tests import docstrings
-
-pytestmark = pytest.mark.full
 
 _MODULES = sorted(
   info.name

@@ -21,8 +21,6 @@ from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 
-pytestmark = pytest.mark.full
-
 _DEADLINE_SECONDS = 120
 _LINES = 7
 
@@ -137,6 +135,7 @@ class PartialTest(ExtractTestCase):
       (snapshot(self.out), os.stat(manifest).st_mtime_ns), before
     )
 
+  @pytest.mark.smoke
   def test_new_changed_and_removed_files(self):
     self.write_source(1, 'another')
     self.write_source(5, 'new')
@@ -169,6 +168,7 @@ class PartialTest(ExtractTestCase):
     self.assertEqual(self.words()[-1], 'WORD3-6')
     self.assert_only_changed(3)
 
+  @pytest.mark.smoke
   def test_full_converts_everything_to_the_same(self):
     before = snapshot(self.out)
     self.assertLen(self.extract(mode='full').converted, 4)
@@ -324,7 +324,6 @@ class MnistTest(ExtractTestCase):
     self.assert_result(1)
 
   @parameterized.parameters(True, False)
-  @pytest.mark.full
   def test_idx_and_a_change_of_labels_alone(self, compressed):
     formula.write_idx(self.raw, compressed)
     report = self.assert_result(4)
@@ -362,7 +361,6 @@ class KillTest(ExtractTestCase):
     self.addCleanup(command.close)
     return command
 
-  @pytest.mark.full
   def test_kill_at_any_point_then_the_next_run_completes_to_the_same(self):
     undisturbed = os.path.join(self.new_dir(), 'undisturbed')
     datasets.extract(

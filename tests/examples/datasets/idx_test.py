@@ -3,15 +3,12 @@ import os
 import struct
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
 from examples.datasets import idx
 from tests.data import formula
-
-pytestmark = pytest.mark.full
 
 _NAMES = [name for pair in formula.IDX_NAMES.values() for name in pair]
 

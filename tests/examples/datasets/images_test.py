@@ -1,12 +1,9 @@
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
 from tests.data import formula
-
-pytestmark = pytest.mark.full
 
 
 class ImagesTest(formula.DataTestCase, parameterized.TestCase):

@@ -1,14 +1,11 @@
 import os
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
 from tests.data import formula
-
-pytestmark = pytest.mark.full
 
 
 class LoadNpzTest(formula.DataTestCase, parameterized.TestCase):

@@ -4,7 +4,6 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -12,8 +11,6 @@ from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 _URL = 'storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz'
 
@@ -152,7 +149,6 @@ class RealMnistTest(formula.DataTestCase):
     self.assertEqual(self.data.train.num_examples, 60000)
     self.assertEqual(self.data.test.num_examples, 10000)
 
-  @pytest.mark.full
   def test_round_trip_of_a_subset(self):
     subset = datasets.ImageClassificationData(
       'mnist', self.data.train.take(1003), self.data.test.take(501), 10
@@ -161,7 +157,6 @@ class RealMnistTest(formula.DataTestCase):
     datasets.write_tfrecords(subset, directory, 4)
     self.assert_same_data(datasets.load('mnist', directory), subset)
 
-  @pytest.mark.full
   def test_an_epoch_holds_each_image_once(self):
     options = data_lib.PipelineOptions(global_batch_size=256, seed=0)
     dataset = data_lib.make_dataset(self.data.train, options, training=True)

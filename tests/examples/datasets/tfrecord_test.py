@@ -16,11 +16,8 @@ from absl.testing import parameterized
 from benchmarks import processes
 from examples import datasets
 from examples.datasets import tfrecord
-from tests import tiers
 from tests.data import formula
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 
 def _example(**changes):
@@ -49,7 +46,7 @@ def _write(path, records):
 
 
 class RoundTripTest(formula.DataTestCase, parameterized.TestCase):
-  @tiers.parameters(*tiers.every(tiers.full, (1, 2, 9)), 4)
+  @parameterized.parameters(1, 2, 9, 4)
   def test_every_value_and_the_order_come_back(self, num_shards):
     directory = self.new_dir()
     expected = formula.dataset(num_train=23, num_test=9)
@@ -84,7 +81,6 @@ class RoundTripTest(formula.DataTestCase, parameterized.TestCase):
         self.assertEqual(feature['width'].int64_list.value, [28])
       self.assertEqual(labels, list(range(shard, 11, 3)))
 
-  @pytest.mark.full
   def test_more_records_than_one_read(self):
     directory = self.new_dir()
     with mock.patch.object(tfrecord, '_READ_BATCH', 4):
@@ -93,7 +89,6 @@ class RoundTripTest(formula.DataTestCase, parameterized.TestCase):
         datasets.load_tfrecords(directory), formula.dataset()
       )
 
-  @pytest.mark.full
   def test_name_and_classes(self):
     directory = pathlib.Path(self.new_dir()) / 'deep' / 'er'
     data = datasets.make_synthetic(num_train=30, num_test=20, num_classes=15)
@@ -176,13 +171,12 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
   def assert_unreadable(self, *fragments):
     self.assert_data_error(fragments, datasets.load_tfrecords, self.directory)
 
-  @tiers.parameters(*tiers.every(tiers.full, (0, 3, 5)), 7)
+  @parameterized.parameters(0, 3, 5, 7)
   def test_missing_shard(self, index):
     os.remove(self.paths[index])
     name = os.path.basename(self.paths[index])
     self.assert_unreadable(self.directory, '3 of 4 shards', name, 'missing')
 
-  @pytest.mark.full
   def test_shard_beyond_the_count(self):
     extra = os.path.join(self.directory, 'mnist-test-00004-of-00004.tfrecord')
     _write(extra, [_example()])
@@ -199,7 +193,6 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
       self.directory, 'no TFRecord shard of test', 'mnist-test-00000-of-00004'
     )
 
-  @pytest.mark.full
   def test_two_sets(self):
     _write(
       os.path.join(self.directory, 'mnist-train-00000-of-00001.tfrecord'),
@@ -209,13 +202,12 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
       'several sets', 'mnist-train-*-of-00001', 'mnist-train-*-of-00004'
     )
 
-  @pytest.mark.full
   def test_splits_of_different_sets(self):
     for path in self.paths[4:]:
       os.replace(path, path.replace('mnist-test', 'digits-test'))
     self.assert_unreadable('train is mnist', 'test is digits')
 
-  @tiers.parameters(*tiers.every(tiers.full, (1, 4, 843)), 400)
+  @parameterized.parameters(1, 4, 843, 400)
   def test_truncated(self, missing):
     size = os.path.getsize(self.paths[2])
     os.truncate(self.paths[2], size - missing)
@@ -246,7 +238,6 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
       f.write(content)
     self.assert_unreadable(self.paths[6], fragment, 'write it again')
 
-  @pytest.mark.full
   def test_other_bytes(self):
     with open(self.paths[0], 'wb') as f:
       f.write(b'train-images-idx3-ubyte' * 50)
@@ -273,13 +264,11 @@ class DamageTest(formula.DataTestCase, parameterized.TestCase):
       ['label 10', '0 to 9'],
     ),
   )
-  @pytest.mark.full
   def test_other_records(self, records, fragments):
     _write(self.paths[4], records)
     where = self.directory if 'label 10' in fragments else self.paths[4]
     self.assert_unreadable(where, 'expected', *fragments)
 
-  @pytest.mark.full
   def test_all_images_of_twice_the_size(self):
     # As many bytes as twice the images: a reshape to [-1, 28, 28, 1] would
     # take one record for two images.
@@ -343,7 +332,6 @@ class CommandTest(formula.DataTestCase):
 
 
 class UnequalShardsTest(formula.DataTestCase):
-  @pytest.mark.full
   def test_order_of_shards_of_unequal_lengths(self):
     directory = self.new_dir()
     for shard, labels in enumerate(([0, 3, 5], [1], [2, 4])):

@@ -4,13 +4,10 @@ import os
 import sys
 from unittest import mock
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from examples.datasets import user_function
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 
 class UserFunctionTest(parameterized.TestCase):

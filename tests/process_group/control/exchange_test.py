@@ -62,7 +62,7 @@ def _alone(rank):
 
 @pytest.mark.multi_process
 class ExchangeTest(parameterized.TestCase):
-  @tiers.parameters(tiers.full(1), 2, tiers.full(4))
+  @tiers.parameters(tiers.soak(1), 2, tiers.soak(4))
   def test_calls_meet_by_tag_whatever_their_order(self, world_size):
     results = processes.run_workers(_many, world_size)
     for payloads, sums, large in results:
@@ -73,6 +73,7 @@ class ExchangeTest(parameterized.TestCase):
       self.assertEqual(sums, [ranks + world_size * i for i in range(50)])
       self.assertEqual(large, [(1 << 20, r) for r in range(world_size)])
 
+  @pytest.mark.smoke
   def test_agree_names_what_who_and_both_values(self):
     results = processes.run_workers(_agreements, 3)
     for same, (message, ranks), total, again in results:

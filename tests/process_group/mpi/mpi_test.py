@@ -90,7 +90,7 @@ def _expected(arrays, op):
 @pytest.mark.multi_process
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):
-  @tiers.parameters(tiers.soak(1), tiers.full(2), 3, tiers.soak(4))
+  @tiers.parameters(tiers.soak(1), tiers.soak(2), tiers.smoke(3), tiers.soak(4))
   def test_all_reduce_is_exact_and_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     compared = 0
@@ -106,14 +106,14 @@ class CollectivesTest(_RanksTestCase):
               compared += 1
     self.assertEqual(compared, 2 * 9 * 7 * 3 * count)
 
-  @tiers.parameters(tiers.soak(2), tiers.full(3), tiers.soak(4))
+  @tiers.parameters(tiers.soak(2), tiers.soak(3), tiers.soak(4))
   def test_table_of_algorithms_and_codecs(self, count):
     notes = dict(note['table'] for note in self.run_ranks('table', count))
     results = [notes[rank] for rank in range(count)]
     conformance.assert_results(self, results, large='direct')
 
-  @tiers.parameters(tiers.full(2), 3, tiers.soak(4))
-  @pytest.mark.full
+  @tiers.parameters(tiers.soak(2), 3, tiers.soak(4))
+  @pytest.mark.soak
   def test_odd_numbers_are_the_same_bits_everywhere(self, count):
     notes = self.run_ranks('reduce', count)
     for small in programs.SMALL:
@@ -127,7 +127,7 @@ class CollectivesTest(_RanksTestCase):
           )
         np.testing.assert_array_equal(got, expected)
 
-  @tiers.parameters(tiers.soak(1), tiers.full(2), 3, tiers.soak(4))
+  @tiers.parameters(tiers.soak(1), tiers.soak(2), 3, tiers.soak(4))
   def test_arrays_of_any_shape_reach_all(self, count):
     notes = self.run_ranks('move', count)
     rows = [programs.raw(programs.rows(r)) for r in range(count)]
@@ -148,8 +148,8 @@ class CollectivesTest(_RanksTestCase):
       self.assertEqual(note['sent'], 2 * (count - 1) * 12 * 16384 // count)
       self.assertGreaterEqual(note['barrier'][1], latest)
 
-  @tiers.parameters(tiers.full(2), 3)
-  @pytest.mark.full
+  @tiers.parameters(tiers.soak(2), 3)
+  @pytest.mark.soak
   def test_exchanges_of_threads_meet_beside_collectives(self, count):
     notes = self.run_ranks('talk', count)
     for rank, note in enumerate(notes):
@@ -168,7 +168,7 @@ class CollectivesTest(_RanksTestCase):
     self.assertEqual(culprit, 1)
     self.assertIn("exchange 'alone': rank 1 (task 1 at ", message)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_ranks_on_several_hosts_find_rank_0(self):
     notes = self.run_ranks('far', 3)
     for note in notes:
@@ -176,7 +176,7 @@ class CollectivesTest(_RanksTestCase):
       self.assertEqual(note['hosts'], ['host-0', 'host-1', 'host-2'])
       self.assertEqual(note['sum'], 0 + 1 + 2)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_process_without_mpiexec_is_a_group_of_one(self):
     (note,) = self.run_ranks('move', None)
     self.assertEqual(note['who'], (0, 1, 'mpi', False, 1))
@@ -186,8 +186,8 @@ class CollectivesTest(_RanksTestCase):
 @pytest.mark.multi_process
 @_needs_mpi
 class FailuresTest(_RanksTestCase):
-  @tiers.parameters(tiers.full(2), 3)
-  @pytest.mark.full
+  @tiers.parameters(tiers.soak(2), 3)
+  @pytest.mark.soak
   def test_disagreement_is_named_on_every_rank(self, count):
     notes = self.run_ranks('disagree', count)
     last = count - 1
@@ -202,7 +202,7 @@ class FailuresTest(_RanksTestCase):
     self.assertIn("all_reduce(sum) 'a'", notes[0]['name'][1])
     self.assertIn("all_reduce(sum) 'b'", notes[0]['name'][1])
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_late_rank_is_named(self):
     status, notes, log = self.run_failing('time_out', 3)
     self.assertEqual(sorted(notes), [0, 1, 2], log)
@@ -213,7 +213,7 @@ class FailuresTest(_RanksTestCase):
       self.assertIn('rank 1 (task 1 at ', message)
     self.assertIsInstance(status, int)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_abort_reaches_every_rank(self):
     _, notes, log = self.run_failing('abort', 3)
     self.assertEqual(sorted(notes), [0, 1, 2], log)
@@ -222,7 +222,7 @@ class FailuresTest(_RanksTestCase):
       self.assertEqual((name, rank), ('WorkerUnavailableError', 1), message)
       self.assertIn('aborted the group (the disk is full)', message)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_process_that_ends_is_named_at_once(self):
     _, notes, log = self.run_failing('leave', 3)
     self.assertContainsSubset([0, 2], sorted(notes), log)
@@ -234,7 +234,7 @@ class FailuresTest(_RanksTestCase):
       # Long before any deadline of the group.
       self.assertLess(seconds, 60)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_stopped_process_is_named_and_the_job_ends(self):
     status, notes, log = self.run_failing('stop', 3)
     self.assertNotEqual(status, 0, log)
@@ -249,7 +249,7 @@ class FailuresTest(_RanksTestCase):
     self.assertNotEqual(status, 0, log)
     self.assertNotIn(1, notes)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_rank_that_never_comes_ends_the_rendezvous(self):
     _, notes, log = self.run_failing('stay_away', 2)
     self.assertIn(0, notes, log)
@@ -310,6 +310,7 @@ class RefusalsTest(absltest.TestCase):
 
 
 class NumbersTest(absltest.TestCase):
+  @pytest.mark.smoke
   def test_order_of_the_sum_shows(self):
     """Else a comparison of bits would not tell who added what."""
     arrays = [programs.numbers(r, 1000, np.float32) for r in range(4)]

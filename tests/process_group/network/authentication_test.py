@@ -1,5 +1,6 @@
 import dataclasses
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -28,6 +29,7 @@ class HandshakeTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.AuthenticationError, 'task 5'):
       _handshake(_SECRET).prove(answer, 'task 5')
 
+  @pytest.mark.smoke
   def test_client_with_another_secret_is_refused(self):
     _, expected = _handshake(_SECRET).answer()
     wrong = _handshake(b'another secret, same job')

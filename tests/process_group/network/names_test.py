@@ -6,6 +6,7 @@ import threading
 import time
 from unittest import mock
 
+import pytest
 from absl.testing import absltest
 
 from tf_strategies import errors
@@ -72,6 +73,7 @@ class NamesTest(absltest.TestCase):
     # Each name is asked once at a time, however often it is called.
     self.assertLess(self.names.asked.count('dead-7'), 5)
 
+  @pytest.mark.smoke
   def test_dead_name_is_told(self):
     with (
       mock.patch.object(names, 'LOOK_UP_SECONDS', 0.2),

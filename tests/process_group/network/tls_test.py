@@ -51,6 +51,7 @@ class TlsTest(parameterized.TestCase):
     self.job = _environment(self.create_tempdir().full_path)
     self.other = _environment(self.create_tempdir().full_path)
 
+  @pytest.mark.smoke
   def test_sums_have_the_same_bits(self):
     plain = processes.run_workers(_sums, 3, args=([{}] * 3,))
     secure = processes.run_workers(_sums, 3, args=([self.job] * 3,))
@@ -63,7 +64,7 @@ class TlsTest(parameterized.TestCase):
       self.assertEqual(kind, 'AuthenticationError')
       self.assertIn('certificate', message)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_peer_without_tls_is_told_to_both(self):
     results = processes.run_workers(_sums, 2, args=([self.job, {}],))
     for kind, message in results:

@@ -91,7 +91,7 @@ def _attempt_with_fault(rank, faulty):
 
 @pytest.mark.multi_process
 class FormTest(parameterized.TestCase):
-  @tiers.parameters(tiers.full(1), 2, tiers.full(5))
+  @tiers.parameters(tiers.soak(1), tiers.smoke(2), tiers.soak(5))
   def test_ranks_follow_tasks(self, count):
     results = processes.run_workers(_attempt, count, args=({},))
     tasks = [(r, r, 100 * r) for r in range(count)]
@@ -112,7 +112,7 @@ class FormTest(parameterized.TestCase):
       self.assertIn(f'task 2 at {absent} (nobody listens there)', message)
       self.assertBetween(seconds, 1.9, 30)
 
-  @tiers.parameters(0, tiers.full(1))
+  @tiers.parameters(0, tiers.soak(1))
   def test_fault_while_a_group_is_made_is_raised(self, faulty):
     broken, other = processes.run_workers(
       _attempt_with_fault, 2, args=(faulty,)
@@ -121,7 +121,7 @@ class FormTest(parameterized.TestCase):
     # Whether it had its group already is chance.
     self.assertIn(other[0], ('RendezvousError', 'WorkerUnavailableError'))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_fewer_are_enough_if_the_options_say_so(self):
     with processes.Workers(
       _attempt, 2, args=({0: _ELASTIC, 1: _ELASTIC},), ports=_with_absent(2)
@@ -131,7 +131,7 @@ class FormTest(parameterized.TestCase):
       self.assertEqual(outcome.error_text, '')
       self.assertEqual(outcome.value, (1, rank, [(0, 0, 0), (1, 1, 100)], 11))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_max_workers_leaves_the_others_waiting(self):
     options = {
       'max_workers': 2,
@@ -156,6 +156,7 @@ def _with_absent(count):
 
 @pytest.mark.multi_process
 class RefusalTest(parameterized.TestCase):
+  @pytest.mark.smoke
   def test_other_secret_is_told_to_its_owner_and_stops_nobody(self):
     wrong = {'secret': b'another secret than the others have'}
     per_rank = {0: _ELASTIC, 1: _ELASTIC, 2: {**_ELASTIC, **wrong}}
@@ -167,7 +168,7 @@ class RefusalTest(parameterized.TestCase):
     self.assertIn('TFS_SECRET', message)
     self.assertLess(seconds, 30)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_no_secret_where_others_have_one(self):
     per_rank = {1: {'secret': None}}
     for kind, message, seconds in processes.run_workers(
@@ -177,7 +178,7 @@ class RefusalTest(parameterized.TestCase):
       self.assertIn('does not know the secret', message)
       self.assertLess(seconds, 30)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_other_addresses_are_named_on_every_worker(self):
     per_rank = {1: {'addresses': {7: '127.0.0.1:7777'}}}
     for kind, message, seconds in processes.run_workers(
@@ -316,7 +317,7 @@ def _worker(rank, directory, victim):
 
 @pytest.mark.multi_process
 class AgainTest(parameterized.TestCase):
-  @tiers.parameters(0, tiers.full(1), tiers.full(2))
+  @tiers.parameters(0, tiers.soak(1), tiers.soak(2))
   def test_survivors_form_a_group_of_their_own(self, victim):
     directory = self.create_tempdir().full_path
     with processes.Workers(_survive, 3, args=(directory, victim)) as workers:
@@ -335,7 +336,7 @@ class AgainTest(parameterized.TestCase):
       self.assertEqual(second[2], tasks)
       self.assertEqual(second[3], 11)
 
-  @tiers.parameters(tiers.full(0), 2)
+  @tiers.parameters(tiers.soak(0), tiers.smoke(2))
   def test_restarted_worker_joins_the_survivors(self, victim):
     directory = self.create_tempdir().full_path
     with processes.Workers(_worker, 3, args=(directory, victim)) as workers:
@@ -378,7 +379,7 @@ def _form_among_many(rank, size):
 
 @pytest.mark.multi_process
 class ManyWorkersTest(parameterized.TestCase):
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_sixteen(self):
     self.assert_group(16)
 

@@ -67,7 +67,7 @@ class FormationTest(parameterized.TestCase):
   @tiers.parameters(
     (3, 0, 0.0),
     (40, 2, 0.02),
-    tiers.full(200, 10, 0.02),
+    (200, 10, 0.02),
     tiers.soak(1000, 0, 0.0),
     tiers.soak(1000, 50, 0.02),
   )
@@ -214,7 +214,7 @@ async def _suffer(count, faults, seed):
 class FaultsTest(parameterized.TestCase):
   @tiers.parameters(
     (3, 0),
-    tiers.full(8, 0),
+    (8, 0),
     *(tiers.soak(8, part) for part in range(1, 10)),
     *(tiers.soak(25, part) for part in range(10)),
   )

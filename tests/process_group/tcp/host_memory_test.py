@@ -65,6 +65,7 @@ class PathsTest(parameterized.TestCase):
       self.assertEqual(left, [])
     return ways, [read for _, read, _, _ in results], results[0][2]
 
+  @pytest.mark.smoke
   def test_memory(self):
     ways, read, sent = self._travel('nothing')
     self.assertEqual(ways, {'memory'})
@@ -78,13 +79,13 @@ class PathsTest(parameterized.TestCase):
     self.assertEqual(read, [0, 0, 0])
 
   @unittest.skipIf(os.geteuid(), 'only root can act as other users')
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_socket_where_users_differ(self):
     ways, read, _ = self._travel('users')
     self.assertEqual(ways, {'socket, not memory: Permission denied'})
     self.assertEqual(read, [0, 0, 0])
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_socket_if_asked_for(self):
     ways, read, _ = self._travel('nothing', same_host='socket')
     self.assertEqual(ways, {'socket'})

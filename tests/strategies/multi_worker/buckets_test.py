@@ -87,7 +87,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     [((2,), np.float32, True), ((0,), np.float32, False)], 100, 40
   )
   @hypothesis.example([((), np.float32, False), ((), np.float32, True)], 8, 40)
-  @pytest.mark.full
+  @pytest.mark.smoke
   def test_round_trip(self, described, bucket_bytes, alone_bytes):
     arrays = _arrays(described)
     is_unknown = [unknown and shape != () for shape, _, unknown in described]

@@ -110,7 +110,7 @@ def _search(rank, directory):
 class ClientsTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('ring', 'multi_worker_ring'),
-    tiers.full('collective', 'multi_worker_collective'),
+    tiers.soak('collective', 'multi_worker_collective'),
   )
   @pytest.mark.multi_process
   def test_attributes_of_each_worker(self, name):
@@ -146,7 +146,7 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   @pytest.mark.multi_process
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_attributes_of_the_chief_of_servers(self):
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       found = job.run(_attributes_of_chief, (self.create_tempdir().full_path,))
@@ -164,7 +164,7 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
       )
 
   @pytest.mark.multi_process
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_keras_tuner_searches_as_on_one_device(self):
     directory = self.create_tempdir().full_path
     alone = _search(None, os.path.join(directory, 'alone'))

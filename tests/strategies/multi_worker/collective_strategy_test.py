@@ -143,7 +143,7 @@ class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
     )
     return result
 
-  @tiers.named_parameters(('auto', 'auto'), tiers.full('by_name', _LINK))
+  @tiers.named_parameters(('auto', 'auto'), tiers.soak('by_name', _LINK))
   def test_reduces(self, communication):
     found, report, sums = self.run_alone(nccl.collective, communication)
     self.assertAllEqual(sums[0], [1.0, 2.0])
@@ -155,7 +155,7 @@ class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn(virtual_devices.name(0).lower(), device)
 
   @parameterized.parameters(False, True)
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_fit(self, jit_compile):
     difference, moved, report = self.run_alone(nccl.fit, jit_compile)
     self.assertLessEqual(difference, 1e-6)

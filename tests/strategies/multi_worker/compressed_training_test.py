@@ -15,7 +15,7 @@ from tf_strategies.collectives import codecs
 
 virtual_devices.configure()
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _UNITS, _BATCH, _STEPS = 256, 36, 4
 # So large that gradients of a few units overflow.
@@ -186,7 +186,7 @@ def _results(count, name):
 
 
 _ROWS = [
-  tiers.full(2, 'none'),
+  tiers.soak(2, 'none'),
   (2, 'int8'),
   tiers.soak(2, 'function'),
   tiers.soak(3, 'int8'),

@@ -104,7 +104,6 @@ def _results():
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
 class CompressionTest(tf.test.TestCase):
   def test_what_is_reported_is_not_rounded(self):
     for found in _results():

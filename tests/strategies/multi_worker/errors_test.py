@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from tests import processes, tiers
 from tests.strategies.multi_worker import failing_workers
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _DEADLINE_SECONDS = 240
 # Generous, as machines are shared: the point is that it is neither the
@@ -18,7 +18,6 @@ _DEADLINE_SECONDS = 240
 _AT_ONCE_SECONDS = 8.0
 
 
-@pytest.mark.full
 class DisagreementTest(parameterized.TestCase):
   """Two workers; one start of them for all tests."""
 
@@ -65,8 +64,7 @@ class DisagreementTest(parameterized.TestCase):
       for part in ('set-up of MultiWorkerRingStrategy', *parts):
         self.assertIn(part, result[name]['message'])
 
-  @tiers.parameters('world_size', tiers.full('addresses'))
-  @pytest.mark.full
+  @tiers.parameters('world_size', tiers.soak('addresses'))
   def test_clusters_that_do_not_match(self, name):
     for result in self.results:
       self.assertIn(
@@ -99,7 +97,6 @@ class DisagreementTest(parameterized.TestCase):
       self.assertIn('secret', result['secret']['message'])
 
 
-@pytest.mark.full
 class LossTest(parameterized.TestCase):
   """Three workers that lose one after the other, in the middle of `fit`."""
 

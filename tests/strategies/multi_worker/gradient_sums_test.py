@@ -7,6 +7,7 @@ import concurrent.futures
 import threading
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -232,9 +233,11 @@ class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
       arrived += workers.step([[small + large], [small - large / 2]])[0]
     return arrived[:, 8:].mean() / (2 * steps * small[0, 0])
 
+  @pytest.mark.smoke
   def test_nothing_is_lost_for_ever(self):
     self.assertAllClose(self._sent(feeds=True), 1, atol=0.15)
 
+  @pytest.mark.smoke
   def test_without_feedback_it_is(self):
     """The mutation: what is left is forgotten."""
     self.assertLess(self._sent(feeds=False), 0.7)

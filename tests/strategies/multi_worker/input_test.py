@@ -17,7 +17,7 @@ from tests import processes, tiers, virtual_devices
 from tf_strategies import _tf_internal
 
 virtual_devices.configure()
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _DEADLINE_SECONDS = 240
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -25,7 +25,7 @@ _Policy = tf.data.experimental.AutoShardPolicy
 # (workers, local devices)
 _WORLDS = ((2, 1), (2, 2), (3, 1))
 _TELLING = (2, 2)
-_MARKS = [tiers.quick if w == _TELLING else tiers.soak for w in _WORLDS]
+_MARKS = [tiers.unmarked if w == _TELLING else tiers.soak for w in _WORLDS]
 _EVERY = tuple(
   mark(f'{w}x{d}', w, d) for mark, (w, d) in zip(_MARKS, _WORLDS, strict=True)
 )
@@ -269,7 +269,6 @@ def _work(rank, devices, directory):
 _RESULTS = {}
 
 
-@pytest.mark.full
 class InputTest(tf.test.TestCase, parameterized.TestCase):
   """One start of the workers for each world; every test reads what they saw."""
 

@@ -116,7 +116,7 @@ class TrainTest(_Case):
   def test_equals_a_simulation_with(self, name):
     self.assert_simulated(name, 2, 'more', _MORE[name])
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_differences_are_compressed_as_gradients_are(self):
     results = _results(2, 'compressed')
     exact = results[0]['none']['weights']
@@ -126,7 +126,7 @@ class TrainTest(_Case):
     # Rounded, and near to what travels whole: an epoch changes ten times as much.
     self.assertBetween(largest(found[0]['weights'], exact), 1e-6, 5e-2)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_equals_a_simulation_by_collectives_of_tensorflow(self):
     [job] = _COLLECTIVE.values()
     self.assert_simulated('collective', 2, 'collective', job)
@@ -147,6 +147,7 @@ class TrainTest(_Case):
     found = [result['float16'] for result in _results(2, 'first')]
     self.assertGreater(found[0]['iterations'], found[1]['iterations'])
 
+  @pytest.mark.smoke
   def test_nothing_crosses_workers_between_meetings(self):
     found = [result['diloco'] for result in _results(2, 'first')]
     steps = 11  # Of an epoch; the last batch has one row.
@@ -183,7 +184,6 @@ class TrainTest(_Case):
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
 class LoopTest(_Case):
   @parameterized.parameters(*_LOOPS)
   def test_equals_a_simulation(self, name):
@@ -205,7 +205,7 @@ class LoopTest(_Case):
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
+@pytest.mark.soak
 class TrainOnBatchTest(_Case):
   def test_equals_a_simulation(self):
     # The last batch of an epoch has one row.
@@ -239,7 +239,7 @@ class ReplacedTest(_Case):
 class FailureTest(_Case):
   @tiers.named_parameters(
     ('dies', 'dies', tfs.errors.WorkerUnavailableError),
-    tiers.full('stops_alone', 'stops', tfs.errors.Error),
+    tiers.soak('stops_alone', 'stops', tfs.errors.Error),
   )
   def test_the_other_gets_an_error_at_a_meeting(self, how, expected):
     with processes.Workers(
@@ -272,7 +272,7 @@ class BytesTest(_Case):
 @pytest.mark.multi_process
 class ResumeTest(_Case):
   @tiers.named_parameters(
-    ('dropout', 'dropout'), tiers.full('normalized', 'normalized')
+    ('dropout', 'dropout'), tiers.soak('normalized', 'normalized')
   )
   def test_goes_on_between_two_meetings(self, layers):
     job = dataclasses.replace(DILOCO, layers=layers, rows=131)
@@ -291,7 +291,7 @@ class ResumeTest(_Case):
       self.assertEqual(result['whole'][2], result['resumed'][2])
     self.assertGreater(largest(found[0]['restored'], found[1]['restored']), 0)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_other_workers_go_on_from_the_mean(self):
     with tempfile.TemporaryDirectory() as directory:
       args = (DILOCO, directory, 6)

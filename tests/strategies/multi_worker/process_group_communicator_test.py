@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tf_strategies import _graph_errors, collectives, errors
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.multi_worker import (
@@ -147,12 +147,12 @@ class OrderTest(tf.test.TestCase):
       )
     return records
 
+  @pytest.mark.smoke
   def test_program_order_across_control_flow_and_functions(self):
     self.assertEqual(
       self._record(collective_queue.CollectiveQueue), [_EXPECTED] * 3
     )
 
-  @pytest.mark.full
   def test_without_the_token_calls_overtake_each_other(self):
     records = self._record(_Unordered)
     for record in records:
@@ -367,7 +367,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
       _PLACES[place](lambda x: _fail(ring, error, x))
     return caught.exception
 
-  @tiers.parameters(*tiers.few(_PLACES, 'nested'))
+  @parameterized.parameters(*_PLACES)
   def test_typed_errors_leave_with_all_they_know(self, place):
     raised = self._raised(place, _lost())
     self.assertEqual(type(raised).__name__, 'WorkerUnavailableError')
@@ -405,7 +405,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
         step(tf.constant(1.0))
       self.assertEqual(caught.exception.rank, rank)
 
-  @tiers.parameters(tiers.full('function'), 'while', tiers.full('cond'))
+  @parameterized.parameters('function', 'while', 'cond')
   def test_other_exceptions_stay_what_tensorflow_makes_of_them(self, place):
     for error in (RuntimeError('plain'), ZeroDivisionError('by nothing')):
       ring = collective_queue.CollectiveQueue(_RecordingGroup())

@@ -9,13 +9,14 @@ from tests import processes, tiers, virtual_devices
 from tests.strategies import reproducible_program
 from tf_strategies import errors
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
-
 virtual_devices.configure()
-pytestmark = pytest.mark.skipif(
-  not virtual_devices.IS_DETERMINISTIC,
-  reason='on GPUs set TF_DETERMINISTIC_OPS=1',
-)
+pytestmark = [
+  pytest.mark.multi_process,
+  pytest.mark.skipif(
+    not virtual_devices.IS_DETERMINISTIC,
+    reason='on GPUs set TF_DETERMINISTIC_OPS=1',
+  ),
+]
 
 _SHARDS = 8
 _DEADLINE_SECONDS = 280
@@ -55,11 +56,11 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
     return kind._in_one_process
 
   @tiers.named_parameters(
-    tiers.full('3_workers_in_a_ring', 3, 'ring', 1),
+    ('3_workers_in_a_ring', 3, 'ring', 1),
     tiers.soak('1_worker', 1, 'auto', 1),
-    tiers.full('2_workers_of_2_devices', 2, 'tree', 2),
+    tiers.soak('2_workers_of_2_devices', 2, 'tree', 2),
     tiers.soak('3_workers_on_a_tree', 3, 'tree', 1),
-    tiers.full('4_workers', 4, 'halving_doubling', 1),
+    tiers.soak('4_workers', 4, 'halving_doubling', 1),
     tiers.soak('7_workers', 7, 'ring', 1),
     tiers.soak('2_workers', 2, 'halving_doubling', 1),
     tiers.soak('7_workers_on_a_tree', 7, 'tree', 1),
@@ -72,7 +73,6 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(calls['combine_max'], 10)
     self.assertGreater(calls['all_reduce'], calls['combine_max'] - 1)
 
-  @pytest.mark.full
   def test_other_order_of_plain_sums_is_found(self):
     found = set()
     for count in (1, 3):
@@ -95,9 +95,9 @@ def _create(rank, reproducible, threads):
 
 
 class DisagreementTest(parameterized.TestCase):
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     ('number_of_threads', True, (1, 2), 'threads of an operation'),
-    tiers.full('fewer_shards_than_workers', 1, (1, 1), 'reproducible=1 with 2'),
+    ('fewer_shards_than_workers', 1, (1, 1), 'reproducible=1 with 2'),
   )
   def test_refused(self, reproducible, threads, message):
     with processes.Workers(_create, 2, args=(reproducible, threads)) as workers:

@@ -31,7 +31,6 @@ def _exchange(rank):
 
 
 @pytest.mark.multi_process
-@pytest.mark.full
 class ExchangeTest(absltest.TestCase):
   def test_peer_that_died_is_named_within_the_options_deadline(self):
     with processes.ProcessGroup(deadline=120) as group:

@@ -17,7 +17,7 @@ from tf_strategies.process_group import planned
 
 virtual_devices.configure()
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 ALL = {**models.OPTIMIZERS, **models.OPTIONS}
 _DEADLINE_SECONDS = 280
@@ -60,9 +60,9 @@ def _train_all(rank, names, devices):
 
 class ExactTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
-    ('two', 2, 1, ('adam', 'accumulation')),
+    tiers.smoke('two', 2, 1, ('adam', 'accumulation')),
     tiers.soak('three', 3, 1, ('adamw', 'loss_scale', 'rows_of_adagrad')),
-    tiers.full('two_of_two', 2, 2, ('ema', 'clipnorm', 'rows_of_plain')),
+    tiers.soak('two_of_two', 2, 2, ('ema', 'clipnorm', 'rows_of_plain')),
     tiers.soak('optimizers', 3, 1, tuple(models.OPTIMIZERS)),
     tiers.soak('options', 3, 1, tuple(models.OPTIONS)),
     tiers.soak(
@@ -142,8 +142,8 @@ def _measure(rank, devices):
 class CostTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     ('two', 2, 1),
-    tiers.full('three', 3, 1),
-    tiers.full('two_of_two', 2, 2),
+    tiers.soak('three', 3, 1),
+    tiers.soak('two_of_two', 2, 2),
   )
   def test_bytes(self, workers, devices):
     by_worker = processes.run_workers(
@@ -164,7 +164,7 @@ class CostTest(tf.test.TestCase, parameterized.TestCase):
 
 class CompressionTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
-    tiers.full('bfloat16', 'bfloat16'), tiers.full('float16', 'float16')
+    tiers.soak('bfloat16', 'bfloat16'), tiers.soak('float16', 'float16')
   )
   def test_gradients_are_rounded_and_weights_equal(self, compression):
     expected = _train('momentum').get_weights()
@@ -228,7 +228,6 @@ def _load(rank, directory, way, strategy=None):
 
 
 class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
-  @pytest.mark.full
   def test_saved_by_two_loaded_by_three_and_one(self):
     directory = self.create_tempdir().full_path
     saved, other = processes.run_workers(
@@ -282,12 +281,12 @@ class RefusalTest(tf.test.TestCase):
     for text in processes.run_workers(_differ, 2):
       self.assertIn('shard_optimizer_state', text)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_an_algorithm_without_halves(self):
     for text in processes.run_workers(_refuse, 2):
       self.assertIn("'tree'", text)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_a_worker_that_reads_alone_is_an_error_everywhere(self):
     directory = self.create_tempdir().full_path
     for name in processes.run_workers(
@@ -327,7 +326,7 @@ def _mutated(rank, kind):
 
 
 class MutationTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.named_parameters(
+  @parameterized.named_parameters(
     ('none', 'none', False),
     ('missing_all_gather', 'gather', True),
     ('shifted_boundary', 'scatter', True),

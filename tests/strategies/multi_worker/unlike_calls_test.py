@@ -6,7 +6,7 @@ from absl.testing import absltest, parameterized
 from tests import processes, tiers
 from tests.strategies.multi_worker import unlike_calls
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 # The end of the name of what differs, and what the ranks have.
 _TOLD = {
@@ -28,7 +28,7 @@ _TOLD = {
 
 
 class UnlikeCallsTest(parameterized.TestCase):
-  @tiers.parameters('multi_worker_ring', tiers.full('multi_worker_collective'))
+  @tiers.parameters('multi_worker_ring', tiers.soak('multi_worker_collective'))
   def test_every_worker_is_told_at_once(self, kind):
     results = processes.run_workers(
       unlike_calls.call_all, 2, args=(kind, tuple(_TOLD)), deadline=240

@@ -11,7 +11,7 @@ from tests import parameter_servers
 from tests.conformance import harness
 from tests.strategies.parameter_server import chief
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 layers = keras.layers
 _ROWS = 21
@@ -194,7 +194,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     for part in want:
       self.assertAllClose(want[part], found[part], 1e-6, 2e-6, part)
 
-  @pytest.mark.full
   def test_rows_that_two_workers_share(self):
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       for kind in _KINDS:

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from tests.strategies.parameter_server import fakes
@@ -86,6 +87,7 @@ class BoundedEngineTest(parameterized.TestCase):
     done = self._run(engine, parts)
     self.assert_bound(done, parts, max_staleness)
 
+  @pytest.mark.smoke
   def test_a_worker_without_work_joins_where_the_slowest_is(self):
     engine = self._engine(2, 1)
     self._run(engine, (2, 30))

@@ -16,7 +16,7 @@ import tf_strategies as tfs
 from tests import parameter_servers, tiers
 from tests.conformance import harness
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 layers = keras.layers
 _ROWS = 37
@@ -455,7 +455,6 @@ def under_async(names):
     strategy.close()
 
 
-@pytest.mark.full
 class OptimizersTest(tf.test.TestCase):
   def test_one_worker_and_two_servers_equal_one_device(self):
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
@@ -476,7 +475,10 @@ class CustomStepsTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     *tiers.few(
-      [(name, name) for name in _PROGRAMS],
+      [
+        tiers.smoke(name, name) if name == 'guide' else (name, name)
+        for name in _PROGRAMS
+      ],
       'guide',
       'two_optimizers',
       'f1_score',

@@ -13,7 +13,7 @@ import tf_strategies as tfs
 from tests import parameter_servers, tiers
 from tests.conformance import harness
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 layers = keras.layers
 _ROWS = 21
@@ -171,9 +171,9 @@ def train_on_servers(directory, options, by_workers):
 
 class FeaturesTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
-    tiers.full('read_by_the_worker', {'mode': 'async'}, True, 1),
+    tiers.soak('read_by_the_worker', {'mode': 'async'}, True, 1),
     ('shared_by_workers', {'mode': 'sync'}, False, 2),
-    tiers.full('read_by_two_workers', {'mode': 'sync'}, True, 2),
+    tiers.soak('read_by_two_workers', {'mode': 'sync'}, True, 2),
     tiers.soak('bounded', {'mode': 'bounded'}, True, 1),
     tiers.soak('one_of_two', {'mode': 'sync', 'backup_workers': 1}, False, 2),
     tiers.soak(

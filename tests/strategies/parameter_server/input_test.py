@@ -15,7 +15,7 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.strategies.parameter_server import chief
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _COUNT = 50
 _BATCH = 8  # The last batch of an epoch has two elements.
@@ -237,7 +237,6 @@ class _InputTest(parameterized.TestCase):
     return found
 
 
-@pytest.mark.full
 class TwoWorkersTest(_InputTest):
   @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _FED])
   def test_fed(self, name):

@@ -218,7 +218,7 @@ class KeepaliveTest(parameterized.TestCase):
         connection.recv(1)
 
   @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_task_that_answers_for_long_enough_is_forgiven(self):
     stopped, other = self.addresses
     watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
@@ -233,7 +233,7 @@ class KeepaliveTest(parameterized.TestCase):
     self.assertGreater(time.monotonic() - continued_at, 3 * _TIMEOUT)
     self.assertTrue(watch.is_disconnected(other))
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_the_host_that_was_connected_to_is_watched(self):
     stopped, other = self.addresses
     # A name server of our own: it sends the name to another host later.

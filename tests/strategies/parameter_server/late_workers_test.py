@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_strategies as tfs
 from tests import parameter_servers
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _ROUNDS = 5
 _EPOCHS = 2
@@ -147,6 +147,7 @@ def until_it_is_there(seconds):
 
 
 class LateWorkersTest(tf.test.TestCase):
+  @pytest.mark.smoke
   def test_late_batches_are_dropped_and_counted(self):
     with parameter_servers.Job(num_workers=3, num_ps=1) as job:
       found = [job.run(with_a_slow_worker, (s,)) for s in (0.0, 0.3)]
@@ -194,7 +195,7 @@ class LateWorkersTest(tf.test.TestCase):
       1e-6,
     )
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_late_worker_writes_nothing(self):
     with parameter_servers.Job(num_workers=3, num_ps=2) as job:
       before, after = job.run(until_it_is_there, (10.0,))

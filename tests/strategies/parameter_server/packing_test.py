@@ -3,6 +3,7 @@
 import hypothesis
 import ml_dtypes
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import strategies as st
@@ -70,6 +71,7 @@ class PackingTest(tf.test.TestCase, parameterized.TestCase):
     arrays = [_random(dtype, shape, i) for i, shape in enumerate(_SHAPES)]
     self.assert_same_bits(arrays, _through_a_message(arrays))
 
+  @pytest.mark.smoke
   def test_all_dtypes_in_few_messages(self):
     arrays = [
       _random(dtype, shape, 10 * i + j)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -46,6 +47,7 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     self.assertTrue(variable.is_initialized().numpy())
     self.assertLen({p.device for p in variable.parts}, parts)
 
+  @pytest.mark.smoke
   def test_parts_hold_consecutive_rows(self):
     variable = self.make()
     self.assertEqual(variable.sizes, (3, 2, 2))

@@ -15,7 +15,7 @@ from tests.conformance import harness, parameter_server
 from tests.conformance.harness import Feature
 from tests.strategies.parameter_server import chief
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _ROWS = 69
 _TOKENS = 23  # Not a multiple of 2 or 3.
@@ -237,7 +237,6 @@ class OthersTest(_TrainingTest):
     self.assert_loaded(*self.found['load_at_the_others'][way, parts])
 
 
-@pytest.mark.full
 class PartitionedTrainingTest(_TrainingTest):
   programs = (two_parts, three_parts, save, load_elsewhere)
 

@@ -1,6 +1,7 @@
 """Variables are spread over servers evenly by bytes."""
 
 import hypothesis
+import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ class PlacementTest(parameterized.TestCase):
   def test_examples_run(self):
     docstrings.assert_examples(self, partitioned.__name__, 2)
 
+  @pytest.mark.smoke
   def test_kernels_do_not_all_land_on_one_server(self):
     # Kernel, bias, kernel, bias: in turn, every kernel is on server 0.
     sizes = [4000, 40, 4000, 40, 4000, 40, 4000, 40]

@@ -6,6 +6,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -89,6 +90,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       f.seek(-1, os.SEEK_END)
       f.truncate()
 
+  @pytest.mark.smoke
   def test_newest_checkpoint_is_restored(self):
     weight, found = self.variable([1.0, 2.0]), self.make()
     self.save_twice(found, weight)

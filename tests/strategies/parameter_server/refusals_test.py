@@ -14,7 +14,7 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.strategies.parameter_server import chief
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 
 def _data():

@@ -18,7 +18,7 @@ from tests.conformance import harness
 from tests.strategies.parameter_server import chief
 from tf_strategies.strategies.parameter_server import microbatch
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 layers = keras.layers
 # Rows of each batch of each worker: their pipelines end in different steps.
@@ -337,6 +337,7 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     ('in_groups', 2),
     ('in_groups_of_unknown_number', 2),
   )
+  @pytest.mark.smoke
   def test_equals_one_device(self, name, group):
     found = self.found[name]
     self.assert_equal(_fit(lambda: _concatenated(_ROUNDS), None, group), found)
@@ -361,6 +362,7 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     want = _fit_classes(_concatenated(_ROUNDS).map(_class))
     self.assertAllClose(want, self.found['class_weight'], 1e-6, 2e-6)
 
+  @pytest.mark.smoke
   def test_mean_that_is_not_weighted_by_rows_is_found(self):
     want = _fit(lambda: _concatenated(_ROUNDS))
     found = self.found['unweighted']
@@ -388,11 +390,13 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
   def test_no_data(self):
     self.assertRegex(self.found['nothing_to_read'], 'got none for any of 2')
 
+  @pytest.mark.smoke
   def test_loop(self):
     means = [np.mean(x) for x, _ in _concatenated(_ROUNDS).as_numpy_iterator()]
     want = list(zip(means, np.cumsum(means), strict=True))
     self.assertAllClose(want, self.found['loop'], 1e-6, 1e-6)
 
+  @pytest.mark.smoke
   def test_predictions_of_asynchronous_workers(self):
     kernel, bias, predictions = self.found['one_by_one']
     x = np.concatenate(
@@ -402,7 +406,6 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OneWorkerTest(tf.test.TestCase):
-  @pytest.mark.full
   def test_its_batches_are_whole(self):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       self.assertEqual(job.run(dropout), '')

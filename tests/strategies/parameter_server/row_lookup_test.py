@@ -16,7 +16,7 @@ from tests.conformance import harness
 from tests.strategies.parameter_server import wire
 from tf_strategies.strategies.parameter_server import variables
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 layers = keras.layers
 optimizers = keras.optimizers
@@ -380,12 +380,12 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         for part in want:
           self.assertAllClose(want[part], result[part], 1e-6, 2e-6, part)
 
-  @tiers.parameters(tiers.full('async', 1, 1), tiers.full('sync', 2, 2))
+  @tiers.parameters(tiers.soak('async', 1, 1), ('sync', 2, 2))
   def test_training_equals_one_device(self, mode, num_workers, parts):
     self.assert_equal_in(_SOME, mode, num_workers, parts)
 
   @tiers.named_parameters(
-    tiers.full('few', 'async', 1, ('scaled_adagrad', 'accumulated')),
+    tiers.soak('few', 'async', 1, ('scaled_adagrad', 'accumulated')),
     tiers.soak('async', 'async', 1, ('scaled_lazy_adam', 'scaled_multi')),
     tiers.soak('sync', 'sync', 2, tuple(_IN_A_BRANCH)),
   )
@@ -393,7 +393,6 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     pairs = [('towers', name) for name in names]
     self.assert_equal_in(pairs, mode, num_workers, 2)
 
-  @pytest.mark.full
   def test_in_a_branch_of_the_users(self):
     pairs = ('branch', 'lazy_adam'), ('branch', 'adagrad')
     self.assert_equal_in(pairs, 'async', 1, 2)
@@ -430,7 +429,7 @@ def _more_than_rows(found):
 class RowsTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
     ('async', 'sgd', 2),
-    tiers.full('sync', 'lazy_adam', 1),
+    tiers.soak('sync', 'lazy_adam', 1),
   )
   def test_each_row_of_a_batch_is_sent_once(self, mode, optimizer, parts):
     options = {'mode': mode}
@@ -442,7 +441,7 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
       # The rows of the table, to one worker at least.
       self.assertGreater(found['_fit'][0][1], 20_000 * _WIDTH * 4)
 
-  @tiers.parameters(tiers.soak('async', 'sgd'), tiers.full('sync', 'lazy_adam'))
+  @tiers.parameters(tiers.soak('async', 'sgd'), tiers.soak('sync', 'lazy_adam'))
   def test_a_table_without_a_vocabulary_is_sent_sums(self, mode, optimizer):
     """Where Keras squares equal rows one by one it is sent each of them."""
     least = []
@@ -462,7 +461,7 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.parameters(
     tiers.soak('sgd'),
-    tiers.full('adagrad'),
+    tiers.soak('adagrad'),
     'lazy_adam',
     tiers.soak('lazy_ftrl'),
   )

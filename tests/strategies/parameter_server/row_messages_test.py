@@ -13,7 +13,7 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tf_strategies.strategies.parameter_server import worker_function
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _BATCH = 8
 _OPTIMIZERS = {

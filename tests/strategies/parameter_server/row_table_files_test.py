@@ -459,8 +459,7 @@ def _peak():
 
 
 @pytest.mark.multi_process
-@pytest.mark.slow
-@pytest.mark.full
+@pytest.mark.soak
 class MemoryTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters((save_and_load_many, 8e6), (without_servers, 64e6))
   def test_the_coordinator_holds_no_table(self, program, most):

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import dynamic_tables, parameter_servers, tiers
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 _STEPS = 60
 _IDS = 40
@@ -84,7 +84,9 @@ class KillTest(parameterized.TestCase, tf.test.TestCase):
         job.start(*task)
       return job.wait().result()
 
-  @tiers.named_parameters(('async', 'async'), tiers.full('sync', 'sync'))
+  @tiers.named_parameters(
+    tiers.smoke('async', 'async'), tiers.soak('sync', 'sync')
+  )
   def test_worker_counts_are_exact(self, mode):
     usage, report, strategy, iterations = self.kill(
       ('worker', 1), mode, restarts=False
@@ -94,7 +96,7 @@ class KillTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual((iterations, strategy['steps']), (_STEPS, _STEPS))
     self.assertEqual(report['rows'], _IDS)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_server_rows_are_those_of_the_checkpoint(self):
     usage, report, strategy, iterations = self.kill(('ps', 1), 'sync', 5)
     (recovery,) = strategy['recoveries']
@@ -104,7 +106,7 @@ class KillTest(parameterized.TestCase, tf.test.TestCase):
     self.assertAllEqual(usage['uses'], np.full([_IDS], iterations))
     self.assertEqual(report['rows'], _IDS)
 
-  @pytest.mark.full
+  @pytest.mark.soak
   def test_only_rows_of_the_dead_server_are_older(self):
     usage, report, strategy, iterations = self.kill(('ps', 1), 'async', 5)
     (recovery,) = strategy['recoveries']

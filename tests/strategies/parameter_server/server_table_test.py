@@ -18,7 +18,7 @@ from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import server_table
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 OPTIMIZERS = dynamic_tables.OPTIMIZERS
 # Of the gradients of equal ids SGD is sent the sum, Adam all.
@@ -295,7 +295,6 @@ class _ServersTest(parameterized.TestCase, tf.test.TestCase):
     )
 
 
-@pytest.mark.full
 class OthersTest(_ServersTest):
   on_two_servers = (others_in_sync,)
 
@@ -304,7 +303,6 @@ class OthersTest(_ServersTest):
     self.assert_as_embedding(name, self.found['others_in_sync'][name])
 
 
-@pytest.mark.full
 class TrainingTest(_ServersTest):
   on_two_servers = (
     in_sync,

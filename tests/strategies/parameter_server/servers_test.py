@@ -15,7 +15,7 @@ from tests.conformance import harness, parameter_server
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.slow]
+pytestmark = pytest.mark.multi_process
 
 partitioners = tf.distribute.experimental.partitioners
 
@@ -377,7 +377,6 @@ _PROGRAMS = {
 }
 
 
-@pytest.mark.full
 class ServersTest(tf.test.TestCase, parameterized.TestCase):
   @classmethod
   def setUpClass(cls):

@@ -4,6 +4,7 @@ import gc
 import weakref
 from unittest import mock
 
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -166,6 +167,7 @@ class RoundTest(tf.test.TestCase):
     unknown = [*both, [None, 2], [3], [None]]
     self.assertEqual(self._rounds(False), unknown)
 
+  @pytest.mark.smoke
   def test_what_a_lost_worker_had_taken_another_one_reads(self):
     source = splits.Source(_Local())
     first = splits.Round(source)

@@ -1,5 +1,6 @@
 """Staleness counts the steps that were applied while one was computed."""
 
+import pytest
 from absl.testing import absltest
 
 from tf_strategies.strategies.parameter_server import engine
@@ -13,6 +14,7 @@ class StalenessTest(absltest.TestCase):
       staleness.end(0)
     self.assertEqual(staleness.histogram, {0: 5})
 
+  @pytest.mark.smoke
   def test_workers_in_turn_are_as_stale_as_there_are_others(self):
     staleness = engine.Staleness()
     for worker in range(3):

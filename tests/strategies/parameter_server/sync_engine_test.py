@@ -6,6 +6,7 @@ import types
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
@@ -126,6 +127,7 @@ class SyncEngineTest(_TestCase):
     self.assertEqual(report['steps'], 4)
     self.assertEqual(report['dropped'], 4 * backup_workers)
 
+  @pytest.mark.smoke
   def test_lost_microbatch_does_not_wait_for_a_slow_worker(self):
     """Whoever is free takes it: two of three count."""
     engine = self._engine(3, backup_workers=1)

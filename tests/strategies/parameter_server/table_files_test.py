@@ -5,6 +5,7 @@ import os
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -140,6 +141,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
       self.restore(table=loaded)
     self.assertAllEqual(loaded.numpy(), _VALUE)
 
+  @pytest.mark.smoke
   def test_only_what_changed_is_written_again(self):
     table, loaded = self.make(2), self.make(3, 0 * _VALUE)
     first = self.save(table=table)

@@ -1,6 +1,7 @@
 """A traced step makes of variables what the same step makes of plain ones."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -179,6 +180,7 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(a, [1.0, 2.0, 3.0])
     self.assertAllEqual(saved.total, [0.0, 0.0, 0.0])
 
+  @pytest.mark.smoke
   def test_a_step_reads_one_state(self):
     a, b = (local_servers.variable(i, [1.0, 1.0, 1.0]) for i in range(2))
 

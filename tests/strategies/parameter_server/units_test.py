@@ -5,10 +5,10 @@ import time
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import tiers
 from tests.strategies.parameter_server import local_servers, step_programs
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -96,13 +96,8 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       program, variables, self.journal, *(specs or [step_programs.SPEC])
     )
 
-  @tiers.named_parameters(
-    *tiers.few(
-      [(p.__name__, p) for p in step_programs.PROGRAMS],
-      'written_in_a_branch',
-      'scattered_only',
-      'sums',
-    )
+  @parameterized.named_parameters(
+    *[(p.__name__, p) for p in step_programs.PROGRAMS]
   )
   def test_worker_that_was_given_up_writes_nothing(self, program):
     values = [1.0, 2.0, 3.0], [-0.5, 0.25, 4.0]
@@ -122,14 +117,8 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     step = self.trace(program, ours)
     step(x)
 
-  @tiers.named_parameters(
-    *tiers.few(
-      [(p.__name__, p) for p in step_programs.PROGRAMS],
-      'written_in_a_branch',
-      'written_in_a_loop',
-      'rows',
-      'sums',
-    )
+  @parameterized.named_parameters(
+    *[(p.__name__, p) for p in step_programs.PROGRAMS]
   )
   def test_step_that_is_repeated_writes_nothing(self, program):
     values = [1.0, 2.0, 3.0], [-0.5, 0.25, 4.0]
@@ -187,9 +176,9 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       self.journal.done(batch_message.TASKS, step_programs.KEY), 1
     )
 
-  @tiers.product(
+  @parameterized.product(
     shape=tuple(_SHAPES),
-    deaths=((3, 3, 4), tiers.full((0, 5))),
+    deaths=((3, 3, 4), (0, 5)),
   )
   def test_rounds_that_are_repeated_are_written_once(self, shape, deaths):
     """The attempts end before these rounds of six; then one comes to its end."""
@@ -230,6 +219,7 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     attempts = [[*range(d + 1)] for d in deaths] + 2 * [[*range(6)]]
     self.assertEqual(began, list(itertools.chain(*attempts)))
 
+  @pytest.mark.smoke
   def test_steps_whose_units_have_one_number(self):
     """In one it is in a loop, and in the other not."""
     a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
@@ -245,8 +235,8 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(a, before[0])
       self.assertAllEqual(b, before[1])
 
-  @tiers.product(
-    chooses=('counter', tiers.full('flag'), 'iterations', 'nested', 'loop'),
+  @parameterized.product(
+    chooses=('counter', 'flag', 'iterations', 'nested', 'loop'),
     begins=(True, False),
   )
   def test_step_that_is_repeated_makes_the_same_choice(self, chooses, begins):

@@ -38,6 +38,7 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
   def assert_time(self):
     self.assertLess(time.monotonic() - self._start, _DEADLINE_SECONDS)
 
+  @pytest.mark.smoke
   def test_environment_without_a_tpu(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError,
@@ -105,7 +106,6 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.TPURingStrategy(double.ResolverDouble(8, is_initialized=False))
 
-  @pytest.mark.full
   def test_importing_looks_for_no_tpu(self):
     """Not even where the environment names one that does not answer."""
     code = (

@@ -42,13 +42,13 @@ def all_reduce(reduce_op, *tensors):
 class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
     tiers.soak('ring', 2),
-    tiers.full('ring', 4),
+    tiers.smoke('ring', 4),
     tiers.soak('ring', 8),
-    tiers.full('tree', 4),
-    tiers.full('halving_doubling', 4),
+    ('tree', 4),
+    ('halving_doubling', 4),
     tiers.soak('halving_doubling', 8),
     tiers.soak('direct', 4),
-    tiers.full('hierarchical', 4),
+    tiers.smoke('hierarchical', 4),
     tiers.soak('naive', 4),
     tiers.soak('tree', 3),
     ('halving_doubling', 3),
@@ -72,12 +72,10 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(float_sum, floats.sum(0), atol=1e-6, rtol=1e-6)
       self.assertEqual(float_sum.tobytes(), results[0][-1].tobytes())
 
-  @pytest.mark.slow
   @pytest.mark.soak
   def test_sum_over_a_ring_of_32_replicas(self):
     self.assert_32_replicas('ring')
 
-  @pytest.mark.full
   def test_sum_over_a_tree_of_32_replicas(self):
     self.assert_32_replicas('tree')
 
@@ -92,7 +90,6 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(total, value.sum(0, dtype=np.int32))
 
   @tiers.parameters('ring', tiers.soak('direct'))
-  @pytest.mark.full
   def test_mean(self, name):
     strategy = double.create_strategy(4, all_reduce=name)
     floats = distinct(4, 6, dtype=np.float32)
@@ -108,6 +105,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       )
       np.testing.assert_array_equal(half_mean, halves[0], strict=True)
 
+  @pytest.mark.smoke
   def test_16_bit_sums_are_rounded_once_a_round(self):
     # In bfloat16 256 + 1 is 256, in whatever order three ones come to it.
     values = np.repeat([[256.0], [1.0], [1.0], [1.0]], 8, axis=1)
@@ -122,7 +120,6 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (total,) in results:
       np.testing.assert_array_equal(total, expected)
 
-  @pytest.mark.full
   def test_odd_shapes(self):
     empty = np.zeros([4, 0, 3], np.float32)
     scalar = distinct(4, dtype=np.float32)
@@ -137,7 +134,6 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(none.shape, (0,))
       self.assertEqual(total, 6000)
 
-  @pytest.mark.full
   def test_negative_zero_survives_where_nothing_comes(self):
     """Who is nobody's target gets zeros, and must not add them."""
     values = np.full([3, 7], -0.0, np.float32)
@@ -149,7 +145,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (total,) in results:
       self.assertTrue(np.signbit(total).all())
 
-  @tiers.parameters(tiers.full(SUM, 1), (MEAN, 4))
+  @parameterized.parameters((SUM, 1), (MEAN, 4))
   def test_gradient_is_the_all_reduce_of_gradients(self, reduce_op, divisor):
     strategy = double.create_strategy(4)
     x, weight = (distinct(4, 5, dtype=np.float32) for _ in range(2))
@@ -167,8 +163,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     for (gradient,) in results:
       np.testing.assert_array_equal(gradient, weight.sum(0) / divisor)
 
-  @tiers.parameters(tiers.full(SUM, 1), (MEAN, 2))
-  @pytest.mark.full
+  @parameterized.parameters((SUM, 1), (MEAN, 2))
   def test_gradient_through_reduce_to(self, reduce_op, divisor):
     strategy = double.create_strategy(2)
     x, weight = (distinct(2, 5, dtype=np.float32) for _ in range(2))
@@ -198,7 +193,6 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual([int(r) for (r,) in results], [0, 1, 2, 3])
 
-  @pytest.mark.full
   def test_variables(self):
     strategy = double.create_strategy(4)
     with strategy.scope():
@@ -226,12 +220,11 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     *[
-      (tiers.full if name == 'ring' else tiers.soak)(name, name)
+      (tiers.unmarked if name == 'ring' else tiers.soak)(name, name)
       for name, build in ALGORITHMS.items()
       if build(4).adds_up_once()
     ]
   )
-  @pytest.mark.full
   def test_a_wrong_schedule_gives_a_wrong_sum(self, name):
     schedule = ALGORITHMS[name](4)
     for lost in (0, len(schedule.transfers) - 1):

@@ -109,9 +109,9 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     return replicas
 
   @tiers.named_parameters(
-    ('sgd', sgd, {}),
+    tiers.smoke('sgd', sgd, {}),
     tiers.soak('adam', adam, {}),
-    tiers.full('global_clipnorm', adam, {'global_clipnorm': 0.1}),
+    ('global_clipnorm', adam, {'global_clipnorm': 0.1}),
     tiers.soak('clipnorm', sgd, {'clipnorm': 0.1}),
     tiers.soak('ema', adam, {'use_ema': True, 'ema_overwrite_frequency': 1}),
     tiers.soak('weight_decay', adam, {'weight_decay': 0.1}),
@@ -122,19 +122,16 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(replicas.step.permutes, _RING)
     self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
 
-  @pytest.mark.full
   def test_gradient_accumulation(self):
     replicas = self.assert_equals_one_device(
       lambda: adam(gradient_accumulation_steps=2), num_steps=2
     )
     self.assertLen(replicas.step.permutes, _RING)
 
-  @pytest.mark.full
   def test_another_schedule(self):
     replicas = self.assert_equals_one_device(sgd, all_reduce='tree')
     self.assertIsNone(replicas.step.mismatch(ALGORITHMS['tree'](_REPLICAS)))
 
-  @pytest.mark.full
   def test_unwrapped(self):
     replicas = self.assert_equals_one_device(
       lambda: sgd(momentum=0.9, global_clipnorm=0.1), wrap=False
@@ -145,7 +142,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
   def test_gradients_through_synchronized_batch_normalization(self):
     self.assert_equals_one_device(sgd, synchronized=True)
 
-  @pytest.mark.full
   def test_statistics_of_batch_normalization_are_the_mean(self):
     replicas = Replicas(
       lambda: tfs.keras.DistributedOptimizer(sgd()), synchronized=False
@@ -164,7 +160,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
         value.tobytes(), values[norm.moving_mean.path][0].tobytes()
       )
 
-  @pytest.mark.full
   def test_builtin_sums_once_too(self):
     replicas = Replicas(
       lambda: tfs.keras.DistributedOptimizer(sgd()), all_reduce='builtin'
@@ -187,7 +182,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(step.sums)
     self.assertLen(step.permutes, _RING)
 
-  @pytest.mark.full
   def test_clipping_of_sparse_gradients_is_refused(self):
     strategy = double.create_strategy(_REPLICAS)
     with strategy.scope():
@@ -203,7 +197,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     ):
       program.trace(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
 
-  @pytest.mark.full
   def test_replicas_agree_whether_gradients_are_finite(self):
     replicas = Replicas(
       lambda: keras.optimizers.LossScaleOptimizer(
@@ -217,7 +210,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
       {op.get_attr('T') for op in replicas.step.permutes}, {tf.int32}
     )
 
-  @pytest.mark.full
   def test_one_replica_with_infinite_gradients_stops_all(self):
     strategy = double.create_strategy(_REPLICAS)
     with strategy.scope():
@@ -251,8 +243,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
       model.compile(tfs.keras.DistributedOptimizer(adam()), 'mse')
     model.fit(*data, verbose=0, **options)
 
-  @tiers.parameters('arrays', tiers.full('data set'))
-  @pytest.mark.full
+  @parameterized.parameters('arrays', 'data set')
   def test_a_step_is_built(self, kind):
     data = (np.ones([32, 3], np.float32), np.ones([32, 1], np.float32))
     with self.assertRaisesRegex(
@@ -264,8 +255,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         data_set = tf.data.Dataset.from_tensor_slices(data)
         self.fit(data_set.batch(16, drop_remainder=True))
 
-  @tiers.parameters('arrays', tiers.full('data set'))
-  @pytest.mark.full
+  @parameterized.parameters('arrays', 'data set')
   def test_a_remainder_is_refused(self, kind):
     data = (np.ones([33, 3], np.float32), np.ones([33, 1], np.float32))
     with self.assertRaisesRegex(
@@ -323,7 +313,6 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.trace_with_any_batch('rows')
 
-  @pytest.mark.full
   def test_a_batch_of_any_size_without_weighting(self):
     step = self.trace_with_any_batch('none')
     self.assertIsNone(step.mismatch(ring_all_reduce(_REPLICAS)))
