@@ -111,4 +111,4 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _line(link: str, alpha: float, beta: float) -> str:
-  return f"'{link}': collectives.Link({alpha:.1e}, {beta:.2e}),"
+  return f"'{link}': cost_model.Link({alpha:.1e}, {beta:.2e}),"

@@ -41,6 +41,7 @@ from typing import Any
 # TensorFlow reads it when it is imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
+import numpy as np
 from absl import app, flags
 
 from benchmarks import (
@@ -53,7 +54,7 @@ from benchmarks import (
   training_peers,
   worker_pool,
 )
-from tf_strategies.collectives import codecs
+from tf_strategies.collectives import codecs, schedule
 from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = flags.DEFINE_integer(
@@ -294,10 +295,13 @@ def _travelling(peer) -> int:
   """Bytes of a buffer whose ring sends as much as the gradients do."""
   count = _NUM_WORKERS.value
   lengths = [_WIDTH.value**2, _WIDTH.value] * _LAYERS.value
-  sent = sum(
-    codecs.all_reduce_bytes(peer.compression, length, count)
-    for length in lengths
-  )
+  sent = 0
+  for length in lengths:
+    first, *others = (
+      codecs.wire_bytes(peer.compression, np.dtype('f4'), size)
+      for size in schedule.chunk_sizes(length, count)
+    )
+    sent += sum(others) + (count - 1) * first
   return sent * count // (2 * (count - 1))
 
 

@@ -18,7 +18,6 @@ from tf_strategies.version import __version__ as __version__
 if TYPE_CHECKING:  # For readers and tools; see `_public`.
   # `as`: checkers take other imports of a typed package for its own business.
   from tf_strategies import cluster as cluster
-  from tf_strategies import collectives as collectives
   from tf_strategies import data as data
   from tf_strategies import errors as errors
   from tf_strategies import keras as keras
@@ -30,7 +29,6 @@ if TYPE_CHECKING:  # For readers and tools; see `_public`.
 # Each is loaded alone; some need no TensorFlow.
 _ROOMS = (
   'cluster',
-  'collectives',
   'data',
   'errors',
   'keras',

@@ -20,21 +20,25 @@ from tf_strategies.fault_tolerance.preemption import (
 from tf_strategies.fault_tolerance.resume_fit import ResumeFit
 from tf_strategies.fault_tolerance.run_checkpoint import RunCheckpoint
 from tf_strategies.monitoring.keras_callback import MonitorCallback
-from tf_strategies.strategies import (
-  STRATEGY_NAMES,
+from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
-  CollectiveOptions,
-  MultiWorkerCollectiveStrategy,
-  MultiWorkerRingStrategy,
-  ParameterServerStrategy,
-  RingMirroredStrategy,
-  RingOptions,
-  TPURingStrategy,
-  create_strategy,
 )
+from tf_strategies.strategies.mirrored.strategy import RingMirroredStrategy
+from tf_strategies.strategies.multi_worker.collective_strategy import (
+  MultiWorkerCollectiveStrategy,
+)
+from tf_strategies.strategies.multi_worker.options import (
+  CollectiveOptions,
+  RingOptions,
+)
+from tf_strategies.strategies.multi_worker.ring_strategy import (
+  MultiWorkerRingStrategy,
+)
+from tf_strategies.strategies.parameter_server import ParameterServerStrategy
+from tf_strategies.strategies.registry import create_strategy
+from tf_strategies.strategies.tpu.strategy import TPURingStrategy
 
 __all__ = [
-  'STRATEGY_NAMES',
   'AutoAllReduce',
   'CentralStorageStrategy',
   'CollectiveOptions',

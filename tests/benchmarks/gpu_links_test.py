@@ -5,7 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from benchmarks import gpu_links
-from tf_strategies import collectives
+from tf_strategies.collectives import cost_model
 
 SIZES = [4, 4096, 2**20, 2**28]
 
@@ -30,13 +30,13 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
     for seconds in ([0.0] * 4, [1e-6, 2e-6, 1e-6, 0.0], [0.0, 0.0, 0.0, 1e-3]):
       found = gpu_links.fit(SIZES, seconds)
       self.assertAllGreaterEqual(found, 0.0)
-      collectives.Link(*found)
+      cost_model.Link(*found)
 
 
 class LineTest(tf.test.TestCase):
   def test_line_can_be_put_in(self):
     line = gpu_links._line('one_gpu', 1.25e-5, 7.5e-13)
-    found = eval(f'{{{line}}}', {'collectives': collectives})
+    found = eval(f'{{{line}}}', {'cost_model': cost_model})
     self.assertAllClose(found['one_gpu'].alpha_seconds, 1.25e-5, rtol=0.1)
     self.assertAllClose(
       found['one_gpu'].beta_seconds_per_byte, 7.5e-13, 1e-3, 0

@@ -16,7 +16,9 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tf_strategies import errors
-from tf_strategies.collectives import ALGORITHMS, schedule, simulate
+from tf_strategies.collectives import schedule
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.simulator import simulate
 
 
 def is_rejected(mutant):

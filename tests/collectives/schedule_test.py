@@ -148,9 +148,9 @@ class ScheduleTest(parameterized.TestCase):
     three = ring.ring_all_reduce(3)
     self.assertEqual(three.completions(), {(1, 0, 1), (1, 1, 2), (1, 2, 0)})
     self.assertEqual(three.owners(), (2, 0, 1))
-    rooted = naive.naive_all_reduce(4, root=2)
-    self.assertEqual(rooted.completions(), {(0, 2, 0)})
-    self.assertEqual(rooted.owners(), (2,))
+    rooted = naive.naive_all_reduce(4)
+    self.assertEqual(rooted.completions(), {(0, 0, 0)})
+    self.assertEqual(rooted.owners(), (0,))
 
   def test_earliest_completion_owns(self):
     late_low = make(
@@ -182,17 +182,12 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(
       one.bytes_per_link(sizes), {(0, 1): 211, (1, 2): 121, (2, 0): 112}
     )
-    self.assertEqual(one.bytes_out(sizes), (211, 121, 112))
     self.assertEqual(one.bytes_in(sizes), (112, 211, 121))
     self.assertEqual(make(2, 1).bytes_in([5]), (0, 0))
-    with self.assertRaisesRegex(errors.ScheduleError, '2 sizes.* 3 chunks'):
-      one.bytes_per_link((1, 2))
 
   def test_numpy_integers_are_integers(self):
     self.assertEqual(schedule.check_world_size(np.int64(3)), 3)
     self.assertIs(type(schedule.check_world_size(np.int64(3))), int)
-    with self.assertRaisesRegex(errors.ScheduleError, 'root'):
-      schedule.check_root(3, 3)
 
 
 class RankOrderTest(absltest.TestCase):
@@ -210,11 +205,10 @@ class RankOrderTest(absltest.TestCase):
       two_orders.validate()
     copied = (*transfers[:3], t(1, 0, 1, 0, False), t(1, 0, 2, 0, False))
     once = schedule.Schedule('once', 3, 1, copied).validate()
-    self.assertTrue(once.adds_up_once())
+    self.assertLen(once.completions(), 1)
 
   def test_all_may_add_in_rank_order(self):
     shot = one_shot.one_shot_all_reduce(4).validate()
-    self.assertFalse(shot.adds_up_once())
     self.assertLen(shot.completions(), 4)
 
   def test_half_needs_a_chunk_for_each_rank(self):

@@ -7,7 +7,11 @@ from absl.testing import parameterized
 from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
-from tf_strategies import collectives, cross_device
+from tf_strategies import cross_device
+from tf_strategies.collectives.algorithms.hierarchical import (
+  hierarchical_all_reduce,
+)
+from tf_strategies.collectives.simulator import simulate
 
 virtual_devices.configure()
 
@@ -36,7 +40,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       expected = replicas.exact(ranks, reduce_op)
       replicas.assert_equal(result, expected, names)
       # The reference in NumPy comes to the same sums on each rank.
-      for simulated in collectives.simulate(schedule, ranks).outputs:
+      for simulated in simulate(schedule, ranks).outputs:
         np.testing.assert_array_equal(simulated, replicas.exact(ranks))
 
   @tiers.product(
@@ -147,7 +151,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertEqual(
       op.schedule(names, 0),
-      collectives.hierarchical_all_reduce(8, group_size=group_size),
+      hierarchical_all_reduce(8, group_size=group_size),
     )
 
 

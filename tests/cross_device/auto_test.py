@@ -9,8 +9,12 @@ from absl.testing import parameterized
 
 from tests import nccl, processes, virtual_devices
 from tests.cross_device import fake_gpus, replicas
-from tf_strategies import _tf_internal, collectives, cross_device, errors
+from tf_strategies import _tf_internal, cross_device, errors
 from tf_strategies.collectives import cost_model
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.algorithms.ring import ring_all_reduce
+from tf_strategies.collectives.cost_model import Topology, cost
+from tf_strategies.collectives.schedule import chunk_sizes
 from tf_strategies.cross_device import auto, base, executor, links
 
 virtual_devices.configure()
@@ -41,14 +45,14 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
   def test_bandwidth_on_gpus_with_many_bytes(self, world_size, num_bytes):
     schedule = choose(world_size, num_bytes)
     self.assertIn(schedule.name, BANDWIDTH)
-    chunk_bytes = collectives.chunk_sizes(num_bytes, schedule.num_chunks)
+    chunk_bytes = chunk_sizes(num_bytes, schedule.num_chunks)
     least = 2 * (world_size - 1) * num_bytes / world_size
     self.assertAllClose(max(schedule.bytes_in(chunk_bytes)), least, rtol=1e-6)
 
   @parameterized.product(world_size=(4, 8, 16), num_bytes=(0, 4, 100))
   def test_few_rounds_on_gpus_with_few_bytes(self, world_size, num_bytes):
     schedule = choose(world_size, num_bytes)
-    ring = collectives.ring_all_reduce(world_size)
+    ring = ring_all_reduce(world_size)
     self.assertLess(schedule.num_rounds, ring.num_rounds)
 
   @parameterized.product(
@@ -57,18 +61,14 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_no_other_candidate_would_be_cheaper(self, world_size, machine):
     device_name, link = machine
-    topology = collectives.Topology(world_size, links.LINKS[link])
+    topology = Topology(world_size, links.LINKS[link])
     for num_bytes in (4, 10**4, 10**6, 10**8):
       chosen = choose(world_size, num_bytes, device_name)
       cheapest = min(
-        collectives.cost(
-          collectives.ALGORITHMS[name](world_size), num_bytes, topology
-        )
+        cost(ALGORITHMS[name](world_size), num_bytes, topology)
         for name in cost_model.CANDIDATES
       )
-      self.assertLessEqual(
-        collectives.cost(chosen, num_bytes, topology), cheapest * 1.001
-      )
+      self.assertLessEqual(cost(chosen, num_bytes, topology), cheapest * 1.001)
 
   @pytest.mark.smoke
   def test_link_decides(self):

@@ -8,7 +8,10 @@ from absl.testing import parameterized
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
-from tf_strategies import collectives, cross_device, errors
+from tf_strategies import cross_device, errors
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.codecs import CODECS
+from tf_strategies.collectives.simulator import simulate
 
 virtual_devices.configure()
 
@@ -23,8 +26,8 @@ def noise(length):
 
 class CompressedTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
-    algorithm=tuple(collectives.ALGORITHMS),
-    compression=tuple(c for c in collectives.CODECS if c != 'none'),
+    algorithm=tuple(ALGORITHMS),
+    compression=tuple(c for c in CODECS if c != 'none'),
     in_graph=(False, True),
   )
   def test_equals_the_simulator_call_after_call(
@@ -38,8 +41,8 @@ class CompressedTest(tf.test.TestCase, parameterized.TestCase):
       return op.reduce(SUM, value, value).values
 
     step = tf.function(step) if in_graph else step
-    schedule = collectives.ALGORITHMS[algorithm](WORLD_SIZE)
-    expected = collectives.simulate(schedule, ranks, compression).outputs
+    schedule = ALGORITHMS[algorithm](WORLD_SIZE)
+    expected = simulate(schedule, ranks, compression).outputs
     for _ in range(3):
       for result, simulated in zip(step(), expected, strict=True):
         self.assertEqual(result.numpy().tobytes(), simulated.tobytes())

@@ -9,7 +9,11 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tests.cross_device import replicas
-from tf_strategies import collectives, errors
+from tf_strategies import errors
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.algorithms.direct import direct_all_reduce
+from tf_strategies.collectives.algorithms.ring import ring_all_reduce
+from tf_strategies.collectives.layout import plan_layout
 from tf_strategies.cross_device import executor
 
 virtual_devices.configure()
@@ -19,14 +23,12 @@ LENGTHS = (3, 97, 256)
 
 
 def schedules():
-  return {
-    name: build(WORLD_SIZE) for name, build in collectives.ALGORITHMS.items()
-  }
+  return {name: build(WORLD_SIZE) for name, build in ALGORITHMS.items()}
 
 
 def run(schedule, layout=None):
   """Executes `schedule`; returns inputs and results as [rank][tensor]."""
-  layout = layout or collectives.plan_layout(
+  layout = layout or plan_layout(
     LENGTHS, [4] * len(LENGTHS), schedule.num_chunks, split_above=0.0
   )
   by_tensor = [replicas.inputs('float32', (n,), WORLD_SIZE) for n in LENGTHS]
@@ -69,18 +71,18 @@ def changed(schedule, index, **changes):
 
 
 class MutationsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(*collectives.ALGORITHMS)
+  @parameterized.parameters(*ALGORITHMS)
   def test_unchanged(self, name):
     self.assertTrue(is_exact(schedules()[name]))
 
-  @parameterized.parameters(*collectives.ALGORITHMS)
+  @parameterized.parameters(*ALGORITHMS)
   def test_one_transfer_dropped(self, name):
     schedule = schedules()[name]
     for index in range(len(schedule.transfers)):
       with self.subTest(transfer=schedule.transfers[index]):
         self.assertFalse(is_exact(changed(schedule, index)))
 
-  @parameterized.parameters(*collectives.ALGORITHMS)
+  @parameterized.parameters(*ALGORITHMS)
   def test_one_addition_instead_of_a_copy_or_the_reverse(self, name):
     schedule = schedules()[name]
     for index, transfer in enumerate(schedule.transfers):
@@ -107,15 +109,15 @@ class MutationsTest(tf.test.TestCase, parameterized.TestCase):
 class ExecutorTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
   def test_every_rank_ends_on_its_device(self):
-    _, results = run(collectives.ring_all_reduce(WORLD_SIZE))
+    _, results = run(ring_all_reduce(WORLD_SIZE))
     for device, rank in zip(replicas.devices(WORLD_SIZE), results, strict=True):
       for result in rank:
         self.assertEndsWith(result.device, device)
 
   @pytest.mark.smoke
   def test_wrong_layout_is_seen(self):
-    schedule = collectives.direct_all_reduce(WORLD_SIZE)
-    layout = collectives.plan_layout(
+    schedule = direct_all_reduce(WORLD_SIZE)
+    layout = plan_layout(
       LENGTHS, [4] * len(LENGTHS), schedule.num_chunks, split_above=0.0
     )
     moved = [

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests import virtual_devices
-from tf_strategies import _tf_internal, collectives, cross_device
+from tf_strategies import _tf_internal, cross_device
+from tf_strategies.collectives.algorithms import ALGORITHMS
 
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
@@ -20,7 +21,7 @@ MEAN = tf.distribute.ReduceOp.MEAN
 OPS = {
   **{
     name: functools.partial(cross_device.ScheduledAllReduce, name)
-    for name in collectives.ALGORITHMS
+    for name in ALGORITHMS
   },
   'auto': cross_device.AutoAllReduce,
 }

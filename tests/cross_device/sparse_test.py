@@ -5,10 +5,11 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tf_strategies as tfs
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
-from tf_strategies import _tf_internal, cross_device, strategies
+from tf_strategies import _tf_internal, cross_device
 
 virtual_devices.configure()
 
@@ -195,10 +196,10 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('stock', lambda: _stock(cross_device.RingAllReduce())),
-    ('ring', lambda: strategies.RingMirroredStrategy(replicas.devices(2))),
+    ('ring', lambda: tfs.RingMirroredStrategy(replicas.devices(2))),
     (
       'central',
-      lambda: strategies.CentralStorageStrategy(replicas.devices(2)),
+      lambda: tfs.CentralStorageStrategy(replicas.devices(2)),
     ),
   )
   def test_scatter_of_the_first_replica(self, make_strategy):

@@ -7,7 +7,9 @@ from absl.testing import parameterized
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import SUM
-from tf_strategies import collectives, cross_device
+from tf_strategies import cross_device
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.simulator import simulate
 from tf_strategies.cross_device import statistics
 
 virtual_devices.configure()
@@ -208,11 +210,11 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_calls_and_bytes_match_the_simulator(self):
-    for name in collectives.ALGORITHMS:
+    for name in ALGORITHMS:
       op = replicas.OPS[name]()
       schedule = op.schedule(NAMES, 1)
       ranks = replicas.inputs('float32', (64 * schedule.num_chunks,), 4)
-      moved = collectives.simulate(schedule, ranks).bytes_per_link
+      moved = simulate(schedule, ranks).bytes_per_link
       values = [value_of((64,))] * schedule.num_chunks
       op.batch_reduce(SUM, [(v, v) for v in values])
       self.assertEqual(sum(op.last_plan.bytes_in), sum(moved.values()), name)

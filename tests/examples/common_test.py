@@ -12,6 +12,7 @@ import tf_strategies as tfs
 from examples import common, datasets
 from tests import virtual_devices
 from tests.examples import pages
+from tf_strategies.strategies import registry
 
 virtual_devices.configure()
 
@@ -162,7 +163,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
 
 class StrategyTest(tf.test.TestCase, parameterized.TestCase):
   def test_every_strategy_has_its_name(self):
-    self.assertCountEqual(common.STRATEGIES, tfs.STRATEGY_NAMES)
+    self.assertCountEqual(common.STRATEGIES, registry._FACTORIES)
 
   @parameterized.parameters(
     'ring',

@@ -14,10 +14,10 @@ from benchmarks import processes
 from tests.architecture import project
 from tf_strategies import _public
 
-_LIGHT = ('cluster', 'collectives', 'errors', 'process_group')
+_LIGHT = ('cluster', 'errors', 'process_group')
 # Those that have a table of names: `errors` has classes alone.
 _TABLES = (
-  *('_public', 'cluster', 'collectives', 'cross_device', 'data', 'keras'),
+  *('_public', 'cluster', 'cross_device', 'data', 'keras'),
   *('monitoring', 'process_group'),
 )
 

@@ -34,9 +34,7 @@ def train_elastically(job: tfs.elastic.Job) -> float:
 
 
 def read(rank: int) -> tfs.data.PipelineOptions:
-  schedule = tfs.collectives.ALGORITHMS['ring'](4)
-  sent: int = schedule.validate().num_rounds
-  return tfs.data.PipelineOptions(global_batch_size=sent * (rank + 1))
+  return tfs.data.PipelineOptions(global_batch_size=32 * (rank + 1))
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
   loss: float = tfs.elastic.run(
     train_elastically, tfs.ElasticOptions(min_workers=1)
   )
-  print(step, loss, tfs.STRATEGY_NAMES[0].upper(), tfs.__version__)
+  print(step, loss, tfs.__version__)
   tfs.create_strategy('parameter_server', mode='sync', checkpoint_dir='c')
   tfs.RingMirroredStrategy(cross_device_ops=tfs.RingAllReduce())
   tfs.CentralStorageStrategy(parameter_device='CPU:0')

@@ -13,11 +13,10 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tf_strategies import collectives, data, monitoring, process_group
+from tf_strategies import data, monitoring, process_group
 
 virtual_devices.configure()
 
-_LINK = collectives.Link(1e-5, 1e-9)
 _WITH_SERVERS = tfs.cluster.ClusterConfig(
   {'chief': {0: 'a:1'}, 'worker': {0: 'b:1'}, 'ps': {0: 'c:1'}}, 'chief', 0
 )
@@ -80,8 +79,6 @@ _CALLS = {
   tfs.keras.LazyRows: {'optimizer': 'adam'},
   tfs.keras.LocalSteps: {'optimizer': 'sgd', 'every': 2},
   tfs.keras.DynamicEmbedding: {'output_dim': 4},
-  collectives.Link: {'alpha_seconds': 1.0, 'beta_seconds_per_byte': 1.0},
-  collectives.Topology: {'world_size': 4, 'intra': _LINK},
 }
 
 

@@ -9,8 +9,12 @@ import itertools
 
 import numpy as np
 
-from tf_strategies import collectives, errors
+from tf_strategies import errors
 from tf_strategies.collectives import simulator
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.codecs import CODECS
+from tf_strategies.collectives.schedule import chunk_sizes
+from tf_strategies.collectives.simulator import simulate
 from tf_strategies.process_group import plan
 
 # Nothing, fewer elements than ranks, and chunks of several pieces.
@@ -26,17 +30,17 @@ Case = collections.namedtuple(
 def cases(world_size: int) -> list[Case]:
   """All cases between so many processes."""
   kinds = {
-    'all_reduce': ('auto', *collectives.ALGORITHMS),
+    'all_reduce': ('auto', *ALGORITHMS),
     'reduce_scatter': (
       'auto',
-      *(n for n in collectives.ALGORITHMS if half(n, world_size) is not None),
+      *(n for n in ALGORITHMS if half(n, world_size) is not None),
     ),
   }
   found = []
   for kind, names in kinds.items():
     for case in itertools.product(
       names,
-      collectives.CODECS,
+      CODECS,
       simulator.REDUCTIONS,
       SIZES,
       DTYPES,
@@ -51,7 +55,7 @@ def cases(world_size: int) -> list[Case]:
 def half(algorithm: str, world_size: int):
   """The reduce-scatter half of an algorithm; None if it has none."""
   try:
-    return collectives.ALGORITHMS[algorithm](world_size).reduce_scatter()
+    return ALGORITHMS[algorithm](world_size).reduce_scatter()
   except errors.ScheduleError:
     return None
 
@@ -92,11 +96,9 @@ def expected(
   if world_size == 1:
     return [[inputs[0].tobytes()] * 2]
   schedule = _schedule(case, world_size, large)
-  sizes = collectives.chunk_sizes(case.size, world_size)
+  sizes = chunk_sizes(case.size, world_size)
   starts = np.cumsum((0, *sizes))
-  outputs = collectives.simulate(
-    schedule, inputs, case.compression, case.op
-  ).outputs
+  outputs = simulate(schedule, inputs, case.compression, case.op).outputs
   if case.kind == 'reduce_scatter':
     outputs = [
       out[starts[rank] : starts[rank + 1]] for rank, out in enumerate(outputs)
@@ -122,7 +124,7 @@ def _schedule(case: Case, world_size: int, large: str):
       algorithm = 'tree' if is_small and is_whole else 'ring'
   if case.kind == 'reduce_scatter':
     return half(algorithm, world_size)
-  return collectives.ALGORITHMS[algorithm](world_size)
+  return ALGORITHMS[algorithm](world_size)
 
 
 def assert_results(test, results: list[dict], large: str = 'ring') -> None:

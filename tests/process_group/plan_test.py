@@ -1,6 +1,6 @@
 from absl.testing import absltest, parameterized
 
-from tf_strategies import collectives
+from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.process_group import plan
 
 
@@ -12,12 +12,12 @@ def _cover(pieces):
 
 class PlanTest(parameterized.TestCase):
   @parameterized.product(
-    algorithm=tuple(collectives.ALGORITHMS),
+    algorithm=tuple(ALGORITHMS),
     world_size=(1, 2, 3, 5, 8),
     length=(0, 1, 37),
   )
   def test_both_ends_of_a_link_agree(self, algorithm, world_size, length):
-    schedule = collectives.ALGORITHMS[algorithm](world_size)
+    schedule = ALGORITHMS[algorithm](world_size)
     plans = [
       # Ends may cut differently: the link carries bytes.
       plan.from_schedule(
@@ -101,7 +101,7 @@ class PlanTest(parameterized.TestCase):
 
   def test_nothing_waits_for_itself(self):
     for world_size in (2, 4, 5):
-      for build in collectives.ALGORITHMS.values():
+      for build in ALGORITHMS.values():
         made = plan.from_schedule(
           build(world_size), 0, 40, plan.Format(1, piece_bytes=3)
         )

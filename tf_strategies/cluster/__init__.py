@@ -10,9 +10,9 @@ Example:
   'b:2222'
 """
 
-from tf_strategies.cluster.config import ClusterConfig, TrainingTask
+from tf_strategies.cluster.config import ClusterConfig
 
 # The function hides its module; it loads TensorFlow when it needs it.
 from tf_strategies.cluster.run_task import run_task
 
-__all__ = ['ClusterConfig', 'TrainingTask', 'run_task']
+__all__ = ['ClusterConfig', 'run_task']

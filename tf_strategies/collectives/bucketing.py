@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tf_strategies import errors, option_checks
-from tf_strategies.collectives import schedule
-
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
@@ -25,10 +22,7 @@ class Bucket:
 
 
 def plan_buckets(
-  sizes_bytes: Sequence[int],
-  dtypes: Sequence[str],
-  bucket_bytes: int,
-  reverse: bool = True,
+  sizes_bytes: Sequence[int], dtypes: Sequence[str], bucket_bytes: int
 ) -> tuple[Bucket, ...]:
   """Packs gradients into buckets that become ready one after the other.
 
@@ -54,40 +48,16 @@ def plan_buckets(
       of NumPy and TensorFlow have.
     bucket_bytes: the most that a bucket holds; a larger tensor gets a bucket
       of its own.
-    reverse: whether the last tensor is ready first.
 
   Returns:
     Buckets in the order in which their last tensor becomes ready; each index
     is in exactly one. O(n) for n tensors, plus sorting the buckets.
-
-  Raises:
-    UnsupportedOptionError: `bucket_bytes` is not a positive integer.
-    ScheduleError: the lists differ in length, a size is not an integer of 0 or
-      more, or a dtype has no name.
   """
-  option_checks.check_int(
-    'bucket_bytes', bucket_bytes, 1, fix='write 8 * 2**20 for buckets of 8 MiB'
-  )
-  sizes_bytes = schedule.check_list('sizes_bytes', sizes_bytes, 'sizes')
-  dtypes = schedule.check_list('dtypes', dtypes, 'dtypes')
-  option_checks.check_bool('reverse', reverse)
-  if len(sizes_bytes) != len(dtypes):
-    raise errors.ScheduleError(
-      f'sizes_bytes has {len(sizes_bytes)} entries, dtypes {len(dtypes)}. '
-      'Pass one of each for every tensor.'
-    )
-  sizes_bytes = schedule.check_ints('sizes_bytes', sizes_bytes, 0)
   names = [getattr(dtype, 'name', dtype) for dtype in dtypes]
-  for index, name in enumerate(names):
-    if not isinstance(name, str):
-      raise errors.ScheduleError(
-        f'dtypes[{index}] ({name!r}) must be a name such as "float32", or '
-        'have one.'
-      )
   buckets: list[list[int]] = []
   newest: dict[str, list[int]] = {}
   filled: dict[str, int] = {}
-  for i in reversed(range(len(names))) if reverse else range(len(names)):
+  for i in reversed(range(len(names))):
     name, size = names[i], sizes_bytes[i]
     if name not in newest or filled[name] + size > bucket_bytes:
       newest[name], filled[name] = [], 0
@@ -96,7 +66,7 @@ def plan_buckets(
     filled[name] += size
   # A bucket can go when its last tensor is there, however much earlier than
   # another dtype's it was begun.
-  buckets.sort(key=lambda indices: indices[-1], reverse=bool(reverse))
+  buckets.sort(key=lambda indices: indices[-1], reverse=True)
   return tuple(
     Bucket(tuple(b), names[b[0]], sum(sizes_bytes[i] for i in b))
     for b in buckets

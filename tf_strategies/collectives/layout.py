@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
-
-from tf_strategies import errors, option_checks
-from tf_strategies.collectives import schedule
+from collections.abc import Sequence
 
 # 16 elements of 4 bytes are a cache line.
 ALIGNMENT_ELEMENTS = 16
@@ -76,33 +73,11 @@ def plan_layout(
     if that is), at most `num_chunks` of another, which start at multiples of 16
     elements. O(n log n) for n tensors, plus O(num_chunks log num_chunks) for
     each large one.
-
-  Raises:
-    ScheduleError: the lists differ in length or hold impossible sizes, or
-      `num_chunks` is not a positive integer.
-    UnsupportedOptionError: `split_above` is not a number from 0 to 1.
   """
-  num_elements = schedule.check_list('num_elements', num_elements, 'sizes')
-  itemsizes = schedule.check_list('itemsizes', itemsizes, 'sizes')
-  if len(num_elements) != len(itemsizes):
-    raise errors.ScheduleError(
-      f'num_elements has {len(num_elements)} entries, itemsizes '
-      f'{len(itemsizes)}. Pass one of each for every tensor.'
-    )
-  num_elements = schedule.check_ints('num_elements', num_elements, 0)
-  itemsizes = schedule.check_ints('itemsizes', itemsizes, 1)
-  if split_above is not None and not option_checks.is_number(
-    split_above, most=1
-  ):
-    raise errors.UnsupportedOptionError(
-      f'split_above={split_above!r}',
-      'a fraction of the total bytes from 0 to 1, or None',
-      'write 1 / (2 * num_chunks), or None to split no tensor',
-    )
-  loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
+  loads = [0] * num_chunks
   sizes = [n * i for n, i in zip(num_elements, itemsizes, strict=True)]
   total = sum(sizes)
-  limit = total if split_above is None else float(split_above) * total
+  limit = total if split_above is None else split_above * total
   # Ties by index: every rank must come to the same plan.
   largest_first = sorted(range(len(sizes)), key=lambda t: (-sizes[t], t))
   whole = [t for t in largest_first if sizes[t] <= limit]
@@ -120,49 +95,6 @@ def plan_layout(
       tensor, num_elements[tensor], itemsizes[tensor], loads, total
     )
   return tuple(sorted(pieces, key=lambda piece: (piece.tensor, piece.start)))
-
-
-def chunk_loads(
-  pieces: Iterable[Piece], itemsizes: Sequence[int], num_chunks: int
-) -> tuple[int, ...]:
-  """Bytes in each chunk.
-
-  Example:
-
-    >>> chunk_loads([Piece(0, 0, 5, 1), Piece(1, 0, 3, 1)], [4, 2], 2)
-    (0, 26)
-
-  Args:
-    pieces: what `plan_layout` returned.
-    itemsizes: bytes of one element of each tensor.
-    num_chunks: chunks of the schedule.
-
-  Returns:
-    `num_chunks` sizes in bytes. O(number of pieces).
-
-  Raises:
-    ScheduleError: a piece names a tensor or a chunk that does not exist, or
-      `num_chunks` is not a positive integer.
-  """
-  loads = [0] * len(schedule.chunk_sizes(0, num_chunks))
-  pieces = schedule.check_list('pieces', pieces, 'what plan_layout returned')
-  itemsizes = schedule.check_list('itemsizes', itemsizes, 'sizes')
-  for piece in pieces:
-    if not isinstance(piece, Piece):
-      raise errors.ScheduleError(
-        f'pieces has {piece!r}, which must be a Piece.'
-      )
-    for field, count, given in (
-      ('chunk', num_chunks, 'num_chunks'),
-      ('tensor', len(itemsizes), 'itemsizes'),
-    ):
-      if not 0 <= getattr(piece, field) < count:
-        raise errors.ScheduleError(
-          f'{piece}: {field} must be from 0 to {count - 1}. Pass the {given} '
-          'that the layout was planned with.'
-        )
-    loads[piece.chunk] += (piece.stop - piece.start) * itemsizes[piece.tensor]
-  return tuple(loads)
 
 
 def _split(

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from tf_strategies import errors, option_checks
 
@@ -168,14 +167,6 @@ class Schedule:
       ),
     )
 
-  def adds_up_once(self) -> bool:
-    """Whether each chunk is completed on one rank, which the others copy.
-
-    Only then do executors that add in another order than that of the ranks keep
-    the ranks bit-equal.
-    """
-    return len(self.completions()) <= self.num_chunks
-
   def arrivals(
     self,
   ) -> tuple[dict[tuple[int, int], tuple[Transfer, ...]], ...]:
@@ -246,36 +237,19 @@ class Schedule:
     Returns:
       {(src, dst): bytes} for every link in use, sorted; a link that only
       carries empty chunks is there with 0.
-
-    Raises:
-      ScheduleError: `chunk_bytes` has not one size for each chunk.
     """
-    return self._bytes_by(chunk_bytes, lambda t: (t.src, t.dst))
+    total: dict[tuple[int, int], int] = {}
+    for t in self.transfers:
+      link = t.src, t.dst
+      total[link] = total.get(link, 0) + chunk_bytes[t.chunk]
+    return dict(sorted(total.items()))
 
   def bytes_in(self, chunk_bytes: Sequence[int]) -> tuple[int, ...]:
     """Bytes that each rank receives; arguments as for `bytes_per_link`."""
-    by_rank = self._bytes_by(chunk_bytes, lambda t: t.dst)
-    return tuple(by_rank.get(rank, 0) for rank in range(self.world_size))
-
-  def bytes_out(self, chunk_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Bytes that each rank sends; arguments as for `bytes_per_link`."""
-    by_rank = self._bytes_by(chunk_bytes, lambda t: t.src)
-    return tuple(by_rank.get(rank, 0) for rank in range(self.world_size))
-
-  def _bytes_by(
-    self, chunk_bytes: Sequence[int], key: Callable[[Transfer], object]
-  ) -> dict:
-    if len(chunk_bytes) != self.num_chunks:
-      raise errors.ScheduleError(
-        f'{self._label}: chunk_bytes has {len(chunk_bytes)} sizes, but the '
-        f'schedule has {self.num_chunks} chunks. Pass one size for each chunk, '
-        'for instance chunk_sizes(num_bytes, num_chunks).'
-      )
-    total: dict = {}
-    for transfer in self.transfers:
-      place = key(transfer)
-      total[place] = total.get(place, 0) + chunk_bytes[transfer.chunk]
-    return dict(sorted(total.items()))
+    total = [0] * self.world_size
+    for (_, dst), num_bytes in self.bytes_per_link(chunk_bytes).items():
+      total[dst] += num_bytes
+    return tuple(total)
 
   @property
   def _label(self) -> str:
@@ -418,11 +392,6 @@ def check_world_size(world_size: int) -> int:
   return check_int('world_size', world_size, 1, fix=ranks)
 
 
-def check_root(root: int, world_size: int) -> int:
-  """Returns a rank as a plain int; raises ScheduleError if there is none."""
-  return check_int('root', root, 0, world_size - 1, fix='Pass a rank.')
-
-
 def check_int(
   name: str, value: object, least: int, most: int | None = None, fix: str = ''
 ) -> int:
@@ -444,29 +413,6 @@ def check_int(
   raise errors.ScheduleError(
     f'{name} ({value!r}) must be an integer {allowed}. {fix}'.rstrip()
   )
-
-
-def check_list(name: str, values: object, expected: str) -> list[Any]:
-  """Returns several values as a list; raises ScheduleError for what is not several."""
-  if not isinstance(values, Iterable) or isinstance(values, str | bytes):
-    raise errors.ScheduleError(
-      f'{name} ({values!r}) must be a list of {expected}.'
-    )
-  return list(values)
-
-
-def check_schedule(schedule: object) -> None:
-  """Raises ScheduleError for what is no `Schedule`."""
-  if not isinstance(schedule, Schedule):
-    raise errors.ScheduleError(
-      f'schedule ({schedule!r}) must be a Schedule, such as '
-      "collectives.ALGORITHMS['ring'](4)."
-    )
-
-
-def check_ints(name: str, values: Sequence[int], least: int) -> list[int]:
-  """As `check_int`, for each of several."""
-  return [check_int(f'{name}[{i}]', v, least) for i, v in enumerate(values)]
 
 
 def _ranks_in(contributions: int) -> list[int]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tf_strategies import errors, option_checks
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
@@ -66,23 +65,11 @@ def simulate(
     A Simulation. O(T L / C) for T transfers and a buffer of L in C chunks.
 
   Raises:
-    ScheduleError: not one input for each rank, inputs that disagree in shape
-      or dtype, or a rank or chunk of the schedule out of range.
-    UnsupportedOptionError: no such codec or op, or a dtype that has no sum.
+    ScheduleError: a rank or chunk of the schedule is out of range.
+    UnsupportedOptionError: there is no such codec.
   """
-  schedule_lib.check_schedule(schedule)
   schedule.check_ranges()
-  if residuals is not None:
-    residuals = schedule_lib.check_list(
-      'residuals', residuals, 'an array for each rank'
-    )
-    if len(residuals) != schedule.world_size:
-      raise errors.ScheduleError(
-        f'residuals has {len(residuals)} arrays, but the schedule has '
-        f'{schedule.world_size} ranks. Pass one array for each rank.'
-      )
-  arrays = _checked(inputs, schedule.world_size)
-  option_checks.check_choice('op', op, REDUCTIONS)
+  arrays = [np.asarray(array) for array in inputs]
   shape, dtype = arrays[0].shape, arrays[0].dtype
   codec = codecs.for_array(compression, dtype)
   if codec is codecs.NONE:
@@ -169,28 +156,3 @@ class _Rank:
         value = self._codec.decode(sent, out)
       total = value.copy() if total is None else ufunc(total, value)
     self.values[place] = total
-
-
-def _checked(inputs: Sequence[np.ndarray], world_size: int) -> list[np.ndarray]:
-  inputs = schedule_lib.check_list('inputs', inputs, 'an array for each rank')
-  arrays = [np.asarray(array) for array in inputs]
-  if len(arrays) != world_size:
-    raise errors.ScheduleError(
-      f'inputs has {len(arrays)} arrays, but the schedule has {world_size} '
-      'ranks. Pass one array for each rank.'
-    )
-  first = arrays[0]
-  for rank, array in enumerate(arrays):
-    if array.shape != first.shape or array.dtype != first.dtype:
-      raise errors.ScheduleError(
-        f'inputs[{rank}] is {array.dtype}{array.shape}, inputs[0] is '
-        f'{first.dtype}{first.shape}. All ranks must pass the same shape and '
-        'dtype.'
-      )
-  if first.dtype.kind in 'bOSUMm':
-    raise errors.UnsupportedOptionError(
-      f'inputs of dtype {first.dtype}',
-      'integers, floats and complex numbers',
-      'cast them to a numeric dtype first',
-    )
-  return arrays

@@ -10,14 +10,12 @@ Every op here also works in TensorFlow's own strategy:
 
 from tf_strategies.cross_device.auto import AutoAllReduce
 from tf_strategies.cross_device.base import (
-  Plan,
   RingAllReduce,
   ScheduledAllReduce,
 )
 
 __all__ = [
   'AutoAllReduce',
-  'Plan',
   'RingAllReduce',
   'ScheduledAllReduce',
 ]

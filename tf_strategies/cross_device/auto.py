@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, collectives
+from tf_strategies import _tf_internal
+from tf_strategies.collectives import algorithms, cost_model
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.cross_device import base, executor, links, packing
 
@@ -36,10 +37,10 @@ class AutoAllReduce(base.ScheduledAllReduce):
     """Direct between CPUs, a tree in one GPU, or the cheapest by the cost model."""
     world_size = len(devices)
     if world_size == 1 or executor.share_memory(devices):
-      return collectives.direct_all_reduce(world_size)
+      return algorithms.build('direct', world_size)
     if links.name_of(devices) == 'one_gpu':
-      return collectives.tree_all_reduce(world_size)
-    return collectives.choose(num_bytes, links.topology(devices))
+      return algorithms.build('tree', world_size)
+    return cost_model.choose(num_bytes, links.topology(devices))
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     by_dtype = {}
@@ -64,8 +65,8 @@ class AutoAllReduce(base.ScheduledAllReduce):
     base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
     num_bytes = sum(base.bytes_of(v.values[0]) for v in values)
     # NCCL's rings move what ours would.
-    ring = collectives.ring_all_reduce(len(devices))
-    chunks = collectives.chunk_sizes(num_bytes, ring.num_chunks)
+    ring = algorithms.build('ring', len(devices))
+    chunks = schedule_lib.chunk_sizes(num_bytes, ring.num_chunks)
     self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
     placed = [_placed(value, devices) for value in values]
     # Not `batch_reduce`, which would leave out NCCL where there is one device.

@@ -82,9 +82,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
         size is the divisor of N that is nearest to its square root.
       * 'naive': one device adds up everything: the slow baseline.
       * 'one_shot': each device sends everything to all others, in one round.
-      * 'double_binary_tree': two trees, each for half of the bytes.
 
-    compression: a name in `collectives.CODECS`.
+    compression: 'none', 'float16', 'bfloat16' or 'int8'.
 
   Raises:
     UnsupportedOptionError: there is no such algorithm or codec; later, a dtype

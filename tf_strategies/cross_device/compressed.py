@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import collectives
 from tf_strategies.collectives import schedule as schedule_lib
+from tf_strategies.collectives import simulator
 from tf_strategies.cross_device import executor
 
 
@@ -31,7 +31,7 @@ def execute(
     with tf.device('CPU:0'):
       reduced = tf.numpy_function(
         lambda *arrays: (
-          collectives.simulate(schedule, arrays, compression).outputs
+          simulator.simulate(schedule, arrays, compression).outputs
         ),
         tensors,
         [dtype] * len(devices),

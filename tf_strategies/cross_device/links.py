@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import collectives
+from tf_strategies.collectives import cost_model
 
 # What one copy costs, with what TensorFlow's runtime adds to it. One H100 was
 # measured; on another machine with GPUs
@@ -15,12 +15,12 @@ from tf_strategies import collectives
 # prints the lines to put here, and how far from the best the choices are.
 LINKS = {
   # Measured between two parts of the H100. The parts share its memory.
-  'one_gpu': collectives.Link(34e-6, 1.1e-12),
+  'one_gpu': cost_model.Link(34e-6, 1.1e-12),
   # Measured between the H100 and its host.
-  'pcie': collectives.Link(31e-6, 2.2e-11),
+  'pcie': cost_model.Link(31e-6, 2.2e-11),
   # NOT MEASURED: the bandwidth is from the data sheet of NVLink 4 (450 GB/s one
   # way), the latency that of PCIe.
-  'nvlink': collectives.Link(31e-6, 1 / 450e9),
+  'nvlink': cost_model.Link(31e-6, 1 / 450e9),
 }
 # TensorFlow does not say what links GPUs. These names are of modules, which are
 # made for NVLink; the same chip on a card has 'PCIe' in its name.
@@ -94,6 +94,6 @@ def name_of(devices: Sequence[str]) -> str:
   return 'nvlink' if all(map(_NVLINK.search, names)) else 'pcie'
 
 
-def topology(devices: Sequence[str]) -> collectives.Topology:
+def topology(devices: Sequence[str]) -> cost_model.Topology:
   """What the cost model is told of devices."""
-  return collectives.Topology(len(devices), LINKS[name_of(devices)])
+  return cost_model.Topology(len(devices), LINKS[name_of(devices)])

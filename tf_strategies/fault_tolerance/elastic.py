@@ -39,8 +39,11 @@ from tf_strategies.fault_tolerance import (
   elastic_members,
   elastic_options,
 )
-from tf_strategies.strategies import MultiWorkerRingStrategy, RingOptions
 from tf_strategies.strategies.multi_worker import elastic as elastic_strategy
+from tf_strategies.strategies.multi_worker.options import RingOptions
+from tf_strategies.strategies.multi_worker.ring_strategy import (
+  MultiWorkerRingStrategy,
+)
 
 ElasticOptions = elastic_options.ElasticOptions
 Job = elastic_job.Job

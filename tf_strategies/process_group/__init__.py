@@ -15,25 +15,16 @@ Example:
   1 [1. 2.]
 """
 
-from tf_strategies.process_group.group import ProcessGroup
+from tf_strategies.process_group.group import ProcessGroup as ProcessGroup
 from tf_strategies.process_group.mpi.group import (
-  MpiProcessGroup,
-  form_mpi_group,
+  form_mpi_group as form_mpi_group,
 )
 from tf_strategies.process_group.network.tls import TlsFiles
-from tf_strategies.process_group.options import MAJORITY, GroupOptions
-from tf_strategies.process_group.rendezvous.rendezvous import Rendezvous
-from tf_strategies.process_group.state import Member
-from tf_strategies.process_group.tcp.group import TcpProcessGroup
+from tf_strategies.process_group.options import MAJORITY as MAJORITY
+from tf_strategies.process_group.options import GroupOptions
+from tf_strategies.process_group.rendezvous.rendezvous import (
+  Rendezvous as Rendezvous,
+)
 
-__all__ = [
-  'MAJORITY',
-  'GroupOptions',
-  'Member',
-  'MpiProcessGroup',
-  'ProcessGroup',
-  'Rendezvous',
-  'TcpProcessGroup',
-  'TlsFiles',
-  'form_mpi_group',
-]
+# What a program passes to `RingOptions`; the rest is for this package.
+__all__ = ['GroupOptions', 'TlsFiles']

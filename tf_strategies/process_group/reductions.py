@@ -17,7 +17,7 @@ from tf_strategies.process_group import plan as plan_lib
 # Two roundings, however many ranks there are.
 _LOSSY_CANDIDATES = ('direct',)
 # Among many ranks nobody has links to all.
-_CANDIDATES_OF_MANY = ('ring', 'double_binary_tree')
+_CANDIDATES_OF_MANY = ('ring', 'tree')
 # Beyond so many the ring is never the cheapest, and costs the square of them to plan.
 _MOST_IN_A_RING = 128
 # Assumed: sockets between hosts, 50 us and 1 GB/s, and the memory

@@ -31,7 +31,7 @@ from tf_strategies.strategies.multi_worker.ring_strategy import (
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
 from tf_strategies.strategies.parameter_server import options as options_lib
-from tf_strategies.strategies.tpu.strategy import AllReduce, TPURingStrategy
+from tf_strategies.strategies.tpu.strategy import TPURingStrategy
 
 if TYPE_CHECKING:
   from typing_extensions import Unpack
@@ -61,9 +61,8 @@ class StrategyOptions(TypedDict, total=False):
   step_timeout: float
   keepalive_timeout: float
   resolver: tf.distribute.cluster_resolver.TPUClusterResolver | None
-  all_reduce: AllReduce
+  all_reduce: str
   device_assignment: tf.tpu.experimental.DeviceAssignment | None
-  query_timeout_seconds: float
 
 
 def _one_device(devices=None) -> tf.distribute.Strategy:
@@ -132,20 +131,21 @@ _FACTORIES = {
   'tpu_ring': _tpu_ring,
 }
 
-STRATEGY_NAMES = tuple(_FACTORIES)
-"""What `create_strategy` knows by name."""
-
 
 def create_strategy(
   name: str, **options: Unpack[StrategyOptions]
 ) -> tf.distribute.Strategy:
   """Returns the strategy called `name`.
 
-  Options are the arguments of that strategy, such as `devices`.
+  Args:
+    name: 'one_device', 'mirrored' (both TensorFlow's), 'ring_mirrored',
+      'central_storage', 'multi_worker_ring', 'multi_worker_collective',
+      'parameter_server' or 'tpu_ring'.
+    **options: the arguments of that strategy, such as `devices`.
 
   Raises:
-    UnsupportedOptionError: a name that is none of `STRATEGY_NAMES`, or an option
-      that the strategy does not have.
+    UnsupportedOptionError: another name, or an option that the strategy does not
+      have.
 
   Example:
 

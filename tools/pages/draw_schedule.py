@@ -83,8 +83,8 @@ def figure(schedule: schedule_lib.Schedule) -> str:
   """The drawing with what it costs, as HTML without empty lines."""
   schedule.validate()
   ranks = schedule.world_size
-  sent = max(schedule.bytes_out([1] * schedule.num_chunks))
-  sent /= schedule.num_chunks
+  sent = collections.Counter(t.src for t in schedule.transfers)
+  sent = max(sent.values()) / schedule.num_chunks
   return (
     f'<figure class="schedule">{draw(schedule)}<figcaption>'
     f'<code>{schedule.name}</code>, {ranks} ranks: {schedule.num_rounds} '

@@ -36,7 +36,6 @@ _ROOMS = {
   'monitoring': 'Monitoring: tfs.monitoring',
   'cluster': 'Clusters: tfs.cluster',
   'cross_device': 'All-reduce between devices',
-  'collectives': 'Schedules, codecs, costs: tfs.collectives',
   'process_group': 'Between processes: tfs.process_group',
   'errors': 'Errors: tfs.errors',
 }
@@ -133,9 +132,11 @@ def public_names(room: str) -> list[str]:
   for module, name in _imports('_public'):
     if module == package or module.startswith(f'{package}.'):
       names[name] = f'{module}.{name}'
-  if room in _imported_rooms() or room == 'cross_device':
+  if room in _imported_rooms():
+    offered = _offered(f'{room}/__init__')
     for module, name in _imports(f'{room}/__init__'):
-      names.setdefault(name, f'{module}.{name}')
+      if name in offered:
+        names.setdefault(name, f'{module}.{name}')
   return [names[name] for name in sorted(names)]
 
 
@@ -152,11 +153,25 @@ def api_page(room: str) -> str:
   return '\n'.join(lines)
 
 
-def _imports(path: str) -> list[tuple[str, str]]:
+def _body(path: str) -> list[ast.stmt]:
   text = (_ROOT / 'tf_strategies' / f'{path}.py').read_text(encoding='utf-8')
+  return ast.parse(text).body
+
+
+def _offered(path: str) -> list[str]:
+  [names] = [
+    ast.literal_eval(node.value)
+    for node in _body(path)
+    if isinstance(node, ast.Assign)
+    and ast.unparse(node.targets[0]) == '__all__'
+  ]
+  return names
+
+
+def _imports(path: str) -> list[tuple[str, str]]:
   return [
     (node.module, alias.name)
-    for node in ast.parse(text).body
+    for node in _body(path)
     if isinstance(node, ast.ImportFrom) and node.module
     for alias in node.names
     if node.module.startswith('tf_strategies')

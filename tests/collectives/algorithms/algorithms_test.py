@@ -5,19 +5,21 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.collectives import (
-  ALGORITHMS,
-  algorithms,
-  chunk_sizes,
-  default_group_size,
-  direct_all_reduce,
+from tf_strategies.collectives import algorithms
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.algorithms.direct import direct_all_reduce
+from tf_strategies.collectives.algorithms.halving_doubling import (
   halving_doubling_all_reduce,
-  hierarchical_all_reduce,
-  naive_all_reduce,
-  ring_all_reduce,
-  simulate,
-  tree_all_reduce,
 )
+from tf_strategies.collectives.algorithms.hierarchical import (
+  default_group_size,
+  hierarchical_all_reduce,
+)
+from tf_strategies.collectives.algorithms.naive import naive_all_reduce
+from tf_strategies.collectives.algorithms.ring import ring_all_reduce
+from tf_strategies.collectives.algorithms.tree import tree_all_reduce
+from tf_strategies.collectives.schedule import chunk_sizes
+from tf_strategies.collectives.simulator import simulate
 
 MAX_WORLD_SIZE = 17
 
@@ -37,10 +39,6 @@ def all_schedules(name):
     if name == 'hierarchical':
       for group_size in divisors(world_size):
         yield hierarchical_all_reduce(world_size, group_size)
-    elif name in ('naive', 'tree'):
-      builder = naive_all_reduce if name == 'naive' else tree_all_reduce
-      for root in {0, world_size // 2, world_size - 1}:
-        yield builder(world_size, root)
     else:
       yield ALGORITHMS[name](world_size)
 
@@ -91,7 +89,6 @@ class EveryBuilderTest(parameterized.TestCase):
         inputs = distinct_inputs(schedule.world_size, length)
         self.assertEqual(simulate(schedule, inputs).bytes_per_link, planned)
         self.assertEqual(sum(planned.values()), sum(schedule.bytes_in(sizes)))
-        self.assertEqual(sum(planned.values()), sum(schedule.bytes_out(sizes)))
 
   @parameterized.named_parameters(*ALL)
   def test_world_of_one_moves_nothing(self, name):
@@ -136,13 +133,6 @@ class EveryBuilderTest(parameterized.TestCase):
   @parameterized.named_parameters(*ALL)
   def test_is_cached(self, name):
     self.assertIs(ALGORITHMS[name](6), ALGORITHMS[name](6))
-
-  @parameterized.product(
-    builder=(naive_all_reduce, tree_all_reduce), root=(-1, 3, True, 1.0, [0])
-  )
-  def test_bad_root(self, builder, root):
-    with self.assertRaisesRegex(errors.ScheduleError, 'root'):
-      builder(3, root)
 
 
 class ComparisonTest(parameterized.TestCase):
@@ -237,20 +227,17 @@ class LinkBytesTest(parameterized.TestCase):
 
   @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
   def test_naive(self, n):
-    for root in {0, n - 1}:
-      to_root = {(r, root): 31 for r in range(n)}
-      from_root = {(root, r): 31 for r in range(n)}
-      self.assert_result(naive_all_reduce(n, root), 31, to_root | from_root)
+    to_root = {(r, 0): 31 for r in range(n)}
+    from_root = {(0, r): 31 for r in range(n)}
+    self.assert_result(naive_all_reduce(n), 31, to_root | from_root)
 
   @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
   def test_tree(self, n):
-    for root in {0, n - 1}:
-      expected = {}
-      for position in range(1, n):
-        child = (position + root) % n
-        parent = ((position & (position - 1)) + root) % n  # Lowest bit off.
-        expected |= {(child, parent): 31, (parent, child): 31}
-      self.assert_result(tree_all_reduce(n, root), 31, expected)
+    expected = {}
+    for child in range(1, n):
+      parent = child & (child - 1)  # Lowest bit off.
+      expected |= {(child, parent): 31, (parent, child): 31}
+    self.assert_result(tree_all_reduce(n), 31, expected)
 
   @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
   def test_direct(self, n):
@@ -309,7 +296,6 @@ class LinkBytesTest(parameterized.TestCase):
     for name in ('ring', 'halving_doubling', 'direct', 'hierarchical'):
       schedule = ALGORITHMS[name](n)
       sizes = chunk_sizes(5 * n, schedule.num_chunks)
-      self.assertEqual(schedule.bytes_out(sizes), (bound,) * n, name)
       self.assertEqual(schedule.bytes_in(sizes), (bound,) * n, name)
 
 
@@ -359,8 +345,8 @@ class TableTest(absltest.TestCase):
 
   def test_tree_of_4(self):
     self.assertEqual(
-      self.table(tree_all_reduce(4, root=1)),
-      [['03+0', '21+0'], ['31+0'], ['13=0'], ['12=0', '30=0']],
+      self.table(tree_all_reduce(4)),
+      [['10+0', '32+0'], ['20+0'], ['02=0'], ['01=0', '23=0']],
     )
 
   def test_hierarchical_of_4(self):

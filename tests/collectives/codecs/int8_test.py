@@ -6,17 +6,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from tf_strategies.collectives import (
-  ALGORITHMS,
-  CODECS,
-  Link,
-  Topology,
-  codecs,
-  cost,
-  simulate,
-)
 from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives.codecs import int8
+from tf_strategies.collectives import codecs
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.codecs import CODECS, int8
+from tf_strategies.collectives.simulator import simulate
 
 INT8 = int8.Int8()
 BLOCK = 256
@@ -219,14 +213,11 @@ class Int8Test(parameterized.TestCase):
     self.assertEqual(codecs.for_array('int8', np.dtype(dtype)).name, 'int8')
     self.assertEqual(codec_lib.sum_dtype(dtype), dtype)
 
-  def test_bytes_on_the_links_and_in_the_cost_model(self):
+  def test_bytes_on_the_links(self):
     inputs = [noise(1024, rank=rank) for rank in range(2)]
     tree = ALGORITHMS['tree'](2)
     moved = simulate(tree, inputs, 'int8').bytes_per_link
     self.assertEqual(moved, {(0, 1): 1040, (1, 0): 1040})
-    self.assertEqual(codecs.ratio('int8'), (1 + 4 / 256) / 4)
-    mesh = Topology(2, Link(0.0, 1.0))
-    self.assertEqual(cost(tree, 4096, mesh, 'int8'), 2 * 1040)
 
 
 if __name__ == '__main__':

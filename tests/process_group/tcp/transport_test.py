@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from tf_strategies import collectives
 from tf_strategies.collectives import codec, codecs
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.codecs import CODECS
+from tf_strategies.collectives.schedule import Schedule, Transfer
+from tf_strategies.collectives.simulator import simulate
 from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
@@ -104,9 +107,9 @@ def _run(world_size, functions, same_host='memory', in_parts=False):
 
 class SchedulesTest(parameterized.TestCase):
   @parameterized.product(
-    algorithm=tuple(collectives.ALGORITHMS),
+    algorithm=tuple(ALGORITHMS),
     world_size=(1, 2, 4, 3, 5),
-    compression=tuple(collectives.CODECS),
+    compression=tuple(CODECS),
     dtype=('float32', 'float16'),
     same_host=('memory', 'socket'),
   )
@@ -115,7 +118,7 @@ class SchedulesTest(parameterized.TestCase):
   def test_equals_the_simulator(
     self, algorithm, world_size, compression, dtype, same_host
   ):
-    schedule = collectives.ALGORITHMS[algorithm](world_size)
+    schedule = ALGORITHMS[algorithm](world_size)
     sizes = (0, 1, world_size + 1, 1009)
     inputs = {
       size: [
@@ -148,7 +151,7 @@ class SchedulesTest(parameterized.TestCase):
     errors = _run(world_size, functions, same_host)
     self.assertEqual(errors, [None] * world_size)
     for size in sizes:
-      expected = collectives.simulate(schedule, inputs[size], compression)
+      expected = simulate(schedule, inputs[size], compression)
       for rank in range(world_size):
         self.assertEqual(
           outputs[size][rank].tobytes(), expected.outputs[rank].tobytes()
@@ -161,12 +164,12 @@ class SchedulesTest(parameterized.TestCase):
   def test_pairwise_exchange_of_what_was_received_before(self):
     # Both send the sum of round 0 in round 1 and add to it what comes: the
     # addition must wait until the old value has been sent.
-    t = collectives.Transfer
+    t = Transfer
     steps = [(0, 1), (1, 0), (2, 3), (3, 2)], [(0, 2), (2, 0), (1, 3), (3, 1)]
     transfers = [
       t(r, a, b, 0, True) for r, pairs in enumerate(steps) for a, b in pairs
     ]
-    schedule = collectives.Schedule('doubling', 4, 1, tuple(transfers))
+    schedule = Schedule('doubling', 4, 1, tuple(transfers))
     schedule.validate()
     size = 400_000  # More than the buffers of the sockets.
     arrays = [np.arange(size, dtype=np.int64) * (r + 1) for r in range(4)]
@@ -295,12 +298,12 @@ class Whole(Blocks):
 
 class ResidualTest(parameterized.TestCase):
   @parameterized.product(
-    algorithm=tuple(collectives.ALGORITHMS),
+    algorithm=tuple(ALGORITHMS),
     world_size=(2, 3, 4),
     blocks=(Blocks(), Whole()),
   )
   def test_equals_the_simulator(self, algorithm, world_size, blocks):
-    schedule = collectives.ALGORITHMS[algorithm](world_size)
+    schedule = ALGORITHMS[algorithm](world_size)
     length = 203
     inputs = [
       np.random.RandomState(r).standard_normal(length).astype(np.float32)
@@ -328,7 +331,7 @@ class ResidualTest(parameterized.TestCase):
     known = {**codecs.CODECS, 'blocks': blocks}
     simulated = [np.full(length, 5, np.float32) for _ in inputs]
     with mock.patch.object(codecs, 'CODECS', known):
-      expected = collectives.simulate(
+      expected = simulate(
         schedule, inputs, 'blocks', residuals=simulated
       ).outputs
     for out, want in zip(outputs, expected, strict=True):

@@ -12,8 +12,9 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tf_strategies import collectives
 from tf_strategies.collectives import codecs
+from tf_strategies.collectives.algorithms import ALGORITHMS
+from tf_strategies.collectives.simulator import simulate
 from tf_strategies.strategies.multi_worker import gradient_state, gradient_sums
 
 virtual_devices.configure()
@@ -61,14 +62,12 @@ class _Group:
     self, array, *, name, algorithm, compression, out=None, residual=None
   ):
     self.names.append(name)
-    schedule = collectives.ALGORITHMS['direct'](self.world_size)
+    schedule = ALGORITHMS['direct'](self.world_size)
     del algorithm
 
     def add(arrays):
       rests = [np.empty_like(a) for a in arrays]
-      totals = collectives.simulate(
-        schedule, arrays, compression, residuals=rests
-      ).outputs
+      totals = simulate(schedule, arrays, compression, residuals=rests).outputs
       return totals, rests
 
     totals, rests = self._meeting.meet(self.rank, array, add)

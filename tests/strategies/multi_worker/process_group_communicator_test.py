@@ -11,7 +11,9 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tf_strategies import _graph_errors, collectives, errors
+from tf_strategies import _graph_errors, errors
+from tf_strategies.collectives.codecs import CODECS
+from tf_strategies.collectives.schedule import chunk_sizes
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.multi_worker import (
   collective_queue,
@@ -44,8 +46,8 @@ class _CodedGroup:
     self, array, *, name, algorithm, compression, out=None, residual=None
   ):
     del name, algorithm
-    codec = collectives.CODECS[compression]
-    ends = np.cumsum(collectives.chunk_sizes(len(array), self.world_size))
+    codec = CODECS[compression]
+    ends = np.cumsum(chunk_sizes(len(array), self.world_size))
     decoded = np.concatenate(
       [codec.decode(codec.encode(c)) for c in np.split(array, ends[:-1])]
     )

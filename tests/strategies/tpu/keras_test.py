@@ -9,7 +9,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import tiers
 from tests.strategies.tpu import double, program
-from tf_strategies.collectives import ALGORITHMS, ring_all_reduce
+from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 
 _REPLICAS = 4
 _RING = 2 * (_REPLICAS - 1)
@@ -127,10 +127,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
       lambda: adam(gradient_accumulation_steps=2), num_steps=2
     )
     self.assertLen(replicas.step.permutes, _RING)
-
-  def test_another_schedule(self):
-    replicas = self.assert_equals_one_device(sgd, all_reduce='tree')
-    self.assertIsNone(replicas.step.mismatch(ALGORITHMS['tree'](_REPLICAS)))
 
   def test_unwrapped(self):
     replicas = self.assert_equals_one_device(

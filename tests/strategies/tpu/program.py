@@ -11,7 +11,7 @@ import collections
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies.collectives import Transfer
+from tf_strategies.collectives.schedule import Transfer
 
 # Attributes that would send ops to a TPU.
 _TPU_ATTRIBUTES = ('_tpu_replicate', '_replication_info', '_xla_compile_device')

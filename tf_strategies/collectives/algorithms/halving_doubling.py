@@ -27,7 +27,7 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
 
     >>> [halving_doubling_all_reduce(n).num_rounds for n in (4, 5, 8)]
     [4, 6, 6]
-    >>> halving_doubling_all_reduce(4).bytes_out([10, 10, 10, 10])
+    >>> halving_doubling_all_reduce(4).bytes_in([10, 10, 10, 10])
     (60, 60, 60, 60)
 
   Args:

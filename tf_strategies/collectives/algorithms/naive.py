@@ -6,10 +6,10 @@ from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def naive_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
-  """Every rank sends all it has to the root, which sends the sum to all.
+def naive_all_reduce(world_size: int) -> schedule.Schedule:
+  """Every rank sends all it has to rank 0, which sends the sum to all.
 
-  Two rounds, but the root receives and sends (N - 1) L bytes of a buffer of
+  Two rounds, but rank 0 receives and sends (N - 1) L bytes of a buffer of
   L: what a parameter server with one server does. Good where copies are free.
 
   Example:
@@ -19,17 +19,14 @@ def naive_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
 
   Args:
     world_size: number of ranks N.
-    root: the rank that adds.
 
   Returns:
     A schedule of one chunk with 2 (N - 1) transfers in two rounds.
 
   Raises:
-    ScheduleError: `world_size` is not a positive integer, or `root` is not a
-      rank.
+    ScheduleError: `world_size` is not a positive integer.
   """
-  root = schedule.check_root(root, world_size)
-  others = [rank for rank in range(world_size) if rank != root]
-  gather = [schedule.Transfer(0, rank, root, 0, True) for rank in others]
-  broadcast = [schedule.Transfer(1, root, rank, 0, False) for rank in others]
+  others = range(1, world_size)
+  gather = [schedule.Transfer(0, rank, 0, 0, True) for rank in others]
+  broadcast = [schedule.Transfer(1, 0, rank, 0, False) for rank in others]
   return schedule.Schedule('naive', world_size, 1, (*gather, *broadcast))

@@ -16,7 +16,7 @@ def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
   Example:
 
     >>> one_shot = one_shot_all_reduce(4)
-    >>> one_shot.num_rounds, one_shot.bytes_out([10])
+    >>> one_shot.num_rounds, one_shot.bytes_in([10])
     (1, (30, 30, 30, 30))
 
   Args:

@@ -6,8 +6,8 @@ from tf_strategies.collectives import schedule
 
 
 @schedule.algorithm
-def tree_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
-  """Reduces along a binomial tree to the root, and broadcasts back along it.
+def tree_all_reduce(world_size: int) -> schedule.Schedule:
+  """Reduces along a binomial tree to rank 0, and broadcasts back along it.
 
   Takes 2 ceil(log2 N) rounds, each of which moves the whole buffer: good while
   latency outweighs bandwidth.
@@ -23,23 +23,19 @@ def tree_all_reduce(world_size: int, root: int = 0) -> schedule.Schedule:
 
   Args:
     world_size: number of ranks N.
-    root: the rank at the root of the tree.
 
   Returns:
     A schedule of one chunk with 2 (N - 1) transfers.
 
   Raises:
-    ScheduleError: `world_size` is not a positive integer, or `root` is not a
-      rank.
+    ScheduleError: `world_size` is not a positive integer.
   """
-  root = schedule.check_root(root, world_size)
   depth = (world_size - 1).bit_length()
   transfers = []
   for level in range(depth):
     distance = 1 << level
-    for position in range(0, world_size - distance, 2 * distance):
-      parent = (position + root) % world_size
-      child = (position + distance + root) % world_size
+    for parent in range(0, world_size - distance, 2 * distance):
+      child = parent + distance
       # The broadcast is the mirror image in time of the reduction.
       up, down = level, 2 * depth - 1 - level
       transfers.append(schedule.Transfer(up, child, parent, 0, True))

@@ -21,7 +21,6 @@ import numpy as np
 
 from tf_strategies import option_checks
 from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives import schedule as schedule_lib
 
 # Elements over which the sizes of payloads are compared.
 _MANY = 1 << 16
@@ -62,11 +61,6 @@ def get(name: str) -> codec_lib.Codec:
   return CODECS[name]
 
 
-def ratio(name: str) -> float:
-  """Bytes on the wire for each byte of a float32 array, for the cost model."""
-  return get(name).payload_bytes(_MANY) / (4 * _MANY)
-
-
 def wire_bytes(name: str, dtype: np.dtype, length: int) -> int:
   """Bytes that an array of `length` elements travels as; see `for_array`."""
   dtype = np.dtype(dtype)
@@ -74,21 +68,6 @@ def wire_bytes(name: str, dtype: np.dtype, length: int) -> int:
   if codec is NONE:
     return length * dtype.itemsize
   return codec.payload_bytes(length)
-
-
-def all_reduce_bytes(name: str, length: int, world_size: int) -> int:
-  """Returns the bytes that rank 0 sends to all-reduce so many float32 values.
-
-  Each rank owns a chunk.
-
-  Example:
-
-    >>> all_reduce_bytes('int8', 500_000, world_size=2)
-    507816
-  """
-  sizes = schedule_lib.chunk_sizes(length, world_size)
-  each = [wire_bytes(name, np.dtype('f4'), n) for n in sizes]
-  return sum(each[1:]) + (world_size - 1) * each[0]
 
 
 def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:

@@ -25,8 +25,8 @@ class RingOptions:
       unless TF_CONFIG or a scheduler describes the job.
     bucket_bytes: the most that a bucket of gradients holds. Buckets travel while
       the backward pass computes the next one.
-    all_reduce: the algorithm between workers, a name in
-      `tfs.collectives.ALGORITHMS`, or 'hierarchical(4)' with the number of
+    all_reduce: the algorithm between workers, a name that
+      `tfs.ScheduledAllReduce` knows, or 'hierarchical(4)' with the number of
       workers of a host; 'auto' picks it by the size of a bucket and by the hosts.
     compression: what float gradients that go to an optimizer travel as; all else is
       exact. 'none', or, with half of the bytes, 'bfloat16' or 'float16' (8 or 11

@@ -1,4 +1,4 @@
-"""Executes a `Schedule` inside a program for TPUs, as CollectivePermute ops.
+"""Executes a ring inside a program for TPUs, as CollectivePermute ops.
 
 All replicas run one program, so what differs between them is data: which chunk
 a replica sends and which it receives into are looked up in tables by its
@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.collectives import permutation
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.cross_device import executor
 
@@ -23,29 +22,30 @@ class PermutingAllReduce:
   """An all-reduce over all replicas of the TPU program that is being built.
 
   The tensors of a call are packed into one buffer a dtype, so that the number of
-  permutes depends on the schedule alone, whose ranks are the replicas. A chunk's
-  sum is made on one of them and copied, so results are bit-equal.
+  permutes depends on the number of replicas alone. A chunk's sum is made on one of
+  them and copied, so results are bit-equal.
 
   * SUM and MEAN of every float, complex and integer dtype. 16-bit floats travel
     as such, are added in float32 and rounded once a round; a mean of them is
     divided before the sum, so that it cannot overflow. The mean of integers is
     floored.
   * The gradient of an all-reduce is the same all-reduce of the gradients.
+
+  Args:
+    schedule: in each round every rank sends one chunk and receives one, and all
+      ranks add, or all overwrite. The ranks are the replicas.
   """
 
   def __init__(self, schedule: schedule_lib.Schedule):
     self._schedule = schedule
-    self._rounds = permutation.permutation_rounds(schedule)
-    # A row a replica; for each step the chunk it sends, and receives into.
-    columns = [
-      column
-      for steps in self._rounds
-      for step in steps
-      for column in (step.send_chunk, step.receive_chunk)
-    ]
-    self._table = (
-      np.array(columns, np.int32).reshape(len(columns), schedule.world_size).T
+    # A row a replica; for each round the chunk that it sends, and receives into.
+    self._table = np.zeros(
+      [schedule.world_size, 2 * schedule.num_rounds], np.int32
     )
+    for index, transfers in enumerate(schedule.rounds()):
+      for t in transfers:
+        self._table[t.src, 2 * index] = t.chunk
+        self._table[t.dst, 2 * index + 1] = t.chunk
 
   def __call__(
     self, reduce_op: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor]
@@ -114,49 +114,26 @@ class PermutingAllReduce:
     return tf.reshape(flat, [num_chunks, length])
 
   def _permute_and_add(self, state):
-    if not self._rounds or state.shape.num_elements() == 0:
+    if state.shape.num_elements() == 0:
       return state
     replica = _tf_internal.apply_op('XlaReplicaId')
     entries = tf.unstack(tf.gather(self._table, replica))
-    for steps in self._rounds:
-      used = 2 * len(steps)
-      state = _play_round(state, steps, entries[:used])
-      entries = entries[used:]
+    rounds = self._schedule.rounds()
+    for index, transfers in enumerate(rounds):
+      chunk = tf.raw_ops.CollectivePermute(
+        input=_take(state, entries[2 * index]),
+        source_target_pairs=tf.constant([(t.src, t.dst) for t in transfers]),
+      )
+      received = entries[2 * index + 1]
+      if transfers[0].reduce:
+        chunk = executor.add([_take(state, received), chunk])
+      state = _put(state, chunk, received)
     return state
 
 
-def _play_round(state, steps, entries):
-  """What this replica holds after one round, of chunks, one a row, before it.
-
-  `entries` are for each step the chunk to send and the one to receive into.
-  """
-  came = [
-    tf.raw_ops.CollectivePermute(
-      input=_take(state, entry),
-      source_target_pairs=tf.constant(step.source_target_pairs, tf.int32),
-    )
-    for step, entry in zip(steps, entries[::2], strict=True)
-  ]
-  dtype = state.dtype
-  if executor.is_half(dtype) and sum(step.reduce for step in steps) > 1:
-    # Several terms of one sum may come: rounded once, not after each.
-    state = tf.cast(state, tf.float32)
-  for step, entry, chunk in zip(steps, entries[1::2], came, strict=True):
-    chunk = tf.cast(chunk, state.dtype)
-    own = _take(state, entry)
-    if step.reduce:
-      chunk = executor.add([own, chunk])
-    if not step.is_full:
-      # A replica that no pair targets receives zeros.
-      chunk = tf.where(entry == permutation.NO_CHUNK, own, chunk)
-    state = _put(state, chunk, entry)
-  return tf.cast(state, dtype)
-
-
 def _take(state, entry):
-  """Row `entry` of the state, as a matrix; the first for `NO_CHUNK`."""
-  begin = tf.stack([tf.maximum(entry, 0), 0])
-  return tf.slice(state, begin, [1, state.shape[1]])
+  """Returns row `entry` of the state, as a matrix."""
+  return tf.slice(state, tf.stack([entry, 0]), [1, state.shape[1]])
 
 
 def _put(state, chunk, entry):
@@ -165,7 +142,7 @@ def _put(state, chunk, entry):
     'XlaDynamicUpdateSlice',
     input=state,
     update=chunk,
-    indices=tf.stack([tf.maximum(entry, 0), 0]),
+    indices=tf.stack([entry, 0]),
   )
 
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors, option_checks
+from tf_strategies import _tf_internal, errors
 
 Resolver = tf.distribute.cluster_resolver.TPUClusterResolver
 Metadata = tf.tpu.experimental.TPUSystemMetadata
 
+# A resolver may ask a metadata server without a deadline of its own.
+_QUERY_SECONDS = 60.0
 _START = (
   "resolver = tf.distribute.cluster_resolver.TPUClusterResolver('local') on a "
   'TPU VM, or with the name or address of the TPU; then '
@@ -28,15 +30,12 @@ _START = (
 )
 
 
-def find(
-  resolver: Resolver | None, timeout_seconds: float
-) -> tuple[Resolver, Metadata]:
+def find(resolver: Resolver | None) -> tuple[Resolver, Metadata]:
   """Returns the resolver to use and what it says of its TPUs.
 
   None stands for the TPU that the environment names (`TPU_NAME` or
   `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
   """
-  option_checks.check_seconds('query_timeout_seconds', timeout_seconds)
   if resolver is not None and not isinstance(resolver, Resolver):
     raise errors.UnsupportedOptionError(
       f'resolver={resolver!r}',
@@ -50,11 +49,10 @@ def find(
       'create the strategy first, then what uses it',
     )
   if resolver is None:
-    resolver = _ask('TPUClusterResolver()', _from_environment, timeout_seconds)
+    resolver = _ask('TPUClusterResolver()', _from_environment)
   metadata = _ask(
     f'{type(resolver).__name__}.get_tpu_system_metadata()',
     resolver.get_tpu_system_metadata,
-    timeout_seconds,
   )
   _check(resolver, metadata)
   return resolver, metadata
@@ -86,7 +84,7 @@ def _from_environment() -> Resolver:
     ) from None
 
 
-def _ask(what: str, call: Callable[[], Any], timeout_seconds: float) -> Any:
+def _ask(what: str, call: Callable[[], Any]) -> Any:
   """Returns `call()`, or fails in time."""
   answer = concurrent.futures.Future()
 
@@ -98,11 +96,10 @@ def _ask(what: str, call: Callable[[], Any], timeout_seconds: float) -> Any:
 
   # A daemon: nothing can end it while it waits for a server without a deadline.
   threading.Thread(target=ask, name='tpu_query', daemon=True).start()
-  if not concurrent.futures.wait([answer], timeout_seconds).done:
+  if not concurrent.futures.wait([answer], _QUERY_SECONDS).done:
     raise errors.ClusterConfigError(
-      f'{what} did not answer within {timeout_seconds} seconds. Check the '
-      "TPU's name, zone and address and that it runs, or allow it more with "
-      'query_timeout_seconds.'
+      f'{what} did not answer within {_QUERY_SECONDS:g} seconds. Check the '
+      "TPU's name, zone and address, and that it runs."
     )
   try:
     return answer.result()
