@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
+import socket
 import sys
 
 import pytest
@@ -13,7 +15,7 @@ from benchmarks import network_namespaces, processes
 from examples import compare_weights
 from tests.launch import programs
 from tf_strategies import cluster, errors
-from tf_strategies.launch import nodes, others
+from tf_strategies.launch import nodes
 from tf_strategies.launch import ports as ports_lib
 
 _SECRET = '5ec7e7' * 8
@@ -32,10 +34,12 @@ def _said(launcher):
 
 @pytest.mark.multi_process
 class SeveralHostsTest(parameterized.TestCase):
-  def _start(self, code, flags=(), count=2, ranks=None, secrets=None):
+  def _start(
+    self, code, flags=(), count=2, ranks=None, secrets=None, address=None
+  ):
     """A launcher for each rank, all with one rendezvous."""
     root = pathlib.Path(self.create_tempdir().full_path)
-    address = _address()
+    address = address or _address()
     started = []
     for place, rank in enumerate(range(count) if ranks is None else ranks):
       directory = root / str(place)
@@ -185,7 +189,8 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     self.assertEqual(self._wait(started), [143, 1])
     self.assertIn('does not know the secret', started[1].stderr())
     self.assertIn('for node 1 (--nnodes=2)', started[0].stderr())
-    self.assertIn('is its secret the same?', started[0].stderr())
+    self.assertIn('Task 0 refused a connection', started[0].stderr())
+    self.assertIn('the same secret', started[0].stderr())
 
   def test_missing_host_is_named_by_all(self):
     started = self._start(
@@ -202,6 +207,45 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     self.assertEqual(self._wait(started), [143] * 3)
     said = ''.join(launcher.stderr() for launcher in started)
     self.assertIn('another launcher has --node_rank=1', said)
+
+  def test_host_that_comes_late_is_refused_and_ends_nobody(self):
+    address = _address()
+    started = self._start(_WAIT, address=address)
+    for launcher in started:
+      launcher.wait_for_notes('pid', 1)
+    [late] = self._start('pass', ranks=[1], address=address)
+    self.assertEqual(late.wait(), 143)
+    self.assertIn('refused node 1: the job has begun', late.stderr())
+    for launcher in started:
+      self.assertLen(launcher.alive(), 1)
+
+  def test_another_version(self):
+    address = _address()
+    package = pathlib.Path(errors.__file__).parent
+    copy = pathlib.Path(self.create_tempdir().full_path) / 'tf_strategies'
+    shutil.copytree(package, copy)
+    (copy / 'version.py').write_text("__version__ = '0.0.1'\n")
+    [first] = self._start(
+      'pass', ['--rendezvous_timeout=6'], ranks=[0], address=address
+    )
+    other = processes.run(
+      [
+        *(
+          sys.executable,
+          '-c',
+          programs.PAST_THE_DOOR.replace(
+            repr(str(package.resolve())), repr(str(copy))
+          ),
+        ),
+        *('--nnodes=2', '--node_rank=1', f'--rendezvous={address}'),
+        *('--', 'true'),
+      ],
+      env={**os.environ, 'TFS_SECRET': _SECRET},
+    )
+    self.assertEqual(other.returncode, 143)
+    self.assertIn('node 1 runs tf_strategies 0.0.1', other.stderr)
+    self.assertEqual(first.wait(), 143)
+    self.assertIn('node 1 runs tf_strategies 0.0.1', first.stderr())
 
   def test_first_host_is_missing(self):
     [alone] = self._start('pass', ['--rendezvous_timeout=1'], ranks=[1])
@@ -227,7 +271,7 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     self.assertIn('nobody reads its output', alone.stderr())
 
   def test_rendezvous_that_is_in_use(self):
-    with nodes.socket.create_server(('127.0.0.1', 0)) as taken:
+    with socket.create_server(('127.0.0.1', 0)) as taken:
       address = f'127.0.0.1:{taken.getsockname()[1]}'
       status, _, said = programs.run(
         ['--nnodes=2', f'--rendezvous={address}', '--', 'true'],
@@ -235,7 +279,7 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
         {'TFS_SECRET': _SECRET},
       )
     self.assertEqual(status, 143)
-    self.assertIn(f'cannot listen at --rendezvous={address}', said)
+    self.assertIn(f'cannot listen at {address}', said)
 
   @parameterized.parameters(
     ({'TFS_SECRET': ''}, 'h:1', 0, 'a secret'),
@@ -332,49 +376,13 @@ class NamespacesTest(absltest.TestCase):
       )
 
 
-class OthersTest(absltest.TestCase):
+class PlaceTest(absltest.TestCase):
   def test_place_is_checked(self):
     for arguments in ((0, 0, 'a:1'), (2, 2, 'a:1'), (2, -1, 'a:1')):
       with self.assertRaises(errors.UnsupportedOptionError):
         nodes.Place(*arguments)
     with self.assertRaises(errors.ClusterConfigError):
       nodes.Place(2, 0, 'a')
-
-  def test_what_is_heard_is_passed_on(self):
-    ours, theirs = zip(
-      *(nodes.socket.socketpair() for _ in range(2)), strict=True
-    )
-    for sock in (*ours, *theirs):
-      sock.setblocking(False)
-    links = [nodes.Link(i + 1, f'h{i + 1}', s) for i, s in enumerate(ours)]
-    center = others.Others(0, links, ['h0', 'h1', 'h2'], {'worker 1': 1})
-    ends = [nodes.Link(0, 'h0', s) for s in theirs]
-    said = {'task': 'worker 1', 'status': -9, 'losses': 0, 'failed': True}
-    said['kind'] = ''
-    ends[0].send(said)
-    self.assertEqual(list(center.heard()), [said])
-    self.assertEqual(ends[1].read(), [said])
-    self.assertEqual(ends[0].read(), [])
-    self.assertEqual(center.where('worker 1'), ' on node 1 (h1)')
-    self.assertEqual(center.where('worker 0'), '')
-    ends[1].close()
-    [lost] = center.heard()
-    self.assertEqual((lost['task'], lost['failed']), ('node 2', False))
-    self.assertEqual(ends[0].read(), [lost])
-    self.assertIn('launcher is gone', center.ending('node 2', lost['status']))
-    # The same thing is told once.
-    for _ in range(2):
-      center.tell('worker 0', None, 1, failed=False, kind='')
-    self.assertLen(ends[0].read(), 1)
-
-  def test_nonsense_ends_a_link(self):
-    ours, theirs = nodes.socket.socketpair()
-    for sock in (ours, theirs):
-      sock.setblocking(False)
-    link = nodes.Link(1, 'h', ours)
-    theirs.send(os.urandom(100))
-    self.assertEqual(link.read(), [])
-    self.assertTrue(link.is_lost)
 
 
 if __name__ == '__main__':

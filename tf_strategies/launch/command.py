@@ -126,12 +126,6 @@ FLAGS = (
     300.0,
     'Seconds until the launchers of all hosts must be there.',
   ),
-  (
-    'node_address',
-    None,
-    "Where other hosts reach this one's tasks; by default, the address by which it "
-    'reaches host 0.',
-  ),
 )
 
 
@@ -193,7 +187,7 @@ def _plan(
   values: flags.FlagValues, job: job_lib.Job, command: list[str]
 ) -> tuple[list[tasks.TaskSpec], others_lib.Others]:
   """All tasks of the job, after launchers of several hosts have met."""
-  for name in ('node_rank', 'rendezvous', 'node_address'):
+  for name in ('node_rank', 'rendezvous'):
     if values.nnodes == 1 and values[name].value:
       raise errors.UnsupportedOptionError(
         f'--{name}={values[name].value} without --nnodes',
@@ -218,23 +212,21 @@ def _plan(
     values.node_rank,
     values.rendezvous,
     values.rendezvous_timeout,
-    values.node_address,
   )
   secret = nodes_lib.options_of(place).secret.decode('utf-8')
   counts = dict(job.all_counts)
   if place.rank:
     counts.update(chief=0, evaluator=0)
   ports = ports_lib.pick_ports(sum(counts.values()) - counts['evaluator'])
-  nodes, links = nodes_lib.meet(place, counts, ports, _say)
-  specs = tasks.plan_tasks(nodes, command, secret)
-  places = {spec.name: spec.node for spec in specs}
-  hosts = [node.host for node in nodes]
-  return specs, others_lib.Others(place.rank, links, hosts, places)
+  launchers = nodes_lib.Launchers(place, counts, ports, _say)
+  specs = tasks.plan_tasks(launchers.nodes, command, secret)
+  launchers.places = {spec.name: spec.node for spec in specs}
+  return specs, launchers
 
 
 # What each host's launcher is told in its own way, or not at all.
 _OF_A_HOST = (
-  *('nnodes', 'node_rank', 'rendezvous', 'node_address', 'num_workers'),
+  *('nnodes', 'node_rank', 'rendezvous', 'num_workers'),
   *('hostfile', 'ssh', 'dry_run', 'help'),
 )
 _SECONDS_OF_LAST_WORDS = 5.0
@@ -244,7 +236,7 @@ def _run_hosts(
   values: flags.FlagValues, options: supervisor.Options, command: list[str]
 ) -> int:
   """Runs the launchers of all hosts, as the tasks of a job."""
-  for name in ('nnodes', 'node_rank', 'rendezvous', 'node_address'):
+  for name in ('nnodes', 'node_rank', 'rendezvous'):
     if values[name].present:
       raise flags.Error(f'--{name} with --hostfile, which says it')
   from tf_strategies import process_group

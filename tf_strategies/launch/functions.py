@@ -54,7 +54,6 @@ class Flags(TypedDict, total=False):
   node_rank: int
   rendezvous: str | None
   rendezvous_timeout: float
-  node_address: str | None
 
 
 def launch(

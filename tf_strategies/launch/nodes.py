@@ -4,6 +4,10 @@ The first host's launcher listens at the rendezvous; the others tell it where th
 tasks will be, and get the whole job back. The connections then carry how tasks end:
 a star around the first launcher, which passes on what it hears. Launchers know each
 other by the job's secret, as its tasks do.
+
+The connections are those of process groups, in the thread of their server. The launchers
+form no group: a group needs the address of each process before it forms, and ends as
+a whole when one of them is lost.
 """
 
 from __future__ import annotations
@@ -11,29 +15,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
+import queue
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors, option_checks, process_group, version
 from tf_strategies.cluster import checks
-from tf_strategies.launch import output, tasks
+from tf_strategies.launch import others, output, tasks
 from tf_strategies.process_group.network import (
   authentication,
   protocol,
-  sockets,
+  server,
 )
 from tf_strategies.process_group.network import connection as connection_lib
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.05
 # What a wait may take before somebody is told of it, and between two such lines.
 _SECONDS_BEFORE_TELLING = 3.0
 _LAST_SECONDS = 1.0
-_READ_BYTES = 1 << 16
 # TCP's own probes: a host that is off the network is lost after 20 seconds.
 _PROBE_AFTER_SECONDS, _PROBES = 5, 3
+_PROBING = {
+  'TCP_KEEPIDLE': _PROBE_AFTER_SECONDS,
+  'TCP_KEEPINTVL': _PROBE_AFTER_SECONDS,
+  'TCP_KEEPCNT': _PROBES,
+  'TCP_USER_TIMEOUT': 1000 * _PROBE_AFTER_SECONDS * (_PROBES + 1),
+}
 _Kind = protocol.Kind
 
 
@@ -55,7 +64,6 @@ class Place:
   rank: int
   rendezvous: str
   timeout: float = 300.0
-  address: str | None = None
 
   def __post_init__(self):
     option_checks.check_int('--nnodes', self.count, 1)
@@ -85,10 +93,10 @@ def options_of(place: Place) -> process_group.GroupOptions:
   return options
 
 
-def meet(
-  place: Place, counts: Mapping[str, int], ports: Sequence[int], say: Callable
-) -> tuple[list[tasks.Node], list[Link]]:
-  """Waits until the launchers of all hosts have met.
+class Launchers(others.Others):
+  """The launchers of a job's hosts.
+
+  Waits until all have met.
 
   Args:
     place: of this host.
@@ -96,114 +104,141 @@ def meet(
     ports: for them.
     say: is told of a wait, in a line.
 
-  Returns:
-    All hosts in their order; and this one's links: the first host has one to each
-    other, which have one to it.
+  Attributes:
+    nodes: all hosts in their order.
 
   Raises:
     RendezvousError: hosts are missing at the deadline: names them; or this host
       cannot listen at the rendezvous, or was refused there.
     AuthenticationError: the first host has another secret.
   """
-  meeting = _Meeting(place, counts, ports, say)
-  return asyncio.run(meeting.lead() if place.rank == 0 else meeting.join())
 
-
-class _Meeting:
-  """One launcher's part of the rendezvous."""
-
-  def __init__(self, place, counts, ports, say):
+  def __init__(
+    self,
+    place: Place,
+    counts: Mapping[str, int],
+    ports: Sequence[int],
+    say: Callable[[str], None],
+  ):
+    super().__init__(place.rank)
     self._place = place
     self._say = say
     self._credentials = options_of(place).credentials()
-    host, self._port = checks.split_address(place.rendezvous, 'rendezvous')
     self._mine = {
       'version': version.__version__,
-      'host': place.address or host,
+      'host': checks.split_address(place.rendezvous, 'rendezvous')[0],
       'counts': dict(counts),
       'ports': list(ports),
     }
     self._ends_at = time.monotonic() + place.timeout
     self._tell_at = time.monotonic() + _SECONDS_BEFORE_TELLING
-    # Of the first host: what the others said, and who was refused, and why.
+    # What each host said, and the connections: of the first host to all others, of
+    # the others to the first.
     self._parts: dict[int, Any] = {}
     self._connections: dict[int, connection_lib.Connection] = {}
-    self._refused = ''
-
-  async def lead(self):
-    """The first host's part."""
-    self._parts[0] = self._mine
-    place, loop = self._place, asyncio.get_running_loop()
+    # The whole job, once all are there.
+    self._job: list[Any] = []
+    # Those of the connections of whose end the supervisor has not heard.
+    self._linked = set(range(1, place.count)) if place.rank == 0 else {0}
+    self._refusal = ''
+    self._told: dict[str, Mapping[str, Any]] = {}
+    # Messages, and whose connection has ended with one.
+    self._messages: queue.SimpleQueue[tuple[Any, int | None]] = (
+      queue.SimpleQueue()
+    )
+    self._bell, self._button = socket.socketpair()
+    for end in (self._bell, self._button):
+      end.setblocking(False)
+    # The others listen too, but nobody knows where: it is their thread.
+    address = place.rendezvous if place.rank == 0 else f'{tasks.LOOPBACK}:0'
+    purposes = {authentication.Purpose.CONTROL: self._serve}
+    self._server = server.Server(
+      address, place.rank, self._credentials, purposes, None, place.count
+    )
     try:
-      listener = sockets.listen(*checks.split_address(place.rendezvous, 'it'))
-    except OSError as e:
-      raise errors.RendezvousError(
-        f'Node 0 cannot listen at --rendezvous={place.rendezvous}: '
-        f'{e.strerror or e}. Give an address of this host and a port that is free.'
-      ) from e
-    serving: set[asyncio.Task] = set()
-
-    async def accept():
-      while True:
-        sock = await sockets.accept(listener)
-        serving.add(loop.create_task(self._serve(sock)))
-
-    serving.add(loop.create_task(accept()))
-    try:
-      while missing := sorted(set(range(place.count)) - set(self._parts)):
-        self._wait(f'node {", ".join(map(str, missing))}')
-        await asyncio.sleep(_POLL_SECONDS / 4)
-    except errors.RendezvousError as e:
-      for connection in self._connections.values():
-        connection.send(_Kind.REJECT, str(e))
-      raise
-    finally:
-      for task in serving:
-        task.cancel()
-      await asyncio.gather(*serving, return_exceptions=True)
-      listener.close()
-    parts = [self._parts[rank] for rank in range(place.count)]
-    for connection in self._connections.values():
-      connection.send(_Kind.JOB, parts)
-    return _nodes(parts), [
-      Link(rank, self._parts[rank]['host'], await _taken(connection))
-      for rank, connection in sorted(self._connections.items())
-    ]
-
-  async def _serve(self, sock) -> None:
-    """Takes up one of the others, and notices if it leaves."""
-    connection = connection_lib.Connection(sock)
-    rank = None
-    try:
-      request, part = await connection_lib.within(
-        authentication.HANDSHAKE_SECONDS, self._hear(connection)
-      )
-      if objection := self._objection(request, part):
-        connection.send(_Kind.REJECT, objection)
-        await asyncio.sleep(_POLL_SECONDS)  # It has time to read.
-        raise protocol.ProtocolError(objection)
-      rank = request.client
-      self._parts[rank], self._connections[rank] = part, connection
-      await connection.receive()  # Nothing comes before all are there.
-      raise protocol.ProtocolError(f'node {rank} spoke too early')
-    except asyncio.CancelledError:
-      if rank is None:
-        connection.close()
-      raise
-    except (OSError, protocol.ProtocolError, errors.AuthenticationError) as e:
-      if rank is None:
-        self._refused = (
-          f' One that came was refused, or left ({e or "no proof in time"}): is its '
-          'secret the same?'
-        )
+      if place.rank == 0:
+        self._lead()
       else:
-        del self._parts[rank], self._connections[rank]
-      connection.close()
+        self._join()
+    except BaseException:
+      self.close()
+      raise
+    self.nodes = [
+      tasks.Node(part['host'], part['counts'], part['ports'])
+      for part in self._job
+    ]
+    self.hosts = [node.host for node in self.nodes]
 
-  async def _hear(self, connection):
-    request = await connection_lib.accept(connection, 0, self._credentials)
-    _, part = await connection.expect(_Kind.NODE)
-    return request, part
+  @property
+  def is_alone(self) -> bool:
+    """See base class."""
+    return not self._linked
+
+  def fileno(self) -> int:
+    """Readable when `heard` has something."""
+    return self._bell.fileno()
+
+  def tell(self, task, status, losses=0, failed=False, kind='') -> None:
+    """See base class."""
+    message = others.message(task, status, losses, failed, kind)
+    if self._told.get(task) != message:
+      self._told[task] = message
+      self._server.loop.call_soon_threadsafe(self._send, _Kind.TASK, message)
+
+  def heard(self) -> Iterator[Mapping[str, Any]]:
+    """See base class."""
+    with contextlib.suppress(BlockingIOError):
+      self._bell.recv(1 << 16)
+    while not self._messages.empty():
+      message, ended = self._messages.get()
+      self._linked.discard(ended)
+      yield message
+
+  def close(self) -> None:
+    """Ends the connections when the others have what was sent, or a second later."""
+    self._server.call(self._end())
+    self._server.close()
+    self._bell.close()
+    self._button.close()
+
+  # How they meet.
+
+  def _lead(self) -> None:
+    self._parts[0] = self._mine
+    try:
+      while missing := self._server.call(self._begin()):
+        self._wait(f'node {", ".join(map(str, missing))}')
+    except errors.RendezvousError as e:
+      loop = self._server.loop
+      loop.call_soon_threadsafe(self._send, _Kind.REJECT, str(e))
+      raise
+
+  async def _begin(self) -> list[int]:
+    """Tells all launchers the whole job; returns those that are missing instead."""
+    ranks = range(self._place.count)
+    missing = [rank for rank in ranks if rank not in self._parts]
+    if not missing:
+      self._job = [self._parts[rank] for rank in ranks]
+      self._send(_Kind.JOB, self._job)
+    return missing
+
+  async def _serve(self, connection, request) -> None:
+    """Takes up another launcher, on the first host."""
+    try:
+      _, part = await connection_lib.within(
+        authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.NODE)
+      )
+    except (OSError, protocol.ProtocolError):
+      connection.close()
+      return
+    if objection := self._objection(request, part):
+      self._refusal = f' One was refused: {objection}.'
+      connection.send(_Kind.REJECT, objection)
+      await asyncio.sleep(_LAST_SECONDS)  # It has time to read.
+      connection.close()
+      return
+    self._parts[request.client] = part
+    await self._follow(request.client, connection)
 
   def _objection(self, request, part) -> str:
     """Why a launcher cannot take part; empty if it can."""
@@ -216,60 +251,53 @@ class _Meeting:
         f'{who} runs tf_strategies {part["version"]}, node 0 runs '
         f'{version.__version__}'
       )
+    if self._job:
+      return 'the job has begun'
     if request.client in self._parts or request.client >= count:
       return f'another launcher has --node_rank={request.client}'
     if set(part['counts']) != set(self._mine['counts']):
       return f'{who} has tasks of types {sorted(part["counts"])}'
     return ''
 
-  async def join(self):
-    """The part of the other hosts."""
+  def _join(self) -> None:
     place = self._place
-    connection = await self._dial()
-    sock = connection.detach()
-    if place.address is None:
-      self._mine['host'] = sock.getsockname()[0]
-    connection.send(_Kind.NODE, self._mine)
+    while True:
+      try:
+        self._server.call(self._dial())
+        break
+      except (OSError, protocol.ProtocolError) as e:
+        why = getattr(e, 'strerror', None) or e or 'no answer'
+        self._wait(f'node 0 ({why})')
     # The first host ends the wait, and says why.
-    heard = asyncio.ensure_future(connection.expect(_Kind.JOB, _Kind.REJECT))
-    try:
-      while not heard.done():
-        self._wait('the others', grace=authentication.HANDSHAKE_SECONDS)
-        await asyncio.wait([heard], timeout=_POLL_SECONDS)
-      kind, message = heard.result()
-    except (OSError, protocol.ProtocolError) as e:
-      raise errors.RendezvousError(
-        f'Node 0 at {place.rendezvous} left before all were there ({e}). See what '
-        'its launcher says.'
-      ) from e
-    finally:
-      heard.cancel()
-    if kind == _Kind.REJECT:
-      connection.close()
-      raise errors.RendezvousError(
-        f'Node 0 at {place.rendezvous} refused node {place.rank}: {message}. Start '
-        'the same line on all hosts, each with its own --node_rank.'
-      )
-    host = _nodes(message)[0].host
-    return _nodes(message), [Link(0, host, await _taken(connection))]
+    while not self._job:
+      if self._refusal:
+        raise errors.RendezvousError(
+          f'Node 0 at {place.rendezvous} refused node {place.rank}: '
+          f'{self._refusal}. Start the same line on all hosts, each with its own '
+          '--node_rank.'
+        )
+      if not self._connections:
+        raise errors.RendezvousError(
+          f'Node 0 at {place.rendezvous} left before all were there. See what its '
+          'launcher says.'
+        )
+      self._wait('the others', grace=authentication.HANDSHAKE_SECONDS)
 
-  async def _dial(self) -> connection_lib.Connection:
+  async def _dial(self) -> None:
     place = self._place
     request = authentication.Request(
       authentication.Purpose.CONTROL, place.rank, 0, place.count
     )
-    while True:
-      try:
-        return await connection_lib.dial(
-          place.rendezvous, request, self._credentials
-        )
-      except (OSError, protocol.ProtocolError) as e:
-        why = getattr(e, 'strerror', None) or e or 'no answer'
-        self._wait(f'node 0 ({why})')
-        await asyncio.sleep(_POLL_SECONDS)
+    connection = await connection_lib.dial(
+      place.rendezvous, request, self._credentials
+    )
+    self._mine['host'] = connection.detach().getsockname()[0]
+    connection.send(_Kind.NODE, self._mine)
+    self._connections[0] = connection
+    self._server.spawn(self._follow(0, connection))
 
   def _wait(self, whom: str, grace: float = 0.0) -> None:
-    """Raises if the deadline has passed; tells of the wait now and then."""
+    """Waits a moment; raises if the deadline has passed, tells of it now and then."""
     place, now = self._place, time.monotonic()
     if not output.is_read(1):
       # The ssh that started this launcher has ended, and nobody else can end it.
@@ -280,122 +308,69 @@ class _Meeting:
     if now > self._ends_at + grace:
       raise errors.RendezvousError(
         f'Node {place.rank} waited {place.timeout:g} s at {place.rendezvous} for '
-        f'{whom} (--nnodes={place.count}).{self._refused} Start the same line on '
-        'all hosts, each with its own --node_rank, or raise --rendezvous_timeout.'
+        f'{whom} (--nnodes={place.count}).{self._refusal} Start the same line on '
+        'all hosts, each with its own --node_rank and the same secret, or raise '
+        '--rendezvous_timeout.'
       )
     if now > self._tell_at:
       self._tell_at = now + 10 * _SECONDS_BEFORE_TELLING
-      self._say(
-        f'Node {place.rank} waits at {place.rendezvous} for {whom}.'
-        f'{self._refused}'
-      )
+      self._say(f'Node {place.rank} waits at {place.rendezvous} for {whom}.')
+    time.sleep(_POLL_SECONDS)
 
+  # From here on everything runs in the server's loop.
 
-def _nodes(parts) -> list[tasks.Node]:
-  return [tasks.Node(p['host'], p['counts'], p['ports']) for p in parts]
+  async def _follow(self, rank: int, connection) -> None:
+    """Takes what another launcher says, until it is gone."""
+    self._connections[rank] = connection
+    _probe(connection.detach())
+    try:
+      while True:
+        kind, said = await connection.expect(
+          _Kind.JOB, _Kind.REJECT, _Kind.TASK
+        )
+        if kind is _Kind.JOB:
+          self._job = said
+        elif kind is _Kind.REJECT:
+          self._refusal = said
+        else:
+          self._take(said, connection)
+    except (OSError, protocol.ProtocolError):
+      connection.close()
+      self._connections.pop(rank)
+      self._parts.pop(rank, None)
+      self._take(others.message(f'node {rank}', others.LOST), None, rank)
 
+  def _take(self, message, source, ended=None) -> None:
+    # The first host passes on what it hears.
+    self._send(_Kind.TASK, message, source)
+    self._messages.put((message, ended))
+    with contextlib.suppress(BlockingIOError):
+      self._button.send(b'!')
 
-async def _taken(connection) -> Any:
-  """The socket of a connection whose bytes are on their way."""
-  while connection.pending:
-    await asyncio.sleep(0)
-  return connection.detach()
+  def _send(self, kind, message, source=None) -> None:
+    for connection in self._connections.values():
+      if connection is not source:
+        connection.send(kind, message)
 
-
-class Link:
-  """Messages to and from another launcher; nothing here blocks.
-
-  Attributes:
-    node: the other's rank.
-    host: its address.
-    is_lost: whether the connection has ended.
-    pending: whether something waits to be sent.
-  """
-
-  def __init__(self, node: int, host: str, sock: Any):
-    self.node = node
-    self.host = host
-    self.is_lost = False
-    self._sock = sock
-    self._heard = bytearray()
-    self._unsent = bytearray()
-    for level, name, value in (
-      (socket.SOL_SOCKET, 'SO_KEEPALIVE', 1),
-      (socket.IPPROTO_TCP, 'TCP_KEEPIDLE', _PROBE_AFTER_SECONDS),
-      (socket.IPPROTO_TCP, 'TCP_KEEPINTVL', _PROBE_AFTER_SECONDS),
-      (socket.IPPROTO_TCP, 'TCP_KEEPCNT', _PROBES),
-      (
-        socket.IPPROTO_TCP,
-        'TCP_USER_TIMEOUT',
-        1000 * _PROBE_AFTER_SECONDS * (_PROBES + 1),
-      ),
+  async def _end(self) -> None:
+    ends_at = self._server.now() + _LAST_SECONDS
+    while self._server.now() < ends_at and any(
+      connection.pending for connection in self._connections.values()
     ):
-      # Not every system has all of them.
-      with contextlib.suppress(OSError, AttributeError):
-        sock.setsockopt(level, getattr(socket, name), value)
+      await asyncio.sleep(_LAST_SECONDS / 100)
+    for connection in self._connections.values():
+      with contextlib.suppress(OSError):
+        connection.detach().shutdown(socket.SHUT_WR)
+    # What was not read when one closes would take along what was sent.
+    while self._server.now() < ends_at and self._connections:
+      await asyncio.sleep(_LAST_SECONDS / 100)
+    for connection in self._connections.values():
+      connection.shut_down()
 
-  def fileno(self) -> int:
-    """Of the socket."""
-    return self._sock.fileno()
 
-  @property
-  def pending(self) -> bool:
-    """See class."""
-    return bool(self._unsent) and not self.is_lost
-
-  def send(self, message: Mapping[str, Any]) -> None:
-    """Sends how a task is; what does not fit is sent by `flush`."""
-    payload = json.dumps(message).encode('utf-8')
-    self._unsent += protocol.Frame(_Kind.TASK, payload=payload).pack()
-    self.flush()
-
-  def flush(self) -> None:
-    """Sends as much as cannot block."""
-    try:
-      while self.pending:
-        del self._unsent[: self._sock.send(self._unsent)]
-    except (BlockingIOError, InterruptedError):
-      return
-    except OSError:
-      self.is_lost = True
-
-  def read(self) -> list[Mapping[str, Any]]:
-    """What has been heard since the last call."""
-    block = bytearray(_READ_BYTES)
-    try:
-      while count := self._sock.recv_into(memoryview(block)):
-        self._heard += block[:count]
-      self.is_lost = True
-    except (BlockingIOError, InterruptedError):
-      pass
-    except OSError:
-      self.is_lost = True
-    try:
-      return list(self._messages())
-    except protocol.ProtocolError:
-      self.is_lost = True
-      return []
-
-  def _messages(self):
-    size = protocol.FRAME_HEADER_BYTES
-    while len(self._heard) >= size:
-      kind, _, tag, payload = protocol.frame_lengths(bytes(self._heard[:size]))
-      end = size + tag + payload
-      if len(self._heard) < end:
-        return
-      data = bytes(self._heard[size + tag : end])
-      del self._heard[:end]
-      if kind != _Kind.TASK:
-        raise protocol.ProtocolError(f'a launcher sent {kind.name}')
-      yield connection_lib.decode(protocol.Frame(kind, payload=data))
-
-  def close(self) -> None:
-    """Ends the connection when the other has what was sent, or a second later."""
-    with contextlib.suppress(OSError):
-      self._sock.shutdown(socket.SHUT_WR)
-    ends_at = time.monotonic() + _LAST_SECONDS
-    # What was not read when it closes would take along what was sent.
-    while not self.is_lost and time.monotonic() < ends_at:
-      self.read()
-      time.sleep(_LAST_SECONDS / 100)
-    self._sock.close()
+def _probe(sock) -> None:
+  sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  for name, value in _PROBING.items():
+    # Not every system has all of them.
+    with contextlib.suppress(OSError, AttributeError):
+      sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

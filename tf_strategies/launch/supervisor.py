@@ -219,7 +219,7 @@ class Supervisor:
       self._say('Some processes outlive SIGKILL; they hang in the kernel.')
       return True
     # While tasks of other hosts train this one may have none left.
-    is_done = self._is_stopping or not self._others.links
+    is_done = self._is_stopping or self._others.is_alone
     return is_done and not self._running()
 
   def _running(self) -> list[_Task]:
@@ -269,10 +269,8 @@ class Supervisor:
       if sink.pending:
         poller.register(sink.fd, select.POLLOUT)
         reactions[sink.fd] = sink.flush_some
-    for link in self._others.links:
-      wanted = select.POLLIN | (select.POLLOUT if link.pending else 0)
-      poller.register(link, wanted)
-      reactions[link.fileno()] = link.flush
+    if not self._others.is_alone:
+      poller.register(self._others, select.POLLIN)
     for task in self._running():
       running = task.running
       poller.register(running.channel_fd, select.POLLIN)
@@ -389,7 +387,7 @@ class Supervisor:
     if gone:
       self._say_lost(name, status)
     self._lost += gone
-    if not self._others.links:
+    if self._others.is_alone:
       # The first host's launcher passed on what the others say.
       self._unheard = [task for task in away if task not in gone]
     for task in gone + self._unheard:
