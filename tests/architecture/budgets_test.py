@@ -1,0 +1,111 @@
+"""A budget of code for each package: whoever adds a mechanism removes another.
+
+A token is a name, a number, a string or an operator. Comments, docstrings and layout
+do not count, so denser code gains nothing. `python -m
+tests.architecture.budgets_test --sizes` prints the sizes.
+"""
+
+import ast
+import collections
+import functools
+import io
+import sys
+import tokenize
+
+from absl.testing import absltest, parameterized
+
+from tests.architecture import project
+
+# In tokens: the size when it was set, and 2 percent.
+_BUDGETS = {
+  'benchmarks': 57_300,
+  'tests': 520_000,
+  'tf_strategies': 3_600,
+  'tf_strategies/_keras_internal': 8_300,
+  'tf_strategies/_tf_internal': 5_500,
+  'tf_strategies/checkpoint': 8_600,
+  'tf_strategies/cluster': 9_600,
+  'tf_strategies/collectives': 11_600,
+  'tf_strategies/cross_device': 6_500,
+  'tf_strategies/data': 6_000,
+  'tf_strategies/doctor': 3_200,
+  'tf_strategies/fault_tolerance': 14_100,
+  'tf_strategies/keras': 13_500,
+  'tf_strategies/kubernetes': 1_900,
+  'tf_strategies/launch': 14_300,
+  'tf_strategies/monitoring': 5_500,
+  'tf_strategies/process_group': 43_300,
+  'tf_strategies/spmd': 31_800,
+  'tf_strategies/strategies': 100_500,
+}
+_NO_CODE = {
+  tokenize.COMMENT,
+  tokenize.NL,
+  tokenize.NEWLINE,
+  tokenize.INDENT,
+  tokenize.DEDENT,
+  tokenize.ENCODING,
+  tokenize.ENDMARKER,
+}
+
+
+def tokens_of(source: str) -> int:
+  """Returns the number of tokens of code in a file."""
+  documented = (
+    ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+  )
+  docstrings = {
+    (node.body[0].lineno, node.body[0].col_offset)
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, documented)
+    and ast.get_docstring(node, clean=False) is not None
+  }
+  found = tokenize.generate_tokens(io.StringIO(source).readline)
+  return sum(
+    t.type not in _NO_CODE and t.start not in docstrings for t in found
+  )
+
+
+@functools.cache
+def sizes() -> collections.Counter:
+  """Returns the tokens of each directory that may have a budget."""
+  found = collections.Counter()
+  for path, source in project.python_files(
+    'tf_strategies', 'tests', 'benchmarks'
+  ).items():
+    root, *inside, _ = path.split('/')
+    if root == 'tf_strategies':
+      root = '/'.join([root, *inside[:1]])
+    found[root] += tokens_of(source)
+  return found
+
+
+class BudgetsTest(parameterized.TestCase):
+  @parameterized.parameters(*_BUDGETS)
+  def test_is_kept(self, directory):
+    self.assertBetween(
+      sizes()[directory],
+      1,
+      _BUDGETS[directory],
+      f'{directory} has grown. Say what it no longer needs, and remove that.',
+    )
+
+  def test_every_package_has_one(self):
+    self.assertEqual(sizes().keys(), _BUDGETS.keys())
+
+  def test_what_counts(self):
+    source = (
+      '"""Doc."""\n# Comment.\ndef f(\n  x,\n):\n  """Doc."""\n  return x\n'
+    )
+    # def f ( x , ) : return x
+    self.assertEqual(tokens_of(source), 9)
+    self.assertEqual(tokens_of('def f(x,): return x'), 9)
+    self.assertEqual(tokens_of('x = """No doc."""'), 3)
+
+
+if __name__ == '__main__':
+  if '--sizes' in sys.argv:
+    for name, size in sizes().most_common():
+      print(f'{size:8,} {name}')
+  else:
+    absltest.main()
