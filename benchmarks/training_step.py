@@ -41,7 +41,6 @@ from typing import Any
 # TensorFlow reads it when it is imported.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
-import numpy as np
 from absl import app, flags
 
 from benchmarks import (
@@ -298,7 +297,7 @@ def _travelling(peer) -> int:
   sent = 0
   for length in lengths:
     first, *others = (
-      codecs.wire_bytes(peer.compression, np.dtype('f4'), size)
+      codecs.get(peer.compression).payload_bytes(size)
       for size in schedule.chunk_sizes(length, count)
     )
     sent += sum(others) + (count - 1) * first

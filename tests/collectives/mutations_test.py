@@ -15,10 +15,10 @@ import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
+from tests.collectives.simulator import simulate
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
 from tf_strategies.collectives.algorithms import ALGORITHMS
-from tf_strategies.collectives.simulator import simulate
 
 
 def is_rejected(mutant):

@@ -7,12 +7,12 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_np
 
+from tests.collectives.simulator import simulate
 from tf_strategies import errors
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.algorithms.naive import naive_all_reduce
 from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 from tf_strategies.collectives.schedule import Schedule, Transfer, chunk_sizes
-from tf_strategies.collectives.simulator import simulate
 
 NAMES = tuple(ALGORITHMS)
 

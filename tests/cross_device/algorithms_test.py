@@ -5,13 +5,13 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import tiers, virtual_devices
+from tests.collectives.simulator import simulate
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device
 from tf_strategies.collectives.algorithms.hierarchical import (
   hierarchical_all_reduce,
 )
-from tf_strategies.collectives.simulator import simulate
 
 virtual_devices.configure()
 

@@ -5,11 +5,11 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
+from tests.collectives.simulator import simulate
 from tests.cross_device import replicas
 from tests.cross_device.replicas import SUM
 from tf_strategies import cross_device
 from tf_strategies.collectives.algorithms import ALGORITHMS
-from tf_strategies.collectives.simulator import simulate
 from tf_strategies.cross_device import statistics
 
 virtual_devices.configure()

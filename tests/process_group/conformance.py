@@ -9,13 +9,12 @@ import itertools
 
 import numpy as np
 
+from tests.collectives.simulator import simulate
 from tf_strategies import errors
-from tf_strategies.collectives import simulator
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.collectives.schedule import chunk_sizes
-from tf_strategies.collectives.simulator import simulate
-from tf_strategies.process_group import plan
+from tf_strategies.process_group import plan, reductions
 
 # Nothing, fewer elements than ranks, and chunks of several pieces.
 SIZES = (0, 1, 3, 64, 1009)
@@ -41,7 +40,7 @@ def cases(world_size: int) -> list[Case]:
     for case in itertools.product(
       names,
       CODECS,
-      simulator.REDUCTIONS,
+      reductions.REDUCTIONS,
       SIZES,
       DTYPES,
     ):

@@ -1,8 +1,8 @@
 """What an all-reduce moves, as integers: transfers, rounds and their check.
 
-An algorithm is a function that returns a `Schedule`. The simulator, the
-executors and the cost model take any Schedule, so that an algorithm cannot be
-right in one place and wrong in another.
+An algorithm is a function that returns a `Schedule`. The executors and the cost
+model take any Schedule, so that an algorithm cannot be right in one place and wrong
+in another.
 """
 
 from __future__ import annotations

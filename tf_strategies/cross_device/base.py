@@ -8,10 +8,10 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors, option_checks
-from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.collectives import algorithms
 from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import compressed, executor, statistics
+from tf_strategies.cross_device import executor, statistics
 
 # A tensor whose size is unknown while the graph is built weighs this many
 # elements when chunks are balanced.
@@ -62,11 +62,6 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   * `tf.IndexedSlices` are gathered, duplicates kept, as TensorFlow does.
   * Gradients flow through: the ops are differentiable TensorFlow ops.
 
-  With a `compression`, floats go through that codec on every hop, with the same
-  bits as between processes. It runs in NumPy, in a host call, through which no
-  gradients flow: it shows what a codec does to a training, and makes nothing
-  faster.
-
   Args:
     algorithm: one of
 
@@ -83,18 +78,16 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       * 'naive': one device adds up everything: the slow baseline.
       * 'one_shot': each device sends everything to all others, in one round.
 
-    compression: 'none', 'float16', 'bfloat16' or 'int8'.
 
   Raises:
-    UnsupportedOptionError: there is no such algorithm or codec; later, a dtype
+    UnsupportedOptionError: there is no such algorithm; later, a dtype
       that has no sum (bool, string), or replicas whose static shapes or dtypes
       differ.
   """
 
-  def __init__(self, algorithm: str, compression: str = 'none'):
+  def __init__(self, algorithm: str):
     super().__init__()
     self._algorithm = algorithms.check(algorithm)
-    self._codec = codecs.get(compression)
     self._statistics = {k: statistics.CallStatistics() for k in _KINDS}
     self._last_plan = None
     self._logged = set()
@@ -215,11 +208,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     )
     self._record_plan(schedule, layout, tensors[0], devices, num_bytes)
     divide_by = len(devices) if _is_mean(reduce_op) else 1
-    how = (tensors, devices, divide_by)
-    if self._codec is codecs.NONE:
-      results = executor.execute(schedule, layout, *how)
-    else:
-      results = compressed.execute(schedule, *how, self._codec.name)
+    results = executor.execute(schedule, layout, tensors, devices, divide_by)
     return [
       mirrored([results[r][i] for r in range(len(devices))])
       for i in range(len(values))
@@ -230,10 +219,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     chunk_bytes = [0] * schedule.num_chunks
     for piece in layout:
       if tensors[piece.tensor].shape.num_elements() is not None:
-        dtype = tensors[piece.tensor].dtype.as_numpy_dtype
-        chunk_bytes[piece.chunk] += codecs.wire_bytes(
-          self._codec.name, dtype, piece.stop - piece.start
-        )
+        size = tensors[piece.tensor].dtype.size
+        chunk_bytes[piece.chunk] += (piece.stop - piece.start) * size
     bytes_in = schedule.bytes_in(chunk_bytes)
     self._last_plan = Plan(
       schedule.name, len(tensors), num_bytes, tuple(bytes_in)

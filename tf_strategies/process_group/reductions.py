@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tf_strategies import errors, option_checks
-from tf_strategies.collectives import algorithms, codecs, cost_model, simulator
+from tf_strategies.collectives import algorithms, codecs, cost_model
 from tf_strategies.process_group import plan as plan_lib
 
+# What a reduction can combine values by.
+REDUCTIONS: Mapping[str, np.ufunc] = types.MappingProxyType(
+  {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
+)
 # Two roundings, however many ranks there are.
 _LOSSY_CANDIDATES = ('direct',)
 # Among many ranks nobody has links to all.
@@ -93,7 +98,7 @@ def reduction(
       'integers, floats and complex numbers',
       'cast it to a numeric dtype first',
     )
-  option_checks.check_choice('op', op, simulator.REDUCTIONS)
+  option_checks.check_choice('op', op, REDUCTIONS)
   algorithms.check(algorithm, 'auto')
   form = plan_lib.Format.of(dtype, compression, piece_bytes)
   is_coded = form.codec is not codecs.NONE
@@ -119,7 +124,7 @@ def reduction(
   plan = plan_lib.by_name(
     algorithm, world_size, rank, length, form, not is_whole
   )
-  return Reduction(collective, plan, form, simulator.REDUCTIONS[op])
+  return Reduction(collective, plan, form, REDUCTIONS[op])
 
 
 def topology_of(hosts: Sequence[str]) -> cost_model.Topology:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests.collectives.simulator import simulate
 from tf_strategies import errors
 from tf_strategies.collectives import algorithms
 from tf_strategies.collectives.algorithms import ALGORITHMS
@@ -19,7 +20,6 @@ from tf_strategies.collectives.algorithms.naive import naive_all_reduce
 from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 from tf_strategies.collectives.algorithms.tree import tree_all_reduce
 from tf_strategies.collectives.schedule import chunk_sizes
-from tf_strategies.collectives.simulator import simulate
 
 MAX_WORLD_SIZE = 17
 

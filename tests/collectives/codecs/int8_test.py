@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests.collectives.simulator import simulate
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.codecs import CODECS, int8
-from tf_strategies.collectives.simulator import simulate
 
 INT8 = int8.Int8()
 BLOCK = 256

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests.collectives.simulator import simulate
 from tf_strategies.collectives import codec, codecs
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.collectives.schedule import Schedule, Transfer
-from tf_strategies.collectives.simulator import simulate
 from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib

@@ -230,7 +230,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       if name == 'function':
         chosen = 'int8' if len(shape) > 1 else 'none'
       first, *others = (
-        codecs.wire_bytes(chosen, np.dtype('f4'), size)
+        codecs.get(chosen).payload_bytes(size)
         for size in schedule.chunk_sizes(np.prod(shape), count)
       )
       sent += sum(others) + (count - 1) * first

@@ -12,9 +12,9 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
+from tests.collectives.simulator import simulate
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives.algorithms import ALGORITHMS
-from tf_strategies.collectives.simulator import simulate
 from tf_strategies.strategies.multi_worker import gradient_state, gradient_sums
 
 virtual_devices.configure()

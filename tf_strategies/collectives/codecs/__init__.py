@@ -61,15 +61,6 @@ def get(name: str) -> codec_lib.Codec:
   return CODECS[name]
 
 
-def wire_bytes(name: str, dtype: np.dtype, length: int) -> int:
-  """Bytes that an array of `length` elements travels as; see `for_array`."""
-  dtype = np.dtype(dtype)
-  codec = for_array(name, dtype)
-  if codec is NONE:
-    return length * dtype.itemsize
-  return codec.payload_bytes(length)
-
-
 def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
   """What arrays of a dtype travel as when a codec is asked for.
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
-
-# What an all-reduce can combine values by.
-REDUCTIONS: Mapping[str, np.ufunc] = types.MappingProxyType(
-  {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
-)
+from tf_strategies.process_group import reductions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +52,7 @@ def simulate(
     inputs: one numeric array for each rank, all of one shape (any, also 0-d
       and empty) and one dtype. They are not changed.
     compression: name of a codec, used as `codec` describes.
-    op: a name in `REDUCTIONS`.
+    op: a name in `reductions.REDUCTIONS`.
     residuals: one array for each rank, of the dtype of sums and as long as the
       inputs: it is filled with what the codec has left out there.
 
@@ -105,7 +100,9 @@ def simulate(
         moved[t.src, dst] += getattr(came, 'memory', came).nbytes
       order = schedule_lib.rank_order(dst, transfers)
       terms = [None if r == dst else sent[r, chunk] for r in order]
-      ranks[dst].receive(chunk, terms, transfers[-1].reduce, REDUCTIONS[op])
+      ranks[dst].receive(
+        chunk, terms, transfers[-1].reduce, reductions.REDUCTIONS[op]
+      )
       if (transfers[0].round, dst, chunk) in completions:
         ranks[dst].send(chunk, residuals is None or owners[chunk] == dst)
   outputs = [rank.values.astype(dtype).reshape(shape) for rank in ranks]
