@@ -87,12 +87,13 @@ class Soak:
   def __init__(self, seed, minutes):
     self._seed = seed
     self._minutes = minutes
-    self._ends_at = time.monotonic() + 60 * minutes
+    self._ends_at = None
     self._ran, self._left = set(), set()
 
   @pytest.hookimpl(trylast=True)
   def pytest_collection_modifyitems(self, items):
-    """Shuffles alike in every process."""
+    """Shuffles alike in every process; the time begins."""
+    self._ends_at = time.monotonic() + 60 * self._minutes
 
     def draw(*names):
       return [random.Random(f'{self._seed} {n}').random() for n in names]

@@ -194,6 +194,7 @@ class SoakTest(absltest.TestCase):
   def test_none_starts_when_the_time_is_over(self):
     with mock.patch('time.monotonic', side_effect=(0.0, 59.0, 61.0)):
       run = conftest.Soak(1, 1.0)
+      run.pytest_collection_modifyitems([])
       run.pytest_runtest_setup()
       with self.assertRaises(pytest.skip.Exception):
         run.pytest_runtest_setup()

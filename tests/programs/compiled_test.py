@@ -150,7 +150,6 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
     builtin = tf.distribute.MirroredStrategy(DEVICES[:2])
     self.assertFalse(self.resolved(builtin, True))
 
-  @pytest.mark.smoke
   def test_auto_trains_what_is_compiled(self):
     strategy = tfs.RingMirroredStrategy(DEVICES)
     with (

@@ -147,7 +147,6 @@ class TrainTest(_Case):
     found = [result['float16'] for result in _results(2, 'first')]
     self.assertGreater(found[0]['iterations'], found[1]['iterations'])
 
-  @pytest.mark.smoke
   def test_nothing_crosses_workers_between_meetings(self):
     found = [result['diloco'] for result in _results(2, 'first')]
     steps = 11  # Of an epoch; the last batch has one row.
