@@ -38,7 +38,7 @@ help:
 	@echo 'make docs         the documentation as a site, in site/'
 	@echo 'make benchmark    all-reduce beside its peers; BENCHMARK= all_reduce,'
 	@echo '                  process_all_reduce, training_step, parameter_server,'
-	@echo '                  embeddings, strategies or gpu'
+	@echo '                  strategies, recovery, input_pipeline or gpu'
 	@echo 'make measurements the tables of benchmarks/results/, into the documents'
 	@echo 'make build_files  write the BUILD files from the imports'
 	@echo 'make wheel        a wheel in dist/'

@@ -1,4 +1,4 @@
-"""All-reduce between processes: ours beside TensorFlow's, gloo and limits.
+"""All-reduce between processes: ours beside TensorFlow's, gloo and MPI.
 
   python -m benchmarks.process_all_reduce
   python -m benchmarks.process_all_reduce --world_sizes=2 --link_rate=1gbit
@@ -12,16 +12,13 @@ rank; every rank's sums are compared with the exact ones before anything is
 timed.
 
 With --link_rate the workers run on hosts of their own, joined by links of
-that rate (benchmarks/network_namespaces.py; needs root). 'ring predicted' is
-`collectives.cost_model` with the latency and bandwidth that the run itself
-measures between two workers.
+that rate (benchmarks/network_namespaces.py; needs root).
 """
 
 import contextlib
 import os
 import secrets
 import sys
-import tempfile
 from collections.abc import Sequence
 
 # TensorFlow reads it when it is imported.
@@ -30,7 +27,6 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 from absl import app, flags
 
 from benchmarks import (
-  certificates,
   measure,
   network_namespaces,
   process_pools,
@@ -86,7 +82,7 @@ _REPORT_JSON = flags.DEFINE_string(
 
 
 def run_size(
-  pools: process_pools.PeerPools, num_bytes: int, link
+  pools: process_pools.PeerPools, num_bytes: int
 ) -> process_results.Size:
   """Measures all peers on one size; they take turns."""
   calls = process_results.calls_in_a_sample(num_bytes)
@@ -99,7 +95,7 @@ def run_size(
       seconds[name] += pools.run(name, _WARMUP.value, _REPEATS.value, calls)
   for name in names:
     pools.ask(name, 'release')
-  return process_results.Size(pools.world_size, num_bytes, calls, seconds, link)
+  return process_results.Size(pools.world_size, num_bytes, calls, seconds)
 
 
 def run_world_size(
@@ -131,26 +127,16 @@ def run_world_size(
         _WORKERS_PER_HOST.value,
       )
     )
-    link = pools.measure_link()
     found = []
     for num_bytes in sizes:
       _progress(f'{world_size} workers: {num_bytes} bytes')
-      found.append(run_size(pools, num_bytes, link))
-    return found, {
-      'world_size': world_size,
-      'alpha_seconds': link.alpha_seconds,
-      'beta_seconds_per_byte': link.beta_seconds_per_byte,
-      'versions': pools.versions,
-    }
+      found.append(run_size(pools, num_bytes))
+    return found, {'world_size': world_size, 'versions': pools.versions}
 
 
-def _print(found: Sequence[process_results.Size], about: dict) -> None:
-  bandwidth = 'unlimited'
-  if about['beta_seconds_per_byte']:
-    bandwidth = f'{1e-6 / about["beta_seconds_per_byte"]:.0f} MB/s'
+def _print(found: Sequence[process_results.Size]) -> None:
   print(
-    f'\n{about["world_size"]} workers; a link takes '
-    f'{1e6 * about["alpha_seconds"]:.0f} us and {bandwidth}\n\n'
+    f'\n{found[0].world_size} workers\n\n'
     f'Median ms (p10-p90)\n\n{process_results.times_table(found)}',
     flush=True,
   )
@@ -234,13 +220,10 @@ def main(argv: Sequence[str]) -> None:
     'links': [],
     'results': [],
   }
-  with processes.ended_by_signals(), tempfile.TemporaryDirectory() as keys:
-    if any(entry.name == 'ours_tcp_tls' for entry in entries):
-      certificates.make(keys)
-    os.environ[certificates.VARIABLE] = keys
+  with processes.ended_by_signals():
     for world_size in world_sizes:
       found, about = run_world_size(world_size, sizes, entries)
-      _print(found, about)
+      _print(found)
       content['links'].append(about)
       content['results'] += [size.record() for size in found]
       if _REPORT_JSON.value:

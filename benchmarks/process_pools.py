@@ -7,14 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import network_namespaces, process_results, worker_pool
+from benchmarks import network_namespaces, worker_pool
 from benchmarks.process_peers import catalogue
-from tf_strategies.collectives import cost_model
 from tf_strategies.launch import ports as ports_lib
 
 _ACTOR = 'benchmarks.process_peers.actor:Actor'
-_LARGE_BYTES = 8 << 20
-_SMALL_CALLS, _LARGE_CALLS, _SAMPLES = 50, 2, 5
 
 
 class PeerPools:
@@ -60,7 +57,7 @@ class PeerPools:
     self._pool_of: dict[str, worker_pool.WorkerPool] = {}
     self._stack = contextlib.ExitStack()
     try:
-      self._set_up([*self.entries, catalogue.PING_PONG])
+      self._set_up(self.entries)
     except BaseException:
       self.close()
       raise
@@ -75,16 +72,6 @@ class PeerPools:
     """Returns the seconds of each sample: those of the slowest rank."""
     by_rank = self.ask(peer, 'run', warmup=warmup, repeats=repeats, calls=calls)
     return [max(sample) for sample in zip(*by_rank, strict=True)]
-
-  def measure_link(self) -> cost_model.Link:
-    """Returns what a message between the first two workers costs, over TCP."""
-    name = catalogue.PING_PONG.name
-    seconds = []
-    for num_bytes, calls in ((1, _SMALL_CALLS), (_LARGE_BYTES, _LARGE_CALLS)):
-      self.ask(name, 'prepare', num_bytes=num_bytes)
-      seconds.append(self.run(name, calls, _SAMPLES, calls))
-    self.ask(name, 'release')
-    return process_results.link_of(*seconds, _LARGE_BYTES)
 
   def close(self) -> None:
     """Ends all processes."""

@@ -1,4 +1,4 @@
-"""What a run of `process_all_reduce` found: records, ratios, predictions."""
+"""What a run of `process_all_reduce` found: records and ratios."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks import measure, report
 from benchmarks.process_peers import catalogue
-from tf_strategies.collectives import cost_model
-from tf_strategies.collectives.algorithms import ring
 
 # What ours are compared with.
 REFERENCES = ('mwms_ring', 'gloo', 'mpich')
-# The peer that the prediction is for.
-PREDICTED = 'ours_tcp'
 
 # Enough calls in a sample that starting together does not count.
 _SAMPLE_BYTES = 4 << 20
@@ -29,14 +25,12 @@ class Size:
     num_bytes: of the float32 array that is reduced.
     calls: in a row in each sample.
     seconds: samples of each peer: of a call, on the slowest rank.
-    link: between two workers, as this run measured it.
   """
 
   world_size: int
   num_bytes: int
   calls: int
   seconds: Mapping[str, Sequence[float]]
-  link: cost_model.Link
 
   def spread(self, peer: str) -> measure.Spread:
     """Median and spread of one peer."""
@@ -57,10 +51,6 @@ class Size:
       for name in ours
     }
 
-  def predicted_ms(self) -> float:
-    """The cost model's time of a ring over the measured link."""
-    return 1e3 * predicted_seconds(self.world_size, self.num_bytes, self.link)
-
   def record(self) -> dict[str, object]:
     """Returns everything, as the JSON report has it."""
     bus_bytes = 2 * (self.world_size - 1) / self.world_size * self.num_bytes
@@ -78,7 +68,6 @@ class Size:
       'calls_in_a_sample': self.calls,
       'peers': peers,
       'ratios': self.ratios(),
-      'predicted_ring_ms': self.predicted_ms(),
     }
 
 
@@ -91,47 +80,6 @@ def calls_in_a_sample(num_bytes: int) -> int:
     [20, 4, 1]
   """
   return max(1, min(_MOST_CALLS, _SAMPLE_BYTES // num_bytes))
-
-
-def predicted_seconds(
-  world_size: int, num_bytes: int, link: cost_model.Link
-) -> float:
-  """Returns the cost model's time of a ring; additions cost nothing in it.
-
-  Example:
-
-    >>> predicted_seconds(2, 1000, cost_model.Link(0.5, 0.001))
-    2.0
-
-  Args:
-    world_size: number of workers.
-    num_bytes: of the array.
-    link: from each worker to the next.
-  """
-  return cost_model.cost(
-    ring.ring_all_reduce(world_size),
-    num_bytes,
-    cost_model.Topology(world_size, link),
-  )
-
-
-def link_of(
-  small: Sequence[float], large: Sequence[float], large_bytes: int
-) -> cost_model.Link:
-  """Returns alpha and beta from round trips, the medians of which count.
-
-  Example:
-
-    >>> link_of([2.0, 2.0, 9.0], [8.0, 8.0, 8.0], 1000)
-    Link(alpha_seconds=1.0, beta_seconds_per_byte=0.003)
-
-  Args:
-    small: seconds of round trips of a byte.
-    large: seconds of round trips of `large_bytes`.
-    large_bytes: how many bytes that is.
-  """
-  one, other = (measure.Spread.of(s).median_ms / 2e3 for s in (small, large))
-  return cost_model.Link(one, max(0.0, other - one) / large_bytes)
 
 
 def size_name(num_bytes: int) -> str:
@@ -156,12 +104,6 @@ def times_table(sizes: Sequence[Size]) -> str:
     [size_name(s.num_bytes), *(_cell(s.spread(p)) for p in peers)]
     for s in sizes
   ]
-  if PREDICTED in peers:
-    # Beside what it predicts.
-    place = columns.index(PREDICTED) + 1
-    columns.insert(place, 'ring predicted')
-    for row, size in zip(rows, sizes, strict=True):
-      row.insert(place, f'{size.predicted_ms():.3g}')
   return report.markdown(columns, rows)
 
 

@@ -60,7 +60,6 @@ class Actor:
     peer: str,
     strategy: str,
     options: Mapping[str, Any],
-    device: str,
     addresses: Sequence[str],
     shape: Mapping[str, int],
     timeout_seconds: float,
@@ -73,7 +72,6 @@ class Actor:
       peer: its name.
       strategy: 'ring', 'ring_reproducible', 'collective', 'one_device' or 'apart'.
       options: of the strategy.
-      device: 'CPU:0' or 'GPU:0', which all workers share.
       addresses: 'host:port' of this peer on each worker.
       shape: `width` and `layers` of the model, and `batch_rows`, of the whole
         batch.
@@ -84,9 +82,8 @@ class Actor:
     Returns:
       Bytes of the trainable variables.
     """
-    if device.startswith('CPU'):
-      tf.config.set_visible_devices([], 'GPU')
-    made = self._strategy(strategy, options, device, addresses, timeout_seconds)
+    tf.config.set_visible_devices([], 'GPU')
+    made = self._strategy(strategy, options, addresses, timeout_seconds)
     keras.utils.set_random_seed(1)
     with made.scope():
       model = _dense_model(shape['width'], shape['layers'])
@@ -141,7 +138,7 @@ class Actor:
       and (group.bytes_sent - sent) / ((1 + blocks) * steps),
     }
 
-  def _strategy(self, name, options, device, addresses, timeout_seconds):
+  def _strategy(self, name, options, addresses, timeout_seconds):
     if name in ('one_device', 'apart'):
       return tf.distribute.get_strategy()
     task = {'type': 'worker', 'index': self._rank}
@@ -155,7 +152,7 @@ class Actor:
           start_timeout_seconds=timeout_seconds,
           **options,
         ),
-        devices=[device],
+        devices=['CPU:0'],
       )
     group = process_group.GroupOptions.from_env(
       rendezvous_timeout_seconds=timeout_seconds,
@@ -166,7 +163,7 @@ class Actor:
     return tfs.MultiWorkerRingStrategy(
       cluster,
       tfs.RingOptions(group=group, **options),
-      devices=[device],
+      devices=['CPU:0'],
       shard_optimizer_state=is_sharded,
     )
 

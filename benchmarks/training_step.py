@@ -17,10 +17,8 @@ machine changes less, is the mean of the workers. After the first round the
 losses of all peers and ranks must agree.
 
 With --link_rate the workers run on hosts of their own (see
-benchmarks/network_namespaces.py). 'reduce predicted' is the cost model's time of the
-gradients' ring over the measured link: what a step without overlap would add. Peers
-ring_local_16 and _64 train so many steps apart (tfs.keras.LocalSteps): their blocks have a
-whole number of meetings.
+benchmarks/network_namespaces.py). Peers ring_local_16 and _64 train so many steps apart
+(tfs.keras.LocalSteps): their blocks have a whole number of meetings.
 
 With --timeline each ring trains once more after that, with
 `tfs.MonitorCallback`: what it writes goes to step-PEER-RANK.json, and what it
@@ -46,21 +44,15 @@ from absl import app, flags
 from benchmarks import (
   measure,
   network_namespaces,
-  process_pools,
-  process_results,
   processes,
   report,
   training_peers,
   worker_pool,
 )
-from tf_strategies.collectives import codecs, schedule
 from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = flags.DEFINE_integer(
   'num_workers', 2, 'Workers of a device each.', lower_bound=2
-)
-_DEVICE = flags.DEFINE_enum(
-  'device', 'cpu', ['cpu', 'gpu'], 'Where: workers share a GPU.'
 )
 _WIDTH = flags.DEFINE_integer(
   'width', 1250, 'Units of each layer.', lower_bound=1
@@ -178,7 +170,6 @@ class Training:
       peer=peer.name,
       strategy=peer.strategy,
       options=dict(peer.options),
-      device=f'{_DEVICE.value.upper()}:0',
       addresses=self._addresses_of(peer),
       shape={
         'width': _WIDTH.value,
@@ -215,8 +206,6 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
           _NUM_WORKERS.value, _LINK_RATE.value, _LINK_DELAY_MS.value
         )
       )
-    with process_pools.PeerPools(_NUM_WORKERS.value, (), hosts) as pools:
-      link = pools.measure_link()
     _progress(f'building {len(peers)} models')
     training = Training(peers, hosts, stack)
     by_name = {peer.name: peer for peer in peers}
@@ -240,11 +229,9 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
       monitored = _monitored(training, peers, _TIMELINE.value)
   return {
     'parameter_bytes': training.parameter_bytes,
-    'alpha_seconds': link.alpha_seconds,
-    'beta_seconds_per_byte': link.beta_seconds_per_byte,
     'results': [
       {
-        **_record(peer, seconds, training.parameter_bytes, link),
+        **_record(peer, seconds),
         'median_cpu_ms': cpu[peer.name],
         'monitored_median_ms': monitored.get(peer.name),
         'megabytes_sent': _megabytes(training.bytes_sent[peer.name]),
@@ -269,39 +256,20 @@ def _monitored(training, peers, path: str) -> dict[str, float]:
   return medians
 
 
-def _record(peer, seconds, parameter_bytes, link) -> dict[str, Any]:
+def _record(peer, seconds) -> dict[str, Any]:
   spread = measure.Spread.of(seconds[peer.name])
-  ratio = predicted = None
+  ratio = None
   if training_peers.REFERENCE in seconds:
     ratio = (
       spread.median_ms
       / measure.Spread.of(seconds[training_peers.REFERENCE]).median_ms
     )
-  if peer.strategy in ('ring', 'ring_reproducible', 'collective'):
-    predicted = 1e3 * process_results.predicted_seconds(
-      _NUM_WORKERS.value, _travelling(peer), link
-    )
   return {
     'peer': peer.name,
     **dataclasses.asdict(spread),
     f'ratio_to_{training_peers.REFERENCE}': ratio,
-    'predicted_reduce_ms': predicted,
     'seconds': seconds[peer.name],
   }
-
-
-def _travelling(peer) -> int:
-  """Bytes of a buffer whose ring sends as much as the gradients do."""
-  count = _NUM_WORKERS.value
-  lengths = [_WIDTH.value**2, _WIDTH.value] * _LAYERS.value
-  sent = 0
-  for length in lengths:
-    first, *others = (
-      codecs.get(peer.compression).payload_bytes(size)
-      for size in schedule.chunk_sizes(length, count)
-    )
-    sent += sum(others) + (count - 1) * first
-  return sent * count // (2 * (count - 1))
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -313,7 +281,6 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     'p90 ms': 'p90_ms',
     f'to {training_peers.REFERENCE}': f'ratio_to_{training_peers.REFERENCE}',
     'CPU ms of a worker': 'median_cpu_ms',
-    'reduce predicted ms': 'predicted_reduce_ms',
     'MB sent a step': 'megabytes_sent',
     'monitored ms': 'monitored_median_ms',
   }

@@ -15,7 +15,6 @@ from benchmarks.parameter_server_peers import (
   loops,
   meter,
   models,
-  race,
 )
 
 
@@ -50,7 +49,7 @@ class Coordinator:
     self._loop = make(entry, cluster)
 
   def set_up(
-    self, model: str, steps_per_execution: int, batch_rows: int, pauses: bool
+    self, model: str, steps_per_execution: int, batch_rows: int
   ) -> dict[str, float]:
     """Builds a model on the servers.
 
@@ -58,13 +57,12 @@ class Coordinator:
       model: its name.
       steps_per_execution: steps in one call on a worker.
       batch_rows: of a step.
-      pauses: whether steps wait as their worker's file says.
 
     Returns:
       `parameter_bytes`, `num_variables`, and the `loss` before training.
     """
     self._model_name = model
-    self._loop.build(model, steps_per_execution, batch_rows, pauses)
+    self._loop.build(model, steps_per_execution, batch_rows)
     self._initial = [v.numpy() for v in self._loop.variables]
     trainable = self._loop.model.trainable_variables
     return {
@@ -87,35 +85,11 @@ class Coordinator:
     self._restore()
     readings = self._loop.train(1 + blocks, steps, self._clocks)
     samples = [meter.between(start, end) for start, end in readings[1:]]
-    return {'samples': samples, **self._outcome()}
-
-  def race(
-    self, warmup_steps: int, steps: int, window_rows: int
-  ) -> dict[str, Any]:
-    """Fits from the beginning, and notes how the loss falls.
-
-    Args:
-      warmup_steps: trained and undone before.
-      steps: to train.
-      window_rows: rows of training over which a loss is a mean, at least.
-
-    Returns:
-      `seconds` of all steps, `curve` as pairs of seconds and loss, what the
-      strategy's `report` counted, and as `run` has them `iterations` and
-      `loss`.
-    """
-    self._restore()
-    self._loop.train(1, warmup_steps, self._clocks)
-    self._restore()
-    before = self._loop.strategy.report()
-    watch = race.LossWatch(window_rows)
-    self._loop.fit(1, steps, watch)
-    report = race.counted_between(before, self._loop.strategy.report())
+    iterations = int(self._loop.optimizer.iterations.numpy())
     return {
-      'seconds': watch.seconds,
-      'curve': watch.curve,
-      **report,
-      **self._outcome(),
+      'samples': samples,
+      'iterations': iterations,
+      'loss': self._loss(),
     }
 
   def release(self) -> None:
@@ -124,10 +98,6 @@ class Coordinator:
     self._initial = []
     keras.backend.clear_session()
     gc.collect()
-
-  def _outcome(self) -> dict[str, float]:
-    iterations = int(self._loop.optimizer.iterations.numpy())
-    return {'iterations': iterations, 'loss': self._loss()}
 
   def _restore(self) -> None:
     for variable, value in zip(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pathlib
-import tempfile
 from typing import Any
 
 from benchmarks import worker_pool
@@ -47,16 +45,12 @@ class Job:
   """One peer's tasks, which wait while others have their turn.
 
   A context manager; no process outlives it. Each coordinator is a process,
-  since a process can be connected to one cluster only, and each server works in
-  a directory of its own.
+  since a process can be connected to one cluster only.
 
   Args:
     peer: who trains.
     size: of the job.
-    pause_ms: how long the last worker waits in each step of a model that
-      pauses; the others do not wait.
     deadline_seconds: how long each command may take.
-    coordinator: what trains, `module:class` of this package.
 
   Raises:
     WorkerUnavailableError: a task failed; says which, and what it wrote.
@@ -66,21 +60,16 @@ class Job:
     self,
     peer: catalogue.Peer,
     size: Size,
-    pause_ms: float = 0.0,
     deadline_seconds: float = worker_pool.DEADLINE_SECONDS,
-    coordinator: str = 'coordinator:Coordinator',
   ):
     self.peer = peer
     self._deadline_seconds = deadline_seconds
     self._stack = contextlib.ExitStack()
     try:
-      directories = self._directories(size, pause_ms)
       cluster = _cluster(size)
       servers = self._start('server:Server', len(size.tasks))
-      self._coordinator = self._start(coordinator, 1)
-      pids = servers.ask(
-        'serve', cluster=cluster, tasks=size.tasks, directories=directories
-      )
+      self._coordinator = self._start('coordinator:Coordinator', 1)
+      pids = servers.ask('serve', cluster=cluster, tasks=size.tasks)
       self.ask(
         'connect',
         peer=dataclasses.asdict(peer),
@@ -107,18 +96,6 @@ class Job:
 
   def __exit__(self, *unused):
     self.close()
-
-  def _directories(self, size: Size, pause_ms: float) -> list[str]:
-    root = self._stack.enter_context(tempfile.TemporaryDirectory())
-    found = []
-    for task in size.tasks:
-      directory = pathlib.Path(root, f'{task[0]}{task[1]}')
-      directory.mkdir()
-      is_slow = task == ('worker', size.num_workers - 1)
-      microseconds = round(1e3 * pause_ms) if is_slow else 0
-      (directory / catalogue.PAUSE_FILE).write_text(f'{microseconds}\n')
-      found.append(str(directory))
-    return found
 
   def _start(self, actor: str, count: int) -> worker_pool.WorkerPool:
     return self._stack.enter_context(

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 import tf_strategies as tfs
-from benchmarks.parameter_server_peers import catalogue, meter, models, race
+from benchmarks.parameter_server_peers import catalogue, meter, models
 
 
 class Loop(abc.ABC):
@@ -39,16 +39,13 @@ class Loop(abc.ABC):
     return [*self.model.weights, *self.optimizer.variables]
 
   @abc.abstractmethod
-  def build(
-    self, name: str, steps_per_execution: int, batch_rows: int, pauses: bool
-  ) -> None:
+  def build(self, name: str, steps_per_execution: int, batch_rows: int) -> None:
     """Builds a model and what feeds it.
 
     Args:
       name: of the model.
       steps_per_execution: steps in one call on a worker.
       batch_rows: of a step.
-      pauses: whether steps wait as their worker's file says.
     """
 
   @abc.abstractmethod
@@ -80,15 +77,13 @@ class Loop(abc.ABC):
 class FitLoop(Loop):
   """Keras's `fit` under `tfs.ParameterServerStrategy`."""
 
-  def build(self, name, steps_per_execution, batch_rows, pauses):
+  def build(self, name, steps_per_execution, batch_rows):
     """Compiles a model."""
     with self.strategy.scope():
-      self.model = models.build(name, pauses)
+      self.model = models.build(name)
       self.model.compile(
         models.optimizer(name),
         models.loss(),
-        # Only for curves of the loss, which only models that pause are for.
-        metrics=[race.Rows()] if pauses else None,
         steps_per_execution=steps_per_execution,
         jit_compile=False,
       )
@@ -103,26 +98,14 @@ class FitLoop(Loop):
   def train(self, blocks, steps, clocks):
     """A block is an epoch."""
     reader = _EpochReader(lambda: self._settled(clocks))
-    self.fit(blocks, steps, reader)
-    return reader.readings
-
-  def fit(
-    self, epochs: int, steps: int, callback: keras.callbacks.Callback
-  ) -> None:
-    """Calls `fit`.
-
-    Args:
-      epochs: how many.
-      steps: of each.
-      callback: for it.
-    """
     self.model.fit(
       self._data,
-      epochs=epochs,
+      epochs=blocks,
       steps_per_epoch=steps,
       verbose=0,
-      callbacks=[callback],
+      callbacks=[reader],
     )
+    return reader.readings
 
   def release(self):
     """Forgets the model and its data."""
@@ -141,7 +124,6 @@ class FitLoop(Loop):
         'chief',
         0,
       ),
-      **self.peer.options,
     )
 
 
@@ -167,10 +149,10 @@ class _EpochReader(keras.callbacks.Callback):
 class StockLoop(Loop):
   """TensorFlow's strategy as its tutorial uses it: a closure a step."""
 
-  def build(self, name, steps_per_execution, batch_rows, pauses):
+  def build(self, name, steps_per_execution, batch_rows):
     """Traces a step, and lets each worker make its data set."""
     with self.strategy.scope():
-      model = self.model = models.build(name, pauses)
+      model = self.model = models.build(name)
       optimizer = self.optimizer = models.optimizer(name)
       optimizer.build(model.trainable_variables)
     loss = models.loss()

@@ -16,12 +16,10 @@ class Reading:
   Attributes:
     seconds: of the wall clock.
     cpu_seconds: of all threads of each process, by job.
-    loopback_bytes: that this machine's processes had sent each other.
   """
 
   seconds: float
   cpu_seconds: Mapping[str, Sequence[float]]
-  loopback_bytes: int = 0
 
 
 class Meter:
@@ -51,16 +49,13 @@ class Meter:
     for job, processes in self._processes.items():
       times = [process.cpu_times() for process in processes]
       cpu_seconds[job] = [t.user + t.system for t in times]
-    counters = psutil.net_io_counters(pernic=True).get('lo')
-    sent = counters.bytes_sent if counters else 0
-    return Reading(time.perf_counter(), cpu_seconds, sent)
+    return Reading(time.perf_counter(), cpu_seconds)
 
 
 def between(start: Reading, end: Reading) -> dict[str, object]:
   """Returns what passed between two readings, as JSON can say it."""
   return {
     'seconds': end.seconds - start.seconds,
-    'loopback_bytes': end.loopback_bytes - start.loopback_bytes,
     'cpu_seconds': {
       job: [
         after - before

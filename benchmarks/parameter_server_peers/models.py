@@ -1,4 +1,4 @@
-"""Models of several sizes, their data, and a layer that waits."""
+"""Models of several sizes, and their data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import tensorflow as tf
-
-from benchmarks.parameter_server_peers import catalogue
 
 _SHAPE = (28, 28, 1)
 _CLASSES = 10
@@ -61,16 +59,14 @@ _LAYERS = {
 }
 
 
-def build(name: str, pauses: bool = False) -> keras.Model:
+def build(name: str) -> keras.Model:
   """Builds a model; equal initial weights each time.
 
   Args:
     name: one of `catalogue.MODELS`.
-    pauses: whether each step waits as long as its worker's file says.
   """
   keras.utils.set_random_seed(1)
-  before = [Pause()] if pauses else []
-  return keras.Sequential([keras.Input(_SHAPE), *before, *_LAYERS[name]()])
+  return keras.Sequential([keras.Input(_SHAPE), *_LAYERS[name]()])
 
 
 def optimizer(name: str) -> keras.optimizers.Optimizer:
@@ -107,38 +103,3 @@ def dataset(batch_rows: int) -> tf.data.Dataset:
     .batch(batch_rows, drop_remainder=True)
     .prefetch(_PREFETCH)
   )
-
-
-class Pause(keras.layers.Layer):
-  """Passes its input on after as many microseconds as a file says.
-
-  All workers run one graph, in which nothing tells them apart but the file that
-  each finds in its own working directory (`catalogue.PAUSE_FILE`). TensorFlow's data sets can sleep in
-  C++, so that no CPU is taken from the other tasks meanwhile.
-  """
-
-  def call(self, inputs):
-    """Waits."""
-    # A data set, not tf.io.read_file: that one may be computed once for all.
-    line = tf.data.TextLineDataset(catalogue.PAUSE_FILE).get_single_element()
-    # No rows go through it: of what may become of them there, nobody knows whether
-    # workers may share them, and one worker would compute the whole batch.
-    signature = {'output_types': [tf.int64], 'output_shapes': [[]]}
-    variant = tf.raw_ops.SleepDataset(
-      input_dataset=tf.data.experimental.to_variant(
-        tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
-      ),
-      sleep_microseconds=tf.strings.to_number(line, tf.int64),
-      **signature,
-    )
-    # The end of a data set would be slept for too.
-    variant = tf.raw_ops.TakeDataset(
-      input_dataset=variant, count=1, **signature
-    )
-    slept = tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)
-    with tf.control_dependencies(slept):
-      return tf.identity(inputs)
-
-  def compute_output_shape(self, input_shape):
-    """The same."""
-    return input_shape

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
-from benchmarks.parameter_server_peers import catalogue, race
+from benchmarks.parameter_server_peers import catalogue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,80 +204,6 @@ def table(cases: Sequence[Mapping[str, Any]]) -> str:
       'steps counted',
     ],
     rows,
-  )
-
-
-def straggler_record(
-  peer: str, turns: Sequence[Mapping[str, Any]], rows: int, target_loss: float
-) -> dict[str, Any]:
-  """Returns all that was found of a mode, as the JSON report has it.
-
-  Args:
-    peer: the mode's name.
-    turns: what its coordinator answered in each round.
-    rows: of a step.
-    target_loss: the time to which counts.
-  """
-  rates = Range.of([turn['iterations'] / turn['seconds'] for turn in turns])
-  times = [race.seconds_to(turn['curve'], target_loss) for turn in turns]
-  staleness: dict[str, int] = {}
-  for turn in turns:
-    for age, count in turn['staleness'].items():
-      staleness[age] = staleness.get(age, 0) + count
-  return {
-    'peer': peer,
-    'rows_per_step': rows,
-    'steps_per_s': dataclasses.asdict(rates),
-    'examples_per_s': rows * rates.median,
-    # One that was not reached makes the median meaningless.
-    'seconds_to_loss': None if None in times else statistics.median(times),
-    'dropped': sum(turn['dropped'] for turn in turns),
-    'staleness': dict(sorted(staleness.items(), key=lambda a: int(a[0]))),
-    'mean_staleness': mean_staleness(staleness),
-    'iterations': turns[-1]['iterations'],
-    'loss': turns[-1]['loss'],
-    'turns': list(turns),
-  }
-
-
-def mean_staleness(histogram: Mapping[str, int]) -> float:
-  """Returns the mean of a histogram; 0 if there is nothing in it.
-
-  Example:
-
-    >>> mean_staleness({'0': 2, '3': 1}), mean_staleness({})
-    (1.0, 0.0)
-  """
-  count = sum(histogram.values())
-  return sum(int(a) * n for a, n in histogram.items()) / count if count else 0.0
-
-
-def straggler_table(records: Sequence[Mapping[str, Any]]) -> str:
-  """Returns what a slow worker does to each mode as a Markdown table."""
-  return report.markdown(
-    [
-      'mode',
-      'rows a step',
-      'steps/s (min-max)',
-      'examples/s',
-      's to the loss',
-      'dropped',
-      'mean staleness',
-      'most',
-    ],
-    [
-      [
-        found['peer'],
-        found['rows_per_step'],
-        str(Range(**found['steps_per_s'])),
-        round(found['examples_per_s']),
-        found['seconds_to_loss'],
-        found['dropped'],
-        found['mean_staleness'],
-        max(map(int, found['staleness']), default=0),
-      ]
-      for found in records
-    ],
   )
 
 

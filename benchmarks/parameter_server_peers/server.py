@@ -23,19 +23,16 @@ class Server:
     self,
     cluster: Mapping[str, Sequence[str]],
     tasks: Sequence[tuple[str, int]],
-    directories: Sequence[str],
   ) -> int:
     """Begins to serve, until the process ends.
 
     Args:
       cluster: addresses by job.
       tasks: job and index of each rank.
-      directories: working directory of each rank.
 
     Returns:
       The process id.
     """
-    os.chdir(directories[self._rank])
     job, index = tasks[self._rank]
     self._server = tf.distribute.Server(
       tf.train.ClusterSpec(cluster), job_name=job, task_index=index

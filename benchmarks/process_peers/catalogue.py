@@ -42,7 +42,6 @@ ENTRIES = tuple(
     ('ours_memory', OURS, 'ours', 'ours:Group'),
     ('ours_flat_ring', OURS, 'ours', 'ours:FlatRing'),
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
-    ('ours_tcp_tls', OURS, 'ours', 'ours:TcpTls'),
     ('ours_bfloat16', OURS, 'ours', 'ours:BFloat16'),
     ('ours_int8', OURS, 'ours', 'ours:Int8'),
     ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
@@ -56,13 +55,9 @@ ENTRIES = tuple(
       'tensorflow_collectives:Subdivisions',
     ),
     ('gloo', OTHER, 'gloo', 'gloo:Gloo'),
-    ('no_op', LIMIT, 'ours', 'limits:NoOp'),
-    ('memcpy_loopback', LIMIT, 'ours', 'limits:OneWay'),
+    ('no_op', LIMIT, 'ours', 'ours:NoOp'),
   )
 )
-# Measures the links for the prediction; no peer of the table.
-PING_PONG = Entry('ping_pong', LIMIT, 'ours', f'{_HERE}.limits:PingPong')
-
 NAMES = tuple(entry.name for entry in ENTRIES)
 
 
@@ -82,8 +77,6 @@ def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
   """
   if entry.pool == 'gloo':
     return _why_no_torch(torch_python)
-  if entry.name == 'ours_tcp_tls' and shutil.which('openssl') is None:
-    return 'There is no openssl, which makes the certificate.'
   if entry.pool != 'mpi':
     return None
   if not hasattr(process_group, 'form_mpi_group'):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 
 import numpy as np
 import tensorflow as tf
 
 import tf_strategies as tfs
-from benchmarks import certificates
 from benchmarks.process_peers import base
 from tf_strategies import process_group
 
@@ -73,14 +71,6 @@ class Tcp(Group):
 
   def _form(self, **settings) -> process_group.ProcessGroup:
     return super()._form(same_host='socket', **settings)
-
-
-class TcpTls(Tcp):
-  """The same encrypted."""
-
-  def _form(self) -> process_group.ProcessGroup:
-    directory = os.environ[certificates.VARIABLE]
-    return super()._form(tls=certificates.files(directory))
 
 
 class Int8(Tcp):
@@ -205,6 +195,39 @@ class Replicated(base.Peer):
   def barrier(self) -> None:
     """See base class."""
     self._barrier()
+
+  def call(self) -> tf.Tensor:
+    """See base class."""
+    return self._step()
+
+  def result(self, returned: tf.Tensor) -> np.ndarray:
+    """See base class."""
+    return returned.numpy()
+
+  def release(self) -> None:
+    """See base class."""
+    self._step = None
+
+
+class NoOp(base.Peer):
+  """A host call from TensorFlow's graph that returns its input."""
+
+  def prepare(self) -> None:
+    """See base class."""
+    source = tf.Variable(self.expected())
+
+    @tf.function
+    def step():
+      return tf.numpy_function(lambda x: x, [source.read_value()], tf.float32)
+
+    self._step = step
+
+  def expected(self) -> np.ndarray:
+    """See base class."""
+    return base.input_value(self.seat.rank, self.num_elements)
+
+  def barrier(self) -> None:
+    """See base class; nobody waits for anybody here."""
 
   def call(self) -> tf.Tensor:
     """See base class."""

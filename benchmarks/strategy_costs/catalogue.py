@@ -1,16 +1,12 @@
-"""The jobs that `strategies` runs: the rows of its two tables."""
+"""The jobs that `strategies` runs: the rows of its table."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from tf_strategies import errors
-
-_RING = re.compile(r'ring_([1-9]\d*)')
-_SERVERS = re.compile(r'(async|sync)_([1-9]\d*)w([1-9]\d*)ps')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +28,13 @@ class Job:
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
-  def num_tasks(self) -> int:
-    """Processes that work: workers, parameter servers and their chief."""
-    return max(1, self.num_workers) + self.num_ps + bool(self.num_ps)
-
-  @property
   def launcher_flags(self) -> tuple[str, ...]:
     """Flags of `tf_strategies.launch`; none for a single process.
 
     Example:
 
-      >>> configuration('async_2w1ps').launcher_flags
-      ('--num_workers=2', '--num_ps=1', '--chief')
+      >>> costs('parameter_server_async').launcher_flags
+      ('--num_workers=2', '--num_ps=2', '--chief')
     """
     if not self.num_workers:
       return ()
@@ -57,8 +48,8 @@ class Job:
 
     Example:
 
-      >>> configuration('async_2w1ps').describe(4)
-      '2 workers, 1 server'
+      >>> costs('parameter_server_async').describe(4)
+      '2 workers, 2 servers'
       >>> COSTS[0].describe(4), COSTS[1].describe(4)
       ('1 device', '4 devices')
 
@@ -86,18 +77,10 @@ COSTS = (
   Job('parameter_server_async', 'parameter_server', 2, 2, {'mode': 'async'}),
   Job('parameter_server_sync', 'parameter_server', 2, 2, {'mode': 'sync'}),
 )
-CONFIGURATIONS = (
-  'ring_1',
-  'ring_2',
-  'ring_4',
-  'async_2w1ps',
-  'async_2w2ps',
-  'async_4w2ps',
-)
 
 
 def costs(name: str) -> Job:
-  """Returns the job of a row of the cost table.
+  """Returns the job of a row of the table.
 
   Raises:
     UnsupportedOptionError: there is no such row.
@@ -109,35 +92,6 @@ def costs(name: str) -> Job:
     f'strategies={name!r}',
     f'one of {", ".join(job.name for job in COSTS)}',
     'check the spelling',
-  )
-
-
-def configuration(name: str) -> Job:
-  """Returns the job of a row of the scaling table.
-
-  Example:
-
-    >>> configuration('ring_4').num_workers
-    4
-    >>> configuration('sync_4w2ps').options
-    {'mode': 'sync'}
-
-  Raises:
-    UnsupportedOptionError: the name describes no job.
-  """
-  found = _RING.fullmatch(name)
-  if found:
-    return Job(name, 'multi_worker_ring', int(found[1]))
-  found = _SERVERS.fullmatch(name)
-  if found:
-    mode, workers, servers = found.groups()
-    return Job(
-      name, 'parameter_server', int(workers), int(servers), {'mode': mode}
-    )
-  raise errors.UnsupportedOptionError(
-    f'configurations={name!r}',
-    'ring_<workers>, async_<workers>w<servers>ps or sync_<workers>w<servers>ps',
-    'write for instance ring_4 or async_4w2ps',
   )
 
 

@@ -1,15 +1,13 @@
-"""What a run of `strategies` found: records and tables."""
+"""What a run of `strategies` found: records, and a table."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
-from benchmarks.parameter_server_peers import race
-from benchmarks.strategy_costs import catalogue, running
+from benchmarks.strategy_costs import catalogue
 
 # What a record has the median of.
 _MEDIANS = (
@@ -18,22 +16,24 @@ _MEDIANS = (
   'bytes_per_step_total',
   'variable_bytes_most',
   'variable_bytes_total',
-  'peak_rss_bytes',
+  'test_accuracy',
 )
 
 
-def measured(job: catalogue.Job, finished: running.Finished) -> dict[str, Any]:
+def measured(
+  job: catalogue.Job, reports: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
   """Returns what one run of a job found.
 
   Args:
     job: that ran.
-    finished: what it left.
+    reports: of its tasks that trained.
 
   Raises:
     RuntimeError: it trained other steps than it was to, so that its time would
       mean nothing.
   """
-  chief = next(r for r in finished.reports if r['is_chief'])
+  chief = next(r for r in reports if r['is_chief'])
   if chief['iterations'] != chief['steps']:
     raise RuntimeError(
       f'{job.name} applied {chief["iterations"]} steps, not {chief["steps"]}. '
@@ -42,14 +42,13 @@ def measured(job: catalogue.Job, finished: running.Finished) -> dict[str, Any]:
   return {
     'images_per_s': chief['examples_per_second'],
     **_moved(job, chief),
-    **_memory(job, finished),
+    **_memory(reports),
     'steps': chief['steps'],
     'test': chief['test'],
-    'curve': chief['curve'],
+    'test_accuracy': chief['test']['accuracy'],
     'timed_epochs': chief['timed_epochs'],
     'communication': chief['all_reduce'],
     'parameter_server': chief.get('parameter_server'),
-    'seconds': finished.seconds,
   }
 
 
@@ -68,177 +67,89 @@ def _moved(job: catalogue.Job, chief: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _memory(job: catalogue.Job, finished: running.Finished) -> dict[str, Any]:
-  """Bytes of variables on every device of every task, and the peak."""
+def _memory(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+  """Returns the bytes of variables on every device of every task."""
   by_device = {}
-  for found in finished.reports:
+  for found in reports:
     for device, num_bytes in found['variable_bytes'].items():
       # Workers that train call their devices alike.
-      task = f'worker {found["rank"]}: ' if len(finished.reports) > 1 else ''
+      task = f'worker {found["rank"]}: ' if len(reports) > 1 else ''
       by_device[f'{task}{device}'] = num_bytes
   return {
     'variable_bytes': by_device,
     'variable_bytes_most': max(by_device.values()),
     'variable_bytes_total': sum(by_device.values()),
-    'peak_rss_bytes': finished.peak_rss_bytes,
   }
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-  """What there is to say of a job after all rounds.
+def record(
+  job: catalogue.Job, runs: Sequence[Mapping[str, Any]], error: str = ''
+) -> dict[str, Any]:
+  """Returns all that was found of a job, as the JSON report has it.
 
-  Attributes:
+  Args:
     job: that ran.
     runs: what `measured` found in each round.
     error: why there is nothing more; empty if nothing failed.
   """
-
-  job: catalogue.Job
-  runs: Sequence[Mapping[str, Any]]
-  error: str = ''
-
-  def median(self, *path: str) -> float | None:
-    """The median of a number over rounds; None where one is not known.
-
-    Example:
-
-      >>> rows = Rows(catalogue.COSTS[0], [{'test': {'loss': 1.0}}])
-      >>> rows.median('test', 'loss')
-      1.0
-
-    Args:
-      *path: keys that lead to the number in what was found.
-    """
-    values = []
-    for found in self.runs:
-      for key in path:
-        found = found[key]
-      values.append(found)
-    return None if not values or None in values else statistics.median(values)
-
-  def rate(self) -> str:
-    """Images a second, and the least and the most of several rounds."""
-    if self.error:
-      return 'failed'
-    rates = [found['images_per_s'] for found in self.runs]
-    if None in rates:
-      return ''
-    text = f'{statistics.median(rates):,.0f}'
-    if len(rates) > 1:
-      text += f' ({min(rates):,.0f}-{max(rates):,.0f})'
-    return text
-
-  def seconds_to_loss(self, target: float) -> float | None:
-    """The median time to a test loss; None if a round did not reach it."""
-    times = [race.seconds_to(found['curve'], target) for found in self.runs]
-    return None if not times or None in times else statistics.median(times)
-
-  def lowest_loss(self) -> float:
-    """The lowest test loss; of the round that was worst, if several."""
-    return max(min(loss for _, loss in r['curve']) for r in self.runs)
-
-  def record(self, target: float) -> dict[str, Any]:
-    """All of it, as the JSON report has it.
-
-    Args:
-      target: the test loss whose time is told.
-    """
-    return {
-      'name': self.job.name,
-      'strategy': self.job.strategy,
-      'num_workers': self.job.num_workers,
-      'num_ps': self.job.num_ps,
-      'options': dict(self.job.options),
-      'error': self.error or None,
-      **{name: self.median(name) for name in _MEDIANS},
-      'test_loss': self.median('test', 'loss'),
-      'test_accuracy': self.median('test', 'accuracy'),
-      'seconds_to_loss': self.seconds_to_loss(target),
-      'runs': list(self.runs),
-    }
+  return {
+    'name': job.name,
+    'strategy': job.strategy,
+    'num_workers': job.num_workers,
+    'num_ps': job.num_ps,
+    'options': dict(job.options),
+    'error': error or None,
+    **{name: _median([run[name] for run in runs]) for name in _MEDIANS},
+    'runs': list(runs),
+  }
 
 
-def cost_table(rows: Sequence[Rows], num_devices: int) -> str:
+def table(records: Sequence[Mapping[str, Any]], num_devices: int) -> str:
   """Returns what each strategy costs as a Markdown table.
 
   Args:
-    rows: one a strategy.
+    records: of `record`, one a strategy.
     num_devices: of those that run in one process.
   """
+  names = (
+    *('bytes_per_step_into_busiest', 'bytes_per_step_total'),
+    *('variable_bytes_most', 'variable_bytes_total'),
+  )
+  rows = []
+  for found in records:
+    keys = ('name', 'strategy', 'num_workers', 'num_ps')
+    job = catalogue.Job(*(found[key] for key in keys))
+    megabytes = [
+      '' if found[name] is None else f'{found[name] / 1e6:.2f}'
+      for name in names
+    ]
+    accuracy = '' if found['error'] else f'{found["test_accuracy"]:.4f}'
+    rows.append(
+      [
+        *(f'`{job.name}`', job.describe(num_devices), _rate(found)),
+        *(*megabytes, accuracy),
+      ]
+    )
   return report.markdown(
     [
-      'strategy',
-      'on',
-      'images/s',
-      'MB a step, busiest',
-      'MB a step, all',
-      'variables MB, most',
-      'variables MB, all',
-      'peak RSS MB',
-      'test accuracy',
+      *('Strategy', 'On', 'Images/s', 'MB a step, busiest device'),
+      *('all devices', 'Variables MB, most on a device', 'on all'),
+      'Test accuracy',
     ],
-    [
-      [
-        row.job.name,
-        row.job.describe(num_devices),
-        row.rate(),
-        _megabytes(row.median('bytes_per_step_into_busiest')),
-        _megabytes(row.median('bytes_per_step_total')),
-        _megabytes(row.median('variable_bytes_most')),
-        _megabytes(row.median('variable_bytes_total')),
-        _megabytes(row.median('peak_rss_bytes'), 0),
-        _fixed(row.median('test', 'accuracy'), 4),
-      ]
-      for row in rows
-    ],
+    rows,
   )
 
 
-def scaling_table(rows: Sequence[Rows], target: float, epochs: int) -> str:
-  """Returns speed and time to a test loss as a Markdown table.
-
-  Args:
-    rows: one a configuration.
-    target: the loss.
-    epochs: of each run.
-  """
-  return report.markdown(
-    [
-      'configuration',
-      'on',
-      'images/s',
-      f's to test loss {target:g}',
-      'test loss at the end',
-      'test accuracy',
-    ],
-    [
-      [
-        row.job.name,
-        row.job.describe(1),
-        row.rate(),
-        _to_loss(row, target, epochs),
-        _fixed(row.median('test', 'loss'), 3),
-        _fixed(row.median('test', 'accuracy'), 4),
-      ]
-      for row in rows
-    ],
-  )
+def _rate(found: Mapping[str, Any]) -> str:
+  """Returns the median of the rounds; of several the least and the most too."""
+  if found['error']:
+    return 'failed'
+  rates = [run['images_per_s'] for run in found['runs']]
+  text = f'{found["images_per_s"]:,.0f}'
+  if len(rates) > 1:
+    text += f' ({min(rates):,.0f} to {max(rates):,.0f})'
+  return text
 
 
-def _to_loss(row: Rows, target: float, epochs: int) -> str:
-  if row.error:
-    return ''
-  seconds = row.seconds_to_loss(target)
-  if seconds is not None:
-    return f'{seconds:.1f}'
-  noun = 'epoch' if epochs == 1 else 'epochs'
-  return f'not in {epochs} {noun}: {row.lowest_loss():.2f}'
-
-
-def _megabytes(num_bytes: float | None, digits: int = 2) -> str:
-  return _fixed(None if num_bytes is None else num_bytes / 1e6, digits)
-
-
-def _fixed(value: float | None, digits: int) -> str:
-  return '' if value is None else f'{value:,.{digits}f}'
+def _median(values: Sequence[float | None]) -> float | None:
+  return None if not values or None in values else statistics.median(values)

@@ -11,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import psutil
 from absl import flags
 
 import tf_strategies as tfs
-from benchmarks.strategy_costs import watch as watch_lib
 from examples import common, datasets, mnist_keras_fit, reporting
 
 
@@ -33,14 +35,12 @@ class Spec:
       they are.
     untimed_steps: trained and taken back before the clock starts: in them
       TensorFlow traces, and each worker builds what it will run.
-    evaluate_every: steps between two test losses; 0 computes none.
     output_dir: where the reports go.
   """
 
   options: Mapping[str, Any]
   num_virtual_devices: int
   untimed_steps: int
-  evaluate_every: int
   output_dir: str
 
   def flags(self) -> list[str]:
@@ -66,20 +66,13 @@ def train(spec: Spec) -> dict[str, Any]:
   data = datasets.load(flags.FLAGS.dataset, flags.FLAGS.data_path)
   model = mnist_keras_fit.build_model(strategy, data.num_classes)
   untimed = _train_untimed(strategy, data, model, spec.untimed_steps)
-  evaluate = None
-  if spec.evaluate_every and common.is_chief(strategy):
-    evaluate = TestLoss(data, model)
 
   def rows_in_step(step):
     before = common.images_in_steps(data, step)
     return common.images_in_steps(data, step + 1) - before
 
-  watch = watch_lib.Watch(
-    common.steps_per_epoch(data),
-    rows_in_step,
-    lambda: common.join(strategy),
-    evaluate,
-    spec.evaluate_every,
+  watch = Watch(
+    common.steps_per_epoch(data), rows_in_step, lambda: common.join(strategy)
   )
   run = reporting.Run('strategies', strategy, data)
   history = model.fit(
@@ -100,41 +93,75 @@ def train(spec: Spec) -> dict[str, Any]:
     'bytes_per_step': reporting.bytes_per_step(found['all_reduce'], steps),
     'rank': getattr(strategy, 'rank', 0),
     'timed_epochs': watch.epochs,
-    'curve': watch.curve,
   }
   if common.has_servers(strategy):
     strategy.close()
   return found
 
 
-class TestLoss:
-  """Computes the test loss in this process alone, on a copy of the weights.
+class Watch(keras.callbacks.Callback):
+  """Counts what the steps of each epoch took.
 
-  Under every strategy the same way; what `evaluate` would do to the metrics of
-  the `fit` that goes on does not happen.
+  The clock runs from the beginning of an epoch to the end of its last step. No
+  step is on the way when it starts and stops. Validation is not counted.
 
   Args:
-    data: that the model is trained on.
-    model: that is trained.
+    steps_per_epoch: of training.
+    rows_in_step: returns the rows in a step of an epoch, from 0.
+    join: waits for steps that still run.
+
+  Attributes:
+    epochs: the `seconds` and `rows` of each, and the `loopback_bytes` that this
+      machine sent to itself meanwhile, whoever sent them; None where the system
+      does not count them.
   """
 
-  def __init__(self, data: datasets.ImageClassificationData, model):
-    self._model = model
-    self._copy = keras.models.clone_model(model)
-    self._copy.compile(
-      loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-      jit_compile=False,
-    )
-    self._test_set = mnist_keras_fit.test_batches(data)
+  def __init__(
+    self,
+    steps_per_epoch: int,
+    rows_in_step: Callable[[int], int],
+    join: Callable[[], None],
+  ):
+    super().__init__()
+    self.epochs: list[dict[str, float | None]] = []
+    self._steps_per_epoch = steps_per_epoch
+    self._rows_in_step = rows_in_step
+    self._join = join
 
-  def __call__(self) -> float:
-    """Returns the loss of the weights as they are."""
-    for copy, variable in zip(
-      self._copy.weights, self._model.weights, strict=True
-    ):
-      copy.assign(variable.numpy())
-    found = self._copy.evaluate(self._test_set, verbose=0, return_dict=True)
-    return float(found['loss'])
+  @property
+  def examples_per_second(self) -> float | None:
+    """Returns the median of the epochs; None if there was none."""
+    rates = [epoch['rows'] / epoch['seconds'] for epoch in self.epochs]
+    return statistics.median(rates) if rates else None
+
+  def on_epoch_begin(self, epoch, logs=None):
+    """Starts the clock."""
+    self._join()
+    self._rows = 0
+    self._sent = loopback_bytes()
+    self._start = time.perf_counter()
+
+  def on_train_batch_end(self, batch, logs=None):
+    """Stops the clock after the last step."""
+    self._rows += self._rows_in_step(batch)
+    if batch + 1 < self._steps_per_epoch:
+      return
+    self._join()
+    seconds, sent = time.perf_counter() - self._start, loopback_bytes()
+    if sent is not None:
+      sent -= self._sent
+    self.epochs.append(
+      {'seconds': seconds, 'rows': self._rows, 'loopback_bytes': sent}
+    )
+
+
+def loopback_bytes() -> int | None:
+  """Returns the bytes that this machine has sent to itself, if it counts them."""
+  counters = psutil.net_io_counters(pernic=True)
+  for name in ('lo', 'lo0'):  # Of Linux, of macOS.
+    if name in counters:
+      return counters[name].bytes_sent
+  return None
 
 
 def _train_untimed(strategy, data, model: keras.Model, steps: int) -> int:

@@ -62,7 +62,6 @@ def _process_all_reduce():
           for a in names[:2]
           for b in names[2:]
         },
-        'predicted_ring_ms': 7.0,
       }
     )
   return sizes
@@ -125,43 +124,6 @@ def _parameter_server():
   ]
 
 
-def _straggler():
-  rates = {'median': 32.9, 'least': 31.0, 'most': 33.0}
-  return [
-    {
-      'model': 'cnn',
-      'num_workers': 3,
-      'peers': [
-        {
-          'peer': 'sync',
-          'rows_per_step': 192,
-          'steps_per_s': rates,
-          'examples_per_s': 6316.8,
-          'seconds_to_loss': None,
-          'dropped': 12,
-          'staleness': {'0': 3, '4': 1},
-          'mean_staleness': 1.0,
-        }
-      ],
-    }
-  ]
-
-
-def _embeddings():
-  return [
-    {
-      'peer': peer,
-      'rows': 10**6,
-      'optimizer': 'adam',
-      'num_workers': 2,
-      **_spread(median),
-      'bytes_per_step': 550e3,
-      'bound_bytes': 500e3,
-    }
-    for peer, median in (('by_hand', 4.0), ('ours', 5.0), ('stock_keras', 90.0))
-  ]
-
-
 def _strategy(name, workers, **changes):
   record = {
     'name': name,
@@ -174,25 +136,10 @@ def _strategy(name, workers, **changes):
     'bytes_per_step_total': 640e3,
     'variable_bytes_most': 640e3,
     'variable_bytes_total': 1280e3,
-    'test_loss': 0.0361,
     'test_accuracy': 0.98768,
-    'seconds_to_loss': 3.5,
     'runs': [{'images_per_s': 7000.0}],
   }
   return {**record, **changes}
-
-
-def _slow_links():
-  return [
-    {
-      'link_rate': '100mbit',
-      'peer': 'int8',
-      'mean_ms': 23.3,
-      'kb_a_step': 240.0,
-      'seconds_to_loss': None,
-      'final_loss': 0.0878,
-    }
-  ]
 
 
 def _pipelines():
@@ -216,23 +163,16 @@ REPORTS = {
   'all_reduce': _report('all_reduce', results=_all_reduce()),
   'process_all_reduce': _report(
     'process_all_reduce',
-    {'link_rate': None},
     results=_process_all_reduce(),
     skipped={'ours_mpi': 'There is no mpiexec: install MPICH.'},
     links=[{'versions': {'gloo': {'python': '3.12.1', 'torch': '2.13.0'}}}],
   ),
   'training_step': _report('training_step', results=_training_step()),
   'recovery': _report('recovery', results=_recovery()),
-  'parameter_server': _report(
-    'parameter_server', {'straggler_ms': 0.0}, results=_parameter_server()
-  ),
-  'slow': _report(
-    'parameter_server', {'straggler_ms': 100.0}, results=_straggler()
-  ),
-  'embeddings': _report('embeddings', results=_embeddings()),
+  'parameter_server': _report('parameter_server', results=_parameter_server()),
   'strategies': _report(
     'strategies',
-    {'num_virtual_devices': 4, 'target_loss': 0.1, 'epochs': 3},
+    {'num_virtual_devices': 4},
     costs=[
       _strategy('ring_mirrored', 0),
       {
@@ -241,8 +181,6 @@ REPORTS = {
         **{'num_ps': 0, 'error': 'It died.', 'runs': []},
       },
     ],
-    scaling=[_strategy('ring_2', 2, seconds_to_loss=None)],
   ),
-  'slow_links': _report('slow_links', {'loss': 0.1}, results=_slow_links()),
   'input_pipeline': _report('input_pipeline', rows=_pipelines()),
 }

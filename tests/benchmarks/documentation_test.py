@@ -9,7 +9,7 @@ class DocumentationTest(parameterized.TestCase):
   # Not the commands: their flags would meet in one process.
   @parameterized.parameters(
     ('benchmarks.measure', 2),
-    ('benchmarks.process_results', 4),
+    ('benchmarks.process_results', 2),
     ('benchmarks.report', 1),
     ('benchmarks.network_namespaces', 1),
     ('benchmarks.process_peers.base', 2),

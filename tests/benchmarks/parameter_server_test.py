@@ -9,11 +9,12 @@ from benchmarks.parameter_server_peers import catalogue
 from tests import tiers
 from tests.benchmarks import running
 
+pytestmark = pytest.mark.full
+
 STEPS, ROUNDS, BLOCKS, ROWS = 8, 2, 2, 4
 
 
 @pytest.mark.multi_process
-@pytest.mark.soak
 class ParameterServerTest(parameterized.TestCase):
   def _run(self, *flags):
     """The finished process and its report."""
@@ -24,17 +25,19 @@ class ParameterServerTest(parameterized.TestCase):
       f'--rounds={ROUNDS}',
       f'--blocks={BLOCKS}',
       f'--per_replica_batch_size={ROWS}',
-      f'--json={path}',
+      f'--report_json={path}',
       *flags,
     )
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
     running.assert_has_table(self, path)
     return done, running.read_json(path)
 
+  @pytest.mark.slow
   @pytest.mark.soak
   def test_beside_stock(self):
     self.assert_peers([1], [catalogue.PEERS[0].name, 'ours'])
 
+  @pytest.mark.slow
   @pytest.mark.soak
   def test_all_peers(self):
     self.assert_peers([1, 4], [peer.name for peer in catalogue.PEERS])
@@ -90,35 +93,9 @@ class ParameterServerTest(parameterized.TestCase):
       spent = [sum(s['cpu_seconds'][job]) for s in record['samples']]
       self.assertGreater(sum(spent), 0, job)
 
-  @pytest.mark.soak
-  def test_straggler(self):
-    done, found = self._run(
-      '--straggler_ms=60', '--num_workers=2', '--window_steps=2', '--num_ps=1'
-    )
-    (case,) = found['results']
-    records = {r['peer']: r for r in case['peers']}
-    self.assertEqual(list(records), [p.name for p in catalogue.MODES])
-    for peer in catalogue.MODES:
-      record = records[peer.name]
-      shares = 2 if peer.shares_batches else 1
-      self.assertEqual(record['rows_per_step'], shares * ROWS)
-      self.assertEqual(record['iterations'], STEPS // shares)
-      self.assertLen(record['turns'], ROUNDS)
-      self.assertIn(f'| {peer.name} ', done.stdout)
-      for turn in record['turns']:
-        self.assertNotEmpty(turn['curve'])
-        counted = STEPS if not peer.shares_batches else 0
-        self.assertEqual(sum(turn['staleness'].values()), counted)
-    # A step that waits for both waits for the one that waits.
-    for turn in records['sync']['turns']:
-      self.assertGreaterEqual(turn['seconds'], 0.06 * (STEPS // 2))
-    self.assertEqual(records['sync']['dropped'], 0)
-    self.assertEqual(records['async']['dropped'], 0)
-    self.assertEqual(records['sync_backup_1']['dropped'], ROUNDS * STEPS // 2)
-
   # Each but the first pays the import of TensorFlow for another text.
   @tiers.parameters(
-    ('--peers=sync', "'sync' is none of stock"),
+    ('--peers=fed', "'fed' is none of stock"),
     tiers.soak('--models=cnn,rnn', "'rnn' is none of cnn"),
     tiers.soak('--num_workers=0', 'integers of 1 or more'),
     tiers.soak('--steps=25', 'no multiple of 10'),

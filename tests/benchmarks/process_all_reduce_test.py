@@ -50,7 +50,6 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertEqual(set(record['ratios']), set(expected))
     for name, ratio in expected.items():
       self.assertAlmostEqual(record['ratios'][name], ratio)
-    self.assertGreater(record['predicted_ring_ms'], 0)
 
   @pytest.mark.soak
   def test_all_peers(self):
@@ -77,7 +76,6 @@ class ProcessAllReduceTest(parameterized.TestCase):
       self.assert_record(record, peers, num_samples=4)
       for name in [*peers, *record['ratios']]:
         self.assertIn(f'| {name} ', printed)
-    self.assertIn('| ring predicted ', printed)
     self.assertIn('| 4.10 KB ', printed)
     self.assert_about(found)
 
@@ -88,8 +86,6 @@ class ProcessAllReduceTest(parameterized.TestCase):
     self.assertNotIn(os.uname().nodename, json.dumps(found))
     (link,) = found['links']
     self.assertEqual(link['world_size'], 2)
-    self.assertGreater(link['alpha_seconds'], 0)
-    self.assertGreater(link['beta_seconds_per_byte'], 0)
     self.assertIn('tensorflow', link['versions']['mwms'])
 
   @pytest.mark.soak
@@ -102,17 +98,14 @@ class ProcessAllReduceTest(parameterized.TestCase):
       '--sizes_bytes=1000000',
       '--rounds=1',
       '--repeats=2',
-      '--peers=ours_tcp,ours_bfloat16,memcpy_loopback,ours_mpi',
+      '--peers=ours_tcp,ours_bfloat16,ours_mpi',
       '--link_rate=200mbit',
     )
     self.assertIn('ours_mpi', found['skipped'])
     (record,) = found['results']
-    peers = ('ours_tcp', 'ours_bfloat16', 'memcpy_loopback')
-    self.assert_record(record, peers, num_samples=2)
+    self.assert_record(record, ('ours_tcp', 'ours_bfloat16'), num_samples=2)
     # 40 ms at that rate; loopback, which must not be taken, needs one.
     self.assertGreater(record['peers']['ours_tcp']['median_ms'], 20)
-    self.assertGreater(record['peers']['memcpy_loopback']['median_ms'], 20)
-    self.assertGreater(record['predicted_ring_ms'], 20)
 
   @tiers.parameters(
     ('--world_sizes=2,1', 'integers of 2 or more'),

@@ -8,6 +8,8 @@ from absl.testing import absltest
 from benchmarks.strategy_costs import catalogue
 from tests.benchmarks import running
 
+pytestmark = pytest.mark.full
+
 STEPS, EPOCHS, DEVICES = 3, 2, 4
 # 784-16-16-10.
 PARAMETERS = 13_002
@@ -17,12 +19,10 @@ STATE = 2 * GRADIENTS
 
 
 @pytest.mark.multi_process
-@pytest.mark.soak
 class StrategiesTest(absltest.TestCase):
   def _run(self, *flags, status=0):
     """The finished process and its report."""
-    self._directory = self.create_tempdir().full_path
-    path = os.path.join(self._directory, 'report.json')
+    path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(
       'strategies',
       '--model=mlp',
@@ -48,17 +48,15 @@ class StrategiesTest(absltest.TestCase):
   @pytest.mark.soak
   def test_costs(self):
     names = ['ring_mirrored', 'multi_worker_ring']
-    done, found = self._run('--tables=costs', f'--strategies={",".join(names)}')
+    done, found = self._run(f'--strategies={",".join(names)}')
     self.assertIn('Digits, not MNIST', done.stdout)
-    self.assertNotIn('scaling', found)
     self.assertEqual(found['settings']['dataset'], 'digits')
     runs = self._only_runs(found['costs'])
     self.assertEqual(list(runs), names)
     for name, run in runs.items():
-      self.assertIn(f'| {name} ', done.stdout)
+      self.assertIn(f'| `{name}` ', done.stdout)
       self.assertRegex(done.stderr, rf'{name} begins\n(.*\n)*.*{name} ends')
       self.assertGreater(run['images_per_s'], 0)
-      self.assertGreater(run['peak_rss_bytes'], 50 << 20)
     ring, workers = (runs[name] for name in names)
 
     # 2(N-1)/N of the gradients into each device; whole tensors travel, so the
@@ -96,20 +94,20 @@ class StrategiesTest(absltest.TestCase):
   @pytest.mark.soak
   def test_run_that_does_not_end(self):
     done, found = self._run(
-      '--tables=costs',
       '--strategies=one_device',
       '--deadline_seconds=1',
       status=1,
     )
     self.assertIn('failed: one_device did not end within 1 s', done.stdout)
-    self.assertRegex(done.stdout, r'\| one_device *\| 1 device *\| failed')
+    self.assertRegex(done.stdout, r'\| `one_device` *\| 1 device *\| failed')
     (record,) = found['costs']
     self.assertIn('did not end', record['error'])
     self.assertEmpty(record['runs'])
 
+  @pytest.mark.slow
   @pytest.mark.soak
   def test_all_strategies(self):
-    _, found = self._run('--tables=costs')
+    _, found = self._run()
     runs = self._only_runs(found['costs'])
     self.assertEqual(list(runs), [job.name for job in catalogue.COSTS])
     one = runs['one_device']['variable_bytes_total']
@@ -137,37 +135,9 @@ class StrategiesTest(absltest.TestCase):
       )
 
   @pytest.mark.soak
-  def test_scaling(self):
-    names = ['ring_1', 'ring_2', 'async_2w1ps', 'sync_2w2ps']
-    png = os.path.join(self.create_tempdir().full_path, 'scaling.png')
-    done, found = self._run(
-      '--tables=scaling',
-      f'--configurations={",".join(names)}',
-      '--rounds=2',
-      '--target_loss=2.27',
-      '--evaluate_every=2',
-      f'--plot={png}',
-    )
-    self.assertEqual([r['name'] for r in found['scaling']], names)
-    for record in found['scaling']:
-      self.assertLen(record['runs'], 2)
-      for run in record['runs']:
-        # Before the first step, after 2, 3, 4 and 6.
-        self.assertLen(run['curve'], 5)
-        self.assertAlmostEqual(
-          run['curve'][-1][1], run['test']['loss'], places=4
-        )
-      self.assertIn(f'| {record["name"]} ', done.stdout)
-    self.assertRegex(done.stdout, r'\| not in 2 epochs: 2\.\d\d|\| \d+\.\d ')
-    self.assertGreater(os.path.getsize(png), 10_000)
-
-  @pytest.mark.soak
   def test_bad_flags(self):
     for flag, words in (
       ('--strategies=ring', "strategies='ring'"),
-      ('--configurations=ring_0', "configurations='ring_0'"),
-      ('--tables=cost', "tables='cost'"),
-      ('--plot=a.pdf', "plot='a.pdf'"),
       ('--data_path=/nowhere', "data_path='/nowhere' does not exist"),
     ):
       with self.subTest(flag):

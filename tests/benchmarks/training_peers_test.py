@@ -47,7 +47,7 @@ class PeersTest(absltest.TestCase):
     }
     self.assertLen(described, len(PEERS))
     self.assertEqual(
-      {p.name for p in PEERS if p.compression.name != 'none'},
+      {p.name for p in PEERS if p.compression != 'none'},
       {f'ring_8mb_{c}' for c in ('bfloat16', 'int8')},
     )
 

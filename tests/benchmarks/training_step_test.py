@@ -41,15 +41,7 @@ class TrainingStepTest(absltest.TestCase):
       self.assertAlmostEqual(
         record['ratio_to_collective'], record['median_ms'] / reference
       )
-      self.assertEqual(
-        record['predicted_reduce_ms'] is None,
-        name.startswith('one_device') or name == 'no_communication',
-      )
       self.assertIn(f'| {name} ', done.stdout)
-    self.assertLess(
-      records['ring_8mb_bfloat16']['predicted_reduce_ms'],
-      records['ring_8mb']['predicted_reduce_ms'],
-    )
 
   @pytest.mark.soak
   def test_bad_flags(self):

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import certificates, processes
+from benchmarks import processes
+from tests import certificates
 from tf_strategies.doctor import job
 from tf_strategies.launch import ports as ports_lib
 

@@ -130,22 +130,6 @@ def _parameter_server(report: Report) -> Sequence[float]:
   )
 
 
-def _million_rows(
-  above: str, below: str
-) -> Callable[[Report], Sequence[float]]:
-  """The ratios of two peers' times, of tables of a million rows."""
-
-  def figures(report: Report) -> Sequence[float]:
-    times: dict[tuple, dict[str, float]] = {}
-    for found in report['results']:
-      if found['rows'] == 10**6:
-        case = (found['optimizer'], found['num_workers'])
-        times.setdefault(case, {})[found['peer']] = found['median_ms']
-    return _ends(case[above] / case[below] for case in times.values())
-
-  return figures
-
-
 CLAIMS = (
   Claim(
     '`AutoAllReduce` takes # to # of the time of the fastest built-in',
@@ -174,16 +158,5 @@ CLAIMS = (
     "Parameter servers: # to # times the steps a second of TensorFlow's strategy",
     'parameter_server',
     _parameter_server,
-  ),
-  Claim(
-    'A Keras `Embedding` of a million rows takes # to # times less time a step '
-    "than under TensorFlow's",
-    'embeddings_stock',
-    _million_rows('stock_keras', 'ours'),
-  ),
-  Claim(
-    'which moves the table, and # to # times that of lookups by hand',
-    'embeddings',
-    _million_rows('ours', 'by_hand'),
   ),
 )

@@ -10,17 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
-from benchmarks.strategy_costs import catalogue
+from benchmarks.strategy_costs import results as strategy_results
 
 Report = Mapping[str, Any]
 
 # How peers are called in tables, in this order, and what is compared.
 _BETWEEN_PROCESSES = {
   'ours_memory': 'Ours',
-  'ours_slots': 'by slots',
   'ours_flat_ring': 'one ring',
   'ours_tcp': 'over TCP',
-  'ours_tcp_tls': 'TLS',
   'ours_bfloat16': 'bfloat16',
   'ours_int8': 'int8',
   'ours_in_graph': 'in a graph',
@@ -34,7 +32,6 @@ _PROCESS_RATIOS = (
   ('ours_memory', 'mpich'),
   ('ours_in_graph', 'gloo'),
   ('ours_in_graph', 'mwms_ring'),
-  ('ours_tcp_tls', 'ours_tcp'),
   ('ours_bfloat16', 'ours_tcp'),
   ('ours_int8', 'ours_tcp'),
 )
@@ -46,7 +43,6 @@ _MODELS = {
 }
 # What a variant of `input_pipeline` is compared with.
 _BY_HAND = {'make_dataset': 'naive_arrays', 'make_dataset_tfrecords': 'naive'}
-_OPTIMIZERS = {'sgd': 'SGD', 'adagrad': 'Adagrad', 'adam': 'Adam'}
 _NO_COMMUNICATION, _REFERENCE = 'no_communication', 'collective'
 _SPREAD = 'p90 ÷ median, most'
 
@@ -137,7 +133,6 @@ def process_all_reduce(content: Report) -> str:
   results = content['results']
   peers = [n for n in _BETWEEN_PROCESSES if n in results[0]['peers']]
   pairs = [pair for pair in _PROCESS_RATIOS if {*pair} <= {*peers}]
-  has_links = bool(content['settings']['link_rate'])
   rows = []
   for found in results:
     of = {name: found['peers'][name] for name in peers}
@@ -149,7 +144,6 @@ def process_all_reduce(content: Report) -> str:
       [
         f'{found["world_size"]}, {size}',
         *(short(of[name]['median_ms']) for name in peers),
-        short(found['predicted_ring_ms']) if has_links else '',
         *(_ratio(of[a]['median_ms'], of[b]['median_ms']) for a, b in pairs),
         _spread([*of.values()]),
       ]
@@ -158,7 +152,6 @@ def process_all_reduce(content: Report) -> str:
   columns = [
     'Processes, size',
     *(names[name] for name in peers),
-    'a ring, predicted',
     *(f'{names[a]} ÷ {names[b]}' for a, b in pairs),
     _SPREAD,
   ]
@@ -216,9 +209,7 @@ def recovery(content: Report) -> str:
 
 
 def parameter_server(content: Report) -> str:
-  """A row for each case; of a race with a straggler, for each mode."""
-  if content['settings']['straggler_ms']:
-    return _straggler(content)
+  """A row for each case."""
   rows = []
   for case in content['results']:
     peers = {found['peer']: found for found in case['peers']}
@@ -254,142 +245,10 @@ def _rates(found: Mapping[str, Any] | None) -> str:
   return f'{rate["median"]:.1f} ({rate["least"]:.1f} to {rate["most"]:.1f})'
 
 
-def _straggler(content: Report) -> str:
-  [case] = content['results']
-  return report.markdown(
-    [
-      *('Mode', 'rows a step', 'steps/s', 'examples/s', 's to the loss'),
-      *('gradients dropped', 'mean staleness', 'most'),
-    ],
-    [
-      [
-        f'`{found["peer"]}`',
-        found['rows_per_step'],
-        _rates(found),
-        short(found['examples_per_s']),
-        short(found['seconds_to_loss']),
-        found['dropped'],
-        found['mean_staleness'],
-        max(map(int, found['staleness']), default=0),
-      ]
-      for found in case['peers']
-    ],
-  )
-
-
-def embeddings(content: Report) -> str:
-  """A row for each table, optimizer and number of workers."""
-  rows = []
-  cases = _by(content['results'], 'rows', 'num_workers', 'optimizer')
-  for (size, workers, optimizer), peers in cases.items():
-    ours, by_hand = peers['ours'], peers.get('by_hand')
-    stock = peers.get('stock_keras')
-    rows.append(
-      [
-        *(f'{size:,}', workers, _OPTIMIZERS[optimizer]),
-        short(by_hand and by_hand['median_ms']),
-        short(ours['median_ms']),
-        _ratio(ours['median_ms'], by_hand and by_hand['median_ms']),
-        _spread([p for p in (ours, by_hand) if p]),
-        short(ours['bytes_per_step'] / 1e3),
-        _ratio(ours['bytes_per_step'], ours['bound_bytes']),
-        short(stock and stock['median_ms']),
-        _ratio(stock and stock['median_ms'], ours['median_ms']),
-        short(stock and stock['bytes_per_step'] / 1e3),
-      ]
-    )
-  columns = [
-    *('Rows', 'Workers', 'Optimizer', 'by hand, ms a step', 'ours, `fit`'),
-    *('ours ÷ by hand', _SPREAD, 'ours, kB a step', '÷ the bound'),
-    *("Keras's layer, ms a step", '÷ ours', 'kB a step'),
-  ]
-  return _table(columns, rows)
-
-
-def strategy_costs(content: Report) -> str:
+def strategies(content: Report) -> str:
   """A row for each strategy."""
   devices = content['settings']['num_virtual_devices']
-  names = (
-    *('bytes_per_step_into_busiest', 'bytes_per_step_total'),
-    *('variable_bytes_most', 'variable_bytes_total'),
-  )
-  return report.markdown(
-    [
-      *('Strategy', 'On', 'Images/s', 'MB a step, busiest device'),
-      *('all devices', 'Variables MB, most on a device', 'on all'),
-      'Test accuracy',
-    ],
-    [
-      [
-        f'`{found["name"]}`',
-        _job(found).describe(devices),
-        _images(found),
-        *(
-          '' if found[name] is None else f'{found[name] / 1e6:.2f}'
-          for name in names
-        ),
-        '' if found['error'] else f'{found["test_accuracy"]:.4f}',
-      ]
-      for found in content['costs']
-    ],
-  )
-
-
-def strategy_scaling(content: Report) -> str:
-  """A row for each number of workers and servers."""
-  settings = content['settings']
-  return report.markdown(
-    [
-      *('Configuration', 'On', 'Images/s'),
-      f'Seconds to a test loss of {settings["target_loss"]:g}',
-      f'Test loss after {settings["epochs"]} epochs',
-    ],
-    [
-      [
-        f'`{found["name"]}`',
-        _job(found).describe(1),
-        _images(found),
-        '' if found['error'] else short(found['seconds_to_loss']) or 'never',
-        '' if found['error'] else f'{found["test_loss"]:.3f}',
-      ]
-      for found in content['scaling']
-    ],
-  )
-
-
-def _job(found: Mapping[str, Any]) -> catalogue.Job:
-  names = ('name', 'strategy', 'num_workers', 'num_ps')
-  return catalogue.Job(*(found[name] for name in names))
-
-
-def _images(found: Mapping[str, Any]) -> str:
-  """The median of the rounds; of several the least and the most too."""
-  if found['error']:
-    return 'failed'
-  rates = [run['images_per_s'] for run in found['runs']]
-  text = f'{found["images_per_s"]:,.0f}'
-  if len(rates) > 1:
-    text += f' ({min(rates):,.0f} to {max(rates):,.0f})'
-  return text
-
-
-def slow_links(content: Report) -> str:
-  """A row for each peer and rate."""
-  loss = content['settings']['loss']
-  return report.markdown(
-    [
-      *('Link', 'Peer', 'kB a step', 'ms a step'),
-      *(f's to a test loss of {loss:g}', 'last test loss'),
-    ],
-    [
-      [
-        *(found['link_rate'], f'`{found["peer"]}`', short(found['kb_a_step'])),
-        *(short(found['mean_ms']), short(found['seconds_to_loss'])),
-        f'{found["final_loss"]:.4f}',
-      ]
-      for found in content['results']
-    ],
-  )
+  return strategy_results.table(content['costs'], devices)
 
 
 def input_pipeline(content: Report) -> str:
@@ -413,15 +272,13 @@ def input_pipeline(content: Report) -> str:
   return _table(columns, rows)
 
 
-# By benchmark: the part of the report that each of its tables shows, and what writes it.
-TABLES: dict[str, dict[str, Callable[[Report], str]]] = {
-  'all_reduce': {'results': all_reduce},
-  'process_all_reduce': {'results': process_all_reduce},
-  'training_step': {'results': training_step},
-  'recovery': {'results': recovery},
-  'parameter_server': {'results': parameter_server},
-  'embeddings': {'results': embeddings},
-  'strategies': {'costs': strategy_costs, 'scaling': strategy_scaling},
-  'slow_links': {'results': slow_links},
-  'input_pipeline': {'rows': input_pipeline},
+# By benchmark: the part of the report that its table shows, and what writes it.
+TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
+  'all_reduce': ('results', all_reduce),
+  'process_all_reduce': ('results', process_all_reduce),
+  'training_step': ('results', training_step),
+  'recovery': ('results', recovery),
+  'parameter_server': ('results', parameter_server),
+  'strategies': ('costs', strategies),
+  'input_pipeline': ('rows', input_pipeline),
 }

@@ -8,10 +8,10 @@ table stands in a document between two lines,
   <!-- measured: NAME -->
   <!-- /measured -->
 
-and with it command, machine, versions and date. A benchmark with several tables has a
-block for each: NAME.costs. What stands in a block whose report is not there stays. Then
-sentences that repeat figures are compared with the reports (`claims`): those that say
-something else are printed, and the status is 1. MkDocs fills the blocks too.
+and with it command, machine, versions and date. What stands in a block whose report is
+not there stays. Then sentences that repeat figures are compared with the reports
+(`claims`): those that say something else are printed, and the status is 1. MkDocs fills
+the blocks too.
 """
 
 from __future__ import annotations
@@ -82,14 +82,10 @@ def blocks(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
   made = {}
   for name, content in reports.items():
     try:
-      tables = measured_tables.TABLES[content['benchmark']]
-      shown = [part for part in tables if part in content]
-      if not shown:
-        raise KeyError(next(iter(tables)))
-      for part in shown:
-        text = f'{_about(content)}\n\n{tables[part](content)}'
-        key = name if len(tables) == 1 else f'{name}.{part}'
-        made[key] = f'\n{text}\n\n'
+      part, table = measured_tables.TABLES[content['benchmark']]
+      if part not in content:
+        raise KeyError(part)
+      made[name] = f'\n{_about(content)}\n\n{table(content)}\n\n'
     except _UNEXPECTED as e:
       reason = f'its table needs {e}' if isinstance(e, KeyError) else str(e)
       raise _malformed(f'{name}.json', reason) from e

@@ -4,7 +4,7 @@ import math
 
 from absl.testing import absltest, parameterized
 
-from benchmarks.parameter_server_peers import jobs, meter, race, results
+from benchmarks.parameter_server_peers import jobs, meter, results
 from tests import docstrings
 
 SAMPLES = [
@@ -18,14 +18,6 @@ TURNS = [
   {'samples': SAMPLES[:2], 'iterations': 30, 'loss': 2.0},
   {'samples': SAMPLES[2:], 'iterations': 30, 'loss': 1.5},
 ]
-RACE = {
-  'seconds': 2.0,
-  'curve': [(0.5, 2.0), (1.5, 0.8)],
-  'dropped': 3,
-  'staleness': {'0': 5, '10': 5},
-  'iterations': 10,
-  'loss': 0.7,
-}
 
 
 class CheckTurnTest(parameterized.TestCase):
@@ -81,28 +73,9 @@ class RecordTest(absltest.TestCase):
       + ['10.00', '20.00 40.00', '200.00', '2.00', '30 of 20'],
     )
 
-  def test_of_a_mode(self):
-    slow = {**RACE, 'seconds': 5.0, 'curve': [(2.5, 1.0)]}
-    found = results.straggler_record('sync', [RACE, slow], 64, 1.0)
-    self.assertEqual(found['steps_per_s']['median'], 3.5)
-    self.assertEqual(found['seconds_to_loss'], 2.0)
-    self.assertEqual(found['dropped'], 6)
-    self.assertEqual(found['staleness'], {'0': 10, '10': 10})
-    self.assertEqual(found['mean_staleness'], 5.0)
-    *_, last = results.straggler_table([found]).splitlines()
-    self.assertEqual(
-      [cell.strip() for cell in last.strip('|').split('|')],
-      ['sync', '64', '3.5 (2.0-5.0)', '224', '2.00', '6', '5.00', '10'],
-    )
-
-  def test_loss_that_one_round_did_not_reach(self):
-    slow = {**RACE, 'curve': [(2.5, 1.1)]}
-    found = results.straggler_record('sync', [RACE, slow], 64, 1.0)
-    self.assertIsNone(found['seconds_to_loss'])
-
 
 class DocumentationTest(parameterized.TestCase):
-  @parameterized.parameters((jobs, 1), (meter, 3), (race, 7), (results, 5))
+  @parameterized.parameters((jobs, 1), (meter, 3), (results, 4))
   def test_examples(self, module, least):
     docstrings.assert_examples(self, module.__name__, least)
 

@@ -1,6 +1,4 @@
-"""What a run might have found, for tests of tables and plots."""
-
-from benchmarks.strategy_costs import running
+"""What a run might have found, for tests of tables."""
 
 MEGABYTE = 1_000_000
 
@@ -16,7 +14,6 @@ def report(rank=0, **changes):
     'bytes_per_step': None,
     'variable_bytes': {'CPU:0': MEGABYTE},
     'test': {'loss': 0.2, 'accuracy': 0.9},
-    'curve': [[0.0, 2.3], [1.5, 0.13], [2.5, 0.2]],
     'timed_epochs': [
       {'seconds': 1.5, 'rows': 640, 'loopback_bytes': 30 * MEGABYTE},
       {'seconds': 1.0, 'rows': 640, 'loopback_bytes': 10 * MEGABYTE},
@@ -24,8 +21,3 @@ def report(rank=0, **changes):
     'all_reduce': {'is_counted': False},
     **changes,
   }
-
-
-def finished(*reports):
-  """A job that ended well."""
-  return running.Finished(reports, peak_rss_bytes=700 * MEGABYTE, seconds=9.0)

@@ -28,11 +28,10 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
   def test_trains_what_the_example_trains(self, strategy):
     options = {**_OPTIONS, 'strategy': strategy}
-    spec = task.Spec(options, 2, 3, 3, '')
+    spec = task.Spec(options, 2, 3, '')
     expected = pages.run('mnist_keras_fit', *spec.flags())
     found = task.train(spec)
-    # To the last bit, so the untimed steps were taken back and the losses in
-    # between changed nothing.
+    # To the last bit, so the untimed steps were taken back.
     self.assertEqual(found['test'], expected['test'])
     self.assertEqual(found['train'], expected['train'])
     self.assertEqual(found['iterations'], 8)
@@ -47,22 +46,12 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(
       [epoch['rows'] for epoch in found['timed_epochs']], [256, 256]
     )
-    # Before the first, after 3, 4, 6 and 8 steps.
-    seconds, losses = zip(*found['curve'], strict=True)
-    self.assertLen(seconds, 5)
-    self.assertEqual(list(seconds), sorted(seconds))
-    self.assertAllClose(
-      seconds[-1], sum(epoch['seconds'] for epoch in found['timed_epochs'])
-    )
-    self.assertAllClose(losses[-1], expected['test']['loss'], rtol=1e-5)
-    self.assertGreater(losses[0], losses[-1])
 
   @pytest.mark.soak
   def test_no_more_untimed_steps_than_there_are(self):
     options = {**_OPTIONS, 'strategy': 'one_device', 'epochs': 1}
-    found = task.train(task.Spec(options, 2, 100, 0, ''))
+    found = task.train(task.Spec(options, 2, 100, ''))
     self.assertEqual(found['iterations'], 4)
-    self.assertEmpty(found['curve'])
 
 
 if __name__ == '__main__':

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import certificates
-from tests import processes
+from tests import certificates, processes
 from tests.process_group import meetings
 from tf_strategies import errors
 from tf_strategies.process_group import options

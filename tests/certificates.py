@@ -1,4 +1,4 @@
-"""Certificates for jobs that run once: a benchmark's or a test's."""
+"""Certificates for jobs of tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 from benchmarks import processes
 from tf_strategies import process_group
 
-# Names the directory of a benchmark's certificate to its processes.
-VARIABLE = 'TFS_BENCHMARK_CERTIFICATES'
 _SECONDS = 60.0
 
 
