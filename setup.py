@@ -33,8 +33,8 @@ _MANIFESTS = ['PyYAML']
 # What `tfs.launch(function)` needs in a notebook, and the tutorial to run.
 _NOTEBOOK = ['cloudpickle', 'ipykernel', 'nbclient']
 
-# What benchmarks need to start their jobs, to weigh them, and for `--plot`.
-_BENCHMARKS = ['psutil', 'matplotlib']
+# What benchmarks need to start their jobs, and to weigh them.
+_BENCHMARKS = ['psutil']
 
 
 def _version() -> str:

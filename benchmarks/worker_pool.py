@@ -207,8 +207,7 @@ class WorkerPool:
     said = ''.join(self._tail(n) for n in range(len(self._processes)))
     error = errors.WorkerUnavailableError(
       f'{self.name}: {who} {what}. What the workers wrote last:\n{said}'
-      'Run it again with --peers without this one, or a longer '
-      '--deadline_seconds.'
+      'Run it again without this one, or with a longer --deadline_seconds.'
     )
     error.rank = rank
     raise error

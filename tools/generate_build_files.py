@@ -39,7 +39,7 @@ EXTERNAL = {
   'typing_extensions': 'typing_extensions',
 }
 
-# Imported only where they happen to be installed (peers and plots in benchmarks,
+# Imported only where they happen to be installed (peers in benchmarks,
 # extra transports): never a dependency of a target.
 OPTIONAL = frozenset(
   {
@@ -47,7 +47,6 @@ OPTIONAL = frozenset(
     'horovod',
     'keras_tuner',
     'kubeflow',
-    'matplotlib',
     'mkdocs',
     'mpi4py',
     'torch',

@@ -1,91 +1,248 @@
 """Measures input pipelines beside each other, and says what bounds each.
 
   python -m benchmarks.input_pipeline --data_path=mnist.npz
-  python -m benchmarks.input_pipeline --dataset=digits --first_byte_ms=10 \
-    --variants=extract_alone,extract_alone_parallel,cache,cache_fast_storage
-  python -m benchmarks.input_pipeline --dataset=digits --batch_size=64 \
-    --train_step_ms=5 --timeline=steps.png --variants=naive,prefetch
+  python -m benchmarks.input_pipeline --dataset=digits --train_step_ms=5 \
+    --timeline=steps.svg --variants=naive,prefetch
   python -m benchmarks.input_pipeline --pipeline=my_program.input:dataset
 
 Each variant runs in a process of its own; rounds take turns. Items are rows of
-the first component of a batch. 'first batch' is from making the iterator, 'CPU'
-of all threads and child processes, 'RSS' with TensorFlow. 'bound by' is told of
-an epoch after the timed ones; `stages` and `verdict` say how.
+the first component of a batch. 'first batch' is from making the iterator. 'bound
+by' is told of an epoch after the timed ones; `stages` and `verdict` say how.
 """
 
+import importlib.util
+import os
 import sys
+import tempfile
 
+import numpy as np
 from absl import app, flags
 
-from benchmarks.input_pipeline import command
-from examples.datasets import sources
+from benchmarks import processes, report, worker_pool
+from benchmarks.input_pipeline import (
+  rounds,
+  timeline,
+  timeline_svg,
+  torch_peer,
+  variants,
+)
+from examples import datasets
+from examples.datasets import sources, user_function
 from tf_strategies import errors
 
+_DATASET = flags.DEFINE_enum(
+  'dataset', 'mnist', sources.DATASETS, 'What to read.'
+)
+_DATA_PATH = flags.DEFINE_string(
+  'data_path', None, 'MNIST, as an .npz file or a directory.'
+)
+_NUM_FILES = flags.DEFINE_integer(
+  'num_files', 16, 'TFRecord files to write and read.', lower_bound=1
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+  'batch_size', 256, 'Of each batch.', lower_bound=1
+)
+_VARIANTS = flags.DEFINE_list(
+  'variants', None, 'Which rows; all of them by default.'
+)
+_ROUNDS = flags.DEFINE_integer(
+  'rounds', 5, 'Epochs of each variant.', lower_bound=1
+)
+_PIPELINE = flags.DEFINE_string(
+  variants.OPTION,
+  None,
+  'module:function that returns your tf.data.Dataset, to measure instead.',
+)
+_STEPS = flags.DEFINE_integer(
+  'steps', 200, 'Batches of a --pipeline without end.', lower_bound=1
+)
+_TORCH_PYTHON = flags.DEFINE_string(
+  'torch_python',
+  sys.executable if importlib.util.find_spec('torch') else '',
+  "An interpreter that has torch; by default this one, if it has it. '' for "
+  'none.',
+)
+_TRAIN_STEP_MS = flags.DEFINE_float(
+  'train_step_ms', 0.0, 'Simulated training step.', lower_bound=0.0
+)
+_TIMELINE = flags.DEFINE_string(
+  'timeline', None, 'Draw the first steps to this .svg file.'
+)
+_TIMELINE_STEPS = flags.DEFINE_integer(
+  'timeline_steps', 20, 'How many steps to draw.', lower_bound=1
+)
+_REPORT_JSON = flags.DEFINE_string(
+  'report_json', None, 'Where to write the results as JSON.'
+)
+_DEADLINE_SECONDS = flags.DEFINE_float(
+  'deadline_seconds', 120.0, 'How long an epoch may take.', lower_bound=1.0
+)
 
-def define_flags():
-  """Defines the command's flags; called by the command alone."""
-  flags.DEFINE_enum('dataset', 'mnist', sources.DATASETS, 'What to read.')
-  flags.DEFINE_string(
-    'data_path', None, 'MNIST, as an .npz file or a directory.'
+# Without a training step there would be nothing to draw.
+_LEAST_TRAIN_STEP_S = 1e-3
+
+
+def names() -> list[str]:
+  """Returns the variants to measure, in order.
+
+  Raises:
+    UnsupportedOptionError: one is unknown, or cannot be measured here.
+  """
+  allowed = [*variants.NAMES]
+  if _PIPELINE.value:
+    allowed = [*variants.OF_A_USER]
+  elif _TORCH_PYTHON.value:
+    allowed += torch_peer.NAMES
+  for name in _VARIANTS.value or ():
+    if name not in allowed:
+      raise errors.UnsupportedOptionError(
+        f'variant {name!r}',
+        'one of ' + ', '.join(allowed),
+        'leave --variants out to measure all of them'
+        + (', or pass --torch_python' if name in torch_peer.NAMES else ''),
+      )
+  return _VARIANTS.value or allowed
+
+
+def prepare(directory: str) -> dict[str, object]:
+  """Writes the data; returns what every process is told.
+
+  Processes of other interpreters can read them too.
+
+  Raises:
+    DataError: data that cannot be read.
+  """
+  if _PIPELINE.value:
+    return {'pipeline': _PIPELINE.value, 'steps': _STEPS.value}
+  data = sources.load(_DATASET.value, _DATA_PATH.value)
+  np.save(os.path.join(directory, 'images.npy'), data.train.images)
+  np.save(os.path.join(directory, 'labels.npy'), data.train.labels)
+  shards = os.path.join(directory, 'shards')
+  datasets.write_tfrecords(data, shards, _NUM_FILES.value)
+  return {
+    'batch_size': _BATCH_SIZE.value,
+    'arrays': directory,
+    'directory': shards,
+  }
+
+
+def start(name: str, spec: dict[str, object]) -> worker_pool.WorkerPool:
+  """Starts a variant's process, and sends it what to open."""
+  module, python, env = 'actor', sys.executable, processes.python_environment()
+  if name in torch_peer.NAMES:
+    module, python = 'torch_peer', _TORCH_PYTHON.value
+    if python != sys.executable:
+      # This interpreter's packages are not for that one.
+      env = {'PYTHONPATH': ''}
+  pool = worker_pool.WorkerPool(
+    name,
+    f'benchmarks.input_pipeline.{module}:Actor',
+    [()],
+    python,
+    env=env,
+    deadline_seconds=_DEADLINE_SECONDS.value,
   )
-  flags.DEFINE_string(
-    'tfrecord_dir',
-    None,
-    'Shards of the same data; written if there are none. Without it, written '
-    'to a temporary directory.',
+  pool.send('open', variant=name, spec=spec)
+  return pool
+
+
+def draw_timeline(spec: dict[str, object]) -> None:
+  """Draws the first steps of a pipeline, without a prefetch and with it.
+
+  Raises:
+    WorkerUnavailableError: the pipeline failed.
+  """
+  name = 'pipeline' if _PIPELINE.value else 'naive'
+  train_step_s = _TRAIN_STEP_MS.value / 1e3
+  with start(name, spec) as pool:
+    pool.receive()
+
+    def record(prefetch):
+      [found] = pool.ask(
+        'timeline',
+        train_step_s=train_step_s,
+        num_steps=_TIMELINE_STEPS.value,
+        prefetch=prefetch,
+      )
+      return timeline.Timeline(**found)
+
+    if not train_step_s:
+      found = record(prefetch=False)
+      # As long as the preparation: where overlapping gains most.
+      train_step_s = max(_LEAST_TRAIN_STEP_S, found.seconds / len(found.prep))
+    drawn = {name: record(False), f'{name} with prefetch': record(True)}
+  title = (
+    f'{_TIMELINE_STEPS.value} steps of {_PIPELINE.value or _DATASET.value}, '
+    f'train step {1e3 * train_step_s:.1f} ms'
   )
-  flags.DEFINE_integer('num_files', 16, 'Shards to write.', lower_bound=1)
-  flags.DEFINE_integer('batch_size', 256, 'Of each batch.', lower_bound=1)
-  flags.DEFINE_list('variants', None, 'Which rows; all of them by default.')
-  flags.DEFINE_integer('rounds', 5, 'Epochs of each variant.', lower_bound=1)
-  flags.DEFINE_string(
-    'pipeline',
-    None,
-    'module:function that returns your tf.data.Dataset, to measure instead.',
-  )
-  flags.DEFINE_integer(
-    'steps', 200, 'Batches of a --pipeline without end.', lower_bound=1
-  )
-  flags.DEFINE_string(
-    'torch_python',
-    None,
-    "An interpreter that has torch; by default this one, if it has it. '' for "
-    'none.',
-  )
-  flags.DEFINE_float(
-    'first_byte_ms',
-    0.0,
-    'Simulated wait when a shard is opened.',
-    lower_bound=0.0,
-  )
-  flags.DEFINE_float(
-    'storage_mb_per_s',
-    None,
-    'Simulated throughput of each reader.',
-    lower_bound=1e-3,
-  )
-  flags.DEFINE_float(
-    'train_step_ms', 0.0, 'Simulated training step.', lower_bound=0.0
-  )
-  flags.DEFINE_string(
-    'timeline', None, 'Draw the first steps to this .png or .html file.'
-  )
-  flags.DEFINE_integer(
-    'timeline_steps', 20, 'How many steps to draw.', lower_bound=1
-  )
-  flags.DEFINE_bool('stages', False, 'Show the stages of each variant.')
-  flags.DEFINE_string('report_json', None, 'Write everything to this file.')
-  flags.DEFINE_float(
-    'deadline', 120.0, 'Seconds that an epoch may take.', lower_bound=1.0
-  )
+  with open(_TIMELINE.value, 'w', encoding='utf-8') as f:
+    f.write(timeline_svg.render(drawn, title))
+  shares = ', '.join(f'{k} {v.idle_share:.0%}' for k, v in drawn.items())
+  print(f'{_TIMELINE.value}: trainer idle: {shares}')
+
+
+def run() -> int:
+  """Measures, prints and writes what the flags ask for.
+
+  Returns:
+    0, or 1 if a variant failed.
+
+  Raises:
+    UnsupportedOptionError: flags that contradict each other, or a file that
+      could not be written.
+    DataError: data that cannot be read.
+    WorkerUnavailableError: the pipeline of the timeline failed.
+  """
+  chosen = names()
+  if _TIMELINE.value and not _TIMELINE.value.endswith('.svg'):
+    raise errors.UnsupportedOptionError(
+      f'timeline={_TIMELINE.value!r}',
+      'a file that ends in .svg',
+      'write --timeline=steps.svg',
+    )
+  for flag in (_TIMELINE, _REPORT_JSON):
+    report.check_target(flag.name, flag.value)
+  if _PIPELINE.value:
+    user_function.split(variants.OPTION, _PIPELINE.value)
+  settings = (_DATASET, _BATCH_SIZE, _NUM_FILES, _ROUNDS, _TRAIN_STEP_MS)
+  content = {
+    'benchmark': 'input_pipeline',
+    **report.environment(),
+    'settings': {flag.name: flag.value for flag in settings},
+  }
+  with processes.ended_by_signals(), tempfile.TemporaryDirectory() as directory:
+    spec = prepare(directory)
+    rows = rounds.run(
+      chosen,
+      lambda name: start(name, spec),
+      _ROUNDS.value,
+      _TRAIN_STEP_MS.value / 1e3,
+      _DEADLINE_SECONDS.value,
+    )
+    # First of all what took minutes to measure.
+    print(
+      f'\n{_PIPELINE.value or _DATASET.value}, {_ROUNDS.value} rounds, '
+      f'{os.cpu_count()} cores\n\n{rounds.table(rows)}\n'
+    )
+    for row in rows:
+      if row.error:
+        print(f'{row.name}: failed: {row.error}')
+      elif row.verdict:
+        print(f'{row.name}: {row.verdict["sentence"]}')
+    if _REPORT_JSON.value:
+      records = [row.record() for row in rows]
+      report.write_json(_REPORT_JSON.value, content | {'rows': records})
+    if _TIMELINE.value:
+      draw_timeline(spec)
+  return 1 if any(row.error for row in rows) else 0
 
 
 def main(argv):
-  """Measures and tells; 1 if anything failed."""
+  """Measures and tells; returns 1 if anything failed."""
   if len(argv) > 1:
     raise app.UsageError(f'Unexpected arguments: {argv[1:]}.')
   try:
-    return command.run(command.Settings.of_flags(flags.FLAGS))
+    return run()
   except errors.Error as e:
     # The sentence is made for the user; a traceback would bury it.
     print(e, file=sys.stderr)
@@ -93,5 +250,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  define_flags()
   app.run(main)

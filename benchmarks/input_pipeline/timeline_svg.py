@@ -1,11 +1,11 @@
-"""A timeline as one HTML file: an inline SVG, no script, no network.
+"""A timeline as an SVG: when batches were prepared, when steps ran, who was idle.
 
 Example:
 
   >>> from benchmarks.input_pipeline import timeline, timeline_svg
   >>> steps = timeline.Timeline([(0.0, 0.1)], [(0.1, 0.3)], 0.3, 1 / 3)
-  >>> page = timeline_svg.render({'naive': steps}, 'Title')
-  >>> 'idle 33%' in page, page.count('class="train"')
+  >>> picture = timeline_svg.render({'naive': steps}, 'Title')
+  >>> 'idle 33%' in picture, picture.count('class="train"')
   (True, 1)
 """
 
@@ -17,10 +17,9 @@ from collections.abc import Mapping
 from benchmarks.input_pipeline import timeline as timeline_lib
 
 _LEFT, _WIDTH, _RIGHT = 150, 900, 20
-_LANE, _GAP, _TOP = 26, 46, 20
+_LANE, _GAP, _TOP = 26, 46, 70
 _TICKS = 8
 _STYLE = """
-body { font: 14px sans-serif; margin: 24px; color: #222; }
 text { font: 13px sans-serif; fill: #222; }
 text.number { font-size: 10px; fill: #fff; text-anchor: middle; }
 text.lane { text-anchor: end; }
@@ -33,7 +32,7 @@ text.name { font-weight: bold; }
 
 
 def render(timelines: Mapping[str, timeline_lib.Timeline], title: str) -> str:
-  """Returns an HTML page.
+  """Returns an SVG document.
 
   Args:
     timelines: by the names of the pipelines.
@@ -49,14 +48,12 @@ def render(timelines: Mapping[str, timeline_lib.Timeline], title: str) -> str:
     y += 2 * _LANE + _GAP
   width = _LEFT + _WIDTH + _RIGHT
   return (
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-    f'<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n'
-    f'<body><h3>{html.escape(title)}</h3>\n'
-    '<p>Orange: a batch is being prepared. Blue: a train step. '
-    'Red: the trainer is idle.</p>\n'
-    f'<svg viewBox="0 0 {width} {height}" width="100%" role="img">\n'
-    + '\n'.join(parts)
-    + '\n</svg></body></html>\n'
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+    f'role="img"><style>{_STYLE}</style>\n'
+    f'<rect width="{width}" height="{height}" fill="#fff"/>\n'
+    f'<text class="name" x="20" y="24">{html.escape(title)}</text>\n'
+    '<text x="20" y="46">Orange: a batch is being prepared. Blue: a train step. '
+    'Red: the trainer is idle.</text>\n' + '\n'.join(parts) + '\n</svg>\n'
   )
 
 
@@ -84,8 +81,7 @@ def _box(kind, begin, end, y, scale, number=None) -> str:
   x, width = _LEFT + begin * scale, (end - begin) * scale
   text = (
     f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.2f}" '
-    f'height="{_LANE - 3}"><title>{kind} {number or ""} '
-    f'{1e3 * (end - begin):.2f} ms</title></rect>'
+    f'height="{_LANE - 3}"/>'
   )
   if number is not None and width > 16:
     text += (
@@ -101,7 +97,7 @@ def _axis(longest, scale, height) -> str:
     seconds = longest * tick / _TICKS
     x = _LEFT + seconds * scale
     lines.append(
-      f'<line class="tick" x1="{x:.1f}" y1="10" x2="{x:.1f}" '
+      f'<line class="tick" x1="{x:.1f}" y1="{_TOP - 10}" x2="{x:.1f}" '
       f'y2="{height - 24}"/><text x="{x - 14:.1f}" y="{height - 8}">'
       f'{1e3 * seconds:.0f} ms</text>'
     )

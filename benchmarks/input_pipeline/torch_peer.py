@@ -1,117 +1,75 @@
-"""The DataLoader of PyTorch as a peer; a script that needs no TensorFlow.
+"""The DataLoader of PyTorch as a peer; it needs no TensorFlow.
 
-It runs in whatever interpreter has torch, by its path, and answers as
-`child` does: a line of JSON for each line of JSON. The work is the same:
-shuffled uint8 images to float32 in [0, 1], in batches. `batched` loads a whole
-batch by one index, which is the fastest way a DataLoader has; without it there
-is a call an example and the default collation.
-
-Example:
-
-  >>> from benchmarks.input_pipeline import torch_peer
-  >>> torch_peer.parse('torch_batched_2')
-  {'batched': True, 'num_workers': 2}
+It runs in whatever interpreter has torch. The work is the same: shuffled uint8
+images to float32 in [0, 1], in batches. `batched` loads a whole batch by one
+index, which is the fastest way a DataLoader has; without it there is a call an
+example and the default collation.
 """
 
-import json
+from __future__ import annotations
+
 import os
-import sys
-import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.input_pipeline import epoch
 
 NAMES = ('torch_0', 'torch_2', 'torch_batched_0', 'torch_batched_2')
 
 
-def parse(name):
-  """What a variant's name says: batched or not, and how many workers."""
-  return {
-    'batched': '_batched_' in name,
-    'num_workers': int(name.rpartition('_')[2]),
-  }
+class Actor:
+  """Holds a loader and measures it; `pool_worker` calls the methods.
 
+  Args:
+    rank: always 0.
+  """
 
-def make_loader(images, labels, batch_size, batched, num_workers):
-  """A DataLoader over arrays: images uint8 [n, ...], labels int64 [n]."""
-  import torch
-  from torch.utils import data
+  def __init__(self, rank: int):
+    del rank
 
-  images, labels = torch.from_numpy(images), torch.from_numpy(labels)
+  def open(self, variant: str, spec: dict[str, Any]) -> None:
+    """Makes the loader.
 
-  class Examples(data.Dataset):
-    """An index, or a list of them, to images and labels."""
+    Args:
+      variant: one of `NAMES`: batched or not, and how many workers.
+      spec: as `actor.Actor.open` has it.
+    """
+    import torch
+    from torch.utils import data
 
-    def __len__(self):
-      return len(labels)
-
-    def __getitem__(self, index):
-      return images[index].to(torch.float32) / 255.0, labels[index]
-
-  options = {'num_workers': num_workers, 'persistent_workers': num_workers > 0}
-  if not batched:
-    return data.DataLoader(
-      Examples(), batch_size=batch_size, shuffle=True, **options
+    images, labels = (
+      torch.from_numpy(np.load(os.path.join(spec['arrays'], f'{name}.npy')))
+      for name in ('images', 'labels')
     )
-  batches = data.BatchSampler(
-    data.RandomSampler(Examples()), batch_size, drop_last=False
-  )
-  return data.DataLoader(
-    Examples(), sampler=batches, batch_size=None, **options
-  )
 
+    class Examples(data.Dataset):
+      """An index, or a list of them, to images and labels."""
 
-def run(loader, train_step_s):
-  """An epoch, as `epoch.run`."""
-  start = asked = time.perf_counter()
-  first = fetch = 0.0
-  steps = items = 0
-  iterator = iter(loader)
-  while (batch := next(iterator, None)) is not None:
-    waited = time.perf_counter() - asked
-    first = waited if not steps else first
-    fetch += waited
-    steps += 1
-    items += len(batch[0])
-    del batch
-    if train_step_s:
-      time.sleep(train_step_s)
-    asked = time.perf_counter()
-  return {
-    'seconds': time.perf_counter() - start,
-    'first_batch_s': first,
-    'fetch_s': fetch,
-    'num_steps': steps,
-    'num_items': items,
-  }
+      def __len__(self):
+        return len(labels)
 
+      def __getitem__(self, index):
+        return images[index].to(torch.float32) / 255.0, labels[index]
 
-def main():
-  """Answers until its input ends."""
-  answers = os.fdopen(os.dup(1), 'w', buffering=1)
-  # What a library prints must not be taken for an answer.
-  os.dup2(2, 1)
-  loader = None
-  for line in sys.stdin:
-    request = json.loads(line)
-    try:
-      if request['do'] == 'open':
-        import numpy as np
+    num_workers = int(variant.rpartition('_')[2])
+    options = {
+      'num_workers': num_workers,
+      'persistent_workers': num_workers > 0,
+    }
+    examples = Examples()
+    if '_batched_' in variant:
+      batches = data.BatchSampler(
+        data.RandomSampler(examples), spec['batch_size'], drop_last=False
+      )
+      options |= {'sampler': batches, 'batch_size': None}
+    else:
+      options |= {'batch_size': spec['batch_size'], 'shuffle': True}
+    self._loader = data.DataLoader(examples, **options)
 
-        spec = request['spec']
-        loader = make_loader(
-          np.load(os.path.join(spec['arrays'], 'images.npy')),
-          np.load(os.path.join(spec['arrays'], 'labels.npy')),
-          spec['batch_size'],
-          **parse(spec['variant']),
-        )
-        answer = {}
-      elif request['do'] == 'run':
-        answer = run(loader, request['train_step_s'])
-      else:
-        answer = None  # No model of its stages.
-      said = {'value': answer}
-    except Exception as e:
-      said = {'error': f'{type(e).__name__}: {e}'}
-    answers.write(json.dumps(said) + '\n')
+  def run(self, train_step_s: float) -> dict[str, float]:
+    """Runs an epoch, timed."""
+    return epoch.run(self._loader, train_step_s, len)
 
-
-if __name__ == '__main__':
-  main()
+  def judge(self, train_step_s: float, max_seconds: float) -> None:
+    """Says nothing: a DataLoader has no model of its stages."""

@@ -9,8 +9,7 @@ own, which caches examples.
 TensorFlow rewrites what it is given: a sequential map becomes parallel, a
 prefetch is appended. In the cumulative variants that is off, so that each is
 what its name says; `naive_rewritten` is `naive` with everything that TensorFlow
-does of itself. The others are left as they are. `extract_alone` only reads
-records, one file after the other, and `extract_alone_parallel` many at once.
+does of itself. The others are left as they are.
 
 Example:
 
@@ -24,24 +23,22 @@ Example:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import tensorflow as tf
 
-from benchmarks.input_pipeline import slow_storage, user_pipeline
 from examples import datasets
 from examples.datasets import images as images_lib
-from examples.datasets import tfrecord
+from examples.datasets import tfrecord, user_function
 from tf_strategies import data, errors
 
 _MAX_OPEN_FILES = 16
-_FAST = slow_storage.Storage()
 _BLOCK_LENGTH = 16
 _SEED = 0
+# The flag that names a user's function.
+OPTION = 'pipeline'
 _AUTOTUNE = tf.data.AUTOTUNE
-FAST_STORAGE = '_fast_storage'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +49,6 @@ class Source:
     arrays: the training split.
     batch_size: examples of a batch.
     directory: the same examples as TFRecord shards.
-    storage: how slow the shards are.
-    waited: as in `slow_storage.read`.
     pipeline: 'module:function' of the user's.
     steps: batches of an epoch of a user's dataset without end.
   """
@@ -61,8 +56,6 @@ class Source:
   arrays: images_lib.Images | None = None
   batch_size: int = 256
   directory: str | None = None
-  storage: slow_storage.Storage = _FAST
-  waited: tf.Variable | None = None
   pipeline: str | None = None
   steps: int = 200
 
@@ -71,13 +64,9 @@ class Source:
     """Our defaults."""
     return data.PipelineOptions(self.batch_size, seed=_SEED)
 
-  def paths(self) -> list[str]:
-    """The training shards."""
-    return list(tfrecord.find_shards(self.directory, 'train').paths)
-
 
 def build(name: str, source: Source) -> tf.data.Dataset:
-  """Makes a variant by its name; one with `_fast_storage` never waits.
+  """Makes a variant by its name.
 
   Args:
     name: of `NAMES`.
@@ -87,24 +76,12 @@ def build(name: str, source: Source) -> tf.data.Dataset:
     One epoch of batches.
 
   Raises:
-    UnsupportedOptionError: no such variant; or as `user_pipeline.load`.
+    UnsupportedOptionError: the user's function returns no dataset.
     DataError: as `make_dataset`.
   """
-  plain = name.removesuffix(FAST_STORAGE)
-  if plain not in NAMES:
-    raise errors.UnsupportedOptionError(
-      f'variant {name!r}',
-      'one of ' + ', '.join(NAMES),
-      'leave --variants out to measure all of them',
-    )
-  if plain != name:
-    source = dataclasses.replace(source, storage=_FAST)
-  with contextlib.ExitStack() as stack:
-    if source.storage.is_slow:
-      stack.enter_context(slow_storage.simulated(source.storage, source.waited))
-    if plain in _LITERAL:
-      return _literal(_LITERAL[plain](source))
-    return _BUILDERS[plain](source)
+  if name in _LITERAL:
+    return _literal(_LITERAL[name](source))
+  return _BUILDERS[name](source)
 
 
 def _literal(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -129,29 +106,24 @@ def _parse_batch(records):
   return _scale(*tfrecord.parse_examples(records))
 
 
-def _extract(source: Source, parallel: bool) -> tf.data.Dataset:
-  """Records of one file after the other, or of many at once."""
-  paths = source.paths()
+def _records(source: Source, parallel: bool) -> tf.data.Dataset:
+  """Shuffled records of one file after the other, or of many at once."""
+  paths = list(tfrecord.find_shards(source.directory, 'train').paths)
   files = tf.data.Dataset.from_tensor_slices(paths)
-  # Looked up when it is called: storage may be simulated.
-  reader = tf.data.TFRecordDataset
   if parallel:
     cycle = min(len(paths), _MAX_OPEN_FILES)
-    return files.interleave(
-      reader,
+    records = files.interleave(
+      tf.data.TFRecordDataset,
       cycle_length=cycle,
       block_length=_BLOCK_LENGTH,
       # Readers wait more than they compute: one for each open file, where
       # AUTOTUNE begins with as many as there are cores.
       num_parallel_calls=cycle,
     )
-  return files.flat_map(reader)
-
-
-def _records(source: Source, parallel: bool) -> tf.data.Dataset:
-  """The same, shuffled."""
+  else:
+    records = files.flat_map(tf.data.TFRecordDataset)
   count = datasets.tfrecords(source.directory, 'train').num_examples
-  return _extract(source, parallel).shuffle(count, seed=_SEED)
+  return records.shuffle(count, seed=_SEED)
 
 
 def _one_by_one(source, parallel=False, calls=None) -> tf.data.Dataset:
@@ -187,7 +159,13 @@ def _constant(source) -> tf.data.Dataset:
 
 
 def _of_a_user(source) -> tf.data.Dataset:
-  dataset = user_pipeline.load(source.pipeline)
+  dataset = user_function.find(OPTION, source.pipeline)()
+  if not isinstance(dataset, tf.data.Dataset):
+    raise errors.UnsupportedOptionError(
+      f'{OPTION}={source.pipeline!r} (it returned a {type(dataset).__name__})',
+      'a function without arguments that returns a tf.data.Dataset',
+      'return the dataset, before strategies or iterators',
+    )
   # Nothing ends an epoch, and a cache would keep it all.
   is_endless = dataset.cardinality() == tf.data.INFINITE_CARDINALITY
   return dataset.take(source.steps) if is_endless else dataset
@@ -196,8 +174,6 @@ def _of_a_user(source) -> tf.data.Dataset:
 _Builder = Callable[[Source], tf.data.Dataset]
 # What is written is what runs.
 _LITERAL: dict[str, _Builder] = {
-  'extract_alone': lambda s: _extract(s, False).batch(s.batch_size),
-  'extract_alone_parallel': lambda s: _extract(s, True).batch(s.batch_size),
   'naive': _one_by_one,
   'prefetch': lambda s: _one_by_one(s).prefetch(_AUTOTUNE),
   'parallel_extract': lambda s: _one_by_one(s, True).prefetch(_AUTOTUNE),
@@ -218,19 +194,6 @@ _BUILDERS: dict[str, _Builder] = {
   'pipeline_prefetch': lambda s: _of_a_user(s).prefetch(_AUTOTUNE),
   'pipeline_cache': lambda s: _of_a_user(s).cache(),
 }
-OF_FILES = (
-  'extract_alone',
-  'extract_alone_parallel',
-  'naive',
-  'naive_rewritten',
-  'prefetch',
-  'parallel_extract',
-  'parallel_map',
-  'vectorised_map',
-  'cache',
-  'make_dataset_tfrecords',
-  'make_dataset_tfrecords_cache',
-)
-OF_ARRAYS = ('naive_arrays', 'make_dataset', 'constant')
 OF_A_USER = ('pipeline', 'pipeline_prefetch', 'pipeline_cache')
-NAMES = OF_FILES + OF_ARRAYS + OF_A_USER
+# Of the images.
+NAMES = tuple(name for name in (*_LITERAL, *_BUILDERS) if name not in OF_A_USER)

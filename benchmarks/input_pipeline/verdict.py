@@ -12,9 +12,6 @@ The rules, in this order, on the numbers of `stages.Profile` alone:
 4. Unless that is less than 30%: then no stage is the bottleneck but what is
    between them, tf.data's cost of each element and each iterator.
 
-A stage's time is waiting rather than computing as far as the process used less
-CPU time than that: a lower bound, since other stages compute too.
-
 Example:
 
   >>> import time
@@ -45,9 +42,8 @@ _NO_STAGE = 0.3
 _BATCHED = 1.5
 _ADVICE = {
   'batch': 'use smaller elements, or batch(..., num_parallel_calls=...)',
-  'shuffle': 'shuffle indices or records rather than decoded examples, or '
-  'pass a smaller shuffle buffer',
-  'cache': 'cache fewer bytes, such as uint8 rather than float32, or in memory',
+  'shuffle': 'shuffle indices or records rather than decoded examples',
+  'cache': 'cache fewer bytes, such as uint8 rather than float32',
   'other': 'look at this stage, or cache what comes out of it',
 }
 
@@ -59,12 +55,10 @@ class Verdict:
   Attributes:
     bottleneck: 'train', 'no overlap', 'extract', 'map', 'batch', 'shuffle',
       'cache', 'other' or 'overhead'.
-    share: of the time that this part takes, or of its threads' time.
     sentence: with what was measured, and what to try.
   """
 
   bottleneck: str
-  share: float
   sentence: str
 
 
@@ -84,7 +78,6 @@ def judge(profile: stages_lib.Profile) -> Verdict:
   if train >= _TRAIN_BOUND:
     return Verdict(
       'train',
-      train,
       f'bound by the train step: {train_ms:.1f} of '
       f'{train_ms + fetch_ms:.1f} ms a step; the pipeline waits',
     )
@@ -92,7 +85,6 @@ def judge(profile: stages_lib.Profile) -> Verdict:
   if train >= _BOTH and fetch >= _BOTH and 'prefetch' not in kinds:
     return Verdict(
       'no overlap',
-      fetch,
       f'nothing overlaps: {fetch_ms:.1f} ms of preparation, then '
       f'{train_ms:.1f} ms of train step; try prefetch(tf.data.AUTOTUNE) at the '
       'end',
@@ -107,93 +99,43 @@ def _judge_stages(profile) -> Verdict:
       used[stage.kind] = used.get(stage.kind, 0.0) + stage.utilisation
   kind = max(used, key=lambda kind: used[kind], default='overhead')
   share = min(1.0, used.get(kind, 0.0))
-  batch_ms = 1e3 * profile.wall_s / max(1, profile.num_steps)
   if share < _NO_STAGE:
+    batch_ms = 1e3 * profile.wall_s / max(1, profile.num_steps)
     return Verdict(
       'overhead',
-      share,
       f"bound by no stage's work ({kind} has most, {share:.0%} of its threads' "
       f'time), but by handing elements on: {batch_ms:.2f} ms a batch; try to '
       'batch first, so that fewer and larger elements pass',
     )
   members = [stage for stage in profile.stages if stage.kind == kind]
-  describe = {'extract': _extract, 'map': _map}.get(kind, _other)
-  text = describe(profile, members)
-  return Verdict(kind, share, f'bound by {kind} ({share:.0%} busy): {text}')
-
-
-def _threads(members) -> tuple[int, str]:
-  count = max(members, key=lambda stage: stage.work_s + stage.wait_s).threads
-  return count, 'one thread' if count == 1 else f'{count} threads'
-
-
-def _times(profile, members) -> tuple[float, float]:
-  """Seconds of the stages, and how many of them are waiting at least."""
-  total = sum(stage.work_s + stage.wait_s for stage in members)
-  known = sum(stage.wait_s for stage in members)
-  return total, max(known, total - profile.cpu_s, 0.0)
-
-
-def _map(profile, members) -> str:
   busiest = max(members, key=lambda stage: stage.work_s)
-  threads, words = _threads(members)
-  total, waits = _times(profile, [busiest])
-  is_batched = busiest.num_elements <= _BATCHED * profile.num_steps
-  what = 'a batch' if is_batched else 'an element'
-  each = total / max(1, busiest.num_elements)
-  text = f'{_ms(each)} {what}, {words}'
-  if waits > total / 2:
-    text += f', at least {_ms(each * waits / total)} of it without computing'
-  # `MapAndBatch` yields batches, but maps what comes before.
-  if is_batched and 'AndBatch' not in busiest.name:
-    advice = '; try to cache, or do less a batch'
-    return (
-      text
-      + advice
-      + (', or num_parallel_calls=tf.data.AUTOTUNE' if threads == 1 else '')
-    )
-  if threads == 1:
-    return text + (
-      '; try num_parallel_calls=tf.data.AUTOTUNE, batch before the map '
-      '(vectorise), or cache'
-    )
-  return text + '; try to batch before the map (vectorise), or cache'
-
-
-def _extract(profile, members) -> str:
-  threads, words = _threads(members)
-  total, waits = _times(profile, members)
-  reader = max(
-    members,
-    key=lambda s: (s.name.startswith(('Sleep', 'TFRecord')), s.num_nodes),
-  )
-  files = profile.num_files or reader.num_nodes
-  what = 'a file' if files > 1 else 'an epoch'
-  each = total / max(1, files)
-  if waits > total / 2:
-    text = f'waits {_ms(each * waits / total)} of {_ms(each)} {what}, {words}'
-  else:
-    text = f'{_ms(each)} {what}, {words}'
-  if any('Generator' in stage.name for stage in members):
-    return text + '; a Python generator runs alone: write its data to TFRecords'
-  if files > 1 and threads == 1:
-    return text + (
-      '; try to interleave files in parallel (interleave(..., '
-      'num_parallel_calls=...)), or cache'
-    )
-  if files > 1:
-    return text + '; try more parallel calls and a larger cycle, or cache'
-  return text + '; try several files and a parallel interleave, or cache'
-
-
-def _other(profile, members) -> str:
-  busiest = max(members, key=lambda stage: stage.work_s)
-  each = busiest.work_s / max(1, busiest.num_elements)
-  return (
-    f'{busiest.name} takes {_ms(each)} an element; try to '
-    f'{_ADVICE[busiest.kind]}'
+  each = 1e3 * busiest.work_s / max(1, busiest.num_elements)
+  count = busiest.threads
+  threads = 'one thread' if count == 1 else f'{count} threads'
+  return Verdict(
+    kind,
+    f'bound by {kind} ({share:.0%} busy): {busiest.name} takes {each:.3g} ms an '
+    f'element, {threads}; try to {_advice(profile, busiest)}',
   )
 
 
-def _ms(seconds: float) -> str:
-  return f'{1e3 * seconds:.3g} ms'
+def _advice(profile, stage) -> str:
+  if stage.kind == 'map':
+    words = ['cache']
+    if stage.threads == 1:
+      words.append('pass num_parallel_calls=tf.data.AUTOTUNE')
+    # `MapAndBatch` yields batches, but maps what comes before.
+    is_batched = stage.num_elements <= _BATCHED * profile.num_steps
+    if not is_batched or 'AndBatch' in stage.name:
+      words.append('batch before the map (vectorise)')
+    return ', or to '.join(words)
+  if stage.kind == 'extract':
+    if 'Generator' in stage.name:
+      return 'write the data to TFRecords: a Python generator runs alone'
+    if stage.threads == 1:
+      return (
+        'interleave several files (interleave(..., num_parallel_calls=...)), '
+        'or to cache'
+      )
+    return 'open more files at once, or to cache'
+  return _ADVICE[stage.kind]

@@ -59,13 +59,15 @@ class StrategiesTest(absltest.TestCase):
       self.assertGreater(run['images_per_s'], 0)
     ring, workers = (runs[name] for name in names)
 
-    # 2(N-1)/N of the gradients into each device; whole tensors travel, so the
-    # busiest one gets more than its share of so few.
+    # 2(N-1)/N of the gradients into each device, the mean. So small ones are added
+    # up by one device, which gets (N-1) of them.
     share = 2 * (DEVICES - 1) / DEVICES * GRADIENTS
     self.assertBetween(
       ring['bytes_per_step_total'], DEVICES * share, DEVICES * share + 200
     )
-    self.assertBetween(ring['bytes_per_step_into_busiest'], share, 1.2 * share)
+    self.assertBetween(
+      ring['bytes_per_step_into_busiest'], share, (DEVICES - 1) * GRADIENTS
+    )
     # With two workers each sends as much as there is, and once, when variables
     # are made, all of them. There were three untimed steps.
     steps = EPOCHS * STEPS + 3
@@ -98,7 +100,7 @@ class StrategiesTest(absltest.TestCase):
       '--deadline_seconds=1',
       status=1,
     )
-    self.assertIn('failed: one_device did not end within 1 s', done.stdout)
+    self.assertIn('failed: one_device did not end within', done.stdout)
     self.assertRegex(done.stdout, r'\| `one_device` *\| 1 device *\| failed')
     (record,) = found['costs']
     self.assertIn('did not end', record['error'])

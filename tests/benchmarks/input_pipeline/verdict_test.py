@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from benchmarks.input_pipeline import slow_storage, stages, verdict
-from examples import datasets
+from benchmarks.input_pipeline import stages, verdict
 from tests.data import formula
 from tf_strategies import errors
 
@@ -40,7 +39,6 @@ class RealPipelineTest(formula.DataTestCase):
   def test_slow_map(self):
     profile, found = _judge(tf.data.Dataset.range(60).map(_slow).batch(5))
     self.assertEqual(found.bottleneck, 'map', str(profile))
-    self.assertGreater(found.share, 0.5)
     for words in ('bound by map', 'one thread', 'AUTOTUNE', 'vectorise'):
       self.assertIn(words, found.sentence)
     self.assertEqual(profile.num_steps, 12)
@@ -53,21 +51,6 @@ class RealPipelineTest(formula.DataTestCase):
     self.assertEqual(found.bottleneck, 'map', str(profile))
     self.assertIn('2 threads', found.sentence)
     self.assertNotIn('num_parallel_calls', found.sentence)
-
-  def test_slow_files(self):
-    directory = self.new_dir()
-    small = datasets.make_synthetic(64, 16)
-    paths = datasets.write_tfrecords(small, directory, 16)[:16]
-    waited = tf.Variable(0, dtype=tf.int64)
-    files = tf.data.Dataset.from_tensor_slices(paths)
-    dataset = files.interleave(
-      lambda path: slow_storage.read(path, 20, waited=waited), cycle_length=1
-    )
-    profile, found = _judge(_plain(dataset.batch(4)), waited=waited)
-    self.assertEqual(found.bottleneck, 'extract', str(profile))
-    self.assertEqual(profile.num_files, 16)
-    for words in ('waits', 'a file', 'one thread', 'interleave'):
-      self.assertIn(words, found.sentence)
 
   def test_slow_generator(self):
     def generate():
@@ -106,25 +89,14 @@ class RealPipelineTest(formula.DataTestCase):
 
 
 def _stage(kind, utilisation, name=None, **changes):
-  fields = {
-    'in_interleave': False,
-    'work_s': utilisation,
-    'wait_s': 0.0,
-    'threads': 1,
-    'num_elements': 100,
-    'num_nodes': 1,
-    'mean_buffered': 0.0,
-  }
-  fields.update(changes)
+  fields = {'work_s': utilisation, 'threads': 1, 'num_elements': 100}
   return stages.Stage(
-    name or kind.title(), kind, utilisation=utilisation, **fields
+    name or kind.title(), kind, utilisation=utilisation, **{**fields, **changes}
   )
 
 
-def _profile(*found, train_s=0.0, cpu_s=1.0):
-  return stages.Profile(
-    found, 1.0, 10, 0, fetch_s=1 - train_s, train_s=train_s, cpu_s=cpu_s
-  )
+def _profile(*found, train_s=0.0):
+  return stages.Profile(found, 1.0, 10, fetch_s=1 - train_s, train_s=train_s)
 
 
 class RulesTest(parameterized.TestCase):
@@ -153,17 +125,24 @@ class RulesTest(parameterized.TestCase):
     self.assertEqual(found.bottleneck, expected)
 
   def test_map_says_how_long_an_element_takes(self):
-    found = verdict.judge(_profile(_stage('map', 0.31), cpu_s=1.0))
-    self.assertIn('3.1 ms an element, one thread;', found.sentence)
-    found = verdict.judge(_profile(_stage('map', 0.31), cpu_s=0.1))
-    self.assertIn('at least 2.1 ms of it without computing', found.sentence)
+    found = verdict.judge(_profile(_stage('map', 0.31)))
+    self.assertIn('Map takes 3.1 ms an element, one thread;', found.sentence)
 
-  def test_extract_says_how_long_a_file_waits(self):
-    files = _stage(
-      'extract', 1.0, 'TFRecord', work_s=0.02, wait_s=0.98, num_nodes=100
-    )
-    found = verdict.judge(_profile(files))
-    self.assertIn('waits 9.8 ms of 10 ms a file, one thread', found.sentence)
+  @parameterized.parameters(
+    ('map', {}, ('cache', 'AUTOTUNE', 'vectorise'), ()),
+    ('map', {'threads': 2}, ('2 threads', 'vectorise'), ('AUTOTUNE',)),
+    ('map', {'num_elements': 10}, ('AUTOTUNE',), ('vectorise',)),
+    ('extract', {}, ('interleave',), ()),
+    ('extract', {'threads': 2}, ('more files',), ('interleave',)),
+    ('extract', {'name': 'Generator'}, ('TFRecords',), ()),
+    ('shuffle', {}, ('records rather than',), ()),
+  )
+  def test_advice(self, kind, changes, words, others):
+    sentence = verdict.judge(_profile(_stage(kind, 0.9, **changes))).sentence
+    for word in words:
+      self.assertIn(word, sentence)
+    for word in others:
+      self.assertNotIn(word, sentence)
 
 
 if __name__ == '__main__':

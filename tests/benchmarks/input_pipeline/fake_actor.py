@@ -1,0 +1,35 @@
+"""What answers as a variant does: ten items a step; how it fails is its name."""
+
+import os
+import sys
+import time
+
+
+class Actor:
+  """Is asked by `rounds.run`."""
+
+  def __init__(self, rank):
+    self._runs = 0
+
+  def open(self, variant, spec):
+    self._how = variant
+
+  def run(self, train_step_s):
+    self._runs += 1
+    if self._how == 'raises':
+      raise ValueError('no')
+    if self._how == 'hangs' and self._runs == 2:
+      time.sleep(600)
+    if self._how == 'dies':
+      print('the reason', file=sys.stderr, flush=True)
+      os._exit(7)
+    steps = 0 if self._how == 'empty' else 5
+    return {
+      'seconds': 0.5,
+      'first_batch_s': 0.1,
+      'num_steps': steps,
+      'num_items': 10 * steps,
+    }
+
+  def judge(self, train_step_s, max_seconds):
+    return {'bottleneck': 'map', 'sentence': 'bound by map'}
