@@ -9,12 +9,11 @@ from benchmarks.parameter_server_peers import catalogue
 from tests import tiers
 from tests.benchmarks import running
 
-pytestmark = pytest.mark.full
-
 STEPS, ROUNDS, BLOCKS, ROWS = 8, 2, 2, 4
 
 
 @pytest.mark.multi_process
+@pytest.mark.soak
 class ParameterServerTest(parameterized.TestCase):
   def _run(self, *flags):
     """The finished process and its report."""
@@ -32,12 +31,10 @@ class ParameterServerTest(parameterized.TestCase):
     running.assert_has_table(self, path)
     return done, running.read_json(path)
 
-  @pytest.mark.slow
   @pytest.mark.soak
   def test_beside_stock(self):
     self.assert_peers([1], [catalogue.PEERS[0].name, 'ours'])
 
-  @pytest.mark.slow
   @pytest.mark.soak
   def test_all_peers(self):
     self.assert_peers([1, 4], [peer.name for peer in catalogue.PEERS])

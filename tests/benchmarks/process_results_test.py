@@ -1,11 +1,8 @@
 """Ratios are of medians, and tables have all of them."""
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks import process_results
-
-pytestmark = pytest.mark.full
 
 SECONDS = {
   'ours_tcp': [0.002, 0.004, 0.003],

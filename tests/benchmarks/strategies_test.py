@@ -8,8 +8,6 @@ from absl.testing import absltest
 from benchmarks.strategy_costs import catalogue
 from tests.benchmarks import running
 
-pytestmark = pytest.mark.full
-
 STEPS, EPOCHS, DEVICES = 3, 2, 4
 # 784-16-16-10.
 PARAMETERS = 13_002
@@ -19,6 +17,7 @@ STATE = 2 * GRADIENTS
 
 
 @pytest.mark.multi_process
+@pytest.mark.soak
 class StrategiesTest(absltest.TestCase):
   def _run(self, *flags, status=0):
     """The finished process and its report."""
@@ -106,7 +105,6 @@ class StrategiesTest(absltest.TestCase):
     self.assertIn('did not end', record['error'])
     self.assertEmpty(record['runs'])
 
-  @pytest.mark.slow
   @pytest.mark.soak
   def test_all_strategies(self):
     _, found = self._run()

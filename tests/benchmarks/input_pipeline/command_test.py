@@ -10,8 +10,6 @@ from tests import tiers
 from tests.benchmarks import running
 from tests.data import formula
 
-pytestmark = pytest.mark.full
-
 _HAS_SKLEARN = importlib.util.find_spec('sklearn') is not None
 
 

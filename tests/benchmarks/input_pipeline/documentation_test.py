@@ -1,12 +1,9 @@
 """The examples in docstrings run."""
 
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import docstrings
-
-pytestmark = pytest.mark.full
 
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):

@@ -8,8 +8,6 @@ from absl.testing import absltest, parameterized
 from benchmarks import worker_pool
 from benchmarks.input_pipeline import rounds
 
-pytestmark = pytest.mark.full
-
 _DEADLINE_S = 60.0
 
 

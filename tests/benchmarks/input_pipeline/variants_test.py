@@ -4,7 +4,6 @@ import sys
 import types
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -12,8 +11,6 @@ from benchmarks.input_pipeline import variants
 from examples import datasets
 from tests.data import formula
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 _NUM_EXAMPLES = 22
 _ONCE = [name for name in variants.NAMES if name != 'constant']

@@ -1,13 +1,10 @@
 """Names become jobs; what is no job is refused."""
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks.strategy_costs import catalogue
 from tests import docstrings
 from tf_strategies import errors
-
-pytestmark = pytest.mark.full
 
 
 class CatalogueTest(absltest.TestCase):
