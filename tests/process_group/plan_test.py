@@ -32,8 +32,14 @@ class PlanTest(parameterized.TestCase):
     ranks = range(world_size)
     sizes = tuple(5 * r for r in ranks)
     for plans in (
-      [plan.chain(world_size, r, world_size - 1, 50, 16) for r in ranks],
-      [plan.star(world_size, r, world_size // 2, 50) for r in ranks],
+      [
+        plan.broadcast(world_size, r, world_size - 1, 50, 16, False)
+        for r in ranks
+      ],
+      [
+        plan.broadcast(world_size, r, world_size // 2, 50, 16, True)
+        for r in ranks
+      ],
       [plan.gather(r, sizes, 3) for r in ranks],
       [plan.ring_gather(r, sizes, 3) for r in ranks if world_size > 1],
     ):

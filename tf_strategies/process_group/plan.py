@@ -1,7 +1,6 @@
 """What one rank does in a collective: pieces in order, and what they wait for.
 
-A plan is compiled once from a `Schedule` (or, for broadcasts and gathers, from
-one of the patterns below) and then run on many arrays, over TCP or MPI. It
+A plan is compiled once from a `Schedule` and then run on many arrays, over TCP or MPI. It
 holds integers only: which bytes of which buffer go to or come from whom, in
 which order on each link, what is computed here, and after which other pieces.
 Both ends of a link derive the same order from the same schedule, so that the
@@ -334,7 +333,11 @@ def by_name(
 
 
 def from_schedule(
-  schedule: schedule_lib.Schedule, rank: int, length: int, form: Format
+  schedule: schedule_lib.Schedule,
+  rank: int,
+  length: int,
+  form: Format,
+  sizes: Sequence[int] | None = None,
 ) -> Plan:
   """What one rank does in a schedule.
 
@@ -344,10 +347,11 @@ def from_schedule(
   before, then adds what arrives in rank order.
 
   Args:
-    schedule: a correct all-reduce, or the half of one.
+    schedule: a correct all-reduce, the half of one, or copies alone.
     rank: whose plan.
     length: elements of the array.
     form: how they travel.
+    sizes: elements of each chunk; None for equal chunks.
 
   Returns:
     A plan of O(T L / (C S)) pieces for T transfers of this rank, a buffer of
@@ -367,13 +371,10 @@ def from_schedule(
       if dst == rank:
         order = tuple(schedule_lib.rank_order(rank, transfers))
         steps.setdefault(chunk, []).append((round_, 1, dst, order))
-  completions, owners = schedule.completions(), schedule.owners()
-  ends = [
-    0,
-    *itertools.accumulate(
-      schedule_lib.chunk_sizes(length, schedule.num_chunks)
-    ),
-  ]
+  completions = schedule.completions()
+  owners = schedule.owners() if completions else ()
+  sizes = sizes or schedule_lib.chunk_sizes(length, schedule.num_chunks)
+  ends = [0, *itertools.accumulate(sizes)]
   for chunk, happens in steps.items():
     happens.sort()
     for index, (first, last) in enumerate(
@@ -393,105 +394,73 @@ def from_schedule(
 
 
 @functools.lru_cache(maxsize=256)
-def chain(
-  world_size: int, rank: int, root: int, num_bytes: int, piece_bytes: int
+def broadcast(
+  world_size: int,
+  rank: int,
+  root: int,
+  num_bytes: int,
+  piece_bytes: int,
+  straight: bool,
 ) -> Plan:
-  """A broadcast along a chain: each rank passes on what it has received.
+  """A broadcast: straight from the root to everyone, or along a chain of ranks.
 
-  L bytes on each link, and pieces overlap, so that it takes hardly longer than
-  one link needs.
+  In the chain each rank passes on what it has received: L bytes on each link, and
+  pieces overlap, so that it takes hardly longer than one link needs.
   """
-  builder = _Builder()
-  position = (rank - root) % world_size
-  before, after = (rank - 1) % world_size, (rank + 1) % world_size
-  if position > 0:
-    builder.link(False, before)
-  if position < world_size - 1:
-    builder.link(True, after)
-  for index, (start, stop) in enumerate(_cut_bytes(piece_bytes, 0, num_bytes)):
-    got = []
-    if position > 0:
-      got = [builder.add(Piece(RECEIVE, before, OUT, start, stop), (index,))]
-    if position < world_size - 1:
-      builder.add(
-        Piece(SEND, after, OUT if got else ARRAY, start, stop), (index,), got
-      )
-  return builder.build()
-
-
-@functools.lru_cache(maxsize=256)
-def star(world_size: int, rank: int, root: int, num_bytes: int) -> Plan:
-  """A broadcast straight from the root to everyone: for small buffers."""
-  builder = _Builder()
-  peers = [p for p in range(world_size) if p != root]
-  for peer in peers if rank == root else [root]:
-    builder.link(rank == root, peer)
-    if num_bytes and rank == root:
-      builder.add(Piece(SEND, peer, ARRAY, 0, num_bytes), (0,))
-    elif num_bytes:
-      builder.add(Piece(RECEIVE, peer, OUT, 0, num_bytes), (0,))
-  return builder.build()
+  ranks = [(root + i) % world_size for i in range(world_size)]
+  links = list(itertools.pairwise(ranks))
+  if straight:
+    links = [(root, dst) for dst in ranks[1:]]
+  transfers = (
+    schedule_lib.Transfer(round_, src, dst, 0, False)
+    for round_, (src, dst) in enumerate(links)
+  )
+  schedule = schedule_lib.Schedule('broadcast', world_size, 1, tuple(transfers))
+  form = Format(1, piece_bytes=piece_bytes)
+  return from_schedule(schedule, rank, num_bytes, form)
 
 
 @functools.lru_cache(maxsize=64)
 def gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
-  """Everyone's bytes to everyone, one after the other in OUT.
+  """Everyone's bytes to everyone, one after the other, in place.
 
   Args:
-    rank: whose plan.
+    rank: whose plan; its own bytes are in their place already.
     sizes: bytes of each rank.
     piece_bytes: the most bytes of a piece.
   """
-  builder = _Builder()
-  starts = [0, *itertools.accumulate(sizes)]
-  for peer, size in enumerate(sizes):
-    if peer == rank:
-      continue
-    builder.link(True, peer)
-    builder.link(False, peer)
-    for index, (start, stop) in enumerate(
-      _cut_bytes(piece_bytes, 0, sizes[rank])
-    ):
-      builder.add(Piece(SEND, peer, ARRAY, start, stop), (index,))
-    for index, (start, stop) in enumerate(
-      _cut_bytes(piece_bytes, starts[peer], starts[peer] + size)
-    ):
-      builder.add(Piece(RECEIVE, peer, OUT, start, stop), (index,))
-  return builder.build()
+  world_size = len(sizes)
+  transfers = (
+    schedule_lib.Transfer(0, src, dst, src, False)
+    for src, dst in itertools.permutations(range(world_size), 2)
+  )
+  schedule = schedule_lib.Schedule(
+    'gather', world_size, world_size, tuple(transfers)
+  )
+  form = Format(1, piece_bytes=piece_bytes)
+  return from_schedule(schedule, rank, sum(sizes), form, sizes)
 
 
 @functools.lru_cache(maxsize=64)
 def ring_gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
   """As `gather`, around a ring: each rank passes on what it has received.
 
-  O(N P) pieces for N ranks with P pieces each, over two links.
+  O(N P) pieces for N ranks with P pieces each, over two links; a schedule would
+  have a transfer for each pair of ranks.
   """
   builder, world_size = _Builder(), len(sizes)
   before, after = (rank - 1) % world_size, (rank + 1) % world_size
   builder.link(False, before)
   builder.link(True, after)
-  starts = [0, *itertools.accumulate(sizes)]
+  form = Format(1, piece_bytes=piece_bytes)
+  ends = [0, *itertools.accumulate(sizes)]
   # The own block goes first, then each as it comes; the last one stays here.
   for step in range(world_size):
     owner = (rank - step) % world_size
-    first = starts[owner]
-    for index, (start, stop) in enumerate(
-      _cut_bytes(piece_bytes, first, first + sizes[owner])
-    ):
-      order, got, source = (
-        (step, index),
-        [],
-        (ARRAY, start - first, stop - first),
-      )
+    for index, place in enumerate(form.cut(ends[owner], ends[owner + 1])):
+      order, got = (step, index), []
       if step:
-        piece = Piece(RECEIVE, before, OUT, start, stop)
-        got, source = [builder.add(piece, order)], (OUT, start, stop)
+        got = [builder.add(Piece(RECEIVE, before, OUT, *place), order)]
       if step < world_size - 1:
-        builder.add(Piece(SEND, after, *source), order, got)
+        builder.add(Piece(SEND, after, OUT, *place), order, got)
   return builder.build()
-
-
-def _cut_bytes(
-  piece_bytes: int, start: int, stop: int
-) -> Iterator[tuple[int, int]]:
-  return Format(1, piece_bytes=piece_bytes).cut(start, stop)

@@ -12,8 +12,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import processes, tiers, virtual_devices
 from tests.strategies import sharded_models as models
-from tf_strategies import errors
-from tf_strategies.process_group import planned
+from tf_strategies import errors, process_group
 
 virtual_devices.configure()
 
@@ -297,8 +296,8 @@ class RefusalTest(tf.test.TestCase):
 
 def _mutated(rank, kind):
   """Trains with one worker that does not do as the others."""
-  gather = planned.PlannedGroup.all_gather_equal
-  scatter = planned.PlannedGroup.reduce_scatter
+  gather = process_group.ProcessGroup.all_gather_equal
+  scatter = process_group.ProcessGroup.reduce_scatter
 
   def gather_nothing(self, array, **options):
     found = gather(self, array, **options)
@@ -308,14 +307,16 @@ def _mutated(rank, kind):
     found = scatter(self, array, **options)
     return np.roll(found, 1) if self.rank == 1 else found
 
-  mutation = mock.patch.object(planned.PlannedGroup, 'absent', 0, create=True)
+  mutation = mock.patch.object(
+    process_group.ProcessGroup, 'absent', 0, create=True
+  )
   if kind == 'gather':
     mutation = mock.patch.object(
-      planned.PlannedGroup, 'all_gather_equal', gather_nothing
+      process_group.ProcessGroup, 'all_gather_equal', gather_nothing
     )
   elif kind == 'scatter':
     mutation = mock.patch.object(
-      planned.PlannedGroup, 'reduce_scatter', scatter_shifted
+      process_group.ProcessGroup, 'reduce_scatter', scatter_shifted
     )
   strategy = ring()
   try:

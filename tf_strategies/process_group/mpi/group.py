@@ -19,8 +19,8 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
-from tf_strategies.process_group import planned
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.mpi import control as mpi_control
@@ -71,7 +71,7 @@ def form_mpi_group(
   return MpiProcessGroup(comm, state, plane, thread, options)
 
 
-class MpiProcessGroup(planned.PlannedGroup):
+class MpiProcessGroup(group_lib.ProcessGroup):
   """See the base class; made by `form_mpi_group`.
 
   Args:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from tf_strategies.process_group import execution as execution_lib
+from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
-from tf_strategies.process_group import planned
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.tcp import link as link_lib
@@ -19,7 +19,7 @@ from tf_strategies.process_group.tcp import transport as transport_lib
 _CHECK_SECONDS = 0.05
 
 
-class TcpProcessGroup(planned.PlannedGroup):
+class TcpProcessGroup(group_lib.ProcessGroup):
   """See the base class; made by `Rendezvous.form`."""
 
   name = 'tcp'
