@@ -12,17 +12,16 @@ def _said(sequence, recent, busy=True, call=''):
 
 
 _TIMEOUT = {
-  'kind': 'timeout',
   'text': "all_reduce(sum) 'w' of float32[9]",
   'sequence': 7,
   'name': 'w',
   'seconds': 600.0,
-  'waiting': [3],
+  'ranks': [3],
 }
 _MISMATCH = {
-  'kind': 'mismatch',
   'reporter': 2,
-  'peer': 1,
+  'ranks': [1],
+  'seconds': None,
   'sequence': 7,
   'name': 'w',
   'text': 'this',

@@ -66,6 +66,27 @@ class HeartbeatMonitor:
     return self._pause if now - self._resumed < self._timeout else 0.0
 
 
+def suspicion(
+  operation: state_lib.Operation,
+  ranks: Iterable[int],
+  seconds: float | None = None,
+) -> dict[str, Any]:
+  """Returns what a rank reports, in a form that travels.
+
+  Args:
+    operation: the collective that failed there.
+    ranks: those that are at another one, or that did not come.
+    seconds: how long it waited for them; None if they are at another one.
+  """
+  return {
+    'text': operation.text,
+    'sequence': operation.sequence,
+    'name': operation.name,
+    'seconds': seconds,
+    'ranks': list(ranks),
+  }
+
+
 def diagnose(
   members: Sequence[state_lib.Member],
   suspicion: Mapping[str, Any],
@@ -75,33 +96,9 @@ def diagnose(
 
   `said` is what each rank that answered says of itself: `GroupState.describe()`.
   """
-  decide = {'mismatch': _diagnose_mismatch, 'timeout': _diagnose_timeout}
-  return decide[suspicion['kind']](members, suspicion, said)
-
-
-def mismatch(operation: state_lib.Operation, peer: int) -> dict[str, Any]:
-  """The suspicion of a rank whose peer is at another collective."""
-  return {
-    'kind': 'mismatch',
-    'peer': peer,
-    'sequence': operation.sequence,
-    'name': operation.name,
-    'text': operation.text,
-  }
-
-
-def timeout(
-  operation: state_lib.Operation, seconds: float, waiting: Iterable[int]
-) -> dict[str, Any]:
-  """The suspicion of a rank that waited in vain for others."""
-  return {
-    'kind': 'timeout',
-    'text': operation.text,
-    'sequence': operation.sequence,
-    'name': operation.name,
-    'seconds': seconds,
-    'waiting': list(waiting),
-  }
+  if suspicion['seconds'] is None:
+    return _diagnose_mismatch(members, suspicion, said)
+  return _diagnose_timeout(members, suspicion, said)
 
 
 def stall(
@@ -162,8 +159,8 @@ def _place(description) -> tuple | None:
 
 
 def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
-  sequence, peer = suspicion['sequence'], suspicion['peer']
-  reporter = suspicion['reporter']
+  sequence, reporter = suspicion['sequence'], suspicion['reporter']
+  peer = next(iter(suspicion['ranks']), reporter)
   texts = {
     rank: description['recent'][str(sequence)]
     for rank, description in sorted(said.items())
@@ -204,7 +201,7 @@ def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
   if late:
     why = '; '.join(_where(members, said, rank) for rank in late[:_NAMED])
   else:
-    late = list(suspicion['waiting']) or [0]
+    late = suspicion['ranks'] or [0]
     why = 'all ranks are there, but the bytes do not move: waiting for ' + (
       ', '.join(str(members[rank]) for rank in late[:_NAMED])
     )

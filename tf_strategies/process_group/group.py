@@ -583,11 +583,11 @@ class ProcessGroup(abc.ABC):
     except execution_lib.LinkClosedError as e:
       self._raise_lost(e.rank, e.why)
     except execution_lib.MismatchError as e:
-      self._control.report(failure_detection.mismatch(operation, e.rank))
+      self._control.report(failure_detection.suspicion(operation, [e.rank]))
       self._state.check()
     except execution_lib.DeadlineError as e:
       self._control.report(
-        failure_detection.timeout(operation, seconds, e.waiting)
+        failure_detection.suspicion(operation, e.waiting, seconds)
       )
       self._state.check()
     except BaseException as e:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import json
 import math
 import socket
@@ -19,9 +20,10 @@ _WORLD = 3
 _MEMBERS = [state.Member(r, r, f'host-{r}:1') for r in range(_WORLD)]
 _STATE = state.GroupState(_MEMBERS, 1, 1)
 _FAILURE = _STATE.lost(2, 'died').to_json()
+_SEAT = membership.Seat(0, 'a:1', 'life', 0)
 _OPERATION = state.Operation(4, 'all_reduce', 'w', True)
-_MISMATCH = failure_detection.mismatch(_OPERATION, 2)
-_TIMEOUT = failure_detection.timeout(_OPERATION, 5.0, [2])
+_MISMATCH = failure_detection.suspicion(_OPERATION, [2])
+_TIMEOUT = failure_detection.suspicion(_OPERATION, [2], 5.0)
 _NODE = {
   'version': '1',
   'host': '10.0.0.1',
@@ -38,7 +40,7 @@ _VALID = [
   ),
   (
     _Kind.PROPOSE,
-    {'generation': 1, 'seats': [[0, 'a:1', 'life', 0]], 'gone': [1]},
+    {'generation': 1, 'seats': [dataclasses.asdict(_SEAT)], 'gone': [1]},
   ),
   (_Kind.ACCEPT, None),
   (_Kind.REJECT, 'it is running'),

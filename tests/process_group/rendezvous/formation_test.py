@@ -72,7 +72,7 @@ class _Job:
       await link.expect(_Kind.MESH)
       link.close()
       return
-    seats = [membership.Seat(*seat) for seat in message['seats']]
+    seats = [membership.Seat(**seat) for seat in message['seats']]
     proposal = formation.Proposal(message['generation'], seats, task, self.dial)
     self.proposals[task] = proposal
     await proposal.follow(link)

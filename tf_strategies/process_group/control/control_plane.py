@@ -267,7 +267,7 @@ class ControlPlane:
       said = await self._ask_all(end - self._host.now())
       # After a mismatch wait for ranks that are still on their way there, so
       # that the report can say what they do.
-      late = suspicion['kind'] == 'mismatch' and any(
+      late = suspicion['seconds'] is None and any(
         description['sequence'] < suspicion['sequence']
         for description in said.values()
       )

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,21 +97,14 @@ class _Gathering:
     where = _LOOPBACK if alone or self._rank else _EVERYWHERE
     port, error = 0, ''
     try:
-      with socket.socket() as kept:
-        # Two may have an address as long as only one of them listens, so no
-        # other process gets the port in between; not so elsewhere than on Linux.
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind((where, 0))
-        port = kept.getsockname()[1]
-        if sys.platform != 'linux':
-          kept.close()
-        self.host = server.Server(
-          f'{where}:{port}',
-          self._rank,
-          authentication.Credentials(secret),
-          {_CONTROL: self._accept},
-        )
-    except (OSError, errors.Error) as e:
+      self.host = server.Server(
+        f'{where}:0',
+        self._rank,
+        authentication.Credentials(secret),
+        {_CONTROL: self._accept},
+      )
+      port = self.host.port
+    except errors.Error as e:
       error = str(e)
     return {
       'port': port,

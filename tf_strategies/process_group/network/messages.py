@@ -35,16 +35,16 @@ def check(kind: protocol.Kind, message: Any, world: int = ANY_WORLD) -> None:
 
   `world` is the number of ranks.
   """
-  wanted = _MESSAGES.get(kind)
-  if wanted is None:
+  if kind not in _MESSAGES:
     raise protocol.ProtocolError(f'a {kind.name} carries no JSON')
-  if isinstance(wanted, _Record) and isinstance(message, dict):
+  form = _MESSAGES[kind]
+  if isinstance(form, dict) and isinstance(message, dict):
     for key, value in message.items():
-      if key in wanted.fields and not wanted.fields[key](value, world):
+      if key in form and not _fits(value, form[key], world):
         raise protocol.ProtocolError(
           f'a {kind.name} with {key}={_shown(value)}'
         )
-  if not wanted(message, world):
+  if not _fits(message, form, world):
     raise protocol.ProtocolError(f'a {kind.name} that is {_shown(message)}')
 
 
@@ -65,25 +65,34 @@ def _shown(value: Any) -> str:
   return text if len(text) <= 80 else f'{text[:77]}...'
 
 
-class _Record:
-  """A dictionary with these keys and no others."""
+def _fits(value: Any, form: Any, world: int) -> bool:
+  """Returns whether a value has a form of the table.
 
-  def __init__(self, **fields: _Check):
-    self.fields = fields
-
-  def __call__(self, value: Any, world: int) -> bool:
+  A dictionary stands for one with these keys and no others, a list for any number
+  of one form, a tuple for one of several forms. A function says whether a value is
+  right, for a number of ranks; anything else stands for itself.
+  """
+  if isinstance(form, dict):
     return (
       isinstance(value, dict)
-      and value.keys() == self.fields.keys()
-      and all(check(value[k], world) for k, check in self.fields.items())
+      and value.keys() == form.keys()
+      and all(_fits(value[key], form[key], world) for key in form)
     )
+  if isinstance(form, list):
+    return isinstance(value, list) and all(
+      _fits(one, form[0], world) for one in value
+    )
+  if isinstance(form, tuple):
+    return any(_fits(value, one, world) for one in form)
+  return form(value, world) if callable(form) else value == form
 
 
-def _of_type(wanted: type) -> _Check:
-  return lambda value, world: isinstance(value, wanted)
+def _text(value: Any, world: int) -> bool:
+  return isinstance(value, str)
 
 
-_nothing, _text, _flag = map(_of_type, (type(None), str, bool))
+def _flag(value: Any, world: int) -> bool:
+  return isinstance(value, bool)
 
 
 def _is_int(value: Any, least: int, most: int) -> bool:
@@ -107,38 +116,14 @@ def _seconds(value: Any, world: int) -> bool:
   return is_number and 0 <= value <= _MOST and math.isfinite(value)
 
 
-def _one_of(*values: Any) -> _Check:
-  return lambda value, world: isinstance(value, str) and value in values
+def _some(form: Any) -> _Check:
+  return lambda value, world: bool(value) and _fits(value, [form], world)
 
 
-def _or_none(wanted: _Check) -> _Check:
-  return lambda value, world: value is None or wanted(value, world)
-
-
-def _either(*wanted: _Check) -> _Check:
-  return lambda value, world: any(one(value, world) for one in wanted)
-
-
-def _some(wanted: _Check, least: int = 0) -> _Check:
-  return lambda value, world: (
-    isinstance(value, list)
-    and len(value) >= least
-    and all(wanted(v, world) for v in value)
-  )
-
-
-def _row(*wanted: _Check) -> _Check:
-  return lambda value, world: (
-    isinstance(value, list)
-    and len(value) == len(wanted)
-    and all(one(v, world) for one, v in zip(wanted, value, strict=True))
-  )
-
-
-def _table(key: _Check, wanted: _Check) -> _Check:
+def _table(key: _Check, form: Any) -> _Check:
   return lambda value, world: (
     isinstance(value, dict)
-    and all(key(k, world) and wanted(v, world) for k, v in value.items())
+    and all(key(k, world) and _fits(v, form, world) for k, v in value.items())
   )
 
 
@@ -146,101 +131,113 @@ def _number_as_text(value: Any, world: int) -> bool:
   return value.isascii() and value.isdecimal() and len(value) <= 19
 
 
-_FAILURE = _Record(
-  error=_one_of(
+_FAILURE = {
+  'error': (
     'WorkerUnavailableError',
     'CollectiveTimeoutError',
     'CollectiveMismatchError',
   ),
-  message=_text,
-  rank=_or_none(_rank),
-  address=_or_none(_text),
-  tensor=_or_none(_text),
-  step=_or_none(_count),
-  ranks=_some(_rank),
-)
+  'message': _text,
+  'rank': (None, _rank),
+  'address': (None, _text),
+  'tensor': (None, _text),
+  'step': (None, _count),
+  'ranks': [_rank],
+}
 
-_NODE = _Record(
-  version=_text,
-  host=_text,
-  counts=_table(_text, _count),
-  ports=_some(_count),
-)
+_NODE = {
+  'version': _text,
+  'host': _text,
+  'counts': _table(_text, _count),
+  'ports': [_count],
+}
 
-_MESSAGES: Mapping[protocol.Kind, _Check] = {
-  protocol.Kind.HELLO: _Record(
-    task=_count,
-    incarnation=_text,
-    version=_text,
-    cluster=_text,
-    addresses=_or_none(_table(_number_as_text, _text)),
-    state=_one_of('idle', 'forming', 'running', 'refused'),
-    generation=_count,
-    progress=_integer,
-    group=_text,
-    size=_count,
-    leader=_count,
-    missing=_text,
-    refusal=_text,
-  ),
-  protocol.Kind.PROPOSE: _Record(
-    generation=_count,
-    seats=_some(_row(_count, _text, _text, _integer), least=1),
-    gone=_some(_count),
-  ),
-  protocol.Kind.ACCEPT: _nothing,
+_MESSAGES: Mapping[protocol.Kind, Any] = {
+  protocol.Kind.HELLO: {
+    'task': _count,
+    'incarnation': _text,
+    'version': _text,
+    'cluster': _text,
+    'addresses': (None, _table(_number_as_text, _text)),
+    'state': ('idle', 'forming', 'running', 'refused'),
+    'generation': _count,
+    'progress': _integer,
+    'group': _text,
+    'size': _count,
+    'leader': _count,
+    'missing': _text,
+    'refusal': _text,
+  },
+  protocol.Kind.PROPOSE: {
+    'generation': _count,
+    'seats': _some(
+      {
+        'task': _count,
+        'address': _text,
+        'incarnation': _text,
+        'progress': _integer,
+      }
+    ),
+    'gone': [_count],
+  },
+  protocol.Kind.ACCEPT: None,
   protocol.Kind.REJECT: _text,
-  protocol.Kind.MESH: _nothing,
-  protocol.Kind.JOIN: _Record(
-    rank=_count, generation=_count, incarnation=_text
-  ),
-  protocol.Kind.READY: _nothing,
-  protocol.Kind.COMMIT: _nothing,
-  protocol.Kind.CUT: _Record(task=_count, why=_text, age=_count),
-  protocol.Kind.HEARTBEAT: _Record(joiners=_some(_count)),
-  protocol.Kind.LATE: _some(_rank, least=1),
-  protocol.Kind.REPORT: _either(
-    _Record(failure=_FAILURE),
-    _Record(
-      kind=_one_of('mismatch'),
-      reporter=_rank,
-      peer=_rank,
-      sequence=_count,
-      name=_text,
-      text=_text,
-    ),
-    _Record(
-      kind=_one_of('timeout'),
-      reporter=_rank,
-      text=_text,
-      sequence=_count,
-      name=_text,
-      seconds=_seconds,
-      waiting=_some(_rank),
-    ),
+  protocol.Kind.MESH: None,
+  protocol.Kind.JOIN: {
+    'rank': _count,
+    'generation': _count,
+    'incarnation': _text,
+  },
+  protocol.Kind.READY: None,
+  protocol.Kind.COMMIT: None,
+  protocol.Kind.CUT: {
+    'task': _count,
+    'why': _text,
+    'age': _count,
+  },
+  protocol.Kind.HEARTBEAT: {
+    'joiners': [_count],
+  },
+  protocol.Kind.LATE: _some(_rank),
+  protocol.Kind.REPORT: (
+    {
+      'failure': _FAILURE,
+    },
+    {
+      'reporter': _rank,
+      'text': _text,
+      'sequence': _count,
+      'name': _text,
+      'seconds': (None, _seconds),
+      'ranks': [_rank],
+    },
   ),
   protocol.Kind.FAILED: _FAILURE,
-  protocol.Kind.DESCRIBE: _nothing,
-  protocol.Kind.DESCRIPTION: _Record(
-    sequence=_count,
-    busy=_flag,
-    name=_text,
-    text=_text,
-    seconds=_seconds,
-    exchanges=_table(_text, _seconds),
-    call=_text,
-    recent=_table(_number_as_text, _text),
-  ),
-  protocol.Kind.GOODBYE: _Record(rank=_rank, last=_count, has_ended=_flag),
+  protocol.Kind.DESCRIBE: None,
+  protocol.Kind.DESCRIPTION: {
+    'sequence': _count,
+    'busy': _flag,
+    'name': _text,
+    'text': _text,
+    'seconds': _seconds,
+    'exchanges': _table(_text, _seconds),
+    'call': _text,
+    'recent': _table(_number_as_text, _text),
+  },
+  protocol.Kind.GOODBYE: {
+    'rank': _rank,
+    'last': _count,
+    'has_ended': _flag,
+  },
   protocol.Kind.NODE: _NODE,
-  protocol.Kind.JOB: _some(_NODE, least=1),
-  protocol.Kind.TASK: _Record(
-    task=_text,
-    status=_or_none(_integer),
-    losses=_count,
-    failed=_flag,
-    kind=_one_of('', 'fixed', 'elastic'),
-  ),
+  protocol.Kind.JOB: _some(_NODE),
+  protocol.Kind.TASK: {
+    'task': _text,
+    'status': (None, _integer),
+    'losses': _count,
+    'failed': _flag,
+    'kind': ('', 'fixed', 'elastic'),
+  },
 }
 
 _FROM_CENTER = (

@@ -72,6 +72,11 @@ class Server:
     )
     self._thread.start()
 
+  @property
+  def port(self) -> int:
+    """Where it listens."""
+    return self._listener.getsockname()[1]
+
   def now(self) -> float:
     """The loop's time, in seconds."""
     return self.loop.time()

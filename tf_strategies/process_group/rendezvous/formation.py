@@ -9,6 +9,7 @@ control plane.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
@@ -108,13 +109,9 @@ class Proposal:
       self._dial, self.seats[rank].task, authentication.Purpose.CONTROL
     )
     self.connections[rank] = connection
-    seats = [
-      (seat.task, seat.address, seat.incarnation, seat.progress)
-      for seat in self.seats
-    ]
     message = {
       'generation': self.generation,
-      'seats': seats,
+      'seats': [dataclasses.asdict(seat) for seat in self.seats],
       'gone': self._gone,
     }
     connection.send(_Kind.PROPOSE, message)

@@ -359,7 +359,7 @@ class Rendezvous:
       _, message = await connection_lib.within(
         formation.STEP_SECONDS, connection.expect(_Kind.PROPOSE)
       )
-      seats = [membership.Seat(*seat) for seat in message['seats']]
+      seats = [membership.Seat(**seat) for seat in message['seats']]
       generation = message['generation']
       objection = self._membership.objection(
         generation, seats, request.client, message['gone']
