@@ -124,7 +124,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         verbose=0,
         callbacks=[
           keras_callback.MonitorCallback(self._path('t.json')),
-          tfs.PreemptionCheckpoint(checkpoint, save_each_epoch=False),
+          tfs.ResumeFit(checkpoint),
         ],
       )
       checkpoint.save(0, steps)

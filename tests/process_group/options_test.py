@@ -33,7 +33,6 @@ class GroupOptionsTest(parameterized.TestCase):
     {'secret': b'too few'},
     {'small_message_bytes': -1},
     {'sub_chunk_bytes': 63},
-    {'socket_buffer_bytes': None},
   )
   def test_unusable_value_is_refused(self, **values):
     with self.assertRaises(errors.UnsupportedOptionError) as raised:

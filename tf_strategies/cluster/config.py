@@ -137,15 +137,6 @@ class ClusterConfig:
     is_alone = count == 1 and config.training_index == 0
     return None if is_alone and not config.is_sparse else config
 
-  @classmethod
-  def from_dict(cls, config: Mapping[str, Any]) -> 'ClusterConfig':
-    """Reads the object of a TF_CONFIG: cluster, task, perhaps environment.
-
-    Raises:
-      ClusterConfigError: a value is missing or malformed.
-    """
-    return cls(*tf_config.read(config))
-
   def to_tf_config(self) -> str:
     """This description as the text of a TF_CONFIG: one line of JSON."""
     config: dict[str, Any] = {

@@ -139,7 +139,7 @@ def checked(parts: Parts) -> Parts:
   """
   if not isinstance(parts.jobs, Mapping):
     raise checks.bad(
-      'cluster', parts.jobs, 'a mapping of jobs', 'use ClusterConfig.from_dict'
+      'cluster', parts.jobs, 'a mapping of jobs', 'use ClusterConfig.from_env'
     )
   jobs: dict[str, dict[int, str]] = {}
   mistakes = checks.Mistakes()

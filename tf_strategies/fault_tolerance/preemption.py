@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -55,7 +54,6 @@ class Preemption:
   Args:
     checkpoint: a `RunCheckpoint`; or a `ParameterServerStrategy` with a
       `checkpoint_dir`, which saves by itself.
-    signals: that request a checkpoint. Slurm can send another one earlier.
     check_seconds: approximate time between two exchanges; 0 for each step.
 
   Raises:
@@ -68,28 +66,16 @@ class Preemption:
   def __init__(
     self,
     checkpoint: run_checkpoint.RunCheckpoint | tf.distribute.Strategy,
-    signals: Sequence[int] = (signal.SIGTERM,),
     check_seconds: float = 0.2,
   ):
     option_checks.check_seconds('check_seconds', check_seconds, or_zero=True)
     resume_fit.check_checkpoint(checkpoint)
-    option_checks.check(
-      isinstance(signals, Sequence)
-      and not isinstance(signals, str | bytes)
-      and all(
-        isinstance(n, int) and n in signal.valid_signals() for n in signals
-      ),
-      f'signals={signals!r}',
-      'numbers of signals that a handler can take',
-      'leave it out for (signal.SIGTERM,)',
-    )
     if isinstance(checkpoint, tf.distribute.Strategy):
       checkpoint = _ServerCheckpoint(checkpoint)
     self._checkpoint = checkpoint
-    self._signals = tuple(signals)
-    self._handlers: dict[int, Any] = {}
-    self._signal: int | None = None
-    self._signalled_at = 0.0
+    self._is_entered = False
+    self._handler: Any = None
+    self._signalled_at: float | None = None
     self._was_seen = False
     workers = workers_lib.link_of(checkpoint.strategy)
     is_alone = workers is None or workers.world_size == 1
@@ -108,12 +94,12 @@ class Preemption:
     self._checkpoint.own()
     # Otherwise its handlers would be restored later.
     abandoned, Preemption._in_fit = Preemption._in_fit, None
-    unseen = abandoned._put_back() if abandoned else None
-    self._signal, self._was_seen = None, False
-    for number in self._signals:
-      self._handlers[number] = signal.signal(number, self._on_signal)
-    if unseen is not None:
-      signal.raise_signal(unseen)
+    is_unseen = abandoned is not None and abandoned._put_back()
+    self._signalled_at, self._was_seen = None, False
+    self._handler = signal.signal(signal.SIGTERM, self._on_signal)
+    self._is_entered = True
+    if is_unseen:
+      signal.raise_signal(signal.SIGTERM)
     return self
 
   def enter_for_fit(self) -> None:
@@ -124,22 +110,22 @@ class Preemption:
   def __exit__(self, error_type, *unused):
     if Preemption._in_fit is self:
       Preemption._in_fit = None
-    unseen = self._put_back()
-    if error_type is None and unseen is not None:
-      signal.raise_signal(unseen)
+    is_unseen = self._put_back()
+    if error_type is None and is_unseen:
+      signal.raise_signal(signal.SIGTERM)
 
-  def _put_back(self) -> int | None:
-    """Restores handlers; returns a signal that was not seen."""
-    handlers, self._handlers = self._handlers, {}
-    for number, handler in handlers.items():
+  def _put_back(self) -> bool:
+    """Restores the handler; returns whether a signal was not seen."""
+    if self._is_entered:
+      self._is_entered = False
       # None: it was not set by Python code.
-      signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    return None if self._was_seen else self._signal
+      signal.signal(signal.SIGTERM, self._handler or signal.SIG_DFL)
+    return self._signalled_at is not None and not self._was_seen
 
   def _on_signal(self, number, frame):
     # No logging: the signal may have interrupted a logging call.
-    if self._signal is None:
-      self._signal, self._signalled_at = number, time.monotonic()
+    if self._signalled_at is None:
+      self._signalled_at = time.monotonic()
 
   @property
   def requested(self) -> bool:
@@ -163,7 +149,7 @@ class Preemption:
     if isinstance(self._checkpoint, _ServerCheckpoint):
       self._checkpoint.check_open()
     question = self._evaluation if in_evaluation else self._question
-    is_signalled = question.ask(self._signal is not None, at_once)
+    is_signalled = question.ask(self._signalled_at is not None, at_once)
     self._was_seen = self._was_seen or is_signalled
     return is_signalled
 
@@ -188,7 +174,7 @@ class Preemption:
       self._checkpoint.strategy.close()
     now = time.monotonic()
     after = ''
-    if self._signal is not None:
+    if self._signalled_at is not None:
       after = f', {now - self._signalled_at:.2f} s after the signal'
     logging.warning(
       'Preempted at epoch %d, step %d: %s in %.2f s%s. Exiting with status %d.',
@@ -297,9 +283,7 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
       callbacks=[tfs.PreemptionCheckpoint(checkpoint)])
 
   Args:
-    checkpoint: as in `Preemption`, like `signals` and `check_seconds`;
-      `restore` was called.
-    save_each_epoch: whether to save without a signal, too.
+    checkpoint: as in `Preemption`, like `check_seconds`; `restore` was called.
 
   Raises:
     UnsupportedOptionError: as `Preemption` and `ResumeFit`.
@@ -308,17 +292,12 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
   def __init__(
     self,
     checkpoint: run_checkpoint.RunCheckpoint | tf.distribute.Strategy,
-    save_each_epoch: bool = True,
-    signals: Sequence[int] = (signal.SIGTERM,),
     check_seconds: float = 0.2,
   ):
-    option_checks.check_bool('save_each_epoch', save_each_epoch)
     super().__init__(checkpoint)
     # With parameter servers, the strategy and `ResumeFit` do it.
     self._strategy = None
-    is_run = isinstance(checkpoint, run_checkpoint.RunCheckpoint)
-    self._saves_each_epoch = save_each_epoch and is_run
-    self._preemption = Preemption(checkpoint, signals, check_seconds)
+    self._preemption = Preemption(checkpoint, check_seconds)
     self._listens = False
     self._epoch = 0
     self._steps_before = 0
@@ -360,7 +339,7 @@ class PreemptionCheckpoint(resume_fit.ResumeFit):
     """Saves; exits if a worker was signalled since the last step."""
     if self._preemption.is_requested(at_once=True):
       self._preemption.save_and_exit(epoch + 1, 0)
-    if self._saves_each_epoch:
+    if self._checkpoint is not None:
       self._checkpoint.save(epoch + 1)
 
   def on_train_end(self, logs=None):

@@ -63,8 +63,6 @@ class GroupOptions:
     sub_chunk_bytes: what travels as one piece, so that additions overlap with
       transfers. None is 512 KiB over TCP and 16 MiB over MPI, where each piece
       costs a handshake and moves only while both ranks call MPI.
-    socket_buffer_bytes: of each data link, in each direction; 0 lets the
-      operating system choose.
     same_host: how arrays move between processes of one host. 'memory': by
       memory that both have mapped. Where the system forbids that, or with 'socket',
       over the data link. `ProcessGroup.paths` says which it became, and why.
@@ -82,7 +80,6 @@ class GroupOptions:
   window_seconds: float = 5.0
   small_message_bytes: int = 1 << 16
   sub_chunk_bytes: int | None = None
-  socket_buffer_bytes: int = 0
   same_host: str = 'memory'
 
   def __post_init__(self):
@@ -98,7 +95,6 @@ class GroupOptions:
       ('max_workers', 1),
       ('small_message_bytes', 0),
       ('sub_chunk_bytes', 64),
-      ('socket_buffer_bytes', 0),
     ):
       value = getattr(self, name)
       if isinstance(value, str) and value == MAJORITY and name == 'min_workers':

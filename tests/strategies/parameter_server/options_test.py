@@ -25,9 +25,12 @@ _CLUSTER = {
 def _config(job='chief', index=0, **jobs) -> tfs.cluster.ClusterConfig:
   """The cluster, with other jobs in place; None leaves one out."""
   cluster = {k: v for k, v in {**_CLUSTER, **jobs}.items() if v is not None}
-  return tfs.cluster.ClusterConfig.from_dict(
-    {'cluster': cluster, 'task': {'type': job, 'index': index}}
-  )
+  return _config_of({'cluster': cluster, 'task': {'type': job, 'index': index}})
+
+
+def _config_of(config) -> tfs.cluster.ClusterConfig:
+  environ = {'TF_CONFIG': json.dumps(config)}
+  return tfs.cluster.ClusterConfig.from_env(environ)
 
 
 class OptionsTest(parameterized.TestCase):
@@ -236,9 +239,7 @@ def _start_all(configs):
   for config in configs:
     began = time.monotonic()
     try:
-      tfs.ParameterServerStrategy(
-        cluster=tfs.cluster.ClusterConfig.from_dict(config), start_timeout=2.0
-      )
+      tfs.ParameterServerStrategy(cluster=_config_of(config), start_timeout=2.0)
     except errors.RendezvousError as e:
       found.append((str(e), time.monotonic() - began))
   return found

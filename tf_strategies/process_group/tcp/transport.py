@@ -60,10 +60,6 @@ class Transport:
     sock.setblocking(False)
     if sock.family != socket.AF_UNIX:
       sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    size = self._options.socket_buffer_bytes
-    if size:
-      for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, size)
     with self._lock:
       if self._has_ended:
         sock.close()
