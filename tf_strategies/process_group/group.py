@@ -184,7 +184,7 @@ class ProcessGroup(abc.ABC):
         if residual is not None:
           residual.fill(0)
       else:
-        self._reduce(reduction, array, out, residual)
+        self._run(reduction, array, out, residual)
     return out
 
   def reduce_scatter(
@@ -213,7 +213,7 @@ class ProcessGroup(abc.ABC):
         self._check()
         return array.copy()
       out = self._pool.take(array.shape, array.dtype)
-      self._reduce(reduction, array, out)
+      self._run(reduction, array, out)
     sizes = schedule_lib.chunk_sizes(array.size, self.world_size)
     first = sum(sizes[: self.rank])
     # Aligned as TensorFlow wants it, which would copy it once more otherwise.
@@ -289,20 +289,16 @@ class ProcessGroup(abc.ABC):
       plan = plan_lib.broadcast(
         size, rank, root, data.nbytes, self._piece_bytes, straight
       )
-      self._run(
-        reductions.Collective(
-          'broadcast',
-          name,
-          reductions.dtype_text(array.dtype),
-          str(list(array.shape)),
-          data.nbytes,
-          'star' if straight else 'chain',
-          root=root,
-        ),
-        plan,
-        data,
-        out,
+      collective = reductions.Collective(
+        'broadcast',
+        name,
+        reductions.dtype_text(array.dtype),
+        str(list(array.shape)),
+        data.nbytes,
+        'star' if straight else 'chain',
+        root=root,
       )
+      self._run(reductions.Reduction(collective, plan), data, out)
     if rank == root:
       np.copyto(out, data)
     return out.reshape(array.shape)
@@ -317,7 +313,8 @@ class ProcessGroup(abc.ABC):
         algorithm = 'gather'
         plan = plan_lib.gather(self.rank, (0,) * self.world_size, 1)
       collective = reductions.Collective('barrier', name, '', '', 0, algorithm)
-      self._run(collective, plan, nothing, nothing.copy())
+      reduction = reductions.Reduction(collective, plan)
+      self._run(reduction, nothing, nothing.copy())
 
   def exchange(
     self, tag: str, payload: bytes, timeout_seconds: float | None = None
@@ -492,16 +489,6 @@ class ProcessGroup(abc.ABC):
       )
     return self._reduction_of(kind, array.size, array.dtype, *how)
 
-  def _reduce(
-    self,
-    reduction: reductions.Reduction,
-    array: np.ndarray,
-    out: np.ndarray,
-    residual: np.ndarray | None = None,
-  ) -> None:
-    collective, plan, form, ufunc = reduction
-    self._run(collective, plan, array, out, form, ufunc, residual)
-
   def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
     """The leading dimension of every rank's array."""
     shape = str(['any', *array.shape[1:]])
@@ -548,7 +535,7 @@ class ProcessGroup(abc.ABC):
       0,
       algorithm,
     )
-    self._run(collective, plan, terms, out)
+    self._run(reductions.Reduction(collective, plan), terms, out)
     return out
 
   def _tree(self, num_bytes: int) -> plan_lib.Plan:
@@ -558,17 +545,19 @@ class ProcessGroup(abc.ABC):
 
   def _run(
     self,
-    collective: reductions.Collective,
-    plan: plan_lib.Plan,
+    reduction: reductions.Reduction,
     array: np.ndarray,
     out: np.ndarray,
-    *how,
+    residual: np.ndarray | None = None,
   ) -> None:
     """Runs a plan; whatever goes wrong makes the whole group fail."""
     self._check()
     if self.world_size == 1:
       return
-    execution = execution_lib.Execution(plan, array, out, self._pool, *how)
+    collective, plan, form, ufunc = reduction
+    execution = execution_lib.Execution(
+      plan, array, out, self._pool, form, ufunc, residual
+    )
     operation = self._state.begin(collective.text, collective.name)
     seconds = self._options.collective_timeout_seconds
     try:

@@ -62,12 +62,12 @@ class Collective:
 
 
 class Reduction(NamedTuple):
-  """What is the same each time that a tensor is reduced."""
+  """What is the same each time that a tensor is reduced, or moved."""
 
   collective: Collective
   plan: plan_lib.Plan
-  form: plan_lib.Format
-  ufunc: np.ufunc
+  form: plan_lib.Format = plan_lib.BYTES
+  ufunc: np.ufunc = np.add
 
 
 def reduction(
