@@ -63,12 +63,8 @@ def bits_per_second(rate: str) -> int:
   return int(found[1]) * _UNITS[found[2]]
 
 
-def missing(delay: bool = False) -> str | None:
-  """Returns why this machine cannot have test hosts, or None if it can.
-
-  Args:
-    delay: whether links are to have a delay too.
-  """
+def missing() -> str | None:
+  """Returns why this machine cannot have test hosts, or None if it can."""
   for tool in ('ip', 'tc'):
     if shutil.which(tool) is None:
       return f'there is no {tool!r} here: install iproute2'
@@ -84,10 +80,6 @@ def missing(delay: bool = False) -> str | None:
     _call('ip', '-n', name, 'link', 'add', 'name', 'bridge', 'type', 'bridge')
     _call('ip', '-n', name, 'link', 'add', 'name', 'port', 'type', 'veth')
     _call('tc', '-n', name, 'qdisc', 'add', 'dev', 'port', 'root', *_tbf(10**9))
-    if delay:
-      _call(
-        'tc', '-n', name, 'qdisc', 'add', 'dev', 'bridge', 'root', *_netem(1.0)
-      )
   except errors.Error as e:
     return f'the kernel here lacks what the links are made of ({e})'
   finally:
@@ -115,7 +107,6 @@ class NetworkNamespaces:
     count: how many hosts.
     rate: of each host's link to the switch, in each direction, such as '1gbit';
       None for no limit.
-    delay_ms: what each host's link adds to the way out, in milliseconds.
 
   Attributes:
     addresses: of the hosts.
@@ -127,30 +118,23 @@ class NetworkNamespaces:
   # Not a test, though it is called so.
   __test__ = False
 
-  def __init__(
-    self, count: int, rate: str | None = None, delay_ms: float = 0.0
-  ):
+  def __init__(self, count: int, rate: str | None = None):
     if not 1 <= count < _MAX_HOSTS:
       raise errors.UnsupportedOptionError(
         f'{count} test hosts', f'1 to {_MAX_HOSTS - 1}', 'ask for fewer'
       )
-    if delay_ms < 0:
-      raise errors.UnsupportedOptionError(
-        f'delay_ms={delay_ms!r}', '0 or more', 'leave it out for no delay'
-      )
     self._rate = None if rate is None else bits_per_second(rate)
-    self._delay_ms = delay_ms
     self._switch = f'{_PREFIX}-{os.getpid()}-switch'
     self._names = [f'{_PREFIX}-{os.getpid()}-host{i}' for i in range(count)]
     self.addresses = tuple(f'10.77.0.{i + 1}' for i in range(count))
 
   def __enter__(self) -> NetworkNamespaces:
-    reason = missing(self._delay_ms > 0)
+    reason = missing()
     if reason is not None:
       raise errors.UnsupportedOptionError(
         f'test hosts on this machine, since {reason}',
         'Linux as root with iproute2',
-        'measure without link rate and delay, over loopback',
+        'measure without a link rate, over loopback',
       )
     remove_leftovers()
     try:
@@ -230,17 +214,13 @@ class NetworkNamespaces:
     for interface in ('lo', INTERFACE):
       _call(*host, 'link', 'set', interface, 'up')
     # What goes out is limited at the host, what comes in at the switch.
-    self._limit(self._switch, port, 0.0)
-    self._limit(name, INTERFACE, self._delay_ms)
+    self._limit(self._switch, port)
+    self._limit(name, INTERFACE)
 
-  def _limit(self, namespace: str, interface: str, delay_ms: float) -> None:
-    add = ('tc', '-n', namespace, 'qdisc', 'add', 'dev', interface)
-    place = ('root',)
-    if delay_ms:
-      _call(*add, 'root', 'handle', '1:', *_netem(delay_ms))
-      place = ('parent', '1:')
+  def _limit(self, namespace: str, interface: str) -> None:
     if self._rate is not None:
-      _call(*add, *place, 'handle', '2:', *_tbf(self._rate))
+      add = ('tc', '-n', namespace, 'qdisc', 'add', 'dev', interface, 'root')
+      _call(*add, *_tbf(self._rate))
 
 
 def _tbf(rate: int) -> tuple[str, ...]:
@@ -249,11 +229,6 @@ def _tbf(rate: int) -> tuple[str, ...]:
     *('tbf', 'rate', f'{rate}bit', 'burst', str(burst)),
     *('latency', '100ms'),
   )
-
-
-def _netem(delay_ms: float) -> tuple[str, ...]:
-  # By default it drops what does not fit into 1000 packets.
-  return ('netem', 'delay', f'{delay_ms}ms', 'limit', '100000')
 
 
 def _call(*arguments: str) -> str:

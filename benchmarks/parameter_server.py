@@ -15,8 +15,7 @@ for the whole run and take turns. A turn begins with a block to warm up. Each
 block begins and ends with no step on the way; what happens between blocks (the
 ends of epochs) is not measured. After each turn the optimizer's count of steps
 must be exact; that of 'stock' misses steps that workers count at the same time
-('steps counted'). 'ps balance' is the CPU time of the busiest server over that
-of the least busy one.
+('steps counted').
 """
 
 import contextlib

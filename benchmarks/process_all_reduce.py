@@ -67,9 +67,6 @@ _WORKERS_PER_HOST = flags.DEFINE_integer(
   'With --link_rate: workers of a host, which share its link.',
   lower_bound=1,
 )
-_LINK_DELAY_MS = flags.DEFINE_float(
-  'link_delay_ms', 0.0, 'What each link adds, one way.', lower_bound=0.0
-)
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
   worker_pool.DEADLINE_SECONDS,
@@ -108,12 +105,10 @@ def run_world_size(
   """
   with contextlib.ExitStack() as stack:
     hosts = None
-    if _over_links():
+    if _LINK_RATE.value is not None:
       hosts = stack.enter_context(
         network_namespaces.NetworkNamespaces(
-          -(-world_size // _WORKERS_PER_HOST.value),
-          _LINK_RATE.value,
-          _LINK_DELAY_MS.value,
+          -(-world_size // _WORKERS_PER_HOST.value), _LINK_RATE.value
         )
       )
     _progress(f'{world_size} workers: starting them')
@@ -148,10 +143,6 @@ def _print(found: Sequence[process_results.Size]) -> None:
     )
 
 
-def _over_links() -> bool:
-  return _LINK_RATE.value is not None or _LINK_DELAY_MS.value > 0
-
-
 def _integers(flag, least: int) -> list[int]:
   if not all(text.isdecimal() and int(text) >= least for text in flag.value):
     raise app.UsageError(
@@ -173,7 +164,9 @@ def _entries() -> tuple[list[catalogue.Entry], dict[str, str]]:
   for entry in catalogue.ENTRIES:
     if entry.name not in names:
       continue
-    reason = catalogue.why_not(entry, _TORCH_PYTHON.value, _over_links())
+    reason = catalogue.why_not(
+      entry, _TORCH_PYTHON.value, _LINK_RATE.value is not None
+    )
     if reason is None:
       chosen.append(entry)
     else:
@@ -190,7 +183,6 @@ def _settings() -> dict[str, object]:
     'repeats': _REPEATS.value,
     'warmup': _WARMUP.value,
     'link_rate': _LINK_RATE.value,
-    'link_delay_ms': _LINK_DELAY_MS.value,
   }
 
 

@@ -74,9 +74,6 @@ _PEERS = flags.DEFINE_list(
 _LINK_RATE = flags.DEFINE_string(
   'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
 )
-_LINK_DELAY_MS = flags.DEFINE_float(
-  'link_delay_ms', 0.0, 'What each link adds, one way.', lower_bound=0.0
-)
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
   worker_pool.DEADLINE_SECONDS,
@@ -200,10 +197,10 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
   """Trains with all peers in turns; what was found, as the report has it."""
   with contextlib.ExitStack() as stack:
     hosts = None
-    if _over_links():
+    if _LINK_RATE.value is not None:
       hosts = stack.enter_context(
         network_namespaces.NetworkNamespaces(
-          _NUM_WORKERS.value, _LINK_RATE.value, _LINK_DELAY_MS.value
+          _NUM_WORKERS.value, _LINK_RATE.value
         )
       )
     _progress(f'building {len(peers)} models')
@@ -289,10 +286,6 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
   )
 
 
-def _over_links() -> bool:
-  return _LINK_RATE.value is not None or _LINK_DELAY_MS.value > 0
-
-
 def _chosen() -> list[training_peers.Peer]:
   names = _PEERS.value or training_peers.NAMES
   unknown = sorted(set(names) - set(training_peers.NAMES))
@@ -321,7 +314,7 @@ def main(argv: Sequence[str]) -> None:
   os.environ.setdefault('TFS_SECRET', secrets.token_hex(16))
   settings = (
     *(_NUM_WORKERS, _WIDTH, _LAYERS, _BATCH, _ROUNDS, _BLOCKS, _STEPS),
-    *(_LINK_RATE, _LINK_DELAY_MS),
+    _LINK_RATE,
   )
   content = {
     'benchmark': 'training_step',

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import keras
 from benchmarks.parameter_server_peers import (
   catalogue,
   loops,
-  meter,
   models,
 )
 
@@ -34,16 +32,13 @@ class Coordinator:
     self,
     peer: Mapping[str, Any],
     cluster: Mapping[str, Sequence[str]],
-    pids: Mapping[str, Sequence[int]],
   ) -> None:
     """Connects to the servers.
 
     Args:
       peer: the fields of a `catalogue.Peer`.
       cluster: addresses by job.
-      pids: process ids of the servers, by job.
     """
-    self._clocks = meter.Meter({'coordinator': [os.getpid()], **pids})
     entry = catalogue.Peer(**peer)
     make = loops.FitLoop if entry.is_fit else loops.StockLoop
     self._loop = make(entry, cluster)
@@ -79,12 +74,11 @@ class Coordinator:
       steps: of a block.
 
     Returns:
-      `samples` of the meter, one a block; the optimizer's `iterations`; the
+      `samples`, the seconds of each block; the optimizer's `iterations`; the
       `loss` of the model that was trained.
     """
     self._restore()
-    readings = self._loop.train(1 + blocks, steps, self._clocks)
-    samples = [meter.between(start, end) for start, end in readings[1:]]
+    samples = self._loop.train(1 + blocks, steps)[1:]
     iterations = int(self._loop.optimizer.iterations.numpy())
     return {
       'samples': samples,

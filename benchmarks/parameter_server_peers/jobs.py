@@ -69,16 +69,8 @@ class Job:
       cluster = _cluster(size)
       servers = self._start('server:Server', len(size.tasks))
       self._coordinator = self._start('coordinator:Coordinator', 1)
-      pids = servers.ask('serve', cluster=cluster, tasks=size.tasks)
-      self.ask(
-        'connect',
-        peer=dataclasses.asdict(peer),
-        cluster=cluster,
-        pids={
-          job: [p for p, t in zip(pids, size.tasks, strict=True) if t[0] == job]
-          for job in ('ps', 'worker')
-        },
-      )
+      servers.ask('serve', cluster=cluster, tasks=size.tasks)
+      self.ask('connect', peer=dataclasses.asdict(peer), cluster=cluster)
     except BaseException:
       self.close()
       raise

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 import tf_strategies as tfs
-from benchmarks.parameter_server_peers import catalogue, meter, models
+from benchmarks.parameter_server_peers import catalogue, models
 
 
 class Loop(abc.ABC):
@@ -49,18 +50,15 @@ class Loop(abc.ABC):
     """
 
   @abc.abstractmethod
-  def train(
-    self, blocks: int, steps: int, clocks: meter.Meter
-  ) -> list[tuple[meter.Reading, meter.Reading]]:
-    """Trains; the clocks are read when no step is on the way.
+  def train(self, blocks: int, steps: int) -> list[float]:
+    """Trains; the clock is read when no step is on the way.
 
     Args:
       blocks: how many.
       steps: of a block.
-      clocks: to be read.
 
     Returns:
-      What they said before and after each block.
+      The seconds of each block.
     """
 
   @abc.abstractmethod
@@ -95,27 +93,23 @@ class FitLoop(Loop):
         lambda context: models.dataset(batch_rows)
       )
 
-  def train(self, blocks, steps, clocks):
+  def train(self, blocks, steps):
     """A block is an epoch."""
-    reader = _EpochReader(lambda: self._settled(clocks))
+    # Ours are asynchronous to the coordinator too.
+    clock = _EpochClock(self.strategy.join)
     self.model.fit(
       self._data,
       epochs=blocks,
       steps_per_epoch=steps,
       verbose=0,
-      callbacks=[reader],
+      callbacks=[clock],
     )
-    return reader.readings
+    return clock.seconds
 
   def release(self):
     """Forgets the model and its data."""
     super().release()
     self._data = None
-
-  def _settled(self, clocks):
-    # Ours are asynchronous to the coordinator too.
-    self.strategy.join()
-    return clocks.read()
 
   def _connect(self, cluster):
     return tfs.ParameterServerStrategy(
@@ -127,23 +121,25 @@ class FitLoop(Loop):
     )
 
 
-class _EpochReader(keras.callbacks.Callback):
-  """Reads clocks at both ends of each epoch.
+class _EpochClock(keras.callbacks.Callback):
+  """Measures the seconds of each epoch.
 
   It overrides no method for batches: Keras would call it after each one, and
   read the loss for it.
   """
 
-  def __init__(self, read: Callable[[], meter.Reading]):
+  def __init__(self, join: Callable[[], None]):
     super().__init__()
-    self.readings: list[tuple[meter.Reading, meter.Reading]] = []
-    self._read = read
+    self.seconds: list[float] = []
+    self._join = join
 
   def on_epoch_begin(self, epoch, logs=None):
-    self._start = self._read()
+    self._join()
+    self._start = time.perf_counter()
 
   def on_epoch_end(self, epoch, logs=None):
-    self.readings.append((self._start, self._read()))
+    self._join()
+    self.seconds.append(time.perf_counter() - self._start)
 
 
 class StockLoop(Loop):
@@ -183,16 +179,16 @@ class StockLoop(Loop):
       )
     )
 
-  def train(self, blocks, steps, clocks):
+  def train(self, blocks, steps):
     """A block is what is scheduled between two joins."""
-    readings = []
+    seconds = []
     for _ in range(blocks):
-      start = clocks.read()
+      start = time.perf_counter()
       for _ in range(steps // self._steps_per_execution):
         self._coordinator.schedule(self._step, args=(self._data,))
       self._coordinator.join()
-      readings.append((start, clocks.read()))
-    return readings
+      seconds.append(time.perf_counter() - start)
+    return seconds
 
   def release(self):
     """Forgets the model and its data."""

@@ -109,20 +109,11 @@ def record(
     rows: of a step.
   """
   samples = [sample for turn in turns for sample in turn['samples']]
-  rates = Range.of([steps / sample['seconds'] for sample in samples])
-  cpu_ms = {
-    job: [
-      1e3 * statistics.median(task) / steps
-      for task in zip(*(s['cpu_seconds'][job] for s in samples), strict=True)
-    ]
-    for job in ('coordinator', 'ps', 'worker')
-  }
+  rates = Range.of([steps / seconds for seconds in samples])
   return {
     'peer': peer,
     'steps_per_s': dataclasses.asdict(rates),
     'examples_per_s': rows * rates.median,
-    'cpu_ms_per_step': cpu_ms,
-    'ps_cpu_ratio': balance(cpu_ms['ps']),
     'iterations': turns[-1]['iterations'],
     # With the block to warm up.
     'steps_per_turn': steps * (1 + len(turns[-1]['samples'])),
@@ -153,25 +144,11 @@ def add_ratios(records: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def balance(loads: Sequence[float]) -> float | None:
-  """Returns the highest load over the lowest; 1 is balanced.
-
-  Example:
-
-    >>> balance([2.0, 3.0]), balance([2.0]), balance([0.0, 1.0])
-    (1.5, None, None)
-  """
-  if len(loads) < 2 or min(loads) <= 0:
-    return None
-  return max(loads) / min(loads)
-
-
 def table(cases: Sequence[Mapping[str, Any]]) -> str:
   """Returns the throughput as a Markdown table, a row a peer and case."""
   rows = []
   for case in cases:
     for found in case['peers']:
-      cpu = found['cpu_ms_per_step']
       rows.append(
         [
           case['model'],
@@ -181,10 +158,6 @@ def table(cases: Sequence[Mapping[str, Any]]) -> str:
           str(Range(**found['steps_per_s'])),
           round(found['examples_per_s']),
           found[f'ratio_to_{catalogue.REFERENCE}'],
-          cpu['coordinator'][0],
-          _joined(cpu['ps']),
-          _joined(cpu['worker']),
-          found['ps_cpu_ratio'],
           f'{found["iterations"]} of {found["steps_per_turn"]}',
         ]
       )
@@ -197,15 +170,7 @@ def table(cases: Sequence[Mapping[str, Any]]) -> str:
       'steps/s (min-max)',
       'examples/s',
       f'to {catalogue.REFERENCE}',
-      'coordinator CPU ms',
-      'ps CPU ms',
-      'worker CPU ms',
-      'ps balance',
       'steps counted',
     ],
     rows,
   )
-
-
-def _joined(values: Sequence[float]) -> str:
-  return ' '.join(f'{value:.2f}' for value in values)

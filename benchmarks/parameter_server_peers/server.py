@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -23,18 +22,14 @@ class Server:
     self,
     cluster: Mapping[str, Sequence[str]],
     tasks: Sequence[tuple[str, int]],
-  ) -> int:
+  ) -> None:
     """Begins to serve, until the process ends.
 
     Args:
       cluster: addresses by job.
       tasks: job and index of each rank.
-
-    Returns:
-      The process id.
     """
     job, index = tasks[self._rank]
     self._server = tf.distribute.Server(
       tf.train.ClusterSpec(cluster), job_name=job, task_index=index
     )
-    return os.getpid()

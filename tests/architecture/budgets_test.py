@@ -18,7 +18,7 @@ from tests.architecture import project
 
 # In tokens: the size when it was set, and 2 percent.
 _BUDGETS = {
-  'benchmarks': 39_200,
+  'benchmarks': 38_400,
   'tests': 520_000,
   'tf_strategies': 3_600,
   'tf_strategies/_keras_internal': 8_300,

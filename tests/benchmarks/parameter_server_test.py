@@ -75,20 +75,12 @@ class ParameterServerTest(parameterized.TestCase):
       self.assertEqual(record['iterations'], steps)
     self.assertNotEqual(record['loss'], initial_loss)
     self.assertLen(record['samples'], ROUNDS * BLOCKS)
-    rates = [STEPS / s['seconds'] for s in record['samples']]
+    rates = [STEPS / s for s in record['samples']]
     self.assertAlmostEqual(record['steps_per_s']['least'], min(rates))
     self.assertAlmostEqual(record['steps_per_s']['most'], max(rates))
     self.assertAlmostEqual(
       record['examples_per_s'], ROWS * record['steps_per_s']['median']
     )
-    cpu = record['cpu_ms_per_step']
-    self.assertEqual(
-      {job: len(tasks) for job, tasks in cpu.items()},
-      {'coordinator': 1, 'ps': 2, 'worker': 2},
-    )
-    for job in ('ps', 'worker'):
-      spent = [sum(s['cpu_seconds'][job]) for s in record['samples']]
-      self.assertGreater(sum(spent), 0, job)
 
   # Each but the first pays the import of TensorFlow for another text.
   @tiers.parameters(
