@@ -45,8 +45,8 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.product(
     op=list(replicas.OPS),
-    world_size=(tiers.soak(2), 3, tiers.soak(4), 8),
-    reduce_op=(SUM, MEAN),
+    world_size=(tiers.soak(2), 3, tiers.soak(4), tiers.soak(8)),
+    reduce_op=(tiers.soak(SUM), MEAN),
   )
   def test_every_dtype_and_shape_in_one_call(self, op, world_size, reduce_op):
     cases = [
@@ -55,11 +55,11 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     cases.append(('float32', SHAPES[-1]))
     self.assert_result(replicas.OPS[op](), world_size, reduce_op, cases)
 
-  @parameterized.product(
-    op=list(replicas.OPS),
-    world_size=(3, 4),
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'ring'),
+    world_size=(tiers.soak(3), 4),
     shape=SHAPES,
-    reduce_op=(SUM, MEAN),
+    reduce_op=(SUM, tiers.soak(MEAN)),
   )
   def test_a_tensor_alone(self, op, world_size, shape, reduce_op):
     for dtype in ('float32', 'bfloat16', 'int64', 'complex64'):
@@ -98,7 +98,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
         [d.rpartition('device:')[2] for d in placed], list(names)
       )
 
-  @parameterized.product(op=list(replicas.OPS), world_size=(3, 8))
+  @tiers.product(op=list(replicas.OPS), world_size=(3, tiers.soak(8)))
   def test_replicas_are_equal_to_the_last_bit(self, op, world_size):
     names = replicas.devices(world_size)
     random = np.random.default_rng(0)
@@ -173,7 +173,9 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     alone = make_op().reduce(SUM, value, virtual_devices.name(6))
     np.testing.assert_array_equal(alone.numpy(), expected, strict=True)
 
-  @parameterized.product(op=list(replicas.OPS), world_size=(4, 2, 8))
+  @tiers.product(
+    op=list(replicas.OPS), world_size=(4, tiers.soak(2), tiers.soak(8))
+  )
   def test_mean_of_large_float16(self, op, world_size):
     names = replicas.devices(world_size)
     ranks = [np.full([99], 61440, np.float16) for _ in names]

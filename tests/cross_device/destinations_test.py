@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import _tf_internal, cross_device
@@ -31,8 +31,8 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     np.testing.assert_array_equal(tensor.numpy(), expected, strict=True)
     self.assertEndsWith(tensor.device, name)
 
-  @parameterized.product(
-    op=list(replicas.OPS),
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'auto', 'ring'),
     name=(virtual_devices.name(0), virtual_devices.name(6)),
   )
   def test_device(self, op, name):
@@ -41,10 +41,10 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.report()['calls']['reduce'], 1)
     self.assertEqual(op.calls, 0)
 
-  @parameterized.product(
+  @tiers.product(
     dtype=replicas.DTYPES,
-    shape=((), (0,), (6, 7)),
-    reduce_op=(SUM, MEAN),
+    shape=(tiers.soak(()), tiers.soak((0,)), (6, 7)),
+    reduce_op=(tiers.soak(SUM), MEAN),
   )
   def test_dtypes(self, dtype, shape, reduce_op):
     ranks = replicas.inputs(dtype, shape, 4, reduce_op)
@@ -136,7 +136,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(results[1], SUM_OF_RANKS, NAMES)
     self.assertEqual(op.calls, 2)
 
-  @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
+  @tiers.product(op=list(replicas.OPS), reduce_op=(tiers.soak(SUM), MEAN))
   def test_one_replica(self, op, reduce_op):
     op = replicas.OPS[op]()
     value = replicas.on_devices(RANKS[2:3], [virtual_devices.name(2)])
@@ -181,7 +181,9 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     op = cross_device.RingAllReduce()
     replicas.assert_equal(op.reduce(SUM, value, value), SUM_OF_RANKS, NAMES)
 
-  @parameterized.product(op=list(replicas.OPS), in_a_function=(False, True))
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'auto', 'ring'), in_a_function=(False, True)
+  )
   def test_gradient(self, op, in_a_function):
     op = replicas.OPS[op]()
 
@@ -209,7 +211,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class GatherTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(op=list(replicas.OPS), axis=(0, 1))
+  @tiers.product(op=tiers.few(replicas.OPS, 'auto', 'ring'), axis=(0, 1))
   def test_uneven(self, op, axis):
     op = replicas.OPS[op]()
     shapes = [(2, 3, 2), (2, 3, 2), (2, 3, 2), (2, 3, 2)]

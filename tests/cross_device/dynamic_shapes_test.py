@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device
@@ -42,9 +42,9 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
           component.numpy(), replicas.exact(ranks, reduce_op), strict=True
         )
 
-  @parameterized.product(
-    op=list(replicas.OPS),
-    reduce_op=(SUM, MEAN),
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'auto', 'ring'),
+    reduce_op=(tiers.soak(SUM), MEAN),
   )
   def test_one_graph_for_every_length(self, op, reduce_op):
     op = replicas.OPS[op]()
@@ -76,9 +76,9 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     step = function_of(make_op(), MEAN, [([None], tf.float32)], 8)
     self.assert_result(step, MEAN, [(1009,)], ['float32'], world_size=8)
 
-  @parameterized.product(
-    op=list(replicas.OPS),
-    static_rank=(1, 0, 3),
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'auto', 'ring'),
+    static_rank=(1, *tiers.every(tiers.soak, (0, 3))),
   )
   def test_one_replica_knows_its_shape(self, op, static_rank):
     op = replicas.OPS[op]()

@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import _tf_internal
@@ -29,9 +29,9 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
 
     return strategy.experimental_distribute_values_from_function(value_fn)
 
-  @parameterized.product(
-    op=list(replicas.OPS),
-    reduce_op=(SUM, MEAN),
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'auto', 'ring'),
+    reduce_op=(tiers.soak(SUM), MEAN),
   )
   def test_all_reduce(self, op, reduce_op):
     op = replicas.OPS[op]()
@@ -107,9 +107,9 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     for component in step([tf.constant(rank) for rank in RANKS]):
       self.assertAllEqual(component, replicas.exact(RANKS))
 
-  @parameterized.product(
-    op=list(replicas.OPS),
-    reduce_op=(SUM, MEAN),
+  @tiers.product(
+    op=tiers.few(replicas.OPS, 'auto', 'ring'),
+    reduce_op=(tiers.soak(SUM), MEAN),
   )
   def test_gradient_of_a_loss_of_the_reduced(self, op, reduce_op):
     op = replicas.OPS[op]()

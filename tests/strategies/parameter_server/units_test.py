@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.strategies.parameter_server import local_servers, step_programs
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -176,9 +177,9 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       self.journal.done(batch_message.TASKS, step_programs.KEY), 1
     )
 
-  @parameterized.product(
+  @tiers.product(
     shape=tuple(_SHAPES),
-    deaths=((3, 3, 4), (0, 5)),
+    deaths=((3, 3, 4), tiers.soak((0, 5))),
   )
   def test_rounds_that_are_repeated_are_written_once(self, shape, deaths):
     """The attempts end before these rounds of six; then one comes to its end."""
@@ -235,8 +236,8 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(a, before[0])
       self.assertAllEqual(b, before[1])
 
-  @parameterized.product(
-    chooses=('counter', 'flag', 'iterations', 'nested', 'loop'),
+  @tiers.product(
+    chooses=('counter', tiers.soak('flag'), 'iterations', 'nested', 'loop'),
     begins=(True, False),
   )
   def test_step_that_is_repeated_makes_the_same_choice(self, chooses, begins):
