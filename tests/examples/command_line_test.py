@@ -93,7 +93,7 @@ class HelpTest(parameterized.TestCase):
           pathlib.Path(module.__file__).read_text(encoding='utf-8'),
         )
       }
-    self.assertGreater(len(defined), 30)
+    self.assertGreater(len(defined), 25)
     found = re.findall(r'^  --(?:\[no\])?(\w+):', shown.stdout, re.M)
     self.assertContainsSubset(defined, found)
     # TensorFlow takes seconds to load: who asks for help does not wait.

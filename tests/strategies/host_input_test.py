@@ -1,7 +1,6 @@
 """Batches are split evenly and in order, of every kind, without iterators."""
 
 import collections
-import copy
 
 import keras
 import numpy as np
@@ -232,11 +231,8 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
       seen.append([part.numpy().tolist() for part in parts])
     self.assertEqual(seen, [[[0, 1], [2, 3]], [[4], []]])
 
-  @parameterized.parameters(1, 2)
-  def test_scalars_of_one_function(self, devices):
-    strategy = tfs.MultiWorkerRingStrategy(
-      devices=virtual_devices.names(devices)
-    )
+  def test_scalars_of_one_function(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(2))
     self.addCleanup(strategy.close)
     distributed = strategy.distribute_datasets_from_function(
       lambda _: tf.data.Dataset.range(1, 4)
@@ -250,11 +246,7 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
       )
       for batch in distributed
     ]
-    expected = {
-      1: [([1], [1]), ([2], [1]), ([3], [1])],
-      2: [([1, 2], [1, 1]), ([3, 0], [1, 0])],
-    }
-    self.assertEqual(seen, expected[devices])
+    self.assertEqual(seen, [([1, 2], [1, 1]), ([3, 0], [1, 0])])
 
   def test_a_batch_of_one_local_replica_is_a_tensor(self):
     strategy = tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
@@ -273,8 +265,6 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
       return tf.reduce_sum(batch + 1)
 
     self.assertEqual(int(total(batch)), 6)
-    # Copied as a distributed value: attributes that are not there yet are none.
-    self.assertEqual(len(copy.copy(batch).values), 1)
 
   def test_a_batch_of_two_local_replicas_is_none(self):
     strategy = tfs.MultiWorkerRingStrategy(
