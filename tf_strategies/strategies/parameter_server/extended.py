@@ -325,6 +325,13 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     )
 
   def _call_for_each_replica(self, fn, args, kwargs):
+    # TensorFlow's iterators give the only replica's part as a distributed value.
+    args, kwargs = tf.nest.map_structure(
+      lambda v: (
+        v.values[0] if isinstance(v, tf.distribute.DistributedValues) else v
+      ),
+      (args, kwargs),
+    )
     with ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
       return fn(*args, **kwargs)
 
