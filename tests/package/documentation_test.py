@@ -12,7 +12,7 @@ _MODULES = (
   'tf_strategies',
   'tf_strategies.errors',
   'tf_strategies.cross_device',
-  'tf_strategies.cross_device.algorithms',
+  'tf_strategies.cross_device.base',
   'tf_strategies.cross_device.statistics',
   'tf_strategies.keras.distributed_optimizer',
   'tf_strategies.keras.dynamic_embedding',

@@ -411,7 +411,9 @@ class FailuresTest(parameterized.TestCase):
     gone.close()
     links = _transport({1: mine, 2: waited_for})
     array = np.zeros(8, np.float32)
-    run = _execution(plan_lib.broadcast(3, 0, 2, 32, 1 << 20, True), array, array.copy())
+    run = _execution(
+      plan_lib.broadcast(3, 0, 2, 32, 1 << 20, True), array, array.copy()
+    )
     errors = []
 
     def work():
