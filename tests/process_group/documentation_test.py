@@ -10,7 +10,6 @@ _MODULES = (
   'tf_strategies.process_group.options',
   'tf_strategies.process_group.plan',
   'tf_strategies.process_group.rendezvous.rendezvous',
-  'tf_strategies.process_group.network.protocol',
 )
 
 
