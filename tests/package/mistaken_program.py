@@ -27,5 +27,4 @@ tfs.data.PipelineOptions(global_batch_size='64')  # wrong
 tfs.data.make_data_set  # wrong  # noqa: B018
 tfs.keras.LocalSteps('adam', every='4')  # wrong
 tfs.cluster.ClusterConfig.from_envs()  # wrong
-tfs.collectives  # wrong  # noqa: B018
 tfs.RingMirroredStrategy(devices=['CPU:0'])
