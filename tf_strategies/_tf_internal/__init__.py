@@ -465,6 +465,7 @@ _OVERRIDDEN = {
   ParameterServerExtended: (
     '_call_for_each_replica(fn, args, kwargs)',
     '_create_variable(next_creator, kwargs)',
+    '_in_multi_worker_mode()',
     '_update(var, fn, args, kwargs, group)',
     '_validate_colocate_with_variable(colocate_with_variable)',
   ),

@@ -324,14 +324,12 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       v, variables.ServerVariable | partitioned.PartitionedVariable
     )
 
+  def _in_multi_worker_mode(self):
+    # TensorFlow's class answers by `_cluster_spec`, which is there for client
+    # libraries only. True would wrap each batch of the one replica.
+    return False
+
   def _call_for_each_replica(self, fn, args, kwargs):
-    # TensorFlow's iterators give the only replica's part as a distributed value.
-    args, kwargs = tf.nest.map_structure(
-      lambda v: (
-        v.values[0] if isinstance(v, tf.distribute.DistributedValues) else v
-      ),
-      (args, kwargs),
-    )
     with ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
       return fn(*args, **kwargs)
 
