@@ -162,7 +162,7 @@ class Command:
     return self.process.pid
 
   def is_alive(self) -> bool:
-    """Whether it still runs."""
+    """Returns whether it still runs."""
     return self.process.poll() is None
 
   def output(self) -> str:

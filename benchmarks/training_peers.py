@@ -43,7 +43,7 @@ class Peer:
 
   @property
   def tolerance(self) -> float:
-    """How far its losses may be from those of one device, relatively."""
+    """Returns how far its losses may be from those of one device, relatively."""
     return _SAME if self.compression == 'none' else _SAME_IN_FEWER_BITS
 
 

@@ -405,7 +405,7 @@ def evaluate_checkpoints(build_model: Callable, test_batches: Callable) -> None:
 
 
 def is_chief(strategy) -> bool:
-  """Whether this process shows progress and writes files.
+  """Returns whether this process shows progress and writes files.
 
   Results of metrics must be read on all workers: each has a part.
   """
@@ -413,7 +413,7 @@ def is_chief(strategy) -> bool:
 
 
 def has_servers(strategy) -> bool:
-  """Whether the variables are on parameter servers."""
+  """Returns whether the variables are on parameter servers."""
   return isinstance(strategy, tfs.ParameterServerStrategy)
 
 
@@ -424,7 +424,7 @@ def join(strategy) -> None:
 
 
 def can_log(strategy) -> bool:
-  """Whether to write TensorBoard logs; warns if it is not installed."""
+  """Returns whether to write TensorBoard logs; warns if it is not installed."""
   if not FLAGS.log_dir or not is_chief(strategy):
     return False
   if importlib.util.find_spec('tensorboard') is None:

@@ -22,7 +22,7 @@ TESTED = ' with '.join(
 
 
 def is_tested(name: str, installed: str) -> bool:
-  """Whether a version of TensorFlow or Keras is in the tested range.
+  """Returns whether a version of TensorFlow or Keras is in the tested range.
 
   Example:
 

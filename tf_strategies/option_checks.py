@@ -203,7 +203,7 @@ def check_local(name: str, value: object) -> None:
 
 
 def is_remote(path: object) -> bool:
-  """Whether a path is the URL of a file system of TensorFlow's, such as 'gs://a'."""
+  """Returns whether a path is the URL of a file system of TensorFlow's, such as 'gs://a'."""
   return '://' in str(path)
 
 
@@ -226,13 +226,13 @@ def keep_plain(options: Any) -> None:
 
 
 def is_int(value: object) -> bool:
-  """Whether the value is an integer, NumPy's included, and not a bool."""
+  """Returns whether the value is an integer, NumPy's included, and not a bool."""
   # True == 1 would silently pass for a world of one rank.
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object, least: float = 0, most: float = math.inf) -> bool:
-  """Whether the value is a finite real number in a range, and not a bool."""
+  """Returns whether the value is a finite real number in a range, and not a bool."""
   if not isinstance(value, numbers.Real) or isinstance(value, bool):
     return False
   try:

@@ -118,5 +118,5 @@ class Peer(abc.ABC):
     return expected_sum(self.seat.world_size, self.num_elements)
 
   def is_right(self, found: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether a result is right; exactly, unless a peer rounds."""
+    """Returns whether a result is right; exactly, unless a peer rounds."""
     return np.array_equal(found, expected)

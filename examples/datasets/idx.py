@@ -35,7 +35,7 @@ _UINT8 = 0x08
 
 
 def is_idx_directory(directory: str | os.PathLike[str]) -> bool:
-  """Whether at least one of the four files is there, compressed or not."""
+  """Returns whether at least one of the four files is there, compressed or not."""
   return any(
     _find(directory, name) is not None
     for pair in FILES.values()

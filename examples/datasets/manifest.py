@@ -106,7 +106,7 @@ class Manifest:
 
 
 def is_extracted(directory: str | os.PathLike[str]) -> bool:
-  """Whether `extract` has worked in this directory."""
+  """Returns whether `extract` has worked in this directory."""
   return os.path.isfile(os.path.join(directory, FILE))
 
 
@@ -165,12 +165,12 @@ def read_complete(directory: str | os.PathLike[str]) -> Manifest:
 
 
 def is_intact(where: str, shard: Shard, checksum: bool = False) -> bool:
-  """Whether a shard is as it was written; as `is_same` decides."""
+  """Returns whether a shard is as it was written; as `is_same` decides."""
   return is_same(os.path.join(where, shard.name), shard, checksum)
 
 
 def is_same(path: str, was: Source | Shard, checksum: bool = False) -> bool:
-  """Whether a file is what it was.
+  """Returns whether a file is what it was.
 
   Args:
     path: the file.

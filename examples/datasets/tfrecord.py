@@ -74,12 +74,12 @@ def shard_name(name: str, split: str, index: int, count: int) -> str:
 
 
 def is_tfrecord_directory(directory: str | os.PathLike[str]) -> bool:
-  """Whether there is a shard of `write_tfrecords`, or what `extract` made."""
+  """Returns whether there is a shard of `write_tfrecords`, or what `extract` made."""
   return manifest_lib.is_extracted(directory) or has_shards(directory)
 
 
 def has_shards(directory: str | os.PathLike[str]) -> bool:
-  """Whether at least one file is named as a shard of `write_tfrecords`."""
+  """Returns whether at least one file is named as a shard of `write_tfrecords`."""
   return any(_SHARD.fullmatch(entry) for entry in os.listdir(directory))
 
 

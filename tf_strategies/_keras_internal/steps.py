@@ -199,7 +199,7 @@ change(
 
 
 def _splits_steps(model) -> bool:
-  """Whether the strategy of a model splits its steps over several replicas."""
+  """Returns whether the strategy of a model splits its steps over several replicas."""
   return getattr(model.distribute_strategy.extended, 'splits_steps', False)
 
 
@@ -358,7 +358,7 @@ change(
 
 
 def is_for_model() -> bool:
-  """Whether Keras distributes a data set for a model's steps, not a user's."""
+  """Returns whether Keras distributes a data set for a model's steps, not a user's."""
   return _making.data is not None
 
 
@@ -430,7 +430,7 @@ def _is_end_of_data(error: Exception) -> bool:
 
 
 def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:
-  """Whether an iterator of tf.data raised it because it has no more elements."""
+  """Returns whether an iterator of tf.data raised it because it has no more elements."""
   return 'End of sequence' in str(error)
 
 
@@ -621,7 +621,7 @@ def _length_of_fit(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_keras_own(model, name: str) -> bool:
-  """Whether a method is Keras's, not one that the user wrote."""
+  """Returns whether a method is Keras's, not one that the user wrote."""
   method = getattr(model, name, None)
   return getattr(method, '__module__', '').startswith('keras.')
 

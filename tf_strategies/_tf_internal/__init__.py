@@ -312,12 +312,12 @@ def clone_function(function, python_function):
 
 
 def is_compiled(function) -> bool:
-  """Whether a `tf.function` was made with `jit_compile=True`."""
+  """Returns whether a `tf.function` was made with `jit_compile=True`."""
   return bool(function._jit_compile)  # pylint: disable=protected-access
 
 
 def in_xla_context() -> bool:
-  """Whether the graph being built is going to be compiled by XLA."""
+  """Returns whether the graph being built is going to be compiled by XLA."""
   return _graph_or_parents_in_xla(tf.compat.v1.get_default_graph())
 
 

@@ -45,7 +45,7 @@ def connected_cluster():
 
 
 def is_reachable(dataset: tf.data.Dataset) -> bool:
-  """Whether this process still has the device that the data set was made on.
+  """Returns whether this process still has the device that the data set was made on.
 
   Connecting to a cluster gives the process's own devices another job.
   """

@@ -239,7 +239,7 @@ def _call_and_tell(self, tensor_inputs, captured_inputs):
 
 
 def _is_handle(tensor) -> bool:
-  """Whether it is the handle of a variable, not of the graph that is traced."""
+  """Returns whether it is the handle of a variable, not of the graph that is traced."""
   is_resource = tf.is_tensor(tensor) and tensor.dtype == tf.resource
   if not is_resource or tf.is_symbolic_tensor(tensor):
     return False
@@ -445,7 +445,7 @@ def inlined(function):
 
 
 def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
-  """Whether a graph in that of a step runs at most once in it: no loop's body."""
+  """Returns whether a graph in that of a step runs at most once in it: no loop's body."""
   while graph is not step:
     if not isinstance(graph, _CondBranchGraph):
       return False
@@ -454,5 +454,5 @@ def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
 
 
 def is_function_of_its_own(graph: tf.Graph) -> bool:
-  """Whether a graph is not a branch or a loop of the one around it."""
+  """Returns whether a graph is not a branch or a loop of the one around it."""
   return not isinstance(graph, _ControlFlowGraph)

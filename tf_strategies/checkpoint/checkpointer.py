@@ -393,7 +393,7 @@ class Checkpointer:
 
   @property
   def is_finished(self) -> bool:
-    """Whether training is over: no newer checkpoint will follow."""
+    """Returns whether training is over: no newer checkpoint will follow."""
     return os.path.exists(os.path.join(self.directory, FINISHED_FILE))
 
   def mark_finished(self, is_finished: bool = True) -> None:

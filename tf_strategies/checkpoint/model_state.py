@@ -278,7 +278,7 @@ class VariableAccess:
 
   @property
   def is_chief(self) -> bool:
-    """Whether this process reads and writes the files."""
+    """Returns whether this process reads and writes the files."""
     return self.workers is None or self.workers.rank == 0
 
   def read(

@@ -174,7 +174,7 @@ class ClusterConfig:
 
   @property
   def is_chief(self) -> bool:
-    """Whether this task writes checkpoints and logs: the chief, or worker 0."""
+    """Returns whether this task writes checkpoints and logs: the chief, or worker 0."""
     first = 'chief' if 'chief' in self.jobs else 'worker'
     return (self.task_type, self.task_index) == (first, 0)
 

@@ -64,7 +64,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_restarted(status: int) -> bool:
-  """Whether a scheduler starts a task again, as TFJobs of ExitCode do."""
+  """Returns whether a scheduler starts a task again, as TFJobs of ExitCode do."""
   return status >= 128
 
 

@@ -80,7 +80,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def says_nothing(config: Mapping[str, Any]) -> bool:
-  """Whether neither a cluster nor a task is described: a single process."""
+  """Returns whether neither a cluster nor a task is described: a single process."""
   if {'cluster', 'sparseCluster', 'task'} & set(config):
     return False
   _check_keys(config, 'a key', ('cluster', 'task'))

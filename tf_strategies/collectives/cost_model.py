@@ -80,7 +80,7 @@ class Topology:
   group_size: int | None = None
 
   def is_near(self, src: int, dst: int) -> bool:
-    """Whether both are in one group, or there are no groups."""
+    """Returns whether both are in one group, or there are no groups."""
     size = self.group_size
     return size is None or src // size == dst // size
 

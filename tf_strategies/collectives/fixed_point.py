@@ -66,7 +66,7 @@ class Format:
   special: int
 
   def bits(self, num_terms: int) -> int:
-    """How many an integer may use, so that so many terms do not overflow."""
+    """Returns how many an integer may use, so that so many terms do not overflow."""
     if not 1 <= num_terms <= MAX_TERMS:
       raise errors.UnsupportedOptionError(
         f'a reproducible sum of {num_terms} terms',
@@ -124,7 +124,7 @@ def format_of(dtype: np.dtype) -> Format:
 
 
 def block_length(length: int) -> int:
-  """How many of so many values share an exponent.
+  """Returns how many of so many values share an exponent.
 
   Of many the length is a multiple of it, if one of the upper half of lengths is.
 

@@ -109,7 +109,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   @property
   def calls(self) -> int:
-    """How many all-reduces the graph executed."""
+    """Returns how many all-reduces the graph executed."""
     return self._statistics['all_reduce'].calls
 
   @property

@@ -18,12 +18,12 @@ _ACCUMULATION_DTYPE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
 def is_half(dtype: tf.DType) -> bool:
-  """Whether sums of `dtype` are accumulated in float32."""
+  """Returns whether sums of `dtype` are accumulated in float32."""
   return dtype in _ACCUMULATION_DTYPE
 
 
 def share_memory(devices: Sequence[str]) -> bool:
-  """Whether copies between devices cost nothing: all of them are CPUs.
+  """Returns whether copies between devices cost nothing: all of them are CPUs.
 
   An empty name, of a tensor that TensorFlow has yet to place, is a CPU's where
   there is nothing else.

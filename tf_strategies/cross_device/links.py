@@ -53,7 +53,7 @@ def _owners_of_logical_gpus() -> list[str]:
 
 
 def nccl_is_usable(devices: Sequence[str]) -> bool:
-  """Whether every device is a whole physical GPU.
+  """Returns whether every device is a whole physical GPU.
 
   NCCL refuses two devices on one GPU. TensorFlow uses it on no part of one.
   """

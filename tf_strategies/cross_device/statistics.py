@@ -77,7 +77,7 @@ class CallStatistics:
 
   @property
   def calls(self) -> int:
-    """How often the call was executed, over all device lists."""
+    """Returns how often the call was executed, over all device lists."""
     return sum(int(c.numpy()[0]) for c in self._counters.values())
 
   def bytes_in(self) -> dict[str, int]:

@@ -25,27 +25,27 @@ class Plan:
 
   @property
   def is_shuffled(self) -> bool:
-    """Whether each epoch has an order of its own."""
+    """Returns whether each epoch has an order of its own."""
     return self.training and self.options.shuffle_buffer != 0
 
   @property
   def drop_remainder(self) -> bool:
-    """Whether a last, partial batch is left out."""
+    """Returns whether a last, partial batch is left out."""
     return self.training and self.options.drop_remainder
 
   @property
   def repeats(self) -> bool:
-    """Whether epochs follow each other without end."""
+    """Returns whether epochs follow each other without end."""
     return self.training and self.options.repeat
 
   @property
   def shares_examples(self) -> bool:
-    """Whether each pipeline takes every k-th example of one common order."""
+    """Returns whether each pipeline takes every k-th example of one common order."""
     return self.num_pipelines > 1 and not self.shard_files
 
   @property
   def reads_in_order(self) -> bool:
-    """Whether files must be read in one order, whatever the parallelism.
+    """Returns whether files must be read in one order, whatever the parallelism.
 
     Pipelines that take every k-th example must agree on which is the k-th: in
     the order of arrival some examples would be taken twice and some never.

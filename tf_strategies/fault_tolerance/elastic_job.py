@@ -86,7 +86,7 @@ class Job:
 
   @property
   def position(self) -> Position:
-    """How far this worker has come, in steps of this generation."""
+    """Returns how far this worker has come, in steps of this generation."""
     return Position(self.epoch, self.step)
 
   @property
@@ -401,7 +401,7 @@ class Job:
       self._before_reset = self.num_steps, values
 
   def may_share(self) -> bool:
-    """Whether the model is known whose state is shared.
+    """Returns whether the model is known whose state is shared.
 
     Raises:
       UnsupportedOptionError: there is one that has not been restored.

@@ -391,7 +391,7 @@ class Members(elastic.Membership):
 
 
 def _was_restarted() -> bool:
-  """Whether the launcher, or who follows its ways, has started this task again."""
+  """Returns whether the launcher, or who follows its ways, has started this task again."""
   return os.environ.get('TFS_RESTART_COUNT', '0') != '0'
 
 

@@ -129,7 +129,7 @@ class Preemption:
 
   @property
   def requested(self) -> bool:
-    """Whether to save and exit now; check after each step, on all workers.
+    """Returns whether to save and exit now; check after each step, on all workers.
 
     All workers get the same answer after the same step.
 

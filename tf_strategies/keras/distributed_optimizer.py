@@ -113,7 +113,7 @@ class DistributedOptimizer(optimizer_wrapper.StatelessWrapper):
     return loss
 
   def _pop_loss_weighed(self) -> bool:
-    """Whether `scale_loss` weighed the loss that these gradients come from."""
+    """Returns whether `scale_loss` weighed the loss that these gradients come from."""
     before = _weighed.optimizers
     _weighed.optimizers = before - {id(self)}
     return id(self) in before

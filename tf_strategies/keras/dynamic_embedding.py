@@ -156,7 +156,7 @@ class DynamicEmbedding(keras.layers.Layer):
     )
 
   def report(self) -> dict[str, Any]:
-    """How many rows are stored, all and by server, and how many have expired."""
+    """Returns how many rows are stored, all and by server, and how many have expired."""
     return self._built_table().report()
 
   def usage(self) -> dict[str, np.ndarray]:

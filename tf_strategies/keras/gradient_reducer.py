@@ -108,7 +108,7 @@ class GradientReducer(Protocol):
     return None
 
   def prefers_dense(self, slices: tf.IndexedSlices) -> bool:
-    """Whether a sparse gradient is less to send as a dense one."""
+    """Returns whether a sparse gradient is less to send as a dense one."""
     del slices
     return self.sums_sparse_as_dense
 
@@ -258,7 +258,7 @@ _state = _ThreadState()
 
 
 def are_gradients_reduced() -> bool:
-  """Whether the calling thread is inside `gradients_reduced()`.
+  """Returns whether the calling thread is inside `gradients_reduced()`.
 
   Gradients are then equal on all replicas, and nothing is reduced again.
   """

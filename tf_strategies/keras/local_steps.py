@@ -151,7 +151,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     )
 
   def differences(self, share: tf.Tensor) -> list[tf.Tensor]:
-    """How far this worker has come, times its share of the rows of all workers."""
+    """Returns how far this worker has come, times its share of the rows of all workers."""
     return [
       (a.value - v.value) * tf.cast(share, a.dtype)
       for a, v in zip(self.anchors, self._weights(), strict=True)

@@ -157,7 +157,7 @@ class Shard:
     return self._rows
 
   def size(self) -> int:
-    """How many rows are stored."""
+    """Returns how many rows are stored."""
     with tf.device(self.device):
       return int(self._rows.size())
 
@@ -389,7 +389,7 @@ class RowTable:
   # Everything at once.
 
   def report(self) -> dict[str, Any]:
-    """How many rows there are, by shard, and how many have expired."""
+    """Returns how many rows there are, by shard, and how many have expired."""
     rows = self._drained(lambda: [s.size() for s in self.shards])
     return {'rows': sum(rows), 'by_shard': rows, 'expired': self.expired}
 

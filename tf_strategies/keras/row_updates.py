@@ -63,7 +63,7 @@ def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
 
 
 def is_lazy(optimizer) -> bool:
-  """Whether it is an optimizer, which updates only the rows that a gradient has."""
+  """Returns whether it is an optimizer, which updates only the rows that a gradient has."""
   return (
     optimizer is not None
     and _keras_internal.replaced_update(optimizer) is update_lazily
@@ -71,7 +71,7 @@ def is_lazy(optimizer) -> bool:
 
 
 def takes_sums(optimizer, clips: bool = False) -> bool:
-  """Whether an optimizer makes of a row's sum what it makes of the terms.
+  """Returns whether an optimizer makes of a row's sum what it makes of the terms.
 
   Most of Keras's square equal rows one by one: so these stay apart, as they do on
   one device. `clips` says whether what it is given is still to be clipped.
@@ -88,7 +88,7 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
 
 
 def sums_before(update: Callable) -> bool:
-  """Whether equal rows may be added up before Keras's update of a variable."""
+  """Returns whether equal rows may be added up before Keras's update of a variable."""
   return takes_sums(_keras_internal.optimizer_of(update))
 
 

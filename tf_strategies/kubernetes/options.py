@@ -112,7 +112,7 @@ class Options:
 
   @property
   def job(self) -> job_lib.Job:
-    """How many tasks of which type."""
+    """Returns how many tasks of which type."""
     # Only a chief can train with parameter servers.
     chief = self.chief or self.num_ps > 0
     return job_lib.Job(self.num_workers, self.num_ps, chief, self.evaluator)

@@ -169,7 +169,7 @@ class TaskOutput:
 
 
 def is_read(fd: int) -> bool:
-  """Whether somebody is left to read a pipe; of files and terminals, always."""
+  """Returns whether somebody is left to read a pipe; of files and terminals, always."""
   poller = select.poll()
   poller.register(fd, 0)
   return not any(

@@ -83,7 +83,7 @@ def _is_free(port: int) -> bool:
 
 
 def _hold(port: int) -> bool:
-  """Whether no process of this host holds it; this one does from now on."""
+  """Returns whether no process of this host holds it; this one does from now on."""
   if sys.platform != 'linux':
     return True
   s = socket.socket(socket.AF_UNIX)

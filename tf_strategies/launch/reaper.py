@@ -230,7 +230,7 @@ class Reaper:
         self._signal_group(number)
 
   def _reap(self):
-    """Whether there are children; orphans are, once their parent is gone."""
+    """Returns whether there are children; orphans are, once their parent is gone."""
     while True:
       try:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -268,7 +268,7 @@ class Reaper:
     signal_below(self._pid, number)
 
   def _is_group_left(self):
-    """Whether orphans that nobody adopts here are left in the group."""
+    """Returns whether orphans that nobody adopts here are left in the group."""
     if _IS_LINUX:
       return False
     try:

@@ -68,7 +68,7 @@ now = time.perf_counter_ns
 
 
 def is_on() -> bool:
-  """Whether anything listens; check before computing an event."""
+  """Returns whether anything listens; check before computing an event."""
   return bool(_sinks)
 
 

@@ -98,7 +98,7 @@ class _Block:
 
   @property
   def is_free(self) -> bool:
-    """Whether no array over this memory is left outside."""
+    """Returns whether no array over this memory is left outside."""
     return 0 < self.references() <= _UNUSED
 
   def references(self) -> int:

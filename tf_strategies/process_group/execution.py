@@ -117,7 +117,7 @@ class Execution:
     return self._bytes[piece.buffer][piece.start : piece.stop]
 
   def is_direct(self, number: int) -> bool:
-    """Whether a piece may be received into its `memory` now."""
+    """Returns whether a piece may be received into its `memory` now."""
     kind = self.plan.pieces[number].kind
     return kind == plan_lib.RECEIVE and not self.needs[number]
 

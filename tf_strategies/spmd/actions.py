@@ -11,12 +11,12 @@ _OWN = {'Assert', *_BRANCHES, *(f'Stateless{name}' for name in _BRANCHES)}
 
 
 def acts(node) -> bool:
-  """Whether a node does more than compute and read."""
+  """Returns whether a node does more than compute and read."""
   return node.is_stateful and node.type not in plan_lib.READS
 
 
 def runs_at(plan, node, site) -> bool:
-  """Whether a node that acts does so at a site."""
+  """Returns whether a node that acts does so at a site."""
   if node.type in _OWN:
     return site.replica is not None or site.is_home
   resources = [plan.values[t].resource for t in node.inputs]
@@ -33,7 +33,7 @@ def runs_at(plan, node, site) -> bool:
 
 
 def is_alike(bodies, sites) -> bool:
-  """Whether branches and loops do the same at every site."""
+  """Returns whether branches and loops do the same at every site."""
   for plan in bodies:
     for node, decision in plan.decisions.items():
       if acts(node) and len({runs_at(plan, node, s) for s in sites}) > 1:

@@ -183,7 +183,7 @@ class Emitter:
     return needs
 
   def _is_whole(self, node) -> bool:
-    """Whether it is run on all of everything, so not by replicas alone."""
+    """Returns whether it is run on all of everything, so not by replicas alone."""
     plan = self._plan
     if node not in plan.decisions:
       return True
@@ -241,7 +241,7 @@ class Emitter:
     return sorted(blocks.values(), key=lambda b: (b.level, b.turn))
 
   def _is_compiled(self, node) -> bool:
-    """Whether XLA compiles a node, with what it calls.
+    """Returns whether XLA compiles a node, with what it calls.
 
     Not where a variable is used of which there is one: XLA's programs reach only
     those of their own device.

@@ -43,7 +43,7 @@ class Exchange(Protocol):
 
   @property
   def rounds_gradients(self) -> bool:
-    """Whether sums of gradients, and only those, may be rounded on their way."""
+    """Returns whether sums of gradients, and only those, may be rounded on their way."""
 
   def gather(
     self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]

@@ -82,17 +82,17 @@ class Dim:
 
   @property
   def is_number(self) -> bool:
-    """Whether it is known when the program is built."""
+    """Returns whether it is known when the program is built."""
     return not self.symbols
 
   @property
   def has_batch(self) -> bool:
-    """Whether it is a multiple of the number of rows."""
+    """Returns whether it is a multiple of the number of rows."""
     return BATCH in self.symbols
 
   @property
   def is_of_rows(self) -> bool:
-    """Whether it follows from the number of rows."""
+    """Returns whether it follows from the number of rows."""
     return all(symbol == BATCH for symbol in self.symbols)
 
   def times(self, other: Dim) -> Dim:

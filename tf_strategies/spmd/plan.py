@@ -151,7 +151,7 @@ class Plan:
       )
 
   def meets(self, tensor: Tensor, wanted) -> bool:
-    """Whether replicas meet for a tensor that is wanted so."""
+    """Returns whether replicas meet for a tensor that is wanted so."""
     return _meets(self.values[tensor].kind, wanted, tensor in self.forced)
 
   def defer_writes(self, outputs: Sequence[tuple[Tensor, Any]]) -> set[Any]:
@@ -196,7 +196,7 @@ class Plan:
     return early
 
   def is_computed(self, tensor: Tensor, wanted) -> bool:
-    """Whether its contents follow from the number of rows, so are not built."""
+    """Returns whether its contents follow from the number of rows, so are not built."""
     return (
       wanted in (WHOLE, AS_IS)
       and self.values[tensor].lengths is not None
@@ -224,7 +224,7 @@ class Context:
 
   @property
   def has_shards(self) -> bool:
-    """Whether an input is a shard, or a variable of which replicas have shards."""
+    """Returns whether an input is a shard, or a variable of which replicas have shards."""
     return any(
       isinstance(v.kind, Shard) or (v.resource and v.resource.shard)
       for v in self.inputs
@@ -371,14 +371,14 @@ def make(
 
 
 def _meets(kind, wanted, is_forced: bool) -> bool:
-  """Whether replicas meet for a tensor of one kind that is wanted as another."""
+  """Returns whether replicas meet for a tensor of one kind that is wanted as another."""
   if wanted == AS_IS or not isinstance(kind, Split | Part | Shard):
     return False
   return kind != wanted or (is_forced and isinstance(kind, Part))
 
 
 def _is_sum(kind) -> bool:
-  """Whether it is a sum over replicas, or a list of such."""
+  """Returns whether it is a sum over replicas, or a list of such."""
   return kind in (kinds.SUM, Listed(kinds.SUM))
 
 

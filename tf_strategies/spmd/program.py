@@ -51,11 +51,11 @@ class Node:
 
   @property
   def is_stateful(self) -> bool:
-    """Whether it does more than compute its outputs."""
+    """Returns whether it does more than compute its outputs."""
     return self.op is not None and self.op.op_def.is_stateful
 
   def is_all_of(self, types: frozenset[str]) -> bool:
-    """Whether it and what it calls are of these types, without strings."""
+    """Returns whether it and what it calls are of these types, without strings."""
     return (
       self.type in types
       and all(t.dtype != tf.string for t in [*self.inputs, *self.outputs])

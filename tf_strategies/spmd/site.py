@@ -142,7 +142,7 @@ class Site:
     return resource.handle(self)
 
   def holds(self, tensor: Tensor, kind) -> bool:
-    """Whether `get` finds a tensor in this kind."""
+    """Returns whether `get` finds a tensor in this kind."""
     if self.has(tensor, kind):
       return True
     return self.stand_in is not None and self.stand_in.has(tensor, kind)
@@ -159,7 +159,7 @@ class Site:
     raise KeyError(tensor.name)
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
-    """Whether a tensor was built here in this kind."""
+    """Returns whether a tensor was built here in this kind."""
     return (tensor, kind) in self.tensors or (
       self.parent is not None and self.parent.has(tensor, kind)
     )

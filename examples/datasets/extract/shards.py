@@ -32,7 +32,7 @@ _SHARD = re.compile(
 
 
 def is_shard(file_name: str) -> bool:
-  """Whether a file is named as a shard of `extract`, finished or not."""
+  """Returns whether a file is named as a shard of `extract`, finished or not."""
   return bool(_SHARD.fullmatch(file_name))
 
 

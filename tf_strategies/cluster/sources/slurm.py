@@ -62,7 +62,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
 
 
 def is_batch_script(environ: Mapping[str, str]) -> bool:
-  """Whether this is the script that `sbatch` runs, and no step of the job."""
+  """Returns whether this is the script that `sbatch` runs, and no step of the job."""
   # The steps that it starts inherit ENVIRONMENT, but have a number.
   in_step = 'SLURM_STEP_ID' in environ or 'SLURM_STEPID' in environ
   is_batch = environ.get('ENVIRONMENT') == 'BATCH'
@@ -118,7 +118,7 @@ def _tasks_per_host(
 def _check_distribution(
   environ: Mapping[str, str], tasks: list[int], place: int
 ) -> None:
-  """Whether tasks are numbered host by host, so that addresses are known."""
+  """Returns whether tasks are numbered host by host, so that addresses are known."""
   allowed = 'block: tasks numbered host by host'
   fix = 'pass --distribution=block to srun'
   told = environ.get('SLURM_DISTRIBUTION', 'block')

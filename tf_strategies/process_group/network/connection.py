@@ -52,7 +52,7 @@ class Connection:
 
   @property
   def pending(self) -> bool:
-    """Whether something is still to be sent."""
+    """Returns whether something is still to be sent."""
     return bool(self._unsent)
 
   def write(self, data: bytes) -> None:

@@ -29,7 +29,7 @@ _ANY = 0xFFFFFFFF  # Any state, any cookie.
 
 
 def is_known() -> bool:
-  """Whether this operating system tells the users of connections."""
+  """Returns whether this operating system tells the users of connections."""
   return _TABLES[socket.AF_INET].exists()
 
 

@@ -95,5 +95,5 @@ def frame_lengths(
 
 
 def check_tag(tag: str) -> bool:
-  """Whether a tag fits into a frame."""
+  """Returns whether a tag fits into a frame."""
   return len(tag.encode('utf-8')) <= _MAX_TAG_BYTES

@@ -112,7 +112,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def listens(host: str, port: int) -> bool:
-  """Whether this process itself listens at an address: a group of it is open."""
+  """Returns whether this process itself listens at an address: a group of it is open."""
   taken = set()
   for sock in list(_ours):
     with contextlib.suppress(OSError):  # It may be closed.

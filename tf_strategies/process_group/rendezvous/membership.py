@@ -63,7 +63,7 @@ class View:
   missing: str = ''  # Whom it waits for, if it leads.
 
   def is_fresh(self, now: float) -> bool:
-    """Whether it has answered just now."""
+    """Returns whether it has answered just now."""
     return self.reached_at is not None and now - self.reached_at < FRESH_SECONDS
 
 
@@ -304,7 +304,7 @@ class Membership:
     return None
 
   def all_refuse(self, now: float) -> bool:
-    """Whether every worker that was asked was found to have another secret."""
+    """Returns whether every worker that was asked was found to have another secret."""
     asked = self.polled(now)
     return bool(asked) and all(self.views[t].refused for t in asked)
 
@@ -354,7 +354,7 @@ class Membership:
   def _are_enough(
     self, seats: Sequence[Seat], gone: Sequence[int] = ()
   ) -> bool:
-    """Whether these may go on as a group, when others are `gone`."""
+    """Returns whether these may go on as a group, when others are `gone`."""
     there = [seat.task for seat in seats]
     if len(there) < self._least:
       return False
@@ -380,7 +380,7 @@ class Membership:
     ]
 
   def _all_left_are(self, there: Sequence[int]) -> bool:
-    """Whether all of the last group are there but those that surely have died."""
+    """Returns whether all of the last group are there but those that surely have died."""
     others = [t for t in self._seated if t != self.task]
     return bool(others) and all(
       t in there or self.views[t].is_gone for t in others

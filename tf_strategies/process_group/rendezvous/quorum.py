@@ -18,7 +18,7 @@ def has_quorum(
   last: Iterable[int],
   tasks: Iterable[int],
 ) -> bool:
-  """Whether those that are there can go on, and no others can at the same time.
+  """Returns whether those that are there can go on, and no others can at the same time.
 
   They are a majority of the last group; half of it with its lowest task; or all of
   whom it is not certain that they have died. What a cut looks like, silence, is no

@@ -142,27 +142,27 @@ class Link:
 
   @property
   def receiving(self) -> bool:
-    """Whether the peer still owes something."""
+    """Returns whether the peer still owes something."""
     return self.expects or self.receive_index < len(self.receives)
 
   @property
   def sending(self) -> bool:
-    """Whether the peer still gets something."""
+    """Returns whether the peer still gets something."""
     return self.send_index < len(self.sends) or self.has_output
 
   @property
   def owes(self) -> bool:
-    """Whether the peer still gets a piece."""
+    """Returns whether the peer still gets a piece."""
     return self.send_index < len(self.sends) or bool(self.outgoing)
 
   @property
   def has_output(self) -> bool:
-    """Whether something waits to be sent."""
+    """Returns whether something waits to be sent."""
     return bool(self._before or self.outgoing or self._after)
 
   @property
   def stops(self) -> bool:
-    """Whether nothing more is to be received now.
+    """Returns whether nothing more is to be received now.
 
     What a peer sends behind a piece that is held waits in the socket, but for what
     it says of pieces that it reads.
@@ -234,11 +234,11 @@ class Link:
 
   @property
   def has_ahead(self) -> bool:
-    """Whether something that has come was not looked at."""
+    """Returns whether something that has come was not looked at."""
     return self._begin != self._end or self._following is not None
 
   def comes_as_bytes(self, size: int) -> bool:
-    """Whether a piece of so many bytes, not 0, comes next, and only bytes can be it."""
+    """Returns whether a piece of so many bytes, not 0, comes next, and only bytes can be it."""
     return (
       size > 0
       and self.is_plain
@@ -340,7 +340,7 @@ class Link:
     out += _WORD.pack(word) + data
 
   def can_offer(self, size: int) -> bool:
-    """Whether a piece of so many bytes can go now."""
+    """Returns whether a piece of so many bytes can go now."""
     if self.outgoing is not None:
       return False
     return not self._is_for_slots(size) or self.unread < host_memory.NUM_SLOTS

@@ -227,7 +227,7 @@ class _Run:
 
   @property
   def is_done(self) -> bool:
-    """Whether nothing is left to do."""
+    """Returns whether nothing is left to do."""
     return not self._remaining
 
   def enqueue(self, link: link_lib.Link) -> None:
@@ -259,7 +259,7 @@ class _Run:
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
 
   def left(self, link: link_lib.Link) -> int:
-    """How many bytes are sure to come before anything else does; 0 if unknown."""
+    """Returns how many bytes are sure to come before anything else does; 0 if unknown."""
     if link.incoming is not None:
       return len(link.incoming)
     size = self._next_size(link)

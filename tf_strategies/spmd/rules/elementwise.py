@@ -270,7 +270,7 @@ def _look_up(context: Context) -> Decision:
 
 
 def _is_linear_in_one(kinds, positions) -> bool:
-  """Whether one of the inputs at `positions` is a sum, and the others whole."""
+  """Returns whether one of the inputs at `positions` is a sum, and the others whole."""
   sums = [i for i, k in enumerate(kinds) if k == SUM]
   others = [k for k in kinds if k != SUM]
   return (

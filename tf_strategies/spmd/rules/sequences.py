@@ -65,7 +65,7 @@ def _from_tensor(context: Context) -> Decision | None:
 
 
 def _is_zero(tensor):
-  """Whether all elements are zero, as far as the program says it."""
+  """Returns whether all elements are zero, as far as the program says it."""
   node = tensor.node
   if node.type in ('Identity', 'Reshape', 'BroadcastTo'):
     return _is_zero(node.inputs[0])

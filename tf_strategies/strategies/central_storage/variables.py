@@ -97,7 +97,7 @@ def rewrap(variable):
 
 
 def has_copies(kwargs: dict) -> bool:
-  """Whether each replica needs a copy: what is reduced when read, and seeds."""
+  """Returns whether each replica needs a copy: what is reduced when read, and seeds."""
   on_read = tf.VariableSynchronization.ON_READ
   return kwargs.get('synchronization') == on_read or (
     _keras_internal.is_seed_state(kwargs.get('name'), kwargs.get('dtype'))

@@ -136,7 +136,7 @@ def _is_composite(value) -> bool:
 
 
 def _is_batched(value, num_replicas) -> bool:
-  """Whether `value` is one dense batch a replica that may have no rows."""
+  """Returns whether `value` is one dense batch a replica that may have no rows."""
   if not isinstance(value, _tf_internal.PerReplica):
     return False
   tensors = value.values

@@ -260,7 +260,7 @@ class ExactMirroredExtended(
     return sum(counts) if all(isinstance(n, int) for n in counts) else None
 
   def _places_of_rows(self, leaves) -> tuple[list, range]:
-    """How many rows lie at each place of a batch; the places of this process."""
+    """Returns how many rows lie at each place of a batch; the places of this process."""
     run = replica_run.ReplicaRun.of(
       leaves, len(self._devices), self._share_rows
     )
@@ -533,6 +533,6 @@ def rows_of_plain(leaves):
 
 
 def _is_in_function() -> bool:
-  """Whether a function is traced, outside of which ops run at once."""
+  """Returns whether a function is traced, outside of which ops run at once."""
   is_eager = tf.compat.v1.executing_eagerly_outside_functions()
   return is_eager and not tf.executing_eagerly()

@@ -179,7 +179,7 @@ def _unless_special(compute, compute_any, form, num_terms, shared, *terms):
 
 
 def _is_compiled(rows):
-  """Whether XLA makes one loop of what is computed over all blocks."""
+  """Returns whether XLA makes one loop of what is computed over all blocks."""
   return (rows.shape.num_elements() or 0) >= _COMPILED
 
 

@@ -237,7 +237,7 @@ def per_replica(parts):
 
 
 def is_plain(batch) -> bool:
-  """Whether that is one batch of arrays for all replicas, and can be split.
+  """Returns whether that is one batch of arrays for all replicas, and can be split.
 
   Keras's `train_on_batch`, `test_on_batch` and `predict_on_batch` pass such.
   """
@@ -250,7 +250,7 @@ def is_plain(batch) -> bool:
 
 
 def part_sizes(rows, num_parts: int) -> tf.Tensor:
-  """How many of `rows` rows each part of `split` gets, int32 [num_parts]."""
+  """Returns how many of `rows` rows each part of `split` gets, int32 [num_parts]."""
   rows = tf.cast(rows, tf.int32)
   extra = tf.cast(tf.range(num_parts) < rows % num_parts, tf.int32)
   return rows // num_parts + extra
@@ -267,13 +267,13 @@ def with_rows(batches, all_rows):
 
 
 def is_counted(structure) -> bool:
-  """Whether `structure` is what an input pipeline of workers yields."""
+  """Returns whether `structure` is what an input pipeline of workers yields."""
   leaves = tf.nest.flatten(structure)
   return bool(leaves) and all(isinstance(v, CountedBatch) for v in leaves)
 
 
 def is_distributed(dataset: tf.data.Dataset) -> bool:
-  """Whether the elements of `dataset` are distributed values already."""
+  """Returns whether the elements of `dataset` are distributed values already."""
   return any(
     issubclass(spec.value_type, tf.distribute.DistributedValues)
     for spec in tf.nest.flatten(dataset.element_spec)

@@ -118,7 +118,7 @@ def _per_replica(values):
 
 
 def is_sum(variable) -> bool:
-  """Whether the value of a variable is the sum of what each replica has."""
+  """Returns whether the value of a variable is the sum of what each replica has."""
   return (
     variable.synchronization == tf.VariableSynchronization.ON_READ
     and variable.aggregation == tf.VariableAggregation.SUM

@@ -79,7 +79,7 @@ class ReplicaRun:
       return rows * len(self.all_rows) / total
 
   def num_with_rows(self) -> tf.Tensor:
-    """How many of all replicas have rows, float32, at least one."""
+    """Returns how many of all replicas have rows, float32, at least one."""
     with tf.device('CPU:0'):
       has_rows = tf.stack(self.all_rows) > 0
       return tf.maximum(tf.reduce_sum(tf.cast(has_rows, tf.float32)), 1.0)
@@ -163,7 +163,7 @@ def note_read(variable) -> None:
 
 
 def in_branch_of_replica() -> bool:
-  """Whether a replica is building a graph inside its own, say of a `tf.cond`.
+  """Returns whether a replica is building a graph inside its own, say of a `tf.cond`.
 
   A merge call brings all replicas together in the graph that they were started
   in; from a branch of one replica's graph no other replica's tensors can be seen.

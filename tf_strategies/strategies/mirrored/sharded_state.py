@@ -42,7 +42,7 @@ class StateShards:
     return kinds.Shard(self._extended._num_replicas_in_sync)
 
   def divides(self, kwargs: dict[str, Any]) -> bool:
-    """Whether a variable that is about to be made is divided."""
+    """Returns whether a variable that is about to be made is divided."""
     reference = kwargs.get('colocate_with')
     shape = _keras_internal.initial_shape(kwargs.get('initial_value'))
     return (
@@ -160,11 +160,11 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     )
 
   def is_initialized(self, name=None):
-    """Whether its pieces are."""
+    """Returns whether its pieces are."""
     return self.values[0].is_initialized(name)
 
   def _is_traced(self) -> bool:
-    """Whether a model's step is traced, in which it is whole.
+    """Returns whether a model's step is traced, in which it is whole.
 
     Raises:
       UnsupportedOptionError: a loop of the user's own uses it.
@@ -229,7 +229,7 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
 
 
 def is_among(values: Any) -> bool:
-  """Whether one of some values is a variable that replicas divide."""
+  """Returns whether one of some values is a variable that replicas divide."""
   return any(isinstance(v, ShardedVariable) for v in tf.nest.flatten(values))
 
 

@@ -41,7 +41,7 @@ DEFAULT_SHARDS = 8
 
 
 def check(reproducible: object) -> int:
-  """How many shards the option asks for; 0 for none.
+  """Returns how many shards the option asks for; 0 for none.
 
   Raises:
     UnsupportedOptionError: it is neither a truth value nor such a number.

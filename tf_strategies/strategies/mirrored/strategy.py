@@ -52,7 +52,7 @@ class ExactStrategy:
 
   @staticmethod
   def _is_batch(value) -> bool:
-    """Whether `value` is a structure of batches with replicas of uneven rows."""
+    """Returns whether `value` is a structure of batches with replicas of uneven rows."""
     if isinstance(value, tf.distribute.DistributedValues):
       return False
     return any(

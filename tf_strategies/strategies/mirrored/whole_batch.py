@@ -36,7 +36,7 @@ _state = _ThreadState()
 
 
 def is_active() -> bool:
-  """Whether the calling thread runs a step as one device would."""
+  """Returns whether the calling thread runs a step as one device would."""
   return _state.is_active
 
 
@@ -147,7 +147,7 @@ def mark(gradients, counts) -> list:
 
 
 def is_whole(value) -> bool:
-  """Whether a step returned `value` once for all replicas."""
+  """Returns whether a step returned `value` once for all replicas."""
   return isinstance(value, tf.Tensor) and hasattr(value, '_tfs_is_whole')
 
 

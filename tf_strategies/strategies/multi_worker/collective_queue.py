@@ -228,7 +228,7 @@ class CollectiveQueue:
 
 
 def _is_host(device: str) -> bool:
-  """Whether host calls see a device's memory as their own."""
+  """Returns whether host calls see a device's memory as their own."""
   spec = tf.DeviceSpec.from_string(device)
   return spec.device_type == 'CPU' and not spec.device_index
 

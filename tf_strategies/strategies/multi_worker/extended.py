@@ -120,7 +120,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   applies_all_or_none = True
 
   def prefers_dense(self, slices: tf.IndexedSlices) -> bool:
-    """Whether all replicas' slices are more to send than the dense sum.
+    """Returns whether all replicas' slices are more to send than the dense sum.
 
     Every worker must answer alike, so only static shapes count.
     """

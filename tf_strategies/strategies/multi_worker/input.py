@@ -275,7 +275,7 @@ class WorkerInput:
 
 
 def is_same_data(dataset: tf.data.Dataset) -> bool:
-  """Whether all workers read the same batches of it."""
+  """Returns whether all workers read the same batches of it."""
   return not host_input.is_distributed(dataset) and _policy_of(dataset) not in (
     _Policy.FILE,
     _Policy.OFF,
@@ -363,7 +363,7 @@ def _on_demand() -> tf.data.Options:
 
 
 def _is_compared(index) -> tf.Tensor:
-  """Whether a batch is one of 0, 1, 2, 4, 8, ..."""
+  """Returns whether a batch is one of 0, 1, 2, 4, 8, ..."""
   return tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0)
 
 

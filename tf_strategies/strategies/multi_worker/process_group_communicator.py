@@ -373,7 +373,7 @@ class ElasticCommunicator(ProcessGroupCommunicator):
 
   @property
   def is_member(self) -> bool:
-    """Whether this worker is in a group."""
+    """Returns whether this worker is in a group."""
     return self._queue.group is not None
 
   @property

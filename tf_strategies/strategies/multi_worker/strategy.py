@@ -107,7 +107,7 @@ class MultiWorkerStrategy(
 
   @property
   def is_chief(self) -> bool:
-    """Whether this worker writes checkpoints and logs."""
+    """Returns whether this worker writes checkpoints and logs."""
     return self.rank == 0
 
   def communication_report(self) -> dict[str, object]:
@@ -203,7 +203,7 @@ def _agree_on_seed(communicator):
 
 
 def _is_scalar(value) -> bool:
-  """Whether every component of every leaf of `value` is a scalar."""
+  """Returns whether every component of every leaf of `value` is a scalar."""
   parts = []
   for leaf in tf.nest.flatten(value):
     parts += getattr(leaf, 'values', [leaf])

@@ -56,7 +56,7 @@ class Layout:
 
   @functools.cached_property
   def is_fixed(self) -> bool:
-    """Whether all batches of this layout have the same number of bytes."""
+    """Returns whether all batches of this layout have the same number of bytes."""
     return all(
       s.shape.is_fully_defined() and s.dtype != tf.string for s in self.specs
     )
@@ -306,7 +306,7 @@ def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
 
 
 def rows_of(batch: Any) -> tf.Tensor:
-  """How many rows a batch has, of which all tensors must have as many."""
+  """Returns how many rows a batch has, of which all tensors must have as many."""
   first, *rest = [
     tf.shape(t, tf.int64)[0] for t in tf.nest.flatten(batch) if t is not None
   ]

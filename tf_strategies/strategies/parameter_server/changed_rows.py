@@ -37,7 +37,7 @@ class ChangedRows:
     )
 
   def count(self) -> int:
-    """How many rows were written."""
+    """Returns how many rows were written."""
     with tf.device(self._device):
       marks = self._marks.read_value()
       return int(tf.math.count_nonzero(marks[:-1] | marks[-1]))
@@ -100,7 +100,7 @@ class ChangedIds:
       self._are_noted.assign(are_noted, read_value=False)
 
   def count(self) -> float:
-    """How many rows were written; infinity for all."""
+    """Returns how many rows were written; infinity for all."""
     with tf.device(self._device):
       if not int(self._are_noted.read_value()):
         return math.inf

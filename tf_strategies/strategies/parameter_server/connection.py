@@ -85,7 +85,7 @@ def resolver(
 
 
 def is_connected(cluster: config_lib.ClusterConfig) -> bool:
-  """Whether this process is connected to it: again would cut off variables."""
+  """Returns whether this process is connected to it: again would cut off variables."""
   # Without it a call to a dead task waits for it to come back.
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   connected = _tf_internal.connected_cluster()
@@ -190,7 +190,7 @@ class Liveness:
     return self._addresses[job, index]
 
   def is_worker_alive(self, worker: int) -> bool:
-    """Whether it is the process that was connected to; maybe a silent one."""
+    """Returns whether it is the process that was connected to; maybe a silent one."""
     task = 'worker', worker
     return task not in self._are_new and not self._gone([task])
 
@@ -243,11 +243,11 @@ class Liveness:
         return
 
   def is_complete(self) -> bool:
-    """Whether every task answers, for which connecting to one waits."""
+    """Returns whether every task answers, for which connecting to one waits."""
     return set(keepalive.ask_all(self._addresses).values()) == {_HELLO}
 
   def changed_recently(self) -> bool:
-    """Whether it has just reconnected, while which any op may fail."""
+    """Returns whether it has just reconnected, while which any op may fail."""
     return time.monotonic() - self._changed_at < _UNSETTLED_SECONDS
 
   def rejoin(self, worker: int, lost_in: int) -> bool:
@@ -401,7 +401,7 @@ class Liveness:
 
 
 def _runs_ops(job: str, index: int) -> bool:
-  """Whether a task knows this process, and does what it asks for."""
+  """Returns whether a task knows this process, and does what it asks for."""
   try:
     with (
       _tf_internal.own_executor(),

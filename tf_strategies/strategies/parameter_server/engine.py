@@ -176,7 +176,7 @@ class Engine:
     self._steps_done += steps
 
   def may_begin(self, worker: int) -> bool:
-    """Whether a worker may begin a task now; under the pool's lock."""
+    """Returns whether a worker may begin a task now; under the pool's lock."""
     del worker
     return True
 
@@ -255,7 +255,7 @@ class BoundedEngine(Engine):
     self._clocks = dict.fromkeys(self._pool.workers, 0)
 
   def may_begin(self, worker: int) -> bool:
-    """Whether a worker is not too far ahead."""
+    """Returns whether a worker is not too far ahead."""
     in_use = self._pool.in_use()
     slowest = min(self._clocks[w] for w in in_use)
     for other in self._pool.workers:

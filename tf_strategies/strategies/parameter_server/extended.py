@@ -112,7 +112,7 @@ def _refuse_all_reduce():
 
 
 def _are_gradients(value) -> bool:
-  """Whether this is a list of (gradient, variable on servers)."""
+  """Returns whether this is a list of (gradient, variable on servers)."""
   return (
     isinstance(value, list)
     and len(value) > 0
@@ -319,7 +319,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       super()._validate_colocate_with_variable(colocate_with_variable)
 
   def variable_created_in_scope(self, v) -> bool:
-    """Whether a variable is on the servers."""
+    """Returns whether a variable is on the servers."""
     return isinstance(
       v, variables.ServerVariable | partitioned.PartitionedVariable
     )
@@ -387,7 +387,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
 
 def _is_like(value, variable) -> bool:
-  """Whether an argument of an update belongs to the variable row by row."""
+  """Returns whether an argument of an update belongs to the variable row by row."""
   if isinstance(value, tf.IndexedSlices):
     return True
   if isinstance(value, partitioned.PartitionedVariable):

@@ -149,7 +149,7 @@ class WorkerDataset(_Dataset):
     return self._cardinality
 
   def steps_of(self, elements: Sequence[int]) -> int:
-    """How many steps it takes to read so many elements of each split."""
+    """Returns how many steps it takes to read so many elements of each split."""
     return (max if self.by_rounds else sum)(elements)
 
   def __iter__(self) -> Iterator[Any]:

@@ -58,7 +58,7 @@ class Answer(enum.Enum):
 
 
 def ask(address: str, seconds: float = _ANSWER_SECONDS) -> Answer:
-  """Whether a gRPC server answers at an address; runs nothing there."""
+  """Returns whether a gRPC server answers at an address; runs nothing there."""
   answer = Answer.REFUSED
   try:
     known = socket.getaddrinfo(*_split(address), type=socket.SOCK_STREAM)
@@ -256,7 +256,7 @@ class Keepalive:
     ).start()
 
   def is_disconnected(self, task: Hashable) -> bool:
-    """Whether calls to a task were ended since it was connected to."""
+    """Returns whether calls to a task were ended since it was connected to."""
     return task in self._disconnected
 
   def reset(self) -> None:

@@ -325,7 +325,7 @@ def _origin_type(tensor) -> str:
 
 
 def _is_counted(gradient, variable) -> bool:
-  """Whether a gradient of rows travels with counts: dynamic tables count uses."""
+  """Returns whether a gradient of rows travels with counts: dynamic tables count uses."""
   is_summed = isinstance(gradient, row_updates.SummedSlices)
   return is_summed and _keras_internal.table_of(variable) is not None
 

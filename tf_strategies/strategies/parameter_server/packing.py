@@ -19,7 +19,7 @@ SMALL_BYTES = 256 * 1024
 
 
 def is_small(shape: tf.TensorShape, dtype: tf.DType) -> bool:
-  """Whether a tensor of this shape is worth packing."""
+  """Returns whether a tensor of this shape is worth packing."""
   return (
     shape.is_fully_defined()
     and (dtype.is_floating or dtype.is_integer or dtype == tf.bool)

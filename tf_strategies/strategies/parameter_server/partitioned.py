@@ -218,7 +218,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return self.parts[_view.part or 0].server
 
   def is_initialized(self, name=None):
-    """Whether every part is."""
+    """Returns whether every part is."""
     return tf.reduce_all([p.is_initialized() for p in self.parts])
 
   def _read_variable_op(self, no_copy=False):
@@ -279,7 +279,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   @property
   def gives_rows(self) -> bool:
-    """Whether Keras is to look rows up by `tf.gather` of the variable itself."""
+    """Returns whether Keras is to look rows up by `tf.gather` of the variable itself."""
     return variables.gives_rows()
 
   def sparse_read(self, indices, name=None):

@@ -101,17 +101,17 @@ class Recovery:
 
   @property
   def is_enabled(self) -> bool:
-    """Whether checkpoints are written."""
+    """Returns whether checkpoints are written."""
     return self._checkpointer is not None
 
   @property
   def is_open(self) -> bool:
-    """Whether it is known what checkpoints hold."""
+    """Returns whether it is known what checkpoints hold."""
     return self._objects is not None
 
   @property
   def is_told(self) -> bool:
-    """Whether `track` has nothing to say any more."""
+    """Returns whether `track` has nothing to say any more."""
     return self._is_tracking or not self.is_enabled
 
   def track(self, objects: Mapping[str, Any]) -> bool:
@@ -318,7 +318,7 @@ class Recovery:
     return found
 
   def _calls(self, named: Mapping[str, Any]) -> dict[str, int]:
-    """How often optimizers were called, by the names of their counters."""
+    """Returns how often optimizers were called, by the names of their counters."""
     counters = model_state.counters(self._objects, named)
     return {name: int(v.numpy()) for name, v in counters.items()}
 
@@ -565,7 +565,7 @@ class Recovery:
     return self.counts.lost_of(self._lost, found, self._done())
 
   def _done(self) -> int:
-    """How many steps were done, also by interrupted tasks."""
+    """Returns how many steps were done, also by interrupted tasks."""
     return self.steps_done() + sum(t.done_so_far for t in self._interrupted)
 
   def _repeat_steps(self, done: list[worker_pool.Task]) -> None:

@@ -40,7 +40,7 @@ class Split:
 
   @property
   def is_at_end(self) -> bool:
-    """Whether nothing is left in it."""
+    """Returns whether nothing is left in it."""
     return self.is_closed or 0 <= self.size <= self.done
 
 
@@ -82,7 +82,7 @@ class Source:
 
   @property
   def is_exhausted(self) -> bool:
-    """Whether every split has been read to its end."""
+    """Returns whether every split has been read to its end."""
     with self._lock:
       return self._is_empty()
 
@@ -109,7 +109,7 @@ class Source:
     return True
 
   def has_work_for(self, worker: int) -> bool:
-    """Whether a worker has anything to read, or nobody ever will."""
+    """Returns whether a worker has anything to read, or nobody ever will."""
     with self._lock:
       if self._free or self._splits_of.get(worker):
         return True
@@ -118,7 +118,7 @@ class Source:
   def has_any_for(
     self, worker: int, others: Iterable[int], wanted: Collection[Split]
   ) -> bool:
-    """Whether `split_for` would find one of these for a worker."""
+    """Returns whether `split_for` would find one of these for a worker."""
     with self._lock:
       mine = self._splits_of.get(worker, ())
       if any(split in wanted for split in mine):
@@ -235,7 +235,7 @@ class Round:
     self._waiting = set(self.elements)
 
   def has_work_for(self, worker: int, others: Iterable[int]) -> bool:
-    """Whether a worker can read any of them."""
+    """Returns whether a worker can read any of them."""
     return self.source.has_any_for(worker, others, self._waiting)
 
   def take(self, worker: int, others: Iterable[int], token: int) -> Split:

@@ -30,17 +30,17 @@ class StepCounts:
 
   @property
   def since_save(self) -> int:
-    """How many were begun since a checkpoint was written, or all restored."""
+    """Returns how many were begun since a checkpoint was written, or all restored."""
     return self.begun - self._begun_at_save
 
   @property
   def of_epoch(self) -> int:
-    """How many of this epoch were begun, also by an earlier run."""
+    """Returns how many of this epoch were begun, also by an earlier run."""
     return self.begun - self._epoch_began
 
   @property
   def of_all_runs(self) -> int:
-    """How many were begun in this run and those before it."""
+    """Returns how many were begun in this run and those before it."""
     return self.before + self.begun
 
   def begin_epoch(self, begun_before: int) -> None:
@@ -69,13 +69,13 @@ class StepCounts:
     self.before = found.metadata['steps']
 
   def begun_since(self, found: checkpointer.Checkpoint) -> int:
-    """How many were begun since a checkpoint was written."""
+    """Returns how many were begun since a checkpoint was written."""
     return self.begun - self._begun_at.get(found.path, self._of_this_run(found))
 
   def calls_since(
     self, found: checkpointer.Checkpoint, done: int, name: str, calls: int
   ) -> int:
-    """How often an optimizer was called in the steps done since a checkpoint.
+    """Returns how often an optimizer was called in the steps done since a checkpoint.
 
     As often in each as in those before it, of this run; once, where there are none.
     `calls`: that the checkpoint has of it.

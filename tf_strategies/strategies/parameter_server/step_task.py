@@ -61,12 +61,12 @@ class _StepsTask(worker_pool.Task):
 
   @property
   def steps_done(self) -> int:
-    """How many are known to be done."""
+    """Returns how many are known to be done."""
     return self._done
 
   @property
   def done_so_far(self) -> int:
-    """How many were done when it was interrupted."""
+    """Returns how many were done when it was interrupted."""
     return self._done if self.step.trains else 0
 
   def may_begin(self, worker: int) -> bool:
@@ -159,7 +159,7 @@ class InputTask(_StepsTask):
     return True
 
   def has_work_for(self, worker: int) -> bool:
-    """Whether there is anything for this worker to read."""
+    """Returns whether there is anything for this worker to read."""
     return self._source.has_work_for(worker)
 
   def run(self, worker: int) -> None:
@@ -229,7 +229,7 @@ class RoundTask(InputTask):
     return self._engine.others(worker, also_late=False)
 
   def has_work_for(self, worker: int) -> bool:
-    """Whether this worker can read what is left of the round."""
+    """Returns whether this worker can read what is left of the round."""
     return self._round.has_work_for(worker, self._others(worker))
 
   def run(self, worker: int) -> None:

@@ -204,7 +204,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   @property
   def shares_batches(self) -> bool:
-    """Whether each batch is split among several workers."""
+    """Returns whether each batch is split among several workers."""
     return self.options.mode == 'sync' and self._num_workers > 1
 
   def _wait_for_answers(self) -> None:

@@ -317,7 +317,7 @@ class _Quorum:
     self._count -= 1
 
   def may_take(self, worker: int, task: _MicrobatchTask) -> bool:
-    """Whether a worker may take a microbatch; under the pool's lock.
+    """Returns whether a worker may take a microbatch; under the pool's lock.
 
     Each takes one: a second one would not count, and keep it from the next
     step. Only where workers were lost do others take theirs.

@@ -45,7 +45,7 @@ _Part = tuple[variables.ServerVariable, int]  # With its first row.
 
 
 def is_table(shape: Sequence[int], dtype: tf.DType) -> bool:
-  """Whether a variable is saved by its server."""
+  """Returns whether a variable is saved by its server."""
   if not shape or dtype == tf.string:
     return False
   return math.prod(shape) * dtype.size >= _TABLE_BYTES

@@ -164,7 +164,7 @@ class TracedStep:
     return self._snapshot.get(key)
 
   def is_nested(self) -> bool:
-    """Whether the trace is inside of a branch or a loop of the step."""
+    """Returns whether the trace is inside of a branch or a loop of the step."""
     return tf.compat.v1.get_default_graph() is not self._graph
 
   def read(self, variable) -> tf.Tensor | None:
@@ -214,7 +214,7 @@ class TracedStep:
 
   @property
   def looks_up(self) -> bool:
-    """Whether rows that are read here are rows of the batch: not in an update."""
+    """Returns whether rows that are read here are rows of the batch: not in an update."""
     return self.update_server is None and not self.is_nested()
 
   def at_home(self, tensor: tf.Tensor) -> contextlib.AbstractContextManager:

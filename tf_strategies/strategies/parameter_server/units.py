@@ -69,7 +69,7 @@ class Units:
 
   @property
   def is_open(self) -> bool:
-    """Whether one is being traced."""
+    """Returns whether one is being traced."""
     return self._caller is not None
 
   def before(self, device: str, read: Callable[[], tf.Tensor]) -> tf.Tensor:

@@ -69,7 +69,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   @property
   def is_counter(self) -> bool:
-    """Whether it is of a metric, which may count from zero again."""
+    """Returns whether it is of a metric, which may count from zero again."""
     return self.synchronization == tf.VariableSynchronization.ON_READ
 
   def check_is_whole(self) -> None:
@@ -238,7 +238,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       graph = getattr(graph, 'outer_graph', None)
 
   def _is_older(self, read: tf.Operation) -> bool:
-    """Whether it was written after this read of it."""
+    """Returns whether it was written after this read of it."""
     count = self._written_at.get(read.graph, 0)
     return count > 0 and read in read.graph.get_operations()[:count]
 
@@ -290,7 +290,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   @property
   def gives_rows(self) -> bool:
-    """Whether Keras is to look rows up by `tf.gather` of the variable itself."""
+    """Returns whether Keras is to look rows up by `tf.gather` of the variable itself."""
     return gives_rows()
 
   def sparse_read(self, indices, name=None):
@@ -325,7 +325,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return None if step is None else step.touch_rows(self, writes)
 
   def is_alive(self) -> bool:
-    """Whether the process that holds the variable is the one it was made in."""
+    """Returns whether the process that holds the variable is the one it was made in."""
     try:
       with tf.device(self.device):
         return bool(tf.raw_ops.VarIsInitializedOp(resource=self.handle))
@@ -354,7 +354,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
 
 def gives_rows() -> bool:
-  """Whether a table may be asked for rows where the caller is.
+  """Returns whether a table may be asked for rows where the caller is.
 
   In a loop or a branch of a step it gives all of them, read outside: the gradient
   of a loop is that of what it takes from outside.

@@ -35,7 +35,7 @@ class Discovery:
 
   @functools.cached_property
   def are_numbers(self) -> bool:
-    """Whether the step returns numbers and small arrays, which fit one message."""
+    """Returns whether the step returns numbers and small arrays, which fit one message."""
     return all(
       isinstance(s, tf.TensorSpec)
       and packing.is_small(s.shape, s.dtype)
@@ -45,7 +45,7 @@ class Discovery:
 
   @functools.cached_property
   def sizes(self) -> list[int]:
-    """How many numbers each output is."""
+    """Returns how many numbers each output is."""
     specs = tf.nest.flatten(self.outputs)
     return [s.shape.num_elements() for s in specs]
 
@@ -204,7 +204,7 @@ def _followed(tensor) -> list[tf.Tensor]:
 
 
 def depends_on(tensor: tf.Tensor, sources: Sequence[str]) -> bool:
-  """Whether the numbers in a tensor, not its shape, come from these operations."""
+  """Returns whether the numbers in a tensor, not its shape, come from these operations."""
   seen, todo = set(), [tensor]
   while todo:
     op = todo.pop().op

@@ -57,7 +57,7 @@ class Task(abc.ABC):
     """Does it on a worker; called in the worker's thread."""
 
   def is_wanted(self) -> bool:
-    """Whether anybody still needs it; called under the pool's lock.
+    """Returns whether anybody still needs it; called under the pool's lock.
 
     If not, it leaves the queue, and nobody waits for the worker that runs it. It
     must not be wanted again.
@@ -65,12 +65,12 @@ class Task(abc.ABC):
     return True
 
   def has_work_for(self, worker: int) -> bool:
-    """Whether a worker can run it; called under the pool's lock."""
+    """Returns whether a worker can run it; called under the pool's lock."""
     del worker
     return True
 
   def may_begin(self, worker: int) -> bool:
-    """Whether a worker may run it now; called under the pool's lock."""
+    """Returns whether a worker may run it now; called under the pool's lock."""
     del worker
     return True
 
@@ -89,12 +89,12 @@ class Task(abc.ABC):
 
   @property
   def steps_done(self) -> int:
-    """How many of its steps are known to be done."""
+    """Returns how many of its steps are known to be done."""
     return 0
 
   @property
   def done_so_far(self) -> int:
-    """How many of its steps of training were done when it was interrupted."""
+    """Returns how many of its steps of training were done when it was interrupted."""
     return 0
 
   def renew(self) -> bool:
@@ -195,7 +195,7 @@ class WorkerPool:
     ]
 
   def is_busy(self, counts: Callable[[Task], bool] = lambda task: True) -> bool:
-    """Whether any task that counts waits or runs, of those that are wanted."""
+    """Returns whether any task that counts waits or runs, of those that are wanted."""
     # Under the lock: a task that a worker takes is for a moment in neither.
     with self.lock:
       tasks = [*self._queue, *self._running.values()]

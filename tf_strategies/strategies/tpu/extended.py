@@ -100,7 +100,7 @@ class PermutingTPUExtended(
     return results
 
   def _is_permuted(self, value) -> bool:
-    """Whether `value` is a dense one in a program that all replicas run."""
+    """Returns whether `value` is a dense one in a program that all replicas run."""
     is_dense = isinstance(
       value, tf.distribute.DistributedValues
     ) or tf.is_tensor(value)
@@ -130,7 +130,7 @@ class _Answered:
 
 
 def _in_tpu_program() -> bool:
-  """Whether a program for TPU replicas is being built."""
+  """Returns whether a program for TPU replicas is being built."""
   return _tf_internal.enclosing_tpu_context() is not None
 
 
