@@ -47,7 +47,7 @@ _RANDOM = (
 def initial_rows(
   initial_value: Callable, shape: Sequence[int], dtype: tf.DType
 ) -> Callable[[int, int], tf.Tensor] | None:
-  """What makes `rows` rows of an initial value from row `first` on.
+  """Returns a function that makes `rows` rows of an initial value, from row `first`.
 
   None for what is not of Keras, or needs the whole: a matrix such as `Orthogonal`,
   an initializer of one's own, a `SeedGenerator` as seed, float64.

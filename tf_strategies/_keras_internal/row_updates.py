@@ -157,7 +157,7 @@ def update_rows(
   gradient: tf.IndexedSlices,
   learning_rate: Any,
 ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-  """What an optimizer's rule makes of rows, and of their state by attribute.
+  """Returns the updated rows, and the updated state by attribute.
 
   Args:
     optimizer: whose rule.

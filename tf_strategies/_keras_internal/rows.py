@@ -47,7 +47,7 @@ def rows_of(
   to_ids: Callable[[tf.Tensor], tf.Tensor],
   read: Callable[[tf.Tensor], tf.Tensor],
 ) -> Any:
-  """What Keras's `take` returns, of rows that are in no tensor.
+  """Returns the rows as Keras's `take` does, without a tensor of the whole table.
 
   Args:
     indices: dense, ragged or sparse ones.
@@ -257,7 +257,7 @@ def replace_update(
 
 
 def replaced_update(of: keras.optimizers.Optimizer) -> Callable | None:
-  """What `replace_update` was given for an optimizer."""
+  """Returns the function that `replace_update` stored for an optimizer."""
   return getattr(vars(of).get('update_step'), 'func', None)
 
 

@@ -485,7 +485,7 @@ def _composite_spec(leaf: Any) -> Any:
 
 
 def _build_symbolically(model: keras.Model, batch: Any) -> None:
-  """What Keras does next, with placeholders of the right kinds."""
+  """Calls Keras's symbolic build with placeholders of the right kinds."""
 
   def outputs_of(function, *args, **options):
     def call(*args):
@@ -627,7 +627,7 @@ def is_keras_own(model, name: str) -> bool:
 
 
 def closure(fn) -> Iterator[Any]:
-  """What a local function refers to."""
+  """Returns the values that a local function refers to, by name."""
   for cell in getattr(fn, '__closure__', None) or ():
     with contextlib.suppress(ValueError):  # The cell is still empty.
       yield cell.cell_contents

@@ -184,7 +184,7 @@ def _as_input(value):
 
 
 def _as_output(value):
-  """What a `tf.function` makes of something that its Python returns."""
+  """Converts a value that Python returned, as `tf.function` does."""
   kept = (
     type(None),
     tf.Operation,
@@ -354,7 +354,7 @@ def label(tensor: tf.Tensor, text: str) -> None:
 
 
 def label_of(tensor: tf.Tensor) -> str:
-  """What a tensor of a graph is: its label, or what computes it is named."""
+  """Returns the label of a tensor, or the name of the operation that computes it."""
   tensor = _source(tensor)
   found = _label_at(tensor.op)
   return tensor.op.name if found is None else found
@@ -434,7 +434,7 @@ def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
 
 
 def inlined(function):
-  """What a `tf.function` traces; any other function as it is."""
+  """Returns the Python function of a `tf.function`, or the function itself."""
   if not isinstance(function, tf.types.experimental.PolymorphicFunction):
     return function
   traced = function.python_function

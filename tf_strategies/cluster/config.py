@@ -199,7 +199,7 @@ def _compare(
 
 
 def given_or_from_env(cluster: ClusterConfig | None) -> ClusterConfig | None:
-  """What a strategy was given, or else what the environment says.
+  """Returns the cluster that a strategy was given, or the environment's.
 
   Raises:
     UnsupportedOptionError: it is no `ClusterConfig`.

@@ -170,7 +170,7 @@ class Schedule:
   def arrivals(
     self,
   ) -> tuple[dict[tuple[int, int], tuple[Transfer, ...]], ...]:
-    """What each round writes: {(dst, chunk): transfers, by sender}."""
+    """Returns the writes of each round: {(dst, chunk): transfers, by sender}."""
     return self._arrivals
 
   def check_ranges(self) -> Schedule:
@@ -304,7 +304,7 @@ class Schedule:
     return held, sums, frozenset(completions)
 
   def _receive(self, held: int, received: list[tuple[Transfer, int]]) -> int:
-    """What a rank holds of a chunk after the arrivals of one round."""
+    """Returns the terms of a chunk that a rank holds after the arrivals of one round."""
     for index, (transfer, sent) in enumerate(received):
       if not transfer.reduce:
         if len(received) > 1:

@@ -305,7 +305,7 @@ class RingAllReduce(ScheduledAllReduce):
 
 
 def _on_each(devices, make):
-  """What `make` returns on each device."""
+  """Calls `make` on each device, and returns the values."""
   values = []
   for device in devices:
     with tf.device(device):

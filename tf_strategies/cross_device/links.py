@@ -80,7 +80,7 @@ def packed_bytes(num_devices: int) -> tuple[int, int]:
 
 
 def name_of(devices: Sequence[str]) -> str:
-  """What the copies between devices go over at the slowest: a name in `LINKS`."""
+  """Returns the name in `LINKS` of the slowest link between the devices."""
   found = set(owners(devices))
   if None in found:
     return 'pcie'
@@ -95,5 +95,5 @@ def name_of(devices: Sequence[str]) -> str:
 
 
 def topology(devices: Sequence[str]) -> cost_model.Topology:
-  """What the cost model is told of devices."""
+  """Returns the topology of the devices, for the cost model."""
   return cost_model.Topology(len(devices), LINKS[name_of(devices)])

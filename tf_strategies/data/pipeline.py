@@ -172,7 +172,7 @@ def make_dataset(
 
 
 def _position(start) -> tuple[Any, Any]:
-  """What `start` says, of which the numbers are yet to be checked."""
+  """Returns `start` as a position. The numbers are not checked yet."""
   pair = tuple(start) if isinstance(start, Iterable) else ()
   option_checks.check(
     len(pair) == 2,

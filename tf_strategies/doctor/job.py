@@ -35,7 +35,7 @@ def look(
   wait: float = 0.0,
   versions: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-  """What was found; later checks are left out where an earlier one failed.
+  """Returns the findings. A failed check ends the list.
 
   Args:
     environ: of which TF_CONFIG, or a scheduler's variables, are read.

@@ -29,7 +29,7 @@ _PROBE_SECONDS = 180.0
 def look(
   checkpoint_dir: str | None = None,
 ) -> tuple[list[Finding], dict[str, Any]]:
-  """What was found, and the versions of TensorFlow and Keras.
+  """Returns the findings, and the versions of TensorFlow and Keras.
 
   Args:
     checkpoint_dir: where a small checkpoint is written and deleted, if given.
@@ -48,7 +48,7 @@ def look(
 
 
 def _probe() -> tuple[dict[str, Any], str]:
-  """What the other process printed; and why it ended badly, if it did."""
+  """Returns the values that the other process printed, and the reason for a bad end."""
   path = [os.environ.get('PYTHONPATH', ''), str(_PACKAGE.parent)]
   environment = {
     **os.environ,

@@ -254,7 +254,7 @@ def _ignore(*_, **__) -> None:
 
 
 def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-  """What a wrapper such as `ChiefOnly` calls: a newcomer may be the next chief."""
+  """Returns the callback inside a wrapper such as `ChiefOnly`."""
   return getattr(callback, 'callback', callback)
 
 

@@ -91,7 +91,7 @@ class Job:
 
   @property
   def epochs_and_steps(self) -> tuple[int, int] | None:
-    """What `fit` was called with."""
+    """Returns the epochs and steps that `fit` was called with."""
     return self._epochs and (self._epochs, self._steps_per_epoch)
 
   @property
@@ -116,7 +116,7 @@ class Job:
 
   @property
   def files(self) -> list[tuple[str, str | None]]:
-    """What callbacks of `fit` write files, and where."""
+    """Returns the files that callbacks of `fit` write."""
     written = [
       (type(c).__name__, chief_only.path_of(c)) for c in self._callbacks
     ]

@@ -138,7 +138,7 @@ class ChiefOnly(keras.callbacks.Callback):
       raise _changes_training(self.callback)
 
   def _decisions(self):
-    """What callbacks change in training, and all workers have to change."""
+    """Returns the state of training that callbacks change and all workers must share."""
     return self.model.stop_training, _rate_of(self.model)
 
 

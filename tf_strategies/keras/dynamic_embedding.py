@@ -222,7 +222,7 @@ class DynamicEmbedding(keras.layers.Layer):
       column.assign(store[column.path.split('/')[-1]])
 
   def get_config(self):
-    """What makes another layer like this one, without rows."""
+    """Returns the configuration of the layer, without its rows."""
     return {
       **super().get_config(),
       'output_dim': self.output_dim,

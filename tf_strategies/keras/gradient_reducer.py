@@ -227,7 +227,7 @@ class Unsupported(GradientReducer):
 
 
 def current() -> GradientReducer:
-  """What the strategy in whose scope or replica this is called implements."""
+  """Returns the reducer of the current strategy."""
   strategy = tf.distribute.get_strategy()
   if isinstance(strategy.extended, GradientReducer):
     return strategy.extended

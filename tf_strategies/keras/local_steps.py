@@ -123,7 +123,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
   def own_variables(
     self, model: keras.Model, optimizer: keras.optimizers.Optimizer
   ) -> list[keras.Variable]:
-    """Those of which each worker has values of its own between two meetings.
+    """Returns the variables that differ between workers between two meetings.
 
     `optimizer` is this one, or a loss scale around it.
     """
@@ -217,7 +217,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
 
 
 def of_model(model: keras.Model) -> list[LocalSteps]:
-  """Those of a model's optimizers.
+  """Returns the `LocalSteps` among a model's optimizers.
 
   Raises:
     UnsupportedOptionError: a model of which only some optimizers are.

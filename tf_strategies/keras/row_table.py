@@ -153,7 +153,7 @@ class Shard:
 
   @property
   def tracked(self) -> Any:
-    """What TensorFlow saves with a function that reads rows."""
+    """Returns the resources that TensorFlow saves with a function that reads rows."""
     return self._rows
 
   def size(self) -> int:

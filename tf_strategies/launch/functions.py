@@ -187,7 +187,7 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def _packed(function, args) -> bytes:
-  """What a worker needs to make the call."""
+  """Returns the call as bytes, for a worker."""
   name = getattr(function, '__qualname__', '')
   module = getattr(function, '__module__', None) or ''
   home = sys.modules.get(module)
@@ -284,7 +284,7 @@ def _show(line: bytes) -> None:
 
 
 def _results(directory: pathlib.Path) -> dict[int, Any]:
-  """What tasks returned or raised, by their places."""
+  """Returns the values or errors of the tasks, by place."""
   results = {}
   # As workers, who run the script under another name, call what it defines.
   sys.modules.setdefault('__mp_main__', sys.modules['__main__'])

@@ -39,7 +39,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 def prefix(name: str, place: int, is_coloured: bool) -> bytes:
-  """What stands before each line of the task at a place; neighbours differ."""
+  """Returns the prefix of each line of a task. Neighbours have different colours."""
   text = f'[{name}]'
   if is_coloured:
     text = f'\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m'

@@ -154,14 +154,14 @@ def union(parts: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(parts: Iterable[Interval], whole: Interval) -> list[Interval]:
-  """What of `parts` lies inside `whole`."""
+  """Returns the intersections of `parts` with `whole`."""
   begin, end = whole
   clipped = [(max(b, begin), min(e, end)) for b, e in parts]
   return [(b, e) for b, e in clipped if b < e]
 
 
 def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
-  """What of `whole` lies in none of `parts`."""
+  """Returns the times of `whole` that lie in none of `parts`."""
   left, at = [], whole[0]
   for begin, end in union(clip(parts, whole)):
     if at < begin:
@@ -175,7 +175,7 @@ def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
 def intersect(
   parts: Iterable[Interval], others: Iterable[Interval]
 ) -> list[Interval]:
-  """What of `parts` lies in one of the others."""
+  """Returns the times that lie in `parts` and in one of `others`."""
   others = list(others)
   return union(piece for part in parts for piece in clip(others, part))
 

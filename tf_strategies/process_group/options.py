@@ -187,7 +187,7 @@ def check_type(name: str, options: object) -> None:
 
 
 def given_or_default(options: GroupOptions | None) -> GroupOptions:
-  """What was passed as `options`, checked; the defaults for None."""
+  """Returns the checked `options`, or the defaults for None."""
   if options is None:
     return GroupOptions()
   check_type('options', options)

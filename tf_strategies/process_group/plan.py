@@ -339,7 +339,7 @@ def from_schedule(
   form: Format,
   sizes: Sequence[int] | None = None,
 ) -> Plan:
-  """What one rank does in a schedule.
+  """Compiles a schedule for one rank.
 
   The first send of a chunk reads the caller's array, the first addition writes
   array + received, so that nothing is copied beforehand. In each chunk things

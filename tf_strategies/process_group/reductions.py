@@ -86,7 +86,7 @@ def reduction(
   small_bytes: int,
   piece_bytes: int,
 ) -> Reduction:
-  """What `all_reduce` or `reduce_scatter`, the `kind`, does with such an array.
+  """Returns the plan of an `all_reduce` or `reduce_scatter` of such an array.
 
   Raises:
     UnsupportedOptionError: an argument that cannot work.

@@ -181,7 +181,7 @@ class GroupState:
     return self.operation.busy or bool(self._exchanges)
 
   def describe(self) -> dict[str, Any]:
-    """What this rank is doing, in a form that travels."""
+    """Returns the activity of this rank, for a message."""
     operation, now = self.operation, time.monotonic()
     return {
       'sequence': operation.sequence,

@@ -349,7 +349,7 @@ class Emitter:
         site.tensors[tensor, AS_IS] = output
 
   def _contributions(self, site, tensors):
-    """What a replica adds to sums: nothing of a stand-in's rows."""
+    """Returns a replica's terms of sums, without those of a padding row."""
     parts = [site.get(t) for t in tensors]
     without = site.contributions(parts)
     counted = [t in self._plan.counted for t in tensors]

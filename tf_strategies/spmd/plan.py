@@ -205,7 +205,7 @@ class Plan:
     )
 
   def seen(self, tensor: Tensor) -> Value:
-    """What consumers see of a tensor."""
+    """Returns the kind of a tensor as its consumers see it."""
     return _seen(self.values[tensor], self.forced.get(tensor))
 
 
@@ -383,7 +383,7 @@ def _is_sum(kind) -> bool:
 
 
 def _seen(value: Value, forced) -> Value:
-  """What consumers see of a tensor."""
+  """Returns the kind of a tensor as its consumers see it."""
   return value.of(forced) if forced and isinstance(value.kind, Part) else value
 
 

@@ -93,7 +93,7 @@ class Communicator(abc.ABC):
     """Sums the tensors of one local replica, in a branch of its own graph."""
 
   def gradient_state(self, variables: Sequence[Any]) -> dict[str, tf.Variable]:
-    """What their gradients leave behind for the next step, by name.
+    """Returns the rests of the gradients for the next step, by name.
 
     A checkpoint is whole with it only. By default nothing is left.
     """
@@ -133,7 +133,7 @@ class Communicator(abc.ABC):
 
   @abc.abstractmethod
   def report(self) -> dict[str, Any]:
-    """What was communicated so far."""
+    """Returns counters of the communication so far."""
 
   @abc.abstractmethod
   def close(self) -> None:

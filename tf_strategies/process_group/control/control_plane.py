@@ -280,7 +280,7 @@ class ControlPlane:
     return failure_detection.diagnose(self._state.members, suspicion, said)
 
   async def _ask_all(self, seconds: float) -> dict[int, Any]:
-    """What all linked ranks say of themselves, by rank."""
+    """Asks all linked ranks for their state, and returns it by rank."""
     said = {self._state.rank: self._state.describe()}
     self._inquiries.append(said)
     try:

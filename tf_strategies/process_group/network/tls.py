@@ -144,7 +144,7 @@ class TlsSocket:
 
 
 def refusal(error: ssl.SSLError) -> errors.AuthenticationError:
-  """What an error of TLS says about the peer."""
+  """Returns the reason of a TLS error, in words."""
   return errors.AuthenticationError(
     f'no TLS with the peer ({error.reason or error}): it speaks none, or one '
     'side does not accept the certificate of the other. Give all workers '

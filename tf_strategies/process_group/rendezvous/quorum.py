@@ -96,7 +96,7 @@ class Cuts:
     now: float,
     seconds: float = CUT_SECONDS,
   ) -> list[int]:
-    """Those of the tasks that can all connect to each other, in order."""
+    """Returns the tasks that can all connect to each other, in order."""
     cuts = list(self._among(lives, now, seconds))
     return leave_out(sorted(lives), cuts, leader)
 

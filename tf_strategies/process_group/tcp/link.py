@@ -207,7 +207,7 @@ class Link:
   # What is received.
 
   def next(self) -> int | None:
-    """What comes next, HEADER once it is there; None if there is nothing now.
+    """Returns the next word, HEADER once it has arrived; None if nothing is there.
 
     A word that is none of those with a name is a slot with a piece.
     """

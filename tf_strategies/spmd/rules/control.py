@@ -77,7 +77,7 @@ def _whole(value):
 
 
 def _joined(context, plans):
-  """What the outputs are, whichever branch runs."""
+  """Returns the kinds of the outputs, whichever branch runs."""
   outputs = []
   for i in range(len(context.node.outputs)):
     found = [p.seen(p.program.outputs[i]) for p in plans.values()]

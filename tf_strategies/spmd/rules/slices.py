@@ -28,7 +28,7 @@ def _strided_slice(context: Context) -> Decision | None:
 
 
 def _slices(node, rank, begin, end, strides) -> list | None:
-  """What a slice takes: 'new', or for an axis (number, 'all', 'one' or a slice)."""
+  """Returns the parts of a slice: 'new', or an axis with 'all', 'one' or a slice."""
   count = next(
     (v.dims[0].number for v in (begin, end, strides) if v.dims), None
   )

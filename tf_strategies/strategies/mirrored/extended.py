@@ -105,7 +105,7 @@ class ExactMirroredExtended(
     return marked
 
   def _label_of(self, variable) -> str:
-    """What the gradients of a variable are called."""
+    """Returns the name of a variable's gradients."""
     return getattr(variable, 'path', variable.name)
 
   def apply_gradients(self, optimizer, gradients, variables, apply):

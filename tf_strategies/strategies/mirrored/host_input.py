@@ -205,7 +205,7 @@ def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def unwrap(dataset: tf.data.Dataset, batch: tuple):
-  """What a data set yields, of the arguments that its functions get."""
+  """Returns the element of a data set from the arguments of its functions."""
   return batch if type(dataset.element_spec) is tuple else batch[0]
 
 

@@ -105,7 +105,7 @@ class ReplicaExchange(emit.Exchange):
 
 
 def at_each(sites, make):
-  """What `make` returns on the device of each site."""
+  """Calls `make` on the device of each site, and returns the values."""
   results = []
   for site in sites:
     with tf.device(site.device):

@@ -146,7 +146,7 @@ class ShardExchange(emit.Exchange):
         yield totals
 
   def _total(self, shards, i, shared):
-    """What one device's shards have in a bucket, as integers."""
+    """Returns the sum of one device's shards of a bucket, as integers."""
 
     def encode(*buckets):
       if shared is None:

@@ -272,7 +272,7 @@ class _Sharded:
 
 
 def surroundings() -> dict[str, object]:
-  """What processes must have alike beside their options, by name.
+  """Returns the settings that must be equal in all processes, by name.
 
   TensorFlow's kernels cut some sums by the number of threads.
   """

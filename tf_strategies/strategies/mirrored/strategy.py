@@ -34,7 +34,7 @@ class ExactStrategy:
     return super().scope()
 
   def communication_report(self) -> dict[str, object]:
-    """What was communicated so far, counted by the graph as it ran.
+    """Returns counters of the communication so far, counted by the graph as it ran.
 
     `cross_device_ops` (its class), `calls` of each kind, with those that
     TensorFlow's collectives did in a branch (`all_reduce_in_control_flow`), and

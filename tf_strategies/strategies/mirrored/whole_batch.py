@@ -219,7 +219,7 @@ class Step:
     self.written_early: list[Any] = []
 
   def run(self, fn: Callable[[Any], Any], data):
-    """What `fn(data)` returns on one device, computed by all replicas.
+    """Computes `fn(data)` with all replicas, as one device would.
 
     `data` is a structure of distributed batches, or of whole ones. Results come
     once, as tensors that `is_whole` knows; those of predict by replica.

@@ -94,7 +94,7 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
 def _communication(
   options: options_lib.CollectiveOptions, devices: Sequence[str]
 ) -> str:
-  """What links these devices: 'nccl' or 'ring'.
+  """Returns the link of these devices: 'nccl' or 'ring'.
 
   TensorFlow takes the ring for 'auto', between GPUs too, and for 'nccl' without a
   GPU. Two members on one GPU NCCL refuses, after all have waited for each other.

@@ -49,7 +49,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   @property
   def group(self) -> process_group.ProcessGroup:
-    """What links the workers now."""
+    """Returns the current process group of the workers."""
     return self._queue.group
 
   def join(self) -> None:

@@ -139,7 +139,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 
   @property
   def process_group(self) -> process_group.ProcessGroup:
-    """What links the workers."""
+    """Returns the process group of the workers."""
     return self.extended.communicator.group
 
   def close(self) -> None:
@@ -153,7 +153,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 
 
 def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
-  """What all workers must have alike, by name."""
+  """Returns the settings that must be equal on all workers, by name."""
   names = 'bucket_bytes', 'all_reduce', 'compression'
   found = {name: getattr(options, name) for name in names}
   if callable(options.compression):

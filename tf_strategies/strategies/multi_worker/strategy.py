@@ -111,7 +111,7 @@ class MultiWorkerStrategy(
     return self.rank == 0
 
   def communication_report(self) -> dict[str, object]:
-    """What was communicated so far: `calls` by kind, the link, the world."""
+    """Returns the communication so far: `calls` by kind, the link, the world."""
     return self.extended.communicator.report()
 
   _is_batch = staticmethod(host_input.is_counted)

@@ -191,7 +191,7 @@ class Layout:
     return self.decode_header(argument)[1]
 
   def read(self, argument: tf.Tensor, step: tf.Tensor) -> Reading:
-    """What a step needs of the message."""
+    """Reads the batch and the header of a step from the message."""
     header = self.decode_header(argument)
     return Reading(
       self.decode_batch(argument, step), header[0], step + 1, header[2]

@@ -207,7 +207,7 @@ class Engine:
       source.lose(worker)
 
   def discover(self, step: Step, structure: Any) -> worker_function.Discovery:
-    """What the step does with such batches."""
+    """Finds the variables and results of a step on such batches."""
     key = step, batch_message.Layout(structure, 1).key
     discovery = self.cached(key, lambda: self._discover(step, structure))
     if discovery.python is not None:
@@ -231,7 +231,7 @@ class Engine:
     return self.cached((step, 'function', layout.key), make)
 
   def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-    """What was made for a key since servers were restored last, or makes it."""
+    """Returns the cached value of a key, or makes it. A restore empties the cache."""
     with self._lock:
       if key not in self._functions:
         self._functions[key] = make()

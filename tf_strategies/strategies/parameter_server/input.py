@@ -335,7 +335,7 @@ def source_of(data: Any) -> splits.Source | None:
 def steps_on(
   data: Sequence[Any], hides_rows: bool = False
 ) -> Elements | list[batch_message.Batch]:
-  """What an engine begins steps with, from batches of a user's iterator."""
+  """Converts batches of a user's iterator for an engine."""
   source = source_of(data)
   if source is not None:
     return Elements(source, len(data))

@@ -59,7 +59,7 @@ class Journal:
     self._unit(0, units.LAST_UNIT)
 
   def token(self, worker: int) -> int:
-    """What the next task of a worker carries."""
+    """Returns the token for the next task of a worker."""
     return self._tokens[worker]
 
   def revoke(self, workers: Iterable[int] | None = None) -> None:

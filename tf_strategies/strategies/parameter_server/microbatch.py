@@ -95,7 +95,7 @@ class Layout:
     return found
 
   def messages(self, server: int, tensors, rows) -> list[tf.Tensor]:
-    """What goes to a server: packed tensors with the rows, and large ones."""
+    """Returns the messages to a server: packed tensors with the rows, and large ones."""
     small, large = self._small_and_large(server)
     return [
       *packing.pack([*(tensors[i] for i in small), rows]),

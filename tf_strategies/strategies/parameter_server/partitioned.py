@@ -187,7 +187,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   @property
   def handle(self):
-    """What tapes and functions know the variable by."""
+    """Returns the handle by which tapes and functions know the variable."""
     if not _tf_internal.traces_to_save():
       return self.parts[0].handle
     if self._saved is None:

@@ -140,7 +140,7 @@ class Source:
     token: int = 0,
     wanted: Collection[Split] | None = None,
   ) -> Split | None:
-    """What a worker reads next, opened if it has none; None if none is left.
+    """Returns the split that a worker reads next, opened; None if none is left.
 
     `token` is the worker's; one that gets another one has lost its splits. If some
     are `wanted`, it is one of them.

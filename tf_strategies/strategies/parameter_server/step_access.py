@@ -68,7 +68,7 @@ class Write:
   delta: tf.Tensor | None  # Added in all; None if it was overwritten.
 
   def to_send(self) -> tf.Tensor:
-    """What goes to the variable's server: the sum, or all of it."""
+    """Returns the tensor for the variable's server: the sum, or the whole value."""
     shape, dtype = self.variable.shape, self.variable.dtype
     tensor = tf.cast(self.value if self.delta is None else self.delta, dtype)
     if tensor.shape != shape and shape.is_fully_defined():
@@ -79,7 +79,7 @@ class Write:
 
 
 def additive_delta(value: tf.Tensor, old: tf.Tensor) -> tf.Tensor | None:
-  """What was added to `old` to get `value`; None if it was no addition.
+  """Returns the difference between `value` and `old`; None if it was no addition.
 
   Keras writes `assign(self + delta)`. Two workers that do so overwrite each
   other's addition; two that add do not.

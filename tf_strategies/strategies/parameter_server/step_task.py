@@ -81,7 +81,7 @@ class _StepsTask(worker_pool.Task):
     self._engine.finished(self, worker)
 
   def result(self) -> Any:
-    """What the step returned, as NumPy arrays; waits for it."""
+    """Waits for the step, and returns its results as NumPy arrays."""
     self._engine.wait(lambda: self.is_finished)
     return self.discovery.unreport(self.reported)
 
@@ -221,7 +221,7 @@ class RoundTask(InputTask):
 
   @property
   def split(self) -> splits.Split | None:
-    """That it reads."""
+    """Returns the split that it reads."""
     return self._split
 
   def _others(self, worker: int) -> list[int]:

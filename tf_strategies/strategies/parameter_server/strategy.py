@@ -268,7 +268,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._drained(lambda: None)
 
   def report(self) -> dict[str, Any]:
-    """What happened so far: steps, staleness, dropped gradients, load.
+    """Returns counters: steps, staleness, dropped gradients, load.
 
     Returns:
       mode; steps (done); staleness (number of steps by how many other steps

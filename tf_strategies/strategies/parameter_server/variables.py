@@ -243,7 +243,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return count > 0 and read in read.graph.get_operations()[:count]
 
   def addition_of(self, value) -> tf.Tensor | None:
-    """What `value` adds to this variable, as it is read last in a graph."""
+    """Returns the term that `value` adds to this variable, as last read in a graph."""
     if not tf.is_tensor(value) or not hasattr(value, 'op'):
       return None
     if value.op.type not in ('AddV2', 'Add', 'Sub'):

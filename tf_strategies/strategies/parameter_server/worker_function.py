@@ -55,7 +55,7 @@ class Discovery:
     return self.unflatten(np.arange(sum(self.sizes)))
 
   def report(self, outputs: Any) -> Any:
-    """What a step reports: its numbers as float64 [count], or its tensors."""
+    """Returns the report of a step: its numbers as float64 [count], or its tensors."""
     outputs = () if outputs is None else outputs
     flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs)]
     if not self.are_numbers:
@@ -69,7 +69,7 @@ class Discovery:
     )
 
   def unreport(self, reported: Any) -> Any:
-    """What the step returned, as NumPy values, from what it reported."""
+    """Converts the report of a step to its results, as NumPy values."""
     if not self.are_numbers:
       flat = [t.numpy() for t in reported]
       return tf.nest.pack_sequence_as(self.outputs, flat)
