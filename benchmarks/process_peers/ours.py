@@ -147,7 +147,23 @@ class BFloat16(Group):
     self._sum = self._encode = self._decode = None
 
 
-class Replicated(base.Peer):
+class _InGraph(base.Peer):
+  """A step that is a `tf.function`; `prepare` makes it."""
+
+  def call(self) -> tf.Tensor:
+    """See base class."""
+    return self._step()
+
+  def result(self, returned: tf.Tensor) -> np.ndarray:
+    """See base class."""
+    return returned.numpy()
+
+  def release(self) -> None:
+    """See base class."""
+    self._step = None
+
+
+class Replicated(_InGraph):
   """`ReplicaContext.all_reduce` in a `tf.function` under a strategy.
 
   The tensor is a variable's value, since a graph makes constants of others.
@@ -196,20 +212,8 @@ class Replicated(base.Peer):
     """See base class."""
     self._barrier()
 
-  def call(self) -> tf.Tensor:
-    """See base class."""
-    return self._step()
 
-  def result(self, returned: tf.Tensor) -> np.ndarray:
-    """See base class."""
-    return returned.numpy()
-
-  def release(self) -> None:
-    """See base class."""
-    self._step = None
-
-
-class NoOp(base.Peer):
+class NoOp(_InGraph):
   """A host call from TensorFlow's graph that returns its input."""
 
   def prepare(self) -> None:
@@ -228,15 +232,3 @@ class NoOp(base.Peer):
 
   def barrier(self) -> None:
     """See base class; nobody waits for anybody here."""
-
-  def call(self) -> tf.Tensor:
-    """See base class."""
-    return self._step()
-
-  def result(self, returned: tf.Tensor) -> np.ndarray:
-    """See base class."""
-    return returned.numpy()
-
-  def release(self) -> None:
-    """See base class."""
-    self._step = None

@@ -78,7 +78,6 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       * 'naive': one device adds up everything: the slow baseline.
       * 'one_shot': each device sends everything to all others, in one round.
 
-
   Raises:
     UnsupportedOptionError: there is no such algorithm; later, a dtype
       that has no sum (bool, string), or replicas whose static shapes or dtypes
