@@ -129,7 +129,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       'bad_flag',
       'mnist_keras_fit',
       '--all_reduce=nccl',
-      'value should be one of <ring|auto|direct',
+      'value should be one of <auto|ring|direct',
     ),
   )
   @pytest.mark.soak

@@ -203,7 +203,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(_EXAMPLES[0], tiers.soak(_EXAMPLES[1]))
   @pytest.mark.soak
   def test_report_tells_the_bytes_of_a_step(self, name):
-    _, report = self._train(name, _SHORT, 4, epochs=1)
+    _, report = self._train(name, _SHORT, 4, all_reduce='ring', epochs=1)
     # A ring brings 2(N-1)/N of the gradients into each of N devices. Whole
     # tensors travel, so some get a bit more; metrics are a few bytes.
     gradients = 4 * report['parameters']

@@ -56,6 +56,13 @@ class StallTest(absltest.TestCase):
     self.assertIn('rank 0 in fit, rank 1 in the begin of fit', report.message)
     self.assertIsNone(self._find(waits[1:] * 2, waits[1:] * 2))
 
+  def test_names_a_rank_that_begins_fit_while_another_saves(self):
+    waits = [('', True, []), ('fit', False, ['begin of fit'])]
+    report = self._find(waits, waits)
+    self.assertIn(
+      'rank 0 in no method, rank 1 in the begin of fit', report.message
+    )
+
   def test_ranks_may_go_on(self):
     fit, evaluate = ('fit', True, []), ('evaluate', False, ['a'])
     for before, now in (

@@ -109,14 +109,16 @@ def stall(
   """Returns why ranks wait for each other for ever; None if they may go on.
 
   They do if each waits in the same place as some time `before`, and they are in
-  different methods of a model: one evaluates, say, while the others train. So is
-  one that begins `fit` again.
+  different methods of a model: one evaluates, say, while the others train. They
+  also do if one of them begins `fit`, which every rank has to begin.
   """
   ranks = range(len(members))
   if any(rank not in said or rank not in before for rank in ranks):
     return None
   calls = [_begun(said[rank]) for rank in ranks]
-  if not all(calls) or len(set(calls)) == 1:
+  if len(set(calls)) == 1:
+    return None
+  if not all(calls) and not any(map(_begins_fit, map(said.get, ranks))):
     return None
   for rank in ranks:
     place = _place(said[rank])
@@ -124,7 +126,9 @@ def stall(
       return None
   differing = tuple(rank for rank in ranks if calls[rank] != calls[0])
   shown = [0, *differing[:_NAMED]]
-  told = ', '.join(f'rank {rank} in {calls[rank]}' for rank in shown)
+  told = ', '.join(
+    f'rank {rank} in {calls[rank] or "no method"}' for rank in shown
+  )
   member = members[differing[0]]
   return state_lib.FailureReport(
     'CollectiveMismatchError',
@@ -140,10 +144,14 @@ def stall(
 
 def _begun(description) -> str:
   """Returns the method of a model that a rank is in, or begins."""
-  call = description['call']
-  if call and workers_lib.BEGIN_OF_FIT in description['exchanges']:
-    return f'the begin of {call}'
-  return call
+  if _begins_fit(description):
+    return f'the {workers_lib.BEGIN_OF_FIT}'
+  return description['call']
+
+
+def _begins_fit(description) -> bool:
+  """Returns whether a rank waits for the others to begin `fit`."""
+  return workers_lib.BEGIN_OF_FIT in description['exchanges']
 
 
 def _place(description) -> tuple | None:

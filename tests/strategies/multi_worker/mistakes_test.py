@@ -25,7 +25,8 @@ _MISTAKES = (
   tiers.soak('loop', f'{_ENDED} while others use theirs. Fix: run the same'),
   tiers.soak('rows', 'Fix: pass every worker the whole arrays'),
   tiers.soak(
-    'goes_on', 'rank 0 in evaluate, rank 1 in fit. Fix: call the same'
+    'goes_on',
+    'rank 0 in evaluate, rank 1 in the begin of fit. Fix: call the same',
   ),
   tiers.soak(
     'again', 'rank 0 in the begin of fit, rank 1 in fit. Fix: call the same'
