@@ -51,13 +51,9 @@ class OptionChecksTest(parameterized.TestCase):
     (_GROUP, 'window_seconds', '5'),
     (_JOB, 'num_ps', -1),
     (_JOB, 'num_workers', 2.0),
-    (_PIPELINE, 'autoshard', _NAMES),
     (_PIPELINE, 'cache', None),
     (_PIPELINE, 'global_batch_size', None),
-    (_PIPELINE, 'num_parallel_calls', 0),
-    (_PIPELINE, 'prefetch', -2),
     (_PIPELINE, 'seed', 2**63),
-    (_PIPELINE, 'service_timeout', 10**400),
     (_PIPELINE, 'shuffle_buffer', True),
     (_RING, 'all_reduce', 'rings'),
     (_RING, 'all_reduce', ['ring']),
@@ -131,7 +127,7 @@ class OptionChecksTest(parameterized.TestCase):
       _COLLECTIVE(max_subdivs_per_device=-1, timeout_seconds=np.float32(2)),
       _COLLECTIVE(max_subdivs_per_device=-1, timeout_seconds=2.0),
     )
-    self.assertEqual(_PIPELINE(np.int32(8), seed=0, prefetch=-1).seed, 0)
+    self.assertEqual(_PIPELINE(np.int32(8), seed=0).seed, 0)
 
   def test_ends_of_ranges(self):
     option_checks.check_int('n', 1, 1, 3)

@@ -108,7 +108,8 @@ def _parse_batch(records):
 
 def _records(source: Source, parallel: bool) -> tf.data.Dataset:
   """Shuffled records of one file after the other, or of many at once."""
-  paths = list(tfrecord.find_shards(source.directory, 'train').paths)
+  shards = datasets.tfrecords(source.directory, 'train')
+  paths = list(shards.paths)
   files = tf.data.Dataset.from_tensor_slices(paths)
   if parallel:
     cycle = min(len(paths), _MAX_OPEN_FILES)
@@ -122,8 +123,7 @@ def _records(source: Source, parallel: bool) -> tf.data.Dataset:
     )
   else:
     records = files.flat_map(tf.data.TFRecordDataset)
-  count = datasets.tfrecords(source.directory, 'train').num_examples
-  return records.shuffle(count, seed=_SEED)
+  return records.shuffle(shards.num_examples, seed=_SEED)
 
 
 def _one_by_one(source, parallel=False, calls=None) -> tf.data.Dataset:

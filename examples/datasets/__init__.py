@@ -4,14 +4,12 @@
   options = tfs.data.PipelineOptions(global_batch_size=256, seed=0)
   train = tfs.data.make_dataset(data.train, options, training=True)
 
-`extract` and `write_tfrecords` are commands as well:
-`python -m examples.datasets.extract --help`.
+`extract` is a command as well: `python -m examples.datasets.extract --help`.
 """
 
 from examples.datasets.digits import load_digits
 
-# This function and `write_tfrecords` take the names of their packages, which
-# stay importable and runnable.
+# This function takes the name of its package, which stays importable and runnable.
 from examples.datasets.extract import extract
 from examples.datasets.idx import load_idx
 from examples.datasets.images import ImageClassificationData, Images
@@ -19,7 +17,6 @@ from examples.datasets.npz import load_npz
 from examples.datasets.sources import load, load_keras_mnist
 from examples.datasets.synthetic import make_synthetic
 from examples.datasets.tfrecord import load_tfrecords, tfrecords
-from examples.datasets.write_tfrecords import write_tfrecords
 
 __all__ = [
   'ImageClassificationData',
@@ -33,5 +30,4 @@ __all__ = [
   'load_tfrecords',
   'make_synthetic',
   'tfrecords',
-  'write_tfrecords',
 ]

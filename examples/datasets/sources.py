@@ -12,7 +12,7 @@ import os
 
 from absl import logging
 
-from examples.datasets import digits, idx, npz, synthetic, tfrecord
+from examples.datasets import digits, idx, manifest, npz, synthetic, tfrecord
 from examples.datasets import images as images_lib
 from tf_strategies import errors
 
@@ -20,8 +20,8 @@ DATASETS = ('mnist', 'digits', 'synthetic')
 _EXPECTED = (
   'an .npz file in the layout of Keras (mnist.npz, from '
   f'{npz.KERAS_MNIST_URL}), a directory with the four IDX files '
-  '(train-images-idx3-ubyte.gz and its companions), or a directory of TFRecord '
-  'shards (mnist-train-00000-of-00004.tfrecord and its companions)'
+  '(train-images-idx3-ubyte.gz and its companions), or a directory that `python -m '
+  'examples.datasets.extract` filled'
 )
 
 
@@ -33,8 +33,8 @@ def load(
   Args:
     dataset: 'mnist', 'digits' (scikit-learn's, offline) or 'synthetic'.
     data_path: for 'mnist' only: an `.npz` file, or a directory of IDX files or
-      TFRecord shards, told apart by what it holds. Without it, MNIST comes
-      from the Keras cache, or is downloaded into it.
+      of shards that `extract` made, told apart by what it holds. Without it,
+      MNIST comes from the Keras cache, or is downloaded into it.
 
   Returns:
     Images uint8 [n, 28, 28, 1] and labels int64 [n] of both splits. O(bytes):
@@ -117,7 +117,7 @@ def _load_mnist(data_path) -> images_lib.ImageClassificationData:
 
 def _load_directory(where: str) -> images_lib.ImageClassificationData:
   has_idx = idx.is_idx_directory(where)
-  has_tfrecords = tfrecord.is_tfrecord_directory(where)
+  has_tfrecords = manifest.is_extracted(where)
   if has_idx and has_tfrecords:
     raise errors.DataError(
       f'data_path={where}: holds both IDX files and TFRecord shards; expected '

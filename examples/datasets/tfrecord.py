@@ -1,39 +1,38 @@
-"""TFRecord shards: their names, their check at the door, and their records.
+"""TFRecord shards of images, as `extract` leaves them: their records and a source.
 
-`mnist-train-00002-of-00004.tfrecord` is shard 2 of 4 of the training split.
-Example i is in shard i % 4, so that every shard has its share of a data set
-that is sorted by class. A record is a `tf.train.Example` with `image_raw` (the
-pixels, row by row), `label`, `height` and `width`.
+A record is a `tf.train.Example` with `image_raw` (the pixels, row by row),
+`label`, `height` and `width`.
 
 Source: https://www.tensorflow.org/tutorials/load_data/tfrecord.
 
 Example:
 
-  >>> import tempfile
+  >>> import os, tempfile
+  >>> import numpy as np
   >>> from examples import datasets
+  >>> small = datasets.make_synthetic(num_train=10, num_test=4)
   >>> with tempfile.TemporaryDirectory() as directory:
-  ...   small = datasets.make_synthetic(num_train=10, num_test=4)
-  ...   paths = datasets.write_tfrecords(small, directory, num_shards=2)
-  ...   datasets.tfrecords(directory, 'train').num_examples
-  ...   datasets.load_tfrecords(directory).train.labels.tolist()
-  10
-  [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+  ...   path, shards = (os.path.join(directory, n) for n in ('a.npz', 'out'))
+  ...   np.savez(
+  ...     path, x_train=small.train.images, y_train=small.train.labels,
+  ...     x_test=small.test.images, y_test=small.test.labels)
+  ...   report = datasets.extract(path, shards, examples_per_shard=6)
+  ...   datasets.tfrecords(shards, 'train').counts
+  ...   datasets.load_tfrecords(shards).test.labels.tolist()
+  (6, 4)
+  [0, 1, 2, 3]
 """
 
-import dataclasses
 import os
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf import message
 
 from examples.datasets import images as images_lib
 from examples.datasets import manifest as manifest_lib
 from tf_strategies import data, errors
-from tf_strategies.data import files
 
 SPLITS = ('train', 'test')
 FEATURES = {
@@ -42,151 +41,16 @@ FEATURES = {
   'height': tf.io.FixedLenFeature([], tf.int64),
   'width': tf.io.FixedLenFeature([], tf.int64),
 }
-_SHARD = re.compile(
-  r'(?P<name>[A-Za-z0-9_]+)-(?P<split>train|test)-(?P<index>\d{5,})-of-'
-  r'(?P<count>\d{5,})\.tfrecord'
-)
 # Large enough to amortise a step of the reader, small enough to stay in cache.
 _READ_BATCH = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class Shards:
-  """The shards of one split, complete and in order.
-
-  Attributes:
-    name: the data set's name, as in the file names.
-    split: 'train' or 'test'.
-    paths: one path a shard, by index.
-    extracted: what the manifest of `extract` says of each; None for shards of
-      `write_tfrecords`, which have no manifest.
-  """
-
-  name: str
-  split: str
-  paths: tuple[str, ...]
-  extracted: tuple[manifest_lib.Shard, ...] | None = None
-
-
-def shard_name(name: str, split: str, index: int, count: int) -> str:
-  """The file name of one shard: `mnist-train-00000-of-00004.tfrecord`."""
-  return f'{name}-{split}-{index:05d}-of-{count:05d}.tfrecord'
-
-
-def is_tfrecord_directory(directory: str | os.PathLike[str]) -> bool:
-  """Returns whether there is a shard of `write_tfrecords`, or what `extract` made."""
-  return manifest_lib.is_extracted(directory) or has_shards(directory)
-
-
-def has_shards(directory: str | os.PathLike[str]) -> bool:
-  """Returns whether at least one file is named as a shard of `write_tfrecords`."""
-  return any(_SHARD.fullmatch(entry) for entry in os.listdir(directory))
-
-
-def find_shards(directory: str | os.PathLike[str], split: str) -> Shards:
-  """Finds all shards of a split and refuses an incomplete or mixed set.
-
-  Args:
-    directory: where the shards are.
-    split: 'train' or 'test'.
-
-  Returns:
-    The paths, by index. O(files of the directory).
-
-  Raises:
-    DataError: the directory is missing, has no such shard, lacks one of the
-      declared count, or mixes data sets or counts.
-    UnsupportedOptionError: another `split`.
-  """
+def check_split(split: str) -> None:
+  """Raises an UnsupportedOptionError for another split than train and test."""
   if split not in SPLITS:
     raise errors.UnsupportedOptionError(
       f'split={split!r}', "'train' or 'test'", "write split='train'"
     )
-  where = os.fspath(directory)
-  expected = f'{shard_name("mnist", split, 0, 4)} and its companions'
-  if not os.path.isdir(where):
-    raise errors.DataError(f'{where}: no such directory; expected {expected}')
-  if manifest_lib.is_extracted(where):
-    return _find_extracted(where, split)
-  found: dict[tuple[str, int], set[int]] = {}
-  for entry in os.listdir(where):
-    match = _SHARD.fullmatch(entry)
-    if match and match['split'] == split:
-      key = (match['name'], int(match['count']))
-      found.setdefault(key, set()).add(int(match['index']))
-  if not found:
-    raise errors.DataError(
-      f'{where}: no TFRecord shard of {split}; expected {expected}, as '
-      '`python -m examples.datasets.write_tfrecords` writes them'
-    )
-  if len(found) > 1:
-    sets = ', '.join(f'{n}-{split}-*-of-{c:05d}' for n, c in sorted(found))
-    raise errors.DataError(
-      f'{where}: shards of several sets, {sets}; expected one, move the others '
-      'elsewhere'
-    )
-  ((name, count), indices) = next(iter(found.items()))
-  missing = sorted(set(range(count)) - indices)
-  if missing or len(indices) != count:
-    first = shard_name(name, split, missing[0] if missing else count, count)
-    raise errors.DataError(
-      f'{where}: {len(indices)} of {count} shards of {split}; expected all, '
-      f'{first} is {"missing" if missing else "out of range"}'
-    )
-  return Shards(
-    name,
-    split,
-    tuple(
-      os.path.join(where, shard_name(name, split, i, count))
-      for i in range(count)
-    ),
-  )
-
-
-def check_example(path: str, payload: bytes) -> None:
-  """Checks the first record of a file: a 28x28 image with a label.
-
-  Raises:
-    DataError: it is something else; the message names the file.
-  """
-  try:
-    feature = tf.train.Example.FromString(payload).features.feature
-  except message.DecodeError as e:
-    raise errors.DataError(
-      f'{path}: its first record is no tf.train.Example; expected one with '
-      f'{", ".join(FEATURES)}'
-    ) from e
-  missing = [name for name in FEATURES if name not in feature]
-  if missing:
-    raise errors.DataError(
-      f'{path}: its first record lacks {", ".join(missing)}; expected '
-      f'{", ".join(FEATURES)}'
-    )
-  height = list(feature['height'].int64_list.value)
-  width = list(feature['width'].int64_list.value)
-  num_bytes = [len(v) for v in feature['image_raw'].bytes_list.value]
-  if (height, width, num_bytes) != ([28], [28], [images_lib.IMAGE_BYTES]):
-    raise errors.DataError(
-      f'{path}: its first record is an image of height {height}, width {width}, '
-      f'bytes {num_bytes}; expected 28, 28 and {images_lib.IMAGE_BYTES}'
-    )
-
-
-def count_shard(path: str) -> int:
-  """Counts the records of a shard that no manifest tells of.
-
-  Raises:
-    DataError: as `files.count_records`; or it holds other records; or there is
-      none: `write_tfrecords` leaves
-      no shard without one, but a copy that failed does.
-  """
-  count = files.count_records(path, check_example)
-  if not count:
-    raise errors.DataError(
-      f'{path}: has no record; expected at least one in each shard, write it '
-      'again'
-    )
-  return count
 
 
 def tfrecords(
@@ -194,36 +58,25 @@ def tfrecords(
   split: str,
   parse_fn: Callable[[tf.Tensor], Any] | None = None,
 ) -> data.TFRecords:
-  """Returns a split that is in shards, as a source for `make_dataset`.
-
-  Shards that `extract` left are counted already, in its manifest. Others are
-  counted by looking at the frame of each record, about 2 us each.
+  """Returns a split that was extracted, as a source for `make_dataset`.
 
   Args:
-    directory: as `write_tfrecords` or `extract` leaves it.
+    directory: as `extract` leaves it.
     split: 'train' or 'test'.
-    parse_fn: of `TFRecords`, for records of another schema that `extract` left;
-      by default records are 28x28 images.
+    parse_fn: of `TFRecords`, for records of another schema; by default records
+      are 28x28 images.
 
   Raises:
-    DataError: as `find_shards`; or a shard is truncated, empty or holds other
-      records.
+    DataError: as `manifest.read_complete`; or there is no shard of the split; or
+      the first record is no such image.
     UnsupportedOptionError: another `split`.
   """
-  shards = find_shards(directory, split)
-  if shards.extracted is not None:
-    if parse_fn is None:
-      # One record tells what was extracted.
-      files.count_records(shards.paths[0], check_example, limit=1)
-    counts = [shard.examples for shard in shards.extracted]
-  else:
-    counts = list(map(count_shard, shards.paths))
+  paths, counts = _shards(directory, split)
+  if parse_fn is not None:
+    return data.TFRecords(paths, parse_fn, counts)
+  next(_read(paths[0], 1))  # One record tells what was extracted.
   return data.TFRecords(
-    shards.paths,
-    parse_fn or parse_examples,
-    counts,
-    decode_fn=None if parse_fn else images_lib.scale,
-    is_round_robin=shards.extracted is None,
+    paths, parse_examples, counts, decode_fn=images_lib.scale
   )
 
 
@@ -233,38 +86,28 @@ def load_tfrecords(
   """Loads both splits of a directory of shards into memory.
 
   Args:
-    directory: holds `<name>-train-*` and `<name>-test-*` shards.
+    directory: as `extract` leaves it.
     num_classes: labels are in [0, num_classes).
 
   Returns:
-    The data set, named as its files, in the order in which it was written.
-    O(bytes), about 10 us an example.
+    The data set in the order of its sources. O(bytes), about 10 us an example.
 
   Raises:
-    DataError: a shard is missing, truncated, empty, fails its checksum or holds
-      other records; the message names the file.
+    DataError: as `tfrecords`; or a shard fails its checksum or holds other
+      records. The message names the file.
   """
-  splits, names = {}, {}
+  splits = []
   for split in SPLITS:
-    shards = find_shards(directory, split)
-    splits[split] = _read_split(shards)
-    names[split] = shards.name
-  if names['train'] != names['test']:
-    raise errors.DataError(
-      f'{os.fspath(directory)}: train is {names["train"]} but test is '
-      f'{names["test"]}; expected one data set'
-    )
-  return images_lib.build(
-    os.fspath(directory),
-    names['train'],
-    splits['train'],
-    splits['test'],
-    num_classes,
-  )
+    paths, _ = _shards(directory, split)
+    batches = [batch for path in paths for batch in _read(path, _READ_BATCH)]
+    images, labels = map(np.concatenate, zip(*batches, strict=True))
+    splits.append((images, labels))
+  name = manifest_lib.read(directory).settings.name
+  return images_lib.build(os.fspath(directory), name, *splits, num_classes)
 
 
 def serialize_image(image: bytes, label: int) -> bytes:
-  """The record of a 28x28 image: a serialized `tf.train.Example`."""
+  """Returns the record of a 28x28 image: a serialized `tf.train.Example`."""
   height, width, _ = images_lib.IMAGE_SHAPE
   feature = {
     'image_raw': tf.train.Feature(bytes_list=tf.train.BytesList(value=[image])),
@@ -301,61 +144,35 @@ def parse_examples(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
   return images, labels
 
 
-def _read_split(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
-  images, labels, order = [], [], []
-  for path in shards.paths:
-    shard_images, shard_labels = _read_shard(path)
-    images.append(shard_images)
-    labels.append(shard_labels)
-    order.append(np.arange(len(shard_labels)))
-  if shards.extracted is not None:  # Each shard goes on where one ended.
-    return np.concatenate(images), np.concatenate(labels)
-  # One from each shard in turn undoes the writer's dealing; the stable sort
-  # keeps the shards in order among records of the same position.
-  order = np.argsort(np.concatenate(order), kind='stable')
-  return np.concatenate(images)[order], np.concatenate(labels)[order]
-
-
-def _read_shard(path: str) -> tuple[np.ndarray, np.ndarray]:
-  count = count_shard(path)  # That `extract` leaves no empty one, either.
-  images = np.empty((count,) + images_lib.IMAGE_SHAPE, np.uint8)
-  labels = np.empty([count], np.int64)
-  try:
-    start = 0
-    for records in tf.data.TFRecordDataset(path).batch(_READ_BATCH):
-      batch_images, batch_labels = parse_examples(records)
-      stop = start + len(batch_labels)
-      images[start:stop] = batch_images
-      labels[start:stop] = batch_labels
-      start = stop
-  except tf.errors.DataLossError as e:
-    raise errors.DataError(
-      f'{path}: corrupt record ({e.message}); expected a TFRecord file whose '
-      'checksums hold, write it again'
-    ) from e
-  except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as e:
-    raise errors.DataError(
-      f'{path}: unreadable record ({e.message}); expected the features '
-      f'{", ".join(FEATURES)} and {images_lib.IMAGE_BYTES} bytes an image'
-    ) from e
-  return images, labels
-
-
-def _int64(value: int) -> tf.train.Feature:
-  return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-
-
-def _find_extracted(where: str, split: str) -> Shards:
+def _shards(directory, split) -> tuple[list[str], list[int]]:
+  """Returns the paths of a split's shards, and how many records each has."""
+  check_split(split)
+  where = os.fspath(directory)
   manifest = manifest_lib.read_complete(where)
-  shards = tuple(shard for shard in manifest.shards if shard.split == split)
+  shards = [shard for shard in manifest.shards if shard.split == split]
   if not shards:
     raise errors.DataError(
       f'{where}: its manifest has no shard of {split}; expected some, extract '
       'from a source with that split'
     )
-  return Shards(
-    manifest.settings.name,
-    split,
-    tuple(os.path.join(where, shard.name) for shard in shards),
-    shards,
-  )
+  paths = [os.path.join(where, shard.name) for shard in shards]
+  return paths, [shard.examples for shard in shards]
+
+
+def _read(path: str, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """Yields batches of a shard's images and labels."""
+  try:
+    for records in tf.data.TFRecordDataset(path).batch(size):
+      images, labels = parse_examples(records)
+      yield images.numpy(), labels.numpy()
+  # TensorFlow fails to decode its own message about a record of other bytes.
+  except (tf.errors.OpError, UnicodeDecodeError) as e:
+    raise errors.DataError(
+      f'{path}: unreadable record ({e}); expected whole records with '
+      f'the features {", ".join(FEATURES)} and {images_lib.IMAGE_BYTES} bytes an '
+      'image, extract again'
+    ) from e
+
+
+def _int64(value: int) -> tf.train.Feature:
+  return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))

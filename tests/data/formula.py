@@ -8,7 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from examples import datasets
-from tf_strategies import errors
+from examples.datasets import images as images_lib
+from examples.datasets import tfrecord
+from tf_strategies import data, errors
 
 IDX_NAMES = {
   'train': ('train-images-idx3-ubyte', 'train-labels-idx1-ubyte'),
@@ -47,20 +49,28 @@ def dataset(
   )
 
 
-def numbered(num_train: int, num_test: int) -> datasets.ImageClassificationData:
-  """As `dataset`, but label i is i in both splits; for pipelines."""
-  return datasets.ImageClassificationData(
-    'mnist', arrays(num_train), arrays(num_test), max(num_train, num_test, 2)
+def write_records(directory: str, n: int, num_files: int) -> data.TFRecords:
+  """Writes `arrays(n)` to files, one after the other, and returns the source."""
+  size = -(-n // num_files)
+  paths = []
+  for start in range(0, n, size):
+    paths.append(f'{directory}/{len(paths)}.tfrecord')
+    with tf.io.TFRecordWriter(paths[-1]) as writer:
+      for i in range(start, min(n, start + size)):
+        image = images(1, i).tobytes()
+        writer.write(tfrecord.serialize_image(image, i))
+  return data.TFRecords(
+    paths, tfrecord.parse_examples, decode_fn=images_lib.scale
   )
 
 
 def write_npz(path: str, **changes) -> str:
-  data = dataset()
+  small = dataset()
   content = {
-    'x_train': data.train.images[..., 0],
-    'y_train': data.train.labels.astype(np.uint8),
-    'x_test': data.test.images[..., 0],
-    'y_test': data.test.labels.astype(np.uint8),
+    'x_train': small.train.images[..., 0],
+    'y_train': small.train.labels.astype(np.uint8),
+    'x_test': small.test.images[..., 0],
+    'y_test': small.test.labels.astype(np.uint8),
   }
   content.update(changes)
   np.savez(path, **{k: v for k, v in content.items() if v is not None})
@@ -74,9 +84,9 @@ def idx_bytes(values: np.ndarray) -> bytes:
 
 
 def write_idx(directory: str, compressed: bool = True) -> str:
-  data = dataset()
+  small = dataset()
   for split, (image_name, label_name) in IDX_NAMES.items():
-    arrays_ = getattr(data, split)
+    arrays_ = getattr(small, split)
     for name, values in (
       (image_name, arrays_.images[..., 0]),
       (label_name, arrays_.labels),

@@ -1,11 +1,9 @@
 """Which function runs how often, with which seeds."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from examples import datasets
 from tests.data import formula
 from tf_strategies import data as data_lib
 
@@ -39,26 +37,18 @@ class Calls:
     return images, self._count('map', labels)
 
 
-class TransformTestCase(tf.test.TestCase, parameterized.TestCase):
+class TransformTestCase(formula.DataTestCase, parameterized.TestCase):
   def make(
     self, source, training=True, functions=None, context=None, **changes
   ):
-    options = data_lib.PipelineOptions(
-      **({'global_batch_size': 8, 'seed': 3} | changes)
-    )
+    options = {'global_batch_size': 8, 'seed': 3} | changes
     if source == 'arrays':
-      return data_lib.make_dataset(
-        formula.arrays(_N),
-        options,
-        training=training,
-        input_context=context,
-        **functions or {},
-      )
-    directory = self.create_tempdir().full_path
-    datasets.write_tfrecords(formula.numbered(_N, 3), directory, 3)
+      source = formula.arrays(_N)
+    else:
+      source = formula.write_records(self.new_dir(), _N, 3)
     return data_lib.make_dataset(
-      datasets.tfrecords(directory, 'train'),
-      options,
+      source,
+      data_lib.PipelineOptions(**options),
       training=training,
       input_context=context,
       **functions or {},
@@ -141,34 +131,11 @@ class SeedsTest(TransformTestCase):
     self.assertEqual(self.seeds(source), one)
     self.assertEmpty(set(self.seeds(source, seed=4)) & set(one))
     self.assertLen(set(self.seeds(source, seed=None)), 2 * 3)
-    repeated = self.seeds(source, epochs=1, repeat=False)
-    self.assertEqual(one[:3], repeated)
 
   def test_pipelines_draw_numbers_of_their_own(self):
     contexts = [tf.distribute.InputContext(2, i, 2) for i in range(2)]
     one, other = (self.seeds('arrays', context=c) for c in contexts)
     self.assertEmpty(set(one) & set(other))
-
-  @pytest.mark.smoke
-  def test_epochs_that_resume_augment_alike(self):
-    def stream(epoch, step):
-      return [
-        seed.tolist()
-        for seed in data_lib.make_dataset(
-          formula.arrays(_N),
-          data_lib.PipelineOptions(8, seed=3),
-          training=True,
-          epochs=3,
-          start=(epoch, step),
-          steps_per_epoch=5,
-          augment_fn=lambda x, y, seed: seed,
-        ).as_numpy_iterator()
-      ]
-
-    whole = stream(0, 0)
-    self.assertLen({tuple(seed) for seed in whole}, 15)
-    for epoch, step in ((0, 2), (1, 0), (2, 4)):
-      self.assertEqual(stream(epoch, step), whole[5 * epoch + step :])
 
 
 if __name__ == '__main__':

@@ -19,8 +19,8 @@ ParseFn = Callable[[Any], Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 MAX_OPEN_FILES = 16
-# Records taken from one file before the next: one at a time costs a third of
-# the throughput. Evaluation restores the written order instead.
+# Records that training takes from one file before the next: one at a time costs a
+# third of the throughput.
 _BLOCK_LENGTH = 16
 # A TFRecord: uint64 length, its masked CRC, the payload, the payload's CRC.
 _HEADER = struct.Struct('<QI')
@@ -31,7 +31,8 @@ _FOOTER_BYTES = 4
 class Files:
   """Records in files of any format.
 
-  The files are looked up once, when the source is made.
+  The files are looked up once, when the source is made. Evaluation reads one after
+  the other, and training several at once.
 
   Args:
     paths: a list of files, or a pattern such as 'gs://bucket/logs-*.csv'.
@@ -42,8 +43,6 @@ class Files:
       paths of a pattern, or of `paths` as given. The lengths of epochs and
       shares follow from it.
     decode_fn: called with the components of each batch after the cache.
-    is_round_robin: whether record i is in file i % len(paths). Otherwise the
-      first file holds the first records. Evaluation restores this order.
 
   Raises:
     DataError: a file is missing.
@@ -59,12 +58,10 @@ class Files:
     counts: Sequence[int],
     *,
     decode_fn: Callable[..., Any] | None = None,
-    is_round_robin: bool = False,
   ):
     option_checks.check_function('read_fn', read_fn)
     option_checks.check_function('parse_fn', parse_fn)
     option_checks.check_function('decode_fn', decode_fn, or_none=True)
-    option_checks.check_bool('is_round_robin', is_round_robin)
     self.paths = _find(paths)
     if counts is None:
       counts = self._count()
@@ -75,7 +72,6 @@ class Files:
     self.parse_fn = parse_fn
     self.decode_fn = decode_fn
     self._read_fn = read_fn
-    self._is_round_robin = is_round_robin
 
   @property
   def num_examples(self) -> int:
@@ -93,46 +89,28 @@ class Files:
     return mine
 
   def read(
-    self,
-    plan: plan_lib.Plan,
-    *,
-    number: int | tf.Tensor | None = None,
-    is_cached: bool = False,
+    self, plan: plan_lib.Plan, number: int | tf.Tensor | None = None
   ) -> tf.data.Dataset:
-    """Returns the records of pass `number`, or in another order each time.
-
-    A cache, if one follows, keeps the first order.
-    """
+    """Returns the records of pass `number`; None keeps the order of the files."""
     n = self.num_examples
     paths = tf.data.Dataset.from_tensor_slices(list(self.paths))
-    if plan.is_shuffled and not is_cached and plan.buffer_for(n) < n:
+    if number is not None and plan.buffer_for(n) < n:
       # A buffer that is smaller than the split mixes neighbours only, so the
       # files take turns in being neighbours.
       paths = plan.shuffle(paths, number, buffer=len(self.paths))
-    cycle, block = min(len(self.paths), MAX_OPEN_FILES), _BLOCK_LENGTH
-    if not plan.training and self._is_round_robin:
-      # One record of each file in turn, if all of them are open.
-      cycle, block = len(self.paths), 1
-    elif not plan.training:
-      # One file at a time; those that follow are opened ahead.
-      block = max(1, *self.counts)
-    calls = plan.options.num_parallel_calls
     records = paths.interleave(
       self._read_fn,
-      cycle_length=cycle,
-      block_length=block,
-      # tf.data wants at most as many calls as there are files open at once.
-      num_parallel_calls=calls if calls < 0 else min(calls, cycle),
-      deterministic=plan.reads_in_order,
+      cycle_length=min(len(self.paths), MAX_OPEN_FILES),
+      # In evaluation one file at a time; the next ones are opened ahead.
+      block_length=_BLOCK_LENGTH if plan.training else max(1, *self.counts),
+      num_parallel_calls=tf.data.AUTOTUNE,
+      deterministic=True,
     )
     return records.apply(tf.data.experimental.assert_cardinality(n))
 
-  def _count(self) -> list[int]:
-    raise errors.UnsupportedOptionError(
-      'read_fn without counts',
-      'the number of records of each file beside a read_fn',
-      'pass counts=[...]: lengths of epochs and shares follow from it',
-    )
+  def _count(self) -> Sequence[int] | None:
+    """Returns the numbers of records, if the format tells them."""
+    return None
 
 
 @option_checks.has_options
@@ -156,7 +134,7 @@ class TFRecords(Files):
       `tf.io.parse_example`, or a `parse_fn` as in `Files`.
     counts: as in `Files`. Without it the frames of the records are walked, 2
       us each, which takes a while on remote storage.
-    decode_fn: as in `Files`, and so are those that follow.
+    decode_fn: as in `Files`.
 
   Raises:
     DataError: a file is missing or truncated.
@@ -170,7 +148,6 @@ class TFRecords(Files):
     counts: Sequence[int] | None = None,
     *,
     decode_fn: Callable[..., Any] | None = None,
-    is_round_robin: bool = False,
   ):
     parse_fn = schema
     option_checks.check(
@@ -183,24 +160,13 @@ class TFRecords(Files):
       parse_fn = lambda records: tf.io.parse_example(records, schema)  # noqa: E731
     # Looked up when it is called: slow storage may be simulated.
     read_fn = lambda path: tf.data.TFRecordDataset(path)  # noqa: E731
-    super().__init__(
-      paths,
-      read_fn,
-      parse_fn,
-      counts,
-      decode_fn=decode_fn,
-      is_round_robin=is_round_robin,
-    )
+    super().__init__(paths, read_fn, parse_fn, counts, decode_fn=decode_fn)
 
-  def _count(self) -> list[int]:
+  def _count(self) -> Sequence[int]:
     return [count_records(path) for path in self.paths]
 
 
-def count_records(
-  path: str,
-  check: Callable[[str, bytes], None] | None = None,
-  limit: int | None = None,
-) -> int:
+def count_records(path: str) -> int:
   """Counts the records of a TFRecord file, and checks its framing.
 
   Only the 12 bytes before each record are looked at: O(records) time. TensorFlow
@@ -209,8 +175,6 @@ def count_records(
 
   Args:
     path: the file, on this machine or on storage that TensorFlow can read.
-    check: called with the path and the first record.
-    limit: after how many records to stop; None for all of them.
 
   Raises:
     DataError: the file ends inside a record or cannot be read.
@@ -221,7 +185,7 @@ def count_records(
     is_remote = option_checks.is_remote(path)
     with tf.io.gfile.GFile(path, 'rb') if is_remote else open(path, 'rb') as f:
       size = tf.io.gfile.stat(path).length
-      while position < size and count != limit:
+      while position < size:
         header = f.read(_HEADER.size)
         length = _HEADER.unpack(header)[0] if len(header) == 12 else size
         end = position + _HEADER.size + length + _FOOTER_BYTES
@@ -231,8 +195,6 @@ def count_records(
             f'truncated or corrupt in record {count} at byte {position}. Fix: '
             'write it again'
           )
-        if not count and check is not None:
-          check(path, f.read(length))
         f.seek(end)
         position = end
         count += 1

@@ -6,11 +6,16 @@ batch of shuffled indices is more than ten times as fast as a map for each image
 
 A batch goes through `prepare_fn`, the cache, `decode_fn` of the source,
 `augment_fn` and `map_fn`, in this order.
+
+A pass reads the data once. Its order is a function of (seed, number of the pass)
+alone. An epoch without `epochs` is a pass with a random number. A run of `epochs`
+is the passes 0, 1, 2 and so on in a row, so that a part of it can be computed
+again. The order of `Dataset.shuffle` could not: it depends on how many iterators
+its dataset had before, and Keras makes one to look at the first batch.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,55 +50,39 @@ def make_dataset(
   """Makes the batches of a source.
 
   Each iteration is one epoch, in another order. With `epochs`, one iteration is
-  a whole training run that can be resumed: a stream of passes over the data, in
-  which the order of pass p is a function of (seed, p) alone, cut at `start`. (The
-  order of `Dataset.shuffle` depends on how many iterators its dataset had before,
-  and Keras makes one to look at the first batch.)
-
-  With `steps_per_epoch`, an epoch of the stream is that many batches, however
-  many passes that is, and the next epoch continues where it ended: each example
-  is seen as often as any other, give or take one. No batch mixes two passes,
-  unless `drop_remainder` asks for full batches alone: these are cut out of the
-  stream without regard to passes, and nothing is dropped.
+  a whole training run, which can be resumed at `start`. It sees each example as
+  often as any other, give or take one. A batch has examples of one pass over the
+  data, unless `steps_per_epoch` and `drop_remainder` ask for full batches.
 
   Args:
     source: `Arrays`, `TFRecords` or `Files`; or an array, or a tuple or dict of
       arrays, with a row for each example.
-    options: how to read, cache, shuffle, batch and parallelise. With `epochs`,
-      `seed` is required; arrays are shuffled as a whole or not at all.
-    training: whether to shuffle, to augment, to repeat and to drop the
-      remainder as `options` say. Evaluation sees every example once, in order.
+    options: how to shuffle, batch and cache. `epochs` require a `seed`.
+    training: whether to shuffle, to augment and to drop the remainder as
+      `options` say. Evaluation sees every example once, in order.
     epochs: epochs of the whole run, those before `start` included.
-    start: (epoch, step) to resume at, such as a `Position`: epochs that are
-      done, and batches of the next one that are.
-    steps_per_epoch: batches of an epoch of the stream, more or fewer than the
-      data make; None for one pass over the data.
+    start: (epoch, step) to resume at, such as a `Position`: finished epochs, and
+      finished batches of the next one.
+    steps_per_epoch: batches of an epoch of the run, more or fewer than the data
+      make. The next epoch goes on in the data. None for one pass an epoch.
     prepare_fn: called with the components of a batch as they are stored (in
       arrays, or as `parse_fn` returns them), returns a batch; deterministic.
       With a cache it sees each example once.
-    augment_fn: called with the components of a batch and a seed, in training,
-      again in each epoch; returns the batch. The seed, int64 [2], is for
-      stateless random ops (`tf.image.stateless_random_flip_left_right`): calls
-      run in parallel. It differs for each batch and epoch, and follows from
-      `options.seed`; in a stream, from the batch's place in the run, so that a
-      resumed run augments alike.
-    map_fn: called last with the components of a batch; what it returns is the
-      element. A random one should be an `augment_fn`.
+    augment_fn: called in training with the components of a batch and a seed,
+      int64 [2], for stateless random ops; returns the batch. The seed follows
+      from `options.seed` and the batch's place in the run.
+    map_fn: called last with the components of a batch; returns the element.
     input_context: as `strategy.distribute_datasets_from_function` passes it.
-      Each pipeline then yields per-replica batches of its share; of examples
-      shared with a common seed, one step's batches together are exactly one
-      process's global batch. With `epochs`, of k pipelines each yields every
-      k-th batch of the stream, whole: for workers that train on batches of their
-      own, as with parameter servers.
+      Each pipeline then yields per-replica batches of its share. With `epochs`,
+      each of k pipelines yields every k-th batch of the run, whole: for workers
+      that train on batches of their own, as with parameter servers.
 
   Returns:
-    A dataset of known cardinality. A start in the middle
-    of a pass takes nothing more for arrays. Files read, but do not decode, the
-    records of that pass that come before it.
+    A dataset of known cardinality. To start in the middle of a pass, files read
+    the records before it too, but do not decode them.
 
   Raises:
-    UnsupportedOptionError: options that do not fit the source, `epochs` or
-      `input_context`.
+    UnsupportedOptionError: options that do not fit `epochs` or `input_context`.
     DataError: this pipeline's share has no example, or no full batch.
 
   Example:
@@ -107,6 +96,28 @@ def make_dataset(
     >>> bool((whole[2] == resumed[0]).numpy().all())
     True
   """
+  _check_types(
+    options,
+    training,
+    {'prepare_fn': prepare_fn, 'augment_fn': augment_fn, 'map_fn': map_fn},
+    input_context,
+  )
+  position = _check_span(epochs, start, steps_per_epoch)
+  if epochs is None:
+    reader = _reader(source, options, training, prepare_fn, input_context)
+    batches = _epoch(reader)
+  else:
+    plan_lib.check_stream(options, training, input_context)
+    reader = _reader(source, options, training, prepare_fn)
+    batches = _run(reader, epochs, position, steps_per_epoch)
+    if input_context is not None:
+      batches = batches.shard(
+        input_context.num_input_pipelines, input_context.input_pipeline_id
+      )
+  return _load(batches, reader, augment_fn if training else None, map_fn)
+
+
+def _check_types(options, training, functions, input_context):
   option_checks.check_type(
     'options',
     options,
@@ -115,14 +126,7 @@ def make_dataset(
     'write tfs.data.PipelineOptions(global_batch_size=256)',
   )
   option_checks.check_bool('training', training, 'write True or False')
-  if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
-    source = arrays_lib.Arrays(source)
-  num_files = 0 if isinstance(source, arrays_lib.Arrays) else len(source.paths)
-  for name, function in (
-    ('prepare_fn', prepare_fn),
-    ('augment_fn', augment_fn),
-    ('map_fn', map_fn),
-  ):
+  for name, function in functions.items():
     option_checks.check_function(name, function, or_none=True)
   option_checks.check_type(
     'input_context',
@@ -131,132 +135,105 @@ def make_dataset(
     'a tf.distribute.InputContext, or None',
     'pass what strategy.distribute_datasets_from_function passes',
   )
-  start = _position(start)
-  augment_fn = augment_fn if training else None
-  if epochs is None:
-    _check_no_start(start, steps_per_epoch)
-    plan = plan_lib.make(options, training, input_context, num_files)
-  else:
-    plan_lib.check_stream(options, training, input_context, not num_files)
-    _check_span(epochs, *start, steps_per_epoch)
-    plan = plan_lib.make(options, training, None, num_files)
-  if num_files:
-    source = source.share(plan)
-  # Full batches can be cut out of several passes.
-  across_passes = options.drop_remainder and steps_per_epoch is not None
-  if not (across_passes and source.num_examples):
-    plan.check_share(plan.share_of(source.num_examples))
-  make_reader = readers.FileReader if num_files else readers.ArrayReader
-  reader = make_reader(source, plan, prepare_fn)
-  if epochs is None:
-    batches = _in_a_row(reader, plan)
-    make_seeds = functools.partial(
-      shuffle.batch_seeds, options.seed, plan.context_pipeline
-    )
-  else:
-    per_epoch = steps_per_epoch or plan.num_batches(source.num_examples)
-    first = start[0] * per_epoch + start[1]
-    count = max(0, epochs * per_epoch - first)
-    batches = _stream(reader, plan, first, count, across_passes)
-    make_seeds = functools.partial(
-      shuffle.stream_seeds, options.seed, first, count
-    )
-  load = _load_fn(reader, augment_fn, map_fn, batches.element_spec)
-  if augment_fn:
-    batches = tf.data.Dataset.zip((batches, make_seeds()))
-  if epochs is not None and input_context is not None:
-    batches = batches.shard(
-      input_context.num_input_pipelines, input_context.input_pipeline_id
-    )
-  return _in_parallel(batches, load, plan)
 
 
-def _position(start) -> tuple[Any, Any]:
-  """Returns `start` as a position. The numbers are not checked yet."""
-  pair = tuple(start) if isinstance(start, Iterable) else ()
+def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:
+  """Returns `start` as (epoch, step)."""
+  position = tuple(start) if isinstance(start, Iterable) else ()
   option_checks.check(
-    len(pair) == 2,
+    len(position) == 2,
     f'start={start!r}',
     '(epoch, step)',
     'write start=(2, 0) after two epochs, or leave it out',
   )
-  return pair
-
-
-def _check_no_start(start, steps_per_epoch):
-  if start != _START or steps_per_epoch is not None:
+  if epochs is None and (position != _START or steps_per_epoch is not None):
     raise errors.UnsupportedOptionError(
       f'start={start} and steps_per_epoch={steps_per_epoch} without epochs',
       'epochs, the length of the whole run, beside them',
       'pass epochs=...',
     )
-
-
-def _check_span(epochs, epoch, step, steps_per_epoch):
   for name, value, least in (
     ('epochs', epochs, 0),
     ('steps_per_epoch', steps_per_epoch, 1),
-    ('start epoch', epoch, 0),
-    ('start step', step, 0),
+    ('start epoch', position[0], 0),
+    ('start step', position[1], 0),
   ):
     if value is not None:
       fix = 'leave it out, or count from 0'
       option_checks.check_int(name, value, least, fix=fix)
+  return position
 
 
-def _in_a_row(reader, plan) -> tf.data.Dataset:
-  """Returns the batches of an epoch, or of one after the other without end."""
-  batches = reader.batches()
-  # After the batch, so that no batch mixes two epochs; before the map, so that it
-  # runs on into the next epoch.
-  if plan.repeats:
-    batches = batches.repeat()
-  return batches
+def _reader(source, options, training, prepare_fn, context=None):
+  """Returns the reader of this pipeline's share."""
+  if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
+    source = arrays_lib.Arrays(source)
+  if isinstance(source, arrays_lib.Arrays):
+    plan = plan_lib.make(options, training, context)
+    return readers.ArrayReader(source, plan, prepare_fn)
+  plan = plan_lib.make(options, training, context, len(source.paths))
+  return readers.FileReader(source.share(plan), plan, prepare_fn)
 
 
-def _stream(reader, plan, first, count, across_passes) -> tf.data.Dataset:
-  """Returns batches first, ..., first + count - 1 of the passes in a row."""
-  if across_passes:
-    n, size, each = reader.num_examples, plan.batch_size, reader.examples
-  else:
-    n, size, each = plan.num_batches(reader.num_examples), 1, reader.batches
-  first_pass, skipped = divmod(first * size, n)
-  num_passes = math.ceil((skipped + count * size) / n)
+def _epoch(reader) -> tf.data.Dataset:
+  """Returns (batch, place) for each batch of a pass, another one each time."""
+  plan, n = reader.plan, reader.plan.share_of(reader.num_examples)
+  plan.check_share(n)
+  count = plan.num_batches(n)
+
+  def one_pass(number):
+    places = tf.data.Dataset.range(number, number + count)
+    return tf.data.Dataset.zip((reader.batches(number), places))
+
+  if not plan.training:
+    return one_pass(0)
+  number = shuffle.random_number(plan.options.seed)
+  batches = number.flat_map(lambda n: one_pass(n % 2**62))
+  return batches.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _run(reader, epochs, position, steps_per_epoch) -> tf.data.Dataset:
+  """Returns (batch, place) for each batch of a run from a position on."""
+  plan, n = reader.plan, reader.num_examples
+  across_passes = plan.drop_remainder and steps_per_epoch is not None
+  plan.check_share(n, across_passes)
+  per_pass = plan.num_batches(n)
+  if steps_per_epoch is None:
+    steps_per_epoch = per_pass
+  first = position[0] * steps_per_epoch + position[1]
+  count = max(0, epochs * steps_per_epoch - first)
+  each, size = reader.batches, 1
+  if across_passes:  # Full batches are cut out of the examples of all passes.
+    each, size, per_pass = reader.examples, plan.batch_size, n
+  first_pass, skipped = divmod(first * size, per_pass)
+  num_passes = math.ceil((skipped + count * size) / per_pass)
   passes = tf.data.Dataset.range(first_pass, first_pass + num_passes)
   batches = passes.flat_map(each).skip(skipped)
   if across_passes:
     batches = batches.batch(size, drop_remainder=True)
-  batches = batches.take(count)
+  places = tf.data.Dataset.range(first, first + count)
+  batches = tf.data.Dataset.zip((batches, places))
   return batches.apply(tf.data.experimental.assert_cardinality(count))
 
 
-def _load_fn(reader, augment_fn, map_fn, batch_spec) -> BatchFn:
-  """Returns what makes an element of what a reader yields, and of a seed."""
+def _load(batches, reader, augment_fn, map_fn) -> tf.data.Dataset:
+  """Returns the elements, which are made in parallel and ahead of the step."""
+  plan = reader.plan
 
-  def load(batch, seed=None):
+  def load(batch, place):
     batch = reader.decode(batch)
     if augment_fn:
+      seed = shuffle.batch_seed(plan.options.seed, plan.pipeline, place)
       batch = readers.call(augment_fn, batch, seed)
     return readers.call(map_fn, batch)
 
-  if augment_fn or not isinstance(batch_spec, tuple):
-    return load
-  return lambda *batch: load(batch)  # A map unpacks a tuple.
-
-
-def _in_parallel(batches, load, plan) -> tf.data.Dataset:
-  """Maps `load` over batches, ahead of the step."""
-  options = plan.options
   dataset = batches.map(
-    load,
-    num_parallel_calls=options.num_parallel_calls,
-    deterministic=options.deterministic,
-  )
-  if options.prefetch:
-    dataset = dataset.prefetch(options.prefetch)
+    load, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+  ).prefetch(tf.data.AUTOTUNE)
   chosen = tf.data.Options()
-  chosen.deterministic = options.deterministic
-  chosen.experimental_distribute.auto_shard_policy = getattr(
-    tf.data.experimental.AutoShardPolicy, options.autoshard.upper()
+  # Shards of files would be whole passes here: the files are read in a function
+  # of the pass.
+  chosen.experimental_distribute.auto_shard_policy = (
+    tf.data.experimental.AutoShardPolicy.DATA
   )
   return dataset.with_options(chosen)

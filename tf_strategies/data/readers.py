@@ -1,8 +1,7 @@
-"""Reads batches of examples, in the order of an epoch, from each kind of source.
+"""Reads batches of examples, in the order of a pass, from each kind of source.
 
-A reader yields the batches of an epoch, which differ in each iteration, and
-those of a pass, whose order is a function of (seed, number of the pass) alone.
-`decode` makes examples of them.
+The order of a pass over the data is a function of (seed, number of the pass)
+alone. A reader yields the batches of a pass, and `decode` makes examples of them.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ def call(function: Callable[..., Any] | None, batch: Any, *more: Any) -> Any:
 class ArrayReader:
   """Shuffles and batches indices, then gathers a whole batch in one call.
 
-  A shuffle takes a step for each element, which costs more than to gather a
-  small image: so the whole order is drawn by one op and cut into batches.
+  A shuffle by tf.data takes a step for each element, which costs more than to
+  gather a small image. So one op draws the whole order, which is cut into batches.
   """
 
   def __init__(
@@ -43,7 +42,7 @@ class ArrayReader:
     prepare_fn: Callable[..., Any] | None,
   ):
     self.num_examples = source.num_examples
-    self._plan = plan
+    self.plan = plan
     self._decode_fn = source.decode_fn
     self._prepare_fn = prepare_fn
     # A dataset may be made inside a tf.function (a parameter server's workers
@@ -55,25 +54,21 @@ class ArrayReader:
         self._examples = self._prepare_all()
         self._prepare_fn = None
 
-  def batches(self, number: tf.Tensor | None = None) -> tf.data.Dataset:
-    """Returns batches of the indices of a pass; None shuffles them anew."""
-    plan, n = self._plan, self.num_examples
-    if number is not None:
-      return self._cut(self._order(number))
-    if plan.is_shuffled and plan.buffer_for(n) < n:
-      indices = tf.data.Dataset.range(n)
-      indices = plan.shuffle(indices, None, plan.buffer_for(n))
-      if plan.shares_examples:
-        indices = indices.shard(plan.num_pipelines, plan.pipeline)
-      return plan.batch(indices)
-    if not plan.is_shuffled:
-      return self._cut(self._order(0))
-    seeds = shuffle.random_numbers(plan.options.seed).take(1)
-    batches = seeds.flat_map(lambda seed: self._cut(self._order(0, seed)))
-    count = plan.num_batches(plan.share_of(n))
-    return batches.apply(tf.data.experimental.assert_cardinality(count))
+  def batches(self, number: int | tf.Tensor) -> tf.data.Dataset:
+    """Returns batches of the indices of a pass."""
+    indices = self._order(number)
+    num_full, rest = divmod(indices.shape[0], self.plan.batch_size)
+    end = indices.shape[0] - rest
+    full = tf.reshape(indices[:end], [num_full, self.plan.batch_size])
+    batches = tf.data.Dataset.from_tensor_slices(full)
+    if self.plan.drop_remainder:
+      return batches
+    # Also where nothing remains: batches of a static shape would tell strategies
+    # that no replica ever gets fewer rows.
+    last = tf.data.Dataset.from_tensors(indices[end:])
+    return batches.concatenate(last.take(min(rest, 1)))
 
-  def examples(self, number: tf.Tensor) -> tf.data.Dataset:
+  def examples(self, number: int | tf.Tensor) -> tf.data.Dataset:
     """Returns the indices of a pass."""
     return tf.data.Dataset.from_tensor_slices(self._order(number))
 
@@ -84,30 +79,14 @@ class ArrayReader:
     )
     return call(self._decode_fn, call(self._prepare_fn, batch))
 
-  def _order(
-    self, number: int | tf.Tensor, seed: tf.Tensor | None = None
-  ) -> tf.Tensor:
-    """The indices of a pass, shuffled if the plan says so, that are taken here."""
+  def _order(self, number: int | tf.Tensor) -> tf.Tensor:
+    """Returns the indices of a pass that this pipeline takes, in its order."""
     indices = tf.range(self.num_examples, dtype=tf.int64)
-    if self._plan.is_shuffled:
-      seed = self._plan.options.seed if seed is None else seed
+    if self.plan.is_shuffled:
       indices = tf.random.experimental.stateless_shuffle(
-        indices, seed=shuffle.pass_seed(seed, number)
+        indices, seed=shuffle.pass_seed(self.plan.options.seed, number)
       )
-    return indices[self._plan.places]
-
-  def _cut(self, indices: tf.Tensor) -> tf.data.Dataset:
-    """Batches of a vector of static length, without a step for each element."""
-    num_full, rest = divmod(indices.shape[0], self._plan.batch_size)
-    end = indices.shape[0] - rest
-    full = tf.reshape(indices[:end], [num_full, self._plan.batch_size])
-    batches = tf.data.Dataset.from_tensor_slices(full)
-    if self._plan.drop_remainder:
-      return batches
-    # Also where nothing remains: batches of a static shape would tell strategies
-    # that no replica ever gets fewer rows.
-    last = tf.data.Dataset.from_tensors(indices[end:])
-    return batches.concatenate(last.take(min(rest, 1)))
+    return indices[self.plan.places]
 
   def _prepare_all(self):
     """Prepares all examples, in batches, into tensors of their own."""
@@ -134,7 +113,7 @@ class FileReader:
   ):
     self.num_examples = source.num_examples
     self._files = source
-    self._plan = plan
+    self.plan = plan
     self._parse_fn = source.parse_fn
     if prepare_fn is not None:
       self._parse_fn = lambda records: call(
@@ -145,20 +124,21 @@ class FileReader:
       # Made once: all passes read it.
       self._cached = self._cache()
 
-  def batches(self, number: tf.Tensor | None = None) -> tf.data.Dataset:
-    """Returns batches of the records of a pass; None shuffles them anew."""
+  def batches(self, number: int | tf.Tensor) -> tf.data.Dataset:
+    """Returns batches of the records of a pass."""
+    plan = self.plan
     examples = self.examples(number)
-    if self._plan.shares_examples:
-      examples = examples.shard(self._plan.num_pipelines, self._plan.pipeline)
-    return self._plan.batch(examples)
+    if plan.shares_examples:
+      examples = examples.shard(plan.num_pipelines, plan.pipeline)
+    return examples.batch(plan.batch_size, drop_remainder=plan.drop_remainder)
 
-  def examples(self, number: tf.Tensor | None) -> tf.data.Dataset:
-    """Returns the records of a pass; None shuffles them anew."""
+  def examples(self, number: int | tf.Tensor) -> tf.data.Dataset:
+    """Returns the records of a pass."""
     examples = self._cached
     if examples is None:
-      examples = self._files.read(self._plan, number=number)
-    return self._plan.shuffle(
-      examples, number, self._plan.buffer_for(self.num_examples)
+      examples = self._files.read(self.plan, number)
+    return self.plan.shuffle(
+      examples, number, self.plan.buffer_for(self.num_examples)
     )
 
   def decode(self, batch: Any) -> Any:
@@ -168,17 +148,14 @@ class FileReader:
     return call(self._files.decode_fn, batch)
 
   def _cache(self) -> tf.data.Dataset:
-    files, plan = self._files, self._plan
-    records = files.read(plan, is_cached=True)
+    records = self._files.read(self.plan)
     examples = records.batch(_PREPARE_BATCH).map(
-      self._parse_fn,
-      num_parallel_calls=plan.options.num_parallel_calls,
-      deterministic=plan.reads_in_order,
+      self._parse_fn, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
     )
     # The cache, like the shuffle after it, works on examples: a cache of
     # batches would keep the same examples together for ever.
     examples = examples.unbatch()
     examples = examples.apply(
-      tf.data.experimental.assert_cardinality(files.num_examples)
+      tf.data.experimental.assert_cardinality(self.num_examples)
     )
     return examples.cache()

@@ -43,7 +43,6 @@ import tensorflow as tf
 from absl import logging
 
 from examples.datasets import manifest as manifest_lib
-from examples.datasets import tfrecord
 from examples.datasets.extract import converters, shards
 from tf_strategies import errors
 
@@ -112,7 +111,7 @@ def extract(
 
   Raises:
     DataError: a source is missing or cannot be converted; the directory cannot
-      be written, holds other shards, or is extracted to at the moment.
+      be written, holds another data set, or is extracted to at the moment.
     UnsupportedOptionError: an option out of its range.
   """
   _check(mode, name, examples_per_shard)
@@ -131,11 +130,6 @@ def extract(
       )
   try:
     os.makedirs(where, exist_ok=True)
-    if tfrecord.has_shards(where):
-      raise errors.DataError(
-        f'{where}: holds TFRecord shards of write_tfrecords; expected a '
-        'directory without, so that they are never mixed'
-      )
     with _locked(where):
       extraction = _Extraction(where, settings, checksum, progress)
       return extraction.run(units, is_full=mode == 'full')

@@ -64,10 +64,7 @@ def find_units(
     DataError: a path is missing, or is in no format that is built in.
     UnsupportedOptionError: another `split`.
   """
-  if split not in tfrecord.SPLITS:
-    raise errors.UnsupportedOptionError(
-      f'split={split!r}', "'train' or 'test'", "write split='train'"
-    )
+  tfrecord.check_split(split)
   paths = _find(sources, is_directory_whole=convert_fn is None)
   if convert_fn is not None:
     return [

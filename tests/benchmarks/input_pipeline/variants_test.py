@@ -1,5 +1,6 @@
 """Every variant yields each example once, with the same pixels."""
 
+import os
 import sys
 import types
 
@@ -17,12 +18,16 @@ _ONCE = [name for name in variants.NAMES if name != 'constant']
 _MODULE = 'pipelines_of_a_program'
 
 
+def _records_of(path):
+  return tf.data.TFRecordDataset(path).as_numpy_iterator()
+
+
 class VariantsTest(formula.DataTestCase, parameterized.TestCase):
-  def source(self, **options):
-    directory = self.new_dir()
-    data = formula.numbered(_NUM_EXAMPLES, 5)
-    datasets.write_tfrecords(data, directory, 4)
-    return variants.Source(data.train, 8, directory, **options)
+  def source(self):
+    directory = os.path.join(self.new_dir(), 'out')
+    source = formula.write_records(self.new_dir(), _NUM_EXAMPLES, 4)
+    datasets.extract(source.paths, directory, _records_of)
+    return variants.Source(formula.arrays(_NUM_EXAMPLES), 8, directory)
 
   @parameterized.parameters(*_ONCE)
   def test_each_example_comes_once_an_epoch(self, name):

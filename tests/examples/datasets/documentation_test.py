@@ -27,7 +27,7 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_every_module_is_found(self):
     self.assertIn('examples.datasets.idx', _MODULES)
-    self.assertIn('examples.datasets.write_tfrecords', _MODULES)
+    self.assertIn('examples.datasets.extract.shards', _MODULES)
 
   def test_public_names(self):
     docstrings.assert_public_names(self, datasets)

@@ -32,9 +32,14 @@ class LoadIdxTest(formula.DataTestCase, parameterized.TestCase):
     self.assert_same_data(data, formula.dataset())
 
   @parameterized.parameters(_NAMES)
-  def test_missing_file(self, name):
+  def test_missing_and_truncated_file(self, name):
     formula.write_idx(self.directory)
-    os.remove(self.path(name + '.gz'))
+    path = self.path(name + '.gz')
+    os.truncate(path, os.path.getsize(path) - 1)
+    self.assert_data_error(
+      [path, 'truncated or damaged gzip'], datasets.load_idx, self.directory
+    )
+    os.remove(path)
     self.assert_data_error(
       [self.directory, f'lacks {name}.gz', 'expected the four'],
       datasets.load_idx,
@@ -42,49 +47,21 @@ class LoadIdxTest(formula.DataTestCase, parameterized.TestCase):
     )
     self.assertTrue(idx.is_idx_directory(self.directory))
 
-  @parameterized.parameters(_NAMES)
-  def test_truncated_gzip(self, name):
-    formula.write_idx(self.directory)
-    path = self.path(name + '.gz')
-    size = os.path.getsize(path)
-    for keep in (size - 1, size // 2, 12):
-      os.truncate(path, keep)
-      self.assert_data_error(
-        [path, 'truncated or damaged gzip'], datasets.load_idx, self.directory
-      )
-
   def test_not_gzip(self):
     formula.write_idx(self.directory)
-    path = self.write(_NAMES[1] + '.gz', b'<html>404</html>')
-    self.assert_data_error(
-      [path, 'damaged gzip', 'expected a complete'],
-      datasets.load_idx,
-      self.directory,
-    )
-
-  def test_flipped_bit_in_gzip(self):
-    formula.write_idx(self.directory)
-    path = self.path(_NAMES[0] + '.gz')
-    with open(path, 'rb') as f:
-      content = bytearray(f.read())
-    content[-6] ^= 1  # In the checksum that ends the stream.
-    self.write(_NAMES[0] + '.gz', content)
-    self.assert_data_error(
-      [path, 'damaged gzip'], datasets.load_idx, self.directory
-    )
-
-  def test_images_where_labels_should_be(self):
-    formula.write_idx(self.directory)
     path = self.path(_NAMES[1] + '.gz')
-    os.replace(self.path(_NAMES[0] + '.gz'), path)
-    self.assert_data_error(
-      [path, '0x00000803', 'expected 0x00000801', '1 dimension)'],
-      idx.read_idx,
-      path,
-      num_dims=1,
-    )
+    with open(path, 'rb') as f:
+      flipped = bytearray(f.read())
+    flipped[-6] ^= 1  # In the checksum that ends the stream.
+    for content in (flipped, b'<html>404</html>'):
+      self.write(_NAMES[1] + '.gz', content)
+      self.assert_data_error(
+        [path, 'damaged gzip', 'expected a complete'],
+        datasets.load_idx,
+        self.directory,
+      )
 
-  @parameterized.parameters(0x00000D03, 0x08030000, 0x00000801, 0x10000803)
+  @parameterized.parameters(0x00000D03, 0x00000801)
   def test_wrong_magic(self, magic):
     path = self.write('x', struct.pack('>4I', magic, 1, 28, 28) + bytes(784))
     self.assert_data_error(
@@ -94,14 +71,14 @@ class LoadIdxTest(formula.DataTestCase, parameterized.TestCase):
       num_dims=3,
     )
 
-  @parameterized.parameters(0, 3, 15)
+  @parameterized.parameters(0, 15)
   def test_header_cut_short(self, size):
     path = self.write('x', formula.idx_bytes(np.zeros([1, 28, 28]))[:size])
     self.assert_data_error(
       [path, f'{size} bytes', 'header of 16'], idx.read_idx, path, num_dims=3
     )
 
-  @parameterized.parameters(-1, 1, 784)
+  @parameterized.parameters(-1, 784)
   def test_size_differs_from_header(self, difference):
     content = formula.idx_bytes(formula.images(2)[..., 0]) + bytes(1000)
     path = self.write('x', content[: 16 + 2 * 784 + difference])

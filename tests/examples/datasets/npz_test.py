@@ -25,17 +25,6 @@ class LoadNpzTest(formula.DataTestCase, parameterized.TestCase):
     )
     self.assert_same_data(datasets.load_npz(self.path), expected)
 
-  def test_compressed(self):
-    expected = formula.dataset()
-    np.savez_compressed(
-      self.path,
-      x_train=expected.train.images,
-      y_train=expected.train.labels,
-      x_test=expected.test.images,
-      y_test=expected.test.labels,
-    )
-    self.assert_same_data(datasets.load_npz(self.path), expected)
-
   def test_missing_file(self):
     self.assert_data_error(
       [self.path, 'no such file', 'x_train', 'tf-keras-datasets/mnist.npz'],
@@ -43,11 +32,10 @@ class LoadNpzTest(formula.DataTestCase, parameterized.TestCase):
       self.path,
     )
 
-  @parameterized.parameters('x_train', 'y_train', 'x_test', 'y_test')
-  def test_missing_key(self, key):
-    formula.write_npz(self.path, **{key: None})
+  def test_missing_key(self):
+    formula.write_npz(self.path, y_train=None)
     self.assert_data_error(
-      [self.path, f'lacks {key} (', 'expected x_train, y_train'],
+      [self.path, 'lacks y_train (', 'expected x_train, y_train'],
       datasets.load_npz,
       self.path,
     )
@@ -75,48 +63,25 @@ class LoadNpzTest(formula.DataTestCase, parameterized.TestCase):
       [self.path, 'expected', *fragments], datasets.load_npz, self.path
     )
 
-  def test_more_classes_when_asked(self):
-    formula.write_npz(self.path, y_test=np.full([9], 46, np.uint8))
-    data = datasets.load_npz(self.path, name='letters', num_classes=47)
-    self.assertEqual(data.test.labels.tolist(), [46] * 9)
-    self.assertEqual((data.name, data.num_classes), ('letters', 47))
-
-  @parameterized.parameters(0, 1, 100, 0.5, 0.99)
-  def test_truncated(self, keep):
+  @parameterized.named_parameters(
+    ('empty', lambda content: b''),
+    ('cut', lambda content: content[: len(content) // 2]),
+    ('flipped', lambda c: c[:5000] + bytes([c[5000] ^ 1]) + c[5001:]),
+    ('text', lambda content: b'label,pixel0\n1,2\n' * 40),
+    ('pickle', lambda content: b'\x80\x04N.'),
+  )
+  def test_other_files(self, change):
     with open(formula.write_npz(self.path), 'rb') as f:
       content = f.read()
     with open(self.path, 'wb') as f:
-      f.write(content[: keep if keep >= 1 else int(keep * len(content))])
+      f.write(change(content))
     self.assert_data_error(
       [self.path, 'not a readable .npz', 'mnist.npz'],
       datasets.load_npz,
       self.path,
     )
 
-  def test_flipped_bit(self):
-    with open(formula.write_npz(self.path), 'rb') as f:
-      content = bytearray(f.read())
-    content[5000] ^= 1
-    with open(self.path, 'wb') as f:
-      f.write(content)
-    self.assert_data_error(
-      [self.path, 'not a readable .npz'], datasets.load_npz, self.path
-    )
-
-  def test_another_format_under_this_extension(self):
-    for content in (b'label,pixel0\n1,2\n' * 40, b'\x80\x04N.'):
-      with open(self.path, 'wb') as f:
-        f.write(content)
-      self.assert_data_error(
-        [self.path, 'not a readable .npz'], datasets.load_npz, self.path
-      )
-    with open(self.path, 'wb') as f:
-      np.save(f, np.arange(3))
-    self.assert_data_error(
-      [self.path, 'not a readable .npz'], datasets.load_npz, self.path
-    )
-
-  def test_pickles_are_not_loaded(self):
+  def test_pickled_objects_are_not_loaded(self):
     formula.write_npz(self.path, x_train=np.array([{}, []], dtype=object))
     self.assert_data_error(
       [self.path, 'not a readable .npz'], datasets.load_npz, self.path

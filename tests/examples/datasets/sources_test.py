@@ -25,53 +25,43 @@ class LoadTest(formula.DataTestCase, parameterized.TestCase):
       [f'data_path={path}', *fragments], datasets.load, 'mnist', path
     )
 
-  @parameterized.parameters('npz', 'idx', 'idx_gz', 'tfrecord')
+  def write_npz(self):
+    return formula.write_npz(os.path.join(self.directory, 'mnist.npz'))
+
+  def write_shards(self, directory):
+    datasets.extract(self.write_npz(), directory)
+    return directory
+
+  @parameterized.parameters('npz', 'idx', 'shards')
   def test_tells_sources_apart_by_content(self, kind):
-    path = self.directory
     if kind == 'npz':
-      path = formula.write_npz(os.path.join(path, 'mnist.npz'))
-    elif kind == 'tfrecord':
-      datasets.write_tfrecords(formula.dataset(), path, 2)
+      path = self.write_npz()
+    elif kind == 'shards':
+      path = self.write_shards(self.new_dir())
     else:
-      formula.write_idx(path, compressed=kind == 'idx_gz')
+      path = formula.write_idx(self.directory)
     for spelled in (path, pathlib.Path(path)):
       data = datasets.load('mnist', spelled)
       self.assertEqual(data.name, 'mnist')
       self.assert_same_data(data, formula.dataset())
 
-  def test_missing_path(self):
+  def test_no_data_set(self):
     path = os.path.join(self.directory, 'mnist.npz')
     self.assert_refused(
       path, 'no such file', 'expected an .npz', _URL, 'train-images-idx3-ubyte'
     )
-
-  def test_empty_directory(self):
-    self.assert_refused(
-      self.directory,
-      'empty directory',
-      _URL,
-      'train-images-idx3-ubyte.gz',
-      'mnist-train-00000-of-00004.tfrecord',
-    )
-
-  def test_directory_of_something_else(self):
-    pathlib.Path(self.directory, 'train.csv').write_text('label,pixel0')
+    self.assert_refused(self.directory, 'empty directory', _URL, 'extract')
+    other = os.path.join(self.directory, 'train.csv')
+    pathlib.Path(other).write_text('label,pixel0')
+    self.assert_refused(other, 'not an .npz file', _URL)
     self.assert_refused(self.directory, 'no data set in this directory', _URL)
-
-  def test_directory_around_the_file(self):
-    path = formula.write_npz(os.path.join(self.directory, 'mnist.npz'))
+    self.write_npz()
     self.assert_refused(self.directory, f'pass the file itself: {path}')
 
   def test_directory_of_two_kinds(self):
-    formula.write_idx(self.directory)
-    datasets.write_tfrecords(formula.dataset(), self.directory, 2)
-    self.assert_refused(self.directory, 'both IDX files and TFRecord')
-
-  @parameterized.parameters('mnist.csv', 'mnist', 'mnist.npz.part')
-  def test_wrong_extension(self, name):
-    path = os.path.join(self.directory, name)
-    pathlib.Path(path).write_bytes(b'x')
-    self.assert_refused(path, 'not an .npz file', _URL)
+    where = formula.write_idx(self.new_dir())
+    self.write_shards(where)
+    self.assert_refused(where, 'both IDX files and TFRecord')
 
   @parameterized.parameters('digits', 'synthetic')
   def test_no_path_for_data_that_need_none(self, dataset):
@@ -91,16 +81,6 @@ class LoadTest(formula.DataTestCase, parameterized.TestCase):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       datasets.load(dataset)
     self.assertIn(fragment, str(caught.exception))
-
-  def test_synthetic(self):
-    self.assert_same_data(datasets.load('synthetic'), datasets.make_synthetic())
-
-  def test_digits(self):
-    try:
-      data = datasets.load('digits')
-    except errors.DataError as e:
-      self.skipTest(str(e))
-    self.assertEqual((data.name, len(data.test)), ('digits', 360))
 
 
 class LoadFromKerasTest(formula.DataTestCase):
@@ -148,14 +128,6 @@ class RealMnistTest(formula.DataTestCase):
     )
     self.assertEqual(self.data.train.num_examples, 60000)
     self.assertEqual(self.data.test.num_examples, 10000)
-
-  def test_round_trip_of_a_subset(self):
-    subset = datasets.ImageClassificationData(
-      'mnist', self.data.train.take(1003), self.data.test.take(501), 10
-    )
-    directory = self.new_dir()
-    datasets.write_tfrecords(subset, directory, 4)
-    self.assert_same_data(datasets.load('mnist', directory), subset)
 
   def test_an_epoch_holds_each_image_once(self):
     options = data_lib.PipelineOptions(global_batch_size=256, seed=0)

