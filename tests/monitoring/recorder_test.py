@@ -5,7 +5,7 @@ import threading
 import pytest
 from absl.testing import absltest
 
-from tf_strategies.monitoring import recorder, timeline
+from tf_strategies.monitoring import recorder
 
 
 class RecorderTest(absltest.TestCase):
@@ -62,14 +62,6 @@ class RecorderTest(absltest.TestCase):
         recorder.set_step(step)
         recorder.add('a', 'a', 1, 2)
     self.assertEqual([e.step for e in events], [3, 4])
-
-  def test_log_keeps_the_newest(self):
-    log = timeline.Log(max_events=3)
-    with recorder.listening(log):
-      for i in range(5):
-        recorder.add(f'{i}', 'a', i, i + 1)
-    self.assertEqual([e.name for e in log.events], ['2', '3', '4'])
-    self.assertEqual(log.forgotten, 2)
 
 
 if __name__ == '__main__':

@@ -54,13 +54,11 @@ class MeasuredRunTest(absltest.TestCase):
         merge.load(f'{directory}/run-{rank}.json') for rank in range(2)
       ]
 
-  def test_off_is_off(self):
+  def test_files_and_off_is_off(self):
+    self.assertEqual(self.files, ['run-0.json', 'run-1.json'])
     for told in self.told:
       self.assertTrue(told['was_off'])
       self.assertTrue(told['is_off'])
-
-  def test_files(self):
-    self.assertEqual(self.files, ['run-0.json', 'run-1.json'])
 
   def test_bytes_are_the_rings_formula(self):
     for trace, told in zip(self.traces, self.told, strict=True):
@@ -78,17 +76,6 @@ class MeasuredRunTest(absltest.TestCase):
       self.assertEqual(told['metric_values'], 2)
       expected = 4 * (told['parameters'] + told['metric_values'])
       self.assertEqual(sent, dict.fromkeys(range(1, _STEPS + 1), expected))
-
-  def test_bytes_are_what_the_group_counted(self):
-    for trace, told in zip(self.traces, self.told, strict=True):
-      sent = [
-        span['args']['sent']
-        for span in _spans(trace, 'collectives')
-        if span['args']['step'] <= _STEPS
-      ]
-      counted = told['at_end'][-1] - told['at_begin']
-      # Metrics are read after an epoch's last step.
-      self.assertBetween(sum(sent), counted, counted + 1000)
 
   def test_progress_bar_shows_means_of_the_epoch(self):
     for trace, told in zip(self.traces, self.told, strict=True):
@@ -166,25 +153,6 @@ class MeasuredRunTest(absltest.TestCase):
       self.assertLen(set(sent.values()), 1)
       self.assertGreaterEqual(sent[1], monitored_workers.LAYERS)
 
-  def test_backward_pass_ends_before_the_step_waits(self):
-    for trace in self.traces:
-      backward = _spans(trace, 'gradients')
-      self.assertEqual(
-        [span['args']['step'] for span in backward], [*range(1, _STEPS + 1)]
-      )
-      buckets = _spans(trace, 'collectives')
-      for span in backward:
-        mine = [
-          b
-          for b in buckets
-          if b['name'].startswith('reduce/')
-          and b['args']['step'] == span['args']['step']
-        ]
-        # What is handed over first travels first.
-        first = min(mine, key=lambda b: b['ts'])
-        self.assertGreaterEqual(first['ts'], span['ts'])
-        self.assertEqual(first['name'], 'reduce/bucket_0')
-
   def test_step_stands_still_until_the_last_bucket_is_there(self):
     for trace in self.traces:
       last, waits = {}, collections.defaultdict(list)
@@ -203,22 +171,13 @@ class MeasuredRunTest(absltest.TestCase):
       self.assertEqual(waited_for, [True] * _STEPS)
 
   def test_merged_collectives_overlap(self):
-    merged = merge.merge(self.traces)
-    task = merged['otherData']['tasks'][1]
-    # One host, one clock: what is found can be checked.
-    self.assertLessEqual(abs(task['clock_ahead_us']), task['accuracy_us'])
-    self.assertGreater(task['common_collectives'], _STEPS)
-    self.assert_overlap(merged)
-
-  def test_clock_that_is_off_is_corrected(self):
+    # One host, one clock: an error of it can be checked.
     shifted = json.loads(json.dumps(self.traces))
     shifted[1]['otherData']['origin_ns'] += 3_000_000_000
     merged = merge.merge(shifted)
     task = merged['otherData']['tasks'][1]
     self.assertLessEqual(abs(task['clock_ahead_us'] - 3e6), task['accuracy_us'])
-    self.assert_overlap(merged)
-
-  def assert_overlap(self, merged):
+    self.assertGreater(task['common_collectives'], _STEPS)
     by_sequence = collections.defaultdict(dict)
     for span in _spans(merged, 'collectives'):
       key = span['args']['generation'], span['args']['sequence']

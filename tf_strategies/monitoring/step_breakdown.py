@@ -5,12 +5,6 @@ collectives, and compute, the rest. It waits for collectives while one is in pro
 until a thread that was told of the end runs again it computes, so the part of
 communication that is waited for is never more than the communication.
 
-The backward pass runs inside a TensorFlow graph, invisible to Python. Visible is
-when the graph submits a bucket of gradients. Buckets are submitted in one order,
-each when its last gradient is ready: between the first and the last the backward
-pass runs, and after the last the graph waits. Compute before the first is the
-forward pass and the start of the backward pass, which cannot be distinguished.
-
 Example:
 
   >>> from tf_strategies.monitoring import recorder, step_breakdown
@@ -21,8 +15,8 @@ Example:
   ...   recorder.Event('wait', 'wait', 70, 80, 1, 1, {}),
   ... ]
   >>> found = step_breakdown.break_down((0, 100), events)
-  >>> found.nanoseconds()
-  {'step': 100, 'input': 10, 'communication': 30, 'exposed_communication': 10, 'compute': 80}
+  >>> found.communication, found.wait, found.compute
+  ([(50, 80)], [(70, 80)], [(10, 70), (80, 100)])
   >>> found.all_rows
   8
 """
@@ -32,47 +26,26 @@ from collections.abc import Iterable, Sequence
 
 from tf_strategies.monitoring import recorder
 
-# Parts of compute: before the first bucket of gradients, until the last, after.
-FORWARD = 'forward, and backward to the first bucket'
-BACKWARD = 'backward, first bucket to last'
-UPDATE = 'update and the rest'
-COMPUTE = 'compute'
-
 Interval = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Breakdown:
-  """One step.
+  """One step; all times are nanoseconds of the recorder.
 
   Attributes:
-    whole: its begin and end; all times are nanoseconds of the recorder.
-    input: when it waited for a batch.
-    wait: when it waited for collectives.
-    compute: the rest, as (name, interval).
-    backward: from the first submitted bucket to the last, for each update.
-    communication: when a collective was in progress, from its submission.
-    all_rows: examples of all workers; None if unknown.
+    input: times in which it waited for a batch.
+    wait: times in which it waited for collectives.
+    compute: the rest.
+    communication: times in which a collective was in progress, from its submission.
+    all_rows: number of examples of all workers; None if unknown.
   """
 
-  whole: Interval
   input: list[Interval]
   wait: list[Interval]
-  compute: list[tuple[str, Interval]]
-  backward: list[Interval]
+  compute: list[Interval]
   communication: list[Interval]
   all_rows: int | None
-
-  def nanoseconds(self) -> dict[str, int]:
-    """The length of the step and of its parts; communication hidden or not."""
-    parts = {
-      'step': [self.whole],
-      'input': self.input,
-      'communication': self.communication,
-      'exposed_communication': self.wait,
-      'compute': [interval for _, interval in self.compute],
-    }
-    return {name: length(part) for name, part in parts.items()}
 
 
 def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
@@ -97,44 +70,15 @@ def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
     for interval in intersect(times(recorder.WAIT), communication)
     for piece in subtract(interval, waits_for_input)
   ]
-  collectives = [e for e in events if e.category == recorder.COMMUNICATION]
   batches = [e.args for e in events if e.category == recorder.INPUT]
   rows = [b['all_rows'] for b in batches if b.get('all_rows') is not None]
-  free = subtract(whole, [*waits_for_input, *wait])
-  backward = _backward(collectives)
   return Breakdown(
-    whole,
     waits_for_input,
     wait,
-    _named(free, backward),
-    backward,
+    subtract(whole, [*waits_for_input, *wait]),
     communication,
     sum(rows) if rows else None,
   )
-
-
-def _backward(events: Iterable[recorder.Event]) -> list[Interval]:
-  """From the first submitted bucket to the last, for each update."""
-  updates: dict[int, list[int]] = {}
-  for event in events:
-    if event.args.get('update') is not None:
-      handed = event.args['handed_ns']
-      updates.setdefault(event.args['update'], []).append(handed)
-  return sorted((min(handed), max(handed)) for handed in updates.values())
-
-
-def _named(free, backward):
-  def name(begin):
-    if any(first <= begin < last for first, last in backward):
-      return BACKWARD
-    if len(backward) != 1:
-      # In a call of several steps it is unknown where one ends.
-      return COMPUTE
-    return FORWARD if begin < backward[0][0] else UPDATE
-
-  moments = [moment for interval in backward for moment in interval]
-  pieces = cut(free, moments)
-  return [(name(begin), (begin, end)) for begin, end in pieces]
 
 
 # Sets of time, as lists of intervals.
@@ -178,15 +122,6 @@ def intersect(
   """Returns the times that lie in `parts` and in one of `others`."""
   others = list(others)
   return union(piece for part in parts for piece in clip(others, part))
-
-
-def cut(parts: Iterable[Interval], at: Iterable[int]) -> list[Interval]:
-  """The same times, split at the moments `at`."""
-  pieces = []
-  for begin, end in parts:
-    ends = [t for t in sorted(set(at)) if begin < t < end]
-    pieces += zip([begin, *ends], [*ends, end], strict=True)
-  return pieces
 
 
 def length(parts: Iterable[Interval]) -> int:

@@ -1,12 +1,11 @@
 """A run as a Chrome trace: open it in Perfetto or chrome://tracing.
 
-Each task is a process of the trace with four lanes:
+Each task is a process of the trace with three lanes:
 
 * `step`: steps, and inside of each the input, the compute and the waits for
   collectives, as `step_breakdown` divides them.
 * `collectives`: each bucket of gradients, and every other collective, with the
   bytes, the sequence number and the tensors.
-* `gradients`: the backward pass without its start.
 * `other`: input and waits outside steps, and custom spans (`recorder.span`).
 
 Times are microseconds from `otherData.origin_ns`, of the task's own clock.
@@ -21,7 +20,6 @@ Example:
   [('step 1', 0.0, 4.0), ('compute', 0.0, 4.0)]
 """
 
-import collections
 import json
 import os
 import time
@@ -30,46 +28,19 @@ from typing import Any
 
 from tf_strategies.monitoring import recorder, step_breakdown
 
-LANES = ('step', 'collectives', 'gradients', 'other')
+LANES = ('step', 'collectives', 'other')
 _IN_STEP = (recorder.INPUT, recorder.WAIT)
 
 
-class Log:
-  """Keeps the newest events of a run, at about 500 bytes each."""
-
-  def __init__(self, max_events: int):
-    self.events: collections.deque = collections.deque(maxlen=max_events)
-    self._count = 0
-
-  def append(self, event: recorder.Event) -> None:
-    """Takes an event."""
-    self._count += 1
-    self.events.append(event)
-
-  def clear(self) -> None:
-    """Forgets all of them."""
-    self.events.clear()
-    self._count = 0
-
-  @property
-  def forgotten(self) -> int:
-    """Number of dropped events."""
-    return max(0, self._count - len(self.events))
-
-
 def build(
-  events: Iterable[recorder.Event],
-  rank: int,
-  world_size: int,
-  forgotten: int = 0,
+  events: Iterable[recorder.Event], rank: int, world_size: int
 ) -> dict[str, Any]:
-  """The trace of one task.
+  """Returns the trace of one task.
 
   Args:
     events: of the recorder, steps among them.
     rank: of the task.
     world_size: number of tasks.
-    forgotten: number of earlier events that were dropped.
   """
   events = list(events)
   origin = min((e.begin_ns for e in events), default=recorder.now())
@@ -115,7 +86,6 @@ def build(
       'origin_ns': origin,
       # Where two tasks have no collective in common.
       'origin_unix_seconds': time.time() - (recorder.now() - origin) / 1e9,
-      'forgotten_events': forgotten,
     },
     'traceEvents': trace,
   }
@@ -153,13 +123,9 @@ def _add_step(add, step, events):
   add('step', step.name, recorder.STEP, whole, {**step.args, **about})
   parts = [('input', recorder.INPUT, i) for i in found.input]
   parts += [('wait for collectives', recorder.WAIT, i) for i in found.wait]
-  parts += [(name, 'compute', i) for name, i in found.compute]
+  parts += [('compute', 'compute', i) for i in found.compute]
   for name, category, interval in sorted(parts, key=lambda part: part[2]):
     add('step', name, category, interval, about)
-  for begin, end in found.backward:
-    if begin < end:
-      name = step_breakdown.BACKWARD
-      add('gradients', name, 'backward', (begin, end), about)
 
 
 def _add_events(add, events, steps):

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import os
 import time
@@ -71,7 +72,7 @@ class TrainingMonitor:
     self._timeline = timeline
     # The events of the running step.
     self._events: list[recorder.Event] = []
-    self._log = timeline_lib.Log(_MAX_EVENTS)
+    self._log: collections.deque = collections.deque(maxlen=_MAX_EVENTS)
     self._listening = contextlib.ExitStack()
     self._listening.enter_context(recorder.listening(self))
     if timeline is not None:
@@ -117,9 +118,7 @@ class TrainingMonitor:
     """Writes the timeline of a group."""
     if self._timeline is None:
       return
-    trace = timeline_lib.build(
-      self._log.events, self._rank, self._world_size, self._log.forgotten
-    )
+    trace = timeline_lib.build(self._log, self._rank, self._world_size)
     timeline_lib.write(
       trace,
       timeline_lib.path_of(self._timeline, self._rank, self._generation),
@@ -167,9 +166,8 @@ class TrainingMonitor:
       self.begin_epoch()
       return
     found = step_breakdown.break_down(whole, self._events)
-    spent = found.nanoseconds()
-    self._step_ns += spent['step']
-    self._communication_ns += spent['communication']
+    self._step_ns += step_breakdown.length([whole])
+    self._communication_ns += step_breakdown.length(found.communication)
     if found.all_rows is None:
       self._rows = None
     elif self._rows is not None:
