@@ -51,20 +51,9 @@ class FlagsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     '--strategy=ring',
-    '--all_reduce=nccl',
-    '--dataset=cifar',
-    '--model=resnet',
     '--dropout=1',
-    '--global_batch_size=0',
     '--epochs=-1',
     '--learning_rate=0',
-    '--num_virtual_devices=-1',
-    '--mixed_precision=float8',
-    '--mode=asynchronous',
-    '--backup_workers=-1',
-    '--local_steps=0',
-    '--steps_per_execution=0',
-    '--variable_partitions=-1',
   )
   def test_bad_value_is_refused(self, argument):
     with (
@@ -117,27 +106,13 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.addCleanup(program.kill)
     return program
 
-  # Each pays the import of TensorFlow for another text.
-  @tiers.named_parameters(
-    (
-      'missing_data',
-      'mnist_keras_fit',
-      '--data_path=missing.npz',
-      'DataError: data_path=missing.npz: no such file',
-    ),
-    tiers.soak(
-      'bad_flag',
-      'mnist_keras_fit',
-      '--all_reduce=nccl',
-      'value should be one of <auto|ring|direct',
-    ),
-  )
   @pytest.mark.soak
-  def test_refusal_is_a_message(self, name, argument, message):
-    program = self._start(name, argument)
-    code = program.wait()
-    self.assertEqual(code, 1)
-    self.assertIn(message, program.output())
+  def test_refusal_is_a_message(self):
+    program = self._start('mnist_keras_fit', '--data_path=missing.npz')
+    self.assertEqual(program.wait(), 1)
+    self.assertIn(
+      'DataError: data_path=missing.npz: no such file', program.output()
+    )
     self.assertNotIn('Traceback', program.output())
 
   def test_stray_argument_is_refused(self):
@@ -181,17 +156,10 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('test  loss', program.output())
     with open(path, encoding='utf-8') as f:
       report = json.load(f)
-    self.assertEqual(report['example'], 'mnist_keras_fit')
-    self.assertEqual(report['strategy'], 'ring_mirrored')
     self.assertEqual(report['replicas'], 4)
     self.assertLen(set(report['devices']), 4)
     self.assertEqual(report['steps'], 5)
-    self.assertEqual(report['global_batch_size'], 64)
-    self.assertEqual(report['versions']['tensorflow'], tf.__version__)
     self.assertGreater(report['examples_per_second'], 0)
-    for split in ('train', 'test'):
-      self.assertBetween(report[split]['accuracy'], 0, 1)
-      self.assertGreater(report[split]['loss'], 0)
     all_reduce = report['all_reduce']
     self.assertEqual(all_reduce['cross_device_ops'], 'AutoAllReduce')
     self.assertEqual(all_reduce['calls']['all_reduce'], report['steps'])

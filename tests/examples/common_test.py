@@ -31,20 +31,16 @@ def _rows(strategy, images, labels):
   ]
 
 
-def _batches(*flags, epochs=1, start=(0, 0), devices=('CPU:0',)):
-  """The rows of each batch of each replica, as an example trains on them."""
+def _whole_batches(*flags, epochs=1, start=(0, 0)):
+  """The rows of each batch, as an example trains on them."""
   arguments = (*_SYNTHETIC, *flags, f'--epochs={epochs}')
   with pages.parsed('mnist_custom_loop', *arguments) as example:
     data = datasets.load(common.FLAGS.dataset)
-    strategy = tfs.create_strategy('ring_mirrored', devices=list(devices))
+    strategy = tfs.create_strategy('ring_mirrored', devices=['CPU:0'])
     return [
-      _rows(strategy, *batch)
+      _rows(strategy, *batch)[0]
       for batch in example.train_batches(strategy, data, start)
     ]
-
-
-def _whole_batches(*flags, **options):
-  return [batch for (batch,) in _batches(*flags, **options)]
 
 
 class _ReadsByWorkers:
@@ -84,15 +80,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotAllEqual(seen, expected)
     self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
 
-  def test_later_epoch_is_the_same_without_the_earlier_ones(self):
-    straight = _whole_batches('--steps_per_epoch=2', epochs=3)
-    self.assertLen(straight, 6)
-    resumed = _whole_batches('--steps_per_epoch=2', epochs=3, start=(2, 0))
-    self.assertAllEqual(np.stack(straight[4:]), np.stack(resumed))
-    within = _whole_batches('--steps_per_epoch=2', epochs=3, start=(1, 1))
-    self.assertAllEqual(np.stack(straight[3:]), np.stack(within))
-    self.assertNotAllEqual(straight[0], straight[2])
-
   def test_epoch_longer_than_the_data_continues_with_the_next_pass(self):
     batches = _whole_batches('--steps_per_epoch=13', epochs=2)
     rows = [len(batch) for batch in batches]
@@ -101,8 +88,8 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     passes = _whole_batches(epochs=3)
     for one, other in zip(batches, passes, strict=False):
       self.assertAllEqual(one, other)
-    resumed = _whole_batches('--steps_per_epoch=13', epochs=2, start=(1, 0))
-    self.assertAllEqual(batches[13], resumed[0])
+    resumed = _whole_batches('--steps_per_epoch=13', epochs=2, start=(1, 2))
+    self.assertAllEqual(batches[15], resumed[0])
 
   @pytest.mark.smoke
   def test_workers_read_the_same_batches(self):
@@ -126,27 +113,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.DataError, '=10 steps .* got 9'):
       self._steps('--steps_per_execution=10')
 
-  def test_replicas_share_each_batch_evenly(self):
-    flags = ('--dataset=digits', '--global_batch_size=359')
-    whole = _whole_batches(*flags)
-    shared = _batches(*flags, devices=[f'CPU:{i}' for i in range(4)])
-    rows = [[len(part) for part in parts] for parts in shared]
-    self.assertEqual(rows, [[90, 90, 90, 89]] * 4 + [[1, 0, 0, 0]])
-    for batch, parts in zip(whole, shared, strict=True):
-      self.assertAllEqual(np.concatenate(parts), batch)
-
-  @parameterized.parameters(*pages.NAMES)
-  def test_evaluation_has_every_example_once_in_order(self, name):
-    data = datasets.load('synthetic')
-    with pages.parsed(name) as example:
-      labels = [labels for _, labels in example.test_batches(data)]
-    self.assertAllEqual(tf.concat(labels, 0), data.test.labels)
-
-  def test_order_depends_on_the_seed(self):
-    orders = [_whole_batches(f'--seed={seed}')[0] for seed in (0, 1, 0)]
-    self.assertNotAllEqual(orders[0], orders[1])
-    self.assertAllEqual(orders[0], orders[2])
-
   def test_mirrored_gets_full_batches(self):
     batches = _whole_batches('--strategy=mirrored', epochs=2)
     self.assertEqual([len(b) for b in batches], [1000] * 16)
@@ -165,15 +131,7 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
   def test_every_strategy_has_its_name(self):
     self.assertCountEqual(common.STRATEGIES, registry._FACTORIES)
 
-  @parameterized.parameters(
-    'ring',
-    'auto',
-    'direct',
-    'tree',
-    'halving_doubling',
-    'hierarchical',
-    'naive',
-  )
+  @parameterized.parameters('ring', 'auto')
   def test_all_reduce_reaches_the_strategy(self, name):
     flags = (f'--all_reduce={name}', '--num_virtual_devices=2')
     with pages.parsed('mnist_keras_fit', *flags):
@@ -273,10 +231,6 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotAllClose(tf.reduce_sum(logits[0], -1), [1.0, 1.0])
     self.assertAllEqual(*logits)
 
-  def test_dropout_is_before_the_logits(self):
-    for model in self._models('--dropout=0.5'):
-      self.assertEqual(model.layers[-2].rate, 0.5)
-
   def _optimizer(self, *flags):
     with pages.parsed('mnist_keras_fit', *flags):
       return common.build_optimizer(self._strategy)
@@ -288,16 +242,10 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsInstance(optimizer.inner_optimizer, keras.optimizers.Adam)
 
   def test_warmup_rises_linearly_and_stays(self):
-    for steps, expected in (
-      (4, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8]),
-      (1, [0.8, 0.8]),
-    ):
-      optimizer = self._optimizer(
-        '--learning_rate=0.8', f'--warmup_steps={steps}'
-      )
-      schedule = optimizer.inner_optimizer._learning_rate
-      found = [schedule(step) for step in range(len(expected))]
-      self.assertAllClose(found, expected)
+    optimizer = self._optimizer('--learning_rate=0.8', '--warmup_steps=4')
+    schedule = optimizer.inner_optimizer._learning_rate
+    found = [schedule(step) for step in range(6)]
+    self.assertAllClose(found, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
 
   @parameterized.parameters(('no', 0.3), ('', 1.2))
   def test_learning_rate_scales_with_replicas_if_asked_for(self, no, rate):
@@ -318,12 +266,6 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
       'ring_mirrored',
       'mixed_float16',
       keras.optimizers.LossScaleOptimizer,
-    ),
-    (
-      'bfloat16',
-      'ring_mirrored',
-      'mixed_bfloat16',
-      tfs.keras.DistributedOptimizer,
     ),
   )
   def test_optimizer_is_wrapped_for(self, strategy, precision, expected):

@@ -114,17 +114,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsNone(report['bytes_per_step'])
     for split in ('train', 'test'):
       self.assertBetween(report[split]['accuracy'], 0, 1)
-    return servers
-
-  def assert_learns(self, name, *arguments):
-    """Runs six epochs; what the strategy counted."""
-    report = self._run(
-      name, f'--epochs={_EPOCHS}', '--min_accuracy=0.8', *arguments
-    )
-    self.assertRegex(
-      self._output, r'\[chief 0\] .* parameter_server: 2 workers, 2 servers'
-    )
-    return self.assert_result(report, _EPOCHS * _STEPS_PER_EPOCH)
 
   @parameterized.parameters(
     ('parameter_server', _JOB, 40),
@@ -145,29 +134,26 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     lines = [t for t in self._output.splitlines() if 'Waiting to be' not in t]
     self.assertLess(len(lines), most)
 
-  @tiers.named_parameters(
-    ('fit_async', _FIT, 'async', ('--variable_partitions=2',)),
-    tiers.soak(
+  @parameterized.named_parameters(
+    ('fit_async', _FIT, '--mode=async', '--variable_partitions=2'),
+    (
       'loop_bounded',
       _LOOP,
-      'bounded',
-      ('--max_staleness=2', '--worker_input'),
+      *('--mode=bounded', '--max_staleness=2', '--worker_input'),
     ),
-  )
-  @pytest.mark.soak
-  def test_learns(self, name, mode, arguments):
-    servers = self.assert_learns(name, f'--mode={mode}', *arguments)
-    self.assertEqual(servers['mode'], mode)
-
-  @parameterized.named_parameters(
     ('backup_workers', _FIT, '--mode=sync', '--backup_workers=1'),
-    ('bounded_fit', _FIT, '--mode=bounded', '--worker_input'),
     ('adam', _FIT, '--optimizer=adam', '--worker_input'),
     ('mixed', _LOOP, '--mixed_precision=mixed_bfloat16'),
   )
   @pytest.mark.soak
-  def test_learns_with(self, name, *arguments):
-    self.assert_learns(name, *arguments)
+  def test_learns(self, name, *arguments):
+    report = self._run(
+      name, f'--epochs={_EPOCHS}', '--min_accuracy=0.8', *arguments
+    )
+    self.assertRegex(
+      self._output, r'\[chief 0\] .* parameter_server: 2 workers, 2 servers'
+    )
+    self.assert_result(report, _EPOCHS * _STEPS_PER_EPOCH)
 
   @pytest.mark.soak
   def test_groups_of_steps_learn(self):
@@ -207,28 +193,33 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_result(report, 2 * _STEPS_PER_EPOCH)
     self.assertEqual(report['steps_this_run'], 2 * _STEPS_PER_EPOCH - 15)
 
+  def _start_to_be_preempted(self, name, directory, weights, *launcher):
+    program = programs.Program(
+      name,
+      '--strategy=parameter_server',
+      '--dataset=digits',
+      '--model=mlp',
+      '--epochs=20',
+      '--mode=sync',
+      f'--checkpoint_dir={self._path(directory)}',
+      # The only checkpoints are the first one and that of the preemption.
+      '--checkpoint_steps=100000',
+      f'--save_weights={weights}',
+      output=self._path('output'),
+      launcher=(*_JOB, *launcher),
+    )
+    self.addCleanup(program.kill)
+    return program
+
   @parameterized.parameters(_FIT, _LOOP)
   @pytest.mark.soak
   def test_preempted_chief_resumes_exactly(self, name):
     weights = []
     for is_preempted in (False, True):
       path = self._path(f'weights_{is_preempted}.npz')
-      # The only checkpoint is that of the preemption.
-      checkpoints = self._path(f'checkpoints_{is_preempted}')
-      program = programs.Program(
-        name,
-        '--strategy=parameter_server',
-        '--dataset=digits',
-        '--model=mlp',
-        '--epochs=20',
-        '--mode=sync',
-        f'--checkpoint_dir={checkpoints}',
-        '--checkpoint_steps=100000',
-        f'--save_weights={path}',
-        output=self._path('output'),
-        launcher=(*_JOB, '--max_restarts=1'),
+      program = self._start_to_be_preempted(
+        name, f'checkpoints_{is_preempted}', path, '--max_restarts=1'
       )
-      self.addCleanup(program.kill)
       if is_preempted:
         # `fit` and the loop show each epoch.
         program.wait_until(lambda p=program: 'accuracy' in p.output())
@@ -241,29 +232,11 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.soak
   def test_preempted_job_resumes_exactly(self):
-    checkpoints = self._path('checkpoints')
-    flags = (
-      '--strategy=parameter_server',
-      '--dataset=digits',
-      '--model=mlp',
-      '--epochs=20',
-      '--mode=sync',
-      # The only checkpoints are the first one and that of the preemption.
-      '--checkpoint_steps=100000',
-    )
     weights = []
     for name, is_preempted in (('whole', False), ('cut', True), ('on', False)):
       path = self._path(f'weights_{name}.npz')
-      directory = f'{checkpoints}_whole' if name == 'whole' else checkpoints
-      program = programs.Program(
-        _FIT,
-        *flags,
-        f'--checkpoint_dir={directory}',
-        f'--save_weights={path}',
-        output=self._path('output'),
-        launcher=_JOB,
-      )
-      self.addCleanup(program.kill)
+      directory = 'whole' if name == 'whole' else 'cut'
+      program = self._start_to_be_preempted(_FIT, directory, path)
       if is_preempted:
         program.wait_until(lambda p=program: 'accuracy' in p.output())
         # To the launcher: all tasks are told to end at the same time.

@@ -1,6 +1,5 @@
 import importlib.util
 import io
-import json
 import os
 import types
 from contextlib import redirect_stdout
@@ -44,16 +43,6 @@ class ReportingTest(tf.test.TestCase):
         run.end_step(step + 1)
       run.end_epoch()
     self.assertEqual(run.median_images_per_second, (96 / 4 + 160 / 5) / 2)
-
-  def test_speed_leaves_out_what_was_done_before(self):
-    times = iter([10.0, 12.0])
-    run = self._run(256, start=(1, 2))
-    with mock.patch('time.perf_counter', lambda: next(times)):
-      run.begin_epoch(1)
-      for step in range(4):
-        run.end_step(step + 1)  # Two are skipped, one traces.
-      run.end_epoch()
-    self.assertEqual(run.median_images_per_second, 64 / 2)
 
   def test_speed_of_one_step_is_unknown(self):
     run = self._run(64)
@@ -120,13 +109,6 @@ class ReportingTest(tf.test.TestCase):
       results = {'loss': 1.0, 'accuracy': 0.5}
       run.log_epoch(0, train=results, test=results)
     self.assertCountEqual(os.listdir(directory), ['train', 'validation'])
-
-  def test_json_is_written_with_its_directory(self):
-    path = os.path.join(self.create_tempdir().full_path, 'new', 'report.json')
-    reporting.write_json({'steps': 3}, path)
-    with open(path, encoding='utf-8') as f:
-      self.assertEqual(json.load(f), {'steps': 3})
-    self.assertEqual(os.listdir(os.path.dirname(path)), ['report.json'])
 
 
 if __name__ == '__main__':
