@@ -61,12 +61,6 @@ _TORCH_PYTHON = flags.DEFINE_string(
 _LINK_RATE = flags.DEFINE_string(
   'link_rate', None, "Rate of each worker's link, such as 1gbit or 200mbit."
 )
-_WORKERS_PER_HOST = flags.DEFINE_integer(
-  'workers_per_host',
-  1,
-  'With --link_rate: workers of a host, which share its link.',
-  lower_bound=1,
-)
 _DEADLINE_SECONDS = flags.DEFINE_float(
   'deadline_seconds',
   worker_pool.DEADLINE_SECONDS,
@@ -107,9 +101,7 @@ def run_world_size(
     hosts = None
     if _LINK_RATE.value is not None:
       hosts = stack.enter_context(
-        network_namespaces.NetworkNamespaces(
-          -(-world_size // _WORKERS_PER_HOST.value), _LINK_RATE.value
-        )
+        network_namespaces.NetworkNamespaces(world_size, _LINK_RATE.value)
       )
     _progress(f'{world_size} workers: starting them')
     pools = stack.enter_context(
@@ -119,7 +111,6 @@ def run_world_size(
         hosts,
         _TORCH_PYTHON.value,
         _DEADLINE_SECONDS.value,
-        _WORKERS_PER_HOST.value,
       )
     )
     found = []

@@ -25,7 +25,6 @@ class PeerPools:
     hosts: where the workers run; None for this machine.
     torch_python: the interpreter for gloo.
     deadline_seconds: how long each step may take.
-    workers_per_host: how many run on each of the hosts.
 
   Attributes:
     entries: the peers.
@@ -43,11 +42,8 @@ class PeerPools:
     hosts: network_namespaces.NetworkNamespaces | None,
     torch_python: str = sys.executable,
     deadline_seconds: float = worker_pool.DEADLINE_SECONDS,
-    workers_per_host: int = 1,
   ):
     self.world_size = world_size
-    # The host of each rank.
-    self._places = [rank // workers_per_host for rank in range(world_size)]
     self.entries = tuple(entries)
     self.versions: dict[str, dict[str, str]] = {}
     self._hosts = hosts
@@ -105,7 +101,7 @@ class PeerPools:
     hosts = ('127.0.0.1',) * self.world_size
     interface = 'lo'
     if self._hosts is not None:
-      hosts = [self._hosts.addresses[place] for place in self._places]
+      hosts = self._hosts.addresses
       interface = network_namespaces.INTERFACE
     ports = ports_lib.pick_ports(self.world_size)
     self._pool_of[entry.name].send(
@@ -121,7 +117,7 @@ class PeerPools:
     python, env, launcher = sys.executable, {}, ()
     prefixes = [()] * self.world_size
     if self._hosts is not None:
-      prefixes = [self._hosts.command(place, ()) for place in self._places]
+      prefixes = [self._hosts.command(i, ()) for i in range(self.world_size)]
     if name == 'gloo' and self._torch_python != sys.executable:
       # This interpreter's packages are not for that one.
       python, env = self._torch_python, {'PYTHONPATH': ''}

@@ -2,15 +2,11 @@
 
   python -m benchmarks.recovery
   python -m benchmarks.recovery --kills=100 --width=2000
-  python -m benchmarks.recovery --torch_python=/path/to/python
 
-Three workers train the same model: with `tfs.elastic`, and with TorchFT over gloo where
---torch_python has it. One of them, chosen at random, is killed at a random moment and
-started again; when all three train again, the next is killed. A sample is the time
-from the kill to the first step that both others have committed without it. The peers
-run one after the other. TorchFT's deadlines are set to short ones (see
-recovery_worker.py); it leaves out the rows of who has died, ours cuts the batch among
-those that are left.
+Three workers train a model with `tfs.elastic`. One of them, chosen at random, is killed
+at a random moment and started again; when all three train again, the next is killed. A
+sample is the time from the kill to the first step that both others have committed
+without it.
 
 'step ms' is the median between two steps of three workers, 'rejoin s' the time from
 the start of a killed worker's process to the first step of three, most of which is
@@ -35,24 +31,10 @@ from tf_strategies.launch import ports as ports_lib
 
 _NUM_WORKERS = 3
 _WORKER = pathlib.Path(__file__).with_name('recovery_worker.py')
-# Prints the versions of torch and of TorchFT, whose package has several names.
-_VERSIONS = """
-from importlib import metadata
-[name, *_] = metadata.packages_distributions()['torchft']
-print(metadata.version('torch'), metadata.version(name))
-"""
 
-_KILLS = flags.DEFINE_integer(
-  'kills', 40, 'Samples of each peer.', lower_bound=1
-)
+_KILLS = flags.DEFINE_integer('kills', 40, 'Samples.', lower_bound=1)
 _WIDTH = flags.DEFINE_integer(
   'width', 300, 'Units of the two hidden layers.', lower_bound=1
-)
-_PEERS = flags.DEFINE_list(
-  'peers', None, 'ours,torchft; default: what is there.'
-)
-_TORCH_PYTHON = flags.DEFINE_string(
-  'torch_python', None, 'An interpreter that has torchft.'
 )
 _REPORT_JSON = flags.DEFINE_string(
   'report_json', None, 'Where to write the results as JSON.'
@@ -61,24 +43,15 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Of the moments and the victims.')
 
 
 class Job:
-  """The workers of one peer."""
+  """The workers."""
 
-  def __init__(self, peer: str, directory: str):
-    self._peer, self._directory = peer, pathlib.Path(directory)
+  def __init__(self, directory: str):
+    self._directory = pathlib.Path(directory)
     self._commands: dict[int, processes.Command] = {}
     self._starts = 0
-    self._others: list[processes.Command] = []
-    self._env, self._arguments = {}, []
-    if peer == 'ours':
-      ports = ports_lib.pick_ports(_NUM_WORKERS)
-      self._cluster = {'worker': [f'127.0.0.1:{port}' for port in ports]}
-      self._env['TFS_SECRET'] = secrets.token_hex(16)
-    else:
-      address = self._directory / 'lighthouse'
-      lighthouse = self._start('lighthouse', address, 0)
-      self._others.append(lighthouse)
-      lighthouse.wait_until(lambda: address.exists() and address.read_text())
-      self._arguments = [address.read_text().strip()]
+    ports = ports_lib.pick_ports(_NUM_WORKERS)
+    self._cluster = {'worker': [f'127.0.0.1:{port}' for port in ports]}
+    self._secret = secrets.token_hex(16)
     for rank in range(_NUM_WORKERS):
       self.start(rank)
 
@@ -86,32 +59,17 @@ class Job:
     """Starts a worker, which tells its steps in a new file."""
     self._starts += 1
     path = self._directory / f'{rank}-{self._starts}'
-    self._commands[rank] = self._start(self._peer, path, rank)
-    self._commands[rank].path = path
-
-  def _start(self, what: str, path, rank: int) -> processes.Command:
-    python = sys.executable if what == 'ours' else _TORCH_PYTHON.value
-    env = dict(self._env)
-    if what == 'ours':
-      task = {'type': 'worker', 'index': rank}
-      env['TF_CONFIG'] = json.dumps({'cluster': self._cluster, 'task': task})
-      env = processes.python_environment(env)
-    else:
-      env = processes.environment({'PYTHONPATH': ''})
-    return processes.Command(
-      [
-        python,
-        str(_WORKER),
-        what,
-        str(path),
-        str(rank),
-        str(_WIDTH.value),
-        *self._arguments,
-      ],
-      name=f'{what} {rank}',
-      env=env,
+    task = {'type': 'worker', 'index': rank}
+    config = json.dumps({'cluster': self._cluster, 'task': task})
+    self._commands[rank] = processes.Command(
+      [sys.executable, str(_WORKER), str(path), str(_WIDTH.value)],
+      name=f'worker {rank}',
+      env=processes.python_environment(
+        {'TF_CONFIG': config, 'TFS_SECRET': self._secret}
+      ),
       deadline_seconds=3600,
     )
+    self._commands[rank].path = path
 
   def kill(self, rank: int) -> float:
     """Kills a worker; returns when."""
@@ -138,7 +96,7 @@ class Job:
 
   def close(self) -> None:
     """Ends all of them."""
-    for command in [*self._commands.values(), *self._others]:
+    for command in self._commands.values():
       command.close()
 
   def __enter__(self):
@@ -148,11 +106,11 @@ class Job:
     self.close()
 
 
-def measure(peer: str) -> dict[str, object]:
-  """The samples of a peer."""
+def measure() -> dict[str, object]:
+  """Returns the samples, as the JSON report has them."""
   chance = random.Random(_SEED.value)
   seconds, rejoins, steps = [], [], []
-  with tempfile.TemporaryDirectory() as directory, Job(peer, directory) as job:
+  with tempfile.TemporaryDirectory() as directory, Job(directory) as job:
     everybody = list(range(_NUM_WORKERS))
     job.wait_for(everybody, _NUM_WORKERS, 0.0)
     for _ in range(_KILLS.value):
@@ -166,25 +124,21 @@ def measure(peer: str) -> dict[str, object]:
       began = time.time()
       job.start(victim)
       rejoins.append(job.wait_for(everybody, _NUM_WORKERS, began) - began)
-  return record(peer, seconds, rejoins, steps)
+  return record(seconds, rejoins, steps)
 
 
 def record(
-  peer: str,
-  seconds: Sequence[float],
-  rejoins: Sequence[float],
-  steps: Sequence[float],
+  seconds: Sequence[float], rejoins: Sequence[float], steps: Sequence[float]
 ) -> dict[str, object]:
-  """What was found of a peer, as the JSON report has it.
+  """Returns the samples and their percentiles.
 
   Args:
-    peer: its name.
     seconds: from each kill to the others' next step.
     rejoins: from each new start to the next step of all, in seconds.
     steps: of all workers, in seconds.
   """
   return {
-    'peer': peer,
+    'peer': 'ours',
     'kills': len(seconds),
     **{
       name: float(np.percentile(seconds, q))
@@ -199,7 +153,7 @@ def record(
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-  """A row for each peer."""
+  """Returns the results as a Markdown table."""
   times = ('median_s', 'p90_s', 'p99_s', 'most_s')
   return report.markdown(
     [
@@ -218,36 +172,19 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
   )
 
 
-def _torch_versions() -> dict[str, str]:
-  """What TorchFT and its torch are called; nothing where they do not run."""
-  done = processes.run(
-    [_TORCH_PYTHON.value, '-c', _VERSIONS],
-    env=processes.environment({'PYTHONPATH': ''}),
-    deadline_seconds=60,
-  )
-  words = done.stdout.split()
-  return dict(zip(('torch', 'torchft'), words, strict=False))
-
-
 def main(argv):
-  """Runs the peers, and prints the table."""
+  """Runs the benchmark, and prints the table."""
   if len(argv) > 1:
     raise app.UsageError(f'{argv[1]!r} is not a flag.')
   report.check_target('report_json', _REPORT_JSON.value)
-  names = _PEERS.value or [
-    'ours',
-    *(['torchft'] if _TORCH_PYTHON.value else []),
-  ]
   settings = (_KILLS, _WIDTH, _SEED)
   content = {
     'benchmark': 'recovery',
     **report.environment(),
     'settings': {flag.name: flag.value for flag in settings},
   }
-  if 'torchft' in names:
-    content['versions'] |= _torch_versions()
   with processes.ended_by_signals():
-    results = [measure(name) for name in names]
+    results = [measure()]
   print(table(results))
   if _REPORT_JSON.value:
     report.write_json(_REPORT_JSON.value, content | {'results': results})

@@ -96,17 +96,13 @@ class Actor:
     self._rows[peer] = shape['batch_rows']
     return sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables)
 
-  def run(
-    self, peer: str, blocks: int, steps: int, timeline: str | None = None
-  ) -> dict[str, Any]:
+  def run(self, peer: str, blocks: int, steps: int) -> dict[str, Any]:
     """Fits for one block to warm up and then for those that count.
 
     Args:
       peer: whose turn it is.
       blocks: how many are timed.
       steps: of a block.
-      timeline: a file for what happened when, with the rank added to its name;
-        None to look at nothing but the clock.
 
     Returns:
       `seconds` and `cpu_seconds` a step of each block, the mean `loss` of all steps,
@@ -117,9 +113,7 @@ class Actor:
     count = (1 + blocks) * steps * rows
     values = np.random.default_rng(1).standard_normal((count, width))
     x = values.astype(np.float32)
-    callbacks = [clock := BlockClock(steps)]
-    if timeline is not None:
-      callbacks.append(tfs.MonitorCallback(timeline))
+    clock = BlockClock(steps)
     group = getattr(model.distribute_strategy, 'process_group', None)
     sent = group and group.bytes_sent
     history = model.fit(
@@ -128,7 +122,7 @@ class Actor:
       batch_size=rows,
       shuffle=False,
       verbose=0,
-      callbacks=callbacks,
+      callbacks=[clock],
     )
     return {
       'seconds': clock.seconds(),

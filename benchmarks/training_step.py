@@ -3,7 +3,6 @@
   python -m benchmarks.training_step
   python -m benchmarks.training_step --link_rate=1gbit --rounds=5
   python -m benchmarks.training_step --width=64 --rounds=1 --peers=ring_8mb
-  python -m benchmarks.training_step --peers=ring_1mb --timeline=step.json
   python -m benchmarks.training_step --peers=ring_adam,ring_adam_sharded
 
 A dense model with 25 MB of parameters and a batch of 64 a worker. The ring's
@@ -19,13 +18,6 @@ losses of all peers and ranks must agree.
 With --link_rate the workers run on hosts of their own (see
 benchmarks/network_namespaces.py). Peers ring_local_16 and _64 train so many steps apart
 (tfs.keras.LocalSteps): their blocks have a whole number of meetings.
-
-With --timeline each ring trains once more after that, with
-`tfs.MonitorCallback`: what it writes goes to step-PEER-RANK.json, and what it
-costs to the table's 'monitored ms'. See it with
-
-  python -m tf_strategies.monitoring.merge step-ring_1mb-*.json \\
-    --output=step.json
 """
 
 import contextlib
@@ -80,9 +72,6 @@ _DEADLINE_SECONDS = flags.DEFINE_float(
   'How long a turn of a peer may take.',
   lower_bound=1.0,
 )
-_TIMELINE = flags.DEFINE_string(
-  'timeline', None, "A file for each ring's timeline; its name is extended."
-)
 _REPORT_JSON = flags.DEFINE_string(
   'report_json', None, 'Where to write the results as JSON.'
 )
@@ -122,10 +111,8 @@ class Training:
     for peer in peers:
       self.parameter_bytes = self._set_up(peer)
 
-  def run(
-    self, peer: training_peers.Peer, timeline: str | None = None
-  ) -> tuple[list[float], list[float]]:
-    """Trains once, with a monitor that writes `timeline` if there is one.
+  def run(self, peer: training_peers.Peer) -> tuple[list[float], list[float]]:
+    """Trains once.
 
     Returns:
       Seconds a step of each block, of the slowest rank; the loss by rank.
@@ -137,7 +124,6 @@ class Training:
       peer=peer.name,
       blocks=_BLOCKS.value,
       steps=-(-_STEPS.value // every) * every,
-      timeline=timeline,
     )
     sent = [f['bytes_sent'] for f in found if f['bytes_sent'] is not None]
     self.bytes_sent[peer.name] = max(sent, default=None)
@@ -215,22 +201,16 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
         seconds[name] += samples
       if number == 1:
         training_peers.check_losses(losses)
-    # Before what is monitored.
     cpu = {
       name: measure.Spread.of(samples).median_ms
       for name, samples in training.cpu_seconds.items()
     }
-    monitored = {}
-    if _TIMELINE.value:
-      _progress('once more, for the timelines')
-      monitored = _monitored(training, peers, _TIMELINE.value)
   return {
     'parameter_bytes': training.parameter_bytes,
     'results': [
       {
         **_record(peer, seconds),
         'median_cpu_ms': cpu[peer.name],
-        'monitored_median_ms': monitored.get(peer.name),
         'megabytes_sent': _megabytes(training.bytes_sent[peer.name]),
       }
       for peer in peers
@@ -240,17 +220,6 @@ def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
 
 def _megabytes(count: float | None) -> float | None:
   return None if count is None else count / 1e6
-
-
-def _monitored(training, peers, path: str) -> dict[str, float]:
-  """Median milliseconds a step of each ring, with its timeline written."""
-  root, extension = os.path.splitext(os.path.abspath(path))
-  medians = {}
-  for peer in peers:
-    if peer.strategy == 'ring':
-      samples, _ = training.run(peer, f'{root}-{peer.name}{extension}')
-      medians[peer.name] = measure.Spread.of(samples).median_ms
-  return medians
 
 
 def _record(peer, seconds) -> dict[str, Any]:
@@ -279,7 +248,6 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     f'to {training_peers.REFERENCE}': f'ratio_to_{training_peers.REFERENCE}',
     'CPU ms of a worker': 'median_cpu_ms',
     'MB sent a step': 'megabytes_sent',
-    'monitored ms': 'monitored_median_ms',
   }
   return report.markdown(
     list(columns), [[r[key] for key in columns.values()] for r in records]

@@ -51,7 +51,6 @@ OPTIONAL = frozenset(
     'mpi4py',
     'torch',
     'tf_keras',
-    'torchft',
     'xprof',
     'yaml',
   }

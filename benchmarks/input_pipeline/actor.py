@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from benchmarks.input_pipeline import epoch, stages, timeline, variants, verdict
+from benchmarks.input_pipeline import epoch, timeline, variants
 from examples.datasets import images as images_lib
 
 
@@ -42,11 +42,6 @@ class Actor:
   def run(self, train_step_s: float) -> dict[str, float]:
     """Runs an epoch, timed."""
     return epoch.run(self._dataset, train_step_s, num_rows)
-
-  def judge(self, train_step_s: float, max_seconds: float) -> dict[str, str]:
-    """Watches an epoch; returns the fields of the verdict."""
-    found = stages.profile(self._dataset, train_step_s, max_seconds=max_seconds)
-    return dataclasses.asdict(verdict.judge(found))
 
   def timeline(
     self, train_step_s: float, num_steps: int, prefetch: bool

@@ -20,7 +20,6 @@ class Row:
     first_batch_ms: milliseconds to the first batch, by round.
     prep_ms: milliseconds a step without a training step, by round.
     step_ms: milliseconds a step with it, by round.
-    verdict: the fields of `verdict.Verdict`; None for other peers.
     error: why it failed, if it did.
   """
 
@@ -29,7 +28,6 @@ class Row:
   first_batch_ms: list[float] = dataclasses.field(default_factory=list)
   prep_ms: list[float] = dataclasses.field(default_factory=list)
   step_ms: list[float] = dataclasses.field(default_factory=list)
-  verdict: dict[str, str] | None = None
   error: str = ''
 
   def record(self) -> dict[str, object]:
@@ -42,19 +40,17 @@ def run(
   start: Callable[[str], worker_pool.WorkerPool],
   num_rounds: int,
   train_step_s: float,
-  deadline_s: float,
 ) -> list[Row]:
   """Measures variants in turns, in another order each round.
 
-  Each has a process, which first runs an epoch that is not counted, and last
-  one that is watched. A variant that fails is left alone from then on.
+  Each has a process, which first runs an epoch that is not counted. A variant that
+  fails is left alone from then on.
 
   Args:
     names: of the variants.
     start: starts a variant's process and sends it `open`.
     num_rounds: counted epochs of each.
     train_step_s: how long the training step is; 0 for none.
-    deadline_s: how long an answer may take.
 
   Returns:
     A row a variant, in the order of `names`.
@@ -80,11 +76,6 @@ def run(
   def count(name):
     _count(running[name], rows[name], train_step_s)
 
-  def watch(name):
-    [rows[name].verdict] = running[name].ask(
-      'judge', train_step_s=train_step_s, max_seconds=deadline_s / 2
-    )
-
   try:
     # All start before any is waited for: loading TensorFlow takes seconds.
     for action in (begin, warm_up):
@@ -93,8 +84,6 @@ def run(
     for order in measure.turns(names, num_rounds):
       for name in [n for n in order if n in running]:
         attempt(count, name)
-    for name in list(running):
-      attempt(watch, name)
   finally:
     for pool in running.values():
       pool.close()
@@ -128,7 +117,7 @@ def table(rows: Sequence[Row]) -> str:
   return report.markdown(
     [
       *('variant', 'items/s', 'slowest', 'fastest', 'first batch ms'),
-      *('prep ms', 'step ms', 'bound by'),
+      *('prep ms', 'step ms', 'error'),
     ],
     [
       [
@@ -141,7 +130,7 @@ def table(rows: Sequence[Row]) -> str:
           )
         ),
         *map(_middle, (row.first_batch_ms, row.prep_ms, row.step_ms)),
-        'failed' if row.error else row.verdict and row.verdict['bottleneck'],
+        'failed' if row.error else None,
       ]
       for row in rows
     ],

@@ -70,6 +70,3 @@ class Actor:
   def run(self, train_step_s: float) -> dict[str, float]:
     """Runs an epoch, timed."""
     return epoch.run(self._loader, train_step_s, len)
-
-  def judge(self, train_step_s: float, max_seconds: float) -> None:
-    """Says nothing: a DataLoader has no model of its stages."""

@@ -9,7 +9,7 @@ import shutil
 import sys
 
 from benchmarks import processes
-from tf_strategies import errors, process_group
+from tf_strategies import errors
 
 OURS = 'ours'
 OTHER = 'other'
@@ -40,20 +40,12 @@ ENTRIES = tuple(
   Entry(name, kind, pool, f'{_HERE}.{path}')
   for name, kind, pool, path in (
     ('ours_memory', OURS, 'ours', 'ours:Group'),
-    ('ours_flat_ring', OURS, 'ours', 'ours:FlatRing'),
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
-    ('ours_bfloat16', OURS, 'ours', 'ours:BFloat16'),
     ('ours_int8', OURS, 'ours', 'ours:Int8'),
     ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
     ('ours_mpi', OURS, 'mpi', 'ours:Mpi'),
     ('mpich', OTHER, 'mpi', 'mpich:Mpich'),
     ('mwms_ring', OTHER, 'mwms', 'tensorflow_collectives:MultiWorkerMirrored'),
-    (
-      'mwms_subdivisions',
-      OURS,
-      'subdivisions',
-      'tensorflow_collectives:Subdivisions',
-    ),
     ('gloo', OTHER, 'gloo', 'gloo:Gloo'),
     ('no_op', LIMIT, 'ours', 'ours:NoOp'),
   )
@@ -79,8 +71,6 @@ def why_not(entry: Entry, torch_python: str, over_links: bool) -> str | None:
     return _why_no_torch(torch_python)
   if entry.pool != 'mpi':
     return None
-  if not hasattr(process_group, 'form_mpi_group'):
-    return 'This version of tf_strategies has no form_mpi_group.'
   if importlib.util.find_spec('mpi4py') is None:
     return "mpi4py is not importable: in the checkout, pip install '.[mpi]'."
   if mpiexec() is None:

@@ -1,4 +1,4 @@
-"""Our process groups: called from Python, in 16 bits, and from a graph."""
+"""Our process groups: called from Python, in 8 bits, and from a graph."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ import tf_strategies as tfs
 from benchmarks.process_peers import base
 from tf_strategies import process_group
 
-# Three roundings to 8 bits of precision: of two terms, and of their sum.
-_BFLOAT16_ERROR = 2.0**-7
-
 
 class Group(base.Peer):
   """`all_reduce` of a process group, in place of a given array."""
-
-  _algorithm = 'auto'
 
   def __init__(self, seat: base.Seat):
     super().__init__(seat)
@@ -47,9 +42,7 @@ class Group(base.Peer):
 
   def call(self) -> np.ndarray:
     """See base class."""
-    return self._group.all_reduce(
-      self._input, out=self._output, algorithm=self._algorithm
-    )
+    return self._group.all_reduce(self._input, out=self._output)
 
   def result(self, returned: np.ndarray) -> np.ndarray:
     """See base class."""
@@ -58,12 +51,6 @@ class Group(base.Peer):
   def release(self) -> None:
     """See base class."""
     self._input = self._output = None
-
-
-class FlatRing(Group):
-  """The same around one ring, whichever ranks share a host."""
-
-  _algorithm = 'ring'
 
 
 class Tcp(Group):
@@ -107,44 +94,6 @@ class Mpi(Group):
 
   def _form(self) -> process_group.ProcessGroup:
     return process_group.form_mpi_group()
-
-
-class BFloat16(Group):
-  """The same with half of the bytes; TensorFlow casts there and back."""
-
-  def prepare(self) -> None:
-    """See base class."""
-    source = tf.Variable(base.input_value(self.seat.rank, self.num_elements))
-    self._sum = np.empty(self.num_elements, tf.bfloat16.as_numpy_dtype)
-
-    @tf.function
-    def encode():
-      return tf.bitcast(tf.cast(source.read_value(), tf.bfloat16), tf.uint16)
-
-    @tf.function
-    def decode(encoded):
-      return tf.cast(tf.bitcast(encoded, tf.bfloat16), tf.float32)
-
-    self._encode, self._decode = encode, decode
-
-  def call(self) -> tf.Tensor:
-    """See base class."""
-    # A view of the tensor: `numpy()` would copy it.
-    encoded = np.asarray(memoryview(self._encode()))
-    self._group.all_reduce(encoded.view(self._sum.dtype), out=self._sum)
-    return self._decode(self._sum.view(np.uint16))
-
-  def result(self, returned: tf.Tensor) -> np.ndarray:
-    """See base class."""
-    return returned.numpy()
-
-  def is_right(self, found: np.ndarray, expected: np.ndarray) -> bool:
-    """See base class."""
-    return np.allclose(found, expected, rtol=_BFLOAT16_ERROR, atol=0)
-
-  def release(self) -> None:
-    """See base class."""
-    self._sum = self._encode = self._decode = None
 
 
 class _InGraph(base.Peer):

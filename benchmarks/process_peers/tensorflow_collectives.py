@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-import tf_strategies as tfs
 from benchmarks.process_peers import ours
 
 
@@ -29,16 +28,4 @@ class MultiWorkerMirrored(ours.Replicated):
           tf.distribute.experimental.CommunicationImplementation.RING
         )
       ),
-    )
-
-
-class Subdivisions(ours.Replicated):
-  """`MultiWorkerCollectiveStrategy`: the same op, a tensor in several parts."""
-
-  def make_strategy(self) -> tf.distribute.Strategy:
-    """See base class."""
-    return tfs.MultiWorkerCollectiveStrategy(
-      self.cluster(),
-      tfs.CollectiveOptions(communication='ring', max_subdivs_per_device=8),
-      devices=['CPU:0'],
     )

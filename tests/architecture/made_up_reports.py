@@ -74,7 +74,6 @@ def _training_step():
       **_spread(median),
       'ratio_to_collective': median / 50,
       'median_cpu_ms': 2 * median,
-      'monitored_median_ms': None,
       'megabytes_sent': None,
     }
     for peer, median in (
@@ -94,10 +93,7 @@ def _recovery():
       'median_step_ms': 4.0,
       'median_rejoin_s': 6.0,
     }
-    for peer, times in (
-      ('ours', (0.1, 0.2, 0.3, 0.4)),
-      ('torchft', (1.1, 1.2, 1.3, 1.4)),
-    )
+    for peer, times in [('ours', (0.1, 0.2, 0.3, 0.4))]
   ]
 
 

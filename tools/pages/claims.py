@@ -109,11 +109,7 @@ def _peers(report: Report, name: str) -> dict[str, Any]:
 
 def _recovery(report: Report) -> Sequence[float]:
   [ours] = [f for f in report['results'] if f['peer'] == 'ours']
-  [other] = [f for f in report['results'] if f['peer'] == 'torchft']
-  return (
-    *(ours['median_s'], ours['kills'], ours['most_s']),
-    *(other['median_s'], other['most_s']),
-  )
+  return ours['median_s'], ours['kills'], ours['most_s']
 
 
 def _training_step(report: Report) -> Sequence[float]:
@@ -137,8 +133,7 @@ CLAIMS = (
     _auto_to_fastest,
   ),
   Claim(
-    'next step after # s (median of # kills; at most # s). TorchFT 0.2.0 over '
-    'gloo: # s, at most # s.',
+    'next step after # s (median of # kills; at most # s).',
     'recovery',
     _recovery,
   ),

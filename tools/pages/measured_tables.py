@@ -17,9 +17,7 @@ Report = Mapping[str, Any]
 # How peers are called in tables, in this order, and what is compared.
 _BETWEEN_PROCESSES = {
   'ours_memory': 'Ours',
-  'ours_flat_ring': 'one ring',
   'ours_tcp': 'over TCP',
-  'ours_bfloat16': 'bfloat16',
   'ours_int8': 'int8',
   'ours_in_graph': 'in a graph',
   'ours_mpi': 'over MPI',
@@ -32,7 +30,6 @@ _PROCESS_RATIOS = (
   ('ours_memory', 'mpich'),
   ('ours_in_graph', 'gloo'),
   ('ours_in_graph', 'mwms_ring'),
-  ('ours_bfloat16', 'ours_tcp'),
   ('ours_int8', 'ours_tcp'),
 )
 _MODELS = {
@@ -168,28 +165,24 @@ def training_step(content: Report) -> str:
     added = ''
     if apart and reference and not name.startswith('one_device'):
       added = _ratio(median - apart, reference - apart)
-    monitored = found['monitored_median_ms']
     rows.append(
       [
         *(f'`{name}`', short(median)),
         *(short(found['p10_ms']), short(found['p90_ms'])),
         *(_ratio(median, reference), added),
         *(short(found['median_cpu_ms']), short(found['megabytes_sent'])),
-        *(short(monitored), _ratio(monitored, median)),
       ]
     )
   columns = [
     *('Peer', 'ms a step', 'p10', 'p90', f'÷ `{_REFERENCE}`'),
     *(f'added ÷ what `{_REFERENCE}` adds', 'CPU ms of a worker', 'MB sent'),
-    *('ms, monitored', 'monitored ÷ not'),
   ]
   return _table(columns, rows)
 
 
 def recovery(content: Report) -> str:
   """A row for each peer."""
-  torchft = content['versions'].get('torchft', '')
-  names = {'ours': '`tfs.elastic`', 'torchft': f'TorchFT {torchft}, gloo'}
+  names = {'ours': '`tfs.elastic`'}
   times = ('median_s', 'p90_s', 'p99_s', 'most_s')
   return report.markdown(
     [

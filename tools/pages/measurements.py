@@ -43,7 +43,7 @@ _UNEXPECTED = (
   *(AttributeError, ArithmeticError),
 )
 # Versions that are shown with a table, where the report has them.
-_VERSIONS = ('TensorFlow', 'NumPy', 'torch', 'torchft', 'mpi4py')
+_VERSIONS = ('TensorFlow', 'NumPy', 'torch', 'mpi4py')
 
 
 def read(directory: pathlib.Path) -> dict[str, dict[str, Any]]:

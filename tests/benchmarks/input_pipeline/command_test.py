@@ -32,7 +32,7 @@ class CommandTest(formula.DataTestCase, parameterized.TestCase):
       f'--timeline={picture}',
     )
     self.assertEqual(done.returncode, 0, done.stderr)
-    for words in ('| naive ', '| make_dataset ', 'naive: ', 'trainer idle'):
+    for words in ('| naive ', '| make_dataset ', 'trainer idle'):
       self.assertIn(words, done.stdout)
     running.assert_has_table(self, report)
     found = running.read_json(report)
@@ -42,7 +42,6 @@ class CommandTest(formula.DataTestCase, parameterized.TestCase):
     for row in found['rows']:
       self.assertLen(row['rates'], 2)
       self.assertGreater(row['items_per_s'], 0)
-      self.assertNotEmpty(row['verdict']['sentence'])
     self.assertTrue(os.path.exists(picture))
 
   def test_pipeline_that_is_no_dataset_fails(self):

@@ -44,11 +44,9 @@ class TimelineTest(formula.DataTestCase):
     for before, after in zip(found.train, found.prep[1:], strict=False):
       self.assertGreater(after[0], before[1] - 1e-3)
 
-  def test_short_dataset_is_repeated(self):
+  def test_short_dataset_is_repeated_and_an_empty_one_refused(self):
     found = timeline.record(tf.data.Dataset.range(2), 0.001, _STEPS, True)
     self.assertLen(found.train, _STEPS)
-
-  def test_empty_dataset_is_refused(self):
     with self.assertRaisesRegex(errors.DataError, 'no batch'):
       timeline.record(tf.data.Dataset.range(0), 0.001, _STEPS, False)
 

@@ -22,7 +22,6 @@ class CatalogueTest(absltest.TestCase):
     pools = {name: BY_NAME[name].pool for name in BY_NAME}
     for names in (
       ['mwms_ring'],
-      ['mwms_subdivisions'],
       ['gloo'],
       ['ours_mpi', 'mpich'],  # One `mpiexec` starts both.
     ):
