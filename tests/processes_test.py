@@ -162,9 +162,6 @@ class RunTest(absltest.TestCase):
     self.assertEqual(
       (done.returncode, done.stdout, done.stderr), (1, 'out\n', 'err\n')
     )
-
-  def test_failure_shows_both_outputs(self):
-    code = 'import sys; print("out"); sys.exit("err")'
     with self.assertRaisesRegex(
       errors.WorkerUnavailableError, r'ended with status 1\.(?s:.*)out\s*err'
     ):

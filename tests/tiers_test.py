@@ -41,10 +41,6 @@ def _make_cases():
     def test_few(self, value):
       self.fail('a sample, which nothing runs')
 
-    @parameterized.parameters(1, 2)
-    def test_unmarked(self, value):
-      self.fail('a sample, which nothing runs')
-
   return Cases
 
 
@@ -104,8 +100,6 @@ class TiersTest(parameterized.TestCase):
     self.assertEqual(
       _marks('test_few'), {'_a': 'soak', '_b': 'smoke', '_c': 'soak'}
     )
-
-  def test_name_that_is_in_no_row(self):
     with self.assertRaisesRegex(ValueError, 'rung'):
       tiers.few(['ring', 'tree'], 'ring', 'rung')
 
@@ -113,20 +107,6 @@ class TiersTest(parameterized.TestCase):
     case = _make_cases()('test_product2')
     case.test_product2()
     self.assertEqual(case.seen, ('b', 1))
-
-  def test_no_marks_without_a_decorator_of_this_module(self):
-    self.assertEqual(_marks('test_unmarked'), {'0': None, '1': None})
-
-  def test_the_later_of_two_marks_counts(self):
-    @tiers.parameters(
-      tiers.smoke(tiers.soak('a')), tiers.soak(tiers.smoke('b'))
-    )
-    def test_twice(self, value):
-      self.fail('a sample, which nothing runs')
-
-    iterator = iter(test_twice)
-    marks = [tiers.mark_of(next(iterator), f'test_twice{i}') for i in range(2)]
-    self.assertEqual(marks, ['soak', 'soak'])
 
   def test_a_directory_named_like_a_mark_skips_nothing(self):
     item = mock.Mock(function=None, keywords={'soak': True})
@@ -198,23 +178,6 @@ class SoakTest(absltest.TestCase):
       run.pytest_runtest_setup()
       with self.assertRaises(pytest.skip.Exception):
         run.pytest_runtest_setup()
-
-  def test_what_ran_is_counted(self):
-    run = conftest.Soak(7, 60.0)
-    for name, outcome, text in (
-      ('a', 'passed', ''),
-      ('b', 'skipped', 'Skipped: no GPU'),
-      ('c', 'skipped', 'Skipped: ' + conftest.NO_TIME),
-    ):
-      for when in ('setup', 'call'):
-        report = mock.Mock(nodeid=name, when=when, longreprtext=text)
-        report.skipped = outcome == 'skipped'
-        run.pytest_runtest_logreport(report)
-    config = mock.Mock()
-    run.pytest_unconfigure(config)
-    [line], _ = config.pluginmanager.get_plugin().write_line.call_args
-    self.assertStartsWith(line, 'soak: 2 of 3 tests ran in 60 minutes')
-    self.assertIn('SOAK_SEED=7', line)
 
 
 if __name__ == '__main__':

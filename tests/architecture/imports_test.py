@@ -116,24 +116,13 @@ class ImportsTest(parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('up', 'keras/a.py', 'from tf_strategies.strategies import registry'),
-    (
-      'up_as_attribute',
-      'data/a.py',
-      'from tf_strategies import fault_tolerance',
-    ),
     ('beside', 'keras/a.py', 'import tf_strategies.cross_device.executor'),
     ('relative', 'data/a.py', 'from ..cluster import config'),
     ('inside_function', 'data/a.py', 'def f():\n  import tf_strategies.keras'),
     ('door_from_inside', 'keras/a.py', 'import tf_strategies as tfs'),
-    ('example', 'strategies/a.py', 'from examples import mnist_keras_fit'),
-    ('example_from_door', '__init__.py', 'import examples'),
+    ('example', '__init__.py', 'import examples'),
     ('errors_import', 'errors.py', 'from tf_strategies import version'),
     ('test', 'keras/a.py', 'from tests import virtual_devices'),
-    (
-      'private',
-      'keras/a.py',
-      'from tensorflow.python.distribute import values',
-    ),
     ('private_module', 'keras/a.py', 'from tensorflow import python'),
     (
       'private_dynamic',
@@ -141,16 +130,13 @@ class ImportsTest(parameterized.TestCase):
       'import importlib\nimportlib.import_module("tensorflow.python.eager")',
     ),
     ('tensorflow', 'collectives/a.py', 'import tensorflow as tf'),
-    ('keras', 'collectives/a.py', 'from keras import ops'),
     ('internal', 'collectives/a.py', 'from tf_strategies import _tf_internal'),
   )
   def test_violation_is_reported(self, path, source):
     self.assertLen(_violations(f'tf_strategies/{path}', source), 1)
 
   @parameterized.named_parameters(
-    ('itself', 'tf_strategies/keras/a.py', 'from tf_strategies.keras import b'),
     ('below', 'tf_strategies/keras/a.py', 'from tf_strategies import cluster'),
-    ('ground', 'tf_strategies/data/a.py', 'from tf_strategies import errors'),
     (
       'door',
       'tf_strategies/__init__.py',
@@ -158,11 +144,6 @@ class ImportsTest(parameterized.TestCase):
     ),
     ('public', 'examples/a.py', 'import tf_strategies as tfs'),
     ('numpy', 'tf_strategies/collectives/a.py', 'import math, numpy as np'),
-    (
-      'internal',
-      'tf_strategies/_tf_internal.py',
-      'from tensorflow.python.distribute import mirrored_strategy',
-    ),
   )
   def test_permitted_import_is_not_reported(self, path, source):
     self.assertEmpty(_violations(path, source))

@@ -1,6 +1,5 @@
 """Commands in the documents name targets, modules, flags and extras we have."""
 
-import ast
 import re
 import shlex
 
@@ -165,16 +164,6 @@ class ReadmeTest(absltest.TestCase):
   def test_readme_is_short(self):
     readme = (project.root() / 'README.md').read_bytes()
     self.assertLessEqual(len(readme), 7000)
-
-  def test_python_blocks_are_python(self):
-    files = project.text_files()
-    found = 0
-    for document in _documents(files):
-      for block in documents.blocks(files[document], 'python'):
-        with self.subTest(block.body):
-          ast.parse(block.body)
-          found += 1
-    self.assertGreater(found, 2)
 
   def test_command_that_does_not_exist_is_reported(self):
     for command in (

@@ -75,11 +75,6 @@ class RunnerTest(parameterized.TestCase):
     ('import subprocess\nsubprocess.run(["true"])', 'subprocess.run'),
     ('import subprocess as s\nwith s.Popen([]): pass', 'subprocess.Popen'),
     ('from subprocess import run as go\ngo([])', 'subprocess.run'),
-    ('import os\nos.spawnlp(0, "a")', 'os.spawnlp'),
-    (
-      'import multiprocessing\nmultiprocessing.Process()',
-      'multiprocessing.Process',
-    ),
     (
       'from concurrent import futures\nfutures.ProcessPoolExecutor(1)',
       'concurrent.futures.ProcessPoolExecutor',

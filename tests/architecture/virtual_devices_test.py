@@ -49,20 +49,6 @@ with tf.device('CPU:7'):
     self.assertEqual(result.returncode, 0, result.stderr)
     self.assertEqual(result.stdout.split(), ['8', '7.0'])
 
-  @pytest.mark.soak
-  def test_too_late_is_an_error_that_says_so(self):
-    result = _run("""
-configure(2)
-tf.constant(1)
-try:
-  configure(4)
-except RuntimeError as e:
-  print(e)
-""")
-    self.assertEqual(result.returncode, 0, result.stderr)
-    self.assertStartsWith(result.stdout, 'count (4) logical CPUs')
-    self.assertIn('already with 2.', result.stdout)
-
   @pytest.mark.smoke
   def test_no_test_on_devices_names_a_type(self):
     literal = re.compile(r'[CG]PU:\d')

@@ -32,7 +32,6 @@ BUILT_IN = {'ReductionToOneDevice', 'HierarchicalCopyAllReduce', 'default'}
 @pytest.mark.multi_process
 @pytest.mark.soak
 class AllReduceBenchmarkTest(tf.test.TestCase):
-  @pytest.mark.soak
   def test_quick(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(
@@ -47,7 +46,7 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])
     with open(path, encoding='utf-8') as f:
       found = json.load(f)
-    self.assert_environment(found)
+    self.assertNotIn(os.uname().nodename, json.dumps(found))
     running.assert_has_table(self, path)
     self.assertLen(found['results'], 2 * 11)
     for world_size in (2, 4):
@@ -61,19 +60,9 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
         self.assertIn(f'| {name}', done.stdout)
       self.assertIn(f'{world_size} devices, 4x4KB', done.stderr)
 
-  def assert_environment(self, found):
-    self.assertEqual(found['benchmark'], 'all_reduce')
-    settings = {'device': 'cpu', 'rounds': 2, 'repeats': 2}
-    self.assertEqual(found['settings'], settings)
-    self.assertEqual(found['versions']['tensorflow'], tf.__version__)
-    self.assertGreater(found['hardware']['cpu_count'], 0)
-    self.assertNotIn(os.uname().nodename, json.dumps(found))
-
   def assert_records(self, records):
     fastest = min(records[name]['median_ms'] for name in BUILT_IN)
     for record in records.values():
-      self.assertEqual(record['set'], '4x4KB')
-      self.assertEqual(record['num_tensors'], 4)
       self.assertEqual(record['num_bytes'], 16000)
       self.assertEqual(record['num_samples'], 4)
       self.assertGreater(record['p10_ms'], 0)
@@ -99,7 +88,6 @@ class AllReduceBenchmarkTest(tf.test.TestCase):
       {name: r['busiest_bytes_in'] for name, r in records.items()}, expected
     )
 
-  @pytest.mark.soak
   def test_bad_flags(self):
     # That names of sets are refused is tested below, without a process.
     done = running.run_benchmark('all_reduce', '--quick', '--num_devices=1')
@@ -114,23 +102,18 @@ class MeasureTest(tf.test.TestCase):
     measure.take_turns(functions, rounds=20, repeats=2, warmup=1)
     return [''.join(called[i : i + 12]) for i in range(0, len(called), 12)]
 
-  def test_peers_take_turns(self):
+  def test_peers_take_turns_and_none_always_follows_the_same(self):
     turns = self.take_turns()
     self.assertLen(turns, 20)
+    before = {}
     for turn in turns:
       self.assertCountEqual(
         [turn[i : i + 3] for i in range(0, 12, 3)], ['aaa', 'bbb', 'ccc', 'ddd']
       )
-    self.assertEqual(self.take_turns(), turns)
-
-  def test_no_peer_always_follows_the_same(self):
-    before = {}
-    for turn in self.take_turns():
       for first, second in itertools.pairwise(turn[::3]):
         before.setdefault(second, set()).add(first)
-    self.assertEqual(
-      {n: len(others) for n, others in before.items()}, dict.fromkeys('abcd', 3)
-    )
+    self.assertEqual(set(map(len, before.values())), {3})
+    self.assertEqual(self.take_turns(), turns)
 
   def test_times_the_calls_alone(self):
     now = [0.0]
@@ -164,7 +147,7 @@ class TensorSetsTest(tf.test.TestCase, parameterized.TestCase):
     parameters = sum(tf.TensorShape(s).num_elements() for s in shapes)
     self.assertEqual(parameters, 25_636_712 - 26_560 - 106_240 + 3_904)
 
-  @parameterized.parameters('', '25', '0x1MB', '1x0KB', '1x1GB', 'x', 'vgg')
+  @parameterized.parameters('', '25', '0x1MB', '1x1GB')
   def test_unknown(self, name):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, repr(name)):
       tensor_sets.by_name(name)
@@ -186,12 +169,6 @@ class PeersTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ReportTest(tf.test.TestCase):
-  def test_texts_that_are_numbers_are_to_the_right(self):
-    lines = report.markdown(
-      ['peer', 'ms', 'off'], [['2, 1 MB', '1,234.5', '-3 %'], ['4', '', '']]
-    ).splitlines()
-    self.assertEqual(lines[1], '| :------ | ------: | ---: |')
-
   def test_command_has_no_directories_of_this_machine(self):
     arguments = ['x', '--a=/home/me/b.npz', '--c=1,/d/e', '../f/g', 'h/i j']
     with mock.patch.object(sys, 'argv', arguments):
@@ -210,7 +187,7 @@ class ReportTest(tf.test.TestCase):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, 'report_json'):
         report.check_target('report_json', path)
 
-  def test_samples_are_on_a_line(self):
+  def test_report_has_samples_on_a_line(self):
     path = os.path.join(self.create_tempdir().full_path, 'a.json')
     content = {
       'a': [0.5, 1.5, 2],
@@ -218,7 +195,9 @@ class ReportTest(tf.test.TestCase):
       'c': [{'d': ['x, ]', 'y']}],
       'e': 'f\n  [\n  1,\n  2\n]',
     }
-    report.write_json(path, content)
+    report.write_json(path, {'b': 1})
+    report.write_json(path, content)  # It is replaced at once.
+    self.assertEqual(os.listdir(os.path.dirname(path)), ['a.json'])
     with open(path, encoding='utf-8') as f:
       text = f.read()
     self.assertEqual(json.loads(text), content)
@@ -227,19 +206,11 @@ class ReportTest(tf.test.TestCase):
 
   def test_table_is_aligned(self):
     lines = report.markdown(
-      ['peer', 'ms'], [['a longer name', 1.0], ['b', None]]
+      ['peer', 'ms', 'off'],
+      [['a longer name', '1,234.5', '-3 %'], ['4', 1.0, None]],
     ).splitlines()
     self.assertLen({len(line) for line in lines}, 1)
-    self.assertEqual(lines[1], '| :------------ | ---: |')
-
-  def test_report_is_replaced_at_once(self):
-    directory = self.create_tempdir().full_path
-    path = os.path.join(directory, 'a.json')
-    for content in ({'a': 1}, {'b': 2}):
-      report.write_json(path, content)
-      with open(path, encoding='utf-8') as f:
-        self.assertEqual(json.load(f), content)
-    self.assertEqual(os.listdir(directory), ['a.json'])
+    self.assertEqual(lines[1], '| :------------ | ------: | ---: |')
 
 
 if __name__ == '__main__':

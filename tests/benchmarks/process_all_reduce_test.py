@@ -9,7 +9,6 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import network_namespaces
 from benchmarks.process_peers import catalogue
-from tests import tiers
 from tests.benchmarks import running
 
 # Torch is optional, and need not be in this environment.
@@ -51,7 +50,6 @@ class ProcessAllReduceTest(parameterized.TestCase):
     for name, ratio in expected.items():
       self.assertAlmostEqual(record['ratios'][name], ratio)
 
-  @pytest.mark.soak
   def test_all_peers(self):
     found, printed = self.run_to_report(
       '--world_sizes=2',
@@ -77,18 +75,8 @@ class ProcessAllReduceTest(parameterized.TestCase):
       for name in [*peers, *record['ratios']]:
         self.assertIn(f'| {name} ', printed)
     self.assertIn('| 4.10 KB ', printed)
-    self.assert_about(found)
-
-  def assert_about(self, found):
-    self.assertEqual(found['benchmark'], 'process_all_reduce')
-    self.assertEqual(found['settings']['rounds'], 2)
-    self.assertGreater(found['hardware']['cpu_count'], 0)
     self.assertNotIn(os.uname().nodename, json.dumps(found))
-    (link,) = found['links']
-    self.assertEqual(link['world_size'], 2)
-    self.assertIn('tensorflow', link['versions']['mwms'])
 
-  @pytest.mark.soak
   def test_over_links(self):
     reason = network_namespaces.missing()
     if reason is not None:
@@ -107,16 +95,14 @@ class ProcessAllReduceTest(parameterized.TestCase):
     # 40 ms at that rate; loopback, which must not be taken, needs one.
     self.assertGreater(record['peers']['ours_tcp']['median_ms'], 20)
 
-  @tiers.parameters(
-    ('--world_sizes=2,1', 'integers of 2 or more'),
-    # It pays the import of TensorFlow for another text.
-    tiers.soak('--link_rate=fast', "link rate of 'fast'"),
-  )
-  @pytest.mark.soak
-  def test_bad_flags(self, flag, words):
-    done = running.run_benchmark('process_all_reduce', flag)
-    self.assertNotEqual(done.returncode, 0)
-    self.assertIn(words, done.stdout + done.stderr)
+  def test_bad_flags(self):
+    for flag, words in (
+      ('--world_sizes=2,1', 'integers of 2 or more'),
+      ('--link_rate=fast', "link rate of 'fast'"),
+    ):
+      done = running.run_benchmark('process_all_reduce', flag)
+      self.assertNotEqual(done.returncode, 0)
+      self.assertIn(words, done.stdout + done.stderr)
 
 
 if __name__ == '__main__':

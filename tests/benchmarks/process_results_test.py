@@ -23,11 +23,6 @@ class SizeTest(absltest.TestCase):
     self.assertAlmostEqual(ratios['ours_tcp/mwms_ring'], 0.3)
     self.assertAlmostEqual(ratios['ours_tcp/gloo'], 0.5)
 
-  def test_ratios_without_references(self):
-    self.assertEqual(
-      make_size({'ours_tcp': [1.0], 'no_op': [1.0]}).ratios(), {}
-    )
-
   def test_record(self):
     record = make_size().record()
     self.assertEqual(record['calls_in_a_sample'], 5)

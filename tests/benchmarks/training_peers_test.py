@@ -39,20 +39,5 @@ class CheckLossesTest(parameterized.TestCase):
       training_peers.check_losses({'ring_1mb': [0.5, 0.6]})
 
 
-class PeersTest(absltest.TestCase):
-  def test_buckets_and_parts_differ(self):
-    described = {
-      (p.strategy, str(p.options), p.whole_batch, p.optimizer, p.local_steps)
-      for p in PEERS
-    }
-    self.assertLen(described, len(PEERS))
-    self.assertEqual(
-      {p.name for p in PEERS if p.compression != 'none'},
-      {f'ring_8mb_{c}' for c in ('bfloat16', 'int8')},
-    )
-
-
-PEERS = training_peers.PEERS
-
 if __name__ == '__main__':
   absltest.main()

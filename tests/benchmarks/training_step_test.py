@@ -14,7 +14,6 @@ WIDTH, LAYERS = 16, 3
 @pytest.mark.multi_process
 @pytest.mark.soak
 class TrainingStepTest(absltest.TestCase):
-  @pytest.mark.soak
   def test_all_peers(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = running.run_benchmark(
@@ -43,7 +42,6 @@ class TrainingStepTest(absltest.TestCase):
       )
       self.assertIn(f'| {name} ', done.stdout)
 
-  @pytest.mark.soak
   def test_bad_flags(self):
     done = running.run_benchmark('training_step', '--peers=ring')
     self.assertNotEqual(done.returncode, 0)

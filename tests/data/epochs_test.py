@@ -1,10 +1,10 @@
 """Runs of several epochs: their order is a function of the seed alone."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import tiers
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -47,7 +47,6 @@ class RunTestCase(formula.DataTestCase, parameterized.TestCase):
 
 
 class RunTest(RunTestCase):
-  @pytest.mark.smoke
   @parameterized.product(kind=_KINDS, buffer=(None, 6))
   def test_each_pass_has_every_example_once_in_an_order_of_its_own(
     self, kind, buffer
@@ -61,11 +60,10 @@ class RunTest(RunTestCase):
     other = self.labels(source, (0, 0), 1, shuffle_buffer=buffer, seed=4)
     self.assertNotAllEqual(np.concatenate(other), passes[0])
 
-  @pytest.mark.smoke
-  @parameterized.product(
-    kind=_KINDS,
+  @tiers.product(
+    kind=(tiers.smoke('arrays'), 'files'),
     changes=(
-      {},
+      tiers.smoke({}),
       {'steps': 7, 'cache': 'memory'},
       {'steps': 7, 'drop_remainder': True},
       {'steps': 2, 'drop_remainder': True, 'shuffle_buffer': 6},

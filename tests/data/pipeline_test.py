@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
@@ -83,8 +83,7 @@ class ElementsTest(PipelineTestCase):
         expected = formula.images(_N)[labels].astype(np.float32) / 255
         np.testing.assert_allclose(images, expected, rtol=2e-7)
 
-  @parameterized.parameters('arrays', 'files')
-  @pytest.mark.smoke
+  @tiers.parameters('arrays', tiers.smoke('files'))
   def test_drop_remainder_is_for_training_only(self, kind):
     source = self.source(kind, 29)
     train = self.make(source, drop_remainder=True, seed=0)

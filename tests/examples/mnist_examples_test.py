@@ -1,8 +1,6 @@
 """Both training programs, in process: equal to one device, exact on resuming."""
 
-import json
 import os
-import pathlib
 
 import keras
 import numpy as np
@@ -13,7 +11,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from examples import compare_weights
 from tests import tiers, virtual_devices
-from tests.examples import pages, programs
+from tests.examples import pages
 
 virtual_devices.configure()
 
@@ -126,41 +124,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertFalse(report['all_reduce']['is_counted'])
     self.assertIn('one replica', report['all_reduce']['reason'])
-
-  def test_report_says_that_nobody_counts_for_tensorflow(self):
-    # In a process of its own: TensorFlow's collectives keep one size of a group.
-    path = os.path.join(self.create_tempdir().full_path, 'report.json')
-    program = programs.Program(
-      'mnist_custom_loop',
-      '--strategy=mirrored',
-      '--all_reduce=builtin',
-      '--num_virtual_devices=2',
-      '--dataset=digits',
-      '--model=mlp',
-      '--epochs=1',
-      '--steps_per_epoch=2',
-      f'--report_json={path}',
-      output=f'{path}.log',
-    )
-    self.addCleanup(program.kill)
-    self.assertEqual(program.wait(), 0, program.output())
-    report = json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
-    self.assertFalse(report['all_reduce']['is_counted'])
-    self.assertIn("TensorFlow's own all-reduce", report['all_reduce']['reason'])
-
-  def test_mirrored_counts_the_calls_of_an_op_of_ours(self):
-    _, report = self._train(
-      _FIT,
-      _SHORT,
-      2,
-      strategy='mirrored',
-      all_reduce='direct',
-      epochs=1,
-    )
-    self.assertEqual(
-      report['all_reduce']['cross_device_ops'], "ScheduledAllReduce('direct')"
-    )
-    self.assertEqual(report['all_reduce']['calls']['all_reduce'], 3)
 
   @tiers.named_parameters(
     tiers.soak('fit', _FIT, 'mixed_float16'),

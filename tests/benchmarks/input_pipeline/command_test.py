@@ -55,8 +55,6 @@ class CommandTest(formula.DataTestCase, parameterized.TestCase):
     ('--variants=naiv', "'naiv'"),
     tiers.soak('--variants=torch_0', 'torch_python'),
     tiers.soak('--pipeline=a', 'module:function'),
-    tiers.soak('--timeline=steps.gif', 'steps.gif'),
-    tiers.soak('--timeline=/no/such/dir/a.svg', 'timeline=.*a.svg.*directory'),
     tiers.soak('--report_json=/tmp', "report_json='/tmp'.*a directory"),
   )
   def test_bad_flags_are_refused_before_anything_runs(self, flag, words):

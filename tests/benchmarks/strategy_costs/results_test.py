@@ -35,14 +35,6 @@ class MeasuredTest(absltest.TestCase):
     self.assertIsNone(found['bytes_per_step_into_busiest'])
     # 40 MB in 20 steps.
     self.assertEqual(found['bytes_per_step_total'], 2 * MB)
-    self.assertEqual(
-      found['bytes_per_step_counted'], {'sent_by_this_worker': 7.0}
-    )
-
-  def test_no_counter_of_loopback_is_no_number(self):
-    epochs = [{'seconds': 1.0, 'rows': 1, 'loopback_bytes': None}]
-    found = results.measured(WORKERS, [made_up.report(timed_epochs=epochs)])
-    self.assertIsNone(found['bytes_per_step_total'])
 
   def test_variables_of_all_workers_count(self):
     reports = [
@@ -82,15 +74,6 @@ class RecordTest(absltest.TestCase):
       + ['1.00', '1.00', '0.9000'],
     )
     self.assertEqual(failed, ['`one_device`', '1 device', 'failed'] + [''] * 5)
-
-  def test_record_keeps_every_run(self):
-    found = results.record(WORKERS, self._runs(5000.0, 6000.0), 'why')
-    self.assertEqual(found['name'], 'multi_worker_ring')
-    self.assertEqual(found['num_workers'], 2)
-    self.assertEqual(found['error'], 'why')
-    self.assertLen(found['runs'], 2)
-    self.assertEqual(found['images_per_s'], 5500.0)
-    self.assertEqual(found['test_accuracy'], 0.9)
 
   def test_number_that_one_run_lacks(self):
     runs = self._runs(5000.0, 6000.0)

@@ -1,0 +1,258 @@
+"""Data sets from each kind of file: every value comes back, and damage is named."""
+
+import gzip
+import os
+import pathlib
+import struct
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from examples import datasets
+from examples.datasets import tfrecord
+from tests import tiers
+from tests.data import formula
+from tf_strategies import data as data_lib
+from tf_strategies import errors
+
+_URL = 'storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz'
+(_IMAGES, _LABELS), (_TEST_IMAGES, _TEST_LABELS) = formula.IDX_NAMES.values()
+
+
+def _npz(**changes):
+  """Damage: an archive with other arrays."""
+  return lambda path: formula.write_npz(path, **changes)
+
+
+def _idx(name, values):
+  """Damage: an IDX file with other values, or of other bytes."""
+  content = values
+  if not isinstance(content, bytes):
+    content = formula.idx_bytes(values)
+  content = gzip.compress(content)
+  return lambda path: pathlib.Path(path, f'{name}.gz').write_bytes(content)
+
+
+def _bytes(change, name=''):
+  """Damage: other bytes of a file, or of the one with this in its name."""
+
+  def damage(path):
+    files = [path] if not name else sorted(pathlib.Path(path).iterdir())
+    file = next(pathlib.Path(f) for f in files if name in str(f))
+    file.write_bytes(change(file.read_bytes()))
+
+  return damage
+
+
+def _flip(position):
+  def change(content):
+    changed = bytearray(content)
+    changed[position] ^= 0x10
+    return bytes(changed)
+
+  return change
+
+
+def _remove(name):
+  return lambda path: os.remove(
+    next(file for file in pathlib.Path(path).iterdir() if name in file.name)
+  )
+
+
+# Of the first shard, which has eight examples.
+_SHARD = '-train-mnist-'
+_DAMAGE = (
+  ('npz', 'key', _npz(y_train=None), 'lacks y_train (', 'expected x_train'),
+  ('npz', 'shape', _npz(x_train=np.zeros([23, 4])), 'train', '[23, 4]'),
+  ('npz', 'scalar', _npz(x_train=np.uint8(3)), 'train', 'images'),
+  ('npz', 'floats', _npz(y_train=np.zeros([23])), 'train', 'float64'),
+  ('npz', 'count', _npz(y_test=np.zeros([8], 'u1')), '9 images', '8 labels'),
+  ('npz', 'label', _npz(y_test=np.full([9], 10)), 'test', 'label 10', '0 to 9'),
+  ('npz', 'empty', _npz(x_train=np.zeros([0, 28, 28], 'u1')), 'train', '0'),
+  ('npz', 'pickle', _npz(x_train=np.array([{}, []], object)), 'not a readable'),
+  ('npz', 'nothing', _bytes(lambda c: b''), 'not a readable .npz'),
+  ('npz', 'cut', _bytes(lambda c: c[: len(c) // 2]), 'not a readable .npz'),
+  ('npz', 'flipped', _bytes(_flip(5000)), 'not a readable .npz'),
+  ('npz', 'text', _bytes(lambda c: b'label,pixel0\n' * 40), 'not a readable'),
+  ('idx', 'missing', _remove(_LABELS), f'lacks {_LABELS}.gz', 'the four'),
+  ('idx', 'cut', _bytes(lambda c: c[:-1], _TEST_IMAGES), 'damaged gzip'),
+  ('idx', 'flipped', _bytes(_flip(-6), _IMAGES), 'damaged gzip', _IMAGES),
+  ('idx', 'html', _bytes(lambda c: b'<html>', _LABELS), 'damaged gzip'),
+  ('idx', 'kind', _idx(_LABELS, np.zeros([1, 2, 2])), '0x00000803', '801'),
+  ('idx', 'header', _idx(_IMAGES, b'abc'), '3 bytes', 'header of 16'),
+  (
+    'idx',
+    'size',
+    _idx(_LABELS, struct.pack('>2I', 0x801, 2**32 - 1)),
+    '0 bytes',
+    str(2**32 - 1),
+  ),
+  ('idx', 'count', _idx(_LABELS, np.zeros([22])), '23 images', '22 labels'),
+  ('idx', 'shape', _idx(_TEST_IMAGES, np.zeros([9, 8, 8])), '[9, 8, 8, 1]'),
+  ('shards', 'missing', _remove(_SHARD), 'missing', 'extract'),
+  ('shards', 'cut', _bytes(lambda c: c[:100], _SHARD), '100 bytes', _SHARD),
+  ('shards', 'pixel', _bytes(_flip(100), _SHARD), 'unreadable', _SHARD),
+  ('shards', 'length', _bytes(_flip(7), _SHARD), 'unreadable', 'extract again'),
+)
+
+
+def _example(**changes):
+  values = {'image_raw': bytes(784), 'label': 1, 'height': 28, 'width': 28}
+  feature = {}
+  for name, value in (values | changes).items():
+    if isinstance(value, bytes):
+      feature[name] = tf.train.Feature(
+        bytes_list=tf.train.BytesList(value=[value])
+      )
+    elif value is not None:
+      feature[name] = tf.train.Feature(
+        int64_list=tf.train.Int64List(value=[value])
+      )
+  return tf.train.Example(features=tf.train.Features(feature=feature))
+
+
+class FormatsTest(formula.DataTestCase, parameterized.TestCase):
+  def write(self, kind):
+    """Writes `formula.dataset()`; returns the file or the directory."""
+    directory = self.new_dir()
+    if kind == 'idx':
+      return formula.write_idx(directory)
+    path = formula.write_npz(os.path.join(directory, 'mnist.npz'))
+    if kind == 'npz':
+      return path
+    datasets.extract(path, f'{directory}/out', examples_per_shard=8)
+    return f'{directory}/out'
+
+  def assert_refused(self, path, *fragments):
+    self.assert_data_error([path, *fragments], datasets.load, 'mnist', path)
+
+  @tiers.parameters('npz', 'idx', tiers.smoke('shards'))
+  def test_every_value_comes_back(self, kind):
+    path = self.write(kind)
+    for spelled in (path, pathlib.Path(path)):
+      loaded = datasets.load('mnist', spelled)
+      self.assertEqual(loaded.name, 'mnist')
+      self.assert_same_data(loaded, formula.dataset())
+
+  @parameterized.named_parameters(
+    (f'{kind}_{name}', kind, damage, fragments)
+    for kind, name, damage, *fragments in _DAMAGE
+  )
+  def test_damage_is_named(self, kind, damage, fragments):
+    path = self.write(kind)
+    damage(path)
+    self.assert_refused(path, 'expected', *fragments)
+
+  def test_images_may_have_their_channel(self):
+    path, expected = self.write('npz'), formula.dataset()
+    formula.write_npz(path, x_train=expected.train.images)
+    self.assert_same_data(datasets.load_npz(path), expected)
+
+  def test_uncompressed_file_wins(self):
+    path = self.write('idx')
+    values = formula.idx_bytes(np.full([9], 8))
+    pathlib.Path(path, _TEST_LABELS).write_bytes(values)
+    loaded = datasets.load_idx(path)
+    self.assertEqual(loaded.test.labels.tolist(), [8] * 9)
+
+  def test_shards_are_a_source(self):
+    source = datasets.tfrecords(self.write('shards'), 'test')
+    self.assertEqual(source.counts, (8, 1))
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, "split='dev'"):
+      datasets.tfrecords('', 'dev')
+
+  @parameterized.named_parameters(
+    ('no_example', [b'\xff\xff'], 'unreadable record'),
+    ('no_image', [_example(image_raw=None)], 'image_raw'),
+    ('short_image', [_example(image_raw=bytes(783))], '784 bytes'),
+    ('later_image', [_example(), _example(image_raw=None)], 'image_raw'),
+    ('no_test_split', [_example()], 'no shard of test'),
+  )
+  def test_other_records(self, records, fragment):
+    directory = os.path.join(self.new_dir(), 'out')
+    datasets.extract(self.write('npz'), directory, lambda path: records)
+    self.assert_refused(directory, 'expected', fragment)
+
+  def test_image_of_twice_the_size(self):
+    # As many bytes as two images: a reshape to [-1, 28, 28, 1] would take one
+    # record for two images.
+    record = _example(image_raw=bytes(1568)).SerializeToString()
+    with self.assertRaises(tf.errors.InvalidArgumentError):
+      tfrecord.parse_examples(tf.constant([record] * 3))
+
+
+class LoadTest(formula.DataTestCase, parameterized.TestCase):
+  def assert_refused(self, path, *fragments):
+    self.assert_data_error(
+      [f'data_path={path}', *fragments], datasets.load, 'mnist', path
+    )
+
+  def test_no_data_set(self):
+    directory = self.new_dir()
+    path = os.path.join(directory, 'mnist.npz')
+    self.assert_refused(
+      path, 'no such file', 'expected an .npz', _URL, 'train-images-idx3-ubyte'
+    )
+    self.assert_refused(directory, 'empty directory', _URL, 'extract')
+    other = os.path.join(directory, 'train.csv')
+    pathlib.Path(other).write_text('label,pixel0')
+    self.assert_refused(other, 'not an .npz file', _URL)
+    self.assert_refused(directory, 'no data set in this directory', _URL)
+    formula.write_npz(path)
+    self.assert_refused(directory, f'pass the file itself: {path}')
+    where = formula.write_idx(self.new_dir())
+    datasets.extract(path, where)
+    self.assert_refused(where, 'both IDX files and TFRecord')
+
+  @parameterized.parameters(
+    ('digits', '/tmp/x', "data_path='/tmp/x' with dataset='digits'"),
+    ('mnst', None, "dataset='mnist'"),
+    ('cifar10', None, "'mnist', 'digits', 'synthetic'"),
+  )
+  def test_refuses(self, dataset, path, message):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+      datasets.load(dataset, path)
+
+  def test_from_keras(self):
+    expected = formula.dataset()
+    splits = tuple(
+      (s.images[..., 0], s.labels.astype(np.uint8))
+      for s in (expected.train, expected.test)
+    )
+    failure = Exception(f'URL fetch failure on https://{_URL}: None')
+    load = mock.Mock(side_effect=[splits, failure])
+    with mock.patch.object(keras.datasets.mnist, 'load_data', load):
+      self.assert_same_data(datasets.load('mnist'), expected)
+      self.assert_data_error(
+        ['Keras cache', 'URL fetch failure', '--data_path', '--dataset=digits'],
+        datasets.load,
+        'mnist',
+      )
+
+
+class RealMnistTest(tf.test.TestCase):
+  """On the real file, where the environment says where it is."""
+
+  def test_an_epoch_holds_each_image_once(self):
+    path = os.environ.get('TFS_MNIST_NPZ')
+    if not path:
+      self.skipTest('TFS_MNIST_NPZ does not name a copy of mnist.npz')
+    train = datasets.load('mnist', path).train
+    # Source: the table of class frequencies of the published files.
+    counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    self.assertEqual(np.bincount(train.labels).tolist(), counts)
+    options = data_lib.PipelineOptions(global_batch_size=256, seed=0)
+    dataset = data_lib.make_dataset(train, options, training=True)
+    pixels, labels = 0, np.zeros([10], np.int64)
+    for images, batch_labels in dataset.as_numpy_iterator():
+      pixels += np.rint(images * 255).astype(np.int64).sum()
+      labels += np.bincount(batch_labels, minlength=10)
+    self.assertEqual(pixels, train.images.sum(dtype=np.int64))
+    self.assertAllEqual(labels, counts)
+
+
+if __name__ == '__main__':
+  tf.test.main()
