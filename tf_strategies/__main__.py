@@ -1,7 +1,7 @@
 """`tfs`, or `python -m tf_strategies`: one command for a shell.
 
-Each of its commands is the `main` of a module, which is loaded when it is called: so
-help and what is wrong with a command line take no second.
+Each command is the `main` of a module, which is loaded when it is called. So help and
+messages about wrong command lines appear at once.
 
 Example:
 
@@ -14,7 +14,7 @@ Example:
 import difflib
 import importlib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from tf_strategies import version
 
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv: 'tfs', the command and its arguments; those of this process by default.
 
   Returns:
-    The exit status: the command's; 2 if there is no such command, which is explained
-    on stderr.
+    The exit status of the command, or 2 if there is no such command. Then stderr
+    explains it.
   """
   words = list(sys.argv if argv is None else argv)[1:]
   for count in (2, 1):
@@ -55,13 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       module = _COMMANDS[name][1]()
       return module.main([f'tfs {name}', *words[count:]])
   if words[:1] in (['--help'], ['-h'], ['help']):
-    print(_help(_COMMANDS))
+    print(_help())
     return 0
-  if words[1:2] in (['--help'], ['-h']):
-    of_group = [n for n in _COMMANDS if n.startswith(f'{words[0]} ')]
-    if of_group:
-      print(_help(of_group))
-      return 0
   if words[:1] == ['--version']:
     print(f'tf_strategies {version.__version__}')
     return 0
@@ -69,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 2
 
 
-def _help(names: Collection[str]) -> str:
-  width = max(map(len, names))
-  rows = [f'  {name:{width}}  {_COMMANDS[name][0]}' for name in names]
+def _help() -> str:
+  width = max(map(len, _COMMANDS))
+  rows = [f'  {name:{width}}  {told}' for name, (told, _) in _COMMANDS.items()]
   return '\n'.join(
     [
       'Usage: tfs <command> [flags]',
@@ -85,7 +80,7 @@ def _help(names: Collection[str]) -> str:
 
 def _what_is_wrong(words: list[str]) -> str:
   if not words:
-    return _help(_COMMANDS)
+    return _help()
   near: dict[str, None] = {}
   for typed in (' '.join(words[:2]), words[0]):
     near.update((n, None) for n in _COMMANDS if n.split()[0] == typed)

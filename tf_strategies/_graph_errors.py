@@ -1,10 +1,9 @@
-"""Errors that leave a graph as what they were raised as, and say what is of use.
+"""Errors that keep their type when they leave a graph, with readable messages.
 
-TensorFlow turns whatever Python code raises inside a graph into an
-`UnknownError` that holds its text. C++ makes that object, by the class that it
-was given when TensorFlow was loaded, so the one place where the type can be kept
-is that class's `__new__`: it returns the original error if, and only if, the
-message carries the mark that `raise_through_graph` put there.
+TensorFlow turns every error that Python code raises inside a graph into an
+`UnknownError` that holds its text. C++ makes that object from the class that it got
+when TensorFlow was loaded. So only `UnknownError.__new__` can keep the type: it
+returns the original error if the message carries the mark of `raise_through_graph`.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 
-# By the number that stands in the message; the newest.
+# The newest errors, by the number in their message.
 _host_failures: dict[str, BaseException] = {}
 _MAX_HOST_FAILURES = 1000
 _host_failure_numbers = itertools.count()
 _HOST_FAILURE = re.compile(r'\[host failure (\d+)\]')
 
 _FRAME = re.compile(r'\s*File "(.*)", line \d+, in ')
-# Of what the user has not written.
+# Parts of the paths of files that the user has not written.
 _NOT_THEIRS = (
   os.path.join('tensorflow', 'python', ''),
   os.path.join('keras', 'src', ''),
@@ -41,11 +40,10 @@ _OF_NO_USE = (
 
 
 def readable(error: tf.errors.OpError) -> tf.errors.OpError:
-  """The same error without what its user cannot act on.
+  """Returns the error with the lines of the user's own files, and the cause.
 
-  TensorFlow says of each operation of a step by which calls it was made, once for
-  each that failed, and of each connection by which the error came what it was. The
-  lines of the user's own files are left, and what went wrong.
+  TensorFlow also lists its own and Keras's calls, once for each operation that
+  failed, and every connection by which the error came.
   """
   lines: list[str] = []
   is_after_frame = False
@@ -64,7 +62,7 @@ def readable(error: tf.errors.OpError) -> tf.errors.OpError:
 
 @contextlib.contextmanager
 def typed():
-  """Lets an error of this package leave the host call, and the graph, as it is."""
+  """Context in which errors of this package keep their type through the graph."""
   try:
     yield
   except errors.Error as e:
@@ -72,9 +70,9 @@ def typed():
 
 
 def raise_through_graph(error: errors.Error | tf.errors.OpError) -> NoReturn:
-  """Raises `error` in a host call so that it leaves the graph as what it is.
+  """Raises `error` in a host call so that it keeps its type through the graph.
 
-  It becomes a `tf.errors.UnknownError` as well, since C++ insists on that.
+  It becomes a `tf.errors.UnknownError` too, as C++ requires.
   """
   number = str(next(_host_failure_numbers))
   _host_failures[number] = _as_unknown_error(error)
@@ -82,7 +80,7 @@ def raise_through_graph(error: errors.Error | tf.errors.OpError) -> NoReturn:
     del _host_failures[next(iter(_host_failures))]
   if '__new__' not in vars(_tf_internal.UnknownError):
     _tf_internal.UnknownError.__new__ = staticmethod(_new_unknown_error)
-  # TensorFlow writes this to the log, with whatever it follows from.
+  # TensorFlow writes this to the log, with the errors that caused it.
   told = f'{type(error).__name__}: {error}'.partition('\n')[0]
   raise RuntimeError(f'{told} [host failure {number}]') from None
 
@@ -103,12 +101,12 @@ def _restore(error_type, args, state):
 
 
 def _as_unknown_error(error):
-  """A copy of `error` that is a `tf.errors.UnknownError` too."""
+  """Returns a copy of `error` that is a `tf.errors.UnknownError` too."""
   error_type = type(error)
   state = dict(vars(error))
 
   def ignore(self, *args, **kwargs):
-    """TensorFlow initialises anew what `__new__` returned."""
+    """Keeps the values, since TensorFlow initialises the error again."""
 
   typed = type(
     error_type.__name__,
@@ -118,7 +116,7 @@ def _as_unknown_error(error):
     {
       '__init__': ignore,
       '__str__': error_type.__str__,
-      # As what it was: the class of this object has no name to find it by.
+      # As the original class, since pickle cannot find this one by name.
       '__reduce__': lambda self: (_restore, (error_type, self.args, state)),
       '__module__': error_type.__module__,
     },

@@ -1,7 +1,7 @@
-"""Checks of what a user passes: one typed error for each kind of value.
+"""Checks of the values that a user passes: one typed error for each kind of value.
 
-Whatever the value is, an array or a number beyond any float among them, the answer
-is None or an `UnsupportedOptionError`.
+A check returns None or raises an `UnsupportedOptionError`, for any value, such as an
+array or an integer beyond any float.
 
 Example:
 
@@ -41,9 +41,9 @@ def check(is_allowed: object, received: str, expected: str, fix: str) -> None:
 def check_choice(
   name: str, value: object, choices: Iterable[str], fix: str = _FIX
 ) -> None:
-  """Refuses what is none of several strings; names the one that may be meant."""
+  """Raises unless a value is one of several strings; suggests the nearest one."""
   choices = tuple(choices)
-  # Collectives ask this too: a message is made where there is a fault only.
+  # Each collective calls this, so the message is only made for an error.
   if not isinstance(value, str) or value not in choices:
     expected = f'one of {", ".join(map(repr, choices))}'
     meant = nearest(value, choices)
@@ -52,7 +52,7 @@ def check_choice(
 
 
 def nearest(value: object, choices: Iterable[str]) -> str | None:
-  """The choice that a misspelled string may stand for, if any."""
+  """Returns the choice that a misspelled string may stand for, if any."""
   if not isinstance(value, str):
     return None
   return next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
@@ -65,9 +65,9 @@ def check_names(
   fix: str = 'leave it out',
   of: Callable[..., Any] | None = None,
 ) -> None:
-  """Refuses names of options that `what` does not have; says which may be meant.
+  """Raises for names of options that `what` does not have; suggests the nearest.
 
-  It may be an option of an object that `of`, a function or class, takes.
+  The suggestion may be an option of an object that `of`, a function or class, takes.
   """
   known = tuple(known)
   for name in given:
@@ -82,7 +82,7 @@ def check_names(
 
 
 def _inside(of: Callable[..., Any] | None, name: str) -> str | None:
-  """Where a dataclass among the arguments has an option that may be meant."""
+  """Returns the dataclass among the arguments that has an option of a near name."""
   function: Any = of.__init__ if isinstance(of, type) else of
   try:
     hints = {} if function is None else typing.get_type_hints(function)
@@ -98,9 +98,9 @@ def _inside(of: Callable[..., Any] | None, name: str) -> str | None:
 
 
 def has_options(cls: _Class) -> _Class:
-  """A decorator of classes whose constructors refuse misspelt names of options.
+  """Decorates a class so that its constructor reports misspelt names of options.
 
-  Python's own `TypeError` does not say which may be meant. The signature stays.
+  Python's own `TypeError` suggests no name. The signature stays.
 
   Example:
 
@@ -135,7 +135,7 @@ def check_int(
   *,
   fix: str = _FIX,
 ) -> None:
-  """Refuses what is no integer, or out of a range; NumPy's integers pass."""
+  """Raises unless a value is an integer in a range; NumPy's integers pass."""
   if not is_int(value) or value < least or (most is not None and value > most):
     span = f'of at least {least}' if most is None else f'from {least} to {most}'
     raise errors.UnsupportedOptionError(
@@ -146,7 +146,7 @@ def check_int(
 def check_seconds(
   name: str, value: object, *, or_zero: bool = False, fix: str = _FIX
 ) -> None:
-  """Refuses what is no finite number of seconds above 0, or from 0."""
+  """Raises unless a value is a finite number of seconds above 0, or from 0."""
   is_allowed = is_number(value) and (or_zero or value > 0)
   which = 'of at least 0' if or_zero else 'above 0'
   expected = f'a finite number of seconds {which}'
@@ -160,13 +160,13 @@ def check_function(
   *,
   or_none: bool = False,
 ) -> None:
-  """Refuses what cannot be called; None may stand for no function."""
+  """Raises unless a value can be called, or is None where that is allowed."""
   is_allowed = callable(value) or (or_none and value is None)
   check(is_allowed, f'{name}={value!r}', 'a function', fix)
 
 
 def check_bool(name: str, value: object, fix: str = _FIX) -> None:
-  """Refuses what is neither True nor False; NumPy's pass."""
+  """Raises unless a value is True or False; NumPy's pass."""
   is_allowed = isinstance(value, bool | np.bool_)
   check(is_allowed, f'{name}={value!r}', 'True or False', fix)
 
@@ -178,21 +178,22 @@ def check_type(
   expected: str,
   fix: str = _FIX,
 ) -> None:
-  """Refuses what is of other types; names the value's type, not the value."""
+  """Raises unless a value has one of the types; names its type, not the value."""
   kind = type(value).__name__
   check(isinstance(value, types), f'{name} of type {kind}', expected, fix)
 
 
 def check_path(name: str, value: object, fix: str) -> None:
-  """Refuses what is no path, such as bytes, or an empty one."""
+  """Raises unless a value is a path that is not empty."""
   is_allowed = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
   check(is_allowed, f'{name}={value!r}', 'a path', fix)
 
 
 def check_local(name: str, value: object) -> None:
-  """Refuses the URL of an object store, such as 'gs://a', where files are ours.
+  """Raises for the URL of an object store, such as 'gs://a'.
 
-  They are renamed, locked, linked or appended to, which object stores cannot do.
+  It is for files that are renamed, locked, linked or appended to. Object stores
+  cannot do that.
   """
   check(
     not is_remote(value),
@@ -203,21 +204,21 @@ def check_local(name: str, value: object) -> None:
 
 
 def is_remote(path: object) -> bool:
-  """Returns whether a path is the URL of a file system of TensorFlow's, such as 'gs://a'."""
+  """Returns whether a path is a URL that TensorFlow can open, such as 'gs://a'."""
   return '://' in str(path)
 
 
 def plain(value: object) -> object:
-  """NumPy's scalar as Python's own: for `json.dumps(..., default=plain)`."""
+  """Returns NumPy's scalar as Python's own, for `json.dumps(..., default=plain)`."""
   if isinstance(value, np.generic):
     return value.item()
   raise TypeError(f'{type(value).__name__} is no value of JSON')
 
 
 def keep_plain(options: Any) -> None:
-  """Has a frozen data class, once checked, keep NumPy's scalars as Python's own.
+  """Replaces NumPy's scalars in a frozen data class by Python's own.
 
-  JSON, `time.sleep` and others refuse them later.
+  JSON, `time.sleep` and others would refuse them later.
   """
   for field in dataclasses.fields(options):
     value = getattr(options, field.name)

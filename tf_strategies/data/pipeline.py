@@ -55,8 +55,7 @@ def make_dataset(
   data, unless `steps_per_epoch` and `drop_remainder` ask for full batches.
 
   Args:
-    source: `Arrays`, `TFRecords` or `Files`; or an array, or a tuple or dict of
-      arrays, with a row for each example.
+    source: `Arrays`, `TFRecords` or `Files`; or arrays, as in `Arrays`.
     options: how to shuffle, batch and cache. `epochs` require a `seed`.
     training: whether to shuffle, to augment and to drop the remainder as
       `options` say. Evaluation sees every example once, in order.
@@ -70,7 +69,7 @@ def make_dataset(
       With a cache it sees each example once.
     augment_fn: called in training with the components of a batch and a seed,
       int64 [2], for stateless random ops; returns the batch. The seed follows
-      from `options.seed` and the batch's place in the run.
+      from `options.seed` and the place of the batch in the run.
     map_fn: called last with the components of a batch; returns the element.
     input_context: as `strategy.distribute_datasets_from_function` passes it.
       Each pipeline then yields per-replica batches of its share. With `epochs`,
@@ -188,7 +187,7 @@ def _epoch(reader) -> tf.data.Dataset:
   if not plan.training:
     return one_pass(0)
   number = shuffle.random_number(plan.options.seed)
-  batches = number.flat_map(lambda n: one_pass(n % 2**62))
+  batches = number.flat_map(lambda drawn: one_pass(drawn % 2**62))
   return batches.apply(tf.data.experimental.assert_cardinality(count))
 
 
