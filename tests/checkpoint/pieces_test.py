@@ -28,12 +28,6 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     )
     return pieces.Table('float32', value.shape, found)
 
-  def changed(self, directory, numbers, values, name='c'):
-    return pieces.Change(
-      pieces.write(directory, f'{name}-n', 0, tf.constant(numbers, tf.int64)),
-      pieces.write(directory, name, 0, tf.constant(values, tf.float32)),
-    )
-
   def save(self, value=_WHOLE, name='t'):
     return self.store.save(
       {'small': np.arange(3)},
@@ -58,24 +52,10 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(first=(0, 2, 3, 8), rows=(1, 2, 5))
   def test_rows(self, first, rows):
     table = self.table(self.directory)
-    change = self.changed(
-      self.directory, [9, 2, 4], [[9] * 4, [2] * 4, [4] * 4]
-    )
-    table = table._replace(changes=(change,))
-    expected = _WHOLE.copy()
-    for row in (9, 2, 4):
-      expected[row] = row
     rows = min(rows, 10 - first)
-    found = np.full([rows, 4], np.nan, np.float32)
-    scope = lambda: tf.device('/device:CPU:0')  # noqa: E731
-    for numbers, values in pieces.rows_of(
-      self.directory, table, first, rows, scope
-    ):
-      found[numbers.numpy()] = values
-    self.assertAllEqual(found, expected[first : first + rows])
-    self.assertAllEqual(pieces.array_of(self.directory, table), expected)
+    self.assertAllEqual(pieces.array_of(self.directory, table), _WHOLE)
     some = pieces.array_of(self.directory, table, first, rows)
-    self.assertAllEqual(some, expected[first : first + rows])
+    self.assertAllEqual(some, _WHOLE[first : first + rows])
 
   def test_a_data_file_has_the_bytes_alone(self):
     table = self.table(self.directory)
@@ -140,38 +120,6 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(errors.StorageError, 'cannot be written.*Fix'):
       self.store.save({}, {}, lambda d: {'table': self.table(d + '/no')})
     self.assertEqual(self.store.newest().path, before)
-
-  def test_one_with_other_files_is_kept(self):
-    """So that damage to a shared file leaves one that is whole."""
-    first = self.save()
-    shared = []
-
-    def share(directory):
-      if not shared:
-        shared.append((directory, self.table(directory, _WHOLE + 1, name='u')))
-      else:
-        for piece in shared[-1][1].pieces:
-          for old, new in zip(
-            pieces.paths(self.store.paths()[-1], piece),
-            pieces.paths(directory, piece),
-            strict=True,
-          ):
-            os.link(old, new)
-      return {'table': shared[-1][1]}
-
-    for _ in range(4):
-      self.store.save({}, {'steps': 2}, share)
-    kept = self.store.paths()
-    self.assertLen(kept, 3)
-    self.assertEqual(kept[0], first)
-    data, _ = pieces.paths(kept[-1], shared[0][1].pieces[0])
-    with open(data, 'r+b') as f:
-      f.truncate(1)
-    self.assertEqual(self.store.newest().path, first)
-    # Of a newer one with other files, and of those that share none, none besides.
-    for i in range(2):
-      self.save(_WHOLE, f'v{i}')
-    self.assertLen(self.store.paths(), 2)
 
   def test_a_format_that_is_not_known(self):
     path = self.save()

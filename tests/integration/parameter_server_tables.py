@@ -223,9 +223,7 @@ def train(
   import tensorflow as tf
 
   import tf_strategies as tfs
-  from tf_strategies.checkpoint import checkpointer
 
-  store = checkpointer.Checkpointer(directory)
   strategy = tfs.ParameterServerStrategy(
     checkpoint_dir=directory,
     variable_partitioner=lambda shape, dtype: (
@@ -264,12 +262,6 @@ def train(
     'iterations': int(optimizer.iterations.numpy()),
     'recoveries': strategy.report()['recoveries'],
     'servers': [part.server for part in table.parts],
-    'changed': [
-      sum(
-        change.numbers.rows for change in found.arrays.tables['table'].changes
-      )
-      for found in map(store.open, store.paths())
-    ],
   }
   strategy.close()
   return result

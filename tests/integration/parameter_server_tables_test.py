@@ -101,8 +101,6 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
     (recovery,) = found['recoveries']
     lost = recovery['lost_steps']
     self.assertTrue(found['is_even'])
-    # The last checkpoints have rows that changed, two in a step, and not all.
-    self.assertBetween(found['changed'][-1], 2, 2 * steps)
     self.assertBetween(lost, 50, due + 10)
     for each, total in zip(found['servers'], found['sums'], strict=True):
       is_lost = mode == 'sync' or each == server

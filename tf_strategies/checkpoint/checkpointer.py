@@ -7,7 +7,7 @@ disk and renamed last. A process that is killed at any point leaves the previous
 checkpoints; checksums detect damage that happens later.
 
 Tables, arrays that no process holds whole, lie beside them in files of their own
-(`pieces`). A checkpoint may share such files with the one before (hard links).
+(`pieces`).
 """
 
 from __future__ import annotations
@@ -235,8 +235,7 @@ class Checkpointer:
   ) -> str:
     """Writes a checkpoint, deletes those beyond `max_to_keep`; returns its path.
 
-    Those that `newest` found damaged do not count as kept. If all that are kept
-    share a file, one is kept besides that has another.
+    Those that `newest` found damaged do not count as kept.
 
     Args:
       arrays: by name; or pairs of name and array, which are written one after
@@ -256,28 +255,13 @@ class Checkpointer:
     try:
       whole = [p for p in paths if p not in self._damaged]
       oldest = whole[-self._max_to_keep :][0]
-      kept = self._with_other_files(whole)
       for old in paths[: paths.index(oldest)]:
         # Renamed first: a half-deleted checkpoint is not a damaged one.
-        if old not in kept:
-          os.rename(old, self._unfinished(old))
+        os.rename(old, self._unfinished(old))
     except OSError as e:
       logging.warning('Could not delete old checkpoints: %s', e)
     self._delete_unfinished()
     return path
-
-  def _with_other_files(self, paths: list[str]) -> set[str]:
-    """The newest one that shares no file of a table with the last of `paths`.
-
-    So damage to a file costs the steps since the last checkpoint without it.
-    """
-    newest = _files_of_tables(paths[-1])
-    if not newest:
-      return set()
-    for path in reversed(paths[:-1]):
-      if not newest & _files_of_tables(path):
-        return {path}
-    return set()
 
   def _write(self, arrays, metadata, write_tables) -> tuple[str, list[str]]:
     """Writes a checkpoint; returns its path, and those of all."""
@@ -506,16 +490,6 @@ def _read_manifest(path: str) -> dict[str, Any]:
       f'{_FORMAT_WITH_TABLES}'
     )
   return contents
-
-
-def _files_of_tables(path: str) -> set[str]:
-  """The names of the files of tables; none of a checkpoint that is damaged."""
-  try:
-    contents = _read_manifest(os.path.join(path, _MANIFEST))
-  except (OSError, errors.DataError):
-    return set()
-  tables = contents.get('tables', {}).values()
-  return {file for _, _, found, _ in tables for file, *_ in found}
 
 
 def _verify(file: BinaryIO, contents: Mapping[str, Any]) -> None:

@@ -4,14 +4,12 @@ An array that is too large for one process is written by those who hold its rows
 Each piece is one tensor in a file of TensorFlow's format, which any TensorFlow
 process can write and read by an operation, where the variables are. Its data file
 has the bytes of the rows and nothing else. Of each piece a manifest has a checksum.
-An array may also have changes: rows by number, which come in the place of those of
-its pieces.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +18,7 @@ import tensorflow as tf
 from tf_strategies import errors
 
 _NAME = 'rows'
+_HERE = '/device:CPU:0'
 _SUFFIXES = ('.data-00000-of-00001', '.index')
 # What TensorFlow raises for a file that is gone, cut, damaged or another one.
 _DAMAGED = (
@@ -48,40 +47,18 @@ class Piece(NamedTuple):
   digest: str
 
 
-class Change(NamedTuple):
-  """Rows that come in the place of others: their numbers, and they themselves."""
-
-  numbers: Piece
-  values: Piece
-
-
 class Table(NamedTuple):
-  """An array in pieces, and what changed since they were written."""
+  """An array in pieces."""
 
   dtype: str
   shape: tuple[int, ...]
   pieces: tuple[Piece, ...]
-  changes: tuple[Change, ...] = ()
-
-  @property
-  def all_pieces(self) -> list[tuple[Piece, str]]:
-    """Every piece, and its dtype."""
-    return [
-      *((piece, self.dtype) for piece in self.pieces),
-      *((change.numbers, 'int64') for change in self.changes),
-      *((change.values, self.dtype) for change in self.changes),
-    ]
 
   @classmethod
   def from_json(cls, value: Sequence[Any]) -> Table:
     """Returns the table that JSON made lists of."""
-    dtype, shape, found, changes = value
-    return cls(
-      dtype,
-      tuple(shape),
-      tuple(Piece(*piece) for piece in found),
-      tuple(Change(Piece(*n), Piece(*v)) for n, v in changes),
-    )
+    dtype, shape, found = value
+    return cls(dtype, tuple(shape), tuple(Piece(*piece) for piece in found))
 
 
 def paths(directory: str, piece: Piece) -> list[str]:
@@ -152,16 +129,16 @@ def digest(rows: tf.Tensor) -> str:
 
 def check_all(directory: str, tables: Mapping[str, Table]) -> None:
   """Checks all pieces, in this process, one at a time."""
-  with tf.device('/device:CPU:0'):
+  with tf.device(_HERE):
     for table in tables.values():
-      for piece, dtype in table.all_pieces:
-        check(directory, piece, dtype)
+      for piece in table.pieces:
+        check(directory, piece, table.dtype)
 
 
 def sync(directory: str, tables: Mapping[str, Table]) -> None:
   """Syncs the files to the disk."""
   for table in tables.values():
-    for piece, _ in table.all_pieces:
+    for piece in table.pieces:
       for path in paths(directory, piece):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -175,9 +152,9 @@ def rows_of(
   table: Table,
   first: int,
   rows: int,
-  here: Callable[[], Any],
-) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
-  """Yields numbers and values of the rows from `first` on, in the order to write.
+  device: str,
+) -> Iterator[tuple[int, tf.Tensor]]:
+  """Yields the rows from `first` on in blocks, each with the number of its first row.
 
   Numbers count from `first`. Only one piece is in memory.
 
@@ -186,29 +163,18 @@ def rows_of(
     table: what to read.
     first: number of the first row.
     rows: how many.
-    here: makes a scope with the device that reads.
+    device: where they are read.
   """
   last = first + rows
   for piece in table.pieces:
     begin, end = max(first, piece.first), min(last, piece.first + piece.rows)
     if begin >= end:
       continue
-    with here():
+    with tf.device(device):
       values = read(directory, piece, table.dtype)
       if end - begin < piece.rows:
         values = values[begin - piece.first : end - piece.first]
-      numbers = tf.range(begin - first, end - first, dtype=tf.int64)
-    yield numbers, values
-  for change in table.changes:
-    with here():
-      numbers = read(directory, change.numbers, 'int64')
-      is_here = (numbers >= first) & (numbers < last)
-      found = tf.boolean_mask(numbers - first, is_here)
-      if not found.shape[0]:
-        continue
-      values = read(directory, change.values, table.dtype)
-      values = tf.boolean_mask(values, is_here)
-    yield found, values
+    yield begin - first, values
 
 
 def array_of(
@@ -218,7 +184,6 @@ def array_of(
   rows = table.shape[0] - first if rows is None else rows
   dtype = tf.as_dtype(table.dtype).as_numpy_dtype
   array = np.empty([rows, *table.shape[1:]], dtype)
-  on_cpu = lambda: tf.device('/device:CPU:0')  # noqa: E731
-  for numbers, values in rows_of(directory, table, first, rows, on_cpu):
-    array[numbers.numpy()] = values.numpy()
+  for begin, values in rows_of(directory, table, first, rows, _HERE):
+    array[begin : begin + len(values)] = values.numpy()
   return array

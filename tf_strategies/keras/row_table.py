@@ -77,9 +77,6 @@ class Shard:
     }
     self._slots = kept
 
-  def _note(self, ids: tf.Tensor) -> tf.Operation | None:
-    """Where rows of these ids are written: for whoever saves no others."""
-
   def read(self, ids: tf.Tensor) -> tf.Tensor:
     """Rows [n, width] of ids [n]; stores nothing."""
     rows, _ = self._find(ids)
@@ -191,9 +188,7 @@ class Shard:
       values: by column, as `stored_of` returns them.
     """
     with tf.device(self.device):
-      done = [self._of(c).insert(ids, each) for c, each in values.items()]
-      done.append(self._note(ids))
-    return [op for op in done if op is not None]
+      return [self._of(c).insert(ids, each) for c, each in values.items()]
 
   def _of(self, column):
     return self._rows if column == ROWS else self._slots[column]
@@ -212,15 +207,9 @@ class Shard:
       is_rare = values[:, self._width + _USES] < min_uses
       is_old = values[:, self._width + _STEP] < since
       gone = tf.boolean_mask(ids, is_rare & is_old)
-      self.forget(gone)
-      return int(tf.size(gone))
-
-  def forget(self, ids: tf.Tensor) -> None:
-    """Removes the rows of these ids."""
-    with tf.device(self.device):
       for table in (self._rows, *self._slots.values()):
-        table.remove(ids)
-      self._note(ids)
+        table.remove(gone)
+      return int(tf.size(gone))
 
 
 class Column:
@@ -269,7 +258,7 @@ class RowTable:
     # Whose slots they are, if that is known: of some that were loaded it is not.
     self._optimizer: weakref.ref | None = None
     self.earlier = weakref.WeakSet()  # Whose slots there were.
-    self._loaded = self._kept = np.zeros([0], np.int64)
+    self._loaded = np.zeros([0], np.int64)
 
   # What servers do otherwise.
 
@@ -473,12 +462,6 @@ class RowTable:
         f'{len(values)} rows of {self.variable.path!r} for {len(ids)} ids. Expected '
         'as many. Fix: load what was saved together.'
       )
-    if column == ROWS:
-      # Of rows that were saved again the last counts, and may say that it is gone.
-      _, from_end = np.unique(ids[::-1], return_index=True)
-      last = len(ids) - 1 - from_end
-      self._kept = last[~is_gone(values[last])]
-    ids, values = ids[self._kept], values[self._kept]
 
     def write():
       for shard, mine in self._shares(ids):
@@ -491,8 +474,3 @@ class RowTable:
   def _shares(self, ids):
     owner = self.owner(tf.constant(ids, tf.int64)).numpy()
     return [(s, owner == i) for i, s in enumerate(self.shards)]
-
-
-def is_gone(rows: Any) -> Any:
-  """Of rows with their usage, as they are saved: which say that there is none."""
-  return rows[:, _USES - _USAGE] == 0

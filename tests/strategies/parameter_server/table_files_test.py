@@ -1,315 +1,356 @@
-"""Tables are saved by those who see the files, and restored on any servers."""
+"""Tables of both kinds go between servers and files, in blocks."""
 
 import contextlib
 import os
 from unittest import mock
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tf_strategies as tfs
+from tests import dynamic_tables, parameter_servers, tiers
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
-from tf_strategies.checkpoint import checkpointer
+from tf_strategies.checkpoint import checkpointer, pieces
+from tf_strategies.keras import row_table
 from tf_strategies.strategies.parameter_server import (
-  changed_rows,
+  server_table,
   table_files,
 )
 
-# Rows of 12 bytes that tell their place.
-_ROWS = 1000
-_VALUE = np.arange(_ROWS * 3, dtype=np.float32).reshape(_ROWS, 3)
+_WIDTH = dynamic_tables.WIDTH
+# Rows that tell their place: of a variable, and of a table without a vocabulary.
+_VARIABLE = {
+  'table': np.arange(200 * (_WIDTH + 2), dtype=np.float32).reshape(200, -1)
+}
+_ROW_TABLE = {
+  'table/ids': np.arange(-100, 100) * 2**40 + 3,
+  'table/rows': _VARIABLE['table'] + 1,
+  'table/Adam.m': -np.arange(200.0 * (_WIDTH + 1)).reshape([200, -1]) - 1,
+}
+_STATES = {'variable': _VARIABLE, 'row_table': _ROW_TABLE}
+_KINDS = tuple(_STATES)
 
 
-_rows_of = table_files.pieces.rows_of
+def _make_variable(servers, value):
+  if servers == 1:
+    return local_servers.variable(0, value['table'])
+  return local_servers.partitioned_variable(value['table'], servers)
+
+
+def _make_row_table(servers, value):
+  variable = keras.Variable(tf.zeros([1, _WIDTH]), name='table')
+  shards = [
+    server_table.ServerShard(i, 'table', _WIDTH, dynamic_tables.first_rows)
+    for i in range(servers)
+  ]
+  table = row_table.RowTable(variable, shards)
+  table.load_slots(['Adam.m'])
+  for column in _columns(table).values():
+    column.assign(value[column.path])
+  return table
+
+
+def _columns(table):
+  found = [*table.columns(), *table.slot_columns()]
+  return {column.path: column for column in found}
 
 
 class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    # Blocks of 150 rows on servers and 80 here: no part is a whole number of them.
+    # Blocks of 25 rows on servers and of 10 here.
     for name, size in (
-      ('_TABLE_BYTES', 6000),
-      ('_SERVER_BLOCK_BYTES', 1800),
-      ('_COORDINATOR_BLOCK_BYTES', 960),
+      ('_TABLE_BYTES', 1000),
+      ('_SERVER_BLOCK_BYTES', 600),
+      ('_COORDINATOR_BLOCK_BYTES', 240),
     ):
       self.enter_context(mock.patch.object(table_files, name, size))
     self.store = checkpointer.Checkpointer(self.create_tempdir().full_path)
     self.files = table_files.TableFiles(3)
 
-  def make(self, parts=2, value=_VALUE):
-    variable = (
-      local_servers.partitioned_variable(value, parts)
-      if parts > 1
-      else local_servers.variable(0, value)
-    )
-    for part, _ in table_files.parts_of(variable):
-      part.watch_rows()
-    return variable
+  def make(self, kind, servers, value=None):
+    """What a checkpoint has by name: of a table with these rows, or other ones."""
+    if value is None:
+      value = {name: v[::2] * 0 + 9 for name, v in _STATES[kind].items()}
+      if kind == 'variable':
+        value = {'table': _VARIABLE['table'] * 0}
+      else:
+        value['table/ids'] = np.arange(100)
+    if kind == 'variable':
+      return {'table': _make_variable(servers, value)}
+    return _columns(_make_row_table(servers, value))
 
-  def save(self, **named):
-    saved = {}
+  def shards(self, named):
+    [table] = table_files.tables_among(named)
+    return [shard.holder for shard in table]
 
-    def write(directory):
-      tables = table_files.tables_among(named)
-      saved.update(self.files.save(directory, tables))
-      return saved
+  def save(self, named):
+    tables = table_files.tables_among(named)
+    return self.store.save({}, {}, lambda d: self.files.save(d, tables))
 
-    path = self.store.save({}, {}, write)
-    self.files.commit(path, saved)
-    return path
+  def restore(self, named, **options):
+    found = self.store.open(self.store.paths()[-1], self.files.check)
+    tables = table_files.tables_among(named)
+    self.files.restore(found.path, found.arrays, tables, **options)
 
-  def restore(self, path=None, files=None, **named):
-    found = self.store.open(path or self.store.paths()[-1], self.files.check)
-    (files or self.files).restore(
-      found.path, found.arrays, table_files.tables_among(named)
-    )
+  def assert_state(self, named, expected):
+    self.assertEqual(set(named), set(expected))
+    for name, value in expected.items():
+      self.assertAllEqual(value, named[name].numpy(), name)
 
   @contextlib.contextmanager
   def blind(self, *servers):
     """Makes servers see no files."""
     real = tf.io.read_file
-    here = local_servers.device
 
     def read(path):
       device = tf.constant(0).device
-      if any(device == here(s) for s in servers):
+      if any(device == local_servers.device(s) for s in servers):
         raise tf.errors.NotFoundError(None, None, path)
       return real(path)
 
     with mock.patch.object(tf.io, 'read_file', read):
       yield
 
-  @parameterized.product(
-    parts=((1, 2), (2, 3), (3, 1), (3, 2)), blind=((), (1,), (0, 1, 2))
+  @tiers.product(
+    kind=tuple(map(tiers.smoke, _KINDS)),
+    servers=((2, 3), (3, 1), (1, 2)),
+    blind=((), (1,), (0, 1, 2)),
   )
-  def test_saved_and_restored_on_other_servers(self, parts, blind):
-    saved, loaded = self.make(parts[0]), self.make(parts[1], 0 * _VALUE)
+  def test_saved_and_restored_on_other_servers(self, kind, servers, blind):
+    state = _STATES[kind]
+    saved, loaded = (
+      self.make(kind, servers[0], state),
+      self.make(kind, servers[1]),
+    )
     with self.blind(*blind):
-      self.save(table=saved)
-      self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), _VALUE)
+      self.save(saved)
+      self.restore(loaded)
+    self.assert_state(loaded, state)
     # In one process, without servers.
-    self.assertAllEqual(self.store.newest().arrays['table'], _VALUE)
+    arrays = self.store.newest().arrays
+    order = slice(None)
+    if kind == 'row_table':
+      order = np.argsort(arrays['table/ids'])
+    for name, value in state.items():
+      self.assertAllEqual(arrays[name][order], value)
+
+  @parameterized.named_parameters(
+    ('rows_of_others', 'row_table', row_table.RowTable, 'owner',
+     lambda self, ids: tf.zeros_like(ids, tf.int32)),
+    ('first_rows_everywhere', 'variable', pieces, 'rows_of',
+     lambda path, table, first, *others, real=pieces.rows_of: real(
+       path, table, 0, *others)),
+  )  # fmt: skip
+  def test_mutations_are_seen(self, kind, owner, name, mutation):
+    state = _STATES[kind]
+    saved, loaded = self.make(kind, 2, state), self.make(kind, 3)
+    with mock.patch.object(owner, name, mutation):
+      self.save(saved)
+      self.restore(loaded)
+    with self.assertRaises(AssertionError):
+      self.assert_state(loaded, state)
 
   def test_who_writes(self):
     """A server what it holds; the coordinator for one that sees nothing."""
     devices = []
-    write = table_files.pieces.write
+    write = pieces.write
 
     def note(directory, file, first, rows):
       devices.append((tf.constant(0).device[-1], first, int(rows.shape[0])))
       return write(directory, file, first, rows)
 
-    table = self.make(2)
-    with mock.patch.object(table_files.pieces, 'write', note), self.blind(1):
-      self.save(table=table)
+    table = self.make('variable', 2, _VARIABLE)
+    with mock.patch.object(pieces, 'write', note), self.blind(1):
+      self.save(table)
     by_device = {d: [w[1:] for w in devices if w[0] == d] for d, *_ in devices}
     self.assertEqual(set(by_device), {'1', '0'})
-    self.assertEqual(
-      by_device['1'], [(0, 150), (150, 150), (300, 150), (450, 50)]
-    )
-    self.assertEqual(
-      by_device['0'], [*((b, 80) for b in range(500, 980, 80)), (980, 20)]
-    )
+    self.assertEqual(by_device['1'], [(b, 25) for b in range(0, 100, 25)])
+    self.assertEqual(by_device['0'], [(b, 10) for b in range(100, 200, 10)])
 
-  @parameterized.parameters((0,), (1,), (2,))
-  def test_nobody_holds_more_than_a_block(self, first):
-    """Of parts, whoever they belong to."""
-    table, loaded = self.make(2), self.make(3, 0 * _VALUE)
-    with self.blind(*range(first)):
-      self.save(table=table)
-    largest = [0]
-    real = table_files.pieces.read
+  @parameterized.product(kind=_KINDS, case=((0, 25), (1, 25), (3, 10)))
+  def test_nobody_holds_more_than_a_block(self, kind, case):
+    blind, most = case
+    table, loaded = self.make(kind, 2, _STATES[kind]), self.make(kind, 3)
+    largest = {}
 
-    def read(*args):
-      rows = real(*args)
-      largest[0] = max(largest[0], int(rows.shape[0]))
-      return rows
+    def note(name):
+      real = getattr(pieces, name)
 
-    with mock.patch.object(table_files.pieces, 'read', read):
-      self.restore(table=loaded)
-    self.assertBetween(largest[0], 80, 150)
+      def call(*args):
+        result = real(*args)
+        rows = int((args[3] if name == 'write' else result).shape[0])
+        largest[name] = max(largest.get(name, 0), rows)
+        return result
 
-  def test_an_array_of_another_checkpoint_is_read_in_blocks(self):
-    self.store.save({'table': _VALUE, 'small': np.ones(3)}, {})
-    loaded = self.make(2, 0 * _VALUE)
+      return mock.patch.object(pieces, name, call)
+
+    with note('write'), note('read'), self.blind(*range(blind)):
+      self.save(table)
+      self.restore(loaded)
+    self.assertEqual(largest, {'write': most, 'read': most})
+
+  @parameterized.parameters(*_KINDS)
+  def test_arrays_of_another_checkpoint_are_read_in_blocks(self, kind):
+    """As older ones are, and those of one device."""
+    state = {
+      k: v if v.dtype == np.int64 else v.astype(np.float32)
+      for k, v in _STATES[kind].items()
+    }
+    self.store.save({**state, 'small': np.ones(3)}, {})
+    loaded = self.make(kind, 2)
     arrays = checkpointer.StoredArrays
     with mock.patch.object(arrays, '__getitem__', side_effect=AssertionError):
-      self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), _VALUE)
+      self.restore(loaded)
+    self.assert_state(loaded, state)
 
-  @pytest.mark.smoke
-  def test_only_what_changed_is_written_again(self):
-    table, loaded = self.make(2), self.make(3, 0 * _VALUE)
-    first = self.save(table=table)
-    rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([499, 7]))
-    table.parts[1].scatter_add(rows)
-    table.parts[0].scatter_nd_update([[3]], [[5.0, 6.0, 7.0]])
-    expected = _VALUE.copy()
-    expected[[999, 507]] += 1
-    expected[3] = 5, 6, 7
-    second = self.save(table=table)
-    (found,) = self.store.open(second).arrays.tables.values()
-    self.assertEqual([c.numbers.rows for c in found.changes], [1, 2])
-    for piece in found.pieces:
-      for old, new in zip(
-        table_files.pieces.paths(first, piece),
-        table_files.pieces.paths(second, piece),
-        strict=True,
-      ):
-        self.assertTrue(os.path.samefile(old, new))
-    self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), expected)
-    # Changes are those since all rows were written; others come on top.
-    table.parts[0].scatter_update(
-      tf.IndexedSlices(tf.zeros([1, 3]), tf.constant([4]))
-    )
-    expected[4] = 0
-    self.save(table=table)
-    self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), expected)
-    self.assertAllEqual(self.store.newest().arrays['table'], expected)
+  @parameterized.parameters(*_KINDS)
+  def test_only_what_was_lost_is_restored(self, kind):
+    state = _STATES[kind]
+    named = self.make(kind, 2, state)
+    self.save(named)
+    mine = np.repeat([False, True], 100)
+    if kind == 'row_table':
+      ids = named['table/ids']
+      mine = ids.table.owner(tf.constant(ids.numpy())).numpy() == 1
+    others = {
+      name: value if 'ids' in name else value * 0 + 9
+      for name, value in state.items()
+    }
+    for name, variable in named.items():
+      variable.assign(others[name])
+    self.shards(named)[1].is_lost = True
+    with self.assertRaisesRegex(
+      errors.DataError, 'lost with parameter server 1'
+    ):
+      self.save(named)
+    self.restore(named, only_lost=True)
+    self.assertFalse(self.shards(named)[1].is_lost)
+    for name, value in state.items():
+      is_mine = mine if value.ndim == 1 else mine[:, None]
+      expected = np.where(is_mine, value, others[name])
+      self.assertAllEqual(named[name].numpy(), expected)
 
-  @parameterized.parameters(
-    lambda v: v.assign(v.numpy() + 1),
-    lambda v: [p.assign_add(tf.ones([500, 3])) for p in v.parts],
-    lambda v: [
-      v.parts[i].scatter_add(tf.IndexedSlices(tf.ones([n, 3]), tf.range(n)))
-      for i, n in ((0, 500), (1, 1))
-    ],
-  )
-  def test_where_most_rows_changed_all_are_written(self, write):
-    table, loaded = self.make(2), self.make(1, 0 * _VALUE)
-    self.save(table=table)
-    write(table)
-    path = self.save(table=table)
-    (found,) = self.store.open(path).arrays.tables.values()
-    self.assertEqual(found.changes, ())
-    self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), table.numpy())
-    self.assertNotAllEqual(loaded.numpy(), _VALUE)
-
-  @parameterized.parameters(
-    lambda part: part.assign(tf.zeros([500, 3])),
-    lambda part: part.assign_sub(tf.ones([500, 3])),
-    lambda part: part.write_directly(tf.zeros([500, 3]), None),
-    lambda part: part.scatter_nd_add(
-      [[i] for i in range(500)], tf.ones([500, 3])
-    ),
-  )
-  def test_a_part_of_which_all_rows_changed(self, write):
-    table, loaded = self.make(2), self.make(3, 0 * _VALUE)
-    self.save(table=table)
-    write(table.parts[1])
-    path = self.save(table=table)
-    (found,) = self.store.open(path).arrays.tables.values()
-    self.assertEqual(sum(c.numbers.rows for c in found.changes), 500)
-    self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), table.numpy())
-    self.assertNotAllEqual(loaded.numpy(), _VALUE)
-
-  def test_all_are_written_again_after_some_checkpoints(self):
-    table = self.make(2)
-    shares = []
-    with mock.patch.object(table_files, '_MAX_SHARED', 3):
-      for i in range(9):
-        table.parts[0].scatter_add(
-          tf.IndexedSlices(tf.ones([1, 3]), tf.constant([i]))
-        )
-        path = self.save(table=table)
-        (found,) = self.store.open(path).arrays.tables.values()
-        shares.append(len(found.changes))
-    self.assertEqual(shares, [0, 1, 1, 1, 0, 1, 1, 1, 0])
-
-  def test_what_a_step_writes_is_noted(self):
-    """In a function too, and only there where it was."""
-    table = self.make(2)
-    self.save(table=table)
-
-    @tf.function
-    def step(row):
-      table.parts[1].scatter_sub(tf.IndexedSlices(tf.ones([1, 3]), row[None]))
-
-    step(tf.constant(3))
-    step(tf.constant(3))
-    step(tf.constant(8))
-    first, second = (part.changed for part in table.parts)
-    self.assertEqual((first.count(), second.count()), (0, 2))
-    self.assertAllEqual(second.numbers(), [3, 8])
-
-  @parameterized.parameters(1, 2)
-  def test_what_a_checkpoint_of_tensorflow_restores_is_noted(self, parts):
-    table, loaded = self.make(parts), self.make(2, 0 * _VALUE)
-    saved = tf.train.Checkpoint(v=self.make(parts, _VALUE + 1)).save(
-      self.create_tempdir().full_path + '/c'
-    )
-    self.save(table=table)
-    tf.train.Checkpoint(v=table).restore(saved).assert_consumed()
-    self.save(table=table)
-    self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), _VALUE + 1)
-
-  @parameterized.parameters(True, False)
-  def test_without_links_all_rows_are_written(self, has_links):
-    table = self.make(2)
-    self.save(table=table)
-    with contextlib.ExitStack() as stack:
-      if not has_links:
-        stack.enter_context(
-          mock.patch.object(os, 'link', side_effect=PermissionError)
-        )
-      path = self.save(table=table)
-    files = {os.stat(os.path.join(path, f)).st_nlink for f in os.listdir(path)}
-    self.assertEqual(files, {1, 2} if has_links else {1})
-    self.assertAllEqual(self.store.open(path).arrays['table'], _VALUE)
+  @parameterized.parameters(*_KINDS)
+  def test_a_shard_that_could_not_be_read_stays_lost(self, kind):
+    named = self.make(kind, 2, _STATES[kind])
+    path = self.save(named)
+    self.shards(named)[1].is_lost = True
+    found = self.store.open(path)
+    *_, table = found.arrays.tables.values()
+    os.remove(pieces.paths(path, table.pieces[-1])[0])
+    tables = table_files.tables_among(named)
+    with self.assertRaises(errors.DataError):
+      self.files.restore(path, found.arrays, tables, only_lost=True)
+    self.assertTrue(self.shards(named)[1].is_lost)
 
   @parameterized.parameters((), (0, 1, 2))
   def test_servers_find_damage(self, *blind):
-    table = self.make(2)
-    path = self.save(table=table)
+    path = self.save(self.make('variable', 2, _VARIABLE))
     name = next(f for f in sorted(os.listdir(path)) if '.data' in f)
     with open(os.path.join(path, name), 'r+b') as f:
       f.write(b'\x01')
-    loaded = self.make(2, 0 * _VALUE)
+    loaded = self.make('variable', 2)
     with self.blind(*blind), self.assertRaises(errors.DataError):
-      self.restore(table=loaded)
-    self.assertAllEqual(loaded.numpy(), 0 * _VALUE)
-
-  @parameterized.named_parameters(
-    ('no_mark', changed_rows.ChangedRows, 'note', lambda *unused: None),
-    ('marks_of_others', changed_rows.ChangedRows, 'numbers',
-     lambda self: tf.constant([0], tf.int64)),
-    ('first_rows_everywhere', table_files.pieces, 'rows_of',
-     lambda path, table, first, rows, here: _rows_of(
-       path, table, 0, rows, here)),
-    ('changes_first', table_files.pieces, 'rows_of',
-     lambda *args: reversed(list(_rows_of(*args)))),
-  )  # fmt: skip
-  def test_mutations_are_seen(self, owner, name, mutation):
-    with (
-      mock.patch.object(owner, name, mutation),
-      self.assertRaises(AssertionError),
-    ):
-      self.test_only_what_changed_is_written_again()
-
-  def test_a_lost_table_is_not_saved(self):
-    table = self.make(2)
-    table.parts[1].is_lost = True
-    with self.assertRaisesRegex(errors.DataError, 'was lost'):
-      self.save(table=table)
-    self.assertEmpty(self.store.paths())
+      self.restore(loaded)
+    self.assertAllEqual(loaded['table'].numpy(), _VARIABLE['table'] * 0)
 
   def test_small_variables_are_no_tables(self):
-    self.assertTrue(table_files.is_table([_ROWS, 3], tf.float32))
-    self.assertFalse(table_files.is_table([400, 3], tf.float32))
-    self.assertFalse(table_files.is_table([], tf.float32))
-    self.assertFalse(table_files.is_table([10**6], tf.string))
-    self.assertEmpty(
-      table_files.tables_among({'w': local_servers.variable(0, _VALUE[:400])})
-    )
+    rows = _VARIABLE['table']
+    for value, is_table in (
+      (rows, True),
+      (rows[:20], False),
+      (0.0, False),
+    ):
+      named = {'w': local_servers.variable(0, value)}
+      self.assertLen(table_files.tables_among(named), is_table)
+
+  def test_an_empty_table(self):
+    loaded = self.make('row_table', 3)
+    nothing = {name: v[:0] for name, v in _ROW_TABLE.items()}
+    self.save(self.make('row_table', 2, nothing))
+    self.restore(loaded)
+    self.assertEmpty(loaded['table/ids'].numpy())
+
+
+_ROWS = 1_000_000
+_LARGE_WIDTH = 16
+_STEP_ROWS = 20_000
+
+
+def without_servers(directory):
+  """The same, if no server sees the directory."""
+  nobody = lambda *unused: frozenset()  # noqa: E731
+  with mock.patch.object(table_files.TableFiles, '_asked', nobody):
+    return save_and_load_many(directory)
+
+
+def save_and_load_many(directory):
+  """How much the coordinator grew to save, to load and to read a table."""
+  strategy = tfs.ParameterServerStrategy(checkpoint_dir=directory)
+  with strategy.scope():
+    ids = keras.Input([], dtype='int64')
+    layer = tfs.keras.DynamicEmbedding(_LARGE_WIDTH)
+    model = keras.Model(ids, keras.layers.Dense(1)(layer(ids)))
+    model.compile('adagrad', 'mse')
+  # A function of the batch's number, since arrays would be in memory.
+  data = tf.data.Dataset.range(_ROWS).batch(_STEP_ROWS)
+  data = data.map(lambda ids: (ids * 2**30, tf.ones([_STEP_ROWS, 1])))
+  model.fit(data, verbose=0)
+  strategy.save()  # What is made once.
+  before = model.predict(tf.range(64, dtype=tf.int64) * 2**30, verbose=0)
+  table = layer._table
+  actions = {
+    'save': strategy.save,
+    'load': lambda: strategy.restore(model=model, optimizer=model.optimizer),
+    'read': lambda: [
+      c.numpy() for c in [*table.columns(), *table.slot_columns()]
+    ],
+  }
+  grown = {name: _growth(action) for name, action in actions.items()}
+  after = model.predict(tf.range(64, dtype=tf.int64) * 2**30, verbose=0)
+  rows = layer.report()['rows']
+  strategy.close()
+  return grown, rows, before, after
+
+
+def _growth(action):
+  """By how many bytes this process is larger at most than before."""
+  with open('/proc/self/clear_refs', 'w') as f:
+    f.write('5')  # Its peak is what it is now.
+  before = _peak()
+  action()
+  return _peak() - before
+
+
+def _peak():
+  with open('/proc/self/status') as f:
+    line = next(line for line in f if line.startswith('VmHWM:'))
+  return 1024 * int(line.split()[1])
+
+
+@pytest.mark.multi_process
+@pytest.mark.soak
+class MemoryTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters((save_and_load_many, 8e6), (without_servers, 64e6))
+  def test_the_coordinator_holds_no_table(self, program, most):
+    table = _ROWS * (8 + 4 * (_LARGE_WIDTH + 2) + 4 * (_LARGE_WIDTH + 1))
+    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
+      found = job.run(program, (self.create_tempdir().full_path,))
+    grown, rows, before, after = found
+    megabytes = {name: f'{size / 1e6:.1f} MB' for name, size in grown.items()}
+    print(f'{rows} rows of {table / 1e6:.0f} MB:', megabytes)
+    self.assertEqual(rows, _ROWS)
+    self.assertAllEqual(before, after)
+    self.assertLess(grown['save'], most)
+    self.assertLess(grown['load'], most)
+    # Which shows that growth is seen.
+    self.assertGreater(grown['read'], 0.9 * table)
 
 
 if __name__ == '__main__':

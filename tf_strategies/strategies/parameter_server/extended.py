@@ -17,7 +17,6 @@ from tf_strategies.keras import optimizer_checks, row_updates
 from tf_strategies.strategies.parameter_server import (
   partitioned,
   server_table,
-  table_files,
   traced_step,
   variables,
 )
@@ -169,7 +168,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     registry: MutableMapping[int, variables.ServerVariable],
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
-    watches_rows: bool = False,
+    remembers: bool = False,
     guarded: Callable[[Callable], Any] = lambda make: make(),
   ):
     with _tf_internal.without_notices():
@@ -183,8 +182,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._partitioner = partitioner or partitioned.large_tables(self._num_ps)
     self._drained = drained
     self._on_write = on_write
-    # For checkpoints: which rows of tables are written, and first values.
-    self._watches_rows = watches_rows
+    # Whether variables remember their first values until there is a checkpoint.
+    self._remembers = remembers
     # Makes a variable, again if a server died meanwhile.
     self._guarded = guarded
     self._registry = registry
@@ -244,11 +243,9 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
           **arguments,
         )
       )
-      variable.remembers = self._watches_rows
+      variable.remembers = self._remembers
       if not variable.remembers:
         variable.forget_value()
-      elif table_files.is_table(variable.shape, variable.dtype):
-        variable.watch_rows()
     self._registry[id(variable)] = variable
     return variable
 

@@ -19,7 +19,6 @@ from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
   input,
-  row_table_files,
   splits,
   step_counts,
   table_files,
@@ -206,15 +205,8 @@ class Recovery:
     named = model_state.name_objects(self._objects)
     calls = self._calls(named)
     tables = table_files.tables_among(named)
-    row_tables = row_table_files.tables_among(named)
-    in_files = table_files.names_of(tables, row_tables)
+    in_files = {name for table in tables for name in table[0].specs}
     arrays = ((n, _read(v)) for n, v in named.items() if n not in in_files)
-    saved: dict[str, pieces.Table] = {}
-
-    def write_tables(directory):
-      saved.update(self._tables.save(directory, tables, row_tables))
-      return saved
-
     with self._telling_deaths():
       path = self._checkpointer.save(
         arrays,
@@ -224,9 +216,8 @@ class Recovery:
           'description': self._description,
           'parts': model_state.reductions(named),
         },
-        write_tables,
+        lambda directory: self._tables.save(directory, tables),
       )
-    self._tables.commit(path, saved)
     self.counts.note_saved(path, self.steps_done(), calls)
     if not self._has_checkpoint:
       self._first = path
@@ -306,7 +297,6 @@ class Recovery:
         f'{"; ".join(different)}. Fix: pass another checkpoint_dir, or build '
         'the model that wrote it.'
       )
-    self._tables.forget()
     lost = [v for v in self._variables.values() if v.is_lost]
     try:
       self._write_variables(found, arrays, named, only_lost)
@@ -346,11 +336,10 @@ class Recovery:
   ) -> None:
     """Assigns variables what a checkpoint has of them; see `_read_newest`."""
     tables = table_files.tables_among(named)
-    row_tables = row_table_files.tables_among(named)
-    in_files = table_files.names_of(tables, row_tables)
+    in_files = {name for table in tables for name in table[0].specs}
     counters = model_state.counters(self._objects, named)
     for name, variable in named.items():
-      parts = table_files.parts_of(variable) or []
+      parts = table_files.parts_of(variable)
       lost = [each for each in parts if each[0].is_lost]
       if name in in_files or (only_lost and not lost):
         continue
@@ -367,16 +356,7 @@ class Recovery:
           part.assign(array[first : first + part.shape[0]])
       else:
         variable.assign(array)
-    self._tables.restore(
-      found.path,
-      arrays,
-      {
-        name: [each for each in parts if each[0].is_lost or not only_lost]
-        for name, parts in tables.items()
-      },
-      row_tables,
-      only_lost,
-    )
+    self._tables.restore(found.path, arrays, tables, only_lost)
 
   @property
   def _restores_all(self) -> bool:

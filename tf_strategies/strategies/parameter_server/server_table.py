@@ -8,7 +8,7 @@ gradients of all microbatches are applied together, as those of variables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,7 +17,6 @@ import tensorflow as tf
 from tf_strategies import errors
 from tf_strategies.keras import row_initializers, row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
-  changed_rows,
   traced_step,
   units,
   variables,
@@ -42,20 +41,11 @@ class ServerShard(row_table.Shard):
     # Whether it surely has no rows.
     self._is_new = True
 
-  def _make(self) -> None:
-    super()._make()
-    self.changed = changed_rows.ChangedIds(self.device)
-
-  def make_slots(self, names: Sequence[str]) -> None:
-    """As `Shard.make_slots`; with others all rows are to be saved."""
-    if set(names) != set(self._slots):
-      self.changed.note_all()
-    super().make_slots(names)
-
-  def _note(self, ids: tf.Tensor) -> tf.Operation | None:
+  def store(self, ids, values):
+    """As `Shard.store`."""
     if traced_step.current() is None:
       self.forget_value()
-    return self.changed.note(ids)
+    return super().store(ids, values)
 
   def forget_value(self) -> None:
     """Forgets that there are no rows; see `ServerVariable.forget_value`."""
@@ -65,11 +55,6 @@ class ServerShard(row_table.Shard):
     """Returns whether the table is as before training, when it has no rows."""
     self.is_lost = self.is_lost and not self._is_new
     return not self.is_lost
-
-  def clear(self) -> None:
-    """As `Shard.clear`."""
-    self.changed.note_all()
-    super().clear()
 
   def recreate_if_dead(self) -> bool:
     """As `ServerVariable.recreate_if_dead`, without rows."""

@@ -188,7 +188,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       registry,
       self._drained,
       self.engine.reports.forget,
-      watches_rows=self.recovery.is_enabled,
+      remembers=self.recovery.is_enabled,
       guarded=self.recovery.guard_before_training,
     )
     tf.distribute.Strategy.__init__(self, implementation)

@@ -1,10 +1,13 @@
-"""Large variables in checkpoints: their rows go between servers and files.
+"""Tables in checkpoints: rows go between servers and files.
 
-A server that sees the directory of the checkpoints writes and reads the rows that
-it holds. For one that does not, the coordinator does, block by block. So nobody
-holds more than a block beside the variables, and rows that were saved on some
-servers are read on any others. Rows that have not changed since they were saved are
-not written again: a checkpoint shares the files of the one before.
+A table is a large variable, or a table without a vocabulary. A server that sees the
+directory of the checkpoints writes and reads the rows that it holds. For one that does
+not, the coordinator does, block by block. So nobody holds more than a block beside the
+variables, and rows that were saved on some servers are read on any others.
+
+A variable is one array. A table without a vocabulary is several arrays with as many
+rows each: ids, rows, and each slot of the optimizer. They are cut into pieces at the
+same rows, so whoever has read a piece of the ids knows whether it needs the others.
 """
 
 from __future__ import annotations
@@ -15,17 +18,18 @@ import functools
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal
 from tf_strategies.checkpoint import checkpointer, model_state, pieces
+from tf_strategies.keras import row_table
 from tf_strategies.strategies.parameter_server import (
   partitioned,
-  row_table_files,
+  server_table,
   variables,
 )
 
@@ -34,53 +38,195 @@ _TABLE_BYTES = 1 << 20
 # Of what is in memory at a time, on a server; and in the coordinator.
 _SERVER_BLOCK_BYTES = 32 << 20
 _COORDINATOR_BLOCK_BYTES = 2 << 20
-# A checkpoint writes all rows of a table again if more than this part of them has
-# changed, or after so many that shared its files: damage to one costs no more.
-_MAX_CHANGED = 0.5
-_MAX_SHARED = 10
 _COORDINATOR = '/device:CPU:0'
 
-_T = TypeVar('_T')
 _Part = tuple[variables.ServerVariable, int]  # With its first row.
+# Takes the name of an array, the number of a shard's first row, and rows.
+_Write = Callable[[str, int, tf.Tensor], None]
 
 
-def is_table(shape: Sequence[int], dtype: tf.DType) -> bool:
+class _Site(NamedTuple):
+  """A task that writes or reads files, and how many bytes it holds at a time."""
+
+  device: str
+  block_bytes: int
+
+
+def _is_large(shape: Sequence[int], dtype: tf.DType) -> bool:
   """Returns whether a variable is saved by its server."""
   if not shape or dtype == tf.string:
     return False
   return math.prod(shape) * dtype.size >= _TABLE_BYTES
 
 
-def parts_of(variable: Any) -> list[_Part] | None:
-  """The parts of a variable on servers, with the first row of each."""
+def parts_of(variable: Any) -> list[_Part]:
+  """Returns the parts of a variable on servers, each with its first row."""
   value = model_state.value_of(variable)
   if isinstance(value, partitioned.PartitionedVariable):
     return list(zip(value.parts, value.offsets, strict=True))
   if isinstance(value, variables.ServerVariable):
     return [(value, 0)]
-  return None
+  return []
 
 
-def names_of(
-  tables: Iterable[str], row_tables: Iterable[row_table_files.Named]
-) -> set[str]:
-  """The names of what has files of its own in a checkpoint."""
-  names = (name for each in row_tables for name in each.names.values())
-  return {*tables, *names}
+class VariableRows:
+  """The rows of a variable that one server holds."""
 
+  def __init__(self, name: str, holder: variables.ServerVariable, first: int):
+    self.holder = holder
+    self.specs = {name: (holder.dtype.name, tuple(holder.shape[1:]))}
+    self._name, self._first = name, first
+    self._row_bytes = holder.shape[1:].num_elements() * holder.dtype.size
 
-def tables_among(named: Mapping[str, Any]) -> dict[str, list[_Part]]:
-  """The parts of those variables that are tables."""
-  found = {}
-  for name, variable in named.items():
-    parts = parts_of(variable)
-    if (
-      parts is not None
-      and not model_state.has_parts(variable)
-      and is_table(variable.shape, tf.as_dtype(variable.dtype))
+  def size(self) -> int:
+    """Returns the number of rows."""
+    return int(self.holder.shape[0])
+
+  def save(self, write: _Write, block_bytes: int) -> None:
+    """Passes all rows to `write`, in blocks."""
+    count = _rows_in(block_bytes, self._row_bytes)
+    for begin in range(0, self.size(), count):
+      end = min(begin + count, self.size())
+      with tf.device(self.holder.device):
+        numbers = tf.range(begin, end, dtype=tf.int64)
+        rows = self.holder.rows_directly(numbers)
+      write(self._name, begin, rows)
+    self._end_sparse_access()
+
+  def restore(self, stored: _Stored) -> None:
+    """Assigns the rows that a checkpoint has."""
+    count = _rows_in(_COORDINATOR_BLOCK_BYTES, self._row_bytes)
+    for begin, rows in stored.blocks(
+      self._name, self._first, self.size(), count
     ):
-      found[name] = parts
+      self.holder.write_rows_directly(begin, rows)
+    self._end_sparse_access()
+    self.holder.is_lost = False
+
+  def _end_sparse_access(self) -> None:
+    """Gathering made reads of the whole copy it, until rows are written again."""
+    with tf.device(self.holder.device):
+      tf.raw_ops.DisableCopyOnRead(resource=self.holder.handle)
+
+
+class TableRows:
+  """The rows of a table without a vocabulary that one server holds.
+
+  Args:
+    table: the table.
+    names: of its columns in a checkpoint, by key.
+    holder: one of its shards.
+  """
+
+  def __init__(
+    self,
+    table: row_table.RowTable,
+    names: Mapping[str, str],
+    holder: server_table.ServerShard,
+  ):
+    self.holder = holder
+    self._table, self._names = table, names
+    self.specs = {
+      names[column.key]: (column.dtype, column.shape[1:])
+      for column in [*table.columns(), *table.slot_columns()]
+      if column.key in names
+    }
+    widths = [math.prod(shape) for _, shape in self.specs.values()]
+    self._row_bytes = 4 * max(widths)
+
+  def size(self) -> int:
+    """Returns the number of rows."""
+    return self.holder.size()
+
+  def save(self, write: _Write, block_bytes: int) -> None:
+    """Passes all rows to `write`, in blocks."""
+    ids, _ = self.holder.stored()
+    count = _rows_in(block_bytes, self._row_bytes)
+    for begin in range(0, int(ids.shape[0]), count):
+      with tf.device(self.holder.device):
+        block = ids[begin : begin + count]
+      for key, name in self._names.items():
+        is_ids = key == row_table.IDS
+        rows = block if is_ids else self.holder.stored_of(block, key)
+        write(name, begin, rows)
+
+  def restore(self, stored: _Stored) -> None:
+    """Replaces all rows by those of a checkpoint that belong to the shard."""
+    self.holder.clear()
+    number = self._table.shards.index(self.holder)
+    ids_name = self._names[row_table.IDS]
+    for first, count in stored.cuts(ids_name, self._row_bytes):
+      ids = stored.rows(ids_name, first, count)
+      with tf.device(stored.device):
+        mine = tf.where(self._table.owner(ids) == number)[:, 0]
+        ids = tf.gather(ids, mine)
+      if not int(mine.shape[0]):
+        continue
+      for key, name in self._names.items():
+        if key != row_table.IDS:
+          rows = stored.rows(name, first, count)
+          with tf.device(stored.device):
+            rows = tf.gather(rows, mine)
+          self.holder.store(ids, {key: rows})
+    self.holder.is_lost = False
+
+
+# The rows of a table, server by server.
+Table = Sequence[VariableRows | TableRows]
+
+
+def tables_among(named: Mapping[str, Any]) -> list[Table]:
+  """Returns the tables among variables and columns by name."""
+  found: list[Table] = []
+  columns: dict[row_table.RowTable, dict[str, str]] = {}
+  for name, variable in named.items():
+    if isinstance(variable, row_table.Column):
+      columns.setdefault(variable.table, {})[variable.key] = name
+    elif (
+      (parts := parts_of(variable))
+      and not model_state.has_parts(variable)
+      and _is_large(variable.shape, tf.as_dtype(variable.dtype))
+    ):
+      found.append([VariableRows(name, *part) for part in parts])
+  for table, names in columns.items():
+    found.append([TableRows(table, names, shard) for shard in table.shards])
   return found
+
+
+class _Stored(NamedTuple):
+  """The arrays of a checkpoint, as a task with this device reads them."""
+
+  path: str
+  arrays: checkpointer.StoredArrays
+  device: str
+
+  def blocks(
+    self, name: str, first: int, size: int, count: int
+  ) -> Iterator[tuple[int, tf.Tensor]]:
+    """As `pieces.rows_of`; at most `count` rows at a time of an array without pieces."""
+    if name in self.arrays.tables:
+      table = self.arrays.tables[name]
+      yield from pieces.rows_of(self.path, table, first, size, self.device)
+      return
+    for begin in range(0, size, count):
+      rows = self.arrays.rows(name, first + begin, min(count, size - begin))
+      with tf.device(self.device):
+        rows = tf.constant(rows)
+      yield begin, rows
+
+  def rows(self, name: str, first: int, count: int) -> tf.Tensor:
+    """Returns rows of an array as one tensor."""
+    found = [rows for _, rows in self.blocks(name, first, count, count)]
+    with tf.device(self.device):
+      return tf.concat(found, 0)
+
+  def cuts(self, name: str, row_bytes: int) -> list[tuple[int, int]]:
+    """Returns first row and number of rows of each block of an array."""
+    if name in self.arrays.tables:
+      return [(p.first, p.rows) for p in self.arrays.tables[name].pieces]
+    size = self.arrays.specs[name].shape[0]
+    count = _rows_in(_COORDINATOR_BLOCK_BYTES, row_bytes)
+    return [(i, min(count, size - i)) for i in range(0, size, count)]
 
 
 class TableFiles:
@@ -88,184 +234,34 @@ class TableFiles:
 
   def __init__(self, num_servers: int):
     self._servers = range(num_servers)
-    # The newest checkpoint; each table as it was when it was written whole, whose
-    # files that has.
-    self._newest = ''
-    self._whole: dict[str, pieces.Table] = {}
-    # How many checkpoints since all tables were written whole.
-    self._shared = 0
-    # What was written whole, but not yet committed: parts or shards by name.
-    self._written: dict[str, list[Any]] = {}
     self._blind: frozenset[int] = frozenset()
 
-  def forget(self) -> None:
-    """What was saved is not what servers hold: the next save writes all."""
-    self._whole = {}
-
   def save(
-    self,
-    directory: str,
-    tables: Mapping[str, list[_Part]],
-    row_tables: Sequence[row_table_files.Named] = (),
+    self, directory: str, tables: Sequence[Table]
   ) -> dict[str, pieces.Table]:
-    """Writes the rows of tables into a directory; no step may be running.
-
-    `commit` must be called once they are part of a checkpoint.
-    """
-    self._written = {}
-    if not tables and not row_tables:
+    """Writes the rows of tables into a directory; no step may be running."""
+    if not tables:
       return {}
     directory = os.path.abspath(directory)
-    for part in [
-      *(part for parts in tables.values() for part, _ in parts),
-      *(shard for named in row_tables for shard in named.table.shards),
-    ]:
-      part.check_is_whole()
+    for shard in (shard for table in tables for shard in table):
+      shard.holder.check_is_whole()
     sees = self._servers_that_see(directory)
-    found: dict[str, pieces.Table] = {}
-    work: list[tuple[int, Callable[[], Any]]] = []
-    for number, (name, parts) in enumerate(tables.items()):
-      # No other checkpoint's file has this name.
-      stem = f't{number}-{uuid.uuid4().hex[:12]}'
-      holders = [part for part, _ in parts]
-      shares = self._shares(directory, [name], holders, _rows(parts))
-      write = self._write_changed if shares else self._write_all
-      for index, (part, first) in enumerate(parts):
-        file = f'{stem}-{index}'
-        work.append(
-          (
-            part.server,
-            functools.partial(write, directory, file, part, first),
-          )
-        )
-    for named in row_tables:
-      work += self._writes_of(named, directory)
+    work: list[tuple[int, Callable[[_Site], Any]]] = []
+    for number, table in enumerate(tables):
+      first = 0
+      for index, shard in enumerate(table):
+        stem = f't{number}-{index}'
+        write = functools.partial(_write, directory, stem, shard, first)
+        work.append((shard.holder.server, write))
+        first += shard.size()
     written = iter(self._do(work, sees))
-    for name, parts in tables.items():
-      results = tuple(each for _ in parts for each in next(written))
-      if name in self._written:
-        first, _ = parts[0]
-        shape = (_rows(parts), *first.shape[1:].as_list())
-        found[name] = pieces.Table(first.dtype.name, shape, results)
-      else:
-        found[name] = self._whole[name]._replace(changes=results)
-    for named in row_tables:
-      shards = [next(written) for _ in named.table.shards]
-      is_all = named.names[row_table_files.IDS] in self._written
-      before = {} if is_all else self._whole
-      found |= row_table_files.joined(named, before, shards)
-    return found
-
-  def _writes_of(self, named: row_table_files.Named, directory: str):
-    shards, names = named.table.shards, list(named.names.values())
-    sizes = [shard.size() for shard in shards]
-    shares = self._shares(directory, names, shards, sum(sizes))
-    first, stem = 0, f'r{uuid.uuid4().hex[:12]}'
-    if shares:
-      # Behind those that are there.
-      first = self._whole[names[0]].shape[0]
-      sizes = [shard.changed.count() for shard in shards]
-    work = []
-    for number, shard in enumerate(shards):
-      write = functools.partial(
-        row_table_files.write,
-        directory,
-        f'{stem}-{number}',
-        named,
-        shard,
-        first,
-        not shares,
-      )
-      work.append((shard.server, write))
-      first += sizes[number]
-    return work
-
-  def commit(self, path: str, tables: Mapping[str, pieces.Table]) -> None:
-    """What `save` wrote is part of a checkpoint."""
-    self._newest = os.path.abspath(path)
-    self._whole = {
-      name: table if name in self._written else self._whole[name]
-      for name, table in tables.items()
-    }
-    is_whole = len(self._written) == len(tables)
-    self._shared = 0 if is_whole else self._shared + 1
-    for parts in self._written.values():
-      for part in parts:
-        if part.changed is not None:
-          part.changed.forget()
-    self._written = {}
-
-  def _shares(
-    self,
-    directory: str,
-    names: Sequence[str],
-    parts: Sequence[Any],
-    rows: int,
-  ) -> bool:
-    """Takes over the files of arrays, where only some of their rows changed.
-
-    Returns whether it did; else parts are to be written whole.
-    """
-    shares = (
-      self._shared < _MAX_SHARED
-      and all(name in self._whole for name in names)
-      and all(part.changed is not None for part in parts)
-      and sum(part.changed.count() for part in parts) <= _MAX_CHANGED * rows
-      and all(self._link(directory, name) for name in names)
-    )
-    if not shares:
-      self._written |= {**dict.fromkeys(names, ()), names[0]: parts}
-    return shares
-
-  def _link(self, directory: str, name: str) -> bool:
-    """Takes over the files of an array; returns whether that worked."""
-    try:
-      for piece in self._whole[name].pieces:
-        for old, new in zip(
-          pieces.paths(self._newest, piece),
-          pieces.paths(directory, piece),
-          strict=True,
-        ):
-          os.link(old, new)
-    except OSError as e:
-      logging.warning(
-        '%s is saved whole, since the file system has no links: %s', name, e
-      )
-      return False
-    return True
-
-  def _write_all(self, directory, file, part, first, scope, block_bytes):
-    """Writes all rows of a part."""
-    size = int(part.shape[0])
-    count = _rows_in(block_bytes, part)
-    found = []
-    for begin in range(0, size, count):
-      rows = _gather(part, begin, min(begin + count, size))
-      with scope():
-        name = f'{file}-{begin}'
-        found.append(pieces.write(directory, name, first + begin, rows))
-    _end_sparse_access(part)
-    return found
-
-  def _write_changed(self, directory, file, part, first, scope, block_bytes):
-    """Writes the rows of a part that changed."""
-    numbers = part.changed.numbers()
-    count = _rows_in(block_bytes, part)
-    found = []
-    for begin in range(0, int(numbers.shape[0]), count):
-      with tf.device(part.device):
-        block = numbers[begin : begin + count]
-        rows = part.rows_directly(block)
-        block += first
-      with scope():
-        name = f'{file}-changed-{begin}'
-        found.append(
-          pieces.Change(
-            pieces.write(directory, f'{name}-numbers', 0, block),
-            pieces.write(directory, name, 0, rows),
-          )
-        )
-    _end_sparse_access(part)
+    found: dict[str, pieces.Table] = {}
+    for table in tables:
+      parts = [next(written) for _ in table]
+      for name, (dtype, inner) in table[0].specs.items():
+        of_name = tuple(piece for part in parts for piece in part[name])
+        rows = sum(piece.rows for piece in of_name)
+        found[name] = pieces.Table(dtype, (rows, *inner), of_name)
     return found
 
   def check(self, path: str, tables: Mapping[str, pieces.Table]) -> None:
@@ -278,16 +274,15 @@ class TableFiles:
     sees = self._servers_that_read(path)
     readers = sorted(sees) or [0]
 
-    def check(piece, dtype, scope, block_bytes):
-      del block_bytes
-      with scope():
+    def check(site, piece, dtype):
+      with tf.device(site.device):
         pieces.check(path, piece, dtype)
 
-    found = [each for table in tables.values() for each in table.all_pieces]
+    found = [(p, t.dtype) for t in tables.values() for p in t.pieces]
     work = [
       (
         readers[i % len(readers)],
-        functools.partial(check, piece, dtype),
+        functools.partial(check, piece=piece, dtype=dtype),
       )
       for i, (piece, dtype) in enumerate(found)
     ]
@@ -297,68 +292,29 @@ class TableFiles:
     self,
     path: str,
     arrays: checkpointer.StoredArrays,
-    parts: Mapping[str, Sequence[_Part]],
-    row_tables: Sequence[row_table_files.Named] = (),
+    tables: Sequence[Table],
     only_lost: bool = False,
   ) -> None:
-    """Writes rows of a checkpoint into parts of variables, by name, and tables.
-
-    Of these, if `only_lost`, into the shards that were lost.
-    """
+    """Assigns tables the rows of a checkpoint; if `only_lost`, those that were lost."""
     path = os.path.abspath(path)
     sees = self._servers_that_read(path) if arrays.tables else frozenset()
     work = []
-
-    def add(server, name, read, *arguments):
-      # Arrays are in one file, whose position one reader moves.
-      reader = server if name in arrays.tables else None
-      work.append((reader, functools.partial(read, path, arrays, *arguments)))
-
-    for name, found in parts.items():
-      for part, first in found:
-        add(part.server, name, self._read, name, part, first)
-    for named in row_tables:
-      for shard in named.table.shards:
-        if shard.is_lost or not only_lost:
-          name = named.names[row_table_files.IDS]
-          add(shard.server, name, self._read_shard, named, shard)
+    for shard in (shard for table in tables for shard in table):
+      if shard.holder.is_lost or not only_lost:
+        # Other arrays are in one file, whose position one reader moves.
+        has_files = not arrays.tables.keys().isdisjoint(shard.specs)
+        server = shard.holder.server if has_files else None
+        work.append((server, functools.partial(_restore, shard, path, arrays)))
     self._do(work, sees)
 
-  def _read_shard(self, path, arrays, named, shard, scope, block_bytes):
-    del block_bytes
-    ids = named.names[row_table_files.IDS]
-    size = arrays.specs[ids].shape[0]
-    if ids in arrays.tables:
-      blocks = [(p.first, p.rows) for p in arrays.tables[ids].pieces]
-    else:
-      widths = [arrays.specs[name].shape[1:] for name in named.names.values()]
-      row_bytes = 4 * max(math.prod(width) for width in widths)
-      count = max(1, _COORDINATOR_BLOCK_BYTES // row_bytes)
-      blocks = [(i, min(count, size - i)) for i in range(0, size, count)]
-
-    def rows_of(name, first, rows):
-      found = _blocks(path, arrays, name, first, rows, rows, scope)
-      with scope():
-        return tf.concat([values for _, values in found], 0)
-
-    row_table_files.read(named, shard, blocks, rows_of, scope)
-
-  def _read(self, path, arrays, name, part, first, scope, block_bytes):
-    size = int(part.shape[0])
-    count = _rows_in(_COORDINATOR_BLOCK_BYTES, part)
-    for numbers, rows in _blocks(path, arrays, name, first, size, count, scope):
-      part.write_rows_directly(numbers, rows)
-    _end_sparse_access(part)
-    part.is_lost = False
-
   def _do(
-    self, work: Sequence[tuple[int | None, Callable]], sees: frozenset[int]
+    self,
+    work: Sequence[tuple[int | None, Callable[[_Site], Any]]],
+    sees: frozenset[int],
   ) -> list[Any]:
     """Does all work of (server, action): each server its own, at the same time.
 
-    None for the coordinator.
-
-    What the coordinator does for servers that see no files it does in turn.
+    The coordinator does, in turn, the work of servers that see no files, and of None.
     """
     queues: dict[int | None, list[int]] = {}
     for index, (server, _) in enumerate(work):
@@ -366,17 +322,12 @@ class TableFiles:
     results: dict[int, Any] = {}
 
     def run(server):
-      device = (
-        _COORDINATOR if server is None else variables.server_device(server)
-      )
-      block = (
-        _COORDINATOR_BLOCK_BYTES if server is None else _SERVER_BLOCK_BYTES
-      )
+      site = _Site(_COORDINATOR, _COORDINATOR_BLOCK_BYTES)
+      if server is not None:
+        site = _Site(variables.server_device(server), _SERVER_BLOCK_BYTES)
       with _tf_internal.own_executor(), tf.init_scope():
         for index in queues[server]:
-          results[index] = work[index][1](
-            scope=lambda: tf.device(device), block_bytes=block
-          )
+          results[index] = work[index][1](site)
 
     if len(queues) == 1:
       run(next(iter(queues)))
@@ -394,7 +345,7 @@ class TableFiles:
     return [results[i] for i in range(len(work))]
 
   def _servers_that_see(self, directory: str) -> frozenset[int]:
-    """The servers that write where this process reads, and read what it writes."""
+    """Returns the servers that write where this process reads, and the reverse."""
     token = uuid.uuid4().hex
     probe = os.path.join(directory, f'probe-{token}')
     with open(probe, 'w') as f:
@@ -418,7 +369,7 @@ class TableFiles:
       os.remove(probe)
 
   def _servers_that_read(self, path: str) -> frozenset[int]:
-    """The servers that see a checkpoint."""
+    """Returns the servers that see a checkpoint."""
     manifest = os.path.join(path, 'manifest.json')
     with open(manifest, 'rb') as f:
       content = f.read()
@@ -463,36 +414,34 @@ _UNSEEN = (
 )
 
 
-def _rows(parts: Sequence[_Part]) -> int:
-  return sum(int(part.shape[0]) for part, _ in parts)
+def _write(
+  directory: str,
+  stem: str,
+  shard: VariableRows | TableRows,
+  first: int,
+  site: _Site,
+) -> dict[str, list[pieces.Piece]]:
+  """Writes the rows of a shard, from number `first` on; returns pieces by name."""
+  found = {name: [] for name in shard.specs}
+
+  def write(name, begin, rows):
+    file = f'{stem}-{list(found).index(name)}-{begin}'
+    with tf.device(site.device):
+      piece = pieces.write(directory, file, first + begin, rows)
+    found[name].append(piece)
+
+  shard.save(write, site.block_bytes)
+  return found
 
 
-def _rows_in(block_bytes: int, variable) -> int:
-  row = variable.shape[1:].num_elements() * variable.dtype.size
-  return max(1, block_bytes // max(1, row))
+def _restore(
+  shard: VariableRows | TableRows,
+  path: str,
+  arrays: checkpointer.StoredArrays,
+  site: _Site,
+) -> None:
+  shard.restore(_Stored(path, arrays, site.device))
 
 
-def _gather(part, begin: int, end: int) -> tf.Tensor:
-  with tf.device(part.device):
-    return part.rows_directly(tf.range(begin, end, dtype=tf.int64))
-
-
-def _end_sparse_access(part) -> None:
-  """Gathering made reads of the whole copy it, until rows are written again."""
-  with tf.device(part.device):
-    tf.raw_ops.DisableCopyOnRead(resource=part.handle)
-
-
-def _blocks(
-  path, arrays, name, first, size, count, scope
-) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
-  """As `pieces.rows_of`; of what is no table `count` rows at a time."""
-  if name in arrays.tables:
-    yield from pieces.rows_of(path, arrays.tables[name], first, size, scope)
-    return
-  for begin in range(0, size, count):
-    rows = min(count, size - begin)
-    values = arrays.rows(name, first + begin, rows)
-    with tf.device(_COORDINATOR):
-      numbers = tf.range(begin, begin + rows, dtype=tf.int64)
-      yield numbers, tf.constant(values)
+def _rows_in(block_bytes: int, row_bytes: int) -> int:
+  return max(1, block_bytes // max(1, row_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,6 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors
 from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
-  changed_rows,
   step_access,
   traced_step,
 )
@@ -52,8 +52,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.is_part = False  # Of a partitioned variable.
     # Whether nobody writes it, and its value says nothing: that of a row table.
     self.stays_zero = False
-    # Of a table: which rows have been written since they were saved.
-    self.changed: changed_rows.ChangedRows | None = None
     # How many operations a graph had when it was written there last.
     self._written_at = weakref.WeakKeyDictionary()
     self._drained = drained or (lambda action: action())
@@ -97,36 +95,16 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return self._drained(lambda: _fetched(read(no_copy)))
     return super()._read_variable_op(no_copy)
 
-  def watch_rows(self) -> None:
-    """From now on it is noted which rows are written."""
-    device = server_device(self.server)
-    self.changed = changed_rows.ChangedRows(int(self.shape[0]), device)
-
-  def noting(self, write: Callable[[], Any], rows=None) -> Callable[[], Any]:
-    """A write of these rows, or of all, which notes them.
-
-    For whoever writes by an op on the handle.
-    """
-    if self.changed is None:
-      return write
-
-    def write_and_note():
-      result = write()
-      with tf.device(self.device):
-        self.changed.note(rows)
-      return result
-
-    return write_and_note
-
   def rows_directly(self, numbers: tf.Tensor) -> tf.Tensor:
     """Some rows, read on the server."""
     return tf.raw_ops.ResourceGather(
       resource=self.handle, indices=numbers, dtype=self.dtype
     )
 
-  def write_rows_directly(self, numbers: tf.Tensor, rows: tf.Tensor) -> None:
-    """Writes some rows on the server."""
+  def write_rows_directly(self, first: int, rows: tf.Tensor) -> None:
+    """Writes rows from number `first` on, on the server."""
     with tf.device(self.device):
+      numbers = tf.range(first, first + rows.shape[0], dtype=tf.int64)
       tf.raw_ops.ResourceScatterUpdate(
         resource=self.handle, indices=numbers, updates=rows
       )
@@ -198,11 +176,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def write_directly(self, value, delta) -> tf.Operation:
     """Assigns `value`, or adds `delta` if there is one, on the server."""
-    add, assign = super().assign_add, super().assign
     if delta is not None:
-      delta = tf.cast(delta, self.dtype)
-      return self.noting(lambda: add(delta, read_value=False))()
-    return self.noting(lambda: assign(value, read_value=False))()
+      return super().assign_add(tf.cast(delta, self.dtype), read_value=False)
+    return super().assign(value, read_value=False)
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """As `tf.Variable.assign`."""
@@ -221,7 +197,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
         method, value = super().assign_add, delta
       if value.shape != self.shape and self.shape.is_fully_defined():
         value = tf.broadcast_to(value, self.shape)
-    write = self.noting(lambda: method(value, *options))
+    write = functools.partial(method, value, *options)
     if step is not None:
       return self._write_in_unit(step, write)
     elif tf.executing_eagerly():
@@ -273,19 +249,19 @@ class ServerVariable(_tf_internal.ResourceVariable):
       delta = tf.convert_to_tensor(delta, self.dtype)
       if step.write(self, None, sign * delta):
         return step.read(self)
-    noting = self.noting(lambda: write(delta, **options))
+    add = functools.partial(write, delta, **options)
     if step is not None:
-      return self._write_in_unit(step, noting)
+      return self._write_in_unit(step, add)
     elif tf.executing_eagerly():
-      return self._write_drained(noting)
+      return self._write_drained(add)
     _note_write(self)
-    return noting()
+    return add()
 
   def _restore_from_tensors(self, restored_tensors):
     # TensorFlow's assigns past `assign`.
     restore = super()._restore_from_tensors
     self.forget_value()
-    write = self.noting(lambda: restore(restored_tensors))
+    write = functools.partial(restore, restored_tensors)
     return self._write_drained(write) if tf.executing_eagerly() else write()
 
   @property
@@ -348,8 +324,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     _tf_internal.replace_handle(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
-    if self.changed is not None:
-      self.watch_rows()
     return self.is_lost
 
 
@@ -410,25 +384,13 @@ def _note_write(variable: ServerVariable) -> None:
   variable.forget_value()  # Nobody knows when the graph runs.
 
 
-def _rows_written(name: str, args, kwargs) -> tf.Tensor | None:
-  """The rows that a sparse write writes; None if that is not easily said."""
-  first = args[0] if args else next(iter(kwargs.values()), None)
-  if isinstance(first, tf.IndexedSlices) and not name.startswith('batch'):
-    return first.indices
-  if name.startswith('scatter_nd') and args:
-    return tf.convert_to_tensor(first)[..., 0]
-  return None
-
-
 def _sparse_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
   def write(self, *args, **kwargs):
     # pylint: disable=protected-access
     self._touch_rows(writes=True)
-    write_rows = self.noting(
-      lambda: method(self, *args, **kwargs), _rows_written(name, args, kwargs)
-    )
+    write_rows = functools.partial(method, self, *args, **kwargs)
     if tf.executing_eagerly():
       return self._write_drained(write_rows)
     step = traced_step.current()
