@@ -41,10 +41,6 @@ class KerasStep:
   run: Callable[[Any], Any]
   compiles: bool = False
 
-  def install(self, function: Callable[[Any], Any]) -> None:
-    """Makes Keras call `function` from the next batch on."""
-    setattr(self.model, f'{self.kind}_function', function)
-
 
 def step_of(fn: Callable) -> KerasStep | None:
   """Returns what `fn` is to Keras, if it is a model's train, test or predict step.
@@ -141,6 +137,13 @@ _making = _Making()
 def _note_kind(kind: str, make: Callable) -> Callable:
   @functools.wraps(make)
   def make_function(self, force=False):
+    extended = self.distribute_strategy.extended
+    make_step = getattr(extended, 'make_step_function', None)
+    if make_step is not None:
+      if force or getattr(self, f'{kind}_function') is None:
+        step = KerasStep(self, kind, getattr(self, f'{kind}_step'))
+        setattr(self, f'{kind}_function', make_step(step))
+      return
     if kind != 'train':
       _settle(self)
     before, _making.kind = _making.kind, kind

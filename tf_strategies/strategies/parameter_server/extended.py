@@ -15,6 +15,7 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import optimizer_checks, row_updates
 from tf_strategies.strategies.parameter_server import (
+  packing,
   partitioned,
   server_table,
   traced_step,
@@ -149,7 +150,7 @@ def _send_gradients(pairs, others, step):
       result[i] = (tensor, pairs[i][1])
     # With the gradients travels what their updates read besides.
     inputs = others + step.update_inputs() + step.held_of(server)
-    step.copies.post(tensors + inputs, server, device)
+    step.copies.send(tensors + inputs, server, device)
   return result
 
 
@@ -170,6 +171,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     on_write: Callable[[], None],
     remembers: bool = False,
     guarded: Callable[[Callable], Any] = lambda make: make(),
+    make_step_function: Callable[[Any], Any] | None = None,
   ):
     with _tf_internal.without_notices():
       super().__init__(strategy, resolver, partitioner)
@@ -186,6 +188,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._remembers = remembers
     # Makes a variable, again if a server died meanwhile.
     self._guarded = guarded
+    # Makes what Keras calls for the steps of a model.
+    self.make_step_function = make_step_function
     self._registry = registry
     # Steps are run by our own threads, not by TensorFlow's coordinator.
     self._allow_run_without_coordinator = True
@@ -362,7 +366,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         return fn(var, *args, **kwargs)
     if not step.looks_only:
       args = [
-        step.copies.send_rows(a, target.server, target.device)
+        packing.send_rows(a, target.device)
         if isinstance(a, tf.IndexedSlices)
         else a
         for a in args

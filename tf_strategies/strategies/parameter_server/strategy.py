@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -190,6 +191,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.engine.reports.forget,
       remembers=self.recovery.is_enabled,
       guarded=self.recovery.guard_before_training,
+      make_step_function=functools.partial(training.StepFunction, self),
     )
     tf.distribute.Strategy.__init__(self, implementation)
     scope_checks.note_created(self)
@@ -230,15 +232,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         in_replica=lambda fn: training.in_replica(self, fn),
       )
     return engine_lib.Engine(*arguments)
-
-  def run(self, fn, args=(), kwargs=None, options=None):
-    """As `tf.distribute.Strategy.run`; Keras's steps go to the workers."""
-    keras_step = _keras_internal.step_of(fn)
-    if keras_step is None or kwargs or len(args) != 1:
-      return super().run(fn, args, kwargs, options)
-    function = training.StepFunction(self, keras_step)
-    keras_step.install(function)
-    return function.in_graph(args[0])
 
   def remote_step(
     self,

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import (
-  _graph_errors,
   _keras_internal,
   _tf_internal,
   errors,
@@ -23,6 +22,7 @@ from tf_strategies.strategies.parameter_server import (
   splits,
   step_task,
 )
+from tf_strategies.strategies.parameter_server import engine as engine_lib
 
 
 class StepFunction:
@@ -32,10 +32,7 @@ class StepFunction:
     self._strategy = strategy
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
-    # Of the first group of `steps_per_execution`, which Keras begins one by one:
-    # a `fit` cannot continue in the middle of a group.
-    self._begun_in_graph = 0
-    self._reported = None  # By the newest step that Keras began in a graph.
+    self._has_begun = self._has_reported = False
     # What was predicted of a round of a source, and is not returned yet.
     self._predicted_of: splits.Source | None = None
     self._predicted: list[Any] = []
@@ -82,37 +79,40 @@ class StepFunction:
     ]
     if not data:
       raise StopIteration
-    # A group at the end of the data may be shorter.
+    # A group at the end of the data may be shorter. A `fit` cannot continue in the
+    # middle of a group.
     is_whole = len(data) == self._model.steps_per_execution
     hides_rows = getattr(iterator, 'hides_rows', True)
-    report = self._begin(input.steps_on(data, hides_rows), is_whole)
-    if report is None:
-      raise StopIteration  # Nobody had anything left to read.
-    return report
-
-  def _begin(self, work, may_save=True):
-    return self._strategy.begin(self._step, work, self._model, may_save)
-
-  def _begin_in_graph(self, work):
-    self._begun_in_graph += 1
-    is_whole = self._begun_in_graph % self._model.steps_per_execution == 0
-    return self._begin(work, is_whole)
-
-  def _read_in_graph(self, data, source):
-    """As a call, of what workers read."""
-    if self._predicts:
-      return _joined(self._predict([data]))
-    report = self._begin_in_graph(input.Elements(source, 1))
-    # A group of steps may be longer than the data.
-    self._reported = self._reported if report is None else report
-    if self._reported is None:
+    work = input.steps_on(data, hides_rows)
+    if not self._has_begun:
+      self._look(work)
+      self._has_begun = True
+    report = self._strategy.begin(self._step, work, self._model, is_whole)
+    if report is None and not self._has_reported:
       raise errors.DataError(
         'Expected data from the function given to '
         'distribute_datasets_from_function, got none for any of '
-        f'{len(source.splits)} workers. Fix: see what it returns for their '
+        f'{len(work.source.splits)} workers. Fix: see what it returns for their '
         '`InputContext`s.'
       )
-    return self._reported
+    if report is None:
+      raise StopIteration  # Nobody had anything left to read.
+    self._has_reported = True
+    return report
+
+  def _look(self, work: engine_lib.Work) -> None:
+    """Traces the step, which may make variables, before a checkpoint is written."""
+    if isinstance(work, input.Elements):
+      structure = work.source.dataset.element_spec
+    else:
+      structure = work[0].layout(1).traced_structure
+
+    def discover():
+      # It may be traced with what an earlier call has lost, and then sent.
+      self._strategy.liveness.wait_for_answers()
+      self._strategy.engine.discover(self._step, structure)
+
+    self._strategy.recovery.with_recovery(discover)
 
   def _predict(self, data):
     source = input.source_of(data)
@@ -147,57 +147,6 @@ class StepFunction:
     if not found:
       raise StopIteration
     return found
-
-  def in_graph(self, data: Any) -> Any:
-    """As a call, from inside a function of Keras's: the first one of all."""
-    with tf.init_scope():
-      # It is traced with what an earlier call may have lost, and then sent.
-      self._strategy.recovery.with_recovery(
-        self._strategy.liveness.wait_for_answers
-      )
-    source = input.source_of(data)
-    if source is not None:
-      spec = source.dataset.element_spec
-      return self._host_call(
-        [], spec, lambda: self._read_in_graph(data, source)
-      )
-    data = _keras_internal.without_optionals(data)
-    flat = tf.nest.flatten(data, expand_composites=True)
-    flat = [t for t in flat if t is not None]
-    structure = tf.nest.map_structure(batch_message.spec_of, data)
-
-    def run_batch(*arrays):
-      # Copies: what TensorFlow passes is its own memory, for this call only.
-      with tf.device('/device:CPU:0'):
-        data = [batch_message.pack(structure, [np.array(a) for a in arrays])]
-      if self._predicts:
-        return self._predict(data)[0]
-      return self._begin_in_graph(input.steps_on(data, hides_rows=True))
-
-    return self._host_call(flat, structure, run_batch)
-
-  def _host_call(self, flat, structure, run):
-    """Tensors in a graph that a call of `run` makes."""
-    outputs = self._strategy.engine.discover(self._step, structure).outputs
-    specs = tf.nest.flatten(outputs)
-
-    def call(*arrays):
-      try:
-        result = tf.nest.flatten(run(*arrays))
-        # Some are numbers that are waited for here.
-        return [
-          np.asarray(value, spec.dtype.as_numpy_dtype)
-          for value, spec in zip(result, specs, strict=True)
-        ]
-      except (errors.Error, tf.errors.OpError) as e:
-        _graph_errors.raise_through_graph(e)
-
-    results = tf.nest.flatten(
-      tf.numpy_function(call, flat, [s.dtype for s in specs])
-    )
-    for result, spec in zip(results, specs, strict=True):
-      result.set_shape(spec.shape)
-    return tf.nest.pack_sequence_as(outputs, results)
 
 
 def _joined(results: Sequence[Any]) -> Any:
