@@ -238,6 +238,22 @@ def _call_and_tell(self, tensor_inputs, captured_inputs):
   return _call_concrete(self, inputs[:count], inputs[count:])
 
 
+def call_with(
+  function: tf.types.experimental.ConcreteFunction,
+  inputs: Sequence[tf.Tensor],
+  others: Mapping[int, tf.Tensor],
+) -> tf.Tensor:
+  """Calls a concrete function with other tensors than some that it captured.
+
+  Args:
+    function: the concrete function.
+    inputs: its arguments.
+    others: tensors, by the ids of those that they replace.
+  """
+  captured = [others.get(id(t), t) for t in function.captured_inputs]
+  return function._call_flat(list(inputs), captured)
+
+
 def _is_handle(tensor) -> bool:
   """Returns whether it is the handle of a variable, not of the graph that is traced."""
   is_resource = tf.is_tensor(tensor) and tensor.dtype == tf.resource

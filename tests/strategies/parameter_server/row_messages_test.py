@@ -23,7 +23,10 @@ _OPTIMIZERS = {
 
 
 def messages_of_a_step(optimizer):
-  """By server: tensors that a step sends there, and calls that write there."""
+  """By server: tensors that a step sends there, and calls that write there.
+
+  Also the operations that read a table whole.
+  """
   rows = 100
   strategy = tfs.ParameterServerStrategy(
     # Of the table alone.
@@ -49,24 +52,27 @@ def messages_of_a_step(optimizer):
       model.fit(*data, batch_size=_BATCH, verbose=0)
   finally:
     strategy.close()
-  sent, calls = collections.defaultdict(set), collections.Counter()
+  sent, calls, whole = collections.defaultdict(set), collections.Counter(), []
   for op in graphs[-1].get_operations():  # The last that is traced is run.
     if '/job:ps/' not in op.device:
       continue
     server = tf.DeviceSpec.from_string(op.device).task
     calls[server] += op.type == 'StatefulPartitionedCall'
+    if any(rows // 2 in t.shape for t in op.outputs if t.shape.rank == 2):
+      whole.append(op.name)
     for tensor in op.inputs:
       is_sent = tensor.op.type != 'Const' and tensor.dtype != tf.resource
       if is_sent and tensor.op.device != op.device:
         sent[server].add(tensor.name)
-  return [(len(sent[server]), calls[server]) for server in (0, 1)]
+  return [(len(sent[server]), calls[server]) for server in (0, 1)], whole
 
 
 class MessagesTest(parameterized.TestCase):
   @parameterized.parameters('adagrad', 'lazy_adam')
   def test_a_step_sends_few_messages(self, optimizer):
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
-      found = job.run(messages_of_a_step, (optimizer,))
+      found, whole = job.run(messages_of_a_step, (optimizer,))
+    self.assertEmpty(whole)
     # Besides ids: rows with their numbers, small gradients, all that updates need, and
     # what the step counts. That is written on server 0, by itself, last.
     self.assertEqual(found, [(1, 2), (1, 1)])

@@ -1,6 +1,5 @@
 """Placement, counts, order and custom loops on real servers and two workers."""
 
-import functools
 import tempfile
 
 import keras
@@ -11,58 +10,13 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers
-from tests.conformance import harness, parameter_server
+from tests.conformance import harness
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 
 pytestmark = pytest.mark.multi_process
 
 partitioners = tf.distribute.experimental.partitioners
-
-
-def placement():
-  """Bytes of the matrices on each server, and what the report says of all."""
-  strategy = tfs.create_strategy('parameter_server')
-  keras.backend.clear_session()
-  with strategy.scope():
-    found = chief.matrix_bytes([v.value for v in chief.dense_model().variables])
-  report = strategy.report()['bytes_per_server']
-  strategy.close()
-  return found, report
-
-
-def placement_of_tensorflow():
-  """The same for TensorFlow's strategy, which cuts this chief's connection."""
-  shapes = [tuple(v.shape) for v in chief.dense_model().variables]
-  strategy = tf.distribute.ParameterServerStrategy(
-    tf.distribute.cluster_resolver.TFConfigClusterResolver()
-  )
-  # Keras 3 does not train under it; the order of variables is Keras's.
-  with strategy.scope():
-    return chief.matrix_bytes([tf.Variable(tf.zeros(s)) for s in shapes])
-
-
-def slots_are_with_their_variables():
-  strategy = tfs.create_strategy('parameter_server')
-  keras.backend.clear_session()
-  with strategy.scope():
-    model = chief.dense_model()
-    model.compile(keras.optimizers.Adam(), 'mse')
-  x = np.ones([8, 20], np.float32)
-  model.fit(x, np.ones([8, 50], np.float32), verbose=0)
-  optimizer = model.optimizer
-  pairs = []
-  for slots in (optimizer._momentums, optimizer._velocities):
-    pairs += [
-      (variable.value.server, slot.value.server)
-      for variable, slot in zip(model.trainable_variables, slots, strict=True)
-    ]
-  servers = parameter_server.servers_of(
-    [*model.variables, *optimizer.variables]
-  )
-  report = strategy.report()
-  strategy.close()
-  return pairs, servers, report['bytes_per_server']
 
 
 def partitioner_results():
@@ -311,34 +265,16 @@ def variables_of_functions():
   return results, kinds, calls, message
 
 
-def partitions_of_initializers():
-  """Where and how initial values of parts are made; a restore before them."""
+def restored_before_they_are_made():
+  """Variables in parts that get their values from a checkpoint."""
   strategy = tfs.create_strategy(
     'parameter_server',
     variable_partitioner=partitioners.FixedShardsPartitioner(2),
   )
-  asked = []
   directory = tempfile.mkdtemp()
-
-  def by_part(shape, dtype, partition_shape=None, partition_offset=None):
-    whole = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
-    value = tf.slice(whole, partition_offset, partition_shape)
-    asked.append((tuple(partition_shape), partition_offset, value.device))
-    return tf.cast(value, dtype)
 
   options = {'shape': [5, 2], 'dtype': tf.float32}
   with strategy.scope():
-    found = [
-      tf.Variable(functools.partial(by_part, **options), **options),
-      # One of TensorFlow's that takes them, and one that cannot.
-      tf.Variable(
-        functools.partial(tf.zeros_initializer(), **options), **options
-      ),
-      tf.Variable(
-        functools.partial(tf.constant_initializer(list(range(10))), **options),
-        **options,
-      ),
-    ]
     saved = tf.Module()
     saved.table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
     path = tf.train.Checkpoint(saved).save(directory + '/before')
@@ -346,14 +282,14 @@ def partitions_of_initializers():
     status = tf.train.Checkpoint(module).restore(path)
     module.table = tf.Variable(tf.zeros([5, 2]))
     status.assert_consumed()
-    found.append(module.table)
+    found = [module.table]
     deferred = tf.Module()
     status = tf.train.Checkpoint(deferred).restore(path)
     # How a layer of TensorFlow's asks for the value before it makes a variable.
     value = deferred._preload_simple_restoration('table')
     found.append(tf.Variable(value, **options))
     found.append(tf.Variable(value))
-  result = asked, [v.numpy() for v in found], [len(v.parts) for v in found]
+  result = [v.numpy() for v in found], [len(v.parts) for v in found]
   strategy.close()
   return result
 
@@ -361,8 +297,6 @@ def partitions_of_initializers():
 _PROGRAMS = {
   p.__name__: p
   for p in (
-    placement,
-    slots_are_with_their_variables,
     partitioner_results,
     predict_in_order,
     exact_counts,
@@ -371,8 +305,7 @@ _PROGRAMS = {
     remote_steps_bounded,
     tensorflow_coordinator,
     variables_of_functions,
-    partitions_of_initializers,
-    placement_of_tensorflow,  # The last one.
+    restored_before_they_are_made,
   )
 }
 
@@ -383,29 +316,6 @@ class ServersTest(tf.test.TestCase, parameterized.TestCase):
     super().setUpClass()
     with parameter_servers.Job(num_workers=2, num_ps=2) as job:
       cls.found = chief.Programs(job, _PROGRAMS)
-
-  def test_matrices_are_on_both_servers(self):
-    found, report = self.found['placement']
-    stock = self.found['placement_of_tensorflow']
-    # Kernel, bias, kernel, bias: TensorFlow puts every kernel on one server.
-    self.assertEqual(stock, [4 * (20 * 50 + 5 * 50 * 50), 0])
-    self.assertEqual(sum(found), sum(stock))
-    largest = 4 * 50 * 50
-    self.assertLessEqual(abs(found[0] - found[1]), largest)
-    self.assertLen(report, 2)
-    self.assertGreater(sum(report), sum(found))
-    self.assertLessEqual(abs(report[0] - report[1]), 2 * largest)
-
-  def test_slots_are_with_their_variables(self):
-    pairs, servers, load = self.found['slots_are_with_their_variables']
-    self.assertLen(pairs, 24)
-    for variable, slot in pairs:
-      self.assertEqual(variable, slot)
-    self.assertEqual({v for v, _ in pairs}, {0, 1})
-    self.assertContainsSubset(servers.values(), [0, 1])
-    self.assertNotIn(-1, servers.values())
-    # Adam's slots are twice its variables.
-    self.assertGreaterEqual(sum(load), 3 * 4 * (20 * 50 + 5 * 50 * 50))
 
   @parameterized.parameters(
     ('text', "'two'"),
@@ -479,17 +389,10 @@ class ServersTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(calls, 2)
     self.assertIn("depends on the function's arguments", message)
 
-  def test_initializers_make_parts(self):
-    asked, values, parts = self.found['partitions_of_initializers']
-    self.assertEqual(
-      [a[:2] for a in asked], [((3, 2), (0, 0)), ((2, 2), (3, 0))]
-    )
-    for i, (*_, device) in enumerate(asked):
-      self.assertIn(f'/job:ps/replica:0/task:{i}/', device)
-    rows = np.arange(10.0).reshape([5, 2])
-    expected = [rows, np.zeros([5, 2]), rows, rows, rows, rows]
-    self.assertAllEqual(values, expected)
-    self.assertEqual(parts, [2] * 6)
+  def test_parts_that_are_restored_before_they_are_made(self):
+    values, parts = self.found['restored_before_they_are_made']
+    self.assertAllEqual(values, [np.arange(10.0).reshape([5, 2])] * 3)
+    self.assertEqual(parts, [2] * 3)
 
 
 if __name__ == '__main__':

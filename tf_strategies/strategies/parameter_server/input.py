@@ -220,13 +220,14 @@ class WorkerDataset(_Dataset):
     Its first element is number `start`.
     """
     opener, arrays = self._opener(split.index)
-    arrays = self._arrays.on_worker(arrays, worker, token)
+    copies = self._arrays.on_worker(arrays, worker, token)
+    copy_of = dict(zip(map(id, arrays), copies, strict=True))
     with tf.device('/device:CPU:0'):
       key = tf.constant(split.key, tf.int64)
       first = tf.constant(start, tf.int64)
       token = tf.constant(token, tf.int64)
     with tf.device(worker_arrays.device(worker)):
-      variant = opener(key, first, token, *arrays)
+      variant = _tf_internal.call_with(opener, [key, first, token], copy_of)
       handle = tf.raw_ops.AnonymousIteratorV3(**_numbered(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle

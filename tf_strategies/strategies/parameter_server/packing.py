@@ -11,7 +11,6 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 # Above, a copy costs more than a call of its own.
@@ -102,128 +101,60 @@ def send(
   return result
 
 
-def send_rows(
-  rows: tf.IndexedSlices, to: str, others: Sequence[tf.Tensor] = ()
-) -> tuple[tf.IndexedSlices, list[tf.Tensor]]:
+def send_rows(rows: tf.IndexedSlices, to: str) -> tf.IndexedSlices:
   """Brings rows to another task together with their numbers, in one message.
 
-  A copy of what a batch has of a table costs less than a call for the numbers. The
-  small ones of other tensors travel with them. Returns the rows and the others there.
+  A copy of what a batch has of a table costs less than a call for the numbers.
   """
   tensors = rows.values, rows.indices
   dtype, width = rows.values.dtype, rows.values.shape[1:].num_elements()
   if not (width and dtype.is_floating and dtype.size <= 8):
-    return rows, send(others, to)
+    return rows
   carrier = _carrier(dtype)
-  apart = [
-    not is_small(t.shape, t.dtype) or _carrier(t.dtype) != carrier
-    for t in others
-  ]
-  sent = iter(send([t for t, a in zip(others, apart, strict=True) if a], to))
-  along = [t for t, a in zip(others, apart, strict=True) if not a]
-  specs = [tf.TensorSpec(t.shape, t.dtype) for t in along]
-  # Words of a row, and of its number, which may be two or four of them; of the rest.
+  # Words of a row, and of its number, which may be two or four of them.
   sizes = [width * dtype.size, rows.indices.dtype.size]
   sizes = [size // carrier.size for size in sizes]
-  rest = sum(s.shape.num_elements() * s.dtype.size for s in specs)
-  rest //= carrier.size
-  message = tf.concat([_to_carrier(t, carrier) for t in (*tensors, *along)], 0)
+  message = tf.concat([_to_carrier(t, carrier) for t in tensors], 0)
   with tf.device(to):
-    count = (tf.shape(message) - rest) // sum(sizes)
+    count = tf.shape(message) // sum(sizes)
     # Slices of the one dimension share its memory.
-    ends = count * sizes[0], count * sum(sizes)
-    parts = (
-      tf.slice(message, [0], ends[0]),
-      tf.slice(message, ends[0], count * sizes[1]),
-    )
+    end = count * sizes[0]
+    parts = tf.slice(message, [0], end), tf.slice(message, end, [-1])
     values, numbers = (
       _from_carrier(part, tf.TensorSpec([None, *t.shape[1:]], t.dtype), carrier)
       for part, t in zip(parts, tensors, strict=True)
     )
-    if along:
-      behind = tf.slice(message, ends[1], [rest])
-      there = iter(unpack([behind], specs))
-    copies = [next(sent) if a else next(there) for a in apart]
-  return tf.IndexedSlices(values, numbers, rows.dense_shape), copies
-
-
-def _constant(tensor: tf.Tensor) -> np.ndarray | None:
-  """Its value, if it is a small constant; none that would have to be computed."""
-  source = tensor
-  while source.op.type == 'Cast' and not source.op.control_inputs:
-    source = source.op.inputs[0]
-  is_constant = source.op.type == 'Const' and is_small(
-    tensor.shape, tensor.dtype
-  )
-  return tf.get_static_value(tensor) if is_constant else None
+  return tf.IndexedSlices(values, numbers, rows.dense_shape)
 
 
 class Copies:
-  """The copies that tensors of a step have on servers.
-
-  What is posted for a server travels in the next message there: a call less.
-  """
+  """The copies that tensors of a step have on servers."""
 
   def __init__(self):
     # By tensor and server. With the tensor itself: the number of one that is gone is
     # used again.
     self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
-    # By server: from which graph, what, and to which device.
-    self._posted: dict[int, tuple[tf.Graph, Sequence[tf.Tensor], str]] = {}
 
-  def post(
+  def send(
     self, tensors: Sequence[tf.Tensor], server: int, device: str
   ) -> None:
-    """Has tensors sent to a server, with rows or when a copy is asked for."""
-    self._deliver(server)
-    graph = tf.compat.v1.get_default_graph()
-    self._posted[server] = graph, tensors, device
-
-  def send_rows(
-    self, rows: tf.IndexedSlices, server: int, device: str
-  ) -> tf.IndexedSlices:
-    """Rows on a server; what was posted travels with them."""
-    graph, tensors, _ = self._posted.get(server, (None, (), ''))
-    if graph is tf.compat.v1.get_default_graph():
-      del self._posted[server]
-    else:
-      tensors = ()
-    rows, copies = send_rows(rows, device, tensors)
-    self._note(tensors, server, copies)
-    return rows
+    """Sends tensors of the step's own graph to a server."""
+    for tensor, copy in zip(tensors, send(tensors, device), strict=True):
+      self._sent[id(tensor), server] = tensor, copy
 
   def of(self, tensor: tf.Tensor, server: int) -> tf.Tensor:
     """The copy of a tensor on a server; the tensor itself if it has none there."""
-    self._deliver(server)
     _, copy = self._sent.get((id(tensor), server), (tensor, tensor))
     return copy
 
   def sent_once(
     self, tensors: Sequence[tf.Tensor], server: int, device: str
-  ) -> list[Any]:
-    """Copies on a server: of those that have none there, new ones.
-
-    Small constants are arrays, which a function on the server has anyway.
-    """
+  ) -> list[tf.Tensor]:
+    """Returns copies on a server: of those that have none there, new ones."""
     found = [self.of(t, server) for t in tensors]
-    found = [
-      _constant(t) if copy is t else copy
-      for t, copy in zip(tensors, found, strict=True)
-    ]
-    missing = [t for t, f in zip(tensors, found, strict=True) if f is None]
-    new = iter(send(missing, device))
-    return [next(new) if f is None else f for f in found]
-
-  def _deliver(self, server: int) -> None:
-    graph, tensors, device = self._posted.pop(server, (None, (), ''))
-    if graph is not None:
-      # On the worker, wherever somebody asks for a copy.
-      with graph.as_default(), tf.device(None), tf.control_dependencies(None):
-        self._note(tensors, server, send(tensors, device))
-
-  def _note(self, tensors, server, copies):
-    for tensor, copy in zip(tensors, copies, strict=True):
-      self._sent[id(tensor), server] = tensor, copy
+    pairs = list(zip(tensors, found, strict=True))
+    new = iter(send([t for t, copy in pairs if copy is t], device))
+    return [next(new) if copy is t else copy for t, copy in pairs]
 
 
 def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:

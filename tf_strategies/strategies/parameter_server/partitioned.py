@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -77,9 +76,8 @@ def initial_values(
 ) -> list[tf.Tensor | Callable[[], tf.Tensor]]:
   """What makes the initial value of each part of a variable of `shape`.
 
-  An initializer of Keras's that makes each element by itself, or one that takes
-  `partition_shape` and `partition_offset`, makes the rows of a part where that is,
-  so that nobody holds a large table whole.
+  An initializer of Keras's that makes each element by itself makes the rows of a part
+  where that is, so that nobody holds a large table whole.
   """
   rows_of_keras = callable(value) and _keras_internal.initial_rows(
     value, shape, tf.as_dtype(dtype)
@@ -89,36 +87,9 @@ def initial_values(
       functools.partial(rows_of_keras, rows, first)
       for rows, first in zip(sizes, offsets(sizes), strict=True)
     ]
-  if not callable(value) or not _takes_partitions(value):
-    whole = value() if callable(value) else value
-    whole = _tf_internal.unwrap_checkpoint_value(whole)
-    return tf.split(tf.convert_to_tensor(whole, dtype), sizes)
-  inner = tuple(shape[1:])
-
-  def make(rows, offset):
-    try:
-      part = value(
-        partition_shape=tf.TensorShape((rows, *inner)),
-        partition_offset=(offset, *(0 for _ in inner)),
-      )
-    except (TypeError, ValueError):
-      # TensorFlow's own take them, and raise one of these if they cannot.
-      part = value()
-    part = tf.convert_to_tensor(part, dtype)
-    is_whole = part.shape[0] != rows
-    return part[offset : offset + rows] if is_whole else part
-
-  return [
-    functools.partial(make, rows, offset)
-    for rows, offset in zip(sizes, offsets(sizes), strict=True)
-  ]
-
-
-def _takes_partitions(initializer: Callable) -> bool:
-  parameters = inspect.signature(initializer).parameters
-  return {'partition_shape', 'partition_offset'} <= set(parameters) or any(
-    p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-  )
+  whole = value() if callable(value) else value
+  whole = _tf_internal.unwrap_checkpoint_value(whole)
+  return tf.split(tf.convert_to_tensor(whole, dtype), sizes)
 
 
 def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:

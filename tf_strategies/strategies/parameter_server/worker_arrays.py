@@ -2,8 +2,8 @@
 
 An array that a traced function uses is a part of it. TensorFlow sends functions to
 all tasks, and makes what is in them anew for each worker that calls them: with
-62 MB and four workers the first epoch began half a minute late. So large arrays
-are arguments, of which each worker gets a copy, once.
+62 MB and four workers the first epoch began half a minute late. So functions capture
+large arrays, and each worker gets a copy, once.
 """
 
 from __future__ import annotations
@@ -51,34 +51,10 @@ class Arrays:
   def function(
     self, make: Callable, specs: Sequence[tf.TensorSpec]
   ) -> tuple[Callable, list[tf.Tensor]]:
-    """A concrete function of `specs` and of what its arrays are; and those."""
-
-    def trace(function, specs):
-      traced = tf.function(function, autograph=False)
-      return traced.get_concrete_function(*specs)
-
+    """Returns a concrete function of `specs`, and the arrays that it captured."""
     with self.captured() as used:
-      captures = trace(make, specs)
-    if not used:
-      return captures, []
-
-    def make_from(*arguments):
-      remaining = zip(used, arguments[len(specs) :], strict=True)
-
-      def take(array, dtype):
-        del dtype
-        if array.nbytes < _LARGE_BYTES:
-          return None
-        tensor, found = next(remaining, (None, None))
-        # A function that makes other arrays each time has them as constants.
-        return found if self._is_of(tensor, array) else None
-
-      with _tf_internal.arrays_from(take):
-        return make(*arguments[: len(specs)])
-
-    # The same once more, with placeholders: it takes no time without arrays.
-    more = [tf.TensorSpec(t.shape, t.dtype) for t in used]
-    return trace(make_from, [*specs, *more]), used
+      traced = tf.function(make, autograph=False)
+      return traced.get_concrete_function(*specs), used
 
   def on_worker(
     self, tensors: Sequence[tf.Tensor], worker: int, token: int
@@ -93,13 +69,6 @@ class Arrays:
         self._copies[worker, id(tensor)] = token, copy
       found.append(copy)
     return found
-
-  def _is_of(self, tensor: tf.Tensor | None, array: np.ndarray) -> bool:
-    if tensor is None:
-      return False
-    if any(t is tensor and known() is array for known, _, t in self._tensors):
-      return True
-    return np.array_equal(tensor.numpy(), array)
 
   def _tensor(self, array: np.ndarray, dtype) -> tf.Tensor:
     dtype = tf.as_dtype(array.dtype if dtype is None else dtype)
