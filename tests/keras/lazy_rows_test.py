@@ -75,13 +75,6 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLen(np.unique(np.delete(got, _USED, 0)), 1)
     self.assertAllEqual(np.delete(table, _USED, 0), np.delete(_ROWS, _USED, 0))
 
-  def test_without_it_momentum_moves_other_rows_too(self):
-    gradients = [_gradient(0), _gradient(1, [2])]
-    plain, _ = _train(optimizers.SGD(0.1, 0.9), gradients)
-    lazy, _ = _train(tfs.keras.LazyRows(optimizers.SGD(0.1, 0.9)), gradients)
-    self.assertAllClose(plain[2], lazy[2])
-    self.assertGreater(np.abs(plain - lazy)[_USED].min(), 1e-4)
-
   def test_dense_gradients_are_as_ever(self):
     gradients = [tf.convert_to_tensor(_gradient(s)) for s in range(2)]
     plain, _ = _train(optimizers.Adam(0.1), gradients)

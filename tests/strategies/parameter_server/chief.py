@@ -4,9 +4,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
-import tensorflow as tf
-
 from tests import parameter_servers
 
 
@@ -33,25 +30,6 @@ class Programs:
     if error:
       raise AssertionError(f'{name}: {error}')
     return value
-
-
-def dense_model():
-  """Six matrices of one size, each with a small bias."""
-  layers = keras.layers
-  return keras.Sequential(
-    [layers.Input([20]), *(layers.Dense(50) for _ in range(6))]
-  )
-
-
-def matrix_bytes(variables):
-  """Bytes of the matrices among `variables` on each of two servers."""
-  load = [0, 0]
-  for variable in variables:
-    if variable.shape.rank == 2:
-      device = tf.DeviceSpec.from_string(variable.device)
-      assert device.job == 'ps', variable.device
-      load[device.task] += variable.shape.num_elements() * 4
-  return load
 
 
 def _run_all(programs, args):

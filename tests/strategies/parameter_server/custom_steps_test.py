@@ -420,52 +420,6 @@ def under_sync(name):
     strategy.close()
 
 
-_OPTIMIZERS = {
-  # Its statistics have other shapes than its variables, and are on any server.
-  'adafactor': lambda: keras.optimizers.Adafactor(0.03),
-  'ema': lambda: keras.optimizers.AdamW(
-    0.03, use_ema=True, ema_overwrite_frequency=2
-  ),
-  'loss_scale': lambda: keras.optimizers.LossScaleOptimizer(
-    keras.optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=2
-  ),
-  'accumulation': lambda: keras.optimizers.Lion(
-    0.01, gradient_accumulation_steps=2
-  ),
-}
-
-
-def optimizer_of_one_worker(name, strategy=None):
-  found = _fit(
-    strategy,
-    lambda: _dense_model(),
-    lambda: {
-      'optimizer': _OPTIMIZERS[name](),
-      'loss': 'categorical_crossentropy',
-    },
-  )
-  return found['weights']
-
-
-def under_async(names):
-  strategy = tfs.create_strategy('parameter_server')
-  try:
-    return {name: optimizer_of_one_worker(name, strategy) for name in names}
-  finally:
-    strategy.close()
-
-
-class OptimizersTest(tf.test.TestCase):
-  def test_one_worker_and_two_servers_equal_one_device(self):
-    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
-      found = job.run(under_async, (tuple(_OPTIMIZERS),))
-    for name, weights in found.items():
-      want = optimizer_of_one_worker(name)
-      self.assertLen(weights, len(want))
-      for expected, weight in zip(want, weights, strict=True):
-        self.assertAllClose(expected, weight, 1e-6, 2e-6, name)
-
-
 class CustomStepsTest(tf.test.TestCase, parameterized.TestCase):
   @classmethod
   def setUpClass(cls):

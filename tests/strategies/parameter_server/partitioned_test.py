@@ -131,11 +131,6 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
       row_updates.warn_of_whole_read('table', 1 << 60)
     self.assertLen(told, 1)
 
-  def test_a_scalar_is_assigned_to_all_rows(self):
-    variable = self.make()
-    variable.assign_add(1.0)
-    self.assertAllEqual(variable.numpy(), _VALUE + 1)
-
   def test_a_wrong_shape_is_refused(self):
     with self.assertRaises((ValueError, tf.errors.InvalidArgumentError)):
       self.make().assign(np.ones([6, 3], np.float32))
@@ -183,38 +178,6 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(np.abs(expected.numpy()).max(), 0.1)
     self.assertAllClose(expected, gradient(self.make()), 1e-6, 1e-6)
 
-  def test_sparse_gradients_stay_sparse(self):
-    variable = self.make()
-
-    @tf.function(autograph=False)
-    def run():
-      with tf.GradientTape() as tape:
-        value = tf.reduce_sum(tf.gather(variable, [5, 0]))
-      return tape.gradient(value, variable)
-
-    found = run()
-    self.assertIsInstance(found, tf.IndexedSlices)
-    self.assertAllEqual(found.indices, [5, 0])
-    self.assertAllEqual(found.dense_shape, [7, 3])
-
-  def test_split_of_a_dense_gradient(self):
-    parts = self.make().split_gradient(tf.constant(_VALUE))
-    self.assertEqual([p.shape[0] for p in parts], [3, 2, 2])
-    self.assertAllEqual(tf.concat(parts, 0), _VALUE)
-
-  @parameterized.named_parameters(*_INDICES[1:3], *_INDICES[4:])
-  def test_split_of_a_sparse_gradient(self, indices):
-    indices = tf.constant(indices, tf.int32)
-    values = tf.random.stateless_normal([indices.shape[0], 3], [1, 2])
-    whole = tf.IndexedSlices(values, indices, tf.constant([7, 3]))
-    parts = self.make().split_gradient(whole)
-    self.assertLen(parts, 3)
-    for part, rows in zip(parts, (3, 2, 2), strict=True):
-      self.assertAllEqual(part.dense_shape, [rows, 3])
-      self.assertAllInRange(part.indices, 0, rows - 1)
-    dense = [tf.convert_to_tensor(p) for p in parts]
-    self.assertAllEqual(tf.concat(dense, 0), tf.convert_to_tensor(whole))
-
   def test_seen_as_a_part_it_is_that_part(self):
     variable = self.make()
     for i, part in enumerate(variable.parts):
@@ -230,15 +193,6 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
         )
     self.assertEqual(variable.shape, [7, 3])
     self.assertAllEqual(variable.numpy()[:, 0], [1, 2, 1, 2, 3, 3, 4])
-
-  def test_the_view_of_a_part_ends(self):
-    variable = self.make()
-    with (
-      self.assertRaisesRegex(RuntimeError, 'inside'),
-      partitioned.seen_as_part(1),
-    ):
-      raise RuntimeError('inside')
-    self.assertAllEqual(variable.numpy(), _VALUE)
 
   def test_scatter_outside_of_the_optimizer_is_refused(self):
     variable = self.make()

@@ -60,11 +60,6 @@ _FEATURES = {
   for f in (
     _feature('adam', lambda: optimizers.Adam(1e-2)),
     _feature(
-      'steps_per_execution',
-      lambda: optimizers.Adam(1e-2),
-      compile={'steps_per_execution': 2},
-    ),
-    _feature(
       'mixed_float16',
       lambda: optimizers.SGD(0.05),
       policy='mixed_float16',
@@ -73,9 +68,6 @@ _FEATURES = {
   )
 }
 _LOADS = (('keras', 3), ('weights', 1), ('checkpoint', 3))
-_OTHER_LOADS = (('keras', 1), ('weights', 3), ('checkpoint', 1))
-_SOME = ('adam',)
-_OTHERS = tuple(sorted(set(_FEATURES) - set(_SOME)))
 
 
 def _strategy(parts):
@@ -112,19 +104,11 @@ def train_features(names, parts):
 
 
 def two_parts(directory):
-  return train_features(_SOME, 2)
+  return train_features(_FEATURES, 2)
 
 
 def three_parts(directory):
-  return train_features(_SOME, 3)
-
-
-def others_in_two_parts(directory):
-  return train_features(_OTHERS, 2)
-
-
-def others_in_three_parts(directory):
-  return train_features(_OTHERS, 3)
+  return train_features(_FEATURES, 3)
 
 
 def _fit(model, epochs=1):
@@ -151,10 +135,6 @@ def save(directory):
 
 def load_elsewhere(directory):
   return load_each(directory, _LOADS)
-
-
-def load_at_the_others(directory):
-  return load_each(directory, _OTHER_LOADS)
 
 
 def load_each(directory, loads):
@@ -218,29 +198,10 @@ class _TrainingTest(harness.ConformanceTest, parameterized.TestCase):
         self.assertAllClose(a, b, 0, tolerance)
 
 
-@pytest.mark.soak
-class OthersTest(_TrainingTest):
-  programs = (
-    others_in_two_parts,
-    others_in_three_parts,
-    save,
-    load_at_the_others,
-  )
-
-  @parameterized.parameters(*_OTHERS)
-  def test_training_equals_one_device(self, name):
-    self.assert_training('others_in_two_parts', name, 2)
-    self.assert_training('others_in_three_parts', name, 3)
-
-  @parameterized.parameters(*_OTHER_LOADS)
-  def test_saved_state_loads_onto_other_numbers_of_parts(self, way, parts):
-    self.assert_loaded(*self.found['load_at_the_others'][way, parts])
-
-
 class PartitionedTrainingTest(_TrainingTest):
   programs = (two_parts, three_parts, save, load_elsewhere)
 
-  @parameterized.parameters(*[[name] for name in _SOME])
+  @parameterized.parameters(*[[name] for name in _FEATURES])
   def test_training_equals_one_device(self, name):
     self.assert_training('two_parts', name, 2)
     self.assert_training('three_parts', name, 3)

@@ -41,19 +41,6 @@ class PlacementTest(parameterized.TestCase):
     )
     self.assertEqual(found.load, (10**6 + 32, 0, 0))
 
-  def test_what_is_colocated_counts(self):
-    found = extended.Placement(2)
-    first = found.place(100)
-    found.add(first, 100)
-    self.assertEqual(found.place(150), 1 - first)
-    self.assertEqual(found.place(40), 1 - first)
-    self.assertEqual(found.place(1), 1 - first)
-    self.assertEqual(found.load, (200, 191))
-
-  def test_equal_servers_are_chosen_in_order(self):
-    found = extended.Placement(4)
-    self.assertEqual([found.place(1) for _ in range(8)], [0, 1, 2, 3] * 2)
-
 
 class PartitionTest(parameterized.TestCase):
   @hypothesis.given(st.integers(1, 1000), st.integers(1, 50))

@@ -19,7 +19,6 @@ from tf_strategies.strategies.parameter_server import (
   options,
   recovery,
   splits,
-  step_counts,
   worker_pool,
 )
 
@@ -101,23 +100,9 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(found.history[0]['lost_steps'], 3)
     self.assertFalse(weight.is_lost)
 
-  def test_damaged_checkpoint_is_skipped_by_name(self):
-    weight, found = self.variable([1.0, 2.0]), self.make()
-    older, newer = self.save_twice(found, weight)
-    self.take_steps(found, 3)
-    self.damage(newer)
-    with self.assertLogs('absl', 'WARNING') as logs:
-      self.assertEqual(found.with_recovery(self.die_once(weight)), [[1.0, 2.0]])
-    self.assertIn(f'Skipped checkpoint {newer}', ' '.join(logs.output))
-    self.assertIn(f'restored {os.path.basename(older)}', logs.output[-1])
-    self.assertEqual(found.history[0]['lost_steps'], 13)
-
   @parameterized.parameters('async', 'bounded', 'sync')
   def test_what_is_restored(self, mode):
     """In 'sync' all is of one moment; else a server that lives keeps what it has."""
-    self.assert_what_is_restored(mode)
-
-  def assert_what_is_restored(self, mode):
     rows = np.arange(10.0).reshape(5, 2)
     table = local_servers.partitioned_variable(rows, 2)
     weights = [self.variable([1.0]), self.variable([1.0])]
@@ -138,19 +123,6 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(table, expected)
     self.assertAllEqual(weights[0], [1.0 if mode == 'sync' else -1.0])
     self.assertAllEqual(weights[1], [1.0])
-
-  @parameterized.parameters('async', 'sync')
-  def test_mutation_that_restores_too_much_or_too_little_is_seen(self, mode):
-    read = recovery.Recovery._read_newest
-    with (
-      mock.patch.object(
-        recovery.Recovery,
-        '_read_newest',
-        lambda self, **_: read(self, only_lost=mode == 'sync'),
-      ),
-      self.assertRaises(AssertionError),
-    ):
-      self.assert_what_is_restored(mode)
 
   @parameterized.parameters(0, 1, 3)
   def test_the_count_of_calls_goes_on(self, calls):
@@ -180,13 +152,6 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     found.with_recovery(self.die_once())
     self.assertEqual(int(iteration.numpy()), 7 + 63 * calls)
     self.assertEqual(found.history[1]['lost_steps'], 0)
-
-  def test_calls_are_those_of_steps_before_the_first_checkpoint(self):
-    """One each."""
-    counts = step_counts.StepCounts()
-    counts.note_saved('first', 100, {'o/iteration': 7})
-    found = mock.Mock(path='first', metadata={'steps': 100})
-    self.assertEqual(counts.calls_since(found, 113, 'o/iteration', 7), 13)
 
   def test_no_step_runs_without_a_whole_checkpoint(self):
     """Nor is one written, until a whole one was read."""
@@ -283,81 +248,6 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])
 
-  def test_what_an_earlier_death_took_is_not_lost_again(self):
-    on_read = tf.VariableSynchronization.ON_READ
-    metric = self.variable([7.0], synchronization=on_read)
-    weight = local_servers.variable(1, [1.0])
-    self.registry[id(weight)] = weight
-    found = self.make()
-    found.track({'weight': weight})
-    found.write()
-    for variable in (metric, weight):
-      self.take_steps(found, 3)
-      found.with_recovery(self.die_once(variable))
-      del variable.is_alive
-    self.assertEqual(
-      [(r['server'], r['lost_steps']) for r in found.history],
-      [(0, 3), (1, 6)],
-    )
-
-  def test_what_stands_for_rows_is_not_lost(self):
-    weight, rows = self.variable([1.0]), self.variable([0.0])
-    rows.stays_zero = True
-    found = self.make()
-    found.track({'weight': weight})
-    found.write()
-    with self.assertLogs('absl', 'WARNING') as logs:
-      found.with_recovery(self.die_once(weight, rows))
-    self.assertNotIn('not in the checkpoint', ' '.join(logs.output))
-    self.assertAllEqual(rows, [0.0])
-
-  def test_server_that_dies_during_a_save(self):
-    """The whole save is repeated: it has the values of one moment."""
-    first, second = self.variable([1.0]), self.variable([1.0])
-    found = self.make()
-    found.track({'first': first, 'second': second})
-    found.write()
-    first.assign([2.0])
-    second.assign([2.0])
-    die, is_dead = self.die_once(first, second), []
-
-    def read_twice():
-      values = [first.numpy()]
-      if not is_dead:
-        is_dead.append(True)
-        # As a read of the variable, which asks for recovery by itself.
-        found.with_recovery(die)
-      return [*values, second.numpy()]
-
-    self.assertAllEqual(found.with_recovery(read_twice), [[1.0], [1.0]])
-
-  def test_server_that_dies_while_a_run_is_loaded(self):
-    """All variables are loaded, those too that live on other servers."""
-    saved = {'first': self.variable([1.0]), 'second': self.variable([2.0])}
-    found = self.make()
-    found.track(saved)
-    self.take_steps(found, 10)
-    found.write()
-    named = {name: self.variable([0.0]) for name in saved}
-    again = self.make()
-    die = self.die_once(named['second'])
-    tables = again._tables
-    with mock.patch.object(
-      tables, 'restore', side_effect=lambda *_: die()
-    ) as restored:
-      self.assertEqual(again.restore(named), Position(0, 10))
-    self.assertEqual(restored.call_count, 3)
-    self.assertEqual([v.numpy() for v in named.values()], [[1.0], [2.0]])
-    self.assertEqual(again.history[0]['lost_steps'], 0)
-    # From now on the other servers' are kept.
-    del named['second'].is_alive
-    for variable in named.values():
-      variable.assign([5.0])
-    self.take_steps(again, 3)
-    again.with_recovery(self.die_once(named['first']))
-    self.assertEqual([v.numpy() for v in named.values()], [[1.0], [5.0]])
-    self.assertEqual(again.history[1]['lost_steps'], 3)
-
   def test_restore_that_is_interrupted_is_done_again_for_all_that_was_lost(
     self,
   ):
@@ -380,51 +270,6 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       found.with_recovery(self.die_once(weights['a']))
     self.assertLen(attempts, 2)
     self.assertEqual([v.numpy() for v in weights.values()], [[1.0], [1.0]])
-
-  def test_checkpoint_is_not_damaged_because_a_server_died(self):
-    weight, found = self.variable([1.0, 2.0]), self.make()
-    self.save_twice(found, weight)
-    deaths = [True]
-
-    def check(path, tables):
-      del path, tables
-      if deaths.pop() if deaths else False:
-        self.liveness.dead_servers = {0}
-        raise errors.DataError('it cannot be read')
-
-    with (
-      mock.patch.object(found._tables, 'check', check),
-      mock.patch.object(
-        found._checkpointer,
-        'newest',
-        lambda since, check_tables: (
-          check_tables('', {}),
-          checkpointer.Checkpointer(self.directory).newest(since),
-        )[1],
-      ),
-    ):
-      weight.assign([5.0, 6.0])
-      result = found.with_recovery(self.die_once(weight))
-    self.assertEqual(result, [[3.0, 4.0]])
-    # Nor is the disk full because of that.
-    full = errors.StorageError('cannot be written')
-    saves = [full, found._checkpointer.paths()[-1]]
-    with mock.patch.object(found._checkpointer, 'save', side_effect=saves):
-      self.liveness.dead_servers = {0}
-      self.assertEqual(found.with_recovery(found.write), saves[1])
-    with (
-      mock.patch.object(found._checkpointer, 'save', side_effect=full),
-      self.assertRaises(errors.StorageError),
-    ):
-      found.write()
-    # A damaged one is.
-    with (
-      mock.patch.object(
-        found._tables, 'check', side_effect=errors.DataError('cut')
-      ),
-      self.assertRaisesRegex(errors.DataError, 'cut'),
-    ):
-      found._check_tables('', {})
 
   def test_another_run_continues_at_the_position(self):
     weight, found = self.variable([1.0, 2.0]), self.make()
@@ -467,15 +312,6 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.make().mark_finished(False)
     self.assertFalse(seen.is_finished)
     self.make(has_checkpoints=False).mark_finished(True)  # Nobody reads any.
-
-  def test_partitioned_variables_are_saved_whole(self):
-    rows = np.arange(10.0).reshape(5, 2)
-    found = self.make()
-    found.track({'table': local_servers.partitioned_variable(rows, 2)})
-    found.write()
-    other = local_servers.partitioned_variable(np.zeros_like(rows), 3)
-    self.make().restore({'table': other})
-    self.assertAllEqual(other, rows)
 
   def test_without_checkpoints_the_error_is_raised(self):
     found = self.make(has_checkpoints=False)

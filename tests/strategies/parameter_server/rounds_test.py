@@ -16,7 +16,6 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.conformance import harness
 from tests.strategies.parameter_server import chief
-from tf_strategies.strategies.parameter_server import microbatch
 
 pytestmark = pytest.mark.multi_process
 
@@ -146,10 +145,6 @@ def in_groups():
   return _on_servers(_batches, None, 2)
 
 
-def in_groups_of_unknown_number():
-  return _on_servers(_of_unknown_number, None, 2)
-
-
 def steps_per_epoch():
   return _on_servers(_repeated, steps_per_epoch=4)
 
@@ -179,16 +174,6 @@ def class_weight():
     return _fit_classes(data, strategy)
   finally:
     strategy.close()
-
-
-def unweighted():
-  """The mutation: each worker's gradient counts the same."""
-
-  def same(rows):
-    return [tf.ones([]) / len(rows)] * len(rows)
-
-  with mock.patch.object(microbatch, '_weights', same):
-    return _on_servers(_batches)
 
 
 def _refused(make_model, is_read=True):
@@ -304,10 +289,8 @@ _PROGRAMS = (
   known,
   unknown,
   in_groups,
-  in_groups_of_unknown_number,
   steps_per_epoch,
   class_weight,
-  unweighted,
   dropout,
   dropout_of_whole_batches,
   own_step,
@@ -335,7 +318,6 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     ('known', 1),
     ('unknown', 1),
     ('in_groups', 2),
-    ('in_groups_of_unknown_number', 2),
   )
   @pytest.mark.smoke
   def test_equals_one_device(self, name, group):
@@ -361,16 +343,6 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
   def test_class_weight(self):
     want = _fit_classes(_concatenated(_ROUNDS).map(_class))
     self.assertAllClose(want, self.found['class_weight'], 1e-6, 2e-6)
-
-  @pytest.mark.smoke
-  def test_mean_that_is_not_weighted_by_rows_is_found(self):
-    want = _fit(lambda: _concatenated(_ROUNDS))
-    found = self.found['unweighted']
-    apart = [
-      np.abs(a - b).max()
-      for a, b in zip(want['weights'], found['weights'], strict=True)
-    ]
-    self.assertGreater(max(apart), 1e-3)
 
   def test_what_needs_the_whole_batch_is_refused(self):
     self.assertRegex(

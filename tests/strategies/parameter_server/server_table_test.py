@@ -4,7 +4,6 @@ import functools
 import itertools
 import os
 import tempfile
-from unittest import mock
 
 import keras
 import numpy as np
@@ -16,15 +15,12 @@ import tf_strategies as tfs
 from tests import dynamic_tables, parameter_servers
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
-from tf_strategies.strategies.parameter_server import server_table
 
 pytestmark = pytest.mark.multi_process
 
 OPTIMIZERS = dynamic_tables.OPTIMIZERS
 # Of the gradients of equal ids SGD is sent the sum, Adam all.
 _SYNC = ('sgd', 'adam')
-_OTHERS = ('adagrad', 'momentum', 'schedule', 'rmsprop', 'nadam', 'ftrl')
-_RANDOM = np.arange(-50, 50) * 2**40
 _UNKNOWN = np.array([[2**60, -5]])
 
 
@@ -50,28 +46,10 @@ def _train(strategy, **options):
 
 
 def in_sync(directory):
-  return _in_sync(_SYNC)
-
-
-def others_in_sync(directory):
-  return _in_sync(_OTHERS)
-
-
-def _in_sync(names):
   return {
     name: _train(tfs.ParameterServerStrategy(mode='sync'), optimizer=name)
-    for name in names
+    for name in _SYNC
   }
-
-
-def with_a_server_that_does_not_update(directory):
-  store = server_table.ServerShard.store
-
-  def store_some(self, *args):
-    return store(self, *args) if self.server == 0 else []
-
-  with mock.patch.object(server_table.ServerShard, 'store', store_some):
-    return _train(tfs.ParameterServerStrategy(mode='sync'))
 
 
 def of_gaps_in_sync(directory):
@@ -90,21 +68,8 @@ def in_async_on_one_worker(directory):
   return _train(tfs.ParameterServerStrategy(), steps_per_execution=5)
 
 
-def in_a_loop(directory):
-  """A table that is read twice in a step of the user's own."""
-  strategy = tfs.ParameterServerStrategy(mode='sync')
-  with strategy.scope():
-    layer, optimizer, step = dynamic_tables.twice(True)
-  remote = strategy.remote_step(step, [optimizer])
-  for batch in dynamic_tables.pairs():
-    remote(batch)
-  found = layer(np.arange(dynamic_tables.VOCABULARY)).numpy()
-  strategy.close()
-  return found
-
-
 def in_control_flow(directory):
-  """The same, with all of the step in a branch or in each round of a loop."""
+  """A table that is read twice in a branch, or in each round of a loop."""
   found = {}
   for mode, kind in itertools.product(_MODES, _CONTROL_FLOW):
     wrap = _CONTROL_FLOW[kind]
@@ -134,19 +99,6 @@ def _in_loop(step, batch):
 
 _CONTROL_FLOW = {'branch': _in_branch, 'loop': _in_loop}
 _MODES = 'async', 'sync'
-
-
-def random_rows(directory):
-  """As three servers make them."""
-  strategy = tfs.ParameterServerStrategy()
-  with strategy.scope():
-    found = _random_layer()(_RANDOM).numpy()
-  strategy.close()
-  return found
-
-
-def _random_layer():
-  return tfs.keras.DynamicEmbedding(3, 'normal', seed=5)
 
 
 def in_other_modes(directory):
@@ -297,30 +249,19 @@ class _ServersTest(parameterized.TestCase, tf.test.TestCase):
     )
 
 
-class OthersTest(_ServersTest):
-  on_two_servers = (others_in_sync,)
-
-  @parameterized.parameters(*_OTHERS)
-  def test_sync_equals_embedding_on_one_device(self, name):
-    self.assert_as_embedding(name, self.found['others_in_sync'][name])
-
-
 class TrainingTest(_ServersTest):
   on_two_servers = (
     in_sync,
-    with_a_server_that_does_not_update,
     in_other_modes,
     of_gaps_in_sync,
     save,
     expire,
-    in_a_loop,
   )
   on_three_servers = (
     load,
     continue_checkpoint,
     in_async_on_one_worker,
     in_control_flow,
-    random_rows,
   )
 
   @parameterized.parameters(*_SYNC)
@@ -335,11 +276,6 @@ class TrainingTest(_ServersTest):
     expected = dynamic_tables.results(static, x, y)
     self.assert_results(expected, self.found['of_gaps_in_sync'][kind])
 
-  def test_a_server_that_does_not_update_would_be_seen(self):
-    found = self.found['with_a_server_that_does_not_update']
-    with self.assertRaises(AssertionError):
-      self.assert_as_embedding('adam', found)
-
   def test_async_equals_embedding_with_one_worker(self):
     found = self.moved['in_async_on_one_worker']
     static = dynamic_tables.model(False, OPTIMIZERS['adam'])
@@ -351,12 +287,6 @@ class TrainingTest(_ServersTest):
     self.assert_results(expected, found)
     self.assert_counts(found)
 
-  def test_loop_that_reads_twice_equals_embedding(self):
-    layer, _, step = dynamic_tables.twice(False)
-    for batch in dynamic_tables.pairs():
-      step(batch)
-    self.assertAllClose(layer.embeddings, self.found['in_a_loop'], 0, 1e-6)
-
   @parameterized.product(mode=_MODES, kind=('branch', 'loop'))
   def test_updates_in_control_flow_equal_embedding(self, mode, kind):
     layer, _, step = dynamic_tables.twice(False)
@@ -365,11 +295,6 @@ class TrainingTest(_ServersTest):
     rows, uses = self.moved['in_control_flow'][mode, kind]
     self.assertAllClose(layer.embeddings, rows, 0, 1e-6)
     self.assertNotIn(0, uses)
-
-  def test_rows_follow_from_id_and_seed_alone(self):
-    rows = self.moved['random_rows']
-    self.assertAllEqual(rows, _random_layer()(_RANDOM))
-    self.assertAllEqual(rows[7:9], _random_layer()(_RANDOM[7:9]))
 
   @parameterized.parameters('async', 'bounded')
   def test_no_update_is_lost_or_repeated(self, mode):

@@ -1,7 +1,6 @@
 """Synchronous steps end, whichever of their microbatches is lost or late."""
 
 import threading
-import time
 import types
 from unittest import mock
 
@@ -110,23 +109,6 @@ class SyncEngineTest(_TestCase):
     self.assertEqual(engine.report()['steps'], 6)
     self.assertEqual(engine.report()['dropped'], 6)
 
-  @parameterized.parameters((2, 0), (3, 0), (3, 1), (4, 2))
-  def test_worker_that_never_returns(self, num_workers, backup_workers):
-    engine = self._engine(num_workers, backup_workers)
-    self.liveness.is_complete = lambda: False
-
-    def compute(worker):
-      if worker == 0:
-        self.liveness.dead_workers.add(0)
-        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    engine.compute = compute
-    self._train(engine, 4)
-    engine.drain()
-    report = engine.report()
-    self.assertEqual(report['steps'], 4)
-    self.assertEqual(report['dropped'], 4 * backup_workers)
-
   @pytest.mark.smoke
   def test_lost_microbatch_does_not_wait_for_a_slow_worker(self):
     """Whoever is free takes it: two of three count."""
@@ -204,45 +186,6 @@ class LateTest(_TestCase):
     self.engine.drain()
     self.assertEqual(self.engine.report()['steps'], 3)
     self.assertEqual(self.engine.report()['dropped'], 3)
-
-  def test_its_slots_are_its_own_while_it_is_late(self):
-    self._train(self.engine, 3)
-    others = list(self.engine.written)
-    self.may_end.set()
-    self._wait_for_late()
-    *_, late = self.engine.written
-    self.assertNotIn(late, others)
-
-  @parameterized.parameters(False, True)
-  def test_slots_that_a_server_has_lost_are_not_used_again(self, is_lost):
-    layout = types.SimpleNamespace(key='', specs={})
-    task = types.SimpleNamespace(
-      slots=self.engine.take_slots(layout),
-      attempt=self.pool.attempt,
-      function=types.SimpleNamespace(layout=layout),
-    )
-    if is_lost:
-      self.pool.forget()
-      self.engine.forget()
-    self.engine.release(task)
-    found = self.engine.take_slots(layout)
-    self.assertEqual(found is task.slots, not is_lost)
-
-  def test_it_ends_while_a_function_is_traced(self):
-    """Which may read a variable, and so look at what is on its way."""
-
-    def trace():
-      self.may_end.set()
-      while self.pool.lock.acquire(timeout=_DEADLINE_SECONDS):
-        try:
-          if not self.pool._running:  # pylint: disable=protected-access
-            return 'traced'
-        finally:
-          self.pool.lock.release()
-        time.sleep(0.01)
-
-    self._train(self.engine, 1)
-    self.assertEqual(self.engine.cached('function', trace), 'traced')
 
 
 class _ReadingEngine(_Engine):
@@ -338,17 +281,6 @@ class ReadTest(_TestCase):
     self.assertEqual(source.position, (4, 3, 1))
     self.assertEqual(engine.report()['dropped'], 0)
 
-  def test_worker_that_never_returns(self):
-    def compute(worker, number):
-      if worker == 1:
-        self.liveness.dead_workers.add(worker)
-        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    engine, source = self._reading_engine(compute, (2, 2))
-    self.liveness.is_complete = lambda: False
-    engine.train(_STEP, input.Elements(source, 2))
-    self.assertEqual(engine.applied, [[0, 10], [1, 11]])
-
   def test_late_worker_goes_on_where_the_others_are(self):
     seen, has_begun, is_applied = [], threading.Event(), threading.Event()
 
@@ -407,66 +339,6 @@ class ReadTest(_TestCase):
     self.assertNotIn(2, [worker for r in rounds[:2] for worker, _ in r])
     self.assertEqual([worker for worker, _ in rounds[3]][2], 2)
     self.assertEqual(tested.position, (4, 4, 4))
-
-  def test_late_worker_that_had_nothing_dropped_nothing(self):
-    has_begun = threading.Event()
-
-    def wait(worker):
-      if worker == 1:
-        has_begun.set()
-        self.is_late.wait(_DEADLINE_SECONDS)
-
-    engine, source = self._reading_engine(
-      lambda worker, number: has_begun.wait(_DEADLINE_SECONDS),
-      (3, 0),
-      backup_workers=1,
-      is_known=False,
-    )
-    engine.before = wait
-    engine.train(_STEP, input.Elements(source, 2))
-    engine.drain()
-    self.assertEqual(engine.applied, [[0], [1]])
-    # Nobody else knows yet.
-    self.assertEqual(engine.report()['dropped'], 2)
-    self.is_late.set()
-    self._wait_for_late()
-    self.assertEqual(engine.report()['dropped'], 1)
-    engine.train(_STEP, input.Elements(source, 9))
-    self.assertEqual(engine.applied, [[0], [1], [2]])
-    self.assertTrue(source.is_exhausted)
-
-  def test_late_worker_finds_the_end_of_its_data(self):
-    """The step of now waits for what is not there, and ends."""
-    has_begun = threading.Event()
-
-    def wait(worker):
-      if worker == 1:
-        has_begun.set()
-        self.is_late.wait(_DEADLINE_SECONDS)
-
-    engine, source = self._reading_engine(
-      lambda worker, number: has_begun.wait(_DEADLINE_SECONDS),
-      (3, 0),
-      backup_workers=1,
-      is_known=False,
-    )
-    engine.before = wait
-    work = input.Elements(source, 9)
-    timer = threading.Timer(1.0, self.is_late.set)
-    timer.start()
-    engine.train(_STEP, work)
-    timer.join()
-    self.assertEqual(engine.applied, [[0], [1], [2]])
-    self.assertLen(work, 3)
-    self.assertTrue(source.is_exhausted)
-
-  def test_nothing_to_read_is_no_step(self):
-    engine, source = self._reading_engine(lambda worker, number: None, (1, 0))
-    work = input.Elements(source, 3)
-    self.assertIsNotNone(engine.train(_STEP, work))
-    self.assertLen(work, 1)
-    self.assertIsNone(engine.train(_STEP, input.Elements(source, 1)))
-    self.assertEqual(engine.report()['steps'], 1)
 
 
 if __name__ == '__main__':

@@ -74,24 +74,6 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual([step(tf.ones([3])) for _ in range(3)], [7, 11, 15])
     self.assertEqual(int(counter.numpy()), 15)
 
-  def test_booleans_and_several_types_on_one_server(self):
-    flag = local_servers.variable(1, tf.constant(False))
-    count = local_servers.variable(1, tf.constant(2, tf.int64))
-    half = local_servers.variable(1, tf.constant([0.5, 1.5], tf.float16))
-
-    def program(flag, count, half, x):
-      flag.assign(tf.logical_not(flag))
-      count.assign_add(tf.where(flag, tf.constant(10, tf.int64), 1))
-      half.assign(half * 2)
-      return tf.reduce_sum(x)
-
-    step = self.trace(program, [flag, count, half])
-    step(tf.ones([3]))
-    step(tf.ones([3]))
-    self.assertEqual(flag.numpy(), False)
-    self.assertEqual(count.numpy(), 13)
-    self.assertAllEqual(half, [2.0, 6.0])
-
   @parameterized.parameters(('sum',), ('assigned_sum',), ('overwrite',))
   def test_sums_do_not_overwrite_what_others_add(self, kind):
     a = local_servers.variable(0, [0.0, 0.0, 0.0])
@@ -250,47 +232,6 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(b, [1.0 + 9.0 * rounds] * size)
     # Each round sees what the one before has written.
     self.assertAllClose(a, [2.0**rounds] * size)
-
-  def test_few_tensors_cross_between_tasks(self):
-    count = 6
-    variables = [
-      local_servers.variable(i % 2, [float(i), 1.0, 2.0]) for i in range(count)
-    ]
-
-    def program(*args):
-      *variables, x = args
-      for variable in variables:
-        variable.assign_add(variable * x)
-      return tf.add_n([v.read_value() for v in variables])
-
-    step = self.trace(program, variables)
-    step(tf.ones([3]))
-    graph = step.function.graph
-    servers = [local_servers.device(i) for i in range(2)]
-    left, came = set(), set()
-    for op in graph.get_operations():
-      for tensor in op.inputs:
-        if tensor.dtype == tf.resource or tensor.op.device == op.device:
-          continue
-        if tensor.op.device in servers:
-          left.add(tensor.name)
-        if op.device in servers and tensor.op.type != 'Const':
-          came.add((tensor.name, op.device))
-    # One message from each server and one to each.
-    self.assertLen(left, 2)
-    self.assertLen(came, 2)
-
-  def test_outside_of_a_step_nothing_is_held(self):
-    self.assertIsNone(traced_step.current())
-    a = local_servers.variable(0, [1.0, 2.0, 3.0])
-
-    @tf.function(autograph=False)
-    def run(x):
-      a.assign_add(x)
-      return a.read_value()
-
-    self.assertAllEqual(run(tf.ones([3])), [2.0, 3.0, 4.0])
-    self.assertAllEqual(a, [2.0, 3.0, 4.0])
 
   def test_an_update_that_waits_is_not_done_within_another_one(self):
     begun = []

@@ -2,7 +2,6 @@
 
 import itertools
 import time
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   journal,
   traced_step,
-  units,
 )
 
 
@@ -47,42 +45,9 @@ def _branch_in_loop(write):
   tf.while_loop(lambda i: i < 6, body, [0])
 
 
-def _loop_in_loop(write):
-  def outer(i):
-    def inner(k):
-      write(3 * i + k)
-      return k + 1
-
-    tf.while_loop(lambda k: k < 3, inner, [0])
-    return i + 1
-
-  tf.while_loop(lambda i: i < 2, outer, [0])
-
-
-def _function(write):
-  called = tf.function(write, autograph=False)
-  for i in range(6):
-    called(tf.constant(i))
-
-
-def _autograph(write):
-  @tf.function
-  def run():
-    for i in tf.range(6):
-      if i % 2 == 0:
-        write(i)
-      else:
-        write(i)
-
-  run()
-
-
 _SHAPES = {
   'loop': _loop,
   'branch_in_loop': _branch_in_loop,
-  'loop_in_loop': _loop_in_loop,
-  'function': _function,
-  'autograph': _autograph,
 }
 
 
@@ -308,8 +273,7 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     for each in (a, b):
       self.assertAllEqual(each, [1.0, 2.0 if chooses == 'loop' else 1.0])
 
-  @parameterized.parameters((True,), (False,))
-  def test_unit_begins_when_all_is_there(self, waits):
+  def test_unit_begins_when_all_is_there(self):
     a, b = (local_servers.variable(1, [0.0] * 3) for _ in '01')
 
     def program(a, b, x):
@@ -329,16 +293,10 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       time.sleep(0.5)  # What is there may be written.
       self.journal.revoke([0])
 
-    if not waits:
-      # A mutation: it begins when some of its inputs are there.
-      self.enter_context(
-        mock.patch.object(units, '_as_one_call', lambda function: function)
-      )
     step = self.trace(step_programs.between(program, give_up), [a, b])
     with self.assertRaises(tf.errors.OpError):
       step(tf.ones([3]))
-    self.assertEqual(a[0].numpy(), 0.0 if waits else 1.0)
-    self.assertEqual(b[0].numpy(), 0.0 if waits else 1.0)
+    self.assertEqual((a[0].numpy(), b[0].numpy()), (0.0, 0.0))
 
   @parameterized.parameters(True, False)
   def test_updates_in_and_before_a_branch_of_a_merge_call(self, is_taken):

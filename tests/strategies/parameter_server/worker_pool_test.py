@@ -154,21 +154,6 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual(order, ['dies', 'dies', 2, 'new'])
     self.assertEqual(finished, [0])
 
-  def test_what_another_error_ended_does_not_go_on(self):
-    pool, is_over = self._pool(1, max_waiting=4), threading.Event()
-
-    def fail():
-      is_over.wait(_DEADLINE_SECONDS)
-      raise ValueError('the step itself')
-
-    for task in (_Task(fail), _Task()):
-      pool.submit(task)
-    is_over.set()
-    with self.assertRaises(ValueError):
-      pool.wait()
-    pool.forget()
-    self.assertEqual(pool.interrupted(), [])
-
   def test_broken_connection_is_tried_again(self):
     pool, failures = self._pool(1), [1, 1]
 
@@ -240,26 +225,6 @@ class PoolTest(parameterized.TestCase):
     pool.submit(after)
     pool.wait()
     self.assertEqual(after.runs, 1)
-
-  def test_marker_that_cannot_be_read_for_a_moment(self):
-    failures = [1, 1]
-
-    def lose_worker():
-      if failures:
-        self.liveness.dead_workers.add(0)
-        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    def read_marker():
-      if failures:
-        failures.pop()
-        raise tf.errors.UnavailableError(None, None, 'not connected yet')
-      return True
-
-    task = _Task(lose_worker, survive=read_marker)
-    pool = self._pool(1)
-    pool.submit(task)
-    pool.wait()
-    self.assertEqual(task.runs, 1)
 
   def test_task_that_nobody_wants_does_not_block_the_queue(self):
     pool = self._pool(1, max_waiting=2)
