@@ -1,9 +1,9 @@
 """Rows by ids of 64 bits, without a vocabulary.
 
-A row is stored when it is first updated; until then it is what its id says
-(`row_initializers`), so that reading stores nothing. With it are kept how often and when
-it was updated, and the optimizer's state of it. A table is cut into shards by a hash of
-the ids, each of which is in one process's memory.
+A row is stored when it is first updated. Until then it follows from its id
+(`row_initializers`), so reading stores nothing. The table also stores how often and when
+each row was updated, and the optimizer's state of the row. A hash of the ids divides a
+table into shards. Each shard is in the memory of one process.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import row_initializers, row_updates
 
-# What is beside a row: how many times it was updated, and at which of the optimizer's
-# steps last. In float32, which above 16 million counts no further.
+# Columns beside a row: the number of updates, and the optimizer's step of the last one.
+# As float32 they stop counting above 16 million.
 _USES, _STEP = 0, 1
 _USAGE = 2
-# What columns of a table are, besides its slots.
+# Keys of the columns of a table, besides its slots.
 IDS, ROWS = 'ids', 'rows'
 
-# From rows, slots by attribute, and the gradient of the rows to new rows and slots.
+# Takes rows, slots by name, and the gradient of the rows; returns new rows and slots.
 _Rule = Callable[[tf.Tensor, dict, tf.IndexedSlices], tuple[tf.Tensor, dict]]
 
 
 class Shard:
   """Some rows of a table, in the memory of one device.
 
-  With a server rows may be lost (`is_lost`), until others are loaded.
+  A server that dies loses its rows (`is_lost`) until rows are loaded again.
 
   Args:
-    width: of a row.
+    width: the length of a row.
     initial_rows: makes rows from ids.
-    device: on which they are.
+    device: the device that holds the rows.
   """
 
   def __init__(
@@ -71,19 +71,19 @@ class Shard:
       )
 
   def make_slots(self, names: Sequence[str]) -> None:
-    """Has these slots beside the rows, and no others."""
+    """Keeps these slots beside the rows, and drops all others."""
     kept = {
       n: self._slots.get(n) or self._table(self._width + 1) for n in names
     }
     self._slots = kept
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
-    """Rows [n, width] of ids [n]; stores nothing."""
+    """Returns rows [n, width] of ids [n]; stores nothing."""
     rows, _ = self._find(ids)
     return rows
 
   def _find(self, ids):
-    """Rows, and their usage: zero for those that are not stored."""
+    """Returns rows, and their usage, which is zero for a row that is not stored."""
     found = tf.ensure_shape(
       self._rows.lookup(ids), [None, self._width + _USAGE]
     )
@@ -101,13 +101,14 @@ class Shard:
     initial_slots: dict[str, tf.Tensor],
     counts: tf.Tensor | None = None,
   ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-    """Rows to which gradients [n, width] of ids [n], which may repeat, are applied.
+    """Applies gradients [n, width] to the rows of ids [n], which may repeat.
 
-    They are to be `store`d before others are read: both where it is `locked`. `counts`
-    says of how many uses each gradient is the sum; None for one each.
+    The caller must `store` the result before it reads other rows, and hold the lock
+    (`locked`) for both. `counts` is the number of uses of which each gradient is the
+    sum; None means one each.
 
     Returns:
-      Ids, once each, and what `store` takes.
+      Each id once, and the values for `store`.
     """
     if counts is None:
       counts = tf.ones([tf.size(ids)])
@@ -140,7 +141,7 @@ class Shard:
 
   @contextlib.contextmanager
   def locked(self) -> Iterator[list[tf.Operation]]:
-    """Keeps others out until the ops are done that the body adds to the list."""
+    """Holds the lock until the operations that the body adds to the list have run."""
     lock = tf.raw_ops.MutexLock(mutex=self._mutex)
     written = []
     with tf.control_dependencies([lock]):
@@ -159,12 +160,12 @@ class Shard:
       return int(self._rows.size())
 
   def stored(self) -> tuple[tf.Tensor, tf.Tensor]:
-    """All ids, in any order, and their rows with their usage, where they are."""
+    """Returns all ids, in any order, and their rows with usage, on the device."""
     with tf.device(self.device):
       return self._rows.export()
 
   def stored_of(self, ids: tf.Tensor, column: str = ROWS) -> tf.Tensor:
-    """Rows with their usage, or a slot of them and whether it was ever updated."""
+    """Returns rows with usage, or a slot of rows and whether it was ever updated."""
     with tf.device(self.device):
       return self._of(column).lookup(ids)
 
@@ -181,7 +182,7 @@ class Shard:
   def store(
     self, ids: tf.Tensor, values: dict[str, tf.Tensor]
   ) -> list[tf.Operation]:
-    """Stores these besides others; returns the ops that do.
+    """Stores rows or slots; returns the operations that do.
 
     Args:
       ids: without repetition.
@@ -194,14 +195,14 @@ class Shard:
     return self._rows if column == ROWS else self._slots[column]
 
   def newest_step(self) -> float:
-    """The step of the newest update."""
+    """Returns the step of the newest update."""
     with tf.device(self.device):
       _, values = self._rows.export()
       steps = values[:, self._width + _STEP]
       return float(tf.reduce_max(tf.concat([steps, [0.0]], 0)))
 
   def remove(self, min_uses: float, since: float) -> int:
-    """Removes rows with fewer uses, none of them since a step; returns how many."""
+    """Removes rows with fewer uses and no use since a step; returns how many."""
     with tf.device(self.device):
       ids, values = self._rows.export()
       is_rare = values[:, self._width + _USES] < min_uses
@@ -213,14 +214,14 @@ class Shard:
 
 
 class Column:
-  """A part of a table's state, for those who save and load variables.
+  """A part of a table's state, which is saved and loaded like a variable.
 
   Args:
-    table: whose state.
+    table: the table.
     key: `IDS`, `ROWS` or a slot.
-    width: of a row; None for numbers.
+    width: the length of a row of this part; None for numbers.
     read: returns the part of all rows, sorted by ids.
-    write: takes what `read` returned.
+    write: takes the value that `read` returned.
   """
 
   def __init__(
@@ -241,12 +242,12 @@ class Column:
 class RowTable:
   """The rows that a variable stands for.
 
-  The variable is trainable and has the shape of one row, so that Keras computes
-  gradients for it and optimizers have state for it, whose value is that of a new row.
+  The variable is trainable and has the shape of one row. So Keras computes gradients
+  for it, and optimizers make state for it, whose value is the state of a new row.
 
   Args:
-    variable: that stands for the rows.
-    shards: where they are.
+    variable: the variable that stands for the rows.
+    shards: the parts of the table.
   """
 
   def __init__(self, variable: keras.Variable, shards: Sequence[Shard]):
@@ -255,30 +256,30 @@ class RowTable:
     self.expired = 0
     self.slots: tuple[str, ...] = ()
     self._width = variable.shape[1]
-    # Whose slots they are, if that is known: of some that were loaded it is not.
+    # The optimizer that owns the slots; None for slots that were loaded.
     self._optimizer: weakref.ref | None = None
-    self.earlier = weakref.WeakSet()  # Whose slots there were.
+    self.earlier = weakref.WeakSet()  # Optimizers that owned slots before.
     self._loaded = np.zeros([0], np.int64)
 
-  # What servers do otherwise.
+  # Methods that a table on servers overrides.
 
   def _drained(self, action: Callable[[], Any]) -> Any:
-    """Does something when no step is running."""
+    """Calls `action` when no step is running."""
     return action()
 
   def _write_on(self, shard: Shard, updated: Callable, *tensors) -> None:
-    """Stores what `updated(*tensors)` returns, as `Shard.updated`, where a shard is."""
+    """Stores the result of `updated(*tensors)`, as of `Shard.updated`, in a shard."""
     with tf.device(shard.device), shard.locked() as written:
       written += shard.store(*updated(*tensors))
 
   def _value_of_new(self, slot: keras.Variable) -> tf.Tensor:
-    """Of a slot's variable, which nothing writes: that of a new row."""
+    """Returns the value of a slot for a new row, which the slot's variable keeps."""
     return keras.ops.convert_to_tensor(slot)
 
   # Steps.
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
-    """Rows of ids [n]; tapes see them read from the variable."""
+    """Returns rows of ids [n]; gradient tapes see a read of the variable."""
     variable = self.variable.value
     with _tf_internal.stop_recording():
       rows = self._read(ids)
@@ -306,7 +307,7 @@ class RowTable:
     return tf.gather(rows, places)
 
   def owner(self, ids: tf.Tensor) -> tf.Tensor:
-    """The number of the shard of each id."""
+    """Returns the number of the shard of each id."""
     return row_initializers.owner(ids, len(self.shards))
 
   def _split(self, values, owner):
@@ -318,12 +319,12 @@ class RowTable:
     gradient: tf.IndexedSlices,
     learning_rate: Any,
   ) -> None:
-    """Updates rows by an optimizer's rule, where they are.
+    """Updates rows by an optimizer's rule, on the devices that hold them.
 
     Args:
-      optimizer: whose rule it is.
+      optimizer: the optimizer.
       gradient: its indices are ids.
-      learning_rate: of this step.
+      learning_rate: the learning rate of this step.
     """
     slots = _keras_internal.slots_of(optimizer, self.variable)
     self.adopt(optimizer, slots)
@@ -332,7 +333,7 @@ class RowTable:
 
     def rule(learning_rate, rows, states, gradient):
       if row_updates.is_lazy(optimizer):
-        # It is given all rows of the gradient and no others.
+        # The rule gets exactly the rows of the gradient.
         gradient = tf.convert_to_tensor(gradient)
       rows, states = _keras_internal.update_rows(
         optimizer,
@@ -361,7 +362,7 @@ class RowTable:
       self._write_on(shard, updated, learning_rate, *some)
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
-    """Has the slots of an optimizer; those of another one before it are gone."""
+    """Makes the slots of an optimizer; drops the slots of an earlier one."""
     before = self._optimizer and self._optimizer()
     if self._optimizer is not None and before is not optimizer:
       row_updates.check_is_new(optimizer, self.earlier, self.variable.path)
@@ -383,7 +384,7 @@ class RowTable:
     return {'rows': sum(rows), 'by_shard': rows, 'expired': self.expired}
 
   def usage(self) -> dict[str, np.ndarray]:
-    """The ids that have rows, how often and in which step each was updated last."""
+    """Returns the ids that have rows, the uses of each, and the step of the last."""
     ids = self._ids()
     usage = self._stored(ids)[:, self._width :].astype(np.int64)
     return {'ids': ids, 'uses': usage[:, _USES], 'steps': usage[:, _STEP]}
@@ -403,7 +404,7 @@ class RowTable:
     return expired
 
   def columns(self) -> list[Column]:
-    """The state of the table but for the slots; loaded in this order."""
+    """Returns the columns of the table without the slots, in the order to load."""
     return [
       Column(self, IDS, None, self._ids, self._load_ids),
       Column(
@@ -416,7 +417,7 @@ class RowTable:
     ]
 
   def slot_columns(self) -> list[Column]:
-    """The optimizer's state of the rows; loaded behind `columns`."""
+    """Returns the optimizer's state of the rows, which is loaded after `columns`."""
     return [
       Column(
         self,
@@ -429,7 +430,7 @@ class RowTable:
     ]
 
   def load_slots(self, names: Sequence[str]) -> list[Column]:
-    """As `slot_columns`, with slots that were saved."""
+    """Makes slots that were saved; returns their columns."""
     self._optimizer = None
     self.earlier.clear()
     self._make_slots(names)
@@ -451,7 +452,7 @@ class RowTable:
     return found
 
   def _load_ids(self, ids) -> None:
-    """The rows to come are those of these ids."""
+    """Clears the table; the rows that are loaded next belong to these ids."""
     self._loaded = np.asarray(ids, np.int64)
     self._drained(lambda: [shard.clear() for shard in self.shards])
 

@@ -1,9 +1,9 @@
 """The rows of a table without a vocabulary, spread over the servers.
 
-A step reads the rows of its batch where they are. What it does to them is one call on
-each server, which is made once (`units`), and there one update after the other: a row
-is read, computed and written, so no update of two workers is lost. In `sync` the
-gradients of all microbatches are applied together, as those of variables.
+A step reads the rows of its batch on the servers that hold them. It updates them by one
+call on each server, which is made exactly once (`units`). A server runs these calls one
+after another: each reads, computes and writes its rows, so no update of another worker is
+lost. In `sync` the gradients of all microbatches are applied together, as for variables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tf_strategies.strategies.parameter_server import (
 
 
 class ServerShard(row_table.Shard):
-  """Some rows, on one server; to `Recovery` like a variable there."""
+  """Some rows, on one server; `Recovery` treats a shard like a variable."""
 
   is_counter = False
 
@@ -38,7 +38,7 @@ class ServerShard(row_table.Shard):
     super().__init__(width, initial_rows, variables.server_device(server))
     self.server = server
     self.name = name
-    # Whether it surely has no rows.
+    # Whether it certainly has no rows.
     self._is_new = True
 
   def store(self, ids, values):
@@ -48,16 +48,16 @@ class ServerShard(row_table.Shard):
     return super().store(ids, values)
 
   def forget_value(self) -> None:
-    """Forgets that there are no rows; see `ServerVariable.forget_value`."""
+    """Notes that there may be rows; see `ServerVariable.forget_value`."""
     self._is_new = False
 
   def remake(self) -> bool:
-    """Returns whether the table is as before training, when it has no rows."""
+    """Returns whether the table is as it was before training: without rows."""
     self.is_lost = self.is_lost and not self._is_new
     return not self.is_lost
 
   def recreate_if_dead(self) -> bool:
-    """As `ServerVariable.recreate_if_dead`, without rows."""
+    """Makes an empty shard if the server was restarted; returns whether it was."""
     try:
       self.size()
     except tf.errors.OpError:
@@ -93,7 +93,7 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     variable: see `RowTable`.
     initial_rows: makes rows from ids.
     num_servers: on which rows are.
-    drained: does something when all steps are done.
+    drained: calls a function when all steps are done.
   """
 
   def __init__(
@@ -136,7 +136,7 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     return self._when_drained(action)
 
   def _value_of_new(self, slot):
-    # Nothing writes it, so nothing is waited for; and steps need not send it.
+    # Nothing writes the variable: no step must be waited for, and none sends it.
     with tf.init_scope():
       return tf.raw_ops.ReadVariableOp(
         resource=slot.value.handle, dtype=tf.float32
@@ -151,13 +151,13 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     step = traced_step.current()
     if step is not None and step.looks_only:
       step.note_read(self.variable.value.handle)
-      # Whether rows of a batch may be shared out is seen in operations that are
-      # known: each row follows from its id alone.
+      # The check whether workers may share rows needs operations that it knows. In
+      # these each row follows from its id alone.
       return tf.cast(ids, tf.float32)[:, None] * tf.zeros([1, self._width])
     return super()._read_shards(ids)
 
   def update(self, optimizer, gradient, learning_rate):
-    """As `RowTable.update`, in one call on each server."""
+    """Updates rows as `RowTable.update`, by one call on each server."""
 
     def update(strategy):
       del strategy

@@ -118,9 +118,8 @@ class StepFunction:
     source = input.source_of(data)
     if source is not None:
       return self._predict_read(source, len(data))
-    hides_rows = getattr(data, 'hides_rows', True)
     batches = [
-      batch_message.Batch(_keras_internal.without_optionals(d), hides_rows)
+      batch_message.Batch(_keras_internal.without_optionals(d), hides_rows=True)
       for d in data
     ]
 
