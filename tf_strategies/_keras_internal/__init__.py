@@ -30,17 +30,15 @@ from tf_strategies._keras_internal import rows as _rows
 from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
 )
-from tf_strategies._keras_internal.row_updates import (  # noqa: F401  For all others.
-  row_slots,
-  table_of,
-  update_rows,
-)
 from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   replace_update,
   replaced_update,
+  row_slots,
   rows_of,
   seen_as_rows,
   slots_of,
+  table_of,
+  update_rows,
 )
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KINDS,
