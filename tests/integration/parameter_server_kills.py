@@ -43,9 +43,9 @@ _PLACES = {
   # Everything is written, and has no name yet; it has one.
   'rename': ('checkpoint.checkpointer', 'os', 'rename', None),
   'named': (
-    'strategies.parameter_server.table_files',
-    'TableFiles',
-    'commit',
+    'strategies.parameter_server.step_counts',
+    'StepCounts',
+    'note_saved',
     None,
   ),
   # Between the ids and rows of a dynamic table, and its slots.
