@@ -33,45 +33,7 @@ class _Dataset(input.WorkerDataset):
     return tf.constant(split.key)
 
 
-class _Iterated(_Dataset):
-  """Elements of splits are numbers; steps end while a split is opened."""
-
-  def __init__(self, ended):
-    super().__init__(by_rounds=True)
-    self._ended = list(ended)
-    self.iterators = {}
-
-  def open(self, split, start, worker, token):
-    self.iterators[split] = iter(range(start, 5))
-    split.done += self._ended.pop(0) if self._ended else 0
-    return super().open(split, start, worker, token)
-
-  def skip(self, split, worker, until):
-    while split.next < until:
-      next(self.iterators[split])
-      split.next += 1
-
-
 class SourceTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(before=(0, 1, 2), during=((0,), (1,), (2, 1)))
-  def test_late_worker_reads_what_it_took(self, before, during):
-    """Steps that end without it do not shift what it reads then and later."""
-    dataset = _Iterated(during)
-    source = splits.Source(dataset)
-    split = source.splits[0]
-    taken = split.done
-    split.done += before
-    self.assertIs(source.split_for(0, [], wanted=[split]), split)
-
-    def read(element):
-      return source.read(
-        split, element, 0, 0, lambda _: next(dataset.iterators[split])
-      )
-
-    self.assertEqual(read(taken), taken)
-    for element in range(max(split.done, 1), 5):
-      self.assertEqual(read(element), element)
-
   def test_iterator_is_forgotten_when_it_was_read(self):
     source = splits.Source(_Dataset())
     handle = weakref.ref(source.split_for(0, []).handle)
@@ -190,19 +152,6 @@ class RoundTest(tf.test.TestCase):
     turn.count()
     self.assertEqual([s.done for s in source.splits], [2, 2])
 
-  def test_worker_that_returns_gets_a_split(self):
-    source = splits.Source(_Local())
-    first = splits.Round(source)
-    read = [self._take(first, 0, []) for _ in range(2)]
-    self.assertCountEqual(read, [0, 10])
-    first.count()
-    turn = splits.Round(source)
-    mine = self._take(turn, 0, [1])
-    self.assertTrue(turn.has_work_for(1, [0]))
-    self.assertFalse(turn.has_work_for(0, [1]))
-    other = self._take(turn, 1, [0])
-    self.assertCountEqual([mine, other], [1, 11])
-
   def test_late_worker_leaves_out_what_was_dropped(self):
     source = splits.Source(_Local())
     for number in range(3):
@@ -212,11 +161,6 @@ class RoundTest(tf.test.TestCase):
       turn.count()
     turn = splits.Round(source)
     self.assertEqual(self._take(turn, 0, [1]), 3)
-
-  def test_step_that_is_done_again_reads_the_same(self):
-    source = splits.Source(_Local())
-    for _ in range(2):
-      self.assertEqual(self._take(splits.Round(source), 1, [0]), 10)
 
 
 if __name__ == '__main__':

@@ -169,24 +169,6 @@ class LateTest(_TestCase):
       self.may_end.set()
       self._wait_for_late()
 
-  def test_it_dies_while_nobody_waits(self):
-    def die():
-      self.liveness.dead_workers.add(2)
-      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    self._end = die
-    self.liveness.is_complete = lambda: False
-    self._train(self.engine, 1)
-    self.engine.drain()
-    self.assertFalse(self.has_ended)
-    self.may_end.set()
-    self._wait_for_late()
-    self.assertIn(2, self.pool.lost)
-    self._train(self.engine, 2)
-    self.engine.drain()
-    self.assertEqual(self.engine.report()['steps'], 3)
-    self.assertEqual(self.engine.report()['dropped'], 3)
-
 
 class _ReadingEngine(_Engine):
   """Reads numbers; `applied` has those of each step."""
