@@ -28,7 +28,7 @@ _warned_of: set[str] = set()
 
 
 class SummedSlices(tf.IndexedSlices):
-  """A gradient whose rows are sums, and of how many gradients: float32 [n]."""
+  """A gradient whose rows are sums; `counts` has the number of terms, float32 [n]."""
 
   def __init__(self, values, indices, dense_shape, counts: tf.Tensor):
     super().__init__(values, indices, dense_shape)
@@ -36,7 +36,7 @@ class SummedSlices(tf.IndexedSlices):
 
 
 def summed(gradient: Any) -> Any:
-  """A gradient in which each row is once; dense ones are as they are."""
+  """Returns a gradient that has each row once; returns a dense one unchanged."""
   if not isinstance(gradient, tf.IndexedSlices):
     return gradient
   rows, places = tf.unique(gradient.indices)
@@ -50,7 +50,7 @@ def summed(gradient: Any) -> Any:
 
 
 def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
-  """The update of an optimizer, of the rows that the gradient has, as summed."""
+  """Makes an optimizer's update of the rows of a gradient, after adding equal rows."""
   update = type(optimizer).update_step
   if not isinstance(gradient, tf.IndexedSlices):
     update(optimizer, gradient, variable, learning_rate)
@@ -63,7 +63,7 @@ def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
 
 
 def is_lazy(optimizer) -> bool:
-  """Returns whether it is an optimizer, which updates only the rows that a gradient has."""
+  """Returns whether an optimizer updates only the rows that a gradient has."""
   return (
     optimizer is not None
     and _keras_internal.replaced_update(optimizer) is update_lazily
@@ -71,10 +71,10 @@ def is_lazy(optimizer) -> bool:
 
 
 def takes_sums(optimizer, clips: bool = False) -> bool:
-  """Returns whether an optimizer makes of a row's sum what it makes of the terms.
+  """Returns whether equal rows may be added up before an optimizer gets them.
 
-  Most of Keras's square equal rows one by one: so these stay apart, as they do on
-  one device. `clips` says whether what it is given is still to be clipped.
+  Most optimizers of Keras square equal rows one by one. These rows stay apart, as they
+  do on one device. `clips` is true if the gradients are still to be clipped.
   """
   chain = list(_keras_internal.chain(optimizer))
   if clips and any(
@@ -93,10 +93,10 @@ def sums_before(update: Callable) -> bool:
 
 
 def by_rows(update: Callable) -> Callable:
-  """Keras's update of a variable, which leaves rows alone that do not change.
+  """Returns Keras's update of a variable, without the rows that do not change.
 
-  Rows without a gradient stay as they are under plain SGD, of which Keras
-  updates only the others, and under Adagrad, of which it computes all.
+  Rows without a gradient stay as they are under plain SGD and under Adagrad. Keras
+  skips them under SGD, and computes all rows under Adagrad.
   """
   optimizer = _keras_internal.optimizer_of(update)
   if not _stays_without_gradient(optimizer):
@@ -122,7 +122,7 @@ def _stays_without_gradient(optimizer) -> bool:
 
 
 def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:
-  """Says once that a large table is updated whole, though a batch has few rows."""
+  """Warns once of a large table that is updated whole, though a batch has few rows."""
   optimizer = _keras_internal.optimizer_of(update)
   num_bytes = math.prod(variable.shape) * variable.dtype.size
   if (
@@ -147,10 +147,10 @@ def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:
 
 
 def warn_of_whole_read(name: str, num_bytes: int) -> None:
-  """Says that a large table of servers comes into this process's memory.
+  """Warns that this process reads all of a large table of servers into its memory.
 
-  Keras's files have each array at once (`H5IOStore` makes one of whatever it is
-  given), and a `.keras` file is in memory itself until it is whole.
+  Keras's files take each array at once, and a `.keras` file is in memory until it is
+  whole.
   """
   if num_bytes > _LARGE_SHARE * _memory_bytes():
     text = (
@@ -178,7 +178,7 @@ def check_is_new(
   earlier: Collection[keras.optimizers.Optimizer],
   table: str,
 ) -> None:
-  """Refuses an optimizer whose state of a table's rows another one has replaced.
+  """Raises for an optimizer whose state of a table's rows another one has replaced.
 
   Raises:
     UnsupportedOptionError: naming it and the table.
@@ -192,5 +192,5 @@ def check_is_new(
 
 
 def slot_name(optimizer: keras.optimizers.Optimizer, attribute: str) -> str:
-  """Of an optimizer's state of rows, in files."""
+  """Returns the name in files of an optimizer's state of rows."""
   return f'{type(optimizer).__name__}.{attribute.strip("_")}'

@@ -28,9 +28,9 @@ def is_small(shape: tf.TensorShape, dtype: tf.DType) -> bool:
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """Few tensors with the bits of all: one of words, and one a smaller type.
+  """Returns few tensors with the bits of all: one of words, and one a smaller type.
 
-  Words of four and eight bytes travel as float32, which nobody computes with.
+  Words of four and eight bytes travel as float32, with which nobody computes.
   """
   carried = collections.defaultdict(list)
   for tensor in tensors:
@@ -42,7 +42,7 @@ def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 def unpack(
   packed: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-  """What `pack` was given, if `specs` are its shapes and dtypes."""
+  """Returns the tensors that `pack` was given; `specs` are their shapes and dtypes."""
   carried = collections.defaultdict(list)
   for i, spec in enumerate(specs):
     carried[_carrier(spec.dtype)].append(i)
@@ -143,7 +143,7 @@ class Copies:
       self._sent[id(tensor), server] = tensor, copy
 
   def of(self, tensor: tf.Tensor, server: int) -> tf.Tensor:
-    """The copy of a tensor on a server; the tensor itself if it has none there."""
+    """Returns the copy of a tensor on a server, or the tensor itself without one."""
     _, copy = self._sent.get((id(tensor), server), (tensor, tensor))
     return copy
 

@@ -27,7 +27,7 @@ _TALL = 16
 
 
 def large_tables(num_servers: int) -> Callable[..., list[int]]:
-  """The partitioner for those who pass none: cuts large tables, one part a server.
+  """Returns the default partitioner: it cuts large tables, one part a server.
 
   >>> partitioner = large_tables(3)
   >>> partitioner(tf.TensorShape([1_000_000, 64]), tf.float32)
@@ -47,7 +47,7 @@ def large_tables(num_servers: int) -> Callable[..., list[int]]:
 
 
 def partition_sizes(rows: int, parts: int) -> tuple[int, ...]:
-  """Rows of each part of a variable: as even as can be, larger ones first.
+  """Returns the rows of each part of a variable: as even as possible, larger first.
 
   That is TensorFlow's 'div' strategy, so ids of one part are consecutive.
 
@@ -60,7 +60,7 @@ def partition_sizes(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-  """First row of each part.
+  """Returns the first row of each part.
 
   >>> offsets((3, 3, 2))
   (0, 3, 6)
@@ -74,7 +74,7 @@ def initial_values(
   dtype: tf.DType,
   sizes: Sequence[int],
 ) -> list[tf.Tensor | Callable[[], tf.Tensor]]:
-  """What makes the initial value of each part of a variable of `shape`.
+  """Returns the initial value of each part of a variable of `shape`, or a function.
 
   An initializer of Keras's that makes each element by itself makes the rows of a part
   where that is, so that nobody holds a large table whole.
@@ -93,7 +93,7 @@ def initial_values(
 
 
 def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:
-  """The variables on servers that a variable of Keras's, or TensorFlow's, is."""
+  """Returns the variables on servers that a variable consists of."""
   value = model_state.value_of(variable)
   return getattr(value, 'parts', (value,))
 
