@@ -186,7 +186,7 @@ class Checked(keras.layers.Layer):
 
 
 def step_that_fails(strategy):
-  """In the first step of `fit`, which is called in a graph, and in another one.
+  """In the first step of `fit`, and in another one.
 
   Returns of each the type of the error, its message, and the files of its traceback.
   """
@@ -263,7 +263,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn('too much', message)
       # By the operation: TensorFlow has not always kept where it was made.
       self.assertIn('/assert_less/', message)
-      self.assertLess(len(message.splitlines()), 10, message)
+      self.assertLess(len(message.splitlines()), 20, message)
       self.assertIn(__file__, files)
       package = os.path.join(os.path.dirname(tfs.__file__), '')
       # Keras leaves the innermost frame as it is.

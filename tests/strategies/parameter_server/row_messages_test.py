@@ -73,9 +73,9 @@ class MessagesTest(parameterized.TestCase):
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
       found, whole = job.run(messages_of_a_step, (optimizer,))
     self.assertEmpty(whole)
-    # Besides ids: rows with their numbers, small gradients, all that updates need, and
+    # Besides ids: rows with their numbers; small gradients, all that updates need, and
     # what the step counts. That is written on server 0, by itself, last.
-    self.assertEqual(found, [(1, 2), (1, 1)])
+    self.assertEqual(found, [(2, 2), (2, 1)])
 
 
 if __name__ == '__main__':

@@ -11,6 +11,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 # Above, a copy costs more than a call of its own.
@@ -127,6 +128,17 @@ def send_rows(rows: tf.IndexedSlices, to: str) -> tf.IndexedSlices:
   return tf.IndexedSlices(values, numbers, rows.dense_shape)
 
 
+def _constant(tensor: tf.Tensor) -> np.ndarray | None:
+  """Returns the value of a small constant that need not be computed, or None."""
+  source = tensor
+  while source.op.type == 'Cast' and not source.op.control_inputs:
+    source = source.op.inputs[0]
+  is_constant = source.op.type == 'Const' and is_small(
+    tensor.shape, tensor.dtype
+  )
+  return tf.get_static_value(tensor) if is_constant else None
+
+
 class Copies:
   """The copies that tensors of a step have on servers."""
 
@@ -149,12 +161,19 @@ class Copies:
 
   def sent_once(
     self, tensors: Sequence[tf.Tensor], server: int, device: str
-  ) -> list[tf.Tensor]:
-    """Returns copies on a server: of those that have none there, new ones."""
+  ) -> list[Any]:
+    """Returns copies on a server: of those that have none there, new ones.
+
+    Small constants are arrays, which a function on the server has anyway.
+    """
     found = [self.of(t, server) for t in tensors]
-    pairs = list(zip(tensors, found, strict=True))
-    new = iter(send([t for t, copy in pairs if copy is t], device))
-    return [next(new) if copy is t else copy for t, copy in pairs]
+    found = [
+      _constant(t) if copy is t else copy
+      for t, copy in zip(tensors, found, strict=True)
+    ]
+    missing = [t for t, f in zip(tensors, found, strict=True) if f is None]
+    new = iter(send(missing, device))
+    return [next(new) if f is None else f for f in found]
 
 
 def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
