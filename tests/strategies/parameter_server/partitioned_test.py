@@ -13,7 +13,6 @@ from absl.testing import parameterized
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
 from tf_strategies.keras import row_updates
-from tf_strategies.strategies.parameter_server import partitioned
 
 _VALUE = np.arange(1, 22, dtype=np.float32).reshape(7, 3)
 
@@ -123,14 +122,6 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(model(ids), value[ids])
     self.assertLess(sizes[1], 1.01 * sizes[0])
 
-  def test_a_table_that_this_host_holds_often_is_no_news(self):
-    with warnings.catch_warnings(record=True) as told:
-      warnings.simplefilter('always')
-      row_updates.warn_of_whole_read('table', 1 << 28)
-      self.assertEmpty(told)
-      row_updates.warn_of_whole_read('table', 1 << 60)
-    self.assertLen(told, 1)
-
   def test_a_wrong_shape_is_refused(self):
     with self.assertRaises((ValueError, tf.errors.InvalidArgumentError)):
       self.make().assign(np.ones([6, 3], np.float32))
@@ -177,22 +168,6 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     expected = gradient(tf.Variable(_VALUE))
     self.assertGreater(np.abs(expected.numpy()).max(), 0.1)
     self.assertAllClose(expected, gradient(self.make()), 1e-6, 1e-6)
-
-  def test_seen_as_a_part_it_is_that_part(self):
-    variable = self.make()
-    for i, part in enumerate(variable.parts):
-      with partitioned.seen_as_part(i):
-        self.assertEqual(variable.shape, part.shape)
-        self.assertEqual(variable.device, part.device)
-        self.assertEqual(variable.server, i)
-        self.assertAllEqual(variable.read_value(), part.read_value())
-        variable.assign(tf.fill(part.shape, float(i)))
-        variable.assign_add(tf.ones(part.shape))
-        variable.scatter_add(
-          tf.IndexedSlices(tf.ones([1, 3]), tf.constant([1]))
-        )
-    self.assertEqual(variable.shape, [7, 3])
-    self.assertAllEqual(variable.numpy()[:, 0], [1, 2, 1, 2, 3, 3, 4])
 
   def test_scatter_outside_of_the_optimizer_is_refused(self):
     variable = self.make()

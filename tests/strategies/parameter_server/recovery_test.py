@@ -18,7 +18,6 @@ from tf_strategies.strategies.parameter_server import (
   journal,
   options,
   recovery,
-  splits,
   worker_pool,
 )
 
@@ -305,26 +304,12 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       self.make().restore({'weight': weight})
     self.assertAllEqual(weight, [1.0, 2.0])
 
-  def test_a_loop_says_that_it_is_finished(self):
-    self.make().mark_finished(True)
-    seen = checkpointer.Checkpointer(self.directory)
-    self.assertTrue(seen.is_finished)
-    self.make().mark_finished(False)
-    self.assertFalse(seen.is_finished)
-    self.make(has_checkpoints=False).mark_finished(True)  # Nobody reads any.
-
   def test_without_checkpoints_the_error_is_raised(self):
     found = self.make(has_checkpoints=False)
     self.assertFalse(found.track({'weight': self.variable([1.0])}))
     self.assertIsNone(found.write())
     with self.assertRaises(errors.ParameterServerUnavailableError):
       found.with_recovery(self.die_once())
-
-  def test_data_of_another_number_of_workers_is_refused(self):
-    dataset = mock.Mock(sizes=[-2] * 3, steps_of=sum)
-    splits.Source(dataset, Position(1, 15, (4, 5, 6)))
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'start 2 work'):
-      splits.Source(dataset, Position(1, 9, (4, 5)))
 
 
 if __name__ == '__main__':

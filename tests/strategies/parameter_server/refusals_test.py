@@ -74,19 +74,6 @@ def next_in_a_function(strategy):
   return step(iterator)
 
 
-def next_of_splits_in_a_function(strategy):
-  dataset = strategy.distribute_datasets_from_function(
-    lambda context: tf.data.Dataset.from_tensor_slices(_data()).batch(4)
-  )
-  iterator = iter(dataset)
-  with strategy.scope():
-    model = _model()
-  step = tf.function(
-    lambda it: strategy.run(lambda b: model(b[0]), (next(it),))
-  )
-  return step(iterator)
-
-
 def loop_in_a_function(strategy):
   dataset = strategy.distribute_datasets_from_function(
     lambda context: tf.data.Dataset.from_tensor_slices(_data()).batch(4)
@@ -98,12 +85,6 @@ def loop_in_a_function(strategy):
       strategy.run(lambda b: tf.reduce_sum(b[0]), (batch,))
 
   epoch(dataset)
-
-
-def loop_over_fed_batches_in_a_function(strategy):
-  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
-  dataset = strategy.experimental_distribute_dataset(dataset)
-  tf.function(lambda dataset: next(iter(dataset)))(dataset)
 
 
 def unknown_optimizer(strategy):
@@ -213,9 +194,7 @@ _REFUSED = {
   none_among_what_a_step_returns: "returns {'sum.*'count': None}.*leave out",
   jit_compile: 'jit_compile=True of model.*jit_compile=False',
   next_in_a_function: r'next\(iterator\) inside a tf.function.*remote_step',
-  next_of_splits_in_a_function: r'next\(iterator\) inside a tf.function',
   loop_in_a_function: 'a distributed data set inside a tf.function.*remote_step',
-  loop_over_fed_batches_in_a_function: 'a distributed data set inside a tf.func',
   unknown_optimizer: "Adam 'adam'.*does not know it.*pass it to remote_step",
   metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
   optimizer_made_outside: "Adam 'adam', made outside of any scope",
