@@ -9,8 +9,6 @@ from tests.strategies.parameter_server import fakes
 from tf_strategies.strategies.parameter_server import engine as engine_lib
 from tf_strategies.strategies.parameter_server import step_task, worker_pool
 
-_DEADLINE_SECONDS = 60.0
-
 
 class _Part(worker_pool.Task):
   """A step on data of which each worker has its own part.
@@ -50,13 +48,7 @@ class _Part(worker_pool.Task):
 
 class BoundedEngineTest(parameterized.TestCase):
   def _engine(self, num_workers, max_staleness):
-    self.pool = worker_pool.WorkerPool(
-      range(num_workers),
-      fakes.Liveness(),
-      max_waiting=1,
-      timeout_seconds=_DEADLINE_SECONDS,
-    )
-    self.addCleanup(self.pool.close)
+    self.pool, _ = fakes.pool(self, num_workers, max_waiting=1)
     return engine_lib.BoundedEngine(
       self.pool, None, fakes.Recovery(), max_staleness=max_staleness
     )

@@ -18,7 +18,6 @@ from tf_strategies.strategies.parameter_server import (
   journal,
   options,
   recovery,
-  worker_pool,
 )
 
 
@@ -27,9 +26,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
     self.directory = self.create_tempdir().full_path
-    self.liveness = fakes.Liveness()
-    self.pool = worker_pool.WorkerPool([0], self.liveness)
-    self.addCleanup(self.pool.close)
+    self.pool, self.liveness = fakes.pool(self, 1)
     self.registry = weakref.WeakValueDictionary()
     self.restored = []
     self.done = 0

@@ -18,7 +18,6 @@ from tf_strategies.strategies.parameter_server import (
   sync_engine,
   worker_arrays,
   worker_function,
-  worker_pool,
 )
 
 _DEADLINE_SECONDS = 20.0
@@ -53,16 +52,9 @@ class _Engine(sync_engine.SyncEngine):
 
 
 class _TestCase(parameterized.TestCase):
-  def _engine(self, num_workers, backup_workers):
-    self.liveness = fakes.Liveness()
-    self.pool = worker_pool.WorkerPool(
-      range(num_workers),
-      self.liveness,
-      max_waiting=2 * num_workers,
-      timeout_seconds=_DEADLINE_SECONDS,
-    )
-    self.addCleanup(self.pool.close)
-    return _Engine(
+  def _engine(self, num_workers, backup_workers, kind=_Engine):
+    self.pool, self.liveness = fakes.pool(self, num_workers, 2 * num_workers)
+    return kind(
       self.pool,
       _JOURNAL,
       fakes.Recovery(),
@@ -221,21 +213,7 @@ class ReadTest(_TestCase):
     self.addCleanup(self.is_late.set)
 
   def _reading_engine(self, compute, sizes, backup_workers=0, is_known=True):
-    self.liveness = fakes.Liveness()
-    self.pool = worker_pool.WorkerPool(
-      range(len(sizes)),
-      self.liveness,
-      max_waiting=2 * len(sizes),
-      timeout_seconds=_DEADLINE_SECONDS,
-    )
-    self.addCleanup(self.pool.close)
-    engine = _ReadingEngine(
-      self.pool,
-      _JOURNAL,
-      fakes.Recovery(),
-      backup_workers=backup_workers,
-      in_replica=None,
-    )
+    engine = self._engine(len(sizes), backup_workers, _ReadingEngine)
     engine.compute, engine.applied = compute, []
 
     def make(context):

@@ -10,7 +10,7 @@ from tests.strategies.parameter_server import fakes
 from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import worker_pool
 
-_DEADLINE_SECONDS = 60.0
+_DEADLINE_SECONDS = fakes.DEADLINE_SECONDS
 
 
 class _Task(worker_pool.Task):
@@ -52,11 +52,7 @@ class _Task(worker_pool.Task):
 
 class PoolTest(parameterized.TestCase):
   def _pool(self, num_workers, max_waiting=None):
-    self.liveness = fakes.Liveness()
-    pool = worker_pool.WorkerPool(
-      range(num_workers), self.liveness, max_waiting, _DEADLINE_SECONDS
-    )
-    self.addCleanup(pool.close)
+    pool, self.liveness = fakes.pool(self, num_workers, max_waiting)
     return pool
 
   def test_task_that_a_worker_is_taking_is_on_its_way(self):

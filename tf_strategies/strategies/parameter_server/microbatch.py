@@ -194,7 +194,7 @@ class MicrobatchFunction:
     with (
       traced.tracing(),
       self._step.tracing_share() as share,
-      self._step.capture(self._step.optimizers) as calls,
+      _keras_internal.capture_apply(self._step.optimizers) as calls,
     ):
       batch = self._message.read(argument, tf.constant(0, tf.int64)).batch
       outputs = self._step.run(batch)

@@ -32,9 +32,6 @@ class Step:
   run: Callable[[Any], Any]
   trains: bool = False
   optimizers: tuple[Any, ...] = ()  # Those that it applies.
-  # Makes `apply` of the optimizers record its arguments, as a context manager
-  # that yields the list of calls.
-  capture: Callable[[Sequence[Any]], Any] | None = None
   # While a share of a batch is traced: a context manager that yields what it sees.
   tracing_share: Callable[[], Any] = lambda: contextlib.nullcontext(
     shares.Share()

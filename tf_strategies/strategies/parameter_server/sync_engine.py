@@ -178,7 +178,7 @@ class SyncEngine(engine_lib.Engine):
 
     def run(batch):
       with (
-        step.capture(step.optimizers) as calls,
+        _keras_internal.capture_apply(step.optimizers) as calls,
         step.tracing_share() as share,
       ):
         look.applied = calls

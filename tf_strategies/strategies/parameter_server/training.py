@@ -56,7 +56,6 @@ class StepFunction:
       run=in_replica(strategy, keras_step.run),
       trains=trains,
       optimizers=optimizers,
-      capture=_keras_internal.capture_apply,
       tracing_share=shares.tracing_share,
       whole_because=f'a {own[0]} of its own' if own else None,
       counters=lambda: self._model.metrics_variables,
@@ -194,7 +193,6 @@ class RemoteStep:
       run=in_replica(strategy, _tf_internal.inlined(fn)),
       trains=bool(optimizers),
       optimizers=tuple(optimizers),
-      capture=_keras_internal.capture_apply,
     )
 
   def __call__(self, batch: Any) -> Any:
