@@ -15,34 +15,25 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tests import tiers
-from tests.launch import elastic_member, programs
-from tf_strategies import errors
+from tests.launch import programs
 from tf_strategies.cluster import launcher_note
-from tf_strategies.launch import ports as ports_lib
 
-_SECRET = '5ec7e7' * 8
 # What `tfs.elastic.run` tells the launcher, from a program without the package.
 _SAY = f"""
 import importlib.util
 spec = importlib.util.spec_from_file_location('note', {launcher_note.__file__!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-def say_elastic():
-  module.say_elastic()
-  note('said', 1)
-def say_fixed():
-  module.say_fixed()
-  note('said', 1)
-def say_trained():
-  module.say_trained(name.replace('_', ' '))
-"""
-# `top` is for what the tasks of all hosts see.
-_WAIT = """
+def say(word):
+  module.say(word)
+  note(word, 1)
+# For all tasks of all hosts.
 top = os.path.dirname(directory)
 def wait_for_file(name):
   while not os.path.exists(os.path.join(top, name)):
     time.sleep(0.01)
 """
+_UNTIL_THE_END = "say('elastic')\nwait_for_file('end')\n"
 
 
 class _JobTest(parameterized.TestCase):
@@ -50,46 +41,30 @@ class _JobTest(parameterized.TestCase):
     super().setUp()
     self.top = pathlib.Path(self.create_tempdir().full_path)
 
-  def _start(self, code, *flags, count=1):
-    """The launchers of a job of so many hosts."""
-    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
-    started = []
-    for rank in range(count):
-      directory = self.top / str(rank)
-      directory.mkdir()
-      where = ['--grace_period=2']
-      if count > 1:
-        where += [f'--nnodes={count}', f'--node_rank={rank}']
-        where.append(f'--rendezvous={address}')
-      launcher = programs.Launcher(
-        directory,
-        [*where, *flags],
-        _SAY + _WAIT + code,
-        {'TFS_SECRET': _SECRET},
-      )
-      started.append(self.enter_context(launcher))
-    return started
+  def start(self, code, *flags, count=1):
+    """Starts the launchers of a job of so many hosts."""
+    flags = ('--grace_period=2', *flags)
+    started = programs.launchers(self.top, _SAY + code, flags, count)
+    return [self.enter_context(launcher) for launcher in started]
 
-  def _create(self, name):
+  def create(self, name):
     (self.top / name).touch()
+
+  def wait_until_said(self, launcher, words):
+    launcher.wait_until(lambda: words in launcher.stderr())
 
 
 @pytest.mark.multi_process
 class OneHostTest(_JobTest):
   @pytest.mark.smoke
   def test_the_others_go_on_without_a_killed_worker(self):
-    code = """
-say_elastic()
-print('last words of', name, flush=True)
-note('ready', 1)
-wait_for_file('end')
-"""
-    [launcher] = self._start(code, '--num_workers=3')
-    launcher.wait_for_notes('ready', 3)
+    code = f"print('last words of', name, flush=True)\n{_UNTIL_THE_END}"
+    [launcher] = self.start(code, '--num_workers=3')
+    launcher.wait_for_notes('elastic', 3)
     os.kill(launcher.notes('pid')['worker_1-0'], signal.SIGKILL)
-    launcher.wait_until(lambda: 'worker 1 is lost' in launcher.stderr())
+    self.wait_until_said(launcher, 'worker 1 is lost')
     self.assertLen(launcher.alive(), 2)
-    self._create('end')
+    self.create('end')
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertEqual(
       launcher.stderr().splitlines(),
@@ -103,227 +78,229 @@ wait_for_file('end')
     )
 
   def test_the_others_go_on_without_a_worker_that_always_fails(self):
-    code = """
+    code = f"""
 if name == 'worker_0':
-  wait_for('said', 'worker_1')
+  wait_for('elastic', 'worker_1')
   sys.exit(3)
-say_elastic()
-wait_for('pid', 'worker_0', 2)
-wait_for_file('end')
+{_UNTIL_THE_END}
 """
-    [launcher] = self._start(code, '--num_workers=2', '--max_restarts=2')
-    launcher.wait_until(lambda: 'worker 0 is lost' in launcher.stderr())
+    [launcher] = self.start(code, '--num_workers=2', '--max_restarts=2')
+    self.wait_until_said(launcher, 'worker 0 is lost')
     self.assertLen(launcher.alive(), 1)
-    self._create('end')
+    self.create('end')
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('was lost: exit status 3 (restarts: 2)', launcher.stderr())
 
-  def test_worker_that_came_back_and_trained_may_write_its_results(self):
+  def test_failure_before_anybody_trains_ends_the_job(self):
+    code = f"""
+if name == 'worker_1':
+  sys.exit(3)
+wait_for_file('never')
+{_UNTIL_THE_END}
+"""
+    [launcher] = self.start(code, '--num_workers=2')
+    self.assertEqual(launcher.wait(), 3)
+
+  def test_job_of_which_nobody_is_left_has_failed(self):
     code = """
-say_elastic()
+say('elastic')
+if name == 'worker_1':
+  wait_for('elastic', 'worker_0')
+  os.kill(os.getpid(), signal.SIGKILL)
+wait_for_file('end')
+sys.exit(4)
+"""
+    [launcher] = self.start(code, '--num_workers=2', '--evaluator')
+    self.wait_until_said(launcher, 'worker 1 is lost')
+    self.create('end')
+    self.assertEqual(launcher.wait(), 137)
+    self.assertIn('worker 1 failed first: killed', launcher.stderr())
+    self.assertEmpty(launcher.alive())
+
+
+@pytest.mark.multi_process
+class EndTest(_JobTest):
+  """Who is lost, or still runs, when another worker has ended well."""
+
+  def test_lost_worker_is_not_started_again(self):
+    code = """
+say('elastic')
+if name == 'worker_1':
+  wait_for_file('end')
+  sys.exit(3)
+"""
+    [launcher] = self.start(code, '--num_workers=2', '--max_restarts=3')
+    pid = launcher.wait_for_notes('pid', 2)['worker_0-0']
+    launcher.wait_until(lambda: not programs.is_running(pid))
+    time.sleep(0.5)
+    self.create('end')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertLen(launcher.notes('pid'), 2)
+
+  @tiers.parameters('', tiers.soak('signal.signal(15, signal.SIG_IGN)'))
+  def test_worker_that_came_back_alone_is_ended(self, first):
+    code = f"""
+{first}
+say('elastic')
+if name == 'worker_1':
+  sys.exit(3) if attempt == 0 else time.sleep(600)
+wait_for('elastic', 'worker_1', 1)
+say('trained')
+"""
+    [launcher] = self.start(
+      code, '--num_workers=2', '--max_restarts=3', '--grace_period=0.5'
+    )
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertLen(launcher.notes('pid'), 3)
+    self.assertEmpty(launcher.alive())
+    self.assertIn('worker 1 still runs', launcher.stderr())
+
+  def test_worker_that_has_trained_may_write_its_results(self):
+    code = """
+say('elastic')
 if name == 'worker_0' and attempt == 0:
   sys.exit(3)
-say_trained()
+say('trained')
 if name == 'worker_0':
-  note('trained', 1)
   wait_for_file('end')
   note('written', 1)
 else:
   wait_for('trained', 'worker_0', 1)
 """
-    [launcher] = self._start(
+    [launcher] = self.start(
       code, '--num_workers=2', '--max_restarts=1', '--grace_period=0.5'
     )
-    launcher.wait_for_notes('pid', 3)
-    pids = launcher.notes('pid')
+    pids = launcher.wait_for_notes('pid', 3)
     launcher.wait_until(lambda: not programs.is_running(pids['worker_1-0']))
     time.sleep(2)
-    self._create('end')
+    self.create('end')
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
-    self.assertNotIn('Ending', launcher.stderr())
     self.assertIn('worker_0-1', launcher.notes('written'))
-
-  @parameterized.parameters(0, 1)
-  def test_worker_that_fails_before_the_job_says_so_is_lost(self, restarts):
-    code = """
-if name == 'worker_2':
-  sys.exit(3)
-wait_for_file('go')
-say_elastic()
-wait_for_file('end')
-note('done', 1)
-"""
-    [launcher] = self._start(
-      code, '--num_workers=3', f'--max_restarts={restarts}'
-    )
-    launcher.wait_until(lambda: 'worker 2 failed' in launcher.stderr())
-    self._create('go')
-    launcher.wait_until(lambda: 'worker 2 is lost' in launcher.stderr())
-    # Longer than the job was in doubt.
-    time.sleep(7)
-    self.assertLen(launcher.alive(), 2)
-    self._create('end')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
-    self.assertLen(launcher.notes('done'), 2)
-    self.assertIn('ended well without worker 2.', launcher.stderr())
-
-  @parameterized.parameters('', 'say_fixed()')
-  def test_failure_ends_a_job_that_is_not_elastic(self, says):
-    code = f"""
-if name == 'worker_1':
-  wait_for('pid', 'worker_0')
-  sys.exit(3)
-{says}
-time.sleep(600)
-"""
-    # It waits for 6 seconds for those that say nothing, else not at all.
-    grace = 60 if says else 2
-    [launcher] = self._start(code, '--num_workers=2', f'--grace_period={grace}')
-    started = time.monotonic()
-    self.assertEqual(launcher.wait(), 3)
-    if says:
-      self.assertLess(time.monotonic() - started, 20)
-    self.assertIn('worker 1 failed first', launcher.stderr())
-
-  def test_failure_is_one_though_the_others_end_well_meanwhile(self):
-    code = """
-if name == 'worker_1':
-  sys.exit(3)
-time.sleep(1)
-"""
-    [launcher] = self._start(code, '--num_workers=2', '--grace_period=60')
-    self.assertEqual(launcher.wait(), 3, launcher.stderr())
-
-  def test_job_of_which_nobody_is_left_has_failed(self):
-    code = """
-say_elastic()
-if name == 'worker_1':
-  wait_for('said', 'worker_0')
-  os.kill(os.getpid(), signal.SIGKILL)
-wait_for_file('end')
-sys.exit(4)
-"""
-    [launcher] = self._start(code, '--num_workers=2', '--evaluator')
-    launcher.wait_until(lambda: 'worker 1 is lost' in launcher.stderr())
-    self._create('end')
-    self.assertEqual(launcher.wait(), 137)
-    self.assertIn('worker 1 failed first: killed', launcher.stderr())
-    self.assertEmpty(launcher.alive())
 
   def test_lost_results_end_nobody_and_are_no_success(self):
     code = """
-say_elastic()
-note('ready', 1)
-if name != 'worker_2':
-  wait_for_file('end')
+say('elastic')
+say('trained')
+if name == 'worker_0':
+  os.kill(os.getpid(), signal.SIGKILL)
+wait_for_file('end')
 """
-    [launcher] = self._start(code, '--num_workers=3')
-    launcher.wait_for_notes('ready', 3)
-    pids = launcher.notes('pid')
-    launcher.wait_until(lambda: not programs.is_running(pids['worker_2-0']))
-    time.sleep(0.1)
-    os.kill(pids['worker_0-0'], signal.SIGKILL)
-    launcher.wait_until(lambda: 'worker 0 is lost' in launcher.stderr())
-    self.assertTrue(programs.is_running(pids['worker_1-0']))
-    self._create('end')
+    [launcher] = self.start(code, '--num_workers=2', '--max_restarts=1')
+    self.wait_until_said(launcher, 'worker 0 is lost')
+    self.assertLen(launcher.alive(), 1)
+    self.create('end')
     self.assertEqual(launcher.wait(), 137)
     self.assertIn('worker 0 failed first', launcher.stderr())
+
+  def test_second_training_is_one_as_the_first(self):
+    code = """
+say('elastic')
+say('trained')
+say('elastic')
+if name == 'worker_0' and attempt == 0:
+  sys.exit(3)
+wait_for('elastic', 'worker_0', 1)
+"""
+    [launcher] = self.start(code, '--num_workers=2', '--max_restarts=1')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertLen(launcher.notes('pid'), 3)
 
 
 @pytest.mark.multi_process
 class SeveralHostsTest(_JobTest):
-  _CODE = """
-say_elastic()
-note('ready', 1)
-wait_for_file('end')
-"""
-
-  def _started(self):
-    started = self._start(self._CODE, count=3)
+  def start_three(self):
+    started = self.start(_UNTIL_THE_END, count=3)
     for launcher in started:
-      launcher.wait_for_notes('ready', 1)
-    # Two pings of the launchers' loops: what one host knows, all know.
+      launcher.wait_for_notes('elastic', 1)
+    # What one host knows, all know.
     time.sleep(1.5)
     return started
 
+  def assert_all_end_well(self, launchers, words):
+    for launcher in launchers:
+      self.assertLen(launcher.alive(), 1)
+    self.create('end')
+    for launcher in launchers:
+      self.assertEqual(launcher.wait(), 0, launcher.stderr())
+      self.assertIn(words, launcher.stderr())
+
   @parameterized.product(victim=[0, 1], is_whole=[False, True])
   def test_the_others_go_on_without_a_host(self, victim, is_whole):
-    started = self._started()
-    if is_whole:
-      started[victim].kill_all()
-    else:
-      started[victim].kill()
+    started = self.start_three()
+    (started[victim].kill_all if is_whole else started[victim].kill)()
     others = [one for i, one in enumerate(started) if i != victim]
+    name = f'node {victim} (127.0.0.1)'
     for launcher in others:
-      launcher.wait_until(
-        lambda one=launcher: (
-          f'node {victim} (127.0.0.1) is lost' in one.stderr()
-        )
-      )
+      self.wait_until_said(launcher, f'{name} is lost')
     started[victim].wait_until(lambda: not started[victim].alive())
-    for launcher in others:
-      self.assertLen(launcher.alive(), 1)
-    self._create('end')
-    for launcher in others:
-      self.assertEqual(launcher.wait(), 0, launcher.stderr())
-      self.assertIn(
-        f'ended well without worker {victim} on node {victim} (127.0.0.1).',
-        launcher.stderr(),
-      )
+    self.assert_all_end_well(others, f'ended well without {name}')
 
-  @parameterized.parameters(True, False)
-  def test_worker_that_fails_before_the_job_says_so(self, is_elastic):
-    code = f"""
-if name == 'worker_1':
-  sys.exit(3)
-wait_for_file('go')
-{'say_elastic()' if is_elastic else 'say_fixed()'}
-wait_for_file('end')
-"""
-    started = self._start(code, '--grace_period=5', count=2)
-    started[1].wait_until(lambda: 'worker 1 failed' in started[1].stderr())
-    self._create('go')
-    if is_elastic:
-      for launcher in started:
-        launcher.wait_until(
-          lambda one=launcher: 'is lost: exit status 3' in one.stderr()
-        )
-      self._create('end')
-    for launcher in started:
-      self.assertEqual(
-        launcher.wait(), 0 if is_elastic else 3, launcher.stderr()
-      )
-
-  def test_worker_of_another_host_is_named(self):
-    started = self._started()
+  def test_the_others_go_on_without_a_worker_of_another_host(self):
+    started = self.start_three()
     os.kill(started[1].pids()[0], signal.SIGKILL)
-    for launcher in started:
-      launcher.wait_until(lambda one=launcher: 'worker 1' in one.stderr())
-    self._create('end')
-    for rank, launcher in enumerate(started):
-      self.assertEqual(launcher.wait(), 0, launcher.stderr())
-      where = '' if rank == 1 else ' on node 1 (127.0.0.1)'
-      self.assertIn(f'ended well without worker 1{where}.', launcher.stderr())
+    self.wait_until_said(started[1], 'worker 1 is lost')
+    self.assert_all_end_well([started[0], started[2]], '')
+    self.assertEqual(started[1].wait(), 0, started[1].stderr())
+    self.assertIn('ended well without worker 1.', started[1].stderr())
 
   @parameterized.parameters(0, 1)
   def test_sigterm_of_a_launcher_is_the_end_of_its_host(self, victim):
-    started = self._started()
+    started = self.start_three()
     started[victim].signal(signal.SIGTERM)
     self.assertEqual(started[victim].wait(), 143)
     self.assertEmpty(started[victim].alive())
     others = [one for i, one in enumerate(started) if i != victim]
-    for launcher in others:
-      self.assertLen(launcher.alive(), 1)
-    self._create('end')
-    for launcher in others:
-      self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_all_end_well(others, f'node {victim}')
 
   def test_interrupt_is_the_end_of_all(self):
-    started = self._started()
+    started = self.start_three()
     started[1].signal(signal.SIGINT)
     for launcher in started:
       self.assertEqual(launcher.wait(), 130)
       self.assertEmpty(launcher.alive())
+
+  @tiers.parameters(0, *tiers.every(tiers.soak, range(1, 13)))
+  def test_random_faults_end_nobody_else(self, part):
+    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
+    print(f'TFS_SEED={seed - part}, part {part}')
+    chance = random.Random(seed)
+    code = f"{_UNTIL_THE_END}say('trained')\n"
+    started = self.start(
+      code,
+      '--num_workers=2',
+      f'--max_restarts={chance.choice([0, 2])}',
+      count=3,
+    )
+    for launcher in started:
+      launcher.wait_for_notes('elastic', 2)
+    time.sleep(1.5)
+    # The spared worker and its launcher are hit by nothing but a pause.
+    spared = chance.randrange(3)
+    faults = []
+    for _ in range(5):
+      kind = chance.choice(['worker', 'worker', 'launcher', 'host', 'freeze'])
+      victim = chance.randrange(3)
+      faults.append((kind, victim))
+      launcher = started[victim]
+      if kind == 'worker':
+        alive = launcher.alive()
+        for pid in alive[1:] if victim == spared else alive[:1]:
+          with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+      elif kind == 'freeze' and launcher.is_alive():
+        launcher.signal(signal.SIGSTOP)
+        time.sleep(chance.uniform(0, 3))
+        launcher.signal(signal.SIGCONT)
+      elif victim != spared and launcher.is_alive():
+        (launcher.kill_all if kind == 'host' else launcher.kill)()
+      time.sleep(chance.uniform(0, 2))
+    print(f'spared {spared}, faults {faults}')
+    self.assertNotEmpty(started[spared].alive())
+    self.create('end')
+    self.assertEqual(started[spared].wait(), 0, started[spared].stderr())
+    self.assertNotEmpty(started[spared].notes('trained'))
+    for launcher in started:
+      launcher.wait_until(lambda one=launcher: not one.alive())
 
 
 @pytest.mark.multi_process
@@ -337,10 +314,8 @@ class HostfileTest(parameterized.TestCase):
     notes.mkdir()
     hosts = self.directory / 'hosts'
     hosts.write_text('127.0.0.1\nlocalhost\n127.0.0.2\n')
-    code = programs.HELPERS + _SAY + _WAIT
-    code += "say_elastic()\nwait_for_file('end')\n"
     script = self.directory / 'task.py'
-    script.write_text(code)
+    script.write_text(programs.HELPERS + _SAY + _UNTIL_THE_END)
     self.launcher = self.enter_context(
       processes.Command(
         [
@@ -349,54 +324,41 @@ class HostfileTest(parameterized.TestCase):
           *("--ssh=sh -c 'exec /bin/sh' ssh", '--', sys.executable),
           *('-I', '-S', str(script), str(notes)),
         ],
-        env=processes.python_environment({'TFS_SECRET': _SECRET}),
+        env=processes.python_environment({'TFS_SECRET': programs.SECRET}),
         grace_seconds=15,
       )
     )
-    self.launcher.wait_until(lambda: len(list(notes.glob('said-*-0'))) == 3)
+    self.launcher.wait_until(lambda: len(list(notes.glob('elastic-*-0'))) == 3)
     time.sleep(2)
 
-  def _nodes(self):
-    """The launcher of each host."""
-    found = {}
-    for process in self.launcher.descendants():
-      words = process.cmdline()
-      for word in words[:8]:
-        if word.startswith('--node_rank='):
-          found[int(word.partition('=')[2])] = process
-    return found
+  def running(self):
+    """Returns the tasks that run."""
+    pids = [json.loads(p.read_text()) for p in self.notes.glob('pid-*')]
+    return [pid for pid in pids if programs.is_running(pid)]
 
-  def _tasks(self):
-    return [json.loads(p.read_text()) for p in self.notes.glob('pid-*')]
-
-  def _kill_host(self, victim):
-    launcher = self._nodes()[victim]
+  @tiers.parameters(2, tiers.soak(0))
+  def test_the_others_go_on_without_a_host(self, victim):
+    flag = f'--node_rank={victim}'
+    [launcher] = [
+      process
+      for process in self.launcher.descendants()
+      if flag in process.cmdline()[:8]
+    ]
     for process in [launcher, *launcher.children(recursive=True)]:
       # A task ends by itself when its launcher is gone.
       with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
-
-  def assert_goes_on_without(self, victim):
-    self._kill_host(victim)
     self.launcher.wait_until(
       lambda: f'[launch] node {victim} (' in self.launcher.output()
     )
     time.sleep(1)
-    running = [pid for pid in self._tasks() if programs.is_running(pid)]
-    self.assertLen(running, 2)
+    self.assertLen(self.running(), 2)
     (self.directory / 'end').touch()
     self.assertEqual(self.launcher.wait(), 0, self.launcher.output())
     self.assertIn(
       f'[launch] The training has ended well without node {victim}',
       self.launcher.output(),
     )
-
-  def test_the_others_go_on_without_a_host(self):
-    self.assert_goes_on_without(2)
-
-  @pytest.mark.soak
-  def test_the_others_go_on_without_the_first_host(self):
-    self.assert_goes_on_without(0)
 
   @tiers.parameters(
     (signal.SIGTERM, 143),
@@ -407,159 +369,9 @@ class HostfileTest(parameterized.TestCase):
     self.launcher.signal(number)
     self.assertEqual(self.launcher.wait(), status)
     ends_at = time.monotonic() + (30 if status < 0 else 0)
-    while any(map(programs.is_running, self._tasks())):
+    while self.running():
       self.assertLess(time.monotonic(), ends_at)
       time.sleep(0.1)
-
-
-@pytest.mark.multi_process
-class RandomFaultsTest(parameterized.TestCase):
-  """Jobs that add up numbers in groups, on one host or on several."""
-
-  @tiers.product(part=[0, *tiers.every(tiers.soak, range(1, 13))], count=[1, 3])
-  def test_who_was_not_hit_goes_on(self, part, count):
-    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
-    print(f'TFS_SEED={seed - part}, part {part}')
-    self.chance = random.Random(f'{seed} {count}')
-    self.count = count
-    self.slots = 4 if count == 1 else 2
-    self.top = pathlib.Path(self.create_tempdir().full_path)
-    self.lost_hosts = set()
-    self.launchers = self._start(self.chance.choice([0, 2]))
-    everyone = set(range(count * self.slots))
-    # Of those who do steps one is spared, who has the state.
-    self.spared = self.chance.choice(sorted(everyone - self.failing))
-    while {p.name for p in self.top.glob('progress-?')} < {
-      f'progress-{task}' for task in everyone - self.failing
-    }:
-      self._check_alive()
-    first_pids = {task: self._pid(task) for task in everyone - self.failing}
-    self.hit = set(self.failing)
-    faults = []
-    for _ in range(5):
-      time.sleep(self.chance.uniform(0, 2))
-      faults += self._do_faults()
-      self._check_alive()
-    (self.top / 'finish').touch()
-    statuses = {
-      rank: launcher.wait()
-      for rank, launcher in enumerate(self.launchers)
-      if rank not in self.lost_hosts
-    }
-    results = {
-      int(path.name.rpartition('-')[2]): json.loads(path.read_text())
-      for path in self.top.glob('result-*')
-    }
-    said = '\n'.join(launcher.output() for launcher in self.launchers)
-    print(f'faults {len(faults)}: {faults}, {statuses}, {sorted(results)}')
-    self.assertContainsSubset(everyone - self.hit, results, said)
-    for task in everyone - self.hit:
-      self.assertEqual(self._pid(task), first_pids[task])
-    for steps, state in results.values():
-      self.assertEqual(state, elastic_member.expected(steps))
-    for rank, status in statuses.items():
-      tasks = range(rank * self.slots, (rank + 1) * self.slots)
-      if 0 not in self.lost_hosts or not results.keys().isdisjoint(tasks):
-        self.assertEqual(status, 0, said)
-
-  def _start(self, max_restarts):
-    self.failing = set()
-    if self.chance.random() < 0.3:
-      self.failing = {self.chance.randrange(self.count * self.slots)}
-    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
-    script = pathlib.Path(elastic_member.__file__)
-    env = processes.python_environment(
-      {
-        'TFS_SECRET': _SECRET,
-        'PACKAGE': str(pathlib.Path(errors.__file__).parent),
-        'FAILING': ','.join(map(str, self.failing)),
-      }
-    )
-    started = []
-    for rank in range(self.count):
-      words = [f'--num_workers={self.slots}', f'--max_restarts={max_restarts}']
-      if self.count > 1:
-        words += [f'--nnodes={self.count}', f'--node_rank={rank}']
-        words.append(f'--rendezvous={address}')
-      command = processes.Command(
-        [
-          *(sys.executable, '-c', programs.PAST_THE_DOOR, *words),
-          *('--grace_period=1', '--', sys.executable),
-          *(str(script), str(self.top)),
-        ],
-        name=f'launcher {rank}',
-        env=env,
-        grace_seconds=10,
-      )
-      started.append(self.enter_context(command))
-    return started
-
-  def _check_alive(self):
-    # Another one ends when all of its workers are lost, and the first launcher.
-    launcher = self.launchers[self.spared // self.slots]
-    if not launcher.is_alive():
-      launcher.fail('ended too early')
-    time.sleep(0.01)
-
-  def _pid(self, task):
-    return json.loads((self.top / f'progress-{task}').read_text())['pid']
-
-  def _workers(self):
-    """The processes that there are now, by their tasks."""
-    found = {}
-    for launcher in self.launchers:
-      for process in launcher.descendants():
-        with contextlib.suppress(psutil.Error):
-          config = process.environ().get('TF_CONFIG')
-          is_member = process.cmdline()[1].endswith('elastic_member.py')
-          if config and is_member:
-            found[json.loads(config)['task']['index']] = process
-    return found
-
-  def _do_faults(self):
-    """Does one fault or two at once; what was done to whom."""
-    kinds = ['kill', 'kill', 'kill', 'stop']
-    if self.count > 1:
-      kinds += ['launcher', 'host', 'evict', 'freeze']
-    kind = self.chance.choice(kinds)
-    home = self.spared // self.slots
-    hosts = set(range(self.count)) - {home} - self.lost_hosts
-    if kind in ('launcher', 'host', 'evict'):
-      if not hosts:
-        return []
-      victim = self.chance.choice(sorted(hosts))
-      self.lost_hosts.add(victim)
-      self.hit.update(range(victim * self.slots, (victim + 1) * self.slots))
-      launcher = self.launchers[victim]
-      if kind == 'host':
-        launcher.kill_all()
-      else:
-        launcher.signal(signal.SIGTERM if kind == 'evict' else signal.SIGKILL)
-      return [(kind, victim)]
-    if kind == 'freeze':
-      victim = self.chance.choice(sorted({home} | hosts))
-      self.launchers[victim].signal(signal.SIGSTOP)
-      time.sleep(self.chance.uniform(0, 3))
-      self.launchers[victim].signal(signal.SIGCONT)
-      return [(kind, victim)]
-    workers = self._workers()
-    tasks = sorted(workers.keys() - {self.spared} - self.failing)
-    tasks = self.chance.sample(
-      tasks, min(len(tasks), self.chance.choice([1, 2]))
-    )
-    for task in tasks:
-      with contextlib.suppress(psutil.NoSuchProcess):
-        if kind == 'kill':
-          workers[task].kill()
-        else:
-          workers[task].suspend()
-    self.hit.update(tasks)
-    if kind == 'stop':
-      time.sleep(self.chance.uniform(0, 8))
-      for task in tasks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-          workers[task].resume()
-    return [(kind, task) for task in tasks]
 
 
 if __name__ == '__main__':

@@ -15,10 +15,8 @@ from benchmarks import network_namespaces, processes
 from examples import compare_weights
 from tests.launch import programs
 from tf_strategies import cluster, errors
-from tf_strategies.launch import nodes
 from tf_strategies.launch import ports as ports_lib
 
-_SECRET = '5ec7e7' * 8
 _WAIT = 'time.sleep(600)'
 
 
@@ -34,28 +32,16 @@ def _said(launcher):
 
 @pytest.mark.multi_process
 class SeveralHostsTest(parameterized.TestCase):
-  def _start(
-    self, code, flags=(), count=2, ranks=None, secrets=None, address=None
-  ):
+  def _start(self, code, flags=(), count=2, **options):
     """A launcher for each rank, all with one rendezvous."""
-    root = pathlib.Path(self.create_tempdir().full_path)
-    address = address or _address()
-    started = []
-    for place, rank in enumerate(range(count) if ranks is None else ranks):
-      directory = root / str(place)
-      directory.mkdir()
-      where = (f'--nnodes={count}', f'--node_rank={rank}', '--grace_period=2')
-      started.append(
-        self.enter_context(
-          programs.Launcher(
-            directory,
-            (*where, f'--rendezvous={address}', *flags),
-            code,
-            {'TFS_SECRET': secrets[place] if secrets else _SECRET},
-          )
-        )
-      )
-    return started
+    started = programs.launchers(
+      self.create_tempdir().full_path,
+      code,
+      ('--grace_period=2', *flags),
+      count,
+      **options,
+    )
+    return [self.enter_context(launcher) for launcher in started]
 
   def _wait(self, started):
     """The status of each, whose tasks must all be gone."""
@@ -89,7 +75,7 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
       for name, environment in notes.items():
         config = cluster.ClusterConfig.from_env(environment)
         self.assertEqual(f'{config.task_type}_{config.task_index}-0', name)
-        self.assertEqual(environment['TFS_SECRET'], _SECRET)
+        self.assertEqual(environment['TFS_SECRET'], programs.SECRET)
         jobs.add(json.dumps(json.loads(environment['TF_CONFIG'])['cluster']))
     self.assertEqual(
       names,
@@ -100,9 +86,10 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
     )
     self.assertLen(jobs, 1)
 
-  def test_hosts_wait_for_each_other(self):
-    code = """
-if task['index'] == 0:
+  @parameterized.parameters(0, 1)
+  def test_hosts_wait_for_each_other(self, late):
+    code = f"""
+if task['index'] == {late}:
   time.sleep(2)
 print('done', task['index'])
 """
@@ -119,27 +106,17 @@ if task['index'] == {victim}:
   sys.exit(7)
 {_WAIT}
 """
-    started = self._start(code)
-    self.assertEqual(self._wait(started), [7, 7])
-    name = f'worker {victim}'
-    at_home = started[victim].stderr()
-    self.assertIn(f'{name} failed: exit status 7', at_home)
-    self.assertIn('my last words', at_home)
-    where = f'{name} on node {victim} (127.0.0.1) failed'
-    [line] = _said(started[1 - victim]).splitlines()
-    self.assertIn(f'{where}: exit status 7', line)
-
-  def test_third_host_hears_of_the_second(self):
-    code = f"""
-if task['index'] == 1:
-  os.kill(os.getpid(), signal.SIGKILL)
-{_WAIT}
-"""
     started = self._start(code, count=3)
-    self.assertEqual(self._wait(started), [137] * 3)
-    for launcher in (started[0], started[2]):
-      self.assertIn('worker 1 on node 1', launcher.stderr())
-      self.assertIn('killed by SIGKILL', launcher.stderr())
+    self.assertEqual(self._wait(started), [7, 7, 7])
+    name = f'worker {victim}'
+    for rank, launcher in enumerate(started):
+      if rank == victim:
+        self.assertIn(f'{name} failed: exit status 7', launcher.stderr())
+        self.assertIn('my last words', launcher.stderr())
+      else:
+        [line] = _said(launcher).splitlines()
+        where = f'{name} on node {victim} (127.0.0.1) failed'
+        self.assertIn(f'{where}: exit status 7', line)
 
   @parameterized.parameters(0, 1)
   def test_killed_launcher_is_named(self, victim):
@@ -184,7 +161,9 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
 
   def test_another_secret(self):
     started = self._start(
-      'pass', ['--rendezvous_timeout=4'], secrets=[_SECRET, _SECRET[::-1]]
+      'pass',
+      ['--rendezvous_timeout=4'],
+      secrets=[programs.SECRET, programs.SECRET[::-1]],
     )
     self.assertEqual(self._wait(started), [143, 1])
     self.assertIn('does not know the secret', started[1].stderr())
@@ -240,17 +219,12 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
         *('--nnodes=2', '--node_rank=1', f'--rendezvous={address}'),
         *('--', 'true'),
       ],
-      env={**os.environ, 'TFS_SECRET': _SECRET},
+      env={**os.environ, 'TFS_SECRET': programs.SECRET},
     )
     self.assertEqual(other.returncode, 143)
     self.assertIn('node 1 runs tf_strategies 0.0.1', other.stderr)
     self.assertEqual(first.wait(), 143)
     self.assertIn('node 1 runs tf_strategies 0.0.1', first.stderr())
-
-  def test_first_host_is_missing(self):
-    [alone] = self._start('pass', ['--rendezvous_timeout=1'], ranks=[1])
-    self.assertEqual(alone.wait(), 143)
-    self.assertIn('for node 0 (', alone.stderr())
 
   def test_launcher_whose_ssh_has_ended_does_not_wait(self):
     directory = self.create_tempdir().full_path
@@ -262,7 +236,7 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
           directory,
           [*flags, '--rendezvous_timeout=20'],
           'pass',
-          {'TFS_SECRET': _SECRET},
+          {'TFS_SECRET': programs.SECRET},
           stdout,
         )
       )
@@ -276,15 +250,16 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
       status, _, said = programs.run(
         ['--nnodes=2', f'--rendezvous={address}', '--', 'true'],
         None,
-        {'TFS_SECRET': _SECRET},
+        {'TFS_SECRET': programs.SECRET},
       )
     self.assertEqual(status, 143)
     self.assertIn(f'cannot listen at {address}', said)
 
   @parameterized.parameters(
     ({'TFS_SECRET': ''}, 'h:1', 0, 'a secret'),
-    ({'TFS_SECRET': _SECRET}, 'h', 0, '--rendezvous: its value'),
-    ({'TFS_SECRET': _SECRET}, 'h:1', 2, '--node_rank=2'),
+    ({'TFS_SECRET': programs.SECRET}, 'h', 0, '--rendezvous: its value'),
+    ({'TFS_SECRET': programs.SECRET}, 'h:1', 2, '--node_rank=2'),
+    ({'TFS_SECRET': programs.SECRET}, 'h:1', -1, '--node_rank=-1'),
   )
   def test_wrong_flags(self, environment, address, rank, words):
     flags = ['--nnodes=2', f'--node_rank={rank}', f'--rendezvous={address}']
@@ -304,7 +279,7 @@ class NamespacesTest(absltest.TestCase):
       self.skipTest(why)
 
   def _start(self, hosts, *words):
-    env = processes.python_environment({'TFS_SECRET': _SECRET})
+    env = processes.python_environment({'TFS_SECRET': programs.SECRET})
     address = f'{hosts.addresses[0]}:29400'
     return [
       self.enter_context(
@@ -374,15 +349,6 @@ class NamespacesTest(absltest.TestCase):
       self.assertIn(
         f'{other} failed: its launcher is gone, or the network', text
       )
-
-
-class PlaceTest(absltest.TestCase):
-  def test_place_is_checked(self):
-    for arguments in ((0, 0, 'a:1'), (2, 2, 'a:1'), (2, -1, 'a:1')):
-      with self.assertRaises(errors.UnsupportedOptionError):
-        nodes.Place(*arguments)
-    with self.assertRaises(errors.ClusterConfigError):
-      nodes.Place(2, 0, 'a')
 
 
 if __name__ == '__main__':

@@ -1,7 +1,6 @@
 """Ports that connections of other programs do not take."""
 
 import pathlib
-import random
 import socket
 from unittest import mock
 
@@ -30,34 +29,14 @@ class PickPortsTest(parameterized.TestCase):
     found = processes.run_python('-c', ask, *map(str, picked), '32001')
     self.assertEqual(found.stdout.strip(), '[32001]')
 
-  def test_seed_of_the_program_has_no_say(self):
-    """Two programs with one seed would pick the same, again and again."""
-    random.seed(1)
-    expected = random.random()
-    random.seed(1)
-    picked = ports.pick_ports(9)
-    self.assertEqual(random.random(), expected)
-    random.seed(1)
-    ports._held.clear()
-    self.assertNotEqual(ports.pick_ports(9), picked)
-
   def test_only_the_last_are_held(self):
     """Or a process would run out of descriptors."""
     for _ in range(10):
       ports.pick_ports(50)
     self.assertLessEqual(len(ports._held), ports._HELD)
 
-  def test_no_connection_gets_them(self):
-    """The system's own choice comes from a range that has none of them."""
-    picked = ports.pick_ports(200)
-    with socket.socket() as s:
-      s.bind(('127.0.0.1', 0))
-      of_a_connection = s.getsockname()[1]
-    self.assertNotIn(of_a_connection, range(min(picked), max(picked) + 1))
-
   @parameterized.parameters(
     ('21000 65000', range(20000, 21000)),
-    ('20000 31989', range(31990, 32000)),
     ('1024 65535', range(20000, 32000)),
     ('no numbers', range(20000, 32000)),
   )

@@ -11,14 +11,16 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
 from benchmarks import processes
 from tf_strategies import errors
+from tf_strategies.launch import ports as ports_lib
 
 DEADLINE_SECONDS = 120.0
+SECRET = '5ec7e7' * 8
 _PACKAGE = pathlib.Path(errors.__file__).resolve().parent
 PAST_THE_DOOR = f"""
 import runpy, sys, types
@@ -127,6 +129,32 @@ class Launcher(processes.Command):
   def reapers(self) -> list[psutil.Process]:
     """The launcher's children."""
     return psutil.Process(self.process.pid).children()
+
+
+def launchers(
+  directory, code, flags=(), count=1, ranks=None, secrets=None, address=None
+) -> Iterator[Launcher]:
+  """Starts the launchers of a job of several hosts, all of them here.
+
+  Args:
+    directory: for what the tasks note; each launcher has one of its own in it.
+    code: the piece of Python that each task runs; see `Launcher`.
+    flags: of all launchers.
+    count: the number of hosts.
+    ranks: the hosts whose launchers are started; all by default.
+    secrets: of each launcher, if they differ.
+    address: where launchers meet; a free one by default.
+  """
+  address = address or f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
+  for place, rank in enumerate(range(count) if ranks is None else ranks):
+    home = pathlib.Path(directory, str(place))
+    home.mkdir()
+    words = [*flags]
+    if count > 1:
+      words += [f'--nnodes={count}', f'--node_rank={rank}']
+      words.append(f'--rendezvous={address}')
+    secret = secrets[place] if secrets else SECRET
+    yield Launcher(home, words, code, {'TFS_SECRET': secret})
 
 
 def is_running(pid: int) -> bool:

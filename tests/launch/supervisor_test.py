@@ -37,7 +37,6 @@ def _indented(code):
 class _JobTest(parameterized.TestCase):
   def _launch(self, code, *flags, **kwargs):
     directory = self.create_tempdir().full_path
-    # Short: after a failure it is also the time for a word that the job is elastic.
     flags = ('--grace_period=1', *flags)
     launcher = programs.Launcher(directory, flags, code, **kwargs)
     return self.enter_context(launcher)
@@ -88,23 +87,35 @@ finally:
     self.assertIn(f'worker {first} failed first', launcher.stderr())
     self.assertNotIn(f'worker {1 - first} failed', launcher.stderr())
 
-  @tiers.parameters(
-    signal.SIGKILL, *tiers.every(tiers.soak, (signal.SIGSEGV, signal.SIGTERM))
-  )
-  def test_signal_gives_128_and_its_number(self, number):
-    code = f"""
+  def test_signal_gives_128_and_its_number(self):
+    code = """
 if name == 'ps_0':
   wait_for('pid', 'worker_0')
-  os.kill(os.getpid(), {int(number)})
+  os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """
     launcher = self._launch(code, '--num_workers=1', '--num_ps=1')
-    self.assertEqual(launcher.wait(), 128 + number)
+    self.assertEqual(launcher.wait(), 137)
     self.assertEmpty(launcher.alive())
     self.assertIn(
-      f'ps 0 failed first: killed by {number.name}. It wrote nothing.',
+      'ps 0 failed first: killed by SIGKILL. It wrote nothing.',
       launcher.stderr(),
     )
+
+  def test_who_fails_first_is_named_though_its_child_ends_last(self):
+    code = f"""
+if name == 'worker_1':
+  wait_for('ready', 'worker_0')
+  {_indented(_GRANDCHILD)}
+  sys.exit(3)
+note('ready', 1)
+child = wait_for('grandchild', 'worker_1')
+time.sleep(0.3)
+sys.exit(4)
+"""
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=2')
+    self.assertEqual(launcher.wait(), 3)
+    self.assertIn('worker 1 failed first: exit status 3', launcher.stderr())
 
   def test_task_that_ignores_sigterm_is_killed(self):
     code = f"""
@@ -142,11 +153,6 @@ time.sleep(600)
     self.assertEqual(status, 127)
     self.assertIn("[worker 0] cannot start 'no-such-command'", stdout)
     self.assertIn('worker 0 failed first: exit status 127', stderr)
-
-  def test_command_that_cannot_run(self):
-    directory = self.create_tempdir().full_path
-    status, _, _ = programs.run(['--', directory], directory)
-    self.assertEqual(status, 126)
 
 
 @pytest.mark.multi_process
@@ -189,22 +195,30 @@ if name == 'worker_0':
 if name == 'worker_0':
   if attempt == 0:
     sys.exit(8)
-  wait_for('last', 'worker_1', 2)
   time.sleep(600)
 wait_for('pid', 'worker_0', 1)
-if attempt == 2:
-  note('last', 1)
-  os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(9)
 """
     launcher = self._launch(code, '--num_workers=2', '--max_restarts=2')
-    self.assertEqual(launcher.wait(), 137)
+    self.assertEqual(launcher.wait(), 9)
     self.assertLen(launcher.notes('pid'), 5)
     self.assertEmpty(launcher.alive())
     self.assertIn(
-      'worker 1 failed first: killed by SIGKILL (restarts: 2).',
-      launcher.stderr(),
+      'worker 1 failed first: exit status 9 (restarts: 2).', launcher.stderr()
     )
+
+  def test_task_is_not_started_again_when_another_has_ended_well(self):
+    code = """
+if name == 'worker_1':
+  pid = wait_for('pid', 'worker_0')
+  while os.path.exists(f'/proc/{pid}'):
+    time.sleep(0.01)
+  time.sleep(0.5)
+  sys.exit(3)
+"""
+    launcher = self._launch(code, '--num_workers=2', '--max_restarts=2')
+    self.assertEqual(launcher.wait(), 3)
+    self.assertLen(launcher.notes('pid'), 2)
 
   def test_nothing_of_an_attempt_is_left_when_the_next_begins(self):
     code = f"""
@@ -255,16 +269,6 @@ time.sleep(600)
     self.assertEmpty(launcher.alive())
     self.assertIn(f'{number.name}: ending all tasks', launcher.stderr())
 
-  @tiers.parameters(tiers.soak(signal.SIGINT), signal.SIGTERM)
-  def test_those_who_ignore_it_are_killed(self, number):
-    code = _IGNORE + _GRANDCHILD + _SLEEP
-    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
-    launcher.wait_for_notes('ready', 2)
-    launcher.process.send_signal(number)
-    self.assertEqual(launcher.wait(), 128 + number)
-    self.assertLen(launcher.pids(), 4)
-    self.assertEmpty(launcher.alive())
-
   @pytest.mark.soak
   def test_second_signal_kills_at_once(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
@@ -287,9 +291,8 @@ time.sleep(600)
 
 @pytest.mark.multi_process
 class KilledTest(_JobTest):
-  @tiers.parameters(tiers.soak(''), _IGNORE)
-  def test_launcher_that_is_killed_leaves_nothing(self, ignore):
-    code = ignore + _GRANDCHILD + _SLEEP
+  def test_launcher_that_is_killed_leaves_nothing(self):
+    code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
     launcher.wait_for_notes('ready', 2)
     reapers = [reaper.pid for reaper in launcher.reapers()]
@@ -312,16 +315,6 @@ class KilledTest(_JobTest):
     launcher.wait()
     launcher.wait_until(lambda: not programs.with_argument(script))
 
-  def test_stopped_task_of_a_killed_launcher_is_ended(self):
-    code = _SLEEP
-    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
-    launcher.wait_for_notes('ready', 2)
-    os.kill(launcher.pids()[0], signal.SIGSTOP)
-    launcher.process.kill()
-    launcher.wait()
-    launcher.wait_until(lambda: not launcher.alive())
-    self.assertEmpty(launcher.alive())
-
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
   @pytest.mark.soak
   def test_reaper_that_is_killed_takes_its_task_along(self):
@@ -332,20 +325,6 @@ class KilledTest(_JobTest):
     self.assertEqual(launcher.wait(), 137)
     self.assertLen(launcher.pids(), 4)
     self.assertEmpty(launcher.alive())
-
-  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
-  def test_nothing_is_left_when_a_task_without_reaper_starts_again(self):
-    code = f"""
-if attempt == 0:
-  {_indented(_IGNORE + _GRANDCHILD + _SLEEP)}
-note('found', os.path.exists(f"/proc/{{wait_for('grandchild', name)}}"))
-"""
-    launcher = self._launch(code, '--max_restarts=1')
-    launcher.wait_for_notes('ready', 1)
-    (reaper,) = launcher.reapers()
-    reaper.kill()
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
-    self.assertEqual(launcher.notes('found'), {'worker_0-1': False})
 
   @pytest.mark.soak
   def test_task_that_ends_well_leaves_nothing_either(self):
@@ -435,20 +414,13 @@ for i in range(5000):
 
 class OptionsTest(parameterized.TestCase):
   @parameterized.parameters(
-    {'max_restarts': -1},
-    {'grace_period': -0.1},
-    {'grace_period': float('inf')},
-    {'grace_period': float('nan')},
+    {'max_restarts': -1}, {'grace_period': -0.1}, {'grace_period': float('nan')}
   )
   def test_bad_value_is_named(self, **options):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       supervisor.Options(**options)
     (name,) = options
     self.assertIn(f'--{name}={options[name]}', str(caught.exception))
-
-  @parameterized.parameters((0, 0), (3, 3), (-9, 137), (-15, 143))
-  def test_exit_status(self, status, expected):
-    self.assertEqual(supervisor.exit_status(status), expected)
 
 
 if __name__ == '__main__':

@@ -137,15 +137,14 @@ def run(
   )
   job = elastic_job.Job(options, members)
   # From now on it ends nobody because another one failed.
-  launcher_note.say_elastic()
+  launcher_note.say(launcher_note.ELASTIC)
   try:
     members.check_finished()
     while True:
       try:
         result = _run_once(train_fn, job, members, ring, devices)
-        if cluster is not None:
-          # The program may still have to write its results.
-          launcher_note.say_trained(f'{cluster.task_type} {cluster.task_index}')
+        # The program may still have to write its results.
+        launcher_note.say(launcher_note.TRAINED)
         return result
       except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
         members.end(str(e))

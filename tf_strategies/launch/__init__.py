@@ -1,8 +1,8 @@
 """Starts all tasks of a job, on this host or on several: `tfs launch`.
 
 `tasks` plans, `supervisor` runs, `process` is one attempt at a task, `reaper`
-is the program around it that leaves no orphan, `output` prefixes the lines; `nodes`
-is how launchers of several hosts meet, `others` what a supervisor hears of them.
+is the program around it that leaves no orphan, `output` prefixes the lines. `nodes`
+connects the launchers of several hosts, and `hosts` starts them over ssh.
 `tfs.launch(function)` calls a function on workers (`functions`).
 
 Example:
@@ -23,11 +23,16 @@ __all__ = ['main']
 
 
 class _CallableModule(types.ModuleType):
-  """`tfs.launch` is this room, and it is called: a name cannot be two things."""
+  """Makes `tfs.launch`, which is this package, callable."""
 
   def __call__(self, *args, **options):
+    import inspect
+
+    from tf_strategies import option_checks
     from tf_strategies.launch import functions
 
+    known = inspect.signature(functions.launch).parameters
+    option_checks.check_names('tfs.launch', options, known)
     return functions.launch(*args, **options)
 
 

@@ -10,20 +10,16 @@ lines and exits with its status (128 + N for signal N). When all training tasks
 last checkpoint. With a chief and parameter servers only the chief trains: workers
 are servers, and end with them. No task outlives the launcher.
 
---max_restarts starts a task that failed again. Without parameter servers that ends
-when a training task has ended well: a lost task would repeat alone what the others
-have finished. It is not started again, and one that is back already is ended
-after the grace period, with a warning: it may be one that has joined again and
-saves the results. (It may also have finished a very short training; a worker that
-was started again never trains alone.) The job has then ended well, unless
-the task that writes the results was lost after the end of another.
+--max_restarts starts a task that failed again, until a training task has ended well:
+after that it would repeat alone what the others have finished.
 
 In a job of `tfs.elastic.run` the workers decide who goes on, and tell the launcher so.
 From then on it ends no task because another one failed: it restarts what it may, names
-what is lost, and exits with 0 if a training task has ended well. A task may fail before
-any has said whether the job is elastic: the launcher then ends the others after 30
-seconds without a word, or three times --grace_period if that is shorter. Of several hosts the
-others go on without one that is lost, or whose launcher got SIGTERM; Ctrl-C ends all.
+what is lost, and exits with 0 if a training task has ended well. When the first one
+has, a worker that came back and trains alone is ended after the grace period. A worker
+that fails after it has trained makes the job fail, since its results may be lost. Of
+several hosts the others go on without one that is lost, or whose launcher got SIGTERM;
+Ctrl-C ends all.
 
 On several hosts, run the same line on each, with its own --node_rank, and with one
 TFS_SECRET on all:
@@ -48,23 +44,21 @@ Example:
 
   >>> from tf_strategies import launch
   >>> launch.main(['launch', '--num_workers=1', '--dry_run', '--', 'true'])
-  [worker 0] PYTHONUNBUFFERED=1 TFS_SECRET='<hidden>' ... TFS_RESTART_COUNT=0 true
+  [worker 0] TF_CPP_MIN_LOG_LEVEL=1 ... TFS_SECRET='<hidden>' ... TFS_RESTART_COUNT=0 true
   0
 """
 
-import collections
 import dataclasses
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from absl import flags
 
 from tf_strategies import errors
 from tf_strategies.cluster import command_line, exit_codes
 from tf_strategies.cluster import job as job_lib
-from tf_strategies.launch import others as others_lib
 from tf_strategies.launch import ports as ports_lib
 from tf_strategies.launch import supervisor, tasks
 
@@ -82,8 +76,7 @@ FLAGS = (
     'max_restarts',
     0,
     'How often each task that fails is started again, with the same TF_CONFIG, '
-    'while the others go on; without parameter servers, until one that trains '
-    'has ended well.',
+    'while the others go on, until one that trains has ended well.',
   ),
   (
     'log_dir',
@@ -91,15 +84,9 @@ FLAGS = (
     'Directory for the output of each task, such as worker_0.log.',
   ),
   (
-    'tee',
-    True,
-    'Whether what goes into --log_dir also appears here. --notee leaves this '
-    'terminal to the launcher, and to the last lines of a task that fails.',
-  ),
-  (
     'rank_filter',
     None,
-    'Whose lines appear here, such as chief,worker:0-1; default all. Files in '
+    'Whose lines appear here, such as chief,worker:0; default all. Files in '
     '--log_dir hold everything.',
   ),
   (
@@ -129,29 +116,6 @@ FLAGS = (
 )
 
 
-def _shown(
-  values: flags.FlagValues, counts: Mapping[str, int]
-) -> frozenset[str] | None:
-  """The names of the tasks whose lines appear on the terminal; None for all."""
-  if values.tee:
-    if values.rank_filter is None:
-      return None
-    return tasks.parse_filter(values.rank_filter, counts)
-  if values.rank_filter is not None:
-    raise errors.UnsupportedOptionError(
-      f'--notee with --rank_filter={values.rank_filter}',
-      'one of them, since --notee shows no lines at all',
-      'leave --notee out',
-    )
-  if not values.log_dir:
-    raise errors.UnsupportedOptionError(
-      '--notee without --log_dir',
-      'a directory for what is not shown',
-      'pass --log_dir=logs, or leave --notee out',
-    )
-  return frozenset()
-
-
 def _run(values: flags.FlagValues, command: list[str]) -> int:
   if not command:
     raise flags.Error('no command: the command follows a lone --')
@@ -167,26 +131,6 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
   )
   if values.hostfile is not None:
     return _run_hosts(values, options, command)
-  try:
-    specs, others = _plan(values, job, command)
-  except (errors.RendezvousError, errors.AuthenticationError) as e:
-    _say(str(e))
-    return exit_codes.exit_code(e)
-  counts = collections.Counter(spec.type for spec in specs)
-  options = dataclasses.replace(options, shown=_shown(values, counts))
-  if values.dry_run:
-    for spec in specs:
-      print(tasks.describe(spec))
-    others.close()
-    return 0
-  sys.stdout.flush()
-  return supervisor.Supervisor(specs, options, others).run()
-
-
-def _plan(
-  values: flags.FlagValues, job: job_lib.Job, command: list[str]
-) -> tuple[list[tasks.TaskSpec], others_lib.Others]:
-  """All tasks of the job, after launchers of several hosts have met."""
   for name in ('node_rank', 'rendezvous'):
     if values.nnodes == 1 and values[name].value:
       raise errors.UnsupportedOptionError(
@@ -194,11 +138,41 @@ def _plan(
         'a job of several hosts',
         f'pass --nnodes=2 or more, or leave --{name} out',
       )
-  if values.nnodes == 1:
-    ports = ports_lib.pick_ports(sum(job.counts.values()))
-    secret = secrets.token_hex(job_lib.SECRET_BYTES)
-    node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
-    return tasks.plan_tasks([node], command, secret), others_lib.Others()
+  if values.nnodes > 1:
+    return _run_host(values, options, job, command)
+  ports = ports_lib.pick_ports(sum(job.counts.values()))
+  secret = secrets.token_hex(job_lib.SECRET_BYTES)
+  node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
+  return _supervise(values, options, tasks.plan_tasks([node], command, secret))
+
+
+def _supervise(
+  values: flags.FlagValues,
+  options: supervisor.Options,
+  specs: Sequence[tasks.TaskSpec],
+  launchers=None,
+) -> int:
+  """Runs the tasks of this host, or prints those of the job."""
+  if values.rank_filter is not None and values.hostfile is None:
+    shown = tasks.filtered(specs, values.rank_filter)
+    options = dataclasses.replace(options, shown=shown)
+  if values.dry_run:
+    for spec in specs:
+      print(tasks.describe(spec))
+    return 0
+  if launchers is not None:
+    specs = [spec for spec in specs if spec.node == launchers.rank]
+  sys.stdout.flush()
+  return supervisor.Supervisor(specs, options, launchers).run()
+
+
+def _run_host(
+  values: flags.FlagValues,
+  options: supervisor.Options,
+  job: job_lib.Job,
+  command: list[str],
+) -> int:
+  """Runs this host's tasks, after the launchers of all hosts have met."""
   if values.rendezvous is None:
     raise errors.UnsupportedOptionError(
       f'--nnodes={values.nnodes} without --rendezvous',
@@ -218,10 +192,14 @@ def _plan(
   if place.rank:
     counts.update(chief=0, evaluator=0)
   ports = ports_lib.pick_ports(sum(counts.values()) - counts['evaluator'])
-  launchers = nodes_lib.Launchers(place, counts, ports, _say)
-  specs = tasks.plan_tasks(launchers.nodes, command, secret)
-  launchers.places = {spec.name: spec.node for spec in specs}
-  return specs, launchers
+  try:
+    launchers = nodes_lib.Launchers(place, counts, ports, _say)
+  except (errors.RendezvousError, errors.AuthenticationError) as e:
+    _say(str(e))
+    return exit_codes.exit_code(e)
+  with launchers:
+    specs = tasks.plan_tasks(launchers.nodes, command, secret)
+    return _supervise(values, options, specs, launchers)
 
 
 # What each host's launcher is told in its own way, or not at all.
@@ -243,9 +221,8 @@ def _run_hosts(
   from tf_strategies.launch import hosts as hosts_lib
 
   given = process_group.GroupOptions.from_env().secret
-  hosts = hosts_lib.read(values.hostfile)
   specs = hosts_lib.plan(
-    hosts,
+    hosts_lib.read(values.hostfile),
     ports_lib.pick_ports(1)[0],
     values.ssh,
     values.num_workers,
@@ -257,20 +234,15 @@ def _run_hosts(
     command,
     given.decode('utf-8') if given else secrets.token_hex(job_lib.SECRET_BYTES),
   )
-  if values.dry_run:
-    for spec in specs:
-      print(tasks.describe(spec))
-    return 0
-  sys.stdout.flush()
-  # A launcher that ends its tasks needs their grace period.
+  # Launchers restart and filter tasks themselves, and need the grace period to end
+  # them.
   options = dataclasses.replace(
     options,
     max_restarts=0,
     grace_period=values.grace_period + _SECONDS_OF_LAST_WORDS,
     log_dir=None,
   )
-  others = others_lib.Others(hosts=[host.name for host in hosts])
-  return supervisor.Supervisor(specs, options, others).run()
+  return _supervise(values, options, specs)
 
 
 def _say(text: str) -> None:

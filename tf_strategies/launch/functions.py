@@ -1,59 +1,34 @@
 """`tfs.launch(function)`: a function on several workers, from a notebook or script.
 
-Each worker is a process that the launcher starts, as `tfs launch` would: what runs
-under one runs under the other. The function travels as bytes in a file; so do results.
+Each worker is a process that `tfs launch` starts. The function travels as bytes in a
+file, and so do results.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib.util
 import os
 import pathlib
 import pickle
-import select
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tf_strategies import errors, option_checks
 from tf_strategies.cluster import ClusterConfig, launcher_note
-from tf_strategies.launch import command, output, process
-
-if TYPE_CHECKING:
-  from typing_extensions import Unpack
+from tf_strategies.launch import output
 
 _LAUNCHER = 'tf_strategies.launch'
-_CALL, _RESULT = 'call', 'result'
-_NOTHING = object()  # A result that was expected and has not come.
+_CALL = 'call'
 _SENDABLE = 'return numbers, NumPy arrays or a path'
-_POLL_SECONDS = 1.0
-# The launcher itself ends its tasks within its own grace period.
-_GRACE_SECONDS = 30.0
-_FIX = 'see `tfs launch --help`'
-# Of the launcher, for a wrong command line; it then writes its usage last.
+# The launcher's status for a wrong command line; it then writes its usage last.
 _REFUSED, _USAGE = 2, 'Usage: '
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-
-
-class Flags(TypedDict, total=False):
-  """The flags of `tfs launch` besides `num_workers`, for checkers."""
-
-  num_ps: int
-  chief: bool
-  evaluator: bool
-  max_restarts: int
-  log_dir: str | os.PathLike[str] | None
-  tee: bool
-  rank_filter: str | None
-  grace_period: float
-  dry_run: bool
-  nnodes: int
-  node_rank: int
-  rendezvous: str | None
-  rendezvous_timeout: float
 
 
 def launch(
@@ -61,7 +36,13 @@ def launch(
   args: tuple[Any, ...] | list[Any] = (),
   *,
   num_workers: int = 2,
-  **flags: Unpack[Flags],
+  num_ps: int = 0,
+  chief: bool = False,
+  evaluator: bool = False,
+  max_restarts: int = 0,
+  log_dir: str | os.PathLike[str] | None = None,
+  rank_filter: str | None = None,
+  grace_period: float = 10.0,
 ) -> list[Any]:
   """Calls a function on each worker of a new job, and returns what each returned.
 
@@ -75,13 +56,20 @@ def launch(
   `if __name__ == '__main__':`, since workers run the script for its functions.
 
   Args:
-    function: whose strategy finds the other workers by TF_CONFIG.
+    function: a function whose strategy finds the other workers by TF_CONFIG.
     args: its arguments, for all workers alike.
-    num_workers: how many.
-    **flags: of `tfs launch`, such as `max_restarts=1` or `log_dir='logs'`.
+    num_workers: number of workers. This and the further arguments are the flags of
+      `tfs launch`.
+    num_ps: number of parameter servers.
+    chief: whether there is a chief.
+    evaluator: whether there is an evaluator.
+    max_restarts: how often a task that fails is started again.
+    log_dir: directory for the output of each task.
+    rank_filter: the tasks whose lines appear here, such as 'worker:0'.
+    grace_period: seconds between SIGTERM and SIGKILL.
 
   Returns:
-    What chief and workers returned, in this order. Workers that serve a chief
+    The results of chief and workers, in this order. Workers that serve a chief
     beside parameter servers return nothing. A worker that an elastic job lost
     returns None.
 
@@ -111,7 +99,22 @@ def launch(
     "a tuple of the function's arguments",
     'write args=(value,) for one argument',
   )
-  words = _words({'num_workers': num_workers, **flags})
+  flags = {
+    'num_workers': num_workers,
+    'num_ps': num_ps,
+    'chief': chief,
+    'evaluator': evaluator,
+    'max_restarts': max_restarts,
+    'grace_period': grace_period,
+  }
+  if log_dir is not None:
+    option_checks.check_path(
+      'log_dir', log_dir, "write log_dir='logs', or None"
+    )
+    flags['log_dir'] = log_dir
+  if rank_filter is not None:
+    flags['rank_filter'] = rank_filter
+  words = [f'--{name}={value}' for name, value in flags.items()]
   with tempfile.TemporaryDirectory(prefix='tfs-launch-') as name:
     directory = pathlib.Path(name)
     (directory / _CALL).write_bytes(_packed(function, tuple(args)))
@@ -125,65 +128,29 @@ def launch(
     # The lines of tasks begin with their names: it is the launcher that ends so.
     _, _, refusal = tail.rpartition(f'{_LAUNCHER}: ')
     raise errors.UnsupportedOptionError(refusal.partition(f'\n{_USAGE}')[0])
+  raised = [error for error, _ in results.values() if error is not None]
   if status:
-    raised = [e for e in results.values() if isinstance(e, BaseException)]
     raise errors.WorkerUnavailableError(
       f'The job of {function!r} ended with {output.ending(status)}. It wrote '
       f'last:\n{tail}'
     ) from (raised[0] if raised else None)
-  if is_elastic:
-    if flags.get('nnodes', 1) == 1:
-      # Also those that were lost before they began.
-      count = num_workers + bool(flags.get('chief'))
-      results = {place: results.get(place, _NOTHING) for place in range(count)}
-    results = {place: _or_none(result) for place, result in results.items()}
-  missing = [rank for rank, result in results.items() if result is _NOTHING]
-  if missing:
+  # Workers beside parameter servers only serve.
+  places = range(1 if chief and num_ps else num_workers + bool(chief))
+  missing = [place for place in places if place not in results]
+  if missing and not is_elastic:
     raise errors.WorkerUnavailableError(
       f'The job of {function!r} ended well, but nothing came back from rank '
-      f'{", ".join(map(str, missing))} of {len(results)}. Expected a function '
+      f'{", ".join(map(str, missing))} of {len(places)}. Expected a function '
       'that returns. Fix: return, or raise sys.exit(0), instead of os._exit(0).'
     )
-  for result in results.values():
-    if isinstance(result, _UnreadableError):
-      raise errors.WorkerUnavailableError(str(result))
-  return list(results.values())
+  unreadable = [e for e in raised if isinstance(e, _UnreadableError)]
+  if unreadable:
+    raise errors.WorkerUnavailableError(str(unreadable[0]))
+  return [results.get(place, (None, None))[1] for place in places]
 
 
 class _UnreadableError(errors.WorkerUnavailableError):
-  """In the place of what a worker returned or raised, and this process cannot make."""
-
-
-def _or_none(result: Any) -> Any:
-  """Returns the result of a worker of an elastic job; None if it was lost."""
-  is_readable = not isinstance(result, _UnreadableError)
-  is_error = isinstance(result, BaseException) and is_readable
-  return None if is_error or result is _NOTHING else result
-
-
-def _words(flags: Mapping[str, Any]) -> list[str]:
-  """The launcher's command line, if all flags have the types of its own."""
-  known = ('num_workers', *Flags.__annotations__)
-  option_checks.check_names('tfs.launch', flags, known, _FIX)
-  defaults = {name: default for name, default, _ in command.FLAGS}
-  words = []
-  for name, value in flags.items():
-    default = defaults[name]
-    if value is None and default is None:
-      continue
-    if isinstance(default, bool):
-      option_checks.check_bool(name, value)
-    elif isinstance(default, int):
-      option_checks.check_int(name, value, 0)
-    elif isinstance(default, float):
-      option_checks.check_seconds(name, value, or_zero=True)
-    elif name == 'log_dir':
-      option_checks.check_path(name, value, "write log_dir='logs', or None")
-    else:
-      is_text = isinstance(value, str)
-      option_checks.check(is_text, f'{name}={value!r}', 'a string', _FIX)
-    words.append(f'--{name}={value}')
-  return words
+  """Stands for an object that a worker returned or raised and this process cannot make."""
 
 
 def _packed(function, args) -> bytes:
@@ -223,7 +190,7 @@ def _packed(function, args) -> bytes:
 
 
 def _main_script() -> dict[str, str]:
-  """How workers get this program's own functions, as multiprocessing says it."""
+  """Returns how workers get this program's own functions, as multiprocessing says it."""
   main = sys.modules['__main__']
   name = getattr(getattr(main, '__spec__', None), 'name', None)
   if name and not name.endswith('__main__'):  # By `python -m`.
@@ -235,73 +202,65 @@ def _main_script() -> dict[str, str]:
 
 
 def _run(words: Sequence[str]) -> tuple[int, str, bool]:
-  """Runs the launcher; returns its status, the last lines, and whether it was elastic.
+  """Runs the launcher, which ends when nobody reads its output any more.
 
-  Under a reaper: if this process is killed, as kernels of notebooks are, it ends too.
+  Returns:
+    Its status, its last lines, and whether the job was elastic.
   """
   kept = [*filter(None, [os.environ.get('PYTHONPATH')]), str(_PACKAGE.parent)]
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(kept)}
-  lines = output.TaskOutput(b'', _show)
+  tail: collections.deque[str] = collections.deque(maxlen=output.TAIL_LINES)
+  interrupt: KeyboardInterrupt | None = None
   with launcher_note.Note() as note:
-    environment[launcher_note.VARIABLE] = note.path
-    running = process.TaskProcess(
-      list(words), environment, _GRACE_SECONDS, lines
-    )
-    interrupt: KeyboardInterrupt | None = None
-    try:
-      while not running.is_gone:
+    environment[launcher_note.VARIABLE] = note.variable('launcher')
+    # In a session of its own: Ctrl-C reaches it through this process only.
+    with subprocess.Popen(
+      words,
+      env=environment,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
+    ) as launcher:
+      while True:
         try:
-          _step(running)
+          for line in launcher.stdout:
+            text = line.decode('utf-8', 'replace')
+            # Not the descriptor: the stdout of a notebook is an object of Python's.
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            tail.append(text.rstrip('\n'))
+          break
         except KeyboardInterrupt as e:
           # The launcher ends the workers; a second one kills them.
           interrupt = e
-          running.send(signal.SIGINT)
-    finally:
-      running.close()
-      lines.close()
-    note.newly_trained()
-    is_elastic = note.kind == launcher_note.ELASTIC
+          launcher.send_signal(signal.SIGINT)
+    is_elastic = bool(note.read())
   if interrupt is not None:
     raise interrupt
-  tail = b'\n'.join(lines.tail()).decode('utf-8', 'replace')
-  return running.status, tail, is_elastic
+  return launcher.returncode, '\n'.join(tail), is_elastic
 
 
-def _step(running: process.TaskProcess) -> None:
-  reads = {running.channel_fd: running.read_channel}
-  if running.output_fd is not None:
-    reads[running.output_fd] = running.read_output
-  for fd in select.select(list(reads), [], [], _POLL_SECONDS)[0]:
-    # Nothing is left of one whose end the other has told.
-    if not running.is_gone:
-      reads[fd]()
-
-
-def _show(line: bytes) -> None:
-  # Not the descriptor: the stdout of a notebook is an object of Python's.
-  sys.stdout.write(line.decode('utf-8', 'replace'))
-  sys.stdout.flush()
-
-
-def _results(directory: pathlib.Path) -> dict[int, Any]:
-  """Returns the values or errors of the tasks, by place."""
+def _results(directory: pathlib.Path) -> dict[int, tuple[Any, Any]]:
+  """Returns the error and the value of each task that has one, by place."""
   results = {}
   # As workers, who run the script under another name, call what it defines.
   sys.modules.setdefault('__mp_main__', sys.modules['__main__'])
-  for path in sorted(directory.glob(f'{_RESULT}-??????')):
-    place, data = int(path.name.rpartition('-')[2]), path.read_bytes()
+  for path in directory.glob('[0-9]*.result'):
+    place = int(path.stem)
     try:
-      results[place] = pickle.loads(data) if data else _NOTHING
+      results[place] = pickle.loads(path.read_bytes())
     except Exception as e:  # Whatever a class of the user's raises.
-      results[place] = _UnreadableError(
+      error = _UnreadableError(
         f'What rank {place} returned or raised cannot be made again here '
         f'({type(e).__name__}: {e}). Fix: {_SENDABLE}.'
       )
+      results[place] = error, None
   return results
 
 
 def main(argv: Sequence[str]) -> None:
-  """A worker's part: makes the call that is in a directory, and notes its result."""
+  """Makes, on a worker, the call that is in a directory, and notes its result."""
   directory = pathlib.Path(argv[1])
   path, script, call = pickle.loads((directory / _CALL).read_bytes())
   sys.path[:] = path
@@ -313,10 +272,6 @@ def main(argv: Sequence[str]) -> None:
   function, args = pickle.loads(call)
   cluster = ClusterConfig.from_env()
   place: int | None = 0 if cluster is None else cluster.training_index
-  has_servers = cluster is not None and 'ps' in cluster.jobs
-  if place is not None and not (has_servers and place):
-    # Until it returns. A worker beside parameter servers only serves.
-    _path(directory, place).write_bytes(b'')
   try:
     result = function(*args)
   except SystemExit as e:
@@ -325,27 +280,24 @@ def main(argv: Sequence[str]) -> None:
     result = None
   except Exception as e:
     with contextlib.suppress(Exception):
-      _write(_path(directory, place or 0), e)
+      _write(directory, place or 0, e, None)
     raise
   if place is not None:
-    _write(_path(directory, place), result)
+    _write(directory, place, None, result)
 
 
-def _path(directory: pathlib.Path, place: int) -> pathlib.Path:
-  return directory / f'{_RESULT}-{place:06}'
-
-
-def _write(path: pathlib.Path, result: Any) -> None:
+def _write(directory: pathlib.Path, place: int, error, value: Any) -> None:
   try:
-    data = pickle.dumps(result)
+    data = pickle.dumps((error, value))
   except Exception as e:
     raise errors.UnsupportedOptionError(
-      f'a result of type {type(result).__name__} ({e})',
+      f'a result of type {type(value).__name__} ({e})',
       'one that can be sent to another process',
       _SENDABLE,
     ) from e
-  path.with_suffix('.new').write_bytes(data)
-  path.with_suffix('.new').rename(path)
+  path = directory / f'{place}.new'
+  path.write_bytes(data)
+  path.rename(path.with_suffix('.result'))
 
 
 if __name__ == '__main__':

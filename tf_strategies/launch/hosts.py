@@ -2,8 +2,8 @@
 
 The first host of the file is this one. To the supervisor here the launcher of each
 host is a task: `node 0`, `node 1`. One that fails, or whose ssh is lost, is named,
-and ends all, unless the job is elastic. How tasks end the launchers tell each other by
-themselves (`nodes`).
+and ends all, unless the job is elastic. The launchers themselves tell each other how
+tasks end (`nodes`).
 
 Example:
 
@@ -66,7 +66,7 @@ class Host:
 
 
 def read(path: str) -> list[Host]:
-  """The hosts of a file, two or more; what follows a # is a comment.
+  """Returns the hosts of a file, two or more; what follows a # is a comment.
 
   Raises:
     UnsupportedOptionError: it cannot be read, names a line that is no host, or
@@ -107,7 +107,7 @@ def plan(
   secret: str,
   environ: Mapping[str, str] = os.environ,
 ) -> list[tasks.TaskSpec]:
-  """The launcher of each host, as a task `node N`.
+  """Returns the launcher of each host, as a task `node N`.
 
   Args:
     hosts: of the job; the first is this one.
@@ -150,5 +150,7 @@ def plan(
       words = ['sh', '-c', _OVER_STDIN, 'sh', script, *reach]
       told = shlex.quote(secret)
     environment = {'TFS_SECRET': told, 'PYTHONUNBUFFERED': '1'}
-    specs.append(tasks.TaskSpec('node', rank, tuple(words), environment))
+    specs.append(
+      tasks.TaskSpec('node', rank, tuple(words), environment, host=host.name)
+    )
   return specs

@@ -1,13 +1,13 @@
 """Launchers of several hosts: they meet at one address, and stay in touch.
 
-The first host's launcher listens at the rendezvous; the others tell it where their
-tasks will be, and get the whole job back. The connections then carry how tasks end:
-a star around the first launcher, which passes on what it hears. Launchers know each
-other by the job's secret, as its tasks do.
+The first host's launcher listens at the rendezvous. The others tell it where their
+tasks will be, and get the whole job back. From then on each launcher says how its
+host is (`tasks.HostState`), and the first one passes that on. Launchers know each
+other by the job's secret, as tasks do.
 
-The connections are those of process groups, in the thread of their server. The launchers
-form no group: a group needs the address of each process before it forms, and ends as
-a whole when one of them is lost.
+The connections are those of process groups, in the thread of their server. The
+launchers form no group: a group needs the address of each process before it forms,
+and ends as a whole when one of them is lost.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import queue
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors, option_checks, process_group, version
 from tf_strategies.cluster import checks
-from tf_strategies.launch import others, output, tasks
+from tf_strategies.launch import output, tasks
 from tf_strategies.process_group.network import (
   authentication,
   protocol,
@@ -32,7 +31,6 @@ from tf_strategies.process_group.network import (
 from tf_strategies.process_group.network import connection as connection_lib
 
 _POLL_SECONDS = 0.05
-# What a wait may take before somebody is told of it, and between two such lines.
 _SECONDS_BEFORE_TELLING = 3.0
 _LAST_SECONDS = 1.0
 # TCP's own probes: a host that is off the network is lost after 20 seconds.
@@ -43,6 +41,10 @@ _PROBING = {
   'TCP_KEEPCNT': _PROBES,
   'TCP_USER_TIMEOUT': 1000 * _PROBE_AFTER_SECONDS * (_PROBES + 1),
 }
+_SAME_LINE = (
+  'Start the same line on all hosts, each with its own --node_rank and the same '
+  'secret'
+)
 _Kind = protocol.Kind
 
 
@@ -77,7 +79,7 @@ class Place:
 
 
 def options_of(place: Place) -> process_group.GroupOptions:
-  """How launchers know each other: by the secret of the environment.
+  """Returns how launchers know each other: by the secret of the environment.
 
   Raises:
     UnsupportedOptionError: there is none, or a wrong one.
@@ -93,19 +95,19 @@ def options_of(place: Place) -> process_group.GroupOptions:
   return options
 
 
-class Launchers(others.Others):
-  """The launchers of a job's hosts.
-
-  Waits until all have met.
+class Launchers(contextlib.AbstractContextManager):
+  """The launchers of a job's hosts; a context. Waits until all have met.
 
   Args:
-    place: of this host.
-    counts: of its tasks by type.
-    ports: for them.
-    say: is told of a wait, in a line.
+    place: the place of this host.
+    counts: the number of its tasks by type.
+    ports: the ports for them.
+    say: a function that prints a line while this launcher waits.
 
   Attributes:
+    rank: the number of this host.
     nodes: all hosts in their order.
+    states: the last state of each other host, by its number.
 
   Raises:
     RendezvousError: hosts are missing at the deadline: names them; or this host
@@ -120,7 +122,10 @@ class Launchers(others.Others):
     ports: Sequence[int],
     say: Callable[[str], None],
   ):
-    super().__init__(place.rank)
+    self.rank = place.rank
+    self.states = {
+      node: tasks.HostState(node, num_training=1) for node in range(place.count)
+    }
     self._place = place
     self._say = say
     self._credentials = options_of(place).credentials()
@@ -132,23 +137,13 @@ class Launchers(others.Others):
     }
     self._ends_at = time.monotonic() + place.timeout
     self._tell_at = time.monotonic() + _SECONDS_BEFORE_TELLING
-    # What each host said, and the connections: of the first host to all others, of
-    # the others to the first.
-    self._parts: dict[int, Any] = {}
+    # The first host is connected to all others, and the others to the first.
     self._connections: dict[int, connection_lib.Connection] = {}
-    # The whole job, once all are there.
+    # What each host said to the first one, and all of it once all are there.
+    self._parts: dict[int, Any] = {}
     self._job: list[Any] = []
-    # Those of the connections of whose end the supervisor has not heard.
-    self._linked = set(range(1, place.count)) if place.rank == 0 else {0}
     self._refusal = ''
-    self._told: dict[str, Mapping[str, Any]] = {}
-    # Messages, and whose connection has ended with one.
-    self._messages: queue.SimpleQueue[tuple[Any, int | None]] = (
-      queue.SimpleQueue()
-    )
-    self._bell, self._button = socket.socketpair()
-    for end in (self._bell, self._button):
-      end.setblocking(False)
+    self._told: tasks.HostState | None = None
     # The others listen too, but nobody knows where: it is their thread.
     address = place.rendezvous if place.rank == 0 else f'{tasks.LOOPBACK}:0'
     purposes = {authentication.Purpose.CONTROL: self._serve}
@@ -161,66 +156,34 @@ class Launchers(others.Others):
       else:
         self._join()
     except BaseException:
-      self.close()
+      self.__exit__()
       raise
     self.nodes = [
       tasks.Node(part['host'], part['counts'], part['ports'])
       for part in self._job
     ]
-    self.hosts = [node.host for node in self.nodes]
 
-  @property
-  def is_alone(self) -> bool:
-    """See base class."""
-    return not self._linked
+  def tell(self, state: tasks.HostState) -> None:
+    """Tells the others how this host is, if that is new."""
+    if state != self._told:
+      self._told = state
+      message = dataclasses.asdict(state)
+      self._server.loop.call_soon_threadsafe(self._send, _Kind.STATE, message)
 
-  def fileno(self) -> int:
-    """Readable when `heard` has something."""
-    return self._bell.fileno()
-
-  def tell(self, task, status, losses=0, failed=False, kind='') -> None:
-    """See base class."""
-    message = others.message(task, status, losses, failed, kind)
-    if self._told.get(task) != message:
-      self._told[task] = message
-      self._server.loop.call_soon_threadsafe(self._send, _Kind.TASK, message)
-
-  def heard(self) -> Iterator[Mapping[str, Any]]:
-    """See base class."""
-    with contextlib.suppress(BlockingIOError):
-      self._bell.recv(1 << 16)
-    while not self._messages.empty():
-      message, ended = self._messages.get()
-      self._linked.discard(ended)
-      yield message
-
-  def close(self) -> None:
+  def __exit__(self, *_):
     """Ends the connections when the others have what was sent, or a second later."""
     self._server.call(self._end())
     self._server.close()
-    self._bell.close()
-    self._button.close()
-
-  # How they meet.
 
   def _lead(self) -> None:
     self._parts[0] = self._mine
     try:
-      while missing := self._server.call(self._begin()):
+      while not self._job:
+        missing = sorted({*range(self._place.count)} - {*self._parts})
         self._wait(f'node {", ".join(map(str, missing))}')
     except errors.RendezvousError as e:
-      loop = self._server.loop
-      loop.call_soon_threadsafe(self._send, _Kind.REJECT, str(e))
+      self._server.loop.call_soon_threadsafe(self._send, _Kind.REJECT, str(e))
       raise
-
-  async def _begin(self) -> list[int]:
-    """Tells all launchers the whole job; returns those that are missing instead."""
-    ranks = range(self._place.count)
-    missing = [rank for rank in ranks if rank not in self._parts]
-    if not missing:
-      self._job = [self._parts[rank] for rank in ranks]
-      self._send(_Kind.JOB, self._job)
-    return missing
 
   async def _serve(self, connection, request) -> None:
     """Takes up another launcher, on the first host."""
@@ -238,10 +201,14 @@ class Launchers(others.Others):
       connection.close()
       return
     self._parts[request.client] = part
+    self._connections[request.client] = connection
+    if len(self._parts) == self._place.count:
+      self._job = [part for _, part in sorted(self._parts.items())]
+      self._send(_Kind.JOB, self._job)
     await self._follow(request.client, connection)
 
   def _objection(self, request, part) -> str:
-    """Why a launcher cannot take part; empty if it can."""
+    """Returns why a launcher cannot take part; empty if it can."""
     count = self._place.count
     who = f'node {request.client}'
     if request.world != count:
@@ -255,31 +222,23 @@ class Launchers(others.Others):
       return 'the job has begun'
     if request.client in self._parts or request.client >= count:
       return f'another launcher has --node_rank={request.client}'
-    if set(part['counts']) != set(self._mine['counts']):
-      return f'{who} has tasks of types {sorted(part["counts"])}'
     return ''
 
   def _join(self) -> None:
     place = self._place
-    while True:
+    while not self._connections:
       try:
         self._server.call(self._dial())
-        break
       except (OSError, protocol.ProtocolError) as e:
         why = getattr(e, 'strerror', None) or e or 'no answer'
         self._wait(f'node 0 ({why})')
     # The first host ends the wait, and says why.
     while not self._job:
-      if self._refusal:
+      if self._refusal or not self._connections:
+        why = self._refusal or 'it has ended, see what its launcher says'
         raise errors.RendezvousError(
-          f'Node 0 at {place.rendezvous} refused node {place.rank}: '
-          f'{self._refusal}. Start the same line on all hosts, each with its own '
-          '--node_rank.'
-        )
-      if not self._connections:
-        raise errors.RendezvousError(
-          f'Node 0 at {place.rendezvous} left before all were there. See what its '
-          'launcher says.'
+          f'Node 0 at {place.rendezvous} refused node {place.rank}: {why}. '
+          f'{_SAME_LINE}.'
         )
       self._wait('the others', grace=authentication.HANDSHAKE_SECONDS)
 
@@ -297,7 +256,7 @@ class Launchers(others.Others):
     self._server.spawn(self._follow(0, connection))
 
   def _wait(self, whom: str, grace: float = 0.0) -> None:
-    """Waits a moment; raises if the deadline has passed, tells of it now and then."""
+    """Waits a moment; raises after the deadline, and tells of it now and then."""
     place, now = self._place, time.monotonic()
     if not output.is_read(1):
       # The ssh that started this launcher has ended, and nobody else can end it.
@@ -308,8 +267,7 @@ class Launchers(others.Others):
     if now > self._ends_at + grace:
       raise errors.RendezvousError(
         f'Node {place.rank} waited {place.timeout:g} s at {place.rendezvous} for '
-        f'{whom} (--nnodes={place.count}).{self._refusal} Start the same line on '
-        'all hosts, each with its own --node_rank and the same secret, or raise '
+        f'{whom} (--nnodes={place.count}).{self._refusal} {_SAME_LINE}, or raise '
         '--rendezvous_timeout.'
       )
     if now > self._tell_at:
@@ -321,12 +279,11 @@ class Launchers(others.Others):
 
   async def _follow(self, rank: int, connection) -> None:
     """Takes what another launcher says, until it is gone."""
-    self._connections[rank] = connection
     _probe(connection.detach())
     try:
       while True:
         kind, said = await connection.expect(
-          _Kind.JOB, _Kind.REJECT, _Kind.TASK
+          _Kind.JOB, _Kind.REJECT, _Kind.STATE
         )
         if kind is _Kind.JOB:
           self._job = said
@@ -338,14 +295,16 @@ class Launchers(others.Others):
       connection.close()
       self._connections.pop(rank)
       self._parts.pop(rank, None)
-      self._take(others.message(f'node {rank}', others.LOST), None, rank)
+      # Without the first host nothing is heard of the others.
+      lost = [rank] if rank else range(self._place.count)
+      for node in lost:
+        self._take({**dataclasses.asdict(self.states[node]), 'is_lost': True})
 
-  def _take(self, message, source, ended=None) -> None:
+  def _take(self, message, source=None) -> None:
+    state = tasks.HostState(**message)
+    self.states[state.node] = state
     # The first host passes on what it hears.
-    self._send(_Kind.TASK, message, source)
-    self._messages.put((message, ended))
-    with contextlib.suppress(BlockingIOError):
-      self._button.send(b'!')
+    self._send(_Kind.STATE, message, source)
 
   def _send(self, kind, message, source=None) -> None:
     for connection in self._connections.values():
@@ -353,19 +312,19 @@ class Launchers(others.Others):
         connection.send(kind, message)
 
   async def _end(self) -> None:
-    ends_at = self._server.now() + _LAST_SECONDS
-    while self._server.now() < ends_at and any(
-      connection.pending for connection in self._connections.values()
-    ):
-      await asyncio.sleep(_LAST_SECONDS / 100)
     for connection in self._connections.values():
+      await self._until(lambda c=connection: not c.pending)
       with contextlib.suppress(OSError):
         connection.detach().shutdown(socket.SHUT_WR)
     # What was not read when one closes would take along what was sent.
-    while self._server.now() < ends_at and self._connections:
-      await asyncio.sleep(_LAST_SECONDS / 100)
+    await self._until(lambda: not self._connections)
     for connection in self._connections.values():
       connection.shut_down()
+
+  async def _until(self, condition) -> None:
+    ends_at = self._server.now() + _LAST_SECONDS
+    while not condition() and self._server.now() < ends_at:
+      await asyncio.sleep(_LAST_SECONDS / 100)
 
 
 def _probe(sock) -> None:

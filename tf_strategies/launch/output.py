@@ -17,7 +17,6 @@ Example:
 
 import collections
 import os
-import re
 import select
 import signal
 from collections.abc import Callable
@@ -31,10 +30,6 @@ _LONGEST_IN_TAIL = 2000
 # A pipe that poll() calls writable takes this much without blocking (POSIX).
 _ATOMIC = min(getattr(select, 'PIPE_BUF', 512), 4096)
 _TRACEBACK = b'Traceback (most recent call last)'
-_NOTICE = re.compile(
-  rb'WARNING: All log messages before absl::InitializeLog\(\) is called|'
-  rb'I0000 [0-9:.]+ +[0-9]+ \S+\] '
-)
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -64,7 +59,7 @@ class Sink:
 
   @property
   def pending(self) -> int:
-    """Bytes that wait to be written."""
+    """Number of bytes that wait to be written."""
     return len(self._queue)
 
   def write(self, data: bytes) -> None:
@@ -96,11 +91,8 @@ class TaskOutput:
     log: takes the bytes as they come; closed by `close()`.
 
   Attributes:
-    log_error: why the log was given up, if it was.
     hides_tracebacks: whether a traceback, and what follows it, goes to the log
       alone: after Ctrl-C each task has one to show.
-    hides_notices: whether TensorFlow's first lines do: it writes them before it
-      reads TF_CPP_MIN_LOG_LEVEL, which is to hide them.
   """
 
   def __init__(
@@ -109,8 +101,7 @@ class TaskOutput:
     write: Callable[[bytes], object],
     log: BinaryIO | None = None,
   ):
-    self.log_error: OSError | None = None
-    self.hides_tracebacks = self.hides_notices = False
+    self.hides_tracebacks = False
     self._is_hidden = False
     self._prefix = prefix
     self._write = write
@@ -142,14 +133,12 @@ class TaskOutput:
       self._log = None
 
   def tail(self) -> list[bytes]:
-    """The last lines, without their ends; of long ones the beginning."""
+    """Returns the last lines, without their ends; of long ones the beginning."""
     return list(self._tail)
 
   def _emit(self) -> None:
     line = bytes(self._partial)
     self._partial.clear()
-    if self.hides_notices and _NOTICE.match(line):
-      return
     short = line[:_LONGEST_IN_TAIL]
     self._tail.append(short if len(short) == len(line) else short + b'...')
     if self.hides_tracebacks and line.startswith(_TRACEBACK):
@@ -164,7 +153,7 @@ class TaskOutput:
       self._log.write(data)
     except OSError as e:
       # A full disk: the job is worth more than its log.
-      self.log_error = e
+      self._write(self._prefix + f'(no more log: {e})\n'.encode())
       self._log = None
 
 
@@ -178,7 +167,7 @@ def is_read(fd: int) -> bool:
 
 
 def ending(status: int) -> str:
-  """How a task ended, in words; `status` is minus the signal that killed it."""
+  """Returns how a task ended, in words; `status` is minus the signal that killed it."""
   if status >= 0:
     return f'exit status {status}'
   try:

@@ -6,9 +6,9 @@ The launcher cannot clean up after its own SIGKILL, so each task has a reaper: a
 small process that imports nothing of ours and starts in milliseconds.
 
 - `channel` is one end of a socket pair. Each byte that arrives is the number of
-  a signal for the task's process group. When it closes, the launcher is gone:
-  the group gets SIGTERM and, after the grace period, SIGKILL.
-- The reaper reports `started <pid>` and `ended <status> <monotonic ns>`.
+  a signal for the task's process group. After the grace period the group gets
+  SIGKILL. When the channel closes, the launcher is gone: that counts as SIGTERM.
+- The reaper reports `<status> <monotonic ns>` when the task has ended.
 - On Linux it adopts the task's orphans (PR_SET_CHILD_SUBREAPER), also those
   that left the process group, and ends them when the task has ended.
 - If it is killed, the task is too (PR_SET_PDEATHSIG). A `preexec_fn` is safe
@@ -35,6 +35,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _IS_LINUX = sys.platform == 'linux'
 _POLL_SECONDS = 0.05
+# A process that outlives SIGKILL for so long hangs in the kernel.
+_GIVE_UP_SECONDS = 10.0
 # Loaded here: between fork and exec nothing should be loaded.
 _LIBC = ctypes.CDLL(None) if _IS_LINUX else None
 
@@ -72,20 +74,15 @@ class Inbox:
     os.close(self._write_end)
 
   def fileno(self):
-    """Readable when a signal has arrived."""
+    """Returns a descriptor that is readable when a signal has arrived."""
     return self._read_end
 
   def read(self):
-    """The signals since the last call, in their order."""
+    """Returns the signals since the last call, in their order."""
     try:
       return [n for n in os.read(self._read_end, 512) if n in self._handlers]
     except BlockingIOError:
       return []
-
-
-def _prctl(option, value):
-  if _IS_LINUX:
-    _LIBC.prctl(option, value, 0, 0, 0)
 
 
 def adopt_orphans():
@@ -93,8 +90,13 @@ def adopt_orphans():
   _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def _prctl(option, value):
+  if _IS_LINUX:
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
 def parents_of_all():
-  """The parent of each live process by pid; empty where there is no /proc."""
+  """Returns the parent of each live process by pid; empty without /proc."""
   parents = {}
   pids = filter(str.isdigit, os.listdir('/proc')) if _IS_LINUX else ()
   for pid in pids:
@@ -111,7 +113,7 @@ def parents_of_all():
 
 
 def descendants(parents, ancestor):
-  """The pids below `ancestor`, itself excluded, in ascending order."""
+  """Returns the pids below `ancestor`, itself excluded, in ascending order."""
   found, more = set(), {ancestor}
   while more:
     found |= more
@@ -119,16 +121,11 @@ def descendants(parents, ancestor):
   return sorted(found - {ancestor})
 
 
-def signal_below(ancestor, number, keep=()):
-  """Signals all below `ancestor` but `keep` and what is below them; their pids."""
-  parents = parents_of_all()
-  for pid in keep:
-    parents.pop(pid, None)
-  pids = descendants(parents, ancestor)
-  for pid in pids:
+def signal_below(ancestor, number):
+  """Sends a signal to all processes below `ancestor`, where there is a /proc."""
+  for pid in descendants(parents_of_all(), ancestor):
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.kill(pid, number)
-  return pids
 
 
 class Reaper:
@@ -141,7 +138,7 @@ class Reaper:
     self._pid = os.getpid()
     self._group = None
     self._is_running = False
-    self._kill_at = math.inf
+    self._kill_at = self._give_up_at = math.inf
 
   def run(self):
     """Returns when neither the task nor anything below it is left."""
@@ -157,6 +154,9 @@ class Reaper:
         self._wait()
         if time.monotonic() >= self._kill_at:
           self._kill()
+        if time.monotonic() >= self._give_up_at:
+          print('A process outlives SIGKILL; it hangs in the kernel.')
+          return
 
   def _start(self):
     try:
@@ -165,14 +165,13 @@ class Reaper:
       )
     except (OSError, subprocess.SubprocessError) as e:
       print(f'cannot start {self._command[0]!r}: {e}', file=sys.stderr)
-      # What a shell says of a command that it cannot find, or cannot run.
-      self._report('ended', 127 if isinstance(e, FileNotFoundError) else 126)
+      # As a shell says of a command that it cannot find, or cannot run.
+      self._report(127 if isinstance(e, FileNotFoundError) else 126)
       return False
     # It is reaped here, with the orphans; Popen must not look for it.
     process.returncode = 0
     self._group = process.pid
     self._is_running = True
-    self._report('started', process.pid)
     return True
 
   def _become_task(self):
@@ -190,12 +189,10 @@ class Reaper:
       signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-  def _report(self, what, value):
-    if self._channel is None:
-      return
-    line = f'{what} {value} {time.monotonic_ns()}\n'.encode()
-    with contextlib.suppress(OSError):
-      os.write(self._channel, line)
+  def _report(self, status):
+    if self._channel is not None:
+      with contextlib.suppress(OSError):
+        os.write(self._channel, f'{status} {time.monotonic_ns()}'.encode())
 
   def _wait(self):
     watched = [self._inbox]
@@ -208,7 +205,7 @@ class Reaper:
       timeout = max(0.0, self._kill_at - time.monotonic())
     ready, _, _ = select.select(watched, [], [], timeout)
     if signal.SIGTERM in self._inbox.read():
-      self._end_softly()
+      self._end_softly(signal.SIGTERM)
     if self._channel in ready:
       self._obey()
 
@@ -222,12 +219,12 @@ class Reaper:
     if not numbers:
       os.close(self._channel)
       self._channel = None
-      self._end_softly()
+      numbers = bytes([signal.SIGTERM])
     for number in numbers:
       if number == signal.SIGKILL:
         self._kill()
-      elif self._is_running:
-        self._signal_group(number)
+      else:
+        self._end_softly(number)
 
   def _reap(self):
     """Returns whether there are children; orphans are, once their parent is gone."""
@@ -240,14 +237,14 @@ class Reaper:
         return True
       if pid == self._group and self._is_running:
         self._is_running = False
-        self._report('ended', os.waitstatus_to_exitcode(status))
-        self._end_softly()
+        self._report(os.waitstatus_to_exitcode(status))
+        self._end_softly(signal.SIGTERM)
 
-  def _end_softly(self):
+  def _end_softly(self, number):
     if self._is_running:
-      self._signal_group(signal.SIGTERM)
+      self._signal_group(number)
     else:
-      self._signal_others(signal.SIGTERM)
+      self._signal_others(number)
     at = time.monotonic() + self._grace_period
     self._kill_at = min(at, self._kill_at)
 
@@ -255,8 +252,10 @@ class Reaper:
     if self._is_running:
       self._signal_group(signal.SIGKILL)
     self._signal_others(signal.SIGKILL)
+    now = time.monotonic()
     # Again soon: while one is killed another may fork.
-    self._kill_at = time.monotonic() + _POLL_SECONDS
+    self._kill_at = now + _POLL_SECONDS
+    self._give_up_at = min(self._give_up_at, now + _GIVE_UP_SECONDS)
 
   def _signal_group(self, number):
     with contextlib.suppress(ProcessLookupError, PermissionError):

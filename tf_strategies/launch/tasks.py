@@ -2,19 +2,16 @@
 
 import dataclasses
 import hashlib
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tf_strategies import errors
+from tf_strategies import option_checks
 from tf_strategies.cluster import config, exit_codes, launcher_note, sources
 from tf_strategies.cluster import job as job_lib
 
-_FILTERED = re.compile(r'([a-z]+)(?::([0-9]{1,9})(?:-([0-9]{1,9}))?)?')
 # The loopback address rather than 'localhost', which may also mean ::1.
 LOOPBACK = '127.0.0.1'
 
-_LOG_LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 # Stays the same when a task is restarted: see `checkpoint/ownership.py`.
 _RUN_ID = 'TFS_RUN_ID'
 
@@ -57,19 +54,49 @@ class TaskSpec:
   environment: Mapping[str, str] = dataclasses.field(repr=False)
   # Whether the job is over when this task and its like have ended.
   is_training: bool = True
-  # The number of its host.
+  # The number of its host, and the host's name where messages show it.
   node: int = 0
+  host: str = ''
 
   @property
   def name(self) -> str:
-    """As it is called in the output: `worker 0`."""
+    """Name before each line of its output: `worker 0`."""
     return f'{self.type} {self.index}'
+
+  @property
+  def shown(self) -> str:
+    """Name in messages, with the host: `node 1 (10.0.0.2)`."""
+    return f'{self.name} ({self.host})' if self.host else self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class HostState:
+  """How a job is on one of its hosts, for the launchers of the others.
+
+  Attributes:
+    node: number of the host.
+    num_training: number of its training tasks that have not ended.
+    has_ended_well: whether a training task has ended with 0, there or elsewhere.
+    is_elastic: whether a task has said that the job is elastic.
+    is_lost: whether nothing is heard of the host any more; the rest is then the
+      last that was heard.
+    failed: name of the task that ends the job, or of the launcher `node 1`.
+    status: how it ended.
+  """
+
+  node: int
+  num_training: int = 0
+  has_ended_well: bool = False
+  is_elastic: bool = False
+  is_lost: bool = False
+  failed: str = ''
+  status: int = 0
 
 
 def plan_tasks(
   nodes: Sequence[Node], command: Sequence[str], secret: str
 ) -> list[TaskSpec]:
-  """The tasks in the order chief, workers, ps, evaluator, host by host.
+  """Returns the tasks in the order chief, workers, ps, evaluator, host by host.
 
   A job of one task gets no TF_CONFIG: it trains in a single process, as a TFJob
   of one does. O(tasks squared), since each TF_CONFIG lists all tasks.
@@ -80,7 +107,6 @@ def plan_tasks(
     secret: what the tasks prove to each other that they know; hexadecimal.
 
   Raises:
-    ValueError: a host's ports are too few or too many.
     UnsupportedOptionError: no task would train.
 
   Example:
@@ -94,41 +120,28 @@ def plan_tasks(
   job = job_lib.Job(
     *(total['worker'], total['ps'], total['chief'] > 0, total['evaluator'] > 0)
   )
-  for node in nodes:
-    wanted = sum(node.counts.values()) - node.counts['evaluator']
-    if len(node.ports) != wanted:
-      raise ValueError(
-        f'ports ({len(node.ports)}) must be as many as the addresses of {job}.'
-      )
+  places: list[tuple[str, int, int]] = []
+  for task_type in total:
+    hosts = [k for k, n in enumerate(nodes) for _ in range(n.counts[task_type])]
+    places += [(task_type, index, k) for index, k in enumerate(hosts)]
   ports = [iter(node.ports) for node in nodes]
-  names: list[tuple[str, int, int]] = []
   jobs: dict[str, dict[int, str]] = {}
-  for task_type in job.all_counts:
-    places = [
-      k for k, n in enumerate(nodes) for _ in range(n.counts[task_type])
-    ]
-    for index, place in enumerate(places):
-      names.append((task_type, index, place))
-      if task_type != 'evaluator':
-        address = f'{_bracketed(nodes[place].host)}:{next(ports[place])}'
-        jobs.setdefault(task_type, {})[index] = address
+  for task_type, index, k in places:
+    if task_type != 'evaluator':
+      address = f'{_bracketed(nodes[k].host)}:{next(ports[k])}'
+      jobs.setdefault(task_type, {})[index] = address
+  # Each host's launcher finds the same, and another launch does not.
+  run = hashlib.sha256(f'{secret} {jobs} {places}'.encode()).hexdigest()[:12]
+  shared = {'PYTHONUNBUFFERED': '1', 'TFS_SECRET': secret, _RUN_ID: run}
   specs = []
-  # What each host's launcher finds alike, and another launch does not.
-  run = hashlib.sha256(f'{secret} {jobs} {names}'.encode()).hexdigest()[:12]
-  for task_type, index, place in names:
-    environment = {
-      'PYTHONUNBUFFERED': '1',
-      'TFS_SECRET': secret,
-      _RUN_ID: run,
-    }
-    if len(names) > 1:
+  for task_type, index, k in places:
+    environment = dict(shared)
+    if len(places) > 1:
       cluster = config.ClusterConfig(jobs, task_type, index)
       environment['TF_CONFIG'] = cluster.to_tf_config()
     is_training = task_type in job.training_types
     specs.append(
-      TaskSpec(
-        task_type, index, tuple(command), environment, is_training, place
-      )
+      TaskSpec(task_type, index, tuple(command), environment, is_training, k)
     )
   return specs
 
@@ -140,64 +153,47 @@ def _bracketed(host: str) -> str:
 def full_environment(
   spec: TaskSpec, inherited: Mapping[str, str], restart_count: int
 ) -> dict[str, str]:
-  """All of a task's environment: the launcher's own, and what is the task's."""
+  """Returns a task's environment: the launcher's own, and the task's variables."""
   kept = {k: v for k, v in inherited.items() if k not in NOT_INHERITED}
-  # A server that someone else ended has not done its work. What it ends with
-  # once the launcher ends the job, nobody asks.
-  name = exit_codes.TERMINATED_VARIABLE
-  # What names the run outlives this launch: Slurm keeps its number in a requeue.
-  named = inherited.get(_RUN_ID) or inherited.get('SLURM_JOB_ID')
+  # The run's name outlives this launch: Slurm keeps its number in a requeue.
+  run = inherited.get(_RUN_ID) or inherited.get('SLURM_JOB_ID')
   return {
+    # TensorFlow reports each processor and library that it has found, in every
+    # task. Warnings and errors stay.
+    'TF_CPP_MIN_LOG_LEVEL': '1',
+    # A server that someone else ended has not done its work.
+    exit_codes.TERMINATED_VARIABLE: str(exit_codes.RESTARTABLE_EXIT_CODE),
     **kept,
     **spec.environment,
-    # TensorFlow tells of each processor and library that it has found, in
-    # every task; warnings and errors stay.
-    _LOG_LEVEL: log_level(kept),
-    name: kept.get(name, str(exit_codes.RESTARTABLE_EXIT_CODE)),
     'TFS_RESTART_COUNT': str(restart_count),
-    **({_RUN_ID: named} if named else {}),
+    **({_RUN_ID: run} if run else {}),
   }
 
 
-def log_level(environ: Mapping[str, str]) -> str:
-  """TF_CPP_MIN_LOG_LEVEL of tasks: warnings and errors, unless told otherwise."""
-  return environ.get(_LOG_LEVEL, '1')
-
-
 def describe(spec: TaskSpec) -> str:
-  """A task as a shell would start it, with the secret hidden."""
+  """Returns a task as a shell would start it, with the secret hidden."""
   shown = full_environment(spec, {}, 0)
   shown['TFS_SECRET'] = '<hidden>'
   words = [f'{name}={shlex.quote(value)}' for name, value in shown.items()]
   return f'[{spec.name}] {" ".join(words)} {shlex.join(spec.command)}'
 
 
-def parse_filter(text: str, counts: Mapping[str, int]) -> frozenset[str]:
-  """The names of the tasks that a filter such as `chief,worker:0-1` names.
+def filtered(specs: Sequence[TaskSpec], text: str) -> frozenset[str]:
+  """Returns the names of the tasks that a filter such as `chief,worker:0` names.
 
   Raises:
-    UnsupportedOptionError: it is no such list, or names a task that the job
-      does not have.
+    UnsupportedOptionError: it names a task that the job does not have.
   """
-  names: set[str] = set()
-  for item in text.split(','):
-    match = _FILTERED.fullmatch(item.strip())
-    task_type, first, last = match.groups() if match else ('', None, None)
-    count = counts.get(task_type, 0)
-    start = int(first or 0)
-    # Without an index: all tasks of the type.
-    end = int(last or first) if first else count - 1
-    if not 0 <= start <= end < count:
-      present = ', '.join(
-        task_type if count == 1 else f'{task_type}:0-{count - 1}'
-        for task_type, count in counts.items()
-        if count
-      )
-      raise errors.UnsupportedOptionError(
-        f'--rank_filter={text}',
-        f'a list of tasks of this job ({present})',
-        "write a type, 'type:index' or 'type:first-last', separated by commas, "
-        'such as --rank_filter=chief,worker:0-1',
-      )
-    names |= {f'{task_type} {index}' for index in range(start, end + 1)}
-  return frozenset(names)
+  names: dict[str, set[str]] = {}
+  for spec in specs:
+    for item in (spec.type, f'{spec.type}:{spec.index}'):
+      names.setdefault(item, set()).add(spec.name)
+  items = [item.strip() for item in text.split(',')]
+  option_checks.check(
+    names.keys() >= set(items),
+    f'--rank_filter={text}',
+    f'a list of tasks of this job ({", ".join(spec.name for spec in specs)})',
+    "write a type or 'type:index', separated by commas, such as "
+    '--rank_filter=chief,worker:0',
+  )
+  return frozenset().union(*(names[item] for item in items))

@@ -10,6 +10,7 @@ import struct
 
 from absl.testing import absltest, parameterized
 
+from tf_strategies.launch import tasks
 from tf_strategies.process_group import failure_detection, options, state
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.network import connection, messages, protocol
@@ -61,14 +62,8 @@ _VALID = [
   (_Kind.NODE, _NODE),
   (_Kind.JOB, [_NODE, _NODE]),
   (
-    _Kind.TASK,
-    {
-      'task': 'worker 1',
-      'status': -9,
-      'losses': 1,
-      'failed': True,
-      'kind': 'elastic',
-    },
+    _Kind.STATE,
+    dataclasses.asdict(tasks.HostState(1, failed='worker 1', status=-9)),
   ),
 ]
 _IN_BYTES = (_Kind.EXCHANGE, _Kind.RESULT)

@@ -231,12 +231,14 @@ _MESSAGES: Mapping[protocol.Kind, Any] = {
   },
   protocol.Kind.NODE: _NODE,
   protocol.Kind.JOB: _some(_NODE),
-  protocol.Kind.TASK: {
-    'task': _text,
-    'status': (None, _integer),
-    'losses': _count,
-    'failed': _flag,
-    'kind': ('', 'fixed', 'elastic'),
+  protocol.Kind.STATE: {
+    'node': _count,
+    'num_training': _count,
+    'has_ended_well': _flag,
+    'is_elastic': _flag,
+    'is_lost': _flag,
+    'failed': _text,
+    'status': _integer,
   },
 }
 

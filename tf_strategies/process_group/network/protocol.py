@@ -49,7 +49,7 @@ class Kind(enum.IntEnum):
   # Launchers of several hosts.
   NODE = 32
   JOB = 33
-  TASK = 34
+  STATE = 34
 
 
 @dataclasses.dataclass(frozen=True)
