@@ -12,27 +12,15 @@ from tf_strategies import errors
 # Name, environment, and words of the message: the variable and its value.
 _BAD = (
   ('vertex_empty', {'CLUSTER_SPEC': ''}, ("CLUSTER_SPEC: its text", "''")),
-  ('vertex_json', {'CLUSTER_SPEC': '{'}, ('JSONDecodeError',)),
-  ('vertex_deep', {'CLUSTER_SPEC': '[' * 100_000}, ('RecursionError',)),
   ('vertex_list', {'CLUSTER_SPEC': '[]'}, ('value is []',)),
   ('vertex_task', schedulers.vertex(task=('workerpool1', 2)), ('index is 2', '0 to 1')),
-  ('vertex_minus', schedulers.vertex(task=('workerpool1', -1)), ('index is -1',)),
-  ('vertex_words', schedulers.vertex(task=('workerpool1', 'x')), ("index is 'x'",)),
   ('vertex_pool', schedulers.vertex(task=('workerpool9', 0)), ("'workerpool9'",)),
   ('vertex_absent', schedulers.vertex(task=('workerpool2', 0)), ("is 'ps'",)),
-  ('vertex_no_task', {'CLUSTER_SPEC': '{"cluster": {}}'}, ('task is missing',)),
-  ('vertex_no_cluster', schedulers.vertex(pools=None), ('cluster is None',)),
   ('vertex_empty_cluster', schedulers.vertex(pools={}), ('cluster is {}', 'unset CLU')),
-  ('vertex_port', schedulers.vertex({'workerpool0': ['a']}, ('workerpool0', 0)), ("'a'",)),
   (
     'vertex_two_primaries',
     schedulers.vertex({'workerpool0': ['a:1', 'b:1']}, ('workerpool0', 0)),
     ('one chief',),
-  ),
-  (
-    'vertex_twice',
-    schedulers.vertex({'workerpool0': ['a:1'], 'workerpool1': ['a:1']}, ('chief', 0)),
-    ("'a:1'", 'cluster.chief[0] has it'),
   ),
   (
     'vertex_two_names',
@@ -41,21 +29,13 @@ _BAD = (
   ),
   ('slurm_place', schedulers.changed(schedulers.SLURM, SLURM_PROCID='7'), ('SLURM_PROCID: ', "'7'")),
   ('slurm_words', schedulers.changed(schedulers.SLURM, SLURM_PROCID='one'), ("'one'", '0 to 6')),
-  ('slurm_empty', schedulers.changed(schedulers.SLURM, SLURM_PROCID=''), ("SLURM_PROCID: ", "''")),
   ('slurm_count', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='x'), ('SLURM_NTASKS: ', "'x'")),
   ('slurm_no_tasks', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='0'), ("'0'",)),
-  ('slurm_minus', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='-2'), ("'-2'",)),
-  ('slurm_huge', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='9' * 30), ('999',)),
   ('slurm_no_list', schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST=None), ('missing',)),
   (
     'slurm_list',
     schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='node[1-'),
     ('SLURM_JOB_NODELIST: ', "'node[1-'", 'node[001-003,7],gpu1'),
-  ),
-  (
-    'slurm_many_hosts',
-    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='a[0-99999999]'),
-    ('at most 100000',),
   ),
   (
     'slurm_host',
@@ -101,19 +81,10 @@ _BAD = (
   ('slurm_job', schedulers.changed(schedulers.SLURM, SLURM_JOB_ID='x'), ('SLURM_JOB_ID: ', "'x'")),
   ('slurm_port', schedulers.changed(schedulers.SLURM, TFS_PORT='65535'), ('TFS_PORT: ', '65534')),
   ('port_0', {**schedulers.SAGEMAKER, 'TFS_PORT': '0'}, ('TFS_PORT: ', "'0'", '65535')),
-  ('port_words', {**schedulers.SAGEMAKER, 'TFS_PORT': 'http'}, ("'http'",)),
-  ('sm_empty', {**schedulers.SAGEMAKER, 'SM_HOSTS': ''}, ('SM_HOSTS: ', "''")),
   ('sm_json', {**schedulers.SAGEMAKER, 'SM_HOSTS': 'algo-1'}, ("'algo-1'", 'JSON list')),
   ('sm_object', {**schedulers.SAGEMAKER, 'SM_HOSTS': '{"a": 1}'}, ("{'a': 1}",)),
-  ('sm_no_hosts', {**schedulers.SAGEMAKER, 'SM_HOSTS': '[]'}, ('value is []',)),
   ('sm_number', {**schedulers.SAGEMAKER, 'SM_HOSTS': '[1, 2]'}, ('host 0 is 1',)),
-  ('sm_host', {**schedulers.SAGEMAKER, 'SM_HOSTS': '["a b", "c"]'}, ("'a b:2222'",)),
   ('sm_port', {**schedulers.SAGEMAKER, 'SM_HOSTS': '["a:1", "c"]'}, ("'a:1:2222'",)),
-  (
-    'sm_twice',
-    {**schedulers.SAGEMAKER, 'SM_HOSTS': '["algo-2", "algo-2"]'},
-    ('SM_HOSTS: ', 'no other task has'),
-  ),
   (
     'sm_stranger',
     {**schedulers.SAGEMAKER, 'SM_CURRENT_HOST': 'algo-9'},
@@ -121,17 +92,11 @@ _BAD = (
   ),
   ('sm_nobody', schedulers.changed(schedulers.SAGEMAKER, SM_CURRENT_HOST=None), ('missing',)),
   ('jobset_name', schedulers.changed(schedulers.JOBSET, JOBSET_NAME=None), ('JOBSET_NAME: ',)),
-  ('jobset_blank', schedulers.changed(schedulers.JOBSET, JOBSET_NAME=''), ('JOBSET_NAME: ', "''")),
   ('jobset_host', schedulers.changed(schedulers.JOBSET, JOBSET_NAME='a b'), ("'a b-chief-0-0.a b",)),
   (
     'jobset_job',
     schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME='workers'),
     ('REPLICATED_JOB_NAME: ', "'workers'", 'chief, worker, ps'),
-  ),
-  (
-    'jobset_no_job',
-    schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME=None),
-    ('REPLICATED_JOB_NAME: ', 'missing'),
   ),
   (
     'jobset_no_ps',
@@ -144,10 +109,7 @@ _BAD = (
     ('JOB_COMPLETION_INDEX: ', "'2'", '0 to 1'),
   ),
   ('jobset_replica', schedulers.changed(schedulers.JOBSET, JOB_INDEX='1'), ('JOB_INDEX: ', "'1'")),
-  ('workers', {**schedulers.JOBSET, 'TFS_NUM_WORKERS': 'x'}, ('TFS_NUM_WORKERS: ',)),
-  ('num_ps', {**schedulers.JOBSET, 'TFS_NUM_PS': '-1'}, ('TFS_NUM_PS: ', "'-1'")),
   ('chief', {**schedulers.JOBSET, 'TFS_CHIEF': '2'}, ('TFS_CHIEF: ', '0 to 1')),
-  ('evaluator', {**schedulers.JOBSET, 'TFS_EVALUATOR': 'no'}, ('TFS_EVALUATOR: ',)),
   ('many', {**schedulers.JOBSET, 'TFS_NUM_WORKERS': '99999999'}, ('100000',)),
   (
     'nobody_trains',
@@ -166,7 +128,6 @@ _BAD = (
     ('HOSTNAME: ', "'mnist-1'", '<job>-2', 'TFS_JOB_NAME'),
   ),
   ('indexed_no_host', schedulers.changed(schedulers.INDEXED_JOB, HOSTNAME=None), ('missing',)),
-  ('indexed_only', schedulers.changed(schedulers.INDEXED_JOB, HOSTNAME='-2'), ("'-2'",)),
   (
     'indexed_service',
     schedulers.changed(schedulers.INDEXED_JOB, TFS_SUBDOMAIN=None),
@@ -206,35 +167,22 @@ class BadValuesTest(parameterized.TestCase):
       self.assertIn(word, message)
     self.assertLess(max(map(len, message.splitlines())), 800)
 
-  def test_table_is_long(self):
-    self.assertGreaterEqual(len({str(environ) for _, environ, _ in _BAD}), 60)
-
 
 _NUMBER = st.sampled_from(['0', '1', '2', '3', '-1', '', 'x', '99999', ' 1'])
 _NAME = st.sampled_from(['a', 'algo-1', 'worker', 'chief', 'ps', '', 'a b'])
 _JSON = st.recursive(
-  st.none() | st.booleans() | st.integers() | st.floats() | st.text() | _NAME,
+  st.none() | st.integers() | st.text() | _NAME,
   lambda inner: st.lists(inner) | st.dictionaries(st.text() | _NAME, inner),
   max_leaves=6,
-).map(json.dumps)
-_POOL = st.sampled_from([f'workerpool{i}' for i in range(4)] + ['chief', 'x'])
-_SPEC = st.fixed_dictionaries(
-  {
-    'cluster': st.dictionaries(
-      _POOL, st.lists(st.sampled_from(['a:1', 'b:1', 'c']), max_size=2)
-    ),
-    'task': st.fixed_dictionaries({'type': _POOL, 'index': st.integers(-1, 2)}),
-  }
 ).map(json.dumps)
 # Neither NUL nor surrogates can be in an environment.
 _ANY = st.text(
   st.characters(exclude_characters='\0', exclude_categories=['Cs'])
 )
 _VALUES = {
-  'CLUSTER_SPEC': _SPEC | _JSON,
+  'CLUSTER_SPEC': _JSON,
   'SM_HOSTS': st.lists(_NAME).map(json.dumps) | _JSON,
   'SM_CURRENT_HOST': _NAME,
-  'SM_NETWORK_INTERFACE_NAME': _NAME,
   'SLURM_PROCID': _NUMBER,
   'SLURM_NTASKS': _NUMBER,
   'SLURM_NODEID': _NUMBER,
@@ -255,18 +203,6 @@ _VALUES = {
 }
 
 
-def _environments(*prefixes):
-  """Environments of one scheduler, with its roles, likely or arbitrary."""
-  return st.fixed_dictionaries(
-    {},
-    optional={
-      name: values | _ANY
-      for name, values in _VALUES.items()
-      if name.startswith((*prefixes, 'TFS_'))
-    },
-  )
-
-
 _RIGHT = (
   schedulers.SLURM,
   schedulers.SAGEMAKER,
@@ -285,37 +221,18 @@ def _almost_right(draw):
   return schedulers.changed(right, **{name: value})
 
 
+_LIKELY = st.fixed_dictionaries(
+  {}, optional={name: values | _ANY for name, values in _VALUES.items()}
+)
+
+
 class FuzzTest(absltest.TestCase):
-  @hypothesis.given(_environments('CLUSTER_SPEC'))
-  def test_vertex(self, environ):
-    self.assert_result(environ)
-
-  @hypothesis.given(_environments('SM_'))
-  def test_sagemaker(self, environ):
-    self.assert_result(environ)
-
-  @hypothesis.given(_environments('SLURM_'))
-  def test_slurm(self, environ):
-    self.assert_result(environ)
-
-  @hypothesis.given(_environments('JOB', 'REPLICATED', 'HOSTNAME'))
-  def test_kubernetes(self, environ):
-    self.assert_result(environ)
-
-  @hypothesis.given(_environments(''))
-  def test_all_at_once(self, environ):
-    self.assert_result(environ)
-
-  @hypothesis.given(_almost_right())
-  def test_one_change_of_a_right_one(self, environ):
-    self.assert_result(environ)
-
   def test_what_is_changed_was_right(self):
     for environ in _RIGHT:
       self.assertIsNotNone(schedulers.read(environ))
 
-  def assert_result(self, environ):
-    """A config, or none, or one error; never another exception."""
+  @hypothesis.given(_almost_right() | _LIKELY)
+  def test_any_text_is_a_config_or_one_error(self, environ):
     try:
       config = schedulers.read(environ)
     except errors.ClusterConfigError as e:

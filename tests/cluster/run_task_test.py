@@ -34,9 +34,9 @@ def _jobs(num_workers=1, num_ps=1, **others):
 
 
 class _JobTest(parameterized.TestCase):
-  def start(self, jobs, task_type, index=0, is_sparse=False, **options):
+  def start(self, jobs, task_type, index=0, **options):
     """Starts a task, to be ended with the test."""
-    config = cluster.ClusterConfig(jobs, task_type, index, is_sparse=is_sparse)
+    config = cluster.ClusterConfig(jobs, task_type, index)
     self._directory = getattr(self, '_directory', None) or self.create_tempdir()
     task = task_program.Task(self._directory.full_path, config, **options)
     return self.enter_context(task)
@@ -75,15 +75,6 @@ class ServersTest(_JobTest):
       self.assertIsNone(server.process.poll(), server.stderr())
       server.process.terminate()
       self.assertEqual(server.wait(), 0, server.stderr())
-
-  @pytest.mark.soak
-  def test_servers_that_know_only_a_part_of_the_cluster(self):
-    jobs = _jobs(num_workers=2)
-    self.start({'ps': jobs['ps']}, 'ps', is_sparse=True)
-    for index in range(2):
-      known = {'ps': jobs['ps'], 'worker': {index: jobs['worker'][index]}}
-      self.start(known, 'worker', index, is_sparse=True)
-    self.assert_report(self.start(jobs, 'chief'))
 
   @tiers.parameters(
     tiers.soak('ps', signal.SIGTERM, '143'),
@@ -134,19 +125,6 @@ class ServersTest(_JobTest):
     self.assertStartsWith(last, 'tf_strategies.errors.RendezvousError: ps 0 ')
     self.assertIn(jobs['ps'][0], last)
     self.assertIn('another port', last)
-
-  @pytest.mark.soak
-  def test_missing_servers_are_named_at_the_deadline(self):
-    jobs = _jobs(num_workers=2)
-    worker = self.start(jobs, 'worker', 0)
-    worker.wait_until_it_serves()
-    chief = self.start(jobs, 'chief', deadline_seconds=2.0)
-    self.assertEqual(chief.wait(), 1)
-    last = chief.stderr().strip().splitlines()[-1]
-    self.assertStartsWith(last, 'tf_strategies.errors.RendezvousError: ')
-    self.assertIn(f'ps 0 at {jobs["ps"][0]}', last)
-    self.assertIn(f'worker 1 at {jobs["worker"][1]}', last)
-    self.assertNotIn('worker 0', last)
 
   def test_evaluator_waits_for_nobody(self):
     evaluator = self.start(_jobs(), 'evaluator')
@@ -231,7 +209,7 @@ class PartsTest(parameterized.TestCase):
     )
     self.assertNotIn(_FAIL_FAST, os.environ)
 
-  @parameterized.parameters(('worker', 0), ('worker', 1), ('chief', 0))
+  @parameterized.parameters(('worker', 1), ('chief', 0))
   def test_job_without_ps_trains_everywhere(self, task_type, index):
     # Nobody listens: its strategies find each other.
     jobs = _jobs(num_workers=2, num_ps=0)
@@ -257,7 +235,7 @@ class PartsTest(parameterized.TestCase):
     self.assertIsNone(result)
     self.assertIn('nothing to do', logs.output[0])
 
-  @parameterized.parameters('worker', 'ps', 'evaluator')
+  @parameterized.parameters('worker', 'ps')
   def test_ps_without_chief_is_refused_everywhere(self, task_type):
     jobs = _jobs()
     del jobs['chief']

@@ -93,31 +93,13 @@ class WholeTest(JobCase):
 
 class BrokenTest(JobCase):
   @parameterized.named_parameters(
-    ('json', '{"cluster": {"worker": ["a:1"]', 'its text'),
     ('index', _config(['a:1', 'b:1'], 2), 'task.index is 2', '0 to 1'),
-    ('type', _config(['a:1'], 0, 'ps'), 'task.type'),
-    ('twice', _config(['a:1', 'a:1']), 'cluster.worker[1]', 'worker[0] has it'),
     ('port', _config(['a:1', 'b']), "'b'", 'with a port'),
   )
   def test_config(self, config, *words):
     found = self.look(config)
     self.assertLen(found, 1)
     self.assert_fails(found, 'TF_CONFIG', *words)
-
-  def test_all_mistakes_of_a_config_are_named(self):
-    config = _config(['a:1', 'b', 'c:0'], 0, 'wroker')
-    found = list(job.look({'TF_CONFIG': config}))
-    self.assertEqual(
-      {(f.state, f.name) for f in found}, {('FAIL', 'TF_CONFIG')}
-    )
-    for finding, what, fix in zip(
-      found,
-      ("task.type is 'wroker'", "worker[1] is 'b'", "worker[2] is 'c:0'"),
-      ("write 'worker'", "write it as 'host:port'", "write it as 'host:port'"),
-      strict=True,
-    ):
-      self.assertIn(what, finding.what)
-      self.assertStartsWith(finding.fix, fix)
 
   def test_name_that_does_not_resolve(self):
     found = self.look(
@@ -163,12 +145,6 @@ class BrokenTest(JobCase):
   def test_part_of_tls(self):
     found = self.look(TFS_TLS_CERT='a.pem', TFS_TLS_CA='b.pem')
     self.assert_fails(found, 'TLS', 'TFS_TLS_KEY')
-
-  def test_files_that_are_no_certificates(self):
-    path = self.create_tempfile(content='no PEM').full_path
-    os.chmod(path, 0o600)
-    env = dict.fromkeys(('TFS_TLS_CERT', 'TFS_TLS_KEY', 'TFS_TLS_CA'), path)
-    self.assert_fails(self.look(**env), 'TLS', path)
 
   def test_certificate_of_another_authority(self):
     made, other = (
@@ -221,12 +197,6 @@ class MeetingTest(absltest.TestCase):
       self.assertEqual(status, 1, text)
       self.assertRegex(text, r'FAIL  meeting .*does not know the secret')
       self.assertIn('TFS_SECRET', text)
-
-  def test_one_is_missing(self):
-    workers = _free(3)
-    for status, text in self._doctors(workers, [_SECRET] * 2, seconds=4):
-      self.assertEqual(status, 1, text)
-      self.assertRegex(text, f'FAIL  meeting .*{workers[2]}')
 
   def test_under_the_launcher(self):
     done = processes.run_python(

@@ -74,7 +74,6 @@ class MachineTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('2.21.0', '3.15.1', 'ok', 'tested'),
-    ('2.17.1', '3.15.0', 'note', 'TensorFlow was not tested'),
     ('2.22.0', '3.16.0', 'note', 'TensorFlow and Keras was not tested'),
   )
   def test_versions(self, tensorflow, keras, state, words):

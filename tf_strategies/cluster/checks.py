@@ -30,7 +30,6 @@ _BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
 _NUMBER = re.compile(r'[0-9]{1,9}')
 _LONG_NUMBER = re.compile(r'[0-9]{1,15}')
 _LONGEST = 120
-_MOST_MISTAKES = 5
 
 # In place of a value that is not there.
 MISSING = object()
@@ -41,7 +40,7 @@ _READING = contextvars.ContextVar('reading', default='TF_CONFIG')
 
 @contextlib.contextmanager
 def reading(variable: str) -> Iterator[None]:
-  """A context in which errors name `variable` instead of TF_CONFIG."""
+  """Context in which errors name `variable` instead of TF_CONFIG."""
   token = _READING.set(variable)
   try:
     yield
@@ -50,12 +49,12 @@ def reading(variable: str) -> Iterator[None]:
 
 
 def variable() -> str:
-  """The variable that is being read."""
+  """Returns the variable that is being read."""
   return _READING.get()
 
 
 def show(value: Any) -> str:
-  """A value as an error shows it: short, and in characters that print."""
+  """Returns a value as an error shows it: short, and in characters that print."""
   try:
     text = 'missing' if value is MISSING else ascii(value)
   except RecursionError:
@@ -67,39 +66,16 @@ def show(value: Any) -> str:
 def bad(
   what: str, value: Any, allowed: str, fix: str
 ) -> errors.ClusterConfigError:
-  """The error for the value of `what`, such as `task.index`; not raised."""
+  """Returns the error for the value of `what`, such as `task.index`."""
   return errors.ClusterConfigError(
     f'{variable()}: {what} is {show(value)}. Expected {allowed}. Fix: {fix}.'
   )
 
 
-class Mistakes:
-  """Mistakes that do not depend on each other, for one error that names them all."""
-
-  def __init__(self):
-    self._found: list[str] = []
-
-  @contextlib.contextmanager
-  def noted(self) -> Iterator[None]:
-    """A context that ends where a value is wrong, and goes on behind it."""
-    try:
-      yield
-    except errors.ClusterConfigError as e:
-      self._found.append(str(e))
-
-  def raise_all(self) -> None:
-    """Raises them, if there are any; a line each."""
-    if self._found:
-      shown = self._found[:_MOST_MISTAKES]
-      left_out = len(self._found) - len(shown)
-      more = [f'And {left_out} more mistakes.'] if left_out else []
-      raise errors.ClusterConfigError('\n'.join([*shown, *more]))
-
-
 def bad_variable(
   name: str, value: Any, allowed: str, fix: str
 ) -> errors.ClusterConfigError:
-  """The error for the value of another variable; not raised."""
+  """Returns the error for the value of another variable."""
   with reading(name):
     return bad('its value', value, allowed, fix)
 
@@ -111,7 +87,7 @@ def integer_variable(
   most: int,
   default: int | None = None,
 ) -> int:
-  """The number that a variable holds; it may be absent if there is a default."""
+  """Returns the number that a variable holds; it may be absent if there is a default."""
   text = environ.get(name, MISSING)
   if text is MISSING and default is not None:
     return default
@@ -129,7 +105,7 @@ def integer_variable(
 
 
 def checked_type(value: Any, what: str) -> str:
-  """A job's type; `master`, the chief's older name, becomes `chief`."""
+  """Returns a job's type; `master`, the chief's older name, becomes `chief`."""
   if isinstance(value, str) and value in (*JOB_TYPES, 'master'):
     return 'chief' if value == 'master' else value
   meant = option_checks.nearest(value, (*JOB_TYPES, 'master'))
@@ -142,7 +118,7 @@ def checked_type(value: Any, what: str) -> str:
 
 
 def checked_index(value: Any, what: str) -> int:
-  """A task's index: an integer, or its digits as TensorFlow accepts them."""
+  """Returns a task's index: an integer, or its digits as TensorFlow accepts them."""
   if option_checks.is_int(value) or (
     isinstance(value, str) and _NUMBER.fullmatch(value)
   ):
@@ -162,7 +138,7 @@ def checked_index(value: Any, what: str) -> int:
 def split_address(
   value: Any, what: str, least_port: int = 1
 ) -> tuple[str, int]:
-  """Host, in one spelling of all, and port of 'host:port' or '[IPv6]:port'.
+  """Returns the host, in one spelling of all, and port of 'host:port' or '[IPv6]:port'.
 
   Args:
     value: the address.
@@ -187,7 +163,7 @@ def split_address(
 
 
 def _normal_host(host: str) -> str | None:
-  """One spelling for all spellings of a host; None if it is none."""
+  """Returns one spelling for all spellings of a host; None if it is none."""
   if _HOST.fullmatch(host):
     return host.lower()
   if not _BRACKETS.fullmatch(host):

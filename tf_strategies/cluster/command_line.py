@@ -27,7 +27,6 @@ _DEFINE = {
   bool: flags.DEFINE_bool,
   int: flags.DEFINE_integer,
   float: flags.DEFINE_float,
-  list: flags.DEFINE_list,
 }
 
 
@@ -45,8 +44,8 @@ def main(
     argv: the program's name, such as 'tfs launch', and what follows it.
     module: the name after `python -m`, for a program of another name.
     doc: of the module; --help shows it up to its 'Example:'.
-    rows: name, default and help of each flag, of its default's type or a string;
-      or the type in place of the default, which then is None.
+    rows: name, default and help of each flag. A flag is of its default's type, or a
+      string if the default is None.
     run: called with the flags and the words.
     words: what follows the flags, as the usage shows it: a command behind a lone
       --, names such as 'trace.json', or nothing.
@@ -60,10 +59,7 @@ def main(
   # Apart from absl's global flags, among which is a --log_dir too.
   values = flags.FlagValues()
   for name, default, text in rows:
-    has_default = not isinstance(default, type)
-    kind = type(default) if has_default else default
-    define = _DEFINE.get(kind, flags.DEFINE_string)
-    default = default if has_default else None
+    define = _DEFINE.get(type(default), flags.DEFINE_string)
     define(name, default, text, flag_values=values, module_name=program)
   flags.DEFINE_bool(
     *('help', False, 'Print this.', values, program), short_name='h'

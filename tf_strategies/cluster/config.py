@@ -5,11 +5,9 @@ import json
 import os
 import types
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from absl import logging
-
-from tf_strategies import errors, option_checks
+from tf_strategies import option_checks
 from tf_strategies.cluster import checks, sources, tf_config
 
 
@@ -30,12 +28,9 @@ class ClusterConfig:
 
   Args:
     jobs: by type (chief, worker, ps, evaluator) the address 'host:port' of
-      each task by its index. Indices may be missing where workers come and go.
+      each task by its index.
     task_type: the job of this process. An evaluator need not be in `jobs`.
     task_index: its index in the job.
-    environment: as in TF_CONFIG; 'cloud' in Kubeflow's TFJob.
-    is_sparse: whether there may be tasks that `jobs` does not list, as in
-      TFJobs with dynamic workers. True if indices are missing.
 
   Raises:
     ClusterConfigError: a value is malformed, or contradicts another one.
@@ -51,26 +46,19 @@ class ClusterConfig:
   jobs: Mapping[str, Mapping[int, str]]
   task_type: str
   task_index: int
-  environment: str | None = None
-  is_sparse: bool = False
 
   def __post_init__(self):
-    parts = tf_config.checked(tf_config.Parts(*self._fields()))
-    jobs = {
-      job: types.MappingProxyType(dict(sorted(parts.jobs[job].items())))
-      for job in checks.JOB_TYPES
-      if job in parts.jobs
-    }
-    has_gaps = any(list(t) != list(range(len(t))) for t in jobs.values())
-    checked = parts._replace(
-      jobs=types.MappingProxyType(jobs),
-      is_sparse=bool(parts.is_sparse) or has_gaps,
+    jobs, task_type, task_index = tf_config.checked(
+      tf_config.Parts(self.jobs, self.task_type, self.task_index)
     )
-    for name, value in checked._asdict().items():
-      object.__setattr__(self, name, value)
-
-  def _fields(self) -> tuple[Any, ...]:
-    return tuple(getattr(self, f.name) for f in dataclasses.fields(self))
+    ordered = {
+      job: types.MappingProxyType(jobs[job])
+      for job in checks.JOB_TYPES
+      if job in jobs
+    }
+    object.__setattr__(self, 'jobs', types.MappingProxyType(ordered))
+    object.__setattr__(self, 'task_type', task_type)
+    object.__setattr__(self, 'task_index', task_index)
 
   def __hash__(self):
     # A mapping proxy has no hash before Python 3.12.
@@ -79,7 +67,7 @@ class ClusterConfig:
   def __reduce__(self):
     # A mapping proxy cannot be pickled.
     jobs = {job: dict(tasks) for job, tasks in self.jobs.items()}
-    return type(self), (jobs, *self._fields()[1:])
+    return type(self), (jobs, self.task_type, self.task_index)
 
   @classmethod
   def from_env(
@@ -88,8 +76,7 @@ class ClusterConfig:
     """Reads TF_CONFIG, or else the description of a scheduler.
 
     TF_CONFIG comes first, then Vertex AI, Kubernetes, SageMaker and Slurm
-    (`tf_strategies.cluster.sources`). A later one that contradicts the first is
-    logged and ignored.
+    (`tf_strategies.cluster.sources`). The first that describes a cluster counts.
 
     Returns:
       The cluster; None for a single process: there is no description, or one of
@@ -132,27 +119,19 @@ class ClusterConfig:
         return None
     with checks.reading(variable):
       config = cls(*parts)
-    _compare(variable, config, environ)
     count = sum(map(len, config.jobs.values()))
     is_alone = count == 1 and config.training_index == 0
-    return None if is_alone and not config.is_sparse else config
+    return None if is_alone else config
 
   def to_tf_config(self) -> str:
-    """This description as the text of a TF_CONFIG: one line of JSON."""
-    config: dict[str, Any] = {
-      'cluster': {
-        job: dict(tasks) if self.is_sparse else list(tasks.values())
-        for job, tasks in self.jobs.items()
-      },
-      'task': {'type': self.task_type, 'index': self.task_index},
-    }
-    if self.environment is not None:
-      config['environment'] = self.environment
-    return json.dumps(config)
+    """Returns this description as the text of a TF_CONFIG: one line of JSON."""
+    cluster = {job: [*tasks.values()] for job, tasks in self.jobs.items()}
+    task = {'type': self.task_type, 'index': self.task_index}
+    return json.dumps({'cluster': cluster, 'task': task})
 
   @property
   def address(self) -> str | None:
-    """This task's own; None for an evaluator that the cluster does not list."""
+    """This task's own address; None for an evaluator that the cluster does not list."""
     return self.jobs.get(self.task_type, {}).get(self.task_index)
 
   @property
@@ -177,25 +156,6 @@ class ClusterConfig:
     """Returns whether this task writes checkpoints and logs: the chief, or worker 0."""
     first = 'chief' if 'chief' in self.jobs else 'worker'
     return (self.task_type, self.task_index) == (first, 0)
-
-
-def _compare(
-  variable: str, config: ClusterConfig, environ: Mapping[str, str]
-) -> None:
-  """Logs the schedulers whose descriptions contradict the one in use."""
-  try:
-    for name, parts in sources.every(environ):
-      with checks.reading(name):
-        other = ClusterConfig(*parts)
-      if other._fields()[:3] != config._fields()[:3]:
-        logging.warning(
-          '%s contradicts %s, which counts. It says: %s',
-          name,
-          variable,
-          checks.show(other.to_tf_config()),
-        )
-  except errors.ClusterConfigError as e:
-    logging.warning('%s counts; not used, as it is malformed: %s', variable, e)
 
 
 def given_or_from_env(cluster: ClusterConfig | None) -> ClusterConfig | None:

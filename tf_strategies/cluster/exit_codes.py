@@ -36,7 +36,7 @@ TERMINATED_VARIABLE = 'TFS_TERMINATED_EXIT_CODE'
 
 
 def exit_code(error: BaseException) -> int:
-  """The exit status of a process after `error`.
+  """Returns the exit status of a process after `error`.
 
   Example:
 
@@ -63,13 +63,8 @@ def exit_code(error: BaseException) -> int:
   return 1
 
 
-def is_restarted(status: int) -> bool:
-  """Returns whether a scheduler starts a task again, as TFJobs of ExitCode do."""
-  return status >= 128
-
-
 def terminated_exit_code(environ: Mapping[str, str] = os.environ) -> int:
-  """The exit status of a server after SIGTERM.
+  """Returns the exit status of a server after SIGTERM.
 
   Raises:
     UnsupportedOptionError: TFS_TERMINATED_EXIT_CODE is no exit status.

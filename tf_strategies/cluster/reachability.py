@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LOGS = 5.0
 def unreachable(
   tasks: Mapping[str, str], timeout: float = _PROBE_SECONDS
 ) -> dict[str, str]:
-  """Why tasks do not accept a TCP connection, in the operating system's words.
+  """Returns why tasks do not accept a TCP connection, as the system says it.
 
   Args:
     tasks: 'host:port' of each by its name, such as 'worker 1'.
@@ -31,7 +31,30 @@ def unreachable(
     ['worker 1']
   """
   option_checks.check_seconds('timeout', timeout)
-  return _ask(tasks, timeout, {})
+  places = {n: checks.split_address(a, n) for n, a in tasks.items()}
+  outcomes = dict.fromkeys(tasks, f'no answer within {timeout:g} s')
+
+  def ask(name: str) -> None:
+    try:
+      socket.create_connection(places[name], timeout).close()
+      outcomes[name] = ''
+    except TimeoutError:
+      pass
+    # UnicodeError: a name that cannot be one, such as 'a..b'.
+    except (OSError, UnicodeError) as e:
+      outcomes[name] = getattr(e, 'strerror', None) or str(e)
+
+  # Daemons: the look-up of a name cannot be interrupted.
+  threads = [
+    threading.Thread(target=ask, args=[n], name=f'probe of {n}', daemon=True)
+    for n in tasks
+  ]
+  for thread in threads:
+    thread.start()
+  ends_at = time.monotonic() + timeout
+  for thread in threads:
+    thread.join(max(0.0, ends_at - time.monotonic()))
+  return {name: why for name, why in outcomes.items() if why}
 
 
 def wait_for_tasks(
@@ -49,21 +72,24 @@ def wait_for_tasks(
     'deadline_seconds', deadline_seconds, or_zero=True
   )
   purpose = f' {what_for}' if what_for else ''
-  start = time.monotonic()
+  start = log_at = time.monotonic()
   ends_at = start + float(deadline_seconds)
-  log_at = start
-  probes: dict[str, _Probe] = {}
+  left = ends_at - start
+  missing = dict(tasks)
   while True:
-    left = ends_at - time.monotonic()
     # The last attempt, too, must leave time for an answer.
-    missing = _ask(tasks, min(_PROBE_SECONDS, max(left, _POLL_SECONDS)), probes)
+    seconds = min(_PROBE_SECONDS, max(left, _POLL_SECONDS))
+    outcomes = unreachable(missing, seconds)
+    missing = {name: tasks[name] for name in outcomes}
     if not missing:
       return
     now = time.monotonic()
-    if now >= ends_at:
+    left = ends_at - now
+    shown = [f'{name} at {address}' for name, address in missing.items()]
+    if left <= 0:
       each = ', '.join(
-        f'{name} at {tasks[name]} ({outcome})'
-        for name, outcome in missing.items()
+        f'{task} ({why})'
+        for task, why in zip(shown, outcomes.values(), strict=True)
       )
       raise errors.RendezvousError(
         f'Waited {deadline_seconds:g} s{purpose} for tasks that do not accept '
@@ -74,12 +100,12 @@ def wait_for_tasks(
       logging.warning(
         'Waiting%s for %s (%.0f s of %g s).',
         purpose,
-        ', '.join(f'{name} at {tasks[name]}' for name in missing),
+        ', '.join(shown),
         now - start,
         deadline_seconds,
       )
       log_at = now + _SECONDS_BETWEEN_LOGS
-    time.sleep(min(_POLL_SECONDS, ends_at - now))
+    time.sleep(min(_POLL_SECONDS, left))
 
 
 @contextlib.contextmanager
@@ -99,43 +125,3 @@ def serving(task: str, address: str | None) -> Iterator[None]:
       'this host with a free port. Fix: end the process that listens there, '
       'such as an earlier start of this task, or give this task another port.'
     ) from e
-
-
-class _Probe(threading.Thread):
-  """One attempt to connect; `outcome` is why it failed, empty if it did not."""
-
-  def __init__(self, name: str, address: str, timeout: float):
-    # A daemon: the look-up of a name cannot be interrupted.
-    super().__init__(name=f'probe of {name}', daemon=True)
-    self._address = checks.split_address(address, name)
-    self._timeout = timeout
-    self.outcome = f'no answer within {timeout:g} s'
-
-  def run(self):
-    try:
-      socket.create_connection(self._address, self._timeout).close()
-    except TimeoutError:
-      return
-    # UnicodeError: a name that cannot be one, such as 'a..b'.
-    except (OSError, UnicodeError) as e:
-      self.outcome = getattr(e, 'strerror', None) or str(e)
-      return
-    self.outcome = ''
-
-
-def _ask(
-  tasks: Mapping[str, str], timeout: float, probes: dict[str, _Probe]
-) -> dict[str, str]:
-  """Asks each task once; returns the outcomes of those that do not answer.
-
-  A probe of the last call that still runs is used again: threads do not pile up.
-  """
-  for name, address in tasks.items():
-    if name not in probes or not probes[name].is_alive():
-      probes[name] = _Probe(name, address, timeout)
-      probes[name].start()
-  ends_at = time.monotonic() + timeout
-  for name in tasks:
-    probes[name].join(max(0.0, ends_at - time.monotonic()))
-  found = {name: probes[name].outcome for name in tasks}
-  return {name: outcome for name, outcome in found.items() if outcome}

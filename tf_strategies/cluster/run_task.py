@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from absl import logging
@@ -89,9 +89,7 @@ def run_task(
   if cluster is None:
     return train()
   has_servers = 'ps' in cluster.jobs
-  # A sparse description lists what its task needs to know, and a server need
-  # not know the chief.
-  if has_servers and 'chief' not in cluster.jobs and not cluster.is_sparse:
+  if has_servers and 'chief' not in cluster.jobs:
     raise checks.bad(
       'cluster',
       sorted(cluster.jobs),
@@ -103,8 +101,16 @@ def run_task(
     if evaluate is None:
       logging.warning('This evaluator has nothing to do: evaluate is None.')
       return None
-    with _staying():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+      # Signals do not arrive here, or the program has other plans for them.
       return evaluate()
+    # With the status that SIGTERM gives: it has not done its work.
+    stay = _Stay(exit_codes.RESTARTABLE_EXIT_CODE)
+    try:
+      return evaluate()
+    finally:
+      stay.end()
   if not has_servers:
     return train()
   # A call to a dead task then fails at once; otherwise gRPC may keep it until the
@@ -121,48 +127,59 @@ def run_task(
   return train()
 
 
-@contextlib.contextmanager
-def _staying() -> Iterator[None]:
-  """Context that goes on for a while after SIGTERM."""
-  is_main = threading.current_thread() is threading.main_thread()
-  if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-    # Signals do not arrive here, or the program has other plans for them.
-    yield
-    return
-  # With the status that SIGTERM gives: it has not done its work.
-  status = exit_codes.RESTARTABLE_EXIT_CODE
-  # A thread: it ends the process while the main thread is in C++, too.
-  end = threading.Timer(_STAY_SECONDS, _leave, [status])
-  end.daemon = True
+class _Stay:
+  """Lets this process go on for a while after SIGTERM; a second signal ends it.
 
-  def on_signal(*_) -> None:
-    if end.ident is not None:
-      _leave(status)
-    end.start()
+  Args:
+    status: the exit status.
+    is_over: returns whether nobody needs this process any more.
+  """
 
-  signal.signal(signal.SIGTERM, on_signal)
-  try:
-    yield
-  finally:
-    end.cancel()
+  def __init__(self, status: int, is_over: Callable[[], bool] = lambda: False):
+    self._status = status
+    self._is_over = is_over
+    # A thread: it ends the process while the main thread is in C++, too.
+    self._thread = threading.Thread(target=self._watch, daemon=True)
+    self._has_ended = False
+    signal.signal(signal.SIGTERM, self._on_signal)
+
+  def _on_signal(self, *_) -> None:
+    if self._thread.ident is not None:
+      _leave(self._status)
+    self._thread.start()
+
+  def _watch(self) -> None:
+    leaves_at = time.monotonic() + _STAY_SECONDS
+    while time.monotonic() < leaves_at and not self._is_over():
+      time.sleep(_SIGNAL_POLL_SECONDS)
+    if not self._has_ended:
+      _leave(self._status)
+
+  def end(self) -> None:
+    """Gives SIGTERM its usual meaning again."""
+    self._has_ended = True
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _serve(cluster: config.ClusterConfig) -> None:
   """Runs a TensorFlow server at this task's address until a signal comes."""
   status = exit_codes.terminated_exit_code()
-  leaving = _Leaving(status, cluster.jobs.get('chief', {}).get(0))
+  unanswered = 0
+
+  def has_chief_gone() -> bool:
+    nonlocal unanswered
+    is_silent = reachability.unreachable({'chief 0': cluster.jobs['chief'][0]})
+    unanswered = unanswered + 1 if is_silent else 0
+    return unanswered >= _PROBES_TILL_GONE
+
   # TensorFlow takes seconds to load, and a signal may come meanwhile.
   if threading.current_thread() is threading.main_thread():
-    for number in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(number, leaving.on_signal)
+    signal.signal(signal.SIGINT, lambda *_: _leave(status))
+    _Stay(status, has_chief_gone)
   import tensorflow as tf
 
   task = f'{cluster.task_type} {cluster.task_index}'
   jobs = {j: dict(t) for j, t in cluster.jobs.items() if j != 'evaluator'}
-  # Its port answers before the server is returned, and a signal that comes
-  # meanwhile is handled as soon as it is.
-  leaving.may_serve = True
   with reachability.serving(task, cluster.address):
     # No config: TensorFlow says how many inter-op threads there are.
     server = tf.distribute.Server(
@@ -179,33 +196,6 @@ def _serve(cluster: config.ClusterConfig) -> None:
   # Python calls the handler after it: hence many short waits.
   while joining.is_alive():
     joining.join(_SIGNAL_POLL_SECONDS)
-    leaving.leave_if_due()
-
-
-class _Leaving:
-  """When a server ends after a signal: for a chief it stays until that has gone."""
-
-  def __init__(self, status: int, chief: str | None):
-    self.may_serve = False
-    self._status = status
-    self._chief = chief
-    self._leaves_at: float | None = None
-    self._unanswered = 0
-
-  def on_signal(self, number: int, _: Any) -> None:
-    stays = number == signal.SIGTERM and self.may_serve and self._chief
-    if not stays or self._leaves_at is not None:
-      _leave(self._status)
-    self._leaves_at = time.monotonic() + _STAY_SECONDS
-
-  def leave_if_due(self) -> None:
-    if self._leaves_at is None:
-      return
-    is_silent = reachability.unreachable({'chief 0': self._chief})
-    self._unanswered = self._unanswered + 1 if is_silent else 0
-    has_gone = self._unanswered >= _PROBES_TILL_GONE
-    if has_gone or time.monotonic() > self._leaves_at:
-      _leave(self._status)
 
 
 def _leave(status: int) -> NoReturn:

@@ -1,9 +1,7 @@
 """Reads a TF_CONFIG, and checks that its parts fit together.
 
-Who writes TF_CONFIG differs in what is written: Kubeflow's TFJob lists the
-evaluator inside the cluster, writes `"environment": "cloud"`, gives sparse
-workers (`{"worker": {"1": "host:2222"}}`) where workers come and go, and sets
-nothing for a job of one replica.
+Schedulers differ: Kubeflow's TFJob lists the evaluator inside the cluster, writes
+`"environment": "cloud"`, and sets nothing for a job of one replica.
 
 Example:
 
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tf_strategies.cluster import checks
 
-# A key with a letter changed is as near; cluster and sparseCluster are farther.
+# A key with a letter changed is as near.
 _LIKELY = 0.75
 
 
@@ -40,12 +38,10 @@ class Parts(NamedTuple):
   jobs: Mapping[str, Any]
   task_type: str
   task_index: int
-  environment: str | None = None
-  is_sparse: bool = False
 
 
 def parse(text: str) -> dict[str, Any]:
-  """The object that the text is."""
+  """Returns the JSON object that the text is."""
   config = parse_json(text, 'one JSON object', _example())
   if not isinstance(config, dict):
     raise checks.bad('its value', config, 'a JSON object', _example())
@@ -53,7 +49,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, allowed: str, fix: str) -> Any:
-  """The value that the text is; `allowed` and `fix` are for the error."""
+  """Returns the JSON value that the text is; `allowed` and `fix` are for the error."""
   try:
     return json.loads(text, object_pairs_hook=_without_duplicates)
   # Beside JSONDecodeError: a number of more digits than Python converts, and
@@ -81,7 +77,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def says_nothing(config: Mapping[str, Any]) -> bool:
   """Returns whether neither a cluster nor a task is described: a single process."""
-  if {'cluster', 'sparseCluster', 'task'} & set(config):
+  if {'cluster', 'task'} & set(config):
     return False
   _check_keys(config, 'a key', ('cluster', 'task'))
   return True
@@ -91,29 +87,20 @@ def read(config: Mapping[str, Any]) -> Parts:
   """Takes the object of a TF_CONFIG apart."""
   if not isinstance(config, Mapping):
     raise checks.bad('its value', config, 'a JSON object', _example())
-  # Releases of the TFJob operator up to 1.4 say sparseCluster.
-  is_old = 'sparseCluster' in config and 'cluster' not in config
-  key = 'sparseCluster' if is_old else 'cluster'
-  _check_keys(config, 'a key', (key, 'task'))
-  jobs = config.get(key, checks.MISSING)
+  _check_keys(config, 'a key', ('cluster', 'task'))
+  jobs = config.get('cluster', checks.MISSING)
   task = config.get('task', checks.MISSING)
   for name, value, allowed in (
-    (key, jobs, 'an object of lists of addresses'),
+    ('cluster', jobs, 'an object of lists of addresses'),
     ('task', task, 'an object with type and index'),
   ):
     if not isinstance(value, Mapping):
       raise checks.bad(name, value, allowed, _example())
   _check_keys(task, 'a key of task', ('type', 'index'))
-  is_sparse = any(isinstance(tasks, Mapping) for tasks in jobs.values())
-  if is_sparse:
-    # A job that this task need not know is {}, [], or null for a nil list of Go.
-    jobs = {job: t for job, t in jobs.items() if t not in (None, [], {})}
   return Parts(
     jobs,
     task.get('type', checks.MISSING),
     task.get('index', checks.MISSING),
-    config.get('environment'),
-    is_sparse,
   )
 
 
@@ -132,7 +119,7 @@ def _check_keys(
 
 
 def checked(parts: Parts) -> Parts:
-  """The parts in the types of `ClusterConfig`. O(number of tasks).
+  """Returns the parts in the types of `ClusterConfig`. O(number of tasks).
 
   There are tasks, at most one of them a chief; their addresses are well-formed
   and all different; the task is one of them, or an evaluator beside them.
@@ -142,37 +129,22 @@ def checked(parts: Parts) -> Parts:
       'cluster', parts.jobs, 'a mapping of jobs', 'use ClusterConfig.from_env'
     )
   jobs: dict[str, dict[int, str]] = {}
-  mistakes = checks.Mistakes()
   for name, tasks in parts.jobs.items():
-    with mistakes.noted():
-      job = checks.checked_type(name, 'a job of cluster')
-      if job in jobs:
-        raise checks.bad(
-          'cluster',
-          sorted(parts.jobs),
-          'a chief or a master, which are two names for one task',
-          'leave master out and list it among the workers',
-        )
-      jobs[job] = _indexed(f'cluster.{name}', tasks)
-  with mistakes.noted():
-    task_type = checks.checked_type(parts.task_type, 'task.type')
-  with mistakes.noted():
-    task_index = checks.checked_index(parts.task_index, 'task.index')
-  with mistakes.noted():
-    if not isinstance(parts.environment, str | None):
+    job = checks.checked_type(name, 'a job of cluster')
+    if job in jobs:
       raise checks.bad(
-        'environment', parts.environment, 'a string', 'leave it out'
+        'cluster',
+        sorted(parts.jobs),
+        'a chief or a master, which are two names for one task',
+        'leave master out and list it among the workers',
       )
-  with mistakes.noted():
-    if not isinstance(parts.is_sparse, bool | None):
-      raise checks.bad(
-        'is_sparse', parts.is_sparse, 'True or False', 'leave it out'
-      )
-  _check_addresses(jobs, mistakes)
-  mistakes.raise_all()
+    jobs[job] = _indexed(f'cluster.{name}', tasks)
+  task_type = checks.checked_type(parts.task_type, 'task.type')
+  task_index = checks.checked_index(parts.task_index, 'task.index')
+  _check_addresses(jobs)
   _check_jobs(jobs)
   _check_task(jobs, task_type, task_index)
-  return Parts(jobs, task_type, task_index, parts.environment, parts.is_sparse)
+  return Parts(jobs, task_type, task_index)
 
 
 def _indexed(what: str, tasks: Any) -> dict[int, str]:
@@ -185,15 +157,18 @@ def _indexed(what: str, tasks: Any) -> dict[int, str]:
       'a list of addresses, or an object of indices and addresses',
       'write the addresses in brackets, such as ["host0:2222"]',
     )
-  found: dict[int, str] = {}
-  for index, address in tasks.items():
-    number = checks.checked_index(index, f'an index of {what}')
-    if number in found:
-      raise checks.bad(
-        f'an index of {what}', index, 'each index once', 'leave one of them out'
-      )
-    found[number] = address
-  return found
+  found = {
+    checks.checked_index(index, f'an index of {what}'): address
+    for index, address in tasks.items()
+  }
+  if sorted(found) != list(range(len(tasks))):
+    raise checks.bad(
+      f'the indices of {what}',
+      list(tasks),
+      'each index from 0 once, also where workers come and go',
+      'list the addresses of all tasks',
+    )
+  return dict(sorted(found.items()))
 
 
 def _check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
@@ -213,31 +188,28 @@ def _check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
         'a list of at least one address',
         f'list the addresses of its tasks, or leave {job} out',
       )
-  if sorted(jobs.get('chief', [0])) != [0]:
+  if len(jobs.get('chief', [0])) > 1:
     raise checks.bad(
       'cluster.chief',
       jobs['chief'],
-      'one chief, of index 0',
+      'one chief',
       'keep one address and list the others as workers',
     )
 
 
-def _check_addresses(
-  jobs: Mapping[str, Mapping[int, str]], mistakes: checks.Mistakes
-) -> None:
+def _check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
   owners: dict[tuple[str, int], str] = {}
   for job, tasks in jobs.items():
     for index, address in tasks.items():
       what = f'cluster.{job}[{index}]'
-      with mistakes.noted():
-        owner = owners.setdefault(checks.split_address(address, what), what)
-        if owner != what:
-          raise checks.bad(
-            what,
-            address,
-            f'an address that no other task has, but {owner} has it',
-            'give every task a host or a port of its own',
-          )
+      owner = owners.setdefault(checks.split_address(address, what), what)
+      if owner != what:
+        raise checks.bad(
+          what,
+          address,
+          f'an address that no other task has, but {owner} has it',
+          'give every task a host or a port of its own',
+        )
 
 
 def _check_task(
@@ -252,18 +224,11 @@ def _check_task(
       f'a job of the cluster ({", ".join(jobs)}), or evaluator',
       f'list the addresses of {task_type} in cluster as well',
     )
-  indices = sorted(jobs[task_type])
-  if task_index in indices:
-    return
-  if len(indices) > 1 and indices == list(range(len(indices))):
-    shown = f'0 to {indices[-1]}'
-  else:
-    shown = ', '.join(map(str, indices[:10]))
-    if len(indices) > 10:
-      shown += f' and {len(indices) - 10} more'
-  raise checks.bad(
-    'task.index',
-    task_index,
-    f'{shown}, the tasks of {task_type} in cluster',
-    'count from 0, or add the address of this task to cluster',
-  )
+  count = len(jobs[task_type])
+  if task_index >= count:
+    raise checks.bad(
+      'task.index',
+      task_index,
+      f'0 to {count - 1}, the tasks of {task_type} in cluster',
+      'count from 0, or add the address of this task to cluster',
+    )

@@ -26,7 +26,7 @@ _FLAGS = (
     0.0,
     'Seconds within which all tasks of the job must run this too, and meet.',
   ),
-  ('checkpoint_dir', str, 'Directory in which a small checkpoint is tried.'),
+  ('checkpoint_dir', None, 'Directory in which a small checkpoint is tried.'),
 )
 
 

@@ -45,8 +45,7 @@ def look(
   try:
     cluster = ClusterConfig.from_env(environ)
   except errors.ClusterConfigError as e:
-    for mistake in str(e).splitlines():
-      yield findings.failed('TF_CONFIG', errors.ClusterConfigError(mistake))
+    yield findings.failed('TF_CONFIG', e)
     return
   if cluster is None:
     yield Finding(OK, 'TF_CONFIG', 'none: this process trains alone')

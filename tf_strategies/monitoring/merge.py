@@ -22,7 +22,7 @@ from tf_strategies.cluster import command_line
 from tf_strategies.monitoring import recorder, timeline
 
 _FLAGS = [
-  ('output', str, 'The file to write.'),
+  ('output', None, 'The file to write.'),
 ]
 # The root may end before the others begin.
 _ONE_WAY = ('broadcast',)

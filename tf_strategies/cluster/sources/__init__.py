@@ -14,7 +14,7 @@ Example:
   ('SM_HOSTS', {'worker': ['algo-1:2222', 'algo-2:2222']})
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from tf_strategies.cluster import checks, tf_config
 from tf_strategies.cluster.sources import (
@@ -37,30 +37,20 @@ VARIABLES = (
 
 
 def first(environ: Mapping[str, str]) -> tuple[str, tf_config.Parts | None]:
-  """The first that `every` finds; the description is None if there is none.
+  """Returns the first scheduler's description, and the variable that names it.
+
+  The description is None if there is none.
 
   Raises:
     ClusterConfigError: it is malformed; or TFS_NUM_WORKERS or TFS_NUM_PS ask
       for several tasks, and no scheduler numbers this one.
   """
-  for variable, parts in every(environ):
-    return variable, parts
-  # What a batch script exports is for the steps that it starts.
-  if not slurm.is_batch_script(environ):
-    roles.check_alone(environ)
-  return '', None
-
-
-def every(
-  environ: Mapping[str, str],
-) -> Iterator[tuple[str, tf_config.Parts]]:
-  """Each scheduler's description, and the variable that names it, in order.
-
-  Raises:
-    ClusterConfigError: on reaching a malformed one.
-  """
   for source in _SOURCES:
     with checks.reading(source.VARIABLE):
       parts = source.read(environ)
     if parts is not None:
-      yield source.VARIABLE, parts
+      return source.VARIABLE, parts
+  # What a batch script exports is for the steps that it starts.
+  if not slurm.is_batch_script(environ):
+    roles.check_alone(environ)
+  return '', None

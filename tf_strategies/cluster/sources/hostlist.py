@@ -20,7 +20,7 @@ from tf_strategies import errors
 from tf_strategies.cluster import checks
 
 # Names and bracketed sets of numbers, in turn: `rack`, `[1-2]`, `n`, `[1-3]`.
-_HOST = re.compile(r'(?:[A-Za-z0-9_.-]|\[[0-9,-]+\])+')
+_HOST = r'(?:[A-Za-z0-9_.-]|\[[0-9,-]+\])+'
 _PIECE = re.compile(r'\[([0-9,-]+)\]|([A-Za-z0-9_.-]+)')
 _RANGE = re.compile(r'([0-9]{1,9})(?:-([0-9]{1,9}))?')
 _COUNT = re.compile(r'([0-9]{1,9})(?:\(x([0-9]{1,9})\))?')
@@ -32,21 +32,17 @@ _FIX = 'leave it as Slurm sets it'
 
 
 def hosts(text: str) -> list[str]:
-  """The hosts of a list, leading zeros kept. O(len(text) + hosts)."""
+  """Returns the hosts of a list, leading zeros kept. O(len(text) + hosts)."""
+  if not re.fullmatch(f'{_HOST}(?:,{_HOST})*', text):
+    raise _bad(text, text, _HOSTS)
   found: list[str] = []
-  at = 0
-  while True:
-    match = _HOST.match(text, at)
-    if match is None or text[match.end() : match.end() + 1] not in ('', ','):
-      raise _bad(text, text[at : at + 40], _HOSTS)
-    found += _expanded(match[0], text, _MOST - len(found))
-    if match.end() == len(text):
-      return found
-    at = match.end() + 1
+  for item in re.findall(_HOST, text):
+    found += _expanded(item, text, _MOST - len(found))
+  return found
 
 
 def numbers(text: str) -> list[int]:
-  """The numbers of a list in which repetitions are written `2(x3)`."""
+  """Returns the numbers of a list in which repetitions are written `2(x3)`."""
   found: list[int] = []
   for item in text.split(','):
     match = _COUNT.fullmatch(item)
@@ -60,7 +56,7 @@ def numbers(text: str) -> list[int]:
 
 
 def _expanded(item: str, text: str, most: int) -> list[str]:
-  """The hosts that one item of the list `text` stands for."""
+  """Returns the hosts that one item of the list `text` stands for."""
   sets: list[list[str]] = []
   room = most
   for in_brackets, name in _PIECE.findall(item):
@@ -76,7 +72,7 @@ def _expanded(item: str, text: str, most: int) -> list[str]:
 
 
 def _numbers_of(in_brackets: str, text: str, most: int) -> list[str]:
-  """The numbers of one pair of brackets, with their leading zeros."""
+  """Returns the numbers of one pair of brackets, with their leading zeros."""
   found: list[str] = []
   for item in in_brackets.split(','):
     match = _RANGE.fullmatch(item)

@@ -153,7 +153,6 @@ def resolver_of(
     master=cluster.address or '',
     task_type=cluster.task_type,
     task_id=cluster.task_index,
-    environment=cluster.environment or '',
     rpc_layer='grpc',
   )
 
