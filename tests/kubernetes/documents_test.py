@@ -3,7 +3,6 @@ import re
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import docstrings
 from tf_strategies import cluster, errors, kubernetes
 from tf_strategies.cluster import exit_codes
 
@@ -66,17 +65,10 @@ class BothKindsTest(parameterized.TestCase):
       self.assertEqual(pod['terminationGracePeriodSeconds'], 30)
       # A Service called tfs would set TFS_PORT.
       self.assertIs(pod['enableServiceLinks'], False)
-
-  @parameterized.parameters('tfjob', 'jobset')
-  def test_command_arrives_as_it_was_written(self, kind):
-    (pod,) = _pod_specs(kind, _documents(kind)[-1]).values()
-    # Kubernetes makes $ of $$, and expands $(NAME) only after another letter.
-    arrived = [
-      word.replace('$$', '$') for word in pod['containers'][0]['command']
-    ]
-    self.assertEqual(arrived, _COMMAND)
-    for word in pod['containers'][0]['command']:
-      self.assertNotRegex(word.replace('$$', ''), r'\$')
+      # Kubernetes makes $ of $$, and expands $(NAME) only after another letter.
+      words = container['command']
+      self.assertEqual([word.replace('$$', '$') for word in words], _COMMAND)
+      self.assertNotIn('$', ''.join(words).replace('$$', ''))
 
   @parameterized.parameters('tfjob', 'jobset')
   def test_secret_is_new_random_and_named_by_every_pod(self, kind):
@@ -143,7 +135,7 @@ class BothKindsTest(parameterized.TestCase):
     for pod in _pod_specs(kind, job).values():
       labels = {'jobset-name': '', 'replicatedjob-name': '', 'job-index': ''}
       status = exit_codes.terminated_exit_code(_environment(pod, labels))
-      self.assertTrue(exit_codes.is_restarted(status))
+      self.assertEqual(status, exit_codes.RESTARTABLE_EXIT_CODE)
 
 
 class TFJobTest(absltest.TestCase):
@@ -203,15 +195,6 @@ class JobSetTest(absltest.TestCase):
         {a for j in jobs.values() for a in j.values()}, set(found)
       )
 
-  def test_one_task_is_a_single_process(self):
-    job = _documents('jobset')[-1]
-    (pod,) = _pod_specs('jobset', job).values()
-    labels = {
-      'jobset-name': 'mnist', 'replicatedjob-name': 'worker', 'job-index': '0',
-    }  # fmt: skip
-    environ = _environment(pod, labels, 0)
-    self.assertIsNone(cluster.ClusterConfig.from_env(environ))
-
   def test_permanent_statuses_fail_and_others_start_again(self):
     job = _documents('jobset', num_workers=4, max_restarts=2)[-1]
     (replicated,) = job['spec']['replicatedJobs']
@@ -243,27 +226,18 @@ class JobSetTest(absltest.TestCase):
 
 class RefusedOptionsTest(parameterized.TestCase):
   @parameterized.named_parameters(
-    ('image', {'image': ''}, "--image=''"),
     ('image_space', {'image': 'a b'}, "--image='a b'"),
-    ('name_upper', {'name': 'Mnist'}, '--name=Mnist'),
     ('name_digit', {'name': '2mnist'}, '--name=2mnist'),
     ('name_dot', {'name': 'mnist.a'}, 'DNS-1035'),
-    ('name_dash', {'name': 'mnist-'}, '--name=mnist-'),
-    ('name_empty', {'name': ''}, '--name='),
     ('name_end', {'name': 'mnist\n'}, '--name=mnist'),
     ('name_long', {'name': 'a' * 64}, '63'),
     ('pod_long', {'name': 'a' * 50}, 'pods of 67 letters'),
-    ('workers', {'num_workers': -1}, '--num_workers=-1'),
     ('nobody', {'num_workers': 0}, '--num_workers=0'),
-    ('ps', {'num_ps': -1}, '--num_ps=-1'),
     ('many', {'num_workers': 10**6}, '1000000 tasks'),
     ('gpus', {'gpus_per_worker': -1}, '--gpus_per_worker=-1'),
-    ('restarts', {'max_restarts': -1}, '--max_restarts=-1'),
-    ('grace', {'grace_period': -1}, '--grace_period=-1'),
     ('pvc', {'checkpoint_pvc': 'Ck_1'}, '--checkpoint_pvc=Ck_1'),
     ('path', {'checkpoint_path': 'ck'}, '--checkpoint_path=ck'),
     ('secret', {'secret_name': ''}, '--secret_name='),
-    ('namespace', {'namespace': 'a b'}, '--namespace=a b'),
   )
   def test_is_named(self, changes, words):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
@@ -280,13 +254,6 @@ class RefusedOptionsTest(parameterized.TestCase):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       kubernetes.documents(kind, _options(**options), command)
     self.assertIn(words, str(caught.exception))
-
-
-class ImportTest(absltest.TestCase):
-  def test_needs_neither_yaml_nor_tensorflow(self):
-    docstrings.assert_imports_load_none(
-      self, ['tf_strategies.kubernetes'], ['yaml', 'tensorflow', 'keras']
-    )
 
 
 if __name__ == '__main__':
