@@ -219,36 +219,41 @@ class ObjectTest(absltest.TestCase):
     self.assertLen(config.jobs['worker'], 2)
 
 
-_ADDRESS = st.sampled_from(
-  ['a:1', 'b:2', '[::1]:3', 'a', 'a:0', 'http://a:1', '', 'a:1 ', 'A:1']
+_WORD = st.sampled_from(
+  [
+    'chief',
+    'master',
+    'worker',
+    'ps',
+    'evaluator',
+    'gpu',
+    '0',
+    '1',
+    'x',
+    'a:1',
+    'b:2',
+    '[::1]:3',
+    'a',
+    'a:0',
+    'A:1',
+  ]
 )
-_LEAF = (
-  st.none() | st.booleans() | st.integers() | st.floats() | st.text() | _ADDRESS
-)
-_TYPE = st.sampled_from(
-  ['chief', 'master', 'worker', 'ps', 'evaluator', 'gpu', '']
-)
-_INDEX = st.sampled_from([0, 1, 2, -1, '0', '1', True, None, 1.0, 'x'])
 _ANYTHING = st.recursive(
-  _LEAF,
-  lambda inner: st.lists(inner) | st.dictionaries(st.text() | _TYPE, inner),
+  st.none()
+  | st.booleans()
+  | st.integers(-1, 2)
+  | st.floats()
+  | st.text()
+  | _WORD,
+  lambda inner: st.lists(inner) | st.dictionaries(st.text() | _WORD, inner),
   max_leaves=8,
 )
-_TASKS = (
-  st.lists(_ADDRESS, max_size=3)
-  | st.dictionaries(st.sampled_from('012x'), _ADDRESS, max_size=3)
-  | _ANYTHING
-)
+_TASKS = st.lists(_WORD, max_size=3) | st.dictionaries(_WORD, _WORD, max_size=3)
 _LIKELY = st.fixed_dictionaries(
-  {},
-  optional={
-    'cluster': st.dictionaries(_TYPE, _TASKS, max_size=3) | _ANYTHING,
-    'task': st.fixed_dictionaries(
-      {}, optional={'type': _TYPE | _ANYTHING, 'index': _INDEX | _ANYTHING}
-    )
-    | _ANYTHING,
-    'environment': _ANYTHING,
-  },
+  {
+    'cluster': st.dictionaries(_WORD, _TASKS | _ANYTHING, max_size=3),
+    'task': st.fixed_dictionaries({'type': _WORD, 'index': _WORD | _ANYTHING}),
+  }
 )
 _TEXT = st.text() | (_LIKELY | _ANYTHING).map(json.dumps)
 

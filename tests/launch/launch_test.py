@@ -24,52 +24,25 @@ _NAMES = ('chief_0', 'evaluator_0', 'ps_0', 'ps_1', 'worker_0', 'worker_1')
 
 @pytest.mark.multi_process
 class EnvironmentTest(absltest.TestCase):
-  def _environments(self, flags=_JOB, code=_NOTE_ENVIRONMENT, inherited=None):
-    directory = self.create_tempdir().full_path
-    with programs.Launcher(directory, flags, code, inherited) as launcher:
+  @pytest.mark.smoke
+  def test_every_task_finds_itself_in_one_cluster(self):
+    inherited = {'TF_CONFIG': '{"a": 1}', 'TFS_SECRET': 'ab' * 32}
+    with programs.Launcher(
+      self.create_tempdir().full_path, _JOB, _NOTE_ENVIRONMENT, inherited
+    ) as launcher:
       self.assertEqual(launcher.wait(), 0, launcher.stderr())
       self.assertEmpty(launcher.alive())
       self.assertEqual(launcher.stderr(), '')
-      notes = launcher.notes('environment')
-    return {name.removesuffix('-0'): env for name, env in notes.items()}
-
-  @pytest.mark.smoke
-  def test_every_task_finds_itself_in_one_cluster(self):
-    environments = self._environments(inherited={'TF_CONFIG': '{"a": 1}'})
-    self.assertEqual(tuple(sorted(environments)), _NAMES)
-    configs = {
-      name: cluster.ClusterConfig.from_env(environment)
-      for name, environment in environments.items()
-    }
-    for name, config in configs.items():
-      self.assertEqual(f'{config.task_type}_{config.task_index}', name)
-      self.assertEqual(config.jobs, configs['chief_0'].jobs)
-    jobs = configs['chief_0'].jobs
-    self.assertEqual(
-      {job: list(tasks) for job, tasks in jobs.items()},
-      {'chief': [0], 'worker': [0, 1], 'ps': [0, 1]},
-    )
-    self.assertIsNone(configs['evaluator_0'].address)
-    indices = [configs[n].training_index for n in _NAMES]
-    self.assertEqual(indices, [0, None, None, None, 1, 2])
-    for environment in environments.values():
-      self.assertEqual(environment['PYTHONUNBUFFERED'], '1')
-      self.assertEqual(environment['TFS_RESTART_COUNT'], '0')
-
-  @pytest.mark.soak
-  def test_secret_is_one_a_job_and_another_for_the_next(self):
-    inherited = {'TFS_SECRET': 'ab' * 32, 'TFS_SECRET_FILE': 'elsewhere'}
-    secrets = []
-    for _ in range(2):
-      environments = self._environments(inherited=inherited)
-      found = {e['TFS_SECRET'] for e in environments.values()}
-      self.assertLen(found, 1)
-      secrets += found
-      for environment in environments.values():
-        self.assertNotIn('TFS_SECRET_FILE', environment)
-    self.assertLen({*secrets, inherited['TFS_SECRET']}, 3)
-    for secret in secrets:
-      self.assertLen(bytes.fromhex(secret), 32)
+      environments = launcher.notes('environment')
+    self.assertEqual([*environments], [f'{name}-0' for name in _NAMES])
+    jobs = {'chief': [0], 'worker': [0, 1], 'ps': [0, 1]}
+    for name, environment in environments.items():
+      config = cluster.ClusterConfig.from_env(environment)
+      self.assertEqual(f'{config.task_type}_{config.task_index}-0', name)
+      found = {job: list(tasks) for job, tasks in config.jobs.items()}
+      self.assertEqual(found, jobs)
+      self.assertLen(environment['TFS_SECRET'], 64)
+      self.assertNotEqual(environment['TFS_SECRET'], inherited['TFS_SECRET'])
 
   @pytest.mark.smoke
   def test_secret_is_on_no_command_line_and_in_no_output(self):

@@ -12,7 +12,6 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import network_namespaces, processes
-from examples import compare_weights
 from tests.launch import programs
 from tf_strategies import cluster, errors
 from tf_strategies.launch import ports as ports_lib
@@ -313,26 +312,6 @@ class NamespacesTest(absltest.TestCase):
     self.assertEqual(statuses, [0, 0], said)
     self.assertIn('[worker 0] 3', said[0])
     self.assertIn('[worker 1] 3', said[1])
-
-  @pytest.mark.soak
-  def test_two_hosts_train_what_one_does(self):
-    directory = self.create_tempdir().full_path
-    example = ('-m', 'examples.mnist_keras_fit', '--strategy=multi_worker_ring')
-    example += ('--dataset=digits', '--model=mlp', '--epochs=1')
-    paths = [f'{directory}/{name}.npz' for name in ('one', 'two')]
-    processes.run_python(
-      *example, f'--save_weights={paths[0]}', is_checked=True
-    )
-    with network_namespaces.NetworkNamespaces(2) as hosts:
-      program = (sys.executable, *example, f'--save_weights={paths[1]}')
-      started = self._start(hosts, *program)
-      statuses = [command.wait() for command in started]
-      said = [command.output() for command in started]
-    self.assertEqual(statuses, [0, 0], said)
-    self.assertIn('between 2 workers', said[0])
-    found = [compare_weights.read(path) for path in paths]
-    largest, where = compare_weights.largest_difference(*found)
-    self.assertLessEqual(largest, 1e-6, where)
 
   @pytest.mark.soak
   def test_host_that_is_cut_off_is_named(self):
