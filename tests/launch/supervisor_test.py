@@ -316,7 +316,6 @@ class KilledTest(_JobTest):
     launcher.wait_until(lambda: not programs.with_argument(script))
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
-  @pytest.mark.soak
   def test_reaper_that_is_killed_takes_its_task_along(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
