@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-import types
 from unittest import mock
 
 import numpy as np
@@ -247,12 +246,6 @@ class FunctionsTest(parameterized.TestCase):
     program += "runpy.run_module('pack.program', None, '__main__', True)"
     done = processes.run_python('-c', program, is_checked=True)
     self.assertEqual(done.stdout.splitlines()[-1], '[5, 5]')
-
-  def test_script_of_stdin_is_sent_whole(self):
-    main = types.ModuleType('__main__')
-    main.__file__ = '<stdin>'
-    with mock.patch.dict(sys.modules, {'__main__': main}):
-      self.assertEqual(functions._main_script(), {})
 
   def test_function_that_ends_its_process(self):
     self.assertEqual(tfs.launch(sys.exit, num_workers=2), [None, None])
