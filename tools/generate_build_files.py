@@ -45,6 +45,7 @@ OPTIONAL = frozenset(
   {
     'griffe',
     'horovod',
+    'jsonschema',
     'keras_tuner',
     'kubeflow',
     'mkdocs',
