@@ -163,7 +163,7 @@ def _indexed(what: str, tasks: Any) -> dict[int, str]:
   }
   if sorted(found) != list(range(len(tasks))):
     raise checks.bad(
-      f'the indices of {what}',
+      f'the list of indices in {what}',
       list(tasks),
       'each index from 0 once, also where workers come and go',
       'list the addresses of all tasks',

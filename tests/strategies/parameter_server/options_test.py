@@ -144,7 +144,7 @@ class ClusterTest(parameterized.TestCase):
     (
       'gap_in_workers',
       {'worker': {0: 'localhost:2', 2: 'localhost:3'}},
-      r'indices of cluster.worker is \[0, 2\]',
+      r"indices in cluster.worker is \['0', '2'\]",
     ),
     (
       'one_address_twice',
