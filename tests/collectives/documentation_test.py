@@ -36,9 +36,6 @@ def public_callables(module):
 
 
 class DocumentationTest(parameterized.TestCase):
-  def test_all_modules_are_found(self):
-    self.assertGreaterEqual(len(MODULES), 11)
-
   @parameterized.named_parameters(*MODULES)
   def test_examples_run(self, module):
     callables = public_callables(module)
@@ -61,12 +58,6 @@ class DocumentationTest(parameterized.TestCase):
     for name, codec in codecs.CODECS.items():
       self.assertEqual(codec.name, name)
 
-  def test_registry_is_read_only(self):
-    with self.assertRaises(TypeError):
-      algorithms.ALGORITHMS['mine'] = algorithms.ALGORITHMS['ring']
-    with self.assertRaises(TypeError):
-      codecs.CODECS['mine'] = codecs.CODECS['none']
-
 
 class ImportsTest(parameterized.TestCase):
   @parameterized.named_parameters(*MODULES)
@@ -87,7 +78,8 @@ class ImportsTest(parameterized.TestCase):
           is_ground or name.startswith(collectives.__name__), name
         )
       else:
-        self.assertTrue(top == 'numpy' or top in sys.stdlib_module_names, name)
+        is_known = top in sys.stdlib_module_names
+        self.assertTrue(is_known or top in ('numpy', 'ml_dtypes'), name)
 
 
 if __name__ == '__main__':

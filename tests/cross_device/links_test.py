@@ -30,12 +30,8 @@ class NcclIsUsableTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('one_gpu', (1,), 1, True),
     ('two_gpus', (1, 1), 2, True),
-    ('one_of_two', (1, 1), 1, True),
     ('two_parts', (2,), 2, False),
-    ('parts_of_two', (2, 2), 4, False),
-    ('one_part', (4,), 1, False),
     ('more_than_there_are', (1,), 2, False),
-    ('none', (), 1, False),
     ('whole_one_beside_parts', (1, 4), 1, True),
   )
   def test_only_on_whole_gpus(self, parts, count, expected):
@@ -56,18 +52,12 @@ class NameTest(tf.test.TestCase, parameterized.TestCase):
     ('first_two_parts', (2, 2), CARD, 2, 'one_gpu'),
     ('cards', (1, 1), CARD, 2, 'pcie'),
     ('modules', (1, 1), A100, 2, 'nvlink'),
-    ('hopper', (1, 1), 'NVIDIA H100 80GB HBM3', 2, 'nvlink'),
     ('h200', (1, 1), 'NVIDIA H200', 2, 'nvlink'),
-    ('workstation', (1, 1), 'NVIDIA GeForce RTX 4090', 2, 'pcie'),
     ('unknown', (1, 1), '', 2, 'pcie'),
   )
   def test_of_gpus(self, parts, device_name, count, expected):
     with fake_gpus.machine(*parts, device_name=device_name):
       self.assertEqual(links.name_of(fake_gpus.names(count)), expected)
-
-  def test_of_a_gpu_and_a_host(self):
-    with fake_gpus.machine(1, device_name=A100):
-      self.assertEqual(links.name_of(['GPU:0', 'CPU:0']), 'pcie')
 
   def test_topology_has_that_link(self):
     for device_name, name in ((A100, 'nvlink'), (CARD, 'pcie')):

@@ -7,7 +7,6 @@ from absl.testing import parameterized
 from tests import tiers, virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
-from tf_strategies import _tf_internal
 
 virtual_devices.configure()
 
@@ -59,17 +58,6 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.last_plan.num_tensors, 2)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_eager_all_reduce(self, make_op):
-    op = make_op()
-    strategy = self.strategy_of(op)
-    result = strategy.run(
-      lambda x: tf.distribute.get_replica_context().all_reduce(SUM, x),
-      args=(self.per_replica(strategy),),
-    )
-    replicas.assert_equal(result, replicas.exact(RANKS), NAMES)
-    self.assertEqual(op.calls, 1)
-
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_values_without_a_device_are_reduced_where_replicas_run(
     self, make_op
   ):
@@ -94,18 +82,6 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(component, replicas.exact(RANKS))
     self.assertEqual([d.rpartition('device:')[2] for d in placed], list(NAMES))
     self.assertNotIn('', op.report()['all_reduce_bytes_in'])
-
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_values_without_a_device_and_without_a_strategy(self, make_op):
-    op = make_op()
-
-    @tf.function
-    def step(values):
-      value = _tf_internal.PerReplica(values)
-      return op.reduce(SUM, value, value).values
-
-    for component in step([tf.constant(rank) for rank in RANKS]):
-      self.assertAllEqual(component, replicas.exact(RANKS))
 
   @tiers.product(
     op=tiers.few(replicas.OPS, 'auto', 'ring'),
@@ -157,23 +133,6 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     gathered = strategy.gather(self.per_replica(strategy, uneven), axis=0)
     self.assertAllEqual(gathered, np.concatenate(uneven))
     self.assertEqual(op.report()['calls']['gather'], 1)
-
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_all_gather(self, make_op):
-    op = make_op()
-    strategy = self.strategy_of(op)
-
-    @tf.function
-    def step(value):
-      return strategy.run(
-        lambda x: tf.distribute.get_replica_context().all_gather(x, axis=0),
-        args=(value,),
-      )
-
-    gathered = step(self.per_replica(strategy))
-    for component in gathered.values:
-      self.assertAllEqual(component, np.concatenate(RANKS))
-    self.assertGreater(op.report()['calls']['gather'], 0)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_training_equals_one_device(self, make_op):

@@ -83,28 +83,6 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     for component in result.values:
       self.assert_slices(component, concatenated(self.slices, 3))
 
-  @parameterized.parameters(
-    virtual_devices.name(0), virtual_devices.name(1), virtual_devices.name(7)
-  )
-  def test_one_destination(self, name):
-    result = cross_device.RingAllReduce().reduce(SUM, self.value, name)
-    self.assertIsInstance(result, tf.IndexedSlices)
-    self.assert_slices(result, concatenated(self.slices), name)
-
-  def test_bytes_are_those_of_the_others(self):
-    op = cross_device.RingAllReduce()
-    op.reduce(SUM, self.value, self.value)
-    row = 4 * WIDTH + 8  # Float32 values and an int64 index.
-    received = op.report()['all_reduce_bytes_in']
-    self.assertEqual(
-      {name[-5:]: count for name, count in received.items()},
-      {
-        virtual_devices.name(0): 2 * row,
-        virtual_devices.name(1): 5 * row,
-        virtual_devices.name(2): 3 * row,
-      },
-    )
-
   @pytest.mark.smoke
   def test_unknown_number_of_rows(self):
     op = cross_device.RingAllReduce()
@@ -126,16 +104,6 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_slices(found, concatenated(slices))
     self.assertEqual(op.calls, 2)
 
-  def test_without_dense_shape(self):
-    slices = [tf.IndexedSlices(s.values, s.indices) for s in self.slices]
-    value = on_devices(slices, self.names)
-    result = cross_device.RingAllReduce().reduce(SUM, value, value)
-    for component in result.values:
-      self.assertIsNone(component.dense_shape)
-      values, indices = concatenated(self.slices)
-      self.assertAllEqual(component.values, values)
-      self.assertAllEqual(component.indices, indices)
-
   @parameterized.product(op=list(replicas.OPS), reduce_op=(SUM, MEAN))
   def test_dense_in_one_replica(self, op, reduce_op):
     dense = np.full([NUM_ROWS, WIDTH], 4096, np.float32)
@@ -148,29 +116,6 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     if reduce_op == MEAN:
       expected = expected / np.float32(3)
     replicas.assert_equal(result, expected, self.names)
-
-  def test_beside_dense_values(self):
-    op = cross_device.RingAllReduce()
-    ranks = replicas.inputs('float32', (97,), 3)
-    dense = replicas.on_devices(ranks, self.names)
-    results = op.batch_reduce(
-      SUM, [(dense, dense), (self.value, self.value), (dense, dense)]
-    )
-    for index in (0, 2):
-      replicas.assert_equal(results[index], replicas.exact(ranks), self.names)
-    for component in results[1].values:
-      self.assert_slices(component, concatenated(self.slices))
-
-  def test_16_bit_values(self):
-    slices = [
-      tf.IndexedSlices(tf.constant([[60000.0]], tf.float16), [r], [3, 1])
-      for r in range(3)
-    ]
-    value = on_devices(slices, self.names)
-    result = cross_device.RingAllReduce().reduce(MEAN, value, value)
-    for component in result.values:
-      self.assertEqual(component.values.dtype, tf.float16)
-      self.assertAllEqual(component.values, [[20000.0]] * 3)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_broadcast_keeps_slices(self, make_op):

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-  """Tensors of one dtype that travel together.
-
-  Attributes:
-    indices: the tensors, in the order in which they are packed.
-    dtype: their dtype's name.
-    num_bytes: their sizes added up.
-  """
-
-  indices: tuple[int, ...]
-  dtype: str
-  num_bytes: int
+from collections.abc import Hashable, Sequence
 
 
 def plan_buckets(
-  sizes_bytes: Sequence[int], dtypes: Sequence[str], bucket_bytes: int
-) -> tuple[Bucket, ...]:
+  sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], bucket_bytes: int
+) -> tuple[tuple[int, ...], ...]:
   """Packs gradients into buckets that become ready one after the other.
 
   The backward pass makes the gradients of the last layers first, so that these
@@ -36,38 +20,31 @@ def plan_buckets(
 
   Example:
 
-    >>> for bucket in plan_buckets([4, 4, 90, 4], ['float32'] * 4, 10):
-    ...   print(bucket)
-    Bucket(indices=(3,), dtype='float32', num_bytes=4)
-    Bucket(indices=(2,), dtype='float32', num_bytes=90)
-    Bucket(indices=(1, 0), dtype='float32', num_bytes=8)
+    >>> plan_buckets([4, 4, 90, 4], ['float32'] * 4, 10)
+    ((3,), (2,), (1, 0))
 
   Args:
     sizes_bytes: the size of each tensor.
-    dtypes: the dtype of each: a name, or anything with a `name`, as the dtypes
-      of NumPy and TensorFlow have.
+    dtypes: the dtype of each: anything that can be a key.
     bucket_bytes: the most that a bucket holds; a larger tensor gets a bucket
       of its own.
 
   Returns:
-    Buckets in the order in which their last tensor becomes ready; each index
-    is in exactly one. O(n) for n tensors, plus sorting the buckets.
+    The indices in each bucket, in the order in which they are packed. Buckets come
+    in the order in which their last tensor becomes ready; each index is in exactly
+    one. O(n) for n tensors, plus sorting the buckets.
   """
-  names = [getattr(dtype, 'name', dtype) for dtype in dtypes]
   buckets: list[list[int]] = []
-  newest: dict[str, list[int]] = {}
-  filled: dict[str, int] = {}
-  for i in reversed(range(len(names))):
-    name, size = names[i], sizes_bytes[i]
-    if name not in newest or filled[name] + size > bucket_bytes:
-      newest[name], filled[name] = [], 0
-      buckets.append(newest[name])
-    newest[name].append(i)
-    filled[name] += size
+  newest: dict[Hashable, list[int]] = {}
+  filled: dict[Hashable, int] = {}
+  for i in reversed(range(len(dtypes))):
+    dtype, size = dtypes[i], sizes_bytes[i]
+    if dtype not in newest or filled[dtype] + size > bucket_bytes:
+      newest[dtype], filled[dtype] = [], 0
+      buckets.append(newest[dtype])
+    newest[dtype].append(i)
+    filled[dtype] += size
   # A bucket can go when its last tensor is there, however much earlier than
   # another dtype's it was begun.
   buckets.sort(key=lambda indices: indices[-1], reverse=True)
-  return tuple(
-    Bucket(tuple(b), names[b[0]], sum(sizes_bytes[i] for i in b))
-    for b in buckets
-  )
+  return tuple(map(tuple, buckets))

@@ -51,7 +51,7 @@ class Codec(abc.ABC):
     lossy: whether decoding can give other values than were encoded.
     block_length: elements that are encoded independently of others, so that an
       array may be cut after any multiple of them without changing what is
-      decoded. None if it must not be cut.
+      decoded.
     cast_dtype: name of a dtype whose arrays are payloads already, None if
       there is none.
     keeps_rest: whether it rounds so much that what it leaves out of a gradient is
@@ -60,7 +60,7 @@ class Codec(abc.ABC):
 
   name: str
   lossy: bool = True
-  block_length: int | None = 1
+  block_length: int = 1
   cast_dtype: str | None = None
   keeps_rest: bool = False
 

@@ -1,23 +1,16 @@
 """Sums of floats that are the same to the bit in any order and any grouping.
 
 Floats become integers that share one exponent for each block of 256 values (see
-`block_length`): that of the block's largest magnitude among all terms. Integers add up exactly, so it
-does not matter who adds what first. So a sum takes two reductions, of `exponents`
-by maximum and of what `encode` returns by addition; `decode` rounds once.
-
-This is the reference in NumPy; strategies do the same in TensorFlow.
+`block_length`). It is the exponent of the block's largest magnitude among all terms.
+Integers add up exactly, so their order does not matter. A sum takes two reductions: of
+exponents by maximum, then of integers by addition. The result is rounded once. This
+module holds the numbers; strategies compute with TensorFlow.
 
 With T terms an integer keeps 31 - ceil(log2 T) bits of a float32 (63 of a float64)
 below the largest magnitude M of its block. So each term is off by at most
-M / 2**bits, and the sum by T times that and the rounding of the result:
+M / 2**bits, and the sum by T times that and the rounding of the result.
 
-  >>> a, b, c = np.float32([[1e8], [1.25], [-1e8]])
-  >>> ((a + b) + c).item(), ((a + c) + b).item()  # Floats.
-  (0.0, 1.25)
-  >>> add([a, b, c]).item() == add([c, a, b]).item() == 1.25
-  True
-
-What is special:
+Special values:
 
 * A subnormal number counts as zero, and no sum is subnormal: TensorFlow flushes
   them in some threads and not in others. A minus zero loses its sign.
@@ -30,7 +23,6 @@ What is special:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -137,72 +129,3 @@ def block_length(length: int) -> int:
     return BLOCK_LENGTH
   lengths = range(BLOCK_LENGTH, BLOCK_LENGTH // 2 - 1, -1)
   return next((n for n in lengths if length % n == 0), BLOCK_LENGTH)
-
-
-def exponents(values: np.ndarray) -> np.ndarray:
-  """The exponent of each block, of the format's `exponent` dtype."""
-  form = format_of(values.dtype)
-  magnitudes = _blocks(values).view(form.integer) & form.magnitude
-  largest = magnitudes.max(axis=1, initial=0)
-  return (largest >> form.mantissa_bits).astype(form.exponent)
-
-
-def encode(
-  values: np.ndarray, exponents_of_all: np.ndarray, num_terms: int
-) -> np.ndarray:
-  """One term as integers, with the largest exponents among all terms."""
-  form = format_of(values.dtype)
-  rows, shared = _blocks(values), exponents_of_all[:, np.newaxis]
-  is_special = shared == form.special
-  shared = np.maximum(shared.astype(form.integer), form.least(num_terms))
-  scale = (form.to_scale(num_terms) - shared) << form.mantissa_bits
-  with np.errstate(invalid='ignore', under='ignore', over='ignore'):
-    scaled = np.rint(rows * scale.view(form.dtype))
-    integers = np.where(is_special, 0, scaled).astype(form.integer)
-    above = np.where((rows > form.largest) | np.isnan(rows), ABOVE, 0)
-    below = np.where((rows < -form.largest) | np.isnan(rows), BELOW, 0)
-  codes = (above + below).astype(form.integer)
-  return np.where(is_special, codes, integers).reshape(-1)[: len(values)]
-
-
-def decode(
-  integers: np.ndarray,
-  exponents_of_all: np.ndarray,
-  num_terms: int,
-  dtype: np.dtype,
-) -> np.ndarray:
-  """The sum that the sum of all terms' integers stands for."""
-  form = format_of(dtype)
-  rows, shared = _blocks(integers), exponents_of_all[:, np.newaxis]
-  is_special = shared == form.special
-  shared = np.maximum(shared.astype(form.integer), form.least(num_terms))
-  unit = (shared + form.to_unit(num_terms)) << form.mantissa_bits
-  with np.errstate(over='ignore'):
-    sums = rows.astype(form.dtype) * unit.view(form.dtype)
-  above, below = rows & (BELOW - 1), rows >> 16
-  infinity = np.where(above > 0, np.inf, -np.inf).astype(form.dtype)
-  is_infinity = (above > 0) != (below > 0)
-  special = np.where(is_infinity, infinity, np.asarray(np.nan, form.dtype))
-  return np.where(is_special, special, sums).reshape(-1)[: len(integers)]
-
-
-def add(terms: Sequence[np.ndarray]) -> np.ndarray:
-  """The sum of one-dimensional arrays of one dtype and length.
-
-  Example:
-
-    >>> add([np.float32([0.5, -2.0]), np.float32([1.0, 2.0])])
-    array([1.5, 0. ], dtype=float32)
-  """
-  dtype, count = terms[0].dtype, len(terms)
-  exact = [t.astype(format_of(dtype).dtype) for t in terms]
-  shared = np.maximum.reduce([exponents(t) for t in exact])
-  total = sum(encode(t, shared, count) for t in exact)
-  with np.errstate(over='ignore'):
-    return decode(total, shared, count, exact[0].dtype).astype(dtype)
-
-
-def _blocks(values: np.ndarray) -> np.ndarray:
-  """One row for each block, the last of them filled up with zeros."""
-  block = block_length(len(values))
-  return np.pad(values, (0, -len(values) % block)).reshape(-1, block)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from tf_strategies import errors, option_checks
+from tf_strategies import errors
 
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
@@ -71,13 +71,14 @@ class Schedule:
     object.__setattr__(self, 'transfers', tuple(sorted(self.transfers)))
 
   def rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-    """The transfers, grouped by round, in order."""
-    return self._rounds
+    """Returns the transfers, grouped by round, in order."""
+    groups = itertools.groupby(self.transfers, lambda t: t.round)
+    return tuple(tuple(transfers) for _, transfers in groups)
 
   @property
   def num_rounds(self) -> int:
     """Number of rounds: the latency of the schedule in messages."""
-    return len(self._rounds)
+    return len(self.rounds())
 
   def validate(self) -> Schedule:
     """Proves that this schedule computes an all-reduce.
@@ -171,28 +172,24 @@ class Schedule:
     self,
   ) -> tuple[dict[tuple[int, int], tuple[Transfer, ...]], ...]:
     """Returns the writes of each round: {(dst, chunk): transfers, by sender}."""
-    return self._arrivals
+    arrivals = []
+    for transfers in self.rounds():
+      places: dict[tuple[int, int], list[Transfer]] = {}
+      for t in transfers:
+        places.setdefault((t.dst, t.chunk), []).append(t)
+      arrivals.append({p: tuple(ts) for p, ts in places.items()})
+    return tuple(arrivals)
 
   def check_ranges(self) -> Schedule:
     """Checks that every number is usable as an index, and nothing more."""
-    check_world_size(self.world_size)
-    check_int(f'{self._label}: num_chunks', self.num_chunks, 1)
-    limits = {
-      'round': None,
-      'src': self.world_size - 1,
-      'dst': self.world_size - 1,
-      'chunk': self.num_chunks - 1,
-    }
+    ranks, chunks = range(self.world_size), range(self.num_chunks)
     for t in self.transfers:
-      try:
-        for field, most in limits.items():
-          check_int(field, getattr(t, field), 0, most)
-        if t.src == t.dst:
-          raise errors.ScheduleError(
-            'a rank cannot send to itself; leave the transfer out.'
-          )
-      except errors.ScheduleError as e:
-        raise errors.ScheduleError(f'{self._label}: {t}: {e}') from None
+      is_inside = t.src in ranks and t.dst in ranks and t.chunk in chunks
+      if not is_inside or t.round < 0 or t.src == t.dst:
+        raise errors.ScheduleError(
+          f'{self._label}: {t} is not between two of these ranks, in a round of 0 '
+          f'or more, with one of {self.num_chunks} chunks.'
+        )
     return self
 
   def completions(self) -> frozenset[tuple[int, int, int]]:
@@ -258,21 +255,6 @@ class Schedule:
   @property
   def _everyone(self) -> int:
     return (1 << self.world_size) - 1
-
-  @functools.cached_property
-  def _rounds(self) -> tuple[tuple[Transfer, ...], ...]:
-    groups = itertools.groupby(self.transfers, lambda t: t.round)
-    return tuple(tuple(transfers) for _, transfers in groups)
-
-  @functools.cached_property
-  def _arrivals(self):
-    arrivals = []
-    for transfers in self.rounds():
-      places: dict[tuple[int, int], list[Transfer]] = {}
-      for t in transfers:
-        places.setdefault((t.dst, t.chunk), []).append(t)
-      arrivals.append({p: tuple(ts) for p, ts in places.items()})
-    return tuple(arrivals)
 
   @functools.cached_property
   def _replay(self):
@@ -360,59 +342,13 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
 
   Returns:
     `num_chunks` sizes that add up to `length`. O(num_chunks).
-
-  Raises:
-    ScheduleError: `length` is negative or `num_chunks` is not positive.
   """
-  length = check_int('length', length, 0)
-  num_chunks = check_int('num_chunks', num_chunks, 1)
   size, larger = divmod(length, num_chunks)
   return (size + 1,) * larger + (size,) * (num_chunks - larger)
 
 
-def algorithm(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
-  """Decorates an algorithm: checks its world size, keeps its newest schedules."""
-  # With types, as True == 1, which must be rejected.
-  kept = functools.lru_cache(maxsize=32, typed=True)(build)
-
-  @functools.wraps(build)
-  def checked(world_size, *args, **options):
-    world_size = check_world_size(world_size)
-    try:
-      return kept(world_size, *args, **options)
-    except TypeError:  # An option that has no hash, which `build` rejects.
-      return build(world_size, *args, **options)
-
-  return checked
-
-
-def check_world_size(world_size: int) -> int:
-  """Returns a number of ranks as a plain int; raises ScheduleError for others."""
-  ranks = 'Pass the number of ranks that take part, this one included.'
-  return check_int('world_size', world_size, 1, fix=ranks)
-
-
-def check_int(
-  name: str, value: object, least: int, most: int | None = None, fix: str = ''
-) -> int:
-  """Returns an integer as a plain int; raises ScheduleError for others.
-
-  Example:
-
-    >>> check_int('root', 3, least=0, most=3)
-    3
-  """
-  if (
-    option_checks.is_int(value)
-    and least <= value
-    and (most is None or value <= most)
-  ):
-    # NumPy's integers of 32 bits would overflow in sums and products.
-    return int(value)
-  allowed = f'of {least} or more' if most is None else f'from {least} to {most}'
-  raise errors.ScheduleError(
-    f'{name} ({value!r}) must be an integer {allowed}. {fix}'.rstrip()
-  )
+algorithm = functools.lru_cache(maxsize=32)
+"""Decorates an algorithm: keeps its newest schedules."""
 
 
 def _ranks_in(contributions: int) -> list[int]:

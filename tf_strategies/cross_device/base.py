@@ -141,7 +141,6 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   ):
     """Reduces several values in one plan; see `CrossDeviceOps.batch_reduce`."""
     del options
-    _check_reduce_op(reduce_op)
     results = [None] * len(value_destination_pairs)
     groups = {}
     for i, (value, destination) in enumerate(value_destination_pairs):
@@ -367,15 +366,6 @@ def _bytes_from_others(tensors, device: str) -> int:
 
 def _is_mean(reduce_op) -> bool:
   return reduce_op == tf.distribute.ReduceOp.MEAN
-
-
-def _check_reduce_op(reduce_op) -> None:
-  if not _is_mean(reduce_op) and reduce_op != tf.distribute.ReduceOp.SUM:
-    raise errors.UnsupportedOptionError(
-      f'reduce_op={reduce_op!r}',
-      'tf.distribute.ReduceOp.SUM or MEAN',
-      'gather the values and combine them yourself for any other reduction',
-    )
 
 
 def check_tensors(tensors) -> None:

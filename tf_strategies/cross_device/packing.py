@@ -96,7 +96,7 @@ def pack(
   plan = bucketing.plan_buckets(sizes, [t.dtype for t in tensors], bucket_bytes)
   buckets, all_lengths = [], []
   for bucket in plan:
-    some = [flat[i] for i in bucket.indices]
+    some = [flat[i] for i in bucket]
     lengths = [t.shape[axis] for t in some]
     if block > 1 and (axis or len(some) > 1):
       lengths = [_round_up(length, block) for length in lengths]
@@ -111,7 +111,7 @@ def pack(
     all_lengths.append(tuple(lengths))
   return Packed(
     tuple(buckets),
-    tuple(bucket.indices for bucket in plan),
+    plan,
     tuple(all_lengths),
     tuple(
       t.shape if t.shape.is_fully_defined() else tf.shape(t) for t in tensors

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests.collectives.simulator import simulate
-from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives import codecs
-from tf_strategies.collectives.algorithms import ALGORITHMS
-from tf_strategies.collectives.codecs import CODECS, int8
+from tf_strategies.collectives.codecs import int8
 
 INT8 = int8.Int8()
 BLOCK = 256
@@ -66,10 +62,6 @@ class _LosesTheTail(int8.Int8):
 
 
 class Int8Test(parameterized.TestCase):
-  def test_is_found_by_name(self):
-    self.assertIs(type(CODECS['int8']), int8.Int8)
-    self.assertTrue(INT8.lossy)
-
   @parameterized.product(length=LENGTHS, dtype=('float32', 'float64'))
   def test_error_of_each_block_is_bounded(self, length, dtype):
     assert_within_bound(INT8, noise(length, dtype))
@@ -89,15 +81,6 @@ class Int8Test(parameterized.TestCase):
       INT8.decode(payload), np.float32([127, -127, 0, 1, 0, -3, 64, 64])
     )
 
-  @parameterized.parameters(*LENGTHS, 0)
-  def test_sizes(self, length):
-    expected = length + 4 * -(-length // BLOCK)
-    self.assertEqual(INT8.payload_bytes(length), expected)
-    payload = INT8.encode(np.ones(length, np.float32))
-    self.assertEqual(payload.memory.nbytes, expected)
-    self.assertEqual(payload.data.dtype, np.int8)
-    self.assertEqual(payload.metadata.dtype, np.float32)
-
   @parameterized.parameters(*LENGTHS)
   def test_largest_is_exact_and_encoding_again_changes_nothing(self, length):
     for dtype in ('float32', 'float64'):
@@ -108,17 +91,6 @@ class Int8Test(parameterized.TestCase):
         block = slice(start, start + BLOCK)
         largest = np.argmax(np.abs(values[block]))
         self.assertEqual(once[block][largest], values[block][largest])
-
-  @parameterized.parameters(1, 3, 255)
-  def test_a_tail_is_a_block_of_its_own(self, tail):
-    values = noise(2 * BLOCK + tail)
-    values[-tail:] = np.float32(1e-20) * np.arange(1, tail + 1)
-    decoded = round_trip(INT8, values)
-    np.testing.assert_array_equal(
-      decoded[-tail:], round_trip(INT8, values[-tail:])
-    )
-    self.assertEqual(decoded[-1], values[-1])
-    assert_within_bound(INT8, values)
 
   @pytest.mark.smoke
   def test_may_be_cut_after_any_block(self):
@@ -177,47 +149,6 @@ class Int8Test(parameterized.TestCase):
     decoded = round_trip(INT8, values)
     np.testing.assert_array_equal(np.sign(decoded), [1, -1, 1])
     assert_within_bound(INT8, values)
-
-  @parameterized.parameters(*ALGORITHMS)
-  def test_ranks_end_bit_equal_and_near_the_sum(self, algorithm):
-    for world_size in (2, 3, 5):
-      schedule = ALGORITHMS[algorithm](world_size)
-      for dtype in ('float32', 'float64'):
-        inputs = [noise(3000, dtype, rank) for rank in range(world_size)]
-        outputs = simulate(schedule, inputs, 'int8').outputs
-        for output in outputs:
-          self.assertEqual(output.dtype, dtype)
-          self.assertEqual(output.tobytes(), outputs[0].tobytes())
-        # What makes up a sum is encoded once for each rank, and the sum
-        # itself once more, each with an error of 1/254 of what is largest.
-        largest = world_size * max(np.max(np.abs(x)) for x in inputs)
-        error = np.abs(outputs[0] - np.sum(inputs, axis=0, dtype=np.float64))
-        self.assertLess(np.max(error), (world_size + 1) * largest / 254)
-
-  def test_nan_of_one_rank_reaches_all(self):
-    inputs = [noise(600, rank=rank) for rank in range(3)]
-    inputs[1][300] = np.inf
-    for output in simulate(ALGORITHMS['tree'](3), inputs, 'int8').outputs:
-      self.assertTrue(np.isnan(output[256:512]).all())
-      self.assertTrue(np.isfinite(output[:256]).all())
-
-  def test_integers_travel_as_they_are(self):
-    for dtype in ('int8', 'int32', 'uint8', 'int64'):
-      self.assertIs(codecs.for_array('int8', np.dtype(dtype)), codecs.NONE)
-      inputs = [np.arange(9).astype(dtype) + rank for rank in range(3)]
-      for output in simulate(ALGORITHMS['ring'](3), inputs, 'int8').outputs:
-        np.testing.assert_array_equal(output, sum(inputs), strict=True)
-
-  @parameterized.parameters('float32', 'float64')
-  def test_floats_are_encoded(self, dtype):
-    self.assertEqual(codecs.for_array('int8', np.dtype(dtype)).name, 'int8')
-    self.assertEqual(codec_lib.sum_dtype(dtype), dtype)
-
-  def test_bytes_on_the_links(self):
-    inputs = [noise(1024, rank=rank) for rank in range(2)]
-    tree = ALGORITHMS['tree'](2)
-    moved = simulate(tree, inputs, 'int8').bytes_per_link
-    self.assertEqual(moved, {(0, 1): 1040, (1, 0): 1040})
 
 
 if __name__ == '__main__':

@@ -28,9 +28,6 @@ def direct_all_reduce(world_size: int) -> schedule.Schedule:
 
   Returns:
     A schedule of N chunks with 2 N (N - 1) transfers.
-
-  Raises:
-    ScheduleError: `world_size` is not a positive integer.
   """
   transfers = []
   for owner in range(world_size):

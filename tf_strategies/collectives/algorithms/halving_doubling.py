@@ -35,9 +35,6 @@ def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
 
   Returns:
     A schedule of P chunks with 2 P (P - 1) + 2 (N - P) P transfers.
-
-  Raises:
-    ScheduleError: `world_size` is not a positive integer.
   """
   num_chunks = 1 << (world_size.bit_length() - 1)
   folded = world_size - num_chunks

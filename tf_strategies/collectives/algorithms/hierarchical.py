@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tf_strategies import errors, option_checks
+from tf_strategies import errors
 from tf_strategies.collectives import schedule
 from tf_strategies.collectives.algorithms import ring
 
@@ -43,22 +43,16 @@ def hierarchical_all_reduce(
     A schedule of N chunks with 2 N (N - 1) transfers.
 
   Raises:
-    ScheduleError: `world_size` is not a positive integer, or `group_size` is
-      not one that divides it.
+    ScheduleError: `group_size` does not divide `world_size`.
   """
   if group_size is None:
     group_size = default_group_size(world_size)
-  if (
-    not option_checks.is_int(group_size)
-    or group_size < 1
-    or world_size % group_size
-  ):
+  if world_size % group_size:
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     raise errors.ScheduleError(
       f'group_size ({group_size!r}) must divide world_size ({world_size}): '
       f'use one of {divisors}.'
     )
-  group_size = int(group_size)
   num_groups = world_size // group_size
   # Block b is what place b - 1 of every group sums up across the groups.
   blocks = [
@@ -96,11 +90,7 @@ def default_group_size(world_size: int) -> int:
 
   Returns:
     The group size; 1 where `world_size` is a prime. O(sqrt(world_size)).
-
-  Raises:
-    ScheduleError: `world_size` is not a positive integer.
   """
-  world_size = schedule.check_world_size(world_size)
   # The nearest divisor is never above the root: the one above is N / d of one
   # below, and d + N / d >= 2 sqrt(N) puts N / d farther away.
   return max(

@@ -22,9 +22,6 @@ def naive_all_reduce(world_size: int) -> schedule.Schedule:
 
   Returns:
     A schedule of one chunk with 2 (N - 1) transfers in two rounds.
-
-  Raises:
-    ScheduleError: `world_size` is not a positive integer.
   """
   others = range(1, world_size)
   gather = [schedule.Transfer(0, rank, 0, 0, True) for rank in others]

@@ -24,9 +24,6 @@ def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
 
   Returns:
     A schedule of one chunk with N (N - 1) transfers.
-
-  Raises:
-    ScheduleError: `world_size` is not a positive integer.
   """
   ranks = range(world_size)
   return schedule.Schedule(

@@ -32,9 +32,6 @@ def ring_all_reduce(world_size: int) -> schedule.Schedule:
 
   Returns:
     A schedule of N chunks with 2 N (N - 1) transfers.
-
-  Raises:
-    ScheduleError: `world_size` is not a positive integer.
   """
   ranks = range(world_size)
   chunks = [(chunk,) for chunk in ranks]

@@ -26,9 +26,6 @@ def tree_all_reduce(world_size: int) -> schedule.Schedule:
 
   Returns:
     A schedule of one chunk with 2 (N - 1) transfers.
-
-  Raises:
-    ScheduleError: `world_size` is not a positive integer.
   """
   depth = (world_size - 1).bit_length()
   transfers = []
