@@ -18,7 +18,6 @@ from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import elastic_job, elastic_members
 from tf_strategies.monitoring import merge
-from tf_strategies.process_group.tcp import group as tcp_group
 from tf_strategies.strategies.multi_worker import elastic
 
 virtual_devices.configure()
@@ -239,7 +238,7 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
       )
       return len(job.generations)
 
-    group_class = tcp_group.TcpProcessGroup
+    group_class = tfs.process_group.ProcessGroup
     with contextlib.ExitStack() as stack:
       for name in ('all_reduce', 'all_gather', 'broadcast'):
         patched = failing(getattr(group_class, name))

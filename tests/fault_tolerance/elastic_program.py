@@ -241,9 +241,9 @@ def train_with_files(rank, options, directory, *args):
 
 def _do_not_hear(every):
   from tf_strategies import errors
-  from tf_strategies.process_group.tcp import group
+  from tf_strategies.process_group import group
 
-  all_reduce = group.TcpProcessGroup.all_reduce
+  all_reduce = group.ProcessGroup.all_reduce
   calls = itertools.count(1)
 
   def deaf_all_reduce(self, array, **options):
@@ -252,7 +252,7 @@ def _do_not_hear(every):
       raise errors.WorkerUnavailableError('a fault for the test')
     return result
 
-  group.TcpProcessGroup.all_reduce = deaf_all_reduce
+  group.ProcessGroup.all_reduce = deaf_all_reduce
 
 
 def train(

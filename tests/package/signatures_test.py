@@ -84,7 +84,7 @@ _SOME_WITH_OPTIONS = {
   'TFRecords',
 }
 # What the package makes, and gives to users.
-_MADE_FOR_USERS = ('ElasticCallback', 'Member', 'TcpProcessGroup')
+_MADE_FOR_USERS = ('ElasticCallback', 'Member', 'ProcessGroup')
 
 
 def _has_options(cls) -> bool:

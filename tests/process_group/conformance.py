@@ -5,25 +5,45 @@ expected bits are the simulator's.
 """
 
 import collections
+import contextlib
 import itertools
+from unittest import mock
 
+import ml_dtypes  # noqa: F401
 import numpy as np
 
 from tests.collectives.simulator import simulate
 from tf_strategies import errors
+from tf_strategies.collectives import codecs
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.collectives.schedule import chunk_sizes
+from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan, reductions
+from tf_strategies.process_group.mpi import group as mpi_group
 
 # Nothing, fewer elements than ranks, and chunks of several pieces.
 SIZES = (0, 1, 3, 64, 1009)
-DTYPES = ('float32', 'float64', 'float16', 'int32')
-OPTIONS = {'small_message_bytes': 256, 'sub_chunk_bytes': 192}
+DTYPES = (
+  *('float32', 'float64', 'float16', 'bfloat16'),
+  *('int32', 'int64', 'uint8', 'complex64'),
+)
+_SMALL_BYTES = 256
 
 Case = collections.namedtuple(
   'Case', 'kind algorithm compression op size dtype'
 )
+
+
+@contextlib.contextmanager
+def small_pieces(small_bytes: int = _SMALL_BYTES):
+  """Context in which a few hundred bytes are large, and travel as several pieces."""
+  with (
+    mock.patch.object(plan, 'SMALL_BYTES', small_bytes),
+    mock.patch.object(group_lib.ProcessGroup, 'piece_bytes', 192),
+    mock.patch.object(mpi_group.MpiProcessGroup, 'piece_bytes', 192),
+  ):
+    yield
 
 
 def cases(world_size: int) -> list[Case]:
@@ -61,12 +81,12 @@ def half(algorithm: str, world_size: int):
 
 def values(rank: int, case: Case) -> np.ndarray:
   """Tells ranks and positions apart; sums of floats depend on their order."""
-  noise = np.random.RandomState([rank, case.size]).uniform(-9, 9, case.size)
+  noise = np.random.RandomState([rank, case.size]).uniform(0, 9, case.size)
   return (noise + rank + np.arange(case.size) % 7).astype(case.dtype)
 
 
 def run(group) -> dict[Case, list[bytes]]:
-  """What a rank gets in each case, called twice: residuals add up."""
+  """Returns what a rank gets in each case, called twice: residuals add up."""
   results = {}
   for case in cases(group.world_size):
     array = values(group.rank, case)
@@ -74,8 +94,13 @@ def run(group) -> dict[Case, list[bytes]]:
     how = case._asdict()
     reduce = getattr(group, how.pop('kind'))
     del how['size'], how['dtype']
-    outputs = [reduce(array, name=str(case), **how) for _ in range(2)]
+    outputs = [reduce(array, name=str(case), **how)]
+    if case.kind == 'all_reduce':
+      how['out'] = np.empty_like(array)
+    outputs.append(reduce(array, name=str(case), **how))
     assert array.tobytes() == before
+    assert 'out' not in how or outputs[1] is how['out']
+    assert outputs[0].ctypes.data % 64 == 0
     assert all(out.dtype == array.dtype for out in outputs)
     results[case] = [out.tobytes() for out in outputs]
   return results
@@ -110,10 +135,9 @@ def _schedule(case: Case, world_size: int, large: str):
   algorithm = case.algorithm
   if algorithm == 'auto':
     # A float travels encoded, and 16-bit floats always.
-    is_small = case.size * np.dtype(case.dtype).itemsize <= 256
-    is_coded = case.dtype == 'float16' or (
-      case.compression != 'none' and case.dtype != 'int32'
-    )
+    dtype = np.dtype(case.dtype)
+    is_small = case.size * dtype.itemsize <= _SMALL_BYTES
+    is_coded = codecs.for_array(case.compression, dtype) is not codecs.NONE
     algorithm = 'direct' if is_coded else large
     is_whole = case.kind == 'all_reduce'
     if world_size <= plan.FEW_RANKS:

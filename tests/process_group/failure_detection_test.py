@@ -92,12 +92,6 @@ class DiagnoseTest(absltest.TestCase):
     )
     self.assertIn('rank 3 (task 13 at host-3:1) does not say', str(error))
 
-  def test_all_arrived_but_bytes_do_not_move(self):
-    said = {r: _said(7, {7: 'w'}) for r in range(4)}
-    error = failure_detection.diagnose(_MEMBERS, _TIMEOUT, said).exception()
-    self.assertEqual(error.rank, 3)
-    self.assertIn('the bytes do not move', str(error))
-
   def test_ranks_that_differ_from_the_lowest(self):
     said = {
       0: _said(7, {6: 'x', 7: 'reduce a'}),
@@ -114,18 +108,11 @@ class DiagnoseTest(absltest.TestCase):
     )
     self.assertNotIn('rank 3', str(error))
 
-  def test_what_the_reporter_saw_if_nobody_remembers(self):
-    said = {0: _said(99, {99: 'z'})}
-    error = failure_detection.diagnose(_MEMBERS, _MISMATCH, said).exception()
-    self.assertEqual(error.ranks, (1,))
-    self.assertIn('does this; rank 1', str(error))
-    self.assertIn('does something else', str(error))
-
 
 class HeartbeatMonitorTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
-    self.monitor = failure_detection.HeartbeatMonitor([1, 2], 1.0, 20.0, 100.0)
+    self.monitor = failure_detection.HeartbeatMonitor([1, 2], 20.0, 100.0)
 
   def test_silent_rank_is_overdue(self):
     for now in range(101, 121):
@@ -134,7 +121,7 @@ class HeartbeatMonitorTest(absltest.TestCase):
     self.assertEqual(self.monitor.overdue(121.0), {1: 21.0})
 
   def test_who_fell_silent_first_comes_first(self):
-    monitor = failure_detection.HeartbeatMonitor([1, 2, 3, 4], 1.0, 20.0, 100.0)
+    monitor = failure_detection.HeartbeatMonitor([1, 2, 3, 4], 20.0, 100.0)
     for rank, silent_from in ((1, 103.0), (2, 101.0), (3, 102.5), (4, 100.5)):
       monitor.heard(rank, silent_from)
     self.assertEmpty(monitor.overdue(105.0))
@@ -145,13 +132,6 @@ class HeartbeatMonitorTest(absltest.TestCase):
     for now in range(1001, 1021):
       monitor.overdue(now)
     self.assertEqual(list(monitor.overdue(1021.0)), [4, 2, 3, 1])
-
-  def test_process_that_was_stopped_gives_others_another_chance(self):
-    self.assertEmpty(self.monitor.overdue(101.0))
-    self.assertEmpty(self.monitor.overdue(1000.0))
-    for now in range(1001, 1021):
-      self.assertEmpty(self.monitor.overdue(now))
-    self.assertEqual(self.monitor.overdue(1021.0), {1: 21.0, 2: 21.0})
 
   def test_knows_that_this_process_has_just_stood_still(self):
     self.monitor.overdue(101.0)

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 import types
 
 
@@ -39,7 +40,6 @@ def meet(task: int, **options) -> process_group.Rendezvous:
   settings = {
     'rendezvous_timeout_seconds': 60.0,
     'collective_timeout_seconds': 60.0,
-    'heartbeat_interval_seconds': 0.2,
     'heartbeat_timeout_seconds': 30.0,
     'window_seconds': 0.5,
     **options,
@@ -50,5 +50,26 @@ def meet(task: int, **options) -> process_group.Rendezvous:
 
 
 def no_tensorflow() -> bool:
-  """Whether TensorFlow has stayed out of this process."""
+  """Returns whether TensorFlow has stayed out of this process."""
   return 'tensorflow' not in sys.modules
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+  """Waits until a condition holds; AssertionError if it never does."""
+  end = time.monotonic() + seconds
+  while not condition():
+    if time.monotonic() > end:
+      raise AssertionError('it did not happen')
+    time.sleep(0.01)
+
+
+def wait_for(directory: str, *names: str) -> None:
+  """Waits until there are files of these names."""
+  for name in names:
+    wait_until(lambda n=name: os.path.exists(os.path.join(directory, n)))
+
+
+def touch(directory: str, name: str) -> None:
+  """Makes a file, for `wait_for`."""
+  with open(os.path.join(directory, name), 'w'):
+    pass

@@ -18,18 +18,13 @@ _NAMED = 4
 class HeartbeatMonitor:
   """Notices ranks that are silent for longer than `timeout_seconds`.
 
-  `overdue` is called every `interval_seconds`.
+  Attributes:
+    interval_seconds: how often to send heartbeats and to call `overdue`.
   """
 
-  def __init__(
-    self,
-    ranks: Iterable[int],
-    interval_seconds: float,
-    timeout_seconds: float,
-    now: float,
-  ):
+  def __init__(self, ranks: Iterable[int], timeout_seconds: float, now: float):
+    self.interval_seconds = min(1.0, timeout_seconds / 8)
     self._heard = dict.fromkeys(ranks, now)
-    self._interval = interval_seconds
     self._timeout = timeout_seconds
     self._checked = now
     # How long this process stood still the last time, and when it went on.
@@ -45,7 +40,7 @@ class HeartbeatMonitor:
     The one that fell silent first comes first.
     """
     self.own_pause(now)
-    if now - self._checked > self._timeout / 2 + self._interval:
+    if now - self._checked > self._timeout / 2 + self.interval_seconds:
       # This process was stopped for a while: what the others sent may still lie
       # in the buffers, so all of them get another chance.
       # Those that fell silent first stay first.

@@ -1,45 +1,46 @@
-"""Process groups: their collectives, as plans; TCP or MPI moves the bytes."""
+"""Process groups: their collectives are plans, whose bytes move over TCP.
+
+`mpi.group` moves them over MPI.
+"""
 
 from __future__ import annotations
 
-import abc
 import atexit
 import collections
+import concurrent.futures
 import functools
 import json
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from tf_strategies import errors, option_checks
-from tf_strategies.collectives import codec as codec_lib
+from tf_strategies import errors
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.process_group import (
-  argument_checks,
-  buffers,
-  failure_detection,
-  reductions,
-)
+from tf_strategies.process_group import buffers, failure_detection, reductions
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.network import protocol
+from tf_strategies.process_group.tcp import link as link_lib
+from tf_strategies.process_group.tcp import mesh
+from tf_strategies.process_group.tcp import transport as transport_lib
 
 # When a data link breaks, the control plane most likely knows who died.
 _REPORT_SECONDS = 0.3
-# More than any machine has: what says so is broken.
-_MOST_BYTES = 1 << 48
+# Between two looks at the group while a link is being made.
+_CHECK_SECONDS = 0.05
 
 
-class ProcessGroup(abc.ABC):
-  """Processes that move arrays between each other.
+class ProcessGroup:
+  """Processes that move arrays between each other; made by `Rendezvous.form`.
 
   `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` are
   collectives: every rank calls them in the same order with matching arguments,
@@ -51,30 +52,36 @@ class ProcessGroup(abc.ABC):
     name: 'tcp' or 'mpi'.
     elastic: whether the processes can form a group again after a failure.
     candidates: what 'auto' chooses from for large buffers, the preferred first.
-    default_piece_bytes: where `GroupOptions.sub_chunk_bytes` is None.
+    piece_bytes: the most bytes that travel as one piece, so that additions overlap
+      with transfers.
   """
 
-  name: str
-  elastic: bool
-  candidates: tuple[str, ...]
-  default_piece_bytes: int
+  name = 'tcp'
+  elastic = True
+  candidates: tuple[str, ...] = ('ring', 'direct')
+  piece_bytes = 1 << 19
 
   def __init__(
     self,
     state: state_lib.GroupState,
-    plane: control_plane.ControlPlane | None,
+    transport: transport_lib.Transport,
+    plane: control_plane.ControlPlane,
     options: options_lib.GroupOptions,
+    connect: Callable[[Iterable[int]], concurrent.futures.Future],
+    on_end: Callable[[], None] = lambda: None,
   ):
     self._state = state
+    self._transport = transport
     self._control = plane
     self._options = options
+    self._connect = connect
+    self._on_end = on_end
     self._closed = False
     self._lock = threading.RLock()
     self._agreements: collections.Counter[str] = collections.Counter()
     self._agreements_lock = threading.Lock()
     self._pool = buffers.Pool()
     self._pid = os.getpid()
-    self._piece_bytes = options.sub_chunk_bytes or self.default_piece_bytes
     hosts = [member.address.rpartition(':')[0] for member in self.members]
     self.topology = reductions.topology_of(hosts)
     self._reduction_of = functools.lru_cache(maxsize=1024)(
@@ -84,10 +91,10 @@ class ProcessGroup(abc.ABC):
         rank=self.rank,
         candidates=self.candidates,
         topology=self.topology,
-        small_bytes=options.small_message_bytes,
-        piece_bytes=self._piece_bytes,
+        piece_bytes=self.piece_bytes,
       )
     )
+    state.on_failure(transport.shut_down)
     atexit.register(self._end_with_program)
 
   @property
@@ -111,11 +118,10 @@ class ProcessGroup(abc.ABC):
     return self._state.generation
 
   @property
-  @abc.abstractmethod
   def bytes_sent(self) -> int:
     """Bytes of arrays that this process has sent so far, without headers."""
+    return self._transport.bytes_sent
 
-  @abc.abstractmethod
   def paths(self) -> dict[int, str]:
     """How this process gets arrays of each rank to which it has a link.
 
@@ -124,6 +130,7 @@ class ProcessGroup(abc.ABC):
       'socket, not memory: Permission denied'. The first collectives of a group
       find it out.
     """
+    return self._transport.paths()
 
   @property
   def failure(self) -> errors.Error | None:
@@ -170,11 +177,7 @@ class ProcessGroup(abc.ABC):
       CollectiveTimeoutError: a rank did not come in time.
     """
     how = (op, name, algorithm, compression)
-    reduction = self._reduction('all_reduce', array, how)
-    argument_checks.check_out('out', out, array, array.dtype)
-    argument_checks.check_out(
-      'residual', residual, array, codec_lib.sum_dtype(array.dtype)
-    )
+    reduction = self._reduction_of('all_reduce', array.size, array.dtype, *how)
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
@@ -207,7 +210,9 @@ class ProcessGroup(abc.ABC):
       (N - 1) / N of the buffer.
     """
     how = (op, name, algorithm, compression)
-    reduction = self._reduction('reduce_scatter', array, how)
+    reduction = self._reduction_of(
+      'reduce_scatter', array.size, array.dtype, *how
+    )
     with self._lock:
       if self.world_size == 1:
         self._check()
@@ -234,7 +239,6 @@ class ProcessGroup(abc.ABC):
     Returns:
       One array for each rank.
     """
-    argument_checks.check_gathered(array, name)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       lengths = self._gather_lengths(array, name)
@@ -256,7 +260,6 @@ class ProcessGroup(abc.ABC):
     It spares what `all_gather` does to learn lengths. Arguments and errors are
     those of `all_gather`.
     """
-    argument_checks.check_gathered(array, name)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       sizes = (data.nbytes,) * self.world_size
@@ -277,17 +280,14 @@ class ProcessGroup(abc.ABC):
     Returns:
       A new array; on the root a copy too.
     """
-    argument_checks.check_array(array, 'broadcast')
     size, rank = self.world_size, self.rank
-    argument_checks.check_root(root, size)
-    argument_checks.check_name(name)
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       out = self._pool.take(data.shape, array.dtype)
-      is_small = data.nbytes <= self._options.small_message_bytes
+      is_small = data.nbytes <= plan_lib.SMALL_BYTES
       straight = is_small and size <= plan_lib.FEW_RANKS
       plan = plan_lib.broadcast(
-        size, rank, root, data.nbytes, self._piece_bytes, straight
+        size, rank, root, data.nbytes, self.piece_bytes, straight
       )
       collective = reductions.Collective(
         'broadcast',
@@ -305,7 +305,6 @@ class ProcessGroup(abc.ABC):
 
   def barrier(self, *, name: str = '') -> None:
     """Returns when every rank has called it; raises as `all_reduce`."""
-    argument_checks.check_name(name)
     with self._lock:
       nothing = np.zeros(1, np.uint8)
       algorithm, plan = 'tree', self._tree(1)
@@ -338,29 +337,12 @@ class ProcessGroup(abc.ABC):
       Error: the group has failed.
     """
     self._check()
-    option_checks.check(
-      isinstance(tag, str),
-      f'tag={tag!r} of exchange',
-      'a string',
-      'name the meeting, as all ranks do',
-    )
-    option_checks.check_type(
-      'payload',
-      payload,
-      (bytes, bytearray, memoryview),
-      'bytes',
-      "encode a string: payload=text.encode('utf-8')",
-    )
-    if timeout_seconds is not None:
-      option_checks.check_seconds('timeout_seconds', timeout_seconds)
     if len(payload) > protocol.MAX_PAYLOAD_BYTES or not protocol.check_tag(tag):
       raise errors.UnsupportedOptionError(
         f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
         f'{protocol.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
         'send arrays with all_gather or broadcast',
       )
-    if self.world_size == 1:
-      return [bytes(payload)]
     if timeout_seconds is None:
       timeout_seconds = self._options.collective_timeout_seconds
     with self._state.exchanging(tag):
@@ -379,18 +361,12 @@ class ProcessGroup(abc.ABC):
 
   def pending_joiners(self) -> tuple[int, ...]:
     """Tasks that wait for the group to form again; none if not elastic."""
-    if self._control is None or not self.elastic:
-      return ()
-    return self._control.joiners()
+    return self._control.joiners() if self.elastic else ()
 
   def abort(self, reason: str) -> None:
     """Makes the group fail on every rank, with this rank and the reason."""
-    if self._closed:
-      return
-    report = self._state.lost(self.rank, f'aborted the group ({reason})')
-    if self._control is None:
-      self._state.fail(report)
-    else:
+    if not self._closed:
+      report = self._state.lost(self.rank, f'aborted the group ({reason})')
       self._control.declare_failed(report)
 
   @property
@@ -420,9 +396,19 @@ class ProcessGroup(abc.ABC):
       self._closed = True
       self._leave(has_ended)
 
-  @abc.abstractmethod
   def _leave(self, has_ended: bool) -> None:
     """Says goodbye, which tells whether the program ends, and frees all."""
+    self._control.close(has_ended)
+    if self._state.failure is None and self._lock.acquire(blocking=False):
+      try:
+        self._transport.finish()
+      finally:
+        self._lock.release()
+    # Wakes a collective in another thread, which gives the lock back.
+    self._transport.shut_down()
+    with self._lock:
+      self._transport.close()
+    self._on_end()
 
   def agree(self, value: Any, *, what: str) -> Any:
     """Checks that all ranks have the same value.
@@ -437,23 +423,12 @@ class ProcessGroup(abc.ABC):
 
     Raises:
       CollectiveMismatchError: on every rank: what differs, where, and how.
-      UnsupportedOptionError: JSON cannot say the value.
       Error: as `exchange`.
     """
-    option_checks.check(
-      isinstance(what, str), f'what={what!r}', 'a string', 'name the value'
-    )
-    try:
-      text = json.dumps(value, sort_keys=True)
-    except (TypeError, ValueError) as e:
-      raise errors.UnsupportedOptionError(
-        f'{what}={value!r} ({e})',
-        'numbers, strings, lists and dictionaries with strings as keys',
-        'convert it first',
-      ) from e
     with self._agreements_lock:
       self._agreements[what] += 1
       tag = f'agree/{what}/{self._agreements[what]}'
+    text = json.dumps(value, sort_keys=True)
     answers = self.exchange(tag, text.encode())
     texts = [answer.decode('utf-8', 'replace') for answer in answers]
     differing = tuple(r for r, t in enumerate(texts) if t != texts[0])
@@ -468,38 +443,13 @@ class ProcessGroup(abc.ABC):
     error.ranks = differing
     raise error
 
-  def _reduction(
-    self, kind: str, array: np.ndarray, how: tuple
-  ) -> reductions.Reduction:
-    """Checks the arguments; what is not of this array is done once."""
-    argument_checks.check_array(array, kind)
-    if array.ndim != 1 or not array.flags.c_contiguous:
-      raise errors.UnsupportedOptionError(
-        f'{kind} of an array of shape {array.shape} and strides '
-        f'{array.strides}',
-        'one dimension, contiguous',
-        'pass np.ascontiguousarray(array).reshape(-1)',
-      )
-    if not all(isinstance(value, str) for value in how):
-      raise errors.UnsupportedOptionError(
-        f'{kind} with op, name, algorithm, compression = {how}',
-        'strings',
-        "write for instance op='sum', name='', algorithm='auto', "
-        "compression='none'",
-      )
-    return self._reduction_of(kind, array.size, array.dtype, *how)
-
   def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
     """The leading dimension of every rank's array."""
     shape = str(['any', *array.shape[1:]])
     mine = np.int64([len(array)]).view(np.uint8)
     sizes = (8,) * self.world_size
-    lengths = self._gather(mine, sizes, name, array.dtype, shape).view(np.int64)
-    for rank, length in enumerate(lengths.tolist()):
-      if not 0 <= length * max(1, array.itemsize) <= _MOST_BYTES:
-        self.abort(f'rank {rank} broke the protocol: it gathers {length} rows')
-    self._state.check()
-    return lengths.tolist()
+    lengths = self._gather(mine, sizes, name, array.dtype, shape)
+    return lengths.view(np.int64).tolist()
 
   def _gather(
     self,
@@ -519,13 +469,13 @@ class ProcessGroup(abc.ABC):
     own = slice(end - sizes[self.rank], end)
     algorithm, terms = 'gather', out
     if self.world_size > plan_lib.FEW_RANKS:
-      is_small = total <= self._options.small_message_bytes
+      is_small = total <= plan_lib.SMALL_BYTES
       algorithm = 'tree' if is_small else 'ring_gather'
     if algorithm == 'tree':
       plan, terms = self._tree(total), np.zeros(total, np.uint8)
     else:
       compile_plan = getattr(plan_lib, algorithm)
-      plan = compile_plan(self.rank, sizes, self._piece_bytes)
+      plan = compile_plan(self.rank, sizes, self.piece_bytes)
     terms[own] = mine
     collective = reductions.Collective(
       'all_gather',
@@ -593,7 +543,6 @@ class ProcessGroup(abc.ABC):
       )
     self._check()
 
-  @abc.abstractmethod
   def _move(
     self,
     execution: execution_lib.Execution,
@@ -608,6 +557,29 @@ class ProcessGroup(abc.ABC):
       MismatchError: a peer is at another collective.
       DeadlineError: it is late.
     """
+    plan = execution.plan
+    missing = self._transport.missing({*plan.sends, *plan.receives})
+    if missing:
+      self._make_links(missing, deadline)
+    header = link_lib.Header(operation.sequence, collective.digest)
+    self._transport.run(execution, header, deadline, self._state.departed)
+
+  def _make_links(self, ranks: set[int], deadline: float) -> None:
+    future = self._connect(ranks)
+    try:
+      while not concurrent.futures.wait([future], _CHECK_SECONDS).done:
+        self._check()
+        if time.monotonic() >= deadline:
+          raise execution_lib.DeadlineError(sorted(ranks))
+      future.result()
+    except mesh.LinkError as e:
+      raise execution_lib.LinkClosedError(e.rank, e.why) from e
+    finally:
+      future.cancel()
+    # A group that has ended meanwhile has not taken them.
+    self._check()
+    for rank in self._transport.missing(ranks):
+      raise execution_lib.LinkClosedError(rank)
 
   def _check(self) -> None:
     self._state.check()

@@ -41,9 +41,7 @@ class GroupOptions:
     rendezvous_timeout_seconds: how long `form` waits for the others.
     collective_timeout_seconds: how long one collective may take while all
       workers are alive.
-    heartbeat_interval_seconds: between two heartbeats.
-    heartbeat_timeout_seconds: the silence after which a worker counts as
-      lost; at least twice the interval.
+    heartbeat_timeout_seconds: the silence after which a worker counts as lost.
     secret: what every worker of the job knows, 16 bytes or more. Peers prove
       to each other that they know it; it never travels. What is sent after
       that is neither encrypted nor signed without `tls`: keep it inside a
@@ -58,11 +56,6 @@ class GroupOptions:
       the half with its lowest task), or all that have not surely died.
     max_workers: the most that form a group; None is all of them.
     window_seconds: how long to wait for more once `min_workers` are there.
-    small_message_bytes: buffers up to this size go to all ranks in one round, or
-      along a tree if there are more than eight; larger ones go around a ring.
-    sub_chunk_bytes: what travels as one piece, so that additions overlap with
-      transfers. None is 512 KiB over TCP and 16 MiB over MPI, where each piece
-      costs a handshake and moves only while both ranks call MPI.
     same_host: how arrays move between processes of one host. 'memory': by
       memory that both have mapped. Where the system forbids that, or with 'socket',
       over the data link. `ProcessGroup.paths` says which it became, and why.
@@ -70,7 +63,6 @@ class GroupOptions:
 
   rendezvous_timeout_seconds: float = 300.0
   collective_timeout_seconds: float = 600.0
-  heartbeat_interval_seconds: float = 1.0
   heartbeat_timeout_seconds: float = 20.0
   secret: bytes | None = dataclasses.field(default=None, repr=False)
   allow_unauthenticated: bool = False
@@ -78,8 +70,6 @@ class GroupOptions:
   min_workers: int | str | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
-  small_message_bytes: int = 1 << 16
-  sub_chunk_bytes: int | None = None
   same_host: str = 'memory'
 
   def __post_init__(self):
@@ -90,28 +80,17 @@ class GroupOptions:
           getattr(self, field.name),
           or_zero=field.name == 'window_seconds',
         )
-    for name, least in (
-      ('min_workers', 1),
-      ('max_workers', 1),
-      ('small_message_bytes', 0),
-      ('sub_chunk_bytes', 64),
-    ):
-      value = getattr(self, name)
-      if isinstance(value, str) and value == MAJORITY and name == 'min_workers':
-        continue
-      if value is not None or getattr(type(self), name) is not None:
-        option_checks.check_int(name, value, least)
+    is_majority = (
+      isinstance(self.min_workers, str) and self.min_workers == MAJORITY
+    )
+    if self.min_workers is not None and not is_majority:
+      option_checks.check_int('min_workers', self.min_workers, 1)
+    if self.max_workers is not None:
+      option_checks.check_int('max_workers', self.max_workers, 1)
     option_checks.check_choice('same_host', self.same_host, SAME_HOST)
     option_checks.check_bool(
       'allow_unauthenticated', self.allow_unauthenticated
     )
-    if self.heartbeat_timeout_seconds < 2 * self.heartbeat_interval_seconds:
-      raise errors.UnsupportedOptionError(
-        f'heartbeat_timeout_seconds={self.heartbeat_timeout_seconds!r} with '
-        f'heartbeat_interval_seconds={self.heartbeat_interval_seconds!r}',
-        'a timeout of at least two intervals',
-        'raise the timeout or shorten the interval',
-      )
     if self.tls is not None:
       option_checks.check_type(
         'tls',

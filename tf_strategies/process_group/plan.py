@@ -135,10 +135,9 @@ class Format:
   def cut(self, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Cuts a stretch of elements into pieces."""
     step = max(self.piece_bytes // self.itemsize, 1)
-    block = self.codec.block_length
     # Where an array is cut must not show in what is decoded.
-    step = last - first if block is None else -(-step // block) * block
-    for start in range(first, last, max(step, 1)):
+    step = -(-step // self.codec.block_length) * self.codec.block_length
+    for start in range(first, last, step):
       yield start, min(start + step, last)
 
 
@@ -146,6 +145,8 @@ class Format:
 BYTES = Format(1)
 # Up to so many ranks, each has links to all: small buffers go straight there.
 FEW_RANKS = 8
+# Buffers up to this size go to all ranks in one round, or along a tree.
+SMALL_BYTES = 1 << 16
 
 
 class _Builder:
@@ -298,7 +299,7 @@ class _Stretch:
       self._add(round_, COMBINE, -1, *target, tuple(terms), terms, [target])
     self._value = self._values
     self._payload = None if self._coded else OUT
-    if completes and self._coded:
+    if completes:
       self._encode(round_, ENCODE if owns else ENCODE_AGAIN)
 
   def finish(self) -> None:
@@ -371,7 +372,9 @@ def from_schedule(
       if dst == rank:
         order = tuple(schedule_lib.rank_order(rank, transfers))
         steps.setdefault(chunk, []).append((round_, 1, dst, order))
-  completions = schedule.completions()
+  # Where sums are encoded; following what goes where takes long among many ranks.
+  is_coded = form.codec is not codecs.NONE
+  completions = schedule.completions() if is_coded else frozenset()
   owners = schedule.owners() if completions else ()
   sizes = sizes or schedule_lib.chunk_sizes(length, schedule.num_chunks)
   ends = [0, *itertools.accumulate(sizes)]
@@ -386,7 +389,8 @@ def from_schedule(
           stretch.send(round_, peer)
         elif rank in order:
           completes = (round_, rank, chunk) in completions
-          stretch.add_up(round_, order, completes, rank == owners[chunk])
+          owns = completes and rank == owners[chunk]
+          stretch.add_up(round_, order, completes, owns)
         else:
           stretch.overwrite(round_, order[0])
       stretch.finish()
@@ -429,38 +433,33 @@ def gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
     sizes: bytes of each rank.
     piece_bytes: the most bytes of a piece.
   """
-  world_size = len(sizes)
-  transfers = (
-    schedule_lib.Transfer(0, src, dst, src, False)
-    for src, dst in itertools.permutations(range(world_size), 2)
-  )
-  schedule = schedule_lib.Schedule(
-    'gather', world_size, world_size, tuple(transfers)
-  )
-  form = Format(1, piece_bytes=piece_bytes)
-  return from_schedule(schedule, rank, sum(sizes), form, sizes)
+  pairs = itertools.permutations(range(len(sizes)), 2)
+  transfers = [
+    schedule_lib.Transfer(0, src, dst, src, False) for src, dst in pairs
+  ]
+  return _gather(rank, transfers, sizes, piece_bytes)
 
 
 @functools.lru_cache(maxsize=64)
 def ring_gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
   """As `gather`, around a ring: each rank passes on what it has received.
 
-  O(N P) pieces for N ranks with P pieces each, over two links; a schedule would
-  have a transfer for each pair of ranks.
+  The schedule has this rank's transfers alone, as among many ranks there would be too
+  many to list.
   """
-  builder, world_size = _Builder(), len(sizes)
-  before, after = (rank - 1) % world_size, (rank + 1) % world_size
-  builder.link(False, before)
-  builder.link(True, after)
+  size = len(sizes)
+  before, after = (rank - 1) % size, (rank + 1) % size
+  transfers = []
+  for step in range(size - 1):
+    for src, dst in ((rank, after), (before, rank)):
+      chunk = (src - step) % size
+      transfers.append(schedule_lib.Transfer(step, src, dst, chunk, False))
+  return _gather(rank, transfers, sizes, piece_bytes)
+
+
+def _gather(rank, transfers, sizes, piece_bytes) -> Plan:
+  schedule = schedule_lib.Schedule(
+    'gather', len(sizes), len(sizes), tuple(transfers)
+  )
   form = Format(1, piece_bytes=piece_bytes)
-  ends = [0, *itertools.accumulate(sizes)]
-  # The own block goes first, then each as it comes; the last one stays here.
-  for step in range(world_size):
-    owner = (rank - step) % world_size
-    for index, place in enumerate(form.cut(ends[owner], ends[owner + 1])):
-      order, got = (step, index), []
-      if step:
-        got = [builder.add(Piece(RECEIVE, before, OUT, *place), order)]
-      if step < world_size - 1:
-        builder.add(Piece(SEND, after, OUT, *place), order, got)
-  return builder.build()
+  return from_schedule(schedule, rank, sum(sizes), form, sizes)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tf_strategies import errors, option_checks
+from tf_strategies import errors
 from tf_strategies.collectives import algorithms, codecs, cost_model
 from tf_strategies.process_group import plan as plan_lib
 
@@ -43,8 +43,6 @@ class Collective:
   algorithm: str
   op: str = ''
   root: int = 0
-  # Of payloads: both ends must cut an array at the same elements.
-  piece_bytes: int = 0
 
   @functools.cached_property
   def text(self) -> str:
@@ -83,13 +81,12 @@ def reduction(
   rank: int,
   candidates: tuple[str, ...],
   topology: cost_model.Topology,
-  small_bytes: int,
   piece_bytes: int,
 ) -> Reduction:
   """Returns the plan of an `all_reduce` or `reduce_scatter` of such an array.
 
   Raises:
-    UnsupportedOptionError: an argument that cannot work.
+    UnsupportedOptionError: numbers of that dtype cannot be added.
   """
   # bfloat16 and its like are of kind V, with additions of their own.
   if dtype.kind not in 'iufcV' or dtype.type is np.void:
@@ -98,18 +95,12 @@ def reduction(
       'integers, floats and complex numbers',
       'cast it to a numeric dtype first',
     )
-  option_checks.check_choice('op', op, REDUCTIONS)
-  algorithms.check(algorithm, 'auto')
   form = plan_lib.Format.of(dtype, compression, piece_bytes)
-  is_coded = form.codec is not codecs.NONE
   num_bytes = length * dtype.itemsize
   is_whole = kind == 'all_reduce'
-  if algorithm != 'auto':
-    if not is_whole:
-      check_half(algorithm, world_size)
-  else:
-    is_small = num_bytes <= small_bytes
-    names = _LOSSY_CANDIDATES if is_coded else candidates
+  if algorithm == 'auto':
+    is_small = num_bytes <= plan_lib.SMALL_BYTES
+    names = candidates if form.codec is codecs.NONE else _LOSSY_CANDIDATES
     algorithm = choose(kind, topology, num_bytes, is_small, names)
   collective = Collective(
     kind,
@@ -119,7 +110,6 @@ def reduction(
     num_bytes,
     algorithm,
     op if compression == 'none' else f'{op} {compression}',
-    piece_bytes=piece_bytes if is_coded else 0,
   )
   plan = plan_lib.by_name(
     algorithm, world_size, rank, length, form, not is_whole

@@ -7,27 +7,13 @@ import pickle
 import signal
 import time
 
-import ml_dtypes
 import numpy as np
 
 from tests.process_group import conformance
 from tf_strategies import errors, process_group
-from tf_strategies.process_group.mpi import control as mpi_control
 from tf_strategies.process_group.mpi import links
 
-DTYPES = (
-  np.int8,
-  np.uint8,
-  np.int32,
-  np.int64,
-  np.float16,
-  ml_dtypes.bfloat16,
-  np.float32,
-  np.float64,
-  np.complex64,
-)
-SIZES = (0, 1, 2, 3, 17, 1000, 20011)
-# Everything at once, and everything in chunks of its own.
+# The limit of small buffers: everything at once, and in chunks of its own.
 SMALL = (1 << 15, 0)
 
 
@@ -63,27 +49,17 @@ def _group(**options):
 
 
 def reduce(note):
+  """Sums of numbers that are not finite, or whose zeros have signs."""
   for small in SMALL:
-    with _group(small_message_bytes=small, sub_chunk_bytes=4096) as group:
-      rank = group.rank
-      for dtype in DTYPES:
-        for size in SIZES:
-          given = numbers(rank, size, dtype)
-          for op in ('sum', 'min', 'max'):
-            key = (small, np.dtype(dtype).name, size, op)
-            out = np.empty(size, dtype)
-            same = group.all_reduce(given, op=op, out=out, name=str(key))
-            assert same is out
-            note[key] = raw(out)
-          assert raw(given) == raw(numbers(rank, size, dtype))
+    with conformance.small_pieces(small), _group() as group:
       for op in ('sum', 'min', 'max'):
-        taken = group.all_reduce(odd_numbers(rank, 999), op=op)
+        taken = group.all_reduce(odd_numbers(group.rank, 999), op=op)
         assert taken.ctypes.data % 64 == 0
         note[small, 'odd', op] = raw(taken)
 
 
 def table(note):
-  with _group(**conformance.OPTIONS) as group:
+  with conformance.small_pieces(), _group() as group:
     note['table'] = group.rank, conformance.run(group)
 
 
@@ -116,47 +92,10 @@ def _move(note):
     note['barrier'] = (came, time.monotonic())
 
 
-def talk(note):
-  """Exchanges of several threads, in another order on each rank."""
-  with (
-    _group() as group,
-    concurrent.futures.ThreadPoolExecutor(4) as pool,
-  ):
-    rank = group.rank
-    tags = [f'tag {i}' for i in range(40)]
-    mine = tags if rank % 2 else tags[::-1]
-    # All are there at once: with fewer threads than tags they would wait.
-    futures = {}
-    for start in range(0, 40, 4):
-      some = mine[start : start + 4] if rank % 2 else mine[36 - start :][:4]
-      for tag in some:
-        payload = f'{rank} {tag}'.encode() * (1 + rank)
-        futures[tag] = pool.submit(group.exchange, tag, payload)
-      group.all_reduce(numbers(rank, 5000, np.float32))
-    note['exchanged'] = {t: f.result() for t, f in sorted(futures.items())}
-    note['agreed'] = group.agree({'a': 1}, what='settings')
-    try:
-      group.agree(min(rank, 1), what='rates')
-    except errors.CollectiveMismatchError as e:
-      note['disagreed'] = (str(e), e.ranks)
-    try:
-      group.exchange('big', b'x' * (1 << 20) + b'x')
-    except errors.UnsupportedOptionError as e:
-      note['refused'] = str(e)
-    try:
-      if rank == 0:
-        group.exchange('alone', b'', timeout_seconds=0.3)
-    except errors.CollectiveTimeoutError as e:
-      note['late'] = (str(e), e.rank)
-    group.barrier()
-
-
 def far(note):
   """As if every rank had a host of its own."""
-  form = mpi_control.form
-  mpi_control.form = lambda comm, host, *rest: form(
-    comm, f'host-{comm.rank}', *rest
-  )
+  mpi = links.load()
+  mpi.Get_processor_name = lambda: f'host-{mpi.COMM_WORLD.rank}'
   with _group() as group:
     payload = str(group.rank).encode()
     note['payloads'] = group.exchange('ranks', payload)
@@ -202,22 +141,6 @@ def _failure(group, act):
   raise AssertionError('nothing was raised')
 
 
-def time_out(note):
-  with _group(collective_timeout_seconds=1.0) as group:
-    if group.rank == 1:
-      time.sleep(4.0)
-    note['failure'] = _failure(
-      group, lambda: group.all_reduce(np.ones(3), name='gradient')
-    )
-
-
-def abort(note):
-  with _group() as group:
-    if group.rank == 1:
-      group.abort('the disk is full')
-    note['failure'] = _failure(group, group.barrier)
-
-
 def leave(note):
   """Rank 1 ends without a word, the others go on."""
   group = _group()
@@ -230,7 +153,7 @@ def leave(note):
 def stop(note):
   """Rank 1 is stopped: only silence says so, and MPI itself would wait."""
   links._FINALIZE_SECONDS = 1.0
-  group = _group(heartbeat_interval_seconds=0.25, heartbeat_timeout_seconds=2.0)
+  group = _group(heartbeat_timeout_seconds=2.0)
   group.barrier()
   if group.rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import dataclasses
 import json
-import math
 import socket
 import struct
 
@@ -31,14 +30,13 @@ _NODE = {
   'counts': {'worker': 2},
   'ports': [1, 2],
 }
+_MEMBERSHIP = membership.Membership(
+  {0: 'a:1', 1: 'b:1'}, 0, 'life', options.GroupOptions()
+)
+_MEMBERSHIP.note_cut(membership.Cut(1, 'life 1', 'it does not answer', 2.0))
 # What this program sends, by its own functions where there is one.
 _VALID = [
-  (
-    _Kind.HELLO,
-    membership.Membership(
-      {0: 'a:1', 1: 'b:1'}, 0, 'life', options.GroupOptions()
-    ).hello(),
-  ),
+  (_Kind.HELLO, _MEMBERSHIP.hello(5.0)),
   (
     _Kind.PROPOSE,
     {'generation': 1, 'seats': [dataclasses.asdict(_SEAT)], 'gone': [1]},
@@ -51,13 +49,13 @@ _VALID = [
   (_Kind.COMMIT, None),
   (_Kind.HEARTBEAT, {'joiners': [2]}),
   (_Kind.LATE, [0, 2]),
+  (_Kind.LATE, None),
   (_Kind.REPORT, {'failure': _FAILURE}),
   (_Kind.REPORT, {**_MISMATCH, 'reporter': 1}),
   (_Kind.REPORT, {**_TIMEOUT, 'reporter': 1}),
   (_Kind.FAILED, _FAILURE),
   (_Kind.DESCRIBE, None),
   (_Kind.DESCRIPTION, _STATE.describe()),
-  (_Kind.CUT, {'task': 1, 'why': 'it does not answer', 'age': 3}),
   (_Kind.GOODBYE, {'rank': 1, 'last': 3, 'has_ended': True}),
   (_Kind.NODE, _NODE),
   (_Kind.JOB, [_NODE, _NODE]),
@@ -113,24 +111,20 @@ class TableTest(parameterized.TestCase):
     self.assertEqual(told, set(_Kind))
 
   @parameterized.parameters(*_VALID)
-  def test_what_this_program_sends_is_right(self, kind, message):
-    self.assertIsNone(messages.check(kind, _as_it_travels(message), _WORLD))
-
-  @parameterized.parameters(*_VALID)
-  def test_what_lacks_a_key_or_has_another_is_refused(self, kind, message):
+  def test_message_of_another_form_is_refused(self, kind, message):
     message = _as_it_travels(message)
+    messages.check(kind, message, _WORLD)
     if not isinstance(message, dict):
       wrong = [0.5, {'x': 1}]
     else:
       wrong = [{**message, 'one more': 1}]
       wrong += [{k: v for k, v in message.items() if k != m} for m in message]
-      wrong += [{**message, key: math.nan} for key in message]
       wrong += [{**message, key: {'x': [[]]}} for key in message]
     for spoiled in wrong:
       with self.assertRaisesRegex(protocol.ProtocolError, kind.name):
         messages.check(kind, spoiled, _WORLD)
 
-  def test_ranks_are_those_of_the_group(self):
+  def test_ranks_are_members_of_the_group(self):
     for rank in (-1, _WORLD, 1.0, True):
       with self.assertRaises(protocol.ProtocolError):
         messages.check(
@@ -205,8 +199,6 @@ class FuzzTest(parameterized.TestCase):
       for payload in (
         b'',
         b'\xff' * 9,
-        struct.pack('!d', math.nan) + b'x',
-        struct.pack('!d', -1.0),
         struct.pack('!Q', 1 << 63),
         struct.pack('!QQQ', 0, 0, 5),
         struct.pack('!QQQ', 0, 0, 0) + b'more',

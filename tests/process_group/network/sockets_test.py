@@ -23,14 +23,6 @@ from tf_strategies.process_group.network import server, sockets
 _SOON_SECONDS = 10.0
 
 
-def _wait_for(path, seconds=60.0):
-  end = time.monotonic() + seconds
-  while not os.path.exists(path):
-    if time.monotonic() > end:
-      raise AssertionError(f'{path} did not appear')
-    time.sleep(0.01)
-
-
 def _write(path, text=''):
   with open(path + '.new', 'w') as f:
     f.write(text)
@@ -61,7 +53,7 @@ class ForkTest(absltest.TestCase):
     directory = self.create_tempdir().full_path
     path = os.path.join(directory, 'child')
     with processes.Workers(_work_with_a_child, 2, args=(directory,)) as workers:
-      _wait_for(path)
+      meetings.wait_for(directory, 'child')
       with open(path) as f:
         child = int(f.read())
       self.addCleanup(os.kill, child, signal.SIGKILL)
@@ -115,15 +107,6 @@ class ConnectToItselfTest(absltest.TestCase):
     ):
       asyncio.run(sockets.connect(place))
     sockets.listen('127.0.0.1', port).close()
-
-  def test_port_of_a_connection_elsewhere_can_be_listened_at(self):
-    with socket.create_server(('127.0.0.1', 0)) as elsewhere:
-      place = socket.AF_INET, elsewhere.getsockname()
-      with (
-        asyncio.run(sockets.connect(place)) as caller,
-        sockets.listen(*caller.getsockname()) as listener,
-      ):
-        self.assertEqual(listener.getsockname(), caller.getsockname())
 
 
 class OwnAddressTest(absltest.TestCase):

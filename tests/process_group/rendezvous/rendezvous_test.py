@@ -24,27 +24,6 @@ from tf_strategies.process_group.rendezvous import rendezvous
 _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
 
 
-def _wait_for(path, seconds=60.0):
-  end = time.monotonic() + seconds
-  while not os.path.exists(path):
-    if time.monotonic() > end:
-      raise AssertionError(f'{path} did not appear')
-    time.sleep(0.01)
-
-
-def _wait_until(condition, seconds=30.0):
-  end = time.monotonic() + seconds
-  while not condition():
-    if time.monotonic() > end:
-      raise AssertionError('it did not happen')
-    time.sleep(0.01)
-
-
-def _touch(path):
-  with open(path, 'w'):
-    pass
-
-
 def _formed(group):
   """What a test compares of a group: its view, and that it works."""
   total = group.all_reduce(np.int64([10**group.rank]))[0]
@@ -56,8 +35,6 @@ def _attempt(rank, per_rank):
   """Forms a group with options of each rank's own; or what prevents it."""
   options = dict(per_rank.get(rank, {}))
   shift = options.pop('addresses', {})
-  env = options.pop('environment', {})
-  os.environ.update(env)
   if shift:
     changed = {**meetings.addresses(), **shift}
     meetings.addresses = lambda: changed
@@ -121,33 +98,6 @@ class FormTest(parameterized.TestCase):
     # Whether it had its group already is chance.
     self.assertIn(other[0], ('RendezvousError', 'WorkerUnavailableError'))
 
-  @pytest.mark.soak
-  def test_fewer_are_enough_if_the_options_say_so(self):
-    with processes.Workers(
-      _attempt, 2, args=({0: _ELASTIC, 1: _ELASTIC},), ports=_with_absent(2)
-    ) as workers:
-      outcomes = workers.wait()
-    for rank, outcome in enumerate(outcomes):
-      self.assertEqual(outcome.error_text, '')
-      self.assertEqual(outcome.value, (1, rank, [(0, 0, 0), (1, 1, 100)], 11))
-
-  @pytest.mark.soak
-  def test_max_workers_leaves_the_others_waiting(self):
-    options = {
-      'max_workers': 2,
-      'min_workers': 2,
-      'rendezvous_timeout_seconds': 4.0,
-    }
-    per_rank = dict.fromkeys(range(3), options)
-    results = processes.run_workers(_attempt, 3, args=(per_rank,))
-    waited = [r for r, result in enumerate(results) if len(result) == 3]
-    self.assertLen(waited, 1)
-    self.assertEqual(results[waited[0]][0], 'RendezvousError')
-    there = [r for r in range(3) if r not in waited]
-    for rank in there:
-      tasks = [(i, task, 100 * task) for i, task in enumerate(there)]
-      self.assertEqual(results[rank], (1, there.index(rank), tasks, 11))
-
 
 def _with_absent(count):
   """Addresses of `count` workers and of one that never comes."""
@@ -167,16 +117,6 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(kind, 'AuthenticationError')
     self.assertIn('TFS_SECRET', message)
     self.assertLess(seconds, 30)
-
-  @pytest.mark.soak
-  def test_no_secret_where_others_have_one(self):
-    per_rank = {1: {'secret': None}}
-    for kind, message, seconds in processes.run_workers(
-      _attempt, 2, args=(per_rank,)
-    ):
-      self.assertEqual(kind, 'AuthenticationError')
-      self.assertIn('does not know the secret', message)
-      self.assertLess(seconds, 30)
 
   @pytest.mark.soak
   def test_other_addresses_are_named_on_every_worker(self):
@@ -257,7 +197,7 @@ def _survive(rank, directory, victim):
   with meetings.meet(rank, **_ELASTIC) as meeting:
     with meeting.form() as group:
       groups.append(_formed(group))
-      _touch(os.path.join(directory, f'{rank}.runs'))
+      meetings.touch(directory, f'{rank}.runs')
       try:
         while True:
           group.all_reduce(np.ones(1000))
@@ -275,7 +215,7 @@ def _let_in(rank, directory):
   with meetings.meet(rank, **_ELASTIC) as meeting:
     group = meeting.form()
     seen = [group.world_size]
-    _touch(os.path.join(directory, f'{rank}.{group.generation}'))
+    meetings.touch(directory, f'{rank}.{group.generation}')
     while True:
       try:
         # Rank 0 decides for all: they see a joiner at different moments.
@@ -292,14 +232,14 @@ def _let_in(rank, directory):
         pass
       group = meeting.form()
       seen.append(group.world_size)
-      _touch(os.path.join(directory, f'{rank}.{group.generation}'))
+      meetings.touch(directory, f'{rank}.{group.generation}')
 
 
 def _join(rank, directory):
   """The worker that is started again: its first group must be of three."""
   path = os.path.join(directory, 'restarted')
   if not os.path.exists(path):
-    _touch(path)
+    meetings.touch(directory, 'restarted')
     return _let_in(rank, directory)
   with meetings.meet(rank, **_ELASTIC) as meeting:
     group = meeting.form()
@@ -322,7 +262,7 @@ class AgainTest(parameterized.TestCase):
     directory = self.create_tempdir().full_path
     with processes.Workers(_survive, 3, args=(directory, victim)) as workers:
       for rank in range(3):
-        _wait_for(os.path.join(directory, f'{rank}.runs'))
+        meetings.wait_for(directory, f'{rank}.runs')
       workers.signal(victim, signal.SIGKILL)
       survivors = [r for r in range(3) if r != victim]
       outcomes = workers.wait(survivors)
@@ -341,12 +281,12 @@ class AgainTest(parameterized.TestCase):
     directory = self.create_tempdir().full_path
     with processes.Workers(_worker, 3, args=(directory, victim)) as workers:
       for rank in range(3):
-        _wait_for(os.path.join(directory, f'{rank}.1'))
+        meetings.wait_for(directory, f'{rank}.1')
       workers.kill(victim)
       survivors = [r for r in range(3) if r != victim]
       # The rest goes on without it, and lets it in when it is back.
       for rank in survivors:
-        _wait_for(os.path.join(directory, f'{rank}.2'))
+        meetings.wait_for(directory, f'{rank}.2')
       workers.start(victim)
       outcomes = workers.wait()
     for outcome in outcomes:
@@ -359,42 +299,6 @@ class AgainTest(parameterized.TestCase):
       self.assertEqual(seen[-1], 3)
     # Rank 0 has heard of it; others may not have yet.
     self.assertIn((victim,), outcomes[survivors[0]].value[2])
-
-
-def _form_among_many(rank, size):
-  """How long it took, the descriptors that were open, and a sum over all."""
-  began = time.monotonic()
-  with (
-    meetings.meet(rank, rendezvous_timeout_seconds=110.0) as meeting,
-    meeting.form() as group,
-  ):
-    seconds = time.monotonic() - began
-    descriptors = len(os.listdir('/proc/self/fd'))
-    total = int(group.all_reduce(np.int64([rank]))[0])
-    group.barrier()
-    if group.world_size != size:
-      raise AssertionError(f'{group.world_size} of {size}')
-  return seconds, descriptors, total
-
-
-@pytest.mark.multi_process
-class ManyWorkersTest(parameterized.TestCase):
-  @pytest.mark.soak
-  def test_sixteen(self):
-    self.assert_group(16)
-
-  @pytest.mark.soak
-  def test_sixty_four(self):
-    self.assert_group(64)
-
-  def assert_group(self, size):
-    outcomes = processes.run_workers(_form_among_many, size, args=(size,))
-    self.assertEqual({o[2] for o in outcomes}, {size * (size - 1) // 2})
-    seconds = max(o[0] for o in outcomes)
-    descriptors = [o[1] for o in outcomes]
-    print(f'{size}: {seconds:.2f} s, at most {max(descriptors)} descriptors')
-    # Data links, control links, and little else.
-    self.assertLess(max(descriptors), 4 * size + 40)
 
 
 class RivalGroupsTest(absltest.TestCase):
@@ -427,7 +331,7 @@ class RivalGroupsTest(absltest.TestCase):
       groups = [first.form(), second.form()]
       self.assertEqual([g.world_size for g in groups], [1, 1])
       is_cut.clear()
-      _wait_until(lambda: groups[1].failure is not None)
+      meetings.wait_until(lambda: groups[1].failure is not None)
       # The half with the lowest task does not give way.
       self.assertIsNone(groups[0].failure)
       with self.assertRaisesRegex(errors.WorkerUnavailableError, 'gives way'):
@@ -435,7 +339,7 @@ class RivalGroupsTest(absltest.TestCase):
       formed = []
       waiting = threading.Thread(target=lambda: formed.append(second.form(7)))
       waiting.start()
-      _wait_until(lambda: groups[0].pending_joiners() == (1,))
+      meetings.wait_until(lambda: groups[0].pending_joiners() == (1,))
       formed.append(first.form(3))
       waiting.join(30)
       self.assertEqual([g.world_size for g in formed], [2, 2])

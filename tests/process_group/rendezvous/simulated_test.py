@@ -208,7 +208,13 @@ async def _suffer(count, faults, seed):
         job.start(task)
     began = network.loop.time()
     await _wait_until(job.is_one_group, 180)
-    return rivals, network.loop.time() - began
+    seconds = network.loop.time() - began
+    await asyncio.sleep(5.0)
+    # One for each of the others to talk, and one for data; failed proposals left none.
+    open_ = max(len(p.open_sockets) for p in job.alive)
+    if open_ > 3 * count:
+      raise AssertionError(f'{open_} sockets are open')
+    return rivals, seconds
 
 
 class FaultsTest(parameterized.TestCase):

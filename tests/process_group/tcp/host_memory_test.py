@@ -85,12 +85,6 @@ class PathsTest(parameterized.TestCase):
     self.assertEqual(ways, {'socket, not memory: Permission denied'})
     self.assertEqual(read, [0, 0, 0])
 
-  @pytest.mark.soak
-  def test_socket_if_asked_for(self):
-    ways, read, _ = self._travel('nothing', same_host='socket')
-    self.assertEqual(ways, {'socket'})
-    self.assertEqual(read, [0, 0, 0])
-
 
 def _mapped(rank):
   """How many slots are mapped while a group works, and after it."""

@@ -14,7 +14,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tf_strategies import errors
@@ -23,7 +23,7 @@ from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import exchange as exchange_lib
 from tf_strategies.process_group.network import connection as connection_lib
-from tf_strategies.process_group.network import messages, protocol, server
+from tf_strategies.process_group.network import protocol, server
 
 _Kind = protocol.Kind
 _DESCRIBE_SECONDS = 1.0
@@ -39,8 +39,8 @@ _DECISION_SECONDS = _DESCRIBE_SECONDS + 2.0
 class ControlPlane:
   """Links to rank 0, or on rank 0 to all other ranks; owns its connections.
 
-  `own_joiners` are the tasks that asked this process for a new group, and those of
-  which it is told, but for those that it knows cannot join.
+  `own_joiners` returns the tasks that asked this process for a new group and can
+  join it. Rank 0 tells the others its own: every task asks the lowest.
   """
 
   def __init__(
@@ -49,20 +49,16 @@ class ControlPlane:
     state: state_lib.GroupState,
     connections: Mapping[int, connection_lib.Connection],
     options: options_lib.GroupOptions,
-    own_joiners: Callable[[Iterable[int]], tuple[int, ...]] = tuple,
+    own_joiners: Callable[[], tuple[int, ...]] = tuple,
   ):
     self._host = host
     self._state = state
-    self._interval = options.heartbeat_interval_seconds
     self._own_joiners = own_joiners
     self._links = dict(connections)
     self._monitor = failure_detection.HeartbeatMonitor(
-      self._links,
-      options.heartbeat_interval_seconds,
-      options.heartbeat_timeout_seconds,
-      host.now(),
+      self._links, options.heartbeat_timeout_seconds, host.now()
     )
-    self._joiners: dict[int, set[int]] = {}
+    self._joiners: tuple[int, ...] = ()  # As rank 0 says.
     # The descriptions that have come for each inquiry that waits for some.
     self._inquiries: list[dict[int, Any]] = []
     self._diagnosing = False
@@ -70,15 +66,18 @@ class ControlPlane:
     self._exchanges = exchange_lib.Exchanges(state, self._links)
     self._handlers = {
       _Kind.HEARTBEAT: self._on_heartbeat,
-      _Kind.EXCHANGE: self._exchanges.on_contribution,
-      _Kind.RESULT: self._exchanges.on_result,
       _Kind.LATE: self._exchanges.on_late,
-      _Kind.REPORT: self._on_report,
-      _Kind.FAILED: self._on_failed,
       _Kind.DESCRIBE: self._on_describe,
       _Kind.DESCRIPTION: self._on_description,
       _Kind.GOODBYE: self._on_goodbye,
     }
+    # A link is from rank 0 or to it.
+    if state.rank == 0:
+      self._handlers[_Kind.EXCHANGE] = self._exchanges.on_contribution
+      self._handlers[_Kind.REPORT] = self._on_report
+    else:
+      self._handlers[_Kind.RESULT] = self._exchanges.on_result
+      self._handlers[_Kind.FAILED] = self._on_failed
 
   def start(self) -> None:
     """Begins to listen and to send heartbeats; inside the loop."""
@@ -115,8 +114,10 @@ class ControlPlane:
     """See `ProcessGroup.exchange`."""
     future: concurrent.futures.Future = concurrent.futures.Future()
     self._post(self._exchanges.begin, tag, payload, timeout_seconds, future)
+    if not concurrent.futures.wait([future], timeout_seconds).done:
+      self._post(self._exchanges.time_out, tag)
     try:
-      return errors.result_of(future, timeout_seconds + _SLACK_SECONDS)
+      return errors.result_of(future, _SLACK_SECONDS)
     except concurrent.futures.TimeoutError:
       raise errors.CollectiveTimeoutError(
         f'exchange {tag!r} got no answer from rank 0 within '
@@ -128,9 +129,7 @@ class ControlPlane:
 
     It would propose that group, and knows whom it would leave out.
     """
-    if self._state.rank:
-      return tuple(sorted(self._joiners.get(0, ())))
-    return self._own_joiners(set().union(*self._joiners.values()))
+    return self._joiners if self._state.rank else self._own_joiners()
 
   def close(self, has_ended: bool = False) -> None:
     """Says goodbye, waits until it is sent, and closes the connections.
@@ -178,10 +177,10 @@ class ControlPlane:
         self._monitor.heard(rank, self._host.now())
         if frame.generation != self._state.generation:
           raise protocol.ProtocolError('a frame is of another generation')
-        messages.check_sender(frame.kind, rank, self._state.rank)
-        is_binary = frame.kind in exchange_lib.KINDS
+        if frame.kind not in self._handlers:
+          raise protocol.ProtocolError(f'it sent {frame.kind.name}')
         message = frame
-        if not is_binary:
+        if frame.kind not in exchange_lib.KINDS:
           message = connection_lib.decode(frame, len(self._state.members))
         self._handlers[frame.kind](rank, message)
     except protocol.ProtocolError as e:
@@ -195,12 +194,11 @@ class ControlPlane:
 
   async def _beat(self) -> None:
     while True:
-      await asyncio.sleep(self._interval)
+      await asyncio.sleep(self._monitor.interval_seconds)
       for rank, seconds in self._monitor.overdue(self._host.now()).items():
         silence = f'has been silent for {seconds:.1f} s'
         self._lose(rank, f'is stopped or disconnected: it {silence}')
-      known = self._own_joiners(()) if self._state.rank else self.joiners()
-      self._send_all(_Kind.HEARTBEAT, {'joiners': known})
+      self._send_all(_Kind.HEARTBEAT, {'joiners': self.joiners()})
 
   async def _watch(self) -> None:
     """Ends a group of which all ranks wait, each in another method of a model."""
@@ -310,7 +308,7 @@ class ControlPlane:
       said[rank] = description
 
   def _on_heartbeat(self, rank: int, message: dict[str, Any]) -> None:
-    self._joiners[rank] = set(message['joiners'])
+    self._joiners = tuple(message['joiners'])
 
   def _on_goodbye(self, rank: int, message: dict[str, Any]) -> None:
     leaver, last = message['rank'], message['last']

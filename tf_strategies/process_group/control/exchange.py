@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import json
-import math
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,7 +16,6 @@ from tf_strategies.process_group.network import protocol
 _Kind = protocol.Kind
 # The kinds of frames of exchanges.
 KINDS = (_Kind.EXCHANGE, _Kind.RESULT, _Kind.LATE)
-_SECONDS = struct.Struct('!d')
 _LENGTH = struct.Struct('!Q')
 
 
@@ -29,18 +26,11 @@ class _Call(NamedTuple):
   future: concurrent.futures.Future
 
 
-class _Meeting(NamedTuple):
-  """On rank 0: what has come for one tag."""
-
-  payloads: dict[int, bytes]
-  timers: list[asyncio.TimerHandle]
-
-
 class Exchanges:
-  """The open exchanges of this rank; on rank 0 those of all ranks.
+  """The open exchanges of this rank, and on rank 0 the exchanges of all ranks.
 
-  Everything runs in the event loop. `links` are connections by rank; to rank 0
-  alone on the others.
+  Everything runs in the event loop. `links` are connections by rank; on the other
+  ranks there is only the connection to rank 0.
   """
 
   def __init__(
@@ -50,9 +40,9 @@ class Exchanges:
   ):
     self._state = state
     self._links = links
-    self._loop = asyncio.get_running_loop()
     self._calls: dict[str, _Call] = {}
-    self._meetings: dict[str, _Meeting] = {}
+    # On rank 0: by tag, the payloads that have come.
+    self._payloads: dict[str, dict[int, bytes]] = {}
 
   def begin(
     self,
@@ -61,7 +51,7 @@ class Exchanges:
     timeout_seconds: float,
     future: concurrent.futures.Future,
   ) -> None:
-    """Sends this rank's payload; `future` gets all ranks', or an error."""
+    """Sends this rank's payload; `future` gets all ranks' payloads, or an error."""
     if self._state.failure is not None or self._state.departed:
       future.set_exception(self._failure())
     elif tag in self._calls:
@@ -75,66 +65,56 @@ class Exchanges:
     else:
       self._calls[tag] = _Call(timeout_seconds, future)
       if self._state.rank == 0:
-        self._contribute(0, tag, payload, timeout_seconds)
+        self._contribute(0, tag, payload)
       else:
-        payload = _SECONDS.pack(timeout_seconds) + payload
         self._links[0].send_frame(_Kind.EXCHANGE, tag, payload)
 
+  def time_out(self, tag: str) -> None:
+    """Ends the call for a tag with an error that names the missing ranks."""
+    if self._state.rank == 0:
+      self._give_up(tag, self._missing(tag))
+    else:
+      self._links[0].send_frame(_Kind.LATE, tag, b'null')
+
   def fail(self) -> None:
-    """Ends what cannot complete any more: the group failed or a rank left."""
+    """Ends all calls, because the group failed or a rank left."""
     calls, self._calls = self._calls, {}
     for call in calls.values():
       call.future.set_exception(self._failure())
-    for tag in list(self._meetings):
-      self._end(tag)
+    self._payloads.clear()
 
   def on_contribution(self, rank: int, frame: protocol.Frame) -> None:
-    """On rank 0: another rank's payload."""
-    if len(frame.payload) < _SECONDS.size:
-      raise protocol.ProtocolError('an exchange is too short')
-    (seconds,) = _SECONDS.unpack_from(frame.payload)
-    if not 0 <= seconds < math.inf:
-      raise protocol.ProtocolError(f'an exchange of {seconds} s')
-    self._contribute(rank, frame.tag, frame.payload[_SECONDS.size :], seconds)
+    """On rank 0: takes another rank's payload."""
+    self._contribute(rank, frame.tag, frame.payload)
 
   def on_result(self, rank: int, frame: protocol.Frame) -> None:
-    """On the others: the payloads of all ranks."""
+    """On the other ranks: takes the payloads of all ranks."""
     self._finish(frame.tag, _unpack(frame.payload, len(self._state.members)))
 
   def on_late(self, rank: int, frame: protocol.Frame) -> None:
-    """On the others: the ranks that did not come in time."""
+    """On rank 0, says which ranks are missing; on the others, hears it."""
     missing = connection_lib.decode(frame, len(self._state.members))
-    self._give_up(frame.tag, missing)
+    if missing:
+      self._give_up(frame.tag, missing)
+    elif self._state.rank == 0 and frame.tag in self._payloads:
+      missing = json.dumps(self._missing(frame.tag)).encode()
+      self._links[rank].send_frame(_Kind.LATE, frame.tag, missing)
 
-  def _contribute(
-    self, rank: int, tag: str, payload: bytes, seconds: float
-  ) -> None:
-    meeting = self._meetings.setdefault(tag, _Meeting({}, []))
-    meeting.payloads[rank] = payload
-    if len(meeting.payloads) < len(self._state.members):
-      timer = self._loop.call_later(seconds, self._late, rank, tag, meeting)
-      meeting.timers.append(timer)
+  def _missing(self, tag: str) -> list[int]:
+    there = self._payloads.get(tag, {})
+    return [r for r in range(len(self._state.members)) if r not in there]
+
+  def _contribute(self, rank: int, tag: str, payload: bytes) -> None:
+    there = self._payloads.setdefault(tag, {})
+    there[rank] = payload
+    if len(there) < len(self._state.members):
       return
-    self._end(tag)
-    payloads = [meeting.payloads[r] for r in range(len(self._state.members))]
+    del self._payloads[tag]
+    payloads = [there[r] for r in sorted(there)]
     packed = b''.join(_LENGTH.pack(len(p)) + p for p in payloads)
     for link in self._links.values():
       link.send_frame(_Kind.RESULT, tag, packed)
     self._finish(tag, payloads)
-
-  def _end(self, tag: str) -> None:
-    for timer in self._meetings.pop(tag).timers:
-      timer.cancel()
-
-  def _late(self, rank: int, tag: str, meeting: _Meeting) -> None:
-    ranks = range(len(self._state.members))
-    missing = [r for r in ranks if r not in meeting.payloads]
-    if rank == 0:
-      self._give_up(tag, missing)
-    else:
-      self._links[rank].send_frame(
-        _Kind.LATE, tag, json.dumps(missing).encode()
-      )
 
   def _give_up(self, tag: str, missing: list[int]) -> None:
     call = self._calls.pop(tag, None)

@@ -13,6 +13,10 @@ becomes a typed error on the others, as over TCP.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import secrets
+import socket
 import time
 
 import numpy as np
@@ -21,11 +25,9 @@ from tf_strategies import errors
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
-from tf_strategies.process_group import state as state_lib
-from tf_strategies.process_group.control import control_plane
-from tf_strategies.process_group.mpi import control as mpi_control
 from tf_strategies.process_group.mpi import links
-from tf_strategies.process_group.network import server
+from tf_strategies.process_group.network import sockets
+from tf_strategies.process_group.rendezvous import rendezvous
 
 
 def form_mpi_group(
@@ -47,64 +49,87 @@ def form_mpi_group(
   Raises:
     UnsupportedOptionError: mpi4py or an MPI library is missing, or MPI does
       not permit several threads.
-    RendezvousError: ranks do not come in time, or cannot reach rank 0.
+    RendezvousError: ranks do not come in time, or cannot reach each other.
   """
   options = options_lib.given_or_default(options)
   mpi = links.load()
   seconds = options.rendezvous_timeout_seconds
   deadline = time.monotonic() + seconds
-  host = mpi.Get_processor_name()
+  name = mpi.Get_processor_name()
   try:
     comm = links.Communicator(mpi, deadline)
-    if comm.size == 1:
-      alone = state_lib.Member(0, 0, f'{host}:0')
-      return MpiProcessGroup(
-        comm, state_lib.GroupState([alone], 0, 1), None, None, options
-      )
-    thread, state, plane = mpi_control.form(comm, host, options, deadline)
+    is_alone = len(set(comm.gather_values(name, deadline))) == 1
+    host = '127.0.0.1' if is_alone else _own_host()
+    listener = sockets.listen(host, 0)
+    address = f'{host}:{listener.getsockname()[1]}'
+    mine = {'address': address, 'secret': secrets.token_hex(32)}
+    told = comm.gather_values(mine, deadline)
   except execution_lib.DeadlineError:
     raise errors.RendezvousError(
-      f'Rank {mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size} on {host} waited '
+      f'Rank {mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size} on {name} waited '
       f'{seconds:g} s for all ranks to call form_mpi_group. Look at the logs '
       'of the others, or raise rendezvous_timeout_seconds.'
     ) from None
-  return MpiProcessGroup(comm, state, plane, thread, options)
+  options = dataclasses.replace(
+    options,
+    secret=told[0]['secret'].encode(),
+    min_workers=None,
+    max_workers=None,
+    # The links of TCP carry nothing.
+    same_host='socket',
+    rendezvous_timeout_seconds=max(deadline - time.monotonic(), 1.0),
+  )
+  addresses = {rank: said['address'] for rank, said in enumerate(told)}
+  meeting = _Rendezvous(comm, listener, addresses, options)
+  try:
+    return meeting.form()
+  except BaseException:
+    meeting.close()
+    raise
+
+
+def _own_host() -> str:
+  """Returns an address at which other hosts find this one."""
+  with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as s:
+    # Sends nothing: it tells which address leads out of this host.
+    s.connect(('192.0.2.1', 9))
+    return s.getsockname()[0]
+  return socket.gethostname()
+
+
+class _Rendezvous(rendezvous.Rendezvous):
+  """Forms a group over MPI; closed with it."""
+
+  def __init__(self, comm, listener, addresses, options):
+    self._comm = comm
+    self.listener = listener
+    super().__init__(addresses, comm.rank, options)
+
+  def _make_group(self, *parts):
+    return MpiProcessGroup(self._comm, self, *parts)
 
 
 class MpiProcessGroup(group_lib.ProcessGroup):
-  """See the base class; made by `form_mpi_group`.
+  """A group whose control plane is TCP's, while arrays travel over MPI.
+
+  Made by `form_mpi_group`.
 
   Args:
     comm: of the ranks.
-    state: what the group's threads share.
-    plane: the control plane; None in a group of one.
-    host: the thread that it runs in; closed with the group.
-    options: of the group.
+    meeting: where the group formed; closed with it.
+    *parts: see the base class.
   """
 
   name = 'mpi'
   elastic = False
   candidates = ('direct', 'ring')
-  default_piece_bytes = 1 << 24
+  # Each piece costs a handshake and moves only while both ranks call MPI.
+  piece_bytes = 1 << 24
 
-  def __init__(
-    self,
-    comm: links.Communicator,
-    state: state_lib.GroupState,
-    plane: control_plane.ControlPlane | None,
-    host: server.Server | None,
-    options: options_lib.GroupOptions,
-  ):
-    super().__init__(state, plane, options)
-    self._comm = comm
-    self._host = host
-    self._bytes_sent = 0
+  def __init__(self, comm, meeting, *parts):
+    super().__init__(*parts)
+    self._comm, self._meeting = comm, meeting
     self._headers = np.empty((comm.size, 2), np.uint64)
-
-  @property
-  def bytes_sent(self) -> int:
-    """See base class."""
-    return self._bytes_sent
 
   def paths(self) -> dict[int, str]:
     """See base class; how MPI moves them it does not say."""
@@ -113,9 +138,8 @@ class MpiProcessGroup(group_lib.ProcessGroup):
 
   def _leave(self, has_ended: bool) -> None:
     """See base class; MPI itself ends with the process."""
-    if self._control is not None:
-      self._control.close(has_ended)
-      self._host.close()
+    super()._leave(has_ended)
+    self._meeting.close()
 
   def _move(self, execution, collective, operation, deadline) -> None:
     """See base class: waits for all ranks, which must be about to do the same."""
@@ -132,4 +156,4 @@ class MpiProcessGroup(group_lib.ProcessGroup):
       if other != headers[self.rank]:
         raise execution_lib.MismatchError(rank)
     self._comm.run(execution, deadline, self._check)
-    self._bytes_sent += execution.plan.bytes_sent
+    self._transport.bytes_sent += execution.plan.bytes_sent

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ipaddress
+import contextlib
 import os
 import socket
 import threading
@@ -20,8 +20,7 @@ LOOK_UP_SECONDS = 5.0
 
 Places = list[tuple[int, tuple]]
 
-_lock = threading.Lock()
-_running: dict[tuple[str, int], concurrent.futures.Future] = {}
+_running: dict[tuple[int, str, int], concurrent.futures.Future] = {}
 
 
 async def resolve(host: str, port: int) -> Places:
@@ -51,14 +50,15 @@ def resolve_now(host: str, port: int) -> Places:
 
 
 def _literal(host: str, port: int) -> Places:
-  try:
-    version = ipaddress.ip_address(host).version
-  except ValueError:
-    return []
-  if '%' in host:
-    return []  # The number of the interface has to be found.
-  family = socket.AF_INET if version == 4 else socket.AF_INET6
-  return [(family, (host, port))]
+  """Returns the places of a numeric address, which asks nobody."""
+  with contextlib.suppress(OSError, UnicodeError):
+    return _places(host, port, flags=socket.AI_NUMERICHOST)
+  return []
+
+
+def _places(host: str, port: int, **how: int) -> Places:
+  found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, **how)
+  return [(family, where) for family, *_, where in found]
 
 
 def _late(host: str) -> OSError:
@@ -69,51 +69,38 @@ def _late(host: str) -> OSError:
 
 
 def _look_up(host: str, port: int) -> concurrent.futures.Future:
-  with _lock:
-    future = _running.get((host, port))
-    if future is None:
-      future = concurrent.futures.Future()
-      future.set_running_or_notify_cancel()  # Nobody can cancel it for others.
-      thread = threading.Thread(
-        target=_ask, args=(host, port, future), name=f'look up {host}'
-      )
-      thread.daemon = True
-      try:
-        thread.start()
-      except RuntimeError as e:
-        raise OSError(f'{host!r} cannot be looked up: {e}') from e
-      _running[host, port] = future
+  # A fork has none of its parent's threads.
+  key = os.getpid(), host, port
+  future = _running.get(key)
+  if future is None:
+    future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # Nobody can cancel it for others.
+    thread = threading.Thread(
+      target=_ask, args=(key, future), name=f'look up {host}', daemon=True
+    )
+    _running[key] = future
+    try:
+      thread.start()
+    except RuntimeError as e:
+      del _running[key]
+      raise OSError(f'{host!r} cannot be looked up: {e}') from e
   return future
 
 
-def _ask(host: str, port: int, future: concurrent.futures.Future) -> None:
+def _ask(key: tuple[int, str, int], future: concurrent.futures.Future) -> None:
+  _, host, port = key
+  places, error = [], None
   try:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    outcome, error = [(family, where) for family, *_, where in found], None
-  # UnicodeError: what cannot be a name, such as 'a..b'.
+    places = _places(host, port)
+  # UnicodeError: the text cannot be a name, such as 'a..b'.
   except (OSError, UnicodeError) as e:
     why = getattr(e, 'strerror', None) or e
-    outcome, error = (
-      [],
-      socket.gaierror(
-        getattr(e, 'errno', None) or socket.EAI_NONAME,
-        f'the name {host!r} has no address ({why})',
-      ),
+    error = socket.gaierror(
+      getattr(e, 'errno', None) or socket.EAI_NONAME,
+      f'the name {host!r} has no address ({why})',
     )
-  with _lock:
-    _running.pop((host, port), None)
+  del _running[key]
   if error is None:
-    future.set_result(outcome)
+    future.set_result(places)
   else:
     future.set_exception(error)
-
-
-def _forget() -> None:
-  # The threads stay in the parent, and one of them may have had the lock.
-  global _lock
-  _lock = threading.Lock()
-  _running.clear()
-
-
-if hasattr(os, 'register_at_fork'):
-  os.register_at_fork(after_in_child=_forget)

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import struct
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 MAX_PAYLOAD_BYTES = 1 << 20
 _MAX_TAG_BYTES = 512
@@ -35,7 +35,6 @@ class Kind(enum.IntEnum):
   JOIN = 6
   READY = 7
   COMMIT = 8
-  CUT = 9
   # A running group.
   HEARTBEAT = 16
   EXCHANGE = 17

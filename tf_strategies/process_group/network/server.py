@@ -41,7 +41,7 @@ class Server:
 
   The handler of its purpose gets, and then owns, an authenticated connection.
   `on_shortage` hears, again and again, that no file descriptor is left for one.
-  `num_peers` are all who may call.
+  `num_peers` are all who may call. `listener` listens at the address already.
   """
 
   def __init__(
@@ -52,6 +52,7 @@ class Server:
     handlers: Mapping[authentication.Purpose, Handler],
     on_shortage: Callable[[errors.ResourceLimitError], None] | None = None,
     num_peers: int = 0,
+    listener: socket.socket | None = None,
   ):
     self._task = task
     self._max_unauthenticated = max(
@@ -62,7 +63,7 @@ class Server:
     self._handlers = dict(handlers)
     self._unauthenticated: dict[asyncio.Task, None] = {}  # The oldest first.
     self._tasks: set[asyncio.Task] = set()
-    self._listener = listen(address, task)
+    self._listener = listener or listen(address, task)
     self.loop = asyncio.new_event_loop()
     self._start()
 
@@ -71,11 +72,6 @@ class Server:
       target=self._run, name=f'process_group task {self._task}', daemon=True
     )
     self._thread.start()
-
-  @property
-  def port(self) -> int:
-    """Where it listens."""
-    return self._listener.getsockname()[1]
 
   def now(self) -> float:
     """The loop's time, in seconds."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 from collections.abc import Mapping
 from typing import Any
@@ -72,23 +71,17 @@ def check(
     )
 
 
-def digest(addresses: Mapping[int, str]) -> str:
-  """A short text that another description of the cluster does not have."""
-  text = repr(sorted(addresses.items())).encode()
-  return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
 def check_same_job(
   message: Mapping[str, Any],
   task: int,
   incarnation: str,
-  addresses: Mapping[int, str],
+  addresses: Mapping[str, str],
 ) -> None:
-  """Checks what a task says against what this one knows.
+  """Checks a task's `hello` against this task's knowledge.
 
   Raises:
-    RendezvousError: it runs another version.
-    ClusterConfigError: it has other addresses, or this one's task.
+    RendezvousError: the task runs another version.
+    ClusterConfigError: the task has other addresses, or this one's number.
   """
   other = message['task']
   if message['version'] != version.__version__:
@@ -96,24 +89,23 @@ def check_same_job(
       f'Task {other} runs tf_strategies {message["version"]}, task {task} runs '
       f'{version.__version__}. Install the same version everywhere.'
     )
-  is_known = other in addresses and other != task
-  if message['addresses'] is None and is_known:
-    return  # Their digests are the same.
-  theirs = {int(t): a for t, a in (message['addresses'] or {}).items()}
-  if theirs == addresses and is_known:
-    return
-  differing = [
-    f'task {t} is at {addresses.get(t, "no address")} here and at '
-    f'{theirs.get(t, "no address")} there'
-    for t in sorted({*theirs, *addresses})
-    if theirs.get(t) != addresses.get(t)
-  ] or [f'both claim to be task {other}']
-  raise errors.ClusterConfigError(
-    f'Task {task} ({incarnation}) and task {other} '
-    f'({message["incarnation"]}) have different descriptions of the '
-    f'cluster: {"; ".join(differing[:4])}. Give all workers the same one, and '
-    'each its own task.'
-  )
+  theirs, differing = message['addresses'], []
+  if theirs is not None and theirs != addresses:
+    differing = [
+      f'task {t} is at {addresses.get(t, "no address")} here and at '
+      f'{theirs.get(t, "no address")} there'
+      for t in sorted({*theirs, *addresses})
+      if theirs.get(t) != addresses.get(t)
+    ]
+  if other == task or str(other) not in addresses:
+    differing.append(f'both claim to be task {other}')
+  if differing:
+    raise errors.ClusterConfigError(
+      f'Task {task} ({incarnation}) and task {other} '
+      f'({message["incarnation"]}) have different descriptions of the '
+      f'cluster: {"; ".join(differing[:4])}. Give all workers the same one, and '
+      'each its own task.'
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -26,13 +26,7 @@ STEP_SECONDS = 20.0
 
 
 class ProposalFailedError(Exception):
-  """A proposal failed; internal.
-
-  Attributes:
-    cut: the two tasks that cannot connect, and why, if that is the reason.
-  """
-
-  cut: tuple[int, int, str] | None = None
+  """A proposal failed; internal."""
 
 
 class Proposal:
@@ -44,21 +38,17 @@ class Proposal:
     seats: Sequence[membership.Seat],
     task: int,
     dial: mesh_lib.Dial,
+    on_cut: mesh_lib.OnCut,
     gone: Sequence[int] = (),
   ):
     self.generation = generation
     self._gone = list(gone)
     self.seats = tuple(seats)
-    self.rank = [seat.task for seat in seats].index(task)
+    self.seated = {seat.task: seat.incarnation for seat in seats}
+    self.rank = list(self.seated).index(task)
     self.connections: dict[int, connection_lib.Connection] = {}
     self._dial = dial
-    self.mesh = mesh_lib.Mesh(
-      generation,
-      self.rank,
-      [seat.task for seat in seats],
-      [seat.incarnation for seat in seats],
-      dial,
-    )
+    self.mesh = mesh_lib.Mesh(generation, self.rank, self.seated, dial, on_cut)
 
   def members(self) -> tuple[state.Member, ...]:
     """The seats as members."""
@@ -74,8 +64,8 @@ class Proposal:
       self._tell(_Kind.MESH)
       await together(
         [
-          self._connect_first(),
-          *(self._ready(*found) for found in self.connections.items()),
+          self.mesh.connect_first(),
+          *(c.expect(_Kind.READY) for c in self.connections.values()),
         ]
       )
       self._tell(_Kind.COMMIT)
@@ -91,10 +81,7 @@ class Proposal:
       await together([leader.expect(_Kind.MESH)])
       # Both at once: the leader may die before the mesh is complete.
       await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
-    except BaseException as e:
-      if isinstance(e, ProposalFailedError) and e.cut is not None:
-        _, task, why, age = e.cut
-        leader.send(_Kind.CUT, {'task': task, 'why': why, 'age': age})
+    except BaseException:
       self.close()
       raise
 
@@ -115,46 +102,19 @@ class Proposal:
       'gone': self._gone,
     }
     connection.send(_Kind.PROPOSE, message)
-    kind, reason = await connection.expect(
-      _Kind.ACCEPT, _Kind.REJECT, _Kind.CUT
-    )
-    if kind is _Kind.CUT:
-      raise _cut(self.seats[rank].task, **reason)
+    kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
       raise ProposalFailedError(
         f'task {self.seats[rank].task} declined: {reason}'
       )
-
-  async def _ready(
-    self, rank: int, connection: connection_lib.Connection
-  ) -> None:
-    kind, message = await connection.expect(_Kind.READY, _Kind.CUT)
-    if kind is _Kind.CUT:
-      raise _cut(self.seats[rank].task, **message)
 
   def _tell(self, kind: protocol.Kind) -> None:
     for connection in self.connections.values():
       connection.send(kind)
 
   async def _mesh(self, leader: connection_lib.Connection) -> None:
-    await self._connect_first()
+    await self.mesh.connect_first()
     leader.send(_Kind.READY)
-
-  async def _connect_first(self) -> None:
-    try:
-      await self.mesh.connect(self.mesh.first_peers())
-    except mesh_lib.LinkError as e:
-      called = self.seats[e.rank].task
-      raise _cut(self.seats[self.rank].task, called, e.why) from e
-
-
-def _cut(caller: int, task: int, why: str, age: int = 0) -> ProposalFailedError:
-  """That a task could not connect to another, so many seconds ago."""
-  error = ProposalFailedError(
-    f'task {caller} cannot connect to task {task}: {why}'
-  )
-  error.cut = caller, task, why, age
-  return error
 
 
 async def together(coroutines: Iterable[Awaitable[Any]]) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from tf_strategies import errors, option_checks, version
+from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.rendezvous import address_checks, quorum
 
@@ -43,6 +44,22 @@ class Seat:
   progress: int
 
 
+class Cut(NamedTuple):
+  """A task to which a process could not connect.
+
+  Attributes:
+    task: its number.
+    incarnation: of that task: a process that was started again may be reached.
+    why: for messages.
+    at: when.
+  """
+
+  task: int
+  incarnation: str
+  why: str
+  at: float
+
+
 @dataclasses.dataclass
 class View:
   """What is known of one other task."""
@@ -61,20 +78,11 @@ class View:
   size: int = 0
   leader: int = 0
   missing: str = ''  # Whom it waits for, if it leads.
+  cuts: Sequence[Cut] = ()  # To whom it could not connect.
 
   def is_fresh(self, now: float) -> bool:
     """Returns whether it has answered just now."""
     return self.reached_at is not None and now - self.reached_at < FRESH_SECONDS
-
-
-def check_start(
-  progress: object, is_closed: object, may_be_alone: object, check: object
-) -> None:
-  """Refuses what no group can form with, before the last one is left."""
-  option_checks.check_int('progress', progress, 0)
-  option_checks.check_bool('is_closed', is_closed)
-  option_checks.check_bool('may_be_alone', may_be_alone)
-  option_checks.check_function('check', check)
 
 
 class Membership:
@@ -90,10 +98,7 @@ class Membership:
     self.addresses = {int(t): a for t, a in sorted(addresses.items())}
     self.task = task
     self.incarnation = incarnation
-    # Tells descriptions of the cluster apart, so that it need not travel as a whole;
-    # and the tasks that have another one.
-    self._cluster = address_checks.digest(self.addresses)
-    self._strangers: set[int] = set()
+    self._told_addresses = {str(t): a for t, a in self.addresses.items()}
     self.state = State.IDLE
     self.generation = 0
     self.progress = 0
@@ -118,19 +123,21 @@ class Membership:
     self._least = 1
     self._started_at = 0.0
     self._missing = ''
-    self.cuts = quorum.Cuts()
+    self._cuts: dict[int, Cut] = {}
+    self._failed_at = -math.inf  # When the last proposal failed.
 
-  def hello(self, peer: int | None = None) -> dict[str, Any]:
-    """What this process tells a peer; without one, all that it could tell."""
-    addresses = None
-    if peer is None or peer in self._strangers:
-      addresses = {str(t): a for t, a in self.addresses.items()}
+  def hello(
+    self, now: float = 0.0, with_addresses: bool = True
+  ) -> dict[str, Any]:
+    """Returns what this process tells a peer.
+
+    The addresses are in the first message of a connection only.
+    """
     return {
       'task': self.task,
       'incarnation': self.incarnation,
       'version': version.__version__,
-      'cluster': self._cluster,
-      'addresses': addresses,
+      'addresses': self._told_addresses if with_addresses else None,
       'state': self.state.value,
       'generation': self.generation,
       'progress': self.progress,
@@ -139,6 +146,15 @@ class Membership:
       'leader': min(self._seated, default=self.task),
       'missing': self._missing,
       'refusal': self.refusal,
+      'cuts': [
+        {
+          'task': cut.task,
+          'incarnation': cut.incarnation,
+          'why': cut.why,
+          'age': now - cut.at,
+        }
+        for cut in self._cuts.values()
+      ],
     }
 
   def start(
@@ -179,12 +195,8 @@ class Membership:
       RendezvousError, ClusterConfigError: the two can never form a group.
     """
     task = message['task']
-    if message['cluster'] != self._cluster:
-      self._strangers.add(task)
-    if task in self._strangers and message['addresses'] is None:
-      return  # It tells them as soon as it has heard from here.
     address_checks.check_same_job(
-      message, self.task, self.incarnation, self.addresses
+      message, self.task, self.incarnation, self._told_addresses
     )
     view = self.views[task]
     if message['incarnation'] != view.incarnation:
@@ -197,6 +209,10 @@ class Membership:
       view.group = message['group']
       view.size, view.leader = message['size'], message['leader']
       view.missing = message['missing']
+      view.cuts = [
+        Cut(c['task'], c['incarnation'], c['why'], now - c['age'])
+        for c in message['cuts']
+      ]
       if view.state is not State.IDLE:
         view.idle_since = None
       elif view.idle_since is None:
@@ -267,26 +283,45 @@ class Membership:
     self._groups.add(self._group)
     self._joiners.clear()
 
-  def joiners(self, now: float, told: Iterable[int] = ()) -> tuple[int, ...]:
-    """Tasks that asked for a group in the last seconds and are in none.
+  def joiners(self, now: float) -> tuple[int, ...]:
+    """Returns the tasks that asked for a group in the last seconds and are in none.
 
-    Not those that would be left out of a new one, as far as this task knows, also of
-    those that others have `told`.
+    A task that a new group would leave out, as far as this one knows, is not among
+    them.
     """
-    asked = {
+    # A copy: the user's thread asks, while the loop's may hear of another.
+    return tuple(
       task
-      # The user's thread asks, while the loop's may hear of another.
-      for task, (incarnation, heard) in list(self._joiners.items())
-      if now - heard < FRESH_SECONDS and self._seated.get(task) != incarnation
-    }
-    asked.update(t for t in told if t in self.views)
-    return tuple(t for t in sorted(asked) if self._can_join(t, now))
+      for task, (incarnation, heard) in sorted(self._joiners.items())
+      if now - heard < FRESH_SECONDS
+      and self._seated.get(task) != incarnation
+      and task in self._connected({**self._seated, task: incarnation}, now)
+    )
 
-  def _can_join(self, task: int, now: float) -> bool:
-    asked = self._joiners.get(task)
-    incarnation = asked[0] if asked else self._seat(task).incarnation
-    lives = {**self._seated, task: incarnation}
-    return task in self.cuts.leave_out(lives, self.task, now)
+  def note_cut(self, cut: Cut) -> None:
+    """Notes that this process could not connect to a task."""
+    self._cuts[cut.task] = cut
+
+  def _all_cuts(self) -> Iterator[tuple[int, Cut]]:
+    """Yields the cuts that this process knows of, with the tasks that called."""
+    # A copy: threads of users ask too.
+    yield from ((self.task, cut) for cut in list(self._cuts.values()))
+    for task, view in self.views.items():
+      yield from ((task, cut) for cut in view.cuts)
+
+  def _connected(
+    self,
+    lives: Mapping[int, str],
+    now: float,
+    seconds: float = quorum.CUT_SECONDS,
+  ) -> list[int]:
+    """Returns those of some tasks that can all connect to each other, in order."""
+    pairs = [
+      (caller, cut.task)
+      for caller, cut in self._all_cuts()
+      if now - cut.at < seconds and cut.incarnation == lives.get(cut.task)
+    ]
+    return quorum.leave_out(sorted(lives), pairs, self.task)
 
   def rival_group(self, now: float) -> int | None:
     """A task in another group of this job, to which this one has to give way.
@@ -339,7 +374,7 @@ class Membership:
     lives = {t: self._seat(t).incarnation for t in [self.task, *forming]}
     for seconds in (quorum.CUT_SECONDS, quorum.RETRY_SECONDS):
       if not are_enough:
-        there = self.cuts.leave_out(lives, self.task, now, seconds)
+        there = self._connected(lives, now, seconds)
         are_enough = self._are_enough([self._seat(task) for task in there])
     if waits or not are_enough:
       self._enough_since = None
@@ -349,7 +384,14 @@ class Membership:
         self._enough_since = now
       if now - self._enough_since < self._window:
         return None
+    others = (self.views[t] for t in there if t != self.task)
+    if any(view.reached_at <= self._failed_at for view in others):
+      return None  # It may tell why the last proposal failed.
     return [self._seat(task) for task in there[: self._maximum]]
+
+  def proposal_failed(self, now: float) -> None:
+    """Notes that a proposal of this process failed."""
+    self._failed_at = now
 
   def _are_enough(
     self, seats: Sequence[Seat], gone: Sequence[int] = ()
@@ -449,9 +491,9 @@ class Membership:
     ):
       error = errors.AuthenticationError
     why = ''.join(
-      f'Task {caller} at {self.addresses.get(caller)} cannot connect to task '
-      f'{called} at {self.addresses.get(called)} ({reason}). '
-      for (caller, called), reason in self.cuts.reasons()
+      f'Task {caller} at {self.addresses[caller]} cannot connect to task '
+      f'{cut.task} at {self.addresses.get(cut.task)} ({cut.why}). '
+      for caller, cut in self._all_cuts()
     )
     if self._minimum is None and self._seated:
       why += (

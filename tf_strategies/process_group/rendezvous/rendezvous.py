@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
-import functools
 import math
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from absl import logging
 
 from tf_strategies import errors, option_checks
+from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
@@ -30,7 +29,6 @@ from tf_strategies.process_group.rendezvous import (
   formation,
   membership,
 )
-from tf_strategies.process_group.tcp import group as tcp_group
 from tf_strategies.process_group.tcp import mesh as mesh_lib
 from tf_strategies.process_group.tcp import transport
 
@@ -77,11 +75,16 @@ class Rendezvous:
     task: this process's.
     options: how long to wait, for how many; the defaults if None.
 
+  Attributes:
+    listener: a socket that listens at the address already; None to open one.
+
   Raises:
     ClusterConfigError: the addresses are malformed, or one is there twice.
     UnsupportedOptionError: addresses beyond this host without a secret.
     RendezvousError: this process cannot listen at its address.
   """
+
+  listener: socket.socket | None = None
 
   def __init__(
     self,
@@ -99,7 +102,7 @@ class Rendezvous:
     )
     self._addresses = self._membership.addresses
     self._task = task = int(task)
-    self._group: tcp_group.TcpProcessGroup | None = None
+    self._group: group_lib.ProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
     self._mesh: mesh_lib.Mesh | None = None  # Of the last proposal.
     self._formed: asyncio.Future | None = None
@@ -119,6 +122,7 @@ class Rendezvous:
       },
       self._run_short,
       len(addresses),
+      self.listener,
     )
 
   def form(
@@ -127,7 +131,7 @@ class Rendezvous:
     is_closed: bool = False,
     may_be_alone: bool = True,
     check: Callable[[], None] = lambda: None,
-  ) -> tcp_group.TcpProcessGroup:
+  ) -> group_lib.ProcessGroup:
     """Blocks until a group has formed that this process is in.
 
     May be called again after a failure, or to let joiners in: a group that
@@ -151,10 +155,9 @@ class Rendezvous:
       ClusterConfigError: workers have different addresses.
       AuthenticationError: no other worker has this one's secret.
     """
-    membership.check_start(progress, is_closed, may_be_alone, check)
     self._leave()
     self._group = self._server.call(
-      self._form(int(progress), is_closed, may_be_alone, check)
+      self._form(progress, is_closed, may_be_alone, check)
     )
     return self._group
 
@@ -169,23 +172,6 @@ class Rendezvous:
   def __exit__(self, *exc_info):
     self.close()
 
-  def _connect(
-    self, mesh: mesh_lib.Mesh, ranks: Iterable[int]
-  ) -> concurrent.futures.Future:
-    """Makes links of a group that runs; from any thread."""
-
-    async def connect():
-      try:
-        await mesh.connect(ranks)
-      except mesh_lib.LinkError as e:
-        # Both are alive, perhaps: they are not proposed together again soon.
-        called = mesh.tasks[e.rank]
-        cuts = self._membership.cuts
-        cuts.add(self._task, called, e.why, _now(), mesh.seated)
-        raise
-
-    return asyncio.run_coroutine_threadsafe(connect(), self._server.loop)
-
   def _leave(self) -> None:
     group, self._group = self._group, None
     if group is not None:
@@ -195,7 +181,7 @@ class Rendezvous:
 
   async def _form(
     self, progress, is_closed, may_be_alone, check
-  ) -> tcp_group.TcpProcessGroup:
+  ) -> group_lib.ProcessGroup:
     members = self._membership
     self._began = _now()
     members.start(progress, is_closed, may_be_alone, self._began)
@@ -246,6 +232,11 @@ class Rendezvous:
     return await connection_lib.dial(
       self._addresses[task], request, self._credentials
     )
+
+  def _note_cut(self, task: int, incarnation: str, why: str) -> None:
+    """Remembers a task to which there is no way, though it may be alive."""
+    cut = membership.Cut(task, incarnation, why, _now())
+    self._membership.note_cut(cut)
 
   def _run_short(self, error: errors.ResourceLimitError) -> None:
     """Gives up if file descriptors stay away: no other worker is to blame."""
@@ -305,9 +296,11 @@ class Rendezvous:
 
   async def _ask(self, task: int, is_once: bool = False) -> None:
     connection = await self._dial(task, _Purpose.POLL)
+    is_first = True
     try:
       while True:
-        connection.send(_Kind.HELLO, self._membership.hello(task))
+        connection.send(_Kind.HELLO, self._membership.hello(_now(), is_first))
+        is_first = False
         _, message = await connection_lib.within(
           authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
@@ -331,7 +324,8 @@ class Rendezvous:
           self._membership.heard(message, _now(), reached=False)
         except errors.Error as e:
           self._refuse(e)
-        connection.send(_Kind.HELLO, self._membership.hello(request.client))
+        is_first = message['addresses'] is not None
+        connection.send(_Kind.HELLO, self._membership.hello(_now(), is_first))
     except OSError:
       return  # It has what it wanted, or is gone.
     except protocol.ProtocolError as e:
@@ -351,6 +345,7 @@ class Rendezvous:
       generation = self._membership.next_generation()
       if await self._take_part(generation, seats, None):
         return
+      self._membership.proposal_failed(_now())
       await asyncio.sleep(self._pause())
 
   async def _follow(self, connection, request) -> None:
@@ -366,13 +361,8 @@ class Rendezvous:
       )
       if self._proposal is not None:
         objection = 'it takes part in another proposal'
-      lives = {seat.task: seat.incarnation for seat in seats}
-      cut = self._membership.cuts.untold(self._task, lives, _now())
-      if objection or cut:
-        if objection:
-          connection.send(_Kind.REJECT, objection)
-        else:
-          connection.send(_Kind.CUT, cut)
+      if objection:
+        connection.send(_Kind.REJECT, objection)
         connection.close()
         return
     except (OSError, protocol.ProtocolError):
@@ -384,7 +374,7 @@ class Rendezvous:
     """Runs a proposal; `leader` is None on the one that leads it."""
     gone = self._membership.gone()
     self._proposal = proposal = formation.Proposal(
-      generation, seats, self._task, self._dial, gone
+      generation, seats, self._task, self._dial, self._note_cut, gone
     )
     self._mesh = proposal.mesh
     try:
@@ -393,11 +383,6 @@ class Rendezvous:
       else:
         await proposal.follow(leader)
     except (OSError, formation.ProposalFailedError) as e:
-      cut = getattr(e, 'cut', None)
-      if cut is not None:
-        *pair, why, age = cut
-        cuts, at = self._membership.cuts, _now() - age
-        cuts.add(*pair, why, at, proposal.mesh.seated)
       logging.info('Group %d did not form: %s', generation, e)
       return False
     finally:
@@ -428,7 +413,7 @@ class Rendezvous:
       proposal.close()
       return
     members, options = self._membership, self._options
-    members.formed(proposal.generation, proposal.mesh.seated)
+    members.formed(proposal.generation, proposal.seated)
     group_state = state.GroupState(
       proposal.members(), proposal.rank, proposal.generation
     )
@@ -439,11 +424,16 @@ class Rendezvous:
       group_state,
       proposal.connections,
       options,
-      lambda told: members.joiners(self._server.now(), told),
+      lambda: members.joiners(self._server.now()),
     )
     plane.start()
-    connect = functools.partial(self._connect, proposal.mesh)
-    group = tcp_group.TcpProcessGroup(
+
+    def connect(ranks):
+      return asyncio.run_coroutine_threadsafe(
+        proposal.mesh.connect(ranks), self._server.loop
+      )
+
+    group = self._make_group(
       group_state, links, plane, options, connect, self._on_end
     )
     group_state.on_failure(self._on_end)
@@ -452,6 +442,9 @@ class Rendezvous:
     if proposal.rank == 0 and len(members.views) >= len(proposal.seats):
       self._server.spawn(self._watch_others(group_state, plane))
     self._formed.set_result(group)
+
+  def _make_group(self, *parts) -> group_lib.ProcessGroup:
+    return group_lib.ProcessGroup(*parts)
 
   async def _watch_others(self, group_state, plane) -> None:
     """Gives way if others of this job have formed a group too."""

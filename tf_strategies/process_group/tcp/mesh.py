@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from tf_strategies.process_group import plan
@@ -22,6 +22,8 @@ _Kind = protocol.Kind
 Dial = Callable[
   [int, authentication.Purpose], Awaitable[connection_lib.Connection]
 ]
+# Hears of a task and its incarnation that there is no way to it, and why.
+OnCut = Callable[[int, str, str], None]
 
 
 class LinkError(Exception):
@@ -38,12 +40,11 @@ class Mesh:
   Args:
     generation: of the group.
     rank: this one.
-    tasks: of each rank, in order.
-    incarnations: of each rank.
+    seated: the task of each rank, in order, and its incarnation.
     dial: connects to a task.
+    on_cut: hears of tasks to which there is no way.
 
   Attributes:
-    tasks: of each rank.
     sockets: by rank, as long as nobody takes them.
   """
 
@@ -51,33 +52,29 @@ class Mesh:
     self,
     generation: int,
     rank: int,
-    tasks: Sequence[int],
-    incarnations: Sequence[str],
+    seated: Mapping[int, str],
     dial: Dial,
+    on_cut: OnCut,
   ):
     self.sockets: dict[int, socket.socket] = {}
     self._generation = generation
     self._rank = rank
-    self.tasks = tasks
-    self._incarnations = incarnations
+    self._tasks, self._incarnations = list(seated), list(seated.values())
     self._dial = dial
+    self._on_cut = on_cut
     self._dialled: set[int] = set()
     self._linked: collections.defaultdict[int, asyncio.Event] = (
       collections.defaultdict(asyncio.Event)
     )
     self._take: Callable[[int, socket.socket], None] | None = None
 
-  @property
-  def seated(self) -> dict[int, str]:
-    """The incarnation of each task."""
-    return dict(zip(self.tasks, self._incarnations, strict=True))
-
-  def first_peers(self) -> list[int]:
-    """The ranks to which there is a link from the start."""
-    size = len(self.tasks)
+  async def connect_first(self) -> None:
+    """Makes the links that are there from the start; raises as `connect`."""
+    size, rank = len(self._tasks), self._rank
+    peers = [(rank - 1) % size, (rank + 1) % size]
     if size <= plan.FEW_RANKS:
-      return [r for r in range(size) if r != self._rank]
-    return [(self._rank - 1) % size, (self._rank + 1) % size]
+      peers = [r for r in range(size) if r != rank]
+    await self.connect(peers)
 
   async def connect(self, ranks: Iterable[int]) -> None:
     """Returns when there is a link to each; LinkError if one cannot be made."""
@@ -96,7 +93,7 @@ class Mesh:
     rank = message['rank']
     if (
       message['generation'] != self._generation
-      or not 0 <= rank < len(self.tasks)
+      or not 0 <= rank < len(self._tasks)
       or rank == self._rank
       or message['incarnation'] != self._incarnations[rank]
     ):
@@ -138,14 +135,16 @@ class Mesh:
     }
     kind, connection = None, None
     try:
-      connection = await dial_again(self._dial, self.tasks[rank], purpose)
+      connection = await dial_again(self._dial, self._tasks[rank], purpose)
       connection.send(_Kind.JOIN, message)
       kind, _ = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS,
         connection.expect(_Kind.ACCEPT, _Kind.REJECT),
       )
     except (OSError, protocol.ProtocolError) as e:
-      raise LinkError(rank, str(e) or type(e).__name__) from e
+      why = str(e) or type(e).__name__
+      self._on_cut(self._tasks[rank], self._incarnations[rank], why)
+      raise LinkError(rank, why) from e
     finally:
       if connection is not None and kind is not _Kind.ACCEPT:
         connection.close()
