@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import ml_dtypes  # noqa: F401
 import numpy as np
 
 from tf_strategies.collectives import codec as codec_lib

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 from unittest import mock
 
-import ml_dtypes  # noqa: F401
 import numpy as np
 
 from tests.collectives.simulator import simulate

@@ -2,6 +2,7 @@
 
 import warnings
 
+import ml_dtypes  # noqa: F401
 import numpy as np
 from absl.testing import absltest, parameterized
 

@@ -11,7 +11,8 @@ class BFloat16(codec.Codec):
   """The range of float32 with 8 bits of precision.
 
   Rounds to nearest, ties to even; infinities stay, a NaN becomes the quiet NaN
-  of its sign. A float64 is rounded to float32 first.
+  of its sign. A float64 is rounded to float32 first. NumPy knows the dtype once
+  `ml_dtypes` is loaded, as it is with TensorFlow.
 
   Example:
 
@@ -34,14 +35,8 @@ class BFloat16(codec.Codec):
       with np.errstate(over='ignore'):
         values = values.astype(np.float32)
     with np.errstate(over='ignore', invalid='ignore'):
-      np.copyto(payload.data.view(_dtype()), values, casting='unsafe')
+      np.copyto(payload.data.view('bfloat16'), values, casting='unsafe')
 
   def _decode(self, payload, out):
     with np.errstate(invalid='ignore'):
-      np.copyto(out, payload.data.view(_dtype()), casting='unsafe')
-
-
-def _dtype() -> np.dtype:
-  import ml_dtypes  # A dependency of TensorFlow, which nothing else here needs.
-
-  return np.dtype(ml_dtypes.bfloat16)
+      np.copyto(out, payload.data.view('bfloat16'), casting='unsafe')
