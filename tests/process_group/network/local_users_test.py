@@ -34,8 +34,9 @@ class LocalUsersTest(parameterized.TestCase):
       caller.connect(listener.getsockname())
       accepted, _ = listener.accept()
       with accepted:
-        local_users.check(accepted)
-        local_users.check(caller)
+        for end in (accepted, caller):
+          self.assertEqual(local_users._user_of_peer(end), os.geteuid())
+          local_users.check(end)
 
   @unittest.skipIf(os.geteuid(), 'only root can act as another user')
   def test_other_user_is_refused_by_name(self):
