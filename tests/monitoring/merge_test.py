@@ -58,7 +58,7 @@ def _begins(trace, pid):
 
 
 class ClockSyncTest(parameterized.TestCase):
-  @parameterized.product(seed=(0, 1), offset=(0.0, -7e6, 123.5))
+  @parameterized.product(seed=(0, 1), offset=(0.0, -7e6))
   def test_offset_is_found_within_the_accuracy(self, seed, offset):
     first, second = _run(seed, offset=offset)
     found = merge.estimate(first, second)

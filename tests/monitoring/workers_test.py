@@ -2,7 +2,6 @@
 
 import collections
 import glob
-import itertools
 import json
 import os
 import tempfile
@@ -106,28 +105,6 @@ class MeasuredRunTest(absltest.TestCase):
       ratio = first['examples/s'] / second['examples/s']
       self.assertBetween(ratio, 0.5, 2.0)
 
-  def test_parts_of_a_step_fill_it_and_do_not_overlap(self):
-    for trace in self.traces:
-      steps = _spans(trace, 'step', 'step')
-      self.assertLen(steps, _STEPS)
-      parts = collections.defaultdict(list)
-      for span in _spans(trace, 'step'):
-        if span['cat'] != 'step':
-          parts[span['args']['step']].append(span)
-      for step in steps:
-        mine = parts[step['args']['step']]
-        self.assertTrue(all(_is_inside(part, step) for part in mine))
-        mine.sort(key=lambda part: part['ts'])
-        for before, after in itertools.pairwise(mine):
-          self.assertLessEqual(
-            before['ts'] + before['dur'], after['ts'] + _ROUNDING_US
-          )
-        self.assertAlmostEqual(
-          sum(part['dur'] for part in mine), step['dur'], delta=1.0
-        )
-        self.assertLen([p for p in mine if p['cat'] == 'input'], 1)
-        self.assertNotEmpty([p for p in mine if p['cat'] == 'wait'])
-
   def test_collectives_lie_in_their_step_in_order(self):
     for trace in self.traces:
       steps = {s['args']['step']: s for s in _spans(trace, 'step', 'step')}
@@ -170,7 +147,7 @@ class MeasuredRunTest(absltest.TestCase):
       ]
       self.assertEqual(waited_for, [True] * _STEPS)
 
-  def test_merged_collectives_overlap(self):
+  def test_merged_timelines_are_on_one_clock(self):
     # One host, one clock: an error of it can be checked.
     shifted = json.loads(json.dumps(self.traces))
     shifted[1]['otherData']['origin_ns'] += 3_000_000_000
@@ -178,19 +155,6 @@ class MeasuredRunTest(absltest.TestCase):
     task = merged['otherData']['tasks'][1]
     self.assertLessEqual(abs(task['clock_ahead_us'] - 3e6), task['accuracy_us'])
     self.assertGreater(task['common_collectives'], _STEPS)
-    by_sequence = collections.defaultdict(dict)
-    for span in _spans(merged, 'collectives'):
-      key = span['args']['generation'], span['args']['sequence']
-      by_sequence[key][span['pid']] = span
-    self.assertGreater(len(by_sequence), _STEPS)
-    for spans in by_sequence.values():
-      self.assertEqual(set(spans), {0, 1})
-      a, b = spans[0], spans[1]
-      self.assertEqual(a['name'], b['name'])
-      self.assertEqual(a['args']['step'], b['args']['step'])
-      if a['args']['kind'] != 'broadcast':
-        self.assertLessEqual(a['ts'], b['ts'] + b['dur'])
-        self.assertLessEqual(b['ts'], a['ts'] + a['dur'])
 
 
 if __name__ == '__main__':
