@@ -4,7 +4,6 @@ import itertools
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -43,19 +42,6 @@ def _whole_batches(*flags, epochs=1, start=(0, 0)):
     ]
 
 
-class _ReadsByWorkers:
-  """Calls a data set function as a strategy with so many workers does."""
-
-  def __init__(self, num_workers):
-    self._num_workers = num_workers
-
-  def distribute_datasets_from_function(self, dataset_fn):
-    return [
-      dataset_fn(tf.distribute.InputContext(self._num_workers, i))
-      for i in range(self._num_workers)
-    ]
-
-
 class BatchesTest(tf.test.TestCase, parameterized.TestCase):
   def _steps(self, *flags):
     with pages.parsed('mnist_keras_fit', *_SYNTHETIC, *flags):
@@ -90,22 +76,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(one, other)
     resumed = _whole_batches('--steps_per_epoch=13', epochs=2, start=(1, 2))
     self.assertAllEqual(batches[15], resumed[0])
-
-  @pytest.mark.smoke
-  def test_workers_read_the_same_batches(self):
-    whole = _whole_batches(epochs=3, start=(1, 2))
-    arguments = (*_SYNTHETIC, '--epochs=3', '--worker_input')
-    read = {}
-    with pages.parsed('mnist_custom_loop', *arguments) as example:
-      data = datasets.load('synthetic')
-      parts = example.train_batches(_ReadsByWorkers(3), data, (1, 2))
-      self.assertEqual([len(list(part)) for part in parts], [6, 5, 5])
-      for i, part in enumerate(parts):
-        for j, batch in enumerate(part):
-          (read[i + 3 * j],) = _rows(tf.distribute.get_strategy(), *batch)
-    self.assertLen(read, len(whole))
-    for i, batch in enumerate(whole):
-      self.assertAllEqual(batch, read[i])
 
   def test_groups_of_steps_do_not_cross_epochs(self):
     for group, steps in ((1, 9), (4, 8), (9, 9)):
