@@ -55,7 +55,6 @@ def _wait_until(condition):
     time.sleep(0.01)
 
 
-@pytest.mark.multi_process
 class WorkersTest(absltest.TestCase):
   def test_values_by_rank(self):
     found = processes.run_workers(_answer, 2, args=('a',))

@@ -33,7 +33,6 @@ def _run(script):
   return processes.run_python('-c', _PREAMBLE + script)
 
 
-@pytest.mark.multi_process
 class VirtualDevicesTest(absltest.TestCase):
   @pytest.mark.soak
   def test_repeated_calls_give_the_largest_count(self):

@@ -29,7 +29,6 @@ OURS = {
 BUILT_IN = {'ReductionToOneDevice', 'HierarchicalCopyAllReduce', 'default'}
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class AllReduceBenchmarkTest(tf.test.TestCase):
   def test_quick(self):

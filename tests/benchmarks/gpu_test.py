@@ -42,7 +42,6 @@ app.run(gpu.main)
 
 
 class GpuBenchmarkTest(tf.test.TestCase):
-  @pytest.mark.multi_process
   def test_keeps_rows_of_parts_that_fail_or_are_cut_off(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = processes.run_python(
@@ -73,7 +72,6 @@ class GpuBenchmarkTest(tf.test.TestCase):
       self.assertIn(failure, done.stderr)
     self.assertRegex(done.stdout, r'\| none +\| +2.50 \|')
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_drill_on_cpus(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
@@ -113,7 +111,6 @@ class GpuBenchmarkTest(tf.test.TestCase):
     self.assertEqual(seconds, sorted(seconds))
 
   @pytest.mark.soak
-  @pytest.mark.multi_process
   def test_transformer_has_a_hundred_million_parameters(self):
     done = processes.run_python('-c', _BUILD, cwd=running.ROOT)
     self.assertEqual(done.returncode, 0, done.stderr[-4000:])

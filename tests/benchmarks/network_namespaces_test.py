@@ -5,7 +5,6 @@ import os
 import sys
 import time
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import network_namespaces, processes
@@ -97,7 +96,6 @@ class RateTest(parameterized.TestCase):
         network_namespaces.NetworkNamespaces(2).__enter__()
 
 
-@pytest.mark.multi_process
 class NetworkNamespacesTest(absltest.TestCase):
   def setUp(self):
     super().setUp()

@@ -11,7 +11,6 @@ from tests.benchmarks import running
 STEPS, ROUNDS, BLOCKS, ROWS = 8, 2, 2, 4
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class ParameterServerTest(absltest.TestCase):
   def _run(self, *flags):

@@ -16,7 +16,6 @@ TORCH_PYTHON = os.environ.get('TFS_TORCH_PYTHON', sys.executable)
 SIZES = (4096, 65536)
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class ProcessAllReduceTest(parameterized.TestCase):
   def run_to_report(self, *flags):

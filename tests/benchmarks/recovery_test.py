@@ -8,7 +8,6 @@ from absl.testing import absltest
 from tests.benchmarks import running
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class RecoveryTest(absltest.TestCase):
   def test_kills(self):

@@ -16,7 +16,6 @@ GRADIENTS = 4 * PARAMETERS
 STATE = 2 * GRADIENTS
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class StrategiesTest(absltest.TestCase):
   def _run(self, *flags, status=0):

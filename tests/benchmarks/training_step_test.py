@@ -11,7 +11,6 @@ from tests.benchmarks import running
 WIDTH, LAYERS = 16, 3
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class TrainingStepTest(absltest.TestCase):
   def test_all_peers(self):

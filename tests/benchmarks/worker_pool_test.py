@@ -49,7 +49,6 @@ def wait_until_gone(pids):
   return [pid for pid in pids if is_running(pid)]
 
 
-@pytest.mark.multi_process
 class WorkerPoolTest(parameterized.TestCase):
   def test_answers_by_rank(self):
     with make_pool(env={'POOL_TEST': 'set'}) as workers:

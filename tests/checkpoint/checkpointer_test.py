@@ -375,7 +375,6 @@ for last in itertools.count(1):
 """
 
 
-@pytest.mark.multi_process
 class KilledAtEachStepTest(absltest.TestCase):
   """SIGKILL before each operation on files."""
 
@@ -405,7 +404,6 @@ class KilledAtEachStepTest(absltest.TestCase):
     self.assertFalse(rounds[-1][0])
 
 
-@pytest.mark.multi_process
 class KilledWriterTest(absltest.TestCase):
   """SIGKILL at a random moment: what is there is whole."""
 
@@ -479,7 +477,6 @@ class OwnerTest(parameterized.TestCase):
   def check(self):
     self.store.check_run(self.store.newest())
 
-  @pytest.mark.multi_process
   def test_live_writer_keeps_others_out_and_a_killed_one_does_not(self):
     with processes.Command(
       [sys.executable, '-c', _OWNER, self.directory],

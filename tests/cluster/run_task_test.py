@@ -61,7 +61,6 @@ cluster.run_task(train, lambda: print('evaluated'))
 """
 
 
-@pytest.mark.multi_process
 class ServersTest(parameterized.TestCase):
   def start(self, jobs, task_type, index=0, **environment):
     """Starts a task, to be ended with the test."""
@@ -170,7 +169,6 @@ print(signal.getsignal(signal.SIGTERM).name, flush=True)
 """
 
 
-@pytest.mark.multi_process
 class EvaluatorTest(parameterized.TestCase):
   def run_evaluator(self, body, stay_seconds=60, before='SIG_DFL'):
     """Exit status and output of an evaluator that does `body`."""

@@ -27,7 +27,6 @@ rendezvous.close()
 """
 
 
-@pytest.mark.multi_process
 class SlurmRingTest(absltest.TestCase):
   def _start(self, place, port):
     variables = {

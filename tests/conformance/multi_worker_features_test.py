@@ -17,8 +17,6 @@ from tests.conformance import dropout_test, harness, multi_worker
 from tests.conformance.harness import Feature
 from tests.conformance.multi_worker import WorkerCase
 
-pytestmark = pytest.mark.multi_process
-
 # A minute and a half on two quiet cores.
 _DEADLINE_SECONDS = 280
 

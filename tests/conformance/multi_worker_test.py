@@ -13,8 +13,6 @@ from tests import tiers
 from tests.conformance import harness, multi_worker
 from tests.conformance.multi_worker import WorkerCase
 
-pytestmark = pytest.mark.multi_process
-
 _DEADLINE_SECONDS = 280
 _PARTS = 8
 

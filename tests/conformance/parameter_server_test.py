@@ -13,8 +13,6 @@ from tests import parameter_servers
 from tests.conformance import parameter_server
 from tests.conformance import parameter_server_programs as programs
 
-pytestmark = pytest.mark.multi_process
-
 _PARTS = 3
 
 # Control flow, sparse gradients, uneven batches, held and direct writes,

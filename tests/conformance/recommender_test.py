@@ -11,7 +11,6 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl import flags
 from absl.testing import parameterized
@@ -19,8 +18,6 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import parameter_servers, processes, tiers
 from tf_strategies.strategies.parameter_server import microbatch, variables
-
-pytestmark = pytest.mark.multi_process
 
 optimizers = keras.optimizers
 LossScale = optimizers.LossScaleOptimizer

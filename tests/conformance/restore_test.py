@@ -10,7 +10,6 @@ import tempfile
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -308,7 +307,6 @@ class RestoreTest(_RestoreTest):
     self.assert_continues(*stopped_and_whole(make, 'accumulation', 'fit'))
 
 
-@pytest.mark.multi_process
 class ProcessesTest(_RestoreTest):
   @tiers.named_parameters(
     tiers.smoke('ring', 'multi_worker_ring', 2, (('ema', 'function'),)),

@@ -271,7 +271,6 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
       # Both in one tensor.
       self.assertEqual(operation.inputs[0].shape, [12])
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_on_one_device(self):
     """On one whole GPU, where there is one, by NCCL with one member."""

@@ -158,7 +158,6 @@ class BrokenTest(JobCase):
     self.assert_fails(found, 'TLS', made.certificate, 'self-signed')
 
 
-@pytest.mark.multi_process
 class MeetingTest(absltest.TestCase):
   """Doctors of all tasks of a job, each a process."""
 

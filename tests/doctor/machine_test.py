@@ -11,8 +11,6 @@ from absl.testing import absltest, parameterized
 from benchmarks import processes
 from tf_strategies.doctor import machine
 
-pytestmark = pytest.mark.multi_process
-
 
 def _doctor(*flags, **env):
   """Status, what was found by name, and the last line of a run of its own."""

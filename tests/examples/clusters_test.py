@@ -21,7 +21,6 @@ _FLAGS = (
 _SECRET = '0123456789abcdef0123456789abcdef'
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class SameCommandTest(tf.test.TestCase):
   def setUp(self):

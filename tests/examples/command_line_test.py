@@ -63,7 +63,6 @@ class FlagsTest(parameterized.TestCase):
       pass
 
 
-@pytest.mark.multi_process
 class HelpTest(parameterized.TestCase):
   @parameterized.product(name=pages.NAMES, as_file=[True, False])
   def test_help_shows_all_flags_at_once(self, name, as_file):
@@ -90,7 +89,6 @@ class HelpTest(parameterized.TestCase):
     self.assertNotRegex(shown.stderr, r'\| +(tensorflow|keras)\n')
 
 
-@pytest.mark.multi_process
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()

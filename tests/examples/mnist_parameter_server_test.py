@@ -65,7 +65,6 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(report['iterations'], 4)
 
 
-@pytest.mark.multi_process
 class JobTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()

@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import tensorflow as tf
 
 from benchmarks import processes
@@ -13,7 +12,6 @@ from tf_strategies.monitoring import merge
 virtual_devices.configure()
 
 
-@pytest.mark.multi_process
 class TwoWorkersTest(tf.test.TestCase):
   def test_timelines_of_a_job_are_put_together(self):
     directory = self.create_tempdir().full_path

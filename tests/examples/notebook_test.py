@@ -4,13 +4,10 @@ import importlib.util
 import pathlib
 import sys
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks import processes
 from tests.architecture import project
-
-pytestmark = pytest.mark.multi_process
 
 _PATH = 'examples/tutorial.ipynb'
 # Its own process: a kernel is a process, with threads, of whoever runs it.

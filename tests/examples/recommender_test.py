@@ -38,7 +38,6 @@ class RecommenderTest(absltest.TestCase):
     barely, _ = self._train('--epochs=1', '--learning_rate=1e-6')
     self.assertGreater(barely, 0.95 * mean)
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_servers_train_what_one_device_trains(self):
     found, _ = self._train(

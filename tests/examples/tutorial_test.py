@@ -73,7 +73,6 @@ class PageTest(parameterized.TestCase):
       self.assertAlmostEqual(loss, found[0][0], delta=1.1e-4)
 
 
-@pytest.mark.multi_process
 class ReadmeTest(PageTest):
   @pytest.mark.soak
   def test_commands_print_what_is_shown(self):
@@ -97,7 +96,6 @@ class ReadmeTest(PageTest):
     self.assertLessEqual(len(lines), 15)
 
 
-@pytest.mark.multi_process
 class TutorialTest(PageTest):
   page = 'docs/tutorial.md'
 

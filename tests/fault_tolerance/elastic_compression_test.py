@@ -3,14 +3,11 @@
 import functools
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests.fault_tolerance import elastic_program, elastic_test
-
-pytestmark = pytest.mark.multi_process
 
 _EPOCHS = 2
 _EVERYONE = (0, 1, 2)

@@ -26,8 +26,6 @@ from tests import processes, tiers
 from tests.fault_tolerance import elastic_case, elastic_program
 from tf_strategies.monitoring import merge
 
-pytestmark = pytest.mark.multi_process
-
 _DEADLINE_SECONDS = 120
 _STEPS = elastic_program.EPOCHS * elastic_program.STEPS
 # Slow enough that a worker that starts again finds the others still training.

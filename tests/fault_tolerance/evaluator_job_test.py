@@ -6,13 +6,10 @@ import time
 from typing import Any
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import parameter_servers, tiers
-
-pytestmark = pytest.mark.multi_process
 
 _ROWS, _BATCH, _EPOCHS = 96, 8, 2
 _CLASSES, _WORDS = 3, 10

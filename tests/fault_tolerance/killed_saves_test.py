@@ -4,7 +4,6 @@ import os
 import signal
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -32,7 +31,6 @@ _ALL = (
 )
 
 
-@pytest.mark.multi_process
 class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()

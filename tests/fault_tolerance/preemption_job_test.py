@@ -63,7 +63,6 @@ def _pid_and_step(path):
   return [int(word) for word in path.read_text(encoding='utf-8').split()]
 
 
-@pytest.mark.multi_process
 class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
   def _options(self, loop, workers, strategy=None):
     of_one = 'multi_worker_ring' if workers else 'ring_mirrored'

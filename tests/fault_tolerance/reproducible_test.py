@@ -16,8 +16,6 @@ from tests import processes, tiers, virtual_devices
 from tests.strategies import reproducible_program
 from tf_strategies import errors
 
-pytestmark = pytest.mark.multi_process
-
 virtual_devices.configure()
 
 

@@ -415,7 +415,6 @@ def _save_where_another_run_does(rank, directory):
   return found
 
 
-@pytest.mark.multi_process
 class TwoRunsTest(parameterized.TestCase):
   """Two jobs in one directory, the first of which the launcher restarts."""
 

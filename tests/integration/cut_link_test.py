@@ -17,8 +17,6 @@ from tests import processes, tiers
 from tests.fault_tolerance import elastic_case, elastic_program
 from tests.integration import worker_on_host
 
-pytestmark = pytest.mark.multi_process
-
 _PORT = 23450
 _SECONDS = 60.0
 

@@ -2,13 +2,10 @@
 
 import re
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tests.integration import pages
-
-pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/data_sources.md'
 _EXAMPLES, _EPOCHS = 19, 2

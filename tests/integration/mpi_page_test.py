@@ -21,7 +21,6 @@ _PATH = os.pathsep.join(
 
 class MpiPageTest(parameterized.TestCase):
   @pytest.mark.soak
-  @pytest.mark.multi_process
   def test_command_prints_what_is_shown(self):
     mpirun = shutil.which('mpirun', path=_PATH)
     if mpirun is None or importlib.util.find_spec('mpi4py') is None:

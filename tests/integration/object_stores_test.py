@@ -20,7 +20,6 @@ _PAGE = 'docs/object_stores.md'
 
 
 class CopiedRunTest(absltest.TestCase):
-  @pytest.mark.multi_process
   def test_run_goes_on_from_its_copies(self):
     program = pages.write(self, _PAGE, 'copied_run.py', ['fsspec'])
     here = program.parent

@@ -7,7 +7,6 @@ import signal
 import sys
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from benchmarks import processes
@@ -20,8 +19,6 @@ from tf_strategies import errors
 _STEPS = parameter_server_case.STEPS
 _CHECKPOINT_STEPS = 60
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-pytestmark = pytest.mark.multi_process
 
 
 class CheckpointsTest(parameter_server_case.FaultsTestCase):

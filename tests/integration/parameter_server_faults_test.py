@@ -17,8 +17,6 @@ from tf_strategies import errors
 
 _STEPS = parameter_server_case.STEPS
 
-pytestmark = pytest.mark.multi_process
-
 
 class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   """Training ends by itself, with the right number of steps."""

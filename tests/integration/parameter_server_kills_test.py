@@ -20,8 +20,6 @@ from tests.integration import parameter_server_kills_case as case
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.multi_process
-
 
 class ExactTest(case.KillsTestCase):
   """What is not exact is seen."""

@@ -15,7 +15,7 @@ _STEPS = int(os.environ.get('TFS_STEPS', '10000'))
 # Of each step, bytes. A kernel that TensorFlow keeps for good takes 3,000.
 _MOST = 500
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 
 class MemoryTest(parameter_server_case.FaultsTestCase):

@@ -28,8 +28,6 @@ _MODES = {
   'bounded': {'mode': 'bounded', 'max_staleness': 1},
 }
 
-pytestmark = pytest.mark.multi_process
-
 
 @dataclasses.dataclass
 class Fault:

@@ -17,8 +17,6 @@ _ROWS, _WIDTH = 40_000, 64
 _LARGE_ROWS = int(os.environ.get('TFS_TABLE_ROWS', '1000000'))
 _MOST = 64 * _MB
 
-pytestmark = pytest.mark.multi_process
-
 
 class SavedTablesTest(parameter_server_case.FaultsTestCase):
   def options(self, num_ps, **options):

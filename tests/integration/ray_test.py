@@ -5,14 +5,11 @@ import os
 import pathlib
 import re
 
-import pytest
 from absl.testing import absltest
 
 from benchmarks import processes
 from examples import compare_weights
 from tests.architecture import project
-
-pytestmark = pytest.mark.multi_process
 
 # The page's function, where Ray has set no TF_CONFIG.
 _ALONE = """

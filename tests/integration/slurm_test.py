@@ -14,14 +14,11 @@ import tempfile
 import time
 
 import psutil
-import pytest
 from absl.testing import absltest
 
 from benchmarks import processes
 from tests.architecture import documents, project
 from tf_strategies.launch import ports as ports_lib
-
-pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/slurm.md'
 _PATH = f'{os.environ.get("PATH", "")}:/usr/sbin:/sbin'

@@ -9,7 +9,6 @@ import shutil
 import sys
 
 import psutil
-import pytest
 from absl.testing import absltest
 
 from benchmarks import processes
@@ -17,8 +16,6 @@ from examples import compare_weights
 from tests.architecture import documents, project
 from tests.integration import pages
 from tf_strategies.checkpoint import checkpointer
-
-pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/spark.md'
 # Executors are processes of their own; master and workers are the driver's.

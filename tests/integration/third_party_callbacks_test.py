@@ -5,12 +5,9 @@ import re
 import sqlite3
 
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests.integration import pages
-
-pytestmark = pytest.mark.multi_process
 
 _PAGE = 'docs/callbacks.md'
 _STEPS, _EPOCHS = 4, 2

@@ -196,7 +196,6 @@ def _save_divided(rank, directory):
 
 
 class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_chief_writes_and_all_resume(self):
     directory = self.create_tempdir().full_path
@@ -214,7 +213,6 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     ('ring', 'multi_worker_ring'),
     tiers.soak('collective', 'multi_worker_collective'),
   )
-  @pytest.mark.multi_process
   def test_callbacks_of_keras_write_once(self, name):
     directory = self.create_tempdir().full_path
     args = name, directory
@@ -233,7 +231,6 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
         np.testing.assert_array_equal(whole, resumed)
     self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_saves_of_divided_state_are_written_once(self):
     directory = self.create_tempdir().full_path
@@ -255,20 +252,17 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     # After batches 2, 4, 6 and 8 of nine.
     self.assertLen([n for n in os.listdir(directory) if n[0].isdigit()], 4)
 
-  @pytest.mark.multi_process
   @pytest.mark.smoke
   def test_chief_alone_gives_its_callback_the_model(self):
     directory = self.create_tempdir().full_path
     files = processes.run_workers(_describe, 2, args=(directory,))
     self.assertEqual(files, [['described'], []])
 
-  @pytest.mark.multi_process
   def test_refuses_a_callback_that_turns_out_to_change_training(self):
     chief, other = processes.run_workers(_change_training, 2, args=('', True))
     self.assertRegex(str(chief), r'ChiefOnly\(_Slower\).*changes the training')
     self.assertRegex(str(other), 'Rank 0')
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_refuses_a_subclass_of_a_writer_that_changes_training(self):
     directory = self.create_tempdir().full_path

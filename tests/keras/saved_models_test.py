@@ -4,7 +4,6 @@ import pathlib
 
 import keras
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
@@ -31,7 +30,6 @@ def _error_of_page() -> documents.Block:
   )
 
 
-@pytest.mark.multi_process
 class SavedModelsTest(parameterized.TestCase):
   @parameterized.parameters(
     ('DynamicEmbedding', 'SGD'),

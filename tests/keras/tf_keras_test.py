@@ -112,7 +112,6 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
         call()
 
   @parameterized.parameters('async', 'sync')
-  @pytest.mark.multi_process
   def test_parameter_servers_refuse(self, mode):
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       for error in job.run(_refusals_of_servers, (mode,)):

@@ -14,7 +14,6 @@ from benchmarks import processes
 from tests.launch import programs
 
 
-@pytest.mark.multi_process
 class ShownTest(absltest.TestCase):
   def test_rank_filter_hides_lines_but_not_from_the_logs(self):
     code = """
@@ -41,7 +40,6 @@ time.sleep(600)
     self.assertEqual((logs / 'worker_0.log').read_text(), 'from worker_0\n')
 
 
-@pytest.mark.multi_process
 @pytest.mark.skipif(sys.platform != 'linux', reason='ends of terminals differ')
 class ColourTest(absltest.TestCase):
   def _on_terminal(self, **environment):

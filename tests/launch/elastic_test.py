@@ -54,7 +54,6 @@ class _JobTest(parameterized.TestCase):
     launcher.wait_until(lambda: words in launcher.stderr())
 
 
-@pytest.mark.multi_process
 class OneHostTest(_JobTest):
   @pytest.mark.smoke
   def test_the_others_go_on_without_a_killed_worker(self):
@@ -118,7 +117,6 @@ sys.exit(4)
     self.assertEmpty(launcher.alive())
 
 
-@pytest.mark.multi_process
 class EndTest(_JobTest):
   """Who is lost, or still runs, when another worker has ended well."""
 
@@ -206,7 +204,6 @@ wait_for('elastic', 'worker_0', 1)
     self.assertLen(launcher.notes('pid'), 3)
 
 
-@pytest.mark.multi_process
 class SeveralHostsTest(_JobTest):
   def start_three(self):
     started = self.start(_UNTIL_THE_END, count=3)
@@ -303,7 +300,6 @@ class SeveralHostsTest(_JobTest):
       launcher.wait_until(lambda one=launcher: not one.alive())
 
 
-@pytest.mark.multi_process
 class HostfileTest(parameterized.TestCase):
   """Behind a stand-in for ssh, which runs a shell here."""
 

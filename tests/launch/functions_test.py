@@ -19,8 +19,6 @@ from tf_strategies import errors
 from tf_strategies.cluster import ClusterConfig, launcher_note
 from tf_strategies.launch import functions
 
-pytestmark = pytest.mark.multi_process
-
 _SCRIPT = """
 import os, sys, time
 import tf_strategies as tfs

@@ -105,7 +105,6 @@ class HostfileTest(parameterized.TestCase):
     self.assertNotIn(programs.SECRET, out)
 
 
-@pytest.mark.multi_process
 class OverSshTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()

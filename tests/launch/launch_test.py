@@ -22,7 +22,6 @@ _JOB = ('--num_workers=2', '--num_ps=2', '--chief', '--evaluator')
 _NAMES = ('chief_0', 'evaluator_0', 'ps_0', 'ps_1', 'worker_0', 'worker_1')
 
 
-@pytest.mark.multi_process
 class EnvironmentTest(absltest.TestCase):
   @pytest.mark.smoke
   def test_every_task_finds_itself_in_one_cluster(self):
@@ -69,7 +68,6 @@ wait_for('end', 'test')
       self.assertNotIn(secret, launcher.stderr())
 
 
-@pytest.mark.multi_process
 class CommandLineTest(parameterized.TestCase):
   @tiers.parameters(
     (['--num_workers=2'], 'no command'),

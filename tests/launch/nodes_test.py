@@ -29,7 +29,6 @@ def _said(launcher):
   return '\n'.join(line for line in lines if ' waits at ' not in line)
 
 
-@pytest.mark.multi_process
 class SeveralHostsTest(parameterized.TestCase):
   def _start(self, code, flags=(), count=2, **options):
     """A launcher for each rank, all with one rendezvous."""
@@ -267,7 +266,6 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     self.assertIn(words, said)
 
 
-@pytest.mark.multi_process
 class NamespacesTest(absltest.TestCase):
   """Each launcher on a host of its own, over a network that can be cut."""
 

@@ -19,7 +19,6 @@ time.sleep(600)
 _PARAMETER_SERVERS = ('--chief', '--num_workers=2', '--num_ps=1', '--evaluator')
 
 
-@pytest.mark.multi_process
 class ParameterServersTest(parameterized.TestCase):
   def _launch(self, code, *flags):
     directory = self.create_tempdir().full_path

@@ -59,7 +59,6 @@ class _Reaped:
       end.close()
 
 
-@pytest.mark.multi_process
 class GuardTest(parameterized.TestCase):
   def _start(self, script):
     reaped = _Reaped(script)

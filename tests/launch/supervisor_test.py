@@ -42,7 +42,6 @@ class _JobTest(parameterized.TestCase):
     return self.enter_context(launcher)
 
 
-@pytest.mark.multi_process
 class FailureTest(_JobTest):
   @pytest.mark.smoke
   def test_first_failure_ends_the_job_and_is_shown(self):
@@ -155,7 +154,6 @@ time.sleep(600)
     self.assertIn('worker 0 failed first: exit status 127', stderr)
 
 
-@pytest.mark.multi_process
 class RestartTest(_JobTest):
   @pytest.mark.smoke
   def test_failed_task_is_started_again_alone(self):
@@ -237,7 +235,6 @@ except ProcessLookupError:
     self.assertEqual(gone, launcher.notes('grandchild')['worker_0-0'])
 
 
-@pytest.mark.multi_process
 class SignalTest(_JobTest):
   def setUp(self):
     super().setUp()
@@ -289,7 +286,6 @@ time.sleep(600)
     self.assertLen(launcher.pids(), 2)
 
 
-@pytest.mark.multi_process
 class KilledTest(_JobTest):
   def test_launcher_that_is_killed_leaves_nothing(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP
@@ -335,7 +331,6 @@ class KilledTest(_JobTest):
     self.assertEmpty(launcher.alive())
 
 
-@pytest.mark.multi_process
 class OutputTest(_JobTest):
   def test_lines_are_whole_and_every_byte_survives(self):
     code = r"""

@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 
-import pytest
 from absl.testing import absltest
 
 from tests import processes
@@ -35,7 +34,6 @@ def _is_inside(inner, outer):
   )
 
 
-@pytest.mark.multi_process
 class MeasuredRunTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):

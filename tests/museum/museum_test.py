@@ -66,7 +66,6 @@ class MuseumTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.named_parameters(*_rows('workers', 'servers', 'half'))
   @pytest.mark.soak
-  @pytest.mark.multi_process
   def test_processes(self, exhibit):
     finding = running.find(exhibit, running.OURS, _DEADLINE_SECONDS)
     self.assertTrue(finding.is_right, finding.text)

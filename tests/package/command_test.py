@@ -115,7 +115,6 @@ class DispatchTest(parameterized.TestCase):
     )
 
 
-@pytest.mark.multi_process
 class LoadedTest(parameterized.TestCase):
   @parameterized.parameters(
     *[[*name.split(), '--help'] for name in _FLAGS],

@@ -11,7 +11,6 @@ import shutil
 import sys
 import unittest
 
-import pytest
 from absl.testing import absltest
 
 import tf_strategies
@@ -31,7 +30,6 @@ def _has(module: str) -> bool:
   return importlib.util.find_spec(module) is not None
 
 
-@pytest.mark.multi_process
 class CheckersTest(absltest.TestCase):
   def setUp(self):
     super().setUp()

@@ -103,7 +103,6 @@ def _large(rank):
     return results
 
 
-@pytest.mark.multi_process
 class CollectivesTest(parameterized.TestCase):
   @tiers.parameters(tiers.soak(1), tiers.soak(2), tiers.smoke(3), tiers.soak(4))
   def test_table_of_algorithms_and_codecs(self, world_size):

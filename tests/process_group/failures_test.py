@@ -55,7 +55,6 @@ def _train(rank, directory, size, options):
 _ATTRIBUTES = ('rank', 'address', 'tensor', 'step', 'ranks')
 
 
-@pytest.mark.multi_process
 class LostWorkerTest(parameterized.TestCase):
   def _lose(self, victim, number, size, options):
     directory = self.create_tempdir().full_path
@@ -161,7 +160,6 @@ def _broadcast(rank, same_host, warm_up, late):
     return group.broadcast(values, 0)
 
 
-@pytest.mark.multi_process
 class LeavingTest(parameterized.TestCase):
   @tiers.product(leaver=(0, tiers.soak(1)), how=('close', 'abort'))
   def test_leaving_is_told_apart_from_dying(self, leaver, how):
@@ -212,7 +210,6 @@ _FLOATS = np.zeros(100, np.float32)
 _SAME = ('all_reduce', (_FLOATS,), {'name': 'x'})
 
 
-@pytest.mark.multi_process
 class MismatchTest(parameterized.TestCase):
   @tiers.named_parameters(
     tiers.smoke(
@@ -253,7 +250,6 @@ def _late(rank, late):
     return None
 
 
-@pytest.mark.multi_process
 class TimeoutTest(parameterized.TestCase):
   @tiers.parameters(0, tiers.soak(2))
   def test_rank_that_does_not_come_is_named(self, late):
@@ -312,7 +308,6 @@ def _check_collectives(group):
   group.barrier()
 
 
-@pytest.mark.multi_process
 class ManyRanksTest(parameterized.TestCase):
   @parameterized.parameters(*range(5))
   @pytest.mark.soak

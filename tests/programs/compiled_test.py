@@ -5,7 +5,6 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -184,7 +183,6 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
     self.assertGreater(calls['all_reduce'] + calls['reduce'], 0)
 
   @parameterized.named_parameters(*_WORKERS)
-  @pytest.mark.multi_process
   def test_each_worker_runs_compiled_blocks_between_meetings(self, case):
     workers = processes.run_workers(
       types_in_worker, case.workers, args=(case,), deadline=200

@@ -110,7 +110,6 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     *_rows(runner.WORKERS, _mark_of_workers, _PROGRAMS_OF_WORKERS)
   )
-  @pytest.mark.multi_process
   def test_several_workers_equal_one_device(self, case, name):
     # All in one run of the workers, which takes long to start.
     names = _OF_EACH if name in _OF_EACH else tuple(_PROGRAMS_OF_WORKERS)
@@ -121,7 +120,6 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       self.assert_equal(runner.one_device(name), result[name], name)
 
   @tiers.named_parameters(tiers.soak('ring_2x1', runner.WORKERS[0]))
-  @pytest.mark.multi_process
   def test_workers_refuse_a_step_that_needs_the_length_of_a_batch(self, case):
     for result in _results(case, ('static_length',)):
       self.assertTrue(result['static_length'].is_typed)

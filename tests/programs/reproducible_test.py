@@ -142,7 +142,6 @@ class ReproducibleProgramsTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
     tiers.soak('2_workers', 2), tiers.soak('3_workers', 3)
   )
-  @pytest.mark.multi_process
   def test_same_bits_of_workers(self, count):
     results = processes.run_workers(
       _work, count, args=(_OF_WORKERS,), deadline=_DEADLINE_SECONDS

@@ -93,7 +93,6 @@ class RoundingTest(tf.test.TestCase):
     self.assertLess(np.max(np.abs(several - exact)), 3 * error_of_one)
     self.assertLess(np.max(np.abs(several - one)), 5e-6)
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_embedding_with_sgd_on_a_server(self):
     ones = []

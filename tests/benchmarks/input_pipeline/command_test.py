@@ -17,7 +17,6 @@ def _run(*flags):
   return running.run_benchmark('input_pipeline', *flags)
 
 
-@pytest.mark.multi_process
 class CommandTest(formula.DataTestCase, parameterized.TestCase):
   @pytest.mark.soak
   def test_variants_of_a_data_set(self):

@@ -2,7 +2,6 @@
 
 import time
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import worker_pool
@@ -25,7 +24,6 @@ def _run(hows, deadline_s=_DEADLINE_S, train_step_s=0.0):
   return rounds.run(hows, start, 3, train_step_s)
 
 
-@pytest.mark.multi_process
 class RoundsTest(parameterized.TestCase):
   def test_every_round_is_counted(self):
     (row,) = _run(['works'], train_step_s=0.1)

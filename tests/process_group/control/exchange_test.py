@@ -60,7 +60,6 @@ def _alone(rank):
     return told, result
 
 
-@pytest.mark.multi_process
 class ExchangeTest(parameterized.TestCase):
   @tiers.parameters(tiers.soak(1), 2, tiers.soak(4))
   def test_calls_meet_by_tag_whatever_their_order(self, world_size):

@@ -77,7 +77,6 @@ class _RanksTestCase(parameterized.TestCase):
     return status, notes, log
 
 
-@pytest.mark.multi_process
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):
   @tiers.parameters(tiers.soak(2), tiers.smoke(3), tiers.soak(4))
@@ -138,7 +137,6 @@ class CollectivesTest(_RanksTestCase):
     self.assertEqual(note['gathered'], [programs.raw(programs.rows(0))])
 
 
-@pytest.mark.multi_process
 @_needs_mpi
 class FailuresTest(_RanksTestCase):
   @tiers.parameters(tiers.soak(2), 3)

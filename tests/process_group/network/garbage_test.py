@@ -61,7 +61,6 @@ def _say(address, garbage, linger):
     linger.pop(0).close()
 
 
-@pytest.mark.multi_process
 class GarbageTest(absltest.TestCase):
   def assert_training_goes_on(self, count):
     directory = self.create_tempdir().full_path

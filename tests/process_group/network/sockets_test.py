@@ -47,7 +47,6 @@ def _work_with_a_child(rank, directory):
       return e.rank, time.time()
 
 
-@pytest.mark.multi_process
 class ForkTest(absltest.TestCase):
   def test_death_is_heard_and_the_address_free_though_a_child_lives(self):
     directory = self.create_tempdir().full_path
@@ -147,7 +146,6 @@ def _meet_without_files(rank):
   return None
 
 
-@pytest.mark.multi_process
 class ShortageTest(absltest.TestCase):
   @pytest.mark.soak
   def test_process_without_descriptors_blames_itself(self):

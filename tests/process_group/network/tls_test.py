@@ -43,7 +43,6 @@ def _sums(rank, per_rank):
     return type(e).__name__, str(e)
 
 
-@pytest.mark.multi_process
 class TlsTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()

@@ -66,7 +66,6 @@ def _attempt_with_fault(rank, faulty):
   return kind, message
 
 
-@pytest.mark.multi_process
 class FormTest(parameterized.TestCase):
   @tiers.parameters(tiers.soak(1), tiers.smoke(2), tiers.soak(5))
   def test_ranks_follow_tasks(self, count):
@@ -104,7 +103,6 @@ def _with_absent(count):
   return processes.addresses(count + 1)
 
 
-@pytest.mark.multi_process
 class RefusalTest(parameterized.TestCase):
   @pytest.mark.smoke
   def test_other_secret_is_told_to_its_owner_and_stops_nobody(self):
@@ -255,7 +253,6 @@ def _worker(rank, directory, victim):
   return function(rank, directory)
 
 
-@pytest.mark.multi_process
 class AgainTest(parameterized.TestCase):
   @tiers.parameters(0, tiers.soak(1), tiers.soak(2))
   def test_survivors_form_a_group_of_their_own(self, victim):

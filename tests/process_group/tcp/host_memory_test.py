@@ -53,7 +53,6 @@ def _travel(rank, forbids, options):
   return paths, sum(read), sent, left
 
 
-@pytest.mark.multi_process
 @unittest.skipIf(sys.platform != 'linux', 'shared memory is of Linux')
 class PathsTest(parameterized.TestCase):
   def _travel(self, forbids, **options):
@@ -103,7 +102,6 @@ def _mapped(rank):
     return during, count()
 
 
-@pytest.mark.multi_process
 @unittest.skipIf(sys.platform != 'linux', 'slots are of Linux')
 class SlotsOfClosedGroupsTest(absltest.TestCase):
   def test_are_given_back(self):

@@ -112,7 +112,6 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
     ('ring', 'multi_worker_ring'),
     tiers.soak('collective', 'multi_worker_collective'),
   )
-  @pytest.mark.multi_process
   def test_attributes_of_each_worker(self, name):
     directory = self.create_tempdir().full_path
     results = processes.run_workers(_attributes, 2, args=(name, directory))
@@ -145,7 +144,6 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
       _ask_for_handler(strategy.cluster_resolver, self.create_tempdir())
     )
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_attributes_of_the_chief_of_servers(self):
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
@@ -163,7 +161,6 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
         },
       )
 
-  @pytest.mark.multi_process
   @pytest.mark.soak
   def test_keras_tuner_searches_as_on_one_device(self):
     directory = self.create_tempdir().full_path

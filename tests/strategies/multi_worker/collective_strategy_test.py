@@ -64,7 +64,6 @@ class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
       )
 
 
-@pytest.mark.multi_process
 class TakenPortTest(tf.test.TestCase):
   def test_names_the_address(self):
     with processes.Workers(_start_at_a_taken_port, 1) as workers:
@@ -133,7 +132,6 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
       self.trace(workers=2)
 
 
-@pytest.mark.multi_process
 class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
   """On one whole GPU, where there is one."""
 

@@ -58,7 +58,6 @@ def _work(rank, path):
   return found
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class CompressedMnistTest(tf.test.TestCase):
   def test_losses_are_near_those_of_whole_gradients(self):

@@ -15,8 +15,6 @@ from tf_strategies.collectives import codecs, schedule
 
 virtual_devices.configure()
 
-pytestmark = pytest.mark.multi_process
-
 _UNITS, _BATCH, _STEPS = 256, 36, 4
 # So large that gradients of a few units overflow.
 _SCALE = 2.0**126

@@ -4,7 +4,6 @@ import functools
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tf_strategies as tfs
@@ -103,7 +102,6 @@ def _results():
   return processes.run_workers(_work, 2)
 
 
-@pytest.mark.multi_process
 class CompressionTest(tf.test.TestCase):
   def test_what_is_reported_is_not_rounded(self):
     for found in _results():

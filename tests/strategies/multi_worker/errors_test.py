@@ -4,13 +4,10 @@ import signal
 import tempfile
 import time
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
 from tests.strategies.multi_worker import failing_workers
-
-pytestmark = pytest.mark.multi_process
 
 _DEADLINE_SECONDS = 240
 # Generous, as machines are shared: the point is that it is neither the

@@ -8,7 +8,6 @@ import traceback
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -17,8 +16,6 @@ from tests import processes, tiers, virtual_devices
 from tf_strategies import _tf_internal
 
 virtual_devices.configure()
-pytestmark = pytest.mark.multi_process
-
 _DEADLINE_SECONDS = 240
 _Policy = tf.data.experimental.AutoShardPolicy
 

@@ -91,7 +91,6 @@ class _Case(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(largest(a, b), _TOLERANCE)
 
 
-@pytest.mark.multi_process
 class TrainTest(_Case):
   @parameterized.parameters(
     *[(name, 2) for name in _SYNCHRONOUS], ('one_row_left', 3)
@@ -182,7 +181,6 @@ class TrainTest(_Case):
     self.assertGreater(largest(changed, found), 100 * _TOLERANCE)
 
 
-@pytest.mark.multi_process
 class LoopTest(_Case):
   @parameterized.parameters(*_LOOPS)
   def test_equals_a_simulation(self, name):
@@ -203,7 +201,6 @@ class LoopTest(_Case):
     self.assertAllEqual(meets, (2 if job.every else 1) * (steps % every == 0))
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class TrainOnBatchTest(_Case):
   def test_equals_a_simulation(self):
@@ -218,7 +215,6 @@ class TrainOnBatchTest(_Case):
       self.assertLen(reports, 22)
 
 
-@pytest.mark.multi_process
 class ReplacedTest(_Case):
   def test_steps_are_not_left_behind_with_an_optimizer(self):
     """Workers would go on together from weights that differ."""
@@ -234,7 +230,6 @@ class ReplacedTest(_Case):
     self.assertEqual(largest(one, met), 0)
 
 
-@pytest.mark.multi_process
 class FailureTest(_Case):
   @tiers.named_parameters(
     ('dies', 'dies', tfs.errors.WorkerUnavailableError),
@@ -250,7 +245,6 @@ class FailureTest(_Case):
       self.assertEqual(error.rank, 1)
 
 
-@pytest.mark.multi_process
 class BytesTest(_Case):
   def test_meetings_are_all_that_travels(self):
     steps = 128
@@ -268,7 +262,6 @@ class BytesTest(_Case):
       self.assertLess(50 * sent[64], sent[0])
 
 
-@pytest.mark.multi_process
 class ResumeTest(_Case):
   @tiers.named_parameters(
     ('dropout', 'dropout'), tiers.soak('normalized', 'normalized')

@@ -2,13 +2,10 @@
 
 import sys
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tests import tiers
-
-pytestmark = pytest.mark.multi_process
 
 _ENDED = "rank 1's program has ended"
 

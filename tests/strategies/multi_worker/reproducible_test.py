@@ -11,7 +11,6 @@ from tf_strategies import errors
 
 virtual_devices.configure()
 pytestmark = [
-  pytest.mark.multi_process,
   pytest.mark.skipif(
     not virtual_devices.IS_DETERMINISTIC,
     reason='on GPUs set TF_DETERMINISTIC_OPS=1',

@@ -3,7 +3,6 @@
 import os
 import time
 
-import pytest
 from absl.testing import absltest
 
 import tf_strategies as tfs
@@ -30,7 +29,6 @@ def _exchange(rank):
   return None
 
 
-@pytest.mark.multi_process
 class ExchangeTest(absltest.TestCase):
   def test_peer_that_died_is_named_within_the_options_deadline(self):
     with processes.ProcessGroup(deadline=120) as group:

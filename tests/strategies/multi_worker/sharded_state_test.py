@@ -16,8 +16,6 @@ from tf_strategies import errors, process_group
 
 virtual_devices.configure()
 
-pytestmark = pytest.mark.multi_process
-
 ALL = {**models.OPTIMIZERS, **models.OPTIONS}
 _DEADLINE_SECONDS = 280
 # Of a step: what a model's gradients and its metrics send.

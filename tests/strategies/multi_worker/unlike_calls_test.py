@@ -1,12 +1,9 @@
 """Workers that would train unequally long are told so when their call begins."""
 
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
 from tests.strategies.multi_worker import unlike_calls
-
-pytestmark = pytest.mark.multi_process
 
 # The end of the name of what differs, and what the ranks have.
 _TOLD = {

@@ -11,8 +11,6 @@ from tests import parameter_servers
 from tests.conformance import harness
 from tests.strategies.parameter_server import chief
 
-pytestmark = pytest.mark.multi_process
-
 layers = keras.layers
 _ROWS = 21
 _BATCH = 8  # The last batch has 5 rows: two workers share them unevenly.

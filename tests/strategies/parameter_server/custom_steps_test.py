@@ -7,7 +7,6 @@ import tempfile
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import ops
@@ -15,8 +14,6 @@ from keras import ops
 import tf_strategies as tfs
 from tests import parameter_servers, tiers
 from tests.conformance import harness
-
-pytestmark = pytest.mark.multi_process
 
 layers = keras.layers
 _ROWS = 37

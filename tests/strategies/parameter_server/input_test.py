@@ -15,8 +15,6 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.strategies.parameter_server import chief
 
-pytestmark = pytest.mark.multi_process
-
 _COUNT = 50
 _BATCH = 8  # The last batch of an epoch has two elements.
 _STEPS = 7

@@ -136,7 +136,6 @@ class DisconnectTest(parameterized.TestCase):
     self.assertGreater(first.fileno(), 0)
 
 
-@pytest.mark.multi_process
 class KeepaliveTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()

@@ -10,8 +10,6 @@ import tensorflow as tf
 import tf_strategies as tfs
 from tests import parameter_servers
 
-pytestmark = pytest.mark.multi_process
-
 _ROUNDS = 5
 _EPOCHS = 2
 _LATE = 2  # The worker that is late.

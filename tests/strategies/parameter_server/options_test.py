@@ -199,7 +199,6 @@ def _start_all(configs):
   return found
 
 
-@pytest.mark.multi_process
 class StartTimeoutTest(parameterized.TestCase):
   @pytest.mark.soak
   def test_missing_tasks_are_named_at_the_deadline(self):

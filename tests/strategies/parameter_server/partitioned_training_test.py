@@ -5,7 +5,6 @@ import tempfile
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -14,8 +13,6 @@ from tests import parameter_servers
 from tests.conformance import harness, parameter_server
 from tests.conformance.harness import Feature
 from tests.strategies.parameter_server import chief
-
-pytestmark = pytest.mark.multi_process
 
 _ROWS = 69
 _TOKENS = 23  # Not a multiple of 2 or 3.

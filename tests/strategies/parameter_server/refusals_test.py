@@ -6,15 +6,12 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers
 from tests.strategies.parameter_server import chief
-
-pytestmark = pytest.mark.multi_process
 
 
 def _data():

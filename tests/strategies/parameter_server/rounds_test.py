@@ -17,8 +17,6 @@ from tests import parameter_servers
 from tests.conformance import harness
 from tests.strategies.parameter_server import chief
 
-pytestmark = pytest.mark.multi_process
-
 layers = keras.layers
 # Rows of each batch of each worker: their pipelines end in different steps.
 _SIZES = ((4, 4, 4, 4, 2), (7, 7, 1))

@@ -4,7 +4,6 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl import logging
 from absl.testing import parameterized
@@ -12,8 +11,6 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import parameter_servers, tiers
 from tests.conformance import harness
-
-pytestmark = pytest.mark.multi_process
 
 layers = keras.layers
 optimizers = keras.optimizers

@@ -5,15 +5,12 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers
 from tf_strategies.strategies.parameter_server import worker_function
-
-pytestmark = pytest.mark.multi_process
 
 _BATCH = 8
 _OPTIMIZERS = {

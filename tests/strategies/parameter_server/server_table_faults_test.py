@@ -13,8 +13,6 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import dynamic_tables, parameter_servers, tiers
 
-pytestmark = pytest.mark.multi_process
-
 _STEPS = 60
 _IDS = 40
 

@@ -7,7 +7,6 @@ import tempfile
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -15,8 +14,6 @@ import tf_strategies as tfs
 from tests import dynamic_tables, parameter_servers
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
-
-pytestmark = pytest.mark.multi_process
 
 OPTIMIZERS = dynamic_tables.OPTIMIZERS
 # Of the gradients of equal ids SGD is sent the sum, Adam all.

@@ -4,7 +4,6 @@ import tempfile
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -13,8 +12,6 @@ from tests import parameter_servers
 from tests.conformance import harness
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
-
-pytestmark = pytest.mark.multi_process
 
 partitioners = tf.distribute.experimental.partitioners
 

@@ -334,7 +334,6 @@ def _peak():
   return 1024 * int(line.split()[1])
 
 
-@pytest.mark.multi_process
 @pytest.mark.soak
 class MemoryTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters((save_and_load_many, 8e6), (without_servers, 64e6))
