@@ -59,6 +59,11 @@ class Job(processes.ProcessGroup):
     """Starts a server, or starts it again after its end."""
     self.start_function((job, index), self._serve, (self.cluster, job, index))
 
+  def restart(self, job: str, index: int) -> None:
+    """Kills a server, and starts it again."""
+    self.kill(job, index)
+    self.start(job, index)
+
   def start_chief(self, function: Callable, args: Sequence[Any] = ()) -> None:
     """Starts the chief, which calls `function(*args)`."""
     self._ends_at = time.monotonic() + self._deadline

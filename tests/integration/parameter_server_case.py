@@ -2,12 +2,14 @@
 
 import os
 import pathlib
+import signal
 import tempfile
 import time
 
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import parameter_servers
 from tests.integration import parameter_server_programs as programs
 
 EPOCHS = 3
@@ -41,6 +43,43 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     with open(self.progress + of) as f:
       return int(f.read() or 0)
 
+  def strike(self, job, faults):
+    """Does to the tasks of a job what a schedule of faults says, in turn.
+
+    Args:
+      job: whose tasks.
+      faults: tuples, of what to do and to whom: ('at', 130) waits for a batch of `fit`,
+        ('at', 1, '.test') for one of `evaluate`, ('wait', 6.0) some seconds; 'kill',
+        'start', 'restart' (both), 'stop' and 'go on' take a task: ('kill', 'ps', 1).
+    """
+    actions = {
+      'at': lambda *batch: self.wait_for_batch(job, *batch),
+      'wait': time.sleep,
+      'kill': job.kill,
+      'start': job.start,
+      'restart': job.restart,
+      'stop': lambda *task: job.signal(*task, signal.SIGSTOP),
+      'go on': lambda *task: job.signal(*task, signal.SIGCONT),
+    }
+    for what, *arguments in faults:
+      if what in ('kill', 'restart'):
+        self.struck_at = time.time()
+      actions[what](*arguments)
+
+  def run_struck(self, faults, arguments, program=programs.train, **options):
+    """Returns what a chief returns of whose tasks some are struck.
+
+    Args:
+      faults: see `strike`.
+      arguments: of the program.
+      program: what the chief runs.
+      **options: of the job.
+    """
+    with parameter_servers.Job(**options) as job:
+      job.start_chief(program, arguments)
+      self.strike(job, faults)
+      return self.finish(job)
+
   def wait_until_quiet(self):
     """Until no step begins any more: all workers wait."""
     batches = None
@@ -48,9 +87,26 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
       batches = found
       time.sleep(1.5)
 
-  def arguments(self, worker_input=False, validates=False, **options):
-    """Of `programs.train`."""
-    return (self.progress, EPOCHS, worker_input, options, validates)
+  def arguments(
+    self, worker_input=False, validates=False, at_once=1, saves=0, **options
+  ):
+    """Returns the arguments of `programs.train`.
+
+    Args:
+      worker_input: whether workers read the data themselves.
+      validates: whether each epoch ends with an evaluation.
+      at_once: steps per execution.
+      saves: steps between checkpoints; 0 makes none.
+      **options: of the strategy.
+    """
+    if saves:
+      options = {
+        'checkpoint_dir': self.checkpoints,
+        'checkpoint_steps': saves,
+        **options,
+      }
+    run = self.progress, EPOCHS, worker_input, options, validates
+    return (*run, at_once)
 
   def finish(self, job):
     """What the chief returned, which must have ended by itself."""

@@ -4,7 +4,6 @@ import errno
 import os
 import pathlib
 import signal
-import sys
 
 import numpy as np
 import tensorflow as tf
@@ -34,25 +33,12 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
   )
   def test_parameter_server_with_damaged_checkpoints(self, name, kind, count):
     """An older one that is whole is used and named; no other step is lost."""
-    options = {
-      'checkpoint_dir': self.checkpoints,
-      'checkpoint_steps': _CHECKPOINT_STEPS,
-    }
     with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(**options))
-      self.wait_for_batch(job, 130)
-      # It must not write another one between the damage and the death.
-      job.signal('chief', signal.SIGSTOP)
-      *_, whole = self.kept()[:-count]
-      damaged = self.kept()[-count:]
-      for path in damaged:
-        damage(path / name, kind)
-      job.kill('ps', 1)
-      job.signal('chief', signal.SIGCONT)
-      job.start('ps', 1)
+      before = self.damage_and_kill(job, name, kind, count)
       run = self.finish(job)
     logged = ' '.join(text for _, text in run.logged)
-    for path in damaged:
+    *_, whole = before[:-count]
+    for path in before[-count:]:
       self.assertIn(f'Skipped checkpoint {path}, which is damaged', logged)
     self.assertIn(f'Using the older checkpoint {whole}.', logged)
     self.assertIn(f'restored {whole.name} after', logged)
@@ -69,38 +55,31 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
   )
   def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):
     """The program ends with a typed error, and deletes no file."""
-    options = {
-      'checkpoint_dir': self.checkpoints,
-      'checkpoint_steps': _CHECKPOINT_STEPS,
-    }
-    code = (
-      'from tests.integration import parameter_server_programs as programs\n'
-      f'programs.train(*{self.arguments(**options)!r})'
-    )
-    path = os.pathsep.join(filter(None, sys.path))
     with parameter_servers.Job() as job:
-      env = {'PYTHONPATH': path, 'TF_CONFIG': job.tf_config('chief', 0)}
-      with processes.Command(
-        [sys.executable, '-c', code],
-        name='the chief',
-        cwd=_ROOT,
-        env=processes.environment(env),
-      ) as chief:
-        chief.wait_until(lambda: self.batches() >= 130)
-        chief.signal(signal.SIGSTOP)
-        batches = self.batches()
-        for path in self.kept():
-          damage(path / name, kind)
-        before = self.files()
-        job.kill('ps', 1)
-        chief.signal(signal.SIGCONT)
-        job.start('ps', 1)
-        self.assertEqual(chief.wait(), 1)
-        output = chief.output()
-    self.assertIn('DataError: All checkpoints in', output)
-    self.assertEqual(self.files(), before)
-    # Those that were already begun, on the variables of before.
+      self.damage_and_kill(job, name, kind, 0)
+      files, batches = self.files(), self.batches()
+      outcome = job.wait()
+    self.assertIsInstance(outcome.error, errors.DataError, outcome.error_text)
+    self.assertIn('All checkpoints in', str(outcome.error))
+    self.assertEqual(self.files(), files)
+    # Steps that were already begun, on the variables of before.
     self.assertLess(self.batches(), batches + 10)
+
+  def damage_and_kill(self, job, name, kind, count):
+    """Damages a file of the newest checkpoints, or of all if 0; a server dies.
+
+    Returns the paths of all checkpoints.
+    """
+    job.start_chief(programs.train, self.arguments(saves=_CHECKPOINT_STEPS))
+    # It must not write another one between the damage and the death.
+    self.strike(job, (('at', 130), ('stop', 'chief', 0)))
+    paths = self.kept()
+    for path in paths[-count:]:
+      damage(path / name, kind)
+    self.strike(
+      job, (('kill', 'ps', 1), ('go on', 'chief', 0), ('start', 'ps', 1))
+    )
+    return paths
 
   @tiers.parameters(tiers.soak(False), tiers.soak(True))
   def test_finished_run_that_is_started_again(self, reads):
@@ -139,9 +118,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
       processes.run, ['umount', '-l', str(disk)], deadline_seconds=20
     )
     self.checkpoints = str(disk / 'checkpoints')
-    arguments = self.arguments(
-      checkpoint_dir=self.checkpoints, checkpoint_steps=_CHECKPOINT_STEPS
-    )
+    arguments = self.arguments(saves=_CHECKPOINT_STEPS)
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, arguments)
       self.wait_for_batch(job, 130)
@@ -183,8 +160,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
       for path in self.kept():
         damage(path / 'arrays.bin', 'truncate')
       damaged = self.files()
-      job.kill('ps', 1)
-      job.start('ps', 1)
+      job.restart('ps', 1)
       pathlib.Path(f'{self.progress}.1').touch()
       self.wait_for_batch(job, 2)
       self.assertEqual(self.files(), damaged)

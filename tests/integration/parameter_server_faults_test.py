@@ -1,4 +1,8 @@
-"""kill -9 of a worker, a parameter server and the coordinator during `fit`."""
+"""Tasks of a parameter server job are killed or stopped during `fit`.
+
+A row of a table is a training, what happens to its tasks and when, and how it ends.
+`TFS_SEED` draws other random faults, of which `TFS_FAULTS` is the number.
+"""
 
 import os
 import random
@@ -16,189 +20,237 @@ from tests.integration import parameter_server_programs as programs
 from tf_strategies import errors
 
 _STEPS = parameter_server_case.STEPS
+_SEED = os.environ.get('TFS_SEED', '20261121')
+_FAULTS = int(os.environ.get('TFS_FAULTS', '10'))
+_MODES = {
+  'async': {'mode': 'async'},
+  'sync': {'mode': 'sync'},
+  'backup': {'mode': 'sync', 'backup_workers': 1},
+  'bounded': {'mode': 'bounded', 'max_staleness': 1},
+}
+_WORKER = 'worker', 1
+
+
+def _stopped_worker(mode, reads):
+  """Returns a row in which a worker stops and goes on at random."""
+  rng = random.Random(f'{_SEED} {mode} {reads}')
+  faults = (
+    ('at', rng.randrange(5, 60)),
+    ('stop', *_WORKER),
+    ('wait', 3 + 3 * rng.random()),
+    ('go on', *_WORKER),
+  )
+  options = {'mode': mode, 'worker_input': reads, 'keepalive_timeout': 2.0}
+  return f'goes_on_{mode}_reads_{reads}', options, faults
+
+
+_DIES = ('at', 130), ('restart', *_WORKER)
+_WORKERS = (
+  ('dies_sync', {'mode': 'sync'}, _DIES),
+  ('dies_sync_reads', {'mode': 'sync', 'worker_input': True}, _DIES),
+  ('dies_async', {'mode': 'async'}, _DIES),
+  ('dies_async_reads', {'mode': 'async', 'worker_input': True}, _DIES),
+  (
+    'never_returns',
+    {'mode': 'bounded', 'max_staleness': 0},
+    (('at', 130), ('kill', *_WORKER)),
+  ),
+  ('stops', {'keepalive_timeout': 3.0}, (('at', 20), ('stop', *_WORKER))),
+  *[
+    _stopped_worker(mode, reads)
+    for mode in ('async', 'sync', 'bounded')
+    for reads in (False, True)
+  ],
+)
+
+
+def _server_dies(server, mode='async', reads=False):
+  faults = (
+    ('at', 130),
+    ('kill', 'ps', server),
+    ('wait', 1.0),
+    ('start', 'ps', server),
+  )
+  name = f'dies_{mode}_{server}' + '_reads' * reads
+  options = {'mode': mode, 'worker_input': reads, 'saves': 60}
+  return name, options, faults, (1, 2 * 60)
+
+
+_SERVERS = (
+  # Options, faults, and how many steps are lost at least and at most.
+  tiers.smoke(*_server_dies(0)),
+  tiers.soak(*_server_dies(1, 'sync')),
+  *[tiers.soak(*_server_dies(i, 'sync', True)) for i in range(2)],
+  *[
+    tiers.soak(
+      f'in_a_group_of_steps_{i}',
+      {'at_once': 20, 'saves': 60},
+      (('at', 5), ('restart', 'ps', i)),
+      (0, 2 * 60),
+    )
+    for i in range(2)
+  ],
+  *[
+    tiers.soak(
+      f'in_the_first_evaluation_{i}',
+      {'validates': True, 'saves': 60},
+      (('at', 1, '.test'), ('restart', 'ps', i)),
+      (0, 2 * 60),
+    )
+    for i in range(2)
+  ],
+  # It goes on from where it began.
+  tiers.soak(
+    'before_a_checkpoint_is_due',
+    {'saves': 1000},
+    (('at', 10), ('restart', 'ps', 1)),
+    (7, 60),
+  ),
+  # As if it had died, but it still has its variables.
+  tiers.soak(
+    'stops_and_goes_on',
+    {'saves': 60, 'keepalive_timeout': 2.0},
+    (('at', 130), ('stop', 'ps', 1), ('wait', 6.0), ('go on', 'ps', 1)),
+    (0, 0),
+  ),
+)
+
+
+def _stops_in_an_evaluation(server, saves, batch):
+  error = (
+    errors.RendezvousError if saves else errors.ParameterServerUnavailableError
+  )
+  return (
+    f'stops_in_an_evaluation_{server}_{saves}',
+    {
+      'validates': True,
+      'keepalive_timeout': 2.0,
+      'recovery_timeout': 5.0,
+      'saves': saves,
+    },
+    (('at', 100), ('at', batch, '.test'), ('stop', 'ps', server)),
+    error,
+    f'ps {server}',
+    f'ps {1 - server}',
+  )
+
+
+_ERRORS = (
+  # Options, faults, and the error, what it names and what not.
+  (
+    'without_checkpoints',
+    {},
+    (('at', 20), ('kill', 'ps', 1)),
+    errors.ParameterServerUnavailableError,
+    'ps 1',
+    'ps 0',
+  ),
+  (
+    'stopped_server',
+    {'step_timeout': 8.0},
+    (('at', 20), ('stop', 'ps', 1)),
+    errors.WorkerUnavailableError,
+    'No answer from: ps 1 at',
+    'ps 0|worker',
+  ),
+  _stops_in_an_evaluation(0, 60, 1),
+  _stops_in_an_evaluation(0, 0, 1),
+  _stops_in_an_evaluation(1, 60, 10),
+  _stops_in_an_evaluation(1, 0, 0),
+)
 
 
 class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   """Training ends by itself, with the right number of steps."""
 
-  @pytest.mark.soak
-  def test_worker(self):
-    self.assert_worker('sync', reads=False)
+  def steps_of(self, options):
+    """Returns how many steps there are, of batches that two workers may read."""
+    is_halved = options.get('worker_input') and options.get('mode') == 'sync'
+    return _STEPS // 2 if is_halved else _STEPS
 
+  @parameterized.named_parameters(*_WORKERS)
   @pytest.mark.soak
-  def test_worker_that_reads_its_batch_of_synchronous_steps(self):
-    """Another one reads it instead: all is as if nobody had died, bit by bit."""
-    run = self.assert_worker('sync', reads=True)
-    with parameter_servers.Job() as job:
-      whole = job.run(programs.train, self.arguments(True, mode='sync'))
+  def test_worker(self, options, faults):
+    """Each step was done, and each row of the last epoch counted, once."""
+    run = self.run_struck(faults, self.arguments(**options))
+    steps = self.steps_of(options)
+    self.assertEqual(run.batches, steps)
+    self.assertEqual(run.iterations, steps)
+    self.assertEqual(run.rows_counted, programs.ROWS)
+    logged = [text for _, text in run.logged]
+    self.assertIn('worker 1', ' '.join(logged))
+    if 'keepalive_timeout' in options:
+      self.assert_given_up(logged, 'worker 1')
+    if faults is _DIES and steps < _STEPS:
+      # Another one reads its batch instead.
+      with parameter_servers.Job() as job:
+        whole = job.run(programs.train, self.arguments(**options))
+      self.assert_same_bits(run, whole)
+
+  @tiers.named_parameters(*_SERVERS)
+  def test_server(self, options, faults, lost_from_to):
+    """Steps since the checkpoint are lost: of the server's own, in 'sync' of all."""
+    run = self.run_struck(faults, self.arguments(**options))
+    steps, lost = self.steps_of(options), programs.lost_steps(run)
+    self.assertBetween(lost, *lost_from_to)
+    self.assertEqual(run.batches, steps // options.get('at_once', 1))
+    lost_by_all = lost if options.get('mode') == 'sync' else 0
+    self.assertEqual(run.iterations, steps - lost_by_all)
+    for values in run.history.values():
+      self.assertLen(values, parameter_server_case.EPOCHS)
+      self.assertTrue(np.isfinite(values).all())
+    if 'keepalive_timeout' in options:
+      self.assert_given_up([text for _, text in run.logged], 'ps 1')
+      return
+    [recovery] = run.report['recoveries']
+    task = f'ps {recovery["server"]}'
+    named = [t for t, text in run.logged if task in text]
+    self.assertLess(named[0] - self.struck_at, 10)
+
+  @parameterized.named_parameters(*_ERRORS)
+  @pytest.mark.soak
+  def test_error(self, options, faults, error, names, names_not):
+    """A server that neither answers nor returns is named at a deadline."""
+    with parameter_servers.Job(deadline=90) as job:
+      job.start_chief(programs.train, self.arguments(**options))
+      self.strike(job, faults)
+      outcome = job.wait()
+    self.assertIsInstance(outcome.error, error, outcome.error_text)
+    message = str(outcome.error)
+    self.assertIn(names, message)
+    self.assertIn(job.cluster['ps'][faults[-1][-1]], message)
+    self.assertNotRegex(message, names_not)
+
+  def assert_same_bits(self, run, whole):
+    """Two runs gave the same weights."""
     for a, b in zip(run.weights, whole.weights, strict=True):
       np.testing.assert_array_equal(a, b)
 
-  @parameterized.parameters(False, True)
-  @pytest.mark.soak
-  def test_worker_of_asynchronous_steps(self, reads):
-    self.assert_worker('async', reads)
-
-  def assert_worker(self, mode, reads):
-    # Of batches that two workers read for a step each.
-    steps = _STEPS // 2 if reads and mode == 'sync' else _STEPS
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(reads, mode=mode))
-      self.wait_for_batch(job, 130)
-      job.kill('worker', 1)
-      job.start('worker', 1)
-      run = self.finish(job)
-    self.assertEqual(run.iterations, steps)
-    self.assertEqual(run.batches, steps)
-    # Each row of the last epoch was counted once.
-    self.assertEqual(run.rows_counted, programs.ROWS)
-    self.assertIn('worker 1', ' '.join(text for _, text in run.logged))
-    return run
-
-  @pytest.mark.soak
-  def test_worker_that_never_returns(self):
-    with parameter_servers.Job() as job:
-      job.start_chief(
-        programs.train, self.arguments(mode='bounded', max_staleness=0)
-      )
-      self.wait_for_batch(job, 130)
-      job.kill('worker', 0)
-      run = self.finish(job)
-    self.assertEqual(run.iterations, _STEPS)
-    self.assertEqual(run.rows_counted, programs.ROWS)
-
-  @pytest.mark.smoke
-  def test_parameter_server(self):
-    self.assert_server(0, 'async')
-
-  @parameterized.parameters(0, 1)
-  @pytest.mark.soak
-  def test_parameter_server_in_the_middle_of_a_group_of_steps(self, server):
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
-    with parameter_servers.Job() as job:
-      arguments = (*self.arguments(validates=False, **options), 20)
-      job.start_chief(programs.train, arguments)
-      self.wait_for_batch(job, 5)
-      job.kill('ps', server)
-      job.start('ps', server)
-      run = self.finish(job)
-    self.assertLen(run.report['recoveries'], 1)
-    self.assertEqual(run.iterations, _STEPS)
-
-  @parameterized.parameters(0, 1)
-  @pytest.mark.soak
-  def test_parameter_server_in_the_first_evaluation(self, server):
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(validates=True, **options))
-      self.wait_for_batch(job, 1, '.test')
-      job.kill('ps', server)
-      job.start('ps', server)
-      run = self.finish(job)
-    self.assertEqual(run.iterations, _STEPS)
-    self.assertEqual(run.batches, _STEPS)
-    for name in ('loss', 'val_loss'):
-      self.assertLen(run.history[name], 3)
-      self.assertTrue(np.isfinite(run.history[name]).all())
-
-  @pytest.mark.soak
-  def test_parameter_server_of_synchronous_steps(self):
-    self.assert_server(1, 'sync')
-
-  @tiers.parameters(tiers.soak(0), tiers.soak(1))
-  def test_parameter_server_of_synchronous_steps_that_read(self, server):
-    self.assert_server(server, 'sync', reads=True)
-
-  def assert_server(self, server, mode, reads=False):
-    steps = _STEPS // 2 if reads else _STEPS
-    options = {
-      'mode': mode,
-      'checkpoint_dir': self.checkpoints,
-      'checkpoint_steps': 60,
-    }
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(reads, **options))
-      self.wait_for_batch(job, 130)
-      killed_at = time.time()
-      job.kill('ps', server)
-      time.sleep(1)
-      job.start('ps', server)
-      run = self.finish(job)
-    lost = programs.lost_steps(run)
-    self.assertEqual(run.batches, steps)
-    lost_by_all = lost if mode == 'sync' else 0
-    self.assertEqual(run.iterations, steps - lost_by_all)
-    self.assertBetween(lost, 1, 2 * 60)
-    self.assertLen(run.report['recoveries'], 1)
-    named = [t for t, text in run.logged if f'ps {server}' in text]
-    self.assertLess(named[0] - killed_at, 10)
-
-  @pytest.mark.soak
-  def test_parameter_server_before_the_first_checkpoint_is_due(self):
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 1000}
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(**options))
-      self.wait_for_batch(job, 10)
-      job.kill('ps', 1)
-      job.start('ps', 1)
-      run = self.finish(job)
-    # It goes on from where it began.
-    lost = programs.lost_steps(run)
-    self.assertGreaterEqual(lost, 7)
-    self.assertEqual(run.batches, _STEPS)
-    self.assertEqual(run.iterations, _STEPS)
-
-  @pytest.mark.soak
-  def test_restarted_worker_is_another_process(self):
-    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      job.start_chief(programs.watch_worker, (self.progress,))
-      self.wait_for_batch(job, 1)
-      job.kill('worker', 0)
-      job.start('worker', 0)
-      self.assertEqual(
-        self.finish(job),
-        # Connected; listens again, but knows nothing; connected again.
-        [(True, True), (True, False), (True, True)],
-      )
-
-  @pytest.mark.soak
-  def test_parameter_server_without_checkpoints(self):
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments())
-      self.wait_for_batch(job, 20)
-      job.kill('ps', 1)
-      outcome = job.wait()
-    self.assertIsInstance(
-      outcome.error, errors.ParameterServerUnavailableError, outcome.error_text
-    )
-    self.assertIn(job.cluster['ps'][1], str(outcome.error))
+  def assert_given_up(self, logged, task):
+    """A task was cut off, and no other one."""
+    found = [text for text in logged if 'given up' in text]
+    self.assertLen(found, 1)
+    self.assertStartsWith(found[0], f'{task} at ')
 
   @parameterized.parameters(False, True)
   @pytest.mark.soak
   def test_coordinator(self, reads):
     """One that goes on ends where one that was not killed ends, bit by bit."""
     steps, at, saved = (_STEPS // 2, 85, 60) if reads else (_STEPS, 170, 120)
-    options = {
-      'mode': 'sync',
-      'checkpoint_dir': self.checkpoints,
-      'checkpoint_steps': 60,
-    }
     with parameter_servers.Job() as job:
-      arguments = self.arguments(reads, **options)
+      arguments = self.arguments(reads, saves=60, mode='sync')
       resumed = self._kill_and_resume(job, arguments, at)
       # Batches that were done before count but do nothing.
       self.assertEqual(resumed.report['steps'], steps - saved)
       whole = job.run(programs.train, self.arguments(reads, mode='sync'))
     self.assertEqual(resumed.iterations, steps)
     self.assertEqual(whole.iterations, steps)
-    for a, b in zip(resumed.weights, whole.weights, strict=True):
-      np.testing.assert_array_equal(a, b)
+    self.assert_same_bits(resumed, whole)
 
   @pytest.mark.soak
   def test_coordinator_of_workers_that_read(self):
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
     with parameter_servers.Job() as job:
-      run = self._kill_and_resume(job, self.arguments(True, **options))
+      run = self._kill_and_resume(job, self.arguments(True, saves=60))
     self.assertEqual(run.report['steps'], _STEPS - 120)
     self.assertEqual(run.batches, _STEPS - programs.STEPS_PER_EPOCH)
     self.assertEqual(run.iterations, _STEPS)
@@ -207,13 +259,12 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @pytest.mark.soak
   def test_coordinator_that_finds_another_number_of_workers(self):
     """Their data are cut otherwise: no element may count twice."""
-    options = {'checkpoint_dir': self.checkpoints, 'checkpoint_steps': 60}
+    arguments = self.arguments(True, saves=60)
     with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(True, **options))
-      self.wait_for_batch(job, 170)
-      job.kill('chief')
+      job.start_chief(programs.train, arguments)
+      self.strike(job, (('at', 170), ('kill', 'chief', 0)))
     with parameter_servers.Job(num_workers=3) as job:
-      job.start_chief(programs.train, self.arguments(True, **options))
+      job.start_chief(programs.train, arguments)
       outcome = job.wait()
     self.assertIsInstance(
       outcome.error, errors.UnsupportedOptionError, outcome.error_text
@@ -222,8 +273,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   def _kill_and_resume(self, job, arguments, at=170):
     job.start_chief(programs.train, arguments)
-    self.wait_for_batch(job, at)
-    job.kill('chief')
+    self.strike(job, (('at', at), ('kill', 'chief', 0)))
     job.start_chief(programs.train, arguments)
     return self.finish(job)
 
@@ -239,10 +289,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       options = {'checkpoint_dir': self.checkpoints}
       arguments = self.progress, where, options
       job.start_chief(programs.train_from_the_start, arguments)
-      self.wait_for_batch(job, 1)
-      for server in range(2):
-        job.kill('ps', server)
-        job.start('ps', server)
+      self.strike(job, (('at', 1), ('restart', 'ps', 0), ('restart', 'ps', 1)))
       programs.tell(self.progress, 2)
       weights, logged = self.finish(job)
     self.assertIn('was made again', ' '.join(logged))
@@ -325,59 +372,6 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     address = job.cluster['chief'][0]
     self.assertRegex(message, f'chief 0 cannot serve at {address}.*Fix: end')
 
-  @pytest.mark.soak
-  def test_stopped_server(self):
-    """One that neither answers nor dies is named at the deadline."""
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(step_timeout=8.0))
-      self.wait_for_batch(job, 20)
-      job.signal('ps', 1, signal.SIGSTOP)
-      outcome = job.wait()
-    self.assertIsInstance(
-      outcome.error, errors.WorkerUnavailableError, outcome.error_text
-    )
-    self.assertIn('No answer from: ps 1 at', str(outcome.error))
-    self.assertNotIn('ps 0', str(outcome.error))
-    self.assertNotIn('worker', str(outcome.error))
-
-  @pytest.mark.soak
-  def test_stopped_worker(self):
-    """It counts as lost, though it neither answers nor dies."""
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(keepalive_timeout=3.0))
-      self.wait_for_batch(job, 20)
-      job.signal('worker', 1, signal.SIGSTOP)
-      run = self.finish(job)
-    self.assert_whole(run)
-    self.assert_given_up(run, 'worker 1')
-
-  @parameterized.parameters(
-    ('async', False),
-    ('async', True),
-    ('sync', False),
-    ('sync', True),
-    ('bounded', False),
-    ('bounded', True),
-  )
-  @pytest.mark.soak
-  def test_stopped_worker_goes_on(self, mode, reads):
-    """What it was doing had been done by another one: it does not count twice."""
-    seed = int(os.environ.get('TFS_SEED', '20261121'))
-    rng = random.Random(f'{seed} {mode} {reads}')
-    with parameter_servers.Job() as job:
-      job.start_chief(
-        programs.train,
-        self.arguments(reads, mode=mode, keepalive_timeout=2.0),
-      )
-      self.wait_for_batch(job, rng.randrange(5, 60))
-      job.signal('worker', 1, signal.SIGSTOP)
-      time.sleep(3 + 3 * rng.random())
-      job.signal('worker', 1, signal.SIGCONT)
-      run = self.finish(job)
-    # Of batches that two workers read for a step each.
-    self.assert_whole(run, _STEPS // 2 if reads and mode == 'sync' else _STEPS)
-    self.assert_given_up(run, 'worker 1')
-
   @parameterized.parameters('sync', 'async')
   @pytest.mark.soak
   def test_workers_that_stop_and_go_on_again_and_again(self, mode):
@@ -423,9 +417,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       )
       self.wait_for_batch(job, 5)
       while self.batches() < steps - 5 and job.is_alive('chief', 0):
-        worker = 'worker', rng.randrange(2)
-        job.kill(*worker)
-        job.start(*worker)
+        self.strike(job, [('restart', 'worker', rng.randrange(2))])
         kills += 1
         self.wait_for_batch(
           job, min(self.batches() + rng.randrange(8, 20), steps)
@@ -445,79 +437,16 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       counts = job.run(programs.finish_after_giving_up)
     self.assertEqual(counts, [[1, 1.0, 1.0, 1.0, 1.0]] * 2)
 
-  @tiers.parameters(
-    tiers.soak(0, True, 1),
-    tiers.soak(0, False, 1),
-    tiers.soak(1, True, 10),
-    tiers.soak(1, False, 0),
-  )
-  def test_server_that_stops_in_an_evaluation(self, server, saves, batch):
-    """It is given up, waited for, and named."""
-    options = {'keepalive_timeout': 2.0, 'recovery_timeout': 5.0}
-    if saves:
-      options['checkpoint_dir'] = self.checkpoints
-    with parameter_servers.Job(deadline=90) as job:
-      job.start_chief(programs.train, self.arguments(validates=True, **options))
-      self.wait_for_batch(job, 100)
-      self.wait_for_batch(job, batch, '.test')
-      job.signal('ps', server, signal.SIGSTOP)
-      outcome = job.wait()
-    self.assertIsInstance(
-      outcome.error,
-      errors.RendezvousError
-      if saves
-      else errors.ParameterServerUnavailableError,
-      outcome.error_text,
-    )
-    self.assertIn(f'ps {server}', str(outcome.error))
-
   @pytest.mark.soak
   def test_server_that_was_given_up_before_an_evaluation(self):
     """Nothing that Keras does first has to do with it, but it is recovered."""
-    with parameter_servers.Job() as job:
-      job.start_chief(
-        programs.evaluate_after_giving_up, (self.progress, self.checkpoints)
-      )
-      self.wait_for_batch(job, 1)
-      job.signal('ps', 1, signal.SIGSTOP)
-      time.sleep(10)
-      job.signal('ps', 1, signal.SIGCONT)
-      losses, recoveries = self.finish(job)
+    losses, recoveries = self.run_struck(
+      (('at', 1), ('stop', 'ps', 1), ('wait', 10.0), ('go on', 'ps', 1)),
+      (self.progress, self.checkpoints),
+      programs.evaluate_after_giving_up,
+    )
     self.assertAllClose(losses[0], losses[1])
     self.assertLen(recoveries, 1)
-
-  @pytest.mark.soak
-  def test_stopped_server_goes_on(self):
-    """As if it had died, or, if no call of a step failed, as if nothing had."""
-    options = {
-      'checkpoint_dir': self.checkpoints,
-      'checkpoint_steps': 60,
-      'keepalive_timeout': 2.0,
-    }
-    with parameter_servers.Job() as job:
-      job.start_chief(programs.train, self.arguments(**options))
-      self.wait_for_batch(job, 130)
-      job.signal('ps', 1, signal.SIGSTOP)
-      time.sleep(6)
-      job.signal('ps', 1, signal.SIGCONT)
-      run = self.finish(job)
-    self.assert_given_up(run, 'ps 1')
-    self.assertEqual(run.batches, _STEPS)
-    # It still has its variables: nothing is lost.
-    self.assertEqual(programs.lost_steps(run), 0)
-    self.assertEqual(run.iterations, _STEPS)
-
-  def assert_given_up(self, run, task):
-    """A task was cut off, and no other one."""
-    found = [text for _, text in run.logged if 'given up' in text]
-    self.assertLen(found, 1)
-    self.assertStartsWith(found[0], f'{task} at ')
-
-  def assert_whole(self, run, steps=_STEPS):
-    """Each step was done, and each row of the last epoch counted, once."""
-    self.assertEqual(run.batches, steps)
-    self.assertEqual(run.iterations, steps)
-    self.assertEqual(run.rows_counted, programs.ROWS)
 
   @pytest.mark.soak
   def test_missing_task(self):
@@ -531,6 +460,63 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertIn('worker 1', str(outcome.error))
     self.assertNotIn('worker 0', str(outcome.error))
     self.assertLess(time.monotonic() - began, 90)
+
+
+class RandomFaultsTest(parameter_server_case.FaultsTestCase):
+  """Tasks die, stop and return at random moments; each run says how it ended."""
+
+  @parameterized.parameters(*range(_FAULTS))
+  @pytest.mark.soak
+  def test_fault(self, case):
+    rng = random.Random(f'{_SEED} {case}')
+    mode = rng.choice(list(_MODES))
+    worker, server = ('worker', rng.randrange(2)), ('ps', rng.randrange(2))
+    victims = rng.choice([[worker], [server], [worker, server]])
+    strike, undo = rng.choice([('kill', 'start'), ('stop', 'go on')])
+    seconds = rng.choice([0.0, 1.0, 4.0, 7.0])
+    moment = rng.choice(
+      [
+        # The first step is traced, which takes longest.
+        [('wait', seconds / 10)],
+        [('at', 100), ('at', rng.choice([0, 0, 1, 9, 29]), '.test')],
+        [('at', 50 * rng.randrange(1, 5))],  # A checkpoint is due.
+        [('at', rng.randrange(1, _STEPS - 60))],
+      ]
+    )
+    faults = [
+      *moment,
+      *[(strike, *victim) for victim in victims],
+      ('wait', seconds),
+      *[(undo, *victim) for victim in victims],
+    ]
+    reads = mode in ('async', 'bounded') and rng.random() < 0.4
+    with parameter_servers.Job(deadline=120) as job:
+      options = {**_MODES[mode], 'saves': 50, 'keepalive_timeout': 2.0}
+      arguments = self.arguments(reads, validates=True, **options)
+      job.start_chief(programs.train, arguments)
+      deadline = time.monotonic() + 60
+      while not os.path.isdir(self.checkpoints) or not self.kept():
+        self.assertLess(time.monotonic(), deadline)
+        time.sleep(0.01)
+      self.strike(job, faults)
+      run = self.finish(job)
+      message = f'{mode}, reads {reads}, {faults}, {run.report["recoveries"]}'
+      print(message)
+      lost = programs.lost_steps(run)
+      self.assertEqual(run.batches, _STEPS, message)
+      lost_by_all = lost if mode in ('sync', 'backup') else 0
+      self.assertEqual(run.iterations, _STEPS - lost_by_all, message)
+      for name in ('loss', 'val_loss'):
+        self.assertLen(run.history[name], 3, message)
+        self.assertTrue(np.isfinite(run.history[name]).all(), message)
+      if server not in victims:
+        self.assertEqual(lost, 0, message)
+      if mode == 'sync' and not lost:
+        whole = job.run(
+          programs.train, self.arguments(validates=True, mode='sync')
+        )
+        for a, b in zip(run.weights, whole.weights, strict=True):
+          np.testing.assert_allclose(a, b, 1e-6, 1e-6, err_msg=message)
 
 
 if __name__ == '__main__':

@@ -14,19 +14,29 @@ While `lock` is held, nobody writes rows of the dynamic table on server 1.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
 import pickle
+import resource
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
+import tf_strategies as tfs
+from tests import parameter_servers
 from tests.integration import parameter_server_programs as programs
+from tf_strategies import _tf_internal
+from tf_strategies.keras import row_initializers
+from tf_strategies.strategies.parameter_server import server_table, variables
 
 WIDTH = 64
 # So that a table in parts is one that servers save.
@@ -81,10 +91,6 @@ def ids_of_steps(steps: int) -> np.ndarray:
   two examples are of this step alone, the others of every seventh; the first and the
   third are on server 0 of two, the others on server 1.
   """
-  import tensorflow as tf
-
-  from tf_strategies.keras import row_initializers
-
   count = steps + HOT
   found = np.arange(8 * count, dtype=np.int64) * (2**40 + 7) - 2**50
   owner = row_initializers.owner(tf.constant(found), 2).numpy()
@@ -104,7 +110,6 @@ def _hold(directory: str, place: str, turn, held):
 
   The end of the worker's call ends it.
   """
-  import tensorflow as tf
 
   def is_held(turn, held):
     del held
@@ -148,7 +153,6 @@ def rows_held(path: pathlib.Path) -> Iterator[None]:
 
 def _can_be_held(directory: str) -> None:
   """Makes this process stop at places where a test holds it."""
-  import importlib
 
   for place, (module, owner, name, counts) in _PLACES.items():
     found = importlib.import_module(f'tf_strategies.{module}')
@@ -169,10 +173,6 @@ def _writes_can_be_held(directory: str) -> None:
 
   Whoever comes to rows of the dynamic table leaves a file `began-<server>-<id>`.
   """
-  import tensorflow as tf
-
-  from tf_strategies.strategies.parameter_server import server_table, variables
-
   real = variables.ServerVariable.scatter_add
 
   def scatter_add(self, slices, *args, **options):
@@ -214,10 +214,6 @@ def _answer(directory: str, parts, pool) -> None:
 
   While a worker is lost there is a file `away`.
   """
-  import tensorflow as tf
-
-  from tf_strategies import _tf_internal
-
   question = pathlib.Path(directory, 'peek')
   while True:
     time.sleep(0.02)
@@ -234,10 +230,6 @@ def _answer(directory: str, parts, pool) -> None:
 
 def _lock(directory: str, shard) -> None:
   """In a thread: keeps the lock of a dynamic table's rows while a test holds it."""
-  import tensorflow as tf
-
-  from tf_strategies import _tf_internal
-
   while True:
     time.sleep(0.02)
     if pathlib.Path(directory, 'lock').exists():
@@ -253,11 +245,6 @@ def _make(directory: str, options: dict[str, Any], in_rounds: bool):
 
   `in_rounds`: the step is a loop, whose first round has its own ids.
   """
-  import keras
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-
   servers = len(json.loads(os.environ['TF_CONFIG'])['cluster']['ps'])
   strategy = tfs.ParameterServerStrategy(
     checkpoint_dir=os.path.join(directory, 'checkpoints'),
@@ -335,7 +322,6 @@ def train(
 
   Tells in `<directory>/progress` how many it has begun.
   """
-  import tf_strategies as tfs
 
   _can_be_held(directory)
   if holds_writes:
@@ -430,10 +416,6 @@ def exact(steps: int) -> dict[str, Any]:
 
 def serve(cluster: dict[str, Any], job: str, index: int) -> None:
   """A task that a file which becomes too long for it kills, in the middle of a write."""
-  import resource
-  import signal
-
-  from tests import parameter_servers
 
   # Python ignores it.
   signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -443,7 +425,6 @@ def serve(cluster: dict[str, Any], job: str, index: int) -> None:
 
 def main(directory: str, steps: int, options: dict[str, Any]) -> None:
   """As a task of a launcher: leaves in a file what the chief found."""
-  import tf_strategies as tfs
 
   found = tfs.cluster.run_task(lambda: train(directory, steps, options))
   if found is not None:

@@ -43,6 +43,12 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     (self.directory / f'{place}.reached').unlink(missing_ok=True)
     (self.directory / place).touch()
 
+  def hold_at(self, job, batch, place):
+    """Holds whoever comes to a place after a batch, and waits until somebody does."""
+    self.wait_for_batch(job, batch)
+    self.hold(place)
+    self.wait_until_reached(job, place)
+
   def release(self, place):
     (self.directory / place).unlink()
 

@@ -73,51 +73,46 @@ class StepKillsTest(case.KillsTestCase):
       self.assertBetween(recovery['lost_steps'], 0, case.EVERY + 4)
     self.assert_exact(found, steps, mode)
 
-  @tiers.product(
-    mode=('async', tiers.soak('bounded')),
-    place=(tiers.soak('loop 1'), tiers.soak('lock')),
-  )
-  def test_update_that_has_not_begun_to_write(self, mode, place):
-    """The end of its worker ends the wait, or a loop, and the step is repeated."""
-    steps = 40
+  @pytest.mark.soak
+  def test_servers_that_die_anywhere(self):
+    """Each loses of its own rows the steps since the checkpoint."""
+    steps = 300
     with parameter_servers.Job() as job:
-      self.start_chief(job, steps, holds_writes=True, **case.MODES[mode])
+      self.start_chief(job, steps)
+      for i, server in enumerate((1, 0, 1, 1, 0)):
+        self.strike(job, (('at', 33 + 50 * i), ('restart', 'ps', server)))
+      found = self.finish(job)
+    self.assertLen(found['recoveries'], 5)
+    for recovery in found['recoveries']:
+      self.assertBetween(recovery['lost_steps'], 0, case.EVERY + 4)
+    self.assert_exact(found, steps, died=(0, 1))
+
+  @parameterized.parameters(
+    *[(mode, place) for mode in case.MODES for place in ('loop 1', 'lock')][:4],
+    *[(mode, 'round') for mode in case.MODES],
+  )
+  @pytest.mark.soak
+  def test_workers_that_die_before_rows_are_written(self, mode, place):
+    """The step is repeated, and rows of an earlier round are not written again.
+
+    The end of its worker ends a loop over rows, or the wait for their lock.
+    """
+    steps, in_rounds = 40, place == 'round'
+    with parameter_servers.Job() as job:
+      options = case.MODES[mode]
+      self.start_chief(job, steps, not in_rounds, in_rounds, **options)
       for begun in (5, 20):
-        self.wait_for_batch(job, begun)
-        self.hold(place)
-        self.wait_until_reached(job, place)
+        self.hold_at(job, begun, place)
         self.wait_until_quiet()
         for victim in case.WORKERS:
-          job.kill(*victim)
-          job.start(*victim)
-        time.sleep(1.5)  # Until the server knows.
+          job.restart(*victim)
+        time.sleep(1.5)  # Until the servers know.
         self.release(place)
       found = self.finish(job)
     self.assertEqual(found['recoveries'], [])
-    self.assert_exact(found, steps, mode, died=())
-
-  @tiers.parameters(
-    tiers.soak('async'), tiers.soak('bounded'), tiers.soak('sync')
-  )
-  def test_rounds_of_a_loop(self, mode):
-    """A worker dies between two: what is written is not written again."""
-    steps = 40
-    with parameter_servers.Job() as job:
-      self.start_chief(job, steps, in_rounds=True, **case.MODES[mode])
-      for begun in (5, 20):
-        self.wait_for_batch(job, begun)
-        self.hold('round')
-        self.wait_until_reached(job, 'round')
-        self.wait_until_quiet()
-        for victim in case.WORKERS:
-          job.kill(*victim)
-          job.start(*victim)
-        time.sleep(1.5)  # Until the servers know.
-        self.release('round')
-      found = self.finish(job)
-    self.assertEqual(found['recoveries'], [])
-    self.assertEqual(found['iterations'], 2 * steps)
-    found['iterations'] //= 2
+    if in_rounds:
+      self.assertEqual(found['iterations'], 2 * steps)
+      found['iterations'] //= 2
     self.assert_exact(found, steps, mode, died=())
 
   def began_on_1(self):
@@ -139,8 +134,7 @@ class StepKillsTest(case.KillsTestCase):
             self.wait_until_quiet()
           began = self.began_on_1()
           for victim in victims:
-            job.kill('worker', victim)
-            job.start('worker', victim)
+            job.restart('worker', victim)
             self.wait_until_quiet()
           self.assertEqual(self.began_on_1(), began)
       found = self.finish(job)
@@ -153,17 +147,14 @@ class StepKillsTest(case.KillsTestCase):
     steps = 3 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, holds_writes=True, mode='sync')
-      self.wait_for_batch(job, case.EVERY + 8)
-      self.hold('write 1')
-      self.wait_until_reached(job, 'write 1')
+      self.hold_at(job, case.EVERY + 8, 'write 1')
       # Of a step two rows are on each server.
       ends_at = time.monotonic() + 20
       while (peeked := self.peek(job, 2))[0] != peeked[1] + case.ROWS_OF_STEP:
         self.assertLess(time.monotonic(), ends_at, peeked)
         time.sleep(0.1)
       self.hold('restored')
-      job.kill('ps', died)
-      job.start('ps', died)
+      job.restart('ps', died)
       if died == 1:
         self.release('write 1')
       self.wait_until_reached(job, 'restored')
@@ -185,11 +176,9 @@ class StepKillsTest(case.KillsTestCase):
       self.start_chief(job, steps)
       self.wait_for_batch(job, case.EVERY + 8)
       self.hold('connect')
-      job.kill(*case.WORKERS[0])
-      job.start(*case.WORKERS[0])
+      job.restart(*case.WORKERS[0])
       self.wait_until_reached(job, 'connect')
-      job.kill(*case.SERVER)
-      job.start(*case.SERVER)
+      job.restart(*case.SERVER)
       self.release('connect')
       found = self.finish(job)
     [recovery] = found['recoveries']
@@ -207,13 +196,11 @@ class StepKillsTest(case.KillsTestCase):
         self.wait_for_batch(job, begun * case.EVERY)
         self.hold('connect')
         for victim in (case.WORKERS[0], case.SERVER):
-          job.kill(*victim)
-          job.start(*victim)
+          job.restart(*victim)
         self.wait_until_reached(job, 'connect')
         self.release('connect')
         time.sleep(seconds)
-        job.kill(*case.SERVER)
-        job.start(*case.SERVER)
+        job.restart(*case.SERVER)
       found = self.finish(job)
     self.assertEqual({r['server'] for r in found['recoveries']}, {1})
     self.assert_exact(found, steps, mode)
@@ -264,8 +251,7 @@ class SaveKillsTest(case.KillsTestCase):
       self.wait_for_batch(job, case.EVERY + 8)
       self.hold('load columns')
       for server in (0, 1):
-        job.kill('ps', server)
-        job.start('ps', server)
+        job.restart('ps', server)
       self.wait_until_reached(job, 'load columns')
       job.kill(*case.SERVER)
       self.release('load columns')
@@ -282,9 +268,7 @@ class SaveKillsTest(case.KillsTestCase):
     steps = 5 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, keepalive_timeout=2.0)
-      self.wait_for_batch(job, 1)
-      self.hold('pieces')
-      self.wait_until_reached(job, 'pieces')
+      self.hold_at(job, 1, 'pieces')
       job.signal(*case.SERVER, signal.SIGSTOP)
       self.release('pieces')
       time.sleep(8.0)
@@ -350,9 +334,7 @@ class GrowthTest(case.KillsTestCase):
     steps = 4 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
-      self.wait_for_batch(job, 30)
-      self.hold('rename')
-      self.wait_until_reached(job, 'rename')
+      self.hold_at(job, 30, 'rename')
       job.kill(*case.CHIEF)
       self.release('rename')
     with parameter_servers.Job(num_ps=3) as job:

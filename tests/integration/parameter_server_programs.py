@@ -2,11 +2,22 @@
 
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 import re
+import socket
+import threading
 import time
 from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging as absl_logging
+
+import tf_strategies as tfs
+from tf_strategies.strategies.parameter_server import worker_pool
 
 ROWS = 3200
 BATCH = 32
@@ -50,12 +61,6 @@ def train(
 
   Those of evaluations are told in a file with `.test` behind its name.
   """
-  import keras
-  import numpy as np
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-
   logged = _record_log()
   rng = np.random.default_rng(5)
   x = rng.normal(size=(ROWS, 8, 8, 1)).astype(np.float32)
@@ -139,20 +144,12 @@ def train_from_the_start(
   Returns:
     The weights of the model, and what was logged.
   """
-  import keras
-  import numpy as np
-
-  import tf_strategies as tfs
-
   logged = _record_log()
 
   def wait(where):
     if where == pause:
       tell(progress_path, 1)
-      ends_at = time.monotonic() + 100
-      path = pathlib.Path(progress_path)
-      while path.read_text() != '2' and time.monotonic() < ends_at:
-        time.sleep(0.05)
+      wait_until(lambda: pathlib.Path(progress_path).read_text() == '2')
 
   class Wait(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
@@ -186,12 +183,6 @@ def train_on(
   kind: str, scale: float, rows: int, epochs: int, directory: str
 ) -> tuple[int, list[str]]:
   """Trains on data of a kind; returns how many steps were done, and what was logged."""
-  import keras
-  import numpy as np
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-
   logged = _record_log()
   if kind != 'unseeded':
     keras.utils.set_random_seed(3)
@@ -241,10 +232,6 @@ def train_on(
 
 def start_at_a_taken_port() -> str:
   """Returns the error of a chief at whose port another socket listens."""
-  import socket
-
-  import tf_strategies as tfs
-
   cluster = tfs.cluster.ClusterConfig.from_env()
   host, _, port = cluster.address.rpartition(':')
   with socket.create_server((host, int(port))):
@@ -262,44 +249,7 @@ def tell(path: str, number: int) -> None:
   os.replace(path + '.part', path)
 
 
-def watch_worker(progress_path: str) -> list[tuple[bool, bool]]:
-  """Looks at worker 0 before, during and after it is started again.
-
-  Returns:
-    Whether it listens, and whether it is the process that this one knows.
-  """
-  import tf_strategies as tfs
-  from tf_strategies.cluster import reachability
-
-  strategy = tfs.ParameterServerStrategy()
-  liveness, seen = strategy.liveness, []
-
-  def listens():
-    address = {'worker 0': liveness.address('worker', 0)}
-    return not reachability.unreachable(address)
-
-  def look():
-    seen.append((listens(), liveness.is_worker_alive(0)))
-
-  look()
-  lost_in = liveness.generation
-  with open(progress_path, 'w') as f:
-    f.write('1')
-  ends_at = time.monotonic() + 60
-  for is_up in (False, True):
-    while listens() != is_up:
-      if time.monotonic() > ends_at:
-        raise TimeoutError(f'the worker listens: {not is_up}')
-      time.sleep(0.01)
-  time.sleep(6)  # By now gRPC has connected to it again.
-  look()
-  liveness.rejoin(0, lost_in)
-  look()
-  return seen
-
-
 def _record_log() -> list[tuple[float, str]]:
-  import logging
 
   found = []
 
@@ -309,10 +259,21 @@ def _record_log() -> list[tuple[float, str]]:
     def emit(self, record):
       found.append((record.created, record.getMessage()))
 
-  from absl import logging as absl_logging
-
   absl_logging.get_absl_logger().addHandler(Recorder(logging.WARNING))
   return found
+
+
+def wait_until(condition, seconds: float = 100.0) -> None:
+  """Waits until a condition holds.
+
+  Raises:
+    TimeoutError: it does not for so many seconds.
+  """
+  ends_at = time.monotonic() + seconds
+  while not condition():
+    if time.monotonic() > ends_at:
+      raise TimeoutError
+    time.sleep(0.02)
 
 
 def lost_steps(run: Run) -> int:
@@ -323,6 +284,18 @@ def lost_steps(run: Run) -> int:
     if (found := re.search(r'Lost: (\d+) steps', message))
   ]
   return sum(counts)
+
+
+def _regression(**options):
+  """Returns a strategy, a small model, and its data."""
+  x = np.random.default_rng(5).normal(size=(320, 8)).astype(np.float32)
+  strategy = tfs.ParameterServerStrategy(**options)
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)]
+    )
+    model.compile('adam', 'mse')
+  return strategy, model, x, x.sum(-1, keepdims=True)
 
 
 def use_after_failed_recovery(
@@ -338,24 +311,10 @@ def use_after_failed_recovery(
     The type and message of what each use raised; losses before and after; the
     optimizer's steps at the end, and the epochs that were asked for.
   """
-  import keras
-  import numpy as np
-
-  import tf_strategies as tfs
-
-  rng = np.random.default_rng(5)
-  x = rng.normal(size=(320, 8)).astype(np.float32)
-  y = x.sum(-1, keepdims=True)
-  strategy = tfs.ParameterServerStrategy(
+  strategy, model, x, y = _regression(
     checkpoint_dir=checkpoint_dir, recovery_timeout=60.0
   )
-  with strategy.scope():
-    model = keras.Sequential(
-      [keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)]
-    )
-    model.compile('adam', 'mse')
-    optimizer = model.optimizer
-    probe = strategy.remote_step(lambda batch: model(batch)[0, 0])
+  probe = strategy.remote_step(lambda batch: model(batch)[0, 0])
   options = {'batch_size': 32, 'verbose': 0}
   model.fit(x, y, epochs=2, **options)
   strategy.save()
@@ -364,11 +323,7 @@ def use_after_failed_recovery(
 
   def wait_in(phase):
     tell(progress_path, phase)
-    ends_at = time.monotonic() + 60
-    while not os.path.exists(f'{progress_path}.{phase}'):
-      if time.monotonic() > ends_at:
-        raise TimeoutError(f'phase {phase}')
-      time.sleep(0.02)
+    wait_until(lambda: os.path.exists(f'{progress_path}.{phase}'))
 
   wait_in(1)
   found = {}
@@ -391,7 +346,8 @@ def use_after_failed_recovery(
   wait_in(2)
   restored = model.evaluate(x, y, **options)
   model.fit(x, y, epochs=1, **options)
-  return found, [loss, restored], int(optimizer.iterations.numpy()), 3
+  iterations = int(model.optimizer.iterations.numpy())
+  return found, [loss, restored], iterations, 3
 
 
 def evaluate_after_giving_up(
@@ -404,30 +360,15 @@ def evaluate_after_giving_up(
   Returns:
     Losses before and after, and the recoveries.
   """
-  import keras
-  import numpy as np
-
-  import tf_strategies as tfs
-
   logged = _record_log()
-  rng = np.random.default_rng(5)
-  x = rng.normal(size=(320, 8)).astype(np.float32)
-  y = x.sum(-1, keepdims=True)
-  strategy = tfs.ParameterServerStrategy(
+  strategy, model, x, y = _regression(
     checkpoint_dir=checkpoint_dir, keepalive_timeout=1.0
   )
-  with strategy.scope():
-    model = keras.Sequential([keras.Input([8]), keras.layers.Dense(16)])
-    model.compile('adam', 'mse')
   model.fit(x, y, batch_size=32, verbose=0)
   strategy.save()
   losses = [model.evaluate(x, y, batch_size=32, verbose=0)]
   tell(progress_path, 1)
-  ends_at = time.monotonic() + 60
-  while not any('given up' in text for _, text in logged):
-    if time.monotonic() > ends_at:
-      raise TimeoutError('no server was given up')
-    time.sleep(0.02)
+  wait_until(lambda: any('given up' in text for _, text in logged))
   losses.append(model.evaluate(x, y, batch_size=32, verbose=0))
   return losses, strategy.report()['recoveries']
 
@@ -439,14 +380,6 @@ def finish_after_giving_up() -> list[list[float]]:
     What a counter, arrays and weights on both servers have when the step has been done
     once by a worker that was not given up, and when the other one is over too.
   """
-  import threading
-
-  import keras
-  import numpy as np
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-  from tf_strategies.strategies.parameter_server import worker_pool
 
   # Where TensorFlow reports what was cancelled by the refusal, instead of that, the
   # pool would do the step again.
@@ -496,9 +429,7 @@ def finish_after_giving_up() -> list[list[float]]:
   time.sleep(2.0)  # It waits for the gate.
   journal.revoke()
   train.call(np.float32(0.0))
-  ends_at = time.monotonic() + 30
-  while numbers() != [1.0] * 5 and time.monotonic() < ends_at:
-    time.sleep(0.1)
+  wait_until(lambda: numbers() == [1.0] * 5)
   found = [numbers()]
   with tf.device(gate.device):
     tf.raw_ops.AssignVariableOp(resource=gate.handle, value=tf.constant([1.0]))
@@ -508,7 +439,6 @@ def finish_after_giving_up() -> list[list[float]]:
 
 def pause(tensor, milliseconds: int = 50):
   """The same tensor, a while later."""
-  import tensorflow as tf
 
   # As a data set, which takes no CPU from the other tasks.
   signature = {'output_types': [tensor.dtype], 'output_shapes': [tensor.shape]}
@@ -535,12 +465,6 @@ def count_steps(
     How many steps variables say were taken, by what adds them up and by server;
     and what was logged.
   """
-  import keras
-  import numpy as np
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-
   logged = _record_log()
   strategy = tfs.ParameterServerStrategy(**options)
   with strategy.scope():
@@ -599,12 +523,6 @@ def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
   Returns:
     How many the optimizer counted.
   """
-  import keras
-  import numpy as np
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-
   strategy = tfs.ParameterServerStrategy(mode=mode)
   with strategy.scope():
     weight = tf.Variable(tf.zeros([10]))

@@ -1,12 +1,18 @@
 """What the chief does with large tables while tests watch and kill its tasks."""
 
 import os
+import threading
 import time
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
+import tf_strategies as tfs
 from tests.integration import parameter_server_programs as programs
+from tf_strategies.checkpoint import checkpointer, pieces
+from tf_strategies.strategies.parameter_server import table_files
 
 tell = programs.tell
 
@@ -24,7 +30,6 @@ class Peak:
   """The largest memory of this process while a context lasts."""
 
   def __enter__(self):
-    import threading
 
     self.before = self.largest = memory()
     self._is_over = threading.Event()
@@ -50,10 +55,6 @@ def make(rows: int, width: int, optimizer: str = 'adam', **options: Any):
 
   The table is looked up on the server, as `tf.nn.embedding_lookup` does.
   """
-  import keras
-  import tensorflow as tf
-
-  import tf_strategies as tfs
 
   class Lookup(keras.layers.Layer):
     """Rows of a table."""
@@ -145,7 +146,6 @@ def load(
 
 def load_on_one_device(rows: int, width: int, directory: str) -> dict[str, int]:
   """The same in one process, without servers."""
-  import tf_strategies as tfs
 
   _, model = make(rows, width)
   tfs.RunCheckpoint(directory, model).restore()
@@ -160,12 +160,9 @@ def grow(
   Tells 1 before the tables are made, then counts phases; a test looks at the
   servers meanwhile.
   """
-  import tensorflow as tf
 
   options = dict(options)
   if options.pop('blind', False):
-    from tf_strategies.strategies.parameter_server import table_files
-
     table_files.TableFiles._asked = lambda *unused: frozenset()
   # What a first operation on each server makes is no table's.
   strategy, model = make(1000, width, **options)
@@ -211,62 +208,6 @@ def grow(
   return found
 
 
-def train(
-  progress: str, directory: str, steps: int, rows: int, options: dict[str, Any]
-) -> dict[str, Any]:
-  """Adds 1 to rows that tell which steps were made; tells how many.
-
-  Step i adds 1 to row i % rows of a table whose parts are on all servers, and to a
-  counter of rows; so every element tells which steps it has seen.
-  """
-  import keras
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-
-  strategy = tfs.ParameterServerStrategy(
-    checkpoint_dir=directory,
-    variable_partitioner=lambda shape, dtype: (
-      [2] + [1] * (len(shape) - 1) if shape[0] == rows else [1] * len(shape)
-    ),
-    **options,
-  )
-  with strategy.scope():
-    table = tf.Variable(tf.zeros([rows, 64]))
-    optimizer = keras.optimizers.SGD(1.0)
-    optimizer.build([table])
-
-  @tf.function
-  def step(batch):
-    with tf.GradientTape() as tape:
-      looked_up = tf.nn.embedding_lookup(table, batch)
-      # In 'sync' each worker has one of the rows, and their mean is taken.
-      loss = -tf.reduce_sum(looked_up) * (
-        2.0 if strategy.shares_batches else 1.0
-      )
-    optimizer.apply([tape.gradient(loss, table)], [table])
-    return loss
-
-  run = strategy.remote_step(step, [optimizer])
-  strategy.track(table=table, optimizer=optimizer)
-  half = rows // 2
-  for i in range(steps):
-    run(np.array([i % half, half + i % half], np.int64))
-    tell(progress, i + 1)
-    time.sleep(0.005)
-  strategy.join()
-  found = table.numpy()
-  result = {
-    'sums': [float(found[:half, 0].sum()), float(found[half:, 0].sum())],
-    'is_even': bool((found == found[:, :1]).all()),
-    'iterations': int(optimizer.iterations.numpy()),
-    'recoveries': strategy.report()['recoveries'],
-    'servers': [part.server for part in table.parts],
-  }
-  strategy.close()
-  return result
-
-
 def interrupted(
   progress: str, directory: str, when: str
 ) -> dict[str, list[float]]:
@@ -279,10 +220,6 @@ def interrupted(
     What was added to the rows of each part, in this process and in the newest
     checkpoint, which is read without servers.
   """
-  import tensorflow as tf
-
-  from tf_strategies.checkpoint import checkpointer, pieces
-
   rows, width = 40_000, 64
   strategy, model = make(
     rows,
@@ -300,11 +237,7 @@ def interrupted(
 
   def wait_in(phase):
     tell(progress, phase)
-    ends_at = time.monotonic() + 60
-    while not os.path.exists(f'{progress}.{phase}'):
-      if time.monotonic() > ends_at:
-        raise TimeoutError(f'phase {phase}')
-      time.sleep(0.02)
+    programs.wait_until(lambda: os.path.exists(f'{progress}.{phase}'))
 
   def interrupt(name, phase):
     real = getattr(pieces, name)

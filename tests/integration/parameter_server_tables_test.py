@@ -59,8 +59,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
       )
       for phase in (1,) if when == 'save' else (1, 2):
         self.wait_for_batch(job, phase)
-        job.kill('ps', 1)
-        job.start('ps', 1)
+        job.restart('ps', 1)
         pathlib.Path(f'{self.progress}.{phase}').touch()
       found = self.finish(job)
     self.assertEqual(found['servers'], [0, 1])
@@ -82,53 +81,6 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
       wrong, parts = job.run(tables.load, (_ROWS, _WIDTH, options))
     self.assertEqual((wrong, parts), ({'table': 0}, 2))
     self.assertEqual(self.kept(), [whole])
-
-  @tiers.parameters((1, 'async'), tiers.soak(0, 'async'), tiers.soak(1, 'sync'))
-  def test_steps_that_a_death_costs(self, server, mode):
-    """Those since the checkpoint, of its own rows; in 'sync', of all."""
-    steps, due = 300, 70
-    options = {'mode': mode, 'checkpoint_steps': due}
-    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      job.start_chief(
-        tables.train, (self.progress, self.checkpoints, steps, 10_000, options)
-      )
-      self.wait_for_batch(job, 130)
-      job.kill('ps', server)
-      job.start('ps', server)
-      found = self.finish(job)
-    (recovery,) = found['recoveries']
-    lost = recovery['lost_steps']
-    self.assertTrue(found['is_even'])
-    self.assertBetween(lost, 50, due + 10)
-    for each, total in zip(found['servers'], found['sums'], strict=True):
-      is_lost = mode == 'sync' or each == server
-      self.assertEqual(total, steps - lost if is_lost else steps, each)
-    is_lost = mode == 'sync'
-    self.assertEqual(found['iterations'], steps - lost if is_lost else steps)
-
-  @pytest.mark.soak
-  def test_five_deaths_cost_no_step(self):
-    """Each server loses of its own rows what it wrote since the checkpoint."""
-    steps, kills = 300, (1, 0, 1, 1, 0)
-    options = {'mode': 'async', 'checkpoint_steps': 20}
-    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      job.start_chief(
-        tables.train, (self.progress, self.checkpoints, steps, 10_000, options)
-      )
-      for i, server in enumerate(kills):
-        self.wait_for_batch(job, 50 * (1 + i))
-        job.kill('ps', server)
-        job.start('ps', server)
-      found = self.finish(job)
-    lost = [0, 0]
-    for recovery in found['recoveries']:
-      lost[recovery['server']] += recovery['lost_steps']
-    print(f'{len(kills)} deaths of {steps} steps: lost by server {lost}')
-    self.assertLen(found['recoveries'], len(kills))
-    self.assertEqual(found['iterations'], steps)
-    expected = [steps - lost[server] for server in found['servers']]
-    self.assertEqual(found['sums'], expected)
-    self.assertLess(max(lost), 3 * 25)
 
   @tiers.parameters(tiers.soak(True), tiers.soak(False))
   def test_memory_of_a_large_table(self, shares_directory):
