@@ -141,7 +141,7 @@ def all_reduce(
   packs, asked = [], []
   for codec, numbers in together.items():
     packed = sending.pack(
-      [to_wire(tensors[i], codec) for i in numbers], codec.block_length or 1
+      [to_wire(tensors[i], codec) for i in numbers], codec.block_length
     )
     packs.append((codec, numbers, packed))
     asked += _requests_of(codec, numbers, packed, sending)

@@ -161,7 +161,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     count, split = len(columns), len(columns[0])
     tensors = local[0] if count == 1 else self._local.sum_on_first(local)
     codec = codecs.get(self._options.compression if are_gradients else 'none')
-    sending, block = self._sending, codec.block_length or 1
+    sending, block = self._sending, codec.block_length
 
     def add(group, array, name):
       return sending.sum(group, array, name, codec)
