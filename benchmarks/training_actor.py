@@ -90,7 +90,7 @@ class Actor:
       if local_steps:
         wrapped = tfs.keras.LocalSteps(optimizer, local_steps)
       else:
-        wrapped = tfs.keras.DistributedOptimizer(optimizer)
+        wrapped = optimizer
       model.compile(wrapped, 'mse')
     self._models[peer] = model
     self._rows[peer] = shape['batch_rows']

@@ -293,9 +293,6 @@ def build_optimizer(strategy):
     optimizer = keras.optimizers.Adam(rate, name='adam')
   if FLAGS.local_steps:
     optimizer = tfs.keras.LocalSteps(optimizer, FLAGS.local_steps)
-  elif FLAGS.strategy not in ('mirrored', 'parameter_server'):
-    # Sums gradients over replicas, weighted by rows, before anything else.
-    optimizer = tfs.keras.DistributedOptimizer(optimizer)
   if FLAGS.mixed_precision == 'mixed_float16':
     # Outside of the wrapper, where `compile` would put it too.
     optimizer = keras.optimizers.LossScaleOptimizer(
@@ -415,6 +412,12 @@ def is_chief(strategy) -> bool:
 def has_servers(strategy) -> bool:
   """Returns whether the variables are on parameter servers."""
   return isinstance(strategy, tfs.ParameterServerStrategy)
+
+
+def has_step(strategy) -> bool:
+  """Returns whether `strategy.step` computes a step as one device would."""
+  is_ours = type(strategy).__module__.startswith('tf_strategies.')
+  return is_ours and not isinstance(strategy, tfs.TPURingStrategy)
 
 
 def join(strategy) -> None:

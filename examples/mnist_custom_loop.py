@@ -4,8 +4,7 @@
     --num_virtual_devices=4 --dataset=digits
 
 does what mnist_keras_fit.py does, with the same flags, and shows each part: the
-distributed batches, the step of a replica, how its loss is weighted, metrics
-over all replicas, checkpoints. On parameter servers whose workers read the data
+distributed batches, a step that is written for one device, metrics, checkpoints. On parameter servers whose workers read the data
 themselves, none of them more than two steps ahead of the slowest:
 
   tfs launch --num_workers=2 --num_ps=2 --chief -- \\
@@ -88,7 +87,6 @@ def train():
     model = build_model(data.num_classes)
     optimizer = common.build_optimizer(strategy)
     optimizer.build(model.trainable_variables)
-    # Each replica adds to a part of its own; `result` sums up the parts.
     mean_loss = keras.metrics.Mean(name='loss')
     accuracy = keras.metrics.SparseCategoricalAccuracy(name='accuracy')
   metrics = [mean_loss, accuracy]
@@ -105,20 +103,18 @@ def train():
 
   def train_step(batch):
     with tf.GradientTape() as tape:
-      # The mean over this replica's rows, divided by the number of replicas.
-      # DistributedOptimizer weighs it by rows: summed over replicas, this is
-      # the gradient of the mean over the global batch.
-      loss = test_step(batch, training=True) / strategy.num_replicas_in_sync
-      loss = optimizer.scale_loss(loss)
+      loss = test_step(batch, training=True)
+      # Divided by 1, unless replicas run the step: they add up their means.
+      loss = optimizer.scale_loss(loss / strategy.num_replicas_in_sync)
     weights = model.trainable_variables
     optimizer.apply(tape.gradient(loss, [v.value for v in weights]), weights)
     return loss
 
   def on_replicas(step, optimizers=()):
-    """Returns what takes the next batch and runs `step` on it."""
-    if common.has_servers(strategy):  # Returns at once: workers do the step.
-      remote_step = strategy.remote_step(step, optimizers)
-      return lambda batches: remote_step(next(batches))
+    """Returns a function that takes the next batch and computes `step` on it."""
+    if common.has_step(strategy):
+      whole_step = strategy.step(step, optimizers)
+      return lambda batches: whole_step(next(batches))
     return tf.function(lambda batches: strategy.run(step, (next(batches),)))
 
   def reset():

@@ -6,7 +6,7 @@
 >>> with strategy.scope():
 ...   model = tf.keras.Sequential([tf.keras.Input([3]),
 ...                                tf.keras.layers.Dense(1)])
-...   model.compile(tfs.keras.DistributedOptimizer('adam'), 'mse')
+...   model.compile('adam', 'mse')
 """
 
 import importlib

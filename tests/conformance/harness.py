@@ -98,7 +98,6 @@ class Feature:
     fit: further arguments of `fit`.
     policy: Keras dtype policy.
     tolerance: of the weights; the promise is 1e-6 in float32, 2e-3 in 16-bit.
-    wrap: whether to use `tfs.keras.DistributedOptimizer`.
     mark: of `tiers`, for the first strategy of the table.
     mark_of_others: for the other strategies.
   """
@@ -112,7 +111,6 @@ class Feature:
   fit: dict[str, Any] = dataclasses.field(default_factory=dict)
   policy: str = 'float32'
   tolerance: float = 1e-6
-  wrap: bool = True
   mark: Callable[..., Any] = tiers.unmarked
   mark_of_others: Callable[..., Any] = tiers.soak
 
@@ -152,8 +150,6 @@ def build(feature: Feature, strategy=None) -> keras.Model:
   with scope_of(strategy), dtype_policy(feature.policy):
     model = feature.model()
     optimizer = feature.optimizer()
-    if strategy is not None and feature.wrap:
-      optimizer = tfs.keras.DistributedOptimizer(optimizer)
     options = {
       'loss': keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       'metrics': ['accuracy'],
@@ -190,7 +186,7 @@ def train(feature: Feature, strategy=None, epochs: int = 2) -> Result:
 
 
 def optimizer_state(model: keras.Model) -> dict[str, np.ndarray]:
-  """The optimizer's variables by name, without wrappers' own."""
+  """The optimizer's variables by name."""
   return {
     v.path.split('/')[-1]: np.asarray(v.numpy(), np.float64)
     for v in model.optimizer.variables
@@ -209,9 +205,8 @@ class ConformanceTest(tf.test.TestCase):
     self.assert_replicas_equal(actual.model)
     if not actual.model.run_eagerly:  # Each replica then has the whole batch.
       self.assert_our_op_ran(strategy, actual.model)
-    if feature.wrap:
-      calls = strategy.communication_report()['calls']
-      self.assertEqual(calls['all_reduce_in_control_flow'], 0)
+    calls = strategy.communication_report()['calls']
+    self.assertEqual(calls['all_reduce_in_control_flow'], 0)
     return actual
 
   def assert_results(self, expected, actual, tolerance):
@@ -294,12 +289,7 @@ class ConformanceTest(tf.test.TestCase):
     """The strategy's own op all-reduced once a step, and nothing beside it."""
     steps = int(model.optimizer.iterations.numpy())
     self.assertGreater(steps, 0)
-    calls = strategy.communication_report()['calls']
-    if calls['all_reduce_in_control_flow']:
-      # Without the wrapper, Keras accumulates first and reduces in a branch.
-      self.assertEqual(calls['all_reduce_in_control_flow'], steps)
-    else:
-      self.assertGreaterEqual(self.num_reductions(strategy), steps)
+    self.assertGreaterEqual(self.num_reductions(strategy), steps)
 
 
 def every(mark_of_others=tiers.unmarked) -> list[Any]:

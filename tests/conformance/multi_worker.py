@@ -198,7 +198,7 @@ class MultiWorkerConformanceTest(harness.ConformanceTest):
       self.assert_equal(results[0], result)
     for result in results:
       self.assert_results(expected(name), result, feature.tolerance)
-      self.assert_communication(feature, result)
+      self.assert_communication(result)
 
   def assert_equal(self, first, other):
     """Not one bit differs between two workers."""
@@ -210,15 +210,10 @@ class MultiWorkerConformanceTest(harness.ConformanceTest):
     self.assertEqual(first.history, other.history)
     self.assertEqual(first.evaluation, other.evaluation)
 
-  def assert_communication(self, feature, result):
+  def assert_communication(self, result):
     """Gradients crossed workers in every step."""
     self.assertGreater(result.steps, 0)
     calls = result.report['calls']
-    in_branch = calls.get('all_reduce_in_control_flow', 0)
-    if in_branch:
-      self.assertFalse(feature.wrap)
-      self.assertGreaterEqual(in_branch, result.steps)
-    else:
-      self.assertGreaterEqual(
-        calls.get('all_reduce', 0) + calls.get('all_gather', 0), result.steps
-      )
+    self.assertGreaterEqual(
+      calls.get('all_reduce', 0) + calls.get('all_gather', 0), result.steps
+    )

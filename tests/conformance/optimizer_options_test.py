@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers
+from tests import tiers, virtual_devices
 from tests.conformance import harness
 from tests.conformance.harness import Feature
 
@@ -29,12 +29,6 @@ def _small_steps():
 FEATURES = (
   Feature('accumulation', rows=133, optimizer=_accumulating(), mark=tiers.soak),
   Feature(
-    'accumulation_unwrapped',
-    optimizer=_accumulating(),
-    wrap=False,
-    mark_of_others=tiers.unmarked,
-  ),
-  Feature(
     'accumulation_global_clipnorm',
     rows=133,
     optimizer=_accumulating(global_clipnorm=0.05),
@@ -44,12 +38,6 @@ FEATURES = (
     'ema_overwrite',
     rows=69,
     optimizer=_averaging(ema_overwrite_frequency=2),
-    mark=tiers.soak,
-  ),
-  Feature(
-    'ema_overwrite_unwrapped',
-    optimizer=_averaging(ema_overwrite_frequency=2),
-    wrap=False,
     mark=tiers.soak,
   ),
   Feature(
@@ -64,14 +52,6 @@ FEATURES = (
     optimizer=_small_steps,
     policy='mixed_float16',
     tolerance=2e-3,
-    mark=tiers.soak,
-  ),
-  Feature(
-    'mixed_float16_unwrapped',
-    optimizer=_small_steps,
-    policy='mixed_float16',
-    tolerance=2e-3,
-    wrap=False,
     mark=tiers.soak,
   ),
   Feature(
@@ -119,19 +99,17 @@ class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
 
   @tiers.product(
     [{'case': c} for c in harness.STRATEGIES],
-    wrap=(True, False),
     bad_replica=(tiers.soak(0), 1, 3),
   )
   def test_overflow_on_one_replica_skips_the_step_everywhere(
-    self, case, wrap, bad_replica
+    self, case, bad_replica
   ):
     strategy = case.create()
     with strategy.scope():
       model = _one_weight()
-      inner = optimizers.SGD(0.5)
-      if wrap:
-        inner = tfs.keras.DistributedOptimizer(inner)
-      optimizer = optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+      optimizer = optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.5), initial_scale=8.0
+      )
       model.compile(optimizer, 'mse')
     x = np.full([8, 1], 0.5, np.float32)
     y = np.zeros([8, 1], np.float32)
@@ -148,14 +126,12 @@ class LossScaleTest(harness.ConformanceTest, parameterized.TestCase):
       for copy in variable.value.values:
         self.assertAllEqual(copy.numpy(), variable.numpy())
 
-  @tiers.named_parameters(*harness.every())
-  def test_two_dynamic_scales_are_refused(self, case):
-    with case.create().scope(), harness.dtype_policy('mixed_float16'):
+  def test_two_dynamic_scales_are_refused(self):
+    strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(2))
+    with strategy.scope(), harness.dtype_policy('mixed_float16'):
       model = _one_weight()
-      optimizer = tfs.keras.DistributedOptimizer(
-        optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
-      )
-      model.compile(optimizer, 'mse')
+      optimizer = optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
+      model.compile(tfs.keras.LocalSteps(optimizer, 2), 'mse')
     x = np.ones([8, 1], np.float32)
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'one LossScaleOptimizer'

@@ -83,10 +83,9 @@ FEATURES = (
     compile={'steps_per_execution': 4},
   ),
   Feature(
-    'adam_unwrapped_clipnorm',
+    'adam_clipnorm',
     rows=69,
     optimizer=lambda: keras.optimizers.Adam(1e-2, clipnorm=0.05),
-    wrap=False,
   ),
   Feature('steps_per_epoch', rows=96, fit={'steps_per_epoch': 2}),
 )

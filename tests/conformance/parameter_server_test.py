@@ -20,7 +20,7 @@ _PARTS = 3
 SOME = (
   'batch_normalization_steps_per_execution',
   'embedding',
-  'mixed_float16_unwrapped',
+  'mixed_float16',
 )
 SOME_PROGRAMS = (
   'backup_and_restore',

@@ -229,8 +229,7 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(float(optimizer.learning_rate.numpy()), rate)
 
   @parameterized.named_parameters(
-    ('ours', 'ring_mirrored', 'float32', tfs.keras.DistributedOptimizer),
-    ('mirrored', 'mirrored', 'float32', keras.optimizers.SGD),
+    ('float32', 'ring_mirrored', 'float32', keras.optimizers.SGD),
     (
       'float16',
       'ring_mirrored',

@@ -63,9 +63,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.job.begin(strategy)
     with strategy.scope():
       self.model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-      self.model.compile(
-        tfs.keras.DistributedOptimizer('sgd'), 'mse', jit_compile=False
-      )
+      self.model.compile('sgd', 'mse', jit_compile=False)
 
   def _apply(self):
     """One step of a loop of one's own."""
@@ -79,6 +77,27 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self._apply()  # The worker hears of a death before it could tell.
     self.job.hold()
     self.assertEqual(self.job.step, 6)
+
+  def test_step_of_a_loop(self):
+    self.job.restore(self.model)
+    strategy, optimizer = self.job.strategy, self.model.optimizer
+    x, y = np.ones([5, 3], np.float32), np.ones([5, 1], np.float32)
+    loss = np.mean((self.model.predict(x, verbose=0) - y) ** 2)
+
+    @strategy.step
+    def step(batch):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((self.model(batch[0]) - batch[1]) ** 2)
+      weights = self.model.trainable_variables
+      optimizer.apply(tape.gradient(loss, weights), weights)
+      return loss
+
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(2)
+    for i, batch in enumerate(strategy.experimental_distribute_dataset(data)):
+      found = step(batch)
+      self.assertAllClose(found, loss * (1 - 0.01 * 2 * 4) ** (2 * i))
+      self.job.update(0, i + 1)
+    self.assertEqual(self.job.step, 2)
 
   def test_loop_that_does_not_restore_is_refused(self):
     with self.assertRaisesRegex(

@@ -144,7 +144,7 @@ def train_by_loop(directory: str, mode: str) -> list[dict[str, float]]:
     mean.update_state(loss)
     return {'loss': loss}
 
-  step = strategy.remote_step(train, [optimizer])
+  step = strategy.step(train, [optimizer])
   strategy.track(model=model, optimizer=optimizer, mean=mean)
   evaluate()
   for _ in range(_EPOCHS):

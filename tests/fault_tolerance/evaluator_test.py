@@ -196,7 +196,7 @@ class RunTraining(Training):
       self.model = _model(**options)
     else:
       with strategy.scope():
-        optimizer = tfs.keras.DistributedOptimizer('adam')
+        optimizer = 'adam'
         self.model = _model(optimizer=optimizer, **options)
     self.directory = pathlib.Path(directory)
     self.checkpoint = tfs.RunCheckpoint(

@@ -48,8 +48,6 @@ def build(options, strategy):
   """A model that draws random numbers and keeps statistics, built."""
   import keras
 
-  import tf_strategies as tfs
-
   keras.backend.clear_session()
   keras.utils.set_random_seed(1)
   with strategy.scope():
@@ -67,7 +65,7 @@ def build(options, strategy):
       gradient_accumulation_steps=options.accumulation,
     )
     model.compile(
-      tfs.keras.DistributedOptimizer(optimizer),
+      optimizer,
       keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=['accuracy'],
       steps_per_execution=options.steps_per_execution,
@@ -161,29 +159,25 @@ def _loop(options, model, checkpoint, start, batches, after_step):
   import tf_strategies as tfs
 
   strategy = model.distribute_strategy
-  replicas = strategy.num_replicas_in_sync
   iterator = iter(strategy.experimental_distribute_dataset(batches))
 
-  def replica_step(batch):
+  @strategy.step
+  def train_step(batch):
     x, y = batch
     with tf.GradientTape() as tape:
       losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
         y, model(x, training=True)
       )
-      loss = model.optimizer.scale_loss(tf.reduce_mean(losses) / replicas)
+      loss = tf.reduce_mean(losses)
     variables = model.trainable_variables
     gradients = tape.gradient(loss, [v.value for v in variables])
     model.optimizer.apply(gradients, variables)
-
-  @tf.function
-  def step_fn(iterator):
-    strategy.run(replica_step, args=(next(iterator),))
 
   with tfs.Preemption(checkpoint) as preemption:
     for epoch in range(start.epoch, EPOCHS):
       first = start.step if epoch == start.epoch else 0
       for step in range(first, STEPS):
-        step_fn(iterator)
+        train_step(next(iterator))
         after_step(epoch * STEPS + step + 1)
         # At the end of an epoch in any case: it might be that of the run.
         if preemption.is_requested(at_once=step + 1 == STEPS):

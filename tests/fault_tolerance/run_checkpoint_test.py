@@ -46,7 +46,7 @@ def _model(strategy=None, units=1, seed=1, optimizer='adam', counts_anew=True):
       ]
     )
     model.compile(
-      tfs.keras.DistributedOptimizer(keras.optimizers.get(optimizer))
+      keras.optimizers.get(optimizer)
       if strategy.num_replicas_in_sync > 1
       else optimizer,
       'mse',

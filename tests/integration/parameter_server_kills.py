@@ -329,7 +329,7 @@ def train(
   strategy, static, dynamic, optimizer, step = _make(
     directory, options, in_rounds
   )
-  run = strategy.remote_step(step, [optimizer])
+  run = strategy.step(step, [optimizer])
   ids = ids_of_steps(steps)
   objects = {'static': static, 'dynamic': dynamic, 'optimizer': optimizer}
   began = strategy.restore(**objects)

@@ -314,7 +314,7 @@ def use_after_failed_recovery(
   strategy, model, x, y = _regression(
     checkpoint_dir=checkpoint_dir, recovery_timeout=60.0
   )
-  probe = strategy.remote_step(lambda batch: model(batch)[0, 0])
+  probe = strategy.step(lambda batch: model(batch)[0, 0])
   options = {'batch_size': 32, 'verbose': 0}
   model.fit(x, y, epochs=2, **options)
   strategy.save()
@@ -413,7 +413,7 @@ def finish_after_giving_up() -> list[list[float]]:
     )
     return batch
 
-  train = strategy.remote_step(step, [optimizer])
+  train = strategy.step(step, [optimizer])
   journal = strategy.engine.journal
 
   def direct(variable):
@@ -495,7 +495,7 @@ def count_steps(
     return share
 
   optimizers = [first, second]
-  train = strategy.remote_step(step, optimizers)
+  train = strategy.step(step, optimizers)
   for taken in range(1, steps + 1):
     train(np.ones([2], np.float32))
     tell(progress_path, taken)
@@ -533,7 +533,7 @@ def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
     optimizer.apply([tf.fill([10], tf.reduce_mean(batch))], [weight])
     return batch[0]
 
-  train = strategy.remote_step(step, [optimizer])
+  train = strategy.step(step, [optimizer])
   for taken in range(1, steps + 1):
     train(np.ones([4], np.float32))
     if taken % 100 == 0:

@@ -43,7 +43,7 @@ def _model(strategy, seed):
   with strategy.scope():
     model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    model.compile(tfs.keras.DistributedOptimizer(optimizer), 'mse')
+    model.compile(optimizer, 'mse')
   return model
 
 

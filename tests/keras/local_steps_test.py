@@ -58,13 +58,13 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ),
     (
       'around_another_wrapper',
-      lambda: LocalSteps(tfs.keras.DistributedOptimizer('sgd'), 2),
-      r'LocalSteps\(DistributedOptimizer.*one wrapper',
+      lambda: LocalSteps(tfs.keras.LazyRows('sgd'), 2),
+      r'LocalSteps\(LazyRows.*one wrapper',
     ),
     (
       'inside_of_another_wrapper',
-      lambda: tfs.keras.DistributedOptimizer(LocalSteps('sgd', 2)),
-      r'DistributedOptimizer\(LocalSteps.*one wrapper',
+      lambda: tfs.keras.LazyRows(LocalSteps('sgd', 2)),
+      r'LazyRows\(LocalSteps.*one wrapper',
     ),
     (
       'outer_wraps',
@@ -153,27 +153,19 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ):
       _fit(model)
 
-  def test_branch_of_a_loop(self):
+  @parameterized.parameters('run', 'step')
+  def test_step_of_a_loop_that_does_not_count(self, call):
     strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(2))
     model = _model(lambda: LocalSteps('sgd', 2), strategy)
 
     def apply():
       gradients = [tf.ones([3, 2]), tf.ones([2])]
       model.optimizer.apply(gradients, model.trainable_variables)
-      return True
-
-    @tf.function
-    def step(x):
-      def replica_step():
-        tf.cond(x > 0, apply, lambda: False)
-
-      strategy.run(replica_step)
 
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError,
-      r'in a branch of a replica.*every replica makes',
+      tfs.errors.UnsupportedOptionError, r'strategy.step\(fn, \[optimizer\]\)'
     ):
-      step(tf.constant(1.0))
+      strategy.run(apply) if call == 'run' else strategy.step(apply)()
 
 
 def _by_bias(variable):

@@ -13,7 +13,6 @@ virtual_devices.configure()
 
 optimizers = keras.optimizers
 LossScale = optimizers.LossScaleOptimizer
-Distributed = tfs.keras.DistributedOptimizer
 
 
 def _adam(use_ema=True):
@@ -63,8 +62,7 @@ class SwappedAveragesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('lazy', lambda o: tfs.keras.LazyRows(o), None),
     ('scaled_lazy', lambda o: LossScale(tfs.keras.LazyRows(o)), None),
-    ('scaled', lambda o: LossScale(Distributed(o)), _ring),
-    ('scaled_inside', lambda o: Distributed(LossScale(o)), None),
+    ('scaled', LossScale, _ring),
     ('apart', _apart, _worker),
     ('scaled_apart', lambda o: LossScale(_apart(o)), _worker),
     ('apart_scaled', lambda o: _apart(LossScale(o)), _worker),
@@ -75,12 +73,12 @@ class SwappedAveragesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(bare, _fit(lambda: wrap(_adam()), strategy), 1e-6, 1e-6)
 
   def test_averages_of_one_of_several(self):
-    found = _fit(lambda: LossScale(Distributed(_by_kind())), _ring())
+    found = _fit(lambda: LossScale(_by_kind()), _ring())
     self.assertAllClose(_fit(_by_kind), found, 1e-6, 1e-6)
 
   def test_an_optimizer_without_averages_is_named(self):
     with self.assertRaisesRegex(ValueError, 'use_ema=False'):
-      _fit(lambda: LossScale(Distributed(_adam(use_ema=False))))
+      _fit(lambda: LossScale(_adam(use_ema=False)))
 
 
 if __name__ == '__main__':

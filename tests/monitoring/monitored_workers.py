@@ -41,7 +41,7 @@ def _model(strategy):
       + [keras.layers.Dense(UNITS) for _ in range(LAYERS)]
     )
     model.compile(
-      tfs.keras.DistributedOptimizer(keras.optimizers.SGD(1e-3)),
+      keras.optimizers.SGD(1e-3),
       'mse',
       jit_compile=False,
     )

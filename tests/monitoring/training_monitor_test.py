@@ -48,7 +48,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     with strategy.scope():
       model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
       model.compile(
-        tfs.keras.DistributedOptimizer('sgd'),
+        'sgd',
         'mse',
         jit_compile=False,
         **compile_options,

@@ -14,7 +14,7 @@ _MODULES = (
   'tf_strategies.cross_device',
   'tf_strategies.cross_device.base',
   'tf_strategies.cross_device.statistics',
-  'tf_strategies.keras.distributed_optimizer',
+  'tf_strategies.keras.lazy_rows',
   'tf_strategies.keras.dynamic_embedding',
   'tf_strategies.strategies.mirrored.devices',
   'tf_strategies.strategies.registry',

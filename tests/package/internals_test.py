@@ -128,13 +128,11 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     (TFTrainer, 'make_train_function', 'make_train_function'),
     (TFTrainer, 'train_step', 'train_step'),
     (TFTrainer, 'make_predict_function', 'make_predict_function'),
-    (trainer, 'reduce_per_replica', 'reduce'),
     (base_optimizer.BaseOptimizer, 'apply', 'apply'),
     (base_optimizer.BaseOptimizer, 'build', 'build'),
     (base_optimizer.BaseOptimizer, '_get_variable_index', '_get_variable'),
     (core.Variable, '_maybe_autocast', '_maybe_autocast'),
-    (keras.optimizers.LossScaleOptimizer, 'check_finite', 'check_finite'),
-    (keras.optimizers.LossScaleOptimizer, '_tf_apply', 'check_finite'),
+    (keras.optimizers.LossScaleOptimizer, 'build', 'dynamic_scale'),
     (seed_generator.SeedGenerator, '__init__', 'seed_generator_state'),
   )
   def test_what_changed_is_named(self, owner, name, named):

@@ -15,7 +15,6 @@ from tools.pages import hooks
 # Public callables that take any keyword, and why.
 _OPEN = {
   'DynamicEmbedding': 'of keras.layers.Layer, whose configuration Keras passes',
-  'DistributedOptimizer': 'refused: they belong to the inner optimizer',
   'LazyRows': 'refused: they belong to the inner optimizer',
   'LocalSteps': 'refused: they belong to the inner optimizer',
   'GroupOptions.from_env': 'of GroupOptions, which refuses others',
@@ -128,7 +127,6 @@ class SignaturesTest(absltest.TestCase):
 
   def test_near_one_of_a_wrapper_or_of_a_name_is_answered(self):
     for call, name in (
-      (lambda: tfs.keras.DistributedOptimizer('sgd', weigthing=1), 'weighting'),
       (lambda: tfs.keras.LocalSteps('sgd', 2, outr=None), 'outer'),
       (lambda: tfs.create_strategy('parameter_server', clustr=1), 'cluster'),
     ):
@@ -139,7 +137,7 @@ class SignaturesTest(absltest.TestCase):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'clipnorm on the inner optimizer'
     ):
-      tfs.keras.DistributedOptimizer('sgd', clipnorm=1.0)
+      tfs.keras.LazyRows('sgd', clipnorm=1.0)
 
   @pytest.mark.smoke
   def test_signature_stays(self):

@@ -75,7 +75,6 @@ _CALLS = {
     'task_index': 0,
   },
   tfs.keras.ChiefOnly: {'callback': keras.callbacks.History()},
-  tfs.keras.DistributedOptimizer: {'optimizer': 'sgd'},
   tfs.keras.LazyRows: {'optimizer': 'adam'},
   tfs.keras.LocalSteps: {'optimizer': 'sgd', 'every': 2},
   tfs.keras.DynamicEmbedding: {'output_dim': 4},

@@ -236,7 +236,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       model = keras.Sequential(
         [keras.layers.Input([5]), keras.layers.Dense(7), keras.layers.Dense(1)]
       )
-      optimizer = tfs.keras.DistributedOptimizer(keras.optimizers.Adam(0.1))
+      optimizer = keras.optimizers.Adam(0.1)
       model.compile(optimizer, 'mse')
     rng = np.random.default_rng(0)
     x = rng.normal(size=[12 * steps, 5]).astype(np.float32)
@@ -256,9 +256,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
 
     with strategy.scope():
       v = keras.Variable([1.0, 2.0], name='v')
-      optimizer = tfs.keras.DistributedOptimizer(
-        Counting(0.5), weighting='none'
-      )
+      optimizer = Counting(0.5)
       optimizer.build([v])
 
     @tf.function
@@ -373,7 +371,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     )
     with strategy.scope():
       model = keras.Sequential([keras.layers.Input([1]), keras.layers.Dense(1)])
-      model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
+      model.compile('sgd', 'mse')
     history = model.fit(np.ones([8, 1]), np.ones([8, 1]), epochs=3, verbose=0)
     self.assertLess(history.history['loss'][-1], history.history['loss'][0])
     self.assertEqual(

@@ -1,8 +1,7 @@
-"""A gradient's way from `apply` to the wire and back touches few files.
+"""A gradient of `fit` goes to the wire and back through few files.
 
-Counted while a step is traced and run: the files of the package of which a
-function is called with the gradient, as a tensor, an array or a buffer, until
-the inner optimizer has it.
+The test counts the files of the package of which a function gets the gradient, as a
+tensor, an array or a buffer: from the exchange of the step on, and as the step runs.
 """
 
 import sys
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 import tf_strategies as tfs
 from tests import processes, virtual_devices
-from tf_strategies.keras import distributed_optimizer
+from tf_strategies.strategies.multi_worker import worker_exchange
 
 # Lower this bound with each file that goes.
 _MOST_FILES = 10
@@ -71,70 +70,52 @@ class _Recorder:
     sys.setprofile(self.profile)
 
 
-class WatchedOptimizer(keras.optimizers.SGD):
-  """Ends the way: what it does with a reduced gradient is Keras's."""
-
-  recorder: _Recorder | None = None
-
-  def apply(self, grads, trainable_variables=None):
-    """Updates, unwatched."""
-    self.recorder.is_on = False
-    super().apply(grads, trainable_variables)
-
-
 def _train(rank):
   del rank
-  virtual_devices.configure(2)
+  virtual_devices.configure(1)
   recorder = _Recorder()
   recorder.start()
-  strategy = tfs.MultiWorkerRingStrategy(
-    devices=[virtual_devices.name(0), virtual_devices.name(1)]
-  )
+  strategy = tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
   with strategy.scope():
-    variables = [tf.Variable(tf.ones([5])), tf.Variable(tf.ones([3, 2]))]
-    inner = WatchedOptimizer(0.1)
-    inner.recorder = recorder
-    optimizer = tfs.keras.DistributedOptimizer(inner)
-    optimizer.build(variables)
-  apply = distributed_optimizer.DistributedOptimizer.apply
+    model = keras.Sequential(
+      [keras.Input([3]), keras.layers.Dense(2, use_bias=False)]
+    )
+    model.compile(keras.optimizers.SGD(0.5), 'mse')
+  add = worker_exchange.WorkerExchange.add
 
-  def watched_apply(self, *args, **kwargs):
-    recorder.is_on = True
-    return apply(self, *args, **kwargs)
+  def watched_add(self, columns, sites, are_gradients):
+    recorder.is_on = are_gradients
+    recorder.files.add('strategies/multi_worker/worker_exchange.py')
+    sums = add(self, columns, sites, are_gradients)
+    recorder.is_on = False
+    return sums
 
-  distributed_optimizer.DistributedOptimizer.apply = watched_apply
-
-  @tf.function
-  def step():
-    def replica_step():
-      optimizer.apply([v * 1.0 for v in variables], variables)
-
-    strategy.run(replica_step)
-
-  step()
+  worker_exchange.WorkerExchange.add = watched_add
+  x, before = np.ones([4, 3], np.float32), model.get_weights()[0]
+  for _ in range(2):  # Keras traces twice.
+    model.train_on_batch(x, x[:, :2])
   recorder.is_on = True
-  step()
+  model.train_on_batch(x, x[:, :2])
   recorder.is_on = False
-  values = [v.numpy() for v in variables]
   report = strategy.communication_report()
   strategy.close()
-  return sorted(recorder.files), values, report
+  return sorted(recorder.files), before, model.get_weights()[0], report
 
 
 class GradientPathTest(tf.test.TestCase):
   @pytest.mark.smoke
   def test_path_is_short(self):
     results = processes.run_workers(_train, 2)
-    for rank, (files, values, report) in enumerate(results):
+    for rank, (files, before, after, report) in enumerate(results):
       self.assertEqual(report['paths'], {1 - rank: 'memory'})
-      self.assertIn('keras/distributed_optimizer.py', files)
       self.assertIn(
         'strategies/multi_worker/process_group_communicator.py', files
       )
       self.assertTrue(any('process_group/tcp' in f for f in files), files)
       self.assertLessEqual(len(files), _MOST_FILES, '\n'.join(files))
-      # Two steps of SGD on the sum of four replicas' gradients.
-      self.assertAllClose(values[0], np.full([5], 0.6**2))
+      # The error of each output is e; each step takes 3 e / 2 from it.
+      error = before.sum(0) - 1
+      self.assertAllClose(after.sum(0) - 1, error * (-0.5) ** 3)
 
 
 if __name__ == '__main__':

@@ -200,7 +200,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(3)
     with strategy.scope():
       model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
-      model.compile(tfs.keras.DistributedOptimizer('sgd'), 'mse')
+      model.compile('sgd', 'mse')
     once = strategy.experimental_distribute_dataset(dataset)
     self.assertIs(strategy.experimental_distribute_dataset(once), once)
     model.fit(once, epochs=2, verbose=0)

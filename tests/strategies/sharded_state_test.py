@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
+from tests.strategies import loop_programs
 from tests.strategies import sharded_models as models
 from tf_strategies import errors
 from tf_strategies.spmd import pieces
@@ -19,8 +20,6 @@ from tf_strategies.strategies.mirrored import replica_exchange
 virtual_devices.configure()
 
 ALL = {**models.OPTIMIZERS, **models.OPTIONS}
-# They multiply matrices or take means of rows, so gradients are gathered.
-WHOLE = ('adafactor', 'muon')
 
 
 def sharded(devices=3):
@@ -120,6 +119,14 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
     assert_equal_models(self, *found)
     stored = [len(v.value.values) for v in found[1].second.variables[2:4]]
     self.assertEqual(stored, [3, 3])
+
+  def test_step_of_a_loop(self):
+    found = [
+      loop_programs.run(loop_programs.clipped_and_accumulated, strategy)
+      for strategy in (None, sharded())
+    ]
+    for one, other in zip(*map(tf.nest.flatten, found), strict=True):
+      self.assertAllClose(one, other, 1e-5, 1e-6)
 
   def test_mixed_precision(self):
     before = keras.config.dtype_policy()
@@ -263,14 +270,14 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
       strategy.run(replica)
 
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'train_step'):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'strategy.step'):
       step()
 
   def test_slot_in_a_loop_of_the_users_own(self):
     strategy = sharded()
     model = models.train(ALL['adam'], strategy)
     slot = model.optimizer.variables[2]
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'train_step'):
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'strategy.step'):
       strategy.run(lambda: slot.value.read_value())
 
   def test_update_in_a_loop_of_a_step(self):

@@ -126,13 +126,6 @@ def strategy_of(
   return optimizer._distribution_strategy
 
 
-def is_check_finite(fn: Callable) -> bool:
-  """Returns whether `fn` is the check for finite gradients of loss scaling."""
-  owner = getattr(fn, '__self__', None)
-  is_scale = isinstance(owner, keras.optimizers.LossScaleOptimizer)
-  return is_scale and fn.__name__ == 'check_finite'
-
-
 def allow_attributes(wrapper: keras.optimizers.Optimizer) -> None:
   """Lets a subclass set attributes before it calls its base's `__init__`.
 
@@ -309,13 +302,6 @@ def check() -> None:
   why = 'a resumed fit goes on in the epoch that it was interrupted in'
   mention(tf_trainer.fit, ['_initial_epoch'], why)
   mention(base_trainer.Trainer.__init__, ['_initial_epoch'], why)
-  why = 'several workers average their logs and gather predictions'
-  mention(
-    trainer._collective_all_reduce_multi_worker,
-    ['MultiWorkerMirroredStrategy', '_in_multi_worker_mode'],
-    why,
-  )
-  mention(trainer.reduce_per_replica, ['reduce'], why)
   mention(
     trainer.TFEpochIterator.__init__,
     ['DistributedDataset'],
@@ -330,7 +316,7 @@ def check() -> None:
   mention(tf_optimizer.__init__, ['_distribution_strategy'], why)
   method(tf_optimizer, '_all_reduce_sum_gradients(grads_and_vars)', why)
   mention(update, ['apply_grad_to_update_var', 'self'], why)
-  why = 'DistributedOptimizer wraps an optimizer, parameter servers record it'
+  why = 'LocalSteps and LazyRows wrap an optimizer, parameter servers record it'
   base = base_optimizer.BaseOptimizer
   method(base, 'apply(grads, trainable_variables)', why)
   method(base, 'build(variables)', why)
@@ -346,11 +332,11 @@ def check() -> None:
   mention(base.build, ['_trainable_variables'], why)
   why = 'workers that train apart average the moving averages of their weights'
   mention(base.build, ['_model_variables_moving_average'], why)
-  scale = keras.optimizers.LossScaleOptimizer
-  why = 'all replicas agree whether gradients are finite'
-  method(scale, 'check_finite(grads)', why)
-  mention(scale._tf_apply, ['check_finite', 'call_for_each_replica'], why)
-  mention(scale.build, ['dynamic_scale'], why)
+  mention(
+    keras.optimizers.LossScaleOptimizer.build,
+    ['dynamic_scale'],
+    'central storage writes a loss scale once',
+  )
   mention(
     seed_generator.SeedGenerator.__init__,
     ['seed_generator_state'],

@@ -31,15 +31,21 @@ KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
 
 @dataclasses.dataclass(frozen=True)
 class KerasStep:
-  """A model's own step, as Keras passed it: of 'train', 'test' or 'predict'.
+  """A step that is written for one device.
 
-  `compiles` says whether its user asked for XLA.
+  Attributes:
+    model: whose step Keras passed. None for a step of `strategy.step`.
+    kind: 'train', 'test' or 'predict'.
+    run: the step.
+    compiles: whether its user asked for XLA.
+    named: the optimizers that the user of `strategy.step` named.
   """
 
-  model: keras.Model
+  model: keras.Model | None
   kind: str
   run: Callable[[Any], Any]
   compiles: bool = False
+  named: tuple[keras.optimizers.Optimizer, ...] = ()
 
 
 def step_of(fn: Callable) -> KerasStep | None:

@@ -50,37 +50,25 @@ def _reduce_first(optimizer, gradients, variables, apply):
     if tf.distribute.in_cross_replica_context():
       raise errors.UnsupportedOptionError(
         f'{type(optimizer).__name__}.apply in cross-replica context',
-        'a call inside strategy.run',
-        'pass the training step to strategy.run',
+        'a call in a step',
+        'pass the training step to strategy.step, or to strategy.run',
       )
     extended.apply_gradients(optimizer, gradients, variables, apply)
   else:
     apply(gradients)
 
 
-def _mark_first(optimizer, gradients, variables, apply):
-  """Lets a strategy know, in a model's step, which tensors are gradients.
-
-  And which pieces of them are wanted, before all of them are looked at.
-  """
-  extended = tf.distribute.get_strategy().extended
-  if variables is not None and hasattr(extended, 'mark_divided'):
-    gradients = extended.mark_divided(optimizer, gradients, variables)
-  if variables is not None and hasattr(extended, 'mark'):
-    gradients = extended.mark(gradients, variables)
-  apply(gradients)
-
-
-before_apply(
-  base_optimizer.BaseOptimizer,
-  _reduce_first,
-  'a part of a gradient has another norm than the whole',
-)
-before_apply(
-  keras.optimizers.LossScaleOptimizer,
-  _mark_first,
-  'gradients are added up, or divided, before they are found to be finite',
-)
+for _owner, _reason in (
+  (
+    base_optimizer.BaseOptimizer,
+    'a part of a gradient has another norm than the whole',
+  ),
+  (
+    keras.optimizers.LossScaleOptimizer,
+    'gradients are added up, or divided, before they are found to be finite',
+  ),
+):
+  before_apply(_owner, _reduce_first, _reason)
 
 
 def _of_the_innermost(swap):

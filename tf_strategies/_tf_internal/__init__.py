@@ -46,10 +46,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   trace,
   whole_spec,
 )
-from tf_strategies._tf_internal.undivided import (  # noqa: F401  For all others.
-  is_undivided,
-  undivided_marked,
-)
 
 MirroredExtended = _load(
   'distribute.mirrored_strategy.MirroredExtended', 'the base of strategies'
@@ -457,7 +453,6 @@ _OVERRIDDEN = {
   UnaryUnchangedStructureDataset: ('__iter__()',),
   TPUExtended: (
     '_batch_reduce_to(reduce_op, value_destination_pairs, options)',
-    '_call_for_each_replica(fn, args, kwargs)',
     '_create_variable(next_creator, kwargs)',
     '_reduce_to(reduce_op, value, destinations, options)',
     '_update(var, fn, args, kwargs, group)',

@@ -450,14 +450,16 @@ def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
 
 
 def inlined(function):
-  """Returns the Python function of a `tf.function`, or the function itself."""
-  if not isinstance(function, tf.types.experimental.PolymorphicFunction):
-    return function
-  traced = function.python_function
-  # pylint: disable-next=protected-access
-  if not function._autograph:
-    return traced
-  return _tf_convert(traced, _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED))
+  """Returns a function that does what `tf.function(function)` would trace.
+
+  AutoGraph converts it, unless it is a `tf.function` that says otherwise.
+  """
+  if isinstance(function, tf.types.experimental.PolymorphicFunction):
+    # pylint: disable-next=protected-access
+    if not function._autograph:
+      return function.python_function
+    function = function.python_function
+  return _tf_convert(function, _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED))
 
 
 def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:

@@ -491,7 +491,7 @@ class Job:
           f'variable {variable.path!r}, of which each replica has a part, in '
           'elastic training',
           'state that every worker has whole',
-          'wrap the optimizer: tfs.keras.DistributedOptimizer(optimizer)',
+          'train the model by job.fit, or in a loop by strategy.step',
         )
     return list(variables)
 

@@ -1,14 +1,12 @@
 """Everything that knows Keras: the optimizer wrappers and what to check."""
 
 from tf_strategies.keras.chief_only import ChiefOnly
-from tf_strategies.keras.distributed_optimizer import DistributedOptimizer
 from tf_strategies.keras.dynamic_embedding import DynamicEmbedding
 from tf_strategies.keras.lazy_rows import LazyRows
 from tf_strategies.keras.local_steps import LocalSteps
 
 __all__ = [
   'ChiefOnly',
-  'DistributedOptimizer',
   'DynamicEmbedding',
   'LazyRows',
   'LocalSteps',

@@ -1,21 +1,20 @@
-"""What an optimizer may ask of a strategy: one protocol, with types.
+"""Defines what an optimizer asks of a strategy.
 
-The `extended` of every strategy of this package implements it: Keras's `apply`
-goes through it, whoever made the optimizer. Any other strategy gets
-`Unsupported`, which trains on one replica as it is and rejects more with an error.
+The `extended` of every strategy of this package is a `GradientReducer`. Keras's
+`apply` goes through it, for every optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
 
 # Options for which an optimizer computes with a gradient before it is applied.
@@ -48,8 +47,7 @@ def write(writes: dict[Any, tf.Tensor]) -> None:
     reference.deref().assign(value)
 
 
-@runtime_checkable
-class GradientReducer(Protocol):
+class GradientReducer:
   """Reduces the gradients of one step over replicas, and has them applied.
 
   The methods here are right for replicas that have equally many rows and a
@@ -100,13 +98,6 @@ class GradientReducer(Protocol):
     del variables
     return gradients
 
-  def check(self) -> None:
-    """Raises UnsupportedOptionError if several replicas cannot be reduced."""
-
-  def row_weight(self) -> tf.Tensor | None:
-    """N * n_i / sum(n) for this replica's n_i rows; None if all are equal."""
-    return None
-
   def prefers_dense(self, slices: tf.IndexedSlices) -> bool:
     """Returns whether a sparse gradient is less to send as a dense one."""
     del slices
@@ -148,7 +139,8 @@ class GradientReducer(Protocol):
         optimizer.build(variables)
     gradients = [self._lighter(optimizer, g) for g in gradients]
     parts = [g for g in gradients if g is not None]
-    if any(getattr(optimizer, option, None) for option in _COMPUTES):
+    chain = [*_keras_internal.chain(optimizer)]
+    if len(chain) > 1 or _has_any(chain[0], _COMPUTES):
       # Keras computes with them, so one tensor that all replicas apply, made
       # outside of the step, becomes each replica's own and counts once a replica.
       parts = tf.nest.map_structure(tf.identity, parts, expand_composites=True)
@@ -169,11 +161,8 @@ class GradientReducer(Protocol):
   def add_local_steps(self, optimizer) -> None:
     """Is told of a new `LocalSteps`."""
 
-  def apply_locally(self, optimizer, gradients, apply) -> None:
-    """Has `apply` called with the gradients of this worker; then counts a step.
-
-    In a loop of the user's own; the optimizer meets when it has counted enough.
-    """
+  def check_counted(self, optimizer) -> None:
+    """Raises UnsupportedOptionError in a step that does not count for `optimizer`."""
 
   def settle(self, variables) -> None:
     """Has each `LocalSteps` of these variables meet that has counted steps, eagerly."""
@@ -187,10 +176,8 @@ class GradientReducer(Protocol):
     """
     if not isinstance(gradient, tf.IndexedSlices):
       return gradient
-    clips = any(
-      getattr(optimizer, option, None) is not None
-      for option in optimizer_checks.CLIPPING
-    )
+    *_, optimizer = _keras_internal.chain(optimizer)
+    clips = _has_any(optimizer, optimizer_checks.CLIPPING)
     if clips and self.sums_sparse_as_dense:
       strategy = type(tf.distribute.get_strategy()).__name__
       raise errors.UnsupportedOptionError(
@@ -209,29 +196,12 @@ class GradientReducer(Protocol):
     return gradient
 
 
-class Unsupported(GradientReducer):
-  """Stands for a strategy that is not one of this package's."""
-
-  def __init__(self, strategy: tf.distribute.Strategy):
-    self._name = type(strategy).__name__
-
-  def check(self):
-    """Raises UnsupportedOptionError, which names the strategy."""
-    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
-      return
-    raise errors.UnsupportedOptionError(
-      f'DistributedOptimizer under {self._name}',
-      'the strategies of tf_strategies',
-      "use tfs.create_strategy('ring_mirrored') in place of it",
-    )
-
-
 def current() -> GradientReducer:
   """Returns the reducer of the current strategy."""
-  strategy = tf.distribute.get_strategy()
-  if isinstance(strategy.extended, GradientReducer):
-    return strategy.extended
-  return Unsupported(strategy)
+  extended = tf.distribute.get_strategy().extended
+  return (
+    extended if isinstance(extended, GradientReducer) else GradientReducer()
+  )
 
 
 def check_local_steps(is_training: bool = False) -> None:
@@ -248,6 +218,10 @@ def check_local_steps(is_training: bool = False) -> None:
     f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
     *reducer.no_local_steps,
   )
+
+
+def _has_any(optimizer, options: Iterable[str]) -> bool:
+  return any(getattr(optimizer, option, None) is not None for option in options)
 
 
 class _ThreadState(threading.local):

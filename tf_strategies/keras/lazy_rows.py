@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+
 import keras
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import (
   optimizer_checks,
   optimizer_wrapper,
@@ -13,7 +15,9 @@ from tf_strategies.keras import (
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
-class LazyRows(optimizer_wrapper.StatelessWrapper):
+class LazyRows(
+  _tf_internal.TrackedAsAnother, optimizer_wrapper.OptimizerWrapper
+):
   """Has a Keras optimizer update only those rows of a table that have a gradient.
 
   To Keras's Adam, and to whatever keeps a momentum or an average, all rows of a table
@@ -83,6 +87,16 @@ class LazyRows(optimizer_wrapper.StatelessWrapper):
         'leave one of them out',
       )
     _keras_internal.replace_update(inner, row_updates.update_lazily)
+
+  # It has no variables of its own: a file that was saved with the wrapper loads
+  # without it, and the reverse.
+  variables = property(operator.attrgetter('inner_optimizer.variables'))
+  set_weights = optimizer_wrapper.inner('set_weights')
+  save_own_variables = optimizer_wrapper.inner('save_own_variables')
+  load_own_variables = optimizer_wrapper.inner('load_own_variables')
+
+  def _tracked(self):
+    return vars(self).get('inner_optimizer')
 
   def apply(self, grads, trainable_variables=None):
     """Updates the variables, of those with sparse gradients the rows in them."""

@@ -34,7 +34,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
   In `fit` workers also meet at the end of each epoch, and before `evaluate` and
   `predict`, so there, and in callbacks between epochs, all have the same weights.
   In the middle of an epoch weights are a worker's own. In a loop of your own that
-  calls `strategy.run`, `meet` does that where you need it.
+  calls `strategy.step(fn, [optimizer])`, call `meet` where you need equal weights.
 
   Example, in a process without TF_CONFIG (one worker):
 
@@ -173,26 +173,27 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     return _keras_internal.trainable_variables(self)
 
   def apply(self, grads, trainable_variables=None):
-    """Applies this worker's gradients; in a loop of your own, counts a step.
+    """Applies this worker's gradients.
 
     Raises:
-      UnsupportedOptionError: called outside of replica context, in a branch of a
-        replica, or under a strategy without workers that could train apart.
+      UnsupportedOptionError: called outside of the step of a model and of
+        `strategy.step(fn, [optimizer])`, or under a strategy without workers that
+        could train apart.
     """
-    grads = list(grads)
     with keras.name_scope(self.name, caller=self):
       trainable_variables = self.built_on(trainable_variables)
     variables = trainable_variables or self._weights()
     gradient_reducer.check_local_steps(is_training=True)
-    self.check_applies(variables)
+    for variable in variables:
+      if _keras_internal.overwrites_with_gradient(variable):
+        raise errors.UnsupportedOptionError(
+          f'variable {variable.path!r} that its gradient overwrites (float8)',
+          'variables that are updated by gradients',
+          'train without quantize("float8")',
+        )
 
-    def apply(grads):
-      self.inner_optimizer.apply(grads, trainable_variables)
-
-    if gradient_reducer.are_gradients_reduced():
-      apply(grads)  # A model's step, which the strategy counts.
-    else:
-      gradient_reducer.current().apply_locally(self, grads, apply)
+    gradient_reducer.current().check_counted(self)
+    self.inner_optimizer.apply(grads, trainable_variables)
 
   def meet(self) -> None:
     """Meets now, if steps were taken since the last meeting; all workers call it.
@@ -216,20 +217,22 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     }
 
 
-def of_model(model: keras.Model) -> list[LocalSteps]:
-  """Returns the `LocalSteps` among a model's optimizers.
+def of_step(step: _keras_internal.KerasStep) -> list[LocalSteps]:
+  """Returns the `LocalSteps` among the optimizers of a step.
 
   Raises:
-    UnsupportedOptionError: a model of which only some optimizers are.
+    UnsupportedOptionError: only some of the optimizers are.
   """
-  optimizers = _keras_internal.optimizers_of(model)
+  optimizers = step.named
+  if step.model is not None:
+    optimizers = _keras_internal.optimizers_of(step.model)
   found = [in_chain(o) for o in optimizers]
   if any(found) and not all(found):
     alone = optimizers[found.index(None)]
     raise errors.UnsupportedOptionError(
-      f'{type(alone).__name__} beside LocalSteps in model {model.name!r}',
+      f'{type(alone).__name__} beside LocalSteps in one step',
       'optimizers of one kind: weights that workers train apart, or together',
-      'wrap each optimizer of the model, LocalSteps(optimizer, every=...), and '
+      'wrap each optimizer of the step, LocalSteps(optimizer, every=...), and '
       'pass one to compile, which otherwise makes an RMSprop',
     )
   return [o for o in found if o is not None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -29,7 +30,7 @@ def check_model(
   Raises:
     UnsupportedOptionError: naming two loss scales.
   """
-  if step is None or step.kind != 'train':
+  if step is None or step.model is None or step.kind != 'train':
     return
   if strategy.num_replicas_in_sync == 1:
     return
@@ -50,6 +51,19 @@ def check_model(
       )
 
 
+def check_step(fn: Any, optimizers: Any) -> None:
+  """Raises UnsupportedOptionError for arguments that `strategy.step` refuses."""
+  option_checks.check_function(
+    'fn', fn, 'pass a function of a batch: strategy.step(train_step)'
+  )
+  option_checks.check(
+    isinstance(optimizers, Sequence),
+    f'optimizers={optimizers!r}',
+    'a list of Keras optimizers',
+    'write strategy.step(train_step, [optimizer])',
+  )
+
+
 def check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
   """Rejects losses that are wrong where Keras knows of several replicas.
 
@@ -61,9 +75,8 @@ def check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
   step = _keras_internal.step_of(fn)
   if strategy.num_replicas_in_sync == 1 or step is None:
     return
-  weighting = getattr(step.model.optimizer, 'weighting', None)
   for loss in keras.tree.flatten(getattr(step.model, 'loss', None)):
-    _check_reduction(loss, weighting, type(strategy).__name__)
+    _check_reduction(loss, type(strategy).__name__)
   masked = _keras_internal.masked_outputs(step.model)
   if masked and step.model not in _warned_of_masks:
     _warned_of_masks.add(step.model)
@@ -77,7 +90,7 @@ def check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
     )
 
 
-def _check_reduction(loss, weighting: str | None, strategy_name: str) -> None:
+def _check_reduction(loss, strategy_name: str) -> None:
   reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
   name = f'{type(loss).__name__}(reduction={reduction!r})'
   if reduction == 'mean_with_sample_weight':
@@ -86,13 +99,6 @@ def _check_reduction(loss, weighting: str | None, strategy_name: str) -> None:
       "'sum_over_batch_size'; each replica would divide by the sum of its own "
       'weights, and the mean of such means is not the whole mean',
       "use 'sum_over_batch_size' with sample weights of mean 1",
-    )
-  if reduction in ('sum', 'none', None) and weighting == 'rows':
-    raise errors.UnsupportedOptionError(
-      f"{name} with DistributedOptimizer(weighting='rows')",
-      'a loss that is a mean over rows',
-      "use reduction='sum_over_batch_size', or "
-      "DistributedOptimizer(optimizer, weighting='none')",
     )
 
 

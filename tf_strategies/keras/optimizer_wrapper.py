@@ -6,14 +6,8 @@ import inspect
 import operator
 
 import keras
-import tensorflow as tf
 
-from tf_strategies import (
-  _keras_internal,
-  _tf_internal,
-  errors,
-  option_checks,
-)
+from tf_strategies import _keras_internal, errors, option_checks
 
 
 def inner(name: str):
@@ -123,23 +117,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
       self.build(variables)
     return variables
 
-  def check_applies(self, variables) -> None:
-    """Raises UnsupportedOptionError unless `apply` works here, on these."""
-    kind = type(self).__name__
-    if tf.distribute.in_cross_replica_context():
-      raise errors.UnsupportedOptionError(
-        f'{kind}.apply in cross-replica context',
-        'a call inside strategy.run',
-        'pass the training step to strategy.run',
-      )
-    for variable in variables:
-      if _keras_internal.overwrites_with_gradient(variable):
-        raise errors.UnsupportedOptionError(
-          f'variable {variable.path!r} that its gradient overwrites (float8)',
-          'variables that are updated by gradients',
-          'train without quantize("float8")',
-        )
-
   scale_loss = inner('scale_loss')
   update_step = inner('update_step')
   finalize_variable_values = inner('finalize_variable_values')
@@ -168,18 +145,3 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
       for name, value in config.items()
     }
     return cls(config.pop('optimizer'), **config)
-
-
-class StatelessWrapper(_tf_internal.TrackedAsAnother, OptimizerWrapper):
-  """One without variables of its own: what it has is the inner optimizer's.
-
-  A file that was saved with the wrapper loads without it, and the other way.
-  """
-
-  variables = property(operator.attrgetter('inner_optimizer.variables'))
-  set_weights = inner('set_weights')
-  save_own_variables = inner('save_own_variables')
-  load_own_variables = inner('load_own_variables')
-
-  def _tracked(self):
-    return vars(self).get('inner_optimizer')

@@ -101,15 +101,8 @@ class Communicator(abc.ABC):
     return {}
 
   @abc.abstractmethod
-  def combine(
-    self, tensor: tf.Tensor, op: str, name: str, is_report: bool = False
-  ) -> tf.Tensor:
-    """Combines one small host tensor of each worker by 'sum', 'min' or 'max'.
-
-    If it `is_report`, only people read the result. It then is this worker's own
-    where a worker has died, and the next collective fails: a step that was
-    applied everywhere is not reported as failed.
-    """
+  def combine(self, tensor: tf.Tensor, op: str, name: str) -> tf.Tensor:
+    """Combines one small host tensor of each worker by 'sum', 'min' or 'max'."""
 
   @abc.abstractmethod
   def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:

@@ -239,9 +239,7 @@ JOBS = (
 def _fit(strategy, callback):
   with strategy.scope():
     model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
-    model.compile(
-      tfs.keras.DistributedOptimizer(keras.optimizers.SGD(1e-3)), 'mse'
-    )
+    model.compile(keras.optimizers.SGD(1e-3), 'mse')
   x = np.arange(36, dtype=np.float32).reshape([12, 3]) / 36
   model.fit(
     x, x[:, :2], batch_size=6, epochs=10**6, verbose=0, callbacks=[callback]

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import json
 import os
 import traceback
 
@@ -118,18 +117,6 @@ def _scalars_from_function(strategy):
   return [_consume(strategy, distributed) for _ in range(2)]
 
 
-def _cluster_resolver(strategy):
-  resolver = strategy.cluster_resolver
-  return (
-    json.loads(os.environ['TF_CONFIG']),
-    {
-      'cluster': resolver.cluster_spec().as_dict(),
-      'task': {'type': resolver.task_type, 'index': resolver.task_id},
-    },
-    resolver.master(),
-  )
-
-
 def _unseeded_shuffle(strategy):
   dataset = tf.data.Dataset.range(40).shuffle(40).batch(12)
   distributed = strategy.experimental_distribute_dataset(dataset)
@@ -234,7 +221,6 @@ def _programs(directory):
     'off': _own_data,
     'from_function': _from_function,
     'scalars': _scalars_from_function,
-    'cluster_resolver': _cluster_resolver,
     'other_data': _other_data,
     'other_order': _other_order,
     'other_seed': _other_seed,
@@ -363,15 +349,6 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
           idle = [x for x, n in zip(parts, counts, strict=True) if not n]
           self.assertFalse(any(idle))
         self.assertEqual(mine, list(range(3 + 2 * rank)))
-
-  @tiers.named_parameters(*_EVERY)
-  def test_cluster_resolver(self, workers, devices):
-    results = self.results(workers, devices, 'cluster_resolver')
-    for rank, (config, described, master) in enumerate(results):
-      self.assertEqual(described['cluster'], config['cluster'])
-      self.assertEqual(described['task'], config['task'])
-      self.assertEqual(described['task']['index'], rank)
-      self.assertEndsWith(master, config['cluster']['worker'][rank])
 
   @tiers.named_parameters(*_EVERY)
   def test_unseeded_shuffle_is_the_same_everywhere(self, workers, devices):

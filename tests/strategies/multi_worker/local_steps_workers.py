@@ -72,14 +72,9 @@ JOBS = {
   'normalized': Job(3, rows=121, layers='normalized'),
   'float16': diloco(policy='mixed_float16'),
   'worker_without_rows': diloco(has_own_step=True, batch=1, rows=7),
-  'longer_than_an_epoch': diloco(every=64),
-  'own_step': diloco(has_own_step=True),
-  'three_at_once': diloco(options=(('steps_per_execution', 3),)),
+  'three_at_once': diloco(every=64, options=(('steps_per_execution', 3),)),
   'accumulation': diloco({'gradient_accumulation_steps': 3}),
   'clipping': diloco({'global_clipnorm': 0.05}),
-  'schedule': Job(
-    4, rows=121, inner=('SGD', {'learning_rate': 'schedule'}), outer=NESTEROV
-  ),
   'moving_average': diloco({'use_ema': True, 'ema_momentum': 0.5}),
 }
 
@@ -108,9 +103,6 @@ def optimizer(which):
     return keras.optimizers.MultiOptimizer(
       lambda v: kernels if 'kernel' in v.path else others
     )
-  if options.get('learning_rate') == 'schedule':
-    rate = keras.optimizers.schedules.ExponentialDecay(0.3, 2, 0.5)
-    options = {**options, 'learning_rate': rate}
   return getattr(keras.optimizers, name)(**options)
 
 
@@ -278,9 +270,9 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
 
 
 def rows_of(worker, count, workers, devices):
-  """Which rows of a batch a worker has: each of its devices takes a part in turn."""
+  """Returns which rows of a batch a worker has, one part for each of its devices."""
   parts = np.array_split(np.arange(count), workers * devices)
-  return np.concatenate(parts[worker::workers])
+  return np.concatenate(parts[worker * devices : (worker + 1) * devices])
 
 
 def _averaged(model):
@@ -390,16 +382,8 @@ def resume(rank, job, directory, step):
   return restored, model.get_weights()
 
 
-def _loss_of(model, x, y, count):
-  """What a replica's rows add to the mean of `count` rows."""
-  losses = keras.losses.sparse_categorical_crossentropy(
-    y, model(x, training=True), from_logits=True
-  )
-  return tf.reduce_sum(losses) / count
-
-
 def loop(rank, jobs):
-  """As `train`, in loops that call `strategy.run`; with loss scaling inside."""
+  """As `train`, in loops that call `strategy.step`; with loss scaling inside."""
   del rank
   found = {}
   for name, job in jobs.items():
@@ -414,16 +398,16 @@ def loop(rank, jobs):
     with strategy.scope():
       model = model_of(job, make)
 
-    def replica_step(x, y, job=job, model=model):
+    def train_step(x, y, model=model):
       with tf.GradientTape() as tape:
-        loss = model.optimizer.scale_loss(_loss_of(model, x, y, job.batch))
+        losses = keras.losses.sparse_categorical_crossentropy(
+          y, model(x, training=True), from_logits=True
+        )
+        loss = model.optimizer.scale_loss(tf.reduce_mean(losses))
       variables = model.trainable_variables
       model.optimizer.apply(tape.gradient(loss, variables), variables)
 
-    @tf.function
-    def step(x, y, strategy=strategy, replica_step=replica_step):
-      strategy.run(replica_step, (x, y))
-
+    step = strategy.step(train_step, [model.optimizer])
     batches = strategy.experimental_distribute_dataset(
       dataset(job).take(job.rows // job.batch)
     )
@@ -442,29 +426,6 @@ def loop(rank, jobs):
     }
     strategy.close()
   return found
-
-
-def bytes_of_epochs(rank, every, steps):
-  """What this worker sends in an epoch, by `every`; parameters; values of metrics."""
-  del rank
-  sent = {}
-  for number in every:
-    job = Job(number, rows=4 * steps, batch=4)
-    strategy = strategy_of(job)
-    with strategy.scope():
-      model = model_of(job, lambda job=job: local_steps(job))
-    ends = []
-    note = keras.callbacks.LambdaCallback(
-      on_epoch_end=lambda *unused, s=strategy, e=ends: e.append(
-        s.process_group.bytes_sent
-      )
-    )
-    # In the first variables are made.
-    model.fit(dataset(job), epochs=2, verbose=0, callbacks=[note])
-    sent[number] = ends[1] - ends[0]
-    metric_values = sum(int(np.prod(v.shape)) for v in model.metrics_variables)
-    strategy.close()
-  return sent, model.count_params(), metric_values
 
 
 def fail(rank, job, how):

@@ -161,23 +161,6 @@ class OrderTest(tf.test.TestCase):
       self.assertCountEqual(record, _EXPECTED)
     self.assertNotEqual(records, [_EXPECTED] * 3)
 
-  def test_order_across_functions_that_run_one_after_the_other(self):
-    group = _RecordingGroup()
-    ring = collective_queue.CollectiveQueue(group)
-    functions = [
-      tf.function(lambda x, i=i: _call(ring, x, i, 0.01 * (2 - i)))
-      for i in range(3)
-    ]
-
-    @tf.function
-    def step(x):
-      for function in functions:
-        function(x)  # Nobody uses the result.
-      return x
-
-    step(tf.constant(1.0))
-    self.assertEqual(group.record, [0, 1, 2])
-
 
 class ResultsTest(tf.test.TestCase, parameterized.TestCase):
   def _consume_first(self, work, device):

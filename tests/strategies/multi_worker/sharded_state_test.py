@@ -1,7 +1,6 @@
 """State of optimizers that workers divide among them, in real processes."""
 
 import os
-from unittest import mock
 
 import keras
 import numpy as np
@@ -12,7 +11,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import processes, tiers, virtual_devices
 from tests.strategies import sharded_models as models
-from tf_strategies import errors, process_group
+from tf_strategies import errors
 
 virtual_devices.configure()
 
@@ -290,54 +289,6 @@ class RefusalTest(tf.test.TestCase):
       _save_alone, 2, args=(directory,), deadline=_DEADLINE_SECONDS
     ):
       self.assertIn(name, ('CollectiveMismatchError', 'WorkerUnavailableError'))
-
-
-def _mutated(rank, kind):
-  """Trains with one worker that does not do as the others."""
-  gather = process_group.ProcessGroup.all_gather_equal
-  scatter = process_group.ProcessGroup.reduce_scatter
-
-  def gather_nothing(self, array, **options):
-    found = gather(self, array, **options)
-    return np.zeros_like(found) if self.rank == 1 else found
-
-  def scatter_shifted(self, array, **options):
-    found = scatter(self, array, **options)
-    return np.roll(found, 1) if self.rank == 1 else found
-
-  mutation = mock.patch.object(
-    process_group.ProcessGroup, 'absent', 0, create=True
-  )
-  if kind == 'gather':
-    mutation = mock.patch.object(
-      process_group.ProcessGroup, 'all_gather_equal', gather_nothing
-    )
-  elif kind == 'scatter':
-    mutation = mock.patch.object(
-      process_group.ProcessGroup, 'reduce_scatter', scatter_shifted
-    )
-  strategy = ring()
-  try:
-    with mutation:
-      return models.train(ALL['plain'], strategy).get_weights()
-  finally:
-    strategy.close()
-
-
-class MutationTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('none', 'none', False),
-    ('missing_all_gather', 'gather', True),
-    ('shifted_boundary', 'scatter', True),
-  )
-  def test_what_is_wrong_is_seen(self, kind, is_seen):
-    expected = _train('plain').get_weights()
-    found = []
-    for weights in processes.run_workers(_mutated, 2, args=(kind,)):
-      pairs = zip(weights, expected, strict=True)
-      found.append(max(float(np.abs(a - b).max()) for a, b in pairs))
-    self.assertEqual(max(found) > 1e-3, is_seen, found)
-    self.assertEqual(max(found) < 1e-6, not is_seen, found)
 
 
 if __name__ == '__main__':

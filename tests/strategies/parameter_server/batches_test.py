@@ -174,7 +174,7 @@ def outer_data_set():
   strategy = tfs.create_strategy('parameter_server')
   try:
     data = strategy.distribute_datasets_from_function(lambda context: dataset)
-    step = strategy.remote_step(tf.reduce_sum)
+    step = strategy.step(tf.reduce_sum)
     with strategy.scope():
       for batch in data:
         step(batch)

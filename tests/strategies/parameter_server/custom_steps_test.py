@@ -358,7 +358,7 @@ def two_players(strategy, is_in_turns=True):
     optimizers[1].apply([-other], [second])
     return {'loss': loss, 'after': after}
 
-  run = strategy.remote_step if strategy else lambda fn, _: tf.function(fn)
+  run = strategy.step if strategy else lambda fn, _: tf.function(fn)
   run = run(step, optimizers)
   history = {'loss': [], 'after': []}
   for i in range(0, _ROWS, _BATCH):

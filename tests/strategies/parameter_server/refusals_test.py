@@ -47,7 +47,7 @@ def python_in_a_step(strategy):
   def step(x):
     return tf.ensure_shape(tf.numpy_function(np.sum, [x], tf.float32), [])
 
-  strategy.remote_step(step)(np.ones([4], np.float32))
+  strategy.step(step)(np.ones([4], np.float32))
   strategy.join()
 
 
@@ -55,7 +55,7 @@ def none_among_what_a_step_returns(strategy):
   def step(x):
     return {'sum': tf.reduce_sum(x), 'count': None}
 
-  strategy.remote_step(step)(np.ones([4], np.float32))
+  strategy.step(step)(np.ones([4], np.float32))
   strategy.join()
 
 
@@ -97,7 +97,7 @@ def unknown_optimizer(strategy):
     second.apply([bias], model.trainable_variables[1:])
     return loss
 
-  strategy.remote_step(train, [first])(_data())
+  strategy.step(train, [first])(_data())
   strategy.join()
 
 
@@ -110,7 +110,7 @@ def metric_made_outside(strategy):
     metric.update_state(x * weight)
     return metric.result()
 
-  strategy.remote_step(evaluate)(np.ones([4], np.float32))
+  strategy.step(evaluate)(np.ones([4], np.float32))
   strategy.join()
 
 
@@ -190,9 +190,9 @@ _REFUSED = {
   python_in_a_step: 'tf.numpy_function or tf.py_function.*in the tf.data',
   none_among_what_a_step_returns: "returns {'sum.*'count': None}.*leave out",
   jit_compile: 'jit_compile=True of model.*jit_compile=False',
-  next_in_a_function: r'next\(iterator\) inside a tf.function.*remote_step',
-  loop_in_a_function: 'a distributed data set inside a tf.function.*remote_step',
-  unknown_optimizer: "Adam 'adam'.*does not know it.*pass it to remote_step",
+  next_in_a_function: r'next\(iterator\) inside a tf.function.*strategy.step',
+  loop_in_a_function: 'a distributed data set inside a tf.function.*strategy.step',
+  unknown_optimizer: "Adam 'adam'.*does not know it.*pass it to strategy.step",
   metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
   optimizer_made_outside: "Adam 'adam', made outside of any scope",
   model_made_outside: "variable '.*kernel'.*outside of any scope",

@@ -258,7 +258,7 @@ def loop():
       optimizer.apply([-mean], [weight])
       return mean
 
-    step = strategy.remote_step(train, [optimizer])
+    step = strategy.step(train, [optimizer])
     data = strategy.distribute_datasets_from_function(
       lambda context: _batches(context.input_pipeline_id)
     )

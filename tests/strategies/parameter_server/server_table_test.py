@@ -73,7 +73,7 @@ def in_control_flow(directory):
     strategy = tfs.ParameterServerStrategy(mode=mode)
     with strategy.scope():
       layer, optimizer, step = dynamic_tables.twice(True)
-    remote = strategy.remote_step(functools.partial(wrap, step), [optimizer])
+    remote = strategy.step(functools.partial(wrap, step), [optimizer])
     for batch in dynamic_tables.pairs():
       remote(batch)
     rows = layer(np.arange(dynamic_tables.VOCABULARY)).numpy()

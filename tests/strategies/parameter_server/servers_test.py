@@ -137,7 +137,7 @@ def remote_steps(mode):
     return {'loss': loss}
 
   is_function = mode == 'async'
-  step = strategy.remote_step(
+  step = strategy.step(
     tf.function(train) if is_function else train, [optimizer]
   )
   first = last = None
@@ -150,7 +150,7 @@ def remote_steps(mode):
       first = float(logs['loss'])
   strategy.join()
   last = float(logs['loss'])
-  evaluate = strategy.remote_step(lambda x: model(x))
+  evaluate = strategy.step(lambda x: model(x))
   result = evaluate.call(x).result()
   counts = int(optimizer.iterations.numpy()), int(rows.numpy())
   report = strategy.report()

@@ -228,6 +228,12 @@ class TensorsTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.all_reduce(lambda x: tf.boolean_mask(x, x > 0))
 
+  def test_step_of_a_loop(self):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'strategy.step.*strategy.run'
+    ):
+      double.create_strategy(2).step(tf.reduce_sum)
+
   def test_no_sum(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, "'Greater.*dtype bool.*cast"

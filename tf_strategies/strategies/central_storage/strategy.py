@@ -58,8 +58,7 @@ class CentralStorageStrategy(
 
   Raises:
     UnsupportedOptionError: a device that is not there or listed twice, a
-      `cross_device_ops` that is none, or fewer virtual shards than devices; when a model is trained, an optimizer
-      option that is wrong without `tfs.keras.DistributedOptimizer`.
+      `cross_device_ops` that is none, or fewer virtual shards than devices.
   """
 
   def __init__(

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import weakref
 from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
@@ -52,7 +50,6 @@ class ExactMirroredExtended(
   makes_variables_in_steps = True
   # True if TensorFlow cannot initialize a variable inside of a step.
   _initializes_eagerly = False
-  _warned_undivided = False
   # Whether a variable was made in the scope, even if it is gone.
   has_variables = False
   # The device with central variables, if replicas have no copies.
@@ -83,13 +80,6 @@ class ExactMirroredExtended(
     )
     self._reducer = reducer_lib.Reducer(self.local)
 
-  def row_weight(self) -> tf.Tensor | None:
-    """See `GradientReducer`. Exactly 1.0 for a batch that proves even."""
-    run = replica_run.current()
-    if run is None or run.is_even is True:
-      return None
-    return run.weight(replica_run.current_replica_id())
-
   def mark(self, gradients, variables):
     """See `GradientReducer`: in a model's step gradients are known as such."""
     if not whole_batch.is_active():
@@ -112,7 +102,6 @@ class ExactMirroredExtended(
     """Applies them; see base class."""
     if self.state_shards is not None:
       self._check_shards(optimizer, variables)
-    self.warn_if_undivided(gradients)
     super().apply_gradients(optimizer, gradients, variables, apply)
 
   def _check_shards(self, optimizer, variables):
@@ -124,40 +113,11 @@ class ExactMirroredExtended(
         optimizer.build(variables)
     self.state_shards.warn(optimizer)
 
-  def mark_divided(self, optimizer, gradients, variables):
-    """Marks gradients of which each replica needs a piece before `apply` does."""
-    if self.state_shards is None or not whole_batch.is_active():
-      return gradients
-    self._check_shards(optimizer, variables)
-    return self.mark(gradients, variables)
-
   def place_of(self, replica: int) -> int | None:
     """The number among all replicas of one of this process, if state is divided."""
     if self.state_shards is None:
       return None
     return self._get_replica_id_in_sync_group(replica)
-
-  def warn_if_undivided(self, gradients) -> None:
-    """Warns, once, of gradients of a mean that its replica has not divided."""
-    run = replica_run.current()
-    # Eagerly, a mean may be scaled by the only rows that there are: by 1.
-    is_sure = run is not None and (
-      run.has_rows is None or not tf.executing_eagerly()
-    )
-    if (
-      is_sure
-      and not self._warned_undivided
-      and any(map(_tf_internal.is_undivided, gradients))
-    ):
-      self._warned_undivided = True
-      logging.warning(
-        'The loss in this loop is a mean over the rows of one replica, so the '
-        'gradients, which are summed over %d replicas, are %d times too large. '
-        'Divide the mean by strategy.num_replicas_in_sync, or use '
-        'tf.nn.compute_average_loss(losses, global_batch_size=...).',
-        self._num_replicas_in_sync,
-        self._num_replicas_in_sync,
-      )
 
   # Where code runs.
 
@@ -188,13 +148,9 @@ class ExactMirroredExtended(
       ):
         return fn(*args, **kwargs)
     run = replica_run.current()
-    function = _tf_internal.unwrap(fn)
     if run is not None:
       # Inside a merge call of a run: the rows are that run's.
-      outputs = self._call_in_run(run, fn, args, kwargs)
-      if _keras_internal.is_check_finite(function):
-        return self._agree_on_finite(run, outputs)
-      return outputs
+      return self._call_in_run(run, fn, args, kwargs)
     run = replica_run.ReplicaRun.of(
       (args, kwargs), len(self._devices), self._share_rows
     )
@@ -260,20 +216,19 @@ class ExactMirroredExtended(
     return sum(counts) if all(isinstance(n, int) for n in counts) else None
 
   def _places_of_rows(self, leaves) -> tuple[list, range]:
-    """Returns how many rows lie at each place of a batch; the places of this process."""
-    run = replica_run.ReplicaRun.of(
-      leaves, len(self._devices), self._share_rows
-    )
+    """Returns how many rows each replica has, and the replicas of this process."""
+    first = self._get_replica_id_in_sync_group(0)
+    mine = range(first, first + len(self._devices))
+    run = replica_run.ReplicaRun.of(leaves, len(mine), self._share_rows)
     if run.rows is None:
-      return self._shares_of_plain(leaves)
-    return list(run.rows), range(len(self._devices))
+      return self._shares_of_plain(leaves), mine
+    return list(run.all_rows), mine
 
-  def _shares_of_plain(self, leaves):
-    """The same for a batch that every replica has."""
+  def _shares_of_plain(self, leaves) -> list:
+    """Returns how many rows each replica takes of a batch that all have."""
     count = self._num_replicas_in_sync
-    rows = rows_of_plain(leaves)
-    sizes = tf.unstack(host_input.part_sizes(rows, count), num=count)
-    return sizes, range(count)
+    sizes = host_input.part_sizes(rows_of_plain(leaves), count)
+    return tf.unstack(sizes, num=count)
 
   @property
   def is_one_device(self) -> bool:
@@ -298,9 +253,6 @@ class ExactMirroredExtended(
   does_what_is_done_once = True
   # Whether every replica gets all predictions, and all of sums such as metrics.
   predicts_whole = holds_sums_whole = False
-
-  # Whether Keras concatenates the predictions of several processes.
-  gathers_predictions = False
 
   @contextlib.contextmanager
   def one_copy(self, is_first: bool):
@@ -396,25 +348,13 @@ class ExactMirroredExtended(
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
       # A replica is a thread of its own, which has to be told its run.
-      with replica_run.active(run), _tf_internal.undivided_marked():
+      with replica_run.active(run):
         return fn(*args, **kwargs)
 
     with replica_run.active(run):
       return _tf_internal.call_for_each_replica(
         self._container_strategy(), call_replica, args, kwargs
       )
-
-  def _agree_on_finite(self, run, finite):
-    """One answer for all: loss scaling reads the first replica's."""
-    if not isinstance(finite, tf.distribute.DistributedValues):
-      return finite
-    answers = [
-      run.select(
-        i, functools.partial(tf.identity, v), lambda: tf.constant(True)
-      )
-      for i, v in enumerate(finite.values)
-    ]
-    return tf.reduce_all(tf.stack(answers))
 
   def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A model's batches for replicas that all get all rows."""

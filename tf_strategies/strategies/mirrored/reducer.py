@@ -241,16 +241,6 @@ class WorkerReducer:
       return executor.divide(total, self._communicator.world_size)
     return total
 
-  def reduce_report(self, reduce_op, value):
-    """Sum or mean over all replicas of a scalar that is only reported."""
-    with tf.device('CPU:0'):
-      parts = _components(self.per_replica(value))
-      local = tf.add_n([tf.identity(v) for v in parts])
-      total = self._communicator.combine(local, 'sum', 'report', is_report=True)
-      if reduce_op in (_MEAN, 'MEAN'):
-        return executor.divide(total, self.num_replicas)
-      return total
-
   def gather(self, value, destinations, axis, options):
     """Concatenates the components of all workers' values."""
     del options

@@ -24,17 +24,12 @@ class ReplicaExchange(emit.Exchange):
 
   def add(self, columns, sites, are_gradients):
     """See base class."""
-    options = self._gradients(columns[0]) if are_gradients else None
+    options = gradient_reducer.Gradients() if are_gradients else None
     values = [_per_replica(row) for row in zip(*columns, strict=True)]
     one = sites[0].device if len(sites) == 1 and len(columns) > 1 else None
     pairs = [(v, v if one is None else one) for v in values]
     sums = self._reducer.batch_reduce(_SUM, pairs, options)
     return [[self._at(value, site) for value in sums] for site in sites]
-
-  def _gradients(self, tensors) -> gradient_reducer.Gradients:
-    """Says what the tensors are the gradients of."""
-    del tensors
-    return gradient_reducer.Gradients()
 
   def finish(self) -> None:
     """Is called when every meeting of a step has been built."""
@@ -50,7 +45,7 @@ class ReplicaExchange(emit.Exchange):
     added = [[] for _ in sites]
     if others[0]:
       added = self.add(others, sites, are_gradients)
-    options = self._gradients(columns[0]) if are_gradients else None
+    options = gradient_reducer.Gradients() if are_gradients else None
     packed = []
     for site, column in zip(sites, columns, strict=True):
       with tf.device(site.device):

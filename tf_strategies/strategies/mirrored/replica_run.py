@@ -34,7 +34,6 @@ class ReplicaRun:
   all_rows: _Rows | None
   # Of this process's, bool; None if every replica of every process surely has.
   has_rows: _Rows | None
-  is_even: bool | tf.Tensor
   # The shared variables that replicas have read, by replica and `id`.
   reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
     default_factory=dict
@@ -53,7 +52,7 @@ class ReplicaRun:
     """
     batch = _first_batched(args, num_replicas)
     if batch is None:
-      return cls(None, None, None, True)
+      return cls(None, None, None)
     rows = all_rows = tuple(num_rows(t) for t in batch.values)
     counted = getattr(batch, 'all_rows', None)
     if counted is not None:
@@ -62,21 +61,10 @@ class ReplicaRun:
       all_rows = share(rows)
     if all(isinstance(n, int) for n in all_rows):
       has_rows = None if all(all_rows) else tuple(n > 0 for n in rows)
-      is_even = len(set(all_rows)) == 1
-      return cls(rows, all_rows, has_rows, is_even)
+      return cls(rows, all_rows, has_rows)
     with tf.device('CPU:0'):
       has_rows = tuple(n > 0 for n in rows)
-      stacked = tf.stack([tf.convert_to_tensor(n, tf.int32) for n in all_rows])
-      is_even = tf.reduce_all(tf.equal(stacked, stacked[0]))
-    return cls(rows, all_rows, has_rows, is_even)
-
-  def weight(self, replica_id: int) -> tf.Tensor:
-    """N * n_i / sum(n): how much replica i's mean counts in the whole mean."""
-    with tf.device('CPU:0'):
-      rows = tf.cast(self.rows[replica_id], tf.float32)
-      all_rows = tf.cast(tf.stack(self.all_rows), tf.float32)
-      total = tf.maximum(tf.reduce_sum(all_rows), 1.0)
-      return rows * len(self.all_rows) / total
+    return cls(rows, all_rows, has_rows)
 
   def num_with_rows(self) -> tf.Tensor:
     """Returns how many of all replicas have rows, float32, at least one."""

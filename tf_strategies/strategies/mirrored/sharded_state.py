@@ -238,7 +238,6 @@ def loop_error(what: str) -> errors.UnsupportedOptionError:
   return errors.UnsupportedOptionError(
     f'{what}, of which each replica has a part (shard_optimizer_state=True), in a '
     'loop that calls strategy.run',
-    "the steps of models: fit, train_on_batch, or the model's own train_step",
-    'move the step into train_step and call fit, or leave out '
-    'shard_optimizer_state',
+    'the step of a model, or one of strategy.step',
+    'call strategy.step(fn), or leave out shard_optimizer_state',
   )

@@ -152,7 +152,6 @@ class _Sharded:
   # Each replica has all of what steps return, and of sums such as metrics: a part
   # of them would be that of some shards.
   predicts_whole = holds_sums_whole = True
-  gathers_predictions = False
   takes_local_steps = False
   no_local_steps = (
     'a strategy without reproducible: workers that train apart compute on batches '
@@ -175,10 +174,6 @@ class _Sharded:
     tf.config.optimizer.set_experimental_options(
       {'arithmetic_optimization': False}
     )
-
-  def _in_multi_worker_mode(self):
-    # What steps return, Keras need neither average nor gather.
-    return False
 
   def static_length(self, leaves):
     """See base class: a step is built for batches of any length."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,7 +13,12 @@ from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as extended_lib
-from tf_strategies.strategies.mirrored import sharded_state, shards, whole_batch
+from tf_strategies.strategies.mirrored import (
+  loop_step,
+  sharded_state,
+  shards,
+  whole_batch,
+)
 
 
 class ExactStrategy:
@@ -32,6 +38,47 @@ class ExactStrategy:
     """See base class."""
     scope_checks.note_entered(self)
     return super().scope()
+
+  def step(
+    self, fn: Callable[..., Any], optimizers: Sequence[Any] = ()
+  ) -> tf.types.experimental.PolymorphicFunction:
+    """Returns a function that computes `fn` on whole batches, as one device would.
+
+    For a training loop of your own. Write `fn` for one device: forward pass, tape,
+    `optimizer.apply`, metrics. It is traced once, and replicas share its work by
+    the rows of the batch, as they share a step of `fit`. So means, sums, norms,
+    clipping and random numbers keep their meaning on batches of any size.
+
+    Example:
+
+      >>> import tensorflow as tf
+      >>> strategy = RingMirroredStrategy(['CPU:0'])
+      >>> with strategy.scope():
+      ...   layer = tf.keras.layers.Dense(1, kernel_initializer='ones')
+      ...   optimizer = tf.keras.optimizers.SGD(0.1)
+      >>> @strategy.step
+      ... def train_step(batch):
+      ...   x, y = batch
+      ...   with tf.GradientTape() as tape:
+      ...     loss = tf.reduce_mean(tf.square(layer(x) - y))
+      ...   weights = layer.trainable_weights
+      ...   optimizer.apply(tape.gradient(loss, weights), weights)
+      ...   return loss
+      >>> data = tf.data.Dataset.from_tensors((tf.ones([4, 2]), tf.ones([4, 1])))
+      >>> for batch in strategy.experimental_distribute_dataset(data):
+      ...   print(float(train_step(batch)))
+      1.0
+
+    Args:
+      fn: takes distributed batches, and other arguments that are equal on all
+        workers. Returns tensors, which the caller gets once, not by replica.
+      optimizers: those that `fn` applies, where one of them is a
+        `tfs.keras.LocalSteps`. Parameter servers need them in any case.
+
+    Returns:
+      A `tf.function` with the arguments of `fn`.
+    """
+    return loop_step.make(self, fn, optimizers)
 
   def communication_report(self) -> dict[str, object]:
     """Returns counters of the communication so far, counted by the graph as it ran.
@@ -67,8 +114,6 @@ class ExactStrategy:
     Keras takes the mean of the first batch, a whole structure, to learn its
     shapes. If replicas have unequal rows it gets the first one's part.
     """
-    if whole_batch.is_whole(value):
-      return value
     is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, 'MEAN')
     if is_mean and axis is None and self._is_batch(value):
       return tf.nest.map_structure(
@@ -90,8 +135,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     collectives synchronise, and all replicas agree on finite gradients.
   * Moving statistics of BatchNormalization are one mean value everywhere.
   * A replica without rows in the last batch contributes nothing, not NaN.
-  * An optimizer option that is wrong without `tfs.keras.DistributedOptimizer`
-    raises an error.
+  * `step` computes the step of a loop as one device would.
 
   Example:
 

@@ -146,11 +146,6 @@ def mark(gradients, counts) -> list:
   ]
 
 
-def is_whole(value) -> bool:
-  """Returns whether a step returned `value` once for all replicas."""
-  return isinstance(value, tf.Tensor) and hasattr(value, '_tfs_is_whole')
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variable:
   """A distributed variable in a traced step: what its handle stands for.
@@ -222,7 +217,7 @@ class Step:
     """Computes `fn(data)` with all replicas, as one device would.
 
     `data` is a structure of distributed batches, or of whole ones. Results come
-    once, as tensors that `is_whole` knows; those of predict by replica.
+    once, but predictions by replica unless the strategy `predicts_whole`.
     """
     leaves = tf.nest.flatten(data)
     if tf.executing_eagerly():
@@ -347,23 +342,7 @@ class Step:
       self._extended.one_copy(sites[0].is_chief),
       one_device(self._strategy, self._devices[0], self._stream),
     ):
-      outputs = fn(whole)
-
-    def share(value):
-      if not tf.is_tensor(value):
-        return value
-      if self._kind == 'predict' and self._extended.gathers_predictions:
-        rows = [
-          site.real_rows(_own_rows(site, value), 0)
-          for site in sites
-          if site.replica is not None
-        ]
-        return rows[0] if len(rows) == 1 else _tf_internal.PerReplica(rows)
-      value = tf.identity(value)
-      value._tfs_is_whole = True
-      return value
-
-    return tf.nest.map_structure(share, outputs)
+      return fn(whole)
 
   def _whole(self, leaf, sites):
     """All rows of a batch."""
@@ -452,18 +431,21 @@ class Step:
     return kinds.Split(0) if has_rows else kinds.WHOLE
 
   def _pack(self, graph, wanted, results):
+    """The results of the step, in its own structure."""
     packed = []
     for i, (_, kind) in enumerate(wanted):
       column = [row[i] for row in results]
-      if kind == kinds.WHOLE:
-        whole = tf.identity(column[0])
-        whole._tfs_is_whole = True
-        packed.append(whole)
-      elif len(column) == 1:
+      if kind == kinds.WHOLE or len(column) == 1:
         packed.append(column[0])
       else:
         packed.append(_tf_internal.PerReplica(column))
-    return tf.nest.pack_sequence_as(graph.structured_outputs, packed)
+    packed = iter(packed)
+    returned = graph.structured_outputs
+    flat = [
+      None if t is None else next(packed)
+      for t in tf.nest.flatten(returned, expand_composites=True)
+    ]
+    return tf.nest.pack_sequence_as(returned, flat, expand_composites=True)
 
 
 def spec_of(leaf):

@@ -24,9 +24,8 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, by TensorFlow's collectives.
 
   What `tf.distribute.MultiWorkerMirroredStrategy` is meant to be: Keras 3 `fit`,
-  `evaluate` and `predict` work, uneven batches and clipping are exact (with
-  `tfs.keras.DistributedOptimizer`), and large tensors travel in several parts
-  at once. The choice for clusters with NCCL, which has not been run on GPUs. With
+  `evaluate` and `predict` work, uneven batches and clipping are exact, and large
+  tensors travel in several parts at once. The choice for clusters with NCCL, which has not been run on GPUs. With
   CPUs, or where workers may die, `MultiWorkerRingStrategy` is faster, and can go
   on.
 

@@ -29,7 +29,6 @@ from tf_strategies.strategies.multi_worker import (
   process_group_communicator,
   ring_strategy,
   strategy,
-  worker_exchange,
 )
 
 
@@ -77,8 +76,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
 
   communicator: process_group_communicator.ElasticCommunicator
   does_what_is_done_once = True  # By all, as anyone may become the chief.
-  predicts_whole = holds_sums_whole = splits_steps = True
-  gathers_predictions = False
+  holds_sums_whole = splits_steps = True
   takes_local_steps = False
   no_local_steps = (
     'workers that stay the same: one that dies takes along what it has trained since '
@@ -116,17 +114,6 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   def _first_replica(self):
     return super()._first_replica if self.communicator.is_member else 0
 
-  def _in_multi_worker_mode(self):
-    # What steps return, Keras need neither average nor gather.
-    return False
-
-  def exchange(self, sites=()):
-    """See base class."""
-    del sites
-    return worker_exchange.WorkerExchange(
-      self._reducer, self.communicator, self.variable_of, are_in_order=True
-    )
-
   def rows_of(self, leaves):
     """See base class; of a batch that every worker has, when the step runs."""
     if any(isinstance(t, tf.distribute.DistributedValues) for t in leaves):
@@ -148,8 +135,10 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     return None
 
   def _call_for_each_replica(self, fn, args, kwargs):
-    if _keras_internal.step_of(fn) is None:
-      self.communicator.join()  # Replica code has the number of replicas built in.
+    step = _keras_internal.step_of(fn)
+    if step is None or step.model is None or step.kind == 'predict':
+      # A `GuardedStep` joins before its first batch, and nothing else does.
+      self.communicator.join()
     return super()._call_for_each_replica(fn, args, kwargs)
 
   def _model_step(self, step):

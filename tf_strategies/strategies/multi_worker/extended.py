@@ -17,7 +17,6 @@ from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
-from tf_strategies.strategies.mirrored import replica_run
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import local_steps, worker_exchange
 
@@ -64,7 +63,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     return replica_id_in_sync_group - self._first_replica
 
   def _in_multi_worker_mode(self):
-    # Keras then averages its logs over workers and gathers predictions.
+    # KerasTuner then gives each worker a directory of its own.
     return not self.is_one_device
 
   # KerasTuner and other clients read these attributes of TensorFlow's extended.
@@ -152,10 +151,9 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     """See base class."""
     self._trains_apart = True
 
-  def apply_locally(self, optimizer, gradients, apply):
+  def check_counted(self, optimizer):
     """See base class."""
-    self.warn_if_undivided(gradients)
-    self._local_worker.apply(optimizer, gradients, apply)
+    self._local_worker.check_counted(optimizer)
 
   def settle(self, variables):
     """See base class."""
@@ -183,26 +181,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
         return tuple(everyone.numpy().tolist())
       return tuple(tf.unstack(everyone))
 
-  def _places_of_rows(self, leaves):
-    """See base class: of the parts that each worker takes in turn."""
-    run = replica_run.ReplicaRun.of(
-      leaves, len(self._devices), self._share_rows
-    )
-    count, workers = len(self._devices), self.communicator.world_size
-    mine = [r * workers + self.communicator.rank for r in range(count)]
-    if run.rows is None:
-      sizes, _ = self._shares_of_plain(leaves)
-      return sizes, mine
-    return [
-      run.all_rows[w * count + r] for r in range(count) for w in range(workers)
-    ], mine
-
-  gathers_predictions = True
-
   def total_of(self, variable):
     """See base class."""
     mine = super().total_of(variable)
     return self.communicator.combine(mine, 'sum', 'metric')
+
+  predicts_whole = True
 
   @property
   def does_what_is_done_once(self):
@@ -225,9 +209,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def exchange(self, sites=()):
     """See base class."""
     del sites
-    return worker_exchange.WorkerExchange(
-      self._reducer, self.communicator, self.variable_of
-    )
+    return worker_exchange.WorkerExchange(self.communicator, self.variable_of)
 
   def _label_of(self, variable):
     label = super()._label_of(variable)
@@ -259,18 +241,6 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     return tf.nest.map_structure(
       lambda new, old: old if new is old else new.values[0], trimmed, outputs
     )
-
-  def _agree_on_finite(self, run, finite):
-    local = super()._agree_on_finite(run, self._workers.per_replica(finite))
-    with tf.device('CPU:0'):
-      everywhere = self.communicator.combine(
-        tf.cast(local, tf.int32), 'min', 'finite'
-      )
-      return tf.cast(everywhere, tf.bool)
-
-  def reduce_report(self, reduce_op, value):
-    """Sum or mean over all replicas of a scalar that is only reported."""
-    return self._workers.reduce_report(reduce_op, value)
 
   def share_from_chief(self, variables) -> None:
     """Gives variables the chief's values, eagerly, on every worker."""

@@ -139,25 +139,17 @@ class WorkerInput:
     return host_input.HostDataset(dataset)
 
   def split(self, batch):
-    """The parts of a global batch for this worker's replicas; all rows.
+    """Returns the parts of a global batch for this worker's replicas, and all rows.
 
     The rows are of every replica of every worker, int32 [N], by replica id.
     """
-    world_size, rank = self._communicator.world_size, self._communicator.rank
-    # Keras orders gathered predictions by local replica, then by worker.
-    parts = [r * world_size + rank for r in range(self._num_local)]
-    # The part of each replica of each worker, by replica id.
-    by_replica = [
-      r * world_size + w
-      for w in range(world_size)
-      for r in range(self._num_local)
-    ]
+    before = self._communicator.rank * self._num_local
     first = next(t for t in tf.nest.flatten(batch) if t is not None)
     sizes = host_input.part_sizes(
       replica_run.num_rows(first), self._num_replicas
     )
-    local = host_input.split(batch, self._num_replicas, parts)
-    return local, tf.gather(sizes, by_replica)
+    parts = range(before, before + self._num_local)
+    return host_input.split(batch, self._num_replicas, parts), sizes
 
   def _make_check(self, steps):
     """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ...

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.keras import local_steps as optimizers_lib
 from tf_strategies.spmd import site as site_lib
@@ -27,8 +27,6 @@ from tf_strategies.strategies.mirrored import (
 )
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
-_SUM = tf.distribute.ReduceOp.SUM
-
 
 class LocalWorker:
   """What the optimizers of a strategy that train apart ask of this worker."""
@@ -36,24 +34,47 @@ class LocalWorker:
   def __init__(self, extended):
     self._extended = extended
     self._reducer = reducer_lib.Reducer(extended.local)
-    # What meetings average beside the weights of an optimizer: not the model, which
-    # may be alive on some workers and not on others.
+    # Moving statistics of layers, which meetings average beside the weights of an
+    # optimizer. The model may be alive on some workers only, so it is not kept.
     self._statistics: weakref.WeakKeyDictionary[
-      optimizers_lib.LocalSteps, list[keras.Variable]
+      optimizers_lib.LocalSteps, list[tf.Variable]
     ] = weakref.WeakKeyDictionary()
+    # The optimizers of the step that is traced or runs eagerly now.
+    self._counted: Sequence[optimizers_lib.LocalSteps] = ()
 
   def step_of(self, step: _keras_internal.KerasStep) -> LocalStep | None:
-    """The step of a model that trains apart; None for other steps.
+    """Returns the step if it trains apart; None for other steps.
 
     Raises:
-      UnsupportedOptionError: a model of which only some optimizers do.
+      UnsupportedOptionError: only some optimizers of the step train apart.
     """
     if step.kind != 'train':
       return None
-    found = optimizers_lib.of_model(step.model)
+    found = optimizers_lib.of_step(step)
     if not found:
       return None
     return LocalStep(self, _View(self._extended, self._reducer), step, found)
+
+  @contextlib.contextmanager
+  def counting(
+    self, optimizers: Sequence[optimizers_lib.LocalSteps]
+  ) -> Iterator[None]:
+    """Context in which a step is traced that counts for these optimizers."""
+    before, self._counted = self._counted, optimizers
+    try:
+      yield
+    finally:
+      self._counted = before
+
+  def check_counted(self, optimizer: optimizers_lib.LocalSteps) -> None:
+    """Raises UnsupportedOptionError in a step that does not count for `optimizer`."""
+    if not any(optimizer is each for each in self._counted):
+      raise errors.UnsupportedOptionError(
+        'LocalSteps.apply in a step that does not count for it',
+        'the step of a model that has the optimizer as an attribute, or '
+        'strategy.step(fn, [optimizer])',
+        'pass the optimizer to strategy.step: strategy.run cannot count its steps',
+      )
 
   def own_rows(self, data: Any) -> Any:
     """This worker's rows of batches; those that are distributed are so already."""
@@ -74,21 +95,19 @@ class LocalWorker:
   def begin(self, optimizers: Iterable[optimizers_lib.LocalSteps]) -> None:
     """Before a step: sets anchors where there are none."""
     for optimizer in optimizers:
-      with self._on_first_device(optimizer.anchors):
+      with self._on_first_device(_values(optimizer.anchors)):
         optimizer.begin()
 
   def end(
     self,
     optimizers: Iterable[optimizers_lib.LocalSteps],
     rows,
-    model: keras.Model | None = None,
+    statistics: list[tf.Variable],
   ) -> None:
-    """Counts a step of a model on so many rows, and meets if it is time."""
+    """Counts a step on so many rows, and meets if it is time."""
     for optimizer in optimizers:
-      if model is not None:
-        statistics = optimizers_lib.moving_statistics(model)
-        self._statistics[optimizer] = statistics
-      with self._on_first_device([optimizer.steps, optimizer.rows]):
+      self._statistics[optimizer] = statistics
+      with self._on_first_device(_values([optimizer.steps, optimizer.rows])):
         optimizer.count(rows)
       tf.cond(
         tf.equal(optimizer.steps.value.values[0], optimizer.every),
@@ -108,10 +127,12 @@ class LocalWorker:
 
   def _meet(self, optimizer) -> tf.Tensor:
     """All workers' differences become one update of the anchor."""
-    averages = optimizer.averages() + self._statistics.get(optimizer, [])
-    written = {id(v): v for v in [*optimizer.variables, *averages]}
-    for variable in _keras_internal.trainable_variables(optimizer):
-      written[id(variable)] = variable
+    weights = _keras_internal.trainable_variables(optimizer)
+    averages = _values(optimizer.averages())
+    averages += self._statistics.get(optimizer, [])
+    written = {
+      id(v): v for v in [*_values([*optimizer.variables, *weights]), *averages]
+    }
     communicator = self._extended.communicator
     with self._on_first_device(written.values()):
       optimizer.begin()
@@ -119,12 +140,11 @@ class LocalWorker:
         mine = tf.identity(optimizer.rows.value)
         total = communicator.combine(mine, 'sum', 'rows_since_meeting')
         share = tf.cast(mine, tf.float64) / tf.cast(total, tf.float64)
-      weights = _keras_internal.trainable_variables(optimizer)
       means = self._sum(
         optimizer.differences(share), gradient_reducer.Gradients(weights)
       )
       # In float64, so that what is equal on all workers does not change.
-      sums = self._sum([tf.cast(v.value, tf.float64) * share for v in averages])
+      sums = self._sum([tf.cast(v, tf.float64) * share for v in averages])
       optimizer.finish(means)
       for variable, value in zip(averages, sums, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
@@ -140,9 +160,7 @@ class LocalWorker:
     return sums[0]
 
   @contextlib.contextmanager
-  def _on_first_device(
-    self, written: Iterable[keras.Variable]
-  ) -> Iterator[None]:
+  def _on_first_device(self, written: Iterable[tf.Variable]) -> Iterator[None]:
     """One device's context; then other local devices get what was `written`."""
     extended = self._extended
     strategy, devices = extended._container_strategy(), extended.worker_devices
@@ -150,61 +168,9 @@ class LocalWorker:
       yield
     if len(devices) > 1:
       for variable in written:
-        first, *copies = variable.value.values
+        first, *copies = variable.values
         for copy in copies:
           copy.assign(first.read_value())
-
-  def apply(self, optimizer, gradients, apply: Callable) -> None:
-    """See `GradientReducer.apply_locally`."""
-    if replica_run.in_branch_of_replica():
-      raise errors.UnsupportedOptionError(
-        'LocalSteps.apply in a branch of a replica (tf.cond), where workers '
-        'cannot meet',
-        'a call that every replica makes in every step',
-        'call it outside of the branch, with gradients of zero where there are '
-        'none',
-      )
-    context = tf.distribute.get_replica_context()
-    dense = [g for g in gradients if g is not None]
-    dense = iter(context.merge_call(self._before_apply, (optimizer, dense)))
-    summed = [None if g is None else next(dense) for g in gradients]
-    with self._extended.gradients_reduced():
-      apply(summed)
-    context.merge_call(self._after_apply, (optimizer,))
-
-  def _before_apply(self, strategy, optimizer, gradients) -> list[Any]:
-    """The sums of gradients over this worker's devices, as if over all workers."""
-    del strategy
-    self.begin([optimizer])
-    if len(self._extended.worker_devices) > 1:
-      gradients = self._reducer.batch_reduce(
-        _SUM, [(g, g) for g in gradients], None
-      )
-    # A loop's loss is one replica's part of that of all workers' replicas.
-    return [self._times_workers(g) for g in gradients]
-
-  def _times_workers(self, gradient):
-    count = self._extended.communicator.world_size
-    if count == 1:
-      return gradient
-
-    def times(value):
-      if isinstance(value, tf.IndexedSlices):
-        return tf.IndexedSlices(
-          value.values * tf.cast(count, value.dtype),
-          value.indices,
-          value.dense_shape,
-        )
-      return value * tf.cast(count, value.dtype)
-
-    if not isinstance(gradient, tf.distribute.DistributedValues):
-      return times(gradient)
-    return _tf_internal.regroup(tuple(map(times, gradient.values)))
-
-  def _after_apply(self, strategy, optimizer) -> None:
-    del strategy
-    # A loop's loss says how much its rows count: workers count alike.
-    self.end([optimizer], 1)
 
 
 class _View:
@@ -212,8 +178,7 @@ class _View:
 
   applies_all_or_none = False
   does_what_is_done_once = True
-  predicts_whole = holds_sums_whole = gathers_predictions = False
-  _share_rows = None
+  predicts_whole = holds_sums_whole = False
 
   def __init__(self, extended, reducer: reducer_lib.Reducer):
     self._extended, self._reducer = extended, reducer
@@ -236,8 +201,15 @@ class _View:
 
   sites_of = mirrored_extended.ExactMirroredExtended.sites_of
   static_length = mirrored_extended.ExactMirroredExtended.static_length
-  _places_of_rows = mirrored_extended.ExactMirroredExtended._places_of_rows
   _shares_of_plain = mirrored_extended.ExactMirroredExtended._shares_of_plain
+
+  def _places_of_rows(self, leaves):
+    """Returns how many rows each replica of this worker has, and their numbers."""
+    places = range(len(self.worker_devices))
+    run = replica_run.ReplicaRun.of(leaves, len(places))
+    if run.rows is None:
+      return self._shares_of_plain(leaves), places
+    return list(run.rows), places
 
   def exchange(self, sites=()):
     """How the replicas of this worker meet."""
@@ -259,8 +231,9 @@ class LocalStep(whole_batch.Step):
     optimizers: Sequence[optimizers_lib.LocalSteps],
   ):
     super().__init__(view, step.kind, step.compiles)
-    self._worker, self._optimizers, self._model = worker, optimizers, step.model
+    self._worker, self._optimizers, self._step = worker, optimizers, step
     self._outputs: Any = None  # What the step returns, once it was traced.
+    self._statistics: list[tf.Variable] = []
     # Worker 0 draws the random numbers that one device draws.
     self._stream = view.communicator.rank
 
@@ -268,16 +241,21 @@ class LocalStep(whole_batch.Step):
     """See base class. A worker without rows leaves out the step."""
     data = self._worker.own_rows(data)
     rows = self._num_rows(tf.nest.flatten(data))
-    if isinstance(rows, int):
-      compute = super().run if rows else self._report
-      results = compute(fn, data)
-    else:
-      run = super().run
-      results = tf.cond(
-        rows > 0, lambda: run(fn, data), lambda: self._report(fn, data)
+    with self._worker.counting(self._optimizers):
+      if isinstance(rows, int):
+        compute = super().run if rows else self._report
+        results = compute(fn, data)
+      else:
+        run = super().run
+        results = tf.cond(
+          rows > 0, lambda: run(fn, data), lambda: self._report(fn, data)
+        )
+    if self._step.model is not None:
+      self._statistics = _values(
+        optimizers_lib.moving_statistics(self._step.model)
       )
-    self._worker.end(self._optimizers, rows, self._model)
-    return tf.nest.map_structure(_whole, results)
+    self._worker.end(self._optimizers, rows, self._statistics)
+    return results
 
   def _num_rows(self, leaves):
     counts, mine = self._extended._places_of_rows(leaves)
@@ -289,7 +267,8 @@ class LocalStep(whole_batch.Step):
 
   def _report(self, fn, data):
     """What a step without rows returns: what metrics say, or zeros."""
-    results = _keras_internal.results_of(self._model, self._kind)
+    model = self._step.model
+    results = model and _keras_internal.results_of(model, self._kind)
     if results is not None:
       with whole_batch.one_device(self._strategy, self._devices[0]):
         return tf.nest.map_structure(tf.convert_to_tensor, results())
@@ -301,10 +280,25 @@ class LocalStep(whole_batch.Step):
   def _trace(self, fn, data, leaves, specs):
     graph = super()._trace(fn, data, leaves, specs)
     self._outputs = graph.structured_outputs
+    self._statistics = self._statistics_in(graph)
     # Here, as the first trace makes the variables. What follows in the graph that
     # is built comes after it.
     self._worker.begin(self._optimizers)
     return graph
+
+  def _statistics_in(self, graph) -> list[tf.Variable]:
+    """Returns the moving statistics that a step reads or writes."""
+    known = self._extended.variables_by_handle()
+    used = [known.get(id(external)) for external, _ in graph.captures]
+    of_optimizers = {id(v.value) for o in self._step.named for v in o.variables}
+    return [
+      v
+      for v in used
+      if v is not None
+      and not (v.trainable or replica_exchange.is_sum(v))
+      and v.dtype.is_floating
+      and id(v) not in of_optimizers
+    ]
 
   def _run_eagerly(self, fn, data, leaves):
     built = [o for o in self._optimizers if o.built]
@@ -312,13 +306,11 @@ class LocalStep(whole_batch.Step):
     return super()._run_eagerly(fn, data, leaves)
 
 
+def _values(variables: Iterable[keras.Variable]) -> list[tf.Variable]:
+  """Returns the TensorFlow variables of Keras variables."""
+  return [v.value for v in variables]
+
+
 def _zeros(tensor):
   shape = [n or 0 for n in tensor.shape] if tensor.shape.rank else []
   return tf.zeros(shape, tensor.dtype)
-
-
-def _whole(value):
-  if tf.is_tensor(value):
-    value = tf.identity(value)
-    value._tfs_is_whole = True
-  return value

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors, process_group
+from tf_strategies import _tf_internal, process_group
 from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.keras import gradient_reducer
@@ -275,16 +275,11 @@ class ProcessGroupCommunicator(communicator.Communicator):
         device,
       )
 
-  def combine(self, tensor, op, name, is_report=False):
+  def combine(self, tensor, op, name):
     """See base class."""
 
     def work(group, array):
-      try:
-        flat = group.all_reduce(np.ravel(array), op=op, name=name)
-      except errors.Error:
-        if not is_report:
-          raise
-        return array
+      flat = group.all_reduce(np.ravel(array), op=op, name=name)
       return np.reshape(flat, array.shape)
 
     with tf.device('CPU:0'):

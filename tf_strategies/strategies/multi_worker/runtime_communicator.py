@@ -84,9 +84,9 @@ class RuntimeCommunicator(communicator.Communicator):
     with tf.device(self._devices[replica_id]):
       return [self._reduce(launcher, t, 'Add') for t in tensors]
 
-  def combine(self, tensor, op, name, is_report=False):
-    """See base class; fails in any case where a worker has died."""
-    del name, is_report
+  def combine(self, tensor, op, name):
+    """See base class."""
+    del name
     self._count(f'combine_{op}')
     return self._combine(tensor, op)
 

@@ -11,7 +11,7 @@ from absl import logging
 from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.mirrored import host_input, shards, whole_batch
+from tf_strategies.strategies.mirrored import host_input, shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
@@ -20,13 +20,9 @@ _agreed: dict[str, int] = {}
 
 
 class MultiWorkerStrategy(
-  mirrored_strategy.ExactStrategy, tf.distribute.MultiWorkerMirroredStrategy
+  mirrored_strategy.ExactStrategy, tf.distribute.Strategy
 ):
-  """Replicas on several workers, each of which runs the same program.
-
-  It is a `tf.distribute.MultiWorkerMirroredStrategy` so that Keras averages its
-  logs over workers and gathers what `predict` returns.
-  """
+  """Replicas on several workers, each of which runs the same program."""
 
   @classmethod
   def place_in(
@@ -77,7 +73,6 @@ class MultiWorkerStrategy(
     extended = extended_class(
       self, devices, cross_device_ops, make_communicator
     )
-    # MultiWorkerMirroredStrategy's own __init__ would start its own runtime.
     tf.distribute.Strategy.__init__(self, extended)
     self._cluster_resolver = resolver
     extended.communicator.agree(
@@ -115,16 +110,6 @@ class MultiWorkerStrategy(
     return self.extended.communicator.report()
 
   _is_batch = staticmethod(host_input.is_counted)
-
-  def reduce(self, reduce_op, value, axis):
-    """See base class; Keras reduces the scalars of its logs along axis 0."""
-    if whole_batch.is_whole(value):
-      return value
-    if axis == 0 and _is_scalar(value):
-      return tf.nest.map_structure(
-        lambda v: self.extended.reduce_report(reduce_op, v), value
-      )
-    return super().reduce(reduce_op, value, axis)
 
   def close(self) -> None:
     """Leaves the other workers; a later collective of theirs fails."""
@@ -199,11 +184,3 @@ def _agree_on_seed(communicator):
   own, proposal = proposed_seed()
   answers = communicator.exchange('random_seed', json.dumps(proposal).encode())
   take_seed(own, json.loads(answers[0]))
-
-
-def _is_scalar(value) -> bool:
-  """Returns whether every component of every leaf of `value` is a scalar."""
-  parts = []
-  for leaf in tf.nest.flatten(value):
-    parts += getattr(leaf, 'values', [leaf])
-  return all(tf.convert_to_tensor(part).shape.rank == 0 for part in parts)

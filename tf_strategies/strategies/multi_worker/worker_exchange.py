@@ -5,34 +5,40 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies.keras import gradient_reducer
-from tf_strategies.spmd import pieces
+from tf_strategies.spmd import emit, pieces
 from tf_strategies.strategies.mirrored import replica_exchange
 
 
-class WorkerExchange(replica_exchange.ReplicaExchange):
+class WorkerExchange(emit.Exchange):
   """Adds up and gathers what the replicas of all workers hold."""
 
-  def __init__(self, reducer, communicator, variable_of, are_in_order=False):
-    super().__init__(reducer)
-    # Says which variable a tensor is the gradient of.
-    self._variable_of = variable_of
-    # What is kept of gradients when the step is over.
-    self._writes = {}
+  def __init__(self, communicator, variable_of):
     self._communicator = communicator
-    # Whether the rows of a worker's replicas lie behind each other.
-    self._are_in_order = are_in_order
+    # Returns the variable of a gradient.
+    self._variable_of = variable_of
+    # New values of the variables that keep what was not sent of gradients.
+    self._writes = {}
 
   @property
   def rounds_gradients(self):
     """See base class: by a codec that loses precision."""
     return self._communicator.is_lossy
 
-  def _gradients(self, tensors):
-    variables = [self._variable_of(t) for t in tensors]
-    return gradient_reducer.Gradients(variables, self._writes)
+  def add(self, columns, sites, are_gradients):
+    """See base class."""
+    gradients = None
+    if are_gradients:
+      variables = [self._variable_of(t) for t in columns[0]]
+      gradients = gradient_reducer.Gradients(variables, self._writes)
+    sums = self._communicator.all_reduce(columns, 'reduce', gradients)
+    results = []
+    for site in sites:
+      with tf.device(site.device):
+        results.append([tf.identity(t) for t in sums[site.replica or 0]])
+    return results
 
   def finish(self):
-    """See base class."""
+    """Writes what was not sent of gradients; every meeting has been built."""
     gradient_reducer.write(self._writes)
 
   def scatter(self, columns, shard, others, sites, are_gradients):
@@ -59,28 +65,17 @@ class WorkerExchange(replica_exchange.ReplicaExchange):
       if dtype == tf.string:
         shape = tf.concat([[-1], tf.shape(rows[0])[1:]], 0)
         rows = [tf.reshape(v, [-1]) for v in rows]
-        gathered = tf.reshape(self._in_order(rows), shape)
+        gathered = tf.reshape(self._all_gather(rows), shape)
       else:
-        gathered = self._in_order(rows)
+        gathered = self._all_gather(rows)
       gathered.set_shape([None, *(values[0].shape[i] for i in order[1:])])
       back = [order.index(i) for i in range(len(order))]
       gathered = tf.transpose(gathered, back)
     return self._copies(gathered, sites)
 
-  def _in_order(self, parts):
-    """All rows, of which `parts` are those of this worker's replicas."""
-    gathered = self._all_gather(tf.concat(parts, 0))
-    if len(parts) == 1 or self._are_in_order:
-      return gathered
-    count, workers = len(parts), self._communicator.world_size
-    lengths = tf.stack([tf.shape(v)[0] for v in parts])
-    lengths = self._communicator.all_gather(lengths, 'lengths')
-    split = tf.split(gathered, lengths, num=count * workers)
-    return tf.concat(
-      [split[w * count + r] for r in range(count) for w in range(workers)], 0
-    )
-
-  def _all_gather(self, local):
+  def _all_gather(self, parts):
+    """Returns all rows; `parts` are those of this worker's replicas."""
+    local = tf.concat(parts, 0)
     if local.dtype != tf.string:
       gathered = self._communicator.all_gather(_to_wire(local), 'rows')
       return tf.cast(gathered, local.dtype)

@@ -101,7 +101,7 @@ def _refuse_all_reduce():
       f"{type(optimizer).__name__} {optimizer.name!r} in a step of mode='sync' "
       'that does not know it',
       'all optimizers that the step applies',
-      'pass it to remote_step too: remote_step(fn, [first, second])',
+      'pass it to strategy.step too: strategy.step(fn, [first, second])',
     )
   raise errors.UnsupportedOptionError(
     "an all-reduce in a step of mode='sync', such as "

@@ -84,7 +84,7 @@ def _read_in_function(what):
   return errors.UnsupportedOptionError(
     f'{what} inside a tf.function of the coordinator',
     'batches that the coordinator reads outside of functions',
-    'call strategy.remote_step(fn, optimizers)(batch) for each batch, or '
+    'call strategy.step(fn, optimizers)(batch) for each batch, or '
     'read inside of a function that '
     'tf.distribute.coordinator.ClusterCoordinator schedules, from '
     'create_per_worker_dataset',

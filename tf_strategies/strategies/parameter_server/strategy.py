@@ -49,7 +49,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     tfs.cluster.run_task(train)
 
-  A loop of one's own uses `remote_step`, or TensorFlow's `ClusterCoordinator`.
+  A loop of one's own uses `step`, or TensorFlow's `ClusterCoordinator`.
 
   Modes:
 
@@ -233,7 +233,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       )
     return engine_lib.Engine(*arguments)
 
-  def remote_step(
+  def step(
     self,
     fn: Callable[[Any], Any],
     optimizers: Sequence[Any] = (),

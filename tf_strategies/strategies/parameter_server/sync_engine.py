@@ -231,7 +231,7 @@ class SyncEngine(engine_lib.Engine):
       logging.warning(
         "mode='sync' computes every batch of a step with %s on one worker: a mean "
         "over the workers' rows would not be what one device computes. To use "
-        'all workers at once, leave it out, or take strategy.remote_step for '
+        'all workers at once, leave it out, or take strategy.step for '
         'a step whose gradients are means over rows.',
         self._whole[step],
       )

@@ -165,11 +165,11 @@ def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class RemoteStep:
-  """A step that workers run; made by `ParameterServerStrategy.remote_step`.
+  """A step that workers run; made by `ParameterServerStrategy.step`.
 
   Example:
 
-    train = strategy.remote_step(train_fn, [optimizer])
+    train = strategy.step(train_fn, [optimizer])
     for batch in dataset:
       results = train(batch)
     strategy.join()
@@ -178,15 +178,7 @@ class RemoteStep:
   def __init__(
     self, strategy, fn: Callable[[Any], Any], optimizers: Sequence[Any] = ()
   ):
-    option_checks.check_function(
-      'fn', fn, 'pass a function of a batch: strategy.remote_step(train_fn)'
-    )
-    option_checks.check(
-      isinstance(optimizers, Sequence),
-      f'optimizers={optimizers!r}',
-      'a list of Keras optimizers',
-      'write strategy.remote_step(train_fn, [optimizer])',
-    )
+    optimizer_checks.check_step(fn, optimizers)
     self._strategy = strategy
     self._step = step_task.Step(
       # Nothing tells how often a step calls a function of a graph.

@@ -32,43 +32,30 @@ class PermutingTPUExtended(
   # TensorFlow's sum over TPU replicas adds up what one device keeps apart.
   sums_sparse_as_dense = True
 
-  def row_weight(self) -> None:
-    """None: replicas of static shape have equally many rows.
-
-    Raises:
-      UnsupportedOptionError: the replicas' batch may have any number of rows.
-    """
-    batch = _batch_of_any_size()
-    if batch is not None:
-      raise errors.UnsupportedOptionError(
-        f'a batch of unknown size (tensor {batch}) on TPUs, whose replicas may '
-        'come to have unequal rows',
-        'batches of one static shape',
-        'batch the data set with drop_remainder=True, or use '
-        "DistributedOptimizer(optimizer, weighting='none') with "
-        'tf.nn.compute_average_loss',
-      )
-
   # Where code runs.
 
   def tpu_run(self, fn, args, kwargs, options=None):
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
     step, strategy = _tf_internal.unwrap(fn), self._container_strategy()
-    optimizer_checks.check_model(_keras_internal.step_of(step), strategy)
+    keras_step = _keras_internal.step_of(step)
+    optimizer_checks.check_model(keras_step, strategy)
     optimizer_checks.check_losses(step, strategy)
+    if keras_step is not None and keras_step.kind == 'train':
+      self._check_rows(args)
     return super().tpu_run(fn, args, kwargs, options)
 
-  def _call_for_each_replica(self, fn, args, kwargs):
-    outputs = super()._call_for_each_replica(fn, args, kwargs)
-    is_check = _keras_internal.is_check_finite(_tf_internal.unwrap(fn))
-    if not is_check or not _in_tpu_program():
-      return outputs
-    # One answer for all. Replicas that take different branches of the
-    # condition that follows would wait for each other forever.
-    number = self._reduce_to(
-      tf.distribute.ReduceOp.SUM, tf.cast(outputs, tf.int32), None, None
-    )
-    return tf.equal(number, self._num_replicas_in_sync)
+  def _check_rows(self, batch) -> None:
+    """Raises UnsupportedOptionError if replicas may get unequal numbers of rows."""
+    for leaf in tf.nest.flatten(batch):
+      for value in getattr(leaf, 'values', ()):
+        shape = value.shape
+        if shape.rank is None or (shape.rank and shape[0] is None):
+          raise errors.UnsupportedOptionError(
+            f'a batch of unknown size (shape {shape}) on TPUs, where each replica '
+            'counts as much as another',
+            'batches of one static shape',
+            'batch the data set with drop_remainder=True',
+          )
 
   # How values are reduced.
 
@@ -132,17 +119,3 @@ class _Answered:
 def _in_tpu_program() -> bool:
   """Returns whether a program for TPU replicas is being built."""
   return _tf_internal.enclosing_tpu_context() is not None
-
-
-def _batch_of_any_size() -> str | None:
-  """The input of the TPU program whose leading dimension is unknown, if any."""
-  graph = tf.compat.v1.get_default_graph()
-  while graph is not None:
-    for op in graph.get_operations():
-      if op.type != 'TPUReplicatedInput' or op.outputs[0].dtype == tf.resource:
-        continue
-      shape = op.outputs[0].shape
-      if shape.rank is None or (shape.rank and shape[0] is None):
-        return f'{op.inputs[0].name!r} of shape {shape}'
-    graph = getattr(graph, 'outer_graph', None)
-  return None

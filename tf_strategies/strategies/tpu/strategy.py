@@ -6,7 +6,7 @@ import contextlib
 
 import tensorflow as tf
 
-from tf_strategies import option_checks
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives.algorithms import ring
 from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.tpu import extended, permute, system
@@ -25,17 +25,14 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
   * Sums and means over replicas inside `run` are made of CollectivePermute ops.
     The gradients of a step are packed into one buffer a dtype: a ring over N
     replicas takes 2 (N - 1) permutes a dtype, however many variables there are.
-  * `tfs.keras.DistributedOptimizer` works, with batches of static shape;
-    others raise an error, as does an option that is wrong without it.
   * Moving statistics of BatchNormalization are one mean value everywhere. Each
     costs an all-reduce of its own in every step.
   * All replicas agree whether gradients are finite.
 
-  As before, `tf.IndexedSlices` become dense and are summed by CrossReplicaSum
-  (where `DistributedOptimizer` clips them it raises an error); replicas draw the
-  same random numbers; reductions outside of `run` are made on the host; without
-  the wrapper a replica with fewer rows counts as much as the others, so batch
-  with `drop_remainder=True`.
+  As before, `tf.IndexedSlices` become dense and are summed by CrossReplicaSum (an
+  optimizer that clips them raises an error); replicas draw the same random numbers;
+  reductions outside of `run` are made on the host. `fit` needs batches of static
+  shape: batch with `drop_remainder=True`.
 
   Whether a ring of CollectivePermute is faster than CrossReplicaSum on a given
   TPU has not been measured. Use 'builtin' where it is not.
@@ -83,6 +80,15 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
       implementation.all_reduce = permute.PermutingAllReduce(
         ring.ring_all_reduce(self.num_replicas_in_sync)
       )
+
+  def step(self, fn, optimizers=()):
+    """Raises UnsupportedOptionError: no replica here computes a part of a step."""
+    del fn, optimizers
+    raise errors.UnsupportedOptionError(
+      'strategy.step under TPURingStrategy',
+      'another strategy of tf_strategies, which divides the step of one device',
+      'call strategy.run, with a loss divided by the rows of the whole batch',
+    )
 
   def scope(self) -> contextlib.AbstractContextManager:
     """See base class."""

@@ -1,0 +1,154 @@
+"""A training loop that calls `strategy.step` equals one device."""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import tiers, virtual_devices
+from tests.strategies import loop_programs
+
+virtual_devices.configure()
+
+
+def _ring():
+  return tfs.RingMirroredStrategy(virtual_devices.names(4))
+
+
+def _central():
+  # Not CPU:0, where TensorFlow puts what nobody placed.
+  return tfs.CentralStorageStrategy(
+    virtual_devices.names(4), virtual_devices.name(1)
+  )
+
+
+_one_device = functools.cache(loop_programs.run)
+
+
+class CustomLoopTest(tf.test.TestCase, parameterized.TestCase):
+  def assert_result(self, create, program, rows=69, **options):
+    strategy = create()
+    want = _one_device(program, rows=rows)
+    got = loop_programs.run(program, strategy, rows, **options)
+    tolerance = loop_programs.tolerance_of(program)
+    for expected, found in zip(want, got, strict=True):
+      for a, b in zip(expected, found, strict=True):
+        self.assertAllClose(a, b, 10 * tolerance, tolerance)
+    calls = strategy.communication_report()['calls']
+    self.assertGreaterEqual(sum(calls.values()), 2 * -(-rows // 32))
+
+  @tiers.parameters(
+    *[(_ring, program) for program in loop_programs.PROGRAMS[1:]],
+    *[tiers.soak(_central, program) for program in loop_programs.PROGRAMS[1:]],
+    tiers.smoke(_central, loop_programs.mean),
+  )
+  def test_equals_one_device(self, create, program):
+    self.assert_result(create, program)
+
+  @tiers.parameters(
+    # Fewer rows than replicas, and none but those.
+    tiers.smoke(_ring, 65),
+    (_central, 3),
+  )
+  def test_fewer_rows_than_replicas(self, create, rows):
+    self.assert_result(create, loop_programs.normalised, rows)
+
+  def test_batches_are_drawn_in_a_function(self):
+    self.assert_result(_ring, loop_programs.mean, in_function=True)
+
+
+class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
+  def test_only_distributed_batches_are_divided(self):
+    strategy = _ring()
+    data = tf.data.Dataset.from_tensor_slices(tf.range(6.0)).batch(6)
+    [batch] = strategy.experimental_distribute_dataset(data)
+
+    @strategy.step
+    def step(x, weights, *, power):
+      return tf.reduce_sum(x) * weights[-1], x**power
+
+    total, powers = step(batch, np.float32([1, 2, 3]), power=2)
+    self.assertEqual(float(total), 45.0)
+    self.assertAllEqual(powers, np.arange(6.0) ** 2)
+
+  def test_a_plain_batch_is_computed_by_all(self):
+    step = _ring().step(tf.reduce_sum)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      self.assertEqual(float(step(tf.range(6.0))), 15.0)
+    self.assertIn('experimental_distribute_dataset', logs.output[0])
+
+  def test_no_batch_at_all(self):
+    strategy = _ring()
+    with strategy.scope():
+      count = tf.Variable(0.0)
+    step = strategy.step(lambda: count.assign_add(1.0))
+    self.assertEqual([float(step()) for _ in range(2)], [1.0, 2.0])
+    self.assertEqual([float(c) for c in count.values], [2.0] * 4)
+
+  @parameterized.parameters((None, ()), (tf.reduce_sum, 'adam optimizer'))
+  def test_refusals(self, fn, optimizers):
+    strategy = _central()
+    optimizers = optimizers and tf.constant(1)
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'strategy.step'
+    ):
+      strategy.step(fn, optimizers)
+
+
+class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
+  """`strategy.run`: replicas see their own rows."""
+
+  @parameterized.parameters(_ring, _central)
+  def test_loss_scale_sees_the_gradients_of_all(self, create):
+    strategy = create()
+    with strategy.scope():
+      variable = keras.Variable([1.0])
+      optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=8.0
+      )
+      optimizer.build([variable])
+
+    @tf.function
+    def step(batch):
+      def apply(x):
+        gradient = optimizer.scale_loss(tf.reduce_sum(x, keepdims=True))
+        optimizer.apply([gradient], [variable])
+
+      strategy.run(apply, (batch,))
+
+    data = tf.data.Dataset.from_tensor_slices([1.0, 1, 1, 1, 1, np.inf, 1, 1])
+    for batch in strategy.experimental_distribute_dataset(data.batch(4)):
+      step(batch)
+    # The second step is left out by all.
+    self.assertEqual(float(variable.numpy()[0]), -3.0)
+    for copy in optimizer.dynamic_scale.value.values:
+      self.assertEqual(float(copy), 4.0)
+
+  @parameterized.parameters(_ring, _central)
+  def test_predictions_of_uneven_batches_keep_their_rows(self, create):
+    strategy = create()
+    with strategy.scope():
+      model = loop_programs.conv_model()
+    # 32 rows, then 2 rows for 4 replicas.
+    x = np.random.default_rng(0).normal(size=[34, 8, 8, 1]).astype(np.float32)
+    batches = strategy.experimental_distribute_dataset(
+      tf.data.Dataset.from_tensor_slices(x).batch(32)
+    )
+
+    @tf.function
+    def predict(batch):
+      return strategy.run(lambda b: model(b, training=False), args=(batch,))
+
+    parts = []
+    for batch in batches:
+      parts += strategy.experimental_local_results(predict(batch))
+    self.assertAllClose(
+      np.concatenate([p.numpy() for p in parts]), model(x), 1e-6, 1e-6
+    )
+
+
+if __name__ == '__main__':
+  tf.test.main()
