@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Any
 
 import tensorflow as tf
 
@@ -215,20 +216,17 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     label = super()._label_of(variable)
     count, unique = 1, label
     # Two models may have layers of one name.
-    while self._labelled_as(unique) not in (None, id(variable)):
+    while (known := self.variable_of(unique)) is not None:
+      if known is variable:
+        break
       count += 1
       unique = f'{label}#{count}'
     self._labelled[unique] = weakref.ref(variable)
     return unique
 
-  def _labelled_as(self, label) -> int | None:
+  def variable_of(self, label: str) -> Any:
+    """Returns the variable whose gradients have a label; None if there is none."""
     reference = self._labelled.get(label)
-    variable = None if reference is None else reference()
-    return None if variable is None else id(variable)
-
-  def variable_of(self, gradient):
-    """The variable of a gradient in a model's step; None if it is unknown."""
-    reference = self._labelled.get(_tf_internal.label_of(gradient))
     return None if reference is None else reference()
 
   def _trim(self, run, outputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import emit, pieces
 from tf_strategies.strategies.mirrored import replica_exchange
@@ -14,7 +15,7 @@ class WorkerExchange(emit.Exchange):
 
   def __init__(self, communicator, variable_of):
     self._communicator = communicator
-    # Returns the variable of a gradient.
+    # Returns the variable whose gradients have a label.
     self._variable_of = variable_of
     # New values of the variables that keep what was not sent of gradients.
     self._writes = {}
@@ -28,7 +29,8 @@ class WorkerExchange(emit.Exchange):
     """See base class."""
     gradients = None
     if are_gradients:
-      variables = [self._variable_of(t) for t in columns[0]]
+      labels = map(_tf_internal.label_of, columns[0])
+      variables = list(map(self._variable_of, labels))
       gradients = gradient_reducer.Gradients(variables, self._writes)
     sums = self._communicator.all_reduce(columns, 'reduce', gradients)
     results = []
