@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -99,9 +98,6 @@ class Emitter:
         sites = block.key.sites
         if block.key.is_shared and (block.key.is_compiled or len(sites) > 1):
           self._call(block, sites, users)
-        elif any(site.is_mine is not None for site in sites):
-          for site in sites:
-            self._call(block, [site], users)
         else:
           for node in block.nodes:
             if plan.decisions[node].emit_together:
@@ -308,10 +304,7 @@ class Emitter:
       )
     for site, own_rows, arguments in zip(sites, rows, columns, strict=True):
       with tf.device(site.device):
-        built = site.if_mine(
-          functools.partial(function, own_rows, list(arguments)),
-          function.outputs,
-        )
+        built = function(own_rows, list(arguments))
       for tensor, output in zip(results, built, strict=True):
         site_lib.set_own_shape(output, tensor, plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
@@ -419,7 +412,7 @@ class Emitter:
       if isinstance(kind, Split):
         axis = kind.axis
         values = self._rows_of_all(
-          axis, lambda s, t=tensor, a=axis: s.real_rows(s.get(t), a)
+          lambda s, t=tensor, a=axis: s.real_rows(s.get(t), a)
         )
         results = self._exchange.gather(values, axis, sites)
       elif kind.op == 'first':
@@ -442,22 +435,12 @@ class Emitter:
       for tensor, result in zip(tensors, column, strict=True):
         site.tensors[tensor, kind] = result
 
-  def _rows_of_all(self, axis, rows_of):
-    """What `rows_of` returns for each replica's site; nothing of others' rows."""
+  def _rows_of_all(self, rows_of):
+    """Returns what `rows_of` returns for each replica's site."""
     values = []
     for site in self._replicas:
       with tf.device(site.device):
-        if site.is_mine is None:
-          values.append(rows_of(site))
-          continue
-        nothing = tf.split(values[0], [0, -1], axis)[0]
-        [value] = tf.cond(
-          site.is_mine, lambda s=site: [rows_of(s)], lambda n=nothing: [n]
-        )
-        value.set_shape(
-          nothing.shape[:axis] + [None] + nothing.shape[axis + 1 :]
-        )
-        values.append(value)
+        values.append(rows_of(site))
     return values
 
   def _reduce(self, tensor, op, sites):
@@ -469,7 +452,7 @@ class Emitter:
         value = value[: tf.minimum(site.rows.real, 1)]
       return value
 
-    values = self._rows_of_all(0, value_of)
+    values = self._rows_of_all(value_of)
     gathered = self._exchange.gather(values, 0, sites)
     results = []
     for site, value in zip(sites, gathered, strict=True):

@@ -83,8 +83,6 @@ class Site:
       computes what is whole. None if this is it.
     adds_in_order: whether sums of several tensors are made one after the other,
       which TensorFlow's optimizer may else make in the order of arrival.
-    is_mine: whether this process has these rows now; None if surely. If not, no
-      block runs here, and what `get` returns is not what it seems.
   """
 
   def __init__(
@@ -96,7 +94,6 @@ class Site:
     is_home: bool = False,
     parent: Site | None = None,
     main: Site | None = None,
-    is_mine: tf.Tensor | None = None,
     adds_in_order: bool = False,
   ):
     self.device, self.rows, self.replica = device, rows, replica
@@ -104,8 +101,7 @@ class Site:
     self.tensors: dict[tuple[Tensor, Any], tf.Tensor] = {}
     self.handles: dict[Any, tf.Tensor] = {}
     self.parent = parent
-    self.main, self.is_mine = main, is_mine
-    self.adds_in_order = adds_in_order
+    self.main, self.adds_in_order = main, adds_in_order
     self._lengths: dict[tuple, tf.Tensor] = {}
     # What holds rows in place of a site that is no replica, or what is whole.
     self.stand_in: Site | None = main
@@ -291,22 +287,6 @@ class Site:
 
   # Without rows, a replica computes with a stand-in, which must not count.
 
-  def if_mine(self, build, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The tensors that `build` returns, if this process has these rows now.
-
-    If not, nothing is computed, and nobody may use the results: they are tensors
-    without elements, of the dtypes and numbers of axes of `like`.
-    """
-    if self.is_mine is None:
-      return build()
-    # With one result more, as a branch has to have one.
-    *results, _ = tf.cond(
-      self.is_mine,
-      lambda: [*build(), tf.constant(0)],
-      lambda: [*map(_nothing_like, like), tf.constant(0)],
-    )
-    return results
-
   def if_real(self, build, otherwise):
     """What `build` returns if this replica has rows, else `otherwise()`."""
     if self.rows.real is None:
@@ -348,15 +328,6 @@ class Site:
       result = tf.slice(tensor, begins, sizes)
     _set_shape_but(result, tensor, axis)
     return result
-
-
-def _nothing_like(tensor: tf.Tensor) -> tf.Tensor:
-  if tensor.dtype == tf.variant:
-    return tf.raw_ops.EmptyTensorList(
-      element_shape=-1, max_num_elements=-1, element_dtype=tf.float32
-    )
-  rank = tensor.shape.rank
-  return tf.zeros([0] * (1 if rank is None else rank), tensor.dtype)
 
 
 def _rank(tensor: tf.Tensor) -> int | tf.Tensor:

@@ -62,25 +62,6 @@ class Communicator(abc.ABC):
 
   # Whether a variable that a step makes gets its first value outside of the step.
   initializes_eagerly: bool = False
-  # The most bytes that are worth to travel together.
-  bucket_bytes: int = 8 << 20
-
-  def all_reduce_buckets(
-    self,
-    buckets: Iterable[tf.Tensor],
-    contents: Sequence[Sequence[tf.Tensor]],
-  ) -> list[tf.Tensor]:
-    """Sums one-dimensional tensors of the first local device over all workers.
-
-    Args:
-      buckets: each is taken, and so may be built, when the one before is on its
-        way.
-      contents: the tensors that are in each, for the timeline.
-
-    Returns:
-      The sums, none of which is there before all are.
-    """
-    raise NotImplementedError
 
   @abc.abstractmethod
   def all_reduce_replica(

@@ -69,8 +69,7 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
     found, calls = _train(count, algorithm, num_devices)
     self.assertEqual(found, {self.want()})
     # Exponents and integers really went between workers.
-    self.assertGreater(calls['combine_max'], 10)
-    self.assertGreater(calls['all_reduce'], calls['combine_max'] - 1)
+    self.assertGreater(calls['all_reduce'], 10)
 
   def test_other_order_of_plain_sums_is_found(self):
     found = set()

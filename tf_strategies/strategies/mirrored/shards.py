@@ -1,13 +1,12 @@
 """Models' steps that give the same bits for any number of replicas.
 
-The global batch is cut into a fixed number of virtual shards. What a step computes
-from the rows of a shard, and how, does not depend on who does it: each shard is a
-site of the planned program (see `spmd`), and a replica runs those that are its own.
-What shards have to add up they add up by `ShardExchange`, without rounding. What is
-the same for all rows (an optimizer's update) a replica computes once.
+The global batch is cut into a fixed number of virtual shards. Each shard is a site
+of the planned program (see `spmd`), so its computation does not depend on the replica
+that runs it. Each replica runs its own shards and computes once what is the same for
+all rows, such as an optimizer's update. `ExactExchange` adds up what shards hold.
 
-TensorFlow's optimizer of graphs must not round differently where another number of
-shards is in a graph: for the process, its arithmetic optimizer is turned off.
+TensorFlow's arithmetic optimizer rounds differently if a graph has another number of
+shards. It is turned off for the process.
 """
 
 from __future__ import annotations
@@ -25,18 +24,16 @@ from tf_strategies import (
   errors,
   option_checks,
 )
-from tf_strategies.collectives import fixed_point
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
+  exact_sums,
   extended,
   host_input,
-  replica_exchange,
-  shard_exchange,
   whole_batch,
 )
 
-# What `reproducible=True` means.
+# The number of shards for `reproducible=True`.
 DEFAULT_SHARDS = 8
 
 
@@ -53,14 +50,12 @@ def check(reproducible: object) -> int:
       'write reproducible=True, or the number of virtual shards',
     )
     return DEFAULT_SHARDS if reproducible else 0
-  option_checks.check_int(
-    'reproducible', reproducible, 1, fixed_point.MAX_TERMS
-  )
+  option_checks.check_int('reproducible', reproducible, 1, exact_sums.MAX_TERMS)
   return int(reproducible)
 
 
 def extended_class(base: type, reproducible: object) -> type:
-  """`base`, an `ExactMirroredExtended`, as the option wants it.
+  """Returns `base`, an `ExactMirroredExtended`, as the option wants it.
 
   Raises:
     UnsupportedOptionError: see `check`.
@@ -70,7 +65,7 @@ def extended_class(base: type, reproducible: object) -> type:
 
 
 def check_determinism(devices: Sequence[str], num_shards: int) -> None:
-  """Refuses GPUs that add up in the order of arrival, as those of TensorFlow do.
+  """Raises for GPUs, on which TensorFlow adds up in the order of arrival.
 
   Raises:
     UnsupportedOptionError: a device is a GPU, and nobody asked for determinism.
@@ -94,8 +89,8 @@ class _Step(whole_batch.Step):
   """Builds a model's step, if nothing in it differs between two runs of it."""
 
   def __init__(self, extended, kind: str, compiles: bool = False):
-    # What XLA fuses, and so rounds, depends on what else is in its program, which is
-    # not the same for any number of shards and workers.
+    # XLA fuses, and so rounds, by all that is in its program. That differs with the
+    # number of shards and workers.
     if compiles:
       raise errors.UnsupportedOptionError(
         'jit_compile=True with reproducible',
@@ -112,7 +107,7 @@ class _Step(whole_batch.Step):
 
 
 def _check_random(program: program_lib.Program, are_elastic: bool) -> None:
-  """Refuses random numbers that another run, or worker, would not draw.
+  """Raises for random numbers that another run, or worker, would not draw.
 
   Raises:
     UnsupportedOptionError: they have no seed; or workers come and go, and a worker
@@ -150,7 +145,7 @@ class _Sharded:
   compiles_by_default = False
   _step_class = _Step
   # Each replica has all of what steps return, and of sums such as metrics: a part
-  # of them would be that of some shards.
+  # would be a sum over some shards.
   predicts_whole = holds_sums_whole = True
   takes_local_steps = False
   no_local_steps = (
@@ -170,7 +165,6 @@ class _Sharded:
         'are to be equal, or use fewer replicas',
       )
     check_determinism(self.worker_devices, self.num_shards)
-    # It regroups additions by what else there is in a graph, such as other shards.
     tf.config.optimizer.set_experimental_options(
       {'arithmetic_optimization': False}
     )
@@ -181,16 +175,15 @@ class _Sharded:
 
   def exchange(self, sites=()):
     """See base class."""
-    return shard_exchange.ShardExchange(
-      super().exchange(),
-      self.local,
-      [s for s in sites if s.replica is not None],
-      self.num_shards,
-      getattr(self, 'communicator', None),
-    )
+    shards = [s for s in sites if s.replica is not None]
+    return exact_sums.ExactExchange(super().exchange(), shards)
 
   def sites_of(self, leaves):
-    """See base class: one for each shard that a replica may have."""
+    """See base class: one for each shard that a replica may have.
+
+    The first of a replica's sites has its state. If workers come and go, a replica
+    has a site for each shard, and a stand-in row where the shard is another's.
+    """
     if any(isinstance(t, tf.distribute.DistributedValues) for t in leaves):
       raise errors.UnsupportedOptionError(
         'a batch that was distributed over replicas (before it came to the model, '
@@ -204,37 +197,26 @@ class _Sharded:
     sites = []
     with tf.device('CPU:0'):
       total = tf.cast(extended.rows_of_plain(leaves), tf.int32)
-      for replica in range(count):
+      for replica, device in enumerate(self.worker_devices):
         first, own = host_input.share(
           self.num_shards, rank * count + replica, num_workers * count
         )
-        sites += self._sites_of_replica(replica, first, own, total)
-    return sites
-
-  def _sites_of_replica(self, replica, first, own, total):
-    """The sites of shards from `first`; the others share state with their first."""
-    is_known = isinstance(own, int)
-    most = own if is_known else -(-self.num_shards // len(self.worker_devices))
-    sites = []
-    for i in range(most):
-      start, size = host_input.share(total, first + i, self.num_shards)
-      is_mine = None
-      if i and not is_known:  # The first it always has.
-        is_mine = i < own
-        size = tf.where(is_mine, size, 0)
-      rows = site_lib.rows_or_stand_in(size, start, total)
-      sites.append(
-        site_lib.Site(
-          self.worker_devices[replica],
-          rows,
-          replica,
-          is_chief=not i and not replica and self.does_what_is_done_once,
-          is_home=not i and not replica and self.home_device is None,
-          main=sites[0] if i else None,
-          is_mine=is_mine,
-          adds_in_order=True,
-        )
-      )
+        is_first = replica == 0
+        main = None
+        for i in range(own if isinstance(own, int) else self.num_shards):
+          start, size = host_input.share(total, first + i, self.num_shards)
+          size = tf.where(i < own, size, 0)
+          site = site_lib.Site(
+            device,
+            site_lib.rows_or_stand_in(size, start, total),
+            replica,
+            is_chief=is_first and not main and self.does_what_is_done_once,
+            is_home=is_first and not main and self.home_device is None,
+            main=main,
+            adds_in_order=True,
+          )
+          main = main or site
+          sites.append(site)
     return sites
 
   def _call_for_each_replica(self, fn, args, kwargs):
@@ -247,13 +229,6 @@ class _Sharded:
         "the model's train_step), or leave out reproducible",
       )
     return super()._call_for_each_replica(fn, args, kwargs)
-
-  def _create_variable(self, next_creator, **kwargs):
-    variable = super()._create_variable(next_creator, **kwargs)
-    is_distributed = isinstance(variable, tf.distribute.DistributedValues)
-    if is_distributed and replica_exchange.is_sum(variable):
-      variable.hold_whole()
-    return variable
 
   def _experimental_distribute_dataset(self, dataset, options):
     is_plain = isinstance(dataset, tf.data.Dataset) and options is None

@@ -247,34 +247,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
       if self._codec_of(variable).keeps_rest
     }
 
-  @property
-  def bucket_bytes(self):
-    """See base class."""
-    return self._options.bucket_bytes
-
-  def all_reduce_buckets(self, buckets, contents):
-    """See base class."""
-
-    def bucket(index):
-      def work(group, array):
-        return group.all_reduce(
-          array,
-          name=f'exact/bucket_{index}',
-          algorithm=self._options.all_reduce,
-        )
-
-      return work
-
-    device = self._local.devices[0]
-    with tf.device(device):
-      return self._queue.call_all(
-        'all_reduce',
-        [bucket(i) for i in range(len(contents))],
-        buckets,
-        [_names(tensors, range(len(tensors))) for tensors in contents],
-        device,
-      )
-
   def combine(self, tensor, op, name):
     """See base class."""
 
