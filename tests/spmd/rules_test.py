@@ -11,96 +11,14 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tf_strategies import _tf_internal, errors
-from tf_strategies.spmd import (
-  emit,
-  kinds,
-  plan,
-  program,
-  row_sharing,
-  rules,
-  site,
-)
+from tests.spmd.replicas import flat as _flat
+from tests.spmd.replicas import run
+from tf_strategies import errors
+from tf_strategies.spmd import plan, row_sharing
 
 virtual_devices.configure()
 
-_ = rules  # Registered when imported.
 _SHAPE = (5, 4, 6)
-
-
-class _Exchange(emit.Exchange):
-  """Replicas of one graph meet; counts what was gathered."""
-
-  rounds_gradients = False
-
-  def __init__(self):
-    self.gathered = []
-
-  def add(self, columns, sites, are_gradients):
-    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
-    return [sums for _ in sites]
-
-  def gather(self, values, axis, sites):
-    self.gathered.append(values[0].op.name)
-    return [tf.concat(values, axis) for _ in sites]
-
-  def first(self, value, like, sites):
-    return [value for _ in sites]
-
-
-def run(function, arrays, rows):
-  """What replicas with so many rows compute; whether they gathered any."""
-  exchange = _Exchange()
-
-  @tf.function(autograph=False)
-  def compute(*tensors):
-    specs = [
-      tf.TensorSpec([None, *t.shape[1:]] if t.shape.rank else [], t.dtype)
-      for t in tensors
-    ]
-    graph = _tf_internal.trace('case', lambda args: function(*args), [specs])
-    outputs = _flat(graph.structured_outputs)
-    traced = program.flatten(graph, graph.inputs, outputs)
-    starts = np.cumsum([0, *rows[:-1]])
-    sites = [
-      site.Site(
-        virtual_devices.name(i),
-        site.Rows(
-          tf.constant(max(n, 1)),
-          tf.constant(min(int(start), sum(rows) - 1)),
-          tf.constant(sum(rows)),
-          tf.constant(n),
-          n > 0 and start == 0,
-        ),
-        i,
-        i == 0,
-        i == 0,
-      )
-      for i, (n, start) in enumerate(zip(rows, starts, strict=True))
-    ]
-    values = []
-    for i, tensor in enumerate(traced.inputs):
-      if i < len(tensors):
-        given = tensors[i]
-        split = given.shape.rank > 0
-      else:
-        given, split = graph.captures[i - len(tensors)][0], False
-      values.append(kinds.Value(kinds.Split(0) if split else kinds.WHOLE))
-      for s in sites:
-        own = s.rows_of(given, kinds.Split(0)) if split else given
-        s.tensors[tensor, kinds.AS_IS] = own
-    planned = plan.make(traced, values)
-    wanted = [(t, kinds.WHOLE) for t in traced.outputs]
-    [results, *_] = emit.Emitter(planned, sites, exchange).run(wanted)
-    return results
-
-  results = compute(*[tf.constant(a) for a in arrays])
-  return [r.numpy() for r in results], exchange.gathered
-
-
-def _flat(structure):
-  """Tensors, of sparse gradients their parts."""
-  return tf.nest.flatten(structure, expand_composites=True)
 
 
 def _arrays(seed=0):
@@ -305,9 +223,9 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_rows_are_computed_where_they_are(self, function):
     outputs = _flat(function(*map(tf.constant, _arrays())))
-    _, gathered = run(function, _arrays(), (2, 2, 1))
+    _, meetings = run(function, _arrays(), (2, 2, 1))
     # Results that are asked for whole, and extrema, which have no other way.
-    self.assertLessEqual(len(gathered), len(outputs))
+    self.assertLessEqual(meetings.count('gather'), len(outputs))
 
   @parameterized.named_parameters(*_BY_ROWS.items(), *_WHOLE.items())
   def test_who_needs_the_rows_of_others(self, function):

@@ -9,47 +9,14 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tf_strategies import _tf_internal, errors
-from tf_strategies.spmd import emit, kinds, pieces, plan, program, rules, site
+from tests.spmd import replicas
+from tf_strategies import errors
+from tf_strategies.spmd import kinds, pieces, program
 
 virtual_devices.configure()
 
-_ = rules  # Registered when imported.
 _COUNT = 3
 _SHAPE = (5, 2)  # Three pieces of four elements, two of which fill up.
-
-
-class _Exchange(emit.Exchange):
-  """Replicas of one graph meet; notes how."""
-
-  rounds_gradients = False
-
-  def __init__(self):
-    self.meetings = []
-
-  def add(self, columns, sites, are_gradients):
-    self.meetings.append('add')
-    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
-    return [sums for _ in sites]
-
-  def scatter(self, columns, shard, others, sites, are_gradients):
-    self.meetings.append('scatter')
-    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
-    added = [tf.add_n(row) for row in zip(*others, strict=True)]
-    mine = [[pieces.rows(t, shard)[s.replica] for t in sums] for s in sites]
-    return mine, [added for _ in sites]
-
-  def join(self, columns, shapes, sites):
-    self.meetings.append('join')
-    joined = [
-      pieces.joined(tf.stack(row), shape)
-      for row, shape in zip(zip(*columns, strict=True), shapes, strict=True)
-    ]
-    return [joined for _ in sites]
-
-  def gather(self, values, axis, sites):
-    self.meetings.append('gather')
-    return [tf.concat(values, axis) for _ in sites]
 
 
 class _Divided:
@@ -86,51 +53,6 @@ class _Whole:
 
   def handle(self, at):
     return self.copies[at.replica].handle
-
-
-def run(function, rows, slot, weight, x):
-  """What replicas with so many rows compute, and how they met."""
-  exchange = _Exchange()
-  found = {id(r.variable.handle): r for r in (slot, weight)}
-
-  @tf.function(autograph=False)
-  def compute(x):
-    graph = _tf_internal.trace(
-      'case',
-      lambda args: function(args[0], slot.variable, weight.variable),
-      [[tf.TensorSpec([None, *x.shape[1:]], x.dtype)]],
-    )
-    outputs = tf.nest.flatten(graph.structured_outputs)
-    traced = program.flatten(graph, graph.inputs, outputs)
-    starts = np.cumsum([0, *rows[:-1]])
-    sites = [
-      site.Site(
-        virtual_devices.name(i),
-        site.Rows(
-          tf.constant(max(n, 1)),
-          tf.constant(min(int(start), sum(rows) - 1)),
-          tf.constant(sum(rows)),
-          tf.constant(n),
-          n > 0 and start == 0,
-          i,
-        ),
-        i,
-        i == 0,
-        i == 0,
-      )
-      for i, (n, start) in enumerate(zip(rows, starts, strict=True))
-    ]
-    values = [kinds.Value(kinds.Split(0))]
-    for external, _ in graph.captures:
-      values.append(kinds.Value(kinds.WHOLE, (), resource=found[id(external)]))
-    for s in sites:
-      s.tensors[traced.inputs[0], kinds.AS_IS] = s.rows_of(x, kinds.Split(0))
-    planned = plan.make(traced, values)
-    wanted = [(t, kinds.WHOLE) for t in traced.outputs]
-    [results, *_] = emit.Emitter(planned, sites, exchange).run(wanted)
-    return results
-
-  return [r.numpy() for r in compute(tf.constant(x))], exchange.meetings
 
 
 def _gradient(x, weight):
@@ -215,7 +137,7 @@ class ShardsTest(tf.test.TestCase, parameterized.TestCase):
     value = rng.normal(size=_SHAPE).astype('f4')
     start = rng.normal(size=_SHAPE).astype('f4')
     slot, weight = _Divided(value), _Whole(start)
-    found, met = run(function, rows, slot, weight, x)
+    found, met = replicas.run(function, [x], rows, [slot, weight])
     one, other = tf.Variable(value), tf.Variable(start)
     expected = tf.nest.flatten(function(tf.constant(x), one, other))
     for a, b in zip(found, expected, strict=True):
@@ -240,7 +162,7 @@ class ShardsTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaisesRegex(
         errors.UnsupportedOptionError, 'shard_optimizer_state'
       ):
-        run(function, (2, 2, 2), slot, weight, x)
+        replicas.run(function, [x], (2, 2, 2), [slot, weight])
 
 
 if __name__ == '__main__':

@@ -1,11 +1,9 @@
 """State of optimizers that the devices of one process divide among them."""
 
 import os
-from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -14,8 +12,6 @@ from tests import tiers, virtual_devices
 from tests.strategies import loop_programs
 from tests.strategies import sharded_models as models
 from tf_strategies import errors
-from tf_strategies.spmd import pieces
-from tf_strategies.strategies.mirrored import replica_exchange
 
 virtual_devices.configure()
 
@@ -305,50 +301,6 @@ class _LoopInStep(keras.Sequential):
 
     tf.while_loop(lambda i: i < 2, turn, [tf.constant(0)])
     return {}
-
-
-class MutationTest(tf.test.TestCase):
-  """What would be wrong is seen by the comparisons above."""
-
-  def assert_is_found(self):
-    one = models.train(ALL['plain'])
-    try:
-      model = models.train(ALL['plain'], sharded())
-      assert_equal_models(self, one, model)
-      assert_equal_copies(self, model)
-    except AssertionError:
-      return
-    self.fail('nothing was found')
-
-  @pytest.mark.smoke
-  def test_nothing_is_found_without_a_mutation(self):
-    with self.assertRaisesRegex(AssertionError, 'nothing was found'):
-      self.assert_is_found()
-
-  @pytest.mark.smoke
-  def test_a_shifted_boundary_is_found(self):
-    rows = pieces.rows
-
-    def shifted(tensor, shard):
-      first, *others = tf.unstack(rows(tensor, shard))
-      return tf.stack([first, *(tf.roll(row, 1, 0) for row in others)])
-
-    with mock.patch.object(pieces, 'rows', shifted):
-      self.assert_is_found()
-
-  def test_a_replica_that_misses_the_gathering_is_found(self):
-    join = replica_exchange.ReplicaExchange.join
-
-    def without_last(self, columns, shapes, sites):
-      results = join(self, columns, shapes, sites)
-      if len(sites) > 1:
-        results[-1] = [tf.zeros_like(t) for t in results[-1]]
-      return results
-
-    with mock.patch.object(
-      replica_exchange.ReplicaExchange, 'join', without_last
-    ):
-      self.assert_is_found()
 
 
 if __name__ == '__main__':

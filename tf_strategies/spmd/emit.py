@@ -383,17 +383,10 @@ class Emitter:
         groups.setdefault((sites, is_gradient), []).append(tensor)
     for (are_gradients, shard), tensors in divided.items():
       # First, or their first buckets would wait for what is small and late.
-      sites = tuple(self._replicas)
-      others = groups.pop((sites, are_gradients), [])
-      columns, whole = (
-        [self._contributions(s, some) for s in sites]
-        for some in (tensors, others)
-      )
-      results = self._exchange.scatter(
-        columns, shard, whole, sites, are_gradients
-      )
-      self._take(tensors, shard, sites, results[0])
-      self._take(others, WHOLE, sites, results[1])
+      sites = self._replicas
+      columns = [self._contributions(s, tensors) for s in sites]
+      results = self._exchange.scatter(columns, shard, sites, are_gradients)
+      self._take(tensors, shard, sites, results)
     for (sites, are_gradients), tensors in groups.items():
       columns = [self._contributions(s, tensors) for s in self._replicas]
       results = self._exchange.add(columns, sites, are_gradients)

@@ -27,11 +27,10 @@ class Exchange(Protocol):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     shard: Shard,
-    others: Sequence[Sequence[tf.Tensor]],
     sites: Sequence[Site],
     are_gradients: bool,
-  ) -> tuple[list[list[tf.Tensor]], list[list[tf.Tensor]]]:
-    """For each local replica its pieces of sums, and what `add` makes of others."""
+  ) -> list[list[tf.Tensor]]:
+    """Returns for each local replica its pieces of the sums over all replicas."""
 
   def join(
     self,

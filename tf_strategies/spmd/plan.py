@@ -288,10 +288,10 @@ class Context:
     ]
     return Decision(self.first_wanted(), outputs, emit)
 
-  def summed(self) -> Decision:
-    """Outputs are sums, as input 0 is, or its rows are; other inputs are whole."""
+  def summed(self, wants=None) -> Decision:
+    """Outputs are sums; by default of the rows of input 0, others are whole."""
     outputs = [self.out(kinds.SUM, i) for i in range(len(self.node.outputs))]
-    return Decision(self.first_wanted(), outputs)
+    return Decision(wants or self.first_wanted(), outputs)
 
   def first_wanted(self) -> list:
     """Input 0 as it is, and the others whole."""
@@ -311,6 +311,10 @@ class Context:
 
 Rule = Callable[[Context], Decision | None]
 RULES: dict[str, Rule] = {}
+# The inputs in each of which an operation is linear, and those that it adds up or puts
+# side by side.
+FACTORS: dict[str, tuple[int, ...]] = {}
+TERMS: dict[str, slice] = {}
 # Of operations on shards; one without a rule gets whole tensors in place of them.
 SHARD_RULES: dict[str, Rule] = {}
 
@@ -462,6 +466,8 @@ class _Planner:
       if decision is None:
         context.take_whole()
     if decision is None:
+      decision = _of_sums(context)
+    if decision is None:
       decide = RULES.get(node.type)
       decision = decide(context) if decide else None
     if decision is None:
@@ -481,6 +487,22 @@ def _check_list(kind, want, node) -> None:
       'a list that is read, written, stacked or gathered',
       'take tf.stack or tf.concat of a Python list of the tensors',
     )
+
+
+def _of_sums(context) -> Decision | None:
+  """Returns sums, where an operation is linear in those that it gets."""
+  held, node = context.kinds, context.node
+  sums = [i for i, kind in enumerate(held) if kind == kinds.SUM]
+  if not sums or any(kind not in (kinds.SUM, WHOLE) for kind in held):
+    return None
+  if len(sums) == 1 and sums[0] in FACTORS.get(node.type, ()):
+    return context.summed(held)
+  terms = range(len(held))[TERMS.get(node.type, slice(0))]
+  if not set(sums) <= set(terms):
+    return None
+  return context.summed(
+    [kinds.SUM if i in terms else WHOLE for i in range(len(held))]
+  )
 
 
 def _default(context) -> Decision:

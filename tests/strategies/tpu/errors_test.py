@@ -46,23 +46,11 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.TPURingStrategy()
 
-  def test_registry(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'resolver=None .*names no TPU'
-    ):
-      tfs.create_strategy('tpu_ring', devices=None)
-
   def test_registry_with_devices(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, r"devices=\['TPU:0'\].*pass resolver"
     ):
       tfs.create_strategy('tpu_ring', devices=['TPU:0'])
-
-  def test_registry_with_another_option(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, "'colour' of TPURingStrategy"
-    ):
-      tfs.create_strategy('tpu_ring', colour='red')
 
   @parameterized.parameters(
     'local', 'grpc://127.0.0.1:1', 'grpc://192.0.2.1:8470'
@@ -74,26 +62,14 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.TPURingStrategy(Resolver(tpu))
 
-  def test_address_in_the_environment_that_nobody_connected_to(self):
-    with (
-      environment(TPU_NAME='grpc://127.0.0.1:1'),
-      self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError, 'without cores .*connected to'
-      ),
-    ):
-      tfs.TPURingStrategy()
-
-  @parameterized.parameters('local', 8, tf.distribute.OneDeviceStrategy)
-  def test_not_a_resolver(self, resolver):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'resolver=.*TPUClusterResolver'
-    ):
-      tfs.TPURingStrategy(resolver)
-
-  def test_another_resolver(self):
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+  @parameterized.parameters(
+    'local',
+    8,
+    tf.distribute.cluster_resolver.SimpleClusterResolver(
       tf.train.ClusterSpec({})
-    )
+    ),
+  )
+  def test_not_a_resolver(self, resolver):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'resolver=.*TPUClusterResolver'
     ):
@@ -136,20 +112,6 @@ class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.TPURingStrategy()
     self.assertLess(time.monotonic() - start, _DEADLINE_SECONDS)
-
-  def test_metadata_server_that_is_not_there(self):
-    with socket.socket() as unused:
-      unused.bind(('127.0.0.1', 0))
-      address = f'127.0.0.1:{unused.getsockname()[1]}'
-      with (
-        environment(
-          TPU_NAME='some-tpu', GCE_METADATA_IP=address, NO_PROXY='127.0.0.1'
-        ),
-        self.assertRaisesRegex(
-          tfs.errors.ClusterConfigError, 'failed: URLError.*refused.*zone'
-        ),
-      ):
-        tfs.TPURingStrategy()
 
   def test_resolver_that_never_answers(self):
     release = threading.Event()

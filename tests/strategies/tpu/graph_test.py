@@ -1,8 +1,9 @@
-"""What `TPURingStrategy` puts into the graph is the schedule, and only that."""
+"""What `TPURingStrategy` puts into the graph is a ring, and only that.
+
+`execution_test` checks what the ring computes.
+"""
 
 import collections
-import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -51,14 +52,6 @@ def traced_step(strategy, shapes=_SHAPES):
   )
 
 
-def traced_sum(strategy, value, reduce_op=tf.distribute.ReduceOp.SUM):
-  def step(x):
-    return tf.distribute.get_replica_context().all_reduce(reduce_op, x)
-
-  values = np.stack([value] * strategy.num_replicas_in_sync)
-  return program.Program(program.trace(strategy, step, [values]))
-
-
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(4, 2, 8, tiers.soak(32))
   def test_a_step_is_a_ring_a_dtype(self, num_replicas):
@@ -70,9 +63,11 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
       collections.Counter(op.get_attr('T').name for op in step.permutes),
       dict.fromkeys(_SHAPES, 2 * (num_replicas - 1)),
     )
-    neighbours = [(r, (r + 1) % num_replicas) for r in range(num_replicas)]
+    # A chunk of each buffer is all that travels in a round.
     for permute in step.permutes:
-      self.assertEqual(step.pairs(permute), neighbours)
+      dtype = permute.get_attr('T').name
+      size = sum(int(np.prod(shape)) for shape in _SHAPES[dtype])
+      self.assertEqual(permute.inputs[0].shape, [1, -(-size // num_replicas)])
 
   def test_more_variables_take_no_more_permutes(self):
     few, many = (
@@ -171,59 +166,6 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(statistic.aggregation, tf.VariableAggregation.MEAN)
     self.assertEqual(weight.aggregation, tf.VariableAggregation.NONE)
     self.assertEqual(counter.aggregation, tf.VariableAggregation.NONE)
-
-
-class MutationTest(tf.test.TestCase, parameterized.TestCase):
-  """A graph of a schedule with one thing wrong is told from the right one."""
-
-  def mismatch_of(self, transfers):
-    strategy = double.create_strategy(4)
-    schedule = ring_all_reduce(4)
-    mutant = dataclasses.replace(schedule, transfers=tuple(transfers))
-    self.assertNotEqual(mutant, schedule)
-    double.use_schedule(strategy, mutant)
-    step = traced_sum(strategy, np.ones([8], np.float32))
-    self.assertNotEmpty(step.permutes)
-    self.assertIsNone(step.mismatch(mutant))
-    self.assertIsNone(
-      traced_sum(double.create_strategy(4), np.ones([8], np.float32)).mismatch(
-        schedule
-      )
-    )
-    return step.mismatch(schedule)
-
-  def test_swapped_rounds(self):
-    other = {0: 1, 1: 0}
-    swapped = [
-      dataclasses.replace(t, round=other.get(t.round, t.round))
-      for t in ring_all_reduce(4).transfers
-    ]
-    self.assertIsNotNone(self.mismatch_of(swapped))
-
-  def test_another_direction(self):
-    turned = [
-      dataclasses.replace(t, src=3 - t.src, dst=3 - t.dst)
-      for t in ring_all_reduce(4).transfers
-    ]
-    self.assertIsNotNone(self.mismatch_of(turned))
-
-  def test_another_chunk(self):
-    first, *others = ring_all_reduce(4).transfers
-    altered = dataclasses.replace(first, chunk=(first.chunk + 1) % 4)
-    self.assertIn(str(first), self.mismatch_of([altered, *others]))
-
-  @pytest.mark.smoke
-  def test_adding_for_overwriting(self):
-    *others, last = ring_all_reduce(4).rounds()
-    altered = [dataclasses.replace(t, reduce=True) for t in last]
-    mutant = [*itertools.chain(*others), *altered]
-    self.assertIn(str(altered[0]), self.mismatch_of(mutant))
-
-  @pytest.mark.smoke
-  def test_no_permute_at_all(self):
-    strategy = double.create_strategy(2, all_reduce='builtin')
-    step = traced_sum(strategy, np.ones([8], np.float32))
-    self.assertIn('no CollectivePermute', step.mismatch(ring_all_reduce(2)))
 
 
 if __name__ == '__main__':

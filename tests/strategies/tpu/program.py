@@ -6,12 +6,8 @@ by XLA, once for each replica; the collectives are played in NumPy, permutes by
 the pairs that are in the graph.
 """
 
-import collections
-
 import numpy as np
 import tensorflow as tf
-
-from tf_strategies.collectives.schedule import Transfer
 
 # Attributes that would send ops to a TPU.
 _TPU_ATTRIBUTES = ('_tpu_replicate', '_replication_info', '_xla_compile_device')
@@ -65,16 +61,6 @@ class Program:
       and any(t.dtype == tf.resource for t in op.inputs)
     ]
     self._results = [op for op in ops if op.type == 'TPUReplicatedOutput']
-    self._depths = {}
-    for op in self.permutes:
-      self._depths[op] = 1 + max(
-        (self._depths[p] for p in self._ancestors(op) & set(self._depths)),
-        default=0,
-      )
-
-  @property
-  def num_rounds(self):
-    return max(self._depths.values(), default=0)
 
   # Reading.
 
@@ -83,51 +69,17 @@ class Program:
     pairs = tf.get_static_value(permute.inputs[1])
     return [tuple(pair) for pair in pairs.tolist()]
 
-  def transfers(self, num_replicas):
-    """What the graph moves, a list of transfers for each buffer.
-
-    Args:
-      num_replicas: that run the program.
-
-    Returns:
-      Sorted transfers for each chain of permutes, in the order of the graph.
-    """
-    begins = [self._entry(op.inputs[0], 'Slice', 1) for op in self.permutes]
-    updates = [self._update_of(op) for op in self.permutes]
-    ends = [update.inputs[2] for update in updates]
-    by_rank = self._evaluate(begins + ends, num_replicas)
-    sends = [[row[i][0] for row in by_rank] for i in range(len(begins))]
-    receives = [
-      [row[len(begins) + i][0] for row in by_rank] for i in range(len(ends))
-    ]
-    chains = collections.defaultdict(list)
-    for i, op in enumerate(self.permutes):
-      (chain,) = self._ancestors(op) & set(self._ids)
-      for src, dst in self.pairs(op):
-        if sends[i][src] != receives[i][dst]:
-          raise AssertionError(f'{op.name}: chunk {src}->{dst} changes')
-        chains[chain.name].append(
-          Transfer(
-            self._depths[op] - 1,
-            src,
-            dst,
-            int(sends[i][src]),
-            _adds(updates[i]),
-          )
-        )
-    return [sorted(moved) for moved in chains.values()]
-
   def mismatch(self, schedule):
-    """What differs between the graph and a schedule; None if nothing does."""
-    buffers = self.transfers(schedule.world_size)
-    if not buffers:
+    """What differs between the permutes and a schedule for each buffer, or None."""
+    pairs = [sorted(self.pairs(op)) for op in self.permutes]
+    if not pairs:
       return 'no CollectivePermute'
-    for found in buffers:
-      missing = set(schedule.transfers) - set(found)
-      extra = set(found) - set(schedule.transfers)
-      if missing or extra or len(found) != len(schedule.transfers):
-        return f'missing {sorted(missing)}, not in the schedule {sorted(extra)}'
-    return None
+    rounds = [
+      sorted((t.src, t.dst) for t in transfers)
+      for transfers in schedule.rounds()
+    ]
+    buffers = -(-len(pairs) // len(rounds))
+    return None if pairs == rounds * buffers else f'the permutes are {pairs}'
 
   # Executing.
 
@@ -204,64 +156,19 @@ class Program:
       for r in range(len(values))
     ]
 
-  def _ancestors(self, op):
-    seen, waiting = set(), [op]
-    while waiting:
-      for tensor in waiting.pop().inputs:
-        if tensor.op not in seen:
-          seen.add(tensor.op)
-          waiting.append(tensor.op)
-    return seen
-
-  def _entry(self, tensor, op_type, index):
-    op = tensor.op
-    if op.type != op_type:
-      raise AssertionError(f'{op.name} is a {op.type}, not a {op_type}')
-    return op.inputs[index]
-
-  def _update_of(self, permute):
-    """The op that puts what a permute brings into the buffer."""
-    tensor = permute.outputs[0]
-    while True:
-      consumers = [
-        op
-        for op in tensor.consumers()
-        if op.type in ('Cast', 'AddN', 'SelectV2', 'XlaDynamicUpdateSlice')
-      ]
-      (consumer,) = consumers
-      if consumer.type == 'XlaDynamicUpdateSlice':
-        return consumer
-      tensor = consumer.outputs[0]
-
-  def _evaluate(self, tensors, num_replicas):
-    compute = self._compiled(tensors, jit_compile=False)
-    zeros = [
-      np.zeros(
-        [size or 1 for size in op.outputs[0].shape],
-        op.outputs[0].dtype.as_numpy_dtype,
-      )
-      for op in self._inputs
-    ]
-    return [
-      [t.numpy() for t in compute(np.int32(rank), zeros, [])]
-      for rank in range(num_replicas)
-    ]
-
-  def _compiled(self, fetches, variables=None, jit_compile=True):
+  def _compiled(self, fetches, variables):
     """A function of what the cut leaves open, which returns `fetches`.
 
     Args:
       fetches: tensors of the graph.
-      variables: {handle in the program: the one to use}; None to leave out
-        whatever reads or writes variables.
-      jit_compile: whether XLA compiles it.
+      variables: {handle in the program: the one to use}.
     """
     cuts = [op.outputs[0].name for op in self._inputs]
     received = [op.outputs[0].name for op in self._collectives]
     names = [tensor.name for tensor in fetches]
-    effects = [] if variables is None else self._effects
+    effects = self._effects
     fixed = {}
-    for op in self.handles if variables is not None else ():
+    for op in self.handles:
       external = {i.name: id(e) for e, i in self._graph.captures}
       fixed[op.outputs[0].name] = variables[external[op.inputs[0].name]]
     part = _between(
@@ -271,11 +178,10 @@ class Program:
     )
     needed = {i for node in part.node for i in node.input}
 
-    @tf.function(jit_compile=jit_compile, autograph=False)
+    @tf.function(jit_compile=True, autograph=False)
     def compute(rank, inputs, came):
       given = dict(zip(cuts, inputs, strict=True))
-      # Where only tables are asked for, nothing has come.
-      given.update(zip(received, came, strict=False))
+      given.update(zip(received, came, strict=True))
       given.update({op.outputs[0].name: rank for op in self._ids})
       graph = tf.compat.v1.get_default_graph()
       given.update({name: graph.capture(h) for name, h in fixed.items()})
@@ -302,14 +208,6 @@ def _handle_of(variable):
   return id(
     variable._primary.handle if packed is None else packed.packed_handle
   )
-
-
-def _adds(update):
-  """Whether an update of the buffer adds what came, or overwrites."""
-  source = update.inputs[1].op
-  while source.type in ('Cast', 'SelectV2'):
-    source = source.inputs[-1].op
-  return source.type == 'AddN'
 
 
 def _between(graph, ops, cuts):

@@ -17,6 +17,7 @@ from tf_strategies.spmd.kinds import (
   Value,
 )
 from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.rules import linear
 
 UNARY = [
   'Abs',
@@ -147,38 +148,9 @@ BROADCASTING = [
   'ClipByValue',
 ]
 
-# What is linear in all inputs together, and what is linear in one of them.
-LINEAR = [
-  'Add',
-  'AddN',
-  'AddV2',
-  'Conj',
-  'Neg',
-  'PreventGradient',
-  'Real',
-  'Snapshot',
-  'StopGradient',
-  'Sub',
-]
-
-
-# The inputs in each of which an operation is linear.
-_FACTORS = {
-  'Mul': (0, 1),
-  'MulNoNan': (0, 1),
-  'RealDiv': (0,),
-  'DivNoNan': (0,),
-}
-
 
 @rule(*UNARY, *BROADCASTING)
 def _elementwise(context: Context) -> Decision | None:
-  kinds = context.kinds
-  if _is_linear_in_one(kinds, _FACTORS.get(context.node.type, ())):
-    return _linear(context, kinds)
-  is_choice = context.node.type == 'SelectV2' and kinds[0] == WHOLE
-  if is_choice and SUM in kinds[1:] and not _has_split(kinds):
-    return _linear(context, [WHOLE, SUM, SUM])
   return broadcast(context)
 
 
@@ -189,7 +161,7 @@ def _select(context: Context) -> Decision | None:
   return broadcast(context) if len(ranks) == 1 else None
 
 
-@rule(*LINEAR)
+@rule(*linear.SUMS)
 def _sums(context: Context) -> Decision | None:
   kinds = context.kinds
   if all(isinstance(k, Listed) for k in kinds):
@@ -199,8 +171,6 @@ def _sums(context: Context) -> Decision | None:
     known = (v for v in context.inputs if v.kind.kind is not None)
     value = next(known, context.inputs[0])
     return Decision(kinds, [dataclasses.replace(value, ints=None)])
-  if SUM in kinds and all(k in (SUM, WHOLE) for k in kinds):
-    return _linear(context, [SUM] * len(kinds))
   return broadcast(context)
 
 
@@ -217,7 +187,7 @@ def _cast(context: Context) -> Decision | None:
   # A sum of a short type wraps around, which the parts of it do not show.
   is_short = node.inputs[0].dtype.is_integer and node.inputs[0].dtype.size < 4
   if kind == SUM and node.outputs[0].dtype.is_floating and not is_short:
-    return _linear(context, [SUM])
+    return context.summed()
   decision = broadcast(context)
   if decision is not None and node.outputs[0].dtype.is_integer:
     value = decision.outputs[0]
@@ -269,21 +239,8 @@ def _look_up(context: Context) -> Decision:
   return Decision([WHOLE, kind, WHOLE], [Value(kind, keys.dims)])
 
 
-def _is_linear_in_one(kinds, positions) -> bool:
-  """Returns whether one of the inputs at `positions` is a sum, and the others whole."""
-  sums = [i for i, k in enumerate(kinds) if k == SUM]
-  others = [k for k in kinds if k != SUM]
-  return (
-    len(sums) == 1 and sums[0] in positions and all(k == WHOLE for k in others)
-  )
-
-
 def _has_split(kinds) -> bool:
   return any(isinstance(k, Split) for k in kinds)
-
-
-def _linear(context, wants) -> Decision:
-  return Decision(wants, [context.out(SUM, dims=_dims(context))])
 
 
 def _dims(context) -> tuple[Dim, ...] | None:

@@ -16,7 +16,7 @@ def _mat_mul(context: Context) -> Decision | None:
   return _product(context, (a, b), 'ik')
 
 
-@rule('BatchMatMul', 'BatchMatMulV2', 'BatchMatMulV3')
+@rule('BatchMatMulV2', 'BatchMatMulV3')
 def _batch_mat_mul(context: Context) -> Decision | None:
   node = context.node
   a = 'ji' if node.attr('adj_x') else 'ij'
@@ -72,11 +72,7 @@ def _einsum(context: Context) -> Decision | None:
 def _product(context, terms, output) -> Decision | None:
   """A sum of products over axes with names: of one or two tensors."""
   values = context.inputs
-  kinds = context.kinds
-  sums = [i for i, k in enumerate(kinds) if k == SUM]
-  if sums:
-    if len(sums) == 1 and all(k in (SUM, WHOLE) for k in kinds):
-      return Decision(kinds, [context.out(SUM)])
+  if SUM in context.kinds:
     return None
   for value, term in zip(values, terms, strict=True):
     if not isinstance(value.kind, Split):
@@ -93,156 +89,119 @@ def _product(context, terms, output) -> Decision | None:
   return None
 
 
-# The first input is a batch of images, the others belong to all of them.
-_IMAGES = [
-  'AdjustContrastv2',
-  'AdjustHue',
-  'AdjustSaturation',
-  'AvgPool',
-  'AvgPool3D',
-  'BiasAdd',
-  'Conv2D',
-  'Conv3D',
-  'DepthToSpace',
-  'DepthwiseConv2dNative',
-  'Dilation2D',
-  'ExtractImagePatches',
-  'HSVToRGB',
-  'LRN',
-  'MaxPool',
-  'MaxPool3D',
-  'MaxPoolV2',
-  'ResizeArea',
-  'ResizeBicubic',
-  'ResizeBilinear',
-  'ResizeNearestNeighbor',
-  'RGBToHSV',
-  'SpaceToDepth',
-  'ResizeNearestNeighborGrad',
-]
-_LINEAR_IMAGES = (
-  'Conv2D',
-  'Conv3D',
-  'DepthwiseConv2dNative',
-  'ResizeBilinear',
-)
-
-
-@rule(*_IMAGES)
-def _images(context: Context) -> Decision | None:
-  first = context.inputs[0]
-  is_linear = context.node.type in _LINEAR_IMAGES
-  if first.kind == SUM and is_linear and context.kinds.count(SUM) == 1:
-    return context.summed()
-  is_split = isinstance(first.kind, Split)
-  if is_split and context.node.type == 'BiasAdd':
-    is_split = first.kind.axis < len(first.dims) - 1
-  elif is_split:
-    is_split = first.kind == Split(0)
-  return context.along() if is_split else None
-
-
-# Operations all of whose inputs are batches of images.
-@rule(
-  'MaxPoolGrad',
-  'MaxPoolGradV2',
-  'MaxPool3DGrad',
-  'MaxPoolGradGrad',
-  'ResizeBilinearGrad',
-  'ResizeBicubicGrad',
-)
-def _image_gradients(context: Context) -> Decision | None:
-  split = [v for v in context.inputs if v.kind == Split(0)]
-  if not split:
-    return None
-  rank = len(split[0].dims)
-  if any(v.dims is None for v in context.inputs):
-    return None
-  wants = [Split(0) if len(v.dims) == rank else WHOLE for v in context.inputs]
-  return Decision(wants, [context.split(0, split[0].dims[0])])
-
-
-# The first input is the shape of the output, whose first axis is the batch's.
-@rule('AvgPoolGrad', 'AvgPool3DGrad')
-def _pool_gradient(context: Context) -> Decision | None:
-  value = context.inputs[1]
-  if value.kind != Split(0):
-    return None
-  return Decision(
-    [WHOLE, value.kind],
-    [context.split(0, value.dims[0])],
-    context.with_own_shape(0, 0),
-  )
-
-
-_INPUT_GRADIENTS = (
-  'Conv2DBackpropInput',
-  'Conv3DBackpropInputV2',
-  'DepthwiseConv2dNativeBackpropInput',
-)
-_FILTER_GRADIENTS = (
-  'Conv2DBackpropFilter',
-  'Conv3DBackpropFilterV2',
-  'DepthwiseConv2dNativeBackpropFilter',
-)
-
-
-@rule(*_INPUT_GRADIENTS)
-def _input_gradient(context: Context) -> Decision | None:
-  _, filters, value = context.inputs
-  if value.kind == Split(0):
-    return Decision(
-      [WHOLE, WHOLE, Split(0)],
-      [context.split(0, value.dims[0])],
-      context.with_own_shape(0, 0),
-    )
-  if value.kind == SUM and filters.kind == WHOLE:
-    return Decision([WHOLE, WHOLE, SUM], [context.out(SUM)])
-  return None
-
-
-@rule(*_FILTER_GRADIENTS)
-def _filter_gradient(context: Context) -> Decision | None:
-  images, _, value = context.inputs
-  if Split(0) in (images.kind, value.kind):
-    return Decision([Split(0), WHOLE, Split(0)], [context.out(SUM)])
-  return None
-
-
-# Each row by itself: the last axes are one matrix, or one row of classes.
-_CORE = {
-  'BatchFFT': 1,
+# Operations that compute row by row: the inputs that have rows.
+_ROWS = {
+  **dict.fromkeys(
+    [
+      'AdjustContrastv2',
+      'AdjustHue',
+      'AdjustSaturation',
+      'AvgPool',
+      'AvgPool3D',
+      'BiasAdd',
+      'Cholesky',
+      'Conv2D',
+      'Conv3D',
+      'DepthToSpace',
+      'DepthwiseConv2dNative',
+      'Dilation2D',
+      'ExtractImagePatches',
+      'FFT',
+      'FFT2D',
+      'HSVToRGB',
+      'IFFT',
+      'LogSoftmax',
+      'LRN',
+      'MatrixBandPart',
+      'MatrixDeterminant',
+      'MatrixDiagPartV3',
+      'MatrixInverse',
+      'MaxPool',
+      'MaxPool3D',
+      'ResizeArea',
+      'ResizeBicubic',
+      'ResizeBilinear',
+      'ResizeNearestNeighbor',
+      'ResizeNearestNeighborGrad',
+      'RGBToHSV',
+      'Softmax',
+      'SpaceToDepth',
+      'TopKV2',
+    ],
+    (0,),
+  ),
+  'AvgPool3DGrad': (1,),
+  'AvgPoolGrad': (1,),
+  'Conv2DBackpropInput': (2,),
+  'Conv3DBackpropInputV2': (2,),
+  'DepthwiseConv2dNativeBackpropInput': (2,),
+  'ImageProjectiveTransformV3': (0, 1),
+  'InTopKV2': (0, 1),
+  'MaxPool3DGrad': (0, 1, 2),
+  'MaxPoolGrad': (0, 1, 2),
+  'MaxPoolGradGrad': (0, 1, 2),
+  'ResizeBicubicGrad': (0, 1),
+  'ResizeBilinearGrad': (0, 1),
+}
+# How many of the last axes they compute with together; all but the first of others.
+_LAST = {
+  'BiasAdd': 1,
   'Cholesky': 2,
   'FFT': 1,
   'FFT2D': 2,
   'IFFT': 1,
-  'InTopKV2': 1,
   'LogSoftmax': 1,
   'MatrixBandPart': 2,
   'MatrixDeterminant': 2,
-  'MatrixDiag': 1,
-  'MatrixDiagPart': 2,
   'MatrixDiagPartV3': 2,
   'MatrixInverse': 2,
   'Softmax': 1,
   'TopKV2': 1,
 }
+# The first input of these is the shape of the result.
+_OF_SHAPE = (
+  'AvgPool3DGrad',
+  'AvgPoolGrad',
+  'Conv2DBackpropInput',
+  'Conv3DBackpropInputV2',
+  'DepthwiseConv2dNativeBackpropInput',
+)
 
 
-@rule(*_CORE)
-def _rows(context: Context) -> Decision | None:
-  value = context.inputs[0]
-  if not isinstance(value.kind, Split):
+@rule(*_ROWS)
+def _row_by_row(context: Context) -> Decision | None:
+  name = context.node.type
+  batched = [context.inputs[i] for i in _ROWS[name]]
+  split = next((v for v in batched if isinstance(v.kind, Split)), None)
+  if split is None or any(v.dims is None for v in batched):
     return None
-  axis = value.kind.axis
-  if axis >= len(value.dims) - _CORE[context.node.type]:
+  axis = split.kind.axis
+  if axis >= split.rank - _LAST.get(name, split.rank - 1):
     return None
-  if context.node.type == 'MatrixDiagPartV3' and context.inputs[1].dims != ():
+  if name == 'MatrixDiagPartV3' and context.inputs[1].dims != ():
     return None  # Several diagonals.
-  decision = context.along()
-  if context.node.type == 'InTopKV2':
-    decision.wants[1] = value.kind
-  return decision
+  wants = [WHOLE] * len(context.inputs)
+  for i, value in zip(_ROWS[name], batched, strict=True):
+    if value.dims[axis] != Dim(1):  # Else it belongs to all rows.
+      wants[i] = Split(axis)
+  outputs = [
+    context.split(axis, split.dims[axis], i)
+    for i in range(len(context.node.outputs))
+  ]
+  emit = context.with_own_shape(0, axis) if name in _OF_SHAPE else None
+  return Decision(wants, outputs, emit)
+
+
+@rule(
+  'Conv2DBackpropFilter',
+  'Conv3DBackpropFilterV2',
+  'DepthwiseConv2dNativeBackpropFilter',
+)
+def _filter_gradient(context: Context) -> Decision | None:
+  images, _, value = context.inputs
+  if Split(0) in (images.kind, value.kind):
+    return context.summed([Split(0), WHOLE, Split(0)])
+  return None
 
 
 @rule('MatrixDiagV3')
@@ -280,14 +239,3 @@ def _cross_entropy(context: Context) -> Decision | None:
     [Split(0), Split(0)],
     [context.split(0, length, 0), context.split(0, length, 1, logits)],
   )
-
-
-@rule('ImageProjectiveTransformV2', 'ImageProjectiveTransformV3')
-def _transform(context: Context) -> Decision | None:
-  images, transforms, *_ = context.inputs
-  if images.kind != Split(0) or transforms.dims is None:
-    return None
-  decision = context.along()
-  if transforms.dims[0] != Dim(1):
-    decision.wants[1] = Split(0)
-  return decision

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 
 from tf_strategies.spmd import kinds as kinds_lib
@@ -23,8 +25,11 @@ OPS = {
 def _reduction(context: Context) -> Decision | None:
   value, axes = context.inputs
   op = context.node.type
-  linear = op in ('Sum', 'Mean')
-  if value.kind == SUM and linear and context.node.inputs[0].dtype.is_floating:
+  if (
+    value.kind == SUM
+    and op == 'Mean'
+    and (context.node.inputs[0].dtype.is_floating)
+  ):
     return context.summed()
   if value.kind == Part(OPS[op]) != SUM:
     return Decision([value.kind, WHOLE], [context.out(value.kind)])
@@ -100,40 +105,34 @@ def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
 @rule('BroadcastGradientArgs')
 def _broadcast_gradient_args(context: Context) -> Decision | None:
   """The axes that each of two operands was repeated along."""
-  one, other = context.inputs
-  if one.ints is None or other.ints is None:
+  shapes = [v.ints for v in context.inputs]
+  if None in shapes:
     return None
-  rank = max(len(one.ints), len(other.ints))
-  first = [kinds_lib.ONE] * (rank - len(one.ints)) + list(one.ints)
-  second = [kinds_lib.ONE] * (rank - len(other.ints)) + list(other.ints)
-
-  def repeated(mine, others):
-    told = []
-    for a, b in zip(mine, others, strict=True):
-      if a is None or b is None:
-        told.append(None)
-      elif a == b and not (a.is_number and a.number == 1):
-        told.append(False)
-      elif a.is_number and a.number == 1:
-        # Along axes of one element both ways give the same.
-        told.append(True if not (b.is_number and b.number == 1) else None)
-      elif b.is_number and b.number == 1:
-        told.append(False)
-      else:
-        # Unequal and both unknown: one of them may be 1.
-        told.append(False if a.has_batch and b.has_batch else None)
-    return tuple(told)
-
+  rank = max(map(len, shapes))
+  first, second = (
+    [kinds_lib.ONE] * (rank - len(ints)) + list(ints) for ints in shapes
+  )
   decision = context.whole()
   for i, (mine, others) in enumerate(((first, second), (second, first))):
-    value, axes = decision.outputs[i], repeated(mine, others)
-    # Along axes of one element both ways give the same, so as TensorFlow does.
-    ones = [a == b == kinds_lib.ONE for a, b in zip(mine, others, strict=True)]
+    axes = tuple(map(_is_repeated, mine, others))
     ints = None
-    if all(a is not None or one for a, one in zip(axes, ones, strict=True)):
-      ints = tuple(kinds_lib.Dim(j) for j, a in enumerate(axes) if a or ones[j])
-    decision.outputs[i] = Value(WHOLE, value.dims, ints, None, axes)
+    if None not in axes:
+      ints = tuple(kinds_lib.Dim(j) for j, a in enumerate(axes) if a)
+    decision.outputs[i] = dataclasses.replace(
+      decision.outputs[i], ints=ints, axes=axes
+    )
   return decision
+
+
+def _is_repeated(mine, other) -> bool | None:
+  """Returns whether an axis was repeated, or has one element; None: unknown."""
+  if None in (mine, other):
+    return None
+  if mine == kinds_lib.ONE:
+    return True  # TensorFlow reduces along axes of one element too.
+  if other in (mine, kinds_lib.ONE) or (mine.has_batch and other.has_batch):
+    return False
+  return None  # One of them may be 1.
 
 
 @rule('L2Loss')
@@ -147,7 +146,7 @@ def _bias_add_grad(context: Context) -> Decision | None:
   is_channels_first = context.node.attr('data_format') == b'NCHW'
   channel = 1 if is_channels_first else (value.rank or 0) - 1
   is_split = isinstance(value.kind, Split) and value.kind.axis != channel
-  return context.summed() if is_split or value.kind == SUM else None
+  return context.summed() if is_split else None
 
 
 @rule('ArgMax', 'ArgMin')
@@ -162,8 +161,6 @@ def _arg_max(context: Context) -> Decision | None:
 @rule('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
 def _cumulative(context: Context) -> Decision | None:
   value, axis = context.inputs
-  if value.kind == SUM and context.node.type == 'Cumsum':
-    return context.summed()
   if not isinstance(value.kind, Split) or axis.numbers is None:
     return None
   is_along = axis.numbers[0] % len(value.dims) == value.kind.axis
@@ -196,9 +193,6 @@ def _segments(context: Context) -> Decision | None:
         return Decision(
           [Split(axis), WHOLE, WHOLE], [context.split(at, data.dims[axis])]
         )
-  is_sum = context.node.type == 'UnsortedSegmentSum'
-  if is_sum and context.kinds == [SUM, WHOLE, WHOLE]:
-    return context.summed()
   return None
 
 
@@ -214,8 +208,6 @@ def _scatter_nd(context: Context) -> Decision | None:
       axis = value.kind.axis
       if axis < len(indices.dims) - 1:
         return Decision([Split(axis), Split(axis), WHOLE], [context.out(kind)])
-  if updates.kind == SUM and indices.kind == WHOLE:
-    return Decision([WHOLE, SUM, WHOLE], [context.out(SUM)])
   return None
 
 

@@ -132,14 +132,8 @@ def _pack(context: Context) -> Decision | None:
     return Decision(
       [split.kind] * len(values), [context.split(at + (axis <= at), length)]
     )
-  if SUM in context.kinds:
-    return Decision([SUM] * len(values), [context.out(SUM)])
-  for op in (
-    'all',
-    'any',
-    'max',
-    'min',
-  ):  # Of a whole, all replicas' is the same.
+  # Of a whole, all replicas' is the same.
+  for op in ('all', 'any', 'max', 'min'):
     if Part(op) in context.kinds and {Part(op), WHOLE} >= set(context.kinds):
       return Decision([Part(op)] * len(values), [context.out(Part(op))])
   return None
@@ -172,8 +166,6 @@ def _concat(context: Context) -> Decision | None:
       return None
     wants = [split.kind] * len(values) + [WHOLE]
     return Decision(wants, [context.split(at, split.dims[at])])
-  if SUM in context.kinds:
-    return Decision([SUM] * len(values) + [WHOLE], [context.out(SUM)])
   return None
 
 
@@ -217,7 +209,7 @@ def _expand_dims(context: Context) -> Decision | None:
   kind = value.kind
   if isinstance(kind, Split):
     kind = Split(kind.axis + (at <= kind.axis))
-  elif kind != SUM:
+  else:
     return context.whole(dims=dims, ints=value.ints if at == 0 else None)
   return Decision([value.kind, WHOLE], [Value(kind, dims)])
 
@@ -240,7 +232,7 @@ def _squeeze(context: Context) -> Decision | None:
     if kind.axis in axes:
       return None
     kind = Split(kind.axis - sum(i < kind.axis for i in axes))
-  elif kind != SUM:
+  else:
     return context.whole(ints=value.ints)
   node = context.node
   attr = tf.compat.v1.AttrValue()
@@ -261,7 +253,7 @@ def _transpose(context: Context) -> Decision | None:
   kind = value.kind
   if isinstance(kind, Split):
     kind = Split(order.numbers.index(kind.axis))
-  elif kind != SUM:
+  else:
     return context.whole(dims=dims)
   return Decision([value.kind, WHOLE], [Value(kind, dims)])
 
@@ -332,8 +324,6 @@ def _unpack(context: Context) -> Decision | None:
     if at == axis:
       return None
     return context.along(at - (axis < at))
-  if value.kind == SUM:
-    return context.summed()
   decision = context.whole()
   if value.ints and len(value.dims) == 1:
     decision.outputs = [Value(WHOLE, (), (n,)) for n in value.ints[:count]]
@@ -354,8 +344,6 @@ def _split(context: Context) -> Decision | None:
     if axis.numbers[0] % len(value.dims) == at:
       return None
     outputs = [context.split(at, value.dims[at], i) for i in range(count)]
-  elif value.kind == SUM:
-    outputs = [context.out(SUM, i) for i in range(count)]
   else:
     return None
   wants = [WHOLE, value.kind] if is_plain else [value.kind, WHOLE, WHOLE]

@@ -19,7 +19,7 @@ from tf_strategies.spmd.kinds import (
   Value,
 )
 from tf_strategies.spmd.plan import Context, Decision, NeedsExchangeError
-from tf_strategies.spmd.rules import elementwise, reductions
+from tf_strategies.spmd.rules import elementwise, linear, reductions
 
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
@@ -41,9 +41,7 @@ def _shapes(context: Context) -> list[tf.TensorShape]:
   ]
 
 
-@_rule(
-  *elementwise.UNARY, *elementwise.BROADCASTING, *elementwise.LINEAR, *_OTHERS
-)
+@_rule(*elementwise.UNARY, *elementwise.BROADCASTING, *linear.SUMS, *_OTHERS)
 def _elementwise(context: Context) -> Decision | None:
   """Element by element, of the same piece of each input."""
   node, shard = context.node, _shard_of(context)

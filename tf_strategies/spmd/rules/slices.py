@@ -2,118 +2,95 @@
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
-from tf_strategies.spmd.kinds import SUM, WHOLE, Dim, Split, Value
+from tf_strategies.spmd.kinds import WHOLE, Dim, Split, Value
 from tf_strategies.spmd.plan import Context, Decision, rule
 from tf_strategies.spmd.rules.shapes import const_ints
+
+# Longer than any axis.
+_LONG = 1 << 40
 
 
 @rule('StridedSlice')
 def _strided_slice(context: Context) -> Decision | None:
-  value, begin, end, strides = context.inputs
-  if value.dims is None:
+  value, *bounds = context.inputs
+  index, is_known = _index(context.node, bounds)
+  if value.dims is None or index is None:
     return None
-  taken = _slices(context.node, len(value.dims), begin, end, strides)
-  if taken is None:
-    return None
-  if value.ints is not None and len(value.dims) == 1:
-    return _slice_of_shape(context, value, taken)
-  if value.kind == SUM:
-    return context.summed()
+  if value.ints is not None and value.rank == 1:
+    ints = None
+    if is_known:
+      ints = tuple(np.ravel(np.array(value.ints, object)[index]))
+    return context.whole(ints=ints)
   if not isinstance(value.kind, Split):
     return None
-  at = _kept_axis(taken, value.kind.axis)
+  at = _axis_after(index, value.rank, value.kind.axis)
   return None if at is None else context.along(at)
 
 
-def _slices(node, rank, begin, end, strides) -> list | None:
-  """Returns the parts of a slice: 'new', or an axis with 'all', 'one' or a slice."""
-  count = next(
-    (v.dims[0].number for v in (begin, end, strides) if v.dims), None
-  )
+def _index(node, bounds) -> tuple[tuple | None, bool]:
+  """Returns a slice as an index of NumPy, and whether all bounds are known.
+
+  A slice with an unknown bound takes one element. The index is None if even the
+  number of its entries is unknown.
+  """
+  count = next((v.dims[0].number for v in bounds if v.dims), None)
   if count is None:
-    return None
-  masks = {
-    name: node.attr(f'{name}_mask')
-    for name in ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
-  }
-
-  def number(value, i):
-    if value.ints is None or i >= len(value.ints) or value.ints[i] is None:
-      return None
-    return value.ints[i].number if value.ints[i].is_number else None
-
-  taken, axis = [], 0
-  for i in range(count):
-    if masks['ellipsis'] >> i & 1:
-      rest = count - i - 1
-      rest_new = sum(
-        bool(masks['new_axis'] >> j & 1) for j in range(i + 1, count)
-      )
-      left = rank - axis - (rest - rest_new)
-      taken += [(axis + j, 'all') for j in range(left)]
-      axis += left
-    elif masks['new_axis'] >> i & 1:
-      taken.append('new')
+    return None, False
+  numbers = [
+    [None if n is None or not n.is_number else n.number for n in v.ints]
+    if v.ints
+    else [None] * count
+    for v in bounds
+  ]
+  index, is_known = [], True
+  for i, (begin, end, step) in enumerate(zip(*numbers, strict=True)):
+    masks = {
+      mask
+      for mask in ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
+      if node.attr(f'{mask}_mask') >> i & 1
+    }
+    if 'ellipsis' in masks:
+      index.append(Ellipsis)
+    elif 'new_axis' in masks:
+      index.append(None)
+    elif 'shrink_axis' in masks:
+      is_known &= begin is not None
+      index.append(begin or 0)
     else:
-      step = number(strides, i)
-      first, last = number(begin, i), number(end, i)
-      if masks['shrink_axis'] >> i & 1:
-        taken.append((axis, 'one', first))
-      elif masks['begin'] >> i & 1 and masks['end'] >> i & 1 and step == 1:
-        taken.append((axis, 'all'))
+      given = [
+        n for n, mask in ((begin, 'begin'), (end, 'end')) if mask not in masks
+      ]
+      if None in (step, *given):
+        is_known, begin, end = False, 0, 1
       else:
-        first = None if masks['begin'] >> i & 1 else (first, 'at')
-        last = None if masks['end'] >> i & 1 else (last, 'at')
-        taken.append((axis, 'some', first, last, step))
-      axis += 1
-  return taken + [(a, 'all') for a in range(axis, rank)]
+        begin = None if 'begin' in masks else begin
+        end = None if 'end' in masks else end
+      index.append(slice(begin, end, step))
+  return tuple(index), is_known
 
 
-def _kept_axis(taken, axis) -> int | None:
-  """Where an axis is after a slice, if all of it is taken."""
-  at = 0
-  for item in taken:
-    if item == 'new':
-      at += 1
-      continue
-    if item[0] == axis:
-      return at if item[1] == 'all' else None
-    at += item[1] != 'one'
-  return None
-
-
-def _slice_of_shape(context, value, taken):
-  item = next(i for i in taken if i != 'new')
-  ints = None
-  if item[1] == 'one' and item[2] is not None:
-    ints = (value.ints[item[2]],)
-  elif item[1] == 'all':
-    ints = value.ints
-  elif item[1] == 'some':
-    bounds = [None if b is None else b[0] for b in item[2:4]]
-    known = all(b is None or b[0] is not None for b in item[2:4])
-    if known and item[4] is not None:
-      ints = value.ints[bounds[0] : bounds[1] : item[4]]
-  return context.whole(ints=ints)
+def _axis_after(index, rank, axis) -> int | None:
+  """Returns where an axis is after a slice; None if not all of it is taken."""
+  lengths, strides = [1] * rank, [0] * rank
+  lengths[axis], strides[axis] = _LONG, 1
+  # Nobody reads its elements.
+  tensor = np.lib.stride_tricks.as_strided(np.int8([0]), lengths, strides)
+  taken = tensor[tuple(0 if isinstance(i, int) else i for i in index)]
+  found = zip(taken.shape, taken.strides, strict=True)
+  return next((at for at, got in enumerate(found) if got == (_LONG, 1)), None)
 
 
 @rule('StridedSliceGrad')
 def _strided_slice_grad(context: Context) -> Decision | None:
-  shape, begin, end, strides, value = context.inputs
-  if shape.ints is None or not isinstance(value.kind, Split):
-    has_batch = shape.ints is None or any(
-      d is None or d.has_batch for d in shape.ints
-    )
-    if value.kind == SUM and not has_batch:
-      return Decision([WHOLE] * 4 + [SUM], [context.out(SUM)])
-    return None
-  taken = _slices(context.node, len(shape.ints), begin, end, strides)
-  if taken is None:
+  shape, *bounds, value = context.inputs
+  index, _ = _index(context.node, bounds)
+  if None in (shape.ints, index) or not isinstance(value.kind, Split):
     return None
   for axis, dim in enumerate(shape.ints):
-    at = _kept_axis(taken, axis)
+    at = _axis_after(index, len(shape.ints), axis)
     if at == value.kind.axis and dim == value.dims[at]:
       dims = tuple(
         d if s is None else s
@@ -130,8 +107,6 @@ def _strided_slice_grad(context: Context) -> Decision | None:
 @rule('Slice')
 def _slice(context: Context) -> Decision | None:
   value, begin, size = context.inputs
-  if value.kind == SUM:
-    return context.summed()
   if value.ints and begin.numbers and size.numbers and value.rank == 1:
     first, count = begin.numbers[0], size.numbers[0]
     last = None if count == -1 else first + count
@@ -158,8 +133,6 @@ def _slice(context: Context) -> Decision | None:
 @rule('Pad', 'PadV2', 'MirrorPad', 'MirrorPadGrad')
 def _pad(context: Context) -> Decision | None:
   value = context.inputs[0]
-  if value.kind == SUM and context.node.type == 'Pad':
-    return context.summed()
   if not isinstance(value.kind, Split):
     return None
   paddings = const_ints(context.node.inputs[1])
@@ -181,8 +154,6 @@ def _gather(context: Context) -> Decision | None:
     return context.whole(ints=tuple(params.ints[i] for i in indices.numbers))
   if params.dims is None or indices.dims is None:
     return None
-  if indices.numbers is not None and params.kind == SUM:
-    return context.summed()
   batch_dims %= len(indices.dims) + 1
   rest = [WHOLE] * (len(context.inputs) - 2)
 
@@ -238,8 +209,6 @@ def _one_hot(context: Context) -> Decision | None:
 @rule('ReverseV2', 'Roll')
 def _moved(context: Context) -> Decision | None:
   value, *_, axes = context.inputs
-  if value.kind == SUM:
-    return context.summed()
   if not isinstance(value.kind, Split) or axes.numbers is None:
     return None
   moved = [a % len(value.dims) for a in axes.numbers]

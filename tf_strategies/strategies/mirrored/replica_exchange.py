@@ -5,13 +5,11 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.cross_device import packing
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import emit, pieces
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM
-_BUCKET_BYTES = 8 << 20
 
 
 class ReplicaExchange(emit.Exchange):
@@ -40,48 +38,29 @@ class ReplicaExchange(emit.Exchange):
       return value
     return value.values[site.replica or 0]
 
-  def scatter(self, columns, shard, others, sites, are_gradients):
+  def scatter(self, columns, shard, sites, are_gradients):
     """See base class."""
-    added = [[] for _ in sites]
-    if others[0]:
-      added = self.add(others, sites, are_gradients)
     options = gradient_reducer.Gradients() if are_gradients else None
-    packed = []
+    rows = []
     for site, column in zip(sites, columns, strict=True):
       with tf.device(site.device):
-        rows = [pieces.rows(t, shard) for t in column]
-        packed.append(packing.pack(rows, _BUCKET_BYTES, num_rows=shard.count))
-    pairs = []
-    for place, site in enumerate(sites):
-      for row in zip(*(p.buckets for p in packed), strict=True):
-        parts = [tf.reshape(b, [shard.count, -1])[place] for b in row]
-        pairs.append((_per_replica(parts), site.device))
+        rows.append([tf.unstack(pieces.rows(t, shard)) for t in column])
+    pairs = [
+      (_per_replica([parts[place] for parts in row]), site.device)
+      for place, site in enumerate(sites)
+      for row in zip(*rows, strict=True)
+    ]
     sums = iter(self._reducer.batch_reduce(_SUM, pairs, options))
-    results = []
-    for site, own in zip(sites, packed, strict=True):
-      with tf.device(site.device):
-        mine = [next(sums) for _ in own.buckets]
-        results.append([m[0] for m in own.unpack(mine, 1)])
-    return results, added
+    return [[next(sums) for _ in columns[0]] for _ in sites]
 
   def join(self, columns, shapes, sites):
     """See base class."""
-    count, packed = len(columns), []
-    for column in columns:
-      with tf.device(column[0].device):
-        rows = [p[None] for p in column]
-        packed.append(packing.pack(rows, _BUCKET_BYTES, num_rows=count))
-    gathered = [
-      self.gather(list(row), 0, sites)
-      for row in zip(*(p.buckets for p in packed), strict=True)
-    ]
-    results = []
-    for i, site in enumerate(sites):
-      with tf.device(site.device):
-        matrices = packed[0].unpack([copies[i] for copies in gathered], count)
-        results.append(
-          [pieces.joined(*pair) for pair in zip(matrices, shapes, strict=True)]
-        )
+    results = [[] for _ in sites]
+    for row, shape in zip(zip(*columns, strict=True), shapes, strict=True):
+      gathered = self.gather([piece[tf.newaxis] for piece in row], 0, sites)
+      for site, matrix, column in zip(sites, gathered, results, strict=True):
+        with tf.device(site.device):
+          column.append(pieces.joined(matrix, shape))
     return results
 
   def gather(self, values, axis, sites):

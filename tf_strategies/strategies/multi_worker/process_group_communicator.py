@@ -142,54 +142,47 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     shard: kinds.Shard,
-    others: Sequence[Sequence[tf.Tensor]],
     are_gradients: bool = False,
-  ) -> tuple[list[list[tf.Tensor]], list[list[tf.Tensor]]]:
-    """Sums tensors of all devices of all workers, and divides some of the sums.
+  ) -> list[list[tf.Tensor]]:
+    """Sums tensors of all devices of all workers, and divides the sums.
 
     Args:
-      columns: for each local device its tensors whose sums are divided.
-      shard: how.
-      others: for each local device its tensors whose sums all get.
-      are_gradients: whether they are, so that they may be rounded on their way.
+      columns: for each local device its tensors.
+      shard: how the sums are divided.
+      are_gradients: whether the tensors are gradients, which may be rounded on
+        their way.
 
     Returns:
-      For each local device its pieces, and the other sums. None is there before
-      all are.
+      For each local device its pieces. None is there before all are.
     """
-    local = [[*c, *o] for c, o in zip(columns, others, strict=True)]
-    count, split = len(columns), len(columns[0])
-    tensors = local[0] if count == 1 else self._local.sum_on_first(local)
+    count = len(columns)
+    tensors = columns[0] if count == 1 else self._local.sum_on_first(columns)
     codec = codecs.get(self._options.compression if are_gradients else 'none')
-    sending, block = self._sending, codec.block_length
-
-    def add(group, array, name):
-      return sending.sum(group, array, name, codec)
+    sending = self._sending
 
     def divide(group, array, name):
       how = {'algorithm': sending.algorithm, 'compression': codec.name}
       return group.reduce_scatter(array, name=name, **how)
 
     with tf.device(self._local.devices[0]):
-      sent = [gradient_sums.to_wire(t, codec) for t in tensors]
-      rows = [pieces.rows(t, shard) for t in sent[:split]]
-      divided = sending.pack(rows, block, shard.count)
-      whole = sending.pack(sent[split:], block)
-      numbers = range(len(tensors))
-      shapes = divided.shapes_of_rows(count)
-      asked = gradient_sums.requests(divided, divide, numbers[:split], shapes)
-      asked += gradient_sums.requests(whole, add, numbers[split:])
+      rows = [
+        pieces.rows(gradient_sums.to_wire(t, codec), shard) for t in tensors
+      ]
+      packed = sending.pack(rows, codec.block_length, shard.count)
+      shapes = packed.shapes_of_rows(count)
+      asked = gradient_sums.requests(packed, divide, range(len(rows)), shapes)
       results = self._send('reduce_scatter', 'pieces', asked, tensors)
-      number = len(divided.buckets)
-      matrices = divided.unpack(results[:number], count)
-      sums = whole.unpack(results[number:])
-    mine, added = [], []
+      matrices = packed.unpack(results, count)
+    mine = []
     for i, device in enumerate(self._local.devices):
       with tf.device(device):
-        pairs = list(zip(matrices + sums, tensors, strict=True))
-        mine.append([tf.cast(m[i], t.dtype) for m, t in pairs[:split]])
-        added.append([tf.cast(s, t.dtype) for s, t in pairs[split:]])
-    return mine, added
+        mine.append(
+          [
+            tf.cast(m[i], t.dtype)
+            for m, t in zip(matrices, tensors, strict=True)
+          ]
+        )
+    return mine
 
   def join_pieces(
     self, columns: Sequence[Sequence[tf.Tensor]]

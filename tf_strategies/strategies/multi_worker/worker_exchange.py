@@ -43,12 +43,10 @@ class WorkerExchange(emit.Exchange):
     """Writes what was not sent of gradients; every meeting has been built."""
     gradient_reducer.write(self._writes)
 
-  def scatter(self, columns, shard, others, sites, are_gradients):
+  def scatter(self, columns, shard, sites, are_gradients):
     """See base class."""
     del sites
-    return self._communicator.scatter_pieces(
-      columns, shard, others, are_gradients
-    )
+    return self._communicator.scatter_pieces(columns, shard, are_gradients)
 
   def join(self, columns, shapes, sites):
     """See base class."""

@@ -1,0 +1,121 @@
+"""Runs a function as replicas in one graph do, which share the rows of a batch."""
+
+import numpy as np
+import tensorflow as tf
+
+from tests import virtual_devices
+from tf_strategies import _tf_internal
+from tf_strategies.spmd import emit, kinds, pieces, plan, program, rules, site
+
+_ = rules  # Registered when imported.
+
+
+class _Exchange(emit.Exchange):
+  """Replicas of one graph meet; notes how."""
+
+  rounds_gradients = False
+
+  def __init__(self):
+    self.meetings = []
+
+  def add(self, columns, sites, are_gradients):
+    self.meetings.append('add')
+    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
+    return [sums for _ in sites]
+
+  def scatter(self, columns, shard, sites, are_gradients):
+    self.meetings.append('scatter')
+    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
+    return [[pieces.rows(t, shard)[s.replica] for t in sums] for s in sites]
+
+  def join(self, columns, shapes, sites):
+    self.meetings.append('join')
+    joined = [
+      pieces.joined(tf.stack(row), shape)
+      for row, shape in zip(zip(*columns, strict=True), shapes, strict=True)
+    ]
+    return [joined for _ in sites]
+
+  def gather(self, values, axis, sites):
+    self.meetings.append('gather')
+    return [tf.concat(values, axis) for _ in sites]
+
+  def first(self, value, like, sites):
+    return [value for _ in sites]
+
+
+def flat(structure):
+  """Tensors, of sparse gradients their parts."""
+  return tf.nest.flatten(structure, expand_composites=True)
+
+
+def run(function, arrays, rows, resources=()):
+  """Runs `function(*arrays, *variables)` on replicas.
+
+  Args:
+    function: a program of one device.
+    arrays: the batch; scalars are equal everywhere.
+    rows: of each replica.
+    resources: what the program's variables stand for, each with a `variable`.
+
+  Returns:
+    The results, and how replicas met.
+  """
+  exchange = _Exchange()
+  known = {id(r.variable.handle): r for r in resources}
+
+  @tf.function(autograph=False)
+  def compute(*tensors):
+    specs = [
+      tf.TensorSpec([None, *t.shape[1:]] if t.shape.rank else [], t.dtype)
+      for t in tensors
+    ]
+    graph = _tf_internal.trace(
+      'case',
+      lambda args: function(*args, *(r.variable for r in resources)),
+      [specs],
+    )
+    traced = program.flatten(
+      graph, graph.inputs, flat(graph.structured_outputs)
+    )
+    sites = _sites(rows)
+    values = []
+    given = [*tensors, *(external for external, _ in graph.captures)]
+    for tensor, value in zip(traced.inputs, given, strict=True):
+      kind = kinds.WHOLE
+      if len(values) < len(tensors) and value.shape.rank:
+        kind = kinds.Split(0)
+      resource = known.get(id(value))
+      dims = None if resource is None else ()
+      values.append(kinds.Value(kind, dims, resource=resource))
+      for s in sites:
+        own = value if kind == kinds.WHOLE else s.rows_of(value, kind)
+        s.tensors[tensor, kinds.AS_IS] = own
+    planned = plan.make(traced, values)
+    wanted = [(t, kinds.WHOLE) for t in traced.outputs]
+    [results, *_] = emit.Emitter(planned, sites, exchange).run(wanted)
+    return results
+
+  results = compute(*[tf.constant(a) for a in arrays])
+  return [r.numpy() for r in results], exchange.meetings
+
+
+def _sites(rows):
+  starts = np.cumsum([0, *rows[:-1]])
+  return [
+    site.Site(
+      virtual_devices.name(i),
+      site.Rows(
+        tf.constant(max(n, 1)),
+        tf.constant(min(int(start), sum(rows) - 1)),
+        tf.constant(sum(rows)),
+        tf.constant(n),
+        n > 0 and start == 0,
+        i,
+      ),
+      i,
+      i == 0,
+      i == 0,
+    )
+    for i, (n, start) in enumerate(zip(rows, starts, strict=True))
+  ]
