@@ -14,6 +14,11 @@ virtual_devices.configure()
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
 DEVICES = tuple(virtual_devices.names(4))
+OURS = [
+  tfs.RingMirroredStrategy,
+  tfs.CentralStorageStrategy,
+  lambda devices: tfs.MultiWorkerRingStrategy(devices=devices),
+]
 
 
 def _strategy(cross_device_ops=None):
@@ -241,24 +246,17 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
   """All replicas apply one tensor, which was made outside of the step."""
 
   @parameterized.product(
-    option=[
-      'global_clipnorm',
-      'clipvalue',
-      'clipnorm',
-    ],
-    make=[
-      _strategy,
-      lambda: tfs.CentralStorageStrategy(list(DEVICES)),
-      lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
-      lambda: tf.distribute.MirroredStrategy(list(DEVICES)),
-    ],
+    make=[*OURS, tf.distribute.MirroredStrategy],
     wrap=[lambda f: f, tf.function],
+    options_and_counts=[({}, 1), ({'clipvalue': 100.0}, 4)],
   )
-  def test_counts_once_a_replica(self, option, make, wrap):
-    strategy = make()
+  def test_as_under_mirrored_strategy(self, make, wrap, options_and_counts):
+    """It counts once, or once a replica where Keras computes with it."""
+    options, count = options_and_counts
+    strategy = make(list(DEVICES))
     with strategy.scope():
       variable = keras.Variable([1.0, 2.0])
-      optimizer = keras.optimizers.SGD(1.0, **{option: 100.0})
+      optimizer = keras.optimizers.SGD(1.0, **options)
       optimizer.build([variable])
     gradient = tf.constant([1.0, 3.0])
 
@@ -267,41 +265,12 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
       strategy.run(lambda: optimizer.apply([gradient], [variable]))
 
     step()
-    self.assertAllEqual(variable.numpy(), [1.0 - 4, 2.0 - 12])
+    self.assertAllEqual(variable.numpy(), [1.0 - count, 2.0 - 3 * count])
 
-  @parameterized.product(
-    make=[
-      _strategy,
-      lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
-      lambda: tfs.CentralStorageStrategy(list(DEVICES)),
-    ],
-    wrap=[lambda f: f, tf.function],
-  )
-  def test_counts_once_where_nothing_is_computed(self, make, wrap):
-    """As under MirroredStrategy, also beside a gradient of each replica."""
-    strategy = make()
-    with strategy.scope():
-      variables = [keras.Variable([1.0, 2.0]) for _ in range(2)]
-      optimizer = keras.optimizers.SGD(1.0)
-      optimizer.build(variables)
-    gradient = tf.constant([1.0, 3.0])
-
-    @wrap
-    def step():
-      strategy.run(lambda: optimizer.apply([gradient, 2 * gradient], variables))
-
-    step()
-    self.assertAllEqual(variables[0].numpy(), [1.0 - 1, 2.0 - 3])
-    self.assertAllEqual(variables[1].numpy(), [1.0 - 8, 2.0 - 24])
-
-  @parameterized.parameters(
-    _strategy,
-    lambda: tfs.CentralStorageStrategy(list(DEVICES)),
-    lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
-  )
+  @parameterized.parameters(*OURS)
   def test_an_accumulator_holds_the_gradient_of_the_whole_batch(self, make):
     """It is one device's, and so is what a checkpoint of it restores."""
-    strategy = make()
+    strategy = make(list(DEVICES))
     with strategy.scope():
       variable = keras.Variable([1.0, 2.0])
       optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)

@@ -275,7 +275,10 @@ def _build_from_specs(build):
       )
       parts = keras.tree.flatten(data_batch)
       if any(p is not None and p.shape.rank is None for p in parts):
-        return build(self, iterator)  # Only a batch tells.
+        # Only a batch tells. Keras would take the mean of the replicas' parts.
+        _, _, batches = next(iter(iterator))
+        data_batch, *_ = strategy.experimental_local_results(next(batches))
+        return build(self, None, data_batch)
     _, y, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
     with contextlib.ExitStack() as stack:
       if y is None:

@@ -125,10 +125,7 @@ class Emitter:
   def _output(self, site, tensor, kind):
     if kind == WHOLE and site not in self._first:
       return None
-    result = self._in_kind(site, tensor, kind)
-    if isinstance(kind, Split) and self._exchange is not None:
-      return site.real_rows(result, kind.axis)
-    return result
+    return self._in_kind(site, tensor, kind)
 
   # What is needed where.
 

@@ -56,14 +56,10 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.named_parameters(
     ('3_workers_in_a_ring', 3, 'ring', 1),
-    tiers.soak('1_worker', 1, 'auto', 1),
     tiers.soak('2_workers_of_2_devices', 2, 'tree', 2),
     tiers.soak('3_workers_on_a_tree', 3, 'tree', 1),
     tiers.soak('4_workers', 4, 'halving_doubling', 1),
     tiers.soak('7_workers', 7, 'ring', 1),
-    tiers.soak('2_workers', 2, 'halving_doubling', 1),
-    tiers.soak('7_workers_on_a_tree', 7, 'tree', 1),
-    tiers.soak('7_workers_that_halve', 7, 'halving_doubling', 1),
   )
   def test_same_bits(self, count, algorithm, num_devices):
     found, calls = _train(count, algorithm, num_devices)

@@ -1,10 +1,10 @@
-"""Operations that are linear: what they make of parts of a sum are parts of one."""
+"""Linear operations, which turn parts of a sum into parts of a sum."""
 
 from __future__ import annotations
 
 from tf_strategies.spmd import plan
 
-# What adds up all inputs, or changes each element in the same linear way.
+# Operations that add up all inputs, or change each element in a linear way.
 SUMS = [
   'Add',
   'AddN',

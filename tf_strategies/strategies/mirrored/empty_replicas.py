@@ -9,96 +9,97 @@ metric updates, its outputs.
 
 from __future__ import annotations
 
-import functools
-
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
+from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import replica_run
 
 
-def fill(run: replica_run.ReplicaRun, args, devices):
+def fill(run: replica_run.ReplicaRun, args):
   """Returns `args` with one row of zeros wherever a replica has no rows.
 
   Ragged and sparse batches stay as they are, and the dense ones beside them
   with them: rows must go together.
   """
-  if run.has_rows is None or any(map(_is_composite, tf.nest.flatten(args))):
+  if run.sites is None or any(map(_is_composite, tf.nest.flatten(args))):
     return args
 
   def fill_value(value):
-    if not _is_batched(value, len(devices)):
+    if not _is_batched(value, len(run.sites)):
       return value
-    return _map(lambda _, tensor: one_row_if_empty(tensor), value, devices)
+    return _map(lambda _, tensor: one_row_if_empty(tensor), run, value)
 
   return tf.nest.map_structure(fill_value, args)
 
 
-def trim(run: replica_run.ReplicaRun, outputs, devices):
+def trim(run: replica_run.ReplicaRun, outputs):
   """Returns `outputs` without what replicas without rows computed.
 
   Batched tensors (their leading dimension is unknown in a graph, one in eager
   mode) lose their stand-in row. Everything else becomes zero.
   """
-  if run.has_rows is None:
+  if run.sites is None:
     return outputs
 
+  def trim_tensor(site, tensor):
+    if not isinstance(tensor, tf.Tensor):
+      return tensor
+    if tensor.shape.rank and tensor.shape[0] in (None, 1):
+      return without_rows(site, tensor)
+    return site.contributions([tensor])[0]
+
   def trim_value(value):
-    if not isinstance(value, _tf_internal.PerReplica):
-      return value
-    return _map(functools.partial(_trim_tensor, run), value, devices)
+    if isinstance(value, _tf_internal.PerReplica):
+      return _map(trim_tensor, run, value)
+    if len(run.sites) == 1:
+      return trim_tensor(run.sites[0], value)
+    return value
 
   return tf.nest.map_structure(trim_value, outputs)
 
 
-def mask(run: replica_run.ReplicaRun, values, devices):
-  """Returns values of which replicas without rows hold zeros (slices: no rows)."""
+def mask(run: replica_run.ReplicaRun, values):
+  """Returns values to which replicas without rows contribute nothing."""
   masked = list(values)
   maskable = [
     i for i, v in enumerate(values) if isinstance(v, _tf_internal.PerReplica)
   ]
-  columns = []
-  for replica_id, device in enumerate(devices):
-    tensors = [values[i].values[replica_id] for i in maskable]
-    with tf.device(device):
-      columns.append(mask_tensors(run, replica_id, tensors))
+  columns = [
+    contributions(site, [values[i].values[replica] for i in maskable])
+    for replica, site in enumerate(run.sites)
+  ]
   for i, *parts in zip(maskable, *columns, strict=True):
     masked[i] = _tf_internal.PerReplica(parts)
   return masked
 
 
-def mask_tensors(run, replica_id, tensors):
-  """One replica's tensors, or nothing in their place if it has no rows."""
-  parts = tf.nest.flatten(tensors, expand_composites=True)
-  kept = run.select(
-    replica_id,
-    lambda: [tf.identity(p) for p in parts],
-    lambda: tf.nest.flatten(
-      [_nothing_like(t) for t in tensors], expand_composites=True
-    ),
-  )
-  masked = tf.nest.pack_sequence_as(tensors, kept, expand_composites=True)
-  for after, before in zip(masked, tensors, strict=True):
-    if isinstance(before, tf.Tensor):
-      after.set_shape(before.shape)
-  return masked
+def contributions(site: site_lib.Site, tensors):
+  """Returns one replica's tensors; zeros, or slices of no rows, if it has none."""
+  dense = site.contributions([t for t in tensors if isinstance(t, tf.Tensor)])
+  dense = iter(dense)
+  return [
+    next(dense)
+    if isinstance(t, tf.Tensor)
+    else tf.IndexedSlices(
+      without_rows(site, t.values), without_rows(site, t.indices), t.dense_shape
+    )
+    for t in tensors
+  ]
 
 
-def drop_rows(run, value, axis, devices):
-  """Returns `value`, of length zero along `axis` where a replica is empty."""
-
-  def drop(tensor):
-    size = tf.shape(tensor)
-    size = tf.tensor_scatter_nd_update(size, [[axis % tensor.shape.rank]], [0])
-    return tf.slice(tensor, tf.zeros_like(size), size)
-
-  return _map(
-    lambda i, tensor: run.select(
-      i, lambda: tf.identity(tensor), lambda: drop(tensor)
-    ),
-    value,
-    devices,
-  )
+def without_rows(site: site_lib.Site, tensor: tf.Tensor, axis: int = 0):
+  """Returns a tensor, of length zero along `axis` if the replica has no rows."""
+  with tf.device(site.device):
+    kept = site.if_real(
+      lambda: tf.identity(tensor),
+      lambda: tf.gather(tensor, tf.constant([], tf.int32), axis=axis),
+    )
+  if site.rows.real is not None and tensor.shape.rank is not None:
+    shape = tensor.shape.as_list()
+    shape[axis] = None
+    kept.set_shape(shape)
+  return kept
 
 
 def divide(value, count: tf.Tensor):
@@ -112,21 +113,13 @@ def divide(value, count: tf.Tensor):
   return _tf_internal.Mirrored(divided)
 
 
-def _map(fn, value, devices):
-  """Maps each replica's number and tensor, on its device."""
+def _map(fn, run, value):
+  """Maps each replica's site and tensor, on its device."""
   mapped = []
-  for i, (tensor, device) in enumerate(zip(value.values, devices, strict=True)):
-    with tf.device(device):
-      mapped.append(fn(i, tensor))
+  for site, tensor in zip(run.sites, value.values, strict=True):
+    with tf.device(site.device):
+      mapped.append(fn(site, tensor))
   return _tf_internal.PerReplica(mapped)
-
-
-def _nothing_like(tensor):
-  if isinstance(tensor, tf.IndexedSlices):
-    return tf.IndexedSlices(
-      tensor.values[:0], tensor.indices[:0], tensor.dense_shape
-    )
-  return tf.zeros_like(tensor)
 
 
 def _is_composite(value) -> bool:
@@ -161,15 +154,3 @@ def one_row_if_empty(tensor):
   if shape.rank:
     filled.set_shape(tf.TensorShape([None]).concatenate(shape[1:]))
   return filled
-
-
-def _trim_tensor(run, replica_id, tensor):
-  if not isinstance(tensor, tf.Tensor):
-    return tensor
-  rank = tensor.shape.rank
-  if rank and tensor.shape[0] in (None, 1):
-    kept = run.select(replica_id, lambda: tensor, lambda: tensor[:0])
-    if not isinstance(run.has_rows[replica_id], bool):
-      kept.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
-    return kept
-  return run.select(replica_id, lambda: tensor, lambda: tf.zeros_like(tensor))

@@ -151,21 +151,15 @@ class ExactMirroredExtended(
     if run is not None:
       # Inside a merge call of a run: the rows are that run's.
       return self._call_in_run(run, fn, args, kwargs)
-    run = replica_run.ReplicaRun.of(
-      (args, kwargs), len(self._devices), self._share_rows
-    )
-    args, kwargs = empty_replicas.fill(run, (args, kwargs), self._devices)
-    outputs = self._call_in_run(run, fn, args, kwargs)
-    return self._trim(run, outputs)
+    run = self._run_of((args, kwargs))
+    args, kwargs = empty_replicas.fill(run, (args, kwargs))
+    return empty_replicas.trim(run, self._call_in_run(run, fn, args, kwargs))
 
   # What builds a model's step.
   _step_class = whole_batch.Step
 
   def _model_step(self, step):
     return self._step_class(self, step.kind, step.compiles)
-
-  def _trim(self, run, outputs):
-    return empty_replicas.trim(run, outputs, self._devices)
 
   # What a model's step, run for the whole batch, asks.
 
@@ -182,14 +176,20 @@ class ExactMirroredExtended(
     return [variable for _, variable in alive if variable is not None]
 
   def rows_of(self, leaves) -> list[site_lib.Rows]:
-    """Which rows of a batch each replica of this process has."""
-    counts, mine = self._places_of_rows(leaves)
-    surely = all(isinstance(n, int) for n in counts) and all(counts)
+    """Returns which rows of a batch each replica of this process has."""
+    counts = self._counts_of(leaves)
+    if counts is None:
+      return self._rows_of_plain(leaves)
+    return self._rows_of_counts(counts)
+
+  def _rows_of_counts(self, counts) -> list[site_lib.Rows]:
+    surely = _have_all_rows(counts)
     with tf.device('CPU:0'):
       counts = [tf.cast(n, tf.int32) for n in counts]
       ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
       found = []
-      for place in mine:
+      for replica in range(len(self._devices)):
+        place = self._get_replica_id_in_sync_group(replica)
         real, total = counts[place], ends[-1]
         start = ends[place] - real
         if surely:
@@ -199,10 +199,13 @@ class ExactMirroredExtended(
     return found
 
   def sites_of(self, leaves) -> list[site_lib.Site]:
-    """Where a step is built for the replicas of this process; see `spmd`."""
+    """Returns where a step is built for the replicas of this process; see `spmd`."""
+    return self._sites_with(self.rows_of(leaves))
+
+  def _sites_with(self, rows_of_replicas) -> list[site_lib.Site]:
     sites = []
     for i, (device, rows) in enumerate(
-      zip(self.worker_devices, self.rows_of(leaves), strict=True)
+      zip(self.worker_devices, rows_of_replicas, strict=True)
     ):
       is_chief = i == 0 and self.does_what_is_done_once
       is_home = i == 0 and self.home_device is None
@@ -210,25 +213,36 @@ class ExactMirroredExtended(
       sites.append(site_lib.Site(device, rows, i, is_chief, is_home))
     return sites
 
+  def _rows_of_plain(self, leaves) -> list[site_lib.Rows]:
+    """Returns the same for a batch that every replica has."""
+    count, (rank, num_workers) = len(self._devices), self.place()
+    with tf.device('CPU:0'):
+      total = tf.cast(rows_of_plain(leaves), tf.int32)
+      found = []
+      for replica in range(count):
+        start, real = host_input.share(
+          total, rank * count + replica, num_workers * count
+        )
+        found.append(site_lib.rows_or_stand_in(real, start, total))
+    return found
+
   def static_length(self, leaves) -> int | None:
-    """The number of rows of a batch, if it is known before a step runs."""
-    counts, _ = self._places_of_rows(leaves)
+    """Returns the number of rows of a batch, if it is known before a step runs."""
+    counts = self._counts_of(leaves) or (None,)
     return sum(counts) if all(isinstance(n, int) for n in counts) else None
 
-  def _places_of_rows(self, leaves) -> tuple[list, range]:
-    """Returns how many rows each replica has, and the replicas of this process."""
-    first = self._get_replica_id_in_sync_group(0)
-    mine = range(first, first + len(self._devices))
-    run = replica_run.ReplicaRun.of(leaves, len(mine), self._share_rows)
-    if run.rows is None:
-      return self._shares_of_plain(leaves), mine
-    return list(run.all_rows), mine
+  def _counts_of(self, args) -> tuple[Any, ...] | None:
+    return replica_run.rows_of(args, len(self._devices), self._share_rows)
 
-  def _shares_of_plain(self, leaves) -> list:
-    """Returns how many rows each replica takes of a batch that all have."""
-    count = self._num_replicas_in_sync
-    sizes = host_input.part_sizes(rows_of_plain(leaves), count)
-    return tf.unstack(sizes, num=count)
+  def _run_of(self, args) -> replica_run.ReplicaRun:
+    counts = self._counts_of(args)
+    if counts is None or _have_all_rows(counts):
+      return replica_run.ReplicaRun()
+    with tf.device('CPU:0'):
+      have_rows = tf.cast(tf.stack(counts) > 0, tf.float32)
+      num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
+    sites = self._sites_with(self._rows_of_counts(counts))
+    return replica_run.ReplicaRun(sites, num_with_rows)
 
   @property
   def is_one_device(self) -> bool:
@@ -251,8 +265,8 @@ class ExactMirroredExtended(
 
   # Whether this process does what is done once in all.
   does_what_is_done_once = True
-  # Whether every replica gets all predictions, and all of sums such as metrics.
-  predicts_whole = holds_sums_whole = False
+  # Whether every replica holds all of sums such as metrics.
+  holds_sums_whole = False
 
   @contextlib.contextmanager
   def one_copy(self, is_first: bool):
@@ -464,6 +478,11 @@ def _only_value(value):
 def _only_argument(value):
   """As `_only_value`, but a variable stays the one that the strategy made."""
   return value if isinstance(value, tf.Variable) else _only_value(value)
+
+
+def _have_all_rows(counts) -> bool:
+  """Returns whether all of the replicas surely have rows."""
+  return all(isinstance(n, int) and n > 0 for n in counts)
 
 
 def rows_of_plain(leaves):

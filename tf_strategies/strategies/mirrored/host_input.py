@@ -236,19 +236,6 @@ def per_replica(parts):
   )
 
 
-def is_plain(batch) -> bool:
-  """Returns whether that is one batch of arrays for all replicas, and can be split.
-
-  Keras's `train_on_batch`, `test_on_batch` and `predict_on_batch` pass such.
-  """
-  leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-  return bool(leaves) and all(
-    not isinstance(leaf, tf.distribute.DistributedValues)
-    and len(getattr(leaf, 'shape', ())) > 0
-    for leaf in leaves
-  )
-
-
 def part_sizes(rows, num_parts: int) -> tf.Tensor:
   """Returns how many of `rows` rows each part of `split` gets, int32 [num_parts]."""
   rows = tf.cast(rows, tf.int32)
@@ -264,12 +251,6 @@ def with_rows(batches, all_rows):
     ),
     *batches,
   )
-
-
-def is_counted(structure) -> bool:
-  """Returns whether `structure` is what an input pipeline of workers yields."""
-  leaves = tf.nest.flatten(structure)
-  return bool(leaves) and all(isinstance(v, CountedBatch) for v in leaves)
 
 
 def is_distributed(dataset: tf.data.Dataset) -> bool:

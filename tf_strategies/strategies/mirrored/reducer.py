@@ -49,12 +49,12 @@ class Reducer:
   def batch_reduce(self, reduce_op, pairs, options):
     """Reduces values; `StrategyExtended.batch_reduce_to`."""
     run = replica_run.current()
-    is_masked = run is not None and run.has_rows is not None
+    is_masked = run is not None and run.sites is not None
     values = [
       self._once(reduce_op, self._link.per_replica(value)) for value, _ in pairs
     ]
     if is_masked:
-      values = empty_replicas.mask(run, values, self._link.devices)
+      values = empty_replicas.mask(run, values)
     # A destination that is the value itself stands for the value's devices.
     pairs = [
       (new, new if destination is old else destination)
@@ -62,9 +62,8 @@ class Reducer:
     ]
     if reduce_op == _SUM or not is_masked:
       return self._link.reduce(reduce_op, pairs, options)
-    count = run.num_with_rows()
     sums = self._link.reduce(_SUM, pairs, options)
-    return [empty_replicas.divide(total, count) for total in sums]
+    return [empty_replicas.divide(total, run.num_with_rows) for total in sums]
 
   def _once(self, reduce_op, value):
     """Returns a tensor that all local replicas share as one that counts once.
@@ -84,10 +83,12 @@ class Reducer:
     if not isinstance(value, tf.distribute.DistributedValues):
       return self._link.gather_shared(value, destinations, axis)
     run = replica_run.current()
-    if run is not None and run.has_rows is not None:
-      devices = self._link.devices
-      value = empty_replicas.drop_rows(run, value, axis, devices)
-      destinations = value if len(devices) > 1 else destinations
+    if run is not None and run.sites is not None:
+      pairs = zip(run.sites, value.values, strict=True)
+      value = _tf_internal.PerReplica(
+        [empty_replicas.without_rows(*pair, axis) for pair in pairs]
+      )
+      destinations = value if len(run.sites) > 1 else destinations
     return self._link.gather(value, destinations, axis, options)
 
   def all_reduce_in_branch(self, reduce_op, value, options):
@@ -100,13 +101,13 @@ class Reducer:
     replica_id = replica_run.current_replica_id()
     tensors = tf.nest.flatten(value)
     reduce = self._link.all_reduce_in_branch
-    if run is None or run.has_rows is None:
+    if run is None or run.sites is None:
       reduced = reduce(reduce_op, tensors, replica_id, options)
     else:
-      tensors = empty_replicas.mask_tensors(run, replica_id, tensors)
+      tensors = empty_replicas.contributions(run.sites[replica_id], tensors)
       reduced = reduce(_SUM, tensors, replica_id, options)
       if reduce_op == _MEAN:
-        count = run.num_with_rows()
+        count = run.num_with_rows
         reduced = [empty_replicas.divide(t, count) for t in reduced]
     return tf.nest.pack_sequence_as(value, reduced)
 

@@ -1,12 +1,8 @@
-"""What a strategy knows of one `strategy.run`: the rows of each replica.
+"""What a strategy knows of one `strategy.run`: which replicas have rows.
 
-A global batch does not always divide by the number of replicas. Which replica
-has how many rows decides how much its gradient counts, and whether it takes
-part at all. Code in replica context (gradients, metrics) and in cross-replica
-context (merge calls) finds that in the `ReplicaRun` of its thread.
-
-Rows are Python integers where shapes are known (always in eager mode) and
-scalar tensors where a graph is built for batches of any size.
+A global batch may have fewer rows than there are replicas. Code in replica context
+(metrics) and in cross-replica context (merge calls) finds the sites of replicas, which
+tell whether they have rows, in the `ReplicaRun` of its thread.
 """
 
 from __future__ import annotations
@@ -14,70 +10,57 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-
-_Rows = tuple[Any, ...]
+from tf_strategies.spmd.site import Site
 
 
 @dataclasses.dataclass(eq=False)
 class ReplicaRun:
-  """One `strategy.run` over replicas that hold `rows` rows each."""
+  """One `strategy.run`.
 
-  # Of this process's replicas, int or int32; None if no argument is batched.
-  rows: _Rows | None
-  # The same of all replicas of all processes.
-  all_rows: _Rows | None
-  # Of this process's, bool; None if every replica of every process surely has.
-  has_rows: _Rows | None
-  # The shared variables that replicas have read, by replica and `id`.
+  Attributes:
+    sites: of this process's replicas. None if every replica of every process surely
+      has rows.
+    num_with_rows: number of all replicas that have rows, float32, at least one.
+    reads: the shared variables that replicas have read, by replica and `id`.
+  """
+
+  sites: Sequence[Site] | None = None
+  num_with_rows: tf.Tensor | None = None
   reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
     default_factory=dict
   )
 
-  @classmethod
-  def of(
-    cls,
-    args: Any,
-    num_replicas: int,
-    share: Callable[[_Rows], _Rows] | None = None,
-  ) -> ReplicaRun:
-    """Reads the rows from the first batched distributed value in `args`.
 
-    Where the batch does not tell, `share` gets those of other processes.
-    """
-    batch = _first_batched(args, num_replicas)
-    if batch is None:
-      return cls(None, None, None)
-    rows = all_rows = tuple(num_rows(t) for t in batch.values)
-    counted = getattr(batch, 'all_rows', None)
-    if counted is not None:
-      all_rows = _unstack(counted)
-    elif share is not None:
-      all_rows = share(rows)
-    if all(isinstance(n, int) for n in all_rows):
-      has_rows = None if all(all_rows) else tuple(n > 0 for n in rows)
-      return cls(rows, all_rows, has_rows)
-    with tf.device('CPU:0'):
-      has_rows = tuple(n > 0 for n in rows)
-    return cls(rows, all_rows, has_rows)
+def rows_of(
+  args: Any,
+  num_replicas: int,
+  share: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+) -> tuple[Any, ...] | None:
+  """Returns the number of rows of every replica of every process.
 
-  def num_with_rows(self) -> tf.Tensor:
-    """Returns how many of all replicas have rows, float32, at least one."""
-    with tf.device('CPU:0'):
-      has_rows = tf.stack(self.all_rows) > 0
-      return tf.maximum(tf.reduce_sum(tf.cast(has_rows, tf.float32)), 1.0)
+  They are integers where shapes are known, such as in eager mode, and int32 tensors
+  where a graph is built for batches of any size. If no argument is a distributed
+  batch, the result is None.
 
-  def select(self, replica_id: int, if_rows, if_empty):
-    """Calls `if_rows()` where the replica has rows, else `if_empty()`."""
-    condition = True if self.has_rows is None else self.has_rows[replica_id]
-    if isinstance(condition, bool):
-      return if_rows() if condition else if_empty()
-    return tf.cond(condition, if_rows, if_empty)
+  Args:
+    args: of `strategy.run`.
+    num_replicas: of this process.
+    share: gets the rows of other processes, where the batch does not tell.
+  """
+  batch = _first_batched(args, num_replicas)
+  if batch is None:
+    return None
+  counted = getattr(batch, 'all_rows', None)
+  if counted is not None:
+    return _unstack(counted)
+  rows = tuple(num_rows(t) for t in batch.values)
+  return rows if share is None else share(rows)
 
 
 def _first_batched(args, num_replicas):

@@ -144,9 +144,8 @@ class _Sharded:
   splits_steps = True
   compiles_by_default = False
   _step_class = _Step
-  # Each replica has all of what steps return, and of sums such as metrics: a part
-  # would be a sum over some shards.
-  predicts_whole = holds_sums_whole = True
+  # A part of a sum such as a metric would be a sum over some shards.
+  holds_sums_whole = True
   takes_local_steps = False
   no_local_steps = (
     'a strategy without reproducible: workers that train apart compute on batches '
@@ -168,10 +167,6 @@ class _Sharded:
     tf.config.optimizer.set_experimental_options(
       {'arithmetic_optimization': False}
     )
-
-  def static_length(self, leaves):
-    """See base class: a step is built for batches of any length."""
-    del leaves
 
   def exchange(self, sites=()):
     """See base class."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, cross_device, errors, option_checks
+from tf_strategies import cross_device, errors, option_checks
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.mirrored import devices as devices_lib
@@ -96,30 +96,6 @@ class ExactStrategy:
       'all_reduce_in_control_flow': self.extended.local.in_control_flow.calls,
     }
     return {**report, 'calls': calls}
-
-  @staticmethod
-  def _is_batch(value) -> bool:
-    """Returns whether `value` is a structure of batches with replicas of uneven rows."""
-    if isinstance(value, tf.distribute.DistributedValues):
-      return False
-    return any(
-      len({v.shape[0] for v in leaf.values if v.shape.rank}) > 1
-      for leaf in tf.nest.flatten(value)
-      if isinstance(leaf, _tf_internal.PerReplica)
-    )
-
-  def reduce(self, reduce_op, value, axis):
-    """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
-
-    Keras takes the mean of the first batch, a whole structure, to learn its
-    shapes. If replicas have unequal rows it gets the first one's part.
-    """
-    is_mean = reduce_op in (tf.distribute.ReduceOp.MEAN, 'MEAN')
-    if is_mean and axis is None and self._is_batch(value):
-      return tf.nest.map_structure(
-        lambda v: self.experimental_local_results(v)[0], value
-      )
-    return super().reduce(reduce_op, value, axis)
 
 
 @option_checks.has_options

@@ -221,7 +221,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
         'a metric that models alone, or loops alone, update',
         'use another metric in the loop',
       )
-    if run is None or run.has_rows is None or replica_id is None:
+    if run is None or run.sites is None or replica_id is None:
       return super()._update_replica(update_fn, value, **kwargs)
     local = self._get_on_device_or_primary()
 
@@ -229,7 +229,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
       update_fn(local, value, **kwargs)
       return tf.constant(True)
 
-    run.select(replica_id, update, lambda: tf.constant(False))
+    run.sites[replica_id].if_real(update, lambda: tf.constant(False))
     return local
 
 

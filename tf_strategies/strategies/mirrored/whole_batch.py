@@ -146,6 +146,15 @@ def mark(gradients, counts) -> list:
   ]
 
 
+def _packed(structure, tensors):
+  """Returns a structure with these tensors in the places of its own, but None."""
+  flat = [
+    None if t is None else next(tensors)
+    for t in tf.nest.flatten(structure, expand_composites=True)
+  ]
+  return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variable:
   """A distributed variable in a traced step: what its handle stands for.
@@ -216,8 +225,8 @@ class Step:
   def run(self, fn: Callable[[Any], Any], data):
     """Computes `fn(data)` with all replicas, as one device would.
 
-    `data` is a structure of distributed batches, or of whole ones. Results come
-    once, but predictions by replica unless the strategy `predicts_whole`.
+    `data` is a structure of distributed batches, or of whole ones. Results are
+    tensors, not distributed values.
     """
     leaves = tf.nest.flatten(data)
     if tf.executing_eagerly():
@@ -235,7 +244,7 @@ class Step:
       except errors.UnsupportedOptionError as error:
         self._warn_of_whole(error)
         planned = self._plan(graph, leaves, specs, sites, is_whole=True)
-    wanted = [(t, self._wanted(planned, t)) for t in planned.program.outputs]
+    wanted = [(t, kinds.WHOLE) for t in planned.program.outputs]
     if self._extended.applies_all_or_none:
       early = planned.defer_writes(wanted)
       self.written_early = [
@@ -246,11 +255,11 @@ class Step:
       compiled = _tf_internal.compiled_operations(self._devices[0])
     exchange = self._extended.exchange(sites)
     emitter = emit.Emitter(planned, sites, exchange, compiled)
-    results = emitter.run(wanted)
+    [results, *_] = emitter.run(wanted)
     with tf.control_dependencies(emitter.met):
       exchange.finish()
     self._extended.count_reads(self._reads)
-    return self._pack(graph, wanted, results)
+    return _packed(graph.structured_outputs, iter(results))
 
   def _plan(self, graph, leaves, specs, sites, is_whole=False):
     """Who computes what; with `is_whole` each replica does all of it."""
@@ -422,30 +431,6 @@ class Step:
           resource = _Variable(variable, self._reads)
       add(dict.fromkeys(sites, external), kinds.WHOLE, resource)
     return inputs, arguments, values
-
-  # What the step returns.
-
-  def _wanted(self, planned, tensor):
-    is_split = self._kind == 'predict' and not self._extended.predicts_whole
-    has_rows = is_split and planned.seen(tensor).dims
-    return kinds.Split(0) if has_rows else kinds.WHOLE
-
-  def _pack(self, graph, wanted, results):
-    """The results of the step, in its own structure."""
-    packed = []
-    for i, (_, kind) in enumerate(wanted):
-      column = [row[i] for row in results]
-      if kind == kinds.WHOLE or len(column) == 1:
-        packed.append(column[0])
-      else:
-        packed.append(_tf_internal.PerReplica(column))
-    packed = iter(packed)
-    returned = graph.structured_outputs
-    flat = [
-      None if t is None else next(packed)
-      for t in tf.nest.flatten(returned, expand_composites=True)
-    ]
-    return tf.nest.pack_sequence_as(returned, flat, expand_composites=True)
 
 
 def spec_of(leaf):

@@ -15,10 +15,7 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, cross_device
 from tf_strategies.monitoring import input_watch
-from tf_strategies.spmd import site as site_lib
-from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
-  host_input,
   replica_exchange,
   shards,
 )
@@ -113,26 +110,6 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   @property
   def _first_replica(self):
     return super()._first_replica if self.communicator.is_member else 0
-
-  def rows_of(self, leaves):
-    """See base class; of a batch that every worker has, when the step runs."""
-    if any(isinstance(t, tf.distribute.DistributedValues) for t in leaves):
-      return super().rows_of(leaves)
-    with tf.device('CPU:0'):
-      rank, world_size = self.communicator.place()
-      local = len(self._devices)
-      total = tf.cast(mirrored_extended.rows_of_plain(leaves), tf.int32)
-      found = []
-      for replica in range(local):
-        start, real = host_input.share(
-          total, rank * local + replica, world_size * local
-        )
-        found.append(site_lib.rows_or_stand_in(real, start, total))
-    return found
-
-  def static_length(self, leaves):
-    """See base class: a step is built for any number of workers."""
-    return None
 
   def _call_for_each_replica(self, fn, args, kwargs):
     step = _keras_internal.step_of(fn)

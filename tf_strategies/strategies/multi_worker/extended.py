@@ -187,8 +187,6 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     mine = super().total_of(variable)
     return self.communicator.combine(mine, 'sum', 'metric')
 
-  predicts_whole = True
-
   @property
   def does_what_is_done_once(self):
     """See base class: the chief."""
@@ -228,17 +226,6 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     """Returns the variable whose gradients have a label; None if there is none."""
     reference = self._labelled.get(label)
     return None if reference is None else reference()
-
-  def _trim(self, run, outputs):
-    if len(self._devices) > 1 or run.has_rows is None:
-      return super()._trim(run, outputs)
-    # With one device an output is a plain tensor, which the base class takes
-    # for a value that belongs to no replica.
-    wrapped = tf.nest.map_structure(self._workers.per_replica, outputs)
-    trimmed = super()._trim(run, wrapped)
-    return tf.nest.map_structure(
-      lambda new, old: old if new is old else new.values[0], trimmed, outputs
-    )
 
   def share_from_chief(self, variables) -> None:
     """Gives variables the chief's values, eagerly, on every worker."""

@@ -22,7 +22,6 @@ from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
   replica_exchange,
-  replica_run,
   whole_batch,
 )
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
@@ -178,7 +177,8 @@ class _View:
 
   applies_all_or_none = False
   does_what_is_done_once = True
-  predicts_whole = holds_sums_whole = False
+  holds_sums_whole = False
+  _share_rows = None
 
   def __init__(self, extended, reducer: reducer_lib.Reducer):
     self._extended, self._reducer = extended, reducer
@@ -201,15 +201,17 @@ class _View:
 
   sites_of = mirrored_extended.ExactMirroredExtended.sites_of
   static_length = mirrored_extended.ExactMirroredExtended.static_length
-  _shares_of_plain = mirrored_extended.ExactMirroredExtended._shares_of_plain
+  _rows_of_plain = mirrored_extended.ExactMirroredExtended._rows_of_plain
+  _rows_of_counts = mirrored_extended.ExactMirroredExtended._rows_of_counts
+  _sites_with = mirrored_extended.ExactMirroredExtended._sites_with
+  _counts_of = mirrored_extended.ExactMirroredExtended._counts_of
 
-  def _places_of_rows(self, leaves):
-    """Returns how many rows each replica of this worker has, and their numbers."""
-    places = range(len(self.worker_devices))
-    run = replica_run.ReplicaRun.of(leaves, len(places))
-    if run.rows is None:
-      return self._shares_of_plain(leaves), places
-    return list(run.rows), places
+  def place(self):
+    """Returns the rank and the number of workers, of which it knows one."""
+    return 0, 1
+
+  def _get_replica_id_in_sync_group(self, replica_id):
+    return replica_id
 
   def exchange(self, sites=()):
     """How the replicas of this worker meet."""
@@ -258,12 +260,8 @@ class LocalStep(whole_batch.Step):
     return results
 
   def _num_rows(self, leaves):
-    counts, mine = self._extended._places_of_rows(leaves)
-    counts = [counts[place] for place in mine]
-    if all(isinstance(n, int) for n in counts):
-      return sum(counts)
-    with tf.device('CPU:0'):
-      return tf.add_n([tf.cast(n, tf.int32) for n in counts])
+    known = self._extended.static_length(leaves)
+    return self._extended.rows_of(leaves)[0].total if known is None else known
 
   def _report(self, fn, data):
     """What a step without rows returns: what metrics say, or zeros."""

@@ -11,7 +11,7 @@ from absl import logging
 from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.mirrored import host_input, shards
+from tf_strategies.strategies.mirrored import shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
@@ -108,8 +108,6 @@ class MultiWorkerStrategy(
   def communication_report(self) -> dict[str, object]:
     """Returns the communication so far: `calls` by kind, the link, the world."""
     return self.extended.communicator.report()
-
-  _is_batch = staticmethod(host_input.is_counted)
 
   def close(self) -> None:
     """Leaves the other workers; a later collective of theirs fails."""
