@@ -36,7 +36,6 @@ class RegistryTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('parameter_server', {'mode': 'asynch'}, "mode='asynch'.*'async'"),
-    ('parameter_server', {'mode': None}, 'mode=None'),
     (
       'parameter_server',
       {'bakup_workers': 1},
@@ -44,10 +43,7 @@ class RegistryTest(parameterized.TestCase):
     ),
     ('parameter_server', {'devices': ['CPU:0']}, "'devices'"),
     ('parameter_server', {'backup_workers': 1}, "mode='sync'"),
-    ('parameter_server', {'step_timeout': -1}, 'step_timeout=-1'),
-    ('parameter_server', {'checkpoint_dir': ''}, "checkpoint_dir=''"),
     ('parameter_server', {'checkpoint_steps': 3}, 'without checkpoint_dir'),
-    ('parameter_server', {'variable_partitioner': 3}, 'variable_partitioner=3'),
     ('parameter_server', {'cluster': 'x'}, 'cluster of type str'),
     (
       'ring_mirrored',
@@ -72,7 +68,6 @@ class RegistryTest(parameterized.TestCase):
       "'parameter_devices' of Central.*write 'parameter_device'",
     ),
     ('mirrored', {'cross_device_ops': 3}, 'cross_device_ops=3.*instance'),
-    ('mirrored', {'cross_device_ops': tfs.RingAllReduce}, 'RingAllReduce'),
     ('ring_mirrored', {'cross_device_ops': 3}, 'cross_device_ops=3.*instance'),
     (
       'central_storage',

@@ -124,17 +124,6 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
     for one, other in zip(*map(tf.nest.flatten, found), strict=True):
       self.assertAllClose(one, other, 1e-5, 1e-6)
 
-  def test_mixed_precision(self):
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy('mixed_float16')
-    try:
-      one = models.train(ALL['global_clipnorm'])
-      model = models.train(ALL['global_clipnorm'], sharded())
-    finally:
-      keras.config.set_dtype_policy(before)
-    self.assertIsInstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    assert_equal_models(self, one, model, 2e-3)
-
   def test_a_gradient_that_is_not_finite(self):
     def data():
       x, y = models.numbers()
@@ -268,13 +257,6 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'strategy.step'):
       step()
-
-  def test_slot_in_a_loop_of_the_users_own(self):
-    strategy = sharded()
-    model = models.train(ALL['adam'], strategy)
-    slot = model.optimizer.variables[2]
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'strategy.step'):
-      strategy.run(lambda: slot.value.read_value())
 
   def test_update_in_a_loop_of_a_step(self):
     strategy = sharded()

@@ -506,11 +506,19 @@ def _of_sums(context) -> Decision | None:
 
 
 def _default(context) -> Decision:
-  if context.node.is_stateful:
+  node = context.node
+  resources = [v.resource for v in context.inputs if v.resource is not None]
+  if not node.opaque and any(r.is_part for r in resources):
+    raise errors.UnsupportedOptionError(
+      f'{node.type} {node.name!r} of a variable that is summed over replicas, such '
+      'as a metric has,',
+      'assign, assign_add or assign_sub there',
+      'write the whole variable: v.assign_add(tf.scatter_nd(...))',
+    )
+  if node.is_stateful:
     # Who knows what it does: it is done once, as on one device.
     outputs = [
-      Value(kinds.FIRST, context.dims(i))
-      for i in range(len(context.node.outputs))
+      Value(kinds.FIRST, context.dims(i)) for i in range(len(node.outputs))
     ]
     return Decision([WHOLE] * len(context.inputs), outputs)
   return context.whole()

@@ -46,7 +46,6 @@ UNARY = [
   'Expm1',
   'Floor',
   'Imag',
-  'Inv',
   'Invert',
   'IsFinite',
   'IsInf',
@@ -56,7 +55,6 @@ UNARY = [
   'Log',
   'Log1p',
   'LogicalNot',
-  'Ndtri',
   'OnesLike',
   'Reciprocal',
   'Relu',
@@ -84,18 +82,14 @@ UNARY = [
   'StringUpper',
   'Tan',
   'Tanh',
-  'UnicodeScript',
 ]
 
 BROADCASTING = [
-  'ApproximateEqual',
   'Atan2',
-  'Betainc',
   'BitwiseAnd',
   'BitwiseOr',
   'BitwiseXor',
   'Complex',
-  'Div',
   'DivNoNan',
   'EluGrad',
   'Equal',
@@ -103,10 +97,6 @@ BROADCASTING = [
   'FloorMod',
   'Greater',
   'GreaterEqual',
-  'Igamma',
-  'IgammaGradA',
-  'Igammac',
-  'InvGrad',
   'LeakyReluGrad',
   'LeftShift',
   'Less',
@@ -115,12 +105,9 @@ BROADCASTING = [
   'LogicalOr',
   'Maximum',
   'Minimum',
-  'Mod',
   'Mul',
   'MulNoNan',
-  'NextAfter',
   'NotEqual',
-  'Polygamma',
   'Pow',
   'RealDiv',
   'ReciprocalGrad',
@@ -139,12 +126,9 @@ BROADCASTING = [
   'StringJoin',
   'StringToHashBucket',
   'TanhGrad',
-  'TruncateDiv',
-  'TruncateMod',
   'Xdivy',
   'Xlog1py',
   'Xlogy',
-  'Zeta',
   'ClipByValue',
 ]
 
@@ -215,7 +199,8 @@ def _identity(context: Context) -> Decision:
 
 
 @rule('IdentityN')
-def _identity_n(context: Context) -> Decision | None:
+def identity_n(context: Context) -> Decision | None:
+  """Returns all inputs as they are."""
   if FIRST in context.kinds:
     return None
   return Decision(

@@ -11,7 +11,6 @@ from tf_strategies.spmd import pieces
 from tf_strategies.spmd import plan as plan_lib
 from tf_strategies.spmd.kinds import (
   AS_IS,
-  FIRST,
   WHOLE,
   Dim,
   Part,
@@ -77,13 +76,7 @@ def _elementwise(context: Context) -> Decision | None:
   return Decision(wants, [context.out(shard)], emit)
 
 
-@_rule('IdentityN')
-def _identity_n(context: Context) -> Decision | None:
-  if FIRST in context.kinds:
-    return None
-  return Decision(
-    context.kinds, list(context.inputs), lambda site, inputs: inputs
-  )
+_rule('IdentityN')(elementwise.identity_n)
 
 
 @_rule('ReadVariableOp')

@@ -49,47 +49,6 @@ def _gather(context: Context) -> Decision | None:
   return Decision([WHOLE, indices.kind], [context.split(at, indices.dims[at])])
 
 
-@rule(
-  'ResourceApplyAdaMax',
-  'ResourceApplyAdadelta',
-  'ResourceApplyAdagrad',
-  'ResourceApplyAdagradV2',
-  'ResourceApplyAdam',
-  'ResourceApplyAdamWithAmsgrad',
-  'ResourceApplyFtrl',
-  'ResourceApplyFtrlV2',
-  'ResourceApplyGradientDescent',
-  'ResourceApplyKerasMomentum',
-  'ResourceApplyMomentum',
-  'ResourceApplyRMSProp',
-  'ResourceScatterAdd',
-  'ResourceScatterDiv',
-  'ResourceScatterMax',
-  'ResourceScatterMin',
-  'ResourceScatterMul',
-  'ResourceScatterNdAdd',
-  'ResourceScatterNdSub',
-  'ResourceScatterNdUpdate',
-  'ResourceScatterSub',
-  'ResourceScatterUpdate',
-  'ResourceSparseApplyAdagradV2',
-  'ResourceSparseApplyFtrlV2',
-  'ResourceSparseApplyKerasMomentum',
-  'ResourceSparseApplyRMSProp',
-  'ResourceStridedSliceAssign',
-)
-def _update(context: Context) -> Decision:
-  """Every copy of the variable gets the same update."""
-  if any(v.resource is not None and v.resource.is_part for v in context.inputs):
-    raise errors.UnsupportedOptionError(
-      f'{context.node.type} {context.node.name!r} of a variable that is summed '
-      'over replicas, such as a metric has,',
-      'assign, assign_add or assign_sub there',
-      'write the whole variable: v.assign_add(tf.scatter_nd(...))',
-    )
-  return context.whole()
-
-
 @rule('StatelessRandomGetKeyCounter', 'StatelessRandomGetAlg')
 def _keys(context: Context) -> Decision:
   return context.whole()
