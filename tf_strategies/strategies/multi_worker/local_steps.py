@@ -22,6 +22,7 @@ from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
   replica_exchange,
+  replica_run,
   whole_batch,
 )
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
@@ -178,7 +179,6 @@ class _View:
   applies_all_or_none = False
   does_what_is_done_once = True
   holds_sums_whole = False
-  _share_rows = None
 
   def __init__(self, extended, reducer: reducer_lib.Reducer):
     self._extended, self._reducer = extended, reducer
@@ -204,7 +204,14 @@ class _View:
   _rows_of_plain = mirrored_extended.ExactMirroredExtended._rows_of_plain
   _rows_of_counts = mirrored_extended.ExactMirroredExtended._rows_of_counts
   _sites_with = mirrored_extended.ExactMirroredExtended._sites_with
-  _counts_of = mirrored_extended.ExactMirroredExtended._counts_of
+
+  def _counts_of(self, args):
+    own = len(self.worker_devices)
+    counts = replica_run.rows_of(args, own)
+    if counts is None or len(counts) == own:
+      return counts
+    first = self._extended._first_replica
+    return counts[first : first + own]
 
   def place(self):
     """Returns the rank and the number of workers, of which it knows one."""
