@@ -213,7 +213,7 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_warmup_rises_linearly_and_stays(self):
     optimizer = self._optimizer('--learning_rate=0.8', '--warmup_steps=4')
-    schedule = optimizer.inner_optimizer._learning_rate
+    schedule = optimizer._learning_rate
     found = [schedule(step) for step in range(6)]
     self.assertAllClose(found, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
 
