@@ -15,8 +15,10 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tests import tiers
-from tests.launch import programs
+from tests.launch import elastic_member, programs
+from tf_strategies import errors
 from tf_strategies.cluster import launcher_note
+from tf_strategies.launch import ports as ports_lib
 
 # What `tfs.elastic.run` tells the launcher, from a program without the package.
 _SAY = f"""
@@ -90,14 +92,53 @@ if name == 'worker_0':
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('was lost: exit status 3 (restarts: 2)', launcher.stderr())
 
-  def test_failure_before_anybody_trains_ends_the_job(self):
+  @parameterized.parameters(0, 1)
+  def test_worker_that_fails_before_the_job_says_so_is_lost(self, restarts):
     code = f"""
-if name == 'worker_1':
+if name == 'worker_2':
   sys.exit(3)
-wait_for_file('never')
+wait_for_file('go')
 {_UNTIL_THE_END}
 """
-    [launcher] = self.start(code, '--num_workers=2')
+    [launcher] = self.start(
+      code, '--num_workers=3', f'--max_restarts={restarts}'
+    )
+    self.wait_until_said(launcher, 'worker 2 failed')
+    self.create('go')
+    self.wait_until_said(launcher, 'worker 2 is lost')
+    # Longer than the launcher waits to hear whether the job is elastic.
+    time.sleep(7)
+    self.assertLen(launcher.alive(), 2)
+    self.create('end')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertIn('ended well without worker 2.', launcher.stderr())
+
+  @parameterized.parameters('', "say('fixed')")
+  def test_failure_ends_a_job_that_is_not_elastic(self, says):
+    code = f"""
+if name == 'worker_1':
+  wait_for('pid', 'worker_0')
+  sys.exit(3)
+{says}
+time.sleep(600)
+"""
+    # It waits for 6 seconds for those that say nothing, else not at all.
+    grace = 60 if says else 2
+    [launcher] = self.start(code, '--num_workers=2', f'--grace_period={grace}')
+    started = time.monotonic()
+    self.assertEqual(launcher.wait(), 3)
+    if says:
+      self.assertLess(time.monotonic() - started, 20)
+    self.assertIn('worker 1 failed first', launcher.stderr())
+
+  def test_failure_is_one_though_the_others_end_well_meanwhile(self):
+    code = """
+if name == 'worker_1':
+  wait_for('pid', 'worker_0')
+  sys.exit(3)
+time.sleep(2)
+"""
+    [launcher] = self.start(code, '--num_workers=2', '--grace_period=60')
     self.assertEqual(launcher.wait(), 3)
 
   def test_job_of_which_nobody_is_left_has_failed(self):
@@ -240,6 +281,26 @@ class SeveralHostsTest(_JobTest):
     self.assertEqual(started[1].wait(), 0, started[1].stderr())
     self.assertIn('ended well without worker 1.', started[1].stderr())
 
+  @parameterized.parameters('elastic', 'fixed')
+  def test_worker_that_fails_before_the_job_says_so(self, word):
+    code = f"""
+if name == 'worker_1':
+  sys.exit(3)
+wait_for_file('go')
+say('{word}')
+wait_for_file('end')
+"""
+    started = self.start(code, '--grace_period=5', count=2)
+    self.wait_until_said(started[1], 'worker 1 failed')
+    self.create('go')
+    if word == 'elastic':
+      self.wait_until_said(started[1], 'is lost: exit status 3')
+      self.create('end')
+    for launcher in started:
+      self.assertEqual(
+        launcher.wait(), 0 if word == 'elastic' else 3, launcher.stderr()
+      )
+
   @parameterized.parameters(0, 1)
   def test_sigterm_of_a_launcher_is_the_end_of_its_host(self, victim):
     started = self.start_three()
@@ -255,49 +316,6 @@ class SeveralHostsTest(_JobTest):
     for launcher in started:
       self.assertEqual(launcher.wait(), 130)
       self.assertEmpty(launcher.alive())
-
-  @tiers.parameters(0, *tiers.every(tiers.soak, range(1, 13)))
-  def test_random_faults_end_nobody_else(self, part):
-    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
-    print(f'TFS_SEED={seed - part}, part {part}')
-    chance = random.Random(seed)
-    code = f"{_UNTIL_THE_END}say('trained')\n"
-    started = self.start(
-      code,
-      '--num_workers=2',
-      f'--max_restarts={chance.choice([0, 2])}',
-      count=3,
-    )
-    for launcher in started:
-      launcher.wait_for_notes('elastic', 2)
-    time.sleep(1.5)
-    # The spared worker and its launcher are hit by nothing but a pause.
-    spared = chance.randrange(3)
-    faults = []
-    for _ in range(5):
-      kind = chance.choice(['worker', 'worker', 'launcher', 'host', 'freeze'])
-      victim = chance.randrange(3)
-      faults.append((kind, victim))
-      launcher = started[victim]
-      if kind == 'worker':
-        alive = launcher.alive()
-        for pid in alive[1:] if victim == spared else alive[:1]:
-          with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-      elif kind == 'freeze' and launcher.is_alive():
-        launcher.signal(signal.SIGSTOP)
-        time.sleep(chance.uniform(0, 3))
-        launcher.signal(signal.SIGCONT)
-      elif victim != spared and launcher.is_alive():
-        (launcher.kill_all if kind == 'host' else launcher.kill)()
-      time.sleep(chance.uniform(0, 2))
-    print(f'spared {spared}, faults {faults}')
-    self.assertNotEmpty(started[spared].alive())
-    self.create('end')
-    self.assertEqual(started[spared].wait(), 0, started[spared].stderr())
-    self.assertNotEmpty(started[spared].notes('trained'))
-    for launcher in started:
-      launcher.wait_until(lambda one=launcher: not one.alive())
 
 
 class HostfileTest(parameterized.TestCase):
@@ -368,6 +386,155 @@ class HostfileTest(parameterized.TestCase):
     while self.running():
       self.assertLess(time.monotonic(), ends_at)
       time.sleep(0.1)
+
+
+class RandomFaultsTest(parameterized.TestCase):
+  """Jobs that add up numbers in groups, on one host or on several."""
+
+  @tiers.product(part=[0, *tiers.every(tiers.soak, range(1, 13))], count=[1, 3])
+  def test_who_was_not_hit_goes_on(self, part, count):
+    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
+    print(f'TFS_SEED={seed - part}, part {part}')
+    self.chance = random.Random(f'{seed} {count}')
+    self.count = count
+    self.slots = 4 if count == 1 else 2
+    self.top = pathlib.Path(self.create_tempdir().full_path)
+    self.lost_hosts = set()
+    self.launchers = self._start(self.chance.choice([0, 2]))
+    everyone = set(range(count * self.slots))
+    # Of those who do steps one is spared, who has the state.
+    self.spared = self.chance.choice(sorted(everyone - self.failing))
+    while {p.name for p in self.top.glob('progress-?')} < {
+      f'progress-{task}' for task in everyone - self.failing
+    }:
+      self._check_alive()
+    first_pids = {task: self._pid(task) for task in everyone - self.failing}
+    self.hit = set(self.failing)
+    faults = []
+    for _ in range(5):
+      time.sleep(self.chance.uniform(0, 2))
+      faults += self._do_faults()
+      self._check_alive()
+    (self.top / 'finish').touch()
+    statuses = {
+      rank: launcher.wait()
+      for rank, launcher in enumerate(self.launchers)
+      if rank not in self.lost_hosts
+    }
+    results = {
+      int(path.name.rpartition('-')[2]): json.loads(path.read_text())
+      for path in self.top.glob('result-*')
+    }
+    said = '\n'.join(launcher.output() for launcher in self.launchers)
+    print(f'faults {len(faults)}: {faults}, {statuses}, {sorted(results)}')
+    self.assertContainsSubset(everyone - self.hit, results, said)
+    for task in everyone - self.hit:
+      self.assertEqual(self._pid(task), first_pids[task])
+    for steps, state in results.values():
+      self.assertEqual(state, elastic_member.expected(steps))
+    for rank, status in statuses.items():
+      tasks = range(rank * self.slots, (rank + 1) * self.slots)
+      if 0 not in self.lost_hosts or not results.keys().isdisjoint(tasks):
+        self.assertEqual(status, 0, said)
+
+  def _start(self, max_restarts):
+    self.failing = set()
+    if self.chance.random() < 0.3:
+      self.failing = {self.chance.randrange(self.count * self.slots)}
+    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
+    script = pathlib.Path(elastic_member.__file__)
+    env = processes.python_environment(
+      {
+        'TFS_SECRET': programs.SECRET,
+        'PACKAGE': str(pathlib.Path(errors.__file__).parent),
+        'FAILING': ','.join(map(str, self.failing)),
+      }
+    )
+    started = []
+    for rank in range(self.count):
+      words = [f'--num_workers={self.slots}', f'--max_restarts={max_restarts}']
+      if self.count > 1:
+        words += [f'--nnodes={self.count}', f'--node_rank={rank}']
+        words.append(f'--rendezvous={address}')
+      command = processes.Command(
+        [
+          *(sys.executable, '-c', programs.PAST_THE_DOOR, *words),
+          *('--grace_period=1', '--', sys.executable),
+          *(str(script), str(self.top)),
+        ],
+        name=f'launcher {rank}',
+        env=env,
+        grace_seconds=10,
+      )
+      started.append(self.enter_context(command))
+    return started
+
+  def _check_alive(self):
+    # Another one ends when all of its workers are lost, and the first launcher.
+    launcher = self.launchers[self.spared // self.slots]
+    if not launcher.is_alive():
+      launcher.fail('ended too early')
+    time.sleep(0.01)
+
+  def _pid(self, task):
+    return json.loads((self.top / f'progress-{task}').read_text())['pid']
+
+  def _workers(self):
+    """The processes that there are now, by their tasks."""
+    found = {}
+    for launcher in self.launchers:
+      for process in launcher.descendants():
+        with contextlib.suppress(psutil.Error):
+          config = process.environ().get('TF_CONFIG')
+          is_member = process.cmdline()[1].endswith('elastic_member.py')
+          if config and is_member:
+            found[json.loads(config)['task']['index']] = process
+    return found
+
+  def _do_faults(self):
+    """Does one fault or two at once; what was done to whom."""
+    kinds = ['kill', 'kill', 'kill', 'stop']
+    if self.count > 1:
+      kinds += ['launcher', 'host', 'evict', 'freeze']
+    kind = self.chance.choice(kinds)
+    home = self.spared // self.slots
+    hosts = set(range(self.count)) - {home} - self.lost_hosts
+    if kind in ('launcher', 'host', 'evict'):
+      if not hosts:
+        return []
+      victim = self.chance.choice(sorted(hosts))
+      self.lost_hosts.add(victim)
+      self.hit.update(range(victim * self.slots, (victim + 1) * self.slots))
+      launcher = self.launchers[victim]
+      if kind == 'host':
+        launcher.kill_all()
+      else:
+        launcher.signal(signal.SIGTERM if kind == 'evict' else signal.SIGKILL)
+      return [(kind, victim)]
+    if kind == 'freeze':
+      victim = self.chance.choice(sorted({home} | hosts))
+      self.launchers[victim].signal(signal.SIGSTOP)
+      time.sleep(self.chance.uniform(0, 3))
+      self.launchers[victim].signal(signal.SIGCONT)
+      return [(kind, victim)]
+    workers = self._workers()
+    tasks = sorted(workers.keys() - {self.spared} - self.failing)
+    tasks = self.chance.sample(
+      tasks, min(len(tasks), self.chance.choice([1, 2]))
+    )
+    for task in tasks:
+      with contextlib.suppress(psutil.NoSuchProcess):
+        if kind == 'kill':
+          workers[task].kill()
+        else:
+          workers[task].suspend()
+    self.hit.update(tasks)
+    if kind == 'stop':
+      time.sleep(self.chance.uniform(0, 8))
+      for task in tasks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+          workers[task].resume()
+    return [(kind, task) for task in tasks]
 
 
 if __name__ == '__main__':

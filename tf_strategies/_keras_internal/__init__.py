@@ -52,6 +52,7 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   is_keras_own,
   is_skipped,
   num_steps,
+  refuse_keras_2,
   results_of,
   step_of,
   swap_train_function,

@@ -57,7 +57,7 @@ def step_of(fn: Callable) -> KerasStep | None:
   step = getattr(fn, 'keras_step', None)
   if step is not None:
     return step
-  _refuse_keras_2(fn)
+  refuse_keras_2(fn)
   model = getattr(fn, '__self__', None)
   if isinstance(model, keras.Model) and fn.__name__ in KINDS:
     return KerasStep(model, KINDS[fn.__name__], fn)
@@ -73,7 +73,7 @@ def step_of(fn: Callable) -> KerasStep | None:
   return None
 
 
-def _refuse_keras_2(fn) -> None:
+def refuse_keras_2(fn) -> None:
   """Raises for the step of tf_keras's `fit`, `evaluate`, `predict` and the like.
 
   Keras 2 divides losses by the number of replicas, whatever rows each has, and

@@ -2,7 +2,8 @@
 
 A launcher ends a job when one of its tasks fails. In an elastic job the workers
 decide who goes on, so each of them says that it trains elastically, and later that
-it has trained to the end. A variable of the environment names the task and the file.
+it has trained to the end. A worker of a fixed group says so too: the launcher need
+not wait for a word before it ends the job. A variable of the environment names the task and the file.
 
 Example:
 
@@ -20,8 +21,8 @@ import tempfile
 from collections.abc import Mapping
 
 VARIABLE = 'TFS_LAUNCHER_NOTE'
-# The task trains in an elastic job; the task has trained to the end.
-ELASTIC, TRAINED = 'elastic', 'trained'
+# The task trains in an elastic job; in one that is not; it has trained to the end.
+ELASTIC, FIXED, TRAINED = 'elastic', 'fixed', 'trained'
 
 
 class Note:
@@ -50,7 +51,7 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def say(word: str, environ: Mapping[str, str] = os.environ) -> None:
-  """Tells the launcher, if there is one, `ELASTIC` or `TRAINED`.
+  """Tells the launcher, if there is one, `ELASTIC`, `FIXED` or `TRAINED`.
 
   The launcher lets a task that has trained write its results, and does not start
   it again.

@@ -235,7 +235,7 @@ def _run(words: Sequence[str]) -> tuple[int, str, bool]:
           # The launcher ends the workers; a second one kills them.
           interrupt = e
           launcher.send_signal(signal.SIGINT)
-    is_elastic = bool(note.read())
+    is_elastic = any(word != launcher_note.FIXED for word, _ in note.read())
   if interrupt is not None:
     raise interrupt
   return launcher.returncode, '\n'.join(tail), is_elastic

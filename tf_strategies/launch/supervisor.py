@@ -10,6 +10,7 @@ output, the launchers of other hosts and the clock. It never blocks on one of th
 | a task fails, and restarts are left | starts it again, unless a training task has ended with 0 |
 | a task fails | ends all tasks: the job has failed |
 | a task of an elastic job fails | goes on without it |
+| a task fails before any says whether the job is elastic | waits up to 30 s for a word |
 | it fails after it has trained | goes on, but the job has failed: its results may be lost |
 | the last training task ends | ends servers and evaluator |
 | a training task of an elastic job ends with 0 | ends those that train alone, after the grace period |
@@ -46,6 +47,9 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Above it the tasks wait until somebody reads what they have written.
 _MOST_PENDING = 1 << 20
 _POLL_MILLISECONDS = 200
+# How long a failed task may wait to hear whether the job is elastic: a process
+# needs 10 to 15 seconds before its first operation on a GPU.
+_MOST_SECONDS_OF_DOUBT = 30.0
 
 
 def exit_status(status: int) -> int:
@@ -120,7 +124,11 @@ class Supervisor:
       _Task(spec, self._make_output(spec, place))
       for place, spec in enumerate(specs)
     ]
-    self._is_elastic = False
+    # What tasks have said of the job, here or on another host.
+    self._kind = ''
+    # Those that failed before, and when they end the job.
+    self._doubtful: list[_Task] = []
+    self._doubt_ends_at = math.inf
     # Whether a training task has ended with 0, here or on another host.
     self._has_ended_well = False
     # When tasks of an elastic job that still train are ended.
@@ -131,6 +139,8 @@ class Supervisor:
     # be told.
     self._failed, self._status = '', 0
     self._ends_all = False
+    # The number of training tasks of other hosts that have not ended.
+    self._num_elsewhere = 0
     # Those that an elastic job goes on without.
     self._lost: list[_Task] = []
     self._lost_nodes: list[int] = []
@@ -240,10 +250,11 @@ class Supervisor:
     # The reapers' clock tells who was first, whatever the order of hearing.
     for task in sorted(over, key=lambda task: task.process.ended_at):
       self._on_over(task)
-    states = [] if self._launchers is None else self._hear()
+    self._num_elsewhere = self._hear() if self._launchers is not None else 0
+    if self._doubtful and not self._is_stopping:
+      self._decide()
     if not self._is_stopping:
-      others = sum(s.num_training for s in states if not s.is_lost)
-      if not self._training() and not others:
+      if not self._training() and not self._num_elsewhere:
         self._on_training_over()
       elif time.monotonic() >= self._late_at:
         self._late_at = math.inf
@@ -255,15 +266,22 @@ class Supervisor:
   def _read_note(self) -> None:
     for word, name in self._note.read():
       for task in self._tasks:
-        if task.spec.name == name:
+        if task.spec.name == name and word != launcher_note.FIXED:
           task.has_trained = word == launcher_note.TRAINED
-      self._set_elastic()
+      if word == launcher_note.TRAINED:
+        word = launcher_note.ELASTIC
+      self._set_kind(word)
 
-  def _set_elastic(self) -> None:
-    if not self._is_elastic:
-      self._is_elastic = True
+  @property
+  def _is_elastic(self) -> bool:
+    return self._kind == launcher_note.ELASTIC
+
+  def _set_kind(self, kind: str) -> None:
+    # A program may use a fixed strategy too, before it trains elastically.
+    if kind and kind != self._kind and not self._is_elastic:
+      self._kind = kind
       # With --hostfile this launcher is a task of another one.
-      launcher_note.say(launcher_note.ELASTIC)
+      launcher_note.say(kind)
 
   def _on_over(self, task: _Task) -> None:
     """Nothing is left of this attempt: its ports are free for the next."""
@@ -286,19 +304,62 @@ class Supervisor:
       return
     elif self._is_elastic:
       task.status = status
-      self._lost.append(task)
-      self._say_lost(f'{task.spec.shown} is lost: {output.ending(status)}')
-      if task.has_trained and not self._failed:
-        self._note_failure(task)
+      self._lose(task)
+    elif self._may_be_elastic(task):
+      task.status = status
+      self._doubtful.append(task)
+      self._say(
+        f'{task.spec.name} failed: {output.ending(status)}. Waiting up to '
+        f'{self._seconds_of_doubt():g} s to hear whether the job is elastic.'
+      )
+      self._doubt_ends_at = min(
+        self._doubt_ends_at, time.monotonic() + self._seconds_of_doubt()
+      )
     else:
       # Processes of another one that failed before may be about to end.
       badly = [t for t in self._running() if t.process.status]
       first = min(badly, key=lambda t: t.process.ended_at)
       task.status, first.status = status, first.process.status
-      self._note_failure(first)
-      self._ends_all = True
-      self._fail(first.spec.shown)
+      self._end_for(first)
     task.process = None
+
+  def _lose(self, task: _Task) -> None:
+    """Goes on without a task of an elastic job."""
+    self._lost.append(task)
+    self._say_lost(f'{task.spec.shown} is lost: {output.ending(task.status)}')
+    if task.has_trained and not self._failed:
+      self._note_failure(task)
+
+  def _end_for(self, task: _Task) -> None:
+    """Ends the job, here and on all hosts, because a task has failed."""
+    self._note_failure(task)
+    self._ends_all = True
+    self._fail(task.spec.shown)
+
+  def _may_be_elastic(self, task: _Task) -> bool:
+    """Returns whether tasks that still train may go on without a failed one."""
+    return (
+      not self._kind
+      and not self._has_ended_well
+      and task.spec.is_training
+      and all(t.spec.type != 'ps' for t in self._tasks)
+      and len(self._training()) + self._num_elsewhere > 1
+    )
+
+  def _seconds_of_doubt(self) -> float:
+    return min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
+
+  def _decide(self) -> None:
+    """Follows failures that came before a task said whether the job is elastic."""
+    is_over = not self._training() and not self._num_elsewhere
+    if self._is_elastic:
+      for task in self._doubtful:
+        self._lose(task)
+    elif self._kind or is_over or time.monotonic() >= self._doubt_ends_at:
+      self._end_for(self._doubtful[0])
+    else:
+      return
+    self._doubtful, self._doubt_ends_at = [], math.inf
 
   def _on_good_end(self) -> None:
     if not self._has_ended_well:
@@ -324,14 +385,13 @@ class Supervisor:
         )
         task.process.send(signal.SIGTERM)
 
-  def _hear(self) -> list[tasks.HostState]:
-    """Follows the other hosts; returns their states."""
+  def _hear(self) -> int:
+    """Follows the other hosts; returns how many tasks train there."""
     states = dict(self._launchers.states)
     states.pop(self._launchers.rank, None)
     for node, state in sorted(states.items()):
       name = f'node {node}'
-      if state.is_elastic:
-        self._set_elastic()
+      self._set_kind(state.kind)
       if state.has_ended_well:
         self._on_good_end()
       if self._is_stopping:
@@ -352,7 +412,7 @@ class Supervisor:
           self._failed = name
           self._status = exit_codes.RESTARTABLE_EXIT_CODE
           self._fail(shown, why)
-    return [*states.values()]
+    return sum(s.num_training for s in states.values() if not s.is_lost)
 
   def _host(self, node: int) -> str:
     return self._launchers.nodes[node].host
@@ -363,7 +423,7 @@ class Supervisor:
         self._launchers.rank,
         len(self._training()),
         self._has_ended_well,
-        self._is_elastic,
+        self._kind,
         failed=self._failed if self._ends_all else '',
         status=self._status,
       )

@@ -77,7 +77,7 @@ class HostState:
     node: number of the host.
     num_training: number of its training tasks that have not ended.
     has_ended_well: whether a training task has ended with 0, there or elsewhere.
-    is_elastic: whether a task has said that the job is elastic.
+    kind: what tasks have said of the job, see `launcher_note`; '' for nothing.
     is_lost: whether nothing is heard of the host any more; the rest is then the
       last that was heard.
     failed: name of the task that ends the job, or of the launcher `node 1`.
@@ -87,7 +87,7 @@ class HostState:
   node: int
   num_training: int = 0
   has_ended_well: bool = False
-  is_elastic: bool = False
+  kind: str = ''
   is_lost: bool = False
   failed: str = ''
   status: int = 0

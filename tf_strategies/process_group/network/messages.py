@@ -100,7 +100,7 @@ _MESSAGES: Mapping[protocol.Kind, Any] = {
     'node': int,
     'num_training': int,
     'has_ended_well': bool,
-    'is_elastic': bool,
+    'kind': str,
     'is_lost': bool,
     'failed': str,
     'status': int,

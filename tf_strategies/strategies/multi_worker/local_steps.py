@@ -317,5 +317,7 @@ def _values(variables: Iterable[keras.Variable]) -> list[tf.Variable]:
 
 
 def _zeros(tensor):
+  if tensor is None:  # A step need not return anything.
+    return None
   shape = [n or 0 for n in tensor.shape] if tensor.shape.rank else []
   return tf.zeros(shape, tensor.dtype)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
+from tf_strategies.cluster import launcher_note
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.process_group import reductions
 from tf_strategies.strategies.mirrored import sharded_state, shards
@@ -165,6 +166,7 @@ def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
 
 def _form_group(cluster, options, is_mpi):
   """Links up with the others; also returns what listens for later workers."""
+  launcher_note.say(launcher_note.FIXED)
   if is_mpi:
     return process_group.form_mpi_group(options.group), None
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)

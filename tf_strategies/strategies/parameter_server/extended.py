@@ -331,6 +331,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     return False
 
   def _call_for_each_replica(self, fn, args, kwargs):
+    _keras_internal.refuse_keras_2(fn)
     with ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):
       return fn(*args, **kwargs)
 

@@ -1,0 +1,147 @@
+"""A worker of a small elastic job, as a program: a process group, no TensorFlow.
+
+  elastic_member.py DIRECTORY
+
+Workers add up numbers step by step, each of them a part, until the file `finish` is
+in the directory. `expected` says what they must have then, whatever has happened.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+import types
+
+import numpy as np
+
+_PARTS = 60
+_MODULUS = 1_000_003
+_SECONDS_A_STEP = 0.02
+_SIZE = 3
+
+
+def add(state, total):
+  """The next state: the order and the number of steps matter."""
+  return (3 * state + total) % _MODULUS
+
+
+def part(step, rank, world_size):
+  """What a rank contributes: each number is of one rank."""
+  numbers = np.arange(rank, _PARTS, world_size)
+  return np.array([np.sum((numbers + step) ** k) for k in range(1, _SIZE + 1)])
+
+
+def expected(steps):
+  """The state after so many steps, of any workers."""
+  state = np.zeros([_SIZE], np.int64)
+  for step in range(steps):
+    state = add(state, part(step, 0, 1))
+  return state.tolist()
+
+
+class _Member:
+  """Trains with whoever is there, as the workers of `tfs.elastic` do."""
+
+  def __init__(self, directory, rendezvous, was_restarted):
+    self._directory = directory
+    self._rendezvous = rendezvous
+    self._was_restarted = was_restarted
+    self._step, self._state = 0, np.zeros([_SIZE], np.int64)
+
+  def run(self, recoverable, rendezvous_error):
+    """Returns the steps and the state in the end."""
+    ends = False
+    while True:
+      try:
+        group = self._form()
+      except rendezvous_error:
+        if not ends:
+          raise
+        break  # The others have ended.
+      ends = joins = False
+      try:
+        self._share(group)
+        while not ends and not joins:
+          ends, joins = self._do_step(group)
+        if ends:
+          group.barrier(name='the end')
+          break
+      except recoverable as e:
+        print('forming again:', e, flush=True)
+      finally:
+        group.close()
+    return self._step, self._state.tolist()
+
+  def _form(self):
+    return self._rendezvous.form(
+      self._step, may_be_alone=bool(self._step) or not self._was_restarted
+    )
+
+  def _share(self, group):
+    best = max(group.members, key=lambda m: (m.progress, -m.rank))
+    self._state = group.broadcast(self._state, best.rank, name='state')
+    self._step = best.progress
+
+  def _do_step(self, group):
+    """Whether this was the last step, and whether others wait to join."""
+    time.sleep(_SECONDS_A_STEP)
+    members = {member.task for member in group.members}
+    flags = [
+      (self._directory / 'finish').exists(),
+      any(task not in members for task in group.pending_joiners()),
+    ]
+    numbers = part(self._step, group.rank, group.world_size)
+    numbers = np.concatenate([numbers, np.int64(flags)])
+    *total, ends, joins = group.all_reduce(numbers, name='step').tolist()
+    self._state = add(self._state, np.int64(total))
+    self._step += 1
+    self._note(group)
+    return ends, joins
+
+  def _note(self, group):
+    task = group.members[group.rank].task
+    path = self._directory / f'progress-{task}'
+    temporary = path.with_suffix(f'.{os.getpid()}')
+    temporary.write_text(json.dumps({'pid': os.getpid(), 'step': self._step}))
+    os.replace(temporary, path)
+
+
+def main(directory):
+  """Runs the member; notes its steps and state in `result-<task>`."""
+  # Past the package's door, which loads TensorFlow.
+  package = types.ModuleType('tf_strategies')
+  package.__path__ = [os.environ['PACKAGE']]
+  sys.modules['tf_strategies'] = package
+  from tf_strategies import cluster, errors, process_group
+  from tf_strategies.cluster import launcher_note
+
+  directory = pathlib.Path(directory)
+  config = cluster.ClusterConfig.from_env()
+  task = config.training_index
+  if str(task) in os.environ.get('FAILING', '').split(','):
+    while not list(directory.glob('progress-*')):
+      time.sleep(0.01)
+    sys.exit('this worker fails on every start')
+  launcher_note.say(launcher_note.ELASTIC)
+  options = process_group.GroupOptions.from_env(
+    min_workers=process_group.MAJORITY,
+    window_seconds=0.5,
+    heartbeat_timeout_seconds=6.0,
+    rendezvous_timeout_seconds=20.0,
+  )
+  addresses = {i: t.address for i, t in enumerate(config.training_tasks)}
+  rendezvous = process_group.Rendezvous(addresses, task, options)
+  member = _Member(
+    directory, rendezvous, os.environ['TFS_RESTART_COUNT'] != '0'
+  )
+  result = member.run(
+    (errors.WorkerUnavailableError, errors.CollectiveTimeoutError),
+    errors.RendezvousError,
+  )
+  rendezvous.close()
+  (directory / f'result-{task}').write_text(json.dumps(result))
+
+
+if __name__ == '__main__':
+  main(sys.argv[1])
