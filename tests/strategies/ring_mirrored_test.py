@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
@@ -240,6 +241,98 @@ class CrossReplicaTest(tf.test.TestCase, parameterized.TestCase):
         tfs.errors.UnsupportedOptionError, 'strategy.run'
       ):
         optimizer.apply([tf.constant(1.0)], [variable])
+
+
+def _count():
+  return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+_UNDIVIDED = {
+  'reduce_mean': lambda y, p: tf.reduce_mean((p - y) ** 2),
+  'ops_mean': lambda y, p: keras.ops.mean(keras.ops.square(p - y)),
+  'losses_of_rows': lambda y, p: tf.reduce_mean(
+    keras.losses.mean_squared_error(y, p)
+  ),
+  'a_term': lambda y, p: (
+    tf.reduce_mean(tf.abs(p - y)) - tf.reduce_sum(p) / 8 + 1.0
+  ),
+}
+_DIVIDED = {
+  'compute_average_loss': lambda y, p: tf.nn.compute_average_loss(
+    keras.losses.mean_squared_error(y, p), global_batch_size=8
+  ),
+  'sum': lambda y, p: tf.reduce_sum((p - y) ** 2) / 8,
+  'mean': lambda y, p: tf.reduce_mean((p - y) ** 2) / _count(),
+  'mean_times_share': lambda y, p: (
+    tf.reduce_mean((p - y) ** 2) * tf.cast(tf.shape(y)[0], tf.float32) / 8
+  ),
+  'keras_loss': lambda y, p: keras.losses.MeanSquaredError()(y, p),
+  'mean_of_features': lambda y, p: (
+    tf.reduce_sum(tf.reduce_mean((p - y) ** 2, -1)) / 8
+  ),
+}
+
+
+class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
+  """A loop is told of gradients that are too large, and of nothing else."""
+
+  def warnings(self, strategy, loss, change=lambda g: g, rows=16):
+    """Those of a loop, run eagerly and in a `tf.function`, each twice."""
+    with strategy.scope():
+      kernel = keras.Variable(tf.ones([3, 2]))
+      optimizer = keras.optimizers.SGD(0.01)
+      optimizer.build([kernel])
+
+    def step(batch):
+      def replica_fn(x):
+        with tf.GradientTape() as tape:
+          value = loss(x[:, :2], x @ kernel)
+        [gradient] = tape.gradient(value, [kernel.value])
+        optimizer.apply([change(gradient)], [kernel])
+
+      strategy.run(replica_fn, args=(batch,))
+
+    x = tf.reshape(tf.range(3.0 * rows), [rows, 3]) / (3 * rows)
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    found = []
+    for run in (step, tf.function(step)):
+      strategy.extended._warned_undivided = False
+      with self.assertLogs('absl', 'INFO') as logs:
+        logging.info('The run starts.')  # assertLogs wants at least one line.
+        for batch in strategy.experimental_distribute_dataset(dataset):
+          run(batch)
+      found.append([line for line in logs.output if 'mean' in line])
+    return found
+
+  @parameterized.product(
+    name=list(_UNDIVIDED),
+    make=[
+      _strategy,
+      lambda: tfs.CentralStorageStrategy(list(DEVICES)),
+      lambda: tfs.MultiWorkerRingStrategy(devices=list(DEVICES)),
+    ],
+  )
+  def test_undivided(self, name, make):
+    for lines in self.warnings(make(), _UNDIVIDED[name]):
+      self.assertLen(lines, 1)
+      self.assertIn('4 times too large', lines[0])
+      self.assertIn('strategy.num_replicas_in_sync', lines[0])
+
+  @parameterized.parameters(*_DIVIDED)
+  def test_divided(self, name):
+    for rows in (16, 13, 9):
+      found = self.warnings(_strategy(), _DIVIDED[name], rows=rows)
+      self.assertEqual(found, [[], []])
+
+  def test_what_divides_later(self):
+    mean = _UNDIVIDED['reduce_mean']
+    found = self.warnings(_strategy(), mean, change=lambda g: g / _count())
+    self.assertEqual(found, [[], []])
+
+  def test_one_replica_divides_by_one(self):
+    strategy = tfs.RingMirroredStrategy(list(DEVICES[:1]))
+    found = self.warnings(strategy, _UNDIVIDED['reduce_mean'])
+    self.assertEqual(found, [[], []])
 
 
 class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):

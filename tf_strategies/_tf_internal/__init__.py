@@ -46,6 +46,10 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   trace,
   whole_spec,
 )
+from tf_strategies._tf_internal.undivided import (  # noqa: F401  For all others.
+  is_undivided,
+  undivided_marked,
+)
 
 MirroredExtended = _load(
   'distribute.mirrored_strategy.MirroredExtended', 'the base of strategies'

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
@@ -50,6 +51,7 @@ class ExactMirroredExtended(
   makes_variables_in_steps = True
   # True if TensorFlow cannot initialize a variable inside of a step.
   _initializes_eagerly = False
+  _warned_undivided = False
   # Whether a variable was made in the scope, even if it is gone.
   has_variables = False
   # The device with central variables, if replicas have no copies.
@@ -102,7 +104,31 @@ class ExactMirroredExtended(
     """Applies them; see base class."""
     if self.state_shards is not None:
       self._check_shards(optimizer, variables)
+    self._warn_if_undivided(gradients)
     super().apply_gradients(optimizer, gradients, variables, apply)
+
+  def _warn_if_undivided(self, gradients) -> None:
+    """Warns, once, of gradients of a mean that its replica has not divided."""
+    run = replica_run.current()
+    # Eagerly, a mean may be scaled by the only rows that there are: by 1.
+    is_sure = run is not None and (
+      run.sites is None or not tf.executing_eagerly()
+    )
+    if (
+      is_sure
+      and not self._warned_undivided
+      and any(map(_tf_internal.is_undivided, gradients))
+    ):
+      self._warned_undivided = True
+      logging.warning(
+        'The loss in this loop is a mean over the rows of one replica, so the '
+        'gradients, which are summed over %d replicas, are %d times too large. '
+        'Divide the mean by strategy.num_replicas_in_sync, use '
+        'tf.nn.compute_average_loss(losses, global_batch_size=...), or use '
+        'strategy.step instead of strategy.run.',
+        self._num_replicas_in_sync,
+        self._num_replicas_in_sync,
+      )
 
   def _check_shards(self, optimizer, variables):
     """Makes the state that an update divides, and says what it cannot divide."""
@@ -362,7 +388,7 @@ class ExactMirroredExtended(
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
       # A replica is a thread of its own, which has to be told its run.
-      with replica_run.active(run):
+      with replica_run.active(run), _tf_internal.undivided_marked():
         return fn(*args, **kwargs)
 
     with replica_run.active(run):
