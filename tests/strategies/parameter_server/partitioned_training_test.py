@@ -46,7 +46,6 @@ def _feature(name, optimizer, **options):
     model=_model,
     data=_tokens,
     optimizer=optimizer,
-    wrap=False,
     **options,
   )
 
