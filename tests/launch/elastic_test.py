@@ -221,6 +221,7 @@ else:
 say('elastic')
 say('trained')
 if name == 'worker_0':
+  wait_for('pid', 'worker_1')
   os.kill(os.getpid(), signal.SIGKILL)
 wait_for_file('end')
 """

@@ -1,5 +1,6 @@
 """Launchers of several hosts: who is where, and how all of them end."""
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -7,6 +8,8 @@ import shutil
 import signal
 import socket
 import sys
+import time
+from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -14,6 +17,7 @@ from absl.testing import absltest, parameterized
 from benchmarks import network_namespaces, processes
 from tests.launch import programs
 from tf_strategies import cluster, errors
+from tf_strategies.launch import nodes
 from tf_strategies.launch import ports as ports_lib
 
 _WAIT = 'time.sleep(600)'
@@ -95,6 +99,29 @@ print('done', task['index'])
     self.assertEqual(self._wait(started), [0, 0])
     for rank, launcher in enumerate(started):
       self.assertIn(f'done {rank}'.encode(), launcher.stdout())
+
+  def test_first_host_hears_a_call_as_soon_as_it_listens(self):
+    address, make = _address(), nodes.server.Server
+
+    def make_slowly(address, rank, *args):
+      made = make(address, rank, *args)
+      if rank == 0:
+        time.sleep(1)  # The other launcher calls in this time.
+      return made
+
+    def meet(rank):
+      place = nodes.Place(2, rank, address, timeout=20)
+      with nodes.Launchers(
+        place, {'worker': 1}, [rank + 1], print
+      ) as launchers:
+        return [node.ports for node in launchers.nodes]
+
+    with (
+      mock.patch.dict(os.environ, TFS_SECRET=programs.SECRET),
+      mock.patch.object(nodes.server, 'Server', make_slowly),
+      concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+      self.assertEqual(list(pool.map(meet, range(2))), [[[1], [2]]] * 2)
 
   @parameterized.parameters(0, 1)
   def test_failure_is_named_on_all_hosts(self, victim):

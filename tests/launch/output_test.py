@@ -64,6 +64,20 @@ class TaskOutputTest(parameterized.TestCase):
     self.assertEqual(lines.tail()[-1], b'E: why')
     self.assertEqual(log.getvalue(), traceback + b'saved\n' + traceback)
 
+  def test_notices_of_tensorflow_are_hidden_when_that_is_wanted(self):
+    notices = (
+      b'WARNING: All log messages before absl::InitializeLog() is called are '
+      b'written to STDERR\n'
+      b'I0000 00:00:1795529721.680094   30825 port.cc:153] oneDNN custom ...\n'
+    )
+    rest = b'W0000 00:00:1795529721.680094   30825 a.cc:1] a warning\nI0000 x\n'
+    for is_hidden in (False, True):
+      written, lines = _collector()
+      lines.hides_notices = is_hidden
+      lines.feed(notices + rest)
+      self.assertLen(written, 2 if is_hidden else 4)
+      self.assertLen(lines.tail(), len(written))
+
   def test_log_holds_the_bytes_as_they_came(self):
     log = io.BytesIO()
     written = []

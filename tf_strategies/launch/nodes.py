@@ -139,8 +139,9 @@ class Launchers(contextlib.AbstractContextManager):
     self._tell_at = time.monotonic() + _SECONDS_BEFORE_TELLING
     # The first host is connected to all others, and the others to the first.
     self._connections: dict[int, connection_lib.Connection] = {}
-    # What each host said to the first one, and all of it once all are there.
-    self._parts: dict[int, Any] = {}
+    # What each host said to the first one, and all of it once all are there. The
+    # first host's own part comes first: another may call as soon as the server runs.
+    self._parts: dict[int, Any] = {0: self._mine}
     self._job: list[Any] = []
     self._refusal = ''
     self._told: tasks.HostState | None = None
@@ -176,7 +177,6 @@ class Launchers(contextlib.AbstractContextManager):
     self._server.close()
 
   def _lead(self) -> None:
-    self._parts[0] = self._mine
     try:
       while not self._job:
         missing = sorted({*range(self._place.count)} - {*self._parts})

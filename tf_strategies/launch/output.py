@@ -17,6 +17,7 @@ Example:
 
 import collections
 import os
+import re
 import select
 import signal
 from collections.abc import Callable
@@ -30,6 +31,10 @@ _LONGEST_IN_TAIL = 2000
 # A pipe that poll() calls writable takes this much without blocking (POSIX).
 _ATOMIC = min(getattr(select, 'PIPE_BUF', 512), 4096)
 _TRACEBACK = b'Traceback (most recent call last)'
+_NOTICE = re.compile(
+  rb'WARNING: All log messages before absl::InitializeLog\(\) is called|'
+  rb'I0000 [0-9:.]+ +[0-9]+ \S+\] '
+)
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -93,6 +98,8 @@ class TaskOutput:
   Attributes:
     hides_tracebacks: whether a traceback, and what follows it, goes to the log
       alone: after Ctrl-C each task has one to show.
+    hides_notices: whether TensorFlow's first lines go to the log alone. TensorFlow
+      writes them before it reads TF_CPP_MIN_LOG_LEVEL.
   """
 
   def __init__(
@@ -101,7 +108,7 @@ class TaskOutput:
     write: Callable[[bytes], object],
     log: BinaryIO | None = None,
   ):
-    self.hides_tracebacks = False
+    self.hides_tracebacks = self.hides_notices = False
     self._is_hidden = False
     self._prefix = prefix
     self._write = write
@@ -139,6 +146,8 @@ class TaskOutput:
   def _emit(self) -> None:
     line = bytes(self._partial)
     self._partial.clear()
+    if self.hides_notices and _NOTICE.match(line):
+      return
     short = line[:_LONGEST_IN_TAIL]
     self._tail.append(short if len(short) == len(line) else short + b'...')
     if self.hides_tracebacks and line.startswith(_TRACEBACK):

@@ -99,6 +99,10 @@ class _Task:
   status: int | None = None
 
 
+# When a task failed, by its reaper's clock, and with which status.
+_Failure = tuple[float, int, _Task]
+
+
 class Supervisor:
   """Runs a host's part of a job: in the main thread, without other children.
 
@@ -126,8 +130,8 @@ class Supervisor:
     ]
     # What tasks have said of the job, here or on another host.
     self._kind = ''
-    # Those that failed before, and when they end the job.
-    self._doubtful: list[_Task] = []
+    # Those that failed before: (end, status, task). And when they end the job.
+    self._doubtful: list[_Failure] = []
     self._doubt_ends_at = math.inf
     # Whether a training task has ended with 0, here or on another host.
     self._has_ended_well = False
@@ -206,6 +210,7 @@ class Supervisor:
   def _start(self, task: _Task) -> None:
     environment = tasks.full_environment(task.spec, os.environ, task.attempt)
     note = self._note.variable(task.spec.name)
+    task.lines.hides_notices = environment['TF_CPP_MIN_LOG_LEVEL'] > '0'
     task.process = process.TaskProcess(
       list(task.spec.command),
       {**environment, launcher_note.VARIABLE: note},
@@ -307,7 +312,7 @@ class Supervisor:
       self._lose(task)
     elif self._may_be_elastic(task):
       task.status = status
-      self._doubtful.append(task)
+      self._doubtful.append((task.process.ended_at, status, task))
       self._say(
         f'{task.spec.name} failed: {output.ending(status)}. Waiting up to '
         f'{self._seconds_of_doubt():g} s to hear whether the job is elastic.'
@@ -316,11 +321,8 @@ class Supervisor:
         self._doubt_ends_at, time.monotonic() + self._seconds_of_doubt()
       )
     else:
-      # Processes of another one that failed before may be about to end.
-      badly = [t for t in self._running() if t.process.status]
-      first = min(badly, key=lambda t: t.process.ended_at)
-      task.status, first.status = status, first.process.status
-      self._end_for(first)
+      task.status = status
+      self._end_for_first()
     task.process = None
 
   def _lose(self, task: _Task) -> None:
@@ -330,20 +332,29 @@ class Supervisor:
     if task.has_trained and not self._failed:
       self._note_failure(task)
 
-  def _end_for(self, task: _Task) -> None:
-    """Ends the job, here and on all hosts, because a task has failed."""
+  def _end_for_first(self) -> None:
+    """Ends the job, here and on all hosts, for the task that failed first."""
+    # Processes of one that failed before may be about to end.
+    ending = [
+      (t.process.ended_at, t.process.status, t)
+      for t in self._running()
+      if t.process.status
+    ]
+    _, status, task = min([*self._doubtful, *ending], key=lambda f: f[0])
+    task.status = status
     self._note_failure(task)
     self._ends_all = True
     self._fail(task.spec.shown)
 
   def _may_be_elastic(self, task: _Task) -> bool:
     """Returns whether tasks that still train may go on without a failed one."""
+    still = [t for t in self._training() if not t.process.status]
     return (
       not self._kind
       and not self._has_ended_well
       and task.spec.is_training
       and all(t.spec.type != 'ps' for t in self._tasks)
-      and len(self._training()) + self._num_elsewhere > 1
+      and len(still) + self._num_elsewhere > 0
     )
 
   def _seconds_of_doubt(self) -> float:
@@ -353,10 +364,10 @@ class Supervisor:
     """Follows failures that came before a task said whether the job is elastic."""
     is_over = not self._training() and not self._num_elsewhere
     if self._is_elastic:
-      for task in self._doubtful:
+      for _, _, task in self._doubtful:
         self._lose(task)
     elif self._kind or is_over or time.monotonic() >= self._doubt_ends_at:
-      self._end_for(self._doubtful[0])
+      self._end_for_first()
     else:
       return
     self._doubtful, self._doubt_ends_at = [], math.inf
