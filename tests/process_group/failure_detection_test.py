@@ -6,15 +6,21 @@ from tf_strategies.process_group import failure_detection, state
 _MEMBERS = [state.Member(r, 10 + r, f'host-{r}:1') for r in range(4)]
 
 
-def _said(sequence, recent, busy=True, call=''):
-  recent = {str(k): v for k, v in recent.items()}
-  return {'sequence': sequence, 'busy': busy, 'recent': recent, 'call': call}
+def _said(sequence, recent, busy=True, call='', exchanges=()):
+  return {
+    'sequence': sequence,
+    'busy': busy,
+    'recent': {str(k): v for k, v in recent.items()},
+    'call': call,
+    'exchanges': exchanges,
+  }
 
 
 _TIMEOUT = {
   'text': "all_reduce(sum) 'w' of float32[9]",
   'sequence': 7,
   'name': 'w',
+  'tag': '',
   'seconds': 600.0,
   'ranks': [3],
 }
@@ -32,10 +38,7 @@ class StallTest(absltest.TestCase):
   def _find(self, before, now):
     def all_said(waits):
       return {
-        rank: {
-          **_said(7, {}, busy, call),
-          'exchanges': dict.fromkeys(tags, 9.0),
-        }
+        rank: _said(7, {}, busy, call, tags)
         for rank, (call, busy, tags) in enumerate(waits)
       }
 

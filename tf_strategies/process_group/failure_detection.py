@@ -65,18 +65,21 @@ def suspicion(
   operation: state_lib.Operation,
   ranks: Iterable[int],
   seconds: float | None = None,
+  tag: str = '',
 ) -> dict[str, Any]:
   """Returns what a rank reports, in a form that travels.
 
   Args:
-    operation: the collective that failed there.
-    ranks: those that are at another one, or that did not come.
+    operation: the newest collective of the rank.
+    ranks: the ranks that are at another collective, or that did not come.
     seconds: how long it waited for them; None if they are at another one.
+    tag: names the exchange that failed; empty for a collective.
   """
   return {
     'text': operation.text,
     'sequence': operation.sequence,
-    'name': operation.name,
+    'name': tag or operation.name,
+    'tag': tag,
     'seconds': seconds,
     'ranks': list(ranks),
   }
@@ -195,12 +198,13 @@ def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
 
 
 def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
-  sequence = suspicion['sequence']
-  late = [
-    rank
-    for rank in range(len(members))
-    if rank not in said or said[rank]['sequence'] < sequence
-  ]
+  sequence, tag = suspicion['sequence'], suspicion['tag']
+  what = f'{suspicion["text"]} (sequence {sequence})'
+  there = {r for r, place in said.items() if place['sequence'] >= sequence}
+  if tag:
+    what = f'exchange {tag!r}'
+    there = {r for r, place in said.items() if tag in place['exchanges']}
+  late = [rank for rank in range(len(members)) if rank not in there]
   if late:
     why = '; '.join(_where(members, said, rank) for rank in late[:_NAMED])
   else:
@@ -210,8 +214,7 @@ def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
     )
   return state_lib.FailureReport.at(
     'CollectiveTimeoutError',
-    f'{suspicion["text"]} (sequence {sequence}) did not finish within '
-    f'{suspicion["seconds"]:g} s, though all workers are alive: {why}. Look '
+    f'{what} did not finish within {suspicion["seconds"]:g} s, though all workers are alive: {why}. Look '
     'at what that worker does, or raise collective_timeout_seconds.',
     members[late[0]],
     (suspicion['name'], sequence),

@@ -315,9 +315,7 @@ class ProcessGroup:
       reduction = reductions.Reduction(collective, plan)
       self._run(reduction, nothing, nothing.copy())
 
-  def exchange(
-    self, tag: str, payload: bytes, timeout_seconds: float | None = None
-  ) -> list[bytes]:
+  def exchange(self, tag: str, payload: bytes) -> list[bytes]:
     """Brings a few bytes of every rank to every rank, beside the collectives.
 
     May be called from any thread, in any order: calls with the same tag meet.
@@ -326,36 +324,33 @@ class ProcessGroup:
       tag: names the meeting; each rank uses it once until all have their
         answers.
       payload: at most 1 MiB.
-      timeout_seconds: None for `collective_timeout_seconds`.
 
     Returns:
       The payloads by rank.
 
     Raises:
-      CollectiveTimeoutError: names the ranks that did not come. The group
-        stays usable.
+      CollectiveTimeoutError: names the ranks that did not come in time.
       Error: the group has failed.
     """
     self._check()
-    if len(payload) > protocol.MAX_PAYLOAD_BYTES or not protocol.check_tag(tag):
+    if len(payload) > protocol.MAX_PAYLOAD_BYTES:
       raise errors.UnsupportedOptionError(
-        f'exchange of {len(payload)} bytes with a tag of {len(tag)} characters',
-        f'{protocol.MAX_PAYLOAD_BYTES} bytes with a tag of 128 characters',
+        f'exchange of {len(payload)} bytes',
+        f'{protocol.MAX_PAYLOAD_BYTES} bytes',
         'send arrays with all_gather or broadcast',
       )
-    if timeout_seconds is None:
-      timeout_seconds = self._options.collective_timeout_seconds
+    seconds = self._options.collective_timeout_seconds
     with self._state.exchanging(tag):
-      return self._control.exchange(tag, bytes(payload), timeout_seconds)
+      return self._control.exchange(tag, bytes(payload), seconds)
 
   def describe(self) -> dict[str, Any]:
     """Where this rank is; at any time, from any thread.
 
     Returns:
       `sequence` (the number of its newest collective, from 1; 0 before it),
-      `busy` (whether that is running, `seconds` how long), `name` of the
-      tensor, `text` for people, `exchanges` (seconds of those that are open, by
-      tag), and `call`, the method of a model that the program is in.
+      `busy` (whether that is running), `name` of the tensor, `exchanges` (the tags
+      of those that are open), `call`, the method of a model that the program is in,
+      and the texts of `recent` collectives.
     """
     return self._state.describe()
 

@@ -121,8 +121,7 @@ class GroupState:
     self.ended: set[int] = set()  # Those of them whose programs have ended.
     # Names the method of a model that this rank is in; '' for none.
     self.running_call: Callable[[], str] = str
-    # Tag -> when this rank began to wait there.
-    self._exchanges: dict[str, float] = {}
+    self._exchanges: set[str] = set()  # Tags for which this rank waits.
     self._recent: collections.deque[tuple[int, str]] = collections.deque(
       maxlen=_REMEMBERED
     )
@@ -170,11 +169,11 @@ class GroupState:
   @contextlib.contextmanager
   def exchanging(self, tag: str) -> Iterator[None]:
     """Context in which this rank waits for an exchange."""
-    self._exchanges[tag] = time.monotonic()
+    self._exchanges.add(tag)
     try:
       yield
     finally:
-      self._exchanges.pop(tag, None)
+      self._exchanges.discard(tag)
 
   def is_waiting(self) -> bool:
     """Returns whether this rank is in a collective or in an exchange."""
@@ -182,14 +181,12 @@ class GroupState:
 
   def describe(self) -> dict[str, Any]:
     """Returns the activity of this rank, for a message."""
-    operation, now = self.operation, time.monotonic()
+    operation = self.operation
     return {
       'sequence': operation.sequence,
       'busy': operation.busy,
       'name': operation.name,
-      'text': operation.text,
-      'seconds': now - operation.since if operation.busy else 0.0,
-      'exchanges': {t: now - s for t, s in list(self._exchanges.items())},
+      'exchanges': sorted(self._exchanges.copy()),
       'call': self.running_call(),
       'recent': {str(k): v for k, v in list(self._recent)},
     }

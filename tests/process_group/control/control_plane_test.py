@@ -6,13 +6,17 @@ The clock and the sockets are simulated, the control plane is the package's own:
 
 import asyncio
 import random
+import socket
+import types
 from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from tests.process_group import simulated_network
 from tf_strategies import process_group
+from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
+from tf_strategies.process_group.network import connection, protocol
 
 _SEED = 20261124
 # More than a message takes; far less than a heartbeat.
@@ -105,6 +109,46 @@ class SeveralTest(parameterized.TestCase):
   def test_rank_0_that_leaves_next_is_not_the_first(self):
     named, _ = simulated_network.run(_be_gone, 6, [4, 0], 'leave')
     self.assertEqual(set(named), {4})
+
+
+class NonsenseTest(parameterized.TestCase):
+  """What a member sends that does not fit: the group goes on, or names it."""
+
+  async def send(self, rank, frame):
+    """Returns the failure of the group of `rank` after its peer has sent a frame."""
+    ends = socket.socketpair()
+    for end in ends:
+      end.setblocking(False)
+    ours, theirs = map(connection.Connection, ends)
+    members = [state.Member(r, r, f'host-{r}:1') for r in range(3)]
+    shared, loop = (
+      state.GroupState(members, rank, 1),
+      asyncio.get_running_loop(),
+    )
+    host = types.SimpleNamespace(
+      loop=loop, now=loop.time, spawn=loop.create_task
+    )
+    plane = control_plane.ControlPlane(
+      host, shared, {1 - rank: ours}, process_group.GroupOptions()
+    )
+    plane.start()
+    theirs.write(frame)
+    theirs.detach().shutdown(socket.SHUT_WR)
+    while shared.failure is None and not shared.departed:
+      await asyncio.sleep(0)
+    await plane._close(has_ended=False)
+    theirs.close()
+    return shared.failure
+
+  @parameterized.product(
+    rank=(0, 1),
+    kind=tuple(protocol.Kind),
+    message=(None, 7, 'x', [[]], {}, {'rank': -1, 'payload': None}),
+  )
+  def test_sender_is_named(self, rank, kind, message):
+    frame = protocol.pack(kind, message)
+    failure = asyncio.run(asyncio.wait_for(self.send(rank, frame), 60))
+    self.assertEqual(failure.rank, 1 - rank)
 
 
 if __name__ == '__main__':

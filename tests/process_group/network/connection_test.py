@@ -70,9 +70,11 @@ class ConnectionTest(absltest.TestCase):
       first.send(_Kind.HELLO)
       with self.assertRaisesRegex(protocol.ProtocolError, 'sent HELLO'):
         await second.expect(_Kind.PROPOSE)
-      first.send_frame(_Kind.HELLO, '', b'{')
-      with self.assertRaisesRegex(protocol.ProtocolError, 'not JSON'):
-        await second.expect(_Kind.HELLO)
+      header = protocol.pack(_Kind.HELLO, 12345)[: protocol.HEADER_BYTES]
+      for payload in (b'[' * 5, b'\xff' * 5):
+        first.write(header + payload)
+        with self.assertRaisesRegex(protocol.ProtocolError, 'not JSON'):
+          await second.expect(_Kind.HELLO)
       first.close()
       second.close()
 

@@ -24,7 +24,7 @@ _GARBAGE = (
   _REQUEST.pack()[:10],
   _REQUEST.pack() + bytes(authentication.PROOF_BYTES),
   authentication.Request(authentication.Purpose.POLL, 1, 9, 2).pack(),
-  protocol.Frame(protocol.Kind.FAILED, 1, payload=b'{}').pack(),
+  protocol.pack(protocol.Kind.FAILED, {}),
   b'\xff' * 100_000,
 )
 

@@ -8,25 +8,27 @@ _VERSION = protocol.PROTOCOL_VERSION
 
 
 class FrameTest(parameterized.TestCase):
-  def test_lengths(self):
-    frame = protocol.Frame(protocol.Kind.EXCHANGE, 7, 'täg', b'12345')
-    data = frame.pack()
-    lengths = protocol.frame_lengths(data[: protocol.FRAME_HEADER_BYTES])
-    self.assertEqual(lengths, (protocol.Kind.EXCHANGE, 7, 4, 5))
-    self.assertEqual(data[protocol.FRAME_HEADER_BYTES :], 'täg12345'.encode())
+  def test_frame_is_read_back(self):
+    data = protocol.pack(protocol.Kind.EXCHANGE, {'a': 'ä'})
+    header = data[: protocol.HEADER_BYTES]
+    payload = data[protocol.HEADER_BYTES :]
+    kind, size = protocol.unpack_header(header, 100)
+    self.assertEqual((kind, size), (protocol.Kind.EXCHANGE, len(payload)))
+    self.assertEqual(protocol.unpack(kind, payload), {'a': 'ä'})
 
   @parameterized.named_parameters(
-    ('magic', b'HTTP', _VERSION, 17, 0, 0),
-    ('version', b'TFSC', _VERSION + 1, 17, 0, 0),
-    ('kind', b'TFSC', _VERSION, 99, 0, 0),
-    ('tag', b'TFSC', _VERSION, 17, 60_000, 0),
-    ('payload', b'TFSC', _VERSION, 17, 0, 2**32 - 1),
+    ('magic', b'HTTP', _VERSION, 17, 0),
+    ('version', b'TFSC', _VERSION + 1, 17, 0),
+    ('kind', b'TFSC', _VERSION, 99, 0),
+    ('payload', b'TFSC', _VERSION, 17, 101),
   )
-  def test_what_is_refused_before_anything_is_allocated(self, *fields):
-    magic, version, kind, tag, payload = fields
-    data = struct.pack('!4sBBHQI', magic, version, kind, tag, 1, payload)
+  def test_header_is_refused_before_anything_is_allocated(self, *fields):
     with self.assertRaises(protocol.ProtocolError):
-      protocol.frame_lengths(data)
+      protocol.unpack_header(struct.pack('!4sBBI', *fields), 100)
+
+  def test_deep_json_is_no_message(self):
+    with self.assertRaises(protocol.ProtocolError):
+      protocol.unpack(protocol.Kind.HELLO, b'[' * 500_000)
 
 
 if __name__ == '__main__':

@@ -17,6 +17,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from absl import logging
+
 from tf_strategies import errors
 from tf_strategies.process_group import failure_detection
 from tf_strategies.process_group import options as options_lib
@@ -30,8 +32,6 @@ _DESCRIBE_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0
 # Between two looks at ranks that wait for each other.
 _STALL_SECONDS = 10.0
-# A rank gives up an exchange by itself if rank 0 does not even say who is late.
-_SLACK_SECONDS = 5.0
 # If no decision comes in this time, rank 0 is in trouble itself.
 _DECISION_SECONDS = _DESCRIBE_SECONDS + 2.0
 
@@ -66,7 +66,6 @@ class ControlPlane:
     self._exchanges = exchange_lib.Exchanges(state, self._links)
     self._handlers = {
       _Kind.HEARTBEAT: self._on_heartbeat,
-      _Kind.LATE: self._exchanges.on_late,
       _Kind.DESCRIBE: self._on_describe,
       _Kind.DESCRIPTION: self._on_description,
       _Kind.GOODBYE: self._on_goodbye,
@@ -81,14 +80,14 @@ class ControlPlane:
 
   def start(self) -> None:
     """Begins to listen and to send heartbeats; inside the loop."""
-    limit = protocol.MAX_PAYLOAD_BYTES + 8
+    limit = 2 * protocol.MAX_PAYLOAD_BYTES  # Bytes of an exchange are text.
     if self._state.rank:
       limit *= len(self._state.members)  # Rank 0 brings what all ranks said.
     self._tasks = [self._host.spawn(self._beat())]
     if self._state.rank == 0:
       self._tasks.append(self._host.spawn(self._watch()))
     for rank, link in self._links.items():
-      link.max_payload, link.generation = limit, self._state.generation
+      link.max_payload = limit
       self._tasks.append(self._host.spawn(self._read(rank, link)))
     self._state.on_failure(lambda: self._post(self._exchanges.fail))
 
@@ -108,21 +107,16 @@ class ControlPlane:
     if not self._state.failed.wait(_DECISION_SECONDS):
       self._state.fail(report)
 
-  def exchange(
-    self, tag: str, payload: bytes, timeout_seconds: float
-  ) -> list[bytes]:
+  def exchange(self, tag: str, payload: bytes, seconds: float) -> list[bytes]:
     """See `ProcessGroup.exchange`."""
     future: concurrent.futures.Future = concurrent.futures.Future()
-    self._post(self._exchanges.begin, tag, payload, timeout_seconds, future)
-    if not concurrent.futures.wait([future], timeout_seconds).done:
-      self._post(self._exchanges.time_out, tag)
-    try:
-      return errors.result_of(future, _SLACK_SECONDS)
-    except concurrent.futures.TimeoutError:
-      raise errors.CollectiveTimeoutError(
-        f'exchange {tag!r} got no answer from rank 0 within '
-        f'{timeout_seconds:g} s.'
-      ) from None
+    self._post(self._exchanges.begin, tag, payload, future)
+    if not concurrent.futures.wait([future], seconds).done:
+      self.report(
+        failure_detection.suspicion(self._state.operation, (), seconds, tag)
+      )
+      self._state.check()
+    return errors.result_of(future)
 
   def joiners(self) -> tuple[int, ...]:
     """Tasks that wait for a new group and can join it, as rank 0 says.
@@ -173,24 +167,18 @@ class ControlPlane:
   async def _read(self, rank: int, link: connection_lib.Connection) -> None:
     try:
       while True:
-        frame = await link.receive()
+        kind, message = await link.receive()
         self._monitor.heard(rank, self._host.now())
-        if frame.generation != self._state.generation:
-          raise protocol.ProtocolError('a frame is of another generation')
-        if frame.kind not in self._handlers:
-          raise protocol.ProtocolError(f'it sent {frame.kind.name}')
-        message = frame
-        if frame.kind not in exchange_lib.KINDS:
-          message = connection_lib.decode(frame, len(self._state.members))
-        self._handlers[frame.kind](rank, message)
-    except protocol.ProtocolError as e:
-      link.shut_down()
-      self._lose(rank, f'broke the protocol ({e})')
+        self._handlers[kind](rank, message)
     except OSError as e:
       link.shut_down()
       closed = isinstance(e, ConnectionError)
       why = 'its connection is closed' if closed else str(e) or type(e).__name__
       self._lose(rank, f'died or was disconnected ({why})')
+    except Exception as e:  # It sent what this version does not.
+      logging.exception('Rank %d broke the protocol.', rank)
+      link.shut_down()
+      self._lose(rank, f'broke the protocol ({e!r})')
 
   async def _beat(self) -> None:
     while True:

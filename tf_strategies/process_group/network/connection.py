@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import socket
 import ssl
 from collections.abc import Coroutine
@@ -15,7 +14,6 @@ from tf_strategies import errors
 from tf_strategies.cluster import checks
 from tf_strategies.process_group.network import (
   authentication,
-  messages,
   names,
   protocol,
   sockets,
@@ -37,7 +35,6 @@ class Connection:
 
   Attributes:
     max_payload: the most bytes that a frame may announce.
-    generation: of the group, in each frame that is sent.
   """
 
   def __init__(self, sock: socket.socket):
@@ -46,7 +43,6 @@ class Connection:
     self._unsent = bytearray()
     self._broken = False
     self.max_payload = protocol.MAX_PAYLOAD_BYTES
-    self.generation = 0
     with contextlib.suppress(OSError):
       sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -68,11 +64,7 @@ class Connection:
 
   def send(self, kind: protocol.Kind, message: Any = None) -> None:
     """Sends a frame that holds a JSON value."""
-    self.send_frame(kind, '', json.dumps(message).encode('utf-8'))
-
-  def send_frame(self, kind: protocol.Kind, tag: str, payload: bytes) -> None:
-    """Sends a frame."""
-    self.write(protocol.Frame(kind, self.generation, tag, payload).pack())
+    self.write(protocol.pack(kind, message))
 
   async def read(self, size: int) -> bytes:
     """Receives exactly `size` bytes; ConnectionError if the peer closed before."""
@@ -85,22 +77,18 @@ class Connection:
       view = view[count:]
     return bytes(data)
 
-  async def receive(self) -> protocol.Frame:
-    """Receives a frame."""
-    header = await self.read(protocol.FRAME_HEADER_BYTES)
-    kind, generation, tag, size = protocol.frame_lengths(
-      header, self.max_payload
-    )
-    name = (await self.read(tag)).decode('utf-8', 'replace') if tag else ''
-    payload = await self.read(size) if size else b''
-    return protocol.Frame(kind, generation, name, payload)
+  async def receive(self) -> tuple[protocol.Kind, Any]:
+    """Receives a frame and returns its kind and its JSON value."""
+    header = await self.read(protocol.HEADER_BYTES)
+    kind, size = protocol.unpack_header(header, self.max_payload)
+    return kind, protocol.unpack(kind, await self.read(size))
 
   async def expect(self, *kinds: protocol.Kind) -> tuple[protocol.Kind, Any]:
-    """Receives a frame of one of the kinds, else ProtocolError; its JSON value."""
-    frame = await self.receive()
-    if frame.kind not in kinds:
-      raise protocol.ProtocolError(f'the peer sent {frame.kind.name}')
-    return frame.kind, decode(frame)
+    """Receives as `receive`; raises ProtocolError for a frame of another kind."""
+    kind, message = await self.receive()
+    if kind not in kinds:
+      raise protocol.ProtocolError(f'the peer sent {kind.name}')
+    return kind, message
 
   async def secure(self, files: tls.TlsFiles, is_server: bool) -> None:
     """Encrypts all that follows; before anything was sent or received.
@@ -142,20 +130,6 @@ class Connection:
       self._unsent.clear()
       if not self._loop.is_closed():
         self._loop.remove_writer(self._sock)
-
-
-def decode(frame: protocol.Frame, world: int = messages.ANY_WORLD) -> Any:
-  """The JSON value of a frame; ProtocolError if it is not one of its kind.
-
-  `world` is the number of ranks, where they are known.
-  """
-  try:
-    value = json.loads(frame.payload)
-  # RecursionError: ten thousand brackets.
-  except (ValueError, RecursionError) as e:
-    raise protocol.ProtocolError(f'a {frame.kind.name} is not JSON') from e
-  messages.check(frame.kind, value, world)
-  return value
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:

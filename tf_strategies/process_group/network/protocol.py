@@ -1,22 +1,22 @@
-"""The wire format of the control plane: frames.
+"""The wire format of the control plane: frames, each with one JSON value.
 
 Lengths are checked against limits before anything is allocated.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
+import json
 import struct
+from typing import Any
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_PAYLOAD_BYTES = 1 << 20
-_MAX_TAG_BYTES = 512
 
-_FRAME = struct.Struct('!4sBBHQI')
-_FRAME_MAGIC = b'TFSC'
-FRAME_HEADER_BYTES = _FRAME.size
+_HEADER = struct.Struct('!4sBBI')
+_MAGIC = b'TFSC'
+HEADER_BYTES = _HEADER.size
 
 
 class ProtocolError(Exception):
@@ -39,7 +39,6 @@ class Kind(enum.IntEnum):
   HEARTBEAT = 16
   EXCHANGE = 17
   RESULT = 18
-  LATE = 19
   REPORT = 20
   FAILED = 21
   DESCRIBE = 22
@@ -51,48 +50,33 @@ class Kind(enum.IntEnum):
   STATE = 34
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-  """One message of the control plane."""
-
-  kind: Kind
-  generation: int = 0
-  tag: str = ''
-  payload: bytes = b''
-
-  def pack(self) -> bytes:
-    """Header, tag and payload."""
-    tag = self.tag.encode('utf-8')
-    header = _FRAME.pack(
-      _FRAME_MAGIC,
-      PROTOCOL_VERSION,
-      self.kind,
-      len(tag),
-      self.generation,
-      len(self.payload),
-    )
-    return b''.join((header, tag, self.payload))
+def pack(kind: Kind, message: Any) -> bytes:
+  """Returns a frame: its header, and the message as JSON."""
+  payload = json.dumps(message).encode('utf-8')
+  return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, kind, len(payload)) + payload
 
 
-def frame_lengths(
-  header: bytes, max_payload: int = MAX_PAYLOAD_BYTES
-) -> tuple[Kind, int, int, int]:
-  """Kind and generation of a frame, and the lengths of its tag and payload.
+def unpack_header(header: bytes, max_payload: int) -> tuple[Kind, int]:
+  """Returns the kind of a frame and the length of its payload.
 
   Raises:
-    ProtocolError: it is none, or announces more than the limits allow.
+    ProtocolError: the bytes are no header, or announce more than `max_payload`.
   """
-  magic, version, kind, tag, generation, payload = _FRAME.unpack(header)
-  if magic != _FRAME_MAGIC or version != PROTOCOL_VERSION:
+  magic, version, kind, payload = _HEADER.unpack(header)
+  if magic != _MAGIC or version != PROTOCOL_VERSION:
     raise ProtocolError(f'a frame begins with {bytes(header[:5])!r}')
-  if tag > _MAX_TAG_BYTES or payload > max_payload:
-    raise ProtocolError(f'a frame announces {tag} + {payload} bytes')
+  if payload > max_payload:
+    raise ProtocolError(f'a frame announces {payload} bytes')
   try:
-    return Kind(kind), generation, tag, payload
+    return Kind(kind), payload
   except ValueError as e:
     raise ProtocolError(f'a frame is of kind {kind}') from e
 
 
-def check_tag(tag: str) -> bool:
-  """Returns whether a tag fits into a frame."""
-  return len(tag.encode('utf-8')) <= _MAX_TAG_BYTES
+def unpack(kind: Kind, payload: bytes) -> Any:
+  """Returns the message of a frame; ProtocolError if it is not JSON."""
+  try:
+    return json.loads(payload)
+  # RecursionError: ten thousand brackets.
+  except (ValueError, RecursionError) as e:
+    raise ProtocolError(f'a {kind.name} is not JSON') from e

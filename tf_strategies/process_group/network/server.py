@@ -161,7 +161,11 @@ class Server:
       )
       return
     self._unauthenticated.pop(asyncio.current_task(), None)
-    await self._handlers[request.purpose](connection, request)
+    try:
+      await self._handlers[request.purpose](connection, request)
+    except Exception:  # A member of the job sent what this version does not.
+      connection.close()
+      logging.exception('Task %d cannot serve %s.', self._task, request)
 
 
 def listen(address: str, task: int) -> socket.socket:
