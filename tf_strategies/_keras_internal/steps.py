@@ -9,6 +9,7 @@ import inspect
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +140,9 @@ class _Making(threading.local):
 
 _making = _Making()
 
+# Models whose training steps a strategy has been asked to run.
+_trained_by_strategy: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
 
 def _note_kind(kind: str, make: Callable) -> Callable:
   @functools.wraps(make)
@@ -149,6 +153,8 @@ def _note_kind(kind: str, make: Callable) -> Callable:
       if force or getattr(self, f'{kind}_function') is None:
         step = KerasStep(self, kind, getattr(self, f'{kind}_step'))
         setattr(self, f'{kind}_function', make_step(step))
+      if kind == 'train':
+        _trained_by_strategy.add(self)
       return
     if kind != 'train':
       _settle(self)
@@ -413,6 +419,8 @@ def _end_only_with_data(catch):
   @functools.wraps(catch)
   @contextlib.contextmanager
   def catch_stop_iteration(self):
+    if hasattr(self, 'model'):  # Not in `predict`.
+      _check_train_function(self.model)
     with catch(self):
       try:
         yield
@@ -430,6 +438,24 @@ def _end_only_with_data(catch):
       _settle(self.model)
 
   return catch_stop_iteration
+
+
+def _check_train_function(model: keras.Model) -> None:
+  """Raises for a training function that would leave a strategy's workers out."""
+  strategy = model.distribute_strategy
+  if (
+    model.train_function is not None
+    and hasattr(strategy.extended, 'make_step_function')
+    and model not in _trained_by_strategy
+  ):
+    raise errors.UnsupportedOptionError(
+      f'a make_train_function or train_function of its own of model {model.name!r} '
+      f'under {type(strategy).__name__}',
+      'the function of super().make_train_function(force), which trains on the '
+      'workers',
+      'call super().make_train_function(force) and wrap self.train_function, or '
+      'override train_step',
+    )
 
 
 def _is_end_of_data(error: Exception) -> bool:

@@ -45,7 +45,16 @@ def before_apply(owner: type, see: Callable[..., None], why: str) -> None:
 
 def _reduce_first(optimizer, gradients, variables, apply):
   """Reduces gradients before they are clipped, accumulated and unscaled."""
+  made_in = optimizer._distribution_strategy.extended
   extended = tf.distribute.get_strategy().extended
+  if (
+    not tf.distribute.has_strategy() and getattr(made_in, 'most_workers', 1) > 1
+  ):
+    raise errors.UnsupportedOptionError(
+      f"{type(optimizer).__name__}.apply outside of the strategy's steps",
+      'a call in a step, in which the workers add up their gradients',
+      'pass the training step to strategy.step, or to strategy.run',
+    )
   if hasattr(extended, 'apply_gradients'):
     if tf.distribute.in_cross_replica_context():
       raise errors.UnsupportedOptionError(

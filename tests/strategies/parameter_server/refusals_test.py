@@ -84,6 +84,46 @@ def loop_in_a_function(strategy):
   epoch(dataset)
 
 
+class OwnTrainFunction(keras.Sequential):
+  """Its steps would run on the coordinator."""
+
+  def make_train_function(self, force=False):
+    self.train_function = lambda iterator: self.train_step(next(iterator))
+
+
+def own_train_function(strategy):
+  with strategy.scope():
+    model = OwnTrainFunction([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+  model.fit(*_data(), verbose=0)
+
+
+class WrappedTrainFunction(keras.Sequential):
+  """Counts the calls of the function that trains on the workers."""
+
+  calls = 0
+
+  def make_train_function(self, force=False):
+    super().make_train_function(force)
+    function = self.train_function
+
+    def counted(iterator):
+      self.calls += 1
+      return function(iterator)
+
+    self.train_function = counted
+
+
+def wrapped_train_function(strategy):
+  """Returns how often it was called, and how many steps workers did."""
+  with strategy.scope():
+    model = WrappedTrainFunction([keras.Input([4]), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
+  model.fit(*_data(), batch_size=8, verbose=0)
+  strategy.join()
+  return model.calls, strategy.report()['steps']
+
+
 def unknown_optimizer(strategy):
   with strategy.scope():
     model = _model()
@@ -192,6 +232,7 @@ _REFUSED = {
   jit_compile: 'jit_compile=True of model.*jit_compile=False',
   next_in_a_function: r'next\(iterator\) inside a tf.function.*strategy.step',
   loop_in_a_function: 'a distributed data set inside a tf.function.*strategy.step',
+  own_train_function: 'make_train_function.*of its own.*override train_step',
   unknown_optimizer: "Adam 'adam'.*does not know it.*pass it to strategy.step",
   metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
   optimizer_made_outside: "Adam 'adam', made outside of any scope",
@@ -218,7 +259,12 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    programs = *_REFUSED, adapted_outside, step_that_fails
+    programs = (
+      *_REFUSED,
+      adapted_outside,
+      step_that_fails,
+      wrapped_train_function,
+    )
     names = [p.__name__ for p in programs]
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       cls.found = {n: chief.Programs(job, {n: run}, (n,)) for n in names}
@@ -230,6 +276,10 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_layer_that_was_adapted_outside_is_right(self):
     self.assertEqual(self.found['adapted_outside']['adapted_outside'], '')
+
+  def test_train_function_that_is_wrapped_trains_on_workers(self):
+    found = self.found['wrapped_train_function']['wrapped_train_function']
+    self.assertEqual(found, (2, 2))
 
   def test_step_that_fails_says_where_and_nothing_else(self):
     found = self.found['step_that_fails']['step_that_fails']
