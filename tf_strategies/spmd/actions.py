@@ -22,7 +22,8 @@ def runs_at(plan, node, site) -> bool:
   resources = [plan.values[t].resource for t in node.inputs]
   resources = [r for r in resources if r is not None]
   if not resources:
-    # What only the first has is done once; what has rows is done on all of them.
+    # An operation with rows runs on all replicas. One whose result only the first
+    # replica has runs once.
     found = [plan.values[t].kind for t in node.outputs]
     if found and kinds.FIRST not in found:
       return site.replica is not None or site.is_home

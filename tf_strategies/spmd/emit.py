@@ -21,14 +21,14 @@ from tf_strategies.spmd.site import Site
 
 @dataclasses.dataclass
 class _Needs:
-  """What has to be built: nodes and meetings, each with the sites."""
+  """The nodes and meetings to build, each with its sites."""
 
   nodes: dict[Node, set[Site]] = dataclasses.field(default_factory=dict)
   meetings: dict[Tensor, set[Site]] = dataclasses.field(default_factory=dict)
 
 
 class _Key(NamedTuple):
-  """Where a block is built, and how: what waits for every meeting is deferred."""
+  """The sites of a block and the way it is built. Deferred: after every meeting."""
 
   sites: tuple[Site, ...]
   is_deferred: bool
@@ -63,7 +63,7 @@ class Emitter:
     self._plan = plan
     self._sites = list(sites)
     self._exchange, self._compiled = exchange, compiled
-    # What came out of meetings.
+    # The results of meetings.
     self.met: list[tf.Tensor] = []
     # In a branch or loop there is one site, whatever it is.
     is_alone = exchange is None
@@ -75,10 +75,10 @@ class Emitter:
   def run(
     self, outputs: Sequence[tuple[Tensor, Any]], everywhere: bool = False
   ) -> list[list[tf.Tensor]]:
-    """Builds what `outputs`, tensors in kinds, need; for each replica's site.
+    """Builds everything that `outputs` need, pairs of a tensor and a kind.
 
-    Unless it is wanted `everywhere`, what is whole is built for the first of
-    them, and None for the others.
+    Returns a list of outputs for each replica's site. A whole output is built for
+    the first replica, and the others get None, unless `everywhere` is True.
     """
     plan = self._plan
     self._first = self._replicas if everywhere else self._replicas[:1]
@@ -114,10 +114,10 @@ class Emitter:
     ]
 
   def _barrier(self) -> list[tf.Operation]:
-    """An operation that waits for all meetings so far.
+    """Returns an operation that waits for all meetings so far.
 
-    Not what came out of them: of a branch that gets that as an input, TensorFlow
-    runs what does not need it before it is there.
+    The results of meetings would not do as inputs: TensorFlow starts a branch before
+    its inputs are there, and runs the operations that do not need them.
     """
     with tf.control_dependencies(self.met):
       return [tf.no_op()]
@@ -127,7 +127,7 @@ class Emitter:
       return None
     return self._in_kind(site, tensor, kind)
 
-  # What is needed where.
+  # Nodes and meetings to build, by site.
 
   def _needs(self, outputs):
     plan, needs = self._plan, _Needs()
@@ -157,7 +157,7 @@ class Emitter:
 
     for node in plan.program.nodes:
       if actions.acts(node):
-        # Where another process does it, this one takes part in what it needs.
+        # If another process runs it, this one takes part in the meetings before it.
         at = [s for s in self._sites if actions.runs_at(plan, node, s)]
         for site in at or self._replicas[:1]:
           ask_node(node, site)
@@ -192,7 +192,7 @@ class Emitter:
   # Building.
 
   def _blocks(self, needs) -> list[_Block]:
-    """The nodes in an order in which they can run, in as few blocks as can be."""
+    """Returns blocks in an order in which they can run, as few as possible."""
     plan = self._plan
     blocks: dict[tuple, _Block] = {}
     # Of each node that is built its block; of others the nodes before them.
@@ -234,10 +234,10 @@ class Emitter:
     return sorted(blocks.values(), key=lambda b: (b.level, b.turn))
 
   def _is_compiled(self, node) -> bool:
-    """Returns whether XLA compiles a node, with what it calls.
+    """Returns whether XLA compiles a node and the functions that it calls.
 
-    Not where a variable is used of which there is one: XLA's programs reach only
-    those of their own device.
+    A program of XLA reaches only variables of its own device, so a node that uses a
+    variable without a copy there is not compiled.
     """
     resources = [self._plan.seen(t).resource for t in node.inputs]
     return not any(r is not None and r.is_single for r in resources) and (
@@ -245,7 +245,7 @@ class Emitter:
     )
 
   def _users(self, blocks, asked) -> dict[Tensor, set[int]]:
-    """The blocks that use a tensor, and -1 for what is used outside of them."""
+    """Returns the ids of the blocks that use each tensor; -1 stands for the outputs."""
     users: dict[Tensor, set[int]] = {t: {-1} for t in asked}
     for block in blocks:
       for node in block.nodes:
@@ -339,7 +339,7 @@ class Emitter:
         site.tensors[tensor, AS_IS] = output
 
   def _contributions(self, site, tensors):
-    """Returns a replica's terms of sums, without those of a padding row."""
+    """Returns a replica's terms of sums. A padding row contributes nothing."""
     parts = [site.get(t) for t in tensors]
     without = site.contributions(parts)
     counted = [t in self._plan.counted for t in tensors]
@@ -348,7 +348,7 @@ class Emitter:
     ]
 
   def _in_kind(self, site, tensor, wanted):
-    """A tensor at a site as it is wanted, after the meetings."""
+    """Returns a tensor at a site in the wanted kind, after the meetings."""
     plan = self._plan
     seen = plan.seen(tensor)
     if seen.resource is not None:
@@ -361,7 +361,7 @@ class Emitter:
     return site.as_kind(tensor, plan.values[tensor].kind, seen.kind, wanted)
 
   def _meet(self, pending, level):
-    """All that is ready for a meeting, in one."""
+    """Lets replicas meet once for all tensors that are ready at this level."""
     plan = self._plan
     ready = [t for t in pending if plan.levels[t.node] <= level]
     ready.sort(key=lambda t: (t.node.number, t.index))
@@ -379,7 +379,7 @@ class Emitter:
       else:
         groups.setdefault((sites, is_gradient), []).append(tensor)
     for (are_gradients, shard), tensors in divided.items():
-      # First, or their first buckets would wait for what is small and late.
+      # Scatter first. Otherwise the first buckets wait for small tensors that are late.
       sites = self._replicas
       columns = [self._contributions(s, tensors) for s in sites]
       results = self._exchange.scatter(columns, shard, sites, are_gradients)
@@ -419,7 +419,7 @@ class Emitter:
       del pending[tensor]
 
   def _take(self, tensors, kind, sites, results):
-    """Notes what came out of a meeting."""
+    """Stores the results of a meeting."""
     for site, column in zip(sites, results, strict=True):
       self.met += column
       for tensor, result in zip(tensors, column, strict=True):
@@ -452,7 +452,7 @@ class Emitter:
 
 
 def inner_sites(plan: Plan, sites: Sequence[Site], arguments) -> list[Site]:
-  """The same places inside of a branch or loop, each with its arguments."""
+  """Returns the sites inside of a branch or loop, each with its arguments."""
   inner = [site.inner() for site in sites]
   for site, row in zip(inner, arguments, strict=True):
     for tensor, argument in zip(plan.program.inputs, row, strict=True):
@@ -462,7 +462,7 @@ def inner_sites(plan: Plan, sites: Sequence[Site], arguments) -> list[Site]:
 
 
 def run_body(plan: Plan, site: Site, arguments: Sequence[tf.Tensor], kinds_of):
-  """Builds a branch or body at one site; its outputs in the kinds asked for."""
+  """Builds a branch or body at one site. Returns its outputs in the given kinds."""
   inner = inner_sites(plan, [site], [arguments])
   wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
   return Emitter(plan, inner, None).run(wanted)[0]

@@ -30,7 +30,7 @@ class Exchange(Protocol):
     sites: Sequence[Site],
     are_gradients: bool,
   ) -> list[list[tf.Tensor]]:
-    """Returns for each local replica its pieces of the sums over all replicas."""
+    """Returns each local replica's pieces of the sums over all replicas."""
 
   def join(
     self,
@@ -38,7 +38,7 @@ class Exchange(Protocol):
     shapes: Sequence[tf.TensorShape],
     sites: Sequence[Site],
   ) -> list[list[tf.Tensor]]:
-    """For each site the tensors of these shapes, of which replicas have pieces."""
+    """Returns, for each site, whole tensors of these shapes from the replicas' pieces."""
 
   @property
   def rounds_gradients(self) -> bool:
@@ -47,9 +47,9 @@ class Exchange(Protocol):
   def gather(
     self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]
   ) -> list[tf.Tensor]:
-    """All replicas' tensors behind each other, in the order of the rows."""
+    """Returns the concatenation of all replicas' tensors, in the order of the rows."""
 
   def first(
     self, value: tf.Tensor | None, like: Tensor, sites: Sequence[Site]
   ) -> list[tf.Tensor]:
-    """The first replica's tensor; `value` is None where that is elsewhere."""
+    """Returns the first replica's tensor. `value` is None in every other process."""

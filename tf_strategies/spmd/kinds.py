@@ -129,14 +129,14 @@ def product(dims) -> Dim:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """What is known of a tensor before the program runs.
+  """Everything that is known about a tensor before the program runs.
 
   `dims` are the lengths of the whole tensor, None for an unknown rank. `ints` are
   the contents of a small tensor of integers, as lengths, None where unknown.
-  `resource` is the variable, or other object, that a handle stands for: it tells
-  whether replicas hold parts of a sum (`is_part`), a `shard` each, or there is one
-  (`is_single`), and a site's `handle`. `axes`
-  tells of a tensor of axes whether it holds each of them, or None.
+  `resource` is the variable, or other object, that a handle stands for. It has
+  `is_part` (replicas hold parts of a sum), `shard` (each replica holds one),
+  `is_single` (there is one copy), and `handle(site)`. `axes` of a tensor of axes says
+  for each axis whether the tensor contains it; None if that is unknown.
   """
 
   kind: Any

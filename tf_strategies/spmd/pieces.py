@@ -44,7 +44,7 @@ def cut(whole: tf.Tensor, shard: kinds.Shard, place) -> tf.Tensor:
 
 
 def rows(tensor: tf.Tensor, shard: kinds.Shard) -> tf.Tensor:
-  """All pieces of a tensor of static shape, each a row of a matrix."""
+  """Returns all pieces of a tensor of static shape as the rows of a matrix."""
   elements = tensor.shape.num_elements()
   length, flat = shard.length(elements), tf.reshape(tensor, [-1])
   if shard.count * length != elements:
@@ -53,7 +53,7 @@ def rows(tensor: tf.Tensor, shard: kinds.Shard) -> tf.Tensor:
 
 
 def joined(pieces: tf.Tensor, shape) -> tf.Tensor:
-  """The tensor of a shape whose pieces are the rows of a matrix."""
+  """Returns the tensor of shape `shape` whose pieces are the rows of `pieces`."""
   elements = tf.TensorShape(shape).num_elements()
   flat = tf.reshape(pieces, [-1])
   return tf.reshape(

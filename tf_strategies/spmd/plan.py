@@ -1,10 +1,10 @@
 """Decides how replicas hold each tensor of a program, and where they meet.
 
-Every operation has a rule, which says from what is known of its inputs how it
-wants them and what its outputs are. An operation without a rule wants all of
-them whole. Where a tensor is wanted whole and is not, replicas meet; operations
-are numbered by how many such meetings lie before them, so that everything that
-is ready for one travels in one.
+Every operation has a rule. A rule gets the kinds of the inputs. It decides in which
+kinds the operation wants them, and gives the kinds of the outputs. An operation
+without a rule wants all inputs whole. Replicas meet where a tensor is wanted whole and
+is not. The level of an operation is the number of meetings before it. All tensors that
+are ready at one level travel in one meeting.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Decision:
 class Plan:
   """The decisions for a program.
 
-  `levels` counts the meetings before a node has run; `forced` are the parts that
-  become whole, or shards, as soon as they are there.
+  `levels` counts the meetings before a node runs. `forced` holds the partial sums
+  that become whole, or shards, as soon as they have been computed.
   """
 
   program: Program
@@ -82,10 +82,10 @@ class Plan:
   decisions: dict[Node, Decision]
   levels: dict[Node, int]
   forced: dict[Tensor, Any]
-  # What is written when every meeting of the step is over.
+  # The writes that wait until every meeting of the step is over.
   deferred: set[Node] = dataclasses.field(default_factory=set)
-  # Sums of a stand-in's rows that are left out where they are made; and sums that
-  # hold no others, so that a replica without rows has a part in them.
+  # `left_out`: sums over the padding row of an empty replica, excluded where they are
+  # made. `counted`: sums without such rows, to which an empty replica contributes.
   left_out: set[Tensor] = dataclasses.field(default_factory=set)
   counted: set[Tensor] = dataclasses.field(default_factory=set)
 
@@ -210,7 +210,7 @@ class Plan:
 
 
 class Context:
-  """An operation, with what is known of its inputs, for its rule."""
+  """An operation and the values of its inputs, for its rule."""
 
   def __init__(self, planner: _Planner, node: Node):
     self._planner = planner
@@ -219,7 +219,7 @@ class Context:
 
   @property
   def kinds(self) -> list:
-    """How the inputs are held."""
+    """Kinds of the inputs."""
     return [value.kind for value in self.inputs]
 
   @property
@@ -256,11 +256,11 @@ class Context:
     return make(self.node.bodies[name], arguments, may_meet)
 
   def dims(self, index: int = 0) -> tuple[Dim, ...] | None:
-    """The lengths of an output as far as TensorFlow knows them."""
+    """Returns the lengths of an output as far as TensorFlow knows them."""
     return self._planner.static_dims(self.node.outputs[index])
 
   def whole(self, emit=None, **known) -> Decision:
-    """Every replica runs it on all of everything; `known` is of output 0."""
+    """Returns the decision to run it on whole inputs. `known` describes output 0."""
     outputs = [
       Value(WHOLE, self.dims(i)) for i in range(len(self.node.outputs))
     ]
@@ -269,17 +269,17 @@ class Context:
     return Decision([WHOLE] * len(self.inputs), outputs, emit)
 
   def split(self, axis: int, length: Dim, index: int = 0, dims=None) -> Value:
-    """An output that is split along `axis`, where it is `length` long."""
+    """Returns an output that is split along `axis`, whose length is `length`."""
     dims = self.dims(index) if dims is None else dims
     dims = (*dims[:axis], length, *dims[axis + 1 :])
     return Value(Split(axis), dims)
 
   def out(self, kind, index: int = 0, **known) -> Value:
-    """An output of which TensorFlow's lengths are right."""
+    """Returns an output for which TensorFlow's static lengths are right."""
     return Value(kind, known.pop('dims', self.dims(index)), **known)
 
   def along(self, at: int | None = None, emit=None, dims=None) -> Decision:
-    """Outputs have the rows of input 0, along `at`; other inputs are whole."""
+    """Returns the decision in which outputs have input 0's rows, along axis `at`."""
     value = self.inputs[0]
     axis = value.kind.axis
     outputs = [
@@ -289,16 +289,16 @@ class Context:
     return Decision(self.first_wanted(), outputs, emit)
 
   def summed(self, wants=None) -> Decision:
-    """Outputs are sums; by default of the rows of input 0, others are whole."""
+    """Returns the decision in which outputs are sums, by default over input 0's rows."""
     outputs = [self.out(kinds.SUM, i) for i in range(len(self.node.outputs))]
     return Decision(wants or self.first_wanted(), outputs)
 
   def first_wanted(self) -> list:
-    """Input 0 as it is, and the others whole."""
+    """Returns the wants: input 0 in its own kind, and the others whole."""
     return [self.kinds[0], *[WHOLE] * (len(self.inputs) - 1)]
 
   def with_own_shape(self, index: int, axis: int) -> Callable:
-    """Builds it with a replica's shape as input `index`: `axis` holds its rows."""
+    """Returns an `emit` that passes a replica's own shape as input `index`."""
     value, like = self.inputs[index], self.node.inputs[index]
 
     def emit(site, inputs):
@@ -516,7 +516,7 @@ def _default(context) -> Decision:
       'write the whole variable: v.assign_add(tf.scatter_nd(...))',
     )
   if node.is_stateful:
-    # Who knows what it does: it is done once, as on one device.
+    # Its effect is unknown, so it runs once, as on one device.
     outputs = [
       Value(kinds.FIRST, context.dims(i)) for i in range(len(node.outputs))
     ]

@@ -35,7 +35,7 @@ class Tensor:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-  """An operation: its type, what it reads, and what has to run before."""
+  """An operation: its type, its inputs, and the nodes that must run before it."""
 
   number: int
   type: str
@@ -46,16 +46,16 @@ class Node:
   op: Any
   outputs: list[Tensor] = dataclasses.field(default_factory=list)
   bodies: dict[str, Program] = dataclasses.field(default_factory=dict)
-  # Functions that it calls, of which there is no program.
+  # The functions that it calls and that have no program.
   opaque: list = dataclasses.field(default_factory=list)
 
   @property
   def is_stateful(self) -> bool:
-    """Returns whether it does more than compute its outputs."""
+    """Returns whether it has effects besides its outputs."""
     return self.op is not None and self.op.op_def.is_stateful
 
   def is_all_of(self, types: frozenset[str]) -> bool:
-    """Returns whether it and what it calls are of these types, without strings."""
+    """Returns whether the node and its bodies have these types and no strings."""
     return (
       self.type in types
       and all(t.dtype != tf.string for t in [*self.inputs, *self.outputs])
@@ -68,7 +68,7 @@ class Node:
     )
 
   def attr(self, name: str):
-    """The value of an attribute, as Python's; None if it has none."""
+    """Returns the value of an attribute; None if there is none."""
     try:
       return self.op.get_attr(name)
     except ValueError:
@@ -85,9 +85,9 @@ class Program:
 
 
 def mark_gradient(gradient: tf.Tensor, shards: int = 1) -> tf.Tensor:
-  """The same tensor, known as a gradient in the graph that is being traced.
+  """Returns the tensor, marked as a gradient in the graph that is being traced.
 
-  Of several `shards`, each replica needs one.
+  If `shards` is above 1, each replica needs one shard of it.
   """
   marked = tf.identity(gradient)
   marked.op._set_attr(GRADIENT, tf.compat.v1.AttrValue(i=shards))
@@ -95,7 +95,7 @@ def mark_gradient(gradient: tf.Tensor, shards: int = 1) -> tf.Tensor:
 
 
 def flatten(graph, inputs, outputs, root=None) -> Program:
-  """The program that a function's graph computes, from `inputs` to `outputs`."""
+  """Returns the program that a graph computes, from `inputs` to `outputs`."""
   builder = _Builder(graph if root is None else root)
   arguments = [builder.argument(t) for t in inputs]
   tensors = dict(zip(map(id, inputs), arguments, strict=True))
@@ -122,7 +122,7 @@ class _Builder:
     return node.outputs[0]
 
   def add(self, graph, tensors, before):
-    """Adds the operations of `graph`; `tensors` holds what is there, by `id`."""
+    """Adds the operations of `graph`. `tensors` maps the id of a tensor to ours."""
     nodes_of = {}
     for op in _sorted(graph.get_operations()):
       if op.outputs and id(op.outputs[0]) in tensors:
@@ -162,7 +162,7 @@ class _Builder:
       tensors[id(tensor)] = inner[id(result)]
 
   def _bodies(self, op):
-    """The functions of a conditional or a loop, by the attribute's name."""
+    """Returns the functions of a conditional or a loop by attribute name."""
     if op.type in ('While', 'StatelessWhile'):
       names = {name: op.get_attr(name).name for name in ('cond', 'body')}
     elif op.type in ('If', 'StatelessIf'):

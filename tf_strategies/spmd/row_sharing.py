@@ -14,12 +14,13 @@ from tf_strategies.spmd import program as program_lib
 def why_rows_meet(
   graph, num_batched: int, outputs: Sequence[tf.Tensor]
 ) -> str | None:
-  """Why workers that share rows and never meet would compute something else.
+  """Returns why a function needs all rows at once, so that workers cannot share them.
 
   Args:
-    graph: of a function whose first `num_batched` inputs have rows.
-    outputs: tensors of it that are rows, or sums or means over them; what they do
-      not need is left out.
+    graph: the graph of a function whose first `num_batched` inputs have rows.
+    num_batched: the number of those inputs.
+    outputs: tensors of the graph that are rows, or sums or means over rows.
+      Operations that they do not need are left out.
 
   Returns:
     The operation that needs all rows; None if there is none.

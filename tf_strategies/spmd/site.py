@@ -1,4 +1,4 @@
-"""A place where a program is built: what a replica has, and how it converts it."""
+"""Defines a site: a place where a program is built, and its conversions of kinds."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Rows:
   """Which rows of the batch a replica has; all but flags are int32 scalars.
 
   Attributes:
-    count: how many it computes with: one where it has none, a stand-in, since
-      kernels of TensorFlow fail on no rows.
-    start: the first of them.
-    total: of the whole batch.
-    real: how many of them count; None if surely all.
+    count: number of rows that it computes. An empty replica computes one padding
+      row, since kernels of TensorFlow fail without rows.
+    start: index of the first of them.
+    total: number of rows of the whole batch.
+    real: number of rows without padding; None if there is never any padding.
     is_first: whether it is the first replica that has rows.
-    place: its number among all replicas, where they have shards.
+    place: its number among all replicas, if replicas have shards.
   """
 
   count: tf.Tensor
@@ -48,7 +48,7 @@ class Rows:
   place: int | tf.Tensor | None = None
 
   def tensors(self) -> dict[str, tf.Tensor]:
-    """Its fields that a function can get."""
+    """Returns the fields that a function can take as arguments."""
     fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
     return {
       name: tf.convert_to_tensor(value)
@@ -60,7 +60,7 @@ class Rows:
 def rows_or_stand_in(
   real: tf.Tensor, start: tf.Tensor, total: tf.Tensor
 ) -> Rows:
-  """Those of a replica that may have none: then a stand-in row."""
+  """Returns the rows of a replica that may be empty. It then gets a padding row."""
   is_first = tf.logical_and(real > 0, tf.equal(start, 0))
   start = tf.maximum(tf.minimum(start, total - 1), 0)
   return Rows(tf.maximum(real, 1), start, total, real, is_first)
@@ -71,18 +71,18 @@ _LARGE = 4096
 
 
 class Site:
-  """Where operations are built: a replica, or where central variables are.
+  """A place where operations are built: a replica, or the home of central variables.
 
   Attributes:
-    device: its name; None in a function that is called on any.
-    rows: that it has.
-    replica: its number in this process; None if it is none.
-    is_chief: whether it does what is done once in all processes.
-    is_home: whether it writes what there is one of in this process.
-    main: of several sites of a replica the one that has its state: it writes, and
-      computes what is whole. None if this is it.
-    adds_in_order: whether sums of several tensors are made one after the other,
-      which TensorFlow's optimizer may else make in the order of arrival.
+    device: name of the device; None in a function that runs on any device.
+    rows: the rows of the batch that it computes.
+    replica: number of the replica in this process; None if it is not a replica.
+    is_chief: whether it runs the operations that run once in all processes.
+    is_home: whether it writes the variables that have one copy in this process.
+    main: the site with the replica's state, if a replica has several sites. The main
+      site writes, and computes whole tensors. None if this is the main site.
+    adds_in_order: whether sums of several tensors are added one after the other.
+      Otherwise TensorFlow may add them in the order of arrival.
   """
 
   def __init__(
@@ -103,15 +103,15 @@ class Site:
     self.parent = parent
     self.main, self.adds_in_order = main, adds_in_order
     self._lengths: dict[tuple, tf.Tensor] = {}
-    # What holds rows in place of a site that is no replica, or what is whole.
+    # The site with the rows, for a site that is not a replica; or with whole tensors.
     self.stand_in: Site | None = main
 
   def inner(self) -> Site:
-    """The same place inside of a branch or loop."""
+    """Returns this site inside of a branch or loop."""
     return self._like(self.device, self.rows, self)
 
   def template(self, rows: dict[str, tf.Tensor]) -> Site:
-    """What stands for this and other places in a function that gets `rows`."""
+    """Returns a site for a function that several sites call with their own `rows`."""
     site = self._like(None, Rows(**rows))
     site.stand_in = None
     return site
@@ -129,7 +129,7 @@ class Site:
     )
 
   def handle(self, resource) -> tf.Tensor:
-    """The handle of a variable, or of another object."""
+    """Returns the handle of a variable or of another object."""
     site = self
     while site is not None:
       if resource in site.handles:
@@ -144,7 +144,7 @@ class Site:
     return self.stand_in is not None and self.stand_in.has(tensor, kind)
 
   def get(self, tensor: Tensor, kind=AS_IS) -> tf.Tensor:
-    """A tensor that was built here, in one of the kinds in which it is there."""
+    """Returns a tensor that was built here, in the given kind."""
     site = self
     while site is not None:
       if (tensor, kind) in site.tensors:
@@ -165,10 +165,10 @@ class Site:
   def lengths(
     self, dims: Sequence[Dim], like: Tensor, own: int | None = None
   ) -> tf.Tensor:
-    """Lengths that follow from the number of rows, as an integer tensor.
+    """Returns lengths that follow from the number of rows, as an integer tensor.
 
-    That at `own` is of this replica's rows. The result has the dtype of `like`,
-    and its rank, 0 or 1.
+    The length at index `own` counts this replica's rows, all others the whole
+    batch's. The result has the dtype and the rank (0 or 1) of `like`.
     """
     key = (tuple(dims), own, like.dtype, like.shape.rank)
     site = self
@@ -191,7 +191,7 @@ class Site:
     return made
 
   def length(self, dim: Dim, rows: tf.Tensor) -> int | tf.Tensor:
-    """A length that follows from the number of rows, of which it takes `rows`."""
+    """Returns the value of a length, with `rows` as the number of rows."""
     if dim.is_number:
       return dim.number
     for _ in range(dim.symbols.count(BATCH) - 1):
@@ -199,16 +199,16 @@ class Site:
     return rows if dim.number == 1 else rows * dim.number
 
   def whole_length(self, own: tf.Tensor) -> tf.Tensor:
-    """The length of the whole batch's, from that of this replica's rows."""
+    """Returns the whole batch's length for the length `own` of this replica's rows."""
     count = tf.cast(self.rows.count, own.dtype)
     return own // count * tf.cast(self.rows.total, own.dtype)
 
   def own_shape(
     self, shape: tf.Tensor, axis: int, value: kinds.Value, like: Tensor
   ) -> tf.Tensor:
-    """A shape vector of the whole, as that of this replica's rows along `axis`.
+    """Returns this replica's shape for the whole's: `axis` counts its own rows.
 
-    `value` is what is known of the vector, and `like` is it in the program.
+    `value` and `like` are the value and the tensor of `shape` in the program.
     """
     if value.lengths is not None:
       return self.lengths(value.lengths, like, axis)
@@ -235,10 +235,10 @@ class Site:
   # Other kinds of a tensor.
 
   def as_kind(self, tensor: Tensor, held, seen, wanted) -> tf.Tensor:
-    """A tensor in the kind that is wanted, without any exchange.
+    """Returns a tensor in the wanted kind, without an exchange.
 
-    It is `held` in one kind, and `seen` by consumers in the same or, if replicas
-    have met for it, as a whole.
+    `held` is the kind in which it was computed. `seen` is the kind after a meeting:
+    whole if replicas have met for it, otherwise `held`.
     """
     is_list = isinstance(held, Listed)
     if wanted == AS_IS or wanted == held == seen or is_list:
@@ -258,7 +258,7 @@ class Site:
     return converted
 
   def part_of(self, whole, part):
-    """What this replica adds so that all of them together give `whole`."""
+    """Returns this replica's term of a sum over replicas that equals `whole`."""
     is_first = self.rows.is_first
     if part.op != 'sum' or is_first is True:
       return whole
@@ -267,7 +267,7 @@ class Site:
     return tf.where(is_first, whole, tf.zeros_like(whole))
 
   def rows_of(self, whole, wanted):
-    """This replica's rows, along the axis that is wanted."""
+    """Returns this replica's rows of a whole tensor, along the wanted axis."""
     axis = wanted.axis
     with tf.device('CPU:0'):
       rank = _rank(whole)
@@ -285,16 +285,16 @@ class Site:
     _set_shape_but(result, whole, axis)
     return result
 
-  # Without rows, a replica computes with a stand-in, which must not count.
+  # A replica without rows computes with a padding row, which must not count.
 
   def if_real(self, build, otherwise):
-    """What `build` returns if this replica has rows, else `otherwise()`."""
+    """Returns `build()` if this replica has rows, otherwise `otherwise()`."""
     if self.rows.real is None:
       return build()
     return tf.cond(self.rows.real > 0, build, otherwise)
 
   def contributions(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Parts of sums, which are zero without rows."""
+    """Returns terms of sums, which are zero if this replica has no rows."""
     if self.rows.real is None:
       return list(tensors)
     results, large = list(tensors), []
@@ -316,7 +316,7 @@ class Site:
     return results
 
   def real_rows(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """The rows of a split tensor that count."""
+    """Returns the rows of a split tensor without the padding row."""
     if self.rows.real is None:
       return tensor
     with tf.device('CPU:0'):
@@ -331,7 +331,7 @@ class Site:
 
 
 def _rank(tensor: tf.Tensor) -> int | tf.Tensor:
-  """Known when it runs for what comes from tables and from Python."""
+  """Returns the rank. It is a tensor for the outputs of tables and of Python code."""
   rank = tensor.shape.rank
   return tf.rank(tensor) if rank is None else rank
 
@@ -345,13 +345,13 @@ def _set_shape_but(result, tensor, axis):
 
 
 def _share(length, rows, total):
-  """The part of `length`, a multiple of all rows, that belongs to `rows`."""
+  """Returns the part of `length`, a multiple of `total`, that belongs to `rows`."""
   total = tf.cast(tf.maximum(total, 1), length.dtype)
   return length // total * tf.cast(rows, length.dtype)
 
 
 def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
-  """Tells TensorFlow what is known of a replica's part of a tensor."""
+  """Sets the static shape of a replica's part of a tensor."""
   if built.dtype in (tf.variant, tf.resource):
     return
   shape = tensor.shape if value.static_shape is None else value.static_shape
@@ -370,7 +370,7 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
 
 
 def spec_of(values: Sequence[tf.Tensor]) -> tf.TensorSpec:
-  """Of tensors that differ in lengths."""
+  """Returns the spec of tensors whose lengths differ."""
   shape = values[0].shape
   for value in values:
     shape = shape.most_specific_compatible_shape(value.shape)

@@ -1,4 +1,4 @@
-"""Branches and loops, which each replica runs by itself on what it holds."""
+"""Rules for branches and loops, which each replica runs on its own values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _branches(context: Context) -> Decision | None:
 
 
 def _without_meetings(context, values, decide) -> Decision:
-  """What `decide` makes of the first arguments with which nobody has to meet."""
+  """Returns the first decision in which replicas need not meet inside."""
   reason = None
   for arguments in _attempts(values):
     try:
@@ -58,7 +58,7 @@ def _without_meetings(context, values, decide) -> Decision:
 
 
 def _attempts(values):
-  """What branches may get: what is there, or all of it."""
+  """Yields arguments to try: the values themselves, then more and more of them whole."""
   yield list(values)
   yield [
     v
@@ -70,7 +70,7 @@ def _attempts(values):
 
 
 def _whole(value):
-  """All of a value, of which nothing is known: what is made like it is whole."""
+  """Returns the whole value without known lengths, so that copies of it are whole."""
   if isinstance(value.kind, Listed) or value.resource is not None:
     return value
   return Value(WHOLE)
@@ -86,7 +86,7 @@ def _joined(context, plans):
 
 
 def _join(found, dims):
-  """What is known of what is one of those found."""
+  """Returns the value of an output that is one of those in `found`."""
   kinds = [v.kind for v in found]
   split = next((v for v in found if isinstance(v.kind, Split)), None)
   if all(isinstance(k, Listed) for k in kinds):
@@ -177,18 +177,18 @@ def _settled(context, start, constant):
 
 
 def _variable(value):
-  """What changes from turn to turn: its contents do."""
+  """Returns the value of a loop variable: its contents change from turn to turn."""
   if isinstance(value.kind, Listed):
     return _lasting(value)
   return dataclasses.replace(value, ints=None, axes=None)
 
 
-# Numbers of lengths that nothing else has.
+# Unique numbers for unknown lengths.
 _elements = itertools.count()
 
 
 def _lasting(value):
-  """A list as it is after a turn, of which only numbers and rows are known."""
+  """Returns a list after a turn: of its lengths only numbers and rows are known."""
 
   def lasts(dim):
     return dim is not None and set(dim.symbols) <= {BATCH}

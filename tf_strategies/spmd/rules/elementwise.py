@@ -200,7 +200,7 @@ def _identity(context: Context) -> Decision:
 
 @rule('IdentityN')
 def identity_n(context: Context) -> Decision | None:
-  """Returns all inputs as they are."""
+  """Returns all inputs in their own kinds."""
   if FIRST in context.kinds:
     return None
   return Decision(
@@ -246,7 +246,7 @@ def _dims(context) -> tuple[Dim, ...] | None:
   return tuple(found)
 
 
-# What is computed with lengths and axes.
+# Arithmetic with lengths and axes.
 _INTEGERS = {
   'Add': operator.add,
   'AddV2': operator.add,
@@ -322,7 +322,7 @@ def broadcast(context: Context) -> Decision | None:
 
 
 def split_along(value, axis: int, length: Dim):
-  """How an input is wanted beside one that is split along `axis`."""
+  """Returns the wanted kind of an input beside one that is split along `axis`."""
   if axis < 0 or value.dims[axis] == Dim(1):
     return WHOLE
   if value.kind == Split(axis):

@@ -29,7 +29,7 @@ def _batch_mat_mul(context: Context) -> Decision | None:
   for value, matrix in zip(values, (a, b), strict=True):
     count = len(value.dims) - 2
     labels = batch[len(batch) - count :]
-    # What is repeated is another axis than the one that it is repeated along.
+    # A repeated axis of length 1 gets a name of its own.
     labels = [
       label.lower() + "'" if value.dims[i] == Dim(1) else label
       for i, label in enumerate(labels)

@@ -80,7 +80,7 @@ def _reduction(context: Context) -> Decision | None:
 
 
 def _with_ints(context):
-  """Of a shape: its product is the number of elements."""
+  """Returns the product of a shape, which is the number of elements."""
   value = context.inputs[0]
   is_product = context.node.type == 'Prod' and context.dims() == ()
   if is_product and value.rank == 1 and value.ints and None not in value.ints:
@@ -89,7 +89,7 @@ def _with_ints(context):
 
 
 def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
-  """For each axis of a tensor whether a tensor of axes holds it."""
+  """Returns, for each axis of a tensor, whether `axes` contains it."""
   if axes.axes is not None:
     # Products of matrices broadcast all axes but the last two.
     rest = rank - len(axes.axes)
@@ -104,7 +104,7 @@ def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
 
 @rule('BroadcastGradientArgs')
 def _broadcast_gradient_args(context: Context) -> Decision | None:
-  """The axes that each of two operands was repeated along."""
+  """Returns the axes along which each of two operands was repeated."""
   shapes = [v.ints for v in context.inputs]
   if None in shapes:
     return None

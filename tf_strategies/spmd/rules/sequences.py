@@ -1,4 +1,4 @@
-"""Lists of tensors, in which loops keep what they compute in each turn."""
+"""Rules for lists of tensors, in which loops keep the results of their turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tf_strategies.spmd.plan import Context, Decision, rule
 
 
 def _own_element_shape(context, position, site, inputs):
-  """The shape of a list's elements, as those that a replica holds."""
+  """Returns the shape of a list's elements on this replica."""
   shape, value = inputs[position], context.inputs[position]
   axes = [i for i, d in enumerate(value.ints or ()) if d and d.has_batch]
   if shape.shape.rank != 1 or not axes:
@@ -138,7 +138,7 @@ def _push_back(context: Context) -> Decision | None:
 
 
 def _elements_of(value):
-  """What the elements of a list are that a tensor is cut into; None: unknown."""
+  """Returns the elements of a list that a tensor is cut into; None if unknown."""
   if value.dims is None:
     return None
   kind, elements = value.kind, value.dims[1:]

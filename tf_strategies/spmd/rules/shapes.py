@@ -42,7 +42,7 @@ def _const(context: Context) -> Decision:
   return context.whole(ints=ints)
 
 
-# Shapes. Their contents are those of the whole tensors.
+# Rules for shapes. They hold the lengths of the whole tensors.
 
 
 @rule('Shape', 'ShapeN')
@@ -140,7 +140,7 @@ def _pack(context: Context) -> Decision | None:
 
 
 def _named(context, ints) -> tuple[Dim, ...]:
-  """The contents of a shape, with symbols for what is known when it runs."""
+  """Returns the contents of a shape, with symbols for lengths known at run time."""
   shape = context.node.outputs[0]
   return tuple(
     kinds_lib.symbol('value', shape, i) if n is None else n
@@ -171,7 +171,7 @@ def _concat(context: Context) -> Decision | None:
 
 @rule('Range', 'InvertPermutation', 'DynamicStitch')
 def _index_arithmetic(context: Context) -> Decision | None:
-  """Folds what is computed of constants; a stitched shape by its elements."""
+  """Folds constants. A stitched shape is folded element by element."""
   node = context.node
   if node.type == 'DynamicStitch':
     half = len(context.inputs) // 2
@@ -361,7 +361,7 @@ def _tile(context: Context) -> Decision | None:
       return None
     return context.along()
   axes = [i for i, d in enumerate(multiples.ints) if d and d.has_batch]
-  # What is repeated once a row is split as the rows are.
+  # A tensor that is repeated once for each row is split like the rows.
   if value.kind != WHOLE or len(axes) != 1 or value.dims[axes[0]] != ONE:
     return None
   return _own_shape(context, WHOLE, axes[0], multiples)

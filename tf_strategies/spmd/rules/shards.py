@@ -22,7 +22,7 @@ from tf_strategies.spmd.rules import elementwise, linear, reductions
 
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
-# An operation that also does what it does to a flat tensor with any other shape.
+# Operations that work element by element on a flat tensor too.
 _OTHERS = ['Bitcast', 'Cast', 'Identity', 'Select', 'ZerosLike']
 
 
@@ -33,7 +33,7 @@ def _shard_of(context: Context) -> Shard | None:
 
 
 def _shapes(context: Context) -> list[tf.TensorShape]:
-  """Of the inputs."""
+  """Returns the static shapes of the inputs."""
   return [
     t.shape if v.static_shape is None else tf.TensorShape(v.static_shape)
     for t, v in zip(context.node.inputs, context.inputs, strict=True)
@@ -42,7 +42,7 @@ def _shapes(context: Context) -> list[tf.TensorShape]:
 
 @_rule(*elementwise.UNARY, *elementwise.BROADCASTING, *linear.SUMS, *_OTHERS)
 def _elementwise(context: Context) -> Decision | None:
-  """Element by element, of the same piece of each input."""
+  """Computes element by element on the same piece of each input."""
   node, shard = context.node, _shard_of(context)
   shape = node.outputs[0].shape
   if not shape.is_fully_defined():
@@ -142,7 +142,7 @@ def _reshape(context: Context) -> Decision | None:
 
 @_rule('Sum', 'Mean', 'Max', 'Min', 'Prod', 'All', 'Any')
 def _reduction(context: Context) -> Decision | None:
-  """Of all elements; along some axes it needs the whole."""
+  """Reduces all elements of a shard. Along some axes only, the whole is needed."""
   axes, node, shard = context.inputs[1], context.node, context.kinds[0]
   shape = _shapes(context)[0]
   if not isinstance(shard, Shard) or not shape.is_fully_defined():
