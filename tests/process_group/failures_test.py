@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from absl.testing import absltest, parameterized
 from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors
+from tf_strategies.process_group.tcp import host_memory
 
 # Generous, as machines are shared: the point is that it is neither the
 # heartbeat's nor the collective's timeout.
@@ -146,12 +148,11 @@ def _interrupted(rank):
     return None
 
 
-def _broadcast(rank, same_host, warm_up, late):
+def _broadcast(rank, path, warm_up, late):
   """Rank 0 has sent everything, and leaves, before the other asks for it."""
-  with (
-    meetings.meet(rank, same_host=same_host) as meeting,
-    meeting.form() as group,
-  ):
+  if path == 'socket':
+    host_memory.Slots = mock.Mock(side_effect=OSError)
+  with meetings.meet(rank) as meeting, meeting.form() as group:
     for _ in range(warm_up):
       group.all_reduce(np.ones(300_000, np.float32))
     if rank:
@@ -184,10 +185,8 @@ class LeavingTest(parameterized.TestCase):
   @tiers.parameters(
     ('socket', 0, 0.5), ('memory', 5, 0.5), tiers.soak('memory', 0, 3.0)
   )
-  def test_root_that_leaves_at_once(self, same_host, warm_up, late):
-    results = processes.run_workers(
-      _broadcast, 2, args=(same_host, warm_up, late)
-    )
+  def test_root_that_leaves_at_once(self, path, warm_up, late):
+    results = processes.run_workers(_broadcast, 2, args=(path, warm_up, late))
     for out in results:
       np.testing.assert_array_equal(out, np.arange(375_000.0))
 

@@ -30,7 +30,6 @@ class GroupOptionsTest(parameterized.TestCase):
     {'min_workers': 3, 'max_workers': 2},
     {'secret': 'a string, though long enough'},
     {'secret': b'too few'},
-    {'same_host': 'slots'},
   )
   def test_unusable_value_is_refused(self, **values):
     with self.assertRaises(errors.UnsupportedOptionError) as raised:

@@ -104,6 +104,8 @@ class Execution:
       plan_lib.WIRE: wire.view(np.uint8),
     }
     self._temporary: dict[int, np.ndarray] = {}
+    # Pieces that have come and that need others, with their bytes.
+    self._early: dict[int, np.ndarray] = {}
     # Local pieces that nothing waits for in a hurry.
     self._later = collections.deque(
       number
@@ -121,6 +123,10 @@ class Execution:
     kind = self.plan.pieces[number].kind
     return kind == plan_lib.RECEIVE and not self.needs[number]
 
+  def is_early(self, number: int) -> bool:
+    """Returns whether a piece has come and waits for others."""
+    return number in self._early
+
   def take(self, num_bytes: int) -> np.ndarray:
     """Memory for a piece that may not go into its place yet."""
     return self._pool.take(num_bytes, np.uint8)
@@ -131,13 +137,17 @@ class Execution:
     received: np.ndarray | None,
     wake: Callable[[int], None],
   ) -> None:
-    """Takes a piece that has come and that needs nothing else.
+    """Takes a piece that has come, or keeps it until what it needs is done.
 
     Args:
       number: of the piece.
       received: its bytes; None if they are in `memory` already.
-      wake: called for each piece that may move from now on.
+      wake: called for each piece that may move from now on, and for each that was
+        kept.
     """
+    if self.needs[number]:
+      self._early[number] = received
+      return
     if received is not None:
       if self.plan.pieces[number].kind == plan_lib.RECEIVE:
         self.memory(number)[:] = received
@@ -154,6 +164,8 @@ class Execution:
         continue
       piece = self.plan.pieces[other]
       if piece.peer >= 0:
+        if other in self._early:
+          self.receive(other, self._early.pop(other), wake)
         wake(other)
       elif piece.kind == plan_lib.DECODE:
         self._later.append(other)

@@ -244,8 +244,8 @@ class ProcessGroup:
       lengths = self._gather_lengths(array, name)
       row_bytes = array.itemsize * math.prod(array.shape[1:])
       sizes = tuple(length * row_bytes for length in lengths)
-      what = (name, array.dtype, str(lengths))
-      flat = self._gather(data.view(np.uint8), sizes, *what)
+      dtype = reductions.dtype_text(array.dtype)
+      flat = self._gather('all_gather', name, dtype, str(lengths), data, sizes)
     ends = np.cumsum(sizes)
     return [
       flat[end - size : end].view(array.dtype).reshape(n, *array.shape[1:])
@@ -263,8 +263,8 @@ class ProcessGroup:
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       sizes = (data.nbytes,) * self.world_size
-      shape = str(['each', *array.shape])
-      flat = self._gather(data.view(np.uint8), sizes, name, array.dtype, shape)
+      dtype, shape = reductions.dtype_text(array.dtype), ['each', *array.shape]
+      flat = self._gather('all_gather', name, dtype, str(shape), data, sizes)
     return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
   def broadcast(
@@ -294,7 +294,6 @@ class ProcessGroup:
         name,
         reductions.dtype_text(array.dtype),
         str(list(array.shape)),
-        data.nbytes,
         'star' if straight else 'chain',
         root=root,
       )
@@ -306,14 +305,8 @@ class ProcessGroup:
   def barrier(self, *, name: str = '') -> None:
     """Returns when every rank has called it; raises as `all_reduce`."""
     with self._lock:
-      nothing = np.zeros(1, np.uint8)
-      algorithm, plan = 'tree', self._tree(1)
-      if self.world_size <= plan_lib.FEW_RANKS:
-        algorithm = 'gather'
-        plan = plan_lib.gather(self.rank, (0,) * self.world_size, 1)
-      collective = reductions.Collective('barrier', name, '', '', 0, algorithm)
-      reduction = reductions.Reduction(collective, plan)
-      self._run(reduction, nothing, nothing.copy())
+      sizes = (1,) * self.world_size
+      self._gather('barrier', name, '', '', np.zeros(1, np.uint8), sizes)
 
   def exchange(self, tag: str, payload: bytes) -> list[bytes]:
     """Brings a few bytes of every rank to every rank, beside the collectives.
@@ -439,24 +432,32 @@ class ProcessGroup:
     raise error
 
   def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
-    """The leading dimension of every rank's array."""
-    shape = str(['any', *array.shape[1:]])
-    mine = np.int64([len(array)]).view(np.uint8)
-    sizes = (8,) * self.world_size
-    lengths = self._gather(mine, sizes, name, array.dtype, shape)
-    return lengths.view(np.int64).tolist()
+    """Returns the leading dimension of every rank's array."""
+    dtype, shape = reductions.dtype_text(array.dtype), ['any', *array.shape[1:]]
+    mine, sizes = np.int64([len(array)]), (8,) * self.world_size
+    flat = self._gather('all_gather', name, dtype, str(shape), mine, sizes)
+    return flat.view(np.int64).tolist()
 
   def _gather(
     self,
+    kind: str,
+    name: str,
+    dtype: str,
+    shape: str,
     mine: np.ndarray,
     sizes: tuple[int, ...],
-    name: str,
-    dtype: np.dtype,
-    shape: str,
   ) -> np.ndarray:
-    """Brings everyone's bytes to everyone: to all at once, or around the ring.
+    """Brings the bytes of all ranks to all: to all at once, or around the ring.
 
     A few bytes of many ranks go along a tree, as a sum in which each byte has one term.
+
+    Args:
+      kind: of the collective; with `name`, `dtype` and `shape` for messages.
+      name: of the array.
+      dtype: of the array.
+      shape: of the array.
+      mine: a flat array, whose bytes all ranks get.
+      sizes: bytes of each rank.
     """
     total = sum(sizes)
     out = self._pool.take(total, np.uint8)
@@ -467,26 +468,15 @@ class ProcessGroup:
       is_small = total <= plan_lib.SMALL_BYTES
       algorithm = 'tree' if is_small else 'ring_gather'
     if algorithm == 'tree':
-      plan, terms = self._tree(total), np.zeros(total, np.uint8)
+      ranks, terms = (self.world_size, self.rank), np.zeros(total, np.uint8)
+      plan = plan_lib.by_name('tree', *ranks, total, plan_lib.BYTES)
     else:
       compile_plan = getattr(plan_lib, algorithm)
       plan = compile_plan(self.rank, sizes, self.piece_bytes)
-    terms[own] = mine
-    collective = reductions.Collective(
-      'all_gather',
-      name,
-      reductions.dtype_text(dtype),
-      shape,
-      0,
-      algorithm,
-    )
+    terms[own] = mine.view(np.uint8)
+    collective = reductions.Collective(kind, name, dtype, shape, algorithm)
     self._run(reductions.Reduction(collective, plan), terms, out)
     return out
-
-  def _tree(self, num_bytes: int) -> plan_lib.Plan:
-    """A sum of bytes along a tree."""
-    ranks = (self.world_size, self.rank)
-    return plan_lib.by_name('tree', *ranks, num_bytes, plan_lib.BYTES)
 
   def _run(
     self,

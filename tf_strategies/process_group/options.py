@@ -26,9 +26,6 @@ MAJORITY = 'majority'
 """As `min_workers`: a majority of the last group, so that only one side of a network
 that is cut goes on; of the cluster, if there was none."""
 
-# What `same_host` can be, the fastest first.
-SAME_HOST = ('memory', 'socket')
-
 _MIN_SECRET_BYTES = 16
 
 
@@ -56,9 +53,6 @@ class GroupOptions:
       the half with its lowest task), or all that have not surely died.
     max_workers: the most that form a group; None is all of them.
     window_seconds: how long to wait for more once `min_workers` are there.
-    same_host: how arrays move between processes of one host. 'memory': by
-      memory that both have mapped. Where the system forbids that, or with 'socket',
-      over the data link. `ProcessGroup.paths` says which it became, and why.
   """
 
   rendezvous_timeout_seconds: float = 300.0
@@ -70,7 +64,6 @@ class GroupOptions:
   min_workers: int | str | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
-  same_host: str = 'memory'
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
@@ -87,7 +80,6 @@ class GroupOptions:
       option_checks.check_int('min_workers', self.min_workers, 1)
     if self.max_workers is not None:
       option_checks.check_int('max_workers', self.max_workers, 1)
-    option_checks.check_choice('same_host', self.same_host, SAME_HOST)
     option_checks.check_bool(
       'allow_unauthenticated', self.allow_unauthenticated
     )

@@ -39,7 +39,6 @@ class Collective:
   name: str
   dtype: str
   shape: str
-  num_bytes: int
   algorithm: str
   op: str = ''
   root: int = 0
@@ -107,7 +106,6 @@ def reduction(
     name,
     dtype_text(dtype),
     str([length]),
-    num_bytes,
     algorithm,
     op if compression == 'none' else f'{op} {compression}',
   )

@@ -134,7 +134,7 @@ class GroupTest(absltest.TestCase):
   def test_links_that_come_when_the_group_has_failed(self):
     members = [state.Member(r, r, f'host-{r}:1') for r in range(2)]
     shared = state.GroupState(members, 0, 1)
-    links = transport.Transport(options.GroupOptions(), shared.check)
+    links = transport.Transport(shared.check)
     shared.on_failure(links.shut_down)
     mine, other = socket.socketpair()
 

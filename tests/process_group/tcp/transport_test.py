@@ -16,10 +16,9 @@ from tests.collectives.simulator import simulate
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.process_group import buffers, execution
-from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
+from tf_strategies.process_group.tcp import host_memory, transport
 from tf_strategies.process_group.tcp import link as link_lib
-from tf_strategies.process_group.tcp import transport
 
 _DEADLINE_SECONDS = 60
 _FLOAT32 = plan_lib.Format(4)
@@ -60,20 +59,23 @@ def _execution(plan, array, out, form=_FLOAT32, **kwargs):
   return execution.Execution(plan, array, out, buffers.Pool(), form, **kwargs)
 
 
-def _transport(sockets, same_host='memory'):
-  options = options_lib.GroupOptions(same_host=same_host)
-  links = transport.Transport(options, lambda: None)
-  for rank, sock in sockets.items():
-    links.add(rank, sock)
+def _transport(sockets, path='memory'):
+  links = transport.Transport(lambda: None)
+  with contextlib.ExitStack() as stack:
+    if path == 'socket':
+      no_slots = mock.patch.object(host_memory, 'Slots', side_effect=OSError)
+      stack.enter_context(no_slots)
+    for rank, sock in sockets.items():
+      links.add(rank, sock)
   return links
 
 
 class _Rank(threading.Thread):
   """One rank in a thread: its collectives, and what ended them."""
 
-  def __init__(self, sockets, function, same_host):
+  def __init__(self, sockets, function, path):
     super().__init__(daemon=True)
-    self.links = _transport(sockets, same_host)
+    self.links = _transport(sockets, path)
     self._function = function
     self.error = None
 
@@ -84,10 +86,10 @@ class _Rank(threading.Thread):
       self.error = e
 
 
-def _run(world_size, functions, same_host='memory', in_parts=False):
+def _run(world_size, functions, path='memory', in_parts=False):
   mesh = _mesh(world_size, in_parts)
   ranks = [
-    _Rank(*of_rank, same_host) for of_rank in zip(mesh, functions, strict=True)
+    _Rank(*of_rank, path) for of_rank in zip(mesh, functions, strict=True)
   ]
   for rank in ranks:
     rank.start()
@@ -109,12 +111,12 @@ class SchedulesTest(parameterized.TestCase):
     world_size=(1, 2, 3, 4, 5),
     compression=tuple(CODECS),
     dtype=('float32', 'float16'),
-    same_host=('memory', 'socket'),
+    path=('memory', 'socket'),
   )
   # Most pieces are large enough for memory.
   @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 64)
   def test_equals_the_simulator(
-    self, algorithm, world_size, compression, dtype, same_host
+    self, algorithm, world_size, compression, dtype, path
   ):
     schedule = ALGORITHMS[algorithm](world_size)
     sizes = (0, 1, world_size + 1, 1009)
@@ -147,7 +149,7 @@ class SchedulesTest(parameterized.TestCase):
 
     functions = [work(rank) for rank in range(world_size)]
     # Between four ranks, bytes come in any parts.
-    errors = _run(world_size, functions, same_host, in_parts=world_size == 4)
+    errors = _run(world_size, functions, path, in_parts=world_size == 4)
     self.assertEqual(errors, [None] * world_size)
     for size in sizes:
       expected = simulate(schedule, inputs[size], compression)
@@ -162,21 +164,21 @@ class SchedulesTest(parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_one_call_receives_all_of_a_small_collective(self):
-    begin, calls = link_lib.Link.begin_bytes, []
-
-    def counted(link, target):
-      calls.append(begin(link, target))
-      return calls[-1]
-
     (mine, other), out = socket.socketpair(), np.zeros(8, np.float32)
     links = _transport({1: mine}, 'socket')
     word = struct.Struct('<Q').pack
     start = word(link_lib.HEADER) + _header(1).pack() + word(link_lib.BYTES)
     other.sendall(start + np.arange(8, dtype=np.float32).tobytes())
     plan = plan_lib.by_name('one_shot', 2, 0, 8, _FLOAT32)
-    with mock.patch.object(link_lib.Link, 'begin_bytes', counted):
+    receive = mock.patch.object(
+      link_lib.Link,
+      '_receive',
+      autospec=True,
+      side_effect=link_lib.Link._receive,
+    )
+    with receive as calls:
       links.run(_execution(plan, np.ones(8, np.float32), out), _header(1))
-    self.assertEqual(calls, [32])
+    self.assertEqual(calls.call_count, 1)
     np.testing.assert_array_equal(out, np.arange(1, 9))
     links.close()
     other.close()

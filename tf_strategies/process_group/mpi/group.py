@@ -75,8 +75,6 @@ def form_mpi_group(
     secret=told[0]['secret'].encode(),
     min_workers=None,
     max_workers=None,
-    # The links of TCP carry nothing.
-    same_host='socket',
     rendezvous_timeout_seconds=max(deadline - time.monotonic(), 1.0),
   )
   addresses = {rank: said['address'] for rank, said in enumerate(told)}

@@ -229,8 +229,6 @@ class _Run:
     self._under_way: collections.Counter[tuple[bool, int]] = (
       collections.Counter()
     )
-    # What came before it may be applied.
-    self._early: dict[int, np.ndarray] = {}
     self.requests: list[Any] = []
     # For each request: is it a send, the peer, the piece, its own memory.
     self._about: list[tuple[bool, int, int, np.ndarray | None]] = []
@@ -261,18 +259,13 @@ class _Run:
       self._execution.done(number, self._wake)
       self._post_sends(peer)
       return
-    if received is not None and self._execution.needs[number]:
-      self._early[number] = received
-    else:
-      self._execution.receive(number, received, self._wake)
+    self._execution.receive(number, received, self._wake)
     self._post_receives(peer)
 
   def _wake(self, number: int) -> None:
-    piece = self._execution.plan.pieces[number]
-    if number in self._early:
-      self._execution.receive(number, self._early.pop(number), self._wake)
-    elif piece.peer in self._sends:
-      self._post_sends(piece.peer)
+    peer = self._execution.plan.pieces[number].peer
+    if peer in self._sends:
+      self._post_sends(peer)
 
   def _post_sends(self, peer: int) -> None:
     waiting = self._sends[peer]

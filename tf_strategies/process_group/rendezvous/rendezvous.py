@@ -417,7 +417,7 @@ class Rendezvous:
     group_state = state.GroupState(
       proposal.members(), proposal.rank, proposal.generation
     )
-    links = transport.Transport(options, group_state.check)
+    links = transport.Transport(group_state.check)
     proposal.mesh.hand_over(links.add)
     plane = control_plane.ControlPlane(
       self._server,

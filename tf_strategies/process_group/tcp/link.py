@@ -36,10 +36,7 @@ _FOLLOWING = {
 }
 
 _WORD = struct.Struct('<Q')
-# Before the bytes of a piece, and of the first of a collective.
-_START = _WORD.pack(BYTES)
-_FIRST_START = _WORD.pack(HEADER) + bytes(_HEADER.size) + _START
-# What is received at once where the kind of the next bytes is not known.
+# Bytes that one call receives where the kind of the next bytes is not known.
 _AHEAD_BYTES = 4096
 # Copying fewer bytes through a socket costs less than two more messages.
 _LEAST_IN_MEMORY = 1 << 17
@@ -67,7 +64,6 @@ class Link:
   Args:
     rank: of the peer.
     sock: connected and non-blocking; owned from here on.
-    same_host: 'memory' or 'socket': the best that may be used.
 
   Attributes:
     closed: whether the peer has ended the connection.
@@ -79,12 +75,7 @@ class Link:
     path: how this rank gets the peer's pieces, for people.
   """
 
-  def __init__(
-    self,
-    rank: int,
-    sock: socket.socket,
-    same_host: str = 'memory',
-  ):
+  def __init__(self, rank: int, sock: socket.socket):
     self.rank = rank
     self.sock = sock
     self.fd = sock.fileno()
@@ -97,7 +88,6 @@ class Link:
     self.header: Header | None = None
     self.unread = 0
     self.path = 'socket'
-    self._may_share = same_host == 'memory' and self.is_plain
     # What this process reads, and what the peer reads once it has said so.
     self._reader: host_memory.PeerSlots | None = None
     self._slots: host_memory.Slots | None = None
@@ -107,14 +97,11 @@ class Link:
     self._ahead = bytearray(_AHEAD_BYTES)
     self._begin = self._end = 0
     self._following: int | None = None
-    # What comes before the bytes of a piece: the first of a collective, and others.
-    self._first_start = memoryview(bytearray(len(_FIRST_START)))
-    self._start = self._first_start[: len(_START)]
     # What is sent before the bytes of a piece, and after them.
     self._before = bytearray()
     self._after = bytearray()
     self.reset()
-    if self._may_share:
+    if self.is_plain:
       with contextlib.suppress(OSError, execution_lib.LinkClosedError):
         self._slots = host_memory.Slots()
         self.put(_SLOTS, self._slots.pack())
@@ -129,12 +116,10 @@ class Link:
     self.expects = False
     self.receives = ()
     self.receive_index = 0
-    # Where the next piece goes, and what of it is still to come.
+    # Where the newest piece goes, and what of it is still to come.
     self.target: np.ndarray | None = None
     self.is_direct = False
     self.incoming: memoryview | None = None
-    # Pieces that have come and may not be applied before others.
-    self.held: dict[int, np.ndarray] = {}
     self.sends = ()
     self.send_index = 0
     self.outgoing: memoryview | None = None
@@ -159,15 +144,6 @@ class Link:
   def has_output(self) -> bool:
     """Returns whether something waits to be sent."""
     return bool(self._before or self.outgoing or self._after)
-
-  @property
-  def stops(self) -> bool:
-    """Returns whether nothing more is to be received now.
-
-    What a peer sends behind a piece that is held waits in the socket, but for what
-    it says of pieces that it reads.
-    """
-    return self.header is not None or (bool(self.held) and not self.unread)
 
   def scratch_of(self, size: int) -> np.ndarray:
     """Memory for one piece, kept from collective to collective."""
@@ -232,57 +208,14 @@ class Link:
         return HEADER
       self._hear_of_slots(data)
 
-  @property
-  def has_ahead(self) -> bool:
-    """Returns whether something that has come was not looked at."""
-    return self._begin != self._end or self._following is not None
-
   def comes_as_bytes(self, size: int) -> bool:
-    """Returns whether a piece of so many bytes, not 0, comes next, and only bytes can be it."""
+    """Returns whether a piece of so many bytes, not 0, is next and comes as bytes."""
     return (
       size > 0
       and self.is_plain
-      and not self.has_ahead
       and not self.unread
       and (self._reader is None or size < _LEAST_IN_MEMORY)
     )
-
-  def begin_bytes(self, target: np.ndarray) -> int | None:
-    """Receives what comes before a piece and, in one call, the piece.
-
-    Args:
-      target: for the piece; filled with anything if it is not what came.
-
-    Returns:
-      Of how many bytes of the piece are there; None if `next` tells what came.
-    """
-    start, wanted = self._start, _START
-    if self.expects:
-      start, wanted = self._first_start, _FIRST_START
-    try:
-      count = self.sock.recvmsg_into([start, target])[0]
-    except (BlockingIOError, InterruptedError):
-      return None
-    except OSError:
-      count = 0
-    if count == 0:
-      self.closed = True
-      return None
-    piece = count - len(wanted)
-    is_piece = piece >= 0 and start[: _WORD.size] == wanted[: _WORD.size]
-    if is_piece and self.expects:
-      is_piece = start[-_WORD.size :] == _START
-    if is_piece:
-      if self.expects:
-        packed = start[_WORD.size : -_WORD.size]
-        self.header = Header(*_HEADER.unpack(packed))
-      return piece
-    self._ahead[:count] = (
-      bytes(start[:count]) + target[: max(piece, 0)].tobytes()
-    )
-    self._ahead.extend(bytes(max(_AHEAD_BYTES - len(self._ahead), 0)))
-    self._begin, self._end = 0, count
-    return None
 
   def read_bytes(self, view: memoryview) -> int:
     """Receives what is there: 0 bytes if there is nothing now."""
@@ -388,7 +321,7 @@ class Link:
 
   def _hear_of_slots(self, data: bytes) -> None:
     """Maps the peer's slots if that can be."""
-    if not self._may_share:
+    if not self.is_plain:
       return
     try:
       self._reader = host_memory.PeerSlots(data)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Container, Iterable, Mapping
 import numpy as np
 
 from tf_strategies.process_group import execution as execution_lib
-from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.tcp import link as link_lib
 
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
@@ -37,14 +36,10 @@ class Transport:
   """The data links of one group.
 
   Args:
-    options: of the group.
     check: called between waits; raises if the group has failed.
   """
 
-  def __init__(
-    self, options: options_lib.GroupOptions, check: Callable[[], None]
-  ):
-    self._options = options
+  def __init__(self, check: Callable[[], None]):
     self._check = check
     self._poll = select.poll()
     self._links: dict[int, link_lib.Link] = {}
@@ -64,7 +59,7 @@ class Transport:
       if self._has_ended:
         sock.close()
       else:
-        self._arrived.append(link_lib.Link(rank, sock, self._options.same_host))
+        self._arrived.append(link_lib.Link(rank, sock))
 
   def missing(self, peers: Iterable[int]) -> set[int]:
     """The ranks of these to which there is no link."""
@@ -255,16 +250,19 @@ class _Run:
     # Of a link without pieces: a header, if it comes, tells that the peer is
     # elsewhere.
     wants = link.receiving or bool(link.unread) or not link.planned
-    reads = wants and not link.stops
+    reads = wants and not self._stops(link)
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
 
   def left(self, link: link_lib.Link) -> int:
     """Returns how many bytes are sure to come before anything else does; 0 if unknown."""
     if link.incoming is not None:
       return len(link.incoming)
-    size = self._next_size(link)
     # Nothing need follow a header: that of another collective.
-    return size if not link.expects and link.comes_as_bytes(size) else 0
+    if link.expects or link.receive_index == len(link.receives):
+      return 0
+    piece = self._execution.plan.pieces[link.receives[link.receive_index]]
+    size = piece.stop - piece.start
+    return size if link.comes_as_bytes(size) else 0
 
   def waiting(self) -> list[int]:
     """The ranks whose bytes, or whose readiness, are missing."""
@@ -277,12 +275,8 @@ class _Run:
       return self._look_at_header(link)
     if link.incoming is not None:
       return self._receive_bytes(link)
-    if link.stops:
+    if self._stops(link):
       return False
-    if link.comes_as_bytes(self._next_size(link)):
-      begun = self._begin_bytes(link)
-      if begun is not None:
-        return begun
     word = link.next()
     if word is None:
       if link.closed:
@@ -300,8 +294,7 @@ class _Run:
     if link.expects or link.receive_index == len(link.receives):
       raise execution_lib.MismatchError(link.rank)
     number = link.receives[link.receive_index]
-    if link.target is None:
-      link.target = self._target(link, number)
+    link.target = self._target(link, number)
     if word == link_lib.BYTES:
       link.incoming = memoryview(link.target)
       return True
@@ -309,34 +302,17 @@ class _Run:
     self._received(link, number)
     return True
 
-  def _next_size(self, link: link_lib.Link) -> int:
-    """The bytes of the piece that a peer owes first; 0 if it owes none."""
-    if link.receive_index == len(link.receives):
-      return 0
-    piece = self._execution.plan.pieces[link.receives[link.receive_index]]
-    return piece.stop - piece.start
+  def _stops(self, link: link_lib.Link) -> bool:
+    """Returns whether nothing more is to be received now.
 
-  def _begin_bytes(self, link: link_lib.Link) -> bool | None:
-    """Receives the first of a piece; None if something else has come."""
-    number = link.receives[link.receive_index]
-    if link.target is None or (
-      not link.is_direct and self._execution.is_direct(number)
-    ):
-      link.target = self._target(link, number)
-    count = link.begin_bytes(link.target)
-    if count is None:
-      if link.has_ahead:
-        return None
-      if link.closed:
-        self._lose(link)
-      return False
+    Bytes behind a piece that waits for its turn stay in the socket, unless the peer
+    owes words about the pieces that it reads.
+    """
     if link.header is not None:
-      self._look_at_header(link)
-    link.incoming = memoryview(link.target)[count:]
-    if not link.incoming:
-      link.incoming = None
-      self._received(link, number)
-    return True
+      return True
+    last = link.receive_index - 1
+    waits = last >= 0 and self._execution.is_early(link.receives[last])
+    return waits and not link.unread
 
   def _look_at_header(self, link: link_lib.Link) -> bool:
     """Compares a header that has come, if it is of this collective."""
@@ -373,23 +349,15 @@ class _Run:
     return link.scratch_of(piece.stop - piece.start)
 
   def _received(self, link: link_lib.Link, number: int) -> None:
-    """Puts a received piece where it belongs, or keeps it until it may go there."""
+    """Hands on a received piece."""
     link.receive_index += 1
     # Its place may have become free since the first of its bytes came elsewhere.
     received = None if link.is_direct else link.target
-    link.target = None
-    if self._execution.needs[number]:
-      link.held[number] = received
-      return
     self._execution.receive(number, received, self.wake)
 
   def wake(self, number: int) -> None:
     """Has the link of a piece looked at, which may move from now on."""
-    link = self._links[self._execution.plan.pieces[number].peer]
-    held = link.held.pop(number, None)
-    if held is not None:
-      self._execution.receive(number, held, self.wake)
-    self.enqueue(link)
+    self.enqueue(self._links[self._execution.plan.pieces[number].peer])
 
   def _send(self, link: link_lib.Link) -> bool:
     """Sends once; whether that brought anything on."""
