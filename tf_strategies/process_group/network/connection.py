@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import socket
 import ssl
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from tf_strategies import errors
@@ -132,22 +132,39 @@ class Connection:
         self._loop.remove_writer(self._sock)
 
 
+async def together(
+  coroutines: Iterable[Coroutine[Any, Any, _T]], seconds: float | None = None
+) -> list[_T]:
+  """Awaits coroutines at once; the first error ends all of them.
+
+  Raises:
+    TimeoutError: they take longer than `seconds`.
+  """
+  tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+  try:
+    if tasks:
+      how = {'timeout': seconds, 'return_when': asyncio.FIRST_EXCEPTION}
+      done, pending = await asyncio.wait(tasks, **how)
+      for task in done:
+        task.result()
+      if pending:
+        raise TimeoutError('it does not answer')
+    return [task.result() for task in tasks]
+  finally:
+    # Either way their exceptions count as seen, also if this is cancelled.
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
-  """Awaits a coroutine for so long; TimeoutError if it takes longer.
+  """Awaits a coroutine; TimeoutError if it takes longer.
 
   Unlike `asyncio.wait_for` before Python 3.12, it never swallows the
   cancellation of its caller, which would then run for ever.
   """
-  task = asyncio.ensure_future(coroutine)
-  try:
-    await asyncio.wait([task], timeout=seconds)
-    if not task.done():
-      raise TimeoutError('it does not answer')
-    return task.result()
-  finally:
-    # Either way its exception counts as seen, also if this is cancelled.
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+  [result] = await together([coroutine], seconds)
+  return result
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -8,10 +8,8 @@ control plane.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tf_strategies.process_group import state
 from tf_strategies.process_group.network import authentication, protocol
@@ -23,10 +21,6 @@ _Kind = protocol.Kind
 # A step takes milliseconds, and a worker that dies closes its connections: only
 # one that is stopped takes so long.
 STEP_SECONDS = 20.0
-
-
-class ProposalFailedError(Exception):
-  """A proposal failed; internal."""
 
 
 class Proposal:
@@ -58,15 +52,14 @@ class Proposal:
     )
 
   async def lead(self) -> None:
-    """The leader's part; ProposalFailedError if a member did not take part."""
+    """Does the leader's part; raises if a member does not take part."""
     try:
-      await together(self._invite(rank) for rank in range(1, len(self.seats)))
+      invitations = map(self._invite, range(1, len(self.seats)))
+      await connection_lib.together(invitations, STEP_SECONDS)
       self._tell(_Kind.MESH)
-      await together(
-        [
-          self.mesh.connect_first(),
-          *(c.expect(_Kind.READY) for c in self.connections.values()),
-        ]
+      ready = [c.expect(_Kind.READY) for c in self.connections.values()]
+      await connection_lib.together(
+        [self.mesh.connect_first(), *ready], STEP_SECONDS
       )
       self._tell(_Kind.COMMIT)
     except BaseException:
@@ -74,13 +67,15 @@ class Proposal:
       raise
 
   async def follow(self, leader: connection_lib.Connection) -> None:
-    """A member's part; ProposalFailedError if another one gave up."""
+    """Does a member's part; raises if another member gives up."""
     self.connections[0] = leader
     try:
       leader.send(_Kind.ACCEPT)
-      await together([leader.expect(_Kind.MESH)])
+      await connection_lib.within(STEP_SECONDS, leader.expect(_Kind.MESH))
       # Both at once: the leader may die before the mesh is complete.
-      await together([self._mesh(leader), leader.expect(_Kind.COMMIT)])
+      await connection_lib.together(
+        [self._mesh(leader), leader.expect(_Kind.COMMIT)], STEP_SECONDS
+      )
     except BaseException:
       self.close()
       raise
@@ -104,7 +99,7 @@ class Proposal:
     connection.send(_Kind.PROPOSE, message)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
-      raise ProposalFailedError(
+      raise protocol.ProtocolError(
         f'task {self.seats[rank].task} declined: {reason}'
       )
 
@@ -115,26 +110,3 @@ class Proposal:
   async def _mesh(self, leader: connection_lib.Connection) -> None:
     await self.mesh.connect_first()
     leader.send(_Kind.READY)
-
-
-async def together(coroutines: Iterable[Awaitable[Any]]) -> None:
-  """Runs coroutines at once; ProposalFailedError if one fails or is too slow."""
-  tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-  if not tasks:
-    return
-  try:
-    done, pending = await asyncio.wait(
-      tasks, timeout=STEP_SECONDS, return_when=asyncio.FIRST_EXCEPTION
-    )
-    for task in done:
-      error = task.exception()
-      if isinstance(error, ProposalFailedError):
-        raise error
-      if error is not None:
-        raise ProposalFailedError(str(error) or repr(error)) from error
-    if pending:
-      raise ProposalFailedError('a worker did not answer in time')
-  finally:
-    for task in tasks:
-      task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

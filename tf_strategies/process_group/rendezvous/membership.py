@@ -114,7 +114,6 @@ class Membership:
     self._window = options.window_seconds
     self._patience = options.heartbeat_timeout_seconds
     self._enough_since: float | None = None
-    self._rivals: dict[int, str] = {}
     self._joiners: dict[int, tuple[str, float]] = {}
     self._seated: Mapping[int, str] = {}
     self._group = ''  # That of the last group, and those of all so far.
@@ -179,7 +178,6 @@ class Membership:
     self.progress = progress
     self.refusal = ''
     self._enough_since = None
-    self._rivals.clear()
     for view in self.views.values():
       view.reached_at = view.idle_since = None
       view.problem, view.refused = View.problem, False
@@ -199,8 +197,7 @@ class Membership:
       message, self.task, self.incarnation, self._told_addresses
     )
     view = self.views[task]
-    if message['incarnation'] != view.incarnation:
-      self._check_rival(task, message['incarnation'], now, reached)
+    # The process at the address counts, until it has been silent for a while.
     same = message['incarnation'] == view.incarnation
     if reached or same or not view.is_fresh(now):
       view.incarnation = message['incarnation']
@@ -219,8 +216,6 @@ class Membership:
         view.idle_since = now
     view.generation = max(view.generation, message['generation'])
     if reached:
-      if self._rivals.get(task) == message['incarnation']:
-        del self._rivals[task]  # It was no rival but a successor.
       view.reached_at = now
       view.is_gone, view.was_tried = False, True
       view.problem = ''
@@ -511,26 +506,4 @@ class Membership:
       f'within {seconds:g} s. Missing: {self.missing(now) or "nobody now"}. '
       f'{why}Start those workers, look at their logs and addresses, or raise '
       'rendezvous_timeout_seconds.'
-    )
-
-  def _check_rival(
-    self, task: int, incarnation: str, now: float, reached: bool
-  ) -> None:
-    """Raises if two processes claim one task in turns.
-
-    A restarted process has another incarnation too, but then the old one is
-    silent.
-    """
-    view = self.views[task]
-    if reached or not view.is_fresh(now):
-      return
-    if self._rivals.get(task) != incarnation:
-      self._rivals[task] = incarnation
-      # The one at the address has to answer once more.
-      view.reached_at = None
-      return
-    raise errors.RendezvousError(
-      f'Two processes claim to be task {task}: {view.incarnation} at '
-      f'{self.addresses[task]} and {incarnation}. Start one process for each '
-      'task, and give each its own.'
     )

@@ -150,8 +150,8 @@ class Rendezvous:
       check: is called each second meanwhile, and may raise an error.
 
     Raises:
-      RendezvousError: workers are missing at the deadline, run another
-        version, or two claim to be the same.
+      RendezvousError: workers are missing at the deadline, or run another
+        version.
       ClusterConfigError: workers have different addresses.
       AuthenticationError: no other worker has this one's secret.
     """
@@ -382,8 +382,8 @@ class Rendezvous:
         await proposal.lead()
       else:
         await proposal.follow(leader)
-    except (OSError, formation.ProposalFailedError) as e:
-      logging.info('Group %d did not form: %s', generation, e)
+    except (OSError, protocol.ProtocolError, errors.Error) as e:
+      logging.info('Group %d did not form: %s', generation, str(e) or repr(e))
       return False
     finally:
       self._proposal = None

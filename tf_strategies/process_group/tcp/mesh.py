@@ -26,7 +26,7 @@ Dial = Callable[
 OnCut = Callable[[int, str, str], None]
 
 
-class LinkError(Exception):
+class LinkError(OSError):
   """A rank cannot be reached for data, and why; internal to `process_group`."""
 
   def __init__(self, rank: int, why: str):
@@ -78,13 +78,7 @@ class Mesh:
 
   async def connect(self, ranks: Iterable[int]) -> None:
     """Returns when there is a link to each; LinkError if one cannot be made."""
-    tasks = [asyncio.ensure_future(self._connect(rank)) for rank in ranks]
-    try:
-      await asyncio.gather(*tasks)
-    finally:
-      for task in tasks:
-        task.cancel()
-      await asyncio.gather(*tasks, return_exceptions=True)
+    await connection_lib.together(map(self._connect, ranks))
 
   def accept(
     self, connection: connection_lib.Connection, message: dict[str, Any]
