@@ -278,25 +278,6 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     return self.finish(job)
 
   @tiers.parameters(
-    'on_train_begin', tiers.soak('built'), tiers.soak('on_epoch_begin')
-  )
-  def test_parameter_server_before_the_first_checkpoint(self, where):
-    """Training begins with what it would have begun with, bit by bit."""
-    with parameter_servers.Job() as job:
-      whole, _ = job.run(
-        programs.train_from_the_start, (self.progress, None, {})
-      )
-      options = {'checkpoint_dir': self.checkpoints}
-      arguments = self.progress, where, options
-      job.start_chief(programs.train_from_the_start, arguments)
-      self.strike(job, (('at', 1), ('restart', 'ps', 0), ('restart', 'ps', 1)))
-      programs.tell(self.progress, 2)
-      weights, logged = self.finish(job)
-    self.assertIn('was made again', ' '.join(logged))
-    for a, b in zip(weights, whole, strict=True):
-      np.testing.assert_array_equal(a, b)
-
-  @tiers.parameters(
     # What differs where the numbers do, and where there are more rows.
     ('stream', 'arrays', 'arrays'),
     tiers.soak('stream_computed', 'first batch', 'steps of an epoch'),

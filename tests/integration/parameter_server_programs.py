@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import os
-import pathlib
 import re
 import socket
 import threading
@@ -129,54 +128,6 @@ def train(
     logged,
     history.history,
   )
-
-
-def train_from_the_start(
-  progress_path: str, pause: str | None, options: dict[str, Any]
-) -> tuple[list, list[str]]:
-  """Trains a few steps, and waits before the first one while a test kills a server.
-
-  Args:
-    progress_path: file that says 1 when it waits; it goes on when that says 2.
-    pause: where it waits: when the model is built, or in a method of callbacks.
-    options: of the strategy.
-
-  Returns:
-    The weights of the model, and what was logged.
-  """
-  logged = _record_log()
-
-  def wait(where):
-    if where == pause:
-      tell(progress_path, 1)
-      wait_until(lambda: pathlib.Path(progress_path).read_text() == '2')
-
-  class Wait(keras.callbacks.Callback):
-    def on_train_begin(self, logs=None):
-      wait('on_train_begin')
-
-    def on_epoch_begin(self, epoch, logs=None):
-      self.model.optimizer.learning_rate = 0.25
-      wait('on_epoch_begin')
-
-  keras.utils.set_random_seed(3)
-  strategy = tfs.ParameterServerStrategy(mode='sync', **options)
-  with strategy.scope():
-    model = keras.Sequential(
-      [keras.Input([8]), keras.layers.Dense(5), keras.layers.Dense(1)]
-    )
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), 'mse')
-  wait('built')
-  x = np.random.default_rng(5).normal(size=(64, 8)).astype(np.float32)
-  model.fit(
-    x,
-    x[:, :1],
-    batch_size=16,
-    shuffle=False,
-    verbose=0,
-    callbacks=[tfs.ResumeFit(strategy), Wait()],
-  )
-  return model.get_weights(), [text for _, text in logged]
 
 
 def train_on(

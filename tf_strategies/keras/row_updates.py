@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import os
-import pathlib
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,9 +15,6 @@ from tf_strategies.keras import optimizer_checks
 
 # An update of all rows of a larger table is worth a warning.
 _LARGE_BYTES = 16 * 1024 * 1024
-# So is a read of all rows that takes a larger share of this host's memory: what writes
-# files holds several copies, and an optimizer may have two more such tables.
-_LARGE_SHARE = 1 / 8
 
 _warned_of: set[str] = set()
 
@@ -144,33 +136,6 @@ def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:
     num_bytes / 1e6,
     variable.full_name,
   )
-
-
-def warn_of_whole_read(name: str, num_bytes: int) -> None:
-  """Warns that this process reads all of a large table of servers into its memory.
-
-  Keras's files take each array at once, and a `.keras` file is in memory until it is
-  whole.
-  """
-  if num_bytes > _LARGE_SHARE * _memory_bytes():
-    text = (
-      f'table {name!r} of parameter servers, {num_bytes / 1e6:.0f} MB, is read whole '
-      'into the memory of this process. Expected tables that fit into it several '
-      'times (model.save, save_weights, get_weights, tf.train.Checkpoint). Fix: '
-      'strategy.save() writes a checkpoint that nobody holds; restore that on a '
-      'machine which has the memory, and save the model there.'
-    )
-    warnings.warn(errors.LargeTableWarning(text), stacklevel=2)
-
-
-@functools.cache
-def _memory_bytes() -> int:
-  """Returns the memory of this host, or of this process's container, in bytes."""
-  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  limit = ''
-  with contextlib.suppress(OSError):
-    limit = pathlib.Path('/sys/fs/cgroup/memory.max').read_text().strip()
-  return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def check_is_new(

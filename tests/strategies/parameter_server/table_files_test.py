@@ -196,20 +196,6 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(largest, {'write': most, 'read': most})
 
   @parameterized.parameters(*_KINDS)
-  def test_arrays_of_another_checkpoint_are_read_in_blocks(self, kind):
-    """As older ones are, and those of one device."""
-    state = {
-      k: v if v.dtype == np.int64 else v.astype(np.float32)
-      for k, v in _STATES[kind].items()
-    }
-    self.store.save({**state, 'small': np.ones(3)}, {})
-    loaded = self.make(kind, 2)
-    arrays = checkpointer.StoredArrays
-    with mock.patch.object(arrays, '__getitem__', side_effect=AssertionError):
-      self.restore(loaded)
-    self.assert_state(loaded, state)
-
-  @parameterized.parameters(*_KINDS)
   def test_only_what_was_lost_is_restored(self, kind):
     state = _STATES[kind]
     named = self.make(kind, 2, state)
@@ -286,7 +272,7 @@ _STEP_ROWS = 20_000
 def without_servers(directory):
   """The same, if no server sees the directory."""
   nobody = lambda *unused: frozenset()  # noqa: E731
-  with mock.patch.object(table_files.TableFiles, '_asked', nobody):
+  with mock.patch.object(table_files.TableFiles, '_servers_that_see', nobody):
     return save_and_load_many(directory)
 
 

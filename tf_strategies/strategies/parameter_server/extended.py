@@ -169,8 +169,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     registry: MutableMapping[int, variables.ServerVariable],
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
-    remembers: bool = False,
-    guarded: Callable[[Callable], Any] = lambda make: make(),
     make_step_function: Callable[[Any], Any] | None = None,
   ):
     with _tf_internal.without_notices():
@@ -184,10 +182,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     self._partitioner = partitioner or partitioned.large_tables(self._num_ps)
     self._drained = drained
     self._on_write = on_write
-    # Whether variables remember their first values until there is a checkpoint.
-    self._remembers = remembers
-    # Makes a variable, again if a server died meanwhile.
-    self._guarded = guarded
     # Makes what Keras calls for the steps of a model.
     self.make_step_function = make_step_function
     self._registry = registry
@@ -238,18 +232,12 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def _create_on(self, server: int, arguments) -> variables.ServerVariable:
     with _tf_internal.no_colocation():
-      variable = self._guarded(
-        functools.partial(
-          variables.ServerVariable,
-          server=server,
-          drained=self._drained,
-          on_write=self._on_write,
-          **arguments,
-        )
+      variable = variables.ServerVariable(
+        server=server,
+        drained=self._drained,
+        on_write=self._on_write,
+        **arguments,
       )
-      variable.remembers = self._remembers
-      if not variable.remembers:
-        variable.forget_value()
     self._registry[id(variable)] = variable
     return variable
 

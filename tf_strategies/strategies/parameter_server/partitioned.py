@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.checkpoint import model_state
-from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,
@@ -133,8 +132,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     self, parts: Sequence[variables.ServerVariable], name: str, **kwargs
   ):
     self.parts = tuple(parts)
-    for part in parts:
-      part.is_part = True
     self.sizes = tuple(int(p.shape[0]) for p in parts)
     self.offsets = offsets(self.sizes)
     super().__init__(
@@ -202,9 +199,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if home is not None:
       with home.as_default():
         return self._read_variable_op(no_copy)
-    if step is None and tf.executing_eagerly():
-      num_bytes = self.shape.num_elements() * self.dtype.size
-      row_updates.warn_of_whole_read(self.full_name, num_bytes)
     with _tf_internal.stop_recording():
       if self._parts_are_hidden():
         values = [p.read_directly() for p in self.parts]

@@ -221,13 +221,8 @@ class Recovery:
     self.counts.note_saved(path, self.steps_done(), calls)
     if not self._has_checkpoint:
       self._first = path
-      self._note_checkpoint()
+      self._has_checkpoint = True
     return path
-
-  def _note_checkpoint(self) -> None:
-    self._has_checkpoint = True
-    for variable in self._variables.values():
-      variable.forget_value()
 
   def restore(self, objects: Mapping[str, Any]) -> position_lib.Position | None:
     """Restores the newest whole checkpoint of an earlier run, if there is one.
@@ -249,7 +244,7 @@ class Recovery:
       self._is_loading = False
     if found is None:
       return None
-    self._note_checkpoint()
+    self._has_checkpoint = True
     self.counts.note_loaded(found, self.steps_done(), calls)
     position = position_lib.Position.from_json(found.metadata)
     self._checkpointer.log_restored(found, position)
@@ -399,15 +394,6 @@ class Recovery:
     finally:
       self._is_guarding = False
 
-  def guard_before_training(self, action: Callable[[], _T]) -> _T:
-    """Does `action`, with recovery before the first step and checkpoint.
-
-    Later a step may ask for it, for whose end a recovery would wait.
-    """
-    if self.is_enabled and not (self._has_checkpoint or self.counts.begun):
-      return self.with_recovery(action)
-    return action()
-
   def _lose(self, error: errors.ParameterServerUnavailableError) -> None:
     """Notes that variables are lost: from now on nothing is done with them."""
     self._loss = error
@@ -417,21 +403,12 @@ class Recovery:
     began = time.monotonic()
     try:
       found, lost = self._try_to_restore(error)
-      if found is None:
-        self._remake(error)
     except Exception as e:
       self._pool.refuse(e)
       raise
     self._loss = None
     self._pool.accept()
     seconds = time.monotonic() - began
-    if found is None:
-      logging.error(
-        'ps %d is back after %.1f s: what it held before training was made again.',
-        error.server,
-        seconds,
-      )
-      return
     if self._restores_all:
       self.counts.note_all_restored(found.path)
     place = '' if self._restores_all else ' of what it held; others go on'
@@ -445,14 +422,20 @@ class Recovery:
 
   def _try_to_restore(
     self, error: errors.ParameterServerUnavailableError
-  ) -> tuple[checkpointer.Checkpoint | None, dict[int, int]]:
+  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
     """Restores variables after `error`, or raises a typed error.
 
-    Returns from which checkpoint, and how many steps that cost, by server. None is
-    before the first one: then variables have their first values.
+    Returns from which checkpoint, and how many steps that cost, by server.
     """
     if not self.is_enabled:
       raise error
+    if not (self._has_checkpoint or self._is_loading):
+      raise _error_of(
+        error,
+        f'ps {error.server} at {error.address} died before this run had written a '
+        'checkpoint. Fix: restart the job; in a loop of your own, call '
+        'strategy.track or strategy.restore before the first step.',
+      )
     logging.error('%s Waiting for it.', error)
     for attempt in range(_MAX_ATTEMPTS):
       try:
@@ -471,7 +454,7 @@ class Recovery:
 
   def _restore_servers(
     self, server: int
-  ) -> tuple[checkpointer.Checkpoint | None, dict[int, int]]:
+  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
     """Waits for all servers, recreates the variables and restores them."""
     self._pool.forget()
     self._interrupted += [
@@ -487,16 +470,12 @@ class Recovery:
     self._journal.recover(self._restores_all)
     done = [task for task in self._interrupted if task.survive(0)]
     self.on_restored()
-    found = None
-    if self._has_checkpoint or self._is_loading:
-      found = self._read_newest(only_lost=not self._restores_all)
-    if found is None and not self._has_checkpoint:
-      return None, {}
+    found = self._read_newest(only_lost=not self._restores_all)
     if found is None:
       raise errors.DataError(
         f'Expected a checkpoint in {self._options.checkpoint_dir} to restore '
-        'the variables of a server that died, got none: those that this run had '
-        'written are gone. Fix: put one back, or restart the job from scratch.'
+        'the variables of a server that died, got none. Fix: put one back, or '
+        'restart the job from scratch.'
       )
     lost_steps = self._lost_steps(found, server)
     self._repeat_steps(done)
@@ -510,26 +489,6 @@ class Recovery:
       if names:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
     return found, lost_steps
-
-  def _remake(self, error: errors.ParameterServerUnavailableError) -> None:
-    """Gives lost variables the values that they had before training.
-
-    Raises:
-      ParameterServerUnavailableError: some values, or steps, are gone.
-    """
-    self._lost.clear()
-    unknown = [
-      v.name for v in self._variables.values() if v.is_lost and not v.remake()
-    ]
-    if unknown or self.counts.begun:
-      raise _error_of(
-        error,
-        f'ps {error.server} at {error.address} died before this run had written a '
-        'checkpoint, and this process cannot make again what it held: '
-        f'{", ".join(unknown) or "the steps that were done"}. Fix: restart the job; '
-        'in a loop of your own, call strategy.track or strategy.restore before the '
-        'first step.',
-      )
 
   def _lost_steps(
     self, found: checkpointer.Checkpoint, server: int

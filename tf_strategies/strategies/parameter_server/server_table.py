@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.keras import row_initializers, row_table, row_updates
+from tf_strategies.keras import row_initializers, row_table
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   units,
@@ -38,23 +38,6 @@ class ServerShard(row_table.Shard):
     super().__init__(width, initial_rows, variables.server_device(server))
     self.server = server
     self.name = name
-    # Whether it certainly has no rows.
-    self._is_new = True
-
-  def store(self, ids, values):
-    """As `Shard.store`."""
-    if traced_step.current() is None:
-      self.forget_value()
-    return super().store(ids, values)
-
-  def forget_value(self) -> None:
-    """Notes that there may be rows; see `ServerVariable.forget_value`."""
-    self._is_new = False
-
-  def remake(self) -> bool:
-    """Returns whether the table is as it was before training: without rows."""
-    self.is_lost = self.is_lost and not self._is_new
-    return not self.is_lost
 
   def recreate_if_dead(self) -> bool:
     """Makes an empty shard if the server was restarted; returns whether it was."""
@@ -141,11 +124,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       return tf.raw_ops.ReadVariableOp(
         resource=slot.value.handle, dtype=tf.float32
       ).numpy()
-
-  def _stored(self, ids, column=row_table.ROWS):
-    num_bytes = 4 * len(ids) * self._width
-    row_updates.warn_of_whole_read(self.variable.path, num_bytes)
-    return super()._stored(ids, column)
 
   def _read_shards(self, ids):
     step = traced_step.current()

@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors, option_checks
-from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
 from tf_strategies.cluster import workers as workers_lib
@@ -189,8 +188,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       registry,
       self._drained,
       self.engine.reports.forget,
-      remembers=self.recovery.is_enabled,
-      guarded=self.recovery.guard_before_training,
       make_step_function=functools.partial(training.StepFunction, self),
     )
     tf.distribute.Strategy.__init__(self, implementation)
@@ -277,22 +274,17 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       'recoveries': list(self.recovery.history),
     }
 
-  def begin(
-    self, step, work: engine_lib.Work, model=None, may_save: bool = True
-  ) -> Any:
-    """Begins steps, of training of a Keras model if it is given.
+  def begin(self, step, work: engine_lib.Work, may_save: bool = True) -> Any:
+    """Begins steps.
 
     Args:
       step: what workers run.
       work: what the steps train on.
-      model: that Keras trains.
       may_save: whether a run can continue after these steps.
 
     Returns:
       What the newest step that is done reports.
     """
-    if step.trains and model is not None and not self.recovery.is_told:
-      self.track(**model_state.state_of(model))
     report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
     if step.trains:
       source = getattr(work, 'source', None)

@@ -95,10 +95,7 @@ class VariableRows:
 
   def restore(self, stored: _Stored) -> None:
     """Assigns the rows that a checkpoint has."""
-    count = _rows_in(_COORDINATOR_BLOCK_BYTES, self._row_bytes)
-    for begin, rows in stored.blocks(
-      self._name, self._first, self.size(), count
-    ):
+    for begin, rows in stored.blocks(self._name, self._first, self.size()):
       self.holder.write_rows_directly(begin, rows)
     self._end_sparse_access()
     self.holder.is_lost = False
@@ -155,7 +152,8 @@ class TableRows:
     self.holder.clear()
     number = self._table.shards.index(self.holder)
     ids_name = self._names[row_table.IDS]
-    for first, count in stored.cuts(ids_name, self._row_bytes):
+    for piece in stored.arrays.tables[ids_name].pieces:
+      first, count = piece.first, piece.rows
       ids = stored.rows(ids_name, first, count)
       with tf.device(stored.device):
         mine = tf.where(self._table.owner(ids) == number)[:, 0]
@@ -201,32 +199,17 @@ class _Stored(NamedTuple):
   device: str
 
   def blocks(
-    self, name: str, first: int, size: int, count: int
+    self, name: str, first: int, size: int
   ) -> Iterator[tuple[int, tf.Tensor]]:
-    """As `pieces.rows_of`; at most `count` rows at a time of an array without pieces."""
-    if name in self.arrays.tables:
-      table = self.arrays.tables[name]
-      yield from pieces.rows_of(self.path, table, first, size, self.device)
-      return
-    for begin in range(0, size, count):
-      rows = self.arrays.rows(name, first + begin, min(count, size - begin))
-      with tf.device(self.device):
-        rows = tf.constant(rows)
-      yield begin, rows
+    """As `pieces.rows_of`."""
+    table = self.arrays.tables[name]
+    return pieces.rows_of(self.path, table, first, size, self.device)
 
   def rows(self, name: str, first: int, count: int) -> tf.Tensor:
     """Returns rows of an array as one tensor."""
-    found = [rows for _, rows in self.blocks(name, first, count, count)]
+    found = [rows for _, rows in self.blocks(name, first, count)]
     with tf.device(self.device):
       return tf.concat(found, 0)
-
-  def cuts(self, name: str, row_bytes: int) -> list[tuple[int, int]]:
-    """Returns first row and number of rows of each block of an array."""
-    if name in self.arrays.tables:
-      return [(p.first, p.rows) for p in self.arrays.tables[name].pieces]
-    size = self.arrays.specs[name].shape[0]
-    count = _rows_in(_COORDINATOR_BLOCK_BYTES, row_bytes)
-    return [(i, min(count, size - i)) for i in range(0, size, count)]
 
 
 class TableFiles:
@@ -271,7 +254,7 @@ class TableFiles:
       DataError: a file is damaged.
     """
     path = os.path.abspath(path)
-    sees = self._servers_that_read(path)
+    sees = self._servers_that_see(path)
     readers = sorted(sees) or [0]
 
     def check(site, piece, dtype):
@@ -297,24 +280,23 @@ class TableFiles:
   ) -> None:
     """Assigns tables the rows of a checkpoint; if `only_lost`, those that were lost."""
     path = os.path.abspath(path)
-    sees = self._servers_that_read(path) if arrays.tables else frozenset()
-    work = []
-    for shard in (shard for table in tables for shard in table):
-      if shard.holder.is_lost or not only_lost:
-        # Other arrays are in one file, whose position one reader moves.
-        has_files = not arrays.tables.keys().isdisjoint(shard.specs)
-        server = shard.holder.server if has_files else None
-        work.append((server, functools.partial(_restore, shard, path, arrays)))
-    self._do(work, sees)
+    work = [
+      (shard.holder.server, functools.partial(_restore, shard, path, arrays))
+      for table in tables
+      for shard in table
+      if shard.holder.is_lost or not only_lost
+    ]
+    if work:
+      self._do(work, self._servers_that_see(path))
 
   def _do(
     self,
-    work: Sequence[tuple[int | None, Callable[[_Site], Any]]],
+    work: Sequence[tuple[int, Callable[[_Site], Any]]],
     sees: frozenset[int],
   ) -> list[Any]:
     """Does all work of (server, action): each server its own, at the same time.
 
-    The coordinator does, in turn, the work of servers that see no files, and of None.
+    The coordinator does, in turn, the work of servers that see no files.
     """
     queues: dict[int | None, list[int]] = {}
     for index, (server, _) in enumerate(work):
@@ -350,43 +332,10 @@ class TableFiles:
     probe = os.path.join(directory, f'probe-{token}')
     with open(probe, 'w') as f:
       f.write(token)
-
-    def sees(server):
-      answer = f'{probe}-{server}'
-      with tf.device(variables.server_device(server)):
-        if tf.io.read_file(probe).numpy() != token.encode():
-          return False
-        tf.io.write_file(answer, token)
-      try:
-        with open(answer) as f:
-          return f.read() == token
-      finally:
-        os.remove(answer)
-
     try:
-      return self._asked(sees, directory)
+      found = {s for s in self._servers if self._sees(s, probe, token)}
     finally:
       os.remove(probe)
-
-  def _servers_that_read(self, path: str) -> frozenset[int]:
-    """Returns the servers that see a checkpoint."""
-    manifest = os.path.join(path, 'manifest.json')
-    with open(manifest, 'rb') as f:
-      content = f.read()
-
-    def sees(server):
-      with tf.device(variables.server_device(server)):
-        # Whether it is the same one is computed there.
-        return bool(tf.io.read_file(manifest) == content)
-
-    return self._asked(sees, path)
-
-  def _asked(self, sees: Callable[[int], bool], directory) -> frozenset[int]:
-    found = set()
-    for server in self._servers:
-      with contextlib.suppress(*_UNSEEN), _tf_internal.own_executor():
-        if sees(server):
-          found.add(server)
     blind = frozenset(self._servers) - found
     if blind != self._blind:
       self._blind = blind
@@ -401,6 +350,21 @@ class TableFiles:
       else:
         logging.info('All servers see %s.', directory)
     return frozenset(found)
+
+  def _sees(self, server: int, probe: str, token: str) -> bool:
+    """Returns whether a server reads a file of this process, and the reverse."""
+    answer = f'{probe}-{server}'
+    with contextlib.suppress(*_UNSEEN), _tf_internal.own_executor():
+      with tf.device(variables.server_device(server)):
+        if tf.io.read_file(probe).numpy() != token.encode():
+          return False
+        tf.io.write_file(answer, token)
+      try:
+        with open(answer) as f:
+          return f.read() == token
+      finally:
+        os.remove(answer)
+    return False
 
 
 # What a server raises for a file that is not there, or not to be written.

@@ -15,6 +15,7 @@ from tf_strategies import (
   errors,
   option_checks,
 )
+from tf_strategies.checkpoint import model_state
 from tf_strategies.keras import optimizer_checks, shares
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -86,7 +87,7 @@ class StepFunction:
     if not self._has_begun:
       self._look(work)
       self._has_begun = True
-    report = self._strategy.begin(self._step, work, self._model, is_whole)
+    report = self._strategy.begin(self._step, work, is_whole)
     if report is None and not self._has_reported:
       raise errors.DataError(
         'Expected data from the function given to '
@@ -100,7 +101,11 @@ class StepFunction:
     return report
 
   def _look(self, work: engine_lib.Work) -> None:
-    """Traces the step, which may make variables, before a checkpoint is written."""
+    """Writes the first checkpoint, and traces the step, which may make variables."""
+    strategy = self._strategy
+    if self._step.trains and not strategy.recovery.is_told:
+      strategy.track(**model_state.state_of(self._model))
+    load = strategy.extended.placement.load
     if isinstance(work, input.Elements):
       structure = work.source.dataset.element_spec
     else:
@@ -108,10 +113,12 @@ class StepFunction:
 
     def discover():
       # It may be traced with what an earlier call has lost, and then sent.
-      self._strategy.liveness.wait_for_answers()
-      self._strategy.engine.discover(self._step, structure)
+      strategy.liveness.wait_for_answers()
+      strategy.engine.discover(self._step, structure)
 
-    self._strategy.recovery.with_recovery(discover)
+    strategy.recovery.with_recovery(discover)
+    if self._step.trains and strategy.extended.placement.load != load:
+      strategy.save()  # Checkpoints have the new variables too.
 
   def _predict(self, data):
     source = input.source_of(data)

@@ -10,14 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   step_access,
   traced_step,
 )
-
-# Values of more bytes are not kept in this process.
-_REMEMBERED_BYTES = 16 << 20
 
 
 def server_device(server: int) -> str:
@@ -49,17 +45,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
   ):
     self.server = server
     self.is_lost = False
-    self.is_part = False  # Of a partitioned variable.
     # Whether nobody writes it, and its value says nothing: that of a row table.
     self.stays_zero = False
     # How many operations a graph had when it was written there last.
     self._written_at = weakref.WeakKeyDictionary()
     self._drained = drained or (lambda action: action())
     self._on_write = on_write or (lambda: None)
-    # Until the first checkpoint: makes the value that it has; None if unknown.
-    self.remembers = False
-    self._make_value: Callable[[], Any] | None = None
-    self._remember(kwargs.get('initial_value'))
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
     # With the layer that it is of, if that is known.
@@ -88,9 +79,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
         with step.at_home(copy):
           return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
-      if not self.is_part:
-        num_bytes = self.shape.num_elements() * self.dtype.size
-        row_updates.warn_of_whole_read(self.full_name, num_bytes)
       read = super()._read_variable_op
       return self._drained(lambda: _fetched(read(no_copy)))
     return super()._read_variable_op(no_copy)
@@ -109,47 +97,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
         resource=self.handle, indices=numbers, updates=rows
       )
 
-  def _remember(self, value: Any) -> None:
-    """Notes what makes the value: a function, or a tensor that is not large."""
-    is_large = tf.is_tensor(value) and (
-      value.shape.num_elements() * value.dtype.size > _REMEMBERED_BYTES
-    )
-    if value is None or is_large:
-      self._make_value = None
-    else:
-      self._make_value = value if callable(value) else lambda: value
-
-  def forget_value(self) -> None:
-    """Forgets the value, which checkpoints have from now on."""
-    self.remembers, self._make_value = False, None
-
-  def remake(self) -> bool:
-    """Gives a lost variable the value that it had before training, if it is known.
-
-    Returns:
-      Whether it has its value now; a counter counts from zero.
-    """
-    if self._make_value is not None:
-      with tf.device(server_device(self.server)):
-        value = _tf_internal.unwrap_checkpoint_value(self._make_value())
-        super().assign(tf.convert_to_tensor(value, self.dtype))
-    elif not self.is_counter:
-      return False
-    self.is_lost = False
-    return True
-
-  def _write_drained(self, write, value=None):
-    """Writes for the coordinator, after what it has scheduled.
-
-    Args:
-      write: writes.
-      value: the whole new value; None if a part of the old one stays.
-    """
+  def _write_drained(self, write):
+    """Writes for the coordinator, after the steps that it has scheduled."""
 
     def write_now():
       self._on_write()
       self.is_lost = False
-      self._remember(value if self.remembers else None)
       return write()
 
     return self._drained(write_now)
@@ -201,9 +154,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     if step is not None:
       return self._write_in_unit(step, write)
     elif tf.executing_eagerly():
-      value = tf.convert_to_tensor(value, self.dtype)
-      return self._write_drained(write, value)
-    _note_write(self)
+      return self._write_drained(write)
+    self.note_written()
     return write()
 
   def note_written(self) -> None:
@@ -254,13 +206,12 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return self._write_in_unit(step, add)
     elif tf.executing_eagerly():
       return self._write_drained(add)
-    _note_write(self)
+    self.note_written()
     return add()
 
   def _restore_from_tensors(self, restored_tensors):
     # TensorFlow's assigns past `assign`.
     restore = super()._restore_from_tensors
-    self.forget_value()
     write = functools.partial(restore, restored_tensors)
     return self._write_drained(write) if tf.executing_eagerly() else write()
 
@@ -379,11 +330,6 @@ def _fetched(value: tf.Tensor) -> tf.Tensor:
     return tf.identity(value)
 
 
-def _note_write(variable: ServerVariable) -> None:
-  variable.note_written()
-  variable.forget_value()  # Nobody knows when the graph runs.
-
-
 def _sparse_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
@@ -395,7 +341,7 @@ def _sparse_write(name: str):
       return self._write_drained(write_rows)
     step = traced_step.current()
     if step is None:
-      _note_write(self)
+      self.note_written()
       return write_rows()
     return self._write_in_unit(step, write_rows)
 
