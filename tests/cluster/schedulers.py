@@ -1,29 +1,13 @@
 """Environments as schedulers set them, for tests that change them."""
 
-import json
-
 from tf_strategies import cluster
 
-VERTEX_POOLS = {
-  'workerpool0': ['cmle-training-workerpool0-4c1d-0:2222'],
-  'workerpool1': [
-    'cmle-training-workerpool1-4c1d-0:2222',
-    'cmle-training-workerpool1-4c1d-1:2222',
-  ],
-}
 SLURM = {
   'SLURM_JOB_ID': '4242',
   'SLURM_PROCID': '3',
   'SLURM_NTASKS': '7',
-  'SLURM_NODEID': '1',
-  'SLURM_LOCALID': '1',
   'SLURM_JOB_NODELIST': 'node[001-003],gpu1',
   'SLURM_TASKS_PER_NODE': '2(x3),1',
-}
-SAGEMAKER = {
-  'SM_HOSTS': '["algo-1", "algo-2", "algo-3"]',
-  'SM_CURRENT_HOST': 'algo-2',
-  'SM_NETWORK_INTERFACE_NAME': 'eth0',
 }
 JOBSET = {
   'JOBSET_NAME': 'mnist',
@@ -35,21 +19,10 @@ JOBSET = {
 }
 INDEXED_JOB = {
   'JOB_COMPLETION_INDEX': '2',
-  'HOSTNAME': 'mnist-2',
+  'TFS_JOB_NAME': 'mnist',
   'TFS_SUBDOMAIN': 'mnist-pods',
   'TFS_NUM_WORKERS': '3',
 }
-
-
-def vertex(pools=VERTEX_POOLS, task=('workerpool1', 1)):
-  """CLUSTER_SPEC of a task of worker pools."""
-  spec = {
-    'cluster': pools,
-    'environment': 'cloud',
-    'task': {'type': task[0], 'index': task[1], 'trial': ''},
-    'job': '{"python_module":"","package_uris":[],"job_args":[]}',
-  }
-  return {'CLUSTER_SPEC': json.dumps(spec)}
 
 
 def read(environ):

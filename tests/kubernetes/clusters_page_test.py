@@ -84,9 +84,7 @@ class ClustersPageTest(absltest.TestCase):
       if 'value' in entry
     }
     for index in range(job['spec']['completions']):
-      place = {
-        'JOB_COMPLETION_INDEX': str(index), 'HOSTNAME': f'{name}-{index}',
-      }  # fmt: skip
+      place = {'JOB_COMPLETION_INDEX': str(index)}
       config = cluster.ClusterConfig.from_env({**environ, **place})
       self.assertLen(config.training_tasks, job['spec']['completions'])
       self.assertEqual(

@@ -42,7 +42,6 @@ class WriteTest(parameterized.TestCase):
     self.assertEqual((secret['kind'], job['kind']), ('Secret', name))
     self.assertEqual(job['metadata'], {'name': 'mnist'})
     self.assertIn('out of version control', out.splitlines()[0])
-    self.assertEqual('legacy' in out, kind == 'tfjob')
     # A list that two pods shared would be written as an anchor.
     self.assertNotIn('&id', out)
     self.assertIn('- --epochs=2\n', out)

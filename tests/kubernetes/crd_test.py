@@ -15,7 +15,7 @@ from tf_strategies import kubernetes
 _JOBS = (
   {},
   {'num_workers': 2, 'num_ps': 2, 'evaluator': True, 'gpus_per_worker': 1},
-  {'chief': True, 'namespace': 'ml', 'secret_name': 'ours'},
+  {'chief': True, 'secret_name': 'ours'},
   {'num_workers': 2, 'num_ps': 1, 'checkpoint_pvc': 'ck', 'max_restarts': 0},
 )
 _COMMAND = ['python', '-m', 'train', '--a=$(b) c']

@@ -74,10 +74,8 @@ class BothKindsTest(parameterized.TestCase):
   def test_secret_is_new_random_and_named_by_every_pod(self, kind):
     secrets = set()
     for _ in range(2):
-      secret, job = _documents(kind, namespace='ml', **_ALL)
+      secret, job = _documents(kind, **_ALL)
       self.assertEqual((secret['apiVersion'], secret['kind']), ('v1', 'Secret'))
-      for document in (secret, job):
-        self.assertEqual(document['metadata']['namespace'], 'ml')
       ((key, value),) = secret['stringData'].items()
       self.assertLen(bytes.fromhex(value), 32)
       secrets.add(value)
@@ -97,7 +95,6 @@ class BothKindsTest(parameterized.TestCase):
     (job,) = _documents(kind, secret_name='ours')
     (pod,) = _pod_specs(kind, job).values()
     self.assertIn("'secretKeyRef': {'name': 'ours', 'key': 'secret'}", str(pod))
-    self.assertNotIn('namespace', job['metadata'])
 
   @parameterized.product(kind=('tfjob', 'jobset'), num_ps=(0, 1))
   def test_gpus_are_for_those_who_compute_gradients(self, kind, num_ps):
@@ -236,7 +233,6 @@ class RefusedOptionsTest(parameterized.TestCase):
     ('many', {'num_workers': 10**6}, '1000000 tasks'),
     ('gpus', {'gpus_per_worker': -1}, '--gpus_per_worker=-1'),
     ('pvc', {'checkpoint_pvc': 'Ck_1'}, '--checkpoint_pvc=Ck_1'),
-    ('path', {'checkpoint_path': 'ck'}, '--checkpoint_path=ck'),
     ('secret', {'secret_name': ''}, '--secret_name='),
   )
   def test_is_named(self, changes, words):

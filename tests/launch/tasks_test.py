@@ -89,8 +89,6 @@ class EnvironmentTest(absltest.TestCase):
     inherited = {
       'HOME': '/home/me',
       'TF_CONFIG': '{}',
-      'CLUSTER_SPEC': '{}',
-      'SM_HOSTS': '["algo-1", "algo-2"]',
       'SLURM_PROCID': '1',
       'JOB_COMPLETION_INDEX': '1',
       'TFS_NUM_WORKERS': '2',

@@ -75,7 +75,7 @@ class ClusterConfig:
   ) -> 'ClusterConfig | None':
     """Reads TF_CONFIG, or else the description of a scheduler.
 
-    TF_CONFIG comes first, then Vertex AI, Kubernetes, SageMaker and Slurm
+    TF_CONFIG comes first, then Kubernetes and Slurm
     (`tf_strategies.cluster.sources`). The first that describes a cluster counts.
 
     Returns:

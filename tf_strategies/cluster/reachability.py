@@ -73,20 +73,12 @@ def wait_for_tasks(
   )
   purpose = f' {what_for}' if what_for else ''
   start = log_at = time.monotonic()
-  ends_at = start + float(deadline_seconds)
-  left = ends_at - start
   missing = dict(tasks)
-  while True:
-    # The last attempt, too, must leave time for an answer.
-    seconds = min(_PROBE_SECONDS, max(left, _POLL_SECONDS))
-    outcomes = unreachable(missing, seconds)
+  while outcomes := unreachable(missing):
     missing = {name: tasks[name] for name in outcomes}
-    if not missing:
-      return
     now = time.monotonic()
-    left = ends_at - now
     shown = [f'{name} at {address}' for name, address in missing.items()]
-    if left <= 0:
+    if now >= start + deadline_seconds:
       each = ', '.join(
         f'{task} ({why})'
         for task, why in zip(shown, outcomes.values(), strict=True)
@@ -105,7 +97,7 @@ def wait_for_tasks(
         deadline_seconds,
       )
       log_at = now + _SECONDS_BETWEEN_LOGS
-    time.sleep(min(_POLL_SECONDS, left))
+    time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager

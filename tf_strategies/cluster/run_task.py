@@ -47,9 +47,6 @@ def run_task(
   Call it before anything else that starts TensorFlow's runtime, and in the main
   thread, where signals arrive.
 
-  A TFJob lists the evaluator in TF_CONFIG. `tf.distribute.ParameterServerStrategy`
-  waits for all that its resolver lists: in `train`, give it one without.
-
   Args:
     train: called without arguments where this task trains.
     evaluate: called without arguments on an evaluator, at once.
@@ -74,11 +71,6 @@ def run_task(
     >>> from tf_strategies import cluster
     >>> cluster.run_task(train=lambda: 'trained')
     'trained'
-    >>> jobs = {'chief': {0: 'a:1'}, 'worker': {0: 'b:1'}, 'ps': {0: 'c:1'}}
-    >>> evaluator = cluster.ClusterConfig(jobs, 'evaluator', 0)
-    >>> cluster.run_task(train=lambda: 'trained', evaluate=lambda: 'evaluated',
-    ...                  cluster=evaluator)
-    'evaluated'
   """
   option_checks.check_function(
     'train', train, 'pass the function itself: tfs.cluster.run_task(train)'
@@ -98,19 +90,7 @@ def run_task(
       '{"type": "chief", "index": 0}; or leave ps out',
     )
   if cluster.task_type == 'evaluator':
-    if evaluate is None:
-      logging.warning('This evaluator has nothing to do: evaluate is None.')
-      return None
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-      # Signals do not arrive here, or the program has other plans for them.
-      return evaluate()
-    # With the status that SIGTERM gives: it has not done its work.
-    stay = _Stay(exit_codes.RESTARTABLE_EXIT_CODE)
-    try:
-      return evaluate()
-    finally:
-      stay.end()
+    return _evaluate(evaluate)
   if not has_servers:
     return train()
   # A call to a dead task then fails at once; otherwise gRPC may keep it until the
@@ -125,6 +105,23 @@ def run_task(
   }
   reachability.wait_for_tasks(servers, deadline_seconds, 'to begin training')
   return train()
+
+
+def _evaluate(evaluate: Callable[[], Any] | None) -> Any:
+  """Runs the evaluator's part; a SIGTERM leaves it time for the last checkpoint."""
+  if evaluate is None:
+    logging.warning('This evaluator has nothing to do: evaluate is None.')
+    return None
+  is_main = threading.current_thread() is threading.main_thread()
+  if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    # Signals do not arrive here, or the program has other plans for them.
+    return evaluate()
+  # With the status that SIGTERM gives: it has not done its work.
+  stay = _Stay(exit_codes.RESTARTABLE_EXIT_CODE)
+  try:
+    return evaluate()
+  finally:
+    stay.end()
 
 
 class _Stay:

@@ -24,12 +24,10 @@ from tf_strategies.cluster import checks
 _LIKELY = 0.75
 
 
-def _example() -> str:
-  return (
-    'write {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": '
-    f'{{"type": "worker", "index": 0}}}}, or unset {checks.variable()} to '
-    'train in a single process'
-  )
+_EXAMPLE = (
+  'write {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": '
+  '{"type": "worker", "index": 0}}, or unset TF_CONFIG to train in a single process'
+)
 
 
 class Parts(NamedTuple):
@@ -42,25 +40,20 @@ class Parts(NamedTuple):
 
 def parse(text: str) -> dict[str, Any]:
   """Returns the JSON object that the text is."""
-  config = parse_json(text, 'one JSON object', _example())
-  if not isinstance(config, dict):
-    raise checks.bad('its value', config, 'a JSON object', _example())
-  return config
-
-
-def parse_json(text: str, allowed: str, fix: str) -> Any:
-  """Returns the JSON value that the text is; `allowed` and `fix` are for the error."""
   try:
-    return json.loads(text, object_pairs_hook=_without_duplicates)
+    config = json.loads(text, object_pairs_hook=_without_duplicates)
   # Beside JSONDecodeError: a number of more digits than Python converts, and
   # brackets nested deeper than its stack.
   except (_DuplicateKeyError, ValueError, RecursionError) as e:
     raise checks.bad(
       f'its text ({type(e).__name__}: {checks.show(str(e))})',
       text,
-      allowed,
-      fix,
+      'one JSON object',
+      _EXAMPLE,
     ) from None
+  if not isinstance(config, dict):
+    raise checks.bad('its value', config, 'a JSON object', _EXAMPLE)
+  return config
 
 
 class _DuplicateKeyError(Exception):
@@ -85,8 +78,6 @@ def says_nothing(config: Mapping[str, Any]) -> bool:
 
 def read(config: Mapping[str, Any]) -> Parts:
   """Takes the object of a TF_CONFIG apart."""
-  if not isinstance(config, Mapping):
-    raise checks.bad('its value', config, 'a JSON object', _example())
   _check_keys(config, 'a key', ('cluster', 'task'))
   jobs = config.get('cluster', checks.MISSING)
   task = config.get('task', checks.MISSING)
@@ -95,7 +86,7 @@ def read(config: Mapping[str, Any]) -> Parts:
     ('task', task, 'an object with type and index'),
   ):
     if not isinstance(value, Mapping):
-      raise checks.bad(name, value, allowed, _example())
+      raise checks.bad(name, value, allowed, _EXAMPLE)
   _check_keys(task, 'a key of task', ('type', 'index'))
   return Parts(
     jobs,

@@ -46,10 +46,6 @@ _SECRET_NOTE = (
   "# Holds the job's secret: keep it out of version control, or pass "
   '--secret_name.\n'
 )
-_LEGACY_NOTE = (
-  "# TFJob: Kubeflow's training operator v1, which is legacy. Without it: "
-  '--kind=jobset.\n'
-)
 
 
 def _run(values: flags.FlagValues, command: list[str]) -> int:
@@ -61,8 +57,6 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
   documents = manifests.documents(values.kind, options, command)
   if values.secret_name is None:
     sys.stdout.write(_SECRET_NOTE)
-  if values.kind == 'tfjob':
-    sys.stdout.write(_LEGACY_NOTE)
   yaml.safe_dump_all(
     documents, sys.stdout, sort_keys=False, explicit_start=True
   )

@@ -25,12 +25,6 @@ from tf_strategies.kubernetes import options as options_lib
 KINDS = ('tfjob', 'jobset', 'trainjob')
 
 _TEMPLATES = pathlib.Path(__file__).parent / 'templates.yaml'
-_REPLICA_TYPES = {
-  'chief': 'Chief',
-  'worker': 'Worker',
-  'ps': 'PS',
-  'evaluator': 'Evaluator',
-}
 
 
 def load_yaml():
@@ -90,7 +84,8 @@ def documents(
     if count
   }
   if kind == 'tfjob':
-    values['tasks'] = {_REPLICA_TYPES[t]: task for t, task in tasks.items()}
+    names_of_types = {t: t.capitalize() for t in tasks} | {'ps': 'PS'}
+    values['tasks'] = {names_of_types[t]: task for t, task in tasks.items()}
     names = ['tfjob']
   else:
     trains = [t for t in tasks if t in options.job.training_types]
@@ -101,11 +96,7 @@ def documents(
     names = ['training_runtime', 'trainjob']
   if options.secret_name is None:
     names.insert(0, 'secret')
-  made = [_fill(templates[name], values) for name in names]
-  if options.namespace is not None:
-    for document in made:
-      document['metadata']['namespace'] = options.namespace
-  return made
+  return [_fill(templates[name], values) for name in names]
 
 
 def _values(
@@ -120,9 +111,7 @@ def _values(
     'command': [word.replace('$', '$$') for word in command],
     'secret': secrets.token_hex(job_lib.SECRET_BYTES),
     'secret_name': options.secret_name or f'{options.name}-secret',
-    'grace_period': options.grace_period,
     'gpus': str(options.gpus_per_worker),
-    'checkpoint_path': options.checkpoint_path,
     'checkpoint_pvc': options.checkpoint_pvc,
     'port': roles.DEFAULT_PORT,
     'port_text': str(roles.DEFAULT_PORT),

@@ -51,21 +51,16 @@ class Options:
   )
   checkpoint_pvc: str | None = _option(
     'PersistentVolumeClaim for checkpoints, which the evaluator and the tasks '
-    'that train mount: with parameter servers the chief alone. Tasks on several '
-    'nodes need ReadWriteMany.',
+    'that train mount at /checkpoints: with parameter servers the chief alone. '
+    'Tasks on several nodes need ReadWriteMany.',
     None,
   )
-  checkpoint_path: str = _option('Where it is mounted.', '/checkpoints')
   secret_name: str | None = _option(
     'Secret that exists, with the key `secret`; default a new one.', None
-  )
-  namespace: str | None = _option(
-    'Namespace of the job; default that of kubectl.', None
   )
   max_restarts: int = _option(
     'How often each task is started again, on average.', 3
   )
-  grace_period: int = _option('Seconds between SIGTERM and SIGKILL.', 30)
 
   def __post_init__(self):
     option_checks.check(
@@ -74,7 +69,7 @@ class Options:
       'the name of an image, without spaces',
       'pass --image=registry/mnist:1',
     )
-    for flag in ('gpus_per_worker', 'max_restarts', 'grace_period'):
+    for flag in ('gpus_per_worker', 'max_restarts'):
       option_checks.check_int(f'--{flag}', getattr(self, flag), 0)
     counts = self.job.all_counts
     option_checks.check(
@@ -82,12 +77,6 @@ class Options:
       f'a job of {sum(counts.values())} tasks',
       f'at most {checks.MAX_TASKS}',
       'pass smaller --num_workers and --num_ps',
-    )
-    option_checks.check(
-      self.checkpoint_path.startswith('/'),
-      f'--checkpoint_path={self.checkpoint_path}',
-      'an absolute path',
-      'pass --checkpoint_path=/checkpoints',
     )
     check_job_name(self.name)
     # As a JobSet names pods.
@@ -99,7 +88,7 @@ class Options:
       f'names of pods of at most {_LONGEST_LABEL} letters',
       f'pass a name that is {longest - _LONGEST_LABEL} letters shorter',
     )
-    for flag in ('checkpoint_pvc', 'secret_name', 'namespace'):
+    for flag in ('checkpoint_pvc', 'secret_name'):
       name = getattr(self, flag)
       option_checks.check(
         name is None

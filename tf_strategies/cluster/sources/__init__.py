@@ -8,25 +8,21 @@ silently train a model of its own.
 Example:
 
   >>> from tf_strategies.cluster import sources
-  >>> environ = {'SM_HOSTS': '["algo-1", "algo-2"]', 'SM_CURRENT_HOST': 'algo-2'}
+  >>> environ = {
+  ...   'SLURM_PROCID': '1', 'SLURM_NTASKS': '2', 'TFS_PORT': '5000',
+  ...   'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_TASKS_PER_NODE': '1(x2)'}
   >>> variable, parts = sources.first(environ)
   >>> variable, parts.jobs
-  ('SM_HOSTS', {'worker': ['algo-1:2222', 'algo-2:2222']})
+  ('SLURM_PROCID', {'worker': ['n1:5000', 'n2:5000']})
 """
 
 from collections.abc import Mapping
 
 from tf_strategies.cluster import checks, tf_config
-from tf_strategies.cluster.sources import (
-  kubernetes,
-  roles,
-  sagemaker,
-  slurm,
-  vertex,
-)
+from tf_strategies.cluster.sources import kubernetes, roles, slurm
 
 # In the order in which they count. Kubernetes is asked for by TFS_NUM_WORKERS.
-_SOURCES = (vertex, kubernetes, sagemaker, slurm)
+_SOURCES = (kubernetes, slurm)
 
 # Without them no source finds anything: for processes that start others.
 VARIABLES = (

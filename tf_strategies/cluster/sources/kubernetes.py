@@ -4,7 +4,8 @@ Kubernetes gives each pod JOB_COMPLETION_INDEX and, through a headless service
 (TFS_SUBDOMAIN), a name that follows from it. How many pods there are it does not
 say; the manifests that `python -m tf_strategies.kubernetes` writes do
 (TFS_NUM_WORKERS and what else `roles` reads), as they name a JobSet's labels.
-Without TFS_NUM_WORKERS the pods of an Indexed Job work each for itself.
+An Indexed Job also sets TFS_JOB_NAME. Without TFS_NUM_WORKERS its pods work each
+for itself.
 
 The jobs of a JobSet are called chief, worker, ps and evaluator, have one
 replica each and as many completions as tasks. The tasks of an Indexed Job are
@@ -84,24 +85,9 @@ def _read_indexed_job(
   place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
   subdomain = _name(environ, 'TFS_SUBDOMAIN', 'the name of a headless service')
   port = roles.port(environ)
-  name = _job_name(environ, place)
+  name = _name(environ, 'TFS_JOB_NAME', 'the name of the Job')
   addresses = [f'{name}-{i}.{subdomain}:{port}' for i in range(total)]
   return roles.assign(environ, addresses, place)
-
-
-def _job_name(environ: Mapping[str, str], place: int) -> str:
-  if 'TFS_JOB_NAME' in environ:
-    return environ['TFS_JOB_NAME']
-  host = environ.get('HOSTNAME', checks.MISSING)
-  ending = f'-{place}'
-  if isinstance(host, str) and host.removesuffix(ending) not in ('', host):
-    return host.removesuffix(ending)
-  raise checks.bad_variable(
-    'HOSTNAME',
-    host,
-    f"the Job's name and the pod's index, <job>{ending}",
-    "set TFS_JOB_NAME to the Job's name",
-  )
 
 
 def _name(environ: Mapping[str, str], variable: str, allowed: str) -> str:

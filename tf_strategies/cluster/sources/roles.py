@@ -1,6 +1,6 @@
 """Which of a scheduler's equal tasks trains, serves variables or evaluates.
 
-Slurm, SageMaker and an Indexed Job number their tasks and know no types. `VARIABLES`
+Slurm and an Indexed Job number their tasks and know no types. `VARIABLES`
 say what the tasks are, in the order chief, workers, parameter servers, evaluator.
 
 Example:
@@ -93,7 +93,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
         'the number of tasks that it asks for',
         total,
         '1, where neither TF_CONFIG nor a scheduler says which task this is '
-        '(CLUSTER_SPEC, JOB_COMPLETION_INDEX, SM_HOSTS, SLURM_PROCID)',
+        '(JOB_COMPLETION_INDEX, SLURM_PROCID)',
         'start the tasks by python -m tf_strategies.launch, set TF_CONFIG, or '
         f'unset {name} to train in a single process',
       )

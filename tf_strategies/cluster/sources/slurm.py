@@ -43,7 +43,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
     return None
   hosts = _hosts(environ)
   tasks = _tasks_per_host(environ, len(hosts), total)
-  _check_distribution(environ, tasks, place)
+  _check_distribution(environ, tasks)
   first = roles.port(environ, _port_of_job(environ))
   if first + max(tasks) - 1 > 65535:
     raise checks.bad_variable(
@@ -64,7 +64,7 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
 def is_batch_script(environ: Mapping[str, str]) -> bool:
   """Returns whether this is the script that `sbatch` runs, and no step of the job."""
   # The steps that it starts inherit ENVIRONMENT, but have a number.
-  in_step = 'SLURM_STEP_ID' in environ or 'SLURM_STEPID' in environ
+  in_step = 'SLURM_STEP_ID' in environ
   is_batch = environ.get('ENVIRONMENT') == 'BATCH'
   return VARIABLE in environ and is_batch and not in_step
 
@@ -75,9 +75,7 @@ def _first_of(environ: Mapping[str, str], *names: str) -> str:
 
 
 def _hosts(environ: Mapping[str, str]) -> list[str]:
-  name = _first_of(
-    environ, 'SLURM_STEP_NODELIST', 'SLURM_NODELIST', 'SLURM_JOB_NODELIST'
-  )
+  name = _first_of(environ, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST')
   if name not in environ:
     raise checks.bad_variable(
       name, checks.MISSING, 'the hosts of the step', 'start the tasks by srun'
@@ -95,8 +93,6 @@ def _tasks_per_host(
   name = _first_of(environ, 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')
   text = environ.get(name)
   if text is None:
-    if total % num_hosts == 0:
-      return [total // num_hosts] * num_hosts
     raise checks.bad_variable(
       name,
       checks.MISSING,
@@ -115,31 +111,21 @@ def _tasks_per_host(
   return tasks
 
 
-def _check_distribution(
-  environ: Mapping[str, str], tasks: list[int], place: int
-) -> None:
-  """Returns whether tasks are numbered host by host, so that addresses are known."""
-  allowed = 'block: tasks numbered host by host'
-  fix = 'pass --distribution=block to srun'
+def _check_distribution(environ: Mapping[str, str], tasks: list[int]) -> None:
+  """Raises unless tasks are numbered host by host, so that addresses are known."""
   told = environ.get('SLURM_DISTRIBUTION', 'block')
-  # Of one task a host, which srun calls cyclic, the order is the same.
+  # With one task on each host, which srun calls cyclic, the order is the same.
   if max(tasks) > 1 and not told.startswith(('block', 'unknown')):
-    raise checks.bad_variable('SLURM_DISTRIBUTION', told, allowed, fix)
-  places = [(host, i) for host, n in enumerate(tasks) for i in range(n)]
-  names = 'SLURM_NODEID', 'SLURM_LOCALID'
-  for name, expected in zip(names, places[place], strict=True):
-    found = checks.integer_variable(
-      environ, name, 0, checks.MAX_TASKS, expected
+    raise checks.bad_variable(
+      'SLURM_DISTRIBUTION',
+      told,
+      'block: tasks numbered host by host',
+      'pass --distribution=block to srun',
     )
-    if found != expected:
-      raise checks.bad_variable(
-        name, found, f'{expected} for task {place}, with {allowed}', fix
-      )
 
 
 def _port_of_job(environ: Mapping[str, str]) -> int:
-  name = _first_of(environ, 'SLURM_JOB_ID', 'SLURM_JOBID')
-  if name not in environ:
+  if 'SLURM_JOB_ID' not in environ:
     return roles.DEFAULT_PORT
-  job = checks.integer_variable(environ, name, 0, 10**12)
+  job = checks.integer_variable(environ, 'SLURM_JOB_ID', 0, 10**12)
   return _FIRST_PORT + job % _NUM_PORT_RANGES * _PORTS_OF_A_JOB
