@@ -5,25 +5,23 @@ import re
 
 _COLUMNS = ('passed', 'failed', 'skipped')
 # A strategy in the name of a row, such as `ring_mirrored_clipnorm`, `ring_2x1`.
-_IN_PROCESS = re.compile(r'_(ring_mirrored|central_storage)(?![a-z])')
+_IN_PROCESS = re.compile(r'_(ring_mirrored|central_storage|servers)(?![a-z])')
 _WORKERS = re.compile(r'_(ring|collective|mpi)_\d')
 
 
 def name_of(nodeid: str) -> str:
-  """The directory of a test; of a row of the conformance table its strategy too."""
+  """The directory of a test; of a row of the table of programs its strategy too."""
   path, _, test = nodeid.partition('::')
   room, *rest = path.removeprefix('tests/').split('/')
   if room == 'strategies' and len(rest) > 1:
     return f'{room}/{rest[0]}'
-  if room != 'conformance':
+  if room != 'programs':
     return room
-  if rest[0].startswith('parameter_server'):
-    return f'{room}, parameter_server'
   if found := _IN_PROCESS.search(test):
     return f'{room}, {found[1]}'
   if found := _WORKERS.search(test):
     return f'{room}, multi_worker_{found[1]}'
-  return f'{room}, rows with numbers only'
+  return f'{room}, others'
 
 
 class DeviceCounts:

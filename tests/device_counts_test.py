@@ -6,8 +6,7 @@ from absl.testing import absltest, parameterized
 
 from tests import device_counts
 
-_FIT = 'tests/conformance/fit_test.py::FitTest::test_equals_one_device_'
-_WORKERS = 'tests/conformance/multi_worker_test.py::Test::test_few_equal_'
+_ROW = 'tests/programs/programs_test.py::ProgramsTest::test_equals_one_device_'
 
 
 def _report(nodeid, when='call', outcome='passed', **more):
@@ -28,15 +27,12 @@ class DeviceCountsTest(parameterized.TestCase):
       'tests/strategies/multi_worker/input_test.py::Test::test_it_ring_2x1',
       'strategies/multi_worker',
     ),
-    (f'{_FIT}ring_mirrored_clipnorm', 'conformance, ring_mirrored'),
-    (f'{_FIT}central_storage_of_2_1_row', 'conformance, central_storage'),
-    (f'{_FIT}0', 'conformance, rows with numbers only'),
-    (f'{_WORKERS}ring_2x2', 'conformance, multi_worker_ring'),
-    (f'{_WORKERS}collective_1x1', 'conformance, multi_worker_collective'),
-    (
-      'tests/conformance/parameter_server_test.py::Test::test_it',
-      'conformance, parameter_server',
-    ),
+    (f'{_ROW}ring_mirrored_clipnorm', 'programs, ring_mirrored'),
+    (f'{_ROW}central_storage_of_2_1_row', 'programs, central_storage'),
+    (f'{_ROW}0', 'programs, others'),
+    (f'{_ROW}ring_2x2_mean', 'programs, multi_worker_ring'),
+    (f'{_ROW}collective_1x1_mean', 'programs, multi_worker_collective'),
+    (f'{_ROW}servers_sync_2_mean', 'programs, servers'),
   )
   def test_name(self, nodeid, expected):
     self.assertEqual(device_counts.name_of(nodeid), expected)

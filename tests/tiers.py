@@ -170,7 +170,6 @@ def _decorator(absl_decorator, rows, name_of):
 
 # What runs with --device: all whose computation is on the devices of a strategy.
 _ON_DEVICES = (
-  'conformance',
   'cross_device',
   'keras',
   'museum',

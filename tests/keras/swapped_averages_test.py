@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tests.conformance import harness
+from tests.programs import common
 
 virtual_devices.configure()
 
@@ -41,7 +41,7 @@ def _worker():
 def _fit(make_optimizer, strategy=None):
   """Weights, and the losses of evaluations."""
   keras.utils.set_random_seed(1)
-  with harness.scope_of(strategy):
+  with common.scope_of(strategy):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
     model.compile(make_optimizer(), 'mse')
   x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)

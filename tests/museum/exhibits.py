@@ -12,11 +12,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tests.museum import programs
+from tests.programs import common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Exhibit:
   Attributes:
     report: the repository's name and the number: 'keras#20585'.
     symptom: what was reported, as a sentence.
-    program: takes a strategy or None, and returns numbers.
+    program: runs in a scope, and returns numbers.
     place: where it runs: 'devices' of one process, two 'workers', 'servers' (one,
       with two workers), or 'half': one worker of a cluster of two.
     replicas: how many devices, for 'devices'.
@@ -37,7 +37,7 @@ class Exhibit:
 
   report: str
   symptom: str
-  program: Callable[[tf.distribute.Strategy | None], Any]
+  program: Callable[[], Any]
   place: str = 'devices'
   replicas: int = 2
   limits: tuple[float, float] = (1e-5, 1e-6)
@@ -46,14 +46,8 @@ class Exhibit:
 
 
 def run(exhibit: Exhibit, strategy: tf.distribute.Strategy | None = None):
-  """What came out of an exhibit's program: the same seed, names and policy."""
-  keras.backend.clear_session()
-  keras.utils.set_random_seed(1)
-  policy = keras.config.dtype_policy()
-  try:
-    return exhibit.program(strategy)
-  finally:
-    keras.config.set_dtype_policy(policy)
+  """Returns what an exhibit's program gives: the same seed, names and policy."""
+  return common.run(exhibit.program, strategy)
 
 
 def fault(exhibit: Exhibit, want: Any, found: Any) -> str:

@@ -1,10 +1,9 @@
 """The programs of the exhibits, as their reporters wrote them for short.
 
-Each takes a strategy, or None for one device, and returns the numbers that came
-out. Nothing here imports `tf_strategies`.
+Each runs in the scope of a strategy, or of none, and returns the numbers that came out.
+Nothing here imports `tf_strategies`.
 """
 
-import contextlib
 import gc
 import json
 import os
@@ -14,13 +13,11 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-layers, losses, ops = keras.layers, keras.losses, keras.ops
+from tests.programs import common
+
+layers, ops = keras.layers, keras.ops
 
 _CLASSES = 4
-
-
-def _scope(strategy):
-  return strategy.scope() if strategy else contextlib.nullcontext()
 
 
 def _rows(count, width):
@@ -34,10 +31,6 @@ def _tokens(count, length=6):
   return rng.integers(0, 9, (count, length)), rng.integers(0, _CLASSES, count)
 
 
-def _crossentropy():
-  return losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 def _dense(width=6):
   return keras.Sequential(
     [
@@ -48,21 +41,18 @@ def _dense(width=6):
   )
 
 
-def _train(strategy, make, x, y, batch=16, **compiled):
-  """`fit` and `evaluate` of a model that is made and compiled in the scope.
+def _train(model, x, y, optimizer, batch=16, **compiled):
+  """Returns what `fit` and `evaluate` give, and the weights.
 
   Args:
-    strategy: or None.
-    make: makes the model.
+    model: not compiled.
     x: inputs.
     y: targets.
+    optimizer: of the model.
     batch: rows of a global batch.
-    **compiled: arguments of `compile`; `optimizer` is called to make one.
+    **compiled: further arguments of `compile`.
   """
-  with _scope(strategy):
-    model = make()
-    optimizer = compiled.pop('optimizer')()
-    model.compile(optimizer, **{'loss': _crossentropy(), **compiled})
+  model.compile(optimizer, **{'loss': common.crossentropy(), **compiled})
   history = model.fit(x, y, batch, epochs=2, shuffle=False, verbose=0)
   evaluated = model.evaluate(x, y, batch, verbose=0)
   return history.history, evaluated, model.get_weights()
@@ -76,76 +66,51 @@ def _adam():
   return keras.optimizers.Adam(1e-2)
 
 
-def scaled_loss(strategy):
+def scaled_loss():
   """A `LossScaleOptimizer`, which applies gradients inside a condition."""
-  return _train(
-    strategy,
-    _dense,
-    *_rows(44, 6),
-    optimizer=lambda: keras.optimizers.LossScaleOptimizer(_sgd()),
-  )
+  optimizer = keras.optimizers.LossScaleOptimizer(_sgd())
+  return _train(_dense(), *_rows(44, 6), optimizer)
 
 
-def accumulated(strategy):
+def accumulated():
   """Gradients are accumulated over two steps, and applied in a condition."""
-  return _train(
-    strategy,
-    _dense,
-    *_rows(60, 6),
-    optimizer=lambda: keras.optimizers.Adam(
-      1e-2, gradient_accumulation_steps=2
-    ),
-  )
+  optimizer = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)
+  return _train(_dense(), *_rows(60, 6), optimizer)
 
 
-def compiled_mixed(strategy):
+def compiled_mixed():
   """`mixed_float16`, which scales the loss, with `jit_compile=True`."""
   keras.config.set_dtype_policy('mixed_float16')
-  data = _rows(32, 6)
-  return _train(strategy, _dense, *data, optimizer=_adam, jit_compile=True)
+  return _train(_dense(), *_rows(32, 6), _adam(), jit_compile=True)
 
 
-def compiled_mixed_images(strategy):
+def compiled_mixed_images():
   """A convolution under XLA and mixed precision, with metrics."""
-
-  def make():
-    return keras.Sequential(
-      [
-        layers.Input([6, 6, 1]),
-        layers.Conv2D(4, 3, activation='relu'),
-        layers.GlobalAveragePooling2D(),
-        layers.Dense(_CLASSES, dtype='float32'),
-      ]
-    )
-
   keras.config.set_dtype_policy('mixed_float16')
-  x, y = _rows(32, 36)
-  return _train(
-    strategy,
-    make,
-    x.reshape(-1, 6, 6, 1),
-    y,
-    optimizer=_sgd,
-    metrics=['accuracy'],
-    jit_compile=True,
+  model = keras.Sequential(
+    [
+      layers.Input([6, 6, 1]),
+      layers.Conv2D(4, 3, activation='relu'),
+      layers.GlobalAveragePooling2D(),
+      layers.Dense(_CLASSES, dtype='float32'),
+    ]
   )
+  x, y = _rows(32, 36)
+  x = x.reshape(-1, 6, 6, 1)
+  return _train(model, x, y, _sgd(), metrics=['accuracy'], jit_compile=True)
 
 
-def compiled_embedding(strategy):
+def compiled_embedding():
   """An Embedding, whose gradients are gathered, under `jit_compile=True`."""
-
-  def make():
-    return keras.Sequential(
-      [
-        layers.Input([6], dtype='int32'),
-        layers.Embedding(9, 4),
-        layers.Flatten(),
-        layers.Dense(_CLASSES),
-      ]
-    )
-
-  data = _tokens(32)
-  return _train(strategy, make, *data, optimizer=_sgd, jit_compile=True)
+  model = keras.Sequential(
+    [
+      layers.Input([6], dtype='int32'),
+      layers.Embedding(9, 4),
+      layers.Flatten(),
+      layers.Dense(_CLASSES),
+    ]
+  )
+  return _train(model, *_tokens(32), _sgd(), jit_compile=True)
 
 
 class _TokenAndPosition(layers.Layer):
@@ -160,67 +125,53 @@ class _TokenAndPosition(layers.Layer):
     return self.token(tokens) + self.place(ops.arange(6))
 
 
-def transformer(strategy):
+def transformer():
   """A Transformer for texts, whose Embeddings Adam gets as `IndexedSlices`."""
-
-  def make():
-    inputs = keras.Input([6], dtype='int32')
-    x = _TokenAndPosition()(inputs)
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
-    x = layers.GlobalAveragePooling1D()(x)
-    return keras.Model(inputs, layers.Dense(_CLASSES)(x))
-
-  data = _tokens(44)
-  return _train(strategy, make, *data, optimizer=_adam, metrics=['accuracy'])
+  inputs = keras.Input([6], dtype='int32')
+  x = _TokenAndPosition()(inputs)
+  x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
+  x = layers.GlobalAveragePooling1D()(x)
+  model = keras.Model(inputs, layers.Dense(_CLASSES)(x))
+  return _train(model, *_tokens(44), _adam(), metrics=['accuracy'])
 
 
-def dropout(strategy):
+def dropout():
   """Dropout between two layers; its random state is a variable of integers."""
-
-  def make():
-    return keras.Sequential(
-      [
-        layers.Input([6]),
-        layers.Dense(16, 'gelu'),
-        layers.Dropout(0.2),
-        layers.Dense(_CLASSES),
-      ]
-    )
-
-  return _train(strategy, make, *_rows(44, 6), optimizer=_sgd)
-
-
-def many_steps(strategy):
-  """Metrics over more steps than a float32 can be doubled."""
-  return _train(
-    strategy,
-    lambda: keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)]),
-    *_rows(4 * 140, 6),
-    batch=4,
-    optimizer=lambda: keras.optimizers.SGD(1e-2),
-    metrics=['accuracy'],
+  model = keras.Sequential(
+    [
+      layers.Input([6]),
+      layers.Dense(16, 'gelu'),
+      layers.Dropout(0.2),
+      layers.Dense(_CLASSES),
+    ]
   )
+  return _train(model, *_rows(44, 6), _sgd())
 
 
-def identity(strategy):
+def many_steps():
+  """Metrics over more steps than a float32 can be doubled."""
+  model = keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)])
+  optimizer = keras.optimizers.SGD(1e-2)
+  return _train(model, *_rows(560, 6), optimizer, 4, metrics=['accuracy'])
+
+
+def identity():
   """A model without weights, whose loss is 1 whatever happens."""
-  with _scope(strategy):
-    model = keras.Sequential([keras.Input([1]), layers.Identity()])
-    model.compile('sgd', 'mse')
+  model = keras.Sequential([keras.Input([1]), layers.Identity()])
+  model.compile('sgd', 'mse')
   x, y = np.ones([800, 1], 'f4'), np.zeros([800, 1], 'f4')
   history = model.fit(x, y, 4, verbose=0)
   return history.history['loss'], model.evaluate(x, y, 4, verbose=0)
 
 
-def evaluated_by_hand(strategy):
+def evaluated_by_hand():
   """The loss of `predict` by hand, of `evaluate`, and after one `fit`."""
   rng = np.random.default_rng(7)
   x = rng.uniform(-1, 1, (12, 1)).astype('f4')
   y = rng.uniform(-1, 1, (12, 10)).astype('f4')
-  with _scope(strategy):
-    inputs = keras.Input([1])
-    model = keras.Model(inputs, layers.Dense(10)(inputs))
-    model.compile('sgd', 'mse')
+  inputs = keras.Input([1])
+  model = keras.Model(inputs, layers.Dense(10)(inputs))
+  model.compile('sgd', 'mse')
 
   def by_hand():
     return np.mean((model.predict(x, 12, verbose=0) - y) ** 2)
@@ -230,71 +181,58 @@ def evaluated_by_hand(strategy):
   return first, history.history, by_hand()
 
 
-def sequences(strategy):
+def sequences():
   """Convolutions over sequences with BatchNormalization; no replica is empty."""
-
-  def make():
-    return keras.Sequential(
-      [
-        layers.Input([12, 4]),
-        # Its gradient would be nothing but rounding, which Adam makes large.
-        layers.Conv1D(6, 3, padding='same', use_bias=False),
-        layers.BatchNormalization(),
-        layers.Activation('gelu'),
-        layers.GlobalMaxPooling1D(),
-        layers.Dense(_CLASSES),
-      ]
-    )
-
-  x, y = _rows(50, 48)
-  return _train(strategy, make, x.reshape(-1, 12, 4), y, optimizer=_adam)
-
-
-def two_layers(strategy):
-  """Two dense layers on flat images, Adam and accuracy."""
-
-  def make():
-    inputs = keras.Input([784])
-    x = layers.Dense(32, 'relu')(inputs)
-    x = layers.Dense(32, 'relu')(x)
-    return keras.Model(inputs, layers.Dense(_CLASSES)(x))
-
-  data = _rows(96, 784)
-  return _train(
-    strategy,
-    make,
-    *data,
-    32,
-    optimizer=keras.optimizers.Adam,
-    metrics=['accuracy'],
+  model = keras.Sequential(
+    [
+      layers.Input([12, 4]),
+      # Its gradient would be nothing but rounding, which Adam makes large.
+      layers.Conv1D(6, 3, padding='same', use_bias=False),
+      layers.BatchNormalization(),
+      layers.Activation('gelu'),
+      layers.GlobalMaxPooling1D(),
+      layers.Dense(_CLASSES),
+    ]
   )
+  x, y = _rows(50, 48)
+  return _train(model, x.reshape(-1, 12, 4), y, _adam())
 
 
-def tutorial(strategy):
+def two_layers():
+  """Two dense layers on flat images, Adam and accuracy."""
+  inputs = keras.Input([784])
+  x = layers.Dense(32, 'relu')(inputs)
+  x = layers.Dense(32, 'relu')(x)
+  model = keras.Model(inputs, layers.Dense(_CLASSES)(x))
+  optimizer = keras.optimizers.Adam()
+  data = _rows(96, 784)
+  return _train(model, *data, optimizer, 32, metrics=['accuracy'])
+
+
+def tutorial():
   """The tutorial of several workers: a repeated data set and a step count."""
   x, y = _rows(64, 36)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
-  with _scope(strategy):
-    model = keras.Sequential(
-      [
-        layers.Input([36]),
-        layers.Reshape([6, 6, 1]),
-        layers.Conv2D(4, 3, activation='relu'),
-        layers.Flatten(),
-        layers.Dense(8, 'relu'),
-        layers.Dense(_CLASSES),
-      ]
-    )
-    model.compile(_sgd(), _crossentropy(), metrics=['accuracy'])
+  model = keras.Sequential(
+    [
+      layers.Input([36]),
+      layers.Reshape([6, 6, 1]),
+      layers.Conv2D(4, 3, activation='relu'),
+      layers.Flatten(),
+      layers.Dense(8, 'relu'),
+      layers.Dense(_CLASSES),
+    ]
+  )
+  model.compile(_sgd(), common.crossentropy(), metrics=['accuracy'])
   history = model.fit(dataset, epochs=2, steps_per_epoch=6, verbose=0)
   return history.history, model.get_weights()
 
 
-def regression_of_a_trainer(strategy):
+def regression_of_a_trainer():
   """A regression on shards that another framework made, one for each worker."""
   x = np.linspace(0, 1, 64, dtype='f4')[:, None]
   config = json.loads(os.environ.get('TF_CONFIG', '{"task": {"index": 0}}'))
-  if strategy is None:
+  if not tf.distribute.has_strategy():
     # One step's rows: four of the first worker's shard, four of the second's.
     x = x.reshape(2, 8, 4, 1).transpose(1, 0, 2, 3).reshape(64, 1)
   else:
@@ -308,13 +246,12 @@ def regression_of_a_trainer(strategy):
   options.experimental_distribute.auto_shard_policy = (
     tf.data.experimental.AutoShardPolicy.OFF
   )
-  with _scope(strategy):
-    model = keras.Sequential(
-      [layers.Input([1]), layers.Dense(10), layers.Dense(1)]
-    )
-    model.compile(
-      keras.optimizers.SGD(0.05), 'mse', metrics=['mean_squared_error']
-    )
+  model = keras.Sequential(
+    [layers.Input([1]), layers.Dense(10), layers.Dense(1)]
+  )
+  model.compile(
+    keras.optimizers.SGD(0.05), 'mse', metrics=['mean_squared_error']
+  )
   found = [
     model.fit(dataset.with_options(options), verbose=0).history
     for _ in range(3)
@@ -335,13 +272,12 @@ class ThreeLayers(keras.Model):
     return inputs
 
 
-def growth(strategy):
+def growth():
   """How many KiB a process grows by in each epoch, once the first are over."""
   x, y = _rows(64, 6)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-  with _scope(strategy):
-    model = ThreeLayers()
-    model.compile(_adam(), _crossentropy(), metrics=['accuracy'])
+  model = ThreeLayers()
+  model.compile(_adam(), common.crossentropy(), metrics=['accuracy'])
 
   def memory_after(epochs):
     model.fit(dataset, epochs=epochs, verbose=0)
@@ -352,20 +288,18 @@ def growth(strategy):
   return (memory_after(80) - before) / 80
 
 
-def fit_on_servers(strategy):
+def fit_on_servers():
   """Adam on parameter servers, with its counter and its learning rate there."""
   x, y = _rows(64, 6)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
-  with _scope(strategy):
-    model = _dense()
-    model.compile(_adam(), _crossentropy())
+  model = _dense()
+  model.compile(_adam(), common.crossentropy())
   model.fit(dataset, epochs=2, steps_per_epoch=6, verbose=0)
   iterations = model.optimizer.iterations.numpy()
   # Asynchronous steps give no one device's weights.
   return iterations, [np.isfinite(w) for w in model.get_weights()]
 
 
-def is_made(strategy):
+def is_made():
   """Nothing: that the strategy can be made is the question."""
-  del strategy
   return ()

@@ -10,8 +10,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import processes, virtual_devices
-from tests.conformance import harness, multi_worker
-from tests.conformance.multi_worker import WorkerCase
+from tests.programs.cases import CASES, STRATEGIES
 from tf_strategies import _tf_internal
 from tf_strategies.cross_device import links
 from tf_strategies.strategies.mirrored import extended
@@ -35,14 +34,6 @@ _MEETS = {
   'PyFunc',
   'EagerPyFunc',
 }
-_WORKERS = (
-  ('ring_2x1', WorkerCase('ring_2x1', 'multi_worker_ring', 2, 1)),
-  ('ring_2x2', WorkerCase('ring_2x2', 'multi_worker_ring', 2, 2)),
-  (
-    'collective_2x1',
-    WorkerCase('collective_2x1', 'multi_worker_collective', 2, 1),
-  ),
-)
 
 
 def _data():
@@ -96,7 +87,7 @@ def _blocks(graph):
 def types_in_worker(rank, case):
   """The operations of each compiled function, their callers, and all operations."""
   del rank
-  strategy = multi_worker.create(case)
+  strategy = CASES[case].create()
   graph = _graph(strategy)
   blocks = [({node.op for node in n}, callers) for n, callers in _blocks(graph)]
   found = blocks, {node.op for node in _nodes(graph)}
@@ -162,10 +153,7 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('ring_mirrored', harness.STRATEGIES[0]),
-    ('central_storage', harness.STRATEGIES[1]),
-  )
+  @parameterized.parameters(*STRATEGIES)
   def test_each_device_runs_compiled_blocks_between_meetings(self, case):
     strategy = case.create()
     graph = _graph(strategy)
@@ -182,15 +170,15 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
     calls = strategy.communication_report()['calls']
     self.assertGreater(calls['all_reduce'] + calls['reduce'], 0)
 
-  @parameterized.named_parameters(*_WORKERS)
+  @parameterized.parameters('ring_2x2', 'collective_2x1')
   def test_each_worker_runs_compiled_blocks_between_meetings(self, case):
     workers = processes.run_workers(
-      types_in_worker, case.workers, args=(case,), deadline=200
+      types_in_worker, 2, args=(case,), deadline=200
     )
     for blocks, types in workers:
       # The forward and the backward pass of all devices are one function.
       [callers] = [callers for ops, callers in blocks if 'MatMul' in ops]
-      self.assertLen(callers, case.devices)
+      self.assertLen(callers, int(case[-1]))
       self.assertLessEqual(len(blocks), 8)
       for ops, _ in blocks:
         self.assertNoCommonElements(ops, _MEETS)

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.programs import common
+
 layers, losses, ops = keras.layers, keras.losses, keras.ops
 _ROWS = 78  # Two batches of 32, and one of 14.
 
@@ -15,16 +17,6 @@ _ROWS = 78  # Two batches of 32, and one of 14.
 def _images():
   rng = np.random.default_rng(12)
   return rng.random((_ROWS, 8, 8, 1)).astype('f4')
-
-
-def _batches(data):
-  return tf.data.Dataset.from_tensor_slices(data).batch(32)
-
-
-def _results(model, data, **options):
-  """What is to be the same; `data` is an array, batched here."""
-  history = model.fit(_batches(data), epochs=2, verbose=0, **options)
-  return [history.history, model.get_weights()]
 
 
 class _Sampling(layers.Layer):
@@ -94,7 +86,7 @@ def _vae():
   model = _Autoencoder()
   model.compile(keras.optimizers.Adam())
   x = _images()
-  found = _results(model, x)
+  found = common.fitted(model, common.batches(x))
   return found, model.predict(x, batch_size=32, verbose=0)
 
 
@@ -163,7 +155,7 @@ class _QuantizedAutoencoder(keras.Model):
 def _vq_vae():
   model = _QuantizedAutoencoder()
   model.compile(keras.optimizers.Adam(1e-2))
-  return _results(model, _images())
+  return common.fitted(model, common.batches(_images()))
 
 
 class _Wasserstein(keras.Model):
@@ -242,7 +234,7 @@ def _wgan_gp():
   model.compile(
     *(keras.optimizers.Adam(2e-3, beta_1=0.5, beta_2=0.9) for _ in range(2))
   )
-  return _results(model, _images())
+  return common.fitted(model, common.batches(_images()))
 
 
 class _Diffusion(keras.Model):
@@ -324,8 +316,10 @@ def _diffusion():
     optimizer=keras.optimizers.AdamW(1e-2, weight_decay=1e-4),
     loss=losses.MeanAbsoluteError(),
   )
-  model.normalizer.adapt(_batches(images))
-  return _results(model, images, validation_data=_batches(images))
+  model.normalizer.adapt(common.batches(images))
+  return common.fitted(
+    model, common.batches(images), validation_data=common.batches(images)
+  )
 
 
 PROGRAMS = {

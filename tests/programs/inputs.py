@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.programs import common
+
 layers = keras.layers
 _ROWS = 72  # Two batches of 32, and one of 8.
 
@@ -62,8 +64,7 @@ def _finite_generator():
       yield a[32 * i : 32 * i + 32], y[32 * i : 32 * i + 32]
 
   model = _one_input_model()
-  history = model.fit(batches(), epochs=1, verbose=0)
-  return history.history, (model.get_weights(), drawn)
+  return common.fitted(model, batches(), epochs=1), drawn
 
 
 def _endless_generator():
@@ -76,8 +77,7 @@ def _endless_generator():
       i += 1
 
   model = _one_input_model()
-  history = model.fit(batches(), epochs=2, steps_per_epoch=3, verbose=0)
-  return history.history, (model.get_weights(),)
+  return common.fitted(model, batches(), steps_per_epoch=3)
 
 
 def _seeded_shuffle():
@@ -85,15 +85,13 @@ def _seeded_shuffle():
   dataset = tf.data.Dataset.from_tensor_slices((a, y))
   dataset = dataset.shuffle(_ROWS, seed=3).batch(32)
   model = _one_input_model()
-  history = model.fit(dataset, epochs=3, validation_data=dataset, verbose=0)
-  return history.history, (model.get_weights(),)
+  return common.fitted(model, dataset, epochs=3, validation_data=dataset)
 
 
 def _py_dataset():
   batches = _Batches()
   model = _one_input_model()
-  history = model.fit(batches, epochs=2, verbose=0)
-  return history.history, (model.get_weights(),)
+  return common.fitted(model, batches)
 
 
 def _structures():
@@ -174,9 +172,8 @@ def _inputs_alone():
   a, _, _ = _two_inputs(96)
   model = _Denoiser()
   model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())
-  dataset = tf.data.Dataset.from_tensor_slices(a).batch(32)
-  history = model.fit(dataset, epochs=2, verbose=0)
-  return history.history, (model.get_weights(),)
+  dataset = common.batches(a)
+  return common.fitted(model, dataset)
 
 
 def _bools_and_strings():
@@ -195,8 +192,7 @@ def _bools_and_strings():
   dataset = tf.data.Dataset.from_tensor_slices(
     ({'name': names, 'flag': flags}, labels)
   )
-  history = model.fit(dataset.batch(32), epochs=2, verbose=0)
-  return history.history, (model.get_weights(),)
+  return common.fitted(model, dataset.batch(32))
 
 
 def _text():
@@ -214,8 +210,7 @@ def _text():
   pooled = layers.GlobalAveragePooling1D()(embedded)
   model = keras.Model(inputs, layers.Dense(1)(pooled))
   model.compile(keras.optimizers.SGD(0.05), 'mse')
-  history = model.fit(x, y, batch_size=32, verbose=0, shuffle=False)
-  return history.history, model.get_weights(), model.predict(x, 32, verbose=0)
+  return common.results(model, x, y, epochs=1, shuffle=False)
 
 
 PROGRAMS = {

@@ -8,7 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-layers, losses, ops = keras.layers, keras.losses, keras.ops
+from tests.programs import common
+
+layers, ops = keras.layers, keras.ops
 _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 3
 _LENGTH = 6
@@ -31,21 +33,6 @@ def _texts():
   lengths = rng.integers(2, _LENGTH + 1, (_ROWS, 1))
   texts[np.arange(_LENGTH) >= lengths] = 0
   return texts, (texts == 3).any(1).astype('i4')
-
-
-def _crossentropy():
-  return losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def _results(model, x, y, epochs=2, **options):
-  """What is to be the same: of `fit`, `evaluate`, `predict` and the weights."""
-  history = model.fit(x, y, batch_size=32, epochs=epochs, verbose=0, **options)
-  return [
-    history.history,
-    model.evaluate(x, y, batch_size=32, verbose=0),
-    model.predict(x, batch_size=32, verbose=0),
-    model.get_weights(),
-  ]
 
 
 # Images.
@@ -71,8 +58,8 @@ def _image_classification():
       layers.Dense(_CLASSES),
     ]
   )
-  model.compile('adam', _crossentropy(), metrics=['accuracy'])
-  return _results(model, x, y, validation_split=0.2)
+  model.compile('adam', common.crossentropy(), metrics=['accuracy'])
+  return common.results(model, x, y, validation_split=0.2)
 
 
 def _augmentations():
@@ -93,8 +80,8 @@ def _augmentations():
       layers.Dense(_CLASSES),
     ]
   )
-  model.compile('adam', _crossentropy())
-  return _results(model, x, y)
+  model.compile('adam', common.crossentropy())
+  return common.results(model, x, y)
 
 
 def _convolution(x, filters, stride=1, activation='relu'):
@@ -114,13 +101,15 @@ def _transfer_learning():
   hidden = layers.GlobalAveragePooling2D()(base(scaled, training=False))
   outputs = layers.Dense(_CLASSES)(layers.Dropout(0.2)(hidden))
   model = keras.Model(inputs, outputs)
-  model.compile(keras.optimizers.Adam(), _crossentropy(), metrics=['accuracy'])
-  first = _results(model, x, y, 1)
+  model.compile(
+    keras.optimizers.Adam(), common.crossentropy(), metrics=['accuracy']
+  )
+  first = common.results(model, x, y, epochs=1)
   base.trainable = True
   model.compile(
-    keras.optimizers.Adam(1e-5), _crossentropy(), metrics=['accuracy']
+    keras.optimizers.Adam(1e-5), common.crossentropy(), metrics=['accuracy']
   )
-  return first, _results(model, x, y, 1)
+  return first, common.results(model, x, y, epochs=1)
 
 
 def _resnet():
@@ -139,25 +128,20 @@ def _resnet():
   model = keras.Model(inputs, outputs)
   rate = keras.optimizers.schedules.CosineDecay(0.05, 6)
   optimizer = keras.optimizers.SGD(rate, momentum=0.9, nesterov=True)
-  model.compile(optimizer, _crossentropy(), metrics=['accuracy'])
-  return _results(model, x, y)
+  model.compile(optimizer, common.crossentropy(), metrics=['accuracy'])
+  return common.results(model, x, y)
 
 
 def _application(build, **options):
-  """A whole network in 64 bits: on few small images, of which the last layers see
-  a single pixel, its normalizations make an error of rounding large.
+  """Returns a program that trains a whole network in 64 bits.
+
+  Of few small images the last layers see a single pixel. Their normalizations make an
+  error of rounding large.
   """
 
   def program():
     x, y = _images(32)
-    floatx = keras.config.floatx()
     keras.config.set_floatx('float64')
-    try:
-      return train(x, y)
-    finally:
-      keras.config.set_floatx(floatx)
-
-  def train(x, y):
     model = build(
       input_shape=(32, 32, 3),
       weights=None,
@@ -165,8 +149,10 @@ def _application(build, **options):
       classifier_activation=None,
       **options,
     )
-    model.compile(keras.optimizers.SGD(1e-4, momentum=0.9), _crossentropy())
-    return _results(model, x / 127.5 - 1.0, y, 1)
+    model.compile(
+      keras.optimizers.SGD(1e-4, momentum=0.9), common.crossentropy()
+    )
+    return common.results(model, x / 127.5 - 1.0, y, epochs=1)
 
   return program
 
@@ -202,10 +188,10 @@ def _vision_transformer():
   model = keras.Model(inputs, layers.Dense(_CLASSES)(hidden))
   model.compile(
     keras.optimizers.AdamW(1e-3, weight_decay=1e-4),
-    _crossentropy(),
+    common.crossentropy(),
     metrics=['accuracy', keras.metrics.SparseTopKCategoricalAccuracy(2)],
   )
-  return _results(model, x, y)
+  return common.results(model, x, y)
 
 
 class _Segments(keras.utils.PyDataset):
@@ -246,13 +232,7 @@ def _unet():
     metrics=['accuracy'],
   )
   batches = _Segments()
-  history = model.fit(batches, epochs=2, validation_data=batches, verbose=0)
-  return [
-    history.history,
-    model.evaluate(batches, verbose=0),
-    model.predict(batches, verbose=0),
-    model.get_weights(),
-  ]
+  return common.results(model, batches, validation_data=batches)
 
 
 # Texts.
@@ -315,7 +295,7 @@ def _text_transformer():
   hidden = layers.Dense(8, 'relu')(layers.Dropout(0.1)(hidden))
   model = keras.Model(inputs, layers.Dense(2, 'softmax')(hidden))
   model.compile('adam', 'sparse_categorical_crossentropy', metrics=['accuracy'])
-  return _results(model, x, y)
+  return common.results(model, x, y)
 
 
 def _mini_gpt():
@@ -327,9 +307,8 @@ def _mini_gpt():
   inputs = layers.Input([_LENGTH], dtype='int32')
   hidden = _Block(is_causal=True)(_Positions(mask_zero=False)(inputs))
   model = keras.Model(inputs, [layers.Dense(_WORDS)(hidden), hidden])
-  model.compile('adam', [_crossentropy(), None])
-  history = model.fit(dataset, epochs=2, verbose=0)
-  found = [history.history, model.get_weights()]
+  model.compile('adam', [common.crossentropy(), None])
+  found = common.fitted(model, dataset)
   tokens = np.ones([1, _LENGTH], 'i4')
   for i in range(1, 4):
     logits, _ = model.predict(tokens, verbose=0)
@@ -348,7 +327,7 @@ def _bilstm():
     ]
   )
   model.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
-  return _results(model, x, y)
+  return common.results(model, x, y)
 
 
 def _seq2seq():
@@ -369,7 +348,7 @@ def _seq2seq():
     'rmsprop', 'sparse_categorical_crossentropy', weighted_metrics=['accuracy']
   )
   x = {'source': source, 'target': target[:, :-1]}
-  return _results(model, x, target[:, 1:])
+  return common.results(model, x, target[:, 1:])
 
 
 # Sequences of other things.
@@ -386,7 +365,7 @@ def _next_frame():
   outputs = layers.Conv3D(1, 3, padding='same', activation='sigmoid')(hidden)
   model = keras.Model(inputs, outputs)
   model.compile(keras.optimizers.Adam(), 'binary_crossentropy')
-  return _results(model, frames[:, :-1], frames[:, 1:], 1)
+  return common.results(model, frames[:, :-1], frames[:, 1:], epochs=1)
 
 
 def _time_series():
@@ -407,10 +386,7 @@ def _time_series():
     ]
   )
   model.compile(keras.optimizers.Adam(1e-2), 'huber', metrics=['mae'])
-  history = model.fit(
-    dataset, epochs=2, validation_data=dataset, verbose=0
-  ).history
-  return history, model.predict(dataset, verbose=0), model.get_weights()
+  return common.results(model, dataset, validation_data=dataset)
 
 
 PROGRAMS = {

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.programs import common
+
 layers, losses, ops = keras.layers, keras.losses, keras.ops
 _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 3
@@ -19,26 +21,10 @@ def _points():
   return x, rng.integers(0, _CLASSES, _ROWS)
 
 
-def _batches(*data):
-  data = data if len(data) > 1 else data[0]
-  return tf.data.Dataset.from_tensor_slices(data).batch(32)
-
-
-def _crossentropy(**options):
-  return losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-
-
 def _net(units=_CLASSES):
   return keras.Sequential(
     [layers.Input([6]), layers.Dense(8, 'tanh'), layers.Dense(units)]
   )
-
-
-def _results(model, *data, **options):
-  """What is to be the same; `data` is an array each, batched here."""
-  dataset = _batches(*data)
-  history = model.fit(dataset, epochs=2, verbose=0, **options)
-  return [history.history, model.get_weights()]
 
 
 # Models that learn from each other, and from what is alike.
@@ -71,17 +57,17 @@ class _Distiller(keras.Model):
 def _distillation():
   x, y = _points()
   teacher = _net()
-  teacher.compile('adam', _crossentropy(), metrics=['accuracy'])
-  first = _results(teacher, x, y)
+  teacher.compile('adam', common.crossentropy(), metrics=['accuracy'])
+  first = common.fitted(teacher, common.batches(x, y))
   model = _Distiller(_net(), teacher)
   model.compile(
     keras.optimizers.Adam(),
     [keras.metrics.SparseCategoricalAccuracy()],
-    _crossentropy(),
+    common.crossentropy(),
     0.1,
     10.0,
   )
-  found = _results(model, x, y)
+  found = common.fitted(model, common.batches(x, y))
   return first, found, model.evaluate(x, y, 32, verbose=0)
 
 
@@ -105,13 +91,13 @@ def _supervised_contrastive():
   x, y = _points()
   encoder = _net(8)
   encoder.compile(keras.optimizers.Adam(), _SupervisedContrastive())
-  first = _results(encoder, x, y)
+  first = common.fitted(encoder, common.batches(x, y))
   encoder.trainable = False
   inputs = layers.Input([6])
   outputs = layers.Dense(_CLASSES, 'softmax')(encoder(inputs))
   model = keras.Model(inputs, outputs)
   model.compile('adam', 'sparse_categorical_crossentropy', metrics=['accuracy'])
-  return first, _results(model, x, y)
+  return first, common.fitted(model, common.batches(x, y))
 
 
 class _Distance(layers.Layer):
@@ -167,8 +153,8 @@ def _siamese():
   net = keras.Model(inputs, _Distance()(*[embedding(i) for i in inputs]))
   model = _Siamese(net)
   model.compile(keras.optimizers.Adam(1e-2), weighted_metrics=[])
-  data = _batches(*triplet)
-  return _results(model, *triplet, validation_data=data), model.predict(
+  data = common.batches(*triplet)
+  return common.fitted(model, data, validation_data=data), model.predict(
     tf.data.Dataset.zip((data,)), verbose=0
   )
 
@@ -215,7 +201,7 @@ def _two_towers():
   }
   model = _Retrieval()
   model.compile(keras.optimizers.Adagrad(0.1))
-  return _results(model, data)
+  return common.fitted(model, common.batches(data))
 
 
 # Steps that do something with the gradients.
@@ -302,8 +288,10 @@ def _own(build):
     x, y = _points()
     model = build()
     optimizer = keras.optimizers.Adam(1e-2)
-    model.compile(optimizer, _crossentropy(), metrics=['accuracy'])
-    found = _results(model, x, y, validation_data=_batches(x, y))
+    model.compile(optimizer, common.crossentropy(), metrics=['accuracy'])
+    found = common.fitted(
+      model, common.batches(x, y), validation_data=common.batches(x, y)
+    )
     return found, model.predict(x, batch_size=32, verbose=0)
 
   return program
@@ -314,7 +302,7 @@ def _step_of_instance():
   x, y = _points()
   model = _net()
   optimizer = keras.optimizers.Adam(1e-2)
-  loss_fn = _crossentropy()
+  loss_fn = common.crossentropy()
 
   def step(data):
     x, y = data
@@ -326,7 +314,7 @@ def _step_of_instance():
 
   model.train_step = step
   model.compile(optimizer)
-  return _results(model, x, y)
+  return common.fitted(model, common.batches(x, y))
 
 
 PROGRAMS = {

@@ -1,27 +1,52 @@
-"""Programs that know of no strategy give what they give on one device.
+"""Programs give under every strategy what they give on one device.
 
-Each runs as it is on one device and under a strategy: only the scope is added.
-What `fit` and `evaluate` report, weights and predictions are compared.
+Each runs as it is on one device and under a strategy: only the scope is added. What
+`fit` and `evaluate` report, weights, the optimizer's state and predictions are compared,
+of every worker.
+
+A row is a strategy and a program. Rows that run in processes beside the test share them.
 """
 
 import functools
 import tempfile
+from unittest import mock
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import processes, tiers
-from tests.conformance import harness
-from tests.programs import inputs, runner, state, steps
+from tests import tiers, virtual_devices
+from tests.programs import (
+  common,
+  fits,
+  inputs,
+  own_steps,
+  recommender,
+  replicas,
+  restores,
+  runner,
+  state,
+  steps,
+)
+from tests.programs.cases import CASES, STRATEGIES
+from tf_strategies.strategies.mirrored import replica_exchange
+
+virtual_devices.configure()
 
 # Three minutes on two quiet cores.
 _DEADLINE_SECONDS = 280
+_MOST = 24  # Programs of one start.
 
-_PROGRAMS_OF_WORKERS = {**steps.PROGRAMS, **inputs.PROGRAMS, **state.PROGRAMS}
-# Refused there.
-del _PROGRAMS_OF_WORKERS['static_length']
-_SMOKE = ('quotient', 'two_optimizers')
+_SMOKE = {
+  'ring_mirrored': (
+    'embedding_clipnorm',
+    'quotient',
+    'two_optimizers',
+    'restored_momentum_eager',
+  ),
+  'central_storage': ('embedding_clipnorm'),
+}
+# One of each mechanism: what `make test_all` runs; `make soak` runs them all.
 _SOME = (
   'accumulated',
   'masked',
@@ -32,7 +57,6 @@ _SOME = (
   'endless_generator',
   'on_batch',
 )
-# One of each mechanism: what `make test_all` runs; `make soak` runs them all.
 _OF_EACH = (
   *_SOME,
   'bools_and_strings',
@@ -53,85 +77,347 @@ _OF_EACH = (
 )
 # Whole models, of which each takes ten seconds.
 _MODELS = ('resnet', 'custom_training', 'loop_over_workers')
-# Minutes each.
-_SLOW = ('mobilenet', 'efficientnet')
+# What is divided between replicas: state, rows, random numbers.
+_OF_REPLICAS = (
+  'statistics',
+  'batch_normalization',
+  'overflow_of_the_first',
+  'overflow_of_the_last',
+  'predicted',
+  'slices',
+  'gathered',
+  'reduced',
+  'masks',
+)
+_OF_WORKERS = (
+  *_OF_REPLICAS,
+  'eager_after_others',
+  'meetings',
+  'read_by_the_chief',
+  'managed',
+)
+_FITS = (
+  'rows_69',
+  'sync_batch_normalization',
+  'run_eagerly_1_row',
+  'accumulation_global_clipnorm',
+  'ema_overwrite_accumulation_steps_per_execution',
+  'mixed_float16_global_clipnorm',
+  'sample_weight',
+  'steps_per_execution',
+  'backup_and_restore',
+  'model_checkpoint',
+  'predicted_in_replicas',
+  *restores.PROGRAMS,
+)
+_OPTIONS = (
+  *fits.PROGRAMS,
+  *own_steps.PROGRAMS,
+  *replicas.PROGRAMS,
+  *restores.PROGRAMS,
+)
+_ON_WORKERS = (
+  *steps.PROGRAMS,
+  *inputs.PROGRAMS,
+  *state.PROGRAMS,
+  *_OPTIONS,
+  'sharpness_aware',
+)
+# What differs on servers: control flow, rows, held and direct writes.
+_ON_SERVERS = (
+  *fits.PROGRAMS,
+  *own_steps.PROGRAMS,
+  *own_steps.ON_SERVERS,
+  'restored_momentum_fit_subclass',
+  'accumulated',
+  'all_callbacks',
+  'bools_and_strings',
+  'class_weight',
+  'contrastive',
+  'decayed_and_averaged',
+  'endless_generator',
+  'lora',
+  'mean',
+  'metrics',
+  'on_batch',
+  'optimizer_adafactor',
+  'optimizer_adamw',
+  'optimizer_sgd_nesterov',
+  'own_layer_and_metric',
+  'py_dataset',
+  'positions_adam',
+  'queue',
+  'ragged',
+  'run_eagerly',
+  'sample_weight',
+  'saved_and_loaded',
+  'several_heads',
+  'sparse',
+  'steps_per_execution',
+  'two_optimizers',
+)
+_OFTEN_ON_SERVERS = (
+  'rows_65',
+  'loaded_model',
+  'metrics',
+  'positions_adam',
+  'ragged',
+  'restored_momentum_fit_subclass',
+  'sparse',
+  'text_vectorization',
+  'two_optimizers',
+  'two_players',
+  'two_players_at_once',
+)
+_OPTIMIZERS = tuple(f'optimizer_{name}' for name in common.OPTIMIZERS)
+_SHARDED = (*_OPTIMIZERS, *fits.TABLES, *fits.PROGRAMS)
+_IN_PARTS = (
+  'embedding_clipnorm',
+  'embedding_steps_per_execution',
+  'mixed_float16_embedding',
+)
 
 
-def _rows(cases, mark, programs):
-  return [
-    mark(case, name)(f'{case.name}_{name}', case, name)
-    for case in cases
-    for name in programs
-  ]
+def _refusal(case, name) -> str | None:
+  """Returns a pattern of the error if a strategy refuses a program."""
+  if case.servers and name in (
+    'recommender_adafactor',
+    'recommender_lamb',
+    'recommender_muon',
+  ):
+    optimizer = name.removeprefix('recommender_').title()
+    if 'parts' in case.name:
+      return f'{optimizer} with partitioned variable.*Adam or SGD'
+  if case.workers and not case.servers and name == 'static_length':
+    return r'tf\.shape\(x\)\[0\]'
+  return None
+
+
+# Rows in this process.
 
 
 def _mark_in_process(case, name):
-  is_first = case is harness.STRATEGIES[0]
-  if is_first and name in _SMOKE:
+  if name in _SMOKE[case.name]:
     return tiers.smoke
-  often = (*_OF_EACH, *_MODELS) if is_first else _SOME
+  often = (*_SOME, *_OF_REPLICAS, 'restored_ema_function')
+  if case is STRATEGIES[0]:
+    often = (*often, *_OF_EACH, *_MODELS, *_FITS)
   return tiers.unmarked if name in often else tiers.soak
 
 
-def _mark_of_workers(case, name):
-  often = case is runner.WORKERS[0] and name in _OF_EACH
-  return tiers.unmarked if often else tiers.soak
+_IN_PROCESS = [
+  *[
+    _mark_in_process(case, name)(f'{case.name}_{name}', case, name)
+    for case in STRATEGIES
+    for name in (*runner.PAGE, *_OPTIONS)
+  ],
+  *[
+    tiers.soak(f'{case}_{name}', CASES[case], name)
+    for case in ('central_storage_of_2', 'sharded')
+    for name in (*fits.PROGRAMS, *fits.TABLES, 'restored_accumulation_fit')
+    if name != 'table_adagrad'
+  ],
+  *[
+    (f'sharded_{name}', CASES['sharded'], name)
+    for name in (*_OPTIMIZERS, 'table_adagrad', 'compiled', 'two_optimizers')
+  ],
+]
+
+
+# Rows in processes of their own: (case, program), by what starts together.
+
+
+def _groups(case, names):
+  names = list(names)
+  count = -(-len(names) // _MOST)
+  return [tuple((case, n) for n in names[i::count]) for i in range(count)]
+
+
+_STARTS = {
+  tiers.smoke: (
+    (
+      ('ring_2x2', 'sync_batch_normalization'),
+      ('ring_2x2', 'restored_ema_function'),
+      ('ring_2x1_sharded', 'optimizer_adam'),
+      ('ring_2x1_sharded', 'accumulated'),
+    ),
+    # TensorFlow's runtime keeps its port: nothing else begins after it.
+    (('collective_2x1', 'sync_batch_normalization'),),
+    (('servers_sync_2', 'guide'),),
+  ),
+  tiers.unmarked: (
+    tuple(('ring_2x1_unlike', n) for n in (*_OF_EACH, 'run_eagerly_1_row')),
+    tuple(('ring_2x2', name) for name in _OF_WORKERS),
+    (
+      *[('servers_sync_2', name) for name in _OFTEN_ON_SERVERS],
+      ('servers_sync_2_in_2_parts', 'recommender_adagrad'),
+      ('servers_sync_2_in_2_parts', 'recommender_lazy_momentum'),
+      (
+        'servers_sync_2_in_2_parts',
+        'recommender_adagrad_where_repeated_rows_are_lost',
+      ),
+      ('servers_sync_2', 'recommender_sgd_where_shares_count_alike'),
+    ),
+    (
+      ('servers_async_1_in_2_parts', 'embedding_clipnorm'),
+      ('servers_async_1_in_2_parts', 'recommender_scaled_lazy_adam'),
+      ('servers_bounded_1_in_2_parts', 'recommender_clipnorm'),
+    ),
+  ),
+  tiers.soak: (
+    *_groups('ring_2x1', _ON_WORKERS),
+    *_groups('ring_2x2', _ON_WORKERS),
+    *_groups('collective_2x1', _ON_WORKERS),
+    *(
+      group
+      for case in (
+        'ring_3x1',
+        'mpi_2x1',
+        'collective_1x1',
+        'collective_2x2',
+        'ring_2x1_unlike',
+        'collective_2x1_unlike',
+      )
+      for group in _groups(case, _OPTIONS)
+    ),
+    *_groups('ring_2x2_sharded', fits.PROGRAMS),
+    *_groups('ring_3x1_sharded', _SHARDED),
+    *(
+      group
+      for mode in ('async_1', 'sync_1', 'sync_2')
+      for group in _groups(f'servers_{mode}', _ON_SERVERS)
+    ),
+    *(
+      group
+      for mode in ('async_1', 'bounded_1', 'sync_1', 'sync_2')
+      for parts in ('', '_in_2_parts')
+      for group in _groups(f'servers_{mode}{parts}', recommender.PROGRAMS)
+    ),
+    (
+      *(('servers_async_1_in_2_parts', name) for name in _IN_PARTS[1:]),
+      *(('servers_async_1_in_3_parts', name) for name in _IN_PARTS),
+      (
+        'servers_async_1',
+        'recommender_adam_where_repeated_rows_are_lost',
+      ),
+    ),
+    (
+      *(('servers_sync_2_in_2_parts', name) for name in _IN_PARTS),
+      (
+        'servers_sync_2_in_2_parts',
+        'recommender_lazy_adam_where_repeated_rows_are_lost',
+      ),
+    ),
+  ),
+}
+_often = {row for tier in list(_STARTS)[:2] for g in _STARTS[tier] for row in g}
+_IN_PROCESSES = [
+  mark(f'{case}_{name}', CASES[case], name, group)
+  for mark, groups in _STARTS.items()
+  for group in groups
+  for case, name in group
+  if mark is not tiers.soak or (case, name) not in _often
+]
 
 
 @functools.cache
-def _results(case, names):
-  """For each worker, what each program returned or raised."""
+def _results(rows):
+  """Returns what each program gave on each worker, in one start of the workers."""
+  # Examples have flags, of which this process can have one example's only.
+  alone = {
+    (None, name.partition('_where_')[0])
+    for _, name in rows
+    if name.startswith('recommender_')
+  }
   with tempfile.TemporaryDirectory() as directory:
-    processes.run_workers(
-      runner.work,
-      case.workers,
-      args=(case, names, directory),
-      deadline=_DEADLINE_SECONDS,
-    )
-    return [
-      {name: runner.read(directory, rank, name) for name in names}
-      for rank in range(case.workers)
-    ]
+    found = {}
+    for each in filter(None, (tuple(sorted(alone, key=str)), rows)):
+      ended = runner.start(each, directory, _DEADLINE_SECONDS)
+      for outcome in ended:
+        print(outcome.rank, outcome.exitcode, outcome.error_text)
+      found |= {row: runner.read(directory, *row) for row in each}
+    return found
 
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
-  def assert_equal(self, one, other, name=None):
-    """The numbers of two structures are as near as promised."""
+  def assert_equal(self, one, other, name):
+    """Checks that the numbers of two structures differ by the promised limit at most."""
     found = runner.difference(one, other)
     self.assertLessEqual(found, runner.limit_of(name))
 
-  @tiers.named_parameters(
-    *_rows(harness.STRATEGIES, _mark_in_process, runner.PROGRAMS)
-  )
+  @tiers.named_parameters(*_IN_PROCESS)
   def test_equals_one_device(self, case, name):
-    found = runner.run(name, case.create())
+    found = runner.run_checked(name, case.create())
     self.assert_equal(runner.one_device(name), found, name)
 
-  @tiers.named_parameters(
-    *_rows(runner.WORKERS, _mark_of_workers, _PROGRAMS_OF_WORKERS)
-  )
-  def test_several_workers_equal_one_device(self, case, name):
-    # All in one run of the workers, which takes long to start.
-    names = _OF_EACH if name in _OF_EACH else tuple(_PROGRAMS_OF_WORKERS)
-    for result in _results(case, names):
-      self.assertIsNotNone(result[name], 'an earlier program failed')
-      if isinstance(result[name], runner.Failure):
-        raise AssertionError(result[name].text)
-      self.assert_equal(runner.one_device(name), result[name], name)
-
-  @tiers.named_parameters(tiers.soak('ring_2x1', runner.WORKERS[0]))
-  def test_workers_refuse_a_step_that_needs_the_length_of_a_batch(self, case):
-    for result in _results(case, ('static_length',)):
-      self.assertTrue(result['static_length'].is_typed)
-      self.assertIn('tf.shape(x)[0]', result['static_length'].text)
+  @tiers.named_parameters(*_IN_PROCESSES)
+  def test_in_processes_equals_one_device(self, case, name, group):
+    if case.link == 'mpi' and runner.mpiexec() is None:
+      self.skipTest("no mpi4py and mpiexec: pip install '.[mpi]'")
+    results = _results(group)
+    found = results[case.name, name]
+    original = name.partition('_where_')[0]
+    refusal = _refusal(case, name)
+    for each in found:
+      if each is None:
+        failures = [f for fs in results.values() for f in fs]
+        failures = [f for f in failures if isinstance(f, runner.Failure)]
+        self.fail(f'an earlier program failed: {failures[:1]}')
+      if refusal is not None:
+        self.assertTrue(each.is_typed, each)
+        self.assertRegex(each.text, f'(?s){refusal}')
+        continue
+      if isinstance(each, runner.Failure):
+        raise AssertionError(each.text)
+      if name.startswith('recommender_'):
+        [want] = results[None, original]
+      else:
+        want = runner.one_device(name)
+      if name != original:
+        difference = runner.difference(want, each)
+        self.assertGreater(difference, 100 * runner.limit_of(name))
+        continue
+      self.assert_equal(want, each, name)
+      if not name.startswith('mixed_'):
+        # Not one bit differs between workers.
+        self.assertEqual(runner.difference(found[0], each), 0)
 
   @pytest.mark.smoke
   def test_another_result_is_found(self):
     """The comparison tells programs apart that differ by a number of replicas."""
     with self.assertRaises(AssertionError):
       self.assert_equal(
-        runner.one_device('mean'), runner.one_device('sum_by_batch_size')
+        runner.one_device('mean'),
+        runner.one_device('sum_by_batch_size'),
+        'mean',
       )
+
+  @pytest.mark.smoke
+  def test_a_wrong_sum_is_found(self):
+    add = replica_exchange.ReplicaExchange.add
+
+    def wrong(self, *args):
+      return [
+        [t * 1.001 if t.dtype.is_floating else t for t in sums]
+        for sums in add(self, *args)
+      ]
+
+    with mock.patch.object(replica_exchange.ReplicaExchange, 'add', wrong):
+      # Adam would not see it.
+      found = runner.run('rows_69', STRATEGIES[0].create())
+    with self.assertRaises(AssertionError):
+      self.assert_equal(runner.one_device('rows_69'), found, 'rows_69')
+
+  def test_short_products(self):
+    """Products of TF32, which needs a GPU, have 10 bits."""
+    if virtual_devices.KIND != 'GPU':
+      self.skipTest('no GPU: CPUs have no TF32')
+    experimental = tf.config.experimental
+    experimental.enable_tensor_float_32_execution(True)
+    self.addCleanup(experimental.enable_tensor_float_32_execution, False)
+    for case in STRATEGIES:
+      found = runner.run_checked('rows_69', case.create())
+      self.assertLess(runner.difference(runner.run('rows_69'), found), 5e-3)
 
 
 if __name__ == '__main__':

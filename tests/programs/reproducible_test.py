@@ -15,7 +15,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import processes, tiers, virtual_devices
-from tests.programs import loops, runner
+from tests.programs import common, loops, runner
 
 virtual_devices.configure()
 pytestmark = pytest.mark.skipif(
@@ -70,7 +70,7 @@ _OWN = {
     keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), run_eagerly=True
   ),
 }
-_PROGRAMS = {**runner.PROGRAMS, **_OWN}
+_PROGRAMS = {**runner.PAGE, **_OWN}
 # Refused: they call `strategy.run`, or have XLA compile steps.
 _REFUSED = (*loops.PROGRAMS, 'compiled')
 for _name in _REFUSED:
@@ -87,10 +87,7 @@ _OF_WORKERS = ('mixed_float16', 'ragged', 'seeded')
 
 
 def _run(name, strategy):
-  keras.backend.clear_session()
-  keras.utils.set_random_seed(1)
-  with strategy.scope():
-    return _PROGRAMS[name]()
+  return common.run(_PROGRAMS[name], strategy)
 
 
 def _in_process(name, count):
@@ -132,7 +129,7 @@ class ReproducibleProgramsTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(*map(_mark, _PROGRAMS))
   def test_same_bits(self, name):
     found = _in_process(name, 1)
-    if name in runner.PROGRAMS:
+    if name in runner.PAGE:
       difference = runner.difference(runner.one_device(name), found)
       self.assertLessEqual(difference, runner.limit_of(name))
     want = _digest(found)

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.programs import common
+
 layers, losses, ops = keras.layers, keras.losses, keras.ops
 _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 4
@@ -57,8 +59,7 @@ def _fit(model, rows=_ROWS, drop_remainder=False, **options):
   model.compile(keras.optimizers.SGD(0.1))
   data = tf.data.Dataset.from_tensor_slices(_points(rows))
   data = data.batch(32, drop_remainder)
-  history = model.fit(data, epochs=2, verbose=0, **options)
-  return history.history, model.get_weights()
+  return common.fitted(model, data, **options)
 
 
 class _Generator(_Own):
@@ -234,11 +235,9 @@ def _captcha():
     ]
   )
   model.compile(keras.optimizers.Adam(1e-2), losses.CTC())
-  history = model.fit(
-    images, labels + 1, 32, 2, shuffle=False, verbose=0, validation_split=0.2
+  return common.results(
+    model, images, labels + 1, shuffle=False, validation_split=0.2
   )
-  outputs = model.predict(images, 32, verbose=0)
-  return history.history, outputs, model.get_weights()
 
 
 def _stateful_rnn():
@@ -255,11 +254,14 @@ def _stateful_rnn():
   )
   model.compile(keras.optimizers.SGD(0.1), 'mse')
   data = (x[:16], y[:16])
-  history = model.fit(
-    x, y, 8, 2, shuffle=False, verbose=0, validation_data=data
+  found = common.fitted(
+    model, x, y, batch_size=8, shuffle=False, validation_data=data
   )
-  found = model.predict(x, 8, verbose=0), model.evaluate(x, y, 8, verbose=0)
-  return history.history, found, model.get_weights()
+  return [
+    found,
+    model.predict(x, 8, verbose=0),
+    model.evaluate(x, y, 8, verbose=0),
+  ]
 
 
 class _NumPyLayer(layers.Layer):
@@ -277,11 +279,8 @@ def _numpy_in_a_layer():
   model = keras.Sequential(
     [layers.Input([6]), layers.Dense(4), _NumPyLayer(), layers.Dense(_CLASSES)]
   )
-  loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-  model.compile(keras.optimizers.SGD(0.1), loss)
-  history = model.fit(x, y, 32, 2, shuffle=False, verbose=0)
-  found = model.predict(x, 32, verbose=0), model.get_weights()
-  return history.history, found
+  model.compile(keras.optimizers.SGD(0.1), common.crossentropy())
+  return common.results(model, x, y, shuffle=False)
 
 
 class _Overwritten(keras.metrics.Metric):
@@ -305,10 +304,10 @@ def _overwritten_metric():
   """With a last batch of fewer rows than there are replicas."""
   x, y = _points(66)
   model = keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)])
-  loss = losses.SparseCategoricalCrossentropy(from_logits=True)
-  model.compile(keras.optimizers.SGD(0.1), loss, metrics=[_Overwritten()])
-  history = model.fit(x, y, 32, 2, shuffle=False, verbose=0)
-  return history.history, model.evaluate(x, y, 32, verbose=0, return_dict=True)
+  model.compile(
+    keras.optimizers.SGD(0.1), common.crossentropy(), metrics=[_Overwritten()]
+  )
+  return common.results(model, x, y, shuffle=False)
 
 
 PROGRAMS = {
@@ -319,7 +318,7 @@ PROGRAMS = {
   'queue': lambda: _fit(_Queue()),
   'lists': lambda: _fit(_Lists()),
   'forward_mode': lambda: _fit(_ForwardMode()),
-  'sharpness_aware': _sharpness_aware,
+  'sharpness_aware_metrics': _sharpness_aware,
   'static_length': lambda: _fit(_StaticLength(), 64, drop_remainder=True),
   'numpy_in_a_layer': _numpy_in_a_layer,
   'overwritten_metric': _overwritten_metric,

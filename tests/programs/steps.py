@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.programs import common
+
 layers, losses, ops = keras.layers, keras.losses, keras.ops
 _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 4
@@ -37,30 +39,19 @@ def _dense_model():
   )
 
 
-def _crossentropy(**options):
-  return losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-
-
 def _adam(**options):
   return keras.optimizers.Adam(1e-2, **options)
-
-
-def _run(model, x, y, **options):
-  """What came out of `fit`, `evaluate` and the weights."""
-  options = {'batch_size': 32, 'shuffle': False, 'verbose': 0, **options}
-  history = model.fit(x, y, epochs=2, **options)
-  found = [history.history, model.get_weights()]
-  if model._compile_loss is not None:  # pylint: disable=protected-access
-    weights = options.get('sample_weight')
-    found.append(model.evaluate(x, y, 32, verbose=0, sample_weight=weights))
-  return found
 
 
 def _fit_with(loss=None, weighted=False, **options):
   x, y, weights = _data()
   model = _dense_model()
-  model.compile(_adam(**options), loss or _crossentropy(), metrics=['accuracy'])
-  return _run(model, x, y, sample_weight=weights if weighted else None)
+  model.compile(
+    _adam(**options), loss or common.crossentropy(), metrics=['accuracy']
+  )
+  return common.results(
+    model, x, y, shuffle=False, sample_weight=weights if weighted else None
+  )
 
 
 def _clipped():
@@ -76,12 +67,12 @@ def _decayed_and_averaged():
 
 
 def _sum():
-  return _fit_with(_crossentropy(reduction='sum'), weighted=True)
+  return _fit_with(common.crossentropy(reduction='sum'), weighted=True)
 
 
 def _mean_with_sample_weight():
   reduction = 'mean_with_sample_weight'
-  return _fit_with(_crossentropy(reduction=reduction), weighted=True)
+  return _fit_with(common.crossentropy(reduction=reduction), weighted=True)
 
 
 def _masked():
@@ -93,8 +84,8 @@ def _masked():
       layers.Dense(_CLASSES),
     ]
   )
-  model.compile(keras.optimizers.SGD(0.1), _crossentropy())
-  return _run(model, x, y)
+  model.compile(keras.optimizers.SGD(0.1), common.crossentropy())
+  return common.results(model, x, y, shuffle=False)
 
 
 class _Positions(layers.Layer):
@@ -120,8 +111,8 @@ def _with_positions(optimizer):
         layers.Dense(_CLASSES),
       ]
     )
-    model.compile(optimizer(), _crossentropy())
-    return _run(model, x, y)
+    model.compile(optimizer(), common.crossentropy())
+    return common.results(model, x, y, shuffle=False)
 
   return program
 
@@ -137,11 +128,12 @@ def _several_outputs():
   model = keras.Model(inputs, outputs)
   model.compile(
     _adam(),
-    {'kind': _crossentropy(), 'sum': 'mse'},
+    {'kind': common.crossentropy(), 'sum': 'mse'},
     loss_weights={'kind': 1.0, 'sum': 0.3},
     metrics={'sum': ['mae']},
   )
-  return _run(model, x, {'kind': y, 'sum': x.sum(1)})
+  y = {'kind': y, 'sum': x.sum(1)}
+  return common.results(model, x, y, shuffle=False)
 
 
 class _Own(keras.Model):
@@ -183,9 +175,8 @@ def with_own_step(loss_of):
   def program():
     x, y, _ = _data()
     model = _Own(loss_of)
-    model.compile(_adam(global_clipnorm=0.1), _crossentropy())
-    history = model.fit(x, y, 32, 2, verbose=0, shuffle=False)
-    return history.history, model.get_weights()
+    model.compile(_adam(global_clipnorm=0.1), common.crossentropy())
+    return common.fit(model, x, y, shuffle=False), model.get_weights()
 
   return program
 
@@ -270,8 +261,8 @@ def _activity():
       layers.Dense(_CLASSES),
     ]
   )
-  model.compile(_adam(), _crossentropy())
-  return _run(model, x, y)
+  model.compile(_adam(), common.crossentropy())
+  return common.results(model, x, y, shuffle=False)
 
 
 class _Adversarial(keras.Model):
@@ -311,9 +302,7 @@ def _two_optimizers():
   model = _Adversarial()
   optimizers = [_adam(clipnorm=0.01) for _ in range(2)]
   model.compile(*optimizers)
-  dataset = tf.data.Dataset.from_tensor_slices(x).batch(32)
-  history = model.fit(dataset, epochs=2, verbose=0)
-  return history.history, model.get_weights()
+  return common.fitted(model, common.batches(x))
 
 
 def _compiled():
@@ -322,10 +311,9 @@ def _compiled():
   model = keras.Sequential(
     [layers.Input([6]), layers.Dropout(0.3, seed=5), layers.Dense(_CLASSES)]
   )
-  model.compile(_adam(clipnorm=0.1), _crossentropy(), jit_compile=True)
+  model.compile(_adam(clipnorm=0.1), common.crossentropy(), jit_compile=True)
   # All in one batch, whose shape is compiled once.
-  history = model.fit(x, y, _ROWS, 2, shuffle=False, verbose=0)
-  return history.history, model.get_weights()
+  return common.fitted(model, x, y, shuffle=False, batch_size=_ROWS)
 
 
 PROGRAMS = {

@@ -13,7 +13,6 @@ import tempfile
 
 from absl import app, flags
 
-from tests import parameter_servers, processes
 from tests.programs import runner
 
 _PAGE = os.path.join(
@@ -22,14 +21,14 @@ _PAGE = os.path.join(
 _SECONDS = 200  # For one program; the first of a process takes longest.
 _AT_ONCE = 6  # Programs in one process.
 
-# By name: how many processes.
+# By name in the table.
 COLUMNS = {
-  'ring_mirrored': 1,
-  'central_storage': 1,
-  'multi_worker_ring': 2,
-  'multi_worker_collective': 2,
-  'parameter_server': 1,
-  'MirroredStrategy': 1,
+  'ring_mirrored': 'ring_mirrored',
+  'central_storage': 'central_storage',
+  'multi_worker_ring': 'ring_2x1',
+  'multi_worker_collective': 'collective_2x1',
+  'parameter_server': 'servers_sync_2',
+  'MirroredStrategy': 'MirroredStrategy',
 }
 
 _COLUMNS = flags.DEFINE_list('columns', list(COLUMNS), 'Which to run.')
@@ -40,59 +39,16 @@ _HANGS = runner.Failure('never ends', '', False)
 _DIES = runner.Failure('the process dies', '', False)
 
 
-def _work(rank, column, names, directory):
-  """Runs programs in one process of a column, or on one device."""
-  import tensorflow as tf
-
-  import tf_strategies as tfs
-  from tests import virtual_devices
-
-  virtual_devices.configure()
-
-  def strategy():
-    if column == 'MirroredStrategy':
-      return tf.distribute.MirroredStrategy(virtual_devices.names(4))
-    if column in ('ring_mirrored', 'central_storage'):
-      return tfs.create_strategy(column, devices=virtual_devices.names(4))
-    if column == 'parameter_server':
-      return tfs.create_strategy(column, mode='sync')
-    return None
-
-  for name in names:
-    made = strategy()
-    found = runner.outcome(name, made)
-    runner.write(directory, rank, name, found)
-    if column == 'parameter_server':
-      made.close()
-
-
-def _start(column, names, directory, deadline):
-  """Runs programs in the processes of a column; whether the deadline ended them."""
-  if column == 'parameter_server':
-    with parameter_servers.Job(2, 2, deadline) as job:
-      job.start_chief(_work, (0, column, names, directory))
-      outcomes = [job.wait()]
-  elif column.startswith('multi_worker'):
-    case = next(c for c in runner.WORKERS if c.strategy == column)
-    args = (case, names, directory)
-    with processes.Workers(runner.work, 2, args, deadline=deadline) as workers:
-      outcomes = workers.wait()
-  else:
-    with processes.ProcessGroup(deadline) as group:
-      group.start_function(0, _work, (0, column, names, directory))
-      outcomes = group.wait_for([0])
-  return any(o.exitcode is None for o in outcomes)
-
-
-def _run(column, names) -> dict:
-  """What each rank found of each program."""
+def _run(case, names) -> dict:
+  """Returns what each rank found of each program, in a case or on one device."""
   results, left = {}, list(names)
   while left:
     now, directory = left[:_AT_ONCE], tempfile.mkdtemp()
-    hangs = _start(column, now, directory, 60 + _SECONDS * len(now))
+    rows = [(case, name) for name in now]
+    ended = runner.start(rows, directory, 60 + _SECONDS * len(now))
+    hangs = any(outcome.exitcode is None for outcome in ended)
     for name in now:
-      ranks = range(COLUMNS.get(column, 1))
-      found = [runner.read(directory, rank, name) for rank in ranks]
+      found = runner.read(directory, case, name)
       results[name] = [
         (_HANGS if hangs else _DIES) if f is None else f for f in found
       ]
@@ -134,7 +90,7 @@ def _read() -> dict[tuple[str, str], str]:
 def _write(cells) -> None:
   head = ' | '.join(f'`{c}`' for c in COLUMNS)
   lines = [f'| Program | {head} |', '|---' * (len(COLUMNS) + 1) + '|']
-  for name in runner.PROGRAMS:
+  for name in runner.PAGE:
     row = ' | '.join(cells.get((name, c), 'not run') for c in COLUMNS)
     lines.append(f'| `{name}` | {row} |')
   with open(_PAGE) as f:
@@ -145,10 +101,10 @@ def _write(cells) -> None:
 
 def main(_):
   """Runs what was asked for, and writes the page after every column."""
-  names = _PROGRAMS.value or list(runner.PROGRAMS)
-  want = {n: f[0] for n, f in _run('one_device', names).items()}
+  names = _PROGRAMS.value or list(runner.PAGE)
+  want = {n: f[0] for n, f in _run(None, names).items()}
   for column in _COLUMNS.value:
-    found = _run(column, names)
+    found = _run(COLUMNS[column], names)
     cells = _read()
     for name in names:
       cells[name, column] = _cell(name, want[name], found[name])

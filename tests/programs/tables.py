@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.programs import common
+
 layers, losses = keras.layers, keras.losses
 _ROWS = 78  # Two batches of 32, and one of 14.
 
@@ -27,7 +29,7 @@ def _table():
 def _structured_data():
   """As in Keras's example from scratch: one encoder for each column."""
   table, y = _table()
-  dataset = tf.data.Dataset.from_tensor_slices((table, y)).batch(32)
+  dataset = common.batches(table, y)
   age = layers.Normalization(axis=None)
   age.adapt(table['age'])
   kind = layers.IntegerLookup(output_mode='int')
@@ -55,17 +57,12 @@ def _structured_data():
   outputs = layers.Dense(1, 'sigmoid')(layers.Dropout(0.5)(hidden))
   model = keras.Model(inputs, outputs)
   model.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
-  history = model.fit(dataset, epochs=2, verbose=0, validation_data=dataset)
-  return [
-    history.history,
-    model.predict(dataset, verbose=0),
-    model.get_weights(),
-  ]
+  return common.results(model, dataset, validation_data=dataset)
 
 
 def _feature_space():
   table, y = _table()
-  dataset = tf.data.Dataset.from_tensor_slices((table, y)).batch(32)
+  dataset = common.batches(table, y)
   utils = keras.utils.FeatureSpace
   space = utils(
     features={
@@ -84,10 +81,10 @@ def _feature_space():
   training.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
   inference = keras.Model(space.get_inputs(), outputs)
   prepared = dataset.map(lambda x, y: (space(x), y)).prefetch(1)
-  history = training.fit(prepared, epochs=2, verbose=0).history
+  found = common.fitted(training, prepared)
   one = {k: v[:5] for k, v in table.items()}
   one = {k: tf.convert_to_tensor(v) for k, v in one.items()}
-  return history, training.get_weights(), inference.predict(one, verbose=0)
+  return found, inference.predict(one, verbose=0)
 
 
 def _text_vectorization():
@@ -111,9 +108,8 @@ def _text_vectorization():
     ]
   )
   model.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
-  dataset = tf.data.Dataset.from_tensor_slices((texts[:, None], y)).batch(32)
-  history = model.fit(dataset, epochs=2, verbose=0).history
-  return history, model.predict(dataset, verbose=0), model.get_weights()
+  dataset = common.batches(texts[:, None], y)
+  return common.results(model, dataset)
 
 
 def _ragged():
@@ -123,7 +119,7 @@ def _ragged():
   texts = tf.RaggedTensor.from_row_lengths(
     rng.integers(1, 9, lengths.sum()), lengths
   )
-  dataset = tf.data.Dataset.from_tensor_slices((texts, lengths > 3)).batch(32)
+  dataset = common.batches(texts, lengths > 3)
   inputs = layers.Input([None], dtype='int64', ragged=True)
   hidden = layers.Lambda(
     lambda t: t.to_tensor(shape=[None, 6]), output_shape=(6,)
@@ -132,8 +128,7 @@ def _ragged():
   outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
   model = keras.Model(inputs, outputs)
   model.compile('adam', losses.BinaryCrossentropy(from_logits=True))
-  history = model.fit(dataset, epochs=2, verbose=0).history
-  return history, model.predict(dataset, verbose=0), model.get_weights()
+  return common.results(model, dataset)
 
 
 def _sparse():
@@ -146,12 +141,7 @@ def _sparse():
   outputs = layers.Dense(1)(layers.Dense(4, 'relu')(inputs))
   model = keras.Model(inputs, outputs)
   model.compile('adam', losses.BinaryCrossentropy(from_logits=True))
-  history = model.fit(dataset.batch(32), epochs=2, verbose=0).history
-  return (
-    history,
-    model.predict(dataset.batch(32), verbose=0),
-    (model.get_weights()),
-  )
+  return common.results(model, dataset.batch(32))
 
 
 PROGRAMS = {

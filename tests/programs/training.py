@@ -10,6 +10,8 @@ import tempfile
 import keras
 import numpy as np
 
+from tests.programs import common
+
 layers, losses, ops = keras.layers, keras.losses, keras.ops
 _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 3
@@ -19,10 +21,6 @@ def _points():
   rng = np.random.default_rng(15)
   x = rng.random((_ROWS, 6)).astype('f4')
   return x, rng.integers(0, _CLASSES, _ROWS)
-
-
-def _crossentropy(**options):
-  return losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
 def _net(units=_CLASSES, activation=None):
@@ -36,18 +34,6 @@ def _net(units=_CLASSES, activation=None):
   )
 
 
-def _results(model, x, y, epochs=2, **options):
-  """What is to be the same: of `fit`, `evaluate`, `predict` and the weights."""
-  options = {'batch_size': 32, 'verbose': 0, **options}
-  history = model.fit(x, y, epochs=epochs, **options)
-  return [
-    history.history,
-    model.evaluate(x, y, batch_size=32, verbose=0),
-    model.predict(x, batch_size=32, verbose=0),
-    model.get_weights(),
-  ]
-
-
 # Optimizers and precision.
 
 
@@ -55,61 +41,32 @@ def _with_optimizer(build):
   def program():
     x, y = _points()
     model = _net()
-    model.compile(build(), _crossentropy())
-    return _results(model, x, y), [v.numpy() for v in model.optimizer.variables]
+    model.compile(build(), common.crossentropy())
+    return common.results(model, x, y)
 
   return program
 
 
-_OPTIMIZERS = {
-  'adam': lambda: keras.optimizers.Adam(1e-2, amsgrad=True),
-  'adamw': lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.1),
-  'lion': lambda: keras.optimizers.Lion(1e-2),
-  'adafactor': lambda: keras.optimizers.Adafactor(1e-2),
-  'nadam': lambda: keras.optimizers.Nadam(1e-2),
-  'ftrl': lambda: keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
-  'rmsprop': lambda: keras.optimizers.RMSprop(
-    1e-2, momentum=0.9, centered=True
-  ),
-  'muon': lambda: keras.optimizers.Muon(1e-2),
-  'adamax': lambda: keras.optimizers.Adamax(1e-2),
-  'adagrad': lambda: keras.optimizers.Adagrad(0.1),
-  'adadelta': lambda: keras.optimizers.Adadelta(1.0),
-  'lamb': lambda: keras.optimizers.Lamb(1e-2),
-  'sgd_nesterov': lambda: keras.optimizers.SGD(
-    keras.optimizers.schedules.PiecewiseConstantDecay(
-      [2, 4], [0.1, 0.05, 0.01]
-    ),
-    momentum=0.9,
-    nesterov=True,
-  ),
-}
-
-
 def _mixed_precision(policy):
   def program():
-    before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
-    try:
-      x, y = _points()
-      model = keras.Sequential(
-        [
-          layers.Input([6]),
-          layers.Dense(8, 'relu'),
-          layers.BatchNormalization(),
-          layers.Dense(8, 'relu'),
-          layers.Dense(_CLASSES),
-          layers.Activation('softmax', dtype='float32'),
-        ]
-      )
-      model.compile(
-        keras.optimizers.SGD(0.05, momentum=0.9),
-        'sparse_categorical_crossentropy',
-        metrics=['accuracy'],
-      )
-      return _results(model, x, y)
-    finally:
-      keras.config.set_dtype_policy(before)
+    x, y = _points()
+    model = keras.Sequential(
+      [
+        layers.Input([6]),
+        layers.Dense(8, 'relu'),
+        layers.BatchNormalization(),
+        layers.Dense(8, 'relu'),
+        layers.Dense(_CLASSES),
+        layers.Activation('softmax', dtype='float32'),
+      ]
+    )
+    model.compile(
+      keras.optimizers.SGD(0.05, momentum=0.9),
+      'sparse_categorical_crossentropy',
+      metrics=['accuracy'],
+    )
+    return common.results(model, x, y)
 
   return program
 
@@ -151,7 +108,7 @@ def _several_heads():
     'is_big': (total > 3).astype('f4'),
   }
   weights = {k: np.linspace(0, 1, _ROWS) for k in y}
-  return _results(model, x, y, sample_weight=weights)
+  return common.results(model, x, y, sample_weight=weights)
 
 
 def _metrics():
@@ -178,7 +135,7 @@ def _metrics():
     weighted_metrics=[keras.metrics.CategoricalAccuracy(name='weighted')],
   )
   y = keras.utils.to_categorical(y, _CLASSES)
-  return _results(model, x, y, validation_data=(x[:41], y[:41]))
+  return common.results(model, x, y, validation_data=(x[:41], y[:41]))
 
 
 class _Hits(keras.metrics.Metric):
@@ -233,15 +190,15 @@ def _own_layer_and_metric():
   inputs = layers.Input([6])
   hidden = _Norm()(layers.Dense(8, 'relu')(inputs))
   model = keras.Model(inputs, layers.Dense(_CLASSES)(hidden))
-  model.compile('adam', _crossentropy(), metrics=[_Hits()])
-  return _results(model, x, y)
+  model.compile('adam', common.crossentropy(), metrics=[_Hits()])
+  return common.results(model, x, y)
 
 
 def _class_weight():
   x, y = _points()
   model = _net()
-  model.compile('adam', _crossentropy(), weighted_metrics=['accuracy'])
-  return _results(model, x, y, class_weight={0: 1.0, 1: 3.0, 2: 0.5})
+  model.compile('adam', common.crossentropy(), weighted_metrics=['accuracy'])
+  return common.results(model, x, y, class_weight={0: 1.0, 1: 3.0, 2: 0.5})
 
 
 def _sample_weight():
@@ -249,15 +206,19 @@ def _sample_weight():
   weights = np.random.default_rng(1).random(_ROWS).astype('f4')
   weights[:20] = 0
   model = _net()
-  model.compile('adam', _crossentropy(), weighted_metrics=['accuracy'])
+  model.compile('adam', common.crossentropy(), weighted_metrics=['accuracy'])
   data = (x, y, weights)
-  found = _results(model, x, y, sample_weight=weights, validation_data=data)
+  found = common.results(
+    model, x, y, sample_weight=weights, validation_data=data
+  )
   model.compile(
     'adam',
     losses.CategoricalCrossentropy(True, label_smoothing=0.1),
     metrics=['accuracy'],
   )
-  return found, _results(model, x, keras.utils.to_categorical(y, _CLASSES))
+  return found, common.results(
+    model, x, keras.utils.to_categorical(y, _CLASSES)
+  )
 
 
 # Ways to train.
@@ -268,7 +229,7 @@ def _with_all_callbacks(directory):
   model = _net()
   model.compile(
     keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9),
-    _crossentropy(),
+    common.crossentropy(),
     metrics=['accuracy'],
   )
   losses_seen = []
@@ -323,29 +284,31 @@ def _lora():
     ]
   )
   x = (x * 4).astype('i4')
-  model.compile('adam', _crossentropy())
-  first = _results(model, x, y, 1)
+  model.compile('adam', common.crossentropy())
+  first = common.results(model, x, y, epochs=1)
   model.layers[0].enable_lora(2)
   model.layers[2].enable_lora(2)
   model.layers[3].trainable = False
-  model.compile(keras.optimizers.Adam(1e-2), _crossentropy())
-  return first, _results(model, x, y)
+  model.compile(keras.optimizers.Adam(1e-2), common.crossentropy())
+  return first, common.results(model, x, y)
 
 
 def _steps_per_execution():
   x, y = _points()
   model = _net()
   model.compile(
-    'adam', _crossentropy(), metrics=['accuracy'], steps_per_execution=4
+    'adam', common.crossentropy(), metrics=['accuracy'], steps_per_execution=4
   )
-  return _results(model, np.tile(x, [2, 1]), np.tile(y, 2))
+  return common.results(model, np.tile(x, [2, 1]), np.tile(y, 2))
 
 
 def _run_eagerly():
   x, y = _points()
   model = _net()
-  model.compile('adam', _crossentropy(), metrics=['accuracy'], run_eagerly=True)
-  return _results(model, x, y, 1)
+  model.compile(
+    'adam', common.crossentropy(), metrics=['accuracy'], run_eagerly=True
+  )
+  return common.results(model, x, y, epochs=1)
 
 
 def _on_batches():
@@ -355,7 +318,7 @@ def _on_batches():
   critic = _net(1, 'sigmoid')
   critic.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
   classifier = _net()
-  classifier.compile('sgd', _crossentropy(), metrics=['accuracy'])
+  classifier.compile('sgd', common.crossentropy(), metrics=['accuracy'])
   rng = np.random.default_rng(2)
   found = []
   for start in range(0, _ROWS, 32):
@@ -375,17 +338,19 @@ def _saved_and_loaded():
   """Saved in the middle, loaded and trained on."""
   x, y = _points()
   model = _net()
-  model.compile('adam', _crossentropy(), metrics=['accuracy'])
-  first = _results(model, x, y, 1)
+  model.compile('adam', common.crossentropy(), metrics=['accuracy'])
+  first = common.results(model, x, y, epochs=1)
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory) / 'model.keras'
     model.save(path)
     model = keras.models.load_model(path)
-  return first, _results(model, x, y, 1)
+  return first, common.results(model, x, y, epochs=1)
 
 
 PROGRAMS = {
-  **{f'optimizer_{k}': _with_optimizer(v) for k, v in _OPTIMIZERS.items()},
+  **{
+    f'optimizer_{k}': _with_optimizer(v) for k, v in common.OPTIMIZERS.items()
+  },
   'mixed_float16': _mixed_precision('mixed_float16'),
   'mixed_bfloat16': _mixed_precision('mixed_bfloat16'),
   'several_heads': _several_heads,

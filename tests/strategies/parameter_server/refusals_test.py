@@ -177,6 +177,17 @@ def data_made_before(strategy, dataset):
   model.fit(dataset, verbose=0)
 
 
+def data_made_outside(strategy):
+  """A function of workers returns what was made outside of it."""
+  dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0]).batch(2)
+  data = strategy.distribute_datasets_from_function(lambda context: dataset)
+  step = strategy.remote_step(tf.reduce_sum)
+  with strategy.scope():
+    for batch in data:
+      step(batch)
+    strategy.join()
+
+
 def adapted_outside(strategy):
   """Not refused: workers only read what the layer adapted to."""
   x, y = _data()
@@ -237,6 +248,7 @@ _REFUSED = {
   metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
   optimizer_made_outside: "Adam 'adam', made outside of any scope",
   model_made_outside: "variable '.*kernel'.*outside of any scope",
+  data_made_outside: 'made outside of the function.*move all',
   data_made_before: 'a data set that was made before.*after the strategy',
 }
 

@@ -14,7 +14,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers
-from tests.conformance import harness
+from tests.programs import common
 from tests.strategies.parameter_server import chief
 
 layers = keras.layers
@@ -87,7 +87,7 @@ def _fit(make_dataset, strategy=None, steps_per_execution=1, **fit):
   keras.backend.clear_session()
   keras.utils.set_random_seed(3)
   steps = []
-  with harness.scope_of(strategy):
+  with common.scope_of(strategy):
     model = Tracking()
     model.compile(
       keras.optimizers.Adam(0.05, global_clipnorm=0.5),
@@ -151,7 +151,7 @@ def _fit_classes(data, strategy=None):
   """Weights after training with classes of unlike weights."""
   keras.backend.clear_session()
   keras.utils.set_random_seed(3)
-  with harness.scope_of(strategy):
+  with common.scope_of(strategy):
     model = keras.Sequential([layers.Dense(2)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss)

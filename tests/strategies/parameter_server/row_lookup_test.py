@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers, tiers
-from tests.conformance import harness
+from tests.programs import common
 
 layers = keras.layers
 optimizers = keras.optimizers
@@ -20,7 +20,7 @@ _TOKENS = 23
 _ROWS = 21
 _BATCH = 8  # The last batch has 5 rows: two workers share them unevenly.
 
-# `conformance/recommender_test.py` has them all.
+# `programs/recommender.py` has them all.
 _OPTIMIZERS = {
   # Not larger: what diverges makes any rounding large.
   'sgd': lambda: optimizers.SGD(0.01),
@@ -174,7 +174,7 @@ def train(kind, optimizer, strategy=None):
   make_model, make_rows = (_MODELS | _MODELS_WITH_BRANCHES)[kind]
   keras.backend.clear_session()
   keras.utils.set_random_seed(3)
-  with harness.scope_of(strategy):
+  with common.scope_of(strategy):
     model = make_model()
     make_optimizer = (_OPTIMIZERS | _IN_A_BRANCH)[optimizer]
     model.compile(make_optimizer(), 'mse', metrics=['mae'])

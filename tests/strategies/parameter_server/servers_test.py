@@ -9,7 +9,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers
-from tests.conformance import harness
+from tests.programs import common
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 
@@ -77,7 +77,7 @@ def exact_counts():
   strategy = tfs.create_strategy('parameter_server')
   keras.backend.clear_session()
   with strategy.scope():
-    model = harness.conv_model()
+    model = common.conv_model()
     model.compile(
       keras.optimizers.SGD(0.0),
       keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -88,7 +88,7 @@ def exact_counts():
         ),
       ],
     )
-  x, y = harness.images(205)
+  x, y = common.images(205)
   seen = []
   callback = keras.callbacks.LambdaCallback(
     on_epoch_end=lambda epoch, logs: seen.append(
@@ -343,7 +343,7 @@ class ServersTest(tf.test.TestCase, parameterized.TestCase):
     steps = 52  # 205 rows in batches of 4.
     self.assertEqual(seen, [steps, 2 * steps])
     self.assertEqual(sum(report['staleness'].values()), report['steps'])
-    _, y = harness.images(205)
+    _, y = common.images(205)
     accuracy = np.mean(outputs.argmax(-1) == y)
     logits = tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs)
     crossentropy = np.mean(logits)

@@ -1,0 +1,171 @@
+"""Data, models and results that programs share.
+
+Nothing here imports `tf_strategies`.
+"""
+
+import contextlib
+import os
+import tempfile
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+layers, optimizers = keras.layers, keras.optimizers
+
+BATCH = 32
+CLASSES = 10
+# What `optimizer_adam` and `recommender_adam` train with, and so on.
+OPTIMIZERS = {
+  'adam': lambda: optimizers.Adam(1e-2, amsgrad=True),
+  'adamw': lambda: optimizers.AdamW(1e-2, weight_decay=0.1),
+  'lion': lambda: optimizers.Lion(1e-2),
+  'adafactor': lambda: optimizers.Adafactor(1e-2),
+  'nadam': lambda: optimizers.Nadam(1e-2),
+  'ftrl': lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+  'rmsprop': lambda: optimizers.RMSprop(1e-2, momentum=0.9, centered=True),
+  'muon': lambda: optimizers.Muon(1e-2),
+  'adamax': lambda: optimizers.Adamax(1e-2),
+  'adagrad': lambda: optimizers.Adagrad(0.1),
+  'adadelta': lambda: optimizers.Adadelta(1.0),
+  'lamb': lambda: optimizers.Lamb(1e-2),
+  'sgd_nesterov': lambda: optimizers.SGD(
+    optimizers.schedules.PiecewiseConstantDecay([2, 4], [0.1, 0.05, 0.01]),
+    momentum=0.9,
+    nesterov=True,
+  ),
+}
+# Where all processes that run a program may write; None if this one is alone.
+directory: str | None = None
+# Models of the program that runs. The runner looks at the copies of their variables.
+trained: list[keras.Model] = []
+
+
+def scope_of(strategy):
+  """Returns the strategy's scope, or an empty context for one device."""
+  return strategy.scope() if strategy else contextlib.nullcontext()
+
+
+def run(program, strategy=None):
+  """Returns what a program gives in a scope, from one seed and with Keras's dtypes."""
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(1)
+  trained.clear()
+  policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
+  try:
+    with scope_of(strategy):
+      found = program()
+    # Programs that compare something themselves return nothing.
+    return () if found is None else found
+  finally:
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+
+
+def shared_directory() -> str:
+  """Returns an empty directory that all processes of a strategy see."""
+  if directory is None:
+    return tempfile.mkdtemp()
+  path = os.path.join(directory, 'shared')
+  os.makedirs(path, exist_ok=True)
+  return path
+
+
+def images(rows: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns random images and labels. No two rows, so no two replicas, are alike."""
+  rng = np.random.default_rng(7)
+  x = rng.normal(size=(rows, 8, 8, 1)).astype(np.float32)
+  return x, rng.integers(0, CLASSES, rows)
+
+
+def tokens(rows: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns token ids and labels. Rows share tokens, so that gradients overlap."""
+  rng = np.random.default_rng(3)
+  return rng.integers(0, 23, (rows, 5)), rng.integers(0, CLASSES, rows)
+
+
+def conv_model(*extra_layers, **conv_options) -> keras.Model:
+  """Returns a convolution, max-pooling and a dense layer.
+
+  The gradient of max-pooling fails where a replica has no rows.
+  """
+  return keras.Sequential(
+    [
+      layers.Input([8, 8, 1]),
+      layers.Conv2D(4, 3, activation='relu', **conv_options),
+      layers.MaxPooling2D(),
+      *extra_layers,
+      layers.Flatten(),
+      layers.Dense(CLASSES, dtype='float32'),
+    ]
+  )
+
+
+def embedding_model() -> keras.Model:
+  """Returns a model of `tokens`, whose table can be cut into uneven parts."""
+  return keras.Sequential(
+    [
+      layers.Input([5], dtype='int32'),
+      layers.Embedding(23, 4),
+      layers.Flatten(),
+      layers.Dense(7, 'tanh'),
+      layers.Dense(CLASSES, dtype='float32'),
+    ]
+  )
+
+
+def momentum() -> optimizers.Optimizer:
+  """Returns an optimizer with a slot, so that its state counts too."""
+  return optimizers.SGD(0.05, momentum=0.9)
+
+
+def compiled(make_model=conv_model, optimizer=momentum, **options):
+  """Returns a compiled model of classes."""
+  model = make_model()
+  defaults = {'loss': crossentropy(), 'metrics': ['accuracy']}
+  model.compile(optimizer(), **{**defaults, **options})
+  return model
+
+
+def crossentropy(**options) -> keras.losses.Loss:
+  """Returns the loss of classes as numbers and of logits."""
+  return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def batches(*arrays) -> tf.data.Dataset:
+  """Returns batches of 32 rows of an array, or of a tuple of them."""
+  arrays = arrays if len(arrays) > 1 else arrays[0]
+  return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
+
+
+def state_of(model) -> list:
+  """Returns the weights and the optimizer's state of a model, and registers it."""
+  trained.append(model)
+  optimizer = model.optimizer
+  # A step with optimizers of its own leaves the one of `compile` alone.
+  is_used = optimizer is not None and int(optimizer.iterations.numpy()) > 0
+  slots = optimizer.variables if is_used else ()
+  return [model.get_weights(), [v.numpy() for v in slots]]
+
+
+def fit(model, x, y=None, **options) -> dict:
+  """Returns the history of two epochs of `fit`, in batches of 32 rows."""
+  if y is not None:
+    options = {'batch_size': BATCH, **options}
+  return model.fit(x, y, **{'epochs': 2, 'verbose': 0, **options}).history
+
+
+def fitted(model, x, y=None, **options) -> list:
+  """Returns the history of `fit`, and the model's state after it."""
+  return [fit(model, x, y, **options), state_of(model)]
+
+
+def results(model, x, y=None, **options) -> list:
+  """Returns what `fit`, `evaluate` and `predict` give, and the state in the end."""
+  size = {} if y is None else {'batch_size': BATCH}
+  return [
+    fit(model, x, y, **options),
+    model.evaluate(x, y, verbose=0, **size),
+    model.predict(x, verbose=0, **size),
+    state_of(model),
+  ]

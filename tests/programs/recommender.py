@@ -1,0 +1,126 @@
+"""The recommender of the examples, with each optimizer; weights and all state.
+
+In each batch some rows of its tables are there several times, and some never. It runs
+in processes of its own: flags of one example only can be in one.
+"""
+
+import functools
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags
+
+import tf_strategies as tfs
+from tests.programs import common
+from tf_strategies.strategies.parameter_server import microbatch, variables
+
+optimizers = keras.optimizers
+LossScale = optimizers.LossScaleOptimizer
+LazyRows = tfs.keras.LazyRows
+
+_PEOPLE, _FILMS = list(range(100, 123)), list(range(7, 18))
+# Batches of 8, of which the last has 5 rows: two workers have 3 and 2.
+_ROWS = 21
+
+
+def _by_kind():
+  adam, sgd = optimizers.Adam(0.01), optimizers.SGD(0.1)
+  return optimizers.MultiOptimizer(lambda v: adam if 'users' in v.path else sgd)
+
+
+OPTIMIZERS = {
+  **common.OPTIMIZERS,
+  'sgd': lambda: optimizers.SGD(0.1),
+  'momentum': lambda: optimizers.SGD(0.05, momentum=0.9),
+  'lazy_adam': lambda: LazyRows(optimizers.Adam(0.01)),
+  'lazy_momentum': lambda: LazyRows(optimizers.SGD(0.05, momentum=0.9)),
+  'scaled_adagrad': lambda: LossScale(optimizers.Adagrad(0.1)),
+  'scaled_adam': lambda: LossScale(optimizers.Adam(0.01)),
+  'scaled_lazy_adam': lambda: LossScale(LazyRows(optimizers.Adam(0.01))),
+  'accumulation': lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
+  'clipvalue': lambda: optimizers.SGD(0.1, clipvalue=0.05),
+  'clipnorm': lambda: optimizers.Adam(0.01, clipnorm=0.01),
+  'global_clipnorm': lambda: optimizers.SGD(0.1, 0.9, global_clipnorm=0.05),
+  'average': lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5),
+  'scaled_average': lambda: LossScale(
+    optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+  ),
+  'average_that_overwrites': lambda: optimizers.SGD(
+    0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+  ),
+  'by_kind': _by_kind,
+}
+
+
+def _train(name):
+  # Here: the import defines the example's flags.
+  from examples import recommender
+
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(['recommender', '--dimensions=4'])
+  rng = np.random.default_rng(5)
+  genres = rng.integers(0, 2, [len(_FILMS), 6]).astype(np.float32)
+  strategy = tf.distribute.get_strategy()
+  model = recommender.build_model(strategy, _PEOPLE, _FILMS, genres)
+  # On one device eagerly: that takes no trace.
+  is_eager = not tf.distribute.has_strategy()
+  model.compile(
+    OPTIMIZERS[name](), 'mse', run_eagerly=is_eager, jit_compile=False
+  )
+  ids = {
+    'user': rng.choice(_PEOPLE[::3], _ROWS),
+    'movie': rng.choice(_FILMS[1:6], _ROWS),
+  }
+  stars = rng.integers(1, 11, _ROWS).astype(np.float32) / 2
+  callbacks = []
+  if 'average' in name:
+    callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+  common.fit(model, ids, stars, batch_size=8, callbacks=callbacks)
+  state = [v.numpy() for v in model.optimizer.variables]
+  common.trained.append(model)
+  # Of large numbers a difference counts as a fraction of the largest.
+  return [v / max(1, np.abs(v).max()) for v in [*model.get_weights(), *state]]
+
+
+def _without_repeated(variable, dy, indices):
+  """Returns a lookup's gradient, in which only the first of equal rows counts."""
+  places = tf.unique(tf.reshape(indices, [-1])).idx
+  is_first = tf.equal(places, tf.range(tf.size(places)))
+  is_first = tf.reshape(tf.cast(is_first, dy.dtype), tf.shape(indices))
+  return _gradient(variable, dy * is_first[..., None], indices)
+
+
+_gradient = variables._gradient_of_rows
+_MUTATIONS = {
+  'repeated_rows_are_lost': (variables, '_gradient_of_rows', _without_repeated),
+  'shares_count_alike': (
+    microbatch,
+    '_weights',
+    lambda rows: [tf.constant(1 / len(rows))] * len(rows),
+  ),
+}
+
+
+def _mutated(optimizer, mutation):
+  def program():
+    with mock.patch.object(*_MUTATIONS[mutation]):
+      return _train(optimizer)
+
+  return program
+
+
+PROGRAMS = {
+  f'recommender_{name}': functools.partial(_train, name) for name in OPTIMIZERS
+}
+# Servers must make something else of them than one device.
+MUTATED = {
+  f'recommender_{optimizer}_where_{mutation}': _mutated(optimizer, mutation)
+  for optimizer, mutation in (
+    ('adagrad', 'repeated_rows_are_lost'),
+    ('sgd', 'shares_count_alike'),
+    ('adam', 'repeated_rows_are_lost'),
+    ('lazy_adam', 'repeated_rows_are_lost'),
+  )
+}

@@ -1,0 +1,77 @@
+"""What a model saves under a strategy loads on one device, and the other way."""
+
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests import tiers, virtual_devices
+from tests.programs import common
+from tests.programs.cases import STRATEGIES
+
+virtual_devices.configure()
+
+_DATA = common.images(69)
+_CASES = (STRATEGIES[0], tiers.soak(STRATEGIES[1]))
+
+
+def _build(strategy=None):
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(11)
+  with common.scope_of(strategy):
+    model = common.compiled()
+    model.optimizer.build(model.trainable_variables)
+  return model
+
+
+class SavingTest(tf.test.TestCase, parameterized.TestCase):
+  def assert_same_state(self, expected, actual):
+    """Weights and the optimizer's state are the same, and so are all copies."""
+    for want, got in zip(_variables(expected), _variables(actual), strict=True):
+      np.testing.assert_array_equal(want.numpy(), got.numpy(), want.path)
+      for copy in getattr(got.value, 'values', ()):
+        np.testing.assert_array_equal(want.numpy(), copy.numpy(), want.path)
+    self.assertGreater(actual.optimizer.iterations.numpy(), 0)
+
+  @tiers.product(case=_CASES, inside=(True, tiers.soak(False)))
+  def test_saved_model_loads_inside_and_outside_the_scope(self, case, inside):
+    strategy = case.create()
+    model = _build(strategy)
+    common.fit(model, *_DATA)
+    path = os.path.join(self.create_tempdir().full_path, 'model.keras')
+    model.save(path)
+    with common.scope_of(strategy if inside else None):
+      loaded = keras.models.load_model(path)
+    self.assert_same_state(model, loaded)
+    # Both train on to the same weights, wherever each of them runs.
+    for each in (model, loaded):
+      common.fit(each, *_DATA)
+    for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):
+      self.assertAllClose(a, b, 0, 1e-6)
+
+  @tiers.product(case=_CASES)
+  def test_weights_and_checkpoints_move_between_one_and_many(self, case):
+    directory = self.create_tempdir().full_path
+    many, one = _build(case.create()), _build()
+    common.fit(many, *_DATA)
+    weights = os.path.join(directory, 'x.weights.h5')
+    many.save_weights(weights)
+    one.load_weights(weights)
+    self.assert_same_state(many, one)
+    one.save_weights(weights)
+    again, other = _build(case.create()), _build(case.create())
+    again.load_weights(weights)
+    self.assert_same_state(one, again)
+    path = tf.train.Checkpoint(model=many).save(os.path.join(directory, 'c'))
+    tf.train.Checkpoint(model=other).restore(path).expect_partial()
+    self.assert_same_state(many, other)
+
+
+def _variables(model):
+  return [*model.variables, *model.optimizer.variables]
+
+
+if __name__ == '__main__':
+  tf.test.main()
