@@ -44,7 +44,7 @@ _SMOKE = {
     'two_optimizers',
     'restored_momentum_eager',
   ),
-  'central_storage': ('embedding_clipnorm'),
+  'central_storage': ('embedding_clipnorm',),
 }
 # One of each mechanism: what `make test_all` runs; `make soak` runs them all.
 _SOME = (

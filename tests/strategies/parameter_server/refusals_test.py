@@ -181,7 +181,7 @@ def data_made_outside(strategy):
   """A function of workers returns what was made outside of it."""
   dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0]).batch(2)
   data = strategy.distribute_datasets_from_function(lambda context: dataset)
-  step = strategy.remote_step(tf.reduce_sum)
+  step = strategy.step(tf.reduce_sum)
   with strategy.scope():
     for batch in data:
       step(batch)
