@@ -1,4 +1,4 @@
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
 from tf_strategies.process_group import failure_detection, state
@@ -34,7 +34,11 @@ _MISMATCH = {
 }
 
 
-class StallTest(absltest.TestCase):
+# A rank that begins `fit`, and waits for the others there.
+_BEGINS = 'fit', False, ['begin of fit']
+
+
+class StallTest(parameterized.TestCase):
   def _find(self, before, now):
     def all_said(waits):
       return {
@@ -46,25 +50,20 @@ class StallTest(absltest.TestCase):
       _MEMBERS[:2], all_said(before), all_said(now)
     )
 
-  def test_names_the_methods_in_which_ranks_wait_for_each_other(self):
-    waits = [('fit', True, []), ('evaluate', False, ['batch/2/0/0'])]
-    report = self._find(waits, waits)
+  @parameterized.parameters(
+    (
+      ('fit', True, []),
+      ('evaluate', False, ['a']),
+      'in fit, rank 1 in evaluate',
+    ),
+    (('fit', True, []), _BEGINS, 'in fit, rank 1 in the begin of fit'),
+    (('', True, []), _BEGINS, 'in no method, rank 1 in the begin of fit'),
+  )
+  def test_names_the_methods_in_which_ranks_wait(self, first, second, words):
+    report = self._find([first, second], [first, second])
     self.assertIsInstance(report.exception(), errors.CollectiveMismatchError)
-    self.assertIn('rank 0 in fit, rank 1 in evaluate', report.message)
+    self.assertIn(f'rank 0 {words}', report.message)
     self.assertEqual(report.ranks, (1,))
-
-  def test_names_a_rank_that_begins_fit_again(self):
-    waits = [('fit', True, []), ('fit', False, ['begin of fit'])]
-    report = self._find(waits, waits)
-    self.assertIn('rank 0 in fit, rank 1 in the begin of fit', report.message)
-    self.assertIsNone(self._find(waits[1:] * 2, waits[1:] * 2))
-
-  def test_names_a_rank_that_begins_fit_while_another_saves(self):
-    waits = [('', True, []), ('fit', False, ['begin of fit'])]
-    report = self._find(waits, waits)
-    self.assertIn(
-      'rank 0 in no method, rank 1 in the begin of fit', report.message
-    )
 
   def test_ranks_may_go_on(self):
     fit, evaluate = ('fit', True, []), ('evaluate', False, ['a'])
@@ -73,6 +72,7 @@ class StallTest(absltest.TestCase):
       ([fit, evaluate], [fit, ('evaluate', False, ['b'])]),  # It went on.
       ([fit, ('evaluate', False, [])],) * 2,  # It computes.
       ([fit, ('', False, ['a'])],) * 2,  # It is in no method.
+      ([_BEGINS, _BEGINS],) * 2,
     ):
       self.assertIsNone(self._find(before, now))
     self.assertIsNone(failure_detection.stall(_MEMBERS, {}, {}))

@@ -1,4 +1,4 @@
-"""Aligned arrays, and memory that is used again."""
+"""Aligned arrays over memory that is used again."""
 
 from __future__ import annotations
 
@@ -12,29 +12,11 @@ _PAGE = 4096
 _MOST_BLOCKS = 64
 
 
-def aligned_empty(shape: int | tuple[int, ...], dtype) -> np.ndarray:
-  """An uninitialised array whose first byte lies at a multiple of 64.
-
-  TensorFlow takes such an array without a copy, and vector additions run on
-  whole cache lines.
-
-  Example:
-
-    >>> aligned_empty(3, 'float32').ctypes.data % 64
-    0
-
-  Args:
-    shape: of the array.
-    dtype: of the array.
-
-  Returns:
-    A C-contiguous array.
-  """
-  return _Block(_num_bytes(shape, dtype)).array(shape, dtype)
-
-
 class Pool:
-  """Gives memory out again once nobody holds an array over it any more.
+  """Gives aligned arrays, over memory that it gives out again when it is free.
+
+  The first byte of an array lies at a multiple of 64: TensorFlow takes such an array
+  without a copy, and vector additions run on whole cache lines.
 
   Fresh memory of 100 MB costs more than moving it: the system clears each page
   when it is first touched. An array that was given out, and every view of it,
@@ -63,7 +45,7 @@ class Pool:
     self._blocks: list[_Block] = []
 
   def take(self, shape: int | tuple[int, ...], dtype) -> np.ndarray:
-    """As `aligned_empty`, from memory that is free, if there is any."""
+    """Returns an uninitialised, C-contiguous array."""
     return self._block(_num_bytes(shape, dtype)).array(shape, dtype)
 
   def _block(self, num_bytes: int) -> _Block:

@@ -1,5 +1,4 @@
 import dataclasses
-import random
 
 from absl.testing import absltest, parameterized
 
@@ -168,65 +167,6 @@ class MajorityTest(parameterized.TestCase):
     _meet(first, second)
     self.assertEqual(_proposed(first, 0.0), [0, 1])
     del third
-
-  @parameterized.parameters(*range(40))
-  def test_at_most_one_group_goes_on_whatever_happens(self, seed):
-    """Simulated: cuts and deaths in any order, and what each side may know."""
-    formed, most = self.simulate(seed, quorum.has_quorum)
-    self.assertGreater(formed, 0)
-    self.assertEqual(most, 1)
-
-  def test_simulation_tells_a_wrong_rule(self):
-    def without_the_dead(present, there, gone, last, tasks):
-      """A majority of those of whom it is not known that they have died."""
-      left = [task for task in last if task not in gone]
-      return quorum.has_quorum(present, there, gone, left, tasks)
-
-    found = [self.simulate(seed, without_the_dead)[1] for seed in range(40)]
-    self.assertGreater(max(found), 1)
-
-  def simulate(self, seed, rule):
-    """How many groups formed, and how many there were at once."""
-    chance = random.Random(seed)
-    tasks = range(chance.randrange(2, 8))
-    last = {task: frozenset(tasks) for task in tasks}  # Of those alive.
-    running = {frozenset(tasks)}
-    formed = most = 0
-    for _ in range(200):
-      if chance.random() < 0.15 and len(last) > 1:
-        del last[chance.choice(sorted(last))]
-      sides = {
-        task: chance.randrange(chance.choice([1, 2, 3])) for task in last
-      }
-      # A group goes on if all of it is there and can talk.
-      running = {
-        group
-        for group in running
-        if group <= last.keys() and len({sides[t] for t in group}) == 1
-      }
-      for side in set(sides.values()):
-        there = [t for t in last if sides[t] == side]
-        if any(group & set(there) for group in running):
-          continue
-        # Of the dead some are known to be.
-        dead = [t for t in tasks if t not in last]
-        gone = dead if chance.random() < 0.7 else dead[: len(dead) // 2]
-        if all(
-          rule(
-            [t for t in there if t in last[member]],
-            there,
-            gone,
-            last[member],
-            tasks,
-          )
-          for member in there
-        ):
-          group = frozenset(there)
-          running.add(group)
-          formed += 1
-          last.update(dict.fromkeys(there, group))
-      most = max(most, len(running))
-    return formed, most
 
 
 class RivalGroupTest(parameterized.TestCase):

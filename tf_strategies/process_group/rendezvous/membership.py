@@ -74,8 +74,7 @@ class View:
   refused: bool = False  # Whether the problem is the secret.
   is_gone: bool = False  # Whether nobody listens at its address.
   was_tried: bool = False  # Whether it has answered, or not, since `start`.
-  group: str = ''  # What it is in now, how many are in it, and who leads it.
-  size: int = 0
+  size: int = 0  # Of its last group, and the lowest task in it.
   leader: int = 0
   missing: str = ''  # Whom it waits for, if it leads.
   cuts: Sequence[Cut] = ()  # To whom it could not connect.
@@ -116,8 +115,6 @@ class Membership:
     self._enough_since: float | None = None
     self._joiners: dict[int, tuple[str, float]] = {}
     self._seated: Mapping[int, str] = {}
-    self._group = ''  # That of the last group, and those of all so far.
-    self._groups: set[str] = set()
     self._is_closed = False
     self._least = 1
     self._started_at = 0.0
@@ -140,7 +137,6 @@ class Membership:
       'state': self.state.value,
       'generation': self.generation,
       'progress': self.progress,
-      'group': self._group if self.state is State.RUNNING else '',
       'size': len(self._seated),
       'leader': min(self._seated, default=self.task),
       'missing': self._missing,
@@ -203,7 +199,6 @@ class Membership:
       view.incarnation = message['incarnation']
       view.state = State(message['state'])
       view.progress = message['progress']
-      view.group = message['group']
       view.size, view.leader = message['size'], message['leader']
       view.missing = message['missing']
       view.cuts = [
@@ -274,8 +269,6 @@ class Membership:
     self.state = State.RUNNING
     self.generation = generation
     self._seated = dict(seated)
-    self._group = f'{generation} of {seated[min(seated)]}'
-    self._groups.add(self._group)
     self._joiners.clear()
 
   def joiners(self, now: float) -> tuple[int, ...]:
@@ -321,15 +314,15 @@ class Membership:
   def rival_group(self, now: float) -> int | None:
     """A task in another group of this job, to which this one has to give way.
 
-    There are two if `min_workers` allowed both sides of a cut to go on. The one
-    with fewer workers gives way, or the one whose lowest task is higher.
+    There are two if `min_workers` allowed both sides of a cut to go on. The one of
+    the lower generation gives way, then the one with fewer workers, then the one
+    whose lowest task is higher. So a member of an earlier group of this process,
+    which has not yet heard of its end, is no rival.
     """
-    mine = len(self._seated), -min(self._seated, default=self.task)
-    for task, view in self.views.items():
-      # One that was in a group of ours has not yet heard that it has ended.
-      is_other = view.group and view.group not in self._groups
-      is_running = view.is_fresh(now) and view.state is State.RUNNING
-      if is_running and is_other and (view.size, -view.leader) > mine:
+    mine = self.generation, len(self._seated), -min(self._seated)
+    for task in self.sees_running(now):
+      view = self.views[task]
+      if (view.generation, view.size, -view.leader) > mine:
         return task
     return None
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tf_strategies.process_group import buffers
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group.tcp import host_memory
 
@@ -92,7 +91,6 @@ class Link:
     self._reader: host_memory.PeerSlots | None = None
     self._slots: host_memory.Slots | None = None
     self._is_read = False
-    self._scratch: np.ndarray | None = None
     # What was received ahead, and what of it is used.
     self._ahead = bytearray(_AHEAD_BYTES)
     self._begin = self._end = 0
@@ -144,12 +142,6 @@ class Link:
   def has_output(self) -> bool:
     """Returns whether something waits to be sent."""
     return bool(self._before or self.outgoing or self._after)
-
-  def scratch_of(self, size: int) -> np.ndarray:
-    """Memory for one piece, kept from collective to collective."""
-    if self._scratch is None or self._scratch.size < size:
-      self._scratch = buffers.aligned_empty(size, np.uint8)
-    return self._scratch[:size]
 
   def end_output(self) -> None:
     """Sends nothing more."""

@@ -344,15 +344,14 @@ class _Run:
     if link.is_direct:
       return execution.memory(number)
     piece = execution.plan.pieces[number]
-    if execution.needs[number]:  # Others may come before it is applied.
-      return execution.take(piece.stop - piece.start)
-    return link.scratch_of(piece.stop - piece.start)
+    return execution.take(piece.stop - piece.start)
 
   def _received(self, link: link_lib.Link, number: int) -> None:
     """Hands on a received piece."""
     link.receive_index += 1
     # Its place may have become free since the first of its bytes came elsewhere.
     received = None if link.is_direct else link.target
+    link.target = None
     self._execution.receive(number, received, self.wake)
 
   def wake(self, number: int) -> None:
