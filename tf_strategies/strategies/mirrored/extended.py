@@ -1,9 +1,8 @@
 """What strategies of ours change in TensorFlow's mirrored implementation.
 
 `tf.distribute.MirroredStrategy` delegates to an "extended" object. This one
-routes every reduction through the strategy's own cross-device op, knows the
-rows of each replica while a step runs, and lets Keras 3 synchronise inside
-control flow.
+routes every reduction through the strategy's own cross-device op and runs the
+steps of models as one device would.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from tf_strategies.monitoring import input_watch
 from tf_strategies.spmd import emit
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
-  empty_replicas,
   host_input,
   replica_exchange,
   replica_run,
@@ -78,9 +76,8 @@ class ExactMirroredExtended(
       self._devices,
       self._get_cross_device_ops,
       self._communication_options,
-      self._collective_ops,
     )
-    self._reducer = reducer_lib.Reducer(self.local)
+    self._reducer: reducer_lib.Reducer = self.local
 
   def mark(self, gradients, variables):
     """See `GradientReducer`: in a model's step gradients are known as such."""
@@ -109,15 +106,8 @@ class ExactMirroredExtended(
 
   def _warn_if_undivided(self, gradients) -> None:
     """Warns, once, of gradients of a mean that its replica has not divided."""
-    run = replica_run.current()
-    # Eagerly, a mean may be scaled by the only rows that there are: by 1.
-    is_sure = run is not None and (
-      run.sites is None or not tf.executing_eagerly()
-    )
-    if (
-      is_sure
-      and not self._warned_undivided
-      and any(map(_tf_internal.is_undivided, gradients))
+    if not self._warned_undivided and any(
+      map(_tf_internal.is_undivided, gradients)
     ):
       self._warned_undivided = True
       logging.warning(
@@ -173,13 +163,18 @@ class ExactMirroredExtended(
         tf.device(self._devices[0]),
       ):
         return fn(*args, **kwargs)
-    run = replica_run.current()
-    if run is not None:
-      # Inside a merge call of a run: the rows are that run's.
-      return self._call_in_run(run, fn, args, kwargs)
-    run = self._run_of((args, kwargs))
-    args, kwargs = empty_replicas.fill(run, (args, kwargs))
-    return empty_replicas.trim(run, self._call_in_run(run, fn, args, kwargs))
+    args, kwargs = replica_run.check_rows((args, kwargs), self._devices)
+    if not tf.executing_eagerly():
+      fn = _tf_internal.autograph_convert(fn)
+
+    @tf.autograph.experimental.do_not_convert
+    def call_replica(*args, **kwargs):
+      with _tf_internal.undivided_marked():
+        return fn(*args, **kwargs)
+
+    return _tf_internal.call_for_each_replica(
+      self._container_strategy(), call_replica, args, kwargs
+    )
 
   # What builds a model's step.
   _step_class = whole_batch.Step
@@ -259,16 +254,6 @@ class ExactMirroredExtended(
 
   def _counts_of(self, args) -> tuple[Any, ...] | None:
     return replica_run.rows_of(args, len(self._devices), self._share_rows)
-
-  def _run_of(self, args) -> replica_run.ReplicaRun:
-    counts = self._counts_of(args)
-    if counts is None or _have_all_rows(counts):
-      return replica_run.ReplicaRun()
-    with tf.device('CPU:0'):
-      have_rows = tf.cast(tf.stack(counts) > 0, tf.float32)
-      num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
-    sites = self._sites_with(self._rows_of_counts(counts))
-    return replica_run.ReplicaRun(sites, num_with_rows)
 
   @property
   def is_one_device(self) -> bool:
@@ -381,21 +366,6 @@ class ExactMirroredExtended(
         self.compiled_fix,
       )
 
-  def _call_in_run(self, run, fn, args, kwargs):
-    if not tf.executing_eagerly():
-      fn = _tf_internal.autograph_convert(fn)
-
-    @tf.autograph.experimental.do_not_convert
-    def call_replica(*args, **kwargs):
-      # A replica is a thread of its own, which has to be told its run.
-      with replica_run.active(run), _tf_internal.undivided_marked():
-        return fn(*args, **kwargs)
-
-    with replica_run.active(run):
-      return _tf_internal.call_for_each_replica(
-        self._container_strategy(), call_replica, args, kwargs
-      )
-
   def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A model's batches for replicas that all get all rows."""
     dataset = host_input.of_any_length(dataset).prefetch(1)
@@ -441,9 +411,9 @@ class ExactMirroredExtended(
   def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
     if gradient_reducer.are_gradients_reduced():
       return value
-    if not replica_run.in_branch_of_replica():
-      return super()._replica_ctx_all_reduce(reduce_op, value, options)
-    return self._reducer.all_reduce_in_branch(reduce_op, value, options)
+    if replica_run.in_branch_of_replica():
+      raise replica_run.branch_error('a reduction')
+    return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
   # How variables are created and updated.
 

@@ -25,7 +25,6 @@ from tf_strategies.strategies.mirrored import (
   replica_run,
   whole_batch,
 )
-from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 
 class LocalWorker:
@@ -33,7 +32,6 @@ class LocalWorker:
 
   def __init__(self, extended):
     self._extended = extended
-    self._reducer = reducer_lib.Reducer(extended.local)
     # Moving statistics of layers, which meetings average beside the weights of an
     # optimizer. The model may be alive on some workers only, so it is not kept.
     self._statistics: weakref.WeakKeyDictionary[
@@ -53,7 +51,7 @@ class LocalWorker:
     found = optimizers_lib.of_step(step)
     if not found:
       return None
-    return LocalStep(self, _View(self._extended, self._reducer), step, found)
+    return LocalStep(self, _View(self._extended), step, found)
 
   @contextlib.contextmanager
   def counting(
@@ -180,8 +178,8 @@ class _View:
   does_what_is_done_once = True
   holds_sums_whole = False
 
-  def __init__(self, extended, reducer: reducer_lib.Reducer):
-    self._extended, self._reducer = extended, reducer
+  def __init__(self, extended):
+    self._extended = extended
 
   def __getattr__(self, name):
     return getattr(self._extended, name)
@@ -223,7 +221,7 @@ class _View:
   def exchange(self, sites=()):
     """How the replicas of this worker meet."""
     del sites
-    return replica_exchange.ReplicaExchange(self._reducer)
+    return replica_exchange.ReplicaExchange(self.local)
 
   one_copy = mirrored_extended.ExactMirroredExtended.one_copy
   total_of = mirrored_extended.ExactMirroredExtended.total_of
