@@ -13,12 +13,10 @@ _ = rules  # Registered when imported.
 class _Exchange(emit.Exchange):
   """Replicas of one graph meet; notes how."""
 
-  rounds_gradients = False
-
   def __init__(self):
     self.meetings = []
 
-  def add(self, columns, sites, are_gradients):
+  def add(self, columns, sites, variables):
     self.meetings.append('add')
     sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
     return [sums for _ in sites]

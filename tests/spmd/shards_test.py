@@ -60,7 +60,7 @@ def _gradient(x, weight):
   gradient = tf.matmul(x, tf.tanh(x @ weight), transpose_a=True)
   if tf.executing_eagerly():
     return gradient
-  return program.mark_gradient(gradient, _COUNT)
+  return program.mark_gradient(gradient, 0, _COUNT)
 
 
 def _adam(x, slot, weight):

@@ -83,10 +83,10 @@ def _train(rank):
     model.compile(keras.optimizers.SGD(0.5), 'mse')
   add = worker_exchange.WorkerExchange.add
 
-  def watched_add(self, columns, sites, are_gradients):
-    recorder.is_on = are_gradients
+  def watched_add(self, columns, sites, variables):
+    recorder.is_on = any(variables)
     recorder.files.add('strategies/multi_worker/worker_exchange.py')
-    sums = add(self, columns, sites, are_gradients)
+    sums = add(self, columns, sites, variables)
     recorder.is_on = False
     return sums
 

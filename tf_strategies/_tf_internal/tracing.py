@@ -298,19 +298,6 @@ def captures_noted(
     _inlining.note_captures = before
 
 
-# Attribute of an operation that says what it computes.
-_LABEL = '_tfs_label'
-# Of operations that hand a tensor on, the input that it is.
-_HANDED_ON = {'Identity': 0, 'Cast': 0, 'Reshape': 0, 'SelectV2': 1}
-# Of operations that call a function its attribute, and its first argument.
-_CALLED = {
-  'If': ('then_branch', 1),
-  'StatelessIf': ('then_branch', 1),
-  'PartitionedCall': ('f', 0),
-  'StatefulPartitionedCall': ('f', 0),
-}
-
-
 def compiled_operations(device: str) -> frozenset[str]:
   """The types of operations that XLA compiles for a device."""
   names = _compiled_operations['gpu' if 'gpu' in device.lower() else 'cpu']()
@@ -361,45 +348,6 @@ def add_functions(functions, graph) -> None:
 
 def _function(root, name):
   return root._get_function(name)  # pylint: disable=protected-access
-
-
-def label(tensor: tf.Tensor, text: str) -> None:
-  """Says what a tensor of a graph is; a copy of its operation says so too."""
-  value = tf.compat.v1.AttrValue(s=text.encode())
-  tensor.op._set_attr(_LABEL, value)  # pylint: disable=protected-access
-
-
-def label_of(tensor: tf.Tensor) -> str:
-  """Returns the label of a tensor, or the name of the operation that computes it."""
-  tensor = _source(tensor)
-  found = _label_at(tensor.op)
-  return tensor.op.name if found is None else found
-
-
-def _label_at(op):
-  try:
-    return op.get_attr(_LABEL).decode()
-  except ValueError:
-    return None
-
-
-def _source(tensor):
-  """The labelled, or computed, tensor that others hand on, or mask."""
-  while _label_at(tensor.op) is None:
-    op = tensor.op
-    if op.type in _HANDED_ON:
-      tensor = op.inputs[_HANDED_ON[op.type]]
-    elif op.type in _CALLED:
-      name, first = _CALLED[op.type]
-      called = function_graph(op.graph, op.get_attr(name).name)
-      inner = _source(called.outputs[tensor.value_index])
-      given = [i for i, t in enumerate(called.inputs) if t is inner]
-      if not given:
-        return inner
-      tensor = op.inputs[first + given[0]]
-    else:
-      return tensor
-  return tensor
 
 
 class TrackedAsAnother:

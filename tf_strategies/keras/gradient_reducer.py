@@ -24,17 +24,17 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
-  """Says to a link that what it adds up are gradients: they may be rounded.
+  """Says to a link which of the tensors that it adds up are gradients.
 
   Args:
-    variables: whose; empty where nobody knows.
+    variables: for each tensor the variable whose gradient it is, or None.
     writes: gets, by reference of a variable, what the link is to keep when the step
       is over; None for a step that is over when the gradients have come.
   """
 
   def __init__(
     self,
-    variables: Sequence[Any] = (),
+    variables: Iterable[Any],
     writes: dict[Any, tf.Tensor] | None = None,
   ):
     super().__init__()

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 from tf_strategies.spmd import actions, kinds, pieces
-from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
@@ -371,22 +370,22 @@ class Emitter:
     for tensor in sums:
       sites = tuple(s for s in self._sites if s in pending[tensor])
       forced = plan.forced.get(tensor)
-      is_gradient = self._exchange.rounds_gradients and (
-        program_lib.GRADIENT in tensor.node.attrs
-      )
       if isinstance(forced, Shard):
+        is_gradient = tensor.node.gradient is not None
         divided.setdefault((is_gradient, forced), []).append(tensor)
       else:
-        groups.setdefault((sites, is_gradient), []).append(tensor)
+        groups.setdefault(sites, []).append(tensor)
     for (are_gradients, shard), tensors in divided.items():
       # Scatter first. Otherwise the first buckets wait for small tensors that are late.
       sites = self._replicas
       columns = [self._contributions(s, tensors) for s in sites]
       results = self._exchange.scatter(columns, shard, sites, are_gradients)
       self._take(tensors, shard, sites, results)
-    for (sites, are_gradients), tensors in groups.items():
+    for sites, tensors in groups.items():
       columns = [self._contributions(s, tensors) for s in self._replicas]
-      results = self._exchange.add(columns, sites, are_gradients)
+      gradients = [t.node.gradient for t in tensors]
+      variables = [None if g is None else g[0] for g in gradients]
+      results = self._exchange.add(columns, sites, variables)
       self._take(tensors, WHOLE, sites, results)
     joined = [t for t in ready if isinstance(plan.values[t].kind, Shard)]
     if joined:

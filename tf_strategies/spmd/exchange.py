@@ -19,9 +19,16 @@ class Exchange(Protocol):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     sites: Sequence[Site],
-    are_gradients: bool,
+    variables: Sequence[int | None],
   ) -> list[list[tf.Tensor]]:
-    """The sums over all replicas; for each site a list of tensors."""
+    """Returns the sums over all replicas; for each site a list of tensors.
+
+    Args:
+      columns: the terms.
+      sites: where the sums are needed.
+      variables: for each tensor of a column, the `id` of the variable whose
+        gradient it is. None for any other tensor, whose sum is exact.
+    """
 
   def scatter(
     self,
@@ -39,10 +46,6 @@ class Exchange(Protocol):
     sites: Sequence[Site],
   ) -> list[list[tf.Tensor]]:
     """Returns, for each site, whole tensors of these shapes from the replicas' pieces."""
-
-  @property
-  def rounds_gradients(self) -> bool:
-    """Returns whether sums of gradients, and only those, may be rounded on their way."""
 
   def gather(
     self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]

@@ -27,7 +27,7 @@ from tf_strategies.spmd.kinds import (
   Split,
   Value,
 )
-from tf_strategies.spmd.program import GRADIENT, Node, Program, Tensor
+from tf_strategies.spmd.program import Node, Program, Tensor
 
 _MAX_PASSES = 50
 
@@ -344,11 +344,9 @@ def make(
   """
   # A gradient travels as such, not what a linear update makes of it.
   forced = {
-    tensor: WHOLE
-    if node.attrs[GRADIENT].i < 2
-    else Shard(node.attrs[GRADIENT].i)
+    tensor: WHOLE if node.gradient[1] < 2 else Shard(node.gradient[1])
     for node in program.nodes
-    if may_meet and GRADIENT in node.attrs
+    if may_meet and node.gradient is not None
     for tensor in node.outputs
   }
   memo: dict = {}

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal
 
 # Attribute of the identities through which gradients reach an optimizer.
-GRADIENT = '_tfs_gradient'
+_GRADIENT = '_tfs_gradient'
 
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 # Attributes that say where an operation runs or how it was built.
@@ -50,6 +50,12 @@ class Node:
   opaque: list = dataclasses.field(default_factory=list)
 
   @property
+  def gradient(self) -> tuple[int, int] | None:
+    """The `id` of the variable whose gradient it hands on, and the shards."""
+    attr = self.attrs.get(_GRADIENT)
+    return None if attr is None else tuple(attr.list.i)
+
+  @property
   def is_stateful(self) -> bool:
     """Returns whether it has effects besides its outputs."""
     return self.op is not None and self.op.op_def.is_stateful
@@ -84,13 +90,19 @@ class Program:
   outputs: list[Tensor]
 
 
-def mark_gradient(gradient: tf.Tensor, shards: int = 1) -> tf.Tensor:
-  """Returns the tensor, marked as a gradient in the graph that is being traced.
+def mark_gradient(
+  gradient: tf.Tensor, variable: int, shards: int = 1
+) -> tf.Tensor:
+  """Returns the tensor, known as a gradient in the graph that is being traced.
 
-  If `shards` is above 1, each replica needs one shard of it.
+  Args:
+    gradient: what an optimizer gets.
+    variable: `id` of the variable whose gradient it is.
+    shards: number of its shards, of which each replica needs one.
   """
   marked = tf.identity(gradient)
-  marked.op._set_attr(GRADIENT, tf.compat.v1.AttrValue(i=shards))
+  numbers = tf.compat.v1.AttrValue.ListValue(i=[variable, shards])
+  marked.op._set_attr(_GRADIENT, tf.compat.v1.AttrValue(list=numbers))
   return marked
 
 

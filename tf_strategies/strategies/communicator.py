@@ -28,8 +28,6 @@ class Communicator(abc.ABC):
 
   rank: int
   world_size: int
-  # Whether gradients may be rounded on their way.
-  is_lossy: bool = False
 
   @property
   def capacity(self) -> int:
@@ -52,8 +50,8 @@ class Communicator(abc.ABC):
     Args:
       columns: for each local device its tensors.
       name: of the collective.
-      gradients: what they are the gradients of; None for anything else, which
-        arrives as it was sent.
+      gradients: the variables of gradients, which may be rounded on their way.
+        Any other tensor arrives as it was sent.
 
     Returns:
       As `columns`, the sums; on one worker they may be on the first device.

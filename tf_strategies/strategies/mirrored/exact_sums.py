@@ -34,8 +34,6 @@ class ExactExchange(emit.Exchange):
     shards: the sites of this process's shards, in the order of the rows.
   """
 
-  rounds_gradients = False
-
   def __init__(self, inner: emit.Exchange, shards: Sequence[Site]):
     self._inner, self._shards = inner, shards
 
@@ -53,9 +51,8 @@ class ExactExchange(emit.Exchange):
     """See base class."""
     self._inner.finish()
 
-  def add(self, columns, sites, are_gradients):
+  def add(self, columns, sites, variables):
     """See base class."""
-    del are_gradients
     scales = self._scales(columns)
     totals: dict[int, list[tf.Tensor]] = {}
     for site, column in zip(self._shards, columns, strict=True):
@@ -65,7 +62,9 @@ class ExactExchange(emit.Exchange):
           before = totals[site.replica]
           terms = [a + b for a, b in zip(before, terms, strict=True)]
         totals[site.replica] = terms
-    sums = self._inner.add(list(totals.values()), sites, False)
+    sums = self._inner.add(
+      list(totals.values()), sites, [None] * len(variables)
+    )
     dtypes = [t.dtype for t in columns[0]]
     results = []
     for site, column in zip(sites, sums, strict=True):

@@ -21,7 +21,7 @@ from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
 from tf_strategies.keras import gradient_reducer, optimizer_checks, scope_checks
 from tf_strategies.monitoring import input_watch
-from tf_strategies.spmd import emit
+from tf_strategies.spmd import emit, program
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
@@ -72,6 +72,8 @@ class ExactMirroredExtended(
     scope_checks.note_created(container_strategy)
     self._functions = weakref.WeakKeyDictionary()
     self._variables: list[weakref.ref] = []
+    # Variables with gradients that a step has marked, by `id`.
+    self.marked = weakref.WeakValueDictionary()
     self.local = make_local(
       self._devices,
       self._get_cross_device_ops,
@@ -81,21 +83,19 @@ class ExactMirroredExtended(
 
   def mark(self, gradients, variables):
     """See `GradientReducer`: in a model's step gradients are known as such."""
-    if not whole_batch.is_active():
+    if not whole_batch.is_active() or tf.executing_eagerly():
       return gradients
-    counts = [1] * len(gradients)
-    if self.state_shards is not None:
-      counts = [self.state_shards.count_of(v) for v in variables]
-    marked = whole_batch.mark(gradients, counts)
-    if not tf.executing_eagerly():
-      for gradient, variable in zip(marked, variables, strict=False):
-        if isinstance(gradient, tf.Tensor):
-          _tf_internal.label(gradient, self._label_of(variable))
+    marked = list(gradients)
+    for i, (gradient, variable) in enumerate(
+      zip(gradients, variables, strict=False)
+    ):
+      if isinstance(gradient, tf.Tensor):
+        self.marked[id(variable)] = variable
+        count = 1
+        if self.state_shards is not None:
+          count = self.state_shards.count_of(variable)
+        marked[i] = program.mark_gradient(gradient, id(variable), count)
     return marked
-
-  def _label_of(self, variable) -> str:
-    """Returns the name of a variable's gradients."""
-    return getattr(variable, 'path', variable.name)
 
   def apply_gradients(self, optimizer, gradients, variables, apply):
     """Applies them; see base class."""

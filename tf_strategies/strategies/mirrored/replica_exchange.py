@@ -5,7 +5,6 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import emit, pieces
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
@@ -15,18 +14,16 @@ _SUM = tf.distribute.ReduceOp.SUM
 class ReplicaExchange(emit.Exchange):
   """Adds up and gathers what the replicas of one process hold."""
 
-  rounds_gradients = False
-
   def __init__(self, reducer: reducer_lib.Reducer):
     self._reducer = reducer
 
-  def add(self, columns, sites, are_gradients):
+  def add(self, columns, sites, variables):
     """See base class."""
-    options = gradient_reducer.Gradients() if are_gradients else None
+    del variables
     values = [_per_replica(row) for row in zip(*columns, strict=True)]
     one = sites[0].device if len(sites) == 1 and len(columns) > 1 else None
     pairs = [(v, v if one is None else one) for v in values]
-    sums = self._reducer.batch_reduce(_SUM, pairs, options)
+    sums = self._reducer.batch_reduce(_SUM, pairs, None)
     return [[self._at(value, site) for value in sums] for site in sites]
 
   def finish(self) -> None:
@@ -40,7 +37,7 @@ class ReplicaExchange(emit.Exchange):
 
   def scatter(self, columns, shard, sites, are_gradients):
     """See base class."""
-    options = gradient_reducer.Gradients() if are_gradients else None
+    del are_gradients
     rows = []
     for site, column in zip(sites, columns, strict=True):
       with tf.device(site.device):
@@ -50,7 +47,7 @@ class ReplicaExchange(emit.Exchange):
       for place, site in enumerate(sites)
       for row in zip(*rows, strict=True)
     ]
-    sums = iter(self._reducer.batch_reduce(_SUM, pairs, options))
+    sums = iter(self._reducer.batch_reduce(_SUM, pairs, None))
     return [[next(sums) for _ in columns[0]] for _ in sites]
 
   def join(self, columns, shapes, sites):

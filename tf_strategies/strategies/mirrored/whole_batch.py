@@ -133,19 +133,6 @@ def one_device(strategy, device: str, stream: int = 0):
     _state.is_active, _state.stream = before
 
 
-def mark(gradients, counts) -> list:
-  """Gradients that a traced step gives to an optimizer, known as such.
-
-  `counts` are the shards in which the state of each of their variables is.
-  """
-  if tf.executing_eagerly():
-    return gradients
-  return [
-    program.mark_gradient(g, count) if isinstance(g, tf.Tensor) else g
-    for g, count in zip(gradients, counts, strict=True)
-  ]
-
-
 def _packed(structure, tensors):
   """Returns a structure with these tensors in the places of its own, but None."""
   flat = [

@@ -8,8 +8,6 @@ crosses workers goes through a `Communicator`; everything else is
 from __future__ import annotations
 
 import itertools
-import weakref
-from typing import Any
 
 import tensorflow as tf
 
@@ -38,8 +36,6 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
     workers_lib.note_joined('multi_worker')
-    # Variables by what their gradients are labelled as.
-    self._labelled: dict[str, weakref.ref] = {}
     self._input = input_lib.WorkerInput(self)
     self.communicator = make_communicator(self.local)
     self._initializes_eagerly = self.communicator.initializes_eagerly
@@ -207,24 +203,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def exchange(self, sites=()):
     """See base class."""
     del sites
-    return worker_exchange.WorkerExchange(self.communicator, self.variable_of)
-
-  def _label_of(self, variable):
-    label = super()._label_of(variable)
-    count, unique = 1, label
-    # Two models may have layers of one name.
-    while (known := self.variable_of(unique)) is not None:
-      if known is variable:
-        break
-      count += 1
-      unique = f'{label}#{count}'
-    self._labelled[unique] = weakref.ref(variable)
-    return unique
-
-  def variable_of(self, label: str) -> Any:
-    """Returns the variable whose gradients have a label; None if there is none."""
-    reference = self._labelled.get(label)
-    return None if reference is None else reference()
+    return worker_exchange.WorkerExchange(self.communicator, self.marked)
 
   def share_from_chief(self, variables) -> None:
     """Gives variables the chief's values, eagerly, on every worker."""

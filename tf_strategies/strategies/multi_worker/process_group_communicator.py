@@ -37,7 +37,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self._queue = collective_queue.CollectiveQueue(group, self.join)
     self._local = local
     self._options = options
-    self.is_lossy = options.compression != 'none'
     num_chunks = self.capacity
     if options.all_reduce != 'auto':
       schedule = algorithms.build(options.all_reduce, self.capacity)
@@ -69,38 +68,37 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """See base class."""
     several = len(columns) > 1
     tensors = self._local.sum_on_first(columns) if several else columns[0]
-    summed = self._all_reduce_host(
-      tensors, 'all_reduce', name, gradients, columns[0]
-    )
+    summed = self._all_reduce_host(tensors, name, gradients, columns[0])
     return [summed] * len(columns)
 
-  def _all_reduce_host(self, tensors, kind, name, gradients, told_as=None):
+  def _all_reduce_host(self, tensors, name, gradients, told_as):
     """Sums tensors of all workers; `told_as` are those that a timeline names."""
-    told_as = tensors if told_as is None else told_as
     variables = [None] * len(tensors)
-    if gradients is not None and gradients.variables:
+    if gradients is not None:
       variables = gradients.variables
     # One copy from a GPU for each bucket, not for each gradient.
     device = self._local.devices[0]
 
     def send(requests):
-      return self._send(kind, name, requests, told_as)
+      return self._send(
+        'all_reduce', name, requests, _names(told_as, variables)
+      )
 
     writes = {}
     if gradients is not None and gradients.writes is not None:
       writes = gradients.writes
     with tf.device(device):
-      items = [
-        self._item(t, v, gradients is not None)
-        for t, v in zip(tensors, variables, strict=True)
-      ]
+      items = list(map(self._item, tensors, variables))
       summed = gradient_sums.all_reduce(items, self._sending, send, writes)
       if gradients is not None and gradients.writes is None:
         gradient_reducer.write(writes)
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
 
   def _send(self, kind, name, requests, told_as):
-    """Has the group do what is asked; what came of it, on the first device."""
+    """Has the group do the requests; returns the results, on the first device.
+
+    `told_as` are the names of the tensors in a timeline.
+    """
     return self._queue.call_all(
       kind,
       [
@@ -110,7 +108,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
         for i, r in enumerate(requests)
       ],
       [r.tensor for r in requests],
-      [_names(told_as, r.members) for r in requests],
+      [_contents(told_as, r.members) for r in requests],
       self._local.devices[0],
       [r.shape for r in requests],
     )
@@ -151,7 +149,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
       packed = sending.pack(rows, codec.block_length, shard.count)
       shapes = packed.shapes_of_rows(count)
       asked = gradient_sums.requests(packed, divide, range(len(rows)), shapes)
-      results = self._send('reduce_scatter', 'pieces', asked, tensors)
+      told_as = _names(tensors)
+      results = self._send('reduce_scatter', 'pieces', asked, told_as)
       matrices = packed.unpack(results, count)
     mine = []
     for i, device in enumerate(self._local.devices):
@@ -189,27 +188,24 @@ class ProcessGroupCommunicator(communicator.Communicator):
       asked = gradient_sums.requests(
         packed, join, range(len(rows)), packed.shapes_of_rows(count)
       )
-      joined = self._send('all_gather', 'pieces', asked, columns[0])
+      told_as = _names(columns[0])
+      joined = self._send('all_gather', 'pieces', asked, told_as)
       return packed.unpack(joined, count)
 
-  def _item(self, tensor, variable, is_gradient) -> gradient_sums.Item:
-    """Says how a tensor is sent; a rest is kept of a variable's gradient only."""
-    if not is_gradient or not tensor.dtype.is_floating:
+  def _item(self, tensor, variable) -> gradient_sums.Item:
+    """Says how a tensor is sent; `variable` is None if it is no gradient."""
+    if variable is None or not tensor.dtype.is_floating:
       return gradient_sums.Item(tensor, codecs.NONE)
     codec = self._codec_of(variable)
     if not codec.keeps_rest:
       return gradient_sums.Item(tensor, codec)
-    if variable is None:
-      return gradient_sums.Item(tensor, codecs.NONE)
     rest = self._rests.of(variable)
     return gradient_sums.Item(tf.cast(tensor, rest.dtype), codec, rest)
 
   def _codec_of(self, variable) -> codec_lib.Codec:
-    """Returns the codec for the gradients of a variable; None is any."""
+    """Returns the codec for the gradients of a variable."""
     chosen = self._options.compression
-    if callable(chosen):
-      chosen = 'none' if variable is None else chosen(variable)
-    return codecs.get(chosen)
+    return codecs.get(chosen(variable) if callable(chosen) else chosen)
 
   def gradient_state(self, variables):
     """See base class."""
@@ -349,10 +345,19 @@ class ElasticCommunicator(ProcessGroupCommunicator):
     self._queue.close()
 
 
-def _names(tensors, members) -> str:
-  """What a bucket holds: variables whose gradients they are, or operations."""
+def _names(tensors, variables=None) -> list[str]:
+  """Returns the names of variables whose gradients these are, or of operations."""
   if tf.executing_eagerly():
-    return ''
-  names = [_tf_internal.label_of(tensors[i]) for i in members[:_NAMED]]
+    return [''] * len(tensors)
+  names = [t.op.name for t in tensors]
+  for i, variable in enumerate(variables or ()):
+    if variable is not None:
+      names[i] = getattr(variable, 'path', variable.name)
+  return names
+
+
+def _contents(names, members) -> str:
+  """Returns what a bucket holds."""
   more = len(members) - _NAMED
-  return ', '.join(names) + (f' and {more} more' if more > 0 else '')
+  told = ', '.join(names[i] for i in members[:_NAMED])
+  return told + (f' and {more} more' if more > 0 else '')

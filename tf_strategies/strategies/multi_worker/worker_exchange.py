@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import emit, pieces
 from tf_strategies.strategies.mirrored import replica_exchange
@@ -13,25 +12,18 @@ from tf_strategies.strategies.mirrored import replica_exchange
 class WorkerExchange(emit.Exchange):
   """Adds up and gathers what the replicas of all workers hold."""
 
-  def __init__(self, communicator, variable_of):
+  def __init__(self, communicator, variables):
     self._communicator = communicator
-    # Returns the variable whose gradients have a label.
-    self._variable_of = variable_of
+    # Variables that have gradients, by `id`.
+    self._variables = variables
     # New values of the variables that keep what was not sent of gradients.
     self._writes = {}
 
-  @property
-  def rounds_gradients(self):
-    """See base class: by a codec that loses precision."""
-    return self._communicator.is_lossy
-
-  def add(self, columns, sites, are_gradients):
+  def add(self, columns, sites, variables):
     """See base class."""
-    gradients = None
-    if are_gradients:
-      labels = map(_tf_internal.label_of, columns[0])
-      variables = list(map(self._variable_of, labels))
-      gradients = gradient_reducer.Gradients(variables, self._writes)
+    gradients = gradient_reducer.Gradients(
+      map(self._variables.get, variables), self._writes
+    )
     sums = self._communicator.all_reduce(columns, 'reduce', gradients)
     results = []
     for site in sites:
