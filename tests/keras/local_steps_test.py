@@ -153,6 +153,14 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ):
       _fit(model)
 
+  def test_a_step_that_runs_eagerly(self):
+    model = _model(lambda: LocalSteps('sgd', 2))
+    model.run_eagerly = True
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'eagerly.*run_eagerly=True'
+    ):
+      _fit(model)
+
   @parameterized.parameters('run', 'step')
   def test_step_of_a_loop_that_does_not_count(self, call):
     strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(2))

@@ -35,7 +35,6 @@ _JOBS = {'diloco': DILOCO, **{name: JOBS[name] for name in _FIRST}}
 _MORE = {
   **{name: job for name, job in JOBS.items() if name not in _FIRST},
   'two_devices': diloco(devices=2, layers='normalized'),
-  'eagerly': diloco(devices=2, options=(('run_eagerly', True),)),
   'compiled': diloco(options=(('jit_compile', True),)),
   'moving_average_of_kernels': dataclasses.replace(
     DILOCO, inner=('by_kind', _BY_KIND)

@@ -204,29 +204,14 @@ class ExactMirroredExtended(
     return self._rows_of_counts(counts)
 
   def _rows_of_counts(self, counts) -> list[site_lib.Rows]:
-    surely = _have_all_rows(counts)
-    with tf.device('CPU:0'):
-      counts = [tf.cast(n, tf.int32) for n in counts]
-      ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
-      found = []
-      for replica in range(len(self._devices)):
-        place = self._get_replica_id_in_sync_group(replica)
-        real, total = counts[place], ends[-1]
-        start = ends[place] - real
-        if surely:
-          found.append(site_lib.Rows(real, start, total, None, place == 0))
-        else:
-          found.append(site_lib.rows_or_stand_in(real, start, total))
-    return found
+    first = self._get_replica_id_in_sync_group(0)
+    return rows_of_replicas(counts, range(first, first + len(self._devices)))
 
   def sites_of(self, leaves) -> list[site_lib.Site]:
     """Returns where a step is built for the replicas of this process; see `spmd`."""
-    return self._sites_with(self.rows_of(leaves))
-
-  def _sites_with(self, rows_of_replicas) -> list[site_lib.Site]:
     sites = []
     for i, (device, rows) in enumerate(
-      zip(self.worker_devices, rows_of_replicas, strict=True)
+      zip(self.worker_devices, self.rows_of(leaves), strict=True)
     ):
       is_chief = i == 0 and self.does_what_is_done_once
       is_home = i == 0 and self.home_device is None
@@ -476,9 +461,26 @@ def _only_argument(value):
   return value if isinstance(value, tf.Variable) else _only_value(value)
 
 
-def _have_all_rows(counts) -> bool:
-  """Returns whether all of the replicas surely have rows."""
-  return all(isinstance(n, int) and n > 0 for n in counts)
+def rows_of_replicas(counts, places) -> list[site_lib.Rows]:
+  """Returns which rows of a batch some replicas have.
+
+  Args:
+    counts: number of rows of each replica, int or int32.
+    places: of the replicas among all.
+  """
+  surely = all(isinstance(n, int) and n > 0 for n in counts)
+  with tf.device('CPU:0'):
+    counts = [tf.cast(n, tf.int32) for n in counts]
+    ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
+    found = []
+    for place in places:
+      real, total = counts[place], ends[-1]
+      start = ends[place] - real
+      if surely:
+        found.append(site_lib.Rows(real, start, total, None, place == 0))
+      else:
+        found.append(site_lib.rows_or_stand_in(real, start, total))
+  return found
 
 
 def rows_of_plain(leaves):

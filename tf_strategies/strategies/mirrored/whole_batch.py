@@ -240,7 +240,7 @@ class Step:
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
-    exchange = self._extended.exchange(sites)
+    exchange = self._exchange(sites)
     emitter = emit.Emitter(planned, sites, exchange, compiled)
     [results, *_] = emitter.run(wanted)
     with tf.control_dependencies(emitter.met):
@@ -282,7 +282,7 @@ class Step:
     """
     if isinstance(error, errors.Error):
       raise error
-    known = self._extended.static_length(leaves)
+    known = self._static_length(leaves)
     length = known or 4 * self._strategy.num_replicas_in_sync
 
     def with_length(spec):
@@ -344,7 +344,7 @@ class Step:
     """All rows of a batch."""
     if not isinstance(leaf, tf.distribute.DistributedValues):
       return leaf
-    exchange = self._extended.exchange()
+    exchange = self._exchange()
     replicas = [s for s in sites if s.replica is not None]
 
     def gather(values):  # As they are: without rows there is nothing.
@@ -369,6 +369,14 @@ class Step:
     return gather(values)
 
   # What the step gets.
+
+  def _exchange(self, sites=()) -> emit.Exchange:
+    """Returns how the replicas of the step meet."""
+    return self._extended.exchange(sites)
+
+  def _static_length(self, leaves) -> int | None:
+    """Returns the number of rows, if it is known before the step runs."""
+    return self._extended.static_length(leaves)
 
   def _sites(self, leaves):
     home, sites = self._extended.home_device, self._extended.sites_of(leaves)

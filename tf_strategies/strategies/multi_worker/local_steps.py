@@ -1,7 +1,7 @@
 """Workers that train apart for some steps, and meet; see `tfs.keras.LocalSteps`.
 
 A model's step is still one device's program that is split over replicas, but over
-those of this worker alone: it gets a view of the strategy that knows no others.
+those of this worker alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LocalWorker:
     found = optimizers_lib.of_step(step)
     if not found:
       return None
-    return LocalStep(self, _View(self._extended), step, found)
+    return LocalStep(self, self._extended, step, found)
 
   @contextlib.contextmanager
   def counting(
@@ -74,21 +74,7 @@ class LocalWorker:
         'pass the optimizer to strategy.step: strategy.run cannot count its steps',
       )
 
-  def own_rows(self, data: Any) -> Any:
-    """This worker's rows of batches; those that are distributed are so already."""
-    communicator = self._extended.communicator
-
-    def own(leaf):
-      if isinstance(leaf, tf.distribute.DistributedValues):
-        return leaf
-      [part] = host_input.split(
-        leaf, communicator.world_size, [communicator.rank]
-      )
-      return part
-
-    return tf.nest.map_structure(own, data)
-
-  # Steps and meetings: eagerly, and in graphs.
+  # Steps and meetings.
 
   def begin(self, optimizers: Iterable[optimizers_lib.LocalSteps]) -> None:
     """Before a step: sets anchors where there are none."""
@@ -171,92 +157,40 @@ class LocalWorker:
           copy.assign(first.read_value())
 
 
-class _View:
-  """A worker's `MultiWorkerExtended` without the other workers, for a step."""
-
-  applies_all_or_none = False
-  does_what_is_done_once = True
-  holds_sums_whole = False
-
-  def __init__(self, extended):
-    self._extended = extended
-
-  def __getattr__(self, name):
-    return getattr(self._extended, name)
-
-  @property
-  def _num_replicas_in_sync(self):
-    return len(self.worker_devices)
-
-  def rows_of(self, leaves) -> list[site_lib.Rows]:
-    """Which rows of this worker's each of its replicas has."""
-    found = mirrored_extended.ExactMirroredExtended.rows_of(self, leaves)
-    if len(found) > 1:
-      return found
-    # A worker without rows leaves out the step.
-    total = found[0].total
-    return [site_lib.Rows(total, tf.zeros_like(total), total, None, True)]
-
-  sites_of = mirrored_extended.ExactMirroredExtended.sites_of
-  static_length = mirrored_extended.ExactMirroredExtended.static_length
-  _rows_of_plain = mirrored_extended.ExactMirroredExtended._rows_of_plain
-  _rows_of_counts = mirrored_extended.ExactMirroredExtended._rows_of_counts
-  _sites_with = mirrored_extended.ExactMirroredExtended._sites_with
-
-  def _counts_of(self, args):
-    own = len(self.worker_devices)
-    counts = replica_run.rows_of(args, own)
-    if counts is None or len(counts) == own:
-      return counts
-    first = self._extended._first_replica
-    return counts[first : first + own]
-
-  def place(self):
-    """Returns the rank and the number of workers, of which it knows one."""
-    return 0, 1
-
-  def _get_replica_id_in_sync_group(self, replica_id):
-    return replica_id
-
-  def exchange(self, sites=()):
-    """How the replicas of this worker meet."""
-    del sites
-    return replica_exchange.ReplicaExchange(self.local)
-
-  one_copy = mirrored_extended.ExactMirroredExtended.one_copy
-  total_of = mirrored_extended.ExactMirroredExtended.total_of
-
-
 class LocalStep(whole_batch.Step):
   """A model's step on the rows of this worker, by its replicas."""
 
   def __init__(
     self,
     worker: LocalWorker,
-    view: _View,
+    extended,
     step: _keras_internal.KerasStep,
     optimizers: Sequence[optimizers_lib.LocalSteps],
   ):
-    super().__init__(view, step.kind, step.compiles)
+    super().__init__(extended, step.kind, step.compiles)
     self._worker, self._optimizers, self._step = worker, optimizers, step
     self._outputs: Any = None  # What the step returns, once it was traced.
     self._statistics: list[tf.Variable] = []
     # Worker 0 draws the random numbers that one device draws.
-    self._stream = view.communicator.rank
+    self._stream = extended.communicator.rank
 
   def run(self, fn, data):
-    """See base class. A worker without rows leaves out the step."""
-    data = self._worker.own_rows(data)
-    rows = self._num_rows(tf.nest.flatten(data))
+    """See base class. A worker without rows leaves out the step.
+
+    Raises:
+      UnsupportedOptionError: the step runs eagerly.
+    """
+    if tf.executing_eagerly():
+      raise errors.UnsupportedOptionError(
+        'LocalSteps in a step that runs eagerly',
+        'a step that is traced',
+        'leave out run_eagerly=True',
+      )
+    data = tf.nest.map_structure(self._own, data)
+    rows = tf.add_n(_counts_of(tf.nest.flatten(data)))
+    run = super().run
     with self._worker.counting(self._optimizers):
-      if isinstance(rows, int):
-        compute = super().run if rows else self._report
-        results = compute(fn, data)
-      else:
-        run = super().run
-        results = tf.cond(
-          rows > 0, lambda: run(fn, data), lambda: self._report(fn, data)
-        )
+      results = tf.cond(rows > 0, lambda: run(fn, data), self._report)
     if self._step.model is not None:
       self._statistics = _values(
         optimizers_lib.moving_statistics(self._step.model)
@@ -264,20 +198,43 @@ class LocalStep(whole_batch.Step):
     self._worker.end(self._optimizers, rows, self._statistics)
     return results
 
-  def _num_rows(self, leaves):
-    known = self._extended.static_length(leaves)
-    return self._extended.rows_of(leaves)[0].total if known is None else known
+  def _own(self, leaf):
+    """Returns the rows of this worker's replicas of a batch."""
+    if leaf is None or isinstance(leaf, tf.distribute.DistributedValues):
+      return leaf
+    extended = self._extended
+    first = extended._get_replica_id_in_sync_group(0)
+    places = range(first, first + len(self._devices))
+    parts = host_input.split(leaf, extended._num_replicas_in_sync, places)
+    return host_input.per_replica(parts)
 
-  def _report(self, fn, data):
-    """What a step without rows returns: what metrics say, or zeros."""
+  def _sites(self, leaves):
+    counts = _counts_of(leaves)
+    if len(counts) > 1:
+      rows = mirrored_extended.rows_of_replicas(counts, range(len(counts)))
+    else:  # A worker without rows leaves out the step.
+      total = tf.cast(counts[0], tf.int32)
+      rows = [site_lib.Rows(total, tf.zeros_like(total), total, None, True)]
+    return [
+      site_lib.Site(device, own, i, is_chief=i == 0, is_home=i == 0)
+      for i, (device, own) in enumerate(zip(self._devices, rows, strict=True))
+    ]
+
+  def _static_length(self, leaves):
+    counts = _counts_of(leaves)
+    return sum(counts) if all(isinstance(n, int) for n in counts) else None
+
+  def _exchange(self, sites=()):
+    del sites
+    return replica_exchange.ReplicaExchange(self._extended.local)
+
+  def _report(self):
+    """Returns what a step without rows returns: metrics' results, or zeros."""
     model = self._step.model
     results = model and _keras_internal.results_of(model, self._kind)
     if results is not None:
       with whole_batch.one_device(self._strategy, self._devices[0]):
         return tf.nest.map_structure(tf.convert_to_tensor, results())
-    if self._outputs is None:  # Eagerly: only a trace tells.
-      leaves = tf.nest.flatten(data)
-      self._trace(fn, data, leaves, [whole_batch.spec_of(v) for v in leaves])
     return tf.nest.map_structure(_zeros, self._outputs)
 
   def _trace(self, fn, data, leaves, specs):
@@ -303,10 +260,17 @@ class LocalStep(whole_batch.Step):
       and id(v) not in of_optimizers
     ]
 
-  def _run_eagerly(self, fn, data, leaves):
-    built = [o for o in self._optimizers if o.built]
-    self._worker.begin(built)  # Anchors that are made in the step begin right.
-    return super()._run_eagerly(fn, data, leaves)
+
+def _counts_of(leaves) -> list[Any]:
+  """Returns how many rows each replica of this worker has, int or int32."""
+  batch = next((v for v in leaves if v is not None), None)
+  if batch is None:
+    raise errors.UnsupportedOptionError(
+      'LocalSteps in a step without a batch',
+      'a batch, whose rows say how much the step counts at a meeting',
+      'pass a distributed batch to the step',
+    )
+  return [replica_run.num_rows(part) for part in batch.values]
 
 
 def _values(variables: Iterable[keras.Variable]) -> list[tf.Variable]:
