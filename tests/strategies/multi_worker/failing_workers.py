@@ -49,13 +49,17 @@ def told(error):
 # Disagreements: one start of the workers for all of them.
 
 
+def _context():
+  return tf.distribute.get_replica_context()
+
+
 def _step(function):
   """Runs `function(context)` as a step, inside of a tf.function."""
 
   def run(strategy):
     @tf.function
     def step():
-      return strategy.run(lambda: function(tf.distribute.get_replica_context()))
+      return strategy.run(lambda: function(_context()))
 
     return step()
 
@@ -84,15 +88,13 @@ def _other_order(strategy):
 def _other_loop(strategy):
   """One worker all-reduces once more than the other, then both gather."""
 
-  def function(context):
-    total = tf.while_loop(
-      lambda i, _: i < 2 + strategy.rank,
-      lambda i, x: (i + 1, context.all_reduce('SUM', x)),
-      [tf.constant(0), tf.range(3.0)],
-    )[1]
-    return context.all_gather(total, 0)
+  @tf.function
+  def steps():
+    for _ in tf.range(2 + strategy.rank):
+      strategy.run(lambda: _context().all_reduce('SUM', tf.range(3.0)))
+    return strategy.run(lambda: _context().all_gather(tf.range(3.0), 0))
 
-  _step(function)(strategy)
+  steps()
 
 
 COLLECTIVES = {
