@@ -175,9 +175,10 @@ def _note_kind(kind: str, make: Callable) -> Callable:
 
 def _settle(model) -> None:
   """Lets workers that have trained weights apart meet, before weights are used."""
-  settle = getattr(model.distribute_strategy.extended, 'settle', None)
-  if settle is not None:
-    settle(model.variables)
+  extended = model.distribute_strategy.extended
+  local_worker = getattr(extended, 'local_worker', None)
+  if local_worker is not None:
+    local_worker.settle(model.variables)
 
 
 def _compile_for_strategy(compile_) -> Callable:

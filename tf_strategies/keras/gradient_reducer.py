@@ -58,14 +58,14 @@ class GradientReducer:
       that duplicate rows are added up before an optimizer sees them.
     applies_all_or_none: whether nothing that an update does, such as counting
       the step, may happen before all gradients have come.
-    takes_local_steps: whether there are workers that `LocalSteps` has train apart;
-      if so, the methods for it are implemented.
-    no_local_steps: if not, what was expected and the fix, for an error.
+    local_worker: what `LocalSteps` asks of this worker; None where workers cannot
+      train apart.
+    no_local_steps: what was expected if they cannot, and the fix, for an error.
   """
 
   sums_sparse_as_dense: bool = False
   applies_all_or_none: bool = False
-  takes_local_steps: bool = False
+  local_worker: Any = None
   no_local_steps: tuple[str, str] = (
     'a ring of several workers, each with weights of its own',
     'leave out LocalSteps, or start a worker for each device and use '
@@ -97,11 +97,6 @@ class GradientReducer:
     """
     del variables
     return gradients
-
-  def prefers_dense(self, slices: tf.IndexedSlices) -> bool:
-    """Returns whether a sparse gradient is less to send as a dense one."""
-    del slices
-    return self.sums_sparse_as_dense
 
   def reduce_and_apply(
     self,
@@ -137,7 +132,8 @@ class GradientReducer:
       # Not where replicas have met, or in a branch of one.
       with keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(variables)
-    gradients = [self._lighter(optimizer, g) for g in gradients]
+    if self.sums_sparse_as_dense:
+      gradients = [self._dense(optimizer, g) for g in gradients]
     parts = [g for g in gradients if g is not None]
     chain = [*_keras_internal.chain(optimizer)]
     if len(chain) > 1 or _has_any(chain[0], _COMPUTES):
@@ -156,29 +152,17 @@ class GradientReducer:
 
     self.reduce_and_apply(parts, apply_reduced, trained)
 
-  # For `LocalSteps`, where there are workers that train apart.
+  def _dense(self, optimizer, gradient):
+    """Returns a sparse gradient as a dense one.
 
-  def add_local_steps(self, optimizer) -> None:
-    """Is told of a new `LocalSteps`."""
-
-  def check_counted(self, optimizer) -> None:
-    """Raises UnsupportedOptionError in a step that does not count for `optimizer`."""
-
-  def settle(self, variables) -> None:
-    """Has each `LocalSteps` of these variables meet that has counted steps, eagerly."""
-
-  def _lighter(self, optimizer, gradient):
-    """A sparse gradient as a dense one, where that is less to send.
-
-    Not where duplicate rows that are added up give another update than one
-    device's, which gets the pairs as they come: with clipping, and with every
-    optimizer that is not linear.
+    Raises:
+      UnsupportedOptionError: the optimizer clips it. It would clip sums of duplicate
+        rows, in place of the rows.
     """
     if not isinstance(gradient, tf.IndexedSlices):
       return gradient
     *_, optimizer = _keras_internal.chain(optimizer)
-    clips = _has_any(optimizer, optimizer_checks.CLIPPING)
-    if clips and self.sums_sparse_as_dense:
+    if _has_any(optimizer, optimizer_checks.CLIPPING):
       strategy = type(tf.distribute.get_strategy()).__name__
       raise errors.UnsupportedOptionError(
         f'{type(optimizer).__name__} that clips sparse gradients under '
@@ -188,12 +172,7 @@ class GradientReducer:
         'train the embedding without clipping, or look rows up by '
         'tf.one_hot(ids, depth) @ table, whose gradient is dense',
       )
-    is_linear = isinstance(optimizer, keras.optimizers.SGD) and not clips
-    if self.sums_sparse_as_dense or (
-      is_linear and self.prefers_dense(gradient)
-    ):
-      return tf.convert_to_tensor(gradient)
-    return gradient
+    return tf.convert_to_tensor(gradient)
 
 
 def current() -> GradientReducer:
@@ -211,7 +190,7 @@ def check_local_steps(is_training: bool = False) -> None:
   that was saved is loaded there.
   """
   is_inside, reducer = tf.distribute.has_strategy(), current()
-  if reducer.takes_local_steps or not (is_training or is_inside):
+  if reducer.local_worker is not None or not (is_training or is_inside):
     return
   name = type(tf.distribute.get_strategy()).__name__
   raise errors.UnsupportedOptionError(

@@ -88,7 +88,9 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     self.every, self.outer = int(every), outer
     self.anchors: list[keras.Variable] = []
     self._counters: list[keras.Variable] = []
-    gradient_reducer.current().add_local_steps(self)
+    local_worker = gradient_reducer.current().local_worker
+    if local_worker is not None:
+      local_worker.trains_apart = True
 
   @property
   def variables(self):
@@ -192,7 +194,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
           'train without quantize("float8")',
         )
 
-    gradient_reducer.current().check_counted(self)
+    gradient_reducer.current().local_worker.check_counted(self)
     self.inner_optimizer.apply(grads, trainable_variables)
 
   def meet(self) -> None:
@@ -202,7 +204,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     """
     with _keras_internal.strategy_of(self).scope():
       gradient_reducer.check_local_steps(is_training=True)
-      gradient_reducer.current().settle(self._weights())
+      gradient_reducer.current().local_worker.settle(self._weights())
 
   def __dir__(self):
     # As the inner optimizer, saved already.

@@ -146,7 +146,7 @@ class _Sharded:
   _step_class = _Step
   # A part of a sum such as a metric would be a sum over some shards.
   holds_sums_whole = True
-  takes_local_steps = False
+  local_worker = None
   no_local_steps = (
     'a strategy without reproducible: workers that train apart compute on batches '
     'that depend on their number',

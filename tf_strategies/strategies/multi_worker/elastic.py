@@ -74,7 +74,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   communicator: process_group_communicator.ElasticCommunicator
   does_what_is_done_once = True  # By all, as anyone may become the chief.
   holds_sums_whole = splits_steps = True
-  takes_local_steps = False
+  local_worker = None
   no_local_steps = (
     'workers that stay the same: one that dies takes along what it has trained since '
     'the last meeting, which the survivors could not repeat',

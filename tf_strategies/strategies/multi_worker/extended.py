@@ -114,24 +114,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   applies_all_or_none = True
 
-  def prefers_dense(self, slices: tf.IndexedSlices) -> bool:
-    """Returns whether all replicas' slices are more to send than the dense sum.
-
-    Every worker must answer alike, so only static shapes count.
-    """
-    rows = slices.values.shape[0]
-    dense_shape = tf.get_static_value(slices.dense_shape)
-    if rows is None or dense_shape is None or tf.executing_eagerly():
-      return False
-    dense_bytes = slices.values.dtype.size * int(dense_shape.prod())
-    row_bytes = dense_bytes // max(1, int(dense_shape[0]))
-    pair_bytes = row_bytes + slices.indices.dtype.size
-    # A ring sends the dense sum twice, less what is there already.
-    return self._num_replicas_in_sync * rows * pair_bytes > 2 * dense_bytes
-
   # See `GradientReducer`: workers that train apart, and meet now and then.
 
-  _trains_apart = False
   no_local_steps = (
     'a strategy without shard_optimizer_state: a worker that trains apart needs all '
     'of the state',
@@ -139,26 +123,14 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   )
 
   @property
-  def takes_local_steps(self):
+  def local_worker(self):
     """See base class: not where workers hold parts of the state."""
-    return self.state_shards is None
-
-  def add_local_steps(self, optimizer):
-    """See base class."""
-    self._trains_apart = True
-
-  def check_counted(self, optimizer):
-    """See base class."""
-    self._local_worker.check_counted(optimizer)
-
-  def settle(self, variables):
-    """See base class."""
-    self._local_worker.settle(variables)
+    return self._local_worker if self.state_shards is None else None
 
   @property
   def splits_steps(self):
     """See base class; one worker alone takes local steps too."""
-    return super().splits_steps or self._trains_apart
+    return super().splits_steps or self._local_worker.trains_apart
 
   def _model_step(self, step):
     return self._local_worker.step_of(step) or super()._model_step(step)

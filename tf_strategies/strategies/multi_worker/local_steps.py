@@ -32,6 +32,8 @@ class LocalWorker:
 
   def __init__(self, extended):
     self._extended = extended
+    # Whether a `LocalSteps` was made.
+    self.trains_apart = False
     # Moving statistics of layers, which meetings average beside the weights of an
     # optimizer. The model may be alive on some workers only, so it is not kept.
     self._statistics: weakref.WeakKeyDictionary[
