@@ -182,7 +182,7 @@ def check(step: Step, shapes, devices: Sequence[str]) -> None:
 def busiest_bytes_in(step: Step, shapes, num_devices: int) -> int:
   """Bytes into the busiest device: by our plan, or by the peer's formula."""
   if step.peer.busiest_bytes_in is None:
-    return max(step.ops.last_plan.bytes_in)
+    return max(step.ops.last_bytes_in)
   sizes = [4 * int(np.prod(shape)) for shape in shapes]
   return step.peer.busiest_bytes_in(sizes, num_devices)
 

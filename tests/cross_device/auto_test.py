@@ -161,8 +161,6 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
       mock.patch.object(executor, 'share_memory', return_value=False),
     ):
       results = op.batch_reduce(reduce_op, [(v, v) for v in values])
-    self.assertEqual(op.last_plan.algorithm, 'tree')
-    self.assertEqual(op.last_plan.num_tensors, len(replicas.DTYPES))
     for rank, result in zip(ranks, results, strict=True):
       replicas.assert_equal(result, replicas.exact(rank, reduce_op), devices)
 

@@ -86,7 +86,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(results[3], expected[3], NAMES)
     # Those that stay where they are share one all-reduce.
     self.assertEqual(op.calls, 1)
-    self.assertEqual(op.last_plan.num_tensors, 2)
     self.assertEqual(op.report()['calls']['reduce'], 2)
 
   def test_batch_over_different_devices(self):

@@ -1,11 +1,9 @@
 """The template of every cross-device op: what to move where, counted."""
 
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
-from absl import logging
 
 from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies.collectives import algorithms
@@ -13,28 +11,7 @@ from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.cross_device import executor, statistics
 
-# A tensor whose size is unknown while the graph is built weighs this many
-# elements when chunks are balanced.
-_UNKNOWN_NUM_ELEMENTS = 2**16
-
 _KINDS = ('all_reduce', 'reduce', 'gather', 'broadcast')
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """What one all-reduce moves, fixed while its graph is built.
-
-  Attributes:
-    algorithm: name of the schedule.
-    num_tensors: dense tensors in the call.
-    num_bytes: bytes of one rank's tensors; unknown shapes count as zero.
-    bytes_in: bytes that each rank receives.
-  """
-
-  algorithm: str
-  num_tensors: int
-  num_bytes: int
-  bytes_in: tuple[int, ...]
 
 
 # Bytes: below, cutting takes longer than what it saves.
@@ -88,8 +65,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     super().__init__()
     self._algorithm = algorithms.check(algorithm)
     self._statistics = {k: statistics.CallStatistics() for k in _KINDS}
-    self._last_plan = None
-    self._logged = set()
+    # Bytes that each rank receives in the all-reduce that was built last.
+    self.last_bytes_in: tuple[int, ...] = ()
 
   def schedule(
     self, devices: Sequence[str], num_bytes: int
@@ -110,11 +87,6 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   def calls(self) -> int:
     """Returns how many all-reduces the graph executed."""
     return self._statistics['all_reduce'].calls
-
-  @property
-  def last_plan(self) -> Plan | None:
-    """The plan of the all-reduce that was built last."""
-    return self._last_plan
 
   def report(self) -> dict[str, object]:
     """Executed calls of each kind, and bytes received by each device."""
@@ -169,8 +141,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     if isinstance(tensor, tf.IndexedSlices):
       parts = (tensor.values, tensor.indices, tensor.dense_shape)
     parts = [None if p is None else tf.convert_to_tensor(p) for p in parts]
-    num_bytes = sum(bytes_of(p) for p in parts if p is not None)
-    self._statistics['broadcast'].record(devices, [num_bytes] * len(devices))
+    self._statistics['broadcast'].record(devices, [0] * len(devices))
 
     def copy():
       copies = [None if p is None else tf.identity(p) for p in parts]
@@ -185,9 +156,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     del options
     devices = tuple(_tf_internal.get_devices_from(destinations))
     values = _as_tensors(per_replica_value).values
-    self._statistics['gather'].record(
-      devices, [_bytes_from_others(values, d) for d in devices]
-    )
+    self._statistics['gather'].record(devices, [0] * len(devices))
     return _wrap(_on_each(devices, lambda: tf.concat(values, axis)))
 
   def _reduce_everywhere(self, reduce_op, values, devices):
@@ -197,43 +166,26 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     num_bytes = sum(bytes_of(t) for t in tensors[0])
     schedule = self.schedule(devices, num_bytes)
     layout = layout_lib.plan_layout(
-      [_num_elements(t) for t in tensors[0]],
+      # A tensor of unknown size is not cut.
+      [t.shape.num_elements() or 0 for t in tensors[0]],
       [t.dtype.size for t in tensors[0]],
       schedule.num_chunks,
       split_above=(
         self.split_above(devices) if num_bytes > _LEAST_TO_CUT else None
       ),
     )
-    self._record_plan(schedule, layout, tensors[0], devices, num_bytes)
+    chunk_bytes = [0] * schedule.num_chunks
+    for piece in layout:
+      size = tensors[0][piece.tensor].dtype.size
+      chunk_bytes[piece.chunk] += (piece.stop - piece.start) * size
+    self.last_bytes_in = schedule.bytes_in(chunk_bytes)
+    self._statistics['all_reduce'].record(devices, self.last_bytes_in)
     divide_by = len(devices) if _is_mean(reduce_op) else 1
     results = executor.execute(schedule, layout, tensors, devices, divide_by)
     return [
       mirrored([results[r][i] for r in range(len(devices))])
       for i in range(len(values))
     ]
-
-  def _record_plan(self, schedule, layout, tensors, devices, num_bytes):
-    """Keeps and counts what this all-reduce moves; logs it once a topology."""
-    chunk_bytes = [0] * schedule.num_chunks
-    for piece in layout:
-      if tensors[piece.tensor].shape.num_elements() is not None:
-        size = tensors[piece.tensor].dtype.size
-        chunk_bytes[piece.chunk] += (piece.stop - piece.start) * size
-    bytes_in = schedule.bytes_in(chunk_bytes)
-    self._last_plan = Plan(
-      schedule.name, len(tensors), num_bytes, tuple(bytes_in)
-    )
-    self._statistics['all_reduce'].record(devices, bytes_in)
-    if (schedule.name, devices) not in self._logged:
-      self._logged.add((schedule.name, devices))
-      logging.info(
-        '%s: all-reduce by %s over %d devices, %d tensors, %d bytes.',
-        type(self).__name__,
-        schedule.name,
-        len(devices),
-        len(tensors),
-        num_bytes,
-      )
 
   def _reduce_to(self, reduce_op, values, devices):
     """Reduces to devices other than those that hold the values."""
@@ -389,11 +341,6 @@ def check_tensors(tensors) -> None:
           'reduce along the batch first, or use strategy.gather for uneven '
           'values',
         )
-
-
-def _num_elements(tensor: tf.Tensor) -> int:
-  size = tensor.shape.num_elements()
-  return _UNKNOWN_NUM_ELEMENTS if size is None else size
 
 
 def bytes_of(tensor: tf.Tensor) -> int:

@@ -113,8 +113,8 @@ def execute(
 
   Args:
     schedule: an all-reduce of `len(devices)` ranks.
-    layout: the pieces of the tensors. Where a tensor's size is unknown or
-      another than the layout's, they stand for the same fractions of it.
+    layout: the pieces of the tensors. A tensor of unknown size is one empty piece,
+      which stands for all of it.
     values: `values[rank][i]` is tensor `i` of that rank; shapes and dtypes
       agree between ranks.
     devices: the device of each rank, on which its additions run.
@@ -170,13 +170,8 @@ def _cut(tensors, chunks, planned, divide_by):
       return tensors[p.tensor]
     if p.tensor not in flat:
       flat[p.tensor] = tf.reshape(tensors[p.tensor], [-1])
-    start, stop, length = p.start, p.stop, planned[p.tensor]
-    if flat[p.tensor].shape[0] != length:
-      size = tf.size(flat[p.tensor], tf.int64)
-      # The end of one piece and the start of the next are the same expression.
-      start, stop = size * start // length, size * stop // length
     # A slice whose start and length are multiples of 64 bytes is a view.
-    return tf.slice(flat[p.tensor], [start], [stop - start])
+    return tf.slice(flat[p.tensor], [p.start], [p.stop - p.start])
 
   return [[piece(p) for p in pieces] for pieces in chunks]
 
