@@ -48,7 +48,6 @@ class Codec(abc.ABC):
 
   Attributes:
     name: what `compression=` calls it: the name of its file.
-    lossy: whether decoding can give other values than were encoded.
     block_length: elements that are encoded independently of others, so that an
       array may be cut after any multiple of them without changing what is
       decoded.
@@ -59,7 +58,6 @@ class Codec(abc.ABC):
   """
 
   name: str
-  lossy: bool = True
   block_length: int = 1
   cast_dtype: str | None = None
   keeps_rest: bool = False

@@ -118,8 +118,7 @@ def execute(
     values: `values[rank][i]` is tensor `i` of that rank; shapes and dtypes
       agree between ranks.
     devices: the device of each rank, on which its additions run.
-    divide_by: divides each chunk once, where its sum is complete; 16-bit floats
-      before the sum, so that it cannot overflow.
+    divide_by: divides the sums; 16-bit floats before, so that they cannot overflow.
 
   Returns:
     `results[rank][i]`: the reduced tensor `i` on that rank's device. Bit-equal
@@ -133,21 +132,15 @@ def execute(
   for rank, device in enumerate(devices):
     with tf.device(device):
       state.append(_cut(values[rank], chunks, planned, divide_by))
-  completions = schedule.completions() if divide_by > 1 else frozenset()
 
-  for round_index, arrivals in enumerate(schedule.arrivals()):
+  for arrivals in schedule.arrivals():
     received = {}
     for (dst, chunk), sources in arrivals.items():
       with tf.device(devices[dst]):
         ranks = schedule_lib.rank_order(dst, sources)
         away = elsewhere([devices[rank] for rank in ranks], devices[dst])
         terms = zip(*(state[rank][chunk] for rank in ranks), strict=True)
-        pieces = [add(term, away) for term in terms]
-        if (round_index, dst, chunk) in completions:
-          pieces = [
-            t if is_half(t.dtype) else divide(t, divide_by) for t in pieces
-          ]
-      received[dst, chunk] = pieces
+        received[dst, chunk] = [add(term, away) for term in terms]
     # Only now: every transfer of a round reads the state before the round.
     for (dst, chunk), pieces in received.items():
       state[dst][chunk] = pieces
@@ -155,7 +148,10 @@ def execute(
   results = []
   for rank, device in enumerate(devices):
     with tf.device(device):
-      results.append(_join(state[rank], chunks, values[rank]))
+      sums = _join(state[rank], chunks, values[rank])
+      if divide_by > 1:
+        sums = [t if is_half(t.dtype) else divide(t, divide_by) for t in sums]
+      results.append(sums)
   return results
 
 

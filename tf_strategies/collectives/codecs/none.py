@@ -15,7 +15,6 @@ class NoCompression(codec.Codec):
   """
 
   name = 'none'
-  lossy = False
 
   def data_format(self, length):
     """See base class."""

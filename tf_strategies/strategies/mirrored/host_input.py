@@ -236,13 +236,6 @@ def per_replica(parts):
   )
 
 
-def part_sizes(rows, num_parts: int) -> tf.Tensor:
-  """Returns how many of `rows` rows each part of `split` gets, int32 [num_parts]."""
-  rows = tf.cast(rows, tf.int32)
-  extra = tf.cast(tf.range(num_parts) < rows % num_parts, tf.int32)
-  return rows // num_parts + extra
-
-
 def with_rows(batches, all_rows):
   """Makes counted batches of one structure of tensors a local replica."""
   return tf.nest.map_structure(

@@ -145,11 +145,11 @@ class WorkerInput:
     """
     before = self._communicator.rank * self._num_local
     first = next(t for t in tf.nest.flatten(batch) if t is not None)
-    sizes = host_input.part_sizes(
-      replica_run.num_rows(first), self._num_replicas
-    )
+    count = self._num_replicas
+    rows = tf.cast(replica_run.num_rows(first), tf.int32)
+    _, sizes = host_input.share(rows, tf.range(count), count)
     parts = range(before, before + self._num_local)
-    return host_input.split(batch, self._num_replicas, parts), sizes
+    return host_input.split(batch, count, parts), sizes
 
   def _make_check(self, steps):
     """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ...
