@@ -366,8 +366,8 @@ def _found(static, dynamic, optimizer, ids) -> dict[str, Any]:
   """
   table = dynamic.trainable_variables[0].row_table
   flat = ids[..., 1].reshape(-1)
-  rows = table._stored(flat)
-  accumulators = table._stored(flat, table.slots[0])
+  rows = table.stored(flat)
+  accumulators = table.stored(flat, table.slots[0])
   usage = dynamic.usage()
   uses = dict(zip(usage['ids'].tolist(), usage['uses'].tolist(), strict=True))
   whole = {

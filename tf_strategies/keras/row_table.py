@@ -220,23 +220,25 @@ class Column:
     table: the table.
     key: `IDS`, `ROWS` or a slot.
     width: the length of a row of this part; None for numbers.
-    read: returns the part of all rows, sorted by ids.
-    write: takes the value that `read` returned.
   """
 
-  def __init__(
-    self,
-    table: RowTable,
-    key: str,
-    width: int | None,
-    read: Callable[[], np.ndarray],
-    write: Callable[[np.ndarray], None],
-  ):
+  def __init__(self, table: RowTable, key: str, width: int | None):
     self.table, self.key = table, key
     self.path = f'{table.variable.path}/{key}'
     self.shape = (None,) if width is None else (None, width)
     self.dtype = 'int64' if width is None else 'float32'
-    self.numpy, self.assign = read, write
+
+  def numpy(self) -> np.ndarray:
+    """Returns the part of all rows, sorted by ids."""
+    ids = self.table.ids()
+    return ids if self.key == IDS else self.table.stored(ids, self.key)
+
+  def assign(self, values: np.ndarray) -> None:
+    """Takes the value that `numpy` returned; the ids come first."""
+    if self.key == IDS:
+      self.table.load_ids(values)
+    else:
+      self.table.load(values, self.key)
 
 
 class RowTable:
@@ -385,8 +387,8 @@ class RowTable:
 
   def usage(self) -> dict[str, np.ndarray]:
     """Returns the ids that have rows, the uses of each, and the step of the last."""
-    ids = self._ids()
-    usage = self._stored(ids)[:, self._width :].astype(np.int64)
+    ids = self.ids()
+    usage = self.stored(ids)[:, self._width :].astype(np.int64)
     return {'ids': ids, 'uses': usage[:, _USES], 'steps': usage[:, _STEP]}
 
   def expire(self, max_age: int | None, min_uses: int | None) -> int:
@@ -405,29 +407,11 @@ class RowTable:
 
   def columns(self) -> list[Column]:
     """Returns the columns of the table without the slots, in the order to load."""
-    return [
-      Column(self, IDS, None, self._ids, self._load_ids),
-      Column(
-        self,
-        ROWS,
-        self._width + _USAGE,
-        lambda: self._stored(self._ids()),
-        self._load,
-      ),
-    ]
+    return [Column(self, IDS, None), Column(self, ROWS, self._width + _USAGE)]
 
   def slot_columns(self) -> list[Column]:
     """Returns the optimizer's state of the rows, which is loaded after `columns`."""
-    return [
-      Column(
-        self,
-        slot,
-        self._width + 1,
-        lambda slot=slot: self._stored(self._ids(), slot),
-        functools.partial(self._load, column=slot),
-      )
-      for slot in self.slots
-    ]
+    return [Column(self, slot, self._width + 1) for slot in self.slots]
 
   def load_slots(self, names: Sequence[str]) -> list[Column]:
     """Makes slots that were saved; returns their columns."""
@@ -436,11 +420,13 @@ class RowTable:
     self._make_slots(names)
     return self.slot_columns()
 
-  def _ids(self) -> np.ndarray:
+  def ids(self) -> np.ndarray:
+    """Returns the ids of all stored rows, sorted."""
     ids = self._drained(lambda: [s.stored()[0].numpy() for s in self.shards])
     return np.sort(np.concatenate(ids))
 
-  def _stored(self, ids, column=ROWS) -> np.ndarray:
+  def stored(self, ids: np.ndarray, column: str = ROWS) -> np.ndarray:
+    """Returns a column of the rows of some ids."""
     usage = _USAGE if column == ROWS else 1
     found = np.zeros([len(ids), self._width + usage], np.float32)
 
@@ -451,12 +437,13 @@ class RowTable:
     self._drained(read)
     return found
 
-  def _load_ids(self, ids) -> None:
+  def load_ids(self, ids: np.ndarray) -> None:
     """Clears the table; the rows that are loaded next belong to these ids."""
     self._loaded = np.asarray(ids, np.int64)
     self._drained(lambda: [shard.clear() for shard in self.shards])
 
-  def _load(self, values, column=ROWS) -> None:
+  def load(self, values: np.ndarray, column: str = ROWS) -> None:
+    """Stores a column of the rows whose ids were loaded last."""
     ids, values = self._loaded, np.asarray(values, np.float32)
     if len(ids) != len(values):
       raise errors.CheckpointMismatchError(

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from typing import Any
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
-
-# An update of all rows of a larger table is worth a warning.
-_LARGE_BYTES = 16 * 1024 * 1024
-
-_warned_of: set[str] = set()
 
 
 class SummedSlices(tf.IndexedSlices):
@@ -110,31 +103,6 @@ def _stays_without_gradient(optimizer) -> bool:
   # 0 / 0 is no 0.
   return type(optimizer) is keras.optimizers.Adagrad and (
     optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
-  )
-
-
-def warn_of_all_rows(update: Callable, variable: tf.Variable) -> None:
-  """Warns once of a large table that is updated whole, though a batch has few rows."""
-  optimizer = _keras_internal.optimizer_of(update)
-  num_bytes = math.prod(variable.shape) * variable.dtype.size
-  if (
-    optimizer is None
-    or num_bytes <= _LARGE_BYTES
-    or variable.full_name in _warned_of
-    or is_lazy(optimizer)
-    or _stays_without_gradient(optimizer)
-    or (type(optimizer) is keras.optimizers.SGD and not optimizer.momentum)
-  ):
-    return
-  _warned_of.add(variable.full_name)
-  logging.warning(
-    '%s updates all %d rows (%.0f MB) of table %r in every step: with it, rows '
-    'without a gradient change too. To update only the rows that a batch has, '
-    'which is another algorithm, use tfs.keras.LazyRows(optimizer), or Adagrad.',
-    type(optimizer).__name__,
-    variable.shape[0],
-    num_bytes / 1e6,
-    variable.full_name,
   )
 
 

@@ -1,11 +1,8 @@
 """Steps read and write those rows of a table that their batch has."""
 
-from unittest import mock
-
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
@@ -217,25 +214,6 @@ _SOME = (
 )
 
 
-def warnings_of(names):
-  """What is logged of tables that are updated whole, by optimizer."""
-  found = {}
-  for name in names:
-    strategy = tfs.create_strategy('parameter_server', mode='async')
-    with mock.patch.object(logging, 'warning') as warn:
-      keras.backend.clear_session()
-      with strategy.scope():
-        model = keras.Sequential(
-          [layers.Embedding(70_000, 64), layers.Dense(1)]
-        )
-        model.compile(_OPTIMIZERS[name](), 'mse')
-      model.fit(np.arange(8), np.ones([8, 1]), epochs=2, verbose=0)
-    texts = [call.args[0] % call.args[1:] for call in warn.call_args_list]
-    found[name] = [t for t in texts if 'updates all 70000 rows (18 MB)' in t]
-    strategy.close()
-  return found
-
-
 class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def assert_equal_in(self, pairs, mode, num_workers, parts):
     with parameter_servers.Job(
@@ -268,14 +246,6 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_in_a_branch_of_the_users(self):
     pairs = ('branch', 'lazy_adam'), ('branch', 'adagrad')
     self.assert_equal_in(pairs, 'async', 1, 2)
-
-
-class RowsTest(tf.test.TestCase, parameterized.TestCase):
-  def test_a_large_table_that_is_updated_whole_is_named(self):
-    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      warned = job.run(warnings_of, (('adam', 'sgd', 'adagrad', 'lazy_adam'),))
-    self.assertLen(warned.pop('adam'), 1)
-    self.assertEqual(warned, {'sgd': [], 'adagrad': [], 'lazy_adam': []})
 
 
 if __name__ == '__main__':

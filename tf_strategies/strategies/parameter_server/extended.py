@@ -202,9 +202,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       kwargs['initial_value'] = _tf_internal.lift(value)
     # A function that makes variables is traced with those that it has made.
     with tf.init_scope():
-      variable = self._create_lifted(kwargs, is_loaded)
-    variable.full_name = _keras_internal.path_of(value) or variable.name
-    return variable
+      return self._create_lifted(kwargs, is_loaded)
 
   def _create_lifted(self, kwargs, is_loaded):
     reference = kwargs.get('colocate_with')
@@ -325,7 +323,6 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
 
   def _update(self, var, fn, args, kwargs, group):
     if args and isinstance(args[0], tf.IndexedSlices):
-      row_updates.warn_of_all_rows(fn, var)
       # On the worker, before they are sent.
       if traced_step.current() is not None and row_updates.sums_before(fn):
         args = (row_updates.summed(args[0]), *args[1:])

@@ -144,7 +144,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       unique_id=f'{parts[0]._unique_id}/parts',  # pylint: disable=protected-access
       **kwargs,
     )
-    self.full_name = name  # With the layer that it is of, if that is known.
     # Stands for this variable in a SavedModel, which has it whole. Has no value.
     self._saved = None
 

@@ -141,17 +141,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._cluster_resolver = connection.resolver(self.cluster)
     self._num_workers = len(workers)
     self._num_ps = len(self.cluster.jobs['ps'])
-    if not connection.is_connected(self.cluster):
-      connection.wait_for_tasks(
-        connection.addresses(self.cluster),
-        self.options.start_timeout,
-        'to train',
-      )
-      with (
-        _tf_internal.without_notices(),
-        reachability.serving('chief 0', self.cluster.address),
-      ):
-        self._connect_to_cluster(coordinator_name='chief')
+    self._connect()
     # Each of these uses those before it, and none of those after it.
     self.liveness = connection.Liveness(
       self.cluster, self.options.keepalive_timeout
@@ -195,6 +185,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._should_use_with_coordinator = True
     self._canonicalize_devices = False
     self._is_parameter_server_strategy_v2 = True
+
+  def _connect(self) -> None:
+    """Connects this process to all tasks, unless it is connected to them."""
+    if connection.is_connected(self.cluster):
+      return
+    connection.wait_for_tasks(
+      connection.addresses(self.cluster), self.options.start_timeout, 'to train'
+    )
+    with (
+      _tf_internal.without_notices(),
+      reachability.serving('chief 0', self.cluster.address),
+    ):
+      self._connect_to_cluster(coordinator_name='chief')
 
   def scope(self) -> contextlib.AbstractContextManager:
     """See base class."""

@@ -53,8 +53,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
-    # With the layer that it is of, if that is known.
-    self.full_name = self.name
 
   @property
   def is_counter(self) -> bool:
