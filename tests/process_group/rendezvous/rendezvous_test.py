@@ -18,7 +18,12 @@ from tests.process_group import meetings
 from tf_strategies import errors, process_group
 from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group import plan
-from tf_strategies.process_group.network import authentication, connection
+from tf_strategies.process_group.network import (
+  authentication,
+  connection,
+  protocol,
+  server,
+)
 from tf_strategies.process_group.rendezvous import rendezvous
 
 _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
@@ -125,6 +130,25 @@ class RefusalTest(parameterized.TestCase):
       self.assertIn(kind, ('ClusterConfigError', 'RendezvousError'))
       self.assertRegex(message, '[Tt]ask 7 is at .*127.0.0.1:7777')
       self.assertLess(seconds, 30)
+
+  def test_task_that_sends_nonsense_is_named(self):
+    ports = ports_lib.pick_ports(2)
+    addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
+    options = process_group.GroupOptions(rendezvous_timeout_seconds=2.0)
+
+    async def answer(link, request):
+      link.send(protocol.Kind.HELLO, {})
+
+    handlers = dict.fromkeys(authentication.Purpose, answer)
+    other = server.Server(addresses[1], 1, options.credentials(), handlers)
+    with (
+      contextlib.closing(other),
+      process_group.Rendezvous(addresses, 0, options) as meeting,
+      self.assertRaisesRegex(
+        errors.RendezvousError, 'task 1 at .*something else is there'
+      ),
+    ):
+      meeting.form()
 
 
 class ConstructorTest(parameterized.TestCase):

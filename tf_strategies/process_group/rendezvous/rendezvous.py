@@ -281,7 +281,7 @@ class Rendezvous:
       except OSError as e:
         is_gone = isinstance(e, ConnectionRefusedError)
         self._membership.lost(task, _why(e), is_gone=is_gone)
-      except protocol.ProtocolError as e:
+      except Exception as e:  # It sent what this version does not.
         self._membership.lost(task, f'something else is there: {e}')
       await asyncio.sleep(self._pause())
 
