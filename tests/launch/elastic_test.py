@@ -113,6 +113,43 @@ wait_for_file('go')
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('ended well without worker 2.', launcher.stderr())
 
+  def test_evaluator_that_fails_before_the_job_says_so_is_lost(self):
+    code = f"""
+if name == 'evaluator_0':
+  sys.exit(3)
+wait_for_file('go')
+{_UNTIL_THE_END}
+"""
+    [launcher] = self.start(code, '--num_workers=2', '--evaluator')
+    self.wait_until_said(launcher, 'evaluator 0 failed')
+    self.create('go')
+    self.wait_until_said(launcher, 'evaluator 0 is lost')
+    self.create('end')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+
+  @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
+  def test_signal_ends_the_wait_for_a_word(self, number):
+    code = """
+if name == 'worker_1':
+  print('last words', flush=True)
+  sys.exit(3)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+note('ready', 1)
+time.sleep(600)
+"""
+    [launcher] = self.start(code, '--num_workers=2', '--grace_period=600')
+    launcher.wait_for_notes('ready', 1)
+    self.wait_until_said(launcher, 'worker 1 failed')
+    launcher.signal(number)
+    self.wait_until_said(launcher, 'ending all tasks')
+    self.assertLen(launcher.alive(), 1)
+    launcher.signal(number)
+    self.assertEqual(launcher.wait(), 3, launcher.stderr())
+    self.assertEmpty(launcher.alive())
+    self.assertIn('worker 1 failed first: exit status 3', launcher.stderr())
+    self.assertIn('  last words', launcher.stderr())
+
   @parameterized.parameters('', "say('fixed')")
   def test_failure_ends_a_job_that_is_not_elastic(self, says):
     code = f"""
@@ -282,25 +319,63 @@ class SeveralHostsTest(_JobTest):
     self.assertEqual(started[1].wait(), 0, started[1].stderr())
     self.assertIn('ended well without worker 1.', started[1].stderr())
 
-  @parameterized.parameters('elastic', 'fixed')
-  def test_worker_that_fails_before_the_job_says_so(self, word):
+  @parameterized.parameters(
+    ("say('elastic')\nwait_for_file('end')", 0),
+    ("say('elastic')", 0),
+    ("say('fixed')\ntime.sleep(600)", 3),
+    ('', 3),
+  )
+  def test_worker_that_fails_before_the_job_says_so(self, ending, status):
     code = f"""
 if name == 'worker_1':
   sys.exit(3)
 wait_for_file('go')
-say('{word}')
+{ending}
+"""
+    started = self.start(code, '--grace_period=60', count=2)
+    self.wait_until_said(started[1], 'worker 1 failed')
+    # What one host knows, all know.
+    time.sleep(1.5)
+    self.create('go')
+    self.create('end')
+    for launcher in started:
+      self.assertEqual(launcher.wait(), status, launcher.stderr())
+
+  @parameterized.parameters(0, 1)
+  def test_host_that_is_lost_before_the_job_says_so(self, victim):
+    code = f"note('ready', 1)\nwait_for_file('go')\n{_UNTIL_THE_END}"
+    started = self.start(code, '--grace_period=10', count=3)
+    for launcher in started:
+      launcher.wait_for_notes('ready', 1)
+    started[victim].kill_all()
+    others = [one for i, one in enumerate(started) if i != victim]
+    for launcher in others:
+      self.wait_until_said(launcher, f'node {victim} (127.0.0.1) failed')
+    self.create('go')
+    for launcher in others:
+      self.wait_until_said(launcher, f'node {victim} (127.0.0.1) is lost')
+    self.assert_all_end_well(others, f'ended well without node {victim}')
+
+  def test_lost_results_are_no_success_on_any_host(self):
+    code = """
+say('elastic')
+say('trained')
+if name == 'worker_1':
+  wait_for_file('go')
+  os.kill(os.getpid(), signal.SIGKILL)
 wait_for_file('end')
 """
-    started = self.start(code, '--grace_period=5', count=2)
-    self.wait_until_said(started[1], 'worker 1 failed')
-    self.create('go')
-    if word == 'elastic':
-      self.wait_until_said(started[1], 'is lost: exit status 3')
-      self.create('end')
+    started = self.start(code, count=3)
     for launcher in started:
-      self.assertEqual(
-        launcher.wait(), 0 if word == 'elastic' else 3, launcher.stderr()
-      )
+      launcher.wait_for_notes('trained', 1)
+    self.create('go')
+    self.wait_until_said(started[1], 'worker 1 is lost')
+    time.sleep(1)
+    self.assertLen(started[0].alive(), 1)
+    self.create('end')
+    for launcher in started:
+      self.assertEqual(launcher.wait(), 137, launcher.stderr())
+      self.assertIn('worker 1', launcher.stderr())
 
   @parameterized.parameters(0, 1)
   def test_sigterm_of_a_launcher_is_the_end_of_its_host(self, victim):
@@ -330,7 +405,16 @@ class HostfileTest(parameterized.TestCase):
     hosts = self.directory / 'hosts'
     hosts.write_text('127.0.0.1\nlocalhost\n127.0.0.2\n')
     script = self.directory / 'task.py'
-    script.write_text(programs.HELPERS + _SAY + _UNTIL_THE_END)
+    # The last worker writes its results for longer than the launchers would wait
+    # for one that trains alone.
+    code = f"""
+{_UNTIL_THE_END}
+say('trained')
+if name == 'worker_1':
+  time.sleep(20)
+note('written', 1)
+"""
+    script.write_text(programs.HELPERS + _SAY + code)
     self.launcher = self.enter_context(
       processes.Command(
         [
@@ -351,7 +435,7 @@ class HostfileTest(parameterized.TestCase):
     pids = [json.loads(p.read_text()) for p in self.notes.glob('pid-*')]
     return [pid for pid in pids if programs.is_running(pid)]
 
-  @tiers.parameters(2, tiers.soak(0))
+  @tiers.parameters(2, 0)
   def test_the_others_go_on_without_a_host(self, victim):
     flag = f'--node_rank={victim}'
     [launcher] = [
@@ -374,6 +458,7 @@ class HostfileTest(parameterized.TestCase):
       f'[launch] The training has ended well without node {victim}',
       self.launcher.output(),
     )
+    self.assertLen(list(self.notes.glob('written-*-0')), 2)
 
   @tiers.parameters(
     (signal.SIGTERM, 143),

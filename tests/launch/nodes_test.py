@@ -1,6 +1,7 @@
 """Launchers of several hosts: who is where, and how all of them end."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -31,6 +33,28 @@ def _said(launcher):
   """What a launcher has said, but that it waits for one that starts slowly."""
   lines = launcher.stderr().splitlines()
   return '\n'.join(line for line in lines if ' waits at ' not in line)
+
+
+def _meet(rank, count, address, follow):
+  """Returns what `follow(launchers)` does on a host."""
+  place = nodes.Place(count, rank, address, timeout=20)
+  counts, ports = {'worker': 1}, [rank + 1]
+  with nodes.Launchers(place, counts, ports, print) as launchers:
+    return follow(launchers)
+
+
+@contextlib.contextmanager
+def _hosts(count, follow):
+  """Yields an address, and a function that starts a host as a thread."""
+  address = _address()
+  with (
+    mock.patch.dict(os.environ, TFS_SECRET=programs.SECRET),
+    concurrent.futures.ThreadPoolExecutor(count) as pool,
+  ):
+    yield (
+      address,
+      lambda rank: pool.submit(_meet, rank, count, address, follow),
+    )
 
 
 class SeveralHostsTest(parameterized.TestCase):
@@ -101,7 +125,7 @@ print('done', task['index'])
       self.assertIn(f'done {rank}'.encode(), launcher.stdout())
 
   def test_first_host_hears_a_call_as_soon_as_it_listens(self):
-    address, make = _address(), nodes.server.Server
+    make = nodes.server.Server
 
     def make_slowly(address, rank, *args):
       made = make(address, rank, *args)
@@ -109,19 +133,39 @@ print('done', task['index'])
         time.sleep(1)  # The other launcher calls in this time.
       return made
 
-    def meet(rank):
-      place = nodes.Place(2, rank, address, timeout=20)
-      with nodes.Launchers(
-        place, {'worker': 1}, [rank + 1], print
-      ) as launchers:
-        return [node.ports for node in launchers.nodes]
-
     with (
-      mock.patch.dict(os.environ, TFS_SECRET=programs.SECRET),
       mock.patch.object(nodes.server, 'Server', make_slowly),
-      concurrent.futures.ThreadPoolExecutor(2) as pool,
+      _hosts(2, lambda launchers: launchers.nodes) as (_, start),
     ):
-      self.assertEqual(list(pool.map(meet, range(2))), [[[1], [2]]] * 2)
+      found = [started.result() for started in [start(0), start(1)]]
+    for part in found:
+      self.assertEqual([node.ports for node in part], [[1], [2]])
+
+  def test_hosts_that_leave_while_the_first_still_sends(self):
+    pending = mock.PropertyMock(return_value=True)
+    with (
+      mock.patch.object(nodes.connection_lib.Connection, 'pending', pending),
+      _hosts(3, lambda launchers: 'done') as (_, start),
+    ):
+      for started in [start(rank) for rank in range(3)]:
+        self.assertEqual(started.result(), 'done')
+
+  def test_launcher_that_is_started_again_before_the_job_begins(self):
+    barrier = threading.Barrier(3)
+
+    def lost(launchers):
+      found = [s.node for s in launchers.states.values() if s.is_lost]
+      barrier.wait(20)
+      return found
+
+    with _hosts(3, lost) as (address, start):
+      first = start(0)
+      [left] = self._start('pass', count=3, ranks=[1], address=address)
+      left.wait_until(lambda: 'for the others' in left.stderr())
+      left.kill()
+      left.wait()
+      for started in [first, start(1), start(2)]:
+        self.assertEqual(started.result(), [])
 
   @parameterized.parameters(0, 1)
   def test_failure_is_named_on_all_hosts(self, victim):

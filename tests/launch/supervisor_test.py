@@ -266,6 +266,31 @@ time.sleep(600)
     self.assertEmpty(launcher.alive())
     self.assertIn(f'{number.name}: ending all tasks', launcher.stderr())
 
+  def test_task_that_is_being_ended_gets_no_second_sigterm(self):
+    code = """
+count = 0
+def save(number, frame):
+  global count
+  count += 1
+signal.signal(signal.SIGTERM, save)
+if name == 'worker_1':
+  wait_for('ready', 'worker_0')
+  sys.exit(3)
+note('ready', 1)
+while not count:
+  time.sleep(0.01)
+note('saving', 1)
+time.sleep(2)
+note('saved', count)
+"""
+    launcher = self._launch(
+      code, '--num_workers=2', '--num_ps=1', '--grace_period=30'
+    )
+    launcher.wait_for_notes('saving', 1)
+    launcher.process.send_signal(signal.SIGTERM)
+    self.assertEqual(launcher.wait(), 3)
+    self.assertEqual(launcher.notes('saved')['worker_0-0'], 1)
+
   @pytest.mark.soak
   def test_second_signal_kills_at_once(self):
     code = _IGNORE + _GRANDCHILD + _SLEEP

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 VARIABLE = 'TFS_LAUNCHER_NOTE'
 # The task trains in an elastic job; in one that is not; it has trained to the end.
-ELASTIC, FIXED, TRAINED = 'elastic', 'fixed', 'trained'
+ELASTIC, FIXED, TRAINED = _WORDS = 'elastic', 'fixed', 'trained'
 
 
 class Note:
@@ -30,6 +30,7 @@ class Note:
 
   def __enter__(self):
     self._file = tempfile.NamedTemporaryFile(prefix='tfs-launch-')
+    self._unfinished = b''
     return self
 
   def __exit__(self, *_):
@@ -41,8 +42,12 @@ class Note:
 
   def read(self) -> list[tuple[str, str]]:
     """Returns each word that was said since the last call, and the task."""
-    lines = [line.decode().split(maxsplit=1) for line in self._file]
-    return [(word, task.strip()) for word, task in lines]
+    # A line may be there in part: written across a page, or on a full disk.
+    *lines, self._unfinished = (self._unfinished + self._file.read()).split(
+      b'\n'
+    )
+    said = [line.decode().partition(' ') for line in lines]
+    return [(word, task) for word, _, task in said if word in _WORDS]
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:

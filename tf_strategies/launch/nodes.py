@@ -295,6 +295,8 @@ class Launchers(contextlib.AbstractContextManager):
       connection.close()
       self._connections.pop(rank)
       self._parts.pop(rank, None)
+      if not self._job:
+        return  # Its launcher may be started again.
       # Without the first host nothing is heard of the others.
       lost = [rank] if rank else range(self._place.count)
       for node in lost:
@@ -312,7 +314,8 @@ class Launchers(contextlib.AbstractContextManager):
         connection.send(kind, message)
 
   async def _end(self) -> None:
-    for connection in self._connections.values():
+    # A host that leaves meanwhile takes its connection out.
+    for connection in [*self._connections.values()]:
       await self._until(lambda c=connection: not c.pending)
       with contextlib.suppress(OSError):
         connection.detach().shutdown(socket.SHUT_WR)

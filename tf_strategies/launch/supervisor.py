@@ -10,18 +10,13 @@ output, the launchers of other hosts and the clock. It never blocks on one of th
 | a task fails, and restarts are left | starts it again, unless a training task has ended with 0 |
 | a task fails | ends all tasks: the job has failed |
 | a task of an elastic job fails | goes on without it |
-| a task fails before any says whether the job is elastic | waits up to 30 s for a word |
 | it fails after it has trained | goes on, but the job has failed: its results may be lost |
+| a task fails before any says whether the job is elastic | waits up to 30 s for a word |
 | the last training task ends | ends servers and evaluator |
 | a training task of an elastic job ends with 0 | ends those that train alone, after the grace period |
 | a signal arrives, or nobody reads our output | ends all tasks; a second signal kills them |
 | another host fails, or is lost | as for a task that fails |
 
-Example:
-
-  >>> from tf_strategies.launch import supervisor
-  >>> supervisor.exit_status(-9)
-  137
 """
 
 from __future__ import annotations
@@ -50,11 +45,6 @@ _POLL_MILLISECONDS = 200
 # How long a failed task may wait to hear whether the job is elastic: a process
 # needs 10 to 15 seconds before its first operation on a GPU.
 _MOST_SECONDS_OF_DOUBT = 30.0
-
-
-def exit_status(status: int) -> int:
-  """Returns the launcher's exit status for a task's: 128 + N for signal N."""
-  return status if status >= 0 else 128 - status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +89,36 @@ class _Task:
   status: int | None = None
 
 
-# When a task failed, by its reaper's clock, and with which status.
-_Failure = tuple[float, int, _Task]
+@dataclasses.dataclass
+class _Failure:
+  """The end of a task, or of a launcher.
+
+  Attributes:
+    at: time by the clock of reapers, in nanoseconds.
+    name: 'worker 1', or 'node 1'.
+    shown: the name in messages, with the host.
+    status: as of `_Task`.
+    why: how it ended, in words.
+    task: the task, if it is one of this host.
+    is_here: whether this host has to tell the others.
+  """
+
+  at: int
+  name: str
+  shown: str
+  status: int
+  why: str
+  task: _Task | None = None
+  is_here: bool = True
+
+
+def _failure_of(task: _Task) -> _Failure:
+  """Returns the failure of a task whose command has ended."""
+  ended, spec = task.process, task.spec
+  why = output.ending(ended.status)
+  return _Failure(
+    ended.ended_at, spec.name, spec.shown, ended.status, why, task
+  )
 
 
 class Supervisor:
@@ -130,7 +148,7 @@ class Supervisor:
     ]
     # What tasks have said of the job, here or on another host.
     self._kind = ''
-    # Those that failed before: (end, status, task). And when they end the job.
+    # Failures before a word, and when they end the job.
     self._doubtful: list[_Failure] = []
     self._doubt_ends_at = math.inf
     # Whether a training task has ended with 0, here or on another host.
@@ -139,15 +157,15 @@ class Supervisor:
     self._late_at = math.inf
     self._is_stopping = False
     self._signal: int | None = None
-    # The name and the status of what failed first, and whether the other hosts have to
-    # be told.
-    self._failed, self._status = '', 0
+    # The failure that the job ends with, and whether it ends all hosts.
+    self._first: _Failure | None = None
     self._ends_all = False
-    # The number of training tasks of other hosts that have not ended.
-    self._num_elsewhere = 0
-    # Those that an elastic job goes on without.
-    self._lost: list[_Task] = []
-    self._lost_nodes: list[int] = []
+    # The number of training tasks of other hosts that have not ended, and whether
+    # one of these hosts waits for a word.
+    self._num_elsewhere, self._is_doubt_elsewhere = 0, False
+    # Tasks and launchers that an elastic job goes on without.
+    self._lost: list[_Failure] = []
+    self._missing_nodes: set[int] = set()
 
   def run(self) -> int:
     """Starts the tasks and waits for the end of the job.
@@ -183,9 +201,8 @@ class Supervisor:
           if task.process is not None:
             task.process.close()
           task.lines.close()
-    if self._signal is not None and not self._failed:
-      return 128 + self._signal
-    return exit_status(self._status)
+    status = self._first.status if self._first else -(self._signal or 0)
+    return status if status >= 0 else 128 - status
 
   def _make_output(self, spec: tasks.TaskSpec, place: int) -> output.TaskOutput:
     log = None
@@ -255,11 +272,12 @@ class Supervisor:
     # The reapers' clock tells who was first, whatever the order of hearing.
     for task in sorted(over, key=lambda task: task.process.ended_at):
       self._on_over(task)
-    self._num_elsewhere = self._hear() if self._launchers is not None else 0
+    if self._launchers is not None:
+      self._hear()
     if self._doubtful and not self._is_stopping:
       self._decide()
     if not self._is_stopping:
-      if not self._training() and not self._num_elsewhere:
+      if self._is_over() and not self._is_doubt_elsewhere:
         self._on_training_over()
       elif time.monotonic() >= self._late_at:
         self._late_at = math.inf
@@ -291,6 +309,7 @@ class Supervisor:
   def _on_over(self, task: _Task) -> None:
     """Nothing is left of this attempt: its ports are free for the next."""
     status = task.process.status
+    failure = _failure_of(task)
     is_late = task.spec.is_training and self._has_ended_well
     can_restart = task.attempt < self._options.max_restarts
     if self._is_stopping:
@@ -302,71 +321,76 @@ class Supervisor:
     elif can_restart and not is_late and not task.has_trained:
       task.attempt += 1
       self._say(
-        f'{task.spec.name}: {output.ending(status)}. Starting it again '
+        f'{task.spec.name}: {failure.why}. Starting it again '
         f'({task.attempt} of {self._options.max_restarts}).'
       )
       self._start(task)
       return
-    elif self._is_elastic:
-      task.status = status
-      self._lose(task)
-    elif self._may_be_elastic(task):
-      task.status = status
-      self._doubtful.append((task.process.ended_at, status, task))
-      self._say(
-        f'{task.spec.name} failed: {output.ending(status)}. Waiting up to '
-        f'{self._seconds_of_doubt():g} s to hear whether the job is elastic.'
-      )
-      self._doubt_ends_at = min(
-        self._doubt_ends_at, time.monotonic() + self._seconds_of_doubt()
-      )
     else:
       task.status = status
-      self._end_for_first()
+      self._on_failure(failure)
     task.process = None
 
-  def _lose(self, task: _Task) -> None:
-    """Goes on without a task of an elastic job."""
-    self._lost.append(task)
-    self._say_lost(f'{task.spec.shown} is lost: {output.ending(task.status)}')
-    if task.has_trained and not self._failed:
-      self._note_failure(task)
+  def _on_failure(self, failure: _Failure) -> None:
+    """Follows the failure of a task, or of another host, that is not mended."""
+    if self._is_elastic:
+      self._lose(failure)
+      return
+    self._doubtful.append(failure)
+    if not self._may_be_elastic():
+      self._end_for_first()
+      return
+    seconds = min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
+    self._say(
+      f'{failure.shown} failed: {failure.why}. Waiting up to {seconds:g} s to hear '
+      'whether the job is elastic.'
+    )
+    ends_at = time.monotonic() + seconds
+    self._doubt_ends_at = min(self._doubt_ends_at, ends_at)
+
+  def _lose(self, failure: _Failure) -> None:
+    """Goes on without a task, or another host, of an elastic job."""
+    self._lost.append(failure)
+    self._say(
+      f'{failure.shown} is lost: {failure.why}. The job is elastic: the others go '
+      'on.'
+    )
+    if failure.task and failure.task.has_trained:
+      self._first = self._first or failure
 
   def _end_for_first(self) -> None:
-    """Ends the job, here and on all hosts, for the task that failed first."""
-    # Processes of one that failed before may be about to end.
-    ending = [
-      (t.process.ended_at, t.process.status, t)
-      for t in self._running()
-      if t.process.status
-    ]
-    _, status, task = min([*self._doubtful, *ending], key=lambda f: f[0])
-    task.status = status
-    self._note_failure(task)
-    self._ends_all = True
-    self._fail(task.spec.shown)
+    """Ends the job, here and on all hosts, for the failure that came first."""
+    self._first = self._earliest()
+    self._ends_all = self._first.is_here
+    self._fail()
 
-  def _may_be_elastic(self, task: _Task) -> bool:
-    """Returns whether tasks that still train may go on without a failed one."""
+  def _earliest(self) -> _Failure:
+    # Processes of one that failed before may be about to end.
+    ending = [_failure_of(t) for t in self._running() if t.process.status]
+    return min([*self._doubtful, *ending], key=lambda failure: failure.at)
+
+  def _may_be_elastic(self) -> bool:
+    """Returns whether tasks that still train may go on without those that failed."""
     still = [t for t in self._training() if not t.process.status]
     return (
       not self._kind
       and not self._has_ended_well
-      and task.spec.is_training
       and all(t.spec.type != 'ps' for t in self._tasks)
       and len(still) + self._num_elsewhere > 0
     )
 
-  def _seconds_of_doubt(self) -> float:
-    return min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
+  def _is_over(self) -> bool:
+    """Returns whether no task trains on any host."""
+    return not self._training() and not self._num_elsewhere
 
   def _decide(self) -> None:
     """Follows failures that came before a task said whether the job is elastic."""
-    is_over = not self._training() and not self._num_elsewhere
     if self._is_elastic:
-      for _, _, task in self._doubtful:
-        self._lose(task)
-    elif self._kind or is_over or time.monotonic() >= self._doubt_ends_at:
+      for failure in self._doubtful:
+        self._lose(failure)
+    elif (
+      self._kind or self._is_over() or time.monotonic() >= self._doubt_ends_at
+    ):
       self._end_for_first()
     else:
       return
@@ -380,73 +404,85 @@ class Supervisor:
 
   def _on_training_over(self) -> None:
     """Ends servers and evaluator."""
-    lost = [task for task in self._lost if task.spec.is_training]
-    if lost and not self._has_ended_well and not self._failed:
+    lost = self._lost_training()
+    if lost and not self._has_ended_well:
       # Nobody is left of an elastic job.
-      self._note_failure(lost[0])
+      self._first = self._first or lost[0]
     self._stop(signal.SIGTERM)
 
   def _end_late(self) -> None:
     """Ends tasks that were lost, came back, and would repeat the training alone."""
     for task in self._training():
-      if task.process is not None and not task.has_trained:
+      # The launcher of a host ends its own.
+      is_host = task.spec.type == 'node'
+      if task.process is not None and not task.has_trained and not is_host:
         self._say(
           f'{task.spec.name} still runs, though the training has ended: alone it '
           f'would train from the beginning. Ending it {self._how_it_ends()}.'
         )
         task.process.send(signal.SIGTERM)
 
-  def _hear(self) -> int:
-    """Follows the other hosts; returns how many tasks train there."""
+  def _lost_training(self) -> list[_Failure]:
+    return [f for f in self._lost if not f.task or f.task.spec.is_training]
+
+  def _hear(self) -> None:
+    """Follows the other hosts."""
     states = dict(self._launchers.states)
     states.pop(self._launchers.rank, None)
+    here = [state for state in states.values() if not state.is_lost]
+    self._num_elsewhere = sum(state.num_training for state in here)
+    self._is_doubt_elsewhere = any(state.is_in_doubt for state in here)
     for node, state in sorted(states.items()):
-      name = f'node {node}'
       self._set_kind(state.kind)
       if state.has_ended_well:
         self._on_good_end()
       if self._is_stopping:
         continue
-      if state.failed:
-        self._failed, self._status = state.failed, state.status
-        where = '' if state.failed == name else f' on {name}'
-        self._fail(f'{state.failed}{where} ({self._host(node)})')
-      elif (
-        state.is_lost and state.num_training and node not in self._lost_nodes
-      ):
-        self._lost_nodes.append(node)
-        why = 'its launcher is gone, or the network to it is cut'
-        shown = f'{name} ({self._host(node)})'
-        if self._is_elastic:
-          self._say_lost(f'{shown} is lost: {why}')
-        else:
-          self._failed = name
-          self._status = exit_codes.RESTARTABLE_EXIT_CODE
-          self._fail(shown, why)
-    return sum(s.num_training for s in states.values() if not s.is_lost)
+      is_working = state.num_training or state.is_in_doubt
+      if state.ends_all:
+        self._first = self._elsewhere(node, state.failed, state.status)
+        self._fail()
+      elif state.failed and self._first is None:
+        self._first = self._elsewhere(node, state.failed, state.status)
+        self._say(
+          f'{self._first.shown} failed after it had trained: {self._first.why}.'
+        )
+      elif state.is_lost and is_working and node not in self._missing_nodes:
+        self._missing_nodes.add(node)
+        failure = self._elsewhere(
+          node, f'node {node}', exit_codes.RESTARTABLE_EXIT_CODE
+        )
+        failure.why = 'its launcher is gone, or the network to it is cut'
+        self._on_failure(failure)
 
-  def _host(self, node: int) -> str:
-    return self._launchers.nodes[node].host
+  def _elsewhere(self, node: int, name: str, status: int) -> _Failure:
+    """Returns a failure of another host."""
+    where = '' if name == f'node {node}' else f' on node {node}'
+    shown = f'{name}{where} ({self._launchers.nodes[node].host})'
+    why = output.ending(status)
+    return _Failure(
+      time.monotonic_ns(), name, shown, status, why, is_here=False
+    )
 
   def _tell(self) -> None:
+    first = self._first if self._first and self._first.is_here else None
     self._launchers.tell(
       tasks.HostState(
         self._launchers.rank,
         len(self._training()),
+        bool(self._doubtful),
         self._has_ended_well,
         self._kind,
-        failed=self._failed if self._ends_all else '',
-        status=self._status,
+        failed=first.name if first else '',
+        status=first.status if first else 0,
+        ends_all=self._ends_all,
       )
     )
 
-  def _note_failure(self, task: _Task) -> None:
-    self._failed, self._status = task.spec.name, task.status
-
-  def _fail(self, shown: str, why: str = '') -> None:
+  def _fail(self) -> None:
     self._say(
-      f'{shown} failed: {why or output.ending(self._status)}. Ending the other '
-      f'tasks {self._how_it_ends()}.'
+      f'{self._first.shown} failed: {self._first.why}. Ending the other tasks '
+      f'{self._how_it_ends()}.'
     )
     self._stop(signal.SIGTERM)
 
@@ -462,8 +498,12 @@ class Supervisor:
     # for something else. Ctrl-C, and the end of a launcher of all hosts, end all.
     is_part = self._is_elastic and not launcher_note.is_launched()
     self._ends_all = number == signal.SIGINT or not is_part
-    if self._launchers is not None and self._ends_all and not self._failed:
-      self._failed, self._status = f'node {self._launchers.rank}', -number
+    if self._doubtful:
+      self._first = self._earliest()
+    is_told = self._first is not None and self._first.is_here
+    if self._launchers is not None and self._ends_all and not is_told:
+      name = f'node {self._launchers.rank}'
+      self._first = _Failure(time.monotonic_ns(), name, name, -number, '')
     self._say(
       f'{signal.Signals(number).name}: ending all tasks (after '
       f'{self._options.grace_period:g} s SIGKILL).'
@@ -473,6 +513,8 @@ class Supervisor:
 
   def _stop(self, number: int) -> None:
     """Ends all tasks; their reapers see to the grace period."""
+    if self._is_stopping and number == signal.SIGTERM:
+      return  # A second one would end a task that is saving.
     self._is_stopping = True
     for task in self._running():
       task.process.send(number)
@@ -483,22 +525,18 @@ class Supervisor:
   def _say(self, text: str) -> None:
     self._err.write(f'[launch] {text}\n'.encode())
 
-  def _say_lost(self, text: str) -> None:
-    self._say(f'{text}. The job is elastic: the others go on.')
-
   def _report(self) -> None:
     """Says which tasks failed, with their last lines."""
-    for task in self._tasks:
-      if task.spec.name == self._failed:
-        self._show_end(task, 'failed first')
-    if self._failed or self._signal is not None:
+    if self._first is not None and self._first.task is not None:
+      self._show_end(self._first.task, 'failed first')
+    if self._first is not None or self._signal is not None:
       return
-    lost = [task.spec.shown for task in self._lost if task.spec.is_training]
-    lost += [f'node {node} ({self._host(node)})' for node in self._lost_nodes]
+    lost = [failure.shown for failure in self._lost_training()]
     if lost:
       self._say(f'The training has ended well without {", ".join(lost)}.')
-    for task in self._lost:
-      self._show_end(task, 'was lost')
+    for failure in self._lost:
+      if failure.task is not None:
+        self._show_end(failure.task, 'was lost')
 
   def _show_end(self, task: _Task, what: str) -> None:
     again = f' (restarts: {task.attempt})' if task.attempt else ''

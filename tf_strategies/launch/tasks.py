@@ -76,21 +76,26 @@ class HostState:
   Attributes:
     node: number of the host.
     num_training: number of its training tasks that have not ended.
+    is_in_doubt: whether a failure there waits for a word: see `supervisor`.
     has_ended_well: whether a training task has ended with 0, there or elsewhere.
     kind: what tasks have said of the job, see `launcher_note`; '' for nothing.
     is_lost: whether nothing is heard of the host any more; the rest is then the
       last that was heard.
-    failed: name of the task that ends the job, or of the launcher `node 1`.
+    failed: name of the task for which the job has failed, or of the launcher
+      `node 1`.
     status: how it ended.
+    ends_all: whether that ends the job. In an elastic job others may go on.
   """
 
   node: int
   num_training: int = 0
+  is_in_doubt: bool = False
   has_ended_well: bool = False
   kind: str = ''
   is_lost: bool = False
   failed: str = ''
   status: int = 0
+  ends_all: bool = False
 
 
 def plan_tasks(
