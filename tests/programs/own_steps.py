@@ -165,3 +165,15 @@ ON_SERVERS = {
   'two_players': _two_players(is_in_turns=True),
   'two_players_at_once': _two_players(is_in_turns=False),
 }
+# Whether synchronous workers compute a part each of every batch.
+ARE_SHARED = {
+  'guide': False,
+  'nested': False,
+  'loss_of_one_number': False,
+  'metric_of_one_number': True,
+  'add_loss': False,
+  'loaded_model': True,
+  'two_players': False,
+  'two_players_at_once': True,
+  'two_optimizers': False,
+}

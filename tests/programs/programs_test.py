@@ -130,7 +130,6 @@ _ON_SERVERS = (
   *own_steps.ON_SERVERS,
   'restored_momentum_fit_subclass',
   'accumulated',
-  'all_callbacks',
   'bools_and_strings',
   'class_weight',
   'contrastive',
@@ -157,6 +156,8 @@ _ON_SERVERS = (
   'two_optimizers',
 )
 _OFTEN_ON_SERVERS = (
+  # Asynchronous steps report logs of earlier batches.
+  'all_callbacks',
   'rows_65',
   'loaded_model',
   'metrics',
@@ -260,6 +261,8 @@ _STARTS = {
     ),
     (
       ('servers_async_1_in_2_parts', 'embedding_clipnorm'),
+      ('servers_async_1', 'ragged_by_workers'),
+      ('servers_async_1', 'sparse_by_workers'),
       ('servers_async_1_in_2_parts', 'recommender_scaled_lazy_adam'),
       ('servers_bounded_1_in_2_parts', 'recommender_clipnorm'),
     ),

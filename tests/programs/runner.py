@@ -59,6 +59,7 @@ PROGRAMS = {
   **fits.TABLES,
   **replicas.PROGRAMS,
   **restores.PROGRAMS,
+  **tables.BY_WORKERS,
   **own_steps.PROGRAMS,
   **own_steps.ON_SERVERS,
   **recommender.PROGRAMS,
@@ -98,6 +99,10 @@ def run_checked(name, strategy):
     report = strategy.report()
     assert report['steps'] >= steps, report
     assert not models or sum(report['bytes_per_server']), report
+    if strategy.shares_batches and name in own_steps.ARE_SHARED:
+      # Workers that share a batch leave slots for their sums.
+      is_shared = bool(strategy.engine._free_slots)
+      assert is_shared == own_steps.ARE_SHARED[name], name
   elif strategy.num_replicas_in_sync > 1:
     after = strategy.communication_report()['calls']
     calls = sum(after.values()) - sum(before.values())

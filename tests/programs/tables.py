@@ -112,14 +112,17 @@ def _text_vectorization():
   return common.results(model, dataset)
 
 
-def _ragged():
-  """Texts of different lengths that are no rectangle."""
+def _ragged_batches():
   rng = np.random.default_rng(18)
   lengths = rng.integers(1, 7, _ROWS)
   texts = tf.RaggedTensor.from_row_lengths(
     rng.integers(1, 9, lengths.sum()), lengths
   )
-  dataset = common.batches(texts, lengths > 3)
+  return common.batches(texts, lengths > 3)
+
+
+def _ragged(read=lambda make: make()):
+  """Texts of different lengths that are no rectangle."""
   inputs = layers.Input([None], dtype='int64', ragged=True)
   hidden = layers.Lambda(
     lambda t: t.to_tensor(shape=[None, 6]), output_shape=(6,)
@@ -128,20 +131,31 @@ def _ragged():
   outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
   model = keras.Model(inputs, outputs)
   model.compile('adam', losses.BinaryCrossentropy(from_logits=True))
-  return common.results(model, dataset)
+  return common.results(model, read(_ragged_batches))
 
 
-def _sparse():
-  """A bag of words as a sparse tensor."""
+def _sparse_batches():
   rng = np.random.default_rng(19)
   counts = rng.integers(0, 5, (_ROWS, 10)) // 3
   sparse = tf.sparse.from_dense(counts.astype('f4'))
-  dataset = tf.data.Dataset.from_tensor_slices((sparse, counts.sum(1) > 3))
+  return common.batches(sparse, counts.sum(1) > 3)
+
+
+def _sparse(read=lambda make: make()):
+  """A bag of words as a sparse tensor."""
   inputs = layers.Input([10], sparse=True)
   outputs = layers.Dense(1)(layers.Dense(4, 'relu')(inputs))
   model = keras.Model(inputs, outputs)
   model.compile('adam', losses.BinaryCrossentropy(from_logits=True))
-  return common.results(model, dataset.batch(32))
+  return common.results(model, read(_sparse_batches))
+
+
+def _by_workers(make):
+  """Returns batches that workers of a strategy read themselves."""
+  if not tf.distribute.has_strategy():
+    return make()
+  strategy = tf.distribute.get_strategy()
+  return strategy.distribute_datasets_from_function(lambda context: make())
 
 
 PROGRAMS = {
@@ -150,4 +164,9 @@ PROGRAMS = {
   'text_vectorization': _text_vectorization,
   'ragged': _ragged,
   'sparse': _sparse,
+}
+# Where one worker reads all rows.
+BY_WORKERS = {
+  'ragged_by_workers': lambda: _ragged(_by_workers),
+  'sparse_by_workers': lambda: _sparse(_by_workers),
 }
