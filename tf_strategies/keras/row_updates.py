@@ -72,11 +72,6 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
   return isinstance(last, keras.optimizers.SGD) or is_lazy(last)
 
 
-def sums_before(update: Callable) -> bool:
-  """Returns whether equal rows may be added up before Keras's update of a variable."""
-  return takes_sums(_keras_internal.optimizer_of(update))
-
-
 def by_rows(update: Callable) -> Callable:
   """Returns Keras's update of a variable, without the rows that do not change.
 

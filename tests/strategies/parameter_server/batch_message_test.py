@@ -87,7 +87,6 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     layouts = {b.layout(steps).key for b in batches}
     self.assertLen(layouts, 1)
     layout = batches[0].layout(steps)
-    self.assertEqual(layout.rows, 2)
     message = layout.encode(7, 2, [b.arrays for b in batches], 5)
 
     @tf.function(autograph=False)

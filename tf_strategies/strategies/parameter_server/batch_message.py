@@ -61,13 +61,6 @@ class Layout:
       s.shape.is_fully_defined() and s.dtype != tf.string for s in self.specs
     )
 
-  @property
-  def rows(self) -> int:
-    """Of a batch that is sent."""
-    return next(
-      s.shape[0] for s in tf.nest.flatten(self.structure) if s is not None
-    )
-
   @functools.cached_property
   def sizes(self) -> list[int]:
     """Bytes of each array of one batch, padded."""

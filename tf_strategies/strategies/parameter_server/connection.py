@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 from absl import logging
@@ -335,13 +335,10 @@ class Liveness:
         keepalive.disconnect(keepalive.peers_of(address))
 
   def _gone(self, tasks: Iterable[Task]) -> set[Task]:
-    return self._gone_of(self._ask(tasks))
-
-  def _gone_of(self, answers: Mapping[Task, keepalive.Answer]) -> set[Task]:
-    """Those that are dead; or restarted, so that they know nothing of us."""
+    """Returns the tasks that are dead or were restarted."""
     return {
       task
-      for task, answer in answers.items()
+      for task, answer in self._ask(tasks).items()
       if answer is keepalive.Answer.REFUSED
       or self._keepalive.is_disconnected(task)
     }

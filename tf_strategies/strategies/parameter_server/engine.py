@@ -133,7 +133,7 @@ class Engine:
 
   def _submit(self, step, batches, is_result_wanted=False):
     task = step_task.StepTask(
-      self, self.new_number(), step, batches, is_result_wanted
+      self, next(self._numbers), step, batches, is_result_wanted
     )
     self._pool.submit(task)
     return task
@@ -166,14 +166,6 @@ class Engine:
     }
 
   # What tasks call.
-
-  def new_number(self) -> int:
-    """Of a task, unique in the process."""
-    return next(self._numbers)
-
-  def count(self, steps: int) -> None:
-    """Counts steps that are done."""
-    self._steps_done += steps
 
   def may_begin(self, worker: int) -> bool:
     """Returns whether a worker may begin a task now; under the pool's lock."""

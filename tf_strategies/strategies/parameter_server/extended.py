@@ -324,7 +324,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
   def _update(self, var, fn, args, kwargs, group):
     if args and isinstance(args[0], tf.IndexedSlices):
       # On the worker, before they are sent.
-      if traced_step.current() is not None and row_updates.sums_before(fn):
+      optimizer = _keras_internal.optimizer_of(fn)
+      if traced_step.current() and row_updates.takes_sums(optimizer):
         args = (row_updates.summed(args[0]), *args[1:])
       fn = row_updates.by_rows(fn)
     if not isinstance(var, partitioned.PartitionedVariable):
