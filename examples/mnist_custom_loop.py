@@ -132,45 +132,40 @@ def train():
       test(iterator)
     return results()
 
-  start, saver, checkpoint = (0, 0), None, None
-  if FLAGS.checkpoint_dir and common.has_servers(strategy):
-    saver = strategy  # It saves by itself.
-    start = divmod(strategy.restore(model=model, optimizer=optimizer), steps)
-  elif FLAGS.checkpoint_dir:
+  start, run = (0, 0), None
+  if FLAGS.checkpoint_dir:
     settings = common.checkpoint_settings(strategy, data)
-    saver = checkpoint = tfs.RunCheckpoint(
-      FLAGS.checkpoint_dir, model, optimizer, settings, metrics
-    )
-    start = tuple(saver.restore())
+    run = tfs.Run(FLAGS.checkpoint_dir, model, optimizer, settings, metrics)
+    epoch, step = run.restore()
+    # Parameter servers count the steps of all epochs.
+    start = divmod(epoch * steps + step, steps)
 
-  if saver:
-    saver.mark_finished(False)  # An evaluator waits for checkpoints.
-  run = reporting.Run('mnist_custom_loop', strategy, data, start)
+  measured = reporting.Run('mnist_custom_loop', strategy, data, start)
   train, test = on_replicas(train_step, [optimizer]), on_replicas(test_step)
   trained = tested = None
-  with run, tfs.Preemption(saver) if saver else nullcontext() as preemption:
+  with measured, run or nullcontext():
     batches = iter(train_batches(strategy, data, start))
     for epoch in range(start[0], FLAGS.epochs):
       first = start[1] if epoch == start[0] else 0
       if not first:  # Else the metrics were restored too.
         reset()
-      run.begin_epoch(epoch)
+      measured.begin_epoch(epoch)
       for step in range(first, steps):
-        with run.step(step):
+        with measured.step(step):
           train(batches)
         # Evaluation takes long: workers ask each other before it.
-        if saver and preemption.is_requested(at_once=step + 1 == steps):
-          preemption.save_and_exit(epoch, step + 1)
+        if run:
+          run.exit_if_preempted(epoch, step + 1, at_once=step + 1 == steps)
       if FLAGS.local_steps:
         optimizer.meet()
-      run.end_epoch()
+      measured.end_epoch()
       trained, tested = results(), evaluate()
-      run.log_epoch(epoch, trained, tested)
-      if checkpoint:
-        checkpoint.save(epoch + 1)
-  if saver:
-    saver.mark_finished()
-  return run.report(model, optimizer, metrics, trained, tested or evaluate())
+      measured.log_epoch(epoch, trained, tested)
+      if run:
+        run.save(epoch + 1)
+  return measured.report(
+    model, optimizer, metrics, trained, tested or evaluate()
+  )
 
 
 def main():

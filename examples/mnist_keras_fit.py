@@ -105,45 +105,40 @@ def train(job=None):
   strategy = job.strategy if job else common.create_strategy()
   data = datasets.load(FLAGS.dataset, FLAGS.data_path)
   model = build_model(strategy, data.num_classes)
-  start, checkpoint = (0, 0), None
+  start, runs = (0, 0), []
   if job:
     job.restore(model)
     start = tuple(job.position)
-  elif FLAGS.checkpoint_dir and common.has_servers(strategy):
-    checkpoint = strategy  # It saves by itself, and ResumeFit restores.
   elif FLAGS.checkpoint_dir:
     settings = common.checkpoint_settings(strategy, data)
-    checkpoint = tfs.RunCheckpoint(
-      FLAGS.checkpoint_dir, model, settings=settings
-    )
-    start = tuple(checkpoint.restore())
+    runs = [tfs.Run(FLAGS.checkpoint_dir, model, settings=settings)]
+    start = tuple(runs[0].restore())
 
-  run = reporting.Run('mnist_keras_fit', strategy, data, start)
-  callbacks = [*run.callbacks(), tfs.ResumeFit(strategy)]
-  if checkpoint:  # The last one: the others see the step after which it exits.
-    callbacks.append(tfs.PreemptionCheckpoint(checkpoint))
+  measured = reporting.Run('mnist_keras_fit', strategy, data, start)
   options = {
     'epochs': FLAGS.epochs,
     'steps_per_epoch': common.steps_per_epoch(data),
     'validation_data': test_batches(data),
-    'callbacks': callbacks,
-    'verbose': 2 if run.is_shown else 0,
+    # The others see the step after which the last one exits.
+    'callbacks': [*measured.callbacks(), *runs],
+    'verbose': 2 if measured.is_shown else 0,
   }
-  history = None
   if job:
     history = job.fit(
       model, lambda *start: train_batches(strategy, data, start), **options
     )
-  elif start[0] < FLAGS.epochs:  # PreemptionCheckpoint skips completed steps.
+  elif start[0] < FLAGS.epochs:  # The run skips completed steps.
     batches = train_batches(strategy, data, (start[0], 0))
     history = model.fit(batches, initial_epoch=start[0], **options)
-  else:  # An evaluator may still wait for it.
-    checkpoint.mark_finished()
+  else:
+    history = None
+    with runs[0]:  # An evaluator may still wait for its end.
+      pass
 
   trained, tested = reporting.last_results(history)
   if not tested:  # Every epoch had been done before.
     tested = model.evaluate(test_batches(data), return_dict=True, verbose=0)
-  return run.report(model, model.optimizer, model.metrics, trained, tested)
+  return measured.report(model, model.optimizer, model.metrics, trained, tested)
 
 
 def main():

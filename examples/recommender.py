@@ -199,11 +199,14 @@ def train() -> dict[str, float]:
   users = np.unique(ratings[0]['user'])
   training, test = split(ratings)
   model = build_model(strategy, users, movies, genres)
+  callbacks = []
+  if options.get('checkpoint_dir'):
+    callbacks.append(tfs.Run(FLAGS.checkpoint_dir, model))
   model.fit(
     batches(training, training=True),
     epochs=FLAGS.epochs,
     steps_per_epoch=-(-len(training[1]) // FLAGS.batch_size),
-    callbacks=[tfs.ResumeFit(strategy)],
+    callbacks=callbacks,
     shuffle=False,  # The pipeline does it.
     verbose=2,
   )

@@ -75,8 +75,6 @@ class Run:
 
   def end_step(self, step: int) -> None:
     """Notes that so many steps of the epoch are done."""
-    if (self._epoch, step) <= self._start:
-      return  # It was done before this run, and skipped.
     if step >= self._steps:
       common.join(self._strategy)
     now, images = time.perf_counter(), self._images(step)

@@ -13,12 +13,7 @@ from tf_strategies.cross_device import (
 from tf_strategies.fault_tolerance import elastic
 from tf_strategies.fault_tolerance.elastic_options import ElasticOptions
 from tf_strategies.fault_tolerance.evaluator import SidecarEvaluator
-from tf_strategies.fault_tolerance.preemption import (
-  Preemption,
-  PreemptionCheckpoint,
-)
-from tf_strategies.fault_tolerance.resume_fit import ResumeFit
-from tf_strategies.fault_tolerance.run_checkpoint import RunCheckpoint
+from tf_strategies.fault_tolerance.run import Run
 from tf_strategies.monitoring.keras_callback import MonitorCallback
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
@@ -47,13 +42,10 @@ __all__ = [
   'MultiWorkerCollectiveStrategy',
   'MultiWorkerRingStrategy',
   'ParameterServerStrategy',
-  'Preemption',
-  'PreemptionCheckpoint',
-  'ResumeFit',
   'RingAllReduce',
   'RingMirroredStrategy',
   'RingOptions',
-  'RunCheckpoint',
+  'Run',
   'ScheduledAllReduce',
   'SidecarEvaluator',
   'TPURingStrategy',

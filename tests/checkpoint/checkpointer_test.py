@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -24,27 +23,9 @@ from tf_strategies.checkpoint import checkpointer, ownership
 
 _DEADLINE_SECONDS = 60
 
-# Saves one checkpoint after the other, of which all numbers are the same.
-_WRITER = """
-import sys
-import numpy as np
-from tf_strategies.checkpoint import checkpointer
-store = checkpointer.Checkpointer(sys.argv[1])
-found = store.newest()
-number = found.metadata['number'] if found else 0
-while True:
-  number += 1
-  arrays = {f'a{i}': np.full(50_000, number) for i in range(4)}
-  store.save(arrays, {'number': number})
-"""
-
 
 def _truncate(path):
   os.truncate(path, os.path.getsize(path) // 2)
-
-
-def _empty(path):
-  os.truncate(path, 0)
 
 
 def _lengthen(path):
@@ -52,24 +33,13 @@ def _lengthen(path):
     f.write(b'0')
 
 
-def _flip(path, place):
+def _flip(path):
   with open(path, 'r+b') as f:
+    place = os.path.getsize(path) // 2
     f.seek(place)
     byte = f.read(1)[0]
     f.seek(place)
     f.write(bytes([byte ^ 1]))
-
-
-def _flip_first(path):
-  _flip(path, 0)
-
-
-def _flip_in_the_middle(path):
-  _flip(path, os.path.getsize(path) // 2)
-
-
-def _flip_near_the_end(path):
-  _flip(path, os.path.getsize(path) - 3)
 
 
 def _nest(path):
@@ -77,16 +47,7 @@ def _nest(path):
     f.write(b'[' * 100_000)
 
 
-_DAMAGES = (
-  _nest,
-  _truncate,
-  _empty,
-  _lengthen,
-  _flip_first,
-  _flip_in_the_middle,
-  _flip_near_the_end,
-  os.remove,
-)
+_DAMAGES = (_nest, _truncate, _lengthen, _flip, os.remove)
 _FILES = ('manifest.json', 'arrays.bin')
 
 
@@ -156,12 +117,6 @@ class CheckpointerTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, "'gs://a'"):
       checkpointer.Checkpointer('gs://a')
 
-  def test_finished(self):
-    self.assertFalse(self.store.is_finished)
-    for is_finished in (True, True, False, False):
-      self.store.mark_finished(is_finished)
-      self.assertEqual(self.store.is_finished, is_finished)
-
   def test_old_one_that_cannot_be_deleted(self):
     rename = os.rename
     paths = [self._save(1), self._save(2)]
@@ -214,11 +169,10 @@ class CheckpointerTest(parameterized.TestCase):
     self.assertEqual(found.path, before)
     self.assertEqual(list(found.skipped), [path])
 
-  @parameterized.parameters(*_DAMAGES)
-  def test_nothing_is_whole(self, damage):
+  def test_nothing_is_whole(self):
     paths = [self._save(number) for number in (1, 2)]
     for path in paths:
-      damage(os.path.join(path, 'arrays.bin'))
+      _truncate(os.path.join(path, 'arrays.bin'))
     before = self._files()
     with (
       self.assertLogs(level='WARNING') as logs,
@@ -263,7 +217,7 @@ class CheckpointerTest(parameterized.TestCase):
       self._save(2)
     with self.assertLogs(level='WARNING') as logs:
       self.assertEqual(self.store.newest().metadata['number'], 1)
-    self.assertIn('format 3, expected 1 or 2', logs.output[0])
+    self.assertIn('format 3, expected 1', logs.output[0])
 
   @parameterized.parameters('mkdir', 'fsync', 'rename')
   def test_save_that_fails_leaves_the_others(self, step):
@@ -307,13 +261,6 @@ class CheckpointerTest(parameterized.TestCase):
       errors.UnsupportedOptionError, f'max_to_keep={number}'
     ):
       checkpointer.Checkpointer(self.directory, number)
-
-  def test_manifest_is_json_for_people(self):
-    path = self._save(1)
-    with open(os.path.join(path, 'manifest.json'), encoding='utf-8') as f:
-      contents = json.load(f)['contents']
-    self.assertEqual(contents['arrays'][0], ['a', 'int64', [100]])
-    self.assertEqual(contents['metadata'], {'number': 1})
 
 
 # Saves again and again in a child process that kills itself before its n-th
@@ -378,6 +325,7 @@ for last in itertools.count(1):
 class KilledAtEachStepTest(absltest.TestCase):
   """SIGKILL before each operation on files."""
 
+  @pytest.mark.smoke
   def test_what_is_there_is_whole(self):
     with tempfile.TemporaryDirectory() as directory:
       done = processes.run_python(
@@ -402,41 +350,6 @@ class KilledAtEachStepTest(absltest.TestCase):
     self.assertIn(True, saved)
     self.assertGreater(saved.count(False), 8)
     self.assertFalse(rounds[-1][0])
-
-
-class KilledWriterTest(absltest.TestCase):
-  """SIGKILL at a random moment: what is there is whole."""
-
-  def assert_survives_kills(self, count):
-    rng = random.Random()
-    number = 0
-    with tempfile.TemporaryDirectory() as directory:
-      store = checkpointer.Checkpointer(directory)
-      for _ in range(count):
-        before = store.paths()
-        with processes.Command(
-          [sys.executable, '-c', _WRITER, directory],
-          env=processes.python_environment(),
-          deadline_seconds=_DEADLINE_SECONDS,
-        ) as writer:
-          writer.wait_until(lambda b=before: store.paths()[-1:] != b[-1:])
-          time.sleep(rng.uniform(0, 0.05))
-          self.assertEqual(writer.kill(), -signal.SIGKILL)
-        with self.assertNoLogs(level='WARNING'):
-          found = store.newest()
-        self.assertGreater(found.metadata['number'], number)
-        number = found.metadata['number']
-        for array in found.arrays.values():
-          np.testing.assert_array_equal(array, number)
-        self.assertBetween(len(store.paths()), 1, 3)
-
-  @pytest.mark.smoke
-  def test_killed_while_it_saves(self):
-    self.assert_survives_kills(3)
-
-  @pytest.mark.soak
-  def test_killed_while_it_saves_many_times(self):
-    self.assert_survives_kills(200)
 
 
 # Saves, starts a copy of itself by a fork, says so, and does nothing more.

@@ -62,17 +62,6 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     data, _ = pieces.paths(self.directory, table.pieces[1])
     self.assertAllEqual(np.fromfile(data, np.float32), _WHOLE[3:7].ravel())
 
-  def test_a_digest_is_of_bytes_in_their_order(self):
-    digests = {
-      pieces.digest(tf.constant(v))
-      for v in (_WHOLE, _WHOLE[::-1], _WHOLE + 1e-6, _WHOLE[:9])
-    }
-    self.assertLen(digests, 4)
-    self.assertEqual(
-      pieces.digest(tf.constant(_WHOLE)),
-      pieces.digest(tf.constant(_WHOLE.reshape(20, 2))),
-    )
-
   @parameterized.parameters(
     (0, 'cut'),
     (0, 'flip'),
@@ -107,30 +96,12 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('u-3', found.skipped[newer])
     self.assertAllEqual(found.arrays['table'], _WHOLE)
 
-  def test_others_may_check(self):
-    asked = []
-    path = self.save()
-    self.store.newest(check_tables=lambda *args: asked.append(args))
-    ((directory, tables),) = asked
-    self.assertEqual((directory, list(tables)), (path, ['table']))
-
   def test_a_file_that_cannot_be_written(self):
     """As any other: the checkpoints of before stay."""
     before = self.save()
     with self.assertRaisesRegex(errors.StorageError, 'cannot be written.*Fix'):
       self.store.save({}, {}, lambda d: {'table': self.table(d + '/no')})
     self.assertEqual(self.store.newest().path, before)
-
-  def test_a_format_that_is_not_known(self):
-    path = self.save()
-    self.store.open(path)
-    manifest = os.path.join(path, 'manifest.json')
-    with open(manifest, encoding='utf-8') as f:
-      text = f.read()
-    with open(manifest, 'w', encoding='utf-8') as f:
-      f.write(text.replace('"format": 2', '"format": 3'))
-    with self.assertRaises(errors.DataError):
-      self.store.open(path)
 
 
 if __name__ == '__main__':

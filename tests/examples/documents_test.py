@@ -4,6 +4,7 @@ import doctest
 import os
 import pathlib
 import sys
+import tempfile
 
 import keras
 import numpy as np
@@ -41,13 +42,21 @@ def _checkpoints():
   options = tfs.data.PipelineOptions(global_batch_size=4, seed=1)
   arrays = np.ones([400, 3]), np.ones([400, 1])
 
-  def batches_from(epoch):
+  def batches_from(epoch, step):
     return tfs.data.make_dataset(
-      arrays, options, training=True, epochs=3, start=(epoch, 0)
+      arrays, options, training=True, epochs=3, start=(epoch, step)
     )
 
-  given = {'tfs': tfs, 'directory': 'run', 'model': model}
-  return {**given, 'batches_from': batches_from}
+  return {
+    'tfs': tfs,
+    'directory': tempfile.mkdtemp(),
+    'model': model,
+    'optimizer': model.optimizer,
+    'metrics': [keras.metrics.Mean()],
+    'batches_from': batches_from,
+    'train_step': lambda batch: model.train_on_batch(*batch),
+    'evaluate': lambda: None,
+  }
 
 
 def _parameter_servers():

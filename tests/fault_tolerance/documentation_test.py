@@ -11,8 +11,7 @@ virtual_devices.configure()
 _MODULES = (
   'checkpoint.position',
   'fault_tolerance.elastic_callbacks',
-  'fault_tolerance.preemption',
-  'fault_tolerance.run_checkpoint',
+  'fault_tolerance.run',
 )
 
 

@@ -1,10 +1,80 @@
-"""What every run of an elastic job ends with, whatever has happened to it."""
+"""Elastic workers that come and go, and what every one of their jobs ends with."""
+
+import os
+import tempfile
+import time
 
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import processes
 from tests.fault_tolerance import elastic_program
+
+COUNT = 3
+DEADLINE_SECONDS = 120
+
+
+class Workers:
+  """Three elastic workers that come and go, and tell their steps in files.
+
+  Args:
+    program: called with a rank, `options`, a directory and `arguments`.
+    options: `tfs.ElasticOptions`.
+    *arguments: of the program.
+    deadline: in seconds.
+  """
+
+  def __init__(self, program, options, *arguments, deadline=DEADLINE_SECONDS):
+    self._directory = tempfile.TemporaryDirectory()
+    self.processes = processes.Workers(
+      program,
+      COUNT,
+      args=(options, self._directory.name, *arguments),
+      deadline=deadline,
+    )
+
+  def path(self, name: str) -> str:
+    """Returns where the workers have left a file."""
+    return os.path.join(self._directory.name, name)
+
+  def steps(self, rank: int) -> int:
+    """Returns how many steps a worker has done since it began."""
+    try:
+      with open(self.path(f'steps_{rank}'), encoding='utf-8') as file:
+        return len(file.readlines())
+    except FileNotFoundError:
+      return 0
+
+  def wait_until(self, rank: int, steps: int) -> bool:
+    """Waits for so many steps of a worker; False if it ended before."""
+    while self.steps(rank) < steps:
+      if not self.processes.is_alive(rank):
+        return False
+      time.sleep(0.001)
+    return True
+
+  def restart(self, rank: int) -> None:
+    """Starts a killed worker again; its steps count from none."""
+    if self.steps(rank):
+      os.remove(self.path(f'steps_{rank}'))
+    self.processes.start(rank)
+
+  def kill(self, rank: int, steps: int, restarts: bool = False) -> float:
+    """Kills a worker after so many steps; returns when."""
+    assert self.wait_until(rank, steps), f'worker {rank} has ended'
+    self.processes.kill(rank)
+    killed = time.time()
+    if restarts:
+      self.restart(rank)
+    return killed
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *unused):
+    self.processes.close()
+    self._directory.cleanup()
 
 
 class ElasticCase(tf.test.TestCase, parameterized.TestCase):

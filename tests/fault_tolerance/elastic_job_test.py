@@ -7,12 +7,11 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
+from tests import processes, tiers, virtual_devices
 from tests.fault_tolerance import elastic_program
 from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
@@ -54,10 +53,9 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     super().setUp()
     rendezvous = tfs.process_group.Rendezvous({0: '127.0.0.1:0'}, 0)
     self.addCleanup(rendezvous.close)
-    members = elastic_members.Members(rendezvous, 1, tfs.ElasticOptions())
-    self.job = elastic_job.Job(tfs.ElasticOptions(), members)
+    self.job = elastic_job.Job(tfs.ElasticOptions(), rendezvous, 1)
     strategy = elastic.ElasticRingStrategy(
-      members, tfs.RingOptions(), devices=['CPU:0']
+      self.job._members, tfs.RingOptions(), devices=['CPU:0']
     )
     self.addCleanup(strategy.close)
     self.job.begin(strategy)
@@ -75,8 +73,8 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self._apply()
       self.job.update(0, step + 1)
     self._apply()  # The worker hears of a death before it could tell.
-    self.job.hold()
-    self.assertEqual(self.job.step, 6)
+    self.job._state.hold()
+    self.assertEqual(self.job.position, Position(0, 6))
 
   def test_step_of_a_loop(self):
     self.job.restore(self.model)
@@ -115,7 +113,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_first_batch_of_a_group_is_compared(self):
     self.job.restore(self.model)
-    self.job.num_steps = 5  # It joins others that are so far.
+    self.job._state.num_steps = 5  # It joins others that are so far.
     with mock.patch.object(
       elastic_members.input_lib, 'check_same_batch'
     ) as check:
@@ -161,40 +159,36 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLen([s for s in spans if s[0] == category], 3 * _STEPS - 1)
     self.assertEqual(self.job.position, Position(3))
 
-  @pytest.mark.smoke
-  def test_fit_after_a_death_is_one(self):
-    self.job.restore(self.model)
-    self.job.update(1, 3)
-    with mock.patch.object(
-      self.model, 'fit', side_effect=self.model.fit
-    ) as fit:
-      history = self.job.fit(self.model, _make_batches, 3, _STEPS, verbose=0)
-    fit.assert_called_once()
-    self.assertEqual(history.epoch, [1, 2])
-    # Neither more nor less than what was left.
-    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 1 + _STEPS)
-    self.assertEqual(self.job.position, Position(3))
-
-  def test_batches_that_a_strategy_distributed(self):
+  @tiers.parameters(
+    tiers.smoke('dataset', 1),
+    ('distributed', 1),
+    ('generator', 1),
+    ('dataset', 2),
+  )
+  def test_fit_goes_on(self, kind, group):
+    """With neither more nor less steps than are left; a group begins anew."""
+    self.model.steps_per_execution = group
     self.job.restore(self.model)
     self.job.update(1, 3)
 
     def make_batches(epoch, step):
-      return self.job.strategy.experimental_distribute_dataset(
-        _make_batches(epoch, step)
-      )
+      batches = _make_batches(epoch, step)
+      if kind == 'distributed':
+        return self.job.strategy.experimental_distribute_dataset(batches)
+      return batches if kind == 'dataset' else (b for b in batches)
 
-    self.job.fit(self.model, make_batches, 3, _STEPS, verbose=0)
-    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 1 + _STEPS)
+    history = self.job.fit(self.model, make_batches, 3, _STEPS, verbose=0)
+    self.assertEqual(history.epoch, [1, 2])
+    steps = int(self.model.optimizer.iterations.numpy())
+    self.assertEqual(steps, group + _STEPS)
     self.assertEqual(self.job.position, Position(3))
 
-  def test_groups_of_steps_begin_alike(self):
-    self.model.steps_per_execution = 2
-    self.job.restore(self.model)
-    self.job.update(1, 3)  # One of them is done again.
-    self.job.fit(self.model, _make_batches, 3, _STEPS, verbose=0)
-    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 2 + _STEPS)
-    self.assertEqual(self.job.position, Position(3))
+  def test_backups_are_refused(self):
+    backup = keras.callbacks.BackupAndRestore('backup')
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'BackupAndRestore'
+    ):
+      self.job.fit(self.model, _make_batches, 3, _STEPS, [backup])
 
   def test_fit_that_is_stopped_in_its_first_part_ends(self):
     self.job.restore(self.model)
@@ -216,7 +210,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
 class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
   """A step that fails at any of its collectives is done again, and once."""
 
-  def fit(self, kind, fails, undoes=True):
+  def fit(self, kind, fails):
     """Trains alone; `fails` says of which collectives, by number, from 0.
 
     Returns the weights and how many groups there were.
@@ -234,11 +228,6 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
 
       return call
 
-    def run_step(members, kind, compute, undo, batch=None):
-      undo = undo if undoes else lambda: None
-      return original(members, kind, compute, undo, batch)
-
-    original = elastic_members.Members.run_step
     model = []
 
     def train(job):
@@ -262,15 +251,12 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
       for name in ('all_reduce', 'all_gather', 'broadcast'):
         patched = failing(getattr(group_class, name))
         stack.enter_context(mock.patch.object(group_class, name, patched))
-      stack.enter_context(
-        mock.patch.object(elastic_members.Members, 'run_step', run_step)
-      )
       groups = tfs.elastic.run(train, devices=['CPU:0'])
     self.assertLen(model, 1)  # It was never built anew.
     self.assertEqual(groups, 1 + len(failures))
     return model[0].get_weights(), groups
 
-  @parameterized.parameters('rich', 'two_optimizers', 'embedding')
+  @tiers.parameters(('rich',), tiers.smoke('two_optimizers'), ('embedding',))
   def test_done_once(self, kind):
     want, history = elastic_program.uninterrupted(2, kind, 36)
     del history
@@ -280,24 +266,14 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
     for a, b in zip(want, weights, strict=True):
       self.assertLess(np.abs(a - b).max(), 1e-6)
 
-  @pytest.mark.smoke
-  def test_what_a_failed_step_wrote_is_undone(self):
-    kind, fails = 'two_optimizers', lambda number: number % 8 == 7
-    want, _ = self.fit(kind, fails)
-    wrong, _ = self.fit(kind, fails, undoes=False)
-    differences = [
-      np.abs(a - b).max() for a, b in zip(want, wrong, strict=True)
-    ]
-    self.assertGreater(max(differences), 1e-3)
-
 
 class MajorityTest(parameterized.TestCase):
   """Who is wrong, by what workers say and when they came."""
 
   def check(self, rank, answers, came):
-    members = elastic_members.Members(mock.Mock(), 9, tfs.ElasticOptions())
+    options = tfs.ElasticOptions()
+    members = elastic_members.Members(mock.Mock(), 9, options, mock.Mock())
     members._all_came = came
-    members.job = mock.Mock()
     group = members._communicator.group
     group.rank, group.members = rank, [f'task {r}' for r in range(len(answers))]
     members.check_same(answers, 'batch 3', 'look')
@@ -343,7 +319,7 @@ class BeginTest(tf.test.TestCase):
     group = tfs.process_group.GroupOptions(rendezvous_timeout_seconds=1.5)
     with mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': restarts}):
       return tfs.elastic.run(
-        lambda job: (job.epoch, job.strategy.num_workers),
+        lambda job: (job.position.epoch, job.strategy.num_workers),
         options,
         cluster,
         ring=tfs.RingOptions(group=group),

@@ -261,14 +261,13 @@ def train(
   directory,
   seconds_a_step=0.0,
   epochs=EPOCHS,
-  log_dir=None,
   kind='plain',
   batch=BATCH,
   deaf=(),
   compression='none',
   deaf_every=7,
 ):
-  """Trains as one worker, watched with `log_dir`; returns what it ended with.
+  """Trains as one worker; returns what it ended with.
 
   The workers `deaf` take part in every so many collectives of steps, and then do
   as if they had not heard of its end.
@@ -276,14 +275,11 @@ def train(
   if rank in deaf:
     _do_not_hear(deaf_every)
   import tf_strategies as tfs
-  from tf_strategies import _keras_internal
 
   class Report(keras.callbacks.Callback):
     """Tells the test how far training is, by a file that it can watch."""
 
     def on_train_batch_end(self, batch, logs=None):
-      if _keras_internal.is_skipped(self.model, batch):
-        return
       time.sleep(seconds_a_step)
       with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:
         f.write(f'{time.time()}\n')
@@ -299,9 +295,6 @@ def train(
     given = fit_options(kind)
     events.append(Events())
     callbacks = [*given.pop('callbacks', ()), Report(), events[-1]]
-    if log_dir is not None:
-      timeline = os.path.join(log_dir, 'run.json')
-      callbacks.append(tfs.MonitorCallback(timeline))
     size = job.global_batch_size(batch)
     histories.append(
       job.fit(
@@ -339,7 +332,6 @@ def train(
     'accuracy': accuracy,
     'learning_rate': float(model.optimizer.learning_rate.numpy()),
     'generations': jobs[-1].generations,
-    'epoch': jobs[-1].epoch,
     'history': histories[-1] and histories[-1].history,
     'events': {k: v for k, v in vars(events[-1]).items() if '_' in k[1:]},
   }
@@ -356,27 +348,15 @@ def outcome(directory, rank):
     return processes.Outcome(rank, 0, pickle.load(file))
 
 
-def pid_path(directory, rank, attempt=0):
-  """Where `main` leaves the number of its process."""
-  return os.path.join(directory, f'pid_{rank}_{attempt}')
-
-
-def main(directory, seconds_apart, options, arguments):
+def main(directory, options, arguments):
   """As a program: what it does is JSON, what it has done is pickled.
 
   Args:
-    directory: for both.
-    seconds_apart: one that was started again begins so many seconds later than the
-      one before it, as on a host that takes its time.
+    directory: for the result.
     options: of `ElasticOptions`.
     arguments: of `train`.
   """
   rank = json.loads(os.environ['TF_CONFIG'])['task']['index']
-  attempt = int(os.environ.get('TFS_RESTART_COUNT', '0'))
-  with open(pid_path(directory, rank, attempt), 'w', encoding='utf-8') as file:
-    file.write(str(os.getpid()))
-  if attempt:
-    time.sleep(float(seconds_apart) * rank)
   import tf_strategies as tfs
 
   options = tfs.ElasticOptions(**json.loads(options))

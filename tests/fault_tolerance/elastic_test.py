@@ -5,13 +5,10 @@ nothing happened to. Real processes, real `kill -9`.
 """
 
 import csv
-import json
 import math
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 
 import keras
@@ -21,86 +18,26 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from benchmarks import processes as commands
-from tests import processes, tiers
+from tests import tiers
 from tests.fault_tolerance import elastic_case, elastic_program
-from tf_strategies.monitoring import merge
 
-_DEADLINE_SECONDS = 120
 _STEPS = elastic_program.EPOCHS * elastic_program.STEPS
 # Slow enough that a worker that starts again finds the others still training.
 _SECONDS_A_STEP = 0.15
 
 
-class Kill:
-  """Starts elastic workers and kills one after so many of its steps."""
-
-  def __init__(
-    self,
-    options,
-    seconds_a_step=0.02,
-    epochs=elastic_program.EPOCHS,
-    deadline=_DEADLINE_SECONDS,
-    log_dir=None,
-    kind='plain',
-    batch=elastic_program.BATCH,
-    deaf=(),
-    compression='none',
-    program=elastic_program.train,
-    deaf_every=7,
-  ):
-    self._directory = tempfile.TemporaryDirectory()
-    self.workers = processes.Workers(
-      program,
-      3,
-      args=(
-        options,
-        self._directory.name,
-        seconds_a_step,
-        epochs,
-        log_dir,
-        kind,
-        batch,
-        deaf,
-        compression,
-        deaf_every,
-      ),
-      deadline=deadline,
-    )
-
-  def path(self, name: str) -> str:
-    """Returns where the workers have left a file."""
-    return os.path.join(self._directory.name, name)
-
-  def restart(self, rank: int) -> None:
-    """Starts a killed worker again; its steps count from none."""
-    path = os.path.join(self._directory.name, f'steps_{rank}')
-    if os.path.exists(path):
-      os.remove(path)
-    self.workers.start(rank)
-
-  def after(self, victim: int, steps: int) -> float:
-    """Kills a worker after so many steps; returns when."""
-    self.wait_until(victim, steps)
-    self.workers.kill(victim)
-    return time.time()
-
-  def wait_until(self, victim: int, steps: int) -> None:
-    """Returns when a worker has done so many steps, or has ended."""
-    path = os.path.join(self._directory.name, f'steps_{victim}')
-    while self.workers.is_alive(victim):
-      if os.path.exists(path):
-        with open(path, encoding='utf-8') as f:
-          if len(f.readlines()) >= steps:
-            break
-      time.sleep(0.001)
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *unused):
-    self.workers.close()
-    self._directory.cleanup()
+def workers(
+  options,
+  seconds_a_step=0.02,
+  epochs=elastic_program.EPOCHS,
+  *arguments,
+  program=elastic_program.train,
+  **more,
+):
+  """Returns workers that train; see `elastic_program.train`."""
+  return elastic_case.Workers(
+    program, options, seconds_a_step, epochs, *arguments, **more
+  )
 
 
 class ElasticTest(elastic_case.ElasticCase):
@@ -120,26 +57,6 @@ class ElasticTest(elastic_case.ElasticCase):
     print(
       f'error after {max(heard):.3f} s, next step {min(resumed, default=math.nan):.1f} s'
     )
-
-  def assert_lines(self, log_dir, generations):
-    """What the chief measured, of each generation that did steps."""
-    steps, numbers = [], []
-    for generation in generations:
-      again = f'-generation-{generation.number}' * (generation.number > 1)
-      path = os.path.join(log_dir, f'run-0{again}.json')
-      if os.path.exists(path):
-        trace = merge.load(path)
-        self.assertEqual(
-          trace['otherData']['world_size'], generation.world_size
-        )
-        spans = trace['traceEvents']
-        steps += [e['args']['step'] for e in spans if e.get('cat') == 'step']
-        numbers.append(generation.number)
-    self.assertEqual(steps, sorted(set(steps)))
-    # The one that a death interrupted here may have ended on another worker.
-    self.assertGreaterEqual(len(steps), _STEPS - len(generations) + 1)
-    self.assertEqual((steps[0], steps[-1]), (1, _STEPS))
-    self.assertGreater(numbers[-1], 1)
 
   def assert_events(self, outcomes, epochs=elastic_program.EPOCHS):
     """Callbacks heard of each batch and epoch once, or have it from others."""
@@ -162,10 +79,10 @@ class ElasticTest(elastic_case.ElasticCase):
   def test_survivors_go_on_without_the_chief(self):
     victim, steps = 0, 7
     options = tfs.ElasticOptions(min_workers=2, window_seconds=1)
-    with Kill(options) as kill:
-      killed = kill.after(victim, steps)
+    with workers(options) as job:
+      killed = job.kill(victim, steps)
       survivors = [rank for rank in range(3) if rank != victim]
-      outcomes = kill.workers.wait(survivors)
+      outcomes = job.processes.wait(survivors)
     self.assert_results(outcomes)
     self.assert_times(outcomes, killed)
     for outcome in outcomes:
@@ -184,13 +101,13 @@ class ElasticTest(elastic_case.ElasticCase):
   def test_files_of_callbacks_go_on_without_the_chief(self, steps, comes_back):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     program = elastic_program.train_with_files
-    with Kill(options, _SECONDS_A_STEP, program=program) as kill:
-      kill.after(0, steps)
+    with workers(options, _SECONDS_A_STEP, program=program) as job:
+      job.kill(0, steps)
       if comes_back:
-        kill.restart(0)
-      outcomes = kill.workers.wait(range(1 - comes_back, 3))
+        job.restart(0)
+      outcomes = job.processes.wait(range(1 - comes_back, 3))
       self.assert_results(outcomes)
-      self.assert_files(kill.path('files'), outcomes, 2 + comes_back)
+      self.assert_files(job.path('files'), outcomes, 2 + comes_back)
 
   def assert_files(self, path, outcomes, chiefs):
     """The files are whole, and those of a run on one device."""
@@ -219,24 +136,21 @@ class ElasticTest(elastic_case.ElasticCase):
   def test_restarted_worker_is_let_in(self):
     victim = 1
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
-    log_dir = self.create_tempdir().full_path
-    with Kill(options, _SECONDS_A_STEP, log_dir=log_dir) as kill:
-      killed = kill.after(victim, 5)
-      kill.workers.start(victim)
-      outcomes = kill.workers.wait()
+    with workers(options, _SECONDS_A_STEP) as job:
+      killed = job.kill(victim, 5, restarts=True)
+      outcomes = job.processes.wait()
     self.assert_results(outcomes)
     self.assert_events(outcomes)
-    self.assert_lines(log_dir, outcomes[0].value['generations'])
     self.assert_times([o for o in outcomes if o.rank != victim], killed)
     self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
 
   def test_newcomer_hears_of_no_work_that_is_done(self):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
-    with Kill(options, _SECONDS_A_STEP) as kill:
-      kill.workers.kill(2)
-      kill.wait_until(0, 5)
-      kill.workers.start(2)
-      outcomes = kill.workers.wait()
+    with workers(options, _SECONDS_A_STEP) as job:
+      job.processes.kill(2)
+      job.wait_until(0, 5)
+      job.restart(2)
+      outcomes = job.processes.wait()
     self.assert_results(outcomes)
     self.assert_events(outcomes)
     first = outcomes[2].value['generations'][0]
@@ -246,10 +160,10 @@ class ElasticTest(elastic_case.ElasticCase):
     victim = 1
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     program = elastic_program.train_on_other_data
-    with Kill(options, _SECONDS_A_STEP, program=program) as kill:
-      kill.after(victim, 5)
-      kill.workers.start(victim)
-      outcomes = kill.workers.wait()
+    with workers(options, _SECONDS_A_STEP, program=program) as job:
+      job.kill(victim, 5)
+      job.restart(victim)
+      outcomes = job.processes.wait()
     newcomer = outcomes.pop(victim)
     self.assertIsInstance(newcomer.error, tfs.errors.CollectiveMismatchError)
     self.assertIn('is not the same on all workers', str(newcomer.error))
@@ -266,9 +180,9 @@ class ElasticTest(elastic_case.ElasticCase):
       batch='per_replica',
       learning_rate='linear',
     )
-    with Kill(options) as kill:
-      kill.after(1, 30)
-      outcomes = kill.workers.wait([0, 2])
+    with workers(options) as job:
+      job.kill(1, 30)
+      outcomes = job.processes.wait([0, 2])
     for outcome in outcomes:
       self.assertEqual(outcome.error_text, '')
       # On a slow machine two workers may begin before the third has come.
@@ -282,40 +196,12 @@ class ElasticTest(elastic_case.ElasticCase):
     for a, b in zip(*[o.value['weights'] for o in outcomes], strict=True):
       np.testing.assert_array_equal(a, b)
 
-  @pytest.mark.soak
-  def test_two_deaths_one_after_the_other(self):
-    options = tfs.ElasticOptions(min_workers=1, window_seconds=8)
-    with Kill(options) as kill:
-      kill.after(0, 10)
-      kill.after(1, 30)
-      outcomes = kill.workers.wait([2])
-    self.assert_results(outcomes)
-    sizes = [g.world_size for g in outcomes[0].value['generations']]
-    self.assertEqual(sizes[-1], 1)
-    self.assertGreaterEqual(len(sizes), 2)
-
-  @tiers.named_parameters(
-    tiers.soak('layers_with_state', 'rich'),
-    tiers.soak('two_optimizers', 'two_optimizers'),
-  )
-  def test_step_that_a_death_interrupts_is_done_once(self, kind):
-    """With an uneven last batch, validation and callbacks that count epochs."""
-    options = tfs.ElasticOptions(min_workers=1, window_seconds=1)
-    epochs, batch = 6, 36
-    with Kill(options, 0.03, epochs, kind=kind, batch=batch) as kill:
-      killed = kill.after(0, 9)
-      kill.restart(0)
-      kill.wait_until(0, 3)
-      kill.after(1, 25)
-      outcomes = kill.workers.wait([0, 2])
-    self.assert_results(outcomes, epochs, 1e-6, kind, batch)
-    self.assert_times(outcomes[1:], killed)
-    self.assertNotEmpty(outcomes[0].value['history']['loss'])
-
   def test_worker_that_does_not_hear_the_end_of_steps(self):
     """The others have done them: it gets the state and leaves them out."""
-    with Kill(tfs.ElasticOptions(), epochs=2, deaf=[1]) as kill:
-      outcomes = kill.workers.wait()
+    with workers(
+      tfs.ElasticOptions(), 0.02, 2, 'plain', elastic_program.BATCH, [1]
+    ) as job:
+      outcomes = job.processes.wait()
     self.assert_results(outcomes, epochs=2)
     for outcome in outcomes:
       self.assertGreater(len(outcome.value['generations']), 4)
@@ -330,74 +216,24 @@ class ElasticTest(elastic_case.ElasticCase):
     kind = chance.choice(['plain', 'rich', 'two_optimizers'])
     options = tfs.ElasticOptions(min_workers=1, window_seconds=1)
     epochs, batch = 30, 36
-    with Kill(options, 0.05, epochs, 290, kind=kind, batch=batch) as kill:
+    with workers(options, 0.05, epochs, kind, batch, deadline=290) as job:
       for _ in range(5):
         time.sleep(chance.uniform(0, 4))
         victims = chance.sample(range(3), chance.choice([1, 1, 1, 2]))
         for victim in victims:
-          if not kill.workers.is_alive(victim):
+          if not job.processes.is_alive(victim):
             continue
           if chance.random() < 0.3:
-            kill.workers.signal(victim, signal.SIGSTOP)
+            job.processes.signal(victim, signal.SIGSTOP)
             time.sleep(chance.uniform(0, 9))
-            kill.workers.signal(victim, signal.SIGCONT)
+            job.processes.signal(victim, signal.SIGCONT)
           else:
-            kill.workers.kill(victim)
+            job.processes.kill(victim)
         for victim in victims:
-          if not kill.workers.is_alive(victim):
-            kill.restart(victim)
-      outcomes = kill.workers.wait()
+          if not job.processes.is_alive(victim):
+            job.restart(victim)
+      outcomes = job.processes.wait()
     self.assert_results(outcomes, epochs, 1e-5, kind, batch)
-
-
-class LauncherTest(elastic_case.ElasticCase):
-  """With the launcher, which starts again what ends."""
-
-  def _launch(self, flags, seconds_a_step, seconds_apart=0):
-    """The launcher of three workers, and the directory of their notes."""
-    directory = self.create_tempdir().full_path
-    program = [sys.executable, '-m', 'tests.fault_tolerance.elastic_program']
-    how = json.dumps({'seconds_a_step': seconds_a_step})
-    job = commands.Command(
-      [
-        *(sys.executable, '-m', 'tf_strategies.launch', '--num_workers=3'),
-        *(*flags, '--', *program, directory, str(seconds_apart), '{}', how),
-      ],
-      name='launch',
-      env=commands.python_environment(),
-      deadline_seconds=150,
-    )
-    self.enter_context(job)
-    steps = [os.path.join(directory, f'steps_{rank}') for rank in range(3)]
-    job.wait_until(lambda: all(map(os.path.exists, steps)))
-    return job, directory
-
-  def _kill(self, directory, rank):
-    with open(elastic_program.pid_path(directory, rank)) as file:
-      os.kill(int(file.read()), signal.SIGKILL)
-
-  def test_the_others_go_on_without_restarts(self):
-    job, directory = self._launch([], 0.05)
-    self._kill(directory, 0)
-    self.assertEqual(job.wait(), 0, job.output())
-    self.assertIn('ended well without worker 0.', job.output())
-    self.assert_results(
-      [elastic_program.outcome(directory, rank) for rank in (1, 2)]
-    )
-
-  @pytest.mark.soak
-  def test_all_die_and_come_back_apart_from_each_other(self):
-    job, directory = self._launch(['--max_restarts=1'], 0.2, 8)
-    for rank in range(3):
-      self._kill(directory, rank)
-    self.assertEqual(job.wait(), 0, job.output())
-    outcomes = [elastic_program.outcome(directory, rank) for rank in range(3)]
-    self.assert_results(outcomes)
-    # None began alone, none gave up: they have waited for each other.
-    sizes = [g.world_size for g in outcomes[0].value['generations']]
-    print(sizes)
-    self.assertNotIn(1, sizes)
-    self.assertEqual(sizes[-1], 3)
 
 
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):

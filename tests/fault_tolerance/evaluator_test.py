@@ -8,7 +8,6 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
@@ -19,8 +18,6 @@ from tf_strategies.checkpoint import checkpointer
 from tf_strategies.fault_tolerance import evaluator
 
 virtual_devices.configure()
-
-_FINISHED = checkpointer.FINISHED_FILE
 
 
 def _model(width=4, optimizer='adam', seed=1):
@@ -44,29 +41,36 @@ def _data():
 
 
 class Training:
-  """Trains a model and keeps what its checkpoints must evaluate to."""
+  """Trains a model and keeps what its checkpoints must evaluate to.
 
-  def __init__(self, directory, max_to_keep=10, **options):
-    self.model = _model(**options)
+  They are those of a `tfs.Run`, or of TensorFlow's `CheckpointManager`.
+  """
+
+  def __init__(self, directory, is_run=False, strategy=None, **options):
+    with (strategy or tf.distribute.get_strategy()).scope():
+      self.model = _model(**options)
     self.directory = pathlib.Path(directory)
-    self.manager = tf.train.CheckpointManager(
-      tf.train.Checkpoint(model=self.model, optimizer=self.model.optimizer),
-      directory,
-      max_to_keep=max_to_keep,
-    )
+    if is_run:
+      run = tfs.Run(directory, self.model, max_to_keep=10)
+      self.save = lambda: run.save(epoch=1)
+    else:
+      checkpoint = tf.train.Checkpoint(
+        model=self.model, optimizer=self.model.optimizer
+      )
+      self.save = tf.train.CheckpointManager(checkpoint, directory, 10).save
     self.expected = {}
 
   def step(self, epochs=1):
     """Trains, saves, and returns the path of the checkpoint."""
     self.model.fit(_data(), epochs=epochs, verbose=0)
     results = self.model.evaluate(_data(), return_dict=True, verbose=0)
-    path = self.manager.save()
+    path = self.save()
     iterations = int(self.model.optimizer.iterations.numpy())
     self.expected[path] = evaluator.Evaluation(path, iterations, results)
     return path
 
   def finish(self):
-    (self.directory / _FINISHED).touch()
+    (self.directory / checkpointer.FINISHED_FILE).touch()
 
 
 class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
@@ -90,10 +94,10 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(evaluation.results, expected.results, 1e-6, 1e-6)
 
 
-class RunTest(_EvaluatorTest):
-  @pytest.mark.smoke
-  def test_every_checkpoint_in_order(self):
-    training = Training(self.directory)
+class EvaluationsTest(_EvaluatorTest):
+  @tiers.parameters(tiers.smoke(False), (True,))
+  def test_every_checkpoint_in_order(self, is_run):
+    training = Training(self.directory, is_run)
     for epochs in (1, 2, 1):
       training.step(epochs)
     training.finish()
@@ -102,6 +106,13 @@ class RunTest(_EvaluatorTest):
     self.assertEqual([e.iterations for e in evaluations], [4, 12, 16])
     self.assertLen({e.results['loss'] for e in evaluations}, 3)
     self.assertEqual(set(evaluations[0].results), {'loss', 'mae'})
+
+  def test_parts_of_replicas(self):
+    strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
+    training = Training(self.directory, True, strategy)
+    training.step()
+    training.finish()
+    self.assert_evaluations(self.evaluator().run(), training)
 
   def test_checkpoints_that_come_later(self):
     training = Training(self.directory)
@@ -133,40 +144,30 @@ class RunTest(_EvaluatorTest):
     evaluations = self.evaluator(idle_timeout_seconds=0.5).run()
     self.assertGreaterEqual(time.monotonic() - start, 0.5)
     self.assert_evaluations(evaluations, training)
-
-  def test_directory_that_never_comes(self):
     self.directory = os.path.join(self.directory, 'missing')
     self.assertEmpty(self.evaluator(idle_timeout_seconds=0.2).run())
 
-  def test_deleted_checkpoint_is_skipped(self):
-    training = Training(self.directory)
-    paths = [training.step() for _ in range(3)]
-    for file in training.directory.glob('ckpt-2.*'):
-      file.unlink()
-    training.finish()
-    with self.assertLogs('absl', 'WARNING') as logs:
-      evaluations = self.evaluator().run()
-    self.assert_evaluations(evaluations, training, [paths[0], paths[2]])
-    self.assertLen(logs.output, 1)
-    self.assertIn(f'Skipped {paths[1]}, which was deleted', logs.output[0])
-
-  @tiers.parameters(
-    tiers.soak('data-00000-of-00001', lambda raw: raw[: len(raw) // 2]),
-    ('data-00000-of-00001', lambda raw: b''),
-    tiers.soak('data-00000-of-00001', lambda raw: bytes(b ^ 255 for b in raw)),
-    ('index', lambda raw: raw[:30]),
-    tiers.soak('index', lambda raw: b'x' * len(raw)),
+  @parameterized.parameters(
+    (False, 'data-00000-of-00001', lambda raw: b''),
+    (False, 'index', lambda raw: raw[:30]),
+    (False, 'index', None),
+    (True, 'arrays.bin', lambda raw: raw[:99] + bytes([~raw[99] & 255])),
+    (True, 'arrays.bin', None),
   )
-  def test_damaged_checkpoint_is_skipped(self, suffix, damage):
-    training = Training(self.directory)
+  def test_damaged_or_deleted_checkpoint_is_skipped(self, is_run, name, damage):
+    training = Training(self.directory, is_run)
     paths = [training.step() for _ in range(3)]
-    file = pathlib.Path(f'{paths[0]}.{suffix}')
-    file.write_bytes(damage(file.read_bytes()))
+    file = pathlib.Path(f'{paths[0]}{"/" if is_run else "."}{name}')
+    if damage is None:
+      file.unlink()
+    else:
+      file.write_bytes(damage(file.read_bytes()))
     training.finish()
     with self.assertLogs('absl', 'WARNING') as logs:
       evaluations = self.evaluator().run()
     self.assert_evaluations(evaluations, training, paths[1:])
-    self.assertIn(f'Skipped {paths[0]}, which cannot be read', logs.output[0])
+    why = 'was deleted' if damage is None else 'cannot be read'
+    self.assertIn(f'Skipped {paths[0]}, which {why}', logs.output[0])
 
   def test_checkpoint_that_is_written_again(self):
     training = Training(self.directory)
@@ -174,7 +175,7 @@ class RunTest(_EvaluatorTest):
     path = training.step()
     self.assert_evaluations(evaluator.run(), training)
     training.model.fit(_data(), verbose=0)
-    training.manager.save(checkpoint_number=1)
+    training.save(checkpoint_number=1)
     (again,) = evaluator.run()
     self.assertEqual((again.path, again.iterations), (path, 8))
 
@@ -188,110 +189,33 @@ class RunTest(_EvaluatorTest):
     self.assertNotAllClose(of_two.results['loss'], of_all.results['loss'])
 
 
-class RunTraining(Training):
-  """The same with a `RunCheckpoint`."""
-
-  def __init__(self, directory, max_to_keep=10, strategy=None, **options):
-    if strategy is None:
-      self.model = _model(**options)
-    else:
-      with strategy.scope():
-        optimizer = 'adam'
-        self.model = _model(optimizer=optimizer, **options)
-    self.directory = pathlib.Path(directory)
-    self.checkpoint = tfs.RunCheckpoint(
-      directory, self.model, max_to_keep=max_to_keep
-    )
-    self.manager = mock.Mock(save=lambda: self.checkpoint.save(epoch=1))
-    self.expected = {}
-
-  def finish(self):
-    self.checkpoint.mark_finished()
-
-
-class RunCheckpointTest(_EvaluatorTest):
-  """Checkpoints of a `RunCheckpoint`."""
-
-  def test_every_checkpoint_in_order(self):
-    training = RunTraining(self.directory)
-    for epochs in (1, 2, 1):
-      training.step(epochs)
-    training.finish()
-    evaluations = self.evaluator().run()
-    self.assert_evaluations(evaluations, training)
-    self.assertEqual([e.iterations for e in evaluations], [4, 12, 16])
-    self.assertLen({e.results['loss'] for e in evaluations}, 3)
-
-  def test_parts_of_replicas(self):
-    strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
-    training = RunTraining(self.directory, strategy=strategy)
-    training.step()
-    training.finish()
-    self.assert_evaluations(self.evaluator().run(), training)
-
-  @parameterized.parameters('truncate', 'flip', 'empty', 'delete')
-  def test_damaged_checkpoint_is_skipped(self, damage):
-    training = RunTraining(self.directory)
-    paths = [training.step() for _ in range(3)]
-    file = pathlib.Path(paths[0], 'arrays.bin')
-    raw = file.read_bytes()
-    if damage == 'delete':
-      file.unlink()
-    else:
-      flipped = raw[:99] + bytes([raw[99] ^ 1]) + raw[100:]
-      file.write_bytes(
-        {'truncate': raw[:99], 'flip': flipped, 'empty': b''}[damage]
-      )
-    training.finish()
-    with self.assertLogs('absl', 'WARNING') as logs:
-      evaluations = self.evaluator().run()
-    self.assert_evaluations(evaluations, training, paths[1:])
-    why = 'was deleted' if damage == 'delete' else 'cannot be read'
-    self.assertIn(f'Skipped {paths[0]}, which {why}', logs.output[0])
-
-  def test_other_shapes_are_refused(self):
-    RunTraining(self.directory).step()
-    with self.assertRaisesRegex(
-      tfs.errors.CheckpointMismatchError, 'checkpoint-00000001.*shape'
-    ):
-      self.evaluator(_model(width=5)).run()
-
-  def test_another_optimizer_is_none_of_its_business(self):
-    training = RunTraining(self.directory, optimizer='sgd')
-    training.step()
-    evaluator = self.evaluator(_model(seed=2), max_evaluations=1)
-    self.assert_evaluations(evaluator.run(), training)
-
-
 class MismatchTest(_EvaluatorTest):
-  def assert_refused(self, words, **options):
-    with self.assertRaises(tfs.errors.CheckpointMismatchError) as caught:
+  def assert_refused(self, pattern, **options):
+    with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, pattern):
       self.evaluator(**options).run()
-    self.assertIn(words, str(caught.exception))
-    self.assertIn('ckpt-1', str(caught.exception))
 
-  def test_other_shapes_are_refused(self):
-    Training(self.directory).step()
-    self.assert_refused('shape', model=_model(width=5))
+  @parameterized.parameters((False, 'ckpt-1.*shape'), (True, '00001.*shape'))
+  def test_other_shapes_are_refused(self, is_run, pattern):
+    Training(self.directory, is_run).step()
+    self.assert_refused(pattern, model=_model(width=5))
 
-  def test_checkpoint_without_the_model_is_refused(self):
+  def test_checkpoint_without_the_model_or_its_optimizer_is_refused(self):
     model = _model()
     tf.train.Checkpoint(network=model).save(f'{self.directory}/ckpt')
-    self.assert_refused('hidden/kernel')
-
-  def test_checkpoint_without_the_optimizer_is_refused(self):
-    # Without it the step is not known. A compiled model has it with it.
-    model = keras.Sequential([keras.Input([3]), *_model().layers])
+    self.assert_refused('ckpt-1.*hidden/kernel')
+    # Without the optimizer the step is not known. A compiled model has it.
+    self.directory = self.create_tempdir().full_path
+    model = keras.Sequential([keras.Input([3]), *model.layers])
     tf.train.Checkpoint(model=model).save(f'{self.directory}/ckpt')
-    self.assert_refused('iteration')
+    self.assert_refused('ckpt-1.*iteration')
 
-  @parameterized.parameters(False, True)
-  def test_other_variables_of_the_optimizer_are_none_of_its_business(
-    self, is_built
+  @parameterized.product(is_run=(False, True), is_built=(False, True))
+  def test_other_variables_of_the_optimizer_do_not_matter(
+    self, is_run, is_built
   ):
-    training = Training(self.directory, optimizer='sgd')
+    training = Training(self.directory, is_run, optimizer='sgd')
     training.step()
-    model = _model(optimizer='adam', seed=2)
+    model = _model(seed=2)
     if is_built:
       model.optimizer.build(model.trainable_variables)
     evaluations = self.evaluator(model, max_evaluations=1).run()
@@ -332,38 +256,33 @@ class TensorBoardTest(_EvaluatorTest):
 class OptionsTest(_EvaluatorTest):
   @parameterized.parameters(
     ({'steps': 0}, 'steps=0'),
-    ({'max_evaluations': -1}, 'max_evaluations=-1'),
     ({'max_evaluations': True}, 'max_evaluations=True'),
-    ({'poll_seconds': 0}, 'poll_seconds=0'),
     ({'poll_seconds': float('nan')}, 'poll_seconds=nan'),
     ({'idle_timeout_seconds': float('inf')}, 'idle_timeout_seconds=inf'),
   )
-  def test_number_out_of_range_is_named(self, options, words):
+  def test_what_cannot_be_is_refused(self, options, words):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, words):
       self.evaluator(**options)
 
-  def test_infinite_data_is_refused(self):
+  def test_data_without_end_is_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'infinite data'
     ):
       self.evaluator(data=_data().repeat())
 
   def test_model_that_cannot_be_evaluated_is_refused(self):
-    layers = [keras.layers.Dense(1)]
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'not compiled'
     ):
-      self.evaluator(keras.Sequential([keras.Input([3]), *layers]))
-    unbuilt = keras.Sequential(layers)
+      self.evaluator(keras.Sequential([keras.Input([3])]))
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile('sgd', 'mse')
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'no variables yet'
     ):
       self.evaluator(unbuilt)
 
-  def test_public_names_and_example(self):
-    self.assertIs(tfs.SidecarEvaluator, evaluator.SidecarEvaluator)
-    self.assertIn('SidecarEvaluator', dir(tfs))
+  def test_example(self):
     docstrings.assert_examples(self, evaluator.__name__)
 
 

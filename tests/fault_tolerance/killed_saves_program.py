@@ -1,9 +1,7 @@
 """A worker that saves after each epoch, and may kill itself at a place of a save."""
 
 import dataclasses
-import json
 import os
-import shutil
 import signal
 
 import keras
@@ -11,7 +9,7 @@ import keras
 import tf_strategies as tfs
 from tests import virtual_devices
 from tests.strategies.multi_worker import local_steps_workers as workers
-from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.checkpoint import model_state
 from tf_strategies.strategies.mirrored import sharded_state
 
 EPOCHS = 14
@@ -51,37 +49,11 @@ def _dies(place, at, function):
   return call
 
 
-def _write_half_of_arrays(path, arrays):
-  _, array = next(iter(arrays))
-  with open(path, 'wb') as file:
-    file.write(array.tobytes()[:-1])
-  _die()
-
-
-def _dump_half(contents, file):
-  text = json.dumps(contents)
-  file.write(text[: len(text) // 2])
-  file.flush()
-  _die()
-
-
-def _delete_half(path, ignore_errors):
-  del ignore_errors
-  os.remove(os.path.join(path, sorted(os.listdir(path))[0]))
-  _die()
-
-
 def _arm(at):
   """Makes this process die at a place of the save, or the load, that comes."""
   access = model_state.VariableAccess
   access.read = _dies('gather', at, access.read)
   access.restore = _dies('restore', at, access.restore)
-  if at == 'arrays':
-    checkpointer._write_arrays = _write_half_of_arrays
-  if at == 'manifest':
-    checkpointer.json.dump = _dump_half
-  if at == 'delete':
-    shutil.rmtree = _delete_half
   rename = os.rename
   renamed = []
 
@@ -109,26 +81,25 @@ def train(rank, kind, directory, keep, death=None):
   with strategy.scope():
     model = workers.model_of(job, lambda: workers.local_steps(job))
   is_victim = death is not None and death.rank == rank
-  checkpoint = tfs.RunCheckpoint(directory, model, max_to_keep=keep)
+  run = tfs.Run(directory, model, max_to_keep=keep)
   if is_victim and death.place == 'restore':
     _arm(death.place)
-  began = checkpoint.restore().epoch
+  began = run.restore().epoch
   saves = []
 
-  class Save(keras.callbacks.Callback):
-    """After each epoch."""
+  class Arm(keras.callbacks.Callback):
+    """Before a save."""
 
     def on_epoch_end(self, epoch, logs=None):
       saves.append(epoch)
       if is_victim and len(saves) == death.save:
         _arm(death.place)
-      checkpoint.save(epoch + 1)
 
   model.fit(
     workers.dataset(job),
     initial_epoch=began,
     epochs=EPOCHS,
-    callbacks=[Save()],
+    callbacks=[Arm(), run],
     verbose=0,
   )
   strategy.close()

@@ -15,17 +15,14 @@ from tf_strategies.checkpoint import checkpointer
 
 _KEPT = 2
 # Places at which a checkpoint has its name, or will have it.
-_NAMED = ('after name', 'old', 'delete', 'after gather')
+_NAMED = ('after name', 'old', 'after gather')
 # Of the chief, who writes; and of the other worker, without whom nothing is whole.
 _ALL = (
-  Death(0, 'arrays'),
   Death(0, 'name'),
-  Death(0, 'manifest'),
   Death(0, 'after name'),
   Death(1, 'gather'),
   Death(1, 'after gather'),
   Death(0, 'old'),
-  Death(0, 'delete'),
   Death(0, 'restore'),
   Death(1, 'restore'),
 )
@@ -67,8 +64,8 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     began = self.run_workers(kind, self.directory, _KEPT)
     self.assertEqual(began, [before, before])
     self.assertEqual(self.assert_whole(expected), program.EPOCHS)
-    # Beside the file that names the owner.
-    self.assertLen(os.listdir(self.directory), _KEPT + 1)
+    # Beside the file that names the owner, and the one that tells the end.
+    self.assertLen(os.listdir(self.directory), _KEPT + 2)
 
   def assert_has_parts(self, kind, arrays):
     """What workers have of their own is in the checkpoint, of each of them."""

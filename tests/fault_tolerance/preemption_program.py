@@ -93,10 +93,8 @@ def train(options, strategy, after_step=lambda step: None):
   from tf_strategies.checkpoint import model_state
 
   model = build(options, strategy)
-  checkpoint = tfs.RunCheckpoint(
-    os.path.join(options.directory, 'checkpoints'), model
-  )
-  start = checkpoint.restore()
+  run = tfs.Run(os.path.join(options.directory, 'checkpoints'), model)
+  start = run.restore()
   is_fit = options.loop == 'fit'
   batches = elastic_program.make_batches(
     start.epoch, 0 if is_fit else start.step, epochs=EPOCHS
@@ -105,16 +103,14 @@ def train(options, strategy, after_step=lambda step: None):
   left = EPOCHS * STEPS - start.epoch * STEPS - (0 if is_fit else start.step)
   batches = batches.apply(tf.data.experimental.assert_cardinality(left))
   loop = _fit if is_fit else _loop
-  history = loop(options, model, checkpoint, start, batches, after_step)
+  history = loop(options, model, run, start, batches, after_step)
   variables = model_state.name_variables(model, model.optimizer)
   state = {k: v.value.numpy() for k, v in variables.items()}
   return state, history
 
 
-def _fit(options, model, checkpoint, start, batches, after_step):
+def _fit(options, model, run, start, batches, after_step):
   import keras
-
-  import tf_strategies as tfs
 
   history = {}
 
@@ -128,8 +124,7 @@ def _fit(options, model, checkpoint, start, batches, after_step):
       self.done = batch + options.steps_per_execution
 
     def on_train_batch_end(self, batch, logs=None):
-      if (self.epoch, self.done) > tuple(start):
-        after_step(self.epoch * STEPS + self.done)
+      after_step(self.epoch * STEPS + self.done)
 
     def on_test_batch_end(self, batch, logs=None):
       after_step((self.epoch + 1) * STEPS + 0.5)
@@ -146,17 +141,15 @@ def _fit(options, model, checkpoint, start, batches, after_step):
       initial_epoch=start.epoch,
       epochs=EPOCHS,
       steps_per_epoch=STEPS,
-      callbacks=[Report(), tfs.PreemptionCheckpoint(checkpoint)],
+      callbacks=[Report(), run],
       validation_data=validation,
       verbose=0,
     )
   return history
 
 
-def _loop(options, model, checkpoint, start, batches, after_step):
+def _loop(options, model, run, start, batches, after_step):
   import tensorflow as tf
-
-  import tf_strategies as tfs
 
   strategy = model.distribute_strategy
   iterator = iter(strategy.experimental_distribute_dataset(batches))
@@ -173,16 +166,15 @@ def _loop(options, model, checkpoint, start, batches, after_step):
     gradients = tape.gradient(loss, [v.value for v in variables])
     model.optimizer.apply(gradients, variables)
 
-  with tfs.Preemption(checkpoint) as preemption:
+  with run:
     for epoch in range(start.epoch, EPOCHS):
       first = start.step if epoch == start.epoch else 0
       for step in range(first, STEPS):
         train_step(next(iterator))
         after_step(epoch * STEPS + step + 1)
         # At the end of an epoch in any case: it might be that of the run.
-        if preemption.is_requested(at_once=step + 1 == STEPS):
-          preemption.save_and_exit(epoch, step + 1)
-      checkpoint.save(epoch + 1)
+        run.exit_if_preempted(epoch, step + 1, at_once=step + 1 == STEPS)
+      run.save(epoch + 1)
   return {}
 
 

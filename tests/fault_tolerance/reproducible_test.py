@@ -3,7 +3,6 @@
 import functools
 import os
 import random
-import tempfile
 import time
 
 import keras
@@ -12,57 +11,30 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import tiers, virtual_devices
+from tests.fault_tolerance import elastic_case
 from tests.strategies import reproducible_program
 from tf_strategies import errors
 
 virtual_devices.configure()
 
 
-_COUNT = 3
 # The soak test kills so often in each of four trainings: a single one with 20 kills
 # would take longer than a test may.
 _KILLS = 5
 
 
-class _Workers:
-  """Three workers that come and go."""
+class _Workers(elastic_case.Workers):
+  """Workers whose steps take their time until they may hurry."""
 
   def __init__(self, epochs: int, deadline: float, seconds_a_step: float):
-    self._directory = tempfile.TemporaryDirectory()
-    options = tfs.ElasticOptions(min_workers=1, window_seconds=1)
-    self.processes = processes.Workers(
+    super().__init__(
       reproducible_program.train_elastically,
-      _COUNT,
-      args=(options, self._directory.name, epochs, seconds_a_step),
+      tfs.ElasticOptions(min_workers=1, window_seconds=1),
+      epochs,
+      seconds_a_step,
       deadline=deadline,
     )
-
-  def steps(self, rank: int) -> int:
-    """How many a worker has done since it began."""
-    try:
-      with open(self._path(rank), encoding='utf-8') as file:
-        return len(file.readlines())
-    except FileNotFoundError:
-      return 0
-
-  def kill(self, rank: int, steps: int, restarts: bool) -> bool:
-    """Kills a worker after so many steps, if it did not end before."""
-    if not self.wait_until(rank, steps):
-      return False
-    self.processes.kill(rank)
-    if restarts:
-      os.remove(self._path(rank))
-      self.processes.start(rank)
-    return True
-
-  def wait_until(self, rank: int, steps: int) -> bool:
-    """Waits for so many steps of a worker; False if it ended before."""
-    while self.steps(rank) < steps:
-      if not self.processes.is_alive(rank):
-        return False
-      time.sleep(0.01)
-    return True
 
   def wait_for_training(self, count: int) -> list[int]:
     """Waits until so many workers train; which do, since they began.
@@ -71,7 +43,7 @@ class _Workers:
       AssertionError: one has ended.
     """
     while True:
-      ranks = range(_COUNT)
+      ranks = range(elastic_case.COUNT)
       if ended := [r for r in ranks if not self.processes.is_alive(r)]:
         raise AssertionError(f'workers {ended} ended: {self.processes.wait()}')
       training = [r for r in ranks if self.steps(r)]
@@ -81,20 +53,7 @@ class _Workers:
 
   def hurry(self) -> None:
     """Lets steps take as long as they take from now on."""
-    with open(
-      os.path.join(self._directory.name, reproducible_program.HURRY), 'x'
-    ):
-      pass
-
-  def _path(self, rank):
-    return os.path.join(self._directory.name, f'steps_{rank}')
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *unused):
-    self.processes.close()
-    self._directory.cleanup()
+    open(self.path(reproducible_program.HURRY), 'x').close()
 
 
 @functools.cache
@@ -123,9 +82,9 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
     want = _want(epochs)
     with _Workers(epochs, 280, 0.5) as workers:
       # The chief, which comes back, and one that does not.
-      self.assertTrue(workers.kill(0, 3, restarts=True))
+      workers.kill(0, 3, restarts=True)
       self.assertTrue(workers.wait_until(0, 2))
-      self.assertTrue(workers.kill(1, 4, restarts=False))
+      workers.kill(1, 4)
       workers.hurry()
       outcomes = workers.processes.wait([0, 2])
     sizes = self.assert_digests(outcomes, want)
@@ -150,15 +109,15 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
         # Somebody keeps the state, who may be one that has come back.
         victim = chance.choice(workers.wait_for_training(2))
         time.sleep(chance.uniform(0, 2))
-        self.assertTrue(workers.kill(victim, 1, restarts=True))
+        workers.kill(victim, 1, restarts=True)
         print(f'kill {i}: {victim}, {time.monotonic() - began:.0f} s')
-      workers.wait_for_training(_COUNT)
+      workers.wait_for_training(elastic_case.COUNT)
       workers.hurry()
       outcomes = workers.processes.wait()
     print(f'ended after {time.monotonic() - began:.0f} s')
     sizes = self.assert_digests(outcomes, want)
     # The last one that came back was there at the end.
-    self.assertEqual({s[-1] for s in sizes}, {_COUNT})
+    self.assertEqual({s[-1] for s in sizes}, {elastic_case.COUNT})
 
   def test_batch_that_follows_the_workers_is_refused(self):
     with self.assertRaisesRegex(

@@ -90,7 +90,7 @@ class CutLinkTest(elastic_case.ElasticCase):
     how = {'seconds_a_step': 0.25, 'epochs': epochs}
     options = {'min_workers': min_workers, 'window_seconds': 1}
     words = [sys.executable, '-m', 'tests.fault_tolerance.elastic_program']
-    words += [directory, '0', json.dumps(options), json.dumps(how)]
+    words += [directory, json.dumps(options), json.dumps(how)]
     with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
       workers = [f'{address}:{_PORT}' for address in hosts.addresses]
       job = [
@@ -142,7 +142,7 @@ class CutLinkTest(elastic_case.ElasticCase):
       'window_seconds': 1,
     }
     words = [sys.executable, '-m', 'tests.fault_tolerance.elastic_program']
-    words += [directory, '0', json.dumps(options), json.dumps(how)]
+    words += [directory, json.dumps(options), json.dumps(how)]
     faults = []
     with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
       workers = [f'{address}:{_PORT}' for address in hosts.addresses]

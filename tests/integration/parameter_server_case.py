@@ -119,8 +119,8 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
 
   def left(self):
-    """The names of what is no checkpoint, and does not name the owner."""
-    names = set(os.listdir(self.checkpoints)) - {'owner.json'}
+    """Returns the names of unfinished checkpoints."""
+    names = set(os.listdir(self.checkpoints)) - {'owner.json', 'finished'}
     return [n for n in names if not n.startswith('checkpoint-')]
 
   def files(self):

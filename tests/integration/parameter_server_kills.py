@@ -322,7 +322,6 @@ def train(
 
   Tells in `<directory>/progress` how many it has begun.
   """
-
   _can_be_held(directory)
   if holds_writes:
     _writes_can_be_held(directory)
@@ -331,21 +330,23 @@ def train(
   )
   run = strategy.step(step, [optimizer])
   ids = ids_of_steps(steps)
-  objects = {'static': static, 'dynamic': dynamic, 'optimizer': optimizer}
-  began = strategy.restore(**objects)
+  with strategy.scope():
+    model = keras.Model()
+  model.tables, model.built = [static, dynamic], True
+  saved = tfs.Run(strategy.options.checkpoint_dir, model, optimizer)
+  began = saved.restore().step
   slot = _slot_of_parts(optimizer)
   threading.Thread(
     target=_answer, args=(directory, slot.parts, strategy._pool), daemon=True
   ).start()
   shard = dynamic.trainable_variables[0].row_table.shards[-1]
   threading.Thread(target=_lock, args=(directory, shard), daemon=True).start()
-  with tfs.Preemption(strategy) as preemption:
+  with saved:
     for i in range(began, steps):
       run(ids[i])
       programs.tell(os.path.join(directory, 'progress'), i + 1)
       time.sleep(0.005)
-      if preemption.requested:
-        preemption.save_and_exit(0, i + 1)
+      saved.exit_if_preempted(0, i + 1)
   strategy.save()
   found = _found(static, dynamic, optimizer, ids)
   found |= {'began': began, 'recoveries': strategy.report()['recoveries']}

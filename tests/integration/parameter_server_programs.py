@@ -102,7 +102,7 @@ def train(
   arguments = {
     'epochs': epochs,
     'verbose': 0,
-    'callbacks': [Progress(), tfs.ResumeFit(strategy)],
+    'callbacks': [Progress(), *resuming(strategy, model)],
   }
   if validates:
     arguments['validation_data'] = (x[: ROWS // 4], y[: ROWS // 4])
@@ -176,7 +176,7 @@ def train_on(
     steps_per_epoch=rows // 8 if 'stream' in kind else None,
     epochs=epochs,
     verbose=0,
-    callbacks=[tfs.ResumeFit(strategy)],
+    callbacks=[tfs.Run(directory, model)],
   )
   return strategy.report()['steps'], [text for _, text in logged]
 
@@ -191,6 +191,14 @@ def start_at_a_taken_port() -> str:
     except tfs.errors.RendezvousError as e:
       return str(e)
   return ''
+
+
+def resuming(strategy, model) -> list:
+  """Returns a `tfs.Run`, if the strategy saves."""
+  import tf_strategies as tfs
+
+  directory = strategy.options.checkpoint_dir
+  return [] if directory is None else [tfs.Run(directory, model)]
 
 
 def tell(path: str, number: int) -> None:

@@ -148,7 +148,7 @@ def load_on_one_device(rows: int, width: int, directory: str) -> dict[str, int]:
   """The same in one process, without servers."""
 
   _, model = make(rows, width)
-  tfs.RunCheckpoint(directory, model).restore()
+  tfs.Run(directory, model).restore()
   return wrong_rows(model)
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, tiers
 
 _EPOCHS = 3
 
@@ -274,7 +274,8 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_refuses_callbacks_that_change_training(self):
     optimizer = keras.optimizers.SGD(use_ema=True)
-    strategy = tfs.RingMirroredStrategy(virtual_devices.names(1))
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile('sgd', 'mse')
     for callback in (
       keras.callbacks.EarlyStopping(),
       keras.callbacks.ReduceLROnPlateau(),
@@ -282,7 +283,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
       keras.callbacks.TerminateOnNaN(),
       keras.callbacks.SwapEMAWeights(optimizer),
       type('Mine', (keras.callbacks.EarlyStopping,), {})(),
-      tfs.ResumeFit(strategy),
+      tfs.Run(self.create_tempdir().full_path, model),
     ):
       with self.assertRaisesRegex(
         tfs.errors.UnsupportedOptionError,

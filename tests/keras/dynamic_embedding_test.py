@@ -283,9 +283,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     x, y = dynamic_tables.all_in_each_batch()
     whole, saved = (dynamic_tables.model(True, optimizer) for _ in range(2))
     resumed = dynamic_tables.model(True, optimizer)
-    checkpoints = [
-      tfs.RunCheckpoint(self.directory, m) for m in (saved, resumed)
-    ]
+    checkpoints = [tfs.Run(self.directory, m) for m in (saved, resumed)]
     for model in (whole, saved):
       dynamic_tables.results(model, x, y)
     checkpoints[0].save(1, 0)
@@ -311,10 +309,10 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_an_empty_table_can_be_saved(self):
     model = dynamic_tables.model(True, OPTIMIZERS['adam'])
-    path = tfs.RunCheckpoint(self.directory, model).save(0)
+    path = tfs.Run(self.directory, model).save(0)
     self.assertIsNotNone(path)
     other = self.trained()
-    tfs.RunCheckpoint(self.directory, other).restore()
+    tfs.Run(self.directory, other).restore()
     self.assertEqual(_embedding(other).report()['rows'], 0)
     file = os.path.join(self.directory, 'model.keras')
     model.save(file)

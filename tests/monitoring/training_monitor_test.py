@@ -108,8 +108,8 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     for steps in (4, 6):  # As if it was interrupted after 4 of 6 steps.
       keras.utils.clear_session()  # Another process gives the same names.
       model = self._fit(tfs.RingMirroredStrategy(['CPU:0']), None, epochs=0)
-      checkpoint = tfs.RunCheckpoint(self._path('checkpoints'), model)
-      epoch, step = checkpoint.restore()
+      run = tfs.Run(self._path('checkpoints'), model)
+      epoch, step = run.restore()
       self.assertEqual(step, len(numbers))
       model.fit(
         dataset.repeat(6),
@@ -118,10 +118,10 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         verbose=0,
         callbacks=[
           keras_callback.MonitorCallback(self._path('t.json')),
-          tfs.ResumeFit(checkpoint),
+          run,
         ],
       )
-      checkpoint.save(0, steps)
+      run.save(0, steps)
       numbers += [e['args']['step'] for e in self._steps()]
     self.assertEqual(numbers, [*range(1, 7)])
 

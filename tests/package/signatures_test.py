@@ -79,11 +79,11 @@ def _open_names(objects) -> set[str]:
 _SOME_WITH_OPTIONS = {
   'MultiWorkerRingStrategy',
   'RingOptions',
-  'PreemptionCheckpoint',
+  'Run',
   'TFRecords',
 }
 # What the package makes, and gives to users.
-_MADE_FOR_USERS = ('ElasticCallback', 'Member', 'ProcessGroup')
+_MADE_FOR_USERS = ('Member', 'ProcessGroup')
 
 
 def _has_options(cls) -> bool:

@@ -19,10 +19,10 @@ def train(directory: str) -> int:
   with strategy.scope():
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile(LocalSteps('adam', every=4), 'mse')
-  checkpoint = tfs.RunCheckpoint(directory, model)
-  position = checkpoint.restore()
+  run = tfs.Run(directory, model)
+  position = run.restore()
   model.fit(np.ones([8, 3]), np.ones([8, 1]), callbacks=make_callbacks('logs'))
-  checkpoint.save(position.epoch + 1)
+  run.save(position.epoch + 1)
   return position.step
 
 

@@ -57,10 +57,7 @@ _CALLS = {
   },
   monitoring.TrainingMonitor: {},
   tfs.MonitorCallback: {},
-  tfs.RunCheckpoint: {'directory': 'a', 'model': '<model>'},
-  tfs.ResumeFit: {'checkpoint': '<checkpoint>'},
-  tfs.Preemption: {'checkpoint': '<checkpoint>'},
-  tfs.PreemptionCheckpoint: {'checkpoint': '<checkpoint>'},
+  tfs.Run: {'directory': 'a', 'model': '<model>'},
   tfs.SidecarEvaluator: {
     'model': '<model>',
     'data': _ROWS,
@@ -111,13 +108,11 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
 
   def made(self, value):
     """An argument; those that stand for models are made."""
-    if value not in ('<model>', '<checkpoint>'):
+    if value != '<model>':
       return value
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     model.compile('sgd', 'mse')
-    if value == '<model>':
-      return model
-    return tfs.RunCheckpoint(self.create_tempdir().full_path, model)
+    return model
 
   def assert_refused(self, call, name, value):
     given = {

@@ -22,6 +22,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import core, optimizer, trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
+from keras.src.trainers import epoch_iterator as base_iterator
 from keras.src.trainers import trainer as base_trainer
 from keras.src.utils import traceback_utils
 
@@ -50,12 +51,11 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   is_end_of_sequence,
   is_for_model,
   is_keras_own,
-  is_skipped,
   num_steps,
   refuse_keras_2,
   results_of,
+  skip_steps,
   step_of,
-  swap_train_function,
   without_optionals,
 )
 from tf_strategies._keras_internal.updates import (  # noqa: F401  Replaces `apply`.
@@ -293,7 +293,11 @@ def check() -> None:
     tf_trainer.make_predict_function, ['self'], 'finds the model of predict'
   )
   why = 'a resumed fit goes on in the epoch that it was interrupted in'
-  mention(tf_trainer.fit, ['_initial_epoch'], why)
+  mention(tf_trainer.fit, ['_initial_epoch', 'epoch_iterator'], why)
+  epochs = base_iterator.EpochIterator
+  method(epochs, '_enumerate_iterator()', why)
+  mention(epochs.__iter__, ['_enumerate_iterator'], why)
+  mention(epochs._enumerate_iterator, ['_steps_seen'], why)
   mention(base_trainer.Trainer.__init__, ['_initial_epoch'], why)
   mention(
     trainer.TFEpochIterator.__init__,

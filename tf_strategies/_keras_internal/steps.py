@@ -117,12 +117,6 @@ def without_optionals(data: Any) -> Any:
   )
 
 
-def is_skipped(model: keras.Model, batch: int) -> bool:
-  """Returns whether a resumed `fit` skips this batch of the epoch."""
-  skips = getattr(model.train_function, 'skips', None)
-  return skips is not None and skips(batch)
-
-
 def change(owner: Any, signature: str, how: Callable, why: str) -> None:
   """Replaces a method of Keras's, if it is the one that we know."""
   _requirements.method(owner, signature, why)
@@ -481,12 +475,44 @@ change(
 )
 
 
-def swap_train_function(
-  model: keras.Model, function: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
-  """Makes `fit` call `function(iterator)`; returns what it called before."""
-  before, model.train_function = model.train_function, function
-  return before
+_FIT_CODE = inspect.unwrap(trainer.TensorFlowTrainer.fit).__code__
+
+
+def skip_steps(model: keras.Model, steps: int, reads: bool = True) -> None:
+  """Makes the `fit` that runs begin its next epoch after `steps`.
+
+  Callbacks do not see these steps. Call it in a callback's `on_epoch_begin`.
+
+  Args:
+    model: that `fit` trains.
+    steps: how many to leave out; groups of `steps_per_execution`.
+    reads: whether the data have the batches of these steps, which are dropped.
+  """
+  frame = inspect.currentframe()
+  while frame is not None and not (
+    frame.f_code is _FIT_CODE and frame.f_locals['self'] is model
+  ):
+    frame = frame.f_back
+  if frame is None:
+    raise errors.UnsupportedOptionError(
+      'an epoch that is resumed outside of model.fit',
+      "Keras's own fit",
+      'pass the callback to model.fit',
+    )
+  data = frame.f_locals['epoch_iterator']
+  enumerate_epoch, end = data._enumerate_iterator, object()
+
+  def enumerate_rest():
+    del data._enumerate_iterator  # The next epoch is whole.
+    for first, last, batches in enumerate_epoch():
+      if first >= steps:
+        yield first, last, batches
+      elif not reads:
+        data._steps_seen -= data.steps_per_execution
+      elif any(next(batches, end) is end for _ in range(first, last + 1)):
+        return
+
+  data._enumerate_iterator = enumerate_rest
 
 
 # Variables are made, under a strategy, from tensors without values.

@@ -216,8 +216,7 @@ def _needs_service(init: Callable) -> Callable:
       raise errors.UnsupportedOptionError(
         "PreemptionCheckpointHandler without TensorFlow's coordination service",
         "the strategy 'multi_worker_collective', which starts this service",
-        'use tfs.PreemptionCheckpoint in fit, or tfs.Preemption in a loop of your '
-        'own. Model Garden makes no handler with '
+        'use tfs.Run. Model Garden makes no handler with '
         'trainer.preemption_on_demand_checkpoint=False',
       )
     init(self, cluster_resolver, *args, **kwargs)

@@ -38,7 +38,7 @@ FINISHED_FILE = 'finished'
 
 _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
-_FORMAT, _FORMAT_WITH_TABLES = 1, 2
+_FORMAT = 1
 _NAME = re.compile(r'checkpoint-(\d{8,})')
 # Prefix of what is being written or deleted.
 _UNFINISHED = 'unfinished-'
@@ -131,8 +131,7 @@ class Checkpoint:
   arrays: StoredArrays
   # Reasons by path, of newer checkpoints that are damaged.
   skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  # Name of the run that wrote it; None if an old version of this package did.
-  run: str | None = None
+  run: str = ''  # Name of the run that wrote it.
 
 
 class Checkpointer:
@@ -171,10 +170,6 @@ class Checkpointer:
   def release(self) -> None:
     """Lets another process write."""
     self._ownership.release()
-
-  def warn_if_in_use(self) -> None:
-    """Logs a warning if another process that lives is the writer."""
-    self._ownership.warn_if_in_use()
 
   def check_run(self, found: Checkpoint) -> None:
     """Raises TakenOverError if another run has taken over from this one."""
@@ -283,8 +278,7 @@ class Checkpointer:
       from tf_strategies.checkpoint import pieces
 
       pieces.sync(temporary, tables)
-      contents['format'] = _FORMAT_WITH_TABLES
-      contents['tables'] = dict(tables)
+    contents['tables'] = dict(tables)
     with open(os.path.join(temporary, _MANIFEST), 'w', encoding='utf-8') as f:
       json.dump({'contents': contents, 'sha256': _digest(contents)}, f)
       f.flush()
@@ -351,7 +345,7 @@ class Checkpointer:
     """
     contents = _read_manifest(os.path.join(path, _MANIFEST))
     tables = {}
-    if 'tables' in contents:
+    if contents['tables']:
       from tf_strategies.checkpoint import pieces
 
       check_tables = check_tables or pieces.check_all
@@ -371,9 +365,7 @@ class Checkpointer:
       specs[name] = ArraySpec(dtype, tuple(shape), offset)
       offset += _dtype(dtype).itemsize * math.prod(shape)
     arrays = StoredArrays(file, specs, tables)
-    return Checkpoint(
-      path, contents['metadata'], arrays, run=contents.get('run')
-    )
+    return Checkpoint(path, contents['metadata'], arrays, run=contents['run'])
 
   @property
   def is_finished(self) -> bool:
@@ -484,10 +476,9 @@ def _read_manifest(path: str) -> dict[str, Any]:
     raise errors.DataError(f'{_MANIFEST} cannot be read ({e})') from e
   if not is_whole:
     raise errors.DataError(f'{_MANIFEST} differs from its own checksum')
-  if contents['format'] not in (_FORMAT, _FORMAT_WITH_TABLES):
+  if contents['format'] != _FORMAT:
     raise errors.DataError(
-      f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT} or '
-      f'{_FORMAT_WITH_TABLES}'
+      f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT}'
     )
   return contents
 

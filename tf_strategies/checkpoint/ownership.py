@@ -181,12 +181,11 @@ class Ownership:
   def may_continue(self, number: int) -> bool:
     """Returns whether this run may continue a checkpoint, whoever wrote it.
 
-    It may if there was no owner file beside the checkpoint: an old version of this
-    package wrote the checkpoint, or the user deleted the file.
+    It may if the user has deleted the owner file since.
     """
     return number <= self._record().get('adopted', number)
 
-  def check_run(self, path: str, number: int, run: str | None) -> None:
+  def check_run(self, path: str, number: int, run: str) -> None:
     """Checks that no other run took over the directory from this one.
 
     A run that begins may continue any other run's checkpoints. A run that was here
@@ -195,7 +194,7 @@ class Ownership:
     Args:
       path: of a checkpoint.
       number: of the checkpoint.
-      run: which wrote it; None if unknown.
+      run: which wrote it.
 
     Raises:
       TakenOverError: another run took over.
@@ -214,21 +213,6 @@ class Ownership:
       f'directory of its own. To continue the other run all the same, delete '
       f'{self.path} and start the job again.'
     )
-
-  def warn_if_in_use(self) -> None:
-    """Logs a warning if another process that lives owns the directory."""
-    if self._lock is not None:
-      return
-    with contextlib.suppress(OSError), open(self.path, 'rb') as file:
-      try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-      except BlockingIOError:
-        logging.warning(
-          '%s belongs to %s, which is alive. This process can read checkpoints '
-          'there, and cannot save.',
-          self._directory,
-          describe(_read(file.fileno())),
-        )
 
   def _record(self) -> dict[str, Any]:
     """Returns the owner's record; an empty one without an owner file."""

@@ -25,20 +25,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-from absl import logging
+from typing import TypeVar
 
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import errors, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import launcher_note
-from tf_strategies.fault_tolerance import (
-  elastic_callbacks,
-  elastic_job,
-  elastic_members,
-  elastic_options,
-)
+from tf_strategies.fault_tolerance import elastic_job, elastic_options
 from tf_strategies.strategies.multi_worker import elastic as elastic_strategy
 from tf_strategies.strategies.multi_worker.options import RingOptions
 from tf_strategies.strategies.multi_worker.ring_strategy import (
@@ -47,7 +40,6 @@ from tf_strategies.strategies.multi_worker.ring_strategy import (
 
 ElasticOptions = elastic_options.ElasticOptions
 Job = elastic_job.Job
-ElasticCallback = elastic_callbacks.ElasticCallback
 
 _Result = TypeVar('_Result')
 
@@ -117,7 +109,7 @@ def run(
       f'shard_optimizer_state={shard_optimizer_state!r} for elastic training',
       'state that every worker has whole: one that dies takes its part along',
       'leave it out, or train on a MultiWorkerRingStrategy and resume from '
-      'a tfs.RunCheckpoint',
+      'a tfs.Run',
     )
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
@@ -130,43 +122,19 @@ def run(
   rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)), rank, group_options
   )
-  members = elastic_members.Members(
-    rendezvous,
-    min(options.max_workers or len(addresses), len(addresses)),
-    options,
-  )
-  job = elastic_job.Job(options, members)
+  most = min(options.max_workers or len(addresses), len(addresses))
+  job = elastic_job.Job(options, rendezvous, most)
   # From now on it ends nobody because another one failed.
   launcher_note.say(launcher_note.ELASTIC)
   try:
-    members.check_finished()
-    while True:
-      try:
-        result = _run_once(train_fn, job, members, ring, devices)
-        # The program may still have to write its results.
-        launcher_note.say(launcher_note.TRAINED)
-        return result
-      except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
-        members.end(str(e))
-        job.hold()
-        members.fail(e)
-        logging.warning('Calling the training function again: %s', e)
+    result = job.run(
+      train_fn,
+      lambda members: elastic_strategy.ElasticRingStrategy(
+        members, ring, devices
+      ),
+    )
+    # The program may still have to write its results.
+    launcher_note.say(launcher_note.TRAINED)
+    return result
   finally:
     rendezvous.close()
-
-
-def _run_once(train_fn, job, members, ring, devices) -> Any:
-  strategy = elastic_strategy.ElasticRingStrategy(members, ring, devices)
-  try:
-    job.begin(strategy)
-    result = train_fn(job)
-    # No worker leaves while another may still need it.
-    members.wait_for_all()
-    members.mark_finished()
-    members.end('')
-    return result
-  except BaseException as e:
-    members.abort(e)
-    raise
-  finally:
-    strategy.close()

@@ -4,14 +4,14 @@ The second is for a worker that enters a `fit` that has begun.
 
 EarlyStopping, ReduceLROnPlateau and their like count epochs and keep the best value,
 or weights. A worker that knew none of that would stop, or change the learning rate,
-when the others do not. As its callbacks know what was done, they hear no events of it.
+when the others do not. So its callbacks take what the callbacks of the others know.
 """
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -20,72 +20,47 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal
-from tf_strategies.fault_tolerance import resume_fit
 from tf_strategies.keras import chief_only
-from tf_strategies.monitoring import keras_callback
 
 _META = 'meta'
 # Their files are open during `fit`; what they know of them is this worker's.
 _KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
-# What the others' callbacks have heard, when a worker enters before a step.
-_OF_DONE_WORK = ('on_epoch_begin', 'on_train_batch_begin', 'on_train_batch_end')
 
 
-class ElasticCallback(keras.callbacks.Callback):
-  """Records the progress of `fit` in a job.
+class Progress(keras.callbacks.Callback):
+  """Records the progress of `fit` in the state of a job; the last callback.
 
-  Of the first epoch `first_step` batches are done, which this `fit` does not
-  count, or `skipped`, which it counts and skips.
+  Args:
+    state: of the job.
+    skipped: completed steps of the first epoch.
   """
 
-  def __init__(
-    self, job: Any, first_step: int = 0, skipped: int = 0, reads: bool = True
-  ):
+  def __init__(self, state: Any, skipped: int):
     super().__init__()
-    self._job = job
-    self._first_step = first_step
+    self._state = state
     self._skipped = skipped
-    self._reads = reads
-    # Callbacks that are to hear nothing of what the others did.
-    self._deaf: Sequence[keras.callbacks.Callback] = ()
-
-  def on_train_begin(self, logs=None):
-    """Lets other callbacks, which have begun, go on as those of other workers."""
-    self._deaf = [
-      callback
-      for callback in self._job.begin_fit()
-      # It measures this worker.
-      if not isinstance(callback, keras_callback.MonitorCallback)
-      # `FilesOfJob` says what it hears.
-      and not (self._job.files_are_common and chief_only.path_of(callback))
-    ]
-    for callback in self._deaf:
-      vars(callback).update(dict.fromkeys(_OF_DONE_WORK, _ignore))
 
   def on_epoch_begin(self, epoch, logs=None):
-    """Skips what was done."""
-    self._job.begin_epoch()
+    """Skips completed steps."""
+    self._state.begin_epoch()
     if self._skipped:
-      resume_fit.skip_steps(self.model, self._skipped, self._reads)
+      _keras_internal.skip_steps(self.model, self._skipped, reads=False)
       self._skipped = 0
 
   def on_train_batch_begin(self, batch, logs=None):
-    """Lets callbacks hear again, from the end of the first batch that is not done."""
-    if not _keras_internal.is_skipped(self.model, batch):
-      for callback in self._deaf:
-        for name in _OF_DONE_WORK:
-          del vars(callback)[name]
-      self._deaf = ()
+    """Lets callbacks of a worker that came late continue as those of the others.
+
+    The others had heard of the begin of this batch, so these have, too.
+    """
+    self._state.take_callbacks()
 
   def on_train_batch_end(self, batch, logs=None):
     """Counts a batch."""
-    if not _keras_internal.is_skipped(self.model, batch):
-      self._job.finish_batch(self._first_step + batch + 1)
+    self._state.finish_batch(batch + 1)
 
   def on_epoch_end(self, epoch, logs=None):
     """Counts an epoch."""
-    self._first_step = 0
-    self._job.finish_epoch(epoch + 1)
+    self._state.start_at(epoch + 1, 0)
 
 
 class FilesOfJob(chief_only.ChiefOnly):
@@ -93,41 +68,35 @@ class FilesOfJob(chief_only.ChiefOnly):
 
   At the end of an epoch all workers wait for the chief and take what its callback
   knows. If it dies before that, its successor writes the files of the epoch.
+
+  Args:
+    callback: writes files.
+    run_step: runs a function until a group of workers has done it.
+    is_new: whether the job has not begun, so that files are new.
   """
 
-  def __init__(self, callback: keras.callbacks.Callback, members: Any):
+  def __init__(
+    self,
+    callback: keras.callbacks.Callback,
+    run_step: Callable[..., Any],
+    is_new: bool,
+  ):
     super().__init__(callback)
-    self._members = members
+    self._run_step = run_step
+    if isinstance(callback, keras.callbacks.CSVLogger) and not is_new:
+      callback.append = True
     self._is_training = False
     self._epoch = 0
 
   def on_train_begin(self, logs=None):
-    """Calls the callback; a job that goes on adds to its files."""
-    is_new = self._members.job.place == (0, 0)
-    if isinstance(self.callback, keras.callbacks.CSVLogger) and not is_new:
-      self.callback.append = True
-    if not isinstance(self.callback, keras.callbacks.BackupAndRestore):
-      self._call('on_train_begin', logs)
-    elif is_new:
-      # All read it. In a job that goes on, the others have the newer state.
-      self.callback.set_model(self.model)
-      self.callback.on_train_begin(logs)
+    """Calls the callback, on the chief."""
+    self._call('on_train_begin', logs)
     self._is_training = True
 
   def on_epoch_begin(self, epoch, logs=None):
     """Calls the callback, on the chief."""
     self._epoch = epoch
     self._call('on_epoch_begin', epoch, logs)
-
-  def on_train_batch_begin(self, batch, logs=None):
-    """Calls the callback, on the chief, of a batch that is not done."""
-    if not _keras_internal.is_skipped(self.model, batch):
-      self._call('on_train_batch_begin', batch, logs)
-
-  def on_train_batch_end(self, batch, logs=None):
-    """Calls the callback, on the chief, of a batch that is not done."""
-    if not _keras_internal.is_skipped(self.model, batch):
-      self._call('on_train_batch_end', batch, logs)
 
   def on_epoch_end(self, epoch, logs=None):
     """Returns when a chief has written the files of the epoch."""
@@ -146,7 +115,7 @@ class FilesOfJob(chief_only.ChiefOnly):
       if link.rank:
         unpack(np.frombuffer(known[0], np.uint8), [self.callback])
 
-    self._members.run_step('test', write, lambda: None, tf.constant([epoch]))
+    self._run_step('test', write, lambda: None, tf.constant([epoch]))
 
   def on_train_end(self, logs=None):
     """Calls the callback, on the chief."""
@@ -193,8 +162,9 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
     >>> stop.wait = 3
     >>> packed = elastic_callbacks.pack([stop])
     >>> other = keras.callbacks.EarlyStopping()
-    >>> elastic_callbacks.unpack(packed, [other]), other.wait
-    (True, 3)
+    >>> elastic_callbacks.unpack(packed, [other])
+    >>> other.wait
+    3
   """
   meta, arrays = [], {}
   for i, callback in enumerate(map(_inner, callbacks)):
@@ -222,22 +192,19 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
 
 def unpack(
   packed: np.ndarray, callbacks: Sequence[keras.callbacks.Callback]
-) -> bool:
-  """Gives callbacks, which are made like those that were packed, what they know.
-
-  Returns whether they are made like those.
-  """
+) -> None:
+  """Assigns packed attributes to callbacks, if these are of the same classes."""
   with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as arrays:
     meta = json.loads(arrays[_META].tobytes())
     callbacks = [_inner(callback) for callback in callbacks]
     classes = [about['class'] for about in meta]
     if classes != [type(callback).__name__ for callback in callbacks]:
       logging.warning(
-        'The callbacks of this worker are others than %s, those of the worker '
-        'that it continues with: they begin anew.',
+        'The callbacks of this worker differ from %s, the callbacks of the other '
+        'workers: they start from scratch.',
         classes,
       )
-      return False
+      return
     for i, (about, callback) in enumerate(zip(meta, callbacks, strict=True)):
       for name, found in about['attributes'].items():
         if 'arrays' not in found:
@@ -246,11 +213,6 @@ def unpack(
           continue
         parts = [arrays[f'{i}/{name}/{j}'] for j in range(found['arrays'])]
         setattr(callback, name, parts if found['is_list'] else parts[0])
-  return True
-
-
-def _ignore(*_, **__) -> None:
-  """Hears nothing."""
 
 
 def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:

@@ -1,83 +1,59 @@
-"""`Job`: the state of an elastic job, and what its training function calls."""
+"""`Job`: an elastic job, as its training function sees it."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors
-from tf_strategies.checkpoint import model_state
+from tf_strategies import _keras_internal, errors, process_group
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import (
   elastic_callbacks,
   elastic_members,
   elastic_options,
+  elastic_state,
 )
 from tf_strategies.keras import chief_only
+from tf_strategies.strategies.multi_worker import elastic
 
 MakeBatches = Callable[[int, int], tf.data.Dataset]
 
 
-class Progress(NamedTuple):
-  """How far a job has come, comparable across global batch sizes."""
-
-  epoch: int = 0
-  step: int = 0
-  batch_size: int = 1  # Of these steps; 1 if the job does not know it.
-  first_world: int = 0  # Workers of the first generation.
-  world: int = 0  # Workers of the generation that trained these steps.
-
-  @property
-  def rows(self) -> int:
-    """Completed rows of the next epoch."""
-    return self.step * self.batch_size
-
-
 class Job:
-  """State that survives changes of the workers.
+  """An elastic job: its strategy, its groups of workers, and their state.
 
-  Attributes:
-    strategy: build the model in its scope. The other workers are asked for when
-      something needs them: `epoch`, `step`, `fit`, a loop of one's own.
-    generations: in which this worker took part.
-    state: progress of this worker, whatever the batch of this generation.
+  `tfs.elastic.run` makes it.
+
+  Args:
+    options: of the job.
+    rendezvous: forms groups.
+    capacity: the most workers that there can be.
   """
 
   def __init__(
     self,
     options: elastic_options.ElasticOptions,
-    members: elastic_members.Members,
+    rendezvous: process_group.Rendezvous,
+    capacity: int,
   ):
-    self._options, self._members = options, members
-    self.strategy: Any = None
-    self.state = Progress()
-    # Values at the end of a generation, until a model takes them.
-    self._held: list[np.ndarray] | None = None
-    # The same of what this worker alone has: what it has not sent of gradients.
-    self._held_rests: list[np.ndarray] = []
-    self._objects: dict[str, Any] | None = None  # Of which the state is shared.
-    self._model: Any = None
-    self._optimizer: Any = None
-    self._batch = 1
-    self._epochs: int | None = None
-    self._steps_per_epoch = 0
-    # Batches that a callback counted, and the optimizer's count before them.
-    self._counted = 0
-    self._iterations_at_start = 0
-    # Steps of models that are done, and the metrics before they were reset, with
-    # how many steps were done then.
-    self.num_steps = 0
-    self._before_reset: tuple[int, list[np.ndarray]] | None = None
-    # The state and the metrics in the epoch that this worker enters.
-    self._entered_with: tuple[list[np.ndarray], Any] | None = None
-    members.job = self
+    self._options = options
+    self._state = elastic_state.State(options.learning_rate)
+    self._members = elastic_members.Members(
+      rendezvous, capacity, options, self._state
+    )
+
+  @property
+  def strategy(self) -> elastic.ElasticRingStrategy:
+    """The strategy; build the model in its scope.
+
+    The other workers are asked for when something needs them: `position`, `fit`,
+    a loop of one's own.
+    """
+    return self._state.strategy
 
   @property
   def generations(self) -> list[elastic_members.Generation]:
@@ -86,68 +62,41 @@ class Job:
 
   @property
   def position(self) -> Position:
-    """Returns how far this worker has come, in steps of this generation."""
-    return Position(self.epoch, self.step)
-
-  @property
-  def epochs_and_steps(self) -> tuple[int, int] | None:
-    """Returns the epochs and steps that `fit` was called with."""
-    return self._epochs and (self._epochs, self._steps_per_epoch)
-
-  @property
-  def progress(self) -> int:
-    """What workers compare: 0 for one that has no state."""
-    if self._held is None and not self._members.is_shared:
-      return 0
-    # None of the three is less where another one is more.
-    return 1 + (self.state.epoch << 40) + self.state.rows + self.num_steps
-
-  @property
-  def epoch(self) -> int:
-    """Completed epochs."""
+    """Completed epochs, and completed batches of the next one."""
     self._members.join()
-    return self.state.epoch
+    return self._state.position
 
-  @property
-  def step(self) -> int:
-    """Completed batches of the current epoch."""
-    self._members.join()
-    return self.state.rows // self._batch
+  def run(self, train_fn: Callable[[Job], Any], make_strategy: Callable) -> Any:
+    """Calls the training function until it returns; see `tfs.elastic.run`."""
+    self._members.check_finished()
+    while True:
+      try:
+        return self._call(train_fn, make_strategy(self._members))
+      except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
+        self._members.end(str(e))
+        self._state.hold()
+        self._members.fail(e)
+        logging.warning('Calling the training function again: %s', e)
 
-  @property
-  def files(self) -> list[tuple[str, str | None]]:
-    """Returns the files that callbacks of `fit` write."""
-    written = [
-      (type(c).__name__, chief_only.path_of(c)) for c in self._callbacks
-    ]
-    return [each for each in written if each[1] is not None]
+  def _call(self, train_fn, strategy) -> Any:
+    try:
+      self.begin(strategy)
+      result = train_fn(self)
+      # No worker leaves while another may still need it.
+      self._members.wait_for_all()
+      self._members.mark_finished()
+      self._members.end('')
+      return result
+    except BaseException as e:
+      self._members.abort(e)
+      raise
+    finally:
+      strategy.close()
 
-  def begin(self, strategy) -> None:
-    """The training function is called, with this strategy."""
-    self.strategy = strategy
-    self._members.begin()
-    self._objects = self._model = self._optimizer = None
-    # Whether steps are all of one model, so that others can go on in the middle.
-    self.is_one_fit = self._options.batch == 'global'
-    self._callbacks: Sequence[keras.callbacks.Callback] = ()
-    self._callbacks_of_others: np.ndarray | None = None
-    # Whether the workers agree on the files of callbacks: the chief writes them.
-    self.files_are_common: bool | None = None
-    self._batch = 1
-
-  def hold(self) -> None:
-    """Copies this worker's state to memory, for the next call."""
-    if self._objects is None or not self._members.is_shared:
-      return  # The copy of before is still valid.
-    # Steps may have been applied before a callback could record them.
-    applied = self._iterations() - self._iterations_at_start
-    if applied > self._counted:
-      step = self.state.rows // self._batch + applied - self._counted
-      self._set(self.state.epoch, step)
-    self._held = [elastic_members.read(v) for v in self._variables()]
-    rests = self._rests()
-    self._held_rests = [elastic_members.read(v) for v in rests]
-    self._objects = None
+  def begin(self, strategy: elastic.ElasticRingStrategy) -> None:
+    """Starts a call of the training function."""
+    self._members.is_fitting = False
+    self._state.begin(strategy, is_one_fit=self._options.batch == 'global')
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
     """Gives a built model the state of the most advanced worker, if any.
@@ -163,22 +112,7 @@ class Job:
     optimizer = optimizer or model.optimizer
     with self.strategy.scope():
       optimizer.build(model.trainable_variables)
-    if self._model is not None:
-      is_same = self._model is model and self._optimizer is optimizer
-      self.is_one_fit = self.is_one_fit and is_same
-    others = {
-      name: value
-      for name, value in vars(model).items()
-      if isinstance(value, keras.optimizers.Optimizer)
-      and value not in (optimizer, model.optimizer)
-    }
-    self._objects = {'model': model, 'optimizer': optimizer, **others}
-    self._model, self._optimizer = model, optimizer
-    self._variables()  # Raises an error if they cannot be shared.
-    rests, held = self._rests(), self._held_rests
-    if [v.shape for v in held] == [tuple(v.shape) for v in rests]:
-      self._assign(rests, held)
-    self._held_rests = []
+    self._state.set_objects(model, optimizer)
     self._members.share()
 
   def global_batch_size(self, size: int) -> int:
@@ -187,7 +121,7 @@ class Job:
     That is `size`, the one of the first generation; with batch='per_replica', in
     proportion to the number of workers.
     """
-    if self._objects is None:
+    if self._state.model is None:
       raise errors.UnsupportedOptionError(
         'job.global_batch_size before job.restore',
         'a job that knows how many workers it started with',
@@ -196,8 +130,9 @@ class Job:
     elastic_options.check_count('size', size, 1)
     if self._options.batch == 'per_replica':
       self._members.join()
-      size = size * self.state.world // self.state.first_world
-    self._batch = size
+      progress = self._state.progress
+      size = size * progress.world // progress.first_world
+    self._state.batch_size = size
     return size
 
   def update(self, epoch: int, step: int) -> None:
@@ -206,16 +141,13 @@ class Job:
     Raises:
       MembershipChange: other workers wait to join; `run` handles it.
     """
-    elastic_options.check_position(epoch, step)
+    elastic_options.check_count('epoch', epoch, 0)
+    elastic_options.check_count('step', step, 0)
     self._members.join()
-    is_new_epoch = epoch != self.state.epoch
-    self._start_counting()
-    self._set(epoch, step)
-    self.let_in(is_new_epoch)
-
-  def callback(self) -> elastic_callbacks.ElasticCallback:
-    """Returns a callback for a `fit` that counts from this position on."""
-    return elastic_callbacks.ElasticCallback(self, self.step)
+    is_new_epoch = epoch != self._state.progress.epoch
+    self._state.start_at(epoch, step)
+    self._members.note_step()
+    self._members.let_in(is_new_epoch)
 
   def fit(
     self,
@@ -233,10 +165,9 @@ class Job:
   ) -> keras.callbacks.History | None:
     """Calls `model.fit` for the rest of the job; returns its history, if any.
 
-    The callbacks of a worker that comes later know what those of the others know,
-    and hear no events of what was done before; the history is whole. Where the
-    training function is called again, callbacks see the completed steps of an
-    interrupted epoch, which are skipped; its metrics cover the other ones.
+    The callbacks of a worker that comes later know what those of the others know
+    from the first batch on; the history is whole. Where the training function is
+    called again, metrics of the interrupted epoch cover only its other steps.
 
     Args:
       model: restored.
@@ -249,55 +180,47 @@ class Job:
 
     Raises:
       UnsupportedOptionError: `make_batches` has fewer batches than `epochs` of
-        `steps_per_epoch`, or counts other epochs.
+        `steps_per_epoch`, or counts other epochs; or BackupAndRestore is among the
+        callbacks.
     """
-    elastic_options.check_fit(make_batches, epochs, steps_per_epoch)
-    if self._model is not model:
+    elastic_options.check_fit(make_batches, epochs, steps_per_epoch, callbacks)
+    state, members = self._state, self._members
+    if state.model is not model:
       self.restore(model)
-    self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
-    self._callbacks = list(callbacks)
+    state.fit = epochs, steps_per_epoch
+    state.callbacks = list(callbacks)
     if not any(isinstance(c, keras.callbacks.History) for c in callbacks):
       # Keras's own would not know the epochs before a worker came.
-      self._callbacks.append(keras.callbacks.History())
-    if self._members.is_fitting:
-      self.files_are_common = False  # The next `fit`: they were not compared.
-    self._members.is_fitting = True
+      state.callbacks.append(keras.callbacks.History())
+    if members.is_fitting:
+      state.files_are_common = False  # The next `fit`: they were not compared.
+    members.is_fitting = True
     metrics = [v.value for v in model.metrics_variables]
     self.strategy.extended.hold_sums(metrics)
     batches = make_batches(0, 0)
     elastic_options.check_length(batches, make_batches, epochs, steps_per_epoch)
     self._join_with_steps(model, batches, steps_per_epoch, class_weight)
-    epoch, step = self.position
+    epoch, step = state.position
     if step >= steps_per_epoch:
       epoch, step = epoch + 1, 0
     step -= step % model.steps_per_execution
-    if Position(epoch, step) != self.position:
-      self._set(epoch, step)
+    if Position(epoch, step) != state.position:
+      state.move(epoch, step)
     if epoch >= epochs:
       return None
-    batches = make_batches(epoch, step)
-    reads = not isinstance(batches, tf.data.Dataset)
-    # Keras counts skipped batches, and begins again after as many as it knows of:
-    # so the data have them too, or an unknown length.
-    if step and reads:
-      batches = make_batches(epoch, 0)
-    elif step:
-      batches = batches.filter(lambda *_: True)
+    is_new = state.position == Position()
     callbacks = [
-      elastic_callbacks.FilesOfJob(callback, self._members)
-      if self.files_are_common and chief_only.path_of(callback)
+      elastic_callbacks.FilesOfJob(callback, members.run_step, is_new)
+      if state.files_are_common and chief_only.path_of(callback)
       else callback
-      for callback in self._callbacks
+      for callback in state.callbacks
     ]
     return model.fit(
-      batches,
+      make_batches(epoch, step),
       initial_epoch=epoch,
       epochs=epochs,
       steps_per_epoch=steps_per_epoch,
-      callbacks=[
-        *callbacks,
-        elastic_callbacks.ElasticCallback(self, 0, step, reads),
-      ],
+      callbacks=[*callbacks, elastic_callbacks.Progress(state, step)],
       shuffle=False,  # `make_batches` says which batch a step has.
       verbose=verbose,
       validation_data=validation_data,
@@ -327,212 +250,3 @@ class Job:
         type(batches).__name__,
       )
     self._members.join_in_fit()
-
-  # What callbacks say.
-
-  def finish_batch(self, step: int) -> None:
-    """Records the completed batches of an epoch of `fit`."""
-    self._counted += step - self.state.rows // self._batch
-    self._set(self.state.epoch, step)
-
-  def finish_epoch(self, epoch: int) -> None:
-    """Records that an epoch of `fit` is complete."""
-    self._start_counting()
-    self._set(epoch, 0)
-
-  def begin_fit(self) -> Sequence[keras.callbacks.Callback]:
-    """Lets callbacks know what those of the others know; returns those that do."""
-    taken, self._callbacks_of_others = self._callbacks_of_others, None
-    if taken is None or not elastic_callbacks.unpack(taken, self._callbacks):
-      return ()
-    return self._callbacks
-
-  def begin_epoch(self) -> None:
-    """Goes on as the others, for whom the epoch had begun.
-
-    What callbacks did at its begin, to the learning rate, say, they have done.
-    """
-    taken, self._entered_with = self._entered_with, None
-    if taken is None:
-      return
-    values, metrics = taken
-    self._assign(self._variables(), values)
-    if metrics is not None and self.state.step:
-      self._assign(self._metrics(), metrics)
-
-  def _set(self, epoch, step):
-    if self.generations and self.generations[-1].first_step is None:
-      self.generations[-1].first_step = time.time()
-    self.state = self.state._replace(
-      epoch=epoch, step=step, batch_size=self._batch
-    )
-
-  # What `Members` asks.
-
-  @property
-  def place(self) -> Position:
-    """The position, as it is known without the others."""
-    return Position(self.state.epoch, self.state.rows // self._batch)
-
-  def let_in(self, is_new_epoch: bool | None = None) -> None:
-    """Raises MembershipChange if workers wait to join and may."""
-    if is_new_epoch is None:
-      is_new_epoch = not self.state.step
-    join, group = self._options.join, self.strategy.process_group
-    is_last = self._epochs is not None and self.state.epoch >= self._epochs
-    if is_last or join == 'never' or (join == 'epoch' and not is_new_epoch):
-      return
-    limit = self._options.max_workers
-    members = {member.task for member in group.members}
-    outside = [t for t in group.pending_joiners() if t not in members]
-    if outside and (limit is None or group.world_size < limit):
-      raise elastic_members.MembershipChange(
-        f'{len(outside)} workers wait to join.'
-      )
-
-  def finish_step(self) -> None:
-    """Counts a step of a model that is done."""
-    self.num_steps += 1
-
-  def hold_metrics(self, model) -> None:
-    """Keeps what metrics say before they are reset, for who is a step behind."""
-    if model is self._model:
-      values = [elastic_members.read(v) for v in self._metrics()]
-      self._before_reset = self.num_steps, values
-
-  def may_share(self) -> bool:
-    """Returns whether the model is known whose state is shared.
-
-    Raises:
-      UnsupportedOptionError: there is one that has not been restored.
-    """
-    if self._objects is not None:
-      return True
-    if not self.strategy.extended.has_variables:
-      return False
-    raise errors.UnsupportedOptionError(
-      'a model in an elastic job that job.restore was not called with',
-      'a model that has the state of the other workers',
-      'call job.restore(model) before training, job.epoch and job.step',
-    )
-
-  def describe(self) -> list[str]:
-    """The variables that workers share; not their names, which Keras counts."""
-    return [f'{v.dtype}{list(v.shape)}' for v in self._variables()]
-
-  def take(self, group, root: int, is_missing: bool, is_entering: bool) -> None:
-    """Receives the state of a rank, and keeps it if it `is_missing` here.
-
-    It `is_entering` a `fit` in which others are already.
-    """
-    variables = self._variables()
-    is_root = group.rank == root
-    held = self._held if is_root and not self._members.is_shared else None
-    if held is None:
-      held = [elastic_members.read(v) for v in variables]
-    elif [v.shape for v in held] != [tuple(v.shape) for v in variables]:
-      raise errors.CheckpointMismatchError(
-        'The model and its optimizers have other variables than those that this '
-        'worker has trained. Fix: build the same ones in each call of the training '
-        'function, before job.restore.'
-      )
-    values = []
-    for i, value in enumerate(held):
-      flat = np.frombuffer(value.tobytes(), np.uint8)
-      flat = group.broadcast(flat, root, name=f'elastic/{i}')
-      values.append(elastic_members.like(flat, value))
-    metrics = self._take_metrics(group, root)
-    if is_missing:
-      self._assign(variables, values)
-    if is_missing and metrics is not None:
-      self._assign(self._metrics(), metrics)
-    self._held = None
-    self._entered_with = (values, metrics) if is_entering else None
-
-  def _take_metrics(self, group, root):
-    """The metrics of a rank; None where they are others."""
-    values = [elastic_members.read(v) for v in self._metrics()]
-    if self._before_reset and self._before_reset[0] == self.num_steps:
-      values = self._before_reset[1]
-    flat = np.frombuffer(b''.join(v.tobytes() for v in values), np.uint8)
-    flat = elastic_members.broadcast(group, root, flat, 'metrics')
-    if not values or flat.size != sum(v.nbytes for v in values):
-      return None
-    ends = np.cumsum([v.nbytes for v in values])
-    parts = np.split(flat, ends[:-1])
-    return [
-      elastic_members.like(part, value)
-      for part, value in zip(parts, values, strict=True)
-    ]
-
-  def take_callbacks(self, group, root: int, is_missing: bool) -> None:
-    """Receives what the callbacks of a rank know; for those that begin here."""
-    packed = elastic_callbacks.pack(self._callbacks)
-    packed = elastic_members.broadcast(group, root, packed, 'callbacks')
-    self._callbacks_of_others = packed if is_missing else None
-
-  def go_on_at(self, state, num_steps: int) -> None:
-    """Is at the place of the others."""
-    state, world = Progress(*state), self.strategy.num_workers
-    if state.world:
-      self._scale_learning_rate(self._optimizer, state.world, world)
-    self.state = state._replace(
-      first_world=state.first_world or world, world=world
-    )
-    self.num_steps = num_steps
-    self._start_counting()
-
-  def _variables(self) -> list[keras.Variable]:
-    """The variables that are shared, all of which every worker must have whole."""
-    variables = model_state.name_objects(self._objects).values()
-    for variable in variables:
-      if model_state.has_parts(variable):
-        raise errors.UnsupportedOptionError(
-          f'variable {variable.path!r}, of which each replica has a part, in '
-          'elastic training',
-          'state that every worker has whole',
-          'train the model by job.fit, or in a loop by strategy.step',
-        )
-    return list(variables)
-
-  def _rests(self) -> list[tf.Variable]:
-    """Returns the variables with what this worker has not sent of gradients."""
-    communicator = self.strategy.extended.communicator
-    return [
-      *communicator.gradient_state(self._model.trainable_variables).values()
-    ]
-
-  def _metrics(self):
-    """The metrics of which every worker has all, as models' steps make them."""
-    variables = self._model.metrics_variables
-    return [v for v in variables if vars(v.value).get('holds_whole', False)]
-
-  def _assign(self, variables, values):
-    with self.strategy.scope():
-      for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-  def _start_counting(self):
-    self._counted = 0
-    self._iterations_at_start = self._iterations()
-
-  def _iterations(self) -> int:
-    if self._optimizer is None:  # Before `restore`.
-      return 0
-    return model_state.iterations(self._optimizer)
-
-  def _scale_learning_rate(self, optimizer, world_before, world):
-    """Scales the learning rate with the global batch, as the options say."""
-    policy = self._options.learning_rate
-    if policy == 'keep' or world == world_before:
-      return
-    if not isinstance(optimizer.learning_rate, keras.Variable):
-      raise errors.UnsupportedOptionError(
-        f'learning_rate={policy!r} with a learning rate schedule',
-        'a constant learning rate',
-        "write learning_rate='keep', or scale the schedule in the program",
-      )
-    ratio = world / world_before
-    factor = ratio if policy == 'linear' else math.sqrt(ratio)
-    with self.strategy.scope():
-      optimizer.learning_rate.assign(optimizer.learning_rate.numpy() * factor)

@@ -16,14 +16,12 @@ import dataclasses
 import json
 import os
 import time
-from typing import Any
 
-import numpy as np
 from absl import logging
 
 from tf_strategies import errors, process_group
 from tf_strategies.checkpoint import checkpointer
-from tf_strategies.fault_tolerance import elastic_options
+from tf_strategies.fault_tolerance import elastic_options, elastic_state
 from tf_strategies.strategies.multi_worker import elastic
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import strategy as strategy_lib
@@ -77,6 +75,7 @@ class Members(elastic.Membership):
     rendezvous: forms them.
     capacity: the most workers that there can be.
     options: of the job.
+    state: that the workers share.
   """
 
   def __init__(
@@ -84,20 +83,20 @@ class Members(elastic.Membership):
     rendezvous: process_group.Rendezvous,
     capacity: int,
     options: elastic_options.ElasticOptions,
+    state: elastic_state.State,
   ):
     self.capacity = capacity
     self.generations: list[Generation] = []
-    self.job: Any = None
+    self.is_fitting = False
     self._rendezvous = rendezvous
-    self._max_failures = options.max_failures
+    self._options = options
+    self._state = state
     # Where it says that the job is done.
     self._marks: checkpointer.Checkpointer | None = None
     if options.directory is not None:
       self._marks = checkpointer.Checkpointer(options.directory)
-    self._failures, self._steps_at_failure = 0, 0
-    # Whether this worker has the state of the group that it is in.
-    self.is_shared = self.is_fitting = False
-    # The generation in which this worker got its state; of the group, by rank.
+    self._failures, self._order_at_failure = 0, 0
+    # The generation in which this worker got its state; and all of the group, by rank.
     self._came = 0
     self._all_came: list[int] = []
     # Whether the workers of this group have compared a batch.
@@ -105,11 +104,7 @@ class Members(elastic.Membership):
 
   @property
   def _communicator(self):
-    return self.job.strategy.extended.communicator
-
-  def begin(self) -> None:
-    """A new strategy is in no group."""
-    self.is_shared = self.is_fitting = False
+    return self._state.strategy.extended.communicator
 
   def join(self) -> None:
     """See base class."""
@@ -122,33 +117,51 @@ class Members(elastic.Membership):
       self._enter(_FIT)
 
   def share(self) -> None:
-    """Has the state of the group, if this worker is in one."""
+    """Takes the state of the group, if this worker is in one."""
     if self._communicator.is_member:
       self._synchronise(self._communicator.group, _ELSEWHERE)
 
   def hold_metrics(self, model):
     """See base class."""
-    self.job.hold_metrics(model)
+    self._state.hold_metrics(model)
+
+  def let_in(self, is_new_epoch: bool) -> None:
+    """Raises MembershipChange if workers wait to join and may."""
+    join, group = self._options.join, self._communicator.group
+    is_closed = self._state.is_in_last_epoch_of_fit or join == 'never'
+    if is_closed or (join == 'epoch' and not is_new_epoch):
+      return
+    limit = self._options.max_workers
+    members = {member.task for member in group.members}
+    outside = [t for t in group.pending_joiners() if t not in members]
+    if outside and (limit is None or group.world_size < limit):
+      raise MembershipChange(f'{len(outside)} workers wait to join.')
 
   def run_step(self, kind, compute, undo, batch=None):
     """See base class."""
     while True:
       try:
         if kind == 'train':
-          self.job.let_in()
+          self.let_in(is_new_epoch=not self._state.progress.step)
         if batch is not None:
           self._check_batch(batch)
         outputs = compute()
       except RECOVERABLE as e:
         undo()
-        if batch is None or not self.job.is_one_fit:
+        if batch is None or not self._state.is_one_fit:
           raise
         self._leave(e)
         if self._enter(kind):
           return None
       else:
-        self.job.finish_step()
+        self._state.num_steps += 1
+        self.note_step()
         return outputs
+
+  def note_step(self) -> None:
+    """Notes the time of a generation's first step."""
+    if self.generations and self.generations[-1].first_step is None:
+      self.generations[-1].first_step = time.time()
 
   def wait_for_all(self) -> None:
     """Returns when every worker has come to the end: none may need another."""
@@ -198,11 +211,11 @@ class Members(elastic.Membership):
 
   def fail(self, error: errors.Error) -> None:
     """Counts a failure; raises it after too many without a step in between."""
-    steps = self.job.progress
-    if steps != self._steps_at_failure:
-      self._failures, self._steps_at_failure = 0, steps
+    order = self._state.order
+    if order != self._order_at_failure:
+      self._failures, self._order_at_failure = 0, order
     self._failures += not isinstance(error, MembershipChange | CallAgain)
-    if self._failures > self._max_failures:
+    if self._failures > self._options.max_failures:
       raise error
 
   def _check_batch(self, batch):
@@ -210,7 +223,7 @@ class Members(elastic.Membership):
 
     A worker that comes may take the place in the data for another one.
     """
-    number = self.job.num_steps
+    number = self._state.num_steps
     if not self._has_compared or number & (number - 1) == 0:
       self._has_compared = True
       input_lib.check_same_batch(
@@ -261,7 +274,7 @@ class Members(elastic.Membership):
     logging.warning(
       'Generation %d ended at %s: %s Forming again.',
       group.generation,
-      self.job.place,
+      self._state.position,
       error,
     )
     self.fail(error)
@@ -271,10 +284,10 @@ class Members(elastic.Membership):
     is_closed = phase in _CLOSED
     while True:
       group = self._rendezvous.form(
-        self.job.progress,
+        self._state.order,
         is_closed=is_closed,
         # Others that were started again too, or still train, have the state.
-        may_be_alone=bool(self.job.progress) or not _was_restarted(),
+        may_be_alone=bool(self._state.order) or not _was_restarted(),
         check=self.check_finished,
       )
       try:
@@ -297,7 +310,7 @@ class Members(elastic.Membership):
           logging.warning(
             'Generation %d goes on at %s; workers: %d.',
             group.generation,
-            self.job.place,
+            self._state.position,
             group.world_size,
           )
         return has_done
@@ -305,25 +318,25 @@ class Members(elastic.Membership):
   # The state.
 
   def _synchronise(self, group, phase) -> bool:
-    """Has the state of the most advanced; returns whether it has done this step."""
-    job = self.job
-    if not job.may_share():
+    """Takes the state of the most advanced; returns whether that has done this step."""
+    state = self._state
+    if not state.may_share():
       return False
     own_seed, seed = strategy_lib.proposed_seed()
-    if not job.progress:
+    if not state.order:
       self._came = group.generation
     told = {
       'came': self._came,
-      'fit': job.epochs_and_steps if phase in (*_INSIDE, _FIT) else None,
-      'files': job.files if phase in (*_INSIDE, _FIT) else None,
-      'are_common': job.files_are_common,
+      'fit': state.fit if phase in (*_INSIDE, _FIT) else None,
+      'files': state.files if phase in (*_INSIDE, _FIT) else None,
+      'are_common': state.files_are_common,
       'phase': phase,
-      'steps': job.num_steps,
-      'state': job.state,
-      'set_up': job.strategy.set_up,
+      'steps': state.num_steps,
+      'state': state.progress,
+      'set_up': state.strategy.set_up,
       'seed': seed,
-      'shared': self.is_shared,
-      'variables': job.describe(),
+      'shared': state.is_shared,
+      'variables': state.describe(),
     }
     answers = [
       json.loads(answer)
@@ -360,17 +373,17 @@ class Members(elastic.Membership):
     ]
     enters = phase == _FIT and phases[best.rank] in _INSIDE
     if not all(have):
-      job.take(group, best.rank, not have[group.rank], is_entering=enters)
+      state.take(group, best.rank, not have[group.rank], is_entering=enters)
     if _FIT in phases and phases[best.rank] in _INSIDE:
-      job.take_callbacks(group, best.rank, is_missing=enters)
+      state.share_callbacks(group, best.rank, is_missing=enters)
     is_mixed = any(p not in _INSIDE for p in phases)
     files = [a['files'] for a in answers]
     if phases[best.rank] not in _INSIDE:
-      job.files_are_common = None not in files and files.count(files[0]) == len(
-        files
-      )
+      state.files_are_common = None not in files and files.count(
+        files[0]
+      ) == len(files)
     else:
-      job.files_are_common = theirs['are_common']
+      state.files_are_common = theirs['are_common']
     if theirs['are_common'] and None not in files:
       self.check_same(
         files,
@@ -379,39 +392,17 @@ class Members(elastic.Membership):
       )
     if phase in _INSIDE and is_mixed and not set(_CLOSED).isdisjoint(phases):
       raise CallAgain('A worker joined where it cannot begin.')
-    self.is_shared = True
-    behind = theirs['steps'] - job.num_steps
+    state.is_shared = True
+    behind = theirs['steps'] - state.num_steps
     if phase not in _INSIDE:
-      job.go_on_at(theirs['state'], theirs['steps'])
+      state.continue_at(theirs['state'], theirs['steps'])
       return False
     if behind > 1:
       raise CallAgain(f'This worker is {behind} steps behind the others.')
-    job.num_steps = theirs['steps']
+    state.num_steps = theirs['steps']
     return behind == 1
 
 
 def _was_restarted() -> bool:
-  """Returns whether the launcher, or who follows its ways, has started this task again."""
+  """Returns whether this task was restarted, as the launcher says."""
   return os.environ.get('TFS_RESTART_COUNT', '0') != '0'
-
-
-# Arrays that workers hand to each other.
-
-
-def read(variable) -> np.ndarray:
-  """A copy of what a variable holds."""
-  return np.array(variable.numpy())
-
-
-def broadcast(group, root: int, flat: np.ndarray, what: str) -> np.ndarray:
-  """The root's bytes, of which only it knows how many there are."""
-  size = np.int64([flat.size])
-  size = group.broadcast(size, root, name=f'elastic/{what}/size')[0]
-  if group.rank != root:
-    flat = np.zeros([size], np.uint8)
-  return group.broadcast(flat, root, name=f'elastic/{what}')
-
-
-def like(flat: np.ndarray, value: np.ndarray) -> np.ndarray:
-  """Bytes as an array of the dtype and shape of `value`."""
-  return np.frombuffer(flat.tobytes(), value.dtype).reshape(value.shape)

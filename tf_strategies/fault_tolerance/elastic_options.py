@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import keras
 import tensorflow as tf
 
 from tf_strategies import errors, option_checks, process_group
@@ -83,9 +84,12 @@ class ElasticOptions:
 
 
 def check_fit(
-  make_batches: object, epochs: object, steps_per_epoch: object
+  make_batches: object,
+  epochs: object,
+  steps_per_epoch: object,
+  callbacks: Iterable[keras.callbacks.Callback],
 ) -> None:
-  """Refuses what `Job.fit` cannot train on."""
+  """Raises UnsupportedOptionError if `Job.fit` cannot train with the arguments."""
   option_checks.check_function(
     'make_batches',
     make_batches,
@@ -93,6 +97,12 @@ def check_fit(
   )
   check_count('epochs', epochs, 0)
   check_count('steps_per_epoch', steps_per_epoch, 1)
+  option_checks.check(
+    not any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks),
+    'BackupAndRestore in an elastic job',
+    'state that the workers keep in memory',
+    'leave out the callback',
+  )
 
 
 def check_length(
@@ -134,12 +144,6 @@ def _length(batches: object) -> int | None:
     return None
   count = int(batches.cardinality())
   return count if count >= 0 else None
-
-
-def check_position(epoch: object, step: object) -> None:
-  """Refuses what is no place in a training."""
-  check_count('epoch', epoch, 0)
-  check_count('step', step, 0)
 
 
 def check_count(name: str, value: object, least: int) -> None:

@@ -41,7 +41,7 @@ class SidecarEvaluator:
   """Evaluates every new checkpoint of a directory, in the order of writing.
 
   For the evaluator of a job: training does not wait for it. Reads checkpoints of
-  `RunCheckpoint` and `ParameterServerStrategy`, and those that a
+  `tfs.Run` and `ParameterServerStrategy`, and those that a
   `tf.train.CheckpointManager` keeps of `tf.train.Checkpoint(model=model,
   optimizer=optimizer)`. One that is deleted or damaged before its turn is skipped
   with a warning.
@@ -67,12 +67,11 @@ class SidecarEvaluator:
   Example:
 
     >>> import tempfile
-    >>> from tf_strategies.fault_tolerance import run_checkpoint
+    >>> import tf_strategies as tfs
     >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     >>> model.compile('sgd', 'mse')
     >>> data = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))
-    >>> checkpoint = run_checkpoint.RunCheckpoint(tempfile.mkdtemp(), model)
-    >>> path = checkpoint.save(epoch=1)
+    >>> path = tfs.Run(tempfile.mkdtemp(), model).save(epoch=1)
     >>> evaluator = SidecarEvaluator(
     ...   model, data, os.path.dirname(path), max_evaluations=1)
     >>> [evaluation.iterations for evaluation in evaluator.run()]

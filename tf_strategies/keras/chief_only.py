@@ -55,7 +55,7 @@ class ChiefOnly(keras.callbacks.Callback):
 
   Raises:
     UnsupportedOptionError: `callback` changes training, as EarlyStopping does, or
-      runs collectives, as `tfs.ResumeFit` does. The other workers would go on
+      runs collectives, as `tfs.Run` does. The other workers would go on
       without the change, or would not take part.
   """
 

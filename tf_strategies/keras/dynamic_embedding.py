@@ -24,7 +24,7 @@ class DynamicEmbedding(keras.layers.Layer):
 
   On one device rows are in memory of the host. Under `ParameterServerStrategy` they are
   spread over the servers by a hash of the id, and steps move the rows that their batch
-  uses. `model.save`, `save_weights`, `tfs.RunCheckpoint` and the checkpoints of parameter
+  uses. `model.save`, `save_weights`, `tfs.Run` and the checkpoints of parameter
   servers have all rows with their state of the optimizer, and load onto any number of
   servers; `get_weights` has not. `model.export` has the rows, on one device.
 

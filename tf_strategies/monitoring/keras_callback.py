@@ -4,7 +4,7 @@ import os
 
 import keras
 
-from tf_strategies import _keras_internal, option_checks
+from tf_strategies import option_checks
 from tf_strategies.monitoring import training_monitor
 
 
@@ -61,13 +61,11 @@ class MonitorCallback(keras.callbacks.Callback):
   def on_train_batch_begin(self, batch, logs=None):
     """Starts a step, or a call of several steps."""
     self._first = batch
-    if not _keras_internal.is_skipped(self.model, batch):
-      self._monitor.begin_step()
+    self._monitor.begin_step()
 
   def on_train_batch_end(self, batch, logs=None):
     """Ends it."""
-    if not _keras_internal.is_skipped(self.model, self._first):
-      self._monitor.end_step(batch - self._first + 1)
+    self._monitor.end_step(batch - self._first + 1)
     # All callbacks get one dictionary, and Keras's own are the last. Logs of epochs
     # are left alone: the history is the same in every run.
     if logs is not None:

@@ -131,7 +131,7 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
       )
       for error in handler:
         if name == 'multi_worker_ring':
-          self.assertRegex(error, 'PreemptionCheckpoint in fit.*Model Garden')
+          self.assertRegex(error, 'use tfs.Run.*Model Garden')
         else:
           self.assertIsNone(error)
 
@@ -148,7 +148,7 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
   def test_attributes_of_the_chief_of_servers(self):
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       found = job.run(_attributes_of_chief, (self.create_tempdir().full_path,))
-      self.assertRegex(found.pop('handler'), 'PreemptionCheckpoint in fit')
+      self.assertRegex(found.pop('handler'), 'use tfs.Run')
       self.assertEqual(
         found,
         {

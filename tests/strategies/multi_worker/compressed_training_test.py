@@ -123,11 +123,11 @@ def _resumed(name, directory):
   strategy = _strategy(name)
   model = _model(strategy)
   _fit(model, 0)
-  tfs.RunCheckpoint(directory, model).save(epoch=1)
+  tfs.Run(directory, model).save(epoch=1)
   strategy.close()
   strategy = _strategy(name)
   model = _model(strategy, seed=2)
-  tfs.RunCheckpoint(directory, model).restore()
+  tfs.Run(directory, model).restore()
   _fit(model, 1)
   found = model.get_weights(), _rests(strategy, model)
   strategy.close()
@@ -274,7 +274,7 @@ class OptionsTest(tf.test.TestCase):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, "write 'int8'"
     ):
-      tfs.RunCheckpoint(self.create_tempdir().full_path, model)
+      tfs.Run(self.create_tempdir().full_path, model)
     strategy.close()
 
 

@@ -313,13 +313,13 @@ def save_and_resume(rank, job, directory, step):
     strategy = strategy_of(job)
     with strategy.scope():
       model = model_of(job, lambda: local_steps(job))
-    checkpoint = tfs.RunCheckpoint(directory, model)
+    checkpoint = tfs.Run(directory, model)
     callback = _SaveAt(checkpoint, step)
     if name == 'resumed':
       checkpoint.restore()
       found['since_meeting'] = int(model.optimizer.steps.numpy())
       found['restored'] = model.get_weights()
-      callback = tfs.ResumeFit(checkpoint)
+      callback = checkpoint
     history = model.fit(
       dataset(job), epochs=1, verbose=0, callbacks=[callback]
     ).history
@@ -372,12 +372,10 @@ def resume(rank, job, directory, step):
   strategy = strategy_of(job)
   with strategy.scope():
     model = model_of(job, lambda: local_steps(job))
-  checkpoint = tfs.RunCheckpoint(directory, model)
+  checkpoint = tfs.Run(directory, model)
   checkpoint.restore()
   restored = model.get_weights()
-  model.fit(
-    dataset(job), epochs=1, verbose=0, callbacks=[tfs.ResumeFit(checkpoint)]
-  )
+  model.fit(dataset(job), epochs=1, verbose=0, callbacks=[checkpoint])
   strategy.close()
   return restored, model.get_weights()
 

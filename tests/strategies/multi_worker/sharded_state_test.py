@@ -192,7 +192,7 @@ def _save(rank, directory):
   strategy = ring()
   try:
     model = models.train(ALL['loss_scale'], strategy)
-    checkpoint = tfs.RunCheckpoint(f'{directory}/run', model)
+    checkpoint = tfs.Run(f'{directory}/run', model)
     checkpoint.restore()
     checkpoint.save(epoch=1)
     # Each worker writes a file of its own, of which one would do.
@@ -214,7 +214,7 @@ def _load(rank, directory, way, strategy=None):
         model = models.dense_model()
         model.compile(ALL['loss_scale'](), 'mse')
     if way == 'run':
-      position = tfs.RunCheckpoint(f'{directory}/run', model).restore()
+      position = tfs.Run(f'{directory}/run', model).restore()
       assert position.epoch == 1, position
     model.fit(*models.numbers(), batch_size=13, shuffle=False, verbose=0)
     return models.state(model)

@@ -114,8 +114,8 @@ def save(directory):
   strategy = _saving(directory)
   model = _build(strategy)
   data = dynamic_tables.all_in_each_batch()
-  resume = tfs.ResumeFit(strategy)
-  dynamic_tables.results(model, *data, epochs=1, callbacks=[resume])
+  run = tfs.Run(_run_directory(directory), model)
+  dynamic_tables.results(model, *data, epochs=1, callbacks=[run])
   model.save(os.path.join(directory, 'model.keras'))
   usage = model.layers[0].usage()
   refused, state = [], _state(model)
@@ -142,8 +142,12 @@ def _state(model):
 
 def _saving(directory):
   return tfs.ParameterServerStrategy(
-    mode='sync', checkpoint_dir=os.path.join(directory, 'run')
+    mode='sync', checkpoint_dir=_run_directory(directory)
   )
+
+
+def _run_directory(directory):
+  return os.path.join(directory, 'run')
 
 
 def _second_epoch(model, **options):
@@ -178,7 +182,7 @@ def continue_checkpoint(directory):
     dynamic_tables.dataset(x, y),
     epochs=3,
     verbose=0,
-    callbacks=[tfs.ResumeFit(strategy), look],
+    callbacks=[tfs.Run(_run_directory(directory), model), look],
   )
   found = {
     'losses': history.history['loss'],

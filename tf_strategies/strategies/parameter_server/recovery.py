@@ -124,8 +124,8 @@ class Recovery:
     if self._checkpointer.paths():
       logging.warning(
         '%s has a checkpoint that was not restored: this run starts from '
-        'scratch. To continue it, pass callbacks=[tfs.ResumeFit(strategy)] to '
-        'fit, or call strategy.restore in a loop.',
+        'scratch. To continue it, pass callbacks=[tfs.Run(checkpoint_dir, model)] '
+        'to fit, or call restore of a tfs.Run in a loop.',
         self._options.checkpoint_dir,
       )
     return True
@@ -224,14 +224,21 @@ class Recovery:
       self._has_checkpoint = True
     return path
 
-  def restore(self, objects: Mapping[str, Any]) -> position_lib.Position | None:
+  def restore(
+    self,
+    objects: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+  ) -> position_lib.Position | None:
     """Restores the newest whole checkpoint of an earlier run, if there is one.
 
     Returns its position. All variables of the objects must have been made.
+    `settings` must be those of that run.
     """
     if not self.is_enabled:
       return None
     self._take(objects)
+    found = {f'settings: {k}': v for k, v in (settings or {}).items()}
+    self._description |= found
     self._is_loading = True
 
     def load():
@@ -275,7 +282,7 @@ class Recovery:
       return None
     if 'steps' not in found.metadata:
       raise errors.CheckpointMismatchError(
-        f'{found.path} was written by another strategy (tfs.RunCheckpoint). '
+        f'{found.path} was written by another strategy (tfs.Run). '
         'Expected a checkpoint of a ParameterServerStrategy. Fix: pass another '
         'checkpoint_dir.'
       )

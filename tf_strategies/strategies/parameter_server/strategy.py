@@ -334,7 +334,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells a `SidecarEvaluator` whether more checkpoints will follow.
 
-    For a custom loop; `tfs.ResumeFit` does it for `fit`. Does nothing without
+    `tfs.Run` calls it. Does nothing without
     `checkpoint_dir`.
     """
     self.recovery.mark_finished(is_finished)

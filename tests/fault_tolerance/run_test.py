@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and whose it must be."""
+"""A run restores everything, continues `fit`, and belongs to one job."""
 
 import json
 import os
@@ -20,6 +20,7 @@ from tests import processes, tiers, virtual_devices
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state, ownership
 from tf_strategies.checkpoint.position import Position
+from tf_strategies.fault_tolerance import run_state
 
 virtual_devices.configure()
 
@@ -61,27 +62,23 @@ def _fit(model, steps=2):
   model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False)
 
 
-def _answer_of_another_chief(error):
-  header = {'error': str(error), 'type': type(error).__name__}
-  return lambda tag, payload: [json.dumps(header).encode(), payload]
-
-
-class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
+class RunTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.directory = self.create_tempdir().full_path
+
+  def _run(self, model=None, **options):
+    return tfs.Run(self.directory, model or _model(), **options)
 
   def _state(self, model):
     variables = model_state.name_variables(model, model.optimizer)
     return {k: v.value.numpy() for k, v in variables.items()}
 
-  @tiers.parameters(
-    tiers.soak(1, 1), tiers.soak(2, 2), (2, 3), tiers.smoke(3, 1)
-  )
+  @tiers.parameters((2, 3), tiers.smoke(3, 1))
   def test_restores_everything(self, replicas_before, replicas):
     before = _model(_strategy(replicas_before))
     _fit(before)
-    checkpoint = tfs.RunCheckpoint(self.directory, before)
+    checkpoint = self._run(before)
     checkpoint.save(epoch=3, step=2)
     saved, results = self._state(before), before.get_metrics_result()
     # Kernels and biases, their moments, counters, the dropout's state.
@@ -94,19 +91,56 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       saved['model/sequential/dense/kernel'],
       self._state(model)['model/sequential/dense/kernel'],
     )
-    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    checkpoint = self._run(model)
     self.assertEqual(checkpoint.restore(), Position(3, 2))
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, saved[name], name)
     model.reset_metrics()
-    checkpoint.restore_metrics()
+    checkpoint._state.restore_metrics()
     for name, value in model.get_metrics_result().items():
       self.assertAllClose(value, results[name], rtol=1e-6, msg=name)
 
   @pytest.mark.smoke
+  def test_fit_continues(self):
+    x = np.arange(48, dtype=np.float32).reshape([16, 3]) / 10
+    batches = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+    straight = _model()
+    straight.fit(batches, epochs=3, verbose=0)
+    model = _model()
+    run = self._run(model)
+    model.fit(batches, epochs=1, verbose=0)
+    model.fit(batches.take(2), verbose=0)
+    run.save(epoch=1, step=2)
+
+    heard = []
+
+    def hear(batch, logs):
+      del logs
+      # Another epoch at this moment is no part of the one that is resumed.
+      if not heard:
+        model.evaluate(batches, verbose=0)
+      heard.append(batch)
+
+    hears = keras.callbacks.LambdaCallback(
+      on_epoch_begin=hear, on_train_batch_begin=hear
+    )
+    model = _model()
+    run = self._run(model)
+    epoch, _ = run.restore()
+    history = model.fit(
+      batches, initial_epoch=epoch, epochs=3, callbacks=[run, hears], verbose=0
+    )
+    self.assertEqual(history.epoch, [1, 2])
+    self.assertEqual(heard, [1, 2, 3, 2, 0, 1, 2, 3])
+    self.assertEqual(int(model.optimizer.iterations.numpy()), 12)
+    for expected, found in zip(straight.weights, model.weights, strict=True):
+      np.testing.assert_array_equal(expected.numpy(), found.numpy())
+    self.assertEqual(run.restore(), Position(3))
+
+  @pytest.mark.smoke
   def test_torn_checkpoint_is_skipped(self):
     model = _model()
-    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    checkpoint = self._run(model)
     checkpoint.save(epoch=1)
     before = self._state(model)
     _fit(model)
@@ -118,81 +152,41 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     for name, value in self._state(model).items():
       np.testing.assert_array_equal(value, before[name], name)
 
-  @parameterized.parameters('adam', 'sgd')
-  def test_same_model_again_in_one_process(self, optimizer):
-    before = _model(optimizer=optimizer)
+  def test_same_model_again_in_one_process(self):
+    before = _model()
     _fit(before)
-    tfs.RunCheckpoint(self.directory, before).save(epoch=1)
+    self._run(before).save(epoch=1)
     saved = list(self._state(before).values())
     # Keras counts the models and layers of a process in their names.
-    again = _model(seed=2, optimizer=optimizer, counts_anew=False)
+    again = _model(seed=2, counts_anew=False)
     self.assertNotEqual(again.weights[0].path, before.weights[0].path)
-    self.assertEqual(
-      tfs.RunCheckpoint(self.directory, again).restore(), Position(1)
-    )
+    self.assertEqual(self._run(again).restore(), Position(1))
     for value, found in zip(saved, self._state(again).values(), strict=True):
       np.testing.assert_array_equal(value, found)
 
   def test_another_optimizer_again_in_one_process(self):
     # Variables of the same shapes, in the same order.
     momentum = keras.optimizers.SGD(momentum=0.9)
-    tfs.RunCheckpoint(self.directory, _model(optimizer=momentum)).save(epoch=1)
+    self._run(_model(optimizer=momentum)).save(epoch=1)
     rmsprop = keras.optimizers.RMSprop()
     again = _model(optimizer=rmsprop, counts_anew=False)
     self.assertLen(rmsprop.variables, len(momentum.variables))
     with self.assertRaises(tfs.errors.CheckpointMismatchError):
-      tfs.RunCheckpoint(self.directory, again).restore()
-
-  def test_names_that_are_alike_go_before_places(self):
-    self.assertEqual(
-      model_state.match_names(
-        ['a_2/kernel', 'a_1/kernel'], ['a_1/kernel', 'a_2/kernel']
-      ),
-      {'a_1/kernel': 'a_1/kernel', 'a_2/kernel': 'a_2/kernel'},
-    )
-    self.assertEqual(
-      model_state.match_names(
-        ['a_1/kernel', 'a_2/kernel'], ['a/kernel', 'a_1/kernel']
-      ),
-      {'a/kernel': 'a_1/kernel', 'a_1/kernel': 'a_2/kernel'},
-    )
-    # A table is behind what is in one file with others.
-    self.assertEqual(
-      model_state.match_names(
-        ['m_9/a_9/table', 'm_9/a_10/table', 'm_9/b_1/bias'],
-        ['m/a/table', 'm/b/bias', 'm/a_1/table'],
-      ),
-      {
-        'm/a/table': 'm_9/a_9/table',
-        'm/a_1/table': 'm_9/a_10/table',
-        'm/b/bias': 'm_9/b_1/bias',
-      },
-    )
+      self._run(again).restore()
 
   def test_another_dtype_is_refused(self):
-    tfs.RunCheckpoint(self.directory, _model()).save(epoch=1)
+    self._run().save(epoch=1)
     keras.config.set_dtype_policy('float64')
     self.addCleanup(keras.config.set_dtype_policy, 'float32')
     with self.assertRaisesRegex(
       tfs.errors.CheckpointMismatchError, 'float32 there and float64 here'
     ):
       model = _model(counts_anew=False)
-      tfs.RunCheckpoint(self.directory, model).restore()
-
-  def test_meetings_are_counted_in_each_group(self):
-    # A worker that was started again has restored nothing before.
-    for _ in range(2):
-      checkpoint = tfs.RunCheckpoint(self.directory, _model())
-      workers = checkpoint._access.workers = mock.Mock(rank=0)
-      workers.exchange.side_effect = lambda tag, payload: [payload]
-      checkpoint.restore()
-      checkpoint.restore()
-      tags = [call.args[0] for call in workers.exchange.call_args_list]
-      self.assertEqual(tags, ['checkpoint/0', 'checkpoint/1'])
+      self._run(model).restore()
 
   def test_nothing_is_whole(self):
     model = _model()
-    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    checkpoint = self._run(model)
     paths = [checkpoint.save(epoch=epoch) for epoch in (1, 2)]
     for path in paths:
       os.truncate(os.path.join(path, 'arrays.bin'), 10)
@@ -200,57 +194,45 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       checkpoint.restore()
     self.assertIsNone(checkpoint.position)
 
-  def test_checkpoint_that_cannot_be_read(self):
-    checkpoint = tfs.RunCheckpoint(self.directory, _model())
-    checkpoint.save(epoch=1)
-    error = PermissionError(13, 'Permission denied', 'arrays.bin')
-    with (
-      mock.patch.object(checkpointer.Checkpointer, 'open', side_effect=error),
-      self.assertRaisesRegex(errors.StorageError, 'arrays.bin') as caught,
-    ):
-      checkpoint.restore()
-    self.assertEqual(caught.exception.errno, 13)
-
-  def test_other_workers_hear_that_the_chief_cannot_read(self):
-    checkpoint = tfs.RunCheckpoint(self.directory, _model())
-    checkpoint.save(epoch=1)
-    workers = mock.Mock(rank=0)
+  def test_all_workers_hear_that_the_chief_cannot_read(self):
+    run = self._run()
+    run.save(epoch=1)
+    workers = run._state._access.workers = mock.Mock(rank=0)
     workers.exchange = lambda tag, payload: [payload]
-    checkpoint._access.workers = workers
-    error = OSError(5, 'Input/output error', 'arrays.bin')
+    error = PermissionError(13, 'Permission denied', 'arrays.bin')
     with mock.patch.object(
       checkpointer.Checkpointer, 'open', side_effect=error
     ):
-      with self.assertRaises(errors.StorageError) as caught:
-        checkpoint.restore()
-      self.assertIs(caught.exception.__cause__, error)
-      workers.exchange = _answer_of_another_chief(caught.exception)
+      with self.assertRaisesRegex(errors.StorageError, 'arrays.bin') as caught:
+        run.restore()
+      self.assertEqual(caught.exception.errno, 13)
+      answer = {'error': str(caught.exception), 'type': 'StorageError'}
+      workers.exchange = lambda *_: [json.dumps(answer).encode(), b'{}']
       workers.rank = 1
       with self.assertRaisesRegex(errors.StorageError, 'chief.*arrays.bin'):
-        checkpoint.restore()
+        run.restore()
+    self.assertIsNone(run.position)
 
   def test_metrics_that_are_not_there(self):
     model = _model()
     _fit(model)
-    tfs.RunCheckpoint(self.directory, model).save(epoch=0, step=1)
-    other = tfs.RunCheckpoint(self.directory, _model(), metrics=[])
+    self._run(model).save(epoch=0, step=1)
+    other = self._run(_model(), metrics=[])
     with self.assertLogs(level='WARNING') as logs:
       self.assertEqual(other.restore(), Position(0, 1))
     self.assertIn('metrics/0 is not in this run', logs.output[0])
 
-  @tiers.parameters(
+  @parameterized.parameters(
     ({'units': 2}, {}, 'has shape \\[4, 1\\] there and \\[4, 2\\] here'),
     ({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
     ({}, {'seed': 2}, 'seed was 1 and is 2'),
-    tiers.soak({}, {'seed': 1, 'size': 8}, 'size was None and is 8'),
-    tiers.soak({}, None, 'seed was 1 and is None'),
   )
   def test_another_run_is_refused(self, changes, settings, message):
     settings = {'seed': 1} if changes else settings
-    tfs.RunCheckpoint(self.directory, _model(), settings={'seed': 1}).save(1)
+    self._run(_model(), settings={'seed': 1}).save(1)
     model = _model(**changes)
     before = self._state(model)
-    checkpoint = tfs.RunCheckpoint(self.directory, model, settings=settings)
+    checkpoint = self._run(model, settings=settings)
     with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, message):
       checkpoint.restore()
     self.assertIsNone(checkpoint.position)
@@ -259,35 +241,34 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_another_run_can_be_read_and_not_continued(self):
     """What nobody has put into `settings`: the optimizer's numbers, the seed."""
-    tfs.RunCheckpoint(self.directory, _model()).save(1)
-    other = tfs.RunCheckpoint(
-      self.directory, _model(seed=2, optimizer=keras.optimizers.Adam(0.5))
-    )
+    self._run().save(1)
+    other = self._run(_model(seed=2, optimizer=keras.optimizers.Adam(0.5)))
     self.assertEqual(other.restore(), Position(1))
+    other.set_params({})
     message = 'learning_rate was 0.00.* and is 0.5; random seed was 1 and is 2'
     for begin in (
       lambda: other.save(2),
-      tfs.ResumeFit(other).on_train_begin,
-      tfs.Preemption(other).__enter__,
+      other.on_train_begin,
+      other.__enter__,
     ):
       with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, message):
         begin()
-    same = tfs.RunCheckpoint(self.directory, _model())
+    same = self._run()
     self.assertEqual(same.restore(), Position(1))
     same.save(2)
 
   def test_a_learning_rate_that_callbacks_changed_is_no_other_run(self):
     model = _model()
-    tfs.RunCheckpoint(self.directory, model).save(1)
+    self._run(model).save(1)
     _fit(model)
     model.optimizer.learning_rate = 0.5
-    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    checkpoint = self._run(model)
     self.assertEqual(checkpoint.restore(), Position(1))
     checkpoint.save(2)
 
   def test_logs_where_it_resumes_and_that_it_has_finished(self):
     model = _model()
-    checkpoint = tfs.RunCheckpoint(self.directory, model)
+    checkpoint = self._run(model)
     path = checkpoint.save(1, 2)
     resumed = f'Resumed from {path}, at epoch 1, step 2, of'
     for is_finished, run, text in (
@@ -295,7 +276,8 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
       (True, ownership.run_id(), 'this run, which has finished: '),
       (True, 'another', f'run {ownership.run_id()}, which has finished: '),
     ):
-      checkpoint.mark_finished(is_finished)
+      if is_finished:
+        pathlib.Path(self.directory, checkpointer.FINISHED_FILE).touch()
       with (
         mock.patch.dict(os.environ, TFS_RUN_ID=run),
         self.assertLogs(level='WARNING') as logs,
@@ -306,13 +288,13 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
   def test_settings_that_equal_themselves_as_json_only(self):
     settings = {'clip': float('nan'), 'sizes': (1, 2)}
     model = _model()
-    tfs.RunCheckpoint(self.directory, model, settings=settings).save(1)
-    checkpoint = tfs.RunCheckpoint(self.directory, model, settings=settings)
+    self._run(model, settings=settings).save(1)
+    checkpoint = self._run(model, settings=settings)
     self.assertEqual(checkpoint.restore(), Position(1))
 
   @parameterized.parameters(-1, 1.5, float('nan'), 'x', True, None)
   def test_position_that_is_none_is_not_saved(self, value):
-    checkpoint = tfs.RunCheckpoint(self.directory, _model())
+    checkpoint = self._run()
     for position in ((value, 0), (0, value)):
       with self.assertRaises(tfs.errors.UnsupportedOptionError):
         checkpoint.save(*position)
@@ -321,19 +303,28 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(({'seed': {1, 2}},), ('seed',), (1,))
   def test_settings_that_cannot_be_saved(self, settings):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'settings'):
-      tfs.RunCheckpoint(self.directory, _model(), settings=settings)
+      self._run(_model(), settings=settings)
 
   def test_model_that_cannot_be_saved(self):
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'no variables yet'
     ):
-      tfs.RunCheckpoint(self.directory, unbuilt, keras.optimizers.SGD())
+      self._run(unbuilt, optimizer=keras.optimizers.SGD())
     not_compiled = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'optimizer=None'
     ):
-      tfs.RunCheckpoint(self.directory, not_compiled)
+      self._run(not_compiled)
+
+  @parameterized.parameters('other', None)
+  def test_another_directory_than_the_servers_have_is_refused(self, own):
+    model = mock.Mock()
+    model.distribute_strategy.options.checkpoint_dir = own
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, f'checkpoint_dir={own!r}'
+    ):
+      run_state.ServerState(self.directory, model, {}, {})
 
   def test_equal_names_are_kept_apart(self):
     class Twins(keras.Model):
@@ -359,7 +350,7 @@ class RunCheckpointTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(names, 4)
     for i, variable in enumerate(model.weights):
       variable.assign(tf.fill(variable.shape, float(i)))
-    checkpoint = tfs.RunCheckpoint(self.directory, model, optimizer)
+    checkpoint = self._run(model, optimizer=optimizer)
     checkpoint.save(1)
     for variable in model.weights:
       variable.assign(tf.zeros(variable.shape))
@@ -378,9 +369,9 @@ directory, epochs, restarts = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 keras.utils.set_random_seed(1)
 model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
 model.compile('sgd', 'mse')
-checkpoint = tfs.RunCheckpoint(directory, model)
+checkpoint = tfs.Run(directory, model)
 epoch, _ = checkpoint.restore()
-checkpoint.own()
+checkpoint.__enter__()
 for epoch in range(epoch, epochs):
   checkpoint.save(epoch + 1)
   if restarts and os.environ['TFS_RESTART_COUNT'] == '0':
@@ -400,10 +391,10 @@ def _save_where_another_run_does(rank, directory):
   )
   found = []
   try:
-    checkpoint = tfs.RunCheckpoint(directory, _model(strategy))
+    checkpoint = tfs.Run(directory, _model(strategy))
     checkpoint.restore()
     for begin in (
-      tfs.Preemption(checkpoint).__enter__,
+      checkpoint.__enter__,
       lambda: checkpoint.save(1),
     ):
       try:

@@ -1,0 +1,355 @@
+"""SIGTERM in one process: saved after the step, and exact from there."""
+
+import dataclasses
+import os
+import signal
+import threading
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import parameterized
+
+import tf_strategies as tfs
+from tests import tiers, virtual_devices
+from tests.fault_tolerance import preemption_program as program
+from tf_strategies.checkpoint import checkpointer
+from tf_strategies.checkpoint.position import Position
+from tf_strategies.cluster import exit_codes
+from tf_strategies.fault_tolerance import preemption
+
+virtual_devices.configure()
+
+_TWO = ('CPU:0', 'CPU:1')
+
+
+class _Program:
+  """Runs of one program, of which some are preempted."""
+
+  def __init__(self, options):
+    self.options = options
+    devices = [f'CPU:{i}' for i in range(options.devices)]
+    self._strategy = tfs.create_strategy(options.strategy, devices=devices)
+    self.steps = []
+
+  def train(self, signal_after=None, repeats=1):
+    """Trains; a signal comes during the step with that number."""
+
+    def after_step(step):
+      self.steps.append(step)
+      if step == signal_after:
+        for _ in range(repeats):
+          signal.raise_signal(signal.SIGTERM)
+
+    return program.train(self.options, self._strategy, after_step)
+
+
+class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.addCleanup(
+      signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM)
+    )
+
+  def _options(
+    self, loop='fit', strategy='ring_mirrored', devices=2, **options
+  ):
+    directory = self.create_tempdir().full_path
+    return program.Options(loop, strategy, devices, directory, **options)
+
+  def _preempt(self, run, **arguments):
+    with self.assertRaises(SystemExit) as caught:
+      run.train(**arguments)
+    self.assertEqual(caught.exception.code, exit_codes.RESTARTABLE_EXIT_CODE)
+
+  def assert_same_state(self, expected, found):
+    self.assertEqual(list(expected), list(found))
+    for name, value in expected.items():
+      np.testing.assert_array_equal(value, found[name], name)
+
+  @tiers.named_parameters(
+    # In the first epoch, and in a later one.
+    ('fit', {'loop': 'fit'}, (7, 33)),
+    tiers.soak('central_storage', {'strategy': 'central_storage'}, (25,)),
+    tiers.soak('end_of_epoch', {'evaluates': True}, (20, 59)),
+    tiers.soak('loop', {'loop': 'custom', 'devices': 3}, (1, 40)),
+    tiers.soak('accumulating', {'accumulation': 3}, (25,)),
+    tiers.soak('groups', {'steps_per_execution': 4}, (24,)),
+    tiers.soak('one_device', {'strategy': 'one_device', 'devices': 1}, (25,)),
+  )
+  def test_resumes_exactly(self, options, preempted_after):
+    options = self._options(**options)
+    straight = _Program(dataclasses.replace(options, directory=self._new()))
+    expected, all_results = straight.train()
+    run = _Program(options)
+    for step in preempted_after:
+      self._preempt(run, signal_after=step)
+      self.assertEqual(run.steps[-1], step)
+    found, results = run.train()
+    self.assert_same_state(expected, found)
+    # No step was done twice, and none was left out.
+    self.assertEqual(_training(run.steps), _training(straight.steps))
+    # What was interrupted has the metrics of the whole epoch.
+    for epoch, values in results.items():
+      self.assertEqual(values, all_results[epoch], epoch)
+    if options.loop == 'fit':
+      self.assertIn('2', results)
+
+  def _new(self):
+    return self.create_tempdir().full_path
+
+  @pytest.mark.soak
+  def test_during_an_evaluation(self):
+    options = self._options(evaluates=True)
+    expected, results = _Program(
+      dataclasses.replace(options, directory=self._new())
+    ).train()
+    run = _Program(options)
+    self._preempt(run, signal_after=20.5)
+    # It stopped after the first batch of the evaluation.
+    self.assertEqual(run.steps.count(20.5), 1)
+    found, found_results = run.train()
+    self.assert_same_state(expected, found)
+    self.assertEqual(found_results, {k: results[k] for k in ('1', '2')})
+
+  def test_second_signal_while_it_saves(self):
+    options = self._options()
+    run = _Program(options)
+    write = checkpointer._write_arrays
+
+    def interrupted(*args):
+      signal.raise_signal(signal.SIGTERM)
+      result = write(*args)
+      signal.raise_signal(signal.SIGTERM)
+      return result
+
+    with mock.patch.object(checkpointer, '_write_arrays', interrupted):
+      self._preempt(run, signal_after=13, repeats=2)
+    store = checkpointer.Checkpointer(
+      os.path.join(options.directory, 'checkpoints')
+    )
+    with self.assertNoLogs(level='WARNING'):
+      found = store.newest()
+    self.assertEqual((found.metadata['epoch'], found.metadata['step']), (0, 13))
+
+  def test_checkpoint_that_cannot_be_written(self):
+    options = self._options(loop='custom')
+    run = _Program(options)
+    self._preempt(run, signal_after=30)
+    with (
+      mock.patch.object(os, 'rename', side_effect=OSError('disk full')),
+      self.assertLogs(level='WARNING') as logs,
+    ):
+      self._preempt(run, signal_after=35)
+    self.assertIn('disk full', ''.join(logs.output))
+    self.assertIn('NOT saved', logs.output[-1])
+    # The one before is there.
+    run.steps.clear()
+    run.train()
+    self.assertEqual(run.steps[0], 31)
+
+
+def _training(steps):
+  """Without those of evaluations."""
+  return [step for step in steps if step == int(step)]
+
+
+class SignalsTest(tf.test.TestCase, parameterized.TestCase):
+  """A model of one layer."""
+
+  def setUp(self):
+    super().setUp()
+    self.heard = []
+    before = signal.signal(signal.SIGTERM, lambda n, _: self.heard.append(n))
+    self.addCleanup(signal.signal, signal.SIGTERM, before)
+    self.before = signal.getsignal(signal.SIGTERM)
+    self.directory = self.create_tempdir().full_path
+    keras.utils.set_random_seed(1)
+    self.model = keras.Sequential(
+      [keras.Input([3]), keras.layers.Dense(1, name='only')], name='small'
+    )
+    self.model.compile('sgd', 'mse')
+    self.run_ = self._new_run()
+    self.run_.restore()
+
+  def _new_run(self, **options):
+    return tfs.Run(self.directory, self.model, **options)
+
+  def _fit(self, *callbacks, steps_per_epoch=2, **options):
+    self.model.fit(
+      tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.ones([4, 1]))).repeat(),
+      callbacks=list(callbacks),
+      verbose=0,
+      steps_per_epoch=steps_per_epoch,
+      **options,
+    )
+
+  def _fit_that_raises(self):
+    def fail(batch, logs):
+      raise ZeroDivisionError
+
+    failing = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    with self.assertRaises(ZeroDivisionError):
+      self._fit(self.run_, failing)
+
+  def assert_handler_is_back(self):
+    self.assertIs(signal.getsignal(signal.SIGTERM), self.before)
+
+  def test_handler_is_put_back(self):
+    with self.run_:
+      self.assertIsNot(signal.getsignal(signal.SIGTERM), self.before)
+      self.run_.exit_if_preempted(0, 1)
+      outer = signal.getsignal(signal.SIGTERM)
+      # One within the other.
+      self._fit(self.run_)
+      self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
+      another = self._new_run()
+      another.restore()
+      with another:
+        pass
+      self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
+    self.assert_handler_is_back()
+    with self.assertRaises(ZeroDivisionError), self.run_:
+      _ = 1 / 0
+    self.assert_handler_is_back()
+    self.assertEmpty(self.heard)
+
+  def test_signal_that_nobody_looked_at_is_raised_again(self):
+    with self.run_:
+      signal.raise_signal(signal.SIGTERM)
+      self.assertEmpty(self.heard)
+    self.assertEqual(self.heard, [signal.SIGTERM])
+
+  def test_other_thread_trains_without_signals(self):
+    def train():
+      with self.run_:
+        self.run_.exit_if_preempted(0, 1)
+
+    with self.assertLogs(level='WARNING') as logs:
+      thread = threading.Thread(target=train, name='another')
+      thread.start()
+      thread.join(10)
+    self.assertIn("trains in thread 'another'", logs.output[0])
+    self.assert_handler_is_back()
+
+  @parameterized.parameters(-1, float('nan'))
+  def test_bad_seconds(self, seconds):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'check_seconds='
+    ):
+      self._new_run(check_seconds=seconds)
+
+  def test_run_that_was_not_restored(self):
+    run = self._new_run()
+    for begin in (run.__enter__, lambda: self._fit(run)):
+      with self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, r'before run\.restore'
+      ):
+        begin()
+    self.assert_handler_is_back()
+
+  @parameterized.parameters(
+    ({'initial_epoch': 0, 'steps_per_epoch': 9}, 1, 'initial_epoch=0 after'),
+    (
+      {'initial_epoch': 2, 'steps_per_epoch': 3},
+      1,
+      'steps_per_epoch=3 after 3',
+    ),
+    (
+      {'initial_epoch': 2, 'steps_per_epoch': 8},
+      2,
+      'steps_per_execution=2 after 3 steps',
+    ),
+  )
+  def test_fit_that_begins_elsewhere(self, options, group, message):
+    self.run_.save(epoch=2, step=3)
+    self.run_.restore()
+    self.model.steps_per_execution = group
+    for _ in range(2):  # What is wrong once is wrong twice.
+      with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+        self._fit(self.run_, epochs=4, **options)
+      self.assert_handler_is_back()
+
+  def test_fit_that_raised_leaves_the_handler(self):
+    another = self._new_run()
+    another.restore()
+    for again in (self.run_, another):
+      self._fit_that_raises()
+      self._fit(again)
+      self.assert_handler_is_back()
+    self._fit_that_raises()
+    with self.run_:
+      pass
+    self.assert_handler_is_back()
+    self.assertEmpty(self.heard)
+
+  def test_signal_after_a_fit_that_raised_is_handed_on(self):
+    self._fit_that_raises()
+    signal.raise_signal(signal.SIGTERM)
+    with self.assertRaises(SystemExit), self.run_:
+      self.run_.exit_if_preempted(0, 1)
+    self.assertEmpty(self.heard)
+
+  def test_each_epoch_is_saved(self):
+    self._fit(self.run_, epochs=2)
+    self.assertEqual(self.run_.restore(), Position(2))
+
+
+class _Workers:
+  """Two workers that always say the same."""
+
+  rank, world_size = 0, 2
+
+  def __init__(self):
+    self.asked = 0
+
+  def combine(self, tensor, op, name):
+    del op, name
+    self.asked += 1
+    return tensor
+
+
+class QuestionTest(tf.test.TestCase):
+  """How often workers ask each other whether one of them was signalled."""
+
+  def setUp(self):
+    super().setUp()
+    self.now = 0.0
+    clock = mock.Mock(monotonic=lambda: self.now)
+    self.enter_context(mock.patch.object(preemption, 'time', clock))
+    self.workers = _Workers()
+    strategy = mock.Mock()
+    strategy.extended.communicator = self.workers
+    self.preemption = preemption.Preemption(strategy, check_seconds=2.0)
+
+  def _asks_in(self, count, seconds, **options):
+    before = self.workers.asked
+    for _ in range(count):
+      self.now += seconds
+      self.assertFalse(self.preemption.is_requested(**options))
+    return self.workers.asked - before
+
+  def test_asks_at_the_pace_of_steps(self):
+    self._asks_in(10, 0.5)
+    self.assertEqual(self._asks_in(12, 0.5), 3)
+
+  def test_question_at_the_end_of_an_epoch_is_no_step(self):
+    self._asks_in(9, 0.5)
+    self._asks_in(3, 0.001, at_once=True)
+    self.assertEqual(self._asks_in(12, 0.5), 3)
+
+  def test_question_at_once_before_any_step(self):
+    self._asks_in(1, 0.0, at_once=True)
+    self.assertEqual(self._asks_in(1, 0.5), 1)
+
+  def test_batches_of_an_evaluation_are_no_steps(self):
+    self._asks_in(9, 0.5)
+    # Whoever is signalled while it lasts is heard of, too.
+    self.assertBetween(self._asks_in(400, 0.01, in_evaluation=True), 2, 4)
+    self.assertBetween(self._asks_in(12, 0.5), 3, 4)
+
+
+if __name__ == '__main__':
+  tf.test.main()

@@ -1,0 +1,373 @@
+"""`Run`: a training run that continues exactly where it was interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies.checkpoint import model_state
+from tf_strategies.checkpoint.position import Position
+from tf_strategies.cluster import exit_codes
+from tf_strategies.fault_tolerance import preemption, run_state
+from tf_strategies.strategies.multi_worker import elastic
+
+
+@option_checks.has_options
+class Run(keras.callbacks.Callback):
+  """A run in a directory: it saves, exits on SIGTERM, and continues exactly.
+
+  Saves the variables of the model and the optimizer, the state of random layers,
+  the metrics of an interrupted epoch, and the position from which the data
+  continue: `make_dataset(..., start=...)` starts anywhere. Random ops outside of
+  Keras layers and the state of other callbacks are not saved.
+
+  * With `fit`: pass the run as the last callback, and the batches of whole epochs
+    from the restored epoch on. Those of completed steps are read and dropped, and
+    metrics continue from their values. The run saves after each epoch and, on
+    SIGTERM, after the current step. An epoch in whose last step the signal arrives,
+    or after it, is not evaluated. After a `fit` that raised, a SIGTERM is kept for
+    the next run that listens.
+  * With a custom loop: train in the context of the run, call `exit_if_preempted`
+    after each step and `save` after each epoch.
+
+  On SIGTERM all workers save after the same step, and exit with the status 143, on
+  which launchers restart them. At the end of `fit`, or of the context, the run tells
+  a `SidecarEvaluator` that it has finished.
+
+  Checkpoints are atomic. A damaged one is skipped with a warning, and an older
+  one is used. On several workers all of them call each method; the chief alone
+  reads and writes files.
+
+  A directory belongs to one run. The chief locks it for the life of its process,
+  when `fit` or the context begins or at the first `save`. A run that the launcher
+  restarts (TFS_RUN_ID) does not continue checkpoints that another run has written
+  meanwhile. A run that begins continues the checkpoints that it finds, if they were
+  made with the same model, optimizer, random seed and `settings`; to continue
+  others, delete `owner.json` there.
+
+  On parameter servers `directory` is the strategy's `checkpoint_dir`. The strategy
+  saves every `checkpoint_steps` steps, keeps three checkpoints, and finds the epoch
+  and the data of `fit` itself: `restore` returns epoch 0, so the data set begins at
+  the start. A custom loop gets the number of steps of all epochs there, and divides
+  it: `divmod(step, steps_per_epoch)`.
+
+  Example:
+
+    >>> import tempfile
+    >>> import keras
+    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    >>> model.compile('adam', 'mse')
+    >>> run = Run(tempfile.mkdtemp(), model, settings={'seed': 1})
+    >>> epoch, first = run.restore()
+    >>> with run:
+    ...   for step in range(first, 9):  # Train here; a signal comes.
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     run.exit_if_preempted(epoch, step + 1)
+    Traceback (most recent call last):
+    SystemExit: 143
+    >>> tuple(run.restore())
+    (0, 1)
+
+  With `fit`:
+
+    epoch, _ = run.restore()
+    model.fit(
+      tfs.data.make_dataset(
+        train, options, training=True, epochs=3, start=(epoch, 0),
+        steps_per_epoch=100),
+      initial_epoch=epoch, epochs=3, steps_per_epoch=100, callbacks=[run])
+
+  Args:
+    directory: of the checkpoints; created if it is missing.
+    model: a built model.
+    optimizer: its optimizer; None for the one it is compiled with.
+    settings: whatever makes two runs different, such as the seed; saved, and
+      compared by `restore`.
+    metrics: whose values belong to an epoch in progress; None for the model's.
+    max_to_keep: how many checkpoints are kept.
+    check_seconds: approximate time between two exchanges, in which workers ask
+      each other for a signal; 0 for each step.
+
+  Raises:
+    UnsupportedOptionError: a model without variables or optimizer; parameter
+      servers with another `checkpoint_dir`; an elastic job. When `fit` or the
+      context begins: a run that was not restored, a `fit` that does not start at
+      the position of the checkpoint, or groups of steps (`steps_per_execution`) of
+      which none ends there.
+  """
+
+  needs_all_workers = True  # See `ChiefOnly`.
+
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer | None = None,
+    settings: Mapping[str, Any] | None = None,
+    metrics: Sequence[keras.metrics.Metric] | None = None,
+    max_to_keep: int = 2,
+    check_seconds: float = 0.2,
+  ):
+    super().__init__()
+    option_checks.check_seconds('check_seconds', check_seconds, or_zero=True)
+    option_checks.check_type(
+      'model', model, keras.Model, 'a keras.Model', 'pass the model to save'
+    )
+    option_checks.check(
+      metrics is None
+      or (
+        isinstance(metrics, Sequence)
+        and all(isinstance(m, keras.metrics.Metric) for m in metrics)
+      ),
+      f'metrics={metrics!r}',
+      'a list of Keras metrics, or None',
+      "leave it out for the model's",
+    )
+    settings = run_state.plain({} if settings is None else settings)
+    optimizer = _optimizer_of(model, optimizer)
+    self._strategy = model.distribute_strategy
+    if not optimizer.built:
+      with self._strategy.scope():
+        optimizer.build(model.trainable_variables)
+    self._state: run_state.WorkerState | run_state.ServerState
+    if hasattr(self._strategy, 'recovery'):
+      objects = {'model': model, 'optimizer': optimizer}
+      objects |= {f'metrics/{i}': m for i, m in enumerate(metrics or ())}
+      self._state = run_state.ServerState(directory, model, objects, settings)
+    else:
+      option_checks.check(
+        not isinstance(self._strategy, elastic.ElasticRingStrategy),
+        'a Run in an elastic job',
+        'a strategy whose workers stay the same',
+        'leave it out: job.restore takes the state of the other workers',
+      )
+      self._state = run_state.WorkerState(
+        directory, model, optimizer, settings, metrics, max_to_keep
+      )
+    self._preemption = preemption.Preemption(self._strategy, check_seconds)
+    self._listens_for_fit = False
+    self._resumed_from: Position | None = None
+    self._is_first_epoch = False
+    self._epoch = 0
+    self._steps_before = 0
+    self.position: Position | None = None
+
+  def restore(self) -> Position:
+    """Restores the newest checkpoint that is whole, if any.
+
+    Returns:
+      The position, also in `position`; (0, 0) in an empty directory.
+
+    Raises:
+      CheckpointMismatchError: it belongs to another model or another run; the
+        message names every difference.
+      TakenOverError: another run has written there since this one began.
+      DataError: there are checkpoints and all are damaged.
+      StorageError: the chief cannot read a file.
+    """
+    self.position = None
+    self.position = self._state.restore()
+    return self.position
+
+  def save(self, epoch: int, step: int = 0) -> str | None:
+    """Saves the state on the chief; every worker calls it.
+
+    Args:
+      epoch: completed epochs.
+      step: completed steps of the next one.
+
+    Returns:
+      The path of the checkpoint, on the chief.
+
+    Raises:
+      StorageError: it cannot be written; the previous checkpoints are untouched.
+        All workers raise the chief's errors.
+      InUseError: a live process of another run writes into the directory.
+      TakenOverError: another process has become the writer.
+      CheckpointMismatchError: the restored checkpoint was made with another
+        optimizer or random seed.
+      UnsupportedOptionError: not a position.
+    """
+    return self._state.save(_position(epoch, step))
+
+  # In a custom loop.
+
+  def __enter__(self) -> Run:
+    option_checks.check(
+      self.position is not None,
+      'the context of a Run before run.restore()',
+      'a loop that starts at the position of the newest checkpoint',
+      'write epoch, step = run.restore() before it',
+    )
+    self._state.mark_finished(False)
+    self._preemption.listen()
+    return self
+
+  def __exit__(self, error_type, *unused):
+    is_unseen = self._preemption.stop()
+    if error_type is None:
+      self._state.mark_finished()
+      if is_unseen:
+        signal.raise_signal(signal.SIGTERM)
+
+  def exit_if_preempted(
+    self, epoch: int, step: int, at_once: bool = False
+  ) -> None:
+    """Saves, closes the strategy and exits if a worker got SIGTERM.
+
+    Call it after each step on all workers: all exit at the same position.
+
+    Args:
+      epoch: completed epochs.
+      step: completed steps of the next one.
+      at_once: whether workers ask each other now, regardless of the time: after
+        the last step, or before an evaluation.
+
+    Raises:
+      SystemExit: with the status 143, so that `with` and `finally` run. Also if
+        saving failed, which is logged: the previous checkpoint remains.
+      UnsupportedOptionError: not a position.
+    """
+    position = _position(epoch, step)
+    if self._preemption.is_requested(at_once):
+      self._save_and_exit(position)
+
+  def _save_and_exit(self, position: Position) -> NoReturn:
+    began = time.monotonic()
+    try:
+      self._state.save(position, at_once=True)
+      is_saved = True
+    except OSError:
+      logging.exception('The checkpoint could not be saved.')
+      is_saved = False
+    workers = self._preemption.workers
+    if workers is not None:
+      flag = tf.constant(int(is_saved), tf.int64)
+      is_saved = workers.combine(flag, 'min', 'preemption/saved').numpy()
+      # Without it, the others would take the exit for a failure.
+      self._strategy.close()
+    seconds = self._preemption.seconds_since_signal
+    logging.warning(
+      'Preempted at %s: %s in %.2f s%s. Exiting with status %d.',
+      position,
+      'saved' if is_saved else 'NOT saved',
+      time.monotonic() - began,
+      '' if seconds is None else f', {seconds:.2f} s after the signal',
+      exit_codes.RESTARTABLE_EXIT_CODE,
+    )
+    raise SystemExit(exit_codes.RESTARTABLE_EXIT_CODE)
+
+  # In `fit`.
+
+  def on_train_begin(self, logs=None):
+    """Finds the position where `fit` continues."""
+    position = self._state.begin_fit(self.params.get('steps'))
+    if position is not None and self._resumed_from is not position:
+      self._resumed_from, self._is_first_epoch = position, True
+
+  def on_epoch_begin(self, epoch, logs=None):
+    """Skips the completed steps of an interrupted epoch; listens for SIGTERM."""
+    self._epoch = epoch
+    self._state.begin_epoch(epoch)
+    if self._is_first_epoch:
+      self._check_start(epoch)
+      self._is_first_epoch = False
+      if self._resumed_from.step:
+        self._state.restore_metrics()
+        _keras_internal.skip_steps(self.model, self._resumed_from.step)
+    if not self._preemption.is_listening:
+      self._listens_for_fit = True
+      self._preemption.listen(in_fit=True)
+
+  def _check_start(self, epoch):
+    position, steps = self._resumed_from, self.params.get('steps')
+    group = self.model.steps_per_execution
+    done = f'after {position.step} steps of an epoch were restored'
+    option_checks.check(
+      epoch == position.epoch,
+      f'initial_epoch={epoch} after {position} was restored',
+      f'{position.epoch}',
+      f'write initial_epoch={position.epoch}',
+    )
+    option_checks.check(
+      steps is None or steps > position.step,
+      f'steps_per_epoch={steps} {done}',
+      'the steps of a whole epoch',
+      'pass to steps_per_epoch what the run started with',
+    )
+    option_checks.check(
+      not position.step % group,
+      f'steps_per_execution={group} {done}',
+      f'a divisor of {position.step}',
+      'pass to compile the steps_per_execution that the run started with',
+    )
+
+  def on_train_batch_begin(self, batch, logs=None):
+    """Counts the steps before this one, or this group of them."""
+    self._steps_before = batch
+
+  def on_train_batch_end(self, batch, logs=None):
+    """Saves and exits if a worker was signalled."""
+    if self._preemption.is_requested():
+      done = self._steps_before + self.model.steps_per_execution
+      steps = self.params.get('steps')
+      is_last = steps is not None and done >= steps
+      self._save_and_exit(
+        Position(self._epoch + 1) if is_last else Position(self._epoch, done)
+      )
+
+  def on_test_batch_end(self, batch, logs=None):
+    """Saves and exits during an evaluation by `fit`, too."""
+    if self._preemption.is_requested(in_evaluation=True):
+      self._save_and_exit(Position(self._epoch + 1))
+
+  def on_epoch_end(self, epoch, logs=None):
+    """Saves; exits if a worker was signalled since the last step."""
+    if self._preemption.is_requested(at_once=True):
+      self._save_and_exit(Position(epoch + 1))
+    self._state.end_epoch(epoch)
+
+  def on_train_end(self, logs=None):
+    """Stops listening; raises a signal again that was not seen."""
+    self._state.end_fit()
+    if self._listens_for_fit:
+      self._listens_for_fit = False
+      if self._preemption.stop():
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _position(epoch: int, step: int) -> Position:
+  for name, value in (('epoch', epoch), ('step', step)):
+    option_checks.check_int(name, value, 0, fix='pass what is completed')
+  return Position(int(epoch), int(step))
+
+
+def _optimizer_of(
+  model: keras.Model, optimizer: keras.optimizers.Optimizer | None
+) -> keras.optimizers.Optimizer:
+  """Returns the optimizer of a run, or raises if there is none."""
+  model_state.check_built(model)
+  if optimizer is None:
+    optimizer = getattr(model, 'optimizer', None)
+  if optimizer is None:
+    raise errors.UnsupportedOptionError(
+      f'optimizer=None with model={model.name!r}, which is not compiled',
+      'the optimizer that trains it',
+      'pass optimizer=..., or compile the model',
+    )
+  option_checks.check_type(
+    'optimizer',
+    optimizer,
+    keras.optimizers.Optimizer,
+    'a Keras optimizer',
+    'leave it out for the one that the model is compiled with',
+  )
+  return optimizer
