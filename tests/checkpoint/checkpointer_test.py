@@ -213,11 +213,11 @@ class CheckpointerTest(parameterized.TestCase):
 
   def test_manifest_of_another_format(self):
     self._save(1)
-    with mock.patch.object(checkpointer, '_FORMAT', 3):
+    with mock.patch.object(checkpointer, '_FORMAT', 4):
       self._save(2)
     with self.assertLogs(level='WARNING') as logs:
       self.assertEqual(self.store.newest().metadata['number'], 1)
-    self.assertIn('format 3, expected 1', logs.output[0])
+    self.assertIn('format 4, expected 3', logs.output[0])
 
   @parameterized.parameters('mkdir', 'fsync', 'rename')
   def test_save_that_fails_leaves_the_others(self, step):

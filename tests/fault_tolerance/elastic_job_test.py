@@ -95,7 +95,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       found = step(batch)
       self.assertAllClose(found, loss * (1 - 0.01 * 2 * 4) ** (2 * i))
       self.job.update(0, i + 1)
-    self.assertEqual(self.job.step, 2)
+    self.assertEqual(self.job.position, Position(0, 2))
 
   def test_loop_that_does_not_restore_is_refused(self):
     with self.assertRaisesRegex(

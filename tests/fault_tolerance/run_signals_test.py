@@ -281,7 +281,9 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assert_handler_is_back()
     self._fit_that_raises()
     with self.run_:
-      pass
+      outer = signal.getsignal(signal.SIGTERM)
+      self._fit(self.run_)
+      self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
     self.assert_handler_is_back()
     self.assertEmpty(self.heard)
 

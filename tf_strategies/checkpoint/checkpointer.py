@@ -38,7 +38,7 @@ FINISHED_FILE = 'finished'
 
 _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
-_FORMAT = 1
+_FORMAT = 3  # Earlier ones lacked the tables or the run.
 _NAME = re.compile(r'checkpoint-(\d{8,})')
 # Prefix of what is being written or deleted.
 _UNFINISHED = 'unfinished-'

@@ -71,9 +71,14 @@ class Preemption:
     if is_unseen:
       signal.raise_signal(signal.SIGTERM)
 
+  @property
+  def listens_in_fit(self) -> bool:
+    """Returns whether it listens for a `fit`, and not for a context."""
+    return Preemption._in_fit is self
+
   def stop(self) -> bool:
     """Restores the handler; returns whether nobody has asked since a signal."""
-    if Preemption._in_fit is self:
+    if self.listens_in_fit:
       Preemption._in_fit = None
     is_main = threading.current_thread() is threading.main_thread()
     if self.is_listening and is_main:

@@ -153,7 +153,6 @@ class Run(keras.callbacks.Callback):
         directory, model, optimizer, settings, metrics, max_to_keep
       )
     self._preemption = preemption.Preemption(self._strategy, check_seconds)
-    self._listens_for_fit = False
     self._resumed_from: Position | None = None
     self._is_first_epoch = False
     self._epoch = 0
@@ -284,7 +283,6 @@ class Run(keras.callbacks.Callback):
         self._state.restore_metrics()
         _keras_internal.skip_steps(self.model, self._resumed_from.step)
     if not self._preemption.is_listening:
-      self._listens_for_fit = True
       self._preemption.listen(in_fit=True)
 
   def _check_start(self, epoch):
@@ -338,10 +336,8 @@ class Run(keras.callbacks.Callback):
   def on_train_end(self, logs=None):
     """Stops listening; raises a signal again that was not seen."""
     self._state.end_fit()
-    if self._listens_for_fit:
-      self._listens_for_fit = False
-      if self._preemption.stop():
-        signal.raise_signal(signal.SIGTERM)
+    if self._preemption.listens_in_fit and self._preemption.stop():
+      signal.raise_signal(signal.SIGTERM)
 
 
 def _position(epoch: int, step: int) -> Position:
