@@ -22,7 +22,6 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import core, optimizer, trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
-from keras.src.trainers import epoch_iterator as base_iterator
 from keras.src.trainers import trainer as base_trainer
 from keras.src.utils import traceback_utils
 
@@ -48,6 +47,7 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   change,
   closure,
   element_spec_of_fit,
+  frame_of,
   is_end_of_sequence,
   is_for_model,
   is_keras_own,
@@ -152,11 +152,6 @@ def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
   return [average for average in found if average is not None]
 
 
-def learning_rate_variable(optimizer: keras.optimizers.Optimizer) -> Any:
-  """Returns the variable of the learning rate, or the schedule if there is one."""
-  return optimizer._learning_rate
-
-
 def overwrites_with_gradient(variable: Any) -> bool:
   """Returns whether a variable takes its gradient as its value (float8 scales)."""
   return getattr(variable, 'overwrite_with_gradient', False)
@@ -199,12 +194,8 @@ def capture_apply(
 
 def applying_optimizer() -> keras.optimizers.Optimizer | None:
   """The optimizer that asks for what this thread is doing; for errors only."""
-  frame = sys._getframe()
-  while frame is not None:
-    if frame.f_code.co_name == '_all_reduce_sum_gradients':
-      return frame.f_locals['self']
-    frame = frame.f_back
-  return None
+  frame = frame_of('_all_reduce_sum_gradients')
+  return frame and frame.f_locals['self']
 
 
 Trainer = trainer.TensorFlowTrainer
@@ -223,14 +214,6 @@ traceback_utils._EXCLUDED_PATHS = (
 
 # Where the reductions of losses are.
 loss_module = importlib.import_module('keras.src.losses.loss')
-
-
-def own_methods(model: keras.Model, kind: str) -> list[str]:
-  """Returns the step methods that the user overrode."""
-  names = [f'{kind}_step']
-  if kind == 'train':
-    names += ['compute_loss', 'compute_metrics']
-  return [name for name in names if not is_keras_own(model, name)]
 
 
 # Variables: Keras tells their purpose by their names only.
@@ -293,9 +276,8 @@ def check() -> None:
     tf_trainer.make_predict_function, ['self'], 'finds the model of predict'
   )
   why = 'a resumed fit goes on in the epoch that it was interrupted in'
-  mention(tf_trainer.fit, ['_initial_epoch', 'epoch_iterator'], why)
-  epochs = base_iterator.EpochIterator
-  method(epochs, '_enumerate_iterator()', why)
+  mention(tf_trainer.fit, ['_initial_epoch'], why)
+  epochs = trainer.TFEpochIterator
   mention(epochs.__iter__, ['_enumerate_iterator'], why)
   mention(epochs._enumerate_iterator, ['_steps_seen'], why)
   mention(base_trainer.Trainer.__init__, ['_initial_epoch'], why)
@@ -321,11 +303,6 @@ def check() -> None:
   method(base, 'update_step(gradient, variable, learning_rate)', why)
   method(base, 'finalize_variable_values(var_list)', why)
   mention(base.__init__, ['_lock', '_trainable_variables'], why)
-  mention(
-    base.__init__,
-    ['_learning_rate'],
-    'a learning rate that callbacks set is that of all workers',
-  )
   mention(base.build, ['_trainable_variables'], why)
   why = 'workers that train apart average the moving averages of their weights'
   mention(base.build, ['_model_variables_moving_average'], why)

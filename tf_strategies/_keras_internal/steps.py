@@ -9,6 +9,7 @@ import inspect
 import sys
 import threading
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -475,31 +476,31 @@ change(
 )
 
 
-_FIT_CODE = inspect.unwrap(trainer.TensorFlowTrainer.fit).__code__
+def frame_of(function: str) -> types.FrameType | None:
+  """Returns this thread's innermost call of a function of that name, if any."""
+  frame = sys._getframe()
+  while frame is not None and frame.f_code.co_name != function:
+    frame = frame.f_back
+  return frame
 
 
-def skip_steps(model: keras.Model, steps: int, reads: bool = True) -> None:
+def skip_steps(steps: int, reads: bool = True) -> None:
   """Makes the `fit` that runs begin its next epoch after `steps`.
 
   Callbacks do not see these steps. Call it in a callback's `on_epoch_begin`.
 
   Args:
-    model: that `fit` trains.
     steps: how many to leave out; groups of `steps_per_execution`.
     reads: whether the data have the batches of these steps, which are dropped.
   """
-  frame = inspect.currentframe()
-  while frame is not None and not (
-    frame.f_code is _FIT_CODE and frame.f_locals['self'] is model
-  ):
-    frame = frame.f_back
-  if frame is None:
+  frame = frame_of('fit')
+  data = frame and frame.f_locals.get('epoch_iterator')
+  if data is None:
     raise errors.UnsupportedOptionError(
       'an epoch that is resumed outside of model.fit',
       "Keras's own fit",
       'pass the callback to model.fit',
     )
-  data = frame.f_locals['epoch_iterator']
   enumerate_epoch, end = data._enumerate_iterator, object()
 
   def enumerate_rest():

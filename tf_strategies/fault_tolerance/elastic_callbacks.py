@@ -44,7 +44,7 @@ class Progress(keras.callbacks.Callback):
     """Skips completed steps."""
     self._state.begin_epoch()
     if self._skipped:
-      _keras_internal.skip_steps(self.model, self._skipped, reads=False)
+      _keras_internal.skip_steps(self._skipped, reads=False)
       self._skipped = 0
 
   def on_train_batch_begin(self, batch, logs=None):

@@ -281,7 +281,7 @@ class Run(keras.callbacks.Callback):
       self._is_first_epoch = False
       if self._resumed_from.step:
         self._state.restore_metrics()
-        _keras_internal.skip_steps(self.model, self._resumed_from.step)
+        _keras_internal.skip_steps(self._resumed_from.step)
     if not self._preemption.is_listening:
       self._preemption.listen(in_fit=True)
 

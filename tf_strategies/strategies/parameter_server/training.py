@@ -47,7 +47,11 @@ class StepFunction:
       'compile the model with jit_compile=False, and decorate a function that '
       'its train_step calls with tf.function(jit_compile=True)',
     )
-    own = _keras_internal.own_methods(self._model, keras_step.kind)
+    methods = [f'{keras_step.kind}_step']
+    methods += ['compute_loss', 'compute_metrics'] if trains else []
+    own = [
+      m for m in methods if not _keras_internal.is_keras_own(self._model, m)
+    ]
     optimizers = ()
     if trains:
       with strategy.scope():
