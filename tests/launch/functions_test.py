@@ -25,7 +25,7 @@ import tf_strategies as tfs
 
 def work(factor):
   index = tfs.cluster.ClusterConfig.from_env().training_index
-  print('working on', index)
+  os.write(1, f'\N{CHECK MARK} working on {index}\\n'.encode())
   return factor * index
 
 def wait(directory):
@@ -100,11 +100,19 @@ def _leave(rank):
     os._exit(0)
 
 
+class _UnreadableError(Exception):
+  """Cannot be made from its `args`, as pickle does."""
+
+  def __init__(self, text, more):
+    super().__init__(text)
+    self.more = more
+
+
 def _survive():
   launcher_note.say(launcher_note.ELASTIC)
   if ClusterConfig.from_env().training_index == 1:
     time.sleep(2)  # The others have said so too.
-    os.kill(os.getpid(), signal.SIGKILL)
+    raise _UnreadableError('lost', 'first')
   time.sleep(4)
   return 'alive'
 
@@ -207,11 +215,15 @@ class FunctionsTest(parameterized.TestCase):
   def test_script(self):
     path = pathlib.Path(self.create_tempdir().full_path, 'script.py')
     path.write_text(_SCRIPT)
-    done = processes.run_python(str(path), 'x', 'work', is_checked=True)
+    done = processes.run_python(
+      *(str(path), 'x', 'work'),
+      env={'PYTHONIOENCODING': 'ascii'},
+      is_checked=True,
+    )
     *lines, last = done.stdout.splitlines()
     self.assertEqual(last, '[0, 10, 20]')
     self.assertCountEqual(
-      lines, [f'[worker {i}] working on {i}' for i in range(3)]
+      lines, [f'[worker {i}] ? working on {i}' for i in range(3)]
     )
 
   def test_classes_of_a_script(self):

@@ -49,7 +49,6 @@ Example:
 """
 
 import dataclasses
-import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -126,8 +125,6 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     values.max_restarts,
     values.grace_period,
     values.log_dir,
-    # https://no-color.org: any text but the empty one means no colours.
-    sys.stdout.isatty() and not os.environ.get('NO_COLOR'),
   )
   if values.hostfile is not None:
     return _run_hosts(values, options, command)

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tf_strategies import errors, option_checks
@@ -114,43 +114,46 @@ def launch(
     flags['log_dir'] = log_dir
   if rank_filter is not None:
     flags['rank_filter'] = rank_filter
-  words = [f'--{name}={value}' for name, value in flags.items()]
   with tempfile.TemporaryDirectory(prefix='tfs-launch-') as name:
-    directory = pathlib.Path(name)
-    (directory / _CALL).write_bytes(_packed(function, tuple(args)))
-    runner = ['-m', 'tf_strategies.launch.functions', name]
-    python = [sys.executable, '-u']
-    status, tail, is_elastic = _run(
-      [*python, '-m', _LAUNCHER, *words, '--', *python, *runner]
-    )
-    results = _results(directory)
+    return _call(function, tuple(args), flags, pathlib.Path(name))
+
+
+def _call(
+  function: Callable[..., Any],
+  args: tuple[Any, ...],
+  flags: Mapping[str, Any],
+  directory: pathlib.Path,
+) -> list[Any]:
+  """Runs a job with these flags; returns the results of its workers."""
+  (directory / _CALL).write_bytes(_packed(function, args))
+  runner = ['-m', 'tf_strategies.launch.functions', str(directory)]
+  python = [sys.executable, '-u']
+  words = [f'--{name}={value}' for name, value in flags.items()]
+  status, tail, is_elastic = _run(
+    [*python, '-m', _LAUNCHER, *words, '--', *python, *runner]
+  )
   if status == _REFUSED and tail.rpartition('\n')[2].startswith(_USAGE):
     # The lines of tasks begin with their names: it is the launcher that ends so.
     _, _, refusal = tail.rpartition(f'{_LAUNCHER}: ')
     raise errors.UnsupportedOptionError(refusal.partition(f'\n{_USAGE}')[0])
-  raised = [error for error, _ in results.values() if error is not None]
   if status:
+    raised = sorted(directory.glob('*.error'))
     raise errors.WorkerUnavailableError(
       f'The job of {function!r} ended with {output.ending(status)}. It wrote '
       f'last:\n{tail}'
-    ) from (raised[0] if raised else None)
+    ) from (_error(raised[0]) if raised else None)
   # Workers beside parameter servers only serve.
-  places = range(1 if chief and num_ps else num_workers + bool(chief))
-  missing = [place for place in places if place not in results]
+  has_servers = flags['chief'] and flags['num_ps']
+  count = 1 if has_servers else flags['num_workers'] + bool(flags['chief'])
+  paths = [directory / f'{place}.result' for place in range(count)]
+  missing = [path.stem for path in paths if not path.exists()]
   if missing and not is_elastic:
     raise errors.WorkerUnavailableError(
       f'The job of {function!r} ended well, but nothing came back from rank '
-      f'{", ".join(map(str, missing))} of {len(places)}. Expected a function '
-      'that returns. Fix: return, or raise sys.exit(0), instead of os._exit(0).'
+      f'{", ".join(missing)} of {count}. Expected a function that returns. Fix: '
+      'return, or raise sys.exit(0), instead of os._exit(0).'
     )
-  unreadable = [e for e in raised if isinstance(e, _UnreadableError)]
-  if unreadable:
-    raise errors.WorkerUnavailableError(str(unreadable[0]))
-  return [results.get(place, (None, None))[1] for place in places]
-
-
-class _UnreadableError(errors.WorkerUnavailableError):
-  """Stands for an object that a worker returned or raised and this process cannot make."""
+  return [_read(path) if path.exists() else None for path in paths]
 
 
 def _packed(function, args) -> bytes:
@@ -227,7 +230,7 @@ def _run(words: Sequence[str]) -> tuple[int, str, bool]:
           for line in launcher.stdout:
             text = line.decode('utf-8', 'replace')
             # Not the descriptor: the stdout of a notebook is an object of Python's.
-            sys.stdout.write(text)
+            sys.stdout.write(_writable(text))
             sys.stdout.flush()
             tail.append(text.rstrip('\n'))
           break
@@ -241,22 +244,30 @@ def _run(words: Sequence[str]) -> tuple[int, str, bool]:
   return launcher.returncode, '\n'.join(tail), is_elastic
 
 
-def _results(directory: pathlib.Path) -> dict[int, tuple[Any, Any]]:
-  """Returns the error and the value of each task that has one, by place."""
-  results = {}
+def _writable(text: str) -> str:
+  """Returns a text without the characters that stdout does not take."""
+  coding = getattr(sys.stdout, 'encoding', None) or 'utf-8'
+  return text.encode(coding, 'replace').decode(coding)
+
+
+def _read(path: pathlib.Path) -> Any:
+  """Returns what a worker returned or raised."""
   # As workers, who run the script under another name, call what it defines.
   sys.modules.setdefault('__mp_main__', sys.modules['__main__'])
-  for path in directory.glob('[0-9]*.result'):
-    place = int(path.stem)
-    try:
-      results[place] = pickle.loads(path.read_bytes())
-    except Exception as e:  # Whatever a class of the user's raises.
-      error = _UnreadableError(
-        f'What rank {place} returned or raised cannot be made again here '
-        f'({type(e).__name__}: {e}). Fix: {_SENDABLE}.'
-      )
-      results[place] = error, None
-  return results
+  try:
+    return pickle.loads(path.read_bytes())
+  except Exception as e:  # Whatever a class of the user's raises.
+    raise errors.WorkerUnavailableError(
+      f'What rank {path.stem} returned or raised cannot be made again here '
+      f'({type(e).__name__}: {e}). Fix: {_SENDABLE}.'
+    ) from None
+
+
+def _error(path: pathlib.Path) -> BaseException:
+  try:
+    return _read(path)
+  except errors.WorkerUnavailableError as e:
+    return e
 
 
 def main(argv: Sequence[str]) -> None:
@@ -280,24 +291,24 @@ def main(argv: Sequence[str]) -> None:
     result = None
   except Exception as e:
     with contextlib.suppress(Exception):
-      _write(directory, place or 0, e, None)
+      _write(directory / f'{place or 0}.error', e)
     raise
   if place is not None:
-    _write(directory, place, None, result)
+    _write(directory / f'{place}.result', result)
 
 
-def _write(directory: pathlib.Path, place: int, error, value: Any) -> None:
+def _write(path: pathlib.Path, value: Any) -> None:
   try:
-    data = pickle.dumps((error, value))
+    data = pickle.dumps(value)
   except Exception as e:
     raise errors.UnsupportedOptionError(
       f'a result of type {type(value).__name__} ({e})',
       'one that can be sent to another process',
       _SENDABLE,
     ) from e
-  path = directory / f'{place}.new'
-  path.write_bytes(data)
-  path.rename(path.with_suffix('.result'))
+  unfinished = path.with_suffix('.new')
+  unfinished.write_bytes(data)
+  unfinished.rename(path)
 
 
 if __name__ == '__main__':

@@ -35,15 +35,6 @@ _NOTICE = re.compile(
   rb'WARNING: All log messages before absl::InitializeLog\(\) is called|'
   rb'I0000 [0-9:.]+ +[0-9]+ \S+\] '
 )
-_COLOURS = (36, 33, 32, 35, 34, 31)
-
-
-def prefix(name: str, place: int, is_coloured: bool) -> bytes:
-  """Returns the prefix of each line of a task. Neighbours have different colours."""
-  text = f'[{name}]'
-  if is_coloured:
-    text = f'\x1b[{_COLOURS[place % len(_COLOURS)]}m{text}\x1b[0m'
-  return f'{text} '.encode()
 
 
 class Sink:

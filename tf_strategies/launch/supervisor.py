@@ -17,6 +17,11 @@ output, the launchers of other hosts and the clock. It never blocks on one of th
 | a signal arrives, or nobody reads our output | ends all tasks; a second signal kills them |
 | another host fails, or is lost | as for a task that fails |
 
+Example:
+
+  >>> from tf_strategies.launch import supervisor
+  >>> supervisor.Options(max_restarts=2).grace_period
+  10.0
 """
 
 from __future__ import annotations
@@ -58,7 +63,6 @@ class Options:
   max_restarts: int = 0
   grace_period: float = 10.0
   log_dir: str | None = None
-  is_coloured: bool = False
   shown: Collection[str] | None = None
 
   def __post_init__(self):
@@ -142,10 +146,7 @@ class Supervisor:
     self._options = options
     self._launchers = launchers
     self._out, self._err = output.Sink(1), output.Sink(2)
-    self._tasks = [
-      _Task(spec, self._make_output(spec, place))
-      for place, spec in enumerate(specs)
-    ]
+    self._tasks = [_Task(spec, self._make_output(spec)) for spec in specs]
     # What tasks have said of the job, here or on another host.
     self._kind = ''
     # Failures before a word, and when they end the job.
@@ -204,7 +205,7 @@ class Supervisor:
     status = self._first.status if self._first else -(self._signal or 0)
     return status if status >= 0 else 128 - status
 
-  def _make_output(self, spec: tasks.TaskSpec, place: int) -> output.TaskOutput:
+  def _make_output(self, spec: tasks.TaskSpec) -> output.TaskOutput:
     log = None
     if self._options.log_dir:
       name = f'{spec.name.replace(" ", "_")}.log'
@@ -218,11 +219,10 @@ class Supervisor:
           'a directory that can be written or created',
           'pass a directory of your own, such as --log_dir=logs',
         ) from e
-    start = output.prefix(spec.name, place, self._options.is_coloured)
     shown = self._options.shown
     is_shown = shown is None or spec.name in shown
     write = self._out.write if is_shown else lambda line: None
-    return output.TaskOutput(start, write, log)
+    return output.TaskOutput(f'[{spec.name}] '.encode(), write, log)
 
   def _start(self, task: _Task) -> None:
     environment = tasks.full_environment(task.spec, os.environ, task.attempt)
