@@ -1,9 +1,9 @@
-"""Typed failures: each names the value, what was expected and the fix.
+"""Typed errors. Each names the value, the expectation and the fix.
 
-`except tfs.errors.Error` catches what the package itself raises and nothing else.
-Those that reject a user's argument are `ValueError`s too, those that report the
-world outside (a lost peer, a missed deadline) are `RuntimeError`s, so that code
-written against the standard types keeps working.
+`except tfs.errors.Error` catches all errors of this package and no others. Errors
+about an argument are `ValueError`s too. Errors about the world outside (a lost peer, a
+missed deadline) are `RuntimeError`s too. Code written for the standard types keeps
+working.
 
 Example:
 
@@ -60,10 +60,10 @@ class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   """An option, or a combination of options, that cannot give a right result.
 
   Args:
-    received: the option and its value, as the user would write it; or, alone,
-      the whole message.
-    expected: what is supported instead.
-    fix: what to write instead.
+    received: the option and its value as the user writes them. Without the other
+      arguments, the whole message.
+    expected: the supported values.
+    fix: the change that the user has to make.
   """
 
   received: str | None = None
@@ -87,7 +87,7 @@ class ScheduleError(Error, ValueError):
 
 
 class DataError(Error, ValueError):
-  """Input data that is missing, truncated or not what was expected."""
+  """Input data that is missing, truncated or of the wrong kind."""
 
 
 class StorageError(Error, OSError):
@@ -145,11 +145,11 @@ class WorkerUnavailableError(Error, RuntimeError):
 
 
 class ParameterServerUnavailableError(Error, RuntimeError):
-  """A parameter server that died: what it held is gone.
+  """A parameter server died, and its variables are lost.
 
   Attributes:
-    server: its index, where it is known.
-    address: of the server, 'host:port'.
+    server: index of the server; None if unknown.
+    address: address of the server, 'host:port'.
   """
 
   server: int | None = None
@@ -157,12 +157,12 @@ class ParameterServerUnavailableError(Error, RuntimeError):
 
 
 class CollectiveTimeoutError(Error, RuntimeError):
-  """A collective that did not finish by its deadline, though all are alive.
+  """A collective did not finish by its deadline, though all workers are alive.
 
   Attributes:
-    rank: the rank that was waited for, where it is known.
-    tensor: the name of what was being reduced.
-    step: the sequence number of the collective.
+    rank: rank that the others waited for; None if unknown.
+    tensor: name of the tensor.
+    step: sequence number of the collective.
   """
 
   rank: int | None = None
@@ -171,10 +171,10 @@ class CollectiveTimeoutError(Error, RuntimeError):
 
 
 class CollectiveMismatchError(Error, RuntimeError):
-  """Workers that disagree on what they are doing: shape, dtype, order, value.
+  """Workers disagree on a collective: its shape, dtype, order or value.
 
   Attributes:
-    ranks: those that differ from rank 0.
+    ranks: ranks that differ from rank 0.
   """
 
   ranks: tuple[int, ...] = ()

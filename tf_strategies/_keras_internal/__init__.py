@@ -204,7 +204,7 @@ _CALL_CODES = {
   inspect.unwrap(getattr(Trainer, name)).__code__ for name in _CALLS
 }
 
-# `fit` leaves its own frames out of what it raises: so these too.
+# `fit` leaves its own frames out of tracebacks, and these too.
 traceback_utils._EXCLUDED_PATHS = (
   *_requirements.attribute(
     traceback_utils, '_EXCLUDED_PATHS', 'keeps tracebacks of fit short'
@@ -240,13 +240,13 @@ def is_of_keras(initial_value: Any) -> bool:
 
 
 def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
-  """The shape of the variable that Keras is about to make, if it is Keras."""
+  """Returns the shape of the variable that Keras is about to make; None otherwise."""
   shape = getattr(_variable_of(initial_value), '_shape', None)
   return None if shape is None else tuple(shape)
 
 
 def _variable_of(initial_value):
-  """The Keras variable over which what it passes to `tf.Variable` is a closure."""
+  """Returns the Keras variable in the closure that Keras passes to `tf.Variable`."""
   for content in closure(initial_value):
     if isinstance(content, keras.Variable):
       return content
@@ -254,7 +254,7 @@ def _variable_of(initial_value):
 
 
 def masked_outputs(model: keras.Model) -> list:
-  """The outputs of a functional model that a mask reaches."""
+  """Returns the outputs of a functional model that carry a mask."""
   outputs = keras.tree.flatten(getattr(model, 'outputs', None))
   return [o for o in outputs if getattr(o, '_keras_mask', None) is not None]
 

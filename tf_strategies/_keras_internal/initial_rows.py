@@ -1,10 +1,10 @@
-"""Initial values of some rows of a variable, equal to those of the whole.
+"""Makes the initial values of some rows of a variable, equal to the whole's rows.
 
-Keras's initializers make a whole variable. Those that make each element by itself
-can make any rows of it where these are going to be, so that nobody holds a table
-that is cut over several servers whole. Random ones draw from Philox (Salmon et al.
-2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), a function of a key and a
-counter: with the counter of a row's first element the rows are those of the whole.
+Keras's initializers make a whole variable. An initializer that makes each element by
+itself can make some rows on the server that holds them, so no process needs memory for
+the whole table. Random initializers use Philox (Salmon et al. 2011, "Parallel Random
+Numbers: As Easy as 1, 2, 3"), a function of a key and a counter. Starting from the
+counter of a row's first element gives the rows of the whole.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def initial_rows(
 ) -> Callable[[int, int], tf.Tensor] | None:
   """Returns a function that makes `rows` rows of an initial value, from row `first`.
 
-  None for what is not of Keras, or needs the whole: a matrix such as `Orthogonal`,
-  an initializer of one's own, a `SeedGenerator` as seed, float64.
+  Returns None if the initializer needs the whole variable (`Orthogonal`, a user's own
+  initializer, a `SeedGenerator` as seed, float64) or is not one of Keras.
   """
   found = [
     each

@@ -265,8 +265,8 @@ def _build_from_specs(build):
     own_step = getattr(type(self).train_step, '__module__', '')
     is_own = not own_step.startswith('keras.')
     if is_own and strategy.extended.makes_variables_in_steps:
-      # What a step of the user's own does with a batch, only it knows. What it
-      # needs is made when it is traced, as on one device.
+      # A user's own step may do anything with a batch. Its variables are made when it
+      # is traced, as on one device.
       return None
     if iterator is not None:
       data_batch = keras.tree.map_structure(
@@ -324,8 +324,8 @@ def _count_distributed(init):
       _making.data = before
     adapter = tf_dataset_adapter.TFDatasetAdapter
     distributed = self._distributed_dataset
-    # Other adapters, which are told of the begin of an epoch, have batches that
-    # all workers share.
+    # Other adapters hear of the beginning of an epoch. Their batches are shared by
+    # all workers.
     if isinstance(self.data_adapter, adapter) and isinstance(
       distributed, tf.data.Dataset
     ):
@@ -353,7 +353,7 @@ def _tell_of_reset(reset: Callable) -> Callable:
 
   @functools.wraps(reset)
   def reset_metrics(self):
-    """As Keras's."""
+    """Resets the metrics, after the strategy has seen them."""
     strategy = getattr(self, '_distribute_strategy', None)
     before = getattr(strategy and strategy.extended, 'before_reset', None)
     if before is not None:
@@ -464,7 +464,7 @@ def _is_end_of_data(error: Exception) -> bool:
 
 
 def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:
-  """Returns whether an iterator of tf.data raised it because it has no more elements."""
+  """Returns whether an iterator of tf.data raised `error` at the end of its data."""
   return 'End of sequence' in str(error)
 
 
@@ -516,7 +516,7 @@ def skip_steps(steps: int, reads: bool = True) -> None:
   data._enumerate_iterator = enumerate_rest
 
 
-# Variables are made, under a strategy, from tensors without values.
+# Under a strategy, variables are built from symbolic tensors.
 
 
 def _build_from_any_batch(build: Callable) -> Callable:
@@ -537,7 +537,7 @@ def _build_from_any_batch(build: Callable) -> Callable:
 
 
 def _composite_spec(leaf: Any) -> Any:
-  """The spec of a ragged or sparse tensor, or of what stands for one."""
+  """Returns the spec of a ragged or sparse tensor, or a placeholder for a dense one."""
   spec = leaf if isinstance(leaf, tf.TypeSpec) else getattr(leaf, 'spec', None)
   if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
     spec = tf.type_spec_from_value(leaf)

@@ -210,14 +210,14 @@ def unwrap(fn):
 
 
 def unwrap_checkpoint_value(value):
-  """Returns the tensor in a deferred checkpoint value, any other as it is."""
+  """Returns the tensor in a deferred checkpoint value; any other value unchanged."""
   if isinstance(value, _CheckpointInitialValue):
     return value.wrapped_value
   return value
 
 
 class CollectiveLaunchers:
-  """Makes what launches TensorFlow's collectives, one for each device."""
+  """Makes launchers of TensorFlow's collectives, one for each device."""
 
   def __init__(self, key_base: int, hint: str, timeout_seconds: float):
     self._keys = _CollectiveKeys(group_key_start=1 + key_base)
@@ -229,7 +229,7 @@ class CollectiveLaunchers:
     )
 
   def of(self, devices, group_size: int) -> list:
-    """Launchers of a group, of which `devices` are this worker's members."""
+    """Returns launchers of a group. `devices` are this worker's members of it."""
     group_key = self._keys.get_group_key(list(devices))
     return [
       _CollectiveReplicaLauncher(
@@ -242,7 +242,7 @@ class CollectiveLaunchers:
 def collective_all_reduce(
   launcher, tensor, merge_op, hint, timeout_seconds, max_subdivs_per_device
 ):
-  """One device's part of an all-reduce by TensorFlow's collective runtime."""
+  """Runs one device's part of an all-reduce by TensorFlow's collective runtime."""
   # pylint: disable=protected-access
   return _all_reduce_v2(
     tensor,
@@ -258,7 +258,7 @@ def collective_all_reduce(
 
 
 def _instance_key(launcher):
-  """The number of a collective: one a call, or one for all calls in a branch.
+  """Returns the number of a collective: one per call, or one for all calls in a branch.
 
   TensorFlow feeds the number when a function is called, which fails where that
   happens inside a `tf.while_loop` or `tf.cond`, which feeds nothing.

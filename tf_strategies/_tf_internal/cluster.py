@@ -112,17 +112,17 @@ def _has_no_seed(nodes) -> bool:
 def connect_again(
   server_def=None, anew: Collection[tuple[str, int]] = ()
 ) -> None:
-  """Connects to tasks that were restarted, when every task answers.
+  """Connects to tasks that were restarted. Call it when every task answers.
 
-  Those of `anew` are disconnected and connected to. TensorFlow asks a task what devices
-  it has, and lets it join after that: one that another process has replaced in between
-  has the devices of the one before, for good.
+  The tasks in `anew` are disconnected first. TensorFlow asks a task for its devices
+  before it lets the task join. If another process replaces the task in between, the
+  devices of the old process stay.
   """
   context = eager_context()
   server_def = server_def or context.get_server_def()
   if anew:
-    # Nobody else may join while these are gone: servers would be told of a cluster
-    # without them, and not of their return, since servers do not see each other.
+    # No other task may join while these are disconnected: servers would learn of a
+    # cluster without them, and not of their return, since servers do not see each other.
     context.update_server_def(server_def)
     others = type(server_def)()
     others.CopyFrom(server_def)
@@ -139,7 +139,7 @@ def connect_again(
 
 
 def incarnations() -> dict[tuple[str, int], int]:
-  """Of the tasks that this process is connected to: a number of each process."""
+  """Returns a number for the process of each task that this process is connected to."""
   devices = _list_devices(eager_context()._handle)
   found = {}
   for i in range(_count(devices)):

@@ -1,8 +1,8 @@
-"""What this machine and this TF_CONFIG can do, and what to fix: `tfs doctor`.
+"""Checks this machine and this TF_CONFIG, and says how to fix them: `tfs doctor`.
 
-`machine` looks at this machine, `job` at the cluster that the environment describes,
-`probe` is the process that loads TensorFlow. What is right the rest of the package
-knows: its own functions are called, and their errors are shown.
+`machine` checks this machine. `job` checks the cluster that the environment describes.
+`probe` is the process that loads TensorFlow. The checks call the functions that
+training calls, and show their errors.
 
 Example:
 

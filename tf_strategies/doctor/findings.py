@@ -1,4 +1,4 @@
-"""`Finding`: what one check found."""
+"""`Finding`: the result of one check."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ OK, NOTE, FAIL = 'ok', 'note', 'FAIL'
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """What one check found.
+  """The result of one check.
 
   Attributes:
-    state: `OK`; `NOTE`, which hinders nothing; or `FAIL`, which training would end
-      with.
-    name: what was looked at, in a word or two.
-    what: was found.
-    fix: what to do, if there is something.
+    state: `OK`; `NOTE`, which does not prevent training; or `FAIL`, which does.
+    name: subject of the check, in a word or two.
+    what: description of the result.
+    fix: advice to the user; empty if there is none.
   """
 
   state: str
@@ -32,7 +31,7 @@ class Finding:
 
 
 def failed(name: str, error: Exception) -> Finding:
-  """The finding that an error of this package is.
+  """Returns the finding for an error of this package.
 
   Example:
 

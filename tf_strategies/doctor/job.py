@@ -59,12 +59,12 @@ def look(
   for check in alone if cluster is None else alone + in_job:
     finding = check(cluster)
     if check is _tasks and finding.state == NOTE and wait:
-      # Those who start a little later: it is the meeting that tells.
+      # Tasks may start a little later. The meeting below finds out.
       finding = dataclasses.replace(finding, fix='')
     is_sure = is_sure and finding.state != FAIL
     yield finding
     if check is _names and finding.state == FAIL:
-      return  # What follows would wait for them.
+      return  # The checks that follow would wait for them.
   if cluster is not None and cluster.address and wait:
     if is_sure:
       yield from _meet(cluster, wait, versions or {})
@@ -245,7 +245,7 @@ def _tasks_of(cluster: ClusterConfig) -> dict[str, str]:
 
 
 def _places(cluster: ClusterConfig) -> tuple[dict[int, str], int]:
-  """All tasks' addresses by number, and the number of this one."""
+  """Returns the addresses of all tasks by number, and the number of this one."""
   addresses = list(_tasks_of(cluster).values())
   return dict(enumerate(addresses)), addresses.index(cluster.address)
 
@@ -253,7 +253,7 @@ def _places(cluster: ClusterConfig) -> tuple[dict[int, str], int]:
 def _options(
   cluster: ClusterConfig, **options: Any
 ) -> process_group.GroupOptions:
-  """As training has them: parameter servers talk by gRPC, without a secret."""
+  """Returns the options of training. Parameter servers use gRPC, without a secret."""
   has_servers = 'ps' in cluster.jobs
   return process_group.GroupOptions.from_env(
     allow_unauthenticated=has_servers, **options

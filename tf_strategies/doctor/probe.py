@@ -1,17 +1,17 @@
 """Loads TensorFlow in a process of its own: `python -m tf_strategies.doctor.probe`.
 
-It may end in any way, and prints a line of JSON if it does not.
+It prints one line of JSON, unless TensorFlow crashes or raises.
 """
 
 import json
 
 
 def main() -> None:
-  """Prints what is found; an error of TensorFlow's or ours ends the process."""
+  """Prints versions and devices. An error of TensorFlow's or ours ends the process."""
   import keras
   import tensorflow as tf
 
-  # They check that what they need is there.
+  # These modules check at import that the functions they use exist.
   from tf_strategies import _keras_internal, _tf_internal  # noqa: F401
 
   gpus = [

@@ -95,10 +95,10 @@ def _line(common) -> ClockOffset:
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """One trace of all tasks, on the clock of the first.
+  """Returns one trace of all tasks, on the clock of the first.
 
   Raises:
-    DataError: there is none.
+    DataError: `traces` is empty.
   """
   if not traces:
     raise errors.DataError('nothing to merge; expected at least one timeline')

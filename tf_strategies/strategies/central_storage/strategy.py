@@ -89,10 +89,11 @@ class CentralStorageStrategy(
     return self.extended.parameter_devices[0]
 
   def communication_report(self) -> dict[str, object]:
-    """As `RingMirroredStrategy`'s, with `read_bytes_in`.
+    """Returns the report of `RingMirroredStrategy`, with `read_bytes_in` added.
 
-    Those are the bytes of variables that each compute device read from another
-    one, each variable once a step of a model or of `strategy.step`.
+    `read_bytes_in` counts the bytes of variables that each compute device has read
+    from another device. Each variable counts once per step of a model or of
+    `strategy.step`.
     """
     report = super().communication_report()
     return {**report, 'read_bytes_in': self.extended.reads.bytes_in()}
@@ -166,7 +167,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def home_device(self):
-    """Where a model's step updates variables."""
+    """The device on which a model's step updates variables."""
     return self._parameter_device
 
   def count_reads(self, reads):

@@ -20,10 +20,10 @@ _ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 class CentralVariable(mirrored_variables.MirroredVariable):
-  """A "mirrored" variable of which there is one copy for all replicas.
+  """A "mirrored" variable with one copy for all replicas.
 
-  Without an aggregation it would be written once a replica. Replicas write the same
-  (a counter), so the first one's value is taken when all have come to the write.
+  Without an aggregation each replica would write it. They write the same value (of a
+  counter), so the first replica's value is written when all have reached the write.
   """
 
   is_central = True
@@ -77,7 +77,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
 
 def rewrap(variable):
-  """Gives what is mirrored, but not the state of a seed generator, one copy."""
+  """Returns a mirrored variable as a `CentralVariable`; other variables unchanged."""
   variable = mirrored_variables.rewrap(variable)
   if type(variable) is not mirrored_variables.MirroredVariable:
     return variable
@@ -87,7 +87,7 @@ def rewrap(variable):
 
 
 def has_copies(kwargs: dict) -> bool:
-  """Returns whether each replica needs a copy: what is reduced when read, and seeds."""
+  """Returns whether each replica needs a copy: sync-on-read variables and seeds do."""
   on_read = tf.VariableSynchronization.ON_READ
   return kwargs.get('synchronization') == on_read or (
     _keras_internal.is_seed_state(kwargs.get('name'), kwargs.get('dtype'))

@@ -50,11 +50,11 @@ class PermutingAllReduce:
   def __call__(
     self, reduce_op: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    """All-reduces this replica's tensors, all in as few permutes as one.
+    """Reduces this replica's tensors over all replicas, with the permutes of one.
 
     Raises:
-      UnsupportedOptionError: neither SUM nor MEAN; a tensor whose shape is not
-        known or whose dtype has no sum, by name.
+      UnsupportedOptionError: `reduce_op` is neither SUM nor MEAN, or a tensor has
+        an unknown shape or a dtype without a sum. The error names the tensor.
     """
     if reduce_op not in (
       tf.distribute.ReduceOp.SUM,
@@ -79,15 +79,14 @@ class PermutingAllReduce:
     return results
 
   def _reduce_group(self, reduce_op, tensors):
-    """All-reduces tensors of one dtype."""
+    """Reduces tensors of one dtype."""
     is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
     if tensors[0].dtype.is_integer:
       return self._reduce(is_mean, tensors)
 
     @tf.custom_gradient
     def reduce(*xs):
-      # Through the ops it would be another schedule, backwards: as many
-      # permutes, and not the algorithm that was asked for.
+      # The gradient of the ops would be a different schedule than the requested one.
       return self._reduce(is_mean, xs), lambda *dys: self(reduce_op, dys)
 
     return list(tf.nest.flatten(reduce(*tensors)))
@@ -106,7 +105,7 @@ class PermutingAllReduce:
     return [tf.reshape(p, t.shape) for p, t in zip(parts, tensors, strict=True)]
 
   def _pack(self, tensors):
-    """One row a chunk, all of one length, as every rank runs the same ops."""
+    """Returns the chunks as rows of equal length, since all ranks run the same ops."""
     flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
     num_chunks = self._schedule.num_chunks
     length = -(-flat.shape[0] // num_chunks)

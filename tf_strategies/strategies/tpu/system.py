@@ -1,8 +1,8 @@
-"""Finds the TPUs that a strategy is to run on, or says at once what is wrong.
+"""Finds the TPUs for a strategy, or raises an error at once.
 
-Asked for TPUs that are not there, TensorFlow ends in an IndexError or waits: a
-resolver may ask a metadata server without a deadline, and in graph mode it
-connects again for a day. What is asked here is asked in a thread with one.
+If there are no TPUs, TensorFlow raises an IndexError or waits: a resolver may ask a
+metadata server without a deadline, and in graph mode it tries to connect for a day.
+This module asks in a thread, with a deadline.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _START = (
 
 
 def find(resolver: Resolver | None) -> tuple[Resolver, Metadata]:
-  """Returns the resolver to use and what it says of its TPUs.
+  """Returns the resolver and the metadata of its TPUs.
 
-  None stands for the TPU that the environment names (`TPU_NAME` or
+  If `resolver` is None, the environment names the TPU (`TPU_NAME` or
   `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
   """
   if resolver is not None and not isinstance(resolver, Resolver):
