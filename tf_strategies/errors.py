@@ -100,6 +100,10 @@ class StorageError(Error, OSError):
   __str__ = Exception.__str__
 
 
+class LargeTableWarning(UserWarning):
+  """A table of parameter servers comes whole into one process's memory."""
+
+
 class CheckpointMismatchError(Error, ValueError):
   """A checkpoint that does not belong to this model or this run."""
 

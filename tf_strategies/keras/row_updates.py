@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import pathlib
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,6 +15,10 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
+
+# A read of a table that takes a larger share of this host's memory is worth a warning:
+# writing files takes several copies, and an optimizer may have two more such tables.
+_LARGE_SHARE = 1 / 8
 
 
 class SummedSlices(tf.IndexedSlices):
@@ -99,6 +108,33 @@ def _stays_without_gradient(optimizer) -> bool:
   return type(optimizer) is keras.optimizers.Adagrad and (
     optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
   )
+
+
+def warn_of_whole_read(name: str, num_bytes: int) -> None:
+  """Warns that this process reads all of a large table of servers into its memory.
+
+  Keras's files take each array at once, and a `.keras` file is in memory until it is
+  whole.
+  """
+  if num_bytes > _LARGE_SHARE * _memory_bytes():
+    text = (
+      f'table {name!r} of parameter servers, {num_bytes / 1e6:.0f} MB, is read whole '
+      'into the memory of this process. Expected tables that fit into it several '
+      'times (model.save, save_weights, get_weights, tf.train.Checkpoint). Fix: '
+      'strategy.save() writes a checkpoint that nobody holds; restore that on a '
+      'machine which has the memory, and save the model there.'
+    )
+    warnings.warn(errors.LargeTableWarning(text), stacklevel=2)
+
+
+@functools.cache
+def _memory_bytes() -> int:
+  """Returns the memory of this host, or of this process's container, in bytes."""
+  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  limit = ''
+  with contextlib.suppress(OSError):
+    limit = pathlib.Path('/sys/fs/cgroup/memory.max').read_text().strip()
+  return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def check_is_new(

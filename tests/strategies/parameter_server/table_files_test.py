@@ -15,7 +15,7 @@ from tests import dynamic_tables, parameter_servers, tiers
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, pieces
-from tf_strategies.keras import row_table
+from tf_strategies.keras import row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
   server_table,
   table_files,
@@ -255,6 +255,18 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     ):
       named = {'w': local_servers.variable(0, value)}
       self.assertLen(table_files.tables_among(named), is_table)
+
+  def test_a_large_table_that_is_read_whole_is_told(self):
+    table = self.make('row_table', 2, _ROW_TABLE)
+    with (
+      mock.patch.object(
+        row_updates, '_memory_bytes', lambda: 8 * (4 * 200 * _WIDTH - 1)
+      ),
+      self.assertWarnsRegex(
+        errors.LargeTableWarning, 'of parameter servers, 0 MB'
+      ),
+    ):
+      table.columns()[1].numpy()
 
   def test_an_empty_table(self):
     loaded = self.make('row_table', 3)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.checkpoint import model_state
+from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,
@@ -132,6 +133,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     self, parts: Sequence[variables.ServerVariable], name: str, **kwargs
   ):
     self.parts = tuple(parts)
+    for part in parts:
+      part.is_part = True
     self.sizes = tuple(int(p.shape[0]) for p in parts)
     self.offsets = offsets(self.sizes)
     super().__init__(
@@ -144,6 +147,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       unique_id=f'{parts[0]._unique_id}/parts',  # pylint: disable=protected-access
       **kwargs,
     )
+    self.full_name = name  # With the layer that it is of, if that is known.
     # Stands for this variable in a SavedModel, which has it whole. Has no value.
     self._saved = None
 
@@ -194,6 +198,9 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if self._part is not None:
       return self._part.read_value()
     step = traced_step.current()
+    if step is None and tf.executing_eagerly():
+      num_bytes = self.shape.num_elements() * self.dtype.size
+      row_updates.warn_of_whole_read(self.full_name, num_bytes)
     home = None if step is None else step.home_of(self.parts)
     if home is not None:
       with home.as_default():

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.keras import row_initializers, row_table
+from tf_strategies.keras import row_initializers, row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   units,
@@ -124,6 +124,12 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       return tf.raw_ops.ReadVariableOp(
         resource=slot.value.handle, dtype=tf.float32
       ).numpy()
+
+  def stored(self, ids, column=row_table.ROWS):
+    """Returns a column of some rows, as `RowTable.stored` does."""
+    num_bytes = 4 * len(ids) * self._width
+    row_updates.warn_of_whole_read(self.variable.path, num_bytes)
+    return super().stored(ids, column)
 
   def _read_shards(self, ids):
     step = traced_step.current()

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   step_access,
   traced_step,
@@ -45,6 +46,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
   ):
     self.server = server
     self.is_lost = False
+    self.is_part = False  # Of a partitioned variable.
     # Whether nobody writes it, and its value says nothing: that of a row table.
     self.stays_zero = False
     # How many operations a graph had when it was written there last.
@@ -53,6 +55,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
+    # With the layer that it is of, if that is known.
+    self.full_name = self.name
 
   @property
   def is_counter(self) -> bool:
@@ -77,6 +81,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
         with step.at_home(copy):
           return _tf_internal.read_from_copy(self, copy)
     elif tf.executing_eagerly():
+      if not self.is_part:
+        num_bytes = self.shape.num_elements() * self.dtype.size
+        row_updates.warn_of_whole_read(self.full_name, num_bytes)
       read = super()._read_variable_op
       return self._drained(lambda: _fetched(read(no_copy)))
     return super()._read_variable_op(no_copy)
