@@ -341,6 +341,24 @@ wait_for_file('go')
     for launcher in started:
       self.assertEqual(launcher.wait(), status, launcher.stderr())
 
+  @parameterized.parameters('', 'if name == "worker_1": sys.exit(0)')
+  def test_the_first_is_named_by_all_hosts(self, code):
+    code += """
+place = task['index']
+while place and not os.path.exists(os.path.join(top, f'go{place}')):
+  time.sleep(0.01)
+sys.exit(3 + place)
+"""
+    started = self.start(code, '--grace_period=60', count=3)
+    self.wait_until_said(started[0], 'worker 0 failed')
+    for place in (1, 2):
+      # What one host knows, all know.
+      time.sleep(1.5)
+      self.create(f'go{place}')
+    for launcher in started:
+      self.assertEqual(launcher.wait(), 3, launcher.stderr())
+      self.assertIn('worker 0', launcher.stderr())
+
   @parameterized.parameters(0, 1)
   def test_host_that_is_lost_before_the_job_says_so(self, victim):
     code = f"note('ready', 1)\nwait_for_file('go')\n{_UNTIL_THE_END}"

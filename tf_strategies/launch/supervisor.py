@@ -149,8 +149,10 @@ class Supervisor:
     self._tasks = [_Task(spec, self._make_output(spec)) for spec in specs]
     # What tasks have said of the job, here or on another host.
     self._kind = ''
-    # Failures before a word, and when they end the job.
+    # Failures before a word, and when they end the job. A host that failed before
+    # this one ends it, and is named.
     self._doubtful: list[_Failure] = []
+    self._is_second = False
     self._doubt_ends_at = math.inf
     # Whether a training task has ended with 0, here or on another host.
     self._has_ended_well = False
@@ -336,6 +338,8 @@ class Supervisor:
     if self._is_elastic:
       self._lose(failure)
       return
+    if not self._doubtful:
+      self._is_second = self._is_doubt_elsewhere
     self._doubtful.append(failure)
     if not self._may_be_elastic():
       self._end_for_first()
@@ -372,7 +376,7 @@ class Supervisor:
   def _may_be_elastic(self) -> bool:
     """Returns whether tasks that still train may go on without those that failed."""
     still = [t for t in self._training() if not t.process.status]
-    return (
+    return self._is_second or (
       not self._kind
       and not self._has_ended_well
       and all(t.spec.type != 'ps' for t in self._tasks)
@@ -389,7 +393,9 @@ class Supervisor:
       for failure in self._doubtful:
         self._lose(failure)
     elif (
-      self._kind or self._is_over() or time.monotonic() >= self._doubt_ends_at
+      self._kind
+      or (self._is_over() and not self._is_second)
+      or time.monotonic() >= self._doubt_ends_at
     ):
       self._end_for_first()
     else:
