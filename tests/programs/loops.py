@@ -103,8 +103,7 @@ def _loop_over_workers():
 
   def make_dataset(context):
     size = context.get_per_replica_batch_size(_BATCH)
-    # Every replica gets rows to the end, 2 or 13 in the last batch.
-    dataset = tf.data.Dataset.from_tensor_slices(_data()).take(58)
+    dataset = tf.data.Dataset.from_tensor_slices(_data())
     dataset = dataset.shard(
       context.num_input_pipelines, context.input_pipeline_id
     )

@@ -31,10 +31,10 @@ def _of_all(make):
 
 
 def _predicted_in_replicas():
-  """Predictions of 32 rows, then of 6, keep their rows."""
+  """Predictions of 32 rows, then of 2, keep their rows."""
   strategy = tf.distribute.get_strategy()
   model = common.conv_model()
-  x, _ = common.images(38)
+  x, _ = common.images(34)
   batches = strategy.experimental_distribute_dataset(
     tf.data.Dataset.from_tensor_slices(x).batch(32)
   )

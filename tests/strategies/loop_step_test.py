@@ -132,8 +132,8 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
     strategy = create()
     with strategy.scope():
       model = loop_programs.conv_model()
-    # 32 rows, then 6 rows for 4 replicas.
-    x = np.random.default_rng(0).normal(size=[38, 8, 8, 1]).astype(np.float32)
+    # 32 rows, then 2 rows for 4 replicas.
+    x = np.random.default_rng(0).normal(size=[34, 8, 8, 1]).astype(np.float32)
     batches = strategy.experimental_distribute_dataset(
       tf.data.Dataset.from_tensor_slices(x).batch(32)
     )

@@ -79,7 +79,7 @@ class ExactMirroredExtended(
       self._get_cross_device_ops,
       self._communication_options,
     )
-    self._reducer: reducer_lib.DeviceReducer = self.local
+    self._reducer: reducer_lib.Reducer = self.local
 
   def mark(self, gradients, variables):
     """See `GradientReducer`: in a model's step gradients are known as such."""
@@ -314,10 +314,9 @@ class ExactMirroredExtended(
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`: the rows are read inside it, not baked in."""
+    on_gpus = all('gpu' in device.lower() for device in self._devices)
     if (
-      _tf_internal.is_compiled(function)
-      and self.compiles_by_default
-      and not self.is_one_device
+      _tf_internal.is_compiled(function) and on_gpus and not self.is_one_device
     ):
       # XLA compiles one device's program: each replica runs its own.
       return _tf_internal.call_for_each_replica(

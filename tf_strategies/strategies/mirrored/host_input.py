@@ -110,12 +110,19 @@ class _CountedBatchSpec(tf.TypeSpec):
 # without end.
 
 
+class LoopError(errors.UnsupportedOptionError, NotImplementedError):
+  """A loop of Python's over a distributed iterator, while a graph is built.
+
+  It is a `NotImplementedError` too, which TensorFlow's strategies raise.
+  """
+
+
 class HostIterator(_tf_internal.OwnedIterator):
   """A `tf.data.Iterator` that raises where Python would loop without end."""
 
   def __iter__(self):
     if not tf.executing_eagerly():
-      raise errors.UnsupportedOptionError(
+      raise LoopError(
         "a loop of Python's (enumerate, zip, a comprehension, or any with "
         'autograph=False) over a distributed iterator inside of a tf.function',
         'a `for` that AutoGraph converts, or next(iterator)',

@@ -1,12 +1,13 @@
 """How values are reduced: over local devices and over workers.
 
-A strategy has one reducer, which all of TensorFlow's hooks call: a `DeviceReducer`
-(the devices of this process, by a cross-device op) or a `WorkerReducer`, which also
-crosses workers by a `Communicator`.
+A strategy has one `Reducer`, which all of TensorFlow's hooks call: `DeviceReducer`
+(the devices of this process, by a cross-device op) or `WorkerReducer` (a
+`DeviceReducer` and a `Communicator` between processes).
 """
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -21,29 +22,16 @@ _SUM = tf.distribute.ReduceOp.SUM
 _MEAN = tf.distribute.ReduceOp.MEAN
 
 
-class DeviceReducer:
-  """Reduces and gathers values of the devices of this process.
+class Reducer(abc.ABC):
+  """Reduces and gathers values of all replicas.
 
-  Args:
+  Attributes:
     devices: names of this process's devices.
-    choose_ops: returns the cross-device op for a value.
-    options: of TensorFlow's collectives. A call's own are merged into them.
+    num_replicas: number of replicas in all processes.
   """
 
-  def __init__(
-    self,
-    devices: Sequence[str],
-    choose_ops: Callable[..., tf.distribute.CrossDeviceOps],
-    options,
-  ):
-    self.devices = tuple(devices)
-    self._choose_ops = choose_ops
-    self._options = options
-
-  @property
-  def num_replicas(self) -> int:
-    """Number of replicas in all processes."""
-    return len(self.devices)
+  devices: tuple[str, ...]
+  num_replicas: int
 
   def reduce(self, reduce_op, value, destinations, options):
     """Reduces each value of a structure; `StrategyExtended.reduce_to`."""
@@ -90,20 +78,55 @@ class DeviceReducer:
     """Returns the distributed value that `value` stands for, or `value`."""
     return value
 
+  @abc.abstractmethod
   def reduce_distributed(self, reduce_op, pairs, options):
     """Reduces distributed values, each to its destinations."""
+
+  @abc.abstractmethod
+  def reduce_shared(self, reduce_op, value, destinations):
+    """Reduces a value that a process has once, such as a Python number."""
+
+  @abc.abstractmethod
+  def gather_distributed(self, value, destinations, axis, options):
+    """Concatenates the components of a distributed value."""
+
+  @abc.abstractmethod
+  def gather_shared(self, value, destinations, axis):
+    """Gathers a value that a process has once."""
+
+
+class DeviceReducer(Reducer):
+  """Adds up values of the devices of this process, by a cross-device op.
+
+  `choose_ops` returns the op for a value. The options of a call are merged into
+  `options`.
+  """
+
+  def __init__(
+    self,
+    devices: Sequence[str],
+    choose_ops: Callable[..., tf.distribute.CrossDeviceOps],
+    options,
+  ):
+    self.devices = tuple(devices)
+    self.num_replicas = len(self.devices)
+    self._choose_ops = choose_ops
+    self._options = options
+
+  def reduce_distributed(self, reduce_op, pairs, options):
+    """See base class."""
     return self._choose_ops(pairs[0][0]).batch_reduce(
       reduce_op, pairs, options=self._options.merge(options)
     )
 
   def reduce_shared(self, reduce_op, value, destinations):
-    """Reduces a value that a process has once, such as a Python number."""
+    """See base class: it is the same on every replica."""
     return _tf_internal.reduce_non_distributed_value(
       reduce_op, value, destinations, self.num_replicas
     )
 
   def gather_distributed(self, value, destinations, axis, options):
-    """Concatenates the components of a distributed value."""
+    """See base class."""
     return self._choose_ops(value)._gather(  # pylint: disable=protected-access
       value,
       destinations=destinations,
@@ -112,7 +135,7 @@ class DeviceReducer:
     )
 
   def gather_shared(self, value, destinations, axis):
-    """Gathers a value that a process has once."""
+    """See base class: it is the value itself."""
     del destinations, axis
     return value
 
@@ -125,13 +148,13 @@ class DeviceReducer:
     return self.reduce_distributed(_SUM, pairs, None)
 
 
-class WorkerReducer(DeviceReducer):
-  """Reduces and gathers values of the devices of all workers."""
+class WorkerReducer(Reducer):
+  """Adds up values of the devices of all workers."""
 
   def __init__(
     self, local: DeviceReducer, communicator: communicator_lib.Communicator
   ):
-    super().__init__(local.devices, local._choose_ops, local._options)
+    self.devices = local.devices
     self._communicator = communicator
 
   @property

@@ -14,7 +14,7 @@ _SUM = tf.distribute.ReduceOp.SUM
 class ReplicaExchange(emit.Exchange):
   """Adds up and gathers what the replicas of one process hold."""
 
-  def __init__(self, reducer: reducer_lib.DeviceReducer):
+  def __init__(self, reducer: reducer_lib.Reducer):
     self._reducer = reducer
 
   def add(self, columns, sites, variables):
