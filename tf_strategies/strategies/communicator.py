@@ -61,6 +61,16 @@ class Communicator(abc.ABC):
   # Whether a variable that a step makes gets its first value outside of the step.
   initializes_eagerly: bool = False
 
+  @abc.abstractmethod
+  def all_reduce_replica(
+    self,
+    tensors: Sequence[tf.Tensor],
+    replica_id: int,
+    options,
+    gradients: gradient_reducer.Gradients | None = None,
+  ) -> list[tf.Tensor]:
+    """Sums the tensors of one local replica, in a branch of its own graph."""
+
   def gradient_state(self, variables: Sequence[Any]) -> dict[str, tf.Variable]:
     """Returns the rests of the gradients for the next step, by name.
 

@@ -92,8 +92,7 @@ class CentralStorageStrategy(
     """Returns the report of `RingMirroredStrategy`, with `read_bytes_in` added.
 
     `read_bytes_in` counts the bytes of variables that each compute device has read
-    from another device. Each variable counts once per step of a model or of
-    `strategy.step`.
+    from another device. Each variable counts once per step.
     """
     report = super().communication_report()
     return {**report, 'read_bytes_in': self.extended.reads.bytes_in()}
@@ -117,6 +116,14 @@ class _CentralReducer(reducer.DeviceReducer):
       [value.values[0].read_value()] * self.num_replicas
     )
 
+  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
+    """Raises: TensorFlow runs ops that use one variable one after the other.
+
+    A branch that waits inside for the next one would wait forever.
+    """
+    del reduce_op, tensors, replica_id, options
+    raise _branch_error('synchronisation')
+
 
 class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   """The exact mirrored implementation, with one copy of each variable."""
@@ -138,7 +145,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients up on the parameter device, and applies them once."""
     if replica_run.in_branch_of_replica():
-      raise replica_run.branch_error('optimizer.apply')
+      raise _branch_error('optimizer.apply')
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(
@@ -170,6 +177,12 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     """The device on which a model's step updates variables."""
     return self._parameter_device
 
+  def _call_in_run(self, run, fn, args, kwargs):
+    outputs = super()._call_in_run(run, fn, args, kwargs)
+    if replica_run.current() is None:  # Else the run around it counts.
+      self.count_reads(run.reads)
+    return outputs
+
   def count_reads(self, reads):
     """Records the bytes of variables that each device reads from another."""
     received = [
@@ -192,6 +205,17 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     central = _Placement((self._parameter_device,))
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}
+
+
+def _branch_error(what: str) -> errors.UnsupportedOptionError:
+  return errors.UnsupportedOptionError(
+    f'{what} in a branch or a loop of a replica (tf.cond, tf.while_loop) under '
+    'CentralStorageStrategy',
+    'a call that every replica makes outside of it, since replicas share their '
+    'variables',
+    'decide outside of strategy.run which of two steps runs, or use '
+    'tfs.RingMirroredStrategy',
+  )
 
 
 def _resolve_parameter_device(

@@ -30,6 +30,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
   def _get_replica(self, replica_id):
     del replica_id
+    replica_run.note_read(self)
     replica = replica_run.current_replica_id()
     if replica is not None and _tf_internal.in_xla_context():
       self._check_compiled(replica)
@@ -60,12 +61,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
       return super()._update_replica(update_fn, value, **kwargs)
     if gradient_reducer.are_gradients_reduced():
       return update_fn(self._values[0], value, **kwargs)
-    if self.aggregation not in (_NONE, _ON_FIRST):
-      raise replica_run.branch_error(f'an update of {self.name!r}')
-    # The first replica writes, for all.
-    if replica_run.current_replica_id() != 0:
-      return self._values[0]
-    return update_fn(self._values[0], value, **kwargs)
+    return self._update_in_branch(update_fn, value, **kwargs)
 
   def _write_first(self, update_fn, value, **kwargs):
     def merge(strategy, value, **kwargs):
@@ -74,6 +70,20 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
     context = tf.distribute.get_replica_context()
     return context.merge_call(merge, args=(value,), kwargs=kwargs)
+
+  def _update_in_branch(self, update_fn, value, **kwargs):
+    """Writes in a `tf.cond` of one replica: the first writes, for all."""
+    if self.aggregation not in (_NONE, _ON_FIRST):
+      raise errors.UnsupportedOptionError(
+        f'an update of {self.name!r} inside a tf.cond of a replica under '
+        f'{type(self.distribute_strategy).__name__}, with {self.aggregation}',
+        'ONLY_FIRST_REPLICA there, since replicas cannot meet in a branch',
+        'update it outside of the tf.cond, or create it with '
+        'aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA',
+      )
+    if replica_run.current_replica_id() != 0:
+      return self._values[0]
+    return update_fn(self._values[0], value, **kwargs)
 
 
 def rewrap(variable):

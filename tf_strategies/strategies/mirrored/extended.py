@@ -1,8 +1,9 @@
 """What strategies of ours change in TensorFlow's mirrored implementation.
 
 `tf.distribute.MirroredStrategy` delegates to an "extended" object. This one
-routes every reduction through the strategy's own cross-device op and runs the
-steps of models as one device would.
+routes every reduction through the strategy's own cross-device op, knows the
+rows of each replica while a step runs, and lets Keras 3 synchronise inside
+control flow.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tf_strategies.monitoring import input_watch
 from tf_strategies.spmd import emit, program
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
+  empty_replicas,
   host_input,
   replica_exchange,
   replica_run,
@@ -78,8 +80,9 @@ class ExactMirroredExtended(
       self._devices,
       self._get_cross_device_ops,
       self._communication_options,
+      self._collective_ops,
     )
-    self._reducer: reducer_lib.Reducer = self.local
+    self._reducer = reducer_lib.Reducer(self.local)
 
   def mark(self, gradients, variables):
     """See `GradientReducer`: in a model's step gradients are known as such."""
@@ -106,8 +109,15 @@ class ExactMirroredExtended(
 
   def _warn_if_undivided(self, gradients) -> None:
     """Warns, once, of gradients of a mean that its replica has not divided."""
-    if not self._warned_undivided and any(
-      map(_tf_internal.is_undivided, gradients)
+    run = replica_run.current()
+    # Eagerly, a mean may be scaled by the only rows that there are: by 1.
+    is_sure = run is not None and (
+      run.sites is None or not tf.executing_eagerly()
+    )
+    if (
+      is_sure
+      and not self._warned_undivided
+      and any(map(_tf_internal.is_undivided, gradients))
     ):
       self._warned_undivided = True
       logging.warning(
@@ -166,18 +176,13 @@ class ExactMirroredExtended(
         tf.device(self._devices[0]),
       ):
         return fn(*args, **kwargs)
-    args, kwargs = replica_run.check_rows((args, kwargs), self._devices)
-    if not tf.executing_eagerly():
-      fn = _tf_internal.autograph_convert(fn)
-
-    @tf.autograph.experimental.do_not_convert
-    def call_replica(*args, **kwargs):
-      with _tf_internal.undivided_marked():
-        return fn(*args, **kwargs)
-
-    return _tf_internal.call_for_each_replica(
-      self._container_strategy(), call_replica, args, kwargs
-    )
+    run = replica_run.current()
+    if run is not None:
+      # Inside a merge call of a run: the rows are that run's.
+      return self._call_in_run(run, fn, args, kwargs)
+    run = self._run_of((args, kwargs))
+    args, kwargs = empty_replicas.fill(run, (args, kwargs))
+    return empty_replicas.trim(run, self._call_in_run(run, fn, args, kwargs))
 
   # What builds a model's step.
   _step_class = whole_batch.Step
@@ -212,9 +217,12 @@ class ExactMirroredExtended(
 
   def sites_of(self, leaves) -> list[site_lib.Site]:
     """Returns where a step is built for the replicas of this process; see `spmd`."""
+    return self._sites_with(self.rows_of(leaves))
+
+  def _sites_with(self, rows_of_all) -> list[site_lib.Site]:
     sites = []
     for i, (device, rows) in enumerate(
-      zip(self.worker_devices, self.rows_of(leaves), strict=True)
+      zip(self.worker_devices, rows_of_all, strict=True)
     ):
       is_chief = i == 0 and self.does_what_is_done_once
       is_home = i == 0 and self.home_device is None
@@ -242,6 +250,16 @@ class ExactMirroredExtended(
 
   def _counts_of(self, args) -> tuple[Any, ...] | None:
     return replica_run.rows_of(args, len(self._devices), self._share_rows)
+
+  def _run_of(self, args) -> replica_run.ReplicaRun:
+    counts = self._counts_of(args)
+    if counts is None or _have_all_rows(counts):
+      return replica_run.ReplicaRun()
+    with tf.device('CPU:0'):
+      have_rows = tf.cast(tf.stack(counts) > 0, tf.float32)
+      num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
+    sites = self._sites_with(self._rows_of_counts(counts))
+    return replica_run.ReplicaRun(sites, num_with_rows)
 
   @property
   def is_one_device(self) -> bool:
@@ -354,6 +372,21 @@ class ExactMirroredExtended(
         self.compiled_fix,
       )
 
+  def _call_in_run(self, run, fn, args, kwargs):
+    if not tf.executing_eagerly():
+      fn = _tf_internal.autograph_convert(fn)
+
+    @tf.autograph.experimental.do_not_convert
+    def call_replica(*args, **kwargs):
+      # A replica is a thread of its own, which has to be told its run.
+      with replica_run.active(run), _tf_internal.undivided_marked():
+        return fn(*args, **kwargs)
+
+    with replica_run.active(run):
+      return _tf_internal.call_for_each_replica(
+        self._container_strategy(), call_replica, args, kwargs
+      )
+
   def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """A model's batches for replicas that all get all rows."""
     dataset = host_input.of_any_length(dataset).prefetch(1)
@@ -399,9 +432,9 @@ class ExactMirroredExtended(
   def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
     if gradient_reducer.are_gradients_reduced():
       return value
-    if replica_run.in_branch_of_replica():
-      raise replica_run.branch_error('a reduction')
-    return super()._replica_ctx_all_reduce(reduce_op, value, options)
+    if not replica_run.in_branch_of_replica():
+      return super()._replica_ctx_all_reduce(reduce_op, value, options)
+    return self._reducer.all_reduce_in_branch(reduce_op, value, options)
 
   # How variables are created and updated.
 
@@ -471,7 +504,7 @@ def rows_of_replicas(counts, places) -> list[site_lib.Rows]:
     counts: number of rows of each replica, int or int32.
     places: of the replicas among all.
   """
-  surely = all(isinstance(n, int) and n > 0 for n in counts)
+  surely = _have_all_rows(counts)
   with tf.device('CPU:0'):
     counts = [tf.cast(n, tf.int32) for n in counts]
     ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))
@@ -484,6 +517,11 @@ def rows_of_replicas(counts, places) -> list[site_lib.Rows]:
       else:
         found.append(site_lib.rows_or_stand_in(real, start, total))
   return found
+
+
+def _have_all_rows(counts) -> bool:
+  """Returns whether all replicas surely have rows."""
+  return all(isinstance(n, int) and n > 0 for n in counts)
 
 
 def rows_of_plain(leaves):

@@ -1,59 +1,69 @@
-"""How values are reduced: over local devices and over workers.
+"""How values are reduced: over local devices, over workers, without idle rows.
 
-A strategy has one `Reducer`, which all of TensorFlow's hooks call: `DeviceReducer`
-(the devices of this process, by a cross-device op) or `WorkerReducer` (a
-`DeviceReducer` and a `Communicator` between processes).
+A strategy has one `Reducer`, which all of TensorFlow's hooks call. It leaves
+out what replicas without rows would contribute, and passes the rest to a link:
+`DeviceReducer` (the devices of this process, by a cross-device op) or
+`WorkerReducer` (a `DeviceReducer` and a `Communicator` between processes).
 """
 
 from __future__ import annotations
 
-import abc
 import itertools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.cross_device import executor
+from tf_strategies.cross_device import executor, statistics
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies import communicator as communicator_lib
+from tf_strategies.strategies.mirrored import empty_replicas, replica_run
 
 _SUM = tf.distribute.ReduceOp.SUM
 _MEAN = tf.distribute.ReduceOp.MEAN
 
 
-class Reducer(abc.ABC):
+class Reducer:
   """Reduces and gathers values of all replicas.
 
-  Attributes:
-    devices: names of this process's devices.
-    num_replicas: number of replicas in all processes.
+  Replicas without rows contribute nothing: their part of a sum is zero, and a
+  mean is taken over the replicas that have rows.
   """
 
-  devices: tuple[str, ...]
-  num_replicas: int
+  def __init__(self, link: DeviceReducer | WorkerReducer):
+    self._link = link
 
   def reduce(self, reduce_op, value, destinations, options):
     """Reduces each value of a structure; `StrategyExtended.reduce_to`."""
-    value = tf.nest.map_structure(self.per_replica, value)
+    value = tf.nest.map_structure(self._link.per_replica, value)
     if reduce_op == _MEAN and _tf_internal.is_mirrored(value):
       return value
 
     def reduce_one(value):
       if not isinstance(value, tf.distribute.DistributedValues):
-        return self.reduce_shared(reduce_op, value, destinations)
+        return self._link.reduce_shared(reduce_op, value, destinations)
       return self.batch_reduce(reduce_op, [(value, destinations)], options)[0]
 
     return tf.nest.map_structure(reduce_one, value)
 
   def batch_reduce(self, reduce_op, pairs, options):
     """Reduces values; `StrategyExtended.batch_reduce_to`."""
-    distributed = []
-    for value, destination in pairs:
-      new = self._once(reduce_op, self.per_replica(value))
-      # A destination that is the value itself stands for the value's devices.
-      distributed.append((new, new if destination is value else destination))
-    return self.reduce_distributed(reduce_op, distributed, options)
+    run = replica_run.current()
+    is_masked = run is not None and run.sites is not None
+    values = [
+      self._once(reduce_op, self._link.per_replica(value)) for value, _ in pairs
+    ]
+    if is_masked:
+      values = empty_replicas.mask(run, values)
+    # A destination that is the value itself stands for the value's devices.
+    pairs = [
+      (new, new if destination is old else destination)
+      for new, (old, destination) in zip(values, pairs, strict=True)
+    ]
+    if reduce_op == _SUM or not is_masked:
+      return self._link.reduce(reduce_op, pairs, options)
+    sums = self._link.reduce(_SUM, pairs, options)
+    return [empty_replicas.divide(total, run.num_with_rows) for total in sums]
 
   def _once(self, reduce_op, value):
     """Returns a tensor that all local replicas share as one that counts once.
@@ -64,42 +74,49 @@ class Reducer(abc.ABC):
       return value
     first = tf.convert_to_tensor(value)
     other = first if reduce_op == _MEAN else tf.zeros_like(first)
-    others = [other] * (len(self.devices) - 1)
+    others = [other] * (len(self._link.devices) - 1)
     return _tf_internal.PerReplica((first, *others))
 
   def gather(self, value, destinations, axis, options):
     """Concatenates the replicas' values along `axis`."""
-    value = self.per_replica(value)
+    value = self._link.per_replica(value)
     if not isinstance(value, tf.distribute.DistributedValues):
-      return self.gather_shared(value, destinations, axis)
-    return self.gather_distributed(value, destinations, axis, options)
+      return self._link.gather_shared(value, destinations, axis)
+    run = replica_run.current()
+    if run is not None and run.sites is not None:
+      pairs = zip(run.sites, value.values, strict=True)
+      value = _tf_internal.PerReplica(
+        [empty_replicas.without_rows(*pair, axis) for pair in pairs]
+      )
+      destinations = value if len(run.sites) > 1 else destinations
+    return self._link.gather(value, destinations, axis, options)
 
-  def per_replica(self, value):
-    """Returns the distributed value that `value` stands for, or `value`."""
-    return value
+  def all_reduce_in_branch(self, reduce_op, value, options):
+    """All-reduces inside a `tf.cond` of one replica.
 
-  @abc.abstractmethod
-  def reduce_distributed(self, reduce_op, pairs, options):
-    """Reduces distributed values, each to its destinations."""
+    Every replica builds a branch of its own and sees no other's tensors; only
+    ops that meet at run time can cross. All replicas must take the branch.
+    """
+    run = replica_run.current()
+    replica_id = replica_run.current_replica_id()
+    tensors = tf.nest.flatten(value)
+    reduce = self._link.all_reduce_in_branch
+    if run is None or run.sites is None:
+      reduced = reduce(reduce_op, tensors, replica_id, options)
+    else:
+      tensors = empty_replicas.contributions(run.sites[replica_id], tensors)
+      reduced = reduce(_SUM, tensors, replica_id, options)
+      if reduce_op == _MEAN:
+        count = run.num_with_rows
+        reduced = [empty_replicas.divide(t, count) for t in reduced]
+    return tf.nest.pack_sequence_as(value, reduced)
 
-  @abc.abstractmethod
-  def reduce_shared(self, reduce_op, value, destinations):
-    """Reduces a value that a process has once, such as a Python number."""
 
-  @abc.abstractmethod
-  def gather_distributed(self, value, destinations, axis, options):
-    """Concatenates the components of a distributed value."""
-
-  @abc.abstractmethod
-  def gather_shared(self, value, destinations, axis):
-    """Gathers a value that a process has once."""
-
-
-class DeviceReducer(Reducer):
+class DeviceReducer:
   """Adds up values of the devices of this process, by a cross-device op.
 
-  `choose_ops` returns the op for a value. The options of a call are merged into
-  `options`.
+  `choose_ops` returns that for a value, `collective_ops` can all-reduce inside a
+  branch. The options of a call are merged into `options`.
   """
 
   def __init__(
@@ -107,26 +124,33 @@ class DeviceReducer(Reducer):
     devices: Sequence[str],
     choose_ops: Callable[..., tf.distribute.CrossDeviceOps],
     options,
+    collective_ops,
   ):
     self.devices = tuple(devices)
     self.num_replicas = len(self.devices)
+    self.in_control_flow = statistics.CallStatistics()
     self._choose_ops = choose_ops
     self._options = options
+    self._collective_ops = collective_ops
 
-  def reduce_distributed(self, reduce_op, pairs, options):
-    """See base class."""
+  def per_replica(self, value):
+    """`value` as the distributed value that it stands for, if it does."""
+    return value
+
+  def reduce(self, reduce_op, pairs, options):
+    """Reduces distributed values, each to its destinations."""
     return self._choose_ops(pairs[0][0]).batch_reduce(
       reduce_op, pairs, options=self._options.merge(options)
     )
 
   def reduce_shared(self, reduce_op, value, destinations):
-    """See base class: it is the same on every replica."""
+    """Reduces a value that is the same on every replica."""
     return _tf_internal.reduce_non_distributed_value(
       reduce_op, value, destinations, self.num_replicas
     )
 
-  def gather_distributed(self, value, destinations, axis, options):
-    """See base class."""
+  def gather(self, value, destinations, axis, options):
+    """Concatenates the components of a distributed value."""
     return self._choose_ops(value)._gather(  # pylint: disable=protected-access
       value,
       destinations=destinations,
@@ -135,9 +159,27 @@ class DeviceReducer(Reducer):
     )
 
   def gather_shared(self, value, destinations, axis):
-    """See base class: it is the value itself."""
+    """Gathers a value that belongs to no replica: the value itself."""
     del destinations, axis
     return value
+
+  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
+    """Counts the call, and all-reduces."""
+    if replica_id == 0:
+      self.in_control_flow.record(self.devices, [0] * len(self.devices))
+    return self.all_reduce_replica(reduce_op, tensors, replica_id, options)
+
+  def all_reduce_replica(self, reduce_op, tensors, replica_id, options):
+    """All-reduces one replica's tensors, by TensorFlow's collectives."""
+    all_reduce = getattr(self._collective_ops, '_all_reduce', None)
+    if all_reduce is None:
+      raise errors.UnsupportedOptionError(
+        f'synchronisation inside a tf.cond on devices {list(self.devices)}',
+        'devices of one type there',
+        'use only GPUs or only CPUs, or synchronise outside of the tf.cond',
+      )
+    options = self._options.merge(options)
+    return all_reduce(reduce_op, list(tensors), replica_id, options)
 
   def sum_on_first(self, columns):
     """Sums columns of tensors, one a device, on the first of them."""
@@ -145,10 +187,10 @@ class DeviceReducer(Reducer):
       (_tf_internal.PerReplica(row), self.devices[0])
       for row in zip(*columns, strict=True)
     ]
-    return self.reduce_distributed(_SUM, pairs, None)
+    return self.reduce(_SUM, pairs, None)
 
 
-class WorkerReducer(Reducer):
+class WorkerReducer:
   """Adds up values of the devices of all workers."""
 
   def __init__(
@@ -159,11 +201,11 @@ class WorkerReducer(Reducer):
 
   @property
   def num_replicas(self) -> int:
-    """Number of replicas of all workers."""
+    """Of all workers."""
     return len(self.devices) * self._communicator.world_size
 
   def per_replica(self, value):
-    """See base class: a tensor of the only local replica is one."""
+    """A tensor of the only local replica as a distributed value."""
     if (
       len(self.devices) > 1
       or not tf.is_tensor(value)
@@ -172,8 +214,8 @@ class WorkerReducer(Reducer):
       return value
     return _tf_internal.PerReplica((value,))
 
-  def reduce_distributed(self, reduce_op, pairs, options):
-    """See base class."""
+  def reduce(self, reduce_op, pairs, options):
+    """Reduces distributed values, each to its destinations."""
     is_mean = reduce_op == _MEAN
     values = [_components(value) for value, _ in pairs]
     are_dense = [not isinstance(v[0], tf.IndexedSlices) for v in values]
@@ -192,7 +234,7 @@ class WorkerReducer(Reducer):
     ]
 
   def reduce_shared(self, reduce_op, value, destinations):
-    """See base class."""
+    """Combines a value that each worker has once, such as a Python number."""
     del destinations
     value = tf.convert_to_tensor(value)
     total = self._communicator.combine(value, 'sum', 'host_value')
@@ -200,8 +242,8 @@ class WorkerReducer(Reducer):
       return executor.divide(total, self._communicator.world_size)
     return total
 
-  def gather_distributed(self, value, destinations, axis, options):
-    """See base class."""
+  def gather(self, value, destinations, axis, options):
+    """Concatenates the components of all workers' values."""
     del options
     with tf.device('CPU:0'):
       local = tf.concat([tf.convert_to_tensor(v) for v in value.values], axis)
@@ -216,9 +258,18 @@ class WorkerReducer(Reducer):
     return self._place([gathered], value, destinations)
 
   def gather_shared(self, value, destinations, axis):
-    """See base class."""
+    """Gathers a value that each worker has once."""
     value = _tf_internal.PerReplica((tf.convert_to_tensor(value),))
-    return self.gather_distributed(value, destinations, axis, None)
+    return self.gather(value, destinations, axis, None)
+
+  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
+    """All-reduces one replica's tensors."""
+    reduced = self._communicator.all_reduce_replica(
+      tensors, replica_id, options, _gradients(options, [True] * len(tensors))
+    )
+    if reduce_op == _MEAN:
+      reduced = [t / tf.cast(self.num_replicas, t.dtype) for t in reduced]
+    return reduced
 
   def _sum_dense(self, values, is_mean, gradients):
     """For each value its sum (or mean) over all replicas, by local device."""

@@ -1,76 +1,39 @@
-"""What `strategy.run` asks of its arguments and of the thread that calls it."""
+"""What a strategy knows of one `strategy.run`: which replicas have rows.
+
+A global batch may have fewer rows than there are replicas. Code in replica context
+(metrics) and in cross-replica context (merge calls) finds the sites of replicas, which
+tell whether they have rows, in the `ReplicaRun` of its thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _graph_errors, _tf_internal, errors
+from tf_strategies import _tf_internal
+from tf_strategies.spmd.site import Site
 
 
-def check_rows(args: Any, devices: Sequence[str]) -> Any:
-  """Returns the arguments of `strategy.run`, of which every replica has rows.
+@dataclasses.dataclass(eq=False)
+class ReplicaRun:
+  """One `strategy.run`.
 
-  A graph checks that when it runs, before a replica uses the arguments.
-
-  Args:
-    args: a structure of arguments.
-    devices: of the replicas of this process.
-
-  Raises:
-    UnsupportedOptionError: a replica of any process has no rows.
+  Attributes:
+    sites: of this process's replicas. None if every replica of every process surely
+      has rows.
+    num_with_rows: number of all replicas that have rows, float32, at least one.
+    reads: the shared variables that replicas have read, by replica and `id`.
   """
-  batch = _first_batched(args, len(devices))
-  if batch is None or _tf_internal.in_xla_context():
-    return args
-  own = [num_rows(part) for part in batch.values]
-  counts = rows_of(args, len(devices))
-  for known in (own, counts):
-    if any(isinstance(count, int) and count == 0 for count in known):
-      raise _rowless_error(known)
-  if all(isinstance(count, int) for count in counts):
-    return args
 
-  def refuse(counts):
-    with _graph_errors.typed():
-      raise _rowless_error(counts.tolist())
-
-  with tf.device('CPU:0'):
-    counts = tf.stack([tf.cast(count, tf.int32) for count in counts])
-    check = tf.cond(
-      tf.reduce_all(counts > 0),
-      lambda: np.bool_(True),
-      lambda: tf.ensure_shape(tf.numpy_function(refuse, [counts], tf.bool), []),
-    )
-
-  def checked(value):
-    if not isinstance(value, _tf_internal.PerReplica) or not all(
-      tf.is_tensor(part) and not isinstance(part, tf.Variable)
-      for part in value.values
-    ):
-      return value
-    parts = []
-    for device, part in zip(devices, value.values, strict=True):
-      with tf.device(device), tf.control_dependencies([check]):
-        parts.append(
-          tf.nest.map_structure(tf.identity, part, expand_composites=True)
-        )
-    return _tf_internal.PerReplica(parts)
-
-  return tf.nest.map_structure(checked, args)
-
-
-def _rowless_error(counts) -> errors.UnsupportedOptionError:
-  return errors.UnsupportedOptionError(
-    f'strategy.run with a batch of which replicas have {list(counts)} rows',
-    'at least one row for each replica: what a replica computes from no rows, '
-    'such as a mean, is not a number',
-    'call strategy.step instead, which is exact for any batch, or leave out such '
-    'a batch: dataset.batch(size, drop_remainder=True)',
+  sites: Sequence[Site] | None = None
+  num_with_rows: tf.Tensor | None = None
+  reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
+    default_factory=dict
   )
 
 
@@ -132,12 +95,42 @@ def num_rows(tensor):
   return tf.shape(tensor)[0]
 
 
+class _ThreadState(threading.local):
+  run: ReplicaRun | None = None
+
+
+_state = _ThreadState()
+
+
+def current() -> ReplicaRun | None:
+  """The run that the calling thread works for, if any."""
+  return _state.run
+
+
+@contextlib.contextmanager
+def active(run: ReplicaRun):
+  """Makes `run` the current one of this thread."""
+  before = _state.run
+  _state.run = run
+  try:
+    yield
+  finally:
+    _state.run = before
+
+
 def current_replica_id() -> int | None:
   """The replica that the calling thread is; None in cross-replica context."""
   thread = threading.current_thread()
   if isinstance(thread, _tf_internal.MirroredReplicaThread):
     return thread.replica_id
   return None
+
+
+def note_read(variable) -> None:
+  """Notes that the replica of the calling thread reads a shared variable."""
+  run, replica_id = current(), current_replica_id()
+  if run is not None and replica_id is not None:
+    run.reads.setdefault(replica_id, {})[id(variable)] = variable
 
 
 def in_branch_of_replica() -> bool:
@@ -152,15 +145,4 @@ def in_branch_of_replica() -> bool:
     and not thread.in_eager
     and not tf.executing_eagerly()
     and tf.compat.v1.get_default_graph() is not thread.graph
-  )
-
-
-def branch_error(what: str) -> errors.UnsupportedOptionError:
-  """Returns the error for something that replicas do together in a branch."""
-  return errors.UnsupportedOptionError(
-    f'{what} in a branch or a loop of a replica (tf.cond, tf.while_loop)',
-    'a call that every replica makes outside of it: in a branch of one replica '
-    "there are no other replicas' values",
-    'call strategy.step instead of strategy.run, or decide outside of '
-    'strategy.run which of two steps runs',
   )

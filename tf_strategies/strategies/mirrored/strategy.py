@@ -83,13 +83,19 @@ class ExactStrategy:
   def communication_report(self) -> dict[str, object]:
     """Returns counters of the communication so far, counted by the graph as it ran.
 
-    `cross_device_ops` (its class), `calls` of each kind, and
+    `cross_device_ops` (its class), `calls` of each kind, with those that
+    TensorFlow's collectives did in a branch (`all_reduce_in_control_flow`), and
     `all_reduce_bytes_in` and `reduce_bytes_in`, bytes received by each device.
     """
     ops = self.cross_device_ops
+    report = {'cross_device_ops': type(ops).__name__}
     if isinstance(ops, cross_device.ScheduledAllReduce):
-      return ops.report()
-    return {'cross_device_ops': type(ops).__name__, 'calls': {}}
+      report = ops.report()
+    calls = {
+      **report.get('calls', {}),
+      'all_reduce_in_control_flow': self.extended.local.in_control_flow.calls,
+    }
+    return {**report, 'calls': calls}
 
 
 @option_checks.has_options
@@ -101,11 +107,10 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   * Every reduction, broadcast and gather goes through `cross_device_ops`, also
     of int32 and to a CPU. Virtual GPUs, which NCCL refuses, work.
   * `gradient_accumulation_steps`, EMA with `ema_overwrite_frequency` and
-    dynamic loss scaling work under Keras 3: gradients are reduced before Keras
-    looks at them, and all replicas agree on finite gradients.
+    dynamic loss scaling work under Keras 3: in a `tf.cond`, TensorFlow's
+    collectives synchronise, and all replicas agree on finite gradients.
   * Moving statistics of BatchNormalization are one mean value everywhere.
   * A replica without rows in the last batch contributes nothing, not NaN.
-    `strategy.run` refuses such a batch.
   * `step` computes the step of a loop as one device would.
 
   Example:

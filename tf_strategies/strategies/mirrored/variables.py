@@ -161,6 +161,9 @@ class SeedVariable(MirroredVariable):
 class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
   """A variable with a value of its own on each replica, reduced when read.
 
+  A replica without rows computes on a stand-in row; what it would add to a
+  metric is left out.
+
   Where workers come and go it `holds_whole`: models' steps, which know the sum,
   give all of it to every replica, so that none takes its part away.
   """
@@ -209,6 +212,8 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
       return super()._get_cross_replica()
 
   def _update_replica(self, update_fn, value, **kwargs):
+    run = replica_run.current()
+    replica_id = replica_run.current_replica_id()
     if self.holds_whole and not whole_batch.is_active():
       raise errors.UnsupportedOptionError(
         f'{self.name!r}, which a model that job.fit trains updates, in a loop that '
@@ -216,7 +221,16 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
         'a metric that models alone, or loops alone, update',
         'use another metric in the loop',
       )
-    return super()._update_replica(update_fn, value, **kwargs)
+    if run is None or run.sites is None or replica_id is None:
+      return super()._update_replica(update_fn, value, **kwargs)
+    local = self._get_on_device_or_primary()
+
+    def update():
+      update_fn(local, value, **kwargs)
+      return tf.constant(True)
+
+    run.sites[replica_id].if_real(update, lambda: tf.constant(False))
+    return local
 
 
 def rewrap(variable):

@@ -22,7 +22,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.spmd import emit, kinds, plan, program
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.spmd import site as site_lib
-from tf_strategies.strategies.mirrored import replica_exchange
+from tf_strategies.strategies.mirrored import empty_replicas, replica_exchange
 
 
 class _ThreadState(threading.local):
@@ -467,22 +467,7 @@ def _stand_in(site, tensor):
     tensor = _checked(site, tensor)
     if site.rows.real is None:
       return tensor
-    return _one_row_if_empty(tensor)
-
-
-def _one_row_if_empty(tensor):
-  """Returns the tensor, or one row of zeros in place of none."""
-
-  def one_row():
-    return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
-
-  shape = tensor.shape
-  if shape.rank and shape[0] is not None:
-    return tensor if shape[0] > 0 else one_row()
-  filled = tf.cond(tf.shape(tensor)[0] > 0, lambda: tensor, one_row)
-  if shape.rank:
-    filled.set_shape(tf.TensorShape([None]).concatenate(shape[1:]))
-  return filled
+    return empty_replicas.one_row_if_empty(tensor)
 
 
 def _checked(site, tensor):

@@ -39,14 +39,15 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self._input = input_lib.WorkerInput(self)
     self.communicator = make_communicator(self.local)
     self._initializes_eagerly = self.communicator.initializes_eagerly
-    self._reducer = reducer_lib.WorkerReducer(self.local, self.communicator)
+    self._workers = reducer_lib.WorkerReducer(self.local, self.communicator)
+    self._reducer = reducer_lib.Reducer(self._workers)
     self._local_worker = local_steps.LocalWorker(self)
 
   # Who is who. Replicas are numbered over workers: rank * local + local id.
 
   @property
   def _num_replicas_in_sync(self):
-    return self._reducer.num_replicas
+    return self._workers.num_replicas
 
   @property
   def _first_replica(self):

@@ -25,6 +25,7 @@ from tf_strategies.strategies.mirrored import (
   replica_run,
   whole_batch,
 )
+from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 
 class LocalWorker:
@@ -228,7 +229,9 @@ class LocalStep(whole_batch.Step):
 
   def _exchange(self, sites=()):
     del sites
-    return replica_exchange.ReplicaExchange(self._extended.local)
+    return replica_exchange.ReplicaExchange(
+      reducer_lib.Reducer(self._extended.local)
+    )
 
   def _report(self):
     """Returns what a step without rows returns: metrics' results, or zeros."""

@@ -71,10 +71,28 @@ class ProcessGroupCommunicator(communicator.Communicator):
     summed = self._all_reduce_host(tensors, name, gradients, columns[0])
     return [summed] * len(columns)
 
+  def all_reduce_replica(self, tensors, replica_id, options, gradients=None):
+    """See base class: through TensorFlow's collectives between local ones."""
+
+    def all_reduce_locally(tensors):
+      if self._local.num_replicas == 1:
+        return tensors
+      return self._local.all_reduce_replica(
+        tf.distribute.ReduceOp.SUM, tensors, replica_id, options
+      )
+
+    tensors = all_reduce_locally(tensors)
+    if replica_id == 0:
+      tensors = self._all_reduce_host(tensors, 'branch', gradients, tensors)
+    else:
+      # The group is called once a worker; this replica's share is in it.
+      tensors = [tf.zeros_like(t) for t in tensors]
+    return all_reduce_locally(tensors)
+
   def _all_reduce_host(self, tensors, name, gradients, told_as):
     """Sums tensors of all workers; `told_as` are those that a timeline names."""
     variables = [None] * len(tensors)
-    if gradients is not None:
+    if gradients is not None and gradients.variables:
       variables = gradients.variables
     # One copy from a GPU for each bucket, not for each gradient.
     device = self._local.devices[0]
