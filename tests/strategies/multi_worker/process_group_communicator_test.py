@@ -77,13 +77,12 @@ def _call(ring, x, name, seconds=0.0):
   return ring.call('kind', lambda g, a: g.add(a, name, seconds), x, x.shape)
 
 
-def _call_all(ring, tensors, name, seconds=0.0):
+def _call_all(ring, tensors, name, seconds=0.0, device=virtual_devices.HOST):
   works = [
     lambda g, a, i=i: g.add(a, f'{name}{i}', seconds)
     for i in range(len(tensors))
   ]
-  shapes = [t.shape for t in tensors]
-  return ring.call_all('kind_all', works, tensors, [''] * len(tensors), shapes)
+  return ring.call_all('kind_all', works, tensors, [''] * len(tensors), device)
 
 
 def _program(ring):
@@ -164,7 +163,7 @@ class OrderTest(tf.test.TestCase):
 
 
 class ResultsTest(tf.test.TestCase, parameterized.TestCase):
-  def _consume_first(self, work):
+  def _consume_first(self, work, device):
     """Calls for two tensors; a host function sees the first one's result."""
     group = _RecordingGroup(more=5)
     ring = collective_queue.CollectiveQueue(group)
@@ -173,7 +172,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
     def step():
       works = [lambda g, a, i=i: work(g, i, a) for i in range(2)]
       first, _ = ring.call_all(
-        'kind', works, [tf.constant([1, 2])] * 2, [''] * 2, [[2]] * 2
+        'kind', works, [tf.constant([1, 2])] * 2, [''] * 2, device
       )
       return tf.numpy_function(
         lambda a: group.add(a, f'saw {a.tolist()}'), [first], tf.int32
@@ -181,31 +180,39 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
 
     return group, step
 
-  def test_no_result_before_all_are_there(self):
-    group, step = self._consume_first(lambda g, i, a: g.add(a, i, 0.3 * i))
+  # To another device than the host's each result is copied when it is there.
+  @parameterized.parameters(virtual_devices.HOST, virtual_devices.name(1))
+  def test_no_result_before_all_are_there(self, device):
+    group, step = self._consume_first(
+      lambda g, i, a: g.add(a, i, 0.3 * i), device
+    )
     self.assertAllEqual(step(), [11, 12])
     self.assertEqual(group.record, [0, 1, 'saw [6, 7]'])
 
-  def test_no_result_if_one_fails(self):
+  @parameterized.parameters(virtual_devices.HOST, virtual_devices.name(1))
+  def test_no_result_if_one_fails(self, device):
     def work(group, index, array):
       if index == 1:
         raise _lost()
       return group.add(array, index)
 
-    group, step = self._consume_first(work)
+    group, step = self._consume_first(work, device)
     with self.assertRaises(errors.WorkerUnavailableError):
       step()
     self.assertEqual(group.record, [0])
 
-  @parameterized.parameters(True, False)
-  def test_values_dtypes_and_counts(self, eagerly):
+  @parameterized.product(
+    eagerly=(True, False),
+    device=(virtual_devices.HOST, virtual_devices.name(1)),
+  )
+  def test_values_dtypes_and_counts(self, eagerly, device):
     group = _RecordingGroup(more=1)
     ring = collective_queue.CollectiveQueue(group)
     tensors = [tf.constant([i, i + 1], t) for i, t in enumerate(_DTYPES)]
 
     def step():
       scalar = _call(ring, tf.constant(7, tf.int64), 'scalar')
-      return [scalar, *_call_all(ring, tensors, 'x')]
+      return [scalar, *_call_all(ring, tensors, 'x', device=device)]
 
     results = step() if eagerly else tf.function(step)()
     self.assertEqual(results[0].dtype, tf.int64)
@@ -271,8 +278,11 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     # All travelled together.
     self.assertEqual(communicator._queue.calls, {'all_reduce': 1})
 
-  @parameterized.parameters(virtual_devices.HOST, virtual_devices.name(1))
-  def test_buckets_are_packed_where_gradients_are(self, device):
+  @parameterized.parameters(
+    (virtual_devices.HOST, 1), (virtual_devices.name(1), 2)
+  )
+  def test_buckets_are_packed_where_gradients_are(self, device, waits):
+    """A check of the graph: whether copies overlap only a GPU can show."""
     communicator = _communicator(tfs.RingOptions(bucket_bytes=64), device)
 
     @tf.function
@@ -288,8 +298,8 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
         on[node.type].append(node.device[-len(device) :])
     self.assertEqual(on['ConcatV2'], [device] * 2)
     self.assertEqual(on['SplitV'], [device] * 2)
-    # A call hands a bucket over; one waits for all.
-    self.assertEqual(on['PyFunc'], [virtual_devices.HOST] * 3)
+    # A call hands a bucket over; one waits for all, or for each to copy it.
+    self.assertEqual(on['PyFunc'], [virtual_devices.HOST] * (2 + waits))
     for i, reduced in enumerate(step()):
       self.assertAllEqual(reduced, [float(i)] * 8)
 

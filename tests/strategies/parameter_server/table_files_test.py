@@ -257,16 +257,21 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLen(table_files.tables_among(named), is_table)
 
   def test_a_large_table_that_is_read_whole_is_told(self):
-    table = self.make('row_table', 2, _ROW_TABLE)
+    variable = keras.Variable(tf.zeros([1, _WIDTH]), name='users')
+    table = server_table.ServerTable(
+      None, variable, dynamic_tables.first_rows, 2, lambda do: do()
+    )
     with (
       mock.patch.object(
         row_updates, '_memory_bytes', lambda: 8 * (4 * 200 * _WIDTH - 1)
       ),
       self.assertWarnsRegex(
-        errors.LargeTableWarning, 'of parameter servers, 0 MB'
+        errors.LargeTableWarning, "table 'users' of parameter servers, 0 MB"
       ),
     ):
-      table['table/rows'].numpy()
+      for column in table.columns():
+        column.assign(_ROW_TABLE[f'table/{column.key}'])
+      table.columns()[1].numpy()
 
   def test_an_empty_table(self):
     loaded = self.make('row_table', 3)

@@ -131,16 +131,13 @@ class ExactMirroredExtended(
       )
 
   def _check_shards(self, optimizer, variables):
-    """Makes the state that an update divides.
-
-    Raises:
-      UnsupportedOptionError: the update is in a loop that calls `strategy.run`.
-    """
+    """Makes the state that an update divides, and says what it cannot divide."""
     if not whole_batch.is_active() and self._num_replicas_in_sync > 1:
       raise sharded_state.loop_error(f'{type(optimizer).__name__}.apply')
     if variables is not None and not optimizer.built:
       with keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(variables)
+    self.state_shards.warn(optimizer)
 
   def place_of(self, replica: int) -> int | None:
     """The number among all replicas of one of this process, if state is divided."""

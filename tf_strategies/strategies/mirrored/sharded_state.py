@@ -13,7 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
+from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.spmd import kinds, pieces
@@ -32,6 +34,7 @@ class StateShards:
     self._variables: list[weakref.ref] = []
     # Those whose slots are divided, by `id`.
     self._divided = weakref.WeakValueDictionary()
+    self._warned: set[str] = set()
 
   @property
   def shard(self) -> kinds.Shard:
@@ -99,6 +102,25 @@ class StateShards:
         for copy in copies:
           copy.assign(first.read_value())
     return result
+
+  def warn(self, optimizer: keras.optimizers.Optimizer) -> None:
+    """Names, once, what of an optimizer's state every replica has whole."""
+    whole = [
+      v.path
+      for v in optimizer.variables
+      if not isinstance(v.value, ShardedVariable)
+      and v.shape.num_elements() >= _SHORTEST
+    ]
+    name = type(optimizer).__name__
+    if whole and self.shard.count > 1 and name not in self._warned:
+      self._warned.add(name)
+      logging.warning(
+        'shard_optimizer_state=True: every replica has %d variables of %s whole, '
+        'which have another shape than those of the model: %s.',
+        len(whole),
+        name,
+        ', '.join(whole[:4]),
+      )
 
 
 class ShardedVariable(_tf_internal.UninitializedVariable):

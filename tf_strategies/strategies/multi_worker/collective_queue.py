@@ -16,7 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -105,21 +105,25 @@ class CollectiveQueue:
     self,
     kind: str,
     works: Sequence[_Work],
-    tensors: Sequence[tf.Tensor],
+    tensors: Iterable[tf.Tensor],
     contents: Sequence[str],
-    shapes: Sequence[Sequence[int | None]],
+    device: str,
+    shapes: Sequence[Sequence[int | None]] | None = None,
   ) -> list[tf.Tensor]:
     """Runs each of `works` on its tensor as soon as that is ready.
 
     Args:
       kind: of the collectives.
       works: each makes an array of the dtype of the one that it gets.
-      tensors: one-dimensional, in the order in which they become ready.
+      tensors: one-dimensional, in the order in which they become ready. Each is
+        taken when the one before is handed over.
       contents: what is in each of them, for the timeline.
-      shapes: of the results.
+      device: of the tensors. To one with memory of its own a result is copied
+        while others still travel.
+      shapes: of the results; None if they are those of the tensors.
 
     Returns:
-      The results. None is there before all are: what follows happens with all of
+      The results on that device, none before all are there: what follows happens with all of
       them or not at all.
     """
     if tf.executing_eagerly():
@@ -128,22 +132,31 @@ class CollectiveQueue:
         for work, tensor in zip(works, tensors, strict=True)
       ]
     communicator.check_not_compiled(kind)
-    handles = [
-      self._start(kind, work, tensor, i == 0, content)
-      for i, (work, tensor, content) in enumerate(
-        zip(works, tensors, contents, strict=True)
-      )
-    ]
+    handles, given, tensors = [], tensors, []
+    for work, tensor, content in zip(works, given, contents, strict=True):
+      is_first = not handles
+      handles.append(self._start(kind, work, tensor, is_first, content))
+      tensors.append(tensor)
+    shapes = [t.shape for t in tensors] if shapes is None else shapes
 
     def wait(handles, token):
       return self._guard(lambda: (*self._wait(handles), token + 1))
 
-    with tf.device('CPU:0'):
-      handles = tf.stack(handles)
-    results = self._in_order(wait, [handles], [t.dtype for t in tensors])
+    count = len(handles) if _is_host(device) else 1
+    results = []
+    for i in range(0, len(handles), count):
+      with tf.device('CPU:0'):
+        some = tf.stack(handles[i : i + count])
+      dtypes = [t.dtype for t in tensors[i : i + count]]
+      results += self._in_order(wait, [some], dtypes)
     for result, shape in zip(results, shapes, strict=True):
       result.set_shape(shape)
-    return results
+    if count == len(handles):
+      return results
+    with tf.device(device):
+      copies = [tf.identity(r) for r in results]
+      with tf.control_dependencies(copies):
+        return [tf.identity(c) for c in copies]
 
   # The graph's side.
 
@@ -212,6 +225,12 @@ class CollectiveQueue:
     return self.group.failure or errors.WorkerUnavailableError(
       'This process has closed its group. Form a new one.'
     )
+
+
+def _is_host(device: str) -> bool:
+  """Returns whether host calls see a device's memory as their own."""
+  spec = tf.DeviceSpec.from_string(device)
+  return spec.device_type == 'CPU' and not spec.device_index
 
 
 def _make_thread() -> concurrent.futures.ThreadPoolExecutor:

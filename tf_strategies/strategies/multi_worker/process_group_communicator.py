@@ -113,7 +113,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
 
   def _send(self, kind, name, requests, told_as):
-    """Has the group do the requests; returns the results.
+    """Has the group do the requests; returns the results, on the first device.
 
     `told_as` are the names of the tensors in a timeline.
     """
@@ -127,6 +127,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
       ],
       [r.tensor for r in requests],
       [_contents(told_as, r.members) for r in requests],
+      self._local.devices[0],
       [r.shape for r in requests],
     )
 
