@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -10,6 +11,7 @@ import tensorflow as tf
 import tf_strategies as tfs
 from benchmarks.process_peers import base
 from tf_strategies import process_group
+from tf_strategies.process_group.tcp import host_memory
 
 
 class Group(base.Peer):
@@ -56,8 +58,15 @@ class Group(base.Peer):
 class Tcp(Group):
   """The same over TCP."""
 
+  def prepare(self) -> None:
+    """See base class. Opens the links, while the system has no memory for them."""
+    super().prepare()
+    with mock.patch.object(host_memory, 'Slots', side_effect=OSError):
+      super().call()
+
   def _form(self, **settings) -> process_group.ProcessGroup:
-    return super()._form(same_host='socket', **settings)
+    with mock.patch.object(host_memory, 'Slots', side_effect=OSError):
+      return super()._form(**settings)
 
 
 class Int8(Tcp):
