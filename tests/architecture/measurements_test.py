@@ -1,6 +1,5 @@
 """Tables of measurements are those of the reports, and so are the sentences."""
 
-import copy
 import functools
 import pathlib
 import re
@@ -78,22 +77,6 @@ class TablesTest(parameterized.TestCase):
     made = measurements.blocks(made_up_reports.REPORTS)
     self.assertEqual(_rows(made[block])[first], expected)
 
-  @parameterized.parameters(*made_up_reports.REPORTS)
-  def test_every_figure_of_the_table_is_of_the_report(self, name):
-    content = made_up_reports.REPORTS[name]
-    part, _ = measured_tables.TABLES[content['benchmark']]
-    changed = copy.deepcopy(content)
-    changed[part] = _scaled(changed[part])
-    before, after = (measurements.blocks({name: c}) for c in (content, changed))
-    seen = 0
-    for key in before:
-      for first, cells in _rows(before[key]).items():
-        for old, new in zip(cells, _rows(after[key])[first], strict=True):
-          if _FIGURE.match(old):
-            seen += 1
-            self.assertNotEqual(old, new, f'{key}, {first}: not of the report')
-    self.assertGreater(seen, 0)
-
   def test_machine_and_command(self):
     block = measurements.blocks(made_up_reports.REPORTS)['process_all_reduce']
     self.assertIn('```bash\npython -m benchmarks.it --rounds=2\n```', block)
@@ -104,23 +87,6 @@ class TablesTest(parameterized.TestCase):
       'mpiexec: install MPICH.',
       about,
     )
-
-
-# Figures that change with the report's: not counts, nor 1.00 of itself.
-_FIGURE = re.compile(r'(?![01]\.00)\d+\.\d+')
-
-
-def _scaled(value, counter=None):
-  """All figures of a part of a report, each made larger by another factor."""
-  counter = [0] if counter is None else counter
-  if isinstance(value, dict):
-    return {key: _scaled(v, counter) for key, v in value.items()}
-  if isinstance(value, list):
-    return [_scaled(v, counter) for v in value]
-  if not isinstance(value, float):
-    return value
-  counter[0] += 1
-  return value * (1.1 + 0.07 * counter[0])
 
 
 class MalformedTest(parameterized.TestCase):

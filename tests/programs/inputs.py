@@ -195,24 +195,6 @@ def _bools_and_strings():
   return common.fitted(model, dataset.batch(32))
 
 
-def _text():
-  """Sentences are cut into words by a layer of the model."""
-  rng = np.random.default_rng(6)
-  words = np.array(['ab', 'Ä', 'c', 'de', 'out'])
-  text = [' '.join(rng.choice(words, n)) for n in rng.integers(1, 7, _ROWS)]
-  x = tf.constant(text)[:, None]
-  y = np.array([len(t) for t in text], 'f4')
-  vectorize = layers.TextVectorization(
-    vocabulary=['ab', 'ä', 'c', 'de'], output_sequence_length=5
-  )
-  inputs = layers.Input([1], dtype='string')
-  embedded = layers.Embedding(6, 4, mask_zero=True)(vectorize(inputs))
-  pooled = layers.GlobalAveragePooling1D()(embedded)
-  model = keras.Model(inputs, layers.Dense(1)(pooled))
-  model.compile(keras.optimizers.SGD(0.05), 'mse')
-  return common.results(model, x, y, epochs=1, shuffle=False)
-
-
 PROGRAMS = {
   'finite_generator': _finite_generator,
   'endless_generator': _endless_generator,
@@ -222,5 +204,4 @@ PROGRAMS = {
   'on_batch': _on_batch,
   'inputs_alone': _inputs_alone,
   'bools_and_strings': _bools_and_strings,
-  'text': _text,
 }

@@ -248,21 +248,6 @@ class _Clipping(_Own):
     return gradients, loss, outputs
 
 
-class _SharpnessAware(_Own):
-  """The gradient where the loss is largest nearby (SAM)."""
-
-  def changed_gradients(self, x, y):
-    gradients, loss, outputs = self.gradients(x, y)
-    scale = 0.05 / (tf.linalg.global_norm(gradients) + 1e-12)
-    steps = [g * scale for g in gradients]
-    for weight, step in zip(self.trainable_variables, steps, strict=True):
-      weight.assign_add(step)
-    gradients, _, _ = self.gradients(x, y)
-    for weight, step in zip(self.trainable_variables, steps, strict=True):
-      weight.assign_sub(step)
-    return gradients, loss, outputs
-
-
 class _Compiled(_Own):
   """Its step is a tf.function."""
 
@@ -323,7 +308,6 @@ PROGRAMS = {
   'siamese': _siamese,
   'two_towers': _two_towers,
   'clipped_by_hand': _own(_Clipping),
-  'sharpness_aware': _own(_SharpnessAware),
   'compiled_step': _own(_Compiled),
   'loop_in_model': _own(_Looping),
   'step_of_instance': _step_of_instance,

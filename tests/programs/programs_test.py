@@ -52,7 +52,7 @@ _SOME = (
   'masked',
   'quotient',
   'several_outputs',
-  'sharpness_aware',
+  'sharpness_aware_metrics',
   'two_optimizers',
   'endless_generator',
   'on_batch',
@@ -62,7 +62,7 @@ _OF_EACH = (
   'bools_and_strings',
   'clipped',
   'compiled',
-  'contrastive',
+  'supervised_contrastive',
   'gradient_penalty',
   'inputs_alone',
   'mean',
@@ -73,7 +73,7 @@ _OF_EACH = (
   'random_generator',
   'seeded_shuffle',
   'structures',
-  'text',
+  'text_vectorization',
 )
 # Whole models, of which each takes ten seconds.
 _MODELS = ('resnet', 'custom_training', 'loop_over_workers')
@@ -121,7 +121,6 @@ _ON_WORKERS = (
   *inputs.PROGRAMS,
   *state.PROGRAMS,
   *_OPTIONS,
-  'sharpness_aware',
 )
 # What differs on servers: control flow, rows, held and direct writes.
 _ON_SERVERS = (
@@ -132,7 +131,7 @@ _ON_SERVERS = (
   'accumulated',
   'bools_and_strings',
   'class_weight',
-  'contrastive',
+  'supervised_contrastive',
   'decayed_and_averaged',
   'endless_generator',
   'lora',
@@ -172,6 +171,18 @@ _OFTEN_ON_SERVERS = (
 )
 _OPTIMIZERS = tuple(f'optimizer_{name}' for name in common.OPTIMIZERS)
 _SHARDED = (*_OPTIMIZERS, *fits.TABLES, *fits.PROGRAMS)
+_OFTEN_SHARDED = (
+  *_OPTIMIZERS,
+  'accumulation_global_clipnorm',
+  'averages_in_evaluations',
+  'compiled',
+  'ema_overwrite_accumulation_steps_per_execution',
+  'embedding_clipnorm',
+  'mixed_float16_global_clipnorm',
+  'run_eagerly_1_row',
+  'table_adagrad',
+  'two_optimizers',
+)
 _IN_PARTS = (
   'embedding_clipnorm',
   'embedding_steps_per_execution',
@@ -216,12 +227,9 @@ _IN_PROCESS = [
     tiers.soak(f'{case}_{name}', CASES[case], name)
     for case in ('central_storage_of_2', 'sharded')
     for name in (*fits.PROGRAMS, *fits.TABLES, 'restored_accumulation_fit')
-    if name != 'table_adagrad'
+    if (case, name) not in [('sharded', often) for often in _OFTEN_SHARDED]
   ],
-  *[
-    (f'sharded_{name}', CASES['sharded'], name)
-    for name in (*_OPTIMIZERS, 'table_adagrad', 'compiled', 'two_optimizers')
-  ],
+  *[(f'sharded_{name}', CASES['sharded'], name) for name in _OFTEN_SHARDED],
 ]
 
 

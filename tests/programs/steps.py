@@ -237,20 +237,6 @@ def _saliency(model, x, y, outputs):
   return ops.mean(per_row(y, model.net(adversarial)))
 
 
-def _contrastive(model, x, y, outputs):
-  """Rows of a class shall be alike (supervised contrastive)."""
-  features = ops.normalize(outputs, axis=-1)
-  labels = y
-  alike = ops.matmul(features, ops.transpose(features)) / 0.5
-  others = 1.0 - ops.eye(ops.shape(features)[0])
-  same = ops.cast(ops.equal(labels[:, None], labels[None]), 'float32') * others
-  log_prob = alike - ops.log(
-    ops.sum(ops.exp(alike) * others, axis=1, keepdims=True)
-  )
-  by_row = ops.sum(same * log_prob, axis=1) / (ops.sum(same, axis=1) + 1e-6)
-  return -ops.mean(by_row)
-
-
 def _activity():
   x, y, _ = _data()
   model = keras.Sequential(
@@ -367,7 +353,6 @@ PROGRAMS = {
   'sparsity': with_own_step(_sparsity),
   'scaled': with_own_step(_scaled),
   'saliency': with_own_step(_saliency),
-  'contrastive': with_own_step(_contrastive),
   'activity_regularizer': _activity,
   'gradient_penalty': with_own_step(_gradient_penalty),
   'two_optimizers': _two_optimizers,

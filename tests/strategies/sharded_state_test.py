@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tests.strategies import loop_programs
 from tests.strategies import sharded_models as models
 from tf_strategies import errors
@@ -34,73 +34,8 @@ def assert_equal_models(test, one, other, tolerance=1e-6):
       test.assertAllClose(a, b, tolerance, tolerance)
 
 
-def assert_equal_copies(test, model):
-  for variable in model.weights:
-    first, *others = [c.numpy() for c in variable.value.values]
-    for other in others:
-      test.assertAllEqual(first, other)
-
-
-class ExactTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(*[(n, n) for n in ALL])
-  def test_dense(self, name):
-    one = models.train(ALL[name])
-    model = models.train(ALL[name], sharded())
-    assert_equal_models(self, one, model)
-    assert_equal_copies(self, model)
-
-  @tiers.named_parameters(*tiers.few([(n, n) for n in ALL], 'adagrad'))
-  def test_rows_of_a_table(self, name):
-    how = {'data': models.words, 'model': models.embedding_model}
-    one = models.train(ALL[name], **how)
-    model = models.train(ALL[name], sharded(), **how)
-    assert_equal_models(self, one, model)
-    assert_equal_copies(self, model)
-
-  @parameterized.named_parameters(
-    ('last_batch_of_1_row', {'data': lambda: models.numbers(14)}),
-    ('eager', {'eager': True}),
-    ('steps_per_execution', {'steps': 2}),
-    ('compiled', {'compiled': True}),
-  )
-  def test_ways_to_run(self, how):
-    how = dict(how)
-    data = how.pop('data', models.numbers)
-    found = []
-    for strategy in (tf.distribute.get_strategy(), sharded(4)):
-      keras.utils.set_random_seed(3)
-      with strategy.scope():
-        model = models.dense_model()
-        model.compile(
-          ALL['ema'](),
-          'mse',
-          run_eagerly=how.get('eager', False),
-          steps_per_execution=how.get('steps', 1),
-          jit_compile=how.get('compiled', False),
-        )
-      model.fit(*data(), batch_size=13, shuffle=False, verbose=0)
-      found.append(model)
-    assert_equal_models(self, *found)
-
-  @parameterized.named_parameters(
-    ('in_evaluations', 2, False), ('in_epochs', 3, True)
-  )
-  def test_averages_that_are_swapped(self, devices, on_epoch):
-    found = []
-    for strategy in (None, sharded(devices)):
-      swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=on_epoch)
-      model = models.train(
-        lambda: keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.7),
-        strategy,
-        epochs=3,
-        callbacks=[swap],
-        validation_data=models.numbers(9),
-      )
-      found.append((model, model.history.history))
-    (one, history), (model, other) = found
-    assert_equal_models(self, one, model)
-    assert_equal_copies(self, model)
-    self.assertAllClose(history, other, 1e-6, 1e-6)
+class ExactTest(tf.test.TestCase):
+  """Rows of `sharded` in `programs_test.py` train with every optimizer."""
 
   def test_optimizers_of_a_train_step(self):
     found = []
