@@ -195,6 +195,20 @@ def _save_divided(rank, directory):
   return look.damaged, saved.filepath, momenta
 
 
+def _save_in_scope(rank, directory):
+  """Trains and saves inside of the scope, the last time on the chief alone."""
+  strategy = tfs.MultiWorkerRingStrategy()
+  path = os.path.join(directory, 'model.weights.h5')
+  saved = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
+  with strategy.scope():
+    model = _model(strategy, 1)
+    _fit(model, [saved])
+    if rank == 0:
+      model.save(os.path.join(directory, 'model.keras'))
+    _fit(model, [])
+  return int(model.optimizer.iterations.numpy())
+
+
 class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.soak
   def test_chief_writes_and_all_resume(self):
@@ -230,6 +244,13 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
       ):
         np.testing.assert_array_equal(whole, resumed)
     self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
+
+  def test_the_chief_saves_inside_of_the_scope(self):
+    directory = self.create_tempdir().full_path
+    counts = processes.run_workers(_save_in_scope, 2, args=(directory,))
+    self.assertEqual(counts, [_EPOCHS * 6] * 2)
+    saved = keras.models.load_model(os.path.join(directory, 'model.keras'))
+    self.assertEqual(int(saved.optimizer.iterations.numpy()), _EPOCHS * 3)
 
   @pytest.mark.soak
   def test_saves_of_divided_state_are_written_once(self):

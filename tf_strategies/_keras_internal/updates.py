@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import functools
 import types
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
+from keras.src.saving import saving_lib
 
 from tf_strategies import errors
 from tf_strategies._keras_internal import steps
@@ -100,3 +102,27 @@ for _method in ('_swap_variables()', '_finalize_ema_values()'):
     _of_the_innermost,
     'wrappers of optimizers, and loss scales, may be in each other',
   )
+
+
+def _outside_of_scopes(find):
+  """Makes the objects by which Keras tells an object's own attributes, in no scope.
+
+  The variables of such an optimizer would wait for workers that do not save. A thread
+  starts outside of every scope.
+  """
+
+  @functools.wraps(find)
+  @functools.cache
+  def find_outside(obj_type):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      return pool.submit(find, obj_type).result()
+
+  return find_outside
+
+
+steps.change(
+  saving_lib,
+  'get_attr_skipset(obj_type)',
+  _outside_of_scopes,
+  'a worker may save alone inside of a scope',
+)
