@@ -48,14 +48,15 @@ class Communicator(abc.ABC):
     """Sums tensors over all local devices of all workers.
 
     Args:
-      columns: for each local device its tensors.
-      name: of the collective.
+      columns: the tensors of each local device.
+      name: name of the collective.
       gradients: the variables of gradients, which may be rounded on their way.
-        Any other tensor arrives as it was sent.
+        Other tensors are not rounded.
 
     Returns:
-      As `columns`, the sums; on one worker they may be on the first device.
-      None is there before all are: what follows happens with all or none.
+      The sums, in the structure of `columns`. On one worker they may be on the first
+      device. All sums are ready at once, so the operations after them run with all
+      sums or not at all.
     """
 
   # Whether a variable that a step makes gets its first value outside of the step.

@@ -1,4 +1,4 @@
-"""Turns a user's device list into full device names, or says what is wrong."""
+"""Turns a user's device list into full device names, or raises a typed error."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from tf_strategies.strategies.mirrored import replica_run
 def fill(run: replica_run.ReplicaRun, args):
   """Returns `args` with one row of zeros wherever a replica has no rows.
 
-  Ragged and sparse batches stay as they are, and the dense ones beside them
-  with them: rows must go together.
+  Ragged and sparse batches do not change, and neither do the dense ones beside them:
+  rows belong together.
   """
   if run.sites is None or any(map(_is_composite, tf.nest.flatten(args))):
     return args

@@ -108,7 +108,7 @@ def scale_of(largest: tf.Tensor) -> tf.Tensor:
 
 
 def encode(term: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
-  """Returns a term of floats as integers; integers stay as they are."""
+  """Returns a term as integers. Integers do not change."""
   if term.dtype.is_integer:
     return term
   wide = _widened(term.dtype)

@@ -1,4 +1,4 @@
-"""What strategies of ours change in TensorFlow's mirrored implementation.
+"""Defines our changes to TensorFlow's mirrored implementation.
 
 `tf.distribute.MirroredStrategy` delegates to an "extended" object. This one
 routes every reduction through the strategy's own cross-device op, knows the
@@ -131,7 +131,7 @@ class ExactMirroredExtended(
       )
 
   def _check_shards(self, optimizer, variables):
-    """Makes the state that an update divides, and says what it cannot divide."""
+    """Makes the state that an update divides. Warns of state that it cannot divide."""
     if not whole_batch.is_active() and self._num_replicas_in_sync > 1:
       raise sharded_state.loop_error(f'{type(optimizer).__name__}.apply')
     if variables is not None and not optimizer.built:
@@ -260,10 +260,10 @@ class ExactMirroredExtended(
 
   @property
   def is_one_device(self) -> bool:
-    """Returns whether there is, and will be, one replica on one device.
+    """Returns whether there is one replica on one device, now and later.
 
-    Its steps are then those of a program without a strategy, operation by
-    operation: nothing is reduced, counted or copied.
+    Its steps then have the same operations as without a strategy: nothing is reduced,
+    counted or copied.
     """
     return len(self._devices) * self.most_workers == 1
 
@@ -313,17 +313,17 @@ class ExactMirroredExtended(
     return tf.add_n([copy.read_value() for copy in variable.values])
 
   def count_reads(self, reads) -> None:
-    """Is told which central variables each replica reads in a step."""
+    """Counts the central variables that each replica reads in a step."""
 
   def place(self) -> tuple[Any, Any]:
-    """This process's rank among the workers, and their number."""
+    """Returns this process's rank among the workers, and the number of workers."""
     return 0, 1
 
   # The most workers that there can be.
   most_workers = 1
 
   def exchange(self, sites=()) -> emit.Exchange:
-    """How the replicas of a step meet, which have some sites."""
+    """Returns the exchange in which the replicas of a step meet."""
     del sites
     return replica_exchange.ReplicaExchange(self._reducer)
 
@@ -490,7 +490,7 @@ def _only_value(value):
 
 
 def _only_argument(value):
-  """As `_only_value`, but a variable stays the one that the strategy made."""
+  """Returns `_only_value(value)`; a variable of the strategy does not change."""
   return value if isinstance(value, tf.Variable) else _only_value(value)
 
 
@@ -522,7 +522,7 @@ def _have_all_rows(counts) -> bool:
 
 
 def rows_of_plain(leaves):
-  """The number of rows of a batch that is there whole."""
+  """Returns the number of rows of a batch that this process has as a whole."""
   batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
   return 0 if batch is None else replica_run.num_rows(batch)
 

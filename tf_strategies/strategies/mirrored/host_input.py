@@ -174,7 +174,7 @@ class HostDataset(_tf_internal.UnaryUnchangedStructureDataset):
 
 
 def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
-  """A data set of distributed values of one of global batches; see `split`."""
+  """Returns a data set of distributed values, made of global batches; see `split`."""
   if is_distributed(dataset):
     return dataset
 
@@ -187,9 +187,9 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
 
 
 def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """The same batches, of which no graph knows the number of rows before it runs.
+  """Returns a data set whose batches have no static number of rows.
 
-  What TensorFlow knows of a shape may change how it rounds.
+  TensorFlow may round differently where it knows a shape.
   """
 
   def forget(value):
@@ -255,7 +255,7 @@ def is_distributed(dataset: tf.data.Dataset) -> bool:
 
 
 def _part(value, num_parts: int, part: int):
-  """One component's rows that belong to one part."""
+  """Returns the rows of one component that belong to one part."""
   if value.shape.rank == 0:
     raise errors.UnsupportedOptionError(
       'a data set whose elements have scalar components',
@@ -266,7 +266,7 @@ def _part(value, num_parts: int, part: int):
 
 
 def share(total, place, places):
-  """Where the share at a place begins, and its length; the first are longer."""
+  """Returns the start and the length of a share. The first shares may be longer."""
   size, left_over = total // places, total % places
   if all(isinstance(n, int) for n in (total, place, places)):
     return place * size + min(place, left_over), size + (place < left_over)

@@ -92,10 +92,11 @@ class Reducer:
     return self._link.gather(value, destinations, axis, options)
 
   def all_reduce_in_branch(self, reduce_op, value, options):
-    """All-reduces inside a `tf.cond` of one replica.
+    """Reduces over all replicas inside a `tf.cond` of one replica.
 
-    Every replica builds a branch of its own and sees no other's tensors; only
-    ops that meet at run time can cross. All replicas must take the branch.
+    Each replica builds a branch of its own, without the tensors of other replicas.
+    Only collectives, which meet at run time, cross branches. All replicas must take
+    the branch.
     """
     run = replica_run.current()
     replica_id = replica_run.current_replica_id()
@@ -134,7 +135,7 @@ class DeviceReducer:
     self._collective_ops = collective_ops
 
   def per_replica(self, value):
-    """`value` as the distributed value that it stands for, if it does."""
+    """Returns the distributed value that `value` stands for, or `value`."""
     return value
 
   def reduce(self, reduce_op, pairs, options):
@@ -164,13 +165,13 @@ class DeviceReducer:
     return value
 
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """Counts the call, and all-reduces."""
+    """Counts the call, and reduces over all replicas."""
     if replica_id == 0:
       self.in_control_flow.record(self.devices, [0] * len(self.devices))
     return self.all_reduce_replica(reduce_op, tensors, replica_id, options)
 
   def all_reduce_replica(self, reduce_op, tensors, replica_id, options):
-    """All-reduces one replica's tensors, by TensorFlow's collectives."""
+    """Reduces one replica's tensors over all replicas, by TensorFlow's collectives."""
     all_reduce = getattr(self._collective_ops, '_all_reduce', None)
     if all_reduce is None:
       raise errors.UnsupportedOptionError(
@@ -201,11 +202,11 @@ class WorkerReducer:
 
   @property
   def num_replicas(self) -> int:
-    """Of all workers."""
+    """Number of replicas of all workers."""
     return len(self.devices) * self._communicator.world_size
 
   def per_replica(self, value):
-    """A tensor of the only local replica as a distributed value."""
+    """Returns a tensor of the only local replica as a distributed value."""
     if (
       len(self.devices) > 1
       or not tf.is_tensor(value)
@@ -263,7 +264,7 @@ class WorkerReducer:
     return self.gather(value, destinations, axis, None)
 
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """All-reduces one replica's tensors."""
+    """Reduces one replica's tensors over all replicas."""
     reduced = self._communicator.all_reduce_replica(
       tensors, replica_id, options, _gradients(options, [True] * len(tensors))
     )
@@ -272,7 +273,7 @@ class WorkerReducer:
     return reduced
 
   def _sum_dense(self, values, is_mean, gradients):
-    """For each value its sum (or mean) over all replicas, by local device."""
+    """Returns, by local device, each value's sum (or mean) over all replicas."""
     if not values:
       return []
     for value in values:
@@ -334,7 +335,7 @@ class WorkerReducer:
 
 
 def _gradients(options, which) -> gradient_reducer.Gradients | None:
-  """What those of the values are the gradients of, if they are."""
+  """Returns the `Gradients` of the chosen values; None if they are not gradients."""
   if not isinstance(options, gradient_reducer.Gradients):
     return None
   variables = itertools.compress(options.variables, which)

@@ -22,7 +22,7 @@ from tf_strategies.spmd import kinds, pieces
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import whole_batch
 
-# Elements: what is shorter costs more operations than it saves bytes.
+# Elements. Dividing a shorter slot costs more operations than it saves bytes.
 _SHORTEST = 64
 
 
@@ -38,7 +38,7 @@ class StateShards:
 
   @property
   def shard(self) -> kinds.Shard:
-    """What a replica has of a slot."""
+    """Shard of a slot that a replica holds."""
     return kinds.Shard(self._extended._num_replicas_in_sync)
 
   def divides(self, kwargs: dict[str, Any]) -> bool:
@@ -82,7 +82,7 @@ class StateShards:
     return {id(v.handle): v for v in alive if v is not None}
 
   def count_of(self, variable) -> int:
-    """In how many pieces an optimizer's state of a model's variable is."""
+    """Returns the number of pieces of an optimizer's state of a model's variable."""
     value = getattr(variable, '_value', variable)
     return self.shard.count if id(value) in self._divided else 1
 
@@ -150,7 +150,7 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
 
   @classmethod
   def _variable_call(cls, *args, **kwargs):
-    """Nothing: TensorFlow asks whether to make another kind of variable."""
+    """Returns None: TensorFlow asks whether to make another kind of variable."""
     del cls, args, kwargs
 
   def __repr__(self):
@@ -198,25 +198,25 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     return self
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign`."""
+    """Does the same as `tf.Variable.assign`."""
     return self._write('assign', value, read_value=read_value)
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign_add`."""
+    """Does the same as `tf.Variable.assign_add`."""
     return self._write('assign_add', delta, read_value=read_value)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign_sub`."""
+    """Does the same as `tf.Variable.assign_sub`."""
     return self._write('assign_sub', delta, read_value=read_value)
 
   # Rows that one replica found are in the pieces of others: they are added up.
 
   def scatter_add(self, sparse_delta, use_locking=False, name=None):
-    """As `tf.Variable.scatter_add`."""
+    """Does the same as `tf.Variable.scatter_add`."""
     return self.assign_add(tf.convert_to_tensor(sparse_delta))
 
   def scatter_sub(self, sparse_delta, use_locking=False, name=None):
-    """As `tf.Variable.scatter_sub`."""
+    """Does the same as `tf.Variable.scatter_sub`."""
     return self.assign_sub(tf.convert_to_tensor(sparse_delta))
 
   # `tf.train.Checkpoint` saves it whole.
@@ -234,7 +234,7 @@ def is_among(values: Any) -> bool:
 
 
 def loop_error(what: str) -> errors.UnsupportedOptionError:
-  """For an update in a loop that calls `strategy.run`."""
+  """Returns the error for an update in a loop that calls `strategy.run`."""
   return errors.UnsupportedOptionError(
     f'{what}, of which each replica has a part (shard_optimizer_state=True), in a '
     'loop that calls strategy.run',

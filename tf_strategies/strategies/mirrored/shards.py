@@ -1,9 +1,9 @@
-"""Models' steps that give the same bits for any number of replicas.
+"""Steps of models that give the same bits for any number of replicas.
 
 The global batch is cut into a fixed number of virtual shards. Each shard is a site
 of the planned program (see `spmd`), so its computation does not depend on the replica
-that runs it. Each replica runs its own shards and computes once what is the same for
-all rows, such as an optimizer's update. `ExactExchange` adds up what shards hold.
+that runs it. Each replica runs its own shards. Operations without rows, such as an
+optimizer's update, run once per replica. `ExactExchange` adds up the values of shards.
 
 TensorFlow's arithmetic optimizer rounds differently if a graph has another number of
 shards. It is turned off for the process.
@@ -107,11 +107,11 @@ class _Step(whole_batch.Step):
 
 
 def _check_random(program: program_lib.Program, are_elastic: bool) -> None:
-  """Raises for random numbers that another run, or worker, would not draw.
+  """Raises if another run, or another worker, would draw other random numbers.
 
   Raises:
-    UnsupportedOptionError: they have no seed; or workers come and go, and a worker
-      that comes would begin anew.
+    UnsupportedOptionError: the random operation has no seed; or workers come and go,
+      and a worker that joins would start from the beginning.
   """
   fix = (
     'draw them by keras.random, with a keras.random.SeedGenerator(seed) in the '

@@ -188,7 +188,7 @@ def check_sharding(
 
 
 def check_cross_device_ops(cross_device_ops) -> None:
-  """Raises UnsupportedOptionError for what is no cross-device op."""
+  """Raises UnsupportedOptionError if the value is not a cross-device op."""
   if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
     raise errors.UnsupportedOptionError(
       f'cross_device_ops={cross_device_ops!r}',

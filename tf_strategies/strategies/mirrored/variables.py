@@ -143,7 +143,7 @@ class SeedVariable(MirroredVariable):
     return super().assign(value, use_locking, name, read_value)
 
   def _offset(self):
-    """What this replica adds to the seed; None for the first, and for none."""
+    """Returns the offset of this replica's seed; None for the first replica."""
     if whole_batch.stream():
       number = whole_batch.stream()
       return tf.constant([number * _keras_internal.SEED_STRIDE, 0], self.dtype)
@@ -161,11 +161,10 @@ class SeedVariable(MirroredVariable):
 class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
   """A variable with a value of its own on each replica, reduced when read.
 
-  A replica without rows computes on a stand-in row; what it would add to a
-  metric is left out.
+  A replica without rows computes on a padding row, which does not count in metrics.
 
-  Where workers come and go it `holds_whole`: models' steps, which know the sum,
-  give all of it to every replica, so that none takes its part away.
+  In elastic jobs the variable `holds_whole`: the steps of models write the whole sum on
+  every replica, so a worker that leaves takes nothing away.
   """
 
   holds_whole = False

@@ -41,7 +41,7 @@ def is_active() -> bool:
 
 
 def stream() -> int:
-  """Which random numbers the step that this thread runs draws; 0: one device's."""
+  """Returns the number of the random stream of this thread's step; 0 is one device's."""
   return _state.stream
 
 
@@ -62,7 +62,7 @@ class _OneDevice(tf.distribute.ReplicaContext):
 
   @property
   def num_replicas_in_sync(self):
-    """One."""
+    """Number of replicas: one."""
     return 1
 
   def _merge_call(self, merge_fn, args, kwargs):
@@ -184,7 +184,7 @@ class _Variable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Single:
-  """A variable or table of which there is one, made outside of the scope."""
+  """A variable or table with one copy, made outside of the scope."""
 
   tensor: Any
   is_part = False
@@ -249,7 +249,7 @@ class Step:
     return _packed(graph.structured_outputs, iter(results))
 
   def _plan(self, graph, leaves, specs, sites, is_whole=False):
-    """Who computes what; with `is_whole` each replica does all of it."""
+    """Returns the plan of a step; with `is_whole` each replica computes all rows."""
     inputs, arguments, values = self._arguments(
       graph, leaves, specs, sites, is_whole
     )
@@ -341,13 +341,15 @@ class Step:
       return fn(whole)
 
   def _whole(self, leaf, sites):
-    """All rows of a batch."""
+    """Returns all rows of a batch."""
     if not isinstance(leaf, tf.distribute.DistributedValues):
       return leaf
     exchange = self._exchange()
     replicas = [s for s in sites if s.replica is not None]
 
-    def gather(values):  # As they are: without rows there is nothing.
+    def gather(
+      values,
+    ):  # Padding is not removed: an empty replica has no values.
       return exchange.gather(list(values), 0, sites[:1])[0]
 
     values = leaf.values
@@ -385,7 +387,7 @@ class Step:
     return sites
 
   def _arguments(self, graph, leaves, specs, sites, is_whole):
-    """The graph's inputs: tensors, what stands for them at sites, what they are."""
+    """Returns the graph's inputs: tensors, their values at sites, and their kinds."""
     inputs, arguments, values = [], [], []
     placeholders = iter(graph.inputs)
 

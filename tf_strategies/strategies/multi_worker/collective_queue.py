@@ -3,12 +3,12 @@
 All ranks must issue their collectives in the same order. TensorFlow keeps the
 order of host calls within one function only, so that a `tf.while_loop` or a
 `tf.cond` may overtake another. Here each call reads a token variable and
-writes it back: TensorFlow never reorders that.
+writes it back: TensorFlow never reorders these operations.
 
 Calls that move gradients come in two parts. The first hands a tensor to a
-thread and returns at once; the second waits for all results. So the reduction
-of the last layers' gradients runs while the backward pass computes those of the
-first layers, and no thread of TensorFlow waits for it.
+thread and returns at once. The second waits for all results. So the gradients of the
+last layers are reduced while the backward pass computes the gradients of the first
+layers, and no thread of TensorFlow waits for them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CollectiveQueue:
   def call(
     self, kind: str, work: _Work, tensor: tf.Tensor, shape: tf.TensorShape
   ) -> tf.Tensor:
-    """Runs `work` in order and returns what it returns, of so known a shape."""
+    """Runs `work` in order. Returns its result, with the static shape that is known."""
     if tf.executing_eagerly():
       self._join()
       result = self._run(kind, work, tensor.numpy())
@@ -110,21 +110,21 @@ class CollectiveQueue:
     device: str,
     shapes: Sequence[Sequence[int | None]] | None = None,
   ) -> list[tf.Tensor]:
-    """Runs each of `works` on its tensor as soon as that is ready.
+    """Runs each function of `works` on its tensor as soon as the tensor is ready.
 
     Args:
-      kind: of the collectives.
-      works: each makes an array of the dtype of the one that it gets.
-      tensors: one-dimensional, in the order in which they become ready. Each is
-        taken when the one before is handed over.
-      contents: what is in each of them, for the timeline.
-      device: of the tensors. To one with memory of its own a result is copied
-        while others still travel.
-      shapes: of the results; None if they are those of the tensors.
+      kind: kind of the collectives.
+      works: functions that return an array of the dtype of their argument.
+      tensors: one-dimensional tensors, in the order in which they become ready. Each
+        is taken when the one before is handed over.
+      contents: names of the tensors' contents, for the timeline.
+      device: device of the tensors. If it has memory of its own, a result is copied to
+        it while others still travel.
+      shapes: shapes of the results; None if they equal the tensors' shapes.
 
     Returns:
-      The results on that device, none before all are there: what follows happens with all of
-      them or not at all.
+      The results on that device. All are ready at once, so the operations after them
+      run with all results or not at all.
     """
     if tf.executing_eagerly():
       return [
@@ -238,7 +238,7 @@ def _make_thread() -> concurrent.futures.ThreadPoolExecutor:
 
 
 def _recorded(kind, work, **about):
-  """Work that also tells the recorder when it ran, and what it sent."""
+  """Returns `work` with a record of its time and of the bytes that it sent."""
 
   def run(group, array):
     """Does the work; records it also if it fails."""

@@ -161,11 +161,11 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     return super()._experimental_distribute_dataset(dataset, options)
 
   def before_reset(self, model) -> None:
-    """Is told that a model is about to reset its metrics."""
+    """Prepares for a model that is about to reset its metrics."""
     self._membership.hold_metrics(model)
 
   def guard_step(self, step: Callable[[Any], Any]) -> GuardedStep:
-    """What Keras calls for a model's step, which goes on when workers change."""
+    """Returns the function for Keras to call: a step that survives changes of workers."""
     return GuardedStep(self, self._membership, step)
 
 
@@ -257,7 +257,7 @@ class GuardedStep:
 
 
 def _kind_of(leaf) -> tuple:
-  """What tells a tensor from one that needs another graph, or its spec."""
+  """Returns a key that differs for tensors that need different graphs."""
   if leaf is None:
     return ()
   return type(leaf).__name__.removesuffix('Spec'), leaf.dtype, leaf.shape[1:]

@@ -103,12 +103,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def should_checkpoint(self):
-    """Only the chief writes checkpoints."""
+    """Returns whether this worker writes checkpoints: the chief does."""
     return self.communicator.rank == 0
 
   @property
   def should_save_summary(self):
-    """Only the chief writes summaries."""
+    """Returns whether this worker writes summaries: the chief does."""
     return self.should_checkpoint
 
   # See `GradientReducer`: a step that fails must not have counted itself.
@@ -139,7 +139,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   # Where code runs.
 
   def _share_rows(self, rows):
-    """The rows of every replica of every worker, by replica id."""
+    """Returns the rows of every replica of every worker, by replica id."""
     before = self._first_replica
     after = self._num_replicas_in_sync - before - len(rows)
     with tf.device('CPU:0'):

@@ -27,7 +27,7 @@ class GradientRests:
     self._rests: dict[int, tuple[weakref.ref, tf.Variable]] = {}
 
   def of(self, variable: Any) -> tf.Variable:
-    """Returns what is left of a variable's gradients; zeros before the first."""
+    """Returns the unsent rest of a variable's gradients; zeros before the first step."""
     known, rest = self._rests.get(id(variable), (lambda: None, None))
     if known() is not variable:
       self._rests = {k: v for k, v in self._rests.items() if v[0]() is not None}

@@ -22,13 +22,13 @@ from tf_strategies.process_group import buffers
 
 
 class Request(NamedTuple):
-  """A flat tensor, and what a group makes of it.
+  """A flat tensor and the work that a group does with it.
 
   Attributes:
-    tensor: what is handed over.
-    members: the numbers of the tensors that are in it.
-    shape: of the result.
-    work: is called with a group, the array and a name.
+    tensor: the flat tensor.
+    members: numbers of the tensors that it contains.
+    shape: shape of the result.
+    work: function of a group, an array and a name that returns the result.
   """
 
   tensor: tf.Tensor
@@ -183,7 +183,7 @@ def _placed(values, numbers, new) -> list:
 
 
 def _with_rests(items, read) -> list[tf.Tensor]:
-  """Returns what is sent: a variable's rest is added once a step."""
+  """Returns the tensors to send. A variable's rest is added once per step."""
   tensors, added = [], set()
   for tensor, _, rest in items:
     if rest is not None:

@@ -103,7 +103,7 @@ class WorkerInput:
     )
 
   def _with_rows(self, batches, all_rows):
-    """What replicas get: counted batches, or the only replica's as it is."""
+    """Returns the batches of the replicas. A single replica gets plain tensors."""
     if self._extended.is_one_device:
       return batches[0]
     return host_input.with_rows(batches, all_rows)
@@ -115,7 +115,7 @@ class WorkerInput:
     return self._checked(dataset, lambda batch: batch, lambda batch: batch)
 
   def _checked(self, dataset, take, finish) -> tf.data.Dataset:
-    """What `take` and, behind a comparison of workers, `finish` make of batches."""
+    """Applies `take` to batches, then `finish`, after workers have been compared."""
     check = self._make_check(_keras_internal.num_steps(are_common=True))
 
     def number(index, batch):
@@ -208,9 +208,9 @@ class WorkerInput:
     return dataset.rebatch(rows).map(share)
 
   def _own_data(self, dataset):
-    """Of tuples of `_counted` batches, one a local replica.
+    """Returns a data set of tuples of `_counted` batches, one per local replica.
 
-    Goes on until all workers have run out.
+    It ends when all workers have run out of data.
     """
     nothing = _without_rows(dataset.element_spec)
     steps = _keras_internal.num_steps(are_common=False)

@@ -29,7 +29,7 @@ from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 
 class LocalWorker:
-  """What the optimizers of a strategy that train apart ask of this worker."""
+  """The part of a strategy that `LocalSteps` optimizers use on this worker."""
 
   def __init__(self, extended):
     self._extended = extended
@@ -80,7 +80,7 @@ class LocalWorker:
   # Steps and meetings.
 
   def begin(self, optimizers: Iterable[optimizers_lib.LocalSteps]) -> None:
-    """Before a step: sets anchors where there are none."""
+    """Sets missing anchors before a step."""
     for optimizer in optimizers:
       with self._on_first_device(_values(optimizer.anchors)):
         optimizer.begin()
@@ -113,7 +113,7 @@ class LocalWorker:
         self._meet(optimizer)
 
   def _meet(self, optimizer) -> tf.Tensor:
-    """All workers' differences become one update of the anchor."""
+    """Updates the anchor by all workers' differences, weighted by their rows."""
     weights = _keras_internal.trainable_variables(optimizer)
     averages = _values(optimizer.averages())
     averages += self._statistics.get(optimizer, [])
@@ -130,7 +130,7 @@ class LocalWorker:
       means = self._sum(
         optimizer.differences(share), gradient_reducer.Gradients(weights)
       )
-      # In float64, so that what is equal on all workers does not change.
+      # In float64, so that a value that is equal on all workers does not change.
       sums = self._sum([tf.cast(v, tf.float64) * share for v in averages])
       optimizer.finish(means)
       for variable, value in zip(averages, sums, strict=True):
@@ -148,7 +148,7 @@ class LocalWorker:
 
   @contextlib.contextmanager
   def _on_first_device(self, written: Iterable[tf.Variable]) -> Iterator[None]:
-    """One device's context; then other local devices get what was `written`."""
+    """Runs the body on one device, then copies the `written` variables to the others."""
     extended = self._extended
     strategy, devices = extended._container_strategy(), extended.worker_devices
     with whole_batch.one_device(strategy, devices[0]):

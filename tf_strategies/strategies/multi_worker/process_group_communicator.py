@@ -347,7 +347,7 @@ class ElasticCommunicator(ProcessGroupCommunicator):
     self._compare([answer.decode() for answer in answers], what, fix)
 
   def place(self) -> tuple[tf.Tensor, tf.Tensor]:
-    """This worker's rank and the number of workers, int32, when a graph runs."""
+    """Returns this worker's rank and the number of workers, int32, at run time."""
     rank, world_size = tf.unstack(self._place.read_value())
     return rank, world_size
 

@@ -26,18 +26,18 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, exactly, over a ring of our own.
 
   Every worker runs the same program. Variables are mirrored on all devices of
-  all workers and start from the chief's values; gradients are added up on each
+  all workers and start from the chief's values. Gradients are added up on each
   worker's devices in the graph, then between workers by host calls that overlap
-  with the backward pass. The result is one device's with the same global batch.
-  Nothing of TensorFlow's cluster runtime is started.
+  with the backward pass. The result equals one device's with the same global batch.
+  TensorFlow's cluster runtime is not started.
 
-  A worker that dies, stops or is cut off ends in `WorkerUnavailableError` on
-  every other; workers that do different things end in
-  `CollectiveMismatchError`. `tfs.elastic.run` lets the others go on.
+  If a worker dies, stops or is cut off, every other worker raises
+  `WorkerUnavailableError`. If workers do different things, they raise
+  `CollectiveMismatchError`. With `tfs.elastic.run` the others go on.
 
   Each worker gets its rows of the global batch. All workers must have the same
-  data in the same order, which is checked, or set the auto-shard policy FILE
-  (files of its own for each) or OFF (data of its own for each).
+  data in the same order, which is checked. Otherwise set the auto-shard policy to FILE
+  (each worker has its own files) or OFF (each worker has its own data).
 
   Example, in a process without TF_CONFIG (one worker):
 
@@ -50,23 +50,24 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     >>> history = model.fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
 
   Args:
-    cluster: who takes part; None reads TF_CONFIG. A process group that has
-      formed already is taken as it is.
+    cluster: the workers; None reads TF_CONFIG. May be a process group that has
+      formed.
     options: a `RingOptions`.
-    devices: of this worker; default all GPUs, or the first CPU.
-    cross_device_ops: between this worker's devices; default `AutoAllReduce()`.
-    shard_optimizer_state: whether each replica stores a part of what optimizers
-      keep beside the variables, such as the moments of Adam (ZeRO, stage 1).
-      Gradients are reduce-scattered, each replica updates its part, and updates
-      are all-gathered. For the steps of models, not for `strategy.run`. A read of
-      the state, as `model.save` does, is a collective: every worker makes it.
+    devices: devices of this worker; by default all GPUs, or the first CPU.
+    cross_device_ops: all-reduce between this worker's devices; by default
+      `AutoAllReduce()`.
+    shard_optimizer_state: whether each replica stores a part of the optimizer's
+      state, such as the moments of Adam (ZeRO, stage 1). Gradients are
+      reduce-scattered, each replica updates its part, and updates are all-gathered.
+      It applies to the steps of models, not to `strategy.run`. Reading the state, as
+      `model.save` does, is a collective: every worker has to read it.
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed.
-    RendezvousError: not all workers came; names those that are missing.
-    AuthenticationError: another secret than the other workers'.
-    UnsupportedOptionError: devices or options that are not there.
-    CollectiveMismatchError: workers with different numbers of devices.
+    RendezvousError: workers are missing; names them.
+    AuthenticationError: this worker's secret differs from the other workers'.
+    UnsupportedOptionError: a device does not exist, or an option is not supported.
+    CollectiveMismatchError: workers have different numbers of devices.
   """
 
   def __init__(
@@ -130,7 +131,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         extended = self.extended
         extended.state_shards = sharded_state.StateShards(extended)
     except BaseException:
-      # Nobody can close what was never made: the others would wait for this
+      # A group that was never made cannot be closed: the others would wait for this
       # worker, and its port would be taken for the next attempt.
       if group is not cluster:
         group.close()

@@ -202,7 +202,7 @@ class RuntimeCommunicator(communicator.Communicator):
 def _exchange_error(
   error: tf.errors.OpError, tag: str, rank: int, seconds: float
 ) -> errors.Error:
-  """What an error of the coordination service means for an exchange."""
+  """Returns the typed error for an error of the coordination service."""
   if isinstance(error, tf.errors.DeadlineExceededError):
     typed = errors.CollectiveTimeoutError(
       f'exchange {tag!r}: worker {rank} did not come within {seconds:g} s. It '

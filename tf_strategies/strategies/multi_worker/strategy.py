@@ -92,7 +92,7 @@ class MultiWorkerStrategy(
 
   @property
   def rank(self) -> int:
-    """This worker's place among the workers; the chief has 0."""
+    """Rank of this worker among the workers. The chief has rank 0."""
     return self.extended.communicator.rank
 
   @property

@@ -16,7 +16,7 @@ class WorkerExchange(emit.Exchange):
     self._communicator = communicator
     # Variables that have gradients, by `id`.
     self._variables = variables
-    # New values of the variables that keep what was not sent of gradients.
+    # New values of the variables that keep the unsent rests of gradients.
     self._writes = {}
 
   def add(self, columns, sites, variables):
@@ -32,7 +32,7 @@ class WorkerExchange(emit.Exchange):
     return results
 
   def finish(self):
-    """Writes what was not sent of gradients; every meeting has been built."""
+    """Writes the unsent rests of gradients, after every meeting has been built."""
     gradient_reducer.write(self._writes)
 
   def scatter(self, columns, shard, sites, are_gradients):
