@@ -47,15 +47,15 @@ class Execution:
   """One run of a plan on the arrays of one rank.
 
   Args:
-    plan: what this rank does.
-    array: what it contributes: flat, contiguous.
-    out: where the result goes: as `array`, or of any length where the plan
-      only moves bytes.
-    pool: gives the memory that the plan needs.
-    form: how elements travel and are added.
-    ufunc: what combines two arrays.
-    residual: is filled with what the codec has left out here: as long as `array`, in
-      the dtype of sums; None for who does not ask.
+    plan: the plan of this rank.
+    array: this rank's contribution, flat and contiguous.
+    out: the array for the result, like `array`. If the plan only moves bytes, its
+      length may differ.
+    pool: source of the memory that the plan needs.
+    form: the format in which elements travel and are added.
+    ufunc: function that combines two arrays.
+    residual: array for the rounding error of the codec on this rank, with the length
+      of `array` and the dtype of sums; None if the caller does not need it.
   """
 
   def __init__(
@@ -137,13 +137,12 @@ class Execution:
     received: np.ndarray | None,
     wake: Callable[[int], None],
   ) -> None:
-    """Takes a piece that has come, or keeps it until what it needs is done.
+    """Takes a piece that has arrived, or keeps it until the pieces before are done.
 
     Args:
-      number: of the piece.
-      received: its bytes; None if they are in `memory` already.
-      wake: called for each piece that may move from now on, and for each that was
-        kept.
+      number: number of the piece.
+      received: bytes of the piece; None if they are in `memory` already.
+      wake: called for each piece that may move now, and for each kept piece.
     """
     if self.needs[number]:
       self._early[number] = received
@@ -210,7 +209,7 @@ class Execution:
     if piece.first not in self._unrounded:
       rest = self._take(0, len(residual))
     self._form.codec.decode(payload, rest)
-    with np.errstate(invalid='ignore'):  # Of what is not finite, NaN.
+    with np.errstate(invalid='ignore'):  # Infinities may give NaN.
       np.subtract(array, rest, out=rest)
     if rest is not residual:
       residual += rest

@@ -153,7 +153,7 @@ def _begins_fit(description) -> bool:
 
 
 def _place(description) -> tuple | None:
-  """Where a rank waits; None if it does not wait."""
+  """Returns the method in which a rank waits; None if it does not wait."""
   if not description['busy'] and not description['exchanges']:
     return None
   return (

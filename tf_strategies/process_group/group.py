@@ -46,14 +46,14 @@ class ProcessGroup:
   collectives: every rank calls them in the same order with matching arguments,
   one at a time. `exchange` and `agree` run beside them, from any thread.
 
-  Once a group has failed, every call raises what it failed with.
+  Once a group has failed, every call raises the error of that failure.
 
   Attributes:
     name: 'tcp' or 'mpi'.
     elastic: whether the processes can form a group again after a failure.
-    candidates: what 'auto' chooses from for large buffers, the preferred first.
-    piece_bytes: the most bytes that travel as one piece, so that additions overlap
-      with transfers.
+    candidates: algorithms that 'auto' may choose for large buffers, best first.
+    piece_bytes: largest number of bytes in one piece. Additions overlap with the
+      transfer of the next pieces.
   """
 
   name = 'tcp'
@@ -99,12 +99,12 @@ class ProcessGroup:
 
   @property
   def rank(self) -> int:
-    """This process's place in the group."""
+    """Rank of this process in the group."""
     return self._state.rank
 
   @property
   def members(self) -> tuple[state_lib.Member, ...]:
-    """All members of the group by rank."""
+    """Members of the group by rank."""
     return self._state.members
 
   @property
@@ -123,12 +123,12 @@ class ProcessGroup:
     return self._transport.bytes_sent
 
   def paths(self) -> dict[int, str]:
-    """How this process gets arrays of each rank to which it has a link.
+    """Returns the way in which arrays arrive from each rank with a link.
 
     Returns:
-      By rank 'memory', 'socket' or 'mpi', and why not memory, such as
-      'socket, not memory: Permission denied'. The first collectives of a group
-      find it out.
+      A dict of rank to 'memory', 'socket' or 'mpi', with the reason against memory,
+      such as 'socket, not memory: Permission denied'. It is known after the first
+      collectives of a group.
     """
     return self._transport.paths()
 
@@ -337,13 +337,13 @@ class ProcessGroup:
       return self._control.exchange(tag, bytes(payload), seconds)
 
   def describe(self) -> dict[str, Any]:
-    """Where this rank is; at any time, from any thread.
+    """Returns the position of this rank. Any thread may call it at any time.
 
     Returns:
-      `sequence` (the number of its newest collective, from 1; 0 before it),
-      `busy` (whether that is running), `name` of the tensor, `exchanges` (the tags
-      of those that are open), `call`, the method of a model that the program is in,
-      and the texts of `recent` collectives.
+      `sequence` (number of its newest collective, from 1; 0 before the first),
+      `busy` (whether that collective is running), `name` of its tensor, `exchanges`
+      (tags of the open exchanges), `call` (the method of a model that the program
+      runs) and `recent` (texts of the last collectives).
     """
     return self._state.describe()
 

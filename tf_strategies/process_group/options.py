@@ -32,27 +32,26 @@ _MIN_SECRET_BYTES = 16
 @option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class GroupOptions:
-  """How processes find each other, how long they wait, how they move bytes.
+  """Options for how processes find each other, how long they wait, and security.
 
   Attributes:
-    rendezvous_timeout_seconds: how long `form` waits for the others.
-    collective_timeout_seconds: how long one collective may take while all
+    rendezvous_timeout_seconds: seconds for which `form` waits for the others.
+    collective_timeout_seconds: seconds that one collective may take while all
       workers are alive.
-    heartbeat_timeout_seconds: the silence after which a worker counts as lost.
-    secret: what every worker of the job knows, 16 bytes or more. Peers prove
-      to each other that they know it; it never travels. What is sent after
-      that is neither encrypted nor signed without `tls`: keep it inside a
-      trusted network.
-    allow_unauthenticated: without a secret, permits addresses beyond this host,
-      and on it peers of other users.
-    tls: this worker's certificate, key and authority: everything between workers
-      is then encrypted (TLS 1.3), and each proves that it has a certificate.
-    min_workers: the fewest that may form a group; None is all of them. With a
-      number below a majority both halves of a split network could go on; with
-      'majority' a group that forms again has a majority of the last one (with a tie,
-      the half with its lowest task), or all that have not surely died.
-    max_workers: the most that form a group; None is all of them.
-    window_seconds: how long to wait for more once `min_workers` are there.
+    heartbeat_timeout_seconds: seconds of silence after which a worker counts as lost.
+    secret: secret of the job, 16 bytes or more. Peers prove to each other that they
+      know it. It never travels. Without `tls`, the data is neither encrypted nor
+      signed: use a trusted network.
+    allow_unauthenticated: permits a job without a secret to use addresses of other
+      hosts, and peers of other users on this host.
+    tls: this worker's certificate, key and authority. All connections are then
+      encrypted (TLS 1.3), and each worker proves that it has a certificate.
+    min_workers: smallest number of workers that may form a group; None means all.
+      With a number below a majority, both halves of a split network could go on.
+      With 'majority', a group that forms again has a majority of the last group (in a
+      tie, the half with its lowest task), or all workers that have not surely died.
+    max_workers: largest number of workers that form a group; None means all.
+    window_seconds: seconds to wait for more workers after `min_workers` have come.
   """
 
   rendezvous_timeout_seconds: float = 300.0
@@ -121,7 +120,7 @@ class GroupOptions:
     option_checks.keep_plain(self)
 
   def credentials(self) -> authentication.Credentials:
-    """How this process and its peers know each other."""
+    """Returns the credentials by which this process and its peers know each other."""
     is_open = not (self.secret or self.tls or self.allow_unauthenticated)
     return authentication.Credentials(self.secret, is_open, self.tls)
 
@@ -147,7 +146,7 @@ class GroupOptions:
 
 
 def check_type(name: str, options: object) -> None:
-  """Refuses what is no `GroupOptions`."""
+  """Raises UnsupportedOptionError if `options` is not a `GroupOptions`."""
   option_checks.check_type(
     name,
     options,

@@ -1,4 +1,4 @@
-"""What one rank does in a collective: pieces in order, and what they wait for.
+"""Defines the plan of one rank in a collective: ordered pieces and their needs.
 
 A plan is compiled once from a `Schedule` and then run on many arrays, over TCP or MPI. It
 holds integers only: which bytes of which buffer go to or come from whom, in
@@ -77,12 +77,12 @@ class Plan(NamedTuple):
   """Everything that one rank does in a collective.
 
   Attributes:
-    pieces: in any order.
-    needs: for each piece, how many others must be done before it.
-    unlocks: for each piece, those that need it.
-    sends: for each rank that gets something, its pieces in order. A rank may
-      be there without pieces: it gets a header.
-    receives: the same for what comes.
+    pieces: all pieces, in any order.
+    needs: for each piece, the number of pieces that must be done before it.
+    unlocks: for each piece, the pieces that need it.
+    sends: for each receiving rank, its pieces in order. A rank without pieces gets a
+      header only.
+    receives: for each sending rank, its pieces in order.
     stage_bytes: size of the STAGE buffer.
     wire_bytes: size of the WIRE buffer.
   """
@@ -103,15 +103,15 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """How the elements of an array travel and are added.
+  """The format in which the elements of an array travel and are added.
 
   Attributes:
     itemsize: bytes of an element.
-    codec: makes payloads of them; NONE if they travel as they are.
+    codec: codec of the payloads; NONE sends the elements themselves.
     is_payload: whether the array's own bytes are the codec's payload.
     is_wide: whether sums need a buffer of a wider dtype than the array's.
-    piece_bytes: the most bytes of an array in a piece, so that additions
-      overlap with what is still on its way; at least one element.
+    piece_bytes: largest number of the array's bytes in a piece; at least one element.
+      Additions overlap with the transfer of the next pieces.
   """
 
   itemsize: int
@@ -122,7 +122,7 @@ class Format:
 
   @classmethod
   def of(cls, dtype, compression: str, piece_bytes: int) -> Format:
-    """How arrays of a dtype travel when a codec is asked for."""
+    """Returns the format of arrays of a dtype for a requested codec."""
     codec = codecs.for_array(compression, dtype)
     return cls(
       dtype.itemsize,
@@ -199,10 +199,10 @@ class _Builder:
 
 
 class _Stretch:
-  """The life of a stretch of elements on one rank, as pieces.
+  """The pieces of one stretch of elements on one rank.
 
-  Each piece needs those that wrote what it reads, and those that used what it
-  overwrites.
+  Each piece needs the pieces that wrote its input, and the pieces that read the bytes
+  that it overwrites.
   """
 
   def __init__(
@@ -280,7 +280,7 @@ class _Stretch:
   def add_up(
     self, round_: int, order: Sequence[int], completes: bool, owns: bool
   ) -> None:
-    """Adds what comes, in the order of ranks; one that `owns` keeps the residual."""
+    """Adds arriving pieces in the order of ranks. A rank that `owns` keeps the residual."""
     if self._value is None:
       self._decode(round_, self._values)
     own, target = self._place(self._value), self._place(self._values)
@@ -348,11 +348,11 @@ def from_schedule(
   before, then adds what arrives in rank order.
 
   Args:
-    schedule: a correct all-reduce, the half of one, or copies alone.
-    rank: whose plan.
-    length: elements of the array.
-    form: how they travel.
-    sizes: elements of each chunk; None for equal chunks.
+    schedule: a correct all-reduce, one half of it, or copies only.
+    rank: rank that will run the plan.
+    length: number of elements of the array.
+    form: format in which they travel.
+    sizes: number of elements of each chunk; None for equal chunks.
 
   Returns:
     A plan of O(T L / (C S)) pieces for T transfers of this rank, a buffer of
@@ -364,7 +364,7 @@ def from_schedule(
     for (dst, chunk), transfers in arrivals.items():
       for t in transfers:
         if t.src == rank:
-          # Rounds are simultaneous: sends take what was there before.
+          # A round is simultaneous: sends read the values from before the round.
           steps.setdefault(chunk, []).append((round_, 0, dst, ()))
           builder.link(True, dst)
         elif dst == rank:
@@ -406,10 +406,10 @@ def broadcast(
   piece_bytes: int,
   straight: bool,
 ) -> Plan:
-  """A broadcast: straight from the root to everyone, or along a chain of ranks.
+  """Returns the plan of a broadcast: from the root to all, or along a chain of ranks.
 
-  In the chain each rank passes on what it has received: L bytes on each link, and
-  pieces overlap, so that it takes hardly longer than one link needs.
+  In a chain each rank passes on the pieces that it receives. Each link carries L bytes,
+  and pieces overlap, so the chain takes little longer than one link.
   """
   ranks = [(root + i) % world_size for i in range(world_size)]
   links = list(itertools.pairwise(ranks))
@@ -442,10 +442,10 @@ def gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
 
 @functools.lru_cache(maxsize=64)
 def ring_gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
-  """As `gather`, around a ring: each rank passes on what it has received.
+  """Returns the plan of a gather around a ring: each rank passes received pieces on.
 
-  The schedule has this rank's transfers alone, as among many ranks there would be too
-  many to list.
+  The schedule lists only this rank's transfers: with many ranks, all of them would be
+  too many.
   """
   size = len(sizes)
   before, after = (rank - 1) % size, (rank + 1) % size

@@ -45,7 +45,7 @@ class Collective:
 
   @functools.cached_property
   def text(self) -> str:
-    """For messages."""
+    """Returns a text for messages."""
     how = f'({self.op})' if self.op else ''
     root = f' from rank {self.root}' if self.kind == 'broadcast' else ''
     array = f' of {self.dtype}{self.shape}' if self.dtype else ''
@@ -59,7 +59,7 @@ class Collective:
 
 
 class Reduction(NamedTuple):
-  """What is the same each time that a tensor is reduced, or moved."""
+  """The properties that stay the same each time a tensor is reduced or moved."""
 
   collective: Collective
   plan: plan_lib.Plan
@@ -150,7 +150,7 @@ def choose(
   is_small: bool,
   candidates: tuple[str, ...],
 ) -> str:
-  """What 'auto' is: of many ranks nobody has links to all, but for a codec."""
+  """Returns the algorithm for 'auto'. In large groups it avoids links to all ranks."""
   is_whole = kind == 'all_reduce'
   world_size = topology.world_size
   if world_size <= plan_lib.FEW_RANKS:
@@ -171,7 +171,7 @@ def choose(
 def cheapest(
   topology: cost_model.Topology, num_bytes: int, candidates: tuple[str, ...]
 ) -> str:
-  """By the cost model; kept apart from names, of which each call may have one."""
+  """Returns the cheapest algorithm by the cost model. Its cache has no tensor names."""
   name = cost_model.choose(num_bytes, topology, candidates).name
   is_grouped = name == 'hierarchical' and topology.group_size
   return f'{name}({topology.group_size})' if is_grouped else name

@@ -31,10 +31,10 @@ class Member:
   """One process of a group.
 
   Attributes:
-    rank: its place in the group, from 0.
-    task: its number in the cluster, which stays when groups form again.
-    address: 'host:port'.
-    progress: how far it has come: what it passed to `form`.
+    rank: rank in the group, from 0.
+    task: number of the task in the cluster. It stays when groups form again.
+    address: address of the process, 'host:port'.
+    progress: progress that the process passed to `form`.
   """
 
   rank: int
@@ -77,7 +77,7 @@ class FailureReport:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """As a dictionary that JSON can express."""
+    """Returns the member as a dictionary for JSON."""
     return dataclasses.asdict(self)
 
   @classmethod

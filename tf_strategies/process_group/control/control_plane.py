@@ -224,7 +224,7 @@ class ControlPlane:
         link.send(kind, message)
 
   def end(self, report: state_lib.FailureReport) -> None:
-    """As `declare_failed`, in the loop: returns at once."""
+    """Declares the group failed, in the loop; returns at once."""
     if self._state.failure is not None:
       return
     center = self._links.get(0)

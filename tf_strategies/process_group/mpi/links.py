@@ -40,10 +40,10 @@ _yield = getattr(os, 'sched_yield', lambda: time.sleep(0))
 
 
 def load() -> Any:
-  """The module `mpi4py.MPI`; the first import initialises MPI.
+  """Returns the module `mpi4py.MPI`. The first import initialises MPI.
 
   Raises:
-    UnsupportedOptionError: there is none, it is already finalized, or it
+    UnsupportedOptionError: mpi4py is missing, MPI is already finalized, or it
       forbids calls from several threads.
   """
   try:
@@ -164,11 +164,11 @@ class Communicator:
     """Waits for a request of MPI.
 
     Args:
-      request: what to wait for.
-      buffers: what it reads and writes.
-      deadline: in seconds of the monotonic clock.
-      check: raises if it is no use to wait any more.
-      moving: whether all ranks are there, so that bytes are on their way.
+      request: the request of MPI.
+      buffers: arrays that it reads and writes.
+      deadline: time of the monotonic clock, in seconds.
+      check: function that raises if waiting has become useless.
+      moving: whether all ranks have arrived, so that bytes are moving.
 
     Raises:
       DeadlineError: it took longer.

@@ -181,9 +181,9 @@ async def dial(
   """Connects to a task's address and authenticates both sides.
 
   Raises:
-    OSError: nothing listens there, or it closed the connection.
+    OSError: no process listens there, or it closed the connection.
     ProtocolError: another program listens there.
-    AuthenticationError: the secrets differ, or the users where there is none.
+    AuthenticationError: the secrets differ; without secrets, the users differ.
     RendezvousError: the versions differ.
     ResourceLimitError: this process has no file descriptor left.
   """

@@ -39,7 +39,7 @@ async def resolve(host: str, port: int) -> Places:
 
 
 def resolve_now(host: str, port: int) -> Places:
-  """As `resolve`, for a thread without an event loop."""
+  """Resolves a name as `resolve` does, in a thread without an event loop."""
   literal = _literal(host, port)
   if literal:
     return literal

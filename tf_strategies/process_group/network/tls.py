@@ -30,10 +30,11 @@ class TlsFiles:
   """The files of one worker, all in PEM.
 
   Attributes:
-    certificate: of this worker, or of all; with intermediate ones behind it.
-    key: of that certificate, without a password.
-    authority: the certificates that sign those of the job and no others: whoever
-      has one of them is a worker, whatever name is in it.
+    certificate: certificate of this worker or of all workers, followed by
+      intermediate certificates.
+    key: private key of that certificate, without a password.
+    authority: certificates that sign the certificates of this job and no others.
+      Every holder of a signed certificate counts as a worker, whatever its name.
   """
 
   certificate: str
@@ -48,10 +49,10 @@ class TlsFiles:
 
 @functools.lru_cache(maxsize=8)
 def context_of(files: TlsFiles, is_server: bool) -> ssl.SSLContext:
-  """What one side of all its connections needs; the files are read once.
+  """Returns the TLS context for one side of all connections. Reads the files once.
 
   Raises:
-    UnsupportedOptionError: they are not there, or not what they should be.
+    UnsupportedOptionError: a file is missing or has the wrong contents.
   """
   context = ssl.SSLContext(
     ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT
@@ -120,25 +121,25 @@ class TlsSocket:
         raise refusal(e) from e
 
   def recv_into(self, view: memoryview) -> int:
-    """As a socket's."""
+    """Receives bytes into `view`; raises BlockingIOError if none are available."""
     try:
       return self._sock.recv_into(view)
     except _WAITS as e:
       raise BlockingIOError from e
 
   def send(self, data: bytes | bytearray | memoryview) -> int:
-    """As a socket's."""
+    """Sends bytes; raises BlockingIOError if the socket takes none now."""
     try:
       return self._sock.send(data)
     except _WAITS as e:
       raise BlockingIOError from e
 
   def sendmsg(self, parts: Sequence[memoryview]) -> int:
-    """As a socket's, which may send less than all parts: here the first."""
+    """Sends the first of the parts. A socket may send fewer than all parts, too."""
     return self.send(parts[0])
 
   def shutdown(self, how: int) -> None:
-    """As a socket's: another thread may be sending."""
+    """Shuts the connection down. Another thread may be sending."""
     # That of SSLSocket would go on without encryption.
     socket.socket.shutdown(self._sock, how)
 

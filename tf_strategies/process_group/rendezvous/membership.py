@@ -36,7 +36,7 @@ class State(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-  """A member as it is proposed: one incarnation of one task."""
+  """A proposed member: one incarnation of one task."""
 
   task: int
   address: str
@@ -62,10 +62,10 @@ class Cut(NamedTuple):
 
 @dataclasses.dataclass
 class View:
-  """What is known of one other task."""
+  """The known state of another task."""
 
   incarnation: str = ''  # Tells a restarted process from its predecessor.
-  state: State = State.IDLE  # What it said last.
+  state: State = State.IDLE  # Its last reported state.
   generation: int = 0  # The highest that it has seen.
   progress: int = 0
   idle_since: float | None = None  # Since when it has been between groups.
@@ -85,7 +85,7 @@ class View:
 
 
 class Membership:
-  """The state of every task, and what follows from it."""
+  """The state of every task, and the decisions that follow from it."""
 
   def __init__(
     self,
@@ -159,13 +159,13 @@ class Membership:
     may_be_alone: bool = True,
     now: float = 0.0,
   ) -> None:
-    """This process wants a group.
+    """Starts to form a group.
 
     Args:
-      progress: how far it has come.
-      is_closed: whether members of the last group alone may be in it.
-      may_be_alone: whether this process may be all of it.
-      now: the time.
+      progress: progress of this process.
+      is_closed: whether only members of the last group may take part.
+      may_be_alone: whether this process may form a group of one.
+      now: time of the monotonic clock, in seconds.
     """
     self._started_at = now
     self._is_closed = is_closed
@@ -240,10 +240,10 @@ class Membership:
     view.refused = refused
 
   def polled(self, now: float) -> list[int]:
-    """The tasks to ask what they are doing.
+    """Returns the tasks whose state this task polls.
 
-    The lowest task that is there leads, and asks all. The others ask the lowest few
-    that answer, so that with 1,000 workers most of them have three to talk to.
+    The lowest live task leads and polls all others. The others poll the lowest few
+    that answer, so with 1,000 workers most tasks talk to three others.
     """
     asked, answering, untried = self._ask_lower(now)
     return asked if answering or untried else list(self.views)
@@ -332,7 +332,7 @@ class Membership:
     return bool(asked) and all(self.views[t].refused for t in asked)
 
   def next_generation(self) -> int:
-    """One more than anybody has seen."""
+    """Returns a number above every generation that any task has seen."""
     seen = [view.generation for view in self.views.values()]
     return max([self.generation, *seen]) + 1
 

@@ -17,17 +17,17 @@ def has_quorum(
   last: Iterable[int],
   tasks: Iterable[int],
 ) -> bool:
-  """Returns whether those that are there can go on, and no others can at the same time.
+  """Returns whether the present tasks may go on, while no other tasks can.
 
-  They are a majority of the last group; half of it with its lowest task; or all of
-  whom it is not certain that they have died. What a cut looks like, silence, is no
-  evidence of death; a host that refuses connections at an address is.
+  They may if they are a majority of the last group, or half of it with its lowest
+  task, or all members that have not surely died. Silence does not prove death: a cut
+  network is silent too. A host that refuses connections at the address proves it.
 
   Args:
-    present: the members of the last group that are there.
-    there: all tasks that are.
-    gone: tasks at whose addresses nobody listens.
-    last: the tasks of the last group.
+    present: present members of the last group.
+    there: all present tasks.
+    gone: tasks whose hosts refuse connections at their addresses.
+    last: tasks of the last group.
     tasks: all tasks of the cluster.
   """
   if {*there, *gone}.issuperset(tasks):

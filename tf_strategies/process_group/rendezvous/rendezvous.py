@@ -264,7 +264,7 @@ class Rendezvous:
       await asyncio.gather(*polls.values(), return_exceptions=True)
 
   async def _poll(self, task: int) -> None:
-    """Asks one worker again and again what it is doing."""
+    """Polls the state of one worker."""
     while True:
       try:
         await self._ask(task)
@@ -327,7 +327,7 @@ class Rendezvous:
         is_first = message['addresses'] is not None
         connection.send(_Kind.HELLO, self._membership.hello(_now(), is_first))
     except OSError:
-      return  # It has what it wanted, or is gone.
+      return  # The peer has its answer, or is gone.
     except protocol.ProtocolError as e:
       logging.log_every_n_seconds(
         logging.WARNING, 'Task %d sent nonsense: %s', 10, request.client, e

@@ -32,7 +32,7 @@ class Slots:
   """Memory of which a peer has a mapping, for pieces that it is to read.
 
   Raises:
-    OSError: there is none left, or the system is not Linux.
+    OSError: no memory is left, or the system is not Linux.
   """
 
   def __init__(self):

@@ -2,8 +2,8 @@
 
 Each thing that travels begins with a word of 8 bytes, which says what follows: a
 header, or the bytes of a piece. A number beyond all kinds is the slot of shared memory
-in which a piece lies; the receiver reads and acknowledges it (`host_memory`). Whether a
-peer can do that it finds out by itself, and says so. Until then, and for small and
+in which a piece lies; the receiver reads and acknowledges it (`host_memory`). The peer
+finds out whether it can read the memory, and says so. Until then, and for small and
 large pieces, bytes travel.
 """
 
@@ -58,20 +58,20 @@ class Header(NamedTuple):
 
 
 class Link:
-  """One data connection, and how far it is in the running collective.
+  """One data connection, and its progress in the running collective.
 
   Args:
-    rank: of the peer.
-    sock: connected and non-blocking; owned from here on.
+    rank: rank of the peer.
+    sock: connected, non-blocking socket. The link owns it.
 
   Attributes:
     closed: whether the peer has ended the connection.
-    has_left: whether the peer will read nothing more. Its system would answer
-      anything by taking back what it sent before and is still on its way.
-    header: of the peer's next collective, once it has come. A peer that is ahead
-      sends it before this rank asks for it.
-    unread: how many slots the peer has not read yet.
-    path: how this rank gets the peer's pieces, for people.
+    has_left: whether the peer reads nothing more. If this rank sent anything, the
+      peer's system would drop the bytes that it has sent and that have not arrived.
+    header: header of the peer's next collective; None before it has arrived. A peer
+      that is ahead sends it early.
+    unread: number of slots that the peer has not read yet.
+    path: description of the way in which the peer's pieces arrive.
   """
 
   def __init__(self, rank: int, sock: socket.socket):
@@ -91,11 +91,11 @@ class Link:
     self._reader: host_memory.PeerSlots | None = None
     self._slots: host_memory.Slots | None = None
     self._is_read = False
-    # What was received ahead, and what of it is used.
+    # Bytes that were received ahead, and the part of them that is used.
     self._ahead = bytearray(_AHEAD_BYTES)
     self._begin = self._end = 0
     self._following: int | None = None
-    # What is sent before the bytes of a piece, and after them.
+    # Bytes to send before and after the bytes of a piece.
     self._before = bytearray()
     self._after = bytearray()
     self.reset()
@@ -149,7 +149,7 @@ class Link:
       self.sock.shutdown(socket.SHUT_WR)
 
   def drain(self) -> bool:
-    """Reads what is there; whether something sent is not with the peer yet."""
+    """Reads available bytes. Returns whether sent bytes have not reached the peer yet."""
     try:
       while self.sock.recv(_AHEAD_BYTES):
         pass
@@ -172,12 +172,12 @@ class Link:
     # A mapping has a descriptor: it does not wait until a group's circles are found.
     self._reader = None
 
-  # What is received.
+  # Receiving.
 
   def next(self) -> int | None:
-    """Returns the next word, HEADER once it has arrived; None if nothing is there.
+    """Returns the next word, HEADER once the header has arrived; None if there is none.
 
-    A word that is none of those with a name is a slot with a piece.
+    A word without a name is the number of a slot with a piece.
     """
     while True:
       if self._following is None:
@@ -210,7 +210,7 @@ class Link:
     )
 
   def read_bytes(self, view: memoryview) -> int:
-    """Receives what is there: 0 bytes if there is nothing now."""
+    """Receives available bytes. Returns their number, 0 if there are none now."""
     ahead = min(self._end - self._begin, len(view))
     if ahead:
       view[:ahead] = self._ahead[self._begin : self._begin + ahead]
@@ -230,7 +230,7 @@ class Link:
     self.put(ACKNOWLEDGE)
 
   def _take(self, size: int) -> bytes | None:
-    """So many bytes, once they are all there."""
+    """Returns `size` bytes once all of them have arrived."""
     while self._end - self._begin < size:
       if self._begin:
         left = self._ahead[self._begin : self._end]
@@ -255,10 +255,10 @@ class Link:
       self.closed = True
     return count
 
-  # What is sent.
+  # Sending.
 
   def put(self, word: int, data: bytes = b'') -> None:
-    """Sends a word, and what follows it, when `flush` is called."""
+    """Queues a word and the bytes after it. `flush` sends them."""
     if self.has_left:
       return
     out = self._before if self.outgoing is None else self._after
@@ -305,11 +305,11 @@ class Link:
     return True
 
   def drop(self) -> None:
-    """Forgets what was put: nobody is there."""
+    """Drops queued bytes, since the peer is gone."""
     self._before.clear()
     self._after.clear()
 
-  # How the two find out what they can read.
+  # Finding out whether each side can read the other's memory.
 
   def _hear_of_slots(self, data: bytes) -> None:
     """Maps the peer's slots if that can be."""

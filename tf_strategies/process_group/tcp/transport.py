@@ -1,8 +1,8 @@
 """Runs plans: one non-blocking loop over the data links of a group.
 
-Everything happens in the calling thread. Nothing waits while something else
-can be done: pieces are sent as soon as what they need is there, additions run
-between two receives, and the operating system's buffers carry on meanwhile.
+Everything happens in the calling thread. The loop waits only if there is nothing to do:
+it sends pieces as soon as their inputs are ready and adds between two receives, while
+the operating system's buffers move bytes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Transport:
     return set(peers) - self._links.keys()
 
   def paths(self) -> dict[int, str]:
-    """How this rank gets the pieces of each peer, and why not faster."""
+    """Returns the way in which each peer's pieces arrive, and the reason against memory."""
     return {rank: link.path for rank, link in sorted(self._links.items())}
 
   def run(
@@ -106,10 +106,10 @@ class Transport:
     self.bytes_sent += execution.plan.bytes_sent
 
   def finish(self) -> None:
-    """Waits a while until what was sent is with the peers; where nothing runs.
+    """Waits for a limited time until sent bytes have reached the peers.
 
-    Who closes a socket on which something lies unread, what a peer says of its
-    memory, say, takes back what is still on its way.
+    Closing a socket with unread bytes (such as a peer's note about its memory) drops
+    the bytes that have not arrived at the peer.
     """
     end = time.monotonic() + _FINISH_SECONDS
     # Over TLS nobody says anything of memory.
@@ -338,7 +338,7 @@ class _Run:
     return count > 0
 
   def _target(self, link: link_lib.Link, number: int) -> np.ndarray:
-    """Where a piece is received: in its place, if that is free already."""
+    """Returns the buffer to receive a piece in: its final place, if that is free."""
     execution = self._execution
     link.is_direct = execution.is_direct(number)
     if link.is_direct:
@@ -386,7 +386,7 @@ class _Run:
     self._unsent.discard(link)
 
   def _offer(self, link: link_lib.Link) -> bool:
-    """Takes up the next pieces, if what they need is there."""
+    """Starts the next pieces whose inputs are ready."""
     offered = False
     while link.send_index < len(link.sends):
       number = link.sends[link.send_index]
