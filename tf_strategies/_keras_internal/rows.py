@@ -75,7 +75,7 @@ def rows_of(
 
 
 def _from_start(ids, table):
-  """Ids of which negative ones counted from the end."""
+  """Returns ids with negative ones, which count from the end, made positive."""
   if ids.dtype not in _IDS:
     ids = tf.cast(ids, tf.int64)
   return tf.where(ids < 0, ids + tf.cast(table.shape[0], ids.dtype), ids)
@@ -90,7 +90,7 @@ steps.change(
 
 
 class _Rows:
-  """Some rows, as an update sees a variable; subclasses say where they are."""
+  """Some rows that an update uses like a variable. Subclasses define where they are."""
 
   def __init__(self, key: str):
     self._unique_id = key  # By which an optimizer finds its slots.
@@ -125,39 +125,39 @@ class Rows(_Rows):
 
   @property
   def dtype(self) -> tf.DType:
-    """Of the variable."""
+    """Dtype of the variable."""
     return self._variable.dtype
 
   @property
   def shape(self) -> tf.TensorShape:
-    """Of these rows."""
+    """Shape of these rows."""
     return self._rows.shape.concatenate(self._variable.shape[1:])
 
   def _value(self):
     return tf.gather(self._variable, self._rows)
 
   def assign(self, value):
-    """As of a variable of these rows."""
+    """Replaces the rows."""
     self._variable.scatter_update(self._slices(value))
 
   def assign_add(self, delta):
-    """As of a variable of these rows."""
+    """Adds to the rows."""
     self._variable.scatter_add(self._slices(delta))
 
   def assign_sub(self, delta):
-    """As of a variable of these rows."""
+    """Subtracts from the rows."""
     self._variable.scatter_sub(self._slices(delta))
 
   def scatter_add(self, slices):
-    """As of a variable of these rows."""
+    """Adds to some of the rows."""
     self._variable.scatter_add(self._in_whole(slices))
 
   def scatter_sub(self, slices):
-    """As of a variable of these rows."""
+    """Subtracts from some of the rows."""
     self._variable.scatter_sub(self._in_whole(slices))
 
   def scatter_update(self, slices):
-    """As of a variable of these rows."""
+    """Replaces some of the rows."""
     self._variable.scatter_update(self._in_whole(slices))
 
   def _slices(self, value):
@@ -178,28 +178,28 @@ class RowValues(_Rows):
 
   @property
   def dtype(self) -> tf.DType:
-    """Of the rows."""
+    """Dtype of the rows."""
     return self.tensor.dtype
 
   @property
   def shape(self) -> tf.TensorShape:
-    """Of the rows."""
+    """Shape of the rows."""
     return self.tensor.shape
 
   def _value(self):
     return self.tensor
 
   def assign(self, value):
-    """As of a variable of these rows."""
+    """Replaces the rows."""
     value = tf.cast(value, self.dtype)
     self.tensor = tf.reshape(value, tf.shape(self.tensor))
 
   def assign_add(self, delta):
-    """As of a variable of these rows."""
+    """Adds to the rows."""
     self.assign(self.tensor + tf.convert_to_tensor(delta))
 
   def assign_sub(self, delta):
-    """As of a variable of these rows."""
+    """Subtracts from the rows."""
     self.assign(self.tensor - tf.convert_to_tensor(delta))
 
   scatter_add, scatter_sub = assign_add, assign_sub
@@ -385,9 +385,9 @@ def row_slots(
 ) -> list[
   tuple[keras.Variable, keras.optimizers.Optimizer, dict[str, keras.Variable]]
 ]:
-  """Each variable of a table that an optimizer was built with, and its slots.
+  """Returns each table variable of an optimizer, the owner of its slots, and the slots.
 
-  Between them whose slots they are: of optimizers that wrap others the innermost.
+  If optimizers wrap each other, the innermost owns the slots.
   """
   *_, optimizer = updates.chain(optimizer)
   return [
