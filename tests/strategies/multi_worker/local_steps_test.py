@@ -262,7 +262,9 @@ class ResumeTest(_Case):
   def test_other_workers_go_on_from_the_mean(self):
     with tempfile.TemporaryDirectory() as directory:
       args = (DILOCO, directory, 6)
-      saved = processes.run_workers(workers_lib.save_and_resume, 2, args=args)
+      saved = processes.run_workers(
+        workers_lib.save_and_resume, 2, args=(*args, ('whole',))
+      )
       found = processes.run_workers(workers_lib.resume, 3, args=args)
     mine = [result['saved'][1] for result in saved]
     mean = [(a + b) / 2 for a, b in zip(*mine, strict=True)]

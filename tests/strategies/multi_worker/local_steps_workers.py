@@ -306,10 +306,10 @@ class _SaveAt(keras.callbacks.Callback):
       self.weights = self.model.get_weights()
 
 
-def save_and_resume(rank, job, directory, step):
+def save_and_resume(rank, job, directory, step, names=('whole', 'resumed')):
   """Trains an epoch, saving in the middle; then again, from there."""
   found = {}
-  for name in ('whole', 'resumed'):
+  for name in names:
     strategy = strategy_of(job)
     with strategy.scope():
       model = model_of(job, lambda: local_steps(job))
