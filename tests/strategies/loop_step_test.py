@@ -102,6 +102,46 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
   """`strategy.run`: replicas see their own rows."""
 
   @parameterized.parameters(_ring, _central)
+  def test_a_loop_of_a_replica_is_refused(self, create):
+    strategy = create()
+    with strategy.scope():
+      variable, optimizer = keras.Variable([1.0]), keras.optimizers.SGD(1.0)
+
+    def apply(i):
+      optimizer.apply([tf.ones([1])], [variable])
+      return [i + 1]
+
+    @tf.function
+    def step():
+      strategy.run(lambda: tf.while_loop(lambda i: i < 2, apply, [0]))
+
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'loop'):
+      step()
+
+  @parameterized.product(create=(_ring, _central), method=('step', 'run'))
+  def test_a_loss_scale_that_is_not_built_grows(self, create, method):
+    strategy = create()
+    with strategy.scope():
+      variable = keras.Variable([0.0])
+      optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), initial_scale=8.0, dynamic_growth_steps=1
+      )
+
+    def apply(x):
+      gradient = optimizer.scale_loss(tf.reduce_sum(x, keepdims=True))
+      optimizer.apply([gradient], [variable])
+
+    steps = {
+      'step': strategy.step(apply),
+      'run': tf.function(lambda batch: strategy.run(apply, (batch,))),
+    }
+    data = tf.data.Dataset.from_tensor_slices(tf.ones([12]))
+    for batch in strategy.experimental_distribute_dataset(data.batch(4)):
+      steps[method](batch)
+    self.assertEqual(float(variable.numpy()[0]), -12.0)
+    self.assertEqual(float(optimizer.dynamic_scale.numpy()), 64.0)
+
+  @parameterized.parameters(_ring, _central)
   def test_loss_scale_sees_the_gradients_of_all(self, create):
     strategy = create()
     with strategy.scope():

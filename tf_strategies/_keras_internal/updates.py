@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 from keras.src.saving import saving_lib
+from keras.src.utils import tracking
 
 from tf_strategies import errors
 from tf_strategies._keras_internal import steps
@@ -80,6 +81,69 @@ for _owner, _reason in (
   ),
 ):
   before_apply(_owner, _reduce_first, _reason)
+
+
+@tracking.no_automatic_dependency_tracking
+def _make_scale(optimizer):
+  """Makes the variables of a loss scale, unless they exist."""
+  if hasattr(optimizer, 'dynamic_scale'):
+    return
+  for name, dtype, value in (
+    ('step_counter', 'int', 0),
+    ('dynamic_scale', 'float32', optimizer.initial_scale),
+  ):
+    variable = optimizer.add_variable(
+      shape=(),
+      dtype=dtype,
+      initializer=keras.initializers.Constant(value),
+      aggregation='none',
+      name=name,
+    )
+    setattr(optimizer, name, variable)
+
+
+def _build_with_scale(build):
+  """Builds an optimizer whose loss scale a step may have made before."""
+
+  @functools.wraps(build)
+  def build_with_scale(self, var_list):
+    _make_scale(self)
+    self.inner_optimizer.build(var_list)
+    super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
+
+  return build_with_scale
+
+
+def _scale_by_variable(scale_loss):
+  """Scales by a variable in a traced step.
+
+  Keras scales by a number before it builds the optimizer. That number would stay in
+  the step, since our steps are not traced again after they have made variables.
+  """
+
+  @functools.wraps(scale_loss)
+  def scale_loss_by_variable(self, loss):
+    extended = self._distribution_strategy.extended
+    is_ours = hasattr(extended, 'apply_gradients')
+    if self.built or tf.executing_eagerly() or not is_ours:
+      return scale_loss(self, loss)
+    with keras.name_scope(self.name, caller=self):
+      _make_scale(self)
+    return keras.ops.multiply(loss, self.dynamic_scale)
+
+  return scale_loss_by_variable
+
+
+for _signature, _how in (
+  ('build(var_list)', _build_with_scale),
+  ('scale_loss(loss)', _scale_by_variable),
+):
+  steps.change(
+    keras.optimizers.LossScaleOptimizer,
+    _signature,
+    _how,
+    'a number for the scale would stay in a traced step',
+  )
 
 
 def _of_the_innermost(swap):

@@ -38,6 +38,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   functions_inlined,
   inlined,
   is_function_of_its_own,
+  is_in_loop,
   opaque_functions,
   replace_handle,
   runs_once,

@@ -419,6 +419,16 @@ def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
   return True
 
 
+def is_in_loop(graph: tf.Graph | None, outer: tf.Graph) -> bool:
+  """Returns whether a graph in `outer` belongs to a loop there."""
+  while graph is not None and graph is not outer:
+    is_control_flow = isinstance(graph, _ControlFlowGraph)
+    if is_control_flow and not isinstance(graph, _CondBranchGraph):
+      return True
+    graph = getattr(graph, 'outer_graph', None)
+  return False
+
+
 def is_function_of_its_own(graph: tf.Graph) -> bool:
   """Returns whether a graph is not a branch or a loop of the one around it."""
   return not isinstance(graph, _ControlFlowGraph)

@@ -96,8 +96,20 @@ class Reducer:
 
     Each replica builds a branch of its own, without the tensors of other replicas.
     Only collectives, which meet at run time, cross branches. All replicas must take
-    the branch.
+    the branch. Collectives in loops of several replicas never meet, since TensorFlow
+    tells the loops apart.
+
+    Raises:
+      UnsupportedOptionError: the call is in a loop of one of several local replicas.
     """
+    if len(self._link.devices) > 1 and replica_run.in_loop_of_replica():
+      raise errors.UnsupportedOptionError(
+        'optimizer.apply, or another reduction, in a loop of a replica '
+        '(tf.while_loop)',
+        'a loop in which replicas do not wait for each other',
+        'pass the step to strategy.step in place of strategy.run, or write the loop '
+        'around strategy.run',
+      )
     run = replica_run.current()
     replica_id = replica_run.current_replica_id()
     tensors = tf.nest.flatten(value)

@@ -146,3 +146,10 @@ def in_branch_of_replica() -> bool:
     and not tf.executing_eagerly()
     and tf.compat.v1.get_default_graph() is not thread.graph
   )
+
+
+def in_loop_of_replica() -> bool:
+  """Returns whether a replica is building the body of a loop in its graph."""
+  return in_branch_of_replica() and _tf_internal.is_in_loop(
+    tf.compat.v1.get_default_graph(), threading.current_thread().graph
+  )
