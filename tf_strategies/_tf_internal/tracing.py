@@ -84,7 +84,7 @@ _stream = load(
 
 
 def _stream_of_one_device():
-  """Which numbers a `tf.random.Generator` gives: in a model's step one device's."""
+  """Returns the stream of a `tf.random.Generator`: one device's in a model's step."""
   context = tf.distribute.get_replica_context()
   return None if getattr(context, 'is_one_device', False) else _stream()
 
@@ -271,13 +271,13 @@ _ConcreteFunction._call_flat = _call_and_tell
 def functions_inlined(
   called: Callable[[CalledFunction], _Handles],
 ) -> Iterator[None]:
-  """What this thread traces has no graph of an earlier trace in it.
+  """Runs the Python of every `tf.function` that this thread calls while it traces.
 
-  TensorFlow keeps the graph of a `tf.function` for the next call. A graph in which
-  variables meant something else must not be called: so its Python is run again, as
-  a part of the graph that calls it. One that XLA compiles is traced again. `called`
-  is told of those that have no Python here, concrete functions and compiled ones, and
-  says which handles they get in place of others, by ids.
+  TensorFlow keeps the graph of a `tf.function` for the next call. In that graph
+  variables may have another meaning, so the Python code runs again as a part of the
+  graph that is being traced. A function that XLA compiles is traced again. Concrete
+  and compiled functions have no Python code here: `called` gets each of their calls and
+  returns replacements of variable handles, by id.
   """
   before, _inlining.called = _inlining.called, called
   try:
@@ -384,7 +384,7 @@ def create_now(**kwargs):
 
 
 def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
-  """Of a batch of which replicas have parts; None for an empty optional."""
+  """Returns the spec of a batch that replicas have in parts; None if it is empty."""
   parts = getattr(spec, '_value_specs', (spec,))
   if isinstance(parts[0], tf.OptionalSpec):
     return None

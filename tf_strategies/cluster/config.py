@@ -131,7 +131,7 @@ class ClusterConfig:
 
   @property
   def address(self) -> str | None:
-    """This task's own address; None for an evaluator that the cluster does not list."""
+    """Address of this task; None for an evaluator that the cluster does not list."""
     return self.jobs.get(self.task_type, {}).get(self.task_index)
 
   @property
@@ -145,7 +145,7 @@ class ClusterConfig:
 
   @property
   def training_index(self) -> int | None:
-    """This task's place in `training_tasks`; None for ps and evaluator."""
+    """Index of this task in `training_tasks`; None for ps and evaluator."""
     for place, task in enumerate(self.training_tasks):
       if task[:2] == (self.task_type, self.task_index):
         return place

@@ -160,7 +160,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     return _wrap(_on_each(devices, lambda: tf.concat(values, axis)))
 
   def _reduce_everywhere(self, reduce_op, values, devices):
-    """All-reduces dense values that live on `devices`, in one plan."""
+    """Reduces dense values over `devices` in one plan. Every device gets the results."""
     tensors = [[v.values[r] for v in values] for r in range(len(devices))]
     check_tensors(tensors)
     num_bytes = sum(bytes_of(t) for t in tensors[0])
@@ -264,7 +264,7 @@ def _on_each(devices, make):
 
 
 def _wrap(values):
-  """One value as it is, several as a `Mirrored`."""
+  """Returns a single value unchanged, several values as a `Mirrored`."""
   return values[0] if len(values) == 1 else mirrored(values)
 
 

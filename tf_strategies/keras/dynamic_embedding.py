@@ -144,7 +144,7 @@ class DynamicEmbedding(keras.layers.Layer):
     return rows
 
   def compute_output_shape(self, input_shape):
-    """One more dimension than the ids have."""
+    """Returns the shape of the ids with one more dimension."""
     return (*input_shape, self.output_dim)
 
   def compute_output_spec(self, inputs):

@@ -255,7 +255,7 @@ def in_chain(optimizer) -> LocalSteps | None:
 
 
 def moving_statistics(model: keras.Model) -> list[keras.Variable]:
-  """What layers compute from their rows: not weights that are frozen."""
+  """Returns the statistics that layers compute from rows, without frozen weights."""
   return [
     v
     for v in model.non_trainable_weights

@@ -78,7 +78,7 @@ def assign(
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-  """Nothing asks for several tasks where no scheduler starts them."""
+  """Raises if several tasks are asked for and no scheduler starts them."""
   if 'TFS_NUM_WORKERS' in environ:
     name, told = 'TFS_NUM_WORKERS', environ
   elif checks.integer_variable(environ, 'TFS_NUM_PS', 0, checks.MAX_TASKS, 0):
