@@ -33,7 +33,7 @@ class _Fails(keras.callbacks.Callback):
       self._action()
 
 
-class _HostFunction(keras.Sequential):
+class HostFunction(keras.Sequential):
   """A step in which a Python function ends an iterator of its own."""
 
   def train_step(self, data):
@@ -72,7 +72,7 @@ class EndOfDataTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_step(self):
     with self.assertRaisesRegex(errors.DataError, '(?s)StopIteration.*Fix'):
-      self._fit(_HostFunction)
+      self._fit(HostFunction)
 
   @parameterized.parameters(True, False)
   def test_the_end_itself(self, is_known):
