@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import time
 
 # TensorFlow reads it when it is first imported.
@@ -30,6 +31,14 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile('soak', max_examples=2000, **_UNTIMED)
 hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_name_scope():
+  """Fails a test that leaves a name scope, which would rename later variables."""
+  yield
+  keras_names = sys.modules.get('keras.src.backend.common.name_scope')
+  assert keras_names is None or not keras_names.current_path()
 
 
 def pytest_addoption(parser):
