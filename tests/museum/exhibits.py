@@ -1,11 +1,11 @@
-"""Reports that people filed of TensorFlow's strategies, each as a small program.
+"""Reported faults of TensorFlow's strategies, each as a small program.
 
-An exhibit follows the symptom and the structure of its report, on CPUs and with
-little data. Nothing here imports `tf_strategies`, which changes Keras:
-TensorFlow's strategies run without it.
+An exhibit reproduces the structure of its report on CPUs, with little data.
+This module does not import `tf_strategies`, because that changes Keras, and
+TensorFlow's strategies must run on the original.
 
-`museum_test.py` holds our strategies to one device's numbers; `run.py` also runs
-TensorFlow's and writes `docs/museum.md`.
+`museum_test.py` compares our strategies with one device. `run.py` also runs
+TensorFlow's strategies and writes `docs/museum.md`.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ class Exhibit:
   """One report.
 
   Attributes:
-    report: the repository's name and the number: 'keras#20585'.
-    symptom: what was reported, as a sentence.
-    program: runs in a scope, and returns numbers.
+    report: repository and number, such as 'keras#20585'.
+    symptom: the reported symptom, as a sentence.
+    program: function that runs in a scope and returns numbers.
     place: where it runs: 'devices' of one process, two 'workers', 'servers' (one,
       with two workers), or 'half': one worker of a cluster of two.
-    replicas: how many devices, for 'devices'.
-    limits: relative and absolute, within which numbers are equal.
-    most: each number may be this at most, instead of one device's number.
-    error: the error that is right, instead of numbers.
+    replicas: number of devices, for 'devices'.
+    limits: relative and absolute tolerance of the comparison.
+    most: upper limit of each number, used instead of one device's results.
+    error: name of the expected error, if the right result is an error.
   """
 
   report: str
@@ -46,17 +46,17 @@ class Exhibit:
 
 
 def run(exhibit: Exhibit, strategy: tf.distribute.Strategy | None = None):
-  """Returns what an exhibit's program gives: the same seed, names and policy."""
+  """Returns the results of an exhibit's program, with a fixed seed and policy."""
   return common.run(exhibit.program, strategy)
 
 
 def fault(exhibit: Exhibit, want: Any, found: Any) -> str:
-  """What is wrong with the numbers of an exhibit; nothing if they are right.
+  """Describes the fault in an exhibit's numbers. Returns '' if they are right.
 
   Args:
-    exhibit: of which.
+    exhibit: the exhibit that ran.
     want: one device's numbers.
-    found: a strategy's.
+    found: the strategy's numbers.
   """
   found = [np.asarray(x, np.float64) for x in tf.nest.flatten(found)]
   if exhibit.most is not None:
@@ -189,5 +189,5 @@ EXHIBITS = (
   ),
 )
 
-# Named in the page, and in no way run.
+# The page names these reports, but no exhibit runs them.
 NOT_FOUND = ('horovod#2844', 'tensorflow#73836')

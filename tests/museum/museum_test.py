@@ -1,4 +1,4 @@
-"""What people reported of TensorFlow's strategies is right with ours."""
+"""Our strategies give the right results for reported faults of TensorFlow's."""
 
 import functools
 
@@ -16,7 +16,7 @@ from tests.museum import exhibits, run, running
 _PAGE = project.root() / 'docs' / 'museum.md'
 _DEADLINE_SECONDS = 150.0
 _SMOKE = ('keras#19891', 'keras#20582')
-# XLA compiles for each replica; large models.
+# XLA compiles for each replica, or the model is large.
 _SLOW = (
   'keras#18110',
   'keras#20763',
@@ -48,7 +48,7 @@ def _one_device(exhibit):
 
 class MuseumTest(tf.test.TestCase, parameterized.TestCase):
   def assert_right(self, exhibit, strategy):
-    """A strategy of several replicas gives what one device gives."""
+    """Checks that a strategy gives the same results as one device."""
     self.assertEqual(strategy.num_replicas_in_sync, exhibit.replicas)
     found = exhibits.run(exhibit, strategy)
     self.assertEmpty(exhibits.fault(exhibit, _one_device(exhibit), found))
@@ -72,7 +72,7 @@ class MuseumTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class FindingTest(parameterized.TestCase):
-  """Whatever a process does is told from a right result."""
+  """`judge` tells every way in which a process can fail from a right result."""
 
   def judge(self, *outcomes, **options):
     exhibit = exhibits.Exhibit('keras#1', 'Nothing.', lambda s: s, **options)

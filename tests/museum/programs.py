@@ -1,7 +1,7 @@
-"""The programs of the exhibits, as their reporters wrote them for short.
+"""The programs of the exhibits, shortened from the reports.
 
-Each runs in the scope of a strategy, or of none, and returns the numbers that came out.
-Nothing here imports `tf_strategies`.
+Each runs inside or outside a strategy's scope and returns the resulting
+numbers. This module does not import `tf_strategies`.
 """
 
 import gc
@@ -42,14 +42,14 @@ def _dense(width=6):
 
 
 def _train(model, x, y, optimizer, batch=16, **compiled):
-  """Returns what `fit` and `evaluate` give, and the weights.
+  """Returns the results of `fit` and `evaluate`, and the weights.
 
   Args:
-    model: not compiled.
+    model: model, not compiled.
     x: inputs.
     y: targets.
-    optimizer: of the model.
-    batch: rows of a global batch.
+    optimizer: optimizer of the model.
+    batch: rows in a global batch.
     **compiled: further arguments of `compile`.
   """
   model.compile(optimizer, **{'loss': common.crossentropy(), **compiled})
@@ -67,25 +67,25 @@ def _adam():
 
 
 def scaled_loss():
-  """A `LossScaleOptimizer`, which applies gradients inside a condition."""
+  """Trains with a `LossScaleOptimizer`, which applies gradients in a condition."""
   optimizer = keras.optimizers.LossScaleOptimizer(_sgd())
   return _train(_dense(), *_rows(44, 6), optimizer)
 
 
 def accumulated():
-  """Gradients are accumulated over two steps, and applied in a condition."""
+  """Accumulates gradients over two steps and applies them in a condition."""
   optimizer = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=2)
   return _train(_dense(), *_rows(60, 6), optimizer)
 
 
 def compiled_mixed():
-  """`mixed_float16`, which scales the loss, with `jit_compile=True`."""
+  """Trains with `mixed_float16`, which scales the loss, and `jit_compile=True`."""
   keras.config.set_dtype_policy('mixed_float16')
   return _train(_dense(), *_rows(32, 6), _adam(), jit_compile=True)
 
 
 def compiled_mixed_images():
-  """A convolution under XLA and mixed precision, with metrics."""
+  """Trains a convolution with XLA, mixed precision and metrics."""
   keras.config.set_dtype_policy('mixed_float16')
   model = keras.Sequential(
     [
@@ -101,7 +101,7 @@ def compiled_mixed_images():
 
 
 def compiled_embedding():
-  """An Embedding, whose gradients are gathered, under `jit_compile=True`."""
+  """Trains an Embedding, whose gradients are gathered, with `jit_compile=True`."""
   model = keras.Sequential(
     [
       layers.Input([6], dtype='int32'),
@@ -114,7 +114,7 @@ def compiled_embedding():
 
 
 class _TokenAndPosition(layers.Layer):
-  """What a token and its place are looked up as, added up."""
+  """Adds the embeddings of tokens and positions."""
 
   def __init__(self):
     super().__init__()
@@ -126,7 +126,7 @@ class _TokenAndPosition(layers.Layer):
 
 
 def transformer():
-  """A Transformer for texts, whose Embeddings Adam gets as `IndexedSlices`."""
+  """Trains a Transformer. Adam gets its Embeddings' gradients as `IndexedSlices`."""
   inputs = keras.Input([6], dtype='int32')
   x = _TokenAndPosition()(inputs)
   x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
@@ -136,7 +136,7 @@ def transformer():
 
 
 def dropout():
-  """Dropout between two layers; its random state is a variable of integers."""
+  """Trains with dropout, whose random state is an integer variable."""
   model = keras.Sequential(
     [
       layers.Input([6]),
@@ -149,14 +149,14 @@ def dropout():
 
 
 def many_steps():
-  """Metrics over more steps than a float32 can be doubled."""
+  """Counts metrics over more steps than a doubling float32 can represent."""
   model = keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)])
   optimizer = keras.optimizers.SGD(1e-2)
   return _train(model, *_rows(560, 6), optimizer, 4, metrics=['accuracy'])
 
 
 def identity():
-  """A model without weights, whose loss is 1 whatever happens."""
+  """Evaluates a model without weights whose loss is always 1."""
   model = keras.Sequential([keras.Input([1]), layers.Identity()])
   model.compile('sgd', 'mse')
   x, y = np.ones([800, 1], 'f4'), np.zeros([800, 1], 'f4')
@@ -165,7 +165,7 @@ def identity():
 
 
 def evaluated_by_hand():
-  """The loss of `predict` by hand, of `evaluate`, and after one `fit`."""
+  """Compares the loss of `predict`, computed by hand, with `evaluate` and `fit`."""
   rng = np.random.default_rng(7)
   x = rng.uniform(-1, 1, (12, 1)).astype('f4')
   y = rng.uniform(-1, 1, (12, 10)).astype('f4')
@@ -182,11 +182,11 @@ def evaluated_by_hand():
 
 
 def sequences():
-  """Convolutions over sequences with BatchNormalization; no replica is empty."""
+  """Trains convolutions and BatchNormalization. No replica is empty."""
   model = keras.Sequential(
     [
       layers.Input([12, 4]),
-      # Its gradient would be nothing but rounding, which Adam makes large.
+      # The gradient of a bias would be rounding noise, which Adam amplifies.
       layers.Conv1D(6, 3, padding='same', use_bias=False),
       layers.BatchNormalization(),
       layers.Activation('gelu'),
@@ -199,7 +199,7 @@ def sequences():
 
 
 def two_layers():
-  """Two dense layers on flat images, Adam and accuracy."""
+  """Trains two dense layers on flat images with Adam, and measures accuracy."""
   inputs = keras.Input([784])
   x = layers.Dense(32, 'relu')(inputs)
   x = layers.Dense(32, 'relu')(x)
@@ -210,7 +210,7 @@ def two_layers():
 
 
 def tutorial():
-  """The tutorial of several workers: a repeated data set and a step count."""
+  """Follows the tutorial for several workers: a repeated data set and a step count."""
   x, y = _rows(64, 36)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
   model = keras.Sequential(
@@ -229,15 +229,16 @@ def tutorial():
 
 
 def regression_of_a_trainer():
-  """A regression on shards that another framework made, one for each worker."""
+  """Trains a regression on shards that another framework made for each worker."""
   x = np.linspace(0, 1, 64, dtype='f4')[:, None]
   config = json.loads(os.environ.get('TF_CONFIG', '{"task": {"index": 0}}'))
   if not tf.distribute.has_strategy():
-    # One step's rows: four of the first worker's shard, four of the second's.
+    # One step takes four rows of the first worker's shard, then four of the
+    # second's.
     x = x.reshape(2, 8, 4, 1).transpose(1, 0, 2, 3).reshape(64, 1)
   else:
     x = np.split(x, 2)[config['task']['index']]
-  # The trainer's data sets come from generators, which know no length.
+  # The trainer makes data sets from generators, so their length is unknown.
   dataset = tf.data.Dataset.from_generator(
     lambda: zip(x, 2 * x + 1, strict=True),
     output_signature=(tf.TensorSpec([1]), tf.TensorSpec([1])),
@@ -273,7 +274,7 @@ class ThreeLayers(keras.Model):
 
 
 def growth():
-  """How many KiB a process grows by in each epoch, once the first are over."""
+  """Returns the growth of the process in KiB per epoch, after the first epochs."""
   x, y = _rows(64, 6)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
   model = ThreeLayers()
@@ -289,17 +290,17 @@ def growth():
 
 
 def fit_on_servers():
-  """Adam on parameter servers, with its counter and its learning rate there."""
+  """Trains on parameter servers, which hold Adam's counter and learning rate."""
   x, y = _rows(64, 6)
   dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
   model = _dense()
   model.compile(_adam(), common.crossentropy())
   model.fit(dataset, epochs=2, steps_per_epoch=6, verbose=0)
   iterations = model.optimizer.iterations.numpy()
-  # Asynchronous steps give no one device's weights.
+  # Asynchronous steps do not give one device's weights.
   return iterations, [np.isfinite(w) for w in model.get_weights()]
 
 
 def is_made():
-  """Nothing: that the strategy can be made is the question."""
+  """Returns nothing. The exhibit checks that the strategy can be created."""
   return ()

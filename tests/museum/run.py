@@ -1,16 +1,16 @@
-"""Runs every exhibit on TensorFlow's strategies and ours; writes the page.
+"""Runs every exhibit on TensorFlow's strategies and ours, and writes the page.
 
   PYTHONPATH=. python -m tests.museum.run
   PYTHONPATH=. python -m tests.museum.run --only=keras#20585,keras#20582
 
-The table of `docs/museum.md` gets two columns for the TensorFlow and the Keras of
-this interpreter; those of others stay as they are.
+The table of `docs/museum.md` gets two columns for the installed versions of
+TensorFlow and Keras. The columns for other versions do not change.
 """
 
 import os
 from collections.abc import Mapping
 
-# TensorFlow reads it when it is imported.
+# TensorFlow reads it during import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 import keras
@@ -25,7 +25,7 @@ _DEADLINE = flags.DEFINE_float(
   'deadline', 120.0, 'Seconds after which the processes of a run are ended.'
 )
 
-# Cells of the table: of each report, by the titles of columns.
+# Cells of the table, by report and column title.
 Cells = dict[str, dict[str, str]]
 
 _REPOSITORIES = {
@@ -58,13 +58,13 @@ Not in the table, since the reports were not found in what could be read: {}.
 
 
 def titles(tensorflow: str, keras_version: str) -> dict[str, str]:
-  """Of the columns of one TensorFlow, by side."""
+  """Returns the column titles for one version of TensorFlow, by side."""
   where = f'TensorFlow {tensorflow}, Keras {keras_version}'
   return {running.STOCK: where, running.OURS: f'ours with {tensorflow}'}
 
 
 def read(page: str) -> Cells:
-  """The cells of a page's table; none if it has no table."""
+  """Returns the cells of a page's table, or {} if it has none."""
   lines = [line for line in page.splitlines() if line.startswith('| ')]
   if not lines:
     return {}
@@ -80,7 +80,7 @@ def read(page: str) -> Cells:
 
 
 def write(cells: Mapping[str, Mapping[str, str]]) -> str:
-  """The page with a table of these cells."""
+  """Returns the page with a table of these cells."""
   columns = list(dict.fromkeys(c for row in cells.values() for c in row))
   rows = [[*_TITLES, *columns]]
   for exhibit in exhibits.EXHIBITS:
@@ -100,7 +100,7 @@ def _link(report):
 
 
 def main(argv: list[str]) -> None:
-  """Runs exhibits, and writes the page after each."""
+  """Runs exhibits and writes the page after each one."""
   if len(argv) > 1:
     raise app.UsageError(f'Expected flags only, got {argv[1:]}.')
   cells = {}

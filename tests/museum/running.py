@@ -1,7 +1,7 @@
-"""Runs an exhibit in processes of its own, and says what came of it.
+"""Runs an exhibit in its own processes and judges the result.
 
-TensorFlow's strategies run in processes that never import `tf_strategies`: this
-file imports it only inside of the functions that make ours.
+TensorFlow's strategies run in processes that never import `tf_strategies`. This
+file imports it only in the functions that create ours.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from tests.museum import exhibits
 OURS = 'ours'
 STOCK = 'stock'
 _ONE_DEVICE = 'one device'
-# How long ours waits for a worker that never comes, in seconds.
+# How long our strategies wait for a missing worker, in seconds.
 _RENDEZVOUS_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """What came of an exhibit.
+  """The result of an exhibit.
 
   Attributes:
-    is_right: whether it is what one device gives, or the error that is right.
-    text: in a few words.
+    is_right: whether it equals one device's result, or is the expected error.
+    text: the result in a few words.
   """
 
   is_right: bool
@@ -37,9 +37,9 @@ def find(exhibit: exhibits.Exhibit, side: str, deadline: float) -> Finding:
   """Runs an exhibit and compares it with one device.
 
   Args:
-    exhibit: which.
+    exhibit: the exhibit to run.
     side: OURS or STOCK.
-    deadline: of its processes, in seconds.
+    deadline: time limit of its processes, in seconds.
   """
   want = None
   if exhibit.most is None and not exhibit.error:
@@ -52,7 +52,7 @@ def find(exhibit: exhibits.Exhibit, side: str, deadline: float) -> Finding:
 def outcomes(
   exhibit: exhibits.Exhibit, side: str, deadline: float
 ) -> list[processes.Outcome]:
-  """How each process of an exhibit ended that has something to say."""
+  """Returns the outcomes of the processes of an exhibit that report a result."""
   args = (exhibit.report, side)
   if exhibit.place == 'devices':
     with processes.ProcessGroup(deadline) as group:
@@ -79,16 +79,16 @@ def judge(
   ended: list[processes.Outcome],
   deadline: float,
 ) -> Finding:
-  """What the ends of the processes of an exhibit mean.
+  """Judges an exhibit by the outcomes of its processes.
 
   Args:
-    exhibit: which.
+    exhibit: the exhibit that ran.
     want: one device's numbers.
-    ended: how each process ended.
-    deadline: that they had, in seconds.
+    ended: the outcome of each process.
+    deadline: time limit that the processes had, in seconds.
   """
   texts = [_text(exhibit, want, outcome, deadline) for outcome in ended]
-  # One that raised is why the others wait.
+  # If one process raised, the others hang because of it.
   faults = sorted(filter(None, texts), key=lambda text: 'hangs' in text)
   if faults:
     return Finding(False, '; '.join(dict.fromkeys(faults)))
@@ -98,10 +98,10 @@ def judge(
 
 
 def _text(exhibit, want, outcome, deadline):
-  """What is wrong with how a process ended, if anything is."""
+  """Describes the fault in a process's outcome. Returns '' if there is no fault."""
   if outcome.error_text:
     kind = outcome.error_text.strip().splitlines()
-    # The last line that is not indented begins with the error's name.
+    # The error's name is in the last line that is not indented.
     line = next(x for x in reversed(kind) if _names_error(x))
     name = line.partition(':')[0].rpartition('.')[2]
     return '' if name == exhibit.error else f'raises `{name}`'
@@ -120,7 +120,7 @@ def _names_error(line):
 
 
 def by_report(report: str) -> exhibits.Exhibit:
-  """The exhibit of a report."""
+  """Returns the exhibit of a report."""
   return next(x for x in exhibits.EXHIBITS if x.report == report)
 
 
@@ -130,7 +130,7 @@ def _run_worker(rank, report, side):
 
 
 def _run(report, side):
-  """In a process of an exhibit."""
+  """Runs an exhibit in its process and returns its numbers."""
   exhibit = by_report(report)
   virtual_devices.configure(
     exhibit.replicas if exhibit.place == 'devices' else 1
@@ -143,10 +143,10 @@ def _run(report, side):
 
 
 def create(exhibit: exhibits.Exhibit, side: str) -> tf.distribute.Strategy:
-  """The strategy of an exhibit, in a process of it.
+  """Returns the strategy of an exhibit. Runs in the exhibit's process.
 
   Args:
-    exhibit: which.
+    exhibit: the exhibit to run.
     side: OURS or STOCK.
   """
   devices = virtual_devices.names(exhibit.replicas)

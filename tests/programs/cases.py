@@ -1,4 +1,4 @@
-"""Strategies of the table of programs, and the processes that they run in."""
+"""The strategies in the table of programs, and the processes that they run in."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,11 +16,11 @@ class Case:
   """A column of the table.
 
   Attributes:
-    name: of the case.
-    create: makes the strategy, in each process of the case.
-    workers: processes beside the test; 0 runs in the test's process.
-    servers: parameter servers; the workers are theirs then.
-    link: between workers: 'tcp', or 'mpi' for workers that mpiexec starts.
+    name: name of the case.
+    create: function that makes the strategy in each process of the case.
+    workers: number of processes besides the test; 0 runs in the test's process.
+    servers: number of parameter servers. If not 0, the workers belong to them.
+    link: how workers connect: 'tcp', or 'mpi' for workers that mpiexec starts.
     are_unlike: whether workers differ; see `processes.Workers`.
     is_stock: whether the strategy is TensorFlow's.
   """
@@ -51,7 +51,8 @@ def _workers(kind, workers, devices, link='tcp', sharded=False, **options):
   name += '_unlike' * options.get('are_unlike', False) + '_sharded' * sharded
 
   def create():
-    # The first of two is not the device on which host calls run.
+    # Host calls run on the first device. Reversing the order makes it the
+    # second.
     found = {'devices': virtual_devices.names(devices)[::-1]}
     if sharded:
       found['shard_optimizer_state'] = True
@@ -59,7 +60,8 @@ def _workers(kind, workers, devices, link='tcp', sharded=False, **options):
       found['options'] = tfs.RingOptions(link=link)
     is_gpu = virtual_devices.KIND == 'GPU'
     if kind == 'collective' and is_gpu and workers > 1:
-      # NCCL takes no two workers on one GPU; with one worker it is run.
+      # NCCL does not accept two workers on one GPU. It does run with one
+      # worker.
       found['options'] = tfs.CollectiveOptions(communication='ring')
     return tfs.create_strategy(f'multi_worker_{kind}', **found)
 
@@ -82,7 +84,7 @@ STRATEGIES = (
   _in_process('ring_mirrored', 'ring_mirrored'),
   Case(
     'central_storage',
-    # Not CPU:0, where TensorFlow puts what nobody placed.
+    # Not CPU:0, where TensorFlow puts ops without an explicit device.
     lambda: tfs.CentralStorageStrategy(
       virtual_devices.names(4), virtual_devices.name(1)
     ),

@@ -1,6 +1,6 @@
 """Data, models and results that programs share.
 
-Nothing here imports `tf_strategies`.
+This module does not import `tf_strategies`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ layers, optimizers = keras.layers, keras.optimizers
 
 BATCH = 32
 CLASSES = 10
-# What `optimizer_adam` and `recommender_adam` train with, and so on.
+# By name: `optimizer_adam` and `recommender_adam` train with `adam`, and so on.
 OPTIMIZERS = {
   'adam': lambda: optimizers.Adam(1e-2, amsgrad=True),
   'adamw': lambda: optimizers.AdamW(1e-2, weight_decay=0.1),
@@ -35,9 +35,11 @@ OPTIMIZERS = {
     nesterov=True,
   ),
 }
-# Where all processes that run a program may write; None if this one is alone.
+# Directory shared by all processes that run a program. None in a single
+# process.
 directory: str | None = None
-# Models of the program that runs. The runner looks at the copies of their variables.
+# Models that the current program trained. The runner compares the copies of
+# their variables.
 trained: list[keras.Model] = []
 
 
@@ -47,7 +49,9 @@ def scope_of(strategy):
 
 
 def run(program, strategy=None):
-  """Returns what a program gives in a scope, from one seed and with Keras's dtypes."""
+  """Runs a program in a strategy's scope, with a fixed seed, and returns its
+  results.
+  """
   keras.backend.clear_session()
   keras.utils.set_random_seed(1)
   trained.clear()
@@ -55,7 +59,7 @@ def run(program, strategy=None):
   try:
     with scope_of(strategy):
       found = program()
-    # Programs that compare something themselves return nothing.
+    # Programs that check their own results return nothing.
     return () if found is None else found
   finally:
     keras.config.set_floatx(floatx)
@@ -63,7 +67,7 @@ def run(program, strategy=None):
 
 
 def shared_directory() -> str:
-  """Returns an empty directory that all processes of a strategy see."""
+  """Returns an empty directory that all processes of a strategy can access."""
   if directory is None:
     return tempfile.mkdtemp()
   path = os.path.join(directory, 'shared')
@@ -72,14 +76,14 @@ def shared_directory() -> str:
 
 
 def images(rows: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns random images and labels. No two rows, so no two replicas, are alike."""
+  """Returns random images and labels. All rows differ, and so do all replicas."""
   rng = np.random.default_rng(7)
   x = rng.normal(size=(rows, 8, 8, 1)).astype(np.float32)
   return x, rng.integers(0, CLASSES, rows)
 
 
 def tokens(rows: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns token ids and labels. Rows share tokens, so that gradients overlap."""
+  """Returns token ids and labels. Rows share tokens, so gradients overlap."""
   rng = np.random.default_rng(3)
   return rng.integers(0, 23, (rows, 5)), rng.integers(0, CLASSES, rows)
 
@@ -87,7 +91,8 @@ def tokens(rows: int) -> tuple[np.ndarray, np.ndarray]:
 def conv_model(*extra_layers, **conv_options) -> keras.Model:
   """Returns a convolution, max-pooling and a dense layer.
 
-  The gradient of max-pooling fails where a replica has no rows.
+  TensorFlow cannot compute the gradient of max-pooling on a replica without
+  rows.
   """
   return keras.Sequential(
     [
@@ -102,7 +107,7 @@ def conv_model(*extra_layers, **conv_options) -> keras.Model:
 
 
 def embedding_model() -> keras.Model:
-  """Returns a model of `tokens`, whose table can be cut into uneven parts."""
+  """Returns a model of `tokens` whose table can be split into uneven parts."""
   return keras.Sequential(
     [
       layers.Input([5], dtype='int32'),
@@ -115,12 +120,12 @@ def embedding_model() -> keras.Model:
 
 
 def momentum() -> optimizers.Optimizer:
-  """Returns an optimizer with a slot, so that its state counts too."""
+  """Returns an optimizer with a slot, so that tests also compare its state."""
   return optimizers.SGD(0.05, momentum=0.9)
 
 
 def compiled(make_model=conv_model, optimizer=momentum, **options):
-  """Returns a compiled model of classes."""
+  """Returns a compiled classifier."""
   model = make_model()
   defaults = {'loss': crossentropy(), 'metrics': ['accuracy']}
   model.compile(optimizer(), **{**defaults, **options})
@@ -128,7 +133,7 @@ def compiled(make_model=conv_model, optimizer=momentum, **options):
 
 
 def crossentropy(**options) -> keras.losses.Loss:
-  """Returns the loss of classes as numbers and of logits."""
+  """Returns the loss for integer labels and logits."""
   return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
@@ -139,10 +144,10 @@ def batches(*arrays) -> tf.data.Dataset:
 
 
 def state_of(model) -> list:
-  """Returns the weights and the optimizer's state of a model, and registers it."""
+  """Returns a model's weights and optimizer state, and registers the model."""
   trained.append(model)
   optimizer = model.optimizer
-  # A step with optimizers of its own leaves the one of `compile` alone.
+  # A step with its own optimizers does not use the one from `compile`.
   is_used = optimizer is not None and int(optimizer.iterations.numpy()) > 0
   slots = optimizer.variables if is_used else ()
   return [model.get_weights(), [v.numpy() for v in slots]]
@@ -161,7 +166,7 @@ def fitted(model, x, y=None, **options) -> list:
 
 
 def results(model, x, y=None, **options) -> list:
-  """Returns what `fit`, `evaluate` and `predict` give, and the state in the end."""
+  """Returns the results of `fit`, `evaluate` and `predict`, and the final state."""
   size = {} if y is None else {'batch_size': BATCH}
   return [
     fit(model, x, y, **options),

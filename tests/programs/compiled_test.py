@@ -1,4 +1,4 @@
-"""What XLA compiles of a step, where it runs, and what lies outside of it."""
+"""Tests which parts of a step XLA compiles, and where they run."""
 
 import contextlib
 from unittest import mock
@@ -18,14 +18,14 @@ from tf_strategies.strategies.mirrored import extended
 virtual_devices.configure()
 
 DEVICES = virtual_devices.names(4)
-# Of many things that steps compute.
+# Some operations that compute a step.
 _COMPUTES = {
   'MatMul',
   'AssignAddVariableOp',
   'StatelessRandomUniformV2',
   'Cast',
 }
-# What brings replicas together, or asks the host.
+# Operations that communicate between replicas, or call the host.
 _MEETS = {
   'CollectiveReduceV2',
   'CollectiveReduceV3',
@@ -42,14 +42,14 @@ def _data():
 
 
 def _train_function(model):
-  """The `tf.function` in what Keras calls once a step."""
+  """Returns the `tf.function` that Keras calls once a step."""
   contents = [c.cell_contents for c in model.train_function.__closure__]
   [function] = [c for c in contents if hasattr(c, 'get_concrete_function')]
   return function
 
 
 def _graph(strategy, jit_compile=True):
-  """The graph of a step of a model that XLA compiles, which has run."""
+  """Returns the graph of a compiled model's step after running it."""
   x, y = _data()
   with strategy.scope():
     model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3)])
@@ -65,12 +65,12 @@ def _graph(strategy, jit_compile=True):
 
 
 def _nodes(graph):
-  """All nodes, those of functions too."""
+  """Returns all nodes, including the nodes in functions."""
   return [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
 
 
 def _blocks(graph):
-  """For each function that XLA compiles its nodes, and the devices that call it."""
+  """Returns each compiled function's nodes, and the devices that call it."""
   functions = {
     f.signature.name: f.node_def
     for f in graph.library.function
@@ -85,7 +85,9 @@ def _blocks(graph):
 
 
 def types_in_worker(rank, case):
-  """The operations of each compiled function, their callers, and all operations."""
+  """Returns the operations of each compiled function, their callers, and all
+  operations.
+  """
   del rank
   strategy = CASES[case].create()
   graph = _graph(strategy)
@@ -97,7 +99,7 @@ def types_in_worker(rank, case):
 
 @contextlib.contextmanager
 def _beside_a_gpu():
-  """Keras, which asks what there is to resolve 'auto', finds a GPU."""
+  """Makes TensorFlow report a GPU to Keras, which then resolves 'auto'."""
   gpu = tf.config.PhysicalDevice('/physical_device:GPU:0', 'GPU')
   with mock.patch.object(
     tf.config, 'list_physical_devices', lambda kind=None: [gpu]
@@ -106,7 +108,7 @@ def _beside_a_gpu():
 
 
 class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
-  """Keras resolves 'auto' to False under any strategy; here as for one GPU."""
+  """Keras resolves 'auto' to False under any strategy. We decide as for one GPU."""
 
   def resolved(self, strategy, on_gpus, **options):
     patched = mock.patch.object(
@@ -176,7 +178,7 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
       types_in_worker, 2, args=(case,), deadline=200
     )
     for blocks, types in workers:
-      # The forward and the backward pass of all devices are one function.
+      # One function holds the forward and backward passes of all devices.
       [callers] = [callers for ops, callers in blocks if 'MatMul' in ops]
       self.assertLen(callers, int(case[-1]))
       self.assertLessEqual(len(blocks), 8)
@@ -185,14 +187,14 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
       self.assertNotEmpty(types & _MEETS)
 
   def test_xla_knows_what_steps_compute(self):
-    """On a GPU another list of TensorFlow's counts than on a CPU."""
+    """Checks the list of compiled operations, which differs between CPU and GPU."""
     compiled = _tf_internal.compiled_operations(virtual_devices.name(0))
     self.assertContainsSubset(_COMPUTES, compiled)
     self.assertNotIn('PyFunc', compiled)
 
 
 class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
-  """A step of a loop that XLA compiles, the all-reduce within it."""
+  """The step of a custom loop that XLA compiles, including its all-reduce."""
 
   def reduce(self, devices):
     strategy = tfs.RingMirroredStrategy(devices)

@@ -1,6 +1,7 @@
-"""One small model that `fit` trains, with one option, input or callback each.
+"""One small model that `fit` trains with one option, input or callback each.
 
-The programs beside them have 78 rows. Here replicas, and workers, may have none.
+The programs in other files have 78 rows. These have fewer, so that some
+replicas or workers get no rows.
 """
 
 import gc
@@ -20,7 +21,7 @@ _ROWS = 69  # Two batches of 32, and one of 5.
 
 
 def _fit(rows=_ROWS, data=common.images, policy=None, fit=None, **options):
-  """Returns a program; `options` are those of `common.compiled`."""
+  """Returns a program. `options` are passed to `common.compiled`."""
 
   def program():
     if policy:
@@ -32,7 +33,9 @@ def _fit(rows=_ROWS, data=common.images, policy=None, fit=None, **options):
 
 
 def _normalized(rows, steps_per_execution=1, **options):
-  """Returns a program without predictions, whose rounding normalization makes large."""
+  """Returns a program without predictions: normalization would amplify their
+  rounding.
+  """
 
   def program():
     model = common.compiled(
@@ -58,7 +61,9 @@ def _accumulating(**options):
 
 
 def _statistics():
-  """Moving statistics are those of all rows, also where one row is all there is."""
+  """Checks that moving statistics cover all rows, even where a replica has only
+  one.
+  """
   x = np.concatenate(
     [10.0 * i + (i + 1) * np.linspace(-1, 1, 8) for i in range(4)]
   )
@@ -78,7 +83,9 @@ def _statistics():
 
 
 def _overflow(bad_row):
-  """A finite step, then one that overflows on one replica, which nobody may do."""
+  """Runs a finite step, then one that overflows on one replica and must be
+  skipped everywhere.
+  """
 
   def program():
     ones = layers.Dense(1, use_bias=False, kernel_initializer='ones')
@@ -107,10 +114,11 @@ def _dataset(rows=_ROWS):
 
 
 def _of_unknown_cardinality(rows, **options):
-  """Data whose end nobody can know before.
+  """Returns a program whose data has an unknown number of batches.
 
-  Keras learns of the end from a step that finds no data. One device counts that step
-  in `iterations`, though it trains on nothing; servers do not.
+  Keras finds the end with a step that gets no data. One device counts that step
+  in `iterations` although it trains on nothing. Parameter servers do not count
+  it.
   """
 
   def program():
@@ -139,7 +147,9 @@ def _repeated():
 
 
 def _predicted():
-  """Predictions are in order, also where replicas have different numbers of rows."""
+  """Checks the order of predictions, also where replicas have different numbers
+  of rows.
+  """
   model = keras.Sequential([layers.Input([3]), layers.Dense(2)])
   return [
     model.predict(_numbers(rows), batch_size=8, verbose=0)
@@ -189,7 +199,7 @@ def _model_checkpoint():
 
 
 class _InterruptAt(keras.callbacks.Callback):
-  """Stands for a crash in the middle of the second epoch."""
+  """Raises in the middle of the second epoch, as a crash would."""
 
   _epoch = 0
 
@@ -202,7 +212,7 @@ class _InterruptAt(keras.callbacks.Callback):
 
 
 def _backup_and_restore():
-  """A run that was interrupted ends as one that was not, bit by bit."""
+  """Checks that an interrupted run ends with the same bits as an uninterrupted one."""
   x, y = common.images(_ROWS)
 
   def train(*callbacks):
@@ -243,7 +253,7 @@ def _rank():
 
 
 def _read_by_the_chief():
-  """Callbacks of which only the chief reads logs and shows them."""
+  """Uses callbacks that read and show logs on the chief only."""
   callbacks = keras.callbacks
   model = common.compiled()
   x, y = common.images(21)
@@ -275,7 +285,7 @@ def _read_by_the_chief():
 
 
 def drop_on_some(models):
-  """Leaves the first worker its models; the others' are gone when it returns."""
+  """Deletes the models on every worker except the first."""
   if _rank():
     models.clear()
     common.trained.clear()
@@ -283,10 +293,10 @@ def drop_on_some(models):
 
 
 def _eager_after_others():
-  """An eager `fit` after models that some workers have dropped.
+  """Runs an eager `fit` after some workers have deleted earlier models.
 
-  Its step updates two metrics that the model does not know: one of them in a
-  function, which runs no Python in later steps.
+  Its step updates two metrics that the model does not track. One is updated
+  inside a function, whose Python code does not run in later steps.
   """
   x, y = common.images(21)
   models = [common.compiled() for _ in range(2)]
@@ -317,7 +327,7 @@ def _eager_after_others():
 
 
 def _averages_in_evaluations():
-  """Averages take the place of weights in each evaluation."""
+  """Replaces the weights by their averages during each evaluation."""
   model = common.compiled(
     optimizer=lambda: optimizers.Adam(0.01, use_ema=True, ema_momentum=0.7)
   )
@@ -332,7 +342,7 @@ def _averages_in_evaluations():
 
 PROGRAMS = {
   'rows_69': _fit(),
-  # Of several workers, or four replicas, some have no row of the last batch.
+  # With several workers or four replicas, some get no row of the last batch.
   'rows_65': _fit(65),
   'only_1_row': _fit(1),
   'clipvalue': _fit(optimizer=lambda: optimizers.SGD(0.1, clipvalue=0.01)),
@@ -390,7 +400,7 @@ PROGRAMS = {
   'read_by_the_chief': _read_by_the_chief,
   'eager_after_others': _eager_after_others,
 }
-# A table of embeddings, of which a batch has some rows twice, with each optimizer.
+# An embedding table, with each optimizer. Batches contain some rows twice.
 TABLES = {
   f'table_{name}': _fit(
     data=common.tokens, make_model=common.embedding_model, optimizer=make

@@ -1,7 +1,7 @@
-"""Models that make data, in the structure of Keras's examples.
+"""Generative models, structured like Keras's examples.
 
-Each has a `train_step` of its own, draws random numbers in it, and gets batches of
-inputs alone. No program knows of a strategy. The last batch has 14 rows.
+Each has its own `train_step`, which draws random numbers. Batches contain
+inputs only. No program refers to a strategy. The last batch has 14 rows.
 """
 
 import keras
@@ -20,7 +20,7 @@ def _images():
 
 
 class _Sampling(layers.Layer):
-  """Draws a point of the hidden space."""
+  """Draws a point in the latent space."""
 
   def __init__(self):
     super().__init__()
@@ -34,7 +34,7 @@ class _Sampling(layers.Layer):
 
 
 class _Autoencoder(keras.Model):
-  """Keras's example of a VAE."""
+  """The VAE from Keras's examples."""
 
   def __init__(self):
     super().__init__(name='autoencoder')
@@ -91,7 +91,9 @@ def _vae():
 
 
 class _Quantizer(layers.Layer):
-  """Each vector becomes the nearest of a few; the gradient goes past it."""
+  """Replaces each vector by the nearest codebook vector, with a
+  straight-through gradient.
+  """
 
   def __init__(self, count, size):
     super().__init__()
@@ -120,7 +122,7 @@ class _Quantizer(layers.Layer):
 
 
 class _QuantizedAutoencoder(keras.Model):
-  """Keras's example of a VQ-VAE."""
+  """The VQ-VAE from Keras's examples."""
 
   def __init__(self):
     super().__init__(name='quantized')
@@ -159,7 +161,9 @@ def _vq_vae():
 
 
 class _Wasserstein(keras.Model):
-  """Keras's example of WGAN-GP: several turns of the critic, then the maker."""
+  """The WGAN-GP from Keras's examples: several critic steps, then one generator
+  step.
+  """
 
   def __init__(self):
     super().__init__(name='wasserstein')
@@ -170,7 +174,8 @@ class _Wasserstein(keras.Model):
         layers.LeakyReLU(0.2),
         layers.Dropout(0.3),
         layers.Flatten(),
-        # A bias has a gradient of zero, of which Adam makes what rounding left.
+        # This bias would have a zero gradient. Adam would amplify its rounding
+        # errors.
         layers.Dense(1, use_bias=False),
       ]
     )
@@ -238,7 +243,7 @@ def _wgan_gp():
 
 
 class _Diffusion(keras.Model):
-  """Keras's example of DDIM: noise of a random strength is to be told."""
+  """The DDIM from Keras's examples: the model predicts noise of random strength."""
 
   def __init__(self):
     super().__init__(name='diffusion')

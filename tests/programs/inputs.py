@@ -1,7 +1,7 @@
-"""Whatever Keras takes as data gives what it gives on one device.
+"""Every kind of data that Keras accepts gives the same results as on one device.
 
-Generators, data sets and arrays of every structure. A program also returns which
-batches it drew.
+The programs use generators, data sets and arrays of every structure. Each also
+returns the batches that it read.
 """
 
 import keras
@@ -22,7 +22,7 @@ def _two_inputs(rows=_ROWS):
 
 
 def _model(*inputs):
-  """A dense model over named inputs; compiled."""
+  """Returns a compiled dense model with named inputs."""
   joined = layers.Concatenate()(list(inputs)) if len(inputs) > 1 else inputs[0]
   model = keras.Model(list(inputs), layers.Dense(1)(joined))
   model.compile(keras.optimizers.SGD(0.05), 'mse', metrics=['mae'])
@@ -38,7 +38,7 @@ def _one_input_model():
 
 
 class _Batches(keras.utils.PyDataset):
-  """Batches that count how often each was read."""
+  """Batches that count how often each one was read."""
 
   def __init__(self, **options):
     super().__init__(**options)
@@ -95,7 +95,7 @@ def _py_dataset():
 
 
 def _structures():
-  """Each structure of two inputs in each method."""
+  """Runs `fit`, `evaluate` and `predict` with each structure of two inputs."""
   a, b, y = _two_inputs()
   model = _two_input_model()
   found = {}
@@ -141,7 +141,7 @@ def _on_batch():
 
 
 class _Denoiser(keras.Model):
-  """A `train_step` of its own over inputs without targets."""
+  """A model with its own `train_step`, for inputs without targets."""
 
   def __init__(self):
     super().__init__(name='denoiser')

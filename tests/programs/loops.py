@@ -1,7 +1,8 @@
-"""Loops of one's own, which ask TensorFlow for the strategy of their scope.
+"""Custom loops, which ask TensorFlow for the current strategy.
 
-In the structure of TensorFlow's tutorials, and small enough for seconds. Without
-a strategy `tf.distribute.get_strategy()` is one device. The last batch has 14 rows.
+They are structured like TensorFlow's tutorials. Outside a scope,
+`tf.distribute.get_strategy()` returns the default strategy for one device. The
+last batch has 14 rows.
 """
 
 import os
@@ -42,7 +43,9 @@ def _per_row():
 
 
 def _custom_training():
-  """As "Custom training with tf.distribute.Strategy": average loss, metrics, a test."""
+  """Follows "Custom training with tf.distribute.Strategy": average loss,
+  metrics, a test.
+  """
   strategy = tf.distribute.get_strategy()
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
   distributed = strategy.experimental_distribute_dataset(dataset)
@@ -94,10 +97,10 @@ def _custom_training():
 
 
 def _loop_over_workers():
-  """As "Custom training loop with Keras and MultiWorkerMirroredStrategy".
+  """Follows "Custom training loop with Keras and MultiWorkerMirroredStrategy".
 
-  Data from a function that each worker calls, an epoch in one `tf.function`, and
-  checkpoints, from which a second model goes on.
+  Each worker makes its data with a function. One `tf.function` runs a whole
+  epoch. A second model continues from a checkpoint.
   """
   strategy = tf.distribute.get_strategy()
 
@@ -154,7 +157,7 @@ def _loop_over_workers():
 
 
 def _contrastive():
-  """In-batch negatives: each row against the features of all replicas' rows."""
+  """Compares each row with the features of all replicas' rows (in-batch negatives)."""
   strategy = tf.distribute.get_strategy()
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
   distributed = strategy.experimental_distribute_dataset(dataset)
@@ -175,7 +178,7 @@ def _contrastive():
         per_row = -tf.reduce_sum(
           is_alike * tf.nn.log_softmax(scores), axis=1
         ) / tf.reduce_sum(is_alike, axis=1)
-        # Of this replica's rows; the sum over replicas is one device's mean.
+        # The mean over this replica's rows, as a share of the global mean.
         loss = tf.reduce_sum(per_row) / tf.cast(len(everyone), tf.float32)
       weights = model.trainable_variables
       gradients = tape.gradient(loss, weights)
@@ -190,7 +193,7 @@ def _contrastive():
 
 
 def _clipped(loss):
-  if loss > 1.0:  # AutoGraph makes a tf.cond of it.
+  if loss > 1.0:  # AutoGraph converts it to `tf.cond`.
     loss = 1.0 + 0.5 * (loss - 1.0)
   return loss
 
@@ -203,7 +206,7 @@ def _powers(x):
 
 
 def _helpers():
-  """A step whose helpers are Python with tensors, which AutoGraph converts."""
+  """Runs a step whose Python helpers AutoGraph must convert."""
   strategy = tf.distribute.get_strategy()
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
   distributed = strategy.experimental_distribute_dataset(dataset)
@@ -213,7 +216,7 @@ def _helpers():
     x, y = inputs
     rows = tf.linalg.matvec(tf.reshape(x, [-1, 64]), weight)
     parts = [_clipped(part) for part in tf.unstack(weight[:4])]
-    # What each replica has; their rows, and so their sums, add up.
+    # Replicas have different rows; the sums over rows add up.
     powers = _powers(tf.reduce_sum(rows)[None])
     return tf.reduce_sum(rows * tf.cast(y, tf.float32)), parts, powers * 0.0
 

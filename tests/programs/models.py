@@ -1,7 +1,7 @@
-"""Models of images, texts and sequences, in the structure of Keras's examples.
+"""Models of images, texts and sequences, structured like Keras's examples.
 
-Small enough for seconds. No program knows of a strategy, each returns what `fit`,
-`evaluate` and `predict` gave, and the weights. The last batch has 14 rows.
+No program refers to a strategy. Each returns the results of `fit`, `evaluate`
+and `predict`, and the weights. The last batch has 14 rows.
 """
 
 import keras
@@ -18,7 +18,7 @@ _WORDS = 12
 
 
 def _images(size=8):
-  """Images of 0 to 255, whose class is where they are bright."""
+  """Returns images with values from 0 to 255. The class is the bright region."""
   rng = np.random.default_rng(5)
   x = rng.integers(0, 200, (_ROWS, size, size, 3)).astype('f4')
   y = rng.integers(0, _CLASSES, _ROWS)
@@ -27,7 +27,7 @@ def _images(size=8):
 
 
 def _texts():
-  """Texts of different lengths, which end with zeros."""
+  """Returns texts of different lengths, padded with zeros."""
   rng = np.random.default_rng(6)
   texts = rng.integers(1, _WORDS, (_ROWS, _LENGTH))
   lengths = rng.integers(2, _LENGTH + 1, (_ROWS, 1))
@@ -63,7 +63,7 @@ def _image_classification():
 
 
 def _augmentations():
-  """All kinds of augmentation that draw something for every image."""
+  """Trains with every augmentation layer that draws random numbers per image."""
   x, y = _images()
   model = keras.Sequential(
     [
@@ -133,10 +133,10 @@ def _resnet():
 
 
 def _application(build, **options):
-  """Returns a program that trains a whole network in 64 bits.
+  """Returns a program that trains a whole network in float64.
 
-  Of few small images the last layers see a single pixel. Their normalizations make an
-  error of rounding large.
+  The images are small, so the last layers see a single pixel. Their
+  normalization amplifies rounding errors.
   """
 
   def program():
@@ -158,7 +158,7 @@ def _application(build, **options):
 
 
 class _ClassToken(layers.Layer):
-  """Puts a learned row before the patches of each image; adds where they are."""
+  """Prepends a learned token to the patches of each image and adds positions."""
 
   def build(self, shape):
     self.token = self.add_weight(shape=[1, 1, shape[-1]], name='token')
@@ -195,7 +195,7 @@ def _vision_transformer():
 
 
 class _Segments(keras.utils.PyDataset):
-  """Images, and for each point whether it is bright."""
+  """Images, and labels that say for each pixel whether it is bright."""
 
   def __init__(self, **options):
     super().__init__(**options)
@@ -239,7 +239,7 @@ def _unet():
 
 
 class _Positions(layers.Layer):
-  """Adds up what a token and its place are looked up as; hands on the mask."""
+  """Adds the embeddings of tokens and positions, and passes on the mask."""
 
   def __init__(self, mask_zero):
     super().__init__()
@@ -255,11 +255,11 @@ class _Positions(layers.Layer):
 
 
 class _Block(layers.Layer):
-  """A block of a transformer; the mask of the texts is given by Keras."""
+  """A transformer block. Keras passes it the mask of the texts."""
 
   def __init__(self, is_causal=False):
     super().__init__()
-    # The gradient of a key's bias is noise around zero, which Adam makes large.
+    # A key's bias has a gradient of rounding noise, which Adam would amplify.
     self.attention = layers.MultiHeadAttention(
       2, 4, dropout=0.1, use_bias=False
     )
@@ -270,7 +270,7 @@ class _Block(layers.Layer):
     self.supports_masking = True
 
   def causal_mask(self, batch_size, length):
-    """As Keras's example makes it."""
+    """Returns the mask that Keras's example makes."""
     mask = ops.arange(length)[:, None] >= ops.arange(length)
     mask = ops.reshape(ops.cast(mask, 'int32'), [1, length, length])
     return tf.tile(mask, tf.stack([batch_size, 1, 1]))
@@ -331,7 +331,7 @@ def _bilstm():
 
 
 def _seq2seq():
-  """A text from a text; the decoder gets the word that was to be said before."""
+  """Trains a sequence-to-sequence model with teacher forcing."""
   source, _ = _texts()
   rng = np.random.default_rng(8)
   target = rng.integers(1, _WORDS, (_ROWS, _LENGTH + 1))
@@ -351,7 +351,7 @@ def _seq2seq():
   return common.results(model, x, target[:, 1:])
 
 
-# Sequences of other things.
+# Other sequences.
 
 
 def _next_frame():
@@ -369,7 +369,7 @@ def _next_frame():
 
 
 def _time_series():
-  """Windows of a series, as Keras cuts them; convolutions along time."""
+  """Trains convolutions over windows of a time series, which Keras cuts."""
   rng = np.random.default_rng(10)
   series = np.cumsum(rng.normal(size=(90, 2)), 0).astype('f4')
   dataset = keras.utils.timeseries_dataset_from_array(

@@ -1,7 +1,7 @@
-"""Models that have a `train_step`, or a loss between rows, of their own.
+"""Models with their own `train_step`, or with a loss that compares rows.
 
-In the structure of Keras's examples and guides, and small enough for seconds. No
-program knows of a strategy. The last batch has 14 rows.
+They are structured like Keras's examples and guides. No program refers to a
+strategy. The last batch has 14 rows.
 """
 
 import keras
@@ -27,11 +27,11 @@ def _net(units=_CLASSES):
   )
 
 
-# Models that learn from each other, and from what is alike.
+# Models that learn from another model, or from similar rows.
 
 
 class _Distiller(keras.Model):
-  """Keras's example of distillation: what the loss adds is in `compute_loss`."""
+  """The distiller from Keras's examples, which adds its loss in `compute_loss`."""
 
   def __init__(self, student, teacher):
     super().__init__(name='distiller')
@@ -72,7 +72,7 @@ def _distillation():
 
 
 class _SupervisedContrastive(losses.Loss):
-  """Rows of a class shall be alike: a loss between all rows of the batch."""
+  """Pulls rows of the same class together: a loss over all rows of the batch."""
 
   def call(self, labels, features):
     features = ops.normalize(features, axis=1)
@@ -87,7 +87,7 @@ class _SupervisedContrastive(losses.Loss):
 
 
 def _supervised_contrastive():
-  """The encoder first, then a classifier of what it found."""
+  """Trains an encoder, then a classifier of its outputs."""
   x, y = _points()
   encoder = _net(8)
   encoder.compile(keras.optimizers.Adam(), _SupervisedContrastive())
@@ -101,7 +101,7 @@ def _supervised_contrastive():
 
 
 class _Distance(layers.Layer):
-  """How far two others are from one."""
+  """Returns the distances of two embeddings from a third."""
 
   def call(self, anchor, positive, negative):
     near = ops.sum(ops.square(anchor - positive), -1)
@@ -109,7 +109,7 @@ class _Distance(layers.Layer):
 
 
 class _Siamese(keras.Model):
-  """Keras's example with three images and the triplet loss."""
+  """The Siamese network from Keras's examples, with the triplet loss."""
 
   def __init__(self, net):
     super().__init__(name='siamese')
@@ -145,7 +145,7 @@ class _Siamese(keras.Model):
 def _siamese():
   x, _ = _points()
   triplet = (x, np.roll(x, 1, 0), np.roll(x, 5, 0))
-  # Distances do not depend on a last bias.
+  # Distances do not depend on the last bias.
   embedding = keras.Sequential(
     [layers.Dense(8, 'tanh'), layers.Dense(4, use_bias=False)]
   )
@@ -160,7 +160,7 @@ def _siamese():
 
 
 class _Retrieval(keras.Model):
-  """Two towers; the other rows of a batch are what was not chosen."""
+  """A two-tower model. The other rows of a batch serve as negatives."""
 
   def __init__(self):
     super().__init__(name='retrieval')
@@ -181,7 +181,7 @@ class _Retrieval(keras.Model):
       users, items = self(data, training=True)
       scores = ops.matmul(users, ops.transpose(items))
       chosen = ops.eye(ops.shape(scores)[0])
-      # What is the same item was not the wrong one.
+      # A row with the same item is not a negative.
       twice = ops.equal(data['item'][:, None], data['item'][None])
       scores += (ops.cast(twice, 'float32') - chosen) * -1e4
       loss = self.loss_fn(chosen, scores)
@@ -204,7 +204,7 @@ def _two_towers():
   return common.fitted(model, common.batches(data))
 
 
-# Steps that do something with the gradients.
+# Steps that modify gradients.
 
 
 class _Own(keras.Model):
@@ -249,7 +249,7 @@ class _Clipping(_Own):
 
 
 class _Compiled(_Own):
-  """Its step is a tf.function."""
+  """The same, with a step that is a tf.function."""
 
   @tf.function
   def train_step(self, data):
@@ -257,7 +257,7 @@ class _Compiled(_Own):
 
 
 class _Looping(_Own):
-  """A loop of TensorFlow in the model, through which the gradient goes."""
+  """A model that contains a TensorFlow loop, through which gradients flow."""
 
   def call(self, x):
     def turn(i, state):
@@ -283,7 +283,7 @@ def _own(build):
 
 
 def _step_of_instance():
-  """A step that is a function, put in the place of the model's method."""
+  """Replaces the model's `train_step` method by a function."""
   x, y = _points()
   model = _net()
   optimizer = keras.optimizers.Adam(1e-2)

@@ -1,6 +1,6 @@
-"""Steps, losses and metrics whose rows cannot, or can, be shared out.
+"""Steps, losses and metrics whose rows can, or cannot, be divided among workers.
 
-Batches of 16 rows, of which the last has 5.
+Batches have 16 rows; the last has 5.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ def _model(make=keras.Model, hidden=None):
 
 
 def _fit(make_model=_model, loss='categorical_crossentropy', **options):
-  """Returns a program; `options` are those of `compile`."""
+  """Returns a program. `options` are passed to `compile`."""
 
   def program():
     model = make_model()
@@ -41,7 +41,7 @@ def _fit(make_model=_model, loss='categorical_crossentropy', **options):
 
 
 class Guide(keras.Model):
-  """The `train_step` of Keras's guide, with metrics of its own."""
+  """The `train_step` of Keras's guide, with its own metrics."""
 
   def __init__(self, **options):
     super().__init__(**options)
@@ -64,7 +64,7 @@ class Guide(keras.Model):
     predicted = self(x)
     self.loss_tracker.update_state(ops.max(ops.abs(y - predicted)))
     self.mae.update_state(y, predicted)
-    # Of other names than the metrics: Keras takes what the last step returned.
+    # Keras reports the results of the last step, whatever their names.
     return {'worst': self.loss_tracker.result(), 'mean': self.mae.result()}
 
   @property
@@ -73,7 +73,7 @@ class Guide(keras.Model):
 
 
 class Nested(Guide):
-  """Returns a dict in a dict, which Keras reads when it has evaluated."""
+  """Returns nested dicts, which Keras reads after evaluation."""
 
   def train_step(self, data):
     return {'inner': super().train_step(data)}
@@ -90,21 +90,21 @@ def _mean_error(y, outputs):
 
 
 def _loaded_model():
-  """The functions of a loaded model have handles of its variables."""
+  """Trains a loaded model, whose functions hold handles of its variables."""
   x, y = _data()
   inner = keras.Sequential([keras.Input(x.shape[1:]), layers.Dense(6, 'tanh')])
   with tempfile.TemporaryDirectory() as path:
     inner.export(path, verbose=False)
     layer = layers.TFSMLayer(path, call_endpoint='serve')
     model = _model(hidden=layer)
-    # Keras gives slots of such variables names that TensorFlow refuses.
+    # Keras gives the slots of such variables names that TensorFlow rejects.
     model.compile(keras.optimizers.SGD(0.3), 'categorical_crossentropy')
   history = common.fit(model, x, y, batch_size=16)
   return history, model.get_weights()
 
 
 def _two_players(is_in_turns):
-  """Returns a program in which one plays against what the other has become."""
+  """Returns a program in which each of two players trains against the other."""
 
   def program():
     x, _ = _data()
@@ -160,12 +160,12 @@ PROGRAMS = {
   ),
   'loaded_model': _loaded_model,
 }
-# Loops of one's own on parameter servers.
+# Custom loops on parameter servers.
 ON_SERVERS = {
   'two_players': _two_players(is_in_turns=True),
   'two_players_at_once': _two_players(is_in_turns=False),
 }
-# Whether synchronous workers compute a part each of every batch.
+# Whether synchronous workers each compute a part of every batch.
 ARE_SHARED = {
   'guide': False,
   'nested': False,

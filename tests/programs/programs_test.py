@@ -1,10 +1,11 @@
-"""Programs give under every strategy what they give on one device.
+"""Programs give the same results under every strategy as on one device.
 
-Each runs as it is on one device and under a strategy: only the scope is added. What
-`fit` and `evaluate` report, weights, the optimizer's state and predictions are compared,
-of every worker.
+Each program runs on one device and in the scope of each strategy. The test
+compares the reports of `fit` and `evaluate`, the weights, the optimizer's state
+and the predictions of every worker.
 
-A row is a strategy and a program. Rows that run in processes beside the test share them.
+A row is a strategy and a program. Rows that need processes of their own share
+them.
 """
 
 import functools
@@ -33,9 +34,9 @@ from tf_strategies.strategies.mirrored import replica_exchange
 
 virtual_devices.configure()
 
-# Three minutes on two quiet cores.
+# Takes three minutes on two idle cores.
 _DEADLINE_SECONDS = 280
-_MOST = 24  # Programs of one start.
+_MOST = 24  # Programs in one start.
 
 _SMOKE = {
   'ring_mirrored': (
@@ -46,7 +47,7 @@ _SMOKE = {
   ),
   'central_storage': ('embedding_clipnorm',),
 }
-# One of each mechanism: what `make test_all` runs; `make soak` runs them all.
+# One program for each mechanism. `make test_all` runs these, `make soak` all.
 _SOME = (
   'accumulated',
   'masked',
@@ -75,9 +76,9 @@ _OF_EACH = (
   'structures',
   'text_vectorization',
 )
-# Whole models, of which each takes ten seconds.
+# Whole models, which take ten seconds each.
 _MODELS = ('resnet', 'custom_training', 'loop_over_workers')
-# What is divided between replicas: state, rows, random numbers.
+# Programs whose state, rows or random numbers are divided between replicas.
 _OF_REPLICAS = (
   'statistics',
   'batch_normalization',
@@ -122,7 +123,7 @@ _ON_WORKERS = (
   *state.PROGRAMS,
   *_OPTIONS,
 )
-# What differs on servers: control flow, rows, held and direct writes.
+# Programs that differ on servers: control flow, rows, held and direct writes.
 _ON_SERVERS = (
   *fits.PROGRAMS,
   *own_steps.PROGRAMS,
@@ -155,7 +156,7 @@ _ON_SERVERS = (
   'two_optimizers',
 )
 _OFTEN_ON_SERVERS = (
-  # Asynchronous steps report logs of earlier batches.
+  # Asynchronous steps report the logs of earlier batches.
   'all_callbacks',
   'rows_65',
   'loaded_model',
@@ -191,7 +192,9 @@ _IN_PARTS = (
 
 
 def _refusal(case, name) -> str | None:
-  """Returns a pattern of the error if a strategy refuses a program."""
+  """Returns a pattern for the error with which a strategy rejects a program, or
+  None.
+  """
   if case.servers and name in (
     'recommender_adafactor',
     'recommender_lamb',
@@ -205,7 +208,7 @@ def _refusal(case, name) -> str | None:
   return None
 
 
-# Rows in this process.
+# Rows that run in this process.
 
 
 def _mark_in_process(case, name):
@@ -233,7 +236,7 @@ _IN_PROCESS = [
 ]
 
 
-# Rows in processes of their own: (case, program), by what starts together.
+# Rows (case, program) in other processes, grouped by start.
 
 
 def _groups(case, names):
@@ -250,7 +253,7 @@ _STARTS = {
       ('ring_2x1_sharded', 'optimizer_adam'),
       ('ring_2x1_sharded', 'accumulated'),
     ),
-    # TensorFlow's runtime keeps its port: nothing else begins after it.
+    # TensorFlow's runtime keeps its port, so no other rows can follow.
     (('collective_2x1', 'sync_batch_normalization'),),
     (('servers_sync_2', 'guide'),),
   ),
@@ -333,8 +336,8 @@ _IN_PROCESSES = [
 
 @functools.cache
 def _results(rows):
-  """Returns what each program gave on each worker, in one start of the workers."""
-  # Examples have flags, of which this process can have one example's only.
+  """Starts the workers once and returns each program's results on each worker."""
+  # A process can define the flags of one example only.
   alone = {
     (None, name.partition('_where_')[0])
     for _, name in rows
@@ -352,7 +355,7 @@ def _results(rows):
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
   def assert_equal(self, one, other, name):
-    """Checks that the numbers of two structures differ by the promised limit at most."""
+    """Checks that two structures of numbers agree within the promised limit."""
     found = runner.difference(one, other)
     self.assertLessEqual(found, runner.limit_of(name))
 
@@ -390,12 +393,12 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         continue
       self.assert_equal(want, each, name)
       if not name.startswith('mixed_'):
-        # Not one bit differs between workers.
+        # All workers must agree in every bit.
         self.assertEqual(runner.difference(found[0], each), 0)
 
   @pytest.mark.smoke
   def test_another_result_is_found(self):
-    """The comparison tells programs apart that differ by a number of replicas."""
+    """Checks that the comparison detects a factor of the number of replicas."""
     with self.assertRaises(AssertionError):
       self.assert_equal(
         runner.one_device('mean'),
@@ -414,13 +417,13 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       ]
 
     with mock.patch.object(replica_exchange.ReplicaExchange, 'add', wrong):
-      # Adam would not see it.
+      # Adam hides a constant factor.
       found = runner.run('rows_69', STRATEGIES[0].create())
     with self.assertRaises(AssertionError):
       self.assert_equal(runner.one_device('rows_69'), found, 'rows_69')
 
   def test_short_products(self):
-    """Products of TF32, which needs a GPU, have 10 bits."""
+    """Checks TF32 products, which have 10 bits and need a GPU."""
     if virtual_devices.KIND != 'GPU':
       self.skipTest('no GPU: CPUs have no TF32')
     experimental = tf.config.experimental

@@ -1,7 +1,8 @@
-"""The recommender of the examples, with each optimizer; weights and all state.
+"""The recommender of the examples with each optimizer: its weights and all state.
 
-In each batch some rows of its tables are there several times, and some never. It runs
-in processes of its own: flags of one example only can be in one.
+Each batch contains some rows of its tables several times, and some never. The
+program runs in its own processes, because a process can define the flags of one
+example only.
 """
 
 import functools
@@ -21,7 +22,7 @@ LossScale = optimizers.LossScaleOptimizer
 LazyRows = tfs.keras.LazyRows
 
 _PEOPLE, _FILMS = list(range(100, 123)), list(range(7, 18))
-# Batches of 8, of which the last has 5 rows: two workers have 3 and 2.
+# Batches have 8 rows; the last has 5, so two workers get 3 and 2.
 _ROWS = 21
 
 
@@ -55,7 +56,7 @@ OPTIMIZERS = {
 
 
 def _train(name):
-  # Here: the import defines the example's flags.
+  # Imported here because the import defines the example's flags.
   from examples import recommender
 
   if not flags.FLAGS.is_parsed():
@@ -64,7 +65,7 @@ def _train(name):
   genres = rng.integers(0, 2, [len(_FILMS), 6]).astype(np.float32)
   strategy = tf.distribute.get_strategy()
   model = recommender.build_model(strategy, _PEOPLE, _FILMS, genres)
-  # On one device eagerly: that takes no trace.
+  # Eagerly on one device, to save the time for tracing.
   is_eager = not tf.distribute.has_strategy()
   model.compile(
     OPTIMIZERS[name](), 'mse', run_eagerly=is_eager, jit_compile=False
@@ -80,12 +81,12 @@ def _train(name):
   common.fit(model, ids, stars, batch_size=8, callbacks=callbacks)
   state = [v.numpy() for v in model.optimizer.variables]
   common.trained.append(model)
-  # Of large numbers a difference counts as a fraction of the largest.
+  # Scaled by the largest value, so that differences are relative.
   return [v / max(1, np.abs(v).max()) for v in [*model.get_weights(), *state]]
 
 
 def _without_repeated(variable, dy, indices):
-  """Returns a lookup's gradient, in which only the first of equal rows counts."""
+  """Returns a lookup's gradient that counts only the first of repeated rows."""
   places = tf.unique(tf.reshape(indices, [-1])).idx
   is_first = tf.equal(places, tf.range(tf.size(places)))
   is_first = tf.reshape(tf.cast(is_first, dy.dtype), tf.shape(indices))
@@ -114,7 +115,7 @@ def _mutated(optimizer, mutation):
 PROGRAMS = {
   f'recommender_{name}': functools.partial(_train, name) for name in OPTIMIZERS
 }
-# Servers must make something else of them than one device.
+# Faults that must change the results on servers.
 MUTATED = {
   f'recommender_{optimizer}_where_{mutation}': _mutated(optimizer, mutation)
   for optimizer, mutation in (

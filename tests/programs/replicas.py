@@ -1,7 +1,7 @@
-"""Programs that say what each replica does.
+"""Programs that tell replicas apart.
 
-One device has one replica. Numbers that depend on how many there are, a program
-compares with a formula itself, and returns nothing.
+One device has one replica. Programs whose numbers depend on the replica count
+compare them with a formula, and return nothing.
 """
 
 import keras
@@ -15,7 +15,7 @@ layers = keras.layers
 
 
 def _per_replica(make):
-  """Returns one value a replica, made by `make(replica_id)`."""
+  """Returns one value for each replica, made by `make(replica_id)`."""
 
   def replica_fn():
     context = tf.distribute.get_replica_context()
@@ -25,13 +25,15 @@ def _per_replica(make):
 
 
 def _of_all(make):
-  """Returns values [replicas, ...] of all replicas, made by `make(replica_id)`."""
+  """Returns the values of all replicas, [replicas, ...], made by
+  `make(replica_id)`.
+  """
   value = _per_replica(lambda i: make(i)[None])
   return tf.distribute.get_strategy().gather(value, 0).numpy()
 
 
 def _predicted_in_replicas():
-  """Predictions of 32 rows, then of 2, keep their rows."""
+  """Checks that predictions of 32 rows, then of 2 rows, keep their order."""
   strategy = tf.distribute.get_strategy()
   model = common.conv_model()
   x, _ = common.images(34)
@@ -50,7 +52,7 @@ def _predicted_in_replicas():
 
 
 def _slices():
-  """Rows of a table that are in a row, on a replica and across replicas twice."""
+  """Reduces sparse gradients with repeated rows, on a replica and across replicas."""
   strategy = tf.distribute.get_strategy()
   tokens = np.array([[0, 0], [1, 5], [0, 1], [7, 5]], np.int32)
   table, weights = tf.ones([9, 2]), tf.range(1.0, 5.0)
@@ -78,7 +80,7 @@ def _slices():
 
 
 def _gathered():
-  """Values of different lengths, by rows and by columns."""
+  """Gathers values of different lengths, along rows and along columns."""
   strategy = tf.distribute.get_strategy()
   count = strategy.num_replicas_in_sync
   expected = np.concatenate([np.full([1 + i, 2], i) for i in range(count)])
@@ -89,7 +91,7 @@ def _gathered():
 
 
 def _reduced():
-  """Sums and means of each dtype, which they keep."""
+  """Checks sums and means of each dtype. The results keep the dtype."""
   strategy = tf.distribute.get_strategy()
   count = strategy.num_replicas_in_sync
   total = sum(10.0 * i + np.arange(3) for i in range(count))
@@ -120,9 +122,10 @@ class _Mask(layers.Layer):
 
 
 def _masks():
-  """Dropout draws other masks on each replica and in each step, from one state.
+  """Checks that dropout masks differ between replicas and steps, with one
+  shared state.
 
-  Returns the masks of the first replica, which are one device's.
+  Returns the masks of the first replica, which are the same as on one device.
   """
   mask = _Mask()
   mask(tf.ones([1, 64]))
@@ -135,7 +138,7 @@ def _masks():
   flat = found.reshape([-1, 64])
   for i in range(len(flat)):
     for j in range(i):
-      # Independent masks of 64 agree in 32 places, give or take 4.
+      # Two independent masks agree in 32 of 64 places on average (sigma 4).
       assert 12 <= np.sum(flat[i] == flat[j]) <= 52, (i, j)
   state = mask.dropout.seed_generator.state
   kept = state.numpy().astype(np.int64)
@@ -152,9 +155,9 @@ def _of_all_in_function(make):
 
 
 def _meetings():
-  """Workers that trained apart meet before `evaluate`, though some dropped models."""
+  """Checks that workers meet before `evaluate`, although some deleted their models."""
   if getattr(tf.distribute.get_strategy(), 'num_workers', 1) == 1:
-    return  # One device, and replicas of one process, never are apart.
+    return  # Replicas of one process always run together.
   x, y = common.images(8)
 
   def train_apart():

@@ -1,7 +1,8 @@
-"""With `reproducible` programs give the same bits for any number of replicas.
+"""With `reproducible`, programs give the same bits for any number of replicas.
 
-Each runs for one, two and three replicas, of which the last has one shard each. What
-`fit` and `evaluate` report, weights and predictions are compared byte for byte.
+Each program runs on one, two and three replicas. With three, the last has one
+shard only. The test compares the reports of `fit` and `evaluate`, the weights
+and the predictions byte for byte.
 """
 
 import contextlib
@@ -36,7 +37,9 @@ def _points(rows=78):
 
 
 def _fit(optimizer, draw=None, width=16, times=1.0, **options):
-  """What a step with some noise leaves behind, of rows that are not even."""
+  """Trains on unevenly divided rows and returns history, weights and optimizer
+  state.
+  """
   x, y = _points()
   y *= times
   inputs = layers.Input([6])
@@ -51,7 +54,7 @@ def _fit(optimizer, draw=None, width=16, times=1.0, **options):
 
 
 def _overflowing():
-  """The scale is too large for the first steps, which are left out."""
+  """Starts with a loss scale that is too large, so the first steps are skipped."""
   optimizer = keras.optimizers.LossScaleOptimizer(
     keras.optimizers.Adam(1e-2), initial_scale=2.0**127, dynamic_growth_steps=3
   )
@@ -60,7 +63,7 @@ def _overflowing():
   return found
 
 
-# Beside the programs of every strategy.
+# In addition to the programs of every strategy.
 _OWN = {
   'overflowing': _overflowing,
   'wide': lambda: _fit(keras.optimizers.Adam(1e-2, clipnorm=0.1), width=8192),
@@ -71,18 +74,19 @@ _OWN = {
   ),
 }
 _PROGRAMS = {**runner.PAGE, **_OWN}
-# Refused: they call `strategy.run`, or have XLA compile steps.
+# Rejected because they call `strategy.run`, or because XLA compiles their
+# steps.
 _REFUSED = (*loops.PROGRAMS, 'compiled')
 for _name in _REFUSED:
   del _PROGRAMS[_name]
-# One of each option and kind of input that changes what a step computes.
+# One program for each option and kind of input that changes a step.
 _OF_EACH = (
   *_OWN,
   'clipped',
   'hash_table',
   'ragged',
 )
-# In one run of real workers.
+# These also run on real workers.
 _OF_WORKERS = ('mixed_float16', 'ragged', 'seeded')
 
 
@@ -100,7 +104,7 @@ def _in_process(name, count):
 
 
 def _digest(found) -> str:
-  """A SHA-256 of all that a program returned."""
+  """Returns a SHA-256 hash of everything that a program returned."""
   digest = hashlib.sha256()
   for value in map(np.asarray, tf.nest.flatten(found)):
     digest.update(f'{value.dtype} {value.shape}'.encode())
@@ -110,7 +114,7 @@ def _digest(found) -> str:
 
 
 def _work(rank, names):
-  """The digests of programs on one worker."""
+  """Returns the digests of programs on one worker."""
   del rank
   virtual_devices.configure()
   strategy = tfs.MultiWorkerRingStrategy(

@@ -1,9 +1,9 @@
 """`tf.train.Checkpoint.restore` before variables exist.
 
-TensorFlow keeps the values of variables that are made later, and hands each to its
-variable when a step makes it. A run that was stopped and goes on so must equal the
-run that was never stopped. Programs compare the two themselves: each replica draws
-its own noise, so that one device has other numbers.
+TensorFlow keeps the saved values until a step creates their variables. A run
+that stops and resumes this way must equal a run that never stopped. Each
+replica draws its own noise, which one device cannot reproduce, so the programs
+compare the two runs themselves.
 """
 
 import functools
@@ -22,10 +22,10 @@ _ON_READ = tf.VariableSynchronization.ON_READ
 
 
 class Lazy(keras.layers.Layer):
-  """A layer with each kind of state, all made when it is called first."""
+  """A layer with each kind of state, created in its first call."""
 
   def build(self, shape):
-    """Makes a weight, a sum over replicas, a counter and random numbers."""
+    """Creates a weight, a sum over replicas, a counter and a random generator."""
     self.kernel = self.add_weight(shape=(shape[-1], 3), name='kernel')
     self.seen = keras.Variable(
       'zeros',
@@ -56,11 +56,12 @@ class Lazy(keras.layers.Layer):
 
 
 class Subclass(keras.Model):
-  """A model that Keras builds by calling it with tensors without values."""
+  """A model that Keras builds by calling it with symbolic tensors."""
 
   def __init__(self, layers):
     super().__init__()
-    self.first, self.norm, self.last = layers  # A list of layers is not saved.
+    # Keras does not save layers in a list.
+    self.first, self.norm, self.last = layers
 
   def call(self, inputs, training=False):
     """Calls each layer."""
@@ -68,7 +69,7 @@ class Subclass(keras.Model):
 
 
 class Counter(tf.Module):
-  """An integer sum over replicas, which is made when it is called first."""
+  """An integer sum over replicas, created in its first call."""
 
   def __init__(self):
     super().__init__()
@@ -83,7 +84,7 @@ class Counter(tf.Module):
         aggregation=tf.VariableAggregation.SUM,
       )
     context = tf.distribute.get_replica_context()
-    # An odd number in all, which replicas cannot share.
+    # The total is odd, so replicas cannot divide it evenly.
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
     self.total.assign_add(tf.cast(is_first, tf.int64))
 
@@ -106,7 +107,7 @@ def _numbers():
 
 
 def _run(name, how, steps, path=None):
-  """Trains some steps, from a checkpoint if there is one.
+  """Trains some steps, starting from a checkpoint if `path` is given.
 
   Returns:
     The checkpoint object, the losses, and each variable's value.
@@ -154,7 +155,7 @@ def _loop(net, optimizer, mean, counter, how, steps):
     optimizer.apply_gradients(zip(gradients, weights, strict=True))
     mean.update_state(loss)
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-      counter()  # TensorFlow makes no such variable beside a branch.
+      counter()  # TensorFlow cannot create such a variable in a branch.
     return loss
 
   if how == 'inner_function':
@@ -171,7 +172,7 @@ def _loop(net, optimizer, mean, counter, how, steps):
 
 
 def _restored(name, how):
-  """A run that was stopped, and one that was not."""
+  """Checks that a resumed run equals an uninterrupted one."""
   directory = tempfile.mkdtemp()
   checkpoint, *_ = _run(name, how, _STOP)
   path = checkpoint.save(os.path.join(directory, 'c'))
@@ -183,7 +184,7 @@ def _restored(name, how):
 
 
 def _managed():
-  """Saves with a manager after each step, as docs/checkpoints.md says."""
+  """Saves with a `CheckpointManager` after each step, as docs/checkpoints.md shows."""
   strategy = tf.distribute.get_strategy()
   count = strategy.num_replicas_in_sync
   is_chief = strategy.extended.should_checkpoint
@@ -214,7 +215,7 @@ def _managed():
     sums = total * np.array([count * (count + 1) / 2, count])
     np.testing.assert_array_equal(weight.numpy(), sums)
     assert float(mean.result()) == (count + 1) / 2
-    # Whoever goes on reads what the chief has written.
+    # All workers wait here until the chief has written its files.
     strategy.run(
       lambda: tf.distribute.get_replica_context().all_reduce(
         'SUM', tf.constant(1.0)
@@ -237,7 +238,7 @@ PROGRAMS = {
       ('loss_scale', 'fit_subclass'),
       ('loss_scale', 'function'),
       ('momentum', 'fit'),
-      # At its end `fit` replaces weights by their moving averages ('ema').
+      # At its end `fit` replaces weights by moving averages, so not 'ema'.
       ('momentum', 'fit_subclass'),
       ('ema', 'function_subclass'),
       ('momentum', 'fit_subclass'),

@@ -1,7 +1,7 @@
-"""Runs programs on one device and under strategies, and compares what they give.
+"""Runs programs on one device and under strategies, and compares the results.
 
-Programs use what stands in their scope; those with a loop of their own ask
-`tf.distribute.get_strategy()`, as one device's program may.
+Programs use the strategy of their scope. Custom loops call
+`tf.distribute.get_strategy()`, which also works on one device.
 
 Workers that mpiexec starts run `python -m tests.programs.runner request`.
 """
@@ -41,7 +41,7 @@ from tests.programs import (
 from tests.programs.cases import CASES
 
 _ON_READ = tf.VariableSynchronization.ON_READ
-# Those in docs/programs.md.
+# The programs in docs/programs.md.
 PAGE = {
   **steps.PROGRAMS,
   **state.PROGRAMS,
@@ -68,22 +68,22 @@ PROGRAMS = {
 
 
 def run(name, strategy=None):
-  """Returns what a program gives, under a strategy or on one device."""
+  """Returns a program's results, under a strategy or on one device."""
   return common.run(PROGRAMS[name], strategy)
 
 
 @functools.cache
 def one_device(name):
-  """Returns what a program gives on one device."""
+  """Returns a program's results on one device."""
   return run(name)
 
 
 def run_checked(name, strategy):
-  """Returns the same under a strategy of ours, which must have done the work.
+  """Returns a program's results, and checks that our strategy did the work.
 
   Raises:
-    AssertionError: copies of a variable differ, variables are not where the strategy
-      puts them, or fewer reductions than steps crossed replicas.
+    AssertionError: if copies of a variable differ, if variables are on the wrong
+      device, or if fewer reductions than steps crossed replicas.
   """
   is_on_servers = isinstance(strategy, tfs.ParameterServerStrategy)
   before = {} if is_on_servers else strategy.communication_report()['calls']
@@ -91,7 +91,7 @@ def run_checked(name, strategy):
   models = list({id(m): m for m in common.trained}.values())
   for model in models:
     _check_variables(strategy, [*model.variables, *model.optimizer.variables])
-  # In an eager step each replica has the whole batch.
+  # In an eager step each replica gets the whole batch.
   steps = sum(
     int(m.optimizer.iterations.numpy()) for m in models if not m.run_eagerly
   )
@@ -100,7 +100,7 @@ def run_checked(name, strategy):
     assert report['steps'] >= steps, report
     assert not models or sum(report['bytes_per_server']), report
     if strategy.shares_batches and name in own_steps.ARE_SHARED:
-      # Workers that share a batch leave slots for their sums.
+      # Workers that share a batch use extra slots for their sums.
       is_shared = bool(strategy.engine._free_slots)
       assert is_shared == own_steps.ARE_SHARED[name], name
   elif strategy.num_replicas_in_sync > 1:
@@ -132,15 +132,15 @@ def _check_variables(strategy, variables):
 
 
 def limit_of(name) -> float:
-  """Returns how far a number may be from one device's, as a fraction above 1."""
-  # Sums of 16 bits depend on their order.
+  """Returns the allowed difference from one device, relative to numbers above 1."""
+  # 16-bit sums depend on their order.
   return 2e-3 if name.startswith('mixed_') else 1e-6
 
 
 def difference(one, other) -> float:
   """Returns the largest |one - other| / max(1, |one|) in two structures of numbers.
 
-  Lists count as tuples: a strategy that gathers values gives those.
+  Lists count as tuples, because some strategies return lists when they gather.
   """
   one, other = tf.nest.flatten(one), tf.nest.flatten(other)
   if len(one) != len(other):
@@ -155,7 +155,7 @@ def difference(one, other) -> float:
       continue
     want, got = want.astype(np.float64), got.astype(np.float64)
     part = np.abs(want - got) / np.maximum(1, np.abs(want))
-    # A number that only one of them has (nan) is no small difference.
+    # A NaN in only one of them must not pass as a small difference.
     part = np.where(np.isnan(want) & np.isnan(got), 0, part)
     found = max(found, np.nan_to_num(part, nan=np.inf).max(initial=0.0))
   return float(found)
@@ -163,7 +163,7 @@ def difference(one, other) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-  """What a program raised: its type, and text with a traceback."""
+  """The error that a program raised: its type, and its text with a traceback."""
 
   type: str
   text: str
@@ -171,7 +171,7 @@ class Failure:
 
 
 def _outcome(name, strategy, is_checked):
-  """Returns what a program gives, or a `Failure`."""
+  """Returns a program's results, or a `Failure`."""
   try:
     return run_checked(name, strategy) if is_checked else run(name, strategy)
   except Exception as e:
@@ -183,11 +183,11 @@ def _outcome(name, strategy, is_checked):
 
 
 def work(rank, rows, directory):
-  """Runs rows, of a case and a program each, in one process of their cases.
+  """Runs rows, each a case and a program, in one process of their cases.
 
-  Writes what each gives. A worker ends with the first that raises: other workers may
-  wait in it. Workers do all rows of a case under one strategy, so that each finds
-  what the ones before have left.
+  Writes the results of each row. A worker stops at the first row that raises,
+  because other workers may be waiting in it. All rows of a case use the same
+  strategy object, so each also tests that earlier rows left it usable.
   """
   virtual_devices.configure()
   common.directory = directory
@@ -222,15 +222,15 @@ def _write(directory, rank, case, name, found):
 
 
 def start(rows, directory, deadline) -> list[processes.Outcome]:
-  """Runs rows in the processes of their cases, which have one layout.
+  """Runs rows in the processes of their cases, which share one layout.
 
   Args:
-    rows: names of a case, or None for one device, and of a program.
-    directory: where `work` writes.
-    deadline: in seconds.
+    rows: pairs of a case's name, or None for one device, and a program's name.
+    directory: directory that `work` writes to.
+    deadline: time limit in seconds.
 
   Returns:
-    How each process ended.
+    The outcome of each process.
   """
   case = CASES.get(rows[0][0])
   args = rows, directory
@@ -258,7 +258,9 @@ def start(rows, directory, deadline) -> list[processes.Outcome]:
 
 
 def mpiexec() -> str | None:
-  """Returns the launcher beside this interpreter, or on the path, if there is one."""
+  """Returns the path of `mpiexec`, or None. Prefers the one beside this
+  interpreter.
+  """
   if importlib.util.find_spec('mpi4py') is None:
     return None
   beside = os.path.join(os.path.dirname(sys.executable), 'mpiexec')
@@ -266,7 +268,7 @@ def mpiexec() -> str | None:
 
 
 def read(directory, case, name) -> list:
-  """Returns what each rank of a case wrote of a program; None if it wrote nothing."""
+  """Returns each rank's results of a program, or None for a rank without results."""
   case = CASES.get(case)
   count = 1 if case is None or case.servers else max(1, case.workers)
   found = []

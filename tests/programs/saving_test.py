@@ -1,4 +1,4 @@
-"""What a model saves under a strategy loads on one device, and the other way."""
+"""Models saved under a strategy load on one device, and the other way round."""
 
 import os
 
@@ -28,7 +28,7 @@ def _build(strategy=None):
 
 class SavingTest(tf.test.TestCase, parameterized.TestCase):
   def assert_same_state(self, expected, actual):
-    """Weights and the optimizer's state are the same, and so are all copies."""
+    """Checks that weights and optimizer state are equal in all copies."""
     for want, got in zip(_variables(expected), _variables(actual), strict=True):
       np.testing.assert_array_equal(want.numpy(), got.numpy(), want.path)
       for copy in getattr(got.value, 'values', ()):
@@ -45,7 +45,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     with common.scope_of(strategy if inside else None):
       loaded = keras.models.load_model(path)
     self.assert_same_state(model, loaded)
-    # Both train on to the same weights, wherever each of them runs.
+    # Both continue to the same weights, in the scope or outside.
     for each in (model, loaded):
       common.fit(each, *_DATA)
     for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):

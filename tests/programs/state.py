@@ -1,7 +1,7 @@
-"""Programs that keep something from step to step, or need a batch as a whole.
+"""Programs that keep state between steps, or need the whole batch.
 
-Layers with a state for each row of a batch, tables, queues and generators of
-random numbers, lists, loops of TensorFlow's own, and steps that read `x.shape[0]`.
+They use layers with state for each row of a batch, tables, queues, random
+generators, lists, TensorFlow loops, and steps that read `x.shape[0]`.
 """
 
 import keras
@@ -26,7 +26,7 @@ def _per_row(y, outputs):
 
 
 class _Own(keras.Model):
-  """A model with a `train_step` of which a subclass says the loss."""
+  """A model with a `train_step` whose loss a subclass defines."""
 
   def __init__(self):
     super().__init__(name=type(self).__name__.strip('_').lower())
@@ -36,7 +36,7 @@ class _Own(keras.Model):
     return self.head(self.hidden(x))
 
   def loss_of(self, x, y):
-    """The number whose gradient is taken."""
+    """Returns the loss."""
     return ops.mean(_per_row(y, self(x)))
 
   def train_step(self, data):
@@ -49,7 +49,7 @@ class _Own(keras.Model):
     return {'value': loss, **self.after(x, y)}
 
   def after(self, x, y):
-    """What is kept of a batch, and reported."""
+    """Updates state after the step, and returns additional results to report."""
     del x, y
     return {}
 
@@ -63,7 +63,7 @@ def _fit(model, rows=_ROWS, drop_remainder=False, **options):
 
 
 class _Generator(_Own):
-  """Noise from TensorFlow's generator of random numbers."""
+  """Adds noise from a `tf.random.Generator`."""
 
   def __init__(self):
     super().__init__()
@@ -79,7 +79,7 @@ def _random_generator():
 
 
 class _Table(_Own):
-  """Rows count more the worse their class was in the batch before."""
+  """Weights each row by the loss of its class in the batch before."""
 
   def __init__(self):
     super().__init__()
@@ -97,7 +97,7 @@ class _Table(_Own):
 
 
 class _Queue(_Own):
-  """Contrast with the rows of earlier batches, as in MoCo."""
+  """Contrasts rows with the rows of earlier batches, as MoCo does."""
 
   def __init__(self):
     super().__init__()
@@ -124,7 +124,7 @@ class _Queue(_Own):
 
 
 class _Lists(_Own):
-  """Keeps several outputs, and their losses, in lists."""
+  """Keeps several outputs and their losses in a `TensorArray`."""
 
   def loss_of(self, x, y):
     kept = tf.TensorArray(tf.float32, 3, element_shape=[None, _CLASSES])
@@ -133,14 +133,14 @@ class _Lists(_Own):
       outputs = self(x) * (i + 1.0)
       kept = kept.write(i, outputs)
       means = means.write(i, ops.mean(_per_row(y, outputs)))
-    # A prior over all rows of all outputs: rows behind rows.
+    # `concat` joins the rows of all outputs.
     prior = tf.reduce_mean(tf.nn.softmax(tf.stop_gradient(kept.concat())), 0)
     weighted = _per_row(y, self(x)) * tf.gather(prior, y)
     return tf.reduce_sum(means.gather([3, 0, 2])) + ops.mean(weighted)
 
 
 class _ForwardMode(_Own):
-  """A derivative along a direction, by forward-mode differentiation."""
+  """Differentiates along a direction in forward mode."""
 
   def loss_of(self, x, y):
     with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
@@ -150,7 +150,7 @@ class _ForwardMode(_Own):
 
 
 class _SharpnessAware(_Own):
-  """Two gradients a step, and metrics that the step itself reports."""
+  """Computes two gradients in each step, and reports its own metrics."""
 
   def __init__(self):
     super().__init__()
@@ -189,7 +189,7 @@ class _SharpnessAware(_Own):
 
 
 def _sharpness_aware():
-  """With a last batch of fewer rows than there are replicas."""
+  """Trains with a last batch that has fewer rows than there are replicas."""
   model, told = _SharpnessAware(), []
   tell = keras.callbacks.LambdaCallback(
     on_train_batch_end=lambda batch, logs: told.append(dict(logs))
@@ -198,7 +198,7 @@ def _sharpness_aware():
 
 
 class _StaticLength(_Own):
-  """Knows how long a batch is when the step is written."""
+  """Needs the static batch size when the step is traced."""
 
   def loss_of(self, x, y):
     rows = x.shape[0]
@@ -207,7 +207,7 @@ class _StaticLength(_Own):
 
 
 class _InPython(_Own):
-  """Asks Python for numbers whose shape it does not tell."""
+  """Calls Python functions whose results have no static shape."""
 
   def loss_of(self, x, y):
     found = _per_row(y, self(x))
@@ -220,7 +220,7 @@ class _InPython(_Own):
 
 
 def _captcha():
-  """Keras's example of reading captchas: a loop of TensorFlow's own."""
+  """Trains Keras's captcha reader, whose CTC loss contains a TensorFlow loop."""
   rng = np.random.default_rng(6)
   images = rng.random((_ROWS, 8, 12, 1)).astype('f4')
   labels = rng.integers(0, 5, (_ROWS, 3))
@@ -241,7 +241,7 @@ def _captcha():
 
 
 def _stateful_rnn():
-  """A state for each row of a batch, which the next batch goes on with."""
+  """Trains a stateful RNN, which keeps a state for each row of the batch."""
   rng = np.random.default_rng(7)
   x = rng.normal(size=(32, 5, 4)).astype('f4')
   y = rng.normal(size=(32, 1)).astype('f4')
@@ -265,7 +265,7 @@ def _stateful_rnn():
 
 
 class _NumPyLayer(layers.Layer):
-  """Asks Python in the middle of a model."""
+  """Calls Python in the middle of a model."""
 
   def call(self, x):
     ranks = tf.numpy_function(
@@ -284,7 +284,7 @@ def _numpy_in_a_layer():
 
 
 class _Overwritten(keras.metrics.Metric):
-  """What the last batch says, and a moving mean."""
+  """Reports the mean of the last batch, and a moving mean."""
 
   def __init__(self):
     super().__init__(name='overwritten')
@@ -301,7 +301,7 @@ class _Overwritten(keras.metrics.Metric):
 
 
 def _overwritten_metric():
-  """With a last batch of fewer rows than there are replicas."""
+  """Trains with a last batch that has fewer rows than there are replicas."""
   x, y = _points(66)
   model = keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)])
   model.compile(

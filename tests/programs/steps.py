@@ -1,7 +1,7 @@
-"""Steps and losses that know of no strategy give what they give on one device.
+"""Losses and training steps without a strategy, as users write them.
 
-Losses and training steps as people write them. The last batch has too few rows
-for all replicas to have equally many.
+Each gives the same results as on one device. The last batch is too small to
+divide evenly.
 """
 
 import keras
@@ -22,7 +22,7 @@ def _data():
 
 
 def _tokens():
-  """Rows whose lengths differ, so that replicas have different numbers."""
+  """Returns token rows of different lengths, so token counts differ by replica."""
   rng = np.random.default_rng(4)
   tokens = rng.integers(1, 9, (_ROWS, 7))
   tokens[np.arange(7) >= rng.integers(1, 8, (_ROWS, 1))] = 0
@@ -89,7 +89,7 @@ def _masked():
 
 
 class _Positions(layers.Layer):
-  """Adds up what a token and its place are looked up as."""
+  """Adds the embeddings of tokens and positions."""
 
   def __init__(self, length):
     super().__init__(name='positions')
@@ -137,7 +137,7 @@ def _several_outputs():
 
 
 class _Own(keras.Model):
-  """A `train_step` as people write it; `loss_of(model, x, y, outputs)`."""
+  """A typical `train_step`. Its loss is `loss_of(model, x, y, outputs)`."""
 
   def __init__(self, loss_of):
     super().__init__(name='own')
@@ -182,7 +182,7 @@ def with_own_step(loss_of):
 
 
 def _divided(model, x, y, outputs):
-  """As programs for tf.distribute do it."""
+  """Divides the loss by the number of replicas, as programs for tf.distribute do."""
   replicas = tf.distribute.get_strategy().num_replicas_in_sync
   return ops.mean(per_row(y, outputs)) / replicas
 
@@ -252,7 +252,7 @@ def _activity():
 
 
 class _Adversarial(keras.Model):
-  """Two networks, two optimizers, two tapes."""
+  """A model with two networks, two optimizers and two tapes."""
 
   def __init__(self):
     super().__init__(name='adversarial')
@@ -292,13 +292,13 @@ def _two_optimizers():
 
 
 def _compiled():
-  """By XLA, whose random numbers are others than without it."""
+  """Trains a model that XLA compiles, which changes its random numbers."""
   x, y, _ = _data()
   model = keras.Sequential(
     [layers.Input([6]), layers.Dropout(0.3, seed=5), layers.Dense(_CLASSES)]
   )
   model.compile(_adam(clipnorm=0.1), common.crossentropy(), jit_compile=True)
-  # All in one batch, whose shape is compiled once.
+  # All rows are in one batch, so XLA compiles one shape.
   return common.fitted(model, x, y, shuffle=False, batch_size=_ROWS)
 
 

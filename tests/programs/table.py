@@ -3,9 +3,9 @@
   python -m tests.programs.table
   python -m tests.programs.table --columns=ring_mirrored --programs=vae,unet
 
-Runs every program under every strategy, and under TensorFlow's own, each column
-in processes of its own that end at a deadline; cells that are not asked for stay
-as they are. It takes an hour on two cores.
+Runs every program under each of our strategies and TensorFlow's. Each column
+runs in its own processes with a deadline. Cells that were not requested are not
+changed. It takes an hour on two cores.
 """
 
 import os
@@ -18,10 +18,11 @@ from tests.programs import runner
 _PAGE = os.path.join(
   os.path.dirname(__file__), '..', '..', 'docs', 'programs.md'
 )
-_SECONDS = 200  # For one program; the first of a process takes longest.
+# Time limit for one program. The first in a process takes longest.
+_SECONDS = 200
 _AT_ONCE = 6  # Programs in one process.
 
-# By name in the table.
+# Cases by the name of their column.
 COLUMNS = {
   'ring_mirrored': 'ring_mirrored',
   'central_storage': 'central_storage',
@@ -34,13 +35,13 @@ COLUMNS = {
 _COLUMNS = flags.DEFINE_list('columns', list(COLUMNS), 'Which to run.')
 _PROGRAMS = flags.DEFINE_list('programs', [], 'Which to run; all by default.')
 
-# What is left of a program whose process did not get to its end.
+# The result of a program whose process did not finish.
 _HANGS = runner.Failure('never ends', '', False)
 _DIES = runner.Failure('the process dies', '', False)
 
 
 def _run(case, names) -> dict:
-  """Returns what each rank found of each program, in a case or on one device."""
+  """Returns the results of each program on each rank, in a case or on one device."""
   results, left = {}, list(names)
   while left:
     now, directory = left[:_AT_ONCE], tempfile.mkdtemp()
@@ -54,12 +55,12 @@ def _run(case, names) -> dict:
       ]
       left.remove(name)
       if any(f is None or isinstance(f, runner.Failure) for f in found):
-        break  # What comes after it may have waited for it.
+        break  # Later programs may have waited for this one.
   return results
 
 
 def _cell(name, want, found) -> str:
-  """What the table says of the results of all ranks."""
+  """Returns the text of a cell, given the results of all ranks."""
   failures = [f for f in found if isinstance(f, runner.Failure)]
   for failure in failures[:1]:
     how = 'refused:' if failure.is_typed else '**raises**'
@@ -71,7 +72,7 @@ def _cell(name, want, found) -> str:
 
 
 def _read() -> dict[tuple[str, str], str]:
-  """The cells of the page, by program and column."""
+  """Returns the cells of the page by program and column."""
   cells, columns = {}, []
   if os.path.exists(_PAGE):
     with open(_PAGE) as f:
@@ -100,7 +101,7 @@ def _write(cells) -> None:
 
 
 def main(_):
-  """Runs what was asked for, and writes the page after every column."""
+  """Runs the requested programs, and writes the page after every column."""
   names = _PROGRAMS.value or list(runner.PAGE)
   want = {n: f[0] for n, f in _run(None, names).items()}
   for column in _COLUMNS.value:

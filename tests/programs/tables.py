@@ -1,7 +1,7 @@
-"""Features of tables, and texts, that are made numbers in the model.
+"""Models that convert table columns and texts to numbers.
 
-In the structure of Keras's examples, and small enough for seconds. No program
-knows of a strategy. The last batch has 14 rows.
+They are structured like Keras's examples. No program refers to a strategy. The
+last batch has 14 rows.
 """
 
 import keras
@@ -27,7 +27,7 @@ def _table():
 
 
 def _structured_data():
-  """As in Keras's example from scratch: one encoder for each column."""
+  """Trains Keras's structured-data example, with one encoder for each column."""
   table, y = _table()
   dataset = common.batches(table, y)
   age = layers.Normalization(axis=None)
@@ -88,7 +88,7 @@ def _feature_space():
 
 
 def _text_vectorization():
-  """Strings in, end to end; the words are counted while it is trained."""
+  """Trains an end-to-end text model whose vocabulary is applied inside the model."""
   words = np.array(['the', 'cat', 'sat', 'on', 'a', 'mat', 'far', 'away'])
   rng = np.random.default_rng(17)
   texts = np.array(
@@ -122,7 +122,7 @@ def _ragged_batches():
 
 
 def _ragged(read=lambda make: make()):
-  """Texts of different lengths that are no rectangle."""
+  """Trains on a ragged tensor of texts."""
   inputs = layers.Input([None], dtype='int64', ragged=True)
   hidden = layers.Lambda(
     lambda t: t.to_tensor(shape=[None, 6]), output_shape=(6,)
@@ -142,7 +142,7 @@ def _sparse_batches():
 
 
 def _sparse(read=lambda make: make()):
-  """A bag of words as a sparse tensor."""
+  """Trains on a bag of words as a sparse tensor."""
   inputs = layers.Input([10], sparse=True)
   outputs = layers.Dense(1)(layers.Dense(4, 'relu')(inputs))
   model = keras.Model(inputs, outputs)
@@ -151,7 +151,7 @@ def _sparse(read=lambda make: make()):
 
 
 def _by_workers(make):
-  """Returns batches that workers of a strategy read themselves."""
+  """Returns data sets that each worker reads itself."""
   if not tf.distribute.has_strategy():
     return make()
   strategy = tf.distribute.get_strategy()
@@ -165,7 +165,7 @@ PROGRAMS = {
   'ragged': _ragged,
   'sparse': _sparse,
 }
-# Where one worker reads all rows.
+# Each worker reads all rows here.
 BY_WORKERS = {
   'ragged_by_workers': lambda: _ragged(_by_workers),
   'sparse_by_workers': lambda: _sparse(_by_workers),

@@ -1,7 +1,7 @@
-"""What people compile a model with, and the ways in which they train it.
+"""Options of `compile`, and ways to train.
 
-Optimizers, metrics, callbacks, weights of rows, and layers of one's own; small
-enough for seconds. No program knows of a strategy. The last batch has 14 rows.
+The programs use optimizers, metrics, callbacks, sample weights and custom
+layers. No program refers to a strategy. The last batch has 14 rows.
 """
 
 import pathlib
@@ -71,11 +71,11 @@ def _mixed_precision(policy):
   return program
 
 
-# Losses, metrics and weights of rows.
+# Losses, metrics and sample weights.
 
 
 def _several_heads():
-  """Two inputs, three outputs, a loss each; rows of some outputs have weights."""
+  """Trains two inputs and three outputs with a loss each and sample weights."""
   x, y = _points()
   inputs = [layers.Input([6], name='points'), layers.Input([1], name='more')]
   hidden = layers.Dense(8, 'relu')(layers.Concatenate()(inputs))
@@ -101,7 +101,7 @@ def _several_heads():
   )
   x = {'points': x, 'more': x[:, :1] * 2}
   total = x['points'].sum(1, keepdims=True)
-  # Around zero: R2 of numbers far from it is a small difference of large sums.
+  # Centered: far from zero, R2 would be a small difference of large sums.
   y = {
     'kind': y,
     'size': total - total.mean(),
@@ -139,7 +139,7 @@ def _metrics():
 
 
 class _Hits(keras.metrics.Metric):
-  """A metric as Keras's guide makes it; counts of each class."""
+  """A metric that counts hits per class, as in Keras's guide."""
 
   def __init__(self):
     super().__init__(name='hits')
@@ -164,7 +164,7 @@ class _Hits(keras.metrics.Metric):
 
 
 class _Norm(layers.Layer):
-  """A layer with a loss and with a mean of what it saw."""
+  """A layer with a loss and a moving mean of its inputs."""
 
   def build(self, shape):
     self.scale = self.add_weight(
@@ -225,7 +225,7 @@ def _sample_weight():
 
 
 def _all_callbacks():
-  """Runs every kind of callback. Of several workers one writes the files."""
+  """Runs every kind of callback. With several workers, one writes the files."""
   directory = pathlib.Path(common.shared_directory()) / 'all_callbacks'
   x, y = _points()
   model = _net()
@@ -312,7 +312,7 @@ def _run_eagerly():
 
 
 def _on_batches():
-  """A loop of one's own around `train_on_batch`, as for two networks."""
+  """Runs a custom loop around `train_on_batch` with two networks."""
   x, y = _points()
   maker = keras.Sequential([layers.Input([4]), layers.Dense(6)])
   critic = _net(1, 'sigmoid')
@@ -335,7 +335,7 @@ def _on_batches():
 
 
 def _saved_and_loaded():
-  """Saved in the middle, loaded and trained on."""
+  """Saves a model in the middle of training, loads it and continues."""
   x, y = _points()
   model = _net()
   model.compile('adam', common.crossentropy(), metrics=['accuracy'])
