@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+import ml_dtypes  # noqa: F401 (With it NumPy knows bfloat16 by name.)
 import numpy as np
 from absl import logging
 
@@ -45,12 +46,8 @@ _UNFINISHED = 'unfinished-'
 _BLOCK_BYTES = 1 << 24
 
 
-# Of the tables in the directory of a checkpoint; raises a DataError.
-CheckTables = Callable[[str, 'Mapping[str, pieces.Table]'], None]
-
-
 class ArraySpec(NamedTuple):
-  """Type and place of an array in the file."""
+  """Type of an array, and its place in the file."""
 
   dtype: str
   shape: tuple[int, ...]
@@ -58,50 +55,39 @@ class ArraySpec(NamedTuple):
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
-  """Arrays by name; each access reads one of them from the file.
+  """Arrays by name; each access reads one of them from its file.
 
   The file stays open: the arrays outlive the deletion of their checkpoint, but
-  not those in `tables`. What is known without reading is in `specs`.
+  tables do not.
+
+  Attributes:
+    specs: dtype and shape of each array: an `ArraySpec` or a `pieces.Table`.
   """
 
   def __init__(
-    self,
-    file: BinaryIO,
-    specs: Mapping[str, ArraySpec],
-    tables: Mapping[str, pieces.Table] | None = None,
+    self, file: BinaryIO, specs: Mapping[str, ArraySpec | pieces.Table]
   ):
     self._file = file
-    self.specs = dict(specs)
-    self.tables = dict(tables or {})
-    for name, table in self.tables.items():
-      self.specs[name] = ArraySpec(table.dtype, table.shape, 0)
+    self.specs = specs
 
   def __getitem__(self, name: str) -> np.ndarray:
-    if name in self.tables:
-      return self._of_table(name)
     shape = self.specs[name].shape
-    return self._read(name, 0, math.prod(shape)).reshape(shape)
-
-  def _of_table(self, name: str, *rows: int) -> np.ndarray:
-    from tf_strategies.checkpoint import pieces
-
-    directory = os.path.dirname(self._file.name)
-    return pieces.array_of(directory, self.tables[name], *rows)
+    return self.rows(name, 0, shape[0] if shape else 1).reshape(shape)
 
   def rows(self, name: str, first: int, count: int) -> np.ndarray:
     """Returns `count` rows of an array from row `first` on."""
-    if name in self.tables:
-      return self._of_table(name, first, count)
-    inner = self.specs[name].shape[1:]
-    size = math.prod(inner)
-    return self._read(name, first * size, count * size).reshape(-1, *inner)
-
-  def _read(self, name: str, first: int, count: int) -> np.ndarray:
     spec = self.specs[name]
-    array = np.empty([count], _dtype(spec.dtype))
+    if not isinstance(spec, ArraySpec):
+      from tf_strategies.checkpoint import pieces
+
+      directory = os.path.dirname(self._file.name)
+      return pieces.array_of(directory, spec, first, count)
+    array = np.empty([count, *spec.shape[1:]], spec.dtype)
+    row_bytes = array.itemsize * math.prod(spec.shape[1:])
     # np.fromfile takes a failed read for the end of the file.
-    self._file.seek(spec.offset + first * array.itemsize)
-    if self._file.readinto(array.view(np.uint8)) != array.nbytes:
+    self._file.seek(spec.offset + first * row_bytes)
+    data = array.reshape(-1).view(np.uint8)
+    if self._file.readinto(data) != data.size:
       raise errors.DataError(
         f'{self._file.name} became shorter: {name!r} is cut'
       )
@@ -109,11 +95,8 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
   def renamed(self, names: Mapping[str, str]) -> StoredArrays:
     """Returns the same arrays, with new names by the present ones."""
-    specs, tables = (
-      {names.get(name, name): each for name, each in found.items()}
-      for found in (self.specs, self.tables)
-    )
-    return StoredArrays(self._file, specs, tables)
+    specs = {names.get(name, name): spec for name, spec in self.specs.items()}
+    return StoredArrays(self._file, specs)
 
   def __iter__(self) -> Iterator[str]:
     return iter(self.specs)
@@ -138,9 +121,22 @@ class Checkpointer:
   """Keeps the newest checkpoints of a directory, which has one writer at a time.
 
   The first `save` or `acquire` creates the directory, in a POSIX file system.
+
+  Args:
+    directory: the directory.
+    max_to_keep: number of whole checkpoints to keep.
+    check_tables: a function of a checkpoint's path and its tables by name that
+      raises a DataError if a file of them is damaged. None reads them all in this
+      process.
   """
 
-  def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2):
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    max_to_keep: int = 2,
+    check_tables: Callable[[str, Mapping[str, pieces.Table]], None]
+    | None = None,
+  ):
     option_checks.check_int(
       'max_to_keep',
       max_to_keep,
@@ -154,7 +150,8 @@ class Checkpointer:
     self.directory = os.fspath(directory)
     self._max_to_keep = max_to_keep
     self._damaged: set[str] = set()
-    self._ownership = ownership.Ownership(self.directory)
+    self._check_tables = check_tables
+    self._ownership = ownership.of(self.directory)
 
   def acquire(self) -> None:
     """Makes this process the only one that writes; `save` does it too.
@@ -274,10 +271,9 @@ class Checkpointer:
       **_write_arrays(os.path.join(temporary, _ARRAYS), pairs),
     }
     tables = write_tables(temporary) if write_tables else {}
-    if tables:
-      from tf_strategies.checkpoint import pieces
-
-      pieces.sync(temporary, tables)
+    for table in tables.values():
+      for file in table.files():
+        _sync(os.path.join(temporary, file))
     contents['tables'] = dict(tables)
     with open(os.path.join(temporary, _MANIFEST), 'w', encoding='utf-8') as f:
       json.dump({'contents': contents, 'sha256': _digest(contents)}, f)
@@ -288,34 +284,28 @@ class Checkpointer:
     _sync(self.directory)
     return path, [*before, path]
 
-  def newest(
-    self, since: str | None = None, check_tables: CheckTables | None = None
-  ) -> Checkpoint | None:
+  def newest(self, since: str | None = None) -> Checkpoint | None:
     """Opens the newest checkpoint that is whole; None if there is none at all.
 
     Logs a warning for each newer one that is damaged, and deletes nothing.
 
     Args:
       since: one of `paths()`: older ones are left alone.
-      check_tables: see `open`.
 
     Raises:
       DataError: there are checkpoints and all are damaged.
       StorageError: a file exists and cannot be read: it may be whole.
     """
     with _typed(self.directory, 'read'):
-      return self._newest(since, check_tables)
+      return self._newest(0 if since is None else _number(since))
 
-  def _newest(self, since, check_tables) -> Checkpoint | None:
+  def _newest(self, oldest: int) -> Checkpoint | None:
     skipped: dict[str, str] = {}
-    paths = self.paths()
-    if since is not None:
-      # By their numbers, which paths do not sort by beyond eight digits.
-      oldest = _number(since)
-      paths = [path for path in paths if _number(path) >= oldest]
-    for path in reversed(paths):
+    for path in reversed(self.paths()):
+      if _number(path) < oldest:
+        break
       try:
-        found = self.open(path, check_tables)
+        found = self.open(path)
       except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
         self._damaged.add(path)
         logging.warning('Skipped checkpoint %s, which is damaged: %s', path, e)
@@ -333,39 +323,33 @@ class Checkpointer:
       'to restart from scratch, delete the directory.'
     )
 
-  def open(
-    self, path: str, check_tables: CheckTables | None = None
-  ) -> Checkpoint:
-    """Opens one of `paths()`, or raises a DataError that says what is damaged.
-
-    Args:
-      path: of the checkpoint.
-      check_tables: raises a DataError if a file of the tables in a directory is
-        damaged. None reads them all in this process.
-    """
+  def open(self, path: str) -> Checkpoint:
+    """Opens one of `paths()`, or raises a DataError that says what is damaged."""
     contents = _read_manifest(os.path.join(path, _MANIFEST))
-    tables = {}
-    if contents['tables']:
-      from tf_strategies.checkpoint import pieces
-
-      check_tables = check_tables or pieces.check_all
-      for name, table in contents['tables'].items():
-        tables[name] = pieces.Table.from_json(table)
     file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
     try:
       _verify(file, contents)
-      if tables:
-        check_tables(path, tables)
+      tables = self._open_tables(path, contents['tables'])
     except BaseException:
       file.close()
       raise
-    specs = {}
+    specs: dict[str, ArraySpec | pieces.Table] = {}
     offset = 0
     for name, dtype, shape in contents['arrays']:
       specs[name] = ArraySpec(dtype, tuple(shape), offset)
-      offset += _dtype(dtype).itemsize * math.prod(shape)
-    arrays = StoredArrays(file, specs, tables)
+      offset += np.dtype(dtype).itemsize * math.prod(shape)
+    arrays = StoredArrays(file, specs | tables)
     return Checkpoint(path, contents['metadata'], arrays, run=contents['run'])
+
+  def _open_tables(self, path: str, found) -> dict[str, pieces.Table]:
+    if not found:
+      return {}
+    from tf_strategies.checkpoint import pieces
+
+    tables = {k: pieces.Table.from_json(table) for k, table in found.items()}
+    check = self._check_tables or pieces.check_all
+    check(path, tables)
+    return tables
 
   @property
   def is_finished(self) -> bool:
@@ -496,13 +480,3 @@ def _verify(file: BinaryIO, contents: Mapping[str, Any]) -> None:
     raise errors.DataError(
       f'{_ARRAYS} differs from the checksum in {_MANIFEST}'
     )
-
-
-def _dtype(name: str) -> np.dtype:
-  if name == 'bfloat16':
-    # Unknown to NumPy alone. TensorFlow takes seconds to load, and a program
-    # with such variables has loaded it.
-    import tensorflow as tf
-
-    return np.dtype(tf.bfloat16.as_numpy_dtype)
-  return np.dtype(name)

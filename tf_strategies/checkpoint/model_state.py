@@ -3,9 +3,9 @@
 A variable that replicas share is one array. A variable that is reduced when it
 is read (a metric, for example) has one part for each replica; its array stacks
 the parts of all replicas of all workers along a first dimension, so that sums
-continue in the same order, to the last bit. So has what workers that train apart
-(`LocalSteps`) hold between two meetings. Of a variable that replicas divide among
-them (`shard_optimizer_state`) the array is the whole.
+continue in the same order, to the last bit. A variable of workers that train apart
+(`LocalSteps`) has parts too, between two averages. A variable that replicas divide
+among them (`shard_optimizer_state`) is saved as a whole.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def name_variables(
 ) -> dict[str, keras.Variable]:
   """Returns the variables that determine how training continues, by name.
 
-  Weights, the state of random layers, the optimizer's variables and what workers
-  have not sent yet of gradients; not the metrics, which restart in each epoch.
+  These are weights, the state of random layers, the optimizer's variables and the
+  gradients that workers have not sent yet. Metrics, which restart in each epoch, are
+  not among them.
   """
   _mark_own(model, optimizer)
   named = name_objects({'model': model, 'optimizer': optimizer})
@@ -50,7 +51,7 @@ def name_variables(
 
 
 def _mark_own(model, optimizer) -> None:
-  """Says of which variables each worker has values of its own."""
+  """Marks the variables of which each worker has values of its own."""
   for each in _keras_internal.chain(optimizer):
     own = getattr(each, 'own_variables', lambda *unused: ())
     for variable in own(model, optimizer):
@@ -58,18 +59,14 @@ def _mark_own(model, optimizer) -> None:
 
 
 def state_of(model: keras.Model) -> dict[str, Any]:
-  """Returns what a model trains: itself, and its optimizers, for `name_objects`.
+  """Returns a model and its optimizers, for `name_objects`.
 
-  Also those that a `train_step` of the user's own keeps as attributes.
+  Among them are optimizers that a `train_step` of the user's own keeps as attributes.
   """
-  optimizers = _keras_internal.optimizers_of(model)
-  return {
-    'model': model,
-    **{
-      f'optimizer#{i}' if i else 'optimizer': each
-      for i, each in enumerate(optimizers)
-    },
-  }
+  found: dict[str, Any] = {'model': model}
+  for i, each in enumerate(_keras_internal.optimizers_of(model)):
+    found[f'optimizer#{i}' if i else 'optimizer'] = each
+  return found
 
 
 def name_objects(objects: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +101,7 @@ def _named(item) -> list[tuple[str, Any]]:
 
 
 def _with_rows(weights) -> list[tuple[str, Any]]:
-  """Named weights; in place of what stands for a table of rows, its columns."""
+  """Names weights; a variable that stands for a table gives the table's columns."""
   found = []
   for variable in weights:
     table = _keras_internal.table_of(variable)
@@ -113,7 +110,7 @@ def _with_rows(weights) -> list[tuple[str, Any]]:
 
 
 def _slots_of_rows(optimizer) -> list[Any]:
-  """The state of the rows of tables."""
+  """Returns the columns of tables that hold an optimizer's state of their rows."""
   found = []
   for variable, owner, slots in _keras_internal.row_slots(optimizer):
     table = _keras_internal.table_of(variable)
@@ -124,11 +121,12 @@ def _slots_of_rows(optimizer) -> list[Any]:
 
 
 def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
-  """Returns this run's names by the saved ones, without those that have none.
+  """Returns this run's name for each saved name that has one.
 
   Keras counts the models and layers of a process in their names, so the second
   model built by the same code has other names. If names differ only in such
-  numbers, the order of these decides: a checkpoint has tables behind all others.
+  numbers, they are matched in the order of their numbers. The order of the arrays
+  does not count: in a checkpoint tables come last.
   """
   if set(names) != set(saved):
     here, there = sorted(names, key=_place), sorted(saved, key=_place)
@@ -138,7 +136,7 @@ def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
 
 
 def _place(name: str) -> tuple[str, list[int]]:
-  # Of each word in a name the number behind it.
+  # The number behind each word of the name.
   words = re.findall(r'[^\W\d_][^/_#]*(?:_(\d+)(?=[_/#]|$))?', name)
   return _uncounted(name), [int(number or 0) for number in words]
 
@@ -150,9 +148,7 @@ def _uncounted(name: str) -> str:
 
 def iterations(optimizer: keras.optimizers.Optimizer) -> int:
   """Returns the optimizer's count of calls, accumulation steps included."""
-  for variable in _counters(optimizer):
-    return int(variable.numpy())
-  return 0
+  return next((int(v.numpy()) for v in _counters(optimizer)), 0)
 
 
 def describe_optimizer(
@@ -160,8 +156,8 @@ def describe_optimizer(
 ) -> dict[str, Any]:
   """Returns the numbers that an optimizer was made with, by name.
 
-  A learning rate that callbacks may have changed since is not among them: one of an
-  optimizer that has made a step, or of a `fit` that `has_begun`.
+  The learning rate is left out once callbacks may have changed it: after a step of
+  the optimizer, or if `fit` `has_begun`.
   """
   try:
     config = optimizer.get_config()
@@ -184,7 +180,7 @@ def describe_optimizer(
 def counters(
   objects: Mapping[str, Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns of what `name_objects` named what counts the calls of an optimizer."""
+  """Returns those variables of `named` that count the calls of an optimizer."""
   own = {
     id(variable)
     for item in objects.values()
@@ -196,7 +192,7 @@ def counters(
 
 
 def _counters(optimizer):
-  # Its other variables are named after those that it updates, and their slots.
+  # Other variables of an optimizer are named after a slot and the updated variable.
   return [
     v for v in optimizer.variables if v.path.split('/')[-1] == 'iteration'
   ]
@@ -221,14 +217,13 @@ def is_divided(variable: Any) -> bool:
 
 def reductions(variables: Mapping[str, Any]) -> dict[str, str]:
   """Returns 'mean' or 'sum' for each variable of which replicas have parts."""
-  parts = {k: value_of(v) for k, v in variables.items() if has_parts(v)}
-  mean = tf.VariableAggregation.MEAN
-  return {
-    k: 'mean'
-    if _is_of_worker(v) or getattr(v, 'aggregation', None) == mean
-    else 'sum'
-    for k, v in parts.items()
-  }
+  return {k: _reduction(v) for k, v in variables.items() if has_parts(v)}
+
+
+def _reduction(variable: Any) -> str:
+  value, mean = value_of(variable), tf.VariableAggregation.MEAN
+  is_mean = getattr(value, 'aggregation', None) == mean or _is_of_worker(value)
+  return 'mean' if is_mean else 'sum'
 
 
 def reduce_parts(array: np.ndarray, reduction: str) -> np.ndarray:
@@ -284,21 +279,21 @@ class VariableAccess:
   def read(
     self, variables: Mapping[str, keras.Variable]
   ) -> Iterator[tuple[str, np.ndarray]]:
-    """Returns names and arrays, of which each is read when it is asked for.
+    """Returns names and arrays; a shared variable is read when its turn comes.
 
-    On several workers all of them call it. Parts and pieces are gathered at
-    once, so that no worker waits for a caller that stops early. Only the chief
-    gets the variables that replicas share, and keeps those that they divide.
+    All workers call it. Parts and pieces are gathered at once, so that no worker
+    waits for a caller that stops early. Only the chief may use the result.
     """
-    parts = {k: self._gather(v) for k, v in variables.items() if has_parts(v)}
+    gathered = {}
     for name, variable in variables.items():
-      whole = value_of(variable).numpy() if is_divided(variable) else None
-      if whole is not None and self.is_chief:
-        parts[name] = whole
-    if not self.is_chief:
-      return iter(parts.items())
+      if has_parts(variable):
+        gathered[name] = self._gather(variable)
+      elif is_divided(variable):
+        whole = value_of(variable).numpy()
+        if self.is_chief:
+          gathered[name] = whole
     return (
-      (k, parts[k] if k in parts else np.asarray(value_of(v).numpy()))
+      (k, gathered[k] if k in gathered else np.asarray(value_of(v).numpy()))
       for k, v in variables.items()
     )
 
@@ -315,13 +310,12 @@ class VariableAccess:
     arrays: Mapping[str, np.ndarray],
   ) -> None:
     """Assigns each variable the array of its name, in this process alone."""
-    with self._strategy.scope():
-      for name, variable in variables.items():
-        if not has_parts(variable):
-          variable.assign(arrays[name])
     for name, variable in variables.items():
       if has_parts(variable):
         self._write_parts(variable, arrays[name])
+      else:
+        with self._strategy.scope():
+          variable.assign(arrays[name])
 
   def restore(
     self,
@@ -329,31 +323,27 @@ class VariableAccess:
     arrays: Mapping[str, np.ndarray],
     specs: Iterable[tuple[str, str, list[int]]],
   ) -> dict[str, np.ndarray]:
-    """Assigns the variables of all workers what the chief has read.
+    """Assigns the chief's arrays to the variables of all workers.
 
     Returns the arrays of which replicas have parts, on every worker: `specs` are
     their names, dtypes and shapes.
     """
-    # What replicas divide goes from the chief to all, one by one.
-    divided = {k: v for k, v in variables.items() if is_divided(v)}
-    shared = {
-      k: v
-      for k, v in variables.items()
-      if not has_parts(v) and k not in divided
-    }
+    shared, own = {}, {}
+    for name, variable in variables.items():
+      if has_parts(variable):
+        own[name] = variable
+      elif is_divided(variable):  # Goes from the chief to all, one by one.
+        spec = tf.as_dtype(variable.dtype), variable.shape
+        whole = self._share(arrays.get(name), *spec)
+        self.write({name: variable}, {name: whole})
+      else:
+        shared[name] = variable
     if self.is_chief:
       self.write(shared, arrays)
     if self.workers is not None:
       self._strategy.extended.share_from_chief(list(shared.values()))
-    for name, variable in divided.items():
-      spec = tf.as_dtype(variable.dtype), variable.shape
-      whole = self._share(arrays.get(name), *spec)
-      self.write({name: variable}, {name: whole})
     parts = {
       name: self._share(arrays.get(name), *spec) for name, *spec in specs
-    }
-    own = {
-      k: v for k, v in variables.items() if k not in shared and k not in divided
     }
     self.write(own, parts)
     return parts
@@ -371,7 +361,7 @@ class VariableAccess:
       rank, world_size = self.workers.rank, self.workers.world_size
     count = len(parts) * world_size
     if len(array) != count:  # Of another number of replicas.
-      (reduction,) = reductions({'': variable}).values()
+      reduction = _reduction(variable)
       value = reduce_parts(array, reduction)
       array = np.zeros([count, *value.shape], value.dtype)
       array[: count if reduction == 'mean' else 1] = value

@@ -23,6 +23,7 @@ import secrets
 import socket
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
@@ -41,8 +42,19 @@ _MOST_RUNS = 100
 
 # A name of this process; a forked one gets another.
 _of_this_process = secrets.token_hex(6)
-# By directory: the locks that this process holds.
-_held: weakref.WeakValueDictionary[str, _Lock] = weakref.WeakValueDictionary()
+# By directory: two locks of one process would keep each other out.
+_claims: weakref.WeakValueDictionary[str, Ownership] = (
+  weakref.WeakValueDictionary()
+)
+
+
+def of(directory: str) -> Ownership:
+  """Returns this process's claim to write into a directory of checkpoints."""
+  key = os.path.realpath(directory)
+  claim = _claims.get(key)
+  if claim is None:
+    claim = _claims[key] = Ownership(directory)
+  return claim
 
 
 def run_id() -> str:
@@ -100,50 +112,19 @@ def _pids() -> str:
     return ''
 
 
-class _Lock:
-  """The lock of a directory; ends with the object."""
-
-  def __init__(self, descriptor: int, owner: dict[str, Any]):
-    self.descriptor = descriptor
-    self.owner = owner
-    self.close = weakref.finalize(self, os.close, descriptor)
-
-  def append_run(self) -> None:
-    """Makes this run the newest one of the record."""
-    runs = [run for run in self.owner['runs'] if run != run_id()]
-    self.owner['runs'] = [*runs, run_id()][-_MOST_RUNS:]
-
-  def write(self) -> None:
-    """Writes the record over the one in the file.
-
-    In one call: a full disk, or the end of this process, leaves one of the two.
-    """
-    # JSON may end in spaces, which cover the rest of a longer record.
-    size = os.fstat(self.descriptor).st_size
-    text = json.dumps(self.owner).encode().ljust(size)
-    os.pwrite(self.descriptor, text, 0)
-    os.fsync(self.descriptor)
-
-  def is_on(self, path: str) -> bool:
-    """Returns whether the file that is locked is the one at `path`."""
-    try:
-      return os.path.samestat(os.fstat(self.descriptor), os.stat(path))
-    except FileNotFoundError:
-      return False
-
-
 class Ownership:
-  """This process's claim to write into a directory.
+  """This process's claim to write into a directory; see `of`.
 
-  Args:
-    directory: of the checkpoints.
+  The lock ends with the object, or by `release`.
   """
 
   def __init__(self, directory: str):
     self._directory = directory
     self.path = os.path.join(directory, _FILE)
-    # Kept as long as this object lives.
-    self._lock: _Lock | None = None
+    # The open file that is locked, and the record in it.
+    self._descriptor: int | None = None
+    self._owner: dict[str, Any] = {}
+    self._close: Callable[[], object] = lambda: None
 
   def acquire(self, newest: int) -> None:
     """Makes this process the owner; returns at once if it is.
@@ -156,27 +137,23 @@ class Ownership:
       TakenOverError: this process was the owner, and another one is now.
       OSError: the file cannot be written.
     """
-    key = os.path.realpath(self._directory)
-    lock = _held.get(key)
-    if lock is not None and lock.is_on(self.path):
-      self._check_is_owner(lock)
+    if self._descriptor is not None and self._is_at_path(self._descriptor):
+      self._check_is_owner(self._descriptor)
     else:
+      self.release()
       os.makedirs(self._directory, exist_ok=True)
-      lock = _held[key] = self._wait_for_lock(newest)
-    self._lock = lock
+      self._wait_for_lock(newest)
 
   def note_write(self) -> None:
     """Notes that this run, the owner, writes a checkpoint."""
-    if self._lock.owner['runs'][-1] != run_id():
-      self._lock.append_run()
-      self._lock.write()
+    if self._owner['runs'][-1] != run_id():
+      self._owner['runs'] = _with_this_run(self._owner['runs'])
+      _write(self._descriptor, self._owner)
 
   def release(self) -> None:
     """Lets another process be the owner, if this one is."""
-    lock = _held.pop(os.path.realpath(self._directory), None)
-    self._lock = None
-    if lock is not None:
-      lock.close()
+    self._close()
+    self._descriptor = None
 
   def may_continue(self, number: int) -> bool:
     """Returns whether this run may continue a checkpoint, whoever wrote it.
@@ -216,19 +193,16 @@ class Ownership:
 
   def _record(self) -> dict[str, Any]:
     """Returns the owner's record; an empty one without an owner file."""
-    if self._lock is not None:
-      return self._lock.owner
+    if self._descriptor is not None:
+      return self._owner
     with contextlib.suppress(OSError), open(self.path, 'rb') as file:
       return _read(file.fileno())
     return {}
 
-  def _wait_for_lock(self, newest: int) -> _Lock:
+  def _wait_for_lock(self, newest: int) -> None:
     began = time.monotonic()
     has_told = False
-    while True:
-      lock, owner = self._try_to_lock(newest)
-      if lock is not None:
-        return lock
+    while (owner := self._try_to_lock(newest)) is not None:
       is_same = owner.get('run') == run_id()
       patience = _SAME_RUN_SECONDS if is_same else _OTHER_RUN_SECONDS
       if time.monotonic() - began > patience:
@@ -247,8 +221,8 @@ class Ownership:
         )
       time.sleep(_POLL_SECONDS)
 
-  def _try_to_lock(self, newest: int) -> tuple[_Lock | None, dict[str, Any]]:
-    """Returns the lock, or None and the record of the process that has it."""
+  def _try_to_lock(self, newest: int) -> dict[str, Any] | None:
+    """Takes the lock; returns the record of the process that has it, if any."""
     descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
     with contextlib.ExitStack() as stack:
       stack.callback(os.close, descriptor)
@@ -256,7 +230,7 @@ class Ownership:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except OSError as e:
         if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
-          return None, _read(descriptor)
+          return _read(descriptor)
         # A file system without locks.
         logging.warning(
           '%s cannot be locked (%s): a second run that writes there is noticed '
@@ -264,27 +238,31 @@ class Ownership:
           self.path,
           e.strerror,
         )
+      if not self._is_at_path(descriptor):  # It was deleted meanwhile.
+        return {}
       found = _read(descriptor)
-      lock = _Lock(descriptor, found)
-      if not lock.is_on(self.path):  # It was deleted meanwhile.
-        lock.close.detach()
-        return None, {}
+      runs = found.get('runs', [])
+      owner = {
+        **new_record(),
+        'adopted': found.get('adopted', 0) if found else newest,
+        'runs': runs if run_id() in runs else _with_this_run(runs),
+      }
+      _write(descriptor, owner)
       stack.pop_all()
-    lock.owner = new_record()
-    lock.owner['adopted'] = found.get('adopted', 0) if found else newest
-    lock.owner['runs'] = found.get('runs', [])
-    if run_id() not in lock.owner['runs']:
-      lock.append_run()
-    try:
-      lock.write()
-    except OSError:
-      lock.close()  # The traceback would keep it.
-      raise
-    return lock, lock.owner
+    self._descriptor, self._owner = descriptor, owner
+    self._close = weakref.finalize(self, os.close, descriptor)
+    return None
 
-  def _check_is_owner(self, lock: _Lock) -> None:
+  def _is_at_path(self, descriptor: int) -> bool:
+    """Returns whether an open file is the one at `path`."""
+    try:
+      return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+    except FileNotFoundError:
+      return False
+
+  def _check_is_owner(self, descriptor: int) -> None:
     """Raises TakenOverError if another process has written the owner file."""
-    found = _read(lock.descriptor)
+    found = _read(descriptor)
     if not found or is_of_this_process(found):
       return
     raise errors.TakenOverError(
@@ -292,6 +270,22 @@ class Ownership:
       f'process, {os.getpid()} on {socket.gethostname()}, to be its only writer. '
       'Fix: give each job a directory of its own.'
     )
+
+
+def _with_this_run(runs: list[str]) -> list[str]:
+  """Returns the newest names of runs, of which this run is the last."""
+  return [*(run for run in runs if run != run_id()), run_id()][-_MOST_RUNS:]
+
+
+def _write(descriptor: int, owner: dict[str, Any]) -> None:
+  """Writes a record over the one in the owner file.
+
+  In one call: a full disk, or the end of this process, leaves one of the two.
+  """
+  # JSON may end in spaces, which cover the rest of a longer record.
+  size = os.fstat(descriptor).st_size
+  os.pwrite(descriptor, json.dumps(owner).encode().ljust(size), 0)
+  os.fsync(descriptor)
 
 
 def _read(descriptor: int) -> dict[str, Any]:
@@ -308,9 +302,8 @@ def _release_in_child() -> None:
   global _of_this_process
   _of_this_process = secrets.token_hex(6)
   # The lock belongs to the open file, of which a forked process has a copy.
-  for lock in list(_held.values()):
-    lock.close()
-  _held.clear()
+  for claim in list(_claims.values()):
+    claim.release()
 
 
 os.register_at_fork(after_in_child=_release_in_child)

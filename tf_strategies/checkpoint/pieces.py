@@ -60,10 +60,9 @@ class Table(NamedTuple):
     dtype, shape, found = value
     return cls(dtype, tuple(shape), tuple(Piece(*piece) for piece in found))
 
-
-def paths(directory: str, piece: Piece) -> list[str]:
-  """Returns the files of a piece."""
-  return [os.path.join(directory, piece.file + each) for each in _SUFFIXES]
+  def files(self) -> list[str]:
+    """Returns the files of all pieces, in the directory of the checkpoint."""
+    return [piece.file + each for piece in self.pieces for each in _SUFFIXES]
 
 
 def write(directory: str, file: str, first: int, rows: tf.Tensor) -> Piece:
@@ -135,18 +134,6 @@ def check_all(directory: str, tables: Mapping[str, Table]) -> None:
         check(directory, piece, table.dtype)
 
 
-def sync(directory: str, tables: Mapping[str, Table]) -> None:
-  """Syncs the files to the disk."""
-  for table in tables.values():
-    for piece in table.pieces:
-      for path in paths(directory, piece):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-          os.fsync(descriptor)
-        finally:
-          os.close(descriptor)
-
-
 def rows_of(
   directory: str,
   table: Table,
@@ -177,11 +164,8 @@ def rows_of(
     yield begin - first, values
 
 
-def array_of(
-  directory: str, table: Table, first: int = 0, rows: int | None = None
-) -> np.ndarray:
-  """Returns the rows from `first` on, or all, read in this process."""
-  rows = table.shape[0] - first if rows is None else rows
+def array_of(directory: str, table: Table, first: int, rows: int) -> np.ndarray:
+  """Returns rows from number `first` on, read in this process."""
   dtype = tf.as_dtype(table.dtype).as_numpy_dtype
   array = np.empty([rows, *table.shape[1:]], dtype)
   for begin, values in rows_of(directory, table, first, rows, _HERE):

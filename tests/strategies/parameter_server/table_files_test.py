@@ -70,7 +70,10 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
       ('_COORDINATOR_BLOCK_BYTES', 240),
     ):
       self.enter_context(mock.patch.object(table_files, name, size))
-    self.store = checkpointer.Checkpointer(self.create_tempdir().full_path)
+    self.store = checkpointer.Checkpointer(
+      self.create_tempdir().full_path,
+      check_tables=lambda *tables: self.files.check(*tables),
+    )
     self.files = table_files.TableFiles(3)
 
   def make(self, kind, servers, value=None):
@@ -94,7 +97,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     return self.store.save({}, {}, lambda d: self.files.save(d, tables))
 
   def restore(self, named, **options):
-    found = self.store.open(self.store.paths()[-1], self.files.check)
+    found = self.store.open(self.store.paths()[-1])
     tables = table_files.tables_among(named)
     self.files.restore(found.path, found.arrays, tables, **options)
 
@@ -228,8 +231,8 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     path = self.save(named)
     self.shards(named)[1].is_lost = True
     found = self.store.open(path)
-    *_, table = found.arrays.tables.values()
-    os.remove(pieces.paths(path, table.pieces[-1])[0])
+    *_, table = found.arrays.specs.values()
+    os.remove(os.path.join(path, table.files()[-2]))
     tables = table_files.tables_among(named)
     with self.assertRaises(errors.DataError):
       self.files.restore(path, found.arrays, tables, only_lost=True)

@@ -68,7 +68,7 @@ class Recovery:
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
-        options.checkpoint_dir, _MAX_TO_KEEP
+        options.checkpoint_dir, _MAX_TO_KEEP, self._check_tables
       )
       self._checkpointer.acquire()
     self._objects: Mapping[str, Any] | None = None
@@ -277,7 +277,7 @@ class Recovery:
     Not one of another run, which is in the directory too. If `only_lost`, those that
     were lost with a server.
     """
-    found = self._checkpointer.newest(self._first, self._check_tables)
+    found = self._checkpointer.newest(self._first)
     if found is None:
       return None
     if 'steps' not in found.metadata:

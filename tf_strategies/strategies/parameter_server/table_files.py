@@ -152,7 +152,7 @@ class TableRows:
     self.holder.clear()
     number = self._table.shards.index(self.holder)
     ids_name = self._names[row_table.IDS]
-    for piece in stored.arrays.tables[ids_name].pieces:
+    for piece in stored.arrays.specs[ids_name].pieces:
       first, count = piece.first, piece.rows
       ids = stored.rows(ids_name, first, count)
       with tf.device(stored.device):
@@ -202,7 +202,7 @@ class _Stored(NamedTuple):
     self, name: str, first: int, size: int
   ) -> Iterator[tuple[int, tf.Tensor]]:
     """As `pieces.rows_of`."""
-    table = self.arrays.tables[name]
+    table = self.arrays.specs[name]
     return pieces.rows_of(self.path, table, first, size, self.device)
 
   def rows(self, name: str, first: int, count: int) -> tf.Tensor:
