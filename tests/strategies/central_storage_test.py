@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: one copy, written once, on the parameter device."""
+"""CentralStorageStrategy keeps one copy and writes it once, on the parameter device."""
 
 import keras
 import numpy as np
@@ -76,7 +76,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
     is_graph=(True, False),
     aggregation_and_want=(
-      ('NONE', 10.0),  # Of the first replica, not once a replica.
+      ('NONE', 10.0),  # The first replica's write, applied once.
       ('ONLY_FIRST_REPLICA', 10.0),
       ('MEAN', 11.0),
       ('SUM', 33.0),
@@ -101,7 +101,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
     if is_graph:
       step = tf.function(step)
     for count in range(3):
-      # No replica reads what another one has written in the same step.
+      # No replica reads a value that another one wrote in the same step.
       for before in self.strategy.experimental_local_results(step()):
         self.assertAllClose(before, count * want)
     self.assertAllClose(v.numpy(), 3 * want)
@@ -222,7 +222,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       strategy.run(replica_step)
 
     step()
-    # The sum of 1, 2 and 3 times the rate, once.
+    # The sum of 1, 2 and 3, applied once.
     self.assertAllClose(v.numpy(), [-2.0, -1.0])
     self.assertEqual(updates, [(_full(PARAMETERS), _full(PARAMETERS))])
     step()

@@ -1,4 +1,4 @@
-"""An epoch ends with its data, and with no other error that looks like that."""
+"""An epoch ends at the end of its data, not on errors that look the same."""
 
 import keras
 import numpy as np
@@ -15,7 +15,7 @@ _BATCHES = 6
 
 
 def _read_cut_file():
-  # As TensorFlow does where a file ends too early.
+  # TensorFlow raises this error for a truncated file.
   raise tf.errors.OutOfRangeError(None, None, 'Read fewer bytes than requested')
 
 
@@ -34,7 +34,7 @@ class _Fails(keras.callbacks.Callback):
 
 
 class HostFunction(keras.Sequential):
-  """A step in which a Python function ends an iterator of its own."""
+  """A step in which a Python function exhausts its own iterator."""
 
   def train_step(self, data):
     results = super().train_step(data)

@@ -1,4 +1,4 @@
-"""Sums of floats as integers: their bits, whatever the order of the terms."""
+"""Integer sums of floats give the same bits for any order of the terms."""
 
 import numpy as np
 import tensorflow as tf
@@ -32,7 +32,7 @@ class ExactSumsTest(tf.test.TestCase, parameterized.TestCase):
     for _ in range(3):
       rng.shuffle(terms)
       self.assertEqual(_sum(terms).tobytes(), found.tobytes())
-    with np.errstate(over='ignore'):  # Of float16.
+    with np.errstate(over='ignore'):  # float16 may overflow.
       want = terms.astype('f8').sum(0).astype(dtype).astype('f8')
     rounding = {'float32': 2.0**-23, 'float64': 2.0**-45}.get(name, 2.0**-7)
     largest = np.abs(terms.astype('f8')).max() * count * 2.0**-55

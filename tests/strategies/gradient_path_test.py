@@ -1,7 +1,8 @@
-"""A gradient of `fit` goes to the wire and back through few files.
+"""A gradient of `fit` passes through few files on its way to the network and back.
 
-The test counts the files of the package of which a function gets the gradient, as a
-tensor, an array or a buffer: from the exchange of the step on, and as the step runs.
+The test counts the package's files whose functions receive the gradient as a
+tensor, an array or a buffer. It counts while the step is traced and while it
+runs.
 """
 
 import sys
@@ -16,14 +17,14 @@ import tf_strategies as tfs
 from tests import processes, virtual_devices
 from tf_strategies.strategies.multi_worker import worker_exchange
 
-# Lower this bound with each file that goes.
+# Lower this limit when a file no longer handles gradients.
 _MOST_FILES = 10
 
 _TENSORS = (tf.Tensor, tf.IndexedSlices, tf.distribute.DistributedValues)
 
 
 def _holds_gradient(value, depth=0) -> bool:
-  """Whether an argument is a gradient, or has one inside."""
+  """Returns whether an argument is a gradient or contains one."""
   if isinstance(value, _TENSORS):
     return not isinstance(value, tf.Variable)
   if isinstance(value, np.ndarray):
@@ -37,25 +38,25 @@ def _holds_gradient(value, depth=0) -> bool:
 
 
 class _Recorder:
-  """Notes the package's files whose functions get a gradient."""
+  """Records the package's files whose functions receive a gradient."""
 
   def __init__(self):
     self.files = set()
     self.is_on = False
 
   def profile(self, frame, event, arg):
-    """What `sys.setprofile` calls."""
+    """Records the file of a called function. `sys.setprofile` calls this method."""
     del arg
     path = frame.f_code.co_filename
     if not self.is_on or event != 'call' or '/tf_strategies/' not in path:
       return
     if threading.current_thread().name.startswith('process_group'):
-      return  # The thread of the control links, which sends heartbeats.
+      return  # This thread of the control links sends heartbeats.
     if any(map(_holds_gradient, frame.f_locals.values())):
       self.files.add(path.rpartition('/tf_strategies/')[2])
 
   def start(self):
-    """Watches this thread, those it starts, and host calls of graphs."""
+    """Watches this thread, the threads that it starts, and host calls of graphs."""
     numpy_function = tf.numpy_function
 
     def watched(fn, *args, **kwargs):
@@ -94,7 +95,7 @@ def _train(rank):
   x, before = np.ones([4, 3], np.float32), model.get_weights()[0]
   for _ in range(2):  # Keras traces twice.
     model.train_on_batch(x, x[:, :2])
-  sys.setprofile(None)  # This thread handles metrics; host calls are watched.
+  sys.setprofile(None)  # From here on, only host calls are watched.
   recorder.is_on = True
   model.train_on_batch(x, x[:, :2])
   recorder.is_on = False
@@ -114,7 +115,7 @@ class GradientPathTest(tf.test.TestCase):
       )
       self.assertTrue(any('process_group/tcp' in f for f in files), files)
       self.assertLessEqual(len(files), _MOST_FILES, '\n'.join(files))
-      # The error of each output is e; each step takes 3 e / 2 from it.
+      # The error of each output is e. Each step subtracts 3 e / 2 from it.
       error = before.sum(0) - 1
       self.assertAllClose(after.sum(0) - 1, error * (-0.5) ** 3)
 

@@ -1,4 +1,4 @@
-"""Batches are split evenly and in order, of every kind, without iterators."""
+"""Every kind of batch is split evenly and in order, without iterators."""
 
 import collections
 
@@ -22,7 +22,7 @@ def _strategy(replicas=4):
 
 
 def _aligned(array):
-  """A copy at an address that TensorFlow uses as it is, without a copy."""
+  """Returns a copy at an aligned address, which TensorFlow uses without copying."""
   memory = np.empty(array.nbytes + 64, np.uint8)
   begin = -memory.ctypes.data % 64
   aligned = memory[begin : begin + array.nbytes].view(array.dtype)
@@ -69,7 +69,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(batch['n'].values[1], [b'd', b'e'])
 
   def test_training_does_not_write_into_the_arrays_of_a_generator(self):
-    """The parts of 64 numbers over 4 replicas begin at addresses like that."""
+    """Uses 64 rows on 4 replicas, so that every part begins at an aligned address."""
     rng = np.random.default_rng(0)
     x = _aligned(rng.normal(size=(64, 4)).astype(np.float32))
     y = _aligned(rng.normal(size=64).astype(np.float32))
@@ -109,7 +109,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
 
     with self.assertRaises(tfs.errors.UnsupportedOptionError) as caught:
       loop(iterator)
-    # As TensorFlow's strategies raise.
+    # TensorFlow's strategies raise the same type.
     self.assertIsInstance(caught.exception, NotImplementedError)
     self.assertEmpty(traced)
     self.assertLen([batch for _, batch in enumerate(iterator)], 2)
@@ -178,7 +178,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
-  """Elements keep their structure, also where the last replicas have none."""
+  """Elements keep their structure even where the last replicas get no rows."""
 
   @parameterized.named_parameters(
     ('tensor', lambda x: x),

@@ -1,7 +1,7 @@
-"""Training loops, with a step that is written for one device.
+"""Training loops whose step is written for one device.
 
-Each program makes its models and optimizers, and returns the step, the optimizers and
-the variables that count.
+Each program creates its models and optimizers. It returns the step, the
+optimizers and the variables to compare.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ def _data(rows):
 
 
 def conv_model(*extra_layers) -> keras.Model:
-  """Returns a small network for images, with logits of ten classes."""
+  """Returns a small image network with logits for ten classes."""
   layers = keras.layers
   return keras.Sequential(
     [
@@ -44,7 +44,7 @@ def _losses(model, x, y):
 
 
 def _classifier(model, optimizer, loss_of=tf.reduce_mean):
-  """Returns the step of a classifier; its accuracy counts too."""
+  """Returns the step of a classifier that also updates an accuracy metric."""
   accuracy = keras.metrics.SparseCategoricalAccuracy()
 
   def step(batch):
@@ -65,12 +65,12 @@ def _classifier(model, optimizer, loss_of=tf.reduce_mean):
 
 
 def mean():
-  """The mean of the batch."""
+  """Returns a step that minimizes the mean over the batch."""
   return _classifier(conv_model(), _momentum())
 
 
 def clipped_and_accumulated():
-  """What an optimizer does with gradients sees those of the whole batch."""
+  """Returns a step whose optimizer must see the gradients of the whole batch."""
   optimizer = keras.optimizers.Adam(
     1e-2, gradient_accumulation_steps=2, global_clipnorm=0.05
   )
@@ -78,7 +78,7 @@ def clipped_and_accumulated():
 
 
 def normalised():
-  """Statistics and dropout masks of the whole batch."""
+  """Returns a step with statistics and dropout masks of the whole batch."""
   model = conv_model(
     keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
   )
@@ -86,7 +86,7 @@ def normalised():
 
 
 def half():
-  """16-bit floats, with a loss scale around the optimizer."""
+  """Returns a float16 step with a loss scale around the optimizer."""
   keras.config.set_dtype_policy('mixed_float16')
   model = conv_model()
   keras.config.set_dtype_policy('float32')
@@ -95,7 +95,7 @@ def half():
 
 
 def branching():
-  """AutoGraph converts the step: the loss decides what counts."""
+  """Returns a step with a condition on the loss, which AutoGraph converts."""
 
   def loss_of(losses):
     loss = tf.reduce_max(losses)
@@ -107,7 +107,7 @@ def branching():
 
 
 def compiled_penalty():
-  """The norm of the gradient is a part of the loss."""
+  """Returns a compiled step that adds the norm of the gradient to the loss."""
   model, optimizer = conv_model(), _momentum()
 
   @tf.function
@@ -126,7 +126,7 @@ def compiled_penalty():
 
 
 def players():
-  """Two models with an optimizer each, of which one sees what the other makes."""
+  """Returns a step with two models and two optimizers: a generator and a critic."""
   layers = keras.layers
   maker = keras.Sequential(
     [keras.Input([4]), layers.Dense(64), layers.Reshape([8, 8, 1])]
@@ -177,8 +177,8 @@ PROGRAMS = (
 def run(program, strategy=None, rows=69, in_function=False):
   """Returns the variables and the results of all steps.
 
-  By default there are two full batches of 32 rows and one of 5. With `in_function`,
-  a `tf.function` draws the batches.
+  By default there are two full batches of 32 rows and one of 5. With
+  `in_function`, a `tf.function` draws the batches.
   """
   keras.backend.clear_session()
   keras.utils.set_random_seed(11)
@@ -204,5 +204,5 @@ def run(program, strategy=None, rows=69, in_function=False):
 
 
 def tolerance_of(program) -> float:
-  """Returns how far from one device a program may be."""
+  """Returns the allowed difference between a program and one device."""
   return 2e-3 if program is half else 1e-6

@@ -1,4 +1,4 @@
-"""A training loop that calls `strategy.step` equals one device."""
+"""A training loop that calls `strategy.step` gives the same results as one device."""
 
 import functools
 
@@ -19,7 +19,7 @@ def _ring():
 
 
 def _central():
-  # Not CPU:0, where TensorFlow puts what nobody placed.
+  # Not CPU:0, where TensorFlow puts ops without an explicit device.
   return tfs.CentralStorageStrategy(
     virtual_devices.names(4), virtual_devices.name(1)
   )
@@ -49,7 +49,7 @@ class CustomLoopTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_result(create, program)
 
   @tiers.parameters(
-    # Fewer rows than replicas, and none but those.
+    # A last batch with fewer rows than replicas, and data with no other batch.
     tiers.smoke(_ring, 65),
     (_central, 3),
   )
@@ -99,7 +99,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
-  """`strategy.run`: replicas see their own rows."""
+  """In `strategy.run`, each replica sees its own rows."""
 
   @parameterized.parameters(_ring, _central)
   def test_a_loop_of_a_replica_is_refused(self, create):
@@ -162,7 +162,7 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
     data = tf.data.Dataset.from_tensor_slices([1.0, 1, 1, 1, 1, np.inf, 1, 1])
     for batch in strategy.experimental_distribute_dataset(data.batch(4)):
       step(batch)
-    # The second step is left out by all.
+    # All replicas skip the second step.
     self.assertEqual(float(variable.numpy()[0]), -3.0)
     for copy in optimizer.dynamic_scale.value.values:
       self.assertEqual(float(copy), 4.0)

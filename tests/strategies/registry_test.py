@@ -1,4 +1,4 @@
-"""`create_strategy` refuses every option that is wrong, with a cluster or not."""
+"""`create_strategy` rejects every wrong option, with and without a cluster."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ virtual_devices.configure()
 
 
 def _config(task_type, **counts):
-  """TF_CONFIG of the last task of a type."""
+  """Returns the TF_CONFIG of the last task of a type."""
   cluster = {
     job: [f'{job}{i}:1' for i in range(n)] for job, n in counts.items()
   }
@@ -147,7 +147,7 @@ class RegistryTest(parameterized.TestCase):
       if name.endswith('Strategy')
     ]
     self.assertLen(classes, 6)
-    taken = {'devices'}  # Another name of `compute_devices`.
+    taken = {'devices'}  # Another name for `compute_devices`.
     for each in classes:
       taken |= set(inspect.signature(each).parameters)
     self.assertEqual(set(registry.StrategyOptions.__annotations__), taken)

@@ -1,4 +1,4 @@
-"""One training that has to give the same bits wherever it runs."""
+"""A training run that gives the same bits on any number of replicas."""
 
 import contextlib
 import hashlib
@@ -9,14 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-ROWS = 69  # Batches of 32, 32 and 5 rows: the last leaves shards without rows.
+ROWS = 69  # Batches of 32, 32 and 5 rows: some shards of the last have none.
 BATCH = 32
 STEPS = -(-ROWS // BATCH)
 EPOCHS = 2
 
 
 def data():
-  """Images and words of ten classes; no two rows are alike."""
+  """Returns images, words and labels of ten classes. All rows differ."""
   rng = np.random.default_rng(3)
   images = rng.normal(size=(ROWS, 6, 6, 1)).astype(np.float32)
   words = rng.integers(0, 50, (ROWS, 5)).astype(np.int32)
@@ -24,7 +24,7 @@ def data():
 
 
 def build(learning_rate=1e-3, **options) -> keras.Model:
-  """All kinds of layers of which sums over rows are made in their own way."""
+  """Returns a model with every kind of layer that sums over rows in its own way."""
   keras.utils.set_random_seed(1)
   layers = keras.layers
   images, words = layers.Input([6, 6, 1]), layers.Input([5], dtype='int32')
@@ -43,13 +43,13 @@ def build(learning_rate=1e-3, **options) -> keras.Model:
 
 
 def state(model) -> list[np.ndarray]:
-  """Weights and the optimizer's state."""
+  """Returns the weights and the optimizer's state."""
   variables = [*model.weights, *model.optimizer.variables]
   return [keras.ops.convert_to_numpy(v) for v in variables]
 
 
 def digest(arrays) -> str:
-  """A SHA-256 of all bits."""
+  """Returns a SHA-256 hash of all bits."""
   return hashlib.sha256(b''.join(a.tobytes() for a in arrays)).hexdigest()
 
 
@@ -60,7 +60,7 @@ def fit(
   is_short=False,
   **options,
 ):
-  """Trains, and evaluates and predicts; returns the state, and what was reported."""
+  """Trains, evaluates and predicts. Returns the final state and all reported values."""
   scope = strategy.scope() if strategy else contextlib.nullcontext()
   with scope:
     model = build(**options)
@@ -76,13 +76,13 @@ def fit(
 
 
 def digests(state_and_reports) -> tuple[str, str]:
-  """Of the state, and of what was reported."""
+  """Returns the digest of the state and the digest of the reported values."""
   values, reports = state_and_reports
   return digest(values), digest(reports)
 
 
 def add_plain_floats():
-  """A mutation: sums of floats as they come, in place of integers."""
+  """Mutates the package to add plain floats instead of integers."""
   from tf_strategies.strategies.mirrored import exact_sums
 
   exact_sums.encode = lambda term, scale: term
@@ -90,7 +90,7 @@ def add_plain_floats():
 
 
 def train_as_worker(rank, options, num_devices=1, load=None, **arguments):
-  """Trains as one of several workers; returns the digests."""
+  """Trains as one of several workers and returns the digests."""
   del rank
   if load is not None:
     load()
@@ -109,7 +109,7 @@ def train_as_worker(rank, options, num_devices=1, load=None, **arguments):
 
 
 def batches(epoch, step, epochs):
-  """The batches from a place on; every epoch has an order of its own."""
+  """Returns the batches from a position on. Every epoch has its own order."""
   (images, words), labels = data()
   indices = []
   for e in range(epoch, epochs):
@@ -127,7 +127,7 @@ def batches(epoch, step, epochs):
 
 
 def train_alone(strategy, epochs):
-  """What workers that come and go have to end with."""
+  """Trains on one process. Elastic workers must end with the same digest."""
   with strategy.scope():
     model = build()
   model.fit(
@@ -136,18 +136,18 @@ def train_alone(strategy, epochs):
   return digest(state(model))
 
 
-# One for each worker that there can be, and one.
+# One more than the largest number of workers.
 ELASTIC_SHARDS = 4
-# While it is not there, training waits a while after each step.
+# While this file is missing, training pauses after each step.
 HURRY = 'hurry'
 
 
 def train_elastically(rank, options, directory, epochs, seconds_a_step):
-  """Trains beside workers that come and go; returns digest and generations."""
+  """Trains while workers join and leave. Returns the digest and the generations."""
   import tf_strategies as tfs
 
   class Report(keras.callbacks.Callback):
-    """Tells the test how far training is, by a file that it can watch."""
+    """Reports the progress of training to the test through a file."""
 
     def on_train_batch_end(self, batch, logs=None):
       with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:

@@ -1,4 +1,7 @@
-"""The same bits on any number of devices of one process, and what is refused."""
+"""`reproducible` gives the same bits on any number of devices of one process.
+
+The tests also cover the options that it rejects.
+"""
 
 import contextlib
 from unittest import mock
@@ -32,7 +35,7 @@ def _create(kind, count, reproducible=_SHARDS):
 
 
 def _of_one():
-  """What one replica ends with, trained once."""
+  """Returns the results of one replica, which trains once."""
   if not _results:
     _results['one'] = reproducible_program.fit(_create('ring_mirrored', 1))
   return _results['one']
@@ -57,7 +60,7 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
     ('central_storage', 'central_storage', 2),
   )
   def test_gradients_of_loops(self, kind, count):
-    """Which are lists of tensors: of a layer below a recurrent one, their sum."""
+    """Trains recurrent layers, whose loops pass gradients as lists of tensors."""
     rng = np.random.default_rng(4)
     words, labels = rng.integers(0, 9, (37, 5)), np.arange(37) % 3
 
@@ -88,7 +91,7 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_other_order_of_plain_sums_is_found(self):
-    """The mutation without which the test above would show nothing."""
+    """Checks that the test above detects sums in another order."""
     with mock.patch.multiple(
       exact_sums, encode=exact_sums.encode, decode=exact_sums.decode
     ):

@@ -1,4 +1,4 @@
-"""RingMirroredStrategy: nothing bypasses its op, and bad devices are refused."""
+"""RingMirroredStrategy reduces with its own op only, and rejects bad devices."""
 
 import keras
 import numpy as np
@@ -27,7 +27,7 @@ def _strategy(cross_device_ops=None):
 
 
 def _per_replica(strategy, make):
-  """One value a replica, made by `make(replica_id)` on the replica's device."""
+  """Returns one value for each replica, made by `make(replica_id)` on its device."""
 
   def replica_fn():
     context = tf.distribute.get_replica_context()
@@ -37,7 +37,7 @@ def _per_replica(strategy, make):
 
 
 class _CountingOps(tfs.RingAllReduce):
-  """Counts what reaches it, and what TensorFlow's own op is asked for."""
+  """Counts its own calls and the calls to TensorFlow's op."""
 
   def __init__(self):
     super().__init__()
@@ -61,7 +61,7 @@ class _CountingOps(tfs.RingAllReduce):
 
 
 class RoutingTest(tf.test.TestCase, parameterized.TestCase):
-  """Every way to reduce ends in the strategy's op, none in TensorFlow's."""
+  """Every way to reduce uses the strategy's op, never TensorFlow's."""
 
   def setUp(self):
     super().setUp()
@@ -101,7 +101,7 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
       scalar, vector = (r.values[replica] for r in results)
       self.assertAllEqual(scalar, 6)
       self.assertAllEqual(vector, [6, 10])
-    # Executions, not traces; and no other op than ours was asked.
+    # Counts executions, not traces. TensorFlow's op was not called.
     self.assertEqual(self.ops.calls, 3)
     self.assertEqual(self.ops.reached, ['batch_reduce'])
 
@@ -212,8 +212,8 @@ class ControlFlowTest(tf.test.TestCase):
 
   @pytest.mark.smoke
   def test_two_strategies_do_not_meet_in_each_others_collectives(self):
-    # TensorFlow numbers collectives from the same start in every strategy; a
-    # second one with another shape would abort both.
+    # TensorFlow numbers the collectives of every strategy from the same start.
+    # A second strategy with another shape would abort both.
     for size in (2, 5):
       strategy = _strategy()
 
@@ -274,10 +274,12 @@ _DIVIDED = {
 
 
 class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
-  """A loop is told of gradients that are too large, and of nothing else."""
+  """A loop warns about gradients that are too large, and about nothing else."""
 
   def warnings(self, strategy, loss, change=lambda g: g, rows=16):
-    """Those of a loop, run eagerly and in a `tf.function`, each twice."""
+    """Returns the warnings of a loop, run twice eagerly and twice in a
+    `tf.function`.
+    """
     with strategy.scope():
       kernel = keras.Variable(tf.ones([3, 2]))
       optimizer = keras.optimizers.SGD(0.01)
@@ -298,7 +300,7 @@ class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
     for run in (step, tf.function(step)):
       strategy.extended._warned_undivided = False
       with self.assertLogs('absl', 'INFO') as logs:
-        logging.info('The run starts.')  # assertLogs wants at least one line.
+        logging.info('The run starts.')  # assertLogs needs at least one line.
         for batch in strategy.experimental_distribute_dataset(dataset):
           run(batch)
       found.append([line for line in logs.output if 'mean' in line])
@@ -336,7 +338,7 @@ class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
-  """All replicas apply one tensor, which was made outside of the step."""
+  """All replicas apply the same tensor, which was created outside the step."""
 
   @parameterized.product(
     make=[*OURS, tf.distribute.MirroredStrategy],
@@ -344,7 +346,7 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
     options_and_counts=[({}, 1), ({'clipvalue': 100.0}, 4)],
   )
   def test_as_under_mirrored_strategy(self, make, wrap, options_and_counts):
-    """It counts once, or once a replica where Keras computes with it."""
+    """Counts the gradient once, or once per replica if Keras changes it first."""
     options, count = options_and_counts
     strategy = make(list(DEVICES))
     with strategy.scope():
@@ -362,13 +364,13 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(*OURS)
   def test_an_accumulator_holds_the_gradient_of_the_whole_batch(self, make):
-    """It is one device's, and so is what a checkpoint of it restores."""
+    """Checks that the accumulator equals one device's, as checkpoints require."""
     strategy = make(list(DEVICES))
     with strategy.scope():
       variable = keras.Variable([1.0, 2.0])
       optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
       optimizer.build([variable])
-    gradient = tf.constant([1.0, 3.0])  # Each of 4 replicas counts it once.
+    gradient = tf.constant([1.0, 3.0])  # Each of the 4 replicas adds it once.
     for accumulated, value in (([4, 12], [1, 2]), ([0, 0], [1 - 4, 2 - 12])):
       strategy.run(lambda: optimizer.apply([gradient], [variable]))
       (accumulator,) = optimizer._accumulated_gradients
@@ -408,7 +410,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OwnStep(keras.Sequential):
-  """Its `train_step` alone knows which variables training needs."""
+  """Only its `train_step` determines which variables training needs."""
 
   def train_step(self, data):
     """See base class."""
@@ -422,7 +424,7 @@ class OwnStep(keras.Sequential):
 
 class OwnStepTest(tf.test.TestCase):
   def test_an_optimizer_that_begins_with_a_constant(self):
-    """Nadam's product of momenta is made in the step, from a tensor of its graph."""
+    """Uses Nadam, which creates its momentum product in the step's graph."""
     x, y = np.arange(24.0).reshape([8, 3]) / 24, np.ones([8, 1])
     found = []
     for strategy in (
@@ -441,7 +443,7 @@ class OwnStepTest(tf.test.TestCase):
 
 
 class NumbersTest(tf.test.TestCase, parameterized.TestCase):
-  """Variables are numbers to Python, as those of one device."""
+  """Python can use variables as numbers, as on one device."""
 
   @parameterized.parameters('ring_mirrored', 'central_storage')
   def test_of_variables(self, name):
@@ -484,14 +486,14 @@ class SavedModelTest(tf.test.TestCase, parameterized.TestCase):
       module.mean.assign(1 + 2 * number)
 
     strategy.run(write)
-    # Traced before it is saved, for all replicas.
+    # Traced for all replicas before it is saved.
     read = tf.function(lambda: {'mean': module.mean.read_value()})
     signature = read.get_concrete_function()
     self.assertEqual(float(signature()['mean']), 2)
     directory = self.create_tempdir().full_path
     tf.saved_model.save(module, directory, signatures=signature)
     loaded = tf.saved_model.load(directory)
-    # A checkpoint has the mean in every part.
+    # A checkpoint stores the mean for every replica.
     self.assertEqual(float(loaded.signatures['serving_default']()['mean']), 2)
 
 

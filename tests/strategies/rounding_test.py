@@ -1,4 +1,4 @@
-"""What differs from one device by more than 1e-6 is rounding of float32."""
+"""Differences above 1e-6 from one device are float32 rounding."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ virtual_devices.configure()
 
 
 def _weights(dtype, replicas):
-  """Weights after 80 steps of Adam, whose gradients are means of 3 batches."""
+  """Returns the weights after 80 Adam steps. Gradients are means of 3 batches."""
   keras.backend.clear_session()
   keras.backend.set_floatx(dtype)
   rng = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def _weights(dtype, replicas):
     )
     adam = keras.optimizers.Adam(1e-2, gradient_accumulation_steps=3)
     model.compile(adam, 'mse', steps_per_execution=8)
-  # The same numbers in both dtypes.
+  # Uses the same numbers in both dtypes.
   model.set_weights(
     [np.float32(0.3 * rng.normal(size=w.shape)) for w in model.get_weights()]
   )
@@ -42,7 +42,7 @@ def _weights(dtype, replicas):
 
 
 def _embedding_weights(dtype, on_server):
-  """Weights after 80 steps of SGD, with rows that each batch names many times."""
+  """Returns the weights after 80 SGD steps. Each batch repeats many rows."""
   keras.backend.clear_session()
   keras.config.set_dtype_policy(dtype)
   rng = np.random.default_rng(0)
@@ -87,7 +87,7 @@ class RoundingTest(tf.test.TestCase):
     exact, one, several = (
       _weights(*how) for how in (('float64', 1), ('float32', 1), ('float32', 4))
     )
-    # An algorithm that differed would differ in float64 too.
+    # A wrong algorithm would also differ in float64.
     self.assertAllClose(_weights('float64', 4), exact, rtol=0, atol=1e-12)
     error_of_one = np.max(np.abs(one - exact))
     self.assertLess(np.max(np.abs(several - exact)), 3 * error_of_one)

@@ -20,7 +20,9 @@ def _strategy():
 
 
 def _run(strategy, fn, rows, mode):
-  """Runs `fn` on rows 1, 2, ...: eagerly, or in a function outside or inside."""
+  """Runs `fn` on rows 1, 2, ...: eagerly, or with a function outside or inside
+  `run`.
+  """
   x = np.arange(1.0, rows + 1, dtype=np.float32)[:, None]
   dataset = tf.data.Dataset.from_tensor_slices(x).batch(4)
   if mode == 'inside':
@@ -38,7 +40,7 @@ def _context():
 
 
 def _seven(x):
-  """To which a stand-in row of zeros would add 7."""
+  """Returns 7 plus the sum. A padding row of zeros would wrongly add 7."""
   return 7.0 + tf.reduce_sum(x)
 
 
@@ -56,7 +58,8 @@ def _in_branch(x):
   )
 
 
-# What a replica computes, and what it gets: of all values, and of its own.
+# Each replica's computation, and the expected result of (all values, own
+# value).
 _CASES = {
   'sum': (
     lambda x: _context().all_reduce(SUM, _seven(x)),
@@ -89,7 +92,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     for value, result in zip(values, results, strict=False):
       self.assertAllClose(result, want(values, value))
     for result in results[rows:]:
-      # They return nothing themselves.
+      # Replicas without rows return zeros.
       self.assertAllEqual(result, np.zeros_like(result))
       if name == 'rows':
         self.assertEmpty(result)
@@ -127,7 +130,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_full_batches_pay_nothing(self):
-    """With static shapes the graph has no branch at all."""
+    """Checks that the graph of a step with static shapes has no branch."""
     strategy = _strategy()
 
     @tf.function

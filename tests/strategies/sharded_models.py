@@ -1,4 +1,4 @@
-"""What tests of divided optimizer state train: models, optimizers, runs of them."""
+"""Models, optimizers and training runs for tests of divided optimizer state."""
 
 import keras
 import numpy as np
@@ -6,12 +6,13 @@ import tensorflow as tf
 
 optimizers = keras.optimizers
 
-# Rows of a batch, which no 2, 3 or 4 replicas share evenly, and batches.
+# Rows in a batch, which 2, 3 or 4 replicas cannot share evenly. Number of
+# batches.
 BATCH, STEPS = 13, 4
 
 
 def dense_model() -> keras.Model:
-  """Lengths that 2 and 3 do not divide; some slots are too short to divide."""
+  """Returns a model whose slots 2 and 3 do not divide, or are too short to divide."""
   return keras.Sequential(
     [
       keras.Input([7]),
@@ -23,7 +24,7 @@ def dense_model() -> keras.Model:
 
 
 def embedding_model() -> keras.Model:
-  """Its gradient is of some rows, of which many occur twice."""
+  """Returns a model whose gradient contains many rows twice."""
   return keras.Sequential(
     [
       keras.Input([3], dtype='int32'),
@@ -35,7 +36,7 @@ def embedding_model() -> keras.Model:
 
 
 def realistic_model() -> keras.Model:
-  """The shapes of a small network for images, with a table of categories."""
+  """Returns a small image network with an embedding of categories."""
   image = keras.Input([8, 8, 3])
   category = keras.Input([2], dtype='int32')
   y = keras.layers.Conv2D(64, 3, padding='same', activation='relu')(image)
@@ -50,28 +51,28 @@ def realistic_model() -> keras.Model:
 
 
 def numbers(rows: int = BATCH * STEPS):
-  """Rows and targets of `dense_model`."""
+  """Returns the inputs and targets of `dense_model`."""
   rng = np.random.default_rng(5)
   x = rng.normal(size=[rows, 7]).astype('float32')
   return x, rng.normal(size=[rows, 1]).astype('float32')
 
 
 def words(rows: int = BATCH * STEPS):
-  """Rows and targets of `embedding_model`."""
+  """Returns the inputs and targets of `embedding_model`."""
   rng = np.random.default_rng(6)
   x = rng.integers(0, 31, [rows, 3]).astype('int32')
   return x, rng.normal(size=[rows, 1]).astype('float32')
 
 
 def pictures(rows: int = 16):
-  """Rows and targets of `realistic_model`."""
+  """Returns the inputs and targets of `realistic_model`."""
   rng = np.random.default_rng(7)
   x = rng.normal(size=[rows, 8, 8, 3]).astype('float32')
   y = rng.normal(size=[rows, 10]).astype('float32')
   return [x, rng.integers(0, 1000, [rows, 2]).astype('int32')], y
 
 
-# By name: makes an optimizer, and whether the rows are words.
+# Name: (function that makes the optimizer, whether the inputs are words).
 OPTIMIZERS = {
   'momentum': lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
   'adam': lambda: optimizers.Adam(0.01, amsgrad=True),
@@ -95,7 +96,8 @@ OPTIONS = {
   'accumulation': lambda: optimizers.Adam(
     0.01, gradient_accumulation_steps=2, global_clipnorm=0.1
   ),
-  # With Keras's epsilon of 1e-7 the rounding of a gradient near zero is its sign.
+  # With Keras's epsilon of 1e-7, the update for a gradient near zero would be
+  # the sign of its rounding error.
   'ema': lambda: optimizers.Adam(
     0.01,
     epsilon=1e-4,
@@ -113,7 +115,7 @@ OPTIONS = {
 
 
 def train(optimizer, strategy=None, data=numbers, model=dense_model, **fit):
-  """The model after a `fit` that shuffles nothing."""
+  """Returns the model after a `fit` without shuffling."""
   strategy = tf.distribute.get_strategy() if strategy is None else strategy
   keras.utils.set_random_seed(3)
   with strategy.scope():
@@ -126,18 +128,21 @@ def train(optimizer, strategy=None, data=numbers, model=dense_model, **fit):
 
 
 def state(model) -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Weights, and all that the optimizer keeps; on several workers a collective."""
+  """Returns the weights and the optimizer's state.
+
+  On several workers all must call it.
+  """
   kept = [np.array(v.numpy()) for v in model.optimizer.variables]
   return model.get_weights(), kept
 
 
 def stored_bytes(model) -> tuple[int, int]:
-  """Bytes of the optimizer's variables in this process, and those of the whole."""
+  """Returns the bytes of optimizer state in this process, and in total."""
   stored = whole = 0
   for variable in model.optimizer.variables:
     value = variable.value
     copies = getattr(value, 'values', [value])
-    # What lies behind the handles, not what the variables say of themselves.
+    # Reads the stored values, not the shapes that the variables report.
     stored += sum(copy.read_value().numpy().nbytes for copy in copies)
     whole += int(np.prod(variable.shape)) * value.dtype.size
   return stored, whole

@@ -1,4 +1,4 @@
-"""State of optimizers that the devices of one process divide among them."""
+"""Optimizer state that the devices of one process divide among themselves."""
 
 import os
 
@@ -27,7 +27,7 @@ def sharded(devices=3):
 
 
 def assert_equal_models(test, one, other, tolerance=1e-6):
-  """Weights, and what the optimizer keeps, are those of one device."""
+  """Checks that weights and optimizer state equal the results of one device."""
   for mine, theirs in zip(models.state(one), models.state(other), strict=True):
     test.assertLen(mine, len(theirs))
     for a, b in zip(mine, theirs, strict=True):
@@ -35,7 +35,9 @@ def assert_equal_models(test, one, other, tolerance=1e-6):
 
 
 class ExactTest(tf.test.TestCase):
-  """Rows of `sharded` in `programs_test.py` train with every optimizer."""
+  """`programs_test.py` covers every optimizer with `sharded`; this class covers
+  the rest.
+  """
 
   def test_optimizers_of_a_train_step(self):
     found = []
@@ -62,19 +64,19 @@ class ExactTest(tf.test.TestCase):
   def test_a_gradient_that_is_not_finite(self):
     def data():
       x, y = models.numbers()
-      x[20] = np.inf  # In the second batch, of one replica.
+      x[20] = np.inf  # In one replica's part of the second batch.
       return x, y
 
     one = models.train(ALL['loss_scale'], data=data)
     model = models.train(ALL['loss_scale'], sharded(), data=data)
     assert_equal_models(self, one, model)
     self.assertTrue(np.isfinite(model.get_weights()[0]).all())
-    # Halved by the second step, and doubled by two more.
+    # The second step halves it, and two more double it.
     self.assertEqual(float(model.optimizer.dynamic_scale.numpy()), 8.0)
 
 
 class _TwoOptimizers(keras.Model):
-  """The second gets what the first left, of the same step."""
+  """In each step, the second optimizer continues from the result of the first."""
 
   def __init__(self):
     super().__init__(name='two_optimizers')
@@ -121,7 +123,7 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
     slot.value.assign_sub(3 * value)
     self.assertAllEqual(slot.numpy(), -value)
     self.assertIn('3 pieces', repr(slot.value))
-    # A replica's piece lies in the order of elements, filled up at the end.
+    # The pieces contain the elements in order, with padding at the end.
     self.assertAllEqual(
       np.concatenate([c.numpy() for c in slot.value.values]), -value.ravel()
     )

@@ -1,4 +1,4 @@
-"""What client libraries read of a strategy, and what they make with it."""
+"""Client libraries read attributes of a strategy and create objects from it."""
 
 import os
 
@@ -23,7 +23,7 @@ _NAMES = (
 
 
 def _read(strategy):
-  """The attributes that TensorFlow's strategies of several workers have."""
+  """Returns the attributes that TensorFlow's multi-worker strategies have."""
   extended = strategy.extended
   found = {name: getattr(extended, name) for name in _NAMES}
   spec = extended._cluster_spec
@@ -33,7 +33,7 @@ def _read(strategy):
 
 
 def _ask_for_handler(resolver, directory):
-  """The error of TensorFlow's handler of preemption, or None."""
+  """Returns the error of TensorFlow's preemption handler, or None."""
   try:
     tf.distribute.experimental.PreemptionCheckpointHandler(
       resolver, tf.train.Checkpoint(step=tf.Variable(0)), directory
@@ -66,7 +66,7 @@ def _attributes_of_chief(directory):
 
 
 def _search(rank, directory):
-  """KerasTuner's search over several workers: its trials, and its best model."""
+  """Searches with KerasTuner on several workers. Returns trials and best model."""
   import keras_tuner
 
   strategy = tfs.MultiWorkerRingStrategy() if rank is not None else None
@@ -98,7 +98,7 @@ def _search(rank, directory):
   trials = tuner.oracle.trials.values()
   weights = tuner.get_best_models(1)[0].get_weights()
   if strategy is not None:
-    # All have read the files, and built the model, before one ends.
+    # No worker ends before all have read the files and built the model.
     strategy.extended.communicator.exchange('end', b'')
   return {
     'values': [t.hyperparameters.values for t in trials],

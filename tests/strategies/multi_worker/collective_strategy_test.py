@@ -1,4 +1,4 @@
-"""NCCL where it can be used, and an error at once where it cannot."""
+"""Uses NCCL where possible, and otherwise raises an error at once."""
 
 import socket
 from unittest import mock
@@ -17,7 +17,7 @@ from tf_strategies.strategies.multi_worker import collective_strategy
 virtual_devices.configure()
 
 _LINK = 'nccl' if nccl.IS_GPU else 'ring'
-# A strategy that waits for workers which never come takes longer.
+# A strategy that waited for missing workers would take longer.
 _DEADLINE_SECONDS = 180
 
 
@@ -71,7 +71,7 @@ class TakenPortTest(tf.test.TestCase):
 
 
 def _start_at_a_taken_port(rank):
-  """Whether the error names the address, where another socket listens."""
+  """Returns whether the error names an address at which another socket listens."""
   addresses = processes.addresses(2)
   cluster = tfs.cluster.ClusterConfig(
     {'worker': dict(enumerate(addresses))}, 'worker', rank
@@ -85,9 +85,10 @@ def _start_at_a_taken_port(rank):
 
 
 class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
-  """A loop's step that XLA compiles, on devices that stand for GPUs.
+  """The step of a loop that XLA compiles, on devices that stand for GPUs.
 
-  There TensorFlow has each replica all-reduce by itself, with this worker's others.
+  Here TensorFlow runs an all-reduce on each replica, together with the worker's
+  other replicas.
   """
 
   def trace(self, workers, is_whole=True):
@@ -133,7 +134,7 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
-  """On one whole GPU, where there is one."""
+  """One worker on a whole GPU, if there is one."""
 
   def run_alone(self, function, *args):
     [result] = processes.run_workers(

@@ -1,4 +1,7 @@
-"""Training with compressed gradients, on real workers: bits, bytes, resuming, NaN."""
+"""Training with compressed gradients on real workers.
+
+The tests check bits, bytes, resuming and NaN.
+"""
 
 import functools
 import tempfile
@@ -16,21 +19,21 @@ from tf_strategies.collectives import codecs, schedule
 virtual_devices.configure()
 
 _UNITS, _BATCH, _STEPS = 256, 36, 4
-# So large that gradients of a few units overflow.
+# With this scale, gradients of a few units overflow.
 _SCALE = 2.0**126
 
 
 def _kernels_only(variable):
-  """A function of the variable: biases are exact."""
+  """Returns the compression of a variable: biases stay exact."""
   return 'int8' if len(variable.shape) > 1 else 'none'
 
 
-# What `compression` is, by name.
+# The values of `compression` by name.
 _CHOICES = {'none': 'none', 'int8': 'int8', 'function': _kernels_only}
 
 
 def _strategy(name, devices=1):
-  # Buckets that hold several tensors, and tensors that need one of their own.
+  # Some buckets hold several tensors; some tensors need their own.
   options = tfs.RingOptions(compression=_CHOICES[name], bucket_bytes=1 << 16)
   return tfs.MultiWorkerRingStrategy(
     options=options, devices=virtual_devices.names(devices)
@@ -69,14 +72,14 @@ def _fit(model, epoch, target_scale=1, **options):
 
 
 def _rests(strategy, model):
-  """Returns what this worker has not sent of its gradients, by name."""
+  """Returns the part of its gradients that this worker has not sent, by name."""
   communicator = strategy.extended.communicator
   rests = communicator.gradient_state(model.trainable_variables)
   return {k: v.numpy() for k, v in rests.items()}
 
 
 def _trained(name):
-  """Two epochs of `fit`, and the bytes of each step."""
+  """Trains two epochs with `fit`. Also returns the bytes of each step."""
   strategy, sent = _strategy(name), []
   model = _model(strategy)
   note = keras.callbacks.Callback()
@@ -96,7 +99,7 @@ def _trained(name):
 
 
 def _looped(name):
-  """A loop of one's own, on two devices a worker."""
+  """Trains with a custom loop on two devices per worker."""
   strategy = _strategy(name, 2)
   model = _model(strategy)
   variables = model.trainable_variables
@@ -119,7 +122,7 @@ def _looped(name):
 
 
 def _resumed(name, directory):
-  """One epoch, a checkpoint, and the second one in another strategy."""
+  """Trains one epoch, saves, and trains the second epoch in another strategy."""
   strategy = _strategy(name)
   model = _model(strategy)
   _fit(model, 0)
@@ -135,7 +138,7 @@ def _resumed(name, directory):
 
 
 def _scaled(name):
-  """A loss scale so large that the first steps overflow, and are left out."""
+  """Starts with a loss scale so large that the first steps overflow and are skipped."""
   strategy = _strategy(name)
   model = _model(strategy, scale=_SCALE)
   before = model.get_weights()
@@ -166,7 +169,7 @@ def _work(rank, names, directory):
   return found
 
 
-# What is trained in the same processes: first what every run of tests needs.
+# Jobs that share processes, starting with those that every test run needs.
 _GROUPS = ('none', 'int8'), ('function',)
 
 
@@ -178,7 +181,7 @@ def _results_of(count, names):
 
 
 def _results(count, name):
-  """What each worker found, by what gradients travelled as."""
+  """Returns each worker's results for one kind of compression."""
   [names] = [names for names in _GROUPS if name in names]
   return _results_of(count, names)
 
@@ -193,7 +196,7 @@ _ROWS = [
 
 class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
   def assert_same(self, one, other):
-    """Two structures, to the bit."""
+    """Checks that two structures are equal in every bit."""
     tf.nest.map_structure(np.testing.assert_array_equal, one, other)
 
   @tiers.parameters(*_ROWS)
@@ -203,7 +206,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     for other in found[1:]:
       for kind in ('trained', 'scaled'):
         self.assert_same(found[0][kind]['weights'], other[kind]['weights'])
-        # Rests are each worker's own.
+        # Each worker has its own rest.
         for key, rest in found[0][kind]['rests'].items():
           self.assertNotAllEqual(rest, other[kind]['rests'][key], key)
       self.assert_same(found[0]['looped'][0], other['looped'][0])
@@ -235,7 +238,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     for result in _results(count, name)[:1]:
       steps = result[name]['trained']['bytes']
       self.assertLen(set(steps), 1)
-      # Beside them: the loss and padding.
+      # The remaining bytes are the loss and padding.
       self.assertBetween(steps[0] - sent, 0, 4000, (steps[0], sent))
 
   @tiers.parameters(*_ROWS)
@@ -249,7 +252,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
   def test_loss_scaling_sees_overflows_and_goes_on(self, count, name):
     for result in _results(count, name):
       scaled = result[name]['scaled']
-      # Halved at least once, and then it trained.
+      # The scale was halved at least once, and then training continued.
       self.assertLess(scaled['scale'], _SCALE)
       self.assertBetween(scaled['moved'], 1e-4, 100)
       for rest in scaled['rests'].values():

@@ -1,4 +1,4 @@
-"""`compression` rounds gradients, all of them, and nothing else."""
+"""`compression` rounds all gradients, and nothing else."""
 
 import functools
 
@@ -12,7 +12,7 @@ from tests import processes, virtual_devices
 virtual_devices.configure()
 
 _BATCH, _STEPS, _UNITS = 37, 3, 12
-# Sums of so many rows have more than bfloat16's 8 bits.
+# Sums over this many rows need more than bfloat16's 8 bits.
 _ROWS = _BATCH * _STEPS
 
 
@@ -22,7 +22,8 @@ def _model(strategy):
     model = keras.Sequential(
       [keras.Input([_UNITS]), keras.layers.Dense(_UNITS)]
     )
-    # So simple an update, of one weight by one number, and no change.
+    # The simplest update: one weight, one gradient, and a learning rate of
+    # zero.
     model.compile(keras.optimizers.SGD(0.0), 'mse', metrics=['mae'])
   return model
 
@@ -33,7 +34,9 @@ def _data():
 
 
 def _fit(strategy):
-  """What a `fit` reports in each step and in all, and the bytes of a step."""
+  """Returns the reports of `fit` for each step and in total, and the bytes of a
+  step.
+  """
   model, x = _model(strategy), _data()
   logs, sent = [], []
 

@@ -1,4 +1,4 @@
-"""Workers that disagree, stop or die end in typed errors on all others."""
+"""If workers disagree, stop or die, all others raise typed errors."""
 
 import signal
 import tempfile
@@ -10,13 +10,13 @@ from tests import processes, tiers
 from tests.strategies.multi_worker import failing_workers
 
 _DEADLINE_SECONDS = 240
-# Generous, as machines are shared: the point is that it is neither the
-# heartbeat's nor the collective's timeout.
+# Generous because machines are shared. It must stay below the timeouts of
+# heartbeats and collectives.
 _AT_ONCE_SECONDS = 8.0
 
 
 class DisagreementTest(parameterized.TestCase):
-  """Two workers; one start of them for all tests."""
+  """Two workers that start once for all tests."""
 
   @classmethod
   def setUpClass(cls):
@@ -95,7 +95,7 @@ class DisagreementTest(parameterized.TestCase):
 
 
 class LossTest(parameterized.TestCase):
-  """Three workers that lose one after the other, in the middle of `fit`."""
+  """Three workers that lose one after the other in the middle of `fit`."""
 
   @classmethod
   def setUpClass(cls):
@@ -120,7 +120,7 @@ class LossTest(parameterized.TestCase):
 
   @classmethod
   def _lose(cls, workers, name, victim):
-    """Kills or stops a worker, and starts it again when the others know."""
+    """Kills or stops a worker, and restarts it when the others have noticed."""
     is_stop = name == 'stop'
     workers.signal(victim, signal.SIGSTOP if is_stop else signal.SIGKILL)
     cls.lost_at[name] = time.time()
@@ -133,7 +133,7 @@ class LossTest(parameterized.TestCase):
     workers.start(victim)
 
   def assert_survivors(self, name, victim):
-    """Every other worker got the error out of `fit`; their notes."""
+    """Checks that `fit` raised on every other worker, and returns their notes."""
     told = [
       self.notes.read(name, rank, 'told', 1)
       for rank in range(3)

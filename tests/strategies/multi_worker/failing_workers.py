@@ -1,7 +1,7 @@
-"""What the workers of errors_test.py do: go wrong in one way after another.
+"""The workers of errors_test.py, which fail in one way after another.
 
-One process goes through many jobs, since importing TensorFlow costs more than
-they do. A worker that is killed is started again and takes part in the next.
+One process runs many jobs, because importing TensorFlow takes longer than a
+job. A worker that is killed restarts and joins the next job.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _DEADLINE_SECONDS = 90.0
 
 
 def make_strategy(devices=1, bucket_bytes=8 << 20, **group_options):
-  """A strategy whose workers wait for each other a while, but not for long."""
+  """Returns a strategy whose workers wait for each other, but not for long."""
   settings = {'rendezvous_timeout_seconds': 90.0, **group_options}
   return tfs.MultiWorkerRingStrategy(
     options=tfs.RingOptions(
@@ -35,7 +35,7 @@ def make_strategy(devices=1, bucket_bytes=8 << 20, **group_options):
 
 
 def told(error):
-  """What an error says, as JSON can hold it."""
+  """Returns the contents of an error as JSON values."""
   return {
     'kind': type(error).__name__,
     'message': str(error),
@@ -46,7 +46,7 @@ def told(error):
   }
 
 
-# Disagreements: one start of the workers for all of them.
+# Disagreements: all of them use one start of the workers.
 
 
 def _context():
@@ -54,7 +54,7 @@ def _context():
 
 
 def _step(function):
-  """Runs `function(context)` as a step, inside of a tf.function."""
+  """Runs `function(context)` as a step inside a tf.function."""
 
   def run(strategy):
     @tf.function
@@ -86,7 +86,7 @@ def _other_order(strategy):
 
 
 def _other_loop(strategy):
-  """One worker all-reduces once more than the other, then both gather."""
+  """Calls one more all-reduce on one worker than on the other, then gathers."""
 
   @tf.function
   def steps():
@@ -124,7 +124,7 @@ def _environment(**variables):
 
 
 def _attempt(make, use=lambda strategy: None):
-  """What goes wrong when a strategy is made and used."""
+  """Returns the error that making or using a strategy raises."""
   started = time.monotonic()
   try:
     strategy = make()
@@ -140,13 +140,13 @@ def _attempt(make, use=lambda strategy: None):
 
 
 def disagree(rank, other_addresses):
-  """Every disagreement of two workers in turn; what each was told."""
+  """Runs every disagreement of two workers and returns their errors."""
   results = {
     name: _attempt(make_strategy, use) for name, use in COLLECTIVES.items()
   }
   for name, options in SETUPS.items():
     results[name] = _attempt(lambda o=options: make_strategy(**o(rank)))
-  # Those that nothing links: a deadline of their own, and other ports.
+  # Disagreements before the workers connect have their own deadline and ports.
   short = {'rendezvous_timeout_seconds': 6.0}
 
   def with_addresses(addresses, index=rank, **options):
@@ -154,7 +154,7 @@ def disagree(rank, other_addresses):
     with _environment(TF_CONFIG=config):
       return _attempt(lambda: make_strategy(**short, **options))
 
-  # Each with ports of its own: a worker may be at the one before still.
+  # Each has its own ports, because a worker may still use the previous ones.
   a, b, c, absent, d, e, f, g, h, i = other_addresses
   results['world_size'] = with_addresses([a, b] if rank else [a, b, absent])
   results['addresses'] = with_addresses([c, d] if rank else [c, e])
@@ -165,15 +165,15 @@ def disagree(rank, other_addresses):
   return results
 
 
-# Losses: workers that train until one of them is gone.
+# Losses: workers train until one of them dies.
 
 
 class Losses:
   """The jobs of one directory, in which workers leave notes.
 
   Args:
-    directory: where.
-    rank: of this worker.
+    directory: directory of the notes.
+    rank: rank of this worker.
   """
 
   def __init__(self, directory, rank):
@@ -190,7 +190,7 @@ class Losses:
     os.replace(path + '.part', path)
 
   def read(self, job, rank, note, seconds=_DEADLINE_SECONDS):
-    """Waits for a worker's note and returns what it says."""
+    """Waits for a worker's note and returns its contents."""
     path = self.path(job, rank, note)
     end = time.monotonic() + seconds
     while not os.path.exists(path):
@@ -202,7 +202,7 @@ class Losses:
 
 
 class Note(keras.callbacks.Callback):
-  """Says that training runs; then, on one worker, does what is asked for."""
+  """Reports that training runs. On the victim, then causes the failure."""
 
   def __init__(self, losses, job, then):
     super().__init__()
@@ -249,10 +249,10 @@ def _fit(strategy, callback):
 
 
 def lose(rank, directory):
-  """Trains in one job after another, until each has lost a worker."""
+  """Trains in each job until it has lost a worker."""
   losses = Losses(directory, rank)
   for name, victim, act, options in JOBS:
-    # A worker that was killed goes on with the job after that.
+    # A worker that was killed continues with the next job.
     if os.path.exists(losses.path(name, victim, 'gone')):
       continue
     strategy = make_strategy(**options)

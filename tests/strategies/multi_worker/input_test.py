@@ -1,4 +1,4 @@
-"""Each element once over all workers, in step, whatever each of them has."""
+"""Workers see each element exactly once, in step, whatever each of them reads."""
 
 import collections
 import functools
@@ -42,7 +42,7 @@ def _with_policy(dataset, policy):
 
 
 def _write_files(directory):
-  """TFRecord files of which no two records are alike, 100 numbers apart."""
+  """Writes TFRecord files with different records, numbered 100 apart."""
   for i, rows in enumerate(_FILE_ROWS):
     with tf.io.TFRecordWriter(_file(directory, i)) as writer:
       for row in range(rows):
@@ -53,8 +53,8 @@ def _file(directory, index):
   return os.path.join(directory, f'{index}.tfrecord')
 
 
-# What workers do. Each returns a list with an entry for each batch: the rows of
-# each local replica, and what the batch says of all replicas.
+# Programs of the workers. Each returns one entry for each batch: the rows of
+# each local replica, and the batch's values for all replicas.
 
 
 def _consume(strategy, dataset):
@@ -142,7 +142,7 @@ def _other_order(strategy):
 
 
 def _other_seed(strategy):
-  """As a program that seeds each worker by its rank."""
+  """Runs a program that wrongly seeds each worker with its rank."""
   before = _tf_internal.global_seed()
   tf.random.set_seed(strategy.rank)
   result = _failure(strategy, tf.data.Dataset.range(300).shuffle(300).batch(60))
@@ -151,7 +151,7 @@ def _other_seed(strategy):
 
 
 def _given_up(strategy):
-  """Iterators that are left in the middle; then one that is not."""
+  """Abandons some iterators in the middle, then finishes one."""
   datasets = [
     tf.data.Dataset.range(1000).batch(12),
     _with_policy(
@@ -179,7 +179,7 @@ class _Sum(keras.losses.Loss):
 
 
 def _counting_model(strategy, rows):
-  """Its only weights count how often each row was trained on."""
+  """Returns a model whose weights count how often it trained on each row."""
   with strategy.scope():
     model = keras.Sequential(
       [
@@ -203,7 +203,7 @@ def _keras_shuffle(strategy):
 
 
 def _keras_own_data(strategy):
-  """How often each row of any worker was trained on in two epochs of `fit`."""
+  """Returns how often two epochs of `fit` trained on each row of any worker."""
   dataset = tf.data.Dataset.from_tensor_slices(_own_rows(strategy.rank))
   dataset = dataset.map(lambda x: (x[None], tf.constant([-1.0])))
   dataset = _with_policy(dataset.batch(12), _Policy.OFF)
@@ -243,20 +243,20 @@ def _work(rank, devices, directory):
       results[name] = program(strategy)
     except Exception:
       results[name] = traceback.format_exc()
-      break  # The other workers may be anywhere.
+      break  # The other workers may be at any point.
   strategy.close()
   return results
 
 
-# By world: what `_work` returned on each worker.
+# World: the results of `_work` on each worker.
 _RESULTS = {}
 
 
 class InputTest(tf.test.TestCase, parameterized.TestCase):
-  """One start of the workers for each world; every test reads what they saw."""
+  """Starts the workers once for each world. The tests read their results."""
 
   def results(self, workers, devices, name):
-    """What each worker has to say of one program."""
+    """Returns each worker's result for one program."""
     if (workers, devices) not in _RESULTS:
       directory = self.create_tempdir().full_path
       _write_files(directory)
@@ -273,7 +273,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
     return found
 
   def epochs(self, results, devices):
-    """Rows by epoch, batch and replica id, after checks of what all share."""
+    """Checks the results, and returns rows by epoch, batch and replica id."""
     for by_epoch in zip(*results, strict=True):
       self.assertLen({len(batches) for batches in by_epoch}, 1, 'batches')
       epoch = []
@@ -311,7 +311,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
     results = self.results(workers, devices, 'file')
     for epoch in self.epochs(results, devices):
       self.assertCountEqual(self.flat(epoch), want)
-      # Whole files: no two workers have rows of the same one.
+      # Files are not split: no two workers have rows from the same file.
       files = collections.defaultdict(set)
       for replicas in epoch:
         for replica_id, part in enumerate(replicas):
@@ -332,7 +332,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
         self.assertCountEqual(self.flat(mine), _own_rows(rank).tolist())
       for replicas in epoch:
         self.assertLessEqual(max(len(part) for part in replicas), limit)
-      # The first worker has the least: at the end it has nothing left.
+      # The first worker has the fewest rows, and none at the end.
       self.assertEqual(self.flat([epoch[-1][:devices]]), [])
 
   @tiers.named_parameters(*_EVERY)
@@ -345,7 +345,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
         for parts, all_rows in batches:
           counts = all_rows[rank * devices : (rank + 1) * devices]
           mine += [x for x, n in zip(parts, counts, strict=True) if n]
-          # Zero where a replica has none, so that it adds nothing.
+          # An idle replica holds zero, so that it adds nothing.
           idle = [x for x, n in zip(parts, counts, strict=True) if not n]
           self.assertFalse(any(idle))
         self.assertEqual(mine, list(range(3 + 2 * rank)))

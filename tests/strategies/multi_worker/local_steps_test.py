@@ -1,4 +1,4 @@
-"""`LocalSteps`: workers train apart as a simulation says, and meet as it says."""
+"""`LocalSteps`: workers train apart and meet exactly as a simulation does."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from tests.strategies.multi_worker.local_steps_workers import (
 )
 
 _TOLERANCE = 1e-6
-# A MultiOptimizer, of whose optimizers one keeps averages.
+# A MultiOptimizer. One of its optimizers keeps averages.
 _BY_KIND = {
   'kernels': (
     'Adam',
@@ -40,7 +40,7 @@ _MORE = {
     DILOCO, inner=('by_kind', _BY_KIND)
   ),
 }
-# TensorFlow's runtime starts first in a process, and keeps its port.
+# TensorFlow's runtime must start first in a process, and keeps its port.
 _COLLECTIVE = {'collective': diloco(strategy='multi_worker_collective')}
 _LOOPS = {
   'synchronous': Job(0),
@@ -48,14 +48,15 @@ _LOOPS = {
 }
 
 
-# Differences of a matrix travel as few bytes; what is left out travels later.
+# Compressed differences of a matrix use fewer bytes. The rounding errors are
+# sent later.
 _COMPRESSED = {
   compression: Job(3, rows=120, epochs=6, compression=compression)
   for compression in ('none', 'int8')
 }
 
 
-# What three workers do, in which shares of rows are no powers of two.
+# Jobs for three workers, where the shares of rows are not powers of two.
 _OF_THREE = ('one_row_left', 'diloco')
 
 
@@ -76,13 +77,13 @@ def _results(count, kind):
 
 class _Case(tf.test.TestCase, parameterized.TestCase):
   def assert_same_bits(self, results, key='weights'):
-    """Nothing differs between workers."""
+    """Checks that the results of all workers have the same bits."""
     for other in results[1:]:
       for a, b in zip(results[0][key], other[key], strict=True):
         np.testing.assert_array_equal(a, b)
 
   def assert_near(self, a, b):
-    """Two lists of weights are equal but for rounding."""
+    """Checks that two lists of weights are equal except for rounding."""
     self.assertLess(largest(a, b), _TOLERANCE)
 
 
@@ -117,7 +118,8 @@ class TrainTest(_Case):
     found = [result['int8'] for result in results]
     self.assert_same_bits(found)
     self.assert_same_bits(found, 'anchors')
-    # Rounded, and near to what travels whole: an epoch changes ten times as much.
+    # Compression changes the weights a little: an epoch changes them ten times
+    # more.
     self.assertBetween(largest(found[0]['weights'], exact), 1e-6, 5e-2)
 
   @pytest.mark.soak
@@ -126,10 +128,10 @@ class TrainTest(_Case):
     self.assert_simulated('collective', 2, 'collective', job)
 
   def assert_simulated(self, name, count, kind, job):
-    """All workers have the same bits, and what a simulation has."""
+    """Checks that all workers have the same bits and match the simulation."""
     found = [result[name] for result in _results(count, kind)]
     self.assert_same_bits(found)
-    # What is equal after meetings; `fit` ends with one.
+    # These are equal after meetings, and `fit` ends with one.
     self.assert_same_bits(found, 'outer')
     self.assert_same_bits(found, 'anchors')
     self.assert_near(found[0]['weights'], workers_lib.simulate(job, count))
@@ -143,7 +145,7 @@ class TrainTest(_Case):
 
   def test_nothing_crosses_workers_between_meetings(self):
     found = [result['diloco'] for result in _results(2, 'first')]
-    steps = 11  # Of an epoch; the last batch has one row.
+    steps = 11  # In an epoch; the last batch has one row.
     weights, logs, calls = zip(
       *(result['watch'] for result in found), strict=True
     )
@@ -154,10 +156,11 @@ class TrainTest(_Case):
       self.assertEqual(equal, meets, f'step {i}')
       self.assertNotEqual(logs[0][i], logs[1][i])
       for told in calls:
-        # How many rows, and the differences.
+        # One all-reduce for the number of rows, and one for the differences.
         self.assertEqual(told[i] - before, 2 * meets, f'step {i}')
       before = calls[0][i]
-    # The epoch reports all workers' rows, with a metric's sums from each.
+    # The epoch's report covers all workers' rows, from each worker's metric
+    # sums.
     self.assertEqual(found[0]['history'], found[1]['history'])
     self.assertNotAlmostEqual(
       logs[0][steps - 1]['loss'], found[0]['history']['loss'][0]
@@ -209,7 +212,9 @@ class TrainOnBatchTest(_Case):
 
 class ReplacedTest(_Case):
   def test_steps_are_not_left_behind_with_an_optimizer(self):
-    """Workers would go on together from weights that differ."""
+    """Replaces the optimizer: without a meeting, workers would continue from
+    different weights.
+    """
     (first, one), (second, other), (_, met), _ = [
       result
       for meets in (False, True)
@@ -248,7 +253,8 @@ class ResumeTest(_Case):
         workers_lib.save_and_resume, 2, args=(job, directory, 6)
       )
     for result in found:
-      # The 6th step was the 2nd since a meeting; each worker has its own weights.
+      # The 6th step was the 2nd since a meeting. Each worker has its own
+      # weights.
       self.assertEqual(result['since_meeting'], 2)
       since_meeting, weights = result['saved']
       self.assertEqual(since_meeting, 2)

@@ -1,8 +1,8 @@
-"""What the workers of `local_steps_test` run, and the same without workers.
+"""The workers of `local_steps_test`, and a simulation without workers.
 
-`train` is a worker's job; `simulate` trains the workers of a job one after the other
-in one process, with a copy of the model each and nothing of this package, and
-computes meetings in NumPy.
+`train` is a worker's job. `simulate` trains the workers of a job in turn in one
+process. Each has its own copy of the model. The simulation computes meetings in
+NumPy and uses nothing from this package.
 """
 
 import dataclasses
@@ -24,20 +24,20 @@ FEATURES, CLASSES = 6, 3
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """A training by several workers.
+  """A training run on several workers.
 
   Attributes:
-    every: steps between meetings; 0 trains synchronously.
-    rows: of the data set.
-    batch: rows of a batch of all workers.
-    inner, outer: `keras.optimizers.get` makes them.
-    layers: between the input and the logits: 'plain', 'normalized', 'dropout'.
-    devices: of each worker.
-    options: of `compile`.
-    strategy: its name.
-    policy: of dtypes; with 'mixed_float16' rows of the last worker overflow once.
-    has_own_step: whether the model has a `train_step` of the user's own.
-    compression: of what travels.
+    every: number of steps between meetings; 0 trains synchronously.
+    rows: number of rows in the data set.
+    batch: number of rows in a batch of all workers.
+    inner, outer: optimizers, as (name, options).
+    layers: layers between input and logits: 'plain', 'normalized' or 'dropout'.
+    devices: number of devices of each worker.
+    options: options of `compile`.
+    strategy: name of the strategy.
+    policy: dtype policy. With 'mixed_float16', rows of the last worker overflow once.
+    has_own_step: whether the model overrides `train_step`.
+    compression: compression of the differences.
   """
 
   every: int
@@ -57,17 +57,17 @@ class Job:
 
 _ADAM = {'learning_rate': 0.01}
 NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
-# The last batch has one row; an epoch ends between two meetings.
+# The last batch has one row. An epoch ends between two meetings.
 DILOCO = Job(4, rows=121, inner=('Adam', _ADAM), outer=NESTEROV)
 
 
 def diloco(inner=None, **changes):
-  """The job with other options, `inner` ones of its Adam."""
+  """Returns the job with other options. `inner` are options of its Adam."""
   adam = ('Adam', {**_ADAM, **(inner or {})})
   return dataclasses.replace(DILOCO, inner=adam, **changes)
 
 
-# Jobs whose end is compared with a simulation.
+# Jobs whose results are compared with a simulation.
 JOBS = {
   'normalized': Job(3, rows=121, layers='normalized'),
   'float16': diloco(policy='mixed_float16'),
@@ -80,12 +80,12 @@ JOBS = {
 
 
 def largest(a, b):
-  """The largest difference between two lists of arrays."""
+  """Returns the largest difference between two lists of arrays."""
   return max(np.max(np.abs(x - y)) for x, y in zip(a, b, strict=True))
 
 
 def data(job):
-  """Rows of which no two are alike, and no worker's share like another's."""
+  """Returns rows that all differ. Workers' shares also differ."""
   rng = np.random.default_rng(3)
   x = rng.normal(size=[job.rows, FEATURES]).astype(np.float32)
   x += np.linspace(-1, 1, job.rows, dtype=np.float32)[:, None]
@@ -96,7 +96,7 @@ def data(job):
 
 
 def optimizer(which):
-  """A new Keras optimizer from its name and options."""
+  """Returns a new Keras optimizer, given its name and options."""
   name, options = which
   if name == 'by_kind':
     kernels, others = map(optimizer, (options['kernels'], options['others']))
@@ -107,7 +107,7 @@ def optimizer(which):
 
 
 class OwnStep(keras.Sequential):
-  """A model with a `train_step` that returns what is no metric."""
+  """A model whose `train_step` also returns a value that is not a metric."""
 
   def train_step(self, data):
     """See base class."""
@@ -120,7 +120,7 @@ class OwnStep(keras.Sequential):
 
 
 def model_of(job, make_optimizer):
-  """A compiled model, the same in each process."""
+  """Returns a compiled model, identical in each process."""
   keras.utils.set_random_seed(5)
   keras.config.set_dtype_policy(job.policy)
   layers = [keras.Input([FEATURES]), keras.layers.Dense(8, 'tanh')]
@@ -138,12 +138,12 @@ def model_of(job, make_optimizer):
 
 
 def dataset(job):
-  """Batches of all workers, in order."""
+  """Returns the batches of all workers, in order."""
   return tf.data.Dataset.from_tensor_slices(data(job)).batch(job.batch)
 
 
 def local_steps(job):
-  """The optimizer of a job."""
+  """Returns the optimizer of a job."""
   if not job.every:
     return optimizer(job.inner)
   return tfs.keras.LocalSteps(
@@ -152,7 +152,7 @@ def local_steps(job):
 
 
 def strategy_of(job):
-  """A job's strategy, in one of its workers."""
+  """Returns a job's strategy for one of its workers."""
   options = {}
   if job.compression != 'none':
     options['options'] = tfs.RingOptions(compression=job.compression)
@@ -162,7 +162,7 @@ def strategy_of(job):
 
 
 class Watch(keras.callbacks.Callback):
-  """Notes weights, reports and bytes after each batch."""
+  """Records weights, logs and bytes after each batch."""
 
   def __init__(self, strategy):
     super().__init__()
@@ -178,7 +178,7 @@ class Watch(keras.callbacks.Callback):
 
 
 def train(rank, jobs):
-  """What each of `jobs` gives on this worker."""
+  """Returns the results of each of `jobs` on this worker."""
   del rank
   found = {}
   for name, job in jobs.items():
@@ -209,9 +209,10 @@ def train(rank, jobs):
 
 
 def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
-  """The weights after a job; `mutate(name, value)` may change what a meeting uses.
+  """Returns the weights after a job, without workers.
 
-  Nobody trains on the batches that are `lost`, counted from the first of the run.
+  `mutate(name, value)` may change a value that a meeting uses. No worker trains
+  on the batches `lost`, counted from the start of the run.
   """
   mutate = mutate or (lambda name, value: value)
   models = [
@@ -270,13 +271,13 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
 
 
 def rows_of(worker, count, workers, devices):
-  """Returns which rows of a batch a worker has, one part for each of its devices."""
+  """Returns the rows of a batch that a worker gets, in one part for each device."""
   parts = np.array_split(np.arange(count), workers * devices)
   return np.concatenate(parts[worker * devices : (worker + 1) * devices])
 
 
 def _averaged(model):
-  """What meetings average beside weights."""
+  """Returns the variables that meetings average in addition to weights."""
   averages = [v for v in model.non_trainable_variables if 'moving_' in v.name]
   several = getattr(model.optimizer, 'optimizers', [model.optimizer])
   for each in several:
@@ -285,14 +286,14 @@ def _averaged(model):
 
 
 def one_device(job):
-  """The weights that one device makes of a job without local steps."""
+  """Returns the weights and history of one device, without local steps."""
   model = model_of(job, lambda: optimizer(job.inner))
   history = model.fit(dataset(job), epochs=job.epochs, verbose=0).history
   return model.get_weights(), history
 
 
 class _SaveAt(keras.callbacks.Callback):
-  """Saves once, after some steps, and says how many there were since a meeting."""
+  """Saves once after some steps, and records the number of steps since a meeting."""
 
   def __init__(self, checkpoint, step):
     super().__init__()
@@ -307,7 +308,7 @@ class _SaveAt(keras.callbacks.Callback):
 
 
 def save_and_resume(rank, job, directory, step, names=('whole', 'resumed')):
-  """Trains an epoch, saving in the middle; then again, from there."""
+  """Trains an epoch and saves in the middle, then resumes from there."""
   found = {}
   for name in names:
     strategy = strategy_of(job)
@@ -332,7 +333,7 @@ def save_and_resume(rank, job, directory, step, names=('whole', 'resumed')):
 
 
 def train_on_batches(rank, job):
-  """Trains batch by batch; the weights after the last meeting, and all reports."""
+  """Trains with `train_on_batch`. Returns the final weights and all reports."""
   del rank
   strategy = strategy_of(job)
   with strategy.scope():
@@ -347,7 +348,7 @@ def train_on_batches(rank, job):
 
 
 def replace_optimizer(rank, job, meets):
-  """Trains apart for two steps, then by an optimizer without local steps."""
+  """Trains apart for two steps, then with an optimizer without local steps."""
   del rank
   strategy = strategy_of(job)
   with strategy.scope():
@@ -367,7 +368,7 @@ def replace_optimizer(rank, job, meets):
 
 
 def resume(rank, job, directory, step):
-  """Trains the rest of an epoch; the weights before and after."""
+  """Trains the rest of an epoch. Returns the weights before and after."""
   del rank, step
   strategy = strategy_of(job)
   with strategy.scope():
@@ -381,7 +382,7 @@ def resume(rank, job, directory, step):
 
 
 def loop(rank, jobs):
-  """As `train`, in loops that call `strategy.step`; with loss scaling inside."""
+  """Does the same as `train` in loops that call `strategy.step`, with loss scaling."""
   del rank
   found = {}
   for name, job in jobs.items():
@@ -427,7 +428,7 @@ def loop(rank, jobs):
 
 
 def fail(rank, job, how):
-  """Worker 1 leaves after its second step; what the other gets."""
+  """Ends worker 1 after its second step, and returns the other worker's error."""
   group = tfs.process_group.GroupOptions.from_env()
   group = dataclasses.replace(group, collective_timeout_seconds=10.0)
   strategy = tfs.MultiWorkerRingStrategy(

@@ -1,4 +1,4 @@
-"""A loop that calls `strategy.step` on several workers equals one device."""
+"""A loop that calls `strategy.step` on several workers gives one device's results."""
 
 import tensorflow as tf
 from absl.testing import parameterized

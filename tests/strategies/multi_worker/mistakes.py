@@ -1,4 +1,4 @@
-"""What people do wrong on several workers; its argument says which mistake."""
+"""Common mistakes in programs for several workers, selected by the argument."""
 
 import contextlib
 import sys

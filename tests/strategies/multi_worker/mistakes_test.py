@@ -1,4 +1,4 @@
-"""A worker that others wait for in vain: the message says what to change."""
+"""If workers wait for one that does not come, the message says what to change."""
 
 import sys
 
@@ -9,7 +9,7 @@ from tests import tiers
 
 _ENDED = "rank 1's program has ended"
 
-# Which mistake, and what the first worker is told.
+# Each mistake, and the message for the first worker.
 _MISTAKES = (
   (
     'evaluate',
@@ -52,10 +52,11 @@ class MistakesTest(parameterized.TestCase):
     self.assertIn(message, said)
     self.assertNotIn('concurrent/futures', said)
     if mistake == 'crash':
-      # A program that failed is no program that has ended.
+      # The message must not report a program that failed as one that ended
+      # normally.
       self.assertNotIn('has ended', said)
       self.assertIn('worker 1 failed first', said)
-      # Its traceback comes before those that follow from it.
+      # The traceback of the failed worker comes before the resulting errors.
       before = said.partition(message)[0]
       self.assertNotIn('[worker 0] Traceback', before)
     elif _ENDED in message:

@@ -1,4 +1,4 @@
-"""The same bits on any number of workers, by any algorithm."""
+"""Any number of workers and any algorithm give the same bits."""
 
 import pytest
 import tensorflow as tf
@@ -22,11 +22,11 @@ _DEADLINE_SECONDS = 280
 
 
 def _train(count, algorithm, num_devices=1, **arguments):
-  """The digests of all workers, and the calls of one."""
+  """Returns the digests of all workers, and the calls of one."""
   options = {
     'all_reduce': algorithm,
     'reproducible': _SHARDS,
-    # Several buckets, so that a pass overlaps.
+    # Several buckets, so that communication overlaps with the backward pass.
     'bucket_bytes': 1 << 14,
   }
   results = processes.run_workers(
@@ -43,7 +43,7 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
   _in_one_process = None
 
   def want(self):
-    """What one process without any communication ends with."""
+    """Returns the digests of one process without communication."""
     kind = type(self)
     if kind._in_one_process is None:
       strategy = tfs.RingMirroredStrategy(
@@ -64,7 +64,7 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
   def test_same_bits(self, count, algorithm, num_devices):
     found, calls = _train(count, algorithm, num_devices)
     self.assertEqual(found, {self.want()})
-    # Exponents and integers really went between workers.
+    # Checks that the workers really exchanged exponents and integers.
     self.assertGreater(calls['all_reduce'], 10)
 
   def test_other_order_of_plain_sums_is_found(self):

@@ -1,4 +1,4 @@
-"""A peer of TensorFlow's runtime that is gone while another waits for it."""
+"""A worker waits in TensorFlow's runtime for a peer that has died."""
 
 import os
 import time
@@ -12,7 +12,7 @@ _TIMEOUT_SECONDS = 4.0
 
 
 def _exchange(rank):
-  """Rank 1 dies before the meeting; what rank 0 gets, and how soon."""
+  """Lets rank 1 die, and returns the error of rank 0 with its delay."""
   strategy = tfs.MultiWorkerCollectiveStrategy(
     options=tfs.CollectiveOptions(timeout_seconds=_TIMEOUT_SECONDS)
   )

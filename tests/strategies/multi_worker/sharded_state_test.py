@@ -1,4 +1,4 @@
-"""State of optimizers that workers divide among them, in real processes."""
+"""Optimizer state that workers divide among themselves, in real processes."""
 
 import os
 
@@ -17,7 +17,7 @@ virtual_devices.configure()
 
 ALL = {**models.OPTIMIZERS, **models.OPTIONS}
 _DEADLINE_SECONDS = 280
-# Of a step: what a model's gradients and its metrics send.
+# Limit of a step's bytes, relative to plain gradients and metrics.
 _MOST_BYTES = 1.02
 
 
@@ -30,7 +30,7 @@ def ring(devices=1, sharded=True, **options):
 
 
 def _train(name, strategy=None):
-  """By the name of an optimizer, with 'rows_of_' for that of a table."""
+  """Trains with the named optimizer; 'rows_of_...' trains an embedding."""
   how = {}
   if name.startswith('rows_of_'):
     how = {'data': models.words, 'model': models.embedding_model}
@@ -88,7 +88,7 @@ class ExactTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class _Count(keras.callbacks.Callback):
-  """Notes the bytes that were sent when each step ended."""
+  """Records the bytes sent until the end of each step."""
 
   def __init__(self, group):
     super().__init__()
@@ -108,7 +108,7 @@ def _compressed(rank, compression):
 
 
 def _measure(rank, devices):
-  """Bytes of a step and of what is stored, divided and not."""
+  """Returns the bytes of a step and of stored state, with and without `sharded`."""
   del rank
   found = {}
   for sharded in (True, False):
@@ -188,14 +188,14 @@ class CompressionTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _save(rank, directory):
-  """Trains, saves in each way, and goes on; what came out of that."""
+  """Trains, saves in each way, continues, and returns the final state."""
   strategy = ring()
   try:
     model = models.train(ALL['loss_scale'], strategy)
     checkpoint = tfs.Run(f'{directory}/run', model)
     checkpoint.restore()
     checkpoint.save(epoch=1)
-    # Each worker writes a file of its own, of which one would do.
+    # Each worker writes its own file, although one file would suffice.
     model.save(f'{directory}/{rank}.keras')
     model.fit(*models.numbers(), batch_size=13, shuffle=False, verbose=0)
     return models.state(model)
@@ -204,7 +204,7 @@ def _save(rank, directory):
 
 
 def _load(rank, directory, way, strategy=None):
-  """Loads in one way, and goes on."""
+  """Loads in one way, continues, and returns the final state."""
   strategy = ring() if strategy is None else strategy
   try:
     with strategy.scope():

@@ -13,7 +13,7 @@ from tf_strategies import process_group
 
 virtual_devices.configure()
 
-# What rank 0 calls, and rank 1 instead of it.
+# Name: (call of rank 0, call of rank 1).
 CALLS = {
   'epochs': (('fit', {'epochs': 2}), ('fit', {'epochs': 3})),
   'initial_epoch': (
@@ -54,7 +54,7 @@ CALLS = {
 
 
 def make_strategy(kind):
-  """A strategy whose workers wait for each other for 60 s."""
+  """Returns a strategy whose workers wait for each other for 60 s."""
   if kind == 'multi_worker_collective':
     return tfs.MultiWorkerCollectiveStrategy(
       options=tfs.CollectiveOptions(timeout_seconds=60)
@@ -89,13 +89,13 @@ def _call(model, method, options):
 
 
 def call_all(rank, kind, names):
-  """For each pair of calls, what this worker was told, and after how long."""
+  """Returns this worker's error and its delay for each pair of calls."""
   told = {}
   with contextlib.closing(make_strategy(kind)) as strategy:
     with strategy.scope():
       model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
       model.compile('sgd', 'mse')
-    # What is the same everywhere is no mistake.
+    # Equal calls must not raise.
     _call(model, *CALLS['validation_steps'][0])
     for name in names:
       started = time.monotonic()

@@ -1,11 +1,11 @@
-"""Workers that would train unequally long are told so when their call begins."""
+"""If calls would train for different times, workers raise when the call begins."""
 
 from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
 from tests.strategies.multi_worker import unlike_calls
 
-# The end of the name of what differs, and what the ranks have.
+# Name: (end of the argument that differs, values of the ranks).
 _TOLD = {
   'epochs': ('epochs', 2, 3),
   'initial_epoch': ('initial_epoch', 0, 1),

@@ -1,8 +1,8 @@
-"""What this machine cannot have: the metadata and the devices of a TPU.
+"""A substitute for the metadata and the devices of a TPU.
 
-Ops and variables that are placed on a TPU end up on the CPU (TensorFlow's soft
-placement). Everything else is TensorFlow's own: programs for TPU replicas are
-built as they would be built for a TPU.
+TensorFlow's soft placement puts ops and variables for a TPU on the CPU.
+Everything else is TensorFlow's own code: it builds programs for TPU replicas as
+it would for a TPU.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ class Device:
 
 
 class ResolverDouble(tf.distribute.cluster_resolver.TPUClusterResolver):
-  """Says that there is a TPU of so many cores."""
+  """Reports a TPU with `num_cores` cores."""
 
   def __init__(self, num_cores, is_initialized=True, num_devices=None):
     super().__init__('local')
     self._num_cores = num_cores
     self._num_devices = num_cores if num_devices is None else num_devices
     if is_initialized:
-      # What initialize_tpu_system leaves behind.
+      # initialize_tpu_system sets this.
       self.set_tpu_topology(b'')
 
   def get_tpu_system_metadata(self):
@@ -46,5 +46,5 @@ def create_strategy(num_replicas, **options):
 
 
 def use_schedule(strategy, schedule):
-  """Lets a strategy execute any schedule, also one that is wrong."""
+  """Makes a strategy execute any schedule, even a wrong one."""
   strategy.extended.all_reduce = permute.PermutingAllReduce(schedule)

@@ -1,4 +1,4 @@
-"""Where there is no TPU, or something is wrong: an error at once that helps."""
+"""Without a TPU, or with a wrong one, the user gets a helpful error at once."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ _TPU_VARIABLES = ('TPU_NAME', 'KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS', 'TPU_CONFIG')
 
 
 def environment(**variables):
-  """The environment, without what names a TPU, and with `variables`."""
+  """Sets the environment to `variables`, without other variables that name a TPU."""
   kept = {k: v for k, v in os.environ.items() if k not in _TPU_VARIABLES}
   return mock.patch.dict(os.environ, {**kept, **variables}, clear=True)
 
@@ -83,7 +83,7 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
       tfs.TPURingStrategy(double.ResolverDouble(8, is_initialized=False))
 
   def test_importing_looks_for_no_tpu(self):
-    """Not even where the environment names one that does not answer."""
+    """Checks that the import does not look for a TPU, even if one is configured."""
     code = (
       'import tf_strategies as tfs; tfs.TPURingStrategy; import sys; '
       "sys.exit('googleapiclient' in sys.modules)"
@@ -96,7 +96,7 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
 class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
   def test_metadata_server_that_never_answers(self):
     server = socket.create_server(('127.0.0.1', 0))
-    # Ends what waits for an answer.
+    # Ends the thread that waits for an answer.
     self.addCleanup(server.close)
     address = f'127.0.0.1:{server.getsockname()[1]}'
     start = time.monotonic()

@@ -1,6 +1,6 @@
-"""The traced program of a replica, run on all of them in lock-step, is right.
+"""The traced program of a replica is right when all replicas run it in lock-step.
 
-XLA compiles what is in the graph; only the collectives are played in NumPy.
+XLA compiles the graph; NumPy executes only the collectives.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from tf_strategies.collectives.algorithms.ring import ring_all_reduce
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
 
-# Another order than TensorFlow's in which XLA may number the replicas.
+# XLA may number the replicas in another order than TensorFlow.
 _ORDERS = {2: [1, 0], 4: [2, 0, 3, 1], 8: [5, 0, 7, 2, 6, 1, 4, 3]}
 
 
 def distinct(num_replicas, *shape, dtype=np.int32):
-  """Tells ranks and positions apart; each rank's in its row."""
+  """Returns an array for each rank. Elements tell ranks and positions apart."""
   positions = np.arange(np.prod(shape, dtype=int)).reshape(shape)
   ranks = np.arange(num_replicas).reshape([-1, *[1] * len(shape)])
   return (ranks * 1000 + positions).astype(dtype)

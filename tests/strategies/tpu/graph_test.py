@@ -1,6 +1,6 @@
-"""What `TPURingStrategy` puts into the graph is a ring, and only that.
+"""`TPURingStrategy` adds a ring to the graph and nothing else.
 
-`execution_test` checks what the ring computes.
+`execution_test` checks the results of the ring.
 """
 
 import collections
@@ -32,7 +32,7 @@ def create_variables(strategy, shapes=_SHAPES):
 
 
 def train(variables, x):
-  """A step of a training loop: gradients, one all-reduce, updates."""
+  """Runs a step of a training loop: gradients, one all-reduce, updates."""
   with tf.GradientTape() as tape:
     losses = [tf.reduce_sum(tf.cast(v, tf.float32)) ** 2 for v in variables]
     loss = tf.add_n(losses) * tf.reduce_sum(x)
@@ -63,7 +63,7 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
       collections.Counter(op.get_attr('T').name for op in step.permutes),
       dict.fromkeys(_SHAPES, 2 * (num_replicas - 1)),
     )
-    # A chunk of each buffer is all that travels in a round.
+    # Each round sends one chunk of each buffer and nothing else.
     for permute in step.permutes:
       dtype = permute.get_attr('T').name
       size = sum(int(np.prod(shape)) for shape in _SHAPES[dtype])

@@ -1,4 +1,4 @@
-"""A whole training step of Keras, traced for TPUs and run in lock-step."""
+"""A whole Keras training step, traced for TPUs and run in lock-step."""
 
 import keras
 import numpy as np
@@ -55,11 +55,11 @@ class Replicas:
 
   @property
   def variables(self):
-    """The model's and the optimizer's, in the order of one device's."""
+    """Returns the model's and the optimizer's variables, in the order of one device."""
     return all_variables(self.model)
 
   def train(self, num_steps=1):
-    """Values of `variables` on each replica after some steps."""
+    """Returns each replica's values of `variables` after some steps."""
     metrics = [v for m in self.model.metrics for v in m.variables]
     used = [v.value for v in (*self.variables, *metrics)]
     for _ in range(num_steps):
@@ -114,7 +114,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_optimizers(self, create, options):
     replicas = self.assert_equals_one_device(lambda: create(**options))
-    # One all-reduce: Keras's own is not made a second time.
+    # There is one all-reduce: Keras does not add a second one.
     self.assertLen(replicas.step.permutes, _RING)
     self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
 
@@ -181,13 +181,13 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_replicas_agree_whether_gradients_are_finite(self):
     replicas = Replicas(lambda: keras.optimizers.LossScaleOptimizer(sgd()))
-    # All look at the sum, which a condition needs: it is no branch's.
+    # All replicas test the sum, so the all-reduce is outside the branches.
     self.assertLen(replicas.step.permutes, _RING)
     self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
 
 
 class FitTest(tf.test.TestCase, parameterized.TestCase):
-  """`fit` as far as there is no need for a TPU: everything but running it."""
+  """Runs `fit` as far as it works without a TPU: everything except execution."""
 
   def fit(self, *data, **options):
     strategy = double.create_strategy(_REPLICAS)

@@ -1,26 +1,26 @@
-"""Reads a traced program for TPU replicas, and executes it in lock-step.
+"""Reads a traced program for TPU replicas and executes it in lock-step.
 
-The program is what TPUStrategy.run put into the graph: one that all replicas
-run. `Program` cuts it at its collective ops. What is between them runs compiled
-by XLA, once for each replica; the collectives are played in NumPy, permutes by
-the pairs that are in the graph.
+TPUStrategy.run puts one program into the graph, and all replicas run it.
+`Program` cuts it at its collective ops. XLA compiles the parts between them,
+which run once for each replica. NumPy executes the collectives; permutes use
+the pairs in the graph.
 """
 
 import numpy as np
 import tensorflow as tf
 
-# Attributes that would send ops to a TPU.
+# Attributes that place ops on a TPU.
 _TPU_ATTRIBUTES = ('_tpu_replicate', '_replication_info', '_xla_compile_device')
 _COLLECTIVES = ('CollectivePermute', 'CrossReplicaSum', 'AllToAll')
 
 
 def trace(strategy, fn, args=()):
-  """The graph in which `strategy` runs `fn` on its replicas.
+  """Returns the graph in which `strategy` runs `fn` on its replicas.
 
   Args:
     strategy: a TPU strategy.
-    fn: what each replica runs.
-    args: arrays; each replica gets its row of every one.
+    fn: function that each replica runs.
+    args: arrays; each replica gets its row of every array.
   """
 
   @tf.function
@@ -37,10 +37,10 @@ def trace(strategy, fn, args=()):
 
 
 class Program:
-  """The program of one replica, in a graph that was traced for all of them.
+  """The program of one replica, in a graph that was traced for all replicas.
 
   Args:
-    graph: with one `strategy.run` in it.
+    graph: a graph with one `strategy.run`.
   """
 
   def __init__(self, graph):
@@ -53,7 +53,7 @@ class Program:
     inputs = [op for op in ops if op.type == 'TPUReplicatedInput']
     self.handles = [i for i in inputs if i.outputs[0].dtype == tf.resource]
     self._inputs = [i for i in inputs if i not in self.handles]
-    # What reads or writes variables.
+    # Ops that read or write variables.
     self._effects = [
       op
       for op in ops
@@ -65,12 +65,14 @@ class Program:
   # Reading.
 
   def pairs(self, permute):
-    """The `source_target_pairs` of a CollectivePermute, a constant."""
+    """Returns the constant `source_target_pairs` of a CollectivePermute."""
     pairs = tf.get_static_value(permute.inputs[1])
     return [tuple(pair) for pair in pairs.tolist()]
 
   def mismatch(self, schedule):
-    """What differs between the permutes and a schedule for each buffer, or None."""
+    """Describes how the permutes differ from a schedule for each buffer, or
+    returns None.
+    """
     pairs = [sorted(self.pairs(op)) for op in self.permutes]
     if not pairs:
       return 'no CollectivePermute'
@@ -86,19 +88,19 @@ class Program:
   def run(self, num_replicas, variables=(), order=None):
     """Executes the program on all replicas, round by round.
 
-    In each round every replica computes what it can from what came so far (at
-    first zeros), and all that it sends is delivered. What depends on rounds that
-    are over is final; after the last one nothing changes any more.
+    In each round every replica computes from the values it has received so far,
+    which are zeros at first. All values that it sends are delivered. Values
+    that depend on completed rounds only are final.
 
     Args:
-      num_replicas: that run the program.
-      variables: distributed ones, all that the program uses. They are left as
-        they are: it works on copies.
-      order: order[i] is the TensorFlow replica that XLA calls i; None for i.
+      num_replicas: number of replicas that run the program.
+      variables: all distributed variables that the program uses. The program works
+        on copies and does not change them.
+      order: order[i] is the TensorFlow replica that XLA calls i; None means i.
 
     Returns:
-      A list with the results of each TensorFlow replica; and for each of
-      `variables` a list with the value that each replica has in the end.
+      A list with the results of each TensorFlow replica, and for each of
+      `variables` a list with each replica's final value.
     """
     order = order or list(range(num_replicas))
     constants = [
@@ -139,7 +141,10 @@ class Program:
     return results, values
 
   def _play(self, op, values):
-    """What a collective op gives each replica for what each of them sends."""
+    """Returns the value that each replica receives from a collective op.
+
+    `values` contains the value that each replica sends.
+    """
     if op.type == 'CollectivePermute':
       received = [np.zeros_like(value) for value in values]
       for src, dst in self.pairs(op):
@@ -150,18 +155,18 @@ class Program:
       raise AssertionError(f'{op.name} is not of all replicas: {groups}')
     if op.type == 'CrossReplicaSum':
       return [np.sum(values, axis=0, dtype=values[0].dtype)] * len(values)
-    # Its only use here: to stack, where all values have a leading dimension.
+    # AllToAll only stacks here: all values have a leading dimension.
     return [
       np.concatenate([np.split(v, len(values))[r] for v in values])
       for r in range(len(values))
     ]
 
   def _compiled(self, fetches, variables):
-    """A function of what the cut leaves open, which returns `fetches`.
+    """Returns a function from the inputs at the cuts to `fetches`.
 
     Args:
       fetches: tensors of the graph.
-      variables: {handle in the program: the one to use}.
+      variables: {handle in the program: handle to use instead}.
     """
     cuts = [op.outputs[0].name for op in self._inputs]
     received = [op.outputs[0].name for op in self._collectives]
@@ -203,7 +208,7 @@ class Program:
 
 
 def _handle_of(variable):
-  """What identifies a distributed variable's handle in a graph."""
+  """Returns the identity of a distributed variable's handle in a graph."""
   packed = variable._packed_variable
   return id(
     variable._primary.handle if packed is None else packed.packed_handle
@@ -211,7 +216,7 @@ def _handle_of(variable):
 
 
 def _between(graph, ops, cuts):
-  """The part of a graph that leads from `cuts` to `ops`, for another device."""
+  """Returns the part of a graph that leads from `cuts` to `ops`, without devices."""
   cuts = {name.split(':')[0] for name in cuts}
   graph_def = graph.as_graph_def()
   nodes = {node.name: node for node in graph_def.node}
@@ -228,7 +233,7 @@ def _between(graph, ops, cuts):
       waiting += [i.split(':')[0] for i in inputs]
   present = {node.name for node in part.node}
   for node in part.node:
-    # Reads and writes stay in order; what is for TPUs only goes.
+    # Keeps the order of reads and writes. Removes the TPU attributes.
     inputs = [
       i for i in node.input if not i.startswith('^') or i[1:] in present
     ]
