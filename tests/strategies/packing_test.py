@@ -5,6 +5,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
+from tf_strategies.collectives import codecs
 from tf_strategies.cross_device import packing
 
 virtual_devices.configure()
@@ -23,10 +24,11 @@ def _matrices(*columns):
 
 
 class PackTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(block=(1, 4), bucket_bytes=(1, 100, 1 << 20))
-  def test_round_trip(self, block, bucket_bytes):
+  @parameterized.product(codec=(None, 'int8'), bucket_bytes=(1, 100, 1 << 20))
+  def test_round_trip(self, codec, bucket_bytes):
     matrices = [*_matrices(5, 1, 8, 3), tf.constant([[1], [2], [3]])]
-    packed = packing.pack(matrices, bucket_bytes, block=block, num_rows=_ROWS)
+    each = codec and [codecs.get(codec)] * len(matrices)
+    packed = packing.pack(matrices, bucket_bytes, codecs=each, num_rows=_ROWS)
     self.assertEqual(
       [b.shape.as_list() for b in packed.buckets], packed.shapes_of_rows(_ROWS)
     )
@@ -47,8 +49,13 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(piece[0], matrix[place])
 
   def test_no_two_matrices_share_a_block(self):
-    packed = packing.pack(_matrices(5, 1, 8), 1 << 20, block=4, num_rows=_ROWS)
-    self.assertEqual(packed.lengths, ((8, 4, 8),))
+    packed = packing.pack(
+      _matrices(5, 300, 256),
+      1 << 20,
+      codecs=[codecs.get('int8')] * 3,
+      num_rows=_ROWS,
+    )
+    self.assertEqual(packed.lengths, ((256, 512, 256),))
 
 
 if __name__ == '__main__':

@@ -6,12 +6,12 @@ from collections.abc import Hashable, Sequence
 
 
 def plan_buckets(
-  sizes_bytes: Sequence[int], dtypes: Sequence[Hashable], bucket_bytes: int
+  sizes_bytes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
   """Packs gradients into buckets that become ready one after the other.
 
   The backward pass makes the gradients of the last layers first, so that these
-  can travel while the rest is computed. One bucket for each dtype is open at a
+  can travel while the rest is computed. One bucket for each kind is open at a
   time; a tensor that does not fit closes it. Ranks that plan for themselves
   agree, as only the arguments count.
 
@@ -25,7 +25,7 @@ def plan_buckets(
 
   Args:
     sizes_bytes: the size of each tensor.
-    dtypes: the dtype of each: anything that can be a key.
+    kinds: kind of each tensor, such as its dtype. A bucket holds one kind.
     bucket_bytes: the most that a bucket holds; a larger tensor gets a bucket
       of its own.
 
@@ -37,14 +37,14 @@ def plan_buckets(
   buckets: list[list[int]] = []
   newest: dict[Hashable, list[int]] = {}
   filled: dict[Hashable, int] = {}
-  for i in reversed(range(len(dtypes))):
-    dtype, size = dtypes[i], sizes_bytes[i]
-    if dtype not in newest or filled[dtype] + size > bucket_bytes:
-      newest[dtype], filled[dtype] = [], 0
-      buckets.append(newest[dtype])
-    newest[dtype].append(i)
-    filled[dtype] += size
+  for i in reversed(range(len(kinds))):
+    kind, size = kinds[i], sizes_bytes[i]
+    if kind not in newest or filled[kind] + size > bucket_bytes:
+      newest[kind], filled[kind] = [], 0
+      buckets.append(newest[kind])
+    newest[kind].append(i)
+    filled[kind] += size
   # A bucket can go when its last tensor is there, however much earlier than
-  # another dtype's it was begun.
+  # another kind's it was begun.
   buckets.sort(key=lambda indices: indices[-1], reverse=True)
   return tuple(map(tuple, buckets))

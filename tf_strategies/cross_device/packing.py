@@ -1,7 +1,7 @@
-"""Tensors that travel together: few flat buckets in place of many messages.
+"""Packs tensors into few flat buckets, so that they travel in few messages.
 
-What travels is a tensor, or a matrix whose rows are pieces, one a replica: of such a
-bucket has the rows side by side, so that a row of it is a replica's pieces.
+The tensors may be matrices whose rows are pieces, one for each replica. A bucket holds
+such matrices side by side, so that one of its rows has all pieces of a replica.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_strategies.collectives import bucketing
+from tf_strategies.collectives import codec as codec_lib
 
 # A message costs about as much as copying so many bytes into a bucket.
 _ALONE_BYTES = 1 << 20
@@ -19,26 +20,31 @@ _ALONE_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-  """Flat tensors that hold others, in the order in which they become ready."""
+  """Flat tensors that hold others, in the order in which they become ready.
+
+  Attributes:
+    buckets: the flat tensors.
+    members: for each bucket, the indices of the tensors that it holds.
+    lengths: for each bucket, the lengths of its tensors, or of their rows if they are
+      matrices, with padding.
+    shapes: shape of each tensor. It is a tensor if it is not static.
+  """
 
   buckets: tuple[tf.Tensor, ...]
-  # For each bucket the positions of what is in it, and the lengths that it takes: of
-  # tensors, or of the rows of matrices.
   members: tuple[tuple[int, ...], ...]
   lengths: tuple[tuple[int | None, ...], ...]
-  # Of each tensor; a tensor where it is not static.
   shapes: tuple[tf.TensorShape | tf.Tensor, ...]
 
   def shapes_of_rows(self, num_rows: int) -> list[list[int]]:
-    """Of the buckets of matrices, if these had so many rows."""
+    """Returns the shapes of buckets of matrices that have so many rows."""
     return [[num_rows * sum(lengths)] for lengths in self.lengths]
 
   def unpack(
     self, buckets: Sequence[tf.Tensor], num_rows: int | None = None
   ) -> list[tf.Tensor]:
-    """The tensors that `buckets` hold, in their original order.
+    """Returns the tensors that `buckets` hold, in their original order.
 
-    Matrices have `num_rows` rows there, whatever they had.
+    Matrices have `num_rows` rows in these buckets.
     """
     tensors: list[tf.Tensor | None] = [None] * len(self.shapes)
     for bucket, members, lengths in zip(
@@ -65,24 +71,29 @@ def pack(
   tensors: Sequence[tf.Tensor],
   bucket_bytes: int,
   alone_bytes: int = _ALONE_BYTES,
-  block: int = 1,
+  codecs: Sequence[codec_lib.Codec] | None = None,
   num_chunks: int = 1,
   num_rows: int | None = None,
 ) -> Packed:
-  """Packs tensors, those that become ready first (the last ones) in front.
+  """Packs tensors. The last tensors become ready first, so they come first.
 
-  Buckets hold `bucket_bytes` of one dtype at most; of matrices, when these have
-  `num_rows` rows. What is packed is copied once; a tensor of `alone_bytes`, or of
-  unknown size, is not copied and travels alone.
+  A bucket holds tensors of one dtype and one codec. No two tensors share a block of
+  the codec: otherwise small values would get the precision of large ones.
 
-  A codec encodes `block` elements together, in each of `num_chunks` equal chunks
-  of a bucket. No two tensors share a block, or small values would get the
-  precision of large ones.
+  Args:
+    tensors: the tensors, or matrices if `num_rows` is given.
+    bucket_bytes: largest number of bytes in a bucket.
+    alone_bytes: size from which a tensor travels alone, without a copy. A tensor of
+      unknown size does so too.
+    codecs: codec of each tensor; None for none.
+    num_chunks: number of equal chunks of a bucket that the codec encodes.
+    num_rows: number of rows of the matrices when they are unpacked.
   """
   axis = 0 if num_rows is None else 1
   flat = tensors if axis else [tf.reshape(t, [-1]) for t in tensors]
+  blocks = [c.block_length for c in codecs] if codecs else [1] * len(flat)
   sizes = []
-  for tensor in flat:
+  for tensor, block in zip(flat, blocks, strict=True):
     element_bytes, length = (
       (num_rows or 1) * tensor.dtype.size,
       tensor.shape[axis],
@@ -93,10 +104,11 @@ def pack(
       num_bytes = _round_up(length, block) * element_bytes
     # One without bytes takes room too, or it would fit into a full bucket.
     sizes.append(min(max(num_bytes, 1), bucket_bytes))
-  plan = bucketing.plan_buckets(sizes, [t.dtype for t in tensors], bucket_bytes)
+  kinds = list(zip((t.dtype for t in tensors), codecs or blocks, strict=True))
+  plan = bucketing.plan_buckets(sizes, kinds, bucket_bytes)
   buckets, all_lengths = [], []
   for bucket in plan:
-    some = [flat[i] for i in bucket]
+    some, block = [flat[i] for i in bucket], blocks[bucket[0]]
     lengths = [t.shape[axis] for t in some]
     if block > 1 and (axis or len(some) > 1):
       lengths = [_round_up(length, block) for length in lengths]

@@ -21,6 +21,12 @@ _TENSORS = st.lists(
 )
 
 
+class _Codec:
+  """Stands for a codec."""
+
+  block_length = 4
+
+
 def _arrays(described):
   """Arrays of which no two elements are alike, as far as their dtype allows."""
   return [
@@ -135,7 +141,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
       np.arange(s, dtype=np.float32) + 100 * i for i, s in enumerate(sizes)
     ]
     tensors = [tf.constant(a) for a in arrays]
-    packed = packing.pack(tensors, 1000, 1000, block=4, num_chunks=3)
+    packed = packing.pack(tensors, 1000, 1000, [_Codec] * 4, num_chunks=3)
     self.assertEqual(packed.members, ((3, 2, 1, 0),))
     # 4, 0, 8 and 4 elements, and then a whole number of blocks a chunk.
     [bucket] = packed.buckets

@@ -124,10 +124,12 @@ class _Workers:
       for i, g in enumerate(gradients)
     ]
 
-    def send(requests):
+    def send(packed, works, shapes):
+      del shapes
+      buckets = zip(works, packed.buckets, strict=True)
       return [
-        tf.constant(r.work(group, r.tensor.numpy(), f'bucket_{i}'))
-        for i, r in enumerate(requests)
+        tf.constant(work(group, bucket.numpy(), f'bucket_{i}'))
+        for i, (work, bucket) in enumerate(buckets)
       ]
 
     writes = {}

@@ -77,12 +77,16 @@ def _call(ring, x, name, seconds=0.0):
   return ring.call('kind', lambda g, a: g.add(a, name, seconds), x, x.shape)
 
 
+def _request(work, tensor):
+  return collective_queue.Request(work, tensor, tensor.shape, '')
+
+
 def _call_all(ring, tensors, name, seconds=0.0, device=virtual_devices.HOST):
-  works = [
-    lambda g, a, i=i: g.add(a, f'{name}{i}', seconds)
-    for i in range(len(tensors))
+  requests = [
+    _request(lambda g, a, i=i: g.add(a, f'{name}{i}', seconds), tensor)
+    for i, tensor in enumerate(tensors)
   ]
-  return ring.call_all('kind_all', works, tensors, [''] * len(tensors), device)
+  return ring.call_all('kind_all', requests, device)
 
 
 def _program(ring):
@@ -170,10 +174,11 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @tf.function
     def step():
-      works = [lambda g, a, i=i: work(g, i, a) for i in range(2)]
-      first, _ = ring.call_all(
-        'kind', works, [tf.constant([1, 2])] * 2, [''] * 2, device
-      )
+      requests = [
+        _request(lambda g, a, i=i: work(g, i, a), tf.constant([1, 2]))
+        for i in range(2)
+      ]
+      first, _ = ring.call_all('kind', requests, device)
       return tf.numpy_function(
         lambda a: group.add(a, f'saw {a.tolist()}'), [first], tf.int32
       )

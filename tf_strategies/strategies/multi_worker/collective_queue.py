@@ -16,7 +16,8 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -36,6 +37,22 @@ _UPDATES = itertools.count()
 
 # Runs a collective on an array; returns one of its dtype.
 _Work = Callable[[process_group.ProcessGroup, np.ndarray], np.ndarray]
+
+
+class Request(NamedTuple):
+  """A tensor, and the work that a group does with it.
+
+  Attributes:
+    work: function of a group and an array that returns an array of the same dtype.
+    tensor: a one-dimensional tensor.
+    shape: static shape of the result.
+    contents: names of the tensor's contents, for the timeline.
+  """
+
+  work: _Work
+  tensor: tf.Tensor
+  shape: Sequence[int | None]
+  contents: str
 
 
 class CollectiveQueue:
@@ -102,42 +119,27 @@ class CollectiveQueue:
     return result
 
   def call_all(
-    self,
-    kind: str,
-    works: Sequence[_Work],
-    tensors: Iterable[tf.Tensor],
-    contents: Sequence[str],
-    device: str,
-    shapes: Sequence[Sequence[int | None]] | None = None,
+    self, kind: str, requests: Sequence[Request], device: str
   ) -> list[tf.Tensor]:
-    """Runs each function of `works` on its tensor as soon as the tensor is ready.
+    """Does the work of each request as soon as its tensor is ready.
 
     Args:
       kind: kind of the collectives.
-      works: functions that return an array of the dtype of their argument.
-      tensors: one-dimensional tensors, in the order in which they become ready. Each
-        is taken when the one before is handed over.
-      contents: names of the tensors' contents, for the timeline.
+      requests: at least one request, in the order in which the tensors become ready.
       device: device of the tensors. If it has memory of its own, a result is copied to
         it while others still travel.
-      shapes: shapes of the results; None if they equal the tensors' shapes.
 
     Returns:
       The results on that device. All are ready at once, so the operations after them
       run with all results or not at all.
     """
     if tf.executing_eagerly():
-      return [
-        self.call(kind, work, tensor, tensor.shape)
-        for work, tensor in zip(works, tensors, strict=True)
-      ]
+      return [self.call(kind, r.work, r.tensor, r.shape) for r in requests]
     communicator.check_not_compiled(kind)
-    handles, given, tensors = [], tensors, []
-    for work, tensor, content in zip(works, given, contents, strict=True):
-      is_first = not handles
-      handles.append(self._start(kind, work, tensor, is_first, content))
-      tensors.append(tensor)
-    shapes = [t.shape for t in tensors] if shapes is None else shapes
+    handles = [
+      self._start(kind, request, is_first=i == 0)
+      for i, request in enumerate(requests)
+    ]
 
     def wait(handles, token):
       return self._guard(lambda: (*self._wait(handles), token + 1))
@@ -147,10 +149,10 @@ class CollectiveQueue:
     for i in range(0, len(handles), count):
       with tf.device('CPU:0'):
         some = tf.stack(handles[i : i + count])
-      dtypes = [t.dtype for t in tensors[i : i + count]]
+      dtypes = [r.tensor.dtype for r in requests[i : i + count]]
       results += self._in_order(wait, [some], dtypes)
-    for result, shape in zip(results, shapes, strict=True):
-      result.set_shape(shape)
+    for result, request in zip(results, requests, strict=True):
+      result.set_shape(request.shape)
     if count == len(handles):
       return results
     with tf.device(device):
@@ -160,22 +162,21 @@ class CollectiveQueue:
 
   # The graph's side.
 
-  def _start(self, kind, work, tensor, is_first, contents):
-    """Hands a tensor to the thread; returns the number of its result."""
+  def _start(self, kind, request, is_first):
+    """Hands a tensor to the thread. Returns the number of its result."""
 
     def host(array, token):
       def start():
         handle = next(self._handles)
         if is_first:
           self._update = next(_UPDATES)
-        self._pending[handle] = self._submit(
-          kind, work, array, update=self._update, contents=contents
-        )
+        about = {'update': self._update, 'contents': request.contents}
+        self._pending[handle] = self._submit(kind, request.work, array, **about)
         return np.int64(handle), token + 1
 
       return self._guard(start)
 
-    [handle] = self._in_order(host, [tensor], [tf.int64])
+    [handle] = self._in_order(host, [request.tensor], [tf.int64])
     handle.set_shape([])
     return handle
 

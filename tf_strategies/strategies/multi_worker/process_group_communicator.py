@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -97,10 +98,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
     # One copy from a GPU for each bucket, not for each gradient.
     device = self._local.devices[0]
 
-    def send(requests):
-      return self._send(
-        'all_reduce', name, requests, _names(told_as, variables)
-      )
+    def send(packed, works, shapes):
+      names = _names(told_as, variables)
+      return self._send('all_reduce', name, packed, works, shapes, names)
 
     writes = {}
     if gradients is not None and gradients.writes is not None:
@@ -112,24 +112,34 @@ class ProcessGroupCommunicator(communicator.Communicator):
         gradient_reducer.write(writes)
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
 
-  def _send(self, kind, name, requests, told_as):
-    """Has the group do the requests; returns the results, on the first device.
+  def _send(self, kind, name, packed, works, shapes, told_as):
+    """Has the group do its work with each bucket.
 
-    `told_as` are the names of the tensors in a timeline.
+    Args:
+      kind: kind of the collectives.
+      name: name of the tensors, for messages.
+      packed: the buckets.
+      works: work for each bucket.
+      shapes: shape of the result for each bucket.
+      told_as: names of the tensors in a timeline.
+
+    Returns:
+      The results, on the first device.
     """
-    return self._queue.call_all(
-      kind,
-      [
-        lambda group, array, i=i, work=r.work: work(
-          group, array, f'{name}/bucket_{i}'
-        )
-        for i, r in enumerate(requests)
-      ],
-      [r.tensor for r in requests],
-      [_contents(told_as, r.members) for r in requests],
-      self._local.devices[0],
-      [r.shape for r in requests],
-    )
+    requests = [
+      collective_queue.Request(
+        functools.partial(work, name=f'{name}/bucket_{i}'),
+        bucket,
+        shape,
+        _contents(told_as, members),
+      )
+      for i, (work, bucket, shape, members) in enumerate(
+        zip(works, packed.buckets, shapes, packed.members, strict=True)
+      )
+    ]
+    if not requests:
+      return []
+    return self._queue.call_all(kind, requests, self._local.devices[0])
 
   # Pieces are in the order of replicas: those of one worker's devices lie behind
   # each other. A reduce-scatter and an all-gather send as much as an all-reduce.
@@ -164,11 +174,14 @@ class ProcessGroupCommunicator(communicator.Communicator):
       rows = [
         pieces.rows(gradient_sums.to_wire(t, codec), shard) for t in tensors
       ]
-      packed = sending.pack(rows, codec.block_length, shard.count)
-      shapes = packed.shapes_of_rows(count)
-      asked = gradient_sums.requests(packed, divide, range(len(rows)), shapes)
-      told_as = _names(tensors)
-      results = self._send('reduce_scatter', 'pieces', asked, told_as)
+      packed = sending.pack(rows, [codec] * len(rows), shard.count)
+      works, shapes = (
+        [divide] * len(packed.buckets),
+        packed.shapes_of_rows(count),
+      )
+      results = self._send(
+        'reduce_scatter', 'pieces', packed, works, shapes, _names(tensors)
+      )
       matrices = packed.unpack(results, count)
     mine = []
     for i, device in enumerate(self._local.devices):
@@ -202,12 +215,10 @@ class ProcessGroupCommunicator(communicator.Communicator):
         row[0][None] if len(row) == 1 else tf.stack(row)
         for row in zip(*columns, strict=True)
       ]
-      packed = self._sending.pack(rows, num_rows=count)
-      asked = gradient_sums.requests(
-        packed, join, range(len(rows)), packed.shapes_of_rows(count)
-      )
-      told_as = _names(columns[0])
-      joined = self._send('all_gather', 'pieces', asked, told_as)
+      packed = self._sending.pack(rows, [codecs.NONE] * len(rows), count)
+      works, shapes = [join] * len(packed.buckets), packed.shapes_of_rows(count)
+      names = _names(columns[0])
+      joined = self._send('all_gather', 'pieces', packed, works, shapes, names)
       return packed.unpack(joined, count)
 
   def _item(self, tensor, variable) -> gradient_sums.Item:
