@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tf_strategies import option_checks
+from tf_strategies import errors, option_checks
 from tf_strategies.cluster import config as config_lib
 
 # The tag of the exchange in which workers meet before they train.
@@ -15,6 +16,8 @@ BEGIN_OF_FIT = 'begin of fit'
 _SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
 # The strategies of this process that train together with other tasks, by name.
 _joined: set[str] = set()
+# How many workers that differ from the first one an error names.
+_NAMED = 4
 
 
 def link_of(strategy: Any) -> Any | None:
@@ -72,3 +75,34 @@ def check_alone(strategy: str) -> None:
     f'write tfs.create_strategy({meant!r}), or start each task with TF_CONFIG={{}} '
     'if they have nothing to do with each other',
   )
+
+
+def agree(
+  exchange: Callable[[str, bytes], Sequence[bytes]], value: Any, what: str
+) -> None:
+  """Raises CollectiveMismatchError unless all workers have the same value.
+
+  Args:
+    exchange: function that brings a few bytes of each worker to all, by a tag.
+    value: a value that JSON can hold.
+    what: description of the value.
+  """
+  text = json.dumps(value, sort_keys=True)
+  answers = exchange(f'agree/{what}', text.encode())
+  fix = 'start all workers with the same program and settings'
+  check_same(answers, what, fix)
+
+
+def check_same(answers: Sequence[bytes], what: str, fix: str) -> None:
+  """Raises CollectiveMismatchError, with the ranks, unless all answers agree."""
+  different = tuple(r for r, a in enumerate(answers) if a != answers[0])
+  if different:
+    shown = 0, *different[:_NAMED]
+    said = [f'rank {r} has {answers[r].decode()}' for r in shown]
+    more = ', ...' if len(different) > _NAMED else ''
+    error = errors.CollectiveMismatchError(
+      f'{what} is not the same on all workers: {", ".join(said)}{more}. '
+      f'Fix: {fix}.'
+    )
+    error.ranks = different
+    raise error

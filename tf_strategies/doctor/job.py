@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tf_strategies import errors, process_group
-from tf_strategies.cluster import ClusterConfig, checks, reachability
+from tf_strategies.cluster import ClusterConfig, checks, reachability, workers
 from tf_strategies.doctor import findings
 from tf_strategies.doctor.findings import FAIL, NOTE, OK, Finding
 from tf_strategies.process_group import options as options_lib
@@ -206,7 +206,8 @@ def _meet(
     ):
       size = group.world_size
       yield Finding(OK, 'meeting', f'{size} tasks met, and trust each other')
-      group.agree(dict(versions), what='the versions of TensorFlow and Keras')
+      what = 'the versions of TensorFlow and Keras'
+      workers.agree(group.exchange, dict(versions), what)
       group.all_reduce(np.zeros(_ARRAY, np.float32))
       yield Finding(OK, 'links', _links(group.paths()))
       group.barrier()

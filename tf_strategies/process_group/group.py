@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import atexit
-import collections
 import concurrent.futures
 import functools
-import json
 import math
 import os
 import sys
@@ -44,7 +42,7 @@ class ProcessGroup:
 
   `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast` and `barrier` are
   collectives: every rank calls them in the same order with matching arguments,
-  one at a time. `exchange` and `agree` run beside them, from any thread.
+  one at a time. `exchange` runs beside them, from any thread.
 
   Once a group has failed, every call raises the error of that failure.
 
@@ -78,8 +76,6 @@ class ProcessGroup:
     self._on_end = on_end
     self._closed = False
     self._lock = threading.RLock()
-    self._agreements: collections.Counter[str] = collections.Counter()
-    self._agreements_lock = threading.Lock()
     self._pool = buffers.Pool()
     self._pid = os.getpid()
     hosts = [member.address.rpartition(':')[0] for member in self.members]
@@ -240,12 +236,13 @@ class ProcessGroup:
       One array for each rank.
     """
     with self._lock:
-      data = np.ascontiguousarray(array).reshape(-1)
-      lengths = self._gather_lengths(array, name)
+      mine = np.int64([len(array)])
+      lengths = self.all_gather_equal(mine, name=name).tolist()
       row_bytes = array.itemsize * math.prod(array.shape[1:])
       sizes = tuple(length * row_bytes for length in lengths)
-      dtype = reductions.dtype_text(array.dtype)
-      flat = self._gather('all_gather', name, dtype, str(lengths), data, sizes)
+      what = f'{name!r} of {reductions.dtype_text(array.dtype)}'
+      text = f'all_gather {what}{[lengths, *array.shape[1:]]}'
+      flat = self._gather(text, name, array, sizes)
     ends = np.cumsum(sizes)
     return [
       flat[end - size : end].view(array.dtype).reshape(n, *array.shape[1:])
@@ -255,16 +252,16 @@ class ProcessGroup:
   def all_gather_equal(
     self, array: np.ndarray, *, name: str = ''
   ) -> np.ndarray:
-    """Brings arrays of one shape behind each other, in the order of ranks.
+    """Concatenates arrays of one shape, in the order of ranks.
 
-    It spares what `all_gather` does to learn lengths. Arguments and errors are
-    those of `all_gather`.
+    It is `all_gather` without the exchange of lengths, with the same arguments and
+    errors.
     """
     with self._lock:
-      data = np.ascontiguousarray(array).reshape(-1)
-      sizes = (data.nbytes,) * self.world_size
-      dtype, shape = reductions.dtype_text(array.dtype), ['each', *array.shape]
-      flat = self._gather('all_gather', name, dtype, str(shape), data, sizes)
+      sizes = (array.nbytes,) * self.world_size
+      what = f'{name!r} of {reductions.dtype_text(array.dtype)}'
+      text = f'all_gather {what}{list(array.shape)}'
+      flat = self._gather(text, name, array, sizes)
     return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
   def broadcast(
@@ -289,15 +286,9 @@ class ProcessGroup:
       plan = plan_lib.broadcast(
         size, rank, root, data.nbytes, self.piece_bytes, straight
       )
-      collective = reductions.Collective(
-        'broadcast',
-        name,
-        reductions.dtype_text(array.dtype),
-        str(list(array.shape)),
-        'star' if straight else 'chain',
-        root=root,
-      )
-      self._run(reductions.Reduction(collective, plan), data, out)
+      what = f'{reductions.dtype_text(array.dtype)}{list(array.shape)}'
+      text = f'broadcast {name!r} of {what} from rank {root}'
+      self._run(reductions.Reduction(text, name, plan), data, out)
     if rank == root:
       np.copyto(out, data)
     return out.reshape(array.shape)
@@ -306,7 +297,7 @@ class ProcessGroup:
     """Returns when every rank has called it; raises as `all_reduce`."""
     with self._lock:
       sizes = (1,) * self.world_size
-      self._gather('barrier', name, '', '', np.zeros(1, np.uint8), sizes)
+      self._gather(f'barrier {name!r}', name, np.zeros(1, np.uint8), sizes)
 
   def exchange(self, tag: str, payload: bytes) -> list[bytes]:
     """Brings a few bytes of every rank to every rank, beside the collectives.
@@ -398,84 +389,33 @@ class ProcessGroup:
       self._transport.close()
     self._on_end()
 
-  def agree(self, value: Any, *, what: str) -> Any:
-    """Checks that all ranks have the same value.
-
-    Args:
-      value: anything that JSON can say.
-      what: names the value; the nth call with a name on one rank meets the
-        nth call with that name on the others.
-
-    Returns:
-      The value.
-
-    Raises:
-      CollectiveMismatchError: on every rank: what differs, where, and how.
-      Error: as `exchange`.
-    """
-    with self._agreements_lock:
-      self._agreements[what] += 1
-      tag = f'agree/{what}/{self._agreements[what]}'
-    text = json.dumps(value, sort_keys=True)
-    answers = self.exchange(tag, text.encode())
-    texts = [answer.decode('utf-8', 'replace') for answer in answers]
-    differing = tuple(r for r, t in enumerate(texts) if t != texts[0])
-    if not differing:
-      return value
-    said = ', '.join(f'{self.members[r]} has {texts[r]}' for r in differing[:4])
-    error = errors.CollectiveMismatchError(
-      f'The workers disagree on {what}: {self.members[0]} has {texts[0]}, '
-      f'{said}{", ..." if len(differing) > 4 else ""}. Start all workers with '
-      'the same settings.'
-    )
-    error.ranks = differing
-    raise error
-
-  def _gather_lengths(self, array: np.ndarray, name: str) -> list[int]:
-    """Returns the leading dimension of every rank's array."""
-    dtype, shape = reductions.dtype_text(array.dtype), ['any', *array.shape[1:]]
-    mine, sizes = np.int64([len(array)]), (8,) * self.world_size
-    flat = self._gather('all_gather', name, dtype, str(shape), mine, sizes)
-    return flat.view(np.int64).tolist()
-
   def _gather(
-    self,
-    kind: str,
-    name: str,
-    dtype: str,
-    shape: str,
-    mine: np.ndarray,
-    sizes: tuple[int, ...],
+    self, text: str, name: str, array: np.ndarray, sizes: tuple[int, ...]
   ) -> np.ndarray:
     """Brings the bytes of all ranks to all: to all at once, or around the ring.
 
     A few bytes of many ranks go along a tree, as a sum in which each byte has one term.
 
     Args:
-      kind: of the collective; with `name`, `dtype` and `shape` for messages.
-      name: of the array.
-      dtype: of the array.
-      shape: of the array.
-      mine: a flat array, whose bytes all ranks get.
-      sizes: bytes of each rank.
+      text: description of the collective, the same on all ranks.
+      name: name of the array.
+      array: this rank's array.
+      sizes: number of bytes of each rank.
     """
     total = sum(sizes)
     out = self._pool.take(total, np.uint8)
     end = sum(sizes[: self.rank + 1])
     own = slice(end - sizes[self.rank], end)
-    algorithm, terms = 'gather', out
-    if self.world_size > plan_lib.FEW_RANKS:
-      is_small = total <= plan_lib.SMALL_BYTES
-      algorithm = 'tree' if is_small else 'ring_gather'
-    if algorithm == 'tree':
+    is_ring = self.world_size > plan_lib.FEW_RANKS
+    is_tree = is_ring and total <= plan_lib.SMALL_BYTES
+    terms = out
+    if is_tree:
       ranks, terms = (self.world_size, self.rank), np.zeros(total, np.uint8)
       plan = plan_lib.by_name('tree', *ranks, total, plan_lib.BYTES)
     else:
-      compile_plan = getattr(plan_lib, algorithm)
-      plan = compile_plan(self.rank, sizes, self.piece_bytes)
-    terms[own] = mine.view(np.uint8)
-    collective = reductions.Collective(kind, name, dtype, shape, algorithm)
-    self._run(reductions.Reduction(collective, plan), terms, out)
+      plan = plan_lib.gather(self.rank, sizes, self.piece_bytes, is_ring)
+    terms[own] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    self._run(reductions.Reduction(text, name, plan), terms, out)
     return out
 
   def _run(
@@ -489,11 +429,11 @@ class ProcessGroup:
     self._check()
     if self.world_size == 1:
       return
-    collective, plan, form, ufunc = reduction
+    text, name, plan, form, ufunc = reduction
     execution = execution_lib.Execution(
       plan, array, out, self._pool, form, ufunc, residual
     )
-    operation = self._state.begin(collective.text, collective.name)
+    operation = self._state.begin(text, name)
     seconds = self._options.collective_timeout_seconds
     try:
       # After `begin`: a goodbye that comes now sees a collective to end.
@@ -501,7 +441,8 @@ class ProcessGroup:
       if missed is not None:
         self._control.declare_failed(missed)
       self._state.check()
-      self._move(execution, collective, operation, operation.since + seconds)
+      header = link_lib.Header(operation.sequence, reductions.digest(text))
+      self._move(execution, header, operation.since + seconds)
     except errors.Error:
       raise
     except execution_lib.LinkClosedError as e:
@@ -531,8 +472,7 @@ class ProcessGroup:
   def _move(
     self,
     execution: execution_lib.Execution,
-    collective: reductions.Collective,
-    operation: state_lib.Operation,
+    header: link_lib.Header,
     deadline: float,
   ) -> None:
     """Runs a plan with the other ranks.
@@ -540,13 +480,12 @@ class ProcessGroup:
     Raises:
       LinkClosedError: a peer is gone, whose bytes are still needed.
       MismatchError: a peer is at another collective.
-      DeadlineError: it is late.
+      DeadlineError: the deadline has passed.
     """
     plan = execution.plan
     missing = self._transport.missing({*plan.sends, *plan.receives})
     if missing:
       self._make_links(missing, deadline)
-    header = link_lib.Header(operation.sequence, collective.digest)
     self._transport.run(execution, header, deadline, self._state.departed)
 
   def _make_links(self, ranks: set[int], deadline: float) -> None:

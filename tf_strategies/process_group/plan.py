@@ -425,41 +425,28 @@ def broadcast(
 
 
 @functools.lru_cache(maxsize=64)
-def gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
-  """Everyone's bytes to everyone, one after the other, in place.
+def gather(
+  rank: int, sizes: tuple[int, ...], piece_bytes: int, is_ring: bool
+) -> Plan:
+  """Returns the plan of a gather: the bytes of each rank go to all, in place.
 
   Args:
-    rank: whose plan; its own bytes are in their place already.
-    sizes: bytes of each rank.
-    piece_bytes: the most bytes of a piece.
-  """
-  pairs = itertools.permutations(range(len(sizes)), 2)
-  transfers = [
-    schedule_lib.Transfer(0, src, dst, src, False) for src, dst in pairs
-  ]
-  return _gather(rank, transfers, sizes, piece_bytes)
-
-
-@functools.lru_cache(maxsize=64)
-def ring_gather(rank: int, sizes: tuple[int, ...], piece_bytes: int) -> Plan:
-  """Returns the plan of a gather around a ring: each rank passes received pieces on.
-
-  The schedule lists only this rank's transfers: with many ranks, all of them would be
-  too many.
+    rank: rank that will run the plan. Its own bytes are in their place already.
+    sizes: number of bytes of each rank.
+    piece_bytes: largest number of bytes in a piece.
+    is_ring: whether each rank passes received pieces on around a ring, rather than
+      send its own to all others.
   """
   size = len(sizes)
-  before, after = (rank - 1) % size, (rank + 1) % size
   transfers = []
+  # Only this rank's: among many ranks, all transfers of a ring would be too many.
   for step in range(size - 1):
-    for src, dst in ((rank, after), (before, rank)):
-      chunk = (src - step) % size
-      transfers.append(schedule_lib.Transfer(step, src, dst, chunk, False))
-  return _gather(rank, transfers, sizes, piece_bytes)
-
-
-def _gather(rank, transfers, sizes, piece_bytes) -> Plan:
-  schedule = schedule_lib.Schedule(
-    'gather', len(sizes), len(sizes), tuple(transfers)
-  )
+    hop, round_ = (1, step) if is_ring else (step + 1, 0)
+    for src, dst in ((rank, rank + hop), (rank - hop, rank)):
+      chunk = (src - round_) % size
+      transfers.append(
+        schedule_lib.Transfer(round_, src % size, dst % size, chunk, False)
+      )
+  schedule = schedule_lib.Schedule('gather', size, size, tuple(transfers))
   form = Format(1, piece_bytes=piece_bytes)
   return from_schedule(schedule, rank, sum(sizes), form, sizes)

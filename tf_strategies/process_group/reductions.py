@@ -1,8 +1,7 @@
-"""Which plan a reduction is: its checks, and the choice of an algorithm."""
+"""Chooses the plan of a reduction, after checking its arguments."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import types
@@ -15,15 +14,15 @@ from tf_strategies import errors
 from tf_strategies.collectives import algorithms, codecs, cost_model
 from tf_strategies.process_group import plan as plan_lib
 
-# What a reduction can combine values by.
+# The functions by which a reduction can combine values.
 REDUCTIONS: Mapping[str, np.ufunc] = types.MappingProxyType(
   {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
 )
-# Two roundings, however many ranks there are.
+# It rounds twice, whatever the number of ranks.
 _LOSSY_CANDIDATES = ('direct',)
-# Among many ranks nobody has links to all.
+# They need no links between all pairs of many ranks.
 _CANDIDATES_OF_MANY = ('ring', 'tree')
-# Beyond so many the ring is never the cheapest, and costs the square of them to plan.
+# Among more ranks the ring is never the cheapest, and planning it takes quadratic time.
 _MOST_IN_A_RING = 128
 # Assumed: sockets between hosts, 50 us and 1 GB/s, and the memory
 # of processes of one host, 30 us and 5 GB/s.
@@ -31,40 +30,29 @@ _SOCKETS = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
 _MEMORY = cost_model.Link(alpha_seconds=3e-5, beta_seconds_per_byte=2e-10)
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-  """What all ranks must have in common in one collective."""
-
-  kind: str
-  name: str
-  dtype: str
-  shape: str
-  algorithm: str
-  op: str = ''
-  root: int = 0
-
-  @functools.cached_property
-  def text(self) -> str:
-    """Returns a text for messages."""
-    how = f'({self.op})' if self.op else ''
-    root = f' from rank {self.root}' if self.kind == 'broadcast' else ''
-    array = f' of {self.dtype}{self.shape}' if self.dtype else ''
-    return f'{self.kind}{how} {self.name!r}{array}{root}'
-
-  @functools.cached_property
-  def digest(self) -> int:
-    """64 bits that tell collectives apart."""
-    data = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
-    return int.from_bytes(data, 'little')
-
-
 class Reduction(NamedTuple):
-  """The properties that stay the same each time a tensor is reduced or moved."""
+  """A collective, with everything that stays the same each time it runs.
 
-  collective: Collective
+  Attributes:
+    text: description for messages. All ranks must have the same one.
+    name: name of the tensor.
+    plan: plan of this rank.
+    form: format in which elements travel and are added.
+    ufunc: function that combines two arrays.
+  """
+
+  text: str
+  name: str
   plan: plan_lib.Plan
   form: plan_lib.Format = plan_lib.BYTES
   ufunc: np.ufunc = np.add
+
+
+@functools.lru_cache(maxsize=1024)
+def digest(text: str) -> int:
+  """Returns 64 bits that tell collectives apart by their texts."""
+  data = hashlib.blake2b(text.encode(), digest_size=8).digest()
+  return int.from_bytes(data, 'little')
 
 
 def reduction(
@@ -101,18 +89,13 @@ def reduction(
     is_small = num_bytes <= plan_lib.SMALL_BYTES
     names = candidates if form.codec is codecs.NONE else _LOSSY_CANDIDATES
     algorithm = choose(kind, topology, num_bytes, is_small, names)
-  collective = Collective(
-    kind,
-    name,
-    dtype_text(dtype),
-    str([length]),
-    algorithm,
-    op if compression == 'none' else f'{op} {compression}',
-  )
+  how = op if compression == 'none' else f'{op}, {compression}'
+  array = f'{dtype_text(dtype)}[{length}]'
+  text = f'{kind}({how}) {name!r} of {array} by {algorithm}'
   plan = plan_lib.by_name(
     algorithm, world_size, rank, length, form, not is_whole
   )
-  return Reduction(collective, plan, form, REDUCTIONS[op])
+  return Reduction(text, name, plan, form, REDUCTIONS[op])
 
 
 def topology_of(hosts: Sequence[str]) -> cost_model.Topology:
@@ -196,5 +179,5 @@ def check_half(algorithm: str, world_size: int) -> None:
 
 
 def dtype_text(dtype: np.dtype) -> str:
-  """A dtype's name, with its byte order where that is foreign."""
+  """Returns a dtype's name, with its byte order if it is not the native one."""
   return dtype.name if dtype.isnative else dtype.str

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.keras import gradient_reducer
 
 
@@ -98,11 +99,7 @@ class Communicator(abc.ABC):
 
   def check_same(self, answers: Sequence[bytes], what: str, fix: str) -> None:
     """Raises CollectiveMismatchError unless all workers gave the same answer."""
-    check_same(answers, what, fix)
-
-  @abc.abstractmethod
-  def agree(self, value: Any, what: str) -> Any:
-    """Returns `value` if all workers have the same; else raises as `check_same`."""
+    workers_lib.check_same(answers, what, fix)
 
   @abc.abstractmethod
   def report(self) -> dict[str, Any]:
@@ -111,18 +108,6 @@ class Communicator(abc.ABC):
   @abc.abstractmethod
   def close(self) -> None:
     """Leaves the other workers."""
-
-
-def check_same(answers: Sequence[bytes], what: str, fix: str) -> None:
-  """Raises CollectiveMismatchError, with the ranks, unless all answers agree."""
-  different = tuple(r for r, a in enumerate(answers) if a != answers[0])
-  if different:
-    said = [f'rank {r} has {answers[r].decode()}' for r in (0, *different)]
-    error = errors.CollectiveMismatchError(
-      f'{what} is not the same on all workers: {", ".join(said)}. Fix: {fix}.'
-    )
-    error.ranks = different
-    raise error
 
 
 def check_not_compiled(kind: str) -> None:

@@ -346,7 +346,7 @@ class FailuresTest(parameterized.TestCase):
     links = _transport({1: mine})
     with self.assertRaises(execution.DeadlineError) as raised:
       nothing = np.empty(0, np.uint8)
-      run = _execution(plan_lib.gather(0, (0, 0), 1), nothing, nothing)
+      run = _execution(plan_lib.gather(0, (0, 0), 1, False), nothing, nothing)
       links.run(run, _header(1), deadline=0.0)
     self.assertEqual(raised.exception.waiting, (1,))
     links.close()

@@ -139,9 +139,9 @@ class MpiProcessGroup(group_lib.ProcessGroup):
     super()._leave(has_ended)
     self._meeting.close()
 
-  def _move(self, execution, collective, operation, deadline) -> None:
+  def _move(self, execution, header, deadline) -> None:
     """See base class: waits for all ranks, which must be about to do the same."""
-    mine = np.array([operation.sequence, collective.digest], np.uint64)
+    mine = np.array(header, np.uint64)
     self._comm.gather_equal(
       mine.view(np.uint8),
       self._headers.view(np.uint8).reshape(-1),

@@ -279,10 +279,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """See base class."""
     return self.group.exchange(tag, payload)
 
-  def agree(self, value, what):
-    """See base class."""
-    return self.group.agree(value, what=what)
-
   def report(self):
     """See base class: `link`, `paths`, `world_size`, `calls`, `bytes_sent`."""
     group = self.group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import collections
-import json
 import time
 from collections.abc import Sequence
 
@@ -155,15 +154,6 @@ class RuntimeCommunicator(communicator.Communicator):
     except tf.errors.OpError as e:
       raise _exchange_error(e, tag, rank, seconds) from e
     return answers
-
-  def agree(self, value, what):
-    """See base class."""
-    text = json.dumps(value, sort_keys=True)
-    answers = self.exchange('agree', text.encode())
-    communicator.check_same(
-      answers, what, 'start all workers with the same program and options'
-    )
-    return value
 
   def report(self):
     """See base class; calls are counted as graphs run."""

@@ -10,6 +10,7 @@ from absl import logging
 
 from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies import cluster as cluster_lib
+from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
@@ -75,7 +76,8 @@ class MultiWorkerStrategy(
     )
     tf.distribute.Strategy.__init__(self, extended)
     self._cluster_resolver = resolver
-    extended.communicator.agree(
+    workers_lib.agree(
+      extended.communicator.exchange,
       {'devices of a worker': len(devices), **setup},
       f'the set-up of {type(self).__name__}',
     )
