@@ -1,7 +1,7 @@
-"""A budget of code for each package: whoever adds a mechanism removes another.
+"""A budget of code for each package: to add code, remove other code.
 
-A token is a name, a number, a string or an operator. Comments, docstrings and layout
-do not count, so denser code gains nothing. `python -m
+A token is a name, a number, a string or an operator. Comments, docstrings and
+layout do not count, so denser code gains nothing. `python -m
 tests.architecture.budgets_test --sizes` prints the sizes.
 """
 
@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 
 from tests.architecture import project
 
-# In tokens: the size when it was set, and 2 percent.
+# In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
   'tests': 400_000,
@@ -50,7 +50,7 @@ _NO_CODE = {
 
 
 def tokens_of(source: str) -> int:
-  """Returns the number of tokens of code in a file."""
+  """Returns the number of code tokens in a file."""
   documented = (
     ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
   )
@@ -68,7 +68,7 @@ def tokens_of(source: str) -> int:
 
 @functools.cache
 def sizes() -> collections.Counter:
-  """Returns the tokens of each directory that may have a budget."""
+  """Returns the number of tokens in each directory that may have a budget."""
   found = collections.Counter()
   for path, source in project.python_files(
     'tf_strategies', 'tests', 'benchmarks'

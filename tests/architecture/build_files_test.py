@@ -1,4 +1,4 @@
-"""BUILD files are those that `make build_files` writes from the imports."""
+"""BUILD files equal those that `make build_files` generates from the imports."""
 
 import pathlib
 
@@ -10,7 +10,7 @@ from tools import generate_build_files
 
 pytestmark = pytest.mark.smoke
 
-# A made-up project, and the deps of its targets.
+# An invented project, and the deps of its targets.
 _SOURCES = {
   'tools/__init__.py': 'from tools import b',
   'tools/a.py': 'import numpy as np\nfrom tools.b import thing',

@@ -1,4 +1,4 @@
-"""Reads the code that the project's documents show."""
+"""Reads the code blocks of the project's documents."""
 
 import dataclasses
 import re
@@ -13,11 +13,11 @@ _SHELLS = ('bash', 'sh', 'shell', 'console')
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-  """Code between fences.
+  """A fenced code block.
 
   Attributes:
-    language: after the first fence.
-    title: the file that the reader is to make of it; '' for none.
+    language: language after the first fence.
+    title: name of the file that the reader should create; '' for none.
     body: the code.
   """
 
@@ -27,14 +27,14 @@ class Block:
 
 
 def blocks(text: str, *languages: str) -> Iterator[Block]:
-  """The blocks of a document in these languages, in order."""
+  """Yields the blocks of a document in these languages, in order."""
   for found in _FENCE.findall(text):
     if found[0] in languages:
       yield Block(*found)
 
 
 def commands(text: str) -> Iterator[list[str]]:
-  """The words of each command, with continuation lines joined."""
+  """Yields the words of each command, with continuation lines joined."""
   for block in blocks(text, *_SHELLS):
     for line in block.body.replace('\\\n', ' ').splitlines():
       line = line.removeprefix('$ ')

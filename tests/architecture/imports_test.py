@@ -1,4 +1,4 @@
-"""Imports point down only, and private TensorFlow has one door."""
+"""Imports point down only, and only `_tf_internal` uses private TensorFlow names."""
 
 import sys
 
@@ -7,8 +7,8 @@ from absl.testing import absltest, parameterized
 
 from tests.architecture import project
 
-# From the top: a room may import itself and the rooms of lower layers, not its
-# neighbours within a layer. There is no list of exceptions.
+# From top to bottom. A directory may import itself and the directories of lower
+# layers, but not others of its layer. There is no list of exceptions.
 _LAYERS = (
   ('benchmarks',),
   ('examples',),
@@ -25,10 +25,11 @@ _LAYERS = (
   ('cluster', 'data'),
   ('collectives', 'spmd'),
 )
-# What runs, and may come in by the package's door.
+# Programs, which may use the package's public names.
 _PROGRAMS = ('benchmarks', 'examples')
 _DEPTH = {room: depth for depth, rooms in enumerate(_LAYERS) for room in rooms}
-# Single files that every room may import, and what they import of ours.
+# Single files that every directory may import, and the files of ours that they
+# import.
 _GROUND = {
   'errors': (),
   'option_checks': ('errors',),
@@ -43,13 +44,13 @@ _GROUND = {
   ),
   '_graph_errors': ('errors', '_tf_internal'),
 }
-# `tf_strategies/__init__.py` and the files beside it that are commands.
+# `tf_strategies/__init__.py`, and the commands in the same directory.
 _DOOR = 'tf_strategies'
 _PURE = frozenset({'collectives', 'errors', 'option_checks', 'version'})
 
 
 def _room(module: str) -> str | None:
-  """The room of a dotted name; None if it is not the package's."""
+  """Returns the directory of a dotted name, or None if it is not in the package."""
   top, _, rest = module.partition('.')
   if top in _PROGRAMS:
     return top
@@ -74,7 +75,7 @@ def _may_import(importer: str, imported: str) -> bool:
 
 
 def _violations(path: str, source: str) -> list[str]:
-  """What the imports of one file break, a sentence each."""
+  """Returns a sentence for each import in a file that breaks a rule."""
   importer = _room(project.module_name(path))
   found = []
   for item in project.imports(path, source):

@@ -1,4 +1,4 @@
-"""`make` on a bare machine: which TensorFlow, which Python, what of a failure."""
+"""`make` on a bare machine: the right TensorFlow and Python, and clear failures."""
 
 import os
 import pathlib
@@ -58,7 +58,9 @@ class InstallTest(absltest.TestCase):
     self._venv = self._directory / 'venv'
 
   def assert_fails(self, python, *words):
-    """Installing fails in a sentence with these words, and leaves nothing."""
+    """Checks that installing fails with a sentence that contains `words`, and
+    cleans up.
+    """
     path = self._directory / 'python'
     _write(path, python)
     script = project.root() / 'tools' / 'install.sh'

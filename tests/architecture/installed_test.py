@@ -1,4 +1,4 @@
-"""What is tested is what is installed: the wheel of this very checkout."""
+"""The tests run against the installed wheel of this checkout."""
 
 import os
 import pathlib

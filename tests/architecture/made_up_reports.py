@@ -1,4 +1,4 @@
-"""Reports of all benchmarks with a table, small and with figures of no run."""
+"""Small invented reports of every benchmark that has a table."""
 
 _ABOUT = {
   'command': 'python -m benchmarks.it --rounds=2',
@@ -154,7 +154,7 @@ def _report(benchmark, settings=None, **content):
   }
 
 
-# By name, as if they lay in benchmarks/results.
+# Reports by name, as in benchmarks/results.
 REPORTS = {
   'all_reduce': _report('all_reduce', results=_all_reduce()),
   'process_all_reduce': _report(

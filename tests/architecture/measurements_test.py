@@ -1,4 +1,4 @@
-"""Tables of measurements are those of the reports, and so are the sentences."""
+"""Tables and sentences about measurements agree with the reports."""
 
 import functools
 import pathlib
@@ -14,7 +14,9 @@ from tools.pages import claims, measured_tables, measurements
 
 
 def _rows(block):
-  """The cells below the head of a block's table, by the first of each row."""
+  """Returns the cells below the head of a block's table, by the first cell of
+  each row.
+  """
   lines = re.findall(r'^\| (.*) \|$', block, re.MULTILINE)
   cells = [[cell.strip() for cell in line.split(' | ')] for line in lines[2:]]
   return {row[0]: row[1:] for row in cells}
@@ -35,7 +37,7 @@ class TablesTest(parameterized.TestCase):
     (
       'all_reduce',
       '4, 25 of a ResNet, 25 MB',
-      # Fastest is what adds up on one device, with 16 ms.
+      # The fastest is the one that adds on a single device, with 16 ms.
       ['8.00', '12.0', '16.0', '20.0', '0.50', '1.67', '1.50', '0.800'],
     ),
     (
@@ -44,7 +46,7 @@ class TablesTest(parameterized.TestCase):
       ['2.00', '3.00', '5.00', '4.00', '6.00']
       + ['0.50', '0.40', '0.75', '0.50', '1.50'],
     ),
-    # Ten of the 30 ms that the reference adds.
+    # Ten of the reference's 30 ms.
     (
       'training_step',
       '`ring_8mb`',
@@ -130,7 +132,7 @@ class BlocksTest(absltest.TestCase):
 
 class ClaimsTest(parameterized.TestCase):
   def _text(self, change=lambda figure: figure):
-    """A document that says what the reports above do, or something else."""
+    """Returns a document with the figures of the reports above, or changed figures."""
     return '\n\n'.join(
       functools.reduce(
         lambda words, figure: words.replace('#', f'{change(figure):.2f}', 1),
@@ -169,7 +171,7 @@ class ClaimsTest(parameterized.TestCase):
 
 @pytest.mark.smoke
 class DocumentsTest(absltest.TestCase):
-  """The documents of this checkout: `make measurements` writes them."""
+  """The documents of this checkout, which `make measurements` updates."""
 
   def test_are_written_without_tensorflow(self):
     docstrings.assert_imports_load_none(
@@ -202,7 +204,9 @@ class DocumentsTest(absltest.TestCase):
         self.assertNotIn('no sentence', claim.problem(text, {}))
 
   def test_commands_make_what_is_shown(self):
-    """Each block has a command that writes its report, and each report a block."""
+    """Checks that each block has a command that writes its report, and the
+    other way round.
+    """
     documents = measurements.documents()
     shown = {n for t in documents.values() for n in measurements.names(t)}
     text = ' '.join(documents.values())

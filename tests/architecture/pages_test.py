@@ -1,4 +1,4 @@
-"""What the site adds to docs/: links, the API's names, drawn schedules."""
+"""The site's additions to docs/: links, API names, drawn schedules."""
 
 import dataclasses
 import re

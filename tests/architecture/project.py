@@ -1,4 +1,4 @@
-"""Reads the project's own files, for the tests of its architecture."""
+"""Reads the project's own files for the architecture tests."""
 
 import ast
 import dataclasses
@@ -13,7 +13,7 @@ _GENERATED = re.compile(r'build|dist|site|node_modules|__pycache__|bazel-.*')
 
 
 def root() -> pathlib.Path:
-  """The checkout: TFS_SOURCE_DIR, or where this file is."""
+  """Returns the checkout: TFS_SOURCE_DIR, or the one that contains this file."""
   here = pathlib.Path(__file__).resolve().parents[2]
   return pathlib.Path(os.environ.get('TFS_SOURCE_DIR') or here)
 
@@ -29,13 +29,13 @@ def _is_source_directory(name: str) -> bool:
 
 
 def text_files() -> dict[str, str]:
-  """Every text file of the project by its path from the root."""
+  """Returns every text file of the project, by its path from the root."""
   files = {}
   for directory, subdirectories, names in os.walk(root()):
     subdirectories[:] = sorted(filter(_is_source_directory, subdirectories))
     for name in sorted(names):
       path = pathlib.Path(directory, name)
-      # Of a git worktree's root, .git is a file that names the repository.
+      # In the root of a git worktree, .git is a file that names the repository.
       if name == '.git':
         continue
       try:
@@ -47,7 +47,7 @@ def text_files() -> dict[str, str]:
 
 
 def python_files(*tops: str) -> dict[str, str]:
-  """The Python files under the given top-level directories."""
+  """Returns the Python files under the given top-level directories."""
   return {
     path: text
     for path, text in text_files().items()
@@ -56,7 +56,7 @@ def python_files(*tops: str) -> dict[str, str]:
 
 
 def module_name(path: str) -> str:
-  """`a/b.py` is module `a.b`, and `a/__init__.py` is `a`."""
+  """Returns the module of a file: `a.b` for `a/b.py`, `a` for `a/__init__.py`."""
   return path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
 
 
@@ -65,9 +65,9 @@ class Import:
   """One imported name.
 
   Attributes:
-    base: the module that is named, with relative dots resolved.
-    name: what is taken from it; empty for a plain `import base`.
-    line: where.
+    base: the named module, with relative dots resolved.
+    name: the name imported from it; empty for a plain `import base`.
+    line: line number.
   """
 
   base: str
@@ -76,7 +76,7 @@ class Import:
 
   @property
   def full(self) -> str:
-    """The longest module name that the import may mean."""
+    """Returns the longest module name that the import may refer to."""
     return f'{self.base}.{self.name}' if self.name else self.base
 
 
@@ -87,7 +87,7 @@ def _called_name(call: ast.Call) -> str:
 
 
 def imports(path: str, source: str) -> Iterator[Import]:
-  """Imports anywhere in the file, `import_module('literal')` included."""
+  """Yields all imports in a file, including `import_module('literal')`."""
   package = path.split('/')[:-1]
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.Import):

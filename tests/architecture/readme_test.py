@@ -1,4 +1,4 @@
-"""Commands in the documents name targets, modules, flags and extras we have."""
+"""Commands in documents use targets, modules, flags and extras that exist."""
 
 import re
 import shlex
@@ -13,10 +13,10 @@ pytestmark = pytest.mark.smoke
 _LINK = re.compile(r'\]\(([^)#]+)(?:#[^)]*)?\)')
 _DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")
 _ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
-# Flags as rows of a table for `tf_strategies.cluster.command_line`.
+# Flags in rows of a table for `tf_strategies.cluster.command_line`.
 _TABLE = 'command_line.main('
 _ROW = re.compile(r"^  (?:\(\s*'(\w+)',|'(\w+)': ')", re.MULTILINE)
-# Flags as fields of options, with a helper that takes their help.
+# Flags as fields of options, made by a helper that takes the help text.
 _FIELD = re.compile(r'^  (\w+): [^\n=]+ = _option\(', re.MULTILINE)
 
 
@@ -37,7 +37,7 @@ def _flags(files: dict[str, str]) -> set[str]:
 
 
 def _script_problem(words: list[str], files: dict[str, str]) -> str | None:
-  """What is wrong with `python <file>` or `python -m <module>`."""
+  """Returns the problem with `python <file>` or `python -m <module>`, if any."""
   if words[1:2] == ['-m'] and len(words) > 2:
     path = words[2].replace('.', '/')
     if path.split('/')[0] not in project.PYTHON_ROOTS:
@@ -53,7 +53,7 @@ def _script_problem(words: list[str], files: dict[str, str]) -> str | None:
 
 
 def _flag_problem(words: list[str], files: dict[str, str]) -> str | None:
-  """The first word that is a flag which nobody defines."""
+  """Returns the first flag that is not defined, if any."""
   defined = _flags(files)
   for word in words:
     flag = re.match(r'--(?:no(?=\w))?([\w-]+)', word)
@@ -70,7 +70,7 @@ def _extras(files: dict[str, str]) -> set[str]:
 
 
 def _tfs_problem(words: list[str], files: dict[str, str]) -> str | None:
-  """What is wrong with `tfs <command>`."""
+  """Returns the problem with `tfs <command>`, if any."""
   door = files.get('tf_strategies/__main__.py', '')
   commands = re.findall(r"^  '([a-z ]+)': \($", door, re.MULTILINE)
   for count in (2, 1):
@@ -80,7 +80,7 @@ def _tfs_problem(words: list[str], files: dict[str, str]) -> str | None:
 
 
 def _problems(text: str, files: dict[str, str]) -> list[str]:
-  """Commands of a document that do not exist, each with the reason."""
+  """Returns a document's commands that do not exist, each with the reason."""
   targets = set(re.findall(r'^([\w-]+):', files['Makefile'], re.MULTILINE))
   extras = _extras(files)
   found = []
@@ -97,7 +97,7 @@ def _problems(text: str, files: dict[str, str]) -> list[str]:
         reason = f'no target {sorted(unknown)}'
     elif words[0].startswith('python'):
       if words[1:2] and words[1] in titles:
-        continue  # The reader makes it of a block above.
+        continue  # The reader creates it from a block above.
       reason = _script_problem(words, files)
     elif words[0] == 'tfs':
       reason = _tfs_problem(words, files)
@@ -138,7 +138,7 @@ class ReadmeTest(absltest.TestCase):
       for package, named in _INSTALL.findall(text):
         with self.subTest(path):
           found += 1
-          # It is on no index.
+          # It is not on a package index.
           self.assertEqual(package, '.')
           self.assertContainsSubset(named.split(','), extras)
     self.assertGreater(found, 5)

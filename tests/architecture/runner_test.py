@@ -1,7 +1,7 @@
-"""Tests and benchmarks start processes with the one runner.
+"""Tests and benchmarks start all processes through one runner.
 
-`benchmarks/processes.py` starts programs and `tests/processes.py` functions:
-what they start has a deadline and is ended by its own process id.
+`benchmarks/processes.py` starts programs, and `tests/processes.py` starts
+functions. Both set a deadline, and end a process by its process id.
 """
 
 import ast
@@ -36,7 +36,7 @@ _EXCEPTIONS = {
 
 
 def _starts(source: str) -> set[str]:
-  """What starts a process in a file, such as `subprocess.run`."""
+  """Returns the calls in a file that start a process, such as `subprocess.run`."""
   tree = ast.parse(source)
   names = {}
   for node in ast.walk(tree):
@@ -68,7 +68,7 @@ class RunnerTest(parameterized.TestCase):
       'Start programs with benchmarks.processes (Command, run, run_python) and '
       'functions with tests.processes.',
     )
-    # An exception that no longer is one goes.
+    # Exceptions that are no longer needed must be removed.
     self.assertCountEqual(found, _EXCEPTIONS)
 
   @parameterized.parameters(

@@ -1,4 +1,4 @@
-"""What holds for every file: its docstring, what it must not name."""
+"""Rules for every file: it has a docstring, and does not name certain things."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from tests.architecture import project
 
 pytestmark = pytest.mark.smoke
 
-# Written so that they do not match themselves.
+# The patterns are written so that they do not match themselves.
 _MACHINE_PATH = re.compile(r'(?<![\w.])/(?:work|root)/')
 _OUTSIDE = re.compile(r'\.\./(?:shared)')
 
@@ -27,7 +27,7 @@ def _machine_paths(path: str, text: str) -> list[str]:
 
 
 def _runs_as_script(source: str) -> bool:
-  """Whether a `__main__` block calls some `main()` or `test_main()`."""
+  """Returns whether a `__main__` block calls some `main()` or `test_main()`."""
   for node in ast.parse(source).body:
     if not isinstance(node, ast.If):
       continue
@@ -42,7 +42,7 @@ def _runs_as_script(source: str) -> bool:
 
 
 def _without_assertion(source: str) -> list[str]:
-  """Names of test methods of test classes in which nothing can fail."""
+  """Returns the names of test methods in which nothing can fail."""
   return [
     method.name
     for node in ast.parse(source).body
@@ -128,8 +128,8 @@ class SourceFilesTest(absltest.TestCase):
       self.assertEmpty(_without_assertion(source.format(code)))
 
   def test_tests_are_collected(self):
-    # pytest collects `*_test.py`: a test class elsewhere would not run, unless
-    # it is the base of one there.
+    # pytest collects only `*_test.py`. A test class in another file must be the
+    # base of a test class in such a file, or it would not run.
     files = project.python_files('tests')
     collected = [text for path, text in files.items() if '_test.py' in path]
     stray = []

@@ -1,6 +1,7 @@
-"""Devices of tests are set up once, and their type is taken from one place.
+"""Tests set up devices once and take their type from one place.
 
-In a process of its own each, because TensorFlow fixes its devices for good.
+Each test runs in its own process, because TensorFlow cannot change its devices
+later.
 """
 
 import ast
@@ -14,7 +15,7 @@ from benchmarks import processes
 from tests import tiers
 
 _TESTS = pathlib.Path(__file__).parent.parent
-# Names that are compared, and never given to TensorFlow as a device.
+# Device names that are only compared, never passed to TensorFlow.
 _NAMES_ONLY = {
   'cross_device/executor_test.py',
   'cross_device/links_test.py',

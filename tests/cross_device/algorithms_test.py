@@ -1,4 +1,4 @@
-"""Every op, dtype, shape and number of devices: exact, everywhere, in place."""
+"""Every op is exact and keeps devices, for every dtype, shape and device count."""
 
 import numpy as np
 import tensorflow as tf
@@ -12,13 +12,13 @@ from tf_strategies import cross_device
 
 virtual_devices.configure()
 
-# A scalar, nothing, a prime length, a matrix, a matrix without rows, and one
-# that holds most of the bytes, so that ops that cut tensors cut it.
+# A scalar, no elements, a prime length, a matrix, a matrix without rows, and
+# one large matrix, which ops that split tensors split.
 SHAPES = ((), (0,), (97,), (6, 7), (0, 3), (61, 53))
 
 
 def all_reduce(op, reduce_op, values):
-  """One call for all values, as a strategy reduces its gradients."""
+  """Reduces all values in one call, as a strategy reduces its gradients."""
   return op.batch_reduce(reduce_op, [(v, v) for v in values])
 
 
@@ -36,7 +36,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     for ranks, result in zip(arrays, reduced, strict=True):
       expected = replicas.exact(ranks, reduce_op)
       replicas.assert_equal(result, expected, names)
-      # The reference in NumPy comes to the same sums on each rank.
+      # The NumPy simulation gives the same sums on each rank.
       for simulated in simulate(schedule, ranks).outputs:
         np.testing.assert_array_equal(simulated, replicas.exact(ranks))
 
@@ -77,7 +77,8 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
         np.testing.assert_array_equal(
           component.numpy(), replicas.exact(ranks, MEAN), strict=True
         )
-    # In the graph: a value that a function returns has lost its device.
+    # Checks the graph, because values that a function returns have lost their
+    # device.
     for placed in devices:
       self.assertEqual(
         [d.rpartition('device:')[2] for d in placed], list(names)
@@ -127,7 +128,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
-  """16-bit floats: added in float32, and no overflow on the way to a mean."""
+  """16-bit floats are added in float32, and a mean does not overflow on the way."""
 
   @parameterized.parameters('direct', 'naive', 'auto')
   def test_one_hop_adds_in_float32(self, name):
@@ -139,7 +140,7 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(tf.cast(pure, tf.float32), [256.0])
     names = replicas.devices(4)
     value = replicas.on_devices(ranks, names)
-    expected = np.array([260.0], tf.bfloat16.as_numpy_dtype)  # Of 259, rounded.
+    expected = np.array([260.0], tf.bfloat16.as_numpy_dtype)  # 259, rounded.
     replicas.assert_equal(make_op().reduce(SUM, value, value), expected, names)
     alone = make_op().reduce(SUM, value, virtual_devices.name(6))
     np.testing.assert_array_equal(alone.numpy(), expected, strict=True)
@@ -164,7 +165,7 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ComparisonTest(tf.test.TestCase):
-  """The comparison of these tests fails for results that are nearly right."""
+  """The comparison of these tests rejects results that are nearly right."""
 
   def setUp(self):
     super().setUp()

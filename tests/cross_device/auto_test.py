@@ -1,4 +1,4 @@
-"""The choice: by kind of device, by size, and never a loss to any other."""
+"""`AutoAllReduce` chooses the best algorithm for the devices and the size."""
 
 import contextlib
 from unittest import mock
@@ -47,7 +47,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_link_decides(self):
-    # Over NVLink few rounds are still worth more than few bytes.
+    # Over NVLink, fewer rounds are still better than fewer bytes.
     by_link = [
       choose(5, 4_000_000, device_name).num_rounds
       for device_name in (CARD, 'NVIDIA H200')
@@ -71,10 +71,10 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
-  """Between parts of one GPU a copy costs 34 us, however small it is."""
+  """Between parts of one GPU, every copy costs 34 us, even a small one."""
 
   def graph_of(self, op, world_size, shapes, dtypes=('float32',)):
-    """The graph of an all-reduce between parts of a GPU that is not there."""
+    """Returns the graph of an all-reduce between parts of a simulated GPU."""
     devices = gpus(world_size)
 
     @tf.function
@@ -98,7 +98,7 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
       return all_reduce.get_concrete_function(specs).graph
 
   def copies_into(self, graph):
-    """For each device the bytes of each tensor that it gets from another one."""
+    """Returns, for each device, the bytes of each tensor that it receives."""
     found = {}
     for operation in graph.get_operations():
       for tensor in operation.inputs:
@@ -109,7 +109,7 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
           found.setdefault(operation.device, {})[tensor.ref()] = (
             tensor.shape.num_elements() * tensor.dtype.size
           )
-    found.pop('', None)  # What the function returns.
+    found.pop('', None)  # The results of the function.
     return {device: sorted(sizes.values()) for device, sizes in found.items()}
 
   @parameterized.parameters(2, 4, 8)
@@ -147,7 +147,7 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
     world_size=(2, 3, 4), reduce_op=(replicas.SUM, replicas.MEAN)
   )
   def test_sums_are_exact(self, world_size, reduce_op):
-    """The packed plan, run on the devices of the test."""
+    """Runs the packed plan on the devices of the test."""
     devices = replicas.devices(world_size)
     ranks = [
       replicas.inputs(dtype, shape, world_size, reduce_op)
@@ -167,7 +167,7 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
 
 @contextlib.contextmanager
 def stand_in(op):
-  """For NCCL what packs as it does; and the devices of the test for GPUs."""
+  """Replaces NCCL by an op that packs alike, and GPUs by the test's devices."""
   op._nccl = tf.distribute.HierarchicalCopyAllReduce()
   handed_over = mock.patch.object(
     op._nccl,
@@ -206,7 +206,9 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(replicas.SUM, replicas.MEAN)
   def test_each_dtype_goes_where_it_is_exact(self, reduce_op):
-    """TensorFlow packs all into one tensor, and its op knows five dtypes."""
+    """Checks the dtypes: TensorFlow packs tensors together, and its op supports
+    five dtypes.
+    """
     op, devices = auto.AutoAllReduce(), replicas.devices(4)
     ranks = [
       replicas.inputs(dtype, (3, 5), 4, reduce_op) for dtype in replicas.DTYPES
@@ -245,12 +247,12 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
       reduce()
 
   def test_graph_of_nccl(self):
-    """What TensorFlow is asked for on GPUs that are not there."""
+    """Checks the ops that TensorFlow runs on simulated GPUs."""
     op, devices = auto.AutoAllReduce(), gpus(3)
 
     @tf.function
     def all_reduce(*rows):
-      # Arguments, which have no device yet.
+      # The arguments of a function have no device.
       values = [_tf_internal.PerReplica(row) for row in rows]
       with mock.patch.object(base, '_holders', return_value=tuple(devices)):
         reduced = op.batch_reduce_implementation(
@@ -266,12 +268,12 @@ class NcclTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen({o.get_attr('shared_name') for o in found}, 1)
     for operation in found:
       self.assertEqual(operation.get_attr('num_devices'), 3)
-      # Both in one tensor.
+      # One tensor contains both.
       self.assertEqual(operation.inputs[0].shape, [12])
 
   @pytest.mark.soak
   def test_on_one_device(self):
-    """On one whole GPU, where there is one, by NCCL with one member."""
+    """Runs NCCL with one member on a whole GPU, if there is one."""
     [(found, results)] = processes.run_workers(nccl.auto_all_reduce, 1)
     for result, expected in zip(results, ([1.0, 2.0], [3.0], [4]), strict=True):
       self.assertAllEqual(result, expected)

@@ -1,4 +1,4 @@
-"""Where results go: destinations of reduce, gather and broadcast."""
+"""The devices that receive the results of reduce, gather and broadcast."""
 
 import numpy as np
 import tensorflow as tf
@@ -84,7 +84,7 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
       (virtual_devices.name(1), virtual_devices.name(7)),
     )
     replicas.assert_equal(results[3], expected[3], NAMES)
-    # Those that stay where they are share one all-reduce.
+    # Values that stay on their devices share one all-reduce.
     self.assertEqual(op.calls, 1)
     self.assertEqual(op.report()['calls']['reduce'], 2)
 

@@ -12,7 +12,7 @@ virtual_devices.configure()
 
 
 def function_of(op, reduce_op, specs, world_size):
-  """A graph that all-reduces `[tensor][rank]` of the shapes in `specs`."""
+  """Returns a function that all-reduces `[tensor][rank]` with the shapes in `specs`."""
   names = replicas.devices(world_size)
   signature = [[tf.TensorSpec(*spec)] * world_size for spec in specs]
 

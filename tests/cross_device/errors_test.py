@@ -1,4 +1,4 @@
-"""What is refused, and that the message names the value and the way out."""
+"""Wrong arguments raise an error that names the value and a fix."""
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn(word, str(caught.exception))
 
   def reduces(self, op, reduce_op, components):
-    """The ways to reduce: all-reduce, to one device, several at once."""
+    """Yields each way to reduce: all-reduce, to one device, several at once."""
     value = replicas.on_devices(components, NAMES)
     good = replicas.on_devices(np.ones([2, 3], np.float32), NAMES)
     yield lambda: op.reduce(reduce_op, value, value)

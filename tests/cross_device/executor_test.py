@@ -1,4 +1,4 @@
-"""The executor does what a schedule says, also when that is wrong."""
+"""The executor follows a schedule exactly, even a wrong one."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ def schedules():
 
 
 def run(schedule, layout=None):
-  """Executes `schedule`; returns inputs and results as [rank][tensor]."""
+  """Executes `schedule`. Returns inputs and results as [rank][tensor]."""
   layout = layout or plan_layout(
     LENGTHS, [4] * len(LENGTHS), schedule.num_chunks, split_above=0.0
   )
@@ -42,7 +42,10 @@ def run(schedule, layout=None):
 
 
 def is_exact(schedule):
-  """The comparison under test: every tensor of every rank is the sum."""
+  """Returns whether every tensor on every rank is the sum.
+
+  The tests check this check.
+  """
   arrays, results = run(schedule)
   expected = [replicas.exact(ranks) for ranks in zip(*arrays, strict=True)]
   return all(
@@ -61,7 +64,7 @@ def is_valid(schedule):
 
 
 def changed(schedule, index, **changes):
-  """`schedule` with one transfer changed, or dropped if nothing is given."""
+  """Returns `schedule` with one transfer changed, or dropped if `changes` is empty."""
   transfers = list(schedule.transfers)
   transfer = transfers.pop(index)
   if changes:
@@ -81,7 +84,8 @@ class MutationsTest(tf.test.TestCase, parameterized.TestCase):
     'ring', 'halving_doubling', 'hierarchical', 'direct'
   )
   def test_one_transfer_of_another_chunk_or_sender(self, name):
-    # Another sender may have the same sum already: then both must say so.
+    # Another sender may already have the same sum. Then both checks must accept
+    # it.
     schedule = schedules()[name]
     for index, transfer in enumerate(schedule.transfers):
       chunk = (transfer.chunk + 1) % schedule.num_chunks
@@ -129,11 +133,11 @@ class ExecutorTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class SumsInGraphsTest(tf.test.TestCase, parameterized.TestCase):
-  """TensorFlow must not replace a sum by additions in the order of arrival."""
+  """TensorFlow must not reorder the additions of a sum by their arrival."""
 
   @parameterized.parameters('direct', 'naive', 'auto')
   def test_large_sum_is_the_same_in_every_run(self, name):
-    # More than TensorFlow thinks that a logical CPU has: the terms and the sum.
+    # Terms and sum exceed the memory that TensorFlow assumes for a logical CPU.
     size = 14_000_000
     op = replicas.OPS[name]()
     names = replicas.devices(3)

@@ -1,4 +1,4 @@
-"""GPUs that are not there, for what only looks at lists of devices."""
+"""Simulated GPUs, for code that only reads the lists of devices."""
 
 import contextlib
 from unittest import mock
@@ -14,7 +14,7 @@ def names(count):
 
 @contextlib.contextmanager
 def machine(*parts, device_name='NVIDIA H100 80GB HBM3'):
-  """For TensorFlow's lists, GPUs that are split into so many `parts` each."""
+  """Makes TensorFlow list GPUs that are each split into `parts` virtual devices."""
   gpus = {f'/physical_device:GPU:{i}': count for i, count in enumerate(parts)}
   physical = [tf.config.PhysicalDevice(name, 'GPU') for name in gpus]
 

@@ -1,4 +1,4 @@
-"""What links devices is found from TensorFlow's lists of them."""
+"""The links between devices follow from TensorFlow's device lists."""
 
 import tensorflow as tf
 from absl.testing import parameterized

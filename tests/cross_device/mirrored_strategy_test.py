@@ -1,4 +1,4 @@
-"""Every op inside TensorFlow's own `MirroredStrategy`."""
+"""Every op works in TensorFlow's own `MirroredStrategy`."""
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,7 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     return tf.distribute.MirroredStrategy(list(NAMES), cross_device_ops=op)
 
   def per_replica(self, strategy, values=RANKS):
-    """A distributed value; `value_fn` alone leaves it on one device."""
+    """Returns a distributed value, with each part on its own device."""
 
     def value_fn(context):
       index = context.replica_id_in_sync_group
@@ -53,14 +53,15 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(component, expected)
     for component in part.values:
       self.assertAllEqual(component, 2 * expected[:7])
-    # Executions: the graph was traced once, and all values share one call.
+    # Counts executions. The graph was traced once, and all values share one
+    # call.
     self.assertEqual(op.calls, 3)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_values_without_a_device_are_reduced_where_replicas_run(
     self, make_op
   ):
-    # An argument of a function has no device while the graph is built.
+    # Arguments of a function have no device while the graph is built.
     op = make_op()
     strategy = self.strategy_of(op)
     placed = []

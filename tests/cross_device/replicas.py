@@ -1,8 +1,8 @@
-"""Values on several logical CPUs, the sums that they must have, and every op.
+"""Values on several logical CPUs, their exact sums, and every op.
 
-Inputs are small integers that tell ranks and positions apart, so that every
-sum is exact in every dtype and an output that is one chunk or one rank off is
-not equal to it.
+Inputs are small integers that tell ranks and positions apart. Every sum is
+therefore exact in every dtype. An output that is shifted by one chunk or one
+rank does not equal it.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tf_strategies.collectives.algorithms import ALGORITHMS
 SUM = tf.distribute.ReduceOp.SUM
 MEAN = tf.distribute.ReduceOp.MEAN
 
-# Every algorithm that there is, and the ops that are more than a name.
+# Every algorithm, and the ops with further options.
 OPS = {
   **{
     name: functools.partial(cross_device.ScheduledAllReduce, name)
@@ -27,8 +27,8 @@ OPS = {
 }
 NAMED_OPS = list(OPS.items())
 
-# How far apart two ranks are. Sums over 8 ranks stay below the dtype's last
-# exact integer: 256 for bfloat16, 255 for uint8, 2048 for float16.
+# The difference between two ranks. Sums over 8 ranks stay below the dtype's
+# last exact integer: 256 for bfloat16, 255 for uint8, 2048 for float16.
 _RANK_STEP = {'int16': 100, 'bfloat16': 4, 'uint8': 4, 'float16': 32}
 
 DTYPES = (
@@ -49,7 +49,7 @@ def devices(count):
 
 
 def on_devices(values, names):
-  """A distributed value with one component on each device."""
+  """Returns a distributed value with one component on each device."""
   components = []
   for value, name in zip(values, names, strict=True):
     with tf.device(name):
@@ -58,7 +58,7 @@ def on_devices(values, names):
 
 
 def inputs(dtype, shape, world_size, reduce_op=SUM):
-  """Each rank's array; for MEAN of floats multiples of `world_size`."""
+  """Returns each rank's array. For MEAN, floats are multiples of `world_size`."""
   step = _RANK_STEP.get(dtype, 1000)
   numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype
   positions = np.arange(int(np.prod(shape))).reshape(shape)
@@ -66,7 +66,7 @@ def inputs(dtype, shape, world_size, reduce_op=SUM):
     positions = positions % step
   arrays = [rank * step + positions for rank in range(world_size)]
   if dtype in ('int16', 'int32', 'int64'):
-    # Below zero a division that truncates differs from one that floors.
+    # Negative integers tell truncating from flooring division.
     arrays = [a - 2500 for a in arrays]
   elif reduce_op == MEAN and dtype not in ('uint8', 'int16'):
     arrays = [a * world_size for a in arrays]
@@ -76,7 +76,7 @@ def inputs(dtype, shape, world_size, reduce_op=SUM):
 
 
 def exact(arrays, reduce_op=SUM):
-  """What every rank must end with, computed in 64 bits."""
+  """Returns the result that every rank must have, computed in 64 bits."""
   dtype = arrays[0].dtype
   if dtype.kind in 'iu':
     total = np.sum(np.asarray(arrays, np.int64), axis=0)
@@ -91,13 +91,13 @@ def exact(arrays, reduce_op=SUM):
 
 
 def assert_equal(value, expected, names):
-  """Every replica's component is `expected`, in its dtype, on its device."""
+  """Checks each replica's component: its value, dtype and device."""
   components = value.values
   if len(components) != len(names):
     raise AssertionError(f'{len(components)} components on {names}')
   for component, name in zip(components, names, strict=True):
     np.testing.assert_array_equal(component.numpy(), expected, strict=True)
     if component.dtype == tf.uint8 and virtual_devices.KIND == 'GPU':
-      continue  # TensorFlow adds them up on CPUs alone.
+      continue  # TensorFlow adds these on CPUs only.
     if not component.device.endswith(name):
       raise AssertionError(f'{component.device} instead of {name}')

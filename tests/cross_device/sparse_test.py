@@ -1,4 +1,4 @@
-"""`tf.IndexedSlices`: gathered in order, duplicates kept, on every device."""
+"""`tf.IndexedSlices` are gathered in order, with duplicates, on every device."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ WIDTH = 2
 
 
 def slices_of(rank, rows):
-  """Slices of `rows`, whose values tell ranks and positions apart."""
+  """Returns slices of `rows` whose values tell ranks and positions apart."""
   values = rank * 1000 + np.arange(len(rows) * WIDTH, dtype=np.float32)
   return tf.IndexedSlices(
     tf.constant(values.reshape([-1, WIDTH])),
@@ -52,7 +52,8 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.names = replicas.devices(3)
-    # Row 1 twice in one replica and again in another; no row at all in one.
+    # Row 1 occurs twice in one replica and again in another. One replica has no
+    # rows.
     self.slices = [
       slices_of(0, [1, 5, 1]),
       slices_of(1, []),
@@ -128,7 +129,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(results.values, 3)
     for component, name in zip(results.values, self.names, strict=True):
       self.assert_slices(component, concatenated(self.slices[2:]), name)
-    # Numbers as they may stand in a program, which are no tensors yet.
+    # Plain numbers, not tensors.
     alone = op.broadcast(
       tf.IndexedSlices([[1.0, 2.0]], [3]), virtual_devices.name(7)
     )
@@ -164,7 +165,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         values = {'scatter_add': [10.0, 1.0], 'scatter_sub': [9.0]}
         values = tf.constant(values.get(name, [10.0]))
-        # Row 1 of the first replica, another row of the others.
+        # Row 1 on the first replica, another row on the others.
         rows = tf.ones([tf.size(values)], tf.int32) + replica
         getattr(variable, name)(tf.IndexedSlices(values, rows))
 

@@ -1,4 +1,4 @@
-"""Counters count what the graph did: executions, and planned bytes."""
+"""Counters report the executions of the graph, and the planned bytes."""
 
 import tensorflow as tf
 from absl.testing import parameterized
@@ -80,7 +80,7 @@ class CallStatisticsTest(tf.test.TestCase):
         for component in session.run(reduce()):
           self.assertAllEqual(component, replicas.exact(arrays))
 
-    # One op in two graphs, and in a graph and eagerly, in either order.
+    # One op in two graphs, or in a graph and eagerly, in either order.
     in_a_session()
     in_a_session()
     self.assertEqual(op.calls, 0)
@@ -121,7 +121,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     values = [value_of((8192,)), value_of((320,)), value_of((64,), 4, 'int64')]
     op.batch_reduce(SUM, [(v, v) for v in values])
     total = 4 * 8192 + 4 * 320 + 8 * 64
-    # A piece ends at a multiple of 16 elements.
+    # Pieces end at multiples of 16 elements.
     self.assertLess(max(op.last_bytes_in), 1.5 * total + 6 * 64)
 
   def test_reduce_counts_what_comes_from_others(self):

@@ -1,4 +1,4 @@
-"""`ChiefOnly`: files of one worker, state of all."""
+"""`ChiefOnly`: one worker writes files, and all workers restore the state."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ _EPOCHS = 3
 
 
 class _InterruptionError(Exception):
-  """Stands for a crash in the middle of a run."""
+  """Simulates a crash in the middle of a run."""
 
 
 class _Interrupt(keras.callbacks.Callback):
@@ -64,7 +64,7 @@ def _describe(rank, directory):
 
 
 def _interrupt_and_resume(rank, directory):
-  """What each worker does; it sees a directory of its own."""
+  """Interrupts and resumes `fit` on a worker with its own directory."""
   mine = os.path.join(directory, str(rank))
   only = tfs.keras.ChiefOnly
   strategy = tfs.MultiWorkerRingStrategy()
@@ -83,7 +83,8 @@ def _interrupt_and_resume(rank, directory):
       ],
     )
   files = sorted(os.listdir(mine)) if os.path.exists(mine) else []
-  # With other initial values: what is equal at the end was restored.
+  # The initial values differ, so equal results prove that the state was
+  # restored.
   second = _model(strategy, 2)
   _fit(second, [only(keras.callbacks.BackupAndRestore(backup))])
   return {
@@ -95,7 +96,7 @@ def _interrupt_and_resume(rank, directory):
 
 
 class _Look(keras.callbacks.Callback):
-  """Notes whether the file that the callback before it wrote is whole."""
+  """Checks whether the file that the previous callback wrote is complete."""
 
   def __init__(self, path):
     super().__init__()
@@ -106,7 +107,7 @@ class _Look(keras.callbacks.Callback):
 
 
 def _plain_callbacks(rank, name, directory):
-  """Fits with Keras's callbacks as on one device, is interrupted, and resumes."""
+  """Fits with plain Keras callbacks, is interrupted, and resumes."""
   strategy = tfs.create_strategy(name)
   whole = _model(strategy, 1)
   _fit(whole, [])
@@ -130,11 +131,13 @@ def _plain_callbacks(rank, name, directory):
         _Interrupt(),
       ],
     )
-  # Not in the middle of the other's write: the interruption came before it.
+  # Waits until the other worker has been interrupted, so that it does not write
+  # now.
   strategy.extended.communicator.exchange('interrupted', b'')
   second = _model(strategy, 2)
   resumed = keras.callbacks.BackupAndRestore(os.path.join(directory, 'backup'))
-  # One that the chief alone has, and one with a path for each worker.
+  # One callback only on the chief, and one with a different path on each
+  # worker.
   extra = [keras.callbacks.CSVLogger(os.path.join(directory, 'chief.csv'))]
   _fit(second, [resumed])
   _fit(_model(strategy, 3), extra if rank == 0 else [])
@@ -180,7 +183,7 @@ def _change_training(rank, directory, is_wrapped):
 
 
 def _save_divided(rank, directory):
-  """Fits with Keras's callbacks and optimizer state that workers divide."""
+  """Fits with Keras's callbacks while workers divide the optimizer state."""
   strategy = tfs.MultiWorkerRingStrategy(shard_optimizer_state=True)
   model = _model(strategy, 1)
   path = os.path.join(directory, 'model.keras')
@@ -196,7 +199,7 @@ def _save_divided(rank, directory):
 
 
 def _save_in_scope(rank, directory):
-  """Trains and saves inside of the scope, the last time on the chief alone."""
+  """Trains and saves in the scope. The last save is on the chief only."""
   strategy = tfs.MultiWorkerRingStrategy()
   path = os.path.join(directory, 'model.weights.h5')
   saved = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)

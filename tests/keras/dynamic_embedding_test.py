@@ -1,4 +1,4 @@
-"""DynamicEmbedding is Embedding without a vocabulary, on one device."""
+"""On one device, DynamicEmbedding equals Embedding without a fixed vocabulary."""
 
 import contextlib
 import os
@@ -52,7 +52,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_equal(OPTIMIZERS[name], dynamic_tables.some_in_each_batch())
 
   def test_one_device_strategy(self):
-    # That is what 'parameter_server' is where there is no cluster.
+    # 'parameter_server' without a cluster is this strategy.
     data, found = dynamic_tables.some_in_each_batch(), []
     strategy = tf.distribute.OneDeviceStrategy(virtual_devices.name(0))
     for scope in (contextlib.nullcontext(), strategy.scope()):
@@ -91,7 +91,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(found, want)
 
   def test_compiles_without_xla(self):
-    """As Keras does with layers that XLA does not know."""
+    """Checks that the model falls back to no XLA, as Keras does for such layers."""
     data = dynamic_tables.all_in_each_batch()
     with self.assertWarnsRegex(UserWarning, 'jit_compile=False'):
       model = dynamic_tables.model(True, OPTIMIZERS['adam'], jit_compile=True)
@@ -110,7 +110,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters('adam', 'adagrad')
   def test_lazy_rows(self, name):
-    """Beside a static table they are its usual optimizer."""
+    """Checks that LazyRows leaves dynamic tables to their usual optimizer."""
 
     def optimizer():
       return tfs.keras.LazyRows(OPTIMIZERS[name]())
@@ -139,7 +139,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(*found, 0, 1e-6)
 
   def test_an_optimizer_whose_state_another_has_replaced_is_refused(self):
-    """Else it would depend on when a step is traced what its state is."""
+    """Checks this error: otherwise the state would depend on when a step is traced."""
     layer = tfs.keras.DynamicEmbedding(WIDTH)
     layer.build([None])
     ids = np.arange(3)
@@ -217,13 +217,13 @@ class TableTest(tf.test.TestCase):
     for wrong in ({'max_age': -1}, {'max_age': True}, {'min_uses': 1.5}):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, 'integer'):
         layer.expire(**wrong)
-    self.assertEqual(layer.expire(max_age=1, min_uses=2), 2)  # 2 and 3.
+    self.assertEqual(layer.expire(max_age=1, min_uses=2), 2)  # Rows 2 and 3.
     self.assertAllEqual(layer.usage()['ids'], [1, 4, 5])
-    self.assertEqual(layer.expire(max_age=0), 1)  # 1, of the step before.
-    self.assertEqual(layer.expire(min_uses=2), 1)  # 5.
+    self.assertEqual(layer.expire(max_age=0), 1)  # Row 1, used a step earlier.
+    self.assertEqual(layer.expire(min_uses=2), 1)  # Row 5.
     self.assertEqual(layer.report(), {'rows': 1, 'by_shard': [1], 'expired': 4})
     self.assertAllClose(_rows(model, [2]), dynamic_tables.first_rows([2]))
-    # One that comes back begins with a new state too.
+    # A row that returns also starts with new optimizer state.
     others = dynamic_tables.model(True, OPTIMIZERS['adam'])
     for each in (model, others):
       each.layers[2].set_weights(others.layers[2].get_weights())
@@ -269,7 +269,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     loaded.load_weights(path)
     ids = np.arange(10)
     self.assertAllEqual(_rows(model, ids), _rows(loaded, ids))
-    # Of Adam's state SGD wants nothing.
+    # SGD does not use Adam's state.
     dynamic_tables.results(loaded, *dynamic_tables.some_in_each_batch())
     self.assertEmpty(_embedding(loaded)._table.slots)
 
@@ -279,7 +279,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     lambda: tfs.keras.LazyRows(optimizers.Adam(0.1)),
   )
   def test_a_save_between_two_batches_changes_nothing(self, optimizer):
-    """Also where an optimizer wraps that of the rows, and steps are traced again."""
+    """Saves between batches, also with wrapped optimizers and retraced steps."""
     x, y = dynamic_tables.all_in_each_batch()
     whole, saved = (dynamic_tables.model(True, optimizer) for _ in range(2))
     resumed = dynamic_tables.model(True, optimizer)

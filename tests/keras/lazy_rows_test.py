@@ -1,4 +1,4 @@
-"""`LazyRows` updates the rows that a gradient has as their optimizer would."""
+"""`LazyRows` updates the rows in a gradient exactly as the inner optimizer does."""
 
 import keras
 import numpy as np
@@ -42,7 +42,7 @@ def _gradient(step, ids=_IDS):
 
 
 def _train(optimizer, gradients, rows=_ROWS):
-  """A table after updates; and what is kept of it."""
+  """Returns a table after updates, and the optimizer's slots for it."""
   table = keras.Variable(rows)
   optimizer.build([table])
 
@@ -61,7 +61,7 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
   def test_rows_with_a_gradient_are_updated_as_a_table_of_them(self, make):
     gradients = [_gradient(step) for step in range(3)]
     table, slots = _train(tfs.keras.LazyRows(make()), gradients)
-    # A table that has these rows only, and a dense gradient.
+    # The reference: a table with only these rows, and a dense gradient.
     dense = [tf.convert_to_tensor(g) for g in gradients]
     alone, kept = _train(
       make(), [tf.gather(g, _USED) for g in dense], _ROWS[_USED]
@@ -71,7 +71,7 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(slots, len(kept))
     for want, got in zip(kept, slots, strict=True):
       self.assertAllClose(want, got[_USED], 1e-6, 1e-6)
-      # As they were made.
+      # These rows were not changed.
       self.assertLen(np.unique(np.delete(got, _USED, 0)), 1)
     self.assertAllEqual(np.delete(table, _USED, 0), np.delete(_ROWS, _USED, 0))
 
@@ -79,7 +79,7 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
     gradients = [tf.convert_to_tensor(_gradient(s)) for s in range(2)]
     plain, _ = _train(optimizers.Adam(0.1), gradients)
     lazy, _ = _train(tfs.keras.LazyRows('adam'), gradients)
-    self.assertNotAllClose(plain, lazy)  # Of another learning rate.
+    self.assertNotAllClose(plain, lazy)  # Learning rates differ.
     lazy, _ = _train(tfs.keras.LazyRows(optimizers.Adam(0.1)), gradients)
     self.assertAllClose(plain, lazy, 0, 0)
 

@@ -1,4 +1,4 @@
-"""LocalSteps: what it refuses, hands on and saves; one worker by itself."""
+"""LocalSteps on one worker: its errors, delegation and saving."""
 
 import os
 
@@ -227,7 +227,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     [(before, after, steps)] = seen
     self.assertEqual(steps, 0)
     self.assertNotAllClose(before, after)
-    # The 2nd and the 6th step, and none between them.
+    # After the 2nd and the 6th step, and at no other time.
     self.assertEqual(int(model.optimizer.outer.iterations), 2)
 
   def test_weights_that_are_set_between_fits_are_the_anchor(self):
@@ -273,7 +273,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     _fit(model)
     path = os.path.join(self.create_tempdir().full_path, 'model.keras')
     model.save(path)
-    # Outside of a strategy, to predict.
+    # Loads outside a strategy, to predict.
     alone = keras.models.load_model(path)
     x, _ = _data()
     self.assertAllClose(

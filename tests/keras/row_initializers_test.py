@@ -1,4 +1,4 @@
-"""Initial rows are those of splitmix64, and have the distributions of Keras."""
+"""Initial rows come from splitmix64 and have the distributions of Keras."""
 
 import keras
 import numpy as np
@@ -37,7 +37,7 @@ def _rows(initializer, ids, seed=7, width=3):
 class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
   def test_hash(self):
     expected = [_mix(int(i) & _MASK) for i in _IDS]
-    # The first number of the generator with seed 0, as published.
+    # The published first number of the generator with seed 0.
     self.assertEqual(expected[0], 0xE220A8397B1DCDAF)
     found = row_initializers.mix(tf.constant(_IDS, tf.int64))
     self.assertAllEqual(found, np.array(expected, np.uint64))
@@ -61,7 +61,8 @@ class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
       'truncated',
       keras.initializers.TruncatedNormal(1.0, 0.2),
       1.0,
-      0.2 * 0.8796,  # The deviation of a normal one that is cut at two.
+      # Standard deviation of a normal distribution truncated at two.
+      0.2 * 0.8796,
       0.4,
     ),
   )

@@ -1,4 +1,4 @@
-"""A saved model that has classes of ours, loaded by a program of another."""
+"""Another program loads a saved model that contains our classes."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Whatever is made outside of the scope is refused by name, or trains right."""
+"""Objects made outside the scope raise an error that names them, or train exactly."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ from tf_strategies import errors
 
 virtual_devices.configure()
 
-# Nothing but a class: `create_strategy` loads more.
+# Uses the class directly, because `create_strategy` loads more modules.
 _PROGRAM = """
 import sys
 import keras, numpy as np
@@ -234,7 +234,7 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
     is_mistake = program == 'model_outside'
     self.assertEqual(bool(done.returncode), is_mistake, said)
     self.assertEqual('ScopeError: model' in said, is_mistake, said)
-    # At the end of the program, once.
+    # Once, at the end of the program.
     warnings = [line for line in said.splitlines() if 'never entered' in line]
     self.assertLen(warnings, int(program == 'all_outside'), said)
     if warnings:

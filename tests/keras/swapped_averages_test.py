@@ -1,4 +1,4 @@
-"""`SwapEMAWeights` finds the averages of an optimizer in any wrappers."""
+"""`SwapEMAWeights` finds the averages of an optimizer inside any wrappers."""
 
 import keras
 import numpy as np
@@ -39,7 +39,7 @@ def _worker():
 
 
 def _fit(make_optimizer, strategy=None):
-  """Weights, and the losses of evaluations."""
+  """Returns the weights and the losses of evaluations."""
   keras.utils.set_random_seed(1)
   with common.scope_of(strategy):
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])

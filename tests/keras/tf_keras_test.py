@@ -1,4 +1,4 @@
-"""Models of tf_keras, Keras 2: refused in `fit`, exact in a loop of one's own."""
+"""tf_keras (Keras 2) models: `fit` raises, custom loops are exact."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests import parameter_servers, virtual_devices
 tf_keras = pytest.importorskip('tf_keras')
 virtual_devices.configure()
 
-_ROWS, _BATCH = 23, 8  # The last batch has 7 rows, which 4 replicas share.
+_ROWS, _BATCH = 23, 8  # The last batch has 7 rows for 4 replicas.
 _STRATEGIES = {
   'ring': lambda: tfs.RingMirroredStrategy(virtual_devices.names(4)),
   'one_replica': lambda: tfs.RingMirroredStrategy(virtual_devices.names(1)),
@@ -49,7 +49,7 @@ def _calls(model, x, y):
 
 
 def _refusals_of_servers(mode):
-  # Keras 2 predicts on the coordinator, by itself.
+  # Keras 2 predicts on the coordinator alone.
   strategy = tfs.ParameterServerStrategy(mode=mode)
   with strategy.scope():
     model = _model()
@@ -69,7 +69,7 @@ def _refusals_of_servers(mode):
 
 
 def _train(strategy):
-  """The weights after a loop over batches of which the last one is uneven."""
+  """Returns the weights after a loop over batches. The last batch is uneven."""
   with strategy.scope():
     model = _model()
   data = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
@@ -98,7 +98,7 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
       {},
       {'jit_compile': True},
       {'run_eagerly': True},
-      # AutoGraph replaces a ValueError that is raised in this loop.
+      # AutoGraph replaces a ValueError raised in this loop.
       {'steps_per_execution': 2},
     ],
   )

@@ -1,4 +1,4 @@
-"""`tfs`: dispatches to the commands, and answers at once."""
+"""`tfs` dispatches to its commands and answers at once."""
 
 import contextlib
 import io
@@ -11,14 +11,14 @@ from benchmarks import processes
 from tf_strategies import __main__ as tfs_command
 from tf_strategies import version
 
-# Of each command a few of its flags.
+# Some flags of each command.
 _FLAGS = {
   'launch': ('--num_workers', '--nnodes', '--rendezvous'),
   'doctor': ('--wait', '--checkpoint_dir'),
   'manifests': ('--image', '--kind'),
   'timeline merge': ('--output',),
 }
-# As `python -m tf_strategies`, and then what it has loaded.
+# Runs `python -m tf_strategies`, then prints the loaded modules.
 _LOADED = """
 import sys
 from tf_strategies import __main__
@@ -31,7 +31,7 @@ print('status', status, 'loaded', sorted(loaded))
 
 
 def _run(*words):
-  """Status, stdout and stderr of a command in this process."""
+  """Returns the status, stdout and stderr of a command run in this process."""
   out, err = io.StringIO(), io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     status = tfs_command.main(['tfs', *words])
@@ -51,7 +51,7 @@ class DispatchTest(parameterized.TestCase):
       status, out, err = _run(*name.split(), help_flag)
       self.assertEqual((status, err), (0, ''))
       for flag in flags:
-        # Booleans have a negation too.
+        # Boolean flags also have a negation.
         self.assertRegex(out, rf'  {re.escape(flag)}\b')
 
   @parameterized.parameters(*_FLAGS)

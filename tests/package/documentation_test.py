@@ -1,4 +1,4 @@
-"""The examples in the public docstrings run, and show what they say."""
+"""The examples in public docstrings run and give the results that they show."""
 
 import tensorflow as tf
 from absl.testing import parameterized
@@ -7,7 +7,7 @@ from tests import docstrings, virtual_devices
 
 virtual_devices.configure()
 
-# Modules of which at least one docstring has an example.
+# Modules with an example in at least one docstring.
 _MODULES = (
   'tf_strategies',
   'tf_strategies.errors',

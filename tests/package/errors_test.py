@@ -1,4 +1,4 @@
-"""Typed errors keep their type and their words, also through traced code."""
+"""Typed errors keep their type and message, even when traced code raises them."""
 
 import keras
 import pytest

@@ -1,4 +1,4 @@
-"""Rows of Keras's initial values are those of the whole variable."""
+"""Rows of Keras's initial values, computed alone, equal rows of the whole variable."""
 
 import keras
 import numpy as np
@@ -8,12 +8,14 @@ from absl.testing import parameterized
 from tf_strategies import _keras_internal
 
 initializers = keras.initializers
-# One whose rows do not begin where the counter of a draw changes.
+# A shape whose rows do not begin where the draw's counter changes.
 _SHAPE = (1001, 7)
 
 
 def _initial_value(initializer, shape, dtype):
-  """As Keras gives it to `tf.Variable`, and the whole value."""
+  """Returns the initial value that Keras passes to `tf.Variable`, and the whole
+  value.
+  """
   given = []
 
   def creator(next_creator, **kwargs):
@@ -55,7 +57,7 @@ class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(found.dtype, dtype)
       self.assertAllEqual(found, whole[first : first + rows])
     is_random = np.unique(np.float32(whole)).size > 1
-    if is_random:  # One that gave the rows of another place would be seen.
+    if is_random:  # Detects rows from a wrong position.
       self.assertNotAllEqual(make(2, 5), whole[6:8])
 
   @parameterized.named_parameters(

@@ -1,4 +1,4 @@
-"""What is used of TensorFlow's and Keras's insides is checked at import."""
+"""The import checks every private name of TensorFlow and Keras that we use."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ from tf_strategies import _keras_internal, _tf_internal, errors
 
 TFTrainer = trainer.TensorFlowTrainer
 
-# A public method that is overridden is checked by its documentation.
+# For overridden public methods, TensorFlow's documentation is the check.
 _CHECKED_IF_PUBLIC = (_tf_internal.MirroredExtended, _tf_internal.TPUExtended)
 
 
@@ -37,7 +37,7 @@ def _renamed(new_name):
 
 
 def _our_classes():
-  """Every class of the package that has a base of TensorFlow's."""
+  """Returns every class of the package that derives from a TensorFlow class."""
   for room in ('strategies', 'cross_device'):
     package = importlib.import_module(f'tf_strategies.{room}')
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
@@ -47,7 +47,7 @@ def _our_classes():
 
 
 def _overridden(ours):
-  """(base, name) of each private method of TensorFlow's that `ours` changes."""
+  """Yields (base, name) for each private TensorFlow method that `ours` overrides."""
   bases = [b for b in ours.__mro__ if b.__module__.startswith('tensorflow.')]
   for name, value in vars(ours).items():
     if not inspect.isfunction(value) and not isinstance(value, property):

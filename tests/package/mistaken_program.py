@@ -1,6 +1,7 @@
-"""Mistakes of users, one a line, that a type checker has to find.
+"""Typical mistakes, one a line, that a type checker has to find.
 
-It never runs. Each line that ends in `# wrong` is to be reported, and no other.
+This program never runs. The type checker must report exactly the lines that end
+in `# wrong`.
 """
 
 import tf_strategies as tfs

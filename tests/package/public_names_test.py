@@ -1,4 +1,4 @@
-"""The package's door: what it offers, and what it loads for that."""
+"""The public names of the package, and the modules that their use loads."""
 
 import ast
 import functools
@@ -15,7 +15,7 @@ from tests.architecture import project
 from tf_strategies import _public
 
 _LIGHT = ('cluster', 'errors', 'process_group')
-# Those that have a table of names: `errors` has classes alone.
+# Modules with a table of names. `errors` is not one: it contains only classes.
 _TABLES = (
   *('_public', 'cluster', 'cross_device', 'data', 'keras'),
   *('monitoring', 'process_group'),
@@ -24,7 +24,7 @@ _TABLES = (
 
 @functools.cache
 def _documented_constants() -> set[str]:
-  """The constants of all modules behind which a string says what they are."""
+  """Returns the constants of all modules that are followed by a docstring."""
   found = set()
   for source in project.python_files('tf_strategies').values():
     body = ast.parse(source).body
@@ -42,7 +42,7 @@ def _documented_constants() -> set[str]:
 
 
 def _undocumented_methods(cls: type) -> list[str]:
-  """Public methods and properties of a class of ours without a docstring."""
+  """Returns our class's public methods and properties without a docstring."""
   return [
     f'{cls.__name__}.{name}'
     for base in cls.__mro__

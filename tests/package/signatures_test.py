@@ -1,4 +1,4 @@
-"""No public signature swallows what is misspelled."""
+"""Every public signature rejects misspelled arguments."""
 
 import inspect
 import pkgutil
@@ -12,7 +12,7 @@ from tf_strategies.launch import functions
 from tf_strategies.strategies.multi_worker import ring_strategy
 from tools.pages import hooks
 
-# Public callables that take any keyword, and why.
+# Public callables that accept any keyword, and the reason.
 _OPEN = {
   'DynamicEmbedding': 'of keras.layers.Layer, whose configuration Keras passes',
   'LazyRows': 'refused: they belong to the inner optimizer',
@@ -24,7 +24,7 @@ _OPEN = {
 
 
 def _public_objects():
-  """What the reference documents, by its last name."""
+  """Yields the documented objects with their last name."""
   yield 'launch', functions.launch
   for room in hooks._ROOMS:
     for path in hooks.public_names(room):
@@ -35,7 +35,9 @@ def _public_objects():
 
 
 def _callables(name, value):
-  """A function, or a class's constructor and the methods that are not Keras's."""
+  """Yields a function, or a class's constructor and its methods that are not
+  Keras's.
+  """
   is_ours = getattr(value, '__module__', '').startswith('tf_strategies')
   if not (is_ours and callable(value)):
     return
@@ -58,7 +60,7 @@ def _callables(name, value):
 def _takes_any_keyword(function) -> bool:
   try:
     parameters = inspect.signature(function).parameters.values()
-  except (TypeError, ValueError):  # A property, a constant, a class of C.
+  except (TypeError, ValueError):  # A property, a constant, or a class from C.
     return False
   return any(
     p.kind == p.VAR_KEYWORD and 'Unpack' not in str(p.annotation)
@@ -75,19 +77,19 @@ def _open_names(objects) -> set[str]:
   }
 
 
-# That the search finds: strategies, options, callbacks, sources.
+# The search must find these: strategies, options, callbacks, sources.
 _SOME_WITH_OPTIONS = {
   'MultiWorkerRingStrategy',
   'RingOptions',
   'Run',
   'TFRecords',
 }
-# What the package makes, and gives to users.
+# The package constructs these; users only receive them.
 _MADE_FOR_USERS = ('Member', 'ProcessGroup')
 
 
 def _has_options(cls) -> bool:
-  """Whether users construct a class by the names of options."""
+  """Returns whether users construct the class with named options."""
   if not inspect.isclass(cls) or cls.__name__ in (*_OPEN, *_MADE_FOR_USERS):
     return False
   is_ours = getattr(cls.__init__, '__module__', '').startswith('tf_strategies')
@@ -152,10 +154,10 @@ class SignaturesTest(absltest.TestCase):
       __module__ = 'tf_strategies.open'
 
       def method(self, **options):
-        """Takes what is misspelled."""
+        """Accepts misspelled arguments."""
 
       def closed(self, option=None):
-        """Does not."""
+        """Rejects misspelled arguments."""
 
     self.assertEqual(_open_names([('Open', Open)]), {'Open.method'})
 

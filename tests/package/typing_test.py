@@ -1,4 +1,4 @@
-"""Type checkers find a user's mistakes, and nothing in a program without any."""
+"""Type checkers find users' mistakes, and report nothing in a correct program."""
 
 import ast
 import importlib.util
@@ -38,7 +38,9 @@ class CheckersTest(absltest.TestCase):
       shutil.copy(_HERE / name, self._directory)
 
   def assert_finds(self, found: set[tuple[str, int]], output: str):
-    """Exactly the marked lines are found, and the program without is clean."""
+    """Checks that exactly the marked lines are reported, and no line of the
+    correct program.
+    """
     self.assertEmpty(_marked('user_program.py'))
     expected = _marked('mistaken_program.py')
     self.assertGreater(len(expected), 10)
@@ -91,7 +93,8 @@ class SignaturesTest(absltest.TestCase):
       if isinstance(node, ast.ImportFrom)
       for alias in node.names
     }
-    # A room that is called: for checkers the function of that name.
+    # `launch` is a callable module; for type checkers it is the function of
+    # that name.
     self.assertContainsSubset(set(tf_strategies._ROOMS), seen)
     self.assertIn('launch', seen)
 

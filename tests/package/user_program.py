@@ -1,4 +1,4 @@
-"""A program of a user, with nothing that a type checker may complain of."""
+"""A user's program in which a type checker must not find any mistake."""
 
 import keras
 import numpy as np

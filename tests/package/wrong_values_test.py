@@ -1,4 +1,4 @@
-"""Every option of what is public refuses what it cannot be, at once and by name."""
+"""Every public option rejects wrong values at once, with a message that names it."""
 
 import inspect
 import json
@@ -24,7 +24,7 @@ _RANGE = tf.data.Dataset.range(4).batch(2)
 _ROWS = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))
 _RECORDS = 'ram://wrong_values/a.tfrecord'
 
-# What is constructed or called, and arguments that it needs.
+# Callable: (the arguments that it requires).
 _CALLS = {
   tfs.RingMirroredStrategy: {},
   tfs.CentralStorageStrategy: {},
@@ -78,7 +78,7 @@ _CALLS = {
 }
 
 
-# Where an error calls an argument by another name.
+# Argument: (its name in the error message, if it differs).
 _CALLED = {
   'name': 'strategy=|name=',
   'jobs': 'cluster is',
@@ -88,7 +88,7 @@ _CALLED = {
 
 
 class _Nothing:
-  """What no option can be."""
+  """An object that is not a valid value of any option."""
 
   def __repr__(self):
     return '<nothing>'
@@ -107,7 +107,7 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
       writer.write(b'1')
 
   def made(self, value):
-    """An argument; those that stand for models are made."""
+    """Returns an argument. Creates the model if the argument is '<model>'."""
     if value != '<model>':
       return value
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
@@ -122,7 +122,7 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(tfs.errors.Error) as caught:
       call(**{**given, name: value})
     said = str(caught.exception)
-    # TF_CONFIG has a `task.type`.
+    # The argument `task_type` appears as `task.type` in TF_CONFIG.
     self.assertRegex(said, _CALLED.get(name, name.replace('_', '.')))
     if not isinstance(caught.exception, tfs.errors.ScheduleError):
       self.assertIn('Fix: ', said)
