@@ -272,6 +272,18 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
         self._fit(self.run_, epochs=4, **options)
       self.assert_handler_is_back()
 
+  @parameterized.parameters('model', 'optimizer')
+  def test_fit_of_another(self, what):
+    self.run_.restore()
+    if what == 'model':
+      self.model = keras.models.clone_model(self.model)
+    self.model.compile('sgd', 'mse')
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'another model or optimizer'
+    ):
+      self._fit(self.run_)
+    self.assert_handler_is_back()
+
   def test_fit_that_raised_leaves_the_handler(self):
     another = self._new_run()
     another.restore()

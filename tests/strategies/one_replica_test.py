@@ -169,6 +169,24 @@ class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
       self.assertGreater(sum(c.total() for c in expected), 50)
       self.assertEqual(found, expected)
 
+  @parameterized.product(
+    name=('one_device', 'parameter_server'), is_built=(True, False)
+  )
+  def test_fit_draws_no_batch_to_make_variables(self, name, is_built):
+    """The batch would be lost, and a seeded shuffle would go on to its next order."""
+
+    def losses(strategy):
+      keras.utils.set_random_seed(1)
+      with strategy.scope():
+        layers = [keras.Input([4])] if is_built else []
+        model = keras.Sequential([*layers, keras.layers.Dense(1)])
+        model.compile('sgd', 'mse', metrics=['mae'])
+      data = tf.data.Dataset.from_tensor_slices((_X, _Y)).shuffle(12, seed=1)
+      return model.fit(data.batch(4), epochs=2, verbose=0).history['loss']
+
+    expected = losses(tf.distribute.get_strategy())
+    self.assertAllEqual(losses(tfs.create_strategy(name)), expected)
+
 
 if __name__ == '__main__':
   tf.test.main()

@@ -260,11 +260,13 @@ def _build_from_specs(build):
     strategy = self.distribute_strategy
     if iterator is not None:
       iterator.model = self
-    if not getattr(strategy.extended, 'builds_from_specs', False):
+    # Without a cluster, 'parameter_server' is TensorFlow's strategy of one device.
+    is_alone = isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    if not getattr(strategy.extended, 'builds_from_specs', is_alone):
       return build(self, iterator, data_batch)
     own_step = getattr(type(self).train_step, '__module__', '')
     is_own = not own_step.startswith('keras.')
-    if is_own and strategy.extended.makes_variables_in_steps:
+    if is_own and getattr(strategy.extended, 'makes_variables_in_steps', True):
       # A user's own step may do anything with a batch. Its variables are made when it
       # is traced, as on one device.
       return None

@@ -99,9 +99,9 @@ class Run(keras.callbacks.Callback):
   Raises:
     UnsupportedOptionError: a model without variables or optimizer; parameter
       servers with another `checkpoint_dir`; an elastic job. When `fit` or the
-      context begins: a run that was not restored, a `fit` that does not start at
-      the position of the checkpoint, or groups of steps (`steps_per_execution`) of
-      which none ends there.
+      context begins: a run that was not restored, a `fit` of another model or
+      optimizer, a `fit` that does not start at the position of the checkpoint, or
+      groups of steps (`steps_per_execution`) of which none ends there.
   """
 
   needs_all_workers = True  # See `ChiefOnly`.
@@ -133,6 +133,8 @@ class Run(keras.callbacks.Callback):
     )
     settings = run_state.plain({} if settings is None else settings)
     optimizer = _optimizer_of(model, optimizer)
+    self._saved = model
+    self._optimizers = optimizer, getattr(model, 'optimizer', None)
     self._strategy = model.distribute_strategy
     if not optimizer.built:
       with self._strategy.scope():
@@ -268,6 +270,14 @@ class Run(keras.callbacks.Callback):
 
   def on_train_begin(self, logs=None):
     """Finds the position where `fit` continues."""
+    trains_with = self.model.optimizer
+    option_checks.check(
+      self.model is self._saved
+      and any(trains_with is o for o in self._optimizers),
+      f'a fit of {self.model.name!r} with the Run of another model or optimizer',
+      'the model and the optimizer that the run saves',
+      'make the Run of this model, after compile',
+    )
     position = self._state.begin_fit(self.params.get('steps'))
     if position is not None and self._resumed_from is not position:
       self._resumed_from, self._is_first_epoch = position, True
