@@ -1,4 +1,4 @@
-"""Certificates for jobs of tests."""
+"""Certificates for jobs in tests."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _SECONDS = 60.0
 
 
 def files(directory: str) -> process_group.TlsFiles:
-  """The files that `make` makes in a directory."""
+  """Returns the files that `make` creates in a directory."""
   certificate, key = (
     os.path.join(directory, name) for name in ('certificate.pem', 'key.pem')
   )
-  # It signs itself, so it is its own authority.
+  # The certificate is self-signed, so it is its own authority.
   return process_group.TlsFiles(certificate, key, certificate)
 
 
 def make(directory: str) -> process_group.TlsFiles:
-  """Makes a certificate, valid for two days, with the program `openssl`."""
+  """Makes a certificate with `openssl`. It is valid for two days."""
   made = files(directory)
   kind = ['-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:P-256', '-nodes']
   about = ['-days', '2', '-subj', '/CN=job']

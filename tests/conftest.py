@@ -5,7 +5,7 @@ import random
 import sys
 import time
 
-# TensorFlow reads it when it is first imported.
+# TensorFlow reads it during its first import.
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')
 
 import hypothesis
@@ -20,8 +20,8 @@ NO_TIME = 'the soak run was over'
 # No app.run() parses the flags under pytest, and an unparsed flag raises.
 flags.FLAGS.mark_as_parsed()
 
-# A shared machine may stall any single example, so none is judged by the clock.
-# The ordinary run draws the same examples every time; the soak run draws new ones.
+# A shared machine may stall any example, so examples have no time limit. The
+# ordinary run draws the same examples every time; the soak run draws new ones.
 _UNTIMED = {
   'deadline': None,
   'suppress_health_check': [hypothesis.HealthCheck.too_slow],
@@ -35,14 +35,14 @@ hypothesis.settings.load_profile('soak' if _SOAK else 'default_run')
 
 @pytest.fixture(autouse=True)
 def _leaves_no_name_scope():
-  """Fails a test that leaves a name scope, which would rename later variables."""
+  """Fails a test that leaves a name scope open, which would rename later variables."""
   yield
   keras_names = sys.modules.get('keras.src.backend.common.name_scope')
   assert keras_names is None or not keras_names.current_path()
 
 
 def pytest_addoption(parser):
-  """Adds the options of the runs in the Makefile."""
+  """Adds the options that the Makefile uses."""
   parser.addoption(
     '--device',
     choices=('cpu', 'gpu'),
@@ -72,7 +72,7 @@ def _has_gpu() -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-  """Adds the marks of single rows; skips what only `make soak` runs."""
+  """Adds the marks of single rows, and skips rows that only `make soak` runs."""
   if config.getoption('--device'):
     chosen = [item for item in items if tiers.is_on_devices(item.path)]
     others = [item for item in items if not tiers.is_on_devices(item.path)]
@@ -90,7 +90,8 @@ def pytest_collection_modifyitems(config, items):
 class Soak:
   """Runs tests in random order, file by file, until the time is over.
 
-  A file's tests stay together, as `--dist loadfile` wants, and those of a class.
+  The tests of a file stay together, as `--dist loadfile` requires. The tests of
+  a class also stay together.
   """
 
   def __init__(self, seed, minutes):
@@ -101,30 +102,30 @@ class Soak:
 
   @pytest.hookimpl(trylast=True)
   def pytest_collection_modifyitems(self, items):
-    """Shuffles alike in every process; the time begins."""
+    """Shuffles the tests alike in every process, and starts the clock."""
     self._ends_at = time.monotonic() + 60 * self._minutes
 
     def draw(*names):
       return [random.Random(f'{self._seed} {n}').random() for n in names]
 
-    # Of `a/b_test.py::Class::test`: the file, the class, the test.
+    # `a/b_test.py::Class::test` gives the file, the class and the test.
     items.sort(
       key=lambda i: draw(i.nodeid.split('::')[0], i.parent.nodeid, i.nodeid)
     )
 
   @pytest.hookimpl(tryfirst=True)
   def pytest_runtest_setup(self):
-    """Starts no test after the end."""
+    """Skips tests that would start after the end."""
     if time.monotonic() > self._ends_at:
       pytest.skip(NO_TIME)
 
   def pytest_runtest_logreport(self, report):
-    """Counts what ran."""
+    """Counts the tests that ran."""
     no_time = report.skipped and NO_TIME in report.longreprtext
     (self._left if no_time else self._ran).add(report.nodeid)
 
   def pytest_unconfigure(self, config):
-    """Tells it."""
+    """Prints the number of tests and the seed."""
     ran, left = len(self._ran - self._left), len(self._left)
     if terminal := config.pluginmanager.get_plugin('terminalreporter'):
       terminal.write_line(
@@ -134,7 +135,7 @@ class Soak:
 
 
 class MostSeconds:
-  """Fails a run whose tests take too long. It counts from the first test on."""
+  """Fails a run whose tests take too long, counted from the first test."""
 
   def __init__(self, seconds, factor=processes.DEADLINE_FACTOR):
     self._limit = seconds * factor
@@ -142,48 +143,48 @@ class MostSeconds:
     self._took = 0.0
 
   def pytest_runtest_logstart(self):
-    """The first test starts."""
+    """Starts the clock at the first test."""
     self._started = self._started or time.monotonic()
 
   @pytest.hookimpl(trylast=True)
   def pytest_sessionfinish(self, session):
-    """Fails a run that passed, too late."""
+    """Fails a run that passed, but took too long."""
     if self._started is not None:
       self._took = time.monotonic() - self._started
     if self._took > self._limit and session.exitstatus == pytest.ExitCode.OK:
       session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
   def pytest_terminal_summary(self, terminalreporter):
-    """Tells the time."""
+    """Prints the time."""
     terminalreporter.write_line(
       f'the tests took {self._took:.0f} s, and may take {self._limit:.0f} s'
     )
 
 
 class _NoGpu:
-  """Runs nothing, and says so: there is no GPU to run it on."""
+  """Runs nothing on a machine without a GPU, and says so."""
 
   def pytest_ignore_collect(self):
-    """Modules that ask for a GPU are not even imported."""
+    """Ignores all modules, because some need a GPU at import."""
     return True
 
   def pytest_sessionfinish(self, session):
-    """It is no failure that there is none."""
+    """Ends successfully: a missing GPU is not a failure."""
     session.exitstatus = pytest.ExitCode.OK
 
   def pytest_terminal_summary(self, terminalreporter):
-    """Tells it."""
+    """Prints that no test ran."""
     terminalreporter.write_line('--device=gpu: no GPU on this machine: 0 ran')
 
 
 class _Failures:
-  """Names a failure at once: a run that is cut off must not swallow it."""
+  """Prints each failure at once, so that an interrupted run still shows it."""
 
   def __init__(self, terminal):
     self._terminal = terminal
 
   def pytest_runtest_logreport(self, report):
-    """Prints the end of what a failed test reports."""
+    """Prints the end of a failed test's report."""
     if report.failed:
       self._terminal.write_line(
         f'\nFAILED {report.nodeid}\n{report.longreprtext[-3000:]}'
@@ -192,17 +193,18 @@ class _Failures:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-  """Chooses the devices; registers what needs the run's terminal.
+  """Chooses the devices and registers plugins that need the run's terminal.
 
-  The processes of xdist have none.
+  The processes of xdist have no terminal.
   """
   device = config.getoption('--device')
   if device == 'gpu' and not _has_gpu():
     config.pluginmanager.register(_NoGpu())
   elif device:
-    # `virtual_devices` reads it, also in processes that tests start.
+    # `virtual_devices` reads this variable, also in processes that tests start.
     os.environ['TFS_TEST_DEVICE'] = device
-    # TF32 has 10 bits. What a test starts may not say so to TensorFlow.
+    # TF32 has only 10 bits. Processes that tests start may forget to disable
+    # it.
     os.environ['NVIDIA_TF32_OVERRIDE'] = '0'
   if minutes := config.getoption('--soak-minutes'):
     config.pluginmanager.register(

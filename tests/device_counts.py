@@ -1,4 +1,4 @@
-"""Says at the end of a run with `--device` what ran, and where."""
+"""Prints the tests that ran, by directory, at the end of a run with `--device`."""
 
 import collections
 import re
@@ -10,7 +10,7 @@ _WORKERS = re.compile(r'_(ring|collective|mpi)_\d')
 
 
 def name_of(nodeid: str) -> str:
-  """The directory of a test; of a row of the table of programs its strategy too."""
+  """Returns a test's directory, and for rows of the table of programs the strategy."""
   path, _, test = nodeid.partition('::')
   room, *rest = path.removeprefix('tests/').split('/')
   if room == 'strategies' and len(rest) > 1:
@@ -25,27 +25,27 @@ def name_of(nodeid: str) -> str:
 
 
 class DeviceCounts:
-  """A plugin of pytest, where it has a terminal."""
+  """A pytest plugin, used where there is a terminal."""
 
   def __init__(self, device: str):
     self._device = device
     self._counts = collections.defaultdict(collections.Counter)
 
   def pytest_runtest_logreport(self, report):
-    """Counts a test once; a failure before or after it as a failure."""
+    """Counts a test once. A failure in its setup or teardown counts as a failure."""
     is_subtest = hasattr(report, 'context')
     if not is_subtest and (report.when == 'call' or not report.passed):
       self._counts[name_of(report.nodeid)][report.outcome] += 1
 
   def pytest_terminal_summary(self, terminalreporter):
-    """Prints a line for each name."""
+    """Prints one line for each name."""
     if self._counts:
       terminalreporter.section(f'--device={self._device}')
     for line in self.lines():
       terminalreporter.write_line(line)
 
   def lines(self) -> list[str]:
-    """A line for each name."""
+    """Returns one line for each name."""
     width = max(map(len, self._counts), default=0)
     return [
       f'{name:{width}} '

@@ -1,4 +1,4 @@
-"""Each test is counted once, where it belongs."""
+"""Each test is counted once, under the right name."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""What the tests of all rooms' documentation share."""
+"""Checks that all documentation tests share."""
 
 import doctest
 import importlib
@@ -16,13 +16,13 @@ _DEADLINE_SECONDS = 120
 
 
 def modules_of(package: types.ModuleType) -> list[str]:
-  """The names of a package and of all modules below it."""
+  """Returns the names of a package and of all modules below it."""
   found = pkgutil.walk_packages(package.__path__, f'{package.__name__}.')
   return [package.__name__, *sorted(info.name for info in found)]
 
 
 def assert_examples(test: absltest.TestCase, name: str, least: int = 1) -> None:
-  """Runs the examples of a module, of which there must be at least so many."""
+  """Runs the examples of a module and checks that there are at least `least`."""
   runner = doctest.DocTestRunner(optionflags=_OPTIONS)
   for example in _Finder().find(importlib.import_module(name)):
     runner.run(example)
@@ -31,7 +31,7 @@ def assert_examples(test: absltest.TestCase, name: str, least: int = 1) -> None:
 
 
 class _Finder(doctest.DocTestFinder):
-  """Finds examples of decorated functions too."""
+  """Also finds examples of decorated functions."""
 
   def _from_module(self, module, value):
     return super()._from_module(module, inspect.unwrap(value))
@@ -40,7 +40,7 @@ class _Finder(doctest.DocTestFinder):
 def assert_public_names(
   test: absltest.TestCase, package: types.ModuleType
 ) -> None:
-  """`__all__` is sorted, and each name is there and documented."""
+  """Checks that `__all__` is sorted and that each name exists and is documented."""
   test.assertEqual(package.__all__, sorted(package.__all__))
   for name in package.__all__:
     test.assertNotEmpty(inspect.getdoc(getattr(package, name)), name)
@@ -49,7 +49,7 @@ def assert_public_names(
 def assert_imports_load_none(
   test: absltest.TestCase, modules: Iterable[str], unwanted: Iterable[str]
 ) -> None:
-  """Imports modules in a process of its own, which then has none of others."""
+  """Imports modules in a new process and checks that none of `unwanted` is loaded."""
   code = f"""
 import importlib, sys
 for name in {list(modules)!r}:

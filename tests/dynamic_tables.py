@@ -1,4 +1,4 @@
-"""Models with a table of rows, dynamic or not, that should train alike."""
+"""Models with a dynamic or a static table of rows, which must train alike."""
 
 import keras
 import numpy as np
@@ -34,14 +34,14 @@ OPTIMIZERS = {
 
 @keras.saving.register_keras_serializable('tf_strategies.tests')
 def first_rows(ids):
-  """Initial rows that tell ids and columns apart."""
+  """Returns initial rows that tell ids and columns apart."""
   places = tf.cast(tf.cast(ids, tf.int64) % 1009, tf.float32)
   return tf.sin(places[:, None] * tf.constant([1.0, 2.0, 3.0, 4.0]) + 1.0)
 
 
 @keras.saving.register_keras_serializable('tf_strategies.tests')
 class Pooling(keras.layers.Layer):
-  """Sums the rows of as many ids as there are."""
+  """Sums the rows of any number of ids."""
 
   def call(self, x):
     return tf.reduce_sum(x, 1)
@@ -51,9 +51,10 @@ class Pooling(keras.layers.Layer):
 
 
 def model(is_dynamic, optimizer, kind='dense', **options):
-  """A compiled model with two ids a row, and the same weights however it is made.
+  """Returns a compiled model with two ids a row and fixed initial weights.
 
-  With `kind` 'ragged' a row has up to two, with 'sparse' some are missing.
+  With `kind` 'ragged' a row has up to two ids; with 'sparse' some ids are
+  missing.
   """
   layers = keras.layers
   if is_dynamic:
@@ -78,14 +79,14 @@ def model(is_dynamic, optimizer, kind='dense', **options):
 
 
 def some_in_each_batch():
-  """Ids and targets of some steps, with ids that repeat."""
+  """Returns ids and targets of some steps. Some ids repeat."""
   rng = np.random.default_rng(1)
   ids = rng.integers(0, VOCABULARY, [_STEPS * _BATCH, 2])
   return ids, rng.normal(size=[_STEPS * _BATCH, 1]).astype(np.float32)
 
 
 def all_in_each_batch():
-  """The same, but each batch has all ids."""
+  """Returns the same, but each batch contains all ids."""
   ids, y = some_in_each_batch()
   for batch in range(0, len(ids), _BATCH):
     ids[batch : batch + VOCABULARY // 2] = np.arange(VOCABULARY).reshape(
@@ -95,7 +96,7 @@ def all_in_each_batch():
 
 
 def with_gaps(kind, x):
-  """Ids of which some are left out, but of none that `all_in_each_batch` adds."""
+  """Removes some ids, but none that `all_in_each_batch` adds."""
   row, column = np.indices(x.shape)
   kept = (row % _BATCH < VOCABULARY // 2) | ((row + column) % 3 > 0)
   if kind == 'ragged':
@@ -104,12 +105,12 @@ def with_gaps(kind, x):
 
 
 def dataset(x, y):
-  """Batches of a fixed size."""
+  """Returns batches of a fixed size."""
   return tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH)
 
 
 def results(model, x, y, epochs=2, **options):
-  """Trains a model; what came of it, and what it is then."""
+  """Trains a model and returns its losses, its evaluation and its predictions."""
   history = model.fit(dataset(x, y), epochs=epochs, verbose=0, **options)
   return {
     'losses': history.history['loss'],
@@ -119,7 +120,7 @@ def results(model, x, y, epochs=2, **options):
 
 
 def twice(is_dynamic):
-  """A layer, an optimizer and a step that reads the layer's rows for two ids."""
+  """Returns a layer, an optimizer and a step that reads the layer's rows twice."""
   if is_dynamic:
     layer = tfs.keras.DynamicEmbedding(WIDTH, first_rows)
   else:
@@ -143,7 +144,7 @@ def twice(is_dynamic):
 
 
 def pairs():
-  """Batches for `twice`."""
+  """Returns batches for `twice`."""
   ids, y = some_in_each_batch()
   return [
     ((ids[i : i + _BATCH, 0], ids[i : i + _BATCH, 1]), y[i : i + _BATCH, 0])

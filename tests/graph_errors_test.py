@@ -1,4 +1,4 @@
-"""Errors of graphs: short, and of the type that they were raised as."""
+"""Errors from graphs are short and keep the type that was raised."""
 
 import pickle
 

@@ -1,8 +1,9 @@
-"""What one process does with NCCL on one whole GPU; on a CPU without NCCL.
+"""Functions that use NCCL on one whole GPU, or run without it on a CPU.
 
-NCCL refuses two members on one GPU, so its groups have one member here: it is found,
-starts, and reduces. pytest's own process has split the GPU, so each function runs in
-a process of its own, and imports nothing that calls `virtual_devices.configure`.
+NCCL rejects two members on one GPU, so these groups have one member. This shows
+that NCCL is found, starts and reduces. pytest's own process has split the GPU,
+so each function runs in its own process. It must not import a module that calls
+`virtual_devices.configure`.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ def _device():
 
 
 def _types(function, *args):
-  """The operations of a function's graph."""
+  """Returns the operations of a function's graph."""
   graph = function.get_concrete_function(*args).graph
   return [(o.type, o.device.lower()) for o in graph.get_operations()]
 
 
 def auto_all_reduce(rank):
-  """Its operations, and a mean of float32, float64 and int64 by `AutoAllReduce`."""
+  """Returns the operations and results of `AutoAllReduce` for three dtypes."""
   del rank
   device, op = _device(), cross_device.AutoAllReduce()
 
@@ -51,7 +52,7 @@ def auto_all_reduce(rank):
 
 
 def collective(rank, communication):
-  """Its operations, report, and sums by `MultiWorkerCollectiveStrategy`."""
+  """Returns operations, report and sums of `MultiWorkerCollectiveStrategy`."""
   del rank
   strategy = tfs.MultiWorkerCollectiveStrategy(
     options=tfs.CollectiveOptions(communication=communication),
@@ -60,7 +61,7 @@ def collective(rank, communication):
 
   @tf.function
   def all_reduce(rows):
-    # A strategy of one replica reduces nothing by itself.
+    # A strategy with one replica does not reduce unless told to.
     return strategy.extended.communicator.all_reduce([rows], 'rows')[0]
 
   rows = [tf.constant([1.0, 2.0]), tf.constant([3], tf.int64)]
@@ -69,7 +70,7 @@ def collective(rank, communication):
 
 
 def fit(rank, jit_compile):
-  """How far weights are from those without a strategy, and from the first ones."""
+  """Returns how far the weights are from one device's, and from the initial ones."""
   del rank
   device = _device()
   strategy = tfs.MultiWorkerCollectiveStrategy(devices=[device])

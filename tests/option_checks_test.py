@@ -1,4 +1,4 @@
-"""What cannot be used is refused at once, by every object of options."""
+"""Every options object rejects unusable values at once."""
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -22,7 +22,7 @@ _PIPELINE = data.PipelineOptions
 _RING = multi_worker.RingOptions
 _SERVERS = servers.ParameterServerOptions
 _SUPERVISOR = supervisor.Options
-# What has no default, and how a command names its flags.
+# Required arguments, and the classes whose fields are command-line flags.
 _OTHERS = {_PIPELINE: {'global_batch_size': 8}}
 _FLAGS = (_JOB, _SUPERVISOR)
 

@@ -5,8 +5,8 @@
     job.kill('ps', 1)
     job.start('ps', 1)
 
-Servers are plain `tf.distribute.Server`s. The chief is a process of its own,
-since a process can be connected to one cluster only. All have a deadline.
+Servers are plain `tf.distribute.Server`s. The chief has its own process,
+because a process can connect to one cluster only. All processes have a deadline.
 """
 
 import os
@@ -23,11 +23,11 @@ class Job(processes.ProcessGroup):
   """The tasks of one job.
 
   Args:
-    num_workers: workers to start.
-    num_ps: parameter servers to start.
+    num_workers: number of workers to start.
+    num_ps: number of parameter servers to start.
     deadline: seconds after which `wait` ends the chief.
-    missing: tasks that are not started, as ('worker', 1).
-    serve: what they run; called with the cluster, the job and the index.
+    missing: tasks that are not started, such as ('worker', 1).
+    serve: function that servers run, called with the cluster, the job and the index.
   """
 
   def __init__(
@@ -52,15 +52,15 @@ class Job(processes.ProcessGroup):
           self.start(job, index)
 
   def tf_config(self, job: str, index: int) -> str:
-    """TF_CONFIG of a task."""
+    """Returns the TF_CONFIG of a task."""
     return processes.tf_config(self.cluster, index, job)
 
   def start(self, job: str, index: int) -> None:
-    """Starts a server, or starts it again after its end."""
+    """Starts a server, or restarts it after its end."""
     self.start_function((job, index), self._serve, (self.cluster, job, index))
 
   def restart(self, job: str, index: int) -> None:
-    """Kills a server, and starts it again."""
+    """Kills a server and starts it again."""
     self.kill(job, index)
     self.start(job, index)
 
@@ -77,11 +77,11 @@ class Job(processes.ProcessGroup):
     )
 
   def wait(self) -> processes.Outcome:
-    """Waits until the chief has ended; ends it at the deadline."""
+    """Waits for the chief to end. Ends it at the deadline."""
     return self.wait_for([('chief', 0)])[0]
 
   def run(self, function: Callable, args: Sequence[Any] = ()) -> Any:
-    """What `function(*args)` returns in the chief; fails if it raises."""
+    """Returns the result of `function(*args)` in the chief. Raises if it fails."""
     self.start_chief(function, args)
     return self.wait().result()
 
@@ -90,7 +90,7 @@ class Job(processes.ProcessGroup):
 
 
 def serve_task(cluster: dict[str, Any], job: str, index: int) -> None:
-  """A task's server, until it is ended."""
+  """Runs a task's server until the process is ended."""
   os.environ.setdefault('GRPC_FAIL_FAST', 'use_caller')
   import tensorflow as tf
 

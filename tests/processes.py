@@ -1,16 +1,16 @@
 """Runs functions in processes: the workers of a cluster, or a single task.
 
-Real processes with a deadline: whatever a test does to its workers, none of
-them outlives it. Programs are started with `benchmarks/processes.py`, which this
-file does not import: some workers do without TensorFlow.
+The processes are real and have a deadline, so no worker outlives its test.
+`benchmarks/processes.py` starts programs. This file does not import it, because
+some workers run without TensorFlow.
 
   results = processes.run_workers(train, 2, args=(3,))   # train(rank, 3)
   with processes.Workers(train, 3, args=(3,)) as workers:
     workers.kill(1)
     outcomes = workers.wait()
 
-A process begins as a copy of one that has imported TensorFlow: the import takes
-four seconds of a CPU. The copy is made before anything of TensorFlow runs.
+A process starts as a copy of one that has imported TensorFlow, because the import
+takes four CPU seconds. The copy is made before TensorFlow runs anything.
 """
 
 import contextlib
@@ -34,14 +34,15 @@ from unittest import mock
 from tf_strategies.launch import ports as ports_lib
 
 DEADLINE_SECONDS = 120.0
-# `make soak` gives everything longer: it runs for hours, on machines that stall.
+# `make soak` runs for hours on machines that may stall, so it extends all
+# deadlines.
 DEADLINE_FACTOR = float(os.environ.get('TFS_DEADLINE_FACTOR', '1'))
 
-# Whether workers differ in what their program does not say; see `Workers`.
+# Whether workers differ in ways that must not matter; see `Workers`.
 ARE_UNLIKE = os.environ.get('TFS_UNLIKE_WORKERS') == '1'
 _GARBAGE = 'TFS_GARBAGE'
 
-# Read when TensorFlow is imported: errors only, of C++.
+# TensorFlow reads it during import. Its C++ code then logs errors only.
 _ENVIRONMENT = {'TF_CPP_MIN_LOG_LEVEL': '2'}
 _PRELOADED = ['numpy', 'tensorflow', 'keras']
 
@@ -51,12 +52,12 @@ class Outcome:
   """How a process ended.
 
   Attributes:
-    rank: of the worker, or the name of the task.
+    rank: rank of the worker, or name of the task.
     exitcode: 0, or negative for a signal; None if the deadline ended it.
-    value: what the function returned, if it did.
-    error: what it raised, if it did and that can be pickled.
-    error_text: the traceback of it.
-    ended_at: `time.time()` when the function was over.
+    value: result of the function, if it returned.
+    error: exception that the function raised, if it can be pickled.
+    error_text: traceback of the exception.
+    ended_at: `time.time()` when the function ended.
   """
 
   rank: Any
@@ -67,10 +68,11 @@ class Outcome:
   ended_at: float = 0.0
 
   def result(self) -> Any:
-    """What the function returned.
+    """Returns the result of the function.
 
     Raises:
-      AssertionError: it raised, died, or ran into the deadline.
+      AssertionError: if the function raised, or the process died or ran into the
+        deadline.
     """
     if self.exitcode is None:
       raise AssertionError(f'worker {self.rank} ran into the deadline')
@@ -84,14 +86,14 @@ class Outcome:
 
 
 def addresses(count: int) -> list[str]:
-  """Free addresses on the loopback interface."""
+  """Returns free addresses on the loopback interface."""
   return [f'127.0.0.1:{port}' for port in ports_lib.pick_ports(count)]
 
 
 def tf_config(
   cluster: Mapping[str, Sequence[str]], index: int, task_type: str = 'worker'
 ) -> str:
-  """TF_CONFIG of one task."""
+  """Returns the TF_CONFIG of one task."""
   jobs = {job: list(tasks) for job, tasks in cluster.items()}
   return json.dumps(
     {'cluster': jobs, 'task': {'type': task_type, 'index': index}}
@@ -99,13 +101,12 @@ def tf_config(
 
 
 class ProcessGroup:
-  """Processes that call functions; a context that ends those that still run.
+  """Processes that call functions. On leaving the context, they are ended.
 
   They also end when this process is killed.
 
   Args:
-    deadline: seconds, times DEADLINE_FACTOR, after which `wait` gives up on what
-      still runs.
+    deadline: seconds after which `wait` gives up; multiplied by DEADLINE_FACTOR.
   """
 
   def __init__(self, deadline: float = DEADLINE_SECONDS):
@@ -123,16 +124,16 @@ class ProcessGroup:
     is_fresh: bool = False,
     exits_at_once: bool = False,
   ) -> None:
-    """Starts a process, or starts it again after its end.
+    """Starts a process, or restarts it after its end.
 
     Args:
-      key: a name of it, such as its rank.
-      function: a module's function, called as `function(*args)`.
-      args: pickled.
-      env: variables to set beside this process's.
-      is_fresh: whether it is a new interpreter instead of a copy.
-      exits_at_once: whether it ends without waiting for its threads, such as
-        TensorFlow's, which may wait for servers that are gone.
+      key: name of the process, such as its rank.
+      function: function of a module, called as `function(*args)`.
+      args: arguments, which are pickled.
+      env: additional environment variables.
+      is_fresh: whether to start a new interpreter instead of a copy.
+      exits_at_once: whether to exit without waiting for threads. TensorFlow's threads
+        may wait for servers that are gone.
     """
     with contextlib.suppress(FileNotFoundError):
       os.remove(self._path(key))
@@ -152,38 +153,41 @@ class ProcessGroup:
       ),
       daemon=True,
     )
-    # A new interpreter reads some of them when it starts.
+    # A new interpreter reads some variables when it starts.
     with mock.patch.dict(os.environ, (env or {}) if is_fresh else {}):
       process.start()
     self._processes[key] = process
 
   def pid(self, *key: Hashable) -> int:
-    """The id of a process."""
+    """Returns the id of a process."""
     return self._process(key).pid
 
   def is_alive(self, *key: Hashable) -> bool:
-    """Whether a process still runs."""
+    """Returns whether a process still runs."""
     return self._process(key).is_alive()
 
   def kill(self, *key: Hashable) -> None:
-    """Ends a process as `kill -9` does, and waits until it is gone."""
-    # One that a signal has ended already is no error.
+    """Kills a process as `kill -9` does, and waits until it is gone."""
+    # A process that a signal has already ended is not an error.
     self._process(key).kill()
     self._process(key).join(10)
 
   def signal(self, *key_and_number: Hashable) -> None:
-    """Sends a process a signal: its key, then the number."""
+    """Sends a signal to a process.
+
+    The arguments are its key, then the signal number.
+    """
     os.kill(self.pid(*key_and_number[:-1]), key_and_number[-1])
 
   def wait_for(self, keys: Iterable[Hashable]) -> list[Outcome]:
-    """Waits for processes, until the deadline at most; their outcomes."""
+    """Waits for processes until the deadline, and returns their outcomes."""
     keys = list(keys)
     for key in keys:
       self._processes[key].join(max(0.0, self._ends_at - time.monotonic()))
     late = [key for key in keys if self._processes[key].is_alive()]
     outcomes = [self._outcome(key) for key in keys]
     for key in late:
-      # Its stacks, in the test's log, say where it hangs.
+      # Prints the stacks to the test's log, to show where the process hangs.
       os.kill(self._processes[key].pid, signal.SIGABRT)
       self._processes[key].join(10)
     return outcomes
@@ -219,20 +223,20 @@ class ProcessGroup:
 class Workers(ProcessGroup):
   """Processes that run one function, each with its rank as first argument.
 
-  TF_CONFIG and TFS_SECRET are set in each, as a launcher does.
+  Each gets TF_CONFIG and TFS_SECRET, as from a launcher.
 
   Args:
-    function: a module's function, called as `function(rank, *args)`.
-    count: how many.
-    args: further arguments; pickled.
+    function: function of a module, called as `function(rank, *args)`.
+    count: number of workers.
+    args: further arguments, which are pickled.
     env: environment variables of every worker.
-    deadline: seconds after which `wait` ends what still runs.
+    deadline: seconds after which `wait` ends processes that still run.
     ports: addresses to use; free ones by default.
-    is_fresh: whether each begins as a new interpreter, instead of as a copy of
-      one that has imported TensorFlow.
-    are_unlike: whether workers differ on purpose in what must not decide which
-      collectives run: every other one frees no garbage, and the others free it at
-      once; each has its own hash seed. By default as TFS_UNLIKE_WORKERS=1 says.
+    is_fresh: whether each starts as a new interpreter, instead of a copy of one
+      that has imported TensorFlow.
+    are_unlike: whether workers differ on purpose in ways that must not change their
+      collectives. Every other worker never frees garbage, and the others free it
+      at once. Each has its own hash seed. Set by TFS_UNLIKE_WORKERS=1 by default.
   """
 
   def __init__(
@@ -257,7 +261,7 @@ class Workers(ProcessGroup):
       self.start(rank)
 
   def start(self, rank: int) -> None:
-    """Starts a worker, or starts it again after its end."""
+    """Starts a worker, or restarts it after its end."""
     env = {'TF_CONFIG': tf_config({'worker': self.addresses}, rank)}
     if self._are_unlike:
       env[_GARBAGE] = ('kept', 'freed')[rank % 2]
@@ -271,49 +275,50 @@ class Workers(ProcessGroup):
     )
 
   def wait(self, ranks: Sequence[int] | None = None) -> list[Outcome]:
-    """Waits for workers, until the deadline at most; outcomes by rank."""
+    """Waits for workers until the deadline, and returns their outcomes by rank."""
     return self.wait_for(sorted(self._processes) if ranks is None else ranks)
 
 
 def run_workers(
   function: Callable[..., Any], count: int, **options
 ) -> list[Any]:
-  """Runs `function(rank, *args)` in `count` processes; what each returned.
+  """Runs `function(rank, *args)` in `count` processes and returns their results.
 
   Args:
-    function: a module's function.
-    count: how many.
-    **options: of `Workers`.
+    function: function of a module.
+    count: number of processes.
+    **options: options of `Workers`.
 
   Raises:
-    AssertionError: a worker raised, died, or ran into the deadline.
+    AssertionError: if a worker raised, died, or ran into the deadline.
   """
   with Workers(function, count, **options) as workers:
     outcomes = workers.wait()
-  # The deadline first: the others may have failed because of who hangs.
+  # Reports the deadline first, because other workers may fail due to one that
+  # hangs.
   outcomes.sort(key=lambda outcome: outcome.exitcode is not None)
   values = {outcome.rank: outcome.result() for outcome in outcomes}
   return [values[rank] for rank in range(count)]
 
 
 def _main(function, args, env, path, exits_at_once):
-  """What a process does."""
+  """Runs the function in the new process and stores its result."""
   threading.Thread(
     target=_end_with_parent, name='end_with_parent', daemon=True
   ).start()
-  # The server has that of the moment when it was started.
+  # A copy has the environment of the moment when the server was started.
   os.environ.clear()
   os.environ.update(env)
   import numpy as np
 
-  # All copies would draw the same numbers.
+  # Without a new seed, all copies would draw the same numbers.
   np.random.seed()
   faulthandler.enable()
   _set_garbage(env.get(_GARBAGE))
   result = {}
   try:
     result['value'] = function(*args)
-  except BaseException as e:  # Also SystemExit: the test is to see it.
+  except BaseException as e:  # Also SystemExit, which the test must see.
     result['error_text'] = traceback.format_exc()
     result['error'] = _picklable(e)
   result['ended_at'] = time.time()
@@ -326,19 +331,19 @@ def _main(function, args, env, path, exits_at_once):
 
 
 def _set_garbage(garbage):
-  """Keeps what nobody refers to, or frees it at once; see `Workers`."""
+  """Keeps unreferenced objects, or frees them at once; see `Workers`."""
   if garbage == 'kept':
     gc.disable()
     # Keras calls it in `clear_session`.
     gc.collect = lambda generation=2: 0
   elif garbage == 'freed':
-    gc.freeze()  # Otherwise each collection looks at all of TensorFlow.
+    gc.freeze()  # Otherwise each collection scans all of TensorFlow.
     gc.set_threshold(100, 2, 2)
 
 
 def _end_with_parent():
-  """Ends this process when the one that started it is gone."""
-  # What it does may never end: a collective whose other workers are dead.
+  """Ends this process when its parent has ended."""
+  # The function may never return: a collective may wait for dead workers.
   multiprocessing.parent_process().join()
   os._exit(1)
 

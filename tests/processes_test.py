@@ -1,4 +1,6 @@
-"""The runner of processes: outcomes, deadlines, and nothing left behind."""
+"""The runner of processes reports outcomes, keeps deadlines and leaves nothing
+behind.
+"""
 
 import os
 import signal
@@ -31,8 +33,8 @@ def _sleep(rank):
 
 
 def _start_one_and_tell(rank, path):
-  """Starts a process that sleeps, and is then killed together with it."""
-  # A daemonic process, which this one is, may not have children of its own.
+  """Starts a process that sleeps. The test then kills both."""
+  # This process is daemonic and could not have children otherwise.
   processes.multiprocessing.current_process()._config['daemon'] = False
   workers = processes.Workers(_sleep, 1)
   with open(f'{path}~', 'w', encoding='utf-8') as f:
@@ -90,7 +92,7 @@ class WorkersTest(absltest.TestCase):
   @pytest.mark.soak
   def test_ends_with_the_process_that_started_it(self):
     path = os.path.join(self.create_tempdir().full_path, 'pid')
-    # As a copy it would share the server that copies are made of.
+    # A copy would share the server that makes copies.
     with processes.Workers(
       _start_one_and_tell, 1, args=(path,), is_fresh=True
     ) as workers:

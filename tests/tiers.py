@@ -32,7 +32,7 @@ from typing import Any
 
 from absl.testing import parameterized
 
-# From the run that is made most often to the one that is made least often.
+# From the most frequent run to the least frequent one.
 _TIERS = ('smoke', '', 'soak')
 _ATTRIBUTE = 'tiers_of_cases'
 
@@ -46,7 +46,7 @@ class _Marked:
 
 
 def smoke(*values: Any) -> Any:
-  """Marks a row: `make test` runs it.
+  """Marks a row for `make test`.
 
   Args:
     *values: the values of the row, or one value: the row itself.
@@ -55,12 +55,12 @@ def smoke(*values: Any) -> Any:
 
 
 def soak(*values: Any) -> Any:
-  """Marks a row: only `make soak` runs it. Takes what `smoke` takes."""
+  """Marks a row for `make soak` only. Takes the arguments of `smoke`."""
   return _mark('soak', values)
 
 
 def unmarked(*values: Any) -> Any:
-  """Leaves a row unmarked. Takes what `smoke` takes."""
+  """Leaves a row unmarked. Takes the arguments of `smoke`."""
   return _mark('', values)
 
 
@@ -70,14 +70,14 @@ def every(mark: Any, rows: Iterable[Any]) -> list[Any]:
 
 
 def few(rows: Iterable[Any], *names: str) -> list[Any]:
-  """Marks rows with `soak`, but for those of these names.
+  """Marks all rows with `soak`, except those with the given names.
 
   Args:
-    rows: names, or rows that begin with one.
-    *names: of the rows that stay as they are.
+    rows: names, or rows that begin with a name.
+    *names: names of the rows to leave unchanged.
 
   Raises:
-    ValueError: a name is of no row.
+    ValueError: if no row has one of the names.
   """
   rows = list(rows)
   found = [row if isinstance(row, str) else _row(row)[0] for row in rows]
@@ -90,19 +90,19 @@ def few(rows: Iterable[Any], *names: str) -> list[Any]:
 
 
 def parameters(*rows: Any) -> Any:
-  """`parameterized.parameters` of rows of which some are marked."""
+  """Returns `parameterized.parameters`, but rows may be marked."""
   return _decorator(parameterized.parameters, rows, _number)
 
 
 def named_parameters(*rows: Any) -> Any:
-  """`parameterized.named_parameters` of rows of which some are marked."""
+  """Returns `parameterized.named_parameters`, but rows may be marked."""
   return _decorator(parameterized.named_parameters, rows, _name)
 
 
 def product(
   *mappings: Sequence[Mapping[str, Any]], **values: Sequence[Any]
 ) -> Any:
-  """`parameterized.product`; a combination has the latest tier of its parts."""
+  """Returns `parameterized.product`. A combination has the latest tier of its parts."""
   factors = [
     *mappings,
     *([_with_key(key, v) for v in vs] for key, vs in values.items()),
@@ -117,11 +117,11 @@ def product(
 
 
 def mark_of(function: Any, name: str) -> str | None:
-  """The tier that a decorator of this module gave to a generated test.
+  """Returns the tier that a decorator of this module gave to a generated test.
 
   Args:
     function: the test.
-    name: its name, with what its row added to it.
+    name: name of the test, including the suffix for its row.
   """
   return getattr(function, _ATTRIBUTE, {}).get(name)
 
@@ -161,14 +161,14 @@ def _decorator(absl_decorator, rows, name_of):
       for index, row in enumerate(rows)
       if _tier(row)
     }
-    # absl copies the attributes of the method to each test that it makes.
+    # absl copies the attributes of the method to each test that it generates.
     setattr(test, _ATTRIBUTE, marks)
     return absl_decorator([_row(row) for row in rows])(test)
 
   return decorate
 
 
-# What runs with --device: all whose computation is on the devices of a strategy.
+# With --device, tests run that compute on the devices of a strategy.
 _ON_DEVICES = (
   'cross_device',
   'keras',
@@ -176,7 +176,8 @@ _ON_DEVICES = (
   'programs',
   'strategies',
 )
-# In those, what checks CPUs, hosts, or TPUs; servers and their messages.
+# Of these, tests of CPUs, hosts or TPUs, and of servers and their messages, do
+# not.
 _ON_HOSTS = (
   'strategies/host_input_test.py',
   'strategies/tpu',
@@ -188,7 +189,7 @@ _ON_HOSTS = (
 
 
 def is_on_devices(path: pathlib.Path) -> bool:
-  """Whether a file has tests that `--device` moves to other devices."""
+  """Returns whether `--device` moves the tests of a file to other devices."""
   path = path.relative_to(pathlib.Path(__file__).parent)
   return any(path.is_relative_to(p) for p in _ON_DEVICES) and not any(
     path.is_relative_to(p) for p in _ON_HOSTS

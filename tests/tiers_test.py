@@ -1,4 +1,4 @@
-"""Marks of single rows reach the tests that absl makes of them."""
+"""Marks of single rows reach the tests that absl generates from them."""
 
 import ast
 import itertools
@@ -13,7 +13,7 @@ from tests import conftest, tiers
 
 
 def _make_cases():
-  # In a function, where pytest does not collect it.
+  # Defined in a function, where pytest does not collect it.
   class Cases(parameterized.TestCase):
     @tiers.parameters(1, tiers.smoke(2), tiers.soak(3, 4))
     def test_by_position(self, *values):
@@ -54,7 +54,7 @@ def _marks(prefix):
 
 
 def _marks_of_nothing(source):
-  """Names of tests with a mark above what makes several of them: it marks none."""
+  """Returns the tests with a mark above their parameters, where it has no effect."""
   found = []
   for node in ast.walk(ast.parse(source)):
     if isinstance(node, ast.FunctionDef):

@@ -1,11 +1,11 @@
-"""The devices that tests run on: several logical ones in one process.
+"""The devices of the tests: several logical devices in one process.
 
-All tests take the type and the names of their devices from here. They are logical
-CPUs; with `pytest --device=gpu` they are the GPUs of the machine, or, if it has
-fewer than four, the first one split into virtual GPUs.
+All tests get the type and the names of their devices from this module. The
+devices are logical CPUs. With `pytest --device=gpu` they are the GPUs of the
+machine. If it has fewer than four, the first GPU is split into virtual GPUs.
 
-pytest runs many modules in one process and TensorFlow fixes its devices when
-it first runs an op, so every module asks for the same number at import:
+pytest runs many modules in one process, and TensorFlow fixes its devices when
+it runs the first op. Every module therefore asks for the same number at import:
 
   virtual_devices.configure()
   strategy = tfs.RingMirroredStrategy(virtual_devices.names(4))
@@ -16,41 +16,42 @@ import os
 import tensorflow as tf
 
 DEFAULT_COUNT = 8
-# 'CPU' or 'GPU'. In the environment, for the processes that tests start.
+# 'CPU' or 'GPU'. An environment variable, so that child processes get it too.
 VARIABLE = 'TFS_TEST_DEVICE'
 KIND = os.environ.get(VARIABLE, 'cpu').upper()
-# Whatever the tests run on.
+# The host's device, independent of the test's devices.
 HOST = 'CPU:0'
-# Real GPUs are not split if there are as many as most tests need.
+# Real GPUs are not split if there are enough for most tests.
 _ENOUGH = 4
-# Whether bits can be compared; on GPUs TensorFlow has to be told that they are.
+# Whether results are reproducible bit by bit. On GPUs this needs a TensorFlow
+# setting.
 IS_DETERMINISTIC = (
   KIND == 'CPU' or os.environ.get('TF_DETERMINISTIC_OPS') == '1'
 )
-# Of each virtual GPU. Several processes share one GPU.
+# Memory of each virtual GPU. Several processes share one GPU.
 _MEGABYTES = int(os.environ.get('TFS_TEST_GPU_MEGABYTES', '2048'))
 
 
 def name(index: int) -> str:
-  """The name of a device, such as 'CPU:1'."""
+  """Returns the name of a device, such as 'CPU:1'."""
   return f'{KIND}:{index}'
 
 
 def names(count: int = DEFAULT_COUNT) -> list[str]:
-  """The names of the first `count` devices."""
+  """Returns the names of the first `count` devices."""
   return [name(i) for i in range(count)]
 
 
 def configure(count: int = DEFAULT_COUNT) -> None:
-  """Makes sure that at least `count` logical CPUs, or GPUs, exist; safe to repeat.
+  """Ensures that at least `count` logical CPUs or GPUs exist. May be called again.
 
-  On GPUs float32 is float32: their TF32 has 10 bits.
+  On GPUs it disables TF32, whose products have only 10 bits.
 
   Args:
-    count: how many devices the calling module needs.
+    count: number of devices that the calling module needs.
 
   Raises:
-    RuntimeError: TensorFlow runs already, with fewer of them.
+    RuntimeError: if TensorFlow already runs with fewer devices.
   """
   _split('CPU', count, {})
   if KIND == 'GPU':
@@ -64,7 +65,10 @@ def configure(count: int = DEFAULT_COUNT) -> None:
 
 
 def server_config(computes: bool) -> tf.compat.v1.ConfigProto:
-  """Of a `tf.distribute.Server`: on a share of a GPU if it `computes` there."""
+  """Returns the config of a `tf.distribute.Server`.
+
+  If it `computes`, it gets a share of a GPU.
+  """
   config = tf.compat.v1.ConfigProto()
   if computes and KIND == 'GPU':
     tf.config.experimental.enable_tensor_float_32_execution(False)

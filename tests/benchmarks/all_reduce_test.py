@@ -61,8 +61,9 @@ class TensorSetsTest(tf.test.TestCase, parameterized.TestCase):
   def test_resnet_is_that_of_the_paper(self):
     shapes = tensor_sets.by_name('resnet')
     self.assertLen(shapes, 60)
-    # Keras counts 25,636,712 parameters. Its convolutions have 26,560 biases,
-    # and 106,240 are the batch normalisations', of which 3,904 are here.
+    # Keras counts 25,636,712 parameters. They include 26,560 biases of
+    # convolutions and 106,240 parameters of batch normalization. We have 3,904
+    # of the latter.
     parameters = sum(tf.TensorShape(s).num_elements() for s in shapes)
     self.assertEqual(parameters, 25_636_712 - 26_560 - 106_240 + 3_904)
 
@@ -79,8 +80,9 @@ class PeersTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(2, 4, 8)
   def test_hierarchical_copy(self, world_size):
-    # Two main devices for each tensor: half of the devices' gradients, or
-    # half less one and the other half's sum; one copy back to the rest.
+    # Each tensor has two main devices. One receives the gradients of half of
+    # the devices. The other receives half less one, and the first half's sum.
+    # One copy goes back to each other device.
     busiest = peers.hierarchical_copy_bytes_in([100], world_size)
     self.assertEqual(busiest, 100 * (world_size // 2))
     balanced = peers.hierarchical_copy_bytes_in([100] * world_size, world_size)
@@ -115,7 +117,7 @@ class ReportTest(tf.test.TestCase):
       'e': 'f\n  [\n  1,\n  2\n]',
     }
     report.write_json(path, {'b': 1})
-    report.write_json(path, content)  # It is replaced at once.
+    report.write_json(path, content)  # The next run replaces the file.
     self.assertEqual(os.listdir(os.path.dirname(path)), ['a.json'])
     with open(path, encoding='utf-8') as f:
       text = f.read()

@@ -1,4 +1,4 @@
-"""The examples in docstrings do what they say."""
+"""The examples in docstrings give the results that they show."""
 
 from absl.testing import absltest, parameterized
 
@@ -6,7 +6,7 @@ from tests import docstrings
 
 
 class DocumentationTest(parameterized.TestCase):
-  # Not the commands: their flags would meet in one process.
+  # Excludes the commands, because their flags would collide in one process.
   @parameterized.parameters(
     ('benchmarks.measure', 2),
     ('benchmarks.process_results', 2),

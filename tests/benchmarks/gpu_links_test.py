@@ -1,4 +1,4 @@
-"""Constants come out of times that have them."""
+"""The fit finds the constants from which the times were computed."""
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(found[1], beta, 1e-6, 1e-20)
 
   def test_small_sizes_count_as_much_as_large_ones(self):
-    # Half a percent of the largest time is more than the whole of the smallest.
+    # Half a percent of the largest time exceeds the whole smallest time.
     sizes = [*SIZES[:-1], 2**27, 2**28]
     seconds = np.array([1e-5 + 1e-11 * size for size in sizes])
     seconds[-2:] *= 1.005, 0.995

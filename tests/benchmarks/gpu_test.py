@@ -1,4 +1,4 @@
-"""The drill for GPUs runs on CPUs; the figures of a GPU need one."""
+"""The GPU drill runs on CPUs, but its figures need a GPU."""
 
 import os
 
@@ -8,7 +8,8 @@ import tensorflow as tf
 from benchmarks import processes
 from tests.benchmarks import running
 
-# In processes of their own: the drill's flags have the names of the examples'.
+# Runs in its own process, because its flags have the names of the examples'
+# flags.
 _BUILD = """
 from benchmarks import gpu_parts
 
@@ -84,7 +85,7 @@ class GpuBenchmarkTest(tf.test.TestCase):
     found = running.read_json(path)
     self.assertEqual((found['failures'], found['hardware']['gpus']), ([], []))
     rows = found['results']
-    # Each strategy with and without XLA; one device at the end once more.
+    # Each strategy with and without XLA, and one device again at the end.
     self.assertLen(rows['step'], 2 * (7 + 6))
     for row in rows['step']:
       # TensorFlow's MirroredStrategy does not compile on two devices.

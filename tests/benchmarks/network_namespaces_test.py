@@ -1,4 +1,4 @@
-"""Hosts reach each other at the rate that they have, until a link is cut."""
+"""Hosts reach each other at the configured rate until a link is cut."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ PORT = 20077
 SECONDS = 60.0
 SENT_BYTES = 20_000_000
 
-# Says its name to whoever comes, and then how many bytes it was sent.
+# The server sends its name to each client, then the number of bytes received.
 SERVER = f"""
 import socket, sys
 with socket.create_server((sys.argv[1], {PORT})) as server:
@@ -56,7 +56,7 @@ def namespaces():
 
 @contextlib.contextmanager
 def servers(hosts):
-  """A server on each host."""
+  """Runs a server on each host."""
   with contextlib.ExitStack() as stack:
     for index, address in enumerate(hosts.addresses):
       words = [sys.executable, '-c', SERVER, address, f'host {index}']
@@ -114,7 +114,7 @@ class NetworkNamespacesTest(absltest.TestCase):
       servers(hosts),
     ):
       done = self.python(hosts, 0, SEND, hosts.addresses[1])
-      # 0.8 s, less what the buckets hold at the start.
+      # The transfer takes 0.8 s, minus the time for the initially full buckets.
       self.assertGreater(float(done.stdout), 0.5, done.stderr)
 
   def test_cut_link_blocks_until_it_is_restored(self):
@@ -141,7 +141,7 @@ class NetworkNamespacesTest(absltest.TestCase):
       sleeper = self.enter_context(
         processes.Command(hosts.command(1, ['sleep', '3600']))
       )
-      # Inside of the host only once `ip` has become the program.
+      # The process is on the host only after `ip` has started the program.
       ends_at = time.monotonic() + SECONDS
       while time.monotonic() < ends_at:
         other = hosts.command(0, [])[-1]

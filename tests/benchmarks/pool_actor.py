@@ -1,4 +1,4 @@
-"""What the workers of worker_pool_test.py do."""
+"""The workers of worker_pool_test.py."""
 
 import os
 import time
@@ -12,7 +12,7 @@ class Actor:
     return [self._rank, os.getpid(), text, os.environ.get('POOL_TEST', '')]
 
   def fail_on(self, rank):
-    """Raises on one rank; the others wait for it for ever."""
+    """Raises on one rank. The other ranks wait forever."""
     if self._rank == rank:
       raise ValueError(f'a word from rank {rank}')
     time.sleep(3600)

@@ -1,4 +1,4 @@
-"""Ratios are of medians, and tables have all of them."""
+"""Ratios use medians, and tables contain all of them."""
 
 from absl.testing import absltest
 

@@ -14,9 +14,9 @@ from benchmarks.strategy_costs import catalogue as strategies
 from tests import tiers
 from tests.benchmarks import running
 
-# Torch is optional, and need not be in this environment.
+# Torch is optional and may be missing in this environment.
 _TORCH_PYTHON = os.environ.get('TFS_TORCH_PYTHON', sys.executable)
-# Small runs, and words that the program prints for each peer.
+# Flags for a small run, and the words that the program prints for its peers.
 _RUNS = {
   'all_reduce': (
     '--num_devices=2,4 --sets=4x4KB --rounds=2 --repeats=2',
@@ -50,7 +50,7 @@ _RUNS = {
 
 
 def _figures(value):
-  """All numbers with a fraction in a part of a report."""
+  """Returns all floats in a part of a report."""
   if isinstance(value, dict):
     value = list(value.values())
   if isinstance(value, list):
@@ -74,7 +74,7 @@ class ProgramsTest(parameterized.TestCase):
     self.assertGreater(len(figures), 5)
     self.assertGreaterEqual(min(figures), 0.0)
     for word in words:
-      # If a peer cannot run here, the program says why.
+      # If a peer cannot run here, the program prints the reason.
       self.assertRegex(done.stdout, rf'(\| |Without ){word}[ .]')
     if module == 'input_pipeline':
       self.assertIn('trainer idle', done.stdout)
@@ -96,7 +96,7 @@ class ProgramsTest(parameterized.TestCase):
     words = ['ours_tcp', 'ours_int8', 'ours_mpi']
     self.assert_complete('process_all_reduce', flags.split(), words)
 
-  # Each but the first pays the import of TensorFlow for another text.
+  # Some rows are soak tests because each must import TensorFlow.
   @tiers.parameters(
     ('input_pipeline', '--variants=naiv', "'naiv'"),
     (

@@ -11,7 +11,7 @@ DEADLINE_SECONDS = 280
 
 
 def run_benchmark(module, *flags):
-  """Returns the finished process; its workers end with it."""
+  """Returns the finished process. Its workers end with it."""
   return processes.run_python(
     *('-m', f'benchmarks.{module}', *flags),
     cwd=ROOT,
@@ -20,13 +20,13 @@ def run_benchmark(module, *flags):
 
 
 def read_json(path):
-  """Returns what a report says."""
+  """Returns the contents of a JSON report."""
   with open(path, encoding='utf-8') as f:
     return json.load(f)
 
 
 def assert_has_table(test, path):
-  """A report has all that documents show of it, and nothing of this machine."""
+  """Checks that a report has all that the documents need, and no local paths."""
   content = read_json(path)
   made = measurements.blocks({'it': content})
   test.assertNotEmpty(made)

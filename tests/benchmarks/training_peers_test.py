@@ -1,4 +1,4 @@
-"""Losses that differ are not timed."""
+"""Peers whose losses differ are not timed."""
 
 from absl.testing import absltest, parameterized
 
@@ -11,7 +11,7 @@ RIGHT = {
   'one_device_global_batch': [0.5],
   'one_device_part': [0.7],
   'ring_local_16': [0.6, 0.6],
-  # Of another optimizer.
+  # A peer with another optimizer.
   'ring_adam': [0.4, 0.4],
   'ring_adam_sharded': [0.4, 0.4],
 }

@@ -1,4 +1,4 @@
-"""Worker pools answer by rank, name who failed, and leave nobody behind."""
+"""Worker pools return results by rank, name failed workers and leave no process."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tf_strategies import errors
 ACTOR = 'tests.benchmarks.pool_actor:Actor'
 SECONDS = 60.0
 
-# A program that has a pool, whose workers are busy for ever.
+# A program with a pool whose workers never finish.
 PROGRAM = f"""
 import json, time
 from benchmarks import processes, worker_pool
@@ -42,7 +42,7 @@ def is_running(pid):
 
 
 def wait_until_gone(pids):
-  """Returns those that still run after the deadline."""
+  """Returns the processes that still run after the deadline."""
   ends_at = time.monotonic() + SECONDS
   while any(map(is_running, pids)) and time.monotonic() < ends_at:
     time.sleep(0.05)

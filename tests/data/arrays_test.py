@@ -1,4 +1,4 @@
-"""Arrays of any structure and any type are a source."""
+"""Arrays of any structure and dtype can be a source."""
 
 import numpy as np
 import pytest

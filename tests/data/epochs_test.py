@@ -1,4 +1,4 @@
-"""Runs of several epochs: their order is a function of the seed alone."""
+"""In runs of several epochs, the order depends on the seed alone."""
 
 import numpy as np
 import tensorflow as tf
@@ -25,7 +25,7 @@ class RunTestCase(formula.DataTestCase, parameterized.TestCase):
     return formula.write_records(self.new_dir(), _N, 5)
 
   def run_from(self, source, start, epochs, *, steps=None, **changes):
-    """The batches of a run, augmented, from a position on."""
+    """Returns the augmented batches of a run from a position on."""
     context = changes.pop('input_context', None)
     options = {'global_batch_size': 5, 'seed': 3} | changes
     dataset = data_lib.make_dataset(

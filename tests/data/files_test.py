@@ -42,7 +42,7 @@ class CacheTest(formula.DataTestCase):
     second = self.labels(dataset)
     for labels in (first, second):
       self.assertCountEqual(labels, range(61))
-    # Batches are made anew as well.
+    # The batches are also different.
     self.assertNotEqual(set(first[:8]), set(second[:8]))
 
 
@@ -50,7 +50,7 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.directory = self.create_tempdir().full_path
-    # More files than are open at once, and one without a record.
+    # More files than can be open at once, and one without records.
     self.counts = [0, 5, 17, 1, 9, 3, 16] + 13 * [2]
     number = iter(range(sum(self.counts)))
     self.paths = []
@@ -184,7 +184,7 @@ class FramingTest(formula.DataTestCase):
       source.paths,
       source.parse_fn,
     )
-    # A length that reaches beyond any file.
+    # A length beyond the end of any file.
     with open(path, 'wb') as f:
       f.write(struct.pack('<QI', 2**64 - 1, 0) + bytes(100))
     self.assert_data_error(

@@ -1,4 +1,4 @@
-"""Small data of which every pixel follows a formula, and files of them."""
+"""Small data sets whose pixels follow a formula, and files that contain them."""
 
 import gzip
 import os
@@ -19,9 +19,9 @@ IDX_NAMES = {
 
 
 def images(n: int, start: int = 0) -> np.ndarray:
-  """uint8 [n, 28, 28, 1]; the 251 examples from any start all differ.
+  """Returns uint8 images [n, 28, 28, 1]. Any 251 consecutive examples differ.
 
-  No pixel pattern is symmetric, so that a transposed, flipped or shifted image
+  No pixel pattern is symmetric, so a transposed, flipped or shifted image
   differs as well.
   """
   i, r, c = np.ogrid[start : start + n, :28, :28]
@@ -33,14 +33,14 @@ def labels(n: int, start: int = 0, num_classes: int = 10) -> np.ndarray:
 
 
 def arrays(n: int) -> datasets.Images:
-  """Example i is `images(n)[i]` with label i, which identifies it."""
+  """Returns `images(n)`, where example i has label i."""
   return datasets.Images(images(n), np.arange(n, dtype=np.int64))
 
 
 def dataset(
   num_train: int = 23, num_test: int = 9, name: str = 'mnist'
 ) -> datasets.ImageClassificationData:
-  """Test examples continue where the training examples end."""
+  """Returns a data set. Test examples continue where the training examples end."""
   return datasets.ImageClassificationData(
     name,
     datasets.Images(images(num_train), labels(num_train)),
@@ -50,7 +50,7 @@ def dataset(
 
 
 def write_records(directory: str, n: int, num_files: int) -> data.TFRecords:
-  """Writes `arrays(n)` to files, one after the other, and returns the source."""
+  """Writes `arrays(n)` to files in order, and returns the source."""
   size = -(-n // num_files)
   paths = []
   for start in range(0, n, size):
@@ -101,13 +101,13 @@ def write_idx(directory: str, compressed: bool = True) -> str:
 
 
 class DataTestCase(tf.test.TestCase):
-  """Adds what the tests of sources have in common."""
+  """Shared methods of the tests of sources."""
 
   def new_dir(self) -> str:
     return self.create_tempdir().full_path
 
   def assert_data_error(self, fragments, function, *args, **kwargs):
-    """`function` raises DataError whose message has every fragment."""
+    """Checks that `function` raises DataError with every fragment in its message."""
     with self.assertRaises(errors.DataError) as caught:
       function(*args, **kwargs)
     for fragment in fragments:

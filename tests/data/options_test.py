@@ -8,7 +8,7 @@ from tf_strategies.data import options as options_lib
 
 PipelineOptions = options_lib.PipelineOptions
 
-# name -> values out of its range.
+# Option: (values outside its range).
 _BAD = {
   'global_batch_size': (0, -1, 1.5, '32', None, True),
   'shuffle_buffer': (-1, 2.0, 'all', True),

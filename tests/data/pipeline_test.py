@@ -1,4 +1,4 @@
-"""Epochs over arrays and over files: elements, order, shares and placement."""
+"""Epochs over arrays and files: elements, order, shares and placement."""
 
 import numpy as np
 import pytest
@@ -15,11 +15,11 @@ virtual_devices.configure()
 
 _N = 61
 _NUM_FILES = 4
-_FILE = 16  # Examples of a file; the last one has fewer.
+_FILE = 16  # Examples in a file; the last one has fewer.
 
 
 def _order(dataset) -> list[int]:
-  """The labels, which number the examples, in the order of the batches."""
+  """Returns the labels, which number the examples, in the order of the batches."""
   return [int(y) for _, labels in dataset for y in labels]
 
 
@@ -113,7 +113,7 @@ class ElementsTest(PipelineTestCase):
     self.assertEqual(second['y'].tolist(), [16, 18])
     expected = 1 - formula.images(8) / np.float32(255)
     np.testing.assert_allclose(first['x'], expected, atol=1e-7)
-    # Traced once and for batches, not called for each example.
+    # Traced once for batches, instead of called for each example.
     self.assertEqual(shapes, [[None, 28, 28, 1]])
 
 
@@ -128,7 +128,7 @@ class OrderTest(PipelineTestCase):
     source = self.source(kind)
     one = self.make(source, seed=3, **changes)
     epochs = [_order(one) for _ in range(3)]
-    # Each epoch has an order of its own.
+    # Each epoch has its own order.
     self.assertLen({tuple(epoch) for epoch in epochs}, 3)
     tf.random.set_seed(9)
     same = self.make(source, seed=3, **changes)
@@ -156,8 +156,8 @@ class OrderTest(PipelineTestCase):
 
   @parameterized.parameters('none', 'memory')
   def test_whole_split_is_shuffled(self, cache):
-    # Training reads blocks of 16, which is all of a file here: a buffer of 20
-    # would fill the first batch from two of the four files at most.
+    # Training reads blocks of 16, which is a whole file here. A buffer of 20
+    # would fill the first batch from at most two of the four files.
     dataset = self.make(self.source('files'), seed=1, cache=cache)
     files = [
       len({y // _FILE for y in next(iter(dataset))[1].numpy()})
@@ -184,7 +184,7 @@ class SharesTest(PipelineTestCase):
     source = self.source(kind)
     options = {'global_batch_size': 12, 'seed': 6, 'cache': cache}
     alone = self.make(source, **options)
-    # Two replicas a pipeline.
+    # Two replicas in each pipeline.
     shares = [
       self.make(
         source, context=_context(i, pipelines, 2 * pipelines), **options
@@ -250,7 +250,8 @@ class SharesTest(PipelineTestCase):
   def test_shard_by_tensorflow(self, kind):
     orders = []
     for index in range(2):
-      # Each worker makes its own: iterating one twice would be two epochs.
+      # Each worker makes its own data set. Iterating one twice would give two
+      # epochs.
       dataset = self.make(self.source(kind), seed=4)
       variant = tf.raw_ops.AutoShardDataset(
         input_dataset=tf.data.experimental.to_variant(dataset),

@@ -1,4 +1,4 @@
-"""Which function runs how often, with which seeds."""
+"""Transformations run as often as expected, with the expected seeds."""
 
 import numpy as np
 import tensorflow as tf
@@ -12,7 +12,7 @@ _SOURCES = ('arrays', 'files')
 
 
 class Calls:
-  """Functions that count the rows that they are given."""
+  """Functions that count the rows that they receive."""
 
   def __init__(self):
     self.rows = {'prepare': 0, 'augment': 0, 'map': 0}

@@ -1,4 +1,4 @@
-"""What `tfs doctor` says of a job: whole ones, and ones broken in real ways."""
+"""`tfs doctor` diagnoses complete jobs, and jobs broken in realistic ways."""
 
 import json
 import os
@@ -38,13 +38,13 @@ class JobCase(parameterized.TestCase):
     self.enter_context(mock.patch.dict(os.environ, kept, clear=True))
 
   def look(self, config=None, wait=0.0, **env):
-    """The findings by name."""
+    """Returns the findings by name."""
     environ = {} if config is None else {'TF_CONFIG': config}
     with mock.patch.dict(os.environ, env):
       return {f.name: f for f in job.look(environ, wait)}
 
   def assert_fails(self, found, name, *words):
-    """That one thing alone failed, and that it names words and a fix."""
+    """Checks that only one check failed, with `words` in its text and with a fix."""
     failed = [n for n, f in found.items() if f.state == 'FAIL']
     self.assertEqual(failed, [name], found)
     for word in words:
@@ -66,7 +66,7 @@ class WholeTest(JobCase):
     self.assertEqual(found['other tasks'].state, 'note')
     self.assertIn('worker 0, worker 2', found['other tasks'].what)
     self.assertIn('--wait', found['other tasks'].fix)
-    # Whoever meets them is not told to.
+    # A doctor that already waits for the others does not suggest it.
     found = self.look(_config(_free(3), 1), wait=0.1)
     self.assertEqual(found['other tasks'].state, 'note')
     self.assertEqual(found['other tasks'].fix, '')
@@ -114,7 +114,7 @@ class BrokenTest(JobCase):
     self.assert_fails(found, 'port', mine, 'Another process has it')
 
   def test_address_of_another_host(self):
-    # Of documentation alone (RFC 5737).
+    # An address reserved for documentation (RFC 5737).
     found = self.look(
       _config(['192.0.2.1:2222', *_free(1)]), TFS_SECRET=_SECRET
     )
@@ -159,10 +159,10 @@ class BrokenTest(JobCase):
 
 
 class MeetingTest(absltest.TestCase):
-  """Doctors of all tasks of a job, each a process."""
+  """Doctors of all tasks of a job, each in its own process."""
 
   def _doctors(self, workers, secrets, seconds=20):
-    """Status and output of each."""
+    """Returns the status and the output of each doctor."""
     code = (
       'import sys; from tf_strategies.doctor import job\n'
       'found = list(job.look(wait=float(sys.argv[1]), versions={"a": 1}))\n'

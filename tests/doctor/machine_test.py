@@ -1,4 +1,4 @@
-"""What `tfs doctor` says of this machine: whole, and broken in real ways."""
+"""`tfs doctor` diagnoses this machine, complete or broken in realistic ways."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from tf_strategies.doctor import machine
 
 
 def _doctor(*flags, **env):
-  """Status, what was found by name, and the last line of a run of its own."""
+  """Runs the doctor. Returns its status, findings by name, last line and stderr."""
   done = processes.run_python('-m', 'tf_strategies', 'doctor', *flags, env=env)
   *lines, last = done.stdout.splitlines()
   found, name = {}, ''
@@ -52,7 +52,7 @@ class MachineTest(parameterized.TestCase):
     self.assertEqual(finding.state, 'FAIL')
     self.assertIn('no libtensorflow', finding.what)
     self.assertIn("pip install '.[cpu]'", finding.fix)
-    # What was told before stays known.
+    # The probe reported nothing before it failed.
     self.assertEmpty(known)
 
   def test_crash(self):

@@ -1,4 +1,4 @@
-"""One command, unchanged, wherever its tasks are started."""
+"""The same command works wherever its tasks are started."""
 
 import json
 import os
@@ -17,7 +17,7 @@ _FLAGS = (
   '--epochs=1',
   '--steps_per_epoch=10',
 )
-# What the operator and its Secret give to each task.
+# The operator and its Secret give this value to each task.
 _SECRET = '0123456789abcdef0123456789abcdef'
 
 
@@ -39,7 +39,7 @@ class SameCommandTest(tf.test.TestCase):
     return program
 
   def _weights(self, num_workers):
-    """The weights that all workers have, bit by bit."""
+    """Returns the weights, after checking that all workers have the same bits."""
     found = []
     for rank in range(num_workers):
       path = os.path.join(self._directory, f'weights-{rank}.npz')
@@ -61,7 +61,7 @@ class SameCommandTest(tf.test.TestCase):
     return self._weights(num_workers)
 
   def _as_tfjob(self):
-    """A chief and a worker, with what Kubeflow's training operator sets."""
+    """Runs a chief and a worker with the variables that Kubeflow's operator sets."""
     chief, worker = ports_lib.pick_ports(2)
     cluster = {
       'chief': [f'localhost:{chief}'],

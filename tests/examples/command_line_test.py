@@ -23,14 +23,14 @@ from tf_strategies.cluster import exit_codes
 virtual_devices.configure()
 
 
-# It takes half a second, on a machine with nothing else to do.
+# Takes half a second on an idle machine.
 _HELP_SECONDS = 30
-# Of the 0.7 s or more that an epoch of 240 steps takes.
+# An epoch of 240 steps takes at least 0.7 s.
 _SECONDS_INTO_EPOCH = 0.1
 
 
 def _was_saved(directory):
-  """Whether there is a checkpoint, and training has gone on since."""
+  """Returns whether training has continued for a while since the last checkpoint."""
   paths = checkpointer.Checkpointer(directory).paths()
   if not paths:
     return False
@@ -84,7 +84,7 @@ class HelpTest(parameterized.TestCase):
     self.assertGreater(len(defined), 25)
     found = re.findall(r'^  --(?:\[no\])?(\w+):', shown.stdout, re.M)
     self.assertContainsSubset(defined, found)
-    # TensorFlow takes seconds to load: who asks for help does not wait.
+    # `--help` must not wait for TensorFlow, which takes seconds to load.
     self.assertIn('absl', shown.stderr)
     self.assertNotRegex(shown.stderr, r'\| +(tensorflow|keras)\n')
 
@@ -147,7 +147,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       '--min_accuracy=0.999',
       f'--report_json={path}',
     )
-    # Five steps do not reach that accuracy; the report is there nonetheless.
+    # Five steps do not reach that accuracy, but the report is still written.
     self.assertEqual(program.wait(), 2)
     self.assertIn('is below --min_accuracy=0.999', program.output())
     self.assertIn('AutoAllReduce: 5 calls in 5 steps', program.output())
@@ -163,7 +163,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(all_reduce['calls']['all_reduce'], report['steps'])
     received = all_reduce['all_reduce_bytes_in']
     self.assertSameElements(received, report['devices'])
-    # All devices together receive 2(N-1) times the gradients in each step.
+    # In each step, all devices together receive 2(N-1) times the gradients.
     self.assertEqual(
       sum(received.values()), 5 * 2 * 3 * 4 * report['parameters']
     )

@@ -1,4 +1,4 @@
-"""What follows from flags: data, models, optimizers, strategies."""
+"""Flags select data, models, optimizers and strategies."""
 
 import itertools
 
@@ -19,7 +19,7 @@ _SYNTHETIC = ('--dataset=synthetic', '--global_batch_size=1000')
 
 
 def _rows(strategy, images, labels):
-  """The rows of a batch on each replica, told by their first pixels."""
+  """Returns the rows of a batch on each replica, identified by their first pixels."""
   return [
     pixels.numpy()[:, :3, 0, 0] + 10.0 * classes.numpy()[:, None]
     for pixels, classes in zip(
@@ -31,7 +31,7 @@ def _rows(strategy, images, labels):
 
 
 def _whole_batches(*flags, epochs=1, start=(0, 0)):
-  """The rows of each batch, as an example trains on them."""
+  """Returns the rows of each batch in the order in which an example trains on them."""
   arguments = (*_SYNTHETIC, *flags, f'--epochs={epochs}')
   with pages.parsed('mnist_custom_loop', *arguments) as example:
     data = datasets.load(common.FLAGS.dataset)
@@ -87,7 +87,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     batches = _whole_batches('--strategy=mirrored', epochs=2)
     self.assertEqual([len(b) for b in batches], [1000] * 16)
     self.assertEqual(self._images(16, '--strategy=mirrored'), [1000] * 16)
-    # What the first epoch left over begins the second.
+    # The second epoch begins with the rows that the first one left over.
     whole = np.concatenate(_whole_batches(epochs=2))
     self.assertAllEqual(np.concatenate(batches), whole[:16000])
 
@@ -179,7 +179,7 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
     self._strategy = tf.distribute.get_strategy()
 
   def _models(self, *flags):
-    """The same model, of both examples."""
+    """Returns the same model, built by both examples."""
     with pages.parsed('mnist_keras_fit', *flags) as example:
       first = example.build_model(self._strategy, num_classes=7)
     with pages.parsed('mnist_custom_loop', *flags) as example:

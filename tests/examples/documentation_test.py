@@ -1,4 +1,4 @@
-"""The examples in the docstrings run, and each program says how to run it."""
+"""The examples in docstrings run, and each program says how to run it."""
 
 import re
 
@@ -18,7 +18,7 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
     docstrings.assert_examples(self, f'examples.{name}')
 
   def _commands(self, name):
-    """What the page says: flags of the launcher, if any, and of the program."""
+    """Yields the page's commands, as launcher flags (if any) and program flags."""
     with pages.parsed(name) as example:
       text = example.__doc__.replace('\\\n', ' ')
     for command in re.findall(r'^  ((?:tfs|python) .*)$', text, re.M):

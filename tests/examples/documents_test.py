@@ -1,4 +1,4 @@
-"""Every Python block of the documents runs, and shows what it says."""
+"""Every Python block in the documents runs and gives the results that it shows."""
 
 import doctest
 import os
@@ -20,10 +20,10 @@ from tests.architecture import documents, project
 virtual_devices.configure(4)
 
 _DOCTEST = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-# Fragments of test files, which run where they are.
+# Its blocks are fragments of test files, which run as tests.
 _NOT_RUN = ('CONTRIBUTING.md',)
-# By tutorial_test.py, as the pages say; the others by tests of integration/, where
-# what they need is installed.
+# tutorial_test.py runs the first two. Tests in integration/ run the others if
+# their requirements are installed.
 _RUN_ELSEWHERE = (
   'README.md',
   'docs/tutorial.md',
@@ -36,7 +36,7 @@ _RUN_ELSEWHERE = (
 
 
 def _checkpoints():
-  """What the page says that a program has."""
+  """Returns the variables that the page assumes."""
   model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
   model.compile('sgd', 'mse')
   options = tfs.data.PipelineOptions(global_batch_size=4, seed=1)
@@ -115,7 +115,7 @@ class DocumentsTest(parameterized.TestCase):
     for block in _blocks(page, 'python', 'diff'):
       given = _GIVEN.get(page, dict)()
       program = block.body
-      if block.language == 'diff':  # What it ends in.
+      if block.language == 'diff':  # Runs the result of the diff.
         lines = program.splitlines()
         program = '\n'.join(line[1:] for line in lines if line[:1] != '-')
       with self.subTest(program):

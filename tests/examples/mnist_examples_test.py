@@ -1,4 +1,4 @@
-"""Both training programs, in process: equal to one device, exact on resuming."""
+"""Both training programs equal one device and resume exactly."""
 
 import os
 
@@ -18,8 +18,8 @@ virtual_devices.configure()
 _FIT, _LOOP = 'mnist_keras_fit', 'mnist_custom_loop'
 _EXAMPLES = (('fit', _FIT), ('loop', _LOOP))
 
-# Four epochs of 1,437 digits in batches of 359: four of them, of which four
-# replicas get 89, 90, 90 and 90 rows, and a single row, for one of them.
+# Four epochs of 1,437 digits in batches of 359. The last of an epoch has one
+# row. Four replicas get 89, 90, 90 and 90 rows of the others.
 _TWENTY_STEPS = {
   'dataset': 'digits',
   'model': 'mlp',
@@ -27,7 +27,7 @@ _TWENTY_STEPS = {
   'epochs': 4,
   'verbose': False,
 }
-# Two epochs of three steps, the least that can be interrupted.
+# Two epochs of three steps, the shortest run that can be interrupted.
 _SHORT = {
   **_TWENTY_STEPS,
   'global_batch_size': 64,
@@ -42,7 +42,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.addCleanup(keras.config.set_dtype_policy, 'float32')
 
   def _train(self, name, options, devices=0, **changes):
-    """The weights (and optimizer's variables) and the report of a run."""
+    """Returns the weights (with the optimizer's variables) and the report of a run."""
     path = os.path.join(self.create_tempdir().full_path, 'weights.npz')
     changes = {'save_weights': path, 'num_virtual_devices': devices, **changes}
     report = pages.run(name, **{**options, **changes})
@@ -60,7 +60,8 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     for split in ('train', 'test'):
       for metric, value in one_report[split].items():
         self.assertAllClose(value, report[split][metric], 1e-4, 1e-5)
-    # Training moved every variable: equality is not that of idle runs.
+    # Checks that training moved every variable, so that equality means
+    # something.
     start, _ = self._train(
       name, _TWENTY_STEPS, strategy='one_device', learning_rate=1e-12
     )
@@ -90,7 +91,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     for variable, value in straight.items():
       self.assertAllEqual(value, resumed[variable], variable)
 
-    # Nothing is left to do: the weights are restored and evaluated.
+    # No steps are left: the weights are only restored and evaluated.
     again, report = self._train(name, options, 2, checkpoint_dir=directory)
     self.assertEqual(compare_weights.largest_difference(again, resumed)[0], 0)
     self.assertEqual(report['steps_this_run'], 0)
@@ -148,7 +149,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
   def test_report_counts_every_copy_of_every_variable(self, name, strategy):
     _, one = self._train(name, _SHORT, strategy='one_device', epochs=1)
     (on_one,) = one['variable_bytes'].values()
-    # Weights and momenta; what counts steps and metrics is small.
+    # Weights and momenta. Counters of steps and metrics are small.
     state = 2 * 4 * one['parameters']
     self.assertBetween(on_one, state + 16, state + 100)
     _, four = self._train(name, _SHORT, 4, strategy=strategy, epochs=1)
@@ -160,8 +161,8 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.soak
   def test_report_tells_the_bytes_of_a_step(self, name):
     _, report = self._train(name, _SHORT, 4, all_reduce='ring', epochs=1)
-    # A ring brings 2(N-1)/N of the gradients into each of N devices. Whole
-    # tensors travel, so some get a bit more; metrics are a few bytes.
+    # A ring sends 2(N-1)/N of the gradients to each of N devices. Tensors are
+    # not split, so some devices get a bit more. Metrics take a few bytes.
     gradients = 4 * report['parameters']
     moved = report['bytes_per_step']
     self.assertBetween(

@@ -1,4 +1,4 @@
-"""The examples on parameter servers: real jobs, and without a cluster."""
+"""The examples on parameter servers, as real jobs and without a cluster."""
 
 import json
 import os
@@ -31,7 +31,7 @@ _SHORT = {
 
 
 class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
-  """--strategy=parameter_server where there is no cluster."""
+  """--strategy=parameter_server without a cluster."""
 
   def _train(self, name, strategy='parameter_server', **changes):
     path = os.path.join(self.create_tempdir().full_path, 'weights.npz')
@@ -60,7 +60,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
   def test_report_has_no_servers(self):
     _, report = self._train(_FIT, steps_per_execution=2)
     self.assertIsNone(report['parameter_server'])
-    # Of three steps an epoch, the last one makes no group of two.
+    # An epoch has three steps, so its last step is not part of a group of two.
     self.assertEqual(report['steps'], 4)
     self.assertEqual(report['iterations'], 4)
 
@@ -74,7 +74,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     return os.path.join(self._directory, name)
 
   def _run(self, name, *arguments, launcher=_JOB):
-    """Runs a job that must end well; its report."""
+    """Runs a job that must succeed, and returns its report."""
     report = self._path('report.json')
     program = programs.Program(
       name,
@@ -96,14 +96,15 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(report['iterations'], steps)
     servers = report['parameter_server']
     self.assertEqual((servers['workers'], servers['servers']), (2, 2))
-    # Every step of this run was a worker's, and none of them was counted twice.
+    # Workers ran every step of this run, and each step counted once.
     self.assertEqual(servers['steps'], report['steps_this_run'])
-    # The weights, and the optimizer's momenta.
+    # The weights and the optimizer's momenta.
     self.assertGreater(
       sum(servers['bytes_per_server']), 2 * 4 * report['parameters']
     )
     self.assertGreater(min(servers['bytes_per_server']), 0)
-    # The chief has none, and of what is cut each part is where it is.
+    # The chief holds no variables, and each part of a split variable is on its
+    # server.
     by_device = report['variable_bytes']
     self.assertEqual(
       [by_device.get(_SERVER_DEVICE.format(i)) for i in range(2)],
@@ -129,7 +130,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       'InitializeLog',
     ):
       self.assertNotIn(words, self._output)
-    # How long tasks wait for each other depends on the machine.
+    # The time that tasks wait for each other depends on the machine.
     lines = [t for t in self._output.splitlines() if 'Waiting to be' not in t]
     self.assertLess(len(lines), most)
 
@@ -159,7 +160,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     report = self._run(
       _FIT, '--steps_per_execution=4', '--worker_input', f'--epochs={_EPOCHS}'
     )
-    # 20 of 23 steps an epoch.
+    # 20 of 23 steps in each epoch.
     self.assert_result(report, _EPOCHS * 20)
 
   @tiers.parameters(tiers.soak(_FIT), tiers.soak(_LOOP))
@@ -201,7 +202,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       '--epochs=20',
       '--mode=sync',
       f'--checkpoint_dir={self._path(directory)}',
-      # The only checkpoints are the first one and that of the preemption.
+      # Only the start and the preemption write checkpoints.
       '--checkpoint_steps=100000',
       f'--save_weights={weights}',
       output=self._path('output'),
@@ -220,7 +221,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
         name, f'checkpoints_{is_preempted}', path, '--max_restarts=1'
       )
       if is_preempted:
-        # `fit` and the loop show each epoch.
+        # `fit` and the custom loop print each epoch.
         program.wait_until(lambda p=program: 'accuracy' in p.output())
         os.kill(program.pid_of('chief'), signal.SIGTERM)
       self.assertEqual(program.wait(), 0, program.output()[-5000:])
@@ -238,7 +239,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       program = self._start_to_be_preempted(_FIT, directory, path)
       if is_preempted:
         program.wait_until(lambda p=program: 'accuracy' in p.output())
-        # To the launcher: all tasks are told to end at the same time.
+        # The launcher passes the signal to all tasks at the same time.
         self.assertNotEqual(program.end(signal.SIGTERM), 0)
         self.assertIn('Preempted at', program.output())
       else:
@@ -257,7 +258,8 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       launcher=(*_JOB, '--evaluator', '--grace_period=60'),
     )
     self.assert_result(report, 20 * _STEPS_PER_EPOCH)
-    # The last one too, though the launcher tells it to end with the chief.
+    # The last checkpoint too, although the launcher ends the evaluator with the
+    # chief.
     last = 20 * _STEPS_PER_EPOCH
     self.assertRegex(
       self._output,

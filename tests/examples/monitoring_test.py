@@ -1,4 +1,4 @@
-"""What the examples measure when flags ask for it."""
+"""The measurements of the examples, which flags turn on."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The notebook is executed, workers and all, as a reader would."""
+"""The notebook runs as its reader would run it, including its workers."""
 
 import importlib.util
 import pathlib
@@ -10,7 +10,7 @@ from benchmarks import processes
 from tests.architecture import project
 
 _PATH = 'examples/tutorial.ipynb'
-# Its own process: a kernel is a process, with threads, of whoever runs it.
+# Runs in its own process, because a kernel starts processes and threads.
 _EXECUTE = """
 import sys
 import jupyter_client, nbclient, nbformat

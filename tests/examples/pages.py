@@ -1,4 +1,4 @@
-"""Runs the examples in this process, with flags as a user passes them."""
+"""Runs the examples in this process with the flags of a user."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ _MODULES = {name: importlib.import_module(f'examples.{name}') for name in NAMES}
 
 @contextlib.contextmanager
 def flags_of_a_process():
-  """A context in which flags may be parsed, and devices are split already."""
+  """Allows flags to be parsed in a process whose devices are already split."""
   with (
     flagsaver.flagsaver(),
     mock.patch.object(
@@ -29,7 +29,7 @@ def flags_of_a_process():
 
 @contextlib.contextmanager
 def parsed(name, *arguments):
-  """A context in which an example has these flags; its module."""
+  """Sets the flags of an example and yields its module."""
   with flags_of_a_process():
     flags.FLAGS([name, *arguments])
     common.prepare_flags()
@@ -37,7 +37,7 @@ def parsed(name, *arguments):
 
 
 def as_flags(**values):
-  """The command line with these flags; None leaves one out."""
+  """Returns the command line for these flags. None omits a flag."""
   return [
     f'--{name}={str(value).lower() if isinstance(value, bool) else value}'
     for name, value in values.items()
@@ -46,6 +46,6 @@ def as_flags(**values):
 
 
 def run(name, *arguments, **values):
-  """Runs an example with these flags; its report."""
+  """Runs an example with these flags and returns its report."""
   with parsed(name, *arguments, *as_flags(**values)) as example:
     return example.main()

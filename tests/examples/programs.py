@@ -14,15 +14,15 @@ ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
 
 
 class Program(processes.Command):
-  """A running example; its output goes to a file, which never blocks it.
+  """A running example. Its output goes to a file, so that it never blocks.
 
   Args:
     name: module in `examples`.
-    *flags: its command line.
+    *flags: command line of the example.
     output: path of a file for stdout and stderr.
     launcher: flags of the launcher, for a job of several tasks.
-    environment: variables for it besides.
-    as_file: whether to start it as `python examples/<name>.py`, and not as
+    environment: additional environment variables.
+    as_file: whether to start it as `python examples/<name>.py` instead of
       `python -m examples.<name>`.
   """
 
@@ -40,9 +40,9 @@ class Program(processes.Command):
     if launcher:
       launch = [sys.executable, '-m', 'tf_strategies.launch']
       command = [*launch, *launcher, '--', *command]
-    # A file finds what is beside it by itself.
+    # Python finds modules beside a script without this path.
     paths = [p for p in sys.path if p and not (as_file and p == str(ROOT))]
-    # The caller's idea of a cluster or of devices must not reach it.
+    # The caller's settings for clusters and devices must not reach the example.
     variables = {
       'PYTHONPATH': os.pathsep.join(paths),
       'PYTHONUNBUFFERED': '1',
@@ -58,18 +58,18 @@ class Program(processes.Command):
     )
 
   def pid_of(self, task_type: str, index: int = 0) -> int:
-    """The process id of a task that the launcher started."""
+    """Returns the process id of a task that the launcher started."""
     name = f'"task": {{"type": "{task_type}", "index": {index}}}'.encode()
     for pid in (process.pid for process in self.descendants()):
       with contextlib.suppress(OSError):
         environment = pathlib.Path(f'/proc/{pid}/environ').read_bytes()
         command = pathlib.Path(f'/proc/{pid}/cmdline').read_bytes()
-        # Its reaper, which has the same environment, comes before it.
+        # Its reaper has the same environment and a lower process id.
         if name in environment and b'reaper.py' not in command:
           return pid
     raise AssertionError(f'no {task_type} {index} runs:\n{self.output()}')
 
   def end(self, number: int) -> int:
-    """Sends it a signal that makes it end; returns its exit status."""
+    """Sends a signal that ends the example, and returns its exit status."""
     self.signal(number)
     return self.wait()

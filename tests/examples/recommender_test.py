@@ -1,4 +1,4 @@
-"""The recommender: it learns tastes, and servers train what one device trains."""
+"""The recommender learns tastes, and servers give the results of one device."""
 
 import os
 import re
@@ -14,7 +14,7 @@ _RESULT = re.compile(r'rmse (\S+); who always says the mean has (\S+)')
 
 class RecommenderTest(absltest.TestCase):
   def _train(self, *flags, launcher=()):
-    """The error of the trained model, and of who knows the mean alone."""
+    """Returns the error of the trained model, and of always predicting the mean."""
     directory = self.create_tempdir().full_path
     exported = os.path.join(directory, 'model.keras')
     program = programs.Program(
@@ -34,7 +34,7 @@ class RecommenderTest(absltest.TestCase):
   def test_learns_what_nobody_told_it(self):
     found, mean = self._train('--epochs=4')
     self.assertLess(found, 0.85 * mean)
-    # Without training it is no better than the mean.
+    # Without training, the model is no better than the mean.
     barely, _ = self._train('--epochs=1', '--learning_rate=1e-6')
     self.assertGreater(barely, 0.95 * mean)
 

@@ -10,7 +10,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from examples import common, reporting
-from tests.examples import pages  # Defines the flags.
+from tests.examples import pages  # The import defines the flags.
 
 _STRATEGY = tf.distribute.get_strategy()
 
@@ -26,11 +26,11 @@ class ReportingTest(tf.test.TestCase):
     return reporting.Run('example', _STRATEGY, _data(num_examples), start)
 
   def test_speed_leaves_the_first_step_out(self):
-    # The first step takes 100 s, each further one 2 s; an evaluation of 50 s
-    # follows each epoch. The clock is read at the start of an epoch after the
-    # first, and at the end of each step.
+    # The first step takes 100 s, the others 2 s. An evaluation of 50 s follows
+    # each epoch. The clock is read at the start of each epoch except the first,
+    # and at the end of each step.
     times = iter([100.0, 102.0, 104.0, 154.0, 156.0, 158.0, 159.0])
-    run = self._run(160)  # Batches of 64, 64 and 32.
+    run = self._run(160)  # Batches of 64, 64 and 32 rows.
     with mock.patch('time.perf_counter', lambda: next(times)):
       run.begin_epoch(0)
       self.assertIsNone(run.images_per_second)
@@ -84,7 +84,7 @@ class ReportingTest(tf.test.TestCase):
       reporting.bytes_per_step(counted, steps=5),
       {'sent_by_this_worker': 10.0},
     )
-    del counted['bytes_sent']  # TensorFlow's collectives do not say.
+    del counted['bytes_sent']  # TensorFlow's collectives do not count them.
     self.assertIsNone(reporting.bytes_per_step(counted, steps=5))
 
   @flagsaver.flagsaver

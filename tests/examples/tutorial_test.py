@@ -1,4 +1,4 @@
-"""The programs of the README and of the tutorial, as their readers run them."""
+"""The programs in the README and the tutorial run as their readers run them."""
 
 import ast
 import os
@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from benchmarks import processes
 from tests.architecture import documents, project
 
-# Beyond the fourth digit the kind of CPU shows.
+# Later digits depend on the kind of CPU.
 _PLACES = 3
 _LOSS = re.compile(r'(?:loss )?(\d\.\d+)(?: of)? (\d)$', re.MULTILINE)
 
@@ -23,7 +23,7 @@ def _page(path: str) -> str:
 
 
 class PageTest(parameterized.TestCase):
-  """Base: makes the files of a page, and runs its commands."""
+  """Base class that creates the files of a page and runs its commands."""
 
   page = 'README.md'
 
@@ -35,7 +35,7 @@ class PageTest(parameterized.TestCase):
         (self.directory / block.title).write_text(block.body, encoding='utf-8')
 
   def commands(self, program: str) -> list[list[str]]:
-    """The commands of the page that end in a program, for this interpreter."""
+    """Returns the page's commands that end in a program, for this interpreter."""
     known = {
       'python': [sys.executable],
       'tfs': [sys.executable, '-m', 'tf_strategies'],
@@ -55,11 +55,11 @@ class PageTest(parameterized.TestCase):
     ).stdout
 
   def losses(self, text: str) -> list[tuple[float, int]]:
-    """Losses that were printed, each with the number of replicas."""
+    """Returns the printed losses, each with the number of replicas."""
     return [(float(loss), int(n)) for loss, n in _LOSS.findall(text)]
 
   def assert_as_shown(self, program: str):
-    """The outputs of the commands are those of the page, and of one device."""
+    """Checks that the outputs of the commands equal the page's, and one device's."""
     found = []
     for command in self.commands(program):
       found += self.losses(self.output_of(command))
@@ -105,7 +105,7 @@ class TutorialTest(PageTest):
 
   def test_killed_worker_comes_back(self):
     text = (self.directory / 'survivor.py').read_text(encoding='utf-8')
-    self.assertIn('time.sleep(0.5)', text)  # Nobody kills this one.
+    self.assertIn('time.sleep(0.5)', text)  # This program is not killed.
     text = text.replace('time.sleep(0.5)', 'pass')
     alone = self.losses(self.output_of([sys.executable, '-c', text]))
     (words,) = self.commands('survivor.py')
@@ -122,7 +122,8 @@ class TutorialTest(PageTest):
       if line.startswith('[worker 0]')
     ]
     first = '\n'.join(first)
-    for count in (1, 2):  # Without the one that was killed, and with it again.
+    # While the killed worker is away, and after its return.
+    for count in (1, 2):
       self.assertRegex(
         first, rf'Generation \d+ goes on at .*; workers: {count}'
       )

@@ -1,4 +1,4 @@
-"""examples/CLUSTERS.md: its manifests are written, its YAML describes clusters."""
+"""The manifests of examples/CLUSTERS.md are generated, and its YAML is valid."""
 
 import contextlib
 import importlib.util
@@ -27,7 +27,7 @@ def _blocks(language):
 
 
 def _commands(*program):
-  """The arguments of each such command of the page."""
+  """Returns the arguments of each such command on the page."""
   found = []
   for block in _blocks('bash'):
     for line in block.replace('\\\n', ' ').splitlines():

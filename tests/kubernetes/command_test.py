@@ -1,4 +1,4 @@
-"""`python -m tf_strategies.kubernetes` as a user calls it."""
+"""`python -m tf_strategies.kubernetes` works as a user calls it."""
 
 import contextlib
 import importlib.util
@@ -19,7 +19,7 @@ _needs_yaml = pytest.mark.skipif(
 
 
 def _run(*arguments):
-  """Exit status, stdout and stderr of the command."""
+  """Returns the exit status, stdout and stderr of the command."""
   out, err = io.StringIO(), io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     status = kubernetes.main(['kubernetes', *arguments])
@@ -42,7 +42,7 @@ class WriteTest(parameterized.TestCase):
     self.assertEqual((secret['kind'], job['kind']), ('Secret', name))
     self.assertEqual(job['metadata'], {'name': 'mnist'})
     self.assertIn('out of version control', out.splitlines()[0])
-    # A list that two pods shared would be written as an anchor.
+    # YAML would write a list that two pods share as an anchor.
     self.assertNotIn('&id', out)
     self.assertIn('- --epochs=2\n', out)
 

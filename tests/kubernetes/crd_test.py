@@ -1,4 +1,4 @@
-"""Manifests by the real definitions, and by Kubeflow's own models."""
+"""Manifests are valid by the real definitions and by Kubeflow's own models."""
 
 import copy
 import importlib.util
@@ -23,8 +23,9 @@ _DEFINITIONS = {
   'tfjob': ('kubeflow.org_tfjobs.yaml', 'v1'),
   'jobset': ('jobsets.yaml', 'v1alpha2'),
 }
-# The spec as kubeflow/trainer has it in pkg/apis/trainer/v1alpha1/trainjob_types.go:
-# its definition holds whole pods, and is larger than what it would check here.
+# The relevant part of the spec in kubeflow/trainer,
+# pkg/apis/trainer/v1alpha1/trainjob_types.go. The full definition contains
+# whole pods and would be too large.
 _NAME = {'type': 'string', 'minLength': 1, 'maxLength': 253}
 _TRAIN_JOB = {
   'type': 'object',
@@ -55,7 +56,7 @@ def _job(kind, **options):
   return kubernetes.documents(kind, options, _COMMAND)[-1]
 
 
-# Each makes one mistake in a job, and names where it is.
+# Each function makes one mistake in a job and returns its place.
 def _text_for_number(job):
   job['spec']['runPolicy']['backoffLimit'] = '3'
   return "$.spec.runPolicy.backoffLimit: '3' is not of type 'integer'"
@@ -113,7 +114,7 @@ class TrainJobTest(parameterized.TestCase):
     for document, kind in ((runtime, 'TrainingRuntime'), (job, 'TrainJob')):
       self.assertEqual(document['kind'], kind)
       self.assertEqual(document['apiVersion'], 'trainer.kubeflow.org/v1alpha1')
-      # By which its pods look for each other; one namespace is a must.
+      # Pods find each other by this name, and need one namespace.
       self.assertEqual(document['metadata'], jobset['metadata'])
     self.assertEmpty(structural.problems(job['spec'], _TRAIN_JOB))
     self.assertEqual(runtime['spec'], {'template': {'spec': jobset['spec']}})
@@ -137,7 +138,7 @@ _schemas = {}
 
 
 def _schema(kind):
-  # Half a second each.
+  # Reading a schema takes half a second.
   if kind not in _schemas:
     _schemas[kind] = structural.schema(*_DEFINITIONS[kind])
   return _schemas[kind]

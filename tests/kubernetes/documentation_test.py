@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and the room stays free of TensorFlow."""
+"""The examples in docstrings run, and the package does not import TensorFlow."""
 
 from absl.testing import absltest, parameterized
 

@@ -19,7 +19,7 @@ def _documents(kind, **options):
 
 
 def _pod_specs(kind, job):
-  """The pod's spec by type of task, for either kind of job."""
+  """Returns the pod's spec by type of task, for either kind of job."""
   if kind == 'tfjob':
     return {
       replica_type.lower(): replica['template']['spec']
@@ -32,7 +32,7 @@ def _pod_specs(kind, job):
 
 
 def _environment(pod, labels=None, index=None):
-  """A pod's variables as its container would find them."""
+  """Returns a pod's environment variables as its container sees them."""
   found = {}
   for entry in pod['containers'][0]['env']:
     source = entry.get('valueFrom', {})
@@ -63,9 +63,9 @@ class BothKindsTest(parameterized.TestCase):
         container['ports'], [{'name': 'tfjob-port', 'containerPort': 2222}]
       )
       self.assertEqual(pod['terminationGracePeriodSeconds'], 30)
-      # A Service called tfs would set TFS_PORT.
+      # A Service named tfs would set TFS_PORT.
       self.assertIs(pod['enableServiceLinks'], False)
-      # Kubernetes makes $ of $$, and expands $(NAME) only after another letter.
+      # Kubernetes turns $$ into $, and does not expand $$(NAME).
       words = container['command']
       self.assertEqual([word.replace('$$', '$') for word in words], _COMMAND)
       self.assertNotIn('$', ''.join(words).replace('$$', ''))
@@ -111,7 +111,7 @@ class BothKindsTest(parameterized.TestCase):
   def test_checkpoints_are_mounted_by_those_who_use_them(self, kind, num_ps):
     options = {**_ALL, 'chief': True, 'num_ps': num_ps}
     job = _documents(kind, checkpoint_pvc='ck', **options)[-1]
-    # With parameter servers the chief alone reads and writes them.
+    # With parameter servers, only the chief reads and writes checkpoints.
     servers = ('ps', 'worker') if num_ps else ()
     for task_type, pod in _pod_specs(kind, job).items():
       (container,) = pod['containers']
@@ -141,7 +141,7 @@ class TFJobTest(absltest.TestCase):
     job = _documents('tfjob', **_ALL)[-1]
     for replica in job['spec']['tfReplicaSpecs'].values():
       self.assertEqual(replica['restartPolicy'], 'ExitCode')
-      # The operator overrides it, and warns of it.
+      # The operator overrides it and prints a warning.
       self.assertNotIn('restartPolicy', replica['template']['spec'])
     self.assertEqual(
       job['spec']['runPolicy'],
@@ -202,7 +202,7 @@ class JobSetTest(absltest.TestCase):
     self.assertEqual(fail['action'], 'FailJob')
     values = fail['onExitCodes']['values']
     self.assertEqual(tuple(values), exit_codes.PERMANENT_EXIT_CODES)
-    # Kubernetes asks for both.
+    # Kubernetes requires both.
     self.assertEqual(values, sorted(set(values) - {0}))
     self.assertEqual(spec['template']['spec']['restartPolicy'], 'Never')
     (rule,) = job['spec']['failurePolicy']['rules']

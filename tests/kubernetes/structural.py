@@ -1,7 +1,7 @@
-"""Checks an object against a CustomResourceDefinition, strictly.
+"""Checks an object strictly against a CustomResourceDefinition.
 
-An API server drops fields that it does not know, unless it is asked not to;
-here each is a problem, since a dropped field is a setting that does nothing.
+An API server silently drops unknown fields. Here each unknown field is a
+problem, because it is a setting without effect.
 """
 
 import os
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def directory() -> pathlib.Path | None:
-  """Returns where the definitions are, if this machine has them."""
+  """Returns the directory of the definitions, or None if this machine has none."""
   text = os.environ.get('TFS_CRD_DIR')
   return pathlib.Path(text) if text else None
 
 
 def schema(name: str, version: str) -> dict[str, Any]:
-  """Returns the schema of a version in the definition that the file `name` holds."""
+  """Returns the schema of a version in the definition in the file `name`."""
   import yaml
 
   text = (directory() / name).read_text(encoding='utf-8')
@@ -29,14 +29,14 @@ def schema(name: str, version: str) -> dict[str, Any]:
         if candidate['name'] == version:
           whole = dict(candidate['schema']['openAPIV3Schema'])
           properties = dict(whole['properties'])
-          # The API server itself defines the metadata of the object as a whole.
+          # The API server itself defines the object's metadata.
           properties['metadata'] = {}
           return {**whole, 'properties': properties}
   raise ValueError(f'{name} defines no version {version!r}.')
 
 
 def problems(value: Any, schema: Mapping[str, Any]) -> list[str]:
-  """Returns each mistake of an object with its place; empty if there is none."""
+  """Returns each mistake of an object with its place."""
   import jsonschema
 
   found = jsonschema.Draft7Validator(_closed(schema)).iter_errors(value)
@@ -44,7 +44,7 @@ def problems(value: Any, schema: Mapping[str, Any]) -> list[str]:
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a schema of JSON that allows no unknown field."""
+  """Returns the JSON schema without unknown fields."""
   if schema.get('x-kubernetes-int-or-string'):
     return {'type': ['integer', 'string']}
   closed = dict(schema)

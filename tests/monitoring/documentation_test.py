@@ -5,9 +5,9 @@ from absl.testing import absltest, parameterized
 from tests import docstrings
 from tf_strategies import monitoring
 
-# Their examples are their usage.
+# Their examples are the usage of the command.
 _COMMANDS = ('tf_strategies.monitoring.merge',)
-# What `__init__` exports is documented where it is.
+# Names that `__init__` exports are documented where they are defined.
 _UNDOCUMENTED = (monitoring.__name__, *_COMMANDS)
 
 

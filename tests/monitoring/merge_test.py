@@ -1,4 +1,4 @@
-"""Clocks are compared within the accuracy that is told, and merged so."""
+"""Clocks are aligned within the reported accuracy when timelines are merged."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from tf_strategies.monitoring import merge, recorder, timeline
 
 
 def _run(seed, count=200, offset=0.0, drift=0.0):
-  """All-reduces of two tasks, the second by a clock of its own."""
+  """Returns the all-reduces of two tasks. The second task has its own clock."""
   draw = random.Random(seed)
   first, second = {}, {}
   now = 0.0
   for sequence in range(1, count + 1):
     begins = [now + draw.uniform(0, 40) for _ in range(2)]
-    # Nobody is done before all have begun.
+    # A collective ends only after all tasks have begun it.
     ends = [max(begins) + draw.uniform(5, 30) for _ in range(2)]
     first[sequence] = (begins[0], ends[0])
     second[sequence] = tuple(
@@ -64,7 +64,7 @@ class ClockSyncTest(parameterized.TestCase):
     found = merge.estimate(first, second)
     self.assertEqual(found.collectives, 200)
     self.assertLessEqual(abs(found.ahead_by(0.0) - offset), found.accuracy)
-    # Half of the shortest collective, or so: not half of the longest.
+    # About half of the shortest collective, not of the longest.
     self.assertLess(found.accuracy, 10.0)
     self.assertEqual(found.drift, 0.0)
 
@@ -76,7 +76,7 @@ class ClockSyncTest(parameterized.TestCase):
       shown = second[sequence][1]
       true = shown - (shown - 1e4) / (1 + 2e-4)
       self.assertLess(abs(found.ahead_by(shown) - true), 15.0)
-    # One offset for all would be wrong by half of this.
+    # A single offset for all would be wrong by half of this.
     self.assertGreater(second[2000][1] * 2e-4, 100.0)
 
   def test_nothing_in_common(self):
@@ -107,7 +107,7 @@ class MergeTest(parameterized.TestCase):
       self.assertLess(b['ts'], a['ts'] + a['dur'])
 
   @parameterized.named_parameters(
-    # Its root may have sent all before another rank begins.
+    # The root of a broadcast may finish before another rank begins.
     ('broadcast', 'broadcast', 1),
     # Sequence numbers start again.
     ('another_generation', 'all_reduce', 2),
@@ -124,7 +124,7 @@ class MergeTest(parameterized.TestCase):
   def test_wall_clocks_where_nothing_is_in_common(self):
     one = _trace(0, {1: (1000.0, 1005.0)})
     other = _trace(1, {2: (50.0, 60.0)})
-    # 3 seconds later, by a clock that starts elsewhere.
+    # 3 seconds later, by a clock with another origin.
     other['otherData']['origin_unix_seconds'] = (
       one['otherData']['origin_unix_seconds'] + 3.0
     )

@@ -1,4 +1,4 @@
-"""The training of the workers of workers_test.py."""
+"""The training program of the workers in workers_test.py."""
 
 import os
 import time
@@ -14,12 +14,11 @@ from tf_strategies.monitoring import keras_callback, recorder
 virtual_devices.configure()
 
 STEPS_PER_EPOCH, EPOCHS, GLOBAL_BATCH_SIZE = 4, 2, 32
-# Each kernel is a bucket of its own.
+# Each kernel fills one bucket.
 UNITS, LAYERS = 160, 4
 BUCKET_BYTES = 100_000
-# A bucket takes so long at least; the graph asks for it before.
+# Minimum duration of a bucket, which the graph starts earlier.
 BUCKET_SECONDS = 0.02
-# Not before batch 4 or 8, whose comparison is no collective.
 
 
 def _strategy():

@@ -1,4 +1,4 @@
-"""Events reach every sink from any thread, and nothing while nobody listens."""
+"""Events from any thread reach every listener. Without listeners, none are made."""
 
 import threading
 

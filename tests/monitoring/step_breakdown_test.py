@@ -1,4 +1,4 @@
-"""The parts of a step: no part is more than what it is a part of."""
+"""The parts of a step: no part is longer than the part that contains it."""
 
 import random
 
@@ -23,8 +23,8 @@ def _collective(handed, begin, end):
 
 class BreakdownTest(absltest.TestCase):
   def test_wait_is_part_of_communication(self):
-    # The thread that waits runs again 9 after the end of the last collective, and
-    # began to wait 5 before the first one.
+    # The waiting thread began 5 before the first collective and continues 9
+    # after the end of the last.
     found = step_breakdown.break_down(
       (0, 100),
       [

@@ -1,4 +1,4 @@
-"""What one process measures: numbers, timelines, and `fit` with them."""
+"""The measurements of one process: numbers, timelines, and `fit` with a monitor."""
 
 import contextlib
 import io
@@ -40,7 +40,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     return os.path.join(self._directory, name)
 
   def _steps(self, name='t-0.json'):
-    """The step events of a timeline."""
+    """Returns the step events of a timeline."""
     trace = merge.load(self._path(name))
     return [e for e in trace['traceEvents'] if e.get('cat') == recorder.STEP]
 
@@ -105,8 +105,8 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
   def test_steps_that_were_done_before_are_none(self):
     dataset = tf.data.Dataset.from_tensors((np.ones([8, 3]), np.ones([8, 2])))
     numbers = []
-    for steps in (4, 6):  # As if it was interrupted after 4 of 6 steps.
-      keras.utils.clear_session()  # Another process gives the same names.
+    for steps in (4, 6):  # The first turn ends after 4 of 6 steps.
+      keras.utils.clear_session()  # Another process would use the same names.
       model = self._fit(tfs.RingMirroredStrategy(['CPU:0']), None, epochs=0)
       run = tfs.Run(self._path('checkpoints'), model)
       epoch, step = run.restore()
@@ -143,7 +143,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     for _ in range(2):
       with monitor.step():
         pass
-    self.assertEqual(monitor.logs(), {})  # No input, nobody sends.
+    self.assertEqual(monitor.logs(), {})  # No input, and no communication.
     monitor.close()
     self.assertEmpty(os.listdir(self._directory))
 
@@ -164,14 +164,15 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
         x, x[:, :2], batch_size=8, epochs=2, callbacks=[monitor, bar]
       )
     self.assertRegex(printed.getvalue(), r' - examples/s: [1-9]\d*\.\d+')
-    self.assertNotIn('communication', printed.getvalue())  # Nobody sends.
+    # There is no communication.
+    self.assertNotIn('communication', printed.getvalue())
     self.assertEqual(set(history.history), {'loss'})
-    self.assertNotIn('examples/s', shown[0])  # It traces.
-    # The time between steps counts too.
+    self.assertNotIn('examples/s', shown[0])  # The first step traces.
+    # The time between steps also counts.
     for last, rows, pauses in ((2, 16, 2), (5, 24, 2)):
       spent = rows / shown[last]['examples/s']
       self.assertBetween(spent, pauses * _PAUSE_SECONDS, 60.0)
-    # The monitor was for that `fit`.
+    # The monitor belonged to the previous `fit` only.
     model.fit(x, x[:, :2], verbose=0, callbacks=[monitor, bar])
     self.assertEqual(set(shown[-1]), {'loss'})
 
@@ -184,14 +185,14 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       return tf.numpy_function(sleep, [x], tf.int64)
 
     dataset = tf.data.Dataset.range(3)
-    self.assertIs(input_watch.watch(dataset), dataset)  # Nobody listens.
+    self.assertIs(input_watch.watch(dataset), dataset)  # There is no listener.
     events = []
     with recorder.listening(events):
       for _ in input_watch.watch(dataset.map(slow).batch(1)):
         pass
     self.assertLen(events, 3)
-    # The sleep is in it; the clocks agree to a millisecond. Those after it may
-    # have begun before they were asked for.
+    # It includes the sleep, and the clocks agree to a millisecond. Later
+    # elements may be prepared before they are requested.
     self.assertGreater(events[0].end_ns - events[0].begin_ns, 49e6)
 
 

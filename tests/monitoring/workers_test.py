@@ -1,4 +1,4 @@
-"""Two real workers: what is measured is what happened."""
+"""Two real workers: the measurements agree with the events."""
 
 import collections
 import glob
@@ -13,7 +13,7 @@ from tests.monitoring import monitored_workers
 from tf_strategies.monitoring import merge, timeline
 
 _STEPS = monitored_workers.EPOCHS * monitored_workers.STEPS_PER_EPOCH
-# Times go through floats of microseconds.
+# Times are stored as floats of microseconds.
 _ROUNDING_US = 0.01
 
 
@@ -63,13 +63,13 @@ class MeasuredRunTest(absltest.TestCase):
       sent = collections.Counter()
       for span in _spans(trace, 'collectives'):
         step = span['args']['step']
-        # Metrics are read after an epoch's last step.
+        # Metrics are reduced after an epoch's last step.
         if span['args']['kind'] == 'all_reduce' and _is_inside(
           span, steps[step]
         ):
           sent[step] += span['args']['sent']
-      # 2 (N - 1) / N, with N = 2, of the float32 gradients, and of the sums of
-      # the metrics that a step reports: the loss and the weight of its rows.
+      # 2 (N - 1) / N, with N = 2, of the float32 gradients and of a step's
+      # metric sums: the loss and the weight of its rows.
       self.assertEqual(told['metric_values'], 2)
       expected = 4 * (told['parameters'] + told['metric_values'])
       self.assertEqual(sent, dict.fromkeys(range(1, _STEPS + 1), expected))
@@ -78,8 +78,9 @@ class MeasuredRunTest(absltest.TestCase):
     for trace, told in zip(self.traces, self.told, strict=True):
       steps = _spans(trace, 'step', 'step')
       self.assertLen(told['logs'], _STEPS)
-      self.assertNotIn('communication', told['logs'][0])  # It traces.
-      # Of the first epoch without that step, and of the second.
+      # The first step traces.
+      self.assertNotIn('communication', told['logs'][0])
+      # The first epoch without the traced step, and the second epoch.
       half = monitored_workers.STEPS_PER_EPOCH
       for first, last in ((1, half - 1), (half, _STEPS - 1)):
         epoch = steps[first : last + 1]
@@ -91,11 +92,11 @@ class MeasuredRunTest(absltest.TestCase):
         )
         rows = len(epoch) * monitored_workers.GLOBAL_BATCH_SIZE
         shown = told['logs'][last]
-        # Each bucket takes a while, and part of it hides behind the backward pass.
+        # Each bucket takes a while, and the backward pass hides a part of it.
         self.assertBetween(
           shown['communication'], waited / 1e6 / seconds - 1e-4, 1.0
         )
-        # Time between steps counts, and ranks meet in each step.
+        # The time between steps counts, and ranks meet in each step.
         self.assertBetween(rows / shown['examples/s'], seconds, seconds + 5)
     for first, second in zip(
       *(told['logs'][1:] for told in self.told), strict=True
@@ -111,7 +112,7 @@ class MeasuredRunTest(absltest.TestCase):
       told = collections.defaultdict(list)
       for span in _spans(trace, 'collectives'):
         sequences.append(span['args']['sequence'])
-        # Not those of an update: metrics are read after an epoch's last step.
+        # Skips collectives that are not part of an update, such as metrics.
         if span['args'].get('update') is None:
           continue
         step = span['args']['step']
@@ -123,7 +124,7 @@ class MeasuredRunTest(absltest.TestCase):
       for names in told.values():
         variables = [n for n in names if '/' in n]
         self.assertEqual(variables, self.told[0]['variables'][::-1])
-      # Each kernel travels alone, with the biases in one or more buckets.
+      # Each kernel has its own bucket. The biases share one or more buckets.
       self.assertEqual(set(sent), set(steps))
       self.assertLen(set(sent.values()), 1)
       self.assertGreaterEqual(sent[1], monitored_workers.LAYERS)
@@ -146,7 +147,7 @@ class MeasuredRunTest(absltest.TestCase):
       self.assertEqual(waited_for, [True] * _STEPS)
 
   def test_merged_timelines_are_on_one_clock(self):
-    # One host, one clock: an error of it can be checked.
+    # One host has one clock, so the error can be checked.
     shifted = json.loads(json.dumps(self.traces))
     shifted[1]['otherData']['origin_ns'] += 3_000_000_000
     merged = merge.merge(shifted)

@@ -1,4 +1,4 @@
-"""Pieces of flat tensors: every length among every number of replicas."""
+"""Pieces of flat tensors, for every length and every number of replicas."""
 
 import numpy as np
 import tensorflow as tf
@@ -9,7 +9,7 @@ from tf_strategies.spmd import kinds, pieces
 
 virtual_devices.configure()
 
-# Elements, pieces: one that fits, one filled up, the last empty, most empty.
+# (elements, pieces): no padding, padding, last piece empty, most pieces empty.
 _CASES = ((12, 3), (13, 3), (5, 4), (1, 4))
 
 
@@ -59,7 +59,7 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     found = []
     for place in range(count):
       own = pieces.cut(whole, shard, place)
-      # Whatever an optimizer computed there.
+      # The padding holds arbitrary values of the optimizer.
       is_own = tf.range(length) < elements - place * length
       own = tf.where(is_own, own, tf.constant(fill, own.dtype))
       counted = pieces.counted(own, shard, elements, place, op)

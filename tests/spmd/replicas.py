@@ -1,4 +1,4 @@
-"""Runs a function as replicas in one graph do, which share the rows of a batch."""
+"""Runs a function as the replicas of one graph, which share a batch's rows."""
 
 import numpy as np
 import tensorflow as tf
@@ -7,11 +7,11 @@ from tests import virtual_devices
 from tf_strategies import _tf_internal
 from tf_strategies.spmd import emit, kinds, pieces, plan, program, rules, site
 
-_ = rules  # Registered when imported.
+_ = rules  # The import registers the rules.
 
 
 class _Exchange(emit.Exchange):
-  """Replicas of one graph meet; notes how."""
+  """Exchanges values between the replicas of one graph, and records each exchange."""
 
   def __init__(self):
     self.meetings = []
@@ -43,7 +43,7 @@ class _Exchange(emit.Exchange):
 
 
 def flat(structure):
-  """Tensors, of sparse gradients their parts."""
+  """Returns the tensors of a structure, including the parts of sparse gradients."""
   return tf.nest.flatten(structure, expand_composites=True)
 
 
@@ -51,13 +51,13 @@ def run(function, arrays, rows, resources=()):
   """Runs `function(*arrays, *variables)` on replicas.
 
   Args:
-    function: a program of one device.
-    arrays: the batch; scalars are equal everywhere.
-    rows: of each replica.
-    resources: what the program's variables stand for, each with a `variable`.
+    function: a program for one device.
+    arrays: the batch; scalars are equal on all replicas.
+    rows: number of rows of each replica.
+    resources: the program's variables, each with an attribute `variable`.
 
   Returns:
-    The results, and how replicas met.
+    The results, and the kind of each exchange.
   """
   exchange = _Exchange()
   known = {id(r.variable.handle): r for r in resources}

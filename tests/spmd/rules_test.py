@@ -1,8 +1,8 @@
-"""Programs give the same when three replicas share their rows.
+"""Programs give the same results if three replicas share their rows.
 
-Each case is a function of a batch. It runs as it is, and planned for replicas with
-unequal rows, of which one may have none. Outputs must be equal, and no case that is
-said to run row by row may gather its rows.
+Each case is a function of a batch. It runs unchanged, and planned for replicas
+with unequal rows. A replica may have none. Outputs must be equal. Cases that
+are listed as row by row must not gather rows.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ def _arrays(seed=0):
 
 
 def _gradient(function):
-  """A case of the gradient of a sum of squares, by the inputs and a weight."""
+  """Returns a case with gradients of a sum of squares, by the inputs and a weight."""
 
   def case(x, labels):
     weight = tf.constant(np.linspace(-1, 1, 36, dtype='f4').reshape(6, 6))
@@ -51,7 +51,7 @@ def _loop(x, labels):
 
 
 def _rows_into_zeros(x, labels):
-  """As gradients of what a loop computed and nobody used."""
+  """Writes rows into zeros, as gradients of a partly unused loop output do."""
   given = tf.TensorArray(tf.float32, 4).unstack(tf.transpose(x, [1, 0, 2]))
   kept = tf.TensorArray(tf.float32, 4)
   kept = kept.unstack(tf.zeros([4, tf.shape(x)[0], 6]))
@@ -63,7 +63,7 @@ def _rows_into_zeros(x, labels):
 
 
 def _list_of_rows(x, labels):
-  """Written, gathered and scattered without a loop."""
+  """Writes, gathers and scatters rows without a loop."""
   kept = tf.TensorArray(tf.float32, 3, clear_after_read=False)
   for i in range(3):
     kept = kept.write(i, x[:, i] * (i + 1.0))
@@ -75,7 +75,7 @@ def _list_of_rows(x, labels):
 
 
 def _list_of_sums(x, labels):
-  """Whole elements and sums over rows beside each other."""
+  """Puts whole elements and sums over rows into the same list."""
   kept = tf.TensorArray(tf.float32, 3)
   kept = kept.write(0, 5.0).write(1, tf.reduce_sum(x)).write(2, 7.0)
   zeros = tf.TensorArray(tf.float32, 2).unstack(tf.zeros([2]))
@@ -86,13 +86,14 @@ def _list_of_sums(x, labels):
 
 
 def _rank_of_rows(x, labels):
-  """Rows beside every other row, as in contrastive losses."""
+  """Compares each row with every other row, as contrastive losses do."""
   flat = tf.reshape(x, [-1, 24])
   alike = tf.matmul(flat, flat, transpose_b=True)
   return tf.reduce_logsumexp(alike, 1), tf.argsort(flat[:, 0])
 
 
-# What each computes of its rows; only sums and extrema meet.
+# Each replica computes these from its rows; only sums and extrema are
+# exchanged.
 _BY_ROWS = {
   'elementwise': lambda x, y: tf.exp(x) * 2.0 + tf.constant([1.0] * 6),
   'beside_a_vector_of_rows': lambda x, y: (
@@ -176,7 +177,7 @@ _BY_ROWS = {
     [tf.reduce_sum(x, 0), tf.reduce_sum(x, [0, 1])], 1.0
   )[0],
 }
-# Those of them that do something else with sums, or have other ones.
+# Cases of the above that exchange something else than plain sums.
 _MEET = (
   'all_and_any',
   'branch',
@@ -187,7 +188,7 @@ _MEET = (
   'short_integers',
   'variance',
 )
-# What needs all rows at once.
+# Cases that need all rows at once.
 _WHOLE = {
   'first_row': lambda x, y: x[0],
   'reversed_rows': lambda x, y: x[::-1],
@@ -224,7 +225,7 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
   def test_rows_are_computed_where_they_are(self, function):
     outputs = _flat(function(*map(tf.constant, _arrays())))
     _, meetings = run(function, _arrays(), (2, 2, 1))
-    # Results that are asked for whole, and extrema, which have no other way.
+    # Gathers only whole results and extrema, which have no other way.
     self.assertLessEqual(meetings.count('gather'), len(outputs))
 
   @parameterized.named_parameters(*_BY_ROWS.items(), *_WHOLE.items())

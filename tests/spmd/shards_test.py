@@ -1,7 +1,7 @@
-"""Programs with variables that replicas divide give what one device computes.
+"""Programs with variables that replicas divide give one device's results.
 
-Each case is a function of a batch and of a variable. Three replicas, of which one
-may have no rows, hold a piece of the variable each.
+Each case is a function of a batch and of a variable. Each of three replicas
+holds a piece of the variable. One replica may have no rows.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ from tf_strategies.spmd import kinds, pieces, program
 virtual_devices.configure()
 
 _COUNT = 3
-_SHAPE = (5, 2)  # Three pieces of four elements, two of which fill up.
+_SHAPE = (5, 2)  # Three pieces of four elements; the last one is padded.
 
 
 class _Divided:
-  """A variable, and its pieces."""
+  """A variable and its pieces."""
 
   is_part = is_single = False
   shard = kinds.Shard(_COUNT)
@@ -41,7 +41,7 @@ class _Divided:
 
 
 class _Whole:
-  """A variable of which each replica has a copy."""
+  """A variable with a copy on each replica."""
 
   is_part = is_single = False
   shard = None
@@ -56,7 +56,7 @@ class _Whole:
 
 
 def _gradient(x, weight):
-  """A sum over rows, of the shape of the weight."""
+  """Returns a sum over rows with the shape of the weight."""
   gradient = tf.matmul(x, tf.tanh(x @ weight), transpose_a=True)
   if tf.executing_eagerly():
     return gradient
@@ -90,7 +90,7 @@ def _branch(x, slot, weight):
 
 
 CASES = {
-  # How they may meet, in any order.
+  # The allowed exchanges, in any order.
   'adam': (_adam, {'scatter', 'join'}),
   'clipped': (_clipped, {'scatter', 'add'}),
   'branch': (_branch, {'scatter', 'add', 'join'}),

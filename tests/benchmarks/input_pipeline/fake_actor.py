@@ -1,4 +1,4 @@
-"""What answers as a variant does: ten items a step; how it fails is its name."""
+"""A fake variant that yields ten items a step and fails as its name says."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ import time
 
 
 class Actor:
-  """Is asked by `rounds.run`."""
+  """Answers the calls of `rounds.run`."""
 
   def __init__(self, rank):
     self._runs = 0

@@ -1,4 +1,4 @@
-"""Processes take turns; one that fails or hangs costs its own row alone."""
+"""Processes take turns. One that fails or hangs loses only its own row."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Idle time of the trainer is measured, and drawn."""
+"""The trainer's idle time is measured and drawn."""
 
 import time
 from xml.etree import ElementTree
@@ -28,7 +28,8 @@ def _record(prefetch):
 class TimelineTest(formula.DataTestCase):
   def test_prefetch_hides_the_preparation(self):
     naive, prefetched = _record(False), _record(True)
-    # Two parts of five are preparation; a third of nothing is left to wait.
+    # Preparation takes two of five parts. With prefetching, the wait is much
+    # shorter.
     self.assertGreater(naive.idle_share, 0.2)
     self.assertLess(prefetched.idle_share, naive.idle_share / 2)
 
@@ -39,7 +40,7 @@ class TimelineTest(formula.DataTestCase):
     for prep, train in zip(found.prep, found.train, strict=True):
       self.assertGreaterEqual(prep[1] - prep[0], 0.9 * _SLOW_S)
       self.assertGreaterEqual(train[1] - train[0], _SLOW_S)
-      # Two clocks tell the same time, to a millisecond.
+      # The two clocks agree to a millisecond.
       self.assertLess(prep[1], train[0] + 1e-3)
     for before, after in zip(found.train, found.prep[1:], strict=False):
       self.assertGreater(after[0], before[1] - 1e-3)
@@ -54,7 +55,7 @@ class TimelineTest(formula.DataTestCase):
 class PictureTest(formula.DataTestCase):
   def setUp(self):
     super().setUp()
-    # The second batch was ready before the first step that is shown.
+    # The second batch was ready before the first step in the picture.
     self.timelines = {
       'naive': timeline.Timeline(
         [(0.0, 0.1), (0.3, 0.4)], [(0.1, 0.3), (0.4, 0.6)], 0.6, 1 / 3

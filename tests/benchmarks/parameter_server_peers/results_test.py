@@ -1,4 +1,4 @@
-"""Times of peers that did not do the same are refused; tables are complete."""
+"""Times of peers that did different work are rejected; tables are complete."""
 
 import math
 

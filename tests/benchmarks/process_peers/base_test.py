@@ -1,4 +1,4 @@
-"""A peer whose result is wrong anywhere is not timed."""
+"""A peer with any wrong result is not timed."""
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -7,7 +7,7 @@ from benchmarks.process_peers import base
 
 
 class Pretender(base.Peer):
-  """A peer that returns what it is given."""
+  """A peer that returns its input."""
 
   def prepare(self):
     pass

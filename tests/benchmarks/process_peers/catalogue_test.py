@@ -1,4 +1,4 @@
-"""A peer that cannot run here is left out with a reason."""
+"""A peer that cannot run here is skipped with a reason."""
 
 import importlib.util
 import sys
@@ -23,7 +23,7 @@ class CatalogueTest(absltest.TestCase):
     for names in (
       ['mwms_ring'],
       ['gloo'],
-      ['ours_mpi', 'mpich'],  # One `mpiexec` starts both.
+      ['ours_mpi', 'mpich'],  # The same `mpiexec` starts both.
     ):
       pool = pools[names[0]]
       self.assertEqual([n for n in pools if pools[n] == pool], names)

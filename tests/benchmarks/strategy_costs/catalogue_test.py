@@ -1,4 +1,4 @@
-"""Names become jobs; what is no job is refused."""
+"""Names become jobs, and unknown names are rejected."""
 
 from absl.testing import absltest
 

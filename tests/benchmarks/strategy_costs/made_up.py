@@ -1,10 +1,10 @@
-"""What a run might have found, for tests of tables."""
+"""Invented results of a run, for tests of tables."""
 
 MEGABYTE = 1_000_000
 
 
 def report(rank=0, **changes):
-  """Of a task that trained two epochs of ten steps."""
+  """Returns the report of a task that trained two epochs of ten steps."""
   return {
     'rank': rank,
     'is_chief': rank == 0,

@@ -1,4 +1,4 @@
-"""Records and tables say what the tasks reported, and what failed."""
+"""Records and tables contain the tasks' reports and failures."""
 
 from absl.testing import absltest
 
@@ -12,7 +12,7 @@ MB = made_up.MEGABYTE
 
 
 def cells(table):
-  """Of each row below the head."""
+  """Returns the cells of each row below the head."""
   return [
     [cell.strip() for cell in line.strip('|').split('|')]
     for line in table.splitlines()[2:]

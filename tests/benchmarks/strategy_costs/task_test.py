@@ -1,4 +1,4 @@
-"""A task trains what the example trains, whatever it does besides."""
+"""Measuring a task does not change its training."""
 
 import tensorflow as tf
 from absl.testing import parameterized
@@ -30,13 +30,13 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
     spec = task.Spec(options, 2, 3, '')
     expected = pages.run('mnist_keras_fit', *spec.flags())
     found = task.train(spec)
-    # To the last bit, so the untimed steps were taken back.
+    # Equal in every bit, so the untimed steps were undone.
     self.assertEqual(found['test'], expected['test'])
     self.assertEqual(found['train'], expected['train'])
     self.assertEqual(found['iterations'], 8)
     self.assertEqual(found['steps'], 8)
     self.assertEqual(found['variable_bytes'], expected['variable_bytes'])
-    # Of 11 steps each, not of 8.
+    # The rates are for 11 steps, not for 8.
     self.assertAllClose(
       found['bytes_per_step']['into_busiest_device'],
       expected['bytes_per_step']['into_busiest_device'],

@@ -1,4 +1,4 @@
-"""The clock runs while steps do, and at no other time."""
+"""The clock runs during steps and at no other time."""
 
 from unittest import mock
 
@@ -16,11 +16,11 @@ class WatchTest(absltest.TestCase):
       self.sent += sent
 
     def join():
-      """Steps on the way take a second more."""
+      """Waits one second for the remaining steps."""
       self.joins += 1
       work(1.0, 1000)
 
-    # Two epochs of three steps, whose last has fewer rows.
+    # Two epochs of three steps. The last step has fewer rows.
     rows = (64, 64, 32)
     watch = task.Watch(3, rows.__getitem__, join)
     self.assertIsNone(watch.examples_per_second)
@@ -34,11 +34,11 @@ class WatchTest(absltest.TestCase):
           work(2.0, 100)
           watch.on_train_batch_end(step)
         work(70.0, 10**7)  # Validation.
-    # Three steps of two seconds, and the second that the last of them take.
+    # Three steps of two seconds, and one second of waiting for the last.
     expected = {'seconds': 7.0, 'loopback_bytes': 1300, 'rows': 160}
     self.assertEqual(watch.epochs, [expected, expected])
     self.assertEqual(watch.examples_per_second, 160 / 7)
-    # Once before each epoch, so that nothing is on the way, and once after it.
+    # Before each epoch, so that no step is running, and after it.
     self.assertEqual(self.joins, 4)
 
 

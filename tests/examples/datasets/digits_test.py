@@ -25,7 +25,7 @@ class ResizeTest(tf.test.TestCase, parameterized.TestCase):
     )
     actual = digits.resize_bilinear(images, new)
     self.assertEqual(actual.dtype, np.uint8)
-    # Rounded to the nearest: half a level from TensorFlow's float32 at most.
+    # Rounded to nearest, so at most half a level from TensorFlow's float32.
     np.testing.assert_allclose(actual, expected[..., 0], atol=0.5 + 1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Extraction: all files or those that changed, whatever happened in between."""
+"""Extraction writes all files or the changed ones, even after interruptions."""
 
 import gzip
 import os
@@ -25,7 +25,7 @@ _LINES = 7
 
 
 def convert_lines(path):
-  """A record of each line, at most some milliseconds each."""
+  """Yields one record for each line, and sleeps some milliseconds for each."""
   with open(path, 'rb') as f:
     for line in f:
       time.sleep(float(os.environ.get('TEST_SLEEP', '0')))
@@ -33,7 +33,9 @@ def convert_lines(path):
 
 
 def snapshot(directory):
-  """Names and bytes of all files but the lock, and the times of shards."""
+  """Returns the names and bytes of all files except the lock, and the times of
+  shards.
+  """
   return {
     entry.name: (
       pathlib.Path(entry).read_bytes(),
@@ -103,7 +105,7 @@ class PartialTest(ExtractTestCase):
     self.before = shards_of(self.out)
 
   def assert_only_changed(self, *numbers):
-    """Shards of other sources have the same bytes and times."""
+    """Checks that shards of other sources kept their bytes and times."""
     after = shards_of(self.out)
     for name, content in self.before.items():
       if name.split('-')[2] not in map(str, numbers):
@@ -118,7 +120,7 @@ class PartialTest(ExtractTestCase):
 
   def test_nothing_to_do_leaves_everything_as_it_is(self):
     manifest = os.path.join(self.out, 'manifest.json')
-    # To be touched is no change.
+    # A new modification time alone is not a change.
     os.utime(self.source(0), ns=(2 * 10**18, 2 * 10**18))
     self.assertEmpty(self.extract().converted)
     self.assertEqual(shards_of(self.out), self.before)
@@ -150,7 +152,7 @@ class PartialTest(ExtractTestCase):
     )
 
   def test_same_size_and_time_needs_the_checksum(self):
-    self.write_source(3, 'WORD3')  # With the time that it had.
+    self.write_source(3, 'WORD3')  # Keeps its modification time.
     self.assertEmpty(self.extract().converted)
     self.assertEqual(self.words()[-1], 'word3-6')
     report = self.extract(checksum=True)
@@ -312,8 +314,8 @@ class KillTest(ExtractTestCase):
     self.extract()
     self.write_source(1, 'word1')
     self.write_source(7, 'gone')
-    # Each line takes 100 ms: what changed takes 1.4 s from the moment on at which
-    # the manifest says that the shards are in motion.
+    # Each line takes 100 ms. The changed lines take 1.4 s after the manifest is
+    # marked as incomplete.
     command = self.start(sleep=0.1)
     command.wait_until(lambda: not manifest_lib.read(self.out).is_complete)
     time.sleep(random.Random().uniform(0, 0.7))

@@ -1,4 +1,4 @@
-"""Data sets from each kind of file: every value comes back, and damage is named."""
+"""Data sets of each file format return every value, and errors name any damage."""
 
 import gzip
 import os
@@ -23,12 +23,12 @@ _URL = 'storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz'
 
 
 def _npz(**changes):
-  """Damage: an archive with other arrays."""
+  """Returns a function that damages an archive by changing its arrays."""
   return lambda path: formula.write_npz(path, **changes)
 
 
 def _idx(name, values):
-  """Damage: an IDX file with other values, or of other bytes."""
+  """Returns a function that replaces an IDX file by other values or bytes."""
   content = values
   if not isinstance(content, bytes):
     content = formula.idx_bytes(values)
@@ -37,7 +37,9 @@ def _idx(name, values):
 
 
 def _bytes(change, name=''):
-  """Damage: other bytes of a file, or of the one with this in its name."""
+  """Returns a function that changes the bytes of a file, or of the file named
+  `name`.
+  """
 
   def damage(path):
     files = [path] if not name else sorted(pathlib.Path(path).iterdir())
@@ -62,7 +64,7 @@ def _remove(name):
   )
 
 
-# Of the first shard, which has eight examples.
+# The first shard, which has eight examples.
 _SHARD = '-train-mnist-'
 _DAMAGE = (
   ('npz', 'key', _npz(y_train=None), 'lacks y_train (', 'expected x_train'),
@@ -116,7 +118,7 @@ def _example(**changes):
 
 class FormatsTest(formula.DataTestCase, parameterized.TestCase):
   def write(self, kind):
-    """Writes `formula.dataset()`; returns the file or the directory."""
+    """Writes `formula.dataset()` and returns the file or the directory."""
     directory = self.new_dir()
     if kind == 'idx':
       return formula.write_idx(directory)
@@ -177,8 +179,8 @@ class FormatsTest(formula.DataTestCase, parameterized.TestCase):
     self.assert_refused(directory, 'expected', fragment)
 
   def test_image_of_twice_the_size(self):
-    # As many bytes as two images: a reshape to [-1, 28, 28, 1] would take one
-    # record for two images.
+    # Twice the bytes of an image: a reshape to [-1, 28, 28, 1] would read one
+    # record as two images.
     record = _example(image_raw=bytes(1568)).SerializeToString()
     with self.assertRaises(tf.errors.InvalidArgumentError):
       tfrecord.parse_examples(tf.constant([record] * 3))
@@ -234,14 +236,14 @@ class LoadTest(formula.DataTestCase, parameterized.TestCase):
 
 
 class RealMnistTest(tf.test.TestCase):
-  """On the real file, where the environment says where it is."""
+  """The real file, if the environment says where it is."""
 
   def test_an_epoch_holds_each_image_once(self):
     path = os.environ.get('TFS_MNIST_NPZ')
     if not path:
       self.skipTest('TFS_MNIST_NPZ does not name a copy of mnist.npz')
     train = datasets.load('mnist', path).train
-    # Source: the table of class frequencies of the published files.
+    # From the published table of class frequencies.
     counts = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     self.assertEqual(np.bincount(train.labels).tolist(), counts)
     options = data_lib.PipelineOptions(global_batch_size=256, seed=0)

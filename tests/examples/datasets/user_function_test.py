@@ -1,4 +1,4 @@
-"""Names of functions on a command line: found, or refused by their option."""
+"""A function named on the command line is found, or the error names its option."""
 
 import os
 import sys
