@@ -1,1 +1,1 @@
-"""Whole programs on test hosts with networks of their own."""
+"""Whole programs on test hosts with their own networks."""

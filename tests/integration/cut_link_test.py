@@ -1,4 +1,4 @@
-"""Hosts that are cut off: named within the deadline, and met again."""
+"""Hosts that are cut off are named within the deadline, and can rejoin."""
 
 import json
 import os
@@ -67,7 +67,7 @@ class CutLinkTest(elastic_case.ElasticCase):
     for end in ends:
       self.assertTrue(end.get('is_typed'), end)
       self.assertEqual(end['error'], 'WorkerUnavailableError')
-      # Silence counts from the last heartbeat, and is looked for now and then.
+      # Silence is measured from the last heartbeat, and checked periodically.
       deadline = worker_on_host.HEARTBEAT_TIMEOUT_SECONDS
       self.assertBetween(end['time'] - cut, 0.5, deadline + 5)
     for rank in (0, 2):
@@ -76,7 +76,8 @@ class CutLinkTest(elastic_case.ElasticCase):
     print('named after', [round(end['time'] - cut, 1) for end in ends], 's')
 
   @tiers.named_parameters(
-    # The one that is cut off waits; or both sides go on and become one again.
+    # Either the host that was cut off waits, or both sides continue and
+    # reunite.
     tiers.soak('majority', 'majority'),
     tiers.soak('both_sides', 1),
   )
@@ -100,7 +101,7 @@ class CutLinkTest(elastic_case.ElasticCase):
       for command, path in zip(job, steps, strict=True):
         command.wait_until(lambda p=path: len(_lines(p)) > 5)
       hosts.cut_link(2)
-      # Longer than silence counts as death.
+      # Longer than the time after which a silent worker counts as dead.
       time.sleep(12)
       done = [len(_lines(path)) for path in steps]
       time.sleep(6)
@@ -118,7 +119,7 @@ class CutLinkTest(elastic_case.ElasticCase):
       for outcome in outcomes
     ]
     print(sizes)
-    # One that was left out may need two attempts to come in.
+    # A worker that was left out may need two attempts to rejoin.
     for survivor in sizes[:2]:
       self.assertEqual((survivor[:2], survivor[-1]), ([3, 2], 3))
     alone = [1] if min_workers == 1 else []
@@ -127,7 +128,7 @@ class CutLinkTest(elastic_case.ElasticCase):
   @parameterized.parameters(*range(20))
   @pytest.mark.soak
   def test_faults_at_random(self, part):
-    """Five of a hundred: kills, stops and cuts, of one or two at once."""
+    """Draws five of a hundred faults: kills, stops and cuts of one or two workers."""
     why = network_namespaces.missing()
     if why:
       self.skipTest(why)

@@ -10,7 +10,8 @@ from tests.integration import pages
 _PAGE = 'docs/data_sources.md'
 _EXAMPLES, _EPOCHS = 19, 2
 
-# Example i has the label 2 ** i: of all sums of 19 of them, one is 2 ** 19 - 1.
+# Example i has the label 2 ** i. Of all sums of 19 labels, only the sum of 19
+# different ones is 2 ** 19 - 1.
 _DATA = f"""
 import numpy as np
 x = np.random.default_rng(1).normal(size=[{_EXAMPLES}, 3]).astype('float32')
@@ -35,7 +36,7 @@ datasets.Dataset.from_dict({'x': x, 'y': y}).save_to_disk('numbers')
 """,
   'grain': "np.savez('numbers.npz', x=x, y=y)",
 }
-# A mean of 19 k labels is right where 2 ** 19 - 1, a prime, is their mean times 19.
+# The mean of 19 k labels, times 19, must be 2 ** 19 - 1, which is a prime.
 _WATCH = ("'mse')", "'mse', metrics=[lambda label, _: label])")
 _TELL = (
   'verbose=0)\n',
@@ -46,7 +47,7 @@ _TELL = (
 
 class DataSourcesTest(parameterized.TestCase):
   def _run(self, package, title, *changes):
-    """Means of the labels in each epoch, and steps, as each worker tells them."""
+    """Returns each worker's means of the labels per epoch, and its step counts."""
     program = pages.write(
       self, _PAGE, title, [package], [_WATCH, _TELL, *changes]
     )
@@ -68,7 +69,7 @@ class DataSourcesTest(parameterized.TestCase):
     means, steps = self._run(package, title)
     sums = [round(mean * _EXAMPLES) for mean in means]
     self.assertEqual(sums, [2**_EXAMPLES - 1] * _EPOCHS)
-    # Of 10 and 9 examples, in batches of 4: not every example twice.
+    # Workers have 10 and 9 examples, in batches of 4. No example is read twice.
     self.assertEqual(steps, _EPOCHS * 3)
 
   def test_examples_that_all_workers_read_are_seen(self):

@@ -1,4 +1,4 @@
-"""docs/mpi.md: its command trains on two workers what one trains alone."""
+"""docs/mpi.md: its command gives the same results on two workers as on one."""
 
 import importlib.util
 import os

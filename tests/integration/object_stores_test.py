@@ -1,4 +1,4 @@
-"""docs/object_stores.md: what goes through TensorFlow, and copies by fsspec."""
+"""docs/object_stores.md: files through TensorFlow, and copies with fsspec."""
 
 import os
 import re
@@ -39,7 +39,7 @@ class CopiedRunTest(absltest.TestCase):
     self.assertLen(copies, 2)
     shutil.rmtree(here / 'first')  # The machine is lost.
     self.assertEqual(run('second', 'store', '3'), (2, weights))
-    # The copy of the last was cut off.
+    # The copy of the last checkpoint was interrupted.
     [last] = set(os.listdir(store)) - set(copies)
     os.truncate(store / last / 'arrays.bin', 100)
     self.assertEqual(run('third', 'store', '3'), (2, weights))

@@ -1,4 +1,4 @@
-"""Programs of pages that need packages which the tests do without."""
+"""Runs programs of pages that need packages beyond those of the tests."""
 
 import importlib.util
 import pathlib
@@ -18,14 +18,14 @@ def write(
   packages: Sequence[str] = (),
   changes: Sequence[tuple[str, str]] = (),
 ) -> pathlib.Path:
-  """Writes a program of a page into a new directory, and returns its path.
+  """Writes a page's program into a new directory and returns its path.
 
   Args:
-    test: skipped where a package is missing.
+    test: the test, which is skipped if a package is missing.
     page: path of the document.
-    title: of the block.
-    packages: what the program imports beside ours.
-    changes: pairs of what is in the program and what stands there instead.
+    title: title of the block.
+    packages: additional packages that the program imports.
+    changes: pairs of a text in the program and its replacement.
   """
   for name in packages:
     if importlib.util.find_spec(name) is None:
@@ -46,7 +46,7 @@ def run(
   launch: Sequence[str] = ('--num_workers=2',),
   env: dict[str, str] | None = None,
 ) -> str:
-  """What a program has said: alone, or as all tasks of a job."""
+  """Runs a program alone, or as all tasks of a job, and returns its output."""
   words = [sys.executable, program.name, *arguments]
   if launch:
     launcher = [sys.executable, '-m', 'tf_strategies.launch']

@@ -1,4 +1,4 @@
-"""What tests of faults on parameter servers share."""
+"""Shared code of the tests of parameter server faults."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ STEPS = EPOCHS * programs.STEPS_PER_EPOCH
 
 
 class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
-  """A chief that tells in a file how far it is, and its checkpoints."""
+  """A chief that reports its progress in a file, and its checkpoints."""
 
   def setUp(self):
     super().setUp()
@@ -27,7 +27,9 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     self.checkpoints = os.path.join(directory.name, 'checkpoints')
 
   def wait_for_batch(self, job, batch, of='', seconds=120):
-    """Waits until `fit`, or all of '.test', has gone through so many batches."""
+    """Waits until `fit`, or every `evaluate` with '.test', has finished `batch`
+    batches.
+    """
     ends_at = time.monotonic() + seconds
     while time.monotonic() < ends_at:
       if self.batches(of) >= batch:
@@ -37,20 +39,23 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     self.fail(f'batch {batch} was not reached')
 
   def batches(self, of=''):
-    """How many batches `fit` has gone through; or, with '.test', `evaluate`."""
+    """Returns the number of batches that `fit`, or with '.test' `evaluate`,
+    finished.
+    """
     if not os.path.exists(self.progress + of):
       return 0
     with open(self.progress + of) as f:
       return int(f.read() or 0)
 
   def strike(self, job, faults):
-    """Does to the tasks of a job what a schedule of faults says, in turn.
+    """Applies a schedule of faults to the tasks of a job, in order.
 
     Args:
-      job: whose tasks.
-      faults: tuples, of what to do and to whom: ('at', 130) waits for a batch of `fit`,
-        ('at', 1, '.test') for one of `evaluate`, ('wait', 6.0) some seconds; 'kill',
-        'start', 'restart' (both), 'stop' and 'go on' take a task: ('kill', 'ps', 1).
+      job: the job.
+      faults: tuples of an action and its target. ('at', 130) waits for a batch of
+        `fit`, ('at', 1, '.test') for one of `evaluate`, and ('wait', 6.0) for some
+        seconds. 'kill', 'start', 'restart' (both), 'stop' and 'go on' take a task:
+        ('kill', 'ps', 1).
     """
     actions = {
       'at': lambda *batch: self.wait_for_batch(job, *batch),
@@ -67,13 +72,13 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
       actions[what](*arguments)
 
   def run_struck(self, faults, arguments, program=programs.train, **options):
-    """Returns what a chief returns of whose tasks some are struck.
+    """Runs a program while faults strike its tasks, and returns the chief's result.
 
     Args:
       faults: see `strike`.
-      arguments: of the program.
-      program: what the chief runs.
-      **options: of the job.
+      arguments: arguments of the program.
+      program: function that the chief runs.
+      **options: options of the job.
     """
     with parameter_servers.Job(**options) as job:
       job.start_chief(program, arguments)
@@ -81,7 +86,7 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
       return self.finish(job)
 
   def wait_until_quiet(self):
-    """Until no step begins any more: all workers wait."""
+    """Waits until no new step begins, because all workers wait."""
     batches = None
     while (found := self.batches()) != batches:
       batches = found
@@ -96,8 +101,8 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
       worker_input: whether workers read the data themselves.
       validates: whether each epoch ends with an evaluation.
       at_once: steps per execution.
-      saves: steps between checkpoints; 0 makes none.
-      **options: of the strategy.
+      saves: steps between checkpoints; 0 saves none.
+      **options: options of the strategy.
     """
     if saves:
       options = {
@@ -109,13 +114,13 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     return (*run, at_once)
 
   def finish(self, job):
-    """What the chief returned, which must have ended by itself."""
+    """Returns the chief's result, after checking that it ended by itself."""
     outcome = job.wait()
     self.assertEqual((outcome.exitcode, outcome.error_text), (0, ''))
     return outcome.value
 
   def kept(self):
-    """The checkpoints, oldest first."""
+    """Returns the checkpoints, oldest first."""
     return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
 
   def left(self):
@@ -124,13 +129,13 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     return [n for n in names if not n.startswith('checkpoint-')]
 
   def files(self):
-    """Contents of all files of checkpoints by path."""
+    """Returns the contents of all checkpoint files by path."""
     paths = sorted(pathlib.Path(self.checkpoints).glob('*/**/*'))
     return {str(p): p.read_bytes() for p in paths if p.is_file()}
 
 
 def damage(path, kind):
-  """Damages a file as a disk or a person may."""
+  """Damages a file as a faulty disk or a user might."""
   raw = path.read_bytes()
   if kind == 'delete':
     path.unlink()

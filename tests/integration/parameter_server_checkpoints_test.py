@@ -1,4 +1,4 @@
-"""Parameter servers die when checkpoints are damaged, missing or unwritable."""
+"""Parameter servers die while checkpoints are damaged, missing or unwritable."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class CheckpointsTest(parameter_server_case.FaultsTestCase):
-  """A whole checkpoint is used, or a typed error ends the program."""
+  """Recovery uses an undamaged checkpoint, or a typed error ends the program."""
 
   @tiers.parameters(
     tiers.soak('arrays.bin', 'truncate', 1),
@@ -32,7 +32,9 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     tiers.soak('manifest.json', 'flip', 1),
   )
   def test_parameter_server_with_damaged_checkpoints(self, name, kind, count):
-    """An older one that is whole is used and named; no other step is lost."""
+    """Checks that an older, undamaged checkpoint is used and named, and no
+    other step lost.
+    """
     with parameter_servers.Job() as job:
       before = self.damage_and_kill(job, name, kind, count)
       run = self.finish(job)
@@ -45,7 +47,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     lost = programs.lost_steps(run)
     self.assertGreater(lost, count * _CHECKPOINT_STEPS)
     self.assertEqual(run.batches, _STEPS)
-    # Server 0, which counts them, has lost none.
+    # Server 0 holds the counter and has lost nothing.
     self.assertEqual(run.iterations, _STEPS)
 
   @tiers.parameters(
@@ -54,7 +56,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     tiers.soak('manifest.json', 'delete'),
   )
   def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):
-    """The program ends with a typed error, and deletes no file."""
+    """Checks that the program ends with a typed error and deletes no file."""
     with parameter_servers.Job() as job:
       self.damage_and_kill(job, name, kind, 0)
       files, batches = self.files(), self.batches()
@@ -62,16 +64,18 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertIsInstance(outcome.error, errors.DataError, outcome.error_text)
     self.assertIn('All checkpoints in', str(outcome.error))
     self.assertEqual(self.files(), files)
-    # Steps that were already begun, on the variables of before.
+    # These steps had already begun with the old variables.
     self.assertLess(self.batches(), batches + 10)
 
   def damage_and_kill(self, job, name, kind, count):
-    """Damages a file of the newest checkpoints, or of all if 0; a server dies.
+    """Damages a file of the `count` newest checkpoints, or of all if 0.
+
+    Kills a server.
 
     Returns the paths of all checkpoints.
     """
     job.start_chief(programs.train, self.arguments(saves=_CHECKPOINT_STEPS))
-    # It must not write another one between the damage and the death.
+    # The chief must not write a checkpoint between the damage and the kill.
     self.strike(job, (('at', 130), ('stop', 'chief', 0)))
     paths = self.kept()
     for path in paths[-count:]:
@@ -83,7 +87,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
 
   @tiers.parameters(tiers.soak(False), tiers.soak(True))
   def test_finished_run_that_is_started_again(self, reads):
-    """As often as one likes: nothing is left to do."""
+    """Restarts a finished run twice. There is nothing left to train."""
     options = {'checkpoint_dir': self.checkpoints, 'mode': 'sync'}
     arguments = self.progress, 1, reads, options
     with parameter_servers.Job() as job:
@@ -96,7 +100,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
         np.testing.assert_array_equal(a, b)
 
   def test_checkpoints_that_cannot_be_written(self):
-    pathlib.Path(self.checkpoints).touch()  # A file, where a directory must be.
+    pathlib.Path(self.checkpoints).touch()  # A file in place of a directory.
     with parameter_servers.Job() as job:
       options = {'checkpoint_dir': f'{self.checkpoints}/of_a_run'}
       job.start_chief(programs.train, self.arguments(**options))
@@ -108,7 +112,9 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(self.batches(), 0)
 
   def test_disk_that_becomes_full(self):
-    """`fit` ends with a typed error, and goes on from what is whole."""
+    """Checks that `fit` ends with a typed error, and resumes from a complete
+    checkpoint.
+    """
     disk = pathlib.Path(self.checkpoints)
     disk.mkdir()
     mount = ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(disk)]
@@ -138,7 +144,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
       self.assertRegex(
         str(outcome.error), f'cannot be written: .*{reason}.*Fix: make room'
       )
-      # The next checkpoint was the first that failed.
+      # The next checkpoint was the first to fail.
       self.assertBetween(self.batches(), batches, 2 * _CHECKPOINT_STEPS + 70)
       after = self.files()
       self.assertNotEmpty(self.kept())
@@ -150,7 +156,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(run.report['steps'], _STEPS - 2 * _CHECKPOINT_STEPS)
 
   def test_nothing_is_done_with_lost_variables(self):
-    """Not by a later call either, until the checkpoint is whole again."""
+    """Checks that calls raise until the checkpoint has been repaired."""
     with parameter_servers.Job() as job:
       job.start_chief(
         programs.use_after_failed_recovery, (self.progress, self.checkpoints)

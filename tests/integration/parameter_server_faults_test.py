@@ -1,7 +1,8 @@
 """Tasks of a parameter server job are killed or stopped during `fit`.
 
-A row of a table is a training, what happens to its tasks and when, and how it ends.
-`TFS_SEED` draws other random faults, of which `TFS_FAULTS` is the number.
+Each row of a table defines a training run, the faults of its tasks with their
+times, and the expected end. `TFS_SEED` changes the random faults. `TFS_FAULTS`
+is their number.
 """
 
 import os
@@ -32,7 +33,7 @@ _WORKER = 'worker', 1
 
 
 def _stopped_worker(mode, reads):
-  """Returns a row in which a worker stops and goes on at random."""
+  """Returns a row in which a worker stops and continues at random times."""
   rng = random.Random(f'{_SEED} {mode} {reads}')
   faults = (
     ('at', rng.randrange(5, 60)),
@@ -77,7 +78,7 @@ def _server_dies(server, mode='async', reads=False):
 
 
 _SERVERS = (
-  # Options, faults, and how many steps are lost at least and at most.
+  # Options, faults, and the minimum and maximum number of lost steps.
   tiers.smoke(*_server_dies(0)),
   tiers.soak(*_server_dies(1, 'sync')),
   *[tiers.soak(*_server_dies(i, 'sync', True)) for i in range(2)],
@@ -99,14 +100,14 @@ _SERVERS = (
     )
     for i in range(2)
   ],
-  # It goes on from where it began.
+  # It continues from where it began.
   tiers.soak(
     'before_a_checkpoint_is_due',
     {'saves': 1000},
     (('at', 10), ('restart', 'ps', 1)),
     (7, 60),
   ),
-  # As if it had died, but it still has its variables.
+  # It counts as dead, although it still has its variables.
   tiers.soak(
     'stops_and_goes_on',
     {'saves': 60, 'keepalive_timeout': 2.0},
@@ -136,7 +137,7 @@ def _stops_in_an_evaluation(server, saves, batch):
 
 
 _ERRORS = (
-  # Options, faults, and the error, what it names and what not.
+  # Options, faults, the error, and the names that it must or must not contain.
   (
     'without_checkpoints',
     {},
@@ -161,17 +162,17 @@ _ERRORS = (
 
 
 class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
-  """Training ends by itself, with the right number of steps."""
+  """Training ends by itself with the right number of steps."""
 
   def steps_of(self, options):
-    """Returns how many steps there are, of batches that two workers may read."""
+    """Returns the number of steps. Two workers may share each batch."""
     is_halved = options.get('worker_input') and options.get('mode') == 'sync'
     return _STEPS // 2 if is_halved else _STEPS
 
   @parameterized.named_parameters(*_WORKERS)
   @pytest.mark.soak
   def test_worker(self, options, faults):
-    """Each step was done, and each row of the last epoch counted, once."""
+    """Checks that each step ran once, and each row of the last epoch counted once."""
     run = self.run_struck(faults, self.arguments(**options))
     steps = self.steps_of(options)
     self.assertEqual(run.batches, steps)
@@ -182,14 +183,14 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     if 'keepalive_timeout' in options:
       self.assert_given_up(logged, 'worker 1')
     if faults is _DIES and steps < _STEPS:
-      # Another one reads its batch instead.
+      # Another worker reads its batch instead.
       with parameter_servers.Job() as job:
         whole = job.run(programs.train, self.arguments(**options))
       self.assert_same_bits(run, whole)
 
   @tiers.named_parameters(*_SERVERS)
   def test_server(self, options, faults, lost_from_to):
-    """Steps since the checkpoint are lost: of the server's own, in 'sync' of all."""
+    """Checks the lost steps: only the server's own, or with 'sync' those of all."""
     run = self.run_struck(faults, self.arguments(**options))
     steps, lost = self.steps_of(options), programs.lost_steps(run)
     self.assertBetween(lost, *lost_from_to)
@@ -210,7 +211,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @parameterized.named_parameters(*_ERRORS)
   @pytest.mark.soak
   def test_error(self, options, faults, error, names, names_not):
-    """A server that neither answers nor returns is named at a deadline."""
+    """Checks that a server that does not answer or return is named at a deadline."""
     with parameter_servers.Job(deadline=90) as job:
       job.start_chief(programs.train, self.arguments(**options))
       self.strike(job, faults)
@@ -222,12 +223,12 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertNotRegex(message, names_not)
 
   def assert_same_bits(self, run, whole):
-    """Two runs gave the same weights."""
+    """Checks that two runs gave the same weights."""
     for a, b in zip(run.weights, whole.weights, strict=True):
       np.testing.assert_array_equal(a, b)
 
   def assert_given_up(self, logged, task):
-    """A task was cut off, and no other one."""
+    """Checks that this task was given up, and no other."""
     found = [text for text in logged if 'given up' in text]
     self.assertLen(found, 1)
     self.assertStartsWith(found[0], f'{task} at ')
@@ -235,12 +236,12 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @parameterized.parameters(False, True)
   @pytest.mark.soak
   def test_coordinator(self, reads):
-    """One that goes on ends where one that was not killed ends, bit by bit."""
+    """Checks that a resumed run ends with the same bits as an uninterrupted one."""
     steps, at, saved = (_STEPS // 2, 85, 60) if reads else (_STEPS, 170, 120)
     with parameter_servers.Job() as job:
       arguments = self.arguments(reads, saves=60, mode='sync')
       resumed = self._kill_and_resume(job, arguments, at)
-      # Batches that were done before count but do nothing.
+      # `fit` skips batches that were trained before, but counts them.
       self.assertEqual(resumed.report['steps'], steps - saved)
       whole = job.run(programs.train, self.arguments(reads, mode='sync'))
     self.assertEqual(resumed.iterations, steps)
@@ -258,7 +259,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   @pytest.mark.soak
   def test_coordinator_that_finds_another_number_of_workers(self):
-    """Their data are cut otherwise: no element may count twice."""
+    """Checks that it raises: the data would be split differently and repeat
+    elements.
+    """
     arguments = self.arguments(True, saves=60)
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, arguments)
@@ -278,7 +281,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     return self.finish(job)
 
   @tiers.parameters(
-    # What differs where the numbers do, and where there are more rows.
+    # Kind of data, and what the error names for other values and for more rows.
     ('stream', 'arrays', 'arrays'),
     tiers.soak('stream_computed', 'first batch', 'steps of an epoch'),
     tiers.soak('split', 'arrays', 'arrays'),
@@ -301,7 +304,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
           outcome.error, errors.CheckpointMismatchError, outcome.error_text
         )
         self.assertIn(f'data: {difference}', str(outcome.error))
-      # The same data in another process; and a run that has finished.
+      # The same data in another process, and a run that has already finished.
       steps, _ = job.run(
         programs.train_on, (kind, 1.0, 32, 3, self.checkpoints)
       )
@@ -314,7 +317,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   @pytest.mark.soak
   def test_coordinator_that_shuffles_otherwise(self):
-    """An order that each process draws anew tells nothing."""
+    """Checks that data with a new random order in each process is not compared."""
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       for epochs in (1, 2):
         steps, _ = job.run(
@@ -324,7 +327,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   @pytest.mark.smoke
   def test_newer_coordinator_takes_the_servers(self):
-    """The older one ends with an error that names it; it goes on."""
+    """Checks that the old coordinator raises and names the new one, which continues."""
     with parameter_servers.Job(num_ps=1) as job:
       options = {'mode': 'sync', 'checkpoint_dir': self.checkpoints}
       job.start_chief(programs.train, (self.progress, 1000, False, options))
@@ -356,7 +359,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @parameterized.parameters('sync', 'async')
   @pytest.mark.soak
   def test_workers_that_stop_and_go_on_again_and_again(self, mode):
-    """Whatever they were at when they were given up, each step counts once."""
+    """Checks that each step counts once, whatever a worker was doing when given up."""
     steps = int(os.environ.get('TFS_STEPS', '300'))
     rng = random.Random(f'{os.environ.get("TFS_SEED", "20261123")} {mode}')
     options = {'mode': mode, 'keepalive_timeout': 1.0}
@@ -367,11 +370,11 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       while self.batches() < steps - 10 and job.is_alive('chief', 0):
         worker = 'worker', rng.randrange(2)
         job.signal(*worker, signal.SIGSTOP)
-        # Some are not given up; most are, and return.
+        # Most are given up and return; some are not given up.
         time.sleep(rng.uniform(0.5, 3.0))
         job.signal(*worker, signal.SIGCONT)
         stops += 1
-        # Three workers that are lost in one step would end the run.
+        # Losing three workers in one step would end the run.
         time.sleep(rng.uniform(2.0, 3.0))
       counted, logged = self.finish(job)
     given_up = sum('given up' in text for _, text in logged)
@@ -381,14 +384,14 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assert_all_counted(counted, steps, message)
 
   def assert_all_counted(self, counted, steps, message):
-    """Whatever counts steps, in all ways and on all servers, counts so many."""
+    """Checks that all counters, on all servers, have counted `steps`."""
     self.assertLen(counted, 13, message)
     wrong = {name: count for name, count in counted.items() if count != steps}
     self.assertEqual(wrong, {}, message)
 
   @tiers.parameters(tiers.soak('async', 60), tiers.soak('sync', 300))
   def test_workers_that_die_in_the_middle_of_steps(self, mode, steps):
-    """What a step had written before is not written again by who repeats it."""
+    """Checks that a repeated step does not repeat its earlier writes."""
     steps = int(os.environ.get('TFS_STEPS', steps))
     rng = random.Random(f'{os.environ.get("TFS_SEED", "20261124")} {mode}')
     kills = 0
@@ -413,14 +416,14 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
   @pytest.mark.soak
   def test_step_that_was_given_up_is_not_finished(self):
-    """It goes on when its worker is given up, and what it writes is refused."""
+    """Checks that the writes of a step are rejected after its worker was given up."""
     with parameter_servers.Job() as job:
       counts = job.run(programs.finish_after_giving_up)
     self.assertEqual(counts, [[1, 1.0, 1.0, 1.0, 1.0]] * 2)
 
   @pytest.mark.soak
   def test_server_that_was_given_up_before_an_evaluation(self):
-    """Nothing that Keras does first has to do with it, but it is recovered."""
+    """Checks that the server is recovered, although Keras does not use it at first."""
     losses, recoveries = self.run_struck(
       (('at', 1), ('stop', 'ps', 1), ('wait', 10.0), ('go on', 'ps', 1)),
       (self.progress, self.checkpoints),
@@ -444,7 +447,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
 
 
 class RandomFaultsTest(parameter_server_case.FaultsTestCase):
-  """Tasks die, stop and return at random moments; each run says how it ended."""
+  """Tasks die, stop and return at random moments. Each run reports its end."""
 
   @parameterized.parameters(*range(_FAULTS))
   @pytest.mark.soak
@@ -457,7 +460,7 @@ class RandomFaultsTest(parameter_server_case.FaultsTestCase):
     seconds = rng.choice([0.0, 1.0, 4.0, 7.0])
     moment = rng.choice(
       [
-        # The first step is traced, which takes longest.
+        # Tracing makes the first step the longest.
         [('wait', seconds / 10)],
         [('at', 100), ('at', rng.choice([0, 0, 1, 9, 29]), '.test')],
         [('at', 50 * rng.randrange(1, 5))],  # A checkpoint is due.

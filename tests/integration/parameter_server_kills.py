@@ -1,16 +1,19 @@
-"""A chief that trains tables whose every row tells which steps it has, and can be held.
+"""A chief that trains tables whose rows record their steps, and that can be held.
 
-A test holds a task at an exact place by a file of the place's name in a directory:
-whoever is there says so, again and again, in a file `<place>.reached`, and waits until
-the first file is gone. Meanwhile the test kills somebody. Places are `lookup` and
-`update` of a step, which workers pass (in 'sync' servers pass `update`), `write 0` and
-`write 1`, which that server passes before it writes rows of the table in parts (if it
-`holds_writes`), and those in `_PLACES`, which the chief passes while it saves or loads.
-With `holds_writes` there are also `loop 0` and `loop 1`, before rows of the dynamic
-table are computed, and `rows 0` and `rows 1`, before they are written: files that are
-pipes while they are held (`rows_held`).
-In a step of two rounds there is `round`, which a worker passes between them.
-While `lock` is held, nobody writes rows of the dynamic table on server 1.
+A test holds a task at an exact place with a file of the place's name in a
+directory. A task that reaches the place writes a file `<place>.reached`
+repeatedly, and waits until the first file is deleted. Meanwhile the test kills
+a task.
+
+Workers pass the places `lookup` and `update` of a step (with 'sync', servers
+pass `update`). With `holds_writes`, servers 0 and 1 pass `write 0` and `write
+1` before they write rows of the partitioned table. The chief passes the places
+in `_PLACES` while it saves or loads. With `holds_writes` there are also `loop
+0` and `loop 1`, before rows of the dynamic table are computed, and `rows 0` and
+`rows 1`, before they are written. The files of the latter are pipes while they
+are held (`rows_held`). In a step with two rounds, a worker passes `round`
+between them. While `lock` is held, no task writes rows of the dynamic table on
+server 1.
 """
 
 import contextlib
@@ -39,18 +42,18 @@ from tf_strategies.keras import row_initializers
 from tf_strategies.strategies.parameter_server import server_table, variables
 
 WIDTH = 64
-# So that a table in parts is one that servers save.
+# Large enough that servers save the partitioned table themselves.
 ROWS = 8192
-# Rows, and ids, that every so many steps use again.
+# Number of steps after which rows and ids repeat.
 HOT = 7
 _HELD_SECONDS = 60.0
-# By function that the chief calls there: its module in `tf_strategies`, its owner,
-# its name, and when it counts.
+# Place: (module in `tf_strategies`, owner and name of the function that the
+# chief calls there, condition for counting).
 _PLACES = {
-  # The servers write pieces; they are written, and there is no manifest.
+  # Before the servers write pieces; after that, without a manifest.
   'pieces': ('checkpoint.pieces', '', 'write', lambda *a: '-1-' in a[1]),
   'manifest': ('checkpoint.pieces', '', 'sync', None),
-  # Everything is written, and has no name yet; it has one.
+  # All files are written but not renamed yet; then they are renamed.
   'rename': ('checkpoint.checkpointer', 'os', 'rename', None),
   'named': (
     'strategies.parameter_server.step_counts',
@@ -72,9 +75,9 @@ _PLACES = {
     'store',
     None,
   ),
-  # The cluster as it was looked at is connected to.
+  # Before it connects to the cluster in its current state.
   'connect': ('_tf_internal', '', 'connect_again', None),
-  # All variables are what a checkpoint has; nobody does a step yet.
+  # All variables are restored, and no step has begun.
   'restored': (
     'strategies.parameter_server.recovery',
     'Recovery',
@@ -85,11 +88,11 @@ _PLACES = {
 
 
 def ids_of_steps(steps: int) -> np.ndarray:
-  """For each step the rows [2 * 2, 2] that it looks up.
+  """Returns the rows [2 * 2, 2] that each step looks up.
 
-  Column 0 are rows of the table in parts, column 1 ids of the dynamic one. The first
-  two examples are of this step alone, the others of every seventh; the first and the
-  third are on server 0 of two, the others on server 1.
+  Column 0 contains rows of the partitioned table, column 1 ids of the dynamic
+  table. The first two examples belong to this step alone, the others to every
+  seventh step. The first and third are on server 0, the others on server 1.
   """
   count = steps + HOT
   found = np.arange(8 * count, dtype=np.int64) * (2**40 + 7) - 2**50
@@ -106,14 +109,14 @@ def ids_of_steps(steps: int) -> np.ndarray:
 
 
 def _hold(directory: str, place: str, turn, held):
-  """In a graph: the tensor `held`, once nobody holds it; `turn` is any number.
+  """Returns the tensor `held` in a graph, once the place is not held.
 
-  The end of the worker's call ends it.
+  `turn` is any number. The end of the worker's call ends the wait.
   """
 
   def is_held(turn, held):
     del held
-    # The path depends on the turn, or it would be looked up once.
+    # The path depends on `turn`, or the files would be matched only once.
     nothing = tf.strings.substr(tf.strings.as_string(turn), 0, 0)
     path = tf.strings.join([f'{directory}/{place}', nothing])
     return tf.size(tf.io.matching_files(path)) > 0
@@ -121,14 +124,14 @@ def _hold(directory: str, place: str, turn, held):
   def wait(turn, held):
     reached = tf.io.write_file(f'{directory}/{place}.reached', '')
     with tf.control_dependencies([reached]):
-      # As a value of the loop: what only came after it might be computed before.
+      # `pause` returns a loop value. Otherwise later ops could run before it.
       return turn + 1, programs.pause(held, 20)
 
   return tf.while_loop(is_held, wait, [turn, held], parallel_iterations=1)[1]
 
 
 def hold_here(directory: str, place: str) -> None:
-  """The same in this process."""
+  """Waits in this process while the place is held."""
   path = pathlib.Path(directory, place)
   ends_at = time.monotonic() + _HELD_SECONDS
   while path.exists():
@@ -140,19 +143,19 @@ def hold_here(directory: str, place: str) -> None:
 
 @contextlib.contextmanager
 def rows_held(path: pathlib.Path) -> Iterator[None]:
-  """Holds place `rows 0` or `rows 1`, which the death of a worker does not end."""
+  """Holds `rows 0` or `rows 1`, even if the worker dies."""
   pipe = path.with_name('pipe')
   os.mkfifo(pipe)
   pipe.rename(path)
   yield
   path.rename(pipe)
-  # Ends when the one that is held has opened and closed it.
+  # Returns when the held task has opened and closed the pipe.
   assert pipe.read_bytes() == b''
   pipe.unlink()
 
 
 def _can_be_held(directory: str) -> None:
-  """Makes this process stop at places where a test holds it."""
+  """Makes this process stop at the places that a test holds."""
 
   for place, (module, owner, name, counts) in _PLACES.items():
     found = importlib.import_module(f'tf_strategies.{module}')
@@ -171,7 +174,8 @@ def _can_be_held(directory: str) -> None:
 def _writes_can_be_held(directory: str) -> None:
   """Makes servers stop before they write rows.
 
-  Whoever comes to rows of the dynamic table leaves a file `began-<server>-<id>`.
+  A task that reaches rows of the dynamic table writes a file
+  `began-<server>-<id>`.
   """
   real = variables.ServerVariable.scatter_add
 
@@ -187,7 +191,7 @@ def _writes_can_be_held(directory: str) -> None:
   real_store = server_table.ServerShard.store
 
   def updated(self, ids, *args, **options):
-    # As an initializer of rows may have one.
+    # An initializer of rows may also contain a loop.
     ids = _hold(directory, f'loop {self.server}', tf.reduce_sum(ids), ids)
     return real_updated(self, ids, *args, **options)
 
@@ -198,7 +202,7 @@ def _writes_can_be_held(directory: str) -> None:
     number = tf.strings.as_string(tf.reduce_sum(ids))
     began = tf.io.write_file(tf.strings.join([path, number]), '')
     with tf.control_dependencies([began]):
-      # Whoever opens a pipe waits for a reader, also if the call is cancelled.
+      # Opening a pipe waits for a reader, even if the call is cancelled.
       passed = tf.io.write_file(f'{directory}/rows {self.server}', '')
     with tf.control_dependencies([passed]):
       ids = tf.identity(ids)
@@ -210,9 +214,9 @@ def _writes_can_be_held(directory: str) -> None:
 
 
 def _answer(directory: str, parts, pool) -> None:
-  """In a thread: how many updates a table's rows on each server have, when asked.
+  """Answers in a thread how many updates the rows on each server have.
 
-  While a worker is lost there is a file `away`.
+  The file `away` exists while a worker is lost.
   """
   question = pathlib.Path(directory, 'peek')
   while True:
@@ -229,7 +233,7 @@ def _answer(directory: str, parts, pool) -> None:
 
 
 def _lock(directory: str, shard) -> None:
-  """In a thread: keeps the lock of a dynamic table's rows while a test holds it."""
+  """Keeps the lock of a dynamic table's rows in a thread while a test holds it."""
   while True:
     time.sleep(0.02)
     if pathlib.Path(directory, 'lock').exists():
@@ -241,9 +245,9 @@ def _lock(directory: str, shard) -> None:
 
 
 def _make(directory: str, options: dict[str, Any], in_rounds: bool):
-  """A strategy, layers with rows of zeros, an optimizer, and a step on ids.
+  """Returns a strategy, layers with zero rows, an optimizer, and a step on ids.
 
-  `in_rounds`: the step is a loop, whose first round has its own ids.
+  With `in_rounds`, the step is a loop whose first round has its own ids.
   """
   servers = len(json.loads(os.environ['TF_CONFIG'])['cluster']['ps'])
   strategy = tfs.ParameterServerStrategy(
@@ -258,7 +262,7 @@ def _make(directory: str, options: dict[str, Any], in_rounds: bool):
   looked_up = []
 
   class Rate(keras.optimizers.schedules.LearningRateSchedule):
-    """1, once nobody holds the update."""
+    """Returns 1 when the place `update` is not held."""
 
     def __call__(self, step):
       turn = keras.ops.cast(step, 'int64')
@@ -274,17 +278,17 @@ def _make(directory: str, options: dict[str, Any], in_rounds: bool):
     for layer in (static, dynamic):
       layer.build([None])
     weights = static.trainable_variables + dynamic.trainable_variables
-    # A row that n steps have used has n in its slot: each gradient is 1.
+    # Each gradient is 1, so the slot of a row counts the steps that used it.
     optimizer = keras.optimizers.Adagrad(Rate(), initial_accumulator_value=0.0)
     optimizer.build(weights)
-  # In 'sync' each worker has a half of the rows, and their mean is taken; one has
-  # them all where `apply` is in a loop.
+  # With 'sync' each worker has half of the rows, and the gradients are
+  # averaged. One worker has all of them if `apply` is in a loop.
   scale = 2.0 if strategy.shares_batches and not in_rounds else 1.0
 
   def update(ids):
     with tf.GradientTape() as tape:
       rows = static(ids[:, 0]), dynamic(ids[:, 1])
-      # Gradients of 1 each, which are not known before all rows have come.
+      # Gradients of 1, which depend on all rows.
       are_there = tf.reduce_all([tf.reduce_all(r > -1.0) for r in rows])
       looked_up[:] = [are_there]
       factor = -scale * tf.cast(are_there, tf.float32)
@@ -318,9 +322,9 @@ def train(
   holds_writes: bool = False,
   in_rounds: bool = False,
 ) -> dict[str, Any]:
-  """Takes the steps that are not done; what there is then, see `_found`.
+  """Runs the remaining steps, and returns the state as `_found` does.
 
-  Tells in `<directory>/progress` how many it has begun.
+  Writes the number of begun steps to `<directory>/progress`.
   """
   _can_be_held(directory)
   if holds_writes:
@@ -355,15 +359,16 @@ def train(
 
 
 def _slot_of_parts(optimizer):
-  """The optimizer's state of the table in parts."""
+  """Returns the optimizer's state of the partitioned table."""
   (slot,) = [v for v in optimizer.variables if tuple(v.shape) == (ROWS, WIDTH)]
   return slot.value
 
 
 def _found(static, dynamic, optimizer, ids) -> dict[str, Any]:
-  """All rows of the steps, their slots and counts, by table.
+  """Returns all rows of the steps, with slots and counts, by table.
 
-  As `ids` has them: [steps, 4] each, of numbers of which a row has only equal ones.
+  The arrays are [steps, 4] like `ids`. All numbers of a row must be equal, so
+  each row is represented by one.
   """
   table = dynamic.trainable_variables[0].row_table
   flat = ids[..., 1].reshape(-1)
@@ -385,7 +390,7 @@ def _found(static, dynamic, optimizer, ids) -> dict[str, Any]:
     is_even = all((v == v[:, :1]).all() for v in values)
     weights, counts = (v[:, 0].reshape(ids.shape[:2]) for v in values)
     found[name] = {'weights': weights, 'counts': counts, 'is_even': is_even}
-  # Of rows that no step has, there are none.
+  # Rows that no step uses must not change.
   others = np.delete(whole['static'][0], ids[..., 0].reshape(-1), 0)
   found['others'] = float(np.abs(others).max()), len(uses)
   found['uses'] = np.array([uses.get(i, 0) for i in flat.tolist()])
@@ -396,7 +401,7 @@ def _found(static, dynamic, optimizer, ids) -> dict[str, Any]:
 
 
 def exact(steps: int) -> dict[str, Any]:
-  """What `train` finds without deaths."""
+  """Returns the result of `train` if no task dies."""
   own = np.ones([steps, 2])
   shared = np.array(
     [[len(range(i % HOT, steps, HOT))] * 2 for i in range(steps)]
@@ -416,16 +421,16 @@ def exact(steps: int) -> dict[str, Any]:
 
 
 def serve(cluster: dict[str, Any], job: str, index: int) -> None:
-  """A task that a file which becomes too long for it kills, in the middle of a write."""
+  """Runs a task that is killed in the middle of a write by a file size limit."""
 
-  # Python ignores it.
+  # Python ignores this signal by default.
   signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   parameter_servers.serve_task(cluster, job, index)
 
 
 def main(directory: str, steps: int, options: dict[str, Any]) -> None:
-  """As a task of a launcher: leaves in a file what the chief found."""
+  """Runs `train` as a task of a launcher, and writes the chief's result to a file."""
 
   found = tfs.cluster.run_task(lambda: train(directory, steps, options))
   if found is not None:

@@ -1,4 +1,4 @@
-"""What tests that kill tasks at exact places share."""
+"""Shared code of the tests that kill tasks at exact places."""
 
 import collections
 import pathlib
@@ -25,7 +25,7 @@ _HALF_BYTES = 4096
 
 
 class KillsTestCase(parameter_server_case.FaultsTestCase):
-  """A chief of `parameter_server_kills`, and what it must have found."""
+  """A chief of `parameter_server_kills`, and checks of its results."""
 
   def setUp(self):
     super().setUp()
@@ -39,12 +39,12 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     job.start_chief(kills.train, arguments)
 
   def hold(self, place):
-    """From now on whoever comes to a place stays there."""
+    """Makes every task that reaches the place wait there from now on."""
     (self.directory / f'{place}.reached').unlink(missing_ok=True)
     (self.directory / place).touch()
 
   def hold_at(self, job, batch, place):
-    """Holds whoever comes to a place after a batch, and waits until somebody does."""
+    """Holds a place after a batch, and waits until a task reaches it."""
     self.wait_for_batch(job, batch)
     self.hold(place)
     self.wait_until_reached(job, place)
@@ -57,7 +57,7 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     self._wait(job, path.exists, place)
 
   def peek(self, job, servers=1):
-    """How many updates rows of the table in parts have on the first servers."""
+    """Returns the updates of the partitioned table's rows on the first servers."""
     answer = self.directory / 'peeked'
     answer.unlink(missing_ok=True)
     kills.programs.tell(str(self.directory / 'peek'), servers)
@@ -72,12 +72,14 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
       time.sleep(0.01)
 
   def kill_in_step(self, job, place, victim, mode):
-    """Kills somebody while rows are on their way, or written on server 0 alone.
+    """Kills a task while rows are in transit, or written on server 0 only.
 
-    In 'sync', in which servers write when workers are done, before rows are written.
+    With 'sync', servers write after the workers are done, so it kills before
+    rows are written.
     """
     while not self._stop_in_step(job, place, mode):
-      # On a busy machine the worker may wait for server 1 even now. Steps are few, so this ends.
+      # On a busy machine the worker may still be waiting for server 1. There
+      # are few steps, so this loop ends.
       job.signal(*SERVER, signal.SIGCONT)
     job.kill(*victim)
     if victim != SERVER:
@@ -85,16 +87,17 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     job.start(*victim)
 
   def _stop_in_step(self, job, place, mode):
-    """Stops server 1 in a step; whether server 0 alone has done what it should."""
+    """Stops server 1 in a step. Returns whether only server 0 has done its part."""
     self.hold(place)
     self.wait_until_reached(job, place)
-    # To take up a worker again the chief asks all servers, and does nothing meanwhile.
+    # Before it uses a worker again, the chief asks all servers and does nothing
+    # else.
     away = self.directory / 'away'
     self._wait(job, lambda: not away.exists(), 'the worker before')
-    # What is asked of server 1 from now on it does not do.
+    # From now on, server 1 executes no request.
     job.signal(*SERVER, signal.SIGSTOP)
     if place == 'lookup':
-      # Somebody has not asked yet.
+      # The other worker has not sent its request yet.
       (self.directory / f'{place}.reached').unlink()
       self.wait_until_reached(job, place)
     [before] = self.peek(job)
@@ -107,13 +110,13 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
       return True
     time.sleep(1.5)
     [after] = self.peek(job)
-    # The other worker may have looked up a step's two rows before.
+    # The other worker may already have looked up a step's two rows.
     most = 0 if mode == 'sync' else ROWS_OF_STEP
     self.assertBetween(after - before, 0, most)
     return True
 
   def kill_in_save(self, job, place, victim, halves=False):
-    """Kills somebody where a save is; `halves`: in the middle of a file."""
+    """Kills a task during a save. With `halves`, it dies in the middle of a file."""
     self.hold(place)
     self.wait_until_reached(job, place)
     if halves:
@@ -134,9 +137,9 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
       job.start(*victim)
 
   def assert_exact(self, found, steps, mode='async', died=(1,)):
-    """Every row and slot has each step once, but for those that the log says.
+    """Checks that every row and slot has each step once, except for logged losses.
 
-    Of servers that `died` they are missing; in 'sync' of all.
+    Servers that `died` have lost these steps; with 'sync', all servers.
     """
     lost = collections.Counter()
     for recovery in found['recoveries']:
@@ -145,7 +148,7 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     of_all = lost.total()
     is_sync = mode == 'sync'
     print(f'{mode}: {steps} steps, {found["recoveries"]}')
-    # What rows become that n steps have updated, each by a gradient of 1.
+    # The values of rows after n updates with a gradient of 1.
     sums = np.concatenate(
       [[0.0], np.cumsum(1 / np.sqrt(np.arange(1, steps + 1) + 1e-7))]
     )
@@ -181,6 +184,6 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     self.assertEqual(rows, seen['dynamic'].sum() + hot_rows)
     self.assertEqual(sum(found['by_shard']), rows)
     self.assertEqual(found['iterations'], steps - of_all if is_sync else steps)
-    # Nothing is left of what was interrupted.
+    # Interrupted checkpoints have been deleted.
     self.assertEqual(self.left(), [])
     self.assertLessEqual(len(self.kept()), 4)

@@ -22,7 +22,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class ExactTest(case.KillsTestCase):
-  """What is not exact is seen."""
+  """The comparison detects results that are not exact."""
 
   def setUp(self):
     super().setUp()
@@ -54,7 +54,9 @@ class ExactTest(case.KillsTestCase):
 class StepKillsTest(case.KillsTestCase):
   @tiers.parameters('async', tiers.soak('bounded'), tiers.soak('sync'))
   def test_rows_and_slots_are_those_of_the_log(self, mode):
-    """Of workers nothing is lost; of a server the steps since the checkpoint."""
+    """Checks that workers lose no steps, and a server only those since the
+    checkpoint.
+    """
     steps = 120
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, **case.MODES[mode])
@@ -75,7 +77,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @pytest.mark.soak
   def test_servers_that_die_anywhere(self):
-    """Each loses of its own rows the steps since the checkpoint."""
+    """Checks that each server loses its own steps since the checkpoint."""
     steps = 300
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
@@ -93,7 +95,8 @@ class StepKillsTest(case.KillsTestCase):
   )
   @pytest.mark.soak
   def test_workers_that_die_before_rows_are_written(self, mode, place):
-    """The step is repeated, and rows of an earlier round are not written again.
+    """Checks that the repeated step does not write the rows of an earlier round
+    again.
 
     The end of its worker ends a loop over rows, or the wait for their lock.
     """
@@ -116,21 +119,19 @@ class StepKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, mode, died=())
 
   def began_on_1(self):
-    """Files of the units that have begun to write rows on server 1."""
+    """Returns the files of the units that have begun to write rows on server 1."""
     return set(self.directory.glob('began-1-*'))
 
   @tiers.parameters('async', tiers.soak('bounded'))
   def test_updates_that_wait_for_another(self, mode):
-    """Workers die: nobody else begins while one is being written."""
+    """Checks that no other update begins during a write, although workers die."""
     steps, rows = 60, self.directory / 'rows 1'
     with parameter_servers.Job(num_workers=3) as job:
       self.start_chief(job, steps, holds_writes=True, **case.MODES[mode])
       for begun, victims in ((5, (0, 1)), (30, (2, 1))):
         self.wait_for_batch(job, begun)
         with kills.rows_held(rows):
-          for _ in range(
-            4
-          ):  # On a busy machine a step may take as long as one.
+          for _ in range(4):  # A step may take this long on a busy machine.
             self.wait_until_quiet()
           began = self.began_on_1()
           for victim in victims:
@@ -143,12 +144,12 @@ class StepKillsTest(case.KillsTestCase):
 
   @tiers.parameters(tiers.soak(1), tiers.soak(0))
   def test_update_that_one_server_has_and_the_other_has_not(self, died):
-    """In 'sync': both are what the checkpoint has, and nothing comes late."""
+    """Checks that 'sync' restores both servers, and no late write arrives."""
     steps = 3 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, holds_writes=True, mode='sync')
       self.hold_at(job, case.EVERY + 8, 'write 1')
-      # Of a step two rows are on each server.
+      # Each step has two rows on each server.
       ends_at = time.monotonic() + 20
       while (peeked := self.peek(job, 2))[0] != peeked[1] + case.ROWS_OF_STEP:
         self.assertLess(time.monotonic(), ends_at, peeked)
@@ -170,7 +171,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @pytest.mark.soak
   def test_server_that_dies_while_a_worker_is_connected_to(self):
-    """Nobody has seen its death when the server that took its place is connected to."""
+    """Kills a server unnoticed. The chief then connects to its successor."""
     steps = 8 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
@@ -188,7 +189,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @tiers.parameters(tiers.soak('async'), tiers.soak('sync'))
   def test_server_that_dies_again_while_it_is_connected_to(self, mode):
-    """TensorFlow would keep the devices of the one that it asked, for good."""
+    """Checks for a fault: TensorFlow would keep the first server's devices forever."""
     steps = 12 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, **case.MODES[mode])
@@ -211,7 +212,7 @@ class SaveKillsTest(case.KillsTestCase):
     tiers.soak('async'), tiers.soak('bounded'), tiers.soak('sync')
   )
   def test_workers_that_die_in_saves(self, mode):
-    """Nothing is lost, nor done twice."""
+    """Checks that no step is lost or repeated."""
     steps = 4 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, **case.MODES[mode])
@@ -224,7 +225,7 @@ class SaveKillsTest(case.KillsTestCase):
 
   @tiers.parameters('async', tiers.soak('sync'))
   def test_server_that_dies_in_a_save(self, mode):
-    """Also with a half of a file written."""
+    """Kills a server in a save, also with half of a file written."""
     steps = 5 * case.EVERY
     with parameter_servers.Job(serve=kills.serve) as job:
       self.start_chief(job, steps, **case.MODES[mode])
@@ -244,7 +245,7 @@ class SaveKillsTest(case.KillsTestCase):
 
   @pytest.mark.soak
   def test_server_that_dies_again_while_two_are_restored(self):
-    """Between the ids of a dynamic table and their rows; the other has some then."""
+    """Kills a server between the ids and the rows of a dynamic table."""
     steps = 3 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
@@ -264,7 +265,9 @@ class SaveKillsTest(case.KillsTestCase):
 
   @pytest.mark.soak
   def test_server_that_writes_late(self):
-    """Into the directory of a save that was given up, while others are made."""
+    """Lets a server write into the directory of an abandoned save, during other
+    saves.
+    """
     steps = 5 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, keepalive_timeout=2.0)
@@ -278,7 +281,7 @@ class SaveKillsTest(case.KillsTestCase):
 
   @pytest.mark.soak
   def test_chief_that_dies_in_saves_and_loads(self):
-    """The last whole checkpoint is loaded, and each step counts once."""
+    """Checks that the last complete checkpoint is loaded and each step counts once."""
     steps = 8 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
@@ -293,7 +296,7 @@ class SaveKillsTest(case.KillsTestCase):
         self.release(place)
         is_saved = self.kept()[-1:] != before
         self.assertEqual(is_saved, place == 'named', place)
-        # Of the deaths before it nothing is left.
+        # Earlier deaths have left no files.
         self.assertLen(self.left(), 0 if is_saved else 1, place)
         self.start_chief(job, steps)
       found = self.finish(job)
@@ -304,7 +307,7 @@ class SaveKillsTest(case.KillsTestCase):
 class LoadKillsTest(case.KillsTestCase):
   @tiers.parameters('sync', tiers.soak('bounded'), tiers.soak('async'))
   def test_tasks_that_die_in_a_load(self, mode):
-    """A worker and a server at once; then the others, while it is loaded again."""
+    """Kills a worker and a server together, then the others during the second load."""
     steps = 3 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, **case.MODES[mode])
@@ -330,7 +333,9 @@ class LoadKillsTest(case.KillsTestCase):
 
 class GrowthTest(case.KillsTestCase):
   def test_two_servers_become_three(self):
-    """Killed in the last save on two, and in each part of the load on three."""
+    """Kills during the last save on two servers, and in each part of the load
+    on three.
+    """
     steps = 4 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
@@ -361,13 +366,13 @@ class GrowthTest(case.KillsTestCase):
 
   @pytest.mark.soak
   def test_a_job_is_stopped_and_launched_with_one_more(self):
-    """As the page of parameter servers says."""
+    """Follows the page of parameter servers."""
     steps = 200
     with self._launch(2, steps) as job:
       job.wait_until(lambda: self.batches() >= 50)
       job.signal(signal.SIGTERM)
       self.assertEqual(job.wait(), 143, job.output()[-5000:])
-      # The steps that were begun are done, and saved.
+      # The begun steps are finished and saved.
       self.assertIn('saved', job.output())
     begun = self.batches()
     with self._launch(3, steps) as job:

@@ -12,7 +12,7 @@ from tests.integration import parameter_server_case
 from tests.integration import parameter_server_programs as programs
 
 _STEPS = int(os.environ.get('TFS_STEPS', '10000'))
-# Of each step, bytes. A kernel that TensorFlow keeps for good takes 3,000.
+# In bytes per step. A kernel that TensorFlow never frees takes 3,000.
 _MOST = 500
 
 pytestmark = pytest.mark.soak
@@ -30,7 +30,7 @@ class MemoryTest(parameter_server_case.FaultsTestCase):
         self.wait_for_batch(job, batch, seconds=60 + _STEPS / 20)
         return [psutil.Process(job.pid(*t)).memory_info().rss for t in tasks]
 
-      # What is allocated once is there by then.
+      # By this time, one-time allocations have been made.
       first, half = _STEPS // 5, _STEPS // 2
       seen = [memory(batch) for batch in (first, half, _STEPS - 100)]
       self.assertEqual(self.finish(job), _STEPS)

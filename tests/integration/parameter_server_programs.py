@@ -1,4 +1,4 @@
-"""What the chief of a parameter server job does while tests kill its tasks."""
+"""Programs of the chief of a parameter server job whose tasks are killed."""
 
 import dataclasses
 import functools
@@ -25,17 +25,17 @@ STEPS_PER_EPOCH = ROWS // BATCH
 
 @dataclasses.dataclass
 class Run:
-  """What came out of a training run.
+  """The result of a training run.
 
   Attributes:
-    iterations: of the optimizer, at the end.
-    batches: that `fit` went through in this process.
-    rows_counted: rows that the metric of the last epoch has seen.
-    weights: of the model.
-    report: of the strategy.
+    iterations: iterations of the optimizer at the end.
+    batches: number of batches that `fit` trained on in this process.
+    rows_counted: number of rows that the metric saw in the last epoch.
+    weights: weights of the model.
+    report: report of the strategy.
     step_ended: `time.time()` at the end of each batch.
     logged: warnings and errors with their times.
-    history: of `fit`.
+    history: history of `fit`.
   """
 
   iterations: int
@@ -56,9 +56,9 @@ def train(
   validates: bool = False,
   steps_per_execution: int = 1,
 ) -> Run:
-  """Trains a small model by `fit`; tells the number of batches in a file.
+  """Trains a small model with `fit`, and writes the number of batches to a file.
 
-  Those of evaluations are told in a file with `.test` behind its name.
+  A file with the suffix `.test` receives the number of evaluated batches.
   """
   logged = _record_log()
   rng = np.random.default_rng(5)
@@ -85,7 +85,7 @@ def train(
   step_ended = []
 
   class Progress(keras.callbacks.Callback):
-    """Slow enough for a test to kill somebody in the middle."""
+    """Slows training down, so that a test can kill a task in the middle."""
 
     tested = 0
 
@@ -133,7 +133,7 @@ def train(
 def train_on(
   kind: str, scale: float, rows: int, epochs: int, directory: str
 ) -> tuple[int, list[str]]:
-  """Trains on data of a kind; returns how many steps were done, and what was logged."""
+  """Trains on data of a kind. Returns the number of steps, and the log."""
   logged = _record_log()
   if kind != 'unseeded':
     keras.utils.set_random_seed(3)
@@ -182,7 +182,7 @@ def train_on(
 
 
 def start_at_a_taken_port() -> str:
-  """Returns the error of a chief at whose port another socket listens."""
+  """Returns the error of a chief whose port is in use."""
   cluster = tfs.cluster.ClusterConfig.from_env()
   host, _, port = cluster.address.rpartition(':')
   with socket.create_server((host, int(port))):
@@ -194,7 +194,7 @@ def start_at_a_taken_port() -> str:
 
 
 def resuming(strategy, model) -> list:
-  """Returns a `tfs.Run`, if the strategy saves."""
+  """Returns a list with a `tfs.Run` if the strategy saves."""
   import tf_strategies as tfs
 
   directory = strategy.options.checkpoint_dir
@@ -202,7 +202,7 @@ def resuming(strategy, model) -> list:
 
 
 def tell(path: str, number: int) -> None:
-  """Writes a number into a file, whole."""
+  """Writes a number to a file atomically."""
   with open(path + '.part', 'w') as f:
     f.write(str(number))
   os.replace(path + '.part', path)
@@ -213,7 +213,7 @@ def _record_log() -> list[tuple[float, str]]:
   found = []
 
   class Recorder(logging.Handler):
-    """Keeps what is logged."""
+    """Records log messages."""
 
     def emit(self, record):
       found.append((record.created, record.getMessage()))
@@ -226,7 +226,7 @@ def wait_until(condition, seconds: float = 100.0) -> None:
   """Waits until a condition holds.
 
   Raises:
-    TimeoutError: it does not for so many seconds.
+    TimeoutError: if it does not hold within `seconds`.
   """
   ends_at = time.monotonic() + seconds
   while not condition():
@@ -236,7 +236,7 @@ def wait_until(condition, seconds: float = 100.0) -> None:
 
 
 def lost_steps(run: Run) -> int:
-  """How many steps the log says were lost."""
+  """Returns the number of lost steps according to the log."""
   counts = [
     int(found[1])
     for _, message in run.logged
@@ -262,13 +262,13 @@ def use_after_failed_recovery(
 ) -> tuple[dict[str, tuple[str, str]], list[float], int, int]:
   """Uses a model in every way after its server was lost and not restored.
 
-  Tells in a file which phase it is in: 1 when it has trained, 2 when it has
-  tried everything. A test damages the checkpoints in phase 1 and mends them in
-  phase 2, and says so by files of that name.
+  Writes the phase to a file: 1 after training, 2 after trying everything. A
+  test damages the checkpoints in phase 1 and repairs them in phase 2. It then
+  creates a file named after the phase.
 
   Returns:
-    The type and message of what each use raised; losses before and after; the
-    optimizer's steps at the end, and the epochs that were asked for.
+    The type and message of each use's error; the losses before and after; the
+    optimizer's steps at the end; and the requested number of epochs.
   """
   strategy, model, x, y = _regression(
     checkpoint_dir=checkpoint_dir, recovery_timeout=60.0
@@ -312,12 +312,12 @@ def use_after_failed_recovery(
 def evaluate_after_giving_up(
   progress_path: str, checkpoint_dir: str
 ) -> tuple[list[float], list[dict[str, Any]]]:
-  """Makes Keras's data when a server was given up, and not yet missed.
+  """Creates Keras's data after a server was given up, but before it is missed.
 
-  Tells 1 before that; waits until it is given up.
+  Writes 1 before that, and waits until the server is given up.
 
   Returns:
-    Losses before and after, and the recoveries.
+    The losses before and after, and the recoveries.
   """
   logged = _record_log()
   strategy, model, x, y = _regression(
@@ -333,29 +333,29 @@ def evaluate_after_giving_up(
 
 
 def finish_after_giving_up() -> list[list[float]]:
-  """Gives a worker up in the middle of a step, which then ends.
+  """Gives up a worker in the middle of a step, which then continues.
 
   Returns:
-    What a counter, arrays and weights on both servers have when the step has been done
-    once by a worker that was not given up, and when the other one is over too.
+    The values of a counter, arrays and weights on both servers, first when another
+    worker has done the step once, then when the abandoned step has also ended.
   """
 
-  # Where TensorFlow reports what was cancelled by the refusal, instead of that, the
-  # pool would do the step again.
+  # TensorFlow may report a cancelled op instead of the rejected write. The pool
+  # would then repeat the step.
   worker_pool._MAX_RETRIES = 0
 
   strategy = tfs.ParameterServerStrategy()
   with strategy.scope():
     gate = tf.Variable([0.0], trainable=False)
     count = tf.Variable(0, trainable=False, dtype=tf.int64)
-    # One on each server, which travels in a message of its own.
+    # One on each server, so large that it travels in its own message.
     sums = [tf.Variable(tf.zeros([500_000]), trainable=False) for _ in '01']
     weights = [tf.Variable(tf.zeros([500_000])) for _ in '01']
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build(weights)
 
   def step(batch):
-    # The first step, of which the batch is 1, waits for the gate.
+    # The first step, whose batch is 1, waits for the gate.
     with tf.control_dependencies([batch]):
       opened = tf.while_loop(
         lambda seen: seen < batch,
@@ -397,9 +397,9 @@ def finish_after_giving_up() -> list[list[float]]:
 
 
 def pause(tensor, milliseconds: int = 50):
-  """The same tensor, a while later."""
+  """Returns the same tensor after a delay."""
 
-  # As a data set, which takes no CPU from the other tasks.
+  # A data set waits without using the CPU, which other tasks need.
   signature = {'output_types': [tensor.dtype], 'output_shapes': [tensor.shape]}
   variant = tf.raw_ops.TakeDataset(
     input_dataset=tf.raw_ops.SleepDataset(
@@ -418,16 +418,16 @@ def pause(tensor, milliseconds: int = 50):
 def count_steps(
   progress_path: str, steps: int, options: dict[str, Any]
 ) -> tuple[dict[str, float], list[tuple[float, str]]]:
-  """Takes steps of two rows that take a tenth of a second; tells how many.
+  """Runs steps of two rows, which take a tenth of a second, and reports their
+  number.
 
   Returns:
-    How many steps variables say were taken, by what adds them up and by server;
-    and what was logged.
+    The number of steps according to each counter and server, and the log.
   """
   logged = _record_log()
   strategy = tfs.ParameterServerStrategy(**options)
   with strategy.scope():
-    # Large ones, which travel alone, and small ones, on each server.
+    # Large variables, which travel alone, and small ones, on each server.
     weights = [tf.Variable(tf.zeros([n])) for n in (100_000, 100_000, 10, 10)]
     late = [tf.Variable(tf.zeros([n])) for n in (100_000, 100_000, 10, 10)]
     rows = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -449,7 +449,7 @@ def count_steps(
     for each in sums:
       each.assign_add(tf.fill([100_000], share))
     update(first, batch, weights)
-    # Half of a step's time is between its first writes and its last.
+    # Half of a step's time lies between its first and its last write.
     update(second, pause(batch), late)
     return share
 
@@ -462,7 +462,7 @@ def count_steps(
 
   def number(variable):
     found = np.unique(variable.numpy())
-    # One that only a part of the elements has is another number.
+    # Elements must be equal: a partial write gives NaN.
     return float(found[0]) if found.size == 1 else float('nan')
 
   counted = {'rows': number(rows) / 2}
@@ -477,10 +477,10 @@ def count_steps(
 
 
 def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
-  """Takes the shortest steps there are; tells every hundredth.
+  """Runs the shortest possible steps, and reports every hundredth.
 
   Returns:
-    How many the optimizer counted.
+    The number of steps that the optimizer counted.
   """
   strategy = tfs.ParameterServerStrategy(mode=mode)
   with strategy.scope():

@@ -1,4 +1,4 @@
-"""What the chief does with large tables while tests watch and kill its tasks."""
+"""Programs of a chief with large tables, whose tasks tests watch and kill."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ tell = programs.tell
 
 
 def memory(pid: int | None = None) -> int:
-  """Bytes of a process that are in memory, without what maps files."""
+  """Returns the bytes of a process in memory, without mapped files."""
   with open(f'/proc/{pid or "self"}/status') as f:
     for line in f:
       if line.startswith('RssAnon'):
@@ -27,7 +27,7 @@ def memory(pid: int | None = None) -> int:
 
 
 class Peak:
-  """The largest memory of this process while a context lasts."""
+  """Measures the peak memory of this process inside a context."""
 
   def __enter__(self):
 
@@ -51,13 +51,13 @@ class Peak:
 
 
 def make(rows: int, width: int, optimizer: str = 'adam', **options: Any):
-  """A strategy, and a model with a table of seeded values in its scope.
+  """Returns a strategy, and a model with a table of seeded values in its scope.
 
   The table is looked up on the server, as `tf.nn.embedding_lookup` does.
   """
 
   class Lookup(keras.layers.Layer):
-    """Rows of a table."""
+    """Looks up rows of a table."""
 
     def build(self, input_shape):
       self.table = self.add_weight(
@@ -88,20 +88,20 @@ def make(rows: int, width: int, optimizer: str = 'adam', **options: Any):
 
 
 def expected_rows(name: str, rows: int, width: int) -> np.ndarray:
-  """Rows by which the place and the variable can be told."""
+  """Returns rows that identify their position and their variable."""
   size = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
   return size + sum(map(ord, name)) % 97
 
 
 def fill(model) -> None:
-  """Gives every row of every table a value of its own."""
+  """Writes a different value into every row of every table."""
   for variable in _large(model):
     name, shape = _short(variable), tuple(variable.shape)
     variable.assign(expected_rows(name, *shape))
 
 
 def wrong_rows(model) -> dict[str, int]:
-  """How many rows of each table are not what `fill` wrote."""
+  """Returns how many rows of each table differ from those that `fill` wrote."""
   found = {}
   for variable in _large(model):
     name, shape = _short(variable), tuple(variable.shape)
@@ -123,7 +123,7 @@ def _short(variable) -> str:
 
 
 def save(rows: int, width: int, options: dict[str, Any]) -> str:
-  """Saves tables of known rows; returns the path."""
+  """Saves tables of known rows and returns the path."""
   strategy, model = make(rows, width, **options)
   fill(model)
   strategy.track(model=model, optimizer=model.optimizer)
@@ -135,7 +135,7 @@ def save(rows: int, width: int, options: dict[str, Any]) -> str:
 def load(
   rows: int, width: int, options: dict[str, Any]
 ) -> tuple[dict[str, int], int]:
-  """Restores; returns wrong rows by table, and the number of parts."""
+  """Restores. Returns the wrong rows by table, and the number of parts."""
   strategy, model = make(rows, width, **options)
   strategy.restore(model=model, optimizer=model.optimizer)
   table = model.layers[0].table.value
@@ -145,7 +145,7 @@ def load(
 
 
 def load_on_one_device(rows: int, width: int, directory: str) -> dict[str, int]:
-  """The same in one process, without servers."""
+  """Restores in one process without servers, and returns the wrong rows by table."""
 
   _, model = make(rows, width)
   tfs.Run(directory, model).restore()
@@ -155,16 +155,17 @@ def load_on_one_device(rows: int, width: int, directory: str) -> dict[str, int]:
 def grow(
   rows: int, width: int, progress: str, options: dict[str, Any]
 ) -> dict[str, int]:
-  """How much this process grows while tables are made, saved and restored.
+  """Returns the growth of this process while tables are made, saved and restored.
 
-  Tells 1 before the tables are made, then counts phases; a test looks at the
+  Writes 1 before the tables are made, then counts phases. A test measures the
   servers meanwhile.
   """
 
   options = dict(options)
   if options.pop('blind', False):
     table_files.TableFiles._asked = lambda *unused: frozenset()
-  # What a first operation on each server makes is no table's.
+  # The first operation on each server allocates memory that does not belong to
+  # tables.
   strategy, model = make(1000, width, **options)
   fill(model)
   strategy.track(model=model, optimizer=model.optimizer)
@@ -211,14 +212,14 @@ def grow(
 def interrupted(
   progress: str, directory: str, when: str
 ) -> dict[str, list[float]]:
-  """Adds 1 to all rows after a checkpoint; then servers die in a save or a restore.
+  """Adds 1 to all rows after a checkpoint. Servers then die in a save or a restore.
 
-  Tells 1 when servers may be killed, and 2 when they may in the middle of a restore;
-  goes on when a file of that name is there.
+  Writes 1 when servers may be killed, and 2 when they may be killed in the
+  middle of a restore. Continues when a file of that name exists.
 
   Returns:
-    What was added to the rows of each part, in this process and in the newest
-    checkpoint, which is read without servers.
+    The values that were added to the rows of each part, in this process and in the
+    newest checkpoint, which is read without servers.
   """
   rows, width = 40_000, 64
   strategy, model = make(

@@ -1,4 +1,4 @@
-"""Tables that no process holds whole: made, saved, restored, lost by part."""
+"""Tables that no process holds completely: made, saved, restored, partly lost."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from tests.integration import parameter_server_tables as tables
 
 _MB = 1 << 20
 _ROWS, _WIDTH = 40_000, 64
-# Of which a table and its two slots are 768 MB.
+# With this many rows, a table and its two slots take 768 MB.
 _LARGE_ROWS = int(os.environ.get('TFS_TABLE_ROWS', '1000000'))
 _MOST = 64 * _MB
 
@@ -31,7 +31,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
       path = job.run(tables.save, (_ROWS, _WIDTH, self.options(2)))
     files = os.listdir(path)
     self.assertNotEmpty([f for f in files if f.startswith('t')])
-    # The coordinator has written what is small.
+    # The coordinator has written small arrays only.
     self.assertLess(os.path.getsize(os.path.join(path, 'arrays.bin')), 100_000)
     right = {'table': 0, 'momentum': 0, 'velocity': 0}
     with parameter_servers.Job(num_workers=1, num_ps=3) as job:
@@ -52,7 +52,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
 
   @tiers.parameters('save', tiers.soak('restore'))
   def test_server_that_dies(self, when):
-    """Its rows are those of the checkpoint, and the other server's stay."""
+    """Checks that its rows come from the checkpoint, and other servers keep theirs."""
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
       job.start_chief(
         tables.interrupted, (self.progress, self.checkpoints, when)
@@ -69,7 +69,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
 
   @pytest.mark.soak
   def test_coordinator_that_dies_while_servers_save(self):
-    """What they have written by then is no checkpoint."""
+    """Checks that the unfinished files are not a checkpoint."""
     with parameter_servers.Job(num_workers=1, num_ps=2) as job:
       job.start_chief(
         tables.interrupted, (self.progress, self.checkpoints, 'save')
@@ -84,7 +84,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
 
   @tiers.parameters(tiers.soak(True), tiers.soak(False))
   def test_memory_of_a_large_table(self, shares_directory):
-    """Nobody grows by a table: with Adam three of 256 MB."""
+    """Checks that no task grows by a whole table. Adam has three of 256 MB."""
     options = {'checkpoint_dir': self.checkpoints}
     with parameter_servers.Job(num_workers=1, num_ps=2, deadline=600) as job:
       if not shares_directory:
@@ -115,7 +115,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
       peaks = [max(found) for found in by_phase if found]
       text = ' '.join(f'{p / _MB:.0f}' for p in (by_phase[0][0], *peaks))
       print(*task, text, 'MB: before, and at most in each phase')
-      # While tables are saved, beside what it holds.
+      # Additional memory while tables are saved.
       for phase in by_phase[1:3]:
         self.assertLess(max(phase, default=0) - by_phase[1][0], 2 * _MOST)
     print({k: v // _MB if v > _MB else v for k, v in found.items()})
@@ -129,7 +129,7 @@ class SavedTablesTest(parameter_server_case.FaultsTestCase):
 
 
 class _Partitioner:
-  """Cuts tables into so many parts; can be sent to another process."""
+  """Cuts tables into `parts`. It can be sent to another process."""
 
   def __init__(self, parts):
     self._parts = parts

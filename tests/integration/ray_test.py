@@ -1,4 +1,4 @@
-"""docs/ray.md on a local Ray cluster: two workers train what one does."""
+"""docs/ray.md on a local Ray cluster: two workers give the results of one."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from benchmarks import processes
 from examples import compare_weights
 from tests.architecture import project
 
-# The page's function, where Ray has set no TF_CONFIG.
+# Runs the page's function where Ray has set no TF_CONFIG.
 _ALONE = """
 import sys, types
 for name in ('ray', 'ray.train', 'ray.train.tensorflow'):
@@ -37,7 +37,7 @@ class RayTest(absltest.TestCase):
     )
     path = home / 'page.py'
     path.write_text(program, encoding='utf-8')
-    # Ray's results go to the home directory.
+    # Ray writes its results to the home directory.
     env = {'HOME': str(home), 'RAY_DEDUP_LOGS': '0'}
     done = processes.run_python(
       str(path), env=env, cwd=both, deadline_seconds=300

@@ -27,7 +27,7 @@ _PROGRAMS = (
   *('sbatch', 'scancel', 'scontrol', 'sinfo', 'srun', 'openssl'),
 )
 _DEADLINE_SECONDS = 120.0
-# Names that are addresses, so that tasks reach each other by them.
+# The names are addresses, so that tasks can reach each other.
 _NODES = ('127.0.0.1', '127.0.0.2')
 _CONFIGURATION = """
 ClusterName=tfs
@@ -55,11 +55,11 @@ PartitionName=all Nodes=ALL Default=YES
 
 
 class _Slurm:
-  """munged, slurmctld and two slurmd; a context that leaves no process."""
+  """munged, slurmctld and two slurmd. The context leaves no process."""
 
   def __init__(self):
     self._stack = contextlib.ExitStack()
-    # Short: the path of a Unix socket has 108 letters.
+    # A short name, because the path of a Unix socket has at most 108 letters.
     self.directory = pathlib.Path(
       self._stack.enter_context(tempfile.TemporaryDirectory())
     )
@@ -79,7 +79,7 @@ class _Slurm:
       raise
 
   def call(self, *words):
-    """What a command of Slurm's prints."""
+    """Returns the output of a Slurm command."""
     done = processes.run(
       words,
       env=self.env,
@@ -90,7 +90,7 @@ class _Slurm:
     return done.stdout.strip()
 
   def tasks(self, program):
-    """The processes of a step that run a program, by their numbers."""
+    """Returns the processes of a step that run a program, by task number."""
     found = {}
     for process, environ in self._processes():
       with contextlib.suppress(psutil.Error):
@@ -151,7 +151,7 @@ class _Slurm:
     )
 
   def _processes(self):
-    """What was started here, daemons of steps and tasks included."""
+    """Yields the processes started here, including daemons of steps and tasks."""
     for process in psutil.process_iter():
       with contextlib.suppress(psutil.Error):
         environ = process.environ()

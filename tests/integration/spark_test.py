@@ -18,7 +18,7 @@ from tests.integration import pages
 from tf_strategies.checkpoint import checkpointer
 
 _PAGE = 'docs/spark.md'
-# Executors are processes of their own; master and workers are the driver's.
+# Executors are separate processes. Master and workers run in the driver.
 _MASTER = '--master=local-cluster[2,1,1024]'
 _EXECUTOR = 'org.apache.spark.executor.CoarseGrainedExecutorBackend'
 _WITHOUT_SPARK = """
@@ -58,7 +58,7 @@ class SparkTest(absltest.TestCase):
     self.assertEqual(self._difference('whole', 'resumed'), 0)
 
   def _without_spark(self, directory, launch):
-    """What the workers told that a launcher started."""
+    """Returns the reports of workers that a launcher started."""
     here = self.program.parent
     program = here / 'without_spark.py'
     program.write_text(_WITHOUT_SPARK, encoding='utf-8')
@@ -66,7 +66,7 @@ class SparkTest(absltest.TestCase):
     return _TOLD.findall(said)
 
   def _difference(self, *directories):
-    """The largest of the variables that two runs saved last."""
+    """Returns the largest difference between the variables that two runs saved last."""
     arrays = [
       checkpointer.Checkpointer(self.program.parent / name).newest().arrays
       for name in directories
@@ -75,7 +75,7 @@ class SparkTest(absltest.TestCase):
     return compare_weights.largest_difference(*arrays)[0]
 
   def _train(self, directory, kills=False):
-    """What each worker told, as the page's command printed it."""
+    """Runs the page's command, and returns each worker's report."""
     here = self.program.parent
     given = {
       'spark-submit': str(self.home / 'bin' / 'spark-submit'),
@@ -84,7 +84,7 @@ class SparkTest(absltest.TestCase):
     [words] = (w for w in documents.commands(self.text) if w[0] in given)
     submit, *words = (given.get(word, word) for word in words)
     [conf] = documents.blocks(self.text, 'properties')
-    # As the page says of clusters that are neither YARN nor Kubernetes.
+    # The page's setting for clusters other than YARN and Kubernetes.
     secret = f'spark.authenticate.secret {os.urandom(16).hex()}\n'
     (here / conf.title).write_text(conf.body + secret, encoding='utf-8')
     variables = {
@@ -118,7 +118,7 @@ def _executors(command):
 
 
 def _spark_home(directory):
-  """Spark as pip installed it, where workers may write: not beside its code."""
+  """Copies the installed Spark to a directory where workers may write."""
   spec = importlib.util.find_spec('pyspark')
   directory.mkdir()
   for path in pathlib.Path(spec.origin).parent.iterdir():

@@ -1,4 +1,4 @@
-"""docs/callbacks.md: what W&B and MLflow log is what one device's run logs."""
+"""docs/callbacks.md: W&B and MLflow log the same values as on one device."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from tests.integration import pages
 _PAGE = 'docs/callbacks.md'
 _STEPS, _EPOCHS = 4, 2
 _SERVERS = ("'multi_worker_ring'", "'parameter_server', mode='sync'")
-# With which flags of the launcher, and what is changed in the program.
+# Name: (flags of the launcher, changes of the program).
 _JOBS = {
   'ring': (['--num_workers=2'], []),
   'servers': (['--num_workers=2', '--num_ps=1', '--chief'], [_SERVERS]),
@@ -23,7 +23,7 @@ _ORDER = ('batch_size=16', 'batch_size=16, shuffle=False')
 
 class ThirdPartyCallbacksTest(parameterized.TestCase):
   def _wandb(self, launch, changes):
-    """Logs of each step; the program says what it gives to W&B."""
+    """Returns the logs that the program passes to W&B in each step."""
     spy = (
       "wandb.init(project='ring')\n",
       "wandb.init(project='ring')\n    log = wandb.log\n"
@@ -44,12 +44,12 @@ class ThirdPartyCallbacksTest(parameterized.TestCase):
     ]
 
   def _mlflow(self, launch, changes):
-    """Logs of each step, as they are in MLflow's tables."""
+    """Returns the logs of each step from MLflow's tables."""
     program = pages.write(
       self, _PAGE, 'mlflow_fit.py', ['mlflow'], [_ORDER, *changes]
     )
     said = pages.run(program, launch=launch)
-    # It makes warnings of what its callbacks raise.
+    # MLflow turns errors of its callbacks into warnings.
     self.assertNotIn('WARNING mlflow', said)
     logs = [{} for _ in range(_STEPS * _EPOCHS)]
     with sqlite3.connect(program.parent / 'runs.db') as database:

@@ -1,8 +1,8 @@
-"""Trains as one of several workers on a test host until something happens.
+"""Trains as one of several workers on a test host until an error or a timeout.
 
   python -m tests.integration.worker_on_host RESULT_FILE SECONDS
 
-Writes a line for each step, and at the end what was raised, to RESULT_FILE.
+Writes a line for each step, and finally the error, to RESULT_FILE.
 """
 
 import json
@@ -18,10 +18,10 @@ HEARTBEAT_TIMEOUT_SECONDS = 4.0
 
 
 def main(path: str, seconds: float) -> None:
-  """Fits until `seconds` are over or an error comes."""
+  """Fits until `seconds` have passed or an error is raised."""
 
   class Report(keras.callbacks.Callback):
-    """Tells the test how far training is."""
+    """Reports the progress of training to the test."""
 
     def on_train_batch_end(self, batch, logs=None):
       out.write(json.dumps({'step': batch}) + '\n')
@@ -45,7 +45,7 @@ def main(path: str, seconds: float) -> None:
     try:
       model.fit(x, x[:, :1], 8, 100_000, verbose=0, callbacks=[Report()])
       end = {'error': None}
-    except Exception as e:  # Whatever it is, the test is to judge.
+    except Exception as e:  # The test judges any error.
       end = {
         'error': type(e).__name__,
         'is_typed': isinstance(e, tfs.errors.Error),
