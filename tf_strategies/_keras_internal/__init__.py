@@ -1,8 +1,8 @@
-"""Every reliance on Keras's insides: what, why, and a check that it is there.
+"""Every use of Keras's internals, with a reason and a check.
 
-A strategy never sees the optimizer or the model: Keras passes it functions.
-Those are methods of, or closures over, the objects in question, so that is
-where this file looks. The checks at the end run when it is imported.
+Keras passes functions to a strategy, never the optimizer or the model. The
+functions are methods of these objects, or closures over them, so this file
+finds the objects there. The checks at the end run during import.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from tf_strategies._keras_internal.updates import (  # noqa: F401  Replaces `app
   chain,
 )
 
-# Epochs: `fit` begins at `model._initial_epoch` if it is set when callbacks
-# have begun to train. Keras's BackupAndRestore goes on so.
+# Epochs: `fit` begins at `model._initial_epoch` if a callback sets it in
+# `on_train_begin`. Keras's BackupAndRestore resumes in this way.
 
 
 def initial_epoch(model: keras.Model) -> int:
-  """The epoch in which `fit` begins, as a callback has set it."""
+  """Returns the epoch in which `fit` begins, if a callback has set it."""
   return model._initial_epoch or 0
 
 
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
-  """Makes `fit` begin in `epoch`; 0 leaves that to its argument."""
+  """Makes `fit` begin in `epoch`. 0 restores the default."""
   model._initial_epoch = epoch or None
 
 
@@ -85,7 +85,8 @@ _CALLS = (
 def running_call() -> str:
   """Returns the name of the method of a model that is running, or ''.
 
-  A method that another one calls is 'evaluate in fit', say. Any thread may ask.
+  If another method calls it, the name is for example 'evaluate in fit'. Any
+  thread may call this.
   """
   for frame in sys._current_frames().values():
     name = ''
@@ -103,7 +104,7 @@ def running_call() -> str:
 
 
 def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
-  """The optimizer over which Keras's update function is a closure, or None."""
+  """Returns the optimizer in the closure of Keras's update function, or None."""
   for content in closure(_tf_internal.unwrap(fn)):
     if isinstance(content, keras.optimizers.Optimizer):
       return content
@@ -111,7 +112,7 @@ def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-  """The optimizers of a model's steps: the compiled one, and its attributes."""
+  """Returns the optimizers of a model: the compiled one, and its attributes."""
   found = [
     value
     for value in (getattr(model, 'optimizer', None), *vars(model).values())
@@ -123,21 +124,21 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def strategy_of(
   optimizer: keras.optimizers.Optimizer,
 ) -> tf.distribute.Strategy:
-  """Under which an optimizer was made, TensorFlow's default one for none."""
+  """Returns the strategy under which an optimizer was made."""
   return optimizer._distribution_strategy
 
 
 def allow_attributes(wrapper: keras.optimizers.Optimizer) -> None:
   """Lets a subclass set attributes before it calls its base's `__init__`.
 
-  Keras tracks attributes unless `_lock` is there; the base class sets options
-  that a wrapper passes on to the optimizer in it.
+  Keras tracks attributes unless `_lock` exists. The base class sets options
+  that a wrapper passes on to its inner optimizer.
   """
   wrapper._lock = False
 
 
 def trainable_variables(wrapper: keras.optimizers.Optimizer) -> list:
-  """The variables that an optimizer was built with, in order."""
+  """Returns the variables that an optimizer was built with, in order."""
   return wrapper._trainable_variables
 
 
@@ -160,7 +161,7 @@ def overwrites_with_gradient(variable: Any) -> bool:
 class ApplyCalls(list):
   """Calls of `apply`: (optimizer, gradients, variables or None)."""
 
-  are_nested = False  # Whether one is in a branch or a loop of the step.
+  are_nested = False  # Whether a call is in a branch or a loop.
 
 
 @contextlib.contextmanager
@@ -169,9 +170,9 @@ def capture_apply(
 ) -> Iterator[ApplyCalls]:
   """Makes `apply` add (optimizer, gradients, variables) to the list it yields.
 
-  For steps that are traced on a worker while their gradients are applied
+  It is for steps that are traced on a worker while their gradients are applied
   elsewhere. Clipping, accumulation and loss scaling all happen in `apply`, so
-  they see the gradients that are applied, not one worker's.
+  they use the final gradients instead of one worker's.
   """
   calls = ApplyCalls()
   home = tf.compat.v1.get_default_graph()
@@ -193,7 +194,7 @@ def capture_apply(
 
 
 def applying_optimizer() -> keras.optimizers.Optimizer | None:
-  """The optimizer that asks for what this thread is doing; for errors only."""
+  """Returns the optimizer for which this thread is working; for errors only."""
   frame = frame_of('_all_reduce_sum_gradients')
   return frame and frame.f_locals['self']
 
@@ -204,7 +205,7 @@ _CALL_CODES = {
   inspect.unwrap(getattr(Trainer, name)).__code__ for name in _CALLS
 }
 
-# `fit` leaves its own frames out of tracebacks, and these too.
+# `fit` removes its own frames from tracebacks, and these too.
 traceback_utils._EXCLUDED_PATHS = (
   *_requirements.attribute(
     traceback_utils, '_EXCLUDED_PATHS', 'keeps tracebacks of fit short'
@@ -212,11 +213,11 @@ traceback_utils._EXCLUDED_PATHS = (
   str(pathlib.Path(__file__).parents[1]) + os.sep,
 )
 
-# Where the reductions of losses are.
+# The module that contains the reductions of losses.
 loss_module = importlib.import_module('keras.src.losses.loss')
 
 
-# Variables: Keras tells their purpose by their names only.
+# Variables: Keras identifies their purpose only by their names.
 
 
 def is_seed_state(name: str | None, dtype: tf.DType | None) -> bool:
@@ -224,8 +225,9 @@ def is_seed_state(name: str | None, dtype: tf.DType | None) -> bool:
   return 'seed_generator_state' in (name or '') and dtype == tf.int64
 
 
-# What a replica's number counts in the seed that it reads, so that others draw other
-# numbers. Any odd number; layers' seeds are random, so that sums do not meet.
+# Factor for a replica's number in the seed that it reads, so that replicas draw
+# different numbers. Any odd number works. Layers' seeds are random, so sums do
+# not collide.
 SEED_STRIDE = 0x9E3779B1
 
 
@@ -268,7 +270,7 @@ def masked_outputs(model: keras.Model) -> list:
 
 
 def check() -> None:
-  """Raises UnsupportedVersionError for what the functions above would miss."""
+  """Raises UnsupportedVersionError if Keras lacks anything used above."""
   mention, method = _requirements.mention, _requirements.method
   tf_trainer = _requirements.attribute(
     trainer, 'TensorFlowTrainer', 'trains models under a strategy'

@@ -24,13 +24,13 @@ from tf_strategies import _requirements
 from tf_strategies._keras_internal.steps import closure
 
 _PHILOX = 1
-# Of the draws, as `random_op_cpu.h` of TensorFlow makes them: elements that one
-# counter gives; counters that each group takes which draws again and again.
+# Constants of TensorFlow's `random_op_cpu.h`: elements per counter, and
+# counters per group when an element may be drawn repeatedly.
 _GROUP = 4
 _COUNTERS_OF_TRUNCATED = 256
 _DTYPES = (tf.float32, tf.float16, tf.bfloat16)
 
-# Of which the whole's shape says nothing more than a scale.
+# Initializers that use the shape of the whole at most for a scale.
 _CONSTANT = (
   keras.initializers.Zeros,
   keras.initializers.Ones,
@@ -74,7 +74,7 @@ def initial_rows(
     return None
 
   def make(rows, first):
-    # Keras's own arithmetic for the whole shape, with other draws.
+    # Uses Keras's own arithmetic for the whole shape, with replaced draws.
     draws = _Draws(first * math.prod(inner), (rows, *inner))
     call = types.FunctionType(
       method.__code__, {**method.__globals__, 'random': draws}
@@ -85,7 +85,7 @@ def initial_rows(
 
 
 class _Draws:
-  """Stands for `keras.random`: draws some of the elements that are asked for."""
+  """Replaces `keras.random`, and draws only some of the requested elements."""
 
   def __init__(self, first: int, shape: tuple[int, ...]):
     self._first = first
@@ -127,7 +127,7 @@ class _Draws:
 
 
 def check() -> None:
-  """Raises UnsupportedVersionError for what the functions above would miss."""
+  """Raises UnsupportedVersionError if Keras lacks anything used above."""
   why = 'parameter servers make the rows of a table that they hold'
   for kind in _RANDOM:
     _requirements.mention(kind.__call__, ['random', 'seed'], why)

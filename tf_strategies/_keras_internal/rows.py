@@ -1,9 +1,9 @@
-"""Rows of large tables: lookups of Keras, and optimizers' updates, by rows.
+"""Rows of large tables: Keras's lookups, and optimizers' updates, by rows.
 
-A variable with an attribute `row_table` stands for the rows of that table: the indices
-of its gradient are ids. Keras clips its gradients like all others. The table makes the
-update. It calls the optimizer's own rule with the rows of the gradient, and with the
-optimizer's state of these rows, in place of variables.
+A variable with an attribute `row_table` represents the rows of that table. The
+indices of its gradient are ids. Keras clips its gradients like all others. The
+table makes the update: it calls the optimizer's own rule with the rows of the
+gradient and with the optimizer's state of these rows, in place of variables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IDS = (tf.int32, tf.int64)
 
 
 def _look_up_rows(take):
-  """Asks a table that says `gives_rows` for rows: Keras reads all of it first."""
+  """Looks up rows in a table that says `gives_rows`. Keras would read all of it."""
 
   @functools.wraps(take)
   def take_rows(x, indices, axis=None):
@@ -57,15 +57,15 @@ def rows_of(
   """Returns the rows as Keras's `take` does, without a tensor of the whole table.
 
   Args:
-    indices: dense, ragged or sparse ones.
-    to_ids: makes a dense tensor of them the ids of rows.
-    read: returns the rows of a dense tensor of ids, with one dimension more.
+    indices: dense, ragged or sparse indices.
+    to_ids: converts a dense tensor of indices to ids of rows.
+    read: returns the rows of a dense tensor of ids, with one more dimension.
   """
   if not isinstance(indices, tf.SparseTensor):
     return tf.ragged.map_flat_values(
       lambda flat: read(to_ids(tf.convert_to_tensor(flat))), indices
     )
-  # An entry that is missing means row 0, as to Keras.
+  # A missing entry means row 0, as in Keras.
   ids = to_ids(indices.values)
   is_missing = tf.size(ids, tf.int64) < tf.reduce_prod(indices.dense_shape)
   zeros = tf.zeros([tf.cast(is_missing, tf.int32)], ids.dtype)
@@ -93,7 +93,7 @@ class _Rows:
   """Some rows that an update uses like a variable. Subclasses define where they are."""
 
   def __init__(self, key: str):
-    self._unique_id = key  # By which an optimizer finds its slots.
+    self._unique_id = key  # An optimizer finds its slots by this key.
 
   def __tf_tensor__(self, dtype=None, name=None):
     return tf.convert_to_tensor(self._value(), dtype, name=name)
@@ -114,9 +114,9 @@ for _name in ('add', 'sub', 'mul', 'truediv', 'pow'):
 
 
 class Rows(_Rows):
-  """Some rows of a variable; an addition to them is one to it.
+  """Some rows of a variable. Adding to them adds to the variable.
 
-  Each is there once, unless an update only adds to them.
+  Each row occurs once, unless an update only adds to the rows.
   """
 
   def __init__(self, variable: tf.Variable, rows: tf.Tensor, key: str = ''):
@@ -170,7 +170,7 @@ class Rows(_Rows):
 
 
 class RowValues(_Rows):
-  """Rows that are in no variable: an update changes `tensor`."""
+  """Rows that are not in a variable. An update changes `tensor`."""
 
   def __init__(self, tensor: tf.Tensor, key: str = ''):
     super().__init__(key)
@@ -208,7 +208,7 @@ class RowValues(_Rows):
 def slots_of(
   optimizer: keras.optimizers.Optimizer, variable: tf.Variable
 ) -> dict[str, keras.Variable]:
-  """An optimizer's state of a variable, by the attribute that has it in its list."""
+  """Returns an optimizer's state of a variable, by the attribute that lists it."""
   index = optimizer._get_variable_index(variable)
   count = len(optimizer._trainable_variables)
   own = {id(each) for each in optimizer.variables}
@@ -228,7 +228,7 @@ def in_place_of_slots(
   variable: tf.Variable,
   rows: Mapping[str, _Rows],
 ) -> Iterator[str]:
-  """Makes an optimizer find rows where it has slots, by attribute; yields their key."""
+  """Replaces an optimizer's slots by rows, by attribute, and yields their key."""
   index = optimizer._get_variable_index(variable)
   before = {name: vars(optimizer)[name] for name in rows}
   for name, found in rows.items():
@@ -246,7 +246,7 @@ def in_place_of_slots(
 def seen_as_rows(
   updating: keras.optimizers.Optimizer, variable: tf.Variable, rows: tf.Tensor
 ) -> Iterator[Rows]:
-  """Makes an optimizer see those rows of a variable's slots; yields the variable's."""
+  """Makes an optimizer see only some rows of slots, and yields the variable's rows."""
   slots = {
     name: Rows(slot.value, rows)
     for name, slot in slots_of(updating, variable).items()
@@ -259,7 +259,7 @@ def seen_as_rows(
 def replace_update(
   of: keras.optimizers.Optimizer, update: Callable[..., None]
 ) -> None:
-  """Has an optimizer call `update(optimizer, gradient, variable, learning_rate)`."""
+  """Makes an optimizer call `update(optimizer, gradient, variable, learning_rate)`."""
   object.__setattr__(of, 'update_step', functools.partial(update, of))
 
 
@@ -268,7 +268,7 @@ def replaced_update(of: keras.optimizers.Optimizer) -> Callable | None:
   return getattr(vars(of).get('update_step'), 'func', None)
 
 
-# They update each element by itself, from that element and its state alone.
+# Optimizers that update each element from that element and its state alone.
 _KINDS = (
   'SGD',
   'RMSprop',
@@ -282,7 +282,7 @@ _KINDS = (
   'Lion',
 )
 _RULES = [getattr(keras.optimizers, kind).update_step for kind in _KINDS]
-# What would have to touch each row in each step, or needs dense gradients.
+# Options that must touch each row in each step, or need dense gradients.
 _REFUSED = (
   'use_ema',
   'gradient_accumulation_steps',
@@ -293,17 +293,17 @@ _REFUSED = (
 
 
 def table_of(variable: Any) -> Any:
-  """The table of rows that a variable stands for, or None."""
+  """Returns the table of rows that a variable represents, or None."""
   return getattr(variable, 'row_table', None)
 
 
 def check_row_optimizer(
   optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> None:
-  """Refuses an optimizer that cannot update some rows of a table.
+  """Rejects an optimizer that cannot update some rows of a table.
 
   Raises:
-    UnsupportedOptionError: naming it, and those that can.
+    UnsupportedOptionError: names the optimizer, and those that can.
   """
   kind, name = type(optimizer).__name__, variable.path
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -313,7 +313,7 @@ def check_row_optimizer(
       'use mixed_bfloat16, or compile with auto_scale_loss=False',
     )
   if getattr(optimizer, 'inner_optimizer', None) is not None:
-    return  # Which is asked too.
+    return  # The inner optimizer is checked too.
   if type(optimizer).update_step not in _RULES:
     raise errors.UnsupportedOptionError(
       f'{kind} with dynamic table {name!r}',
@@ -385,7 +385,8 @@ def row_slots(
 ) -> list[
   tuple[keras.Variable, keras.optimizers.Optimizer, dict[str, keras.Variable]]
 ]:
-  """Returns each table variable of an optimizer, the owner of its slots, and the slots.
+  """Returns each table variable of an optimizer, the owner of its slots, and
+  the slots.
 
   If optimizers wrap each other, the innermost owns the slots.
   """
@@ -408,12 +409,12 @@ def update_rows(
   """Returns the updated rows, and the updated state by attribute.
 
   Args:
-    optimizer: whose rule.
-    of: the variable that stands for the rows.
+    optimizer: the optimizer whose rule is used.
+    of: the variable that represents the rows.
     tensor: the rows.
-    slots: their state.
-    gradient: with as many rows.
-    learning_rate: of this step.
+    slots: state of the rows.
+    gradient: gradient, with the same number of rows.
+    learning_rate: learning rate of this step.
   """
   state = {name: RowValues(value) for name, value in slots.items()}
   with in_place_of_slots(optimizer, of, state) as key:
@@ -423,7 +424,7 @@ def update_rows(
 
 
 def check() -> None:
-  """Raises UnsupportedVersionError for what the functions above would miss."""
+  """Raises UnsupportedVersionError if Keras lacks anything used above."""
   why = 'an optimizer updates the rows of a batch'
   base = base_optimizer.BaseOptimizer
   _requirements.method(base, '_get_variable_index(variable)', why)

@@ -1,4 +1,4 @@
-"""A model's steps, as Keras passes them, and what of Keras is replaced for them."""
+"""A model's steps, as Keras passes them, and the parts of Keras that we replace."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from tf_strategies import _requirements, _tf_internal, errors
 KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
 
 
-# Steps: Keras calls `strategy.run(model.train_step, ...)` inside a function
-# that it keeps as `model.train_function` and calls once a batch, or group of
-# batches. Whoever replaces that function decides where steps run.
+# Steps: Keras calls `strategy.run(model.train_step, ...)` inside a function. It
+# stores the function as `model.train_function` and calls it once for each
+# batch, or group of batches. Code that replaces this function decides where
+# steps run.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +37,11 @@ class KerasStep:
   """A step that is written for one device.
 
   Attributes:
-    model: whose step Keras passed. None for a step of `strategy.step`.
+    model: model whose step Keras passed. None for a step of `strategy.step`.
     kind: 'train', 'test' or 'predict'.
     run: the step.
     compiles: whether its user asked for XLA.
-    named: the optimizers that the user of `strategy.step` named.
+    named: optimizers that the user of `strategy.step` named.
   """
 
   model: keras.Model | None
@@ -51,10 +52,10 @@ class KerasStep:
 
 
 def step_of(fn: Callable) -> KerasStep | None:
-  """Returns what `fn` is to Keras, if it is a model's train, test or predict step.
+  """Returns the Keras step of `fn`, if it is a model's train, test or predict step.
 
   Raises:
-    UnsupportedVersionError: it is the step of a model of Keras 2.
+    UnsupportedVersionError: if it is the step of a Keras 2 model.
   """
   step = getattr(fn, 'keras_step', None)
   if step is not None:
@@ -78,9 +79,8 @@ def step_of(fn: Callable) -> KerasStep | None:
 def refuse_keras_2(fn) -> None:
   """Raises for the step of tf_keras's `fit`, `evaluate`, `predict` and the like.
 
-  Keras 2 divides losses by the number of replicas, whatever rows each has, and
-  reduces logs by itself. A loop of the user's own calls `run` with another
-  function.
+  Keras 2 divides losses by the number of replicas, regardless of their rows,
+  and reduces logs itself. A custom loop calls `run` with another function.
   """
   fn = _tf_internal.unwrap(fn)
   module = (getattr(fn, '__module__', '') or '').partition('.')[0]
@@ -102,16 +102,16 @@ def _is_of_trainer(fn) -> bool:
 def results_of(
   model: keras.Model, kind: str
 ) -> Callable[[], dict[str, Any]] | None:
-  """Returns the results that a model's own step reports, read from its metrics.
+  """Returns a function that reads a step's results from the metrics of its model.
 
-  None for a step that the user wrote, which may report anything.
+  Returns None for a step that the user wrote, which may report anything.
   """
   is_own = is_keras_own(model, f'{kind}_step')
   return model.get_metrics_result if is_own and kind != 'predict' else None
 
 
 def without_optionals(data: Any) -> Any:
-  """A batch with None in place of the empty optionals that Keras yields."""
+  """Returns a batch with None in place of Keras's empty optionals."""
   return tf.nest.map_structure(
     lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
     data,
@@ -119,14 +119,14 @@ def without_optionals(data: Any) -> Any:
 
 
 def change(owner: Any, signature: str, how: Callable, why: str) -> None:
-  """Replaces a method of Keras's, if it is the one that we know."""
+  """Replaces a method of Keras, after checking its signature."""
   _requirements.method(owner, signature, why)
   name = signature.partition('(')[0]
   setattr(owner, name, how(getattr(owner, name)))
 
 
 class _Making(threading.local):
-  """Which step the calling thread makes Keras's function of, or which data."""
+  """The step for which the calling thread makes Keras's function, or its data."""
 
   kind: str | None = None
   compiles: bool = False
@@ -156,8 +156,8 @@ def _note_kind(kind: str, make: Callable) -> Callable:
     before, _making.kind = _making.kind, kind
     compiles, _making.compiles = self.jit_compile, self.jit_compile
     if _splits_steps(self):
-      # One program of XLA cannot reach several devices or workers: what lies
-      # between their meetings is compiled.
+      # An XLA program cannot span several devices or workers, so only the parts
+      # between their meetings are compiled.
       self.jit_compile = False
     try:
       return make(self, force)
@@ -180,11 +180,11 @@ def _compile_for_strategy(compile_) -> Callable:
   @functools.wraps(compile_)
   def compile_model(self, *args, **kwargs):
     if getattr(self, 'optimizer', None) is not None:
-      # Steps that an optimizer has counted go with it.
+      # Replacing the optimizer loses its counted steps, so workers meet first.
       _settle(self)
     strategy = self._distribute_strategy
     if strategy is not None and _compiles_by_default(strategy):
-      # With a strategy, Keras takes jit_compile='auto' for False.
+      # With a strategy, Keras resolves jit_compile='auto' to False.
       self._distribute_strategy = None
     try:
       return compile_(self, *args, **kwargs)
@@ -215,7 +215,7 @@ def _splits_steps(model) -> bool:
 
 
 def _pass_step(make: Callable) -> Callable:
-  """Lets a strategy see whose step it gets, however the user has wrapped it."""
+  """Tells a strategy which step it gets, even if the user has wrapped it."""
 
   @functools.wraps(make)
   def make_with_step(self, step_function):
@@ -248,11 +248,11 @@ change(
 
 
 def _build_from_specs(build):
-  """Makes variables from the types of batches, not from a batch.
+  """Builds variables from the types of batches instead of a batch.
 
-  Keras opens the data set, draws a batch and drops it: a generator loses it and
-  what its prefetch read ahead, and a shuffle that is seeded goes on to its next
-  order.
+  Keras would open the data set, draw a batch and drop it. A generator would
+  lose the batch and its prefetched elements. A seeded shuffle would continue
+  with its next order.
   """
 
   @functools.wraps(build)
@@ -260,15 +260,16 @@ def _build_from_specs(build):
     strategy = self.distribute_strategy
     if iterator is not None:
       iterator.model = self
-    # Without a cluster, 'parameter_server' is TensorFlow's strategy of one device.
+    # Without a cluster, 'parameter_server' is TensorFlow's strategy for one
+    # device.
     is_alone = isinstance(strategy, tf.distribute.OneDeviceStrategy)
     if not getattr(strategy.extended, 'builds_from_specs', is_alone):
       return build(self, iterator, data_batch)
     own_step = getattr(type(self).train_step, '__module__', '')
     is_own = not own_step.startswith('keras.')
     if is_own and getattr(strategy.extended, 'makes_variables_in_steps', True):
-      # A user's own step may do anything with a batch. Its variables are made when it
-      # is traced, as on one device.
+      # A user's own step may use a batch in any way. Its variables are created
+      # when it is traced, as on one device.
       return None
     if iterator is not None:
       data_batch = keras.tree.map_structure(
@@ -279,14 +280,15 @@ def _build_from_specs(build):
       )
       parts = keras.tree.flatten(data_batch)
       if any(p is not None and p.shape.rank is None for p in parts):
-        # Only a batch tells. Keras would take the mean of the replicas' parts.
+        # The types are known only from a batch. Keras would average the
+        # replicas' parts.
         _, _, batches = next(iter(iterator))
         data_batch, *_ = strategy.experimental_local_results(next(batches))
         return build(self, None, data_batch)
     _, y, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
     with contextlib.ExitStack() as stack:
       if y is None:
-        # What a step of the user's own makes of inputs alone, only it knows.
+        # For inputs alone, only the user's own step knows its outputs.
         for compiled in (self._compile_loss, self._compile_metrics):
           if compiled is not None and not compiled.built:
             stack.callback(setattr, compiled, 'built', False)
@@ -296,7 +298,8 @@ def _build_from_specs(build):
       except Exception:
         if not is_own or not self.weights:
           raise
-        # A model that is not called as Keras would, and has its variables.
+        # The model cannot be called as Keras would, but already has its
+        # variables.
         return None
 
   return build_from_specs
@@ -313,8 +316,8 @@ change(
 def _count_distributed(init):
   """Makes an epoch as long as the distributed data set.
 
-  Keras counts the batches of the data set that it was given. Workers that read
-  data of their own take smaller batches, and so more of them.
+  Keras counts the batches of the original data set. Workers that read their own
+  data take smaller batches, and therefore more of them.
   """
 
   @functools.wraps(init)
@@ -326,8 +329,8 @@ def _count_distributed(init):
       _making.data = before
     adapter = tf_dataset_adapter.TFDatasetAdapter
     distributed = self._distributed_dataset
-    # Other adapters hear of the beginning of an epoch. Their batches are shared by
-    # all workers.
+    # Other adapters are notified when an epoch begins. All workers share their
+    # batches.
     if isinstance(self.data_adapter, adapter) and isinstance(
       distributed, tf.data.Dataset
     ):
@@ -351,7 +354,7 @@ _requirements.method(
 
 
 def _tell_of_reset(reset: Callable) -> Callable:
-  """Lets a strategy see metrics before a model resets them."""
+  """Shows metrics to a strategy before a model resets them."""
 
   @functools.wraps(reset)
   def reset_metrics(self):
@@ -379,12 +382,12 @@ def is_for_model() -> bool:
 
 
 def num_steps(are_common: bool) -> int | None:
-  """Returns how many steps a model takes from the data that Keras distributes.
+  """Returns the number of steps in the data that Keras distributes.
 
-  Nobody knows, which is None, if the data end when they end.
+  Returns None if the length of the data is unknown.
 
   Args:
-    are_common: whether all workers have the same data, so that their length counts.
+    are_common: whether all workers have the same data, so that its length counts.
   """
   steps = getattr(_making.data, 'steps_per_epoch', None)
   if are_common:
@@ -395,7 +398,7 @@ def num_steps(are_common: bool) -> int | None:
 def element_spec_of_fit(
   model: keras.Model, batches: Any, steps_per_epoch: int, class_weight: Any
 ) -> Any:
-  """The types of the batches that a model's steps get from `fit(batches)`."""
+  """Returns the types of the batches that a model's steps get from `fit(batches)`."""
   iterator = trainer.TFEpochIterator(
     x=batches,
     shuffle=False,
@@ -407,11 +410,11 @@ def element_spec_of_fit(
 
 
 def _end_only_with_data(catch):
-  """Lets nothing but the end of the data end an epoch.
+  """Makes sure that only the end of the data ends an epoch.
 
-  Keras takes any `StopIteration` or `OutOfRangeError` for that: of a callback
-  that reads a cut file, of a Python function in a step. The rest of the epoch is
-  then left out, and `fit` goes on.
+  Keras interprets any `StopIteration` or `OutOfRangeError` as the end, even
+  from a callback that reads a truncated file, or from a Python function in a
+  step. It would skip the rest of the epoch, and `fit` would continue.
   """
 
   @functools.wraps(catch)
@@ -439,7 +442,7 @@ def _end_only_with_data(catch):
 
 
 def _check_train_function(model: keras.Model) -> None:
-  """Raises for a training function that would leave a strategy's workers out."""
+  """Raises for a training function that would bypass a strategy's workers."""
   strategy = model.distribute_strategy
   if (
     model.train_function is not None
@@ -460,7 +463,8 @@ def _is_end_of_data(error: Exception) -> bool:
   if isinstance(error, tf.errors.OutOfRangeError):
     return is_end_of_sequence(error)
   frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-  # Where it was raised: by an iterator of the data, or what Keras calls with one.
+  # The module that raised: an iterator of the data, or code that Keras calls
+  # with one.
   module = frames[-1].f_globals.get('__name__', '')
   return module.partition('.')[0] in ('keras', 'tensorflow', 'tf_strategies')
 
@@ -487,13 +491,13 @@ def frame_of(function: str) -> types.FrameType | None:
 
 
 def skip_steps(steps: int, reads: bool = True) -> None:
-  """Makes the `fit` that runs begin its next epoch after `steps`.
+  """Makes the running `fit` begin its next epoch after `steps`.
 
   Callbacks do not see these steps. Call it in a callback's `on_epoch_begin`.
 
   Args:
-    steps: how many to leave out; groups of `steps_per_execution`.
-    reads: whether the data have the batches of these steps, which are dropped.
+    steps: number of steps to skip; whole groups of `steps_per_execution`.
+    reads: whether the data contain the batches of these steps, which are dropped.
   """
   frame = frame_of('fit')
   data = frame and frame.f_locals.get('epoch_iterator')
@@ -506,7 +510,7 @@ def skip_steps(steps: int, reads: bool = True) -> None:
   enumerate_epoch, end = data._enumerate_iterator, object()
 
   def enumerate_rest():
-    del data._enumerate_iterator  # The next epoch is whole.
+    del data._enumerate_iterator  # Makes the next epoch complete.
     for first, last, batches in enumerate_epoch():
       if first >= steps:
         yield first, last, batches
@@ -522,10 +526,10 @@ def skip_steps(steps: int, reads: bool = True) -> None:
 
 
 def _build_from_any_batch(build: Callable) -> Callable:
-  """Lets Keras make variables from ragged and sparse batches too.
+  """Lets Keras build variables from ragged and sparse batches too.
 
-  It takes every tensor of a batch for a dense one, for which a layer that
-  expects rows of different lengths fails.
+  Keras treats every tensor of a batch as dense. Layers that expect ragged rows
+  then fail.
   """
 
   @functools.wraps(build)
@@ -589,8 +593,8 @@ change(
 )
 
 
-# `tf.train.Checkpoint` restores a variable as soon as a layer has it. In a build
-# from tensors without values the variable has no value yet, and Keras fails.
+# `tf.train.Checkpoint` restores a variable when a layer gets it. In a symbolic
+# build the variable does not have a value yet, and Keras fails.
 
 
 def _restore_when_made(register: Callable) -> Callable:
@@ -609,7 +613,7 @@ def _restore_when_made(register: Callable) -> Callable:
           variable._restore_from_tensors(restored)
 
     methods = {
-      # TensorFlow reads a value of this type, and does not look at its shape.
+      # TensorFlow reads a value of this type without checking its shape.
       '_serialize_to_tensors': lambda: {
         'VARIABLE_VALUE': tf.zeros([], variable._dtype)
       },
@@ -640,11 +644,11 @@ change(
 def before_callbacks(
   replace: Callable[[keras.Model, list, dict[str, Any]], list],
 ) -> None:
-  """Has `fit` call a function before callbacks get the model.
+  """Makes `fit` call a function before callbacks get the model.
 
   Args:
-    replace: returns the callbacks to use. It gets the model, the callbacks, and how
-      long `fit` trains and when it validates, by the names of its arguments.
+    replace: returns the callbacks to use. It gets the model, the callbacks, and the
+      length and validation of `fit`, by the names of its arguments.
   """
 
   fit = inspect.unwrap(trainer.TensorFlowTrainer.fit).__code__
@@ -652,8 +656,8 @@ def before_callbacks(
   def set_first(set_model):
     @functools.wraps(set_model)
     def set_replaced(self, model):
-      # All workers call `fit`, which makes a list. A list that the program makes
-      # may be one worker's.
+      # All workers call `fit`, which creates a list. A list that the program
+      # creates may exist on one worker only.
       made_by = sys._getframe(1).f_back
       if made_by is not None and made_by.f_code is fit:
         length = _length_of_fit(made_by.f_locals)
@@ -679,7 +683,7 @@ _requirements.mention(
 
 
 def _length_of_fit(variables: dict[str, Any]) -> dict[str, Any]:
-  """Returns how long `fit`, of so many variables, trains and when it validates."""
+  """Returns the length and the validation of `fit`, given its local variables."""
   batches = variables['epoch_iterator'].num_batches
   return {
     'steps_per_epoch (or the number of batches)': batches,

@@ -1,4 +1,4 @@
-"""Optimizers in each other, and their `apply`: strategies hear of gradients first."""
+"""Nested optimizers and their `apply`: strategies see gradients first."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tf_strategies._keras_internal import steps
 
 
 def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
-  """An optimizer, and those that it wraps, the outermost first."""
+  """Yields an optimizer and the optimizers that it wraps, from outside to inside."""
   while optimizer is not None:
     yield optimizer
     optimizer = getattr(optimizer, 'inner_optimizer', None)
 
 
 def before_apply(owner: type, see: Callable[..., None], why: str) -> None:
-  """Has `see(optimizer, gradients, variables, apply)` call `apply(gradients)`."""
+  """Makes `see(optimizer, gradients, variables, apply)` call `apply(gradients)`."""
 
   def how(apply):
     @functools.wraps(apply)
@@ -103,7 +103,7 @@ def _make_scale(optimizer):
 
 
 def _build_with_scale(build):
-  """Builds an optimizer whose loss scale a step may have made before."""
+  """Builds an optimizer whose loss scale may already exist because of a step."""
 
   @functools.wraps(build)
   def build_with_scale(self, var_list):
@@ -115,10 +115,11 @@ def _build_with_scale(build):
 
 
 def _scale_by_variable(scale_loss):
-  """Scales by a variable in a traced step.
+  """Scales the loss by a variable in a traced step.
 
-  Keras scales by a number before it builds the optimizer. That number would stay in
-  the step, since our steps are not traced again after they have made variables.
+  Keras scales by a number before it builds the optimizer. The number would stay
+  in the step, because our steps are not traced again after they have created
+  variables.
   """
 
   @functools.wraps(scale_loss)
@@ -147,7 +148,10 @@ for _signature, _how in (
 
 
 def _of_the_innermost(swap):
-  """Swaps the averages of the optimizer that has them: Keras looks into one wrapper."""
+  """Swaps the averages of the innermost optimizer.
+
+  Keras looks inside one wrapper only.
+  """
 
   @functools.wraps(swap)
   def swap_of_the_innermost(self):
@@ -169,10 +173,11 @@ for _method in ('_swap_variables()', '_finalize_ema_values()'):
 
 
 def _outside_of_scopes(find):
-  """Makes the objects by which Keras tells an object's own attributes, in no scope.
+  """Creates the objects that Keras uses to find default attributes outside all
+  scopes.
 
-  The variables of such an optimizer would wait for workers that do not save. A thread
-  starts outside of every scope.
+  In a scope, the variables of such an optimizer would wait for workers that are
+  not saving. A new thread is outside of every scope.
   """
 
   @functools.wraps(find)

@@ -1,9 +1,9 @@
-"""The only importer of `tensorflow.python`: each symbol with why it is needed.
+"""The only importer of `tensorflow.python`, with a reason for each symbol.
 
-TensorFlow exports the classes that *use* a strategy, not those that one is
-made of. What this package leans on is checked when this file is imported: a
-missing symbol ends in one sentence that names it. The end of this file lists the
-methods of TensorFlow's classes that this package overrides.
+TensorFlow exports the classes that *use* a strategy, but not those that
+implement one. The import of this file checks every symbol, and a missing one
+raises an error that names it. The end of this file lists the methods of
+TensorFlow's classes that this package overrides.
 """
 
 import contextlib
@@ -211,7 +211,7 @@ def unwrap(fn):
 
 
 def unwrap_checkpoint_value(value):
-  """Returns the tensor in a deferred checkpoint value; any other value unchanged."""
+  """Returns the tensor in a deferred checkpoint value, or any other value unchanged."""
   if isinstance(value, _CheckpointInitialValue):
     return value.wrapped_value
   return value
@@ -230,7 +230,7 @@ class CollectiveLaunchers:
     )
 
   def of(self, devices, group_size: int) -> list:
-    """Returns launchers of a group. `devices` are this worker's members of it."""
+    """Returns launchers for `devices`, which are this worker's members of a group."""
     group_key = self._keys.get_group_key(list(devices))
     return [
       _CollectiveReplicaLauncher(
@@ -259,10 +259,11 @@ def collective_all_reduce(
 
 
 def _instance_key(launcher):
-  """Returns the number of a collective: one per call, or one for all calls in a branch.
+  """Returns the number of a collective: one per call, or one for all calls in a
+  branch.
 
-  TensorFlow feeds the number when a function is called, which fails where that
-  happens inside a `tf.while_loop` or `tf.cond`, which feeds nothing.
+  TensorFlow feeds the number when a function is called. This fails inside a
+  `tf.while_loop` or `tf.cond`, which feeds nothing.
   """
   # pylint: disable=protected-access
   graph = tf.compat.v1.get_default_graph()
@@ -290,24 +291,24 @@ def configure_coordination(
 
 
 def publish_config_value(name: str, value: str) -> None:
-  """Tells all workers a value, through TensorFlow's coordination service."""
+  """Publishes a value to all workers through TensorFlow's coordination service."""
   _eager_context().set_config_key_value(name, value)
 
 
 def config_value(name: str, timeout_seconds: float) -> str:
-  """A value that a worker publishes; OpError if it does not come in time."""
+  """Returns a value that a worker publishes. Raises OpError at the deadline."""
   milliseconds = max(1, int(timeout_seconds * 1000))
   return _eager_context().get_config_key_value(name, milliseconds)
 
 
 def batch_size_of(dataset) -> int | None:
-  """The number of rows of a data set's full batches; None if it has none."""
+  """Returns the number of rows in a data set's full batches, or None."""
   size = int(_compute_batch_size(dataset))
   return size if size > 0 else None
 
 
 def clone_function(function, python_function):
-  """Returns a `tf.function` like `function`, of another Python function."""
+  """Returns a `tf.function` like `function`, for another Python function."""
   return function._clone(python_function=python_function)  # pylint: disable=protected-access
 
 
@@ -317,12 +318,12 @@ def is_compiled(function) -> bool:
 
 
 def in_xla_context() -> bool:
-  """Returns whether the graph being built is going to be compiled by XLA."""
+  """Returns whether XLA will compile the graph that is being built."""
   return _graph_or_parents_in_xla(tf.compat.v1.get_default_graph())
 
 
 def read_from_copy(variable, copy):
-  """Returns `copy` as a read of `variable`: with its gradient, and watched."""
+  """Returns `copy` as a read of `variable`, which tapes watch."""
   with stop_recording():
     value = tf.identity(copy)
   record_read(variable, value, lambda dy: dy)
@@ -331,7 +332,7 @@ def read_from_copy(variable, copy):
 
 @contextlib.contextmanager
 def recording():
-  """Lets new tapes record, also within `init_scope`, which stops all."""
+  """Lets new tapes record, also within `init_scope`, which stops all tapes."""
   is_stopped = _tapes_are_stopped()
   if is_stopped:
     _restart_tapes()
@@ -360,10 +361,10 @@ def traces_to_save() -> bool:
 
 
 def lift(value):
-  """The value of a tensor of a function's graph, computed outside of it.
+  """Returns the value of a tensor in a function's graph, computed outside it.
 
   Raises:
-    UnsupportedOptionError: it depends on the function's arguments.
+    UnsupportedOptionError: if the tensor depends on the function's arguments.
   """
   if not tf.is_tensor(value) or not hasattr(value, 'graph'):
     return value
@@ -386,7 +387,7 @@ def lift(value):
 
 
 def no_colocation():
-  """A context that forgets what the ops around are colocated with."""
+  """Returns a context that clears the colocation constraints of its surroundings."""
   return _colocate_with(None, ignore_existing=True)
 
 
@@ -406,8 +407,8 @@ def before_wrong_scope(refuse) -> None:
   setattr(library, name, wrong_strategy_scope)
 
 
-# Methods of TensorFlow's classes that ours override, as TensorFlow calls them.
-# A name without parentheses is a property.
+# Methods of TensorFlow's classes that our classes override, with TensorFlow's
+# signatures. A name without parentheses is a property.
 _OVERRIDDEN = {
   MirroredExtended: (
     '_batch_reduce_to(reduce_op, value_destination_pairs, options)',
@@ -499,7 +500,9 @@ _OVERRIDDEN = {
 
 
 def check_overridden() -> None:
-  """Raises UnsupportedVersionError for a method that is gone, or has changed."""
+  """Raises UnsupportedVersionError if an overridden method is missing or has
+  changed.
+  """
   for owner, methods in _OVERRIDDEN.items():
     for method in methods:
       _requirements.method(owner, method, 'tf_strategies overrides it')

@@ -40,7 +40,9 @@ _incarnation = load(
 
 
 def connected_cluster():
-  """The `ServerDef` of the cluster that this process is connected to, if any."""
+  """Returns the `ServerDef` of the cluster that this process is connected to,
+  if any.
+  """
   return eager_context().get_server_def()
 
 
@@ -55,7 +57,7 @@ def is_reachable(dataset: tf.data.Dataset) -> bool:
 
 
 def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
-  """Returns the numbers that a data set was made of, or that its functions use."""
+  """Returns the arrays from which a data set was made, or that its functions use."""
   found = list(getattr(dataset, '_tensors', ()))
   for function in dataset._functions():
     found += function.function.captured_inputs
@@ -68,9 +70,9 @@ def is_repeatable(dataset: tf.data.Dataset, again: bool = False) -> bool:
   """Returns whether a data set begins with the same batch in each process.
 
   Args:
-    dataset: is not read.
-    again: whether a second iterator of this process must begin with it too. A
-      shuffle that was opened goes on to its next order.
+    dataset: the data set, which is not read.
+    again: whether a second iterator of this process must also begin with it. A
+      shuffle that was opened continues with its next order.
   """
   try:
     text = tf.raw_ops.DatasetToGraphV2(
@@ -92,7 +94,7 @@ def _is_random(node) -> bool:
 
 
 def _has_no_seed(nodes) -> bool:
-  """Returns whether a node takes two seeds that are zero: it draws others."""
+  """Returns whether a node's two seeds are zero, so that it draws a random seed."""
   by_name = {node.name: node for node in nodes}
   for node in filter(_is_random, nodes):
     first = 0 if node.op.startswith('Random') else 2
@@ -114,15 +116,16 @@ def connect_again(
 ) -> None:
   """Connects to tasks that were restarted. Call it when every task answers.
 
-  The tasks in `anew` are disconnected first. TensorFlow asks a task for its devices
-  before it lets the task join. If another process replaces the task in between, the
-  devices of the old process stay.
+  It first disconnects the tasks in `anew`. TensorFlow asks a task for its
+  devices before it lets the task join. If another process replaces the task in
+  between, TensorFlow keeps the devices of the old process.
   """
   context = eager_context()
   server_def = server_def or context.get_server_def()
   if anew:
-    # No other task may join while these are disconnected: servers would learn of a
-    # cluster without them, and not of their return, since servers do not see each other.
+    # No other task may join while these are disconnected. Servers would get a
+    # cluster without them. They would not notice the return, because servers do
+    # not see each other.
     context.update_server_def(server_def)
     others = type(server_def)()
     others.CopyFrom(server_def)
@@ -139,7 +142,7 @@ def connect_again(
 
 
 def incarnations() -> dict[tuple[str, int], int]:
-  """Returns a number for the process of each task that this process is connected to."""
+  """Returns a number that identifies the process of each connected task."""
   devices = _list_devices(eager_context()._handle)
   found = {}
   for i in range(_count(devices)):
@@ -152,8 +155,8 @@ def incarnations() -> dict[tuple[str, int], int]:
 def before_sending_functions(check: Callable[[], None]) -> None:
   """Calls `check()` before a function is sent to all tasks of the cluster.
 
-  TensorFlow does that when it has traced one, waits for the answers without a
-  deadline, and keeps Python's lock: with a stopped task no thread goes on.
+  TensorFlow sends a traced function, then waits for all answers without a
+  deadline and holds Python's lock. If a task is stopped, every thread hangs.
   """
   context = eager_context()
   for name in ('add_c_function', 'add_function_def'):
@@ -168,10 +171,10 @@ def before_sending_functions(check: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def without_notices():
-  """Context in which TensorFlow's Python code logs warnings and errors alone.
+  """Limits the log of TensorFlow's Python code to warnings and errors.
 
-  It tells of configurations as long as a page, and of a TF_CONFIG that it will
-  ignore where this package does not.
+  TensorFlow logs long configurations, and warns that it ignores a TF_CONFIG
+  that this package uses.
   """
   loggers = tf.get_logger(), logging.getLogger('absl')
   levels = [logger.level for logger in loggers]
@@ -186,9 +189,9 @@ def without_notices():
 
 @contextlib.contextmanager
 def own_executor():
-  """Runs the thread's eager ops apart from those of other threads.
+  """Runs the thread's eager ops separately from those of other threads.
 
-  An executor that has met an error hands it to whatever is run by it next.
+  After an error, an executor raises the error again in its next operation.
   """
   executor = _new_executor(enable_async=False)
   with _executor_scope(executor):
@@ -199,14 +202,14 @@ def own_executor():
 
 
 def clear_errors() -> None:
-  """Forgets what an eager op of this thread failed with."""
+  """Clears the error of this thread's eager ops."""
   eager_context().executor.clear_error()
 
 
 def _needs_service(init: Callable) -> Callable:
-  """Returns the handler's `__init__` with a check for the service that it asks.
+  """Returns the handler's `__init__` with a check for the service that it needs.
 
-  Without the service its thread ends with a log line, and nobody is watched.
+  Without the service, its thread ends with a log message and watches no worker.
   """
 
   @functools.wraps(init)

@@ -1,4 +1,4 @@
-"""How a private symbol of TensorFlow is had: with why it is needed."""
+"""Loads private symbols of TensorFlow, with the reason for each."""
 
 import importlib
 from typing import Any

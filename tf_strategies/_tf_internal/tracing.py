@@ -1,4 +1,4 @@
-"""What of TensorFlow's insides traced steps and their variables need."""
+"""TensorFlow internals for traced steps and their variables."""
 
 import contextlib
 import dataclasses
@@ -53,8 +53,8 @@ _ag_ctx = load('autograph.core.ag_ctx', 'as a tf.function converts')
 _autograph_config = load(
   'autograph.core.config', 'what AutoGraph leaves as it is'
 )
-# Like TensorFlow and Keras, this package is left as it is: nothing in it needs
-# converting, and a traceback shows its lines.
+# AutoGraph does not convert this package, as it does not convert TensorFlow and
+# Keras. Nothing here needs it, and tracebacks show the original lines.
 _autograph_config.CONVERSION_RULES += (
   _autograph_config.DoNotConvert(__name__.partition('.')[0]),
 )
@@ -84,7 +84,10 @@ _stream = load(
 
 
 def _stream_of_one_device():
-  """Returns the stream of a `tf.random.Generator`: one device's in a model's step."""
+  """Returns the stream of a `tf.random.Generator`.
+
+  In a model's step it is one device's.
+  """
   context = tf.distribute.get_replica_context()
   return None if getattr(context, 'is_one_device', False) else _stream()
 
@@ -98,7 +101,7 @@ _ops = load('framework.ops', 'the arrays of a data set function')
 
 
 class _Arrays(threading.local):
-  """What stands for an array in the graphs that the calling thread makes."""
+  """Replaces arrays in the graphs that the calling thread builds."""
 
   take: Callable[[np.ndarray, tf.DType | None], tf.Tensor | None] | None = None
 
@@ -122,7 +125,7 @@ _ops._create_graph_constant = _constant
 def arrays_from(
   take: Callable[[np.ndarray, tf.DType | None], tf.Tensor | None],
 ) -> Iterator[None]:
-  """Lets `take(array, dtype)` say what an array is in graphs; None: a constant."""
+  """Makes `take(array, dtype)` convert arrays in graphs. None means a constant."""
   before, _arrays.take = _arrays.take, take
   try:
     yield
@@ -132,13 +135,13 @@ def arrays_from(
 
 @dataclasses.dataclass(frozen=True)
 class CalledFunction:
-  """A call of a function whose graph a trace takes as it is.
+  """A call of a function whose graph a trace uses unchanged.
 
   Attributes:
-    name: of the function.
-    written: the handles of the variables, made before the trace, that it may write.
-    read: of those that it only reads.
-    variables: those that it is known to read, by the ids of their handles.
+    name: name of the function.
+    written: handles of variables, made before the trace, that it may write.
+    read: handles of variables that it only reads.
+    variables: variables that it is known to read, by the ids of their handles.
   """
 
   name: str
@@ -152,7 +155,7 @@ _Handles = Mapping[int, tf.Tensor]
 
 class _Inlining(threading.local):
   called: Callable[[CalledFunction], _Handles] | None = None
-  # Called with what a function that runs eagerly has captured.
+  # Called with the captures of a function that runs eagerly.
   note_captures: Callable[[Sequence[tf.Tensor]], None] | None = None
 
 
@@ -162,7 +165,7 @@ _call_concrete = _ConcreteFunction._call_flat
 
 
 def _call_or_inline(self, *args, **kwargs):
-  """Calls a `tf.function`, or its Python, in the graph that is being traced."""
+  """Calls a `tf.function`, or inlines its Python code, in the graph being traced."""
   is_inlined = _inlining.called and not tf.executing_eagerly()
   if not is_inlined:
     return _call_function(self, *args, **kwargs)
@@ -196,12 +199,12 @@ def _as_output(value):
   return tf.convert_to_tensor(value)
 
 
-# Variables, by the ids of handles that they had; they keep those alive.
+# Variables by the ids of their old handles, which they keep alive.
 _by_old_handle = weakref.WeakValueDictionary()
 
 
 def replace_handle(variable: tf.Variable, handle: tf.Tensor) -> None:
-  """Gives a variable another handle, also in functions that were traced before."""
+  """Replaces a variable's handle, also for functions that were traced before."""
   old = vars(variable).setdefault('_old_handles', [])
   old.append(variable._handle)
   _by_old_handle[id(variable._handle)] = variable
@@ -214,7 +217,7 @@ def _current(tensor):
 
 
 def _call_and_tell(self, tensor_inputs, captured_inputs):
-  """Calls a concrete function; tells of it in a graph that is being traced."""
+  """Calls a concrete function, and reports the call to a graph being traced."""
   if _inlining.note_captures is not None and tf.executing_eagerly():
     _inlining.note_captures(captured_inputs)
   is_told = _inlining.called and not tf.executing_eagerly()
@@ -243,19 +246,19 @@ def call_with(
   inputs: Sequence[tf.Tensor],
   others: Mapping[int, tf.Tensor],
 ) -> tf.Tensor:
-  """Calls a concrete function with other tensors than some that it captured.
+  """Calls a concrete function with some of its captured tensors replaced.
 
   Args:
     function: the concrete function.
     inputs: its arguments.
-    others: tensors, by the ids of those that they replace.
+    others: replacements, by the ids of the captured tensors.
   """
   captured = [others.get(id(t), t) for t in function.captured_inputs]
   return function._call_flat(list(inputs), captured)
 
 
 def _is_handle(tensor) -> bool:
-  """Returns whether it is the handle of a variable, not of the graph that is traced."""
+  """Returns whether a tensor is a variable's handle from outside the traced graph."""
   is_resource = tf.is_tensor(tensor) and tensor.dtype == tf.resource
   if not is_resource or tf.is_symbolic_tensor(tensor):
     return False
@@ -299,15 +302,15 @@ def captures_noted(
 
 
 def compiled_operations(device: str) -> frozenset[str]:
-  """The types of operations that XLA compiles for a device."""
+  """Returns the types of operations that XLA compiles for a device."""
   names = _compiled_operations['gpu' if 'gpu' in device.lower() else 'cpu']()
   return frozenset(map(tf.compat.as_str, names))
 
 
 def autograph_convert(fn):
-  """Returns `fn` converted by AutoGraph as the caller's context asks for.
+  """Returns `fn` converted by AutoGraph as the caller's context requires.
 
-  What it calls is converted as well, wherever it is called.
+  Functions that it calls are also converted.
   """
   context = _control_status_ctx()
   converted = _tf_convert(fn, context)
@@ -320,19 +323,20 @@ def autograph_convert(fn):
 
 
 def trace(name: str, fn, args):
-  """The `FuncGraph` of `fn(*args)`; placeholders stand for the specs in `args`."""
+  """Returns the `FuncGraph` of `fn(*args)`. The specs in `args` become placeholders."""
   return _func_graph_from_py_func(name, fn, args, {})
 
 
 def function_graph(root, name: str):
-  """The graph of a function that an operation of `root`, or one below, calls."""
+  """Returns the graph of a function that an operation in or below `root` calls."""
   return _function(root, name).graph
 
 
 def opaque_functions(root, op, attrs) -> list:
-  """The functions that an operation calls of which TensorFlow kept no graph.
+  """Returns the functions, called by an operation, whose graph TensorFlow did
+  not keep.
 
-  Its own older loops, as in `tf.nn.ctc_loss`, have such.
+  Its older loops, such as the one in `tf.nn.ctc_loss`, have such functions.
   """
   names = [op.type]
   names += [a.func.name for a in attrs.values() if a.func.name]
@@ -341,7 +345,7 @@ def opaque_functions(root, op, attrs) -> list:
 
 
 def add_functions(functions, graph) -> None:
-  """Lets operations of `graph` call these."""
+  """Makes functions callable by the operations of `graph`."""
   for function in functions:
     function.add_to_graph(graph)
 
@@ -351,13 +355,13 @@ def _function(root, name):
 
 
 class TrackedAsAnother:
-  """Mixed into an object that `tf.train.Checkpoint` sees as another object.
+  """Mixin for an object that `tf.train.Checkpoint` treats as another object.
 
-  What was saved with the one is restored into the other.
+  A checkpoint of one can be restored into the other.
   """
 
   def _tracked(self) -> tf.__internal__.tracking.Trackable | None:
-    """The other object; None while this one is made."""
+    """Returns the other object, or None while this one is being created."""
     raise NotImplementedError
 
   def _trackable_children(self, save_type='checkpoint', **kwargs):
@@ -376,7 +380,7 @@ class TrackedAsAnother:
 
 
 def create_now(**kwargs):
-  """Creates a variable, whatever a `tf.function` being traced wants of it."""
+  """Creates a variable immediately, even while a `tf.function` is being traced."""
   accepted = inspect.signature(ResourceVariable.__init__).parameters
   return ResourceVariable(
     **{name: value for name, value in kwargs.items() if name in accepted}
@@ -384,7 +388,7 @@ def create_now(**kwargs):
 
 
 def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
-  """Returns the spec of a batch that replicas have in parts; None if it is empty."""
+  """Returns the spec of a batch, given the spec of its parts. None if it is empty."""
   parts = getattr(spec, '_value_specs', (spec,))
   if isinstance(parts[0], tf.OptionalSpec):
     return None
@@ -400,7 +404,7 @@ def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
 def inlined(function):
   """Returns a function that does what `tf.function(function)` would trace.
 
-  AutoGraph converts it, unless it is a `tf.function` that says otherwise.
+  AutoGraph converts it, unless it is a `tf.function` with `autograph=False`.
   """
   if isinstance(function, tf.types.experimental.PolymorphicFunction):
     # pylint: disable-next=protected-access
@@ -411,7 +415,7 @@ def inlined(function):
 
 
 def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
-  """Returns whether a graph in that of a step runs at most once in it: no loop's body."""
+  """Returns whether a graph inside a step runs at most once, outside any loop."""
   while graph is not step:
     if not isinstance(graph, _CondBranchGraph):
       return False

@@ -1,4 +1,4 @@
-"""Marks gradients of a mean that nothing divides, in loops of a user's own."""
+"""Marks gradients of undivided means in custom loops."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ _gradients = load('framework.ops.gradient_registry', _WHY)
 
 
 class _Tape(threading.local):
-  """What the calling thread knows of the gradients that it is computing."""
+  """State of the gradients that the calling thread computes."""
 
   is_watched = False
   has_undivided = False
@@ -27,9 +27,10 @@ _gradient_of_mean = _gradients.lookup('Mean')
 
 
 def _note_mean(op, grad):
-  """Computes the gradient of a mean; notes one that is the loss, or a term of it.
+  """Computes the gradient of a mean, and notes a mean that is the loss or a
+  term of it.
 
-  The gradient of the loss is 1. It is still 1 at a term that nothing scales.
+  The gradient of the loss is 1. It is still 1 at a term that is not scaled.
   """
   if _tape.is_watched and not _tape.has_undivided and grad.shape.rank == 0:
     is_mean = op.inputs[0].shape.rank != 0
@@ -67,7 +68,7 @@ tf.GradientTape.gradient = _mark(tf.GradientTape.gradient)
 
 @contextlib.contextmanager
 def undivided_marked() -> Iterator[None]:
-  """Lets tapes of this thread mark gradients in which a mean is not divided."""
+  """Makes tapes of this thread mark gradients that contain an undivided mean."""
   before, _tape.is_watched = _tape.is_watched, True
   try:
     yield
@@ -76,5 +77,5 @@ def undivided_marked() -> Iterator[None]:
 
 
 def is_undivided(gradient: Any) -> bool:
-  """Returns whether a tape has marked a gradient, as it was computed."""
+  """Returns whether a tape has marked a gradient."""
   return hasattr(gradient, '_tfs_is_undivided')

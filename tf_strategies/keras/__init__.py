@@ -1,4 +1,4 @@
-"""Everything that knows Keras: the optimizer wrappers and what to check."""
+"""Code that depends on Keras: optimizer wrappers, layers and checks."""
 
 from tf_strategies.keras.chief_only import ChiefOnly
 from tf_strategies.keras.dynamic_embedding import DynamicEmbedding

@@ -1,4 +1,4 @@
-"""`DynamicEmbedding`: an embedding of ids of 64 bits, without a vocabulary."""
+"""`DynamicEmbedding`: an embedding of 64-bit ids, without a vocabulary."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tf_strategies.keras import row_initializers, row_table
 
 @keras.saving.register_keras_serializable('tf_strategies')
 class DynamicEmbedding(keras.layers.Layer):
-  """Turns integers of 64 bits into vectors, as many as come.
+  """Turns any number of different 64-bit integers into vectors.
 
-  As `keras.layers.Embedding`, but that nobody has to know the ids: any integer has a
-  row. What it is before it is trained follows from the id and `seed`, so it is the same
-  whoever asks for it first. It is stored when it is first trained; `evaluate` and
-  `predict` store nothing and see the initial row of an id that is not known. Ids may be
-  ragged or sparse.
+  It is like `keras.layers.Embedding` without a fixed vocabulary: every integer has a
+  row. The initial row depends on the id and `seed` only, so it is the same on every
+  worker. A row is stored when it is first trained. `evaluate` and `predict` store
+  nothing; they use the initial row of an unknown id. Ids may be ragged or sparse.
 
-  On one device rows are in memory of the host. Under `ParameterServerStrategy` they are
-  spread over the servers by a hash of the id, and steps move the rows that their batch
-  uses. `model.save`, `save_weights`, `tfs.Run` and the checkpoints of parameter
-  servers have all rows with their state of the optimizer, and load onto any number of
-  servers; `get_weights` has not. `model.export` has the rows, on one device.
+  On one device, rows are in the host's memory. Under `ParameterServerStrategy`, a hash
+  of the id distributes them over the servers, and each step moves the rows that its
+  batch uses. `model.save`, `save_weights`, `tfs.Run` and the checkpoints of parameter
+  servers contain all rows with their optimizer state, and load onto any number of
+  servers. `get_weights` does not contain the rows. `model.export` contains them on one
+  device.
 
-  Rows are updated by the compiled optimizer's own rule, as that of Keras would update
-  them, but rows that a batch does not use stay as they are. With SGD without momentum and
-  Adagrad that is what `keras.layers.Embedding` does. Adam, RMSprop, momentum and FTRL
-  move in Keras also rows that are not in the batch: here they are lazy.
+  The compiled optimizer's own rule updates the rows. Rows that a batch does not use do
+  not change. For Adagrad, and for SGD without momentum, this equals
+  `keras.layers.Embedding`. In Keras, Adam, RMSprop, momentum and FTRL also change rows
+  that are not in the batch. Here these optimizers are lazy.
 
   Example:
 
@@ -51,19 +51,18 @@ class DynamicEmbedding(keras.layers.Layer):
     2
 
   Args:
-    output_dim: how long a row is.
-    embeddings_initializer: as that of `keras.layers.Embedding`: 'uniform', 'normal',
-      or an initializer of Keras's that draws each number by itself, or a constant. Or a
-      function from ids [n] to rows [n, output_dim], whose results depend on the ids
-      alone; register it with `keras.saving` where models are saved.
-    seed: of the initial rows. Tables with one seed have one row for an id: give each
-      table of a model its own.
-    **kwargs: of `keras.layers.Layer`.
+    output_dim: length of a row.
+    embeddings_initializer: as for `keras.layers.Embedding`: 'uniform', 'normal',
+      a Keras initializer that draws each number independently, or a constant. It may
+      also be a function from ids [n] to rows [n, output_dim] whose results depend on
+      the ids only. Register such a function with `keras.saving` to save the model.
+    seed: seed of the initial rows. Tables with the same seed have the same initial
+      rows, so give each table of a model its own.
+    **kwargs: arguments of `keras.layers.Layer`.
 
   Raises:
-    UnsupportedOptionError: an initializer that needs the number of rows, a dtype other
-      than float32; when it is built, a strategy that has several copies of a
-      variable.
+    UnsupportedOptionError: if the initializer needs the number of rows, or the dtype
+      is not float32. Also in `build`, if the strategy copies variables.
   """
 
   def __init__(
@@ -83,7 +82,7 @@ class DynamicEmbedding(keras.layers.Layer):
       "leave it out, or take the policy 'mixed_bfloat16'",
     )
     self.supports_jit = (
-      False  # XLA has no hash tables: Keras compiles without it.
+      False  # XLA has no hash tables, so Keras compiles without XLA.
     )
     self.output_dim, self.seed = int(output_dim), int(seed)
     self.embeddings_initializer = row_initializers.get(embeddings_initializer)
@@ -93,7 +92,7 @@ class DynamicEmbedding(keras.layers.Layer):
     self._table: row_table.RowTable | None = None
 
   def build(self, input_shape=None):
-    """Makes the table; rows come when they are trained."""
+    """Creates the table. Rows are added when they are trained."""
     del input_shape
     strategy = tf.distribute.get_strategy()
     make = getattr(strategy.extended, 'make_row_table', None)
@@ -115,7 +114,7 @@ class DynamicEmbedding(keras.layers.Layer):
     if make is None:
       shard = row_table.Shard(self.output_dim, self._initial_rows)
       self._table = row_table.RowTable(variable, [shard])
-      self._exported = shard.tracked  # By TensorFlow, for `model.export`.
+      self._exported = shard.tracked  # TensorFlow tracks it for `model.export`.
     else:
       self._table = make(variable, self._initial_rows)
     variable.row_table = self._table
@@ -123,7 +122,7 @@ class DynamicEmbedding(keras.layers.Layer):
     self.built = True
 
   def call(self, inputs):
-    """Rows of ids of any shape, also of ragged and sparse ones."""
+    """Returns the rows of ids of any shape. Ids may be ragged or sparse."""
     rows = _keras_internal.rows_of(inputs, self._to_ids, self._read)
     return tf.cast(rows, self.compute_dtype)
 
@@ -148,7 +147,7 @@ class DynamicEmbedding(keras.layers.Layer):
     return (*input_shape, self.output_dim)
 
   def compute_output_spec(self, inputs):
-    """Ragged if the ids are."""
+    """Returns the spec of the output, which is ragged if the ids are."""
     return keras.KerasTensor(
       self.compute_output_shape(inputs.shape),
       self.compute_dtype,
@@ -156,30 +155,33 @@ class DynamicEmbedding(keras.layers.Layer):
     )
 
   def report(self) -> dict[str, Any]:
-    """Returns how many rows are stored, all and by server, and how many have expired."""
+    """Returns the number of stored rows, in total and by server, and of expired
+    rows.
+    """
     return self._built_table().report()
 
   def usage(self) -> dict[str, np.ndarray]:
-    """'ids' that have rows; 'uses' in training, and the optimizer's last 'steps'."""
+    """Returns the stored 'ids', their 'uses' in training and their last 'steps'."""
     return self._built_table().usage()
 
   def expire(
     self, max_age: int | None = None, min_uses: int | None = None
   ) -> int:
-    """Removes rows, which begin anew if they are used again; returns how many.
+    """Removes old or rare rows, and returns their number.
 
-    For instance in a callback: `LambdaCallback(on_epoch_end=lambda *_:
-    layer.expire(max_age=10_000, min_uses=5))`. With both arguments, only rows go that
-    are old and rare.
+    A removed row that is used again starts from its initial value. For example in a
+    callback: `LambdaCallback(on_epoch_end=lambda *_:
+    layer.expire(max_age=10_000, min_uses=5))`. With both arguments, a row must be old
+    and rare to be removed.
 
     Args:
-      max_age: rows go that were not trained in the last so many steps before the
-        newest one of the table.
-      min_uses: rows go that were trained fewer times; each occurrence in a batch
+      max_age: removes rows that were not trained in the last `max_age` steps before
+        the table's newest step.
+      min_uses: removes rows that were trained fewer times. Each occurrence in a batch
         counts.
 
     Raises:
-      UnsupportedOptionError: none of them, or one that is no integer from 0.
+      UnsupportedOptionError: if no argument is given, or one is not an integer >= 0.
     """
     option_checks.check(
       max_age is not None or min_uses is not None,

@@ -17,19 +17,19 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
 
-# Options for which an optimizer computes with a gradient before it is applied.
+# Options with which an optimizer changes gradients before it applies them.
 _COMPUTES = (*optimizer_checks.CLIPPING, 'gradient_accumulation_steps')
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
-  """Says to a link which of the tensors that it adds up are gradients.
+  """Tells a link which of the tensors that it sums are gradients.
 
   Args:
-    variables: for each tensor the variable whose gradient it is, or None.
-    writes: gets, by reference of a variable, what the link is to keep when the step
-      is over; None for a step that is over when the gradients have come.
+    variables: for each tensor, the variable of the gradient, or None.
+    writes: receives the values that the link must store after the step, by
+      variable reference. None if the step ends when the gradients arrive.
   """
 
   def __init__(
@@ -42,25 +42,25 @@ class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
 
 
 def write(writes: dict[Any, tf.Tensor]) -> None:
-  """Has variables hold what a link keeps."""
+  """Assigns the values that a link stores to their variables."""
   for reference, value in writes.items():
     reference.deref().assign(value)
 
 
 class GradientReducer:
-  """Reduces the gradients of one step over replicas, and has them applied.
+  """Sums the gradients of one step over replicas, then has them applied.
 
-  The methods here are right for replicas that have equally many rows and a
-  copy of each variable.
+  The methods here are right for replicas that have equally many rows and a copy
+  of each variable.
 
   Attributes:
-    sums_sparse_as_dense: whether sparse gradients become dense in any case, so
-      that duplicate rows are added up before an optimizer sees them.
-    applies_all_or_none: whether nothing that an update does, such as counting
-      the step, may happen before all gradients have come.
-    local_worker: what `LocalSteps` asks of this worker; None where workers cannot
+    sums_sparse_as_dense: whether sparse gradients always become dense, so that
+      duplicate rows are added before an optimizer sees them.
+    applies_all_or_none: whether an update must not begin before all gradients have
+      arrived. Counting the step is a part of the update.
+    local_worker: interface of this worker for `LocalSteps`; None if workers cannot
       train apart.
-    no_local_steps: what was expected if they cannot, and the fix, for an error.
+    no_local_steps: expected value and fix for the error if they cannot.
   """
 
   sums_sparse_as_dense: bool = False
@@ -76,9 +76,9 @@ class GradientReducer:
   def gradients_reduced(
     self, gradients: Sequence[Gradient | None] = ()
   ) -> Iterator[None]:
-    """Context in which an optimizer's own reductions do nothing.
+    """Makes an optimizer's own reductions do nothing inside the context.
 
-    `gradients` are the reduced ones, where there are any yet.
+    `gradients` are the reduced gradients, if they already exist.
     """
     before, _state.are_reduced = _state.are_reduced, True
     parts = []
@@ -91,9 +91,9 @@ class GradientReducer:
       _state.are_reduced = before
 
   def mark(self, gradients, variables):
-    """Returns the gradients, which an optimizer is about to apply as they are.
+    """Returns the gradients that an optimizer is about to apply unchanged.
 
-    `variables` are those that it changes.
+    `variables` are the variables that it changes.
     """
     del variables
     return gradients
@@ -104,9 +104,9 @@ class GradientReducer:
     apply: Callable[[Sequence[Gradient]], None],
     variables: Sequence[Any] = (),
   ) -> None:
-    """Sums this replica's gradients over replicas and passes them to `apply`.
+    """Sums this replica's gradients of `variables` over replicas.
 
-    They are the gradients of `variables`.
+    Passes the sums to `apply`.
     """
     context = tf.distribute.get_replica_context()
     reduced = list(gradients)
@@ -117,9 +117,10 @@ class GradientReducer:
     apply(reduced)
 
   def apply_gradients(self, optimizer, gradients, variables, apply) -> None:
-    """Has `apply` called with the gradients of all replicas.
+    """Calls `apply` with the gradients of all replicas.
 
-    Not in cross-replica context, and not where they are reduced.
+    Does not reduce them in cross-replica context, or if they are already
+    reduced.
     """
     is_reduced = are_gradients_reduced() or (
       tf.distribute.in_cross_replica_context()
@@ -129,7 +130,7 @@ class GradientReducer:
       apply(self.mark(gradients, trained))
       return
     if variables is not None and not optimizer.built:
-      # Not where replicas have met, or in a branch of one.
+      # Built here, not later in cross-replica context or in a branch there.
       with keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(variables)
     if self.sums_sparse_as_dense:
@@ -137,8 +138,9 @@ class GradientReducer:
     parts = [g for g in gradients if g is not None]
     chain = [*_keras_internal.chain(optimizer)]
     if len(chain) > 1 or _has_any(chain[0], _COMPUTES):
-      # Keras computes with them, so one tensor that all replicas apply, made
-      # outside of the step, becomes each replica's own and counts once a replica.
+      # Keras computes with these gradients. All replicas may apply one tensor
+      # that was created outside the step. The copies make it count once per
+      # replica.
       parts = tf.nest.map_structure(tf.identity, parts, expand_composites=True)
     trained = [
       v for g, v in zip(gradients, trained, strict=False) if g is not None
@@ -156,8 +158,8 @@ class GradientReducer:
     """Returns a sparse gradient as a dense one.
 
     Raises:
-      UnsupportedOptionError: the optimizer clips it. It would clip sums of duplicate
-        rows, in place of the rows.
+      UnsupportedOptionError: if the optimizer clips it. It would clip sums of
+        duplicate rows instead of the rows.
     """
     if not isinstance(gradient, tf.IndexedSlices):
       return gradient
@@ -184,10 +186,10 @@ def current() -> GradientReducer:
 
 
 def check_local_steps(is_training: bool = False) -> None:
-  """Raises UnsupportedOptionError where no workers can train apart.
+  """Raises UnsupportedOptionError if workers cannot train apart.
 
-  Outside of any strategy that is an error for one that `is_training` only: a model
-  that was saved is loaded there.
+  Outside any strategy it raises only with `is_training`, because saved models
+  are loaded there.
   """
   is_inside, reducer = tf.distribute.has_strategy(), current()
   if reducer.local_worker is not None or not (is_training or is_inside):

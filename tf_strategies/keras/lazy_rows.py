@@ -1,4 +1,4 @@
-"""`LazyRows`: an optimizer that updates only the rows which a batch looks up."""
+"""`LazyRows`: an optimizer that updates only the rows that a batch looks up."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tf_strategies.keras import (
 class LazyRows(
   _tf_internal.TrackedAsAnother, optimizer_wrapper.OptimizerWrapper
 ):
-  """Has a Keras optimizer update only those rows of a table that have a gradient.
+  """Makes a Keras optimizer update only the rows of a table that have a gradient.
 
-  To Keras's Adam, and to whatever keeps a momentum or an average, all rows of a table
-  change in every step: those that no example of the batch looked up by what they
-  remember. A step then takes as long as the table is large. With this wrapper such
-  rows stay as they are, weights and state, until they are looked up (the "lazy" Adam
-  of TensorFlow Addons, the sparse one of PyTorch). That is another algorithm, so it
-  is never chosen for you; it is the same on one device and under every strategy.
+  Keras's Adam, and every optimizer with a momentum or an average, changes all rows of a
+  table in every step: rows that the batch did not look up still move by their momentum.
+  The time of a step then grows with the table. With this wrapper, the weights and the
+  state of such rows do not change until they are looked up. This is like the "lazy" Adam
+  of TensorFlow Addons and PyTorch's sparse Adam. It is a different algorithm, so it is
+  never chosen for you. It gives the same results on one device and under every strategy.
 
-  The gradients of one row in a batch are added up first. Keras squares them one by
-  one: so Adagrad too gives another result in it, if a batch has a row twice, and on
-  parameter servers sends less. Dense gradients are as ever.
+  The gradients of a row that occurs several times in a batch are added first. Keras
+  squares them one by one. Adagrad therefore also gives different results if a batch
+  repeats a row, and sends less on parameter servers. Dense gradients are not affected.
 
-  Weight decay and moving averages of weights (`use_ema`) still go over all rows.
+  Weight decay and moving averages of weights (`use_ema`) still update all rows.
 
   Example:
 
@@ -46,14 +46,14 @@ class LazyRows(
     [[0.75], [2.0], [2.75]]
 
   Args:
-    optimizer: to wrap, one that treats each element by itself; also its name or its
-      configuration. For mixed precision put `keras.optimizers.LossScaleOptimizer`
-      outside, as `compile` does.
-    name: of this optimizer.
+    optimizer: optimizer to wrap, or its name or configuration. It must update each
+      element independently. For mixed precision put
+      `keras.optimizers.LossScaleOptimizer` outside, as `compile` does.
+    name: name of this optimizer.
 
   Raises:
-    UnsupportedOptionError: an optimizer that wraps another, or looks at a variable
-      as a whole, or accumulates gradients, which makes them dense.
+    UnsupportedOptionError: if the optimizer wraps another one, needs a variable as a
+      whole, or accumulates gradients, which makes them dense.
   """
 
   def __init__(
@@ -88,8 +88,8 @@ class LazyRows(
       )
     _keras_internal.replace_update(inner, row_updates.update_lazily)
 
-  # It has no variables of its own: a file that was saved with the wrapper loads
-  # without it, and the reverse.
+  # The wrapper has no variables. A file saved with it loads without it, and the
+  # other way round.
   variables = property(operator.attrgetter('inner_optimizer.variables'))
   set_weights = optimizer_wrapper.inner('set_weights')
   save_own_variables = optimizer_wrapper.inner('save_own_variables')
@@ -99,6 +99,6 @@ class LazyRows(
     return vars(self).get('inner_optimizer')
 
   def apply(self, grads, trainable_variables=None):
-    """Updates the variables, of those with sparse gradients the rows in them."""
+    """Updates the variables. If a gradient is sparse, only its rows are updated."""
     variables = self.built_on(trainable_variables)
     self.inner_optimizer.apply(list(grads), variables)

@@ -17,24 +17,26 @@ from tf_strategies.keras import (
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
 class LocalSteps(optimizer_wrapper.OptimizerWrapper):
-  """Has each worker train `every` steps by itself, after which all meet.
+  """Makes each worker train `every` steps alone, after which all workers meet.
 
-  Between two meetings a worker is one device that trains on its own rows, with its
-  own weights, optimizer state and moving statistics: nothing crosses workers. At a
-  meeting the difference between the anchor (the weights after the last meeting) and
-  a worker's weights, averaged over workers by the rows that each has trained on, is
-  the gradient with which `outer` updates the anchor, and all go on from the result
-  (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
-  Models"). It needs a ring of several workers.
+  Between two meetings, a worker trains like one device. It uses its own rows,
+  weights, optimizer state and moving statistics, and nothing is sent between
+  workers. The anchor is the weights after the last meeting. At a meeting, each
+  worker computes the difference between the anchor and its weights. The
+  differences are averaged, weighted by the rows of each worker. `outer` updates
+  the anchor with this average as the gradient, and all workers continue from
+  the result (Douillard et al. 2023, "DiLoCo: Distributed Low-Communication
+  Training of Language Models"). It needs a ring of several workers.
 
-  With `every=1`, SGD inside and `outer=keras.optimizers.SGD(1.0)` it is synchronous
-  SGD. With `outer=keras.optimizers.SGD(1.0)` and any `every` it averages weights
-  (local SGD).
+  With `every=1`, SGD inside and `outer=keras.optimizers.SGD(1.0)` it is
+  synchronous SGD. With `outer=keras.optimizers.SGD(1.0)` and any `every` it
+  averages weights (local SGD).
 
-  In `fit` workers also meet at the end of each epoch, and before `evaluate` and
-  `predict`, so there, and in callbacks between epochs, all have the same weights.
-  In the middle of an epoch weights are a worker's own. In a loop of your own that
-  calls `strategy.step(fn, [optimizer])`, call `meet` where you need equal weights.
+  In `fit`, workers also meet at the end of each epoch, and before `evaluate`
+  and `predict`. There, and in callbacks between epochs, all workers have the
+  same weights. In the middle of an epoch, each worker has its own. In your own
+  loop that calls `strategy.step(fn, [optimizer])`, call `meet` where you need
+  equal weights.
 
   Example, in a process without TF_CONFIG (one worker):
 
@@ -49,16 +51,16 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     1
 
   Args:
-    optimizer: of each worker; also its name or its configuration. Its state stays
-      with the worker; learning rates count its steps.
-    every: how many steps a worker trains between two meetings.
-    outer: of the anchor, whose state is equal on all workers; None for
+    optimizer: optimizer of each worker, or its name or configuration. Its state
+      stays on the worker, and learning rate schedules count its steps.
+    every: number of steps between two meetings.
+    outer: optimizer of the anchor, whose state is equal on all workers; None for
       `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`.
-    name: of this optimizer.
+    name: name of this optimizer.
 
   Raises:
-    UnsupportedOptionError: a bad argument, one wrapper inside of another, or a
-      strategy without workers that could train apart.
+    UnsupportedOptionError: if an argument is wrong, one wrapper is inside another,
+      or the strategy has no workers that could train apart.
   """
 
   def __init__(
@@ -94,7 +96,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
 
   @property
   def variables(self):
-    """Of both optimizers, with the anchor and what was counted since it was set."""
+    """Returns the variables of both optimizers, the anchor and the counters."""
     own = [*self._counters, *self.anchors, *self.outer.variables]
     return [*self.inner_optimizer.variables, *own]
 
@@ -103,7 +105,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     if self.built:
       return
     variables = list(variables)
-    # Steps of all workers, and rows of this one, since the last meeting.
+    # Steps of all workers, and rows of this worker, since the last meeting.
     self.steps, self.rows = self._counters = [
       self.add_variable((), dtype='int64', name=name)
       for name in ('steps_since_meeting', 'rows_since_meeting')
@@ -134,18 +136,21 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     return [v for v in mine if id(v) not in shared]
 
   def averages(self) -> list[keras.Variable]:
-    """The moving averages of the inner optimizer, which meetings average too."""
+    """Returns the moving averages of the inner optimizer, which meetings also
+    average.
+    """
     return [
       average
       for each in _keras_internal.chain(self.inner_optimizer)
       for average in _keras_internal.moving_averages(each)
     ]
 
-  # What a meeting is made of; in the context of one replica.
+  # The parts of a meeting, in the context of one replica.
 
   def begin(self) -> None:
-    """Sets the anchor where this worker has trained on nothing yet."""
-    # Not at the meeting: weights may have been loaded since.
+    """Sets the anchor if this worker has not trained since the last meeting."""
+    # This is not done in the meeting, because weights may have been loaded
+    # since.
     tf.cond(
       tf.equal(self.rows.value, 0),
       lambda: _assigned(self.anchors, self._weights()),
@@ -153,21 +158,23 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     )
 
   def differences(self, share: tf.Tensor) -> list[tf.Tensor]:
-    """Returns how far this worker has come, times its share of the rows of all workers."""
+    """Returns this worker's differences from the anchor, times its share of all
+    rows.
+    """
     return [
       (a.value - v.value) * tf.cast(share, a.dtype)
       for a, v in zip(self.anchors, self._weights(), strict=True)
     ]
 
   def finish(self, mean_differences: Sequence[tf.Tensor]) -> None:
-    """Updates the anchor by the mean of all workers' differences; goes on from it."""
+    """Updates the anchor with the mean differences, and copies it to the weights."""
     self.outer.apply(mean_differences, self.anchors)
     _assigned(self._weights(), self.anchors)
     for counter in self._counters:
       counter.assign(tf.zeros_like(counter.value))
 
   def count(self, rows) -> None:
-    """Counts a step on so many rows."""
+    """Counts a step on this number of rows."""
     self.steps.assign(self.steps.value + 1)
     self.rows.assign(self.rows.value + tf.cast(rows, tf.int64))
 
@@ -178,7 +185,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     """Applies this worker's gradients.
 
     Raises:
-      UnsupportedOptionError: called outside of the step of a model and of
+      UnsupportedOptionError: if called outside the step of a model and of
         `strategy.step(fn, [optimizer])`, or under a strategy without workers that
         could train apart.
     """
@@ -198,20 +205,20 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     self.inner_optimizer.apply(grads, trainable_variables)
 
   def meet(self) -> None:
-    """Meets now, if steps were taken since the last meeting; all workers call it.
+    """Meets if any steps were taken since the last meeting. All workers call it.
 
-    For a loop of your own, before weights are read or saved.
+    Use it in your own loop before weights are read or saved.
     """
     with _keras_internal.strategy_of(self).scope():
       gradient_reducer.check_local_steps(is_training=True)
       gradient_reducer.current().local_worker.settle(self._weights())
 
   def __dir__(self):
-    # As the inner optimizer, saved already.
+    # Like the inner optimizer, which is already saved.
     return [name for name in super().__dir__() if name != 'outer']
 
   def get_config(self):
-    """The configuration, with both optimizers' in it."""
+    """Returns the configuration, including those of both optimizers."""
     return {
       **super().get_config(),
       'every': self.every,
@@ -223,7 +230,7 @@ def of_step(step: _keras_internal.KerasStep) -> list[LocalSteps]:
   """Returns the `LocalSteps` among the optimizers of a step.
 
   Raises:
-    UnsupportedOptionError: only some of the optimizers are.
+    UnsupportedOptionError: if only some of the optimizers are `LocalSteps`.
   """
   optimizers = step.named
   if step.model is not None:
@@ -247,7 +254,7 @@ def of_variables(variables: Iterable[keras.Variable]) -> list[LocalSteps]:
 
 
 def in_chain(optimizer) -> LocalSteps | None:
-  """The `LocalSteps` that an optimizer is, or that a loss scale wraps."""
+  """Returns the `LocalSteps` in a chain of wrapped optimizers, if any."""
   for each in _keras_internal.chain(optimizer):
     if isinstance(each, LocalSteps):
       return each
@@ -255,7 +262,7 @@ def in_chain(optimizer) -> LocalSteps | None:
 
 
 def moving_statistics(model: keras.Model) -> list[keras.Variable]:
-  """Returns the statistics that layers compute from rows, without frozen weights."""
+  """Returns the statistics that layers compute from rows. Excludes frozen weights."""
   return [
     v
     for v in model.non_trainable_weights
@@ -288,7 +295,7 @@ def _check_outer(outer) -> None:
 
 
 def _assigned(variables, values) -> tf.Tensor:
-  """Assigns variables the values of others; a branch's result."""
+  """Assigns values to variables. Returns a tensor, as a branch must."""
   for variable, value in zip(variables, values, strict=True):
     variable.assign(value.value)
   return tf.constant(True)

@@ -1,4 +1,4 @@
-"""Options of models and optimizers that would be wrong under a strategy."""
+"""Checks options of models and optimizers that would be wrong under a strategy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tf_strategies import _keras_internal, errors, option_checks
 
 _warned_of_masks = weakref.WeakSet()
 
-# What depends on the norm or the size of a gradient.
+# Options that depend on the norm or the size of a gradient.
 CLIPPING = ('clipnorm', 'clipvalue', 'global_clipnorm')
-# These look at a variable as a whole, which a part is not.
+# Optimizers that need a whole variable and cannot update a part.
 WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
 
 
@@ -25,10 +25,10 @@ def check_model(
 ) -> None:
   """Rejects a model whose optimizer is wrong on several replicas.
 
-  Of what runs on each replica, only a model's train step is looked at.
+  It checks only a model's train step.
 
   Raises:
-    UnsupportedOptionError: naming two loss scales.
+    UnsupportedOptionError: if there are two loss scales.
   """
   if step is None or step.model is None or step.kind != 'train':
     return
@@ -39,7 +39,7 @@ def check_model(
   scale = keras.optimizers.LossScaleOptimizer
   if isinstance(optimizer, scale):
     optimizer = optimizer.inner_optimizer
-    # `compile` under mixed_float16 wraps what it gets. The outer scale scales
+    # Under mixed_float16, `compile` wraps its optimizer. The outer scale scales
     # the loss, and both unscale the gradient.
     if isinstance(getattr(optimizer, 'inner_optimizer', None), scale):
       kind = type(optimizer).__name__
@@ -52,7 +52,7 @@ def check_model(
 
 
 def check_step(fn: Any, optimizers: Any) -> None:
-  """Raises UnsupportedOptionError for arguments that `strategy.step` refuses."""
+  """Raises UnsupportedOptionError for arguments that `strategy.step` rejects."""
   option_checks.check_function(
     'fn', fn, 'pass a function of a batch: strategy.step(train_step)'
   )
@@ -65,12 +65,13 @@ def check_step(fn: Any, optimizers: Any) -> None:
 
 
 def check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
-  """Rejects losses that are wrong where Keras knows of several replicas.
+  """Rejects losses that are wrong if Keras sees several replicas.
 
-  Strategies whose steps are written for one device weigh every loss.
+  Strategies whose steps are written for one device weight every loss
+  themselves.
 
   Raises:
-    UnsupportedOptionError: naming the loss's reduction.
+    UnsupportedOptionError: names the loss's reduction.
   """
   step = _keras_internal.step_of(fn)
   if strategy.num_replicas_in_sync == 1 or step is None:
@@ -103,7 +104,7 @@ def _check_reduction(loss, strategy_name: str) -> None:
 
 
 def built_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
-  """The optimizer of a compiled model, with its variables made."""
+  """Returns the optimizer of a compiled model, after building it."""
   optimizer = getattr(model, 'optimizer', None)
   if optimizer is not None and not optimizer.built:
     optimizer.build(model.trainable_variables)
@@ -115,10 +116,11 @@ def check_has_one_rule(
 ) -> None:
   """Rejects a `MultiOptimizer`, whose own update is never called.
 
-  It chooses an optimizer by the path of a variable, and an anchor has another one.
+  It chooses an optimizer by a variable's path, and an anchor has a different
+  path.
 
   Raises:
-    UnsupportedOptionError: naming it as `what`.
+    UnsupportedOptionError: names it as `what`.
   """
   option_checks.check(
     not hasattr(optimizer, 'optimizers'),
@@ -130,10 +132,10 @@ def check_has_one_rule(
 
 
 def check_partitioned_update(fn: Callable, name: str) -> None:
-  """Rejects optimizers that cannot update a part of a variable by itself.
+  """Rejects optimizers that cannot update a part of a variable independently.
 
   Raises:
-    UnsupportedOptionError: naming the optimizer and the variable.
+    UnsupportedOptionError: names the optimizer and the variable.
   """
   optimizer = _keras_internal.optimizer_of(fn)
   kind = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""What a wrapper of a Keras optimizer passes on to it."""
+"""The base class of wrappers of Keras optimizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tf_strategies import _keras_internal, errors, option_checks
 
 
 def inner(name: str):
-  """A method that is the inner optimizer's."""
+  """Returns a method that calls the inner optimizer's method of that name."""
 
   def method(self, *args, **kwargs):
     return getattr(self.inner_optimizer, name)(*args, **kwargs)
@@ -22,10 +22,10 @@ def inner(name: str):
 
 
 def optimizer_of(argument: str, optimizer, fix: str):
-  """The Keras optimizer that an argument is, names or describes.
+  """Returns a Keras optimizer, given the optimizer, its name or configuration.
 
   Raises:
-    UnsupportedOptionError: it is none of these.
+    UnsupportedOptionError: if the argument does not describe an optimizer.
   """
   what = f'{argument}={optimizer!r}'
   expected = 'a Keras optimizer, its name or its configuration'
@@ -38,15 +38,16 @@ def optimizer_of(argument: str, optimizer, fix: str):
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
-  """Is the optimizer that it wraps, but for what a subclass changes.
+  """Behaves like the inner optimizer, except for the methods that a subclass
+  changes.
 
   Args:
-    optimizer: to wrap; also its name or its configuration.
-    name: of the wrapper.
-    **kwargs: refused: they belong to the inner optimizer.
+    optimizer: optimizer to wrap, or its name or configuration.
+    name: name of the wrapper.
+    **kwargs: rejected, because these options belong to the inner optimizer.
 
   Raises:
-    UnsupportedOptionError: `optimizer` is none, or is wrapped already.
+    UnsupportedOptionError: if `optimizer` is not an optimizer, or already wrapped.
   """
 
   def __init__(self, optimizer, name: str, **kwargs):
@@ -83,7 +84,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
   @property
   def learning_rate(self):
-    """The inner optimizer's learning rate."""
+    """Learning rate of the inner optimizer."""
     return self.inner_optimizer.learning_rate
 
   @learning_rate.setter
@@ -92,24 +93,25 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
   @property
   def loss_scale_factor(self):
-    """The inner optimizer's fixed loss scale."""
+    """Fixed loss scale of the inner optimizer."""
     return self.inner_optimizer.loss_scale_factor
 
   @loss_scale_factor.setter
   def loss_scale_factor(self, factor):
     if not hasattr(self, '_is_set_up'):
-      return  # The base class's __init__ resets what is the inner one's.
+      # The base class's __init__ would reset the inner optimizer's scale.
+      return
     self.inner_optimizer.loss_scale_factor = factor
 
   def build(self, variables):
     """Creates the inner optimizer's variables."""
     if not self.inner_optimizer.built:
       self.inner_optimizer.build(variables)
-    # The wrapper adds no slots, but knows its variables as any optimizer does.
+    # The wrapper has no slots, but every optimizer must know its variables.
     super().build(variables)
 
   def built_on(self, variables) -> list | None:
-    """The variables that `apply` is given, if any; builds the optimizer on them."""
+    """Returns the variables passed to `apply`, if any, and builds the optimizer."""
     if variables is None:
       return None
     variables = list(variables)
@@ -123,11 +125,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
   exclude_from_weight_decay = inner('exclude_from_weight_decay')
 
   def __dir__(self):
-    # Keras saves what it finds here: the inner optimizer is saved already.
+    # Keras would save every attribute listed here. The inner optimizer is
+    # already saved.
     return [name for name in super().__dir__() if name != 'inner_optimizer']
 
   def get_config(self):
-    """The configuration, with the inner optimizer's in it."""
+    """Returns the configuration, including the inner optimizer's."""
     return {
       'name': self.name,
       'optimizer': keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -135,7 +138,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
-    """The optimizer that `get_config` described, without its state."""
+    """Returns the optimizer of a configuration, without its state."""
     config = {
       name: keras.saving.deserialize_keras_object(
         value, custom_objects=custom_objects

@@ -1,9 +1,9 @@
-"""Initial rows of tables without a vocabulary: numbers that follow from the id.
+"""Initial rows of tables without a vocabulary, computed from the id.
 
-A row is made where it is first needed: on any worker or server, before or after any
-other. So there is no generator with a state: column j of the row of an id is a hash of
-seed, id and j (splitmix64, as in Steele et al. 2014, "Fast splittable pseudorandom
-number generators"), mapped to the distribution.
+A row is made where it is first needed: on any worker or server, in any order. A
+random generator with state cannot do this. Instead, column j of the row of an
+id is a hash of seed, id and j (splitmix64, as in Steele et al. 2014, "Fast
+splittable pseudorandom number generators"), mapped to the distribution.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from tf_strategies import errors, option_checks
 
-_BITS = 23  # Of a random number: with a half added, as many as float32 has.
+_BITS = 23  # Bits of a random number. With a half added, it fills a float32.
 _GOLDEN = 0x9E3779B97F4A7C15
-# Of a normal distribution that is cut off at two standard deviations.
+# Probability that a normal number is below minus two standard deviations.
 _BELOW_MINUS_TWO = 0.02275013194817921
 _SEEDED = {
   'RandomUniform': ('minval', 'maxval'),
@@ -32,7 +32,7 @@ InitialRows = Callable[[tf.Tensor], tf.Tensor]
 
 
 def mix(x: tf.Tensor) -> tf.Tensor:
-  """The hash splitmix64 of integers of 64 bits, as uint64."""
+  """Returns the splitmix64 hash of 64-bit integers, as uint64."""
   z = tf.bitcast(x, tf.uint64) + _word(_GOLDEN)
   z = _xor_shift(z, 30) * _word(0xBF58476D1CE4E5B9)
   z = _xor_shift(z, 27) * _word(0x94D049BB133111EB)
@@ -52,16 +52,16 @@ def _word(value: int) -> tf.Tensor:
 
 
 def owner(ids: tf.Tensor, count: int) -> tf.Tensor:
-  """Which of `count` parts of a table has the row of each id, as int32."""
+  """Returns the part, of `count` parts of a table, that has each id, as int32."""
   hashed = tf.cast(_shift(mix(ids), 33), tf.int64)
   return tf.cast(hashed % count, tf.int32)
 
 
 def get(initializer: Any) -> Any:
-  """The initializer, or the function, that an argument is, names or describes.
+  """Returns the initializer or function for an argument.
 
   Raises:
-    UnsupportedOptionError: it is none of these.
+    UnsupportedOptionError: if the argument does not describe one.
   """
   try:
     found = keras.initializers.get(initializer)
@@ -76,16 +76,16 @@ def get(initializer: Any) -> Any:
 
 
 def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:
-  """A function from ids [n] to rows [n, width], float32.
+  """Returns a function from ids [n] to float32 rows [n, width].
 
   Args:
-    initializer: one of Keras's that draws each number by itself, or a function from
-      ids to rows.
-    seed: of the random ones.
-    width: of a row.
+    initializer: a Keras initializer that draws each number independently, or a
+      function from ids to rows.
+    seed: seed of random initializers.
+    width: length of a row.
 
   Raises:
-    UnsupportedOptionError: naming the initializer.
+    UnsupportedOptionError: names the initializer.
   """
   if not isinstance(initializer, keras.initializers.Initializer):
     return lambda ids: _checked(initializer(ids), width)
@@ -122,14 +122,14 @@ def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:
 
 
 def _uniform(ids, seed, width):
-  """Numbers between 0 and 1, both excluded.
+  """Returns numbers between 0 and 1, both excluded.
 
-  In float64: what kernels make of a number depends, in its last bits, on where it is
-  in a tensor. As float32 it does not.
+  They are computed in float64. The last bits of a kernel's result may depend on
+  the position in the tensor, but they do not survive the rounding to float32.
   """
   seeded = tf.bitwise.bitwise_xor(mix(ids), mix(_word(seed)))
-  # By way of NumPy: in a function TensorFlow takes a list with integers below and
-  # above 2**63 for float64, which rounds them.
+  # Uses NumPy. In a function, TensorFlow converts a list with integers below
+  # and above 2**63 to float64, which rounds them.
   columns = tf.constant(
     np.array([(j * _GOLDEN) % 2**64 for j in range(width)], np.uint64)
   )

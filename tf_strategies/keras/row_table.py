@@ -1,9 +1,10 @@
-"""Rows by ids of 64 bits, without a vocabulary.
+"""Rows with 64-bit ids, without a vocabulary.
 
-A row is stored when it is first updated. Until then it follows from its id
-(`row_initializers`), so reading stores nothing. The table also stores how often and when
-each row was updated, and the optimizer's state of the row. A hash of the ids divides a
-table into shards. Each shard is in the memory of one process.
+A row is stored when it is first updated. Before that, it is computed from its
+id (`row_initializers`), so reading stores nothing. The table also stores the
+number of updates and the last update of each row, and the optimizer's state of
+the row. A hash of the ids divides a table into shards. Each shard is in the
+memory of one process.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Shard:
     self._make()
 
   def _make(self) -> None:
-    self.key = f'rows_{uuid.uuid4().hex}'  # Of its lock.
+    self.key = f'rows_{uuid.uuid4().hex}'  # Name of its lock.
     self._rows = self._table(self._width + _USAGE)
     self._slots = {name: self._table(self._width + 1) for name in self._slots}
     with tf.device(self.device):
@@ -83,7 +84,7 @@ class Shard:
     return rows
 
   def _find(self, ids):
-    """Returns rows, and their usage, which is zero for a row that is not stored."""
+    """Returns rows and their usage, which is zero for rows that are not stored."""
     found = tf.ensure_shape(
       self._rows.lookup(ids), [None, self._width + _USAGE]
     )
@@ -103,12 +104,12 @@ class Shard:
   ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """Applies gradients [n, width] to the rows of ids [n], which may repeat.
 
-    The caller must `store` the result before it reads other rows, and hold the lock
-    (`locked`) for both. `counts` is the number of uses of which each gradient is the
-    sum; None means one each.
+    The caller must `store` the result before it reads other rows, and hold the
+    lock (`locked`) for both. `counts` contains the number of uses that each
+    gradient sums; None means one each.
 
     Returns:
-      Each id once, and the values for `store`.
+      The ids without repetition, and the values for `store`.
     """
     if counts is None:
       counts = tf.ones([tf.size(ids)])
@@ -155,7 +156,7 @@ class Shard:
     return self._rows
 
   def size(self) -> int:
-    """Returns how many rows are stored."""
+    """Returns the number of stored rows."""
     with tf.device(self.device):
       return int(self._rows.size())
 
@@ -182,11 +183,11 @@ class Shard:
   def store(
     self, ids: tf.Tensor, values: dict[str, tf.Tensor]
   ) -> list[tf.Operation]:
-    """Stores rows or slots; returns the operations that do.
+    """Stores rows or slots, and returns the operations that store them.
 
     Args:
-      ids: without repetition.
-      values: by column, as `stored_of` returns them.
+      ids: ids without repetition.
+      values: values by column, as `stored_of` returns them.
     """
     with tf.device(self.device):
       return [self._of(c).insert(ids, each) for c, each in values.items()]
@@ -202,7 +203,7 @@ class Shard:
       return float(tf.reduce_max(tf.concat([steps, [0.0]], 0)))
 
   def remove(self, min_uses: float, since: float) -> int:
-    """Removes rows with fewer uses and no use since a step; returns how many."""
+    """Removes rows with fewer uses and no use since a step. Returns their number."""
     with tf.device(self.device):
       ids, values = self._rows.export()
       is_rare = values[:, self._width + _USES] < min_uses
@@ -234,7 +235,7 @@ class Column:
     return ids if self.key == IDS else self.table.stored(ids, self.key)
 
   def assign(self, values: np.ndarray) -> None:
-    """Takes the value that `numpy` returned; the ids come first."""
+    """Assigns the value that `numpy` returned. The ids must be assigned first."""
     if self.key == IDS:
       self.table.load_ids(values)
     else:
@@ -242,13 +243,14 @@ class Column:
 
 
 class RowTable:
-  """The rows that a variable stands for.
+  """The rows that a variable represents.
 
-  The variable is trainable and has the shape of one row. So Keras computes gradients
-  for it, and optimizers make state for it, whose value is the state of a new row.
+  The variable is trainable and has the shape of one row. Keras therefore
+  computes gradients for it. Optimizers create state for it, whose value is the
+  state of a new row.
 
   Args:
-    variable: the variable that stands for the rows.
+    variable: the variable that represents the rows.
     shards: the parts of the table.
   """
 
@@ -270,7 +272,7 @@ class RowTable:
     return action()
 
   def _write_on(self, shard: Shard, updated: Callable, *tensors) -> None:
-    """Stores the result of `updated(*tensors)`, as of `Shard.updated`, in a shard."""
+    """Stores the result of `updated(*tensors)` in a shard; see `Shard.updated`."""
     with tf.device(shard.device), shard.locked() as written:
       written += shard.store(*updated(*tensors))
 
@@ -281,7 +283,7 @@ class RowTable:
   # Steps.
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows of ids [n]; gradient tapes see a read of the variable."""
+    """Returns rows of ids [n]. Gradient tapes record a read of the variable."""
     variable = self.variable.value
     with _tf_internal.stop_recording():
       rows = self._read(ids)
@@ -349,7 +351,7 @@ class RowTable:
 
     columns = [gradient.indices, gradient.values]
     if row_updates.takes_sums(optimizer):
-      # Before it is sent.
+      # Sums equal rows before they are sent.
       gradient = row_updates.summed(gradient)
       columns = [gradient.indices, gradient.values, gradient.counts]
     owner = self.owner(gradient.indices)
@@ -364,7 +366,7 @@ class RowTable:
       self._write_on(shard, updated, learning_rate, *some)
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
-    """Makes the slots of an optimizer; drops the slots of an earlier one."""
+    """Creates the slots of an optimizer, and drops the slots of an earlier one."""
     before = self._optimizer and self._optimizer()
     if self._optimizer is not None and before is not optimizer:
       row_updates.check_is_new(optimizer, self.earlier, self.variable.path)
@@ -378,10 +380,10 @@ class RowTable:
     for shard in self.shards:
       shard.make_slots(names)
 
-  # Everything at once.
+  # Operations on the whole table.
 
   def report(self) -> dict[str, Any]:
-    """Returns how many rows there are, by shard, and how many have expired."""
+    """Returns the number of rows, in total and by shard, and of expired rows."""
     rows = self._drained(lambda: [s.size() for s in self.shards])
     return {'rows': sum(rows), 'by_shard': rows, 'expired': self.expired}
 
@@ -414,7 +416,7 @@ class RowTable:
     return [Column(self, slot, self._width + 1) for slot in self.slots]
 
   def load_slots(self, names: Sequence[str]) -> list[Column]:
-    """Makes slots that were saved; returns their columns."""
+    """Creates slots that were saved, and returns their columns."""
     self._optimizer = None
     self.earlier.clear()
     self._make_slots(names)

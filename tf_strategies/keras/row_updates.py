@@ -1,4 +1,4 @@
-"""Which updates of a table can be done row by row, and how."""
+"""Decides which updates of a table can be made row by row, and makes them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
 
-# A read of a table that takes a larger share of this host's memory is worth a warning:
-# writing files takes several copies, and an optimizer may have two more such tables.
+# If reading a table takes a larger share of this host's memory, the user is
+# warned. Writing files takes several copies, and an optimizer may have two more
+# such tables.
 _LARGE_SHARE = 1 / 8
 
 
@@ -30,7 +31,7 @@ class SummedSlices(tf.IndexedSlices):
 
 
 def summed(gradient: Any) -> Any:
-  """Returns a gradient that has each row once; returns a dense one unchanged."""
+  """Returns a gradient with equal rows added up. Returns a dense one unchanged."""
   if not isinstance(gradient, tf.IndexedSlices):
     return gradient
   rows, places = tf.unique(gradient.indices)
@@ -44,7 +45,9 @@ def summed(gradient: Any) -> Any:
 
 
 def update_lazily(optimizer, gradient, variable, learning_rate) -> None:
-  """Makes an optimizer's update of the rows of a gradient, after adding equal rows."""
+  """Applies an optimizer's update to the rows of a gradient, after adding equal
+  rows.
+  """
   update = type(optimizer).update_step
   if not isinstance(gradient, tf.IndexedSlices):
     update(optimizer, gradient, variable, learning_rate)
@@ -82,19 +85,20 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
 
 
 def by_rows(update: Callable) -> Callable:
-  """Returns Keras's update of a variable, without the rows that do not change.
+  """Returns Keras's update of a variable, restricted to rows that change.
 
-  Rows without a gradient stay as they are under plain SGD and under Adagrad. Keras
-  skips them under SGD, and computes all rows under Adagrad.
+  Under plain SGD and Adagrad, rows without a gradient do not change. Keras
+  skips them under SGD, but computes all rows under Adagrad.
   """
   optimizer = _keras_internal.optimizer_of(update)
   if not _stays_without_gradient(optimizer):
     return update
 
   def update_rows(variable, gradient, *args):
-    # A row of two gradients is seen twice. Adagrad adds all squares to it, reads it
-    # for each of them, and adds all changes: as it does with slices, but for a
-    # search for zeros to divide by, of which there are none.
+    # A row with two gradients occurs twice. Adagrad adds both squares to it,
+    # reads it for each gradient, and adds both changes. Keras does the same
+    # with slices, but first searches for zeros in the divisor. There are no
+    # zeros here.
     with _keras_internal.seen_as_rows(
       optimizer, variable, gradient.indices
     ) as seen:
@@ -104,7 +108,7 @@ def by_rows(update: Callable) -> Callable:
 
 
 def _stays_without_gradient(optimizer) -> bool:
-  # 0 / 0 is no 0.
+  # 0 / 0 would not be 0.
   return type(optimizer) is keras.optimizers.Adagrad and (
     optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
   )
@@ -113,8 +117,8 @@ def _stays_without_gradient(optimizer) -> bool:
 def warn_of_whole_read(name: str, num_bytes: int) -> None:
   """Warns that this process reads all of a large table of servers into its memory.
 
-  Keras's files take each array at once, and a `.keras` file is in memory until it is
-  whole.
+  Keras writes each array at once, and holds a `.keras` file in memory until it
+  is complete.
   """
   if num_bytes > _LARGE_SHARE * _memory_bytes():
     text = (
@@ -142,10 +146,10 @@ def check_is_new(
   earlier: Collection[keras.optimizers.Optimizer],
   table: str,
 ) -> None:
-  """Raises for an optimizer whose state of a table's rows another one has replaced.
+  """Raises if another optimizer has replaced this optimizer's state of a table.
 
   Raises:
-    UnsupportedOptionError: naming it and the table.
+    UnsupportedOptionError: names the optimizer and the table.
   """
   if optimizer in earlier:
     raise errors.UnsupportedOptionError(

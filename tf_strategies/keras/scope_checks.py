@@ -1,8 +1,8 @@
-"""What was made in the scope of another strategy than the one that trains it.
+"""Rejects objects made in the scope of a strategy other than the training one.
 
-TensorFlow notices some of that, in words about its insides, when a step is traced or a
-variable is made. Keras's functions are made before that, so that is where models
-are looked at.
+TensorFlow detects some of these mistakes when it traces a step or creates a
+variable, but its messages are about its internals. Keras creates its functions
+earlier, so models are checked there.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 
-# The names of strategies whose scope was not entered yet, by their ids.
+# Names of strategies whose scope has not been entered yet, by id.
 _unused: dict[int, str] = {}
-# Models that were trained without a strategy meanwhile.
+# Models that were trained without a strategy in the meantime.
 _trained_outside: list[str] = []
 
 _FIX = (
@@ -28,12 +28,12 @@ _FIX = (
 
 
 def note_created(strategy: tf.distribute.Strategy) -> None:
-  """Notes a strategy, to warn at exit if models were trained, but none by it."""
+  """Records a strategy, to warn at exit if models were trained without it."""
   _unused[id(strategy)] = _name(strategy)
 
 
 def note_entered(strategy: tf.distribute.Strategy) -> None:
-  """Notes that the scope of a strategy is entered."""
+  """Records that the scope of a strategy is entered."""
   _unused.pop(id(strategy), None)
 
 
@@ -42,11 +42,11 @@ def _is_ours(strategy) -> bool:
 
 
 def check(model: keras.Model, kind: str) -> None:
-  """Looks at a model that is about to train, test or predict.
+  """Checks a model that is about to train, test or predict.
 
   Raises:
-    ScopeError: a part of it was made outside of the strategy's scope, or in that of
-      another strategy, and would be wrong or fail there.
+    ScopeError: if a part of it was made outside the strategy's scope, or in the scope
+      of another strategy, and would be wrong or fail.
   """
   strategy = model.distribute_strategy
   if tf.distribute.has_strategy():
@@ -80,7 +80,7 @@ def check(model: keras.Model, kind: str) -> None:
 
 
 def _value(variable) -> tf.Variable | None:
-  """The variable of TensorFlow's; None before it is made."""
+  """Returns TensorFlow's variable in a Keras variable, or None before it exists."""
   return getattr(variable, '_value', None)
 
 
@@ -88,8 +88,8 @@ def _value(variable) -> tf.Variable | None:
 def warn_if_unused() -> None:
   """Warns of strategies that were not used while models trained without one.
 
-  At the end of the program: before, a model without a strategy may be what one with a
-  strategy is compared with.
+  It warns at the end of the program, because earlier models may only serve as a
+  comparison.
   """
   for name in set(_unused.values()) if _trained_outside else ():
     logging.warning(
@@ -127,7 +127,7 @@ def _check_first(kind: str, make):
 def _check_before_building(build):
   @functools.wraps(build)
   def build_checked(self, iterator=None, data_batch=None):
-    # An optimizer that was made elsewhere makes its variables here.
+    # An optimizer that was made elsewhere creates its variables here.
     if getattr(self, 'optimizer', None) is not None:
       check(self, 'train')
     return build(self, iterator, data_batch)
@@ -136,7 +136,7 @@ def _check_before_building(build):
 
 
 def _refuse_mixture(strategy, context) -> None:
-  """What TensorFlow raises as a RuntimeError, if it is about one of ours."""
+  """Raises ScopeError before TensorFlow's RuntimeError, if a strategy is ours."""
   if tf.distribute.has_strategy() and (
     _is_ours(strategy) or _is_ours(context.strategy)
   ):

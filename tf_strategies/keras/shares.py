@@ -1,8 +1,9 @@
-"""Whether the rows of a batch can be shared out to workers that never meet.
+"""Decides whether workers that never meet can share the rows of a batch.
 
-Each worker computes some rows, and results are added up by rows. That is one
-device's result if losses are means over rows and metrics are sums over them. Keras's
-own steps are so, unless one of these says otherwise while a step is traced.
+Each worker computes some rows, and the results are added, weighted by rows.
+This gives one device's result if losses are means over rows and metrics are
+sums over rows. Keras's own steps meet these conditions, unless one of the
+checks here fails while a step is traced.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from tf_strategies import _keras_internal
 
 @dataclasses.dataclass
 class Share:
-  """What is seen while a step is traced on a share of a batch."""
+  """Observations while a step is traced on a share of a batch."""
 
-  # Why the results would not be the whole batch's.
+  # Reasons why the results would differ from the whole batch's.
   reasons: list[str] = dataclasses.field(default_factory=list)
-  # Variables of metrics, by their ids, to which it adds means over its rows.
+  # Variables of metrics that receive means over rows, by id.
   means: dict[int, keras.Variable] = dataclasses.field(default_factory=dict)
   _sums: set[int] = dataclasses.field(default_factory=set)
 
   def note_update(self, metric: keras.metrics.Metric, is_mean: bool) -> None:
-    """A metric adds a mean over rows, or sums over them."""
+    """Records whether a metric adds a mean over rows, or sums over them."""
     ids = {id(v): v for v in metric.variables}
     if is_mean:
       self.means.update(ids)
@@ -43,7 +44,7 @@ class Share:
 
 
 class _Current(threading.local):
-  share: Share | None = None  # That the calling thread traces.
+  share: Share | None = None  # The share that the calling thread traces.
 
 
 _current = _Current()
@@ -51,7 +52,7 @@ _current = _Current()
 
 @contextlib.contextmanager
 def tracing_share() -> Iterator[Share]:
-  """While a step is traced on a share of a batch: yields what is seen of it."""
+  """Yields the observations while a step is traced on a share of a batch."""
   before, _current.share = _current.share, Share()
   try:
     yield _current.share
@@ -86,7 +87,8 @@ def _watch_reduction(reduce):
 def _watch_add_loss(add_loss):
   @functools.wraps(add_loss)
   def add_loss_watched(self, loss):
-    # Keras adds that of an activity regularizer, a mean over rows, in this way.
+    # An activity regularizer also uses add_loss. Its loss is a mean over rows,
+    # which is allowed.
     if _current.share is not None and self.activity_regularizer is None:
       _current.share.reasons.append(f'add_loss of layer {self.name!r}')
     return add_loss(self, loss)
@@ -95,7 +97,7 @@ def _watch_add_loss(add_loss):
 
 
 def _watch_update(update_state):
-  """Notes whether a metric is given rows, or their mean: then so is its part."""
+  """Records whether a metric gets rows, or their mean."""
 
   @functools.wraps(update_state)
   def update_watched(self, values, sample_weight=None):
