@@ -236,7 +236,7 @@ def _share_files(model, callbacks, length):
   """
   extended = model.distribute_strategy.extended
   link = workers_lib.link_of(model.distribute_strategy)
-  if link is None or hasattr(link, 'is_member') or link.world_size == 1:
+  if link is None or link.is_elastic or link.world_size == 1:
     return callbacks
   same = {
     'the learning rate of the optimizer': _rate_of(model),

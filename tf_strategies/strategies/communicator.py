@@ -23,12 +23,14 @@ class Communicator(abc.ABC):
   dtypes and, unless said otherwise, the same shapes. `name` is for messages.
 
   Attributes:
-    rank: this worker's place, from 0; 0 is the chief.
+    rank: this worker's rank; 0 is the chief.
     world_size: number of workers.
+    is_elastic: whether workers may come and go.
   """
 
   rank: int
   world_size: int
+  is_elastic: bool = False
 
   @property
   def capacity(self) -> int:

@@ -1,9 +1,8 @@
-"""Addresses of names: a look-up that hangs delays nobody who asks for another.
+"""Looks up the addresses of names. A look-up that hangs delays no other name.
 
-The operating system's look-up cannot be interrupted, and asyncio runs it in a
-few threads that all share: a handful of names that no server answers for would
-hold up every live peer. So each name has a thread of its own while it is looked
-up, and whoever asks for the same name meanwhile waits for that one.
+The operating system's look-up cannot be interrupted, and asyncio runs all of them in a
+few threads: a handful of names without an answer would hold up every live peer. So each
+look-up has its own thread, and callers that ask for the same name meanwhile wait for it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import socket
 import threading
 
-# What a look-up gets until its host counts as unknown.
+# Time of a look-up after which its host counts as unknown.
 LOOK_UP_SECONDS = 5.0
 
 Places = list[tuple[int, tuple]]
@@ -24,10 +23,7 @@ _running: dict[tuple[int, str, int], concurrent.futures.Future] = {}
 
 
 async def resolve(host: str, port: int) -> Places:
-  """Families and addresses of a name; OSError that names the host if none."""
-  literal = _literal(host, port)
-  if literal:
-    return literal
+  """Returns families and addresses of a name. Raises an OSError that names the host."""
   future = asyncio.wrap_future(_look_up(host, port))
   try:
     await asyncio.wait([future], timeout=LOOK_UP_SECONDS)
@@ -35,25 +31,15 @@ async def resolve(host: str, port: int) -> Places:
       raise _late(host)
     return future.result()
   finally:
-    future.cancel()  # This wait alone: others may go on.
+    future.cancel()  # Ends this wait only: others may go on.
 
 
 def resolve_now(host: str, port: int) -> Places:
   """Resolves a name as `resolve` does, in a thread without an event loop."""
-  literal = _literal(host, port)
-  if literal:
-    return literal
   try:
     return _look_up(host, port).result(LOOK_UP_SECONDS)
   except concurrent.futures.TimeoutError:
     raise _late(host) from None
-
-
-def _literal(host: str, port: int) -> Places:
-  """Returns the places of a numeric address, which asks nobody."""
-  with contextlib.suppress(OSError, UnicodeError):
-    return _places(host, port, flags=socket.AI_NUMERICHOST)
-  return []
 
 
 def _places(host: str, port: int, **how: int) -> Places:
@@ -72,26 +58,30 @@ def _look_up(host: str, port: int) -> concurrent.futures.Future:
   # A fork has none of its parent's threads.
   key = os.getpid(), host, port
   future = _running.get(key)
-  if future is None:
-    future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # Nobody can cancel it for others.
-    thread = threading.Thread(
-      target=_ask, args=(key, future), name=f'look up {host}', daemon=True
-    )
-    _running[key] = future
-    try:
-      thread.start()
-    except RuntimeError as e:
-      del _running[key]
-      raise OSError(f'{host!r} cannot be looked up: {e}') from e
+  if future is not None:
+    return future
+  future = concurrent.futures.Future()
+  future.set_running_or_notify_cancel()  # Nobody can cancel it for others.
+  with contextlib.suppress(OSError, UnicodeError):
+    # A numeric address needs no look-up.
+    future.set_result(_places(host, port, flags=socket.AI_NUMERICHOST))
+    return future
+  thread = threading.Thread(
+    target=_ask, args=(key, future), name=f'look up {host}', daemon=True
+  )
+  _running[key] = future
+  try:
+    thread.start()
+  except RuntimeError as e:
+    del _running[key]
+    raise OSError(f'{host!r} cannot be looked up: {e}') from e
   return future
 
 
 def _ask(key: tuple[int, str, int], future: concurrent.futures.Future) -> None:
   _, host, port = key
-  places, error = [], None
   try:
-    places = _places(host, port)
+    places, error = _places(host, port), None
   # UnicodeError: the text cannot be a name, such as 'a..b'.
   except (OSError, UnicodeError) as e:
     why = getattr(e, 'strerror', None) or e

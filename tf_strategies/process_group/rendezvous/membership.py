@@ -141,15 +141,8 @@ class Membership:
       'leader': min(self._seated, default=self.task),
       'missing': self._missing,
       'refusal': self.refusal,
-      'cuts': [
-        {
-          'task': cut.task,
-          'incarnation': cut.incarnation,
-          'why': cut.why,
-          'age': now - cut.at,
-        }
-        for cut in self._cuts.values()
-      ],
+      # Clocks differ between hosts, so the age of a cut travels.
+      'cuts': [(*cut[:3], now - cut.at) for cut in self._cuts.values()],
     }
 
   def start(
@@ -196,15 +189,10 @@ class Membership:
     # The process at the address counts, until it has been silent for a while.
     same = message['incarnation'] == view.incarnation
     if reached or same or not view.is_fresh(now):
-      view.incarnation = message['incarnation']
+      for name in 'incarnation', 'progress', 'size', 'leader', 'missing':
+        setattr(view, name, message[name])
       view.state = State(message['state'])
-      view.progress = message['progress']
-      view.size, view.leader = message['size'], message['leader']
-      view.missing = message['missing']
-      view.cuts = [
-        Cut(c['task'], c['incarnation'], c['why'], now - c['age'])
-        for c in message['cuts']
-      ]
+      view.cuts = [Cut(*about, now - age) for *about, age in message['cuts']]
       if view.state is not State.IDLE:
         view.idle_since = None
       elif view.idle_since is None:

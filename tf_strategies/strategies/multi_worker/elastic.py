@@ -1,9 +1,9 @@
-"""What changes in a ring of workers when they may come and go.
+"""Adapts a ring of workers to workers that come and go.
 
-A model's step is one graph for any number of workers: how many there are, and which
-one this is, it reads when it runs. Each worker has the whole batch and takes its
-rows in the step. So when a worker has died, the others repeat the step that they
-were in, with the same batch, cut among those that are left.
+A model's step is one graph for any number of workers. It reads the rank and the number
+of workers when it runs. Each worker has the whole batch and takes its rows in the step.
+So when a worker has died, the others repeat the step with the same batch, cut among the
+workers that are left.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from tf_strategies.strategies.multi_worker import (
 
 
 class Membership(Protocol):
-  """Who decides which workers there are: an elastic job."""
+  """An elastic job, which decides which workers there are.
 
-  capacity: int  # The most that there can be.
-  is_fitting: (
-    bool  # Whether metrics that are made now are a model's in `job.fit`.
-  )
+  Attributes:
+    capacity: the largest possible number of workers.
+    is_fitting: whether metrics that are made now belong to a model in `job.fit`.
+  """
+
+  capacity: int
+  is_fitting: bool
 
   def join(self) -> None:
-    """Enters a group."""
+    """Makes this worker a member of a group: calls the communicator's `enter`."""
 
   def check_same(self, answers: Sequence[Any], what: str, fix: str) -> None:
     """Raises an error unless all workers, by rank, have given the same answer."""
 
   def hold_metrics(self, model) -> None:
-    """Keeps what a model's metrics say, which are about to be reset."""
+    """Keeps the values of a model's metrics, which are about to be reset."""
 
   def run_step(
     self,
@@ -58,10 +61,11 @@ class Membership(Protocol):
     Args:
       kind: 'train' or 'test'; 'within' for a training step after the first of
         several that Keras asks for at once.
-      compute: does it, all of it or, if it raises an error, what `undo` undoes.
-      undo: see there.
-      batch: that it is given, which all workers must have; without one the step is
-        of these workers, and is not repeated by others.
+      compute: function that does the step.
+      undo: function that restores the state from before the step after `compute` has
+        raised an error.
+      batch: batch of the step, the same on all workers. Without it, only these workers
+        can do the step, and no others repeat it.
 
     Returns:
       What `compute` returned; None if the others did the step without this one.
@@ -71,7 +75,7 @@ class Membership(Protocol):
 class ElasticExtended(extended_lib.MultiWorkerExtended):
   """Mirrored replicas of this worker, beside workers that come and go."""
 
-  communicator: process_group_communicator.ElasticCommunicator
+  communicator: process_group_communicator.ProcessGroupCommunicator
   does_what_is_done_once = True  # By all, as anyone may become the chief.
   holds_sums_whole = splits_steps = True
   local_worker = None
@@ -91,7 +95,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     membership: Membership,
   ):
     self._membership = membership
-    # The newest of a model's steps that was built.
+    # The newest step of a model that was built.
     self.newest_step = None
     super().__init__(
       container_strategy, devices, cross_device_ops, make_communicator
@@ -129,8 +133,8 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     if self.communicator.is_member and not is_sum:
       base = super()._get_variable_creator_initial_value
     else:
-      # What it is to be, it is told when it joins; a sum begins with zero, also
-      # where one that has joined makes its metrics.
+      # A worker gets the values when it joins. A sum begins with zero, also if a
+      # member makes its metrics.
       base = super(
         extended_lib.MultiWorkerExtended, self
       )._get_variable_creator_initial_value
@@ -170,7 +174,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
 
 
 class WholeBatches:
-  """The batches of a data set, all rows of them on every worker."""
+  """Iterates over the batches of a data set, with all rows on every worker."""
 
   def __init__(self, dataset: tf.data.Dataset):
     self._dataset = input_watch.watch(dataset.prefetch(1))
@@ -203,7 +207,7 @@ class GuardedStep:
       self._compute = tf.function(compute, reduce_retracing=True)
 
   def __call__(self, iterator):
-    """Does `steps_per_execution` steps; raises StopIteration without a batch."""
+    """Does `steps_per_execution` steps. Raises StopIteration without a batch."""
     self._extended.communicator.join()
     outputs, kind = None, self._kind
     for i in range(self._model.steps_per_execution):
@@ -264,7 +268,7 @@ def _kind_of(leaf) -> tuple:
 
 
 def _of_any_length(leaf):
-  """The type of a tensor with any number of rows."""
+  """Returns the type of a tensor with any number of rows."""
   spec = leaf
   if leaf is not None and not isinstance(leaf, tf.TypeSpec):
     spec = tf.type_spec_from_value(leaf)
@@ -276,8 +280,8 @@ def _of_any_length(leaf):
 class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
   """A `MultiWorkerRingStrategy` whose workers come and go; see `tfs.elastic`.
 
-  Until it is a member of a group, which it becomes when it first needs one, it
-  has as many replicas as there can be.
+  A worker joins a group when it first needs one. Until then the strategy has the
+  largest possible number of replicas.
   """
 
   def __init__(
@@ -290,12 +294,8 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
     self._rendezvous = None
 
     def make_communicator(local):
-      return process_group_communicator.ElasticCommunicator(
-        membership.join,
-        membership.check_same,
-        membership.capacity,
-        local,
-        options,
+      return process_group_communicator.ProcessGroupCommunicator(
+        None, local, options, membership
       )
 
     extended_class = shards.extended_class(
@@ -309,7 +309,7 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
       membership,
     )
     tf.distribute.Strategy.__init__(self, extended)
-    # What all workers must have alike, by name.
+    # Settings that must be equal on all workers, by name.
     self.set_up = {
       'devices of a worker': len(devices),
       **ring_strategy.set_up_of(options),
@@ -317,5 +317,5 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
 
   @property
   def cluster_resolver(self):
-    """See base class: of the workers that are there."""
+    """See base class: describes the workers that are members now."""
     return strategy.resolver_of_group(self.process_group)

@@ -1,9 +1,10 @@
-"""Workers that are linked by a process group of ours: host calls in one order."""
+"""Links workers by a process group: host calls in one order."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,15 +28,34 @@ _NAMED = 6
 
 
 class ProcessGroupCommunicator(communicator.Communicator):
-  """Local devices are reduced in the graph, workers by host calls."""
+  """Reduces local devices in the graph, and workers by host calls.
+
+  Workers may change while graphs that call them live on. Such graphs read at run time
+  how many workers there are. A worker that is in no group joins one when it needs it.
+
+  Args:
+    group: the group of the workers; None before the first one.
+    local: reduces tensors between the devices of this worker.
+    options: how workers communicate.
+    membership: the `elastic.Membership` that forms the groups; None if `group` never
+      changes.
+  """
 
   def __init__(
     self,
     group: process_group.ProcessGroup | None,
     local: reducer.DeviceReducer,
     options: options_lib.RingOptions,
+    membership: Any = None,
   ):
+    self._membership = membership
+    self.is_elastic = membership is not None
     self._queue = collective_queue.CollectiveQueue(group, self.join)
+    with tf.init_scope(), tf.device('CPU:0'):
+      # Of no strategy, as the queue's token.
+      self._place = _tf_internal.ResourceVariable(
+        np.int32([0, self.capacity]), trainable=False, name='place'
+      )
     self._local = local
     self._options = options
     num_chunks = self.capacity
@@ -48,12 +68,26 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self._rests = gradient_state.GradientRests(local.devices[0])
 
   @property
-  def group(self) -> process_group.ProcessGroup:
-    """Returns the current process group of the workers."""
-    return self._queue.group
+  def is_member(self) -> bool:
+    """Returns whether this worker is in a group."""
+    return self._queue.group is not None
 
   def join(self) -> None:
-    """Is called before what needs a group."""
+    """Makes this worker a member of a group, if it is in none."""
+    if not self.is_member:
+      with tf.init_scope():
+        self._membership.join()
+
+  def enter(self, group: process_group.ProcessGroup) -> None:
+    """Uses this group from now on, in place of one that has ended."""
+    self._queue.continue_in(group)
+    self._place.assign(np.int32([group.rank, group.world_size]))
+
+  @property
+  def group(self) -> process_group.ProcessGroup:
+    """Returns the current process group of the workers; joins one first."""
+    self.join()
+    return self._queue.group
 
   @property
   def rank(self):
@@ -64,6 +98,26 @@ class ProcessGroupCommunicator(communicator.Communicator):
   def world_size(self):
     """See base class."""
     return self.group.world_size
+
+  @property
+  def capacity(self):
+    """See base class."""
+    return self._membership.capacity if self.is_elastic else self.world_size
+
+  def place(self):
+    """See base class."""
+    if not self.is_elastic:
+      return super().place()
+    rank, world_size = tf.unstack(self._place.read_value())
+    return rank, world_size
+
+  def check_same(self, answers, what, fix):
+    """See base class; the membership says who is wrong."""
+    if not self.is_elastic:
+      super().check_same(answers, what, fix)
+    else:
+      said = [answer.decode() for answer in answers]
+      self._membership.check_same(said, what, fix)
 
   def all_reduce(self, columns, name, gradients=None):
     """See base class."""
@@ -291,77 +345,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
       'calls': dict(self._queue.calls),
       'bytes_sent': group.bytes_sent,
     }
-
-  def close(self):
-    """See base class."""
-    self.group.close()
-    self._queue.close()
-
-
-class ElasticCommunicator(ProcessGroupCommunicator):
-  """Workers that may change while graphs which call them live on.
-
-  Graphs read at run time how many there are and which one this is. Until `enter`
-  this worker is in no group; what needs one calls `join`, which enters one.
-
-  Args:
-    join: makes this worker a member of a group: calls `enter`.
-    compare: raises an error unless all workers have given the same answer.
-    capacity: the most workers that a group can have.
-    local, options: as of `ProcessGroupCommunicator`.
-  """
-
-  def __init__(
-    self,
-    join: Callable[[], None],
-    compare: Callable[[Sequence[str], str, str], None],
-    capacity: int,
-    local: reducer.DeviceReducer,
-    options: options_lib.RingOptions,
-  ):
-    self._join, self._compare, self._capacity = join, compare, capacity
-    super().__init__(None, local, options)
-    with tf.init_scope(), tf.device('CPU:0'):
-      # Of no strategy, as the queue's token.
-      self._place = _tf_internal.ResourceVariable(
-        np.int32([0, capacity]), trainable=False, name='place'
-      )
-
-  @property
-  def capacity(self):
-    """See base class."""
-    return self._capacity
-
-  @property
-  def is_member(self) -> bool:
-    """Returns whether this worker is in a group."""
-    return self._queue.group is not None
-
-  @property
-  def group(self):
-    """See base class; joins one first."""
-    self.join()
-    return self._queue.group
-
-  def join(self) -> None:
-    """Makes this worker a member, if it is in no group."""
-    if not self.is_member:
-      with tf.init_scope():
-        self._join()
-
-  def check_same(self, answers, what, fix):
-    """See base class; the membership says who is wrong."""
-    self._compare([answer.decode() for answer in answers], what, fix)
-
-  def place(self) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns this worker's rank and the number of workers, int32, at run time."""
-    rank, world_size = tf.unstack(self._place.read_value())
-    return rank, world_size
-
-  def enter(self, group: process_group.ProcessGroup) -> None:
-    """Uses this group from now on, in place of one that has ended."""
-    self._queue.continue_in(group)
-    self._place.assign(np.int32([group.rank, group.world_size]))
 
   def close(self):
     """See base class."""
