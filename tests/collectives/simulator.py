@@ -98,7 +98,7 @@ def simulate(
     for (dst, chunk), transfers in arrivals.items():
       for t in transfers:
         came = sent[t.src, chunk]
-        moved[t.src, dst] += getattr(came, 'memory', came).nbytes
+        moved[t.src, dst] += came.nbytes
       order = schedule_lib.rank_order(dst, transfers)
       terms = [None if r == dst else sent[r, chunk] for r in order]
       ranks[dst].receive(
@@ -108,6 +108,20 @@ def simulate(
         ranks[dst].send(chunk, residuals is None or owners[chunk] == dst)
   outputs = [rank.values.astype(dtype).reshape(shape) for rank in ranks]
   return Simulation(outputs, dict(sorted(moved.items())))
+
+
+def encode(codec: codec_lib.Codec, values: np.ndarray) -> np.ndarray:
+  """Returns the payload of some values."""
+  payload = np.empty(codec.payload_bytes(len(values)), np.uint8)
+  codec.encode(values, payload)
+  return payload
+
+
+def round_trip(codec: codec_lib.Codec, values: np.ndarray) -> np.ndarray:
+  """Returns the values that arrive."""
+  out = np.empty_like(values)
+  codec.decode(encode(codec, values), out)
+  return out
 
 
 class _Rank:
@@ -120,17 +134,15 @@ class _Rank:
     self._residual = residual
     if residual is not None:
       residual.fill(0)
-    self._payloads: dict[int, codec_lib.Payload] = {}
+    self._payloads: dict[int, np.ndarray] = {}
 
-  def send(
-    self, chunk: int, is_kept: bool = True
-  ) -> codec_lib.Payload | np.ndarray:
-    """What the rank holds of a chunk, as it travels; it keeps the same."""
+  def send(self, chunk: int, is_kept: bool = True) -> np.ndarray:
+    """Returns a chunk as it travels; the rank keeps the same."""
     place = self._slices[chunk]
     if self._codec is None:
       return self.values[place].copy()
     if chunk not in self._payloads:
-      payload = self._codec.encode(self.values[place])
+      payload = encode(self._codec, self.values[place])
       before = self.values[place].copy()
       self._codec.decode(payload, self.values[place])
       if self._residual is not None and is_kept:
@@ -149,8 +161,8 @@ class _Rank:
     total = None
     for sent in terms:
       value = self.values[place] if sent is None else sent
-      if isinstance(sent, codec_lib.Payload):
-        out = np.empty(sent.length, self.values.dtype)
-        value = self._codec.decode(sent, out)
+      if self._codec is not None and sent is not None:
+        value = np.empty_like(self.values[place])
+        self._codec.decode(sent, value)
       total = value.copy() if total is None else ufunc(total, value)
     self.values[place] = total

@@ -1,7 +1,7 @@
-"""Runs what a plan computes: sums, encoding and decoding, in memory.
+"""Computes the sums of a plan in memory, and encodes and decodes.
 
-What moves bytes, TCP or MPI, asks where a piece goes or comes from, says when
-it has moved, and learns which pieces can move next.
+TCP or MPI moves the bytes. It asks for the memory of a piece, says when the piece has
+moved, and learns which pieces can move next.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Execution:
     self.needs = list(plan.needs)
     self.remaining = len(plan.pieces)
     self._form, self._ufunc, self._residual = form, ufunc, residual
-    # Stretches of which nothing has been left out yet.
+    # First elements of the stretches without a rounding error so far.
     self._unrounded: set[int] = set()
     if residual is not None:
       encoded = {
@@ -104,9 +104,9 @@ class Execution:
       plan_lib.WIRE: wire.view(np.uint8),
     }
     self._temporary: dict[int, np.ndarray] = {}
-    # Pieces that have come and that need others, with their bytes.
+    # Bytes of the pieces that have come and wait for others.
     self._early: dict[int, np.ndarray] = {}
-    # Local pieces that nothing waits for in a hurry.
+    # Local pieces that are not urgent.
     self._later = collections.deque(
       number
       for number, piece in enumerate(plan.pieces)
@@ -114,7 +114,7 @@ class Execution:
     )
 
   def memory(self, number: int) -> np.ndarray:
-    """The bytes that are sent, or into which is received."""
+    """Returns the bytes of a piece, to send or to receive into."""
     piece = self.plan.pieces[number]
     return self._bytes[piece.buffer][piece.start : piece.stop]
 
@@ -128,7 +128,7 @@ class Execution:
     return number in self._early
 
   def take(self, num_bytes: int) -> np.ndarray:
-    """Memory for a piece that may not go into its place yet."""
+    """Returns memory for a piece that may not go into its place yet."""
     return self._pool.take(num_bytes, np.uint8)
 
   def receive(
@@ -155,7 +155,7 @@ class Execution:
     self.done(number, wake)
 
   def done(self, number: int, wake: Callable[[int], None]) -> None:
-    """Lets go what waited for a piece, and computes what can be computed."""
+    """Releases the pieces that waited for one, and computes those that are ready."""
     self.remaining -= 1
     for other in self.plan.unlocks[number]:
       self.needs[other] -= 1
@@ -173,7 +173,7 @@ class Execution:
         self.done(other, wake)
 
   def compute_next(self, wake: Callable[[int], None]) -> bool:
-    """Computes a piece while nothing can move; False if there is none."""
+    """Computes a piece while nothing can move. Returns whether there was one."""
     if not self._later:
       return False
     number = self._later.popleft()
@@ -185,25 +185,24 @@ class Execution:
     if piece.kind == plan_lib.COMBINE:
       self._combine(piece, None)
       return
-    codec, length = self._form.codec, piece.last - piece.first
-    memory = self._bytes[piece.buffer][piece.start : piece.stop]
+    codec = self._form.codec
+    payload = self._bytes[piece.buffer][piece.start : piece.stop]
     array = self._arrays[piece.terms[0][0]][piece.first : piece.last]
     is_wide = array.dtype != codec_lib.sum_dtype(array.dtype)
     if piece.kind == plan_lib.DECODE:
-      payload = codec.payload(length, memory)
+      values = np.empty(array.shape, np.float32) if is_wide else array
+      codec.decode(payload, values)
       if is_wide:
-        np.copyto(array, codec.decode(payload), casting='unsafe')
-      else:
-        codec.decode(payload, array)
+        np.copyto(array, values, casting='unsafe')
       return
     if is_wide:
       array = array.astype(np.float32)
-    payload = codec.encode(array, memory)
+    codec.encode(array, payload)
     if self._residual is not None and piece.kind == plan_lib.ENCODE:
       self._leave_out(piece, array, payload)
 
   def _leave_out(self, piece, array, payload) -> None:
-    """Adds to the residual what a payload lacks."""
+    """Adds the rounding error of a payload to the residual."""
     residual = self._residual[piece.first : piece.last]
     rest = residual
     if piece.first not in self._unrounded:
@@ -223,7 +222,7 @@ class Execution:
     own = plan_lib.VALUES if self._form.is_wide else plan_lib.OUT
     overwrites = any(buffer == own for buffer, _ in piece.terms[2:])
     if overwrites:
-      # A term of which the target is the memory comes after the first sum.
+      # The target holds a term that is read after the first sum.
       total = self._take(2, len(target))
     so_far = self._term(piece, 0, received)
     for index in range(1, len(piece.terms)):
@@ -235,7 +234,7 @@ class Execution:
   def _term(
     self, piece: plan_lib.Piece, index: int, received: np.ndarray | None
   ) -> np.ndarray:
-    """The values of a term."""
+    """Returns the values of a term."""
     buffer, start = piece.terms[index]
     length = piece.last - piece.first
     if buffer in self._arrays and not (
@@ -251,13 +250,12 @@ class Execution:
       memory = self._bytes[buffer][start : start + num_bytes]
     if not self._is_coded:
       return memory.view(self._values.dtype)
-    return self._form.codec.decode(
-      self._form.codec.payload(length, memory),
-      self._take(min(index, 1), length),
-    )
+    values = self._take(min(index, 1), length)
+    self._form.codec.decode(memory, values)
+    return values
 
   def _take(self, slot: int, length: int) -> np.ndarray:
-    """Memory for the values of a piece, the same for each piece."""
+    """Returns memory for the values of a piece, the same for each piece."""
     memory = self._temporary.get(slot)
     if memory is None or len(memory) < length:
       memory = self._pool.take(length, self._values.dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests.collectives import simulator
 from tf_strategies.collectives.codecs import int8
 
 INT8 = int8.Int8()
@@ -24,8 +25,7 @@ def noise(length, dtype='float32', rank=0):
 def round_trip(codec, values):
   with warnings.catch_warnings():
     warnings.simplefilter('error')
-    payload = codec.encode(values)
-    return codec.decode(payload, np.empty_like(values))
+    return simulator.round_trip(codec, values)
 
 
 def assert_within_bound(codec, values):
@@ -42,22 +42,23 @@ def assert_within_bound(codec, values):
 class _StepsTooSmall(int8.Int8):
   """Decodes as if there were 128 steps."""
 
-  def _decode(self, payload, out):
-    super()._decode(payload, out)
+  def decode(self, payload, out):
+    super().decode(payload, out)
     out *= out.dtype.type(127 / 128)
 
 
 class _FirstScaleForAll(int8.Int8):
   """Forgets that each block has its own scale."""
 
-  def _decode(self, payload, out):
-    payload.metadata[:] = payload.metadata[0]
-    super()._decode(payload, out)
+  def decode(self, payload, out):
+    scales, _ = int8.parts_of(payload, len(out))
+    scales[:] = scales[0]
+    super().decode(payload, out)
 
 
 class _LosesTheTail(int8.Int8):
-  def _decode(self, payload, out):
-    super()._decode(payload, out)
+  def decode(self, payload, out):
+    super().decode(payload, out)
     out[len(out) - len(out) % BLOCK :] = 0
 
 
@@ -72,14 +73,12 @@ class Int8Test(parameterized.TestCase):
       assert_within_bound(mutant(), noise(5000))
 
   def test_literal(self):
-    payload = INT8.encode(np.float32([127, -127, 0, 1, 0.4, -2.6, 63.5, 64.5]))
-    np.testing.assert_array_equal(payload.metadata, np.float32([127]))
-    np.testing.assert_array_equal(
-      payload.data, np.int8([127, -127, 0, 1, 0, -3, 64, 64])
-    )
-    np.testing.assert_array_equal(
-      INT8.decode(payload), np.float32([127, -127, 0, 1, 0, -3, 64, 64])
-    )
+    values = np.float32([127, -127, 0, 1, 0.4, -2.6, 63.5, 64.5])
+    scales, integers = int8.parts_of(simulator.encode(INT8, values), 8)
+    expected = [127, -127, 0, 1, 0, -3, 64, 64]
+    np.testing.assert_array_equal(scales, [127])
+    np.testing.assert_array_equal(integers, expected)
+    np.testing.assert_array_equal(round_trip(INT8, values), expected)
 
   @parameterized.parameters(*LENGTHS)
   def test_largest_is_exact_and_encoding_again_changes_nothing(self, length):

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
+from tests.collectives import simulator
 from tf_strategies import _graph_errors, errors
 from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.collectives.schedule import chunk_sizes
@@ -49,7 +50,7 @@ class _CodedGroup:
     codec = CODECS[compression]
     ends = np.cumsum(chunk_sizes(len(array), self.world_size))
     decoded = np.concatenate(
-      [codec.decode(codec.encode(c)) for c in np.split(array, ends[:-1])]
+      [simulator.round_trip(codec, c) for c in np.split(array, ends[:-1])]
     )
     if residual is not None:
       out[:], residual[:] = decoded, array - decoded

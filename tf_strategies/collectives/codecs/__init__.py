@@ -22,7 +22,7 @@ import numpy as np
 from tf_strategies import option_checks
 from tf_strategies.collectives import codec as codec_lib
 
-# Elements over which the sizes of payloads are compared.
+# Number of elements for which the sizes of payloads are compared.
 _MANY = 1 << 16
 
 
@@ -47,7 +47,7 @@ NONE = CODECS['none']
 
 
 def get(name: str) -> codec_lib.Codec:
-  """The codec of a name; one serves all tensors, their states are apart.
+  """Returns the codec of a name.
 
   Raises:
     UnsupportedOptionError: there is no codec of that name.
@@ -62,11 +62,11 @@ def get(name: str) -> codec_lib.Codec:
 
 
 def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
-  """What arrays of a dtype travel as when a codec is asked for.
+  """Returns the codec in which arrays of a dtype travel when `name` is asked for.
 
-  A codec is for floats, and where its payload is smaller than the array. All
-  else travels as it is; but 16-bit floats, which are payloads already, are added
-  in float32 and rounded once a hop.
+  A codec applies to floats if its payload is smaller than the array. All other arrays
+  travel as they are. 16-bit floats are payloads already: they are added in float32 and
+  rounded once a hop.
 
   Example:
 

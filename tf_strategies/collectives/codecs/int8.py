@@ -8,14 +8,14 @@ import numpy as np
 
 from tf_strategies.collectives import codec
 
-# Elements that share a scale: 1.6% more bytes than the integers alone.
+# Number of elements that share a scale: 1.6% more bytes than the integers alone.
 _BLOCK = 256
-# Elements that stay in the cache from one operation to the next.
+# Number of elements that stay in the cache from one operation to the next.
 _BATCH = 1 << 16
 _LEVELS = 127
 # 127 times it is 1, rounded to float32 and to float64.
 _STEP = 1 / _LEVELS
-# Of a block's largest magnitude: 127 divided by less may be beyond float32.
+# For a smaller largest magnitude, 127 divided by it may be beyond float32.
 _LEAST = np.float32(1e-36)
 
 
@@ -33,10 +33,13 @@ class Int8(codec.Codec):
 
   Example:
 
-    >>> payload = Int8().encode(np.float32([0.4, -64.0, 127.0]))
-    >>> payload.metadata, payload.data
+    >>> values = np.float32([0.4, -64.0, 127.0])
+    >>> payload = np.empty(Int8().payload_bytes(3), np.uint8)
+    >>> Int8().encode(values, payload)
+    >>> parts_of(payload, 3)
     (array([127.], dtype=float32), array([  0, -64, 127], dtype=int8))
-    >>> Int8().decode(payload)
+    >>> Int8().decode(payload, values)
+    >>> values
     array([  0., -64., 127.], dtype=float32)
   """
 
@@ -44,30 +47,28 @@ class Int8(codec.Codec):
   block_length = _BLOCK
   keeps_rest = True
 
-  def data_format(self, length):
+  def payload_bytes(self, length):
     """See base class."""
-    return 'int8', length
+    return length + 4 * -(-length // _BLOCK)
 
-  def metadata_format(self, length):
+  def encode(self, values, payload):
     """See base class."""
-    return 'float32', -(-length // _BLOCK)
-
-  def _encode(self, values, payload):
+    scales, integers = parts_of(payload, len(values))
     scratch = np.empty(min(len(values), _BATCH), np.float32)
     for part, blocks in _batches(len(values)):
       rows = values[part].reshape(blocks.stop - blocks.start, -1)
       scaled = scratch[: rows.size].reshape(rows.shape)
       with np.errstate(over='ignore', under='ignore', invalid='ignore'):
         np.abs(rows, out=scaled, casting='unsafe')
-      # NaN or infinite if one of them is, both of which mean NaN. At once for all
-      # rows, which takes half of the time of a maximum along them.
+      # NaN or infinite if one element is; both mean NaN. One call for all rows takes
+      # half of the time of a maximum along them.
       largest = np.maximum.reduceat(
         scaled.reshape(-1), np.arange(0, rows.size, rows.shape[1])
       )
       finite = np.isfinite(largest)
       largest[~finite] = np.nan
-      payload.metadata[blocks] = largest
-      # As numbers of at most 127; in float64 where float32 does not reach.
+      scales[blocks] = largest
+      # Scales to numbers of at most 127, in float64 where float32 does not suffice.
       is_wide = rows.dtype != np.float32 or np.any(
         (largest > 0) & (largest < _LEAST)
       )
@@ -89,21 +90,27 @@ class Int8(codec.Codec):
       if is_wide:
         # M of float64 may have been rounded down, far where it is subnormal.
         np.clip(scaled, -_LEVELS, _LEVELS, out=scaled)
-      np.copyto(
-        payload.data[part].reshape(rows.shape), scaled, casting='unsafe'
-      )
+      np.copyto(integers[part].reshape(rows.shape), scaled, casting='unsafe')
 
-  def _decode(self, payload, out):
+  def decode(self, payload, out):
+    """See base class."""
+    scales, integers = parts_of(payload, len(out))
     for part, blocks in _batches(len(out)):
       rows = out[part].reshape(blocks.stop - blocks.start, -1)
-      np.copyto(rows, payload.data[part].reshape(rows.shape))
+      np.copyto(rows, integers[part].reshape(rows.shape))
       # In this order 127 gives 1, and M again to the bit.
       rows *= rows.dtype.type(_STEP)
-      rows *= payload.metadata[blocks, np.newaxis]
+      rows *= scales[blocks, np.newaxis]
+
+
+def parts_of(payload: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the scales and the integers in a payload of `length` elements."""
+  end = len(payload) - length
+  return payload[:end].view(np.float32), payload[end:].view(np.int8)
 
 
 def _batches(length: int) -> Iterator[tuple[slice, slice]]:
-  """Stretches of elements, and their blocks: whole ones, then the tail."""
+  """Yields stretches of elements and their blocks: whole ones, then the tail."""
   whole = length - length % _BLOCK
   for start in range(0, whole, _BATCH):
     stop = min(start + _BATCH, whole)

@@ -6,22 +6,18 @@ from tf_strategies.collectives import codec
 
 
 class NoCompression(codec.Codec):
-  """Says that nothing is encoded; executors move the arrays themselves.
-
-  Example:
-
-    >>> NoCompression().payload_bytes(10)
-    40
-  """
+  """Says that nothing is encoded; executors move the arrays themselves."""
 
   name = 'none'
 
-  def data_format(self, length):
+  def payload_bytes(self, length):
     """See base class."""
-    return 'float32', length
+    return 4 * length
 
-  def _encode(self, values, payload):
-    payload.data[:] = values
+  def encode(self, values, payload):
+    """See base class."""
+    payload.view('float32')[:] = values
 
-  def _decode(self, payload, out):
-    out[:] = payload.data
+  def decode(self, payload, out):
+    """See base class."""
+    out[:] = payload.view('float32')
