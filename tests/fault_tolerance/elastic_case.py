@@ -38,13 +38,17 @@ class Workers:
     """Returns where the workers have left a file."""
     return os.path.join(self._directory.name, name)
 
-  def steps(self, rank: int) -> int:
-    """Returns how many steps a worker has done since it began."""
+  def times(self, rank: int) -> list[float]:
+    """Returns when each step of a worker ended, since it began."""
     try:
       with open(self.path(f'steps_{rank}'), encoding='utf-8') as file:
-        return len(file.readlines())
+        return [float(line) for line in file.read().split('\n')[:-1]]
     except FileNotFoundError:
-      return 0
+      return []
+
+  def steps(self, rank: int) -> int:
+    """Returns how many steps a worker has done since it began."""
+    return len(self.times(rank))
 
   def wait_until(self, rank: int, steps: int) -> bool:
     """Waits for so many steps of a worker; False if it ended before."""

@@ -17,6 +17,8 @@ ROWS = 640
 EPOCHS = 4
 BATCH = 32
 STEPS = ROWS // BATCH
+# If the global batch follows the workers, the learning rate does too.
+RATE_OF_WORKER = 0.02
 
 
 def data():
@@ -296,6 +298,9 @@ def train(
     events.append(Events())
     callbacks = [*given.pop('callbacks', ()), Report(), events[-1]]
     size = job.global_batch_size(batch)
+    if options.batch == 'per_replica':
+      rate = RATE_OF_WORKER * job.strategy.num_workers
+      model.optimizer.learning_rate = rate
     histories.append(
       job.fit(
         model,

@@ -5,7 +5,6 @@ nothing happened to. Real processes, real `kill -9`.
 """
 
 import csv
-import math
 import os
 import random
 import signal
@@ -41,22 +40,13 @@ def workers(
 
 
 class ElasticTest(elastic_case.ElasticCase):
-  def assert_times(self, outcomes, killed):
-    """Survivors heard of the death in under a second; prints the times."""
-    heard, resumed = [], []
-    for outcome in outcomes:
-      generations = outcome.value['generations']
-      ended = [g.ended for g in generations if g.ended and g.reason]
-      after = [t - killed for t in ended if t > killed - 0.5]
-      if after:
-        heard.append(min(after))
-      first = [g.first_step for g in generations if g.began > killed]
-      resumed += [t - killed for t in first if t]
-    self.assertNotEmpty(heard)
-    self.assertLess(max(heard), 1.0)
-    print(
-      f'error after {max(heard):.3f} s, next step {min(resumed, default=math.nan):.1f} s'
-    )
+  def assert_steps_go_on(self, times, killed):
+    """The steps of survivors stand still for seconds only."""
+    for steps in times:
+      after = [t for t in steps if t > killed]
+      gap = max(np.diff([killed, *after]))
+      print(f'the next step came after {gap:.1f} s')
+      self.assertLess(gap, 15.0)
 
   def assert_events(self, outcomes, epochs=elastic_program.EPOCHS):
     """Callbacks heard of each batch and epoch once, or have it from others."""
@@ -83,8 +73,8 @@ class ElasticTest(elastic_case.ElasticCase):
       killed = job.kill(victim, steps)
       survivors = [rank for rank in range(3) if rank != victim]
       outcomes = job.processes.wait(survivors)
+      self.assert_steps_go_on(map(job.times, survivors), killed)
     self.assert_results(outcomes)
-    self.assert_times(outcomes, killed)
     for outcome in outcomes:
       sizes = [g.world_size for g in outcome.value['generations']]
       self.assertEqual(sizes, [3, 2])
@@ -137,11 +127,10 @@ class ElasticTest(elastic_case.ElasticCase):
     victim = 1
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     with workers(options, _SECONDS_A_STEP) as job:
-      killed = job.kill(victim, 5, restarts=True)
+      job.kill(victim, 5, restarts=True)
       outcomes = job.processes.wait()
     self.assert_results(outcomes)
     self.assert_events(outcomes)
-    self.assert_times([o for o in outcomes if o.rank != victim], killed)
     self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
 
   def test_newcomer_hears_of_no_work_that_is_done(self):
@@ -175,20 +164,14 @@ class ElasticTest(elastic_case.ElasticCase):
   @pytest.mark.soak
   def test_batch_and_learning_rate_follow_the_workers(self):
     options = tfs.ElasticOptions(
-      min_workers=2,
-      window_seconds=8,
-      batch='per_replica',
-      learning_rate='linear',
+      min_workers=2, window_seconds=8, batch='per_replica'
     )
     with workers(options) as job:
       job.kill(1, 30)
       outcomes = job.processes.wait([0, 2])
     for outcome in outcomes:
       self.assertEqual(outcome.error_text, '')
-      # On a slow machine two workers may begin before the third has come.
-      first = outcome.value['generations'][0]
-      self.assertEqual(first.number, 1)
-      rate = 0.05 * 2 / first.world_size
+      rate = 2 * elastic_program.RATE_OF_WORKER
       self.assertAllClose(outcome.value['learning_rate'], rate)
       self.assertGreater(outcome.value['accuracy'], 0.97)
       # 20 steps an epoch of 32 rows, then 31 of 21.
@@ -239,9 +222,7 @@ class ElasticTest(elastic_case.ElasticCase):
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(
     ({'batch': 'local'}, 'batch'),
-    ({'learning_rate': 'double'}, 'learning_rate'),
     ({'join': 'now'}, 'join'),
-    ({'learning_rate': 'linear'}, "batch='per_replica'"),
     ({'max_failures': -1}, 'max_failures'),
     ({'directory': 3}, 'directory=3.*a path'),
     ({'directory': ''}, "directory=''"),

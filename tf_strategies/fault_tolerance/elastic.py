@@ -1,10 +1,10 @@
 """Elastic training: continues when workers join or leave.
 
 `run` calls a training function, which builds, compiles and fits a model as an ordinary
-script does. When a worker dies, `job.fit` goes on in the step that this interrupted,
-with those that are left; one that comes enters at a step. Where training is a loop of
-its own the function is called again instead, with the state in memory. The process
-stays the same, and nothing is read from disk.
+script does. When a worker dies, `job.fit` continues with the workers that are left, in
+the step that the death interrupted. A worker that joins enters at a step. If the
+training is a loop of the program's own, the function is called again instead, with the
+state in memory. The process stays the same, and nothing is read from disk.
 
   def train(job):
     with job.strategy.scope():
@@ -18,7 +18,7 @@ stays the same, and nothing is read from disk.
 
 Sources: Horovod Elastic and TorchElastic (rendezvous with a minimum and a maximum,
 state in memory, the training function called again) and TorchFT (recovery for each
-step); without a driver process or a coordinator.
+step). There is no driver process and no coordinator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import errors, option_checks, process_group
+from tf_strategies import option_checks, process_group
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import launcher_note
 from tf_strategies.fault_tolerance import elastic_job, elastic_options
@@ -54,63 +54,31 @@ def run(
 ) -> _Result:
   """Calls `train_fn(job)` until it returns, and returns its result.
 
-  A worker that the launcher restarted does not begin alone: it waits for others,
-  that were started again too or still train.
+  A worker that the launcher restarted does not begin alone. It waits for others that
+  still train or were restarted too.
 
   Args:
     train_fn: builds a model in `job.strategy.scope()`, calls `job.restore` and
-      trains. Called again where training cannot go on in the middle.
-    options: number of workers; how batch and learning rate follow it.
-    cluster: all workers that may join; None reads TF_CONFIG, and without one
-      this process is alone.
+      trains. It is called again if the training cannot continue in the middle.
+    options: the number of workers, and how the batch follows it.
+    cluster: all workers that may join. None reads TF_CONFIG; without TF_CONFIG this
+      process is alone.
     ring: options of the communication; its `link` must be 'tcp'.
-    devices: of this worker, as for `MultiWorkerRingStrategy`.
+    devices: devices of this worker, as for `MultiWorkerRingStrategy`.
     shard_optimizer_state: must be False: every worker has all of the state, so
       that any of them can continue alone.
 
   Raises:
-    RendezvousError: too few workers by the deadline.
+    RendezvousError: too few workers have come by the deadline.
     JobFinishedError: the training was completed before this worker came.
     WorkerUnavailableError: more than `max_failures` consecutive failures without
       a step in between.
-    UnsupportedOptionError: a link that cannot form again, or divided state.
-    Exception: what `train_fn` raises; the other workers continue.
+    UnsupportedOptionError: the link cannot form again, or the state is divided.
+    Exception: any error of `train_fn`; the other workers continue.
   """
   options = ElasticOptions() if options is None else options
   ring = RingOptions() if ring is None else ring
-  option_checks.check_function(
-    'train_fn', train_fn, 'pass the function itself: tfs.elastic.run(train)'
-  )
-  option_checks.check_type(
-    'options',
-    options,
-    ElasticOptions,
-    'tfs.ElasticOptions',
-    'write tfs.ElasticOptions(min_workers=1)',
-  )
-  option_checks.check_type(
-    'ring', ring, RingOptions, 'tfs.RingOptions', 'write tfs.RingOptions()'
-  )
-  if ring.link == 'mpi':
-    raise errors.UnsupportedOptionError(
-      f'link={ring.link!r} for elastic training',
-      "'tcp', which can form again",
-      "write RingOptions(link='tcp'), or train without tfs.elastic",
-    )
-  option_checks.check(
-    not ring.reproducible or options.batch == 'global',
-    f'batch={options.batch!r} with reproducible={ring.reproducible!r}',
-    "batch='global': another batch gives other weights",
-    'leave out one of them',
-  )
-  option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
-  if shard_optimizer_state:
-    raise errors.UnsupportedOptionError(
-      f'shard_optimizer_state={shard_optimizer_state!r} for elastic training',
-      'state that every worker has whole: one that dies takes its part along',
-      'leave it out, or train on a MultiWorkerRingStrategy and resume from '
-      'a tfs.Run',
-    )
+  _check(train_fn, options, ring, shard_optimizer_state)
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(
@@ -122,9 +90,9 @@ def run(
   rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)), rank, group_options
   )
-  most = min(options.max_workers or len(addresses), len(addresses))
-  job = elastic_job.Job(options, rendezvous, most)
-  # From now on it ends nobody because another one failed.
+  capacity = min(options.max_workers or len(addresses), len(addresses))
+  job = elastic_job.Job(options, rendezvous, capacity)
+  # From now on the launcher ends no task because another one failed.
   launcher_note.say(launcher_note.ELASTIC)
   try:
     result = job.run(
@@ -138,3 +106,39 @@ def run(
     return result
   finally:
     rendezvous.close()
+
+
+def _check(train_fn, options, ring, shard_optimizer_state) -> None:
+  """Raises UnsupportedOptionError for arguments with which no job can train."""
+  option_checks.check_function(
+    'train_fn', train_fn, 'pass the function itself: tfs.elastic.run(train)'
+  )
+  option_checks.check_type(
+    'options',
+    options,
+    ElasticOptions,
+    'tfs.ElasticOptions',
+    'write tfs.ElasticOptions(min_workers=1)',
+  )
+  option_checks.check_type(
+    'ring', ring, RingOptions, 'tfs.RingOptions', 'write tfs.RingOptions()'
+  )
+  option_checks.check(
+    ring.link != 'mpi',
+    f'link={ring.link!r} for elastic training',
+    "'tcp', which can form again",
+    "write RingOptions(link='tcp'), or train without tfs.elastic",
+  )
+  option_checks.check(
+    not ring.reproducible or options.batch == 'global',
+    f'batch={options.batch!r} with reproducible={ring.reproducible!r}',
+    "batch='global': another batch gives other weights",
+    'leave out one of them',
+  )
+  option_checks.check(
+    not shard_optimizer_state,
+    f'shard_optimizer_state={shard_optimizer_state!r} for elastic training',
+    'False: a worker that dies would take its part of the state along',
+    'leave it out, or train on a MultiWorkerRingStrategy and resume from '
+    'a tfs.Run',
+  )

@@ -1,15 +1,12 @@
-"""The callback of an elastic job, and what other callbacks remember.
+"""Callbacks in an elastic job: progress, files, and state for workers that join.
 
-The second is for a worker that enters a `fit` that has begun.
-
-EarlyStopping, ReduceLROnPlateau and their like count epochs and keep the best value,
-or weights. A worker that knew none of that would stop, or change the learning rate,
-when the others do not. So its callbacks take what the callbacks of the others know.
+EarlyStopping, ReduceLROnPlateau and others count epochs and keep the best value or
+weights. A worker that joins a running `fit` takes this state from the other workers.
+Without it, it would stop or change the learning rate at another time than they do.
 """
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +19,18 @@ from absl import logging
 from tf_strategies import _keras_internal
 from tf_strategies.keras import chief_only
 
-_META = 'meta'
-# Their files are open during `fit`; what they know of them is this worker's.
+# They keep files open during `fit`, so their attributes describe one process only.
 _KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
+# Stand in JSON for an array, by its number, and for a function of Keras, by its name.
+_ARRAY, _OP = '__array__', '__op__'
 
 
 class Progress(keras.callbacks.Callback):
   """Records the progress of `fit` in the state of a job; the last callback.
 
   Args:
-    state: of the job.
-    skipped: completed steps of the first epoch.
+    state: the state of the job.
+    skipped: number of completed steps of the first epoch.
   """
 
   def __init__(self, state: Any, skipped: int):
@@ -42,37 +40,36 @@ class Progress(keras.callbacks.Callback):
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips completed steps."""
-    self._state.begin_epoch()
     if self._skipped:
       _keras_internal.skip_steps(self._skipped, reads=False)
       self._skipped = 0
 
   def on_train_batch_begin(self, batch, logs=None):
-    """Lets callbacks of a worker that came late continue as those of the others.
+    """Lets a worker that joined continue from the state of the others.
 
-    The others had heard of the begin of this batch, so these have, too.
+    The callbacks of the others heard of the begin of this batch, too.
     """
-    self._state.take_callbacks()
+    self._state.enter_fit()
 
   def on_train_batch_end(self, batch, logs=None):
     """Counts a batch."""
-    self._state.finish_batch(batch + 1)
+    self._state.move(self._state.progress.epoch, batch + 1)
 
   def on_epoch_end(self, epoch, logs=None):
     """Counts an epoch."""
-    self._state.start_at(epoch + 1, 0)
+    self._state.move(epoch + 1, 0)
 
 
 class FilesOfJob(chief_only.ChiefOnly):
-  """Has the chief write the files of Keras's callback, whichever worker that is.
+  """Lets the present chief write the files of one of Keras's callbacks.
 
-  At the end of an epoch all workers wait for the chief and take what its callback
-  knows. If it dies before that, its successor writes the files of the epoch.
+  At the end of an epoch all workers wait for the chief and take the state of its
+  callback. If it dies before that, its successor writes the files of the epoch.
 
   Args:
-    callback: writes files.
+    callback: the callback that writes files.
     run_step: runs a function until a group of workers has done it.
-    is_new: whether the job has not begun, so that files are new.
+    is_new: whether the job has not begun, so that the files are new.
   """
 
   def __init__(
@@ -88,16 +85,6 @@ class FilesOfJob(chief_only.ChiefOnly):
     self._is_training = False
     self._epoch = 0
 
-  def on_train_begin(self, logs=None):
-    """Calls the callback, on the chief."""
-    self._call('on_train_begin', logs)
-    self._is_training = True
-
-  def on_epoch_begin(self, epoch, logs=None):
-    """Calls the callback, on the chief."""
-    self._epoch = epoch
-    self._call('on_epoch_begin', epoch, logs)
-
   def on_epoch_end(self, epoch, logs=None):
     """Returns when a chief has written the files of the epoch."""
     link = self._strategy().extended.communicator
@@ -111,16 +98,12 @@ class FilesOfJob(chief_only.ChiefOnly):
         if not (is_successor and self._has_row(epoch)):
           self.callback.on_epoch_end(epoch, logs)
         has_written = True
-      known = link.exchange('files', pack([self.callback]).tobytes())
+      text, *_ = pack([self.callback])
+      known = link.exchange('files', text.tobytes())
       if link.rank:
-        unpack(np.frombuffer(known[0], np.uint8), [self.callback])
+        unpack([np.frombuffer(known[0], np.uint8)], [self.callback])
 
     self._run_step('test', write, lambda: None, tf.constant([epoch]))
-
-  def on_train_end(self, logs=None):
-    """Calls the callback, on the chief."""
-    self._call('on_train_end', logs)
-    self._is_training = False
 
   def _has_row(self, epoch):
     """Returns whether a chief that died has written the row of an epoch."""
@@ -131,12 +114,16 @@ class FilesOfJob(chief_only.ChiefOnly):
     return last.split(self.callback.sep)[0] == str(epoch)
 
   def _call(self, event, *args):
+    if event == 'on_epoch_begin':
+      self._epoch = args[0]
     # Validation does not begin and end on different chiefs.
     if self._has_model or '_test_' not in event:
       super()._call(event, *args)
+    if event in ('on_train_begin', 'on_train_end'):
+      self._is_training = event == 'on_train_begin'
 
   def _tell_chief(self):
-    """Opens files where this worker becomes the chief, and closes them after it."""
+    """Opens files when this worker becomes the chief; closes them afterwards."""
     was_chief = self._has_model
     is_chief = super()._tell_chief()
     self._has_model = is_chief
@@ -152,8 +139,11 @@ class FilesOfJob(chief_only.ChiefOnly):
     return is_chief
 
 
-def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
-  """The numbers, texts and arrays among the attributes of callbacks, uint8 [n].
+def pack(callbacks: Sequence[keras.callbacks.Callback]) -> list[np.ndarray]:
+  """Returns the numbers, texts and arrays among the attributes of callbacks.
+
+  Returns:
+    JSON text as uint8 [n], and the arrays that the text refers to.
 
   Example:
 
@@ -166,53 +156,53 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> np.ndarray:
     >>> other.wait
     3
   """
-  meta, arrays = [], {}
-  for i, callback in enumerate(map(_inner, callbacks)):
-    plain = {}
-    attributes = vars(callback)
-    if isinstance(callback, _KEEP_FILES_OPEN):
-      attributes = {}
-    for name, value in attributes.items():
-      if isinstance(value, np.generic):
-        value = value.item()
-      parts = value if isinstance(value, list) else [value]
-      if parts and all(isinstance(part, np.ndarray) for part in parts):
-        plain[name] = {'arrays': len(parts), 'is_list': value is parts}
-        arrays.update({f'{i}/{name}/{j}': p for j, p in enumerate(parts)})
-      elif value is not None and value is _op(getattr(value, '__name__', '')):
-        plain[name] = {'op': value.__name__}
-      elif name != 'params' and _is_plain(value):
-        plain[name] = {'value': value}
-    meta.append({'class': type(callback).__name__, 'attributes': plain})
-  arrays[_META] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-  file = io.BytesIO()
-  np.savez(file, **arrays)
-  return np.frombuffer(file.getvalue(), np.uint8)
+  arrays: list[np.ndarray] = []
+
+  def to_json(value):
+    if isinstance(value, np.generic):
+      return value.item()
+    if isinstance(value, np.ndarray):
+      arrays.append(value)
+      return {_ARRAY: len(arrays) - 1}
+    return {_OP: value.__name__}
+
+  told = []
+  for callback in map(_inner, callbacks):
+    keeps_open = isinstance(callback, _KEEP_FILES_OPEN)
+    attributes = {
+      name: value
+      for name, value in vars(callback).items()
+      if not keeps_open and name != 'params' and _is_packed(value)
+    }
+    told.append([type(callback).__name__, attributes])
+  text = json.dumps(told, default=to_json).encode()
+  return [np.frombuffer(text, np.uint8), *arrays]
 
 
 def unpack(
-  packed: np.ndarray, callbacks: Sequence[keras.callbacks.Callback]
+  packed: Sequence[np.ndarray], callbacks: Sequence[keras.callbacks.Callback]
 ) -> None:
   """Assigns packed attributes to callbacks, if these are of the same classes."""
-  with np.load(io.BytesIO(packed.tobytes()), allow_pickle=False) as arrays:
-    meta = json.loads(arrays[_META].tobytes())
-    callbacks = [_inner(callback) for callback in callbacks]
-    classes = [about['class'] for about in meta]
-    if classes != [type(callback).__name__ for callback in callbacks]:
-      logging.warning(
-        'The callbacks of this worker differ from %s, the callbacks of the other '
-        'workers: they start from scratch.',
-        classes,
-      )
-      return
-    for i, (about, callback) in enumerate(zip(meta, callbacks, strict=True)):
-      for name, found in about['attributes'].items():
-        if 'arrays' not in found:
-          value = _op(found['op']) if 'op' in found else found['value']
-          setattr(callback, name, value)
-          continue
-        parts = [arrays[f'{i}/{name}/{j}'] for j in range(found['arrays'])]
-        setattr(callback, name, parts if found['is_list'] else parts[0])
+  text, *arrays = packed
+
+  def from_json(value):
+    if _ARRAY in value:
+      return arrays[value[_ARRAY]]
+    return _op(value[_OP]) if _OP in value else value
+
+  told = json.loads(text.tobytes(), object_hook=from_json)
+  callbacks = [_inner(callback) for callback in callbacks]
+  classes = [name for name, _ in told]
+  if classes != [type(callback).__name__ for callback in callbacks]:
+    logging.warning(
+      'The callbacks of this worker differ from %s, the callbacks of the other '
+      'workers: they start from scratch.',
+      classes,
+    )
+    return
+  for callback, (_, attributes) in zip(callbacks, told, strict=True):
+    for name, value in attributes.items():
+      setattr(callback, name, value)
 
 
 def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
@@ -221,13 +211,19 @@ def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 
 def _op(name: str) -> Any:
-  """A function of Keras, such as the comparison that a callback has chosen."""
+  """Returns a function of Keras, such as the comparison that a callback uses."""
   return getattr(keras.ops, name, None)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_packed(value: Any) -> bool:
+  """Returns whether `pack` takes an attribute with this value."""
   if isinstance(value, dict):
-    return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return all(isinstance(k, str) and _is_packed(v) for k, v in value.items())
   if isinstance(value, list):
-    return all(map(_is_plain, value))
-  return value is None or isinstance(value, bool | int | float | str)
+    return all(map(_is_packed, value))
+  if isinstance(value, np.ndarray):
+    return value.dtype.kind in 'biufV'
+  if isinstance(value, np.generic):
+    value = value.item()
+  is_op = value is _op(getattr(value, '__name__', ''))  # So is None.
+  return is_op or isinstance(value, bool | int | float | str)

@@ -41,7 +41,7 @@ class Job:
     capacity: int,
   ):
     self._options = options
-    self._state = elastic_state.State(options.learning_rate)
+    self._state = elastic_state.State()
     self._members = elastic_members.Members(
       rendezvous, capacity, options, self._state
     )
@@ -73,7 +73,6 @@ class Job:
       try:
         return self._call(train_fn, make_strategy(self._members))
       except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
-        self._members.end(str(e))
         self._state.hold()
         self._members.fail(e)
         logging.warning('Calling the training function again: %s', e)
@@ -85,7 +84,6 @@ class Job:
       # No worker leaves while another may still need it.
       self._members.wait_for_all()
       self._members.mark_finished()
-      self._members.end('')
       return result
     except BaseException as e:
       self._members.abort(e)
@@ -130,8 +128,8 @@ class Job:
     elastic_options.check_count('size', size, 1)
     if self._options.batch == 'per_replica':
       self._members.join()
-      progress = self._state.progress
-      size = size * progress.world // progress.first_world
+      first_world = self._state.progress.first_world
+      size = size * self.strategy.num_workers // first_world
     self._state.batch_size = size
     return size
 
@@ -145,8 +143,7 @@ class Job:
     elastic_options.check_count('step', step, 0)
     self._members.join()
     is_new_epoch = epoch != self._state.progress.epoch
-    self._state.start_at(epoch, step)
-    self._members.note_step()
+    self._state.move(epoch, step)
     self._members.let_in(is_new_epoch)
 
   def fit(
@@ -249,4 +246,4 @@ class Job:
         'metrics of that epoch are not theirs. Return a tf.data.Dataset.',
         type(batches).__name__,
       )
-    self._members.join_in_fit()
+    self._members.join(begins_fit=True)

@@ -1,21 +1,20 @@
-"""Who takes part in an elastic job, and that all of them have the same state.
+"""`Members`: the groups of an elastic job, and the state that their workers share.
 
-A step of a model is done by a whole group or not at all: variables are written once
-every collective of it is over. A worker may be one step behind another when the group
-ends, since it may not have heard of the last collective; never more. So when a group
-has ended, the workers that are left form another one, in the step that they were in;
-one that is behind gets the state, and leaves out the step; the others repeat it with
-the same batch. A worker that comes is handed the state and the place, and begins
-there. The group that lets it in ends as one ends from which a worker has died.
+A group does a step of a model as a whole or not at all: variables are written after
+the last collective of the step. When a group ends, one worker may be a step behind
+another, because it did not hear of the last collective, but never more. The workers
+that are left then form another group in the middle of the step. A worker that is
+behind takes the state and skips the step; the others repeat it with the same batch. A
+worker that joins takes the state and the position. The group that lets it in ends as
+if a worker had died.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import os
-import time
+from typing import NamedTuple
 
 from absl import logging
 
@@ -26,11 +25,11 @@ from tf_strategies.strategies.multi_worker import elastic
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import strategy as strategy_lib
 
-# Where a worker is when it joins: in a model's step; at the end of the training; at
-# the begin of `job.fit`; elsewhere.
+# The phase of a worker that joins: in a step of a model, at the end of the training,
+# at the begin of `job.fit`, or elsewhere.
 _END, _FIT, _ELSEWHERE = 'end', 'fit', 'elsewhere'
 _INSIDE = ('train', 'within', 'test', _END)
-# Where nobody from elsewhere can go on with the others.
+# Phases in which a worker from another phase cannot join.
 _CLOSED = ('within', 'test', _END)
 
 
@@ -39,7 +38,7 @@ class MembershipChange(errors.Error):
 
 
 class CallAgain(errors.Error):
-  """The training function has to be called again to go on with these workers."""
+  """The training function has to be called again to continue with these workers."""
 
 
 _SAME_BATCHES = (
@@ -47,7 +46,29 @@ _SAME_BATCHES = (
   'make_batches(epoch, step) count epochs of steps_per_epoch batches'
 )
 
-# What a group with other workers may not meet again.
+# What must be equal on all workers of a group: name, description, fix, error.
+_MUST_BE_SAME = (
+  (
+    'set_up',
+    'the set-up of the strategy',
+    'pass the same options and devices on all workers',
+    errors.CollectiveMismatchError,
+  ),
+  (
+    'fit',
+    'epochs and steps_per_epoch of job.fit',
+    'pass the same ones on all workers',
+    errors.CollectiveMismatchError,
+  ),
+  (
+    'variables',
+    'the list of variables (dtypes and shapes)',
+    'run the same program on all workers',
+    errors.CheckpointMismatchError,
+  ),
+)
+
+# Failures after which another group may succeed.
 RECOVERABLE = (
   errors.WorkerUnavailableError,
   errors.CollectiveTimeoutError,
@@ -55,27 +76,21 @@ RECOVERABLE = (
 )
 
 
-@dataclasses.dataclass
-class Generation:
-  """One group of workers, as seen by one of them; times are `time.time()`."""
+class Generation(NamedTuple):
+  """One group of workers."""
 
   number: int
   world_size: int
-  rank: int
-  began: float
-  first_step: float | None = None  # When its first step ended.
-  ended: float | None = None
-  reason: str = ''  # Why it ended; empty at the end of training.
 
 
 class Members(elastic.Membership):
   """The groups that this worker forms with others, one after the other.
 
   Args:
-    rendezvous: forms them.
-    capacity: the most workers that there can be.
-    options: of the job.
-    state: that the workers share.
+    rendezvous: forms the groups.
+    capacity: the largest number of workers.
+    options: the options of the job.
+    state: the state that the workers share.
   """
 
   def __init__(
@@ -91,7 +106,7 @@ class Members(elastic.Membership):
     self._rendezvous = rendezvous
     self._options = options
     self._state = state
-    # Where it says that the job is done.
+    # Notes in the directory of the job that its training is complete.
     self._marks: checkpointer.Checkpointer | None = None
     if options.directory is not None:
       self._marks = checkpointer.Checkpointer(options.directory)
@@ -106,15 +121,15 @@ class Members(elastic.Membership):
   def _communicator(self):
     return self._state.strategy.extended.communicator
 
-  def join(self) -> None:
-    """See base class."""
-    if not self._communicator.is_member:
-      self._enter(_ELSEWHERE)
+  def join(self, begins_fit: bool = False) -> None:
+    """See base class.
 
-  def join_in_fit(self) -> None:
-    """Joins with a model whose steps are built."""
+    Args:
+      begins_fit: whether this worker is at the begin of `job.fit`, with a model whose
+        steps are built.
+    """
     if not self._communicator.is_member:
-      self._enter(_FIT)
+      self._enter(_FIT if begins_fit else _ELSEWHERE)
 
   def share(self) -> None:
     """Takes the state of the group, if this worker is in one."""
@@ -155,13 +170,7 @@ class Members(elastic.Membership):
           return None
       else:
         self._state.num_steps += 1
-        self.note_step()
         return outputs
-
-  def note_step(self) -> None:
-    """Notes the time of a generation's first step."""
-    if self.generations and self.generations[-1].first_step is None:
-      self.generations[-1].first_step = time.time()
 
   def wait_for_all(self) -> None:
     """Returns when every worker has come to the end: none may need another."""
@@ -179,7 +188,7 @@ class Members(elastic.Membership):
           break
 
   def mark_finished(self) -> None:
-    """Tells those who come late that nothing is left to do."""
+    """Tells workers that come late that the training is complete."""
     if self._marks is not None:
       self._marks.mark_finished()
 
@@ -191,12 +200,6 @@ class Members(elastic.Membership):
         'says. Fix: nothing is left to do; for another training pass another '
         'ElasticOptions(directory=...).'
       )
-
-  def end(self, reason: str) -> None:
-    """Notes why a generation has ended."""
-    if self.generations and self.generations[-1].ended is None:
-      self.generations[-1].ended = time.time()
-      self.generations[-1].reason = reason
 
   def abort(self, error: BaseException) -> None:
     """Tells the others why this worker leaves its training function."""
@@ -221,7 +224,7 @@ class Members(elastic.Membership):
   def _check_batch(self, batch):
     """Compares batches: a group's first one, and those of steps 0, 1, 2, 4, ...
 
-    A worker that comes may take the place in the data for another one.
+    The data of a worker that joins may begin with another batch.
     """
     number = self._state.num_steps
     if not self._has_compared or number & (number - 1) == 0:
@@ -237,10 +240,10 @@ class Members(elastic.Membership):
   def check_same(
     self, answers, what, fix, error=errors.CollectiveMismatchError
   ):
-    """See base class: who differs from the others leaves, and they go on.
+    """See base class: a worker that differs leaves, and the others continue.
 
-    Those who have been there longest say what is right. If they disagree and none
-    has a majority, all raise the error.
+    The workers that have been there longest decide which answer is right. If they
+    disagree and no answer has a majority, all workers raise the error.
     """
     came = self._all_came or [0] * len(answers)
     votes = collections.Counter(
@@ -265,9 +268,8 @@ class Members(elastic.Membership):
   # Groups.
 
   def _leave(self, error) -> None:
-    """Leaves a group that has failed, or that others are to join."""
+    """Leaves a group that has failed, or that other workers wait to join."""
     group = self._communicator.group
-    self.end(str(error))
     if isinstance(error, MembershipChange):
       group.abort(str(error))
     group.close()
@@ -281,11 +283,10 @@ class Members(elastic.Membership):
 
   def _enter(self, phase: str) -> bool:
     """Forms a group; returns whether it has done the step that this worker is in."""
-    is_closed = phase in _CLOSED
     while True:
       group = self._rendezvous.form(
         self._state.order,
-        is_closed=is_closed,
+        is_closed=phase in _CLOSED,
         # Others that were started again too, or still train, have the state.
         may_be_alone=bool(self._state.order) or not _was_restarted(),
         check=self.check_finished,
@@ -293,11 +294,7 @@ class Members(elastic.Membership):
       try:
         self._communicator.enter(group)
         self._has_compared, self._all_came = False, []
-        self.generations.append(
-          Generation(
-            group.generation, group.world_size, group.rank, time.time()
-          )
-        )
+        self.generations.append(Generation(group.generation, group.world_size))
         has_done = self._synchronise(group, phase)
       except RECOVERABLE as e:
         self._leave(e)
@@ -318,78 +315,32 @@ class Members(elastic.Membership):
   # The state.
 
   def _synchronise(self, group, phase) -> bool:
-    """Takes the state of the most advanced; returns whether that has done this step."""
+    """Gives all workers the state of the most advanced one.
+
+    Returns whether the group has done the step that this worker is in.
+    """
     state = self._state
     if not state.may_share():
       return False
     own_seed, seed = strategy_lib.proposed_seed()
-    if not state.order:
-      self._came = group.generation
-    told = {
-      'came': self._came,
-      'fit': state.fit if phase in (*_INSIDE, _FIT) else None,
-      'files': state.files if phase in (*_INSIDE, _FIT) else None,
-      'are_common': state.files_are_common,
-      'phase': phase,
-      'steps': state.num_steps,
-      'state': state.progress,
-      'set_up': state.strategy.set_up,
-      'seed': seed,
-      'shared': state.is_shared,
-      'variables': state.describe(),
-    }
-    answers = [
-      json.loads(answer)
-      for answer in group.exchange('elastic/state', json.dumps(told).encode())
-    ]
-    self._all_came = [a['came'] for a in answers]
-    self.check_same(
-      [a['set_up'] for a in answers],
-      'the set-up of the strategy',
-      'pass the same options and devices on all workers',
-    )
-    if all(a['fit'] for a in answers):
-      self.check_same(
-        [a['fit'] for a in answers],
-        'epochs and steps_per_epoch of job.fit',
-        'pass the same ones on all workers',
-      )
+    answers = self._ask(group, phase, seed)
     best = max(
       group.members,
       key=lambda m: (m.progress, answers[m.rank]['shared'], -m.rank),
     )
     theirs = answers[best.rank]
+    is_running = theirs['phase'] in _INSIDE
     strategy_lib.take_seed(own_seed, theirs['seed'])
-    phases = [a['phase'] for a in answers]
-    self.check_same(
-      [a['variables'] for a in answers],
-      'the list of variables (dtypes and shapes)',
-      'run the same program on all workers',
-      errors.CheckpointMismatchError,
-    )
+    self._check_answers(answers, theirs['are_common'] if is_running else None)
     have = [
       a['shared'] and m.progress == best.progress
       for a, m in zip(answers, group.members, strict=True)
     ]
-    enters = phase == _FIT and phases[best.rank] in _INSIDE
+    phases = [a['phase'] for a in answers]
     if not all(have):
-      state.take(group, best.rank, not have[group.rank], is_entering=enters)
-    if _FIT in phases and phases[best.rank] in _INSIDE:
-      state.share_callbacks(group, best.rank, is_missing=enters)
+      enter = [is_running and phase == _FIT for phase in phases]
+      state.take(group, best.rank, have, enter)
     is_mixed = any(p not in _INSIDE for p in phases)
-    files = [a['files'] for a in answers]
-    if phases[best.rank] not in _INSIDE:
-      state.files_are_common = None not in files and files.count(
-        files[0]
-      ) == len(files)
-    else:
-      state.files_are_common = theirs['are_common']
-    if theirs['are_common'] and None not in files:
-      self.check_same(
-        files,
-        'the list of callbacks of job.fit that write files',
-        'pass the same callbacks with the same paths on all workers',
-      )
     if phase in _INSIDE and is_mixed and not set(_CLOSED).isdisjoint(phases):
       raise CallAgain('A worker joined where it cannot begin.')
     state.is_shared = True
@@ -401,6 +352,53 @@ class Members(elastic.Membership):
       raise CallAgain(f'This worker is {behind} steps behind the others.')
     state.num_steps = theirs['steps']
     return behind == 1
+
+  def _ask(self, group, phase, seed):
+    """Returns what each worker, by rank, says of its state."""
+    state = self._state
+    if not state.order:
+      self._came = group.generation
+    is_in_fit = phase != _ELSEWHERE
+    mine = {
+      'came': self._came,
+      'fit': state.fit if is_in_fit else None,
+      'files': state.files if is_in_fit else None,
+      'are_common': state.files_are_common,
+      'phase': phase,
+      'steps': state.num_steps,
+      'state': state.progress,
+      'set_up': state.strategy.set_up,
+      'seed': seed,
+      'shared': state.is_shared,
+      'variables': state.describe(),
+    }
+    answers = group.exchange('elastic/state', json.dumps(mine).encode())
+    answers = [json.loads(answer) for answer in answers]
+    self._all_came = [a['came'] for a in answers]
+    return answers
+
+  def _check_answers(self, answers, are_common):
+    """Raises an error unless the workers may train together.
+
+    Args:
+      answers: see `_ask`.
+      are_common: whether the chief writes the files of callbacks in the `fit` that is
+        running; None if none is, so that the workers agree on it here.
+    """
+    for name, what, fix, error in _MUST_BE_SAME:
+      said = [a[name] for a in answers]
+      if None not in said:
+        self.check_same(said, what, fix, error)
+    files = [a['files'] for a in answers]
+    if are_common is None:
+      are_common = None not in files and all(f == files[0] for f in files)
+    elif are_common and None not in files:
+      self.check_same(
+        files,
+        'the list of callbacks of job.fit that write files',
+        'pass the same callbacks with the same paths on all workers',
+      )
+    self._state.files_are_common = are_common
 
 
 def _was_restarted() -> bool:

@@ -1,4 +1,4 @@
-"""`ElasticOptions`: how many workers an elastic job has, and what follows from it."""
+"""`ElasticOptions`, and the checks of the arguments of an elastic job."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 import keras
 import tensorflow as tf
 
-from tf_strategies import errors, option_checks, process_group
+from tf_strategies import option_checks, process_group
 
 _CHOICES = {
   'batch': ('global', 'per_replica'),
-  'learning_rate': ('keep', 'linear', 'sqrt'),
   'join': ('epoch', 'step', 'never'),
 }
 
@@ -20,34 +19,32 @@ _CHOICES = {
 @option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class ElasticOptions:
-  """Number of workers of an elastic job, and what follows from it.
+  """Number of workers of an elastic job, and its effect on the training.
 
   Attributes:
-    min_workers: with fewer, all wait until the rendezvous' deadline. By default a
-      majority of the last group goes on (with a tie, the half with its lowest
-      task), or all that have not surely died, so that of a network that is cut
-      only one side continues; the first group needs a majority of the cluster.
-    max_workers: at most; None for all of the cluster.
+    min_workers: smallest number of workers. With fewer, all wait until the deadline of
+      the rendezvous. By default a majority of the last group continues (in a tie, the
+      half with the lowest task), or all workers that have not surely died, so that
+      only one side of a cut network continues. The first group needs a majority of
+      the cluster.
+    max_workers: largest number of workers; None for all of the cluster.
     window_seconds: how long to wait for more than `min_workers`.
     batch: 'global' keeps the global batch, so that the result does not depend
-      on the number of workers; 'per_replica' keeps each replica's.
-    learning_rate: 'keep', or 'linear' or 'sqrt' in the global batch, for
-      batch='per_replica'.
+      on the number of workers; 'per_replica' keeps the batch of each replica.
     join: when new workers join: after any 'step', at the end of an 'epoch', or
       'never' (only after a failure).
-    directory: one that all workers see, of this job alone. Where its training has
-      been completed, a worker that comes ends with `JobFinishedError`.
+    directory: a directory of this job alone that all workers see. A worker that comes
+      after the end of the training raises `JobFinishedError`.
     max_failures: how many consecutive failures without progress end the job.
 
   Raises:
-    UnsupportedOptionError: a value that is not allowed.
+    UnsupportedOptionError: a value is not allowed.
   """
 
   min_workers: int | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
   batch: str = 'global'
-  learning_rate: str = 'keep'
   join: str = 'step'
   directory: str | None = None
   max_failures: int = 10
@@ -55,19 +52,13 @@ class ElasticOptions:
   def __post_init__(self):
     for field, allowed in _CHOICES.items():
       option_checks.check_choice(field, getattr(self, field), allowed)
-    if self.learning_rate != 'keep' and self.batch == 'global':
-      raise errors.UnsupportedOptionError(
-        f"learning_rate={self.learning_rate!r} with batch='global'",
-        "learning_rate='keep': the global batch stays what it was",
-        "write batch='per_replica' as well",
-      )
     option_checks.check_int('max_failures', self.max_failures, 0)
     if self.directory is not None:
       option_checks.check_path(
         'directory', self.directory, "write directory='/shared/job', or None"
       )
       option_checks.check_local('directory', self.directory)
-    # As those of the group, which it passes on.
+    # Raises an error for numbers that no group can have.
     process_group.GroupOptions(
       min_workers=self.minimum,
       max_workers=self.max_workers,
@@ -77,7 +68,7 @@ class ElasticOptions:
 
   @property
   def minimum(self) -> int | str:
-    """`min_workers`, as groups know it."""
+    """The value of `GroupOptions.min_workers`."""
     if self.min_workers is None:
       return process_group.MAJORITY
     return self.min_workers
@@ -111,9 +102,13 @@ def check_length(
   epochs: int,
   steps_per_epoch: int,
 ) -> None:
-  """Refuses batches from the start whose epochs have another number of steps.
+  """Raises UnsupportedOptionError if epochs of the batches have other lengths.
 
-  A worker that comes later would begin with another batch than the others have.
+  A worker that joins later would begin with another batch than the others.
+
+  Args:
+    batches: the result of `make_batches(0, 0)`.
+    make_batches, epochs, steps_per_epoch: as of `Job.fit`.
   """
   count = _length(batches)
   if count is None:
@@ -139,7 +134,7 @@ def check_length(
 
 
 def _length(batches: object) -> int | None:
-  """The number of batches, where it is known and has an end."""
+  """Returns the number of batches; None if it is unknown or infinite."""
   if not isinstance(batches, tf.data.Dataset):
     return None
   count = int(batches.cardinality())
@@ -147,7 +142,7 @@ def _length(batches: object) -> int | None:
 
 
 def check_count(name: str, value: object, least: int) -> None:
-  """Refuses what a `Job` cannot count with."""
+  """Raises UnsupportedOptionError unless a value is an integer of at least `least`."""
   option_checks.check_int(
     name, value, least, fix='pass a number of all workers'
   )
