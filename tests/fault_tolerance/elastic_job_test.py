@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 from unittest import mock
 
@@ -96,6 +97,32 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(found, loss * (1 - 0.01 * 2 * 4) ** (2 * i))
       self.job.update(0, i + 1)
     self.assertEqual(self.job.position, Position(0, 2))
+
+  def test_worker_far_behind_takes_state_and_position(self):
+    """It calls the training function again: with both, also if it is alone then."""
+    self.job.restore(self.model)
+    self.job.update(0, 3)
+    state, members = self.job._state, self.job._members
+    theirs = state.progress._replace(epoch=2, iterations=9)
+    iterations = state.describe().index('int64[]')
+    tasks = [mock.Mock(rank=i, progress=state.order + i) for i in range(2)]
+    group = mock.Mock(rank=0, members=tasks)
+
+    def exchange(tag, payload):
+      answer = json.loads(payload)
+      if tag == 'elastic/state':
+        answer |= {'steps': state.num_steps + 6, 'state': theirs}
+      return [payload, json.dumps(answer).encode()]
+
+    def broadcast(array, root, name):
+      is_count = name == f'elastic/variables/{iterations}'
+      return np.int64(9) if is_count else array
+
+    group.exchange, group.broadcast = exchange, broadcast
+    with self.assertRaisesRegex(elastic_members.CallAgain, '6 steps behind'):
+      members._synchronise(group, 'train')
+    state.hold()
+    self.assertEqual(state.position, Position(2, 3))
 
   def test_loop_that_does_not_restore_is_refused(self):
     with self.assertRaisesRegex(

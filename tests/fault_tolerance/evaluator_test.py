@@ -215,7 +215,8 @@ class MismatchTest(_EvaluatorTest):
   ):
     training = Training(self.directory, is_run, optimizer='sgd')
     training.step()
-    model = _model(seed=2)
+    momentum = keras.optimizers.SGD(momentum=0.9)
+    model = _model(seed=2, optimizer=momentum)
     if is_built:
       model.optimizer.build(model.trainable_variables)
     evaluations = self.evaluator(model, max_evaluations=1).run()

@@ -100,6 +100,22 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     for name, value in model.get_metrics_result().items():
       self.assertAllClose(value, results[name], rtol=1e-6, msg=name)
 
+  def test_optimizers_that_are_attributes_of_the_model(self):
+    models = [_model(seed=seed) for seed in (1, 2)]
+    for model, count in zip(models, (7, 0), strict=True):
+      model.second = keras.optimizers.Adam()
+      with self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, 'optimizer.build'
+      ):
+        self._run(model)
+      model.second.build(model.trainable_variables)
+      for variable in model.second.variables:
+        variable.assign(keras.ops.full_like(variable, count))
+    self._run(models[0]).save(epoch=1)
+    self._run(models[1]).restore()
+    for variable in models[1].second.variables:
+      self.assertAllEqual(variable, np.full(variable.shape, 7))
+
   @pytest.mark.smoke
   def test_fit_continues(self):
     x = np.arange(48, dtype=np.float32).reshape([16, 3]) / 10
@@ -223,16 +239,14 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn('metrics/0 is not in this run', logs.output[0])
 
   @parameterized.parameters(
-    ({'units': 2}, {}, 'has shape \\[4, 1\\] there and \\[4, 2\\] here'),
-    ({'optimizer': 'sgd'}, {}, 'adam/.* is not in this run'),
-    ({}, {'seed': 2}, 'seed was 1 and is 2'),
+    ({'units': 2}, 'has shape \\[4, 1\\] there and \\[4, 2\\] here'),
+    ({'optimizer': 'sgd'}, 'adam/.* is not in this run'),
   )
-  def test_another_run_is_refused(self, changes, settings, message):
-    settings = {'seed': 1} if changes else settings
-    self._run(_model(), settings={'seed': 1}).save(1)
+  def test_another_run_is_refused(self, changes, message):
+    self._run().save(1)
     model = _model(**changes)
     before = self._state(model)
-    checkpoint = self._run(model, settings=settings)
+    checkpoint = self._run(model)
     with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, message):
       checkpoint.restore()
     self.assertIsNone(checkpoint.position)
@@ -240,12 +254,18 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(value, before[name], name)
 
   def test_another_run_can_be_read_and_not_continued(self):
-    """What nobody has put into `settings`: the optimizer's numbers, the seed."""
+    """It may have other settings, numbers of the optimizer and seeds."""
     self._run().save(1)
-    other = self._run(_model(seed=2, optimizer=keras.optimizers.Adam(0.5)))
+    adam = keras.optimizers.Adam(0.5)
+    model = _model(seed=2, optimizer=adam)
+    other = self._run(model, settings={'size': 2})
     self.assertEqual(other.restore(), Position(1))
     other.set_params({})
-    message = 'learning_rate was 0.00.* and is 0.5; random seed was 1 and is 2'
+    other.set_model(model)
+    message = (
+      'learning_rate was 0.00.* and is 0.5; random seed was 1 and is 2; '
+      "settings was {} and is {'size': 2}"
+    )
     for begin in (
       lambda: other.save(2),
       other.on_train_begin,
@@ -289,8 +309,10 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     settings = {'clip': float('nan'), 'sizes': (1, 2)}
     model = _model()
     self._run(model, settings=settings).save(1)
+    settings = dict(reversed(settings.items()))
     checkpoint = self._run(model, settings=settings)
     self.assertEqual(checkpoint.restore(), Position(1))
+    checkpoint.save(2)
 
   @parameterized.parameters(-1, 1.5, float('nan'), 'x', True, None)
   def test_position_that_is_none_is_not_saved(self, value):

@@ -42,7 +42,7 @@ def name_variables(
   not among them.
   """
   _mark_own(model, optimizer)
-  named = name_objects({'model': model, 'optimizer': optimizer})
+  named = name_objects(state_of(model, optimizer))
   workers = workers_lib.link_of(model.distribute_strategy)
   if workers is not None:
     kept = workers.gradient_state(model.trainable_variables)
@@ -58,13 +58,24 @@ def _mark_own(model, optimizer) -> None:
       value_of(variable).is_of_worker = True
 
 
-def state_of(model: keras.Model) -> dict[str, Any]:
+def state_of(
+  model: keras.Model, optimizer: keras.optimizers.Optimizer | None = None
+) -> dict[str, Any]:
   """Returns a model and its optimizers, for `name_objects`.
 
   Among them are optimizers that a `train_step` of the user's own keeps as attributes.
+
+  Args:
+    model: the model.
+    optimizer: trains in place of the one that the model was compiled with, if given.
   """
+  optimizers = _keras_internal.optimizers_of(model)
+  if optimizer is not None:
+    compiled = getattr(model, 'optimizer', None)
+    others = [o for o in optimizers if o is not optimizer and o is not compiled]
+    optimizers = [optimizer, *others]
   found: dict[str, Any] = {'model': model}
-  for i, each in enumerate(_keras_internal.optimizers_of(model)):
+  for i, each in enumerate(optimizers):
     found[f'optimizer#{i}' if i else 'optimizer'] = each
   return found
 

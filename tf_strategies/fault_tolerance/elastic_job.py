@@ -29,9 +29,9 @@ class Job:
   `tfs.elastic.run` makes it.
 
   Args:
-    options: of the job.
-    rendezvous: forms groups.
-    capacity: the most workers that there can be.
+    options: the options of the job.
+    rendezvous: forms the groups.
+    capacity: the largest number of workers.
   """
 
   def __init__(
@@ -50,8 +50,8 @@ class Job:
   def strategy(self) -> elastic.ElasticRingStrategy:
     """The strategy; build the model in its scope.
 
-    The other workers are asked for when something needs them: `position`, `fit`,
-    a loop of one's own.
+    This worker joins the others when it needs them: for `position`, `fit`, or a loop
+    of the program's own.
     """
     return self._state.strategy
 
@@ -99,13 +99,13 @@ class Job:
   def restore(self, model: keras.Model, optimizer=None) -> None:
     """Gives a built model the state of the most advanced worker, if any.
 
-    That happens when this worker joins the others: now if it has, or later. The
-    state is that of the model, of `optimizer` (or the one that it was compiled
-    with), and of optimizers that are attributes of the model.
+    This happens now if this worker has joined the others, or when it joins them. The
+    state consists of the variables of the model, of `optimizer` (or the one that the
+    model was compiled with), and of optimizers that are attributes of the model.
 
     Raises:
       CheckpointMismatchError: the model has other variables than before.
-      UnsupportedOptionError: state of which each replica has only a part.
+      UnsupportedOptionError: each replica has only a part of a variable.
     """
     optimizer = optimizer or model.optimizer
     with self.strategy.scope():
@@ -114,10 +114,10 @@ class Job:
     self._members.share()
 
   def global_batch_size(self, size: int) -> int:
-    """Returns the global batch of this generation; call it after `restore`.
+    """Returns the global batch size of this generation; call it after `restore`.
 
-    That is `size`, the one of the first generation; with batch='per_replica', in
-    proportion to the number of workers.
+    This is `size`, the batch size of the first generation. With batch='per_replica' it
+    is in proportion to the number of workers.
     """
     if self._state.model is None:
       raise errors.UnsupportedOptionError(
@@ -162,18 +162,18 @@ class Job:
   ) -> keras.callbacks.History | None:
     """Calls `model.fit` for the rest of the job; returns its history, if any.
 
-    The callbacks of a worker that comes later know what those of the others know
-    from the first batch on; the history is whole. Where the training function is
-    called again, metrics of the interrupted epoch cover only its other steps.
+    From its first batch on, a worker that joins later has the state of the others'
+    callbacks, and its history is whole. If the training function is called again, the
+    metrics of the interrupted epoch cover only its remaining steps.
 
     Args:
-      model: restored.
+      model: the restored model.
       make_batches: called with an epoch and a step; returns the batches from
         there to the end of the job.
-      epochs: of the whole job.
-      steps_per_epoch: of a whole epoch, as `make_batches` counts them.
-      callbacks: as of `fit`.
-      verbose: as of `fit`, and so are those that follow.
+      epochs: number of epochs of the whole job.
+      steps_per_epoch: number of steps of an epoch, as `make_batches` counts them.
+      callbacks, verbose, validation_data, validation_steps, validation_freq,
+        class_weight: as of `model.fit`.
 
     Raises:
       UnsupportedOptionError: `make_batches` has fewer batches than `epochs` of
@@ -227,7 +227,7 @@ class Job:
     )
 
   def _join_with_steps(self, model, batches, steps_per_epoch, weights):
-    """Joins when the step of the model has been built: nobody waits for that."""
+    """Builds the step of the model, and then joins, so that nobody waits for it."""
     if self.strategy.extended.communicator.is_member:
       return
     if isinstance(batches, tf.data.Dataset):

@@ -157,7 +157,7 @@ class Members(elastic.Membership):
     while True:
       try:
         if kind == 'train':
-          self.let_in(is_new_epoch=not self._state.progress.step)
+          self.let_in(is_new_epoch=not self._state.progress.rows)
         if batch is not None:
           self._check_batch(batch)
         outputs = compute()
@@ -340,18 +340,18 @@ class Members(elastic.Membership):
     if not all(have):
       enter = [is_running and phase == _FIT for phase in phases]
       state.take(group, best.rank, have, enter)
-    is_mixed = any(p not in _INSIDE for p in phases)
-    if phase in _INSIDE and is_mixed and not set(_CLOSED).isdisjoint(phases):
-      raise CallAgain('A worker joined where it cannot begin.')
     state.is_shared = True
+    is_inside = phase in _INSIDE
     behind = theirs['steps'] - state.num_steps
-    if phase not in _INSIDE:
+    if not is_inside or behind > 1:
       state.continue_at(theirs['state'], theirs['steps'])
-      return False
-    if behind > 1:
-      raise CallAgain(f'This worker is {behind} steps behind the others.')
     state.num_steps = theirs['steps']
-    return behind == 1
+    if is_inside and behind > 1:
+      raise CallAgain(f'This worker is {behind} steps behind the others.')
+    is_mixed = any(p not in _INSIDE for p in phases)
+    if is_inside and is_mixed and not set(_CLOSED).isdisjoint(phases):
+      raise CallAgain('A worker joined where it cannot begin.')
+    return is_inside and behind == 1
 
   def _ask(self, group, phase, seed):
     """Returns what each worker, by rank, says of its state."""

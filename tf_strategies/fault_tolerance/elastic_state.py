@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import errors
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import elastic_callbacks
@@ -21,16 +21,13 @@ class Progress(NamedTuple):
   """How far a job has come, comparable across global batch sizes."""
 
   epoch: int = 0
-  step: int = 0
-  batch_size: int = 1  # Rows of these steps; 1 if the job does not know it.
+  rows: int = (
+    0  # Completed rows of the next epoch; steps if their size is unknown.
+  )
+  iterations: int = 0  # Calls of the optimizer until here.
   first_world: int = (
     0  # Workers of the first generation; 0 if nothing is trained.
   )
-
-  @property
-  def rows(self) -> int:
-    """Completed rows of the next epoch."""
-    return self.step * self.batch_size
 
 
 class State:
@@ -57,8 +54,6 @@ class State:
     self._held: list[np.ndarray] | None = None
     # The model and its optimizers by name; empty before `restore`.
     self._objects: dict[str, Any] = {}
-    # The optimizer's count of calls at `progress`.
-    self._iterations_at_progress = 0
     # Metrics before they were reset, and `num_steps` then.
     self._before_reset: tuple[int, list[np.ndarray]] | None = None
     # Variables, metrics and callbacks of the epoch that this worker enters.
@@ -98,16 +93,14 @@ class State:
   def move(self, epoch: int, step: int) -> None:
     """Records the position."""
     self.progress = self.progress._replace(
-      epoch=epoch, step=step, batch_size=self.batch_size
+      epoch=epoch, rows=step * self.batch_size, iterations=self._iterations()
     )
-    self._iterations_at_progress = self._iterations()
 
   def continue_at(self, progress: Sequence[int], num_steps: int) -> None:
-    """Takes the progress of the other workers."""
+    """Takes the progress of the worker whose state this one has."""
     taken = Progress(*progress)
     first_world = taken.first_world or self.strategy.num_workers
     self.progress = taken._replace(first_world=first_world)
-    self._iterations_at_progress = self._iterations()
     self.num_steps = num_steps
 
   def _iterations(self) -> int:
@@ -122,17 +115,11 @@ class State:
     if self._objects:
       is_same = self.model is model and self._objects['optimizer'] is optimizer
       self.is_one_fit = self.is_one_fit and is_same
-    others = [
-      each
-      for each in _keras_internal.optimizers_of(model)
-      if each not in (optimizer, model.optimizer)
-    ]
-    self._objects = {
-      'model': model,
-      'optimizer': optimizer,
-      **{f'optimizer#{i}': each for i, each in enumerate(others)},
-    }
+    self._objects = model_state.state_of(model, optimizer)
     self._variables()  # Raises an error if they cannot be shared.
+    if self._held is None:
+      # A model that was loaded has been trained before.
+      self.progress = self.progress._replace(iterations=self._iterations())
 
   @property
   def model(self) -> keras.Model | None:
@@ -167,7 +154,7 @@ class State:
     if not (self._objects and self.is_shared):
       return  # The previous copy is still valid.
     # Steps may have been applied before the program could record them.
-    applied = self._iterations() - self._iterations_at_progress
+    applied = self._iterations() - self.progress.iterations
     if applied > 0:
       self.move(self.progress.epoch, self.position.step + applied)
     self._held = _read([*self._variables(), *self._rests()])
@@ -227,7 +214,7 @@ class State:
     if taken is not None:
       values, metrics, callbacks = taken
       self._assign(self._variables(), values)
-      if self.progress.step:
+      if self.progress.rows:
         self._assign_metrics(metrics)
       elastic_callbacks.unpack(callbacks, self.callbacks)
 

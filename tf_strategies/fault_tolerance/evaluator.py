@@ -21,15 +21,14 @@ from absl import logging
 from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import checkpointer, model_state
 
-# What TensorFlow raises for a checkpoint of which a part is missing: IndexError
-# where a file is too short, an OpError otherwise.
+# Errors of damaged checkpoints. TensorFlow raises IndexError if a file is too short.
 _UNREADABLE = (tf.errors.OpError, IndexError, OSError, errors.DataError)
 _MISSING = (tf.errors.NotFoundError, FileNotFoundError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """Loss and metrics by name, for a checkpoint at so many `iterations`."""
+  """Loss and metrics by name, of a checkpoint after `iterations` steps."""
 
   path: str
   iterations: int
@@ -50,12 +49,12 @@ class SidecarEvaluator:
     model: built and compiled as the model that is trained, with an optimizer of
       the same class, on one device.
     data: as for `model.evaluate`; read again for each checkpoint.
-    checkpoint_dir: of the checkpoints; may not exist yet.
+    checkpoint_dir: directory of the checkpoints; may not exist yet.
     log_dir: where to write `evaluation_<metric>` for TensorBoard, at the step
       of the optimizer.
-    steps: batches of an evaluation; None for all.
+    steps: number of batches of an evaluation; None for all.
     poll_seconds: how often to look for a checkpoint.
-    max_evaluations: how many to evaluate; None for all.
+    max_evaluations: number of checkpoints to evaluate; None for all.
     idle_timeout_seconds: how long to wait for another checkpoint; None until
       training is over.
 
@@ -148,7 +147,7 @@ class SidecarEvaluator:
     done: list[Evaluation] = []
     ends_at = time.monotonic() + self._idle_timeout_seconds
     while True:
-      # Read before the list, which then has all that was written before.
+      # Looked up before the list, so that the list has every checkpoint.
       is_finished = tf.io.gfile.exists(
         os.path.join(self._directory, checkpointer.FINISHED_FILE)
       )
@@ -169,7 +168,7 @@ class SidecarEvaluator:
       time.sleep(min(self._poll_seconds, left))
 
   def _next(self) -> tuple[Any, str | None]:
-    """The oldest checkpoint that was not yet seen, and who reads it."""
+    """Returns the oldest checkpoint that was not seen yet, after its reader."""
     for reader in self._readers:
       for found in reader.list():
         if found not in self._seen:
@@ -207,54 +206,49 @@ class SidecarEvaluator:
 
 
 class _CheckpointerReader:
-  """Reads the checkpoints of a `Checkpointer`: weights, and the step."""
+  """Reads the checkpoints of a `Checkpointer`.
+
+  Args:
+    model: the compiled model.
+    directory: the directory of the checkpoints.
+  """
 
   def __init__(self, model: keras.Model, directory: str):
-    self._model = model
+    self._variables = _needed(model)
     self._checkpointer = checkpointer.Checkpointer(directory)
 
   def list(self) -> Iterator[tuple[str, float | None]]:
-    # The time tells it from an older one of the same name, if training restarted
-    # and wrote it again.
+    # If training restarted and wrote a checkpoint again, its time differs.
     for path in self._checkpointer.paths():
       with contextlib.suppress(FileNotFoundError):
         yield path, os.stat(path).st_mtime
 
   def restore(self, path: str) -> None:
-    """Reads weights and the step; ValueError if they do not fit the model."""
+    """Reads a checkpoint; raises ValueError if it does not fit the model."""
     found = self._checkpointer.open(path)
-    named = model_state.name_objects({'model': self._model})
-    variables = {k: v for k, v in named.items() if _is_weight(k)}
-    saved = {k: found.arrays[k] for k in found.arrays if _is_weight(k)}
+    saved = {k: found.arrays[k] for k in found.arrays if _is_needed(k)}
     for name, reduction in found.metadata.get('parts', {}).items():
       if name in saved:
         saved[name] = model_state.reduce_parts(saved[name], reduction)
-    renamed = model_state.match_names(list(variables), list(saved))
+    renamed = model_state.match_names(list(self._variables), list(saved))
     arrays = {renamed.get(k, k): v for k, v in saved.items()}
-    steps = [
-      k
-      for k in found.arrays
-      if k.startswith('optimizer/') and k.endswith('/iteration')
-    ]
-    different = model_state.differences(variables, arrays)
-    if not steps:
-      different.append("it lacks the optimizer's variable iteration")
+    different = model_state.differences(self._variables, arrays)
     if different:
       raise ValueError('; '.join(different))
-    for name, variable in variables.items():
+    for name, variable in self._variables.items():
       variable.assign(arrays[name])
-    self._model.optimizer.iterations.assign(found.arrays[steps[0]])
-
-
-def _is_weight(name: str) -> bool:
-  return name.startswith('model/') and not name.startswith('model/random/')
 
 
 class _TensorFlowReader:
-  """Reads the same of those of a `tf.train.CheckpointManager`."""
+  """Reads the checkpoints of a `tf.train.CheckpointManager`.
+
+  Args:
+    model: the compiled model.
+    directory: the directory of the checkpoints.
+  """
 
   def __init__(self, model: keras.Model, directory: str):
-    self._model = model
+    self._variables = list(_needed(model).values())
     self._directory = directory
     self._checkpoint = tf.train.Checkpoint(
       model=model, optimizer=model.optimizer
@@ -271,6 +265,7 @@ class _TensorFlowReader:
     return itertools.zip_longest(paths, times)
 
   def restore(self, path: str) -> None:
+    """Reads a checkpoint; raises ValueError if it does not fit the model."""
     self._checkpoint.restore(path).expect_partial()
     if not self._is_compatible:
       self._check_restores_everything(path)
@@ -279,22 +274,37 @@ class _TensorFlowReader:
   def _check_restores_everything(self, path: str) -> None:
     """Restores again over other values, which only missing variables keep.
 
-    TensorFlow's own check also rejects checkpoints without variables of the
+    TensorFlow's own check also rejects checkpoints without other variables of the
     optimizer, such as slots, which are not needed here.
     """
-    variables = [*self._model.weights, self._model.optimizer.iterations]
-    values = [np.asarray(variable) for variable in variables]
+    values = [np.asarray(variable) for variable in self._variables]
     fills = [(np.zeros_like if v.any() else np.ones_like)(v) for v in values]
-    for variable, fill in zip(variables, fills, strict=True):
+    for variable, fill in zip(self._variables, fills, strict=True):
       variable.assign(fill)
     self._checkpoint.restore(path).expect_partial()
     missing = [
       variable.path
-      for variable, fill in zip(variables, fills, strict=True)
+      for variable, fill in zip(self._variables, fills, strict=True)
       if fill.size and np.array_equal(np.asarray(variable), fill)
     ]
     if missing:
       raise ValueError(f'it lacks {", ".join(missing)}')
+
+
+def _needed(model: keras.Model) -> dict[str, Any]:
+  """Returns the variables that an evaluation needs: weights and the step."""
+  named = model_state.name_objects(
+    {'model': model, 'optimizer': model.optimizer}
+  )
+  return {name: v for name, v in named.items() if _is_needed(name)}
+
+
+def _is_needed(name: str) -> bool:
+  """Returns whether a name is of a weight, or of the count of steps."""
+  kind, _, inside = name.partition('/')
+  if kind == 'optimizer':
+    return inside.endswith('/iteration')
+  return kind == 'model' and not inside.startswith('random/')
 
 
 def _file_writer(log_dir: str) -> Any:

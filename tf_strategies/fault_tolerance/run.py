@@ -24,17 +24,17 @@ from tf_strategies.strategies.multi_worker import elastic
 class Run(keras.callbacks.Callback):
   """A run in a directory: it saves, exits on SIGTERM, and continues exactly.
 
-  Saves the variables of the model and the optimizer, the state of random layers,
+  Saves the variables of the model and its optimizers, the state of random layers,
   the metrics of an interrupted epoch, and the position from which the data
-  continue: `make_dataset(..., start=...)` starts anywhere. Random ops outside of
-  Keras layers and the state of other callbacks are not saved.
+  continue: `make_dataset(..., start=...)` starts anywhere. Random operations outside
+  of Keras layers and the state of other callbacks are not saved.
 
   * With `fit`: pass the run as the last callback, and the batches of whole epochs
-    from the restored epoch on. Those of completed steps are read and dropped, and
-    metrics continue from their values. The run saves after each epoch and, on
-    SIGTERM, after the current step. An epoch in whose last step the signal arrives,
-    or after it, is not evaluated. After a `fit` that raised, a SIGTERM is kept for
-    the next run that listens.
+    from the restored epoch on. The run drops the batches of completed steps, and
+    metrics continue from their values. It saves after each epoch and, on SIGTERM,
+    after the current step. If the signal arrives in or after the last step of an
+    epoch, this epoch is not evaluated. After a `fit` that raised, a SIGTERM is kept
+    for the next run that listens.
   * With a custom loop: train in the context of the run, call `exit_if_preempted`
     after each step and `save` after each epoch.
 
@@ -86,15 +86,13 @@ class Run(keras.callbacks.Callback):
       initial_epoch=epoch, epochs=3, steps_per_epoch=100, callbacks=[run])
 
   Args:
-    directory: of the checkpoints; created if it is missing.
+    directory: directory of the checkpoints; created if it is missing.
     model: a built model.
     optimizer: its optimizer; None for the one it is compiled with.
-    settings: whatever makes two runs different, such as the seed; saved, and
-      compared by `restore`.
-    metrics: whose values belong to an epoch in progress; None for the model's.
-    max_to_keep: how many checkpoints are kept.
-    check_seconds: approximate time between two exchanges, in which workers ask
-      each other for a signal; 0 for each step.
+    settings: values that make two runs different, such as the seed. They are saved,
+      and compared when a run begins.
+    metrics: metrics of the epoch in progress; None for the model's.
+    max_to_keep: number of checkpoints to keep.
 
   Raises:
     UnsupportedOptionError: a model without variables or optimizer; parameter
@@ -114,10 +112,8 @@ class Run(keras.callbacks.Callback):
     settings: Mapping[str, Any] | None = None,
     metrics: Sequence[keras.metrics.Metric] | None = None,
     max_to_keep: int = 2,
-    check_seconds: float = 0.2,
   ):
     super().__init__()
-    option_checks.check_seconds('check_seconds', check_seconds, or_zero=True)
     option_checks.check_type(
       'model', model, keras.Model, 'a keras.Model', 'pass the model to save'
     )
@@ -139,9 +135,9 @@ class Run(keras.callbacks.Callback):
     if not optimizer.built:
       with self._strategy.scope():
         optimizer.build(model.trainable_variables)
+    objects = model_state.state_of(model, optimizer)
     self._state: run_state.WorkerState | run_state.ServerState
     if hasattr(self._strategy, 'recovery'):
-      objects = {'model': model, 'optimizer': optimizer}
       objects |= {f'metrics/{i}': m for i, m in enumerate(metrics or ())}
       self._state = run_state.ServerState(directory, model, objects, settings)
     else:
@@ -151,10 +147,17 @@ class Run(keras.callbacks.Callback):
         'a strategy whose workers stay the same',
         'leave it out: job.restore takes the state of the other workers',
       )
+      for each in objects.values():
+        option_checks.check(
+          each.built,
+          f'an optimizer {each.name!r} of the model, which has no variables yet,',
+          'optimizers whose state can be saved',
+          'call optimizer.build(variables) before tfs.Run',
+        )
       self._state = run_state.WorkerState(
         directory, model, optimizer, settings, metrics, max_to_keep
       )
-    self._preemption = preemption.Preemption(self._strategy, check_seconds)
+    self._preemption = preemption.Preemption(self._strategy)
     self._resumed_from: Position | None = None
     self._is_first_epoch = False
     self._epoch = 0
@@ -168,8 +171,8 @@ class Run(keras.callbacks.Callback):
       The position, also in `position`; (0, 0) in an empty directory.
 
     Raises:
-      CheckpointMismatchError: it belongs to another model or another run; the
-        message names every difference.
+      CheckpointMismatchError: it belongs to another model; the message names every
+        difference.
       TakenOverError: another run has written there since this one began.
       DataError: there are checkpoints and all are damaged.
       StorageError: the chief cannot read a file.
@@ -194,7 +197,7 @@ class Run(keras.callbacks.Callback):
       InUseError: a live process of another run writes into the directory.
       TakenOverError: another process has become the writer.
       CheckpointMismatchError: the restored checkpoint was made with another
-        optimizer or random seed.
+        optimizer, random seed or settings.
       UnsupportedOptionError: not a position.
     """
     return self._state.save(_position(epoch, step))
@@ -202,12 +205,7 @@ class Run(keras.callbacks.Callback):
   # In a custom loop.
 
   def __enter__(self) -> Run:
-    option_checks.check(
-      self.position is not None,
-      'the context of a Run before run.restore()',
-      'a loop that starts at the position of the newest checkpoint',
-      'write epoch, step = run.restore() before it',
-    )
+    run_state.check_restored(self.position)
     self._state.mark_finished(False)
     self._preemption.listen()
     return self
@@ -255,13 +253,11 @@ class Run(keras.callbacks.Callback):
       is_saved = workers.combine(flag, 'min', 'preemption/saved').numpy()
       # Without it, the others would take the exit for a failure.
       self._strategy.close()
-    seconds = self._preemption.seconds_since_signal
     logging.warning(
-      'Preempted at %s: %s in %.2f s%s. Exiting with status %d.',
+      'Preempted at %s: %s in %.2f s. Exiting with status %d.',
       position,
       'saved' if is_saved else 'NOT saved',
       time.monotonic() - began,
-      '' if seconds is None else f', {seconds:.2f} s after the signal',
       exit_codes.RESTARTABLE_EXIT_CODE,
     )
     raise SystemExit(exit_codes.RESTARTABLE_EXIT_CODE)
@@ -278,7 +274,7 @@ class Run(keras.callbacks.Callback):
       'the model and the optimizer that the run saves',
       'make the Run of this model, after compile',
     )
-    position = self._state.begin_fit(self.params.get('steps'))
+    position = self._state.begin_fit(self.position, self.params.get('steps'))
     if position is not None and self._resumed_from is not position:
       self._resumed_from, self._is_first_epoch = position, True
 

@@ -1,7 +1,8 @@
-"""How the state of a run is read and written: `WorkerState` and `ServerState`.
+"""`WorkerState` and `ServerState`: read and write the state of a run.
 
-Synchronous strategies have the state on the workers, whose chief reads and writes
-files. Parameter servers write their own. `Run` uses both in the same way.
+With synchronous strategies the workers have the state, and their chief reads and
+writes the files. Parameter servers write their own files. `Run` uses both classes in
+the same way.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class WorkerState:
   """The state of a run on one worker or several; all of them call each method.
 
   Args:
-    directory: of the checkpoints.
+    directory: the directory of the checkpoints.
     model: a built model.
     optimizer: its optimizer, with variables.
-    settings: for JSON; compared by `restore`.
-    metrics: whose values belong to an epoch in progress; None for the model's.
-    max_to_keep: how many checkpoints are kept.
+    settings: values of JSON that a run must have been started with to continue.
+    metrics: metrics of the epoch in progress; None for the model's.
+    max_to_keep: number of checkpoints to keep.
   """
 
   def __init__(
@@ -49,26 +50,27 @@ class WorkerState:
     self._variables = model_state.name_variables(model, optimizer)
     self._model = model
     self._metrics = metrics
-    self._settings = settings
     seed, _ = multi_worker.proposed_seed()
     # Compared before this run saves, since reading alone harms nobody.
     self._description = plain(
-      {'random seed': seed, **model_state.describe_optimizer(optimizer)}
+      {
+        'settings': dict(sorted(settings.items())),
+        'random seed': seed,
+        **model_state.describe_optimizer(optimizer),
+      }
     )
     self._metric_arrays: dict[str, Any] = {}
+    # On the chief: the checkpoint that was restored, until this run saves.
     self._restored: checkpointer.Checkpoint | None = None
-    self.position: Position | None = None
 
   def restore(self) -> Position:
     """Restores the newest whole checkpoint; returns its position."""
-    self._restored = self.position = None
+    self._restored, self._metric_arrays = None, {}
     header = self._on_chief('restore', self._find)
+    if header is None:
+      return Position()
+    position = Position.from_json(header['position'])
     found = self._restored
-    self._metric_arrays = {}
-    position = Position.from_json(header)
-    if not header['is_found']:
-      self.position = position
-      return position
     parts = self._access.restore(
       self._variables, found.arrays if found else {}, header['parts']
     )
@@ -77,7 +79,6 @@ class WorkerState:
       self.restore_metrics()
     if self._access.is_chief:
       self._checkpointer.log_restored(found, position)
-    self.position = position
     return position
 
   def restore_metrics(self) -> None:
@@ -97,17 +98,19 @@ class WorkerState:
       return
     self._access.write(variables, self._metric_arrays)
 
-  def begin_fit(self, steps_per_epoch: int | None) -> Position:
-    """Returns the position at which `fit` must begin."""
+  def begin_fit(
+    self, position: Position | None, steps_per_epoch: int | None
+  ) -> Position | None:
+    """Returns the position at which `fit` must begin.
+
+    Args:
+      position: the position that was restored; None if nothing was.
+      steps_per_epoch: number of steps of an epoch, if known.
+    """
     del steps_per_epoch
-    option_checks.check(
-      self.position is not None,
-      'a Run in fit before run.restore()',
-      'a fit that starts at the position of the newest checkpoint',
-      'write epoch, _ = run.restore() before fit',
-    )
+    check_restored(position)
     self.mark_finished(False)
-    return self.position
+    return position
 
   def begin_epoch(self, epoch: int) -> None:
     """Does nothing: `save` gets the position."""
@@ -117,12 +120,8 @@ class WorkerState:
     self.save(Position(epoch + 1))
 
   def end_fit(self) -> None:
-    """Notes that no checkpoint will follow."""
+    """Tells readers that no checkpoint will follow."""
     self.mark_finished()
-
-  def own(self) -> None:
-    """Makes this run the only one that saves; the first `save` does it too."""
-    self._on_chief('save', self._acquire)
 
   def save(self, position: Position, at_once: bool = False) -> str | None:
     """Saves the state; returns the path of the checkpoint on the chief."""
@@ -139,7 +138,6 @@ class WorkerState:
         arrays,
         {
           **position.to_json(),
-          'settings': self._settings,
           'description': self._description,
           'parts': model_state.reductions(variables),
         },
@@ -155,9 +153,12 @@ class WorkerState:
 
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells a `SidecarEvaluator` whether more checkpoints will follow."""
-    self.own()
-    if self._access.is_chief:
+
+    def mark():
+      self._acquire()
       self._checkpointer.mark_finished(is_finished)
+
+    self._on_chief('save', mark)
 
   def _metric_variables(self):
     metrics = self._model.metrics if self._metrics is None else self._metrics
@@ -197,28 +198,24 @@ class WorkerState:
       self._checkpointer.check_description(self._restored, self._description)
       self._restored = None  # Closes its file.
 
-  def _find(self) -> dict[str, Any]:
-    """Opens the newest checkpoint; raises if it is another run's.
+  def _find(self) -> dict[str, Any] | None:
+    """Opens the newest checkpoint; raises an error if it is another run's.
 
     Returns:
-      Its position, and the names, dtypes and shapes of arrays that replicas have
-      parts of; for all workers.
+      For all workers: its position, and the names, dtypes and shapes of arrays that
+      replicas have parts of. None if there is no checkpoint.
     """
     found = self._checkpointer.newest()
     if found is None:
-      return {'is_found': False, **Position().to_json()}
+      return None
     self._checkpointer.check_run(found)
     names = model_state.match_names(
       list(self._variables), [k for k in found.arrays if not _is_metric(k)]
     )
-    found = dataclasses.replace(found, arrays=found.arrays.renamed(names))
-    specs = found.arrays.specs
-    # Checkpoints of parameter servers have no settings.
-    different = checkpointer.different_settings(
-      found.metadata.get('settings', {}), self._settings
-    )
-    different += model_state.differences(
-      self._variables, {k: v for k, v in specs.items() if not _is_metric(k)}
+    arrays = found.arrays.renamed(names)
+    different = model_state.differences(
+      self._variables,
+      {k: v for k, v in arrays.specs.items() if not _is_metric(k)},
     )
     if different:
       raise errors.CheckpointMismatchError(
@@ -226,27 +223,28 @@ class WorkerState:
         f'{"; ".join(different)}. Fix: pass the options that it was made with, '
         'or another directory.'
       )
-    parts = [
-      (name, spec.dtype, spec.shape)
-      for name, spec in specs.items()
-      if _is_metric(name) or model_state.has_parts(self._variables[name])
-    ]
-    self._restored = found
-    position = Position.from_json(found.metadata).to_json()
-    return {'is_found': True, **position, 'parts': parts}
+    self._restored = dataclasses.replace(found, arrays=arrays)
+    return {
+      'position': Position.from_json(found.metadata).to_json(),
+      'parts': [
+        (name, spec.dtype, spec.shape)
+        for name, spec in arrays.specs.items()
+        if _is_metric(name) or model_state.has_parts(self._variables[name])
+      ],
+    }
 
 
 class ServerState:
   """The state of a run on parameter servers, which the strategy reads and writes.
 
-  The strategy saves every `checkpoint_steps` steps and leaves out the data of steps
-  that are done.
+  The strategy saves every `checkpoint_steps` steps, and skips the data of completed
+  steps.
 
   Args:
     directory: the `checkpoint_dir` of the strategy.
     model: a built model.
     objects: models, optimizers and metrics to save, by name.
-    settings: for JSON; compared by `restore`.
+    settings: values of JSON that a run must have been started with to continue.
   """
 
   def __init__(
@@ -282,8 +280,11 @@ class ServerState:
       self._is_restored = True
     return Position(0, self._recovery.counts.before)
 
-  def begin_fit(self, steps_per_epoch: int | None) -> Position | None:
+  def begin_fit(
+    self, position: Position | None, steps_per_epoch: int | None
+  ) -> Position | None:
     """Restores; tells Keras and the data set where to continue."""
+    del position  # It counts the steps of all epochs.
     if not self._is_restored:
       with self._strategy.scope():
         if not self._model.optimizer.built:
@@ -307,11 +308,11 @@ class ServerState:
     """Does nothing: the metrics of `fit` cover the steps after the resume."""
 
   def begin_epoch(self, epoch: int) -> None:
-    """Tells the strategy the epoch of checkpoints from now on."""
+    """Tells the strategy which epoch later checkpoints belong to."""
     self._recovery.begin_epoch(epoch)
 
   def end_epoch(self, epoch: int) -> None:
-    """Notes that a checkpoint from now on belongs to the next epoch."""
+    """Tells the strategy that later checkpoints belong to the next epoch."""
     self._recovery.begin_epoch(epoch + 1)
 
   def end_fit(self) -> None:
@@ -323,9 +324,6 @@ class ServerState:
     self._recovery.expect_data(False)
     self._strategy.save()
     self.mark_finished()
-
-  def own(self) -> None:
-    """Does nothing: the strategy owns its directory since it was made."""
 
   def save(self, position: Position, at_once: bool = False) -> str | None:
     """Saves; with `at_once`, fails if a server is gone as well."""
@@ -340,6 +338,16 @@ class ServerState:
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells a `SidecarEvaluator` whether more checkpoints will follow."""
     self._recovery.mark_finished(is_finished)
+
+
+def check_restored(position: Position | None) -> None:
+  """Raises UnsupportedOptionError if a run begins without a position."""
+  option_checks.check(
+    position is not None,
+    'fit or the context of a Run before run.restore()',
+    'a run that begins at the position of the newest checkpoint',
+    'write epoch, step = run.restore() before it',
+  )
 
 
 def plain(settings: object) -> dict[str, Any]:
