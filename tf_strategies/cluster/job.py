@@ -43,17 +43,17 @@ class Job:
 
   @property
   def counts(self) -> dict[str, int]:
-    """The number of addresses by type."""
+    """Returns the number of addresses by type."""
     chief = int(self.chief)
     return {'chief': chief, 'worker': self.num_workers, 'ps': self.num_ps}
 
   @property
   def all_counts(self) -> dict[str, int]:
-    """The number of tasks by type: `counts`, and the evaluator."""
+    """Returns the number of tasks by type: `counts`, and the evaluator."""
     return {**self.counts, 'evaluator': int(self.evaluator)}
 
   @property
   def training_types(self) -> tuple[str, ...]:
-    """The types of the tasks whose end is the end of the job."""
+    """Returns the types of the tasks whose end is the end of the job."""
     # With parameter servers the chief trains alone: workers are servers too.
     return ('chief',) if self.chief and self.num_ps else ('chief', 'worker')

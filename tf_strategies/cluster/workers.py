@@ -1,4 +1,4 @@
-"""How a strategy finds the other workers, and which strategies must."""
+"""Links a strategy to the other workers, and compares their values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ BEGIN_OF_FIT = 'begin of fit'
 _SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
 # The strategies of this process that train together with other tasks, by name.
 _joined: set[str] = set()
-# How many workers that differ from the first one an error names.
+# Number of workers that differ from the first one and that an error names.
 _NAMED = 4
 
 
 def link_of(strategy: Any) -> Any | None:
-  """The `Communicator` of a `tf.distribute.Strategy`; None if it has none.
+  """Returns the `Communicator` of a `tf.distribute.Strategy`; None if it has none.
 
   Example:
 

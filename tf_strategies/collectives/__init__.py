@@ -1,4 +1,4 @@
-"""What moves in a collective: schedules and plans, without TensorFlow.
+"""Describes collectives by schedules and codecs, without TensorFlow.
 
 Example:
 

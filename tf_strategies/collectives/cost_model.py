@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from tf_strategies.collectives import algorithms
 from tf_strategies.collectives import schedule as schedule_lib
 
-# What is compared by default, the preferred first. A new algorithm is not among
-# them by itself: it must not change what runs where nobody asked for it.
+# Algorithms that are compared by default, the preferred first. A new algorithm is not
+# added by itself: it must not change programs that did not ask for it.
 CANDIDATES = (
   'ring',
   'halving_doubling',
@@ -34,7 +34,7 @@ _TIE = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-  """What one message costs.
+  """The cost of one message.
 
   Example:
 
@@ -50,13 +50,13 @@ class Link:
   beta_seconds_per_byte: float
 
   def seconds(self, num_bytes: float) -> float:
-    """Time of one message of `num_bytes`."""
+    """Returns the time of one message of `num_bytes`."""
     return self.alpha_seconds + num_bytes * self.beta_seconds_per_byte
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Which ranks are near each other, and what their links cost.
+  """The groups of near ranks, and the costs of their links.
 
   Example:
 
@@ -94,7 +94,7 @@ def cost(
   num_bytes: int,
   topology: Topology,
 ) -> float:
-  """Modelled time of one all-reduce.
+  """Returns the modelled time of one all-reduce.
 
   Chunks that one rank sends to another in the same round are one message. A
   round takes as long as its busiest rank: the sum of its sends, or that of its
@@ -128,7 +128,7 @@ def choose(
   topology: Topology,
   candidates: Sequence[str] = CANDIDATES,
 ) -> schedule_lib.Schedule:
-  """The cheapest schedule for a buffer.
+  """Returns the cheapest schedule for a buffer.
 
   Only the arguments count, so that ranks that ask for themselves agree. On a tie
   the first candidate wins: by default the ring, which suffers least where links

@@ -1,4 +1,4 @@
-"""What an all-reduce moves, as integers: transfers, rounds and their check.
+"""Describes an all-reduce by integers: transfers, rounds and their check.
 
 An algorithm is a function that returns a `Schedule`. The executors and the cost
 model take any Schedule, so that an algorithm cannot be right in one place and wrong
@@ -125,7 +125,7 @@ class Schedule:
     return self
 
   def reduce_scatter(self) -> Schedule:
-    """The half of this all-reduce after which rank r holds the sum of chunk r.
+    """Returns the half of this all-reduce after which rank r has the sum of chunk r.
 
     Only the transfers that lead to these sums stay, with chunks renumbered.
 
@@ -193,7 +193,7 @@ class Schedule:
     return self
 
   def completions(self) -> frozenset[tuple[int, int, int]]:
-    """Where and when an addition makes a chunk complete.
+    """Returns where and when an addition makes a chunk complete.
 
     Executors scale (the 1/N of a mean) and round (a 16-bit wire) at exactly
     these places, after all additions of the round. Every other complete chunk
@@ -208,7 +208,7 @@ class Schedule:
     return self._replay[2]
 
   def owners(self) -> tuple[int, ...]:
-    """For each chunk, the lowest rank among the first that complete it.
+    """Returns, for each chunk, the lowest rank among the first that complete it.
 
     Raises:
       ScheduleError: no rank ever holds the complete sum of some chunk.
@@ -229,7 +229,7 @@ class Schedule:
   def bytes_per_link(
     self, chunk_bytes: Sequence[int]
   ) -> dict[tuple[int, int], int]:
-    """Bytes that each directed link carries in the whole schedule.
+    """Returns the bytes that each directed link carries in the whole schedule.
 
     Returns:
       {(src, dst): bytes} for every link in use, sorted; a link that only
@@ -242,7 +242,7 @@ class Schedule:
     return dict(sorted(total.items()))
 
   def bytes_in(self, chunk_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Bytes that each rank receives; arguments as for `bytes_per_link`."""
+    """Returns the bytes that each rank receives; arguments as for `bytes_per_link`."""
     total = [0] * self.world_size
     for (_, dst), num_bytes in self.bytes_per_link(chunk_bytes).items():
       total[dst] += num_bytes
@@ -308,7 +308,7 @@ class Schedule:
 
 
 def rank_order(rank: int, transfers: Iterable[Transfer]) -> list[int]:
-  """The ranks whose values make up a chunk after a round, in order.
+  """Returns the ranks whose values make up a chunk after a round, in order.
 
   The order of a floating point sum decides its bits: ranks that add up the same
   terms for themselves get the same bits, because all go by rank.

@@ -89,7 +89,7 @@ class _Block:
     return 0 if count is None else count(self._owner)
 
   def array(self, shape: int | tuple[int, ...], dtype) -> np.ndarray:
-    """An array over the beginning of the memory."""
+    """Returns an array over the beginning of the memory."""
     used = self._aligned[: _num_bytes(shape, dtype)]
     return used.view(dtype).reshape(shape)
 

@@ -1,6 +1,6 @@
-"""Which rank is at fault: missing heartbeats, mismatches and timeouts.
+"""Finds the rank at fault: missing heartbeats, mismatches and timeouts.
 
-Without sockets or clocks: times and what the ranks say come in as arguments.
+It has no sockets or clocks: times and the descriptions of ranks are arguments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.process_group import state as state_lib
 
-# How many ranks a message spells out.
+# Number of ranks that a message spells out.
 _NAMED = 4
 
 
@@ -35,9 +35,9 @@ class HeartbeatMonitor:
     self._heard[rank] = now
 
   def overdue(self, now: float) -> dict[int, float]:
-    """The ranks that count as lost, and for how long each has been silent.
+    """Returns the lost ranks, and the seconds for which each has been silent.
 
-    The one that fell silent first comes first.
+    The rank that fell silent first comes first.
     """
     self.own_pause(now)
     if now - self._checked > self._timeout / 2 + self.interval_seconds:
@@ -90,9 +90,9 @@ def diagnose(
   suspicion: Mapping[str, Any],
   said: Mapping[int, Mapping[str, Any]],
 ) -> state_lib.FailureReport:
-  """Why a collective failed, from the suspicion of a rank.
+  """Returns why a collective failed, from the suspicion of a rank.
 
-  `said` is what each rank that answered says of itself: `GroupState.describe()`.
+  `said` holds the `GroupState.describe()` of each rank that answered.
   """
   if suspicion['seconds'] is None:
     return _diagnose_mismatch(members, suspicion, said)
@@ -106,9 +106,9 @@ def stall(
 ) -> state_lib.FailureReport | None:
   """Returns why ranks wait for each other for ever; None if they may go on.
 
-  They do if each waits in the same place as some time `before`, and they are in
-  different methods of a model: one evaluates, say, while the others train. They
-  also do if one of them begins `fit`, which every rank has to begin.
+  They do if no rank has moved since `before`, and the ranks are in different methods of
+  a model: one evaluates, say, while the others train. They also do if one of them begins
+  `fit`, which every rank has to begin.
   """
   ranks = range(len(members))
   if any(rank not in said or rank not in before for rank in ranks):

@@ -1,6 +1,6 @@
-"""Process groups: their collectives are plans, whose bytes move over TCP.
+"""Defines process groups. Their collectives are plans, whose bytes move over TCP.
 
-`mpi.group` moves them over MPI.
+`mpi.group` moves the bytes over MPI.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tf_strategies.process_group.tcp import link as link_lib
 from tf_strategies.process_group.tcp import mesh
 from tf_strategies.process_group.tcp import transport as transport_lib
 
-# When a data link breaks, the control plane most likely knows who died.
+# When a data link breaks, the control plane soon knows the rank that died.
 _REPORT_SECONDS = 0.3
 # Between two looks at the group while a link is being made.
 _CHECK_SECONDS = 0.05
@@ -148,19 +148,18 @@ class ProcessGroup:
     """Combines the arrays of all ranks; every rank gets the same bits.
 
     Args:
-      array: 1-D, contiguous, of a number's dtype; the same length and dtype on
-        all ranks. It is only read.
+      array: a one-dimensional, contiguous array of numbers, with the same length and
+        dtype on all ranks. It is only read.
       op: 'sum', 'min' or 'max'.
-      out: where the result goes, of the same length and dtype and apart from
-        `array`; None for a new array.
-      name: of the tensor, for messages; the same on all ranks.
+      out: array for the result, with the same length and dtype and its own memory;
+        None for a new array.
+      name: name of the tensor, for messages; the same on all ranks.
       algorithm: a name in `collectives.ALGORITHMS`, or 'auto' for the fastest
         by the size of the array and the hosts of the ranks.
-      compression: a name in `collectives.CODECS`: what floats travel as. They,
-        and 16-bit floats always, are added in float32.
-      residual: an array like `out`, in the dtype in which is added; it is filled
-        with this rank's share of what the codec has left out of the sum, which
-        the caller may add to its next array.
+      compression: a name in `collectives.CODECS`, in which floats travel. They are
+        added in float32, as are 16-bit floats without a codec.
+      residual: an array like `out`, in the dtype of sums. It gets this rank's share
+        of the rounding error, which the caller may add to its next array.
 
     Returns:
       `out`, or a new array that is aligned to 64 bytes. Each rank sends and
@@ -201,9 +200,9 @@ class ProcessGroup:
     half leaves each rank with one chunk.
 
     Returns:
-      This rank's chunk: that of `collectives.chunk_sizes(len(array),
-      world_size)`, in the order of ranks. Each rank sends and receives
-      (N - 1) / N of the buffer.
+      This rank's chunk; `collectives.chunk_sizes(len(array), world_size)` gives the
+      sizes in the order of ranks. Each rank sends and receives (N - 1) / N of the
+      buffer.
     """
     how = (op, name, algorithm, compression)
     reduction = self._reduction_of(
@@ -217,7 +216,7 @@ class ProcessGroup:
       self._run(reduction, array, out)
     sizes = schedule_lib.chunk_sizes(array.size, self.world_size)
     first = sum(sizes[: self.rank])
-    # Aligned as TensorFlow wants it, which would copy it once more otherwise.
+    # Aligned, since TensorFlow would copy it once more otherwise.
     mine = self._pool.take(sizes[self.rank], array.dtype)
     np.copyto(mine, out[first : first + sizes[self.rank]])
     return mine
@@ -228,9 +227,9 @@ class ProcessGroup:
     """Brings every rank's array to every rank; raises as `all_reduce`.
 
     Args:
-      array: of one dimension or more. The first may differ between ranks; the
-        others, and the dtype, may not.
-      name: for messages; the same on all ranks.
+      array: an array with at least one dimension. Only the first dimension may differ
+        between ranks.
+      name: name for messages; the same on all ranks.
 
     Returns:
       One array for each rank.
@@ -270,12 +269,13 @@ class ProcessGroup:
     """Brings one rank's array to every rank; raises as `all_reduce`.
 
     Args:
-      array: of the same shape and dtype on all ranks; read only on the root.
-      root: the rank whose values all get.
-      name: for messages; the same on all ranks.
+      array: an array of the same shape and dtype on all ranks; only the root's values
+        are read.
+      root: rank whose values all ranks get.
+      name: name for messages; the same on all ranks.
 
     Returns:
-      A new array; on the root a copy too.
+      A new array, also on the root.
     """
     size, rank = self.world_size, self.rank
     with self._lock:
@@ -305,8 +305,7 @@ class ProcessGroup:
     May be called from any thread, in any order: calls with the same tag meet.
 
     Args:
-      tag: names the meeting; each rank uses it once until all have their
-        answers.
+      tag: name of the meeting. Each rank uses it once until it has the answers.
       payload: at most 1 MiB.
 
     Returns:
@@ -339,7 +338,7 @@ class ProcessGroup:
     return self._state.describe()
 
   def pending_joiners(self) -> tuple[int, ...]:
-    """Tasks that wait for the group to form again; none if not elastic."""
+    """Returns the tasks that wait for the group to form again; none if not elastic."""
     return self._control.joiners() if self.elastic else ()
 
   def abort(self, reason: str) -> None:
@@ -363,8 +362,8 @@ class ProcessGroup:
 
   def _end_with_program(self) -> None:
     """Tells the other ranks, at exit, that this one has ended."""
-    # What was forked is no rank. A program that failed says nothing: its peers look
-    # at its log. With MPI it must, since MPI keeps it alive until they have ended.
+    # A forked child is no rank. A program that failed says nothing: its peers look at
+    # its log. With MPI it says goodbye, since MPI keeps it alive until they have ended.
     has_failed = getattr(sys, 'last_type', None) is not None
     if os.getpid() == self._pid and not (has_failed and self.elastic):
       self._close(has_ended=not has_failed)
@@ -376,7 +375,7 @@ class ProcessGroup:
       self._leave(has_ended)
 
   def _leave(self, has_ended: bool) -> None:
-    """Says goodbye, which tells whether the program ends, and frees all."""
+    """Says goodbye, tells whether the program ends, and frees all resources."""
     self._control.close(has_ended)
     if self._state.failure is None and self._lock.acquire(blocking=False):
       try:

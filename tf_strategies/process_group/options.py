@@ -126,17 +126,17 @@ class GroupOptions:
 
   @classmethod
   def from_env(cls, **overrides: Any) -> GroupOptions:
-    """Options with the secret and the certificate that the environment names.
+    """Returns options with the secret and the certificate that the environment names.
 
-    It is the value of TFS_SECRET, or the contents of the file that
+    The secret is the value of TFS_SECRET, or the contents of the file that
     TFS_SECRET_FILE names (without surrounding white space), or None if neither
     is set. TFS_TLS_CERT, TFS_TLS_KEY and TFS_TLS_CA name the files of `tls`.
-    `overrides` are attributes, which win.
+    Attributes in `overrides` come first.
 
     Raises:
       UnsupportedOptionError: both are set, a secret is too short, the file
-        cannot be read, or others have access to it. Others may read it on a
-        read-only mount alone: so orchestrators mount secrets into containers.
+        cannot be read, or other users have access to it. They may read it only on a
+        read-only mount, on which orchestrators put secrets for containers.
     """
     if 'secret' not in overrides:
       overrides['secret'] = _secret_from_env()
@@ -204,10 +204,10 @@ def _tls_from_env() -> tls_lib.TlsFiles | None:
 
 
 def _check_access(name: str, path: str, file: int) -> None:
-  """Raises if another user may read or replace what an open file holds.
+  """Raises if another user may read or replace the contents of an open file.
 
-  Of a link this sees the file: Kubernetes mounts links to files of mode 0644, or
-  0440 for a group, that root owns, on a read-only file system.
+  It follows links: Kubernetes mounts links to files of mode 0644, or 0440 for a group,
+  that root owns, on a read-only file system.
   """
   if os.fstatvfs(file).f_flag & os.ST_RDONLY:
     return

@@ -27,7 +27,7 @@ from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import schedule as schedule_lib
 
-# What happens to a piece.
+# The kinds of pieces.
 SEND = 0  # Bytes of a buffer go to a peer.
 RECEIVE = 1  # Bytes of a peer go into a buffer.
 ADD = 2  # What a peer sends is combined with a term at once.
@@ -54,12 +54,12 @@ class Piece(NamedTuple):
   Attributes:
     kind: one of the constants above.
     peer: the rank it goes to or comes from; -1 for none.
-    buffer: what SEND, DECODE read and the others write.
-    start: first byte in the buffer, of ADD in the link's memory.
+    buffer: buffer that SEND and DECODE read and the other kinds write.
+    start: first byte in the buffer; for ADD, in the link's memory.
     stop: the byte after the last.
     first: the first element of the array that is computed.
     last: the element after the last.
-    terms: what ADD, COMBINE and ENCODE read, in the order of the sum, and what
+    terms: places that ADD, COMBINE and ENCODE read, in the order of the sum, and that
       DECODE writes: a buffer and the first byte in it.
   """
 
@@ -135,15 +135,15 @@ class Format:
   def cut(self, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Cuts a stretch of elements into pieces."""
     step = max(self.piece_bytes // self.itemsize, 1)
-    # Where an array is cut must not show in what is decoded.
+    # The place of a cut must not change the decoded values.
     step = -(-step // self.codec.block_length) * self.codec.block_length
     for start in range(first, last, step):
       yield start, min(start + step, last)
 
 
-# Of what only moves.
+# For bytes that only move.
 BYTES = Format(1)
-# Up to so many ranks, each has links to all: small buffers go straight there.
+# Up to this number of ranks, each has links to all: small buffers go straight there.
 FEW_RANKS = 8
 # Buffers up to this size go to all ranks in one round, or along a tree.
 SMALL_BYTES = 1 << 16
@@ -159,7 +159,7 @@ class _Builder:
     self._sizes = {STAGE: 0, WIRE: 0}
 
   def link(self, sending: bool, peer: int) -> list[tuple[tuple, int]]:
-    """The order of a link, which thereby exists even if it stays empty."""
+    """Returns the order of a link, which thereby exists even if it stays empty."""
     return self._links.setdefault((sending, peer), [])
 
   def take(self, buffer: int, num_bytes: int) -> int:
@@ -178,7 +178,7 @@ class _Builder:
     return number
 
   def build(self) -> Plan:
-    """The plan of all pieces."""
+    """Returns the plan of all pieces."""
     unlocks: list[list[int]] = [[] for _ in self._pieces]
     for number, needs in enumerate(self._needs):
       for other in sorted(needs):
@@ -227,8 +227,8 @@ class _Stretch:
       if not form.is_payload:
         self._wire_at = builder.take(WIRE, self._num_bytes)
     self._values = VALUES if form.is_wide else OUT
-    # Where what this rank holds is, as values and as it travels; None where it
-    # is only in the other form.
+    # The buffers that hold this rank's values and their payload; None for a form that
+    # does not exist now.
     self._value: int | None = ARRAY
     self._payload: int | None = None
     if not self._coded or form.is_payload:
@@ -260,18 +260,18 @@ class _Stretch:
       self._writers[place] = number
 
   def _place(self, buffer: int) -> tuple[int, int]:
-    """A buffer and this stretch's first byte in it."""
+    """Returns a buffer and this stretch's first byte in it."""
     return buffer, self._wire_at if buffer == WIRE else self._at
 
   def send(self, round_: int, peer: int) -> None:
-    """Sends what the rank holds, encoded once."""
+    """Sends the rank's current value, encoded once."""
     if self._payload is None:
       self._encode(round_)
     place = self._place(self._payload)
     self._add(round_, SEND, peer, *place, (), [place], [])
 
   def overwrite(self, round_: int, peer: int) -> None:
-    """Takes what another rank holds."""
+    """Takes the value of another rank."""
     place = self._place(WIRE if self._coded else OUT)
     self._add(round_, RECEIVE, peer, *place, (), [], [place])
     self._payload = place[0]
@@ -303,7 +303,7 @@ class _Stretch:
       self._encode(round_, ENCODE if owns else ENCODE_AGAIN)
 
   def finish(self) -> None:
-    """Has the result in OUT."""
+    """Brings the result into OUT."""
     if self._coded and self._value is None and not self._form.is_payload:
       self._decode(-1, OUT)
 
@@ -327,7 +327,7 @@ def by_name(
   form: Format,
   is_half: bool = False,
 ) -> Plan:
-  """`from_schedule` for an algorithm, or its reduce-scatter half; compiled once."""
+  """Returns the plan of an algorithm, or of its reduce-scatter half; compiled once."""
   schedule = algorithms.build(algorithm, world_size)
   schedule = schedule.reduce_scatter() if is_half else schedule
   return from_schedule(schedule, rank, length, form)
@@ -372,7 +372,7 @@ def from_schedule(
       if dst == rank:
         order = tuple(schedule_lib.rank_order(rank, transfers))
         steps.setdefault(chunk, []).append((round_, 1, dst, order))
-  # Where sums are encoded; following what goes where takes long among many ranks.
+  # The places where sums are encoded. Finding them takes long among many ranks.
   is_coded = form.codec is not codecs.NONE
   completions = schedule.completions() if is_coded else frozenset()
   owners = schedule.owners() if completions else ()

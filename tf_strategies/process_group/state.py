@@ -1,4 +1,4 @@
-"""What the threads of one group share: its members, where it is, its failure."""
+"""Holds the state that the threads of a group share: members, position, failure."""
 
 from __future__ import annotations
 
@@ -70,23 +70,23 @@ class FailureReport:
     operation: tuple[str, int],
     ranks: tuple[int, ...] = (),
   ) -> FailureReport:
-    """The fault of a member in an operation: a tensor's name and a sequence."""
+    """Returns the report on a member. `operation` is a tensor's name and a sequence."""
     name, sequence = operation
     return cls(
       error, message, member.rank, member.address, name or None, sequence, ranks
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Returns the member as a dictionary for JSON."""
+    """Returns the report as a dictionary for JSON."""
     return dataclasses.asdict(self)
 
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> FailureReport:
-    """The inverse of `to_json`."""
+    """Returns the report that `to_json` made `value` from."""
     return cls(**{**value, 'ranks': tuple(value['ranks'])})
 
   def exception(self) -> errors.Error:
-    """A new exception: each caller that raises it gets its own traceback."""
+    """Returns a new exception, so that each caller gets its own traceback."""
     error = _ERRORS[self.error](self.message)
     for name in ('rank', 'address', 'tensor', 'step', 'ranks'):
       setattr(error, name, getattr(self, name))
@@ -118,7 +118,7 @@ class GroupState:
     self.failed = threading.Event()
     # The last collective of each rank that has left, in the order of leaving.
     self.departed: dict[int, int] = {}
-    self.ended: set[int] = set()  # Those of them whose programs have ended.
+    self.ended: set[int] = set()  # Ranks whose programs have ended.
     # Names the method of a model that this rank is in; '' for none.
     self.running_call: Callable[[], str] = str
     self._exchanges: set[str] = set()  # Tags for which this rank waits.
@@ -137,7 +137,7 @@ class GroupState:
     callback()
 
   def fail(self, report: FailureReport) -> bool:
-    """Makes the group fail; False if it had failed before."""
+    """Makes the group fail. Returns whether it had not failed before."""
     with self._lock:
       if self.failure is not None:
         return False
@@ -192,16 +192,16 @@ class GroupState:
     }
 
   def missed(self) -> FailureReport | None:
-    """The report on the first rank that left before the running collective."""
+    """Returns the report on the first rank that left before the running collective."""
     operation = self.operation
     for rank, last in list(self.departed.items()):
-      # What it sent before it left is on its way.
+      # Its earlier messages are still on their way.
       if operation.busy and last < operation.sequence:
         return self.left(rank)
     return None
 
   def left(self, rank: int) -> FailureReport:
-    """The report on a rank that said goodbye and is still needed."""
+    """Returns the report on a rank that said goodbye and is still needed."""
     did = f'rank {rank} has closed its group'
     if rank in self.ended:
       did = f"rank {rank}'s program has ended"
@@ -226,7 +226,7 @@ class GroupState:
     how: str,
     why: str = '. Look at its log; then form the group again or restart.',
   ) -> FailureReport:
-    """The report on a rank that is gone: how, and the end of the sentence."""
+    """Returns the report on a lost rank: `how` it was lost, and the end of the sentence."""
     operation = self.operation
     when = 'during' if operation.busy else 'after'
     member = self.members[rank]

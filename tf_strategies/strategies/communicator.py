@@ -1,4 +1,4 @@
-"""What a multi-worker strategy asks of the link between its workers."""
+"""Defines the link between the workers of a strategy."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Communicator(abc.ABC):
 
   @property
   def capacity(self) -> int:
-    """The most workers that there can be while the strategy lives."""
+    """Returns the largest number of workers while the strategy lives."""
     return self.world_size
 
   def place(self) -> tuple[Any, Any]:
-    """`rank` and `world_size`; tensors if they may change while graphs live."""
+    """Returns `rank` and `world_size`; tensors if they may change while graphs live."""
     return self.rank, self.world_size
 
   @abc.abstractmethod

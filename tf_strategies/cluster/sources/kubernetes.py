@@ -34,7 +34,7 @@ _REPLICATED_JOB = 'REPLICATED_JOB_NAME'
 
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
-  """The cluster of the pods; None if there is one, or nobody counted them."""
+  """Returns the cluster of the pods; None for one pod, or if they are not counted."""
   if VARIABLE not in environ or 'TFS_NUM_WORKERS' not in environ:
     return None
   counts = roles.counts(environ)

@@ -25,14 +25,14 @@ VARIABLES = (
 
 
 def port(environ: Mapping[str, str], default: int = DEFAULT_PORT) -> int:
-  """The port of every task."""
+  """Returns the port of every task."""
   return checks.integer_variable(environ, 'TFS_PORT', 1, 65535, default)
 
 
 def counts(
   environ: Mapping[str, str], total: int | None = None
 ) -> dict[str, int]:
-  """The number of tasks of each type.
+  """Returns the number of tasks of each type.
 
   Where the scheduler does not say how many there are, TFS_NUM_WORKERS must.
   """

@@ -31,7 +31,7 @@ _NUM_PORT_RANGES = 200
 
 
 def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
-  """The cluster of the step; None outside of a step of several tasks."""
+  """Returns the cluster of the step; None outside of a step of several tasks."""
   if VARIABLE not in environ or 'SLURM_NTASKS' not in environ:
     return None
   if is_batch_script(environ):
@@ -70,7 +70,7 @@ def is_batch_script(environ: Mapping[str, str]) -> bool:
 
 
 def _first_of(environ: Mapping[str, str], *names: str) -> str:
-  """The first of the variables that is there; else the last."""
+  """Returns the first variable that is set, or the last one if none is."""
   return next((name for name in names if name in environ), names[-1])
 
 

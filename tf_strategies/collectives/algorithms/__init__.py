@@ -45,7 +45,7 @@ _GROUPED = 'hierarchical'
 
 
 def build(name: str, world_size: int) -> schedule.Schedule:
-  """The schedule of an algorithm; see `check`.
+  """Returns the schedule of an algorithm; see `check`.
 
   Raises:
     ScheduleError: the size of groups in the name does not divide `world_size`.

@@ -7,7 +7,7 @@ from tf_strategies.collectives import schedule
 
 @schedule.algorithm
 def direct_all_reduce(world_size: int) -> schedule.Schedule:
-  """Every rank owns one chunk, adds it up, and sends the sum to all.
+  """Adds up each chunk on the rank that owns it, which sends the sum to all.
 
   Each rank sends `2 (N - 1) / N * L` bytes of a buffer of L, as in a ring, but
   in 2 rounds and over all N (N - 1) links: good where every pair of ranks has

@@ -7,7 +7,7 @@ from tf_strategies.collectives import schedule
 
 @schedule.algorithm
 def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
-  """Recursive vector halving with distance doubling, and back.
+  """Halves vectors recursively while it doubles distances, and goes back.
 
   With N = 2^k ranks, step s exchanges half of what is left with the rank at
   distance 2^s: a reduce-scatter in k rounds; the all-gather mirrors it. Each

@@ -76,9 +76,9 @@ def hierarchical_all_reduce(
 
 
 def default_group_size(world_size: int) -> int:
-  """The divisor of `world_size` nearest to its square root.
+  """Returns the divisor of `world_size` nearest to its square root.
 
-  It makes the number of rounds, 2 (g - 1) + 2 (N / g - 1), the least.
+  It gives the smallest number of rounds, 2 (g - 1) + 2 (N / g - 1).
 
   Example:
 

@@ -7,10 +7,10 @@ from tf_strategies.collectives import schedule
 
 @schedule.algorithm
 def naive_all_reduce(world_size: int) -> schedule.Schedule:
-  """Every rank sends all it has to rank 0, which sends the sum to all.
+  """Sends all buffers to rank 0, which sends the sum to all.
 
-  Two rounds, but rank 0 receives and sends (N - 1) L bytes of a buffer of
-  L: what a parameter server with one server does. Good where copies are free.
+  It takes two rounds, but rank 0 receives and sends (N - 1) L bytes of a buffer of L,
+  as a single parameter server does. Good if copies are free.
 
   Example:
 

@@ -7,7 +7,7 @@ from tf_strategies.collectives import schedule
 
 @schedule.algorithm
 def one_shot_all_reduce(world_size: int) -> schedule.Schedule:
-  """Every rank sends its whole buffer to all others and adds what it gets.
+  """Sends the whole buffer of every rank to all others, which add it.
 
   A single round, the least latency there can be, but each rank sends
   (N - 1) L bytes of a buffer of L. All ranks add in rank order, so that they

@@ -9,7 +9,7 @@ from tf_strategies.collectives import schedule
 
 @schedule.algorithm
 def ring_all_reduce(world_size: int) -> schedule.Schedule:
-  """Reduce-scatter around a ring, then all-gather around the same ring.
+  """Reduce-scatters around a ring, then all-gathers around the same ring.
 
   Each rank only ever sends to the next one. With N ranks and a buffer of L
   bytes, the link from rank r carries `2 L - size[r+1] - size[r+2]` (indices

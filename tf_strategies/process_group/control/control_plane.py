@@ -119,9 +119,9 @@ class ControlPlane:
     return errors.result_of(future)
 
   def joiners(self) -> tuple[int, ...]:
-    """Tasks that wait for a new group and can join it, as rank 0 says.
+    """Returns the tasks that wait for a new group and can join it, as rank 0 says.
 
-    It would propose that group, and knows whom it would leave out.
+    Rank 0 would propose that group, and knows the tasks that it would leave out.
     """
     return self._joiners if self._state.rank else self._own_joiners()
 
@@ -189,7 +189,7 @@ class ControlPlane:
       self._send_all(_Kind.HEARTBEAT, {'joiners': self.joiners()})
 
   async def _watch(self) -> None:
-    """Ends a group of which all ranks wait, each in another method of a model."""
+    """Ends a group if all ranks wait in different methods of a model."""
     before: dict[int, Any] = {}
     while True:
       await asyncio.sleep(_STALL_SECONDS)

@@ -130,7 +130,7 @@ class MpiProcessGroup(group_lib.ProcessGroup):
     self._headers = np.empty((comm.size, 2), np.uint64)
 
   def paths(self) -> dict[int, str]:
-    """See base class; how MPI moves them it does not say."""
+    """See base class. MPI does not say how it moves arrays."""
     others = set(range(self.world_size)) - {self.rank}
     return dict.fromkeys(sorted(others), self.name)
 

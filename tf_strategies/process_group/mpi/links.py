@@ -1,9 +1,9 @@
-"""MPI as a process group uses it: bytes move, ranks wait without hanging.
+"""Moves bytes over MPI, without waits that could hang.
 
-MPI's blocking calls spin, and nothing wakes them: with more ranks than cores
-they keep those from the CPU that they wait for, and after a peer stops they
-never return. So every call here is a non-blocking one that is tested in a loop,
-which yields, looks at the clock and notices that the group has failed.
+MPI's blocking calls spin, and nothing wakes them. With more ranks than cores they take
+the CPU from the ranks for which they wait, and after a peer stops they never return. So
+every call here is non-blocking. A loop tests it, yields, looks at the clock and notices
+that the group has failed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import numpy as np
 from tf_strategies import errors
 from tf_strategies.process_group import execution as execution_lib
 
-# How long a wait only yields before it sleeps: for ranks that are not there
-# yet, and for bytes, which in shared memory move only while MPI is called.
+# Time for which a wait only yields before it sleeps: for late ranks, and for bytes,
+# which move in shared memory only while MPI is called.
 _PATIENCE_WAITING = 0.001
 _PATIENCE_MOVING = 0.1
 _SLEEP_SECONDS = 0.0001
 # Looks at the clock after this many yields: a microsecond each or less.
 _YIELDS = 16
 _FINALIZE_SECONDS = 10.0
-# Of a value that ranks tell each other as they form a group.
+# Size of a value that ranks tell each other as they form a group.
 _TEXT_BYTES = 1024
-# Messages that are under way between two ranks in one direction.
+# Number of messages under way between two ranks in one direction.
 _UNDER_WAY = 2
 
 _yield = getattr(os, 'sched_yield', lambda: time.sleep(0))
@@ -102,13 +102,13 @@ class Communicator:
   def gather_equal(
     self, part: np.ndarray, parts: np.ndarray, *how: Any, moving: bool = True
   ) -> None:
-    """Brings as many bytes of every rank to every rank.
+    """Brings equally many bytes of every rank to every rank.
 
     Args:
-      part: uint8, of this rank.
-      parts: uint8, `size` times as long.
+      part: bytes of this rank, uint8.
+      parts: array for the bytes of all ranks, uint8, `size` times as long.
       *how: the deadline and the check of `wait`.
-      moving: False where ranks may be late.
+      moving: whether all ranks have arrived.
     """
     byte = self._mpi.BYTE
     request = self._comm.Iallgather([part, byte], [parts, byte])
@@ -120,15 +120,15 @@ class Communicator:
     deadline: float,
     check: Callable[[], None],
   ) -> None:
-    """Runs a plan, which every rank does at the same time.
+    """Runs a plan, at the same time as all other ranks.
 
     Args:
-      execution: what this rank does.
-      deadline: in seconds of the monotonic clock.
-      check: raises if it is no use to wait any more.
+      execution: the run of this rank.
+      deadline: time of the monotonic clock, in seconds.
+      check: function that raises if waiting has become useless.
 
     Raises:
-      DeadlineError: it took longer.
+      DeadlineError: the deadline has passed.
     """
     run = _Run(self._mpi, self._comm, execution)
     try:
@@ -230,7 +230,7 @@ class _Run:
       self._post_sends(peer)
 
   def work(self) -> bool:
-    """Does what can be done now; whether everything is done."""
+    """Does the work that is possible now. Returns whether everything is done."""
     execution = self._execution
     while execution.remaining:
       done = self._mpi.Request.Testsome(self.requests) if self.requests else ()
@@ -242,7 +242,7 @@ class _Run:
     return True
 
   def waiting(self) -> list[int]:
-    """The ranks whose messages, or whose readiness, are missing."""
+    """Returns the ranks whose messages, or whose readiness, are missing."""
     return sorted({peer for _, peer, _, _ in self._about})
 
   def _finish(self, is_send, peer, number, received) -> None:

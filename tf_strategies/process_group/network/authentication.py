@@ -19,7 +19,7 @@ import struct
 from tf_strategies import errors
 from tf_strategies.process_group.network import local_users, protocol, tls
 
-# What a peer gets for the whole handshake.
+# Time for the whole handshake.
 HANDSHAKE_SECONDS = 5.0
 
 _MAGIC = b'TFSH'
@@ -34,7 +34,7 @@ PROOF_BYTES = _MAC_BYTES
 
 
 class Purpose(enum.IntEnum):
-  """What a connection is for."""
+  """The purpose of a connection."""
 
   POLL = 1
   CONTROL = 2
@@ -43,7 +43,7 @@ class Purpose(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """How a connection begins: who wants what of whom."""
+  """The first message of a connection: client, server and purpose."""
 
   purpose: Purpose
   client: int
@@ -54,13 +54,13 @@ class Request:
   )
 
   def pack(self) -> bytes:
-    """The request as `REQUEST_BYTES` bytes."""
+    """Returns the request as `REQUEST_BYTES` bytes."""
     fields = vars(self).values()
     return _REQUEST.pack(_MAGIC, protocol.PROTOCOL_VERSION, *fields)
 
   @classmethod
   def unpack(cls, data: bytes) -> Request:
-    """The request of `REQUEST_BYTES` bytes; ProtocolError if they are none."""
+    """Returns the request in `REQUEST_BYTES` bytes. Raises ProtocolError for others."""
     magic, version, purpose, *rest = _REQUEST.unpack(data)
     if magic != _MAGIC or version != protocol.PROTOCOL_VERSION:
       raise protocol.ProtocolError(f'it began with {data[:6]!r}')
@@ -99,7 +99,7 @@ class Handshake:
     self._request = request.pack()
 
   def answer(self) -> tuple[bytes, bytes]:
-    """The server's answer, and the client's proof that it then expects."""
+    """Returns the server's answer and the proof that it expects from the client."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     answer = _ANSWER.pack(
       _MAGIC, protocol.PROTOCOL_VERSION, nonce, self._mac(b'server', nonce)

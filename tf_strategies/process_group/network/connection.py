@@ -100,7 +100,7 @@ class Connection:
     await self._sock.handshake()
 
   def shut_down(self) -> None:
-    """Ends both directions, which wakes whoever waits for them."""
+    """Ends both directions, which wakes the task that waits for them."""
     with contextlib.suppress(OSError):
       self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -168,7 +168,11 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def split_address(address: str) -> tuple[str, int]:
-  """Host and port of 'host:port' or '[v6]:port'; ClusterConfigError if neither."""
+  """Returns host and port of 'host:port' or '[v6]:port'.
+
+  Raises:
+    ClusterConfigError: the address has another form.
+  """
   with checks.reading('addresses'):
     return checks.split_address(address, 'an address', least_port=0)
 
@@ -187,7 +191,7 @@ async def dial(
     RendezvousError: the versions differ.
     ResourceLimitError: this process has no file descriptor left.
   """
-  # A name and its host each have a deadline, so that each can be told.
+  # A name and its host each have a deadline, so that the error tells them apart.
   places = await names.resolve(*split_address(address))
   return await within(
     authentication.HANDSHAKE_SECONDS,
@@ -211,7 +215,7 @@ async def _dial(address, places, request, credentials) -> Connection:
       )
     answer += await connection.read(authentication.ANSWER_BYTES - 1)
     proof = handshake.prove(answer, server)
-    # Not before it answers: until it has accepted, its end has no user.
+    # Not before it answers: until it has accepted, the peer's end has no user.
     credentials.check_user(connection.detach())
     connection.write(proof)
     # The server's last word, so that a refusal is not taken for a breakdown.
@@ -243,7 +247,7 @@ async def _connect(places: names.Places) -> Connection:
 async def accept(
   connection: Connection, task: int, credentials: authentication.Credentials
 ) -> authentication.Request:
-  """The server's side of the handshake; returns the client's request."""
+  """Does the server's side of the handshake. Returns the client's request."""
   if credentials.tls is not None:
     await connection.secure(credentials.tls, is_server=True)
   data = await connection.read(authentication.REQUEST_BYTES)

@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection within this host."""
+"""Finds the user of the process at the other end of a connection on this host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 
 from tf_strategies import errors
 
-# Linux: a row for each socket, with both of its ends, its state and its user.
+# Linux has a row for each socket, with both ends, its state and its user.
 _TABLES = {
   socket.AF_INET: pathlib.Path('/proc/net/tcp'),
   socket.AF_INET6: pathlib.Path('/proc/net/tcp6'),

@@ -20,7 +20,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class ProtocolError(Exception):
-  """Bytes that are not of this protocol; internal."""
+  """Bytes that do not follow this protocol; internal."""
 
 
 class Kind(enum.IntEnum):

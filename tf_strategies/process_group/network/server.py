@@ -20,9 +20,9 @@ from tf_strategies.process_group.network import (
 )
 from tf_strategies.process_group.network import connection as connection_lib
 
-# Connections that have not authenticated yet, at least; with many workers so many for
-# each, since all of them may come at once. The oldest makes room for a new one, so that
-# a peer that opens many and stays silent blocks nobody.
+# Largest number of connections that have not authenticated yet: in all, or for each
+# worker if there are many, since all may come at once. The oldest makes room for a new
+# one, so that a peer that opens many and stays silent blocks nobody.
 _MAX_UNAUTHENTICATED = 128
 _MAX_UNAUTHENTICATED_PER_WORKER = 4
 # The predecessor of a restarted worker may still be ending.
@@ -37,11 +37,16 @@ Handler = Callable[
 
 
 class Server:
-  """One thread with an event loop for all connections but data links.
+  """One thread with an event loop for all connections except data links.
 
-  The handler of its purpose gets, and then owns, an authenticated connection.
-  `on_shortage` hears, again and again, that no file descriptor is left for one.
-  `num_peers` are all who may call. `listener` listens at the address already.
+  Args:
+    address: address of this task.
+    task: number of this task.
+    credentials: credentials of this process.
+    handlers: handler for each purpose, which then owns the authenticated connection.
+    on_shortage: called repeatedly while no file descriptor is left for a connection.
+    num_peers: number of tasks that may connect.
+    listener: a socket that listens at the address already; None to open one.
   """
 
   def __init__(
@@ -74,7 +79,7 @@ class Server:
     self._thread.start()
 
   def now(self) -> float:
-    """The loop's time, in seconds."""
+    """Returns the loop's time, in seconds."""
     return self.loop.time()
 
   def call(self, coroutine: Coroutine) -> Any:
@@ -169,7 +174,7 @@ class Server:
 
 
 def listen(address: str, task: int) -> socket.socket:
-  """A listener at a task's own address, or RendezvousError with what to do."""
+  """Returns a listener at a task's own address. Raises RendezvousError with a fix."""
   started = time.monotonic()
   place = connection_lib.split_address(address)
   while True:

@@ -32,7 +32,7 @@ _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def keep(make: Callable[[], _Socket]) -> _Socket:
-  """The socket that `make` returns, at once; forked children close it.
+  """Returns the socket that `make` makes. Forked children close it.
 
   Raises:
     ResourceLimitError: no file descriptor is left.
@@ -50,7 +50,7 @@ def keep(make: Callable[[], _Socket]) -> _Socket:
 
 
 async def connect(place: tuple[int, tuple]) -> socket.socket:
-  """A non-blocking socket that is connected to a family's address."""
+  """Returns a non-blocking socket that is connected to a family's address."""
   family, where = place
   sock = keep(lambda: socket.socket(family, socket.SOCK_STREAM))
   try:
@@ -69,7 +69,7 @@ async def connect(place: tuple[int, tuple]) -> socket.socket:
 
 
 async def accept(listener: socket.socket) -> socket.socket:
-  """The next connection of a non-blocking listener."""
+  """Returns the next connection of a non-blocking listener."""
   while True:
     try:
       sock = keep(lambda: listener.accept()[0])
@@ -92,7 +92,7 @@ def allow(descriptors: int) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-  """A non-blocking listener at the first address of a name that is free."""
+  """Returns a non-blocking listener at the first free address of a name."""
   problem = OSError('the name has no address')
   for family, where in names.resolve_now(host, port):
     listener = keep(
@@ -124,7 +124,7 @@ def listens(host: str, port: int) -> bool:
 async def ready(
   sock: Any, add: Callable[..., None], remove: Callable[[Any], Any]
 ) -> None:
-  """Waits until a socket is, with a loop's `add_reader` or `add_writer`."""
+  """Waits until a socket is ready, by a loop's `add_reader` or `add_writer`."""
   is_ready = asyncio.get_running_loop().create_future()
   add(sock, lambda: is_ready.done() or is_ready.set_result(None))
   try:

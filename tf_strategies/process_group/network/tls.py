@@ -1,8 +1,8 @@
 """TLS 1.3 between workers: each shows a certificate of the job's own authority.
 
-`TlsSocket` behaves as a non-blocking socket, so whoever sends and receives has one
-way for both. What OpenSSL holds back is no trouble to who polls: all of them read
-until nothing is there before they wait.
+`TlsSocket` behaves as a non-blocking socket, so callers treat both alike. Bytes that
+OpenSSL has buffered are no problem for a caller that polls: it reads until nothing is
+left before it waits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from tf_strategies import errors, option_checks
 from tf_strategies.process_group.network import sockets
 
-# How TLS begins from either side; no message of ours begins so.
+# First byte of TLS from either side; no message of ours begins with it.
 HELLO = b'\x16'
 ALERT = b'\x15'
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -115,7 +115,7 @@ class TlsSocket:
         raise ConnectionResetError('the peer closed the connection') from e
       except ssl.SSLError as e:
         if self._sock.server_side:
-          # To a client that speaks no TLS, to which OpenSSL says nothing.
+          # OpenSSL says nothing to a client that speaks no TLS.
           with contextlib.suppress(OSError):
             socket.socket.send(self._sock, ALERT)
         raise refusal(e) from e
@@ -140,7 +140,7 @@ class TlsSocket:
 
   def shutdown(self, how: int) -> None:
     """Shuts the connection down. Another thread may be sending."""
-    # That of SSLSocket would go on without encryption.
+    # The method of SSLSocket would go on without encryption.
     socket.socket.shutdown(self._sock, how)
 
 

@@ -18,8 +18,8 @@ from tf_strategies.process_group.rendezvous import membership
 from tf_strategies.process_group.tcp import mesh as mesh_lib
 
 _Kind = protocol.Kind
-# A step takes milliseconds, and a worker that dies closes its connections: only
-# one that is stopped takes so long.
+# A step takes milliseconds, and a worker that dies closes its connections. Only a
+# stopped worker takes this long.
 STEP_SECONDS = 20.0
 
 
@@ -45,7 +45,7 @@ class Proposal:
     self.mesh = mesh_lib.Mesh(generation, self.rank, self.seated, dial, on_cut)
 
   def members(self) -> tuple[state.Member, ...]:
-    """The seats as members."""
+    """Returns the seats as members."""
     return tuple(
       state.Member(rank, seat.task, seat.address, seat.progress)
       for rank, seat in enumerate(self.seats)

@@ -1,6 +1,6 @@
 """Decides which workers form a group: the rendezvous as a state machine.
 
-Without sockets or clocks: messages and times come in as arguments.
+It has no sockets or clocks: messages and times are arguments.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.rendezvous import address_checks, quorum
 
-# A worker that was reached counts as there for this long.
+# A worker counts as present for this long after it was reached.
 FRESH_SECONDS = 3.0
-# One that may lead is waited for so long before it has answered.
+# A worker that may lead gets this long for its first answer.
 ANSWER_SECONDS = 2.0
-# So many of those that answer and may lead are asked by the others.
+# Number of possible leaders that the other tasks ask.
 CANDIDATES = 3
-# Characters about missing workers that travel.
+# Largest number of characters about missing workers in a message.
 _MOST_TEXT = 2000
 
 
@@ -218,7 +218,7 @@ class Membership:
     refused: bool = False,
     is_gone: bool = False,
   ) -> None:
-    """A task does not answer; it `is_gone` if nobody listens at its address."""
+    """Notes that a task does not answer; it `is_gone` if nobody listens there."""
     view = self.views[task]
     view.is_gone, view.was_tried = is_gone, True
     if view.reached_at is not None and not refused:
@@ -237,7 +237,7 @@ class Membership:
     return asked if answering or untried else list(self.views)
 
   def _ask_lower(self, now: float) -> tuple[list[int], int, int]:
-    """The lower tasks to ask; how many answer, and how many still may."""
+    """Returns the lower tasks to ask, and how many of them answer or still may."""
     asked, answering, failed, untried = [], 0, 0, 0
     is_late = now - self._started_at > ANSWER_SECONDS
     for task, view in self.views.items():
@@ -253,7 +253,7 @@ class Membership:
     return asked, answering, untried
 
   def formed(self, generation: int, seated: Mapping[int, str]) -> None:
-    """A group has formed, of these tasks in these incarnations."""
+    """Notes that a group of these tasks, in these incarnations, has formed."""
     self.state = State.RUNNING
     self.generation = generation
     self._seated = dict(seated)
@@ -300,12 +300,12 @@ class Membership:
     return quorum.leave_out(sorted(lives), pairs, self.task)
 
   def rival_group(self, now: float) -> int | None:
-    """A task in another group of this job, to which this one has to give way.
+    """Returns a task of another group to which this group has to give way, or None.
 
-    There are two if `min_workers` allowed both sides of a cut to go on. The one of
-    the lower generation gives way, then the one with fewer workers, then the one
-    whose lowest task is higher. So a member of an earlier group of this process,
-    which has not yet heard of its end, is no rival.
+    Two groups of a job exist if `min_workers` allowed both sides of a cut to go on. The
+    group of the lower generation gives way, then the one with fewer workers, then the
+    one whose lowest task is higher. So a member of an earlier group of this process that
+    has not yet heard of its end is no rival.
     """
     mine = self.generation, len(self._seated), -min(self._seated)
     for task in self.sees_running(now):
@@ -325,7 +325,7 @@ class Membership:
     return max([self.generation, *seen]) + 1
 
   def proposal(self, now: float) -> list[Seat] | None:
-    """The group to propose now; None if this process should not propose one."""
+    """Returns the group to propose now; None if this process should not propose one."""
     fresh = {t: v for t, v in self.views.items() if v.is_fresh(now)}
     forming = [
       t
@@ -379,7 +379,7 @@ class Membership:
     if self._minimum is not None:
       return len(there) >= self._minimum
     if not self._seated:
-      # Who was in a group knows whether that one may go on, and objects if not.
+      # A former member knows whether its group may go on, and objects if not.
       were_in_one = any(self.views[t].size for t in there if t != self.task)
       return were_in_one or 2 * len(there) > len(self.addresses)
     present = [
@@ -390,7 +390,7 @@ class Membership:
     )
 
   def sees_running(self, now: float) -> list[int]:
-    """The tasks of which it is known that they are in a group now."""
+    """Returns the tasks that are known to be in a group now."""
     return [
       task
       for task, view in self.views.items()
@@ -405,7 +405,7 @@ class Membership:
     )
 
   def gone(self) -> list[int]:
-    """The tasks of which it is certain that they have died."""
+    """Returns the tasks that have certainly died."""
     return [task for task, view in self.views.items() if view.is_gone]
 
   def objection(
@@ -415,9 +415,9 @@ class Membership:
     leader: int,
     gone: Sequence[int] = (),
   ) -> str:
-    """Why this process cannot accept a proposal; empty if it can.
+    """Returns why this process cannot accept a proposal; empty if it can.
 
-    `gone` are those that the leader knows to have died: it asks all.
+    The leader asks all tasks. `gone` are the tasks that it knows to have died.
     """
     if self.state is not State.FORMING:
       return f'it is {self.state.value}'
@@ -427,7 +427,7 @@ class Membership:
       return 'the leader has no seat'
     if self._seat(self.task) not in seats:
       return 'the seat is for another incarnation'
-    # Who was in none knows less of it than the leader, and those who were.
+    # A task that was in no group knows less than the leader and the former members.
     must_agree = self._minimum is None and self._seated
     if must_agree and not self._are_enough(seats, gone):
       return 'a majority of its last group is not there'
@@ -438,9 +438,9 @@ class Membership:
     return Seat(task, self.addresses[task], view.incarnation, view.progress)
 
   def missing(self, now: float) -> str:
-    """The tasks that are missing, with their addresses and why, as text."""
+    """Returns a text of the missing tasks, with their addresses and the reasons."""
     told, by_another = [], ''
-    # The one that asked all may have given up just before this process does.
+    # The task that asked all may have given up just before this process does.
     last_told = next((v.missing for v in self.views.values() if v.missing), '')
     for task in self.polled(now):
       view = self.views[task]
@@ -459,7 +459,7 @@ class Membership:
     return ', '.join([*told, by_another] if by_another else told)
 
   def timeout_error(self, now: float, seconds: float) -> errors.Error:
-    """The error when no group has formed within `seconds`."""
+    """Returns the error for a group that has not formed within `seconds`."""
     error = errors.RendezvousError
     views = self.views.values()
     if any(v.refused for v in views) and not any(

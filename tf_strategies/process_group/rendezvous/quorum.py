@@ -1,4 +1,4 @@
-"""Who of those that are there forms a group, and who cannot connect to whom."""
+"""Decides which present tasks form a group, given the pairs that cannot connect."""
 
 from __future__ import annotations
 

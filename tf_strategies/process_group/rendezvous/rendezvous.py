@@ -35,7 +35,7 @@ from tf_strategies.process_group.tcp import transport
 _Kind = protocol.Kind
 _Purpose = authentication.Purpose
 _POLL_SECONDS = 0.1
-# Those that go on after a death are all there: at first they ask more often.
+# After a death the other workers are present: at first they ask more often.
 _FIRST_POLL_SECONDS = 0.01
 # With many workers each is asked less often.
 _POLL_SECONDS_PER_WORKER = 0.002
@@ -72,8 +72,8 @@ class Rendezvous:
 
   Args:
     addresses: 'host:port' of each task; the same on all workers.
-    task: this process's.
-    options: how long to wait, for how many; the defaults if None.
+    task: number of this process.
+    options: deadlines and the number of workers; the defaults if None.
 
   Attributes:
     listener: a socket that listens at the address already; None to open one.
@@ -107,7 +107,7 @@ class Rendezvous:
     self._mesh: mesh_lib.Mesh | None = None  # Of the last proposal.
     self._formed: asyncio.Future | None = None
     self._began = 0.0  # When this process last wanted a group.
-    # Since when this process has had no file descriptor, and until when.
+    # First and last time at which this process had no file descriptor left.
     self._short = (-math.inf, -math.inf)
     self._credentials = self._options.credentials()
     sockets.allow(_DESCRIPTORS_PER_WORKER * len(addresses))
@@ -139,15 +139,15 @@ class Rendezvous:
     least `min_workers`, and a higher generation; ranks follow the tasks. All see
     in `members` how far each has come: its `progress`.
 
-    The deadline does not run while others are seen in a group: who comes waits until
-    they let it in, or have ended.
+    The deadline does not run while others are in a group: a new worker waits until they
+    let it in, or have ended.
 
     Args:
-      progress: how far this process has come.
-      is_closed: whether members of the last group alone, in the same processes, may
-        be in it.
-      may_be_alone: whether this process may be all of it.
-      check: is called each second meanwhile, and may raise an error.
+      progress: progress of this process.
+      is_closed: whether only members of the last group, in the same processes, may be
+        in it.
+      may_be_alone: whether this process may form a group of one.
+      check: function that is called each second meanwhile, and may raise an error.
 
     Raises:
       RendezvousError: workers are missing at the deadline, or run another
@@ -248,7 +248,7 @@ class Rendezvous:
       self._refuse(error)
 
   async def _poll_some(self) -> None:
-    """Asks those of whom this process has to know."""
+    """Polls the workers whose state this process has to know."""
     polls: dict[int, asyncio.Task] = {}
     try:
       while True:
@@ -286,7 +286,7 @@ class Rendezvous:
       await asyncio.sleep(self._pause())
 
   def _pause(self) -> float:
-    """Seconds between two questions to one worker."""
+    """Returns the seconds between two questions to one worker."""
     elapsed = _now() - self._began
     return min(
       _POLL_SECONDS_PER_WORKER * len(self._addresses)
@@ -480,7 +480,7 @@ class Rendezvous:
 
 
 def _now() -> float:
-  """The loop's time; before `Rendezvous` has its server there may be calls."""
+  """Returns the time of the running loop. The server may not exist yet."""
   return asyncio.get_running_loop().time()
 
 

@@ -1,4 +1,4 @@
-"""How processes of one host hand each other pieces by memory instead of sockets.
+"""Hands pieces to processes of the same host by memory instead of sockets.
 
 A sender copies pieces into slots of memory that both have mapped. The socket tells
 which slot a piece is in, and that it was read. The memory is a `memfd`, so nothing is
@@ -15,7 +15,7 @@ import struct
 
 import numpy as np
 
-# Of the memory that a link's slots take, and of one: what travels as one piece.
+# Number of a link's slots, and the size of one, which is the largest piece.
 NUM_SLOTS = 8
 SLOT_BYTES = 1 << 20
 
@@ -47,8 +47,8 @@ class Slots:
       os.close(self._file)
       raise
     self._memory = np.frombuffer(self._map, np.uint8)
-    # Hosts that were copied while they ran take each other for one: a file of
-    # that name may be another.
+    # Hosts that were copied while they ran look like one host: a file of that name may
+    # be another file.
     self._number = secrets.token_bytes(8)
     self._map[-8:] = self._number
     self._next = 0

@@ -21,8 +21,8 @@ import numpy as np
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group.tcp import host_memory
 
-# What a word means, and how many bytes follow.
-ACKNOWLEDGE = 0  # The oldest piece that was not is read.
+# The meanings of words, and how many bytes follow.
+ACKNOWLEDGE = 0  # The oldest unread piece was read.
 HEADER = 1
 BYTES = 2  # A piece; both ends know its length.
 _SLOTS = 3
@@ -53,7 +53,7 @@ class Header(NamedTuple):
   digest: int
 
   def pack(self) -> bytes:
-    """The header as bytes."""
+    """Returns the header as bytes."""
     return _HEADER.pack(*self)
 
 
@@ -80,7 +80,7 @@ class Link:
     self.fd = sock.fileno()
     self.mask = 0
     self.wakes_at = 1
-    # With TLS nobody knows how many bytes a piece is on the wire.
+    # With TLS the number of bytes of a piece on the wire is unknown.
     self.is_plain = isinstance(sock, socket.socket)
     self.closed = False
     self.has_left = False
@@ -114,7 +114,7 @@ class Link:
     self.expects = False
     self.receives = ()
     self.receive_index = 0
-    # Where the newest piece goes, and what of it is still to come.
+    # The array for the newest piece, and the part that is still to come.
     self.target: np.ndarray | None = None
     self.is_direct = False
     self.incoming: memoryview | None = None
@@ -169,7 +169,7 @@ class Link:
     if self._slots is not None:
       self._slots.close()
       self._slots = None
-    # A mapping has a descriptor: it does not wait until a group's circles are found.
+    # A mapping has a descriptor, which is freed now and not by the garbage collector.
     self._reader = None
 
   # Receiving.
@@ -281,7 +281,7 @@ class Link:
     return False
 
   def flush(self) -> bool:
-    """Sends what the socket takes; whether the bytes of a piece are all out."""
+    """Sends what the socket takes. Returns whether the last byte of a piece is out."""
     parts = [p for p in (self._before, self.outgoing, self._after) if p]
     try:
       count = self.sock.sendmsg(parts)
@@ -312,7 +312,7 @@ class Link:
   # Finding out whether each side can read the other's memory.
 
   def _hear_of_slots(self, data: bytes) -> None:
-    """Maps the peer's slots if that can be."""
+    """Maps the peer's slots if possible."""
     if not self.is_plain:
       return
     try:

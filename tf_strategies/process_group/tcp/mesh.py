@@ -1,8 +1,8 @@
 """The data links of one rank: made when something needs them.
 
-A few ranks all have links to each other from the start. Among many each has one to
-its neighbours in the ring; whatever collective needs another first has it made.
-Whoever needs a link dials; if both do, the call of the higher rank counts.
+A few ranks all have links to each other from the start. Among many ranks each has links
+to its neighbours in the ring, and a collective that needs another link has it made. The
+rank that needs a link dials; if both do, the call of the higher rank counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Kind = protocol.Kind
 Dial = Callable[
   [int, authentication.Purpose], Awaitable[connection_lib.Connection]
 ]
-# Hears of a task and its incarnation that there is no way to it, and why.
+# Called with a task that cannot be reached, its incarnation and the reason.
 OnCut = Callable[[int, str, str], None]
 
 
@@ -38,14 +38,14 @@ class Mesh:
   """Makes and accepts the links of one rank in one group; in the event loop.
 
   Args:
-    generation: of the group.
-    rank: this one.
+    generation: generation of the group.
+    rank: rank of this process.
     seated: the task of each rank, in order, and its incarnation.
-    dial: connects to a task.
-    on_cut: hears of tasks to which there is no way.
+    dial: function that connects to a task.
+    on_cut: function that is called for each task that cannot be reached.
 
   Attributes:
-    sockets: by rank, as long as nobody takes them.
+    sockets: sockets by rank, until `hand_over`.
   """
 
   def __init__(

@@ -23,10 +23,10 @@ from tf_strategies.process_group.tcp import link as link_lib
 # How long `poll` sleeps at most: the loop looks at the clock and at the state
 # of the group in between, should a wake-up get lost.
 _POLL_SECONDS = 1.0
-# What is with the peers after this time will be there without this process.
+# Bytes that are still on their way after this time arrive without this process.
 _FINISH_SECONDS = 1.0
 _FINISH_LOOK_SECONDS = 0.002
-# Of a large piece at least this much is waited for.
+# A wait for a large piece lasts until at least this much has come.
 _LEAST_READ_BYTES = 1 << 19
 _READ = select.POLLIN
 _WRITE = select.POLLOUT
@@ -44,7 +44,7 @@ class Transport:
     self._poll = select.poll()
     self._links: dict[int, link_lib.Link] = {}
     self._by_fd: dict[int, link_lib.Link] = {}
-    # Those that no collective has seen yet.
+    # Links that no collective has seen yet.
     self._arrived: list[link_lib.Link] = []
     self._has_ended = False
     self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class Transport:
         self._arrived.append(link_lib.Link(rank, sock))
 
   def missing(self, peers: Iterable[int]) -> set[int]:
-    """The ranks of these to which there is no link."""
+    """Returns those ranks to which there is no link."""
     self._take_arrived()
     return set(peers) - self._links.keys()
 
@@ -80,9 +80,9 @@ class Transport:
     """Runs a plan.
 
     Args:
-      execution: what this rank does.
-      header: what every peer must send too.
-      deadline: of `time.monotonic()`.
+      execution: the run of this rank.
+      header: header that every peer must send too.
+      deadline: time of the monotonic clock, in seconds.
       departed: ranks that have left after they had finished this collective.
 
     Raises:
@@ -112,7 +112,7 @@ class Transport:
     the bytes that have not arrived at the peer.
     """
     end = time.monotonic() + _FINISH_SECONDS
-    # Over TLS nobody says anything of memory.
+    # Over TLS no peer sends notes about memory.
     links = [link for link in self._links.values() if link.is_plain]
     for link in links:
       link.end_output()
@@ -217,7 +217,7 @@ class _Run:
 
   @property
   def _remaining(self) -> int:
-    """Every piece, every header that is to come, every link that is to send."""
+    """Returns the number of open pieces, expected headers and links with output."""
     return self._headers + self._execution.remaining + len(self._unsent)
 
   @property
@@ -234,7 +234,7 @@ class _Run:
       self._active.append(link)
 
   def work(self) -> None:
-    """Does what can be done without waiting."""
+    """Does the work that needs no waiting."""
     active = self._active
     while active and self._remaining:
       link = active.popleft()
@@ -244,11 +244,10 @@ class _Run:
         self.enqueue(link)
 
   def mask(self, link: link_lib.Link) -> int:
-    """The events that a link waits for."""
+    """Returns the events that a link waits for."""
     if link.closed:
       return 0
-    # Of a link without pieces: a header, if it comes, tells that the peer is
-    # elsewhere.
+    # On a link without pieces a header tells that the peer is at another collective.
     wants = link.receiving or bool(link.unread) or not link.planned
     reads = wants and not self._stops(link)
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
@@ -257,7 +256,7 @@ class _Run:
     """Returns how many bytes are sure to come before anything else does; 0 if unknown."""
     if link.incoming is not None:
       return len(link.incoming)
-    # Nothing need follow a header: that of another collective.
+    # A header may be of another collective, after which nothing needs to follow.
     if link.expects or link.receive_index == len(link.receives):
       return 0
     piece = self._execution.plan.pieces[link.receives[link.receive_index]]
@@ -265,12 +264,12 @@ class _Run:
     return size if link.comes_as_bytes(size) else 0
 
   def waiting(self) -> list[int]:
-    """The ranks whose bytes, or whose readiness, are missing."""
+    """Returns the ranks whose bytes, or whose readiness, are missing."""
     links = self._links.values()
     return [link.rank for link in links if link.receiving or link.sending]
 
   def _receive(self, link: link_lib.Link) -> bool:
-    """Receives once; whether that brought anything on."""
+    """Receives once. Returns whether that made progress."""
     if link.header is not None:
       return self._look_at_header(link)
     if link.incoming is not None:
@@ -282,7 +281,7 @@ class _Run:
       if link.closed:
         self._lose(link)
         return False
-      # What it heard may have to be answered.
+      # It may have to answer.
       return link.has_output and not link.blocked
     if word == link_lib.HEADER:
       return self._look_at_header(link)
@@ -359,7 +358,7 @@ class _Run:
     self.enqueue(self._links[self._execution.plan.pieces[number].peer])
 
   def _send(self, link: link_lib.Link) -> bool:
-    """Sends once; whether that brought anything on."""
+    """Sends once. Returns whether that made progress."""
     if link.blocked or link.closed:
       return False
     offered = self._offer(link)
@@ -368,7 +367,7 @@ class _Run:
     try:
       is_out = link.flush()
     except execution_lib.LinkClosedError:
-      # What it sent before it left may still be on its way.
+      # Its earlier bytes may still be on their way.
       self._lose(link, awaited=False)
       return False
     if is_out:

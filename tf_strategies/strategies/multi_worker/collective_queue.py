@@ -32,7 +32,7 @@ from tf_strategies import (
 from tf_strategies.monitoring import recorder
 from tf_strategies.strategies import communicator
 
-# Of collectives that gradients go through, for the timeline.
+# Numbers the updates whose gradients travel, for the timeline.
 _UPDATES = itertools.count()
 
 # Runs a collective on an array; returns one of its dtype.
@@ -181,7 +181,7 @@ class CollectiveQueue:
     return handle
 
   def _in_order(self, host, inputs, dtypes):
-    """A host call between a read and a write of the token."""
+    """Makes a host call between a read and a write of the token."""
     with tf.device('CPU:0'):
       *results, token = tf.numpy_function(
         host, [*inputs, self._token.read_value()], [*dtypes, tf.int64]
@@ -222,7 +222,7 @@ class CollectiveQueue:
       _graph_errors.raise_through_graph(self._closed())
 
   def _closed(self):
-    """Why the thread takes nothing; a group that has failed says more."""
+    """Returns why the thread takes nothing: the failure of the group, if it failed."""
     return self.group.failure or errors.WorkerUnavailableError(
       'This process has closed its group. Form a new one.'
     )

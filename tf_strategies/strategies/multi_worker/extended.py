@@ -1,8 +1,8 @@
-"""What changes in the mirrored implementation when there are several workers.
+"""Extends the mirrored implementation to several workers.
 
-Each worker is a process of its own that mirrors variables on its devices. What
-crosses workers goes through a `Communicator`; everything else is
-`ExactMirroredExtended`, which sees this worker's replicas only.
+Each worker is a process that mirrors variables on its devices. Values cross workers
+through a `Communicator`. Everything else is `ExactMirroredExtended`, which sees only
+this worker's replicas.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tf_strategies.strategies.multi_worker import local_steps, worker_exchange
 class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   """Mirrored replicas on this worker's devices, in step with other workers.
 
-  `make_communicator`, called with what reduces between these devices, returns
-  the link to the other workers.
+  `make_communicator` takes the reducer between these devices and returns the link to
+  the other workers.
   """
 
   communicator: communicator_lib.Communicator
-  # The same on all workers, of which some may have made other strategies too.
+  # Equal on all workers, although some may have made other strategies too.
   _collective_key_bases = itertools.count(500_000_000, 1_000)
 
   def __init__(
@@ -98,7 +98,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def experimental_between_graph(self):
-    """Every worker runs the program."""
+    """Returns whether every worker runs the program: always."""
     return True
 
   @property
@@ -209,7 +209,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       value = value() if callable(value) else value
       value = _tf_internal.unwrap_checkpoint_value(value)
       tensor = tf.convert_to_tensor(value, dtype=kwargs.get('dtype'))
-      # Without its name, in which Keras counts the models of a process.
+      # Without the variable's name, in which Keras counts the models of a process.
       return self.communicator.broadcast(tensor, 0, 'initial_value')
 
     return initial_value

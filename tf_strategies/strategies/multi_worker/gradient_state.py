@@ -1,4 +1,4 @@
-"""Keeps what a worker has not sent of its gradients for the next step."""
+"""Keeps the unsent rests of a worker's gradients for the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tf_strategies.collectives import codec as codec_lib
 class GradientRests:
   """Makes and finds the rest of each variable's gradient.
 
-  Every worker has rests of its own, and their sum counts: to a checkpoint they are
+  Every worker has its own rests, and only their sum matters: a checkpoint holds them as
   parts of a sum. They belong to no strategy, as the queue's token: there is one copy,
   on the first device.
   """
@@ -49,7 +49,7 @@ class GradientRests:
 
 
 def names(variables: Sequence[Any]) -> Iterator[str]:
-  """Yields a name for each variable, which no other one has."""
+  """Yields a unique name for each variable."""
   taken: dict[str, int] = {}
   for variable in variables:
     path = getattr(variable, 'path', None) or variable.name

@@ -1,6 +1,6 @@
-"""What feeds the replicas of several workers: each element once, in step.
+"""Feeds the replicas of several workers: each element once, in step.
 
-Two ways, chosen by the data set's auto-shard policy:
+There are two ways, chosen by the data set's auto-shard policy:
 
 * AUTO and DATA: every worker has the same global batches and takes its rows.
   The parts of all replicas together are exactly one device's batch, and all
@@ -97,7 +97,7 @@ class WorkerInput:
     return self._own_data(_group_by_replicas(dataset, self._num_local))
 
   def _same_data(self, dataset):
-    """Every worker has the same batches and takes its rows."""
+    """Returns a data set of this worker's rows of batches that all workers have."""
     return self._checked(
       dataset, self.split, lambda parts: self._with_rows(*parts)
     )
@@ -109,7 +109,7 @@ class WorkerInput:
     return host_input.with_rows(batches, all_rows)
 
   def whole(self, dataset) -> tf.data.Dataset:
-    """Every worker has all rows of the same batches."""
+    """Returns a data set of batches with all rows, the same on every worker."""
     check_same_data(dataset)
     dataset = host_input.of_any_length(dataset)
     return self._checked(dataset, lambda batch: batch, lambda batch: batch)
@@ -185,7 +185,7 @@ class WorkerInput:
     return check
 
   def _take_share(self, dataset):
-    """A worker's share of global batches: rows for its own replicas only."""
+    """Returns a worker's share of global batches: rows for its own replicas only."""
     size = _tf_internal.batch_size_of(dataset)
     total = self._num_replicas
     if size is None or size % total:
@@ -344,10 +344,10 @@ def _check_input_options(options):
 
 
 def _on_demand() -> tf.data.Options:
-  """Options with which nothing runs before the step that asks for it.
+  """Returns options with which nothing runs before the step that asks for it.
 
-  A pipeline that talks to the other workers ahead of its step would wait for
-  them when it is given up, and they might have given up theirs before.
+  A pipeline that talks to the other workers before its step could wait for workers that
+  have already given up theirs.
   """
   options = tf.data.Options()
   options.experimental_optimization.inject_prefetch = False
@@ -360,7 +360,7 @@ def _is_compared(index) -> tf.Tensor:
 
 
 def _fingerprint(batch) -> tf.Tensor:
-  """A number that tells batches apart by their size and their first values."""
+  """Returns a number that tells batches apart by their size and first values."""
   parts = tf.nest.flatten(batch, expand_composites=True)
 
   def crc(*arrays):
@@ -371,20 +371,20 @@ def _fingerprint(batch) -> tf.Tensor:
 
 
 def _counted(batch):
-  """A batch and its rows; an element without a batch dimension counts as one."""
+  """Returns the number of rows and the batch. An element without rows counts as one."""
   batched = [x for x in tf.nest.flatten(batch) if x.shape.rank != 0]
   rows = replica_run.num_rows(batched[0]) if batched else 1
   return tf.cast(rows, tf.int32), batch
 
 
 def _without_rows(spec):
-  """A structure of batches of no rows that look like the elements of `spec`.
+  """Returns a structure of batches without rows that look like elements of `spec`.
 
   A scalar, which has no rows to leave out, is zero.
   """
 
   def empty(component):
-    """A batch without rows, as dense, ragged or sparse as `component`."""
+    """Returns a batch without rows, as dense, ragged or sparse as `component`."""
     shape = component.shape
     if isinstance(component, tf.RaggedTensorSpec):
       return tf.RaggedTensor.from_row_lengths(

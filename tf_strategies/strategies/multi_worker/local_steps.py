@@ -138,7 +138,7 @@ class LocalWorker:
     return tf.constant(True)
 
   def _sum(self, tensors, gradients=None) -> list[tf.Tensor]:
-    """The sums over all workers; other local devices add nothing."""
+    """Returns the sums over all workers; other local devices add nothing."""
     if not tensors:
       return []
     others = len(self._extended.worker_devices) - 1

@@ -1,4 +1,4 @@
-"""How the workers of a strategy talk: one frozen object for each kind of link."""
+"""Defines how workers communicate: one frozen object for each kind of link."""
 
 from __future__ import annotations
 

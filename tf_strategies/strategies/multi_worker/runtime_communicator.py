@@ -1,4 +1,4 @@
-"""Workers that are linked by TensorFlow's collective runtime (RING or NCCL)."""
+"""Links workers by TensorFlow's collective runtime (RING or NCCL)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tf_strategies.cross_device import packing, statistics
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.multi_worker import options as options_lib
 
-# Where the options set no limit.
+# The limit if the options set none.
 _EXCHANGE_SECONDS = 600.0
 
 
@@ -49,7 +49,7 @@ class RuntimeCommunicator(communicator.Communicator):
     self._host = _tf_internal.host_of(devices[0])
     [self._host_launcher] = launch.of([self._host], world_size)
     self._statistics: dict[str, statistics.CallStatistics] = {}
-    # How often each tag was used: the service keeps a key for good.
+    # How often each tag was used: the service keeps a key for ever.
     self._uses: collections.Counter[str] = collections.Counter()
 
   def all_reduce(self, columns, name, gradients=None):
@@ -114,7 +114,7 @@ class RuntimeCommunicator(communicator.Communicator):
       )
       longest = tf.reduce_max(lengths)
       padding = [[0, longest - mine]] + [[0, 0]] * (tensor.shape.rank - 1)
-      # Each worker's rows in a place of their own: the sum is the gathering.
+      # Each worker's rows have their own place, so that the sum gathers them.
       padded = tf.pad(tensor, padding)[None]
       before = [[self.rank, self.world_size - 1 - self.rank]]
       placed = tf.pad(padded, before + [[0, 0]] * tensor.shape.rank)
@@ -175,7 +175,7 @@ class RuntimeCommunicator(communicator.Communicator):
   def _reduce(self, launcher, tensor, merge_op):
     communicator.check_not_compiled(merge_op)
     dtype = tensor.dtype
-    # What the runtime has no kernel for travels as a wider integer.
+    # A dtype without a kernel travels as a wider integer.
     if not dtype.is_floating and dtype not in (tf.int32, tf.int64):
       tensor = tf.cast(tensor, tf.int64)
     reduced = _tf_internal.collective_all_reduce(

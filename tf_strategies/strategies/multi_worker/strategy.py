@@ -1,4 +1,4 @@
-"""What both multi-worker strategies are, whatever links their workers."""
+"""Defines the common part of both multi-worker strategies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tf_strategies.strategies.mirrored import shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
-# The random seed that a strategy, not the user, gave to this process.
+# The random seed that a strategy gave to this process, not the user.
 _agreed: dict[str, int] = {}
 
 
@@ -58,12 +58,12 @@ class MultiWorkerStrategy(
     """Becomes a strategy, if the other workers have the same `setup`.
 
     Args:
-      devices: of this worker.
-      cross_device_ops: between these devices.
+      devices: devices of this worker.
+      cross_device_ops: all-reduce between these devices.
       make_communicator: see `MultiWorkerExtended`.
-      setup: what all workers must have alike, by name.
-      resolver: what describes the cluster to TensorFlow.
-      reproducible: as of `RingOptions`.
+      setup: settings that must be equal on all workers, by name.
+      resolver: describes the cluster to TensorFlow.
+      reproducible: see `RingOptions`.
 
     Raises:
       CollectiveMismatchError: workers with other devices or options.
@@ -85,7 +85,7 @@ class MultiWorkerStrategy(
 
   @property
   def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """The cluster, and which task this is, as TensorFlow describes them.
+    """Returns the cluster and this task as TensorFlow describes them.
 
     Without a cluster it is empty, and has no task. A process group's members are
     workers, numbered by rank.
@@ -117,7 +117,7 @@ class MultiWorkerStrategy(
 
 
 def resolve_devices(devices) -> tuple[str, ...]:
-  """Full names of a worker's devices; by default all GPUs, or the first CPU."""
+  """Returns full names of a worker's devices; by default all GPUs, or the first CPU."""
   if devices is None:
     gpus = tf.config.list_logical_devices('GPU')
     devices = [d.name for d in gpus] or ['CPU:0']
@@ -156,7 +156,7 @@ def resolver_of_group(
 
 
 def proposed_seed() -> tuple[int | None, int]:
-  """The random seed that the user gave, if so, and the one that others may take."""
+  """Returns the random seed of the user, if any, and the seed to propose to others."""
   seed = _tf_internal.global_seed()
   if seed == _agreed.get('seed'):
     # An earlier strategy's choice, which a worker that joined since has not.

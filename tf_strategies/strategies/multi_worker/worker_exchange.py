@@ -1,4 +1,4 @@
-"""How the replicas of several workers meet in a whole-batch step."""
+"""Exchanges the values of several workers' replicas in a whole-batch step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tf_strategies.strategies.mirrored import replica_exchange
 
 
 class WorkerExchange(emit.Exchange):
-  """Adds up and gathers what the replicas of all workers hold."""
+  """Adds up and gathers the values of the replicas of all workers."""
 
   def __init__(self, communicator, variables):
     self._communicator = communicator
@@ -96,7 +96,7 @@ class WorkerExchange(emit.Exchange):
     return self._copies(result, sites)
 
   def _sizes(self, value, shape):
-    """The shape of the first worker's tensor, on every worker."""
+    """Returns the shape of the first worker's tensor, on every worker."""
     rank = shape.rank
     if rank is None:
       rank = tf.zeros([], tf.int32) if value is None else tf.rank(value)
@@ -131,6 +131,6 @@ def _from_wire(value, dtype, shape):
 
 
 def _characters(values):
-  """Bytes as strings of one each."""
+  """Returns bytes as strings of one character each."""
   characters = tf.constant([bytes([i]) for i in range(256)])
   return tf.gather(characters, tf.cast(values, tf.int32))
