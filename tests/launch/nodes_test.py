@@ -167,6 +167,21 @@ print('done', task['index'])
       for started in [first, start(1), start(2)]:
         self.assertEqual(started.result(), [])
 
+  @parameterized.parameters(({'node': 7},), ({'nothing': 1},), ([7],))
+  def test_host_that_says_nonsense_is_lost(self, message):
+    def follow(launchers):
+      if launchers.rank == 1:
+        send = launchers._server.loop.call_soon_threadsafe
+        send(launchers._send, nodes.protocol.Kind.STATE, message)
+      ends_at = time.monotonic() + 20
+      while not launchers.states[1 - launchers.rank].is_lost:
+        self.assertLess(time.monotonic(), ends_at)
+        time.sleep(0.01)
+
+    with _hosts(2, follow) as (_, start):
+      for started in [start(0), start(1)]:
+        started.result()
+
   @parameterized.parameters(0, 1)
   def test_failure_is_named_on_all_hosts(self, victim):
     code = f"""

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
+from benchmarks import processes
 from tests import tiers
 from tests.launch import programs
 from tf_strategies import errors
@@ -407,6 +408,14 @@ while True:
     launcher.process.stdout.close()
     self.assertEqual(launcher.wait(), 128 + signal.SIGPIPE)
     self.assertEmpty(launcher.alive())
+
+  def test_closed_stdout_takes_no_descriptor_of_ours(self):
+    launch = [sys.executable, '-c', programs.PAST_THE_DOOR, '--num_workers=2']
+    task = ['--', 'sh', '-c', 'echo last words; exit 3']
+    done = processes.run(['sh', '-c', '"$@" >&-', 'sh', *launch, *task])
+    self.assertEqual(done.returncode, 3, done.stderr)
+    self.assertIn('exit status 3. Its last lines:\n  last words', done.stderr)
+    self.assertEqual(done.stdout, '')
 
   @pytest.mark.soak
   def test_reader_that_does_not_read_cannot_hold_a_signal_up(self):

@@ -16,19 +16,6 @@ def _plan(job):
   return tasks.plan_tasks([node], ['run', '--a b'], 'abcd')
 
 
-class JobTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('workers', {'num_workers': -1}, '--num_workers=-1'),
-    ('nobody', {'num_workers': 0}, '--num_workers=0'),
-    ('only_ps', {'num_workers': 0, 'num_ps': 2}, 'without --chief'),
-  )
-  def test_bad_job_is_refused(self, arguments, words):
-    with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      job_lib.Job(**arguments)
-    self.assertIn(words, str(caught.exception))
-    self.assertIn('Fix: ', str(caught.exception))
-
-
 class PlanTasksTest(parameterized.TestCase):
   @pytest.mark.smoke
   def test_every_task_in_order_with_its_own_place(self):

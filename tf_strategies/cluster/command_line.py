@@ -12,6 +12,8 @@ Example:
   2
 """
 
+import os
+import pathlib
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +24,7 @@ from tf_strategies import errors, option_checks
 
 COMMAND = '-- command [arguments]'
 
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _INTERRUPTED = 128 + signal.SIGINT
 _DEFINE = {
   bool: flags.DEFINE_bool,
@@ -89,6 +92,12 @@ def main(
     name = argv[0] if is_tfs else module
     print(f'{name}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
     return 2
+
+
+def module_environment() -> dict[str, str]:
+  """Returns an environment in which `python -m` finds the modules of this package."""
+  path = [os.environ.get('PYTHONPATH', ''), str(_PACKAGE.parent)]
+  return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, path))}
 
 
 def _meant(error: Exception, values: flags.FlagValues) -> str:

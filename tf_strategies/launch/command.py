@@ -14,19 +14,20 @@ are servers, and end with them. No task outlives the launcher.
 after that it would repeat alone what the others have finished.
 
 In a job of `tfs.elastic.run` the workers decide who goes on, and tell the launcher so.
-From then on it ends no task because another one failed: it restarts what it may, names
-what is lost, and exits with 0 if a training task has ended well. When the first one
-has, a worker that came back and trains alone is ended after the grace period. A worker
-that fails after it has trained makes the job fail, since its results may be lost. Of
-several hosts the others go on without one that is lost, or whose launcher got SIGTERM;
-Ctrl-C ends all.
+From then on it ends no task because another one failed: it restarts tasks that have
+restarts left, names the others, and exits with 0 if a training task has ended well.
+Once one has, a worker that came back and trains alone is ended after the grace period.
+A worker that fails after it has trained makes the job fail, since its results may be
+lost. If a host is lost, or its launcher gets SIGTERM, the other hosts go on; Ctrl-C
+ends all.
 
 On several hosts, run the same line on each, with its own --node_rank, and with one
 TFS_SECRET on all:
 
   tfs launch --nnodes=2 --node_rank=0 --rendezvous=host0:29400 -- python train.py
 
---num_workers and --num_ps are those of each host; chief and evaluator are on host 0.
+--num_workers and --num_ps count the tasks of each host; chief and evaluator are on
+host 0.
 The launchers agree on addresses and ports. When a task fails on one host, or a host is
 lost, all end, name it and exit with its status, unless the job is elastic.
 
@@ -49,6 +50,7 @@ Example:
 """
 
 import dataclasses
+import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -70,7 +72,7 @@ FLAGS = (
   ),
   ('num_ps', 0, 'Parameter servers.'),
   ('chief', False, 'Whether a chief is started too.'),
-  ('evaluator', False, 'Whether an evaluator is too.'),
+  ('evaluator', False, 'Whether an evaluator is started too.'),
   (
     'max_restarts',
     0,
@@ -85,8 +87,8 @@ FLAGS = (
   (
     'rank_filter',
     None,
-    'Whose lines appear here, such as chief,worker:0; default all. Files in '
-    '--log_dir hold everything.',
+    'Tasks whose lines appear here, such as chief,worker:0; default all. Files '
+    'in --log_dir hold everything.',
   ),
   (
     'grace_period',
@@ -106,11 +108,11 @@ FLAGS = (
     None,
     'Names the hosts of the job; this one, which is the first, starts all.',
   ),
-  ('ssh', 'ssh', 'How --hostfile reaches the others, as in "ssh -p 2222".'),
+  ('ssh', 'ssh', 'How --hostfile reaches other hosts, as in "ssh -p 2222".'),
   (
     'rendezvous_timeout',
     300.0,
-    'Seconds until the launchers of all hosts must be there.',
+    'Seconds within which the launchers of all hosts must meet.',
   ),
 )
 
@@ -128,15 +130,15 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
   )
   if values.hostfile is not None:
     return _run_hosts(values, options, command)
+  if values.nnodes != 1:
+    return _run_host(values, options, job, command)
   for name in ('node_rank', 'rendezvous'):
-    if values.nnodes == 1 and values[name].value:
+    if values[name].value:
       raise errors.UnsupportedOptionError(
         f'--{name}={values[name].value} without --nnodes',
         'a job of several hosts',
         f'pass --nnodes=2 or more, or leave --{name} out',
       )
-  if values.nnodes > 1:
-    return _run_host(values, options, job, command)
   ports = ports_lib.pick_ports(sum(job.counts.values()))
   secret = secrets.token_hex(job_lib.SECRET_BYTES)
   node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
@@ -149,7 +151,7 @@ def _supervise(
   specs: Sequence[tasks.TaskSpec],
   launchers=None,
 ) -> int:
-  """Runs the tasks of this host, or prints those of the job."""
+  """Runs the tasks of this host, or prints all tasks of the job."""
   if values.rank_filter is not None and values.hostfile is None:
     shown = tasks.filtered(specs, values.rank_filter)
     options = dataclasses.replace(options, shown=shown)
@@ -159,7 +161,6 @@ def _supervise(
     return 0
   if launchers is not None:
     specs = [spec for spec in specs if spec.node == launchers.rank]
-  sys.stdout.flush()
   return supervisor.Supervisor(specs, options, launchers).run()
 
 
@@ -184,7 +185,6 @@ def _run_host(
     values.rendezvous,
     values.rendezvous_timeout,
   )
-  secret = nodes_lib.options_of(place).secret.decode('utf-8')
   counts = dict(job.all_counts)
   if place.rank:
     counts.update(chief=0, evaluator=0)
@@ -195,11 +195,11 @@ def _run_host(
     _say(str(e))
     return exit_codes.exit_code(e)
   with launchers:
-    specs = tasks.plan_tasks(launchers.nodes, command, secret)
+    specs = tasks.plan_tasks(launchers.nodes, command, launchers.secret)
     return _supervise(values, options, specs, launchers)
 
 
-# What each host's launcher is told in its own way, or not at all.
+# Flags that the launcher of a host does not get as they are here.
 _OF_A_HOST = (
   *('nnodes', 'node_rank', 'rendezvous', 'num_workers'),
   *('hostfile', 'ssh', 'dry_run', 'help'),
@@ -213,7 +213,7 @@ def _run_hosts(
   """Runs the launchers of all hosts, as the tasks of a job."""
   for name in ('nnodes', 'node_rank', 'rendezvous'):
     if values[name].present:
-      raise flags.Error(f'--{name} with --hostfile, which says it')
+      raise flags.Error(f'--{name} with --hostfile, which sets it')
   from tf_strategies import process_group
   from tf_strategies.launch import hosts as hosts_lib
 
@@ -253,7 +253,11 @@ def main(argv: Sequence[str]) -> int:
     argv: the program's name, its flags, `--` and the command.
 
   Returns:
-    The exit status: 0, that of the task that failed first, 128 + N for a
+    The exit status: 0, the status of the task that failed first, 128 + N for a
     signal N, or 2 for a wrong command line, which is explained on stderr.
   """
+  # Otherwise a closed stdout would give its number to a pipe of the supervisor.
+  while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+    pass
+  os.close(descriptor)
   return command_line.main(argv, 'tf_strategies.launch', __doc__, FLAGS, _run)

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import spawn
 from typing import Any
 
 from tf_strategies import errors, option_checks
-from tf_strategies.cluster import ClusterConfig, launcher_note
+from tf_strategies.cluster import ClusterConfig, command_line, launcher_note
 from tf_strategies.launch import output
 
 _LAUNCHER = 'tf_strategies.launch'
@@ -28,7 +29,6 @@ _CALL = 'call'
 _SENDABLE = 'return numbers, NumPy arrays or a path'
 # The launcher's status for a wrong command line; it then writes its usage last.
 _REFUSED, _USAGE = 2, 'Usage: '
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 
 def launch(
@@ -65,7 +65,7 @@ def launch(
     evaluator: whether there is an evaluator.
     max_restarts: how often a task that fails is started again.
     log_dir: directory for the output of each task.
-    rank_filter: the tasks whose lines appear here, such as 'worker:0'.
+    rank_filter: tasks whose lines appear here, such as 'worker:0'.
     grace_period: seconds between SIGTERM and SIGKILL.
 
   Returns:
@@ -99,6 +99,10 @@ def launch(
     "a tuple of the function's arguments",
     'write args=(value,) for one argument',
   )
+  if log_dir is not None:
+    option_checks.check_path(
+      'log_dir', log_dir, "write log_dir='logs', or None"
+    )
   flags = {
     'num_workers': num_workers,
     'num_ps': num_ps,
@@ -107,13 +111,8 @@ def launch(
     'max_restarts': max_restarts,
     'grace_period': grace_period,
   }
-  if log_dir is not None:
-    option_checks.check_path(
-      'log_dir', log_dir, "write log_dir='logs', or None"
-    )
-    flags['log_dir'] = log_dir
-  if rank_filter is not None:
-    flags['rank_filter'] = rank_filter
+  optional = {'log_dir': log_dir, 'rank_filter': rank_filter}
+  flags |= {name: v for name, v in optional.items() if v is not None}
   with tempfile.TemporaryDirectory(prefix='tfs-launch-') as name:
     return _call(function, tuple(args), flags, pathlib.Path(name))
 
@@ -126,12 +125,11 @@ def _call(
 ) -> list[Any]:
   """Runs a job with these flags; returns the results of its workers."""
   (directory / _CALL).write_bytes(_packed(function, args))
-  runner = ['-m', 'tf_strategies.launch.functions', str(directory)]
-  python = [sys.executable, '-u']
+  python = [sys.executable, '-u', '-m']
   words = [f'--{name}={value}' for name, value in flags.items()]
-  status, tail, is_elastic = _run(
-    [*python, '-m', _LAUNCHER, *words, '--', *python, *runner]
-  )
+  runner = ['tf_strategies.launch.functions', str(directory)]
+  command = [*python, _LAUNCHER, *words, '--', *python, *runner]
+  status, tail, is_elastic = _run(command)
   if status == _REFUSED and tail.rpartition('\n')[2].startswith(_USAGE):
     # The lines of tasks begin with their names: it is the launcher that ends so.
     _, _, refusal = tail.rpartition(f'{_LAUNCHER}: ')
@@ -189,11 +187,11 @@ def _packed(function, args) -> bytes:
       'make in the function what cannot, such as models, data sets and strategies',
     ) from e
   script = main if is_of_main and is_named else {}
-  return pickle.dumps((sys.path, script, call))
+  return pickle.dumps(({'sys_path': sys.path, **script}, call))
 
 
 def _main_script() -> dict[str, str]:
-  """Returns how workers get this program's own functions, as multiprocessing says it."""
+  """Returns what `spawn.prepare` needs to find this program's own functions."""
   main = sys.modules['__main__']
   name = getattr(getattr(main, '__spec__', None), 'name', None)
   if name and not name.endswith('__main__'):  # By `python -m`.
@@ -210,8 +208,7 @@ def _run(words: Sequence[str]) -> tuple[int, str, bool]:
   Returns:
     Its status, its last lines, and whether the job was elastic.
   """
-  kept = [*filter(None, [os.environ.get('PYTHONPATH')]), str(_PACKAGE.parent)]
-  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(kept)}
+  environment = command_line.module_environment()
   tail: collections.deque[str] = collections.deque(maxlen=output.TAIL_LINES)
   interrupt: KeyboardInterrupt | None = None
   with launcher_note.Note() as note:
@@ -252,7 +249,7 @@ def _writable(text: str) -> str:
 
 def _read(path: pathlib.Path) -> Any:
   """Returns what a worker returned or raised."""
-  # As workers, who run the script under another name, call what it defines.
+  # Workers run the script under this name, and so call the classes in it.
   sys.modules.setdefault('__mp_main__', sys.modules['__main__'])
   try:
     return pickle.loads(path.read_bytes())
@@ -273,13 +270,9 @@ def _error(path: pathlib.Path) -> BaseException:
 def main(argv: Sequence[str]) -> None:
   """Makes, on a worker, the call that is in a directory, and notes its result."""
   directory = pathlib.Path(argv[1])
-  path, script, call = pickle.loads((directory / _CALL).read_bytes())
-  sys.path[:] = path
-  if script:
-    # As multiprocessing does: the script's functions, without its `__main__` block.
-    from multiprocessing import spawn
-
-    spawn.prepare(script)
+  setup, call = pickle.loads((directory / _CALL).read_bytes())
+  # Reads the script for its functions, without its `__main__` block.
+  spawn.prepare(setup)
   function, args = pickle.loads(call)
   cluster = ClusterConfig.from_env()
   place: int | None = 0 if cluster is None else cluster.training_index

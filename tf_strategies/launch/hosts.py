@@ -22,7 +22,7 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tf_strategies import errors, option_checks
 from tf_strategies.launch import tasks
@@ -58,15 +58,9 @@ class Host:
   name: str
   slots: int | None = None
 
-  @property
-  def address(self) -> str:
-    """Its name without the user's, as part of an address with a port."""
-    host = self.name.rpartition('@')[2]
-    return f'[{host}]' if ':' in host else host
-
 
 def read(path: str) -> list[Host]:
-  """Returns the hosts of a file, two or more; what follows a # is a comment.
+  """Returns the hosts of a file, two or more; a # begins a comment.
 
   Raises:
     UnsupportedOptionError: it cannot be read, names a line that is no host, or
@@ -105,7 +99,6 @@ def plan(
   flags: Sequence[str],
   command: Sequence[str],
   secret: str,
-  environ: Mapping[str, str] = os.environ,
 ) -> list[tasks.TaskSpec]:
   """Returns the launcher of each host, as a task `node N`.
 
@@ -117,7 +110,6 @@ def plan(
     flags: further ones, of all launchers.
     command: of each task.
     secret: of the job.
-    environ: what is passed on to the other hosts is taken from here.
 
   Example:
 
@@ -130,15 +122,17 @@ def plan(
   """
   exports = [
     f'export {name}={shlex.quote(value)}'
-    for name, value in sorted(environ.items())
+    for name, value in sorted(os.environ.items())
     if name.startswith(_PASSED_ON) and name not in tasks.NOT_INHERITED
   ]
+  # Without the name of a user.
+  rendezvous = tasks.address_of(hosts[0].name.rpartition('@')[2], port)
   specs = []
   for rank, host in enumerate(hosts):
     words = [
       *(sys.executable, '-m', 'tf_strategies', 'launch'),
       *(f'--nnodes={len(hosts)}', f'--node_rank={rank}'),
-      f'--rendezvous={hosts[0].address}:{port}',
+      f'--rendezvous={rendezvous}',
       f'--num_workers={num_workers if host.slots is None else host.slots}',
       *(*flags, '--', *command),
     ]

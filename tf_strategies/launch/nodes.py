@@ -18,7 +18,6 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from tf_strategies import errors, option_checks, process_group, version
 from tf_strategies.cluster import checks
@@ -46,6 +45,8 @@ _SAME_LINE = (
   'secret'
 )
 _Kind = protocol.Kind
+# A connection that is lost, or a message that this version does not know.
+_BROKEN = (OSError, protocol.ProtocolError, TypeError, ValueError, KeyError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +79,6 @@ class Place:
       checks.split_address(self.rendezvous, 'its value')
 
 
-def options_of(place: Place) -> process_group.GroupOptions:
-  """Returns how launchers know each other: by the secret of the environment.
-
-  Raises:
-    UnsupportedOptionError: there is none, or a wrong one.
-  """
-  options = process_group.GroupOptions.from_env()
-  option_checks.check(
-    options.secret,
-    f'--nnodes={place.count} without a secret',
-    'the same one on all hosts',
-    'set TFS_SECRET (or TFS_SECRET_FILE) on all hosts to what `python -c "import '
-    'secrets; print(secrets.token_hex(32))"` prints once',
-  )
-  return options
-
-
 class Launchers(contextlib.AbstractContextManager):
   """The launchers of a job's hosts; a context. Waits until all have met.
 
@@ -106,10 +90,12 @@ class Launchers(contextlib.AbstractContextManager):
 
   Attributes:
     rank: the number of this host.
+    secret: the secret of the job, which the environment has.
     nodes: all hosts in their order.
     states: the last state of each other host, by its number.
 
   Raises:
+    UnsupportedOptionError: the environment has no secret, or a wrong one.
     RendezvousError: hosts are missing at the deadline: names them; or this host
       cannot listen at the rendezvous, or was refused there.
     AuthenticationError: the first host has another secret.
@@ -122,27 +108,34 @@ class Launchers(contextlib.AbstractContextManager):
     ports: Sequence[int],
     say: Callable[[str], None],
   ):
+    options = process_group.GroupOptions.from_env()
+    option_checks.check(
+      options.secret,
+      f'--nnodes={place.count} without a secret',
+      'the same one on all hosts',
+      'set TFS_SECRET (or TFS_SECRET_FILE) on all hosts to what `python -c '
+      '"import secrets; print(secrets.token_hex(32))"` prints once',
+    )
     self.rank = place.rank
+    self.secret = options.secret.decode('utf-8')
+    self.nodes: list[tasks.Node] = []
     self.states = {
-      node: tasks.HostState(node, num_training=1) for node in range(place.count)
+      node: tasks.HostState(node, num_training=1)
+      for node in range(place.count)
+      if node != place.rank
     }
     self._place = place
     self._say = say
-    self._credentials = options_of(place).credentials()
-    self._mine = {
-      'version': version.__version__,
-      'host': checks.split_address(place.rendezvous, 'rendezvous')[0],
-      'counts': dict(counts),
-      'ports': list(ports),
-    }
+    self._credentials = options.credentials()
+    host, _ = checks.split_address(place.rendezvous, 'rendezvous')
+    self._mine = tasks.Node(host, dict(counts), list(ports))
     self._ends_at = time.monotonic() + place.timeout
     self._tell_at = time.monotonic() + _SECONDS_BEFORE_TELLING
     # The first host is connected to all others, and the others to the first.
     self._connections: dict[int, connection_lib.Connection] = {}
-    # What each host said to the first one, and all of it once all are there. The
-    # first host's own part comes first: another may call as soon as the server runs.
-    self._parts: dict[int, Any] = {0: self._mine}
-    self._job: list[Any] = []
+    # The hosts that the first one knows. Its own comes first: another host may call
+    # as soon as the server runs.
+    self._parts = {0: self._mine}
     self._refusal = ''
     self._told: tasks.HostState | None = None
     # The others listen too, but nobody knows where: it is their thread.
@@ -159,10 +152,6 @@ class Launchers(contextlib.AbstractContextManager):
     except BaseException:
       self.__exit__()
       raise
-    self.nodes = [
-      tasks.Node(part['host'], part['counts'], part['ports'])
-      for part in self._job
-    ]
 
   def tell(self, state: tasks.HostState) -> None:
     """Tells the others how this host is, if that is new."""
@@ -172,13 +161,13 @@ class Launchers(contextlib.AbstractContextManager):
       self._server.loop.call_soon_threadsafe(self._send, _Kind.STATE, message)
 
   def __exit__(self, *_):
-    """Ends the connections when the others have what was sent, or a second later."""
+    """Ends the connections after the last messages, at most a second later."""
     self._server.call(self._end())
     self._server.close()
 
   def _lead(self) -> None:
     try:
-      while not self._job:
+      while not self.nodes:
         missing = sorted({*range(self._place.count)} - {*self._parts})
         self._wait(f'node {", ".join(map(str, missing))}')
     except errors.RendezvousError as e:
@@ -188,37 +177,38 @@ class Launchers(contextlib.AbstractContextManager):
   async def _serve(self, connection, request) -> None:
     """Takes up another launcher, on the first host."""
     try:
-      _, part = await connection_lib.within(
+      _, (its_version, part) = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.NODE)
       )
-    except (OSError, protocol.ProtocolError):
+      node = tasks.Node(**part)
+    except _BROKEN:
       connection.close()
       return
-    if objection := self._objection(request, part):
+    if objection := self._objection(request, its_version):
       self._refusal = f' One was refused: {objection}.'
       connection.send(_Kind.REJECT, objection)
       await asyncio.sleep(_LAST_SECONDS)  # It has time to read.
       connection.close()
       return
-    self._parts[request.client] = part
+    self._parts[request.client] = node
     self._connections[request.client] = connection
     if len(self._parts) == self._place.count:
-      self._job = [part for _, part in sorted(self._parts.items())]
-      self._send(_Kind.JOB, self._job)
+      self.nodes = [node for _, node in sorted(self._parts.items())]
+      self._send(_Kind.JOB, [dataclasses.asdict(node) for node in self.nodes])
     await self._follow(request.client, connection)
 
-  def _objection(self, request, part) -> str:
+  def _objection(self, request, its_version: str) -> str:
     """Returns why a launcher cannot take part; empty if it can."""
     count = self._place.count
     who = f'node {request.client}'
     if request.world != count:
       return f'{who} has --nnodes={request.world}, node 0 has --nnodes={count}'
-    if part['version'] != version.__version__:
+    if its_version != version.__version__:
       return (
-        f'{who} runs tf_strategies {part["version"]}, node 0 runs '
+        f'{who} runs tf_strategies {its_version}, node 0 runs '
         f'{version.__version__}'
       )
-    if self._job:
+    if self.nodes:
       return 'the job has begun'
     if request.client in self._parts or request.client >= count:
       return f'another launcher has --node_rank={request.client}'
@@ -233,7 +223,7 @@ class Launchers(contextlib.AbstractContextManager):
         why = getattr(e, 'strerror', None) or e or 'no answer'
         self._wait(f'node 0 ({why})')
     # The first host ends the wait, and says why.
-    while not self._job:
+    while not self.nodes:
       if self._refusal or not self._connections:
         why = self._refusal or 'it has ended, see what its launcher says'
         raise errors.RendezvousError(
@@ -250,8 +240,9 @@ class Launchers(contextlib.AbstractContextManager):
     connection = await connection_lib.dial(
       place.rendezvous, request, self._credentials
     )
-    self._mine['host'] = connection.detach().getsockname()[0]
-    connection.send(_Kind.NODE, self._mine)
+    host = connection.detach().getsockname()[0]
+    node = dataclasses.replace(self._mine, host=host)
+    connection.send(_Kind.NODE, [version.__version__, dataclasses.asdict(node)])
     self._connections[0] = connection
     self._server.spawn(self._follow(0, connection))
 
@@ -278,7 +269,7 @@ class Launchers(contextlib.AbstractContextManager):
   # From here on everything runs in the server's loop.
 
   async def _follow(self, rank: int, connection) -> None:
-    """Takes what another launcher says, until it is gone."""
+    """Takes what another launcher says, until it is gone or says nonsense."""
     _probe(connection.detach())
     try:
       while True:
@@ -286,27 +277,27 @@ class Launchers(contextlib.AbstractContextManager):
           _Kind.JOB, _Kind.REJECT, _Kind.STATE
         )
         if kind is _Kind.JOB:
-          self._job = said
+          self.nodes = [tasks.Node(**part) for part in said]
         elif kind is _Kind.REJECT:
           self._refusal = said
         else:
           self._take(said, connection)
-    except (OSError, protocol.ProtocolError):
+    except _BROKEN:
       connection.close()
       self._connections.pop(rank)
       self._parts.pop(rank, None)
-      if not self._job:
+      if not self.nodes:
         return  # Its launcher may be started again.
       # Without the first host nothing is heard of the others.
-      lost = [rank] if rank else range(self._place.count)
-      for node in lost:
+      for node in [rank] if rank else self.states:
         self._take({**dataclasses.asdict(self.states[node]), 'is_lost': True})
 
   def _take(self, message, source=None) -> None:
     state = tasks.HostState(**message)
-    self.states[state.node] = state
-    # The first host passes on what it hears.
-    self._send(_Kind.STATE, message, source)
+    if self.states[state.node] != state:
+      self.states[state.node] = state
+      # The first host passes states on.
+      self._send(_Kind.STATE, message, source)
 
   def _send(self, kind, message, source=None) -> None:
     for connection in self._connections.values():
@@ -319,7 +310,7 @@ class Launchers(contextlib.AbstractContextManager):
       await self._until(lambda c=connection: not c.pending)
       with contextlib.suppress(OSError):
         connection.detach().shutdown(socket.SHUT_WR)
-    # What was not read when one closes would take along what was sent.
+    # A socket that closes with unread input drops what it has still to send.
     await self._until(lambda: not self._connections)
     for connection in self._connections.values():
       connection.shut_down()

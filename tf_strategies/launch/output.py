@@ -41,10 +41,10 @@ class Sink:
   """A queue of bytes in front of a file descriptor.
 
   Args:
-    fd: is left in the mode it is in: it may be a terminal that is shared.
+    fd: the descriptor. Its mode is left alone: it may be a terminal that is shared.
 
   Attributes:
-    is_broken: whether nobody reads any more; what is written is then dropped.
+    is_broken: True once nobody reads; from then on output is dropped.
   """
 
   def __init__(self, fd: int):
@@ -124,7 +124,7 @@ class TaskOutput:
       self._emit()
 
   def close(self) -> None:
-    """Writes what is left and closes the log."""
+    """Writes an unfinished line and closes the log."""
     self.end_line()
     if self._log is not None:
       self._log.close()

@@ -12,7 +12,6 @@ from tf_strategies import errors
 # there, free now, may belong to somebody's connection once a task listens.
 _OF_CONNECTIONS = pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range')
 _FIRST, _LAST = 20_000, 32_000
-_TRIES_PER_PORT = 50
 
 # Until a task listens at a port nothing tells other processes that it was given. A
 # name that only one can have does, while this process holds it; so many are held.
@@ -22,15 +21,15 @@ _held: collections.deque[socket.socket] = collections.deque()
 
 
 def pick_ports(count: int) -> list[int]:
-  """Ports at which nothing listens now, all different. O(count) attempts.
+  """Returns ports at which nothing listens now, all different.
 
-  On Linux no other call gives one of the last 128 that were given, in no process of
-  this host. Other programs may take them before they are used: what listens must
-  take an occupied port for an error that says so.
+  On Linux a port is given once: no other call on this host gets it while this
+  process lives and is not 128 ports further on. Other programs may take a port before
+  it is used, so whoever listens there must report an occupied port.
 
   Raises:
-    UnsupportedOptionError: no host has so many.
-    RendezvousError: too few of 20,000 to 32,000 are free.
+    UnsupportedOptionError: `count` is more than one host has.
+    RendezvousError: too few ports from 20,000 to 32,000 are free.
 
   Example:
 
@@ -38,17 +37,16 @@ def pick_ports(count: int) -> list[int]:
     3
   """
   ports: list[int] = []
-  candidates = _candidates()
   if count > _LAST - _FIRST:
     raise errors.UnsupportedOptionError(
       f'{count} tasks on one host',
       f'at most {_LAST - _FIRST}, each of which has a port',
       'start fewer, or others on more hosts',
     )
+  candidates = _candidates()
   # Whoever has seeded `random` gets other ports all the same, and keeps its state.
-  for port in random.SystemRandom().sample(
-    candidates, min(len(candidates), _TRIES_PER_PORT * count)
-  ):
+  random.SystemRandom().shuffle(candidates)
+  for port in candidates:
     if len(ports) == count:
       break
     if _is_free(port) and _hold(port):

@@ -24,7 +24,6 @@ class TaskProcess:
 
   Attributes:
     channel_fd: poll it to know when to call `read_channel()`.
-    output_fd: poll it to know when to call `read_output()`; None if all was read.
     status: None until the command has ended; then its exit status, or minus
       the signal that killed it.
     ended_at: when that was, in nanoseconds of the monotonic clock.
@@ -54,28 +53,30 @@ class TaskProcess:
     self.ended_at = 0
     self.is_gone = False
     self._sink = sink
-    self.output_fd, write_end = os.pipe()
-    os.set_blocking(self.output_fd, False)
     self._channel, theirs = socket.socketpair()
     self._channel.setblocking(False)
     self.channel_fd = self._channel.fileno()
     program = [sys.executable, '-I', '-S', reaper.__file__]
-    try:
+    with theirs, contextlib.ExitStack() as stack:
+      stack.callback(self._channel.close)
       self._reaper = subprocess.Popen(
         [*program, str(theirs.fileno()), str(grace_period), '--', *command],
+        bufsize=0,
         env=dict(environment),
         stdin=subprocess.DEVNULL,
-        stdout=write_end,
-        stderr=write_end,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         pass_fds=(theirs.fileno(),),
         start_new_session=True,
       )
-    except BaseException:
-      self.close()
-      raise
-    finally:
-      os.close(write_end)
-      theirs.close()
+      stack.pop_all()
+    self._output = self._reaper.stdout
+    os.set_blocking(self._output.fileno(), False)
+
+  @property
+  def output_fd(self) -> int | None:
+    """Poll it to know when to call `read_output()`; None if all was read."""
+    return None if self._output.closed else self._output.fileno()
 
   def send(self, number: int) -> None:
     """Sends a signal to the process group; SIGKILL reaches all below it."""
@@ -107,20 +108,14 @@ class TaskProcess:
   def close(self) -> None:
     """Closes the channel; a reaper that still runs then ends the task."""
     self._channel.close()
-    self._close_output()
-
-  def _close_output(self) -> None:
-    if self.output_fd is not None:
-      os.close(self.output_fd)
-      self.output_fd = None
+    self._output.close()
 
   def read_output(self) -> None:
     """Reads once what the command has written."""
-    if self.output_fd is None:
+    if self._output.closed:
       return
-    with contextlib.suppress(BlockingIOError):
-      data = os.read(self.output_fd, _READ_BYTES)
-      if data:
-        self._sink.feed(data)
-      else:
-        self._close_output()
+    data = self._output.read(_READ_BYTES)
+    if data:
+      self._sink.feed(data)
+    elif data is not None:  # The end, and not a pipe that is empty now.
+      self._output.close()

@@ -5,7 +5,7 @@ output, the launchers of other hosts and the clock. It never blocks on one of th
 
 `Supervisor` decides by these events:
 
-| event | what it does |
+| event | the supervisor |
 |---|---|
 | a task fails, and restarts are left | starts it again, unless a training task has ended with 0 |
 | a task fails | ends all tasks: the job has failed |
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
   from tf_strategies.launch import nodes
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Above it the tasks wait until somebody reads what they have written.
+# With more pending output the tasks wait until somebody reads it.
 _MOST_PENDING = 1 << 20
 _POLL_MILLISECONDS = 200
 # How long a failed task may wait to hear whether the job is elastic: a process
@@ -118,15 +118,13 @@ class _Failure:
 
 def _failure_of(task: _Task) -> _Failure:
   """Returns the failure of a task whose command has ended."""
-  ended, spec = task.process, task.spec
-  why = output.ending(ended.status)
-  return _Failure(
-    ended.ended_at, spec.name, spec.shown, ended.status, why, task
-  )
+  at, status = task.process.ended_at, task.process.status
+  name, shown = task.spec.name, task.spec.shown
+  return _Failure(at, name, shown, status, output.ending(status), task)
 
 
 class Supervisor:
-  """Runs a host's part of a job: in the main thread, without other children.
+  """Runs a host's part of a job, in the main thread of a process without children.
 
   Args:
     specs: the tasks of this host.
@@ -341,16 +339,6 @@ class Supervisor:
     if not self._doubtful:
       self._is_second = self._is_doubt_elsewhere
     self._doubtful.append(failure)
-    if not self._may_be_elastic():
-      self._end_for_first()
-      return
-    seconds = min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
-    self._say(
-      f'{failure.shown} failed: {failure.why}. Waiting up to {seconds:g} s to hear '
-      'whether the job is elastic.'
-    )
-    ends_at = time.monotonic() + seconds
-    self._doubt_ends_at = min(self._doubt_ends_at, ends_at)
 
   def _lose(self, failure: _Failure) -> None:
     """Goes on without a task, or another host, of an elastic job."""
@@ -362,26 +350,10 @@ class Supervisor:
     if failure.task and failure.task.has_trained:
       self._first = self._first or failure
 
-  def _end_for_first(self) -> None:
-    """Ends the job, here and on all hosts, for the failure that came first."""
-    self._first = self._earliest()
-    self._ends_all = self._first.is_here
-    self._fail()
-
   def _earliest(self) -> _Failure:
     # Processes of one that failed before may be about to end.
     ending = [_failure_of(t) for t in self._running() if t.process.status]
     return min([*self._doubtful, *ending], key=lambda failure: failure.at)
-
-  def _may_be_elastic(self) -> bool:
-    """Returns whether tasks that still train may go on without those that failed."""
-    still = [t for t in self._training() if not t.process.status]
-    return self._is_second or (
-      not self._kind
-      and not self._has_ended_well
-      and all(t.spec.type != 'ps' for t in self._tasks)
-      and len(still) + self._num_elsewhere > 0
-    )
 
   def _is_over(self) -> bool:
     """Returns whether no task trains on any host."""
@@ -389,16 +361,28 @@ class Supervisor:
 
   def _decide(self) -> None:
     """Follows failures that came before a task said whether the job is elastic."""
+    may_be_elastic = self._is_second or not (
+      self._has_ended_well
+      or self._is_over()
+      or any(t.spec.type == 'ps' for t in self._tasks)
+    )
+    now = time.monotonic()
     if self._is_elastic:
       for failure in self._doubtful:
         self._lose(failure)
-    elif (
-      self._kind
-      or (self._is_over() and not self._is_second)
-      or time.monotonic() >= self._doubt_ends_at
-    ):
-      self._end_for_first()
+    elif self._kind or not may_be_elastic or now >= self._doubt_ends_at:
+      self._first = self._earliest()
+      self._ends_all = self._first.is_here
+      self._fail()
     else:
+      if self._doubt_ends_at == math.inf:
+        seconds = min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
+        self._doubt_ends_at = now + seconds
+        first = self._earliest()
+        self._say(
+          f'{first.shown} failed: {first.why}. Waiting up to {seconds:g} s to '
+          'hear whether the job is elastic.'
+        )
       return
     self._doubtful, self._doubt_ends_at = [], math.inf
 
@@ -433,12 +417,12 @@ class Supervisor:
 
   def _hear(self) -> None:
     """Follows the other hosts."""
-    states = dict(self._launchers.states)
-    states.pop(self._launchers.rank, None)
-    here = [state for state in states.values() if not state.is_lost]
+    states = self._launchers.states.values()
+    here = [state for state in states if not state.is_lost]
     self._num_elsewhere = sum(state.num_training for state in here)
     self._is_doubt_elsewhere = any(state.is_in_doubt for state in here)
-    for node, state in sorted(states.items()):
+    for state in states:
+      node = state.node
       self._set_kind(state.kind)
       if state.has_ended_well:
         self._on_good_end()

@@ -121,20 +121,21 @@ def plan_tasks(
     >>> [(s.name, s.node) for s in plan_tasks(nodes, ['train'], '5ec7e7')]
     [('worker 0', 0), ('worker 1', 0), ('worker 2', 1), ('worker 3', 1)]
   """
-  total = {t: sum(n.counts[t] for n in nodes) for t in nodes[0].counts}
-  job = job_lib.Job(
-    *(total['worker'], total['ps'], total['chief'] > 0, total['evaluator'] > 0)
-  )
-  places: list[tuple[str, int, int]] = []
-  for task_type in total:
-    hosts = [k for k, n in enumerate(nodes) for _ in range(n.counts[task_type])]
-    places += [(task_type, index, k) for index, k in enumerate(hosts)]
   ports = [iter(node.ports) for node in nodes]
+  places: list[tuple[str, int, int]] = []
+  total: dict[str, int] = {}
   jobs: dict[str, dict[int, str]] = {}
-  for task_type, index, k in places:
-    if task_type != 'evaluator':
-      address = f'{_bracketed(nodes[k].host)}:{next(ports[k])}'
-      jobs.setdefault(task_type, {})[index] = address
+  for task_type in nodes[0].counts:
+    hosts = [k for k, n in enumerate(nodes) for _ in range(n.counts[task_type])]
+    total[task_type] = len(hosts)
+    for index, k in enumerate(hosts):
+      places.append((task_type, index, k))
+      if task_type != 'evaluator':
+        address = address_of(nodes[k].host, next(ports[k]))
+        jobs.setdefault(task_type, {})[index] = address
+  job = job_lib.Job(
+    total['worker'], total['ps'], total['chief'] > 0, total['evaluator'] > 0
+  )
   # Each host's launcher finds the same, and another launch does not.
   run = hashlib.sha256(f'{secret} {jobs} {places}'.encode()).hexdigest()[:12]
   shared = {'PYTHONUNBUFFERED': '1', 'TFS_SECRET': secret, _RUN_ID: run}
@@ -151,8 +152,9 @@ def plan_tasks(
   return specs
 
 
-def _bracketed(host: str) -> str:
-  return f'[{host}]' if ':' in host else host
+def address_of(host: str, port: int) -> str:
+  """Returns `host:port`, or `[host]:port` for an address of IPv6."""
+  return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
 
 
 def full_environment(
