@@ -105,7 +105,7 @@ class BrokenTest(JobCase):
     found = self.look(
       _config([*_free(1), 'no-such-host.invalid:2222']), TFS_SECRET=_SECRET
     )
-    self.assert_fails(found, 'names', 'worker 1', 'no-such-host.invalid')
+    self.assert_fails(found, 'other tasks', 'worker 1', 'no-such-host.invalid')
 
   def test_port_in_use(self):
     with socket.create_server(('127.0.0.1', 0)) as server:

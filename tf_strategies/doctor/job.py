@@ -1,8 +1,7 @@
-"""What the cluster of the environment can do: names, ports, secret, TLS, peers."""
+"""Checks the cluster of the environment: secret, TLS, port and other tasks."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -15,16 +14,15 @@ from typing import Any
 import numpy as np
 
 from tf_strategies import errors, process_group
-from tf_strategies.cluster import ClusterConfig, checks, reachability, workers
+from tf_strategies.cluster import ClusterConfig, reachability, workers
 from tf_strategies.doctor import findings
 from tf_strategies.doctor.findings import FAIL, NOTE, OK, Finding
 from tf_strategies.process_group import options as options_lib
-from tf_strategies.process_group.network import names, server, tls
+from tf_strategies.process_group.network import server, tls
 from tf_strategies.process_group.rendezvous import address_checks
 
 # Clocks that differ by more make timelines and certificates doubtful.
 _CLOCKS_APART_SECONDS = 2.0
-_THREADS = 32
 _ANSWER_SECONDS = 3.0
 # Beyond what travels as a small message: it shows how arrays do.
 _ARRAY = 1 << 18
@@ -35,12 +33,12 @@ def look(
   wait: float = 0.0,
   versions: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-  """Returns the findings. A failed check ends the list.
+  """Yields the findings.
 
   Args:
-    environ: of which TF_CONFIG, or a scheduler's variables, are read.
+    environ: environment with TF_CONFIG, or with a scheduler's variables.
     wait: seconds until all tasks of the job must run this too; 0 waits for nobody.
-    versions: that all tasks must have alike.
+    versions: versions that must be the same in all tasks.
   """
   try:
     cluster = ClusterConfig.from_env(environ)
@@ -55,7 +53,7 @@ def look(
     where = f' at {cluster.address}' if cluster.address else ''
     yield Finding(OK, 'TF_CONFIG', f'{me} of {counts}{where}')
   is_sure = True
-  alone, in_job = (_secret, _tls), (_names, _port, _tasks)
+  alone, in_job = (_secret, _tls), (_port, _tasks)
   for check in alone if cluster is None else alone + in_job:
     finding = check(cluster)
     if check is _tasks and finding.state == NOTE and wait:
@@ -63,8 +61,6 @@ def look(
       finding = dataclasses.replace(finding, fix='')
     is_sure = is_sure and finding.state != FAIL
     yield finding
-    if check is _names and finding.state == FAIL:
-      return  # The checks that follow would wait for them.
   if cluster is not None and cluster.address and wait:
     if is_sure:
       yield from _meet(cluster, wait, versions or {})
@@ -119,35 +115,6 @@ def _shake_hands(files: tls.TlsFiles) -> None:
       side.do_handshake()
 
 
-def _names(cluster: ClusterConfig) -> Finding:
-  hosts = {}
-  for task, address in _tasks_of(cluster).items():
-    host, port = checks.split_address(address, task)
-    hosts.setdefault(host, (task, port))
-  unknown = []
-
-  def ask(item):
-    host, (task, port) = item
-    try:
-      names.resolve_now(host, port)
-    except OSError as e:
-      unknown.append(f'{task}: {e.strerror or e}')
-
-  with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-    list(pool.map(ask, hosts.items()))
-  if unknown:
-    return Finding(
-      FAIL,
-      'names',
-      '; '.join(sorted(unknown)),
-      'see the names in TF_CONFIG, and /etc/resolv.conf; in Kubernetes a headless '
-      'service has to select the pods',
-    )
-  return Finding(
-    OK, 'names', f'{len(hosts)} of {len(hosts)} hosts have an address'
-  )
-
-
 def _port(cluster: ClusterConfig) -> Finding:
   if not cluster.address:
     return Finding(OK, 'port', 'this task listens nowhere')
@@ -177,7 +144,9 @@ def _tasks(cluster: ClusterConfig) -> Finding:
       FAIL,
       'other tasks',
       f'not reached: {each}',
-      'see that these hosts are up, and that no firewall is between',
+      'see that these hosts are up, that their names have addresses here (in '
+      'Kubernetes a headless service has to select the pods), and that no firewall '
+      'is between',
     )
   if silent:
     return Finding(
@@ -237,7 +206,7 @@ def _clocks(times: np.ndarray) -> Finding:
 
 
 def _tasks_of(cluster: ClusterConfig) -> dict[str, str]:
-  """The address of each task by its name."""
+  """Returns the address of each task by its name."""
   return {
     f'{job} {index}': address
     for job, tasks in cluster.jobs.items()

@@ -1,4 +1,4 @@
-"""What this machine can do: TensorFlow, devices, memory of one host, clock, disk."""
+"""Checks this machine: TensorFlow, devices, the clock and the disk."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import numpy as np
 
 from tf_strategies import _requirements, errors
 from tf_strategies.checkpoint import checkpointer
+from tf_strategies.cluster import command_line
 from tf_strategies.doctor import findings
 from tf_strategies.doctor.findings import FAIL, NOTE, OK, Finding
 
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 # TensorFlow takes long to load from a slow disk.
 _PROBE_SECONDS = 180.0
 
@@ -32,7 +32,7 @@ def look(
   """Returns the findings, and the versions of TensorFlow and Keras.
 
   Args:
-    checkpoint_dir: where a small checkpoint is written and deleted, if given.
+    checkpoint_dir: directory in which a small checkpoint is written and deleted.
   """
   known, ending = _probe()
   found = [
@@ -48,39 +48,27 @@ def look(
 
 
 def _probe() -> tuple[dict[str, Any], str]:
-  """Returns the values that the other process printed, and the reason for a bad end."""
-  path = [os.environ.get('PYTHONPATH', ''), str(_PACKAGE.parent)]
-  environment = {
-    **os.environ,
-    'PYTHONPATH': os.pathsep.join(filter(None, path)),
-    'TF_CPP_MIN_LOG_LEVEL': '3',
-  }
+  """Returns the values that the probe printed, or why it failed."""
+  environment = command_line.module_environment()
   words = [sys.executable, '-m', 'tf_strategies.doctor.probe']
   try:
     done = subprocess.run(
       words,
-      env=environment,
+      env={**environment, 'TF_CPP_MIN_LOG_LEVEL': '3'},
       stdin=subprocess.DEVNULL,
       capture_output=True,
       timeout=_PROBE_SECONDS,
       check=False,
     )
-  except subprocess.TimeoutExpired as e:
-    return _known(e.stdout), f'it took more than {_PROBE_SECONDS:g} s'
-  lines = done.stderr.decode('utf-8', 'replace').strip().splitlines()
-  ending = ''
+  except subprocess.TimeoutExpired:
+    return {}, f'it took more than {_PROBE_SECONDS:g} s'
   if done.returncode:
-    ending = lines[-1] if lines else f'it ended with status {done.returncode}'
-  return _known(done.stdout), ending
-
-
-def _known(output: bytes | None) -> dict[str, Any]:
-  known: dict[str, Any] = {}
-  for line in (output or b'').splitlines():
-    # Among whatever else TensorFlow may print.
-    if line.startswith(b'{'):
-      known.update(json.loads(line))
-  return known
+    lines = done.stderr.decode('utf-8', 'replace').strip().splitlines()
+    why = lines[-1] if lines else f'it ended with status {done.returncode}'
+    return {}, why
+  # Among whatever else TensorFlow may print.
+  *_, found = (x for x in done.stdout.splitlines() if x.startswith(b'{'))
+  return json.loads(found), ''
 
 
 def _software(known: dict[str, Any], ending: str) -> list[Finding]:
@@ -152,7 +140,8 @@ def _clock() -> Finding:
 def _directory(directory: str) -> Finding:
   # As training writes them: a file, its sync, and a rename.
   trial = os.path.join(directory, f'.tfs-doctor-{os.getpid()}')
-  absent = [p for p in _with_parents(directory) if not os.path.lexists(p)]
+  path = pathlib.Path(directory).absolute()
+  absent = [p for p in (path, *path.parents) if not os.path.lexists(p)]
   try:
     kept = checkpointer.Checkpointer(trial)
     try:
@@ -174,8 +163,3 @@ def _directory(directory: str) -> Finding:
     f'written, read and deleted in {directory}; {free / 1e9:,.1f} GB are free'
   )
   return Finding(OK, 'checkpoints', what)
-
-
-def _with_parents(directory: str) -> list[pathlib.Path]:
-  path = pathlib.Path(directory).absolute()
-  return [path, *path.parents]
