@@ -83,13 +83,6 @@ class IntervalsTest(parameterized.TestCase):
   def test_subtract(self, parts, expected):
     self.assertEqual(step_breakdown.subtract((0, 10), parts), expected)
 
-  def test_intersection(self):
-    self.assertEqual(
-      step_breakdown.intersect([(0, 5), (7, 20)], [(3, 9), (10, 11), (19, 30)]),
-      [(3, 5), (7, 9), (10, 11), (19, 20)],
-    )
-    self.assertEqual(step_breakdown.intersect([(0, 5)], []), [])
-
 
 if __name__ == '__main__':
   absltest.main()

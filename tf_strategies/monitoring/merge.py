@@ -39,28 +39,28 @@ class ClockOffset:
   drift: float = 0.0
   # The largest possible error; None if unknown.
   accuracy: float | None = None
-  # How many it was estimated from.
+  # Number of collectives of which the offset was estimated.
   collectives: int = 0
 
   def ahead_by(self, time: float) -> float:
-    """The offset when the clock shows `time`."""
+    """Returns the offset when the clock shows `time`."""
     return self.offset + self.drift * time
 
 
 def estimate(
   reference: Mapping[Hashable, Span], other: Mapping[Hashable, Span]
 ) -> ClockOffset | None:
-  """The offset of the other's clock; None without a common collective.
+  """Returns the offset of the other's clock; None without a common collective.
 
   A collective in which every rank needs data of every other cannot end anywhere
   before it has begun everywhere. With clock B ahead of clock A by d, each implies
 
     begin_B - end_A <= d <= end_B - begin_A
 
-  The estimate is the middle of what fits all of them; its accuracy is half of the
-  width. Clocks of two hosts drift apart by microseconds a second: if no single d
-  fits, it is a line over time, fitted to the ends, and the accuracy covers the
-  residuals.
+  The estimate is the middle of the interval that fits all of them, and its accuracy is
+  half of the width. Clocks of two hosts drift apart by microseconds a second: if no
+  single d fits, the estimate is a line over time, fitted to the ends, and the accuracy
+  covers the residuals.
 
   Args:
     reference: begin and end of each collective, by its key.
@@ -79,7 +79,7 @@ def estimate(
 
 
 def _bounds(common, line: ClockOffset) -> tuple[float, float]:
-  """The least and the most that must be added to `line`."""
+  """Returns the least and the most that may be added to `line`."""
   low = max(b[0] - line.ahead_by(b[0]) - a[1] for a, b in common)
   high = min(b[1] - line.ahead_by(b[1]) - a[0] for a, b in common)
   return low, high
@@ -102,13 +102,16 @@ def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
   """
   if not traces:
     raise errors.DataError('nothing to merge; expected at least one timeline')
-  clocks = [_align(traces[0], trace) for trace in traces]
   starts = [_start(trace) for trace in traces]
-  pairs = list(zip(starts, clocks, strict=True))
-  origin = min(start - clock.ahead_by(start) for start, clock in pairs)
-  events, tasks = [], []
-  for trace, (start, clock), pid in zip(
-    traces, pairs, _processes(traces), strict=True
+  clocks = [_align(traces[0], trace) for trace in traces]
+  ahead = [c.ahead_by(s) for c, s in zip(clocks, starts, strict=True)]
+  origin = min(s - a for s, a in zip(starts, ahead, strict=True))
+  ranks = [trace['otherData']['rank'] for trace in traces]
+  # Files of two generations have tasks of the same ranks.
+  pids = ranks if len({*ranks}) == len(ranks) else range(len(ranks))
+  events = []
+  for trace, start, clock, pid in zip(
+    traces, starts, clocks, pids, strict=True
   ):
     for event in trace['traceEvents']:
       event = {**event, 'pid': pid}
@@ -116,14 +119,15 @@ def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
         shown = start + event['ts']
         event['ts'] = shown - clock.ahead_by(shown) - origin
       events.append(event)
-    tasks.append(
-      {
-        'rank': trace['otherData']['rank'],
-        'clock_ahead_us': clock.ahead_by(start),
-        'accuracy_us': clock.accuracy,
-        'common_collectives': clock.collectives,
-      }
-    )
+  tasks = [
+    {
+      'rank': rank,
+      'clock_ahead_us': a,
+      'accuracy_us': clock.accuracy,
+      'common_collectives': clock.collectives,
+    }
+    for rank, a, clock in zip(ranks, ahead, clocks, strict=True)
+  ]
   return {
     'displayTimeUnit': 'ms',
     'otherData': {**traces[0]['otherData'], 'tasks': tasks},
@@ -145,7 +149,7 @@ def _align(reference, trace) -> ClockOffset:
 
 
 def _start(trace) -> float:
-  """The origin of a trace, by its own clock in microseconds."""
+  """Returns the origin of a trace by its own clock, in microseconds."""
   return trace['otherData']['origin_ns'] / 1e3
 
 
@@ -161,17 +165,6 @@ def _collectives(trace) -> dict[tuple[int, int], Span]:
       key = (about['generation'], about['sequence'])
       spans[key] = (begin, begin + event['dur'])
   return spans
-
-
-def _processes(traces) -> list[int]:
-  """A number for each task: its rank, unless another has it."""
-  taken: list[int] = []
-  for trace in traces:
-    number = trace['otherData']['rank']
-    while number in taken:
-      number += len(traces)
-    taken.append(number)
-  return taken
 
 
 def load(path: str) -> dict[str, Any]:

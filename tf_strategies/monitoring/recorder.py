@@ -1,6 +1,6 @@
 """Spans of time in this process, for any number of listeners.
 
-Without listeners the recorder is off, and recording costs one call of `is_on()`.
+Without listeners the recorder is off, and recording costs almost nothing.
 
 Example:
 
@@ -33,10 +33,10 @@ class Event(NamedTuple):
   """A span of time.
 
   Attributes:
-    name: what.
+    name: name of what took the time.
     category: one of this module's constants, or another word.
-    begin_ns: by the recorder's clock, `now()`.
-    end_ns: the same.
+    begin_ns: begin by the recorder's clock, `now()`.
+    end_ns: end by the same clock.
     thread: id of the thread that recorded it.
     step: the current step when it was recorded.
     args: details, as JSON values.
@@ -58,7 +58,7 @@ class Sink(Protocol):
     """Takes one."""
 
 
-# Replaced as a whole, so that a place that records needs no lock.
+# Replaced as a whole, so that `add` needs no lock.
 _sinks: tuple[Sink, ...] = ()
 _step = 0
 _lock = threading.Lock()
@@ -91,11 +91,6 @@ def set_step(step: int) -> None:
   _step = step
 
 
-def step() -> int:
-  """The current step."""
-  return _step
-
-
 def add(
   name: str, category: str, begin_ns: int, end_ns: int, **args: Any
 ) -> None:
@@ -110,20 +105,11 @@ def add(
     sink.append(event)
 
 
-def span(
-  name: str, category: str, **args: Any
-) -> contextlib.AbstractContextManager[None]:
-  """A context that is recorded as an event, also if it raises."""
-  return _timed(name, category, args) if _sinks else _NOTHING
-
-
 @contextlib.contextmanager
-def _timed(name, category, args):
+def span(name: str, category: str, **args: Any) -> Iterator[None]:
+  """Context that is recorded as an event, also if it raises."""
   began = now()
   try:
     yield
   finally:
     add(name, category, began, now(), **args)
-
-
-_NOTHING = contextlib.nullcontext()

@@ -1,9 +1,9 @@
 """Divides a step's time by the events that it recorded.
 
-A step has three disjoint kinds of time: input (waiting for a batch), waiting for
-collectives, and compute, the rest. It waits for collectives while one is in progress:
-until a thread that was told of the end runs again it computes, so the part of
-communication that is waited for is never more than the communication.
+A step has three disjoint kinds of time: input (it waits for a batch), waits for
+collectives, and compute, the rest. A wait counts while a collective is in progress. So
+a step never waits for longer than it communicates: the time from the end of a
+collective until the waiting thread runs again is compute.
 
 Example:
 
@@ -49,7 +49,7 @@ class Breakdown:
 
 
 def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
-  """Divides a step, `whole`, by the events among which are all of its own."""
+  """Divides a step, `whole`, by events, among which are all events of the step."""
   begin, end = whole
   events = [e for e in events if e.end_ns >= begin and e.begin_ns <= end]
 
@@ -64,11 +64,12 @@ def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
 
   waits_for_input = times(recorder.INPUT)
   communication = times(recorder.COMMUNICATION)
-  # Time that is both counts once.
+  # Time in which it waits for both is input.
   wait = [
     piece
-    for interval in intersect(times(recorder.WAIT), communication)
-    for piece in subtract(interval, waits_for_input)
+    for waiting in times(recorder.WAIT)
+    for busy in clip(communication, waiting)
+    for piece in subtract(busy, waits_for_input)
   ]
   batches = [e.args for e in events if e.category == recorder.INPUT]
   rows = [b['all_rows'] for b in batches if b.get('all_rows') is not None]
@@ -85,7 +86,7 @@ def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
 
 
 def union(parts: Iterable[Interval]) -> list[Interval]:
-  """The same times as disjoint intervals, in order."""
+  """Returns the same times as disjoint intervals, in order."""
   merged: list[Interval] = []
   for begin, end in sorted(parts):
     if end <= begin:
@@ -116,14 +117,6 @@ def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
   return left
 
 
-def intersect(
-  parts: Iterable[Interval], others: Iterable[Interval]
-) -> list[Interval]:
-  """Returns the times that lie in `parts` and in one of `others`."""
-  others = list(others)
-  return union(piece for part in parts for piece in clip(others, part))
-
-
 def length(parts: Iterable[Interval]) -> int:
-  """The total length of disjoint intervals."""
+  """Returns the total length of disjoint intervals."""
   return sum(end - begin for begin, end in parts)

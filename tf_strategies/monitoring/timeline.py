@@ -2,13 +2,13 @@
 
 Each task is a process of the trace with three lanes:
 
-* `step`: steps, and inside of each the input, the compute and the waits for
-  collectives, as `step_breakdown` divides them.
+* `step`: each step, and below it the parts that `step_breakdown` divides it into:
+  input, compute and waits for collectives.
 * `collectives`: each bucket of gradients, and every other collective, with the
   bytes, the sequence number and the tensors.
 * `other`: input and waits outside steps, and custom spans (`recorder.span`).
 
-Times are microseconds from `otherData.origin_ns`, of the task's own clock.
+Times are microseconds since `otherData.origin_ns` by the task's own clock.
 
 Example:
 
@@ -23,13 +23,16 @@ Example:
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tf_strategies.monitoring import recorder, step_breakdown
 
 LANES = ('step', 'collectives', 'other')
 _IN_STEP = (recorder.INPUT, recorder.WAIT)
+
+# Lane, name, category, interval in nanoseconds, and details.
+_Span = tuple[str, str, str, step_breakdown.Interval, dict[str, Any]]
 
 
 def build(
@@ -38,23 +41,19 @@ def build(
   """Returns the trace of one task.
 
   Args:
-    events: of the recorder, steps among them.
-    rank: of the task.
+    events: events of the recorder, steps among them.
+    rank: rank of the task.
     world_size: number of tasks.
   """
-  events = list(events)
-  origin = min((e.begin_ns for e in events), default=recorder.now())
-  trace: list[dict[str, Any]] = []
-
-  def name(what, lane, text):
-    args = {'name': text}
-    trace.append(
-      {'ph': 'M', 'name': what, 'pid': rank, 'tid': lane, 'args': args}
-    )
-
-  def add(lane, name, category, interval, args):
-    """Adds an event of a lane; `interval` is in nanoseconds."""
-    begin, end = interval
+  events = sorted(events, key=lambda e: e.begin_ns)
+  origin = events[0].begin_ns if events else recorder.now()
+  names = [('process_name', 0, f'rank {rank}')]
+  names += [('thread_name', i, lane) for i, lane in enumerate(LANES)]
+  trace: list[dict[str, Any]] = [
+    {'ph': 'M', 'name': kind, 'pid': rank, 'tid': lane, 'args': {'name': name}}
+    for kind, lane, name in names
+  ]
+  for lane, name, category, (begin, end), args in _spans(events):
     trace.append(
       {
         'ph': 'X',
@@ -67,17 +66,6 @@ def build(
         'args': args,
       }
     )
-
-  name('process_name', 0, f'rank {rank}')
-  for number, lane in enumerate(LANES):
-    name('thread_name', number, lane)
-  by_step: dict[int, list[recorder.Event]] = {}
-  for event in events:
-    by_step.setdefault(event.step, []).append(event)
-  steps = [e for e in events if e.category == recorder.STEP]
-  for step in steps:
-    _add_step(add, step, by_step[step.step])
-  _add_events(add, events, steps)
   return {
     'displayTimeUnit': 'ms',
     'otherData': {
@@ -92,18 +80,16 @@ def build(
 
 
 def path_of(path: str, rank: int, generation: int) -> str:
-  """Returns the file of a task: its rank is inserted into the name.
+  """Returns the file of a task: its rank is inserted before the extension.
 
   Example:
 
     >>> path_of('run.json', rank=1, generation=1)
     'run-1.json'
-    >>> path_of('run.{rank}.json', rank=1, generation=2)
-    'run.1-generation-2.json'
+    >>> path_of('run.json', rank=1, generation=2)
+    'run-1-generation-2.json'
   """
   which = f'{rank}-generation-{generation}' if generation > 1 else f'{rank}'
-  if '{rank}' in path:
-    return path.replace('{rank}', which)
   root, extension = os.path.splitext(path)
   return f'{root}-{which}{extension}'
 
@@ -116,22 +102,12 @@ def write(trace: dict[str, Any], path: str) -> None:
   os.replace(f'{path}.new', path)
 
 
-def _add_step(add, step, events):
-  whole = (step.begin_ns, step.end_ns)
-  about = {'step': step.step}
-  found = step_breakdown.break_down(whole, events)
-  add('step', step.name, recorder.STEP, whole, {**step.args, **about})
-  parts = [('input', recorder.INPUT, i) for i in found.input]
-  parts += [('wait for collectives', recorder.WAIT, i) for i in found.wait]
-  parts += [('compute', 'compute', i) for i in found.compute]
-  for name, category, interval in sorted(parts, key=lambda part: part[2]):
-    add('step', name, category, interval, about)
-
-
-def _add_events(add, events, steps):
-  """Adds everything that is not part of a step."""
-  ends = {step.step: (step.begin_ns, step.end_ns) for step in steps}
-  for event in sorted(events, key=lambda e: e.begin_ns):
+def _spans(events: list[recorder.Event]) -> Iterator[_Span]:
+  by_step: dict[int, list[recorder.Event]] = {}
+  for event in events:
+    by_step.setdefault(event.step, []).append(event)
+  steps = {e.step: e for e in events if e.category == recorder.STEP}
+  for event in events:
     args = {**event.args, 'step': event.step}
     lane = 'other'
     if event.category == recorder.COMMUNICATION:
@@ -139,12 +115,28 @@ def _add_events(add, events, steps):
       # In the unit of the trace.
       handed = args.pop('handed_ns', event.begin_ns)
       args['waited_in_queue_us'] = (event.begin_ns - handed) / 1e3
-    elif event.category in _IN_STEP:
-      begin, end = ends.get(event.step, (0, 0))
-      if event.end_ns >= begin and event.begin_ns <= end:
-        continue
-      # Of an evaluation, for example.
     elif event.category == recorder.STEP:
+      yield from _parts_of(event, by_step[event.step])
       continue
+    elif event.category in _IN_STEP:
+      step = steps.get(event.step)
+      if (
+        step and event.end_ns >= step.begin_ns and event.begin_ns <= step.end_ns
+      ):
+        continue
+      # It belongs to an evaluation, for example.
     interval = (event.begin_ns, event.end_ns)
-    add(lane, event.name, event.category, interval, args)
+    yield lane, event.name, event.category, interval, args
+
+
+def _parts_of(step, events) -> Iterator[_Span]:
+  """Yields a step and the parts that it divides into."""
+  whole = (step.begin_ns, step.end_ns)
+  about = {'step': step.step}
+  found = step_breakdown.break_down(whole, events)
+  yield 'step', step.name, recorder.STEP, whole, {**step.args, **about}
+  parts = [('input', recorder.INPUT, i) for i in found.input]
+  parts += [('wait for collectives', recorder.WAIT, i) for i in found.wait]
+  parts += [('compute', 'compute', i) for i in found.compute]
+  for name, category, interval in sorted(parts, key=lambda part: part[2]):
+    yield 'step', name, category, interval, about

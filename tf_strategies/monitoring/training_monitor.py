@@ -51,14 +51,14 @@ class TrainingMonitor:
 
   Args:
     timeline: file for a Chrome trace of each task; None to write none. The rank is
-      inserted at '{rank}' or before the extension: rank 1 writes 'run-1.json' for
-      'run.json'. Each generation of an elastic group has a file of its own.
+      inserted before the extension: rank 1 writes 'run-1.json' for 'run.json'. Each
+      generation of an elastic group has a file of its own.
 
   Raises:
     UnsupportedOptionError: `timeline` is no path of a local file.
   """
 
-  _running: TrainingMonitor | None = None
+  _open: TrainingMonitor | None = None
 
   def __init__(self, timeline: str | os.PathLike | None = None):
     if timeline is not None:
@@ -67,8 +67,8 @@ class TrainingMonitor:
       )
       option_checks.check_local('timeline', timeline)
       timeline = os.fspath(timeline)
-    if TrainingMonitor._running is not None:
-      TrainingMonitor._running.close()
+    if TrainingMonitor._open is not None:
+      TrainingMonitor._open.close()
     self._timeline = timeline
     # The events of the running step.
     self._events: list[recorder.Event] = []
@@ -79,12 +79,12 @@ class TrainingMonitor:
       self._listening.enter_context(recorder.listening(self._log))
     self._strategy = self._group = None
     self._rank, self._world_size, self._generation = 0, 1, 1
-    self._is_started = self._is_closed = False
+    self._is_running = False
     self._steps = self._first_step = 0
     self._began: int | None = None
     self.begin_epoch()
     atexit.register(self.close)
-    TrainingMonitor._running = self
+    TrainingMonitor._open = self
 
   def append(self, event: recorder.Event) -> None:
     """Takes an event of the recorder."""
@@ -99,9 +99,10 @@ class TrainingMonitor:
       first_step: steps completed before this run.
     """
     option_checks.check_int('first_step', first_step, 0)
-    if self._is_started or self._is_closed:
+    is_closed = TrainingMonitor._open is not self
+    if self._is_running or is_closed:
       return
-    self._is_started = True
+    self._is_running = True
     self._first_step, self._strategy = int(first_step), strategy
     self._join()
 
@@ -137,7 +138,7 @@ class TrainingMonitor:
 
   def begin_step(self) -> None:
     """Starts a step."""
-    if not self._is_started or self._is_closed:
+    if not self._is_running:
       return
     recorder.set_step(self._first_step + self._steps + 1)
     self._events.clear()
@@ -188,7 +189,7 @@ class TrainingMonitor:
     progress, most of it hidden behind the backward pass. A value that was not
     measured is left out, and so is the first step of the run, which traces the graph.
     """
-    if not self._is_started or self._is_closed or not self._step_ns:
+    if not self._is_running or not self._step_ns:
       return {}
     found = {}
     if self._rows is not None:
@@ -200,12 +201,10 @@ class TrainingMonitor:
 
   def close(self) -> None:
     """Writes the rest and turns the recorder off; idempotent."""
-    if self._is_closed:
-      return
-    self._is_closed = True
     atexit.unregister(self.close)
     self._listening.close()
-    if TrainingMonitor._running is self:
-      TrainingMonitor._running = None
-    if self._is_started:
+    if TrainingMonitor._open is self:
+      TrainingMonitor._open = None
+    if self._is_running:
+      self._is_running = False
       self._write()
