@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,16 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors, option_checks
-from tf_strategies.data import plan as plan_lib
 
 ReadFn = Callable[[tf.Tensor], tf.data.Dataset]
 ParseFn = Callable[[Any], Any]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-MAX_OPEN_FILES = 16
-# Records that training takes from one file before the next: one at a time costs a
-# third of the throughput.
-_BLOCK_LENGTH = 16
 # A TFRecord: uint64 length, its masked CRC, the payload, the payload's CRC.
 _HEADER = struct.Struct('<QI')
 _FOOTER_BYTES = 4
@@ -69,44 +63,17 @@ class Files:
     for count in counts:
       option_checks.check_int('a count', count, 0, fix='count the records')
     self.counts = tuple(map(int, counts))
+    self.read_fn = read_fn
     self.parse_fn = parse_fn
     self.decode_fn = decode_fn
-    self._read_fn = read_fn
 
   @property
   def num_examples(self) -> int:
-    """The number of records of all files."""
+    """Returns the number of records of all files."""
     return sum(self.counts)
 
   def __len__(self) -> int:
     return self.num_examples
-
-  def share(self, plan: plan_lib.Plan) -> Files:
-    """Returns the files that one input pipeline reads."""
-    mine = copy.copy(self)
-    mine.paths = plan.files_of(self.paths)
-    mine.counts = plan.files_of(self.counts)
-    return mine
-
-  def read(
-    self, plan: plan_lib.Plan, number: int | tf.Tensor | None = None
-  ) -> tf.data.Dataset:
-    """Returns the records of pass `number`; None keeps the order of the files."""
-    n = self.num_examples
-    paths = tf.data.Dataset.from_tensor_slices(list(self.paths))
-    if number is not None and plan.buffer_for(n) < n:
-      # A buffer that is smaller than the split mixes neighbours only, so the
-      # files take turns in being neighbours.
-      paths = plan.shuffle(paths, number, buffer=len(self.paths))
-    records = paths.interleave(
-      self._read_fn,
-      cycle_length=min(len(self.paths), MAX_OPEN_FILES),
-      # In evaluation one file at a time; the next ones are opened ahead.
-      block_length=_BLOCK_LENGTH if plan.training else max(1, *self.counts),
-      num_parallel_calls=tf.data.AUTOTUNE,
-      deterministic=True,
-    )
-    return records.apply(tf.data.experimental.assert_cardinality(n))
 
   def _count(self) -> Sequence[int] | None:
     """Returns the numbers of records, if the format tells them."""

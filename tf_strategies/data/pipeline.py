@@ -165,13 +165,13 @@ def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:
 
 def _reader(source, options, training, prepare_fn, context=None):
   """Returns the reader of this pipeline's share."""
-  if not isinstance(source, arrays_lib.Arrays | files_lib.Files):
+  if isinstance(source, files_lib.Files):
+    plan = plan_lib.make(options, training, context, len(source.paths))
+    return readers.FileReader(source, plan, prepare_fn)
+  if not isinstance(source, arrays_lib.Arrays):
     source = arrays_lib.Arrays(source)
-  if isinstance(source, arrays_lib.Arrays):
-    plan = plan_lib.make(options, training, context)
-    return readers.ArrayReader(source, plan, prepare_fn)
-  plan = plan_lib.make(options, training, context, len(source.paths))
-  return readers.FileReader(source.share(plan), plan, prepare_fn)
+  plan = plan_lib.make(options, training, context)
+  return readers.ArrayReader(source, plan, prepare_fn)
 
 
 def _epoch(reader) -> tf.data.Dataset:
