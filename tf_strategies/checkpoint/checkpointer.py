@@ -162,7 +162,7 @@ class Checkpointer:
       StorageError: the directory cannot be written.
     """
     with _typed(self.directory, 'written'):
-      self._ownership.acquire(max(map(_number, self.paths()), default=0))
+      self._ownership.acquire(self._newest_number())
 
   def release(self) -> None:
     """Lets another process write."""
@@ -177,7 +177,7 @@ class Checkpointer:
   ) -> None:
     """Raises CheckpointMismatchError for a checkpoint of another run.
 
-    Not where the user has deleted the file that names the owner.
+    Any checkpoint passes after the user has deleted the file that names the owner.
 
     Args:
       found: the checkpoint; its metadata has the 'description' of its run.
@@ -186,11 +186,8 @@ class Checkpointer:
     if self._ownership.may_continue(_number(found.path)):
       return
     saved = found.metadata.get('description', {})
-    names = saved.keys() & description.keys()
-    different = different_settings(
-      {name: saved[name] for name in names},
-      {name: description[name] for name in names},
-    )
+    now = {name: description.get(name, saved[name]) for name in saved}
+    different = different_settings(saved, now)
     if different:
       raise errors.CheckpointMismatchError(
         f'{found.path} is not a checkpoint of this run: {"; ".join(different)}. '
@@ -199,7 +196,7 @@ class Checkpointer:
       )
 
   def log_restored(self, found: Checkpoint, position: object) -> None:
-    """Logs where a run continues, whose checkpoint that is, and if it has finished."""
+    """Logs where a run continues, which run wrote that, and whether it has finished."""
     ending = '.'
     if self.is_finished:
       ending = ', which has finished: nothing is left but what is new since.'
@@ -243,8 +240,9 @@ class Checkpointer:
     self.acquire()
     with _typed(self.directory, 'written'):
       self._ownership.note_write()
-      path, paths = self._write(arrays, metadata, write_tables)
+      path = self._write(arrays, metadata, write_tables)
     try:
+      paths = self.paths()
       whole = [p for p in paths if p not in self._damaged]
       oldest = whole[-self._max_to_keep :][0]
       for old in paths[: paths.index(oldest)]:
@@ -255,12 +253,11 @@ class Checkpointer:
     self._delete_unfinished()
     return path
 
-  def _write(self, arrays, metadata, write_tables) -> tuple[str, list[str]]:
-    """Writes a checkpoint; returns its path, and those of all."""
+  def _write(self, arrays, metadata, write_tables) -> str:
+    """Writes a checkpoint; returns its path."""
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
-    before = self.paths()
-    path = self._path(1 + (_number(before[-1]) if before else 0))
+    path = self._path(1 + self._newest_number())
     temporary = self._unfinished(path)
     os.mkdir(temporary)
     pairs = arrays.items() if isinstance(arrays, Mapping) else arrays
@@ -282,7 +279,7 @@ class Checkpointer:
     _sync(temporary)
     os.rename(temporary, path)
     _sync(self.directory)
-    return path, [*before, path]
+    return path
 
   def newest(self, since: str | None = None) -> Checkpoint | None:
     """Opens the newest checkpoint that is whole; None if there is none at all.
@@ -296,24 +293,24 @@ class Checkpointer:
       DataError: there are checkpoints and all are damaged.
       StorageError: a file exists and cannot be read: it may be whole.
     """
-    with _typed(self.directory, 'read'):
-      return self._newest(0 if since is None else _number(since))
-
-  def _newest(self, oldest: int) -> Checkpoint | None:
+    oldest = 0 if since is None else _number(since)
     skipped: dict[str, str] = {}
-    for path in reversed(self.paths()):
-      if _number(path) < oldest:
-        break
-      try:
-        found = self.open(path)
-      except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
-        self._damaged.add(path)
-        logging.warning('Skipped checkpoint %s, which is damaged: %s', path, e)
-        skipped[path] = str(e)
-        continue
-      if skipped:
-        logging.warning('Using the older checkpoint %s.', path)
-      return dataclasses.replace(found, skipped=skipped)
+    with _typed(self.directory, 'read'):
+      for path in reversed(self.paths()):
+        if _number(path) < oldest:
+          break
+        try:
+          found = self.open(path)
+        except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
+          self._damaged.add(path)
+          logging.warning(
+            'Skipped checkpoint %s, which is damaged: %s', path, e
+          )
+          skipped[path] = str(e)
+          continue
+        if skipped:
+          logging.warning('Using the older checkpoint %s.', path)
+        return dataclasses.replace(found, skipped=skipped)
     if not skipped:
       return None
     reasons = '; '.join(f'{path}: {why}' for path, why in skipped.items())
@@ -328,7 +325,7 @@ class Checkpointer:
     contents = _read_manifest(os.path.join(path, _MANIFEST))
     file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
     try:
-      _verify(file, contents)
+      _verify(file, contents['sha256'])
       tables = self._open_tables(path, contents['tables'])
     except BaseException:
       file.close()
@@ -366,6 +363,9 @@ class Checkpointer:
       else:
         with contextlib.suppress(FileNotFoundError):
           os.remove(path)
+
+  def _newest_number(self) -> int:
+    return max(map(_number, self.paths()), default=0)
 
   def _path(self, number: int) -> str:
     return os.path.join(self.directory, f'checkpoint-{number:08d}')
@@ -422,17 +422,15 @@ def _write_arrays(
   """Writes all bytes in a row; returns what the manifest says of them."""
   digest = hashlib.sha256()
   entries = []
-  size = 0
   with open(path, 'wb') as f:
     for name, array in arrays:
       data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
       f.write(data)
       digest.update(data)
       entries.append([name, array.dtype.name, list(array.shape)])
-      size += data.size
     f.flush()
     os.fsync(f.fileno())
-  return {'arrays': entries, 'bytes': size, 'sha256': digest.hexdigest()}
+  return {'arrays': entries, 'sha256': digest.hexdigest()}
 
 
 def _digest(contents: Mapping[str, Any]) -> str:
@@ -441,9 +439,9 @@ def _digest(contents: Mapping[str, Any]) -> str:
   ).hexdigest()
 
 
-def _sync(directory: str) -> None:
-  """Syncs the names in a directory to the disk."""
-  descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: str) -> None:
+  """Syncs a file, or the names in a directory, to the disk."""
+  descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
   finally:
@@ -467,16 +465,11 @@ def _read_manifest(path: str) -> dict[str, Any]:
   return contents
 
 
-def _verify(file: BinaryIO, contents: Mapping[str, Any]) -> None:
-  size = os.fstat(file.fileno()).st_size
-  if size != contents['bytes']:
-    raise errors.DataError(
-      f'{_ARRAYS} has {size} bytes, expected {contents["bytes"]}'
-    )
+def _verify(file: BinaryIO, expected: str) -> None:
   digest = hashlib.sha256()
   while block := file.read(_BLOCK_BYTES):
     digest.update(block)
-  if digest.hexdigest() != contents['sha256']:
+  if digest.hexdigest() != expected:
     raise errors.DataError(
       f'{_ARRAYS} differs from the checksum in {_MANIFEST}'
     )
