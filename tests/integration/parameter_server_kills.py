@@ -81,7 +81,7 @@ _PLACES = {
   'restored': (
     'strategies.parameter_server.recovery',
     'Recovery',
-    '_repeat_steps',
+    '_warn_of_lost',
     None,
   ),
 }

@@ -77,8 +77,7 @@ class Engine:
     self._lock = threading.RLock()
     self._functions: dict[Any, Any] = {}
     self._sources = weakref.WeakSet()
-    recovery.on_restored = self.forget
-    recovery.steps_done = lambda: self._steps_done
+    recovery.on_recreated = self.forget
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""
@@ -150,12 +149,13 @@ class Engine:
     self._pool.wait(until)
 
   def forget(self) -> None:
-    """Servers were restored: variables have new handles, workers lost splits."""
+    """Forgets functions and open splits: variables have new handles."""
     with self._lock:
       self._functions.clear()
+      sources = list(self._sources)
     self.reports.forget(keeps_numbers=True)
-    for worker in self._pool.workers:
-      self.lose_splits(worker)
+    for source in sources:
+      source.begin_again()
 
   def report(self) -> dict[str, Any]:
     """Counters of this engine."""

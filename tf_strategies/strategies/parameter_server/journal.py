@@ -79,24 +79,11 @@ class Journal:
             resource=variable.handle, value=tf.constant(self._state)
           )
 
-  def recover(self, restores_all: bool = True) -> None:
-    """After a server's death; what servers hold is going to be restored.
-
-    Nobody writes any more what belongs to the state before. A step that was not
-    done is repeated with all of its units; if not `restores_all`, with those that
-    were not written on a server that lives.
-    """
+  def recover(self) -> None:
+    """Makes servers refuse all writes of steps before a server's death."""
     for variable in [*self._tokens_of, *self._written.values()]:
       variable.recreate_if_dead()
     self.revoke()
-    if not restores_all:
-      return
-    for (_, unit, _), variable in self._written.items():
-      if unit != units.LAST_UNIT:
-        with tf.device(variable.device):
-          tf.raw_ops.AssignVariableOp(
-            resource=variable.handle, value=tf.zeros(variable.shape, tf.int64)
-          )
 
   def ticket(
     self, kind: int, token: tf.Tensor, key: tf.Tensor, done: tf.Tensor

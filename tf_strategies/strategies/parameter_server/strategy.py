@@ -69,12 +69,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   is; additions are atomic.
 
   A worker that dies loses no step, and is used again when it is back. When a
-  server dies and `checkpoint_dir` is given, training waits for it, restores what it
-  held, in 'sync' all, from the newest whole checkpoint and continues; without it
+  server dies and `checkpoint_dir` is given, training waits for it, restores all
+  variables from the newest whole checkpoint and continues. Without it
   `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
-  the tables that they hold there.
+  their own tables there.
 
-  Servers have one chief, which is the one that connected last: an older one that is
+  Servers have one chief, which is the one that connected last. An older chief that is
   still alive ends with a `TakenOverError`.
 
   Each worker is one replica, on its first GPU or its CPU: start one worker a
@@ -266,9 +266,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Returns:
       mode; steps (done); staleness (number of steps by how many other steps
       were applied while they were computed); dropped (gradients that steps
-      were done without, in mode 'sync'); bytes_per_server; recoveries (server,
-      lost_steps of what was restored, and seconds; in 'sync' one for all servers
-      that were lost, in other modes one for each).
+      were done without, in mode 'sync'); bytes_per_server; recoveries (server that
+      died, lost_steps, and seconds).
     """
     return {
       'mode': self.options.mode,

@@ -264,14 +264,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def recreate_if_dead(self) -> bool:
-    """Makes it anew, as zero, on a server that was restarted.
-
-    Returns:
-      Whether it has lost its value now.
-    """
+  def recreate_if_dead(self) -> None:
+    """Makes it anew, as zero, on a server that was restarted."""
     if self.is_alive():
-      return False
+      return
     with tf.device(server_device(self.server)):
       fresh = _tf_internal.ResourceVariable(
         tf.zeros(self.shape, self.dtype), trainable=False, dtype=self.dtype
@@ -280,7 +276,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     _tf_internal.replace_handle(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
-    return self.is_lost
 
 
 def gives_rows() -> bool:
