@@ -46,12 +46,13 @@ def _array(dtype, shape, start=0):
 
 
 class LayoutTest(tf.test.TestCase, parameterized.TestCase):
-  def decode(self, layout, parcel, step):
+  def decode(self, layout, message, step):
     @tf.function(autograph=False)
-    def run(parcel, step):
-      return _flat(layout.decode_batch(parcel, step))
+    def run(message, step):
+      return _flat(layout.read(message, step).batch)
 
-    return [t.numpy() for t in run(tf.constant(parcel), tf.constant(step))]
+    step = tf.constant(step, tf.int64)
+    return [t.numpy() for t in run(tf.constant(message), step)]
 
   @parameterized.product(dtype=_DTYPES, steps=(1, 3))
   def test_every_dtype_and_step(self, dtype, steps):
@@ -61,10 +62,9 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       for k in range(steps)
     ]
     layout = batch_message.Layout(_structure(batches[0]), steps)
-    parcel = layout.encode(7, 0, batches)
-    self.assertEqual(parcel.size, layout.num_bytes)
+    message = layout.encode(7, 0, batches)
     for k in range(steps):
-      found = self.decode(layout, parcel, k)
+      found = self.decode(layout, message, k)
       for want, got in zip(batches[k], found, strict=True):
         self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
         self.assertEqual(want.tobytes(), got.tobytes())
@@ -91,14 +91,15 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
 
     @tf.function(autograph=False)
     def run(message, step):
-      found = layout.decode_batch(message, step)
+      found, *header = layout.read(message, step)
       self.assertEqual(found[0]['t'].shape.as_list(), [None, 2])
       self.assertEqual(found[0]['s'].shape.as_list(), [None, 3])
-      return layout.decode_header(message), found[:2]
+      return layout.first_step(message), header, found[:2]
 
     for k, batch in enumerate(batches):
-      header, found = run(tf.constant(message), tf.constant(k))
-      self.assertAllEqual(header, [7, 2, 5])
+      step = tf.constant(k, tf.int64)
+      first, header, found = run(tf.constant(message), step)
+      self.assertAllEqual([first, *header], [2, 7, k + 1, 5])
       want = batch_message.pack(batch.structure, batch.arrays)
       self.assertIsNone(want[2])
       self.assertEqual(found[0]['r'].to_list(), want[0]['r'].to_list())
@@ -138,32 +139,28 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     batch = [x.T, x[::2, ::-1], np.asfortranarray(x)]
     layout = batch_message.Layout(_structure(batch), 1)
-    parcel = layout.encode(1, 0, [batch])
-    for want, got in zip(batch, self.decode(layout, parcel, 0), strict=True):
+    message = layout.encode(1, 0, [batch])
+    for want, got in zip(batch, self.decode(layout, message, 0), strict=True):
       np.testing.assert_array_equal(want, got)
 
-  @parameterized.parameters(1, 3)
-  def test_rows_that_the_step_must_not_know_while_it_is_traced(self, steps):
-    batch = [_array(np.float32, (5, 2)), _array(np.int64, (5,), 3)]
-    layout = batch_message.Layout(_structure(batch), steps, hides_rows=True)
-    parcel = layout.encode(1, 0, [batch] * steps)
-    shapes = []
-
-    @tf.function(autograph=False)
-    def run(parcel):
-      found = layout.decode_batch(parcel, steps - 1)
-      shapes.extend(t.shape.as_list() for t in found)
-      return found
-
-    found = run(tf.constant(parcel))
+  def test_rows_that_the_step_must_not_know_while_it_is_traced(self):
+    """One message has batches of any sizes."""
+    batches = [
+      batch_message.Batch(
+        [_array(np.float32, (rows, 2)), _array(np.int64, (rows,), 3)],
+        hides_rows=True,
+      )
+      for rows in (5, 3)
+    ]
+    [alike] = batch_message.alike(batches)
+    layout = batches[0].layout(2)
+    shapes = [s.shape.as_list() for s in layout.specs]
     self.assertEqual(shapes, [[None, 2], [None]])
-    for want, got in zip(batch, found, strict=True):
-      np.testing.assert_array_equal(want, got)
-    self.assertEqual(
-      [s.shape.as_list() for s in layout.traced_structure], shapes
-    )
-    shown = batch_message.Layout(layout.structure, steps)
-    self.assertNotEqual(shown.key, layout.key)
+    message = layout.encode(1, 0, [b.arrays for b in alike])
+    for k, batch in enumerate(batches):
+      found = self.decode(layout, message, k)
+      for want, got in zip(batch.arrays, found, strict=True):
+        np.testing.assert_array_equal(want, got)
 
   def test_key_tells_layouts_apart(self):
     x, y = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)

@@ -1,12 +1,8 @@
 """Batches of a task as one tensor.
 
-Each tensor that a task is given costs a call of its own, so a task is given
-one: a header, then each array of the batches, at multiples of 64 bytes, where
-TensorFlow can use a slice without a copy. That tensor is bytes if the sizes of all
-arrays are known while the task's function is traced. With strings, and with the
-parts of sparse and ragged tensors, whose sizes differ from batch to batch, it is a
-vector of strings: the header, the bytes of each batch with a table of its shapes
-before them, and all strings.
+Each tensor that a task is given costs a call of its own, so a task is given one: a
+vector of strings. The first is a header, each of the others an array of a batch, as
+TensorFlow serializes tensors. So the batches of a task may differ in size.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,57 +21,29 @@ from tf_strategies import errors, option_checks
 # What the journal counts the steps of: tasks, or splits of the data.
 TASKS, SPLITS = 0, 1
 
-_ALIGNMENT = 64
-_HEADER_BYTES = 24  # int64: number of the task, first step to do, token.
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What is in a batch message; equal layouts can use one traced function."""
+  """The contents of a batch message; equal layouts can use one traced function."""
 
   structure: Any  # Of a batch, with a `tf.TypeSpec` for each tensor.
   steps: int
-  # Whether the step must not know the number of rows while it is traced, as
-  # under Keras on one device.
-  hides_rows: bool = False
 
   kind = TASKS
+  argument = tf.TensorSpec([None], tf.string)  # Of a traced function.
 
   @functools.cached_property
   def specs(self) -> list[tf.TensorSpec]:
-    """Of the arrays of a batch; a ragged or sparse tensor has several."""
-    return _components(self.structure)
-
-  @functools.cached_property
-  def traced_structure(self) -> Any:
-    """The specs of a batch as the step sees them."""
-    if not self.hides_rows:
-      return self.structure
-    return tf.nest.map_structure(with_any_rows, self.structure)
-
-  @functools.cached_property
-  def is_fixed(self) -> bool:
-    """Returns whether all batches of this layout have the same number of bytes."""
-    return all(
-      s.shape.is_fully_defined() and s.dtype != tf.string for s in self.specs
-    )
-
-  @functools.cached_property
-  def sizes(self) -> list[int]:
-    """Bytes of each array of one batch, padded."""
-    return [_padded(_size(s)) for s in self.specs]
-
-  @property
-  def num_bytes(self) -> int:
-    """Of a message."""
-    return _ALIGNMENT + self.steps * sum(self.sizes)
+    """Specs of the arrays of a batch; a ragged or sparse tensor has several."""
+    flat = tf.nest.flatten(self.structure, expand_composites=True)
+    return [s for s in flat if s is not None]
 
   @functools.cached_property
   def key(self) -> Any:
     """Equal for equal layouts."""
     specs = tuple((str(s.shape), s.dtype) for s in self.specs)
     kinds = tf.nest.map_structure(_kind, self.structure)
-    return self.kind, repr(kinds), specs, self.steps, self.hides_rows
+    return self.kind, repr(kinds), specs, self.steps
 
   def encode(
     self,
@@ -85,110 +52,35 @@ class Layout:
     batches: Sequence[Sequence[np.ndarray]],
     token: int = 0,
   ) -> np.ndarray:
-    """The message of a task: uint8, or bytes objects."""
+    """Returns the message of a task, as bytes objects."""
     header = np.array([task, first, token], np.int64)
-    if not self.is_fixed:
-      return self._encode_varying(header, batches)
-    message = np.empty(self.num_bytes, np.uint8)
-    message[:_HEADER_BYTES] = header.view(np.uint8)
-    position = _ALIGNMENT
-    for arrays in batches:
-      for array, size in zip(arrays, self.sizes, strict=True):
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        message[position : position + flat.size] = flat
-        position += size
-    return message
-
-  def _encode_varying(self, header, batches) -> np.ndarray:
-    message = [header.tobytes()]
-    strings = []
-    for arrays in batches:
-      table, parts = [], []
-      position = _padded(8 * self._table_length)
-      for array in arrays:
-        if array.dtype == object:
-          table.append(1 + self.steps + len(strings))
-          strings += map(tf.compat.as_bytes, array.reshape(-1))
-        else:
-          table.append(position)
-          data = array.tobytes()
-          parts.append(data.ljust(_padded(len(data)), b'\0'))
-          position += len(parts[-1])
-        table += array.shape
-      head = np.array(table, np.int64).tobytes()
-      head = head.ljust(_padded(len(head)), b'\0')
-      message.append(b''.join([head, *parts]))
-    return np.array([*message, *strings], object)
-
-  @functools.cached_property
-  def _table_length(self) -> int:
-    """Numbers in the table of a batch: where each array begins, and its shape."""
-    return sum(1 + s.shape.rank for s in self.specs)
-
-  def decode_header(self, message: tf.Tensor) -> tf.Tensor:
-    """Task, first step, token: int64 [3]."""
-    if not self.is_fixed:
-      return tf.io.decode_raw(message[0], tf.int64)
-    return tf.bitcast(tf.reshape(message[:_HEADER_BYTES], [3, 8]), tf.int64)
-
-  def decode_batch(self, message: tf.Tensor, step: tf.Tensor | int) -> Any:
-    """The batch of one step."""
-    if not self.is_fixed:
-      return self._decode_varying(message, step)
-    row = message[_ALIGNMENT:]
-    if self.steps > 1:
-      row = tf.gather(tf.reshape(row, [self.steps, sum(self.sizes)]), step)
-    found, position = [], 0
-    for spec, size in zip(self.specs, self.sizes, strict=True):
-      part = row[position : position + _size(spec)]
-      tensor = _from_bytes(part, spec.dtype, spec.shape.as_list())
-      if self.hides_rows:
-        # A reshape would not do: TensorFlow infers rows from the elements.
-        tensor = tf.raw_ops.PlaceholderWithDefault(
-          input=tensor, shape=[None, *tensor.shape[1:]]
-        )
-      found.append(tensor)
-      position += size
-    return pack(self.structure, found)
-
-  def _decode_varying(self, message, step):
-    row = tf.io.decode_raw(message[1 + step], tf.uint8)
-    table = row[: 8 * self._table_length]
-    table = tf.bitcast(tf.reshape(table, [-1, 8]), tf.int64)
-    found, entry = [], 0
-    for spec in _components(self.traced_structure):
-      rank = spec.shape.rank
-      start, shape = table[entry], table[entry + 1 : entry + 1 + rank]
-      entry += 1 + rank
-      size = tf.reduce_prod(shape)
-      if spec.dtype == tf.string:
-        tensor = tf.reshape(message[start : start + size], shape)
-      else:
-        part = row[start : start + size * spec.dtype.size]
-        tensor = _from_bytes(part, spec.dtype, shape)
-      tensor.set_shape(spec.shape)
-      found.append(tensor)
-    return pack(self.traced_structure, found)
-
-  # What a worker's function takes its batches from.
-
-  @property
-  def argument(self) -> tf.TensorSpec:
-    """Of what the function is given."""
-    if not self.is_fixed:
-      return tf.TensorSpec([None], tf.string)
-    return tf.TensorSpec([self.num_bytes], tf.uint8)
+    arrays = itertools.chain([header], *batches)
+    message = [
+      tf.make_tensor_proto(array).SerializeToString() for array in arrays
+    ]
+    return np.array(message, object)
 
   def first_step(self, argument: tf.Tensor) -> tf.Tensor:
-    """The first step to do, int64."""
-    return self.decode_header(argument)[1]
+    """Returns the first step to do, int64."""
+    return _header(argument)[1]
 
   def read(self, argument: tf.Tensor, step: tf.Tensor) -> Reading:
     """Reads the batch and the header of a step from the message."""
-    header = self.decode_header(argument)
-    return Reading(
-      self.decode_batch(argument, step), header[0], step + 1, header[2]
-    )
+    task, _, token = tf.unstack(_header(argument))
+    found = []
+    for i, spec in enumerate(self.specs):
+      place = 1 + tf.cast(step, tf.int32) * len(self.specs) + i
+      tensor = tf.io.parse_tensor(argument[place], spec.dtype)
+      tensor.set_shape(spec.shape)
+      found.append(tensor)
+    return Reading(pack(self.structure, found), task, step + 1, token)
+
+
+def _header(message: tf.Tensor) -> tf.Tensor:
+  """Returns the task, first step and token of a message, int64 [3]."""
+  header = tf.io.parse_tensor(message[0], tf.int64)
+  header.set_shape([3])
+  return header
 
 
 class Reading(NamedTuple):
@@ -201,10 +93,14 @@ class Reading(NamedTuple):
 
 
 class Batch:
-  """A structure of tensors or arrays, as its arrays."""
+  """A structure of tensors or arrays, as its arrays.
+
+  If it `hides_rows`, the step is traced for any number of rows, as under Keras on one
+  device.
+  """
 
   def __init__(self, data: Any, hides_rows: bool = False):
-    self.structure = tf.nest.map_structure(spec_of, data)
+    self.structure = tf.nest.map_structure(_spec_of, data)
     self.arrays = [
       _array(t)
       for t in tf.nest.flatten(data, expand_composites=True)
@@ -215,12 +111,14 @@ class Batch:
       for s in tf.nest.flatten(self.structure)
       if s is not None
     }
-    self.hides_rows = (
+    self._hides_rows = (
       hides_rows and len(self._rows) == 1 and None not in self._rows
     )
+    if self._hides_rows:
+      self.structure = tf.nest.map_structure(with_any_rows, self.structure)
 
   def microbatches(self, count: int) -> list[Batch]:
-    """The rows in `count` parts, none empty; the first have what is left over."""
+    """Splits the rows into `count` parts, none of them empty, larger ones first."""
     if len(self._rows) != 1 or None in self._rows:
       raise errors.UnsupportedOptionError(
         f'a batch whose arrays have {sorted(map(str, self._rows))} rows',
@@ -240,24 +138,24 @@ class Batch:
           tf.nest.map_structure(
             lambda t, i=first, j=last: _rows_of(t, i, j), data
           ),
-          self.hides_rows,
+          self._hides_rows,
         )
         for first, last in itertools.pairwise(starts)
       ]
 
   def layout(self, steps: int) -> Layout:
-    """Of a message of so many such batches."""
-    return Layout(self.structure, steps, self.hides_rows)
+    """Returns the layout of a message of so many such batches."""
+    return Layout(self.structure, steps)
 
 
 def alike(batches: Sequence[Batch]) -> list[list[Batch]]:
-  """Batches in runs of one layout each, in their order."""
+  """Groups successive batches of equal layouts."""
   groups = itertools.groupby(batches, lambda b: b.layout(1).key)
   return [list(group) for _, group in groups]
 
 
 def pack(structure: Any, tensors: Sequence[Any]) -> Any:
-  """The structure with these in place of its components; None stays None."""
+  """Returns the structure with these tensors as its components; None stays None."""
   remaining = iter(tensors)
   return tf.nest.map_structure(
     lambda spec: None if spec is None else _from_components(spec, remaining),
@@ -273,21 +171,15 @@ def _from_components(spec, remaining):
   return tf.nest.pack_sequence_as(spec, list(parts), expand_composites=True)
 
 
-def _components(structure: Any) -> list[tf.TensorSpec]:
-  """Specs of the arrays of which a structure's tensors are made."""
-  flat = tf.nest.flatten(structure, expand_composites=True)
-  return [s for s in flat if s is not None]
-
-
 def _kind(spec) -> Any:
-  """What tells a spec from others whose components are alike."""
+  """Returns a value that tells a spec from others with the same components."""
   if spec is None or isinstance(spec, tf.TensorSpec):
     return spec is not None
   return repr(spec)
 
 
 def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
-  """The spec of a batch of any number of rows."""
+  """Returns the spec of a tensor with any number of rows."""
   if spec is None:
     return None
   shape = [None, *spec.shape[1:]]
@@ -324,26 +216,8 @@ def _rows_of(tensor, first: int, last: int):
   )
 
 
-def _size(spec) -> int:
-  return math.prod(spec.shape.as_list()) * spec.dtype.size
-
-
-def _padded(size: int) -> int:
-  return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _from_bytes(part, dtype, shape):
-  if dtype == tf.bool:
-    part = tf.not_equal(part, 0)
-  elif dtype != tf.uint8:
-    if dtype.size > 1:
-      part = tf.reshape(part, [-1, dtype.size])
-    part = tf.bitcast(part, dtype)
-  return tf.reshape(part, shape)
-
-
-def spec_of(tensor: Any) -> tf.TypeSpec | None:
-  """Of a tensor of a batch, or None for None."""
+def _spec_of(tensor: Any) -> tf.TypeSpec | None:
+  """Returns the spec of a tensor of a batch, or None for None."""
   if tensor is None:
     return None
   if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
@@ -356,7 +230,7 @@ def spec_of(tensor: Any) -> tf.TypeSpec | None:
 
 
 def _array(tensor) -> np.ndarray:
-  """A component of a batch; strings as objects."""
+  """Returns a component of a batch as an array; strings as objects."""
   array = np.asarray(tensor.numpy() if tf.is_tensor(tensor) else tensor)
   if array.dtype.kind in 'biufcV':
     return array

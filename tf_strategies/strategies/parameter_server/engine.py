@@ -215,7 +215,7 @@ class Engine:
     """The function for batches of such messages or data, and its discovery."""
 
     def make():
-      discovery = self.discover(step, layout.traced_structure)
+      discovery = self.discover(step, layout.structure)
       return worker_function.WorkerFunction(
         step.run, layout, discovery, self.journal
       ), discovery

@@ -60,7 +60,7 @@ class SyncEngine(engine_lib.Engine):
     if isinstance(work, input.Elements):
       return self._train_on_splits(step, work)
     for batch in work:
-      discovery = self.discover(step, batch.layout(1).traced_structure)
+      discovery = self.discover(step, batch.structure)
       if step in self._whole:
         # What one worker makes of all rows is what one device makes.
         self._warn_of_whole(step)
@@ -255,7 +255,7 @@ class SyncEngine(engine_lib.Engine):
 
   def microbatch_function(self, step, layout):
     """The function for a microbatch, and its discovery."""
-    discovery = self.discover(step, layout.traced_structure)
+    discovery = self.discover(step, layout.structure)
     return self.cached(
       (step, 'microbatch', layout.key),
       lambda: microbatch.MicrobatchFunction(step, layout, discovery),

@@ -113,7 +113,7 @@ class StepFunction:
     if isinstance(work, input.Elements):
       structure = work.source.dataset.element_spec
     else:
-      structure = work[0].layout(1).traced_structure
+      structure = work[0].structure
 
     def discover():
       # It may be traced with what an earlier call has lost, and then sent.
