@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tf_strategies.version import __version__ as __version__
 
 if TYPE_CHECKING:  # For readers and tools; see `_public`.
-  # `as`: checkers take other imports of a typed package for its own business.
+  # With `as`, type checkers treat an import of a typed package as public.
   from tf_strategies import cluster as cluster
   from tf_strategies import data as data
   from tf_strategies import errors as errors
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # For readers and tools; see `_public`.
   from tf_strategies._public import *
   from tf_strategies.launch.functions import launch
 
-# Each is loaded alone; some need no TensorFlow.
+# Each is loaded separately; some do not need TensorFlow.
 _ROOMS = (
   'cluster',
   'data',
@@ -37,11 +37,12 @@ _ROOMS = (
   'process_group',
 )
 
-if not TYPE_CHECKING:  # For a checker it would mean that every name is there.
+if not TYPE_CHECKING:  # Type checkers would assume that every name exists.
 
   def __getattr__(name: str) -> Any:
-    # Also internal rooms: `from tf_strategies import cross_device` asks here
-    # first, and the public table would import that room's users before it.
+    # Also internal packages: `from tf_strategies import cross_device` calls
+    # this function first. The public table would otherwise import the users of
+    # that package before it.
     if name in _ROOMS or (
       not name.startswith('__')
       and importlib.util.find_spec(f'{__name__}.{name}')

@@ -26,7 +26,7 @@ _host_failure_numbers = itertools.count()
 _HOST_FAILURE = re.compile(r'\[host failure (\d+)\]')
 
 _FRAME = re.compile(r'\s*File "(.*)", line \d+, in ')
-# Parts of the paths of files that the user has not written.
+# Parts of the paths of files that the user did not write.
 _NOT_THEIRS = (
   os.path.join('tensorflow', 'python', ''),
   os.path.join('keras', 'src', ''),
@@ -42,8 +42,8 @@ _OF_NO_USE = (
 def readable(error: tf.errors.OpError) -> tf.errors.OpError:
   """Returns the error with the lines of the user's own files, and the cause.
 
-  TensorFlow also lists its own and Keras's calls, once for each operation that
-  failed, and every connection by which the error came.
+  TensorFlow also lists its own and Keras's calls, for each operation that
+  failed, and every connection through which the error came.
   """
   lines: list[str] = []
   is_after_frame = False
@@ -62,7 +62,7 @@ def readable(error: tf.errors.OpError) -> tf.errors.OpError:
 
 @contextlib.contextmanager
 def typed():
-  """Context in which errors of this package keep their type through the graph."""
+  """Keeps the type of this package's errors through the graph, inside the context."""
   try:
     yield
   except errors.Error as e:
@@ -72,7 +72,7 @@ def typed():
 def raise_through_graph(error: errors.Error | tf.errors.OpError) -> NoReturn:
   """Raises `error` in a host call so that it keeps its type through the graph.
 
-  It becomes a `tf.errors.UnknownError` too, as C++ requires.
+  It also becomes a `tf.errors.UnknownError`, as C++ requires.
   """
   number = str(next(_host_failure_numbers))
   _host_failures[number] = _as_unknown_error(error)
@@ -101,7 +101,7 @@ def _restore(error_type, args, state):
 
 
 def _as_unknown_error(error):
-  """Returns a copy of `error` that is a `tf.errors.UnknownError` too."""
+  """Returns a copy of `error` that is also a `tf.errors.UnknownError`."""
   error_type = type(error)
   state = dict(vars(error))
 
@@ -116,7 +116,8 @@ def _as_unknown_error(error):
     {
       '__init__': ignore,
       '__str__': error_type.__str__,
-      # As the original class, since pickle cannot find this one by name.
+      # Pickles as the original class, because pickle cannot find this one by
+      # name.
       '__reduce__': lambda self: (_restore, (error_type, self.args, state)),
       '__module__': error_type.__module__,
     },

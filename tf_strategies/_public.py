@@ -1,7 +1,7 @@
-"""The public names of the package: the one table of them.
+"""The table of the package's public names.
 
-`tf_strategies` offers what this module imports, and imports it when the first
-of these names is used: TensorFlow takes seconds to load, and neither the
+`tf_strategies` exports the imports of this module, and imports it when one of
+these names is first used. TensorFlow takes seconds to load, and neither the
 launcher nor `tfs.cluster` needs it.
 """
 

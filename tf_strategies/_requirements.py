@@ -1,9 +1,10 @@
-"""Checks at import that what we use of another package's insides is there.
+"""Checks at import that other packages still contain the internals that we use.
 
-A release that lacks something of what `_tf_internal` and `_keras_internal` list
-ends in one sentence that names it and the versions that were tested, not in a
-wrong result or in a traceback from the depths. All functions here raise
-UnsupportedVersionError; `why` is what this package needs it for.
+If a release lacks one of the names in `_tf_internal` and `_keras_internal`, the
+error names it and the tested versions. Otherwise the result would be wrong
+numbers or an obscure traceback. All functions here raise
+UnsupportedVersionError. `why` is the reason for which this package needs the
+name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def is_tested(name: str, installed: str) -> bool:
 
 
 def missing(what: str, why: str) -> errors.UnsupportedVersionError:
-  """The error for something that is not there, or not as expected."""
+  """Returns the error for a name that is missing or not as expected."""
   installed = ' and '.join(
     f'{name} {sys.modules[module].__version__}'
     for name, module in (('TensorFlow', 'tensorflow'), ('Keras', 'keras'))
@@ -67,7 +68,7 @@ def method(owner: Any, signature: str, why: str) -> None:
 
 
 def mention(function: Any, names: Sequence[str], why: str) -> None:
-  """Checks that a function, or one inside of it, names variables or strings."""
+  """Checks that a function, or one inside it, mentions variables or strings."""
   function = inspect.unwrap(function)
   found = _names_in(function.__code__)
   for name in names:
@@ -77,7 +78,7 @@ def mention(function: Any, names: Sequence[str], why: str) -> None:
 
 
 def _names_in(code) -> set[str]:
-  """Names and string constants of a code object and of those inside of it."""
+  """Returns the names and string constants of a code object, including nested ones."""
   names = {*code.co_names, *code.co_varnames, *code.co_freevars}
   for constant in code.co_consts:
     if isinstance(constant, str):

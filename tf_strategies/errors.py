@@ -21,9 +21,9 @@ Example:
 class Error(Exception):
   """Base of every error that tf_strategies raises on purpose.
 
-  AutoGraph and Keras put a traceback into the message of an error that leaves
-  traced code: they make a new one of the same type from one string. Hence no
-  class here has an `__init__` of its own.
+  AutoGraph and Keras add a traceback to the message of an error that leaves
+  traced code. They create a new error of the same type from one string, so no
+  class here has its own `__init__`.
   """
 
   # AutoGraph keeps a type only if it has exactly this one.
@@ -31,7 +31,7 @@ class Error(Exception):
 
 
 class _MadeOfParts(type):
-  """Turns three parts into the one message that an exception is made of."""
+  """Combines three parts into the one message of an exception."""
 
   def __call__(cls, *args):
     if len(args) != 3:
@@ -47,8 +47,8 @@ class _MadeOfParts(type):
 def result_of(future, seconds: float | None = None):
   """Returns the result of a future, or raises its error.
 
-  The traceback of an error of this package then begins here: the frames of the
-  thread that had it tell its user nothing.
+  For an error of this package, the traceback begins here. The frames of the
+  other thread do not help its user.
   """
   error = future.exception(seconds)
   if isinstance(error, Error):
@@ -72,14 +72,14 @@ class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
 
 
 class ScopeError(UnsupportedOptionError, RuntimeError):
-  """Something that was made outside of the scope of the strategy that uses it.
+  """An object was made outside the scope of the strategy that uses it.
 
-  A `RuntimeError` too, as TensorFlow's own.
+  It is also a `RuntimeError`, as TensorFlow's own error is.
   """
 
 
 class UnsupportedVersionError(Error, ImportError):
-  """A TensorFlow or Keras without something that this package relies on."""
+  """A version of TensorFlow or Keras lacks an internal that this package needs."""
 
 
 class ScheduleError(Error, ValueError):
@@ -91,17 +91,17 @@ class DataError(Error, ValueError):
 
 
 class StorageError(Error, OSError):
-  """A checkpoint that cannot be written or read: a full disk, no permission.
+  """A checkpoint cannot be written or read, for example because the disk is full.
 
-  An `OSError` too, with the `errno` of its cause.
+  It is also an `OSError`, with the `errno` of its cause.
   """
 
-  # An `OSError` with an `errno` would show that alone.
+  # An `OSError` with an `errno` would show only that.
   __str__ = Exception.__str__
 
 
 class LargeTableWarning(UserWarning):
-  """A table of parameter servers comes whole into one process's memory."""
+  """One process reads a whole table of the parameter servers into its memory."""
 
 
 class CheckpointMismatchError(Error, ValueError):
@@ -109,11 +109,11 @@ class CheckpointMismatchError(Error, ValueError):
 
 
 class InUseError(Error, RuntimeError):
-  """A checkpoint directory into which a live process of another run writes."""
+  """A live process of another run writes to the checkpoint directory."""
 
 
 class TakenOverError(Error, RuntimeError):
-  """A checkpoint directory, or parameter servers, that another run has taken."""
+  """Another run has taken over a checkpoint directory or the parameter servers."""
 
 
 class ClusterConfigError(Error, ValueError):
@@ -121,11 +121,11 @@ class ClusterConfigError(Error, ValueError):
 
 
 class RendezvousError(Error, RuntimeError):
-  """Workers that did not find each other: says who is missing, and where."""
+  """Workers did not find each other. The message names the missing ones."""
 
 
 class JobFinishedError(RendezvousError):
-  """A worker came when its job had been done: nothing is left to train."""
+  """A worker came after its job had finished, so nothing is left to train."""
 
 
 class AuthenticationError(Error, RuntimeError):
@@ -140,8 +140,8 @@ class WorkerUnavailableError(Error, RuntimeError):
   """A worker that died, closed its connection or no longer answers.
 
   Attributes:
-    rank: of the worker, where it is known.
-    address: of the worker, 'host:port'.
+    rank: rank of the worker, if known.
+    address: address of the worker, 'host:port'.
   """
 
   rank: int | None = None

@@ -41,7 +41,7 @@ def check(is_allowed: object, received: str, expected: str, fix: str) -> None:
 def check_choice(
   name: str, value: object, choices: Iterable[str], fix: str = _FIX
 ) -> None:
-  """Raises unless a value is one of several strings; suggests the nearest one."""
+  """Raises unless a value is one of several strings. Suggests the nearest one."""
   choices = tuple(choices)
   # Each collective calls this, so the message is only made for an error.
   if not isinstance(value, str) or value not in choices:
@@ -65,9 +65,10 @@ def check_names(
   fix: str = 'leave it out',
   of: Callable[..., Any] | None = None,
 ) -> None:
-  """Raises for names of options that `what` does not have; suggests the nearest.
+  """Raises for option names that `what` does not have. Suggests the nearest one.
 
-  The suggestion may be an option of an object that `of`, a function or class, takes.
+  If another option takes an object, the suggestion may be an option of that
+  object. `of` is the function or class whose arguments are searched.
   """
   known = tuple(known)
   for name in given:
@@ -86,7 +87,7 @@ def _inside(of: Callable[..., Any] | None, name: str) -> str | None:
   function: Any = of.__init__ if isinstance(of, type) else of
   try:
     hints = {} if function is None else typing.get_type_hints(function)
-  except NameError:  # A type that is there for checkers only.
+  except NameError:  # A type that only type checkers import.
     return None
   for argument, hint in hints.items():
     for kind in (hint, *typing.get_args(hint)):
@@ -160,7 +161,7 @@ def check_function(
   *,
   or_none: bool = False,
 ) -> None:
-  """Raises unless a value can be called, or is None where that is allowed."""
+  """Raises unless a value is callable, or None if that is allowed."""
   is_allowed = callable(value) or (or_none and value is None)
   check(is_allowed, f'{name}={value!r}', 'a function', fix)
 
@@ -178,7 +179,7 @@ def check_type(
   expected: str,
   fix: str = _FIX,
 ) -> None:
-  """Raises unless a value has one of the types; names its type, not the value."""
+  """Raises unless a value has one of the types. Names its type, not the value."""
   kind = type(value).__name__
   check(isinstance(value, types), f'{name} of type {kind}', expected, fix)
 
@@ -218,7 +219,7 @@ def plain(value: object) -> object:
 def keep_plain(options: Any) -> None:
   """Replaces NumPy's scalars in a frozen data class by Python's own.
 
-  JSON, `time.sleep` and others would refuse them later.
+  Later, JSON, `time.sleep` and other functions would reject them.
   """
   for field in dataclasses.fields(options):
     value = getattr(options, field.name)

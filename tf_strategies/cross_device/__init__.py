@@ -1,4 +1,4 @@
-"""HOW values move inside one process: `tf.distribute.CrossDeviceOps`.
+"""Moves values between the devices of one process: `tf.distribute.CrossDeviceOps`.
 
 Every op here also works in TensorFlow's own strategy:
 

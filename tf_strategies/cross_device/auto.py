@@ -1,4 +1,4 @@
-"""`AutoAllReduce`: the algorithm by kind of device and by size."""
+"""`AutoAllReduce` chooses the algorithm by kind of device and size."""
 
 import tensorflow as tf
 
@@ -7,8 +7,8 @@ from tf_strategies.collectives import algorithms, cost_model
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.cross_device import base, executor, links, packing
 
-# What NCCL adds up as `base` promises. In TensorFlow's op bfloat16 and other
-# integers are missing, and float16 may overflow before a mean is taken.
+# Dtypes that NCCL sums as `base` promises. TensorFlow's op lacks bfloat16 and
+# other integers, and float16 may overflow before the mean is taken.
 _NCCL_DTYPES = (tf.float32, tf.float64)
 
 
@@ -34,7 +34,9 @@ class AutoAllReduce(base.ScheduledAllReduce):
     self._nccl = tf.distribute.NcclAllReduce()
 
   def schedule(self, devices, num_bytes) -> schedule_lib.Schedule:
-    """Direct between CPUs, a tree in one GPU, or the cheapest by the cost model."""
+    """Returns 'direct' between CPUs, a tree in one GPU, or the cheapest by the
+    cost model.
+    """
     world_size = len(devices)
     if world_size == 1 or executor.share_memory(devices):
       return algorithms.build('direct', world_size)
@@ -64,24 +66,24 @@ class AutoAllReduce(base.ScheduledAllReduce):
     """Reduces values of one dtype, which TensorFlow packs into one tensor."""
     base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
     num_bytes = sum(base.bytes_of(v.values[0]) for v in values)
-    # NCCL's rings move what ours would.
+    # NCCL's rings send the same bytes as ours.
     ring = algorithms.build('ring', len(devices))
     chunks = schedule_lib.chunk_sizes(num_bytes, ring.num_chunks)
     self._statistics['all_reduce'].record(devices, ring.bytes_in(chunks))
     placed = [_placed(value, devices) for value in values]
-    # Not `batch_reduce`, which would leave out NCCL where there is one device.
+    # `batch_reduce` would skip NCCL if there is only one device.
     return self._nccl.batch_reduce_implementation(
       reduce_op, [(v, v) for v in placed], None
     )
 
   def _reduce_by_schedule(self, reduce_op, values, devices):
-    """Reduces values, between parts of one GPU with the small ones packed."""
+    """Reduces values. Between parts of one GPU, it packs small ones."""
     reduce = super()._reduce_everywhere
     if len(devices) == 1 or links.name_of(devices) != 'one_gpu':
       return reduce(reduce_op, values, devices)
     base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
     alone_bytes, bucket_bytes = links.packed_bytes(len(devices))
-    # Replicas that know different shapes must pack the same tensors.
+    # Replicas may know different shapes, but must pack the same tensors.
     small = [
       i
       for i, value in enumerate(values)
@@ -110,7 +112,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
 
 
 def _placed(value, devices):
-  """`value` on `devices`: NCCL asks tensors for theirs, which may be unknown."""
+  """Returns `value` on `devices`, because NCCL needs to know each tensor's device."""
   components = []
   for component, device in zip(value.values, devices, strict=True):
     with tf.device(device):

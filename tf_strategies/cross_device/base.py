@@ -1,4 +1,4 @@
-"""The template of every cross-device op: what to move where, counted."""
+"""The template of every cross-device op: it moves values and counts the bytes."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tf_strategies.cross_device import executor, statistics
 _KINDS = ('all_reduce', 'reduce', 'gather', 'broadcast')
 
 
-# Bytes: below, cutting takes longer than what it saves.
+# In bytes. Cutting smaller tensors takes longer than it saves.
 _LEAST_TO_CUT = 16 * 1024
 
 
@@ -34,7 +34,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   * SUM and MEAN of every float, complex and integer dtype. 16-bit floats are
     accumulated in float32 and rounded once a hop. MEAN keeps the dtype: the
     mean of integers is their sum floor-divided by the number of replicas.
-  * Integer sums, those of a MEAN too, wrap around as `tf.add` does.
+  * Integer sums, also for a MEAN, wrap around as `tf.add` does.
   * All replicas end with bit-equal results.
   * `tf.IndexedSlices` are gathered, duplicates kept, as TensorFlow does.
   * Gradients flow through: the ops are differentiable TensorFlow ops.
@@ -56,30 +56,30 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       * 'one_shot': each device sends everything to all others, in one round.
 
   Raises:
-    UnsupportedOptionError: there is no such algorithm; later, a dtype
-      that has no sum (bool, string), or replicas whose static shapes or dtypes
-      differ.
+    UnsupportedOptionError: if the algorithm is unknown. Later also for a dtype
+      without a sum (bool, string), or if replicas have different static shapes
+      or dtypes.
   """
 
   def __init__(self, algorithm: str):
     super().__init__()
     self._algorithm = algorithms.check(algorithm)
     self._statistics = {k: statistics.CallStatistics() for k in _KINDS}
-    # Bytes that each rank receives in the all-reduce that was built last.
+    # Bytes that each rank receives in the most recently built all-reduce.
     self.last_bytes_in: tuple[int, ...] = ()
 
   def schedule(
     self, devices: Sequence[str], num_bytes: int
   ) -> schedule_lib.Schedule:
-    """The schedule for an all-reduce of `num_bytes` over `devices`."""
+    """Returns the schedule for an all-reduce of `num_bytes` over `devices`."""
     del num_bytes
     return algorithms.build(self._algorithm, len(devices))
 
   def split_above(self, devices: Sequence[str]) -> float | None:
-    """Tensors above this share of all bytes are cut; None cuts nothing."""
+    """Returns the share of all bytes above which tensors are cut. None cuts nothing."""
     if not executor.share_memory(devices):
       return 0.5 / len(devices)
-    # Between CPUs whole tensors are the shares of 'direct': each sum is one
+    # Between CPUs, the shares of 'direct' are whole tensors. Each sum is one
     # fused addition, and nothing is cut or concatenated.
     return None if self._algorithm == 'direct' else 1.0 / len(devices)
 
@@ -89,7 +89,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     return self._statistics['all_reduce'].calls
 
   def report(self) -> dict[str, object]:
-    """Executed calls of each kind, and bytes received by each device."""
+    """Returns the executed calls of each kind, and the bytes received by each
+    device.
+    """
     name = type(self).__name__
     if type(self) is ScheduledAllReduce:
       name = f'{name}({self._algorithm!r})'
@@ -210,9 +212,9 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
   def _reduce_slices(self, reduce_op, slices, devices):
     """Gathers `tf.IndexedSlices` on every destination device.
 
-    The gradient of an embedding is a list of rows, in which a row may stand
-    several times. Concatenated, the optimizer (and gradient clipping, which
-    looks at the values) sees what one device would have seen.
+    The gradient of an embedding is a list of rows, which may contain a row
+    several times. The concatenated list equals one device's, so the optimizer
+    and gradient clipping work on the same values.
     """
     rows = [s.values for s in slices]
     indices = [s.indices for s in slices]
@@ -269,17 +271,18 @@ def _wrap(values):
 
 
 def mirrored(values):
-  """A `Mirrored` of one value for each device."""
+  """Returns a `Mirrored` of one value for each device."""
   return _tf_internal.regroup(
     tuple(values), wrap_class=_tf_internal.Mirrored, always_wrap=True
   )
 
 
 def _as_tensors(value):
-  """`value` with tensors as components, or with slices on all replicas.
+  """Returns `value` with tensors as components, or with slices on all replicas.
 
-  NumPy arrays have no device. Slices become dense where another replica has a
-  dense gradient, for instance of a variable used densely in one branch only.
+  NumPy arrays have no device. Slices become dense if another replica has a
+  dense gradient, for example because a variable is used densely in one branch
+  only.
   """
   slices = [isinstance(v, tf.IndexedSlices) for v in value.values]
   if all(slices) or (not any(slices) and all(map(tf.is_tensor, value.values))):
@@ -292,11 +295,11 @@ def _as_tensors(value):
 
 
 def _holders(value) -> tuple[str, ...]:
-  """The full names of the devices that hold a distributed value.
+  """Returns the full names of the devices that hold a distributed value.
 
-  In a graph, what comes from an argument or a variable may have no device yet. A
-  value of a strategy's replicas lives where they run; any other keeps an empty
-  name, and TensorFlow places what is computed from it.
+  In a graph, arguments and variables may not have a device yet. A strategy's
+  replicas define the devices of its values. Other values keep an empty name,
+  and TensorFlow places their results.
   """
   devices = [v.device for v in value.values]
   if not all(devices) and tf.distribute.has_strategy():
@@ -307,7 +310,7 @@ def _holders(value) -> tuple[str, ...]:
 
 
 def _bytes_from_others(tensors, device: str) -> int:
-  """Bytes of those `tensors` that `device` has to fetch."""
+  """Returns the bytes of the `tensors` that `device` has to fetch."""
   device = _tf_internal.resolve_device(device)
   return sum(
     bytes_of(t)
@@ -321,7 +324,7 @@ def _is_mean(reduce_op) -> bool:
 
 
 def check_tensors(tensors) -> None:
-  """Refuses dtypes without a sum, and replicas that disagree: `[rank][tensor]`."""
+  """Rejects dtypes without a sum, and replicas that disagree: `[rank][tensor]`."""
   for i, first in enumerate(tensors[0]):
     dtype = first.dtype
     if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
@@ -344,5 +347,5 @@ def check_tensors(tensors) -> None:
 
 
 def bytes_of(tensor: tf.Tensor) -> int:
-  """Bytes of a tensor; zero while its shape is unknown."""
+  """Returns the bytes of a tensor, or zero while its shape is unknown."""
   return (tensor.shape.num_elements() or 0) * tensor.dtype.size

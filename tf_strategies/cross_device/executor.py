@@ -1,9 +1,9 @@
 """Executes a `Schedule` as TensorFlow ops on the devices of one process.
 
-A schedule says which rank sends which chunk to whom in which round. Here a
-chunk is a *list of tensors* (or of slices of tensors), so that whole tensors
-travel without being concatenated: between devices that share memory the
-copies cost more than the additions.
+A schedule defines which rank sends which chunk to which rank in each round.
+Here a chunk is a *list of tensors* (or of slices of tensors), so that whole
+tensors travel without being concatenated. Between devices that share memory,
+copies cost more than additions.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def is_half(dtype: tf.DType) -> bool:
 
 
 def share_memory(devices: Sequence[str]) -> bool:
-  """Returns whether copies between devices cost nothing: all of them are CPUs.
+  """Returns whether copies between devices cost nothing, because all are CPUs.
 
-  An empty name, of a tensor that TensorFlow has yet to place, is a CPU's where
-  there is nothing else.
+  A tensor that TensorFlow has not placed yet has an empty name. It counts as a
+  CPU if the process has no other devices.
   """
   return all('cpu' in (d.lower() or _only_device_type()) for d in devices)
 
@@ -37,9 +37,10 @@ def _only_device_type() -> str:
 
 
 def elsewhere(devices: Sequence[str], here: str) -> list[str] | None:
-  """Returns `devices` with another one of them for `here`; see `add`.
+  """Returns `devices` with `here` replaced by another of them; see `add`.
 
-  None if there is no other, or a copy between the devices is not free.
+  Returns None if there is no other device, or if a copy between them is not
+  free.
   """
   others = [d for d in devices if d != here]
   if not others or not share_memory([here, *devices]):
@@ -54,17 +55,18 @@ def add(
 ) -> tf.Tensor:
   """Returns the sum of tensors of one dtype, 16-bit floats through float32.
 
-  TensorFlow believes that a logical CPU has 256 MiB. In a graph that may need
-  80% of them, its memory optimizer replaces a sum of three or more tensors, of
-  which one is on that device, by additions to a variable in the order in which
-  the tensors happen to come. That takes twice the time and gives another
-  rounding in each run. It leaves a sum alone whose terms come from elsewhere.
+  TensorFlow assumes that a logical CPU has 256 MiB. If a graph may need 80% of it,
+  the memory optimizer changes sums of three or more tensors, one of which is on
+  that device. It adds the tensors to a variable in their order of arrival, which
+  takes twice the time and rounds differently in each run. It does not change a sum
+  whose terms all come from other devices.
 
   Args:
-    tensors: what to add.
-    away: for each tensor a device other than the current one, through which it
-      comes; for devices that share memory, where that costs nothing.
-    divide_by: divides the sum; 16-bit floats before, so that it cannot overflow.
+    tensors: tensors to add.
+    away: for each tensor, a device other than the current one through which it
+      passes. Only for devices that share memory, where this costs nothing.
+    divide_by: divisor of the sum. 16-bit floats are divided first, so that the sum
+      cannot overflow.
   """
   dtype = tensors[0].dtype
   if divide_by > 1 and not is_half(dtype):
@@ -88,7 +90,7 @@ def _via(device, tensor):
   """Returns `tensor`, widened for a sum, from `device`."""
   with tf.device(device):
     wide = _widen(tensor)
-    # An identity would be optimised away, and the tensor be local again.
+    # TensorFlow would remove an identity, and the tensor would be local again.
     return tf.raw_ops.PlaceholderWithDefault(input=wide, shape=wide.shape)
 
 
@@ -141,7 +143,7 @@ def execute(
         away = elsewhere([devices[rank] for rank in ranks], devices[dst])
         terms = zip(*(state[rank][chunk] for rank in ranks), strict=True)
         received[dst, chunk] = [add(term, away) for term in terms]
-    # Only now: every transfer of a round reads the state before the round.
+    # Written last, because every transfer of a round reads the state before it.
     for (dst, chunk), pieces in received.items():
       state[dst][chunk] = pieces
 
@@ -166,14 +168,14 @@ def _cut(tensors, chunks, planned, divide_by):
       return tensors[p.tensor]
     if p.tensor not in flat:
       flat[p.tensor] = tf.reshape(tensors[p.tensor], [-1])
-    # A slice whose start and length are multiples of 64 bytes is a view.
+    # A slice is a view if its start and length are multiples of 64 bytes.
     return tf.slice(flat[p.tensor], [p.start], [p.stop - p.start])
 
   return [[piece(p) for p in pieces] for pieces in chunks]
 
 
 def _join(state, chunks, like):
-  """Puts one rank's pieces together again, in the shapes of `like`."""
+  """Joins one rank's pieces in the shapes of `like`."""
   parts = [{} for _ in like]
   for pieces, tensors in zip(chunks, state, strict=True):
     for p, part in zip(pieces, tensors, strict=True):

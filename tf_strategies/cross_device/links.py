@@ -1,4 +1,4 @@
-"""Which physical GPUs the devices of a process are, and what links them."""
+"""Finds the physical GPUs of a process's devices, and the links between them."""
 
 import re
 from collections.abc import Sequence
@@ -7,28 +7,25 @@ import tensorflow as tf
 
 from tf_strategies.collectives import cost_model
 
-# What one copy costs, with what TensorFlow's runtime adds to it. One H100 was
-# measured; on another machine with GPUs
-#
-#   python -m benchmarks.gpu --parts=links
-#
-# prints the lines to put here, and how far from the best the choices are.
+# Cost of one copy, including TensorFlow's overhead. Measured on one H100. On
+# another machine with GPUs  python -m benchmarks.gpu --parts=links  prints the
+# lines for this table, and how far the choices are from the best.
 LINKS = {
   # Measured between two parts of the H100. The parts share its memory.
   'one_gpu': cost_model.Link(34e-6, 1.1e-12),
   # Measured between the H100 and its host.
   'pcie': cost_model.Link(31e-6, 2.2e-11),
   # NOT MEASURED: the bandwidth is from the data sheet of NVLink 4 (450 GB/s one
-  # way), the latency that of PCIe.
+  # way), and the latency is that measured for PCIe.
   'nvlink': cost_model.Link(31e-6, 1 / 450e9),
 }
-# TensorFlow does not say what links GPUs. These names are of modules, which are
-# made for NVLink; the same chip on a card has 'PCIe' in its name.
+# TensorFlow does not report links. These are names of modules, which are made
+# for NVLink. The same chip on a card has 'PCIe' in its name.
 _NVLINK = re.compile(r'SXM|HBM3|NVL|H200|B[23]00')
 
 
 def owners(devices: Sequence[str]) -> list[str | None]:
-  """For each device the physical GPU that it is, or is a part of; else None.
+  """Returns the physical GPU of each device, or None for other devices.
 
   Example:
 
@@ -44,7 +41,7 @@ def owners(devices: Sequence[str]) -> list[str | None]:
 
 
 def _owners_of_logical_gpus() -> list[str]:
-  # TensorFlow numbers them in the order of those that they are parts of.
+  # TensorFlow numbers virtual GPUs in the order of their physical GPUs.
   return [
     gpu.name
     for gpu in tf.config.get_visible_devices('GPU')
@@ -55,7 +52,8 @@ def _owners_of_logical_gpus() -> list[str]:
 def nccl_is_usable(devices: Sequence[str]) -> bool:
   """Returns whether every device is a whole physical GPU.
 
-  NCCL refuses two devices on one GPU. TensorFlow uses it on no part of one.
+  NCCL rejects two devices on one GPU, and TensorFlow does not use it on virtual
+  GPUs.
   """
   logical = _owners_of_logical_gpus()
   return all(logical.count(owner) == 1 for owner in owners(devices))

@@ -1,8 +1,8 @@
-"""Counts what a cross-device op really did, inside the graph.
+"""Counts the executions and bytes of a cross-device op inside the graph.
 
-A Python counter would count the traces of a `tf.function`. These are variables
-that the graph itself adds to, so they count executions: the proof that an
-all-reduce of ours ran, how often, and how many bytes each device took in.
+A Python counter would count the traces of a `tf.function`. These counters are
+variables that the graph updates, so they count executions. They prove how often
+our all-reduce ran, and how many bytes each device received.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _state = _State()
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-  """Counts nothing in this thread.
+  """Pauses counting in this thread.
 
-  For what a SavedModel may hold: its loader knows no counter of ours, so a
-  function that adds to one cannot be saved.
+  It is for code that a SavedModel may contain. A function that updates one of
+  our counters cannot be saved, because the loader does not have the counter.
   """
   before, _state.is_paused = _state.is_paused, True
   try:
@@ -54,10 +54,10 @@ class CallStatistics:
   def record(self, devices: Sequence[str], bytes_in: Sequence[int]) -> None:
     """Adds one execution to the counters, in the graph being built or now.
 
-    `bytes_in` is what each device receives from the others; tensors whose shape
-    is unknown when the graph is built count as zero. A graph of
-    `tf.compat.v1.Session` counts nothing: each would need a counter of its own,
-    which nobody initialises.
+    `bytes_in` is the bytes that each device receives from the others. Tensors whose
+    shape is unknown when the graph is built count as zero. Graphs of
+    `tf.compat.v1.Session` are not counted, because each would need its own counter,
+    which would not be initialised.
     """
     if _state.is_paused:
       return
@@ -66,8 +66,8 @@ class CallStatistics:
         return
     devices = tuple(devices)
     if devices not in self._counters:
-      # Lifted out of any function being traced, and not `tf.Variable`, whose
-      # creator a strategy scope would replace by a mirrored one.
+      # Created outside the function being traced. In a strategy's scope, a
+      # `tf.Variable` would become a mirrored variable.
       with tf.init_scope(), tf.device('CPU:0'):
         self._counters[devices] = _tf_internal.ResourceVariable(
           [0] * (1 + len(devices)), dtype=tf.int64, trainable=False
@@ -81,7 +81,7 @@ class CallStatistics:
     return sum(int(c.numpy()[0]) for c in self._counters.values())
 
   def bytes_in(self) -> dict[str, int]:
-    """Bytes that each device received over all executions."""
+    """Returns the bytes that each device received over all executions."""
     total = {}
     for devices, counter in self._counters.items():
       for device, received in zip(devices, counter.numpy()[1:], strict=True):

@@ -1,4 +1,4 @@
-"""Maps a flag's name to a strategy, so that one flag compares all of them."""
+"""Creates a strategy by name, so that one flag can compare all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _Devices = Sequence[str | tf.config.LogicalDevice]
 
 
 class StrategyOptions(TypedDict, total=False):
-  """The arguments of all strategies: what `create_strategy` takes."""
+  """The arguments of all strategies, which `create_strategy` accepts."""
 
   devices: _Devices | None
   compute_devices: _Devices | None
@@ -66,7 +66,7 @@ class StrategyOptions(TypedDict, total=False):
 
 
 def _one_device(devices=None) -> tf.distribute.Strategy:
-  """TensorFlow's own strategy on the first of `devices`."""
+  """Returns TensorFlow's own strategy on the first of `devices`."""
   workers_lib.check_alone('one_device')
   return tf.distribute.OneDeviceStrategy(
     devices_lib.resolve_devices(devices)[0]
@@ -74,7 +74,7 @@ def _one_device(devices=None) -> tf.distribute.Strategy:
 
 
 def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
-  """TensorFlow's own mirrored strategy, for comparison."""
+  """Returns TensorFlow's own mirrored strategy, for comparison."""
   workers_lib.check_alone('mirrored')
   if cross_device_ops is not None:
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
@@ -87,8 +87,8 @@ def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
 
 
 def _parameter_server(cluster=None, **options) -> tf.distribute.Strategy:
-  """Ours; without a cluster, the same program trains on one device."""
-  # What a program says wrong must not wait for the cluster to be refused.
+  """Returns our strategy. Without a cluster, it trains on one device."""
+  # Wrong options must raise at once, before the cluster is ready.
   options_lib.make(**options)
   if cluster is None and cluster_lib.ClusterConfig.from_env() is None:
     logging.info('No TF_CONFIG: parameter_server trains on one device.')
@@ -97,7 +97,7 @@ def _parameter_server(cluster=None, **options) -> tf.distribute.Strategy:
 
 
 def _central_storage(devices=None, **options) -> tf.distribute.Strategy:
-  """Ours; `devices` are the compute devices, as for the other strategies."""
+  """Returns our strategy. `devices` are the compute devices."""
   option_checks.check(
     devices is None or 'compute_devices' not in options,
     f'devices={devices!r} beside compute_devices',
@@ -110,7 +110,7 @@ def _central_storage(devices=None, **options) -> tf.distribute.Strategy:
 
 
 def _tpu_ring(devices=None, **options) -> tf.distribute.Strategy:
-  """Ours, on all cores of a TPU."""
+  """Returns our strategy on all cores of a TPU."""
   if devices is not None:
     raise errors.UnsupportedOptionError(
       f"strategy='tpu_ring' with devices={devices!r}",
@@ -157,7 +157,7 @@ def create_strategy(
   )
   factory = _FACTORIES[name]
   parameters = inspect.signature(factory).parameters.values()
-  # Else they are passed on to the strategy, which checks them.
+  # Otherwise the strategy gets the options and checks them.
   if all(p.kind is not p.VAR_KEYWORD for p in parameters):
     known = [p.name for p in parameters]
     option_checks.check_names(f'strategy={name!r}', options, known, of=factory)

@@ -24,18 +24,17 @@ class CentralStorageStrategy(
 ):
   """Synchronous replicas that share one copy of each variable.
 
-  Variables and the optimizer's state are on the parameter device, from which
-  replicas on the compute devices read. A step brings each replica's gradient
-  there, once, and the optimizer updates each variable, once: for models whose
-  state does not fit beside the activations, or whose optimizer is cheap.
-  Variables travel to each compute device in each step, and the parameter
-  device's link carries all of it.
+  Variables and the optimizer's state are on the parameter device, and replicas on
+  the compute devices read them. In a step, each replica sends its gradient there
+  once, and the optimizer updates each variable once. Use it if the state does not
+  fit beside the activations, or if the optimizer is cheap. In each step, variables
+  travel to each compute device over the parameter device's link.
 
   `tf.distribute.experimental.CentralStorageStrategy` has wrong metrics under
   Keras 3 and fails on BatchNormalization, EMA and loss scaling. Here metrics
   have a copy on each replica and are reduced when they are read; moving
-  statistics are the mean over replicas; and everything that
-  `RingMirroredStrategy` says of rows, clipping and accumulation holds.
+  statistics are the mean over replicas; and rows,
+  clipping and accumulation work as in `RingMirroredStrategy`.
 
   Example:
 
@@ -47,18 +46,19 @@ class CentralStorageStrategy(
     1
 
   Args:
-    compute_devices: such as ['GPU:0']; None means all GPUs, or else all logical
-      CPUs.
-    parameter_device: where the variables are; None means the host's CPU, or the
-      GPU itself if there is one compute device and it is a GPU.
-    cross_device_ops: how values are reduced; default `AutoAllReduce()`. Gradients
+    compute_devices: list such as ['GPU:0']; None means all GPUs, or all logical
+      CPUs if there is no GPU.
+    parameter_device: device of the variables; None means the host's CPU, or the
+      GPU itself if it is the only compute device.
+    cross_device_ops: op that reduces values; default `AutoAllReduce()`. Gradients
       go to the parameter device only.
-    reproducible: as of `tfs.RingOptions`: the same bits for any number of compute
-      devices.
+    reproducible: whether any number of compute devices gives the same bits; see
+      `tfs.RingOptions`.
 
   Raises:
-    UnsupportedOptionError: a device that is not there or listed twice, a
-      `cross_device_ops` that is none, or fewer virtual shards than devices.
+    UnsupportedOptionError: if a device does not exist or is listed twice, if
+      `cross_device_ops` is not a cross-device op, or if there are fewer virtual
+      shards than devices.
   """
 
   def __init__(
@@ -85,7 +85,7 @@ class CentralStorageStrategy(
 
   @property
   def parameter_device(self) -> str:
-    """The full name of the device with the variables."""
+    """Full name of the device with the variables."""
     return self.extended.parameter_devices[0]
 
   def communication_report(self) -> dict[str, object]:
@@ -100,7 +100,7 @@ class CentralStorageStrategy(
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-  """What TensorFlow's creator of mirrored variables asks for their devices."""
+  """The object that TensorFlow's creator of mirrored variables asks for devices."""
 
   _devices: tuple[str, ...]
 
@@ -109,7 +109,7 @@ class _CentralReducer(reducer.DeviceReducer):
   """Reduces between replicas that share one copy of each variable."""
 
   def per_replica(self, value):
-    """A variable is what every replica reads."""
+    """Returns a variable as the value that every replica reads."""
     if not isinstance(value, variables.CentralVariable):
       return value
     return _tf_internal.Mirrored(
@@ -117,9 +117,9 @@ class _CentralReducer(reducer.DeviceReducer):
     )
 
   def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """Raises: TensorFlow runs ops that use one variable one after the other.
+    """Raises, because TensorFlow runs ops that use the same variable one by one.
 
-    A branch that waits inside for the next one would wait forever.
+    A branch that waits for the next one would wait forever.
     """
     del reduce_op, tensors, replica_id, options
     raise _branch_error('synchronisation')
@@ -139,11 +139,11 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def parameter_devices(self):
-    """The device with the variables, as a tuple of one."""
+    """Returns the device with the variables, as a tuple of one."""
     return (self._parameter_device,)
 
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
-    """Adds gradients up on the parameter device, and applies them once."""
+    """Adds gradients on the parameter device, and applies them once."""
     if replica_run.in_branch_of_replica():
       raise _branch_error('optimizer.apply')
 
@@ -179,7 +179,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   def _call_in_run(self, run, fn, args, kwargs):
     outputs = super()._call_in_run(run, fn, args, kwargs)
-    if replica_run.current() is None:  # Else the run around it counts.
+    if replica_run.current() is None:  # Otherwise the surrounding run counts.
       self.count_reads(run.reads)
     return outputs
 
@@ -201,7 +201,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def _creation_policy(self, kwargs, is_slot):
     kwargs = variables.creation_policy(kwargs, is_slot)
     if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
-      return kwargs  # Beside something on a device of its own.
+      return kwargs  # Placed beside an object with its own device.
     central = _Placement((self._parameter_device,))
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}

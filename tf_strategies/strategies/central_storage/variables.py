@@ -1,9 +1,9 @@
 """Variables with one copy, on the parameter device, for all replicas.
 
-All replicas read the same variable, so whoever writes must not write once a
-replica, and no replica may write before another has read. Both hold where
-replicas meet in a merge call, which is what these classes and
-`creation_policy` bring about.
+All replicas read the same variable. A write must therefore happen once, not
+once per replica, and only after all replicas have read. Merge calls, in which
+replicas meet, ensure both. These classes and `creation_policy` make writes use
+merge calls.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 class CentralVariable(mirrored_variables.MirroredVariable):
   """A "mirrored" variable with one copy for all replicas.
 
-  Without an aggregation each replica would write it. They write the same value (of a
-  counter), so the first replica's value is written when all have reached the write.
+  Without an aggregation, each replica would write it. They all write the same
+  value (of a counter), so the first replica's value is written when all have
+  reached the write.
   """
 
   is_central = True
@@ -37,7 +38,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     return self._values[0]
 
   def _check_compiled(self, replica):
-    """Raises if XLA compiles for another device a function that reads this."""
+    """Raises if XLA compiles a function that reads this variable for another device."""
     extended = self.distribute_strategy.extended
     device = extended.worker_devices[replica]
     if device not in extended.parameter_devices:
@@ -50,7 +51,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
   @property
   def handle(self):
-    """The handle of the one copy, the same in every replica."""
+    """Handle of the one copy, the same in every replica."""
     return self._values[0].handle
 
   def _update_replica(self, update_fn, value, **kwargs):
@@ -72,7 +73,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     return context.merge_call(merge, args=(value,), kwargs=kwargs)
 
   def _update_in_branch(self, update_fn, value, **kwargs):
-    """Writes in a `tf.cond` of one replica: the first writes, for all."""
+    """Writes in a `tf.cond` of one replica. The first replica writes for all."""
     if self.aggregation not in (_NONE, _ON_FIRST):
       raise errors.UnsupportedOptionError(
         f'an update of {self.name!r} inside a tf.cond of a replica under '
@@ -97,7 +98,9 @@ def rewrap(variable):
 
 
 def has_copies(kwargs: dict) -> bool:
-  """Returns whether each replica needs a copy: sync-on-read variables and seeds do."""
+  """Returns whether each replica needs a copy, as sync-on-read variables and
+  seeds do.
+  """
   on_read = tf.VariableSynchronization.ON_READ
   return kwargs.get('synchronization') == on_read or (
     _keras_internal.is_seed_state(kwargs.get('name'), kwargs.get('dtype'))
@@ -107,9 +110,9 @@ def has_copies(kwargs: dict) -> bool:
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   """Returns a variable creator's arguments with the right aggregation.
 
-  Beside what `mirrored_variables.creation_policy` says: the scale of a
-  `LossScaleOptimizer` is written in a `tf.cond`, where no mean can be formed, and is
-  the same everywhere.
+  In addition to `mirrored_variables.creation_policy`, it handles the scale of a
+  `LossScaleOptimizer`. The scale is written in a `tf.cond`, where a mean is
+  impossible, and is the same on every replica.
   """
   if _keras_internal.is_loss_scale(kwargs.get('name')):
     return {**kwargs, 'aggregation': _ON_FIRST}

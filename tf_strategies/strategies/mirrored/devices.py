@@ -16,12 +16,12 @@ def resolve_devices(
 ) -> tuple[str, ...]:
   """Returns the full names of `devices`.
 
-  None means all GPUs, or all CPUs where there is no GPU. What
-  `tf.config.list_logical_devices` returns is taken as well as names.
+  None means all GPUs, or all CPUs if there is no GPU. The list may contain names, or
+  devices from `tf.config.list_logical_devices`.
 
   Raises:
-    UnsupportedOptionError: not a list of names, empty, a name that does not
-      parse, a device that is not there, or one listed twice.
+    UnsupportedOptionError: if it is not a list of names or is empty, or a name is not
+      valid, does not exist or is listed twice.
 
   Example:
 

@@ -1,10 +1,10 @@
-"""Replicas without rows: they run on a stand-in row and contribute nothing.
+"""Replicas without rows run on a padding row and contribute nothing.
 
 The last batch of an epoch may have fewer rows than there are replicas. On zero
-rows BatchNormalization computes 0/0, and oneDNN's max-pooling gradient aborts
-the process. So a replica without rows computes on one row of zeros, and
-everything that it would contribute is left out: its values in reductions, its
-metric updates, its outputs.
+rows, BatchNormalization computes 0/0, and oneDNN's max-pooling gradient aborts
+the process. A replica without rows therefore computes on one row of zeros, and
+its contributions are excluded: its values in reductions, its metric updates and
+its outputs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tf_strategies.strategies.mirrored import replica_run
 
 
 def fill(run: replica_run.ReplicaRun, args):
-  """Returns `args` with one row of zeros wherever a replica has no rows.
+  """Returns `args` with one row of zeros for each replica without rows.
 
-  Ragged and sparse batches do not change, and neither do the dense ones beside them:
-  rows belong together.
+  Batches that contain ragged or sparse components do not change, because their
+  components must keep the same rows.
   """
   if run.sites is None or any(map(_is_composite, tf.nest.flatten(args))):
     return args
@@ -34,10 +34,10 @@ def fill(run: replica_run.ReplicaRun, args):
 
 
 def trim(run: replica_run.ReplicaRun, outputs):
-  """Returns `outputs` without what replicas without rows computed.
+  """Returns `outputs` without the results of replicas without rows.
 
   Batched tensors (their leading dimension is unknown in a graph, one in eager
-  mode) lose their stand-in row. Everything else becomes zero.
+  mode) lose their padding row. All other values become zero.
   """
   if run.sites is None:
     return outputs
@@ -75,7 +75,7 @@ def mask(run: replica_run.ReplicaRun, values):
 
 
 def contributions(site: site_lib.Site, tensors):
-  """Returns one replica's tensors; zeros, or slices of no rows, if it has none."""
+  """Returns one replica's tensors, or zeros and empty slices if it has no rows."""
   dense = site.contributions([t for t in tensors if isinstance(t, tf.Tensor)])
   dense = iter(dense)
   return [
@@ -129,7 +129,7 @@ def _is_composite(value) -> bool:
 
 
 def _is_batched(value, num_replicas) -> bool:
-  """Returns whether `value` is one dense batch a replica that may have no rows."""
+  """Returns whether `value` is one dense batch per replica that may have no rows."""
   if not isinstance(value, _tf_internal.PerReplica):
     return False
   tensors = value.values
@@ -142,7 +142,7 @@ def _is_batched(value, num_replicas) -> bool:
 
 
 def one_row_if_empty(tensor):
-  """The tensor, or one row of zeros in place of none."""
+  """Returns the tensor, or one row of zeros if it has no rows."""
 
   def one_row():
     return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)

@@ -1,12 +1,12 @@
 """Sums of floats that have the same bits in any order and any grouping.
 
-The terms of a sum become 64-bit integers of one unit, a power of two that follows
-from the largest magnitude in the tensor among all terms. Integers add up without
-rounding, so nothing depends on the number of replicas or on the algorithm of the
-all-reduce.
+The terms of a sum become 64-bit integers of one unit. The unit is a power of
+two that follows from the largest magnitude in the tensor among all terms.
+Integer sums do not round, so they do not depend on the number of replicas or
+the all-reduce algorithm.
 
-A term is off by at most 2**-55 of the largest magnitude. In a tensor with an
-infinity or a NaN all sums are NaN. A minus zero loses its sign.
+A term is off by at most 2**-55 of the largest magnitude. If a tensor contains
+an infinity or a NaN, all its sums are NaN. A minus zero loses its sign.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tf_strategies import errors
 from tf_strategies.spmd import emit
 from tf_strategies.spmd.site import Site
 
-# The most terms of a sum. So many integers of `_BITS` bits do not overflow.
+# Largest number of terms in a sum. This many integers of `_BITS` bits do not
+# overflow.
 MAX_TERMS = 128
 _BITS = 56
 # The bits of a float64 that hold its exponent.
@@ -27,11 +28,11 @@ _EXPONENT = 0x7FF << 52
 
 
 class ExactExchange(emit.Exchange):
-  """Adds up what virtual shards hold, without rounding.
+  """Adds the values of virtual shards without rounding.
 
   Args:
-    inner: the exchange of the replicas that have the shards.
-    shards: the sites of this process's shards, in the order of the rows.
+    inner: exchange of the replicas that have the shards.
+    shards: sites of this process's shards, in the order of the rows.
   """
 
   def __init__(self, inner: emit.Exchange, shards: Sequence[Site]):
@@ -73,7 +74,7 @@ class ExactExchange(emit.Exchange):
     return results
 
   def _scales(self, columns) -> list[tf.Tensor]:
-    """Returns for each tensor the scale that all terms of it have."""
+    """Returns the common scale of all terms of each tensor."""
     largest = [tf.stack(list(map(magnitude, column))) for column in columns]
     rows = [row[tf.newaxis] for row in largest]
     [together] = self.gather(rows, 0, self._shards[:1])
@@ -85,7 +86,7 @@ def magnitude(term: tf.Tensor) -> tf.Tensor:
   """Returns the largest magnitude of a term, float64; zero for integers.
 
   Raises:
-    UnsupportedOptionError: the term has neither floats nor integers.
+    UnsupportedOptionError: if the term has neither floats nor integers.
   """
   if term.dtype.is_integer:
     return tf.zeros([], tf.float64)
@@ -99,10 +100,10 @@ def magnitude(term: tf.Tensor) -> tf.Tensor:
 
 
 def scale_of(largest: tf.Tensor) -> tf.Tensor:
-  """Returns the powers of two by which terms grow to integers; zero for infinity."""
+  """Returns the powers of two that scale terms to integers; zero for infinity."""
   bits = tf.bitwise.bitwise_and(tf.bitcast(largest, tf.int64), _EXPONENT)
-  # At most twice this power of two is the largest term. The limit keeps scales and
-  # units in the range of float32.
+  # The largest term is less than twice this power of two. The limit keeps
+  # scales and units in the range of float32.
   power = tf.bitcast(bits, tf.float64)
   return tf.minimum(2.0 ** (_BITS - 1) / power, 2.0**126)
 
@@ -117,7 +118,7 @@ def encode(term: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
 
 
 def decode(total: tf.Tensor, scale: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-  """Returns the sum of floats that a sum of their integers stands for."""
+  """Returns the sum of floats that a sum of their integers represents."""
   if dtype.is_integer:
     return total
   wide = _widened(dtype)
@@ -126,5 +127,5 @@ def decode(total: tf.Tensor, scale: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def _widened(dtype: tf.DType) -> tf.DType:
-  """Returns the dtype in which floats are scaled: 16-bit ones are cast."""
+  """Returns the dtype in which floats are scaled: 16-bit floats are cast."""
   return tf.float32 if dtype.size < 4 else dtype

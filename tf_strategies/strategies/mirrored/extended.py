@@ -1,9 +1,8 @@
 """Defines our changes to TensorFlow's mirrored implementation.
 
 `tf.distribute.MirroredStrategy` delegates to an "extended" object. This one
-routes every reduction through the strategy's own cross-device op, knows the
-rows of each replica while a step runs, and lets Keras 3 synchronise inside
-control flow.
+routes every reduction through the strategy's own cross-device op, knows the rows
+of each replica while a step runs, and lets Keras 3 synchronise in control flow.
 """
 
 from __future__ import annotations
@@ -41,22 +40,23 @@ class ExactMirroredExtended(
 ):
   """TensorFlow's mirrored implementation, exact for every Keras option."""
 
-  # Every strategy of a process needs a range of its own for its collectives, or
-  # they meet in each other's. TensorFlow's own strategies count from 0.
+  # Every strategy in a process needs its own range of collective keys, or their
+  # collectives would mix. TensorFlow's own strategies count from 0.
   _collective_key_bases = itertools.count(1_000_000, 1_000)
-  # Makes the rows of all workers' replicas of this worker's, if there are more.
+  # Turns the rows of this worker's replicas into those of all workers, if there
+  # are more.
   _share_rows = None
-  # See `_keras_internal`: Keras draws no batch to make variables.
+  # See `_keras_internal`: Keras does not draw a batch to make variables.
   builds_from_specs = True
   makes_variables_in_steps = True
   # True if TensorFlow cannot initialize a variable inside of a step.
   _initializes_eagerly = False
   _warned_undivided = False
-  # Whether a variable was made in the scope, even if it is gone.
+  # Whether a variable was made in the scope, even if it no longer exists.
   has_variables = False
   # The device with central variables, if replicas have no copies.
   home_device: str | None = None
-  # What divides the state of optimizers among replicas, if it is divided.
+  # Divides optimizer state among replicas, or None.
   state_shards: sharded_state.StateShards | None = None
 
   def __init__(
@@ -85,7 +85,7 @@ class ExactMirroredExtended(
     self._reducer = reducer_lib.Reducer(self.local)
 
   def mark(self, gradients, variables):
-    """See `GradientReducer`: in a model's step gradients are known as such."""
+    """See `GradientReducer`. In a model's step, gradients are marked as such."""
     if not whole_batch.is_active() or tf.executing_eagerly():
       return gradients
     marked = list(gradients)
@@ -101,16 +101,16 @@ class ExactMirroredExtended(
     return marked
 
   def apply_gradients(self, optimizer, gradients, variables, apply):
-    """Applies them; see base class."""
+    """Applies gradients; see base class."""
     if self.state_shards is not None:
       self._check_shards(optimizer, variables)
     self._warn_if_undivided(gradients)
     super().apply_gradients(optimizer, gradients, variables, apply)
 
   def _warn_if_undivided(self, gradients) -> None:
-    """Warns, once, of gradients of a mean that its replica has not divided."""
+    """Warns once of gradients of a mean that its replica has not divided."""
     run = replica_run.current()
-    # Eagerly, a mean may be scaled by the only rows that there are: by 1.
+    # In eager mode, the divisor may be 1, if there is only one row.
     is_sure = run is not None and (
       run.sites is None or not tf.executing_eagerly()
     )
@@ -131,7 +131,10 @@ class ExactMirroredExtended(
       )
 
   def _check_shards(self, optimizer, variables):
-    """Makes the state that an update divides. Warns of state that it cannot divide."""
+    """Creates the state that an update divides.
+
+    Warns of state that it cannot divide.
+    """
     if not whole_batch.is_active() and self._num_replicas_in_sync > 1:
       raise sharded_state.loop_error(f'{type(optimizer).__name__}.apply')
     if variables is not None and not optimizer.built:
@@ -140,7 +143,7 @@ class ExactMirroredExtended(
     self.state_shards.warn(optimizer)
 
   def place_of(self, replica: int) -> int | None:
-    """The number among all replicas of one of this process, if state is divided."""
+    """Returns the global number of a local replica, if state is divided."""
     if self.state_shards is None:
       return None
     return self._get_replica_id_in_sync_group(replica)
@@ -157,7 +160,7 @@ class ExactMirroredExtended(
 
   def _call_for_each_replica(self, fn, args, kwargs):
     if whole_batch.is_active():
-      return fn(*args, **kwargs)  # The only replica there is calls it.
+      return fn(*args, **kwargs)  # The only replica calls it.
     step = _keras_internal.step_of(_tf_internal.unwrap(fn))
     if step is not None and self.splits_steps:
       optimizer_checks.check_model(step, self._container_strategy())
@@ -175,7 +178,7 @@ class ExactMirroredExtended(
         return fn(*args, **kwargs)
     run = replica_run.current()
     if run is not None:
-      # Inside a merge call of a run: the rows are that run's.
+      # Inside a merge call of a run, which defines the rows.
       return self._call_in_run(run, fn, args, kwargs)
     run = self._run_of((args, kwargs))
     args, kwargs = empty_replicas.fill(run, (args, kwargs))
@@ -187,10 +190,10 @@ class ExactMirroredExtended(
   def _model_step(self, step):
     return self._step_class(self, step.kind, step.compiles)
 
-  # What a model's step, run for the whole batch, asks.
+  # Methods that a model's step calls, when run for the whole batch.
 
   def variables_by_handle(self) -> dict[int, tf.Variable]:
-    """The variables of this strategy, by the `id` of the first copy's handle."""
+    """Returns this strategy's variables, by the `id` of the first copy's handle."""
     found = {id(v.values[0].handle): v for v in self._alive_variables()}
     if self.state_shards is not None:
       found.update(self.state_shards.by_handle())
@@ -202,7 +205,7 @@ class ExactMirroredExtended(
     return [variable for _, variable in alive if variable is not None]
 
   def rows_of(self, leaves) -> list[site_lib.Rows]:
-    """Returns which rows of a batch each replica of this process has."""
+    """Returns the rows of a batch that each replica of this process has."""
     counts = self._counts_of(leaves)
     if counts is None:
       return self._rows_of_plain(leaves)
@@ -213,7 +216,9 @@ class ExactMirroredExtended(
     return rows_of_replicas(counts, range(first, first + len(self._devices)))
 
   def sites_of(self, leaves) -> list[site_lib.Site]:
-    """Returns where a step is built for the replicas of this process; see `spmd`."""
+    """Returns the sites on which a step is built for this process's replicas;
+    see `spmd`.
+    """
     return self._sites_with(self.rows_of(leaves))
 
   def _sites_with(self, rows_of_all) -> list[site_lib.Site]:
@@ -228,7 +233,7 @@ class ExactMirroredExtended(
     return sites
 
   def _rows_of_plain(self, leaves) -> list[site_lib.Rows]:
-    """Returns the same for a batch that every replica has."""
+    """Returns the same for a batch that every replica has completely."""
     count, (rank, num_workers) = len(self._devices), self.place()
     with tf.device('CPU:0'):
       total = tf.cast(rows_of_plain(leaves), tf.int32)
@@ -260,10 +265,10 @@ class ExactMirroredExtended(
 
   @property
   def is_one_device(self) -> bool:
-    """Returns whether there is one replica on one device, now and later.
+    """Returns whether there is always one replica on one device.
 
-    Its steps then have the same operations as without a strategy: nothing is reduced,
-    counted or copied.
+    Its steps then have the same operations as without a strategy: nothing is
+    reduced, counted or copied.
     """
     return len(self._devices) * self.most_workers == 1
 
@@ -274,20 +279,20 @@ class ExactMirroredExtended(
 
   @property
   def compiles_by_default(self) -> bool:
-    """Returns whether Keras's `jit_compile='auto'` compiles: on GPUs."""
+    """Returns whether Keras's `jit_compile='auto'` compiles. It does on GPUs."""
     return all('gpu' in device.lower() for device in self._devices)
 
-  # Whether this process does what is done once in all.
+  # Whether this process does the work that must be done once.
   does_what_is_done_once = True
-  # Whether every replica holds all of sums such as metrics.
+  # Whether every replica holds the whole value of sums such as metrics.
   holds_sums_whole = False
 
   @contextlib.contextmanager
   def one_copy(self, is_first: bool):
-    """Context in which the first copies of variables are all that counts.
+    """Makes the first copies of variables count alone inside the context.
 
-    Afterwards the other copies are equal to them; of a sum over replicas the
-    first process has all.
+    Afterwards, the other copies are set equal to them. For a sum over replicas,
+    the first process keeps the whole sum.
     """
     used = []
 
@@ -319,7 +324,7 @@ class ExactMirroredExtended(
     """Returns this process's rank among the workers, and the number of workers."""
     return 0, 1
 
-  # The most workers that there can be.
+  # Largest possible number of workers.
   most_workers = 1
 
   def exchange(self, sites=()) -> emit.Exchange:
@@ -328,17 +333,17 @@ class ExactMirroredExtended(
     return replica_exchange.ReplicaExchange(self._reducer)
 
   def _call_function(self, function, args, kwargs):
-    """Runs a `tf.function`: the rows are read inside it, not baked in."""
+    """Runs a `tf.function`. The rows are read inside it, so it is not retraced."""
     on_gpus = all('gpu' in device.lower() for device in self._devices)
     if (
       _tf_internal.is_compiled(function) and on_gpus and not self.is_one_device
     ):
-      # XLA compiles one device's program: each replica runs its own.
+      # XLA compiles a program for one device, so each replica runs its own.
       return _tf_internal.call_for_each_replica(
         self._container_strategy(), function, args, kwargs
       )
     if function not in self._functions:
-      # Not `function` itself, which the closure would keep alive forever.
+      # The closure would keep `function` itself alive forever.
       python_function = function.python_function
 
       def call(*args, **kwargs):
@@ -347,7 +352,7 @@ class ExactMirroredExtended(
       self._functions[function] = _tf_internal.clone_function(function, call)
     return self._functions[function](*args, **kwargs)
 
-  # What to do about a step of a loop that XLA cannot compile.
+  # Fix for the step of a loop that XLA cannot compile.
   compiled_fix = (
     'compile a function inside of the step that computes the loss and its '
     'gradients, and call optimizer.apply outside of it; or fit a model that is '
@@ -355,9 +360,9 @@ class ExactMirroredExtended(
   )
 
   def _check_compiled(self):
-    """Raises if XLA compiles what replicas on several devices do together.
+    """Raises if XLA compiles communication between replicas on several devices.
 
-    It compiles one device's program, which NCCL alone crosses.
+    XLA compiles a program for one device. Only NCCL can leave it.
     """
     if not _tf_internal.in_xla_context():
       return
@@ -375,7 +380,7 @@ class ExactMirroredExtended(
 
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
-      # A replica is a thread of its own, which has to be told its run.
+      # A replica runs in its own thread, which has to know its run.
       with replica_run.active(run), _tf_internal.undivided_marked():
         return fn(*args, **kwargs)
 
@@ -385,7 +390,7 @@ class ExactMirroredExtended(
       )
 
   def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A model's batches for replicas that all get all rows."""
+    """Returns a model's batches for replicas that all get all rows."""
     dataset = host_input.of_any_length(dataset).prefetch(1)
     return host_input.HostDataset(input_watch.watch(dataset))
 
@@ -446,12 +451,12 @@ class ExactMirroredExtended(
       return self.state_shards.create(kwargs, initial_value)
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = self._creation_policy(kwargs, is_slot)
-    # Made now, outside of the step: in it, TensorFlow would ask in each step
-    # whether it has been made, and workers could not share the first value.
+    # Created now, outside the step. In the step, TensorFlow would check each
+    # time whether it exists, and workers could not share the first value.
     is_of_keras = _keras_internal.is_of_keras(kwargs.get('initial_value'))
     is_now = whole_batch.is_active() or is_of_keras or self._initializes_eagerly
     if is_now and _is_in_function():
-      # A constant may be a tensor of the step's graph, as that of Nadam is.
+      # A constant may be a tensor of the step's graph, as Nadam's is.
       value = _tf_internal.lift(kwargs.get('initial_value'))
       kwargs['initial_value'] = value
       with tf.init_scope():
@@ -479,27 +484,27 @@ class _OnlyReplica(tf.distribute.ReplicaContext):
 
   @property
   def replica_id_in_sync_group(self):
-    """Zero, which is no operation."""
+    """Replica number as a Python zero, which adds no operation."""
     return 0
 
 
 def _only_value(value):
-  """Returns what the only replica has of a value."""
+  """Returns the only replica's part of a value."""
   is_distributed = isinstance(value, tf.distribute.DistributedValues)
   return value.values[0] if is_distributed else value
 
 
 def _only_argument(value):
-  """Returns `_only_value(value)`; a variable of the strategy does not change."""
+  """Returns `_only_value(value)`, but variables of the strategy unchanged."""
   return value if isinstance(value, tf.Variable) else _only_value(value)
 
 
 def rows_of_replicas(counts, places) -> list[site_lib.Rows]:
-  """Returns which rows of a batch some replicas have.
+  """Returns the rows of a batch that some replicas have.
 
   Args:
     counts: number of rows of each replica, int or int32.
-    places: of the replicas among all.
+    places: positions of the replicas among all.
   """
   surely = _have_all_rows(counts)
   with tf.device('CPU:0'):
@@ -517,7 +522,7 @@ def rows_of_replicas(counts, places) -> list[site_lib.Rows]:
 
 
 def _have_all_rows(counts) -> bool:
-  """Returns whether all replicas surely have rows."""
+  """Returns whether all replicas are known to have rows."""
   return all(isinstance(n, int) and n > 0 for n in counts)
 
 
@@ -528,6 +533,6 @@ def rows_of_plain(leaves):
 
 
 def _is_in_function() -> bool:
-  """Returns whether a function is traced, outside of which ops run at once."""
+  """Returns whether a function is being traced while eager mode is on outside."""
   is_eager = tf.compat.v1.executing_eagerly_outside_functions()
   return is_eager and not tf.executing_eagerly()

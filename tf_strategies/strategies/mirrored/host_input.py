@@ -1,12 +1,13 @@
-"""Batches for replicas that share the host's memory: split, not copied.
+"""Batches for replicas that share the host's memory: split without copies.
 
-TensorFlow hands batches to replicas through one prefetching iterator a device.
-On logical CPUs that gains nothing, and deleting such an iterator waits until
-its tuner wakes up, which after a `fit` may take a minute. Here one pipeline
-yields the parts of all replicas together.
+TensorFlow passes batches to replicas through one prefetching iterator per
+device. On logical CPUs this gains nothing, and deleting such an iterator waits
+until its tuner wakes up. After a `fit`, this may take a minute. Here one
+pipeline yields the parts of all replicas together.
 
-On several workers a batch also carries how many rows every replica of the job
-has: a worker sees its own rows only, but the weight of its loss depends on all.
+On several workers, a batch also contains the number of rows of every replica in
+the job. A worker sees only its own rows, but the weight of its loss depends on
+all.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from tf_strategies.strategies.mirrored import replica_run
 
 
 class CountedBatch(_tf_internal.PerReplica):
-  """One component of a batch, a tensor a local replica.
+  """One component of a batch, as one tensor for each local replica.
 
   `all_rows`, int32 [N], are the rows of every replica of every worker.
 
-  With one local replica, for which TensorFlow's strategies yield a tensor, it can
-  be used as one.
+  With one local replica it can be used as a tensor, because TensorFlow's
+  strategies yield a tensor there.
   """
 
   def __init__(self, values, all_rows):
@@ -35,7 +36,7 @@ class CountedBatch(_tf_internal.PerReplica):
     self.all_rows = all_rows
 
   def __getattr__(self, name):
-    # Asked for what this class lacks; copies are looked at before they are made.
+    # Called for missing attributes, also while a copy has no `_values` yet.
     values = self.__dict__.get('_values', ())
     if len(values) != 1 or name.startswith('_'):
       raise AttributeError(
@@ -45,7 +46,7 @@ class CountedBatch(_tf_internal.PerReplica):
     return getattr(values[0], name)
 
   def __tf_tensor__(self, dtype=None, name=None):
-    """The tensor of the only local replica."""
+    """Returns the tensor of the only local replica."""
     if len(self.values) != 1:
       raise TypeError(
         f'a batch of {len(self.values)} replicas is not one tensor: '
@@ -73,7 +74,7 @@ def _as_operator(name):
   return call
 
 
-# Not equality, by which structures are compared.
+# Except equality, which is used to compare structures.
 for _name in tf.Tensor.OVERLOADABLE_OPERATORS - {'__eq__', '__ne__'}:
   setattr(CountedBatch, _name, _as_operator(_name))
 
@@ -104,21 +105,21 @@ class _CountedBatchSpec(tf.TypeSpec):
     return CountedBatch(values, all_rows)
 
 
-# Iterators that Python cannot loop over in a graph. There Python's `for` asks for batch
-# after batch while the graph is built, and there is no last one: what AutoGraph does
-# not convert (`enumerate`, `zip`, a comprehension, `autograph=False`) would trace
-# without end.
+# These iterators raise if Python loops over them in a graph. While the graph is
+# built, Python's `for` would draw batches without end. This happens in code
+# that AutoGraph does not convert (`enumerate`, `zip`, a comprehension,
+# `autograph=False`).
 
 
 class LoopError(errors.UnsupportedOptionError, NotImplementedError):
-  """A loop of Python's over a distributed iterator, while a graph is built.
+  """A Python loop over a distributed iterator while a graph is built.
 
-  It is a `NotImplementedError` too, which TensorFlow's strategies raise.
+  It is also a `NotImplementedError`, which TensorFlow's strategies raise.
   """
 
 
 class HostIterator(_tf_internal.OwnedIterator):
-  """A `tf.data.Iterator` that raises where Python would loop without end."""
+  """A `tf.data.Iterator` that raises where a Python loop would not end."""
 
   def __iter__(self):
     if not tf.executing_eagerly():
@@ -136,7 +137,7 @@ class HostIterator(_tf_internal.OwnedIterator):
       tf.distribute.has_strategy()
       and not tf.distribute.in_cross_replica_context()
     ):
-      # Each replica would take a batch of all of them.
+      # Each replica would draw a batch from all of them.
       raise errors.UnsupportedOptionError(
         'next(iterator) of a distributed iterator inside of a replica',
         'it where strategy.run is called',
@@ -150,7 +151,7 @@ class HostIterator(_tf_internal.OwnedIterator):
 
 
 class _HostIteratorSpec(tf.data.IteratorSpec):
-  """Type of a `HostIterator`, which stays one as an argument of a function."""
+  """Type of a `HostIterator`, which keeps its type as an argument of a function."""
 
   __slots__ = ()
 
@@ -168,13 +169,14 @@ class HostDataset(_tf_internal.UnaryUnchangedStructureDataset):
 
   def __iter__(self):
     iterator = super().__iter__()
-    # Made where and when TensorFlow makes it, which it offers no other way to say.
+    # TensorFlow creates the iterator and offers no other way to choose its
+    # class.
     iterator.__class__ = HostIterator
     return iterator
 
 
 def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
-  """Returns a data set of distributed values, made of global batches; see `split`."""
+  """Returns a data set of distributed values, made from global batches; see `split`."""
   if is_distributed(dataset):
     return dataset
 
@@ -189,7 +191,7 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
 def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
   """Returns a data set whose batches have no static number of rows.
 
-  TensorFlow may round differently where it knows a shape.
+  TensorFlow may round differently if it knows a shape.
   """
 
   def forget(value):
@@ -205,18 +207,20 @@ def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def unwrap(dataset: tf.data.Dataset, batch: tuple):
-  """Returns the element of a data set from the arguments of its functions."""
+  """Returns the element of a data set, given the arguments of its functions."""
   return batch if type(dataset.element_spec) is tuple else batch[0]
 
 
 def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
-  """Cuts a batch evenly by its rows, and returns those of `parts`.
+  """Cuts a batch evenly by its rows, and returns the parts with the numbers
+  `parts`.
 
-  Of n rows, the first n % num_parts parts get one more than the others; with
-  fewer rows than parts the last get none. Static sizes stay static.
+  Of n rows, the first n % num_parts parts get one more than the others. If
+  there are fewer rows than parts, the last parts get none. Static sizes stay
+  static.
 
   Raises:
-    UnsupportedOptionError: a component without a batch dimension.
+    UnsupportedOptionError: if a component has no batch dimension.
   """
   return tuple(
     tf.nest.map_structure(
@@ -227,7 +231,7 @@ def split(batch, num_parts: int, parts: Iterable[int]) -> tuple:
 
 
 def per_replica(parts):
-  """Makes distributed values of one structure of tensors a replica."""
+  """Makes distributed values from one structure of tensors per replica."""
   return tf.nest.map_structure(
     lambda *values: (
       None if values[0] is None else _tf_internal.PerReplica(values)
@@ -237,7 +241,7 @@ def per_replica(parts):
 
 
 def with_rows(batches, all_rows):
-  """Makes counted batches of one structure of tensors a local replica."""
+  """Makes counted batches from one structure of tensors per local replica."""
   return tf.nest.map_structure(
     lambda *values: (
       None if values[0] is None else CountedBatch(values, all_rows)
@@ -276,8 +280,8 @@ def share(total, place, places):
 
 def _rows(value, start, size):
   if not isinstance(value, tf.SparseTensor):
-    # TensorFlow protects an array of a generator's from ops that work in place,
-    # but not a slice that shares its memory: such an op would write into it.
+    # TensorFlow protects a generator's array from ops that work in place, but
+    # not a slice that shares its memory. Such an op would write to the array.
     return tf.nest.map_structure(
       lambda part: tf.raw_ops.DeepCopy(x=part),
       value[start : start + size],

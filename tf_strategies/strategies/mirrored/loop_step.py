@@ -1,4 +1,4 @@
-"""`strategy.step(fn)`: the step of a training loop, computed as one device would."""
+"""`strategy.step(fn)`: computes the step of a training loop as one device would."""
 
 from __future__ import annotations
 

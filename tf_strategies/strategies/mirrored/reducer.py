@@ -1,9 +1,9 @@
-"""How values are reduced: over local devices, over workers, without idle rows.
+"""Reduces values over local devices and workers, without padding rows.
 
-A strategy has one `Reducer`, which all of TensorFlow's hooks call. It leaves
-out what replicas without rows would contribute, and passes the rest to a link:
-`DeviceReducer` (the devices of this process, by a cross-device op) or
-`WorkerReducer` (a `DeviceReducer` and a `Communicator` between processes).
+A strategy has one `Reducer`, which all of TensorFlow's hooks call. It excludes
+the contributions of replicas without rows, and passes the rest to a link. A
+link is a `DeviceReducer` (the devices of this process, by a cross-device op) or
+a `WorkerReducer` (a `DeviceReducer` and a `Communicator` between processes).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reducer:
     self._link = link
 
   def reduce(self, reduce_op, value, destinations, options):
-    """Reduces each value of a structure; `StrategyExtended.reduce_to`."""
+    """Reduces each value of a structure; see `StrategyExtended.reduce_to`."""
     value = tf.nest.map_structure(self._link.per_replica, value)
     if reduce_op == _MEAN and _tf_internal.is_mirrored(value):
       return value
@@ -47,7 +47,7 @@ class Reducer:
     return tf.nest.map_structure(reduce_one, value)
 
   def batch_reduce(self, reduce_op, pairs, options):
-    """Reduces values; `StrategyExtended.batch_reduce_to`."""
+    """Reduces values; see `StrategyExtended.batch_reduce_to`."""
     run = replica_run.current()
     is_masked = run is not None and run.sites is not None
     values = [
@@ -55,7 +55,7 @@ class Reducer:
     ]
     if is_masked:
       values = empty_replicas.mask(run, values)
-    # A destination that is the value itself stands for the value's devices.
+    # If a destination is the value itself, it means the value's devices.
     pairs = [
       (new, new if destination is old else destination)
       for new, (old, destination) in zip(values, pairs, strict=True)
@@ -66,9 +66,10 @@ class Reducer:
     return [empty_replicas.divide(total, run.num_with_rows) for total in sums]
 
   def _once(self, reduce_op, value):
-    """Returns a tensor that all local replicas share as one that counts once.
+    """Returns a tensor that all local replicas share, so that it counts once.
 
-    It was made outside of the step. `tf.distribute.MirroredStrategy` counts it once.
+    It was created outside the step. `tf.distribute.MirroredStrategy` counts it
+    once.
     """
     if isinstance(value, tf.distribute.DistributedValues):
       return value
@@ -94,13 +95,13 @@ class Reducer:
   def all_reduce_in_branch(self, reduce_op, value, options):
     """Reduces over all replicas inside a `tf.cond` of one replica.
 
-    Each replica builds a branch of its own, without the tensors of other replicas.
-    Only collectives, which meet at run time, cross branches. All replicas must take
-    the branch. Collectives in loops of several replicas never meet, since TensorFlow
-    tells the loops apart.
+    Each replica builds its own branch, without the tensors of other replicas.
+    Only collectives, which meet at run time, can leave a branch. All replicas
+    must take the branch. Collectives in loops of several replicas never meet,
+    because TensorFlow treats the loops as different.
 
     Raises:
-      UnsupportedOptionError: the call is in a loop of one of several local replicas.
+      UnsupportedOptionError: if the call is in a loop of one of several local replicas.
     """
     if len(self._link.devices) > 1 and replica_run.in_loop_of_replica():
       raise errors.UnsupportedOptionError(
@@ -126,10 +127,10 @@ class Reducer:
 
 
 class DeviceReducer:
-  """Adds up values of the devices of this process, by a cross-device op.
+  """Adds values of the devices of this process with a cross-device op.
 
-  `choose_ops` returns that for a value, `collective_ops` can all-reduce inside a
-  branch. The options of a call are merged into `options`.
+  `choose_ops` returns the op for a value. `collective_ops` can all-reduce
+  inside a branch. The options of a call are merged into `options`.
   """
 
   def __init__(
@@ -147,7 +148,7 @@ class DeviceReducer:
     self._collective_ops = collective_ops
 
   def per_replica(self, value):
-    """Returns the distributed value that `value` stands for, or `value`."""
+    """Returns the distributed value that `value` represents, or `value`."""
     return value
 
   def reduce(self, reduce_op, pairs, options):
@@ -172,7 +173,7 @@ class DeviceReducer:
     )
 
   def gather_shared(self, value, destinations, axis):
-    """Gathers a value that belongs to no replica: the value itself."""
+    """Returns a value that belongs to no replica unchanged."""
     del destinations, axis
     return value
 
@@ -183,7 +184,9 @@ class DeviceReducer:
     return self.all_reduce_replica(reduce_op, tensors, replica_id, options)
 
   def all_reduce_replica(self, reduce_op, tensors, replica_id, options):
-    """Reduces one replica's tensors over all replicas, by TensorFlow's collectives."""
+    """Reduces one replica's tensors over all replicas, with TensorFlow's
+    collectives.
+    """
     all_reduce = getattr(self._collective_ops, '_all_reduce', None)
     if all_reduce is None:
       raise errors.UnsupportedOptionError(
@@ -195,7 +198,7 @@ class DeviceReducer:
     return all_reduce(reduce_op, list(tensors), replica_id, options)
 
   def sum_on_first(self, columns):
-    """Sums columns of tensors, one a device, on the first of them."""
+    """Sums columns of tensors, one for each device, on the first device."""
     pairs = [
       (_tf_internal.PerReplica(row), self.devices[0])
       for row in zip(*columns, strict=True)
@@ -204,7 +207,7 @@ class DeviceReducer:
 
 
 class WorkerReducer:
-  """Adds up values of the devices of all workers."""
+  """Adds values of the devices of all workers."""
 
   def __init__(
     self, local: DeviceReducer, communicator: communicator_lib.Communicator
@@ -260,7 +263,7 @@ class WorkerReducer:
     del options
     with tf.device('CPU:0'):
       local = tf.concat([tf.convert_to_tensor(v) for v in value.values], axis)
-      # Lengths may differ along the axis, which the link wants to come first.
+      # Lengths may differ along `axis`, which must be the first for the link.
       rank = local.shape.rank
       order = [axis % rank, *(i for i in range(rank) if i != axis % rank)]
       gathered = self._communicator.all_gather(
@@ -289,7 +292,7 @@ class WorkerReducer:
     if not values:
       return []
     for value in values:
-      # What one worker would send as numbers, and several cannot add.
+      # One worker could send these as numbers, but several cannot add them.
       if value[0].dtype in (tf.bool, tf.string):
         raise errors.UnsupportedOptionError(
           f'a reduction of {value[0].dtype.name} values over replicas',
@@ -298,7 +301,7 @@ class WorkerReducer:
         )
 
     def shares(tensors, halves):
-      # 16-bit floats may overflow in a sum whose mean is well in range.
+      # The sum of 16-bit floats may overflow although the mean does not.
       return [
         executor.divide(t, self.num_replicas)
         if is_mean and executor.is_half(t.dtype) == halves
@@ -330,7 +333,7 @@ class WorkerReducer:
     return [gathered] * len(self.devices)
 
   def _place(self, columns, value, destinations):
-    """Copies a reduced value to where it is wanted."""
+    """Copies a reduced value to its destinations."""
     devices = self.devices
     if destinations is not value:
       devices = tuple(_tf_internal.get_devices_from(destinations))
@@ -355,7 +358,7 @@ def _gradients(options, which) -> gradient_reducer.Gradients | None:
 
 
 def _components(value):
-  """The tensors of a distributed value, or of one that is none."""
+  """Returns the tensors of a distributed value, or the value as the only one."""
   if isinstance(value, tf.distribute.DistributedValues):
     return [
       v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)

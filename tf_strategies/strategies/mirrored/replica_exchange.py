@@ -1,4 +1,4 @@
-"""How the replicas of a whole-batch step meet; see `spmd.emit.Exchange`."""
+"""Exchanges values between replicas in a whole-batch step; see `spmd.emit.Exchange`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUM = tf.distribute.ReduceOp.SUM
 
 
 class ReplicaExchange(emit.Exchange):
-  """Adds up and gathers what the replicas of one process hold."""
+  """Adds and gathers the values of the replicas of one process."""
 
   def __init__(self, reducer: reducer_lib.Reducer):
     self._reducer = reducer
@@ -27,10 +27,10 @@ class ReplicaExchange(emit.Exchange):
     return [[self._at(value, site) for value in sums] for site in sites]
 
   def finish(self) -> None:
-    """Is called when every meeting of a step has been built."""
+    """Runs when every exchange of a step has been built."""
 
   def _at(self, value, site):
-    """A mirrored value at a site."""
+    """Returns a mirrored value at a site."""
     if not isinstance(value, tf.distribute.DistributedValues):
       return value
     return value.values[site.replica or 0]
@@ -89,7 +89,7 @@ def _per_replica(values):
 
 
 def is_sum(variable) -> bool:
-  """Returns whether the value of a variable is the sum of what each replica has."""
+  """Returns whether the value of a variable is the sum over its replicas."""
   return (
     variable.synchronization == tf.VariableSynchronization.ON_READ
     and variable.aggregation == tf.VariableAggregation.SUM
@@ -98,9 +98,12 @@ def is_sum(variable) -> bool:
 
 
 def set_copies(variable, total) -> tf.Operation | None:
-  """Gives the first copy all of a sum, and the others nothing; None for no sum."""
+  """Sets the first copy to the sum and the others to zero.
+
+  If `total` is None, all copies are zero.
+  """
   first, *others = variable.values
-  # A copy may have no value yet, and so no shape that could be read.
+  # A copy may not have a value yet, and therefore no shape to read.
   zero = tf.zeros_like(first if total is None else total)
   written = [first.assign(zero if total is None else total)]
   return tf.group(written + [copy.assign(zero) for copy in others])

@@ -1,8 +1,9 @@
-"""What a strategy knows of one `strategy.run`: which replicas have rows.
+"""The state of one `strategy.run`: the replicas that have rows.
 
-A global batch may have fewer rows than there are replicas. Code in replica context
-(metrics) and in cross-replica context (merge calls) finds the sites of replicas, which
-tell whether they have rows, in the `ReplicaRun` of its thread.
+A global batch may have fewer rows than there are replicas. Code in replica
+context (metrics) and in cross-replica context (merge calls) finds the sites of
+the replicas in the `ReplicaRun` of its thread. The sites tell whether a replica
+has rows.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class ReplicaRun:
   """One `strategy.run`.
 
   Attributes:
-    sites: of this process's replicas. None if every replica of every process surely
-      has rows.
+    sites: sites of this process's replicas. None if every replica of every process
+      is known to have rows.
     num_with_rows: number of all replicas that have rows, float32, at least one.
     reads: the shared variables that replicas have read, by replica and `id`.
   """
@@ -44,14 +45,14 @@ def rows_of(
 ) -> tuple[Any, ...] | None:
   """Returns the number of rows of every replica of every process.
 
-  They are integers where shapes are known, such as in eager mode, and int32 tensors
-  where a graph is built for batches of any size. If no argument is a distributed
-  batch, the result is None.
+  They are integers if shapes are known, for example in eager mode. In a graph for
+  batches of any size, they are int32 tensors. If no argument is a distributed batch,
+  the result is None.
 
   Args:
-    args: of `strategy.run`.
-    num_replicas: of this process.
-    share: gets the rows of other processes, where the batch does not tell.
+    args: arguments of `strategy.run`.
+    num_replicas: number of replicas of this process.
+    share: gets the rows of other processes if the batch does not contain them.
   """
   batch = _first_batched(args, num_replicas)
   if batch is None:
@@ -64,7 +65,7 @@ def rows_of(
 
 
 def _first_batched(args, num_replicas):
-  """The first distributed value whose components have a leading dimension."""
+  """Returns the first distributed value whose components have a leading dimension."""
   for leaf in tf.nest.flatten(args):
     if not isinstance(leaf, tf.distribute.DistributedValues):
       continue
@@ -77,7 +78,7 @@ def _first_batched(args, num_replicas):
 
 
 def _unstack(all_rows):
-  """A vector as a tuple: of integers where its values are there."""
+  """Returns a vector as a tuple, of integers if its values are known."""
   if tf.executing_eagerly():
     return tuple(all_rows.numpy().tolist())
   with tf.device('CPU:0'):
@@ -85,7 +86,7 @@ def _unstack(all_rows):
 
 
 def num_rows(tensor):
-  """Leading dimension of a dense, ragged or sparse tensor: int, or int32."""
+  """Returns the leading dimension of a dense, ragged or sparse tensor: int or int32."""
   if tensor.shape.rank and tensor.shape[0] is not None:
     return int(tensor.shape[0])
   if isinstance(tensor, tf.RaggedTensor):
@@ -103,7 +104,7 @@ _state = _ThreadState()
 
 
 def current() -> ReplicaRun | None:
-  """The run that the calling thread works for, if any."""
+  """Returns the run that the calling thread works for, if any."""
   return _state.run
 
 
@@ -119,7 +120,7 @@ def active(run: ReplicaRun):
 
 
 def current_replica_id() -> int | None:
-  """The replica that the calling thread is; None in cross-replica context."""
+  """Returns the replica of the calling thread, or None in cross-replica context."""
   thread = threading.current_thread()
   if isinstance(thread, _tf_internal.MirroredReplicaThread):
     return thread.replica_id
@@ -127,17 +128,19 @@ def current_replica_id() -> int | None:
 
 
 def note_read(variable) -> None:
-  """Notes that the replica of the calling thread reads a shared variable."""
+  """Records that the replica of the calling thread reads a shared variable."""
   run, replica_id = current(), current_replica_id()
   if run is not None and replica_id is not None:
     run.reads.setdefault(replica_id, {})[id(variable)] = variable
 
 
 def in_branch_of_replica() -> bool:
-  """Returns whether a replica is building a graph inside its own, say of a `tf.cond`.
+  """Returns whether a replica is building a graph inside its own, e.g. for a
+  `tf.cond`.
 
-  A merge call brings all replicas together in the graph that they were started
-  in; from a branch of one replica's graph no other replica's tensors can be seen.
+  A merge call brings all replicas together in the graph in which they were
+  started. From a branch of one replica's graph, no tensors of other replicas
+  are visible.
   """
   thread = threading.current_thread()
   return (

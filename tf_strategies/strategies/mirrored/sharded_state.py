@@ -1,10 +1,10 @@
 """Optimizer state of which each replica stores a part (ZeRO, stage 1).
 
-Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter
-models", SC 2020. What an optimizer keeps beside a variable is cut into as many
-equal pieces as there are replicas. A model's step is traced as if each slot were
-whole; the plan (`spmd/plan.py`) finds that gradients are wanted in the same
-pieces, which is a reduce-scatter, and updates whole, which is an all-gather.
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
+parameter models", SC 2020. An optimizer's state of a variable is cut into equal
+pieces, one for each replica. A model's step is traced as if each slot were
+whole. The plan (`spmd/plan.py`) then finds that gradients are needed in the
+same pieces (a reduce-scatter), and updates as a whole (an all-gather).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tf_strategies.spmd import kinds, pieces
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import whole_batch
 
-# Elements. Dividing a shorter slot costs more operations than it saves bytes.
+# In elements. Dividing a shorter slot adds more operations than it saves bytes.
 _SHORTEST = 64
 
 
 class StateShards:
-  """Divides what optimizers of a strategy keep among its replicas."""
+  """Divides the state of a strategy's optimizers among its replicas."""
 
   def __init__(self, extended):
     self._extended = extended
     self._variables: list[weakref.ref] = []
-    # Those whose slots are divided, by `id`.
+    # Variables whose slots are divided, by `id`.
     self._divided = weakref.WeakValueDictionary()
     self._warned: set[str] = set()
 
@@ -55,7 +55,7 @@ class StateShards:
     )
 
   def create(self, kwargs: dict[str, Any], initial_value) -> ShardedVariable:
-    """Makes a divided variable; `initial_value` makes all of it."""
+    """Creates a divided variable. `initial_value` makes the whole value."""
     extended = self._extended
     with tf.init_scope():
       with tf.device('CPU:0'):
@@ -77,7 +77,7 @@ class StateShards:
     return variable
 
   def by_handle(self) -> dict[int, tf.Variable]:
-    """The divided variables, by the `id` of the handle in traced steps."""
+    """Returns the divided variables, by the `id` of the handle in traced steps."""
     alive = [ref() for ref in self._variables]
     return {id(v.handle): v for v in alive if v is not None}
 
@@ -87,10 +87,10 @@ class StateShards:
     return self.shard.count if id(value) in self._divided else 1
 
   def update(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`extended.update` with divided variables, eagerly.
+    """Runs `extended.update` with divided variables, eagerly.
 
-    Once, as on one device, and not for each: a piece is written from all that a
-    variable was, which the first write of several would have changed.
+    It runs once, as on one device, not once per piece. A piece is written from
+    the whole old value, which the first of several writes would have changed.
     """
     extended = self._extended
     strategy, devices = extended._container_strategy(), extended.worker_devices
@@ -104,7 +104,7 @@ class StateShards:
     return result
 
   def warn(self, optimizer: keras.optimizers.Optimizer) -> None:
-    """Names, once, what of an optimizer's state every replica has whole."""
+    """Warns once of the optimizer state that every replica stores as a whole."""
     whole = [
       v.path
       for v in optimizer.variables
@@ -126,13 +126,14 @@ class StateShards:
 class ShardedVariable(_tf_internal.UninitializedVariable):
   """A variable of which each replica stores a piece.
 
-  It has the shape of the whole. A model's step is traced with its handle, behind
-  which nothing is stored. Elsewhere a read gathers the pieces, which on several
-  workers is a collective, and an assignment writes those of this process.
+  It has the shape of the whole. A model's step is traced with its handle, which
+  has no stored value. Elsewhere, a read gathers the pieces, which is a
+  collective on several workers. An assignment writes the pieces of this
+  process.
 
   Attributes:
-    values: the pieces of this process, one a device.
-    shard: how it is cut.
+    values: the pieces of this process, one for each device.
+    shard: how the variable is cut.
   """
 
   is_central = False
@@ -150,7 +151,7 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
 
   @classmethod
   def _variable_call(cls, *args, **kwargs):
-    """Returns None: TensorFlow asks whether to make another kind of variable."""
+    """Returns None: TensorFlow asks whether to create another kind of variable."""
     del cls, args, kwargs
 
   def __repr__(self):
@@ -160,14 +161,14 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     )
 
   def is_initialized(self, name=None):
-    """Returns whether its pieces are."""
+    """Returns whether its pieces are initialized."""
     return self.values[0].is_initialized(name)
 
   def _is_traced(self) -> bool:
-    """Returns whether a model's step is traced, in which it is whole.
+    """Returns whether a model's step is being traced, where the variable is whole.
 
     Raises:
-      UnsupportedOptionError: a loop of the user's own uses it.
+      UnsupportedOptionError: if a custom loop uses it.
     """
     if whole_batch.is_active():
       return not tf.executing_eagerly()
@@ -209,7 +210,8 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     """Does the same as `tf.Variable.assign_sub`."""
     return self._write('assign_sub', delta, read_value=read_value)
 
-  # Rows that one replica found are in the pieces of others: they are added up.
+  # Rows of one replica's slices are in the pieces of others, so the deltas are
+  # added densely.
 
   def scatter_add(self, sparse_delta, use_locking=False, name=None):
     """Does the same as `tf.Variable.scatter_add`."""
@@ -219,7 +221,7 @@ class ShardedVariable(_tf_internal.UninitializedVariable):
     """Does the same as `tf.Variable.scatter_sub`."""
     return self.assign_sub(tf.convert_to_tensor(sparse_delta))
 
-  # `tf.train.Checkpoint` saves it whole.
+  # `tf.train.Checkpoint` saves it as a whole.
 
   def _serialize_to_tensors(self):
     return {'VARIABLE_VALUE': self.read_value()}

@@ -1,12 +1,13 @@
 """Steps of models that give the same bits for any number of replicas.
 
-The global batch is cut into a fixed number of virtual shards. Each shard is a site
-of the planned program (see `spmd`), so its computation does not depend on the replica
-that runs it. Each replica runs its own shards. Operations without rows, such as an
-optimizer's update, run once per replica. `ExactExchange` adds up the values of shards.
+The global batch is cut into a fixed number of virtual shards. Each shard is a
+site of the planned program (see `spmd`), so its computation does not depend on
+the replica that runs it. Each replica runs its own shards. Operations without
+rows, such as an optimizer's update, run once per replica. `ExactExchange` adds
+the values of shards.
 
-TensorFlow's arithmetic optimizer rounds differently if a graph has another number of
-shards. It is turned off for the process.
+TensorFlow's arithmetic optimizer rounds differently if a graph has a different
+number of shards, so it is turned off for the process.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ DEFAULT_SHARDS = 8
 
 
 def check(reproducible: object) -> int:
-  """Returns how many shards the option asks for; 0 for none.
+  """Returns the number of shards for the option, or 0 for none.
 
   Raises:
-    UnsupportedOptionError: it is neither a truth value nor such a number.
+    UnsupportedOptionError: if it is neither a bool nor a valid number.
   """
   if not option_checks.is_int(reproducible):
     option_checks.check_bool(
@@ -55,7 +56,7 @@ def check(reproducible: object) -> int:
 
 
 def extended_class(base: type, reproducible: object) -> type:
-  """Returns `base`, an `ExactMirroredExtended`, as the option wants it.
+  """Returns `base`, an `ExactMirroredExtended`, adapted to the option.
 
   Raises:
     UnsupportedOptionError: see `check`.
@@ -65,10 +66,10 @@ def extended_class(base: type, reproducible: object) -> type:
 
 
 def check_determinism(devices: Sequence[str], num_shards: int) -> None:
-  """Raises for GPUs, on which TensorFlow adds up in the order of arrival.
+  """Raises for GPUs, on which TensorFlow adds in the order of arrival.
 
   Raises:
-    UnsupportedOptionError: a device is a GPU, and nobody asked for determinism.
+    UnsupportedOptionError: if a device is a GPU and op determinism is not enabled.
   """
   types = [tf.DeviceSpec.from_string(d).device_type for d in devices]
   if 'GPU' in types and not _tf_internal.is_op_determinism_enabled():
@@ -86,11 +87,11 @@ def _sharded(base, num_shards):
 
 
 class _Step(whole_batch.Step):
-  """Builds a model's step, if nothing in it differs between two runs of it."""
+  """Builds a model's step, if all of it is reproducible."""
 
   def __init__(self, extended, kind: str, compiles: bool = False):
-    # XLA fuses, and so rounds, by all that is in its program. That differs with the
-    # number of shards and workers.
+    # XLA fuses, and therefore rounds, depending on its whole program. The
+    # program depends on the number of shards and workers.
     if compiles:
       raise errors.UnsupportedOptionError(
         'jit_compile=True with reproducible',
@@ -110,8 +111,8 @@ def _check_random(program: program_lib.Program, are_elastic: bool) -> None:
   """Raises if another run, or another worker, would draw other random numbers.
 
   Raises:
-    UnsupportedOptionError: the random operation has no seed; or workers come and go,
-      and a worker that joins would start from the beginning.
+    UnsupportedOptionError: if the random operation has no seed, or if workers come and
+      go, because a worker that joins would start from the beginning.
   """
   fix = (
     'draw them by keras.random, with a keras.random.SeedGenerator(seed) in the '
@@ -138,13 +139,13 @@ def _check_random(program: program_lib.Program, are_elastic: bool) -> None:
 
 
 class _Sharded:
-  """Mixed into an `ExactMirroredExtended`: steps of models are cut into shards."""
+  """Mixin for an `ExactMirroredExtended` that cuts the steps of models into shards."""
 
   num_shards: int
   splits_steps = True
   compiles_by_default = False
   _step_class = _Step
-  # A part of a sum such as a metric would be a sum over some shards.
+  # A part of a sum, such as a metric, would be a sum over some shards.
   holds_sums_whole = True
   local_worker = None
   no_local_steps = (
@@ -174,10 +175,11 @@ class _Sharded:
     return exact_sums.ExactExchange(super().exchange(), shards)
 
   def sites_of(self, leaves):
-    """See base class: one for each shard that a replica may have.
+    """Returns a site for each shard that a replica may have; see base class.
 
-    The first of a replica's sites has its state. If workers come and go, a replica
-    has a site for each shard, and a stand-in row where the shard is another's.
+    The first of a replica's sites has its state. If workers come and go, a
+    replica has a site for each shard, with a padding row if the shard belongs
+    to another replica.
     """
     if any(isinstance(t, tf.distribute.DistributedValues) for t in leaves):
       raise errors.UnsupportedOptionError(
@@ -239,7 +241,7 @@ class _Sharded:
 def surroundings() -> dict[str, object]:
   """Returns the settings that must be equal in all processes, by name.
 
-  TensorFlow's kernels cut some sums by the number of threads.
+  TensorFlow's kernels split some sums by the number of threads.
   """
   threads = tf.config.threading.get_intra_op_parallelism_threads()
   if not threads:

@@ -22,16 +22,18 @@ from tf_strategies.strategies.mirrored import (
 
 
 class ExactStrategy:
-  """Mixed into a `tf.distribute.Strategy` on an `ExactMirroredExtended`."""
+  """Mixin for a `tf.distribute.Strategy` on an `ExactMirroredExtended`."""
 
   @property
   def cross_device_ops(self) -> tf.distribute.CrossDeviceOps:
-    """The op that every reduction of this strategy goes through."""
+    """The op that every reduction of this strategy uses."""
     return self.extended._cross_device_ops  # pylint: disable=protected-access
 
   @property
   def num_replicas_in_sync(self) -> int:
-    """Number of replicas; one in a model's step, which has the whole batch."""
+    """Number of replicas. In a model's step it is one, because the step has the
+    whole batch.
+    """
     return 1 if whole_batch.is_active() else super().num_replicas_in_sync
 
   def scope(self) -> contextlib.AbstractContextManager:
@@ -44,10 +46,10 @@ class ExactStrategy:
   ) -> tf.types.experimental.PolymorphicFunction:
     """Returns a function that computes `fn` on whole batches, as one device would.
 
-    For a training loop of your own. Write `fn` for one device: forward pass, tape,
-    `optimizer.apply`, metrics. It is traced once, and replicas share its work by
-    the rows of the batch, as they share a step of `fit`. So means, sums, norms,
-    clipping and random numbers keep their meaning on batches of any size.
+    Use it in your own training loop. Write `fn` for one device: forward pass, tape,
+    `optimizer.apply`, metrics. It is traced once, and replicas share the rows of the
+    batch, as in a step of `fit`. Means, sums, norms, clipping and random numbers
+    therefore keep their meaning on batches of any size.
 
     Example:
 
@@ -70,10 +72,10 @@ class ExactStrategy:
       1.0
 
     Args:
-      fn: takes distributed batches, and other arguments that are equal on all
-        workers. Returns tensors, which the caller gets once, not by replica.
-      optimizers: those that `fn` applies, where one of them is a
-        `tfs.keras.LocalSteps`. Parameter servers need them in any case.
+      fn: function of distributed batches, and of other arguments that are equal on
+        all workers. It returns tensors, which the caller gets once, not per replica.
+      optimizers: the optimizers that `fn` applies, if one of them is a
+        `tfs.keras.LocalSteps`. Parameter servers always need them.
 
     Returns:
       A `tf.function` with the arguments of `fn`.
@@ -102,15 +104,15 @@ class ExactStrategy:
 class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   """Mirrored training on the devices of one host, exactly.
 
-  Beside `tf.distribute.MirroredStrategy`:
+  Differences from `tf.distribute.MirroredStrategy`:
 
-  * Every reduction, broadcast and gather goes through `cross_device_ops`, also
-    of int32 and to a CPU. Virtual GPUs, which NCCL refuses, work.
+  * Every reduction, broadcast and gather uses `cross_device_ops`, also for int32
+    and to a CPU. Virtual GPUs, which NCCL rejects, work.
   * `gradient_accumulation_steps`, EMA with `ema_overwrite_frequency` and
     dynamic loss scaling work under Keras 3: in a `tf.cond`, TensorFlow's
     collectives synchronise, and all replicas agree on finite gradients.
   * Moving statistics of BatchNormalization are one mean value everywhere.
-  * A replica without rows in the last batch contributes nothing, not NaN.
+  * A replica without rows in the last batch contributes nothing, instead of NaN.
   * `step` computes the step of a loop as one device would.
 
   Example:
@@ -124,17 +126,20 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     >>> history = model.fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
 
   Args:
-    devices: such as ['GPU:0']; None means all GPUs, or else all logical CPUs.
-    cross_device_ops: how values are reduced; default `AutoAllReduce()`: NCCL
-      between whole GPUs, else the fastest of our algorithms.
-    reproducible: as of `tfs.RingOptions`: the same bits for any number of devices.
-    shard_optimizer_state: whether each device stores a part of what optimizers
-      keep beside the variables, such as the moments of Adam (ZeRO, stage 1). For
-      the steps of models, not for `strategy.run`.
+    devices: list such as ['GPU:0']; None means all GPUs, or all logical CPUs if
+      there is no GPU.
+    cross_device_ops: op that reduces values; default `AutoAllReduce()`: NCCL
+      between whole GPUs, otherwise the fastest of our algorithms.
+    reproducible: whether any number of devices gives the same bits; see
+      `tfs.RingOptions`.
+    shard_optimizer_state: whether each device stores a part of the optimizer's
+      state, such as the moments of Adam (ZeRO, stage 1). It applies to the steps of
+      models, not to `strategy.run`.
 
   Raises:
-    UnsupportedOptionError: a device that is not there or listed twice, a
-      `cross_device_ops` that is none, or fewer virtual shards than devices.
+    UnsupportedOptionError: if a device does not exist or is listed twice, if
+      `cross_device_ops` is not a cross-device op, or if there are fewer virtual
+      shards than devices.
   """
 
   def __init__(
@@ -157,14 +162,16 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     )
     if shard_optimizer_state:
       extended.state_shards = sharded_state.StateShards(extended)
-    # MirroredStrategy's own __init__ would build its own extended.
+    # MirroredStrategy's own __init__ would create its own extended.
     tf.distribute.Strategy.__init__(self, extended)
 
 
 def check_sharding(
   shard_optimizer_state: bool, reproducible: bool | int, compression='none'
 ) -> None:
-  """Raises UnsupportedOptionError for what cannot divide state, or be with it."""
+  """Raises UnsupportedOptionError for options that cannot be used with divided
+  state.
+  """
   option_checks.check_bool(
     'shard_optimizer_state',
     shard_optimizer_state,

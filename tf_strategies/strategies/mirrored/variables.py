@@ -1,8 +1,9 @@
 """Distributed variables that stay right under Keras 3.
 
-Keras 3 creates most of its state with aggregation NONE, which under a mirrored
-strategy means that each replica writes its own copy and only the first is
-saved. These classes and `creation_policy` say what each kind of state needs.
+Keras 3 creates most of its state with aggregation NONE. Under a mirrored
+strategy, each replica then writes its own copy, and only the first is saved.
+These classes and `creation_policy` define the behavior that each kind of state
+needs.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tf_strategies.strategies.mirrored import (
 
 
 class _Distributed:
-  """Adds to TensorFlow's distributed variables what `tf.Variable` has.
+  """Adds to TensorFlow's distributed variables the features of `tf.Variable`.
 
-  `tf.train.Checkpoint` restores a variable that is made after `restore` as soon as
-  it is made. A replica of a loop makes it, and there `assign` writes the copy of
-  that replica alone. So a restored value goes to all copies, whoever asks.
+  `tf.train.Checkpoint` restores a variable that is created after `restore` as
+  soon as it exists. In a loop, one replica creates it, and `assign` would write
+  only this replica's copy. A restored value is therefore written to all copies.
   """
 
   def _serialize_to_tensors(self):
@@ -35,10 +36,10 @@ class _Distributed:
     return self._set_whole(value)
 
   def _set_whole(self, value):
-    """Has all replicas together hold `value`; returns an operation of a graph.
+    """Makes all replicas together hold `value`. Returns an operation in a graph.
 
-    Of a sum the first replica of all gets the whole, and the others zero: divided by
-    their number it would be rounded.
+    For a sum, the first replica of all gets the whole value and the others
+    zero. Dividing it by their number would round it.
     """
     if not replica_exchange.is_sum(self):
       return tf.group([copy.assign(value) for copy in self.values])
@@ -60,10 +61,10 @@ class _Distributed:
 class MirroredVariable(_Distributed, _tf_internal.MirroredVariable):
   """A mirrored variable that control flow may update.
 
-  With aggregation ONLY_FIRST_REPLICA, TensorFlow broadcasts the first
-  replica's value in a merge call, which no branch of a `tf.cond` can do. What
-  is written there (Keras writes the step counter so) is equal on every replica:
-  each writes its own copy.
+  With aggregation ONLY_FIRST_REPLICA, TensorFlow broadcasts the first replica's
+  value in a merge call, which is impossible in a branch of a `tf.cond`. Values
+  written with this aggregation, such as Keras's step counter, are equal on
+  every replica. Each replica therefore writes its own copy.
   """
 
   # Whether all replicas share one copy.
@@ -81,12 +82,12 @@ class MirroredVariable(_Distributed, _tf_internal.MirroredVariable):
 
   def _get_cross_replica(self):
     if self.distribute_strategy.extended.is_one_device:
-      return self._values[0]  # A copy would be an operation.
+      return self._values[0]  # A copy would add an operation.
     return super()._get_cross_replica()
 
 
 def _scattered(name: str):
-  """A write of some rows, which in a model's step is one device's."""
+  """Returns a write of some rows, which in a model's step is one device's write."""
 
   def write(self, *args, **kwargs):
     variable = super(MirroredVariable, self)
@@ -116,11 +117,11 @@ for _name in (
 
 
 class SeedVariable(MirroredVariable):
-  """The state of a Keras seed generator: other random numbers per replica.
+  """The state of a Keras seed generator, with different numbers on each replica.
 
-  All copies hold the same state, so that one is saved and all stay in step. A
-  replica reads it with its number added to the seed, and takes the number off
-  again when it writes the next state. Replica 0 draws what one device draws.
+  All copies hold the same state, so one copy is saved and all stay in step. A
+  replica adds its number to the seed when it reads the state, and subtracts it
+  when it writes the next state. Replica 0 draws the same numbers as one device.
   """
 
   def _get(self):
@@ -131,12 +132,12 @@ class SeedVariable(MirroredVariable):
     return self._get()
 
   def value(self):
-    """The state, with the number of the replica that asks."""
+    """Returns the state, offset by the number of the calling replica."""
     state, offset = super().value(), self._offset()
     return state if offset is None else state + offset
 
   def assign(self, value, use_locking=False, name=None, read_value=True):
-    """Sets the state that follows what this replica has read."""
+    """Sets the state that follows the one that this replica has read."""
     offset = self._offset()
     if offset is not None:
       value = tf.convert_to_tensor(value, self.dtype) - offset
@@ -159,21 +160,22 @@ class SeedVariable(MirroredVariable):
 
 
 class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
-  """A variable with a value of its own on each replica, reduced when read.
+  """A variable with a separate value on each replica, reduced when read.
 
-  A replica without rows computes on a padding row, which does not count in metrics.
+  A replica without rows computes on a padding row, which does not count in
+  metrics.
 
-  In elastic jobs the variable `holds_whole`: the steps of models write the whole sum on
-  every replica, so a worker that leaves takes nothing away.
+  In elastic jobs the variable `holds_whole`: the steps of models write the
+  whole sum on every replica, so nothing is lost when a worker leaves.
   """
 
   holds_whole = False
 
   def hold_whole(self) -> None:
-    """Has every copy hold the sum from now on; it must still be zero.
+    """Makes every copy hold the sum from now on. It must still be zero.
 
     Raises:
-      UnsupportedOptionError: replicas hold parts of it already.
+      UnsupportedOptionError: if replicas already hold parts of it.
     """
     if self.holds_whole:
       return
@@ -189,7 +191,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
     self.holds_whole = True
 
   def assign(self, value, use_locking=False, name=None, read_value=True):
-    """Sets this replica's part; outside of replicas the reduced value."""
+    """Sets this replica's part, or the reduced value outside of replicas."""
     in_replica = (
       tf.distribute.has_strategy()
       and not tf.distribute.in_cross_replica_context()
@@ -206,7 +208,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
   def _get_cross_replica(self):
     if self.holds_whole or self.distribute_strategy.extended.is_one_device:
       return self._get_replica(0)
-    # A model that is saved may read it, in a function that was traced before.
+    # A saved model may read it in a function that was traced before.
     with statistics.paused():
       return super()._get_cross_replica()
 
@@ -254,11 +256,11 @@ def rewrap(variable):
 def creation_policy(kwargs: dict, is_slot: bool) -> dict:
   """Returns a variable creator's arguments with the right aggregation.
 
-  Keras 3 asks for no aggregation, with which each replica keeps its own value
-  and the first replica's is saved. That is right for optimizer slots (variables
-  beside a model's), which get equal updates everywhere, and wrong for what layers
-  compute from their rows (the moving statistics of BatchNormalization), which must
-  be one value: the mean over replicas.
+  Keras 3 asks for no aggregation. Each replica then keeps its own value, and
+  the first replica's value is saved. This is right for optimizer slots, which
+  get equal updates everywhere. It is wrong for the statistics that layers
+  compute from their rows, such as those of BatchNormalization, which must be
+  one value: the mean over replicas.
   """
   none = tf.VariableAggregation.NONE, None
   usual = (

@@ -1,8 +1,8 @@
-"""Keras's steps: traced once, for the whole batch, and split over the replicas.
+"""Keras's steps: traced once for the whole batch, and split over the replicas.
 
-A model's train, test or predict step is written for one device. So it is traced
-as one device would run it, with one copy of each variable and all rows of the
-batch, and `spmd` builds from that what each replica does with its rows.
+A model's train, test or predict step is written for one device. It is traced as
+one device would run it, with one copy of each variable and all rows of the
+batch. From this, `spmd` builds each replica's program for its rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def stream() -> int:
 
 
 class _OneDevice(tf.distribute.ReplicaContext):
-  """The only replica there is, to what a step asks."""
+  """The context of a step: it appears to be the only replica."""
 
   is_one_device = True
 
@@ -57,7 +57,7 @@ class _OneDevice(tf.distribute.ReplicaContext):
 
   @property
   def replica_id_in_sync_group(self):
-    """Zero: a step must not tell workers apart."""
+    """Replica number zero, because a step must not tell workers apart."""
     return tf.constant(0)
 
   @property
@@ -69,18 +69,18 @@ class _OneDevice(tf.distribute.ReplicaContext):
     return merge_fn(self._strategy, *args, **kwargs)
 
   def all_reduce(self, reduce_op, value, options=None):
-    """All of the value is here."""
+    """Returns `value` unchanged, because there is one replica."""
     del reduce_op, options
     return value
 
   def all_gather(self, value, axis, options=None):
-    """All of the value is here."""
+    """Returns `value` unchanged, because there is one replica."""
     del axis, options
     return value
 
 
 def note_use(variable: tf.Variable) -> None:
-  """Tells an eager step that it reads or writes a sum over replicas."""
+  """Records that an eager step reads or writes a sum over replicas."""
   if _state.use_sum is not None and tf.executing_eagerly():
     _state.use_sum(variable)
 
@@ -89,10 +89,10 @@ def note_use(variable: tf.Variable) -> None:
 def uses_noted(extended, note: Callable[[tf.Variable], None]) -> Iterator[None]:
   """Calls `note` with each sum over replicas before an eager step first uses it.
 
-  Sums that only functions use, which the step calls, are among them. Which sums
-  these are, and their order, follow from the program alone. So `note` may be a
-  collective, which a loop over all variables that are alive must not be: when
-  Python collects a variable differs between workers.
+  This includes sums used only by functions that the step calls. The sums and
+  their order follow from the program alone, so `note` may be a collective. A
+  loop over all live variables could not be one, because workers collect garbage
+  at different times.
   """
   used: dict[int, tf.Variable] = {}
 
@@ -116,9 +116,9 @@ def uses_noted(extended, note: Callable[[tf.Variable], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_device(strategy, device: str, stream: int = 0):
-  """Context in which a strategy's variables and hooks are one device's.
+  """Makes a strategy's variables and hooks behave like one device's in the context.
 
-  `stream` tells apart those that are to draw different random numbers.
+  Use different `stream` numbers to draw different random numbers.
   """
   before = _state.is_active, _state.stream
   _state.is_active, _state.stream = True, stream
@@ -134,7 +134,7 @@ def one_device(strategy, device: str, stream: int = 0):
 
 
 def _packed(structure, tensors):
-  """Returns a structure with these tensors in the places of its own, but None."""
+  """Returns a structure with these tensors in place of its own. None stays None."""
   flat = [
     None if t is None else next(tensors)
     for t in tf.nest.flatten(structure, expand_composites=True)
@@ -144,13 +144,14 @@ def _packed(structure, tensors):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variable:
-  """A distributed variable in a traced step: what its handle stands for.
+  """A distributed variable in a traced step, which its handle represents.
 
-  One that `is_single` is there once, and is written at home only.
+  A variable that `is_single` exists once, and is written on its home device
+  only.
   """
 
   variable: Any
-  # Of each replica, the central variables that it reads, by `id`.
+  # The central variables that each replica reads, by `id`.
   reads: dict[int, dict[int, Any]]
 
   @property
@@ -163,7 +164,7 @@ class _Variable:
 
   @property
   def shard(self):
-    return vars(self.variable).get('shard')  # As in `is_single`.
+    return vars(self.variable).get('shard')  # See `is_single`.
 
   @property
   def is_part(self):
@@ -171,7 +172,7 @@ class _Variable:
 
   @property
   def is_single(self):
-    # An attribute that a metric's variable lacks is asked of its reduced value.
+    # A metric's variable passes unknown attributes on to its reduced value.
     return getattr(type(self.variable), 'is_central', False)
 
   def handle(self, site):
@@ -184,7 +185,7 @@ class _Variable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Single:
-  """A variable or table with one copy, made outside of the scope."""
+  """A variable or table with one copy, created outside the scope."""
 
   tensor: Any
   is_part = False
@@ -206,14 +207,14 @@ class Step:
     self._devices = extended.worker_devices
     self._strategy = extended._container_strategy()
     self._reads: dict[int, dict[int, Any]] = {}
-    # Variables that a failed step may have written all the same.
+    # Variables that a failed step may already have written.
     self.written_early: list[Any] = []
 
   def run(self, fn: Callable[[Any], Any], data):
     """Computes `fn(data)` with all replicas, as one device would.
 
-    `data` is a structure of distributed batches, or of whole ones. Results are
-    tensors, not distributed values.
+    `data` is a structure of distributed or whole batches. Results are tensors,
+    not distributed values.
     """
     leaves = tf.nest.flatten(data)
     if tf.executing_eagerly():
@@ -249,7 +250,7 @@ class Step:
     return _packed(graph.structured_outputs, iter(results))
 
   def _plan(self, graph, leaves, specs, sites, is_whole=False):
-    """Returns the plan of a step; with `is_whole` each replica computes all rows."""
+    """Returns the plan of a step. With `is_whole`, each replica computes all rows."""
     inputs, arguments, values = self._arguments(
       graph, leaves, specs, sites, is_whole
     )
@@ -274,11 +275,11 @@ class Step:
     )
 
   def _trace_with_length(self, fn, data, leaves, specs, error):
-    """The specs and the graph of a step that needs the length of the batch.
+    """Returns the specs and the graph of a step that needs the length of the batch.
 
     Raises:
-      UnsupportedOptionError: it needs that, and only the batch tells.
-      Exception: `error`, if that was not what the step missed.
+      UnsupportedOptionError: if the length is known only when the batch arrives.
+      Exception: `error`, if it has another cause.
     """
     if isinstance(error, errors.Error):
       raise error
@@ -317,7 +318,7 @@ class Step:
       ]
       given = tf.nest.pack_sequence_as(data, given)
       with one_device(self._strategy, self._devices[0], self._stream):
-        # A variable that is returned is read here, as one device's.
+        # A returned variable is read here, as one device's.
         return tf.nest.map_structure(_read, fn(given))
 
     step = tf.autograph.experimental.do_not_convert(step)
@@ -326,7 +327,7 @@ class Step:
     )
 
   def _run_eagerly(self, fn, data, leaves):
-    """Runs a step in Python, which no replica can share: each does all of it."""
+    """Runs a step in Python. Replicas cannot share it, so each computes all of it."""
     leaves = [
       tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
       for leaf in leaves
@@ -349,7 +350,7 @@ class Step:
 
     def gather(
       values,
-    ):  # Padding is not removed: an empty replica has no values.
+    ):  # Keeps padding: an empty replica has no values.
       return exchange.gather(list(values), 0, sites[:1])[0]
 
     values = leaf.values
@@ -431,7 +432,7 @@ class Step:
 
 
 def spec_of(leaf):
-  """The type of a part of a batch, with any number of rows; None for no tensor."""
+  """Returns the type of a part of a batch with any number of rows, or None."""
   value = leaf
   if isinstance(leaf, tf.distribute.DistributedValues):
     value = leaf.values[0]
@@ -458,13 +459,13 @@ def _read(value):
 
 
 def _own_rows(site, tensor):
-  """A replica's rows of a batch that every replica has."""
+  """Returns a replica's rows of a batch that every replica has."""
   with tf.device(site.device):
     return site.rows_of(tensor, kinds.Split(0))
 
 
 def _stand_in(site, tensor):
-  """A replica's rows, or a row of zeros if it has none."""
+  """Returns a replica's rows, or a row of zeros if it has none."""
   with tf.device(site.device):
     tensor = _checked(site, tensor)
     if site.rows.real is None:
@@ -473,10 +474,10 @@ def _stand_in(site, tensor):
 
 
 def _checked(site, tensor):
-  """The tensor, which has to have as many rows as the batch.
+  """Returns the tensor, after checking that it has the batch's number of rows.
 
   Raises:
-    UnsupportedOptionError: it has not.
+    UnsupportedOptionError: if it has another number.
   """
   if tensor.shape.rank == 0:
     raise errors.UnsupportedOptionError(

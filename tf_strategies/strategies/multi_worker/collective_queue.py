@@ -35,7 +35,7 @@ from tf_strategies.strategies import communicator
 # Numbers the updates whose gradients travel, for the timeline.
 _UPDATES = itertools.count()
 
-# Runs a collective on an array; returns one of its dtype.
+# A collective on an array, which returns an array of the same dtype.
 _Work = Callable[[process_group.ProcessGroup, np.ndarray], np.ndarray]
 
 
@@ -58,7 +58,7 @@ class Request(NamedTuple):
 class CollectiveQueue:
   """The collectives of a process group as TensorFlow ops, in program order.
 
-  `join` is called before a collective that no graph makes.
+  `join` is called before a collective that runs outside of graphs.
   """
 
   def __init__(
@@ -75,7 +75,8 @@ class CollectiveQueue:
     self._update = 0
     self.calls: dict[str, int] = {}
     with tf.init_scope(), tf.device('CPU:0'):
-      # Of no strategy: a mirrored variable would be updated by collectives.
+      # It belongs to no strategy. A mirrored variable would be updated by
+      # collectives.
       self._token = _tf_internal.ResourceVariable(
         np.int64(0), trainable=False, name='collective_order'
       )
@@ -85,9 +86,9 @@ class CollectiveQueue:
     self._thread.shutdown(wait=False, cancel_futures=True)
 
   def continue_in(self, group: process_group.ProcessGroup) -> None:
-    """Runs later collectives, of graphs that are there too, in another group.
+    """Runs later collectives in another group, also those of existing graphs.
 
-    The one before must have been closed: what waits in it fails at once.
+    The previous group must be closed. Calls that wait in it fail at once.
     """
     self._thread.shutdown(wait=True, cancel_futures=True)
     self._pending.clear()
@@ -99,12 +100,12 @@ class CollectiveQueue:
       group.running_call = _keras_internal.running_call
     self.group = group
 
-  # What graphs and eager code call. `kind` is for the statistics.
+  # Methods for graphs and eager code. `kind` is for the statistics.
 
   def call(
     self, kind: str, work: _Work, tensor: tf.Tensor, shape: tf.TensorShape
   ) -> tf.Tensor:
-    """Runs `work` in order. Returns its result, with the static shape that is known."""
+    """Runs `work` in order. Returns its result, with the known static shape."""
     if tf.executing_eagerly():
       self._join()
       result = self._run(kind, work, tensor.numpy())
@@ -212,13 +213,13 @@ class CollectiveQueue:
       return [errors.result_of(future) for future in futures]
 
   def _guard(self, function):
-    """Lets a failure leave the graph with its type."""
+    """Runs `function`. A failure leaves the graph with its type."""
     try:
       return function()
     except errors.Error as e:
       _graph_errors.raise_through_graph(e)
     except concurrent.futures.CancelledError:
-      # The queue was closed under a graph that still ran.
+      # The queue was closed while a graph was running.
       _graph_errors.raise_through_graph(self._closed())
 
   def _closed(self):
@@ -229,7 +230,7 @@ class CollectiveQueue:
 
 
 def _is_host(device: str) -> bool:
-  """Returns whether host calls see a device's memory as their own."""
+  """Returns whether host calls share a device's memory."""
   spec = tf.DeviceSpec.from_string(device)
   return spec.device_type == 'CPU' and not spec.device_index
 
@@ -242,7 +243,7 @@ def _recorded(kind, work, **about):
   """Returns `work` with a record of its time and of the bytes that it sent."""
 
   def run(group, array):
-    """Does the work; records it also if it fails."""
+    """Runs the work and records it, even if it fails."""
     before, began = group.bytes_sent, recorder.now()
     failed = True
     try:

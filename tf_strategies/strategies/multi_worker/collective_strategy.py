@@ -15,7 +15,7 @@ from tf_strategies.cross_device import links
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
 
-# What the runtime of this process was started with; that happens only once.
+# Addresses with which this process's runtime started. It can start only once.
 _started: dict[str, tuple[str, ...]] = {}
 
 
@@ -23,21 +23,21 @@ _started: dict[str, tuple[str, ...]] = {}
 class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
   """Synchronous training on several workers, by TensorFlow's collectives.
 
-  What `tf.distribute.MultiWorkerMirroredStrategy` is meant to be: Keras 3 `fit`,
+  It does what `tf.distribute.MultiWorkerMirroredStrategy` should do. Keras 3 `fit`,
   `evaluate` and `predict` work, uneven batches and clipping are exact, and large
-  tensors travel in several parts at once. The choice for clusters with NCCL, which has not been run on GPUs. With
-  CPUs, or where workers may die, `MultiWorkerRingStrategy` is faster, and can go
-  on.
+  tensors travel in several parts at once. Use it on clusters with NCCL; it has not
+  been run on several GPUs. On CPUs, `MultiWorkerRingStrategy` is faster. It can also
+  continue after a worker has died.
 
-  TensorFlow's cluster runtime is started with the first strategy of the process,
-  which must come before any TensorFlow op. It does not recover from a lost
-  worker: restart all of them.
+  The first strategy of a process starts TensorFlow's cluster runtime, so it must be
+  created before any TensorFlow op runs. The runtime does not recover from a lost
+  worker: restart all workers.
 
   Args:
-    cluster: who takes part; None reads TF_CONFIG, and without one this process
-      is alone.
+    cluster: the workers; None reads TF_CONFIG. Without one this process is alone.
     options: a `CollectiveOptions`.
-    devices: of this worker, such as 'CPU:0'; default all GPUs, or the first CPU.
+    devices: devices of this worker, such as 'CPU:0'; by default all GPUs, or the
+      first CPU.
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed, or has no part for this process.
@@ -63,7 +63,7 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
     )
     cluster = config_lib.given_or_from_env(cluster)
     rank, addresses = self.place_in(cluster)
-    # Before this worker waits for the others.
+    # Checked before this worker waits for the others.
     _communication(options, ['GPU:0'])
     if len(addresses) > 1:
       launcher_note.say(launcher_note.FIXED)
@@ -95,8 +95,9 @@ def _communication(
 ) -> str:
   """Returns the link of these devices: 'nccl' or 'ring'.
 
-  TensorFlow takes the ring for 'auto', between GPUs too, and for 'nccl' without a
-  GPU. Two members on one GPU NCCL refuses, after all have waited for each other.
+  For 'auto', TensorFlow chooses the ring even between GPUs, and for 'nccl'
+  without a GPU. NCCL rejects two members on one GPU, but only after all have
+  waited for each other.
   """
   is_usable = links.nccl_is_usable(devices)
   if options.communication == 'nccl' and not is_usable:
@@ -126,7 +127,7 @@ def _start_runtime(rank, addresses, timeout_seconds):
     _tf_internal.configure_coordination(
       '/job:worker/replica:0/task:0', len(addresses), timeout_seconds
     )
-    # Made for what it starts: the server, and the collective runtime.
+    # Created only to start the server and the collective runtime.
     with reachability.serving(f'worker {rank}', addresses[rank]):
       tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver)
   except errors.RendezvousError:

@@ -43,7 +43,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self._reducer = reducer_lib.Reducer(self._workers)
     self._local_worker = local_steps.LocalWorker(self)
 
-  # Who is who. Replicas are numbered over workers: rank * local + local id.
+  # Numbers of workers and replicas. A replica's number is rank * local + local
+  # id.
 
   @property
   def _num_replicas_in_sync(self):
@@ -60,7 +61,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     return replica_id_in_sync_group - self._first_replica
 
   def _in_multi_worker_mode(self):
-    # KerasTuner then gives each worker a directory of its own.
+    # KerasTuner then gives each worker its own directory.
     return not self.is_one_device
 
   # KerasTuner and other clients read these attributes of TensorFlow's extended.
@@ -72,7 +73,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def _cluster_spec(self):
-    # TensorFlow has None where no cluster is given.
+    # TensorFlow has None if no cluster is given.
     spec = self._cluster_resolver.cluster_spec()
     return spec if spec.jobs else None
 
@@ -115,7 +116,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   applies_all_or_none = True
 
-  # See `GradientReducer`: workers that train apart, and meet now and then.
+  # See `GradientReducer`: workers that train apart and sometimes meet.
 
   no_local_steps = (
     'a strategy without shard_optimizer_state: a worker that trains apart needs all '
@@ -125,12 +126,12 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def local_worker(self):
-    """See base class: not where workers hold parts of the state."""
+    """See base class. None if workers hold parts of the state."""
     return self._local_worker if self.state_shards is None else None
 
   @property
   def splits_steps(self):
-    """See base class; one worker alone takes local steps too."""
+    """See base class. A single worker also takes local steps."""
     return super().splits_steps or self._local_worker.trains_apart
 
   def _model_step(self, step):
@@ -157,7 +158,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def does_what_is_done_once(self):
-    """See base class: the chief."""
+    """Returns whether this worker is the chief; see base class."""
     return self.communicator.rank == 0
 
   def place(self):
@@ -170,7 +171,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     return self.communicator.capacity
 
   def whole_batches(self, dataset):
-    """See base class; that workers have the same batches is checked."""
+    """See base class. Checks that workers have the same batches."""
     return self._input.whole(dataset)
 
   def exchange(self, sites=()):
@@ -190,7 +191,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def _get_cross_device_ops(self, value):
     if self._num_replicas_in_sync > len(self._devices):
-      # On GPUs TensorFlow would take collectives of this worker's devices alone.
+      # On GPUs, TensorFlow would use collectives of this worker's devices only.
       communicator_lib.check_not_compiled('all_reduce')
     return super()._get_cross_device_ops(value)
 

@@ -14,7 +14,7 @@ from tf_strategies.collectives import codec as codec_lib
 
 
 class GradientRests:
-  """Makes and finds the rest of each variable's gradient.
+  """Creates and finds the rest of each variable's gradient.
 
   Every worker has its own rests, and only their sum matters: a checkpoint holds them as
   parts of a sum. They belong to no strategy, as the queue's token: there is one copy,
@@ -23,7 +23,7 @@ class GradientRests:
 
   def __init__(self, device: str):
     self._device = device
-    # By the `id` of a variable, which may have gone.
+    # By the `id` of a variable, which may no longer exist.
     self._rests: dict[int, tuple[weakref.ref, tf.Variable]] = {}
 
   def of(self, variable: Any) -> tf.Variable:

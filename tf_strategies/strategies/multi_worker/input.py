@@ -4,12 +4,11 @@ There are two ways, chosen by the data set's auto-shard policy:
 
 * AUTO and DATA: every worker has the same global batches and takes its rows.
   The parts of all replicas together are exactly one device's batch, and all
-  workers see the same number of batches. That the batches are the same is
-  checked now and then.
-* FILE and OFF, and `distribute_datasets_from_function`: each worker has data of
-  its own, of which one may have more than another. Before each step the
-  workers tell each other whether they have any left; those that do not go on
-  without rows until all are done.
+  workers see the same number of batches. Workers compare some of their batches.
+* FILE and OFF, and `distribute_datasets_from_function`: each worker has its own
+  data, and the amounts may differ. Before each step the workers tell each other
+  whether they have data left. Workers without data continue without rows until
+  all are done.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class WorkerInput:
     return self._num_local * self._communicator.world_size
 
   def distribute(self, dataset, options) -> tf.data.Dataset:
-    """Returns a data set of distributed values from one of global batches."""
+    """Returns a data set of distributed values, given one of global batches."""
     if not isinstance(dataset, tf.data.Dataset):
       raise errors.UnsupportedOptionError(
         f'a {type(dataset).__name__} to distribute',
@@ -115,7 +114,7 @@ class WorkerInput:
     return self._checked(dataset, lambda batch: batch, lambda batch: batch)
 
   def _checked(self, dataset, take, finish) -> tf.data.Dataset:
-    """Applies `take` to batches, then `finish`, after workers have been compared."""
+    """Applies `take` to batches, compares workers, then applies `finish`."""
     check = self._make_check(_keras_internal.num_steps(are_common=True))
 
     def number(index, batch):
@@ -141,7 +140,8 @@ class WorkerInput:
   def split(self, batch):
     """Returns the parts of a global batch for this worker's replicas, and all rows.
 
-    The rows are of every replica of every worker, int32 [N], by replica id.
+    The latter are the rows of every replica of every worker, int32 [N], by
+    replica id.
     """
     before = self._communicator.rank * self._num_local
     first = next(t for t in tf.nest.flatten(batch) if t is not None)
@@ -154,7 +154,7 @@ class WorkerInput:
   def _make_check(self, steps):
     """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ...
 
-    It also compares the number of steps for which they are.
+    It also compares the number of steps.
     """
     dataset_id = next(self._datasets)
     iterator = -1
@@ -175,7 +175,7 @@ class WorkerInput:
       return np.int64(0)
 
     def check(index, fingerprint):
-      # Most steps call no Python at all.
+      # Most steps do not call Python.
       return tf.cond(
         _is_compared(index),
         lambda: tf.numpy_function(compare, [index, fingerprint], tf.int64),
@@ -260,14 +260,14 @@ class WorkerInput:
     numbers = tf.data.Dataset.range(1).map(
       lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
     )
-    # What `flat_map` is given keeps its options to itself.
+    # `flat_map` does not pass on the options of its argument.
     distributed = numbers.flat_map(epoch).with_options(dataset.options())
     distributed = distributed.with_options(_on_demand())
     return host_input.HostDataset(input_watch.watch(distributed))
 
 
 def is_same_data(dataset: tf.data.Dataset) -> bool:
-  """Returns whether all workers read the same batches of it."""
+  """Returns whether all workers read the same batches of a data set."""
   return not host_input.is_distributed(dataset) and _policy_of(dataset) not in (
     _Policy.FILE,
     _Policy.OFF,
@@ -275,7 +275,7 @@ def is_same_data(dataset: tf.data.Dataset) -> bool:
 
 
 def check_same_data(dataset: tf.data.Dataset) -> None:
-  """Raises UnsupportedOptionError for data that each worker has of its own."""
+  """Raises UnsupportedOptionError if each worker has its own data."""
   if not is_same_data(dataset):
     raise errors.UnsupportedOptionError(
       'AutoShardPolicy.FILE or OFF with reproducible',
@@ -298,7 +298,7 @@ def _check_same(
   answers = communicator.exchange(tag, mine.encode())
   if len(set(answers)) == 1:
     return
-  # All workers see it, so that they can tell each other more.
+  # Sent to all workers, so that the error message can be more precise.
   mine = _keras_internal.running_call(), _tf_internal.global_seed()
   told = communicator.exchange(f'{tag}/more', json.dumps(mine).encode())
   calls, seeds = zip(*map(json.loads, told), strict=True)
@@ -380,7 +380,7 @@ def _counted(batch):
 def _without_rows(spec):
   """Returns a structure of batches without rows that look like elements of `spec`.
 
-  A scalar, which has no rows to leave out, is zero.
+  A scalar, which has no rows, is zero.
   """
 
   def empty(component):
@@ -405,7 +405,10 @@ def _without_rows(spec):
 
 
 def _group_by_replicas(dataset, num_local: int):
-  """Tuples of one `_counted` element a local replica; the last without rows."""
+  """Groups one `_counted` element per local replica in tuples.
+
+  The last may lack rows.
+  """
   given = dataset
 
   def count(*element):

@@ -1,7 +1,7 @@
-"""Workers that train apart for some steps, and meet; see `tfs.keras.LocalSteps`.
+"""Workers that train apart for some steps, then meet; see `tfs.keras.LocalSteps`.
 
-A model's step is still one device's program that is split over replicas, but over
-those of this worker alone.
+A model's step is still one device's program that is split over replicas, but
+only over the replicas of this worker.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class LocalWorker:
     self._extended = extended
     # Whether a `LocalSteps` was made.
     self.trains_apart = False
-    # Moving statistics of layers, which meetings average beside the weights of an
-    # optimizer. The model may be alive on some workers only, so it is not kept.
+    # Moving statistics of layers, which meetings average in addition to
+    # weights. The model may be alive on some workers only, so it is not kept.
     self._statistics: weakref.WeakKeyDictionary[
       optimizers_lib.LocalSteps, list[tf.Variable]
     ] = weakref.WeakKeyDictionary()
-    # The optimizers of the step that is traced or runs eagerly now.
+    # The optimizers of the step that is currently traced or run eagerly.
     self._counted: Sequence[optimizers_lib.LocalSteps] = ()
 
   def step_of(self, step: _keras_internal.KerasStep) -> LocalStep | None:
-    """Returns the step if it trains apart; None for other steps.
+    """Returns the step if it trains apart, or None for other steps.
 
     Raises:
-      UnsupportedOptionError: only some optimizers of the step train apart.
+      UnsupportedOptionError: if only some optimizers of the step train apart.
     """
     if step.kind != 'train':
       return None
@@ -60,7 +60,7 @@ class LocalWorker:
   def counting(
     self, optimizers: Sequence[optimizers_lib.LocalSteps]
   ) -> Iterator[None]:
-    """Context in which a step is traced that counts for these optimizers."""
+    """Traces a step that counts for these optimizers, inside the context."""
     before, self._counted = self._counted, optimizers
     try:
       yield
@@ -91,7 +91,7 @@ class LocalWorker:
     rows,
     statistics: list[tf.Variable],
   ) -> None:
-    """Counts a step on so many rows, and meets if it is time."""
+    """Counts a step with this number of rows, and meets if it is time."""
     for optimizer in optimizers:
       self._statistics[optimizer] = statistics
       with self._on_first_device(_values([optimizer.steps, optimizer.rows])):
@@ -113,7 +113,7 @@ class LocalWorker:
         self._meet(optimizer)
 
   def _meet(self, optimizer) -> tf.Tensor:
-    """Updates the anchor by all workers' differences, weighted by their rows."""
+    """Updates the anchor with all workers' differences, weighted by their rows."""
     weights = _keras_internal.trainable_variables(optimizer)
     averages = _values(optimizer.averages())
     averages += self._statistics.get(optimizer, [])
@@ -130,7 +130,8 @@ class LocalWorker:
       means = self._sum(
         optimizer.differences(share), gradient_reducer.Gradients(weights)
       )
-      # In float64, so that a value that is equal on all workers does not change.
+      # In float64, so that a value that is equal on all workers does not
+      # change.
       sums = self._sum([tf.cast(v, tf.float64) * share for v in averages])
       optimizer.finish(means)
       for variable, value in zip(averages, sums, strict=True):
@@ -172,16 +173,16 @@ class LocalStep(whole_batch.Step):
   ):
     super().__init__(extended, step.kind, step.compiles)
     self._worker, self._optimizers, self._step = worker, optimizers, step
-    self._outputs: Any = None  # What the step returns, once it was traced.
+    self._outputs: Any = None  # Results of the step, once it was traced.
     self._statistics: list[tf.Variable] = []
     # Worker 0 draws the random numbers that one device draws.
     self._stream = extended.communicator.rank
 
   def run(self, fn, data):
-    """See base class. A worker without rows leaves out the step.
+    """Runs the step; see base class. A worker without rows skips it.
 
     Raises:
-      UnsupportedOptionError: the step runs eagerly.
+      UnsupportedOptionError: if the step runs eagerly.
     """
     if tf.executing_eagerly():
       raise errors.UnsupportedOptionError(
@@ -215,7 +216,7 @@ class LocalStep(whole_batch.Step):
     counts = _counts_of(leaves)
     if len(counts) > 1:
       rows = mirrored_extended.rows_of_replicas(counts, range(len(counts)))
-    else:  # A worker without rows leaves out the step.
+    else:  # A worker without rows skips the step.
       total = tf.cast(counts[0], tf.int32)
       rows = [site_lib.Rows(total, tf.zeros_like(total), total, None, True)]
     return [
@@ -234,7 +235,7 @@ class LocalStep(whole_batch.Step):
     )
 
   def _report(self):
-    """Returns what a step without rows returns: metrics' results, or zeros."""
+    """Returns the results of a step without rows: those of metrics, or zeros."""
     model = self._step.model
     results = model and _keras_internal.results_of(model, self._kind)
     if results is not None:
@@ -246,8 +247,8 @@ class LocalStep(whole_batch.Step):
     graph = super()._trace(fn, data, leaves, specs)
     self._outputs = graph.structured_outputs
     self._statistics = self._statistics_in(graph)
-    # Here, as the first trace makes the variables. What follows in the graph that
-    # is built comes after it.
+    # Called here because the first trace creates the variables. Operations that
+    # are built afterwards also run after it.
     self._worker.begin(self._optimizers)
     return graph
 
@@ -267,7 +268,7 @@ class LocalStep(whole_batch.Step):
 
 
 def _counts_of(leaves) -> list[Any]:
-  """Returns how many rows each replica of this worker has, int or int32."""
+  """Returns the number of rows of each replica of this worker, int or int32."""
   batch = next((v for v in leaves if v is not None), None)
   if batch is None:
     raise errors.UnsupportedOptionError(
@@ -284,7 +285,7 @@ def _values(variables: Iterable[keras.Variable]) -> list[tf.Variable]:
 
 
 def _zeros(tensor):
-  if tensor is None:  # A step need not return anything.
+  if tensor is None:  # A step may return nothing.
     return None
   shape = [n or 0 for n in tensor.shape] if tensor.shape.rank else []
   return tf.zeros(shape, tensor.dtype)

@@ -18,34 +18,34 @@ _COMMUNICATIONS = ('auto', 'ring', 'nccl')
 @option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class RingOptions:
-  """How the workers of a `MultiWorkerRingStrategy` talk.
+  """Options of the communication in a `MultiWorkerRingStrategy`.
 
   Attributes:
-    link: 'tcp', or 'mpi' for a job that `mpiexec` started; 'auto' is 'mpi' there,
-      unless TF_CONFIG or a scheduler describes the job.
-    bucket_bytes: the most that a bucket of gradients holds. Buckets travel while
-      the backward pass computes the next one.
-    all_reduce: the algorithm between workers, a name that
-      `tfs.ScheduledAllReduce` knows, or 'hierarchical(4)' with the number of
-      workers of a host; 'auto' picks it by the size of a bucket and by the hosts.
-    compression: what float gradients that go to an optimizer travel as; all else is
-      exact. 'none', or, with half of the bytes, 'bfloat16' or 'float16' (8 or 11
-      bits of precision). 'int8' takes a quarter. Each worker adds what 'int8'
-      leaves out to its next gradient, and checkpoints have it. A function of a
-      variable that returns such a name chooses for each:
+    link: 'tcp', or 'mpi' for a job that `mpiexec` started. 'auto' means 'mpi' in such
+      a job, unless TF_CONFIG or a scheduler describes the job.
+    bucket_bytes: largest size of a bucket of gradients. Buckets travel while the
+      backward pass computes the next one.
+    all_reduce: algorithm between workers: a name for `tfs.ScheduledAllReduce`, or
+      'hierarchical(4)' with the number of workers on a host. 'auto' chooses it by
+      the size of a bucket and by the hosts.
+    compression: format in which an optimizer's float gradients travel. All other
+      values are exact. 'none'; 'bfloat16' or 'float16' with half of the bytes (8 or
+      11 bits of precision); or 'int8' with a quarter. Each worker adds the rounding
+      error of 'int8' to its next gradient, and checkpoints contain it. A function
+      of a variable that returns such a name chooses for each variable:
       `lambda v: 'int8' if len(v.shape) > 1 else 'none'`.
-    reproducible: whether weights are the same to the bit for any number of workers
-      and any algorithm: the global batch is cut into virtual shards, which workers
-      share out, and sums do not depend on order. True means 8 shards; a number is
-      that of shards, from the number of replicas to 128, and has to be the same in
-      all runs that are to be equal. For the steps of models; see "The same bits"
-      in docs/several_workers.md.
+    reproducible: whether weights are equal to the bit for any number of workers and
+      any algorithm. The global batch is cut into virtual shards, which workers
+      share, and sums do not depend on the order. True means 8 shards. A number sets
+      the number of shards, from the number of replicas to 128. It must be the same
+      in all runs that are to be equal. It applies to the steps of models; see "The
+      same bits" in docs/several_workers.md.
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
   Raises:
-    UnsupportedOptionError: an unknown link, algorithm or compression, no bytes,
-      or `reproducible` with a compression.
+    UnsupportedOptionError: if the link, algorithm or compression is unknown, the
+      bytes are not positive, or `reproducible` is used with a compression.
   """
 
   link: str = 'auto'
@@ -76,19 +76,20 @@ class RingOptions:
 @option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class CollectiveOptions:
-  """How the workers of a `MultiWorkerCollectiveStrategy` talk.
+  """Options of the communication in a `MultiWorkerCollectiveStrategy`.
 
   Attributes:
-    communication: 'auto' (NCCL between physical GPUs, else the ring), 'ring' or
+    communication: 'auto' (NCCL between physical GPUs, otherwise the ring), 'ring' or
       'nccl'.
-    max_subdivs_per_device: into how many parts a tensor may be cut so that they
-      travel at once; -1 for none, 0 for TensorFlow's choice.
-    bucket_bytes: the most that a bucket of small gradients holds.
+    max_subdivs_per_device: number of parts into which a tensor may be cut, which
+      travel at the same time; -1 for none, 0 for TensorFlow's choice.
+    bucket_bytes: largest size of a bucket of small gradients.
     start_timeout_seconds: how long to wait for the other workers.
     timeout_seconds: how long one collective may take; 0 for no limit.
 
   Raises:
-    UnsupportedOptionError: an unknown communication, or a number out of range.
+    UnsupportedOptionError: if the communication is unknown, or a number is out of
+      range.
   """
 
   communication: str = 'auto'

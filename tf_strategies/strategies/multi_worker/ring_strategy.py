@@ -1,4 +1,4 @@
-"""`MultiWorkerRingStrategy`: replicas on several hosts, over a ring of ours."""
+"""`MultiWorkerRingStrategy`: replicas on several hosts, connected by our own ring."""
 
 from __future__ import annotations
 
@@ -131,8 +131,9 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
         extended = self.extended
         extended.state_shards = sharded_state.StateShards(extended)
     except BaseException:
-      # A group that was never made cannot be closed: the others would wait for this
-      # worker, and its port would be taken for the next attempt.
+      # If the constructor fails, the caller cannot close the group. The others
+      # would wait for this worker, and its port would be taken in the next
+      # attempt.
       if group is not cluster:
         group.close()
       self._close_rendezvous()
@@ -144,7 +145,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     return self.extended.communicator.group
 
   def close(self) -> None:
-    """Leaves the other workers; a later collective of theirs fails."""
+    """Leaves the other workers. Their later collectives fail."""
     super().close()
     self._close_rendezvous()
 
@@ -166,7 +167,7 @@ def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
 
 
 def _form_group(cluster, options, is_mpi):
-  """Links up with the others; also returns what listens for later workers."""
+  """Connects to the other workers. Also returns the listener for later workers."""
   launcher_note.say(launcher_note.FIXED)
   if is_mpi:
     return process_group.form_mpi_group(options.group), None

@@ -21,7 +21,8 @@ _EXCHANGE_SECONDS = 600.0
 class RuntimeCommunicator(communicator.Communicator):
   """Every device of every worker takes part in TensorFlow's collectives.
 
-  `devices` are this worker's; group keys start at `collective_key_base`.
+  `devices` are this worker's devices. Group keys start at
+  `collective_key_base`.
   """
 
   # Its collectives take inputs that TensorFlow cannot lift out of a step.
@@ -39,13 +40,14 @@ class RuntimeCommunicator(communicator.Communicator):
     self.world_size = world_size
     self._devices = tuple(devices)
     self._options = options
-    # The coordination service knows no strategies: each has names of its own.
+    # The coordination service is common to all strategies, so each has its own
+    # names.
     self._prefix = f'tf_strategies/{collective_key_base}'
     launch = _tf_internal.CollectiveLaunchers(
       collective_key_base, options.communication, options.timeout_seconds
     )
     self._launchers = launch.of(self._devices, world_size * len(devices))
-    # One tensor a worker: sizes, flags, counts.
+    # For one tensor per worker: sizes, flags, counts.
     self._host = _tf_internal.host_of(devices[0])
     [self._host_launcher] = launch.of([self._host], world_size)
     self._statistics: dict[str, statistics.CallStatistics] = {}
@@ -56,8 +58,8 @@ class RuntimeCommunicator(communicator.Communicator):
     """See base class."""
     del gradients
     if tf.executing_eagerly():
-      # Eager ops would run one after the other, and the first would wait for
-      # the second forever.
+      # Eager ops would run one by one, and the first would wait for the second
+      # forever.
       return tf.function(lambda c: self.all_reduce(c, name))(
         [list(column) for column in columns]
       )
@@ -90,13 +92,13 @@ class RuntimeCommunicator(communicator.Communicator):
     return self._combine(tensor, op)
 
   def _combine(self, tensor, op):
-    """Combines one host tensor of each worker, uncounted."""
+    """Combines one host tensor of each worker without counting the call."""
     merge = {'sum': 'Add', 'min': 'Min', 'max': 'Max'}[op]
     with tf.device(self._host):
       if tensor.shape.num_elements():
         return self._reduce(self._host_launcher, tensor, merge)
-      # TensorFlow's collectives fail on a tensor without elements, which this may
-      # be when it runs: one element more travels.
+      # TensorFlow's collectives fail on tensors without elements. The tensor
+      # may have none at run time, so one element is added.
       longer = tf.pad(tf.reshape(tensor, [-1]), [[0, 1]])
       reduced = self._reduce(self._host_launcher, longer, merge)
       result = tf.reshape(reduced[:-1], tf.shape(tensor))
@@ -104,7 +106,7 @@ class RuntimeCommunicator(communicator.Communicator):
       return result
 
   def all_gather(self, tensor, name):
-    """See base class; pads to the longest, which is what travels."""
+    """See base class. Pads all tensors to the longest one."""
     del name
     self._count('all_gather')
     with tf.device(self._host):
@@ -125,7 +127,7 @@ class RuntimeCommunicator(communicator.Communicator):
       return gathered
 
   def broadcast(self, tensor, root, name):
-    """See base class; the others add zeros."""
+    """See base class. The other workers add zeros."""
     del name
     self._count('broadcast')
     with tf.device(self._host):
@@ -134,7 +136,7 @@ class RuntimeCommunicator(communicator.Communicator):
       return self._combine(tensor, 'sum')
 
   def exchange(self, tag, payload):
-    """See base class; through TensorFlow's coordination service."""
+    """See base class. Uses TensorFlow's coordination service."""
     if self.world_size == 1:
       return [payload]
     seconds = self._options.timeout_seconds or _EXCHANGE_SECONDS
@@ -156,7 +158,7 @@ class RuntimeCommunicator(communicator.Communicator):
     return answers
 
   def report(self):
-    """See base class; calls are counted as graphs run."""
+    """See base class. Calls are counted when graphs run."""
     return {
       'link': f'tensorflow/{self._options.communication}',
       'rank': self.rank,
@@ -165,7 +167,7 @@ class RuntimeCommunicator(communicator.Communicator):
     }
 
   def close(self):
-    """See base class; TensorFlow's runtime ends with the process."""
+    """See base class. TensorFlow's runtime ends with the process."""
 
   def _count(self, kind):
     if kind not in self._statistics:

@@ -29,13 +29,13 @@ class MultiWorkerStrategy(
   def place_in(
     cls, cluster: cluster_lib.ClusterConfig | None
   ) -> tuple[int, tuple[str, ...]]:
-    """Returns this process's rank in `cluster` and the addresses of all that train.
+    """Returns this process's rank in `cluster`, and the addresses of all trainers.
 
     Raises:
-      ClusterConfigError: the cluster has no part for this process.
+      ClusterConfigError: if the cluster has no part for this process.
     """
     if cluster is None:
-      # No cluster at all: alone, at any free port.
+      # Without a cluster, this process is alone and may use any free port.
       return 0, ('127.0.0.1:0',)
     index = cluster.training_index
     if index is None:
@@ -55,7 +55,7 @@ class MultiWorkerStrategy(
     resolver,
     reproducible=False,
   ):
-    """Becomes a strategy, if the other workers have the same `setup`.
+    """Initializes the strategy, if the other workers have the same `setup`.
 
     Args:
       devices: devices of this worker.
@@ -66,7 +66,7 @@ class MultiWorkerStrategy(
       reproducible: see `RingOptions`.
 
     Raises:
-      CollectiveMismatchError: workers with other devices or options.
+      CollectiveMismatchError: if workers have other devices or options.
     """
     extended_class = shards.extended_class(
       extended_lib.MultiWorkerExtended, reproducible
@@ -87,8 +87,8 @@ class MultiWorkerStrategy(
   def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Returns the cluster and this task as TensorFlow describes them.
 
-    Without a cluster it is empty, and has no task. A process group's members are
-    workers, numbered by rank.
+    Without a cluster it is empty, and has no task. A process group's members
+    are workers, numbered by rank.
     """
     return self._cluster_resolver
 
@@ -108,11 +108,11 @@ class MultiWorkerStrategy(
     return self.rank == 0
 
   def communication_report(self) -> dict[str, object]:
-    """Returns the communication so far: `calls` by kind, the link, the world."""
+    """Returns the communication so far: `calls` by kind, the link, the workers."""
     return self.extended.communicator.report()
 
   def close(self) -> None:
-    """Leaves the other workers; a later collective of theirs fails."""
+    """Leaves the other workers. Their later collectives fail."""
     self.extended.communicator.close()
 
 
@@ -127,13 +127,13 @@ def resolve_devices(devices) -> tuple[str, ...]:
 def resolver_of(
   cluster: cluster_lib.ClusterConfig | None,
 ) -> tf.distribute.cluster_resolver.ClusterResolver:
-  """Describes a cluster to TensorFlow; None is a process of its own."""
+  """Describes a cluster to TensorFlow. None means a single process."""
   if cluster is None:
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
       tf.train.ClusterSpec({})
     )
   return tf.distribute.cluster_resolver.SimpleClusterResolver(
-    # Mappings, as indices may be missing.
+    # Mappings, because indices may be missing.
     tf.train.ClusterSpec({j: dict(tasks) for j, tasks in cluster.jobs.items()}),
     master=cluster.address or '',
     task_type=cluster.task_type,
@@ -159,16 +159,17 @@ def proposed_seed() -> tuple[int | None, int]:
   """Returns the random seed of the user, if any, and the seed to propose to others."""
   seed = _tf_internal.global_seed()
   if seed == _agreed.get('seed'):
-    # An earlier strategy's choice, which a worker that joined since has not.
+    # An earlier strategy chose this seed. A worker that joined later does not
+    # have it.
     return None, secrets.randbits(31) if seed is None else seed
   return seed, seed
 
 
 def take_seed(own: int | None, chosen: int) -> None:
-  """Makes all workers shuffle alike, by the seed that was chosen for all."""
+  """Makes all workers shuffle alike, with the seed that was chosen for all."""
   if own is None:
-    # Unseeded, each worker would shuffle in another order: some elements would
-    # be taken twice, some never.
+    # Without a common seed, each worker would shuffle differently. Some
+    # elements would be used twice, some never.
     tf.random.set_seed(chosen)
     _agreed['seed'] = chosen
   elif own != chosen:

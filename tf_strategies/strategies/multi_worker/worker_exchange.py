@@ -32,7 +32,7 @@ class WorkerExchange(emit.Exchange):
     return results
 
   def finish(self):
-    """Writes the unsent rests of gradients, after every meeting has been built."""
+    """Writes the unsent rests of gradients, after every exchange has been built."""
     gradient_reducer.write(self._writes)
 
   def scatter(self, columns, shard, sites, are_gradients):
@@ -49,7 +49,7 @@ class WorkerExchange(emit.Exchange):
     )
 
   def gather(self, values, axis, sites):
-    """See base class; rows are in the order of their places in the batch."""
+    """See base class. Rows are in the order of their places in the batch."""
     dtype = values[0].dtype
     with tf.device('CPU:0'):
       order = [axis, *(i for i in range(values[0].shape.rank) if i != axis)]
@@ -66,7 +66,7 @@ class WorkerExchange(emit.Exchange):
     return self._copies(gathered, sites)
 
   def _all_gather(self, parts):
-    """Returns all rows; `parts` are those of this worker's replicas."""
+    """Returns all rows, given the rows of this worker's replicas."""
     local = tf.concat(parts, 0)
     if local.dtype != tf.string:
       gathered = self._communicator.all_gather(_to_wire(local), 'rows')
@@ -110,7 +110,7 @@ class WorkerExchange(emit.Exchange):
     return replica_exchange.at_each(sites, lambda: tf.identity(value))
 
 
-# Collectives move numbers.
+# Collectives can only send numbers.
 
 
 def _wire(dtype):

@@ -1,4 +1,4 @@
-"""What `TPURingStrategy` changes in TensorFlow's TPU implementation."""
+"""Changes of `TPURingStrategy` to TensorFlow's TPU implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PermutingTPUExtended(
   _tf_internal.TPUExtended,
   gradient_reducer.GradientReducer,
 ):
-  """TensorFlow's TPU implementation with an all-reduce of ours."""
+  """TensorFlow's TPU implementation with our all-reduce."""
 
   builds_from_specs = True
   makes_variables_in_steps = False
@@ -26,10 +26,10 @@ class PermutingTPUExtended(
       device_assignment=device_assignment,
     )
     self._tpu_cluster_resolver = resolver
-    # What sums over replicas go through; None for TensorFlow's own.
+    # The op for sums over replicas; None for TensorFlow's own.
     self.all_reduce: permute.PermutingAllReduce | None = None
 
-  # TensorFlow's sum over TPU replicas adds up what one device keeps apart.
+  # TensorFlow's sum over TPU replicas adds rows that one device keeps separate.
   sums_sparse_as_dense = True
 
   # Where code runs.
@@ -87,7 +87,7 @@ class PermutingTPUExtended(
     return results
 
   def _is_permuted(self, value) -> bool:
-    """Returns whether `value` is a dense one in a program that all replicas run."""
+    """Returns whether `value` is dense and in a program that all replicas run."""
     is_dense = isinstance(
       value, tf.distribute.DistributedValues
     ) or tf.is_tensor(value)
@@ -107,7 +107,7 @@ class PermutingTPUExtended(
 
 
 class _Answered:
-  """A resolver that has answered: asked again, it might not."""
+  """Keeps the answers of a resolver, because asking it again might fail."""
 
   def __init__(self, metadata):
     self._metadata = metadata

@@ -1,9 +1,9 @@
-"""Executes a ring inside a program for TPUs, as CollectivePermute ops.
+"""Executes a ring inside a program for TPUs with CollectivePermute ops.
 
-All replicas run one program, so what differs between them is data: which chunk
-a replica sends and which it receives into are looked up in tables by its
-number. The number is XLA's own, the one that CollectivePermute's pairs mean;
-TensorFlow's replica id may be another order of the same devices.
+All replicas run one program, so their differences must be data. A replica uses
+its number to look up in tables which chunk to send, and which chunk to receive
+into. The number is XLA's own, which the pairs of CollectivePermute use.
+TensorFlow's replica ids may order the devices differently.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tf_strategies.cross_device import executor
 class PermutingAllReduce:
   """An all-reduce over all replicas of the TPU program that is being built.
 
-  The tensors of a call are packed into one buffer a dtype, so that the number of
-  permutes depends on the number of replicas alone. A chunk's sum is made on one of
-  them and copied, so results are bit-equal.
+  The tensors of a call are packed into one buffer per dtype, so the number of
+  permutes depends only on the number of replicas. One replica computes a
+  chunk's sum and the others copy it, so results are bit-equal.
 
   * SUM and MEAN of every float, complex and integer dtype. 16-bit floats travel
-    as such, are added in float32 and rounded once a round; a mean of them is
-    divided before the sum, so that it cannot overflow. The mean of integers is
-    floored.
+    in 16 bits, and are added in float32 and rounded once per round. For a mean, they
+    are divided before the sum, so that it cannot overflow. The mean of integers is
+    rounded down.
   * The gradient of an all-reduce is the same all-reduce of the gradients.
 
   Args:
@@ -38,7 +38,8 @@ class PermutingAllReduce:
 
   def __init__(self, schedule: schedule_lib.Schedule):
     self._schedule = schedule
-    # A row a replica; for each round the chunk that it sends, and receives into.
+    # A row for each replica: the chunk that it sends, and receives into, in
+    # each round.
     self._table = np.zeros(
       [schedule.world_size, 2 * schedule.num_rounds], np.int32
     )
@@ -50,11 +51,11 @@ class PermutingAllReduce:
   def __call__(
     self, reduce_op: tf.distribute.ReduceOp, tensors: Sequence[tf.Tensor]
   ) -> list[tf.Tensor]:
-    """Reduces this replica's tensors over all replicas, with the permutes of one.
+    """Reduces this replica's tensors over all replicas, with one buffer per dtype.
 
     Raises:
-      UnsupportedOptionError: `reduce_op` is neither SUM nor MEAN, or a tensor has
-        an unknown shape or a dtype without a sum. The error names the tensor.
+      UnsupportedOptionError: if `reduce_op` is neither SUM nor MEAN, or a tensor has an
+        unknown shape or a dtype without a sum. The error names the tensor.
     """
     if reduce_op not in (
       tf.distribute.ReduceOp.SUM,
@@ -71,7 +72,7 @@ class PermutingAllReduce:
       _check(tensor)
       groups.setdefault(tensor.dtype, []).append(i)
     if self._schedule.world_size == 1:
-      return results  # A strategy of one replica adds no operation to a step.
+      return results  # With one replica, a step gets no additional operation.
     for members in groups.values():
       reduced = self._reduce_group(reduce_op, [results[i] for i in members])
       for i, tensor in zip(members, reduced, strict=True):
@@ -86,7 +87,8 @@ class PermutingAllReduce:
 
     @tf.custom_gradient
     def reduce(*xs):
-      # The gradient of the ops would be a different schedule than the requested one.
+      # The gradient of the ops would use a different schedule than the
+      # requested one.
       return self._reduce(is_mean, xs), lambda *dys: self(reduce_op, dys)
 
     return list(tf.nest.flatten(reduce(*tensors)))
@@ -105,7 +107,9 @@ class PermutingAllReduce:
     return [tf.reshape(p, t.shape) for p, t in zip(parts, tensors, strict=True)]
 
   def _pack(self, tensors):
-    """Returns the chunks as rows of equal length, since all ranks run the same ops."""
+    """Returns the chunks as rows of equal length, because all ranks run the
+    same ops.
+    """
     flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
     num_chunks = self._schedule.num_chunks
     length = -(-flat.shape[0] // num_chunks)
@@ -136,7 +140,7 @@ def _take(state, entry):
 
 
 def _put(state, chunk, entry):
-  # The update that XLA makes in place, where a scatter may be a loop.
+  # XLA makes this update in place, while a scatter may become a loop.
   return _tf_internal.apply_op(
     'XlaDynamicUpdateSlice',
     input=state,

@@ -16,26 +16,27 @@ _RING, _BUILTIN = 'ring', 'builtin'
 
 @option_checks.has_options
 class TPURingStrategy(tf.distribute.TPUStrategy):
-  """Synchronous training on TPUs whose all-reduce is a ring.
+  """Synchronous training on TPUs with a ring all-reduce.
 
   Checked in the graph and in simulation; never run on a TPU.
 
-  Beside `tf.distribute.TPUStrategy`:
+  Differences from `tf.distribute.TPUStrategy`:
 
-  * Sums and means over replicas inside `run` are made of CollectivePermute ops.
-    The gradients of a step are packed into one buffer a dtype: a ring over N
-    replicas takes 2 (N - 1) permutes a dtype, however many variables there are.
-  * Moving statistics of BatchNormalization are one mean value everywhere. Each
-    costs an all-reduce of its own in every step.
+  * Sums and means over replicas inside `run` use CollectivePermute ops. The gradients
+    of a step are packed into one buffer per dtype. A ring over N replicas takes
+    2 (N - 1) permutes per dtype, for any number of variables.
+  * Moving statistics of BatchNormalization are one mean value everywhere. Each needs
+    its own all-reduce in every step.
   * All replicas agree whether gradients are finite.
 
-  As before, `tf.IndexedSlices` become dense and are summed by CrossReplicaSum (an
-  optimizer that clips them raises an error); replicas draw the same random numbers;
-  reductions outside of `run` are made on the host. `fit` needs batches of static
-  shape: batch with `drop_remainder=True`.
+  As in `tf.distribute.TPUStrategy`, `tf.IndexedSlices` become dense and are
+  summed by CrossReplicaSum (an optimizer that clips them raises an error),
+  replicas draw the same random numbers, and reductions outside `run` are made
+  on the host. `fit` needs batches of static shape: batch with
+  `drop_remainder=True`.
 
   Whether a ring of CollectivePermute is faster than CrossReplicaSum on a given
-  TPU has not been measured. Use 'builtin' where it is not.
+  TPU has not been measured. If it is slower, use 'builtin'.
 
   Example:
 
@@ -47,16 +48,16 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     tf_strategies.errors.UnsupportedOptionError: a resolver of a TPU without ...
 
   Args:
-    resolver: of a TPU that is connected and initialised; None for the one that
-      the environment names.
+    resolver: resolver of a connected and initialised TPU; None uses the TPU that the
+      environment names.
     all_reduce: 'ring', or 'builtin' for CrossReplicaSum.
-    device_assignment: a `tf.tpu.experimental.DeviceAssignment` with one core a
+    device_assignment: a `tf.tpu.experimental.DeviceAssignment` with one core per
       replica; None for TensorFlow's order.
 
   Raises:
-    UnsupportedOptionError: no TPU, no resolver, a TPU that was not initialised,
-      an unknown `all_reduce`, or more than one core a replica.
-    ClusterConfigError: a resolver that fails, or does not answer within a minute.
+    UnsupportedOptionError: if there is no TPU or resolver, the TPU was not initialised,
+      `all_reduce` is unknown, or a replica has more than one core.
+    ClusterConfigError: if the resolver fails or does not answer within a minute.
   """
 
   def __init__(
@@ -71,10 +72,10 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     implementation = extended.PermutingTPUExtended(
       self, resolver, metadata, device_assignment
     )
-    # TPUStrategy's own __init__ would build its own extended.
+    # TPUStrategy's own __init__ would create its own extended.
     tf.distribute.Strategy.__init__(self, implementation)
     scope_checks.note_created(self)
-    # As TPUStrategy does: one handle in place of one a replica.
+    # TPUStrategy does the same: it uses one handle instead of one per replica.
     self._enable_packed_variable_in_eager_mode = True
     if all_reduce == _RING:
       implementation.all_reduce = permute.PermutingAllReduce(
@@ -82,7 +83,7 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
       )
 
   def step(self, fn, optimizers=()):
-    """Raises UnsupportedOptionError: no replica here computes a part of a step."""
+    """Raises UnsupportedOptionError: replicas here cannot compute a part of a step."""
     del fn, optimizers
     raise errors.UnsupportedOptionError(
       'strategy.step under TPURingStrategy',

@@ -19,7 +19,7 @@ from tf_strategies import _tf_internal, errors
 Resolver = tf.distribute.cluster_resolver.TPUClusterResolver
 Metadata = tf.tpu.experimental.TPUSystemMetadata
 
-# A resolver may ask a metadata server without a deadline of its own.
+# A resolver may ask a metadata server without a deadline.
 _QUERY_SECONDS = 60.0
 _START = (
   "resolver = tf.distribute.cluster_resolver.TPUClusterResolver('local') on a "
@@ -85,16 +85,16 @@ def _from_environment() -> Resolver:
 
 
 def _ask(what: str, call: Callable[[], Any]) -> Any:
-  """Returns `call()`, or fails in time."""
+  """Returns `call()`, or raises at a deadline."""
   answer = concurrent.futures.Future()
 
   def ask():
     try:
       answer.set_result(call())
-    except Exception as e:  # Raised again below, in the caller's thread.
+    except Exception as e:  # Raised again in the caller's thread.
       answer.set_exception(e)
 
-  # A daemon: nothing can end it while it waits for a server without a deadline.
+  # A daemon thread, because it may wait for a server without a deadline.
   threading.Thread(target=ask, name='tpu_query', daemon=True).start()
   if not concurrent.futures.wait([answer], _QUERY_SECONDS).done:
     raise errors.ClusterConfigError(
