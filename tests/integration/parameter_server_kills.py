@@ -52,7 +52,7 @@ _HELD_SECONDS = 60.0
 _PLACES = {
   # Before the servers write pieces; after that, without a manifest.
   'pieces': ('checkpoint.pieces', '', 'write', lambda *a: '-1-' in a[1]),
-  'manifest': ('checkpoint.pieces', '', 'sync', None),
+  'manifest': ('checkpoint.checkpointer', '', '_sync', lambda p: '.data' in p),
   # All files are written but not renamed yet; then they are renamed.
   'rename': ('checkpoint.checkpointer', 'os', 'rename', None),
   'named': (
