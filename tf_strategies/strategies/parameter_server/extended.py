@@ -386,7 +386,7 @@ def _is_like(value, variable) -> bool:
 
 
 def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:
-  """Of a variable to be made, without making its value where possible."""
+  """Returns both for a new variable, if possible without making its value."""
   value = arguments['initial_value']
   dtype = arguments.get('dtype')
   if callable(value):

@@ -45,12 +45,12 @@ class WorkerTensor:
 
   @property
   def shape(self) -> tf.TensorShape:
-    """Of the tensor."""
+    """Returns the shape of the tensor."""
     return self.spec.shape
 
   @property
   def dtype(self) -> tf.DType:
-    """Of the tensor."""
+    """Returns the dtype of the tensor."""
     return self.spec.dtype
 
 
@@ -135,11 +135,11 @@ class WorkerDataset(_Dataset):
 
   @property
   def element_spec(self) -> Any:
-    """Of one batch."""
+    """Returns the specs of one batch."""
     return self._element_spec
 
   def layout(self, steps: int) -> Layout:
-    """Of so many steps in one call; one object, since its key costs time."""
+    """Returns the one layout for so many steps in a call, whose key costs time."""
     if steps not in self._layouts:
       self._layouts[steps] = Layout(self._element_spec, steps)
     return self._layouts[steps]
@@ -274,10 +274,10 @@ class WorkerDataset(_Dataset):
 
 
 def _without_rewriting(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """The data set, whose graph tf.data leaves as it is, unless its user chose.
+  """Turns off tf.data's graph rewriting, unless the user has chosen.
 
-  To rewrite it, tf.data copies all of its constants, whenever a split is opened:
-  the arrays of the user.
+  The rewriting would copy all constants, such as the user's arrays, whenever a split is
+  opened.
   """
   chosen = dataset.options().experimental_optimization
   if chosen.apply_default_optimizations is not None:
@@ -288,7 +288,7 @@ def _without_rewriting(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _numbered(element_spec) -> dict[str, list]:
-  """Of what an open split yields: key, token, the element's number, the batch."""
+  """Returns types and shapes of a split's elements: key, token, number, batch."""
   specs = tf.nest.flatten(element_spec, expand_composites=True)
   return {
     'output_types': [*[tf.int64] * 3, *(s.dtype for s in specs)],
@@ -373,7 +373,7 @@ class FedDataset(_Dataset):
 
   @property
   def element_spec(self) -> Any:
-    """Of one batch."""
+    """Returns the specs of one batch."""
     return self.dataset.element_spec
 
   def cardinality(self) -> int:

@@ -1,21 +1,18 @@
-"""What servers know of steps: who may write, and what has been written.
+"""Records on servers which workers may write, and which writes are done.
 
-A worker that was stopped, or cut off, may return when its step has gone to
-another one, and go on where it was. What it does is out of this process's hands.
-So each task carries a token, and the servers know which tokens are valid. Whoever
-gives a worker up makes its token invalid first.
+A stopped worker may continue its step after another worker has repeated it. The chief
+cannot prevent that. So each task carries a token, and servers know which tokens are
+valid. The chief invalidates a worker's token before it repeats the worker's step.
 
-What a step writes on a server it writes in units: each is one call there, which
-begins when all that it needs has arrived, and then depends on nobody else. It looks
-at the token, and whether this unit of this step has been written; it notes that it
-is, and writes. So a step that is repeated writes what it has not written, once.
-A step comes to a unit in a loop more than once, one time after another: who repeats
-the step passes as many as were written.
-The last unit of a step tells that the step was done.
+A step writes on a server in units. A unit is one call, which begins when all of its
+inputs are there, and then needs no other task. It checks the token, checks that this
+unit of this step is not written yet, records it, and writes. So a repeated step writes
+only missing units. In a loop a step reaches a unit several times, and a repeated step
+skips as many times as were written. The last unit of a step records that it is done.
 
-A step may choose by a counter what it writes, and others may have counted meanwhile
-when it is repeated. So who begins it notes the whole numbers that it has read, and
-who repeats it has those.
+A step may choose by a counter what to write, and other workers may have advanced the
+counter before the step is repeated. So the first attempt records the whole numbers that
+it has read, and later attempts use them.
 """
 
 from __future__ import annotations
@@ -40,19 +37,20 @@ _OF_REPEATED = 4
 
 
 class Journal:
-  """The tokens of workers, which of them servers accept, and what is written."""
+  """Keeps the tokens of workers, and records of written units on servers."""
 
   def __init__(self, num_workers: int = 1, num_servers: int = 1):
     self._tokens_of = [
       _make(server, [_NUM_TOKENS], 'tokens') for server in range(num_servers)
     ]
     self._lock = threading.Lock()
-    # By token: 0 if it is valid, else what no place can be added to.
+    # By token: 0 if it is valid; otherwise an offset outside the records, so that a
+    # write with it fails.
     self._state = np.zeros([_NUM_TOKENS], np.int64)
     self._tokens = list(range(num_workers))
     self._next = num_workers
-    # By server, unit and what is noted of it: which steps have written it. Of their
-    # own each, so that units do not wait for each other.
+    # Records of the steps that have written a unit, by server, unit and columns. They
+    # are separate variables, so that units do not wait for each other.
     self._written: dict[
       tuple[int, int, int | None], variables.ServerVariable
     ] = {}
@@ -88,7 +86,7 @@ class Journal:
   def ticket(
     self, kind: int, token: tf.Tensor, key: tf.Tensor, done: tf.Tensor
   ) -> units.Ticket:
-    """In a worker's graph: what step `done` of task or split `key` shows."""
+    """Makes, in a worker's graph, the ticket of step `done` of task or split `key`."""
     mark = key * (1 << _COUNT_BITS) + tf.cast(done, tf.int64)
     place = kind * _NUM_MARKS + key % _NUM_MARKS
     return units.Ticket(
@@ -105,7 +103,7 @@ class Journal:
     mark: tf.Tensor,
     numbers: tf.Tensor,
   ) -> tf.Tensor:
-    """What an earlier attempt has given it, or these numbers, int64 [n]."""
+    """Returns the numbers of the first attempt, or records these, int64 [n]."""
     # A unit of their own, of which the numbers stand behind the mark.
     count = numbers.shape[0]
     noted = self._unit(0, -count, 1 + count)
@@ -122,10 +120,10 @@ class Journal:
   def _admit(
     self, ticket: tf.Tensor, server: int, unit: int, is_repeated: bool
   ) -> tf.Tensor:
-    """On a server: whether a unit is still to be written; notes that it is.
+    """Returns, on a server, whether a unit is still to be written, and records it.
 
-    Fails if the token is not valid. `is_repeated`: a step may come to it more than
-    once.
+    Fails if the token is not valid. `is_repeated` says that a step may reach the unit
+    more than once.
     """
     token, place, mark = tf.unstack(ticket)
     # As few operations as can be: each step does them on each server.
@@ -144,7 +142,7 @@ class Journal:
   def _unit(
     self, server: int, unit: int, columns: int | None = None
   ) -> variables.ServerVariable:
-    """What is noted of a unit, by place: the step's mark, and what follows it."""
+    """Returns the record of a unit: by place the step's mark, and more columns."""
     # Steps have different units of one number.
     key = server, unit, columns
     if key not in self._written:
@@ -156,7 +154,7 @@ class Journal:
     return self._written[key]
 
   def done(self, kind: int, key: int) -> int:
-    """On the coordinator: how much of the task or split `key` is done."""
+    """Returns, on the coordinator, how many steps of task or split `key` are done."""
     place = kind * _NUM_MARKS + key % _NUM_MARKS
     found = 0
     for (_, unit, _), variable in list(self._written.items()):
@@ -180,7 +178,7 @@ def _read(variable: variables.ServerVariable, place: tf.Tensor) -> tf.Tensor:
 def _next_time(
   before: tf.Tensor, token: tf.Tensor, mark: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-  """What to note of a unit that a step comes to again, and whether to write it."""
+  """Returns the new record of a repeated unit, and whether to write the unit."""
   last_mark, last_token, times, written = tf.unstack(before)
   is_same_step = tf.equal(mark, last_mark)
   # Who gives up an attempt at a step takes its token away.

@@ -40,9 +40,9 @@ class Contents:
   means: frozenset[int] = frozenset()
 
   def tensors(self) -> list[tuple[int, tf.Tensor, bool]]:
-    """All, in the order in which `ApplyFunction` reads them.
+    """Returns all tensors in the order in which `ApplyFunction` reads them.
 
-    Each with its server, and whether another microbatch may have more rows.
+    Each comes with its server, and whether its row count varies between microbatches.
     """
     found = []
     for _, gradients, targets in self.calls:
@@ -103,7 +103,7 @@ class Layout:
     ]
 
   def read(self, server: int, handles) -> tuple[dict[int, tf.Tensor], Any]:
-    """On a server: the parts by index, and the rows, from what slots hold."""
+    """Reads slots on a server; returns their parts by index, and the row count."""
     messages = []
     for spec in self.specs[server]:
       message = tf.raw_ops.ReadVariableOp(
@@ -123,7 +123,7 @@ class Layout:
     }, rows
 
   def handle_specs(self, microbatches: int) -> list[tf.TensorSpec]:
-    """Of the handles of the slots of some microbatches."""
+    """Returns the specs of the handles of the slots of some microbatches."""
     count = microbatches * sum(map(len, self.specs.values()))
     return [tf.TensorSpec([], tf.resource)] * count
 
@@ -242,7 +242,7 @@ class ApplyFunction:
     )
 
   def __call__(self, microbatches: Sequence[Slots]) -> tf.Tensor:
-    """Applies what is in these slots; returns the numbers to report."""
+    """Applies the contents of these slots; returns the numbers to report."""
     return self._function(*(h for slots in microbatches for h in slots.handles))
 
   def _trace(self, *handles):
@@ -290,7 +290,7 @@ class ApplyFunction:
     return self._discovery.report(self._step.results())
 
   def _gradient(self, gradient, variable, parts):
-    """The gradient of the step, from those of the microbatches."""
+    """Combines the gradients of the microbatches into the gradient of the step."""
     values, weights = next(parts)
     server = model_state.value_of(variable).server
     with tf.device(variables.server_device(server)):
@@ -345,7 +345,7 @@ def _scaled(value, weight):
 
 
 def _mean(values, weights) -> tf.Tensor:
-  """The mean of values, by weight; integers are those of the first."""
+  """Returns the weighted mean of values; for integers, the first value."""
   if weights[0] is None or not values[0].dtype.is_floating:
     return values[0]
   return tf.add_n(list(map(_scaled, values, weights)))

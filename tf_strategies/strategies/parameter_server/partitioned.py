@@ -153,7 +153,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   @classmethod
   def _variable_call(cls, *args, **kwargs):
-    """Nothing: TensorFlow asks whether to make another kind of variable."""
+    """Returns None, so that TensorFlow makes no other kind of variable."""
     del cls, args, kwargs
 
   @property
@@ -175,17 +175,17 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   @property
   def shape(self):
-    """Of the variable, or of the part that it is reduced to."""
+    """Returns the shape of the variable, or of the part that it is reduced to."""
     return super().shape if self._part is None else self._part.shape
 
   @property
   def device(self):
-    """Of the first part, or of the part that it is reduced to."""
+    """Returns the device of the first part, or of the part that it is reduced to."""
     return self.parts[_view.part or 0].device
 
   @property
   def server(self) -> int:
-    """Of the first part, or of the part that it is reduced to."""
+    """Returns the server of the first part, or of the part that it is reduced to."""
     return self.parts[_view.part or 0].server
 
   def is_initialized(self, name=None):
@@ -254,7 +254,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return variables.gives_rows()
 
   def sparse_read(self, indices, name=None):
-    """As `tf.gather`, on the servers that have the rows; each is sent once."""
+    """Gathers rows as `tf.gather`, on their servers; each row is sent once."""
     if _tf_internal.traces_to_save():
       return super().sparse_read(indices, name)
     if self._part is not None:
@@ -272,7 +272,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return variables.look_up(self, indices, self._gather, reads_once)
 
   def _gather(self, indices):
-    """Each row from the server that has it."""
+    """Gathers each row on the server that has it."""
     flat = tf.reshape(indices, [-1])
     part_of_row = self._part_of(flat)
     positions = tf.dynamic_partition(

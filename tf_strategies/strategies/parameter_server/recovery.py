@@ -123,7 +123,7 @@ class Recovery:
     return True
 
   def begin_epoch(self, epoch: int) -> None:
-    """Says which epoch begins; that of a resumed run began before."""
+    """Notes that an epoch begins, or that a resumed one continues."""
     self._epoch = epoch
     self.counts.begin_epoch(self._resumed[0].step if self._resumed else 0)
 
@@ -134,7 +134,7 @@ class Recovery:
     self._resumed = position, steps_per_epoch
 
   def take_resumed(self) -> input.Resumed | None:
-    """Where the data set that is being opened continues; tells it once."""
+    """Returns where the next data set continues; None from the second call on."""
     taken, self._resumed = self._resumed, None
     return taken
 
@@ -293,7 +293,7 @@ class Recovery:
 
   @contextlib.contextmanager
   def _telling_deaths(self) -> Iterator[None]:
-    """Takes no error for that of a file if a server has died meanwhile."""
+    """Replaces an error of a file by the death of a server that caused it."""
     try:
       yield
     except (errors.DataError, errors.StorageError):

@@ -191,9 +191,9 @@ class Source:
     token: int,
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
-    """What a function returns that reads an element of a split of a worker's.
+    """Calls a function that reads an element of a worker's split.
 
-    If there is no such element, the split is closed.
+    Returns its result; None if there is no such element, which closes the split.
     """
     if split.is_closed:
       return None
@@ -269,7 +269,7 @@ class Round:
     token: int,
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
-    """As `Source.read`, of the element of the round."""
+    """Reads the element of the round as `Source.read` does."""
     element = self.elements[split]
     try:
       return self.source.read(split, element, worker, token, function)
@@ -278,7 +278,7 @@ class Round:
       raise
 
   def count(self) -> None:
-    """The step is done, and what it left out is dropped."""
+    """Advances all splits after the step; elements that nobody read are dropped."""
     for split, element in self.elements.items():
       if not split.is_closed:
         split.done = element + 1

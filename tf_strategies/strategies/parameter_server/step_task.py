@@ -65,7 +65,7 @@ class _StepsTask(worker_pool.Task):
     return self._engine.may_begin(worker)
 
   def give_up(self, worker: int) -> None:
-    """From now on what the worker still does has no effect."""
+    """Makes servers refuse further writes of the worker."""
     self._engine.journal.revoke([worker])
 
   def finish(self, worker: int) -> None:
@@ -120,7 +120,7 @@ class StepTask(_StepsTask):
     return self._done == self.steps
 
   def finish(self, worker: int) -> None:
-    """Counts what was done, and lets go of the batches."""
+    """Counts the steps that were done, and frees the batches."""
     super().finish(worker)
     self._batches = ()
 
@@ -167,7 +167,7 @@ class InputTask(_StepsTask):
     self.steps = self._done
 
   def _note_marked(self) -> None:
-    """Counts what was done of a call that did not come to its end."""
+    """Counts the steps that an interrupted call has done."""
     split = self._split
     marked = self._engine.journal.done(batch_message.SPLITS, split.key)
     if marked > split.done:
@@ -203,11 +203,11 @@ class RoundTask(InputTask):
     return self._split
 
   def _others(self, worker: int) -> list[int]:
-    """Those that read for themselves: others read for a late worker, too."""
+    """Returns the other workers that are not late, since a late one reads nothing."""
     return self._engine.others(worker, also_late=False)
 
   def has_work_for(self, worker: int) -> bool:
-    """Returns whether this worker can read what is left of the round."""
+    """Returns whether this worker can read a remaining element of the round."""
     return self._round.has_work_for(worker, self._others(worker))
 
   def run(self, worker: int) -> None:
@@ -226,7 +226,7 @@ class RoundTask(InputTask):
     self.steps = self._round.read(self._split, worker, token, step) or 0
 
   def survive(self, worker: int) -> bool:
-    """As `InputTask.survive`; a result that is lost is computed again."""
+    """Notes the progress as `InputTask.survive`; a lost result is computed again."""
     if not self._is_result_wanted:
       return super().survive(worker)
     self._engine.lose_splits(worker)
@@ -250,10 +250,10 @@ class Reports:
       self._newest[task.step] = task
 
   def forget(self, keeps_numbers: bool = False) -> None:
-    """Forgets what is done: variables change; or what it read from is gone.
+    """Forgets the newest tasks, since variables change or servers were restored.
 
-    What a step of the user's own returned does not change with variables: Keras
-    reads that of an epoch when it has evaluated.
+    The results of a custom step do not change with variables. Their numbers are kept,
+    since Keras reads the logs of an epoch after it has evaluated.
     """
     if not keeps_numbers:
       for step, task in list(self._newest.items()):
@@ -267,10 +267,10 @@ class Reports:
     self._newest.clear()
 
   def of(self, task) -> Any:
-    """What a step returned: `LatestNumber`s; other tensors are waited for.
+    """Returns the results of a step as `LatestNumber`s; waits for other tensors.
 
-    So are arrays of a step of the user's own: Keras puts them as they are into its
-    history, where they must not change any more.
+    It also waits for arrays of a custom step: Keras stores them in its history, where
+    they must not change.
     """
     discovery = task.discovery
     is_wanted = task.step.results is None and set(discovery.sizes) - {1}
@@ -318,7 +318,7 @@ class LatestNumber(np.lib.mixins.NDArrayOperatorsMixin):
     self._places = places  # Of its numbers among all that the step reports.
 
   def numpy(self) -> np.ndarray:
-    """As a NumPy array."""
+    """Returns the newest value as a NumPy array."""
     numbers = self._reports.numbers(self._step)
     if numbers is None:
       return np.full(self._places.shape, math.nan)

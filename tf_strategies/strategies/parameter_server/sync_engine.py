@@ -122,7 +122,7 @@ class SyncEngine(engine_lib.Engine):
     return report
 
   def forget(self) -> None:
-    """As `Engine.forget`; slots are gone too."""
+    """Forgets functions, splits and slots."""
     super().forget()
     with self._slots_lock:
       self._free_slots.clear()
@@ -149,7 +149,7 @@ class SyncEngine(engine_lib.Engine):
     return numbers
 
   def _meet(self, step, quorum, tasks):
-    """Applies what a quorum of microbatches leave in slots; None if there is none."""
+    """Waits for a quorum of microbatches and applies it; None if nothing was read."""
     if self._pool.is_busy(lambda task: not isinstance(task, _MicrobatchTask)):
       # Evaluation must be done before variables change.
       self.drain()
@@ -277,7 +277,7 @@ class SyncEngine(engine_lib.Engine):
         self._free_slots.setdefault(key, []).append(task.slots)
 
   def take_back_drop(self) -> None:
-    """What was counted as dropped was nothing; under the pool's lock."""
+    """Subtracts a dropped microbatch that had no rows; under the pool's lock."""
     self._dropped -= 1
 
 
@@ -427,10 +427,10 @@ class _ReadTask(_MicrobatchTask):
 
 
 def beside_apply(look: traced_step.TracedStep) -> list[str]:
-  """What a share of a step would do with variables, that the whole does not.
+  """Returns the reasons why the rows of a step cannot be shared among workers.
 
-  It writes what it gives to `apply`, or reads it afterwards, when shares have not been
-  added up; or it writes rows, which nothing holds back.
+  These are writes of variables that `apply` updates, reads of them after `apply`, when
+  the shares are not added up yet, and writes of rows, which a share cannot hold back.
   """
   updated = []  # By each call: names, by ids of handles.
   for optimizer, _, targets in look.applied:
@@ -457,7 +457,7 @@ def beside_apply(look: traced_step.TracedStep) -> list[str]:
 
 
 def _read_after_written(look: traced_step.TracedStep) -> list[str]:
-  """Names of variables of which a step reads what it has written: of some rows."""
+  """Names variables that a step reads after it wrote them from some of the rows."""
   written = list(look.access.written.values())
   return [
     f'{variable.name!r}, which it reads when it has written it'

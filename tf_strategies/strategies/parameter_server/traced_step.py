@@ -1,4 +1,4 @@
-"""What reading and writing variables means while a worker's step is traced.
+"""Traces a worker's step: its reads and writes of variables on servers.
 
 A step on a worker is a TensorFlow function whose variables are on the servers.
 Left alone, every read and every write is a message of its own, and a worker
@@ -13,9 +13,9 @@ twice. The first trace only looks which variables are read where. In the second
   each other;
 * the optimizer's update runs on the server that holds the variable.
 
-What is written on a server is written in few units: the updates of small variables
-and of rows together, that of a large variable, what was held back. A unit is written once, also by a
-step that is repeated, or not at all.
+A step writes on a server in few units. One unit has the updates of small variables
+and of rows, one the update of each large variable, and the last one the held writes. A
+repeated step writes each unit at most once.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TracedStep:
     return {}
 
   def note_read(self, handle: tf.Tensor) -> None:
-    """Is told of a read while the trace only looks."""
+    """Notes a read in the first trace."""
     before = len(self.applied), len(self.access.written)
     self.noted_reads.append((handle, *before))
 
@@ -135,10 +135,10 @@ class TracedStep:
     return dict(zip(map(id, variables), packing.fetch(variables), strict=True))
 
   def begin(self, ticket: units.Ticket) -> None:
-    """From now on it shows its ticket where it writes.
+    """Sets the ticket that the step shows to servers when it writes.
 
-    Where it writes in a branch or a loop, it has the whole numbers that it had when
-    it was tried first: a step that is repeated makes the same choices.
+    A repeated step that writes in a branch or a loop gets the whole numbers that the
+    first attempt read. So it makes the same choices.
     """
     self.ticket = ticket
     numbers = self.access.choices()
@@ -156,7 +156,7 @@ class TracedStep:
       self._snapshot[id(variable)] = value
 
   def _copy_of(self, key: int) -> tf.Tensor | None:
-    """What was read at the beginning, unless it may be written by now."""
+    """Returns the value fetched at the start; None if it may have changed since."""
     if key in self._direct or (
       key in self.access.nested_writes and self.is_nested()
     ):
@@ -194,10 +194,10 @@ class TracedStep:
     return self.here(copy)
 
   def _read_once(self, variable) -> tf.Tensor:
-    """What was read here, or around this branch, since the step's last write.
+    """Reads a variable once between two writes of the step, also in branches.
 
-    To read again might give what another worker has written meanwhile: the scale of
-    a loss that its gradient is not divided by.
+    A second read might return another worker's write. Then a step could multiply its
+    loss by one scale and divide the gradient by another.
     """
     graph = tf.compat.v1.get_default_graph()
     while graph is not self._graph and _tf_internal.is_function_of_its_own(
@@ -218,10 +218,10 @@ class TracedStep:
     return self.update_server is None and not self.is_nested()
 
   def at_home(self, tensor: tf.Tensor) -> contextlib.AbstractContextManager:
-    """For reading a copy of the step from inside of a branch or a loop.
+    """Enters the graph of a tensor, to read it outside of a branch or a loop.
 
-    The gradient of a branch is that of the tensors that it takes from outside.
-    So the read must be outside, where tapes see what it is a read of.
+    The gradient of a branch reaches only tensors that come from outside. So the read
+    must be outside, where tapes record it.
     """
     is_here = tensor.graph is tf.compat.v1.get_default_graph()
     return contextlib.nullcontext() if is_here else tensor.graph.as_default()
@@ -244,7 +244,7 @@ class TracedStep:
     ticket: tf.Tensor | None = None,
     is_last: bool = False,
   ) -> Any:
-    """As `units.Units.write`, with a copy of the ticket's tensor; at once in a unit."""
+    """Writes as `units.Units.write`; within a unit, writes immediately."""
     if self.ticket is None or self._units.is_open:
       return write.do() if isinstance(write, units.LockedWrite) else write()
     if ticket is None:
@@ -255,7 +255,7 @@ class TracedStep:
 
   @contextlib.contextmanager
   def merging(self) -> Iterator[None]:
-    """For a merge call: updates in it may be done together, at its end."""
+    """Groups the updates of a merge call, which run at its end."""
     before = self._waiting, self._merged_in
     self._waiting, self._merged_in = [], tf.compat.v1.get_default_graph()
     try:
@@ -325,7 +325,7 @@ class TracedStep:
           self.on_server(server, lambda u=updates: [each.run() for each in u])
 
   def update_inputs(self) -> list[tf.Tensor]:
-    """What updates on other servers are going to read, as it is now."""
+    """Returns the present values that updates on other servers will read."""
     found = [] if self.ticket is None else [self.ticket.tensor]
     for key in self.access.update_reads:
       held = self._held.get(key)
@@ -335,7 +335,7 @@ class TracedStep:
     return found
 
   def held_of(self, server: int) -> list[tf.Tensor]:
-    """What the step will write on a server at its end, as far as it is known."""
+    """Returns the held writes of a server, which travel with the gradients."""
     if self.ticket is None:
       return []
     return [
@@ -373,9 +373,9 @@ class TracedStep:
     return True
 
   def touch_rows(self, variable, writes: bool) -> tf.Tensor | None:
-    """Before an op on some rows of a variable, which runs on its server.
+    """Prepares an op on some rows of a variable, which runs on its server.
 
-    Returns the variable's value if only the step has it: a read must use that.
+    Returns the variable's value if the step holds a newer one than the server.
     """
     self._flush()
     key = id(variable)
@@ -413,7 +413,7 @@ class TracedStep:
     return False
 
   def _write_here(self, variable) -> None:
-    """From here on the server has the only copy of the variable."""
+    """Sends a held write, and lets the step use only the server's copy from now on."""
     key = id(variable)
     held = self._held.pop(key, None)
     self._direct.add(key)
@@ -423,7 +423,7 @@ class TracedStep:
 
   @contextlib.contextmanager
   def _updating(self, variable, number: int = 0) -> Iterator[None]:
-    """For the optimizer's update of a variable, which runs on its server."""
+    """Marks the trace of an optimizer's update, which runs on the variable's server."""
     before, self._update = self.update_server, number
     self.update_server = variable.server
     self._updates += 1
@@ -438,7 +438,7 @@ class TracedStep:
     return list(self._held.values())
 
   def commit(self) -> list[tf.Operation]:
-    """Sends what was held back, last to server 0; returns the last ops."""
+    """Sends the held writes, server 0 last; returns the last ops."""
     done = self._writes_done()
     by_server = collections.defaultdict(list)
     for write in self._held.values():
@@ -450,7 +450,7 @@ class TracedStep:
     return [self._send_writes(last, done, is_last=True)]
 
   def _writes_done(self) -> list[tf.Operation]:
-    """One op a device after all writes that the step has made so far."""
+    """Returns one op for each device that runs after the writes of the step so far."""
     by_device = collections.defaultdict(list)
     for op in self._graph.get_operations()[self._first_operation :]:
       # pylint: disable-next=protected-access

@@ -44,9 +44,9 @@ class Lock(Protocol):
 
 
 class LockedWrite(NamedTuple):
-  """A write that no other may come between what it reads and what it writes.
+  """A write that reads and writes under a lock.
 
-  Only `compute` may have loops: the end of the worker's call ends those, and then
+  Only `compute` may have loops. TensorFlow ends loops with the worker's call, and then
   nothing is noted or written.
   """
 
@@ -73,7 +73,7 @@ class Units:
     return self._caller is not None
 
   def before(self, device: str, read: Callable[[], tf.Tensor]) -> tf.Tensor:
-    """For the unit that is being traced: what is read before it, on any device."""
+    """Reads on a device before the unit that is being traced."""
     with self._caller.as_default(), tf.device(device):
       return read()
 
@@ -150,12 +150,12 @@ def _as_one_call(function: Callable[[], tf.Tensor]) -> Callable[[], tf.Tensor]:
 
 
 def _in_turn(function: Callable[[], tf.Tensor], key: str) -> tf.Tensor:
-  """What a function returns; calls with the same key on a server do not overlap.
+  """Calls a function so that calls with the same key on a server do not overlap.
 
-  TensorFlow's mutex does not do: it is unlocked when a wait for it is cancelled,
-  whoever holds it. One thread takes batches from a queue here, each of one call; what
-  is cancelled before its turn does not begin. What has begun ends, unless it is in a
-  loop (`tf.while_loop`): TensorFlow ends those of a call that is cancelled.
+  TensorFlow's mutex is unsuitable: a cancelled wait unlocks it, even if another call
+  holds it. Here one thread takes calls from a queue. A call that is cancelled before
+  its turn does not begin. A call that has begun completes, except for its loops
+  (`tf.while_loop`), which TensorFlow ends when the call is cancelled.
   """
 
   def call(one):

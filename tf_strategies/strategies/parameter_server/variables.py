@@ -89,7 +89,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return super()._read_variable_op(no_copy)
 
   def rows_directly(self, numbers: tf.Tensor) -> tf.Tensor:
-    """Some rows, read on the server."""
+    """Reads some rows on the server."""
     return tf.raw_ops.ResourceGather(
       resource=self.handle, indices=numbers, dtype=self.dtype
     )
@@ -113,7 +113,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return self._drained(write_now)
 
   def _write_in_unit(self, step, write: Callable[[], Any]) -> Any:
-    """A write that a step cannot hold back, on the server; returns what it does."""
+    """Writes on the server, as one unit of a step; returns the write's result."""
     results = []
     self.note_written()
 
@@ -164,7 +164,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return write()
 
   def note_written(self) -> None:
-    """In a graph: reads before this are no longer of its value."""
+    """Notes, in a graph, that reads before this have an old value."""
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
       self._written_at[graph] = len(graph.get_operations())
@@ -226,18 +226,18 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return gives_rows()
 
   def sparse_read(self, indices, name=None):
-    """As `tf.gather`, on the server that has the rows; each is sent once."""
+    """Gathers rows as `tf.gather`, on the server; each row is sent once."""
     step = traced_step.current()
     if step is None or not step.looks_up:
       return self.rows_at(indices, name)
     return look_up(self, indices, self.rows_at, reads_once=not step.looks_only)
 
   def rows_at(self, indices, name=None):
-    """As `tf.gather`, on the server, of each index by itself."""
+    """Gathers rows as `tf.gather`, on the server, one for each index."""
     return self._read_rows(super().sparse_read, tf.gather, indices, name)
 
   def gather_nd(self, indices, name=None):
-    """As `tf.gather_nd`, on the server."""
+    """Gathers as `tf.gather_nd`, on the server."""
     return self._read_rows(super().gather_nd, tf.gather_nd, indices, name)
 
   def _read_rows(self, read, gather, indices, name):
@@ -251,7 +251,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return read(indices, name)
 
   def _touch_rows(self, writes: bool):
-    """Before an op on some rows; a copy if a step has the only one."""
+    """Prepares an op on some rows; returns a value that only the step has, if any."""
     self.check_is_whole()
     step = traced_step.current()
     return None if step is None else step.touch_rows(self, writes)
@@ -265,7 +265,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       return False
 
   def recreate_if_dead(self) -> None:
-    """Makes it anew, as zero, on a server that was restarted."""
+    """Creates the variable again, as zeros, on a server that was restarted."""
     if self.is_alive():
       return
     with tf.device(server_device(self.server)):
@@ -279,10 +279,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
 
 def gives_rows() -> bool:
-  """Returns whether a table may be asked for rows where the caller is.
+  """Returns whether the caller may look up single rows of a table.
 
-  In a loop or a branch of a step it gives all of them, read outside: the gradient
-  of a loop is that of what it takes from outside.
+  Loops and branches of a step take the whole table from outside, since the gradient of
+  a loop reaches only tensors that come from outside.
   """
   step = traced_step.current()
   if step is None:
@@ -296,11 +296,11 @@ def look_up(
   read: Callable[[tf.Tensor], tf.Tensor],
   reads_once: bool,
 ) -> tf.Tensor:
-  """As `tf.gather(variable, indices)`, with rows that `read` gets from servers.
+  """Gathers rows as `tf.gather(variable, indices)`; `read` gets them from servers.
 
-  If it `reads_once`, a row that has several indices is sent once. The gradient
-  keeps them apart as on one device: most optimizers of Keras do not make the same
-  of two gradients and of their sum.
+  If it `reads_once`, a row with several indices is sent once. The gradient keeps the
+  indices apart as on one device, since most of Keras's optimizers treat two gradients
+  differently from their sum.
   """
   indices = tf.convert_to_tensor(indices)
   with _tf_internal.stop_recording():

@@ -95,7 +95,7 @@ def discover(
   is_share: bool = False,
   look: Any = None,
 ) -> Discovery:
-  """Traces a step once, only to look: at what `look` looks at while it is traced.
+  """Traces a step once, to record its variables and results.
 
   Raises:
     ScopeError: it writes a variable that is on no server.
@@ -127,7 +127,7 @@ def discover(
 def why_rows_meet(
   run_step: Callable[[Any], Any], structure: Any, gradients: list[Any]
 ) -> str | None:
-  """What in a step on some rows of a batch would need the others; None if nothing.
+  """Returns the operation of a step that needs all rows of a batch; None if none does.
 
   Args:
     run_step: what it does with a batch; adds to `gradients` what it would apply.
@@ -231,9 +231,9 @@ def _python_in(graph) -> str | None:
 
 
 def _check_variables(graph, is_share: bool) -> None:
-  """Refuses a variable of this process that workers would write, each by itself.
+  """Raises an error for a variable of this process that workers would write.
 
-  What they only read, such as what a layer adapted to, they get from here.
+  Workers may read such variables, for example the vocabulary of an adapted layer.
   """
   for variable in graph.variables:
     if isinstance(variable, variables.ServerVariable) or (

@@ -82,7 +82,7 @@ class Task(abc.ABC):
     return
 
   def survive(self, worker: int) -> bool:
-    """Notes what is left to do after it failed on a worker; whether nothing is."""
+    """Notes the progress after a failure; returns whether the task is done."""
     del worker
     return False
 
