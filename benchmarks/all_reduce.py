@@ -143,7 +143,7 @@ def build_step(
   def step():
     return strategy.experimental_local_results(run(reduce_and_use))
 
-  # A function returns before a GPU is done; reading what it returns waits.
+  # A function returns before a GPU is done. Reading its results waits.
   return Step(peer, lambda: [t.numpy() for t in step()], results, ops)
 
 

@@ -95,9 +95,9 @@ def _chain(ends, size, count):
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-  """Alpha and beta, neither below zero, of `alpha + beta * size`.
+  """Returns alpha and beta, both at least 0, of `alpha + beta * size`.
 
-  Errors count relative to what was measured, so that small sizes count too.
+  Errors are relative to the measured times, so that small sizes count too.
 
   Example:
 

@@ -89,7 +89,7 @@ class Job:
 
   @property
   def size(self) -> dict[str, Any]:
-    """Returns the sizes of what is measured."""
+    """Returns the sizes of the measured models."""
     return SIZES[self.device]
 
   def check_time(self, seconds: float) -> None:
@@ -106,7 +106,7 @@ def startup(job: Job) -> None:
   _emit(until='TensorFlow is imported', seconds=time.monotonic() - job.began)
   import tf_strategies as tfs
 
-  tfs.create_strategy('one_device')  # What is imported late is imported now.
+  tfs.create_strategy('one_device')  # Triggers late imports now.
   _emit(until='tf_strategies is too', seconds=time.monotonic() - job.began)
   with tf.device(f'{job.device}:0'):
     (tf.ones([64, 64]) @ tf.ones([64, 64])).numpy()

@@ -108,7 +108,7 @@ def take_turns(
 
 
 def in_a_process(function: Callable, *args):
-  """What a function returns in a new process, with devices of its own."""
+  """Returns the result of a function in a new process with its own devices."""
   with concurrent.futures.ProcessPoolExecutor(
     1, mp_context=multiprocessing.get_context('spawn')
   ) as process:

@@ -213,7 +213,7 @@ class NetworkNamespaces:
     _call(*host, 'address', 'add', address, 'dev', INTERFACE)
     for interface in ('lo', INTERFACE):
       _call(*host, 'link', 'set', interface, 'up')
-    # What goes out is limited at the host, what comes in at the switch.
+    # Outgoing traffic is limited at the host, incoming traffic at the switch.
     self._limit(self._switch, port)
     self._limit(name, INTERFACE)
 
@@ -232,7 +232,7 @@ def _tbf(rate: int) -> tuple[str, ...]:
 
 
 def _call(*arguments: str) -> str:
-  """Runs a tool and returns what it prints."""
+  """Runs a tool and returns its output."""
   done = processes.run(arguments, deadline_seconds=_SECONDS)
   if done.returncode:
     raise errors.UnsupportedOptionError(

@@ -1,4 +1,4 @@
-"""What is measured: our all-reduces, TensorFlow's, and doing nothing."""
+"""The measured peers: our all-reduces, TensorFlow's, and a no-op."""
 
 import dataclasses
 import functools

@@ -1,9 +1,9 @@
-"""A process of a pool: dials the pool's socket and does what it says.
+"""A process of a pool: connects to the pool's socket and runs its commands.
 
   python -m benchmarks.pool_worker <socket> <module:Class> <rank>
 
-Imports nothing but the standard library by itself, so that a worker can run in
-an environment that has torch and no TensorFlow.
+It imports only the standard library, so that a worker can run in an environment
+with torch and without TensorFlow.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _ABANDONED_STATUS = 3
 
 
 def _read(connection: socket.socket, commands: queue.SimpleQueue) -> None:
-  """Reads commands; ends the process when there can be no more of them.
+  """Reads commands, and ends the process when the connection closes.
 
-  In a thread of its own: the main thread may be in a collective that will
-  never end, since another worker has been killed.
+  It runs in its own thread, because the main thread may hang in a collective after
+  another worker has been killed.
   """
   with connection.makefile('rb') as lines:
     try:
       for line in lines:
         commands.put(json.loads(line))
     except OSError:
-      pass  # The pool was killed; what follows is the same.
+      pass  # The pool was killed. The process ends in any case.
   os._exit(_ABANDONED_STATUS)
 
 

@@ -95,7 +95,7 @@ def run_world_size(
   """Measures all peers with one number of workers.
 
   Returns:
-    What was found for each size, and what the report says of this world size.
+    The results for each size, and the part of the report for this world size.
   """
   with contextlib.ExitStack() as stack:
     hosts = None

@@ -22,17 +22,17 @@ class PeerPools:
   Args:
     world_size: number of workers of each peer.
     entries: the peers.
-    hosts: where the workers run; None for this machine.
-    torch_python: the interpreter for gloo.
+    hosts: hosts of the workers; None for this machine.
+    torch_python: interpreter for gloo.
     deadline_seconds: how long each step may take.
 
   Attributes:
     entries: the peers.
     world_size: number of workers.
-    versions: of what the workers have loaded, by pool.
+    versions: versions of the modules that the workers have loaded, by pool.
 
   Raises:
-    WorkerUnavailableError: a worker failed; says which, and what it wrote.
+    WorkerUnavailableError: if a worker failed. Names the worker and shows its output.
   """
 
   def __init__(
@@ -65,7 +65,7 @@ class PeerPools:
   def run(
     self, peer: str, warmup: int, repeats: int, calls: int
   ) -> list[float]:
-    """Returns the seconds of each sample: those of the slowest rank."""
+    """Returns the seconds of each sample on the slowest rank."""
     by_rank = self.ask(peer, 'run', warmup=warmup, repeats=repeats, calls=calls)
     return [max(sample) for sample in zip(*by_rank, strict=True)]
 
@@ -86,8 +86,8 @@ class PeerPools:
           self._start(entry.pool)
         )
       self._pool_of[entry.name] = self._pools[entry.pool]
-    # Pools import what they need at the same time, and a pool's peers one after
-    # the other.
+    # All pools import their modules at the same time, but the peers of a pool
+    # one by one.
     waiting = list(entries)
     while waiting:
       turn = {entry.pool: entry for entry in reversed(waiting)}

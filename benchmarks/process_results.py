@@ -37,7 +37,7 @@ class Size:
     return measure.Spread.of(self.seconds[peer])
 
   def ratios(self) -> dict[str, float]:
-    """Medians of ours over those of the references, 'ours_tcp/gloo' and so on."""
+    """Returns our medians divided by the references', as 'ours_tcp/gloo' and so on."""
     ours = [
       e.name
       for e in catalogue.ENTRIES

@@ -58,10 +58,10 @@ def ended_by_signals() -> Iterator[None]:
 def environment(
   changes: Mapping[str, str] | None = None, without: Sequence[str] = ()
 ) -> dict[str, str]:
-  """This process's variables, without its cluster and its proxies.
+  """Returns this process's variables, without its cluster and its proxies.
 
-  Processes talk to each other directly, and what runs this one must not tell
-  them of a cluster that they are no part of.
+  Processes connect directly, and must not inherit a cluster that they do not belong
+  to.
 
   Args:
     changes: variables to set.
@@ -85,9 +85,9 @@ def python_environment(
 
 
 class Command:
-  """A program that runs in a process of its own; a context that ends it.
+  """A program in its own process. The context ends it.
 
-  What it writes goes to a file, which never blocks it.
+  Its output goes to a file, so that it never blocks.
 
   Args:
     words: the program and its arguments.
@@ -166,11 +166,11 @@ class Command:
     return self.process.poll() is None
 
   def output(self) -> str:
-    """What it has written so far."""
+    """Returns the output so far."""
     return self._read().decode('utf-8', 'replace')
 
   def tail(self, num_bytes: int = _TAIL_BYTES) -> str:
-    """The end of what it has written so far."""
+    """Returns the end of the output so far."""
     return self._read()[-num_bytes:].decode('utf-8', 'replace').strip()
 
   def wait(self) -> int:
@@ -229,7 +229,7 @@ class Command:
       return []
 
   def close(self) -> None:
-    """Ends it and what is below it; may be called twice."""
+    """Ends the program and its child processes. May be called twice."""
     if self.is_alive() and self._grace_seconds:
       below = self.descendants()
       self.process.terminate()
@@ -244,10 +244,10 @@ class Command:
     self._stack.close()
 
   def fail(self, what: str) -> None:
-    """Raises an error with what it wrote last.
+    """Raises an error with the end of the program's output.
 
     Args:
-      what: happened, as a predicate: 'ended too early'.
+      what: the failure, as a predicate such as 'ended too early'.
 
     Raises:
       WorkerUnavailableError: always.

@@ -56,7 +56,7 @@ class Job:
       self.start(rank)
 
   def start(self, rank: int) -> None:
-    """Starts a worker, which tells its steps in a new file."""
+    """Starts a worker, which writes its steps to a new file."""
     self._starts += 1
     path = self._directory / f'{rank}-{self._starts}'
     task = {'type': 'worker', 'index': rank}
@@ -77,14 +77,14 @@ class Job:
     return time.time()
 
   def steps(self, rank: int) -> list[tuple[float, int]]:
-    """When each step of a worker ended, and how many workers it had."""
+    """Returns the end time of each step of a worker, and its number of workers."""
     path = self._commands[rank].path
     lines = path.read_text().splitlines() if path.exists() else []
     found = [line.split() for line in lines]
     return [(float(f[0]), int(f[1])) for f in found if len(f) == 3]
 
   def wait_for(self, ranks: Sequence[int], workers: int, since: float) -> float:
-    """When all of `ranks` have committed a step of so many workers."""
+    """Returns when all of `ranks` have committed a step with this number of workers."""
 
     def first(rank):
       after = [t for t, n in self.steps(rank) if t > since and n == workers]

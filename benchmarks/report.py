@@ -65,7 +65,7 @@ def environment() -> dict[str, object]:
 
 
 def command() -> str:
-  """How this program was started, without the directories of this machine."""
+  """Returns the command that started this program, without local directories."""
   # Of `python -m` the first argument is the file.
   spec = getattr(sys.modules['__main__'], '__spec__', None)
   started = [sys.argv[0]]
@@ -119,7 +119,7 @@ def check_target(option: str, path: str | None) -> None:
 
 
 def write_json(path: str, content: Mapping[str, object]) -> None:
-  """Writes `content` to `path`, replacing what was there at once.
+  """Writes `content` to `path`, replacing the file atomically.
 
   Lists of samples are on one line each: reports are kept with the sources.
   """

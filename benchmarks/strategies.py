@@ -110,8 +110,8 @@ def _run(job: catalogue.Job) -> dict[str, Any]:
   """Runs a job: one process, or the launcher and its tasks.
 
   Raises:
-    WorkerUnavailableError: it failed, or did not end in time; says what it
-      wrote last.
+    WorkerUnavailableError: if it failed, or did not end in time. Shows the end of its
+      output.
   """
   in_process = not job.num_workers
   with tempfile.TemporaryDirectory() as directory:
@@ -161,7 +161,7 @@ def _options(job: catalogue.Job) -> dict[str, Any]:
 
 
 def _caption() -> str:
-  """What holds for all rows of a table."""
+  """Returns the facts that hold for all rows of a table."""
   words = (
     f'{"MNIST" if _DATA_PATH.value else "Digits, not MNIST (no --data_path)"}, '
     f'{_MODEL.value}, global batch {_BATCH.value}, '

@@ -180,7 +180,7 @@ class Training:
 
 
 def run(peers: Sequence[training_peers.Peer]) -> dict[str, Any]:
-  """Trains with all peers in turns; what was found, as the report has it."""
+  """Trains with all peers in turns, and returns the results for the report."""
   with contextlib.ExitStack() as stack:
     hosts = None
     if _LINK_RATE.value is not None:

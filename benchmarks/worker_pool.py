@@ -1,12 +1,12 @@
-"""Worker processes that wait for commands, and none of which is left behind.
+"""Worker processes that wait for commands and end with their pool.
 
-What is measured in one run takes turns, and some of it cannot share a process
-(TensorFlow's cluster runtime, torch, MPI). So each has a pool of processes of
-its own, which block on a socket while others have their turn.
+Peers of one run take turns, and some cannot share a process (TensorFlow's cluster
+runtime, torch, MPI). Each therefore has its own pool of processes, which block on a
+socket while others have their turn.
 
   with worker_pool.WorkerPool('ours', 'package.module:Actor', ['', '']) as workers:
     workers.send('greet', name='you')      # Actor(rank).greet(name='you')
-    answers = workers.receive()            # what each returned, by rank
+    answers = workers.receive()            # the results, by rank
 
 Commands and answers are JSON over a Unix socket in a directory of this process
 alone, so a worker may be in another network namespace, or be started by mpiexec.

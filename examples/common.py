@@ -1,6 +1,6 @@
-"""What the examples share: flags, and what follows from them.
+"""Shared code of the examples: common flags, and objects made from them.
 
-Flags that only one example has are on its page. TensorFlow is imported inside
+Flags of a single example are defined in its file. TensorFlow is imported inside
 functions, so that `--help` and a wrong flag answer at once.
 """
 
@@ -58,7 +58,7 @@ _MIN_PART_BYTES = 64 << 10
 # what these models need, and eight such devices fit on a 16 GB card.
 _VIRTUAL_GPU_MEGABYTES = 2048
 
-# What is trained.
+# Data and model.
 flags.DEFINE_enum('dataset', 'mnist', _DATASETS, 'What to train on.')
 flags.DEFINE_string('data_path', None, 'MNIST: .npz file, IDX or TFRecord dir.')
 flags.DEFINE_enum('model', 'cnn', ['cnn', 'mlp'], 'Or 784-16-16-10.')
@@ -106,7 +106,7 @@ flags.DEFINE_integer(
   'max_staleness', None, '--mode=bounded: steps ahead of the slowest, or 1.', 0
 )
 flags.DEFINE_integer('variable_partitions', 0, 'Of a large variable.', 0)
-# What is written.
+# Output.
 flags.DEFINE_bool('verbose', True, 'Show progress.')
 flags.DEFINE_string('report_json', None, 'Write the report of the run here.')
 flags.DEFINE_string(

@@ -101,7 +101,7 @@ def read_ratings(directory: pathlib.Path):
 
 
 def split(ratings):
-  """The first and the last ratings: what is trained on, and what is tested on."""
+  """Splits ratings into the first ones, for training, and the last ones, for tests."""
   columns, stars = ratings
   end = round(len(stars) * (1 - _TEST_SHARE))
   first = {name: column[:end] for name, column in columns.items()}
@@ -135,7 +135,7 @@ def make_optimizer():
 
 
 def build_model(strategy, users, movies, genres):
-  """Two towers whose product is a rating; tables are as large as what they name."""
+  """Builds two towers whose product is a rating. Tables have a row for each name."""
   import keras
 
   layers = keras.layers

@@ -91,7 +91,7 @@ class Run:
 
   @property
   def median_images_per_second(self) -> float | None:
-    """Of all epochs; None where no step was measured."""
+    """Median over all epochs, or None if no step was measured."""
     return statistics.median(self._rates) if self._rates else None
 
   def _images(self, step: int) -> int:
@@ -283,7 +283,7 @@ def _describe_traffic(report) -> str:
 
 
 def _servers(strategy) -> dict[str, Any] | None:
-  """What a strategy with parameter servers counted; None for all others."""
+  """Returns the counts of a strategy with parameter servers; None for all others."""
   if not common.has_servers(strategy):
     return None
   jobs = strategy.cluster.jobs
@@ -292,7 +292,7 @@ def _servers(strategy) -> dict[str, Any] | None:
 
 
 def _all_reduce(strategy) -> dict[str, Any]:
-  """What the strategy counted, or why nothing was counted."""
+  """Returns the strategy's counters, or the reason why there are none."""
   if hasattr(strategy, 'communication_report'):
     return {'is_counted': True, **strategy.communication_report()}
   if common.has_servers(strategy):

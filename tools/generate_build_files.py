@@ -140,7 +140,7 @@ class Project:
     return None
 
   def _imports(self, file: pathlib.Path) -> Iterator[list[str]]:
-    """For each imported name: module names to try, longest first."""
+    """Yields the module names to try for each imported name, longest first."""
     tree = ast.parse((self._root / file).read_text(encoding='utf-8'))
     for node in ast.walk(tree):
       if isinstance(node, ast.Import):
@@ -319,7 +319,7 @@ def _all_files(
 
 
 def build_files(project: Project) -> dict[str, str]:
-  """Every BUILD file's path in the project, and what it must contain."""
+  """Returns the contents of every BUILD file, by its path in the project."""
   files = {'BUILD': render_top(project)}
   for package in project.packages():
     files[f'{package.as_posix()}/BUILD'] = render_package(project, package)

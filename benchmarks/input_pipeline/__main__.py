@@ -105,12 +105,12 @@ def names() -> list[str]:
 
 
 def prepare(directory: str) -> dict[str, object]:
-  """Writes the data; returns what every process is told.
+  """Writes the data, and returns the arguments for every process.
 
-  Processes of other interpreters can read them too.
+  Processes of other interpreters can also read the data.
 
   Raises:
-    DataError: data that cannot be read.
+    DataError: if the data cannot be read.
   """
   if _PIPELINE.value:
     return {'pipeline': _PIPELINE.value, 'steps': _STEPS.value}

@@ -1,4 +1,4 @@
-"""Lets variants take turns, each in its process, and keeps what they answered."""
+"""Lets variants take turns, each in its process, and keeps their results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tf_strategies import errors
 
 @dataclasses.dataclass
 class Row:
-  """What was found of one variant.
+  """The results of one variant.
 
   Attributes:
-    name: of the variant.
+    name: name of the variant.
     rates: items a second, by round.
     first_batch_ms: milliseconds to the first batch, by round.
     prep_ms: milliseconds a step without a training step, by round.

@@ -93,7 +93,7 @@ def record(
 
 
 def _stamped(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """When preparing each batch began and ended, in seconds since 1970."""
+  """Yields the begin and end of each batch's preparation, in seconds since 1970."""
   # Zip asks its inputs in turn, on one thread.
   begins = tf.data.Dataset.counter().map(lambda _: tf.timestamp())
   ends = tf.data.Dataset.zip((begins, dataset)).map(

@@ -64,7 +64,7 @@ def _pipeline(name, found, y, scale) -> str:
     f'trainer idle {found.idle_share:.0%}</text>',
     f'<text class="lane" x="{_LEFT - 8}" y="{y + 38}">prepare a batch</text>',
     f'<text class="lane" x="{_LEFT - 8}" y="{train_y + 18}">train step</text>',
-    # Under the steps: what they leave free is idle.
+    # Drawn under the steps, so that only the idle time stays visible.
     _box('idle', 0.0, found.seconds, train_y, scale),
   ]
   for number, (begin, end) in enumerate(found.prep, 1):

@@ -1,4 +1,4 @@
-"""The pipelines that are compared: each adds one thing to the one before it.
+"""The compared pipelines. Each adds one feature to the one before it.
 
 The names are those of TensorFlow's guide "Better performance with the tf.data
 API". All shuffle and do the same work, uint8 to float32 in [0, 1], on the same
@@ -6,10 +6,10 @@ examples. `cache` keeps whole batches, as the guide does, so later epochs repeat
 their batches. The names with `make_dataset` are `tfs.data`'s
 own, which caches examples.
 
-TensorFlow rewrites what it is given: a sequential map becomes parallel, a
-prefetch is appended. In the cumulative variants that is off, so that each is
-what its name says; `naive_rewritten` is `naive` with everything that TensorFlow
-does of itself. The others are left as they are.
+TensorFlow rewrites pipelines: a sequential map becomes parallel, and a prefetch is
+appended. This is off in the cumulative variants, so that each does what its name
+says. `naive_rewritten` is `naive` with TensorFlow's rewrites. The other variants are
+not changed.
 
 Example:
 
@@ -172,7 +172,7 @@ def _of_a_user(source) -> tf.data.Dataset:
 
 
 _Builder = Callable[[Source], tf.data.Dataset]
-# What is written is what runs.
+# These run exactly as written.
 _LITERAL: dict[str, _Builder] = {
   'naive': _one_by_one,
   'prefetch': lambda s: _one_by_one(s).prefetch(_AUTOTUNE),

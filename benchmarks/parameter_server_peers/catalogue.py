@@ -7,7 +7,7 @@ import dataclasses
 # What all are compared with: TensorFlow's strategy and a loop by hand.
 REFERENCE = 'stock'
 
-# What is trained; `models` builds them.
+# The trained models, which `models` builds.
 MODELS = ('cnn', 'mlp_25mb', 'layers_50', 'mlp_25mb_50')
 
 

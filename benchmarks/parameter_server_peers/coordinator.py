@@ -100,7 +100,7 @@ class Coordinator:
       variable.assign(value)
 
   def _loss(self) -> float:
-    """Of all data, computed in this process."""
+    """Returns the loss of all data, computed in this process."""
     twin = models.build(self._model_name)
     twin.set_weights(self._loop.model.get_weights())
     images, classes = models.arrays()

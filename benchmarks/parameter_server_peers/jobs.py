@@ -44,16 +44,16 @@ class Size:
 class Job:
   """One peer's tasks, which wait while others have their turn.
 
-  A context manager; no process outlives it. Each coordinator is a process,
-  since a process can be connected to one cluster only.
+  A context manager; no process outlives it. Each coordinator has its own process,
+  because a process can connect to one cluster only.
 
   Args:
-    peer: who trains.
-    size: of the job.
+    peer: the peer that trains.
+    size: size of the job.
     deadline_seconds: how long each command may take.
 
   Raises:
-    WorkerUnavailableError: a task failed; says which, and what it wrote.
+    WorkerUnavailableError: if a task failed. Names the task and shows its output.
   """
 
   def __init__(

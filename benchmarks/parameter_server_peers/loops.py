@@ -36,7 +36,7 @@ class Loop(abc.ABC):
 
   @property
   def variables(self) -> list[keras.Variable]:
-    """All that training changes; no metrics."""
+    """Returns all variables that training changes, without metrics."""
     return [*self.model.weights, *self.optimizer.variables]
 
   @abc.abstractmethod
@@ -180,7 +180,7 @@ class StockLoop(Loop):
     )
 
   def train(self, blocks, steps):
-    """A block is what is scheduled between two joins."""
+    """Trains, and times each block: the steps scheduled between two joins."""
     seconds = []
     for _ in range(blocks):
       start = time.perf_counter()

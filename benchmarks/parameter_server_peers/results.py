@@ -43,21 +43,20 @@ class Range:
 def check_turn(
   peer: str, turn: Mapping[str, Any], steps: int, initial_loss: float
 ) -> None:
-  """Compares what a peer did with what it was asked for.
+  """Compares a peer's steps with the requested steps.
 
-  Of the reference only that it counted steps, and none too many: Keras counts
-  by reading, adding and writing back, and there two workers that do so at the
-  same time count one step. `join` has waited for all of them.
+  For the reference, the count may only be too low. Keras counts by reading, adding and
+  writing back, so two workers that do this at the same time count one step. `join` has
+  waited for all of them.
 
   Args:
-    peer: its name.
-    turn: what its coordinator answered.
-    steps: that it was to train.
-    initial_loss: before them.
+    peer: name of the peer.
+    turn: answer of its coordinator.
+    steps: number of requested steps.
+    initial_loss: loss before these steps.
 
   Raises:
-    RuntimeError: it trained other steps, or nothing, so that its time would
-      mean nothing.
+    RuntimeError: if it trained other steps, or nothing. Its time would mean nothing.
   """
   counted = turn['iterations']
   is_right = counted == steps

@@ -73,7 +73,7 @@ class Peer(abc.ABC):
 
   @property
   def num_elements(self) -> int:
-    """Of the array that is reduced."""
+    """Returns the number of elements in the reduced array."""
     return self.num_bytes // FLOAT32_BYTES
 
   @abc.abstractmethod
@@ -86,24 +86,24 @@ class Peer(abc.ABC):
 
   @abc.abstractmethod
   def call(self) -> object:
-    """What is timed: returns when this worker's result is there."""
+    """Runs the timed call. Returns when this worker's result is ready."""
 
   @abc.abstractmethod
   def result(self, returned: object) -> np.ndarray:
     """Returns the result as an array, from what `call` returned."""
 
   def before(self, calls: int) -> None:  # noqa: B027
-    """What so many calls need and nobody should time."""
+    """Prepares this many calls. This is not timed."""
 
   @abc.abstractmethod
   def release(self) -> None:
     """Gives the memory of input and output back."""
 
   def check(self, returned: object) -> None:
-    """Compares a result with what it must be.
+    """Compares a result with the expected one.
 
     Raises:
-      RuntimeError: it differs, so that its time would mean nothing.
+      RuntimeError: if it differs. Its time would mean nothing.
     """
     found, expected = self.result(returned), self.expected()
     if not self.is_right(found, expected):

@@ -11,7 +11,7 @@ from benchmarks.process_peers import ours
 
 
 class MultiWorkerMirrored(ours.Replicated):
-  """`tf.distribute.MultiWorkerMirroredStrategy` with its ring, as it is."""
+  """`tf.distribute.MultiWorkerMirroredStrategy` with its ring, unchanged."""
 
   def make_strategy(self) -> tf.distribute.Strategy:
     """See base class."""

@@ -27,15 +27,14 @@ from examples import common, datasets, mnist_keras_fit, reporting
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-  """What to train, and what to measure.
+  """The training and the measurements of a task.
 
   Attributes:
     options: values of the example's flags, by name; None for the default.
-    num_virtual_devices: logical devices to train on; 0 takes the devices as
-      they are.
-    untimed_steps: trained and taken back before the clock starts: in them
-      TensorFlow traces, and each worker builds what it will run.
-    output_dir: where the reports go.
+    num_virtual_devices: number of logical devices; 0 does not change the devices.
+    untimed_steps: number of steps that are trained and undone before the clock
+      starts. In them TensorFlow traces, and each worker builds its functions.
+    output_dir: directory of the reports.
   """
 
   options: Mapping[str, Any]
@@ -54,11 +53,11 @@ class Spec:
 
 
 def train(spec: Spec) -> dict[str, Any]:
-  """Trains as an example would; returns its report and what was measured.
+  """Trains as an example does, and returns its report with the measurements.
 
   Raises:
-    UnsupportedOptionError: options that cannot give a right result.
-    DataError: data that are missing or damaged.
+    UnsupportedOptionError: if the options cannot give a right result.
+    DataError: if data are missing or damaged.
   """
   flags.FLAGS(['task', *spec.flags()])
   common.prepare_flags()

@@ -50,8 +50,8 @@ def load_idx(
 
   Args:
     directory: holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`,
-      `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each as it is or
-      with `.gz`; an uncompressed file wins over its compressed neighbour.
+      `t10k-images-idx3-ubyte` and `t10k-labels-idx1-ubyte`, each plain or
+      with `.gz`. If both exist, the plain file is read.
     name: the name of the data set.
     num_classes: labels are in [0, num_classes).
 

@@ -89,7 +89,7 @@ class Images(data.Arrays):
 
 
 def scale(images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-  """uint8 images to float32 in [0, 1]; other types are left as they are."""
+  """Converts uint8 images to float32 in [0, 1]. Other types do not change."""
   if images.dtype == tf.uint8:
     images = tf.cast(images, tf.float32) / 255.0
   return images, labels

@@ -1,7 +1,7 @@
-"""The manifest of a directory that `extract` filled: what came from which file.
+"""The manifest of a directory that `extract` filled: the source of each shard.
 
-One JSON file beside the shards, replaced in one go, with a checksum of itself:
-a manifest that is torn or edited by hand is noticed and made anew.
+It is a JSON file beside the shards, replaced atomically, with a checksum of itself.
+A truncated or edited manifest is detected and written again.
 
 Example:
 
@@ -54,11 +54,11 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """What was converted together: one file, or files that belong together.
+  """Files that are converted together: one file, or several related files.
 
   Attributes:
     sources: the files.
-    shards: what they became.
+    shards: their shards.
   """
 
   sources: tuple[Source, ...]
@@ -101,7 +101,7 @@ class Manifest:
 
   @property
   def shards(self) -> tuple[Shard, ...]:
-    """All shards, in the order of the sources."""
+    """Returns all shards, in the order of the sources."""
     return tuple(s for entry in self.entries for s in entry.shards)
 
 
@@ -170,7 +170,7 @@ def is_intact(where: str, shard: Shard, checksum: bool = False) -> bool:
 
 
 def is_same(path: str, was: Source | Shard, checksum: bool = False) -> bool:
-  """Returns whether a file is what it was.
+  """Returns whether a file is unchanged.
 
   Args:
     path: the file.

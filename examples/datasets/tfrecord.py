@@ -74,7 +74,7 @@ def tfrecords(
   paths, counts = _shards(directory, split)
   if parse_fn is not None:
     return data.TFRecords(paths, parse_fn, counts)
-  next(_read(paths[0], 1))  # One record tells what was extracted.
+  next(_read(paths[0], 1))  # One record shows which data were extracted.
   return data.TFRecords(
     paths, parse_examples, counts, decode_fn=images_lib.scale
   )

@@ -1,7 +1,7 @@
-"""Sentences of benchmarks/README.md that repeat figures of reports, and whether they do.
+"""Checks sentences of benchmarks/README.md that repeat figures of reports.
 
-A sentence is found by its words, and its figures are compared, rounded as they are
-written, with what the report of that name says. A report that is not there says nothing.
+A sentence is found by its words. Its figures are compared with the figures of the named
+report, rounded to the same digits. If a report is missing, its sentences are not checked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Claim:
   figures: Callable[[Report], Sequence[float]]
 
   def problem(self, text: str, report: Report) -> str:
-    """What is wrong with the sentence; empty if nothing is.
+    """Describes the error in the sentence. Returns '' if it is right.
 
     Example:
 
@@ -67,7 +67,7 @@ class Claim:
 
 
 def problems(text: str, reports: Mapping[str, Report]) -> list[str]:
-  """What the sentences say that the reports do not.
+  """Returns the errors in all sentences.
 
   Args:
     text: of the document.

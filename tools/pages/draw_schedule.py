@@ -22,7 +22,7 @@ _HUES = (210, 30, 150, 330, 265, 60, 190, 0)
 
 
 def draw(schedule: schedule_lib.Schedule) -> str:
-  """One arrow a transfer: solid where it is added, dashed where it is copied."""
+  """Draws one arrow per transfer: solid if it is added, dashed if it is copied."""
   rounds, ranks = schedule.num_rounds, schedule.world_size
   width = _LEFT + rounds * _COLUMN + _RIGHT
   height = _TOP + (ranks - 1) * _ROW + _BOTTOM
@@ -80,7 +80,7 @@ def _arrow(
 
 
 def figure(schedule: schedule_lib.Schedule) -> str:
-  """The drawing with what it costs, as HTML without empty lines."""
+  """Returns the drawing with its costs, as HTML without empty lines."""
   schedule.validate()
   ranks = schedule.world_size
   sent = collections.Counter(t.src for t in schedule.transfers)

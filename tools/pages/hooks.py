@@ -27,7 +27,7 @@ _PAGES = {
   'CONTRIBUTING.md': 'contributing.md',
   'CHANGELOG.md': 'changelog.md',
 }
-# Rooms with a page in the API reference, and what is on it.
+# Packages with a page in the API reference, and the title of the page.
 _ROOMS = {
   'strategies': 'Strategies and their options',
   'keras': 'Optimizers, layers and callbacks: tfs.keras',

@@ -14,7 +14,7 @@ from benchmarks.strategy_costs import results as strategy_results
 
 Report = Mapping[str, Any]
 
-# How peers are called in tables, in this order, and what is compared.
+# Names of peers in tables, in this order, and the comparison that each makes.
 _BETWEEN_PROCESSES = {
   'ours_memory': 'Ours',
   'ours_tcp': 'over TCP',
@@ -60,7 +60,7 @@ def short(value: float | None) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-  """Without the columns of what was not measured."""
+  """Returns a table without the columns that were not measured."""
   kept = [
     i
     for i in range(len(columns))

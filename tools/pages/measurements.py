@@ -1,17 +1,16 @@
-"""Writes what benchmarks found into the documents, from their reports.
+"""Writes the results of benchmarks into the documents.
 
   python -m tools.pages.measurements
 
-A report is what a benchmark wrote with --report_json=benchmarks/results/NAME.json. Its
-table stands in a document between two lines,
+A benchmark writes its report with --report_json=benchmarks/results/NAME.json. The table
+of a report is in a document between two lines,
 
   <!-- measured: NAME -->
   <!-- /measured -->
 
-and with it command, machine, versions and date. What stands in a block whose report is
-not there stays. Then sentences that repeat figures are compared with the reports
-(`claims`): those that say something else are printed, and the status is 1. MkDocs fills
-the blocks too.
+together with command, machine, versions and date. If a report is missing, its block does
+not change. Then sentences that repeat figures are compared with the reports (`claims`).
+Wrong sentences are printed, and the status is 1. MkDocs also fills the blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def read(directory: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def blocks(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-  """What stands between the marks, by what the first one names.
+  """Returns the text between the marks, by the name in the first mark.
 
   Args:
     reports: as `read` returns them.
@@ -93,7 +92,7 @@ def blocks(reports: Mapping[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def filled(text: str, made: Mapping[str, str]) -> str:
-  """A document with its blocks written anew.
+  """Returns a document with its blocks rewritten.
 
   Example:
 
@@ -136,7 +135,7 @@ def documents() -> dict[pathlib.Path, str]:
 
 
 def _about(content: Mapping[str, Any]) -> str:
-  """The command, and what it ran on."""
+  """Returns the command, the machine and the versions."""
   hardware, versions = content['hardware'], dict(content['versions'])
   for link in content.get('links', ()):  # Peers that are not in this process.
     for loaded in link['versions'].values():
@@ -179,7 +178,7 @@ def _malformed(name: str, reason: str) -> errors.DataError:
 
 
 def main() -> int:
-  """Writes the documents; returns 1 if sentences must be written anew."""
+  """Writes the documents. Returns 1 if sentences must be rewritten."""
   reports = read(RESULTS)
   made = blocks(reports)
   found = documents()

@@ -56,14 +56,14 @@ _SAVE_SECONDS = 2.0
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What an extraction did.
+  """The result of an extraction.
 
   Attributes:
     converted: source files whose shards were written.
-    unchanged: source files whose shards were left as they are.
-    removed: source files that are gone, and whose shards are.
-    examples: in all shards now.
-    shards: how many there are now.
+    unchanged: source files whose shards did not change.
+    removed: missing source files, whose shards were removed.
+    examples: number of examples in all shards now.
+    shards: number of shards now.
   """
 
   converted: tuple[str, ...]
@@ -90,13 +90,13 @@ def extract(
   Args:
     sources: a file, a pattern, a directory, or a list of these. Without a
       `convert_fn`, `.npz` files in the layout of Keras and directories of
-      MNIST's IDX files. These are all that the directory is to hold: shards
-      of files that are not among them any more are removed.
-    directory: where to; made if it is missing.
+      MNIST's IDX files. Shards of files that are no longer in `sources` are
+      removed from the directory.
+    directory: output directory; created if it is missing.
     convert_fn: called with the path of a source file, yields its examples in
-      order, as bytes or `tf.train.Example`. After a change of its source all
-      files are converted anew; what it calls is not looked at (write
-      mode='full' then).
+      order, as bytes or `tf.train.Example`. If its source code changes, all files
+      are converted again. Changes of functions that it calls are not detected: use
+      mode='full' then.
     mode: 'partial' converts files that are new or changed since the last run,
       or whose shards are missing, truncated or edited; 'full' converts all.
     name: of the data set, part of the names of shards.
@@ -161,7 +161,7 @@ class _Extraction:
     self._saved_at = 0.0
 
   def run(self, units, is_full: bool) -> Report:
-    """Converts what has changed, or all, and removes what is gone."""
+    """Converts changed files, or all, and removes the shards of missing files."""
     old = self._read_manifest()
     kept = {} if is_full else self._find_unchanged(units, old)
     keys = {unit.paths for unit in units}
@@ -272,7 +272,7 @@ class _Extraction:
     return manifest_lib.Entry(sources, written)
 
   def _save(self, units, kept, is_complete: bool) -> manifest_lib.Manifest:
-    """Writes the manifest, unless the one that is there says the same."""
+    """Writes the manifest, unless it is already the same."""
     entries = tuple(kept[u.paths] for u in units if u.paths in kept)
     manifest = manifest_lib.Manifest(self._settings, entries, is_complete)
     with contextlib.suppress(errors.DataError):

@@ -56,7 +56,7 @@ def define_flags():
 
 
 def main(argv):
-  """Extracts, and tells what it did."""
+  """Extracts, and prints the result."""
   if len(argv) > 1:
     raise app.UsageError(f'Unexpected arguments: {argv[1:]}.')
   args = flags.FLAGS

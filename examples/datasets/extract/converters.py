@@ -32,7 +32,8 @@ from examples.datasets import idx, npz, tfrecord
 from examples.datasets import images as images_lib
 from tf_strategies import errors
 
-# A path -> what is in that file, serialized or not, in order.
+# Function of a path. It yields the examples of the file, serialized or not, in
+# order.
 ConvertFn = Callable[[str], Iterable[bytes | tf.train.Example]]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -75,7 +76,7 @@ def find_units(
 
 
 def _find(sources: Paths, is_directory_whole: bool) -> list[str]:
-  """All files, absolute, sorted, each once."""
+  """Returns all files as absolute paths, sorted, without duplicates."""
   several = (
     [sources] if isinstance(sources, str | os.PathLike) else list(sources)
   )

@@ -51,15 +51,15 @@ def write(
   source leaves the same files, whenever it runs.
 
   Args:
-    directory: where to.
-    name: of the data set.
-    source_paths: absolute; decide the names of the shards.
+    directory: output directory.
+    name: name of the data set.
+    source_paths: absolute paths; they determine the names of the shards.
     examples: (split, serialized example).
     examples_per_shard: where a shard ends and the next one begins.
     mtime_ns: the shards' time.
 
   Returns:
-    What was written, in order. O(examples), one shard a split open at a time.
+    The written shards, in order. O(examples), one shard a split open at a time.
   """
   key = hashlib.sha256('\0'.join(source_paths).encode()).hexdigest()[:8]
   base = os.path.basename(source_paths[0]).split('.')[0]
