@@ -133,9 +133,10 @@ def _graphs(function) -> list:
 
 
 def _operations(graph) -> collections.Counter:
-  """Returns how many operations of each type there are, with what they call.
+  """Returns the number of operations of each type, including called functions.
 
-  Arguments are left out: an iterator of a distributed data set is another one.
+  Arguments are not counted, because a distributed data set has another kind of
+  iterator.
   """
   count = collections.Counter()
   for op in graph.get_operations():

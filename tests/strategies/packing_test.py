@@ -14,7 +14,7 @@ _ROWS = 3
 
 
 def _matrices(*columns):
-  """Of which every element is another number."""
+  """Returns matrices whose elements all differ."""
   made, start = [], 0
   for count in columns:
     values = np.arange(start, start + _ROWS * count, dtype='f4')

@@ -86,7 +86,7 @@ class ChiefOnly(keras.callbacks.Callback):
     self._tell_chief()
 
   def on_train_begin(self, logs=None):
-    """Calls the callback; shares what it has restored."""
+    """Calls the callback, then shares the restored state."""
     restores = isinstance(self.callback, keras.callbacks.BackupAndRestore)
     optimizer = self.model.optimizer
     if restores and optimizer is not None and not optimizer.built:

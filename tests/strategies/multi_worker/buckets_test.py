@@ -42,10 +42,10 @@ def _pack(tensors, bucket_bytes, alone_bytes):
 
 
 def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
-  """Packs and unpacks in a graph; where `is_unknown`, the shape is not static.
+  """Packs and unpacks in a graph. If `is_unknown`, the shape is not static.
 
   Returns:
-    What came back, the buckets as arrays, and the members of each.
+    The unpacked arrays, the buckets as arrays, and the members of each bucket.
   """
   packed_members = []
   signature = [

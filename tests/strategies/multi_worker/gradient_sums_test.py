@@ -1,6 +1,6 @@
-"""Sums in codecs: formulas, what is kept, special values, what feedback is for.
+"""Sums in codecs: formulas, rests, special values, and the effect of feedback.
 
-The workers are threads, whose group adds up as the simulator does.
+The workers are threads, whose group adds as the simulator does.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ _EAGER = threading.Lock()
 
 
 class _Meeting:
-  """Where threads leave arrays, and each gets what came of all of them."""
+  """Collects arrays from threads, and gives each thread the result of all."""
 
   def __init__(self, size):
     self._arrays = [None] * size
@@ -176,7 +176,7 @@ class SumsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(left, 0, (method, shape))
 
   def test_of_two_gradients_of_a_variable_nothing_is_lost(self):
-    """What was left counts once in a step, and what each of them leaves does."""
+    """Checks that the rest counts once in a step, and that each gradient leaves one."""
     [shape] = shapes = _SHAPES[:1]
     workers = _Workers('int8', shapes)
     wanted, sent = np.zeros(shape), np.zeros(shape)
@@ -227,7 +227,7 @@ class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
     small = np.full(shape, 0.01, np.float32)
     arrived, large = np.zeros(shape), np.zeros(shape, np.float32)
     for step in range(steps):
-      # What it adds in one step it takes away in the next.
+      # Each step subtracts the value that the step before added.
       large = -large
       if step % 2 == 0:
         large[:, :8] = 3.0 * random.normal(size=[32, 8])
@@ -240,7 +240,7 @@ class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_without_feedback_it_is(self):
-    """The mutation: what is left is forgotten."""
+    """Checks that the test detects a missing feedback."""
     self.assertLess(self._sent(feeds=False), 0.7)
 
 

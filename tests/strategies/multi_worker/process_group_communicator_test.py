@@ -25,7 +25,7 @@ virtual_devices.configure()
 
 
 class _RecordingGroup:
-  """Stands for a process group: notes what it is asked for, and adds `more`."""
+  """A fake process group that records its calls and adds `more`."""
 
   def __init__(self, more=0):
     self.failure = None
@@ -91,10 +91,11 @@ def _call_all(ring, tensors, name, seconds=0.0, device=virtual_devices.HOST):
 
 
 def _program(ring):
-  """A step whose calls depend on each other by nothing but their order.
+  """Returns a step whose calls depend on each other only by their order.
 
-  Loops, branches and functions use variables of their own: TensorFlow keeps
-  the order of host calls with each other, but not with what has a variable.
+  Loops, branches and functions use their own variables. TensorFlow keeps the
+  order of host calls among each other, but not relative to operations with
+  variables.
   """
   variables = {
     name: tf.Variable(0.0) for name in ('while', 'if', 'inner', 'second')
@@ -277,7 +278,7 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     for want, got in zip(gradients, reduced, strict=True):
       # Half a step of 127, of the largest of the gradient itself.
       self.assertAllClose(want, got, rtol=0, atol=want.max() / 250)
-    # What is left is kept: that of each variable, of its precision.
+    # The rest of each variable is kept, in the variable's precision.
     kept = communicator.gradient_state(variables)
     for rest, want, got in zip(kept.values(), gradients, reduced, strict=True):
       self.assertAllClose(rest, want - got, rtol=0, atol=want.max() * 1e-6)

@@ -179,7 +179,7 @@ class Liveness:
     ).start()
 
   def address(self, job: str, index: int) -> str:
-    """Where a task listens."""
+    """Returns the address of a task."""
     return self._addresses[job, index]
 
   def is_worker_alive(self, worker: int) -> bool:
@@ -328,7 +328,7 @@ class Liveness:
     logging.error('%s', self._taken)
     on_taken(self._taken)
     self._lease.leave()
-    # Calls that still wait may wait for those of the other chief.
+    # Waiting calls may be waiting for calls of the other chief.
     while not self._is_closed:
       time.sleep(_LEASE_SECONDS)
       for address in self._addresses.values():
@@ -391,7 +391,7 @@ class Liveness:
 
 
 def _runs_ops(job: str, index: int) -> bool:
-  """Returns whether a task knows this process, and does what it asks for."""
+  """Returns whether a task knows this process and runs its operations."""
   try:
     with (
       _tf_internal.own_executor(),

@@ -133,7 +133,7 @@ def _send_gradients(pairs, others, step):
   dense = [
     i
     for i, (g, _) in enumerate(pairs)
-    # That of a variable in parts goes to several servers.
+    # The gradient of a variable in parts goes to several servers.
     if tf.is_tensor(g)
     and not isinstance(g, tf.IndexedSlices)
     and isinstance(pairs[i][1], variables.ServerVariable)

@@ -42,8 +42,8 @@ _HELLO_BYTES = 4096
 _HTTP2_HELLO = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + b'\0\0\0\4\0\0\0\0\0'
 
 
-# Descriptors of questions, which `disconnect` leaves alone: their end would look
-# like an answer, or like that of the task.
+# Descriptors of questions, which `disconnect` must not close: closing one would
+# look like an answer, or like the end of the task.
 _asking: set[int] = set()
 
 
@@ -131,7 +131,7 @@ def _is_ended(connection: socket.socket) -> bool:
 def ask_all(
   addresses: Mapping[Hashable, str], seconds: float = _ANSWER_SECONDS
 ) -> dict[Hashable, Answer]:
-  """As `ask`, all at the same time; takes little more than 2 * `seconds`."""
+  """Asks all addresses at the same time; see `ask`. Takes about 2 * `seconds`."""
   return concurrently(
     lambda task: ask(addresses[task], seconds),
     addresses,

@@ -33,7 +33,7 @@ class Contents:
 
   calls: list  # Of `optimizer.apply`: (optimizer, gradients, variables).
   writes: list[step_access.Write]  # That the step held back.
-  numbers: tf.Tensor  # What it reports, float64 [count].
+  numbers: tf.Tensor  # The reported numbers, float64 [count].
   rows: tf.Tensor  # Of its batch, float32 scalar.
   argument: tf.Tensor  # The message with the batch, or where it is read.
   # Variables, by their ids, to which it adds means over its rows.
@@ -162,7 +162,7 @@ class MicrobatchFunction:
     self._step = step
     self._message = message
     self._discovery = discovery
-    # What is in it is known when it has been traced once.
+    # The layout is known after the first trace.
     found = []
     worker_function.concrete(
       lambda argument: found.append(Layout(self._compute(argument))),

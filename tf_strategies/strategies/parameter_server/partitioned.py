@@ -20,8 +20,8 @@ from tf_strategies.strategies.parameter_server import (
 
 _VALUE_KEY = 'VARIABLE_VALUE'
 
-# What is cut without being asked: tables of so many bytes, with so many more rows
-# than columns that they are no matrix to multiply with.
+# Tables of this size are cut by default, if they have this many times more rows
+# than columns. Such tables are not matrices to multiply with.
 _LARGE_BYTES = 64 << 20
 _TALL = 16
 
@@ -237,15 +237,15 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return self
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign`."""
+    """Does the same as `tf.Variable.assign`."""
     return self._for_parts(value, lambda part, rows: part.assign(rows))
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign_add`; atomic on a server."""
+    """Does the same as `tf.Variable.assign_add`; atomic on a server."""
     return self._for_parts(delta, lambda part, rows: part.assign_add(rows))
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign_sub`; atomic on a server."""
+    """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
     return self._for_parts(delta, lambda part, rows: part.assign_sub(rows))
 
   @property

@@ -57,10 +57,10 @@ class ServerShard(row_table.Shard):
       )
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
-    """As `Shard.read`.
+    """Returns rows of ids; see `Shard.read`.
 
     Raises:
-      DataError: the rows were lost with their server.
+      DataError: if the rows were lost with their server.
     """
     self.check_is_whole()
     return super().read(ids)

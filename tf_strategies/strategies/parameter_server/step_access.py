@@ -1,4 +1,4 @@
-"""Which variables a worker's step uses how, and what it writes at its end."""
+"""The variables that a worker's step uses, and the writes at its end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Access:
       self.numbers[key] = variable, is_outside
 
   def choices(self) -> list[tf.Variable]:
-    """The whole numbers by which the step may choose what it writes."""
+    """Returns the integer variables that may decide what the step writes."""
     if not self.nested_writes:
       return []
     return [

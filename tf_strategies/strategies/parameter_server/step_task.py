@@ -1,4 +1,4 @@
-"""Steps as tasks of the worker pool, and reading what they report."""
+"""Steps as tasks of the worker pool, and reading their reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Step:
   # Variables of a model's step that count rows; None for the step of a loop, in
   # which shares are the user's to see.
   counters: Callable[[], Sequence[Any]] | None = None
-  # What it reports, computed from variables alone; None if only it knows.
+  # Results of the step, computed from variables alone. None if only the step
+  # can compute them.
   results: Callable[[], Any] | None = None
 
 
@@ -163,7 +164,7 @@ class InputTask(_StepsTask):
       else:
         split.done += steps
         self._done += steps
-    # What was not done, since the data ended, is not a step.
+    # Steps that did not run because the data ended do not count.
     self.steps = self._done
 
   def _note_marked(self) -> None:

@@ -48,7 +48,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     tfs.cluster.run_task(train)
 
-  A loop of one's own uses `step`, or TensorFlow's `ClusterCoordinator`.
+  A custom loop uses `step`, or TensorFlow's `ClusterCoordinator`.
 
   Modes:
 
@@ -56,10 +56,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     2012, "Large Scale Distributed Deep Networks").
   * 'sync': every batch is one step; its rows are split among the workers,
     and their mean gradient is applied once. Equal to one device, with clipping,
-    accumulation and loss scaling, whatever the number of workers. What is no mean
-    over rows, such as a `train_step` of one's own, one worker computes. Of data that
-    workers read, a step takes a batch of each, all of which one device would. With
-    `backup_workers=k` the first N - k microbatches count, late ones are dropped
+    accumulation and loss scaling, for any number of workers. If a step is not a mean
+    over rows, for example your own `train_step`, one worker computes it. If workers
+    read the data, a step takes one batch of each worker and equals one device's step
+    on all of them. With `backup_workers=k` the first N - k microbatches count, and late
+    ones are dropped
     (Chen et al. 2016, "Revisiting Distributed Synchronous SGD").
   * 'bounded': as 'async', but no worker begins a step when it is more than
     `max_staleness` steps ahead of the slowest (Ho et al. 2013, "More Effective
@@ -74,23 +75,24 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
   their own tables there.
 
-  Servers have one chief, which is the one that connected last. An older chief that is
-  still alive ends with a `TakenOverError`.
+  The chief that connected last drives the servers. An older chief that is still alive
+  ends with a `TakenOverError`.
 
   Each worker is one replica, on its first GPU or its CPU: start one worker a
   GPU. It was run on CPUs; no GPU has been tried.
 
   Args:
     cluster: the tasks; None reads TF_CONFIG.
-    variable_partitioner: into how many parts a variable is cut along its first
-      axis, as `tf.distribute.experimental.partitioners`. None cuts tables of 64 MB
-      or more, with 16 times more rows than columns, one part a server.
+    variable_partitioner: function that returns the number of parts into which a
+      variable is cut along its first axis; see
+      `tf.distribute.experimental.partitioners`. None cuts tables of 64 MB or more,
+      with 16 times more rows than columns, into one part per server.
       `lambda shape, dtype: [1] * len(shape)` cuts none. Scalars are never cut.
     mode: see above.
-    backup_workers: with 'sync', how many gradients of a step need not come.
-    max_staleness: with 'bounded', in steps; None means 1.
-    checkpoint_dir: where the job writes checkpoints; None for none.
-    checkpoint_steps: steps between two of them; None means 1000.
+    backup_workers: with 'sync', number of gradients that a step does not wait for.
+    max_staleness: with 'bounded', number of steps; None means 1.
+    checkpoint_dir: directory of the job's checkpoints; None for none.
+    checkpoint_steps: steps between two checkpoints; None means 1000.
     start_timeout: seconds in which all tasks must answer at the start.
     recovery_timeout: seconds in which a lost server must be back.
     step_timeout: seconds without a finished step.
@@ -241,11 +243,11 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """Makes a step of a custom loop run on the workers, in this mode.
 
     Args:
-      fn: takes a batch in replica context, as with `strategy.run`; applies
-        gradients by `optimizer.apply`, and returns a structure of numbers.
-      optimizers: those that it applies; none for a step that evaluates. In
-        'sync' each worker calls `fn` with a share of the batch: its gradients, and
-        what it returns, must be means over rows, and are averaged by rows.
+      fn: function of a batch in replica context, as with `strategy.run`. It applies
+        gradients with `optimizer.apply`, and returns a structure of numbers.
+      optimizers: the optimizers that it applies; none for a step that evaluates. In
+        'sync' each worker calls `fn` with a share of the batch. Its gradients and its
+        results must be means over rows, and are averaged by rows.
     """
     return training.RemoteStep(self, fn, optimizers)
 

@@ -33,9 +33,9 @@ from tf_strategies.strategies.parameter_server import (
   variables,
 )
 
-# What is smaller is saved with all others, by the coordinator.
+# The coordinator saves smaller variables together.
 _TABLE_BYTES = 1 << 20
-# Of what is in memory at a time, on a server; and in the coordinator.
+# Bytes in memory at a time, on a server and in the coordinator.
 _SERVER_BLOCK_BYTES = 32 << 20
 _COORDINATOR_BLOCK_BYTES = 2 << 20
 _COORDINATOR = '/device:CPU:0'
@@ -148,7 +148,7 @@ class TableRows:
         write(name, begin, rows)
 
   def restore(self, stored: _Stored) -> None:
-    """Replaces all rows by those of a checkpoint that belong to the shard."""
+    """Replaces all rows by the rows of a checkpoint that belong to the shard."""
     self.holder.clear()
     number = self._table.shards.index(self.holder)
     ids_name = self._names[row_table.IDS]
@@ -201,7 +201,7 @@ class _Stored(NamedTuple):
   def blocks(
     self, name: str, first: int, size: int
   ) -> Iterator[tuple[int, tf.Tensor]]:
-    """As `pieces.rows_of`."""
+    """Yields blocks of rows; see `pieces.rows_of`."""
     table = self.arrays.specs[name]
     return pieces.rows_of(self.path, table, first, size, self.device)
 
@@ -315,7 +315,7 @@ class TableFiles:
       with concurrent.futures.ThreadPoolExecutor(
         len(queues), 'tfs-table-files'
       ) as threads:
-        # Of several errors that of a lost server says why.
+        # If there are several errors, the error of a lost server is the cause.
         done = [threads.submit(run, server) for server in queues]
         failed = [f.exception() for f in done if f.exception() is not None]
       for kind in (tf.errors.OpError, BaseException):

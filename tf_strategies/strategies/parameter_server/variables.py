@@ -25,15 +25,14 @@ def server_device(server: int) -> str:
 class ServerVariable(_tf_internal.ResourceVariable):
   """A variable on one parameter server.
 
-  In a step that is being traced it answers as `TracedStep` says. Elsewhere in a
-  graph, `assign(self + delta)` becomes an atomic addition. The coordinator's
-  own reads and writes are `drained`: they wait until the steps that it has
-  scheduled are done, so that it sees what they made. Before it writes,
-  `on_write` is called.
+  In a step that is being traced, `TracedStep` defines its reads and writes. Elsewhere
+  in a graph, `assign(self + delta)` becomes an atomic addition. The coordinator's
+  own reads and writes are `drained`: they wait until all scheduled steps are done, so
+  that they see the results. `on_write` is called before a write.
 
-  One that is lost with its server is zero until it is assigned. Nobody can read
-  it meanwhile: no step that does can be traced, and those that were traced
-  before mean the variable that is gone.
+  A variable that is lost with its server is zero until it is assigned. It cannot be
+  read meanwhile: no step that reads it can be traced, and steps that were traced
+  before refer to the lost variable.
   """
 
   def __init__(
@@ -47,7 +46,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self.server = server
     self.is_lost = False
     self.is_part = False  # Of a partitioned variable.
-    # Whether nobody writes it, and its value says nothing: that of a row table.
+    # Whether the variable is never written, and its value has no meaning, as
+    # for a row table.
     self.stays_zero = False
     # How many operations a graph had when it was written there last.
     self._written_at = weakref.WeakKeyDictionary()
@@ -139,7 +139,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return super().assign(value, read_value=False)
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign`."""
+    """Does the same as `tf.Variable.assign`."""
     step = traced_step.current()
     if step is not None:
       value = tf.convert_to_tensor(value, self.dtype)
@@ -191,11 +191,11 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return None
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign_add`; atomic on a server."""
+    """Does the same as `tf.Variable.assign_add`; atomic on a server."""
     return self._add(super().assign_add, delta, 1, name, read_value)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-    """As `tf.Variable.assign_sub`; atomic on a server."""
+    """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
     return self._add(super().assign_sub, delta, -1, name, read_value)
 
   def _add(self, write, delta, sign, name, read_value):

@@ -1,9 +1,9 @@
 """Arrays of a data set function, on the workers that read them.
 
-An array that a traced function uses is a part of it. TensorFlow sends functions to
-all tasks, and makes what is in them anew for each worker that calls them: with
-62 MB and four workers the first epoch began half a minute late. So functions capture
-large arrays, and each worker gets a copy, once.
+An array that a traced function uses is a part of the function. TensorFlow sends
+functions to all tasks, and recreates their arrays for each worker that calls them. With
+62 MB and four workers, the first epoch began half a minute late. Functions therefore
+capture large arrays, and each worker gets one copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGE_BYTES = 1 << 16
 
 
 def device(worker: int) -> str:
-  """Where a worker reads its data."""
+  """Returns the device on which a worker reads its data."""
   return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
 
 

@@ -30,7 +30,7 @@ class Discovery:
   """What the first trace of a step found."""
 
   access: step_access.Access
-  outputs: Any  # Specs of what it returns, in its structure.
+  outputs: Any  # Specs of the results, in their structure.
   python: str | None = None  # What calls this process's Python, by name.
 
   @functools.cached_property
@@ -51,7 +51,7 @@ class Discovery:
 
   @functools.cached_property
   def places(self) -> Any:
-    """Where each output's numbers are among all, in their structure."""
+    """Returns the positions of each output's numbers among all, in their structure."""
     return self.unflatten(np.arange(sum(self.sizes)))
 
   def report(self, outputs: Any) -> Any:
@@ -98,8 +98,8 @@ def discover(
   """Traces a step once, to record its variables and results.
 
   Raises:
-    ScopeError: it writes a variable that is on no server.
-    UnsupportedOptionError: a part of what it returns is None.
+    ScopeError: if it writes a variable that is not on a server.
+    UnsupportedOptionError: if a part of its results is None.
   """
   look = look or traced_step.TracedStep(is_share=is_share)
   found = {}
@@ -127,11 +127,11 @@ def discover(
 def why_rows_meet(
   run_step: Callable[[Any], Any], structure: Any, gradients: list[Any]
 ) -> str | None:
-  """Returns the operation of a step that needs all rows of a batch; None if none does.
+  """Returns the operation of a step that needs all rows of a batch, or None.
 
   Args:
-    run_step: what it does with a batch; adds to `gradients` what it would apply.
-    structure: of the batch, of dense tensors.
+    run_step: the step, a function of a batch. It adds its gradients to `gradients`.
+    structure: structure of the batch, with dense tensors.
     gradients: an empty list.
   """
   look = traced_step.TracedStep(is_share=True)
@@ -239,7 +239,7 @@ def _check_variables(graph, is_share: bool) -> None:
     if isinstance(variable, variables.ServerVariable) or (
       tf.DeviceSpec.from_string(variable.handle.device).job == 'ps'
     ):
-      continue  # Of a table in parts, the handle is that of the first.
+      continue  # Of a table in parts, it is the first part's handle.
     users = graph.capture(variable.handle).consumers()
     is_written = any(op.type not in _READS for op in users)
     is_seed = _keras_internal.is_seed_state(variable.name, variable.dtype)

@@ -129,8 +129,8 @@ class WorkerPool:
     self._refusal: Exception | None = None
     self._is_open = True
     self._pauses = 0
-    # Of tasks that are submitted now: those of an earlier one, before an error was
-    # raised, are dropped.
+    # Number of the current attempt. Tasks of earlier attempts, before an error
+    # was raised, are dropped.
     self.attempt = 0
     self._progress_at = time.monotonic()
     for worker in self.workers:
@@ -280,7 +280,8 @@ class WorkerPool:
       except BaseException as e:
         with self.lock:
           task = self._running.get(worker)
-          # What was begun before the last error was raised has been told.
+          # Errors of tasks that began before the last error were already
+          # reported.
           is_of_server = isinstance(e, errors.ParameterServerUnavailableError)
           if not task or task.attempt == self.attempt or is_of_server:
             self._error = self._error or e
