@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 
 from tf_strategies import errors
 
-# That of a process which SIGTERM ended: 128 + 15.
+# The status of a process that SIGTERM ended: 128 + 15.
 RESTARTABLE_EXIT_CODE = 143
 
 # What a program of ours exits with where starting it again cannot help.

@@ -20,7 +20,7 @@ class Transfer:
   """One chunk that goes from one rank to another in one round.
 
   Attributes:
-    round: when, counted from 0. All transfers of a round read the state from
+    round: number of the round, from 0. All transfers of a round read the state from
       before that round.
     src: the rank that sends its current value of the chunk.
     dst: the rank that receives it.

@@ -17,8 +17,8 @@ from tf_strategies import errors, option_checks
 class Arrays:
   """Examples in memory, one row each.
 
-  The components become views of what is passed (no copy), which are read-only,
-  because pipelines and TensorFlow may share their memory.
+  The components are read-only views of the passed arrays, without a copy, because
+  pipelines and TensorFlow may share their memory.
 
   Example:
 
@@ -31,8 +31,8 @@ class Arrays:
       as a cast from uint8 to float32; returns the batch.
 
   Raises:
-    DataError: no array, no row, or lengths that differ.
-    UnsupportedOptionError: `decode_fn` is no function.
+    DataError: if there is no array or no row, or lengths differ.
+    UnsupportedOptionError: if `decode_fn` is not a function.
   """
 
   components: Any

@@ -15,7 +15,7 @@ class Finding:
     state: `OK`; `NOTE`, which does not prevent training; or `FAIL`, which does.
     name: subject of the check, in a word or two.
     what: description of the result.
-    fix: advice to the user; empty if there is none.
+    fix: advice to the user, or ''.
   """
 
   state: str

@@ -52,7 +52,7 @@ class Pool:
     for index, block in enumerate(self._blocks):
       # Not one much larger: it may be held for long.
       if num_bytes <= block.size <= 2 * num_bytes + _PAGE and block.is_free:
-        # The last used comes first; what is given up is the oldest.
+        # The most recently used comes first. The oldest is given up.
         self._blocks.insert(0, self._blocks.pop(index))
         return block
     block = _Block(max(-(-num_bytes // _PAGE), 1) * _PAGE)

@@ -74,7 +74,7 @@ class Node:
     )
 
   def attr(self, name: str):
-    """Returns the value of an attribute; None if there is none."""
+    """Returns the value of an attribute, or None."""
     try:
       return self.op.get_attr(name)
     except ValueError:

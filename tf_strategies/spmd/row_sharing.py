@@ -23,7 +23,7 @@ def why_rows_meet(
       Operations that they do not need are left out.
 
   Returns:
-    The operation that needs all rows; None if there is none.
+    The operation that needs all rows, or None.
   """
   whole = program_lib.flatten(graph, graph.inputs, outputs)
   needed = {tensor.node for tensor in whole.outputs}

@@ -1,4 +1,4 @@
-"""No compression: arrays travel as they are."""
+"""No compression: arrays travel unchanged."""
 
 from __future__ import annotations
 

@@ -261,8 +261,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       return self._part.sparse_read(indices)
     step = traced_step.current()
     if step is not None and step.home_of(self.parts):
-      # The gradient of a loop is that of what it takes from outside, where
-      # these indices are not known: so it takes the whole.
+      # In the gradient of a loop, these indices are not known. The gradient
+      # therefore takes the whole value.
       return tf.gather(self._read_variable_op(), indices)
     if step is not None and step.looks_up and step.looks_only:
       # That rows of the batch are looked up is all there is to see.

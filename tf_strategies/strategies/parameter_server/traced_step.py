@@ -89,7 +89,8 @@ class TracedStep:
     self._direct: set[int] = set()
     self._read_since: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
     self._updates = 0  # Of the optimizer's, that are going on.
-    self.copies = packing.Copies()  # On servers, of what it has sent there.
+    # On servers, of the values that it has sent there.
+    self.copies = packing.Copies()
     self._first_operation = 0
 
   @contextlib.contextmanager
@@ -280,7 +281,7 @@ class TracedStep:
     written = self.access.updated.keys() | self.access.nested_writes.keys()
     if (
       not waits
-      # A branch or a loop of the merge call does what it does in it.
+      # A branch or a loop of the merge call runs inside the merge call.
       or self._merged_in is not tf.compat.v1.get_default_graph()
       or self.ticket is None
       or number in self.access.direct

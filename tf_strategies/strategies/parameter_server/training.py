@@ -34,7 +34,7 @@ class StepFunction:
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
     self._has_begun = self._has_reported = False
-    # What was predicted of a round of a source, and is not returned yet.
+    # Predictions of a round of a source that were not returned yet.
     self._predicted_of: splits.Source | None = None
     self._predicted: list[Any] = []
     trains = keras_step.kind == 'train'
