@@ -81,7 +81,7 @@ _PLACES = {
   'restored': (
     'strategies.parameter_server.recovery',
     'Recovery',
-    '_warn_of_lost',
+    '_repeat_steps',
     None,
   ),
 }

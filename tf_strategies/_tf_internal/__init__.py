@@ -6,6 +6,8 @@ raises an error that names it. The end of this file lists the methods of
 TensorFlow's classes that this package overrides.
 """
 
+import contextlib
+
 import tensorflow as tf
 
 from tf_strategies import _requirements, errors
@@ -157,6 +159,12 @@ _record_operation = _load(
 )
 stop_recording = _load(
   'eager.record.stop_recording', 'a copy is no part of a gradient'
+)
+_tapes_are_stopped, _stop_tapes, _restart_tapes = (
+  _load(
+    f'pywrap_tfe.TFE_Py_TapeSet{name}', 'a step is traced with its gradients'
+  )
+  for name in ('IsStopped', 'StopOnThread', 'RestartOnThread')
 )
 _CollectiveKeys = _load(
   'distribute.cross_device_utils.CollectiveKeys',
@@ -320,6 +328,19 @@ def read_from_copy(variable, copy):
     value = tf.identity(copy)
   record_read(variable, value, lambda dy: dy)
   return value
+
+
+@contextlib.contextmanager
+def recording():
+  """Lets new tapes record, also within `init_scope`, which stops all tapes."""
+  is_stopped = _tapes_are_stopped()
+  if is_stopped:
+    _restart_tapes()
+  try:
+    yield
+  finally:
+    if is_stopped:
+      _stop_tapes()
 
 
 def record_read(variable, value, gradient) -> None:

@@ -188,6 +188,20 @@ def describe_optimizer(
   }
 
 
+def counters(
+  objects: Mapping[str, Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns those variables of `named` that count the calls of an optimizer."""
+  own = {
+    id(variable)
+    for item in objects.values()
+    if isinstance(item, keras.optimizers.Optimizer)
+    for each in _keras_internal.chain(item)
+    for variable in _counters(each)
+  }
+  return {name: v for name, v in named.items() if id(v) in own}
+
+
 def _counters(optimizer):
   # Other variables of an optimizer are named after a slot and the updated variable.
   return [

@@ -4,6 +4,7 @@ import os
 import weakref
 from unittest import mock
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -28,6 +29,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.pool, self.liveness = fakes.pool(self, 1)
     self.registry = weakref.WeakValueDictionary()
     self.restored = []
+    self.done = 0
 
   def make(self, has_checkpoints=True, mode='async'):
     directory = self.directory if has_checkpoints else None
@@ -38,8 +40,13 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       self.registry,
       journal.Journal(),
     )
-    found.on_recreated = lambda: self.restored.append(True)
+    found.on_restored = lambda: self.restored.append(True)
+    found.steps_done = lambda: self.done
     return found
+
+  def take_steps(self, found, count):
+    found.note_begun(count)
+    self.done += count
 
   def variable(self, value, **options):
     made = local_servers.variable(0, value, **options)
@@ -64,10 +71,10 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def save_twice(self, found, weight):
     """Checkpoints of [1, 2] after 10 steps, and of [3, 4] after 20."""
     found.track({'weight': weight})
-    found.note_begun(10)
+    self.take_steps(found, 10)
     paths = [found.write()]
     weight.assign([3.0, 4.0])
-    found.note_begun(10)
+    self.take_steps(found, 10)
     return [*paths, found.write()]
 
   def damage(self, path):
@@ -82,7 +89,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def test_newest_checkpoint_is_restored(self):
     weight, found = self.variable([1.0, 2.0]), self.make()
     self.save_twice(found, weight)
-    found.note_begun(3)
+    self.take_steps(found, 3)
     weight.assign([5.0, 6.0])
     self.assertEqual(found.with_recovery(self.die_once(weight)), [[3.0, 4.0]])
     self.assertLen(self.restored, 1)
@@ -90,8 +97,8 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.assertFalse(weight.is_lost)
 
   @parameterized.parameters('async', 'bounded', 'sync')
-  def test_all_is_of_one_moment(self, mode):
-    """A server that lives is restored too; steps are lost once."""
+  def test_what_is_restored(self, mode):
+    """In 'sync' all is of one moment; else a server that lives keeps what it has."""
     rows = np.arange(10.0).reshape(5, 2)
     table = local_servers.partitioned_variable(rows, 2)
     weights = [self.variable([1.0]), self.variable([1.0])]
@@ -100,17 +107,47 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     found = self.make(mode=mode)
     named = {'table': table, 'first': weights[0], 'second': weights[1]}
     found.track(named)
-    found.note_begun(10)
+    self.take_steps(found, 10)
     found.write()
-    found.note_begun(3)
     for variable in named.values():
       variable.assign(-variable.numpy())
-    found.with_recovery(self.die_once(table.parts[1], weights[1]))
-    self.assertAllEqual(table, rows)
-    self.assertAllEqual(weights, [[1.0], [1.0]])
-    found.note_begun(2)
-    found.with_recovery(self.die_once(weights[0]))
-    self.assertEqual([r['lost_steps'] for r in found.history], [3, 2])
+    die = self.die_once(table.parts[1], weights[1])
+    found.with_recovery(die)
+    expected = rows.copy()
+    if mode != 'sync':
+      expected[:3] *= -1
+    self.assertAllEqual(table, expected)
+    self.assertAllEqual(weights[0], [1.0 if mode == 'sync' else -1.0])
+    self.assertAllEqual(weights[1], [1.0])
+
+  @parameterized.parameters(0, 1, 3)
+  def test_the_count_of_calls_goes_on(self, calls):
+    """Other servers have what the steps since the checkpoint wrote."""
+    iteration, weight = self.variable(7), self.variable([1.0])
+    iteration.path = 'sgd/iteration'
+    optimizer = mock.Mock(keras.optimizers.Optimizer)
+    optimizer.variables, optimizer._trainable_variables = [iteration], []
+    # Of the same name, and no count of calls.
+    own = self.variable(5)
+    found = self.make()
+    named = {'optimizer': optimizer, 'of_mine/iteration': own, 'weight': weight}
+    found.track(named)
+    self.take_steps(found, 100)
+    found.write()  # Nothing is known of the steps before it.
+    self.take_steps(found, 50)
+    iteration.assign(7 + 50 * calls)
+    found.write()
+    self.take_steps(found, 13)
+    iteration.assign(7 + 63 * calls)
+    found.with_recovery(self.die_once(iteration, own))
+    self.assertEqual(int(iteration.numpy()), 7 + 63 * calls)
+    self.assertEqual(int(own.numpy()), 5)
+    self.assertEqual(found.history[0]['lost_steps'], 13)
+    # One that was given up, and has lost nothing.
+    del iteration.is_alive, own.is_alive
+    found.with_recovery(self.die_once())
+    self.assertEqual(int(iteration.numpy()), 7 + 63 * calls)
+    self.assertEqual(found.history[1]['lost_steps'], 0)
 
   def test_no_step_runs_without_a_whole_checkpoint(self):
     """Nor is one written, until a whole one was read."""

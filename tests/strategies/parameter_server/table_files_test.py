@@ -96,10 +96,10 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     tables = table_files.tables_among(named)
     return self.store.save({}, {}, lambda d: self.files.save(d, tables))
 
-  def restore(self, named):
+  def restore(self, named, **options):
     found = self.store.open(self.store.paths()[-1])
     tables = table_files.tables_among(named)
-    self.files.restore(found.path, found.arrays, tables)
+    self.files.restore(found.path, found.arrays, tables, **options)
 
   def assert_state(self, named, expected):
     self.assertEqual(set(named), set(expected))
@@ -199,20 +199,43 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(largest, {'write': most, 'read': most})
 
   @parameterized.parameters(*_KINDS)
-  def test_a_shard_that_could_not_be_read_stays_lost(self, kind):
-    named = self.make(kind, 2, _STATES[kind])
-    path = self.save(named)
+  def test_only_what_was_lost_is_restored(self, kind):
+    state = _STATES[kind]
+    named = self.make(kind, 2, state)
+    self.save(named)
+    mine = np.repeat([False, True], 100)
+    if kind == 'row_table':
+      ids = named['table/ids']
+      mine = ids.table.owner(tf.constant(ids.numpy())).numpy() == 1
+    others = {
+      name: value if 'ids' in name else value * 0 + 9
+      for name, value in state.items()
+    }
+    for name, variable in named.items():
+      variable.assign(others[name])
     self.shards(named)[1].is_lost = True
     with self.assertRaisesRegex(
       errors.DataError, 'lost with parameter server 1'
     ):
       self.save(named)
+    self.restore(named, only_lost=True)
+    self.assertFalse(self.shards(named)[1].is_lost)
+    for name, value in state.items():
+      is_mine = mine if value.ndim == 1 else mine[:, None]
+      expected = np.where(is_mine, value, others[name])
+      self.assertAllEqual(named[name].numpy(), expected)
+
+  @parameterized.parameters(*_KINDS)
+  def test_a_shard_that_could_not_be_read_stays_lost(self, kind):
+    named = self.make(kind, 2, _STATES[kind])
+    path = self.save(named)
+    self.shards(named)[1].is_lost = True
     found = self.store.open(path)
     *_, table = found.arrays.specs.values()
     os.remove(os.path.join(path, table.files()[-2]))
     tables = table_files.tables_among(named)
     with self.assertRaises(errors.DataError):
-      self.files.restore(path, found.arrays, tables)
+      self.files.restore(path, found.arrays, tables, only_lost=True)
     self.assertTrue(self.shards(named)[1].is_lost)
 
   @parameterized.parameters((), (0, 1, 2))

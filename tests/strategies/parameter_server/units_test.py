@@ -322,6 +322,30 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(a, x)
     self.assertAllEqual(b, [10.0 * is_taken] * 3)
 
+  @parameterized.parameters((True, 2.0), (False, 1.0))
+  def test_after_a_restore_a_step_is_repeated(self, restores_all, expected):
+    """As a whole; or with what was not written, if this server has not died."""
+    a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
+
+    def program(a, b, x):
+      a.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
+      token = yield a.read_value()
+      b.scatter_add(tf.IndexedSlices(x[:1] + token, tf.constant([2])))
+      return token
+
+    def fail():
+      raise ZeroDivisionError('the worker is lost')
+
+    step = self.trace(step_programs.between(program, fail), [a, b])
+    for _ in range(2):
+      with self.assertRaises(tf.errors.OpError):
+        step.repeat(tf.ones([3]), token=self.journal.token(0))
+      self.assertAllEqual(a, [0.0, 1.0, 0.0])
+    self.journal.recover(restores_all)
+    with self.assertRaises(tf.errors.OpError):
+      step.repeat(tf.ones([3]), token=self.journal.token(0))
+    self.assertAllEqual(a, [0.0, expected, 0.0])
+
 
 if __name__ == '__main__':
   tf.test.main()

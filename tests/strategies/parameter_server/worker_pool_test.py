@@ -121,6 +121,35 @@ class PoolTest(parameterized.TestCase):
         pool.wait()
     self.assertLen(losses, lost)
 
+  def test_what_the_death_of_a_server_ended_goes_on(self):
+    """In the order of submission, and before others; what is done counts as such."""
+    pool, order = self._pool(1, max_waiting=4), []
+
+    def die():
+      order.append('dies')
+      if len(order) == 1:
+        self.liveness.dead_servers.add(0)
+        raise tf.errors.UnavailableError(None, None, 'the server is gone')
+
+    tasks = [_Task(die), *(_Task(lambda i=i: order.append(i)) for i in (1, 2))]
+    for task in tasks:
+      pool.submit(task)
+    with self.assertRaises(errors.ParameterServerUnavailableError):
+      pool.wait()
+    self.liveness.dead_servers.clear()
+    pool.forget()
+    interrupted = pool.interrupted()
+    self.assertEqual(interrupted, tasks)
+    self.assertEqual(pool.interrupted(), [])
+    finished = []
+    tasks[1].finish = finished.append
+    with pool.lock:
+      pool.go_on([tasks[0], tasks[2]], [tasks[1]])
+      pool.submit(_Task(lambda: order.append('new')))
+    pool.wait()
+    self.assertEqual(order, ['dies', 'dies', 2, 'new'])
+    self.assertEqual(finished, [0])
+
   def test_broken_connection_is_tried_again(self):
     pool, failures = self._pool(1), [1, 1]
 

@@ -77,7 +77,8 @@ class Engine:
     self._lock = threading.RLock()
     self._functions: dict[Any, Any] = {}
     self._sources = weakref.WeakSet()
-    recovery.on_recreated = self.forget
+    recovery.on_restored = self.forget
+    recovery.steps_done = lambda: self._steps_done
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins steps, or waits while too many run; returns the newest report."""
@@ -149,13 +150,12 @@ class Engine:
     self._pool.wait(until)
 
   def forget(self) -> None:
-    """Forgets functions and open splits: variables have new handles."""
+    """Servers were restored: variables have new handles, workers lost splits."""
     with self._lock:
       self._functions.clear()
-      sources = list(self._sources)
     self.reports.forget(keeps_numbers=True)
-    for source in sources:
-      source.begin_again()
+    for worker in self._pool.workers:
+      self.lose_splits(worker)
 
   def report(self) -> dict[str, Any]:
     """Counters of this engine."""

@@ -77,11 +77,24 @@ class Journal:
             resource=variable.handle, value=tf.constant(self._state)
           )
 
-  def recover(self) -> None:
-    """Makes servers refuse all writes of steps before a server's death."""
+  def recover(self, restores_all: bool = True) -> None:
+    """Prepares for the restore after a server's death.
+
+    Writes that belong to the state before are dropped from now on. An unfinished step
+    is repeated with all of its units. If not `restores_all`, units that a living
+    server has written are left out.
+    """
     for variable in [*self._tokens_of, *self._written.values()]:
       variable.recreate_if_dead()
     self.revoke()
+    if not restores_all:
+      return
+    for (_, unit, _), variable in self._written.items():
+      if unit != units.LAST_UNIT:
+        with tf.device(variable.device):
+          tf.raw_ops.AssignVariableOp(
+            resource=variable.handle, value=tf.zeros(variable.shape, tf.int64)
+          )
 
   def ticket(
     self, kind: int, token: tf.Tensor, key: tf.Tensor, done: tf.Tensor

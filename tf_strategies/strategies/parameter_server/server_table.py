@@ -39,13 +39,15 @@ class ServerShard(row_table.Shard):
     self.server = server
     self.name = name
 
-  def recreate_if_dead(self) -> None:
-    """Makes an empty shard if the server was restarted."""
+  def recreate_if_dead(self) -> bool:
+    """Makes an empty shard if the server was restarted; returns whether it was."""
     try:
       self.size()
     except tf.errors.OpError:
       self._make()
       self.is_lost = True
+      return True
+    return False
 
   def check_is_whole(self) -> None:
     """Raises an error if its rows were lost with their server."""

@@ -223,19 +223,6 @@ class Source:
     with self._lock:
       self._free += self._splits_of.pop(worker, [])
 
-  def begin_again(self) -> None:
-    """Takes back all splits, since variables are restored from a checkpoint.
-
-    They get new keys: a step on an element is written again, also on servers that
-    have written it before.
-    """
-    with self._lock:
-      for mine in self._splits_of.values():
-        self._free += mine
-      self._splits_of.clear()
-      for split in self.splits:
-        split.key = next(_keys)
-
 
 class Round:
   """One element of each split that has one, for the tasks of one step."""

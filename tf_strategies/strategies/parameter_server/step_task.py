@@ -62,6 +62,11 @@ class _StepsTask(worker_pool.Task):
     """Returns how many are known to be done."""
     return self._done
 
+  @property
+  def done_so_far(self) -> int:
+    """Returns how many were done when it was interrupted."""
+    return self._done if self.step.trains else 0
+
   def may_begin(self, worker: int) -> bool:
     return self._engine.may_begin(worker)
 
@@ -120,6 +125,14 @@ class StepTask(_StepsTask):
     self._done = self._engine.journal.done(batch_message.TASKS, self._number)
     return self._done == self.steps
 
+  def renew(self) -> bool:
+    """Whoever wants its result begins another one."""
+    if not self._is_result_wanted:
+      self._function, self.discovery = self._engine.function(
+        self.step, self._layout
+      )
+    return not self._is_result_wanted
+
   def finish(self, worker: int) -> None:
     """Counts the steps that were done, and frees the batches."""
     super().finish(worker)
@@ -133,9 +146,15 @@ class InputTask(_StepsTask):
     super().__init__(engine, step, len(work))
     self._source = work.source
     self._split: splits.Split | None = None
-    layout = self._source.dataset.layout
-    self._one, self.discovery = engine.function(step, layout(1))
-    self._all, _ = engine.function(step, layout(self.steps))
+    self._asked = self.steps
+    self.renew()
+
+  def renew(self) -> bool:
+    """Traces its functions."""
+    layout, function = self._source.dataset.layout, self._engine.function
+    self._one, self.discovery = function(self.step, layout(1))
+    self._all, _ = function(self.step, layout(self._asked))
+    return True
 
   def has_work_for(self, worker: int) -> bool:
     """Returns whether there is anything for this worker to read."""

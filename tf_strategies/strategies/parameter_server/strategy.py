@@ -70,8 +70,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   is; additions are atomic.
 
   A worker that dies loses no step, and is used again when it is back. When a
-  server dies and `checkpoint_dir` is given, training waits for it, restores all
-  variables from the newest whole checkpoint and continues. Without it
+  server dies and `checkpoint_dir` is given, training waits for it and continues from
+  the newest whole checkpoint: in 'sync' with all variables, in other modes with the
+  variables that the server held. Without `checkpoint_dir` a
   `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
   their own tables there.
 
@@ -268,8 +269,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     Returns:
       mode; steps (done); staleness (number of steps by how many other steps
       were applied while they were computed); dropped (gradients that steps
-      were done without, in mode 'sync'); bytes_per_server; recoveries (server that
-      died, lost_steps, and seconds).
+      were done without, in mode 'sync'); bytes_per_server; recoveries (server,
+      lost_steps of what was restored, and seconds; in 'sync' one for all servers
+      that were lost, in other modes one for each).
     """
     return {
       'mode': self.options.mode,

@@ -59,7 +59,7 @@ def _is_large(shape: Sequence[int], dtype: tf.DType) -> bool:
   return math.prod(shape) * dtype.size >= _TABLE_BYTES
 
 
-def _parts_of(variable: Any) -> list[_Part]:
+def parts_of(variable: Any) -> list[_Part]:
   """Returns the parts of a variable on servers, each with its first row."""
   value = model_state.value_of(variable)
   if isinstance(value, partitioned.PartitionedVariable):
@@ -181,7 +181,7 @@ def tables_among(named: Mapping[str, Any]) -> list[Table]:
     if isinstance(variable, row_table.Column):
       columns.setdefault(variable.table, {})[variable.key] = name
     elif (
-      (parts := _parts_of(variable))
+      (parts := parts_of(variable))
       and not model_state.has_parts(variable)
       and _is_large(variable.shape, tf.as_dtype(variable.dtype))
     ):
@@ -276,13 +276,15 @@ class TableFiles:
     path: str,
     arrays: checkpointer.StoredArrays,
     tables: Sequence[Table],
+    only_lost: bool = False,
   ) -> None:
-    """Assigns tables the rows of a checkpoint."""
+    """Assigns tables the rows of a checkpoint; if `only_lost`, those that were lost."""
     path = os.path.abspath(path)
     work = [
       (shard.holder.server, functools.partial(_restore, shard, path, arrays))
       for table in tables
       for shard in table
+      if shard.holder.is_lost or not only_lost
     ]
     if work:
       self._do(work, self._servers_that_see(path))

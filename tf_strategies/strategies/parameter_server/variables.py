@@ -264,10 +264,13 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def recreate_if_dead(self) -> None:
-    """Creates the variable again, as zeros, on a server that was restarted."""
+  def recreate_if_dead(self) -> bool:
+    """Creates the variable again, as zeros, on a server that was restarted.
+
+    Returns whether the variable has lost its value.
+    """
     if self.is_alive():
-      return
+      return False
     with tf.device(server_device(self.server)):
       fresh = _tf_internal.ResourceVariable(
         tf.zeros(self.shape, self.dtype), trainable=False, dtype=self.dtype
@@ -276,6 +279,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     _tf_internal.replace_handle(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
+    return self.is_lost
 
 
 def gives_rows() -> bool:

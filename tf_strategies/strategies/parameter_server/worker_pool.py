@@ -50,6 +50,7 @@ class Task(abc.ABC):
   retries = losses = 0
   progress = 0  # How many steps were done when it failed last.
   attempt = 0  # Of the pool, that it belongs to.
+  number = 0  # Of all that were submitted.
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -91,6 +92,15 @@ class Task(abc.ABC):
     """Returns how many of its steps are known to be done."""
     return 0
 
+  @property
+  def done_so_far(self) -> int:
+    """Returns how many of its steps of training were done when it was interrupted."""
+    return 0
+
+  def renew(self) -> bool:
+    """Makes it ready to go on with other variables; whether it is to go on."""
+    return False
+
   @abc.abstractmethod
   def finish(self, worker: int) -> None:
     """Called under the pool's lock when it is done."""
@@ -125,6 +135,10 @@ class WorkerPool:
     # Since when nobody wants what a worker runs.
     self._late_since: dict[int, float] = {}
     self._error: BaseException | None = None
+    # Tasks that the death of a server has ended, and whether one has died.
+    self._interrupted: list[Task] = []
+    self._is_server_lost = False
+    self.submitted = 0
     # Why no task may begin; the one place that every step of every mode passes.
     self._refusal: Exception | None = None
     self._is_open = True
@@ -155,6 +169,8 @@ class WorkerPool:
           'create another strategy',
         )
       task.attempt = self.attempt
+      task.number = self.submitted
+      self.submitted += 1
       self._queue.append(task)
       self._discard_unwanted()
       self.lock.notify_all()
@@ -202,11 +218,13 @@ class WorkerPool:
     """Raises `error` for each task that is submitted, until `accept`."""
     with self.lock:
       self._refusal = error
+      self._is_server_lost = True
 
   def accept(self) -> None:
     """Takes tasks again."""
     with self.lock:
       self._refusal = None
+      self._is_server_lost = False
 
   def end(self, error: Exception) -> None:
     """Raises `error` for whoever waits or submits; returns when no task runs."""
@@ -227,12 +245,28 @@ class WorkerPool:
     """Drops the error and all waiting tasks, and waits for all that run.
 
     Also for those that nobody wants: functions may fail while TensorFlow connects
-    again.
+    again. Those that the death of a server has ended `interrupted` returns.
     """
     with self.lock:
       self._drop_waiting()
       self._wait_for_running(self._timeout)
       self._error = None
+
+  def interrupted(self) -> list[Task]:
+    """The tasks that were not done when a server died, as they were submitted."""
+    with self.lock:
+      found, self._interrupted = self._interrupted, []
+    return sorted(found, key=lambda task: task.number)
+
+  def go_on(self, tasks: Sequence[Task], done: Sequence[Task]) -> None:
+    """Takes up tasks of `interrupted`, before all others; counts those done."""
+    with self.lock:
+      for task in done:
+        task.finish(self.workers[0])
+      for task in tasks:
+        task.attempt = self.attempt
+      self._queue.extendleft(reversed(tasks))
+      self.lock.notify_all()
 
   def _wait_for_running(self, seconds) -> None:
     """Under the lock: waits for the tasks that run, but no longer."""
@@ -247,10 +281,15 @@ class WorkerPool:
         self._check_progress()
     if self._error is not None:
       error, self._error = self._error, None
+      self._is_server_lost = _is_of_server(error)
       self._drop_waiting()
       raise error
 
   def _drop_waiting(self) -> None:
+    if self._is_server_lost:
+      self._interrupted.extend(self._queue)
+    else:
+      self._interrupted.clear()
     self._queue.clear()
     self.attempt += 1
 
@@ -282,9 +321,10 @@ class WorkerPool:
           task = self._running.get(worker)
           # Errors of tasks that began before the last error were already
           # reported.
-          is_of_server = isinstance(e, errors.ParameterServerUnavailableError)
-          if not task or task.attempt == self.attempt or is_of_server:
+          if not task or task.attempt == self.attempt or _is_of_server(e):
             self._error = self._error or e
+          if task and _is_of_server(e):
+            self._interrupted.append(task)
           self._end(worker)
         time.sleep(_REJOIN_SECONDS)
 
@@ -326,6 +366,8 @@ class WorkerPool:
         task.finish(worker)
       elif self._is_open and not self._error and task.attempt == self.attempt:
         self._queue.appendleft(task)
+      elif self._is_server_lost:
+        self._interrupted.append(task)
       self._end(worker)
 
   def _end(self, worker: int) -> None:
@@ -456,6 +498,10 @@ class WorkerPool:
       with self.lock:
         self._pauses -= 1
         self.lock.notify_all()
+
+
+def _is_of_server(error: BaseException) -> bool:
+  return isinstance(error, errors.ParameterServerUnavailableError)
 
 
 def _first_line(error: BaseException) -> str:
