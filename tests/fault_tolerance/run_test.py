@@ -62,6 +62,39 @@ def _fit(model, steps=2):
   model.fit(x, x[:, :1], batch_size=8, verbose=0, shuffle=False)
 
 
+class _Adversarial(keras.Model):
+  """Two players without `call` of the model, each with an optimizer of its own."""
+
+  def __init__(self):
+    super().__init__()
+    self.players = [
+      keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
+      for _ in range(2)
+    ]
+    self.first, self.second = (keras.optimizers.Adam(0.1) for _ in range(2))
+
+  def train_step(self, x):
+    turns = zip(self.players, (self.first, self.second), strict=True)
+    for player, optimizer in turns:
+      with tf.GradientTape() as tape:
+        made = self.players[1](self.players[0](x))
+        loss = tf.reduce_mean(tf.sin(made))
+      weights = player.trainable_weights
+      optimizer.apply(tape.gradient(loss, weights), weights)
+    return {'loss': loss}
+
+
+def _adversarial(strategy):
+  keras.backend.clear_session()
+  keras.utils.set_random_seed(1)
+  with strategy.scope():
+    model = _Adversarial()
+    model.compile()
+    model.first.build(model.players[0].trainable_weights)
+    model.second.build(model.players[1].trainable_weights)
+  return model
+
+
 class RunTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -99,6 +132,21 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     checkpoint._state.restore_metrics()
     for name, value in model.get_metrics_result().items():
       self.assertAllClose(value, results[name], rtol=1e-6, msg=name)
+
+  @parameterized.parameters(1, 2)
+  def test_model_without_call(self, replicas):
+    data = tf.data.Dataset.from_tensors(tf.ones([4, 3])).repeat(4)
+    straight = _adversarial(_strategy(replicas))
+    straight.fit(data, epochs=2, verbose=0)
+    for epochs in (1, 2):
+      model = _adversarial(_strategy(replicas))
+      run = self._run(model)
+      epoch, _ = run.restore()
+      model.fit(
+        data, initial_epoch=epoch, epochs=epochs, callbacks=[run], verbose=0
+      )
+    for expected, found in zip(straight.weights, model.weights, strict=True):
+      np.testing.assert_array_equal(expected.numpy(), found.numpy())
 
   def test_optimizers_that_are_attributes_of_the_model(self):
     models = [_model(seed=seed) for seed in (1, 2)]

@@ -24,7 +24,9 @@ from tf_strategies.cluster import workers as workers_lib
 
 def check_built(model: keras.Model) -> None:
   """Raises an error for a model that has no variables to save or restore."""
-  if not model.built:
+  # Keras never builds a model without `call`, whose train_step calls its layers.
+  has_built_layers = model.layers and all(each.built for each in model.layers)
+  if not (model.built or has_built_layers):
     raise errors.UnsupportedOptionError(
       f'model={model.name!r}, which has no variables yet',
       'a built model',

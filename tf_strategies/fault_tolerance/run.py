@@ -149,7 +149,7 @@ class Run(keras.callbacks.Callback):
       )
       for each in objects.values():
         option_checks.check(
-          each.built,
+          each is model or each.built,
           f'an optimizer {each.name!r} of the model, which has no variables yet,',
           'optimizers whose state can be saved',
           'call optimizer.build(variables) before tfs.Run',
