@@ -60,7 +60,7 @@ class CheckpointerTest(parameterized.TestCase):
     self.store = checkpointer.Checkpointer(self.directory)
 
   def _listed(self):
-    """What is in the directory, beside the file that names the owner."""
+    """Returns the names in the directory, except the file that names the owner."""
     return set(os.listdir(self.directory)) - {'owner.json'}
 
   def _save(self, number):
@@ -234,7 +234,7 @@ class CheckpointerTest(parameterized.TestCase):
     self.assertEqual(caught.exception.errno, errno.ENOSPC)
     self.assertEqual(self.store.paths(), paths)
     self.assertEqual(self.store.newest().metadata['number'], 2)
-    # What is left of it goes with the next.
+    # The next save deletes its remains.
     path = self._save(4)
     self.assertEqual(
       sorted(self._listed()),
@@ -378,7 +378,7 @@ class OwnerTest(parameterized.TestCase):
     self.addCleanup(self.store.release)
 
   def start_as(self, run):
-    """From now on this process is one that has just begun, of a run."""
+    """Makes this process one of a run that has just begun."""
     self.store.release()
     self.enter_context(mock.patch.dict(os.environ, {'TFS_RUN_ID': run}))
     self.store = checkpointer.Checkpointer(self.directory)
@@ -420,7 +420,7 @@ class OwnerTest(parameterized.TestCase):
     self.start_as('a')
     self.save()
     self.start_as('b')
-    self.check()  # A run that begins continues what is there.
+    self.check()  # A run that begins continues the last one.
     self.start_as('a')
     self.check()  # The other one has written nothing.
     self.save()
@@ -457,7 +457,7 @@ class OwnerTest(parameterized.TestCase):
     os.remove(os.path.join(self.directory, 'owner.json'))
     self.start_as('b')
     self.store.check_description(found, {'rate': 0.2})
-    # Also when it starts again before its first save, and not for what it saves.
+    # Also after a restart before its first save, but not for its own checkpoints.
     self.start_as('b')
     self.store.check_description(found, {'rate': 0.2})
     self.save(rate=0.2)

@@ -96,7 +96,7 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(found.arrays['table'], _WHOLE)
 
   def test_a_file_that_cannot_be_written(self):
-    """As any other: the checkpoints of before stay."""
+    """Checks that earlier checkpoints stay, as after any failed write."""
     before = self.save()
     with self.assertRaisesRegex(errors.StorageError, 'cannot be written.*Fix'):
       self.store.save({}, {}, lambda d: {'table': self.table(d + '/no')})

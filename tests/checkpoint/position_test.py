@@ -14,7 +14,7 @@ def _range(count):
 
 
 def _unknown(count):
-  """Of a length that TensorFlow does not know."""
+  """Returns a function that makes a dataset whose length TensorFlow cannot know."""
   return lambda: tf.data.Dataset.range(count).filter(lambda x: x >= 0)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong in what schedulers set, and any text in its place."""
+"""Wrong values of the variables that schedulers set, and any text in their place."""
 
 import json
 

@@ -14,7 +14,7 @@ _WORKERS = {'worker': ['a:1', 'b:2', 'c:3']}
 
 
 def _config(workers=None, task=None, **jobs):
-  """The text of a TF_CONFIG that is right but for what is passed."""
+  """Returns the text of a TF_CONFIG, correct except for the passed parts."""
   described = {**(_WORKERS if workers is None else {'worker': workers}), **jobs}
   return json.dumps({'cluster': described, 'task': task or _TASK})
 
@@ -23,7 +23,7 @@ def _task(**changes):
   return _config(task={**_TASK, **changes})
 
 
-# A text, and words of the message: where, and the value as it is shown.
+# A text, and words of the message: the place and the value shown.
 _BAD = (
   ('', "''", 'JSON object'),
   ('{"cluster": {"worker": ["a:1"', 'JSONDecodeError'),

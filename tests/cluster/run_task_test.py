@@ -97,7 +97,7 @@ class ServersTest(parameterized.TestCase):
     self.assertEqual(chief.wait(), 0, chief.output())
     # 1 and the sum of 0 to 5, on a parameter server.
     self.assertIn('\n16.0 /job:ps/replica:0/task:0/', chief.output())
-    # They do not end with the chief, but when they are told to.
+    # They end on request, not with the chief.
     for server in servers:
       self.assertIsNone(server.process.poll(), server.output())
       server.process.terminate()

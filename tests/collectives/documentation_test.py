@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and the package is what it says it is."""
+"""The examples in docstrings run, and each file is a known algorithm or codec."""
 
 import ast
 import importlib

@@ -1,8 +1,8 @@
 """A schedule with one thing wrong is refused, or proven to be right after all.
 
 Some changes give another correct schedule: a copy may come from any rank that
-has the sum already. Those are told apart by running them on inputs whose sum
-shows how often each contribution went into it.
+has the sum already. A simulation recognises those: the sum of its inputs shows
+how often each contribution went into it.
 """
 
 import collections
@@ -30,7 +30,7 @@ def is_rejected(mutant):
 
 
 def is_exact(mutant):
-  """Whether every rank ends with every contribution once, by simulation."""
+  """Returns whether every rank of a simulation gets every contribution once."""
   n, length = mutant.world_size, mutant.num_chunks
   # Six bits for each rank: the sum counts how often a contribution is in it.
   counts = [np.full(length, 1 << 6 * rank, np.int64) for rank in range(n)]
@@ -49,7 +49,7 @@ def replaced(original, index, *transfers):
 
 
 def mutants_of_transfer(original, index):
-  """All (kind, mutant) that change one transfer."""
+  """Yields (kind, mutant) for every change to one transfer."""
   t = original.transfers[index]
   yield 'drop', replaced(original, index)
   yield 'duplicate', replaced(original, index, t, t)

@@ -18,7 +18,7 @@ from tf_strategies.process_group import reductions
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-  """What came of a simulated schedule.
+  """The result of a simulated schedule.
 
   Attributes:
     outputs: one array for each rank, of the inputs' shape and dtype.
@@ -146,15 +146,15 @@ class _Rank:
       before = self.values[place].copy()
       self._codec.decode(payload, self.values[place])
       if self._residual is not None and is_kept:
-        with np.errstate(invalid='ignore'):  # Of what is not finite, NaN.
+        with np.errstate(invalid='ignore'):  # Infinities leave NaN.
           self._residual[place] += before - self.values[place]
       self._payloads[chunk] = payload
     return self._payloads[chunk]
 
   def receive(self, chunk, terms, reduce, ufunc) -> None:
-    """Takes what comes in one round, in the order of ranks; None is its own."""
+    """Takes the values of one round, in the order of ranks; None is its own."""
     place = self._slices[chunk]
-    # An addition makes a new value; what is copied is forwarded as it is.
+    # An addition makes a new value; a copy is forwarded unchanged.
     self._payloads.pop(chunk, None)
     if self._codec is not None and not reduce:
       self._payloads[chunk] = terms[-1]

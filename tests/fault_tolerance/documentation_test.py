@@ -1,4 +1,4 @@
-"""The examples in the docstrings run, and show what they say."""
+"""Runs the examples in the docstrings and compares their output."""
 
 import tensorflow as tf
 from absl.testing import parameterized

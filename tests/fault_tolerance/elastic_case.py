@@ -82,7 +82,7 @@ class Workers:
 
 
 class ElasticCase(tf.test.TestCase, parameterized.TestCase):
-  """What is true whatever has happened."""
+  """Checks of results that must hold after any fault."""
 
   def assert_results(
     self,

@@ -1,4 +1,4 @@
-"""Elastic jobs whose gradients are compressed: what is not sent is kept, once."""
+"""Elastic jobs with compressed gradients: each residual is kept and added once."""
 
 import functools
 

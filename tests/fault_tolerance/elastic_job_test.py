@@ -65,7 +65,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.model.compile('sgd', 'mse', jit_compile=False)
 
   def _apply(self):
-    """One step of a loop of one's own."""
+    """Does one step of a custom loop."""
     self.model.optimizer.iterations.assign_add(1)
 
   def test_steps_of_a_loop_count_once(self):
@@ -99,7 +99,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(self.job.position, Position(0, 2))
 
   def test_worker_far_behind_takes_state_and_position(self):
-    """It calls the training function again: with both, also if it is alone then."""
+    """Checks that it calls the function again with both, even if it is then alone."""
     self.job.restore(self.model)
     self.job.update(0, 3)
     state, members = self.job._state, self.job._members
@@ -193,7 +193,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     ('dataset', 2),
   )
   def test_fit_goes_on(self, kind, group):
-    """With neither more nor less steps than are left; a group begins anew."""
+    """Checks that `fit` does the remaining steps, and restarts a partial group."""
     self.model.steps_per_execution = group
     self.job.restore(self.model)
     self.job.update(1, 3)
@@ -279,7 +279,7 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
         patched = failing(getattr(group_class, name))
         stack.enter_context(mock.patch.object(group_class, name, patched))
       groups = tfs.elastic.run(train, devices=['CPU:0'])
-    self.assertLen(model, 1)  # It was never built anew.
+    self.assertLen(model, 1)  # It was built only once.
     self.assertEqual(groups, 1 + len(failures))
     return model[0].get_weights(), groups
 

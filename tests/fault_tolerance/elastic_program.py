@@ -113,7 +113,7 @@ def build_embedding():
 
 
 def optimizer_of(kind):
-  """What a model of a kind is trained with."""
+  """Returns the optimizer for a kind of model."""
   if kind == 'embedding':
     return keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
   return momentum()
@@ -157,7 +157,7 @@ def momentum():
 
 
 def callbacks_with_state():
-  """What counts epochs and changes the training by it."""
+  """Returns callbacks that count epochs and change the training by the count."""
   return [
     keras.callbacks.ReduceLROnPlateau(
       'val_loss', factor=0.7, patience=1, min_delta=0.05
@@ -183,7 +183,7 @@ def uninterrupted(epochs=EPOCHS, kind='plain', size=BATCH):
 
 
 def fit_options(kind):
-  """What `fit` gets beside the batches."""
+  """Returns the arguments of `fit` besides the batches."""
   if kind == 'plain':
     return {}
   x, y = data()
@@ -192,7 +192,7 @@ def fit_options(kind):
 
 
 class Events(keras.callbacks.Callback):
-  """Counts what it hears, as a callback does that says when to save."""
+  """Counts its events, like a callback that decides when to save."""
 
   def __init__(self):
     super().__init__()
@@ -269,10 +269,10 @@ def train(
   compression='none',
   deaf_every=7,
 ):
-  """Trains as one worker; returns what it ended with.
+  """Trains as one worker; returns its results.
 
-  The workers `deaf` take part in every so many collectives of steps, and then do
-  as if they had not heard of its end.
+  In the workers `deaf`, every `deaf_every`-th all-reduce raises after its end, as if
+  the worker had not heard of the result.
   """
   if rank in deaf:
     _do_not_hear(deaf_every)
@@ -343,23 +343,23 @@ def train(
 
 
 def result_path(directory, rank):
-  """Where `main` leaves what `train` has returned."""
+  """Returns the path where `main` leaves the result of `train`."""
   return os.path.join(directory, f'result_{rank}')
 
 
 def outcome(directory, rank):
-  """What a worker's `main` has left, as of a worker of `processes`."""
+  """Returns the result that a worker's `main` left, as `processes` does."""
   with open(result_path(directory, rank), 'rb') as file:
     return processes.Outcome(rank, 0, pickle.load(file))
 
 
 def main(directory, options, arguments):
-  """As a program: what it does is JSON, what it has done is pickled.
+  """Trains as a program, and pickles the result.
 
   Args:
-    directory: for the result.
-    options: of `ElasticOptions`.
-    arguments: of `train`.
+    directory: where the result goes.
+    options: options of `ElasticOptions`, as JSON.
+    arguments: arguments of `train`, as JSON.
   """
   rank = json.loads(os.environ['TF_CONFIG'])['task']['index']
   import tf_strategies as tfs

@@ -1,7 +1,7 @@
 """Elastic training goes on when workers die, come back and come late.
 
-The promise: whatever happens, the weights at the end are those of a run that
-nothing happened to. Real processes, real `kill -9`.
+The promise: whatever happens, the weights at the end equal the weights of an
+undisturbed run. Real processes, real `kill -9`.
 """
 
 import csv
@@ -100,7 +100,7 @@ class ElasticTest(elastic_case.ElasticCase):
       self.assert_files(job.path('files'), outcomes, 2 + comes_back)
 
   def assert_files(self, path, outcomes, chiefs):
-    """The files are whole, and those of a run on one device."""
+    """Checks that the files are whole and equal the files of one device."""
     want, history = elastic_program.uninterrupted()
     with open(os.path.join(path, 'log.csv'), encoding='utf-8') as f:
       rows = list(csv.DictReader(f))

@@ -44,7 +44,7 @@ def _model(seed):
 
 
 def _count(directory: str, count: int | None = None) -> int:
-  """How many evaluations the evaluator tells in a file; or tells it."""
+  """Returns the number of evaluations in a file, after writing it if given."""
   path = os.path.join(directory, 'evaluated')
   if count is not None:
     with open(path + '.part', 'w') as f:
@@ -67,7 +67,7 @@ def _wait_for(directory: str, count: int) -> None:
 
 
 def train(directory: str, mode: str) -> list[dict[str, float]]:
-  """What the job says of the model, for each checkpoint that it writes."""
+  """Trains; returns the job's own evaluation at each checkpoint that it writes."""
   import keras
 
   import tf_strategies as tfs
@@ -111,7 +111,7 @@ def train(directory: str, mode: str) -> list[dict[str, float]]:
 
 
 def evaluate_all(directory: str) -> list[dict[str, Any]]:
-  """What a `SidecarEvaluator` says of every checkpoint."""
+  """Returns the results of a `SidecarEvaluator` for every checkpoint."""
   import tf_strategies as tfs
 
   checkpoints = os.path.join(directory, 'checkpoints')

@@ -41,9 +41,9 @@ def _data():
 
 
 class Training:
-  """Trains a model and keeps what its checkpoints must evaluate to.
+  """Trains a model and keeps the expected evaluations of its checkpoints.
 
-  They are those of a `tfs.Run`, or of TensorFlow's `CheckpointManager`.
+  A `tfs.Run` or TensorFlow's `CheckpointManager` writes the checkpoints.
   """
 
   def __init__(self, directory, is_run=False, strategy=None, **options):
@@ -85,7 +85,7 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   def assert_evaluations(self, evaluations, training, paths=None):
-    """They are what the trained model said of itself, in order."""
+    """Checks that they equal the evaluations of the trained model, in order."""
     paths = list(training.expected) if paths is None else paths
     self.assertEqual([e.path for e in evaluations], paths)
     for evaluation in evaluations:

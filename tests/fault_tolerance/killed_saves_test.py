@@ -68,7 +68,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(os.listdir(self.directory), _KEPT + 2)
 
   def assert_has_parts(self, kind, arrays):
-    """What workers have of their own is in the checkpoint, of each of them."""
+    """Checks that the checkpoint has the own values of each worker."""
     if kind == 'sharded':
       return
     own = [a for a in arrays.values() if a.ndim and a.shape[0] == 2]
@@ -90,7 +90,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     return []
 
   def assert_whole(self, expected, death=None):
-    """The newest checkpoint is that of an undisturbed run; returns its epoch."""
+    """Checks the newest checkpoint against an undisturbed run; returns its epoch."""
     store = checkpointer.Checkpointer(self.directory)
     found = store.newest()
     self.assertEmpty(found.skipped, death)
@@ -98,7 +98,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(set(found.arrays), set(expected[epoch]))
     for name, array in expected[epoch].items():
       np.testing.assert_array_equal(found.arrays[name], array, name)
-    # At most one that has no name yet, or none any more.
+    # At most one more, which is being written or deleted.
     self.assertLessEqual(len(store.paths()), _KEPT + 1)
     self.assertLessEqual(len(os.listdir(self.directory)), _KEPT + 3)
     return epoch

@@ -75,7 +75,7 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   def _train(self, options, workers):
-    """An uninterrupted run; what it ended with."""
+    """Returns the results of an uninterrupted run."""
     with Job(options, workers) as job:
       self.assertEqual(job.wait(), 0, job.output()[-5000:])
     return self._results(options)
@@ -88,7 +88,7 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       return state, json.load(f)
 
   def _preempt(self, options, workers, target, step):
-    """A run that SIGTERM interrupts after `step`; returns what it printed.
+    """Interrupts a run with SIGTERM after `step`; returns its output.
 
     Args:
       options: of the program.

@@ -172,14 +172,14 @@ def _loop(options, model, run, start, batches, after_step):
       for step in range(first, STEPS):
         train_step(next(iterator))
         after_step(epoch * STEPS + step + 1)
-        # At the end of an epoch in any case: it might be that of the run.
+        # Exits at the end of an epoch in any case: the run may end there.
         run.exit_if_preempted(epoch, step + 1, at_once=step + 1 == STEPS)
       run.save(epoch + 1)
   return {}
 
 
 def main(options):
-  """What a process does: leaves its pid, its steps, and what it ended with."""
+  """Trains as one process; leaves its pid, its steps and its results in files."""
   rank = 0
   if 'TF_CONFIG' in os.environ:
     rank = json.loads(os.environ['TF_CONFIG'])['task']['index']

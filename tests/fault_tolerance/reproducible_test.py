@@ -58,7 +58,7 @@ class _Workers(elastic_case.Workers):
 
 @functools.cache
 def _want(epochs):
-  """What one process, in which nothing happens, ends with."""
+  """Returns the result of one undisturbed process."""
   strategy = tfs.RingMirroredStrategy(
     virtual_devices.names(1), reproducible=reproducible_program.ELASTIC_SHARDS
   )
@@ -67,7 +67,7 @@ def _want(epochs):
 
 class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
   def assert_digests(self, outcomes, want):
-    """All that are left have the same bits, and were in several groups."""
+    """Checks that the workers have the wanted bits; returns their groups' sizes."""
     for outcome in outcomes:
       self.assertEqual(outcome.error_text, '')
       self.assertIsNotNone(outcome.value, f'worker {outcome.rank}')

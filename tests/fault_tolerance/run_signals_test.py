@@ -26,7 +26,7 @@ _TWO = ('CPU:0', 'CPU:1')
 
 
 class _Program:
-  """Runs of one program, of which some are preempted."""
+  """Runs of one program; a signal preempts some of them."""
 
   def __init__(self, options):
     self.options = options
@@ -91,7 +91,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_same_state(expected, found)
     # No step was done twice, and none was left out.
     self.assertEqual(_training(run.steps), _training(straight.steps))
-    # What was interrupted has the metrics of the whole epoch.
+    # An interrupted epoch ends with the metrics of the whole epoch.
     for epoch, values in results.items():
       self.assertEqual(values, all_results[epoch], epoch)
     if options.loop == 'fit':
@@ -260,7 +260,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     self.run_.save(epoch=2, step=3)
     self.run_.restore()
     self.model.steps_per_execution = group
-    for _ in range(2):  # What is wrong once is wrong twice.
+    for _ in range(2):  # The second call raises too.
       with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
         self._fit(self.run_, epochs=4, **options)
       self.assert_handler_is_back()

@@ -302,7 +302,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(value, before[name], name)
 
   def test_another_run_can_be_read_and_not_continued(self):
-    """It may have other settings, numbers of the optimizer and seeds."""
+    """Checks a run with other settings, optimizer values and seeds."""
     self._run().save(1)
     adam = keras.optimizers.Adam(0.5)
     model = _model(seed=2, optimizer=adam)

@@ -2,8 +2,8 @@
 
   elastic_member.py DIRECTORY
 
-Workers add up numbers step by step, each of them a part, until the file `finish` is
-in the directory. `expected` says what they must have then, whatever has happened.
+Workers add up numbers step by step, each worker a part, until the file `finish` is
+in the directory. `expected` returns the correct sums, whatever has happened.
 """
 
 import json
@@ -27,7 +27,7 @@ def add(state, total):
 
 
 def part(step, rank, world_size):
-  """What a rank contributes: each number is of one rank."""
+  """Returns the part of a rank: each number belongs to one rank."""
   numbers = np.arange(rank, _PARTS, world_size)
   return np.array([np.sum((numbers + step) ** k) for k in range(1, _SIZE + 1)])
 
@@ -84,7 +84,7 @@ class _Member:
     self._step = best.progress
 
   def _do_step(self, group):
-    """Whether this was the last step, and whether others wait to join."""
+    """Does a step; returns whether it was the last and whether others wait to join."""
     time.sleep(_SECONDS_A_STEP)
     members = {member.task for member in group.members}
     flags = [

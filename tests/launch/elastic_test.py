@@ -596,7 +596,7 @@ class RandomFaultsTest(parameterized.TestCase):
     return found
 
   def _do_faults(self):
-    """Does one fault or two at once; what was done to whom."""
+    """Does one fault or two at once; returns the kind and the victim of each."""
     kinds = ['kill', 'kill', 'kill', 'stop']
     if self.count > 1:
       kinds += ['launcher', 'host', 'evict', 'freeze']

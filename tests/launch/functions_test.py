@@ -90,7 +90,7 @@ if __name__ == '__main__':
 
 
 def _place(offset):
-  """What a worker is told, and who it is."""
+  """Returns the argument and the index of a worker."""
   config = ClusterConfig.from_env()
   return np.float32([offset, config.training_index])
 

@@ -98,7 +98,7 @@ class HostfileTest(parameterized.TestCase):
         *(f'--num_workers={slots} --noevaluator --max_restarts=1 -- true ',),
       ):
         self.assertIn(flag, line)
-    # As shlex quotes what is quoted: the variable is for the other host alone.
+    # The variable is for the other host alone. shlex quotes its value once more.
     self.assertNotIn('TFS_SOMETHING', first)
     self.assertIn('export TFS_SOMETHING=', second)
     self.assertIn(' me@b /bin/sh', second)
@@ -171,7 +171,7 @@ class OverSshTest(parameterized.TestCase):
     return started
 
   def _left(self):
-    """What still runs on the hosts, but for sshd."""
+    """Returns the processes that still run on the hosts, except sshd."""
     found = []
     for host in range(2):
       namespace = self._hosts.command(host, [])[3]

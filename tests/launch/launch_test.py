@@ -60,7 +60,7 @@ wait_for('end', 'test')
       for process in (above, *below):
         self.assertNotIn(secret, ' '.join(process.cmdline()))
       end = launcher.directory / 'end-test-0'
-      # Whole at once: programs read it as soon as it is there.
+      # The name appears with the whole contents: programs read it at once.
       end.with_name('end-test-0~').write_text('0', encoding='utf-8')
       end.with_name('end-test-0~').rename(end)
       self.assertEqual(launcher.wait(), 0)

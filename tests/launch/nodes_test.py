@@ -30,7 +30,7 @@ def _address():
 
 
 def _said(launcher):
-  """What a launcher has said, but that it waits for one that starts slowly."""
+  """Returns the messages of a launcher, without notes that it waits for another."""
   lines = launcher.stderr().splitlines()
   return '\n'.join(line for line in lines if ' waits at ' not in line)
 

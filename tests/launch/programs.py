@@ -91,7 +91,7 @@ class Launcher(processes.Command):
         os.kill(pid, signal.SIGKILL)
 
   def notes(self, what: str) -> dict[str, object]:
-    """What tasks noted under this name, by `<task>-<attempt>`."""
+    """Returns the notes of tasks under this name, by `<task>-<attempt>`."""
     return {
       path.name.partition('-')[2]: json.loads(path.read_text(encoding='utf-8'))
       for path in sorted(self.directory.glob(f'{what}-*'))
@@ -111,11 +111,11 @@ class Launcher(processes.Command):
       time.sleep(0.01)
 
   def stdout(self) -> bytes:
-    """What the launcher has written to stdout so far."""
+    """Returns the output of the launcher on stdout so far."""
     return (self.directory / 'stdout').read_bytes()
 
   def stderr(self) -> str:
-    """What the launcher has written to stderr so far."""
+    """Returns the output of the launcher on stderr so far."""
     return (self.directory / 'stderr').read_text(encoding='utf-8')
 
   def pids(self) -> list[int]:
@@ -123,7 +123,7 @@ class Launcher(processes.Command):
     return [*self.notes('pid').values(), *self.notes('grandchild').values()]
 
   def alive(self) -> list[int]:
-    """Those of the noted processes that still run."""
+    """Returns the noted processes that still run."""
     return [pid for pid in self.pids() if is_running(pid)]
 
   def reapers(self) -> list[psutil.Process]:
@@ -158,7 +158,7 @@ def launchers(
 
 
 def is_running(pid: int) -> bool:
-  """Whether a process is there that is not merely waiting to be reaped."""
+  """Returns whether a process exists and is not just waiting to be reaped."""
   try:
     return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
   except psutil.NoSuchProcess:

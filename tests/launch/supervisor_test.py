@@ -239,7 +239,7 @@ except ProcessLookupError:
 class SignalTest(_JobTest):
   def setUp(self):
     super().setUp()
-    # Tests that run under nohup ignore it, and so would what they start.
+    # Tests under nohup ignore SIGHUP, and their child processes would too.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     self.addCleanup(signal.signal, signal.SIGHUP, before)
 

@@ -46,7 +46,7 @@ def small_pieces(small_bytes: int = _SMALL_BYTES):
 
 
 def cases(world_size: int) -> list[Case]:
-  """All cases between so many processes."""
+  """Returns all cases for a number of processes."""
   kinds = {
     'all_reduce': ('auto', *ALGORITHMS),
     'reduce_scatter': (
@@ -64,7 +64,7 @@ def cases(world_size: int) -> list[Case]:
       DTYPES,
     ):
       case = Case(kind, *case)
-      # The other dtypes with one op: what they add is independent of it.
+      # Other dtypes run with one op: the effects of dtype and op are independent.
       if case.dtype == 'float32' or case.op == 'sum':
         found.append(case)
   return found
@@ -108,12 +108,12 @@ def run(group) -> dict[Case, list[bytes]]:
 def expected(
   case: Case, world_size: int, large: str = 'ring'
 ) -> list[list[bytes]]:
-  """What every rank must get, by the simulator.
+  """Returns the bytes that every rank must get, from the simulator.
 
   Args:
-    case: of the table.
+    case: a case of the table.
     world_size: number of processes.
-    large: what 'auto' is for large arrays that travel as they are.
+    large: the algorithm that 'auto' means for large uncompressed arrays.
   """
   inputs = [values(rank, case) for rank in range(world_size)]
   if world_size == 1:

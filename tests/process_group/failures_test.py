@@ -22,7 +22,7 @@ _AT_ONCE_SECONDS = 8.0
 
 
 def _train(rank, directory, size, options):
-  """All-reduces until something fails; what, and that it stays that way."""
+  """Repeats all-reduces until one fails; returns the error, which must persist."""
   with meetings.meet(rank, **options) as meeting, meeting.form() as group:
     array = np.full(size, 1.0 + group.rank, np.float32)
     steps = 0
@@ -192,7 +192,7 @@ class LeavingTest(parameterized.TestCase):
 
 
 def _differ(rank, calls):
-  """Each rank makes its call; all must be told the same."""
+  """Makes the call of this rank; returns its error, the same on all ranks."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
     group.barrier(name='together')
     method, args, options = calls[rank]
@@ -287,7 +287,7 @@ def _work_on(rank, directory):
 
 
 def _check_collectives(group):
-  """Each with a result that tells ranks and positions apart."""
+  """Checks each collective by a result that tells ranks and positions apart."""
   size, own = group.world_size, group.rank
   total = size * (size - 1) // 2
   for length in (7, 40_001):
@@ -332,7 +332,7 @@ class ManyRanksTest(parameterized.TestCase):
             workers.start(victim)
           elif workers.is_alive(victim):
             workers.signal(victim, signal.SIGCONT)
-      # All that came back take part before they are told to end.
+      # Every restarted worker takes part before the run ends.
       for rank in range(count):
         with contextlib.suppress(FileNotFoundError):
           os.remove(os.path.join(directory, f'{rank}.runs'))

@@ -36,7 +36,7 @@ def addresses() -> dict[int, str]:
 
 
 def meet(task: int, **options) -> process_group.Rendezvous:
-  """This worker's rendezvous, with deadlines that suit tests."""
+  """Returns this worker's rendezvous, with deadlines that suit tests."""
   settings = {
     'rendezvous_timeout_seconds': 60.0,
     'collective_timeout_seconds': 60.0,

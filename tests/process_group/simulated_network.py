@@ -2,10 +2,10 @@
 
 Nothing of the protocol is modelled: `Rendezvous`, `Membership`, `Proposal`, `Mesh`,
 the handshake, the frames and the control plane are the package's own, each process
-an object in one event loop. What is simulated is what lies below them: the clock
+an object in one event loop. The simulation replaces the layers below: the clock
 (which jumps to the next event), sockets with a delay for each pair, connections
-that are lost, hosts that vanish, pairs that are cut. Computing takes no time here,
-so that seconds are those of waiting; collectives do not run.
+that are lost, hosts that vanish, pairs that are cut. Computing takes no time here:
+all seconds are seconds of waiting. Collectives do not run.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class _Socket:
     """Simulated sockets have no options."""
 
   def setblocking(self, is_blocking):
-    """They never block."""
+    """Does nothing: simulated sockets never block."""
 
   def fileno(self):
     return id(self)
@@ -110,7 +110,7 @@ class _Socket:
     self._wake()
 
   def vanish(self):
-    """Its host is gone: nobody is told."""
+    """Closes this end without notice to the peer, as a vanished host does."""
     self._closed = True
     self.process.open_sockets.discard(self)
 
@@ -126,7 +126,7 @@ class _Socket:
     return count
 
   def flush(self):
-    """The network carries something again: so it does what it was sent before."""
+    """Delivers the data that the network held back."""
     held, self._held = self._held, []
     for data in held:
       self._deliver(data)
@@ -136,7 +136,7 @@ class _Socket:
     if delay is None:
       self._held.append(data)
       return
-    # What was sent before comes before.
+    # Data arrives in the order of sending.
     at = self._free_at = max(self._loop.time() + delay, self._free_at)
     if self.peer.process.is_alive:
       self._loop.call_at(at, self.peer.take, data)
@@ -240,15 +240,15 @@ class Process:
 
   @property
   def is_in_group(self):
-    """Whether it is in a group that works."""
+    """Returns whether the process is in a group that works."""
     return self.group is not None and self.group._state.failure is None
 
   def kill(self):
-    """As SIGKILL: its host closes what it had open."""
+    """Ends the process like SIGKILL: its host closes the open sockets."""
     self._end(lambda sock: sock.close())
 
   def vanish(self):
-    """As a power cut: nobody hears anything of it again."""
+    """Ends the process like a power cut: nobody hears of it again."""
     self._end(lambda sock: sock.vanish())
     self.network.silent.add(self.task)
 
@@ -302,11 +302,11 @@ class Network:
     self._patches.close()
 
   def cut(self, some, others):
-    """Nothing passes between the two from now on."""
+    """Cuts the network between two sets of processes."""
     self.cuts.update({frozenset((a, b)) for a in some for b in others})
 
   def heal(self):
-    """All cuts end."""
+    """Ends all cuts and delivers the data held back."""
     self.cuts.clear()
     for process in self.processes.values():
       for sock in list(process.open_sockets):

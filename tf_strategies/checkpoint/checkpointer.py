@@ -41,7 +41,7 @@ _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
 _FORMAT = 3  # Earlier ones lacked the tables or the run.
 _NAME = re.compile(r'checkpoint-(\d{8,})')
-# Prefix of what is being written or deleted.
+# Prefix of checkpoints that are being written or deleted.
 _UNFINISHED = 'unfinished-'
 _BLOCK_BYTES = 1 << 24
 
@@ -282,7 +282,7 @@ class Checkpointer:
     return path
 
   def newest(self, since: str | None = None) -> Checkpoint | None:
-    """Opens the newest checkpoint that is whole; None if there is none at all.
+    """Opens the newest checkpoint that is whole; None without checkpoints.
 
     Logs a warning for each newer one that is damaged, and deletes nothing.
 
@@ -321,7 +321,7 @@ class Checkpointer:
     )
 
   def open(self, path: str) -> Checkpoint:
-    """Opens one of `paths()`, or raises a DataError that says what is damaged."""
+    """Opens one of `paths()`, or raises a DataError that names the damage."""
     contents = _read_manifest(os.path.join(path, _MANIFEST))
     file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
     try:

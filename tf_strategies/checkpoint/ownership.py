@@ -130,7 +130,7 @@ class Ownership:
     """Makes this process the owner; returns at once if it is.
 
     Args:
-      newest: number of the newest checkpoint there, 0 if there is none.
+      newest: number of the newest checkpoint there, or 0.
 
     Raises:
       InUseError: a live process of another run owns the directory.

@@ -44,14 +44,14 @@ def main(
   """Parses a command line and runs it.
 
   Args:
-    argv: the program's name, such as 'tfs launch', and what follows it.
+    argv: the program's name, such as 'tfs launch', and its arguments.
     module: the name after `python -m`, for a program of another name.
     doc: of the module; --help shows it up to its 'Example:'.
     rows: name, default and help of each flag. A flag is of its default's type, or a
       string if the default is None.
     run: called with the flags and the words.
-    words: what follows the flags, as the usage shows it: a command behind a lone
-      --, names such as 'trace.json', or nothing.
+    words: the words after the flags, as the usage shows them: a command behind a
+      lone --, names such as 'trace.json', or nothing.
 
   Returns:
     The exit status: what `run` returned; 2 for a wrong command line, which is

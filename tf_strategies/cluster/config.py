@@ -85,7 +85,7 @@ class ClusterConfig:
 
     Raises:
       ClusterConfigError: the description is malformed; names the variable, its
-        value, what was expected and the fix.
+        value, the expected values and the fix.
 
     Example:
 

@@ -47,8 +47,8 @@ def exit_code(error: BaseException) -> int:
   """
   if isinstance(error, errors.JobFinishedError):
     return 0
-  # A wrong secret stays wrong, as does a limit of the host; workers that disagree
-  # would do so again, and a program is what it is.
+  # A restart changes neither a wrong secret, nor a limit of the host, nor the
+  # program. Workers that disagree would disagree again.
   lasting = (
     errors.AuthenticationError,
     errors.CollectiveMismatchError,

@@ -5,8 +5,8 @@ every all-reduce with a codec, whatever the algorithm and wherever it runs:
 
 * A rank encodes its value of a chunk when it sends it. Then it uses the decoded value,
   as the receivers do, not its own more precise one.
-* A complete sum is encoded once and forwarded as it is. All ranks use the decoded value,
-  also the rank that added it up.
+* A complete sum is encoded once and forwarded unchanged. All ranks use the decoded
+  value, also the rank that added it up.
 * The rounding error of a payload is the residual of the rank that encoded it. If several
   ranks complete a sum, it belongs to the first one. So the result and the residuals of
   all ranks add up to the sum of the inputs: a caller that adds its residual to its next

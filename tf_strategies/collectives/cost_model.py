@@ -3,7 +3,7 @@
 The alpha-beta model of Thakur, Rabenseifner and Gropp (2005): a message of m
 bytes takes `alpha + m beta` seconds, and additions take no time. A rank sends
 one message and receives one at a time, both at once (full duplex). Ranks of a
-group, such as those of a host, share its link to the other groups: there the bytes
+group, such as a host, share its link to the other groups: there the bytes
 of all of them count.
 """
 

@@ -25,7 +25,7 @@ class Transfer:
     src: the rank that sends its current value of the chunk.
     dst: the rank that receives it.
     chunk: which chunk of the buffer.
-    reduce: True if `dst` adds what it receives to its own chunk, in the order
+    reduce: True if `dst` adds the received chunk to its own, in the order
       of `rank_order`; False if it overwrites its own chunk.
   """
 

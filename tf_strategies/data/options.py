@@ -43,7 +43,7 @@ class PipelineOptions:
 
   Raises:
     UnsupportedOptionError: for a value out of its range; the message names
-      the option, its value, what was expected and the fix.
+      the option, its value, the expected values and the fix.
   """
 
   global_batch_size: int

@@ -64,8 +64,8 @@ def make_dataset(
       finished batches of the next one.
     steps_per_epoch: batches of an epoch of the run, more or fewer than the data
       make. The next epoch goes on in the data. None for one pass an epoch.
-    prepare_fn: called with the components of a batch as they are stored (in
-      arrays, or as `parse_fn` returns them), returns a batch; deterministic.
+    prepare_fn: called with the stored components of a batch (as arrays have them,
+      or as `parse_fn` returns them), returns a batch; deterministic.
       With a cache it sees each example once.
     augment_fn: called in training with the components of a batch and a seed,
       int64 [2], for stateless random ops; returns the batch. The seed follows

@@ -355,7 +355,7 @@ def _position(epoch: int, step: int) -> Position:
 def _optimizer_of(
   model: keras.Model, optimizer: keras.optimizers.Optimizer | None
 ) -> keras.optimizers.Optimizer:
-  """Returns the optimizer of a run, or raises if there is none."""
+  """Returns the optimizer of a run, or raises if the run has none."""
   model_state.check_built(model)
   if optimizer is None:
     optimizer = getattr(model, 'optimizer', None)

@@ -199,7 +199,7 @@ def _run_host(
     return _supervise(values, options, specs, launchers)
 
 
-# Flags that the launcher of a host does not get as they are here.
+# Flags that are not passed unchanged to the launcher of a host.
 _OF_A_HOST = (
   *('nnodes', 'node_rank', 'rendezvous', 'num_workers'),
   *('hostfile', 'ssh', 'dry_run', 'help'),

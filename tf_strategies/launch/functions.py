@@ -47,7 +47,7 @@ def launch(
   """Calls a function on each worker of a new job, and returns what each returned.
 
   The workers are processes of their own, without what this one has loaded, so it
-  does not matter whether TensorFlow was used here. What they write appears here, with
+  does not matter whether TensorFlow was used here. Their output appears here, with
   `[worker 0]` before each line.
 
   A function of a module travels by name, so workers import that module. One of a

@@ -310,7 +310,7 @@ class Launchers(contextlib.AbstractContextManager):
       await self._until(lambda c=connection: not c.pending)
       with contextlib.suppress(OSError):
         connection.detach().shutdown(socket.SHUT_WR)
-    # A socket that closes with unread input drops what it has still to send.
+    # A socket that closes with unread input drops its unsent output.
     await self._until(lambda: not self._connections)
     for connection in self._connections.values():
       connection.shut_down()

@@ -87,7 +87,7 @@ class TaskOutput:
     log: takes the bytes as they come; closed by `close()`.
 
   Attributes:
-    hides_tracebacks: whether a traceback, and what follows it, goes to the log
+    hides_tracebacks: whether a traceback and the lines after it go to the log
       alone: after Ctrl-C each task has one to show.
     hides_notices: whether TensorFlow's first lines go to the log alone. TensorFlow
       writes them before it reads TF_CPP_MIN_LOG_LEVEL.

@@ -307,7 +307,7 @@ class Supervisor:
       launcher_note.say(kind)
 
   def _on_over(self, task: _Task) -> None:
-    """Nothing is left of this attempt: its ports are free for the next."""
+    """Handles the end of an attempt. No process is left: its ports are free."""
     status = task.process.status
     failure = _failure_of(task)
     is_late = task.spec.is_training and self._has_ended_well

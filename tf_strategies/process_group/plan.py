@@ -2,7 +2,7 @@
 
 A plan is compiled once from a `Schedule` and then run on many arrays, over TCP or MPI. It
 holds integers only: which bytes of which buffer go to or come from whom, in
-which order on each link, what is computed here, and after which other pieces.
+which order on each link, which pieces are computed here, and after which others.
 Both ends of a link derive the same order from the same schedule, so that the
 link carries nothing but bytes.
 
@@ -344,8 +344,8 @@ def from_schedule(
 
   The first send of a chunk reads the caller's array, the first addition writes
   array + received, so that nothing is copied beforehand. In each chunk things
-  happen in the schedule's order: in a round a rank first sends what it had
-  before, then adds what arrives in rank order.
+  happen in the schedule's order: in a round a rank first sends its earlier
+  values, then adds the received values in rank order.
 
   Args:
     schedule: a correct all-reduce, one half of it, or copies only.

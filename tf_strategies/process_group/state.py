@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from tf_strategies import errors
 
-# A rank that is ahead by one or two collectives can still say what it did where
-# another one is stuck.
+# A rank that is ahead by one or two collectives can still describe its call of the
+# collective in which another rank is stuck.
 _REMEMBERED = 4
 
 _ERRORS: Mapping[str, type[errors.Error]] = {

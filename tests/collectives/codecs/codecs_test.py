@@ -1,4 +1,4 @@
-"""Codecs: bits, rounding, special values, what stays as it is."""
+"""Codecs: bits, rounding, special values, and arrays that stay unchanged."""
 
 import warnings
 

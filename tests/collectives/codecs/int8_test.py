@@ -11,7 +11,7 @@ from tf_strategies.collectives.codecs import int8
 
 INT8 = int8.Int8()
 BLOCK = 256
-# Around one block, and around what is encoded at once.
+# Around one block, and around the number of values encoded at once.
 LENGTHS = (1, 2, 255, 256, 257, 511, 513, 5000, 2**16 - 1, 2**16, 2**16 + 300)
 
 
@@ -29,7 +29,7 @@ def round_trip(codec, values):
 
 
 def assert_within_bound(codec, values):
-  """Each error is at most half a step, M / 254, of its own block."""
+  """Checks that each error is at most half a step, M / 254, of its own block."""
   decoded = round_trip(codec, values)
   for start in range(0, len(values), BLOCK):
     block = values[start : start + BLOCK].astype(np.float64)

@@ -24,7 +24,7 @@ _APART_SECONDS = 0.02
 
 
 async def _leave_once_failed(process):
-  """What a program does when a collective raises: it ends, and so its group."""
+  """Leaves once a collective has failed, as a program that ends does."""
   while process.group._state.failure is None:
     await asyncio.sleep(0.001)
   named = process.group._state.failure.rank

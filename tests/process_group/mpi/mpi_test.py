@@ -60,7 +60,7 @@ def _run(directory, program, count):
 
 class _RanksTestCase(parameterized.TestCase):
   def run_ranks(self, program, count):
-    """What each rank noted; all of them must end well."""
+    """Returns the notes of each rank; all ranks must end well."""
     directory = self.create_tempdir().full_path
     status, notes, log = _run(directory, program, count)
     self.assertEqual(status, 0, log)
@@ -68,7 +68,7 @@ class _RanksTestCase(parameterized.TestCase):
     return [notes[rank] for rank in sorted(notes)]
 
   def run_failing(self, program, count):
-    """What the ranks that got so far noted."""
+    """Returns the exit status, the notes that ranks have written, and the log."""
     start = time.monotonic()
     directory = self.create_tempdir().full_path
     status, notes, log = _run(directory, program, count)

@@ -1,4 +1,4 @@
-"""What the ranks of mpi_test.py do; each leaves what it saw in a file."""
+"""The programs of the ranks in mpi_test.py. Each leaves its notes in a file."""
 
 import concurrent.futures
 import os
@@ -34,7 +34,7 @@ def odd_numbers(rank, size):
 
 
 def rows(rank):
-  """None on rank 1, two columns."""
+  """Returns rows of two columns: no rows on rank 1."""
   count = 0 if rank == 1 else 2 * rank + 3
   return rank * 1000 + np.arange(2 * count, dtype=np.float32).reshape(-1, 2)
 
@@ -64,7 +64,7 @@ def table(note):
 
 
 def move(note):
-  """In a thread that is not the one that initialised MPI."""
+  """Runs `_move` in a thread other than the one that initialised MPI."""
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     pool.submit(_move, note).result()
 
@@ -93,7 +93,7 @@ def _move(note):
 
 
 def far(note):
-  """As if every rank had a host of its own."""
+  """Runs collectives as if every rank had a host of its own."""
   mpi = links.load()
   mpi.Get_processor_name = lambda: f'host-{mpi.COMM_WORLD.rank}'
   with _group() as group:
@@ -125,7 +125,7 @@ def disagree(note):
 
 
 def _failure(group, act):
-  """What a collective raises; the group raises it again from then on."""
+  """Returns the error of a collective, which the group must then raise again."""
   start = time.monotonic()
   try:
     act()
@@ -182,7 +182,7 @@ def stay_away(note):
 
 
 def run(program, directory):
-  """Runs one of the functions above and writes what it noted."""
+  """Runs one of the functions above and writes its notes."""
   note = {}
   globals()[program](note)
   # mpi4py has initialised MPI by now.

@@ -1,4 +1,4 @@
-"""Names that nobody resolves: they delay no live peer, and are told."""
+"""Names that cannot be resolved: they delay no live peer, and are reported."""
 
 import asyncio
 import socket

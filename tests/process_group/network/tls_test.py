@@ -22,7 +22,7 @@ def _environment(directory):
 
 
 def _sums(rank, per_rank):
-  """What a worker gets, or the error."""
+  """Returns the sums that a worker gets, or its error."""
   for variable in _VARIABLES:
     os.environ.pop(variable, None)
   os.environ.update(per_rank[rank])

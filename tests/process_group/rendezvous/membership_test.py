@@ -122,7 +122,7 @@ class MajorityTest(parameterized.TestCase):
 
   @parameterized.parameters(0, 2)
   def test_newcomer_joins_the_few_that_are_left(self, newcomer):
-    """Of five workers two are there, and one of them is all of the last group."""
+    """Checks two workers out of five, one of which is the whole last group."""
     workers = self.make(5)
     last = workers[1]
     last.formed(4, {1: last.incarnation})

@@ -30,7 +30,7 @@ _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
 
 
 def _formed(group):
-  """What a test compares of a group: its view, and that it works."""
+  """Returns the view of a group, and a sum that shows that the group works."""
   total = group.all_reduce(np.int64([10**group.rank]))[0]
   tasks = [(m.rank, m.task, m.progress) for m in group.members]
   return group.generation, group.rank, tasks, int(total)
@@ -57,7 +57,7 @@ def _attempt(rank, per_rank):
 
 
 def _attempt_with_fault(rank, faulty):
-  """As `_attempt`, where one cannot make a group of what was agreed on."""
+  """Runs `_attempt`; rank `faulty` fails to make the agreed group."""
   if rank == faulty:
 
     def fail(*args):
@@ -323,7 +323,7 @@ class AgainTest(parameterized.TestCase):
 
 
 class RivalGroupsTest(absltest.TestCase):
-  """In one process; what is cut is the call that connects."""
+  """Runs in one process. A cut makes the connecting call raise."""
 
   def test_groups_that_meet_again_become_one(self):
     ports = ports_lib.pick_ports(2)
@@ -368,7 +368,7 @@ class RivalGroupsTest(absltest.TestCase):
 
 
 class LinksOnDemandTest(absltest.TestCase):
-  """In one process; what is cut is the call that connects."""
+  """Runs in one process. A cut makes the connecting call raise."""
 
   def test_cut_that_a_collective_finds_is_left_out_of_the_next_group(self):
     ports = ports_lib.pick_ports(4)

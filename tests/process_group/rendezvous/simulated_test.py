@@ -91,8 +91,8 @@ class FormationTest(parameterized.TestCase):
 class _Job:
   """A job whose processes and network fail at random, and are mended.
 
-  A launcher starts what has died again. Each process forms a group whenever its own
-  has failed, lost a member, or somebody waits; all as the elastic strategy does.
+  A launcher restarts dead processes. Each process forms a new group when its group
+  has failed or lost a member, or when somebody waits, as the elastic strategy does.
   """
 
   def __init__(self, network, rng):
@@ -118,7 +118,7 @@ class _Job:
     process.kill()  # A process that gives up ends; it is started again.
 
   def is_content(self, process):
-    """Whether a process goes on with its group."""
+    """Returns whether a process goes on with its group."""
     if not process.is_in_group:
       return False
     plane, shared = process.group._control, process.group._state
@@ -139,11 +139,10 @@ class _Job:
     return [key for key, there in groups.items() if set(key[1:]) == there]
 
   def are_rivals(self):
-    """Whether two groups work at a time.
+    """Returns whether two groups work at a time, except in the permitted case.
 
-    That can be in one case (limits.md): so many have died and come back, without
-    anything that they could remember, that they are a majority, and cannot see the
-    few that live.
+    The permitted case (limits.md): so many processes died and came back without any
+    memory that they are a majority, and they cannot see the few that live.
     """
     half = len(self.network.addresses) / 2
     groups = self.working()

@@ -20,7 +20,7 @@ _OTHER_USERS = 54321
 
 
 def _travel(rank, forbids, options):
-  """All-reduces; the ways, what was read from memory, and the shared files."""
+  """Runs all-reduces; returns paths, bytes read and sent, and leftover shared files."""
   read = []
 
   class Counted(host_memory.PeerSlots):
@@ -68,7 +68,7 @@ class PathsTest(parameterized.TestCase):
   def test_memory(self):
     ways, read, sent = self._travel('nothing')
     self.assertEqual(ways, {'memory'})
-    # All but what came before the peers had told each other.
+    # All pieces, except those sent before both peers announced shared memory.
     for count in read:
       self.assertBetween(count, 0.7 * sent, sent)
 
@@ -86,7 +86,7 @@ class PathsTest(parameterized.TestCase):
 
 
 def _mapped(rank):
-  """How many slots are mapped while a group works, and after it."""
+  """Returns how many slots are mapped while a group works, and after it."""
 
   def count():
     with open('/proc/self/maps') as file:

@@ -25,7 +25,7 @@ _FLOAT32 = plan_lib.Format(4)
 
 
 def _mesh(world_size, in_parts=False):
-  """Sockets by rank and peer; `in_parts`, what is written is read in any parts."""
+  """Returns sockets by rank and peer; with `in_parts`, reads return any parts."""
   sockets = [{} for _ in range(world_size)]
   for a in range(world_size):
     for b in range(a):
@@ -184,7 +184,7 @@ class SchedulesTest(parameterized.TestCase):
     other.close()
 
   def test_place_that_becomes_free_while_a_piece_comes(self):
-    # What comes from rank 1 goes where rank 2 still reads, until half has come.
+    # Data from rank 1 goes where the send to rank 2 still reads, until half arrived.
     size = 1 << 24
     send = plan_lib.Piece(plan_lib.SEND, 2, plan_lib.OUT, 0, size)
     receive = plan_lib.Piece(plan_lib.RECEIVE, 1, plan_lib.OUT, 0, size)
@@ -229,7 +229,7 @@ class ResidualTest(parameterized.TestCase):
       np.random.RandomState(r).standard_normal(length).astype(np.float32)
       for r in range(world_size)
     ]
-    # What was there before does not count.
+    # Earlier contents are ignored.
     residuals = [np.full(length, 7, np.float32) for _ in inputs]
     outputs = [np.empty(length, np.float32) for _ in inputs]
 
@@ -354,7 +354,7 @@ class FailuresTest(parameterized.TestCase):
 
 
 def _run_to_first_error(world_size, functions):
-  """As `_run`, but the first error shuts all links down."""
+  """Runs functions; the first that ends, such as by an error, shuts all links."""
   ranks = []
 
   def shutting(function):

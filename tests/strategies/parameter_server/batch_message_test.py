@@ -71,7 +71,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(1, 3)
   def test_strings_and_tensors_whose_sizes_differ(self, steps):
-    """One layout for all of them, so that the step is traced once."""
+    """Checks that all batches have one layout, so that the step is traced once."""
     words = ('', 'blue\0', 'gr\u00fcn', 'red')
     batches = []
     for k in range(steps):
@@ -144,7 +144,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       np.testing.assert_array_equal(want, got)
 
   def test_rows_that_the_step_must_not_know_while_it_is_traced(self):
-    """One message has batches of any sizes."""
+    """Checks that one message carries batches of different sizes."""
     batches = [
       batch_message.Batch(
         [_array(np.float32, (rows, 2)), _array(np.int64, (rows,), 3)],

@@ -54,7 +54,7 @@ class BoundedEngineTest(parameterized.TestCase):
     )
 
   def _run(self, engine, parts):
-    """Who began each step, where worker i has parts[i] of them."""
+    """Returns the worker that began each step; worker i has parts[i] steps."""
     left, done = list(parts), []
     for _ in range(sum(parts)):
       self.pool.submit(_Part(left, done, engine))

@@ -8,12 +8,12 @@ from tests import parameter_servers
 
 
 class Programs:
-  """What came out of programs that one chief ran one after the other.
+  """The results of programs that one chief ran one after the other.
 
   Args:
-    job: whose chief runs them.
-    programs: module functions by name; each runs whatever the others did.
-    args: of all of them.
+    job: its chief runs the programs.
+    programs: module functions by name; each runs even if others failed.
+    args: arguments of every program.
   """
 
   def __init__(
@@ -25,7 +25,7 @@ class Programs:
     self._found = job.run(_run_all, (dict(programs), tuple(args)))
 
   def __getitem__(self, name: str) -> Any:
-    """What a program returned; fails with its traceback if it raised."""
+    """Returns the result of a program; fails with its traceback if it raised."""
     value, error = self._found[name]
     if error:
       raise AssertionError(f'{name}: {error}')

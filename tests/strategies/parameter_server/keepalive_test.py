@@ -90,7 +90,7 @@ class AskTest(parameterized.TestCase):
     )
 
   def test_questions_are_not_ended(self):
-    """Their end would look as if nobody listened there."""
+    """Checks that `disconnect` spares questions: a closed one looks like a refusal."""
     listener = _listen(None)
     peers = keepalive.peers_of(_address(listener))
     is_over = threading.Event()
@@ -173,7 +173,7 @@ class KeepaliveTest(parameterized.TestCase):
     self.signal(stopped, signal.SIGCONT)
     answers = keepalive.ask_all(self.addresses)
     self.assertEqual(set(answers.values()), {keepalive.Answer.HELLO})
-    # What was asked of it before is lost all the same.
+    # Earlier requests to it are lost all the same.
     self.assertTrue(watch.is_disconnected(stopped))
     watch.reset()
     again = self.connect(stopped)

@@ -76,7 +76,7 @@ def with_a_slow_worker(seconds):
 
 
 def beside_a_late_worker(directory):
-  """All that a program does; what it saw, and which workers were late in the end."""
+  """Trains, evaluates, predicts and saves; returns the results and late workers."""
   strategy = tfs.ParameterServerStrategy(
     mode='sync', backup_workers=1, checkpoint_dir=directory
   )
@@ -137,7 +137,7 @@ class LateWorkersTest(tf.test.TestCase):
   def test_nothing_waits_for_a_late_worker(self):
     steps = _EPOCHS * _ROUNDS
     with parameter_servers.Job(num_workers=3, num_ps=1) as job:
-      # Its interpreter is taken down, as that of a program.
+      # A fresh process shuts its interpreter down, as a program does.
       job.start_function(
         ('chief', 0),
         beside_a_late_worker,

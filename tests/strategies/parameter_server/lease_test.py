@@ -14,7 +14,7 @@ _FILE = 'ram://lease_test/chiefs'
 class LeaseTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
-    # The file is in this process, of which there is no server.
+    # There is no server: the file is in the memory of this process.
     for name, value in (
       ('_on_server', contextlib.nullcontext),
       ('_FILE', f'{_FILE}/{self.id()}'),

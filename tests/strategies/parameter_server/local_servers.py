@@ -29,7 +29,7 @@ def on_local_devices() -> Iterator[None]:
 
 
 class Counter:
-  """Counts how often a variable called it; does what it was given."""
+  """Counts its calls, and returns the result of the given action."""
 
   def __init__(self):
     self.calls = 0

@@ -188,7 +188,7 @@ class ClusterTest(parameterized.TestCase):
 
 
 def _start_all(configs):
-  """For each cluster, how the strategy says that tasks are missing, and when."""
+  """Returns, for each cluster, the error about missing tasks and its delay."""
   found = []
   for config in configs:
     began = time.monotonic()

@@ -34,7 +34,7 @@ def _bits(array) -> bytes:
 
 
 def _random(dtype, shape, seed) -> np.ndarray:
-  """Any bits, also those of NaNs: a bool alone has two values only."""
+  """Returns an array of random bits, NaNs included; a bool has only two values."""
   rng = np.random.default_rng(seed)
   if dtype == np.bool_:
     return rng.integers(0, 2, shape).astype(np.bool_)
@@ -44,7 +44,7 @@ def _random(dtype, shape, seed) -> np.ndarray:
 
 
 def _through_a_message(arrays):
-  """What arrives in a graph of what is sent in one."""
+  """Packs arrays into a message, and returns the arrays that a graph unpacks."""
 
   @tf.function(autograph=False)
   def run(*tensors):

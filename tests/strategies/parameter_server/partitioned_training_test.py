@@ -59,7 +59,7 @@ def save(directory):
 
 
 def load_each(directory):
-  """What each way to load, onto a number of parts, gives and goes on to."""
+  """Returns the loaded state and the further training of each row of `_LOADS`."""
   found = {}
   for way, parts in _LOADS:
     strategy = _strategy(parts)
@@ -72,7 +72,7 @@ def load_each(directory):
 
 
 def load(directory, way, strategy=None):
-  """A model with what was saved."""
+  """Returns a model with the saved state, loaded in the given way."""
   if way == 'keras':
     with common.scope_of(strategy):
       return keras.models.load_model(os.path.join(directory, 'model.keras'))
@@ -89,7 +89,7 @@ def load(directory, way, strategy=None):
 
 
 class PartitionedTrainingTest(tf.test.TestCase, parameterized.TestCase):
-  """`programs_test.py` trains in parts; here what they save is loaded."""
+  """Loads models saved in parts; `programs_test.py` covers training in parts."""
 
   @classmethod
   def setUpClass(cls):

@@ -98,7 +98,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters('async', 'bounded', 'sync')
   def test_what_is_restored(self, mode):
-    """In 'sync' all is of one moment; else a server that lives keeps what it has."""
+    """Checks that only 'sync' also restores servers that live."""
     rows = np.arange(10.0).reshape(5, 2)
     table = local_servers.partitioned_variable(rows, 2)
     weights = [self.variable([1.0]), self.variable([1.0])]
@@ -194,7 +194,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       found.with_recovery(self.die_once(weight))
 
   def test_lost_variable_that_is_in_no_checkpoint(self):
-    """It cannot be read until it is assigned; what a metric counted can be."""
+    """Checks that it must be assigned before a read; a metric counts from zero."""
     on_read = tf.VariableSynchronization.ON_READ
     weight, found = self.variable([1.0]), self.make()
     metric = self.variable([7.0], synchronization=on_read)

@@ -60,7 +60,7 @@ def none_among_what_a_step_returns(strategy):
 
 
 def next_in_a_function(strategy):
-  """It was traced as a constant: every step had the first batch."""
+  """Would give each step the first batch, which the trace keeps as a constant."""
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
   iterator = iter(strategy.experimental_distribute_dataset(dataset))
 
@@ -178,7 +178,7 @@ def data_made_before(strategy, dataset):
 
 
 def data_made_outside(strategy):
-  """A function of workers returns what was made outside of it."""
+  """Trains on data that was made outside of the workers' function."""
   dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0]).batch(2)
   data = strategy.distribute_datasets_from_function(lambda context: dataset)
   step = strategy.step(tf.reduce_sum)
@@ -189,7 +189,7 @@ def data_made_outside(strategy):
 
 
 def adapted_outside(strategy):
-  """Not refused: workers only read what the layer adapted to."""
+  """Checks that this is not refused: workers only read the adapted values."""
   x, y = _data()
   layer = keras.layers.Normalization()
   layer.adapt(x)
@@ -215,9 +215,9 @@ class Checked(keras.layers.Layer):
 
 
 def step_that_fails(strategy):
-  """In the first step of `fit`, and in another one.
+  """Runs a step that fails: in the first `fit`, and after one that succeeds.
 
-  Returns of each the type of the error, its message, and the files of its traceback.
+  Returns, for each error, its type, its message and the files of its traceback.
   """
   with strategy.scope():
     model = keras.Sequential(
@@ -304,7 +304,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLess(len(message.splitlines()), 20, message)
       self.assertIn(__file__, files)
       package = os.path.join(os.path.dirname(tfs.__file__), '')
-      # Keras leaves the innermost frame as it is.
+      # Keras does not filter the innermost frame.
       ours = [f for f in files[:-1] if f.startswith(package)]
       self.assertEqual(ours, [])
 

@@ -27,7 +27,7 @@ _ON_ONE_WORKER = 'on one worker'
 
 
 def _rows(worker):
-  """All rows of a worker's pipeline, each unlike all others."""
+  """Returns all rows of a worker's pipeline. All rows differ."""
   count = sum(_SIZES[worker])
   x = np.random.default_rng(worker).normal(size=[count, 5]).astype(np.float32)
   return x + worker, x[:, :1] * x[:, 1:2] - worker
@@ -48,7 +48,7 @@ def _repeated(worker):
 
 
 def _concatenated(steps, repeats=False):
-  """What one device trains on: a batch a step, of those that all workers read."""
+  """Returns data for one device: each batch joins the workers' batches of a step."""
   found = []
   for step in range(steps):
     parts = []
@@ -175,7 +175,7 @@ def class_weight():
 
 
 def _refused(make_model, is_read=True):
-  """What is said of a model whose rows cannot be shared out: warnings, and an error."""
+  """Returns the warnings and the error for a model whose rows cannot be shared."""
   keras.backend.clear_session()
   strategy = tfs.ParameterServerStrategy(mode='sync')
   said = []
@@ -268,7 +268,7 @@ def loop():
 
 
 def one_by_one():
-  """In 'async' each batch is a step, and predictions are in the same order."""
+  """Trains in 'async', a step for each batch; returns weights and predictions."""
   strategy = tfs.ParameterServerStrategy()
   try:
     with strategy.scope():

@@ -29,7 +29,7 @@ _OPTIMIZERS = {
 
 
 def _multi():
-  """One optimizer for tables, another for what is dense."""
+  """Returns an optimizer with one part for tables and one for dense variables."""
   tables = tfs.keras.LazyRows(optimizers.Nadam(0.05))
   others = optimizers.Adam(0.05)
   return optimizers.MultiOptimizer(
@@ -189,7 +189,7 @@ def train(kind, optimizer, strategy=None):
 
 
 def train_all(pairs, options, parts=1):
-  """What came of each pair of model and optimizer."""
+  """Returns the training results of each pair of model and optimizer."""
   found = {}
   for pair in pairs:
     strategy = tfs.ParameterServerStrategy(

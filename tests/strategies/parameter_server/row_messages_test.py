@@ -20,9 +20,9 @@ _OPTIMIZERS = {
 
 
 def messages_of_a_step(optimizer):
-  """By server: tensors that a step sends there, and calls that write there.
+  """Returns how many tensors and calls a step sends to each server.
 
-  Also the operations that read a table whole.
+  Also returns the operations that read a whole table.
   """
   rows = 100
   strategy = tfs.ParameterServerStrategy(

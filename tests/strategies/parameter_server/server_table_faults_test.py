@@ -18,7 +18,7 @@ _IDS = 40
 
 
 class _Slow(keras.layers.Layer):
-  """Returns what it gets, after a while: workers that are killed are in a step."""
+  """Returns its input after a while, so that kills happen during a step."""
 
   def call(self, x):
     matrix = tf.eye(512) * 0.5
@@ -111,7 +111,7 @@ class KillTest(parameterized.TestCase, tf.test.TestCase):
     self.assertEqual((recovery['server'], iterations), (1, _STEPS))
     self.assertAllEqual(usage['ids'], np.arange(_IDS))
     uses = set(usage['uses'].tolist())
-    # Each row is in every step: those of the other server have them all.
+    # Every step uses every row: rows of the other server count all steps.
     self.assertIn(_STEPS, uses)
     older = uses - {_STEPS}
     self.assertLessEqual(len(older), 1)

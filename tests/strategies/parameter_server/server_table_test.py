@@ -27,7 +27,7 @@ def _build(strategy, optimizer='adam', is_dynamic=True, **options):
 
 
 def _train(strategy, **options):
-  """What comes of a model, of its table, and of the strategy."""
+  """Returns the results of training, and reports of the table and the strategy."""
   try:
     model = _build(strategy, **options)
     layer = model.layers[0]
@@ -134,7 +134,7 @@ def save(directory):
 
 
 def _state(model):
-  """All rows and their state of the optimizer, sorted by ids."""
+  """Returns the ids, rows and optimizer slots of the table, sorted by ids."""
   table = model.layers[0]._table
   columns = [*table.columns(), *table.slot_columns()]
   return {column.key: column.numpy() for column in columns}
@@ -167,7 +167,7 @@ def load(directory):
 
 
 def continue_checkpoint(directory):
-  """Another epoch after that of the checkpoint, on other data."""
+  """Continues a checkpoint on other data; returns the results and the loaded state."""
   # Whoever wants that has to say so.
   os.remove(os.path.join(directory, 'run', 'owner.json'))
   strategy = _saving(directory)
@@ -238,7 +238,7 @@ class _ServersTest(parameterized.TestCase, tf.test.TestCase):
     self.assert_counts(found)
 
   def assert_counts(self, found):
-    """Each id of each step is counted once, and both servers have some."""
+    """Checks that each id counts once a step, and that both servers have ids."""
     x, _ = dynamic_tables.all_in_each_batch()
     ids, counts = np.unique(x, return_counts=True)
     self.assertAllEqual(found['usage']['ids'], ids)
@@ -319,7 +319,7 @@ class TrainingTest(_ServersTest):
     self.assertGreater(np.count_nonzero(report['by_shard']), 1)
 
   def assert_state(self, expected, actual):
-    """Bit by bit: what was saved on two servers is on three."""
+    """Checks bit by bit that three servers loaded the state of two."""
     self.assertEqual(
       set(expected), {'ids', 'rows', 'Adam.momentums', 'Adam.velocities'}
     )

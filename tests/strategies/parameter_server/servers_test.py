@@ -17,7 +17,7 @@ partitioners = tf.distribute.experimental.partitioners
 
 
 def partitioner_results():
-  """What happens to variables under partitioners of all kinds."""
+  """Returns the number of parts, or the error, for each result of a partitioner."""
   found = {}
   for name, returned in (
     ('text', 'two'),
@@ -118,7 +118,7 @@ def remote_steps(mode):
   strategy = tfs.create_strategy('parameter_server', mode=mode)
   keras.backend.clear_session()
   with strategy.scope():
-    # Far from what it is to learn, so that 40 steps show.
+    # Starts far from the solution, so that 40 steps make a visible difference.
     dense = keras.layers.Dense(1, kernel_initializer='zeros')
     model = keras.Sequential([keras.layers.Input([3]), dense])
     optimizer = keras.optimizers.SGD(0.03)
@@ -219,7 +219,7 @@ def tensorflow_coordinator():
 
 
 def variables_of_functions():
-  """What functions and modules make when they are called first."""
+  """Makes variables in the first calls of a module and of a function."""
   strategy = tfs.create_strategy(
     'parameter_server',
     variable_partitioner=partitioners.FixedShardsPartitioner(2),

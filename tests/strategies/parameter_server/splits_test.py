@@ -48,7 +48,7 @@ class SourceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(begun, [True] * 5 + [False])
 
   def test_position_at_the_end_of_an_epoch_within_the_data(self):
-    """Of `steps_per_epoch`: no element of the next one was trained on."""
+    """Checks that the next epoch continues after the last element trained on."""
     source = splits.Source(_Dataset())
     for _ in range(3):
       source.may_begin_step()
@@ -61,7 +61,7 @@ class SourceTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(source.position, ())
 
   def test_steps_of_rounds(self):
-    """As many as the longest split has elements; resumed after one of them."""
+    """Checks that the longest split sets the number of steps, also after a resume."""
     source = splits.Source(_Dataset(True))
     self.assertEqual(
       [source.may_begin_step() for _ in range(4)], [True] * 3 + [False]

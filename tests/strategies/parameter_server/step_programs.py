@@ -67,7 +67,7 @@ def written_before_and_in_a_branch(a, b, x):
 
 
 def sums_of_older_values_in_a_branch(a, b, x):
-  # Each is a sum of what was read, but not of what there is.
+  # Each assigned sum starts from an earlier value, not from the present one.
   def branch():
     before, other = a.read_value(), b.read_value()
     a.assign(a * 2.0)

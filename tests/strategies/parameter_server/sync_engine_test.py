@@ -78,7 +78,7 @@ class _TestCase(parameterized.TestCase):
 class SyncEngineTest(_TestCase):
   @parameterized.parameters(False, True)
   def test_late_microbatch_of_a_lost_worker(self, returns):
-    """It goes back to the queue of a step that has all it needs."""
+    """Checks that it returns to the queue of a step that is already complete."""
     engine = self._engine(3, backup_workers=1)
     self.liveness.is_complete = lambda: returns
     is_taken, is_over = threading.Event(), threading.Event()
@@ -146,7 +146,7 @@ class LateTest(_TestCase):
     self.is_taken.wait(_DEADLINE_SECONDS)
 
   def _end(self):
-    """What the late worker does in the end."""
+    """Called when the late worker ends."""
 
   def test_nobody_waits(self):
     for _ in range(2):
@@ -178,7 +178,7 @@ class _ReadingEngine(_Engine):
     return function, worker_function.Discovery(None, ())
 
   def function(self, step, layout):
-    """That of a step which computes each element by itself."""
+    """Returns the function of a step that computes each element by itself."""
 
     def function(worker, handle):
       return worker, self._read(handle, layout)
@@ -273,7 +273,7 @@ class ReadTest(_TestCase):
     self.assertNotIn(21, seen)
 
   def test_others_evaluate_what_a_late_worker_would_have(self):
-    """It reads its part when it is back; each element once."""
+    """Checks that it reads its part once it is back, and each element is read once."""
     has_begun = threading.Event()
 
     def compute(worker, number):

@@ -77,7 +77,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     self.files = table_files.TableFiles(3)
 
   def make(self, kind, servers, value=None):
-    """What a checkpoint has by name: of a table with these rows, or other ones."""
+    """Returns the objects to save, by name: a table with these or other rows."""
     if value is None:
       value = {name: v[::2] * 0 + 9 for name, v in _STATES[kind].items()}
       if kind == 'variable':
@@ -160,7 +160,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
       self.assert_state(loaded, state)
 
   def test_who_writes(self):
-    """A server what it holds; the coordinator for one that sees nothing."""
+    """Checks that servers write their rows; the coordinator writes for blind ones."""
     devices = []
     write = pieces.write
 
@@ -297,7 +297,7 @@ def without_servers(directory):
 
 
 def save_and_load_many(directory):
-  """How much the coordinator grew to save, to load and to read a table."""
+  """Measures the memory that the coordinator needs to save, load and read a table."""
   strategy = tfs.ParameterServerStrategy(checkpoint_dir=directory)
   with strategy.scope():
     ids = keras.Input([], dtype='int64')
@@ -308,7 +308,7 @@ def save_and_load_many(directory):
   data = tf.data.Dataset.range(_ROWS).batch(_STEP_ROWS)
   data = data.map(lambda ids: (ids * 2**30, tf.ones([_STEP_ROWS, 1])))
   model.fit(data, verbose=0)
-  strategy.save()  # What is made once.
+  strategy.save()  # Makes the objects that stay.
   before = model.predict(tf.range(64, dtype=tf.int64) * 2**30, verbose=0)
   table = layer._table
   actions = {
@@ -326,9 +326,9 @@ def save_and_load_many(directory):
 
 
 def _growth(action):
-  """By how many bytes this process is larger at most than before."""
+  """Returns the most bytes that this process grows by during an action."""
   with open('/proc/self/clear_refs', 'w') as f:
-    f.write('5')  # Its peak is what it is now.
+    f.write('5')  # Resets the peak to the present size.
   before = _peak()
   action()
   return _peak() - before

@@ -1,4 +1,4 @@
-"""Keras's `take` asks a table for rows and returns what it returns of a tensor."""
+"""Keras's `take` reads rows from a table, with the same results as from a tensor."""
 
 from unittest import mock
 

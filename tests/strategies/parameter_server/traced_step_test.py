@@ -184,7 +184,7 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     where=('step', 'branch', 'loop', 'branch_in_loop'), is_small=(True, False)
   )
   def test_what_a_branch_or_loop_writes_is_read_once(self, where, is_small):
-    """As the scale of a loss, which others double meanwhile."""
+    """Checks the scale of a loss, which others change during the step."""
     size = 3 if is_small else 30_000
     a, b = (local_servers.variable(i, [1.0] * size) for i in range(2))
 
@@ -202,7 +202,7 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
       def unscaled():
         with tf.GradientTape() as tape:
           ratio = (loss + zero) / a[0]
-        # -ratio, of what it was divided by.
+        # The product is -ratio, since the same value divided `loss`.
         ratio -= tape.gradient(ratio, a)[0] * (a[0] + zero)
         a.assign(a * 2.0)
         return ratio + gradient

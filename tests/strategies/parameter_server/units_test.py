@@ -74,7 +74,7 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
     step(x)
     before = [v.numpy() for v in ours]
     self.journal.revoke([0])
-    # Of what was refused first, or of what was cancelled by that.
+    # The error of the refused unit, or of an operation that it cancelled.
     with self.assertRaises(tf.errors.OpError):
       step(x)
     for want, got in zip(before, ours, strict=True):
@@ -187,7 +187,7 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_steps_whose_units_have_one_number(self):
-    """In one it is in a loop, and in the other not."""
+    """Checks a number whose unit is in a loop in one step, and not in the other."""
     a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
     programs = step_programs.scattered_only, step_programs.written_in_a_loop
     for program in (*programs, programs[0]):
@@ -284,7 +284,7 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
       return token
 
     def give_up():
-      time.sleep(0.5)  # What is there may be written.
+      time.sleep(0.5)  # Leaves time for a write, which must not happen.
       self.journal.revoke([0])
 
     step = self.trace(step_programs.between(program, give_up), [a, b])
@@ -307,7 +307,7 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
 
       def branch():
         update(b, 10.0 * x)
-        return tf.reduce_sum(a.read_value())  # Of what was asked for before.
+        return tf.reduce_sum(a.read_value())  # Sees the update above.
 
       with step.merging():
         update(a, x)
@@ -324,7 +324,7 @@ class UnitsTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters((True, 2.0), (False, 1.0))
   def test_after_a_restore_a_step_is_repeated(self, restores_all, expected):
-    """As a whole; or with what was not written, if this server has not died."""
+    """Checks that all is repeated, or only unwritten units if this server lives."""
     a, b = (local_servers.variable(i, [0.0] * 3) for i in range(2))
 
     def program(a, b, x):

@@ -60,7 +60,7 @@ class ArraysTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(small, _SMALL)
 
   def test_function_that_makes_other_arrays_each_time(self):
-    """It was free to; each trace means the arrays that it saw."""
+    """Checks that each trace uses the arrays that its own call made."""
     rng = np.random.default_rng(0)
     seen = []
 

@@ -139,7 +139,7 @@ class BesideApplyTest(tf.test.TestCase, parameterized.TestCase):
       a, other = (local_servers.variable(i, [1.0, 2.0]) for i in range(2))
       optimizer = keras.optimizers.SGD(0.5)
       optimizer.build([a])
-      # What it makes itself is on servers as well, where there is a strategy.
+      # With a strategy, the optimizer's own variables are on servers too.
       optimizer._iterations._value = local_servers.variable(0, 0)
       look = traced_step.TracedStep(is_share=True)
 

@@ -1,4 +1,4 @@
-"""The pool of workers: what is on its way, and what an error leaves behind."""
+"""The pool of workers: tasks in progress, and tasks that an error interrupts."""
 
 import threading
 import time
@@ -97,7 +97,7 @@ class PoolTest(parameterized.TestCase):
 
   @parameterized.parameters((0, 3), (1, 7))
   def test_third_worker_that_a_step_loses(self, advances, lost):
-    """Of one step, not of a group of steps that goes on each time."""
+    """Checks that the limit holds for a step, not for a group that makes progress."""
     pool = self._pool(1)
 
     def die():
@@ -122,7 +122,7 @@ class PoolTest(parameterized.TestCase):
     self.assertLen(losses, lost)
 
   def test_what_the_death_of_a_server_ended_goes_on(self):
-    """In the order of submission, and before others; what is done counts as such."""
+    """Checks that tasks go on in order and before new ones; done ones only finish."""
     pool, order = self._pool(1, max_waiting=4), []
 
     def die():
@@ -191,7 +191,7 @@ class PoolTest(parameterized.TestCase):
 
   @parameterized.parameters(True, False)
   def test_worker_and_server_die_together(self, is_known_at_once):
-    """How far the task came cannot be read from a dead server."""
+    """Checks the error: a dead server cannot tell the progress of the task."""
 
     def lose_worker():
       self.liveness.dead_workers.add(0)

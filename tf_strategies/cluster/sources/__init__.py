@@ -35,7 +35,7 @@ VARIABLES = (
 def first(environ: Mapping[str, str]) -> tuple[str, tf_config.Parts | None]:
   """Returns the first scheduler's description, and the variable that names it.
 
-  The description is None if there is none.
+  The description is None if no scheduler describes the job.
 
   Raises:
     ClusterConfigError: it is malformed; or TFS_NUM_WORKERS or TFS_NUM_PS ask

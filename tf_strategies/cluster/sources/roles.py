@@ -82,7 +82,7 @@ def check_alone(environ: Mapping[str, str]) -> None:
   if 'TFS_NUM_WORKERS' in environ:
     name, told = 'TFS_NUM_WORKERS', environ
   elif checks.integer_variable(environ, 'TFS_NUM_PS', 0, checks.MAX_TASKS, 0):
-    # Workers are those of a scheduler's tasks that are nothing else.
+    # TFS_NUM_PS asks for no workers: the other tasks of a scheduler are workers.
     name, told = 'TFS_NUM_PS', {**environ, 'TFS_NUM_WORKERS': '0'}
   else:
     return

@@ -9,7 +9,7 @@ from tf_strategies.collectives import schedule
 def halving_doubling_all_reduce(world_size: int) -> schedule.Schedule:
   """Halves vectors recursively while it doubles distances, and goes back.
 
-  With N = 2^k ranks, step s exchanges half of what is left with the rank at
+  With N = 2^k ranks, step s exchanges half of the remaining part with the rank at
   distance 2^s: a reduce-scatter in k rounds; the all-gather mirrors it. Each
   rank sends `2 (N - 1) / N * L` bytes of a buffer of L, as in a ring, in
   2 log2 N rounds.

@@ -65,7 +65,7 @@ def for_array(name: str, dtype: np.dtype) -> codec_lib.Codec:
   """Returns the codec in which arrays of a dtype travel when `name` is asked for.
 
   A codec applies to floats if its payload is smaller than the array. All other arrays
-  travel as they are. 16-bit floats are payloads already: they are added in float32 and
+  travel unchanged. 16-bit floats are payloads already: they are added in float32 and
   rounded once a hop.
 
   Example:

@@ -252,7 +252,7 @@ class ControlPlane:
     while True:
       said = await self._ask_all(end - self._host.now())
       # After a mismatch wait for ranks that are still on their way there, so
-      # that the report can say what they do.
+      # that the report can describe their calls.
       late = suspicion['seconds'] is None and any(
         description['sequence'] < suspicion['sequence']
         for description in said.values()

@@ -36,8 +36,8 @@ def form_mpi_group(
   """Makes a group of all processes that `mpiexec` started.
 
   All of them call it, at the same point. A process that was started without
-  `mpiexec` becomes a group of one. Each call takes one of MPI's communicators,
-  of which there are about two thousand, for the life of the process.
+  `mpiexec` becomes a group of one. MPI has about two thousand communicators.
+  Each call takes one of them for the life of the process.
 
   Args:
     options: how long to wait; the defaults if None. Addresses and secrets come

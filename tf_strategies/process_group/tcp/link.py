@@ -1,7 +1,7 @@
 """One data connection: words, headers and pieces in both directions.
 
-Each thing that travels begins with a word of 8 bytes, which says what follows: a
-header, or the bytes of a piece. A number beyond all kinds is the slot of shared memory
+Each thing that travels begins with a word of 8 bytes, which announces a
+header or the bytes of a piece. A number beyond all kinds is the slot of shared memory
 in which a piece lies; the receiver reads and acknowledges it (`host_memory`). The peer
 finds out whether it can read the memory, and says so. Until then, and for small and
 large pieces, bytes travel.
@@ -175,7 +175,7 @@ class Link:
   # Receiving.
 
   def next(self) -> int | None:
-    """Returns the next word, HEADER once the header has arrived; None if there is none.
+    """Returns the next word: HEADER once the header is complete, None if no word is.
 
     A word without a name is the number of a slot with a piece.
     """

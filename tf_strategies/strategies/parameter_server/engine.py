@@ -73,7 +73,7 @@ class Engine:
     self._steps_done = 0
     self._dropped = 0
     self._numbers = itertools.count(1)
-    # What was traced for steps, and the data that workers read.
+    # The traced functions of steps, and the data that workers read.
     self._lock = threading.RLock()
     self._functions: dict[Any, Any] = {}
     self._sources = weakref.WeakSet()
@@ -106,7 +106,7 @@ class Engine:
     is_result_wanted: bool = False,
     one_by_one: bool = False,
   ) -> list[step_task.RoundTask]:
-    """One step on an element of each split that has one; waits for all of them."""
+    """Runs a step on an element of each split that has one; waits for all of them."""
     self.note_source(source)
     turn = splits.Round(source)
     tasks = [

@@ -2,7 +2,7 @@
 
 Each chief adds a record of itself to a file in the memory of server 0, in TensorFlow's
 `ram://` file system, and then watches the file. A chief that finds a newer one begins
-no more steps, adds that it has left, and ends with an error. The newer one waits for
+no further steps, adds that it has left, and ends with an error. The newer one waits for
 that: steps of two chiefs on one worker would wait for each other.
 """
 
@@ -73,7 +73,7 @@ class Lease:
       )
 
   def leave(self) -> None:
-    """Tells a newer chief that this one begins no more steps."""
+    """Tells a newer chief that this one begins no further steps."""
     with contextlib.suppress(tf.errors.OpError):
       self._add({'left': self._record['process']})
 

@@ -69,7 +69,7 @@ class Layout:
   def __init__(self, contents: Contents):
     self.contents = contents
     tensors = []
-    # Server, shape and dtype of each tensor; those of the messages to a server.
+    # Server, shape and dtype of each tensor; `specs`: of the messages to a server.
     self.parts: list[tuple[int, tf.TensorSpec]] = []
     for server, tensor, rows_vary in contents.tensors():
       shape = [None, *tensor.shape[1:]] if rows_vary else tensor.shape

@@ -348,7 +348,7 @@ class Recovery:
       if model_state.has_parts(variable):
         array = array[0]
       if only_lost and name in counters:
-        # The other servers have what was written in all steps that are done.
+        # The other servers keep the writes of all steps that are done.
         array = array + self.counts.calls_since(
           found, self._done(), name, int(array)
         )
@@ -372,7 +372,7 @@ class Recovery:
     if self._is_guarding:
       return action()
     self._is_guarding = True
-    # What it has begun it begins again.
+    # A repeated action submits its own tasks again: those from here on.
     self._begins_at = self._pool.submitted
     try:
       while True:

@@ -32,7 +32,7 @@ class Access:
     default_factory=dict
   )
   updated: _Variables = dataclasses.field(default_factory=dict)
-  # Updates that return something, or write on another server; what they read there.
+  # Updates that return something, or write on another server; their reads there.
   direct: set[int] = dataclasses.field(default_factory=set)
   elsewhere: dict[int, set[int]] = dataclasses.field(default_factory=dict)
 

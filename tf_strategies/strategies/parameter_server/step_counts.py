@@ -90,9 +90,9 @@ class StepCounts:
   def lost_of(
     self, servers: Iterable[int], found: checkpointer.Checkpoint, done: int
   ) -> dict[int, int]:
-    """By server that is restored alone: of how many done steps it has nothing.
+    """Returns how many done steps are lost on each server that is restored alone.
 
-    What one has lost before, and was told, is not lost again.
+    Steps that an earlier call returned for a server are not counted again.
     """
     at_save = self._done_when_saved(found)
     at = {s: max(at_save, self._done_at_restore.get(s, 0)) for s in servers}

@@ -32,7 +32,7 @@ class Step:
   run: Callable[[Any], Any]
   trains: bool = False
   optimizers: tuple[Any, ...] = ()  # Those that it applies.
-  # While a share of a batch is traced: a context manager that yields what it sees.
+  # Returns a context manager for tracing a share of a batch; it yields the share.
   tracing_share: Callable[[], Any] = lambda: contextlib.nullcontext(
     shares.Share()
   )

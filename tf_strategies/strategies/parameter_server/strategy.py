@@ -270,7 +270,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       mode; steps (done); staleness (number of steps by how many other steps
       were applied while they were computed); dropped (gradients that steps
       were done without, in mode 'sync'); bytes_per_server; recoveries (server,
-      lost_steps of what was restored, and seconds; in 'sync' one for all servers
+      lost_steps of the restored state, and seconds; in 'sync' one for all servers
       that were lost, in other modes one for each).
     """
     return {

@@ -5,8 +5,8 @@ Left alone, every read and every write is a message of its own, and a worker
 that dies in the middle leaves half of its writes behind. So a step is traced
 twice. The first trace only looks which variables are read where. In the second
 
-* what is read outside of the optimizer's update is fetched at the start, small
-  variables in one message a server: the step computes on one state;
+* variables that are read outside of the optimizer's update are fetched at the
+  start, the small ones in one message a server: the step computes on one state;
 * writes outside of the update (metrics, counters, moving statistics) stay in
   the step, where later reads see them, and are sent at its end in one message
   a server, after the updates: sums as sums, so that workers do not overwrite
@@ -85,7 +85,7 @@ class TracedStep:
     self._graph = None
     self._snapshot: dict[int, tf.Tensor] = {}
     self._held: dict[int, step_access.Write] = {}
-    # Written, or to be read, where they are; what was read of them since a write.
+    # Variables written or read in place; their values read since the last write.
     self._direct: set[int] = set()
     self._read_since: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
     self._updates = 0  # Of the optimizer's, that are going on.

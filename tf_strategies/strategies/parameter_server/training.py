@@ -140,7 +140,7 @@ class StepFunction:
     return self._strategy.recovery.with_recovery(call_and_wait)
 
   def _predict_read(self, source, steps):
-    """Of what workers read: split by split, as one device that reads all of them."""
+    """Returns the next predictions of data that workers read, in one device's order."""
     if source is not self._predicted_of:
       self._predicted_of, self._predicted = source, []
     found = []

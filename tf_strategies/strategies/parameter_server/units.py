@@ -61,7 +61,7 @@ class LockedWrite(NamedTuple):
 
 
 class Units:
-  """The units of one step, numbered as they are traced."""
+  """The units of one step, numbered in the order of tracing."""
 
   def __init__(self):
     self._caller: tf.Graph | None = None  # Of the one that is being traced.
