@@ -142,6 +142,7 @@ def _application(build, **options):
   def program():
     x, y = _images(32)
     keras.config.set_floatx('float64')
+    keras.config.set_dtype_policy('float64')
     model = build(
       input_shape=(32, 32, 3),
       weights=None,
@@ -149,6 +150,7 @@ def _application(build, **options):
       classifier_activation=None,
       **options,
     )
+    assert model.compute_dtype == 'float64'
     model.compile(
       keras.optimizers.SGD(1e-4, momentum=0.9), common.crossentropy()
     )
