@@ -90,7 +90,7 @@ class Run(keras.callbacks.Callback):
     model: a built model.
     optimizer: its optimizer; None for the one it is compiled with.
     settings: values that make two runs different, such as the seed. They are saved,
-      and compared when a run begins.
+      and compared by `restore`.
     metrics: metrics of the epoch in progress; None for the model's.
     max_to_keep: number of checkpoints to keep.
 
@@ -171,8 +171,8 @@ class Run(keras.callbacks.Callback):
       The position, also in `position`; (0, 0) in an empty directory.
 
     Raises:
-      CheckpointMismatchError: it belongs to another model; the message names every
-        difference.
+      CheckpointMismatchError: it belongs to another model, or to a run with other
+        settings. The message names every difference.
       TakenOverError: another run has written there since this one began.
       DataError: there are checkpoints and all are damaged.
       StorageError: the chief cannot read a file.
@@ -197,7 +197,7 @@ class Run(keras.callbacks.Callback):
       InUseError: a live process of another run writes into the directory.
       TakenOverError: another process has become the writer.
       CheckpointMismatchError: the restored checkpoint was made with another
-        optimizer, random seed or settings.
+        optimizer or random seed.
       UnsupportedOptionError: not a position.
     """
     return self._state.save(_position(epoch, step))

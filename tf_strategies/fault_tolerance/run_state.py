@@ -50,14 +50,11 @@ class WorkerState:
     self._variables = model_state.name_variables(model, optimizer)
     self._model = model
     self._metrics = metrics
+    self._settings = settings
     seed, _ = multi_worker.proposed_seed()
     # Compared before this run saves, since reading alone harms nobody.
     self._description = plain(
-      {
-        'settings': dict(sorted(settings.items())),
-        'random seed': seed,
-        **model_state.describe_optimizer(optimizer),
-      }
+      {'random seed': seed, **model_state.describe_optimizer(optimizer)}
     )
     self._metric_arrays: dict[str, Any] = {}
     # On the chief: the checkpoint that was restored, until this run saves.
@@ -138,6 +135,7 @@ class WorkerState:
         arrays,
         {
           **position.to_json(),
+          'settings': self._settings,
           'description': self._description,
           'parts': model_state.reductions(variables),
         },
@@ -213,7 +211,11 @@ class WorkerState:
       list(self._variables), [k for k in found.arrays if not _is_metric(k)]
     )
     arrays = found.arrays.renamed(names)
-    different = model_state.differences(
+    # Checkpoints of parameter servers have no settings.
+    different = checkpointer.different_settings(
+      found.metadata.get('settings', {}), self._settings
+    )
+    different += model_state.differences(
       self._variables,
       {k: v for k, v in arrays.specs.items() if not _is_metric(k)},
     )
