@@ -73,6 +73,28 @@ def test_batches(data):
   return tfs.data.make_dataset(data.test, options, training=False)
 
 
+def on_replicas(strategy, step, optimizers=()):
+  """Returns a function that takes the next batch and computes `step` on it."""
+  import tensorflow as tf
+
+  if common.has_step(strategy):
+    whole_step = strategy.step(step, optimizers)
+    return lambda batches: whole_step(next(batches))
+  return tf.function(lambda batches: strategy.run(step, (next(batches),)))
+
+
+def resume(strategy, data, model, optimizer, metrics):
+  """Returns the run in `--checkpoint_dir`, if any, and the epoch and step to start at."""
+  if not FLAGS.checkpoint_dir:
+    return None, (0, 0)
+  settings = common.checkpoint_settings(strategy, data)
+  run = tfs.Run(FLAGS.checkpoint_dir, model, optimizer, settings, metrics)
+  epoch, step = run.restore()
+  # Parameter servers count the steps of all epochs.
+  steps = common.steps_per_epoch(data)
+  return run, divmod(epoch * steps + step, steps)
+
+
 def train():
   """Trains in this task; returns the report."""
   import keras
@@ -110,13 +132,6 @@ def train():
     optimizer.apply(tape.gradient(loss, [v.value for v in weights]), weights)
     return loss
 
-  def on_replicas(step, optimizers=()):
-    """Returns a function that takes the next batch and computes `step` on it."""
-    if common.has_step(strategy):
-      whole_step = strategy.step(step, optimizers)
-      return lambda batches: whole_step(next(batches))
-    return tf.function(lambda batches: strategy.run(step, (next(batches),)))
-
   def reset():
     for metric in metrics:
       metric.reset_state()
@@ -132,16 +147,10 @@ def train():
       test(iterator)
     return results()
 
-  start, run = (0, 0), None
-  if FLAGS.checkpoint_dir:
-    settings = common.checkpoint_settings(strategy, data)
-    run = tfs.Run(FLAGS.checkpoint_dir, model, optimizer, settings, metrics)
-    epoch, step = run.restore()
-    # Parameter servers count the steps of all epochs.
-    start = divmod(epoch * steps + step, steps)
-
+  run, start = resume(strategy, data, model, optimizer, metrics)
   measured = reporting.Run('mnist_custom_loop', strategy, data, start)
-  train, test = on_replicas(train_step, [optimizer]), on_replicas(test_step)
+  train = on_replicas(strategy, train_step, [optimizer])
+  test = on_replicas(strategy, test_step)
   trained = tested = None
   with measured, run or nullcontext():
     batches = iter(train_batches(strategy, data, start))
