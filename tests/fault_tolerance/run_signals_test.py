@@ -265,12 +265,16 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
         self._fit(self.run_, epochs=4, **options)
       self.assert_handler_is_back()
 
-  @parameterized.parameters('model', 'optimizer')
+  @parameterized.parameters('model', 'optimizer', 'second_optimizer')
   def test_fit_of_another(self, what):
     self.run_.restore()
     if what == 'model':
       self.model = keras.models.clone_model(self.model)
-    self.model.compile('sgd', 'mse')
+    if what == 'second_optimizer':
+      # As for a `train_step` with two optimizers; the run does not save this one.
+      self.model.second = keras.optimizers.SGD()
+    else:
+      self.model.compile('sgd', 'mse')
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'another model or optimizer'
     ):

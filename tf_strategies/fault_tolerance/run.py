@@ -129,13 +129,13 @@ class Run(keras.callbacks.Callback):
     )
     settings = run_state.plain({} if settings is None else settings)
     optimizer = _optimizer_of(model, optimizer)
-    self._saved = model
-    self._optimizers = optimizer, getattr(model, 'optimizer', None)
     self._strategy = model.distribute_strategy
     if not optimizer.built:
       with self._strategy.scope():
         optimizer.build(model.trainable_variables)
     objects = model_state.state_of(model, optimizer)
+    # A `train_step` may use `optimizer` in place of the compiled one.
+    self._known = [*objects.values(), getattr(model, 'optimizer', None)]
     self._state: run_state.WorkerState | run_state.ServerState
     if hasattr(self._strategy, 'recovery'):
       objects |= {f'metrics/{i}': m for i, m in enumerate(metrics or ())}
@@ -266,12 +266,11 @@ class Run(keras.callbacks.Callback):
 
   def on_train_begin(self, logs=None):
     """Finds the position where `fit` continues."""
-    trains_with = self.model.optimizer
+    known = {id(each) for each in self._known}
     option_checks.check(
-      self.model is self._saved
-      and any(trains_with is o for o in self._optimizers),
+      known.issuperset(map(id, model_state.state_of(self.model).values())),
       f'a fit of {self.model.name!r} with the Run of another model or optimizer',
-      'the model and the optimizer that the run saves',
+      'the model and the optimizers that the run saves',
       'make the Run of this model, after compile',
     )
     position = self._state.begin_fit(self.position, self.params.get('steps'))
