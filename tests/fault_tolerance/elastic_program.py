@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import os
 import pickle
 import sys
@@ -257,6 +258,18 @@ def _do_not_hear(every):
   group.ProcessGroup.all_reduce = deaf_all_reduce
 
 
+class Ends(logging.Handler):
+  """Notes when this worker heard that a group of workers has ended."""
+
+  def __init__(self):
+    super().__init__()
+    self.times = []
+
+  def emit(self, record):
+    if 'Forming again' in record.getMessage():
+      self.times.append(record.created)
+
+
 def train(
   rank,
   options,
@@ -286,7 +299,8 @@ def train(
       with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:
         f.write(f'{time.time()}\n')
 
-  jobs, histories, events = [], [], []
+  jobs, histories, events, ends = [], [], [], Ends()
+  logging.getLogger('absl').addHandler(ends)
 
   def run(job):
     jobs.append(job)
@@ -337,6 +351,7 @@ def train(
     'accuracy': accuracy,
     'learning_rate': float(model.optimizer.learning_rate.numpy()),
     'generations': jobs[-1].generations,
+    'ends': ends.times,
     'history': histories[-1] and histories[-1].history,
     'events': {k: v for k, v in vars(events[-1]).items() if '_' in k[1:]},
   }

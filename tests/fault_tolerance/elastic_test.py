@@ -40,6 +40,14 @@ def workers(
 
 
 class ElasticTest(elastic_case.ElasticCase):
+  def assert_death_is_heard(self, outcomes, killed):
+    """Every survivor heard of the death in under a second."""
+    for outcome in outcomes:
+      after = [t - killed for t in outcome.value['ends'] if t > killed - 0.5]
+      heard = min(after, default=np.inf)
+      print(f'worker {outcome.rank} heard of the death after {heard:.3f} s')
+      self.assertLess(heard, 1.0)
+
   def assert_steps_go_on(self, times, killed):
     """The steps of survivors stand still for seconds only."""
     for steps in times:
@@ -75,6 +83,7 @@ class ElasticTest(elastic_case.ElasticCase):
       outcomes = job.processes.wait(survivors)
       self.assert_steps_go_on(map(job.times, survivors), killed)
     self.assert_results(outcomes)
+    self.assert_death_is_heard(outcomes, killed)
     for outcome in outcomes:
       sizes = [g.world_size for g in outcome.value['generations']]
       self.assertEqual(sizes, [3, 2])
@@ -127,10 +136,12 @@ class ElasticTest(elastic_case.ElasticCase):
     victim = 1
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     with workers(options, _SECONDS_A_STEP) as job:
-      job.kill(victim, 5, restarts=True)
+      killed = job.kill(victim, 5, restarts=True)
       outcomes = job.processes.wait()
     self.assert_results(outcomes)
     self.assert_events(outcomes)
+    survivors = [o for o in outcomes if o.rank != victim]
+    self.assert_death_is_heard(survivors, killed)
     self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
 
   def test_newcomer_hears_of_no_work_that_is_done(self):

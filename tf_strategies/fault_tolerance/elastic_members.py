@@ -270,15 +270,15 @@ class Members(elastic.Membership):
   def _leave(self, error) -> None:
     """Leaves a group that has failed, or that other workers wait to join."""
     group = self._communicator.group
-    if isinstance(error, MembershipChange):
-      group.abort(str(error))
-    group.close()
     logging.warning(
       'Generation %d ended at %s: %s Forming again.',
       group.generation,
       self._state.position,
       error,
     )
+    if isinstance(error, MembershipChange):
+      group.abort(str(error))
+    group.close()
     self.fail(error)
 
   def _enter(self, phase: str) -> bool:
