@@ -114,6 +114,19 @@ class EvaluationsTest(_EvaluatorTest):
     training.finish()
     self.assert_evaluations(self.evaluator().run(), training)
 
+  @parameterized.parameters(False, True)
+  def test_accumulated_gradients(self, is_run):
+    def accumulating():
+      return keras.optimizers.SGD(gradient_accumulation_steps=2)
+
+    training = Training(self.directory, is_run, optimizer=accumulating())
+    training.step()
+    training.finish()
+    model = _model(seed=2, optimizer=accumulating())
+    evaluations = self.evaluator(model).run()
+    self.assert_evaluations(evaluations, training)
+    self.assertEqual([e.iterations for e in evaluations], [2])
+
   def test_checkpoints_that_come_later(self):
     training = Training(self.directory)
     evaluator = self.evaluator()
