@@ -223,12 +223,20 @@ def train_on_other_data(rank, options, directory, *args):
   return train(rank, options, directory, *args)
 
 
+class Best(keras.callbacks.ModelCheckpoint):
+  """Has an array among its attributes, as a subclass may."""
+
+  losses = np.zeros([0])
+
+  def on_epoch_end(self, epoch, logs=None):
+    super().on_epoch_end(epoch, logs)
+    self.losses = np.append(self.losses, logs['loss'])
+
+
 def train_with_files(rank, options, directory, *args):
   """`train`, with Keras's callbacks, of which all workers have the same paths."""
   path = os.path.join(directory, 'files')
-  best = keras.callbacks.ModelCheckpoint(
-    os.path.join(path, 'best.keras'), 'loss', save_best_only=True
-  )
+  best = Best(os.path.join(path, 'best.keras'), 'loss', save_best_only=True)
   callbacks = [
     best,
     keras.callbacks.ModelCheckpoint(
@@ -239,7 +247,7 @@ def train_with_files(rank, options, directory, *args):
   ]
   globals()['fit_options'] = lambda kind: {'callbacks': callbacks}
   result = train(rank, options, directory, *args)
-  return {**result, 'best': float(best.best)}
+  return {**result, 'best': float(best.best), 'losses': best.losses}
 
 
 def _do_not_hear(every):

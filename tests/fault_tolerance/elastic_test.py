@@ -121,6 +121,7 @@ class ElasticTest(elastic_case.ElasticCase):
     self.assertAllClose(history['loss'], losses, 0, 1e-5)
     for outcome in outcomes:
       self.assertEqual(outcome.value['best'], min(losses))
+      self.assertAllEqual(outcome.value['losses'], losses)
     model = keras.models.load_model(os.path.join(path, 'best.keras'))
     self.assertAllClose(want, model.get_weights(), 0, 2e-6)
     for epoch in range(elastic_program.EPOCHS):

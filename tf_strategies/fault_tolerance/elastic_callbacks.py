@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal
+from tf_strategies import _keras_internal, process_group
 from tf_strategies.keras import chief_only
 
 # They keep files open during `fit`, so their attributes describe one process only.
@@ -98,10 +98,9 @@ class FilesOfJob(chief_only.ChiefOnly):
         if not (is_successor and self._has_row(epoch)):
           self.callback.on_epoch_end(epoch, logs)
         has_written = True
-      text, *_ = pack([self.callback])
-      known = link.exchange('files', text.tobytes())
+      known = hand_on(link.group, 0, 'files', pack([self.callback]))
       if link.rank:
-        unpack([np.frombuffer(known[0], np.uint8)], [self.callback])
+        unpack(known, [self.callback])
 
     self._run_step('test', write, lambda: None, tf.constant([epoch]))
 
@@ -203,6 +202,25 @@ def unpack(
   for callback, (_, attributes) in zip(callbacks, told, strict=True):
     for name, value in attributes.items():
       setattr(callback, name, value)
+
+
+def hand_on(
+  group: process_group.ProcessGroup,
+  root: int,
+  what: str,
+  arrays: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+  """Returns the arrays of rank `root`; all workers call it.
+
+  The arrays of the other ranks are ignored, and may be of other shapes.
+  """
+  mine = json.dumps([(a.dtype.name, a.shape) for a in arrays])
+  answers = group.exchange(f'elastic/{what}', mine.encode())
+  handed = []
+  for i, (dtype, shape) in enumerate(json.loads(answers[root])):
+    array = arrays[i] if group.rank == root else np.zeros(shape, dtype)
+    handed.append(group.broadcast(array, root, name=f'elastic/{what}/{i}'))
+  return handed
 
 
 def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:

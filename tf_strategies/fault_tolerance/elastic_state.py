@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +20,11 @@ class Progress(NamedTuple):
   """How far a job has come, comparable across global batch sizes."""
 
   epoch: int = 0
-  rows: int = (
-    0  # Completed rows of the next epoch; steps if their size is unknown.
-  )
+  # Completed rows of the next epoch; steps if their size is unknown.
+  rows: int = 0
   iterations: int = 0  # Calls of the optimizer until here.
-  first_world: int = (
-    0  # Workers of the first generation; 0 if nothing is trained.
-  )
+  # Workers of the first generation; 0 if nothing is trained.
+  first_world: int = 0
 
 
 class State:
@@ -186,12 +183,12 @@ class State:
     metrics = _read(self._metrics())
     if self._before_reset and self._before_reset[0] == self.num_steps:
       metrics = self._before_reset[1]
-    values = _hand_on(group, root, 'variables', values)
-    metrics = _hand_on(group, root, 'metrics', metrics)
+    values = elastic_callbacks.hand_on(group, root, 'variables', values)
+    metrics = elastic_callbacks.hand_on(group, root, 'metrics', metrics)
     callbacks = []
     if any(enter):
       callbacks = elastic_callbacks.pack(self.callbacks)
-      callbacks = _hand_on(group, root, 'callbacks', callbacks)
+      callbacks = elastic_callbacks.hand_on(group, root, 'callbacks', callbacks)
     if not have[group.rank]:
       self._assign(variables, values)
       self._assign_metrics(metrics)
@@ -270,17 +267,3 @@ def _read(variables) -> list[np.ndarray]:
 def _have_shapes(values, variables) -> bool:
   """Returns whether arrays have the shapes of variables."""
   return [v.shape for v in values] == [tuple(v.shape) for v in variables]
-
-
-def _hand_on(group, root: int, what: str, arrays) -> list[np.ndarray]:
-  """Returns the arrays of rank `root`; all workers call it.
-
-  The arrays of the other ranks are ignored, and may be of other shapes.
-  """
-  mine = json.dumps([(a.dtype.name, a.shape) for a in arrays])
-  answers = group.exchange(f'elastic/{what}', mine.encode())
-  handed = []
-  for i, (dtype, shape) in enumerate(json.loads(answers[root])):
-    array = arrays[i] if group.rank == root else np.zeros(shape, dtype)
-    handed.append(group.broadcast(array, root, name=f'elastic/{what}/{i}'))
-  return handed
