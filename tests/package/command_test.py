@@ -100,6 +100,7 @@ class DispatchTest(parameterized.TestCase):
     ('doctor', ['--wait=-1'], '--wait=-1.0'),
     ('launch', ['true'], 'follows a lone --'),
     ('launch', ['--nnodes=2', '--', 'true'], 'without --rendezvous'),
+    ('launch', ['--nnodes=0', '--rendezvous=a:1', '--', 'true'], '--nnodes=0'),
     ('launch', ['--node_rank=1', '--', 'true'], 'without --nnodes'),
   )
   def test_wrong_words_are_explained(self, name, words, told):

@@ -78,6 +78,7 @@ class EveryCodecTest(parameterized.TestCase):
 
   @parameterized.parameters((FLOAT16, 2.0**-11), (BFLOAT16, 2.0**-8))
   def test_lossy_but_within_the_unit_of_rounding(self, codec, unit):
+    self.assertEqual(codec.payload_bytes(1000), 2000)
     values = np.random.default_rng(2).uniform(0.5, 2, 1000)
     for dtype in (np.float32, np.float64):
       array = values.astype(dtype)
