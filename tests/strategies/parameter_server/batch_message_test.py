@@ -69,6 +69,23 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
         self.assertEqual(want.tobytes(), got.tobytes())
 
+  @parameterized.parameters(*_DTYPES)
+  def test_bytes_travel_as_they_are(self, dtype):
+    """Checks the size: elements that are written one by one need more bytes."""
+    array = np.full(1000, 0xFF).astype(dtype)
+    layout = batch_message.Layout(_structure([array]), 1)
+    message = layout.encode(0, 0, [[array]])
+    self.assertLess(len(message[1]) - array.nbytes, 20)
+    self.assertIn(array.tobytes(), message[1])
+
+  def test_array_that_is_too_large(self):
+    array = np.broadcast_to(np.float32(0), [2**29])
+    layout = batch_message.Layout(_structure([array]), 1)
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, '2147483648 bytes.*smaller batches'
+    ):
+      layout.encode(0, 0, [[array]])
+
   @parameterized.parameters(1, 3)
   def test_strings_and_tensors_whose_sizes_differ(self, steps):
     """Checks that all batches have one layout, so that the step is traced once."""
