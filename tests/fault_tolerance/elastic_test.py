@@ -249,6 +249,13 @@ class OptionsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'tcp'):
       tfs.elastic.run(lambda job: None, ring=tfs.RingOptions(link='mpi'))
 
+  @parameterized.parameters(None, 0, True)
+  def test_state_cannot_be_divided(self, value):
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, f'shard_optimizer_state={value}'
+    ):
+      tfs.elastic.run(lambda job: None, shard_optimizer_state=value)
+
 
 if __name__ == '__main__':
   tf.test.main()

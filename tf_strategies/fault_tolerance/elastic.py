@@ -110,6 +110,7 @@ def run(
 
 def _check(train_fn, options, ring, shard_optimizer_state) -> None:
   """Raises UnsupportedOptionError for arguments with which no job can train."""
+  option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
   option_checks.check_function(
     'train_fn', train_fn, 'pass the function itself: tfs.elastic.run(train)'
   )

@@ -180,11 +180,13 @@ class Launchers(contextlib.AbstractContextManager):
       _, (its_version, part) = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.NODE)
       )
-      node = tasks.Node(**part)
+      # Another version may have other fields.
+      objection = self._objection(request, its_version)
+      node = None if objection else tasks.Node(**part)
     except _BROKEN:
       connection.close()
       return
-    if objection := self._objection(request, its_version):
+    if node is None:
       self._refusal = f' One was refused: {objection}.'
       connection.send(_Kind.REJECT, objection)
       await asyncio.sleep(_LAST_SECONDS)  # It has time to read.
