@@ -172,8 +172,12 @@ class Job:
         there to the end of the job.
       epochs: number of epochs of the whole job.
       steps_per_epoch: number of steps of an epoch, as `make_batches` counts them.
-      callbacks, verbose, validation_data, validation_steps, validation_freq,
-        class_weight: as of `model.fit`.
+      callbacks: as of `model.fit`.
+      verbose: as of `model.fit`.
+      validation_data: as of `model.fit`.
+      validation_steps: as of `model.fit`.
+      validation_freq: as of `model.fit`.
+      class_weight: as of `model.fit`.
 
     Raises:
       UnsupportedOptionError: `make_batches` has fewer batches than `epochs` of
