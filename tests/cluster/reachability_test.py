@@ -137,16 +137,16 @@ class WaitForTasksTest(_ListeningTest):
     self.assertIn('raise deadline_seconds', message)
 
   def test_deadline_of_zero_asks_once(self):
-    reachability.wait_for_tasks({'ps 0': self.listen()}, 0)
+    reachability.wait_for_tasks({'ps 0': self.listen()}, 0, 'to train')
     with self.assertRaises(errors.RendezvousError):
-      reachability.wait_for_tasks({'ps 0': _free_address()}, 0)
+      reachability.wait_for_tasks({'ps 0': _free_address()}, 0, 'to train')
 
   @parameterized.parameters(-1, float('inf'))
   def test_bad_deadline_is_named(self, seconds):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'deadline_seconds='
     ):
-      reachability.wait_for_tasks({}, seconds)
+      reachability.wait_for_tasks({}, seconds, 'to train')
 
 
 if __name__ == '__main__':

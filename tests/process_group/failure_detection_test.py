@@ -1,3 +1,6 @@
+import dataclasses
+import json
+
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -153,7 +156,10 @@ class FailureReportTest(absltest.TestCase):
     shared.on_failure(lambda: seen.append('called'))
     shared.begin("all_reduce(sum) 'w' of int32[5]", 'w')
     report = shared.lost(1, 'died')
-    self.assertEqual(state.FailureReport.from_json(report.to_json()), report)
+    message = json.loads(json.dumps(dataclasses.asdict(report)))
+    heard = state.FailureReport(**message).exception()
+    self.assertEqual(vars(heard), vars(report.exception()))
+    self.assertEqual(str(heard), report.message)
     self.assertTrue(shared.fail(report))
     self.assertFalse(shared.fail(shared.lost(3, 'died')))
     shared.on_failure(lambda: seen.append('late'))

@@ -112,9 +112,7 @@ class Checkpoint:
   path: str
   metadata: dict[str, Any]
   arrays: StoredArrays
-  # Reasons by path, of newer checkpoints that are damaged.
-  skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  run: str = ''  # Name of the run that wrote it.
+  run: str  # Name of the run that wrote it.
 
 
 class Checkpointer:
@@ -310,7 +308,7 @@ class Checkpointer:
           continue
         if skipped:
           logging.warning('Using the older checkpoint %s.', path)
-        return dataclasses.replace(found, skipped=skipped)
+        return found
     if not skipped:
       return None
     reasons = '; '.join(f'{path}: {why}' for path, why in skipped.items())
@@ -336,7 +334,7 @@ class Checkpointer:
       specs[name] = ArraySpec(dtype, tuple(shape), offset)
       offset += np.dtype(dtype).itemsize * math.prod(shape)
     arrays = StoredArrays(file, specs | tables)
-    return Checkpoint(path, contents['metadata'], arrays, run=contents['run'])
+    return Checkpoint(path, contents['metadata'], arrays, contents['run'])
 
   def _open_tables(self, path: str, found) -> dict[str, pieces.Table]:
     if not found:

@@ -110,13 +110,11 @@ class ClusterConfig:
     )
     if 'TF_CONFIG' in environ:
       described = tf_config.parse(environ['TF_CONFIG'])
-      if tf_config.says_nothing(described):
-        return None
       variable, parts = 'TF_CONFIG', tf_config.read(described)
     else:
       variable, parts = sources.first(environ)
-      if parts is None:
-        return None
+    if parts is None:
+      return None
     with checks.reading(variable):
       config = cls(*parts)
     count = sum(map(len, config.jobs.values()))

@@ -22,8 +22,8 @@ class Job:
 
   Example:
 
-    >>> Job(num_workers=2, chief=True).counts
-    {'chief': 1, 'worker': 2, 'ps': 0}
+    >>> Job(num_workers=2, chief=True).all_counts
+    {'chief': 1, 'worker': 2, 'ps': 0, 'evaluator': 0}
   """
 
   num_workers: int = 1
@@ -42,15 +42,14 @@ class Job:
       )
 
   @property
-  def counts(self) -> dict[str, int]:
-    """Returns the number of addresses by type."""
-    chief = int(self.chief)
-    return {'chief': chief, 'worker': self.num_workers, 'ps': self.num_ps}
-
-  @property
   def all_counts(self) -> dict[str, int]:
-    """Returns the number of tasks by type: `counts`, and the evaluator."""
-    return {**self.counts, 'evaluator': int(self.evaluator)}
+    """Returns the number of tasks by type."""
+    return {
+      'chief': int(self.chief),
+      'worker': self.num_workers,
+      'ps': self.num_ps,
+      'evaluator': int(self.evaluator),
+    }
 
   @property
   def training_types(self) -> tuple[str, ...]:

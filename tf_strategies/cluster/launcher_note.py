@@ -50,11 +50,6 @@ class Note:
     return [(word, task) for word, _, task in said if word in _WORDS]
 
 
-def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-  """Returns whether a launcher started this process."""
-  return VARIABLE in environ
-
-
 def say(word: str, environ: Mapping[str, str] = os.environ) -> None:
   """Tells the launcher, if there is one, `ELASTIC`, `FIXED` or `TRAINED`.
 

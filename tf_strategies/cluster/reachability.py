@@ -58,7 +58,7 @@ def unreachable(
 
 
 def wait_for_tasks(
-  tasks: Mapping[str, str], deadline_seconds: float, what_for: str = ''
+  tasks: Mapping[str, str], deadline_seconds: float, what_for: str
 ) -> None:
   """Returns when all tasks accept connections; a deadline of 0 asks once.
 
@@ -71,7 +71,6 @@ def wait_for_tasks(
   option_checks.check_seconds(
     'deadline_seconds', deadline_seconds, or_zero=True
   )
-  purpose = f' {what_for}' if what_for else ''
   start = log_at = time.monotonic()
   missing = dict(tasks)
   while outcomes := unreachable(missing):
@@ -84,14 +83,14 @@ def wait_for_tasks(
         for task, why in zip(shown, outcomes.values(), strict=True)
       )
       raise errors.RendezvousError(
-        f'Waited {deadline_seconds:g} s{purpose} for tasks that do not accept '
+        f'Waited {deadline_seconds:g} s {what_for} for tasks that do not accept '
         f'connections: {each}. Start those tasks, look at their logs and '
         'addresses, or raise deadline_seconds.'
       )
     if now >= log_at:
       logging.warning(
-        'Waiting%s for %s (%.0f s of %g s).',
-        purpose,
+        'Waiting %s for %s (%.0f s of %g s).',
+        what_for,
         ', '.join(shown),
         now - start,
         deadline_seconds,

@@ -42,9 +42,9 @@ def parse(text: str) -> dict[str, Any]:
   """Returns the JSON object that the text is."""
   try:
     config = json.loads(text, object_pairs_hook=_without_duplicates)
-  # Beside JSONDecodeError: a number of more digits than Python converts, and
-  # brackets nested deeper than its stack.
-  except (_DuplicateKeyError, ValueError, RecursionError) as e:
+  # Beside JSONDecodeError: a key that is there twice, a number of more digits than
+  # Python converts, and brackets nested deeper than its stack.
+  except (ValueError, RecursionError) as e:
     raise checks.bad(
       f'its text ({type(e).__name__}: {checks.show(str(e))})',
       text,
@@ -56,29 +56,24 @@ def parse(text: str) -> dict[str, Any]:
   return config
 
 
-class _DuplicateKeyError(Exception):
-  """A key that an object has twice: of the two values one would be lost."""
-
-
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   counts = collections.Counter(key for key, _ in pairs)
   for key, count in counts.items():
     if count > 1:
-      raise _DuplicateKeyError(f'the key {checks.show(key)} is there twice')
+      # Of the two values one would be lost.
+      raise ValueError(f'the key {checks.show(key)} is there twice')
   return dict(pairs)
 
 
-def says_nothing(config: Mapping[str, Any]) -> bool:
-  """Returns whether neither a cluster nor a task is described: a single process."""
-  if {'cluster', 'task'} & set(config):
-    return False
-  _check_keys(config, 'a key', ('cluster', 'task'))
-  return True
+def read(config: Mapping[str, Any]) -> Parts | None:
+  """Takes the object of a TF_CONFIG apart.
 
-
-def read(config: Mapping[str, Any]) -> Parts:
-  """Takes the object of a TF_CONFIG apart."""
+  Returns:
+    Its parts. None for a single process: neither a cluster nor a task is described.
+  """
   _check_keys(config, 'a key', ('cluster', 'task'))
+  if not {'cluster', 'task'} & set(config):
+    return None
   jobs = config.get('cluster', checks.MISSING)
   task = config.get('task', checks.MISSING)
   for name, value, allowed in (

@@ -139,7 +139,7 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
         'a job of several hosts',
         f'pass --nnodes=2 or more, or leave --{name} out',
       )
-  ports = ports_lib.pick_ports(sum(job.counts.values()))
+  ports = ports_lib.pick_ports(sum(job.all_counts.values()))
   secret = secrets.token_hex(job_lib.SECRET_BYTES)
   node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
   return _supervise(values, options, tasks.plan_tasks([node], command, secret))
@@ -188,7 +188,7 @@ def _run_host(
   counts = dict(job.all_counts)
   if place.rank:
     counts.update(chief=0, evaluator=0)
-  ports = ports_lib.pick_ports(sum(counts.values()) - counts['evaluator'])
+  ports = ports_lib.pick_ports(sum(counts.values()))
   try:
     launchers = nodes_lib.Launchers(place, counts, ports, _say)
   except (errors.RendezvousError, errors.AuthenticationError) as e:

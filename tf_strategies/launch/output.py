@@ -29,7 +29,7 @@ TAIL_LINES = 20
 _LONGEST_LINE = 8 << 20
 _LONGEST_IN_TAIL = 2000
 # A pipe that poll() calls writable takes this much without blocking (POSIX).
-_ATOMIC = min(getattr(select, 'PIPE_BUF', 512), 4096)
+_ATOMIC = min(select.PIPE_BUF, 4096)
 _TRACEBACK = b'Traceback (most recent call last)'
 _NOTICE = re.compile(
   rb'WARNING: All log messages before absl::InitializeLog\(\) is called|'

@@ -486,7 +486,8 @@ class Supervisor:
       task.lines.hides_tracebacks = number == signal.SIGINT
     # Of an elastic job a signal ends this host's part, as where the host is needed
     # for something else. Ctrl-C, and the end of a launcher of all hosts, end all.
-    is_part = self._is_elastic and not launcher_note.is_launched()
+    is_launched = launcher_note.VARIABLE in os.environ
+    is_part = self._is_elastic and not is_launched
     self._ends_all = number == signal.SIGINT or not is_part
     if self._doubtful:
       self._first = self._earliest()

@@ -34,7 +34,7 @@ class Node:
   Attributes:
     host: where its tasks are reached.
     counts: the number of its tasks by type, as `job.Job.all_counts`.
-    ports: one for each of its tasks but an evaluator, in the order of types.
+    ports: one for each of its tasks, in the order of types. An evaluator uses none.
   """
 
   host: str

@@ -12,7 +12,7 @@ Example:
   >>> with recorder.listening(events):
   ...   dataset = input_watch.watch(tf.data.Dataset.range(6).batch(4))
   ...   batches = [batch.numpy().tolist() for batch in dataset]
-  >>> batches, [event.args['rows'] for event in events]
+  >>> batches, [event.args['all_rows'] for event in events]
   ([[0, 1, 2, 3], [4, 5]], [4, 2])
 """
 
@@ -39,9 +39,8 @@ def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
   begins = tf.data.Dataset.counter().map(lambda _: tf.timestamp())
 
   def tell(began, batch):
-    rows, all_rows = _rows(batch)
     noted = tf.numpy_function(
-      _note, [began, tf.timestamp(), rows, all_rows], tf.int64
+      _note, [began, tf.timestamp(), _all_rows(batch)], tf.int64
     )
     with tf.control_dependencies([noted]):
       return tf.nest.map_structure(tf.identity, batch, expand_composites=True)
@@ -54,29 +53,27 @@ def watch(dataset: tf.data.Dataset) -> tf.data.Dataset:
   return watched.with_options(options)
 
 
-def _note(began, ended, rows, all_rows):
+def _note(began, ended, all_rows):
   # TensorFlow has only the wall clock: both are read now, to convert.
   now, wall = recorder.now(), time.time()
   times = (now - int((wall - moment) * 1e9) for moment in (began, ended))
-  counts = {'rows': rows, 'all_rows': all_rows}
-  known = {k: None if n == _UNKNOWN else int(n) for k, n in counts.items()}
-  recorder.add('next', recorder.INPUT, *times, **known)
+  known = None if all_rows == _UNKNOWN else int(all_rows)
+  recorder.add('next', recorder.INPUT, *times, all_rows=known)
   return np.int64(0)
 
 
-def _rows(batch):
-  """The rows of this worker and of all, if known."""
+def _all_rows(batch):
+  """Returns the number of rows of all workers, or -1 if it is unknown."""
   leaf = next(iter(tf.nest.flatten(batch)), None)
+  # Batches of several workers carry the rows of all of their replicas.
+  all_rows = getattr(leaf, 'all_rows', None)
+  if all_rows is not None:
+    return tf.cast(tf.reduce_sum(all_rows), tf.int64)
   is_distributed = isinstance(leaf, tf.distribute.DistributedValues)
   counts = [_leading(v) for v in (leaf.values if is_distributed else [leaf])]
   if any(count is None for count in counts):
-    return (tf.constant(_UNKNOWN, tf.int64),) * 2
-  rows = tf.add_n(counts)
-  # Batches of several workers carry the rows of all of their replicas.
-  all_rows = getattr(leaf, 'all_rows', None)
-  if all_rows is None:
-    return rows, rows
-  return rows, tf.cast(tf.reduce_sum(all_rows), tf.int64)
+    return tf.constant(_UNKNOWN, tf.int64)
+  return tf.add_n(counts)
 
 
 def _leading(value):

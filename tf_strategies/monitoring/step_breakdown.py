@@ -9,7 +9,7 @@ Example:
 
   >>> from tf_strategies.monitoring import recorder, step_breakdown
   >>> events = [
-  ...   recorder.Event('next', 'input', 0, 10, 1, 1, {'rows': 4, 'all_rows': 8}),
+  ...   recorder.Event('next', 'input', 0, 10, 1, 1, {'all_rows': 8}),
   ...   recorder.Event('b/0', 'communication', 52, 80, 2, 1, {
   ...     'kind': 'all_reduce', 'sent': 64, 'handed_ns': 50}),
   ...   recorder.Event('wait', 'wait', 70, 80, 1, 1, {}),

@@ -118,18 +118,19 @@ class Execution:
     piece = self.plan.pieces[number]
     return self._bytes[piece.buffer][piece.start : piece.stop]
 
-  def is_direct(self, number: int) -> bool:
-    """Returns whether a piece may be received into its `memory` now."""
-    kind = self.plan.pieces[number].kind
-    return kind == plan_lib.RECEIVE and not self.needs[number]
+  def target(self, number: int) -> tuple[np.ndarray, bool]:
+    """Returns memory to receive a piece into, and whether that is its own place.
+
+    The place of a piece may still be in use.
+    """
+    piece = self.plan.pieces[number]
+    if piece.kind == plan_lib.RECEIVE and not self.needs[number]:
+      return self.memory(number), True
+    return self._pool.take(piece.stop - piece.start, np.uint8), False
 
   def is_early(self, number: int) -> bool:
     """Returns whether a piece has come and waits for others."""
     return number in self._early
-
-  def take(self, num_bytes: int) -> np.ndarray:
-    """Returns memory for a piece that may not go into its place yet."""
-    return self._pool.take(num_bytes, np.uint8)
 
   def receive(
     self,

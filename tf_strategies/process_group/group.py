@@ -176,13 +176,7 @@ class ProcessGroup:
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
-      if self.world_size == 1:
-        self._check()
-        np.copyto(out, array)
-        if residual is not None:
-          residual.fill(0)
-      else:
-        self._run(reduction, array, out, residual)
+      self._run(reduction, array, out, residual)
     return out
 
   def reduce_scatter(
@@ -209,9 +203,6 @@ class ProcessGroup:
       'reduce_scatter', array.size, array.dtype, *how
     )
     with self._lock:
-      if self.world_size == 1:
-        self._check()
-        return array.copy()
       out = self._pool.take(array.shape, array.dtype)
       self._run(reduction, array, out)
     sizes = schedule_lib.chunk_sizes(array.size, self.world_size)
@@ -281,11 +272,7 @@ class ProcessGroup:
     with self._lock:
       data = np.ascontiguousarray(array).reshape(-1)
       out = self._pool.take(data.shape, array.dtype)
-      is_small = data.nbytes <= plan_lib.SMALL_BYTES
-      straight = is_small and size <= plan_lib.FEW_RANKS
-      plan = plan_lib.broadcast(
-        size, rank, root, data.nbytes, self.piece_bytes, straight
-      )
+      plan = plan_lib.broadcast(size, rank, root, data.nbytes, self.piece_bytes)
       what = f'{reductions.dtype_text(array.dtype)}{list(array.shape)}'
       text = f'broadcast {name!r} of {what} from rank {root}'
       self._run(reductions.Reduction(text, name, plan), data, out)
@@ -323,8 +310,7 @@ class ProcessGroup:
         'send arrays with all_gather or broadcast',
       )
     seconds = self._options.collective_timeout_seconds
-    with self._state.exchanging(tag):
-      return self._control.exchange(tag, bytes(payload), seconds)
+    return self._control.exchange(tag, bytes(payload), seconds)
 
   def describe(self) -> dict[str, Any]:
     """Returns the position of this rank. Any thread may call it at any time.
@@ -356,9 +342,16 @@ class ProcessGroup:
   def running_call(self, name_call: Callable[[], str]) -> None:
     self._state.running_call = name_call
 
-  def close(self) -> None:
-    """Says goodbye; ranks that still need this one get an error."""
-    self._close(has_ended=False)
+  def close(self, has_ended: bool = False) -> None:
+    """Says goodbye; ranks that still need this one get an error.
+
+    Args:
+      has_ended: whether the program of this rank ends.
+    """
+    atexit.unregister(self._end_with_program)
+    if not self._closed:
+      self._closed = True
+      self._leave(has_ended)
 
   def _end_with_program(self) -> None:
     """Tells the other ranks, at exit, that this one has ended."""
@@ -366,13 +359,7 @@ class ProcessGroup:
     # its log. With MPI it says goodbye, since MPI keeps it alive until they have ended.
     has_failed = getattr(sys, 'last_type', None) is not None
     if os.getpid() == self._pid and not (has_failed and self.elastic):
-      self._close(has_ended=not has_failed)
-
-  def _close(self, has_ended: bool) -> None:
-    atexit.unregister(self._end_with_program)
-    if not self._closed:
-      self._closed = True
-      self._leave(has_ended)
+      self.close(has_ended=not has_failed)
 
   def _leave(self, has_ended: bool) -> None:
     """Says goodbye, tells whether the program ends, and frees all resources."""
@@ -427,6 +414,9 @@ class ProcessGroup:
     """Runs a plan; whatever goes wrong makes the whole group fail."""
     self._check()
     if self.world_size == 1:
+      np.copyto(out, array)
+      if residual is not None:
+        residual.fill(0)
       return
     text, name, plan, form, ufunc = reduction
     execution = execution_lib.Execution(
@@ -445,7 +435,11 @@ class ProcessGroup:
     except errors.Error:
       raise
     except execution_lib.LinkClosedError as e:
-      self._raise_lost(e.rank, e.why)
+      if not self._closed and not self._state.failed.wait(_REPORT_SECONDS):
+        self._control.declare_failed(
+          self._state.lost(e.rank, f'died or was disconnected ({e.why})')
+        )
+      self._check()
     except execution_lib.MismatchError as e:
       self._control.report(failure_detection.suspicion(operation, [e.rank]))
       self._state.check()
@@ -460,13 +454,6 @@ class ProcessGroup:
       raise
     finally:
       self._state.end()
-
-  def _raise_lost(self, rank: int, why: str) -> None:
-    if not self._closed and not self._state.failed.wait(_REPORT_SECONDS):
-      self._control.declare_failed(
-        self._state.lost(rank, f'died or was disconnected ({why})')
-      )
-    self._check()
 
   def _move(
     self,

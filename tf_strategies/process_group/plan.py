@@ -404,20 +404,16 @@ def broadcast(
   root: int,
   num_bytes: int,
   piece_bytes: int,
-  straight: bool,
 ) -> Plan:
-  """Returns the plan of a broadcast: from the root to all, or along a chain of ranks.
+  """Returns the plan of a broadcast: along a chain of ranks, from the root on.
 
-  In a chain each rank passes on the pieces that it receives. Each link carries L bytes,
+  Each rank passes on the pieces that it receives. Each link carries L bytes,
   and pieces overlap, so the chain takes little longer than one link.
   """
   ranks = [(root + i) % world_size for i in range(world_size)]
-  links = list(itertools.pairwise(ranks))
-  if straight:
-    links = [(root, dst) for dst in ranks[1:]]
   transfers = (
     schedule_lib.Transfer(round_, src, dst, 0, False)
-    for round_, (src, dst) in enumerate(links)
+    for round_, (src, dst) in enumerate(itertools.pairwise(ranks))
   )
   schedule = schedule_lib.Schedule('broadcast', world_size, 1, tuple(transfers))
   form = Format(1, piece_bytes=piece_bytes)

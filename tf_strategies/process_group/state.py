@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tf_strategies import errors
@@ -50,7 +50,8 @@ class Member:
 class FailureReport:
   """Why a group failed, in a form that travels.
 
-  All but `message` become attributes of the exception, of the class `error`.
+  All but `message` become attributes of the exception, of the class `error`. JSON makes
+  a list of `ranks`.
   """
 
   error: str
@@ -59,7 +60,7 @@ class FailureReport:
   address: str | None = None
   tensor: str | None = None
   step: int | None = None
-  ranks: tuple[int, ...] = ()
+  ranks: Sequence[int] = ()
 
   @classmethod
   def at(
@@ -76,20 +77,12 @@ class FailureReport:
       error, message, member.rank, member.address, name or None, sequence, ranks
     )
 
-  def to_json(self) -> dict[str, Any]:
-    """Returns the report as a dictionary for JSON."""
-    return dataclasses.asdict(self)
-
-  @classmethod
-  def from_json(cls, value: Mapping[str, Any]) -> FailureReport:
-    """Returns the report that `to_json` made `value` from."""
-    return cls(**{**value, 'ranks': tuple(value['ranks'])})
-
   def exception(self) -> errors.Error:
     """Returns a new exception, so that each caller gets its own traceback."""
     error = _ERRORS[self.error](self.message)
-    for name in ('rank', 'address', 'tensor', 'step', 'ranks'):
+    for name in ('rank', 'address', 'tensor', 'step'):
       setattr(error, name, getattr(self, name))
+    error.ranks = tuple(self.ranks)
     return error
 
 
@@ -121,7 +114,8 @@ class GroupState:
     self.ended: set[int] = set()  # Ranks whose programs have ended.
     # Names the method of a model that this rank is in; '' for none.
     self.running_call: Callable[[], str] = str
-    self._exchanges: set[str] = set()  # Tags for which this rank waits.
+    # The open exchanges of this rank by tag.
+    self.exchanges: dict[str, concurrent.futures.Future] = {}
     self._recent: collections.deque[tuple[int, str]] = collections.deque(
       maxlen=_REMEMBERED
     )
@@ -166,18 +160,9 @@ class GroupState:
     """Notes that the collective is over."""
     self.operation = self.operation._replace(busy=False)
 
-  @contextlib.contextmanager
-  def exchanging(self, tag: str) -> Iterator[None]:
-    """Context in which this rank waits for an exchange."""
-    self._exchanges.add(tag)
-    try:
-      yield
-    finally:
-      self._exchanges.discard(tag)
-
   def is_waiting(self) -> bool:
     """Returns whether this rank is in a collective or in an exchange."""
-    return self.operation.busy or bool(self._exchanges)
+    return self.operation.busy or bool(self.exchanges)
 
   def describe(self) -> dict[str, Any]:
     """Returns the activity of this rank, for a message."""
@@ -186,7 +171,7 @@ class GroupState:
       'sequence': operation.sequence,
       'busy': operation.busy,
       'name': operation.name,
-      'exchanges': sorted(self._exchanges.copy()),
+      'exchanges': sorted(self.exchanges.copy()),
       'call': self.running_call(),
       'recent': {str(k): v for k, v in list(self._recent)},
     }

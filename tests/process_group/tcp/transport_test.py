@@ -291,7 +291,7 @@ class FailuresTest(parameterized.TestCase):
 
     links._check = check
     array = np.zeros(8, np.float32)
-    plan = plan_lib.broadcast(3, 0, 2, 32, 1 << 20, True)
+    plan = plan_lib.broadcast(3, 0, 1, 32, 1 << 20)
     with self.assertRaises(execution.MismatchError) as raised:
       links.run(_execution(plan, array, array.copy()), _header(1), 1e9)
     self.assertEqual(raised.exception.rank, 1)
@@ -322,7 +322,7 @@ class FailuresTest(parameterized.TestCase):
     links = _transport({1: mine, 2: waited_for})
     array = np.zeros(8, np.float32)
     run = _execution(
-      plan_lib.broadcast(3, 0, 2, 32, 1 << 20, True), array, array.copy()
+      plan_lib.broadcast(3, 0, 1, 32, 1 << 20), array, array.copy()
     )
     errors = []
 

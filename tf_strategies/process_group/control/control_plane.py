@@ -99,7 +99,9 @@ class ControlPlane:
     self._post(self._report, suspicion)
     if not self._state.failed.wait(_DECISION_SECONDS):
       said = {self._state.rank: self._state.describe()}
-      self._state.fail(self._diagnose(suspicion, said))
+      self._state.fail(
+        failure_detection.diagnose(self._state.members, suspicion, said)
+      )
 
   def declare_failed(self, report: state_lib.FailureReport) -> None:
     """Makes the group fail on all ranks; returns when it has failed here."""
@@ -230,12 +232,12 @@ class ControlPlane:
     center = self._links.get(0)
     if center is None:
       # Before this rank itself notices: it may end the process at once.
-      self._send_all(_Kind.FAILED, report.to_json())
+      self._send_all(_Kind.FAILED, dataclasses.asdict(report))
       self._state.fail(report)
     elif 0 in self._state.departed:
       self._state.fail(report)
     else:
-      center.send(_Kind.REPORT, {'failure': report.to_json()})
+      center.send(_Kind.REPORT, {'failure': dataclasses.asdict(report)})
 
   def _report(self, suspicion: dict[str, Any]) -> None:
     center = self._links.get(0)
@@ -260,10 +262,7 @@ class ControlPlane:
       if not late or self._host.now() > end:
         break
       await asyncio.sleep(0.05)
-    self.end(self._diagnose(suspicion, said))
-
-  def _diagnose(self, suspicion, said) -> state_lib.FailureReport:
-    return failure_detection.diagnose(self._state.members, suspicion, said)
+    self.end(failure_detection.diagnose(self._state.members, suspicion, said))
 
   async def _ask_all(self, seconds: float) -> dict[int, Any]:
     """Asks all linked ranks for their state, and returns it by rank."""
@@ -280,13 +279,12 @@ class ControlPlane:
 
   def _on_report(self, rank: int, report: dict[str, Any]) -> None:
     if 'failure' in report:
-      failure = state_lib.FailureReport.from_json(report['failure'])
-      self.end(failure)
+      self.end(state_lib.FailureReport(**report['failure']))
     else:
-      self._report({**report, 'reporter': rank})
+      self._report(report)
 
   def _on_failed(self, rank: int, message: dict[str, Any]) -> None:
-    self._state.fail(state_lib.FailureReport.from_json(message))
+    self._state.fail(state_lib.FailureReport(**message))
 
   def _on_describe(self, rank: int, message: None) -> None:
     self._links[rank].send(_Kind.DESCRIPTION, self._state.describe())

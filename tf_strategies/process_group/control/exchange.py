@@ -14,7 +14,7 @@ from tf_strategies.process_group.network import protocol
 
 
 class Exchanges:
-  """The open exchanges of this rank, and on rank 0 the exchanges of all ranks.
+  """Carries out the exchanges of this rank, and on rank 0 those of all ranks.
 
   Everything runs in the event loop. `links` are connections by rank; on the other
   ranks there is only the connection to rank 0.
@@ -27,7 +27,6 @@ class Exchanges:
   ):
     self._state = state
     self._links = links
-    self._calls: dict[str, concurrent.futures.Future] = {}
     # On rank 0: by tag, the payloads that have come, as text.
     self._payloads: dict[str, dict[int, str]] = {}
 
@@ -37,7 +36,7 @@ class Exchanges:
     """Sends this rank's payload; `future` gets all ranks' payloads, or an error."""
     if self._state.failure is not None or self._state.departed:
       future.set_exception(self._failure())
-    elif tag in self._calls:
+    elif tag in self._state.exchanges:
       future.set_exception(
         errors.UnsupportedOptionError(
           f'exchange with tag={tag!r} twice at the same time',
@@ -46,7 +45,7 @@ class Exchanges:
         )
       )
     else:
-      self._calls[tag] = future
+      self._state.exchanges[tag] = future
       message = {'tag': tag, 'payload': base64.b64encode(payload).decode()}
       if self._state.rank == 0:
         self.on_contribution(0, message)
@@ -55,7 +54,7 @@ class Exchanges:
 
   def fail(self) -> None:
     """Ends all calls, because the group failed or a rank left."""
-    calls, self._calls = self._calls, {}
+    calls, self._state.exchanges = self._state.exchanges, {}
     for future in calls.values():
       future.set_exception(self._failure())
     self._payloads.clear()
@@ -76,7 +75,7 @@ class Exchanges:
   def on_result(self, rank: int, message: dict[str, Any]) -> None:
     """Takes the payloads of all ranks."""
     # A call that was too late has failed with the group.
-    if future := self._calls.pop(message['tag'], None):
+    if future := self._state.exchanges.pop(message['tag'], None):
       future.set_result([base64.b64decode(p) for p in message['payloads']])
 
   def _failure(self) -> errors.Error:

@@ -78,7 +78,13 @@ def form_mpi_group(
     rendezvous_timeout_seconds=max(deadline - time.monotonic(), 1.0),
   )
   addresses = {rank: said['address'] for rank, said in enumerate(told)}
-  meeting = _Rendezvous(comm, listener, addresses, options)
+  meeting = rendezvous.Rendezvous(
+    addresses,
+    comm.rank,
+    options,
+    listener,
+    lambda *parts: MpiProcessGroup(comm, meeting, *parts),
+  )
   try:
     return meeting.form()
   except BaseException:
@@ -93,18 +99,6 @@ def _own_host() -> str:
     s.connect(('192.0.2.1', 9))
     return s.getsockname()[0]
   return socket.gethostname()
-
-
-class _Rendezvous(rendezvous.Rendezvous):
-  """Forms a group over MPI; closed with it."""
-
-  def __init__(self, comm, listener, addresses, options):
-    self._comm = comm
-    self.listener = listener
-    super().__init__(addresses, comm.rank, options)
-
-  def _make_group(self, *parts):
-    return MpiProcessGroup(self._comm, self, *parts)
 
 
 class MpiProcessGroup(group_lib.ProcessGroup):

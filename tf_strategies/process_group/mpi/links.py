@@ -273,11 +273,8 @@ class _Run:
     waiting = self._receives[peer]
     while waiting and self._under_way[False, peer] < _UNDER_WAY:
       number = waiting.popleft()
-      received = None
-      if not self._execution.is_direct(number):
-        piece = self._execution.plan.pieces[number]
-        received = self._execution.take(piece.stop - piece.start)
-      memory = self._execution.memory(number) if received is None else received
+      memory, is_direct = self._execution.target(number)
+      received = None if is_direct else memory
       self._post(False, peer, number, memory, received)
 
   def _post(self, is_send, peer, number, memory, received) -> None:

@@ -14,6 +14,7 @@ import functools
 import socket
 import ssl
 from collections.abc import Sequence
+from typing import Any
 
 from tf_strategies import errors, option_checks
 from tf_strategies.process_group.network import sockets
@@ -86,14 +87,10 @@ class TlsSocket:
         sock, server_side=is_server, do_handshake_on_connect=False
       )
     )
-    self.family = self._sock.family
-    self.fileno = self._sock.fileno
-    self.setsockopt = self._sock.setsockopt
-    self.setblocking = self._sock.setblocking
-    self.gettimeout = self._sock.gettimeout
-    self.getpeername = self._sock.getpeername
-    self.getsockname = self._sock.getsockname
-    self.close = self._sock.close
+
+  def __getattr__(self, name: str) -> Any:
+    # All that TLS does not change, such as `fileno` and `setsockopt`.
+    return getattr(self._sock, name)
 
   async def handshake(self) -> None:
     """Agrees on keys and checks the peer's certificate.

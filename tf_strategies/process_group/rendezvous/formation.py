@@ -33,7 +33,7 @@ class Proposal:
     task: int,
     dial: mesh_lib.Dial,
     on_cut: mesh_lib.OnCut,
-    gone: Sequence[int] = (),
+    gone: Sequence[int],
   ):
     self.generation = generation
     self._gone = list(gone)

@@ -74,9 +74,8 @@ class Rendezvous:
     addresses: 'host:port' of each task; the same on all workers.
     task: number of this process.
     options: deadlines and the number of workers; the defaults if None.
-
-  Attributes:
     listener: a socket that listens at the address already; None to open one.
+    make_group: makes a group from the arguments of `ProcessGroup`.
 
   Raises:
     ClusterConfigError: the addresses are malformed, or one is there twice.
@@ -84,13 +83,13 @@ class Rendezvous:
     RendezvousError: this process cannot listen at its address.
   """
 
-  listener: socket.socket | None = None
-
   def __init__(
     self,
     addresses: Mapping[int, str],
     task: int,
     options: options_lib.GroupOptions | None = None,
+    listener: socket.socket | None = None,
+    make_group: Callable[..., group_lib.ProcessGroup] = group_lib.ProcessGroup,
   ):
     self._options = options_lib.given_or_default(options)
     address_checks.check(addresses, task, self._options)
@@ -102,6 +101,7 @@ class Rendezvous:
     )
     self._addresses = self._membership.addresses
     self._task = task = int(task)
+    self._make_group = make_group
     self._group: group_lib.ProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
     self._mesh: mesh_lib.Mesh | None = None  # Of the last proposal.
@@ -122,7 +122,7 @@ class Rendezvous:
       },
       self._run_short,
       len(addresses),
-      self.listener,
+      listener,
     )
 
   def form(
@@ -442,9 +442,6 @@ class Rendezvous:
     if proposal.rank == 0 and len(members.views) >= len(proposal.seats):
       self._server.spawn(self._watch_others(group_state, plane))
     self._formed.set_result(group)
-
-  def _make_group(self, *parts) -> group_lib.ProcessGroup:
-    return group_lib.ProcessGroup(*parts)
 
   async def _watch_others(self, group_state, plane) -> None:
     """Gives way if others of this job have formed a group too."""

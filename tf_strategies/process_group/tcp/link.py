@@ -129,11 +129,6 @@ class Link:
     return self.expects or self.receive_index < len(self.receives)
 
   @property
-  def sending(self) -> bool:
-    """Returns whether the peer still gets something."""
-    return self.send_index < len(self.sends) or self.has_output
-
-  @property
   def owes(self) -> bool:
     """Returns whether the peer still gets a piece."""
     return self.send_index < len(self.sends) or bool(self.outgoing)

@@ -15,8 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 
-import numpy as np
-
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group.tcp import link as link_lib
 
@@ -100,7 +98,7 @@ class Transport:
       run.work()
       # While links have nothing to do, a piece is computed between two looks.
       has_computed = execution.compute_next(run.wake)
-      if run.is_done:
+      if not run.remaining:
         break
       self._wait(run, deadline, has_computed)
     self.bytes_sent += execution.plan.bytes_sent
@@ -179,10 +177,8 @@ class Transport:
   def _watch(self, link: link_lib.Link, mask: int) -> None:
     if mask == link.mask:
       return
-    if not link.mask:
-      self._poll.register(link.fd, mask)
-    elif mask:
-      self._poll.modify(link.fd, mask)
+    if mask:
+      self._poll.register(link.fd, mask)  # Or changes the mask.
     else:
       self._poll.unregister(link.fd)
     link.mask = mask
@@ -216,14 +212,9 @@ class _Run:
       self.enqueue(link)
 
   @property
-  def _remaining(self) -> int:
+  def remaining(self) -> int:
     """Returns the number of open pieces, expected headers and links with output."""
     return self._headers + self._execution.remaining + len(self._unsent)
-
-  @property
-  def is_done(self) -> bool:
-    """Returns whether nothing is left to do."""
-    return not self._remaining
 
   def enqueue(self, link: link_lib.Link) -> None:
     """Has a link looked at."""
@@ -236,7 +227,7 @@ class _Run:
   def work(self) -> None:
     """Does the work that needs no waiting."""
     active = self._active
-    while active and self._remaining:
+    while active and self.remaining:
       link = active.popleft()
       link.queued = False
       sent = self._send(link)
@@ -266,7 +257,7 @@ class _Run:
   def waiting(self) -> list[int]:
     """Returns the ranks whose bytes, or whose readiness, are missing."""
     links = self._links.values()
-    return [link.rank for link in links if link.receiving or link.sending]
+    return [link.rank for link in links if link.receiving or link.owes]
 
   def _receive(self, link: link_lib.Link) -> bool:
     """Receives once. Returns whether that made progress."""
@@ -293,7 +284,7 @@ class _Run:
     if link.expects or link.receive_index == len(link.receives):
       raise execution_lib.MismatchError(link.rank)
     number = link.receives[link.receive_index]
-    link.target = self._target(link, number)
+    link.target, link.is_direct = self._execution.target(number)
     if word == link_lib.BYTES:
       link.incoming = memoryview(link.target)
       return True
@@ -335,15 +326,6 @@ class _Run:
     elif link.closed:
       raise execution_lib.LinkClosedError(link.rank)
     return count > 0
-
-  def _target(self, link: link_lib.Link, number: int) -> np.ndarray:
-    """Returns the buffer to receive a piece in: its final place, if that is free."""
-    execution = self._execution
-    link.is_direct = execution.is_direct(number)
-    if link.is_direct:
-      return execution.memory(number)
-    piece = execution.plan.pieces[number]
-    return execution.take(piece.stop - piece.start)
 
   def _received(self, link: link_lib.Link, number: int) -> None:
     """Hands on a received piece."""
