@@ -1,4 +1,6 @@
+import os
 import signal
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -59,13 +61,17 @@ class ExitCodeTest(parameterized.TestCase):
   @parameterized.parameters((None, 0), ('143', 143), ('255', 255))
   def test_what_a_server_exits_with(self, text, status):
     environ = {exit_codes.TERMINATED_VARIABLE: text} if text else {}
-    self.assertEqual(exit_codes.terminated_exit_code(environ), status)
+    with mock.patch.dict(os.environ, environ, clear=True):
+      self.assertEqual(exit_codes.terminated_exit_code(), status)
 
   @parameterized.parameters('', '-1', '256', '\u0661')
   def test_other_text_is_no_exit_status(self, text):
     environ = {exit_codes.TERMINATED_VARIABLE: text}
-    with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      exit_codes.terminated_exit_code(environ)
+    with (
+      mock.patch.dict(os.environ, environ),
+      self.assertRaises(errors.UnsupportedOptionError) as caught,
+    ):
+      exit_codes.terminated_exit_code()
     self.assertIn(repr(text), str(caught.exception))
 
   @parameterized.parameters(

@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import sys
+from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -56,7 +57,8 @@ class MpiPageTest(parameterized.TestCase):
     ({'PMI_SIZE': '2', 'TF_CONFIG': '{}'}, False),
   )
   def test_who_is_one_of_several(self, environ, expected):
-    self.assertEqual(workers.is_of_mpi(environ), expected)
+    with mock.patch.dict(os.environ, environ, clear=True):
+      self.assertEqual(workers.is_of_mpi(), expected)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,6 @@
+import os
 import re
+from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -131,7 +133,8 @@ class BothKindsTest(parameterized.TestCase):
     job = _documents(kind, **_ALL)[-1]
     for pod in _pod_specs(kind, job).values():
       labels = {'jobset-name': '', 'replicatedjob-name': '', 'job-index': ''}
-      status = exit_codes.terminated_exit_code(_environment(pod, labels))
+      with mock.patch.dict(os.environ, _environment(pod, labels)):
+        status = exit_codes.terminated_exit_code()
       self.assertEqual(status, exit_codes.RESTARTABLE_EXIT_CODE)
 
 

@@ -36,7 +36,6 @@ def _trace(rank, spans, kind='all_reduce', generation=1):
       int(begin * 1e3),
       int(end * 1e3),
       1,
-      1,
       {
         'kind': kind,
         'sequence': sequence,

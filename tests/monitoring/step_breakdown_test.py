@@ -8,7 +8,7 @@ from tf_strategies.monitoring import recorder, step_breakdown
 
 
 def _event(category, begin, end, **args):
-  return recorder.Event('e', category, begin, end, 1, 1, args)
+  return recorder.Event('e', category, begin, end, 1, args)
 
 
 def _collective(handed, begin, end):

@@ -184,9 +184,7 @@ class CollectivesTest(parameterized.TestCase):
     topology = reductions.topology_of(list(hosts))
     self.assertEqual(topology.group_size, size)
     self.assertEqual(topology.world_size, len(hosts))
-    name = reductions.choose(
-      'all_reduce', topology, 10**7, False, ('ring', 'direct')
-    )
+    name = reductions.choose('all_reduce', topology, 10**7, ('ring', 'direct'))
     self.assertEqual(name, f'hierarchical({size})' if size else 'ring')
 
   @tiers.parameters(2, tiers.soak(3))

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from tf_strategies import errors
 
@@ -63,13 +63,13 @@ def exit_code(error: BaseException) -> int:
   return 1
 
 
-def terminated_exit_code(environ: Mapping[str, str] = os.environ) -> int:
+def terminated_exit_code() -> int:
   """Returns the exit status of a server after SIGTERM.
 
   Raises:
     UnsupportedOptionError: TFS_TERMINATED_EXIT_CODE is no exit status.
   """
-  text = environ.get(TERMINATED_VARIABLE, '0')
+  text = os.environ.get(TERMINATED_VARIABLE, '0')
   if not re.fullmatch('[0-9]{1,3}', text) or int(text) > 255:
     raise errors.UnsupportedOptionError(
       f'{TERMINATED_VARIABLE}={text!r}',

@@ -7,10 +7,13 @@ not wait for a word before it ends the job. A variable of the environment names 
 
 Example:
 
+  >>> import os
+  >>> from unittest import mock
   >>> from tf_strategies.cluster import launcher_note
   >>> with launcher_note.Note() as note:
   ...   environ = {launcher_note.VARIABLE: note.variable('worker 1')}
-  ...   launcher_note.say(launcher_note.ELASTIC, environ)
+  ...   with mock.patch.dict(os.environ, environ):
+  ...     launcher_note.say(launcher_note.ELASTIC)
   ...   note.read()
   [('elastic', 'worker 1')]
 """
@@ -18,7 +21,6 @@ Example:
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
 
 VARIABLE = 'TFS_LAUNCHER_NOTE'
 # The task trains in an elastic job; in one that is not; it has trained to the end.
@@ -50,13 +52,13 @@ class Note:
     return [(word, task) for word, _, task in said if word in _WORDS]
 
 
-def say(word: str, environ: Mapping[str, str] = os.environ) -> None:
+def say(word: str) -> None:
   """Tells the launcher, if there is one, `ELASTIC`, `FIXED` or `TRAINED`.
 
   The launcher lets a task that has trained write its results, and does not start
   it again.
   """
-  task, _, path = environ.get(VARIABLE, '').partition('@')
+  task, _, path = os.environ.get(VARIABLE, '').partition('@')
   # There may be no launcher, or one on another host.
   with contextlib.suppress(OSError):
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)

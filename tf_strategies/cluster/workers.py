@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tf_strategies import errors, option_checks
@@ -34,12 +34,12 @@ def link_of(strategy: Any) -> Any | None:
   return getattr(strategy.extended, 'communicator', None)
 
 
-def is_of_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+def is_of_mpi() -> bool:
   """Returns whether MPI started several processes like this one, which train together."""
   # TF_CONFIG={} asks for a single process.
-  if 'TF_CONFIG' in environ:
+  if 'TF_CONFIG' in os.environ:
     return False
-  sizes = [environ.get(name, '1') for name in _SIZES_OF_MPI]
+  sizes = [os.environ.get(name, '1') for name in _SIZES_OF_MPI]
   return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 

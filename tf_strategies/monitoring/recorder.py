@@ -37,7 +37,6 @@ class Event(NamedTuple):
     category: one of this module's constants, or another word.
     begin_ns: begin by the recorder's clock, `now()`.
     end_ns: end by the same clock.
-    thread: id of the thread that recorded it.
     step: the current step when it was recorded.
     args: details, as JSON values.
   """
@@ -46,7 +45,6 @@ class Event(NamedTuple):
   category: str
   begin_ns: int
   end_ns: int
-  thread: int
   step: int
   args: dict[str, Any]
 
@@ -98,9 +96,7 @@ def add(
   sinks = _sinks
   if not sinks:
     return
-  event = Event(
-    name, category, begin_ns, end_ns, threading.get_ident(), _step, args
-  )
+  event = Event(name, category, begin_ns, end_ns, _step, args)
   for sink in sinks:
     sink.append(event)
 

@@ -9,10 +9,10 @@ Example:
 
   >>> from tf_strategies.monitoring import recorder, step_breakdown
   >>> events = [
-  ...   recorder.Event('next', 'input', 0, 10, 1, 1, {'all_rows': 8}),
-  ...   recorder.Event('b/0', 'communication', 52, 80, 2, 1, {
+  ...   recorder.Event('next', 'input', 0, 10, 1, {'all_rows': 8}),
+  ...   recorder.Event('b/0', 'communication', 52, 80, 1, {
   ...     'kind': 'all_reduce', 'sent': 64, 'handed_ns': 50}),
-  ...   recorder.Event('wait', 'wait', 70, 80, 1, 1, {}),
+  ...   recorder.Event('wait', 'wait', 70, 80, 1, {}),
   ... ]
   >>> found = step_breakdown.break_down((0, 100), events)
   >>> found.communication, found.wait, found.compute

@@ -13,7 +13,7 @@ Times are microseconds since `otherData.origin_ns` by the task's own clock.
 Example:
 
   >>> from tf_strategies.monitoring import recorder, timeline
-  >>> events = [recorder.Event('step 1', 'step', 5000, 9000, 1, 1, {})]
+  >>> events = [recorder.Event('step 1', 'step', 5000, 9000, 1, {})]
   >>> trace = timeline.build(events, rank=0, world_size=1)
   >>> [(e['name'], e['ts'], e['dur']) for e in trace['traceEvents']
   ...   if e['ph'] == 'X']

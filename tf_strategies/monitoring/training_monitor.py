@@ -77,8 +77,6 @@ class TrainingMonitor:
     self._listening.enter_context(recorder.listening(self))
     if timeline is not None:
       self._listening.enter_context(recorder.listening(self._log))
-    self._strategy = self._group = None
-    self._rank, self._world_size, self._generation = 0, 1, 1
     self._is_running = False
     self._steps = self._first_step = 0
     self._began: int | None = None
@@ -111,8 +109,7 @@ class TrainingMonitor:
     self._group = getattr(self._strategy, 'process_group', None)
     self._rank = getattr(self._strategy, 'rank', 0)
     self._world_size = getattr(self._strategy, 'num_workers', 1)
-    if self._group is not None:
-      self._generation = self._group.generation
+    self._generation = getattr(self._group, 'generation', 1)
     self.begin_epoch()
 
   def _write(self) -> None:

@@ -186,13 +186,16 @@ def _diagnose_mismatch(members, suspicion, said) -> state_lib.FailureReport:
       f'{members[reporter]} does {suspicion["text"]}; '
       f'{members[peer]} does something else'
     )
-  return state_lib.FailureReport.at(
+  member = members[differing[0]]
+  return state_lib.FailureReport(
     'CollectiveMismatchError',
     f'The ranks disagree on collective {sequence}: {told}. All ranks must '
     'call the same collectives in the same order, with the same names, dtypes '
     'and sizes.',
-    members[differing[0]],
-    (suspicion['name'], sequence),
+    member.rank,
+    member.address,
+    suspicion['name'] or None,
+    sequence,
     differing,
   )
 
@@ -212,12 +215,15 @@ def _diagnose_timeout(members, suspicion, said) -> state_lib.FailureReport:
     why = 'all ranks are there, but the bytes do not move: waiting for ' + (
       ', '.join(str(members[rank]) for rank in late[:_NAMED])
     )
-  return state_lib.FailureReport.at(
+  member = members[late[0]]
+  return state_lib.FailureReport(
     'CollectiveTimeoutError',
     f'{what} did not finish within {suspicion["seconds"]:g} s, though all workers are alive: {why}. Look '
     'at what that worker does, or raise collective_timeout_seconds.',
-    members[late[0]],
-    (suspicion['name'], sequence),
+    member.rank,
+    member.address,
+    suspicion['name'] or None,
+    sequence,
   )
 
 

@@ -79,14 +79,13 @@ class ProcessGroup:
     self._pool = buffers.Pool()
     self._pid = os.getpid()
     hosts = [member.address.rpartition(':')[0] for member in self.members]
-    self.topology = reductions.topology_of(hosts)
     self._reduction_of = functools.lru_cache(maxsize=1024)(
       functools.partial(
         reductions.reduction,
         world_size=self.world_size,
         rank=self.rank,
         candidates=self.candidates,
-        topology=self.topology,
+        topology=reductions.topology_of(hosts),
         piece_bytes=self.piece_bytes,
       )
     )

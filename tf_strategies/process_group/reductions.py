@@ -86,9 +86,8 @@ def reduction(
   num_bytes = length * dtype.itemsize
   is_whole = kind == 'all_reduce'
   if algorithm == 'auto':
-    is_small = num_bytes <= plan_lib.SMALL_BYTES
     names = candidates if form.codec is codecs.NONE else _LOSSY_CANDIDATES
-    algorithm = choose(kind, topology, num_bytes, is_small, names)
+    algorithm = choose(kind, topology, num_bytes, names)
   how = op if compression == 'none' else f'{op}, {compression}'
   array = f'{dtype_text(dtype)}[{length}]'
   text = f'{kind}({how}) {name!r} of {array} by {algorithm}'
@@ -130,11 +129,11 @@ def choose(
   kind: str,
   topology: cost_model.Topology,
   num_bytes: int,
-  is_small: bool,
   candidates: tuple[str, ...],
 ) -> str:
   """Returns the algorithm for 'auto'. In large groups it avoids links to all ranks."""
   is_whole = kind == 'all_reduce'
+  is_small = num_bytes <= plan_lib.SMALL_BYTES
   world_size = topology.world_size
   if world_size <= plan_lib.FEW_RANKS:
     if is_small:

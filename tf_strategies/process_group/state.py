@@ -62,21 +62,6 @@ class FailureReport:
   step: int | None = None
   ranks: Sequence[int] = ()
 
-  @classmethod
-  def at(
-    cls,
-    error: str,
-    message: str,
-    member: Member,
-    operation: tuple[str, int],
-    ranks: tuple[int, ...] = (),
-  ) -> FailureReport:
-    """Returns the report on a member. `operation` is a tensor's name and a sequence."""
-    name, sequence = operation
-    return cls(
-      error, message, member.rank, member.address, name or None, sequence, ranks
-    )
-
   def exception(self) -> errors.Error:
     """Returns a new exception, so that each caller gets its own traceback."""
     error = _ERRORS[self.error](self.message)
@@ -215,9 +200,11 @@ class GroupState:
     operation = self.operation
     when = 'during' if operation.busy else 'after'
     member = self.members[rank]
-    return FailureReport.at(
+    return FailureReport(
       'WorkerUnavailableError',
       f'R{str(member)[1:]} {how} {when} {operation}{why}',
-      member,
-      (operation.name, operation.sequence),
+      member.rank,
+      member.address,
+      operation.name or None,
+      operation.sequence,
     )

@@ -141,7 +141,6 @@ class MpiProcessGroup(group_lib.ProcessGroup):
       self._headers.view(np.uint8).reshape(-1),
       deadline,
       self._check,
-      moving=False,
     )
     headers = self._headers.tolist()
     for rank, other in enumerate(headers):

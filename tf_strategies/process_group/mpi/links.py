@@ -36,8 +36,6 @@ _TEXT_BYTES = 1024
 # Number of messages under way between two ranks in one direction.
 _UNDER_WAY = 2
 
-_yield = getattr(os, 'sched_yield', lambda: time.sleep(0))
-
 
 def load() -> Any:
   """Returns the module `mpi4py.MPI`. The first import initialises MPI.
@@ -100,7 +98,7 @@ class Communicator:
     self._comm = world.Dup()
 
   def gather_equal(
-    self, part: np.ndarray, parts: np.ndarray, *how: Any, moving: bool = True
+    self, part: np.ndarray, parts: np.ndarray, *how: Any
   ) -> None:
     """Brings equally many bytes of every rank to every rank.
 
@@ -108,11 +106,10 @@ class Communicator:
       part: bytes of this rank, uint8.
       parts: array for the bytes of all ranks, uint8, `size` times as long.
       *how: the deadline and the check of `wait`.
-      moving: whether all ranks have arrived.
     """
     byte = self._mpi.BYTE
     request = self._comm.Iallgather([part, byte], [parts, byte])
-    self.wait(request, (part, parts), *how, moving=moving)
+    self.wait(request, (part, parts), *how)
 
   def run(
     self,
@@ -149,7 +146,7 @@ class Communicator:
     text = json.dumps(value).encode().ljust(_TEXT_BYTES)
     texts = np.empty((self.size, _TEXT_BYTES), np.uint8)
     self.gather_equal(
-      np.frombuffer(text, np.uint8), texts.reshape(-1), deadline, moving=False
+      np.frombuffer(text, np.uint8), texts.reshape(-1), deadline
     )
     return [json.loads(row.tobytes()) for row in texts]
 
@@ -159,23 +156,20 @@ class Communicator:
     buffers: Sequence[np.ndarray],
     deadline: float,
     check: Callable[[], None] = lambda: None,
-    moving: bool = True,
   ) -> None:
-    """Waits for a request of MPI.
+    """Waits for a request of MPI, which is over once all ranks have arrived.
 
     Args:
       request: the request of MPI.
       buffers: arrays that it reads and writes.
       deadline: time of the monotonic clock, in seconds.
       check: function that raises if waiting has become useless.
-      moving: whether all ranks have arrived, so that bytes are moving.
 
     Raises:
       DeadlineError: it took longer.
     """
-    patience = _PATIENCE_MOVING if moving else _PATIENCE_WAITING
     try:
-      _wait(request.Test, deadline, check, patience)
+      _wait(request.Test, deadline, check, _PATIENCE_WAITING)
     except BaseException:
       # Collectives cannot be cancelled: MPI may still use this memory.
       _left.append((request, buffers))
@@ -194,7 +188,7 @@ def _wait(
   start = time.monotonic()
   while True:
     for _ in range(_YIELDS):
-      _yield()
+      os.sched_yield()
       if test():
         return
     check()

@@ -161,9 +161,8 @@ def _close_in_child() -> None:
   _lock.release()
 
 
-if hasattr(os, 'register_at_fork'):
-  os.register_at_fork(
-    before=_lock.acquire,
-    after_in_parent=_lock.release,
-    after_in_child=_close_in_child,
-  )
+os.register_at_fork(
+  before=_lock.acquire,
+  after_in_parent=_lock.release,
+  after_in_child=_close_in_child,
+)

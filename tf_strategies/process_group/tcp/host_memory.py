@@ -20,7 +20,7 @@ NUM_SLOTS = 8
 SLOT_BYTES = 1 << 20
 
 # The host, the process and its file; the size of the memory, and its number.
-_SLOTS = struct.Struct('<16sQQQQ')
+_SLOTS = struct.Struct('<16sQQQ8s')
 SLOTS_BYTES = _SLOTS.size
 
 
@@ -55,9 +55,8 @@ class Slots:
 
   def pack(self) -> bytes:
     """Returns what the peer needs, as `SLOTS_BYTES` bytes."""
-    number = int.from_bytes(self._number, 'little')
     return _SLOTS.pack(
-      host(), os.getpid(), self._file, len(self._memory), number
+      host(), os.getpid(), self._file, len(self._memory), self._number
     )
 
   def put(self, piece: np.ndarray) -> int:
@@ -92,7 +91,7 @@ class PeerSlots:
         mapped = mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ)
     except (OSError, ValueError) as e:
       raise UnreadableError(getattr(e, 'strerror', str(e))) from e
-    if mapped[-8:] != number.to_bytes(8, 'little'):
+    if mapped[-8:] != number:
       raise UnreadableError('its files are not there')
     self._memory = np.frombuffer(mapped, np.uint8)
 
