@@ -11,7 +11,7 @@ _ALL = job_lib.Job(num_workers=2, num_ps=1, chief=True, evaluator=True)
 
 
 def _plan(job):
-  ports = range(1000, 1000 + sum(job.counts.values()))
+  ports = range(1000, 1000 + sum(job.all_counts.values()))
   node = tasks.Node(tasks.LOOPBACK, job.all_counts, list(ports))
   return tasks.plan_tasks([node], ['run', '--a b'], 'abcd')
 
