@@ -225,12 +225,13 @@ class ProcessGroup:
       One array for each rank.
     """
     with self._lock:
-      mine = np.int64([len(array)])
-      lengths = self.all_gather_equal(mine, name=name).tolist()
+      what = f'all_gather {name!r} of {reductions.dtype_text(array.dtype)}'
+      mine, sizes = np.int64([len(array)]), (8,) * self.world_size
+      text = f'{what}{["any", *array.shape[1:]]}'
+      lengths = self._gather(text, name, mine, sizes).view(np.int64).tolist()
       row_bytes = array.itemsize * math.prod(array.shape[1:])
       sizes = tuple(length * row_bytes for length in lengths)
-      what = f'{name!r} of {reductions.dtype_text(array.dtype)}'
-      text = f'all_gather {what}{[lengths, *array.shape[1:]]}'
+      text = f'{what}{[lengths, *array.shape[1:]]}'
       flat = self._gather(text, name, array, sizes)
     ends = np.cumsum(sizes)
     return [
