@@ -188,6 +188,8 @@ _MEET = (
   'short_integers',
   'variance',
 )
+# Cases whose results have the number of rows in them, so that parts cannot be combined.
+_COUNTS = ('large_constants',)
 # Cases that need all rows at once.
 _WHOLE = {
   'first_row': lambda x, y: x[0],
@@ -237,9 +239,29 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
       )
       .graph
     )
-    why = row_sharing.why_rows_meet(graph, 2, graph.outputs)
-    meets = function in (*_WHOLE.values(), *map(_BY_ROWS.get, _MEET))
-    self.assertEqual(why is not None, meets, why)
+    if function in (*_WHOLE.values(), *map(_BY_ROWS.get, (*_MEET, *_COUNTS))):
+      with self.assertRaises(plan.NeedsExchangeError):
+        row_sharing.powers(graph, 2, graph.outputs)
+    else:
+      self.assert_shared(function, row_sharing.powers(graph, 2, graph.outputs))
+
+  def assert_shared(self, function, powers):
+    """Checks that sums and weighted means of the results of shares are the whole."""
+    arrays = _arrays()
+    whole = [t.numpy() for t in _flat(function(*map(tf.constant, arrays)))]
+    parts = [
+      _flat(function(*(tf.constant(a[rows]) for a in arrays)))
+      for rows in (slice(0, 2), slice(2, 4), slice(4, 5))
+    ]
+    for want, power, *found in zip(whole, powers, *parts, strict=True):
+      if any(t.shape != want.shape for t in found):
+        continue  # Rows, which nobody combines.
+      values = np.array([t.numpy() for t in found])
+      if not power and values.dtype.kind == 'f':
+        values = values * np.array([2, 2, 1]).reshape([3] + [1] * want.ndim) / 5
+      elif not power:
+        values = values[:1]
+      self.assertAllClose(want, values.sum(0), 1e-5, 1e-5)
 
   @pytest.mark.smoke
   def test_a_wrong_rule_is_found(self):

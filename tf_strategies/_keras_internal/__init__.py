@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import pathlib
@@ -214,7 +213,6 @@ traceback_utils._EXCLUDED_PATHS = (
 )
 
 # The module that contains the reductions of losses.
-loss_module = importlib.import_module('keras.src.losses.loss')
 
 
 # Variables: Keras identifies their purpose only by their names.

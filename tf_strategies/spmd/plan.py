@@ -100,7 +100,7 @@ class Plan:
     held = set()  # Sums in which a variable's are.
     mixed = set()  # Sums in which an operation added rows to a variable's.
     for node, decision in self.decisions.items():
-      parts = [t for t in node.inputs if _is_sum(self.seen(t).kind)]
+      parts = [t for t in node.inputs if is_sum(self.seen(t).kind)]
       of_rows = any(
         isinstance(want, Split) or isinstance(self.seen(t).kind, Split)
         for t, want in zip(node.inputs, decision.wants, strict=True)
@@ -114,7 +114,7 @@ class Plan:
         is_part = isinstance(self.seen(tensor).kind, Part) and tensor in held
         is_held |= is_part or isinstance(want, Shard)
       for tensor, value in zip(node.outputs, decision.outputs, strict=True):
-        if not _is_sum(value.kind):
+        if not is_sum(value.kind):
           if is_held and isinstance(value.kind, Part):
             held.add(tensor)
           continue
@@ -379,7 +379,7 @@ def _meets(kind, wanted, is_forced: bool) -> bool:
   return kind != wanted or (is_forced and isinstance(kind, Part))
 
 
-def _is_sum(kind) -> bool:
+def is_sum(kind) -> bool:
   """Returns whether it is a sum over replicas, or a list of such."""
   return kind in (kinds.SUM, Listed(kinds.SUM))
 

@@ -6,6 +6,7 @@ from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import _keras_internal
+from tf_strategies.spmd import plan
 from tf_strategies.strategies.parameter_server import (
   sync_engine,
   traced_step,
@@ -30,7 +31,7 @@ def _unique(table, ids):
   return tf.gather(tf.gather(table, found), places)
 
 
-class WhyRowsMeetTest(tf.test.TestCase, parameterized.TestCase):
+class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
     program=((_once, None), (_twice, None), (_unique, 'Unique')),
     parts=(1, 3),
@@ -45,14 +46,16 @@ class WhyRowsMeetTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_result_that_is_a_variable(self):
     with local_servers.on_local_devices():
-      rows = keras.Variable(0.0)
+      rows = local_servers.variable(0, 0.0)
 
       def run(ids):
         rows.assign_add(tf.reduce_sum(tf.cast(ids, tf.float32)))
         return {'rows': rows, 'other': None}
 
       ids = tf.TensorSpec([8], tf.int64)
-      self.assertIsNone(worker_function.why_rows_meet(run, ids, []))
+      powers = worker_function.powers_of_rows(run, ids, [])
+    self.assertEqual(powers.outputs, [0])  # The variable is read after it.
+    self.assertEqual(powers.writes, {id(rows.handle): 1})
 
   @parameterized.parameters(True, False)
   def test_what_a_user_has_named_is_named(self, in_layer):
@@ -71,7 +74,9 @@ class WhyRowsMeetTest(tf.test.TestCase, parameterized.TestCase):
         return {'sum': tf.reduce_sum(x)}
 
       spec = tf.TensorSpec([8, 3])
-      found = worker_function.why_rows_meet(run, spec, [])
+      with self.assertRaises(plan.NeedsExchangeError) as raised:
+        worker_function.powers_of_rows(run, spec, [])
+    found = str(raised.exception)
     named = 'my_layer' if in_layer else 'my_metric/total'
     self.assertIn('needs all rows of a batch at once', found)
     self.assertIn(named, found)
@@ -93,11 +98,12 @@ class WhyRowsMeetTest(tf.test.TestCase, parameterized.TestCase):
         gradients.append(tape.gradient(loss, table))
 
       ids = tf.TensorSpec([8], tf.int64)
-      found = worker_function.why_rows_meet(run, ids, gradients)
-    if meets_at is None:
-      self.assertIsNone(found)
-    else:
-      self.assertRegex(found, meets_at)
+      if meets_at is None:
+        powers = worker_function.powers_of_rows(run, ids, gradients)
+        self.assertEqual(powers.gradients, [1] * len(gradients))
+      else:
+        with self.assertRaisesRegex(plan.NeedsExchangeError, meets_at):
+          worker_function.powers_of_rows(run, ids, gradients)
 
 
 def _then(after):

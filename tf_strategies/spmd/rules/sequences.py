@@ -51,7 +51,7 @@ def _from_tensor(context: Context) -> Decision | None:
     wanted = Split(axes[0] + 1)
   kind = wanted
   are_numbers = all(d is not None and d.is_number for d in elements)
-  if kind == WHOLE and are_numbers and _is_zero(context.node.inputs[0]):
+  if kind == WHOLE and are_numbers and is_zero(context.node.inputs[0]):
     kind = None  # Parts of a sum may be added to them.
   if isinstance(wanted, Split):
     if wanted.axis == 0:
@@ -64,13 +64,13 @@ def _from_tensor(context: Context) -> Decision | None:
   )
 
 
-def _is_zero(tensor):
+def is_zero(tensor):
   """Returns whether all elements are zero, as far as the program says it."""
   node = tensor.node
   if node.type in ('Identity', 'Reshape', 'BroadcastTo'):
-    return _is_zero(node.inputs[0])
+    return is_zero(node.inputs[0])
   if node.type == 'Fill':
-    return _is_zero(node.inputs[1])
+    return is_zero(node.inputs[1])
   if node.type == 'Const' and tensor.dtype.is_floating:
     return not tf.make_ndarray(node.attrs['value'].tensor).any()
   return node.type == 'ZerosLike'

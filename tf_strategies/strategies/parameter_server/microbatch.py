@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
@@ -36,8 +37,6 @@ class Contents:
   numbers: tf.Tensor  # The reported numbers, float64 [count].
   rows: tf.Tensor  # Of its batch, float32 scalar.
   argument: tf.Tensor  # The message with the batch, or where it is read.
-  # Variables, by their ids, to which it adds means over its rows.
-  means: frozenset[int] = frozenset()
 
   def tensors(self) -> list[tuple[int, tf.Tensor, bool]]:
     """Returns all tensors in the order in which `ApplyFunction` reads them.
@@ -193,7 +192,6 @@ class MicrobatchFunction:
     traced = traced_step.TracedStep(self._discovery.access, is_share=True)
     with (
       traced.tracing(),
-      self._step.tracing_share() as share,
       _keras_internal.capture_apply(self._step.optimizers) as calls,
     ):
       batch = self._message.read(argument, tf.constant(0, tf.int64)).batch
@@ -217,7 +215,6 @@ class MicrobatchFunction:
       numbers,
       tf.cast(batch_message.rows_of(batch), tf.float32),
       argument,
-      frozenset(id(v.value) for v in share.means.values()),
     )
 
 
@@ -266,36 +263,40 @@ class ApplyFunction:
       return tf.identity(numbers)
 
   def _apply(self, parts):
-    contents = self._layout.contents
+    contents, powers = self._layout.contents, self._discovery.powers
+    of_gradients = iter(powers.gradients)
     for optimizer, gradients, targets in contents.calls:
       combined = [
-        None if g is None else self._gradient(g, v, parts)
-        for g, v in zip(gradients, targets, strict=True)
+        None if g is None else self._gradient(g, v, parts, power)
+        for g, v, power in zip(gradients, targets, of_gradients, strict=False)
       ]
       self._in_replica(
         lambda _, o=optimizer, g=combined, t=targets: o.apply(g, t)
       )(None)
     for write in contents.writes:
       values, weights = next(parts)
+      power = powers.writes[id(write.variable.handle)]
       with tf.device(write.variable.device):
-        if write.delta is None:
-          write.variable.write_directly(_mean(values, weights), None)
-        elif id(write.variable) in contents.means:
-          write.variable.write_directly(None, _mean(values, weights))
-        else:
-          write.variable.write_directly(None, tf.add_n(values))
-    numbers = _mean(*next(parts))
-    if self._step.results is None:
-      return numbers
-    return self._discovery.report(self._step.results())
+        combined = _combined(values, weights, power)
+        is_value = write.delta is None
+        write.variable.write_directly(
+          *((combined, None) if is_value else (None, combined))
+        )
+    numbers = next(parts)
+    if self._step.results is not None:
+      return self._discovery.report(self._step.results())
+    are_sums = np.repeat(np.array(powers.outputs, bool), self._discovery.sizes)
+    return tf.where(are_sums, tf.add_n(numbers[0]), _combined(*numbers))
 
-  def _gradient(self, gradient, variable, parts):
+  def _gradient(self, gradient, variable, parts, power):
     """Combines the gradients of the microbatches into the gradient of the step."""
     values, weights = next(parts)
+    if power:
+      weights = [None] * len(weights)
     server = model_state.value_of(variable).server
     with tf.device(variables.server_device(server)):
       if not isinstance(gradient, tf.IndexedSlices):
-        return _mean(values, weights)
+        return _combined(values, weights, power)
       is_counted = _is_counted(gradient, variable)
       columns = [
         list(map(_scaled, values, weights)),
@@ -344,8 +345,13 @@ def _scaled(value, weight):
   return value * tf.cast(weight, value.dtype)
 
 
-def _mean(values, weights) -> tf.Tensor:
-  """Returns the weighted mean of values; for integers, the first value."""
+def _combined(values, weights, power: int = 0) -> tf.Tensor:
+  """Returns the sum of values (power 1) or their weighted mean (power 0).
+
+  Integers with the power 0 do not depend on the rows, so it returns the first.
+  """
+  if power:
+    return tf.add_n(values)
   if weights[0] is None or not values[0].dtype.is_floating:
     return values[0]
   return tf.add_n(list(map(_scaled, values, weights)))

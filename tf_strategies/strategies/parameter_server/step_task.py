@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -13,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal
-from tf_strategies.keras import shares
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -32,15 +30,10 @@ class Step:
   run: Callable[[Any], Any]
   trains: bool = False
   optimizers: tuple[Any, ...] = ()  # Those that it applies.
-  # Returns a context manager for tracing a share of a batch; it yields the share.
-  tracing_share: Callable[[], Any] = lambda: contextlib.nullcontext(
-    shares.Share()
-  )
   # Why its rows cannot be shared, if that is known before it is traced.
   whole_because: str | None = None
-  # Variables of a model's step that count rows; None for the step of a loop, in
-  # which shares are the user's to see.
-  counters: Callable[[], Sequence[Any]] | None = None
+  # Variables of metrics, from which `results` are computed.
+  counters: Callable[[], Sequence[Any]] = lambda: ()
   # Results of the step, computed from variables alone. None if only the step
   # can compute them.
   results: Callable[[], Any] | None = None

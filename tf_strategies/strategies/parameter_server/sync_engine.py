@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import model_state
+from tf_strategies.spmd import plan
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -65,6 +67,12 @@ class SyncEngine(engine_lib.Engine):
         # What one worker makes of all rows is what one device makes.
         self._warn_of_whole(step)
         report = self.run(step, [batch])
+        if step.results is None:  # Not what a later step reports.
+          report = tf.nest.map_structure(
+            lambda number, spec: np.asarray(number, spec.dtype.as_numpy_dtype),
+            report,
+            discovery.outputs,
+          )
       else:
         report = discovery.unreport(self._train(step, batch))
     return report
@@ -177,13 +185,9 @@ class SyncEngine(engine_lib.Engine):
     look = traced_step.TracedStep(is_share=True)
 
     def run(batch):
-      with (
-        _keras_internal.capture_apply(step.optimizers) as calls,
-        step.tracing_share() as share,
-      ):
+      with _keras_internal.capture_apply(step.optimizers) as calls:
         look.applied = calls
         outputs = step.run(batch)
-      reasons.extend(share.reasons)
       gradients.extend(g for _, grads, _ in calls for g in grads)
       if calls.are_nested:
         reasons.append('optimizer.apply in a branch or a loop')
@@ -191,30 +195,21 @@ class SyncEngine(engine_lib.Engine):
 
     discovery = worker_function.discover(run, structure, True, look)
     reasons.extend(beside_apply(look))
-    if step.counters is None:
-      reasons.extend(_read_after_written(look))
-    else:
-      access = discovery.access
-      paths = {id(c.value): c.path for c in step.counters()}
-      for key, variable in access.written.items():
-        if key in paths and key in access.overwritten:
-          reasons.append(f'metric variable {paths[key]!r} that is no sum')
-        elif key in paths:
-          continue
-        elif _keras_internal.is_seed_state(variable.name, variable.dtype):
-          reasons.append('random numbers, as of Dropout')
-        else:
-          reasons.append(f'{variable.name!r}, which it writes from all rows')
-      leaves = [s for s in tf.nest.flatten(structure) if s is not None]
-      if not reasons and all(isinstance(s, tf.TensorSpec) for s in leaves):
-        gradients.clear()
-        meets = worker_function.why_rows_meet(run, structure, gradients)
-        if meets:
-          reasons.append(f'what mixes rows: {meets}')
+    reasons.extend(_beside_rows(look, step.counters()))
+    leaves = [s for s in tf.nest.flatten(structure) if s is not None]
+    if not all(isinstance(s, tf.TensorSpec) for s in leaves):
+      reasons.append('batches of ragged or sparse tensors')
     if not discovery.are_numbers:
       reasons.append('results that are no numbers')
     if not reasons:
-      return discovery
+      gradients.clear()
+      try:
+        discovery.powers = worker_function.powers_of_rows(
+          run, structure, gradients
+        )
+        return discovery
+      except plan.NeedsExchangeError as error:
+        reasons.append(f'what mixes rows: {error}')
     self._compute_whole(step, reasons[0])
     return super()._discover(step, structure)
 
@@ -229,10 +224,9 @@ class SyncEngine(engine_lib.Engine):
     if step not in self._warned and len(self._pool.workers) > 1:
       self._warned.add(step)
       logging.warning(
-        "mode='sync' computes every batch of a step with %s on one worker: a mean "
-        "over the workers' rows would not be what one device computes. To use "
-        'all workers at once, leave it out, or take strategy.step for '
-        'a step whose gradients are means over rows.',
+        "mode='sync' computes every batch of a step with %s on one worker: workers "
+        'that share its rows would not compute what one device computes. To use '
+        'all workers at once, leave it out.',
         self._whole[step],
       )
 
@@ -456,13 +450,26 @@ def beside_apply(look: traced_step.TracedStep) -> list[str]:
   return found
 
 
-def _read_after_written(look: traced_step.TracedStep) -> list[str]:
-  """Names variables that a step reads after it wrote them from some of the rows."""
-  written = list(look.access.written.values())
-  return [
-    f'{variable.name!r}, which it reads when it has written it'
-    for handle, _, count in look.noted_reads
-    for variable in written[:count]
-    if variable.handle is handle
-    and not _keras_internal.is_seed_state(variable.name, variable.dtype)
-  ]
+def _beside_rows(look: traced_step.TracedStep, counters) -> list[str]:
+  """Returns the reasons why writes of a step keep workers from sharing its rows.
+
+  These are random numbers, writes in a branch or a loop, and variables that it reads
+  after it wrote them from some of the rows. Results of metrics are computed later from
+  `counters`.
+  """
+  found = []
+  access = look.access
+  for key, variable in access.written.items():
+    if _keras_internal.is_seed_state(variable.name, variable.dtype):
+      found.append('random numbers, as of Dropout')
+    elif key in access.nested_writes:
+      found.append(f'{variable.name!r}, which it writes in a branch or a loop')
+  written = list(access.written.values())
+  counted = {id(c.value) for c in counters}
+  for handle, _, count in look.noted_reads:
+    found.extend(
+      f'{variable.name!r}, which it reads when it has written it'
+      for variable in written[:count]
+      if variable.handle is handle and id(variable) not in counted
+    )
+  return found

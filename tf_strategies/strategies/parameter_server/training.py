@@ -16,7 +16,7 @@ from tf_strategies import (
   option_checks,
 )
 from tf_strategies.checkpoint import model_state
-from tf_strategies.keras import optimizer_checks, shares
+from tf_strategies.keras import optimizer_checks
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
@@ -61,7 +61,6 @@ class StepFunction:
       run=in_replica(strategy, keras_step.run),
       trains=trains,
       optimizers=optimizers,
-      tracing_share=shares.tracing_share,
       whole_because=f'a {own[0]} of its own' if own else None,
       counters=lambda: self._model.metrics_variables,
       results=_keras_internal.results_of(self._model, keras_step.kind),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.spmd import row_sharing
+from tf_strategies.spmd import plan, row_sharing
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -31,6 +32,7 @@ class Discovery:
 
   access: step_access.Access
   outputs: Any  # Specs of the results, in their structure.
+  powers: Powers | None = None  # None: one worker computes all rows.
   python: str | None = None  # What calls this process's Python, by name.
 
   @functools.cached_property
@@ -124,15 +126,31 @@ def discover(
   return Discovery(look.access, found['outputs'], _python_in(function.graph))
 
 
-def why_rows_meet(
+@dataclasses.dataclass(frozen=True)
+class Powers:
+  """How to combine what workers compute from their rows: 1: add up; 0: average.
+
+  `gradients` and `outputs` are in their order; None stands for no gradient. `writes`
+  are by the `id` of a variable's handle.
+  """
+
+  gradients: list[int | None]
+  outputs: list[int]
+  writes: dict[int, int]
+
+
+def powers_of_rows(
   run_step: Callable[[Any], Any], structure: Any, gradients: list[Any]
-) -> str | None:
-  """Returns the operation of a step that needs all rows of a batch, or None.
+) -> Powers:
+  """Traces a step on any number of rows, to see how to combine the results of workers.
 
   Args:
     run_step: the step, a function of a batch. It adds its gradients to `gradients`.
     structure: structure of the batch, with dense tensors.
     gradients: an empty list.
+
+  Raises:
+    NeedsExchangeError: workers cannot share the rows. The message says why.
   """
   look = traced_step.TracedStep(is_share=True)
   structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
@@ -145,30 +163,49 @@ def why_rows_meet(
       returned.extend(
         tf.convert_to_tensor(t)
         for t in tf.nest.flatten(outputs)
-        if tf.is_tensor(t)
+        if t is not None
       )
 
   specs = batch_message.Layout(structure, 1).specs
   try:
     graph = concrete(trace, *specs).graph
   except (TypeError, ValueError) as e:
-    return f'a step that needs to know how many rows there are ({e})'
-  written = {
-    op.inputs[1].ref(): op.inputs[0]
-    for op in graph.get_operations()
-    if op.type in ('AssignVariableOp', 'AssignAddVariableOp')
-  }
+    raise plan.NeedsExchangeError(
+      f'a step that needs to know how many rows there are ({e})'
+    ) from e
+  of_rows = functools.partial(row_sharing.powers, graph, len(specs))
   batch = [t.op.name for t in graph.inputs[: len(specs)]]
-  applied = [t for g in gradients for t in _of_rows(g, batch)]
-  values = [each.deref() for each in written]
-  outputs = [*applied, *returned, *values]
-  why = row_sharing.why_rows_meet(graph, len(specs), outputs)
-  if why is None:
-    return None
-  for value in values:
-    if row_sharing.why_rows_meet(graph, len(specs), [value]):
-      return f'{why}, for {_variable_name(graph, written[value.ref()])!r}'
-  return why
+  groups = [_of_rows(g, batch) for g in gradients]
+  written = [op for op in graph.get_operations() if op.type in _ASSIGNMENTS]
+  values = [op.inputs[1] for op in written]
+  try:
+    found = iter(of_rows([*itertools.chain(*groups), *returned, *values]))
+  except plan.NeedsExchangeError as error:
+    for op in written:
+      try:
+        of_rows([op.inputs[1]])
+      except plan.NeedsExchangeError:
+        name = _variable_name(graph, op.inputs[0])
+        raise plan.NeedsExchangeError(f'{error}, for {name!r}') from None
+    raise
+  of_gradients = [[next(found) for _ in group] for group in groups]
+  of_outputs = [next(found) for _ in returned]
+  handles = {id(inside): outside for outside, inside in graph.captures}
+  writes: dict[int, int] = {}
+  ways: dict[int, tuple[int, bool]] = {}
+  for op, power in zip(written, found, strict=True):
+    key = id(handles[id(op.inputs[0])])
+    writes[key] = power
+    way = power, op.type == 'AssignVariableOp'
+    if ways.setdefault(key, way) != way:
+      name = _variable_name(graph, op.inputs[0])
+      raise plan.NeedsExchangeError(f'{name!r} is written in two ways')
+  return Powers(
+    [group[0] if group else None for group in of_gradients], of_outputs, writes
+  )
+
+
+_ASSIGNMENTS = 'AssignVariableOp', 'AssignAddVariableOp', 'AssignSubVariableOp'
 
 
 def _variable_name(graph, handle: tf.Tensor) -> str:
