@@ -103,6 +103,25 @@ def _loaded_model():
   return history, model.get_weights()
 
 
+def _results(step, optimizers, rows):
+  """Returns the results of a loop's steps. Reads them after the loop.
+
+  Asynchronous servers return the newest results, so it reads them after each step.
+  """
+  strategy = tf.distribute.get_strategy()
+  run, found = tf.function(step), []
+  if tf.distribute.has_strategy():
+    run = strategy.step(step, optimizers)
+  mode = getattr(getattr(strategy, 'options', None), 'mode', 'sync')
+  data = tf.data.Dataset.from_tensor_slices(rows).batch(16)
+  for batch in strategy.experimental_distribute_dataset(data):
+    found.append(run(batch))
+    if mode != 'sync':
+      strategy.join()
+      found[-1] = tf.nest.map_structure(np.asarray, found[-1])
+  return tf.nest.map_structure(np.asarray, found)
+
+
 def _two_players(is_in_turns):
   """Returns a program in which each of two players trains against the other."""
 
@@ -131,17 +150,69 @@ def _two_players(is_in_turns):
       optimizers[1].apply([-other], [second])
       return loss, after
 
-    strategy = tf.distribute.get_strategy()
-    run = tf.function(step)
-    if tf.distribute.has_strategy():
-      run = strategy.step(step, optimizers)
-    found = []
-    for i in range(0, _ROWS, 16):
-      losses = run(x[i : i + 16])
-      if tf.distribute.has_strategy():
-        strategy.join()
-      found.append([float(loss) for loss in losses])
+    found = _results(step, optimizers, x)
     return found, first.numpy(), second.numpy()
+
+  return program
+
+
+def _mean(rows, x, y, model):
+  return tf.reduce_mean(rows)
+
+
+def _mean_and_l2(rows, x, y, model):
+  squares = [tf.nn.l2_loss(weight) for weight in model.trainable_variables]
+  return tf.reduce_mean(rows) + 0.01 * tf.add_n(squares)
+
+
+def _weighted_mean(rows, x, y, model):
+  weights = tf.abs(x[:, 0])
+  return tf.reduce_sum(weights * rows) / tf.reduce_sum(weights)
+
+
+def _loop(
+  loss_of=_mean,
+  hidden=None,
+  clip=list,
+  write=lambda *_: None,
+  result_of=lambda rows, loss: loss,
+  **options,
+):
+  """Returns a program that trains in a loop, and reads its results after the loop.
+
+  The rows of a batch differ in size.
+
+  Args:
+    loss_of: function of the losses of rows, the batch, and the model.
+    hidden: function that returns the hidden layers.
+    clip: function of the gradients.
+    write: function of the losses of rows, their loss, a metric and a variable.
+    result_of: function of the losses of rows, and of their loss.
+    **options: arguments of the optimizer.
+  """
+
+  def program():
+    x, y = _data()
+    x *= np.linspace(0.1, 3.0, _ROWS, dtype=np.float32)[:, None]
+    model = _model(hidden=hidden and keras.Sequential(hidden()))
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9, **options)
+    weights = model.trainable_variables
+    optimizer.build(weights)
+    metric, number = keras.metrics.Mean(), keras.Variable(0.0, trainable=False)
+
+    def step(batch):
+      x, y = batch
+      with tf.GradientTape() as tape:
+        predicted = model(x, training=True)
+        rows = keras.losses.categorical_crossentropy(y, predicted)
+        loss = loss_of(rows, x, y, model)
+      optimizer.apply(clip(tape.gradient(loss, weights)), weights)
+      write(rows, loss, metric, number)
+      return result_of(rows, loss)
+
+    found = _results(step, [optimizer], (x, y))
+    variables = *model.variables, *optimizer.variables, *metric.variables
+    return found, [variable.numpy() for variable in (*variables, number)]
 
   return program
 
@@ -160,10 +231,75 @@ PROGRAMS = {
   ),
   'loaded_model': _loaded_model,
 }
-# Custom loops on parameter servers.
-ON_SERVERS = {
+_LOOPS = {
+  'mean': _loop(),
+  'mean_and_l2': _loop(_mean_and_l2),
+  'keras_loss': _loop(
+    lambda rows, x, y, model: keras.losses.CategoricalCrossentropy()(
+      y, model(x)
+    )
+  ),
+  'mean_by_rows': _loop(
+    lambda rows, x, *_: (
+      tf.reduce_sum(rows) / tf.cast(tf.shape(x)[0], tf.float32)
+    )
+  ),
+  'lstm': _loop(hidden=lambda: [layers.Reshape([3, 2]), layers.LSTM(5)]),
+  'conv': _loop(
+    hidden=lambda: [
+      layers.Reshape([2, 3, 1]),
+      layers.Conv2D(4, 2, activation='relu'),
+      layers.MaxPooling2D([1, 2]),
+      layers.Flatten(),
+    ]
+  ),
+  'embedding': _loop(
+    hidden=lambda: [layers.ReLU(9), layers.Embedding(10, 4), layers.Flatten()]
+  ),
+  'sum': _loop(lambda rows, *_: tf.reduce_sum(rows)),
+  'weighted_mean': _loop(_weighted_mean),
+  'root': _loop(lambda rows, *_: tf.sqrt(tf.reduce_mean(rows))),
+  'dropout': _loop(hidden=lambda: [layers.Dropout(0.5, seed=3)]),
+  'batch_normalization': _loop(hidden=lambda: [layers.BatchNormalization()]),
+  'clipped': _loop(
+    clip=lambda gradients: tf.clip_by_global_norm(gradients, 0.1)[0]
+  ),
+  'clipped_by_optimizer': _loop(global_clipnorm=0.1),
+  'metric_of_loss': _loop(
+    write=lambda rows, loss, metric, _: metric.update_state(loss)
+  ),
+  'metric_of_rows': _loop(
+    write=lambda rows, loss, metric, _: metric.update_state(rows)
+  ),
+  'metric_of_weighted_rows': _loop(
+    write=lambda rows, loss, metric, _: metric.update_state(rows, rows)
+  ),
+  'written_mean': _loop(
+    write=lambda rows, loss, _, number: number.assign(tf.reduce_mean(rows))
+  ),
+  'written_sum': _loop(
+    write=lambda rows, loss, _, number: number.assign(tf.reduce_sum(rows))
+  ),
+  'written_average': _loop(
+    write=lambda rows, loss, _, number: number.assign(0.9 * number + loss)
+  ),
+  'added_mean': _loop(
+    write=lambda rows, loss, _, number: number.assign_add(loss)
+  ),
+  'added_one': _loop(
+    write=lambda rows, loss, _, number: number.assign_add(1.0)
+  ),
+  'added_sum': _loop(
+    write=lambda rows, loss, _, number: number.assign_add(tf.reduce_sum(rows))
+  ),
+  'returned_sum': _loop(result_of=lambda rows, _: tf.reduce_sum(rows)),
+  'returned_maximum': _loop(result_of=lambda rows, _: tf.reduce_max(rows)),
+  'returned_rows': _loop(result_of=lambda rows, _: rows),
+}
+LOOPS = {
   'two_players': _two_players(is_in_turns=True),
   'two_players_at_once': _two_players(is_in_turns=False),
+  **{f'own_loop_{name}': program for name, program in _LOOPS.items()},
 }
 # Whether synchronous workers each compute a part of every batch.
 ARE_SHARED = {
@@ -176,4 +312,15 @@ ARE_SHARED = {
   'two_players': False,
   'two_players_at_once': True,
   'two_optimizers': False,
+  'own_loop_mean': True,
+  'own_loop_mean_and_l2': True,
+  'own_loop_keras_loss': True,
+  'own_loop_mean_by_rows': True,
+  'own_loop_lstm': True,
+  'own_loop_conv': True,
+  'own_loop_embedding': True,
+  'own_loop_weighted_mean': False,
+  'own_loop_root': False,
+  'own_loop_dropout': False,
+  'own_loop_batch_normalization': False,
 }

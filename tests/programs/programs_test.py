@@ -122,12 +122,13 @@ _ON_WORKERS = (
   *inputs.PROGRAMS,
   *state.PROGRAMS,
   *_OPTIONS,
+  *own_steps.LOOPS,
 )
 # Programs that differ on servers: control flow, rows, held and direct writes.
 _ON_SERVERS = (
   *fits.PROGRAMS,
   *own_steps.PROGRAMS,
-  *own_steps.ON_SERVERS,
+  *own_steps.LOOPS,
   'restored_momentum_fit_subclass',
   'accumulated',
   'bools_and_strings',
@@ -167,8 +168,6 @@ _OFTEN_ON_SERVERS = (
   'sparse',
   'text_vectorization',
   'two_optimizers',
-  'two_players',
-  'two_players_at_once',
 )
 _OPTIMIZERS = tuple(f'optimizer_{name}' for name in common.OPTIMIZERS)
 _SHARDED = (*_OPTIMIZERS, *fits.TABLES, *fits.PROGRAMS)
@@ -224,7 +223,7 @@ _IN_PROCESS = [
   *[
     _mark_in_process(case, name)(f'{case.name}_{name}', case, name)
     for case in STRATEGIES
-    for name in (*runner.PAGE, *_OPTIONS)
+    for name in (*runner.PAGE, *_OPTIONS, *own_steps.LOOPS)
   ],
   *[
     tiers.soak(f'{case}_{name}', CASES[case], name)
@@ -270,6 +269,7 @@ _STARTS = {
       ),
       ('servers_sync_2', 'recommender_sgd_where_shares_count_alike'),
     ),
+    tuple(('servers_sync_2', name) for name in own_steps.LOOPS),
     (
       ('servers_async_1_in_2_parts', 'embedding_clipnorm'),
       ('servers_async_1', 'ragged_by_workers'),

@@ -61,7 +61,7 @@ PROGRAMS = {
   **restores.PROGRAMS,
   **tables.BY_WORKERS,
   **own_steps.PROGRAMS,
-  **own_steps.ON_SERVERS,
+  **own_steps.LOOPS,
   **recommender.PROGRAMS,
   **recommender.MUTATED,
 }
