@@ -354,7 +354,8 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     said = self.found['dropout_of_whole_batches']
     self.assertEqual(said.count(_ON_ONE_WORKER), 1)
     self.assertRegex(
-      self.found['metric_of_both'], "metric 'seen' of rows and of numbers"
+      self.found['metric_of_both'],
+      "'seen/total' gets both sums over rows and other",
     )
 
   def test_no_data(self):

@@ -247,8 +247,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       fn: function of a batch in replica context, as with `strategy.run`. It applies
         gradients with `optimizer.apply`, and returns a structure of numbers.
       optimizers: the optimizers that it applies; none for a step that evaluates. In
-        'sync' each worker calls `fn` with a share of the batch. Its gradients and its
-        results must be means over rows, and are averaged by rows.
+        'sync' the workers share the rows of a batch if the results can be combined
+        exactly. Otherwise one worker computes the whole batch, with a warning.
     """
     return training.RemoteStep(self, fn, optimizers)
 

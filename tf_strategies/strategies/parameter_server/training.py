@@ -205,9 +205,9 @@ class RemoteStep:
         `distribute_datasets_from_function` yields.
 
     Returns:
-      What the newest step that is done returned, read when it is used as a
-      float: of this step after `strategy.join()`. None if it was no step: in
-      'sync', where no worker had anything left to read.
+      In 'sync', what this step returned; None if no worker had anything left to
+      read. In other modes, what the newest step that is done returned, read when it
+      is used as a float: of this step after `strategy.join()`.
     """
     return self._strategy.begin(self._step, input.steps_on([batch]))
 

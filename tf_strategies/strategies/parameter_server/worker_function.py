@@ -32,8 +32,8 @@ class Discovery:
 
   access: step_access.Access
   outputs: Any  # Specs of the results, in their structure.
-  powers: Powers | None = None  # None: one worker computes all rows.
   python: str | None = None  # What calls this process's Python, by name.
+  powers: Powers | None = None  # None: one worker computes all rows.
 
   @functools.cached_property
   def are_numbers(self) -> bool:
@@ -199,7 +199,9 @@ def powers_of_rows(
     way = power, op.type == 'AssignVariableOp'
     if ways.setdefault(key, way) != way:
       name = _variable_name(graph, op.inputs[0])
-      raise plan.NeedsExchangeError(f'{name!r} is written in two ways')
+      raise plan.NeedsExchangeError(
+        f'{name!r} gets both sums over rows and other values'
+      )
   return Powers(
     [group[0] if group else None for group in of_gradients], of_outputs, writes
   )
