@@ -173,6 +173,8 @@ def powers_of_rows(
     raise plan.NeedsExchangeError(
       f'a step that needs to know how many rows there are ({e})'
     ) from e
+  if not all(t.shape.is_fully_defined() for t in returned):
+    raise plan.NeedsExchangeError('results that are as long as the batch')
   of_rows = functools.partial(row_sharing.powers, graph, len(specs))
   batch = [t.op.name for t in graph.inputs[: len(specs)]]
   groups = [_of_rows(g, batch) for g in gradients]
