@@ -49,7 +49,6 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   frame_of,
   is_end_of_sequence,
   is_for_model,
-  is_keras_own,
   num_steps,
   refuse_keras_2,
   results_of,

@@ -106,7 +106,7 @@ def results_of(
 
   Returns None for a step that the user wrote, which may report anything.
   """
-  is_own = is_keras_own(model, f'{kind}_step')
+  is_own = _is_keras_own(model, f'{kind}_step')
   return model.get_metrics_result if is_own and kind != 'predict' else None
 
 
@@ -692,7 +692,7 @@ def _length_of_fit(variables: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def is_keras_own(model, name: str) -> bool:
+def _is_keras_own(model, name: str) -> bool:
   """Returns whether a method is Keras's, not one that the user wrote."""
   method = getattr(model, name, None)
   return getattr(method, '__module__', '').startswith('keras.')

@@ -347,7 +347,7 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
       self.found['dropout'],
       "random numbers, as of Dropout.*mode='sync'.*pass the",
     )
-    self.assertRegex(self.found['own_step'], "a train_step of its own.*'sync'")
+    self.assertRegex(self.found['own_step'], "which it reads when.*'sync'")
     # Nobody says before that one worker would compute it.
     for name in ('dropout', 'own_step'):
       self.assertNotIn(_ON_ONE_WORKER, self.found[name])

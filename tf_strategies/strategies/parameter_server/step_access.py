@@ -23,9 +23,8 @@ class Access:
   # Written inside of a branch or a loop, where no state of the step can be
   # carried along: these are never held in it.
   nested_writes: _Variables = dataclasses.field(default_factory=dict)
-  # Written; otherwise than by adding to them; in updates.
+  # Written; of them, in updates.
   written: _Variables = dataclasses.field(default_factory=dict)
-  overwritten: _Variables = dataclasses.field(default_factory=dict)
   # Small, of whole numbers; whether each was read outside of branches and loops
   # before any of those wrote it.
   numbers: dict[int, tuple[tf.Variable, bool]] = dataclasses.field(

@@ -30,8 +30,6 @@ class Step:
   run: Callable[[Any], Any]
   trains: bool = False
   optimizers: tuple[Any, ...] = ()  # Those that it applies.
-  # Why its rows cannot be shared, if that is known before it is traced.
-  whole_because: str | None = None
   # Variables of metrics, from which `results` are computed.
   counters: Callable[[], Sequence[Any]] = lambda: ()
   # Results of the step, computed from variables alone. None if only the step

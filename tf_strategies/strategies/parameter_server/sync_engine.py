@@ -67,12 +67,6 @@ class SyncEngine(engine_lib.Engine):
         # What one worker makes of all rows is what one device makes.
         self._warn_of_whole(step)
         report = self.run(step, [batch])
-        if step.results is None:  # Not what a later step reports.
-          report = tf.nest.map_structure(
-            lambda number, spec: np.asarray(number, spec.dtype.as_numpy_dtype),
-            report,
-            discovery.outputs,
-          )
       else:
         report = discovery.unreport(self._train(step, batch))
     return report
@@ -114,20 +108,20 @@ class SyncEngine(engine_lib.Engine):
 
   def run(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
     """Begins steps; each after the one before it where that may change results."""
-    is_whole = bool(step.whole_because) or step in self._whole
+    is_alone = step.results is None or step in self._whole
     if isinstance(work, input.Elements):
 
       def read_round():
-        tasks = self.read_round(step, work.source, one_by_one=is_whole)
-        return self.reports.of(tasks[-1]) if tasks else None
+        tasks = self.read_round(step, work.source, one_by_one=is_alone)
+        return _read(self.reports.of(tasks[-1]), step) if tasks else None
 
       return self._each(work, read_round)
-    if not is_whole:
+    if not is_alone:
       return super().run(step, work)
     for each in batch_message.alike(work):
       report = super().run(step, each)
       self.drain()
-    return report
+    return _read(report, step)
 
   def forget(self) -> None:
     """Forgets functions, splits and slots."""
@@ -177,8 +171,6 @@ class SyncEngine(engine_lib.Engine):
     return numbers
 
   def _discover(self, step, structure):
-    if step.trains and step.whole_because:
-      self._compute_whole(step, step.whole_because)
     if not step.optimizers or step in self._whole:
       return super()._discover(step, structure)
     reasons, gradients = [], []
@@ -195,7 +187,9 @@ class SyncEngine(engine_lib.Engine):
 
     discovery = worker_function.discover(run, structure, True, look)
     reasons.extend(beside_apply(look))
-    reasons.extend(_beside_rows(look, step.counters()))
+    reasons.extend(
+      _beside_rows(look, () if step.results is None else step.counters())
+    )
     leaves = [s for s in tf.nest.flatten(structure) if s is not None]
     if not all(isinstance(s, tf.TensorSpec) for s in leaves):
       reasons.append('batches of ragged or sparse tensors')
@@ -418,6 +412,13 @@ class _ReadTask(_MicrobatchTask):
     self._quorum.leave_out(self)
     if self._quorum.is_closed:
       self._engine.take_back_drop()
+
+
+def _read(report: Any, step) -> Any:
+  """Returns what a step that is done reported; a later one may report otherwise."""
+  if step.results is not None:
+    return report
+  return tf.nest.map_structure(np.asarray, report)
 
 
 def beside_apply(look: traced_step.TracedStep) -> list[str]:

@@ -405,8 +405,6 @@ class TracedStep:
       self.access.updated.setdefault(id(variable), variable)
       if variable.server != self.update_server:
         self.access.direct.add(self._update)
-    if value is not None and variable.addition_of(value) is None:
-      self.access.overwritten.setdefault(id(variable), variable)
     if self.is_nested():
       self.access.nested_writes.setdefault(id(variable), variable)
     elif value is None and self.update_server != variable.server:

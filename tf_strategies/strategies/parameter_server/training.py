@@ -47,11 +47,6 @@ class StepFunction:
       'compile the model with jit_compile=False, and decorate a function that '
       'its train_step calls with tf.function(jit_compile=True)',
     )
-    methods = [f'{keras_step.kind}_step']
-    methods += ['compute_loss', 'compute_metrics'] if trains else []
-    own = [
-      m for m in methods if not _keras_internal.is_keras_own(self._model, m)
-    ]
     optimizers = ()
     if trains:
       with strategy.scope():
@@ -61,7 +56,6 @@ class StepFunction:
       run=in_replica(strategy, keras_step.run),
       trains=trains,
       optimizers=optimizers,
-      whole_because=f'a {own[0]} of its own' if own else None,
       counters=lambda: self._model.metrics_variables,
       results=_keras_internal.results_of(self._model, keras_step.kind),
     )
