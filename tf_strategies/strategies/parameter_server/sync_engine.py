@@ -80,9 +80,9 @@ class SyncEngine(engine_lib.Engine):
       raise errors.UnsupportedOptionError(
         f"{self._whole[step]} in a step of mode='sync' on data that "
         f'{len(source.splits)} workers read, a part of its batch each,',
-        'means over rows, which follow from those of the parts',
-        'pass the tf.data.Dataset itself to fit, so that one worker computes each '
-        "batch as a whole; or use mode='async'",
+        'sums or means over rows, which follow from those of the parts',
+        'pass the tf.data.Dataset itself to fit or iterate over it, so that one '
+        "worker computes each batch as a whole; or use mode='async'",
       )
 
     def train_round():
@@ -171,7 +171,7 @@ class SyncEngine(engine_lib.Engine):
     return numbers
 
   def _discover(self, step, structure):
-    if not step.optimizers or step in self._whole:
+    if not step.trains or step in self._whole:
       return super()._discover(step, structure)
     reasons, gradients = [], []
     look = traced_step.TracedStep(is_share=True)
@@ -204,15 +204,10 @@ class SyncEngine(engine_lib.Engine):
         return discovery
       except plan.NeedsExchangeError as error:
         reasons.append(f'what mixes rows: {error}')
-    self._compute_whole(step, reasons[0])
-    return super()._discover(step, structure)
-
-  def _compute_whole(self, step, reason: str) -> None:
-    if step in self._whole:
-      return
-    self._whole[step] = reason
+    self._whole[step] = reasons[0]
     for key in [k for k in self._functions if k[0] is step]:
       del self._functions[key]
+    return super()._discover(step, structure)
 
   def _warn_of_whole(self, step) -> None:
     if step not in self._warned and len(self._pool.workers) > 1:
