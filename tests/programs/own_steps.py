@@ -72,6 +72,18 @@ class Guide(keras.Model):
     return [self.loss_tracker, self.mae]
 
 
+class OwnMean(keras.Model):
+  """A `train_step` whose rows can be shared: it reads no metric."""
+
+  def train_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+      loss = ops.mean((self(x, training=True) - y) ** 2)
+    weights = self.trainable_weights
+    self.optimizer.apply(tape.gradient(loss, weights), weights)
+    return {'loss': loss}
+
+
 class Nested(Guide):
   """Returns nested dicts, which Keras reads after evaluation."""
 
@@ -220,6 +232,7 @@ def _loop(
 PROGRAMS = {
   'guide': _fit(lambda: _model(Guide)),
   'nested': _fit(lambda: _model(Nested)),
+  'own_mean': _fit(lambda: _model(OwnMean)),
   'loss_of_one_number': _fit(
     loss=lambda y, p: ops.sqrt(ops.mean((y - p) ** 2)), metrics=[_mean_error]
   ),
@@ -305,6 +318,7 @@ LOOPS = {
 ARE_SHARED = {
   'guide': False,
   'nested': False,
+  'own_mean': True,
   'loss_of_one_number': False,
   'metric_of_one_number': True,
   'add_loss': False,

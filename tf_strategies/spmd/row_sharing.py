@@ -159,7 +159,7 @@ def _of_output(tensor, kind, found) -> int:
       break
     first = unknown[0].node
   raise plan.NeedsExchangeError(
-    f'{first.type} {first.name!r} depends on how many rows there are'
+    f'{first.type} {first.name!r} is neither a sum nor a mean over rows'
   )
 
 
