@@ -208,8 +208,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     named = [t for t, text in run.logged if task in text]
     self.assertLess(named[0] - self.struck_at, 10)
 
-  @parameterized.named_parameters(*_ERRORS)
-  @pytest.mark.soak
+  @tiers.named_parameters(*tiers.few(_ERRORS, 'stops_in_an_evaluation_0_0'))
   def test_error(self, options, faults, error, names, names_not):
     """Checks that a server that does not answer or return is named at a deadline."""
     with parameter_servers.Job(deadline=90) as job:

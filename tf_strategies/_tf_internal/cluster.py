@@ -4,7 +4,8 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -199,6 +200,20 @@ def own_executor():
       yield
     finally:
       executor.clear_error()
+
+
+@contextlib.contextmanager
+def on_task(device: str, *values: Any) -> Iterator[list[tf.Tensor]]:
+  """Runs eager ops on a remote device, on tensors of the values.
+
+  The tensors are made on this host. TensorFlow holds Python's lock while it makes
+  one on another task, so a task that is silent would stop all threads.
+  """
+  with own_executor(), tf.init_scope():
+    with tf.device('/device:CPU:0'):
+      tensors = [tf.constant(v) for v in values]
+    with tf.device(device):
+      yield tensors
 
 
 def clear_errors() -> None:

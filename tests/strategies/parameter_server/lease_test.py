@@ -1,6 +1,5 @@
 """Which of several chiefs the records on server 0 name."""
 
-import contextlib
 from unittest import mock
 
 import tensorflow as tf
@@ -16,7 +15,7 @@ class LeaseTest(tf.test.TestCase):
     super().setUp()
     # There is no server: the file is in the memory of this process.
     for name, value in (
-      ('_on_server', contextlib.nullcontext),
+      ('_SERVER', '/device:CPU:0'),
       ('_FILE', f'{_FILE}/{self.id()}'),
     ):
       patch = mock.patch.object(lease, name, value)

@@ -393,11 +393,8 @@ class Liveness:
 def _runs_ops(job: str, index: int) -> bool:
   """Returns whether a task knows this process and runs its operations."""
   try:
-    with (
-      _tf_internal.own_executor(),
-      tf.init_scope(),
-      tf.device(f'/job:{job}/replica:0/task:{index}/device:CPU:0'),
-    ):
-      return int(tf.identity(tf.constant(1)).numpy()) == 1
+    device = f'/job:{job}/replica:0/task:{index}/device:CPU:0'
+    with _tf_internal.on_task(device, 1) as [one]:
+      return int(tf.identity(one).numpy()) == 1
   except tf.errors.OpError:
     return False

@@ -78,22 +78,18 @@ class Lease:
       self._add({'left': self._record['process']})
 
   def _add(self, record: dict[str, Any]) -> None:
-    with _on_server():
+    with _tf_internal.on_task(
+      _SERVER, _FILE, json.dumps(record) + '\n'
+    ) as args:
       # Files of this file system grow when they are written again.
-      tf.raw_ops.WriteFile(filename=_FILE, contents=json.dumps(record) + '\n')
-
-
-@contextlib.contextmanager
-def _on_server():
-  with _tf_internal.own_executor(), tf.init_scope(), tf.device(_SERVER):
-    yield
+      tf.raw_ops.WriteFile(filename=args[0], contents=args[1])
 
 
 def _read() -> list[dict[str, Any]]:
   """Returns all records, oldest first."""
   try:
-    with _on_server():
-      text = tf.raw_ops.ReadFile(filename=_FILE).numpy().decode()
+    with _tf_internal.on_task(_SERVER, _FILE) as args:
+      text = tf.raw_ops.ReadFile(filename=args[0]).numpy().decode()
   except tf.errors.NotFoundError:
     return []
   return [json.loads(line) for line in text.splitlines()]
