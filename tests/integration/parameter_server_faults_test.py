@@ -154,6 +154,14 @@ _ERRORS = (
     'No answer from: ps 1 at',
     'ps 0|worker',
   ),
+  (
+    'killed_worker_and_stopped_server',
+    {'keepalive_timeout': 2.0, 'recovery_timeout': 5.0},
+    (('at', 20), ('kill', 'worker', 0), ('stop', 'ps', 0)),
+    errors.ParameterServerUnavailableError,
+    'ps 0',
+    'ps 1',
+  ),
   _stops_in_an_evaluation(0, 60, 1),
   _stops_in_an_evaluation(0, 0, 1),
   _stops_in_an_evaluation(1, 60, 10),
@@ -218,7 +226,8 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertIsInstance(outcome.error, error, outcome.error_text)
     message = str(outcome.error)
     self.assertIn(names, message)
-    self.assertIn(job.cluster['ps'][faults[-1][-1]], message)
+    [server] = [f[2] for f in faults if f[1] == 'ps']
+    self.assertIn(job.cluster['ps'][server], message)
     self.assertNotRegex(message, names_not)
 
   def assert_same_bits(self, run, whole):

@@ -4,9 +4,10 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _requirements, errors
@@ -210,10 +211,17 @@ def on_task(device: str, *values: Any) -> Iterator[list[tf.Tensor]]:
   one on another task, so a task that is silent would stop all threads.
   """
   with own_executor(), tf.init_scope():
-    with tf.device('/device:CPU:0'):
+    with tf.device(None), tf.device('/device:CPU:0'):
       tensors = [tf.constant(v) for v in values]
     with tf.device(device):
       yield tensors
+
+
+def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+  """Makes zeros on a remote device, as `on_task` does."""
+  zero = np.zeros([], dtype.as_numpy_dtype)
+  with on_task(device, np.array(shape, np.int32), zero) as [dims, value]:
+    return tf.fill(dims, value)
 
 
 def clear_errors() -> None:

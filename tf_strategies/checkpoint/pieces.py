@@ -65,6 +65,22 @@ class Table(NamedTuple):
     return [piece.file + each for piece in self.pieces for each in _SUFFIXES]
 
 
+def _here(*values: Any) -> list[tf.Tensor]:
+  """Returns tensors on this host.
+
+  TensorFlow holds Python's lock while it makes one on another task, so a task that is
+  silent would stop all threads.
+  """
+  with tf.device(None), tf.device(_HERE):
+    return [tf.constant(v) for v in values]
+
+
+def _place(directory: str, file: str) -> dict[str, tf.Tensor]:
+  """Returns the arguments of TensorFlow's operations that name one tensor."""
+  path, names, slices = _here(os.path.join(directory, file), [_NAME], [''])
+  return {'prefix': path, 'tensor_names': names, 'shape_and_slices': slices}
+
+
 def write(directory: str, file: str, first: int, rows: tf.Tensor) -> Piece:
   """Writes rows from number `first` on, where the device of the scope is.
 
@@ -72,14 +88,9 @@ def write(directory: str, file: str, first: int, rows: tf.Tensor) -> Piece:
     OSError: the file system refuses that.
   """
   try:
-    tf.raw_ops.SaveV2(
-      prefix=os.path.join(directory, file),
-      tensor_names=[_NAME],
-      shape_and_slices=[''],
-      tensors=[rows],
-    )
+    tf.raw_ops.SaveV2(**_place(directory, file), tensors=[rows])
   except _REFUSED as e:
-    raise OSError(f'{tf.constant(0).device}: {e.message}') from e
+    raise OSError(f'{rows.device}: {e.message}') from e
   return Piece(file, first, int(rows.shape[0]), digest(rows))
 
 
@@ -91,10 +102,7 @@ def read(directory: str, piece: Piece, dtype: str) -> tf.Tensor:
   """
   try:
     (rows,) = tf.raw_ops.RestoreV2(
-      prefix=os.path.join(directory, piece.file),
-      tensor_names=[_NAME],
-      shape_and_slices=[''],
-      dtypes=[tf.as_dtype(dtype)],
+      **_place(directory, piece.file), dtypes=[tf.as_dtype(dtype)]
     )
   except _DAMAGED as e:
     raise errors.DataError(f'{piece.file} cannot be read ({e.message})') from e
@@ -120,9 +128,8 @@ def check(directory: str, piece: Piece, dtype: str) -> None:
 
 def digest(rows: tf.Tensor) -> str:
   """Returns the checksum of a tensor's bytes (FarmHash, 64 bits)."""
-  bits = tf.raw_ops.Fingerprint(
-    data=tf.reshape(rows, [1, -1]), method='farmhash64'
-  )
+  shape, method = _here([1, -1], 'farmhash64')
+  bits = tf.raw_ops.Fingerprint(data=tf.reshape(rows, shape), method=method)
   return bits.numpy().tobytes().hex()
 
 

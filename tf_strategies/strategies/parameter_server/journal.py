@@ -23,6 +23,7 @@ from collections.abc import Iterable
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import units, variables
 
 # Tokens and marks are used again after so many: far more than there are tasks at
@@ -72,10 +73,8 @@ class Journal:
         self._next = new + 1
         self._tokens[worker], self._state[new] = new, 0
       for variable in self._tokens_of:
-        with tf.device(variable.device):
-          tf.raw_ops.AssignVariableOp(
-            resource=variable.handle, value=tf.constant(self._state)
-          )
+        with _tf_internal.on_task(variable.device, self._state) as [state]:
+          tf.raw_ops.AssignVariableOp(resource=variable.handle, value=state)
 
   def recover(self, restores_all: bool = True) -> None:
     """Prepares for the restore after a server's death.
@@ -91,10 +90,9 @@ class Journal:
       return
     for (_, unit, _), variable in self._written.items():
       if unit != units.LAST_UNIT:
-        with tf.device(variable.device):
-          tf.raw_ops.AssignVariableOp(
-            resource=variable.handle, value=tf.zeros(variable.shape, tf.int64)
-          )
+        zeros = np.zeros(variable.shape, np.int64)
+        with _tf_internal.on_task(variable.device, zeros) as [value]:
+          tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
   def ticket(
     self, kind: int, token: tf.Tensor, key: tf.Tensor, done: tf.Tensor
@@ -171,9 +169,8 @@ class Journal:
     place = kind * _NUM_MARKS + key % _NUM_MARKS
     found = 0
     for (_, unit, _), variable in list(self._written.items()):
-      with tf.device(variable.device):
-        noted = _read(variable, tf.constant(place, tf.int64))
-      mark = int(noted.numpy().flat[0])
+      with _tf_internal.on_task(variable.device, np.int64(place)) as [at]:
+        mark = int(_read(variable, at).numpy().flat[0])
       if mark >> _COUNT_BITS == key:
         step = mark & ((1 << _COUNT_BITS) - 1)
         # Who has begun to write a step had done those before it. That is all that is

@@ -133,12 +133,15 @@ class Slots:
   def __init__(self, specs: dict[int, list[tf.TensorSpec]]):
     self._variables = []
     for server, messages in specs.items():
-      with tf.device(variables.server_device(server)):
-        for spec in messages:
-          is_static = spec.shape.is_fully_defined()
+      device = variables.server_device(server)
+      for spec in messages:
+        is_static = spec.shape.is_fully_defined()
+        shape = [d or 0 for d in spec.shape.as_list()]
+        zeros = _tf_internal.zeros_on(device, shape, spec.dtype)
+        with tf.device(device):
           self._variables.append(
             _tf_internal.ResourceVariable(
-              tf.zeros([d or 0 for d in spec.shape.as_list()], spec.dtype),
+              zeros,
               # TensorFlow aborts a task that is given the handle of a variable
               # of which one dimension is unknown; all unknown is fine.
               shape=spec.shape if is_static else tf.TensorShape(None),

@@ -87,8 +87,9 @@ class VariableRows:
     count = _rows_in(block_bytes, self._row_bytes)
     for begin in range(0, self.size(), count):
       end = min(begin + count, self.size())
-      with tf.device(self.holder.device):
+      with tf.device('/device:CPU:0'):
         numbers = tf.range(begin, end, dtype=tf.int64)
+      with tf.device(self.holder.device):
         rows = self.holder.rows_directly(numbers)
       write(self._name, begin, rows)
     self._end_sparse_access()
@@ -354,11 +355,12 @@ class TableFiles:
   def _sees(self, server: int, probe: str, token: str) -> bool:
     """Returns whether a server reads a file of this process, and the reverse."""
     answer = f'{probe}-{server}'
-    with contextlib.suppress(*_UNSEEN), _tf_internal.own_executor():
-      with tf.device(variables.server_device(server)):
-        if tf.io.read_file(probe).numpy() != token.encode():
+    device = variables.server_device(server)
+    with contextlib.suppress(*_UNSEEN):
+      with _tf_internal.on_task(device, probe, answer, token) as [read, *write]:
+        if tf.io.read_file(read).numpy() != token.encode():
           return False
-        tf.io.write_file(answer, token)
+        tf.io.write_file(*write)
       try:
         with open(answer) as f:
           return f.read() == token

@@ -271,9 +271,11 @@ class ServerVariable(_tf_internal.ResourceVariable):
     """
     if self.is_alive():
       return False
-    with tf.device(server_device(self.server)):
+    device = server_device(self.server)
+    zeros = _tf_internal.zeros_on(device, self.shape, self.dtype)
+    with tf.device(device):
       fresh = _tf_internal.ResourceVariable(
-        tf.zeros(self.shape, self.dtype), trainable=False, dtype=self.dtype
+        zeros, trainable=False, dtype=self.dtype
       )
     # The handle alone says which memory of which process this variable is.
     _tf_internal.replace_handle(self, fresh.handle)
