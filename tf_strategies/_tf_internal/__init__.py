@@ -20,7 +20,6 @@ from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
   on_task,
   own_executor,
   without_notices,
-  zeros_on,
 )
 from tf_strategies._tf_internal.cluster import eager_context as _eager_context
 from tf_strategies._tf_internal.loading import load as _load

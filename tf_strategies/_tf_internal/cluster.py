@@ -4,10 +4,9 @@ import contextlib
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _requirements, errors
@@ -215,13 +214,6 @@ def on_task(device: str, *values: Any) -> Iterator[list[tf.Tensor]]:
       tensors = [tf.constant(v) for v in values]
     with tf.device(device):
       yield tensors
-
-
-def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-  """Makes zeros on a remote device, as `on_task` does."""
-  zero = np.zeros([], dtype.as_numpy_dtype)
-  with on_task(device, np.array(shape, np.int32), zero) as [dims, value]:
-    return tf.fill(dims, value)
 
 
 def clear_errors() -> None:

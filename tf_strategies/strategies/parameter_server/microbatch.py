@@ -137,7 +137,7 @@ class Slots:
       for spec in messages:
         is_static = spec.shape.is_fully_defined()
         shape = [d or 0 for d in spec.shape.as_list()]
-        zeros = _tf_internal.zeros_on(device, shape, spec.dtype)
+        zeros = variables.zeros_on(device, shape, spec.dtype)
         with tf.device(device):
           self._variables.append(
             _tf_internal.ResourceVariable(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
@@ -272,7 +273,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     if self.is_alive():
       return False
     device = server_device(self.server)
-    zeros = _tf_internal.zeros_on(device, self.shape, self.dtype)
+    zeros = zeros_on(device, self.shape, self.dtype)
     with tf.device(device):
       fresh = _tf_internal.ResourceVariable(
         zeros, trainable=False, dtype=self.dtype
@@ -282,6 +283,14 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
     return self.is_lost
+
+
+def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+  """Makes zeros on a server, as `_tf_internal.on_task` does."""
+  zero = np.zeros([], dtype.as_numpy_dtype)
+  dims = np.array(shape, np.int32)
+  with _tf_internal.on_task(device, dims, zero) as arguments:
+    return tf.fill(*arguments)
 
 
 def gives_rows() -> bool:
