@@ -79,7 +79,8 @@ class Rendezvous:
 
   Raises:
     ClusterConfigError: the addresses are malformed, or one is there twice.
-    UnsupportedOptionError: addresses beyond this host without a secret.
+    UnsupportedOptionError: addresses beyond this host without a secret, or an
+      argument of another type.
     RendezvousError: this process cannot listen at its address.
   """
 
@@ -93,6 +94,9 @@ class Rendezvous:
   ):
     self._options = options_lib.given_or_default(options)
     address_checks.check(addresses, task, self._options)
+    option_checks.check_function('make_group', make_group)
+    listens = (socket.socket, type(None))
+    option_checks.check_type('listener', listener, listens, 'a socket or None')
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
