@@ -281,18 +281,16 @@ def _make(directory: str, options: dict[str, Any], in_rounds: bool):
     # Each gradient is 1, so the slot of a row counts the steps that used it.
     optimizer = keras.optimizers.Adagrad(Rate(), initial_accumulator_value=0.0)
     optimizer.build(weights)
-  # With 'sync' each worker has half of the rows, and the gradients are
-  # averaged. One worker has all of them if `apply` is in a loop.
-  scale = 2.0 if strategy.shares_batches and not in_rounds else 1.0
 
   def update(ids):
     with tf.GradientTape() as tape:
       rows = static(ids[:, 0]), dynamic(ids[:, 1])
-      # Gradients of 1, which depend on all rows.
-      are_there = tf.reduce_all([tf.reduce_all(r > -1.0) for r in rows])
-      looked_up[:] = [are_there]
-      factor = -scale * tf.cast(are_there, tf.float32)
-      loss = factor * tf.add_n([tf.reduce_sum(r) for r in rows])
+      # Gradients of 1, which depend on the rows.
+      looked_up[:] = are_there = [tf.cast(r > -1.0, tf.float32) for r in rows]
+      sums = [
+        tf.reduce_sum(a * r) for a, r in zip(are_there, rows, strict=True)
+      ]
+      loss = -tf.add_n(sums)
     optimizer.apply(tape.gradient(loss, weights), weights)
     return loss
 
@@ -307,9 +305,12 @@ def _make(directory: str, options: dict[str, Any], in_rounds: bool):
 
   @tf.function
   def step(ids):
-    ids = _hold(directory, 'lookup', ids[0, 0], ids)
     if not in_rounds:
-      return update(ids)
+      # With 'sync', workers share the rows: nothing mixes them.
+      held = _hold(directory, 'lookup', 0, tf.constant(1.0))
+      with tf.control_dependencies([held]):
+        return update(tf.identity(ids))
+    ids = _hold(directory, 'lookup', ids[0, 0], ids)
     return tf.while_loop(lambda i, *_: i < 2, update_round, [0, ids, 0.0])[-1]
 
   return strategy, static, dynamic, optimizer, step
@@ -352,6 +353,8 @@ def train(
       time.sleep(0.005)
       saved.exit_if_preempted(0, i + 1)
   strategy.save()
+  if strategy.shares_batches:  # Workers leave their shares in slots.
+    assert bool(strategy.engine._free_slots) != in_rounds
   found = _found(static, dynamic, optimizer, ids)
   found |= {'began': began, 'recoveries': strategy.report()['recoveries']}
   strategy.close()

@@ -202,8 +202,6 @@ def _refusal(case, name) -> str | None:
     optimizer = name.removeprefix('recommender_').title()
     if 'parts' in case.name:
       return f'{optimizer} with partitioned variable.*Adam or SGD'
-  if case.name.startswith('servers_sync') and name.startswith('sync_batch'):
-    return 'all-reduce in a step'
   if case.workers and not case.servers and name == 'static_length':
     return r'tf\.shape\(x\)\[0\]'
   return None

@@ -30,8 +30,8 @@ class Step:
   run: Callable[[Any], Any]
   trains: bool = False
   optimizers: tuple[Any, ...] = ()  # Those that it applies.
-  # Variables of metrics, from which `results` are computed.
-  counters: Callable[[], Sequence[Any]] = lambda: ()
+  # Variables of metrics, from which `results` are computed; None for a loop's step.
+  counters: Callable[[], Sequence[Any]] | None = None
   # Results of the step, computed from variables alone. None if only the step
   # can compute them.
   results: Callable[[], Any] | None = None

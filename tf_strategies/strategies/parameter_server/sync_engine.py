@@ -185,16 +185,21 @@ class SyncEngine(engine_lib.Engine):
         reasons.append('optimizer.apply in a branch or a loop')
       return outputs
 
-    discovery = worker_function.discover(run, structure, True, look)
-    reasons.extend(beside_apply(look))
-    reasons.extend(
-      _beside_rows(look, () if step.results is None else step.counters())
-    )
+    try:
+      discovery = worker_function.discover(run, structure, True, look)
+    except errors.UnsupportedOptionError:
+      if step.counters is None:
+        raise
+      reasons.append('an optimizer or a layer that reduces over replicas')
+    else:
+      reasons.extend(beside_apply(look))
+      exempt = () if step.results is None else step.counters()
+      reasons.extend(_beside_rows(look, exempt))
+      if not discovery.are_numbers:
+        reasons.append('results that are no numbers')
     leaves = [s for s in tf.nest.flatten(structure) if s is not None]
     if not all(isinstance(s, tf.TensorSpec) for s in leaves):
       reasons.append('batches of ragged or sparse tensors')
-    if not discovery.are_numbers:
-      reasons.append('results that are no numbers')
     if not reasons:
       gradients.clear()
       try:
