@@ -4,7 +4,8 @@
 
 MPI moves bytes between pairs of ranks, through shared memory or whatever it
 has between hosts. Who sends what, and which rank adds it in which order, is the
-plan's, as over TCP: results have the same bits.
+plan's, as over TCP: results have the same bits. `MPI.Allreduce` is not used, because its
+bits differ between ranks for NaN and signed zeros.
 
 Such a group is not elastic. When a process is killed, MPI ends the whole job:
 start it again from a checkpoint. One that ends by itself, hangs or disagrees
