@@ -223,6 +223,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       job.start_chief(programs.train, self.arguments(**options))
       self.strike(job, faults)
       outcome = job.wait()
+    self.assertIsNotNone(outcome.error, 'The chief hangs, or it ended well.')
     self.assertIsInstance(outcome.error, error, outcome.error_text)
     message = str(outcome.error)
     self.assertIn(names, message)
