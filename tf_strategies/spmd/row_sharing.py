@@ -246,11 +246,11 @@ def _of_operation(planned, node, given) -> Any:
     return None if are_floats else _SHAPE
   if not terms and _ANY in found:
     return _ANY
-  power += sum(found) if not terms else 0
-  if terms:
-    power = _same(found)
-  # A sum over rows; a mean is one, divided by the number of rows.
-  is_sum = any(map(plan.is_sum, outputs))
-  if is_sum and node.type != 'Mean' and power not in (None, _ANY):
-    power += not any(plan.is_sum(v.kind) for v in values)
-  return power
+  power = _same(found) if terms else power + sum(found)
+  was_sum = any(plan.is_sum(v.kind) for v in values)
+  if power in (None, _ANY) or was_sum or not any(map(plan.is_sum, outputs)):
+    return power
+  if node.type != 'Mean':
+    return power + 1
+  # The sum over rows is divided by their number, if all rows are of one length.
+  return power if all(d.is_of_rows for d in values[0].dims) else None

@@ -301,7 +301,8 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIn('too much', message)
       # By the operation: TensorFlow has not always kept where it was made.
       self.assertIn('/assert_less/', message)
-      self.assertLess(len(message.splitlines()), 20, message)
+      # TensorFlow lists the error once for each of two servers, or once.
+      self.assertLess(len(message.splitlines()), 25, message)
       self.assertIn(__file__, files)
       package = os.path.join(os.path.dirname(tfs.__file__), '')
       # Keras does not filter the innermost frame.

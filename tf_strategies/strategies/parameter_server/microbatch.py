@@ -355,6 +355,7 @@ def _combined(values, weights, power: int = 0) -> tf.Tensor:
   """
   if power:
     return tf.add_n(values)
-  if weights[0] is None or not values[0].dtype.is_floating:
+  dtype = values[0].dtype
+  if weights[0] is None or not (dtype.is_floating or dtype.is_complex):
     return values[0]
   return tf.add_n(list(map(_scaled, values, weights)))
