@@ -245,6 +245,20 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     else:
       self.assert_shared(function, row_sharing.powers(graph, 2, graph.outputs))
 
+  def test_a_mean_over_rows_of_unknown_lengths_is_not_shared(self):
+    # Each worker may have read rows of another length.
+    for width in (4, None):
+      graph = (
+        tf.function(tf.reduce_mean, autograph=False)
+        .get_concrete_function(tf.TensorSpec([None, width]))
+        .graph
+      )
+      if width:
+        self.assertEqual(row_sharing.powers(graph, 1, graph.outputs), [0])
+      else:
+        with self.assertRaises(plan.NeedsExchangeError):
+          row_sharing.powers(graph, 1, graph.outputs)
+
   def assert_shared(self, function, powers):
     """Checks that sums and weighted means of the results of shares are the whole."""
     arrays = _arrays()
