@@ -259,6 +259,33 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaises(plan.NeedsExchangeError):
           row_sharing.powers(graph, 1, graph.outputs)
 
+  @parameterized.parameters(
+    lambda x, y, n: tf.tensor_scatter_nd_add(
+      tf.ones([6]), y[:, None], x[:, 0, 0]
+    ),
+    lambda x, y, n: tf.reduce_sum(tf.zeros([n + 1]) + 1.0),
+    lambda x, y, n: tf.reduce_sum(tf.zeros([n, n]) + 1.0),
+    lambda x, y, n: tf.reduce_sum(tf.ones_like(tf.range(n))),
+    lambda x, y, n: tf.cast(tf.cast(n, tf.bool), tf.float32),
+    lambda x, y, n: tf.reduce_sum(x[:, :, :n]),
+    lambda x, y, n: tf.reduce_sum(tf.tile(x, [1, n, 1])),
+    lambda x, y, n: tf.reduce_sum(tf.roll(x, n, 1)),
+    lambda x, y, n: tf.reduce_mean(
+      tf.math.unsorted_segment_sum(x[:, 0, 0], y, n)
+    ),
+    lambda x, y, n: tf.reduce_sum(tf.reduce_mean(tf.squeeze(x), 0)),
+  )
+  def test_what_counts_rows_in_another_way_is_not_shared(self, function):
+    graph = (
+      tf.function(lambda x, y: function(x, y, tf.shape(x)[0]), autograph=False)
+      .get_concrete_function(
+        tf.TensorSpec([None, *_SHAPE[1:]]), tf.TensorSpec([None], tf.int64)
+      )
+      .graph
+    )
+    with self.assertRaises(plan.NeedsExchangeError):
+      row_sharing.powers(graph, 2, graph.outputs)
+
   def assert_shared(self, function, powers):
     """Checks that sums and weighted means of the results of shares are the whole."""
     arrays = _arrays()

@@ -23,40 +23,28 @@ from tf_strategies.spmd.rules import sequences
 _ANY, _SHAPE = 'any', 'shape'
 _NO_ROWS = 0, _ANY
 
-_DIVISIONS = 'DivNoNan', 'RealDiv'
 # Inputs in each of which an operation is linear.
 _FACTORS = {
   **plan.FACTORS,
   **dict.fromkeys(
     [
-      'AvgPool',
-      'AvgPool3D',
       'BroadcastTo',
       'Cast',
-      'CheckNumerics',
-      'CheckNumericsV2',
       'EluGrad',
-      'EnsureShape',
       'Identity',
       'LeakyReluGrad',
       'Mean',
-      'PlaceholderWithDefault',
       'Relu6Grad',
       'ReluGrad',
       'Reshape',
-      'ResizeBicubicGrad',
       'ResizeBilinearGrad',
-      'ResizeNearestNeighborGrad',
       'SeluGrad',
       'SoftplusGrad',
-      'SoftsignGrad',
       'TensorListFromTensor',
       'TensorListGather',
       'TensorListGetItem',
       'TensorListConcatV2',
       'TensorListPopBack',
-      'TensorListResize',
-      'TensorListScatterV2',
       'TensorListStack',
       'Tile',
     ],
@@ -67,7 +55,6 @@ _FACTORS = {
       'AvgPool3DGrad',
       'AvgPoolGrad',
       'Fill',
-      'ReciprocalGrad',
       'RsqrtGrad',
       'SigmoidGrad',
       'SqrtGrad',
@@ -90,17 +77,16 @@ _TERMS = {
   **plan.TERMS,
   'BiasAdd': slice(None),
   'Select': slice(1, None),
-  'TensorListConcatLists': slice(None),
   'TensorListPushBack': slice(None),
   'TensorListScatterIntoExistingList': slice(2),
   'TensorListSetItem': slice(0, 3, 2),
-  'TensorScatterAdd': slice(0, 3, 2),
-  'TensorScatterSub': slice(0, 3, 2),
 }
 _POWERS = {
   **dict.fromkeys(['EmptyTensorList', 'TensorListReserve', 'ZerosLike'], _ANY),
   # These do not depend on the contents of their inputs.
   **dict.fromkeys(['BroadcastGradientArgs', 'ConcatOffset', 'OnesLike'], 0),
+  # Each share would add the tensor again.
+  **dict.fromkeys(['TensorScatterAdd', 'TensorScatterSub']),
 }
 
 
@@ -134,7 +120,8 @@ def powers(graph, num_batched: int, outputs: Sequence[tf.Tensor]) -> list[int]:
   program = program_lib.Program(nodes, whole.inputs, whole.outputs)
   try:
     planned = plan.make(program, arguments, may_meet=False)
-  except errors.UnsupportedOptionError as error:
+  except (TypeError, errors.UnsupportedOptionError) as error:
+    # A TypeError: an operation on tensors of unknown rank.
     raise plan.NeedsExchangeError(str(error)) from None
   found = _follow(planned, [0] * len(arguments))
   return [_of_output(t, planned.values[t].kind, found) for t in whole.outputs]
@@ -152,14 +139,11 @@ def _of_output(tensor, kind, found) -> int:
     power += 1
   if power in (0, 1):
     return power
-  first = tensor.node
-  while first.inputs and found[tensor] is None:
-    unknown = [t for t in first.inputs if found[t] is None]
-    if not unknown:
-      break
-    first = unknown[0].node
+  first = tensor
+  while unknown := [t for t in first.node.inputs if found[t] is None]:
+    first = unknown[0]
   raise plan.NeedsExchangeError(
-    f'{first.type} {first.name!r} is neither a sum nor a mean over rows'
+    f'{first.node.type} {first.node.name!r} is neither a sum nor a mean over rows'
   )
 
 
@@ -175,7 +159,7 @@ def _follow(planned: plan.Plan, given: Sequence[Any]) -> dict[Any, Any]:
     for tensor, power in zip(node.outputs, powers_of, strict=True):
       ints = planned.values[tensor].ints
       if tensor.dtype.is_floating and sequences.is_zero(tensor):
-        power = _ANY
+        power = None if power is None else _ANY
       elif ints and None not in ints and None not in inputs:
         counts = {i.symbols.count(kinds.BATCH) for i in ints}
         if counts != {0} or all(i.is_number for i in ints):
@@ -216,29 +200,37 @@ def _same(found) -> Any:
 def _of_operation(planned, node, given) -> Any:
   """Returns the power of an operation's results."""
   if node.type in _POWERS:
-    return _POWERS[node.type]
+    return None if None in given else _POWERS[node.type]
   values = [planned.values[t] for t in node.inputs]
   outputs = [planned.values[t].kind for t in node.outputs]
   everything = range(len(given))
   terms = everything[_TERMS.get(node.type, slice(0))]
   linear = _FACTORS.get(node.type, terms)
-  if node.type == 'Cast' and node.outputs[0].dtype.is_integer:
+  if node.type == 'Cast' and not node.outputs[0].dtype.is_floating:
     linear = terms  # It rounds.
+  is_squeezed = node.type == 'Squeeze' and not node.attr('squeeze_dims')
+  if is_squeezed and kinds.WHOLE not in outputs:
+    return None  # It would squeeze a share of one row.
   power = 0
   for i in everything:
     if i in linear:
       if given[i] is None:
         return None
-    elif node.type in _DIVISIONS:
+    elif node.type in ('DivNoNan', 'RealDiv'):
       if given[i] in (None, _SHAPE, _ANY):
         return None
       power -= given[i]
     elif given[i] not in _NO_ROWS:
-      # A shape with as many rows is each share's own shape.
+      # A shape with as many rows, along the axis of rows, is each share's own shape.
       ints = values[i].ints
       if not linear or given[i] is None or ints is None:
         return None
-      if kinds.WHOLE in outputs and any(d.has_batch for d in ints):
+      result = planned.values[node.outputs[0]]
+      rows = [axis for axis, d in enumerate(ints) if d.has_batch]
+      is_own = len(ints) == result.rank and rows == [
+        getattr(result.kind, 'axis', None)
+      ]
+      if rows and not is_own and not node.type.startswith('TensorList'):
         return None
   found = [given[i] for i in linear]
   if _SHAPE in found:  # As numbers, its lengths have several powers.

@@ -95,8 +95,9 @@ class Rendezvous:
     self._options = options_lib.given_or_default(options)
     address_checks.check(addresses, task, self._options)
     option_checks.check_function('make_group', make_group)
-    listens = (socket.socket, type(None))
-    option_checks.check_type('listener', listener, listens, 'a socket or None')
+    option_checks.check_type(
+      'listener', listener, (socket.socket, type(None)), 'a socket or None'
+    )
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )

@@ -194,12 +194,9 @@ def powers_of_rows(
   of_outputs = [next(found) for _ in returned]
   handles = {id(inside): outside for outside, inside in graph.captures}
   writes: dict[int, int] = {}
-  ways: dict[int, tuple[int, bool]] = {}
   for op, power in zip(written, found, strict=True):
     key = id(handles[id(op.inputs[0])])
-    writes[key] = power
-    way = power, op.type == 'AssignVariableOp'
-    if ways.setdefault(key, way) != way:
+    if writes.setdefault(key, power) != power:
       name = _variable_name(graph, op.inputs[0])
       raise plan.NeedsExchangeError(
         f'{name!r} gets both sums over rows and other values'
