@@ -193,6 +193,8 @@ _COUNTS = ('large_constants',)
 # Cases that need all rows at once.
 _WHOLE = {
   'first_row': lambda x, y: x[0],
+  # TensorFlow does not know the rank.
+  'squeezed': lambda x, y: tf.nn.softmax(tf.squeeze(x[:, :1])),
   'reversed_rows': lambda x, y: x[::-1],
   'rows_behind_rows': lambda x, y: tf.concat([x, x + 1.0], 0),
   'product_of_rows': _rank_of_rows,

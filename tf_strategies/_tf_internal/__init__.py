@@ -17,6 +17,7 @@ from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
   connect_again,
   connected_cluster,
   incarnations,
+  on_host,
   on_task,
   own_executor,
   without_notices,

@@ -202,16 +202,21 @@ def own_executor():
       executor.clear_error()
 
 
+def on_host(*values: Any) -> list[tf.Tensor]:
+  """Makes tensors of the values on this host, whatever the device of the scope is.
+
+  TensorFlow holds Python's lock while it makes one on another task, so a task that is
+  silent would stop all threads.
+  """
+  with tf.device(None), tf.device('/device:CPU:0'):
+    return [tf.constant(v) for v in values]
+
+
 @contextlib.contextmanager
 def on_task(device: str, *values: Any) -> Iterator[list[tf.Tensor]]:
-  """Runs eager ops on a remote device, on tensors of the values.
-
-  The tensors are made on this host. TensorFlow holds Python's lock while it makes
-  one on another task, so a task that is silent would stop all threads.
-  """
+  """Runs eager ops on a remote device, on tensors from `on_host`."""
   with own_executor(), tf.init_scope():
-    with tf.device(None), tf.device('/device:CPU:0'):
-      tensors = [tf.constant(v) for v in values]
+    tensors = on_host(*values)
     with tf.device(device):
       yield tensors
 

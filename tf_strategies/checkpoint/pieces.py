@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 
 _NAME = 'rows'
 _HERE = '/device:CPU:0'
@@ -65,19 +65,11 @@ class Table(NamedTuple):
     return [piece.file + each for piece in self.pieces for each in _SUFFIXES]
 
 
-def _here(*values: Any) -> list[tf.Tensor]:
-  """Returns tensors on this host.
-
-  TensorFlow holds Python's lock while it makes one on another task, so a task that is
-  silent would stop all threads.
-  """
-  with tf.device(None), tf.device(_HERE):
-    return [tf.constant(v) for v in values]
-
-
 def _place(directory: str, file: str) -> dict[str, tf.Tensor]:
   """Returns the arguments of TensorFlow's operations that name one tensor."""
-  path, names, slices = _here(os.path.join(directory, file), [_NAME], [''])
+  path, names, slices = _tf_internal.on_host(
+    os.path.join(directory, file), [_NAME], ['']
+  )
   return {'prefix': path, 'tensor_names': names, 'shape_and_slices': slices}
 
 
@@ -128,7 +120,7 @@ def check(directory: str, piece: Piece, dtype: str) -> None:
 
 def digest(rows: tf.Tensor) -> str:
   """Returns the checksum of a tensor's bytes (FarmHash, 64 bits)."""
-  shape, method = _here([1, -1], 'farmhash64')
+  shape, method = _tf_internal.on_host([1, -1], 'farmhash64')
   bits = tf.raw_ops.Fingerprint(data=tf.reshape(rows, shape), method=method)
   return bits.numpy().tobytes().hex()
 

@@ -9,6 +9,7 @@ are ready at one level travel in one meeting.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,6 +48,10 @@ READS = frozenset(
 
 class NeedsExchangeError(Exception):
   """Replicas would have to meet where they cannot: in a loop or a branch."""
+
+
+class _UnknownRankError(Exception):
+  """A rule does not know the rank of an output, so it asks for the whole."""
 
 
 @dataclasses.dataclass
@@ -269,8 +274,14 @@ class Context:
     return Decision([WHOLE] * len(self.inputs), outputs, emit)
 
   def split(self, axis: int, length: Dim, index: int = 0, dims=None) -> Value:
-    """Returns an output that is split along `axis`, whose length is `length`."""
+    """Returns an output that is split along `axis`, whose length is `length`.
+
+    Raises:
+      _UnknownRankError: TensorFlow does not know its rank.
+    """
     dims = self.dims(index) if dims is None else dims
+    if dims is None:
+      raise _UnknownRankError
     dims = (*dims[:axis], length, *dims[axis + 1 :])
     return Value(Split(axis), dims)
 
@@ -467,7 +478,8 @@ class _Planner:
       decision = _of_sums(context)
     if decision is None:
       decide = RULES.get(node.type)
-      decision = decide(context) if decide else None
+      with contextlib.suppress(_UnknownRankError):
+        decision = decide(context) if decide else None
     if decision is None:
       decision = _default(context)
     if key is not None:

@@ -120,8 +120,7 @@ def powers(graph, num_batched: int, outputs: Sequence[tf.Tensor]) -> list[int]:
   program = program_lib.Program(nodes, whole.inputs, whole.outputs)
   try:
     planned = plan.make(program, arguments, may_meet=False)
-  except (TypeError, errors.UnsupportedOptionError) as error:
-    # A TypeError: an operation on tensors of unknown rank.
+  except errors.UnsupportedOptionError as error:
     raise plan.NeedsExchangeError(str(error)) from None
   found = _follow(planned, [0] * len(arguments))
   return [_of_output(t, planned.values[t].kind, found) for t in whole.outputs]
@@ -135,7 +134,7 @@ def _of_output(tensor, kind, found) -> int:
   power = found[tensor]
   if power == _ANY:
     return 0
-  if isinstance(kind, kinds.Split) and power is not None:
+  if isinstance(kind, kinds.Split) and isinstance(power, int):
     power += 1
   if power in (0, 1):
     return power
@@ -162,9 +161,10 @@ def _follow(planned: plan.Plan, given: Sequence[Any]) -> dict[Any, Any]:
         power = None if power is None else _ANY
       elif ints and None not in ints and None not in inputs:
         counts = {i.symbols.count(kinds.BATCH) for i in ints}
-        if counts != {0} or all(i.is_number for i in ints):
-          is_one = len(counts) == 1 and all(i.is_of_rows for i in ints)
-          power = counts.pop() if is_one else _SHAPE
+        if len(counts) == 1 and all(i.is_of_rows for i in ints):
+          [power] = counts
+        elif counts != {0}:
+          power = _SHAPE
       found[tensor] = power
   return found
 

@@ -281,10 +281,10 @@ class ApplyFunction:
       power = powers.writes[id(write.variable.handle)]
       with tf.device(write.variable.device):
         combined = _combined(values, weights, power)
-        is_value = write.delta is None
-        write.variable.write_directly(
-          *((combined, None) if is_value else (None, combined))
-        )
+        if write.delta is None:
+          write.variable.write_directly(combined, None)
+        else:
+          write.variable.write_directly(None, combined)
     numbers = next(parts)
     if self._step.results is not None:
       return self._discovery.report(self._step.results())

@@ -78,9 +78,9 @@ class SyncEngine(engine_lib.Engine):
       if len(source.splits) == 1:
         return self.run(step, work)  # Its batches are whole.
       raise errors.UnsupportedOptionError(
-        f"{self._whole[step]} in a step of mode='sync' on data that "
-        f'{len(source.splits)} workers read, a part of its batch each,',
-        'sums or means over rows, which follow from those of the parts',
+        f"a step whose rows workers cannot share ({self._whole[step]}) in mode='sync' "
+        f'with data that {len(source.splits)} workers read',
+        'gradients and results that are sums or means over rows',
         'pass the tf.data.Dataset itself to fit or iterate over it, so that one '
         "worker computes each batch as a whole; or use mode='async'",
       )
@@ -208,7 +208,7 @@ class SyncEngine(engine_lib.Engine):
         )
         return discovery
       except plan.NeedsExchangeError as error:
-        reasons.append(f'what mixes rows: {error}')
+        reasons.append(str(error))
     self._whole[step] = reasons[0]
     for key in [k for k in self._functions if k[0] is step]:
       del self._functions[key]
@@ -218,9 +218,8 @@ class SyncEngine(engine_lib.Engine):
     if step not in self._warned and len(self._pool.workers) > 1:
       self._warned.add(step)
       logging.warning(
-        "mode='sync' computes every batch of a step with %s on one worker: workers "
-        'that share its rows would not compute what one device computes. To use '
-        'all workers at once, leave it out.',
+        "mode='sync' computes each whole batch of a step on one worker. Workers that "
+        'share its rows would not compute what one device computes. The cause: %s.',
         self._whole[step],
       )
 
