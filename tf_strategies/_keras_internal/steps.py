@@ -106,8 +106,9 @@ def results_of(
 
   Returns None for a step that the user wrote, which may report anything.
   """
-  is_own = _is_keras_own(model, f'{kind}_step')
-  return model.get_metrics_result if is_own and kind != 'predict' else None
+  module = getattr(getattr(model, f'{kind}_step'), '__module__', '')
+  is_own = module.startswith('keras.') and kind != 'predict'
+  return model.get_metrics_result if is_own else None
 
 
 def without_optionals(data: Any) -> Any:
@@ -690,12 +691,6 @@ def _length_of_fit(variables: dict[str, Any]) -> dict[str, Any]:
     'validation_data (given or not)': variables['validation_data'] is not None,
     **{name: variables[name] for name in _LENGTH},
   }
-
-
-def _is_keras_own(model, name: str) -> bool:
-  """Returns whether a method is Keras's, not one that the user wrote."""
-  method = getattr(model, name, None)
-  return getattr(method, '__module__', '').startswith('keras.')
 
 
 def closure(fn) -> Iterator[Any]:

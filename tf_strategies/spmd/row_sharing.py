@@ -43,7 +43,6 @@ _FACTORS = {
       'TensorListFromTensor',
       'TensorListGather',
       'TensorListGetItem',
-      'TensorListConcatV2',
       'TensorListPopBack',
       'TensorListStack',
       'Tile',

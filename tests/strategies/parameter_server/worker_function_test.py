@@ -82,6 +82,24 @@ class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIn(named, found)
     self.assertNotIn('Part(', found)
 
+  def test_lookups_that_are_summed_and_averaged(self):
+    with local_servers.on_local_devices():
+      table = local_servers.variable(0, tf.ones([5, 2]))
+      gradients = []
+
+      def run(ids):
+        with tf.GradientTape() as tape:
+          losses = (
+            tf.reduce_sum(tf.gather(table, ids)),
+            tf.reduce_mean(tf.gather(table, (ids + 1) % 5)),
+          )
+        gradients.append(tape.gradient(losses, table))
+
+      with self.assertRaisesRegex(plan.NeedsExchangeError, 'used in two ways'):
+        worker_function.powers_of_rows(
+          run, tf.TensorSpec([8], tf.int64), gradients
+        )
+
   def assert_meets(self, program, parts, meets_at):
     with local_servers.on_local_devices():
       value = tf.reshape(tf.range(10.0), [5, 2])
@@ -155,7 +173,7 @@ class BesideApplyTest(tf.test.TestCase, parameterized.TestCase):
           return step(a, other, optimizer, x)
 
       spec = tf.TensorSpec([None], tf.float32)
-      worker_function.discover(run, spec, True, look)
+      worker_function.discover(run, spec, look)
       found = sync_engine.beside_apply(look)
     self.assertEqual(len(found), want is not None, found)
     if want is not None:

@@ -186,7 +186,7 @@ class SyncEngine(engine_lib.Engine):
       return outputs
 
     try:
-      discovery = worker_function.discover(run, structure, True, look)
+      discovery = worker_function.discover(run, structure, look)
     except errors.UnsupportedOptionError:
       if step.counters is None:
         raise

@@ -94,8 +94,7 @@ class Discovery:
 def discover(
   run_step: Callable[[Any], Any],
   structure: Any,
-  is_share: bool = False,
-  look: Any = None,
+  look: traced_step.TracedStep | None = None,
 ) -> Discovery:
   """Traces a step once, to record its variables and results.
 
@@ -103,7 +102,7 @@ def discover(
     ScopeError: if it writes a variable that is not on a server.
     UnsupportedOptionError: if a part of its results is None.
   """
-  look = look or traced_step.TracedStep(is_share=is_share)
+  look = look or traced_step.TracedStep()
   found = {}
 
   def trace(*flat):
@@ -122,7 +121,7 @@ def discover(
     )
 
   function = concrete(trace, *batch_message.Layout(structure, 1).specs)
-  _check_variables(function.graph, is_share)
+  _check_variables(function.graph, look.is_share)
   return Discovery(look.access, found['outputs'], _python_in(function.graph))
 
 
@@ -190,7 +189,12 @@ def powers_of_rows(
         name = _variable_name(graph, op.inputs[0])
         raise plan.NeedsExchangeError(f'{error}, for {name!r}') from None
     raise
-  of_gradients = [[next(found) for _ in group] for group in groups]
+  of_gradients = []
+  for group in groups:
+    values = [next(found) for _ in group][: -(-len(group) // 2)]
+    if len(set(values)) > 1:
+      raise plan.NeedsExchangeError('rows of a table are used in two ways')
+    of_gradients.append(values[0] if values else None)
   of_outputs = [next(found) for _ in returned]
   handles = {id(inside): outside for outside, inside in graph.captures}
   writes: dict[int, int] = {}
@@ -201,9 +205,7 @@ def powers_of_rows(
       raise plan.NeedsExchangeError(
         f'{name!r} gets both sums over rows and other values'
       )
-  return Powers(
-    [group[0] if group else None for group in of_gradients], of_outputs, writes
-  )
+  return Powers(of_gradients, of_outputs, writes)
 
 
 _ASSIGNMENTS = 'AssignVariableOp', 'AssignAddVariableOp', 'AssignSubVariableOp'
