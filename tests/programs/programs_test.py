@@ -73,6 +73,7 @@ _OF_EACH = (
   'queue',
   'random_generator',
   'seeded_shuffle',
+  'step_of_instance',
   'structures',
   'text_vectorization',
 )

@@ -211,8 +211,6 @@ traceback_utils._EXCLUDED_PATHS = (
   str(pathlib.Path(__file__).parents[1]) + os.sep,
 )
 
-# The module that contains the reductions of losses.
-
 
 # Variables: Keras identifies their purpose only by their names.
 

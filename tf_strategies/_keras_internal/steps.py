@@ -141,6 +141,8 @@ _trained_by_strategy: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def _note_kind(kind: str, make: Callable) -> Callable:
+  """Lets a strategy make the function of a step, or tells it which one Keras makes."""
+
   @functools.wraps(make)
   def make_function(self, force=False):
     extended = self.distribute_strategy.extended
@@ -156,7 +158,7 @@ def _note_kind(kind: str, make: Callable) -> Callable:
       _settle(self)
     before, _making.kind = _making.kind, kind
     compiles, _making.compiles = self.jit_compile, self.jit_compile
-    if _splits_steps(self):
+    if getattr(extended, 'splits_steps', False):
       # An XLA program cannot span several devices or workers, so only the parts
       # between their meetings are compiled.
       self.jit_compile = False
@@ -178,6 +180,8 @@ def _settle(model) -> None:
 
 
 def _compile_for_strategy(compile_) -> Callable:
+  """Lets workers meet before `compile`, and resolves jit_compile='auto'."""
+
   @functools.wraps(compile_)
   def compile_model(self, *args, **kwargs):
     if getattr(self, 'optimizer', None) is not None:
@@ -208,11 +212,6 @@ change(
   'workers that have trained apart meet before their optimizer is replaced, and '
   "jit_compile='auto' compiles on GPUs",
 )
-
-
-def _splits_steps(model) -> bool:
-  """Returns whether the strategy of a model splits its steps over several replicas."""
-  return getattr(model.distribute_strategy.extended, 'splits_steps', False)
 
 
 def _pass_step(make: Callable) -> Callable:
@@ -266,7 +265,7 @@ def _build_from_specs(build):
     is_alone = isinstance(strategy, tf.distribute.OneDeviceStrategy)
     if not getattr(strategy.extended, 'builds_from_specs', is_alone):
       return build(self, iterator, data_batch)
-    own_step = getattr(type(self).train_step, '__module__', '')
+    own_step = getattr(self.train_step, '__module__', '')
     is_own = not own_step.startswith('keras.')
     if is_own and getattr(strategy.extended, 'makes_variables_in_steps', True):
       # A user's own step may use a batch in any way. Its variables are created
@@ -286,15 +285,15 @@ def _build_from_specs(build):
         _, _, batches = next(iter(iterator))
         data_batch, *_ = strategy.experimental_local_results(next(batches))
         return build(self, None, data_batch)
-    _, y, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
     with contextlib.ExitStack() as stack:
-      if y is None:
-        # For inputs alone, only the user's own step knows its outputs.
-        for compiled in (self._compile_loss, self._compile_metrics):
-          if compiled is not None and not compiled.built:
-            stack.callback(setattr, compiled, 'built', False)
-            compiled.built = True
       try:
+        _, y, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
+        if y is None:
+          # For inputs alone, only the user's own step knows its outputs.
+          for compiled in (self._compile_loss, self._compile_metrics):
+            if compiled is not None and not compiled.built:
+              stack.callback(setattr, compiled, 'built', False)
+              compiled.built = True
         return build(self, None, data_batch)
       except Exception:
         if not is_own or not self.weights:
