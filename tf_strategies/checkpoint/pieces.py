@@ -159,7 +159,8 @@ def rows_of(
     with tf.device(device):
       values = read(directory, piece, table.dtype)
       if end - begin < piece.rows:
-        values = values[begin - piece.first : end - piece.first]
+        bounds = [begin - piece.first], [end - piece.first], [1]
+        values = tf.strided_slice(values, *_tf_internal.on_host(*bounds))
     yield begin - first, values
 
 

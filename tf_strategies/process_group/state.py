@@ -50,8 +50,8 @@ class Member:
 class FailureReport:
   """Why a group failed, in a form that travels.
 
-  All but `message` become attributes of the exception, of the class `error`. JSON makes
-  a list of `ranks`.
+  The exception is of the class `error`, and the fields after `message` become its
+  attributes. JSON makes a list of `ranks`.
   """
 
   error: str
