@@ -64,9 +64,9 @@ def step_of(fn: Callable) -> KerasStep | None:
   model = getattr(fn, '__self__', None)
   if isinstance(model, keras.Model) and fn.__name__ in KINDS:
     return KerasStep(model, KINDS[fn.__name__], fn)
-  if not _is_of_trainer(fn):
+  # `predict` passes a local function of Keras's trainer around its step.
+  if getattr(fn, '__module__', None) != trainer.__name__:
     return None
-  # `predict` passes a local function of the trainer around its step.
   for content in closure(fn):
     found = step_of(content) if callable(content) else None
     if isinstance(content, keras.Model):
@@ -92,11 +92,6 @@ def refuse_keras_2(fn) -> None:
       'keras), or train the tf_keras model in a loop of your own that calls '
       'strategy.run.'
     )
-
-
-def _is_of_trainer(fn) -> bool:
-  """Returns whether `fn` is a local function of Keras's trainer."""
-  return getattr(fn, '__module__', None) == trainer.__name__
 
 
 def results_of(
