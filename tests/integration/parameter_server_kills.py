@@ -353,8 +353,8 @@ def train(
       time.sleep(0.005)
       saved.exit_if_preempted(0, i + 1)
   strategy.save()
-  if strategy.shares_batches:  # Workers leave their shares in slots.
-    assert bool(strategy.engine._free_slots) != in_rounds
+  if not in_rounds:
+    programs.check_shared(strategy)
   found = _found(static, dynamic, optimizer, ids)
   found |= {'began': began, 'recoveries': strategy.report()['recoveries']}
   strategy.close()

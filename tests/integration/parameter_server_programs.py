@@ -415,6 +415,11 @@ def pause(tensor, milliseconds: int = 50):
   return tf.raw_ops.DatasetToSingleElement(dataset=variant, **signature)[0]
 
 
+def check_shared(strategy) -> None:
+  """Checks that synchronous workers left shares of a batch in slots."""
+  assert not strategy.shares_batches or strategy.engine._free_slots
+
+
 def count_steps(
   progress_path: str, steps: int, options: dict[str, Any]
 ) -> tuple[dict[str, float], list[tuple[float, str]]]:
@@ -438,19 +443,27 @@ def count_steps(
 
   def update(optimizer, batch, variables):
     gradient = -tf.reduce_mean(batch)
-    optimizer.apply([tf.fill(v.shape, gradient) for v in variables], variables)
+    gradients = [gradient * tf.ones(v.shape) for v in variables]
+    optimizer.apply(gradients, variables)
+
+  def paused(batch):
+    # The rows pass nothing that mixes them, so that workers can share them.
+    with tf.control_dependencies([batch]):
+      held = pause(tf.constant(1.0))
+    with tf.control_dependencies([held]):
+      return tf.identity(batch)
 
   @tf.function
   def step(batch):
-    batch = pause(batch)
+    batch = paused(batch)
     # Each row counts half a step, also where workers share a batch.
     share = tf.reduce_sum(batch) / 2
-    rows.assign_add(tf.cast(tf.reduce_sum(batch), tf.int64))
+    rows.assign_add(tf.reduce_sum(tf.cast(batch, tf.int64)))
     for each in sums:
-      each.assign_add(tf.fill([100_000], share))
+      each.assign_add(share * tf.ones([100_000]))
     update(first, batch, weights)
     # Half of a step's time lies between its first and its last write.
-    update(second, pause(batch), late)
+    update(second, paused(batch), late)
     return share
 
   optimizers = [first, second]
@@ -459,6 +472,7 @@ def count_steps(
     train(np.ones([2], np.float32))
     tell(progress_path, taken)
   strategy.join()
+  check_shared(strategy)
 
   def number(variable):
     found = np.unique(variable.numpy())
@@ -489,8 +503,8 @@ def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
     optimizer.build([weight])
 
   def step(batch):
-    optimizer.apply([tf.fill([10], tf.reduce_mean(batch))], [weight])
-    return batch[0]
+    optimizer.apply([tf.reduce_mean(batch) * tf.ones([10])], [weight])
+    return tf.reduce_mean(batch)
 
   train = strategy.step(step, [optimizer])
   for taken in range(1, steps + 1):
@@ -498,4 +512,5 @@ def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
     if taken % 100 == 0:
       tell(progress_path, taken)
   strategy.join()
+  check_shared(strategy)
   return int(optimizer.iterations.numpy())
