@@ -61,11 +61,11 @@ class Tcp(Group):
   def prepare(self) -> None:
     """See base class. Opens the links, while the system has no memory for them."""
     super().prepare()
-    with mock.patch.object(host_memory, 'Slots', side_effect=OSError):
+    with mock.patch.object(host_memory, 'MemorySlots', side_effect=OSError):
       super().call()
 
   def _form(self, **settings) -> process_group.ProcessGroup:
-    with mock.patch.object(host_memory, 'Slots', side_effect=OSError):
+    with mock.patch.object(host_memory, 'MemorySlots', side_effect=OSError):
       return super()._form(**settings)
 
 

@@ -151,7 +151,7 @@ def _interrupted(rank):
 def _broadcast(rank, path, warm_up, late):
   """Rank 0 has sent everything, and leaves, before the other asks for it."""
   if path == 'socket':
-    host_memory.Slots = mock.Mock(side_effect=OSError)
+    host_memory.MemorySlots = mock.Mock(side_effect=OSError)
   with meetings.meet(rank) as meeting, meeting.form() as group:
     for _ in range(warm_up):
       group.all_reduce(np.ones(300_000, np.float32))

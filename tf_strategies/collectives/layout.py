@@ -16,7 +16,7 @@ ALIGNMENT_ELEMENTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ChunkPiece:
   """A range of a flattened tensor that belongs to one chunk.
 
   Attributes:
@@ -37,7 +37,7 @@ def plan_layout(
   itemsizes: Sequence[int],
   num_chunks: int,
   split_above: float | None = None,
-) -> tuple[Piece, ...]:
+) -> tuple[ChunkPiece, ...]:
   """Assigns every element of every tensor to one chunk.
 
   Whole tensors go, the largest first, to the chunk with the fewest bytes so
@@ -56,10 +56,10 @@ def plan_layout(
 
     >>> for piece in plan_layout([100, 8, 4], [4, 4, 4], 2, split_above=0.25):
     ...   print(piece)
-    Piece(tensor=0, start=0, stop=64, chunk=1)
-    Piece(tensor=0, start=64, stop=100, chunk=0)
-    Piece(tensor=1, start=0, stop=8, chunk=0)
-    Piece(tensor=2, start=0, stop=4, chunk=1)
+    ChunkPiece(tensor=0, start=0, stop=64, chunk=1)
+    ChunkPiece(tensor=0, start=64, stop=100, chunk=0)
+    ChunkPiece(tensor=1, start=0, stop=8, chunk=0)
+    ChunkPiece(tensor=2, start=0, stop=4, chunk=1)
 
   Args:
     num_elements: the size of each tensor in elements, 0 or more.
@@ -89,7 +89,7 @@ def plan_layout(
     load, chunk = heap[0]
     loads[chunk] = load + sizes[tensor]
     heapq.heapreplace(heap, (loads[chunk], chunk))
-    pieces.append(Piece(tensor, 0, num_elements[tensor], chunk))
+    pieces.append(ChunkPiece(tensor, 0, num_elements[tensor], chunk))
   for tensor in large:
     pieces += _split(
       tensor, num_elements[tensor], itemsizes[tensor], loads, total
@@ -99,7 +99,7 @@ def plan_layout(
 
 def _split(
   tensor: int, length: int, itemsize: int, loads: list[int], total: int
-) -> list[Piece]:
+) -> list[ChunkPiece]:
   """Fills chunks up to the mean load, emptiest first; updates `loads`."""
   pieces = []
   start = 0
@@ -112,7 +112,7 @@ def _split(
     stop = start + -(-room // unit) * ALIGNMENT_ELEMENTS
     if length - stop < ALIGNMENT_ELEMENTS:
       stop = length
-    pieces.append(Piece(tensor, start, stop, chunk))
+    pieces.append(ChunkPiece(tensor, start, stop, chunk))
     loads[chunk] += (stop - start) * itemsize
     start = stop
     if start == length:

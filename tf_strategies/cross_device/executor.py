@@ -106,7 +106,7 @@ def divide(tensor: tf.Tensor, count: int) -> tf.Tensor:
 
 def execute(
   schedule: schedule_lib.Schedule,
-  layout: Sequence[layout_lib.Piece],
+  layout: Sequence[layout_lib.ChunkPiece],
   values: Sequence[Sequence[tf.Tensor]],
   devices: Sequence[str],
   divide_by: int = 1,

@@ -14,11 +14,11 @@ import tensorflow as tf
 from tf_strategies import _tf_internal
 
 
-class _State(threading.local):
+class _Pause(threading.local):
   is_paused = False
 
 
-_state = _State()
+_pause = _Pause()
 
 
 @contextlib.contextmanager
@@ -28,11 +28,11 @@ def paused() -> Iterator[None]:
   It is for code that a SavedModel may contain. A function that updates one of
   our counters cannot be saved, because the loader does not have the counter.
   """
-  before, _state.is_paused = _state.is_paused, True
+  before, _pause.is_paused = _pause.is_paused, True
   try:
     yield
   finally:
-    _state.is_paused = before
+    _pause.is_paused = before
 
 
 class CallStatistics:
@@ -59,7 +59,7 @@ class CallStatistics:
     `tf.compat.v1.Session` are not counted, because each would need its own counter,
     which would not be initialised.
     """
-    if _state.is_paused:
+    if _pause.is_paused:
       return
     with tf.init_scope():
       if not tf.executing_eagerly():

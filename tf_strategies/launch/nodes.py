@@ -236,7 +236,7 @@ class Launchers(contextlib.AbstractContextManager):
 
   async def _dial(self) -> None:
     place = self._place
-    request = authentication.Request(
+    request = authentication.ConnectionRequest(
       authentication.Purpose.CONTROL, place.rank, 0, place.count
     )
     connection = await connection_lib.dial(

@@ -60,7 +60,7 @@ class Execution:
 
   def __init__(
     self,
-    plan: plan_lib.Plan,
+    plan: plan_lib.RankPlan,
     array: np.ndarray,
     out: np.ndarray,
     pool: buffers.Pool,
@@ -182,7 +182,7 @@ class Execution:
     self.done(number, wake)
     return True
 
-  def _compute(self, piece: plan_lib.Piece) -> None:
+  def _compute(self, piece: plan_lib.PlannedPiece) -> None:
     if piece.kind == plan_lib.COMBINE:
       self._combine(piece, None)
       return
@@ -216,7 +216,7 @@ class Execution:
     self._unrounded.discard(piece.first)
 
   def _combine(
-    self, piece: plan_lib.Piece, received: np.ndarray | None
+    self, piece: plan_lib.PlannedPiece, received: np.ndarray | None
   ) -> None:
     """Combines a piece's terms, in their order, into the sum of that stretch."""
     target = total = self._values[piece.first : piece.last]
@@ -233,7 +233,7 @@ class Execution:
       np.copyto(target, total)
 
   def _term(
-    self, piece: plan_lib.Piece, index: int, received: np.ndarray | None
+    self, piece: plan_lib.PlannedPiece, index: int, received: np.ndarray | None
   ) -> np.ndarray:
     """Returns the values of a term."""
     buffer, start = piece.terms[index]

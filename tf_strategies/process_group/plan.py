@@ -48,7 +48,7 @@ RECEIVED = 5  # The link's own memory, of one piece.
 _ALIGNMENT = 64
 
 
-class Piece(NamedTuple):
+class PlannedPiece(NamedTuple):
   """A stretch of an array and what happens to it.
 
   Attributes:
@@ -73,7 +73,7 @@ class Piece(NamedTuple):
   terms: tuple[tuple[int, int], ...] = ()
 
 
-class Plan(NamedTuple):
+class RankPlan(NamedTuple):
   """Everything that one rank does in a collective.
 
   Attributes:
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     wire_bytes: size of the WIRE buffer.
   """
 
-  pieces: tuple[Piece, ...]
+  pieces: tuple[PlannedPiece, ...]
   needs: tuple[int, ...]
   unlocks: tuple[tuple[int, ...], ...]
   sends: dict[int, tuple[int, ...]]
@@ -149,11 +149,11 @@ FEW_RANKS = 8
 SMALL_BYTES = 1 << 16
 
 
-class _Builder:
+class _PlanBuilder:
   """Collects pieces; turns their order on each link into a plan."""
 
   def __init__(self):
-    self._pieces: list[Piece] = []
+    self._pieces: list[PlannedPiece] = []
     self._needs: list[set[int]] = []
     self._links: dict[tuple[bool, int], list[tuple[tuple, int]]] = {}
     self._sizes = {STAGE: 0, WIRE: 0}
@@ -168,7 +168,9 @@ class _Builder:
     self._sizes[buffer] = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     return start
 
-  def add(self, piece: Piece, order: tuple, needs: Sequence[int] = ()) -> int:
+  def add(
+    self, piece: PlannedPiece, order: tuple, needs: Sequence[int] = ()
+  ) -> int:
     """Adds a piece, with a sort key for its link, and returns its number."""
     number = len(self._pieces)
     self._pieces.append(piece)
@@ -177,7 +179,7 @@ class _Builder:
       self.link(piece.kind == SEND, piece.peer).append((order, number))
     return number
 
-  def build(self) -> Plan:
+  def build(self) -> RankPlan:
     """Returns the plan of all pieces."""
     unlocks: list[list[int]] = [[] for _ in self._pieces]
     for number, needs in enumerate(self._needs):
@@ -187,7 +189,7 @@ class _Builder:
     for (sending, peer), order in sorted(self._links.items()):
       numbers = tuple(number for _, number in sorted(order))
       (sends if sending else receives)[peer] = numbers
-    return Plan(
+    return RankPlan(
       tuple(self._pieces),
       tuple(map(len, self._needs)),
       tuple(map(tuple, unlocks)),
@@ -207,7 +209,7 @@ class _Stretch:
 
   def __init__(
     self,
-    builder: _Builder,
+    builder: _PlanBuilder,
     rank: int,
     chunk: int,
     index: int,
@@ -242,7 +244,7 @@ class _Stretch:
     for place in writes:
       needs.update(self._readers.pop(place, ()))
     number = self._builder.add(
-      Piece(
+      PlannedPiece(
         kind,
         peer,
         buffer,
@@ -326,7 +328,7 @@ def by_name(
   length: int,
   form: Format,
   is_half: bool = False,
-) -> Plan:
+) -> RankPlan:
   """Returns the plan of an algorithm, or of its reduce-scatter half; compiled once."""
   schedule = algorithms.build(algorithm, world_size)
   schedule = schedule.reduce_scatter() if is_half else schedule
@@ -339,7 +341,7 @@ def from_schedule(
   length: int,
   form: Format,
   sizes: Sequence[int] | None = None,
-) -> Plan:
+) -> RankPlan:
   """Compiles a schedule for one rank.
 
   The first send of a chunk reads the caller's array, the first addition writes
@@ -358,7 +360,7 @@ def from_schedule(
     A plan of O(T L / (C S)) pieces for T transfers of this rank, a buffer of
     L in C chunks and pieces of S bytes.
   """
-  builder = _Builder()
+  builder = _PlanBuilder()
   steps: dict[int, list[tuple]] = {}
   for round_, arrivals in enumerate(schedule.arrivals()):
     for (dst, chunk), transfers in arrivals.items():
@@ -404,7 +406,7 @@ def broadcast(
   root: int,
   num_bytes: int,
   piece_bytes: int,
-) -> Plan:
+) -> RankPlan:
   """Returns the plan of a broadcast: along a chain of ranks, from the root on.
 
   Each rank passes on the pieces that it receives. Each link carries L bytes,
@@ -423,7 +425,7 @@ def broadcast(
 @functools.lru_cache(maxsize=64)
 def gather(
   rank: int, sizes: tuple[int, ...], piece_bytes: int, is_ring: bool
-) -> Plan:
+) -> RankPlan:
   """Returns the plan of a gather: the bytes of each rank go to all, in place.
 
   Args:

@@ -43,7 +43,7 @@ class Reduction(NamedTuple):
 
   text: str
   name: str
-  plan: plan_lib.Plan
+  plan: plan_lib.RankPlan
   form: plan_lib.Format = plan_lib.BYTES
   ufunc: np.ufunc = np.add
 

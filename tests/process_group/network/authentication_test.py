@@ -7,7 +7,9 @@ from tf_strategies import errors
 from tf_strategies.process_group.network import authentication, protocol
 
 _SECRET = b'the secret of the job'
-_REQUEST = authentication.Request(authentication.Purpose.DATA, 2, 5, 8)
+_REQUEST = authentication.ConnectionRequest(
+  authentication.Purpose.DATA, 2, 5, 8
+)
 
 
 def _handshake(secret, request=_REQUEST):
@@ -73,10 +75,10 @@ class HandshakeTest(parameterized.TestCase):
   def test_request_round_trip_and_nonsense(self):
     data = _REQUEST.pack()
     self.assertLen(data, authentication.REQUEST_BYTES)
-    self.assertEqual(authentication.Request.unpack(data), _REQUEST)
+    self.assertEqual(authentication.ConnectionRequest.unpack(data), _REQUEST)
     for wrong in (b'X' + data[1:], data[:6] + b'\x63' + data[7:]):
       with self.assertRaises(protocol.ProtocolError):
-        authentication.Request.unpack(wrong)
+        authentication.ConnectionRequest.unpack(wrong)
 
 
 if __name__ == '__main__':

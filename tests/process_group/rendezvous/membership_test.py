@@ -10,7 +10,7 @@ _ADDRESSES = {0: 'a:1', 1: 'b:1', 3: 'c:1'}
 
 
 def _make(task, addresses=_ADDRESSES, **settings):
-  made = membership.Membership(
+  made = membership.MembershipTable(
     addresses, task, f'life {task}', options.GroupOptions(**settings)
   )
   made.start(10 * task)

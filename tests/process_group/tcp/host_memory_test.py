@@ -34,7 +34,9 @@ def _travel(rank, forbids, options):
     # As a process is that was started by that user: what belongs to it is its own.
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
   elif forbids == 'files':
-    host_memory.Slots = unittest.mock.Mock(side_effect=OSError('no more files'))
+    host_memory.MemorySlots = unittest.mock.Mock(
+      side_effect=OSError('no more files')
+    )
   try:
     before = sorted(os.listdir('/dev/shm'))
     with meetings.meet(rank, **options) as meeting, meeting.form() as group:
@@ -112,7 +114,7 @@ class SlotsOfClosedGroupsTest(absltest.TestCase):
 @unittest.skipIf(sys.platform != 'linux', 'slots are of Linux')
 class SlotsTest(absltest.TestCase):
   def test_slots_of_another_process_of_that_id(self):
-    slots, others = host_memory.Slots(), host_memory.Slots()
+    slots, others = host_memory.MemorySlots(), host_memory.MemorySlots()
     for ends in (slots, others):
       self.addCleanup(ends.close)
     piece, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)

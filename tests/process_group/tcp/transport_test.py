@@ -63,7 +63,9 @@ def _transport(sockets, path='memory'):
   links = transport.Transport(lambda: None)
   with contextlib.ExitStack() as stack:
     if path == 'socket':
-      no_slots = mock.patch.object(host_memory, 'Slots', side_effect=OSError)
+      no_slots = mock.patch.object(
+        host_memory, 'MemorySlots', side_effect=OSError
+      )
       stack.enter_context(no_slots)
     for rank, sock in sockets.items():
       links.add(rank, sock)
@@ -171,10 +173,10 @@ class SchedulesTest(parameterized.TestCase):
     other.sendall(start + np.arange(8, dtype=np.float32).tobytes())
     plan = plan_lib.by_name('one_shot', 2, 0, 8, _FLOAT32)
     receive = mock.patch.object(
-      link_lib.Link,
+      link_lib.DataLink,
       '_receive',
       autospec=True,
-      side_effect=link_lib.Link._receive,
+      side_effect=link_lib.DataLink._receive,
     )
     with receive as calls:
       links.run(_execution(plan, np.ones(8, np.float32), out), _header(1))
@@ -186,9 +188,9 @@ class SchedulesTest(parameterized.TestCase):
   def test_place_that_becomes_free_while_a_piece_comes(self):
     # Data from rank 1 goes where the send to rank 2 still reads, until half arrived.
     size = 1 << 24
-    send = plan_lib.Piece(plan_lib.SEND, 2, plan_lib.OUT, 0, size)
-    receive = plan_lib.Piece(plan_lib.RECEIVE, 1, plan_lib.OUT, 0, size)
-    plan = plan_lib.Plan(
+    send = plan_lib.PlannedPiece(plan_lib.SEND, 2, plan_lib.OUT, 0, size)
+    receive = plan_lib.PlannedPiece(plan_lib.RECEIVE, 1, plan_lib.OUT, 0, size)
+    plan = plan_lib.RankPlan(
       (send, receive), (0, 1), ((1,), ()), {2: (0,)}, {1: (1,)}
     )
     (mine, before), (to, after) = socket.socketpair(), socket.socketpair()

@@ -58,7 +58,7 @@ def form_mpi_group(
   deadline = time.monotonic() + seconds
   name = mpi.Get_processor_name()
   try:
-    comm = links.Communicator(mpi, deadline)
+    comm = links.MpiLinks(mpi, deadline)
     is_alone = len(set(comm.gather_values(name, deadline))) == 1
     host = '127.0.0.1' if is_alone else _own_host()
     listener = sockets.listen(host, 0)

@@ -74,7 +74,7 @@ def load() -> Any:
   return MPI
 
 
-class Communicator:
+class MpiLinks:
   """The ranks of one group, and the collectives that move bytes.
 
   One thread at a time. Made by all ranks of `parent` at the same time.
@@ -127,7 +127,7 @@ class Communicator:
     Raises:
       DeadlineError: the deadline has passed.
     """
-    run = _Run(self._mpi, self._comm, execution)
+    run = _MpiRun(self._mpi, self._comm, execution)
     try:
       _wait(run.work, deadline, check, _PATIENCE_MOVING)
     except execution_lib.DeadlineError:
@@ -199,7 +199,7 @@ def _wait(
       time.sleep(_SLEEP_SECONDS)
 
 
-class _Run:
+class _MpiRun:
   """A plan whose pieces are messages of MPI.
 
   Messages between two ranks arrive in the order in which they were sent, which

@@ -42,7 +42,7 @@ class Purpose(enum.IntEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ConnectionRequest:
   """The first message of a connection: client, server and purpose."""
 
   purpose: Purpose
@@ -59,7 +59,7 @@ class Request:
     return _REQUEST.pack(_MAGIC, protocol.PROTOCOL_VERSION, *fields)
 
   @classmethod
-  def unpack(cls, data: bytes) -> Request:
+  def unpack(cls, data: bytes) -> ConnectionRequest:
     """Returns the request in `REQUEST_BYTES` bytes. Raises ProtocolError for others."""
     magic, version, purpose, *rest = _REQUEST.unpack(data)
     if magic != _MAGIC or version != protocol.PROTOCOL_VERSION:
@@ -94,7 +94,7 @@ class Credentials:
 class Handshake:
   """The hashes of one connection, for either side."""
 
-  def __init__(self, secret: bytes | None, request: Request):
+  def __init__(self, secret: bytes | None, request: ConnectionRequest):
     self._secret = secret or b''
     self._request = request.pack()
 

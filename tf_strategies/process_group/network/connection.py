@@ -179,7 +179,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 async def dial(
   address: str,
-  request: authentication.Request,
+  request: authentication.ConnectionRequest,
   credentials: authentication.Credentials,
 ) -> Connection:
   """Connects to a task's address and authenticates both sides.
@@ -246,7 +246,7 @@ async def _connect(places: names.Places) -> Connection:
 
 async def accept(
   connection: Connection, task: int, credentials: authentication.Credentials
-) -> authentication.Request:
+) -> authentication.ConnectionRequest:
   """Does the server's side of the handshake. Returns the client's request."""
   if credentials.tls is not None:
     await connection.secure(credentials.tls, is_server=True)
@@ -254,7 +254,7 @@ async def accept(
   if data.startswith(tls.HELLO):
     connection.write(b'no TLS here')  # Which its OpenSSL finds wrong at once.
     raise errors.AuthenticationError('it speaks TLS, this process does not')
-  request = authentication.Request.unpack(data)
+  request = authentication.ConnectionRequest.unpack(data)
   if request.server != task:
     raise protocol.ProtocolError(f'it looks for task {request.server}')
   handshake = authentication.Handshake(credentials.secret, request)

@@ -31,7 +31,7 @@ _BUSY_SECONDS = 2.0
 _NAMELESS_SECONDS = 20.0
 
 Handler = Callable[
-  [connection_lib.Connection, authentication.Request],
+  [connection_lib.Connection, authentication.ConnectionRequest],
   Coroutine[Any, Any, None],
 ]
 

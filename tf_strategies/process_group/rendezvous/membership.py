@@ -25,7 +25,7 @@ CANDIDATES = 3
 _MOST_TEXT = 2000
 
 
-class State(str, enum.Enum):
+class Activity(str, enum.Enum):
   """What a process is doing."""
 
   IDLE = 'idle'  # Between groups: nobody has called `form`.
@@ -65,7 +65,7 @@ class View:
   """The known state of another task."""
 
   incarnation: str = ''  # Tells a restarted process from its predecessor.
-  state: State = State.IDLE  # Its last reported state.
+  state: Activity = Activity.IDLE  # Its last reported state.
   generation: int = 0  # The highest that it has seen.
   progress: int = 0
   idle_since: float | None = None  # Since when it has been between groups.
@@ -84,7 +84,7 @@ class View:
     return self.reached_at is not None and now - self.reached_at < FRESH_SECONDS
 
 
-class Membership:
+class MembershipTable:
   """The state of every task, and the decisions that follow from it."""
 
   def __init__(
@@ -98,7 +98,7 @@ class Membership:
     self.task = task
     self.incarnation = incarnation
     self._told_addresses = {str(t): a for t, a in self.addresses.items()}
-    self.state = State.IDLE
+    self.state = Activity.IDLE
     self.generation = 0
     self.progress = 0
     self.refusal = ''
@@ -163,7 +163,7 @@ class Membership:
     self._started_at = now
     self._is_closed = is_closed
     self._least = 1 if may_be_alone or len(self.addresses) == 1 else 2
-    self.state = State.FORMING
+    self.state = Activity.FORMING
     self.progress = progress
     self.refusal = ''
     self._enough_since = None
@@ -191,9 +191,9 @@ class Membership:
     if reached or same or not view.is_fresh(now):
       for name in 'incarnation', 'progress', 'size', 'leader', 'missing':
         setattr(view, name, message[name])
-      view.state = State(message['state'])
+      view.state = Activity(message['state'])
       view.cuts = [Cut(*about, now - age) for *about, age in message['cuts']]
-      if view.state is not State.IDLE:
+      if view.state is not Activity.IDLE:
         view.idle_since = None
       elif view.idle_since is None:
         view.idle_since = now
@@ -203,9 +203,9 @@ class Membership:
       view.is_gone, view.was_tried = False, True
       view.problem = ''
       view.refused = False
-    if message['state'] == State.FORMING.value:
+    if message['state'] == Activity.FORMING.value:
       self._joiners[task] = message['incarnation'], now
-    if message['refusal'] and self.state is State.FORMING:
+    if message['refusal'] and self.state is Activity.FORMING:
       raise errors.RendezvousError(
         f'Task {task} at {self.addresses[task]} refuses to form a group: '
         f'{message["refusal"]}'
@@ -254,7 +254,7 @@ class Membership:
 
   def formed(self, generation: int, seated: Mapping[int, str]) -> None:
     """Notes that a group of these tasks, in these incarnations, has formed."""
-    self.state = State.RUNNING
+    self.state = Activity.RUNNING
     self.generation = generation
     self._seated = dict(seated)
     self._joiners.clear()
@@ -330,14 +330,14 @@ class Membership:
     forming = [
       t
       for t, v in fresh.items()
-      if v.state is State.FORMING
+      if v.state is Activity.FORMING
       and (not self._is_closed or self._seated.get(t) == v.incarnation)
     ]
     # A lower task leads; or a group runs, which will form again; or a worker
     # has just left one, perhaps with the only state that there is.
     waits = any(
-      (v.state is State.FORMING and t < self.task)
-      or v.state is State.RUNNING
+      (v.state is Activity.FORMING and t < self.task)
+      or v.state is Activity.RUNNING
       or (v.idle_since is not None and now - v.idle_since < self._patience)
       for t, v in fresh.items()
     )
@@ -394,7 +394,7 @@ class Membership:
     return [
       task
       for task, view in self.views.items()
-      if view.is_fresh(now) and view.state is State.RUNNING
+      if view.is_fresh(now) and view.state is Activity.RUNNING
     ]
 
   def _all_left_are(self, there: Sequence[int]) -> bool:
@@ -419,7 +419,7 @@ class Membership:
 
     The leader asks all tasks. `gone` are the tasks that it knows to have died.
     """
-    if self.state is not State.FORMING:
+    if self.state is not Activity.FORMING:
       return f'it is {self.state.value}'
     if generation <= self.generation:
       return f'generation {generation} is over'
@@ -452,9 +452,9 @@ class Membership:
       where = f'task {task} at {self.addresses[task]}'
       if not view.is_fresh(now):
         told.append(f'{where} ({view.problem or "it fell silent"})')
-      elif view.state is State.RUNNING:
+      elif view.state is Activity.RUNNING:
         told.append(f'{where} (it runs in a group without this task)')
-      elif view.state is not State.FORMING:
+      elif view.state is not Activity.FORMING:
         told.append(f'{where} (it is there, but has not called form)')
     return ', '.join([*told, by_another] if by_another else told)
 

@@ -101,7 +101,7 @@ class Rendezvous:
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
-    self._membership = membership.Membership(
+    self._membership = membership.MembershipTable(
       addresses, int(task), incarnation, self._options
     )
     self._addresses = self._membership.addresses
@@ -211,7 +211,7 @@ class Rendezvous:
         left = min(ends_at - now, _CHECK_SECONDS)
         await asyncio.wait([formed], timeout=left)
       if formed.exception() is not None:
-        members.state = membership.State.REFUSED
+        members.state = membership.Activity.REFUSED
         members.refusal = str(formed.exception())
         await asyncio.sleep(_REFUSAL_SECONDS)
     finally:
@@ -219,8 +219,8 @@ class Rendezvous:
       for task in tasks:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
-      if members.state is not membership.State.RUNNING:
-        members.state = membership.State.IDLE
+      if members.state is not membership.Activity.RUNNING:
+        members.state = membership.Activity.IDLE
     return formed.result()
 
   def _refuse(self, error: Exception) -> None:
@@ -231,7 +231,7 @@ class Rendezvous:
   async def _dial(
     self, task: int, purpose: authentication.Purpose
   ) -> connection_lib.Connection:
-    request = authentication.Request(
+    request = authentication.ConnectionRequest(
       purpose, self._task, task, len(self._addresses)
     )
     return await connection_lib.dial(
@@ -459,7 +459,7 @@ class Rendezvous:
 
     while not group_state.failed.is_set():
       await asyncio.sleep(_WATCH_SECONDS)
-      if members.state is not membership.State.RUNNING:
+      if members.state is not membership.Activity.RUNNING:
         return
       await asyncio.gather(*(ask(t) for t in members.views if t not in seated))
       rival = members.rival_group(_now())
@@ -477,8 +477,8 @@ class Rendezvous:
 
   def _on_end(self) -> None:
     # From any thread: one assignment, and `form` sets it again.
-    if self._membership.state is membership.State.RUNNING:
-      self._membership.state = membership.State.IDLE
+    if self._membership.state is membership.Activity.RUNNING:
+      self._membership.state = membership.Activity.IDLE
 
 
 def _now() -> float:

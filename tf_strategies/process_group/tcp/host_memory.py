@@ -28,7 +28,7 @@ class UnreadableError(Exception):
   """A peer's memory cannot be read, and why; internal to `process_group`."""
 
 
-class Slots:
+class MemorySlots:
   """Memory of which a peer has a mapping, for pieces that it is to read.
 
   Raises:
@@ -76,7 +76,7 @@ class PeerSlots:
   """The slots of another process of this host.
 
   Args:
-    data: what `Slots.pack` returned there.
+    data: what `MemorySlots.pack` returned there.
 
   Raises:
     UnreadableError: it is on another host, or its files cannot be opened.

@@ -57,7 +57,7 @@ class Header(NamedTuple):
     return _HEADER.pack(*self)
 
 
-class Link:
+class DataLink:
   """One data connection, and its progress in the running collective.
 
   Args:
@@ -89,7 +89,7 @@ class Link:
     self.path = 'socket'
     # What this process reads, and what the peer reads once it has said so.
     self._reader: host_memory.PeerSlots | None = None
-    self._slots: host_memory.Slots | None = None
+    self._slots: host_memory.MemorySlots | None = None
     self._is_read = False
     # Bytes that were received ahead, and the part of them that is used.
     self._ahead = bytearray(_AHEAD_BYTES)
@@ -101,7 +101,7 @@ class Link:
     self.reset()
     if self.is_plain:
       with contextlib.suppress(OSError, execution_lib.LinkClosedError):
-        self._slots = host_memory.Slots()
+        self._slots = host_memory.MemorySlots()
         self.put(_SLOTS, self._slots.pack())
         self.flush()
 

@@ -40,10 +40,10 @@ class Transport:
   def __init__(self, check: Callable[[], None]):
     self._check = check
     self._poll = select.poll()
-    self._links: dict[int, link_lib.Link] = {}
-    self._by_fd: dict[int, link_lib.Link] = {}
+    self._links: dict[int, link_lib.DataLink] = {}
+    self._by_fd: dict[int, link_lib.DataLink] = {}
     # Links that no collective has seen yet.
-    self._arrived: list[link_lib.Link] = []
+    self._arrived: list[link_lib.DataLink] = []
     self._has_ended = False
     self._lock = threading.Lock()
     self.bytes_sent = 0
@@ -57,7 +57,7 @@ class Transport:
       if self._has_ended:
         sock.close()
       else:
-        self._arrived.append(link_lib.Link(rank, sock))
+        self._arrived.append(link_lib.DataLink(rank, sock))
 
   def missing(self, peers: Iterable[int]) -> set[int]:
     """Returns those ranks to which there is no link."""
@@ -93,7 +93,7 @@ class Transport:
     for link in self._links.values():
       link.reset()
       link.has_left = link.rank in departed
-    run = _Run(self._links, execution, header)
+    run = _TcpRun(self._links, execution, header)
     while True:
       run.work()
       # While links have nothing to do, a piece is computed between two looks.
@@ -132,7 +132,7 @@ class Transport:
     for link in [*self._links.values(), *self._arrived]:
       link.close()
 
-  def _take_arrived(self) -> list[link_lib.Link]:
+  def _take_arrived(self) -> list[link_lib.DataLink]:
     """Makes links of a peer's making known to the collectives."""
     if not self._arrived:
       return []
@@ -142,7 +142,7 @@ class Transport:
         self._links[link.rank] = self._by_fd[link.fd] = link
     return arrived
 
-  def _wait(self, run: _Run, deadline: float, only_look: bool) -> None:
+  def _wait(self, run: _TcpRun, deadline: float, only_look: bool) -> None:
     for link in self._links.values():
       mask = run.mask(link)
       if mask & _READ and link.is_plain:
@@ -164,7 +164,7 @@ class Transport:
       link.blocked = False
       run.enqueue(link)
 
-  def _wake_at(self, link: link_lib.Link, left: int) -> None:
+  def _wake_at(self, link: link_lib.DataLink, left: int) -> None:
     """Sleeps until a good part of a large piece has come.
 
     Each wake-up costs more than the bytes that a single packet brings.
@@ -174,7 +174,7 @@ class Transport:
       link.wakes_at = waits_for
       link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
 
-  def _watch(self, link: link_lib.Link, mask: int) -> None:
+  def _watch(self, link: link_lib.DataLink, mask: int) -> None:
     if mask == link.mask:
       return
     if mask:
@@ -184,23 +184,23 @@ class Transport:
     link.mask = mask
 
 
-class _Run:
+class _TcpRun:
   """The state of one collective."""
 
   def __init__(
     self,
-    links: Mapping[int, link_lib.Link],
+    links: Mapping[int, link_lib.DataLink],
     execution: execution_lib.Execution,
     header: link_lib.Header,
   ):
     self._links = links
     self._execution = execution
     self._header = header
-    self._active: collections.deque[link_lib.Link] = collections.deque()
+    self._active: collections.deque[link_lib.DataLink] = collections.deque()
     plan = execution.plan
     # Headers and pieces that are to come, and links with something to send.
     self._headers = len(plan.receives)
-    self._unsent: set[link_lib.Link] = set()
+    self._unsent: set[link_lib.DataLink] = set()
     packed = header.pack()
     for rank, numbers in plan.sends.items():
       links[rank].sends = numbers
@@ -216,7 +216,7 @@ class _Run:
     """Returns the number of open pieces, expected headers and links with output."""
     return self._headers + self._execution.remaining + len(self._unsent)
 
-  def enqueue(self, link: link_lib.Link) -> None:
+  def enqueue(self, link: link_lib.DataLink) -> None:
     """Has a link looked at."""
     if link.has_output and not link.closed:
       self._unsent.add(link)
@@ -234,7 +234,7 @@ class _Run:
       if self._receive(link) or sent:
         self.enqueue(link)
 
-  def mask(self, link: link_lib.Link) -> int:
+  def mask(self, link: link_lib.DataLink) -> int:
     """Returns the events that a link waits for."""
     if link.closed:
       return 0
@@ -243,7 +243,7 @@ class _Run:
     reads = wants and not self._stops(link)
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
 
-  def left(self, link: link_lib.Link) -> int:
+  def left(self, link: link_lib.DataLink) -> int:
     """Returns how many bytes are sure to come before anything else does; 0 if unknown."""
     if link.incoming is not None:
       return len(link.incoming)
@@ -259,7 +259,7 @@ class _Run:
     links = self._links.values()
     return [link.rank for link in links if link.receiving or link.owes]
 
-  def _receive(self, link: link_lib.Link) -> bool:
+  def _receive(self, link: link_lib.DataLink) -> bool:
     """Receives once. Returns whether that made progress."""
     if link.header is not None:
       return self._look_at_header(link)
@@ -292,7 +292,7 @@ class _Run:
     self._received(link, number)
     return True
 
-  def _stops(self, link: link_lib.Link) -> bool:
+  def _stops(self, link: link_lib.DataLink) -> bool:
     """Returns whether nothing more is to be received now.
 
     Bytes behind a piece that waits for its turn stay in the socket, unless the peer
@@ -304,7 +304,7 @@ class _Run:
     waits = last >= 0 and self._execution.is_early(link.receives[last])
     return waits and not link.unread
 
-  def _look_at_header(self, link: link_lib.Link) -> bool:
+  def _look_at_header(self, link: link_lib.DataLink) -> bool:
     """Compares a header that has come, if it is of this collective."""
     # It may have come while this rank was at an earlier collective.
     if link.expects and link.header == self._header:
@@ -315,7 +315,7 @@ class _Run:
       raise execution_lib.MismatchError(link.rank)
     return False
 
-  def _receive_bytes(self, link: link_lib.Link) -> bool:
+  def _receive_bytes(self, link: link_lib.DataLink) -> bool:
     """Receives some of a piece."""
     count = link.read_bytes(link.incoming)
     if count == len(link.incoming):
@@ -327,7 +327,7 @@ class _Run:
       raise execution_lib.LinkClosedError(link.rank)
     return count > 0
 
-  def _received(self, link: link_lib.Link, number: int) -> None:
+  def _received(self, link: link_lib.DataLink, number: int) -> None:
     """Hands on a received piece."""
     link.receive_index += 1
     # Its place may have become free since the first of its bytes came elsewhere.
@@ -339,7 +339,7 @@ class _Run:
     """Has the link of a piece looked at, which may move from now on."""
     self.enqueue(self._links[self._execution.plan.pieces[number].peer])
 
-  def _send(self, link: link_lib.Link) -> bool:
+  def _send(self, link: link_lib.DataLink) -> bool:
     """Sends once. Returns whether that made progress."""
     if link.blocked or link.closed:
       return False
@@ -359,14 +359,14 @@ class _Run:
       self._unsent.discard(link)
     return not link.blocked
 
-  def _lose(self, link: link_lib.Link, awaited: bool = True) -> None:
+  def _lose(self, link: link_lib.DataLink, awaited: bool = True) -> None:
     """Goes on without a peer that is gone, if it owes and gets no piece."""
     if link.owes or (awaited and link.receiving):
       raise execution_lib.LinkClosedError(link.rank)
     link.drop()
     self._unsent.discard(link)
 
-  def _offer(self, link: link_lib.Link) -> bool:
+  def _offer(self, link: link_lib.DataLink) -> bool:
     """Starts the next pieces whose inputs are ready."""
     offered = False
     while link.send_index < len(link.sends):
