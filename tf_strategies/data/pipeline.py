@@ -182,7 +182,8 @@ def _epoch(reader) -> tf.data.Dataset:
 
   def one_pass(number):
     places = tf.data.Dataset.range(number, number + count)
-    return tf.data.Dataset.zip((reader.batches(number), places))
+    batches = plan.batches(reader.examples(number))
+    return tf.data.Dataset.zip((batches, places))
 
   if not plan.training:
     return one_pass(0)
@@ -201,15 +202,17 @@ def _run(reader, epochs, position, steps_per_epoch) -> tf.data.Dataset:
     steps_per_epoch = per_pass
   first = position[0] * steps_per_epoch + position[1]
   count = max(0, epochs * steps_per_epoch - first)
-  each, size = reader.batches, 1
+  size = 1
   if across_passes:  # Full batches are cut out of the examples of all passes.
-    each, size, per_pass = reader.examples, plan.batch_size, n
+    size, per_pass = plan.batch_size, n
   first_pass, skipped = divmod(first * size, per_pass)
   num_passes = math.ceil((skipped + count * size) / per_pass)
   passes = tf.data.Dataset.range(first_pass, first_pass + num_passes)
-  batches = passes.flat_map(each).skip(skipped)
   if across_passes:
-    batches = batches.batch(size, drop_remainder=True)
+    batches = plan.batches(passes.flat_map(reader.examples).skip(skipped))
+  else:
+    batches = passes.flat_map(lambda i: plan.batches(reader.examples(i)))
+    batches = batches.skip(skipped)
   places = tf.data.Dataset.range(first, first + count)
   batches = tf.data.Dataset.zip((batches, places))
   return batches.apply(tf.data.experimental.assert_cardinality(count))

@@ -12,7 +12,7 @@ from tf_strategies.data import shuffle
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
   """The options, resolved for one split of one input pipeline.
 
   Attributes:
@@ -46,16 +46,17 @@ class Plan:
     """Returns whether each pipeline takes every k-th example of one order."""
     return self.num_pipelines > 1 and not self.shard_files
 
-  @property
-  def places(self) -> slice:
-    """Returns the places of the common order that this pipeline takes."""
-    if not self.shares_examples:
-      return slice(None)
-    return slice(self.pipeline, None, self.num_pipelines)
-
   def share_of(self, n: int) -> int:
     """Returns how many of `n` examples this pipeline takes."""
-    return len(range(n)[self.places])
+    if not self.shares_examples:
+      return n
+    return len(range(self.pipeline, n, self.num_pipelines))
+
+  def batches(self, examples: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the batches of this pipeline's share of the examples."""
+    if self.shares_examples:
+      examples = examples.shard(self.num_pipelines, self.pipeline)
+    return examples.batch(self.batch_size, drop_remainder=self.drop_remainder)
 
   def num_batches(self, n: int) -> int:
     """Returns how many batches n examples of this pipeline make."""
@@ -107,7 +108,7 @@ def make(
   training: bool,
   context: tf.distribute.InputContext | None,
   num_files: int = 0,
-) -> Plan:
+) -> PipelinePlan:
   """Resolves the batch size and the share of this input pipeline.
 
   Pipelines share the files if each gets as many as the others. Otherwise each
@@ -118,7 +119,7 @@ def make(
   """
   size = int(options.global_batch_size)
   if context is None:
-    return Plan(options, training, size)
+    return PipelinePlan(options, training, size)
   replicas, pipelines = (
     context.num_replicas_in_sync,
     context.num_input_pipelines,
@@ -129,7 +130,7 @@ def make(
       'a multiple of the number of replicas',
       f'pass {-(-size // replicas) * replicas}',
     )
-  plan = Plan(
+  plan = PipelinePlan(
     options,
     training,
     size // replicas,

@@ -1,7 +1,8 @@
-"""Reads batches of examples, in the order of a pass, from each kind of source.
+"""Reads examples, in the order of a pass, from each kind of source.
 
 The order of a pass over the data is a function of (seed, number of the pass)
-alone. A reader yields the batches of a pass, and `decode` makes examples of them.
+alone. A reader yields the examples of a pass in short, as indices or records, and
+`decode` makes a batch of them whole.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ def call(function: Callable[..., Any] | None, batch: Any, *more: Any) -> Any:
 
 
 class ArrayReader:
-  """Shuffles and batches indices, then gathers a whole batch in one call.
+  """Shuffles indices, then gathers a whole batch in one call.
 
-  A shuffle by tf.data takes a step for each element, which costs more than to
-  gather a small image. So one op draws the whole order, which is cut into batches.
+  A shuffle by tf.data takes a step for each element, and fills its buffer before
+  the first batch. So one op draws the whole order.
   """
 
   def __init__(
     self,
     source: arrays_lib.Arrays,
-    plan: plan_lib.Plan,
+    plan: plan_lib.PipelinePlan,
     prepare_fn: Callable[..., Any] | None,
   ):
     self.num_examples = source.num_examples
@@ -58,23 +59,14 @@ class ArrayReader:
         self._examples = self._prepare_all()
         self._prepare_fn = None
 
-  def batches(self, number: int | tf.Tensor) -> tf.data.Dataset:
-    """Returns batches of the indices of a pass."""
-    indices = self._order(number)
-    num_full, rest = divmod(indices.shape[0], self.plan.batch_size)
-    end = indices.shape[0] - rest
-    full = tf.reshape(indices[:end], [num_full, self.plan.batch_size])
-    batches = tf.data.Dataset.from_tensor_slices(full)
-    if self.plan.drop_remainder:
-      return batches
-    # Also where nothing remains: batches of a static shape would tell strategies
-    # that no replica ever gets fewer rows.
-    last = tf.data.Dataset.from_tensors(indices[end:])
-    return batches.concatenate(last.take(min(rest, 1)))
-
   def examples(self, number: int | tf.Tensor) -> tf.data.Dataset:
     """Returns the indices of a pass."""
-    return tf.data.Dataset.from_tensor_slices(self._order(number))
+    indices = tf.range(self.num_examples, dtype=tf.int64)
+    if self.plan.is_shuffled:
+      indices = tf.random.experimental.stateless_shuffle(
+        indices, seed=shuffle.pass_seed(self.plan.options.seed, number)
+      )
+    return tf.data.Dataset.from_tensor_slices(indices)
 
   def decode(self, indices: tf.Tensor) -> Any:
     """Returns the examples that a batch of indices points to."""
@@ -82,15 +74,6 @@ class ArrayReader:
       lambda values: tf.gather(values, indices), self._examples
     )
     return call(self._decode_fn, call(self._prepare_fn, batch))
-
-  def _order(self, number: int | tf.Tensor) -> tf.Tensor:
-    """Returns the indices of a pass that this pipeline takes, in its order."""
-    indices = tf.range(self.num_examples, dtype=tf.int64)
-    if self.plan.is_shuffled:
-      indices = tf.random.experimental.stateless_shuffle(
-        indices, seed=shuffle.pass_seed(self.plan.options.seed, number)
-      )
-    return indices[self.plan.places]
 
   def _prepare_all(self):
     """Prepares all examples, in batches, into tensors of their own."""
@@ -112,7 +95,7 @@ class FileReader:
   def __init__(
     self,
     source: files_lib.Files,
-    plan: plan_lib.Plan,
+    plan: plan_lib.PipelinePlan,
     prepare_fn: Callable[..., Any] | None,
   ):
     self.plan = plan
@@ -125,14 +108,6 @@ class FileReader:
     if plan.options.cache != 'none':
       # Made once: all passes read it.
       self._cached = self._cache()
-
-  def batches(self, number: int | tf.Tensor) -> tf.data.Dataset:
-    """Returns batches of the records of a pass."""
-    plan = self.plan
-    examples = self.examples(number)
-    if plan.shares_examples:
-      examples = examples.shard(plan.num_pipelines, plan.pipeline)
-    return examples.batch(plan.batch_size, drop_remainder=plan.drop_remainder)
 
   def examples(self, number: int | tf.Tensor) -> tf.data.Dataset:
     """Returns the records of a pass."""
