@@ -9,114 +9,72 @@ Example:
 
   >>> from tf_strategies.monitoring import recorder, step_breakdown
   >>> events = [
-  ...   recorder.Event('next', 'input', 0, 10, 1, {'all_rows': 8}),
-  ...   recorder.Event('b/0', 'communication', 52, 80, 1, {
-  ...     'kind': 'all_reduce', 'sent': 64, 'handed_ns': 50}),
+  ...   recorder.Event('next', 'input', 0, 10, 1, {}),
+  ...   recorder.Event('b/0', 'communication', 52, 80, 1, {'handed_ns': 50}),
   ...   recorder.Event('wait', 'wait', 70, 80, 1, {}),
   ... ]
   >>> found = step_breakdown.break_down((0, 100), events)
-  >>> found.communication, found.wait, found.compute
+  >>> found['communication'], found['wait'], found['compute']
   ([(50, 80)], [(70, 80)], [(10, 70), (80, 100)])
-  >>> found.all_rows
-  8
 """
 
-import dataclasses
+import collections
 from collections.abc import Iterable, Sequence
 
 from tf_strategies.monitoring import recorder
 
+COMPUTE = 'compute'
+# The kinds of time that a step divides into.
+PARTS = (recorder.INPUT, recorder.WAIT, COMPUTE)
+
 Interval = tuple[int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Breakdown:
-  """One step; all times are nanoseconds of the recorder.
+def break_down(
+  whole: Interval, events: Sequence[recorder.Event]
+) -> dict[str, list[Interval]]:
+  """Divides a step, `whole`, by events, among which are all events of the step.
 
-  Attributes:
-    input: times in which it waited for a batch.
-    wait: times in which it waited for collectives.
-    compute: the rest.
-    communication: times in which a collective was in progress, from its submission.
-    all_rows: number of examples of all workers; None if unknown.
+  Returns:
+    The disjoint intervals of each of `PARTS`, and those in which a collective was in
+    progress, in nanoseconds of the recorder.
   """
-
-  input: list[Interval]
-  wait: list[Interval]
-  compute: list[Interval]
-  communication: list[Interval]
-  all_rows: int | None
-
-
-def break_down(whole: Interval, events: Sequence[recorder.Event]) -> Breakdown:
-  """Divides a step, `whole`, by events, among which are all events of the step."""
-  begin, end = whole
-  events = [e for e in events if e.end_ns >= begin and e.begin_ns <= end]
-
-  def times(category):
+  edges = []
+  for event in events:
     # A submitted collective is in progress, also while it waits for its thread.
-    spans = [
-      (e.args.get('handed_ns', e.begin_ns), e.end_ns)
-      for e in events
-      if e.category == category
-    ]
-    return union(clip(spans, whole))
-
-  waits_for_input = times(recorder.INPUT)
-  communication = times(recorder.COMMUNICATION)
-  # Time in which it waits for both is input.
-  wait = [
-    piece
-    for waiting in times(recorder.WAIT)
-    for busy in clip(communication, waiting)
-    for piece in subtract(busy, waits_for_input)
-  ]
-  batches = [e.args for e in events if e.category == recorder.INPUT]
-  rows = [b['all_rows'] for b in batches if b.get('all_rows') is not None]
-  return Breakdown(
-    waits_for_input,
-    wait,
-    subtract(whole, [*waits_for_input, *wait]),
-    communication,
-    sum(rows) if rows else None,
-  )
+    begin = event.args.get('handed_ns', event.begin_ns)
+    begin, end = max(begin, whole[0]), min(event.end_ns, whole[1])
+    if begin < end:
+      edges += [(begin, event.category, 1), (end, event.category, -1)]
+  found: dict[str, list[Interval]] = {
+    kind: [] for kind in (*PARTS, recorder.COMMUNICATION)
+  }
+  active: collections.Counter[str] = collections.Counter()
+  at = whole[0]
+  for time, category, change in [*sorted(edges), (whole[1], '', 0)]:
+    communicates = active[recorder.COMMUNICATION] > 0
+    kind = COMPUTE
+    # Time in which it waits for both is input.
+    if active[recorder.INPUT]:
+      kind = recorder.INPUT
+    elif active[recorder.WAIT] and communicates:
+      kind = recorder.WAIT
+    _add(found[kind], at, time)
+    if communicates:
+      _add(found[recorder.COMMUNICATION], at, time)
+    at = time
+    active[category] += change
+  return found
 
 
-# Sets of time, as lists of intervals.
+def _add(intervals: list[Interval], begin: int, end: int) -> None:
+  """Adds an interval at the end, joined with the last one if they touch."""
+  if intervals and intervals[-1][1] == begin:
+    begin, _ = intervals.pop()
+  if begin < end:
+    intervals.append((begin, end))
 
 
-def union(parts: Iterable[Interval]) -> list[Interval]:
-  """Returns the same times as disjoint intervals, in order."""
-  merged: list[Interval] = []
-  for begin, end in sorted(parts):
-    if end <= begin:
-      continue
-    if merged and begin <= merged[-1][1]:
-      merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-    else:
-      merged.append((begin, end))
-  return merged
-
-
-def clip(parts: Iterable[Interval], whole: Interval) -> list[Interval]:
-  """Returns the intersections of `parts` with `whole`."""
-  begin, end = whole
-  clipped = [(max(b, begin), min(e, end)) for b, e in parts]
-  return [(b, e) for b, e in clipped if b < e]
-
-
-def subtract(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
-  """Returns the times of `whole` that lie in none of `parts`."""
-  left, at = [], whole[0]
-  for begin, end in union(clip(parts, whole)):
-    if at < begin:
-      left.append((at, begin))
-    at = end
-  if at < whole[1]:
-    left.append((at, whole[1]))
-  return left
-
-
-def length(parts: Iterable[Interval]) -> int:
+def length(intervals: Iterable[Interval]) -> int:
   """Returns the total length of disjoint intervals."""
-  return sum(end - begin for begin, end in parts)
+  return sum(end - begin for begin, end in intervals)

@@ -29,7 +29,12 @@ from typing import Any
 from tf_strategies.monitoring import recorder, step_breakdown
 
 LANES = ('step', 'collectives', 'other')
-_IN_STEP = (recorder.INPUT, recorder.WAIT)
+# Of the parts of a step.
+_NAMES = {
+  recorder.INPUT: 'input',
+  recorder.WAIT: 'wait for collectives',
+  step_breakdown.COMPUTE: 'compute',
+}
 
 # Lane, name, category, interval in nanoseconds, and details.
 _Span = tuple[str, str, str, step_breakdown.Interval, dict[str, Any]]
@@ -108,35 +113,26 @@ def _spans(events: list[recorder.Event]) -> Iterator[_Span]:
     by_step.setdefault(event.step, []).append(event)
   steps = {e.step: e for e in events if e.category == recorder.STEP}
   for event in events:
-    args = {**event.args, 'step': event.step}
-    lane = 'other'
+    lane, args = 'other', {**event.args, 'step': event.step}
+    whole = (event.begin_ns, event.end_ns)
+    step = steps.get(event.step)
     if event.category == recorder.COMMUNICATION:
       lane = 'collectives'
       # In the unit of the trace.
       handed = args.pop('handed_ns', event.begin_ns)
       args['waited_in_queue_us'] = (event.begin_ns - handed) / 1e3
     elif event.category == recorder.STEP:
-      yield from _parts_of(event, by_step[event.step])
-      continue
-    elif event.category in _IN_STEP:
-      step = steps.get(event.step)
-      if (
-        step and event.end_ns >= step.begin_ns and event.begin_ns <= step.end_ns
-      ):
-        continue
-      # It belongs to an evaluation, for example.
-    interval = (event.begin_ns, event.end_ns)
-    yield lane, event.name, event.category, interval, args
-
-
-def _parts_of(step, events) -> Iterator[_Span]:
-  """Yields a step and the parts that it divides into."""
-  whole = (step.begin_ns, step.end_ns)
-  about = {'step': step.step}
-  found = step_breakdown.break_down(whole, events)
-  yield 'step', step.name, recorder.STEP, whole, {**step.args, **about}
-  parts = [('input', recorder.INPUT, i) for i in found.input]
-  parts += [('wait for collectives', recorder.WAIT, i) for i in found.wait]
-  parts += [('compute', 'compute', i) for i in found.compute]
-  for name, category, interval in sorted(parts, key=lambda part: part[2]):
-    yield 'step', name, category, interval, about
+      lane = 'step'
+    elif (
+      event.category in _NAMES
+      and step
+      and event.end_ns >= step.begin_ns
+      and event.begin_ns <= step.end_ns
+    ):
+      continue  # Another one belongs to an evaluation, for example.
+    yield lane, event.name, event.category, whole, args
+    if lane == 'step':
+      found = step_breakdown.break_down(whole, by_step[event.step])
+      for kind, name in _NAMES.items():
+        for part in found[kind]:
+          yield lane, name, kind, part, {'step': event.step}

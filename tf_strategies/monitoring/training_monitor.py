@@ -72,11 +72,10 @@ class TrainingMonitor:
     self._timeline = timeline
     # The events of the running step.
     self._events: list[recorder.Event] = []
-    self._log: collections.deque = collections.deque(maxlen=_MAX_EVENTS)
+    most = 0 if timeline is None else _MAX_EVENTS
+    self._log: collections.deque = collections.deque(maxlen=most)
     self._listening = contextlib.ExitStack()
     self._listening.enter_context(recorder.listening(self))
-    if timeline is not None:
-      self._listening.enter_context(recorder.listening(self._log))
     self._is_running = False
     self._steps = self._first_step = 0
     self._began: int | None = None
@@ -86,6 +85,7 @@ class TrainingMonitor:
 
   def append(self, event: recorder.Event) -> None:
     """Takes an event of the recorder."""
+    self._log.append(event)
     if self._began is not None:
       self._events.append(event)
 
@@ -165,11 +165,14 @@ class TrainingMonitor:
       return
     found = step_breakdown.break_down(whole, self._events)
     self._step_ns += step_breakdown.length([whole])
-    self._communication_ns += step_breakdown.length(found.communication)
-    if found.all_rows is None:
+    communication = found[recorder.COMMUNICATION]
+    self._communication_ns += step_breakdown.length(communication)
+    batches = [e for e in self._events if e.category == recorder.INPUT]
+    rows = [batch.args.get('all_rows') for batch in batches]
+    if self._rows is None or not rows or None in rows:
       self._rows = None
-    elif self._rows is not None:
-      self._rows += found.all_rows
+    else:
+      self._rows += sum(rows)
 
   def begin_epoch(self) -> None:
     """Begins the averages of `logs`."""
