@@ -69,10 +69,10 @@ class ExitCodeTest(parameterized.TestCase):
     environ = {exit_codes.TERMINATED_VARIABLE: text}
     with (
       mock.patch.dict(os.environ, environ),
-      self.assertRaises(errors.UnsupportedOptionError) as caught,
+      self.assertRaises(errors.ClusterConfigError) as caught,
     ):
       exit_codes.terminated_exit_code()
-    self.assertIn(repr(text), str(caught.exception))
+    self.assertIn(f'its value is {text!a}.', str(caught.exception))
 
   @parameterized.parameters(
     ('errors.WorkerUnavailableError("worker 1 died")', 143),

@@ -15,12 +15,12 @@ gives a program these statuses.
 
 import contextlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
 
 from tf_strategies import errors
+from tf_strategies.cluster import checks
 
 # The status of a process that SIGTERM ended: 128 + 15.
 RESTARTABLE_EXIT_CODE = 143
@@ -67,16 +67,9 @@ def terminated_exit_code() -> int:
   """Returns the exit status of a server after SIGTERM.
 
   Raises:
-    UnsupportedOptionError: TFS_TERMINATED_EXIT_CODE is no exit status.
+    ClusterConfigError: TFS_TERMINATED_EXIT_CODE is no exit status.
   """
-  text = os.environ.get(TERMINATED_VARIABLE, '0')
-  if not re.fullmatch('[0-9]{1,3}', text) or int(text) > 255:
-    raise errors.UnsupportedOptionError(
-      f'{TERMINATED_VARIABLE}={text!r}',
-      'an exit status from 0 to 255',
-      f'set {TERMINATED_VARIABLE}={RESTARTABLE_EXIT_CODE}, or unset it',
-    )
-  return int(text)
+  return checks.integer_variable(os.environ, TERMINATED_VARIABLE, 0, 255, 0)
 
 
 @contextlib.contextmanager

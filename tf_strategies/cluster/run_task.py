@@ -59,12 +59,11 @@ def run_task(
     `evaluate`. Does not return on a server.
 
   Raises:
-    ClusterConfigError: the description of the cluster is malformed, or there
-      are parameter servers but no chief.
+    ClusterConfigError: the description of the cluster is malformed, there are
+      parameter servers but no chief, or TFS_TERMINATED_EXIT_CODE is no exit status.
     RendezvousError: servers are missing at the deadline; or this server cannot
       listen at its address.
-    UnsupportedOptionError: an argument of another kind, or
-      TFS_TERMINATED_EXIT_CODE is no exit status.
+    UnsupportedOptionError: an argument of another kind.
 
   Example:
 

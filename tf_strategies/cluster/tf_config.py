@@ -13,16 +13,12 @@ Example:
 """
 
 import collections
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tf_strategies import option_checks
 from tf_strategies.cluster import checks
-
-# A key with a letter changed is as near.
-_LIKELY = 0.75
-
 
 _EXAMPLE = (
   'write {"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": '
@@ -98,9 +94,9 @@ def _check_keys(
     str(key).strip().lower(): key for key in config if key not in known
   }
   for key in known:
-    likely = difflib.get_close_matches(key.lower(), spellings, 1, _LIKELY)
+    likely = option_checks.nearest(key, spellings)
     if key not in config and likely:
-      found = spellings[likely[0]]
+      found = spellings[likely]
       raise checks.bad(what, found, ' and '.join(known), f"write '{key}'")
 
 
