@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+
+from tf_strategies import errors
 
 OK, NOTE, FAIL = 'ok', 'note', 'FAIL'
 
@@ -30,12 +33,26 @@ class Finding:
     return '\n'.join(lines)
 
 
+def of(name: str, check: Callable[..., str | Finding], *args) -> Finding:
+  """Returns the finding of a check, which returns a text or a finding, or raises.
+
+  Example:
+
+    >>> print(of('port', lambda number: f'{number} is free', 2222))
+    ok    port            2222 is free
+  """
+  try:
+    found = check(*args)
+  except errors.Error as e:
+    return failed(name, e)
+  return found if isinstance(found, Finding) else Finding(OK, name, found)
+
+
 def failed(name: str, error: Exception) -> Finding:
   """Returns the finding for an error of this package.
 
   Example:
 
-    >>> from tf_strategies import errors
     >>> print(failed('secret', errors.UnsupportedOptionError('a', 'b', 'do c')))
     FAIL  secret          a is not supported. Expected b.
                           Fix: do c.

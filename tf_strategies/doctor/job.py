@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import ssl
@@ -52,44 +51,35 @@ def look(
     me = f'{cluster.task_type} {cluster.task_index}'
     where = f' at {cluster.address}' if cluster.address else ''
     yield Finding(OK, 'TF_CONFIG', f'{me} of {counts}{where}')
-  is_sure = True
-  alone, in_job = (_secret, _tls), (_port, _tasks)
-  for check in alone if cluster is None else alone + in_job:
-    finding = check(cluster)
-    if check is _tasks and finding.state == NOTE and wait:
-      # Tasks may start a little later. The meeting below finds out.
-      finding = dataclasses.replace(finding, fix='')
-    is_sure = is_sure and finding.state != FAIL
-    yield finding
+  found = [findings.of('secret', _secret, cluster), findings.of('TLS', _tls)]
+  if cluster is not None:
+    found.append(findings.of('port', _port, cluster))
+    found.append(findings.of('other tasks', _tasks, cluster, wait))
+  yield from found
   if cluster is not None and cluster.address and wait:
-    if is_sure:
+    if FAIL not in [finding.state for finding in found]:
       yield from _meet(cluster, wait, versions or {})
     else:
       what = 'not tried, since something above failed'
       yield Finding(NOTE, 'meeting', what)
 
 
-def _secret(cluster: ClusterConfig | None) -> Finding:
-  try:
-    options = process_group.GroupOptions.from_env(tls=None)
-    has_tls = any(map(os.environ.get, options_lib.TLS_VARIABLES))
-    if cluster is not None and cluster.address and not has_tls:
-      address_checks.check(*_places(cluster), _options(cluster, tls=None))
-  except (errors.UnsupportedOptionError, errors.ClusterConfigError) as e:
-    return findings.failed('secret', e)
+def _secret(cluster: ClusterConfig | None) -> str:
+  options = process_group.GroupOptions.from_env(tls=None)
+  has_tls = any(map(os.environ.get, options_lib.TLS_VARIABLES))
+  if cluster is not None and cluster.address and not has_tls:
+    address_checks.check(*_places(cluster), _options(cluster, tls=None))
   if options.secret is None:
-    return Finding(OK, 'secret', 'none, and none is needed on one host')
-  return Finding(OK, 'secret', f'of {len(options.secret)} bytes')
+    return 'none, and none is needed on one host'
+  return f'of {len(options.secret)} bytes'
 
 
-def _tls(cluster: ClusterConfig | None) -> Finding:
+def _tls() -> str | Finding:
+  files = process_group.GroupOptions.from_env(secret=None).tls
+  if files is None:
+    return 'none: what workers send is not encrypted'
   try:
-    files = process_group.GroupOptions.from_env(secret=None).tls
-    if files is None:
-      return Finding(OK, 'TLS', 'none: what workers send is not encrypted')
     _shake_hands(files)
-  except errors.UnsupportedOptionError as e:
-    return findings.failed('TLS', e)
   except ssl.SSLError as e:
     why = getattr(e, 'verify_message', '') or e.reason or e
     return Finding(
@@ -99,7 +89,7 @@ def _tls(cluster: ClusterConfig | None) -> Finding:
       f'sign it with that authority, or set {options_lib.TLS_VARIABLES[2]} to the '
       'one that did; see that it has not expired',
     )
-  return Finding(OK, 'TLS', f'{files.certificate}, signed by {files.authority}')
+  return f'{files.certificate}, signed by {files.authority}'
 
 
 def _shake_hands(files: tls.TlsFiles) -> None:
@@ -115,25 +105,22 @@ def _shake_hands(files: tls.TlsFiles) -> None:
       side.do_handshake()
 
 
-def _port(cluster: ClusterConfig) -> Finding:
+def _port(cluster: ClusterConfig) -> str:
   if not cluster.address:
-    return Finding(OK, 'port', 'this task listens nowhere')
+    return 'this task listens nowhere'
   places, task = _places(cluster)
-  try:
-    server.listen(places[task], task).close()
-  except errors.RendezvousError as e:
-    return findings.failed('port', e)
-  return Finding(OK, 'port', f'{places[task]} is free, and of this host')
+  server.listen(places[task], task).close()
+  return f'{places[task]} is free, and of this host'
 
 
-def _tasks(cluster: ClusterConfig) -> Finding:
+def _tasks(cluster: ClusterConfig, wait: float) -> str | Finding:
   others = {
     task: address
     for task, address in _tasks_of(cluster).items()
     if address != cluster.address
   }
   if not others:
-    return Finding(OK, 'other tasks', 'there are none')
+    return 'there are none'
   outcomes = reachability.unreachable(others, _ANSWER_SECONDS)
   nobody = os.strerror(errno.ECONNREFUSED)
   silent = [t for t, outcome in outcomes.items() if outcome == nobody]
@@ -149,17 +136,13 @@ def _tasks(cluster: ClusterConfig) -> Finding:
       'is between',
     )
   if silent:
-    return Finding(
-      NOTE,
-      'other tasks',
-      f'{", ".join(silent)}: the host answers, and nothing listens there yet',
-      'run this on all tasks at once, with --wait=60, to see whether they can meet',
+    what = (
+      f'{", ".join(silent)}: the host answers, and nothing listens there yet'
     )
-  return Finding(
-    OK,
-    'other tasks',
-    f'something accepts connections at each of the {len(others)}',
-  )
+    fix = 'run this on all tasks at once, with --wait=60, to see whether they can meet'
+    # Tasks may start a little later. The meeting finds out.
+    return Finding(NOTE, 'other tasks', what, '' if wait else fix)
+  return f'something accepts connections at each of the {len(others)}'
 
 
 def _meet(

@@ -40,10 +40,10 @@ def look(
       OK, 'Python', f'{platform.python_version()}, {os.cpu_count()} CPUs'
     ),
     *_software(known, ending),
-    _clock(),
+    findings.of('clock', _clock),
   ]
   if checkpoint_dir is not None:
-    found.append(_directory(checkpoint_dir))
+    found.append(findings.of('checkpoints', _directory, checkpoint_dir))
   return found, {n: known[n] for n in ('TensorFlow', 'Keras') if n in known}
 
 
@@ -123,11 +123,11 @@ def _gpus(known: dict[str, Any]) -> Finding:
   return Finding(FAIL, 'GPUs', what, fix)
 
 
-def _clock() -> Finding:
+def _clock() -> str | Finding:
   now, installed = time.time(), os.stat(__file__).st_mtime
   shown = time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(now))
   if now >= installed - 86400:
-    return Finding(OK, 'clock', f'{shown} UTC')
+    return f'{shown} UTC'
   return Finding(
     FAIL,
     'clock',
@@ -137,7 +137,7 @@ def _clock() -> Finding:
   )
 
 
-def _directory(directory: str) -> Finding:
+def _directory(directory: str) -> str | Finding:
   # As training writes them: a file, its sync, and a rename.
   trial = os.path.join(directory, f'.tfs-doctor-{os.getpid()}')
   path = pathlib.Path(directory).absolute()
@@ -153,13 +153,10 @@ def _directory(directory: str) -> Finding:
       with contextlib.suppress(OSError):
         for made in absent:
           os.rmdir(made)
-  except errors.UnsupportedOptionError as e:
-    return findings.failed('checkpoints', e)
-  except errors.Error as e:
-    what = findings.failed('checkpoints', e).what.partition(' Expected')[0]
+  except errors.StorageError as e:
+    what = str(e).partition(' Expected')[0]
     fix = 'pass a directory that this user can write, with room'
     return Finding(FAIL, 'checkpoints', what.replace(trial, directory), fix)
-  what = (
+  return (
     f'written, read and deleted in {directory}; {free / 1e9:,.1f} GB are free'
   )
-  return Finding(OK, 'checkpoints', what)
