@@ -30,20 +30,6 @@ class Error(Exception):
   __init__ = Exception.__init__
 
 
-class _MadeOfParts(type):
-  """Combines three parts into the one message of an exception."""
-
-  def __call__(cls, *args):
-    if len(args) != 3:
-      return super().__call__(*args)
-    received, expected, fix = args
-    error = super().__call__(
-      f'{received} is not supported. Expected {expected}. Fix: {fix}.'
-    )
-    error.received, error.expected, error.fix = args
-    return error
-
-
 def result_of(future, seconds: float | None = None):
   """Returns the result of a future, or raises its error.
 
@@ -56,7 +42,7 @@ def result_of(future, seconds: float | None = None):
   return future.result()
 
 
-class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
+class UnsupportedOptionError(Error, ValueError):
   """An option, or a combination of options, that cannot give a right result.
 
   Args:
@@ -66,9 +52,11 @@ class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
     fix: the change that the user has to make.
   """
 
-  received: str | None = None
-  expected: str | None = None
-  fix: str | None = None
+  def __str__(self):
+    if len(self.args) != 3:
+      return super().__str__()
+    received, expected, fix = self.args
+    return f'{received} is not supported. Expected {expected}. Fix: {fix}.'
 
 
 class ScopeError(UnsupportedOptionError, RuntimeError):
