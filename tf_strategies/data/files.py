@@ -59,7 +59,19 @@ class Files:
     self.paths = _find(paths)
     if counts is None:
       counts = self._count()
-    _check_counts(counts, len(self.paths))
+    is_list = isinstance(counts, Sequence | np.ndarray)
+    option_checks.check(
+      is_list and not isinstance(counts, str | bytes),
+      f'counts={counts!r}',
+      'a list with one value for each file',
+      'write counts=[...]',
+    )
+    option_checks.check(
+      len(counts) == len(self.paths),
+      f'{len(counts)} counts for {len(self.paths)} files',
+      'one for each file',
+      'pass counts in the order of the sorted paths',
+    )
     for count in counts:
       option_checks.check_int('a count', count, 0, fix='count the records')
     self.counts = tuple(map(int, counts))
@@ -173,62 +185,31 @@ def count_records(path: str) -> int:
   return count
 
 
-def _check_counts(counts: object, num_files: int) -> None:
-  is_list = isinstance(counts, Sequence | np.ndarray)
-  option_checks.check(
-    is_list and not isinstance(counts, str | bytes),
-    f'counts={counts!r}',
-    'a list with one value for each file',
-    'write counts=[...]',
-  )
-  option_checks.check(
-    len(counts) == num_files,
-    f'{len(counts)} counts for {num_files} files',
-    'one for each file',
-    'pass counts in the order of the sorted paths',
-  )
-
-
 def _find(paths: Paths) -> tuple[str, ...]:
   """Returns the files that a pattern or a list names."""
-  is_pattern = isinstance(paths, str | os.PathLike)
-  if not is_pattern and isinstance(paths, Iterable):
-    paths = tuple(paths)
+  kinds = str | os.PathLike
+  is_pattern = isinstance(paths, kinds) or not isinstance(paths, Iterable)
+  given = (paths,) if is_pattern else tuple(paths)
   option_checks.check(
-    is_pattern
-    or (
-      isinstance(paths, tuple)
-      and all(isinstance(path, str | os.PathLike) for path in paths)
-    ),
+    all(isinstance(path, kinds) for path in given),
     f'paths={paths!r}',
     'a pattern, or a list of paths',
     "write for instance paths='logs/*.tfrecord'",
   )
+  found = list(map(os.fspath, given))
   try:
-    return _look_up(paths, is_pattern)
+    if is_pattern:
+      found = sorted(tf.io.gfile.glob(found[0]))
+    has_directory = any(tf.io.gfile.stat(path).is_directory for path in found)
   except tf.errors.OpError as e:
     raise errors.DataError(
       f'paths={paths!r}: Expected files that can be read, got {e.message}. Fix: '
       'check the path, and that this process can read there'
     ) from e
-
-
-def _look_up(paths, is_pattern: bool) -> tuple[str, ...]:
-  if is_pattern:
-    where = os.fspath(paths)
-    found = tuple(sorted(tf.io.gfile.glob(where)))
-    if not found or any(map(tf.io.gfile.isdir, found)):
-      raise errors.DataError(
-        f'{where}: Expected files, got {"a directory" if found else "no such"}'
-        f'{"" if found else " file"}. Fix: pass a list of files or a pattern, '
-        "such as 'logs/*.tfrecord'"
-      )
-    return found
-  found = tuple(map(os.fspath, paths))
-  missing = [path for path in found if not tf.io.gfile.exists(path)]
-  if missing or not found:
-    what = f'{missing[0]}: no such file' if missing else 'an empty list'
+  if has_directory or not found:
     raise errors.DataError(
-      f'Expected a list of files, got {what}. Fix: pass paths that exist'
+      f'paths={paths!r}: Expected files, got '
+      f'{"a directory" if has_directory else "none"}. Fix: pass a list of files or '
+      "a pattern, such as 'logs/*.tfrecord'"
     )
-  return found
+  return tuple(found)
