@@ -135,11 +135,11 @@ print('done', task['index'])
 
     with (
       mock.patch.object(nodes.server, 'Server', make_slowly),
-      _hosts(2, lambda launchers: launchers.nodes) as (_, start),
+      _hosts(2, lambda launchers: launchers.hosts) as (_, start),
     ):
       found = [started.result() for started in [start(0), start(1)]]
     for part in found:
-      self.assertEqual([node.ports for node in part], [[1], [2]])
+      self.assertEqual([host.ports for host in part], [[1], [2]])
 
   def test_hosts_that_leave_while_the_first_still_sends(self):
     pending = mock.PropertyMock(return_value=True)
@@ -198,9 +198,12 @@ if task['index'] == {victim}:
         self.assertIn(f'{name} failed: exit status 7', launcher.stderr())
         self.assertIn('my last words', launcher.stderr())
       else:
-        [line] = _said(launcher).splitlines()
+        # It waits for a word first, as the victim's host does.
+        lines = _said(launcher).splitlines()
+        self.assertLen(lines, 2)
         where = f'{name} on node {victim} (127.0.0.1) failed'
-        self.assertIn(f'{where}: exit status 7', line)
+        for line in lines:
+          self.assertIn(f'{where}: exit status 7', line)
 
   @parameterized.parameters(0, 1)
   def test_killed_launcher_is_named(self, victim):

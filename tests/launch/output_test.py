@@ -73,7 +73,7 @@ class TaskOutputTest(parameterized.TestCase):
     rest = b'W0000 00:00:1795529721.680094   30825 a.cc:1] a warning\nI0000 x\n'
     for is_hidden in (False, True):
       written, lines = _collector()
-      lines.hides_notices = is_hidden
+      lines.begin(hides_notices=is_hidden)
       lines.feed(notices + rest)
       self.assertLen(written, 2 if is_hidden else 4)
       self.assertLen(lines.tail(), len(written))
@@ -100,7 +100,7 @@ class SinkTest(absltest.TestCase):
 
   def test_full_pipe_does_not_block_and_nothing_is_lost(self):
     self.addCleanup(os.close, self._read_end)
-    sink = output.Sink(self._write_end)
+    sink = output.OutputQueue(self._write_end)
     expected = b''.join(b'%d,' % i for i in range(100_000))
     for start in range(0, len(expected), 50_000):
       sink.write(expected[start : start + 50_000])

@@ -206,6 +206,24 @@ sys.exit(9)
       'worker 1 failed first: exit status 9 (restarts: 2).', launcher.stderr()
     )
 
+  def test_last_lines_are_those_of_the_last_attempt(self):
+    code = """
+if attempt == 0:
+  print('words of the first attempt', flush=True)
+  sys.exit(3)
+sys.exit(4)
+"""
+    launcher = self._launch(code, '--max_restarts=1')
+    self.assertEqual(launcher.wait(), 4)
+    self.assertIn(
+      'exit status 4 (restarts: 1). It wrote nothing.', launcher.stderr()
+    )
+
+  def test_wrong_command_line_is_not_started_again(self):
+    launcher = self._launch('sys.exit(2)', '--max_restarts=2')
+    self.assertEqual(launcher.wait(), 2)
+    self.assertLen(launcher.notes('pid'), 1)
+
   def test_task_is_not_started_again_when_another_has_ended_well(self):
     code = """
 if name == 'worker_1':
@@ -446,7 +464,7 @@ class OptionsTest(parameterized.TestCase):
   )
   def test_bad_value_is_named(self, **options):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
-      supervisor.Options(**options)
+      supervisor.LaunchOptions(**options)
     (name,) = options
     self.assertIn(f'--{name}={options[name]}', str(caught.exception))
 

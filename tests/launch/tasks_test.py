@@ -7,12 +7,12 @@ from tf_strategies import cluster, errors
 from tf_strategies.cluster import job as job_lib
 from tf_strategies.launch import tasks
 
-_ALL = job_lib.Job(num_workers=2, num_ps=1, chief=True, evaluator=True)
+_ALL = job_lib.TaskCounts(num_workers=2, num_ps=1, chief=True, evaluator=True)
 
 
 def _plan(job):
   ports = range(1000, 1000 + sum(job.all_counts.values()))
-  node = tasks.Node(tasks.LOOPBACK, job.all_counts, list(ports))
+  node = tasks.HostTasks(tasks.LOOPBACK, job.all_counts, list(ports))
   return tasks.plan_tasks([node], ['run', '--a b'], 'abcd')
 
 
@@ -47,11 +47,11 @@ class PlanTasksTest(parameterized.TestCase):
     ('chief_and_ps', _ALL, ['chief 0']),
     (
       'chief',
-      job_lib.Job(2, 0, True, True),
+      job_lib.TaskCounts(2, 0, True, True),
       ['chief 0', 'worker 0', 'worker 1'],
     ),
-    ('ps', job_lib.Job(2, 1, False, True), ['worker 0', 'worker 1']),
-    ('one', job_lib.Job(), ['worker 0']),
+    ('ps', job_lib.TaskCounts(2, 1, False, True), ['worker 0', 'worker 1']),
+    ('one', job_lib.TaskCounts(), ['worker 0']),
   )
   def test_whose_end_is_the_end_of_the_job(self, job, names):
     specs = _plan(job)
@@ -84,7 +84,7 @@ class EnvironmentTest(absltest.TestCase):
       'TFS_RESTART_COUNT': '9',
       'PYTHONUNBUFFERED': '',
     }
-    spec = _plan(job_lib.Job())[0]
+    spec = _plan(job_lib.TaskCounts())[0]
     found = tasks.full_environment(spec, inherited, 3)
     self.assertEqual(
       found,
@@ -110,7 +110,9 @@ class EnvironmentTest(absltest.TestCase):
       for inherited in ({}, {'TFS_RUN_ID': ''})
     }
     self.assertLen(found, 1)
-    node = tasks.Node(tasks.LOOPBACK, job_lib.Job().all_counts, [1000])
+    node = tasks.HostTasks(
+      tasks.LOOPBACK, job_lib.TaskCounts().all_counts, [1000]
+    )
     others = [
       tasks.plan_tasks([node], ['run'], secret)[0].environment['TFS_RUN_ID']
       for secret in ('abcd', 'ef01')
@@ -125,7 +127,7 @@ class EnvironmentTest(absltest.TestCase):
 
   def test_status_of_a_server_is_what_the_user_says(self):
     inherited = {'TFS_TERMINATED_EXIT_CODE': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}
-    found = tasks.full_environment(_plan(job_lib.Job())[0], inherited, 0)
+    found = tasks.full_environment(_plan(job_lib.TaskCounts())[0], inherited, 0)
     self.assertEqual(found['TFS_TERMINATED_EXIT_CODE'], '0')
     self.assertEqual(found['TF_CPP_MIN_LOG_LEVEL'], '0')
 

@@ -8,7 +8,7 @@ SECRET_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TaskCounts:
   """How many tasks of which type.
 
   Args:
@@ -22,7 +22,7 @@ class Job:
 
   Example:
 
-    >>> Job(num_workers=2, chief=True).all_counts
+    >>> TaskCounts(num_workers=2, chief=True).all_counts
     {'chief': 1, 'worker': 2, 'ps': 0, 'evaluator': 0}
   """
 

@@ -100,11 +100,13 @@ class Options:
       )
 
   @property
-  def job(self) -> job_lib.Job:
+  def job(self) -> job_lib.TaskCounts:
     """Returns how many tasks of which type."""
     # Only a chief can train with parameter servers.
     chief = self.chief or self.num_ps > 0
-    return job_lib.Job(self.num_workers, self.num_ps, chief, self.evaluator)
+    return job_lib.TaskCounts(
+      self.num_workers, self.num_ps, chief, self.evaluator
+    )
 
 
 def check_job_name(name: object) -> None:

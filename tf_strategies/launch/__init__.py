@@ -9,8 +9,9 @@ Example:
 
   >>> from tf_strategies.cluster import job
   >>> from tf_strategies.launch import tasks
-  >>> node = tasks.Node('127.0.0.1', job.Job(num_workers=2).all_counts, [1111, 2222])
-  >>> [spec.name for spec in tasks.plan_tasks([node], ['train.py'], '5ec7e7')]
+  >>> counts = job.TaskCounts(num_workers=2).all_counts
+  >>> host = tasks.HostTasks('127.0.0.1', counts, [1111, 2222])
+  >>> [spec.name for spec in tasks.plan_tasks([host], ['train.py'], '5ec7e7')]
   ['worker 0', 'worker 1']
 """
 

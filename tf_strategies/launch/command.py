@@ -11,7 +11,8 @@ last checkpoint. With a chief and parameter servers only the chief trains: worke
 are servers, and end with them. No task outlives the launcher.
 
 --max_restarts starts a task that failed again, until a training task has ended well:
-after that it would repeat alone what the others have finished.
+after that it would repeat alone what the others have finished. A task with the status
+of a wrong command line (2), or of a command that cannot be run (126, 127), is not.
 
 In a job of `tfs.elastic.run` the workers decide who goes on, and tell the launcher so.
 From then on it ends no task because another one failed: it restarts tasks that have
@@ -120,10 +121,10 @@ FLAGS = (
 def _run(values: flags.FlagValues, command: list[str]) -> int:
   if not command:
     raise flags.Error('no command: the command follows a lone --')
-  job = job_lib.Job(
+  job = job_lib.TaskCounts(
     values.num_workers, values.num_ps, values.chief, values.evaluator
   )
-  options = supervisor.Options(
+  options = supervisor.LaunchOptions(
     values.max_restarts,
     values.grace_period,
     values.log_dir,
@@ -141,13 +142,13 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
       )
   ports = ports_lib.pick_ports(sum(job.all_counts.values()))
   secret = secrets.token_hex(job_lib.SECRET_BYTES)
-  node = tasks.Node(tasks.LOOPBACK, job.all_counts, ports)
-  return _supervise(values, options, tasks.plan_tasks([node], command, secret))
+  host = tasks.HostTasks(tasks.LOOPBACK, job.all_counts, ports)
+  return _supervise(values, options, tasks.plan_tasks([host], command, secret))
 
 
 def _supervise(
   values: flags.FlagValues,
-  options: supervisor.Options,
+  options: supervisor.LaunchOptions,
   specs: Sequence[tasks.TaskSpec],
   launchers=None,
 ) -> int:
@@ -159,15 +160,13 @@ def _supervise(
     for spec in specs:
       print(tasks.describe(spec))
     return 0
-  if launchers is not None:
-    specs = [spec for spec in specs if spec.node == launchers.rank]
   return supervisor.Supervisor(specs, options, launchers).run()
 
 
 def _run_host(
   values: flags.FlagValues,
-  options: supervisor.Options,
-  job: job_lib.Job,
+  options: supervisor.LaunchOptions,
+  job: job_lib.TaskCounts,
   command: list[str],
 ) -> int:
   """Runs this host's tasks, after the launchers of all hosts have met."""
@@ -195,7 +194,7 @@ def _run_host(
     _say(str(e))
     return exit_codes.exit_code(e)
   with launchers:
-    specs = tasks.plan_tasks(launchers.nodes, command, launchers.secret)
+    specs = tasks.plan_tasks(launchers.hosts, command, launchers.secret)
     return _supervise(values, options, specs, launchers)
 
 
@@ -208,7 +207,9 @@ _SECONDS_OF_LAST_WORDS = 5.0
 
 
 def _run_hosts(
-  values: flags.FlagValues, options: supervisor.Options, command: list[str]
+  values: flags.FlagValues,
+  options: supervisor.LaunchOptions,
+  command: list[str],
 ) -> int:
   """Runs the launchers of all hosts, as the tasks of a job."""
   for name in ('nnodes', 'node_rank', 'rendezvous'):
@@ -260,4 +261,4 @@ def main(argv: Sequence[str]) -> int:
   while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
     pass
   os.close(descriptor)
-  return command_line.main(argv, 'tf_strategies.launch', __doc__, FLAGS, _run)
+  return command_line.main(argv, __doc__, FLAGS, _run)

@@ -145,6 +145,9 @@ def plan(
       told = shlex.quote(secret)
     environment = {'TFS_SECRET': told, 'PYTHONUNBUFFERED': '1'}
     specs.append(
-      tasks.TaskSpec('node', rank, tuple(words), environment, host=host.name)
+      tasks.TaskSpec(
+        *('node', rank, tuple(words), environment),
+        shown=f'node {rank} ({host.name})',
+      )
     )
   return specs

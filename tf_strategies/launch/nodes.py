@@ -91,7 +91,7 @@ class Launchers(contextlib.AbstractContextManager):
   Attributes:
     rank: the number of this host.
     secret: the secret of the job, which the environment has.
-    nodes: all hosts in their order.
+    hosts: all hosts in their order.
     states: the last state of each other host, by its number.
 
   Raises:
@@ -118,9 +118,9 @@ class Launchers(contextlib.AbstractContextManager):
     )
     self.rank = place.rank
     self.secret = options.secret.decode('utf-8')
-    self.nodes: list[tasks.Node] = []
+    self.hosts: list[tasks.HostTasks] = []
     self.states = {
-      node: tasks.HostState(node, num_training=1)
+      node: tasks.HostState(node)
       for node in range(place.count)
       if node != place.rank
     }
@@ -128,7 +128,7 @@ class Launchers(contextlib.AbstractContextManager):
     self._say = say
     self._credentials = options.credentials()
     host, _ = checks.split_address(place.rendezvous, 'rendezvous')
-    self._mine = tasks.Node(host, dict(counts), list(ports))
+    self._mine = tasks.HostTasks(host, dict(counts), list(ports))
     self._ends_at = time.monotonic() + place.timeout
     self._tell_at = time.monotonic() + _SECONDS_BEFORE_TELLING
     # The first host is connected to all others, and the others to the first.
@@ -167,7 +167,7 @@ class Launchers(contextlib.AbstractContextManager):
 
   def _lead(self) -> None:
     try:
-      while not self.nodes:
+      while not self.hosts:
         missing = sorted({*range(self._place.count)} - {*self._parts})
         self._wait(f'node {", ".join(map(str, missing))}')
     except errors.RendezvousError as e:
@@ -182,7 +182,7 @@ class Launchers(contextlib.AbstractContextManager):
       )
       # Another version may have other fields.
       objection = self._objection(request, its_version)
-      node = None if objection else tasks.Node(**part)
+      node = None if objection else tasks.HostTasks(**part)
     except _BROKEN:
       connection.close()
       return
@@ -195,8 +195,8 @@ class Launchers(contextlib.AbstractContextManager):
     self._parts[request.client] = node
     self._connections[request.client] = connection
     if len(self._parts) == self._place.count:
-      self.nodes = [node for _, node in sorted(self._parts.items())]
-      self._send(_Kind.JOB, [dataclasses.asdict(node) for node in self.nodes])
+      self.hosts = [node for _, node in sorted(self._parts.items())]
+      self._send(_Kind.JOB, [dataclasses.asdict(node) for node in self.hosts])
     await self._follow(request.client, connection)
 
   def _objection(self, request, its_version: str) -> str:
@@ -210,7 +210,7 @@ class Launchers(contextlib.AbstractContextManager):
         f'{who} runs tf_strategies {its_version}, node 0 runs '
         f'{version.__version__}'
       )
-    if self.nodes:
+    if self.hosts:
       return 'the job has begun'
     if request.client in self._parts or request.client >= count:
       return f'another launcher has --node_rank={request.client}'
@@ -225,7 +225,7 @@ class Launchers(contextlib.AbstractContextManager):
         why = getattr(e, 'strerror', None) or e or 'no answer'
         self._wait(f'node 0 ({why})')
     # The first host ends the wait, and says why.
-    while not self.nodes:
+    while not self.hosts:
       if self._refusal or not self._connections:
         why = self._refusal or 'it has ended, see what its launcher says'
         raise errors.RendezvousError(
@@ -279,7 +279,7 @@ class Launchers(contextlib.AbstractContextManager):
           _Kind.JOB, _Kind.REJECT, _Kind.STATE
         )
         if kind is _Kind.JOB:
-          self.nodes = [tasks.Node(**part) for part in said]
+          self.hosts = [tasks.HostTasks(**part) for part in said]
         elif kind is _Kind.REJECT:
           self._refusal = said
         else:
@@ -288,7 +288,7 @@ class Launchers(contextlib.AbstractContextManager):
       connection.close()
       self._connections.pop(rank)
       self._parts.pop(rank, None)
-      if not self.nodes:
+      if not self.hosts:
         return  # Its launcher may be started again.
       # Without the first host nothing is heard of the others.
       for node in [rank] if rank else self.states:

@@ -37,7 +37,7 @@ _NOTICE = re.compile(
 )
 
 
-class Sink:
+class OutputQueue:
   """A queue of bytes in front of a file descriptor.
 
   Args:
@@ -89,8 +89,6 @@ class TaskOutput:
   Attributes:
     hides_tracebacks: whether a traceback and the lines after it go to the log
       alone: after Ctrl-C each task has one to show.
-    hides_notices: whether TensorFlow's first lines go to the log alone. TensorFlow
-      writes them before it reads TF_CPP_MIN_LOG_LEVEL.
   """
 
   def __init__(
@@ -99,13 +97,23 @@ class TaskOutput:
     write: Callable[[bytes], object],
     log: BinaryIO | None = None,
   ):
-    self.hides_tracebacks = self.hides_notices = False
-    self._is_hidden = False
+    self.hides_tracebacks = False
+    self._hides_notices = self._is_hidden = False
     self._prefix = prefix
     self._write = write
     self._log = log
     self._partial = bytearray()
     self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+
+  def begin(self, hides_notices: bool) -> None:
+    """Begins the output of another attempt.
+
+    Args:
+      hides_notices: whether TensorFlow's first lines go to the log alone. TensorFlow
+        writes them before it reads TF_CPP_MIN_LOG_LEVEL.
+    """
+    self._hides_notices = hides_notices
+    self._tail.clear()
 
   def feed(self, data: bytes) -> None:
     """Takes what the task wrote; O(len(data))."""
@@ -137,7 +145,7 @@ class TaskOutput:
   def _emit(self) -> None:
     line = bytes(self._partial)
     self._partial.clear()
-    if self.hides_notices and _NOTICE.match(line):
+    if self._hides_notices and _NOTICE.match(line):
       return
     short = line[:_LONGEST_IN_TAIL]
     self._tail.append(short if len(short) == len(line) else short + b'...')

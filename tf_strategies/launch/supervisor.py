@@ -3,6 +3,9 @@
 One thread polls the output of tasks, their reapers, signals, the reader of our own
 output, the launchers of other hosts and the clock. It never blocks on one of them.
 
+With several hosts each launcher hears of the end of every task, and decides as the
+others do.
+
 `Supervisor` decides by these events:
 
 | event | the supervisor |
@@ -15,12 +18,13 @@ output, the launchers of other hosts and the clock. It never blocks on one of th
 | the last training task ends | ends servers and evaluator |
 | a training task of an elastic job ends with 0 | ends those that train alone, after the grace period |
 | a signal arrives, or nobody reads our output | ends all tasks; a second signal kills them |
-| another host fails, or is lost | as for a task that fails |
+| another host is lost | as for a task that fails |
+| a signal ends another host, and with it the job | ends all tasks |
 
 Example:
 
   >>> from tf_strategies.launch import supervisor
-  >>> supervisor.Options(max_restarts=2).grace_period
+  >>> supervisor.LaunchOptions(max_restarts=2).grace_period
   10.0
 """
 
@@ -50,10 +54,13 @@ _POLL_MILLISECONDS = 200
 # How long a failed task may wait to hear whether the job is elastic: a process
 # needs 10 to 15 seconds before its first operation on a GPU.
 _MOST_SECONDS_OF_DOUBT = 30.0
+# Statuses of a wrong command line, and of a command that cannot be run. With 1, which
+# Python gives every error, another attempt may help.
+_NEVER_RESTARTED = (2, 126, 127)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LaunchOptions:
   """How tasks are supervised: see the launcher's flags.
 
   `shown` names the tasks whose lines appear on stdout; None for all. The last
@@ -74,11 +81,12 @@ class Options:
 
 @dataclasses.dataclass
 class _Task:
-  """A task and its present attempt.
+  """A task, and its present attempt if it is one of this host.
 
   Attributes:
     spec: the task.
-    lines: its output.
+    shown: its name in messages, with the host if that is another one.
+    lines: its output; None on another host.
     process: the attempt, until nothing is left of it.
     attempt: the number of restarts.
     has_trained: whether it has trained to the end, in an elastic job.
@@ -86,7 +94,8 @@ class _Task:
   """
 
   spec: tasks.TaskSpec
-  lines: output.TaskOutput
+  shown: str
+  lines: output.TaskOutput | None
   process: process.TaskProcess | None = None
   attempt: int = 0
   has_trained: bool = False
@@ -98,36 +107,34 @@ class _Failure:
   """The end of a task, or of a launcher.
 
   Attributes:
-    at: time by the clock of reapers, in nanoseconds.
-    name: 'worker 1', or 'node 1'.
-    shown: the name in messages, with the host.
+    shown: name in messages, with the host: 'worker 1', or 'node 1 (host)'.
     status: as of `_Task`.
+    task: the task, if it is one.
+    at: time by the clock of reapers, in nanoseconds.
     why: how it ended, in words.
-    task: the task, if it is one of this host.
-    is_here: whether this host has to tell the others.
   """
 
-  at: int
-  name: str
   shown: str
   status: int
-  why: str
   task: _Task | None = None
-  is_here: bool = True
+  at: int = dataclasses.field(default_factory=time.monotonic_ns)
+  why: str = ''
+
+  def __post_init__(self):
+    self.why = self.why or output.ending(self.status)
 
 
 def _failure_of(task: _Task) -> _Failure:
-  """Returns the failure of a task whose command has ended."""
-  at, status = task.process.ended_at, task.process.status
-  name, shown = task.spec.name, task.spec.shown
-  return _Failure(at, name, shown, status, output.ending(status), task)
+  """Returns the failure of a task of this host, whose command has ended."""
+  process = task.process
+  return _Failure(task.shown, process.status, task, process.ended_at)
 
 
 class Supervisor:
   """Runs a host's part of a job, in the main thread of a process without children.
 
   Args:
-    specs: the tasks of this host.
+    specs: the tasks of all hosts.
     options: the launcher's flags.
     launchers: the launchers of the job's other hosts, if there are any.
 
@@ -138,35 +145,30 @@ class Supervisor:
   def __init__(
     self,
     specs: Sequence[tasks.TaskSpec],
-    options: Options,
+    options: LaunchOptions,
     launchers: nodes.Launchers | None = None,
   ):
     self._options = options
     self._launchers = launchers
-    self._out, self._err = output.Sink(1), output.Sink(2)
-    self._tasks = [_Task(spec, self._make_output(spec)) for spec in specs]
+    self._out, self._err = output.OutputQueue(1), output.OutputQueue(2)
+    self._tasks = [self._make_task(spec) for spec in specs]
     # What tasks have said of the job, here or on another host.
     self._kind = ''
-    # Failures before a word, and when they end the job. A host that failed before
-    # this one ends it, and is named.
+    # Failures before a word, and when they end the job.
     self._doubtful: list[_Failure] = []
-    self._is_second = False
     self._doubt_ends_at = math.inf
-    # Whether a training task has ended with 0, here or on another host.
-    self._has_ended_well = False
     # When tasks of an elastic job that still train are ended.
     self._late_at = math.inf
     self._is_stopping = False
     self._signal: int | None = None
-    # The failure that the job ends with, and whether it ends all hosts.
+    # Whether the signal ends this host's part alone.
+    self._is_leaving = False
+    # The failure that the job ends with.
     self._first: _Failure | None = None
-    self._ends_all = False
-    # The number of training tasks of other hosts that have not ended, and whether
-    # one of these hosts waits for a word.
-    self._num_elsewhere, self._is_doubt_elsewhere = 0, False
     # Tasks and launchers that an elastic job goes on without.
     self._lost: list[_Failure] = []
-    self._missing_nodes: set[int] = set()
+    # The ends of this host's tasks, for the other launchers.
+    self._ended: dict[str, tuple[int, bool]] = {}
 
   def run(self) -> int:
     """Starts the tasks and waits for the end of the job.
@@ -184,7 +186,7 @@ class Supervisor:
       reaper.Inbox(_FORWARDED) as self._inbox,
     ):
       try:
-        for task in self._tasks:
+        for task in self._own():
           self._start(task)
         while self._running() or not self._is_stopping:
           self._poll()
@@ -198,12 +200,17 @@ class Supervisor:
             break  # Our reader does not read.
       finally:
         # Without its channel a reaper ends its task: none outlives an error.
-        for task in self._tasks:
+        for task in self._own():
           if task.process is not None:
             task.process.close()
           task.lines.close()
     status = self._first.status if self._first else -(self._signal or 0)
     return status if status >= 0 else 128 - status
+
+  def _make_task(self, spec: tasks.TaskSpec) -> _Task:
+    if self._launchers is not None and spec.node != self._launchers.rank:
+      return _Task(spec, f'{spec.name} on {self._node(spec.node)}', None)
+    return _Task(spec, spec.shown or spec.name, self._make_output(spec))
 
   def _make_output(self, spec: tasks.TaskSpec) -> output.TaskOutput:
     log = None
@@ -227,7 +234,7 @@ class Supervisor:
   def _start(self, task: _Task) -> None:
     environment = tasks.full_environment(task.spec, os.environ, task.attempt)
     note = self._note.variable(task.spec.name)
-    task.lines.hides_notices = environment['TF_CPP_MIN_LOG_LEVEL'] > '0'
+    task.lines.begin(environment['TF_CPP_MIN_LOG_LEVEL'] > '0')
     task.process = process.TaskProcess(
       list(task.spec.command),
       {**environment, launcher_note.VARIABLE: note},
@@ -238,9 +245,21 @@ class Supervisor:
   def _running(self) -> list[_Task]:
     return [task for task in self._tasks if task.process is not None]
 
+  def _own(self) -> list[_Task]:
+    """Returns the tasks of this host."""
+    return [task for task in self._tasks if task.lines is not None]
+
   def _training(self) -> list[_Task]:
-    """Returns the training tasks that have not ended."""
+    """Returns the training tasks of all hosts that have not ended."""
     return [t for t in self._tasks if t.spec.is_training and t.status is None]
+
+  @property
+  def _has_ended_well(self) -> bool:
+    """Whether a training task has ended with 0."""
+    return any(t.spec.is_training and t.status == 0 for t in self._tasks)
+
+  def _node(self, node: int) -> str:
+    return f'node {node} ({self._launchers.hosts[node].host})'
 
   def _poll(self) -> None:
     """Waits for whatever comes first, and lets it be read or written."""
@@ -272,19 +291,22 @@ class Supervisor:
     # The reapers' clock tells who was first, whatever the order of hearing.
     for task in sorted(over, key=lambda task: task.process.ended_at):
       self._on_over(task)
-    if self._launchers is not None:
+    if self._launchers is not None and not self._is_stopping:
       self._hear()
     if self._doubtful and not self._is_stopping:
       self._decide()
     if not self._is_stopping:
-      if self._is_over() and not self._is_doubt_elsewhere:
+      if not self._training():
         self._on_training_over()
       elif time.monotonic() >= self._late_at:
         self._late_at = math.inf
         self._end_late()
-    is_leaving = self._signal is not None and not self._ends_all
-    if self._launchers is not None and not is_leaving:
-      self._tell()
+    if self._launchers is not None and not self._is_leaving:
+      self._launchers.tell(
+        tasks.HostState(
+          self._launchers.rank, self._kind, {**self._ended}, self._signal or 0
+        )
+      )
 
   def _read_note(self) -> None:
     for word, name in self._note.read():
@@ -308,17 +330,15 @@ class Supervisor:
 
   def _on_over(self, task: _Task) -> None:
     """Handles the end of an attempt. No process is left: its ports are free."""
-    status = task.process.status
     failure = _failure_of(task)
     is_late = task.spec.is_training and self._has_ended_well
-    can_restart = task.attempt < self._options.max_restarts
+    is_permanent = failure.status in _NEVER_RESTARTED
+    can_restart = task.attempt < self._options.max_restarts and not is_permanent
     if self._is_stopping:
-      task.status = status
-    elif status == 0:
-      task.status = 0
-      if task.spec.is_training:
-        self._on_good_end()
-    elif can_restart and not is_late and not task.has_trained:
+      task.status = failure.status
+    elif (
+      failure.status and can_restart and not is_late and not task.has_trained
+    ):
       task.attempt += 1
       self._say(
         f'{task.spec.name}: {failure.why}. Starting it again '
@@ -327,18 +347,23 @@ class Supervisor:
       self._start(task)
       return
     else:
-      task.status = status
-      self._on_failure(failure)
+      self._ended[task.spec.name] = failure.status, task.has_trained
+      self._on_end(failure)
     task.process = None
 
-  def _on_failure(self, failure: _Failure) -> None:
-    """Follows the failure of a task, or of another host, that is not mended."""
+  def _on_end(self, failure: _Failure) -> None:
+    """Follows the end of a task on any host, for good or bad, or of another host."""
+    if failure.task:
+      is_first = failure.task.spec.is_training and not self._has_ended_well
+      failure.task.status = failure.status
+      if failure.status == 0:
+        if is_first and self._is_elastic:
+          self._late_at = time.monotonic() + self._options.grace_period
+        return
     if self._is_elastic:
       self._lose(failure)
-      return
-    if not self._doubtful:
-      self._is_second = self._is_doubt_elsewhere
-    self._doubtful.append(failure)
+    else:
+      self._doubtful.append(failure)
 
   def _lose(self, failure: _Failure) -> None:
     """Goes on without a task, or another host, of an elastic job."""
@@ -355,25 +380,19 @@ class Supervisor:
     ending = [_failure_of(t) for t in self._running() if t.process.status]
     return min([*self._doubtful, *ending], key=lambda failure: failure.at)
 
-  def _is_over(self) -> bool:
-    """Returns whether no task trains on any host."""
-    return not self._training() and not self._num_elsewhere
-
   def _decide(self) -> None:
     """Follows failures that came before a task said whether the job is elastic."""
-    may_be_elastic = self._is_second or not (
-      self._has_ended_well
-      or self._is_over()
-      or any(t.spec.type == 'ps' for t in self._tasks)
+    may_be_elastic = (
+      self._training()
+      and not self._has_ended_well
+      and not any(t.spec.type == 'ps' for t in self._tasks)
     )
     now = time.monotonic()
     if self._is_elastic:
       for failure in self._doubtful:
         self._lose(failure)
     elif self._kind or not may_be_elastic or now >= self._doubt_ends_at:
-      self._first = self._earliest()
-      self._ends_all = self._first.is_here
-      self._fail()
+      self._fail(self._earliest())
     else:
       if self._doubt_ends_at == math.inf:
         seconds = min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
@@ -385,12 +404,6 @@ class Supervisor:
         )
       return
     self._doubtful, self._doubt_ends_at = [], math.inf
-
-  def _on_good_end(self) -> None:
-    if not self._has_ended_well:
-      self._has_ended_well = True
-      if self._is_elastic:
-        self._late_at = time.monotonic() + self._options.grace_period
 
   def _on_training_over(self) -> None:
     """Ends servers and evaluator."""
@@ -418,60 +431,31 @@ class Supervisor:
   def _hear(self) -> None:
     """Follows the other hosts."""
     states = self._launchers.states.values()
-    here = [state for state in states if not state.is_lost]
-    self._num_elsewhere = sum(state.num_training for state in here)
-    self._is_doubt_elsewhere = any(state.is_in_doubt for state in here)
     for state in states:
-      node = state.node
       self._set_kind(state.kind)
-      if state.has_ended_well:
-        self._on_good_end()
-      if self._is_stopping:
-        continue
-      is_working = state.num_training or state.is_in_doubt
-      if state.ends_all:
-        self._first = self._elsewhere(node, state.failed, state.status)
-        self._fail()
-      elif state.failed and self._first is None:
-        self._first = self._elsewhere(node, state.failed, state.status)
-        self._say(
-          f'{self._first.shown} failed after it had trained: {self._first.why}.'
-        )
-      elif state.is_lost and is_working and node not in self._missing_nodes:
-        self._missing_nodes.add(node)
-        failure = self._elsewhere(
-          node, f'node {node}', exit_codes.RESTARTABLE_EXIT_CODE
-        )
-        failure.why = 'its launcher is gone, or the network to it is cut'
-        self._on_failure(failure)
+    for state in states:
+      theirs = [t for t in self._tasks if t.spec.node == state.node]
+      for task in theirs:
+        if task.spec.name in state.ended and task.status is None:
+          status, task.has_trained = state.ended[task.spec.name]
+          self._on_end(_Failure(task.shown, status, task))
+      node = self._node(state.node)
+      if state.signal and not self._is_stopping:
+        failure = _Failure(node, -state.signal)
+        self._fail(self._earliest() if self._doubtful else failure)
+      elif state.is_lost:
+        left = [t for t in theirs if t.status is None]
+        status = exit_codes.RESTARTABLE_EXIT_CODE
+        for task in left:
+          task.status = status
+        if any(task.spec.is_training for task in left):
+          why = 'its launcher is gone, or the network to it is cut'
+          self._on_end(_Failure(node, status, why=why))
 
-  def _elsewhere(self, node: int, name: str, status: int) -> _Failure:
-    """Returns a failure of another host."""
-    where = '' if name == f'node {node}' else f' on node {node}'
-    shown = f'{name}{where} ({self._launchers.nodes[node].host})'
-    why = output.ending(status)
-    return _Failure(
-      time.monotonic_ns(), name, shown, status, why, is_here=False
-    )
-
-  def _tell(self) -> None:
-    first = self._first if self._first and self._first.is_here else None
-    self._launchers.tell(
-      tasks.HostState(
-        self._launchers.rank,
-        len(self._training()),
-        bool(self._doubtful),
-        self._has_ended_well,
-        self._kind,
-        failed=first.name if first else '',
-        status=first.status if first else 0,
-        ends_all=self._ends_all,
-      )
-    )
-
-  def _fail(self) -> None:
+  def _fail(self, failure: _Failure) -> None:
+    self._first = failure
     self._say(
-      f'{self._first.shown} failed: {self._first.why}. Ending the other tasks '
+      f'{failure.shown} failed: {failure.why}. Ending the other tasks '
       f'{self._how_it_ends()}.'
     )
     self._stop(signal.SIGTERM)
@@ -482,19 +466,15 @@ class Supervisor:
       self._stop(signal.SIGKILL)
       return
     self._signal = number
-    for task in self._tasks:
+    for task in self._own():
       task.lines.hides_tracebacks = number == signal.SIGINT
     # Of an elastic job a signal ends this host's part, as where the host is needed
     # for something else. Ctrl-C, and the end of a launcher of all hosts, end all.
     is_launched = launcher_note.VARIABLE in os.environ
-    is_part = self._is_elastic and not is_launched
-    self._ends_all = number == signal.SIGINT or not is_part
+    is_for_all = number == signal.SIGINT or is_launched
+    self._is_leaving = self._is_elastic and not is_for_all
     if self._doubtful:
       self._first = self._earliest()
-    is_told = self._first is not None and self._first.is_here
-    if self._launchers is not None and self._ends_all and not is_told:
-      name = f'node {self._launchers.rank}'
-      self._first = _Failure(time.monotonic_ns(), name, name, -number, '')
     self._say(
       f'{signal.Signals(number).name}: ending all tasks (after '
       f'{self._options.grace_period:g} s SIGKILL).'
@@ -518,23 +498,23 @@ class Supervisor:
 
   def _report(self) -> None:
     """Says which tasks failed, with their last lines."""
-    if self._first is not None and self._first.task is not None:
-      self._show_end(self._first.task, 'failed first')
+    if self._first is not None:
+      self._show_end(self._first, 'failed first')
     if self._first is not None or self._signal is not None:
       return
     lost = [failure.shown for failure in self._lost_training()]
     if lost:
       self._say(f'The training has ended well without {", ".join(lost)}.')
     for failure in self._lost:
-      if failure.task is not None:
-        self._show_end(failure.task, 'was lost')
+      self._show_end(failure, 'was lost')
 
-  def _show_end(self, task: _Task, what: str) -> None:
+  def _show_end(self, failure: _Failure, what: str) -> None:
+    task = failure.task
+    if task is None or task.lines is None:
+      return
     again = f' (restarts: {task.attempt})' if task.attempt else ''
     tail = task.lines.tail()
     words = 'Its last lines:' if tail else 'It wrote nothing.'
-    self._say(
-      f'{task.spec.name} {what}: {output.ending(task.status)}{again}. {words}'
-    )
+    self._say(f'{task.spec.name} {what}: {failure.why}{again}. {words}')
     for line in tail:
       self._err.write(b'  ' + line + b'\n')

@@ -28,12 +28,12 @@ NOT_INHERITED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Node:
+class HostTasks:
   """A host's part of a job.
 
   Attributes:
     host: where its tasks are reached.
-    counts: the number of its tasks by type, as `job.Job.all_counts`.
+    counts: the number of its tasks by type, as `TaskCounts.all_counts`.
     ports: one for each of its tasks, in the order of types. An evaluator uses none.
   """
 
@@ -54,52 +54,42 @@ class TaskSpec:
   environment: Mapping[str, str] = dataclasses.field(repr=False)
   # Whether the job is over when this task and its like have ended.
   is_training: bool = True
-  # The number of its host, and the host's name where messages show it.
+  # The number of its host.
   node: int = 0
-  host: str = ''
+  # Its name in messages, if that is another one: `node 1 (10.0.0.2)`.
+  shown: str = ''
 
   @property
   def name(self) -> str:
     """Name before each line of its output: `worker 0`."""
     return f'{self.type} {self.index}'
 
-  @property
-  def shown(self) -> str:
-    """Name in messages, with the host: `node 1 (10.0.0.2)`."""
-    return f'{self.name} ({self.host})' if self.host else self.name
-
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-  """How a job is on one of its hosts, for the launchers of the others.
+  """What the launcher of a host tells the launchers of the others.
 
   Attributes:
     node: number of the host.
-    num_training: number of its training tasks that have not ended.
-    is_in_doubt: whether a failure there waits for a word: see `supervisor`.
-    has_ended_well: whether a training task has ended with 0, there or elsewhere.
     kind: what tasks have said of the job, see `launcher_note`; '' for nothing.
+    ended: by the name of each of its tasks that has ended, and is not started
+      again, its status and whether it has trained to the end.
+    signal: the signal that ended this host, and with it the job; 0 for none.
     is_lost: whether nothing is heard of the host any more; the rest is then the
       last that was heard.
-    failed: name of the task for which the job has failed, or of the launcher
-      `node 1`.
-    status: how it ended.
-    ends_all: whether that ends the job. In an elastic job others may go on.
   """
 
   node: int
-  num_training: int = 0
-  is_in_doubt: bool = False
-  has_ended_well: bool = False
   kind: str = ''
+  ended: Mapping[str, tuple[int, bool]] = dataclasses.field(
+    default_factory=dict
+  )
+  signal: int = 0
   is_lost: bool = False
-  failed: str = ''
-  status: int = 0
-  ends_all: bool = False
 
 
 def plan_tasks(
-  nodes: Sequence[Node], command: Sequence[str], secret: str
+  hosts: Sequence[HostTasks], command: Sequence[str], secret: str
 ) -> list[TaskSpec]:
   """Returns the tasks in the order chief, workers, ps, evaluator, host by host.
 
@@ -107,7 +97,7 @@ def plan_tasks(
   of one does. O(tasks squared), since each TF_CONFIG lists all tasks.
 
   Args:
-    nodes: the hosts.
+    hosts: the hosts.
     command: program and arguments, the same for every task.
     secret: what the tasks prove to each other that they know; hexadecimal.
 
@@ -117,23 +107,23 @@ def plan_tasks(
   Example:
 
     >>> counts = {'chief': 0, 'worker': 2, 'ps': 0, 'evaluator': 0}
-    >>> nodes = [Node('a', counts, [1, 2]), Node('b', counts, [3, 4])]
-    >>> [(s.name, s.node) for s in plan_tasks(nodes, ['train'], '5ec7e7')]
+    >>> hosts = [HostTasks('a', counts, [1, 2]), HostTasks('b', counts, [3, 4])]
+    >>> [(s.name, s.node) for s in plan_tasks(hosts, ['train'], '5ec7e7')]
     [('worker 0', 0), ('worker 1', 0), ('worker 2', 1), ('worker 3', 1)]
   """
-  ports = [iter(node.ports) for node in nodes]
+  ports = [iter(host.ports) for host in hosts]
   places: list[tuple[str, int, int]] = []
   total: dict[str, int] = {}
   jobs: dict[str, dict[int, str]] = {}
-  for task_type in nodes[0].counts:
-    hosts = [k for k, n in enumerate(nodes) for _ in range(n.counts[task_type])]
-    total[task_type] = len(hosts)
-    for index, k in enumerate(hosts):
+  for task_type in hosts[0].counts:
+    nodes = [k for k, h in enumerate(hosts) for _ in range(h.counts[task_type])]
+    total[task_type] = len(nodes)
+    for index, k in enumerate(nodes):
       places.append((task_type, index, k))
       if task_type != 'evaluator':
-        address = address_of(nodes[k].host, next(ports[k]))
+        address = address_of(hosts[k].host, next(ports[k]))
         jobs.setdefault(task_type, {})[index] = address
-  job = job_lib.Job(
+  job = job_lib.TaskCounts(
     total['worker'], total['ps'], total['chief'] > 0, total['evaluator'] > 0
   )
   # Each host's launcher finds the same, and another launch does not.
