@@ -127,7 +127,7 @@ flags.DEFINE_string(
   'timeline',
   None,
   'Write a timeline for Perfetto to this file, one for each rank. Merge them '
-  'with python -m tf_strategies.monitoring.merge.',
+  'with tfs timeline merge.',
 )
 
 

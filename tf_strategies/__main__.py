@@ -81,13 +81,8 @@ def _help() -> str:
 def _what_is_wrong(words: list[str]) -> str:
   if not words:
     return _help()
-  near: dict[str, None] = {}
-  for typed in (' '.join(words[:2]), words[0]):
-    near.update((n, None) for n in _COMMANDS if n.split()[0] == typed)
-    near.update(dict.fromkeys(difflib.get_close_matches(typed, _COMMANDS)))
-  hint = (
-    f' Did you mean: {", ".join(f"tfs {n}" for n in near)}?' if near else ''
-  )
+  near = difflib.get_close_matches(words[0], _COMMANDS)
+  hint = f' Did you mean: tfs {near[0]}?' if near else ''
   return (
     f'tfs: no command {words[0]!r}. Expected one of '
     f'{", ".join(_COMMANDS)}.{hint}'

@@ -30,8 +30,7 @@ class TwoWorkersTest(tf.test.TestCase):
     self.assertEqual(program.wait(), 0, program.output())
     parts = [os.path.join(directory, f'run-{rank}.json') for rank in range(2)]
     merged = processes.run_python(
-      '-m',
-      'tf_strategies.monitoring.merge',
+      *('-m', 'tf_strategies', 'timeline', 'merge'),
       *parts,
       f'--output={path}',
       is_checked=True,

@@ -80,7 +80,7 @@ class CommandLineTest(parameterized.TestCase):
     status, out, err = _run(*arguments)
     self.assertEqual((status, out), (2, ''))
     self.assertIn(words, err)
-    self.assertIn('Usage: python -m tf_strategies.kubernetes', err)
+    self.assertIn('Usage: kubernetes', err)
 
   def test_without_yaml_the_extra_is_named(self):
     with mock.patch.object(importlib.util, 'find_spec', return_value=None):

@@ -86,7 +86,7 @@ class CommandLineTest(parameterized.TestCase):
     status, stdout, stderr = programs.run(arguments, directory)
     self.assertEqual((status, stdout), (2, ''))
     self.assertIn(words, stderr)
-    self.assertIn('Usage: python -m tf_strategies.launch', stderr)
+    self.assertIn('Usage: tfs launch', stderr)
     self.assertNotIn('Traceback', stderr)
 
   def test_dry_run_starts_nothing(self):

@@ -1,14 +1,12 @@
-"""Command lines of `tfs` and of the modules behind it: flags, then a command.
-
-`tfs launch [flags] -- command` and `python -m tf_strategies.launch [flags] --
-command` are one function, called with another name.
+"""Command lines of `tfs`: flags, then a command.
 
 Example:
 
   >>> from tf_strategies.cluster import command_line
-  >>> command_line.main(['job', '--num_workers=2', '--', 'true'], 'job', 'A job.',
-  ...                   [('num_workers', 1, 'Workers.')],
-  ...                   lambda values, command: values.num_workers)
+  >>> command_line.main(
+  ...   ['job', '--num_workers=2', '--', 'true'], 'A job.',
+  ...   [('num_workers', 1, 'Workers.')],
+  ...   lambda values, command: values.num_workers)
   2
 """
 
@@ -35,7 +33,6 @@ _DEFINE = {
 
 def main(
   argv: Sequence[str],
-  module: str,
   doc: str,
   rows: Iterable[tuple[str, object, str]],
   run: Callable[[flags.FlagValues, list[str]], int],
@@ -45,7 +42,6 @@ def main(
 
   Args:
     argv: the program's name, such as 'tfs launch', and its arguments.
-    module: the name after `python -m`, for a program of another name.
     doc: of the module; --help shows it up to its 'Example:'.
     rows: name, default and help of each flag. A flag is of its default's type, or a
       string if the default is None.
@@ -57,8 +53,7 @@ def main(
     The exit status: what `run` returned; 2 for a wrong command line, which is
     explained on stderr; 130 after Ctrl-C.
   """
-  is_tfs = argv[0].startswith('tfs ')
-  program = argv[0] if is_tfs else f'python -m {module}'
+  program = argv[0]
   # Apart from absl's global flags, among which is a --log_dir too.
   values = flags.FlagValues()
   for name, default, text in rows:
@@ -89,8 +84,7 @@ def main(
     errors.ClusterConfigError,
   ) as e:
     usage = ' '.join([program, '[flags]', *words.split()])
-    name = argv[0] if is_tfs else module
-    print(f'{name}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
+    print(f'{program}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
     return 2
 
 

@@ -5,4 +5,4 @@ import sys
 from tf_strategies.doctor import command
 
 if __name__ == '__main__':
-  sys.exit(command.main(sys.argv))
+  sys.exit(command.main(['tfs doctor', *sys.argv[1:]]))

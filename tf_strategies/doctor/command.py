@@ -55,6 +55,4 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit status: 0, 1 if something is to be fixed, 2 for a wrong flag.
   """
-  return command_line.main(
-    argv, 'tf_strategies.doctor', __doc__, _FLAGS, _run, words=''
-  )
+  return command_line.main(argv, __doc__, _FLAGS, _run, words='')

@@ -72,6 +72,4 @@ def main(argv: Sequence[str]) -> int:
   Returns:
     The exit status: 0, or 2 for a wrong command line, which stderr explains.
   """
-  return command_line.main(
-    argv, 'tf_strategies.kubernetes', __doc__, _FLAGS, _run
-  )
+  return command_line.main(argv, __doc__, _FLAGS, _run)

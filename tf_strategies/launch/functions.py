@@ -24,7 +24,6 @@ from tf_strategies import errors, option_checks
 from tf_strategies.cluster import ClusterConfig, command_line, launcher_note
 from tf_strategies.launch import output
 
-_LAUNCHER = 'tf_strategies.launch'
 _CALL = 'call'
 _SENDABLE = 'return numbers, NumPy arrays or a path'
 # The launcher's status for a wrong command line; it then writes its usage last.
@@ -128,11 +127,12 @@ def _call(
   python = [sys.executable, '-u', '-m']
   words = [f'--{name}={value}' for name, value in flags.items()]
   runner = ['tf_strategies.launch.functions', str(directory)]
-  command = [*python, _LAUNCHER, *words, '--', *python, *runner]
+  launcher = [*python, 'tf_strategies', 'launch', *words]
+  command = [*launcher, '--', *python, *runner]
   status, tail, is_elastic = _run(command)
   if status == _REFUSED and tail.rpartition('\n')[2].startswith(_USAGE):
     # The lines of tasks begin with their names: it is the launcher that ends so.
-    _, _, refusal = tail.rpartition(f'{_LAUNCHER}: ')
+    _, _, refusal = tail.rpartition('tfs launch: ')
     raise errors.UnsupportedOptionError(refusal.partition(f'\n{_USAGE}')[0])
   if status:
     raised = sorted(directory.glob('*.error'))

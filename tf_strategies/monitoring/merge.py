@@ -204,14 +204,8 @@ def _run(values: flags.FlagValues, paths: list[str]) -> int:
 
 def main(argv: Sequence[str]) -> int:
   """Merges the files that `argv` names, and prints the accuracy."""
-  return command_line.main(
-    argv,
-    'tf_strategies.monitoring.merge',
-    __doc__,
-    _FLAGS,
-    _run,
-    'run-0.json run-1.json ...',
-  )
+  words = 'run-0.json run-1.json ...'
+  return command_line.main(argv, __doc__, _FLAGS, _run, words)
 
 
 def _describe(name: str, task) -> str:
@@ -226,7 +220,3 @@ def _describe(name: str, task) -> str:
     )
   ahead = task['clock_ahead_us']
   return f'rank {task["rank"]} ({name}): ahead by {ahead:,.1f} us, {how}'
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))
