@@ -30,13 +30,13 @@ class Error(Exception):
   __init__ = Exception.__init__
 
 
-def result_of(future, seconds: float | None = None):
+def result_of(future):
   """Returns the result of a future, or raises its error.
 
   For an error of this package, the traceback begins here. The frames of the
   other thread do not help its user.
   """
-  error = future.exception(seconds)
+  error = future.exception()
   if isinstance(error, Error):
     raise error.with_traceback(None)
   return future.result()

@@ -144,14 +144,12 @@ def check_int(
     )
 
 
-def check_seconds(
-  name: str, value: object, *, or_zero: bool = False, fix: str = _FIX
-) -> None:
+def check_seconds(name: str, value: object, *, or_zero: bool = False) -> None:
   """Raises unless a value is a finite number of seconds above 0, or from 0."""
-  is_allowed = is_number(value) and (or_zero or value > 0)
+  is_allowed = is_number(value) and (value > 0 or (or_zero and value == 0))
   which = 'of at least 0' if or_zero else 'above 0'
   expected = f'a finite number of seconds {which}'
-  check(is_allowed, f'{name}={value!r}', expected, fix)
+  check(is_allowed, f'{name}={value!r}', expected, _FIX)
 
 
 def check_function(
@@ -233,12 +231,11 @@ def is_int(value: object) -> bool:
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_number(value: object, least: float = 0, most: float = math.inf) -> bool:
-  """Returns whether the value is a finite real number in a range, and not a bool."""
+def is_number(value: object) -> bool:
+  """Returns whether the value is a finite real number, and not a bool."""
   if not isinstance(value, numbers.Real) or isinstance(value, bool):
     return False
   try:
-    number = float(value)
+    return math.isfinite(value)
   except OverflowError:  # An integer beyond any float.
     return False
-  return math.isfinite(number) and least <= number <= most

@@ -77,6 +77,7 @@ class ExitCodeTest(parameterized.TestCase):
   @parameterized.parameters(
     ('errors.WorkerUnavailableError("worker 1 died")', 143),
     ('errors.DataError("truncated")', 1),
+    ('errors.ClusterConfigError("no task")', 2),
     # Python ends itself by SIGINT.
     ('KeyboardInterrupt()', -signal.SIGINT),
     ('SystemExit(7)', 7),
@@ -90,7 +91,7 @@ with exit_codes.exiting():
 """
     done = processes.run_python('-c', code)
     self.assertEqual(done.returncode, status)
-    if status in (1, 143):
+    if status in (1, 2, 143):
       self.assertIn('Traceback', done.stderr)
       self.assertIn(error.partition('"')[2].rstrip('")'), done.stderr)
 

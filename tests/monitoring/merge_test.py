@@ -45,7 +45,7 @@ def _trace(rank, spans, kind='all_reduce', generation=1):
     )
     for sequence, (begin, end) in spans.items()
   ]
-  return timeline.build(events, rank, 2)
+  return timeline.build(events, rank)
 
 
 def _begins(trace, pid):

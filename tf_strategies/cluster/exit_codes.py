@@ -3,8 +3,8 @@
 | status | meaning | a TFJob's policy ExitCode |
 |---|---|---|
 | 0 | done, by this process or before it came | done |
-| 1 | an error of the program, its data or its options: it would recur | fails |
-| 2 | a wrong command line | fails |
+| 1 | an error of the program or its data: it would recur | fails |
+| 2 | a wrong command line, option or cluster | fails |
 | 126, 127 | the command cannot be run, or was not found | fails |
 | 143 | a lost peer, a deadline (`RESTARTABLE_EXIT_CODE`): start it again | restarts |
 | 128 + N | killed by signal N: 137 out of memory, 143 preempted | restarts |
@@ -47,13 +47,15 @@ def exit_code(error: BaseException) -> int:
   """
   if isinstance(error, errors.JobFinishedError):
     return 0
+  is_option = isinstance(error, errors.UnsupportedOptionError)
+  if is_option or isinstance(error, errors.ClusterConfigError):
+    return 2
   # A restart changes neither a wrong secret, nor a limit of the host, nor the
   # program. Workers that disagree would disagree again.
   lasting = (
     errors.AuthenticationError,
     errors.CollectiveMismatchError,
     errors.ResourceLimitError,
-    errors.ScopeError,
     # The other run would be interrupted in its turn.
     errors.TakenOverError,
   )

@@ -102,17 +102,16 @@ def make_dataset(
     input_context,
   )
   position = _check_span(epochs, start, steps_per_epoch)
-  if epochs is None:
-    reader = _reader(source, options, training, prepare_fn, input_context)
-    batches = _epoch(reader)
-  else:
-    plan_lib.check_stream(options, training, input_context)
-    reader = _reader(source, options, training, prepare_fn)
-    batches = _run(reader, epochs, position, steps_per_epoch)
-    if input_context is not None:
-      batches = batches.shard(
-        input_context.num_input_pipelines, input_context.input_pipeline_id
-      )
+  context = input_context
+  if epochs is not None:
+    plan_lib.check_stream(options, training, context)
+    context = None  # A batch is one of all pipelines.
+  reader = _reader(source, options, training, prepare_fn, context)
+  batches = _batches(reader, epochs, position, steps_per_epoch)
+  if epochs is not None and input_context is not None:
+    batches = batches.shard(
+      input_context.num_input_pipelines, input_context.input_pipeline_id
+    )
   return _load(batches, reader, augment_fn if training else None, map_fn)
 
 
@@ -163,7 +162,7 @@ def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:
   return position
 
 
-def _reader(source, options, training, prepare_fn, context=None):
+def _reader(source, options, training, prepare_fn, context):
   """Returns the reader of this pipeline's share."""
   if isinstance(source, files_lib.Files):
     plan = plan_lib.make(options, training, context, len(source.paths))
@@ -174,46 +173,32 @@ def _reader(source, options, training, prepare_fn, context=None):
   return readers.ArrayReader(source, plan, prepare_fn)
 
 
-def _epoch(reader) -> tf.data.Dataset:
-  """Returns (batch, place) for each batch of a pass, another one each time."""
+def _batches(reader, epochs, position, steps_per_epoch) -> tf.data.Dataset:
+  """Returns (batch, place) for each batch of an epoch, or of the rest of a run."""
   plan, n = reader.plan, reader.plan.share_of(reader.num_examples)
-  plan.check_share(n)
-  count = plan.num_batches(n)
-
-  def one_pass(number):
-    places = tf.data.Dataset.range(number, number + count)
-    batches = plan.batches(reader.examples(number))
-    return tf.data.Dataset.zip((batches, places))
-
-  if not plan.training:
-    return one_pass(0)
-  number = shuffle.random_number(plan.options.seed)
-  batches = number.flat_map(lambda drawn: one_pass(drawn % 2**62))
-  return batches.apply(tf.data.experimental.assert_cardinality(count))
-
-
-def _run(reader, epochs, position, steps_per_epoch) -> tf.data.Dataset:
-  """Returns (batch, place) for each batch of a run from a position on."""
-  plan, n = reader.plan, reader.num_examples
   across_passes = plan.drop_remainder and steps_per_epoch is not None
   plan.check_share(n, across_passes)
   per_pass = plan.num_batches(n)
-  if steps_per_epoch is None:
-    steps_per_epoch = per_pass
-  first = position[0] * steps_per_epoch + position[1]
-  count = max(0, epochs * steps_per_epoch - first)
-  size = 1
+  first, count, size = 0, per_pass, 1
+  if epochs is not None:
+    steps = steps_per_epoch or per_pass
+    first = position[0] * steps + position[1]
+    count = max(0, epochs * steps - first)
   if across_passes:  # Full batches are cut out of the examples of all passes.
     size, per_pass = plan.batch_size, n
   first_pass, skipped = divmod(first * size, per_pass)
   num_passes = math.ceil((skipped + count * size) / per_pass)
   passes = tf.data.Dataset.range(first_pass, first_pass + num_passes)
+  places = tf.data.Dataset.range(first, first + count)
+  if epochs is None and plan.training:
+    # Each iteration is another pass.
+    passes = shuffle.random_number(plan.options.seed).map(lambda i: i % 2**62)
+    places = passes.flat_map(lambda i: tf.data.Dataset.range(i, i + count))
   if across_passes:
     batches = plan.batches(passes.flat_map(reader.examples).skip(skipped))
   else:
     batches = passes.flat_map(lambda i: plan.batches(reader.examples(i)))
     batches = batches.skip(skipped)
-  places = tf.data.Dataset.range(first, first + count)
   batches = tf.data.Dataset.zip((batches, places))
   return batches.apply(tf.data.experimental.assert_cardinality(count))
 

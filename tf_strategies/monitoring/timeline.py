@@ -14,7 +14,7 @@ Example:
 
   >>> from tf_strategies.monitoring import recorder, timeline
   >>> events = [recorder.Event('step 1', 'step', 5000, 9000, 1, {})]
-  >>> trace = timeline.build(events, rank=0, world_size=1)
+  >>> trace = timeline.build(events, rank=0)
   >>> [(e['name'], e['ts'], e['dur']) for e in trace['traceEvents']
   ...   if e['ph'] == 'X']
   [('step 1', 0.0, 4.0), ('compute', 0.0, 4.0)]
@@ -40,15 +40,12 @@ _NAMES = {
 _Span = tuple[str, str, str, step_breakdown.Interval, dict[str, Any]]
 
 
-def build(
-  events: Iterable[recorder.Event], rank: int, world_size: int
-) -> dict[str, Any]:
+def build(events: Iterable[recorder.Event], rank: int) -> dict[str, Any]:
   """Returns the trace of one task.
 
   Args:
     events: events of the recorder, steps among them.
     rank: rank of the task.
-    world_size: number of tasks.
   """
   events = sorted(events, key=lambda e: e.begin_ns)
   origin = events[0].begin_ns if events else recorder.now()
@@ -75,7 +72,6 @@ def build(
     'displayTimeUnit': 'ms',
     'otherData': {
       'rank': rank,
-      'world_size': world_size,
       'origin_ns': origin,
       # Where two tasks have no collective in common.
       'origin_unix_seconds': time.time() - (recorder.now() - origin) / 1e9,

@@ -108,7 +108,6 @@ class TrainingMonitor:
     """Reads the place of this process in its group, if it is in one."""
     self._group = getattr(self._strategy, 'process_group', None)
     self._rank = getattr(self._strategy, 'rank', 0)
-    self._world_size = getattr(self._strategy, 'num_workers', 1)
     self._generation = getattr(self._group, 'generation', 1)
     self.begin_epoch()
 
@@ -116,7 +115,7 @@ class TrainingMonitor:
     """Writes the timeline of a group."""
     if self._timeline is None:
       return
-    trace = timeline_lib.build(self._log, self._rank, self._world_size)
+    trace = timeline_lib.build(self._log, self._rank)
     timeline_lib.write(
       trace,
       timeline_lib.path_of(self._timeline, self._rank, self._generation),
