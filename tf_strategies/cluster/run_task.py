@@ -157,7 +157,7 @@ class _Stay:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _serve(cluster: config.ClusterConfig) -> None:
+def _serve(cluster: config.ClusterConfig) -> NoReturn:
   """Runs a TensorFlow server at this task's address until a signal comes."""
   status = exit_codes.terminated_exit_code()
   unanswered = 0
@@ -184,14 +184,12 @@ def _serve(cluster: config.ClusterConfig) -> None:
       task_index=cluster.task_index,
       protocol='grpc',
     )
-  logging.info('%s serves at %s.', task, cluster.address)
-  # In another thread: while the main thread is in C++, Python sees no signal.
-  joining = threading.Thread(target=server.join, name='server', daemon=True)
-  joining.start()
-  # A signal that comes just before a wait begins does not interrupt it, and
-  # Python calls the handler after it: hence many short waits.
-  while joining.is_alive():
-    joining.join(_SIGNAL_POLL_SECONDS)
+  logging.info('%s serves at %s.', task, server.target)
+  # Not `server.join()`: while the main thread is in C++, Python sees no signal. A
+  # signal that comes just before a wait begins does not interrupt it, and Python calls
+  # the handler after it: hence many short waits.
+  while True:
+    time.sleep(_SIGNAL_POLL_SECONDS)
 
 
 def _leave(status: int) -> NoReturn:

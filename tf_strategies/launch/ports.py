@@ -1,17 +1,15 @@
 """Free ports of this host."""
 
 import collections
-import pathlib
 import random
 import socket
 import sys
 
 from tf_strategies import errors
 
-# Linux takes the ports of connections from a range of its own. A port from
-# there, free now, may belong to somebody's connection once a task listens.
-_OF_CONNECTIONS = pathlib.Path('/proc/sys/net/ipv4/ip_local_port_range')
-_FIRST, _LAST = 20_000, 32_000
+# Linux takes the ports of connections from 32,768 on. A port from there, free now, may
+# belong to somebody's connection once a task listens.
+_PORTS = range(20_000, 32_000)
 
 # Until a task listens at a port nothing tells other processes that it was given. A
 # name that only one can have does, while this process holds it; so many are held.
@@ -37,38 +35,26 @@ def pick_ports(count: int) -> list[int]:
     3
   """
   ports: list[int] = []
-  if count > _LAST - _FIRST:
+  if count > len(_PORTS):
     raise errors.UnsupportedOptionError(
       f'{count} tasks on one host',
-      f'at most {_LAST - _FIRST}, each of which has a port',
+      f'at most {len(_PORTS)}, each of which has a port',
       'start fewer, or others on more hosts',
     )
-  candidates = _candidates()
   # Whoever has seeded `random` gets other ports all the same, and keeps its state.
-  random.SystemRandom().shuffle(candidates)
-  for port in candidates:
+  for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
     if len(ports) == count:
       break
     if _is_free(port) and _hold(port):
       ports.append(port)
   if len(ports) < count:
     raise errors.RendezvousError(
-      f'Found {len(ports)} free ports from {_FIRST} to {_LAST} instead of '
+      f'Found {len(ports)} free ports from {_PORTS[0]} to {_PORTS[-1]} instead of '
       f'{count}. End what listens there.'
     )
   while len(_held) > max(_HELD, count):
     _held.popleft().close()
   return ports
-
-
-def _candidates() -> list[int]:
-  ports = range(_FIRST, _LAST)
-  try:
-    first, last = map(int, _OF_CONNECTIONS.read_text('ascii').split())
-  except (OSError, ValueError):
-    return list(ports)
-  # Where connections have them all there is nothing better.
-  return [p for p in ports if not first <= p <= last] or list(ports)
 
 
 def _is_free(port: int) -> bool:
