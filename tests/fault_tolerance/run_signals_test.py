@@ -174,8 +174,8 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     self.run_ = self._new_run()
     self.run_.restore()
 
-  def _new_run(self):
-    return tfs.Run(self.directory, self.model)
+  def _new_run(self, **options):
+    return tfs.Run(self.directory, self.model, **options)
 
   def _fit(self, *callbacks, steps_per_epoch=2, **options):
     self.model.fit(
@@ -265,15 +265,20 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
         self._fit(self.run_, epochs=4, **options)
       self.assert_handler_is_back()
 
-  @parameterized.parameters('model', 'optimizer', 'second_optimizer')
+  @parameterized.parameters(
+    'model', 'optimizer', 'second_optimizer', 'optimizer_of_the_run'
+  )
   def test_fit_of_another(self, what):
+    if what == 'optimizer_of_the_run':
+      # The model trains with the optimizer that it was compiled with.
+      self.run_ = self._new_run(optimizer=keras.optimizers.SGD())
     self.run_.restore()
     if what == 'model':
       self.model = keras.models.clone_model(self.model)
     if what == 'second_optimizer':
       # As for a `train_step` with two optimizers; the run does not save this one.
       self.model.second = keras.optimizers.SGD()
-    else:
+    elif what != 'optimizer_of_the_run':
       self.model.compile('sgd', 'mse')
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'another model or optimizer'

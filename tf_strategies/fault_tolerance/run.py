@@ -134,8 +134,7 @@ class Run(keras.callbacks.Callback):
       with self._strategy.scope():
         optimizer.build(model.trainable_variables)
     objects = model_state.state_of(model, optimizer)
-    # A `train_step` may use `optimizer` in place of the compiled one.
-    self._known = [*objects.values(), getattr(model, 'optimizer', None)]
+    self._known = list(objects.values())
     self._state: run_state.WorkerState | run_state.ServerState
     if hasattr(self._strategy, 'recovery'):
       objects |= {f'metrics/{i}': m for i, m in enumerate(metrics or ())}
@@ -267,6 +266,9 @@ class Run(keras.callbacks.Callback):
   def on_train_begin(self, logs=None):
     """Finds the position where `fit` continues."""
     known = {id(each) for each in self._known}
+    if _keras_internal.results_of(self.model, 'train') is None:
+      # The user's own `train_step` may leave the compiled optimizer out.
+      known.add(id(self.model.optimizer))
     option_checks.check(
       known.issuperset(map(id, model_state.state_of(self.model).values())),
       f'a fit of {self.model.name!r} with the Run of another model or optimizer',
