@@ -37,7 +37,7 @@ _REFUSED = (
 )
 
 
-class Piece(NamedTuple):
+class PieceFile(NamedTuple):
   """Consecutive rows of an array in a file."""
 
   # In the directory of the checkpoint, without TensorFlow's suffixes.
@@ -52,13 +52,13 @@ class Table(NamedTuple):
 
   dtype: str
   shape: tuple[int, ...]
-  pieces: tuple[Piece, ...]
+  pieces: tuple[PieceFile, ...]
 
   @classmethod
   def from_json(cls, value: Sequence[Any]) -> Table:
     """Returns the table that JSON made lists of."""
     dtype, shape, found = value
-    return cls(dtype, tuple(shape), tuple(Piece(*piece) for piece in found))
+    return cls(dtype, tuple(shape), tuple(PieceFile(*piece) for piece in found))
 
   def files(self) -> list[str]:
     """Returns the files of all pieces, in the directory of the checkpoint."""
@@ -73,7 +73,7 @@ def _place(directory: str, file: str) -> dict[str, tf.Tensor]:
   return {'prefix': path, 'tensor_names': names, 'shape_and_slices': slices}
 
 
-def write(directory: str, file: str, first: int, rows: tf.Tensor) -> Piece:
+def write(directory: str, file: str, first: int, rows: tf.Tensor) -> PieceFile:
   """Writes rows from number `first` on, where the device of the scope is.
 
   Raises:
@@ -83,10 +83,10 @@ def write(directory: str, file: str, first: int, rows: tf.Tensor) -> Piece:
     tf.raw_ops.SaveV2(**_place(directory, file), tensors=[rows])
   except _REFUSED as e:
     raise OSError(f'{rows.device}: {e.message}') from e
-  return Piece(file, first, int(rows.shape[0]), digest(rows))
+  return PieceFile(file, first, int(rows.shape[0]), digest(rows))
 
 
-def read(directory: str, piece: Piece, dtype: str) -> tf.Tensor:
+def read(directory: str, piece: PieceFile, dtype: str) -> tf.Tensor:
   """Returns the rows of a piece, read where the device of the scope is.
 
   Raises:
@@ -105,7 +105,7 @@ def read(directory: str, piece: Piece, dtype: str) -> tf.Tensor:
   return rows
 
 
-def check(directory: str, piece: Piece, dtype: str) -> None:
+def check(directory: str, piece: PieceFile, dtype: str) -> None:
   """Reads a piece where the device of the scope is, and compares its checksum.
 
   Raises:

@@ -90,15 +90,16 @@ def agree(
   text = json.dumps(value, sort_keys=True)
   answers = exchange(f'agree/{what}', text.encode())
   fix = 'start all workers with the same program and settings'
-  check_same(answers, what, fix)
+  check_same([answer.decode() for answer in answers], what, fix)
 
 
-def check_same(answers: Sequence[bytes], what: str, fix: str) -> None:
+def check_same(answers: Sequence[Any], what: str, fix: str) -> None:
   """Raises CollectiveMismatchError, with the ranks, unless all answers agree."""
-  different = tuple(r for r, a in enumerate(answers) if a != answers[0])
+  texts = list(map(str, answers))  # A nan equals no other.
+  different = tuple(r for r, text in enumerate(texts) if text != texts[0])
   if different:
     shown = 0, *different[:_NAMED]
-    said = [f'rank {r} has {answers[r].decode()}' for r in shown]
+    said = [f'rank {r} has {texts[r]}' for r in shown]
     more = ', ...' if len(different) > _NAMED else ''
     error = errors.CollectiveMismatchError(
       f'{what} is not the same on all workers: {", ".join(said)}{more}. '

@@ -252,7 +252,7 @@ def _share_files(model, callbacks, length):
   said = [json.loads(answer) for answer in answers]
   for what in same:
     link.check_same(
-      [json.dumps(values[what]).encode() for values, _ in said],
+      [values[what] for values, _ in said],
       what,
       'call fit with the same settings and the whole data on every worker',
     )

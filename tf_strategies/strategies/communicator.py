@@ -76,7 +76,7 @@ class Communicator(abc.ABC):
     """Sums the tensors of one local replica, in a branch of its own graph."""
 
   def gradient_state(self, variables: Sequence[Any]) -> dict[str, tf.Variable]:
-    """Returns the rests of the gradients for the next step, by name.
+    """Returns the rests of the gradients for the next step, by number of the variable.
 
     A checkpoint is whole with it only. By default nothing is left.
     """
@@ -91,6 +91,41 @@ class Communicator(abc.ABC):
   def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Concatenates tensors along axis 0, of which the lengths may differ."""
 
+  def gather(
+    self, parts: Sequence[tf.Tensor], axis: int, name: str
+  ) -> tf.Tensor:
+    """Concatenates tensors of any dtype of all devices of all workers.
+
+    Args:
+      parts: a tensor of each local device. Lengths along `axis` may differ.
+      axis: the axis, counted from either end.
+      name: name of the collective.
+    """
+    with tf.device('CPU:0'):
+      local = tf.concat(parts, axis)
+      rank = local.shape.rank
+      order = [axis % rank, *(i for i in range(rank) if i != axis % rank)]
+      gathered = self._gather_rows(tf.transpose(local, order), name)
+      return tf.transpose(gathered, [order.index(i) for i in range(rank)])
+
+  def _gather_rows(self, local: tf.Tensor, name: str) -> tf.Tensor:
+    """Concatenates tensors of any dtype along axis 0. Links send numbers only."""
+    if local.dtype == tf.bool:
+      return tf.cast(self.all_gather(tf.cast(local, tf.uint8), name), tf.bool)
+    if local.dtype != tf.string:
+      return self.all_gather(local, name)
+    texts = tf.reshape(local, [-1])
+    letters = tf.io.decode_raw(tf.strings.reduce_join(texts), tf.uint8)
+    letters = self.all_gather(letters, f'{name}/letters')
+    lengths = self.all_gather(tf.strings.length(texts), f'{name}/lengths')
+    alphabet = tf.constant([bytes([i]) for i in range(256)])
+    characters = tf.gather(alphabet, tf.cast(letters, tf.int32))
+    texts = tf.RaggedTensor.from_row_lengths(characters, lengths)
+    shape = tf.concat([[-1], tf.shape(local)[1:]], 0)
+    gathered = tf.reshape(tf.strings.reduce_join(texts, 1), shape)
+    gathered.set_shape([None, *local.shape[1:]])
+    return gathered
+
   @abc.abstractmethod
   def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
     """Returns the root's tensor on every worker."""
@@ -99,8 +134,11 @@ class Communicator(abc.ABC):
   def exchange(self, tag: str, payload: bytes) -> list[bytes]:
     """Brings a few bytes of each worker to all, beside the collectives."""
 
-  def check_same(self, answers: Sequence[bytes], what: str, fix: str) -> None:
-    """Raises CollectiveMismatchError unless all workers gave the same answer."""
+  def check_same(self, answers: Sequence[Any], what: str, fix: str) -> None:
+    """Raises CollectiveMismatchError unless all workers gave the same answer.
+
+    `answers` are values of JSON, by rank.
+    """
     workers_lib.check_same(answers, what, fix)
 
   @abc.abstractmethod

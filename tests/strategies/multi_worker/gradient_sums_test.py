@@ -5,6 +5,7 @@ The workers are threads, whose group adds as the simulator does.
 
 import concurrent.futures
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests import virtual_devices
 from tests.collectives.simulator import simulate
 from tf_strategies.collectives import codecs
 from tf_strategies.collectives.algorithms import ALGORITHMS
-from tf_strategies.strategies.multi_worker import gradient_state, gradient_sums
+from tf_strategies.strategies.multi_worker import gradient_sums
 
 virtual_devices.configure()
 
@@ -83,18 +84,20 @@ class _Workers:
   def __init__(self, codec, shapes, size=2, bucket_bytes=2000, feeds=True):
     self._codec = codecs.get(codec)
     self.size, self._feeds = size, feeds
-    variables = [tf.Variable(np.zeros(shape, np.float32)) for shape in shapes]
-    self._variables = variables  # Only as long as they live.
     self._sending = [
       gradient_sums.Sending(bucket_bytes, 'auto', size) for _ in range(size)
     ]
-    states = [
-      gradient_state.GradientRests(virtual_devices.name(0)) for _ in range(size)
-    ]
     self.rests = [
-      [state.of(v) if self._codec.keeps_rest else None for v in variables]
-      for state in states
+      [
+        self._rest(shape) if self._codec.keeps_rest else None
+        for shape in shapes
+      ]
+      for _ in range(size)
     ]
+
+  def _rest(self, shape):
+    variable = tf.Variable(np.zeros(shape, np.float32))
+    return gradient_sums.rest_of(variable, virtual_devices.name(0))
 
   def step(self, gradients):
     """The sums on each worker, of its gradients."""
@@ -246,21 +249,15 @@ class FeedbackTest(tf.test.TestCase, parameterized.TestCase):
 
 class GradientRestsTest(tf.test.TestCase):
   def test_of_each_variable_one_that_goes_with_it(self):
-    state = gradient_state.GradientRests(virtual_devices.name(0))
+    device = virtual_devices.name(0)
     one, other = tf.Variable(tf.zeros([9, 8])), tf.Variable(tf.zeros([9, 8]))
-    rest = state.of(one)
-    self.assertIs(state.of(one), rest)
-    self.assertIsNot(state.of(other), rest)
+    rest = gradient_sums.rest_of(one, device)
+    self.assertIs(gradient_sums.rest_of(one, device), rest)
+    self.assertIsNot(gradient_sums.rest_of(other, device), rest)
     self.assertEqual(rest.shape, [9, 8])
-    del one
-    state.of(tf.Variable(tf.zeros([2])))
-    self.assertLen(state._rests, 2)
-
-  def test_names(self):
-    variables = [tf.Variable(0.0, name=n) for n in ('a', 'b', 'a', 'a')]
-    self.assertEqual(
-      list(gradient_state.names(variables)), ['a:0', 'b:0', 'a:0#2', 'a:0#3']
-    )
+    is_there = weakref.ref(rest)
+    del one, rest
+    self.assertIsNone(is_there())
 
 
 if __name__ == '__main__':

@@ -261,16 +261,8 @@ class WorkerReducer:
   def gather(self, value, destinations, axis, options):
     """Concatenates the components of all workers' values."""
     del options
-    with tf.device('CPU:0'):
-      local = tf.concat([tf.convert_to_tensor(v) for v in value.values], axis)
-      # Lengths may differ along `axis`, which must be the first for the link.
-      rank = local.shape.rank
-      order = [axis % rank, *(i for i in range(rank) if i != axis % rank)]
-      gathered = self._communicator.all_gather(
-        tf.transpose(local, order), f'gather/axis_{axis}'
-      )
-      back = [order.index(i) for i in range(rank)]
-      gathered = tf.transpose(gathered, back)
+    parts = [tf.convert_to_tensor(v) for v in value.values]
+    gathered = self._communicator.gather(parts, axis, f'gather/axis_{axis}')
     return self._place([gathered], value, destinations)
 
   def gather_shared(self, value, destinations, axis):

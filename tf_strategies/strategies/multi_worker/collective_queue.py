@@ -39,7 +39,7 @@ _UPDATES = itertools.count()
 _Work = Callable[[process_group.ProcessGroup, np.ndarray], np.ndarray]
 
 
-class Request(NamedTuple):
+class QueuedWork(NamedTuple):
   """A tensor, and the work that a group does with it.
 
   Attributes:
@@ -120,7 +120,7 @@ class CollectiveQueue:
     return result
 
   def call_all(
-    self, kind: str, requests: Sequence[Request], device: str
+    self, kind: str, requests: Sequence[QueuedWork], device: str
   ) -> list[tf.Tensor]:
     """Does the work of each request as soon as its tensor is ready.
 

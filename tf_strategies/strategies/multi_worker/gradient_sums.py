@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import process_group
+from tf_strategies import _tf_internal, process_group
 from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.cross_device import packing
 from tf_strategies.process_group import buffers
@@ -138,6 +138,27 @@ def all_reduce(
     )
     _keep(items, rests, sums, read, writes)
   return sums
+
+
+def rest_of(variable: Any, device: str) -> tf.Variable:
+  """Returns the unsent rest of a variable's gradients; zeros before the first step.
+
+  Every worker has its own rests, and only their sum matters: a checkpoint holds them
+  as parts of a sum. They belong to no strategy, as the queue's token: there is one
+  copy, on this device.
+  """
+  rest = vars(variable).get('gradient_rest')
+  if rest is None:
+    dtype = codec_lib.sum_dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+    with tf.init_scope(), tf.device(device):
+      rest = vars(variable)['gradient_rest'] = _tf_internal.ResourceVariable(
+        np.zeros(tuple(variable.shape), dtype),
+        trainable=False,
+        name='gradient_rest',
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.SUM,
+      )
+  return rest
 
 
 def _with_rests(items, read) -> list[tf.Tensor]:

@@ -303,7 +303,7 @@ def _check_same(
   told = communicator.exchange(f'{tag}/more', json.dumps(mine).encode())
   calls, seeds = zip(*map(json.loads, told), strict=True)
   communicator.check_same(
-    [str(call).encode() for call in calls],
+    calls,
     'the method of a model that is running',
     'call the same methods on all workers, outside of any `if` on the rank',
   )
@@ -311,7 +311,7 @@ def _check_same(
   _check_steps(communicator, limits)
   advice = _WHOLE_DATA if len(set(seeds)) == 1 else _SAME_SEED
   communicator.check_same(
-    [str(each).encode() for each in fingerprints],
+    fingerprints,
     what,
     fix or f'{advice}. {_OWN_DATA}',
   )
@@ -320,7 +320,7 @@ def _check_same(
 def _check_steps(communicator, limits) -> None:
   """Raises CollectiveMismatchError unless all workers take as many steps."""
   communicator.check_same(
-    [str(steps).encode() for steps in limits],
+    limits,
     'the number of steps (steps, steps_per_epoch or validation_steps, or the '
     'number of batches)',
     'pass the same number, or data of the same length, on all workers',

@@ -18,7 +18,6 @@ from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.multi_worker import (
   collective_queue,
-  gradient_state,
   gradient_sums,
 )
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -37,7 +36,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     group: the group of the workers; None before the first one.
     local: reduces tensors between the devices of this worker.
     options: how workers communicate.
-    membership: the `elastic.Membership` that forms the groups; None if `group` never
+    membership: the `elastic.ElasticGroups` that forms the groups; None if `group` never
       changes.
   """
 
@@ -48,7 +47,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     options: options_lib.RingOptions,
     membership: Any = None,
   ):
-    self._membership = membership
+    self.membership = membership
     self.is_elastic = membership is not None
     self._queue = collective_queue.CollectiveQueue(group, self.join)
     with tf.init_scope(), tf.device('CPU:0'):
@@ -65,7 +64,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self._sending = gradient_sums.Sending(
       options.bucket_bytes, options.all_reduce, num_chunks
     )
-    self._rests = gradient_state.GradientRests(local.devices[0])
 
   @property
   def is_member(self) -> bool:
@@ -76,7 +74,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """Makes this worker a member of a group, if it is in none."""
     if not self.is_member:
       with tf.init_scope():
-        self._membership.join()
+        self.membership.join()
 
   def enter(self, group: process_group.ProcessGroup) -> None:
     """Uses this group from now on, in place of one that has ended."""
@@ -102,7 +100,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
   @property
   def capacity(self):
     """See base class."""
-    return self._membership.capacity if self.is_elastic else self.world_size
+    return self.membership.capacity if self.is_elastic else self.world_size
 
   def place(self):
     """See base class."""
@@ -113,11 +111,10 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def check_same(self, answers, what, fix):
     """See base class; the membership says who is wrong."""
-    if not self.is_elastic:
-      super().check_same(answers, what, fix)
+    if self.is_elastic:
+      self.membership.check_same(answers, what, fix)
     else:
-      said = [answer.decode() for answer in answers]
-      self._membership.check_same(said, what, fix)
+      super().check_same(answers, what, fix)
 
   def all_reduce(self, columns, name, gradients=None):
     """See base class."""
@@ -146,9 +143,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def _all_reduce_host(self, tensors, name, gradients, told_as):
     """Sums tensors of all workers; `told_as` are those that a timeline names."""
-    variables = [None] * len(tensors)
-    if gradients is not None and gradients.variables:
-      variables = gradients.variables
+    gradients = gradients or gradient_reducer.Gradients(())
+    variables = gradients.variables or [None] * len(tensors)
     # One copy from a GPU for each bucket, not for each gradient.
     device = self._local.devices[0]
 
@@ -156,13 +152,11 @@ class ProcessGroupCommunicator(communicator.Communicator):
       names = _names(told_as, variables)
       return self._send('all_reduce', name, packed, works, shapes, names)
 
-    writes = {}
-    if gradients is not None and gradients.writes is not None:
-      writes = gradients.writes
+    writes = {} if gradients.writes is None else gradients.writes
     with tf.device(device):
       items = list(map(self._item, tensors, variables))
       summed = gradient_sums.all_reduce(items, self._sending, send, writes)
-      if gradients is not None and gradients.writes is None:
+      if gradients.writes is None:
         gradient_reducer.write(writes)
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
 
@@ -181,7 +175,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
       The results, on the first device.
     """
     requests = [
-      collective_queue.Request(
+      collective_queue.QueuedWork(
         functools.partial(work, name=f'{name}/bucket_{i}'),
         bucket,
         shape,
@@ -282,7 +276,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     codec = self._codec_of(variable)
     if not codec.keeps_rest:
       return gradient_sums.Item(tensor, codec)
-    rest = self._rests.of(variable)
+    rest = gradient_sums.rest_of(variable, self._local.devices[0])
     return gradient_sums.Item(tf.cast(tensor, rest.dtype), codec, rest)
 
   def _codec_of(self, variable) -> codec_lib.Codec:
@@ -292,10 +286,10 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def gradient_state(self, variables):
     """See base class."""
-    names = gradient_state.names(variables)
+    device = self._local.devices[0]
     return {
-      f'rest/{name}': self._rests.of(variable)
-      for name, variable in zip(names, variables, strict=True)
+      f'rest/{i}': gradient_sums.rest_of(variable, device)
+      for i, variable in enumerate(variables)
       if self._codec_of(variable).keeps_rest
     }
 

@@ -386,7 +386,7 @@ def _write(
   shard: VariableRows | TableRows,
   first: int,
   site: _Site,
-) -> dict[str, list[pieces.Piece]]:
+) -> dict[str, list[pieces.PieceFile]]:
   """Writes the rows of a shard, from number `first` on; returns pieces by name."""
   found = {name: [] for name in shard.specs}
 
