@@ -56,7 +56,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.addCleanup(rendezvous.close)
     self.job = elastic_job.Job(tfs.ElasticOptions(), rendezvous, 1)
     strategy = elastic.ElasticRingStrategy(
-      self.job._members, tfs.RingOptions(), devices=['CPU:0']
+      self.job, tfs.RingOptions(), devices=['CPU:0']
     )
     self.addCleanup(strategy.close)
     self.job.begin(strategy)
@@ -102,7 +102,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     """Checks that it calls the function again with both, even if it is then alone."""
     self.job.restore(self.model)
     self.job.update(0, 3)
-    state, members = self.job._state, self.job._members
+    state = self.job._state
     theirs = state.progress._replace(epoch=2, iterations=9)
     iterations = state.describe().index('int64[]')
     tasks = [mock.Mock(rank=i, progress=state.order + i) for i in range(2)]
@@ -120,9 +120,20 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
 
     group.exchange, group.broadcast = exchange, broadcast
     with self.assertRaisesRegex(elastic_members.CallAgain, '6 steps behind'):
-      members._synchronise(group, 'train')
+      self.job._synchronise(group, 'train')
     state.hold()
     self.assertEqual(state.position, Position(2, 3))
+
+  @parameterized.parameters(('0', 0), ('1', 1))
+  def test_state_that_nobody_has_any_more_is_reported(self, restarts, warnings):
+    with (
+      mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': restarts}),
+      mock.patch.object(elastic_members.logging, 'warning') as warning,
+    ):
+      self.job.restore(self.model)
+      self.assertEqual(self.job.position, Position())
+    told = [call.args[0] for call in warning.mock_calls]
+    self.assertLen([t for t in told if 'begins again' in t], warnings)
 
   def test_loop_that_does_not_restore_is_refused(self):
     with self.assertRaisesRegex(
@@ -299,8 +310,8 @@ class MajorityTest(parameterized.TestCase):
 
   def check(self, rank, answers, came):
     options = tfs.ElasticOptions()
-    members = elastic_members.Members(mock.Mock(), 9, options, mock.Mock())
-    members._all_came = came
+    members = elastic_members.Members(options, mock.Mock(), 9)
+    members._state, members._all_came = mock.Mock(), came
     group = members._communicator.group
     group.rank, group.members = rank, [f'task {r}' for r in range(len(answers))]
     members.check_same(answers, 'batch 3', 'look')

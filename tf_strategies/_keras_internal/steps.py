@@ -348,29 +348,6 @@ _requirements.method(
 )
 
 
-def _tell_of_reset(reset: Callable) -> Callable:
-  """Shows metrics to a strategy before a model resets them."""
-
-  @functools.wraps(reset)
-  def reset_metrics(self):
-    """Resets the metrics, after the strategy has seen them."""
-    strategy = getattr(self, '_distribute_strategy', None)
-    before = getattr(strategy and strategy.extended, 'before_reset', None)
-    if before is not None:
-      before(self)
-    return reset(self)
-
-  return reset_metrics
-
-
-change(
-  base_trainer.Trainer,
-  'reset_metrics()',
-  _tell_of_reset,
-  'a worker that is a step behind needs the metrics of that step',
-)
-
-
 def is_for_model() -> bool:
   """Returns whether Keras distributes a data set for a model's steps, not a user's."""
   return _making.data is not None

@@ -25,7 +25,7 @@ _KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 _ARRAY, _OP = '__array__', '__op__'
 
 
-class Progress(keras.callbacks.Callback):
+class RecordProgress(keras.callbacks.Callback):
   """Records the progress of `fit` in the state of a job; the last callback.
 
   Args:

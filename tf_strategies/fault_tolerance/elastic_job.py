@@ -9,13 +9,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors, process_group
+from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import (
   elastic_callbacks,
   elastic_members,
   elastic_options,
-  elastic_state,
 )
 from tf_strategies.keras import chief_only
 from tf_strategies.strategies.multi_worker import elastic
@@ -23,7 +22,7 @@ from tf_strategies.strategies.multi_worker import elastic
 MakeBatches = Callable[[int, int], tf.data.Dataset]
 
 
-class Job:
+class Job(elastic_members.Members):
   """An elastic job: its strategy, its groups of workers, and their state.
 
   `tfs.elastic.run` makes it.
@@ -32,19 +31,10 @@ class Job:
     options: the options of the job.
     rendezvous: forms the groups.
     capacity: the largest number of workers.
-  """
 
-  def __init__(
-    self,
-    options: elastic_options.ElasticOptions,
-    rendezvous: process_group.Rendezvous,
-    capacity: int,
-  ):
-    self._options = options
-    self._state = elastic_state.State()
-    self._members = elastic_members.Members(
-      rendezvous, capacity, options, self._state
-    )
+  Attributes:
+    generations: the groups in which this worker took part.
+  """
 
   @property
   def strategy(self) -> elastic.ElasticRingStrategy:
@@ -56,25 +46,20 @@ class Job:
     return self._state.strategy
 
   @property
-  def generations(self) -> list[elastic_members.Generation]:
-    """The groups in which this worker took part."""
-    return self._members.generations
-
-  @property
   def position(self) -> Position:
     """Completed epochs, and completed batches of the next one."""
-    self._members.join()
+    self.join()
     return self._state.position
 
   def run(self, train_fn: Callable[[Job], Any], make_strategy: Callable) -> Any:
     """Calls the training function until it returns; see `tfs.elastic.run`."""
-    self._members.check_finished()
+    self._check_finished()
     while True:
       try:
-        return self._call(train_fn, make_strategy(self._members))
+        return self._call(train_fn, make_strategy(self))
       except (*elastic_members.RECOVERABLE, elastic_members.CallAgain) as e:
         self._state.hold()
-        self._members.fail(e)
+        self._fail(e)
         logging.warning('Calling the training function again: %s', e)
 
   def _call(self, train_fn, strategy) -> Any:
@@ -82,18 +67,17 @@ class Job:
       self.begin(strategy)
       result = train_fn(self)
       # No worker leaves while another may still need it.
-      self._members.wait_for_all()
-      self._members.mark_finished()
+      self._wait_for_all()
+      self._mark_finished()
       return result
     except BaseException as e:
-      self._members.abort(e)
+      self._abort(e)
       raise
     finally:
       strategy.close()
 
   def begin(self, strategy: elastic.ElasticRingStrategy) -> None:
     """Starts a call of the training function."""
-    self._members.is_fitting = False
     self._state.begin(strategy, is_one_fit=self._options.batch == 'global')
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
@@ -111,7 +95,7 @@ class Job:
     with self.strategy.scope():
       optimizer.build(model.trainable_variables)
     self._state.set_objects(model, optimizer)
-    self._members.share()
+    self._share()
 
   def global_batch_size(self, size: int) -> int:
     """Returns the global batch size of this generation; call it after `restore`.
@@ -127,7 +111,7 @@ class Job:
       )
     elastic_options.check_count('size', size, 1)
     if self._options.batch == 'per_replica':
-      self._members.join()
+      self.join()
       first_world = self._state.progress.first_world
       size = size * self.strategy.num_workers // first_world
     self._state.batch_size = size
@@ -141,10 +125,10 @@ class Job:
     """
     elastic_options.check_count('epoch', epoch, 0)
     elastic_options.check_count('step', step, 0)
-    self._members.join()
+    self.join()
     is_new_epoch = epoch != self._state.progress.epoch
     self._state.move(epoch, step)
-    self._members.let_in(is_new_epoch)
+    self._let_in(is_new_epoch)
 
   def fit(
     self,
@@ -185,19 +169,16 @@ class Job:
         callbacks.
     """
     elastic_options.check_fit(make_batches, epochs, steps_per_epoch, callbacks)
-    state, members = self._state, self._members
+    state = self._state
     if state.model is not model:
       self.restore(model)
     state.fit = epochs, steps_per_epoch
+    if state.callbacks:
+      state.files_are_common = False  # The next `fit`: they were not compared.
     state.callbacks = list(callbacks)
     if not any(isinstance(c, keras.callbacks.History) for c in callbacks):
       # Keras's own would not know the epochs before a worker came.
       state.callbacks.append(keras.callbacks.History())
-    if members.is_fitting:
-      state.files_are_common = False  # The next `fit`: they were not compared.
-    members.is_fitting = True
-    metrics = [v.value for v in model.metrics_variables]
-    self.strategy.extended.hold_sums(metrics)
     batches = make_batches(0, 0)
     elastic_options.check_length(batches, make_batches, epochs, steps_per_epoch)
     self._join_with_steps(model, batches, steps_per_epoch, class_weight)
@@ -211,7 +192,7 @@ class Job:
       return None
     is_new = state.position == Position()
     callbacks = [
-      elastic_callbacks.FilesOfJob(callback, members.run_step, is_new)
+      elastic_callbacks.FilesOfJob(callback, self.run_step, is_new)
       if state.files_are_common and chief_only.path_of(callback)
       else callback
       for callback in state.callbacks
@@ -221,7 +202,7 @@ class Job:
       initial_epoch=epoch,
       epochs=epochs,
       steps_per_epoch=steps_per_epoch,
-      callbacks=[*callbacks, elastic_callbacks.Progress(state, step)],
+      callbacks=[*callbacks, elastic_callbacks.RecordProgress(state, step)],
       shuffle=False,  # `make_batches` says which batch a step has.
       verbose=verbose,
       validation_data=validation_data,
@@ -250,4 +231,4 @@ class Job:
         'metrics of that epoch are not theirs. Return a tf.data.Dataset.',
         type(batches).__name__,
       )
-    self._members.join(begins_fit=True)
+    self.join(begins_fit=True)

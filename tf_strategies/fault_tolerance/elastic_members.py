@@ -83,29 +83,29 @@ class Generation(NamedTuple):
   world_size: int
 
 
-class Members(elastic.Membership):
+class Members(elastic.ElasticGroups):
   """The groups that this worker forms with others, one after the other.
 
   Args:
+    options: the options of the job.
     rendezvous: forms the groups.
     capacity: the largest number of workers.
-    options: the options of the job.
-    state: the state that the workers share.
+
+  Attributes:
+    generations: the groups in which this worker took part.
   """
 
   def __init__(
     self,
+    options: elastic_options.ElasticOptions,
     rendezvous: process_group.Rendezvous,
     capacity: int,
-    options: elastic_options.ElasticOptions,
-    state: elastic_state.State,
   ):
     self.capacity = capacity
     self.generations: list[Generation] = []
-    self.is_fitting = False
     self._rendezvous = rendezvous
     self._options = options
-    self._state = state
+    self._state = elastic_state.SharedState()
     # Notes in the directory of the job that its training is complete.
     self._marks: checkpointer.Checkpointer | None = None
     if options.directory is not None:
@@ -131,16 +131,12 @@ class Members(elastic.Membership):
     if not self._communicator.is_member:
       self._enter(_FIT if begins_fit else _ELSEWHERE)
 
-  def share(self) -> None:
+  def _share(self) -> None:
     """Takes the state of the group, if this worker is in one."""
     if self._communicator.is_member:
       self._synchronise(self._communicator.group, _ELSEWHERE)
 
-  def hold_metrics(self, model):
-    """See base class."""
-    self._state.hold_metrics(model)
-
-  def let_in(self, is_new_epoch: bool) -> None:
+  def _let_in(self, is_new_epoch: bool) -> None:
     """Raises MembershipChange if workers wait to join and may."""
     join, group = self._options.join, self._communicator.group
     is_closed = self._state.is_in_last_epoch_of_fit or join == 'never'
@@ -157,7 +153,7 @@ class Members(elastic.Membership):
     while True:
       try:
         if kind == 'train':
-          self.let_in(is_new_epoch=not self._state.progress.rows)
+          self._let_in(is_new_epoch=not self._state.progress.rows)
         if batch is not None:
           self._check_batch(batch)
         outputs = compute()
@@ -169,10 +165,10 @@ class Members(elastic.Membership):
         if self._enter(kind):
           return None
       else:
-        self._state.num_steps += 1
+        self._state.count_step()
         return outputs
 
-  def wait_for_all(self) -> None:
+  def _wait_for_all(self) -> None:
     """Returns when every worker has come to the end: none may need another."""
     while self._communicator.is_member:
       try:
@@ -187,12 +183,12 @@ class Members(elastic.Membership):
           logging.info('The others have ended: %s', e)
           break
 
-  def mark_finished(self) -> None:
+  def _mark_finished(self) -> None:
     """Tells workers that come late that the training is complete."""
     if self._marks is not None:
       self._marks.mark_finished()
 
-  def check_finished(self) -> None:
+  def _check_finished(self) -> None:
     """Raises JobFinishedError for a worker that comes too late."""
     if self._marks is not None and self._marks.is_finished:
       raise errors.JobFinishedError(
@@ -201,7 +197,7 @@ class Members(elastic.Membership):
         'ElasticOptions(directory=...).'
       )
 
-  def abort(self, error: BaseException) -> None:
+  def _abort(self, error: BaseException) -> None:
     """Tells the others why this worker leaves its training function."""
     if not self._communicator.is_member:
       return
@@ -212,7 +208,7 @@ class Members(elastic.Membership):
       reason = f'its training function raised {type(error).__name__}: {error}'
       group.abort(reason)
 
-  def fail(self, error: errors.Error) -> None:
+  def _fail(self, error: errors.Error) -> None:
     """Counts a failure; raises it after too many without a step in between."""
     order = self._state.order
     if order != self._order_at_failure:
@@ -279,7 +275,7 @@ class Members(elastic.Membership):
     if isinstance(error, MembershipChange):
       group.abort(str(error))
     group.close()
-    self.fail(error)
+    self._fail(error)
 
   def _enter(self, phase: str) -> bool:
     """Forms a group; returns whether it has done the step that this worker is in."""
@@ -289,7 +285,7 @@ class Members(elastic.Membership):
         is_closed=phase in _CLOSED,
         # Others that were started again too, or still train, have the state.
         may_be_alone=bool(self._state.order) or not _was_restarted(),
-        check=self.check_finished,
+        check=self._check_finished,
       )
       try:
         self._communicator.enter(group)
@@ -328,6 +324,11 @@ class Members(elastic.Membership):
       group.members,
       key=lambda m: (m.progress, answers[m.rank]['shared'], -m.rank),
     )
+    if not best.progress and _was_restarted():
+      logging.warning(
+        'This worker was restarted, and no worker has the state of this job any '
+        'more: training begins again at epoch 0.'
+      )
     theirs = answers[best.rank]
     is_running = theirs['phase'] in _INSIDE
     strategy_lib.take_seed(own_seed, theirs['seed'])

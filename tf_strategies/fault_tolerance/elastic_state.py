@@ -1,4 +1,4 @@
-"""`State`: the state that the workers of an elastic job share."""
+"""`SharedState`: the state that the workers of an elastic job share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress(NamedTuple):
   first_world: int = 0
 
 
-class State:
+class SharedState:
   """Variables, progress and callbacks of a job; survives changes of the workers.
 
   Attributes:
@@ -51,8 +51,6 @@ class State:
     self._held: list[np.ndarray] | None = None
     # The model and its optimizers by name; empty before `restore`.
     self._objects: dict[str, Any] = {}
-    # Metrics before they were reset, and `num_steps` then.
-    self._before_reset: tuple[int, list[np.ndarray]] | None = None
     # Variables, metrics and callbacks of the epoch that this worker enters.
     self._entered_with: tuple[list[np.ndarray], ...] | None = None
 
@@ -66,6 +64,8 @@ class State:
     self.files_are_common: bool | None = None
     self._entered_with = None
     self._objects = {}
+    # Values of the metrics after the last step. Keras may have reset them since.
+    self._metrics_of_step: Sequence[Any] = ()
 
   # Progress.
 
@@ -92,6 +92,13 @@ class State:
     self.progress = self.progress._replace(
       epoch=epoch, rows=step * self.batch_size, iterations=self._iterations()
     )
+
+  def count_step(self) -> None:
+    """Counts a step of a model, and keeps the metrics that it leaves."""
+    self.num_steps += 1
+    self._metrics_of_step = [
+      v.value.values[0].read_value() for v in self._metrics()
+    ]
 
   def continue_at(self, progress: Sequence[int], num_steps: int) -> None:
     """Takes the progress of the worker whose state this one has."""
@@ -180,9 +187,7 @@ class State:
         'worker has trained. Fix: build the same ones in each call of the training '
         'function, before job.restore.'
       )
-    metrics = _read(self._metrics())
-    if self._before_reset and self._before_reset[0] == self.num_steps:
-      metrics = self._before_reset[1]
+    metrics = [np.array(value) for value in self._metrics_of_step]
     values = elastic_callbacks.hand_on(group, root, 'variables', values)
     metrics = elastic_callbacks.hand_on(group, root, 'metrics', metrics)
     callbacks = []
@@ -192,15 +197,11 @@ class State:
     if not have[group.rank]:
       self._assign(variables, values)
       self._assign_metrics(metrics)
+    self._metrics_of_step = metrics
     # Not before: the group may fail until here.
     self._held = None
     entered = values, metrics, callbacks
     self._entered_with = entered if enter[group.rank] else None
-
-  def hold_metrics(self, model) -> None:
-    """Keeps metrics before they are reset, for a worker that is a step behind."""
-    if model is self.model:
-      self._before_reset = self.num_steps, _read(self._metrics())
 
   def enter_fit(self) -> None:
     """Continues a `fit` from the state of the others, at its first batch.
@@ -237,7 +238,7 @@ class State:
 
   def _metrics(self):
     """Returns the metric variables that every worker holds whole."""
-    variables = self.model.metrics_variables
+    variables = self.model.metrics_variables if self.model else ()
     return [v for v in variables if vars(v.value).get('holds_whole', False)]
 
   def _assign_metrics(self, values):

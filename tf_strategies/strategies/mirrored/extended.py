@@ -20,7 +20,6 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
 from tf_strategies.keras import gradient_reducer, optimizer_checks, scope_checks
-from tf_strategies.monitoring import input_watch
 from tf_strategies.spmd import emit, program
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
@@ -391,8 +390,7 @@ class ExactMirroredExtended(
 
   def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a model's batches for replicas that all get all rows."""
-    dataset = host_input.of_any_length(dataset).prefetch(1)
-    return host_input.HostDataset(input_watch.watch(dataset))
+    return host_input.whole(dataset)
 
   def _experimental_distribute_dataset(self, dataset, options):
     is_plain = isinstance(dataset, tf.data.Dataset) and options is None

@@ -188,6 +188,11 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
   return HostDataset(distributed)
 
 
+def whole(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """Returns a data set of batches with all rows, of any number of rows."""
+  return HostDataset(input_watch.watch(of_any_length(dataset).prefetch(1)))
+
+
 def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
   """Returns a data set whose batches have no static number of rows.
 

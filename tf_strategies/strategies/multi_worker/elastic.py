@@ -14,11 +14,8 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, cross_device
-from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies.mirrored import (
-  replica_exchange,
-  shards,
-)
+from tf_strategies.keras import optimizer_checks
+from tf_strategies.strategies.mirrored import host_input
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -29,25 +26,20 @@ from tf_strategies.strategies.multi_worker import (
 )
 
 
-class Membership(Protocol):
+class ElasticGroups(Protocol):
   """An elastic job, which decides which workers there are.
 
   Attributes:
     capacity: the largest possible number of workers.
-    is_fitting: whether metrics that are made now belong to a model in `job.fit`.
   """
 
   capacity: int
-  is_fitting: bool
 
   def join(self) -> None:
     """Makes this worker a member of a group: calls the communicator's `enter`."""
 
   def check_same(self, answers: Sequence[Any], what: str, fix: str) -> None:
     """Raises an error unless all workers, by rank, have given the same answer."""
-
-  def hold_metrics(self, model) -> None:
-    """Keeps the values of a model's metrics, which are about to be reset."""
 
   def run_step(
     self,
@@ -86,21 +78,6 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     'checkpoints',
   )
 
-  def __init__(
-    self,
-    container_strategy,
-    devices,
-    cross_device_ops,
-    make_communicator,
-    membership: Membership,
-  ):
-    self._membership = membership
-    # The newest step of a model that was built.
-    self.newest_step = None
-    super().__init__(
-      container_strategy, devices, cross_device_ops, make_communicator
-    )
-
   @property
   def _num_replicas_in_sync(self):
     if self.communicator.is_member:
@@ -116,15 +93,8 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     return super()._first_replica if self.communicator.is_member else 0
 
   def _call_for_each_replica(self, fn, args, kwargs):
-    step = _keras_internal.step_of(fn)
-    if step is None or step.model is None or step.kind == 'predict':
-      # A `GuardedStep` joins before its first batch, and nothing else does.
-      self.communicator.join()
+    self.communicator.join()
     return super()._call_for_each_replica(fn, args, kwargs)
-
-  def _model_step(self, step):
-    self.newest_step = super()._model_step(step)
-    return self.newest_step
 
   def _get_variable_creator_initial_value(
     self, replica_id, device, primary_var, **kwargs
@@ -142,65 +112,40 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
       replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
     )
 
-  def _create_variable(self, next_creator, **kwargs):
-    variable = super()._create_variable(next_creator, **kwargs)
-    if self._membership.is_fitting:
-      self.hold_sums([variable])
-    return variable
-
-  def hold_sums(self, variables) -> None:
-    """Has every worker hold sums whole; see `SyncOnReadVariable`."""
-    for variable in variables:
-      if replica_exchange.is_sum(variable):
-        variable.hold_whole()
-
   def whole_batches(self, dataset):
-    """See base class."""
+    """See base class. A `GuardedStep` compares the batches of workers."""
     input_lib.check_same_data(dataset)
-    return WholeBatches(dataset)
+    return host_input.whole(dataset)
 
   def _experimental_distribute_dataset(self, dataset, options):
     if _keras_internal.is_for_model() and input_lib.is_same_data(dataset):
-      return WholeBatches(dataset)
+      return self.whole_batches(dataset)
     return super()._experimental_distribute_dataset(dataset, options)
-
-  def before_reset(self, model) -> None:
-    """Prepares for a model that is about to reset its metrics."""
-    self._membership.hold_metrics(model)
 
   def guard_step(self, step: Callable[[Any], Any]) -> GuardedStep:
     """Returns the function for Keras to call: a step that survives changes of workers."""
-    return GuardedStep(self, self._membership, step)
-
-
-class WholeBatches:
-  """Iterates over the batches of a data set, with all rows on every worker."""
-
-  def __init__(self, dataset: tf.data.Dataset):
-    self._dataset = input_watch.watch(dataset.prefetch(1))
-    self.element_spec = dataset.element_spec
-
-  def __iter__(self):
-    # Not TensorFlow's iterator, out of which a graph would take batches.
-    return map(_keras_internal.without_optionals, iter(self._dataset))
+    return GuardedStep(self, step.keras_step)
 
 
 class GuardedStep:
-  """A model's train or test step, called with an iterator of batches.
+  """A model's train or test step, called with an iterator of batches."""
 
-  `step` is what Keras would pass to `strategy.run`.
-  """
-
-  def __init__(self, extended, membership: Membership, step):
-    self._extended, self._membership = extended, membership
-    about = step.keras_step
-    self._model, self._kind = about.model, about.kind
+  def __init__(
+    self, extended: ElasticExtended, step: _keras_internal.KerasStep
+  ):
+    self._extended = extended
+    self._membership = extended.communicator.membership
+    self._model, self._kind = step.model, step.kind
+    self._step = extended._model_step(step)
     self._written_early: dict[tuple, list[Any]] = {}
     self._reported: Any = None
+    container = extended._container_strategy()
+    optimizer_checks.check_model(step, container)
 
     @tf.autograph.experimental.do_not_convert
     def compute(batch):
-      return extended._container_strategy().run(step, args=(batch,))
+      with container.scope():
+        return self._step.run(step.run, batch)
 
     self._compute = compute
     if not self._model.run_eagerly:
@@ -212,7 +157,7 @@ class GuardedStep:
     outputs, kind = None, self._kind
     for i in range(self._model.steps_per_execution):
       try:
-        batch = next(iterator)
+        batch = _keras_internal.without_optionals(next(iterator))
       except StopIteration:
         if i == 0:
           raise
@@ -233,7 +178,7 @@ class GuardedStep:
       self._compute.get_concrete_function(
         tf.nest.map_structure(_of_any_length, element_spec)
       )
-      self._written_early[key] = self._extended.newest_step.written_early
+      self._written_early[key] = self._step.written_early
     return self._written_early[key]
 
   def _run(self, batch, kind):
@@ -286,29 +231,21 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
 
   def __init__(
     self,
-    membership: Membership,
+    membership: ElasticGroups,
     options: options_lib.RingOptions,
     devices: Sequence[str] | None = None,
   ):
     devices = strategy.resolve_devices(devices)
     self._rendezvous = None
-
-    def make_communicator(local):
-      return process_group_communicator.ProcessGroupCommunicator(
-        None, local, options, membership
-      )
-
-    extended_class = shards.extended_class(
-      ElasticExtended, options.reproducible
-    )
-    extended = extended_class(
-      self,
+    self._make_extended(
+      ElasticExtended,
       devices,
       cross_device.AutoAllReduce(),
-      make_communicator,
-      membership,
+      lambda local: process_group_communicator.ProcessGroupCommunicator(
+        None, local, options, membership
+      ),
+      options.reproducible,
     )
-    tf.distribute.Strategy.__init__(self, extended)
     # Settings that must be equal on all workers, by name.
     self.set_up = {
       'devices of a worker': len(devices),

@@ -46,6 +46,16 @@ class MultiWorkerStrategy(
       )
     return index, tuple(task.address for task in cluster.training_tasks)
 
+  def _make_extended(
+    self, base, devices, cross_device_ops, make_communicator, reproducible
+  ):
+    """Makes the extended of this class; see `_set_up`."""
+    extended_class = shards.extended_class(base, reproducible)
+    extended = extended_class(
+      self, devices, cross_device_ops, make_communicator
+    )
+    tf.distribute.Strategy.__init__(self, extended)
+
   def _set_up(
     self,
     devices,
@@ -68,20 +78,20 @@ class MultiWorkerStrategy(
     Raises:
       CollectiveMismatchError: if workers have other devices or options.
     """
-    extended_class = shards.extended_class(
-      extended_lib.MultiWorkerExtended, reproducible
+    self._make_extended(
+      extended_lib.MultiWorkerExtended,
+      devices,
+      cross_device_ops,
+      make_communicator,
+      reproducible,
     )
-    extended = extended_class(
-      self, devices, cross_device_ops, make_communicator
-    )
-    tf.distribute.Strategy.__init__(self, extended)
     self._cluster_resolver = resolver
     workers_lib.agree(
-      extended.communicator.exchange,
+      self.extended.communicator.exchange,
       {'devices of a worker': len(devices), **setup},
       f'the set-up of {type(self).__name__}',
     )
-    _agree_on_seed(extended.communicator)
+    _agree_on_seed(self.extended.communicator)
 
   @property
   def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
