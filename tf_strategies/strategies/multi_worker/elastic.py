@@ -8,6 +8,7 @@ workers that are left.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -236,7 +237,7 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
     devices: Sequence[str] | None = None,
   ):
     devices = strategy.resolve_devices(devices)
-    self._rendezvous = None
+    self._opened = contextlib.ExitStack()  # The job closes its rendezvous.
     self._make_extended(
       ElasticExtended,
       devices,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -95,25 +96,19 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       shard_optimizer_state, options.reproducible, options.compression
     )
     devices = strategy.resolve_devices(devices)
-    group, self._rendezvous, resolver = cluster, None, None
-    if not isinstance(cluster, process_group.ProcessGroup):
-      is_mpi = options.link == 'mpi'
-      if not is_mpi:
-        cluster = config_lib.given_or_from_env(cluster)
-        is_mpi = (
-          options.link == 'auto' and cluster is None and workers_lib.is_of_mpi()
+    # If the constructor fails, the caller cannot close the group. The others would
+    # wait for this worker, and its port would be taken in the next attempt.
+    with contextlib.ExitStack() as opened:
+      if isinstance(cluster, process_group.ProcessGroup):
+        group, resolver = cluster, strategy.resolver_of_group(cluster)
+      else:
+        group, resolver = _form_group(cluster, options, opened)
+
+      def make_communicator(local):
+        return process_group_communicator.ProcessGroupCommunicator(
+          group, local, options
         )
-      if not is_mpi:
-        resolver = strategy.resolver_of(cluster)
-      group, self._rendezvous = _form_group(cluster, options, is_mpi)
-    resolver = resolver or strategy.resolver_of_group(group)
 
-    def make_communicator(local):
-      return process_group_communicator.ProcessGroupCommunicator(
-        group, local, options
-      )
-
-    try:
       if shard_optimizer_state and options.all_reduce != 'auto':
         reductions.check_half(options.all_reduce, group.world_size)
       self._set_up(
@@ -130,14 +125,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       if shard_optimizer_state:
         extended = self.extended
         extended.state_shards = sharded_state.StateShards(extended)
-    except BaseException:
-      # If the constructor fails, the caller cannot close the group. The others
-      # would wait for this worker, and its port would be taken in the next
-      # attempt.
-      if group is not cluster:
-        group.close()
-      self._close_rendezvous()
-      raise
+      self._opened = opened.pop_all()
 
   @property
   def process_group(self) -> process_group.ProcessGroup:
@@ -147,11 +135,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
   def close(self) -> None:
     """Leaves the other workers. Their later collectives fail."""
     super().close()
-    self._close_rendezvous()
-
-  def _close_rendezvous(self):
-    if self._rendezvous is not None:
-      self._rendezvous.close()
+    self._opened.close()
 
 
 def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
@@ -166,19 +150,29 @@ def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   return found
 
 
-def _form_group(cluster, options, is_mpi):
-  """Connects to the other workers. Also returns the listener for later workers."""
+def _form_group(cluster, options, opened):
+  """Connects to the other workers. Returns the group, and describes the cluster.
+
+  What must be closed is added to `opened`: the listener for later workers, too.
+  """
+  is_mpi = options.link == 'mpi'
+  if not is_mpi:
+    cluster = config_lib.given_or_from_env(cluster)
+    is_mpi = (
+      options.link == 'auto' and cluster is None and workers_lib.is_of_mpi()
+    )
+  resolver = None if is_mpi else strategy.resolver_of(cluster)
   launcher_note.say(launcher_note.FIXED)
   if is_mpi:
-    return process_group.form_mpi_group(options.group), None
-  rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
-  rendezvous = process_group.Rendezvous(
-    dict(enumerate(addresses)),
-    rank,
-    options.group or process_group.GroupOptions.from_env(),
-  )
-  try:
-    return rendezvous.form(), rendezvous
-  except BaseException:
-    rendezvous.close()
-    raise
+    group = process_group.form_mpi_group(options.group)
+  else:
+    rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
+    rendezvous = process_group.Rendezvous(
+      dict(enumerate(addresses)),
+      rank,
+      options.group or process_group.GroupOptions.from_env(),
+    )
+    opened.callback(rendezvous.close)
+    group = rendezvous.form()
+  opened.callback(group.close)
+  return group, resolver or strategy.resolver_of_group(group)
