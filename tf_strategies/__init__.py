@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # For readers and tools; see `_public`.
   from tf_strategies.launch.functions import launch
 
 # Each is loaded separately; some do not need TensorFlow.
-_ROOMS = (
+_PACKAGES = (
   'cluster',
   'data',
   'errors',
@@ -43,7 +43,7 @@ if not TYPE_CHECKING:  # Type checkers would assume that every name exists.
     # Also internal packages: `from tf_strategies import cross_device` calls
     # this function first. The public table would otherwise import the users of
     # that package before it.
-    if name in _ROOMS or (
+    if name in _PACKAGES or (
       not name.startswith('__')
       and importlib.util.find_spec(f'{__name__}.{name}')
     ):
@@ -52,7 +52,7 @@ if not TYPE_CHECKING:  # Type checkers would assume that every name exists.
       raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     public = importlib.import_module('tf_strategies._public')
     if name == '__all__':
-      return [*public.__all__, *_ROOMS, '__version__']
+      return [*public.__all__, *_PACKAGES, '__version__']
     if name not in public.__all__:
       raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     return getattr(public, name)

@@ -95,7 +95,7 @@ class SignaturesTest(absltest.TestCase):
     }
     # `launch` is a callable module; for type checkers it is the function of
     # that name.
-    self.assertContainsSubset(set(tf_strategies._ROOMS), seen)
+    self.assertContainsSubset(set(tf_strategies._PACKAGES), seen)
     self.assertIn('launch', seen)
 
 

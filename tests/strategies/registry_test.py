@@ -32,7 +32,7 @@ class RegistryTest(parameterized.TestCase):
     super().setUp()
     environment = {k: v for k, v in os.environ.items() if k != 'TF_CONFIG'}
     self.enter_context(mock.patch.dict(os.environ, environment, clear=True))
-    self.enter_context(mock.patch.object(workers, '_joined', set()))
+    self.enter_context(mock.patch.object(workers, '_has_joined', False))
 
   @parameterized.parameters(
     ('parameter_server', {'mode': 'asynch'}, "mode='asynch'.*'async'"),

@@ -14,8 +14,8 @@ from tf_strategies.cluster import config as config_lib
 BEGIN_OF_FIT = 'begin of fit'
 # Set by Open MPI, and by MPICH and its relatives (Intel MPI, MVAPICH).
 _SIZES_OF_MPI = ('OMPI_COMM_WORLD_SIZE', 'PMI_SIZE')
-# The strategies of this process that train together with other tasks, by name.
-_joined: set[str] = set()
+# Whether a strategy of this process trains together with other tasks.
+_has_joined = False
 # Number of workers that differ from the first one and that an error names.
 _NAMED = 4
 
@@ -43,9 +43,10 @@ def is_of_mpi() -> bool:
   return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 
-def note_joined(strategy: str) -> None:
+def note_joined() -> None:
   """Notes that a strategy of this process trains together with other tasks."""
-  _joined.add(strategy)
+  global _has_joined
+  _has_joined = True
 
 
 def check_alone(strategy: str) -> None:
@@ -57,7 +58,7 @@ def check_alone(strategy: str) -> None:
   Args:
     strategy: the name of the local strategy.
   """
-  if _joined:
+  if _has_joined:
     return
   cluster = config_lib.ClusterConfig.from_env()
   where, meant = 'a process that MPI started', 'multi_worker_ring'

@@ -22,6 +22,7 @@ from typing import Any
 
 from tf_strategies import errors, option_checks
 from tf_strategies.cluster import ClusterConfig, command_line, launcher_note
+from tf_strategies.cluster import job as job_lib
 from tf_strategies.launch import output
 
 _CALL = 'call'
@@ -102,23 +103,19 @@ def launch(
     option_checks.check_path(
       'log_dir', log_dir, "write log_dir='logs', or None"
     )
-  flags = {
-    'num_workers': num_workers,
-    'num_ps': num_ps,
-    'chief': chief,
-    'evaluator': evaluator,
-    'max_restarts': max_restarts,
-    'grace_period': grace_period,
-  }
+  counts = job_lib.TaskCounts(num_workers, num_ps, chief, evaluator)
+  flags = {**vars(counts), 'max_restarts': max_restarts}
+  flags['grace_period'] = grace_period
   optional = {'log_dir': log_dir, 'rank_filter': rank_filter}
   flags |= {name: v for name, v in optional.items() if v is not None}
   with tempfile.TemporaryDirectory(prefix='tfs-launch-') as name:
-    return _call(function, tuple(args), flags, pathlib.Path(name))
+    return _call(function, tuple(args), counts, flags, pathlib.Path(name))
 
 
 def _call(
   function: Callable[..., Any],
   args: tuple[Any, ...],
+  counts: job_lib.TaskCounts,
   flags: Mapping[str, Any],
   directory: pathlib.Path,
 ) -> list[Any]:
@@ -141,8 +138,7 @@ def _call(
       f'last:\n{tail}'
     ) from (_error(raised[0]) if raised else None)
   # Workers beside parameter servers only serve.
-  has_servers = flags['chief'] and flags['num_ps']
-  count = 1 if has_servers else flags['num_workers'] + bool(flags['chief'])
+  count = sum(counts.all_counts[name] for name in counts.training_types)
   paths = [directory / f'{place}.result' for place in range(count)]
   missing = [path.stem for path in paths if not path.exists()]
   if missing and not is_elastic:

@@ -57,8 +57,7 @@ class TaskProcess:
     self._channel.setblocking(False)
     self.channel_fd = self._channel.fileno()
     program = [sys.executable, '-I', '-S', reaper.__file__]
-    with theirs, contextlib.ExitStack() as stack:
-      stack.callback(self._channel.close)
+    with theirs:
       self._reaper = subprocess.Popen(
         [*program, str(theirs.fileno()), str(grace_period), '--', *command],
         bufsize=0,
@@ -69,7 +68,6 @@ class TaskProcess:
         pass_fds=(theirs.fileno(),),
         start_new_session=True,
       )
-      stack.pop_all()
     self._output = self._reaper.stdout
     os.set_blocking(self._output.fileno(), False)
 

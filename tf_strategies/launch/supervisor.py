@@ -54,9 +54,9 @@ _POLL_MILLISECONDS = 200
 # How long a failed task may wait to hear whether the job is elastic: a process
 # needs 10 to 15 seconds before its first operation on a GPU.
 _MOST_SECONDS_OF_DOUBT = 30.0
-# Statuses of a wrong command line, and of a command that cannot be run. With 1, which
-# Python gives every error, another attempt may help.
-_NEVER_RESTARTED = (2, 126, 127)
+# Statuses of success, of a wrong command line, and of a command that cannot be run.
+# With 1, which Python gives every error, another attempt may help.
+_NEVER_RESTARTED = (0, 2, 126, 127)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Supervisor:
     self._tasks = [self._make_task(spec) for spec in specs]
     # What tasks have said of the job, here or on another host.
     self._kind = ''
-    # Failures before a word, and when they end the job.
-    self._doubtful: list[_Failure] = []
+    # Failures to decide on, and when they end the job.
+    self._failed: list[_Failure] = []
     self._doubt_ends_at = math.inf
     # When tasks of an elastic job that still train are ended.
     self._late_at = math.inf
@@ -293,7 +293,7 @@ class Supervisor:
       self._on_over(task)
     if self._launchers is not None and not self._is_stopping:
       self._hear()
-    if self._doubtful and not self._is_stopping:
+    if self._failed and not self._is_stopping:
       self._decide()
     if not self._is_stopping:
       if not self._training():
@@ -332,12 +332,13 @@ class Supervisor:
     """Handles the end of an attempt. No process is left: its ports are free."""
     failure = _failure_of(task)
     is_late = task.spec.is_training and self._has_ended_well
-    is_permanent = failure.status in _NEVER_RESTARTED
-    can_restart = task.attempt < self._options.max_restarts and not is_permanent
     if self._is_stopping:
       task.status = failure.status
     elif (
-      failure.status and can_restart and not is_late and not task.has_trained
+      failure.status not in _NEVER_RESTARTED
+      and task.attempt < self._options.max_restarts
+      and not is_late
+      and not task.has_trained
     ):
       task.attempt += 1
       self._say(
@@ -360,10 +361,7 @@ class Supervisor:
         if is_first and self._is_elastic:
           self._late_at = time.monotonic() + self._options.grace_period
         return
-    if self._is_elastic:
-      self._lose(failure)
-    else:
-      self._doubtful.append(failure)
+    self._failed.append(failure)
 
   def _lose(self, failure: _Failure) -> None:
     """Goes on without a task, or another host, of an elastic job."""
@@ -378,10 +376,10 @@ class Supervisor:
   def _earliest(self) -> _Failure:
     # Processes of one that failed before may be about to end.
     ending = [_failure_of(t) for t in self._running() if t.process.status]
-    return min([*self._doubtful, *ending], key=lambda failure: failure.at)
+    return min([*self._failed, *ending], key=lambda failure: failure.at)
 
   def _decide(self) -> None:
-    """Follows failures that came before a task said whether the job is elastic."""
+    """Follows failures; they wait until a task says whether the job is elastic."""
     may_be_elastic = (
       self._training()
       and not self._has_ended_well
@@ -389,7 +387,7 @@ class Supervisor:
     )
     now = time.monotonic()
     if self._is_elastic:
-      for failure in self._doubtful:
+      for failure in self._failed:
         self._lose(failure)
     elif self._kind or not may_be_elastic or now >= self._doubt_ends_at:
       self._fail(self._earliest())
@@ -403,7 +401,7 @@ class Supervisor:
           'hear whether the job is elastic.'
         )
       return
-    self._doubtful, self._doubt_ends_at = [], math.inf
+    self._failed, self._doubt_ends_at = [], math.inf
 
   def _on_training_over(self) -> None:
     """Ends servers and evaluator."""
@@ -442,7 +440,7 @@ class Supervisor:
       node = self._node(state.node)
       if state.signal and not self._is_stopping:
         failure = _Failure(node, -state.signal)
-        self._fail(self._earliest() if self._doubtful else failure)
+        self._fail(self._earliest() if self._failed else failure)
       elif state.is_lost:
         left = [t for t in theirs if t.status is None]
         status = exit_codes.RESTARTABLE_EXIT_CODE
@@ -473,7 +471,7 @@ class Supervisor:
     is_launched = launcher_note.VARIABLE in os.environ
     is_for_all = number == signal.SIGINT or is_launched
     self._is_leaving = self._is_elastic and not is_for_all
-    if self._doubtful:
+    if self._failed:
       self._first = self._earliest()
     self._say(
       f'{signal.Signals(number).name}: ending all tasks (after '

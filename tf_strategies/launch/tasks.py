@@ -175,22 +175,19 @@ def describe(spec: TaskSpec) -> str:
   return f'[{spec.name}] {" ".join(words)} {shlex.join(spec.command)}'
 
 
-def filtered(specs: Sequence[TaskSpec], text: str) -> frozenset[str]:
+def filtered(specs: Sequence[TaskSpec], text: str) -> set[str]:
   """Returns the names of the tasks that a filter such as `chief,worker:0` names.
 
   Raises:
     UnsupportedOptionError: it names a task that the job does not have.
   """
-  names: dict[str, set[str]] = {}
-  for spec in specs:
-    for item in (spec.type, f'{spec.type}:{spec.index}'):
-      names.setdefault(item, set()).add(spec.name)
-  items = [item.strip() for item in text.split(',')]
+  items = {item.strip() for item in text.split(',')}
+  by_name = {s.name: {s.type, f'{s.type}:{s.index}'} for s in specs}
   option_checks.check(
-    names.keys() >= set(items),
+    items <= set().union(*by_name.values()),
     f'--rank_filter={text}',
     f'a list of tasks of this job ({", ".join(spec.name for spec in specs)})',
     "write a type or 'type:index', separated by commas, such as "
     '--rank_filter=chief,worker:0',
   )
-  return frozenset().union(*(names[item] for item in items))
+  return {name for name, meant in by_name.items() if meant & items}

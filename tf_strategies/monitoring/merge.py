@@ -95,39 +95,28 @@ def _line(common) -> ClockOffset:
 
 
 def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """Returns one trace of all tasks, on the clock of the first.
-
-  Raises:
-    DataError: `traces` is empty.
-  """
-  if not traces:
-    raise errors.DataError('nothing to merge; expected at least one timeline')
-  starts = [_start(trace) for trace in traces]
+  """Returns one trace of one or more tasks, on the clock of the first."""
   clocks = [_align(traces[0], trace) for trace in traces]
-  ahead = [c.ahead_by(s) for c, s in zip(clocks, starts, strict=True)]
-  origin = min(s - a for s, a in zip(starts, ahead, strict=True))
-  ranks = [trace['otherData']['rank'] for trace in traces]
-  # Files of two generations have tasks of the same ranks.
-  pids = ranks if len({*ranks}) == len(ranks) else range(len(ranks))
-  events = []
-  for trace, start, clock, pid in zip(
-    traces, starts, clocks, pids, strict=True
-  ):
+  aligned = list(zip(traces, clocks, strict=True))
+  origin = min(_start(t) - clock.ahead_by(_start(t)) for t, clock in aligned)
+  events, tasks = [], []
+  # Numbered anew: files of two generations have tasks of the same ranks.
+  for pid, (trace, clock) in enumerate(aligned):
+    start = _start(trace)
     for event in trace['traceEvents']:
       event = {**event, 'pid': pid}
       if 'ts' in event:
         shown = start + event['ts']
         event['ts'] = shown - clock.ahead_by(shown) - origin
       events.append(event)
-  tasks = [
-    {
-      'rank': rank,
-      'clock_ahead_us': a,
-      'accuracy_us': clock.accuracy,
-      'common_collectives': clock.collectives,
-    }
-    for rank, a, clock in zip(ranks, ahead, clocks, strict=True)
-  ]
+    tasks.append(
+      {
+        'rank': trace['otherData']['rank'],
+        'clock_ahead_us': clock.ahead_by(start),
+        'accuracy_us': clock.accuracy,
+        'common_collectives': clock.collectives,
+      }
+    )
   return {
     'displayTimeUnit': 'ms',
     'otherData': {**traces[0]['otherData'], 'tasks': tasks},

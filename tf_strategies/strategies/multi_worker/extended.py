@@ -35,7 +35,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self, container_strategy, devices, cross_device_ops, make_communicator
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
-    workers_lib.note_joined('multi_worker')
+    workers_lib.note_joined()
     self._input = input_lib.WorkerInput(self)
     self.communicator = make_communicator(self.local)
     self._initializes_eagerly = self.communicator.initializes_eagerly

@@ -136,7 +136,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       keepalive_timeout=keepalive_timeout,
     )
     self.cluster = connection.checked_cluster(cluster)
-    workers_lib.note_joined('parameter_server')
+    workers_lib.note_joined()
     workers = tuple(self.cluster.jobs['worker'])
     self.options.check_workers(len(workers))
     # What TensorFlow's __init__ does, with an implementation of our own.
