@@ -56,7 +56,11 @@ class ArrayReader:
     with tf.init_scope(), tf.device('/CPU:0'):
       self._examples = tf.nest.map_structure(tf.constant, source.components)
       if prepare_fn and plan.options.cache == 'memory':
-        self._examples = self._prepare_all()
+        rows = tf.data.Dataset.from_tensor_slices(self._examples)
+        parts = rows.batch(_PREPARE_BATCH).map(prepare_fn)
+        self._examples = tf.nest.map_structure(
+          lambda *values: tf.concat(values, axis=0), *parts
+        )
         self._prepare_fn = None
 
   def examples(self, number: int | tf.Tensor) -> tf.data.Dataset:
@@ -74,15 +78,6 @@ class ArrayReader:
       lambda values: tf.gather(values, indices), self._examples
     )
     return call(self._decode_fn, call(self._prepare_fn, batch))
-
-  def _prepare_all(self):
-    """Prepares all examples, in batches, into tensors of their own."""
-    parts = []
-    for i in range(0, self.num_examples, _PREPARE_BATCH):
-      rows = slice(i, i + _PREPARE_BATCH)
-      batch = tf.nest.map_structure(lambda v, r=rows: v[r], self._examples)
-      parts.append(call(self._prepare_fn, batch))
-    return tf.nest.map_structure(lambda *p: tf.concat(p, axis=0), *parts)
 
 
 class FileReader:
