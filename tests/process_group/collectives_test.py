@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 from tests import processes, tiers
 from tests.process_group import conformance, meetings
 from tf_strategies import errors, process_group
+from tf_strategies.collectives import algorithms
 from tf_strategies.process_group import plan, reductions
 
 
@@ -184,8 +185,11 @@ class CollectivesTest(parameterized.TestCase):
     topology = reductions.topology_of(list(hosts))
     self.assertEqual(topology.group_size, size)
     self.assertEqual(topology.world_size, len(hosts))
-    name = reductions.choose('all_reduce', topology, 10**7, ('ring', 'direct'))
-    self.assertEqual(name, f'hierarchical({size})' if size else 'ring')
+    chosen = reductions.choose(
+      'all_reduce', topology, 10**7, ('ring', 'direct')
+    )
+    name = f'hierarchical({size})' if size else 'ring'
+    self.assertEqual(chosen, algorithms.build(name, len(hosts)))
 
   @tiers.parameters(2, tiers.soak(3))
   def test_large_arrays(self, world_size):

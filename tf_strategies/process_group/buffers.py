@@ -21,7 +21,7 @@ class Pool:
   Fresh memory of 100 MB costs more than moving it: the system clears each page
   when it is first touched. An array that was given out, and every view of it,
   holds a reference to the memory; when the pool's own are the last, the memory
-  is free. Where Python does not count references, nothing is used again.
+  is free.
 
   Example:
 
@@ -42,63 +42,46 @@ class Pool:
 
   def __init__(self, max_bytes: int = 1 << 30):
     self._max_bytes = max_bytes
-    self._blocks: list[_Block] = []
+    # Aligned views of memory, the most recently used first.
+    self._blocks: list[np.ndarray] = []
 
   def take(self, shape: int | tuple[int, ...], dtype) -> np.ndarray:
     """Returns an uninitialised, C-contiguous array."""
-    return self._block(_num_bytes(shape, dtype)).array(shape, dtype)
+    sizes = (shape,) if isinstance(shape, int) else shape
+    num_bytes = math.prod(sizes) * np.dtype(dtype).itemsize
+    return self._block(num_bytes)[:num_bytes].view(dtype).reshape(shape)
 
-  def _block(self, num_bytes: int) -> _Block:
+  def _block(self, num_bytes: int) -> np.ndarray:
     for index, block in enumerate(self._blocks):
       # Not one much larger: it may be held for long.
-      if num_bytes <= block.size <= 2 * num_bytes + _PAGE and block.is_free:
-        # The most recently used comes first. The oldest is given up.
+      is_near = num_bytes <= block.size <= 2 * num_bytes + _PAGE
+      if is_near and _references(block) <= _UNUSED:
         self._blocks.insert(0, self._blocks.pop(index))
         return block
-    block = _Block(max(-(-num_bytes // _PAGE), 1) * _PAGE)
+    block = _allocate(max(-(-num_bytes // _PAGE), 1) * _PAGE)
     self._blocks.insert(0, block)
     total = 0
     for index, kept in enumerate(self._blocks):
       total += kept.size
       if total > self._max_bytes or index == _MOST_BLOCKS:
+        # The oldest is given up.
         del self._blocks[index:]
         break
     return block
 
 
-class _Block:
-  """Memory that begins at a multiple of 64."""
-
-  __slots__ = ('_aligned', '_owner', 'size')
-
-  def __init__(self, size: int):
-    # Of an empty slice NumPy forgets where it began.
-    size = self.size = max(size, ALIGNMENT)
-    self._owner = np.empty(size + ALIGNMENT, np.uint8)
-    start = -self._owner.ctypes.data % ALIGNMENT
-    self._aligned = self._owner[start : start + size]
-
-  @property
-  def is_free(self) -> bool:
-    """Returns whether no array over this memory is left outside."""
-    return 0 < self.references() <= _UNUSED
-
-  def references(self) -> int:
-    """References to the memory; 0 where Python does not count them."""
-    count = getattr(sys, 'getrefcount', None)
-    return 0 if count is None else count(self._owner)
-
-  def array(self, shape: int | tuple[int, ...], dtype) -> np.ndarray:
-    """Returns an array over the beginning of the memory."""
-    used = self._aligned[: _num_bytes(shape, dtype)]
-    return used.view(dtype).reshape(shape)
+def _allocate(size: int) -> np.ndarray:
+  """Returns fresh memory that begins at a multiple of 64."""
+  owner = np.empty(size + ALIGNMENT, np.uint8)
+  start = -owner.ctypes.data % ALIGNMENT
+  return owner[start : start + size]
 
 
-# Of a block that nobody uses: its own reference, its aligned view's, and what
-# this version of Python needs to count them.
-_UNUSED = _Block(0).references()
+def _references(block: np.ndarray) -> int:
+  """Returns the number of references to the memory behind a block."""
+  # NumPy's views of views refer to the array that owns the memory.
+  return sys.getrefcount(block.base)
 
 
-def _num_bytes(shape: int | tuple[int, ...], dtype) -> int:
-  sizes = (shape,) if isinstance(shape, int) else shape
-  return math.prod(sizes) * np.dtype(dtype).itemsize
+# Of a block that nobody uses: that of the block itself, and those of counting.
+_UNUSED = _references(_allocate(1))

@@ -16,10 +16,8 @@ from tf_strategies.collectives import codecs
 from tf_strategies.process_group import buffers
 from tf_strategies.process_group import plan as plan_lib
 
-_NOTHING = np.empty(0, np.uint8)
 
-
-class LinkClosedError(Exception):
+class LinkClosedError(OSError):
   """A data link has ended, or cannot be made; internal to `process_group`."""
 
   def __init__(self, rank: int, why: str = 'its data link is closed'):
@@ -98,13 +96,11 @@ class Execution:
     self._bytes = {
       plan_lib.ARRAY: array.view(np.uint8),
       plan_lib.OUT: out.view(np.uint8),
-      plan_lib.STAGE: (
-        pool.take(plan.stage_bytes, np.uint8) if plan.stage_bytes else _NOTHING
-      ),
       plan_lib.WIRE: wire.view(np.uint8),
     }
     self._temporary: dict[int, np.ndarray] = {}
-    # Bytes of the pieces that have come and wait for others.
+    # Received terms of sums, and pieces whose place is still in use.
+    self._received: dict[int, np.ndarray] = {}
     self._early: dict[int, np.ndarray] = {}
     # Local pieces that are not urgent.
     self._later = collections.deque(
@@ -121,10 +117,10 @@ class Execution:
   def target(self, number: int) -> tuple[np.ndarray, bool]:
     """Returns memory to receive a piece into, and whether that is its own place.
 
-    The place of a piece may still be in use.
+    The terms of a sum have no other place, and that of a piece may still be in use.
     """
     piece = self.plan.pieces[number]
-    if piece.kind == plan_lib.RECEIVE and not self.needs[number]:
+    if piece.buffer != plan_lib.RECEIVED and not self.needs[number]:
       return self.memory(number), True
     return self._pool.take(piece.stop - piece.start, np.uint8), False
 
@@ -148,11 +144,10 @@ class Execution:
     if self.needs[number]:
       self._early[number] = received
       return
-    if received is not None:
-      if self.plan.pieces[number].kind == plan_lib.RECEIVE:
-        self.memory(number)[:] = received
-      else:
-        self._combine(self.plan.pieces[number], received)
+    if self.plan.pieces[number].buffer == plan_lib.RECEIVED:
+      self._received[number] = received
+    elif received is not None:
+      self.memory(number)[:] = received
     self.done(number, wake)
 
   def done(self, number: int, wake: Callable[[int], None]) -> None:
@@ -184,7 +179,7 @@ class Execution:
 
   def _compute(self, piece: plan_lib.PlannedPiece) -> None:
     if piece.kind == plan_lib.COMBINE:
-      self._combine(piece, None)
+      self._combine(piece)
       return
     codec = self._form.codec
     payload = self._bytes[piece.buffer][piece.start : piece.stop]
@@ -215,9 +210,7 @@ class Execution:
       residual += rest
     self._unrounded.discard(piece.first)
 
-  def _combine(
-    self, piece: plan_lib.PlannedPiece, received: np.ndarray | None
-  ) -> None:
+  def _combine(self, piece: plan_lib.PlannedPiece) -> None:
     """Combines a piece's terms, in their order, into the sum of that stretch."""
     target = total = self._values[piece.first : piece.last]
     own = plan_lib.VALUES if self._form.is_wide else plan_lib.OUT
@@ -225,32 +218,28 @@ class Execution:
     if overwrites:
       # The target holds a term that is read after the first sum.
       total = self._take(2, len(target))
-    so_far = self._term(piece, 0, received)
+    so_far = self._term(piece, 0)
     for index in range(1, len(piece.terms)):
-      self._ufunc(so_far, self._term(piece, index, received), out=total)
+      self._ufunc(so_far, self._term(piece, index), out=total)
       so_far = total
     if overwrites:
       np.copyto(target, total)
 
-  def _term(
-    self, piece: plan_lib.PlannedPiece, index: int, received: np.ndarray | None
-  ) -> np.ndarray:
-    """Returns the values of a term."""
+  def _term(self, piece: plan_lib.PlannedPiece, index: int) -> np.ndarray:
+    """Returns the values of a term. Its memory is free afterwards if it was received."""
     buffer, start = piece.terms[index]
     length = piece.last - piece.first
     if buffer in self._arrays and not (
       buffer == plan_lib.ARRAY and self._form.is_payload
     ):
       return self._arrays[buffer][piece.first : piece.last]
-    if not self._is_coded:
-      num_bytes = length * self._form.itemsize
-    else:
-      num_bytes = self._form.codec.payload_bytes(length)
-    memory = received
     if buffer != plan_lib.RECEIVED:
-      memory = self._bytes[buffer][start : start + num_bytes]
-    if not self._is_coded:
-      return memory.view(self._values.dtype)
+      end = start + self._form.codec.payload_bytes(length)
+      memory = self._bytes[buffer][start:end]
+    else:
+      memory = self._received.pop(start)
+      if not self._is_coded:
+        return memory.view(self._values.dtype)
     values = self._take(min(index, 1), length)
     self._form.codec.decode(memory, values)
     return values

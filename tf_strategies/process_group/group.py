@@ -28,7 +28,6 @@ from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.network import protocol
 from tf_strategies.process_group.tcp import link as link_lib
-from tf_strategies.process_group.tcp import mesh
 from tf_strategies.process_group.tcp import transport as transport_lib
 
 # When a data link breaks, the control plane soon knows the rank that died.
@@ -52,6 +51,10 @@ class ProcessGroup:
     candidates: algorithms that 'auto' may choose for large buffers, best first.
     piece_bytes: largest number of bytes in one piece. Additions overlap with the
       transfer of the next pieces.
+    rank: rank of this process in the group.
+    members: members of the group by rank.
+    world_size: number of processes.
+    generation: number of the group; counts the groups that formed in this job, from 1.
   """
 
   name = 'tcp'
@@ -68,6 +71,9 @@ class ProcessGroup:
     connect: Callable[[Iterable[int]], concurrent.futures.Future],
     on_end: Callable[[], None] = lambda: None,
   ):
+    self.rank, self.members = state.rank, state.members
+    self.world_size = len(state.members)
+    self.generation = state.generation
     self._state = state
     self._transport = transport
     self._control = plane
@@ -82,7 +88,6 @@ class ProcessGroup:
     self._reduction_of = functools.lru_cache(maxsize=1024)(
       functools.partial(
         reductions.reduction,
-        world_size=self.world_size,
         rank=self.rank,
         candidates=self.candidates,
         topology=reductions.topology_of(hosts),
@@ -91,26 +96,6 @@ class ProcessGroup:
     )
     state.on_failure(transport.shut_down)
     atexit.register(self._end_with_program)
-
-  @property
-  def rank(self) -> int:
-    """Rank of this process in the group."""
-    return self._state.rank
-
-  @property
-  def members(self) -> tuple[state_lib.Member, ...]:
-    """Members of the group by rank."""
-    return self._state.members
-
-  @property
-  def world_size(self) -> int:
-    """Number of processes."""
-    return len(self.members)
-
-  @property
-  def generation(self) -> int:
-    """Counts the groups that formed in this job, from 1."""
-    return self._state.generation
 
   @property
   def bytes_sent(self) -> int:
@@ -170,12 +155,12 @@ class ProcessGroup:
       WorkerUnavailableError: a rank died, left or went silent.
       CollectiveTimeoutError: a rank did not come in time.
     """
-    how = (op, name, algorithm, compression)
+    how = (op, algorithm, compression)
     reduction = self._reduction_of('all_reduce', array.size, array.dtype, *how)
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
-      self._run(reduction, array, out, residual)
+      self._run(reduction, name, array, out, residual)
     return out
 
   def reduce_scatter(
@@ -197,13 +182,13 @@ class ProcessGroup:
       sizes in the order of ranks. Each rank sends and receives (N - 1) / N of the
       buffer.
     """
-    how = (op, name, algorithm, compression)
+    how = (op, algorithm, compression)
     reduction = self._reduction_of(
       'reduce_scatter', array.size, array.dtype, *how
     )
     with self._lock:
       out = self._pool.take(array.shape, array.dtype)
-      self._run(reduction, array, out)
+      self._run(reduction, name, array, out)
     sizes = schedule_lib.chunk_sizes(array.size, self.world_size)
     first = sum(sizes[: self.rank])
     # Aligned, since TensorFlow would copy it once more otherwise.
@@ -225,7 +210,7 @@ class ProcessGroup:
       One array for each rank.
     """
     with self._lock:
-      what = f'all_gather {name!r} of {reductions.dtype_text(array.dtype)}'
+      what = f'all_gather {{!r}} of {reductions.dtype_text(array.dtype)}'
       mine, sizes = np.int64([len(array)]), (8,) * self.world_size
       text = f'{what}{["any", *array.shape[1:]]}'
       lengths = self._gather(text, name, mine, sizes).view(np.int64).tolist()
@@ -249,8 +234,8 @@ class ProcessGroup:
     """
     with self._lock:
       sizes = (array.nbytes,) * self.world_size
-      what = f'{name!r} of {reductions.dtype_text(array.dtype)}'
-      text = f'all_gather {what}{list(array.shape)}'
+      what = f'{reductions.dtype_text(array.dtype)}{list(array.shape)}'
+      text = f'all_gather {{!r}} of {what}'
       flat = self._gather(text, name, array, sizes)
     return flat.view(array.dtype).reshape(-1, *array.shape[1:])
 
@@ -268,23 +253,21 @@ class ProcessGroup:
     Returns:
       A new array, also on the root.
     """
-    size, rank = self.world_size, self.rank
+    sizes = [0] * self.world_size
+    sizes[root] = array.nbytes
+    what = f'{reductions.dtype_text(array.dtype)}{list(array.shape)}'
+    text = f'broadcast {{!r}} of {what} from rank {root}'
+    mine = array if self.rank == root else np.empty(0, np.uint8)
     with self._lock:
-      data = np.ascontiguousarray(array).reshape(-1)
-      out = self._pool.take(data.shape, array.dtype)
-      plan = plan_lib.broadcast(size, rank, root, data.nbytes, self.piece_bytes)
-      what = f'{reductions.dtype_text(array.dtype)}{list(array.shape)}'
-      text = f'broadcast {name!r} of {what} from rank {root}'
-      self._run(reductions.Reduction(text, name, plan), data, out)
-    if rank == root:
-      np.copyto(out, data)
-    return out.reshape(array.shape)
+      # Each link carries the array once, and its pieces overlap.
+      flat = self._gather(text, name, mine, tuple(sizes), 'ring')
+    return flat.view(array.dtype).reshape(array.shape)
 
   def barrier(self, *, name: str = '') -> None:
     """Returns when every rank has called it; raises as `all_reduce`."""
     with self._lock:
       sizes = (1,) * self.world_size
-      self._gather(f'barrier {name!r}', name, np.zeros(1, np.uint8), sizes)
+      self._gather('barrier {!r}', name, np.zeros(1, np.uint8), sizes)
 
   def exchange(self, tag: str, payload: bytes) -> list[bytes]:
     """Brings a few bytes of every rank to every rank, beside the collectives.
@@ -376,37 +359,38 @@ class ProcessGroup:
     self._on_end()
 
   def _gather(
-    self, text: str, name: str, array: np.ndarray, sizes: tuple[int, ...]
+    self,
+    text: str,
+    name: str,
+    array: np.ndarray,
+    sizes: tuple[int, ...],
+    way: str = 'direct',
   ) -> np.ndarray:
-    """Brings the bytes of all ranks to all: to all at once, or around the ring.
-
-    A few bytes of many ranks go along a tree, as a sum in which each byte has one term.
+    """Brings the bytes of all ranks to all.
 
     Args:
-      text: description of the collective, the same on all ranks.
+      text: description of the collective; see `Reduction`.
       name: name of the array.
       array: this rank's array.
       sizes: number of bytes of each rank.
+      way: see `plan.gather`. If ranks are many, few bytes take the fewest rounds, and
+        many bytes go around the ring.
     """
     total = sum(sizes)
+    if self.world_size > plan_lib.FEW_RANKS:
+      way = 'doubling' if total <= plan_lib.SMALL_BYTES else 'ring'
     out = self._pool.take(total, np.uint8)
     end = sum(sizes[: self.rank + 1])
-    own = slice(end - sizes[self.rank], end)
-    is_ring = self.world_size > plan_lib.FEW_RANKS
-    is_tree = is_ring and total <= plan_lib.SMALL_BYTES
-    terms = out
-    if is_tree:
-      ranks, terms = (self.world_size, self.rank), np.zeros(total, np.uint8)
-      plan = plan_lib.by_name('tree', *ranks, total, plan_lib.BYTES)
-    else:
-      plan = plan_lib.gather(self.rank, sizes, self.piece_bytes, is_ring)
-    terms[own] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    self._run(reductions.Reduction(text, name, plan), terms, out)
+    own = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    out[end - own.size : end] = own
+    plan = plan_lib.gather(self.rank, sizes, self.piece_bytes, way)
+    self._run(reductions.Reduction(text, plan), name, out, out)
     return out
 
   def _run(
     self,
     reduction: reductions.Reduction,
+    name: str,
     array: np.ndarray,
     out: np.ndarray,
     residual: np.ndarray | None = None,
@@ -418,7 +402,8 @@ class ProcessGroup:
       if residual is not None:
         residual.fill(0)
       return
-    text, name, plan, form, ufunc = reduction
+    text, plan, form, ufunc = reduction
+    text = text.format(name)
     execution = execution_lib.Execution(
       plan, array, out, self._pool, form, ufunc, residual
     )
@@ -482,8 +467,6 @@ class ProcessGroup:
         if time.monotonic() >= deadline:
           raise execution_lib.DeadlineError(sorted(ranks))
       future.result()
-    except mesh.LinkError as e:
-      raise execution_lib.LinkClosedError(e.rank, e.why) from e
     finally:
       future.cancel()
     # A group that has ended meanwhile has not taken them.

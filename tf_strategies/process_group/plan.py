@@ -23,26 +23,24 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
 
 # The kinds of pieces.
 SEND = 0  # Bytes of a buffer go to a peer.
 RECEIVE = 1  # Bytes of a peer go into a buffer.
-ADD = 2  # What a peer sends is combined with a term at once.
-COMBINE = 3  # Terms that have been received are combined.
-ENCODE = 4  # A term becomes a payload.
-ENCODE_AGAIN = 5  # The same, of a sum whose residual another rank keeps.
-DECODE = 6  # A payload becomes values.
+COMBINE = 2  # Terms are combined.
+ENCODE = 3  # A term becomes a payload.
+ENCODE_AGAIN = 4  # The same, of a sum whose residual another rank keeps.
+DECODE = 5  # A payload becomes values.
 
 # The buffers of a run.
 ARRAY = 0  # The caller's.
 OUT = 1  # The result.
-STAGE = 2  # Terms of sums of more than two.
-WIRE = 3  # Payloads; OUT, where its elements are payloads.
-VALUES = 4  # Sums; OUT, where it has the dtype of sums.
-RECEIVED = 5  # The link's own memory, of one piece.
+WIRE = 2  # Payloads; OUT, where its elements are payloads.
+VALUES = 3  # Sums; OUT, where it has the dtype of sums.
+RECEIVED = 4  # Terms of sums, each in memory of its own.
 
 # Offsets of payloads: their arrays lie aligned.
 _ALIGNMENT = 64
@@ -55,12 +53,13 @@ class PlannedPiece(NamedTuple):
     kind: one of the constants above.
     peer: the rank it goes to or comes from; -1 for none.
     buffer: buffer that SEND and DECODE read and the other kinds write.
-    start: first byte in the buffer; for ADD, in the link's memory.
+    start: first byte in the buffer.
     stop: the byte after the last.
     first: the first element of the array that is computed.
     last: the element after the last.
-    terms: places that ADD, COMBINE and ENCODE read, in the order of the sum, and that
-      DECODE writes: a buffer and the first byte in it.
+    terms: places that COMBINE and ENCODE read, in the order of the sum, and that
+      DECODE writes: a buffer and the first byte in it. In RECEIVED, the number of the
+      piece that was received.
   """
 
   kind: int
@@ -83,7 +82,6 @@ class RankPlan(NamedTuple):
     sends: for each receiving rank, its pieces in order. A rank without pieces gets a
       header only.
     receives: for each sending rank, its pieces in order.
-    stage_bytes: size of the STAGE buffer.
     wire_bytes: size of the WIRE buffer.
   """
 
@@ -92,7 +90,6 @@ class RankPlan(NamedTuple):
   unlocks: tuple[tuple[int, ...], ...]
   sends: dict[int, tuple[int, ...]]
   receives: dict[int, tuple[int, ...]]
-  stage_bytes: int = 0
   wire_bytes: int = 0
 
   @property
@@ -156,16 +153,16 @@ class _PlanBuilder:
     self._pieces: list[PlannedPiece] = []
     self._needs: list[set[int]] = []
     self._links: dict[tuple[bool, int], list[tuple[tuple, int]]] = {}
-    self._sizes = {STAGE: 0, WIRE: 0}
+    self._wire_bytes = 0
 
   def link(self, sending: bool, peer: int) -> list[tuple[tuple, int]]:
     """Returns the order of a link, which thereby exists even if it stays empty."""
     return self._links.setdefault((sending, peer), [])
 
-  def take(self, buffer: int, num_bytes: int) -> int:
-    """Reserves bytes of STAGE or WIRE and returns the first."""
-    start = self._sizes[buffer]
-    self._sizes[buffer] = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+  def take(self, num_bytes: int) -> int:
+    """Reserves bytes of WIRE and returns the first."""
+    start = self._wire_bytes
+    self._wire_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     return start
 
   def add(
@@ -195,8 +192,7 @@ class _PlanBuilder:
       tuple(map(tuple, unlocks)),
       sends,
       receives,
-      self._sizes[STAGE],
-      self._sizes[WIRE],
+      self._wire_bytes,
     )
 
 
@@ -227,7 +223,7 @@ class _Stretch:
     if self._coded:
       self._num_bytes = form.codec.payload_bytes(last - first)
       if not form.is_payload:
-        self._wire_at = builder.take(WIRE, self._num_bytes)
+        self._wire_at = builder.take(self._num_bytes)
     self._values = VALUES if form.is_wide else OUT
     # The buffers that hold this rank's values and their payload; None for a form that
     # does not exist now.
@@ -239,7 +235,7 @@ class _Stretch:
     self._readers: dict[tuple[int, int], list[int]] = {}
 
   def _add(self, round_, kind, peer, buffer, start, terms, reads, writes):
-    """Adds a piece; `reads` and `writes` are places: a buffer and a byte."""
+    """Adds a piece; `reads` and `writes` are places. Returns its number."""
     needs = {self._writers[p] for p in (*reads, *writes) if p in self._writers}
     for place in writes:
       needs.update(self._readers.pop(place, ()))
@@ -260,6 +256,7 @@ class _Stretch:
       self._readers.setdefault(place, []).append(number)
     for place in writes:
       self._writers[place] = number
+    return number
 
   def _place(self, buffer: int) -> tuple[int, int]:
     """Returns a buffer and this stretch's first byte in it."""
@@ -286,19 +283,15 @@ class _Stretch:
     if self._value is None:
       self._decode(round_, self._values)
     own, target = self._place(self._value), self._place(self._values)
-    if len(order) == 2:
-      [peer] = [rank for rank in order if rank != self._rank]
-      terms = [own if r == self._rank else (RECEIVED, 0) for r in order]
-      self._add(round_, ADD, peer, RECEIVED, 0, tuple(terms), [own], [target])
-    else:
-      terms = []
-      for rank in order:
-        place = own
-        if rank != self._rank:
-          place = STAGE, self._builder.take(STAGE, self._num_bytes)
-          self._add(round_, RECEIVE, rank, *place, (), [], [place])
-        terms.append(place)
-      self._add(round_, COMBINE, -1, *target, tuple(terms), terms, [target])
+    terms = []
+    for rank in order:
+      place = own
+      if rank != self._rank:
+        number = self._add(round_, RECEIVE, rank, RECEIVED, 0, (), [], [])
+        place = RECEIVED, number
+        self._writers[place] = number
+      terms.append(place)
+    self._add(round_, COMBINE, -1, *target, tuple(terms), terms, [target])
     self._value = self._values
     self._payload = None if self._coded else OUT
     if completes:
@@ -318,21 +311,6 @@ class _Stretch:
     source, target = self._place(self._payload), self._place(buffer)
     self._add(round_, DECODE, -1, *source, (target,), [source], [target])
     self._value = buffer
-
-
-@functools.lru_cache(maxsize=256)
-def by_name(
-  algorithm: str,
-  world_size: int,
-  rank: int,
-  length: int,
-  form: Format,
-  is_half: bool = False,
-) -> RankPlan:
-  """Returns the plan of an algorithm, or of its reduce-scatter half; compiled once."""
-  schedule = algorithms.build(algorithm, world_size)
-  schedule = schedule.reduce_scatter() if is_half else schedule
-  return from_schedule(schedule, rank, length, form)
 
 
 def from_schedule(
@@ -400,51 +378,36 @@ def from_schedule(
 
 
 @functools.lru_cache(maxsize=256)
-def broadcast(
-  world_size: int,
-  rank: int,
-  root: int,
-  num_bytes: int,
-  piece_bytes: int,
-) -> RankPlan:
-  """Returns the plan of a broadcast: along a chain of ranks, from the root on.
-
-  Each rank passes on the pieces that it receives. Each link carries L bytes,
-  and pieces overlap, so the chain takes little longer than one link.
-  """
-  ranks = [(root + i) % world_size for i in range(world_size)]
-  transfers = (
-    schedule_lib.Transfer(round_, src, dst, 0, False)
-    for round_, (src, dst) in enumerate(itertools.pairwise(ranks))
-  )
-  schedule = schedule_lib.Schedule('broadcast', world_size, 1, tuple(transfers))
-  form = Format(1, piece_bytes=piece_bytes)
-  return from_schedule(schedule, rank, num_bytes, form)
-
-
-@functools.lru_cache(maxsize=64)
 def gather(
-  rank: int, sizes: tuple[int, ...], piece_bytes: int, is_ring: bool
+  rank: int, sizes: tuple[int, ...], piece_bytes: int, way: str
 ) -> RankPlan:
   """Returns the plan of a gather: the bytes of each rank go to all, in place.
+
+  If one rank alone has bytes, it is a broadcast.
 
   Args:
     rank: rank that will run the plan. Its own bytes are in their place already.
     sizes: number of bytes of each rank.
     piece_bytes: largest number of bytes in a piece.
-    is_ring: whether each rank passes received pieces on around a ring, rather than
-      send its own to all others.
+    way: 'direct' to send to all others in one round; 'ring' to pass received pieces on
+      to the next rank; 'doubling' to pass all of them on to a rank that is twice as far
+      away in each round (Bruck et al., 1997), which takes the fewest rounds.
   """
   size = len(sizes)
   transfers = []
-  # Only this rank's: among many ranks, all transfers of a ring would be too many.
-  for step in range(size - 1):
-    hop, round_ = (1, step) if is_ring else (step + 1, 0)
+  # Only this rank's: among many ranks, all transfers would be too many.
+  for distance in range(1, size):
+    level = distance.bit_length() - 1
+    round_, hop = {
+      'direct': (0, distance),
+      'ring': (distance - 1, 1),
+      'doubling': (level, 1 << level),
+    }[way]
+    # The bytes of a rank arrive at the one that is so far away from it.
     for src, dst in ((rank, rank + hop), (rank - hop, rank)):
-      chunk = (src - round_) % size
-      transfers.append(
-        schedule_lib.Transfer(round_, src % size, dst % size, chunk, False)
-      )
+      ends = round_, src % size, dst % size
+      chunk = (dst - distance) % size
+      transfers.append(schedule_lib.Transfer(*ends, chunk, False))
   schedule = schedule_lib.Schedule('gather', size, size, tuple(transfers))
   form = Format(1, piece_bytes=piece_bytes)
   return from_schedule(schedule, rank, sum(sizes), form, sizes)

@@ -12,14 +12,13 @@ import numpy as np
 
 from tf_strategies import errors
 from tf_strategies.collectives import algorithms, codecs, cost_model
+from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import plan as plan_lib
 
 # The functions by which a reduction can combine values.
 REDUCTIONS: Mapping[str, np.ufunc] = types.MappingProxyType(
   {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
 )
-# It rounds twice, whatever the number of ranks.
-_LOSSY_CANDIDATES = ('direct',)
 # They need no links between all pairs of many ranks.
 _CANDIDATES_OF_MANY = ('ring', 'tree')
 # Among more ranks the ring is never the cheapest, and planning it takes quadratic time.
@@ -34,15 +33,14 @@ class Reduction(NamedTuple):
   """A collective, with everything that stays the same each time it runs.
 
   Attributes:
-    text: description for messages. All ranks must have the same one.
-    name: name of the tensor.
+    text: description for messages, with `{!r}` for the name of the tensor. All ranks
+      must have the same one.
     plan: plan of this rank.
     form: format in which elements travel and are added.
     ufunc: function that combines two arrays.
   """
 
   text: str
-  name: str
   plan: plan_lib.RankPlan
   form: plan_lib.Format = plan_lib.BYTES
   ufunc: np.ufunc = np.add
@@ -60,11 +58,9 @@ def reduction(
   length: int,
   dtype: np.dtype,
   op: str,
-  name: str,
   algorithm: str,
   compression: str,
   *,
-  world_size: int,
   rank: int,
   candidates: tuple[str, ...],
   topology: cost_model.Topology,
@@ -84,17 +80,19 @@ def reduction(
     )
   form = plan_lib.Format.of(dtype, compression, piece_bytes)
   num_bytes = length * dtype.itemsize
-  is_whole = kind == 'all_reduce'
   if algorithm == 'auto':
-    names = candidates if form.codec is codecs.NONE else _LOSSY_CANDIDATES
-    algorithm = choose(kind, topology, num_bytes, names)
+    is_coded = form.codec is not codecs.NONE
+    schedule = choose(kind, topology, num_bytes, candidates, is_coded)
+    algorithm = schedule.name
+  else:
+    schedule = algorithms.build(algorithm, topology.world_size)
+  if kind == 'reduce_scatter':
+    schedule = schedule.reduce_scatter()
   how = op if compression == 'none' else f'{op}, {compression}'
   array = f'{dtype_text(dtype)}[{length}]'
-  text = f'{kind}({how}) {name!r} of {array} by {algorithm}'
-  plan = plan_lib.by_name(
-    algorithm, world_size, rank, length, form, not is_whole
-  )
-  return Reduction(text, name, plan, form, REDUCTIONS[op])
+  text = f'{kind}({how}) {{!r}} of {array} by {algorithm}'
+  plan = plan_lib.from_schedule(schedule, rank, length, form)
+  return Reduction(text, plan, form, REDUCTIONS[op])
 
 
 def topology_of(hosts: Sequence[str]) -> cost_model.Topology:
@@ -130,33 +128,28 @@ def choose(
   topology: cost_model.Topology,
   num_bytes: int,
   candidates: tuple[str, ...],
-) -> str:
-  """Returns the algorithm for 'auto'. In large groups it avoids links to all ranks."""
+  is_coded: bool = False,
+) -> schedule_lib.Schedule:
+  """Returns the schedule for 'auto'. In large groups it avoids links to all ranks."""
   is_whole = kind == 'all_reduce'
   is_small = num_bytes <= plan_lib.SMALL_BYTES
   world_size = topology.world_size
-  if world_size <= plan_lib.FEW_RANKS:
-    if is_small:
-      return 'one_shot' if is_whole else 'direct'
-  elif candidates != _LOSSY_CANDIDATES:
-    if not is_whole:
-      return 'ring'
-    if is_small:
-      return 'tree'
-    candidates = _CANDIDATES_OF_MANY[world_size > _MOST_IN_A_RING :]
-  if is_whole and topology.group_size and candidates != _LOSSY_CANDIDATES:
-    candidates = (*candidates, 'hierarchical')
-  return cheapest(topology, num_bytes, candidates)
-
-
-@functools.lru_cache(maxsize=256)
-def cheapest(
-  topology: cost_model.Topology, num_bytes: int, candidates: tuple[str, ...]
-) -> str:
-  """Returns the cheapest algorithm by the cost model. Its cache has no tensor names."""
-  name = cost_model.choose(num_bytes, topology, candidates).name
-  is_grouped = name == 'hierarchical' and topology.group_size
-  return f'{name}({topology.group_size})' if is_grouped else name
+  are_few = world_size <= plan_lib.FEW_RANKS
+  if are_few and is_small:
+    candidates = ('one_shot',) if is_whole else ('direct',)
+  elif is_coded:
+    # It rounds twice, whatever the number of ranks.
+    candidates = ('direct',)
+  elif not are_few and not is_whole:
+    candidates = ('ring',)
+  elif not are_few and is_small:
+    candidates = ('tree',)
+  else:
+    if not are_few:
+      candidates = _CANDIDATES_OF_MANY[world_size > _MOST_IN_A_RING :]
+    if is_whole and topology.group_size:
+      candidates = (*candidates, 'hierarchical')
+  return cost_model.choose(num_bytes, topology, candidates)
 
 
 def check_half(algorithm: str, world_size: int) -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.process_group import group, options, state
+from tf_strategies.process_group import execution, group, options, state
 from tf_strategies.process_group.network import connection, protocol
 from tf_strategies.process_group.tcp import mesh, transport
 
@@ -23,9 +23,12 @@ class _Ranks:
     lives = {rank: f'life {rank}' for rank in range(count)}
     self.dials = []
     self.cuts = []
+    self.sockets = [{} for _ in range(count)]
     self.meshes = [
-      mesh.Mesh(7, rank, lives, self._dial_of(rank), self._on_cut)
-      for rank in range(count)
+      mesh.Mesh(
+        7, rank, lives, self._dial_of(rank), self._on_cut, ends.__setitem__
+      )
+      for rank, ends in enumerate(self.sockets)
     ]
     self.ends = {}
 
@@ -55,8 +58,9 @@ class _Ranks:
 
   async def settle(self):
     await asyncio.gather(*self._tasks)
-    for one in self.meshes:
-      one.close()
+    for ends in self.sockets:
+      for end in ends.values():
+        end.close()
 
 
 class MeshTest(parameterized.TestCase):
@@ -72,7 +76,7 @@ class MeshTest(parameterized.TestCase):
         await ranks.meshes[rank].connect([1 - rank])
 
       await asyncio.wait_for(asyncio.gather(connect(0), connect(1)), 5)
-      one, other = (m.sockets[1 - r] for r, m in enumerate(ranks.meshes))
+      one, other = (ends[1 - r] for r, ends in enumerate(ranks.sockets))
       one.sendall(b'?')
       result = other.recv(1) == b'?'
       await ranks.settle()
@@ -83,7 +87,7 @@ class MeshTest(parameterized.TestCase):
   def test_lost_call_is_repeated_once_and_then_named(self):
     async def meet():
       ranks = _Ranks(2, broken=[(0, 1)])
-      with self.assertRaises(mesh.LinkError) as raised:
+      with self.assertRaises(execution.LinkClosedError) as raised:
         await ranks.meshes[0].connect([1])
       self.assertEqual(raised.exception.rank, 1)
       return ranks.cuts, ranks.dials
@@ -103,7 +107,7 @@ class MeshTest(parameterized.TestCase):
         calls.append((connection.Connection(ours), theirs))
         return calls[-1][0]
 
-      one = mesh.Mesh(7, 0, {0: 'a', 1: 'b'}, dial, mock.Mock())
+      one = mesh.Mesh(7, 0, {0: 'a', 1: 'b'}, dial, mock.Mock(), mock.Mock())
       connecting = asyncio.ensure_future(one.connect([1]))
       await asyncio.sleep(0.01)
       if how == 'cancelled':

@@ -13,6 +13,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from tests.collectives.simulator import simulate
+from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.process_group import buffers, execution
@@ -22,6 +23,21 @@ from tf_strategies.process_group.tcp import link as link_lib
 
 _DEADLINE_SECONDS = 60
 _FLOAT32 = plan_lib.Format(4)
+# Rank 0 receives 8 elements of rank 2, and nothing of rank 1.
+_COPY_OF_2 = plan_lib.from_schedule(
+  schedule_lib.Schedule(
+    'copy', 3, 1, (schedule_lib.Transfer(0, 2, 0, 0, False),)
+  ),
+  0,
+  8,
+  _FLOAT32,
+)
+
+
+def _plan(algorithm, world_size, rank):
+  return plan_lib.from_schedule(
+    ALGORITHMS[algorithm](world_size), rank, 8, _FLOAT32
+  )
 
 
 def _mesh(world_size, in_parts=False):
@@ -171,7 +187,7 @@ class SchedulesTest(parameterized.TestCase):
     word = struct.Struct('<Q').pack
     start = word(link_lib.HEADER) + _header(1).pack() + word(link_lib.BYTES)
     other.sendall(start + np.arange(8, dtype=np.float32).tobytes())
-    plan = plan_lib.by_name('one_shot', 2, 0, 8, _FLOAT32)
+    plan = _plan('one_shot', 2, 0)
     receive = mock.patch.object(
       link_lib.DataLink,
       '_receive',
@@ -270,7 +286,7 @@ class FailuresTest(parameterized.TestCase):
     array = np.zeros(8, np.float32)
 
     def work(rank, size):
-      plan = plan_lib.by_name('ring', 3, rank, 8, plan_lib.Format(4))
+      plan = _plan('ring', 3, rank)
       run = _execution(plan, array, array.copy())
       return lambda links: links.run(run, _header(1, size))
 
@@ -293,9 +309,8 @@ class FailuresTest(parameterized.TestCase):
 
     links._check = check
     array = np.zeros(8, np.float32)
-    plan = plan_lib.broadcast(3, 0, 1, 32, 1 << 20)
     with self.assertRaises(execution.MismatchError) as raised:
-      links.run(_execution(plan, array, array.copy()), _header(1), 1e9)
+      links.run(_execution(_COPY_OF_2, array, array.copy()), _header(1), 1e9)
     self.assertEqual(raised.exception.rank, 1)
     links.shut_down()
     links.close()
@@ -308,7 +323,7 @@ class FailuresTest(parameterized.TestCase):
     other.close()
     array = np.zeros(8, np.float32)
     with self.assertRaises(execution.LinkClosedError) as raised:
-      plan = plan_lib.by_name('ring', 2, 0, 8, plan_lib.Format(4))
+      plan = _plan('ring', 2, 0)
       links.run(_execution(plan, array, array.copy()), _header(1))
     self.assertEqual(raised.exception.rank, 1)
     links.close()
@@ -323,9 +338,7 @@ class FailuresTest(parameterized.TestCase):
     gone.close()
     links = _transport({1: mine, 2: waited_for})
     array = np.zeros(8, np.float32)
-    run = _execution(
-      plan_lib.broadcast(3, 0, 1, 32, 1 << 20), array, array.copy()
-    )
+    run = _execution(_COPY_OF_2, array, array.copy())
     errors = []
 
     def work():
@@ -348,7 +361,9 @@ class FailuresTest(parameterized.TestCase):
     links = _transport({1: mine})
     with self.assertRaises(execution.DeadlineError) as raised:
       nothing = np.empty(0, np.uint8)
-      run = _execution(plan_lib.gather(0, (0, 0), 1, False), nothing, nothing)
+      run = _execution(
+        plan_lib.gather(0, (0, 0), 1, 'direct'), nothing, nothing
+      )
       links.run(run, _header(1), deadline=0.0)
     self.assertEqual(raised.exception.waiting, (1,))
     links.close()

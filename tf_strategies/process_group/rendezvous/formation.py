@@ -16,6 +16,7 @@ from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.rendezvous import membership
 from tf_strategies.process_group.tcp import mesh as mesh_lib
+from tf_strategies.process_group.tcp import transport
 
 _Kind = protocol.Kind
 # A step takes milliseconds, and a worker that dies closes its connections. Only a
@@ -24,7 +25,15 @@ STEP_SECONDS = 20.0
 
 
 class Proposal:
-  """A group in the making, seen by one member."""
+  """A group in the making, seen by one member.
+
+  Attributes:
+    seated: the task of each rank, in order, and its incarnation.
+    state: state of the group.
+    transport: its data links.
+    mesh: makes the data links.
+    connections: connections of the control plane by rank.
+  """
 
   def __init__(
     self,
@@ -35,26 +44,26 @@ class Proposal:
     on_cut: mesh_lib.OnCut,
     gone: Sequence[int],
   ):
-    self.generation = generation
     self._gone = list(gone)
-    self.seats = tuple(seats)
+    self._seats = tuple(seats)
     self.seated = {seat.task: seat.incarnation for seat in seats}
-    self.rank = list(self.seated).index(task)
+    rank = list(self.seated).index(task)
+    members = [
+      state.Member(r, seat.task, seat.address, seat.progress)
+      for r, seat in enumerate(seats)
+    ]
+    self.state = state.GroupState(members, rank, generation)
+    self.transport = transport.Transport(self.state.check)
     self.connections: dict[int, connection_lib.Connection] = {}
     self._dial = dial
-    self.mesh = mesh_lib.Mesh(generation, self.rank, self.seated, dial, on_cut)
-
-  def members(self) -> tuple[state.Member, ...]:
-    """Returns the seats as members."""
-    return tuple(
-      state.Member(rank, seat.task, seat.address, seat.progress)
-      for rank, seat in enumerate(self.seats)
+    self.mesh = mesh_lib.Mesh(
+      generation, rank, self.seated, dial, on_cut, self.transport.add
     )
 
   async def lead(self) -> None:
     """Does the leader's part; raises if a member does not take part."""
     try:
-      invitations = map(self._invite, range(1, len(self.seats)))
+      invitations = map(self._invite, range(1, len(self._seats)))
       await connection_lib.together(invitations, STEP_SECONDS)
       self._tell(_Kind.MESH)
       ready = [c.expect(_Kind.READY) for c in self.connections.values()]
@@ -82,25 +91,26 @@ class Proposal:
 
   def close(self) -> None:
     """Closes all links."""
-    self.mesh.close()
+    self.transport.shut_down()
+    self.transport.close()
     for connection in self.connections.values():
       connection.close()
 
   async def _invite(self, rank: int) -> None:
     connection = await mesh_lib.dial_again(
-      self._dial, self.seats[rank].task, authentication.Purpose.CONTROL
+      self._dial, self._seats[rank].task, authentication.Purpose.CONTROL
     )
     self.connections[rank] = connection
     message = {
-      'generation': self.generation,
-      'seats': [dataclasses.asdict(seat) for seat in self.seats],
+      'generation': self.state.generation,
+      'seats': [dataclasses.asdict(seat) for seat in self._seats],
       'gone': self._gone,
     }
     connection.send(_Kind.PROPOSE, message)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
       raise protocol.ProtocolError(
-        f'task {self.seats[rank].task} declined: {reason}'
+        f'task {self._seats[rank].task} declined: {reason}'
       )
 
   def _tell(self, kind: protocol.Kind) -> None:

@@ -30,7 +30,6 @@ from tf_strategies.process_group.rendezvous import (
   membership,
 )
 from tf_strategies.process_group.tcp import mesh as mesh_lib
-from tf_strategies.process_group.tcp import transport
 
 _Kind = protocol.Kind
 _Purpose = authentication.Purpose
@@ -94,10 +93,6 @@ class Rendezvous:
   ):
     self._options = options_lib.given_or_default(options)
     address_checks.check(addresses, task, self._options)
-    option_checks.check_function('make_group', make_group)
-    option_checks.check_type(
-      'listener', listener, (socket.socket, type(None)), 'a socket or None'
-    )
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
@@ -418,12 +413,8 @@ class Rendezvous:
       proposal.close()
       return
     members, options = self._membership, self._options
-    members.formed(proposal.generation, proposal.seated)
-    group_state = state.GroupState(
-      proposal.members(), proposal.rank, proposal.generation
-    )
-    links = transport.Transport(group_state.check)
-    proposal.mesh.hand_over(links.add)
+    group_state = proposal.state
+    members.formed(group_state.generation, proposal.seated)
     plane = control_plane.ControlPlane(
       self._server,
       group_state,
@@ -439,12 +430,12 @@ class Rendezvous:
       )
 
     group = self._make_group(
-      group_state, links, plane, options, connect, self._on_end
+      group_state, proposal.transport, plane, options, connect, self._on_end
     )
     group_state.on_failure(self._on_end)
-    place = proposal.generation, proposal.rank, len(proposal.seats)
+    place = group.generation, group.rank, group.world_size
     logging.info('Group %d: rank %d of %d', *place)
-    if proposal.rank == 0 and len(members.views) >= len(proposal.seats):
+    if group.rank == 0 and len(members.addresses) > group.world_size:
       self._server.spawn(self._watch_others(group_state, plane))
     self._formed.set_result(group)
 

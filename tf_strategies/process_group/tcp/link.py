@@ -100,7 +100,7 @@ class DataLink:
     self._after = bytearray()
     self.reset()
     if self.is_plain:
-      with contextlib.suppress(OSError, execution_lib.LinkClosedError):
+      with contextlib.suppress(OSError):
         self._slots = host_memory.MemorySlots()
         self.put(_SLOTS, self._slots.pack())
         self.flush()

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from tf_strategies.process_group import plan
+from tf_strategies.process_group import execution, plan
 from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
 
@@ -26,14 +26,6 @@ Dial = Callable[
 OnCut = Callable[[int, str, str], None]
 
 
-class LinkError(OSError):
-  """A rank cannot be reached for data, and why; internal to `process_group`."""
-
-  def __init__(self, rank: int, why: str):
-    super().__init__(f'rank {rank} cannot be reached: {why}')
-    self.rank, self.why = rank, why
-
-
 class Mesh:
   """Makes and accepts the links of one rank in one group; in the event loop.
 
@@ -43,9 +35,7 @@ class Mesh:
     seated: the task of each rank, in order, and its incarnation.
     dial: function that connects to a task.
     on_cut: function that is called for each task that cannot be reached.
-
-  Attributes:
-    sockets: sockets by rank, until `hand_over`.
+    take: function that takes the socket of each rank, and owns it.
   """
 
   def __init__(
@@ -55,18 +45,18 @@ class Mesh:
     seated: Mapping[int, str],
     dial: Dial,
     on_cut: OnCut,
+    take: Callable[[int, socket.socket], None],
   ):
-    self.sockets: dict[int, socket.socket] = {}
     self._generation = generation
     self._rank = rank
     self._tasks, self._incarnations = list(seated), list(seated.values())
     self._dial = dial
     self._on_cut = on_cut
+    self._take = take
     self._dialled: set[int] = set()
     self._linked: collections.defaultdict[int, asyncio.Event] = (
       collections.defaultdict(asyncio.Event)
     )
-    self._take: Callable[[int, socket.socket], None] | None = None
 
   async def connect_first(self) -> None:
     """Makes the links that are there from the start; raises as `connect`."""
@@ -77,7 +67,7 @@ class Mesh:
     await self.connect(peers)
 
   async def connect(self, ranks: Iterable[int]) -> None:
-    """Returns when there is a link to each; LinkError if one cannot be made."""
+    """Returns when there is a link to each; LinkClosedError if one cannot be made."""
     await connection_lib.together(map(self._connect, ranks))
 
   def accept(
@@ -99,18 +89,6 @@ class Mesh:
       return
     connection.send(_Kind.ACCEPT)
     self._add(rank, connection)
-
-  def hand_over(self, take: Callable[[int, socket.socket], None]) -> None:
-    """Gives all sockets, and those that come later, to somebody else."""
-    self._take = take
-    for rank, sock in self.sockets.items():
-      take(rank, sock)
-    self.sockets = {}
-
-  def close(self) -> None:
-    """Closes the sockets that nobody has taken."""
-    for sock in self.sockets.values():
-      sock.close()
 
   async def _connect(self, rank: int) -> None:
     linked = self._linked[rank]
@@ -138,7 +116,7 @@ class Mesh:
     except (OSError, protocol.ProtocolError) as e:
       why = str(e) or type(e).__name__
       self._on_cut(self._tasks[rank], self._incarnations[rank], why)
-      raise LinkError(rank, why) from e
+      raise execution.LinkClosedError(rank, why) from e
     finally:
       if connection is not None and kind is not _Kind.ACCEPT:
         connection.close()
@@ -146,12 +124,8 @@ class Mesh:
       self._add(rank, connection)
 
   def _add(self, rank: int, connection: connection_lib.Connection) -> None:
-    sock = connection.detach()
     self._linked[rank].set()
-    if self._take is None:
-      self.sockets[rank] = sock
-    else:
-      self._take(rank, sock)
+    self._take(rank, connection.detach())
 
 
 async def dial_again(
