@@ -145,10 +145,6 @@ class GroupState:
     """Notes that the collective is over."""
     self.operation = self.operation._replace(busy=False)
 
-  def is_waiting(self) -> bool:
-    """Returns whether this rank is in a collective or in an exchange."""
-    return self.operation.busy or bool(self.exchanges)
-
   def describe(self) -> dict[str, Any]:
     """Returns the activity of this rank, for a message."""
     operation = self.operation

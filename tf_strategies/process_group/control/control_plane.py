@@ -28,12 +28,13 @@ from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import protocol, server
 
 _Kind = protocol.Kind
+# Ranks say where they are with each heartbeat; those that are late get this much longer.
 _DESCRIBE_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0
 # Between two looks at ranks that wait for each other.
 _STALL_SECONDS = 10.0
 # If no decision comes in this time, rank 0 is in trouble itself.
-_DECISION_SECONDS = _DESCRIBE_SECONDS + 2.0
+_DECISION_SECONDS = _DESCRIBE_SECONDS + 3.0
 
 
 class ControlPlane:
@@ -59,15 +60,13 @@ class ControlPlane:
       self._links, options.heartbeat_timeout_seconds, host.now()
     )
     self._joiners: tuple[int, ...] = ()  # As rank 0 says.
-    # The descriptions that have come for each inquiry that waits for some.
-    self._inquiries: list[dict[int, Any]] = []
+    # What the other ranks did at their last heartbeats.
+    self._said: dict[int, dict[str, Any]] = {}
     self._diagnosing = False
     self._closing = False
     self._exchanges = exchange_lib.Exchanges(state, self._links)
     self._handlers = {
       _Kind.HEARTBEAT: self._on_heartbeat,
-      _Kind.DESCRIBE: self._on_describe,
-      _Kind.DESCRIPTION: self._on_description,
       _Kind.GOODBYE: self._on_goodbye,
     }
     # A link is from rank 0 or to it.
@@ -188,16 +187,15 @@ class ControlPlane:
       for rank, seconds in self._monitor.overdue(self._host.now()).items():
         silence = f'has been silent for {seconds:.1f} s'
         self._lose(rank, f'is stopped or disconnected: it {silence}')
-      self._send_all(_Kind.HEARTBEAT, {'joiners': self.joiners()})
+      message = {'joiners': self.joiners(), 'said': self._state.describe()}
+      self._send_all(_Kind.HEARTBEAT, message)
 
   async def _watch(self) -> None:
     """Ends a group if all ranks wait in different methods of a model."""
     before: dict[int, Any] = {}
     while True:
       await asyncio.sleep(_STALL_SECONDS)
-      said = {}
-      if self._state.failure is None and self._state.is_waiting():
-        said = await self._ask_all(_DESCRIBE_SECONDS)
+      said = self._all_said()
       report = failure_detection.stall(self._state.members, before, said)
       if report is not None:
         self.end(report)
@@ -250,32 +248,30 @@ class ControlPlane:
     if self._diagnosing or self._state.failure is not None:
       return
     self._diagnosing = True
-    end = self._host.now() + _DESCRIBE_SECONDS
-    while True:
-      said = await self._ask_all(end - self._host.now())
-      # After a mismatch wait for ranks that are still on their way there, so
-      # that the report can describe their calls.
-      late = suspicion['seconds'] is None and any(
-        description['sequence'] < suspicion['sequence']
-        for description in said.values()
-      )
-      if not late or self._host.now() > end:
-        break
-      await asyncio.sleep(0.05)
+    self._said.clear()
+    end = self._host.now() + self._monitor.interval_seconds + _DESCRIBE_SECONDS
+    while self._host.now() < end and not self._has_heard_all(suspicion):
+      await asyncio.sleep(0.01)
+    said = self._all_said()
     self.end(failure_detection.diagnose(self._state.members, suspicion, said))
 
-  async def _ask_all(self, seconds: float) -> dict[int, Any]:
-    """Asks all linked ranks for their state, and returns it by rank."""
-    said = {self._state.rank: self._state.describe()}
-    self._inquiries.append(said)
-    try:
-      self._send_all(_Kind.DESCRIBE, None)
-      end = self._host.now() + seconds
-      while len(said) <= len(self._links) and self._host.now() < end:
-        await asyncio.sleep(0.01)
-    finally:
-      self._inquiries = [i for i in self._inquiries if i is not said]
-    return dict(sorted(said.items()))
+  def _has_heard_all(self, suspicion: dict[str, Any]) -> bool:
+    """Returns whether all ranks have said where they are.
+
+    After a mismatch that includes ranks that are still on their way there, so that the
+    report can describe their calls.
+    """
+    is_mismatch = suspicion['seconds'] is None
+    return len(self._said) == len(self._links) and not (
+      is_mismatch
+      and any(
+        description['sequence'] < suspicion['sequence']
+        for description in self._said.values()
+      )
+    )
+
+  def _all_said(self) -> dict[int, dict[str, Any]]:
+    return {self._state.rank: self._state.describe(), **self._said}
 
   def _on_report(self, rank: int, report: dict[str, Any]) -> None:
     if 'failure' in report:
@@ -286,15 +282,10 @@ class ControlPlane:
   def _on_failed(self, rank: int, message: dict[str, Any]) -> None:
     self._state.fail(state_lib.FailureReport(**message))
 
-  def _on_describe(self, rank: int, message: None) -> None:
-    self._links[rank].send(_Kind.DESCRIPTION, self._state.describe())
-
-  def _on_description(self, rank: int, description: dict[str, Any]) -> None:
-    for said in self._inquiries:
-      said[rank] = description
-
   def _on_heartbeat(self, rank: int, message: dict[str, Any]) -> None:
-    self._joiners = tuple(message['joiners'])
+    self._said[rank] = message['said']
+    if rank == 0:
+      self._joiners = tuple(message['joiners'])
 
   def _on_goodbye(self, rank: int, message: dict[str, Any]) -> None:
     leaver, last = message['rank'], message['last']

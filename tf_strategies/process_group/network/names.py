@@ -81,16 +81,12 @@ def _look_up(host: str, port: int) -> concurrent.futures.Future:
 def _ask(key: tuple[int, str, int], future: concurrent.futures.Future) -> None:
   _, host, port = key
   try:
-    places, error = _places(host, port), None
+    future.set_result(_places(host, port))
   # UnicodeError: the text cannot be a name, such as 'a..b'.
   except (OSError, UnicodeError) as e:
     why = getattr(e, 'strerror', None) or e
-    error = socket.gaierror(
-      getattr(e, 'errno', None) or socket.EAI_NONAME,
-      f'the name {host!r} has no address ({why})',
-    )
-  del _running[key]
-  if error is None:
-    future.set_result(places)
-  else:
-    future.set_exception(error)
+    number = getattr(e, 'errno', None) or socket.EAI_NONAME
+    what = f'the name {host!r} has no address ({why})'
+    future.set_exception(socket.gaierror(number, what))
+  finally:
+    del _running[key]

@@ -10,7 +10,7 @@ import json
 import struct
 from typing import Any
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_PAYLOAD_BYTES = 1 << 20
 
@@ -41,8 +41,6 @@ class Kind(enum.IntEnum):
   RESULT = 18
   REPORT = 20
   FAILED = 21
-  DESCRIBE = 22
-  DESCRIPTION = 23
   GOODBYE = 24
   # Launchers of several hosts.
   NODE = 32

@@ -9,6 +9,7 @@ large pieces, bytes travel.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import socket
@@ -91,13 +92,13 @@ class DataLink:
     self._reader: host_memory.PeerSlots | None = None
     self._slots: host_memory.MemorySlots | None = None
     self._is_read = False
-    # Bytes that were received ahead, and the part of them that is used.
-    self._ahead = bytearray(_AHEAD_BYTES)
-    self._begin = self._end = 0
-    self._following: int | None = None
-    # Bytes to send before and after the bytes of a piece.
-    self._before = bytearray()
-    self._after = bytearray()
+    # Bytes that were received ahead, and memory for more.
+    self._ahead = bytearray()
+    self._scratch = memoryview(bytearray(_AHEAD_BYTES))
+    # Bytes to send, and whether each part is the end of a piece.
+    self._output: collections.deque[tuple[memoryview, bool]] = (
+      collections.deque()
+    )
     self.reset()
     if self.is_plain:
       with contextlib.suppress(OSError):
@@ -120,7 +121,7 @@ class DataLink:
     self.incoming: memoryview | None = None
     self.sends = ()
     self.send_index = 0
-    self.outgoing: memoryview | None = None
+    self.is_sending = False  # Whether the newest piece is in the output.
     self.blocked = False
 
   @property
@@ -131,12 +132,12 @@ class DataLink:
   @property
   def owes(self) -> bool:
     """Returns whether the peer still gets a piece."""
-    return self.send_index < len(self.sends) or bool(self.outgoing)
+    return self.send_index < len(self.sends) or self.is_sending
 
   @property
   def has_output(self) -> bool:
     """Returns whether something waits to be sent."""
-    return bool(self._before or self.outgoing or self._after)
+    return bool(self._output)
 
   def end_output(self) -> None:
     """Sends nothing more."""
@@ -174,26 +175,22 @@ class DataLink:
 
     A word without a name is the number of a slot with a piece.
     """
-    while True:
-      if self._following is None:
-        data = self._take(_WORD.size)
-        if data is None:
-          return None
-        [word] = _WORD.unpack(data)
-        if word not in _FOLLOWING:
-          if word != _READS:
-            return word
-          self._is_read = True
-          continue
-        self._following = word
-      data = self._take(_FOLLOWING[self._following])
-      if data is None:
-        return None
-      word, self._following = self._following, None
+    while self._fill(_WORD.size):
+      [word] = _WORD.unpack_from(self._ahead)
+      size = _WORD.size + _FOLLOWING.get(word, 0)
+      if not self._fill(size):
+        break
+      data = bytes(self._ahead[_WORD.size : size])
+      del self._ahead[:size]
       if word == HEADER:
         self.header = Header(*_HEADER.unpack(data))
-        return HEADER
-      self._hear_of_slots(data)
+      if word == _READS:
+        self._is_read = True
+      elif word == _SLOTS:
+        self._hear_of_slots(data)
+      else:
+        return word
+    return None
 
   def comes_as_bytes(self, size: int) -> bool:
     """Returns whether a piece of so many bytes, not 0, is next and comes as bytes."""
@@ -206,10 +203,10 @@ class DataLink:
 
   def read_bytes(self, view: memoryview) -> int:
     """Receives available bytes. Returns their number, 0 if there are none now."""
-    ahead = min(self._end - self._begin, len(view))
+    ahead = min(len(self._ahead), len(view))
     if ahead:
-      view[:ahead] = self._ahead[self._begin : self._begin + ahead]
-      self._begin += ahead
+      view[:ahead] = self._ahead[:ahead]
+      del self._ahead[:ahead]
       return ahead
     return self._receive(view)
 
@@ -224,20 +221,14 @@ class DataLink:
       raise execution_lib.LinkClosedError(self.rank, why) from e
     self.put(ACKNOWLEDGE)
 
-  def _take(self, size: int) -> bytes | None:
-    """Returns `size` bytes once all of them have arrived."""
-    while self._end - self._begin < size:
-      if self._begin:
-        left = self._ahead[self._begin : self._end]
-        self._ahead[: len(left)] = left
-        self._begin, self._end = 0, len(left)
-      count = self._receive(memoryview(self._ahead)[self._end :])
+  def _fill(self, size: int) -> bool:
+    """Receives until `size` bytes are ahead. Returns whether they are."""
+    while len(self._ahead) < size:
+      count = self._receive(self._scratch)
       if not count:
-        return None
-      self._end += count
-    begin = self._begin
-    self._begin += size
-    return bytes(self._ahead[begin : self._begin])
+        return False
+      self._ahead += self._scratch[:count]
+    return True
 
   def _receive(self, view: memoryview) -> int:
     try:
@@ -254,14 +245,12 @@ class DataLink:
 
   def put(self, word: int, data: bytes = b'') -> None:
     """Queues a word and the bytes after it. `flush` sends them."""
-    if self.has_left:
-      return
-    out = self._before if self.outgoing is None else self._after
-    out += _WORD.pack(word) + data
+    if not self.has_left:
+      self._output.append((memoryview(_WORD.pack(word) + data), False))
 
   def can_offer(self, size: int) -> bool:
     """Returns whether a piece of so many bytes can go now."""
-    if self.outgoing is not None:
+    if self.is_sending:
       return False
     return not self._is_for_slots(size) or self.unread < host_memory.NUM_SLOTS
 
@@ -272,37 +261,33 @@ class DataLink:
       self.put(_SLOT + self._slots.put(piece))
       return True
     self.put(BYTES)
-    self.outgoing = memoryview(piece)
+    self._output.append((memoryview(piece), True))
+    self.is_sending = True
     return False
 
   def flush(self) -> bool:
     """Sends what the socket takes. Returns whether the last byte of a piece is out."""
-    parts = [p for p in (self._before, self.outgoing, self._after) if p]
     try:
-      count = self.sock.sendmsg(parts)
+      count = self.sock.sendmsg([part for part, _ in self._output])
     except (BlockingIOError, InterruptedError):
       self.blocked = True
       return False
     except OSError as e:
       raise execution_lib.LinkClosedError(self.rank) from e
-    before = min(count, len(self._before))
-    del self._before[:before]
-    count -= before
-    if self.outgoing is None:
-      return False
-    piece = min(count, len(self.outgoing))
-    self.outgoing = self.outgoing[piece:]
-    if self.outgoing:
-      return False
-    self.outgoing = None
-    self._before = self._after[count - piece :]
-    self._after = bytearray()
-    return True
+    was_sending = self.is_sending
+    while self._output:
+      part, is_end = self._output[0]
+      if count < len(part):
+        self._output[0] = part[count:], is_end
+        break
+      count -= len(part)
+      self._output.popleft()
+      self.is_sending = self.is_sending and not is_end
+    return was_sending and not self.is_sending
 
   def drop(self) -> None:
     """Drops queued bytes, since the peer is gone."""
-    self._before.clear()
-    self._after.clear()
+    self._output.clear()
 
   # Finding out whether each side can read the other's memory.
 
