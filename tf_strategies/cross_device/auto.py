@@ -1,5 +1,7 @@
 """`AutoAllReduce` chooses the algorithm by kind of device and size."""
 
+import functools
+
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
@@ -45,22 +47,21 @@ class AutoAllReduce(base.ScheduledAllReduce):
     return cost_model.choose(num_bytes, links.topology(devices))
 
   def _reduce_everywhere(self, reduce_op, values, devices):
-    by_dtype = {}
-    if not tf.executing_eagerly() and links.nccl_is_usable(devices):
-      for i, value in enumerate(values):
-        if value.values[0].dtype in _NCCL_DTYPES:
-          by_dtype.setdefault(value.values[0].dtype, []).append(i)
-    results = {}
-    for members in by_dtype.values():
+    has_nccl = not tf.executing_eagerly() and links.nccl_is_usable(devices)
+    by_dtype = {}  # None for the dtypes that a schedule reduces.
+    for i, value in enumerate(values):
+      dtype = value.values[0].dtype
+      by_nccl = has_nccl and dtype in _NCCL_DTYPES
+      by_dtype.setdefault(dtype if by_nccl else None, []).append(i)
+    results = [None] * len(values)
+    for dtype, members in by_dtype.items():
+      reduce = self._reduce_by_nccl if dtype else self._reduce_by_schedule
       own = [values[i] for i in members]
-      reduced = self._reduce_by_nccl(reduce_op, own, devices)
-      results.update(zip(members, reduced, strict=True))
-    rest = [i for i in range(len(values)) if i not in results]
-    if rest:
-      own = [values[i] for i in rest]
-      reduced = self._reduce_by_schedule(reduce_op, own, devices)
-      results.update(zip(rest, reduced, strict=True))
-    return [results[i] for i in range(len(values))]
+      for i, result in zip(
+        members, reduce(reduce_op, own, devices), strict=True
+      ):
+        results[i] = result
+    return results
 
   def _reduce_by_nccl(self, reduce_op, values, devices):
     """Reduces values of one dtype, which TensorFlow packs into one tensor."""
@@ -83,32 +84,30 @@ class AutoAllReduce(base.ScheduledAllReduce):
       return reduce(reduce_op, values, devices)
     base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
     alone_bytes, bucket_bytes = links.packed_bytes(len(devices))
-    # Replicas may know different shapes, but must pack the same tensors.
-    small = [
-      i
-      for i, value in enumerate(values)
-      if all(t.shape.is_fully_defined() for t in value.values)
-      and base.bytes_of(value.values[0]) < alone_bytes
-    ]
+    for value in values:
+      # Replicas may know different shapes, but must pack the same tensors.
+      known = [t.shape for t in value.values]
+      for tensor in value.values:
+        tensor.set_shape(functools.reduce(tf.TensorShape.merge_with, known))
+    # By size: a tensor that is not packed does not come between those that are.
+    order = sorted(
+      range(len(values)), key=lambda i: base.bytes_of(values[i].values[0])
+    )
     packed = []
     for rank, device in enumerate(devices):
       with tf.device(device):
-        tensors = [values[i].values[rank] for i in small]
+        tensors = [values[i].values[rank] for i in order]
         packed.append(packing.pack(tensors, bucket_bytes, alone_bytes))
     buckets = zip(*(p.buckets for p in packed), strict=True)
-    large = [i for i in range(len(values)) if i not in small]
-    given = [values[i] for i in large]
-    given += map(_tf_internal.PerReplica, buckets)
-    reduced = reduce(reduce_op, given, devices)
+    sums = reduce(
+      reduce_op, list(map(_tf_internal.PerReplica, buckets)), devices
+    )
     columns = []
     for rank, device in enumerate(devices):
       with tf.device(device):
-        sums = [v.values[rank] for v in reduced[len(large) :]]
-        columns.append(packed[rank].unpack(sums))
-    results = dict(zip(large, reduced, strict=False))
-    for i, row in zip(small, zip(*columns, strict=True), strict=True):
-      results[i] = base.mirrored(row)
-    return [results[i] for i in range(len(values))]
+        columns.append(packed[rank].unpack([s.values[rank] for s in sums]))
+    results = dict(zip(order, zip(*columns, strict=True), strict=True))
+    return [base.mirrored(results[i]) for i in range(len(values))]
 
 
 def _placed(value, devices):

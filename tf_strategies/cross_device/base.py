@@ -142,7 +142,6 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     parts = (tensor,)
     if isinstance(tensor, tf.IndexedSlices):
       parts = (tensor.values, tensor.indices, tensor.dense_shape)
-    parts = [None if p is None else tf.convert_to_tensor(p) for p in parts]
     self._statistics['broadcast'].record(devices, [0] * len(devices))
 
     def copy():
