@@ -140,7 +140,7 @@ class Launchers(contextlib.AbstractContextManager):
     self._told: tasks.HostState | None = None
     # The others listen too, but nobody knows where: it is their thread.
     address = place.rendezvous if place.rank == 0 else f'{tasks.LOOPBACK}:0'
-    purposes = {authentication.Purpose.CONTROL: self._serve}
+    purposes = {authentication.Purpose.CONTROL: (_Kind.NODE, self._serve)}
     self._server = server.Server(
       address, place.rank, self._credentials, purposes, None, place.count
     )
@@ -174,25 +174,18 @@ class Launchers(contextlib.AbstractContextManager):
       self._server.loop.call_soon_threadsafe(self._send, _Kind.REJECT, str(e))
       raise
 
-  async def _serve(self, connection, request) -> None:
+  async def _serve(self, connection, request, message) -> None:
     """Takes up another launcher, on the first host."""
-    try:
-      _, (its_version, part) = await connection_lib.within(
-        authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.NODE)
-      )
-      # Another version may have other fields.
-      objection = self._objection(request, its_version)
-      node = None if objection else tasks.HostTasks(**part)
-    except _BROKEN:
-      connection.close()
-      return
-    if node is None:
+    its_version, part = message
+    objection = self._objection(request, its_version)
+    if objection:
       self._refusal = f' One was refused: {objection}.'
       connection.send(_Kind.REJECT, objection)
       await asyncio.sleep(_LAST_SECONDS)  # It has time to read.
       connection.close()
       return
-    self._parts[request.client] = node
+    # Another version may have other fields.
+    self._parts[request.client] = tasks.HostTasks(**part)
     self._connections[request.client] = connection
     if len(self._parts) == self._place.count:
       self.hosts = [node for _, node in sorted(self._parts.items())]
@@ -242,7 +235,7 @@ class Launchers(contextlib.AbstractContextManager):
     connection = await connection_lib.dial(
       place.rendezvous, request, self._credentials
     )
-    host = connection.detach().getsockname()[0]
+    host = connection.sock.getsockname()[0]
     node = dataclasses.replace(self._mine, host=host)
     connection.send(_Kind.NODE, [version.__version__, dataclasses.asdict(node)])
     self._connections[0] = connection
@@ -272,7 +265,7 @@ class Launchers(contextlib.AbstractContextManager):
 
   async def _follow(self, rank: int, connection) -> None:
     """Takes what another launcher says, until it is gone or says nonsense."""
-    _probe(connection.detach())
+    _probe(connection.sock)
     try:
       while True:
         kind, said = await connection.expect(
@@ -311,7 +304,7 @@ class Launchers(contextlib.AbstractContextManager):
     for connection in [*self._connections.values()]:
       await self._until(lambda c=connection: not c.pending)
       with contextlib.suppress(OSError):
-        connection.detach().shutdown(socket.SHUT_WR)
+        connection.sock.shutdown(socket.SHUT_WR)
     # A socket that closes with unread input drops its unsent output.
     await self._until(lambda: not self._connections)
     for connection in self._connections.values():

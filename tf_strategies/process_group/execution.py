@@ -98,7 +98,6 @@ class Execution:
       plan_lib.OUT: out.view(np.uint8),
       plan_lib.WIRE: wire.view(np.uint8),
     }
-    self._temporary: dict[int, np.ndarray] = {}
     # Received terms of sums, and pieces whose place is still in use.
     self._received: dict[int, np.ndarray] = {}
     self._early: dict[int, np.ndarray] = {}
@@ -202,7 +201,7 @@ class Execution:
     residual = self._residual[piece.first : piece.last]
     rest = residual
     if piece.first not in self._unrounded:
-      rest = self._take(0, len(residual))
+      rest = self._pool.take(residual.shape, residual.dtype)
     self._form.codec.decode(payload, rest)
     with np.errstate(invalid='ignore'):  # Infinities may give NaN.
       np.subtract(array, rest, out=rest)
@@ -217,7 +216,7 @@ class Execution:
     overwrites = any(buffer == own for buffer, _ in piece.terms[2:])
     if overwrites:
       # The target holds a term that is read after the first sum.
-      total = self._take(2, len(target))
+      total = self._pool.take(target.shape, target.dtype)
     so_far = self._term(piece, 0)
     for index in range(1, len(piece.terms)):
       self._ufunc(so_far, self._term(piece, index), out=total)
@@ -240,14 +239,6 @@ class Execution:
       memory = self._received.pop(start)
       if not self._is_coded:
         return memory.view(self._values.dtype)
-    values = self._take(min(index, 1), length)
+    values = self._pool.take(length, self._values.dtype)
     self._form.codec.decode(memory, values)
     return values
-
-  def _take(self, slot: int, length: int) -> np.ndarray:
-    """Returns memory for the values of a piece, the same for each piece."""
-    memory = self._temporary.get(slot)
-    if memory is None or len(memory) < length:
-      memory = self._pool.take(length, self._values.dtype)
-      self._temporary[slot] = memory
-    return memory[:length]

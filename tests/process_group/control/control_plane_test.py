@@ -133,7 +133,7 @@ class NonsenseTest(parameterized.TestCase):
     )
     plane.start()
     theirs.write(frame)
-    theirs.detach().shutdown(socket.SHUT_WR)
+    theirs.sock.shutdown(socket.SHUT_WR)
     while shared.failure is None and not shared.departed:
       await asyncio.sleep(0)
     await plane._close(has_ended=False)

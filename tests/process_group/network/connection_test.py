@@ -62,7 +62,7 @@ class ConnectionTest(absltest.TestCase):
 
     for one in asyncio.run(run()):
       one.close()
-      self.assertEqual(one.detach().fileno(), -1)
+      self.assertEqual(one.sock.fileno(), -1)
 
   def test_other_kinds_and_other_bytes_are_refused(self):
     async def run():

@@ -136,10 +136,11 @@ class RefusalTest(parameterized.TestCase):
     addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
     options = process_group.GroupOptions(rendezvous_timeout_seconds=2.0)
 
-    async def answer(link, request):
+    async def answer(link, request, message):
       link.send(protocol.Kind.HELLO, {})
 
-    handlers = dict.fromkeys(authentication.Purpose, answer)
+    poll = authentication.Purpose.POLL
+    handlers = {poll: (protocol.Kind.HELLO, answer)}
     other = server.Server(addresses[1], 1, options.credentials(), handlers)
     with (
       contextlib.closing(other),

@@ -119,7 +119,7 @@ class MeshTest(parameterized.TestCase):
     asyncio.run(meet())
     [(ours, theirs)] = calls
     theirs.close()
-    self.assertEqual(ours.detach().fileno(), -1)
+    self.assertEqual(ours.sock.fileno(), -1)
 
   @parameterized.parameters(
     {'generation': 6}, {'incarnation': 'before'}, {'rank': 0}, {'rank': 9}

@@ -34,12 +34,13 @@ class Connection:
     sock: connected and non-blocking; owned from here on.
 
   Attributes:
+    sock: the socket, which may change hands between two frames.
     max_payload: the most bytes that a frame may announce.
   """
 
   def __init__(self, sock: socket.socket):
     self._loop = asyncio.get_running_loop()
-    self._sock = sock
+    self.sock = sock
     self._unsent = bytearray()
     self._broken = False
     self.max_payload = protocol.MAX_PAYLOAD_BYTES
@@ -60,7 +61,7 @@ class Connection:
     if idle:
       self._flush()
       if self._unsent:
-        self._loop.add_writer(self._sock, self._flush)
+        self._loop.add_writer(self.sock, self._flush)
 
   def send(self, kind: protocol.Kind, message: Any = None) -> None:
     """Sends a frame that holds a JSON value."""
@@ -71,7 +72,7 @@ class Connection:
     data = bytearray(size)
     view = memoryview(data)
     while view:
-      count = await self._loop.sock_recv_into(self._sock, view)
+      count = await self._loop.sock_recv_into(self.sock, view)
       if not count:
         raise ConnectionResetError('the peer closed the connection')
       view = view[count:]
@@ -96,40 +97,36 @@ class Connection:
     Raises:
       AuthenticationError: the peer speaks no TLS, or has another authority.
     """
-    self._sock = tls.TlsSocket(self._sock, files, is_server)
-    await self._sock.handshake()
+    self.sock = tls.TlsSocket(self.sock, files, is_server)
+    await self.sock.handshake()
 
   def shut_down(self) -> None:
     """Ends both directions, which wakes the task that waits for them."""
     with contextlib.suppress(OSError):
-      self._sock.shutdown(socket.SHUT_RDWR)
+      self.sock.shutdown(socket.SHUT_RDWR)
 
   def close(self) -> None:
     """Closes the socket; only where no task waits for it."""
     self._give_up()
     self.shut_down()
-    self._sock.close()
-
-  def detach(self) -> socket.socket:
-    """Hands the socket over."""
-    return self._sock
+    self.sock.close()
 
   def _flush(self) -> None:
     try:
-      del self._unsent[: self._sock.send(self._unsent)]
+      del self._unsent[: self.sock.send(self._unsent)]
     except (BlockingIOError, InterruptedError):
       return
     except OSError:
       self._give_up()
     if not self._unsent:
-      self._loop.remove_writer(self._sock)
+      self._loop.remove_writer(self.sock)
 
   def _give_up(self) -> None:
     self._broken = True
     if self._unsent:
       self._unsent.clear()
       if not self._loop.is_closed():
-        self._loop.remove_writer(self._sock)
+        self._loop.remove_writer(self.sock)
 
 
 async def together(
@@ -216,7 +213,7 @@ async def _dial(address, places, request, credentials) -> Connection:
     answer += await connection.read(authentication.ANSWER_BYTES - 1)
     proof = handshake.prove(answer, server)
     # Not before it answers: until it has accepted, the peer's end has no user.
-    credentials.check_user(connection.detach())
+    credentials.check_user(connection.sock)
     connection.write(proof)
     # The server's last word, so that a refusal is not taken for a breakdown.
     if await connection.read(1) != b'\1':
@@ -260,7 +257,7 @@ async def accept(
   handshake = authentication.Handshake(credentials.secret, request)
   answer, expected = handshake.answer()
   connection.write(answer)
-  credentials.check_user(connection.detach())
+  credentials.check_user(connection.sock)
   proof = await connection.read(authentication.PROOF_BYTES)
   if not hmac.compare_digest(proof, expected):
     connection.write(b'\0')

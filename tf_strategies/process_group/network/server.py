@@ -31,7 +31,7 @@ _BUSY_SECONDS = 2.0
 _NAMELESS_SECONDS = 20.0
 
 Handler = Callable[
-  [connection_lib.Connection, authentication.ConnectionRequest],
+  [connection_lib.Connection, authentication.ConnectionRequest, Any],
   Coroutine[Any, Any, None],
 ]
 
@@ -43,7 +43,8 @@ class Server:
     address: address of this task.
     task: number of this task.
     credentials: credentials of this process.
-    handlers: handler for each purpose, which then owns the authenticated connection.
+    handlers: for each purpose the kind of the first frame, and a function that gets the
+      authenticated connection, which it owns from then on, and that frame's message.
     on_shortage: called repeatedly while no file descriptor is left for a connection.
     num_peers: number of tasks that may connect.
     listener: a socket that listens at the address already; None to open one.
@@ -54,7 +55,7 @@ class Server:
     address: str,
     task: int,
     credentials: authentication.Credentials,
-    handlers: Mapping[authentication.Purpose, Handler],
+    handlers: Mapping[authentication.Purpose, tuple[protocol.Kind, Handler]],
     on_shortage: Callable[[errors.ResourceLimitError], None] | None = None,
     num_peers: int = 0,
     listener: socket.socket | None = None,
@@ -147,11 +148,16 @@ class Server:
         await asyncio.gather(oldest, return_exceptions=True)
 
   async def _serve(self, connection: connection_lib.Connection) -> None:
+    seconds = authentication.HANDSHAKE_SECONDS
     try:
       request = await connection_lib.within(
-        authentication.HANDSHAKE_SECONDS,
+        seconds,
         connection_lib.accept(connection, self._task, self._credentials),
       )
+      self._unauthenticated.pop(asyncio.current_task(), None)
+      kind, handler = self._handlers[request.purpose]
+      _, message = await connection_lib.within(seconds, connection.expect(kind))
+      await handler(connection, request, message)
     except asyncio.CancelledError:
       connection.close()
       raise
@@ -164,13 +170,9 @@ class Server:
         self._task,
         e or 'no proof in time',
       )
-      return
-    self._unauthenticated.pop(asyncio.current_task(), None)
-    try:
-      await self._handlers[request.purpose](connection, request)
     except Exception:  # A member of the job sent what this version does not.
       connection.close()
-      logging.exception('Task %d cannot serve %s.', self._task, request)
+      logging.exception('Task %d cannot serve a connection.', self._task)
 
 
 def listen(address: str, task: int) -> socket.socket:

@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from absl import logging
 
@@ -116,9 +117,9 @@ class Rendezvous:
       task,
       self._credentials,
       {
-        _Purpose.POLL: self._answer,
-        _Purpose.CONTROL: self._follow,
-        _Purpose.DATA: self._accept_data,
+        _Purpose.POLL: (_Kind.HELLO, self._answer),
+        _Purpose.CONTROL: (_Kind.PROPOSE, self._follow),
+        _Purpose.DATA: (_Kind.JOIN, self._accept_data),
       },
       self._run_short,
       len(addresses),
@@ -233,10 +234,9 @@ class Rendezvous:
       self._addresses[task], request, self._credentials
     )
 
-  def _note_cut(self, task: int, incarnation: str, why: str) -> None:
+  def _note_cut(self, *about: Any) -> None:
     """Remembers a task to which there is no way, though it may be alive."""
-    cut = membership.Cut(task, incarnation, why, _now())
-    self._membership.note_cut(cut)
+    self._membership.note_cut(membership.Cut(*about, _now()))
 
   def _run_short(self, error: errors.ResourceLimitError) -> None:
     """Gives up if file descriptors stay away: no other worker is to blame."""
@@ -311,29 +311,20 @@ class Rendezvous:
     finally:
       connection.close()
 
-  async def _answer(self, connection, request) -> None:
+  async def _answer(self, connection, request, message) -> None:
     """Tells a worker that polls what this one is doing."""
-    try:
-      while True:
-        _, message = await connection_lib.within(
-          _IDLE_SECONDS, connection.expect(_Kind.HELLO)
-        )
-        if connection.pending:
-          return  # It does not read its answers.
+    with contextlib.closing(connection), contextlib.suppress(OSError):
+      # Until the peer has its answer, is gone, or does not read its answers.
+      while not connection.pending:
         try:
           self._membership.heard(message, _now(), reached=False)
         except errors.Error as e:
           self._refuse(e)
         is_first = message['addresses'] is not None
         connection.send(_Kind.HELLO, self._membership.hello(_now(), is_first))
-    except OSError:
-      return  # The peer has its answer, or is gone.
-    except protocol.ProtocolError as e:
-      logging.log_every_n_seconds(
-        logging.WARNING, 'Task %d sent nonsense: %s', 10, request.client, e
-      )
-    finally:
-      connection.close()
+        _, message = await connection_lib.within(
+          _IDLE_SECONDS, connection.expect(_Kind.HELLO)
+        )
 
   async def _lead(self) -> None:
     """Proposes groups while this process is the one to do so."""
@@ -348,27 +339,20 @@ class Rendezvous:
       self._membership.proposal_failed(_now())
       await asyncio.sleep(self._pause())
 
-  async def _follow(self, connection, request) -> None:
+  async def _follow(self, connection, request, message) -> None:
     """Takes part in the proposal of another worker."""
-    try:
-      _, message = await connection_lib.within(
-        formation.STEP_SECONDS, connection.expect(_Kind.PROPOSE)
-      )
-      seats = [membership.Seat(**seat) for seat in message['seats']]
-      generation = message['generation']
-      objection = self._membership.objection(
-        generation, seats, request.client, message['gone']
-      )
-      if self._proposal is not None:
-        objection = 'it takes part in another proposal'
-      if objection:
-        connection.send(_Kind.REJECT, objection)
-        connection.close()
-        return
-    except (OSError, protocol.ProtocolError):
+    seats = [membership.Seat(**seat) for seat in message['seats']]
+    generation = message['generation']
+    objection = self._membership.objection(
+      generation, seats, request.client, message['gone']
+    )
+    if self._proposal is not None:
+      objection = 'it takes part in another proposal'
+    if objection:
+      connection.send(_Kind.REJECT, objection)
       connection.close()
-      return
-    await self._take_part(generation, seats, connection)
+    else:
+      await self._take_part(generation, seats, connection)
 
   async def _take_part(self, generation, seats, leader) -> bool:
     """Runs a proposal; `leader` is None on the one that leads it."""
@@ -394,18 +378,11 @@ class Rendezvous:
       self._refuse(e)
     return True
 
-  async def _accept_data(self, connection, request) -> None:
+  async def _accept_data(self, connection, request, message) -> None:
     """Takes a data link of the proposal or group that this process is in."""
-    try:
-      _, message = await connection_lib.within(
-        authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.JOIN)
-      )
-      if self._mesh is None:
-        raise protocol.ProtocolError('a data link belongs to no group')
-      self._mesh.accept(connection, message)
-    except (OSError, protocol.ProtocolError) as e:
-      connection.close()
-      logging.info('Task %d refused a data link: %s', self._task, e)
+    if self._mesh is None:
+      raise protocol.ProtocolError('a data link belongs to no group')
+    self._mesh.accept(connection, message)
 
   def _complete(self, proposal: formation.Proposal) -> None:
     """Makes the group of a proposal that all members have confirmed."""

@@ -125,7 +125,7 @@ class Mesh:
 
   def _add(self, rank: int, connection: connection_lib.Connection) -> None:
     self._linked[rank].set()
-    self._take(rank, connection.detach())
+    self._take(rank, connection.sock)
 
 
 async def dial_again(
