@@ -1,7 +1,7 @@
 """Codecs by name, one file each.
 
 Every module here defines one subclass of `codec.Codec`, whose `name` is the
-name of its file. A new file is found by itself, and `compression=` knows it.
+name of its file. `compression=` knows those in the table `CODECS`.
 
 Example:
 
@@ -11,9 +11,6 @@ Example:
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import types
 from collections.abc import Mapping
 
@@ -21,29 +18,20 @@ import numpy as np
 
 from tf_strategies import option_checks
 from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives.codecs import bfloat16, float16, int8, none
 
 # Number of elements for which the sizes of payloads are compared.
 _MANY = 1 << 16
 
 
-def _find(module: types.ModuleType) -> codec_lib.Codec:
-  [found] = [
-    value
-    for value in vars(module).values()
-    if inspect.isclass(value) and value.__module__ == module.__name__
-    if issubclass(value, codec_lib.Codec)
-  ]
-  return found()
-
-
+NONE = none.NoCompression()
 CODECS: Mapping[str, codec_lib.Codec] = types.MappingProxyType(
   {
-    module.name: _find(importlib.import_module(f'{__name__}.{module.name}'))
-    for module in pkgutil.iter_modules(__path__)
+    codec.name: codec
+    for codec in (bfloat16.BFloat16(), float16.Float16(), int8.Int8(), NONE)
   }
 )
 """The codecs, by the names that `compression=` takes."""
-NONE = CODECS['none']
 
 
 def get(name: str) -> codec_lib.Codec:
