@@ -88,7 +88,8 @@ class AutoAllReduce(base.ScheduledAllReduce):
       # Replicas may know different shapes, but must pack the same tensors.
       known = [t.shape for t in value.values]
       for tensor in value.values:
-        tensor.set_shape(functools.reduce(tf.TensorShape.merge_with, known))
+        if not tensor.shape.is_fully_defined():
+          tensor.set_shape(functools.reduce(tf.TensorShape.merge_with, known))
     # By size: a tensor that is not packed does not come between those that are.
     order = sorted(
       range(len(values)), key=lambda i: base.bytes_of(values[i].values[0])
