@@ -395,7 +395,8 @@ class LinksOnDemandTest(absltest.TestCase):
         first = meeting.form()
         neighbours = len(first._transport._arrived)
         try:
-          first.barrier()
+          # Along a tree, whose root all wait for.
+          first.all_reduce(np.ones(8))
         except errors.WorkerUnavailableError as e:
           error = str(e)
         try:
