@@ -63,7 +63,9 @@ def _attempt_with_fault(rank, faulty):
     def fail(*args):
       raise LookupError('no such codec')
 
-    meetings.process_group.rendezvous.rendezvous.transport.Transport = fail
+    meetings.process_group.rendezvous.rendezvous.control_plane.ControlPlane = (
+      fail
+    )
   try:
     kind, message, _ = _attempt(rank, {})
   except LookupError as e:
