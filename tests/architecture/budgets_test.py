@@ -31,7 +31,7 @@ _BUDGETS = {
   'tf_strategies/doctor': 2_760,
   'tf_strategies/fault_tolerance': 12_560,
   'tf_strategies/keras': 11_700,
-  'tf_strategies/kubernetes': 1_720,
+  'tf_strategies/kubernetes': 1_710,
   'tf_strategies/launch': 11_510,
   'tf_strategies/monitoring': 4_220,
   'tf_strategies/process_group': 32_700,

@@ -78,7 +78,15 @@ class Options:
       f'at most {checks.MAX_TASKS}',
       'pass smaller --num_workers and --num_ps',
     )
-    check_job_name(self.name)
+    # Services are named after it.
+    is_label = isinstance(self.name, str) and _DNS_LABEL.fullmatch(self.name)
+    option_checks.check(
+      is_label and len(self.name) <= _LONGEST_LABEL,
+      f'--name={self.name}',
+      f"at most {_LONGEST_LABEL} lower-case letters, digits and '-', with a "
+      "letter first and no '-' last (DNS-1035)",
+      'pass a name such as --name=mnist-2',
+    )
     # As a JobSet names pods.
     pods = (f'{self.name}-{t}-0-{n - 1}' for t, n in counts.items() if n)
     longest = max(map(len, pods)) + len(_RANDOM_ENDING)
@@ -107,15 +115,3 @@ class Options:
     return job_lib.TaskCounts(
       self.num_workers, self.num_ps, chief, self.evaluator
     )
-
-
-def check_job_name(name: object) -> None:
-  """A job's name is a label of the DNS: services are named after it."""
-  is_label = isinstance(name, str) and _DNS_LABEL.fullmatch(name)
-  option_checks.check(
-    is_label and len(name) <= _LONGEST_LABEL,
-    f'--name={name}',
-    f"at most {_LONGEST_LABEL} lower-case letters, digits and '-', with a "
-    "letter first and no '-' last (DNS-1035)",
-    'pass a name such as --name=mnist-2',
-  )
