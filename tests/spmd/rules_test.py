@@ -309,7 +309,7 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
   def test_a_wrong_rule_is_found(self):
     arrays, before = _arrays(), plan.RULES['Max']
-    plan.RULES['Max'] = plan.RULES['Exp']
+    plan.RULES['Max'] = lambda c: c.by_axes([c.names()], [[0]])
     self.addCleanup(plan.RULES.__setitem__, 'Max', before)
     want = tf.reduce_max(arrays[0], 0)
     found, _ = run(lambda x, y: tf.reduce_max(x, 0), arrays, (2, 2, 1))

@@ -115,6 +115,21 @@ def symbol(what: str, of: Any, position: int) -> Dim:
   return Dim(1, (f'{what}:{id(of)}:{position}',))
 
 
+def ints_of(numbers, of: Any) -> tuple[Dim, ...]:
+  """Returns the contents of the tensor `of`; None among `numbers` is unknown."""
+  found = []
+  for i, number in enumerate(numbers):
+    dim = number if isinstance(number, Dim | None) else Dim(int(number))
+    # TensorFlow wraps around what the dtype does not hold.
+    is_held = (
+      dim is not None
+      and of.dtype.min <= dim.number <= of.dtype.max
+      and (dim.is_number or of.dtype.size >= 4)
+    )
+    found.append(dim if is_held else symbol('value', of, i))
+  return tuple(found)
+
+
 ONE = Dim(1)
 ROWS = Dim(1, (BATCH,))
 
@@ -132,7 +147,7 @@ class Value:
   """Everything that is known about a tensor before the program runs.
 
   `dims` are the lengths of the whole tensor, None for an unknown rank. `ints` are
-  the contents of a small tensor of integers, as lengths, None where unknown.
+  the contents of a small tensor of integers, as lengths.
   `resource` is the variable, or other object, that a handle stands for. It has
   `is_part` (replicas hold parts of a sum), `shard` (each replica holds one),
   `is_single` (there is one copy), and `handle(site)`. `axes` of a tensor of axes says
@@ -141,7 +156,7 @@ class Value:
 
   kind: Any
   dims: tuple[Dim, ...] | None = None
-  ints: tuple[Dim | None, ...] | None = None
+  ints: tuple[Dim, ...] | None = None
   resource: Any = None
   axes: tuple[bool | None, ...] | None = None
 
@@ -160,9 +175,7 @@ class Value:
   @property
   def numbers(self) -> tuple[int, ...] | None:
     """The contents, if all of them are numbers."""
-    if self.ints is None:
-      return None
-    if any(i is None or not i.is_number for i in self.ints):
+    if self.ints is None or not all(i.is_number for i in self.ints):
       return None
     return tuple(i.number for i in self.ints)
 
@@ -171,7 +184,7 @@ class Value:
     """The contents, if all of them follow from the number of rows."""
     if self.ints is None or self.kind != WHOLE:
       return None
-    if any(i is None or not i.is_of_rows for i in self.ints):
+    if not all(i.is_of_rows for i in self.ints):
       return None
     if any(abs(i.number) > _MOST for i in self.ints):
       return None  # No length, and more than what lengths are made of holds.

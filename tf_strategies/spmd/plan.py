@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors
@@ -31,6 +32,8 @@ from tf_strategies.spmd.kinds import (
 from tf_strategies.spmd.program import Node, Program, Tensor
 
 _MAX_PASSES = 50
+# Of longer tensors of integers the contents do not matter.
+MOST_INTS = 64
 
 # Operations that read a variable, or other state, and change nothing.
 READS = frozenset(
@@ -50,8 +53,8 @@ class NeedsExchangeError(Exception):
   """Replicas would have to meet where they cannot: in a loop or a branch."""
 
 
-class _UnknownRankError(Exception):
-  """A rule does not know the rank of an output, so it asks for the whole."""
+class UnknownError(Exception):
+  """A rule does not know a rank or a number, so it asks for the whole."""
 
 
 @dataclasses.dataclass
@@ -269,35 +272,187 @@ class Context:
     outputs = [
       Value(WHOLE, self.dims(i)) for i in range(len(self.node.outputs))
     ]
+    for i, ints in enumerate(self._folded()):
+      outputs[i] = dataclasses.replace(outputs[i], ints=ints)
     if known:
       outputs[0] = dataclasses.replace(outputs[0], **known)
     return Decision([WHOLE] * len(self.inputs), outputs, emit)
 
-  def split(self, axis: int, length: Dim, index: int = 0, dims=None) -> Value:
+  def _folded(self) -> list[tuple[Dim, ...] | None]:
+    """Returns the contents of outputs that follow from known integers."""
+    fold = FOLDS.get(self.node.type)
+    if fold is None or any(k != WHOLE for k in self.kinds):
+      return []
+    try:
+      arrays = fold(self, *map(self.integers, range(len(self.inputs))))
+    except UnknownError:
+      return []
+    found = []
+    for output, array in zip(self.node.outputs, arrays, strict=False):
+      array = np.ravel(array)
+      is_short = (
+        output.dtype.is_integer
+        and output.shape.rank in (0, 1)
+        and array.size <= MOST_INTS
+      )
+      found.append(kinds.ints_of(array, output) if is_short else None)
+    return found
+
+  def integers(self, index: int) -> np.ndarray:
+    """Returns the contents of an input, a small tensor of integers, as lengths.
+
+    Raises:
+      UnknownError: it is something else.
+    """
+    value, tensor = self.inputs[index], self.node.inputs[index]
+    elements = tensor.shape.num_elements()
+    is_scalar = value.rank == 0
+    if value.ints is not None and value.rank is not None:
+      ints = value.ints
+    elif tensor.dtype.is_integer and value.rank in (0, 1) and elements:
+      ints = kinds.ints_of([None] * elements, tensor)
+    else:
+      raise UnknownError
+    array = np.empty(len(ints), object)
+    array[:] = ints
+    return array[0] if is_scalar else array
+
+  def rank(self, index: int = 0) -> int:
+    """Returns the number of axes of an input.
+
+    Raises:
+      UnknownError: it is unknown.
+    """
+    if self.inputs[index].dims is None:
+      raise UnknownError
+    return len(self.inputs[index].dims)
+
+  def numbers(self, index: int) -> tuple[int, ...]:
+    """Returns the contents of an input.
+
+    Raises:
+      UnknownError: they are unknown.
+    """
+    if self.inputs[index].numbers is None:
+      raise UnknownError
+    return self.inputs[index].numbers
+
+  def names(self, index: int = 0, mixed: Sequence[int] = ()) -> list:
+    """Returns a name for each axis of an input; None for the axes in `mixed`."""
+    rank = self.rank(index)
+    mixed = {axis % rank for axis in mixed}
+    return [None if axis in mixed else axis for axis in range(rank)]
+
+  def by_axes(
+    self,
+    inputs: Sequence[Sequence],
+    outputs: Sequence[Sequence],
+    op: str | None = None,
+    shape: int | None = None,
+    emit: Callable | None = None,
+    dims: tuple[Dim, ...] | None = None,
+  ) -> Decision:
+    """Returns the decision for an operation that computes row by row.
+
+    Args:
+      inputs: for each input the names of its axes. Axes with one name belong
+        together. The operation needs all of an axis without a name (None). The
+        last inputs may be left out.
+      outputs: the same for the outputs; the last axes may be left out.
+      op: how rows are combined along an axis that no output has. None if the
+        operation needs all of them.
+      shape: index of the input that holds the shape of the output. If it has the
+        number of rows, so has the output.
+      emit: see `Decision`.
+      dims: the lengths of output 0, if more is known than TensorFlow and the names
+        say.
+
+    Raises:
+      UnknownError: a rank is unknown.
+    """
+    lengths: dict[Any, set[Dim]] = {}
+    rows, named = None, []
+    for i, names in enumerate(inputs):
+      value = self.inputs[i]
+      if names:
+        self.rank(i)
+        # An axis of length 1 belongs to all rows.
+        names = [
+          None if dim == kinds.ONE else name
+          for name, dim in zip(names, value.dims, strict=True)
+        ]
+        for name, dim in zip(names, value.dims, strict=True):
+          lengths.setdefault(name, set()).add(dim)
+        if isinstance(value.kind, Split) and rows is None:
+          name = names[value.kind.axis]
+          rows = None if name is None else (name, value.dims[value.kind.axis])
+      named.append(names)
+    ints = None if shape is None else self.inputs[shape].ints
+    if rows is None and ints:
+      pairs = zip(outputs[0], ints, strict=False)
+      made = [pair for pair in pairs if pair[1].has_batch]
+      if len(made) == 1 and made[0][0] is not None:
+        [rows] = made
+
+    def dims_of(i, names):
+      if i == 0 and dims is not None:
+        return dims
+      known = self.dims(i)
+      if known is None:
+        raise UnknownError
+      names = [*names, *[None] * (len(known) - len(names))]
+      if ints and len(ints) == len(known):
+        return tuple(
+          n if n.is_number else given
+          for n, given in zip(known, ints, strict=True)
+        )
+      found = []
+      for dim, name in zip(known, names, strict=True):
+        lengths_of = () if name is None else lengths.get(name, ())
+        found.append(
+          dim if dim.is_number or len(lengths_of) != 1 else [*lengths_of][0]
+        )
+      return tuple(found)
+
+    known = [dims_of(i, names) for i, names in enumerate(outputs)]
+    if rows is None:
+      return self.whole(dims=known[0])
+    name, length = rows
+    is_kept = any(name in names for names in outputs)
+    wants: list[Any] = [WHOLE] * len(self.inputs)
+    for i, names in enumerate(named):
+      if name in names:
+        axis = list(names).index(name)
+        wants[i] = Split(axis)
+        if is_kept and not _is_long(self.inputs[i], axis, length):
+          wants[i] = kinds.SplitIfLong(axis)
+    results = []
+    for names, each in zip(outputs, known, strict=True):
+      if name in names:
+        at = list(names).index(name)
+        results.append(Value(Split(at), (*each[:at], length, *each[at + 1 :])))
+        if shape is not None and emit is None:
+          emit = self.with_own_shape(shape, at)
+      elif op is not None:
+        results.append(Value(Part(op), each))
+      else:
+        return self.whole(dims=known[0])
+    return Decision(wants, results, emit)
+
+  def split(self, axis: int, length: Dim, index: int = 0) -> Value:
     """Returns an output that is split along `axis`, whose length is `length`.
 
     Raises:
-      _UnknownRankError: TensorFlow does not know its rank.
+      UnknownError: TensorFlow does not know its rank.
     """
-    dims = self.dims(index) if dims is None else dims
+    dims = self.dims(index)
     if dims is None:
-      raise _UnknownRankError
-    dims = (*dims[:axis], length, *dims[axis + 1 :])
-    return Value(Split(axis), dims)
+      raise UnknownError
+    return Value(Split(axis), (*dims[:axis], length, *dims[axis + 1 :]))
 
   def out(self, kind, index: int = 0, **known) -> Value:
     """Returns an output for which TensorFlow's static lengths are right."""
     return Value(kind, known.pop('dims', self.dims(index)), **known)
-
-  def along(self, at: int | None = None, emit=None, dims=None) -> Decision:
-    """Returns the decision in which outputs have input 0's rows, along axis `at`."""
-    value = self.inputs[0]
-    axis = value.kind.axis
-    outputs = [
-      self.split(axis if at is None else at, value.dims[axis], i, dims)
-      for i in range(len(self.node.outputs))
-    ]
-    return Decision(self.first_wanted(), outputs, emit)
 
   def summed(self, wants=None) -> Decision:
     """Returns the decision in which outputs are sums, by default over input 0's rows."""
@@ -320,14 +475,26 @@ class Context:
     return emit
 
 
+def _is_long(value: Value, axis: int, length: Dim) -> bool:
+  """Returns whether an axis beside rows cannot have the length 1."""
+  dim = value.dims[axis]
+  return (
+    value.kind == Split(axis) or dim == length or dim.is_number or dim.has_batch
+  )
+
+
 Rule = Callable[[Context], Decision | None]
 RULES: dict[str, Rule] = {}
+# The contents of the outputs of operations on small tensors of integers.
+FOLDS: dict[str, Callable[..., Sequence[Any]]] = {}
 # The inputs in each of which an operation is linear, and those that it adds up or puts
 # side by side.
 FACTORS: dict[str, tuple[int, ...]] = {}
 TERMS: dict[str, slice] = {}
 # Of operations on shards; one without a rule gets whole tensors in place of them.
 SHARD_RULES: dict[str, Rule] = {}
+# The contents of the outputs of operations on small tensors of integers.
+FOLDS: dict[str, Callable[..., Sequence[Any]]] = {}
 
 
 def rule(*types: str, rules: dict[str, Rule] = RULES):
@@ -478,7 +645,7 @@ class _Planner:
       decision = _of_sums(context)
     if decision is None:
       decide = RULES.get(node.type)
-      with contextlib.suppress(_UnknownRankError):
+      with contextlib.suppress(UnknownError):
         decision = decide(context) if decide else None
     if decision is None:
       decision = _default(context)

@@ -3,6 +3,7 @@
 from tf_strategies.spmd.rules import (  # noqa: F401  Registered when imported.
   control,
   elementwise,
+  integers,
   linear,
   linear_algebra,
   reductions,

@@ -2,94 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 
-from tf_strategies.spmd.kinds import SUM, WHOLE, Dim, Split
+from tf_strategies.spmd.kinds import Split
 from tf_strategies.spmd.plan import Context, Decision, rule
 
 
 @rule('MatMul')
-def _mat_mul(context: Context) -> Decision | None:
-  node = context.node
-  a = 'ji' if node.attr('transpose_a') else 'ij'
-  b = 'kj' if node.attr('transpose_b') else 'jk'
-  return _product(context, (a, b), 'ik')
+def _mat_mul(context: Context) -> Decision:
+  a = 'ji' if context.node.attr('transpose_a') else 'ij'
+  b = 'kj' if context.node.attr('transpose_b') else 'jk'
+  return context.by_axes([a, b], ['ik'], 'sum')
 
 
 @rule('BatchMatMulV2', 'BatchMatMulV3')
-def _batch_mat_mul(context: Context) -> Decision | None:
-  node = context.node
-  a = 'ji' if node.attr('adj_x') else 'ij'
-  b = 'kj' if node.attr('adj_y') else 'jk'
-  values, dims = context.inputs, context.dims()
-  if dims is None or any(v.dims is None for v in values):
-    return None
-  batch = [chr(ord('A') + i) for i in range(len(dims) - 2)]
-  terms = []
-  for value, matrix in zip(values, (a, b), strict=True):
-    count = len(value.dims) - 2
-    labels = batch[len(batch) - count :]
-    # A repeated axis of length 1 gets a name of its own.
-    labels = [
-      label.lower() + "'" if value.dims[i] == Dim(1) else label
-      for i, label in enumerate(labels)
-    ]
-    terms.append([*labels, *matrix])
-  return _product(context, terms, [*batch, 'i', 'k'])
+def _batch_mat_mul(context: Context) -> Decision:
+  a = 'ji' if context.node.attr('adj_x') else 'ij'
+  b = 'kj' if context.node.attr('adj_y') else 'jk'
+  # Positions from the end, since the first axes may be repeated.
+  names = [
+    [*range(-context.rank(i), -2), *matrix] for i, matrix in enumerate((a, b))
+  ]
+  batch = max((n[:-2] for n in names), key=len)
+  return context.by_axes(names, [[*batch, 'i', 'k']], 'sum')
 
 
 @rule('Einsum')
-def _einsum(context: Context) -> Decision | None:
+def _einsum(context: Context) -> Decision:
   equation = context.node.attr('equation').decode().replace(' ', '')
   inputs, _, output = equation.partition('->')
   terms = inputs.split(',')
-  if any(v.dims is None for v in context.inputs):
-    return None
-  ranks = [
-    len(v.dims) - len(t.replace('...', ''))
-    for v, t in zip(context.inputs, terms, strict=True)
+  hidden = [
+    context.rank(i) - len(t.replace('...', '')) for i, t in enumerate(terms)
   ]
-  most = max(ranks)
 
-  def labels(term, rank):
+  def names(term, count):
     before, dots, after = term.partition('...')
-    shared = [f'.{most - rank + i}' for i in range(rank)] if dots else []
-    return [*before, *shared, *after]
+    found = [*before, *(range(-count, 0) if dots else ()), *after]
+    return [n if found.count(n) == 1 else None for n in found]
 
-  terms = [labels(t, r) for t, r in zip(terms, ranks, strict=True)]
-  if any(len(set(t)) != len(t) for t in terms):
-    return None
-  terms = [
-    [
-      label + "'" if label[0] == '.' and v.dims[i] == Dim(1) else label
-      for i, label in enumerate(t)
-    ]
-    for t, v in zip(terms, context.inputs, strict=True)
-  ]
-  return _product(context, terms, labels(output, most))
+  return context.by_axes(
+    list(map(names, terms, hidden)), [names(output, max(hidden))], 'sum'
+  )
 
 
-def _product(context, terms, output) -> Decision | None:
-  """A sum of products over axes with names: of one or two tensors."""
-  values = context.inputs
-  if SUM in context.kinds:
-    return None
-  for value, term in zip(values, terms, strict=True):
-    if not isinstance(value.kind, Split):
-      continue
-    label = term[value.kind.axis]
-    wants = [
-      Split(list(t).index(label)) if label in t else WHOLE for t in terms
-    ]
-    if label not in output:
-      return Decision(wants, [context.out(SUM)])
-    length = value.dims[value.kind.axis]
-    at = list(output).index(label)
-    return Decision(wants, [context.split(at, length)])
-  return None
-
-
-# Operations that compute row by row: the inputs that have rows.
+# Operations that compute row by row: the inputs that have rows, and how many of the
+# last axes they compute with together (None: all but the first).
 _ROWS = {
   **dict.fromkeys(
     [
@@ -98,24 +58,14 @@ _ROWS = {
       'AdjustSaturation',
       'AvgPool',
       'AvgPool3D',
-      'BiasAdd',
-      'Cholesky',
       'Conv2D',
       'Conv3D',
       'DepthToSpace',
       'DepthwiseConv2dNative',
       'Dilation2D',
       'ExtractImagePatches',
-      'FFT',
-      'FFT2D',
       'HSVToRGB',
-      'IFFT',
-      'LogSoftmax',
       'LRN',
-      'MatrixBandPart',
-      'MatrixDeterminant',
-      'MatrixDiagPartV3',
-      'MatrixInverse',
       'MaxPool',
       'MaxPool3D',
       'ResizeArea',
@@ -124,72 +74,74 @@ _ROWS = {
       'ResizeNearestNeighbor',
       'ResizeNearestNeighborGrad',
       'RGBToHSV',
-      'Softmax',
       'SpaceToDepth',
-      'TopKV2',
     ],
-    (0,),
+    ((0,), None),
   ),
-  'AvgPool3DGrad': (1,),
-  'AvgPoolGrad': (1,),
-  'Conv2DBackpropInput': (2,),
-  'Conv3DBackpropInputV2': (2,),
-  'DepthwiseConv2dNativeBackpropInput': (2,),
-  'ImageProjectiveTransformV3': (0, 1),
-  'InTopKV2': (0, 1),
-  'MaxPool3DGrad': (0, 1, 2),
-  'MaxPoolGrad': (0, 1, 2),
-  'MaxPoolGradGrad': (0, 1, 2),
-  'ResizeBicubicGrad': (0, 1),
-  'ResizeBilinearGrad': (0, 1),
+  **dict.fromkeys(
+    ['BiasAdd', 'FFT', 'IFFT', 'LogSoftmax', 'Softmax', 'TopKV2'], ((0,), 1)
+  ),
+  **dict.fromkeys(
+    [
+      'Cholesky',
+      'FFT2D',
+      'MatrixBandPart',
+      'MatrixDeterminant',
+      'MatrixInverse',
+    ],
+    ((0,), 2),
+  ),
+  # The first input of these is the shape of the result.
+  **dict.fromkeys(['AvgPool3DGrad', 'AvgPoolGrad'], ((1,), None)),
+  **dict.fromkeys(
+    [
+      'Conv2DBackpropInput',
+      'Conv3DBackpropInputV2',
+      'DepthwiseConv2dNativeBackpropInput',
+    ],
+    ((2,), None),
+  ),
+  **dict.fromkeys(
+    [
+      'ImageProjectiveTransformV3',
+      'InTopKV2',
+      'ResizeBicubicGrad',
+      'ResizeBilinearGrad',
+    ],
+    ((0, 1), None),
+  ),
+  **dict.fromkeys(
+    ['MaxPool3DGrad', 'MaxPoolGrad', 'MaxPoolGradGrad'], ((0, 1, 2), None)
+  ),
 }
-# How many of the last axes they compute with together; all but the first of others.
-_LAST = {
-  'BiasAdd': 1,
-  'Cholesky': 2,
-  'FFT': 1,
-  'FFT2D': 2,
-  'IFFT': 1,
-  'LogSoftmax': 1,
-  'MatrixBandPart': 2,
-  'MatrixDeterminant': 2,
-  'MatrixDiagPartV3': 2,
-  'MatrixInverse': 2,
-  'Softmax': 1,
-  'TopKV2': 1,
-}
-# The first input of these is the shape of the result.
-_OF_SHAPE = (
-  'AvgPool3DGrad',
-  'AvgPoolGrad',
-  'Conv2DBackpropInput',
-  'Conv3DBackpropInputV2',
-  'DepthwiseConv2dNativeBackpropInput',
-)
 
 
 @rule(*_ROWS)
-def _row_by_row(context: Context) -> Decision | None:
-  name = context.node.type
-  batched = [context.inputs[i] for i in _ROWS[name]]
-  split = next((v for v in batched if isinstance(v.kind, Split)), None)
-  if split is None or any(v.dims is None for v in batched):
-    return None
-  axis = split.kind.axis
-  if axis >= split.rank - _LAST.get(name, split.rank - 1):
-    return None
-  if name == 'MatrixDiagPartV3' and context.inputs[1].dims != ():
-    return None  # Several diagonals.
-  wants = [WHOLE] * len(context.inputs)
-  for i, value in zip(_ROWS[name], batched, strict=True):
-    if value.dims[axis] != Dim(1):  # Else it belongs to all rows.
-      wants[i] = Split(axis)
-  outputs = [
-    context.split(axis, split.dims[axis], i)
-    for i in range(len(context.node.outputs))
-  ]
-  emit = context.with_own_shape(0, axis) if name in _OF_SHAPE else None
-  return Decision(wants, outputs, emit)
+def _row_by_row(context: Context) -> Decision:
+  with_rows, last = _ROWS[context.node.type]
+  ranks = [context.rank(i) for i in with_rows]
+  rows = 1 if last is None else ranks[0] - last
+  names = [[] for _ in context.inputs]
+  for i, rank in zip(with_rows, ranks, strict=True):
+    names[i] = [*range(rows), *[None] * (rank - rows)]
+  return context.by_axes(
+    names,
+    [range(rows)] * len(context.node.outputs),
+    shape=None if 0 in with_rows else 0,
+  )
+
+
+@rule('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
+def _cross_entropy(context: Context) -> Decision:
+  names = [[0, *[None] * (context.rank(i) - 1)] for i in range(2)]
+  decision = context.by_axes(names, [[0], [0]])
+  if isinstance(decision.outputs[1].kind, Split):
+    # As long as the logits, of which TensorFlow may know less.
+    gradient = dataclasses.replace(
+      decision.outputs[1], dims=context.inputs[0].dims
+    )
+    decision.outputs = [decision.outputs[0], gradient]
+  return decision
 
 
 @rule(
@@ -197,45 +149,31 @@ def _row_by_row(context: Context) -> Decision | None:
   'Conv3DBackpropFilterV2',
   'DepthwiseConv2dNativeBackpropFilter',
 )
-def _filter_gradient(context: Context) -> Decision | None:
-  images, _, value = context.inputs
-  if Split(0) in (images.kind, value.kind):
-    return context.summed([Split(0), WHOLE, Split(0)])
-  return None
+def _filter_gradient(context: Context) -> Decision:
+  names = [0, *[None] * (context.rank() - 1)]
+  return context.by_axes([names, [], names], [[]], 'sum')
+
+
+@rule('MatrixDiagPartV3')
+def _diagonal_part(context: Context) -> Decision | None:
+  if context.inputs[1].dims != ():
+    return None  # Several diagonals.
+  names = context.names(0, [-1, -2])
+  return context.by_axes([names], [names[:-2]])
 
 
 @rule('MatrixDiagV3')
 def _diagonal(context: Context) -> Decision | None:
-  value, diagonals, *_ = context.inputs
-  if value.dims is None or diagonals.numbers != (0,):
+  if context.numbers(1) != (0,):
     return None
-  node = context.node
-  lengths = [d.number if d.is_number else None for d in value.dims]
-  if isinstance(value.kind, Split):
-    if value.kind.axis == len(value.dims) - 1:
-      return None
-    lengths[value.kind.axis] = None
+  node, names = context.node, context.names(0, [-1])
+  lengths = [d.number if d.is_number else None for d in context.inputs[0].dims]
 
   def emit(site, inputs):
     # In a function TensorFlow forgets lengths, and fails if it knows only some.
     inputs = [tf.ensure_shape(inputs[0], lengths), *inputs[1:]]
     return site.op(node, inputs)
 
-  if isinstance(value.kind, Split):
-    return context.along(emit=emit)
-  return context.whole(emit)
-
-
-@rule('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
-def _cross_entropy(context: Context) -> Decision | None:
-  if Split(0) not in context.kinds:
-    return None
-  if any(v.dims is None or v.dims[0] == Dim(1) for v in context.inputs):
-    return None  # One row beside all others.
-  length = next(v.dims[0] for v in context.inputs if v.kind == Split(0))
-  # The gradients are as long as the logits, of which TensorFlow may know less.
-  logits = context.inputs[0].dims
-  return Decision(
-    [Split(0), Split(0)],
-    [context.split(0, length, 0), context.split(0, length, 1, logits)],
-  )
+  decision = context.by_axes([names], [names], emit=emit)
+  decision.emit = emit
+  return decision

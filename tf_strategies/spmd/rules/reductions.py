@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import tensorflow as tf
 
 from tf_strategies.spmd import kinds as kinds_lib
-from tf_strategies.spmd.kinds import SUM, WHOLE, Part, Split, Value
+from tf_strategies.spmd.kinds import ONE, SUM, WHOLE, Dim, Part, Split, Value
 from tf_strategies.spmd.plan import Context, Decision, rule
 
 OPS = {
@@ -24,68 +22,59 @@ OPS = {
 @rule(*OPS)
 def _reduction(context: Context) -> Decision | None:
   value, axes = context.inputs
-  op = context.node.type
-  if (
-    value.kind == SUM
-    and op == 'Mean'
-    and (context.node.inputs[0].dtype.is_floating)
-  ):
+  node, op = context.node, OPS[context.node.type]
+  is_mean = node.type == 'Mean'
+  is_floating = node.outputs[0].dtype.is_floating
+  if value.kind == SUM and is_mean and is_floating:
     return context.summed()
-  if value.kind == Part(OPS[op]) != SUM:
+  if value.kind == Part(op) != SUM:
     return Decision([value.kind, WHOLE], [context.out(value.kind)])
-  if not isinstance(value.kind, Split):
-    return _with_ints(context)
-  rank, axis = len(value.dims), value.kind.axis
-  reduced = reduced_axes(axes, rank)
-  if reduced is None or reduced[axis] is None:
+  reduced = reduced_axes(axes, context.rank())
+  if reduced is None:
     return None
-  keeps = bool(context.node.attr('keep_dims'))
-  dims = context.dims()
-  if dims is None and None in reduced:
-    return None
-  if dims is None:
+  is_unknown = None in reduced
+  keeps = bool(node.attr('keep_dims'))
+  before: list[int | None] = list(range(len(reduced)))
+  after: list[int | None] = []
+  for axis, is_reduced in enumerate(reduced):
+    # Nobody knows where an axis is behind one that may be gone.
+    if is_reduced is None or (
+      not is_reduced and not keeps and None in reduced[:axis]
+    ):
+      before[axis] = None
+    elif keeps or not is_reduced:
+      after.append(None if is_reduced else axis)
+  dims = None
+  if context.dims() is None and not is_unknown:
     pairs = zip(value.dims, reduced, strict=True)
-    dims = [kinds_lib.ONE if r else d for d, r in pairs if keeps or not r]
-  if not reduced[axis]:
-    before = reduced[:axis]
-    if not keeps and None in before:
+    dims = tuple(kinds_lib.ONE if r else d for d, r in pairs if keeps or not r)
+  decision = context.by_axes([before], [after], op, dims=dims)
+  if is_mean and decision.outputs[0].kind == SUM:
+    if is_unknown or not is_floating:
       return None
-    at = axis if keeps else axis - sum(before)
-    return context.along(at, dims=dims)
-  dims = tuple(dims)
-  if op != 'Mean':
-    return Decision([value.kind, WHOLE], [Value(Part(OPS[op]), dims)])
-  dtype = context.node.outputs[0].dtype
-  if None in reduced or not dtype.is_floating:
-    return None
-  axes_to_count = [i for i, is_reduced in enumerate(reduced) if is_reduced]
-  counted = kinds_lib.product(value.dims[i] for i in axes_to_count)
-  if not counted.is_of_rows:
-    counted = None
+    decision.emit = _mean(context, reduced, keeps)
+  return decision
 
-  def mean(site, inputs):
+
+def _mean(context, reduced, keeps):
+  """Returns an `emit` that divides by the number of elements of all rows."""
+  dtype = context.node.outputs[0].dtype
+  axes_to_count = [i for i, is_reduced in enumerate(reduced) if is_reduced]
+  counted = kinds_lib.product(context.inputs[0].dims[i] for i in axes_to_count)
+
+  def emit(site, inputs):
     tensor, axes = inputs
     wide = tf.float32 if dtype.size < 4 else dtype
     total = tf.reduce_sum(tf.cast(tensor, wide), axes, keepdims=keeps)
     with tf.device('CPU:0'):
-      count = counted
-      if count is None:
+      if counted.is_of_rows:
+        count = site.length(counted, site.rows.total)
+      else:
         lengths = tf.gather(tf.shape(tensor), axes_to_count)
         count = site.whole_length(tf.reduce_prod(lengths))
-      else:
-        count = site.length(count, site.rows.total)
     return [tf.cast(total / tf.cast(count, wide), dtype)]
 
-  return Decision([value.kind, WHOLE], [Value(SUM, dims)], mean)
-
-
-def _with_ints(context):
-  """Returns the product of a shape, which is the number of elements."""
-  value = context.inputs[0]
-  is_product = context.node.type == 'Prod' and context.dims() == ()
-  if is_product and value.rank == 1 and value.ints and None not in value.ints:
-    return context.whole(ints=(kinds_lib.product(value.ints),))
-  return None
+  return emit
 
 
 def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
@@ -96,75 +85,58 @@ def reduced_axes(axes: Value, rank: int) -> list[bool | None] | None:
     return [*axes.axes, *[False] * rest] if rest >= 0 else None
   if axes.numbers is None:
     return None
-  reduced = [False] * rank
-  for number in axes.numbers:
-    reduced[number % rank] = True
-  return reduced
+  numbers = {number % rank for number in axes.numbers}
+  return [axis in numbers for axis in range(rank)]
 
 
 @rule('BroadcastGradientArgs')
-def _broadcast_gradient_args(context: Context) -> Decision | None:
+def _broadcast_gradient_args(context: Context) -> Decision:
   """Returns the axes along which each of two operands was repeated."""
-  shapes = [v.ints for v in context.inputs]
-  if None in shapes:
-    return None
+  shapes = list(map(context.integers, range(2)))
   rank = max(map(len, shapes))
-  first, second = (
-    [kinds_lib.ONE] * (rank - len(ints)) + list(ints) for ints in shapes
-  )
+  first, second = ([*[ONE] * (rank - len(ints)), *ints] for ints in shapes)
   decision = context.whole()
   for i, (mine, others) in enumerate(((first, second), (second, first))):
     axes = tuple(map(_is_repeated, mine, others))
     ints = None
     if None not in axes:
-      ints = tuple(kinds_lib.Dim(j) for j, a in enumerate(axes) if a)
-    decision.outputs[i] = dataclasses.replace(
-      decision.outputs[i], ints=ints, axes=axes
-    )
+      ints = tuple(Dim(j) for j, a in enumerate(axes) if a)
+    decision.outputs[i] = context.out(WHOLE, i, ints=ints, axes=axes)
   return decision
 
 
 def _is_repeated(mine, other) -> bool | None:
   """Returns whether an axis was repeated, or has one element; None: unknown."""
-  if None in (mine, other):
-    return None
-  if mine == kinds_lib.ONE:
+  if mine == ONE:
     return True  # TensorFlow reduces along axes of one element too.
-  if other in (mine, kinds_lib.ONE) or (mine.has_batch and other.has_batch):
+  if other in (mine, ONE) or (mine.has_batch and other.has_batch):
     return False
   return None  # One of them may be 1.
 
 
 @rule('L2Loss')
-def _l2_loss(context: Context) -> Decision | None:
-  return context.summed() if isinstance(context.kinds[0], Split) else None
+def _l2_loss(context: Context) -> Decision:
+  return context.by_axes([context.names()], [[]], 'sum')
 
 
 @rule('BiasAddGrad')
-def _bias_add_grad(context: Context) -> Decision | None:
-  value = context.inputs[0]
-  is_channels_first = context.node.attr('data_format') == b'NCHW'
-  channel = 1 if is_channels_first else (value.rank or 0) - 1
-  is_split = isinstance(value.kind, Split) and value.kind.axis != channel
-  return context.summed() if is_split else None
+def _bias_add_grad(context: Context) -> Decision:
+  names = context.names()
+  channel = names[1 if context.node.attr('data_format') == b'NCHW' else -1]
+  return context.by_axes([names], [[channel]], 'sum')
 
 
 @rule('ArgMax', 'ArgMin')
-def _arg_max(context: Context) -> Decision | None:
-  value, axis = context.inputs
-  if not isinstance(value.kind, Split) or axis.numbers is None:
-    return None
-  at, split = axis.numbers[0] % len(value.dims), value.kind.axis
-  return None if at == split else context.along(split - (at < split))
+def _arg_max(context: Context) -> Decision:
+  names = context.names(0, context.numbers(1))
+  return context.by_axes([names], [[n for n in names if n is not None]])
 
 
-@rule('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
-def _cumulative(context: Context) -> Decision | None:
-  value, axis = context.inputs
-  if not isinstance(value.kind, Split) or axis.numbers is None:
-    return None
-  is_along = axis.numbers[0] % len(value.dims) == value.kind.axis
-  return None if is_along else context.along()
+@rule('Cumsum', 'Cumprod', 'CumulativeLogsumexp', 'ReverseV2', 'Roll')
+def _along_axes(context: Context) -> Decision:
+  """Moves or adds elements along the axes that the last input holds."""
+  names = context.names(0, context.numbers(len(context.inputs) - 1))
+  return context.by_axes([names], [names])
 
 
 _SEGMENTS = {
@@ -176,39 +148,27 @@ _SEGMENTS = {
 
 
 @rule(*_SEGMENTS)
-def _segments(context: Context) -> Decision | None:
-  data, ids, count = context.inputs
-  for value in (data, ids):
-    if isinstance(value.kind, Split) and ids.dims is not None:
-      axis = value.kind.axis
-      if axis < len(ids.dims) and count.kind == WHOLE:
-        op, dims = _SEGMENTS[context.node.type], context.dims()
-        if dims is not None and count.numbers:
-          dims = (count.ints[0], *dims[1:])  # More than TensorFlow knows.
-        return Decision(
-          [Split(axis), Split(axis), WHOLE], [Value(Part(op), dims)]
-        )
-      if value is data and ids.kind == WHOLE:
-        at = axis - len(ids.dims) + 1
-        return Decision(
-          [Split(axis), WHOLE, WHOLE], [context.split(at, data.dims[axis])]
-        )
-  return None
+def _segments(context: Context) -> Decision:
+  data, ids = context.names(), context.names(1)
+  dims, count = context.dims(), context.inputs[2]
+  if dims is not None and count.numbers:
+    dims = (count.ints[0], *dims[1:])  # More than TensorFlow knows.
+  return context.by_axes(
+    [data, ids],
+    [[None, *data[len(ids) :]]],
+    _SEGMENTS[context.node.type],
+    dims=dims,
+  )
 
 
 @rule('ScatterNd')
-def _scatter_nd(context: Context) -> Decision | None:
-  indices, updates, shape = context.inputs
-  if shape.kind != WHOLE:
-    return None
+def _scatter_nd(context: Context) -> Decision:
+  indices = context.names(0, [-1])
+  updates = [
+    axis if axis < len(indices) - 1 else None for axis in context.names(1)
+  ]
   is_bool = context.node.outputs[0].dtype == tf.bool
-  kind = Part('any') if is_bool else SUM
-  for value in (indices, updates):
-    if isinstance(value.kind, Split) and indices.dims is not None:
-      axis = value.kind.axis
-      if axis < len(indices.dims) - 1:
-        return Decision([Split(axis), Split(axis), WHOLE], [context.out(kind)])
-  return None
+  return context.by_axes([indices, updates], [[]], 'any' if is_bool else 'sum')
 
 
 @rule('TensorScatterAdd', 'TensorScatterSub')

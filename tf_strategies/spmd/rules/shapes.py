@@ -16,19 +16,15 @@ from tf_strategies.spmd.kinds import (
   Split,
   Value,
 )
-from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.plan import MOST_INTS, Context, Decision, rule
 from tf_strategies.spmd.program import Tensor
-
-# Of longer tensors of integers the contents do not matter.
-_MOST_INTS = 64
-
 
 def const_ints(tensor: Tensor) -> np.ndarray | None:
   """The contents of a small constant of integers."""
   if tensor.node.type != 'Const' or not tensor.dtype.is_integer:
     return None
   elements = tensor.shape.num_elements()
-  if elements is None or elements > _MOST_INTS:
+  if elements is None or elements > MOST_INTS:
     return None
   return tf.make_ndarray(tensor.node.attrs['value'].tensor)
 
@@ -72,22 +68,6 @@ def _shape(context: Context) -> Decision:
   return Decision(wants, outputs, emit)
 
 
-@rule('ConcatOffset')
-def _concat_offset(context: Context) -> Decision | None:
-  axis, *shapes = context.inputs
-  if axis.numbers is None or any(s.ints is None for s in shapes):
-    return None
-  decision, start = context.whole(), Dim(0)
-  at = axis.numbers[0] % len(shapes[0].ints)
-  for i, shape in enumerate(shapes):
-    ints = [start if j == at else Dim(0) for j in range(len(shape.ints))]
-    decision.outputs[i] = context.out(WHOLE, i, ints=tuple(ints))
-    length = shape.ints[at]
-    is_known = start and length and start.is_number and length.is_number
-    start = Dim(start.number + length.number) if is_known else None
-  return decision
-
-
 @rule('Size')
 def _size(context: Context) -> Decision:
   value = context.inputs[0]
@@ -116,164 +96,77 @@ def _rank(context: Context) -> Decision:
 
 
 @rule('Pack')
-def _pack(context: Context) -> Decision | None:
-  axis, values = context.node.attr('axis'), context.inputs
-  rank = None if context.dims() is None else len(context.dims())
-  if rank == 1 and all(k == WHOLE for k in context.kinds):
-    ints = [v.ints[0] if v.ints else None for v in values]
-    return context.whole(ints=_named(context, ints))
-  if rank is None:
-    return None
-  axis %= rank
-  split = next((v for v in values if isinstance(v.kind, Split)), None)
-  if split is not None:
-    at = split.kind.axis
-    length = split.dims[at]
-    return Decision(
-      [split.kind] * len(values), [context.split(at + (axis <= at), length)]
-    )
+def _pack(context: Context) -> Decision:
   # Of a whole, all replicas' is the same.
   for op in ('all', 'any', 'max', 'min'):
     if Part(op) in context.kinds and {Part(op), WHOLE} >= set(context.kinds):
-      return Decision([Part(op)] * len(values), [context.out(Part(op))])
-  return None
-
-
-def _named(context, ints) -> tuple[Dim, ...]:
-  """Returns the contents of a shape, with symbols for lengths known at run time."""
-  shape = context.node.outputs[0]
-  return tuple(
-    kinds_lib.symbol('value', shape, i) if n is None else n
-    for i, n in enumerate(ints)
-  )
+      return Decision(
+        [Part(op)] * len(context.inputs), [context.out(Part(op))]
+      )
+  names = context.names()
+  at = context.node.attr('axis') % (len(names) + 1)
+  packed = [*names[:at], None, *names[at:]]
+  return context.by_axes([names] * len(context.inputs), [packed])
 
 
 @rule('ConcatV2')
-def _concat(context: Context) -> Decision | None:
-  *values, axis = context.inputs
-  dims = context.dims()
-  if axis.numbers is None or dims is None:
-    return None
-  axis = axis.numbers[0] % len(dims)
-  if all(k == WHOLE for k in context.kinds):
-    if len(dims) == 1 and all(v.ints for v in values):
-      return context.whole(ints=tuple(i for v in values for i in v.ints))
-    return None
-  split = next((v for v in values if isinstance(v.kind, Split)), None)
-  if split is not None:
-    at = split.kind.axis
-    if at == axis:
-      return None
-    wants = [split.kind] * len(values) + [WHOLE]
-    return Decision(wants, [context.split(at, split.dims[at])])
-  return None
-
-
-@rule('Range', 'InvertPermutation', 'DynamicStitch')
-def _index_arithmetic(context: Context) -> Decision | None:
-  """Folds constants. A stitched shape is folded element by element."""
-  node = context.node
-  if node.type == 'DynamicStitch':
-    half = len(context.inputs) // 2
-    indices, parts = context.inputs[:half], context.inputs[half:]
-    if all(i.numbers is not None for i in indices):
-      ints = {}
-      for index, part in zip(indices, parts, strict=True):
-        for i, at in enumerate(index.numbers):
-          ints[at] = part.ints[i] if part.ints else None
-      length = max(ints, default=-1) + 1
-      return context.whole(ints=_named(context, map(ints.get, range(length))))
-    return None
-  numbers = [v.numbers for v in context.inputs]
-  if any(n is None for n in numbers):
-    return None
-  if node.type == 'Range':
-    ints = range(*(n[0] for n in numbers))
-  else:
-    ints = np.argsort(numbers[0])
-  if len(ints) > _MOST_INTS:
-    return None
-  return context.whole(ints=tuple(Dim(int(i)) for i in ints))
+def _concat(context: Context) -> Decision:
+  count = len(context.inputs) - 1
+  names = context.names(0, context.numbers(count))
+  return context.by_axes([names] * count, [names])
 
 
 # Axes that come, go and change places.
 
 
 @rule('ExpandDims')
-def _expand_dims(context: Context) -> Decision | None:
-  value, axis = context.inputs
-  if value.dims is None or axis.numbers is None:
-    return None
-  at = axis.numbers[0] % (len(value.dims) + 1)
-  dims = (*value.dims[:at], ONE, *value.dims[at:])
-  kind = value.kind
-  if isinstance(kind, Split):
-    kind = Split(kind.axis + (at <= kind.axis))
-  else:
-    return context.whole(dims=dims, ints=value.ints if at == 0 else None)
-  return Decision([value.kind, WHOLE], [Value(kind, dims)])
+def _expand_dims(context: Context) -> Decision:
+  names, dims = context.names(), context.inputs[0].dims
+  at = context.numbers(1)[0] % (len(names) + 1)
+  return context.by_axes(
+    [names],
+    [[*names[:at], None, *names[at:]]],
+    dims=(*dims[:at], ONE, *dims[at:]),
+  )
 
 
 @rule('Squeeze')
 def _squeeze(context: Context) -> Decision | None:
-  value = context.inputs[0]
-  if value.dims is None:
-    return None
-  rank = len(value.dims)
-  axes = [i % rank for i in context.node.attr('squeeze_dims')]
+  node, names = context.node, context.names()
+  dims = context.inputs[0].dims
+  axes = [i % len(names) for i in node.attr('squeeze_dims')]
   if not axes:
     # Without axes it would squeeze the batch of a replica with one row.
-    axes = [i for i, d in enumerate(value.dims) if d == ONE]
-    if any(not d.is_number and not d.has_batch for d in value.dims):
+    axes = [i for i, d in enumerate(dims) if d == ONE]
+    if any(not d.is_number and not d.has_batch for d in dims):
       return None
-  dims = tuple(d for i, d in enumerate(value.dims) if i not in axes)
-  kind = value.kind
-  if isinstance(kind, Split):
-    if kind.axis in axes:
-      return None
-    kind = Split(kind.axis - sum(i < kind.axis for i in axes))
-  else:
-    return context.whole(ints=value.ints)
-  node = context.node
+  before = [None if axis in axes else axis for axis in names]
   attr = tf.compat.v1.AttrValue()
   attr.list.i.extend(axes)
-  return Decision(
-    [value.kind],
-    [Value(kind, dims)],
-    lambda site, inputs: site.op(node, inputs, {'squeeze_dims': attr}),
+  return context.by_axes(
+    [before],
+    [[axis for axis in names if axis not in axes]],
+    emit=lambda site, inputs: site.op(node, inputs, {'squeeze_dims': attr}),
+    dims=tuple(d for axis, d in enumerate(dims) if axis not in axes),
   )
 
 
 @rule('Transpose', 'ConjugateTranspose')
-def _transpose(context: Context) -> Decision | None:
-  value, order = context.inputs
-  if value.dims is None or order.numbers is None:
-    return None
-  dims = tuple(value.dims[i] for i in order.numbers)
-  kind = value.kind
-  if isinstance(kind, Split):
-    kind = Split(order.numbers.index(kind.axis))
-  else:
-    return context.whole(dims=dims)
-  return Decision([value.kind, WHOLE], [Value(kind, dims)])
+def _transpose(context: Context) -> Decision:
+  order, names = context.numbers(1), context.names()
+  dims = tuple(context.inputs[0].dims[axis] for axis in order)
+  return context.by_axes([names], [order], dims=dims)
 
 
 @rule('Reshape')
 def _reshape(context: Context) -> Decision | None:
   value, shape = context.inputs
-  if value.kind in (WHOLE, SUM):
-    wanted = shape.ints if shape.ints else ()
-    ints = value.ints if len(wanted) <= 1 else None
-    dims = context.dims()
-    solved = _solve(value, shape)
-    return Decision(
-      [value.kind, WHOLE],
-      [Value(value.kind, dims if solved is None else solved, ints)],
-    )
-  if not isinstance(value.kind, Split):
-    return None
   dims = _solve(value, shape)
-  if dims is None:
+  if value.kind in (WHOLE, SUM):
+    known = {} if dims is None else {'dims': dims}
+    outputs = context.whole(kind=value.kind, **known).outputs
+    return Decision([value.kind, WHOLE], outputs)
+  if not isinstance(value.kind, Split) or dims is None:
     return None
   axis = _axis_after(value, dims)
   if axis is None:
@@ -298,8 +191,6 @@ def _solve(value, shape) -> tuple[Dim, ...] | None:
   """The lengths of a reshaped tensor, with -1 filled in; None if unknown."""
   if shape.ints is None or value.dims is None:
     return None
-  if any(i is None for i in shape.ints):
-    return None
   unknown = [i for i, d in enumerate(shape.ints) if d == Dim(-1)]
   if not unknown:
     return tuple(shape.ints)
@@ -313,109 +204,48 @@ def _solve(value, shape) -> tuple[Dim, ...] | None:
 
 
 @rule('Unpack')
-def _unpack(context: Context) -> Decision | None:
-  value = context.inputs[0]
-  if value.dims is None:
-    return None
-  axis = context.node.attr('axis') % len(value.dims)
-  count = len(context.node.outputs)
-  if isinstance(value.kind, Split):
-    at = value.kind.axis
-    if at == axis:
-      return None
-    return context.along(at - (axis < at))
-  decision = context.whole()
-  if value.ints and len(value.dims) == 1:
-    decision.outputs = [Value(WHOLE, (), (n,)) for n in value.ints[:count]]
-  return decision
+def _unpack(context: Context) -> Decision:
+  names = context.names(0, [context.node.attr('axis')])
+  rest = [axis for axis in names if axis is not None]
+  return context.by_axes([names], [rest] * len(context.node.outputs))
 
 
-@rule('Split', 'SplitV')
-def _split(context: Context) -> Decision | None:
-  is_plain = context.node.type == 'Split'
-  axis, value = (
-    context.inputs if is_plain else (context.inputs[2], context.inputs[0])
-  )
-  if axis.numbers is None or value.dims is None:
-    return None
-  count = len(context.node.outputs)
-  if isinstance(value.kind, Split):
-    at = value.kind.axis
-    if axis.numbers[0] % len(value.dims) == at:
-      return None
-    outputs = [context.split(at, value.dims[at], i) for i in range(count)]
-  else:
-    return None
-  wants = [WHOLE, value.kind] if is_plain else [value.kind, WHOLE, WHOLE]
-  return Decision(wants, outputs)
+@rule('Split')
+def _split(context: Context) -> Decision:
+  names = context.names(1, context.numbers(0))
+  return context.by_axes([[], names], [names] * len(context.node.outputs))
+
+
+@rule('SplitV')
+def _split_sizes(context: Context) -> Decision:
+  names = context.names(0, context.numbers(2))
+  return context.by_axes([names], [names] * len(context.node.outputs))
 
 
 @rule('Tile')
-def _tile(context: Context) -> Decision | None:
-  value, multiples = context.inputs
-  if not multiples.ints or value.dims is None:
-    return None
-  if isinstance(value.kind, Split):
-    axis = value.kind.axis
-    if multiples.ints[axis] != ONE:
-      return None
-    return context.along()
-  axes = [i for i, d in enumerate(multiples.ints) if d and d.has_batch]
+def _tile(context: Context) -> Decision:
+  is_one = [dim == ONE for dim in context.integers(1)]
+  names = [
+    axis if once or dim == ONE else None
+    for axis, (once, dim) in enumerate(
+      zip(is_one, context.inputs[0].dims, strict=True)
+    )
+  ]
   # A tensor that is repeated once for each row is split like the rows.
-  if value.kind != WHOLE or len(axes) != 1 or value.dims[axes[0]] != ONE:
-    return None
-  return _own_shape(context, WHOLE, axes[0], multiples)
+  is_split = isinstance(context.kinds[0], Split)
+  return context.by_axes([names], [names], shape=None if is_split else 1)
 
 
 @rule('BroadcastTo')
-def _broadcast_to(context: Context) -> Decision | None:
-  value, shape = context.inputs
-  if not shape.ints or value.dims is None:
-    return None
-  rank = len(shape.ints)
-  if isinstance(value.kind, Split):
-    axis = value.kind.axis + rank - len(value.dims)
-    if shape.ints[axis] != value.dims[value.kind.axis]:
-      return None
-    return _own_shape(context, value.kind, axis, shape)
-  axes = [i for i, d in enumerate(shape.ints) if d and d.has_batch]
-  if len(axes) != 1:
-    if value.kind == SUM and not axes and None not in shape.ints:
-      return context.summed()
-    return None
-  at = axes[0] - (rank - len(value.dims))
-  if value.kind not in (WHOLE, SUM):
-    return None
-  if at >= 0 and value.dims[at] != ONE:
-    if value.dims[at] != shape.ints[axes[0]]:
-      return None
-    return _own_shape(context, Split(at), axes[0], shape)
-  return _own_shape(context, WHOLE, axes[0], shape)
-
-
-def _own_shape(context, wanted, axis, shape) -> Decision:
-  """An operation of a tensor and a shape, of which this replica takes its own."""
-  return Decision(
-    [wanted, WHOLE],
-    [context.split(axis, shape.ints[axis])],
-    context.with_own_shape(1, axis),
-  )
+def _broadcast_to(context: Context) -> Decision:
+  rank = len(context.integers(1))
+  names = range(rank - context.rank(), rank)
+  has_rows = any(dim.has_batch for dim in context.integers(1))
+  if context.kinds[0] == SUM and not has_rows:
+    return context.summed()
+  return context.by_axes([names], [range(rank)], shape=1)
 
 
 @rule('Fill')
-def _fill(context: Context) -> Decision | None:
-  shape, value = context.inputs
-  if value.kind != WHOLE or not shape.ints:
-    return None
-  axes = [i for i, d in enumerate(shape.ints) if d and d.has_batch]
-  if len(axes) != 1:
-    is_vector = len(shape.ints) == 1 and shape.numbers and value.ints
-    if is_vector and shape.numbers[0] <= _MOST_INTS:
-      return context.whole(ints=value.ints * shape.numbers[0])
-    return None
-  axis = axes[0]
-  return Decision(
-    [WHOLE, WHOLE],
-    [context.split(axis, shape.ints[axis])],
-    context.with_own_shape(0, axis),
-  )
+def _fill(context: Context) -> Decision:
+  return context.by_axes([], [range(len(context.integers(0)))], shape=0)

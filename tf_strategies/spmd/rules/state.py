@@ -40,15 +40,6 @@ def _about_variable(context: Context) -> Decision:
   return context.whole(ints=ints)
 
 
-@rule('ResourceGather')
-def _gather(context: Context) -> Decision | None:
-  indices = context.inputs[1]
-  if not isinstance(indices.kind, Split) or context.node.attr('batch_dims'):
-    return context.whole()
-  at = indices.kind.axis
-  return Decision([WHOLE, indices.kind], [context.split(at, indices.dims[at])])
-
-
 @rule('StatelessRandomGetKeyCounter', 'StatelessRandomGetAlg')
 def _keys(context: Context) -> Decision:
   return context.whole()
