@@ -13,7 +13,7 @@ from tf_strategies.spmd import actions, kinds, pieces
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
-from tf_strategies.spmd.plan import Plan
+from tf_strategies.spmd.plan import Plan, is_sum
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
 
@@ -318,8 +318,6 @@ class Emitter:
       else:
         outputs = site.op(node, inputs)
     for tensor, output in zip(node.outputs, outputs, strict=True):
-      if tensor in plan.left_out:
-        output = site.contributions([output])[0]
       site_lib.set_own_shape(output, tensor, plan.values[tensor])
       site.tensors[tensor, AS_IS] = output
 
@@ -339,12 +337,14 @@ class Emitter:
 
   def _contributions(self, site, tensors):
     """Returns a replica's terms of sums. A padding row contributes nothing."""
-    parts = [site.get(t) for t in tensors]
-    without = site.contributions(parts)
-    counted = [t in self._plan.counted for t in tensors]
-    return [
-      p if c else w for p, w, c in zip(parts, without, counted, strict=True)
+    terms = [site.get(t) for t in tensors]
+    of_rows = [
+      i for i, t in enumerate(tensors) if self._plan.values[t].kind == kinds.SUM
     ]
+    found = site.contributions([terms[i] for i in of_rows])
+    for i, term in zip(of_rows, found, strict=True):
+      terms[i] = term
+    return terms
 
   def _in_kind(self, site, tensor, wanted):
     """Returns a tensor at a site in the wanted kind, after the meetings."""
@@ -364,7 +364,7 @@ class Emitter:
     plan = self._plan
     ready = [t for t in pending if plan.levels[t.node] <= level]
     ready.sort(key=lambda t: (t.node.number, t.index))
-    sums = [t for t in ready if plan.values[t].kind == kinds.SUM]
+    sums = [t for t in ready if is_sum(plan.values[t].kind)]
     groups: dict[tuple, list[Tensor]] = {}
     divided: dict[tuple, list[Tensor]] = {}
     for tensor in sums:
@@ -395,7 +395,7 @@ class Emitter:
       self._take(joined, WHOLE, self._sites, results)
     for tensor in ready:
       kind = plan.values[tensor].kind
-      if kind == kinds.SUM or isinstance(kind, Shard):
+      if is_sum(kind) or isinstance(kind, Shard):
         continue
       sites = [s for s in self._sites if s in pending[tensor]]
       if isinstance(kind, Split):
@@ -410,7 +410,7 @@ class Emitter:
         values = [s.get(tensor) for s in found if s.has(tensor)] or [None]
         results = self._exchange.first(values[0], tensor, sites)
       else:
-        results = self._reduce(tensor, kind.op, sites)
+        results = self._reduce(tensor, kind, sites)
       self.met += results
       for site, result in zip(sites, results, strict=True):
         site.tensors[tensor, WHOLE] = result
@@ -432,12 +432,12 @@ class Emitter:
         values.append(rows_of(site))
     return values
 
-  def _reduce(self, tensor, op, sites):
-    reduce = pieces.REDUCE[op]
+  def _reduce(self, tensor, kind, sites):
+    reduce = pieces.REDUCE[kind.op]
 
     def value_of(site):
       value = site.get(tensor)[None]
-      if site.rows.real is not None and tensor not in self._plan.counted:
+      if site.rows.real is not None and not kind.is_held:
         value = value[: tf.minimum(site.rows.real, 1)]
       return value
 

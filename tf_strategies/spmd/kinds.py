@@ -26,9 +26,13 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """A tensor of which all replicas' `op` is the value: 'sum', 'max', ..."""
+  """A tensor of which all replicas' `op` is the value: 'sum', 'max', ...
+
+  Of a replica without rows it counts only if it `is_held`: part of a variable's value.
+  """
 
   op: str = 'sum'
+  is_held: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Listed:
 
 WHOLE = Whole()
 SUM = Part('sum')
+HELD = Part('sum', is_held=True)
 # What one replica alone has: it did something that is done once.
 FIRST = Part('first')
 

@@ -77,90 +77,113 @@ class Decision:
   emit_together: Callable[..., Sequence[Sequence[tf.Tensor]]] | None = None
 
 
-@dataclasses.dataclass
 class Plan:
   """The decisions for a program.
 
-  `levels` counts the meetings before a node runs. `forced` holds the partial sums
-  that become whole, or shards, as soon as they have been computed.
+  Attributes:
+    values: what is known about each tensor.
+    decisions: how each node is run.
+    levels: number of meetings before each node runs.
+    forced: partial sums that become whole, or shards, as soon as they have been
+      computed.
+    deferred: writes that wait until every meeting of the step is over.
   """
 
-  program: Program
-  values: dict[Tensor, Value]
-  decisions: dict[Node, Decision]
-  levels: dict[Node, int]
-  forced: dict[Tensor, Any]
-  # The writes that wait until every meeting of the step is over.
-  deferred: set[Node] = dataclasses.field(default_factory=set)
-  # `left_out`: sums over the padding row of an empty replica, excluded where they are
-  # made. `counted`: sums without such rows, to which an empty replica contributes.
-  left_out: set[Tensor] = dataclasses.field(default_factory=set)
-  counted: set[Tensor] = dataclasses.field(default_factory=set)
-
-  def __post_init__(self):
-    """Tells sums that a step makes of its rows from those that variables hold.
-
-    A replica without rows adds nothing to the first and its share to the second.
-    Where both are added up, and where a variable is written, the first are left
-    out before.
-    """
-    made: dict[Tensor, set[Tensor]] = {}  # Of a sum, the sums of rows in it.
-    held = set()  # Sums in which a variable's are.
-    mixed = set()  # Sums in which an operation added rows to a variable's.
-    for node, decision in self.decisions.items():
-      parts = [t for t in node.inputs if is_sum(self.seen(t).kind)]
-      of_rows = any(
-        isinstance(want, Split) or isinstance(self.seen(t).kind, Split)
-        for t, want in zip(node.inputs, decision.wants, strict=True)
-      )
-      resources = [self.values[t].resource for t in node.inputs]
-      is_held = not held.isdisjoint(parts) or any(
-        r is not None and r.is_part for r in resources
-      )
-      # A replica without rows has a shard all the same.
-      for tensor, want in zip(node.inputs, decision.wants, strict=True):
-        is_part = isinstance(self.seen(tensor).kind, Part) and tensor in held
-        is_held |= is_part or isinstance(want, Shard)
-      for tensor, value in zip(node.outputs, decision.outputs, strict=True):
-        if not is_sum(value.kind):
-          if is_held and isinstance(value.kind, Part):
-            held.add(tensor)
-          continue
-        made[tensor] = set().union(*(made.get(t, ()) for t in parts))
-        if of_rows:
-          made[tensor] = {tensor}
-        if is_held:
-          held.add(tensor)
-        if (of_rows and is_held) or not mixed.isdisjoint(parts):
-          mixed.add(tensor)
-    self.counted = held - mixed
-    # Written into a variable that is summed, or taken to where it may be.
-    written = {
-      tensor
-      for node in self.decisions
-      for tensor in node.inputs
-      if tensor in made
-      and (
-        node.bodies
-        or any(
-          r is not None and r.is_part
-          for r in (self.values[t].resource for t in node.inputs)
-        )
-      )
+  def __init__(
+    self,
+    program: Program,
+    arguments: Sequence[Value],
+    forced: dict[Tensor, Any],
+    memo: dict,
+    may_meet: bool,
+  ):
+    self.program, self.forced = program, forced
+    self.values = {
+      tensor: self._with_dims(tensor, value)
+      for tensor, value in zip(program.inputs, arguments, strict=True)
     }
-    for tensor in self.counted | written:
-      self.left_out |= made.get(tensor, set())
-    for tensor in mixed & (self.forced.keys() | written):
-      raise errors.UnsupportedOptionError(
-        f'{tensor.node.type} {tensor.node.name!r}, which adds rows to a variable '
-        'that is summed over replicas,',
-        'a sum of rows that is added by assign_add',
-        'write variable.assign_add(...)',
-      )
+    self.decisions: dict[Node, Decision] = {}
+    self.levels: dict[Node, int] = {}
+    self.deferred: set[Node] = set()
+    self._memo, self._may_meet = memo, may_meet
+
+  def _with_dims(self, tensor, value):
+    dims = static_dims(tensor)
+    if value.dims is not None or dims is None or isinstance(value.kind, Listed):
+      return value
+    if isinstance(value.kind, Split):
+      axis = value.kind.axis
+      dims = (*dims[:axis], kinds.ROWS, *dims[axis + 1 :])
+    return dataclasses.replace(value, dims=dims)
+
+  def decide(self) -> dict[Tensor, Any]:
+    """Decides every node; returns the parts that turn out to be wanted otherwise."""
+    wanted = {}
+    for node in self.program.nodes:
+      if node.type == '_Argument':
+        self.levels[node] = 0
+        continue
+      decision = self._decide(node)
+      self.decisions[node] = decision
+      self.values.update(zip(node.outputs, decision.outputs, strict=True))
+      level = max((self.levels[n] for n in node.before), default=0)
+      for tensor, want in zip(node.inputs, decision.wants, strict=True):
+        kind = self.values[tensor].kind
+        if isinstance(kind, Listed):
+          _check_list(kind, want, node)
+        meets = self.meets(tensor, want)
+        if meets and not self._may_meet:
+          raise NeedsExchangeError(
+            f'{node.type} {node.name!r} needs all rows of a batch at once'
+          )
+        if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
+          if isinstance(want, Shard) and kind == kinds.SUM:
+            # Others may take shards too; if not, all of it is whole in the end.
+            wanted[tensor] = WHOLE if tensor in self.forced else want
+          else:
+            wanted.setdefault(tensor, WHOLE)
+        level = max(level, self.levels[tensor.node] + meets)
+      self.levels[node] = level
+    return {t: k for t, k in wanted.items() if self.forced.get(t) != WHOLE}
+
+  def _decide(self, node):
+    context = Context(self, node)
+    key = (node, tuple(context.inputs)) if node.bodies else None
+    if key in self._memo:
+      return self._memo[key]
+    decision = None
+    if context.has_shards:
+      decide = SHARD_RULES.get(node.type)
+      decision = decide(context) if decide else None
+      if decision is None:
+        context.take_whole()
+    if decision is None:
+      decision = _of_sums(context)
+    if decision is None:
+      decide = RULES.get(node.type)
+      with contextlib.suppress(UnknownError):
+        decision = decide(context) if decide else None
+    if decision is None:
+      decision = _default(context)
+    if key is not None:
+      self._memo[key] = decision
+    return decision
+
+  def seen(self, tensor: Tensor) -> Value:
+    """Returns the kind of a tensor as its consumers see it."""
+    value = self.values[tensor]
+    if tensor in self.forced and isinstance(value.kind, Part):
+      return value.of(self.forced[tensor])
+    return value
 
   def meets(self, tensor: Tensor, wanted) -> bool:
     """Returns whether replicas meet for a tensor that is wanted so."""
-    return _meets(self.values[tensor].kind, wanted, tensor in self.forced)
+    kind = self.values[tensor].kind
+    if wanted == AS_IS or not isinstance(kind, Split | Part | Shard):
+      return False
+    if isinstance(kind, Part) and tensor in self.forced:
+      return True
+    return kind != wanted and (kind, wanted) != (kinds.SUM, kinds.HELD)
 
   def defer_writes(self, outputs: Sequence[tuple[Tensor, Any]]) -> set[Any]:
     """Lets variables be written after the last meeting, where none needs that.
@@ -212,18 +235,13 @@ class Plan:
       and tensor.shape.rank in (0, 1)
     )
 
-  def seen(self, tensor: Tensor) -> Value:
-    """Returns the kind of a tensor as its consumers see it."""
-    return _seen(self.values[tensor], self.forced.get(tensor))
-
 
 class Context:
   """An operation and the values of its inputs, for its rule."""
 
-  def __init__(self, planner: _Planner, node: Node):
-    self._planner = planner
+  def __init__(self, plan: Plan, node: Node):
     self.node = node
-    self.inputs = [planner.seen(t) for t in node.inputs]
+    self.inputs = [plan.seen(t) for t in node.inputs]
 
   @property
   def kinds(self) -> list:
@@ -265,7 +283,7 @@ class Context:
 
   def dims(self, index: int = 0) -> tuple[Dim, ...] | None:
     """Returns the lengths of an output as far as TensorFlow knows them."""
-    return self._planner.static_dims(self.node.outputs[index])
+    return static_dims(self.node.outputs[index])
 
   def whole(self, emit=None, **known) -> Decision:
     """Returns the decision to run it on whole inputs. `known` describes output 0."""
@@ -370,12 +388,11 @@ class Context:
     Raises:
       UnknownError: a rank is unknown.
     """
-    lengths: dict[Any, set[Dim]] = {}
-    rows, named = None, []
+    named, lengths, rows = [], {}, None
     for i, names in enumerate(inputs):
-      value = self.inputs[i]
       if names:
-        self.rank(i)
+        self.rank(i)  # It must be known.
+        value = self.inputs[i]
         # An axis of length 1 belongs to all rows.
         names = [
           None if dim == kinds.ONE else name
@@ -383,42 +400,38 @@ class Context:
         ]
         for name, dim in zip(names, value.dims, strict=True):
           lengths.setdefault(name, set()).add(dim)
-        if isinstance(value.kind, Split) and rows is None:
-          name = names[value.kind.axis]
-          rows = None if name is None else (name, value.dims[value.kind.axis])
+        if rows is None and isinstance(value.kind, Split):
+          axis = value.kind.axis
+          rows = (
+            None if names[axis] is None else (names[axis], value.dims[axis])
+          )
       named.append(names)
     ints = None if shape is None else self.inputs[shape].ints
-    if rows is None and ints:
-      pairs = zip(outputs[0], ints, strict=False)
-      made = [pair for pair in pairs if pair[1].has_batch]
-      if len(made) == 1 and made[0][0] is not None:
+    if ints and outputs[0]:
+      given = dict(zip(outputs[0], ints, strict=False))
+      lengths.update((name, {dim}) for name, dim in given.items())
+      made = [pair for pair in given.items() if pair[1].has_batch]
+      if rows is None and len(made) == 1 and made[0][0] is not None:
         [rows] = made
+    lengths[None] = set()
 
     def dims_of(i, names):
       if i == 0 and dims is not None:
         return dims
-      known = self.dims(i)
-      if known is None:
+      if self.dims(i) is None:
         raise UnknownError
-      names = [*names, *[None] * (len(known) - len(names))]
-      if ints and len(ints) == len(known):
-        return tuple(
-          n if n.is_number else given
-          for n, given in zip(known, ints, strict=True)
-        )
-      found = []
-      for dim, name in zip(known, names, strict=True):
-        lengths_of = () if name is None else lengths.get(name, ())
-        found.append(
-          dim if dim.is_number or len(lengths_of) != 1 else [*lengths_of][0]
-        )
+      found = list(self.dims(i))
+      for axis, name in enumerate(names):
+        known = lengths.get(name, ())
+        if not found[axis].is_number and len(known) == 1:
+          [found[axis]] = known
       return tuple(found)
 
     known = [dims_of(i, names) for i, names in enumerate(outputs)]
-    if rows is None:
-      return self.whole(dims=known[0])
-    name, length = rows
+    name, length = rows or (None, None)
     is_kept = any(name in names for names in outputs)
+    if rows is None or not (is_kept or op):
+      return self.whole(dims=known[0])
     wants: list[Any] = [WHOLE] * len(self.inputs)
     for i, names in enumerate(named):
       if name in names:
@@ -428,24 +441,22 @@ class Context:
           wants[i] = kinds.SplitIfLong(axis)
     results = []
     for names, each in zip(outputs, known, strict=True):
-      if name in names:
+      if is_kept:
         at = list(names).index(name)
         results.append(Value(Split(at), (*each[:at], length, *each[at + 1 :])))
-        if shape is not None and emit is None:
+        if shape is not None:
           emit = self.with_own_shape(shape, at)
-      elif op is not None:
-        results.append(Value(Part(op), each))
       else:
-        return self.whole(dims=known[0])
+        results.append(Value(Part(op), each))
     return Decision(wants, results, emit)
 
-  def split(self, axis: int, length: Dim, index: int = 0) -> Value:
+  def split(self, axis: int, length: Dim, index: int = 0, dims=None) -> Value:
     """Returns an output that is split along `axis`, whose length is `length`.
 
     Raises:
       UnknownError: TensorFlow does not know its rank.
     """
-    dims = self.dims(index)
+    dims = self.dims(index) if dims is None else dims
     if dims is None:
       raise UnknownError
     return Value(Split(axis), (*dims[:axis], length, *dims[axis + 1 :]))
@@ -455,13 +466,11 @@ class Context:
     return Value(kind, known.pop('dims', self.dims(index)), **known)
 
   def summed(self, wants=None) -> Decision:
-    """Returns the decision in which outputs are sums, by default over input 0's rows."""
-    outputs = [self.out(kinds.SUM, i) for i in range(len(self.node.outputs))]
-    return Decision(wants or self.first_wanted(), outputs)
-
-  def first_wanted(self) -> list:
-    """Returns the wants: input 0 in its own kind, and the others whole."""
-    return [self.kinds[0], *[WHOLE] * (len(self.inputs) - 1)]
+    """Returns the decision in which outputs are sums, by default of input 0."""
+    wants = wants or [self.kinds[0], *[WHOLE] * (len(self.inputs) - 1)]
+    kind = kinds.HELD if kinds.HELD in self.kinds else kinds.SUM
+    outputs = [self.out(kind, i) for i in range(len(self.node.outputs))]
+    return Decision([kind if is_sum(w) else w for w in wants], outputs)
 
   def with_own_shape(self, index: int, axis: int) -> Callable:
     """Returns an `emit` that passes a replica's own shape as input `index`."""
@@ -529,20 +538,10 @@ def make(
   }
   memo: dict = {}
   for _ in range(_MAX_PASSES):
-    planner = _Planner(program, arguments, forced, memo, may_meet)
-    wanted = planner.run()
+    plan = Plan(program, arguments, forced, memo, may_meet)
+    wanted = plan.decide()
     if not wanted:
-      return Plan(
-        program,
-        planner.values,
-        planner.decisions,
-        planner.levels,
-        {
-          t: kind
-          for t, kind in forced.items()
-          if isinstance(planner.values[t].kind, Part)
-        },
-      )
+      return plan
     if not may_meet:
       names = [t.node.name for t in wanted]
       raise NeedsExchangeError(f'{names} are parts of sums')
@@ -550,108 +549,19 @@ def make(
   raise AssertionError('the plan does not settle')
 
 
-def _meets(kind, wanted, is_forced: bool) -> bool:
-  """Returns whether replicas meet for a tensor of one kind that is wanted as another."""
-  if wanted == AS_IS or not isinstance(kind, Split | Part | Shard):
-    return False
-  return kind != wanted or (is_forced and isinstance(kind, Part))
+def static_dims(tensor: Tensor) -> tuple[Dim, ...] | None:
+  """Returns the lengths of a tensor as far as TensorFlow knows them."""
+  if tensor.shape.rank is None:
+    return None
+  return tuple(
+    Dim(n) if n is not None else kinds.symbol('dim', tensor, axis)
+    for axis, n in enumerate(tensor.shape)
+  )
 
 
 def is_sum(kind) -> bool:
-  """Returns whether it is a sum over replicas, or a list of such."""
-  return kind in (kinds.SUM, Listed(kinds.SUM))
-
-
-def _seen(value: Value, forced) -> Value:
-  """Returns the kind of a tensor as its consumers see it."""
-  return value.of(forced) if forced and isinstance(value.kind, Part) else value
-
-
-class _Planner:
-  def __init__(self, program, arguments, forced, memo, may_meet):
-    self.program = program
-    self.forced = forced
-    self.values = {
-      tensor: self._with_dims(tensor, value)
-      for tensor, value in zip(program.inputs, arguments, strict=True)
-    }
-    self.decisions: dict[Node, Decision] = {}
-    self.levels: dict[Node, int] = {}
-    self._memo = memo
-    self._may_meet = may_meet
-
-  def _with_dims(self, tensor, value):
-    if value.dims is not None or isinstance(value.kind, Listed):
-      return value
-    dims = self.static_dims(tensor)
-    if dims is not None and isinstance(value.kind, Split):
-      axis = value.kind.axis
-      dims = (*dims[:axis], kinds.ROWS, *dims[axis + 1 :])
-    return dataclasses.replace(value, dims=dims)
-
-  def seen(self, tensor):
-    return _seen(self.values[tensor], self.forced.get(tensor))
-
-  def static_dims(self, tensor):
-    if tensor.shape.rank is None:
-      return None
-    return tuple(
-      Dim(n) if n is not None else kinds.symbol('dim', tensor, axis)
-      for axis, n in enumerate(tensor.shape)
-    )
-
-  def run(self):
-    """Decides every node; returns the parts that turn out to be wanted otherwise."""
-    wanted = {}
-    for node in self.program.nodes:
-      if node.type == '_Argument':
-        self.levels[node] = 0
-        continue
-      decision = self._decide(node)
-      self.decisions[node] = decision
-      self.values.update(zip(node.outputs, decision.outputs, strict=True))
-      level = max((self.levels[n] for n in node.before), default=0)
-      for tensor, want in zip(node.inputs, decision.wants, strict=True):
-        kind = self.values[tensor].kind
-        if isinstance(kind, Listed):
-          _check_list(kind, want, node)
-        meets = _meets(kind, want, tensor in self.forced)
-        if meets and not self._may_meet:
-          raise NeedsExchangeError(
-            f'{node.type} {node.name!r} needs all rows of a batch at once'
-          )
-        if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
-          if isinstance(want, Shard) and kind == kinds.SUM:
-            # Others may take shards too; if not, all of it is whole in the end.
-            wanted[tensor] = WHOLE if tensor in self.forced else want
-          else:
-            wanted.setdefault(tensor, WHOLE)
-        level = max(level, self.levels[tensor.node] + meets)
-      self.levels[node] = level
-    return {t: k for t, k in wanted.items() if self.forced.get(t) != WHOLE}
-
-  def _decide(self, node):
-    context = Context(self, node)
-    key = (node, tuple(context.inputs)) if node.bodies else None
-    if key in self._memo:
-      return self._memo[key]
-    decision = None
-    if context.has_shards:
-      decide = SHARD_RULES.get(node.type)
-      decision = decide(context) if decide else None
-      if decision is None:
-        context.take_whole()
-    if decision is None:
-      decision = _of_sums(context)
-    if decision is None:
-      decide = RULES.get(node.type)
-      with contextlib.suppress(UnknownError):
-        decision = decide(context) if decide else None
-    if decision is None:
-      decision = _default(context)
-    if key is not None:
-      self._memo[key] = decision
-    return decision
+  """Returns whether it is a sum over replicas."""
+  return kind in (kinds.SUM, kinds.HELD)
 
 
 def _check_list(kind, want, node) -> None:
@@ -669,8 +579,8 @@ def _check_list(kind, want, node) -> None:
 def _of_sums(context) -> Decision | None:
   """Returns sums, where an operation is linear in those that it gets."""
   held, node = context.kinds, context.node
-  sums = [i for i, kind in enumerate(held) if kind == kinds.SUM]
-  if not sums or any(kind not in (kinds.SUM, WHOLE) for kind in held):
+  sums = [i for i, kind in enumerate(held) if is_sum(kind)]
+  if not sums or any(kind != WHOLE and not is_sum(kind) for kind in held):
     return None
   if len(sums) == 1 and sums[0] in FACTORS.get(node.type, ()):
     return context.summed(held)

@@ -175,22 +175,21 @@ class _Builder:
 
   def _bodies(self, op):
     """Returns the functions of a conditional or a loop by attribute name."""
-    if op.type in ('While', 'StatelessWhile'):
-      names = {name: op.get_attr(name).name for name in ('cond', 'body')}
-    elif op.type in ('If', 'StatelessIf'):
-      names = {
-        name: op.get_attr(name).name for name in ('then_branch', 'else_branch')
-      }
-    elif op.type in ('Case', 'StatelessCase'):
-      branches = op.get_attr('branches')
-      names = {str(i): branch.name for i, branch in enumerate(branches)}
-    else:
+    if op.type.removeprefix('Stateless') not in ('Case', 'If', 'While'):
       return {}
-    bodies = {}
-    for name, function in names.items():
-      graph = _tf_internal.function_graph(self._root, function)
-      bodies[name] = flatten(graph, graph.inputs, graph.outputs, self._root)
-    return bodies
+    names = {}
+    for name, value in sorted(op.node_def.attr.items()):
+      if value.HasField('func'):
+        names[name] = value.func.name
+      names |= {str(i): each.name for i, each in enumerate(value.list.func)}
+    graphs = {
+      name: _tf_internal.function_graph(self._root, function)
+      for name, function in names.items()
+    }
+    return {
+      name: flatten(graph, graph.inputs, graph.outputs, self._root)
+      for name, graph in graphs.items()
+    }
 
 
 def _sorted(ops) -> list:

@@ -126,7 +126,7 @@ def powers(graph, num_batched: int, outputs: Sequence[tf.Tensor]) -> list[int]:
 
 
 def _of_output(tensor, kind, found) -> int:
-  if isinstance(kind, kinds.Part) and kind != kinds.SUM:
+  if isinstance(kind, kinds.Part) and not plan.is_sum(kind):
     raise plan.NeedsExchangeError(
       f'{tensor.node.type} {tensor.node.name!r} is the {kind.op} of rows'
     )
@@ -158,7 +158,7 @@ def _follow(planned: plan.Plan, given: Sequence[Any]) -> dict[Any, Any]:
       ints = planned.values[tensor].ints
       if tensor.dtype.is_floating and sequences.is_zero(tensor):
         power = None if power is None else _ANY
-      elif ints and None not in ints and None not in inputs:
+      elif ints and None not in inputs:
         counts = {i.symbols.count(kinds.BATCH) for i in ints}
         if len(counts) == 1 and all(i.is_of_rows for i in ints):
           [power] = counts
@@ -166,6 +166,11 @@ def _follow(planned: plan.Plan, given: Sequence[Any]) -> dict[Any, Any]:
           power = _SHAPE
       found[tensor] = power
   return found
+
+
+def _is_sum(kind) -> bool:
+  """Returns whether it is a sum over replicas, or a list of such."""
+  return plan.is_sum(kind.kind if isinstance(kind, kinds.Listed) else kind)
 
 
 def _of_bodies(plans, given) -> list[Any]:
@@ -238,8 +243,8 @@ def _of_operation(planned, node, given) -> Any:
   if not terms and _ANY in found:
     return _ANY
   power = _same(found) if terms else power + sum(found)
-  was_sum = any(plan.is_sum(v.kind) for v in values)
-  if power in (None, _ANY) or was_sum or not any(map(plan.is_sum, outputs)):
+  was_sum = any(_is_sum(v.kind) for v in values)
+  if power in (None, _ANY) or was_sum or not any(map(_is_sum, outputs)):
     return power
   if node.type != 'Mean':
     return power + 1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -14,6 +14,8 @@ from tf_strategies.spmd import kinds, pieces
 from tf_strategies.spmd.kinds import (
   AS_IS,
   BATCH,
+  HELD,
+  SUM,
   WHOLE,
   Dim,
   Listed,
@@ -98,11 +100,14 @@ class Site:
   ):
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
-    self.tensors: dict[tuple[Tensor, Any], tf.Tensor] = {}
-    self.handles: dict[Any, tf.Tensor] = {}
-    self.parent = parent
     self.main, self.adds_in_order = main, adds_in_order
-    self._lengths: dict[tuple, tf.Tensor] = {}
+    # Tensors by (tensor of the program, kind), handles by resource. Inside of a
+    # branch or loop, also those outside of it.
+    self.tensors, self.handles, self._lengths = (
+      [m.new_child() for m in (parent.tensors, parent.handles, parent._lengths)]
+      if parent
+      else [collections.ChainMap() for _ in range(3)]
+    )
     # The site with the rows, for a site that is not a replica; or with whole tensors.
     self.stand_in: Site | None = main
 
@@ -130,35 +135,25 @@ class Site:
 
   def handle(self, resource) -> tf.Tensor:
     """Returns the handle of a variable or of another object."""
-    site = self
-    while site is not None:
-      if resource in site.handles:
-        return site.handles[resource]
-      site = site.parent
+    if resource in self.handles:
+      return self.handles[resource]
     return resource.handle(self)
-
-  def holds(self, tensor: Tensor, kind) -> bool:
-    """Returns whether `get` finds a tensor in this kind."""
-    if self.has(tensor, kind):
-      return True
-    return self.stand_in is not None and self.stand_in.has(tensor, kind)
-
-  def get(self, tensor: Tensor, kind=AS_IS) -> tf.Tensor:
-    """Returns a tensor that was built here, in the given kind."""
-    site = self
-    while site is not None:
-      if (tensor, kind) in site.tensors:
-        return site.tensors[tensor, kind]
-      site = site.parent
-    if self.stand_in is not None:
-      return self.stand_in.get(tensor, kind)
-    raise KeyError(tensor.name)
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
     """Returns whether a tensor was built here in this kind."""
-    return (tensor, kind) in self.tensors or (
-      self.parent is not None and self.parent.has(tensor, kind)
+    return (tensor, kind) in self.tensors
+
+  def holds(self, tensor: Tensor, kind) -> bool:
+    """Returns whether `get` finds a tensor in this kind."""
+    return self.has(tensor, kind) or (
+      self.stand_in is not None and self.stand_in.holds(tensor, kind)
     )
+
+  def get(self, tensor: Tensor, kind=AS_IS) -> tf.Tensor:
+    """Returns a tensor that was built here, in the given kind."""
+    if not self.has(tensor, kind) and self.stand_in is not None:
+      return self.stand_in.get(tensor, kind)
+    return self.tensors[tensor, kind]
 
   # Lengths.
 
@@ -171,11 +166,8 @@ class Site:
     batch's. The result has the dtype and the rank (0 or 1) of `like`.
     """
     key = (tuple(dims), own, like.dtype, like.shape.rank)
-    site = self
-    while site is not None:
-      if key in site._lengths:
-        return site._lengths[key]
-      site = site.parent
+    if key in self._lengths:
+      return self._lengths[key]
     # Made once and used anywhere, so it waits for nothing.
     with tf.device('CPU:0'), tf.control_dependencies(None):
       count = tf.cast(self.rows.count, like.dtype)
@@ -245,6 +237,9 @@ class Site:
       return self.get(tensor, AS_IS)
     if self.has(tensor, wanted):
       return self.get(tensor, wanted)
+    if (seen, wanted) == (SUM, HELD):
+      [self.tensors[tensor, wanted]] = self.contributions([self.get(tensor)])
+      return self.tensors[tensor, wanted]
     whole = self.get(tensor, AS_IS if held == WHOLE else WHOLE)
     if wanted == WHOLE:
       return whole

@@ -11,6 +11,7 @@ from tf_strategies import errors
 from tf_strategies.spmd import emit as emit_lib
 from tf_strategies.spmd.kinds import (
   BATCH,
+  HELD,
   SUM,
   WHOLE,
   Dim,
@@ -22,6 +23,7 @@ from tf_strategies.spmd.plan import (
   Context,
   Decision,
   NeedsExchangeError,
+  is_sum,
   rule,
 )
 
@@ -91,9 +93,11 @@ def _join(found, dims):
   split = next((v for v in found if isinstance(v.kind, Split)), None)
   if all(isinstance(k, Listed) for k in kinds):
     if len({k.kind for k in kinds} - {None}) <= 1:
-      return next((v for v in found if v.kind.kind is not None), found[0])
-  elif all(k in (SUM, WHOLE) for k in kinds):
-    return Value(SUM if SUM in kinds else WHOLE, dims)
+      known = [v for v in found if v.kind.kind is not None] or found
+      are_same = all(v.ints == known[0].ints for v in known)
+      return known[0] if are_same else dataclasses.replace(known[0], ints=None)
+  elif all(k == WHOLE or is_sum(k) for k in kinds):
+    return Value(next((k for k in (HELD, SUM) if k in kinds), WHOLE), dims)
   elif split is not None and dims is not None:
     axis = split.kind.axis
     length = split.dims[axis]
@@ -166,7 +170,7 @@ def _settled(context, start, constant):
         continue
       found = plan.seen(plan.program.outputs[i])
       joined = _join([value, found], context.dims(i) or value.dims)
-      new.append(_variable(_kept_dims(joined, value, found)))
+      new.append(_variable(joined))
     if [(v.kind, v.ints) for v in new] == [(v.kind, v.ints) for v in variables]:
       test = context.plan_body('cond', variables)
       if test.seen(test.program.outputs[0]).kind != WHOLE:
@@ -201,15 +205,6 @@ def _lasting(value):
   if ints is not None:
     ints = ints if all(map(lasts, ints)) else None
   return dataclasses.replace(value, dims=dims, ints=ints)
-
-
-def _kept_dims(joined, value, found):
-  if isinstance(joined.kind, Listed):
-    if value.kind.kind is None:
-      return found
-    ints = value.ints if value.ints == found.ints else None
-    return dataclasses.replace(joined, dims=value.dims, ints=ints)
-  return joined
 
 
 def _loop_decision(context, variables, plans, constant):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tf_strategies.spmd.kinds import FIRST, SUM, WHOLE, Listed, Part, Value
-from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.kinds import FIRST, WHOLE, Listed, Part, Value
+from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
 from tf_strategies.spmd.rules import linear
 
 UNARY = [
@@ -158,7 +158,7 @@ def _cast(context: Context) -> Decision:
   source, result = context.node.inputs[0].dtype, context.node.outputs[0].dtype
   # A sum of a short type wraps around, which the parts of it do not show.
   is_short = source.is_integer and source.size < 4
-  if context.kinds[0] == SUM and result.is_floating and not is_short:
+  if is_sum(context.kinds[0]) and result.is_floating and not is_short:
     return context.summed()
   return broadcast(context)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies.spmd import kinds as kinds_lib
-from tf_strategies.spmd.kinds import ONE, SUM, WHOLE, Dim, Part, Split, Value
-from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.kinds import ONE, SUM, WHOLE, Dim, Part, Value
+from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
 
 OPS = {
   'Sum': 'sum',
@@ -25,9 +25,9 @@ def _reduction(context: Context) -> Decision | None:
   node, op = context.node, OPS[context.node.type]
   is_mean = node.type == 'Mean'
   is_floating = node.outputs[0].dtype.is_floating
-  if value.kind == SUM and is_mean and is_floating:
+  if is_sum(value.kind) and is_mean and is_floating:
     return context.summed()
-  if value.kind == Part(op) != SUM:
+  if op != 'sum' and value.kind in (Part(op), Part(op, is_held=True)):
     return Decision([value.kind, WHOLE], [context.out(value.kind)])
   reduced = reduced_axes(axes, context.rank())
   if reduced is None:
@@ -161,27 +161,26 @@ def _segments(context: Context) -> Decision:
   )
 
 
+def _scattered(context: Context, at: int) -> list[list]:
+  """Returns the names of the axes of indices and updates, inputs from `at` on."""
+  indices = context.names(at, [-1])
+  updates = context.names(at + 1)
+  batch = len(indices) - 1
+  return [indices, [*updates[:batch], *[None] * (len(updates) - batch)]]
+
+
 @rule('ScatterNd')
 def _scatter_nd(context: Context) -> Decision:
-  indices = context.names(0, [-1])
-  updates = [
-    axis if axis < len(indices) - 1 else None for axis in context.names(1)
-  ]
-  is_bool = context.node.outputs[0].dtype == tf.bool
-  return context.by_axes([indices, updates], [[]], 'any' if is_bool else 'sum')
+  op = 'any' if context.node.outputs[0].dtype == tf.bool else 'sum'
+  return context.by_axes(_scattered(context, 0), [[]], op)
 
 
 @rule('TensorScatterAdd', 'TensorScatterSub')
 def _scatter_add(context: Context) -> Decision | None:
-  tensor, indices, updates = context.inputs
-  if tensor.kind not in (WHOLE, SUM) or indices.dims is None:
+  decision = context.by_axes([[], *_scattered(context, 1)], [[]], 'sum')
+  if decision.outputs[0].kind != SUM:
     return None
-  for value in (indices, updates):
-    if (
-      isinstance(value.kind, Split) and value.kind.axis < len(indices.dims) - 1
-    ):
-      return Decision([SUM, value.kind, value.kind], [context.out(SUM)])
-  return None
+  return Decision([SUM, *decision.wants[1:]], decision.outputs)
 
 
 @rule('Assert')

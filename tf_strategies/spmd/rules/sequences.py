@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 
-from tf_strategies.spmd.kinds import AS_IS, SUM, WHOLE, Listed, Split, Value
-from tf_strategies.spmd.plan import Context, Decision, rule
+from tf_strategies.spmd.kinds import AS_IS, WHOLE, Listed, Split, Value
+from tf_strategies.spmd.plan import Context, Decision, UnknownError, rule
 
 
-def _own_element_shape(context, position, site, inputs):
-  """Returns the shape of a list's elements on this replica."""
-  shape, value = inputs[position], context.inputs[position]
-  axes = [i for i, d in enumerate(value.ints or ()) if d and d.has_batch]
-  if shape.shape.rank != 1 or not axes:
-    return shape
-  own = site.own_shape(shape, axes[0], value, context.node.inputs[position])
-  return tf.where(shape < 0, shape, own)
+def _list(context: Context, index: int = 0) -> Value:
+  """Returns an input that is a list.
+
+  Raises:
+    UnknownError: what makes the list has no rule.
+  """
+  if not isinstance(context.kinds[index], Listed):
+    raise UnknownError
+  return context.inputs[index]
 
 
 def _with_element_shape(context, position):
-  node = context.node
+  """Returns an `emit` that passes the shape of a list's elements on this replica."""
+  node, value = context.node, context.inputs[position]
+  axes = [i for i, dim in enumerate(value.ints or ()) if dim.has_batch]
 
   def emit(site, inputs):
     inputs = list(inputs)
-    inputs[position] = _own_element_shape(context, position, site, inputs)
+    shape = inputs[position]
+    if shape.shape.rank == 1 and axes:
+      own = site.own_shape(shape, axes[0], value, node.inputs[position])
+      inputs[position] = tf.where(shape < 0, shape, own)
     return site.op(node, inputs)
 
   return emit
@@ -38,30 +46,39 @@ def _new(context: Context) -> Decision:
   )
 
 
-@rule('TensorListFromTensor')
+@rule('TensorListFromTensor', 'TensorListScatterV2')
 def _from_tensor(context: Context) -> Decision | None:
-  value, _ = context.inputs
-  if value.dims is None:
-    return None
+  context.rank()  # It must be known.
+  value, *others = context.inputs
   elements, wanted = value.dims[1:], value.kind
-  axes = [i for i, d in enumerate(elements) if d is not None and d.has_batch]
+  axes = [i for i, dim in enumerate(elements) if dim.has_batch]
   if wanted == WHOLE and axes:
     # Such as zeros, the gradients of elements that nobody used: a loop adds
     # rows to them, and a list cannot be cut later.
     wanted = Split(axes[0] + 1)
-  kind = wanted
-  are_numbers = all(d is not None and d.is_number for d in elements)
+  kind = _shifted(wanted, -1)
+  are_numbers = all(dim.is_number for dim in elements)
   if kind == WHOLE and are_numbers and is_zero(context.node.inputs[0]):
     kind = None  # Parts of a sum may be added to them.
-  if isinstance(wanted, Split):
-    if wanted.axis == 0:
-      return None
-    kind = Split(wanted.axis - 1)
+  position = 1 if context.node.type == 'TensorListFromTensor' else 2
   return Decision(
-    [wanted, WHOLE],
+    [wanted, *[WHOLE] * len(others)],
     [Value(Listed(kind), elements)],
-    _with_element_shape(context, 1),
+    _with_element_shape(context, position),
   )
+
+
+def _shifted(kind, by: int):
+  """Returns the kind of a tensor with more or fewer axes before its rows.
+
+  Raises:
+    UnknownError: its rows lie along an axis that is gone.
+  """
+  if not isinstance(kind, Split):
+    return kind
+  if kind.axis + by < 0:
+    raise UnknownError
+  return Split(kind.axis + by)
 
 
 def is_zero(tensor):
@@ -76,133 +93,82 @@ def is_zero(tensor):
   return node.type == 'ZerosLike'
 
 
-def _element(context, value, index, wants, position, others=()):
-  kind = WHOLE if value.kind.kind is None else value.kind.kind
+def _kind_of(value):
+  """Returns the kind of the elements of a list."""
+  return WHOLE if value.kind.kind is None else value.kind.kind
+
+
+def _out(context, value, kind, index=0, **known) -> Value:
+  """Returns an output with rows of the elements of a list, of the given kind."""
+  if not isinstance(kind, Split):
+    return context.out(kind, index, **known)
+  axis = _kind_of(value).axis
+  if value.dims is None or len(value.dims) <= axis:
+    raise UnknownError
+  return context.split(kind.axis, value.dims[axis], index, **known)
+
+
+@rule('TensorListGetItem', 'TensorListPopBack')
+def _element(context: Context) -> Decision:
+  value, *others = context.inputs
+  rest = [_list(context)] if context.node.type == 'TensorListPopBack' else []
+  kind, index = _kind_of(_list(context)), len(rest)
   dims = context.dims(index)
-  if dims is None:
-    dims = value.dims
-  if isinstance(kind, Split):
-    if dims is None or value.dims is None or len(value.dims) <= kind.axis:
-      return None
-    axis = kind.axis
-    dims = (*dims[:axis], value.dims[axis], *dims[axis + 1 :])
+  out = _out(
+    context, value, kind, index, dims=value.dims if dims is None else dims
+  )
   ints = value.ints if kind == WHOLE else None
-  outputs = [*others, Value(kind, dims, ints)]
-  return Decision(wants, outputs, _with_element_shape(context, position))
+  return Decision(
+    [AS_IS, *[WHOLE] * len(others)],
+    [*rest, dataclasses.replace(out, ints=ints)],
+    _with_element_shape(context, len(others)),
+  )
 
 
-@rule('TensorListGetItem')
-def _get_item(context: Context) -> Decision | None:
-  value = context.inputs[0]
-  if not isinstance(value.kind, Listed):
-    return None
-  return _element(context, value, 0, [AS_IS, WHOLE, WHOLE], 2)
-
-
-@rule('TensorListPopBack')
-def _pop_back(context: Context) -> Decision | None:
-  value = context.inputs[0]
-  if not isinstance(value.kind, Listed):
-    return None
-  return _element(context, value, 1, [AS_IS, WHOLE], 1, [value])
-
-
-def _added(context, value, item, wants, position):
+def _added(context, item, wants, shift=0) -> Decision:
   """A list with one more element, of the kind that its elements are of."""
+  value = _list(context)
   kind = item.kind if value.kind.kind is None else value.kind.kind
   if isinstance(kind, Split) and item.dims is None:
-    return None
-  wants[position] = kind
-  dims = item.dims if item.dims is not None else value.dims
+    raise UnknownError
+  wants[wants.index(None)] = _shifted(kind, shift)
+  dims = value.dims if item.dims is None else item.dims
   # What every element is, if all of them are the same.
-  ints = item.ints
-  if value.kind.kind is not None and value.ints != ints:
-    ints = None
+  is_same = value.kind.kind is None or value.ints == item.ints
+  ints = item.ints if is_same else None
   return Decision(wants, [Value(Listed(kind), dims, ints)])
 
 
 @rule('TensorListSetItem')
-def _set_item(context: Context) -> Decision | None:
-  value, _, item = context.inputs
-  if not isinstance(value.kind, Listed):
-    return None
-  return _added(context, value, item, [AS_IS, WHOLE, None], 2)
+def _set_item(context: Context) -> Decision:
+  return _added(context, context.inputs[2], [AS_IS, WHOLE, None])
 
 
 @rule('TensorListPushBack')
-def _push_back(context: Context) -> Decision | None:
-  value, item = context.inputs
-  if not isinstance(value.kind, Listed):
-    return None
-  return _added(context, value, item, [AS_IS, None], 1)
-
-
-def _elements_of(value):
-  """Returns the elements of a list that a tensor is cut into; None if unknown."""
-  if value.dims is None:
-    return None
-  kind, elements = value.kind, value.dims[1:]
-  if isinstance(kind, Split):
-    return None if kind.axis == 0 else Value(Split(kind.axis - 1), elements)
-  return Value(kind, elements) if kind in (WHOLE, SUM) else None
-
-
-@rule('TensorListScatterV2')
-def _scatter(context: Context) -> Decision | None:
-  element = _elements_of(context.inputs[0])
-  if element is None:
-    return None
-  return Decision(
-    [context.inputs[0].kind, WHOLE, WHOLE, WHOLE],
-    [Value(Listed(element.kind), element.dims)],
-    _with_element_shape(context, 2),
-  )
+def _push_back(context: Context) -> Decision:
+  return _added(context, context.inputs[1], [AS_IS, None])
 
 
 @rule('TensorListScatterIntoExistingList')
-def _scatter_into(context: Context) -> Decision | None:
-  value, tensor, _ = context.inputs
-  element = _elements_of(tensor)
-  if not isinstance(value.kind, Listed) or element is None:
-    return None
-  decision = _added(context, value, element, [AS_IS, None, WHOLE], 1)
-  if decision is not None and isinstance(decision.wants[1], Split):
-    decision.wants[1] = Split(decision.wants[1].axis + 1)
-  return decision
+def _scatter_into(context: Context) -> Decision:
+  context.rank(1)  # It must be known.
+  tensor = context.inputs[1]
+  item = Value(_shifted(tensor.kind, -1), tensor.dims[1:])
+  return _added(context, item, [AS_IS, None, WHOLE], 1)
 
 
-@rule('TensorListStack', 'TensorListGather')
-def _stack(context: Context) -> Decision | None:
-  value, *others = context.inputs
-  if not isinstance(value.kind, Listed):
-    return None
-  wants = [AS_IS, *[WHOLE for _ in others]]
-  kind = WHOLE if value.kind.kind is None else value.kind.kind
+@rule('TensorListStack', 'TensorListGather', 'TensorListConcatV2')
+def _stack(context: Context) -> Decision:
+  value, kind = _list(context), _kind_of(_list(context))
+  wants = [AS_IS, *[WHOLE] * (len(context.inputs) - 1)]
+  if context.node.type == 'TensorListConcatV2':
+    # The elements follow each other along their first axis.
+    _shifted(kind, -1)
+    outputs = [_out(context, value, kind), context.out(WHOLE, 1)]
+    return Decision(wants, outputs, _with_element_shape(context, 1))
   # The shape of the elements comes last.
-  emit = _with_element_shape(context, len(others))
-  if not isinstance(kind, Split):
-    return Decision(wants, [context.out(kind)], emit)
-  if value.dims is None or context.dims() is None:
-    return None
-  length = value.dims[kind.axis]
-  return Decision(wants, [context.split(kind.axis + 1, length)], emit)
-
-
-@rule('TensorListConcatV2')
-def _concat(context: Context) -> Decision | None:
-  """The elements one after the other, along their first axis."""
-  value = context.inputs[0]
-  if not isinstance(value.kind, Listed):
-    return None
-  kind = WHOLE if value.kind.kind is None else value.kind.kind
-  wants, lengths = [AS_IS, WHOLE, WHOLE], context.out(WHOLE, 1)
-  emit = _with_element_shape(context, 1)
-  if not isinstance(kind, Split):
-    return Decision(wants, [context.out(kind), lengths], emit)
-  if kind.axis == 0 or value.dims is None or context.dims() is None:
-    return None
-  split = context.split(kind.axis, value.dims[kind.axis])
-  return Decision(wants, [split, lengths], emit)
+  emit = _with_element_shape(context, len(wants) - 1)
+  return Decision(wants, [_out(context, value, _shifted(kind, 1))], emit)
 
 
 @rule('TensorListLength')
@@ -213,15 +179,12 @@ def _length(context: Context) -> Decision:
 
 
 @rule('TensorListElementShape')
-def _element_shape(context: Context) -> Decision | None:
-  value = context.inputs[0]
-  if not isinstance(value.kind, Listed):
-    return None
-  kind = value.kind.kind
+def _element_shape(context: Context) -> Decision:
+  value = _list(context)
+  kind, node = value.kind.kind, context.node
+  outputs = [context.out(WHOLE, ints=value.dims)]
   if not isinstance(kind, Split):
-    return Decision([AS_IS], [context.out(WHOLE, ints=value.dims)])
-  dims = value.dims
-  node = context.node
+    return Decision([AS_IS], outputs)
 
   def emit(site, inputs):
     shape = site.op(node, inputs)[0]
@@ -236,7 +199,7 @@ def _element_shape(context: Context) -> Decision | None:
       # A list whose elements may have any rank says -1, a scalar.
       return [tf.cond(tf.equal(tf.rank(shape), 0), lambda: shape, of_all_rows)]
 
-  return Decision([AS_IS], [context.out(WHOLE, ints=dims)], emit)
+  return Decision([AS_IS], outputs, emit)
 
 
 @rule('TensorListResize')
@@ -246,7 +209,6 @@ def _resize(context: Context) -> Decision:
 
 # Accumulated gradients of lists.
 @rule('TensorListConcatLists')
-def _lists(context: Context) -> Decision | None:
-  if not all(isinstance(v.kind, Listed) for v in context.inputs):
-    return None
-  return Decision([AS_IS, AS_IS], [context.inputs[0]])
+def _lists(context: Context) -> Decision:
+  _list(context, 1)
+  return Decision([AS_IS, AS_IS], [_list(context)])

@@ -9,15 +9,15 @@ from tf_strategies.spmd import kinds as kinds_lib
 from tf_strategies.spmd.kinds import (
   AS_IS,
   ONE,
-  SUM,
   WHOLE,
   Dim,
   Part,
   Split,
   Value,
 )
-from tf_strategies.spmd.plan import MOST_INTS, Context, Decision, rule
+from tf_strategies.spmd.plan import MOST_INTS, Context, Decision, is_sum, rule
 from tf_strategies.spmd.program import Tensor
+
 
 def const_ints(tensor: Tensor) -> np.ndarray | None:
   """The contents of a small constant of integers."""
@@ -89,10 +89,7 @@ def _rank(context: Context) -> Decision:
   rank = context.inputs[0].rank
   if rank is None:
     return context.whole()
-  decision = context.whole(ints=(Dim(rank),))
-  decision.wants = [AS_IS]
-  decision.emit = lambda site, inputs: [tf.constant(rank)]
-  return decision
+  return Decision([AS_IS], [context.out(WHOLE, ints=(Dim(rank),))])
 
 
 @rule('Pack')
@@ -100,9 +97,7 @@ def _pack(context: Context) -> Decision:
   # Of a whole, all replicas' is the same.
   for op in ('all', 'any', 'max', 'min'):
     if Part(op) in context.kinds and {Part(op), WHOLE} >= set(context.kinds):
-      return Decision(
-        [Part(op)] * len(context.inputs), [context.out(Part(op))]
-      )
+      return Decision([Part(op)] * len(context.inputs), [context.out(Part(op))])
   names = context.names()
   at = context.node.attr('axis') % (len(names) + 1)
   packed = [*names[:at], None, *names[at:]]
@@ -162,7 +157,7 @@ def _transpose(context: Context) -> Decision:
 def _reshape(context: Context) -> Decision | None:
   value, shape = context.inputs
   dims = _solve(value, shape)
-  if value.kind in (WHOLE, SUM):
+  if value.kind == WHOLE or is_sum(value.kind):
     known = {} if dims is None else {'dims': dims}
     outputs = context.whole(kind=value.kind, **known).outputs
     return Decision([value.kind, WHOLE], outputs)
@@ -241,7 +236,7 @@ def _broadcast_to(context: Context) -> Decision:
   rank = len(context.integers(1))
   names = range(rank - context.rank(), rank)
   has_rows = any(dim.has_batch for dim in context.integers(1))
-  if context.kinds[0] == SUM and not has_rows:
+  if is_sum(context.kinds[0]) and not has_rows:
     return context.summed()
   return context.by_axes([names], [range(rank)], shape=1)
 

@@ -97,10 +97,13 @@ def _is_initialized(context: Context) -> Decision:
   return context.whole()
 
 
+# Nobody needs a tensor for a shape that is known.
+
+
 @_rule('VariableShape')
 def _variable_shape(context: Context) -> Decision:
   shape = context.inputs[0].resource.shape
-  return _known(context, [shape], WHOLE)
+  return context.whole(ints=tuple(map(Dim, shape)))
 
 
 @_rule('Shape', 'ShapeN')
@@ -108,24 +111,11 @@ def _shape(context: Context) -> Decision | None:
   shapes = _shapes(context)
   if not all(s.is_fully_defined() for s in shapes):
     return None
-  return _known(context, shapes, AS_IS)
-
-
-def _known(context, shapes, want) -> Decision:
-  """Shapes, which nobody needs a tensor for."""
   outputs = [
-    context.out(WHOLE, i, ints=tuple(Dim(n) for n in shape))
+    context.out(WHOLE, i, ints=tuple(map(Dim, shape)))
     for i, shape in enumerate(shapes)
   ]
-
-  def emit(site, inputs):
-    del site, inputs
-    return [
-      tf.constant(shape.as_list(), output.dtype)
-      for shape, output in zip(shapes, context.node.outputs, strict=True)
-    ]
-
-  return Decision([want] * len(context.inputs), outputs, emit)
+  return Decision([AS_IS] * len(shapes), outputs)
 
 
 @_rule('Reshape', 'ExpandDims', 'Squeeze')
@@ -140,47 +130,33 @@ def _reshape(context: Context) -> Decision | None:
   )
 
 
-@_rule('Sum', 'Mean', 'Max', 'Min', 'Prod', 'All', 'Any')
+@_rule(*reductions.OPS, 'L2Loss')
 def _reduction(context: Context) -> Decision | None:
   """Reduces all elements of a shard. Along some axes only, the whole is needed."""
-  axes, node, shard = context.inputs[1], context.node, context.kinds[0]
-  shape = _shapes(context)[0]
-  if not isinstance(shard, Shard) or not shape.is_fully_defined():
-    return None
-  reduced = reductions.reduced_axes(axes, shape.rank)
+  node, shard, shape = context.node, context.kinds[0], _shapes(context)[0]
   result = node.outputs[0].shape
-  is_all = reduced is not None and all(
-    r or n == 1 for r, n in zip(reduced, shape, strict=True)
-  )
-  if not is_all or not result.is_fully_defined():
+  if not (
+    isinstance(shard, Shard)
+    and shape.is_fully_defined()
+    and result.num_elements() == 1
+  ):
     return None
-  op, elements = reductions.OPS[node.type], shape.num_elements()
+  op, elements = reductions.OPS.get(node.type, 'sum'), shape.num_elements()
   is_mean = node.type == 'Mean'
   if is_mean and not node.inputs[0].dtype.is_floating:
     return None
 
   def emit(site, inputs):
     own = pieces.counted(inputs[0], shard, elements, site.rows.place, op)
+    if node.type == 'L2Loss':
+      return [tf.nn.l2_loss(own)]
     total = pieces.REDUCE[op](own)
     if is_mean:
       total /= tf.cast(elements, total.dtype)
     return [tf.reshape(total, result)]
 
-  return Decision([shard, WHOLE], [context.out(Part(op))], emit)
-
-
-@_rule('L2Loss')
-def _l2_loss(context: Context) -> Decision | None:
-  shard, shape = context.kinds[0], _shapes(context)[0]
-  if not shape.is_fully_defined():
-    return None
-
-  def emit(site, inputs):
-    place = site.rows.place
-    own = pieces.counted(inputs[0], shard, shape.num_elements(), place, 'sum')
-    return [tf.nn.l2_loss(own)]
-
-  return Decision([shard], [context.out(Part('sum'))], emit)
+  wants = [shard, WHOLE][: len(context.inputs)]
+  return Decision(wants, [context.out(Part(op, is_held=True))], emit)
 
 
 @_rule('If', 'StatelessIf')

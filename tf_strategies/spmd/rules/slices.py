@@ -68,7 +68,10 @@ def _strided_slice_grad(context: Context) -> Decision:
 @rule('Slice')
 def _slice(context: Context) -> Decision:
   bounds = zip(
-    context.integers(1), context.integers(2), context.inputs[0].dims, strict=True
+    context.integers(1),
+    context.integers(2),
+    context.inputs[0].dims,
+    strict=True,
   )
   is_all = [
     begin == Dim(0) and size in (Dim(-1), dim) for begin, size, dim in bounds

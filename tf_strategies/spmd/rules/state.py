@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tf_strategies import errors
-from tf_strategies.spmd.kinds import SUM, WHOLE, Split, Value
+from tf_strategies.spmd.kinds import HELD, WHOLE, Split, Value
 from tf_strategies.spmd.plan import Context, Decision, rule
 
 
 @rule('ReadVariableOp')
 def _read(context: Context) -> Decision:
   resource = context.inputs[0].resource
-  kind = SUM if resource is not None and resource.is_part else WHOLE
+  kind = HELD if resource is not None and resource.is_part else WHOLE
   return Decision([WHOLE], [context.out(kind)])
 
 
@@ -28,7 +28,7 @@ def _assign(context: Context) -> Decision:
         'leave it out (stateful=True of an RNN) to share out the rows',
       )
     return Decision([WHOLE, WHOLE], [])
-  return Decision([WHOLE, SUM], [])
+  return Decision([WHOLE, HELD], [])
 
 
 @rule('VariableShape', 'VarIsInitializedOp')
