@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,6 @@ class Emitter:
     Returns a list of outputs for each replica's site. A whole output is built for
     the first replica, and the others get None, unless `everywhere` is True.
     """
-    plan = self._plan
     self._first = self._replicas if everywhere else self._replicas[:1]
     needs = self._needs(outputs)
     blocks = self._blocks(needs)
@@ -99,11 +99,7 @@ class Emitter:
           self._call(block, sites, users)
         else:
           for node in block.nodes:
-            if plan.decisions[node].emit_together:
-              self._build_together(node, sites)
-              continue
-            for site in sites:
-              self._build(node, site)
+            self._build(node, sites)
     while pending:
       self._meet(pending, met)
       met += 1
@@ -288,7 +284,7 @@ class Emitter:
           _tf_internal.copy_handle_data(values[0], argument)
           template.handles[key] = argument
       for node in block.nodes:
-        self._build(node, template)
+        self._build(node, [template])
       return [template.get(tensor) for tensor in results]
 
     columns = list(zip(*given.values(), strict=True)) or [()] * len(sites)
@@ -305,34 +301,28 @@ class Emitter:
         site_lib.set_own_shape(output, tensor, plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
 
-  def _build(self, node, site):
-    plan = self._plan
-    decision = plan.decisions[node]
-    with tf.device(site.device):
-      inputs = [
-        self._in_kind(site, tensor, wanted)
-        for tensor, wanted in zip(node.inputs, decision.wants, strict=True)
-      ]
-      if decision.emit is not None:
-        outputs = decision.emit(site, inputs)
-      else:
-        outputs = site.op(node, inputs)
-    for tensor, output in zip(node.outputs, outputs, strict=True):
-      site_lib.set_own_shape(output, tensor, plan.values[tensor])
-      site.tensors[tensor, AS_IS] = output
-
-  def _build_together(self, node, sites):
-    decision = self._plan.decisions[node]
-    inputs = []
+  def _build(self, node, sites):
+    plan, decision = self._plan, self._plan.decisions[node]
+    rows, columns = [], []
     for site in sites:
       with tf.device(site.device):
         pairs = zip(node.inputs, decision.wants, strict=True)
-        inputs.append([self._in_kind(site, *pair) for pair in pairs])
-    columns = decision.emit_together(sites, inputs, self._exchange)
+        rows.append([self._in_kind(site, *pair) for pair in pairs])
+    if decision.emit_together:
+      columns = decision.emit_together(sites, rows, self._exchange)
+      # Of one without outputs they still say when it was done.
+      self.met += itertools.chain(*columns)
+    else:
+      for site, inputs in zip(sites, rows, strict=True):
+        with tf.device(site.device):
+          columns.append(
+            decision.emit(site, inputs)
+            if decision.emit
+            else site.op(node, inputs)
+          )
     for site, outputs in zip(sites, columns, strict=True):
-      # Of one without outputs it still says when it was done.
-      self.met += outputs
       for tensor, output in zip(node.outputs, outputs, strict=False):
+        site_lib.set_own_shape(output, tensor, plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
 
   def _contributions(self, site, tensors):
@@ -356,7 +346,7 @@ class Emitter:
       return site.lengths(seen.lengths, tensor)
     if tensor.node.type == 'Const' and not site.holds(tensor, AS_IS):
       # Where it is used: it is smaller than what would hand it over.
-      self._build(tensor.node, site)
+      self._build(tensor.node, [site])
     return site.as_kind(tensor, plan.values[tensor].kind, seen.kind, wanted)
 
   def _meet(self, pending, level):
@@ -399,11 +389,8 @@ class Emitter:
         continue
       sites = [s for s in self._sites if s in pending[tensor]]
       if isinstance(kind, Split):
-        axis = kind.axis
-        values = self._rows_of_all(
-          lambda s, t=tensor, a=axis: s.real_rows(s.get(t), a)
-        )
-        results = self._exchange.gather(values, axis, sites)
+        values = [s.real_rows(s.get(tensor), kind.axis) for s in self._replicas]
+        results = self._exchange.gather(values, kind.axis, sites)
       elif kind.op == 'first':
         # What there is one of, beside the replicas, has done it by itself.
         found = [s for s in self._sites if s.is_chief or s.replica is None]
@@ -424,29 +411,18 @@ class Emitter:
       for tensor, result in zip(tensors, column, strict=True):
         site.tensors[tensor, kind] = result
 
-  def _rows_of_all(self, rows_of):
-    """Returns what `rows_of` returns for each replica's site."""
-    values = []
+  def _reduce(self, tensor, kind, sites):
+    values, results = [], []
     for site in self._replicas:
       with tf.device(site.device):
-        values.append(rows_of(site))
-    return values
-
-  def _reduce(self, tensor, kind, sites):
-    reduce = pieces.REDUCE[kind.op]
-
-    def value_of(site):
-      value = site.get(tensor)[None]
-      if site.rows.real is not None and not kind.is_held:
-        value = value[: tf.minimum(site.rows.real, 1)]
-      return value
-
-    values = self._rows_of_all(value_of)
+        value = site.get(tensor)[None]
+        if site.rows.real is not None and not kind.is_held:
+          value = value[: tf.minimum(site.rows.real, 1)]
+        values.append(value)
     gathered = self._exchange.gather(values, 0, sites)
-    results = []
     for site, value in zip(sites, gathered, strict=True):
       with tf.device(site.device):
-        results.append(reduce(value, 0))
+        results.append(pieces.REDUCE[kind.op](value, 0))
     return results
 
 

@@ -27,20 +27,8 @@ _NEUTRAL = {
 
 
 def cut(whole: tf.Tensor, shard: kinds.Shard, place) -> tf.Tensor:
-  """The piece at a place, from 0, of a tensor of static shape."""
-  elements = whole.shape.num_elements()
-  length, flat = shard.length(elements), tf.reshape(whole, [-1])
-  if shard.count * length != elements:
-    first = tf.get_static_value(place)
-    if first is None:  # XLA knows no lengths that depend on the place.
-      flat = tf.pad(flat, [[0, shard.count * length - elements]])
-    else:
-      flat = flat[first * length : (first + 1) * length]
-      padded = tf.pad(flat, [[0, length - flat.shape[0]]])
-      return tf.ensure_shape(padded, [length])
-  piece = tf.slice(flat, tf.reshape(place * length, [1]), [length])
-  piece.set_shape([length])
-  return piece
+  """Returns the piece at a place, from 0, of a tensor of static shape."""
+  return tf.gather(rows(whole, shard), place)
 
 
 def rows(tensor: tf.Tensor, shard: kinds.Shard) -> tf.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from typing import Any
 
 import tensorflow as tf
@@ -107,33 +106,22 @@ def mark_gradient(
 
 
 def flatten(graph, inputs, outputs, root=None) -> Program:
-  """Returns the program that a graph computes, from `inputs` to `outputs`."""
-  builder = _Builder(graph if root is None else root)
-  arguments = [builder.argument(t) for t in inputs]
-  tensors = dict(zip(map(id, inputs), arguments, strict=True))
-  builder.add(graph, tensors, ())
-  return Program(builder.nodes, arguments, [tensors[id(t)] for t in outputs])
+  """Returns the program that a graph computes, from `inputs` to `outputs`.
 
+  `root` is the outermost graph, which has all functions.
+  """
+  root = graph if root is None else root
+  nodes: list[Node] = []
 
-class _Builder:
-  def __init__(self, root):
-    self.nodes = []
-    # The outermost graph has all functions.
-    self._root = root
-
-  def _node(self, kind, name, inputs, before, attrs, op, outputs):
-    node = Node(len(self.nodes), kind, name, inputs, before, attrs, op)
+  def add(kind, name, inputs, before, attrs, op, outputs):
+    node = Node(len(nodes), kind, name, inputs, before, attrs, op)
     node.outputs = [
       Tensor(node, i, t.dtype, t.shape) for i, t in enumerate(outputs)
     ]
-    self.nodes.append(node)
+    nodes.append(node)
     return node
 
-  def argument(self, tensor) -> Tensor:
-    node = self._node('_Argument', tensor.op.name, [], [], {}, None, [tensor])
-    return node.outputs[0]
-
-  def add(self, graph, tensors, before):
+  def expand(graph, tensors, before):
     """Adds the operations of `graph`. `tensors` maps the id of a tensor to ours."""
     nodes_of = {}
     for op in _sorted(graph.get_operations()):
@@ -145,51 +133,50 @@ class _Builder:
         controls += nodes_of.get(control.name, [])
       inputs = [tensors[id(t)] for t in op.inputs]
       if op.type in _CALLS:
-        first = len(self.nodes)
-        self._add_call(op, inputs, tensors, controls)
-        nodes_of[op.name] = [
-          n for n in self.nodes[first:] if n.op.op_def.is_stateful
-        ]
+        first = len(nodes)
+        body = _tf_internal.function_graph(root, op.get_attr('f').name)
+        inner = dict(zip(map(id, body.inputs), inputs, strict=True))
+        expand(body, inner, controls)
+        # A function may return less than its graph, which derivatives use as well.
+        for tensor, result in zip(op.outputs, body.outputs, strict=False):
+          tensors[id(tensor)] = inner[id(result)]
+        nodes_of[op.name] = [n for n in nodes[first:] if n.is_stateful]
         continue
       attrs = {
         name: value
         for name, value in op.node_def.attr.items()
         if name not in _DROPPED
       }
-      node = self._node(
-        op.type, op.name, inputs, controls, attrs, op, op.outputs
-      )
-      node.opaque = _tf_internal.opaque_functions(self._root, op, attrs)
-      node.bodies = {} if node.opaque else self._bodies(op)
+      node = add(op.type, op.name, inputs, controls, attrs, op, op.outputs)
+      node.opaque = _tf_internal.opaque_functions(root, op, attrs)
+      node.bodies = {} if node.opaque else _bodies(root, op)
       nodes_of[op.name] = [node, *controls] if op.type == 'NoOp' else [node]
       for tensor, ours in zip(op.outputs, node.outputs, strict=True):
         tensors[id(tensor)] = ours
 
-  def _add_call(self, op, inputs, tensors, controls):
-    body = _tf_internal.function_graph(self._root, op.get_attr('f').name)
-    inner = dict(zip(map(id, body.inputs), inputs, strict=True))
-    self.add(body, inner, controls)
-    # A function may return less than its graph, which derivatives use as well.
-    for tensor, result in zip(op.outputs, body.outputs, strict=False):
-      tensors[id(tensor)] = inner[id(result)]
+  arguments = [
+    add('_Argument', t.op.name, [], [], {}, None, [t]).outputs[0]
+    for t in inputs
+  ]
+  tensors = dict(zip(map(id, inputs), arguments, strict=True))
+  expand(graph, tensors, ())
+  return Program(nodes, arguments, [tensors[id(t)] for t in outputs])
 
-  def _bodies(self, op):
-    """Returns the functions of a conditional or a loop by attribute name."""
-    if op.type.removeprefix('Stateless') not in ('Case', 'If', 'While'):
-      return {}
-    names = {}
-    for name, value in sorted(op.node_def.attr.items()):
-      if value.HasField('func'):
-        names[name] = value.func.name
-      names |= {str(i): each.name for i, each in enumerate(value.list.func)}
-    graphs = {
-      name: _tf_internal.function_graph(self._root, function)
-      for name, function in names.items()
-    }
-    return {
-      name: flatten(graph, graph.inputs, graph.outputs, self._root)
-      for name, graph in graphs.items()
-    }
+
+def _bodies(root, op) -> dict[str, Program]:
+  """Returns the functions of a conditional or a loop by attribute name."""
+  if op.type.removeprefix('Stateless') not in ('Case', 'If', 'While'):
+    return {}
+  names = {}
+  for name, value in sorted(op.node_def.attr.items()):
+    if value.HasField('func'):
+      names[name] = value.func.name
+    names |= {str(i): each.name for i, each in enumerate(value.list.func)}
+  bodies = {}
+  for name, function in names.items():
+    graph = _tf_internal.function_graph(root, function)
+    bodies[name] = flatten(graph, graph.inputs, graph.outputs, root)
+  return bodies
 
 
 def _sorted(ops) -> list:
@@ -197,21 +184,14 @@ def _sorted(ops) -> list:
 
   A gradient adds inputs to a loop that was built before them.
   """
-  position = {op: i for i, op in enumerate(ops)}
-  waiting = {}
-  followers = {}
+  ordered = {}
+
+  def visit(op):
+    if op not in ordered:
+      for before in (*(t.op for t in op.inputs), *op.control_inputs):
+        visit(before)
+      ordered[op] = None
+
   for op in ops:
-    before = {t.op for t in op.inputs} | set(op.control_inputs)
-    waiting[op] = len(before)
-    for other in before:
-      followers.setdefault(other, []).append(op)
-  ready = [position[op] for op in ops if not waiting[op]]
-  ordered = []
-  while ready:
-    op = ops[heapq.heappop(ready)]
-    ordered.append(op)
-    for follower in followers.get(op, ()):
-      waiting[follower] -= 1
-      if not waiting[follower]:
-        heapq.heappush(ready, position[follower])
-  return ordered
+    visit(op)
+  return list(ordered)

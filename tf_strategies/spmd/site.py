@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -94,44 +95,42 @@ class Site:
     replica: int | None = None,
     is_chief: bool = False,
     is_home: bool = False,
-    parent: Site | None = None,
     main: Site | None = None,
     adds_in_order: bool = False,
   ):
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
     self.main, self.adds_in_order = main, adds_in_order
-    # Tensors by (tensor of the program, kind), handles by resource. Inside of a
-    # branch or loop, also those outside of it.
+    # Tensors by (tensor of the program, kind), handles by resource, and lengths.
+    # Inside of a branch or loop, also those outside of it.
     self.tensors, self.handles, self._lengths = (
-      [m.new_child() for m in (parent.tensors, parent.handles, parent._lengths)]
-      if parent
-      else [collections.ChainMap() for _ in range(3)]
+      collections.ChainMap() for _ in range(3)
     )
     # The site with the rows, for a site that is not a replica; or with whole tensors.
     self.stand_in: Site | None = main
 
   def inner(self) -> Site:
     """Returns this site inside of a branch or loop."""
-    return self._like(self.device, self.rows, self)
+    site = copy.copy(self)
+    site.stand_in = self.main
+    site.tensors = self.tensors.new_child()
+    site.handles = self.handles.new_child()
+    site._lengths = self._lengths.new_child()
+    return site
 
   def template(self, rows: dict[str, tf.Tensor]) -> Site:
     """Returns a site for a function that several sites call with their own `rows`."""
-    site = self._like(None, Rows(**rows))
-    site.stand_in = None
-    return site
-
-  def _like(self, device, rows, parent=None) -> Site:
-    return Site(
-      device,
-      rows,
+    site = Site(
+      None,
+      Rows(**rows),
       self.replica,
       self.is_chief,
       self.is_home,
-      parent,
       self.main,
-      adds_in_order=self.adds_in_order,
+      self.adds_in_order,
     )
+    site.stand_in = None
+    return site
 
   def handle(self, resource) -> tf.Tensor:
     """Returns the handle of a variable or of another object."""
@@ -265,20 +264,14 @@ class Site:
     """Returns this replica's rows of a whole tensor, along the wanted axis."""
     axis = wanted.axis
     with tf.device('CPU:0'):
-      rank = _rank(whole)
-      shape = tf.shape(whole)
-      length = shape[axis]
+      length = tf.shape(whole)[axis]
       begin = _share(length, self.rows.start, self.rows.total)
       size = _share(length, self.rows.count, self.rows.total)
       if isinstance(wanted, SplitIfLong):
         is_one = tf.equal(length, 1)
         begin = tf.where(is_one, 0, begin)
         size = tf.where(is_one, 1, size)
-      begins = tf.one_hot(axis, rank, begin, 0, dtype=tf.int32)
-      sizes = tf.one_hot(axis, rank, size, -1, dtype=tf.int32)
-    result = tf.slice(whole, begins, sizes)
-    _set_shape_but(result, whole, axis)
-    return result
+    return _cut(whole, axis, begin, size)
 
   # A replica without rows computes with a padding row, which must not count.
 
@@ -316,27 +309,22 @@ class Site:
       return tensor
     with tf.device('CPU:0'):
       length = _share(tf.shape(tensor)[axis], self.rows.real, self.rows.count)
-      rank = _rank(tensor)
-      begins = tf.zeros([rank], tf.int32)
-      sizes = tf.one_hot(axis, rank, length, -1, dtype=tf.int32)
     with tf.device(self.device):
-      result = tf.slice(tensor, begins, sizes)
-    _set_shape_but(result, tensor, axis)
-    return result
+      return _cut(tensor, axis, 0, length)
 
 
-def _rank(tensor: tf.Tensor) -> int | tf.Tensor:
-  """Returns the rank. It is a tensor for the outputs of tables and of Python code."""
-  rank = tensor.shape.rank
-  return tf.rank(tensor) if rank is None else rank
-
-
-def _set_shape_but(result, tensor, axis):
-  """Tells TensorFlow that `result` is as long as `tensor` along other axes."""
-  if tensor.shape.rank is not None:
-    result.set_shape(
-      [None if i == axis else n for i, n in enumerate(tensor.shape)]
-    )
+def _cut(tensor, axis, begin, size) -> tf.Tensor:
+  """Returns some of a tensor along an axis."""
+  shape = tensor.shape
+  with tf.device('CPU:0'):
+    # It is unknown for the outputs of tables and of Python code.
+    rank = tf.rank(tensor) if shape.rank is None else shape.rank
+    begins = tf.one_hot(axis, rank, begin, 0, dtype=tf.int32)
+    sizes = tf.one_hot(axis, rank, size, -1, dtype=tf.int32)
+  result = tf.slice(tensor, begins, sizes)
+  if shape.rank is not None:
+    result.set_shape([None if i == axis else n for i, n in enumerate(shape)])
+  return result
 
 
 def _share(length, rows, total):
