@@ -180,7 +180,7 @@ class TableTest(tf.test.TestCase):
     self.assertAllEqual(layer(ids.astype(np.int32)[3:4]), rows[3:4])
 
   def test_updates_of_several_threads_are_all_there(self):
-    shard = row_table.Shard(1, lambda ids: tf.zeros([tf.size(ids), 1]))
+    shard = row_table.TableShard(1, lambda ids: tf.zeros([tf.size(ids), 1]))
 
     def slowly(rows):
       time.sleep(0.002)

@@ -103,7 +103,7 @@ def _sites(rows):
   return [
     site.Site(
       virtual_devices.name(i),
-      site.Rows(
+      site.ReplicaRows(
         tf.constant(max(n, 1)),
         tf.constant(min(int(start), sum(rows) - 1)),
         tf.constant(sum(rows)),

@@ -112,7 +112,7 @@ class DynamicEmbedding(keras.layers.Layer):
       autocast=False,
     )
     if make is None:
-      shard = row_table.Shard(self.output_dim, self._initial_rows)
+      shard = row_table.TableShard(self.output_dim, self._initial_rows)
       self._table = row_table.RowTable(variable, [shard])
       self._exported = shard.tracked  # TensorFlow tracks it for `model.export`.
     else:

@@ -34,7 +34,7 @@ IDS, ROWS = 'ids', 'rows'
 _Rule = Callable[[tf.Tensor, dict, tf.IndexedSlices], tuple[tf.Tensor, dict]]
 
 
-class Shard:
+class TableShard:
   """Some rows of a table, in the memory of one device.
 
   A server that dies loses its rows (`is_lost`) until rows are loaded again.
@@ -254,7 +254,7 @@ class RowTable:
     shards: the parts of the table.
   """
 
-  def __init__(self, variable: keras.Variable, shards: Sequence[Shard]):
+  def __init__(self, variable: keras.Variable, shards: Sequence[TableShard]):
     self.variable = variable
     self.shards = tuple(shards)
     self.expired = 0
@@ -271,8 +271,8 @@ class RowTable:
     """Calls `action` when no step is running."""
     return action()
 
-  def _write_on(self, shard: Shard, updated: Callable, *tensors) -> None:
-    """Stores the result of `updated(*tensors)` in a shard; see `Shard.updated`."""
+  def _write_on(self, shard: TableShard, updated: Callable, *tensors) -> None:
+    """Stores the result of `updated(*tensors)` in a shard; see `TableShard.updated`."""
     with tf.device(shard.device), shard.locked() as written:
       written += shard.store(*updated(*tensors))
 

@@ -30,7 +30,7 @@ from tf_strategies.spmd.program import Node, Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ReplicaRows:
   """Which rows of the batch a replica has; all but flags are int32 scalars.
 
   Attributes:
@@ -62,11 +62,11 @@ class Rows:
 
 def rows_or_stand_in(
   real: tf.Tensor, start: tf.Tensor, total: tf.Tensor
-) -> Rows:
+) -> ReplicaRows:
   """Returns the rows of a replica that may be empty. It then gets a padding row."""
   is_first = tf.logical_and(real > 0, tf.equal(start, 0))
   start = tf.maximum(tf.minimum(start, total - 1), 0)
-  return Rows(tf.maximum(real, 1), start, total, real, is_first)
+  return ReplicaRows(tf.maximum(real, 1), start, total, real, is_first)
 
 
 # Elements: from here on a branch costs less than a copy.
@@ -91,7 +91,7 @@ class Site:
   def __init__(
     self,
     device: str | None,
-    rows: Rows,
+    rows: ReplicaRows,
     replica: int | None = None,
     is_chief: bool = False,
     is_home: bool = False,
@@ -122,7 +122,7 @@ class Site:
     """Returns a site for a function that several sites call with their own `rows`."""
     site = Site(
       None,
-      Rows(**rows),
+      ReplicaRows(**rows),
       self.replica,
       self.is_chief,
       self.is_home,

@@ -203,14 +203,14 @@ class ExactMirroredExtended(
     self._variables = [ref for ref, variable in alive if variable is not None]
     return [variable for _, variable in alive if variable is not None]
 
-  def rows_of(self, leaves) -> list[site_lib.Rows]:
+  def rows_of(self, leaves) -> list[site_lib.ReplicaRows]:
     """Returns the rows of a batch that each replica of this process has."""
     counts = self._counts_of(leaves)
     if counts is None:
       return self._rows_of_plain(leaves)
     return self._rows_of_counts(counts)
 
-  def _rows_of_counts(self, counts) -> list[site_lib.Rows]:
+  def _rows_of_counts(self, counts) -> list[site_lib.ReplicaRows]:
     first = self._get_replica_id_in_sync_group(0)
     return rows_of_replicas(counts, range(first, first + len(self._devices)))
 
@@ -231,7 +231,7 @@ class ExactMirroredExtended(
       sites.append(site_lib.Site(device, rows, i, is_chief, is_home))
     return sites
 
-  def _rows_of_plain(self, leaves) -> list[site_lib.Rows]:
+  def _rows_of_plain(self, leaves) -> list[site_lib.ReplicaRows]:
     """Returns the same for a batch that every replica has completely."""
     count, (rank, num_workers) = len(self._devices), self.place()
     with tf.device('CPU:0'):
@@ -497,7 +497,7 @@ def _only_argument(value):
   return value if isinstance(value, tf.Variable) else _only_value(value)
 
 
-def rows_of_replicas(counts, places) -> list[site_lib.Rows]:
+def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:
   """Returns the rows of a batch that some replicas have.
 
   Args:
@@ -513,7 +513,7 @@ def rows_of_replicas(counts, places) -> list[site_lib.Rows]:
       real, total = counts[place], ends[-1]
       start = ends[place] - real
       if surely:
-        found.append(site_lib.Rows(real, start, total, None, place == 0))
+        found.append(site_lib.ReplicaRows(real, start, total, None, place == 0))
       else:
         found.append(site_lib.rows_or_stand_in(real, start, total))
   return found

@@ -218,7 +218,9 @@ class LocalStep(whole_batch.Step):
       rows = mirrored_extended.rows_of_replicas(counts, range(len(counts)))
     else:  # A worker without rows skips the step.
       total = tf.cast(counts[0], tf.int32)
-      rows = [site_lib.Rows(total, tf.zeros_like(total), total, None, True)]
+      rows = [
+        site_lib.ReplicaRows(total, tf.zeros_like(total), total, None, True)
+      ]
     return [
       site_lib.Site(device, own, i, is_chief=i == 0, is_home=i == 0)
       for i, (device, own) in enumerate(zip(self._devices, rows, strict=True))

@@ -213,7 +213,7 @@ class WorkerDataset(_Dataset):
     )
 
   def open(
-    self, split: splits.Split, start: int, worker: int, token: int
+    self, split: splits.DataSplit, start: int, worker: int, token: int
   ) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle.
 
@@ -232,7 +232,7 @@ class WorkerDataset(_Dataset):
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle
 
-  def skip(self, split: splits.Split, worker: int, until: int) -> None:
+  def skip(self, split: splits.DataSplit, worker: int, until: int) -> None:
     """Leaves out elements of a split that a worker reads."""
     with tf.device(worker_arrays.device(worker)):
       while split.next < until:

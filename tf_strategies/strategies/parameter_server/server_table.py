@@ -23,7 +23,7 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 
-class ServerShard(row_table.Shard):
+class ServerShard(row_table.TableShard):
   """Some rows, on one server; `Recovery` treats a shard like a variable."""
 
   is_counter = False
@@ -59,7 +59,7 @@ class ServerShard(row_table.Shard):
       )
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows of ids; see `Shard.read`.
+    """Returns rows of ids; see `TableShard.read`.
 
     Raises:
       DataError: if the rows were lost with their server.

@@ -25,7 +25,7 @@ _T = TypeVar('_T')
 
 
 @dataclasses.dataclass(eq=False)
-class Split:
+class DataSplit:
   """A part of an epoch's data."""
 
   index: int
@@ -63,7 +63,8 @@ class Source:
     done = start.splits
     self._lock = threading.Lock()
     self._free = [
-      Split(i, next(_keys), size=size) for i, size in enumerate(dataset.sizes)
+      DataSplit(i, next(_keys), size=size)
+      for i, size in enumerate(dataset.sizes)
     ]
     self.splits = tuple(self._free)
     if done and len(done) != len(self.splits):
@@ -76,7 +77,7 @@ class Source:
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
     self._handed_out = dataset.steps_of(done) - start.step if done else 0
-    self._splits_of: dict[int, list[Split]] = {}
+    self._splits_of: dict[int, list[DataSplit]] = {}
     self._turn = itertools.count()
     self._opening = 0
 
@@ -116,7 +117,7 @@ class Source:
       return self._is_empty()
 
   def has_any_for(
-    self, worker: int, others: Iterable[int], wanted: Collection[Split]
+    self, worker: int, others: Iterable[int], wanted: Collection[DataSplit]
   ) -> bool:
     """Returns whether `split_for` would find one of these for a worker."""
     with self._lock:
@@ -138,8 +139,8 @@ class Source:
     worker: int,
     others: Iterable[int],
     token: int = 0,
-    wanted: Collection[Split] | None = None,
-  ) -> Split | None:
+    wanted: Collection[DataSplit] | None = None,
+  ) -> DataSplit | None:
     """Returns the split that a worker reads next, opened; None if none is left.
 
     `token` is the worker's; one that gets another one has lost its splits. If some
@@ -166,7 +167,7 @@ class Source:
       mine = [s for s in self._splits_of.setdefault(worker, []) if s in wanted]
       return mine[next(self._turn) % len(mine)] if mine else None
 
-  def _open(self, split: Split, worker: int, token: int) -> None:
+  def _open(self, split: DataSplit, worker: int, token: int) -> None:
     """Opens a split; it is nobody's while this lasts."""
     is_open = False
     try:
@@ -178,14 +179,16 @@ class Source:
         mine = self._splits_of.setdefault(worker, [])
         (mine if is_open else self._free).append(split)
 
-  def _begin(self, split: Split, element: int, worker: int, token: int) -> None:
+  def _begin(
+    self, split: DataSplit, element: int, worker: int, token: int
+  ) -> None:
     """Opens a split at an element, however many steps end meanwhile."""
     split.handle = self.dataset.open(split, element, worker, token)
     split.next = element
 
   def read(
     self,
-    split: Split,
+    split: DataSplit,
     element: int,
     worker: int,
     token: int,
@@ -211,7 +214,7 @@ class Source:
     split.next = element + 1
     return found
 
-  def close(self, worker: int, split: Split) -> None:
+  def close(self, worker: int, split: DataSplit) -> None:
     """A split was read to its end."""
     with self._lock:
       self._splits_of[worker].remove(split)
@@ -238,7 +241,7 @@ class Round:
     """Returns whether a worker can read any of them."""
     return self.source.has_any_for(worker, others, self._waiting)
 
-  def take(self, worker: int, others: Iterable[int], token: int) -> Split:
+  def take(self, worker: int, others: Iterable[int], token: int) -> DataSplit:
     """The split of which a worker reads the next element, opened there."""
     found = self.source.split_for(worker, others, token, self._waiting)
     closed = (split for split in self.elements if split.is_closed)
@@ -251,7 +254,7 @@ class Round:
 
   def read(
     self,
-    split: Split,
+    split: DataSplit,
     worker: int,
     token: int,
     function: Callable[[tf.Tensor], _T],

@@ -136,7 +136,7 @@ class InputTask(_StepsTask):
   def __init__(self, engine, step: Step, work: input.Elements):
     super().__init__(engine, step, len(work))
     self._source = work.source
-    self._split: splits.Split | None = None
+    self._split: splits.DataSplit | None = None
     self._asked = self.steps
     self.renew()
 
@@ -209,7 +209,7 @@ class RoundTask(InputTask):
     self._is_result_wanted = is_result_wanted
 
   @property
-  def split(self) -> splits.Split | None:
+  def split(self) -> splits.DataSplit | None:
     """Returns the split that it reads."""
     return self._split
 

@@ -378,7 +378,7 @@ class _ReadTask(_MicrobatchTask):
     layout = turn.source.dataset.layout(1)
     super().__init__(engine, step, quorum, layout)
     self._round = turn
-    self._split: splits.Split | None = None
+    self._split: splits.DataSplit | None = None
     self._is_read = False
 
   @property
