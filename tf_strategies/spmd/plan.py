@@ -241,7 +241,9 @@ class Context:
 
   def __init__(self, plan: Plan, node: Node):
     self.node = node
-    self.inputs = [plan.seen(t) for t in node.inputs]
+    values = [plan.seen(t) for t in node.inputs]
+    # Everybody needs all of what the first replica alone has.
+    self.inputs = [v.of(WHOLE) if v.kind == kinds.FIRST else v for v in values]
 
   @property
   def kinds(self) -> list:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tf_strategies.spmd.kinds import FIRST, WHOLE, Listed, Part, Value
+from tf_strategies.spmd.kinds import WHOLE, Listed, Part, Value
 from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
 from tf_strategies.spmd.rules import linear
 
@@ -163,37 +163,24 @@ def _cast(context: Context) -> Decision:
   return broadcast(context)
 
 
-@rule('Identity', 'EnsureShape', 'PlaceholderWithDefault')
-def _identity(context: Context) -> Decision:
-  value = context.inputs[0]
-  if value.kind == FIRST:
-    return context.whole()
-  emit = (
-    (lambda site, inputs: inputs) if context.node.type != 'Identity' else None
-  )
-  dims = context.dims() if value.dims is None else value.dims
+@rule('EnsureShape', 'Identity', 'IdentityN', 'PlaceholderWithDefault')
+def identity(context: Context) -> Decision:
+  """Returns inputs in their own kinds."""
+  outputs = [
+    dataclasses.replace(value, dims=context.dims(i))
+    if value.dims is None
+    else value
+    for i, value in enumerate(context.inputs)
+  ]
+  is_copied = context.node.type == 'Identity'
   return Decision(
-    [value.kind],
-    [dataclasses.replace(value, dims=dims)],
-    emit,
-  )
-
-
-@rule('IdentityN')
-def identity_n(context: Context) -> Decision | None:
-  """Returns all inputs in their own kinds."""
-  if FIRST in context.kinds:
-    return None
-  return Decision(
-    context.kinds, list(context.inputs), lambda site, inputs: inputs
+    context.kinds, outputs, None if is_copied else lambda site, inputs: inputs
   )
 
 
 @rule('ZerosLike')
-def _zeros_like(context: Context) -> Decision | None:
+def _zeros_like(context: Context) -> Decision:
   value = context.inputs[0]
-  if value.kind == FIRST:
-    return None
   kind = WHOLE if isinstance(value.kind, Part) else value.kind
   return Decision([value.kind], [Value(kind, value.dims)])
 

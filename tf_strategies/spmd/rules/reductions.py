@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies.spmd import kinds as kinds_lib
-from tf_strategies.spmd.kinds import ONE, SUM, WHOLE, Dim, Part, Value
+from tf_strategies.spmd.kinds import AS_IS, ONE, SUM, WHOLE, Dim, Part, Value
 from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
 
 OPS = {
@@ -186,12 +186,8 @@ def _scatter_add(context: Context) -> Decision | None:
 @rule('Assert')
 def _assert(context: Context) -> Decision:
   """A condition on all rows holds if it holds for each replica's."""
-  wants = [
-    kinds_lib.AS_IS if kind in (Part('all'), WHOLE) else WHOLE
-    for kind in context.kinds[:1]
+  local = [
+    AS_IS if kind == Part('all') else WHOLE for kind in context.kinds[:1]
   ]
-  wants += [
-    WHOLE if kind == kinds_lib.FIRST else kinds_lib.AS_IS
-    for kind in context.kinds[1:]
-  ]
-  return Decision(wants, [])
+  others = [WHOLE if kind == WHOLE else AS_IS for kind in context.kinds[1:]]
+  return Decision([*local, *others], [])

@@ -46,9 +46,7 @@ def _shape(context: Context) -> Decision:
   wants, outputs = [], []
   for i, value in enumerate(context.inputs):
     outputs.append(context.out(WHOLE, i, ints=value.dims))
-    is_local = isinstance(value.kind, Split) or (
-      isinstance(value.kind, Part) and value.kind != kinds_lib.FIRST
-    )
+    is_local = isinstance(value.kind, Split | Part)
     wants.append(AS_IS if is_local and value.dims is not None else WHOLE)
 
   def emit(site, inputs):

@@ -76,7 +76,7 @@ def _elementwise(context: Context) -> Decision | None:
   return Decision(wants, [context.out(shard)], emit)
 
 
-_rule('IdentityN')(elementwise.identity_n)
+_rule('IdentityN')(elementwise.identity)
 
 
 @_rule('ReadVariableOp')
