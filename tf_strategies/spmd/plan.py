@@ -430,9 +430,11 @@ class Context:
       return tuple(found)
 
     known = [dims_of(i, names) for i, names in enumerate(outputs)]
-    name, length = rows or (None, None)
+    if rows is None:
+      return self.whole(dims=known[0])
+    name, length = rows
     is_kept = any(name in names for names in outputs)
-    if rows is None or not (is_kept or op):
+    if not (is_kept or op):
       return self.whole(dims=known[0])
     wants: list[Any] = [WHOLE] * len(self.inputs)
     for i, names in enumerate(named):
