@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,35 +18,19 @@ from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import Site
 
 
-@dataclasses.dataclass
-class _Needs:
-  """The nodes and meetings to build, each with its sites."""
-
-  nodes: dict[Node, set[Site]] = dataclasses.field(default_factory=dict)
-  meetings: dict[Tensor, set[Site]] = dataclasses.field(default_factory=dict)
-
-
-class _Key(NamedTuple):
-  """The sites of a block and the way it is built. Deferred: after every meeting."""
-
-  sites: tuple[Site, ...]
-  is_deferred: bool
-  is_shared: bool
-  is_compiled: bool
-
-
-@dataclasses.dataclass(eq=False)
-class _Block:
-  """Nodes that are built together, in an order in which they can run.
+class _Block(NamedTuple):
+  """Where and how nodes are built together.
 
   `level` counts the meetings before, `turn` the other blocks of that level that have
-  to run before.
+  to run before. Deferred: after every meeting.
   """
 
   level: int
   turn: int
-  key: _Key
-  nodes: list[Node] = dataclasses.field(default_factory=list)
+  sites: tuple[Site, ...]
+  is_deferred: bool
+  is_shared: bool
+  is_compiled: bool
 
 
 class Emitter:
@@ -81,25 +64,22 @@ class Emitter:
     the first replica, and the others get None, unless `everywhere` is True.
     """
     self._first = self._replicas if everywhere else self._replicas[:1]
-    needs = self._needs(outputs)
-    blocks = self._blocks(needs)
-    asked = [t for t, _ in outputs] + list(needs.meetings)
-    users = self._users(blocks, asked)
+    needed, pending = self._needs(outputs)
+    blocks = self._blocks(needed)
+    users = self._users(blocks, [*(t for t, _ in outputs), *pending])
     met = 0
-    pending = dict(needs.meetings)
-    for block in blocks:
+    for block, nodes in blocks:
       while met < block.level:
         self._meet(pending, met)
         met += 1
       with tf.control_dependencies(
-        self._barrier() if block.key.is_deferred else []
+        self._barrier() if block.is_deferred else []
       ):
-        sites = block.key.sites
-        if block.key.is_shared and (block.key.is_compiled or len(sites) > 1):
-          self._call(block, sites, users)
+        if block.is_shared and (block.is_compiled or len(block.sites) > 1):
+          self._call(block, nodes, users)
         else:
-          for node in block.nodes:
-            self._build(node, sites)
+          for node in nodes:
+            self._build(node, block.sites)
     while pending:
       self._meet(pending, met)
       met += 1
@@ -125,13 +105,16 @@ class Emitter:
   # Nodes and meetings to build, by site.
 
   def _needs(self, outputs):
-    plan, needs = self._plan, _Needs()
+    """Returns the nodes and the tensors of meetings to build, with their sites."""
+    plan = self._plan
+    nodes: dict[Node, set[Site]] = {}
+    meetings: dict[Tensor, set[Site]] = {}
 
     def ask(tensor, wanted, site):
       if plan.is_computed(tensor, wanted):
         return
       if plan.meets(tensor, wanted):
-        needs.meetings.setdefault(tensor, set()).add(site.main or site)
+        meetings.setdefault(tensor, set()).add(site.main or site)
         for replica in self._replicas:
           ask_node(tensor.node, replica)
       else:
@@ -146,9 +129,9 @@ class Emitter:
         site = site.main
       if node.type == '_Argument':
         return
-      needs.nodes.setdefault(node, set()).add(site)
+      nodes.setdefault(node, set()).add(site)
       if plan.decisions[node].emit_together:
-        needs.nodes[node].update(self._replicas)
+        nodes[node].update(self._replicas)
 
     for node in plan.program.nodes:
       if actions.acts(node):
@@ -160,15 +143,15 @@ class Emitter:
       for site in self._first if kind == WHOLE else self._replicas:
         ask(tensor, kind, site)
     for node in reversed(plan.program.nodes):
-      if node not in needs.nodes:
+      if node not in nodes:
         continue
       decision = plan.decisions[node]
-      for site in list(needs.nodes[node]):
+      for site in list(nodes[node]):
         if actions.acts(node) and not actions.runs_at(plan, node, site):
-          needs.nodes[node].discard(site)
+          nodes[node].discard(site)
         for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
           ask(tensor, wanted, site)
-    return needs
+    return nodes, meetings
 
   def _is_whole(self, node) -> bool:
     """Returns whether it is run on all of everything, so not by replicas alone."""
@@ -186,10 +169,10 @@ class Emitter:
 
   # Building.
 
-  def _blocks(self, needs) -> list[_Block]:
+  def _blocks(self, needed) -> list[tuple[_Block, list[Node]]]:
     """Returns blocks in an order in which they can run, as few as possible."""
     plan = self._plan
-    blocks: dict[tuple, _Block] = {}
+    blocks: dict[_Block, list[Node]] = {}
     # Of each node that is built its block; of others the nodes before them.
     places: dict[Node, _Block] = {}
     orders: dict[Node, set[Node]] = {}
@@ -197,7 +180,7 @@ class Emitter:
       before = {
         n for b in node.before for n in ([b] if b in places else orders[b])
       }
-      if node not in needs.nodes or node.type == 'Const':
+      if node not in needed or node.type == 'Const':
         orders[node] = before
         continue
       before |= {
@@ -207,26 +190,20 @@ class Emitter:
         )
         if t.node in places and not plan.is_computed(t, wanted)
       }
-      sites = tuple(s for s in self._sites if s in needs.nodes[node])
+      sites = tuple(s for s in self._sites if s in needed[node])
       decision = plan.decisions[node]
       is_shared = not decision.emit_together and actions.is_alike(
         decision.bodies.values(), sites
       )
-      key = _Key(
-        sites,
-        node in plan.deferred,
-        is_shared,
-        is_shared and self._is_compiled(node),
-      )
+      is_compiled = is_shared and self._is_compiled(node)
+      how = sites, node in plan.deferred, is_shared, is_compiled
       level, turn = plan.levels[node], 0
       for block in (places[n] for n in before):
         if block.level == level:
-          turn = max(turn, block.turn + (block.key != key))
-      how = level, turn, key
-      block = blocks.setdefault(how, _Block(*how))
-      block.nodes.append(node)
-      places[node] = block
-    return sorted(blocks.values(), key=lambda b: (b.level, b.turn))
+          turn = max(turn, block.turn + (block[2:] != how))
+      places[node] = _Block(level, turn, *how)
+      blocks.setdefault(places[node], []).append(node)
+    return sorted(blocks.items(), key=lambda item: item[0][:2])
 
   def _is_compiled(self, node) -> bool:
     """Returns whether XLA compiles a node and the functions that it calls.
@@ -239,20 +216,20 @@ class Emitter:
       node.is_all_of(self._compiled)
     )
 
-  def _users(self, blocks, asked) -> dict[Tensor, set[int]]:
-    """Returns the ids of the blocks that use each tensor; -1 stands for the outputs."""
-    users: dict[Tensor, set[int]] = {t: {-1} for t in asked}
-    for block in blocks:
-      for node in block.nodes:
+  def _users(self, blocks, asked) -> dict[Tensor, set[_Block | None]]:
+    """Returns the blocks that use each tensor; None stands for the outputs."""
+    users: dict[Tensor, set[_Block | None]] = {t: {None} for t in asked}
+    for block, nodes in blocks:
+      for node in nodes:
         for tensor in node.inputs:
-          users.setdefault(tensor, set()).add(id(block))
+          users.setdefault(tensor, set()).add(block)
     return users
 
-  def _call(self, block, sites, users):
-    """Builds a block as a function, once, and calls it at each of some sites."""
-    plan, inside = self._plan, set(block.nodes)
+  def _call(self, block, nodes, users):
+    """Builds a block as a function, once, and calls it at each of its sites."""
+    plan, sites, inside = self._plan, block.sites, set(nodes)
     given: dict[Any, list[tf.Tensor]] = {}
-    for node in block.nodes:
+    for node in nodes:
       wants = plan.decisions[node].wants
       for tensor, wanted in zip(node.inputs, wants, strict=True):
         resource = plan.seen(tensor).resource
@@ -269,12 +246,12 @@ class Emitter:
               given[tensor, kind] = [s.get(tensor, kind) for s in sites]
     results = [
       tensor
-      for node in block.nodes
+      for node in nodes
       for tensor in node.outputs
-      if users.get(tensor, set()) - {id(block)}
+      if users.get(tensor, set()) - {block}
     ]
 
-    @tf.function(autograph=False, jit_compile=block.key.is_compiled or None)
+    @tf.function(autograph=False, jit_compile=block.is_compiled or None)
     def compute(rows, arguments):
       template = sites[0].template(rows)
       for (key, values), argument in zip(given.items(), arguments, strict=True):
@@ -283,7 +260,7 @@ class Emitter:
         else:
           _tf_internal.copy_handle_data(values[0], argument)
           template.handles[key] = argument
-      for node in block.nodes:
+      for node in nodes:
         self._build(node, [template])
       return [template.get(tensor) for tensor in results]
 

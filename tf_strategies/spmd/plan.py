@@ -277,12 +277,6 @@ class Context:
       v.of(WHOLE) if isinstance(v.kind, Shard) else v for v in self.inputs
     ]
 
-  def plan_body(
-    self, name: str, arguments: Sequence[Value], may_meet: bool = False
-  ) -> Plan:
-    """Plans a branch or the body of a loop, in which replicas cannot meet."""
-    return make(self.node.bodies[name], arguments, may_meet)
-
   def dims(self, index: int = 0) -> tuple[Dim, ...] | None:
     """Returns the lengths of an output as far as TensorFlow knows them."""
     return static_dims(self.node.outputs[index])
@@ -404,9 +398,8 @@ class Context:
           lengths.setdefault(name, set()).add(dim)
         if rows is None and isinstance(value.kind, Split):
           axis = value.kind.axis
-          rows = (
-            None if names[axis] is None else (names[axis], value.dims[axis])
-          )
+          if names[axis] is not None:
+            rows = names[axis], value.dims[axis]
       named.append(names)
     ints = None if shape is None else self.inputs[shape].ints
     if ints and outputs[0]:
@@ -439,14 +432,14 @@ class Context:
     wants: list[Any] = [WHOLE] * len(self.inputs)
     for i, names in enumerate(named):
       if name in names:
-        axis = list(names).index(name)
+        axis = names.index(name)
         wants[i] = Split(axis)
         if is_kept and not _is_long(self.inputs[i], axis, length):
           wants[i] = kinds.SplitIfLong(axis)
     results = []
     for names, each in zip(outputs, known, strict=True):
       if is_kept:
-        at = list(names).index(name)
+        at = names.index(name)
         results.append(Value(Split(at), (*each[:at], length, *each[at + 1 :])))
         if shape is not None:
           emit = self.with_own_shape(shape, at)

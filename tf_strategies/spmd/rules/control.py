@@ -24,6 +24,7 @@ from tf_strategies.spmd.plan import (
   Decision,
   NeedsExchangeError,
   is_sum,
+  make,
   rule,
 )
 
@@ -36,7 +37,10 @@ def _branches(context: Context) -> Decision | None:
     return None
 
   def decide(arguments):
-    plans = {n: context.plan_body(n, arguments) for n in context.node.bodies}
+    plans = {
+      n: make(context.node.bodies[n], arguments, may_meet=False)
+      for n in context.node.bodies
+    }
     return _decision(context, arguments, plans, _joined(context, plans))
 
   return _without_meetings(context, context.inputs[1:], decide)
@@ -161,8 +165,9 @@ def _settled(context, start, constant):
   variables = [
     v if c else _variable(v) for v, c in zip(start, constant, strict=True)
   ]
+  bodies = context.node.bodies
   for _ in range(_MAX_TURNS):
-    plan = context.plan_body('body', variables)
+    plan = make(bodies['body'], variables, may_meet=False)
     new = []
     for i, value in enumerate(variables):
       if constant[i]:
@@ -172,7 +177,7 @@ def _settled(context, start, constant):
       joined = _join([value, found], context.dims(i) or value.dims)
       new.append(_variable(joined))
     if [(v.kind, v.ints) for v in new] == [(v.kind, v.ints) for v in variables]:
-      test = context.plan_body('cond', variables)
+      test = make(bodies['cond'], variables, may_meet=False)
       if test.seen(test.program.outputs[0]).kind != WHOLE:
         raise NeedsExchangeError('its condition is not whole')
       return variables, {'body': plan, 'cond': test}

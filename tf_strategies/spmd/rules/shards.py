@@ -170,9 +170,12 @@ def _branches(context: Context) -> Decision | None:
   if node.opaque:
     return None
   try:
-    plans = {n: context.plan_body(n, arguments) for n in node.bodies}
+    plans = {
+      n: plan_lib.make(node.bodies[n], arguments, may_meet=False)
+      for n in node.bodies
+    }
   except NeedsExchangeError:
-    plans = {n: context.plan_body(n, arguments, True) for n in node.bodies}
+    plans = {n: plan_lib.make(node.bodies[n], arguments) for n in node.bodies}
 
   def branch(plan, sites, inputs, exchange):
     def build():
