@@ -97,7 +97,7 @@ def _strided_slice(context: Context, array, *bounds):
     parts = (entry.start, entry.stop, entry.step) if is_slice else (entry,)
     if any(isinstance(part, Dim) for part in parts):
       raise UnknownError
-  return [array[index]]
+  return [np.asarray(array, object)[index]]
 
 
 def _slice(context: Context, array, begin, size):
