@@ -1,8 +1,9 @@
 """Decides how replicas hold each tensor of a program, and where they meet.
 
 Every operation has a rule. A rule gets the kinds of the inputs. It decides in which
-kinds the operation wants them, and gives the kinds of the outputs. An operation
-without a rule wants all inputs whole. Replicas meet where a tensor is wanted whole and
+kinds the operation wants them, and gives the kinds of the outputs. Most rules name the
+axes of inputs and outputs, and `Context.by_axes` follows the rows along them. An
+operation without a rule wants all inputs whole. Replicas meet where a tensor is wanted whole and
 is not. The level of an operation is the number of meetings before it. All tensors that
 are ready at one level travel in one meeting.
 """
