@@ -188,7 +188,7 @@ def _zeros_like(context: Context) -> Decision:
 @rule('LookupTableFindV2')
 def _look_up(context: Context) -> Decision:
   keys = context.names(1)
-  return context.by_axes([[], keys], [keys])
+  return context.by_axes([[], keys], [keys], dims=context.inputs[1].dims)
 
 
 def broadcast(context: Context) -> Decision:
