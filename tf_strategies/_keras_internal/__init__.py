@@ -21,6 +21,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import core, optimizer, trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
+from keras.src.saving import saving_lib
+from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as base_trainer
 from keras.src.utils import traceback_utils
 
@@ -43,21 +45,23 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   KINDS,
   KerasStep,
   before_callbacks,
-  change,
+  check_first,
   closure,
   element_spec_of_fit,
   frame_of,
   is_end_of_sequence,
   is_for_model,
   num_steps,
+  optimizers_of,
   refuse_keras_2,
   results_of,
   skip_steps,
   step_of,
   without_optionals,
 )
-from tf_strategies._keras_internal.updates import (  # noqa: F401  Replaces `apply`.
+from tf_strategies._keras_internal.updates import (  # noqa: F401  For all others.
   chain,
+  see_gradients,
 )
 
 # Epochs: `fit` begins at `model._initial_epoch` if a callback sets it in
@@ -109,16 +113,6 @@ def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
   return None
 
 
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-  """Returns the optimizers of a model: the compiled one, and its attributes."""
-  found = [
-    value
-    for value in (getattr(model, 'optimizer', None), *vars(model).values())
-    if isinstance(value, keras.optimizers.Optimizer)
-  ]
-  return list({id(o): o for o in found}.values())
-
-
 def strategy_of(
   optimizer: keras.optimizers.Optimizer,
 ) -> tf.distribute.Strategy:
@@ -143,12 +137,25 @@ def trainable_variables(wrapper: keras.optimizers.Optimizer) -> list:
 def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
   """Returns the moving averages that an optimizer with `use_ema` keeps.
 
-  Also those in a `MultiOptimizer`.
+  Also those of an optimizer that it wraps, and those in a `MultiOptimizer`.
   """
+  *_, innermost = chain(optimizer)
   found = []
-  for each in (optimizer, *getattr(optimizer, 'optimizers', ())):
+  for each in (innermost, *getattr(innermost, 'optimizers', ())):
     found += getattr(each, '_model_variables_moving_average', None) or ()
   return [average for average in found if average is not None]
+
+
+def show_averages(wrapper: keras.optimizers.Optimizer) -> None:
+  """Lets `SwapEMAWeights` find the moving averages of an inner optimizer.
+
+  Keras looks inside one wrapper only, so a wrapper shows what is further inside.
+  """
+  *_, innermost = chain(wrapper)
+  for each in chain(wrapper):
+    for name in ('_model_variables_moving_average', 'optimizers'):
+      if each is not innermost and hasattr(innermost, name):
+        object.__setattr__(each, name, getattr(innermost, name))
 
 
 def overwrites_with_gradient(variable: Any) -> bool:
@@ -231,6 +238,18 @@ def is_loss_scale(name: str | None) -> bool:
   return (name or '').endswith('dynamic_scale')
 
 
+_FOR_ATTRIBUTES = 'get_attr_skipset'
+
+
+def is_sample() -> bool:
+  """Returns whether Keras makes an object only to list its attributes.
+
+  It does so while it saves. In a scope, the variables of such an optimizer would
+  wait for workers that are not saving.
+  """
+  return frame_of(_FOR_ATTRIBUTES) is not None
+
+
 def is_of_keras(initial_value: Any) -> bool:
   """Returns whether Keras makes a variable from this initial value."""
   return _variable_of(initial_value) is not None
@@ -258,6 +277,20 @@ def _variable_of(initial_value):
   return None
 
 
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+  """Returns the variables of a model's metrics, also before the model has them.
+
+  Keras adds the compiled metrics when it builds them, in the first step.
+  """
+  compiled = model._compile_metrics
+  given = [getattr(compiled, name, None) for name in _COMPILED_METRICS]
+  found = [m for m in keras.tree.flatten(given) if isinstance(m, keras.Metric)]
+  return [*model.metrics_variables, *(v for m in found for v in m.variables)]
+
+
+_COMPILED_METRICS = ('_user_metrics', '_user_weighted_metrics')
+
+
 def masked_outputs(model: keras.Model) -> list:
   """Returns the outputs of a functional model that carry a mask."""
   outputs = keras.tree.flatten(getattr(model, 'outputs', None))
@@ -280,6 +313,19 @@ def check() -> None:
   mention(
     tf_trainer.make_predict_function, ['self'], 'finds the model of predict'
   )
+  why = 'wrappers of optimizers, and loss scales, may be in each other'
+  mention(
+    keras.callbacks.SwapEMAWeights._apply_to_ema_optimizers,
+    ['inner_optimizer', 'optimizers', '_model_variables_moving_average'],
+    why,
+  )
+  mention(
+    compile_utils.CompileMetrics.__init__,
+    _COMPILED_METRICS,
+    'finds metrics that were made outside of a scope',
+  )
+  why = 'a worker may save alone inside of a scope'
+  _requirements.attribute(saving_lib, _FOR_ATTRIBUTES, why)
   why = 'a resumed fit goes on in the epoch that it was interrupted in'
   mention(tf_trainer.fit, ['_initial_epoch'], why)
   epochs = trainer.TFEpochIterator

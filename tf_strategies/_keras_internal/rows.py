@@ -338,14 +338,6 @@ def check_row_optimizer(
     )
 
 
-def _check_first(optimizer, gradients, variables, apply):
-  trained = optimizer._trainable_variables if variables is None else variables
-  for each in trained:
-    if table_of(each) is not None:
-      check_row_optimizer(optimizer, each)
-  apply(gradients)
-
-
 def _update_tables_apart(update):
   @functools.wraps(update)
   def update_apart(self, grads, trainable_variables, learning_rate):
@@ -353,20 +345,19 @@ def _update_tables_apart(update):
     others = [pair for pair in pairs if table_of(pair[1]) is None]
     if others:
       update(self, *map(list, zip(*others, strict=True)), learning_rate)
+    scaling = steps.frame_of('_stateful_handle_finite_grads')
     for gradient, variable in pairs:
       table = table_of(variable)
       if table is not None:
+        if scaling is not None:
+          check_row_optimizer(scaling.f_locals['self'], variable)
+        check_row_optimizer(self, variable)
         table.update(self, gradient, learning_rate)
 
   return update_apart
 
 
 _WHY = 'the rows of a DynamicEmbedding are in no variable'
-for _optimizer in (
-  base_optimizer.BaseOptimizer,
-  keras.optimizers.LossScaleOptimizer,
-):
-  updates.before_apply(_optimizer, _check_first, _WHY)
 steps.change(
   tf_optimizer.TFOptimizer,
   '_backend_update_step(grads, trainable_variables, learning_rate)',
@@ -378,6 +369,11 @@ for _method in (
   '_use_weight_decay(variable)',
 ):
   _requirements.method(base_optimizer.BaseOptimizer, _method, _WHY)
+_requirements.mention(
+  keras.optimizers.LossScaleOptimizer._common_apply,
+  ['_stateful_handle_finite_grads'],
+  _WHY,
+)
 
 
 def row_slots(

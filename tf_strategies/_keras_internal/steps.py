@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import threading
 import traceback
 import types
 import weakref
@@ -121,125 +120,146 @@ def change(owner: Any, signature: str, how: Callable, why: str) -> None:
   setattr(owner, name, how(getattr(owner, name)))
 
 
-class _Making(threading.local):
-  """The step for which the calling thread makes Keras's function, or its data."""
-
-  kind: str | None = None
-  compiles: bool = False
-  data: trainer.TFEpochIterator | None = None
-
-
-_making = _Making()
-
 # Models whose training steps a strategy has been asked to run.
 _trained_by_strategy: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
-
-def _note_kind(kind: str, make: Callable) -> Callable:
-  """Lets a strategy make the function of a step, or tells it which one Keras makes."""
-
-  @functools.wraps(make)
-  def make_function(self, force=False):
-    extended = self.distribute_strategy.extended
-    make_step = getattr(extended, 'make_step_function', None)
-    if make_step is not None:
-      if force or getattr(self, f'{kind}_function') is None:
-        step = KerasStep(self, kind, getattr(self, f'{kind}_step'))
-        setattr(self, f'{kind}_function', make_step(step))
-      if kind == 'train':
-        _trained_by_strategy.add(self)
-      return
-    if kind != 'train':
-      _settle(self)
-    before, _making.kind = _making.kind, kind
-    compiles, _making.compiles = self.jit_compile, self.jit_compile
-    if getattr(extended, 'splits_steps', False):
-      # An XLA program cannot span several devices or workers, so only the parts
-      # between their meetings are compiled.
-      self.jit_compile = False
-    try:
-      return make(self, force)
-    finally:
-      _making.kind = before
-      self.jit_compile = compiles
-
-  return make_function
+_checks: list[Callable[[keras.Model, str], None]] = []
 
 
-def _settle(model) -> None:
-  """Lets workers that have trained weights apart meet, before weights are used."""
-  extended = model.distribute_strategy.extended
-  local_worker = getattr(extended, 'local_worker', None)
+def check_first(check: Callable[[keras.Model, str], None]) -> None:
+  """Makes models call `check(model, kind)` before their steps."""
+  _checks.append(check)
+
+
+def _prepare(
+  model: keras.Model, kind: str, data: trainer.TFEpochIterator | None
+) -> None:
+  """Prepares a model, and the data of its steps, for steps of this kind.
+
+  Workers that have trained weights apart meet before weights are used, and before
+  another optimizer trains them.
+  """
+  for check in _checks:
+    check(model, kind)
+  local_worker = _local_worker(model)
   if local_worker is not None:
-    local_worker.settle(model.variables)
+    optimizers = optimizers_of(model) if kind == 'train' else ()
+    local_worker.settle(model.variables, optimizers)
+  if data is not None:
+    _count_distributed(data)
 
 
-def _compile_for_strategy(compile_) -> Callable:
-  """Lets workers meet before `compile`, and resolves jit_compile='auto'."""
+def _local_worker(model):
+  extended = model.distribute_strategy.extended
+  return getattr(extended, 'local_worker', None)
 
-  @functools.wraps(compile_)
-  def compile_model(self, *args, **kwargs):
-    if getattr(self, 'optimizer', None) is not None:
-      # Replacing the optimizer loses its counted steps, so workers meet first.
-      _settle(self)
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+  """Returns the optimizers of a model: the compiled one, and its attributes."""
+  found = [
+    value
+    for value in (getattr(model, 'optimizer', None), *vars(model).values())
+    if isinstance(value, keras.optimizers.Optimizer)
+  ]
+  return list({id(o): o for o in found}.values())
+
+
+@contextlib.contextmanager
+def _compiled_in_parts(model: keras.Model) -> Iterator[None]:
+  """Lets XLA compile the parts of a step between the meetings of its replicas.
+
+  An XLA program cannot span several devices or workers.
+  """
+  compiles = model.jit_compile
+  if getattr(model.distribute_strategy.extended, 'splits_steps', False):
+    model.jit_compile = False
+  try:
+    yield
+  finally:
+    model.jit_compile = compiles
+
+
+def _compile_on_gpus(resolve: Callable) -> Callable:
+  """Resolves jit_compile='auto' on GPUs as without a strategy.
+
+  With a strategy, Keras resolves it to False.
+  """
+
+  @functools.wraps(resolve)
+  def resolve_auto(self):
     strategy = self._distribute_strategy
-    if strategy is not None and _compiles_by_default(strategy):
-      # With a strategy, Keras resolves jit_compile='auto' to False.
+    extended = strategy and strategy.extended
+    if getattr(extended, 'compiles_by_default', False):
       self._distribute_strategy = None
     try:
-      return compile_(self, *args, **kwargs)
+      return resolve(self)
     finally:
       self._distribute_strategy = strategy
 
-  return compile_model
-
-
-def _compiles_by_default(strategy) -> bool:
-  """Returns whether XLA compiles steps as it does without a strategy."""
-  return getattr(strategy.extended, 'compiles_by_default', False)
+  return resolve_auto
 
 
 change(
   base_trainer.Trainer,
-  'compile(optimizer, loss, loss_weights, metrics, weighted_metrics, '
-  'run_eagerly, steps_per_execution, jit_compile, auto_scale_loss)',
-  _compile_for_strategy,
-  'workers that have trained apart meet before their optimizer is replaced, and '
+  '_resolve_auto_jit_compile()',
+  _compile_on_gpus,
   "jit_compile='auto' compiles on GPUs",
 )
 
 
 def _pass_step(make: Callable) -> Callable:
-  """Tells a strategy which step it gets, even if the user has wrapped it."""
+  """Lets a strategy make the function of a step, or tells it which step it gets."""
 
   @functools.wraps(make)
   def make_with_step(self, step_function):
-    if _making.kind is None:
-      return make(self, step_function)
+    kind = 'test' if step_function == self.test_step else 'train'
+    extended = self.distribute_strategy.extended
+    if hasattr(extended, 'make_step_function'):
+      if kind == 'train':
+        _trained_by_strategy.add(self)
+      return extended.make_step_function(KerasStep(self, kind, step_function))
 
     def step(data):
       return step_function(data)
 
-    step.keras_step = KerasStep(
-      self, _making.kind, step_function, bool(_making.compiles)
-    )
-    guard = getattr(self.distribute_strategy.extended, 'guard_step', None)
-    return make(self, step) if guard is None else guard(step)
+    compiles = bool(self.jit_compile)
+    step.keras_step = KerasStep(self, kind, step_function, compiles)
+    if hasattr(extended, 'guard_step'):
+      return extended.guard_step(step)
+    with _compiled_in_parts(self):
+      return make(self, step)
 
   return make_with_step
 
 
-_why = 'strategies know the steps of a model'
-for _kind in KINDS.values():
+def _pass_predict_step(make: Callable) -> Callable:
+  """Does the same for `predict`, whose step Keras passes on by itself."""
+
+  @functools.wraps(make)
+  def make_with_step(self, force=False):
+    caller = frame_of('predict')
+    _prepare(self, 'predict', caller and caller.f_locals.get('epoch_iterator'))
+    extended = self.distribute_strategy.extended
+    if not hasattr(extended, 'make_step_function'):
+      with _compiled_in_parts(self):
+        return make(self, force)
+    if force or self.predict_function is None:
+      step = KerasStep(self, 'predict', self.predict_step)
+      self.predict_function = extended.make_step_function(step)
+
+  return make_with_step
+
+
+for _signature, _how in (
+  ('_make_function(step_function)', _pass_step),
+  ('make_predict_function(force)', _pass_predict_step),
+):
   change(
     trainer.TensorFlowTrainer,
-    f'make_{_kind}_function(force)',
-    functools.partial(_note_kind, _kind),
-    _why,
+    _signature,
+    _how,
+    'strategies know the steps of a model',
   )
-change(
-  trainer.TensorFlowTrainer, '_make_function(step_function)', _pass_step, _why
-)
 
 
 def _build_from_specs(build):
@@ -252,26 +272,23 @@ def _build_from_specs(build):
 
   @functools.wraps(build)
   def build_from_specs(self, iterator=None, data_batch=None):
+    caller = sys._getframe(1).f_code.co_name
+    trains = caller in ('fit', 'train_on_batch')
+    _prepare(self, 'train' if trains else 'test', iterator)
     strategy = self.distribute_strategy
     if iterator is not None:
       iterator.model = self
     # Without a cluster, 'parameter_server' is TensorFlow's strategy for one
     # device.
     is_alone = isinstance(strategy, tf.distribute.OneDeviceStrategy)
-    if not getattr(strategy.extended, 'builds_from_specs', is_alone):
-      return build(self, iterator, data_batch)
-    own_step = getattr(self.train_step, '__module__', '')
-    is_own = not own_step.startswith('keras.')
-    if is_own and getattr(strategy.extended, 'makes_variables_in_steps', True):
-      # A user's own step may use a batch in any way. Its variables are created
-      # when it is traced, as on one device.
+    if getattr(strategy.extended, 'makes_variables_in_steps', is_alone):
+      # They are created when a step is traced, as on one device.
       return None
+    if not getattr(strategy.extended, 'builds_from_specs', False):
+      return build(self, iterator, data_batch)
     if iterator is not None:
       data_batch = keras.tree.map_structure(
-        lambda spec: _tf_internal.whole_spec(
-          spec, strategy.num_replicas_in_sync
-        ),
-        iterator._distributed_dataset.element_spec,
+        _tf_internal.spec_of_part, iterator._distributed_dataset.element_spec
       )
       parts = keras.tree.flatten(data_batch)
       if any(p is not None and p.shape.rank is None for p in parts):
@@ -279,6 +296,7 @@ def _build_from_specs(build):
         # replicas' parts.
         _, _, batches = next(iter(iterator))
         data_batch, *_ = strategy.experimental_local_results(next(batches))
+        _build_composite(self, data_batch)
         return build(self, None, data_batch)
     with contextlib.ExitStack() as stack:
       try:
@@ -289,9 +307,11 @@ def _build_from_specs(build):
             if compiled is not None and not compiled.built:
               stack.callback(setattr, compiled, 'built', False)
               compiled.built = True
+        _build_composite(self, data_batch)
         return build(self, None, data_batch)
       except Exception:
-        if not is_own or not self.weights:
+        own_step = getattr(self.train_step, '__module__', '')
+        if own_step.startswith('keras.') or not self.weights:
           raise
         # The model cannot be called as Keras would, but already has its
         # variables.
@@ -308,49 +328,53 @@ change(
 )
 
 
-def _count_distributed(init):
+def _count_distributed(data: trainer.TFEpochIterator) -> None:
   """Makes an epoch as long as the distributed data set.
 
   Keras counts the batches of the original data set. Workers that read their own
   data take smaller batches, and therefore more of them.
   """
-
-  @functools.wraps(init)
-  def count_distributed(self, distribute_strategy=None, *args, **kwargs):
-    before, _making.data = _making.data, self
-    try:
-      init(self, distribute_strategy, *args, **kwargs)
-    finally:
-      _making.data = before
-    adapter = tf_dataset_adapter.TFDatasetAdapter
-    distributed = self._distributed_dataset
-    # Other adapters are notified when an epoch begins. All workers share their
-    # batches.
-    if isinstance(self.data_adapter, adapter) and isinstance(
-      distributed, tf.data.Dataset
-    ):
-      self.data_adapter = adapter(distributed)
-      self._num_batches = self.data_adapter.num_batches
-
-  return count_distributed
+  adapter = tf_dataset_adapter.TFDatasetAdapter
+  distributed = data._distributed_dataset
+  # Other adapters are notified when an epoch begins. All workers share their
+  # batches.
+  if isinstance(data.data_adapter, adapter) and isinstance(
+    distributed, tf.data.Dataset
+  ):
+    data.data_adapter = adapter(distributed)
+    data._num_batches = data.data_adapter.num_batches
 
 
-change(
-  trainer.TFEpochIterator,
-  '__init__(distribute_strategy, args, kwargs)',
-  _count_distributed,
-  'an epoch on several workers ends with their data',
-)
 _requirements.method(
   tf_dataset_adapter.TFDatasetAdapter,
   'num_batches',
   'an epoch on several workers ends with their data',
 )
+_requirements.mention(
+  trainer.TFEpochIterator.__init__,
+  ['self', 'experimental_distribute_dataset', '_distributed_dataset'],
+  'a strategy tells the data of a model from those of a loop',
+)
+for _name in ('fit', 'evaluate', 'predict'):
+  _requirements.mention(
+    getattr(trainer.TensorFlowTrainer, _name),
+    ['epoch_iterator', 'catch_stop_iteration'],
+    'an epoch on several workers ends with their data',
+  )
+
+
+def _data_being_made() -> trainer.TFEpochIterator | None:
+  """Returns the data of an epoch that this thread makes, if any."""
+  code = inspect.unwrap(trainer.TFEpochIterator.__init__).__code__
+  frame = sys._getframe()
+  while frame is not None and frame.f_code is not code:
+    frame = frame.f_back
+  return frame and frame.f_locals['self']
 
 
 def is_for_model() -> bool:
   """Returns whether Keras distributes a data set for a model's steps, not a user's."""
-  return _making.data is not None
+  return _data_being_made() is not None
 
 
 def num_steps(are_common: bool) -> int | None:
@@ -361,9 +385,8 @@ def num_steps(are_common: bool) -> int | None:
   Args:
     are_common: whether all workers have the same data, so that its length counts.
   """
-  steps = getattr(_making.data, 'steps_per_epoch', None)
-  if are_common:
-    steps = getattr(_making.data, 'num_batches', None)
+  name = 'num_batches' if are_common else 'steps_per_epoch'
+  steps = getattr(_data_being_made(), name, None)
   return None if steps is None else int(steps)
 
 
@@ -389,8 +412,8 @@ def _end_only_with_data(catch):
   step. It would skip the rest of the epoch, and `fit` would continue.
   """
 
-  @functools.wraps(catch)
   @contextlib.contextmanager
+  @functools.wraps(catch)
   def catch_stop_iteration(self):
     if hasattr(self, 'model'):  # Not in `predict`.
       _check_train_function(self.model)
@@ -408,7 +431,9 @@ def _end_only_with_data(catch):
           'it from an iterator over the data alone. Fix: see its cause, above.'
         ) from e
     if hasattr(self, 'model'):  # Not in `predict`.
-      _settle(self.model)
+      local_worker = _local_worker(self.model)
+      if local_worker is not None:
+        local_worker.settle(self.model.variables)
 
   return catch_stop_iteration
 
@@ -497,21 +522,16 @@ def skip_steps(steps: int, reads: bool = True) -> None:
 # Under a strategy, variables are built from symbolic tensors.
 
 
-def _build_from_any_batch(build: Callable) -> Callable:
-  """Lets Keras build variables from ragged and sparse batches too.
+def _build_composite(model: keras.Model, batch: Any) -> None:
+  """Builds a model's variables from a batch with ragged or sparse tensors.
 
   Keras treats every tensor of a batch as dense. Layers that expect ragged rows
   then fail.
   """
-
-  @functools.wraps(build)
-  def build_from_batch(self, iterator=None, data_batch=None):
-    specs = keras.tree.map_structure(_composite_spec, data_batch)
-    if any(isinstance(s, tf.TypeSpec) for s in keras.tree.flatten(specs)):
-      _build_symbolically(self, specs)
-    return build(self, iterator, data_batch)
-
-  return build_from_batch
+  specs = keras.tree.map_structure(_composite_spec, batch)
+  if any(isinstance(s, tf.TypeSpec) for s in keras.tree.flatten(specs)):
+    with model.distribute_strategy.scope():
+      _build_symbolically(model, specs)
 
 
 def _composite_spec(leaf: Any) -> Any:
@@ -555,14 +575,6 @@ def _placeholder(leaf: Any) -> Any:
     for s in tf.nest.flatten(leaf, expand_composites=True)
   ]
   return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
-
-
-change(
-  base_trainer.Trainer,
-  '_symbolic_build(iterator, data_batch)',
-  _build_from_any_batch,
-  'makes variables from ragged and sparse batches',
-)
 
 
 # `tf.train.Checkpoint` restores a variable when a layer gets it. In a symbolic

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import copy
 import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state, name_scope
 from keras.src.optimizers import base_optimizer
-from keras.src.saving import saving_lib
 from keras.src.utils import tracking
 
-from tf_strategies import errors
-from tf_strategies._keras_internal import steps
+from tf_strategies import _requirements, errors
 
 
 def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
@@ -25,29 +21,34 @@ def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
     optimizer = getattr(optimizer, 'inner_optimizer', None)
 
 
-def before_apply(owner: type, see: Callable[..., None], why: str) -> None:
-  """Makes `see(optimizer, gradients, variables, apply)` call `apply(gradients)`."""
+def see_gradients() -> None:
+  """Lets the strategy see the gradients of the optimizer that makes a variable now.
 
-  def how(apply):
-    @functools.wraps(apply)
-    def apply_seen(self, grads, trainable_variables=None):
-      variables = trainable_variables
-      if variables is not None:
-        variables = list(variables)
-      see(
-        self,
-        list(grads),
-        variables,
-        lambda grads: apply(self, grads, variables),
-      )
-
-    return apply_seen
-
-  steps.change(owner, 'apply(grads, trainable_variables)', how, why)
+  A strategy calls it for each variable in its scope. An optimizer makes its first
+  variable when it is made, so each optimizer of the scope is found.
+  """
+  scopes = global_state.get_global_attribute('name_scope_stack')
+  optimizer = scopes[-1].caller if scopes else None
+  if isinstance(optimizer, keras.optimizers.Optimizer) and 'apply' not in vars(
+    optimizer
+  ):
+    changes = {'apply': _reduce_first}
+    kind = keras.optimizers.LossScaleOptimizer
+    if isinstance(optimizer, kind):
+      changes.update(build=_build_with_scale, scale_loss=_scale_by_variable)
+    for name, change in changes.items():
+      object.__setattr__(optimizer, name, functools.partial(change, optimizer))
 
 
-def _reduce_first(optimizer, gradients, variables, apply):
+def _reduce_first(optimizer, grads, trainable_variables=None):
   """Reduces gradients before they are clipped, accumulated and unscaled."""
+  variables = trainable_variables
+  if variables is not None:
+    variables = list(variables)
+
+  def apply(gradients):
+    type(optimizer).apply(optimizer, gradients, variables)
+
   made_in = optimizer._distribution_strategy.extended
   extended = tf.distribute.get_strategy().extended
   if (
@@ -58,29 +59,16 @@ def _reduce_first(optimizer, gradients, variables, apply):
       'a call in a step, in which the workers add up their gradients',
       'pass the training step to strategy.step, or to strategy.run',
     )
-  if hasattr(extended, 'apply_gradients'):
-    if tf.distribute.in_cross_replica_context():
-      raise errors.UnsupportedOptionError(
-        f'{type(optimizer).__name__}.apply in cross-replica context',
-        'a call in a step',
-        'pass the training step to strategy.step, or to strategy.run',
-      )
-    extended.apply_gradients(optimizer, gradients, variables, apply)
-  else:
-    apply(gradients)
-
-
-for _owner, _reason in (
-  (
-    base_optimizer.BaseOptimizer,
-    'a part of a gradient has another norm than the whole',
-  ),
-  (
-    keras.optimizers.LossScaleOptimizer,
-    'gradients are added up, or divided, before they are found to be finite',
-  ),
-):
-  before_apply(_owner, _reduce_first, _reason)
+  if not hasattr(extended, 'apply_gradients'):
+    apply(list(grads))
+    return
+  if tf.distribute.in_cross_replica_context():
+    raise errors.UnsupportedOptionError(
+      f'{type(optimizer).__name__}.apply in cross-replica context',
+      'a call in a step',
+      'pass the training step to strategy.step, or to strategy.run',
+    )
+  extended.apply_gradients(optimizer, list(grads), variables, apply)
 
 
 @tracking.no_automatic_dependency_tracking
@@ -102,96 +90,37 @@ def _make_scale(optimizer):
     setattr(optimizer, name, variable)
 
 
-def _build_with_scale(build):
+def _build_with_scale(optimizer, var_list):
   """Builds an optimizer whose loss scale may already exist because of a step."""
-
-  @functools.wraps(build)
-  def build_with_scale(self, var_list):
-    _make_scale(self)
-    self.inner_optimizer.build(var_list)
-    super(keras.optimizers.LossScaleOptimizer, self).build(var_list)
-
-  return build_with_scale
+  _make_scale(optimizer)
+  optimizer.inner_optimizer.build(var_list)
+  super(keras.optimizers.LossScaleOptimizer, optimizer).build(var_list)
 
 
-def _scale_by_variable(scale_loss):
+def _scale_by_variable(optimizer, loss):
   """Scales the loss by a variable in a traced step.
 
   Keras scales by a number before it builds the optimizer. The number would stay
   in the step, because our steps are not traced again after they have created
   variables.
   """
-
-  @functools.wraps(scale_loss)
-  def scale_loss_by_variable(self, loss):
-    extended = self._distribution_strategy.extended
-    is_ours = hasattr(extended, 'apply_gradients')
-    if self.built or tf.executing_eagerly() or not is_ours:
-      return scale_loss(self, loss)
-    with keras.name_scope(self.name, caller=self):
-      _make_scale(self)
-    return keras.ops.multiply(loss, self.dynamic_scale)
-
-  return scale_loss_by_variable
+  if not optimizer.built and not tf.executing_eagerly():
+    with keras.name_scope(optimizer.name, caller=optimizer):
+      _make_scale(optimizer)
+    return keras.ops.multiply(loss, optimizer.dynamic_scale)
+  return type(optimizer).scale_loss(optimizer, loss)
 
 
-for _signature, _how in (
-  ('build(var_list)', _build_with_scale),
-  ('scale_loss(loss)', _scale_by_variable),
-):
-  steps.change(
+_WHY = 'a part of a gradient has another norm than the whole'
+_requirements.mention(
+  base_optimizer.BaseOptimizer.__init__, ['name_scope'], _WHY
+)
+for _signature in ('build(var_list)', 'scale_loss(loss)'):
+  _requirements.method(
     keras.optimizers.LossScaleOptimizer,
     _signature,
-    _how,
     'a number for the scale would stay in a traced step',
   )
-
-
-def _of_the_innermost(swap):
-  """Swaps the averages of the innermost optimizer.
-
-  Keras looks inside one wrapper only.
-  """
-
-  @functools.wraps(swap)
-  def swap_of_the_innermost(self):
-    *_, optimizer = chain(self.model.optimizer)
-    seen = copy.copy(self)
-    seen.set_model(types.SimpleNamespace(optimizer=optimizer))
-    swap(seen)
-
-  return swap_of_the_innermost
-
-
-for _method in ('_swap_variables()', '_finalize_ema_values()'):
-  steps.change(
-    keras.callbacks.SwapEMAWeights,
-    _method,
-    _of_the_innermost,
-    'wrappers of optimizers, and loss scales, may be in each other',
-  )
-
-
-def _outside_of_scopes(find):
-  """Creates the objects that Keras uses to find default attributes outside all
-  scopes.
-
-  In a scope, the variables of such an optimizer would wait for workers that are
-  not saving. A new thread is outside of every scope.
-  """
-
-  @functools.wraps(find)
-  @functools.cache
-  def find_outside(obj_type):
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-      return pool.submit(find, obj_type).result()
-
-  return find_outside
-
-
-steps.change(
-  saving_lib,
-  'get_attr_skipset(obj_type)',
-  _outside_of_scopes,
-  'a worker may save alone inside of a scope',
+_requirements.mention(
+  name_scope.name_scope.__enter__, ['name_scope_stack', 'caller'], _WHY
 )

@@ -26,6 +26,7 @@ from tf_strategies._tf_internal.cluster import eager_context as _eager_context
 from tf_strategies._tf_internal.loading import load as _load
 from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   CalledFunction,
+  OneDeviceContext,
   ResourceVariable,
   TrackedAsAnother,
   add_functions,
@@ -44,8 +45,8 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   opaque_functions,
   replace_handle,
   runs_once,
+  spec_of_part,
   trace,
-  whole_spec,
 )
 from tf_strategies._tf_internal.undivided import (  # noqa: F401  For all others.
   is_undivided,
@@ -321,7 +322,11 @@ def is_compiled(function) -> bool:
 
 def in_xla_context() -> bool:
   """Returns whether XLA will compile the graph that is being built."""
-  return _graph_or_parents_in_xla(tf.compat.v1.get_default_graph())
+  # TensorFlow also marks the graph around a compiled function, in which eager
+  # operations are not compiled.
+  return not tf.executing_eagerly() and _graph_or_parents_in_xla(
+    tf.compat.v1.get_default_graph()
+  )
 
 
 def read_from_copy(variable, copy):
@@ -391,22 +396,6 @@ def lift(value):
 def no_colocation():
   """Returns a context that clears the colocation constraints of its surroundings."""
   return _colocate_with(None, ignore_existing=True)
-
-
-def before_wrong_scope(refuse) -> None:
-  """Calls `refuse(strategy, context)` before TensorFlow raises its RuntimeError."""
-  library = _load('distribute.distribute_lib', 'says which scopes were mixed')
-  name = '_wrong_strategy_scope'
-  _requirements.method(
-    library, f'{name}(strategy, context)', 'says which scopes were mixed'
-  )
-  raise_error = getattr(library, name)
-
-  def wrong_strategy_scope(strategy, context):
-    refuse(strategy, context)
-    raise_error(strategy, context)
-
-  setattr(library, name, wrong_strategy_scope)
 
 
 # Methods of TensorFlow's classes that our classes override, with TensorFlow's

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import _requirements
 from tf_strategies._tf_internal.loading import load
 
 ResourceVariable = load(
@@ -74,25 +76,29 @@ _canonical_inputs = load(
   'eager.polymorphic_function.function_type_utils.canonicalize_function_inputs',
   'what a tf.function makes of its arguments',
 )
-_random = load(
-  'ops.stateful_random_ops', 'the numbers of a tf.random.Generator'
-)
 _stream = load(
   'ops.stateful_random_ops.get_replica_id',
   'the numbers of a tf.random.Generator',
 )
+_requirements.mention(
+  _stream,
+  ['get_replica_context', 'replica_id_in_sync_group'],
+  'the numbers of a tf.random.Generator',
+)
 
 
-def _stream_of_one_device():
-  """Returns the stream of a `tf.random.Generator`.
+class OneDeviceContext(tf.distribute.ReplicaContext):
+  """The context of a step that is one device's: the only replica."""
 
-  In a model's step it is one device's.
-  """
-  context = tf.distribute.get_replica_context()
-  return None if getattr(context, 'is_one_device', False) else _stream()
+  @property
+  def replica_id_in_sync_group(self):
+    """Zero, because a step must not tell workers apart.
 
+    None for a `tf.random.Generator`, which then draws the numbers of one device.
+    """
+    is_generator = sys._getframe(1).f_code is _stream.__code__
+    return None if is_generator else tf.constant(0)
 
-_random.get_replica_id = _stream_of_one_device
 
 _graph_constant = load(
   'framework.ops._create_graph_constant', 'the arrays of a data set function'
@@ -387,18 +393,10 @@ def create_now(**kwargs):
   )
 
 
-def whole_spec(spec: tf.TypeSpec, num_replicas: int) -> tf.TypeSpec | None:
-  """Returns the spec of a batch, given the spec of its parts. None if it is empty."""
-  parts = getattr(spec, '_value_specs', (spec,))
-  if isinstance(parts[0], tf.OptionalSpec):
-    return None
-  if parts[0] is spec or not isinstance(parts[0], tf.TensorSpec):
-    return parts[0]
-  lengths = {part.shape[:1].num_elements() for part in parts}
-  if len(lengths) > 1 or None in lengths or not parts[0].shape.rank:
-    return parts[0]
-  shape = [lengths.pop() * num_replicas, *parts[0].shape[1:]]
-  return tf.TensorSpec(shape, parts[0].dtype)
+def spec_of_part(spec: tf.TypeSpec) -> tf.TypeSpec | None:
+  """Returns the spec of one replica's part of a batch. None if it is empty."""
+  first, *_ = getattr(spec, '_value_specs', (spec,))
+  return None if isinstance(first, tf.OptionalSpec) else first
 
 
 def inlined(function):

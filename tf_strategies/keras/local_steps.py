@@ -139,11 +139,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     """Returns the moving averages of the inner optimizer, which meetings also
     average.
     """
-    return [
-      average
-      for each in _keras_internal.chain(self.inner_optimizer)
-      for average in _keras_internal.moving_averages(each)
-    ]
+    return _keras_internal.moving_averages(self)
 
   # The parts of a meeting, in the context of one replica.
 

@@ -109,6 +109,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
       self.inner_optimizer.build(variables)
     # The wrapper has no slots, but every optimizer must know its variables.
     super().build(variables)
+    _keras_internal.show_averages(self)
 
   def built_on(self, variables) -> list | None:
     """Returns the variables passed to `apply`, if any, and builds the optimizer."""

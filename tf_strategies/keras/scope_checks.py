@@ -1,20 +1,18 @@
 """Rejects objects made in the scope of a strategy other than the training one.
 
 TensorFlow detects some of these mistakes when it traces a step or creates a
-variable, but its messages are about its internals. Keras creates its functions
-earlier, so models are checked there.
+variable, but its messages are about its internals. Models are checked before.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies import _keras_internal, errors
 
 # Names of strategies whose scope has not been entered yet, by id.
 _unused: dict[int, str] = {}
@@ -33,8 +31,27 @@ def note_created(strategy: tf.distribute.Strategy) -> None:
 
 
 def note_entered(strategy: tf.distribute.Strategy) -> None:
-  """Records that the scope of a strategy is entered."""
+  """Records that the scope of a strategy is entered.
+
+  Raises:
+    ScopeError: in the scope of another strategy.
+  """
   _unused.pop(id(strategy), None)
+  _check_alone(strategy)
+
+
+def _check_alone(strategy: tf.distribute.Strategy) -> None:
+  if (
+    tf.distribute.has_strategy()
+    and tf.distribute.get_strategy() is not strategy
+  ):
+    raise errors.ScopeError(
+      'Mixing different tf.distribute.Strategy objects: '
+      f'{_name(strategy)} inside the scope of another '
+      f'{_name(tf.distribute.get_strategy())}',
+      'one strategy at a time',
+      'leave the scope of the one before you enter that of the other',
+    )
 
 
 def _is_ours(strategy) -> bool:
@@ -49,10 +66,8 @@ def check(model: keras.Model, kind: str) -> None:
       of another strategy, and would be wrong or fail.
   """
   strategy = model.distribute_strategy
-  if tf.distribute.has_strategy():
-    inside = tf.distribute.get_strategy()
-    if inside is not strategy and _is_ours(inside):
-      _refuse(f'{kind} of model {model.name!r}', inside, strategy)
+  if _is_ours(strategy) or _is_ours(tf.distribute.get_strategy()):
+    _check_alone(strategy)
   optimizers = _keras_internal.optimizers_of(model)
   if not _is_ours(strategy):
     for optimizer in optimizers:
@@ -74,9 +89,22 @@ def check(model: keras.Model, kind: str) -> None:
         what = f'{type(optimizer).__name__} {optimizer.name!r}'
         _refuse(what, of_optimizer, strategy)
   if kind != 'predict':
-    for variable in model.metrics_variables:
+    for variable in _keras_internal.metric_variables(model):
       if _value(variable) is not None and not is_inside(_value(variable)):
         _refuse(f'metric variable {variable.path!r}', None, strategy)
+
+
+def check_applying(strategy: tf.distribute.Strategy) -> None:
+  """Checks an optimizer, if one is adding up gradients that were not added before.
+
+  Raises:
+    ScopeError: the optimizer was made outside the scope, so that it clips and
+      accumulates parts of gradients.
+  """
+  optimizer = _keras_internal.applying_optimizer()
+  if optimizer is not None and strategy.num_replicas_in_sync > 1:
+    what = f'{type(optimizer).__name__} {optimizer.name!r}'
+    _refuse(what, _keras_internal.strategy_of(optimizer), strategy)
 
 
 def _value(variable) -> tf.Variable | None:
@@ -115,51 +143,4 @@ def _name(strategy) -> str:
   return type(strategy).__name__
 
 
-def _check_first(kind: str, make):
-  @functools.wraps(make)
-  def make_function(self, force=False):
-    check(self, kind)
-    return make(self, force)
-
-  return make_function
-
-
-def _check_before_building(build):
-  @functools.wraps(build)
-  def build_checked(self, iterator=None, data_batch=None):
-    # An optimizer that was made elsewhere creates its variables here.
-    if getattr(self, 'optimizer', None) is not None:
-      check(self, 'train')
-    return build(self, iterator, data_batch)
-
-  return build_checked
-
-
-def _refuse_mixture(strategy, context) -> None:
-  """Raises ScopeError before TensorFlow's RuntimeError, if a strategy is ours."""
-  if tf.distribute.has_strategy() and (
-    _is_ours(strategy) or _is_ours(context.strategy)
-  ):
-    raise errors.ScopeError(
-      'Mixing different tf.distribute.Strategy objects: '
-      f'{_name(strategy)} inside the scope of another {_name(context.strategy)}',
-      'one strategy at a time',
-      'leave the scope of the one before you enter that of the other',
-    )
-
-
-_WHY = 'says what was made outside of the scope of a strategy'
-for _kind in ('train', 'test', 'predict'):
-  _keras_internal.change(
-    _keras_internal.Trainer,
-    f'make_{_kind}_function(force)',
-    functools.partial(_check_first, _kind),
-    _WHY,
-  )
-_keras_internal.change(
-  keras.Model,
-  '_symbolic_build(iterator, data_batch)',
-  _check_before_building,
-  _WHY,
-)
-_tf_internal.before_wrong_scope(_refuse_mixture)
+_keras_internal.check_first(check)

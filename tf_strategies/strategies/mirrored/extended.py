@@ -150,10 +150,10 @@ class ExactMirroredExtended(
   # Where code runs.
 
   def _use_merge_call(self):
-    if (
-      gradient_reducer.are_gradients_reduced()
-      or replica_run.in_branch_of_replica()
-    ):
+    if gradient_reducer.are_gradients_reduced():
+      return False
+    scope_checks.check_applying(self._container_strategy())
+    if replica_run.in_branch_of_replica():
       return False
     return super()._use_merge_call()
 
@@ -442,6 +442,9 @@ class ExactMirroredExtended(
   _rewrap = staticmethod(variables.rewrap)
 
   def _create_variable(self, next_creator, **kwargs):
+    if _keras_internal.is_sample():
+      return next_creator(**kwargs)
+    _keras_internal.see_gradients()
     if self.state_shards is not None and self.state_shards.divides(kwargs):
       initial_value = self._get_variable_creator_initial_value(
         0, self._devices[0], None, **kwargs

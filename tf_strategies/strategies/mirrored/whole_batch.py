@@ -45,20 +45,13 @@ def stream() -> int:
   return _state.stream
 
 
-class _OneDevice(tf.distribute.ReplicaContext):
+class _OneDevice(_tf_internal.OneDeviceContext):
   """The context of a step: it appears to be the only replica."""
-
-  is_one_device = True
 
   def __init__(self, strategy):
     super().__init__(
       strategy, strategy.extended._get_replica_id_in_sync_group(0)
     )
-
-  @property
-  def replica_id_in_sync_group(self):
-    """Replica number zero, because a step must not tell workers apart."""
-    return tf.constant(0)
 
   @property
   def num_replicas_in_sync(self):

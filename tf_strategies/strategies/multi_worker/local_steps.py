@@ -102,13 +102,20 @@ class LocalWorker:
         lambda: tf.constant(False),
       )
 
-  def settle(self, variables: Iterable[keras.Variable]) -> None:
+  def settle(
+    self,
+    variables: Iterable[keras.Variable],
+    besides: Iterable[keras.optimizers.Optimizer] = (),
+  ) -> None:
     """Meets now with each optimizer of these variables that has counted steps.
 
     Python's garbage collector decides which other optimizers are alive, so those do not
-    meet.
+    meet. Nor do those `besides`, which continue to train apart.
     """
+    goes_on = [optimizers_lib.in_chain(o) for o in besides]
     for optimizer in optimizers_lib.of_variables(variables):
+      if any(optimizer is each for each in goes_on):
+        continue
       if optimizer.built and int(optimizer.steps.value.values[0].numpy()):
         self._meet(optimizer)
 

@@ -65,10 +65,8 @@ class Placement:
     self.load = tuple(load)
 
 
-class ReplicaContext(tf.distribute.ReplicaContext):
+class ReplicaContext(_tf_internal.OneDeviceContext):
   """The context of the one replica that a worker is; sends its gradients."""
-
-  is_one_device = True
 
   def all_reduce(self, reduce_op, value, options=None):
     """The value itself: each worker is the only replica of its step."""
