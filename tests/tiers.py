@@ -182,8 +182,8 @@ _ON_HOSTS = (
   'strategies/host_input_test.py',
   'strategies/tpu',
   'strategies/parameter_server/packing_test.py',
+  'strategies/parameter_server/slots_test.py',
   'strategies/parameter_server/traced_step_test.py',
-  'strategies/parameter_server/units_test.py',
   'strategies/parameter_server/variables_test.py',
 )
 

@@ -11,8 +11,7 @@ pass `update`). With `holds_writes`, servers 0 and 1 pass `write 0` and `write
 in `_PLACES` while it saves or loads. With `holds_writes` there are also `loop
 0` and `loop 1`, before rows of the dynamic table are computed, and `rows 0` and
 `rows 1`, before they are written. The files of the latter are pipes while they
-are held (`rows_held`). In a step with two rounds, a worker passes `round`
-between them. While `lock` is held, no task writes rows of the dynamic table on
+are held (`rows_held`). While `lock` is held, no task writes rows of the dynamic table on
 server 1.
 """
 
@@ -79,9 +78,9 @@ _PLACES = {
   'connect': ('_tf_internal', '', 'connect_again', None),
   # All variables are restored, and no step has begun.
   'restored': (
-    'strategies.parameter_server.recovery',
-    'Recovery',
-    '_repeat_steps',
+    'strategies.parameter_server.step_counts',
+    'StepCounts',
+    'begun_since',
     None,
   ),
 }
@@ -244,11 +243,8 @@ def _lock(directory: str, shard) -> None:
         del lock
 
 
-def _make(directory: str, options: dict[str, Any], in_rounds: bool):
-  """Returns a strategy, layers with zero rows, an optimizer, and a step on ids.
-
-  With `in_rounds`, the step is a loop whose first round has its own ids.
-  """
+def _make(directory: str, options: dict[str, Any]):
+  """Returns a strategy, layers with zero rows, an optimizer, and a step on ids."""
   servers = len(json.loads(os.environ['TF_CONFIG'])['cluster']['ps'])
   strategy = tfs.ParameterServerStrategy(
     checkpoint_dir=os.path.join(directory, 'checkpoints'),
@@ -294,24 +290,12 @@ def _make(directory: str, options: dict[str, Any], in_rounds: bool):
     optimizer.apply(tape.gradient(loss, weights), weights)
     return loss
 
-  def update_round(i, ids, loss):
-    here = tf.reshape(ids[2 * i : 2 * i + 2], [2, 2])
-    here = tf.cond(
-      i > 0,
-      lambda: _hold(directory, 'round', here[0, 0], here),
-      lambda: here,
-    )
-    return i + 1, ids, loss + update(here)
-
   @tf.function
   def step(ids):
-    if not in_rounds:
-      # With 'sync', workers share the rows: nothing mixes them.
-      held = _hold(directory, 'lookup', 0, tf.constant(1.0))
-      with tf.control_dependencies([held]):
-        return update(tf.identity(ids))
-    ids = _hold(directory, 'lookup', ids[0, 0], ids)
-    return tf.while_loop(lambda i, *_: i < 2, update_round, [0, ids, 0.0])[-1]
+    # Workers share the rows: nothing mixes them.
+    held = _hold(directory, 'lookup', 0, tf.constant(1.0))
+    with tf.control_dependencies([held]):
+      return update(tf.identity(ids))
 
   return strategy, static, dynamic, optimizer, step
 
@@ -321,7 +305,6 @@ def train(
   steps: int,
   options: dict[str, Any],
   holds_writes: bool = False,
-  in_rounds: bool = False,
 ) -> dict[str, Any]:
   """Runs the remaining steps, and returns the state as `_found` does.
 
@@ -330,9 +313,7 @@ def train(
   _can_be_held(directory)
   if holds_writes:
     _writes_can_be_held(directory)
-  strategy, static, dynamic, optimizer, step = _make(
-    directory, options, in_rounds
-  )
+  strategy, static, dynamic, optimizer, step = _make(directory, options)
   run = strategy.step(step, [optimizer])
   ids = ids_of_steps(steps)
   with strategy.scope():
@@ -353,8 +334,7 @@ def train(
       time.sleep(0.005)
       saved.exit_if_preempted(0, i + 1)
   strategy.save()
-  if not in_rounds:
-    programs.check_shared(strategy)
+  programs.check_shared(strategy)
   found = _found(static, dynamic, optimizer, ids)
   found |= {'began': began, 'recoveries': strategy.report()['recoveries']}
   strategy.close()

@@ -77,7 +77,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @pytest.mark.soak
   def test_servers_that_die_anywhere(self):
-    """Checks that each server loses its own steps since the checkpoint."""
+    """Checks that all servers lose the steps since the checkpoint."""
     steps = 300
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
@@ -90,20 +90,15 @@ class StepKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, died=(0, 1))
 
   @parameterized.parameters(
-    *[(mode, place) for mode in case.MODES for place in ('loop 1', 'lock')][:4],
-    *[(mode, 'round') for mode in case.MODES],
+    *[(mode, place) for mode in case.MODES for place in ('loop 1', 'lock')]
   )
   @pytest.mark.soak
   def test_workers_that_die_before_rows_are_written(self, mode, place):
-    """Checks that the repeated step does not write the rows of an earlier round
-    again.
-
-    The end of its worker ends a loop over rows, or the wait for their lock.
-    """
-    steps, in_rounds = 40, place == 'round'
+    """Checks that the death of workers does not end an update that has begun."""
+    steps = 40
     with parameter_servers.Job() as job:
       options = case.MODES[mode]
-      self.start_chief(job, steps, not in_rounds, in_rounds, **options)
+      self.start_chief(job, steps, holds_writes=True, **options)
       for begun in (5, 20):
         self.hold_at(job, begun, place)
         self.wait_until_quiet()
@@ -113,9 +108,6 @@ class StepKillsTest(case.KillsTestCase):
         self.release(place)
       found = self.finish(job)
     self.assertEqual(found['recoveries'], [])
-    if in_rounds:
-      self.assertEqual(found['iterations'], 2 * steps)
-      found['iterations'] //= 2
     self.assert_exact(found, steps, mode, died=())
 
   def began_on_1(self):
@@ -144,7 +136,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @tiers.parameters(tiers.soak(1), tiers.soak(0))
   def test_update_that_one_server_has_and_the_other_has_not(self, died):
-    """Checks that 'sync' restores both servers, and no late write arrives."""
+    """Checks that both servers are restored, and no late write arrives."""
     steps = 3 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, holds_writes=True, mode='sync')
@@ -258,9 +250,8 @@ class SaveKillsTest(case.KillsTestCase):
       self.release('load columns')
       job.start(*case.SERVER)
       found = self.finish(job)
-    self.assertEqual([r['server'] for r in found['recoveries']], [0, 1])
-    for recovery in found['recoveries']:
-      self.assertBetween(recovery['lost_steps'], 1, case.EVERY)
+    [recovery] = found['recoveries']
+    self.assertBetween(recovery['lost_steps'], 1, case.EVERY)
     self.assert_exact(found, steps, died=(0, 1))
 
   @pytest.mark.soak

@@ -15,7 +15,7 @@ from absl import flags
 
 import tf_strategies as tfs
 from tests.programs import common
-from tf_strategies.strategies.parameter_server import microbatch, variables
+from tf_strategies.strategies.parameter_server import slots, variables
 
 optimizers = keras.optimizers
 LossScale = optimizers.LossScaleOptimizer
@@ -97,7 +97,7 @@ _gradient = variables._gradient_of_rows
 _MUTATIONS = {
   'repeated_rows_are_lost': (variables, '_gradient_of_rows', _without_repeated),
   'shares_count_alike': (
-    microbatch,
+    slots,
     '_weights',
     lambda rows: [tf.constant(1 / len(rows))] * len(rows),
   ),

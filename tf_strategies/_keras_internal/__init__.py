@@ -129,6 +129,12 @@ def allow_attributes(wrapper: keras.optimizers.Optimizer) -> None:
   wrapper._lock = False
 
 
+def state_of(optimizer: keras.optimizers.Optimizer) -> list:
+  """Returns the variables of an optimizer that its updates change."""
+  rates = {id(getattr(o, '_learning_rate', None)) for o in chain(optimizer)}
+  return [v for v in optimizer.variables if id(v) not in rates]
+
+
 def trainable_variables(wrapper: keras.optimizers.Optimizer) -> list:
   """Returns the variables that an optimizer was built with, in order."""
   return wrapper._trainable_variables
@@ -164,29 +170,39 @@ def overwrites_with_gradient(variable: Any) -> bool:
 
 
 class ApplyCalls(list):
-  """Calls of `apply`: (optimizer, gradients, variables or None)."""
+  """Calls of `apply`: (optimizer, gradients, variables or None).
 
-  are_nested = False  # Whether a call is in a branch or a loop.
+  Attributes:
+    nested: optimizers that were called in a branch or a loop, whose calls it lacks.
+  """
+
+  def __init__(self):
+    super().__init__()
+    self.nested: list[keras.optimizers.Optimizer] = []
 
 
 @contextlib.contextmanager
 def capture_apply(
   optimizers: Sequence[keras.optimizers.Optimizer],
+  note: Callable[[], None],
 ) -> Iterator[ApplyCalls]:
   """Makes `apply` add (optimizer, gradients, variables) to the list it yields.
 
   It is for steps that are traced on a worker while their gradients are applied
   elsewhere. Clipping, accumulation and loss scaling all happen in `apply`, so
-  they use the final gradients instead of one worker's.
+  they use the final gradients instead of one worker's. `note` is called for each call.
   """
   calls = ApplyCalls()
   home = tf.compat.v1.get_default_graph()
 
   def apply(optimizer, grads, trainable_variables=None):
-    calls.are_nested |= tf.compat.v1.get_default_graph() is not home
+    if tf.compat.v1.get_default_graph() is not home:
+      calls.nested.append(optimizer)
+      return
     variables = trainable_variables
     if variables is not None:
       variables = list(variables)
+    note()
     calls.append((optimizer, list(grads), variables))
 
   for each in optimizers:
@@ -196,12 +212,6 @@ def capture_apply(
   finally:
     for each in optimizers:
       object.__delattr__(each, 'apply')
-
-
-def applying_optimizer() -> keras.optimizers.Optimizer | None:
-  """Returns the optimizer for which this thread is working; for errors only."""
-  frame = frame_of('_all_reduce_sum_gradients')
-  return frame and frame.f_locals['self']
 
 
 Trainer = trainer.TensorFlowTrainer
@@ -344,7 +354,6 @@ def check() -> None:
   method(tf_optimizer, f'{update}({parameters})', why)
   update = getattr(tf_optimizer, update)
   mention(tf_optimizer.__init__, ['_distribution_strategy'], why)
-  method(tf_optimizer, '_all_reduce_sum_gradients(grads_and_vars)', why)
   mention(update, ['apply_grad_to_update_var', 'self'], why)
   why = 'LocalSteps and LazyRows wrap an optimizer, parameter servers record it'
   base = base_optimizer.BaseOptimizer

@@ -6,8 +6,6 @@ raises an error that names it. The end of this file lists the methods of
 TensorFlow's classes that this package overrides.
 """
 
-import contextlib
-
 import tensorflow as tf
 
 from tf_strategies import _requirements, errors
@@ -25,7 +23,6 @@ from tf_strategies._tf_internal.cluster import (  # noqa: F401  For all others.
 from tf_strategies._tf_internal.cluster import eager_context as _eager_context
 from tf_strategies._tf_internal.loading import load as _load
 from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
-  CalledFunction,
   OneDeviceContext,
   ResourceVariable,
   TrackedAsAnother,
@@ -38,14 +35,13 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   copy_handle_data,
   create_now,
   function_graph,
-  functions_inlined,
+  functions_of,
   inlined,
-  is_function_of_its_own,
   is_in_loop,
   opaque_functions,
   replace_handle,
-  runs_once,
   spec_of_part,
+  temporary_variable,
   trace,
 )
 from tf_strategies._tf_internal.undivided import (  # noqa: F401  For all others.
@@ -162,12 +158,6 @@ _record_operation = _load(
 )
 stop_recording = _load(
   'eager.record.stop_recording', 'a copy is no part of a gradient'
-)
-_tapes_are_stopped, _stop_tapes, _restart_tapes = (
-  _load(
-    f'pywrap_tfe.TFE_Py_TapeSet{name}', 'a step is traced with its gradients'
-  )
-  for name in ('IsStopped', 'StopOnThread', 'RestartOnThread')
 )
 _CollectiveKeys = _load(
   'distribute.cross_device_utils.CollectiveKeys',
@@ -327,27 +317,6 @@ def in_xla_context() -> bool:
   return not tf.executing_eagerly() and _graph_or_parents_in_xla(
     tf.compat.v1.get_default_graph()
   )
-
-
-def read_from_copy(variable, copy):
-  """Returns `copy` as a read of `variable`, which tapes watch."""
-  with stop_recording():
-    value = tf.identity(copy)
-  record_read(variable, value, lambda dy: dy)
-  return value
-
-
-@contextlib.contextmanager
-def recording():
-  """Lets new tapes record, also within `init_scope`, which stops all tapes."""
-  is_stopped = _tapes_are_stopped()
-  if is_stopped:
-    _restart_tapes()
-  try:
-    yield
-  finally:
-    if is_stopped:
-      _stop_tapes()
 
 
 def record_read(variable, value, gradient) -> None:

@@ -1,7 +1,6 @@
 """TensorFlow internals for traced steps and their variables."""
 
 import contextlib
-import dataclasses
 import inspect
 import sys
 import threading
@@ -37,10 +36,6 @@ _ControlFlowGraph = load(
   'ops.control_flow_v2_func_graphs.ControlFlowFuncGraph',
   'whether a graph belongs to the one around it alone',
 )
-_handle_data = load(
-  'ops.handle_data_util.get_handle_data',
-  'whether a handle is that of a variable',
-)
 copy_handle_data = load(
   'ops.handle_data_util.copy_handle_data',
   'the shape of the variable that a handle stands for',
@@ -60,21 +55,12 @@ _autograph_config = load(
 _autograph_config.CONVERSION_RULES += (
   _autograph_config.DoNotConvert(__name__.partition('.')[0]),
 )
-_Function = load(
-  'eager.polymorphic_function.polymorphic_function.Function',
-  'a tf.function that a step calls',
-)
 _ConcreteFunction = load(
   'eager.polymorphic_function.concrete_function.ConcreteFunction',
   'a function that has its graph when a step calls it',
 )
-_read_only_inputs = load(
-  'framework.auto_control_deps_utils.get_read_only_resource_input_indices_graph',
-  'which variables a concrete function writes',
-)
-_canonical_inputs = load(
-  'eager.polymorphic_function.function_type_utils.canonicalize_function_inputs',
-  'what a tf.function makes of its arguments',
+_anonymous_name = load(
+  'eager.context.anonymous_name', 'a variable that one call of a graph has'
 )
 _stream = load(
   'ops.stateful_random_ops.get_replica_id',
@@ -139,70 +125,13 @@ def arrays_from(
     _arrays.take = before
 
 
-@dataclasses.dataclass(frozen=True)
-class CalledFunction:
-  """A call of a function whose graph a trace uses unchanged.
-
-  Attributes:
-    name: name of the function.
-    written: handles of variables, made before the trace, that it may write.
-    read: handles of variables that it only reads.
-    variables: variables that it is known to read, by the ids of their handles.
-  """
-
-  name: str
-  written: Sequence[tf.Tensor]
-  read: Sequence[tf.Tensor]
-  variables: Mapping[int, tf.Variable]
-
-
-_Handles = Mapping[int, tf.Tensor]
-
-
-class _Inlining(threading.local):
-  called: Callable[[CalledFunction], _Handles] | None = None
+class _Calls(threading.local):
   # Called with the captures of a function that runs eagerly.
   note_captures: Callable[[Sequence[tf.Tensor]], None] | None = None
 
 
-_inlining = _Inlining()
-_call_function = _Function.__call__
+_calls = _Calls()
 _call_concrete = _ConcreteFunction._call_flat
-
-
-def _call_or_inline(self, *args, **kwargs):
-  """Calls a `tf.function`, or inlines its Python code, in the graph being traced."""
-  is_inlined = _inlining.called and not tf.executing_eagerly()
-  if not is_inlined:
-    return _call_function(self, *args, **kwargs)
-  if self._jit_compile:
-    return _call_function(self._clone(None), *args, **kwargs)
-  bound = _canonical_inputs(
-    args, kwargs, self._function_type, self._default_values, self._is_pure
-  )
-  args, kwargs = tf.nest.map_structure(
-    _as_input, (bound.args, dict(bound.kwargs))
-  )
-  outputs = inlined(self)(*args, **kwargs)
-  return tf.nest.map_structure(_as_output, outputs)
-
-
-def _as_input(value):
-  is_array = isinstance(value, (np.ndarray, np.generic))
-  return tf.convert_to_tensor(value) if is_array else value
-
-
-def _as_output(value):
-  """Converts a value that Python returned, as `tf.function` does."""
-  kept = (
-    type(None),
-    tf.Operation,
-    tf.TensorArray,
-    tf.__internal__.CompositeTensor,
-  )
-  if isinstance(value, kept) and not isinstance(value, tf.Variable):
-    return value
-  return tf.convert_to_tensor(value)
 
 
 # Variables by the ids of their old handles, which they keep alive.
@@ -222,29 +151,17 @@ def _current(tensor):
   return tensor if variable is None else variable._handle
 
 
-def _call_and_tell(self, tensor_inputs, captured_inputs):
-  """Calls a concrete function, and reports the call to a graph being traced."""
-  if _inlining.note_captures is not None and tf.executing_eagerly():
-    _inlining.note_captures(captured_inputs)
-  is_told = _inlining.called and not tf.executing_eagerly()
-  if not is_told and not _by_old_handle:
-    return _call_concrete(self, tensor_inputs, captured_inputs)
-  inputs = list(map(_current, [*tensor_inputs, *captured_inputs]))
-  count = len(tensor_inputs)
-  if not is_told:
-    return _call_concrete(self, inputs[:count], inputs[count:])
-  only_read = set(_read_only_inputs(self.graph))
-  found = [i for i, tensor in enumerate(inputs) if _is_handle(tensor)]
-  others = _inlining.called(
-    CalledFunction(
-      tf.compat.as_str(self.name),
-      [inputs[i] for i in found if i not in only_read],
-      [inputs[i] for i in found if i in only_read],
-      {id(v._handle): v for v in self.graph.variables if hasattr(v, '_handle')},
-    )
-  )
-  inputs = [others.get(id(tensor), tensor) for tensor in inputs]
-  return _call_concrete(self, inputs[:count], inputs[count:])
+def _call_with_current(self, tensor_inputs, captured_inputs):
+  """Calls a concrete function with the present handles of its variables."""
+  if _calls.note_captures is not None and tf.executing_eagerly():
+    _calls.note_captures(captured_inputs)
+  if _by_old_handle:
+    tensor_inputs = list(map(_current, tensor_inputs))
+    captured_inputs = list(map(_current, captured_inputs))
+  return _call_concrete(self, tensor_inputs, captured_inputs)
+
+
+_ConcreteFunction._call_flat = _call_with_current
 
 
 def call_with(
@@ -263,48 +180,16 @@ def call_with(
   return function._call_flat(list(inputs), captured)
 
 
-def _is_handle(tensor) -> bool:
-  """Returns whether a tensor is a variable's handle from outside the traced graph."""
-  is_resource = tf.is_tensor(tensor) and tensor.dtype == tf.resource
-  if not is_resource or tf.is_symbolic_tensor(tensor):
-    return False
-  data = _handle_data(tensor)
-  return data is not None and data.is_set
-
-
-_Function.__call__ = _call_or_inline
-_ConcreteFunction._call_flat = _call_and_tell
-
-
-@contextlib.contextmanager
-def functions_inlined(
-  called: Callable[[CalledFunction], _Handles],
-) -> Iterator[None]:
-  """Runs the Python of every `tf.function` that this thread calls while it traces.
-
-  TensorFlow keeps the graph of a `tf.function` for the next call. In that graph
-  variables may have another meaning, so the Python code runs again as a part of the
-  graph that is being traced. A function that XLA compiles is traced again. Concrete
-  and compiled functions have no Python code here: `called` gets each of their calls and
-  returns replacements of variable handles, by id.
-  """
-  before, _inlining.called = _inlining.called, called
-  try:
-    yield
-  finally:
-    _inlining.called = before
-
-
 @contextlib.contextmanager
 def captures_noted(
   note: Callable[[Sequence[tf.Tensor]], None],
 ) -> Iterator[None]:
   """Calls `note` with the captures of each function before it runs eagerly."""
-  before, _inlining.note_captures = _inlining.note_captures, note
+  before, _calls.note_captures = _calls.note_captures, note
   try:
     yield
   finally:
-    _inlining.note_captures = before
+    _calls.note_captures = before
 
 
 def compiled_operations(device: str) -> frozenset[str]:
@@ -348,6 +233,36 @@ def opaque_functions(root, op, attrs) -> list:
   names += [a.func.name for a in attrs.values() if a.func.name]
   found = [_function(op.graph, n) or _function(root, n) for n in names]
   return [f for f in found if f is not None and not hasattr(f, 'graph')]
+
+
+_CALLS = frozenset(
+  f'{prefix}{kind}'
+  for kind in ('PartitionedCall', 'While', 'If', 'Case')
+  for prefix in ('', 'Stateless', 'Stateful')
+)
+
+
+def functions_of(root, op) -> list:
+  """Returns the graphs of the functions that a call, a branch or a loop runs."""
+  if op.type not in _CALLS:
+    return []
+  names = [
+    f.name
+    for value in op.node_def.attr.values()
+    for f in (value.func, *value.list.func)
+    if f.name
+  ]
+  found = [_function(op.graph, n) or _function(root, n) for n in names]
+  return [f.graph for f in found if hasattr(f, 'graph')]
+
+
+def temporary_variable(value: tf.Tensor) -> tf.Tensor:
+  """Returns the handle of a variable that exists while the graph runs once."""
+  handle = tf.raw_ops.VarHandleOp(
+    dtype=value.dtype, shape=value.shape, shared_name=_anonymous_name()
+  )
+  tf.raw_ops.AssignVariableOp(resource=handle, value=value)
+  return handle
 
 
 def add_functions(functions, graph) -> None:
@@ -412,15 +327,6 @@ def inlined(function):
   return _tf_convert(function, _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED))
 
 
-def runs_once(graph: tf.Graph, step: tf.Graph) -> bool:
-  """Returns whether a graph inside a step runs at most once, outside any loop."""
-  while graph is not step:
-    if not isinstance(graph, _CondBranchGraph):
-      return False
-    graph = graph.outer_graph
-  return True
-
-
 def is_in_loop(graph: tf.Graph | None, outer: tf.Graph) -> bool:
   """Returns whether a graph in `outer` belongs to a loop there."""
   while graph is not None and graph is not outer:
@@ -429,8 +335,3 @@ def is_in_loop(graph: tf.Graph | None, outer: tf.Graph) -> bool:
       return True
     graph = getattr(graph, 'outer_graph', None)
   return False
-
-
-def is_function_of_its_own(graph: tf.Graph) -> bool:
-  """Returns whether a graph is not a branch or a loop of the one around it."""
-  return not isinstance(graph, _ControlFlowGraph)

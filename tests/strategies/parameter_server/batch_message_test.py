@@ -1,6 +1,4 @@
-"""A task's batches in one tensor: every array, every bit, each step's own."""
-
-import dataclasses
+"""A batch in one tensor: every array, every bit."""
 
 import ml_dtypes
 import numpy as np
@@ -38,7 +36,7 @@ def _flat(arrays):
 
 
 def _array(dtype, shape, start=0):
-  """Values that tell positions, steps and arrays apart."""
+  """Values that tell positions and arrays apart."""
   size = int(np.prod(shape))
   if dtype == np.bool_:
     return (np.arange(size) % 3 == start % 3).reshape(shape)
@@ -46,52 +44,44 @@ def _array(dtype, shape, start=0):
 
 
 class LayoutTest(tf.test.TestCase, parameterized.TestCase):
-  def decode(self, layout, message, step):
+  def decode(self, layout, message):
     @tf.function(autograph=False)
-    def run(message, step):
-      return _flat(layout.read(message, step).batch)
+    def run(message):
+      return _flat(layout.read(message))
 
-    step = tf.constant(step, tf.int64)
-    return [t.numpy() for t in run(tf.constant(message), step)]
+    return [t.numpy() for t in run(tf.constant(message))]
 
-  @parameterized.product(dtype=_DTYPES, steps=(1, 3))
-  def test_every_dtype_and_step(self, dtype, steps):
+  @parameterized.parameters(*_DTYPES)
+  def test_every_dtype(self, dtype):
     shapes = ((2, 3), (), (0, 4), (17,))
-    batches = [
-      [_array(dtype, s, 20 * k + i) for i, s in enumerate(shapes)]
-      for k in range(steps)
-    ]
-    layout = batch_message.Layout(_structure(batches[0]), steps)
-    message = layout.encode(7, 0, batches)
-    for k in range(steps):
-      found = self.decode(layout, message, k)
-      for want, got in zip(batches[k], found, strict=True):
-        self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
-        self.assertEqual(want.tobytes(), got.tobytes())
+    batch = batch_message.Batch(
+      [_array(dtype, s, i) for i, s in enumerate(shapes)]
+    )
+    found = self.decode(batch.layout, batch.message())
+    for want, got in zip(batch.arrays, found, strict=True):
+      self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
+      self.assertEqual(want.tobytes(), got.tobytes())
 
   @parameterized.parameters(*_DTYPES)
   def test_bytes_travel_as_they_are(self, dtype):
     """Checks the size: elements that are written one by one need more bytes."""
     array = np.full(1000, 0xFF).astype(dtype)
-    layout = batch_message.Layout(_structure([array]), 1)
-    message = layout.encode(0, 0, [[array]])
-    self.assertLess(len(message[1]) - array.nbytes, 20)
-    self.assertIn(array.tobytes(), message[1])
+    [message] = batch_message.Batch([array]).message()
+    self.assertLess(len(message) - array.nbytes, 20)
+    self.assertIn(array.tobytes(), message)
 
   def test_array_that_is_too_large(self):
     array = np.broadcast_to(np.float32(0), [2**29])
-    layout = batch_message.Layout(_structure([array]), 1)
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, '2147483648 bytes.*smaller batches'
     ):
-      layout.encode(0, 0, [[array]])
+      batch_message.Batch([array]).message()
 
-  @parameterized.parameters(1, 3)
-  def test_strings_and_tensors_whose_sizes_differ(self, steps):
+  def test_strings_and_tensors_whose_sizes_differ(self):
     """Checks that all batches have one layout, so that the step is traced once."""
     words = ('', 'blue\0', 'gr\u00fcn', 'red')
     batches = []
-    for k in range(steps):
+    for k in range(3):
       ragged = tf.ragged.constant(
         [[[1.0] * k, []], [[2.0, 3.0]]], ragged_rank=2, dtype=tf.float32
       )
@@ -101,22 +91,18 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       flags = np.array([k == 0, True])
       data = {'r': ragged, 's': tf.sparse.from_dense(dense), 't': text}
       batches.append(batch_message.Batch((data, flags, None), hides_rows=True))
-    layouts = {b.layout(steps).key for b in batches}
-    self.assertLen(layouts, 1)
-    layout = batches[0].layout(steps)
-    message = layout.encode(7, 2, [b.arrays for b in batches], 5)
+    layout = batches[0].layout
 
     @tf.function(autograph=False)
-    def run(message, step):
-      found, *header = layout.read(message, step)
+    def run(message):
+      found = layout.read(message)
       self.assertEqual(found[0]['t'].shape.as_list(), [None, 2])
       self.assertEqual(found[0]['s'].shape.as_list(), [None, 3])
-      return layout.first_step(message), header, found[:2]
+      return found[:2]
 
-    for k, batch in enumerate(batches):
-      step = tf.constant(k, tf.int64)
-      first, header, found = run(tf.constant(message), step)
-      self.assertAllEqual([first, *header], [2, 7, k + 1, 5])
+    for batch in batches:
+      self.assertEqual(batch.layout.key, layout.key)
+      found = run(tf.constant(batch.message()))
       want = batch_message.pack(batch.structure, batch.arrays)
       self.assertIsNone(want[2])
       self.assertEqual(found[0]['r'].to_list(), want[0]['r'].to_list())
@@ -155,13 +141,13 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
   def test_arrays_that_are_not_contiguous(self):
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     batch = [x.T, x[::2, ::-1], np.asfortranarray(x)]
-    layout = batch_message.Layout(_structure(batch), 1)
-    message = layout.encode(1, 0, [batch])
-    for want, got in zip(batch, self.decode(layout, message, 0), strict=True):
+    made = batch_message.Batch(batch)
+    found = self.decode(made.layout, made.message())
+    for want, got in zip(batch, found, strict=True):
       np.testing.assert_array_equal(want, got)
 
   def test_rows_that_the_step_must_not_know_while_it_is_traced(self):
-    """Checks that one message carries batches of different sizes."""
+    """Checks that batches of different sizes have one layout."""
     batches = [
       batch_message.Batch(
         [_array(np.float32, (rows, 2)), _array(np.int64, (rows,), 3)],
@@ -169,36 +155,33 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       )
       for rows in (5, 3)
     ]
-    [alike] = batch_message.alike(batches)
-    layout = batches[0].layout(2)
+    layout = batches[0].layout
     shapes = [s.shape.as_list() for s in layout.specs]
     self.assertEqual(shapes, [[None, 2], [None]])
-    message = layout.encode(1, 0, [b.arrays for b in alike])
-    for k, batch in enumerate(batches):
-      found = self.decode(layout, message, k)
+    for batch in batches:
+      self.assertEqual(batch.layout.key, layout.key)
+      found = self.decode(layout, batch.message())
       for want, got in zip(batch.arrays, found, strict=True):
         np.testing.assert_array_equal(want, got)
 
   def test_key_tells_layouts_apart(self):
     x, y = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
     layouts = [
-      batch_message.Layout(_structure(structure), steps)
-      for structure, steps in (
-        ((x, y), 1),
-        ((x, y), 2),
-        ((y, x), 1),
-        ((x, y, None), 1),
-        ((x, x), 1),
-        ((x[:1], y), 1),
-        ({'a': x, 'b': y}, 1),
-        ({'a': x, 'c': y}, 1),
-        ([x, y], 1),
+      batch_message.BatchLayout(_structure(structure))
+      for structure in (
+        (x, y),
+        (y, x),
+        (x, y, None),
+        (x, x),
+        (x[:1], y),
+        {'a': x, 'b': y},
+        {'a': x, 'c': y},
+        [x, y],
       )
     ]
     self.assertLen({layout.key for layout in layouts}, len(layouts))
-    again = batch_message.Layout(_structure((x + 1, y + 1)), 1)
+    again = batch_message.BatchLayout(_structure((x + 1, y + 1)))
     self.assertEqual(again.key, layouts[0].key)
-    self.assertNotEqual(dataclasses.replace(again, steps=5).key, layouts[0].key)
 
 
 if __name__ == '__main__':

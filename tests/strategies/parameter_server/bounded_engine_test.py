@@ -50,7 +50,7 @@ class BoundedEngineTest(parameterized.TestCase):
   def _engine(self, num_workers, max_staleness):
     self.pool, _ = fakes.pool(self, num_workers, max_waiting=1)
     return engine_lib.BoundedEngine(
-      self.pool, None, fakes.Recovery(), max_staleness=max_staleness
+      self.pool, fakes.Recovery(), None, max_staleness=max_staleness
     )
 
   def _run(self, engine, parts):

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests import virtual_devices
 from tf_strategies.strategies.parameter_server import (
   partitioned,
+  traced_step,
   variables,
 )
 
@@ -24,7 +25,24 @@ def device(server: int) -> str:
 @contextlib.contextmanager
 def on_local_devices() -> Iterator[None]:
   """Makes variables of servers live in this process."""
-  with mock.patch.object(variables, 'server_device', device):
+  with (
+    mock.patch.object(variables, 'server_device', device),
+    mock.patch.object(traced_step, 'COORDINATOR', '/device:CPU:0'),
+  ):
+    yield
+
+
+@contextlib.contextmanager
+def scope() -> Iterator[None]:
+  """Makes all variables that are created in it live on server 0."""
+
+  def create(_, initial_value, trainable=None, name=None, **options):
+    value = initial_value() if callable(initial_value) else initial_value
+    if value is None:  # As a SavedModel is loaded.
+      value = tf.zeros(options['shape'], options['dtype'])
+    return variable(0, value, trainable=trainable, name=name)
+
+  with on_local_devices(), tf.variable_creator_scope(create):
     yield
 
 

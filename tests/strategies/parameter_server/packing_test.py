@@ -74,6 +74,8 @@ class PackingTest(tf.test.TestCase, parameterized.TestCase):
     small = sum(np.dtype(d).itemsize < 4 for d in _DTYPES)
     self.assertLen(messages, small + 1)
     self.assertEqual({m.shape.rank for m in messages}, {1})
+    specs = packing.specs_of([tf.TensorSpec(a.shape, a.dtype) for a in arrays])
+    self.assertEqual(specs, [tf.TensorSpec(m.shape, m.dtype) for m in messages])
 
   def test_bits_that_a_number_would_lose(self):
     signalling = np.array([0x7FA00001, 0xFFC12345], np.uint32).view(np.float32)
@@ -164,50 +166,6 @@ class SendTest(tf.test.TestCase, parameterized.TestCase):
       [sent[0], 1.0, *sent[1:], 2.0], received, strict=True
     ):
       self.assertAllEqual(found, value)
-
-
-def _crossing(graph, device: str) -> set[str]:
-  """The tensors that operations of a device take from elsewhere."""
-  return {
-    tensor.name
-    for op in graph.get_operations()
-    if op.device.endswith(device)
-    for tensor in op.inputs
-    if not tensor.op.device.endswith(device) and tensor.op.type != 'Const'
-  }
-
-
-class SendRowsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(
-    dtype=(np.float32, np.float64, np.float16, ml_dtypes.bfloat16),
-    number=(np.int32, np.int64),
-    inner=((), (3,), (2, 2)),
-  )
-  def test_all_bits_arrive_as_one_tensor(self, dtype, number, inner):
-    values = _random(dtype, (5, *inner), 7)
-    # As float32, they are numbers that TensorFlow's threads take for zero.
-    numbers = np.array([4, 1, 0, 1, 2**31 - 1], number)
-
-    @tf.function(
-      autograph=False,
-      input_signature=[
-        tf.TensorSpec([None, *inner], dtype),
-        tf.TensorSpec([None], number),
-      ],
-    )
-    def run(values, numbers):
-      sent = packing.send_rows(tf.IndexedSlices(values, numbers), 'CPU:1')
-      with tf.device('CPU:1'):
-        return tf.identity(sent.values), tf.identity(sent.indices)
-
-    for count in (5, 0):
-      found = [t.numpy() for t in run(values[:count], numbers[:count])]
-      self.assertEqual(_bits(found[0]), _bits(values[:count]))
-      self.assertEqual(found[0].shape, (count, *inner))
-      self.assertAllEqual(found[1], numbers[:count])
-      self.assertEqual(found[1].dtype, number)
-    graph = run.get_concrete_function().graph
-    self.assertLen(_crossing(graph, 'CPU:1'), 1)
 
 
 if __name__ == '__main__':

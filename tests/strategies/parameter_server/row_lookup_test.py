@@ -243,9 +243,10 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     pairs = [('towers', name) for name in names]
     self.assert_equal_in(pairs, mode, num_workers, 2)
 
-  def test_in_a_branch_of_the_users(self):
+  @parameterized.parameters(('async', 1), ('sync', 2))
+  def test_in_a_branch_of_the_users(self, mode, num_workers):
     pairs = ('branch', 'lazy_adam'), ('branch', 'adagrad')
-    self.assert_equal_in(pairs, 'async', 1, 2)
+    self.assert_equal_in(pairs, mode, num_workers, 2)
 
 
 if __name__ == '__main__':

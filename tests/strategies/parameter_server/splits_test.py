@@ -29,8 +29,8 @@ class _Dataset(input.WorkerDataset):
       by_rounds=by_rounds,
     )
 
-  def open(self, split, start, worker, token):
-    return tf.constant(split.key)
+  def open(self, split, start, worker, life):
+    return tf.constant(split.index)
 
 
 class SourceTest(tf.test.TestCase, parameterized.TestCase):
@@ -100,8 +100,8 @@ class RoundTest(tf.test.TestCase):
     spec = turn.source.dataset.element_spec
 
     def read(handle):
-      *_, value = tf.raw_ops.IteratorGetNext(
-        iterator=handle, **input._numbered(spec)
+      [value] = tf.raw_ops.IteratorGetNext(
+        iterator=handle, **input._types(spec)
       )
       return int(value)
 

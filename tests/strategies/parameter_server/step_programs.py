@@ -1,15 +1,17 @@
 """Steps that read and write variables on servers, and one that is traced."""
 
+import functools
+
 import numpy as np
 import tensorflow as tf
 
+from tests.strategies.parameter_server import local_servers
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  slots,
+  step_task,
   traced_step,
-  worker_function,
 )
-
-KEY = 5
 
 
 def assign(a, b, x):
@@ -256,56 +258,56 @@ PROGRAMS = (
 )
 
 
-class Step:
-  """Does a program as a worker does a step: each call is another step."""
-
-  def __init__(self, program, variables, journal, *specs):
-    def run(batch):
-      return program(*variables, *batch)
-
-    discovery = worker_function.discover(run, specs)
-
-    def step(token, number, *batch):
-      traced = traced_step.TracedStep(discovery.access)
-      key = tf.constant(KEY, tf.int64)
-      with traced.tracing():
-        traced.begin(journal.ticket(batch_message.TASKS, token, key, number))
-        outputs = run(batch)
-      with tf.control_dependencies(traced.commit()):
-        return tf.identity(outputs)
-
-    number = tf.TensorSpec([], tf.int64)
-    self._token = journal.token(0)
-    self.number = 0  # Of the step.
-    self.function = worker_function.concrete(step, number, number, *specs)
-
-  def __call__(self, *batch):
-    self.number += 1
-    return self.repeat(*batch)
-
-  def repeat(self, *batch, token=None):
-    """The same step again."""
-    token = self._token if token is None else token
-    numbers = (tf.constant(n, tf.int64) for n in (token, self.number))
-    return self.function(*numbers, *batch)
-
-
 SPEC = tf.TensorSpec([3], tf.float32)
 
 
-def between(program, action):
-  """The program with an action of somebody else in its middle."""
+class Step:
+  """Does a program as workers and the chief do a step.
 
-  def run(*args):
-    generator = program(*args)
-    with tf.control_dependencies([next(generator)]):
-      acted = tf.numpy_function(action, [], [])
-    with tf.control_dependencies([acted]):
-      token = tf.identity(0.0)
-    try:
-      generator.send(token)
-    except StopIteration as e:
-      return e.value
-    raise AssertionError('the program does not end')
+  Its tasks share the rows of a batch if `powers` say how.
+  """
 
-  return run
+  def __init__(
+    self, program, variables, *specs, optimizers=(), tasks=1, powers=None
+  ):
+    def run(batch):
+      return program(*variables, *batch)
+
+    batch = batch_message.BatchLayout(specs)
+    self._step = step_task.Step(run, trains=True, optimizers=optimizers)
+    self._powers = powers
+    self.traced = traced_step.TracedStep(run, optimizers, specs)
+    self.worker = slots.WorkerFunction(self.traced, batch, powers is not None)
+    self.layout = self.worker.layout
+    self._slots = [slots.Slots(self.layout.specs) for _ in range(tasks)]
+
+  @functools.cached_property
+  def _apply(self):
+    with local_servers.on_local_devices():
+      return slots.ApplyFunction(
+        self._step,
+        self.traced,
+        self.layout,
+        len(self._slots),
+        self._powers,
+        in_replica=lambda f: f,
+      )
+
+  def __call__(self, *batch):
+    return self.apply(self.compute(*batch))
+
+  def compute(self, *batch, task=0):
+    """Does what a worker does, which writes no variable."""
+    message = batch_message.Batch(tuple(map(np.asarray, batch))).message()
+    # pylint: disable-next=protected-access
+    return self.worker._function(
+      tf.constant(message), *self._slots[task].handles
+    )
+
+  def apply(self, computed=None):
+    """Does what the chief does; returns the results."""
+    outputs = self.traced.outputs
+    if not self.layout.is_empty:
+      numbers = self._apply(self._slots)
+      computed = numbers if outputs.are_numbers else computed
+    return outputs.unreport(computed)

@@ -1,4 +1,4 @@
-"""Synchronous steps end, whichever of their microbatches is lost or late."""
+"""Synchronous steps end, whichever of their shares is lost or late."""
 
 import threading
 import types
@@ -16,55 +16,52 @@ from tf_strategies.strategies.parameter_server import (
   splits,
   step_task,
   sync_engine,
+  traced_step,
   worker_arrays,
-  worker_function,
 )
 
 _DEADLINE_SECONDS = 20.0
-_STEP = step_task.Step(run=None, optimizers=('an optimizer',))
-_JOURNAL = types.SimpleNamespace(
-  token=lambda worker: 0, revoke=lambda workers: None
-)
+_STEP = step_task.Step(run=None, trains=True, optimizers=('an optimizer',))
 
 
 class _Engine(sync_engine.SyncEngine):
-  """Calls a function of the test for each microbatch; applies nothing."""
+  """Calls a function of the test for each share of a step; applies nothing."""
 
   compute = None
 
-  def __init__(self, *args, **options):
-    super().__init__(*args, **options)
-    self.written = []  # Slots that workers wrote into, in this order.
+  def powers(self, step, structure):
+    return traced_step.Powers([], [], {})
 
-  def microbatch_function(self, step, layout):
-    def function(worker, message, slots):
-      self.compute(worker)
-      self.written.append(slots)
+  def function(self, step, layout):
+    def function(worker, argument, slots):
+      return self._run(worker, argument, slots, layout)
 
-    function.layout = types.SimpleNamespace(key='', specs={})
-    return function, worker_function.Discovery(None, ())
+    function.layout = types.SimpleNamespace(
+      key='', specs={}, is_empty=not step.trains
+    )
+    function.traced = types.SimpleNamespace(outputs=traced_step.Outputs(()))
+    return function
 
-  def _discover(self, step, structure):
-    return worker_function.Discovery(None, ())
+  def _run(self, worker, argument, slots, layout):
+    self.compute(worker)
 
-  def _apply_function(self, step, chosen):
-    return lambda slots: tf.zeros([0], tf.float64)
+  def apply_function(self, step, function, count=1, powers=None):
+    return self._apply if step.trains else None
+
+  def _apply(self, slots):
+    return tf.zeros([0], tf.float64)
 
 
 class _TestCase(parameterized.TestCase):
   def _engine(self, num_workers, backup_workers, kind=_Engine):
     self.pool, self.liveness = fakes.pool(self, num_workers, 2 * num_workers)
     return kind(
-      self.pool,
-      _JOURNAL,
-      fakes.Recovery(),
-      backup_workers=backup_workers,
-      in_replica=None,
+      self.pool, fakes.Recovery(), None, backup_workers=backup_workers
     )
 
   def _train(self, engine, steps):
-    batch = batch_message.Batch(np.arange(12, dtype=np.float32))
-    engine.train(_STEP, [batch] * steps)
+    for _ in range(steps):
+      engine.train(_STEP, batch_message.Batch(np.arange(12, dtype=np.float32)))
 
   def _wait_for_late(self):
     """Waits until no worker does anything any more."""
@@ -77,7 +74,7 @@ class _TestCase(parameterized.TestCase):
 
 class SyncEngineTest(_TestCase):
   @parameterized.parameters(False, True)
-  def test_late_microbatch_of_a_lost_worker(self, returns):
+  def test_late_share_of_a_lost_worker(self, returns):
     """Checks that it returns to the queue of a step that is already complete."""
     engine = self._engine(3, backup_workers=1)
     self.liveness.is_complete = lambda: returns
@@ -102,7 +99,7 @@ class SyncEngineTest(_TestCase):
     self.assertEqual(engine.report()['dropped'], 6)
 
   @pytest.mark.smoke
-  def test_lost_microbatch_does_not_wait_for_a_slow_worker(self):
+  def test_lost_share_does_not_wait_for_a_slow_worker(self):
     """Whoever is free takes it: two of three count."""
     engine = self._engine(3, backup_workers=1)
     self.liveness.is_complete = lambda: False
@@ -127,7 +124,7 @@ class SyncEngineTest(_TestCase):
 
 
 class LateTest(_TestCase):
-  """Worker 2 is at its first microbatch until it `may_end`."""
+  """Worker 2 is at its first share until it `may_end`."""
 
   def setUp(self):
     super().setUp()
@@ -165,38 +162,22 @@ class LateTest(_TestCase):
 class _ReadingEngine(_Engine):
   """Reads numbers; `applied` has those of each step."""
 
-  def before(self, worker):
-    """Called before a worker reads."""
-
-  def microbatch_function(self, step, layout):
-    def function(worker, handle, slots):
-      self.before(worker)
-      slots.number = self._read(handle, layout)
-      self.compute(worker, slots.number)
-
-    function.layout = types.SimpleNamespace(key='', specs={})
-    return function, worker_function.Discovery(None, ())
-
-  def function(self, step, layout):
-    """Returns the function of a step that computes each element by itself."""
-
-    def function(worker, handle):
-      return worker, self._read(handle, layout)
-
-    return function, worker_function.Discovery(None, ())
-
-  def _read(self, handle, layout):
-    *_, number = tf.raw_ops.IteratorGetNext(
-      iterator=handle, **input._numbered(layout.structure)
+  def _run(self, worker, handle, slots, layout):
+    [number] = tf.raw_ops.IteratorGetNext(
+      iterator=handle, **input._types(layout.structure)
     )
-    return int(number)
+    if slots is not None:  # In training.
+      slots.number = int(number)
+      try:
+        self.compute(worker, slots.number)
+      except tf.errors.OpError:
+        self.lost_slots = slots
+        raise
+    return worker, int(number)
 
-  def _apply_function(self, step, chosen):
-    def apply(slots):
-      self.applied.append([each.number for each in slots])
-      return tf.zeros([0], tf.float64)
-
-    return apply
+  def _apply(self, slots):
+    self.applied.append([each.number for each in slots])
+    return super()._apply(slots)
 
 
 class ReadTest(_TestCase):
@@ -235,11 +216,14 @@ class ReadTest(_TestCase):
         raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
     engine, source = self._reading_engine(compute, (4, 3, 1))
-    engine.train(_STEP, input.Elements(source, 4))
+    for _ in range(4):
+      engine.train(_STEP, source)
     self.assertTrue(self.is_dead)
     self.assertEqual(engine.applied, [[0, 10, 20], [1, 11], [2, 12], [3]])
     self.assertEqual(source.position, (4, 3, 1))
     self.assertEqual(engine.report()['dropped'], 0)
+    # The worker may still write into them.
+    self.assertNotIn(engine.lost_slots, engine._free_slots[''])
 
   def test_late_worker_goes_on_where_the_others_are(self):
     seen, has_begun, is_applied = [], threading.Event(), threading.Event()
@@ -255,13 +239,14 @@ class ReadTest(_TestCase):
         has_begun.wait(_DEADLINE_SECONDS)
 
     engine, source = self._reading_engine(compute, (5, 5, 5), backup_workers=1)
-    engine.train(_STEP, input.Elements(source, 3))
+    for _ in range(3):
+      engine.train(_STEP, source)
     self.assertEqual(engine.applied, [[0, 10], [1, 11], [2, 12]])
     self.is_late.set()
     engine.drain()
-    engine.train(_STEP, input.Elements(source, 1))
+    engine.train(_STEP, source)
     is_applied.set()
-    engine.train(_STEP, input.Elements(source, 1))
+    engine.train(_STEP, source)
     engine.drain()
     self.assertLen(engine.applied, 5)
     self.assertEqual(engine.applied[3], [13, 23])
@@ -283,7 +268,7 @@ class ReadTest(_TestCase):
       has_begun.wait(_DEADLINE_SECONDS)
 
     engine, source = self._reading_engine(compute, (4, 4, 4), backup_workers=1)
-    engine.train(_STEP, input.Elements(source, 1))
+    engine.train(_STEP, source)
     step, tested = step_task.Step(run=None), splits.Source(source.dataset)
     rounds = []
     for number in range(4):

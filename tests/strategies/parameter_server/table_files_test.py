@@ -96,10 +96,10 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     tables = table_files.tables_among(named)
     return self.store.save({}, {}, lambda d: self.files.save(d, tables))
 
-  def restore(self, named, **options):
+  def restore(self, named):
     found = self.store.open(self.store.paths()[-1])
     tables = table_files.tables_among(named)
-    self.files.restore(found.path, found.arrays, tables, **options)
+    self.files.restore(found.path, found.arrays, tables)
 
   def assert_state(self, named, expected):
     self.assertEqual(set(named), set(expected))
@@ -199,14 +199,10 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(largest, {'write': most, 'read': most})
 
   @parameterized.parameters(*_KINDS)
-  def test_only_what_was_lost_is_restored(self, kind):
+  def test_what_was_lost_is_restored_with_the_rest(self, kind):
     state = _STATES[kind]
     named = self.make(kind, 2, state)
     self.save(named)
-    mine = np.repeat([False, True], 100)
-    if kind == 'row_table':
-      ids = named['table/ids']
-      mine = ids.table.owner(tf.constant(ids.numpy())).numpy() == 1
     others = {
       name: value if 'ids' in name else value * 0 + 9
       for name, value in state.items()
@@ -218,12 +214,10 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
       errors.DataError, 'lost with parameter server 1'
     ):
       self.save(named)
-    self.restore(named, only_lost=True)
+    self.restore(named)
     self.assertFalse(self.shards(named)[1].is_lost)
     for name, value in state.items():
-      is_mine = mine if value.ndim == 1 else mine[:, None]
-      expected = np.where(is_mine, value, others[name])
-      self.assertAllEqual(named[name].numpy(), expected)
+      self.assertAllEqual(named[name].numpy(), value)
 
   @parameterized.parameters(*_KINDS)
   def test_a_shard_that_could_not_be_read_stays_lost(self, kind):
@@ -235,7 +229,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     os.remove(os.path.join(path, table.files()[-2]))
     tables = table_files.tables_among(named)
     with self.assertRaises(errors.DataError):
-      self.files.restore(path, found.arrays, tables, only_lost=True)
+      self.files.restore(path, found.arrays, tables)
     self.assertTrue(self.shards(named)[1].is_lost)
 
   @parameterized.parameters((), (0, 1, 2))

@@ -1,21 +1,21 @@
-"""A traced step makes of variables what the same step makes of plain ones."""
+"""A step on servers makes of variables what the same step makes of plain ones."""
 
+import functools
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers, step_programs
-from tf_strategies import errors
-from tf_strategies.strategies.parameter_server import (
-  batch_message,
-  journal,
-  traced_step,
-)
+from tf_strategies.strategies.parameter_server import traced_step
+
+SPEC = step_programs.SPEC
 
 
 def _concrete(function):
-  return tf.function(function).get_concrete_function(step_programs.SPEC)
+  return tf.function(function).get_concrete_function(SPEC)
 
 
 def _compiled(function):
@@ -30,17 +30,15 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    self.journal = journal.Journal(2, 2)
 
-  def trace(self, program, variables, *specs):
-    return step_programs.Step(
-      program, variables, self.journal, *(specs or [step_programs.SPEC])
-    )
+  def trace(self, program, variables, *specs, **options):
+    return step_programs.Step(program, variables, *(specs or [SPEC]), **options)
 
   @parameterized.named_parameters(
     *[(p.__name__, p) for p in step_programs.PROGRAMS]
   )
   def test_programs_do_what_they_do_with_plain_variables(self, program):
+    """Checks also that a worker, which may be lost, writes nothing."""
     values = ([1.0, 2.0, 3.0], [-0.5, 0.25, 4.0])
     plain = [tf.Variable(v) for v in values]
     ours = [local_servers.variable(i, v) for i, v in enumerate(values)]
@@ -48,18 +46,12 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     step = self.trace(program, ours)
     for k in range(3):
       x = tf.constant([0.5, 1.5, -0.25]) * (k + 1)
+      before = [v.numpy() for v in ours]
+      step.compute(x)
+      self.assertAllEqual(before, [v.numpy() for v in ours])
       self.assertAllClose(expected_step(*plain, x), step(x), 1e-6, 1e-6)
       for want, got in zip(plain, ours, strict=True):
         self.assertAllClose(want, got, 1e-6, 1e-6)
-    self.assertEqual(
-      self.journal.done(batch_message.TASKS, step_programs.KEY), 3
-    )
-    self.assertEqual(
-      self.journal.done(batch_message.TASKS, step_programs.KEY + 1), 0
-    )
-    self.assertEqual(
-      self.journal.done(batch_message.SPLITS, step_programs.KEY), 0
-    )
 
   @parameterized.parameters(tf.int64, tf.int32, tf.float64, tf.bfloat16)
   def test_counters_of_other_types(self, dtype):
@@ -74,50 +66,54 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual([step(tf.ones([3])) for _ in range(3)], [7, 11, 15])
     self.assertEqual(int(counter.numpy()), 15)
 
-  @parameterized.parameters(('sum',), ('assigned_sum',), ('overwrite',))
-  def test_sums_do_not_overwrite_what_others_add(self, kind):
+  @parameterized.named_parameters(
+    ('sum', lambda a, x: a.assign_add(x), True),
+    ('assigned_sum', lambda a, x: a.assign(a + x), True),
+    ('difference', lambda a, x: a.assign(a - -x), True),
+    ('rows', lambda a, x: a.scatter_add(tf.IndexedSlices(x, [0, 1, 2])), True),
+    (
+      'branch',
+      lambda a, x: tf.cond(x[0] > 0, lambda: a.assign(a + x), lambda: x),
+      True,
+    ),
+    ('overwrite', lambda a, x: a.assign(a * 1.0 + x), False),
+    (
+      'sum_and_overwrite',
+      lambda a, x: (a.assign_add(x), a.assign(a * 1.0)),
+      False,
+    ),
+  )
+  def test_sums_do_not_overwrite_what_others_add(self, write, is_kept):
     a = local_servers.variable(0, [0.0, 0.0, 0.0])
 
     def program(a, x):
-      token = yield a.read_value()
-      with tf.control_dependencies([token]):
-        x = tf.identity(x)
-      if kind == 'sum':
-        a.assign_add(x)
-      elif kind == 'assigned_sum':
-        a.assign(a + x)
-      else:
-        a.assign(a * 1.0 + x)
+      write(a, x)
       return a.read_value()
 
-    def other():
-      a.assign_add([10.0, 20.0, 30.0])
-
-    step = self.trace(step_programs.between(program, other), [a])
+    step = self.trace(program, [a])
+    computed = step.compute(tf.ones([3]))
+    a.assign_add([10.0, 20.0, 30.0])
     # What the step sees is what there was when it began, and its own.
-    self.assertAllEqual(step(tf.ones([3])), [1.0, 1.0, 1.0])
-    expected = [1.0] * 3 if kind == 'overwrite' else [11.0, 21.0, 31.0]
-    self.assertAllEqual(a, expected)
+    self.assertAllEqual(step.apply(computed), [1.0, 1.0, 1.0])
+    self.assertAllEqual(a, [11.0, 21.0, 31.0] if is_kept else [1.0] * 3)
 
-  def test_sums_in_a_branch_do_not_overwrite_what_others_add(self):
-    a = local_servers.variable(0, [0.0, 0.0, 0.0])
+  @pytest.mark.smoke
+  def test_one_function_in_two_steps(self):
+    """Checks that each step calls it with its own copies."""
+    a, b = (local_servers.variable(i, [1.0, 2.0, 3.0]) for i in range(2))
 
-    def other():
-      a.assign_add([10.0, 20.0, 30.0])
+    @tf.function
+    def add(x):
+      a.assign_add(x)
+      return a * b
 
-    def program(a, x):
-      def branch():
-        old = a.read_value()
-        with tf.control_dependencies([old]):
-          acted = tf.numpy_function(other, [], [])
-        with tf.control_dependencies([acted]):
-          a.assign(old + tf.identity(x))
-        return a.read_value()
-
-      return tf.cond(x[0] > 0.0, branch, lambda: x)
-
-    self.trace(program, [a])(tf.ones([3]))
-    self.assertAllEqual(a, [11.0, 21.0, 31.0])
+    for scale in (1.0, 2.0):
+      step = self.trace(lambda a, b, x, s=scale: add(s * x), [a, b])
+      for _ in range(2):
+        before = a.numpy()
+        found = step(tf.ones([3]))
+        self.assertAllEqual(a, before + scale)
+        self.assertAllEqual(found, a * b)
 
   def test_functions_that_have_their_graph_read(self):
     a = local_servers.variable(0, [1.0, 2.0, 3.0])
@@ -133,130 +129,49 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(step(tf.constant([1.0, 10.0, 0.5])), 22.5)
     self.assertAllEqual(a, [0.0, -8.0, 2.5])
 
-  @parameterized.parameters(
-    ('writes', lambda a, saved, add, scale, x: add(x)),
-    ('writes', lambda a, saved, add, scale, x: _in_branch(add, x)),
-    ('writes', lambda a, saved, add, scale, x: _compiled(a.assign_add)(x)),
-    ('writes', lambda a, saved, add, scale, x: saved.add(x)),
-    ('reads', lambda a, saved, add, scale, x: [a.assign_add(x), scale(x)][1]),
-    ('reads', lambda a, saved, add, scale, x: [a.assign(x), scale(x)][1]),
+  @parameterized.named_parameters(
+    ('writes', lambda a, add, scale, x: add(x)),
+    ('writes_in_branch', lambda a, add, scale, x: _in_branch(add, x)),
+    ('compiled', lambda a, add, scale, x: _compiled(a.assign_add)(x)),
+    ('reads_sum', lambda a, add, scale, x: (a.assign_add(x), scale(x))[1]),
+    ('reads_value', lambda a, add, scale, x: (a.assign(x), scale(x))[1]),
+    ('both', lambda a, add, scale, x: (add(x), scale(x), add(x), scale(x))[3]),
   )
-  def test_functions_that_have_their_graph_and_write_are_refused(
-    self, does, call
-  ):
-    a = local_servers.variable(0, [1.0, 2.0, 3.0])
-    add = _concrete(lambda x: a.assign_add(x) * 1.0)
-    scale = _concrete(lambda x: a * x)
+  def test_functions_that_have_their_graph_write(self, call):
+    def step(a, x):
+      add = _concrete(lambda x: a.assign_add(x) * 1.0)
+      scale = _concrete(lambda x: a * x)
+      return lambda x: call(a, add, scale, x)
+
+    x = tf.constant([1.0, -2.0, 0.5])
+    plain, ours = (
+      tf.Variable([1.0, 2.0, 3.0]),
+      local_servers.variable(0, [1.0, 2.0, 3.0]),
+    )
+    expected, mine = step(plain, x), step(ours, x)
+    traced = self.trace(lambda a, x: mine(x), [ours])
+    for _ in range(2):
+      self.assertAllClose(traced(x), tf.function(expected)(x))
+      self.assertAllClose(ours, plain)
+
+  @parameterized.parameters(True, False)
+  def test_loaded_functions_that_write(self, in_branch):
     module = tf.Module()
     module.total = tf.Variable([0.0, 0.0, 0.0])
-    module.add = tf.function(
-      lambda x: module.total.assign_add(x), [step_programs.SPEC]
-    )
+    module.add = tf.function(lambda x: module.total.assign_add(x), [SPEC])
     path = self.create_tempdir().full_path
     tf.saved_model.save(module, path)
-    saved = tf.saved_model.load(path)
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, f'which {does}.*call the tf.function'
-    ):
-      self.trace(lambda a, x: call(a, saved, add, scale, x), [a])(tf.ones([3]))
-    self.assertAllEqual(a, [1.0, 2.0, 3.0])
-    self.assertAllEqual(saved.total, [0.0, 0.0, 0.0])
+    with local_servers.scope():
+      saved = tf.saved_model.load(path)
 
-  @pytest.mark.smoke
-  def test_a_step_reads_one_state(self):
-    a, b = (local_servers.variable(i, [1.0, 1.0, 1.0]) for i in range(2))
+    def program(total, x):
+      found = _in_branch(saved.add, x) if in_branch else saved.add(x)
+      return found + 10.0 * total
 
-    def program(a, b, x):
-      first = tf.identity(a)
-      # Both have been fetched when the other one writes.
-      token = yield first + b
-      with tf.control_dependencies([token]):
-        return first + 10.0 * a + 100.0 * b
-
-    def other():
-      a.assign([7.0, 7.0, 7.0])
-      b.assign([7.0, 7.0, 7.0])
-
-    step = self.trace(step_programs.between(program, other), [a, b])
-    self.assertAllEqual(step(tf.ones([3])), [111.0] * 3)
-
-  @parameterized.product(
-    where=('step', 'branch', 'loop', 'branch_in_loop'), is_small=(True, False)
-  )
-  def test_what_a_branch_or_loop_writes_is_read_once(self, where, is_small):
-    """Checks the scale of a loss, which others change during the step."""
-    size = 3 if is_small else 30_000
-    a, b = (local_servers.variable(i, [1.0] * size) for i in range(2))
-
-    def other():
-      a.assign(a * 7.0)
-      return np.float32(0.0)
-
-    def scaled(a, b, x):
-      with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(x) * a[0]
-      gradient = tape.gradient(loss, a)[0]
-      with tf.control_dependencies([loss, gradient]):
-        zero = tf.reshape(tf.numpy_function(other, [], tf.float32), [])
-
-      def unscaled():
-        with tf.GradientTape() as tape:
-          ratio = (loss + zero) / a[0]
-        # The product is -ratio, since the same value divided `loss`.
-        ratio -= tape.gradient(ratio, a)[0] * (a[0] + zero)
-        a.assign(a * 2.0)
-        return ratio + gradient
-
-      found = tf.cond(zero < 1.0, unscaled, lambda: 0.0)
-      b.assign_add(tf.fill([size], found))
-      return found
-
-    def program(a, b, x):
-      if where == 'step':
-        return scaled(a, b, x)
-      if where == 'branch':
-        return tf.cond(x[0] > 0.0, lambda: scaled(a, b, x), lambda: 0.0)
-
-      def body(i, total):
-        if where == 'loop':
-          return i + 1, total + scaled(a, b, x)
-        found = tf.cond(x[0] > 0.0, lambda: scaled(a, b, x), lambda: 0.0)
-        return i + 1, total + found
-
-      return tf.while_loop(lambda i, _: i < 3, body, [0, 0.0])[1]
-
-    rounds = 3 if 'loop' in where else 1
-    found = self.trace(program, [a, b])(tf.ones([3]))
-    # 3 rows by one scale each: 3 + 3, and the gradient of 3.
-    self.assertAllClose(found, 9.0 * rounds)
-    self.assertAllClose(b, [1.0 + 9.0 * rounds] * size)
-    # Each round sees what the one before has written.
-    self.assertAllClose(a, [2.0**rounds] * size)
-
-  def test_an_update_that_waits_is_not_done_within_another_one(self):
-    begun = []
-
-    def program(a, b, x):
-      def first():
-        begun.append('first')
-        a.assign_add(x)
-
-      def second():
-        begun.append('second')
-        b.assign(b.read_value() + x)
-        begun.append('end of second')
-
-      step = traced_step.current()
-      begun.clear()
-      with step.merging():
-        step.update(a, first, [x], waits=True)
-        step.update(b, second, [x], waits=False)
-      return x
-
-    a, b = (local_servers.variable(i, [1.0, 2.0, 3.0]) for i in range(2))
-    self.trace(program, [a, b])(tf.ones([3]))
-    self.assertEqual(begun, ['first', 'second', 'end of second'])
-    self.assertAllEqual([a, b], [[2.0, 3.0, 4.0]] * 2)
+    step = self.trace(program, [saved.total])
+    for k in range(1, 3):
+      self.assertAllEqual(step(tf.ones([3])), [11.0 * k] * 3)
+      self.assertAllEqual(saved.total, [1.0 * k] * 3)
 
   def test_an_error_in_the_program_ends_the_step(self):
     def program(a, x):
@@ -265,6 +180,197 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(ZeroDivisionError, 'in the program'):
       self.trace(program, [local_servers.variable(0, [1.0])])
     self.assertIsNone(traced_step.current())
+
+
+def _read(table, x):
+  return table * x[0]
+
+
+def _look_up(table, x):
+  return tf.gather(table, [4, 1, 1]) + x[0]
+
+
+def _assign(table, x):
+  table.assign(2.0 * table + x[0])
+  return table[1:3]
+
+
+def _add(table, x):
+  table.assign_add(tf.ones_like(table) * x[0])
+  table.assign_sub(tf.reduce_sum(table) * tf.ones_like(table))
+  return tf.gather(table, [0, 4])
+
+
+def _scatter(table, x):
+  rows = tf.IndexedSlices(tf.reshape(x[:2], [1, 2]), [3])
+  table.scatter_add(rows)
+  before = tf.gather(table, [3, 0])
+  table.scatter_update(tf.IndexedSlices(before, [0, 2]))
+  return before
+
+
+def _scatter_in_loop(table, x):
+  def body(i):
+    table.scatter_sub(tf.IndexedSlices(tf.gather(table, [i]) * x[0], [i + 1]))
+    return i + 1
+
+  tf.while_loop(lambda i: i < 4, body, [0], parallel_iterations=1)
+  return tf.gather(table, [4])
+
+
+def _gradient(table, x):
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(tf.gather(table, [1, 1, 4]) ** 2 * x[0])
+  table.assign_sub(tf.convert_to_tensor(tape.gradient(loss, table)))
+  return loss
+
+
+class PartitionedTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    (p.__name__[1:], p)
+    for p in (
+      *(_read, _look_up, _assign, _add),
+      *(_scatter, _scatter_in_loop, _gradient),
+    )
+  )
+  def test_programs_do_what_they_do_with_plain_variables(self, program):
+    value = np.arange(10, dtype=np.float32).reshape(5, 2)
+    plain = tf.Variable(value)
+    expected = tf.function(program, autograph=False)
+    with local_servers.on_local_devices():
+      ours = local_servers.partitioned_variable(value, 2)
+      step = step_programs.Step(program, [ours], SPEC)
+      for _ in range(2):
+        x = tf.constant([0.5, 1.5, -0.25])
+        self.assertAllClose(step(x), expected(plain, x))
+        self.assertAllClose(ours, plain)
+    copied = [v.name for v in step.traced.copied]
+    self.assertEqual(copied, [ours.name] * (program is not _look_up))
+
+
+def _loss(a, x):
+  with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(a * a * x)
+  return loss, [tape.gradient(loss, a)]
+
+
+def _applied(a, b, optimizer, x):
+  loss, gradients = _loss(a, x)
+  b.assign_add(a * 1.0)
+  optimizer.apply(gradients, [a])
+  return loss
+
+
+def _applied_twice(a, b, optimizer, x):
+  # Both gradients are of the value before.
+  (loss, gradients), (_, others) = _loss(a, x), _loss(b, x)
+  optimizer.apply([*gradients, *others], [a, b])
+  return loss
+
+
+def _none(a, b, optimizer, x):
+  loss, gradients = _loss(a, x)
+  optimizer.apply([*gradients, None], [a, b])
+  return loss
+
+
+def _in_a_branch(a, b, optimizer, x):
+  loss, gradients = _loss(a, x)
+  tf.cond(
+    loss > 3.0,
+    lambda: [optimizer.apply(gradients, [a]), 1][1],
+    lambda: [b.assign_add(x), 1][1],
+  )
+  return loss
+
+
+def _in_a_loop(a, b, optimizer, x):
+  def body(i):
+    optimizer.apply(_loss(a, x)[1], [a])
+    return i + 1
+
+  tf.while_loop(lambda i: i < 3, body, [0], parallel_iterations=1)
+  return a * b
+
+
+def _read_after(a, b, optimizer, x):
+  loss, gradients = _loss(a, x)
+  optimizer.apply(gradients, [a])
+  b.assign(a * 2.0)
+  return loss + tf.cast(optimizer.iterations, tf.float32)
+
+
+def _written_after(a, b, optimizer, x):
+  loss, gradients = _loss(a, x)
+  optimizer.apply(gradients, [a])
+  a.assign_add(x)
+  return loss
+
+
+def _written_before(a, b, optimizer, x):
+  a.assign_add(x)
+  loss, gradients = _loss(a, x)
+  optimizer.apply(gradients, [a])
+  return loss
+
+
+class ApplyTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('noted', _applied, True),
+    ('of_two', _applied_twice, True),
+    ('of_one_of_two', _none, True),
+    ('in_a_branch', _in_a_branch, False),
+    ('in_a_loop', _in_a_loop, False),
+    ('read_after', _read_after, False),
+    ('written_after', _written_after, False),
+    ('written_before', _written_before, False),
+  )
+  def test_optimizer(self, program, is_noted):
+    """Checks that the worker runs it where the step sees what it does."""
+    found = []
+    for scope in (tf.name_scope('plain'), local_servers.scope()):
+      with scope:
+        a, b = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([0.5, -1.0, 0.0])
+        optimizer = keras.optimizers.Adam(0.1)
+        optimizer.build([a, b])
+      variables = a, b, *optimizer.variables
+
+      def run(a, b, x, program=program, optimizer=optimizer):
+        return program(a, b, optimizer, x)
+
+      if not found:
+        step = functools.partial(tf.function(run, autograph=False), a, b)
+      else:
+        with local_servers.on_local_devices():
+          step = step_programs.Step(run, [a, b], SPEC, optimizers=(optimizer,))
+        self.assertLen(step.traced.calls, is_noted)
+      found.append([])
+      for k in (1.0, -0.5, 2.0):
+        result = step(k * tf.constant([1.0, 0.25, 0.5]))
+        values = [tf.cast(v, tf.float32).numpy() for v in variables]
+        found[-1].append([np.asarray(result), *values])
+    for want, got in zip(*found, strict=True):
+      self.assertAllClose(want, got, 1e-5, 1e-6)
+
+  def test_one_of_two_optimizers_is_noted(self):
+    with local_servers.scope():
+      a, b = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0, 1.0, 1.0])
+      first, second = (keras.optimizers.SGD(0.1) for _ in 'ab')
+      first.build([a]), second.build([b])
+
+    def program(a, b, x):
+      first.apply([x], [a])
+      second.apply([2.0 * x], [b])
+      return a + 0.0
+
+    with local_servers.on_local_devices():
+      step = step_programs.Step(
+        program, [a, b], SPEC, optimizers=(first, second)
+      )
+    self.assertEqual([o for o, *_ in step.traced.calls], [second])
+    self.assertAllClose(step(tf.ones([3])), [0.9, 1.9, 2.9])
+    self.assertAllClose([a, b], [[0.9, 1.9, 2.9], [0.8] * 3])
+    self.assertEqual([int(o.iterations) for o in (first, second)], [1, 1])
 
 
 if __name__ == '__main__':

@@ -16,19 +16,17 @@ _DEADLINE_SECONDS = fakes.DEADLINE_SECONDS
 class _Task(worker_pool.Task):
   """Calls functions, and counts how often it was run."""
 
-  steps_done = 0
-
   def __init__(
     self,
     run=lambda: None,
     begin=lambda: None,
-    survive=lambda: False,
+    lose=lambda: None,
     finish=lambda: None,
     has_work=lambda: True,
   ):
     self._run = run
     self._begin = begin
-    self._survive = survive
+    self._lose = lose
     self._finish = finish
     self._has_work = has_work
     self.runs = 0
@@ -43,8 +41,8 @@ class _Task(worker_pool.Task):
     self.runs += 1
     self._run()
 
-  def survive(self, worker):
-    return self._survive()
+  def lose(self, worker):
+    self._lose()
 
   def finish(self, worker):
     self._finish()
@@ -95,60 +93,36 @@ class PoolTest(parameterized.TestCase):
     pool.wait()
     self.assertEqual((late.runs, after.runs), (1, 1))
 
-  @parameterized.parameters((0, 3), (1, 7))
-  def test_third_worker_that_a_step_loses(self, advances, lost):
-    """Checks that the limit holds for a step, not for a group that makes progress."""
-    pool = self._pool(1)
+  def test_third_worker_that_a_step_loses(self):
+    pool, losses = self._pool(1), []
 
     def die():
-      if task.runs <= 7:
-        self.liveness.dead_workers.add(0)
-        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+      self.liveness.dead_workers.add(0)
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
-    losses = []
-
-    def survive():
-      losses.append(task.steps_done)
-      task.steps_done += advances
-      return False
-
-    task = _Task(die, survive=survive)
-    pool.submit(task)
-    if advances:
+    pool.submit(_Task(die, lose=lambda: losses.append(True)))
+    with self.assertRaisesRegex(errors.WorkerUnavailableError, 'the third'):
       pool.wait()
-    else:
-      with self.assertRaisesRegex(errors.WorkerUnavailableError, 'the third'):
-        pool.wait()
-    self.assertLen(losses, lost)
+    self.assertLen(losses, 3)
 
-  def test_what_the_death_of_a_server_ended_goes_on(self):
-    """Checks that tasks go on in order and before new ones; done ones only finish."""
+  def test_what_the_death_of_a_server_ended_is_dropped(self):
+    """Checks that only what is submitted again is done."""
     pool, order = self._pool(1, max_waiting=4), []
 
     def die():
       order.append('dies')
-      if len(order) == 1:
-        self.liveness.dead_servers.add(0)
-        raise tf.errors.UnavailableError(None, None, 'the server is gone')
+      self.liveness.dead_servers.add(0)
+      raise tf.errors.UnavailableError(None, None, 'the server is gone')
 
-    tasks = [_Task(die), *(_Task(lambda i=i: order.append(i)) for i in (1, 2))]
-    for task in tasks:
-      pool.submit(task)
+    for run in (die, lambda: order.append('waited')):
+      pool.submit(_Task(run))
     with self.assertRaises(errors.ParameterServerUnavailableError):
       pool.wait()
     self.liveness.dead_servers.clear()
     pool.forget()
-    interrupted = pool.interrupted()
-    self.assertEqual(interrupted, tasks)
-    self.assertEqual(pool.interrupted(), [])
-    finished = []
-    tasks[1].finish = finished.append
-    with pool.lock:
-      pool.go_on([tasks[0], tasks[2]], [tasks[1]])
-      pool.submit(_Task(lambda: order.append('new')))
+    pool.submit(_Task(lambda: order.append('new')))
     pool.wait()
-    self.assertEqual(order, ['dies', 'dies', 2, 'new'])
-    self.assertEqual(finished, [0])
+    self.assertEqual(order, ['dies', 'new'])
 
   def test_broken_connection_is_tried_again(self):
     pool, failures = self._pool(1), [1, 1]
@@ -164,7 +138,7 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual(task.runs, 3)
 
   @parameterized.product(
-    where=['run', 'begin', 'survive', 'finish', 'has_work'],
+    where=['run', 'begin', 'lose', 'finish', 'has_work'],
     kind=[SystemExit, KeyboardInterrupt, ValueError, errors.DataError],
   )
   def test_any_exception_in_a_workers_thread_ends_the_task(self, where, kind):
@@ -178,7 +152,7 @@ class PoolTest(parameterized.TestCase):
       raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
     hooks = {where: fail}
-    if where == 'survive':
+    if where == 'lose':
       hooks['run'] = lose_worker
     pool.submit(_Task(**hooks))
     with self.assertRaisesRegex(kind, 'from the thread'):
@@ -189,26 +163,18 @@ class PoolTest(parameterized.TestCase):
     pool.wait()
     self.assertEqual(after.runs, 1)
 
-  @parameterized.parameters(True, False)
-  def test_worker_and_server_die_together(self, is_known_at_once):
-    """Checks the error: a dead server cannot tell the progress of the task."""
-
+  def test_worker_and_server_die_together(self):
     def lose_worker():
       self.liveness.dead_workers.add(0)
-      if is_known_at_once:
-        self.liveness.dead_servers.add(0)
-      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    def read_marker():
       self.liveness.dead_servers.add(0)
-      raise tf.errors.FailedPreconditionError(None, None, 'no such variable')
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
     def wait_for_worker():
       time.sleep(0.01)
       self.assertTrue(self.liveness.is_worker_alive(0))
 
     pool = self._pool(1)
-    pool.submit(_Task(lose_worker, survive=read_marker))
+    pool.submit(_Task(lose_worker))
     with self.assertRaisesRegex(
       errors.ParameterServerUnavailableError, 'ps 0 died'
     ):
@@ -282,26 +248,6 @@ class PoolTest(parameterized.TestCase):
     pool.close()
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'close'):
       pool.submit(_Task())
-
-  def test_failed_task_is_given_up_before_anybody_is_asked(self):
-    """A stopped worker may go on meanwhile, and write."""
-    pool, order = self._pool(2), []
-
-    def fail():
-      if task.runs == 1:
-        raise tf.errors.UnavailableError(None, None, 'Socket closed')
-
-    def is_worker_alive(worker):
-      order.append('asked')
-      return False
-
-    task = _Task(run=fail, survive=lambda: order.append('survived'))
-    task.give_up = lambda worker: order.append('given up')
-    self.liveness.is_worker_alive = is_worker_alive
-    pool.submit(task)
-    pool.wait()
-    self.assertEqual(order, ['given up', 'asked', 'survived'])
-    self.assertEqual(task.runs, 2)
 
 
 if __name__ == '__main__':

@@ -1,8 +1,7 @@
-"""Batches of a task as one tensor.
+"""A batch as one tensor.
 
-Each tensor that a task is given costs a call of its own, so a task is given one: a
-vector of strings. The first is a header, each of the others an array of a batch, as
-TensorFlow serializes tensors. So the batches of a task may differ in size.
+Each tensor that a worker is given costs a call of its own, so it is given one: a vector
+of strings, each of which is an array of the batch, as TensorFlow serializes tensors.
 """
 
 from __future__ import annotations
@@ -11,27 +10,24 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tf_strategies import errors, option_checks
 
-# What the journal counts the steps of: tasks, or splits of the data.
-TASKS, SPLITS = 0, 1
 # A serialized tensor of 2 GiB, with its shape, is too large for a protocol buffer.
 _MOST_BYTES = 2**31 - 2**16
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BatchLayout:
   """The contents of a batch message; equal layouts can use one traced function."""
 
   structure: Any  # Of a batch, with a `tf.TypeSpec` for each tensor.
-  steps: int
 
-  kind = TASKS
+  kind = 'sent'
   argument = tf.TensorSpec([None], tf.string)  # Of a traced function.
 
   @functools.cached_property
@@ -45,34 +41,16 @@ class Layout:
     """Equal for equal layouts."""
     specs = tuple((str(s.shape), s.dtype) for s in self.specs)
     kinds = tf.nest.map_structure(_kind, self.structure)
-    return self.kind, repr(kinds), specs, self.steps
+    return self.kind, repr(kinds), specs
 
-  def encode(
-    self,
-    task: int,
-    first: int,
-    batches: Sequence[Sequence[np.ndarray]],
-    token: int = 0,
-  ) -> np.ndarray:
-    """Returns the message of a task, as bytes objects."""
-    header = np.array([task, first, token], np.int64)
-    arrays = itertools.chain([header], *batches)
-    return np.array([_serialized(array) for array in arrays], object)
-
-  def first_step(self, argument: tf.Tensor) -> tf.Tensor:
-    """Returns the first step to do, int64."""
-    return _header(argument)[1]
-
-  def read(self, argument: tf.Tensor, step: tf.Tensor) -> Reading:
-    """Reads the batch and the header of a step from the message."""
-    task, _, token = tf.unstack(_header(argument))
+  def read(self, argument: tf.Tensor) -> Any:
+    """Returns the batch that a message has."""
     found = []
     for i, spec in enumerate(self.specs):
-      place = 1 + tf.cast(step, tf.int32) * len(self.specs) + i
-      tensor = tf.io.parse_tensor(argument[place], spec.dtype)
+      tensor = tf.io.parse_tensor(argument[i], spec.dtype)
       tensor.set_shape(spec.shape)
       found.append(tensor)
-    return Reading(pack(self.structure, found), task, step + 1, token)
+    return pack(self.structure, found)
 
 
 def _serialized(array: np.ndarray) -> bytes:
@@ -107,22 +85,6 @@ def _varint(number: int) -> bytes:
     parts.append(number & 0x7F | 0x80)
     number >>= 7
   return bytes([*parts, number])
-
-
-def _header(message: tf.Tensor) -> tf.Tensor:
-  """Returns the task, first step and token of a message, int64 [3]."""
-  header = tf.io.parse_tensor(message[0], tf.int64)
-  header.set_shape([3])
-  return header
-
-
-class Reading(NamedTuple):
-  """What a step takes from its message, or from the data that it reads."""
-
-  batch: Any
-  key: tf.Tensor  # Of the task or split,
-  done: tf.Tensor  # of which this is the step of that number.
-  token: tf.Tensor  # Of the worker, which must be valid when it writes.
 
 
 class Batch:
@@ -176,15 +138,14 @@ class Batch:
         for first, last in itertools.pairwise(starts)
       ]
 
-  def layout(self, steps: int) -> Layout:
-    """Returns the layout of a message of so many such batches."""
-    return Layout(self.structure, steps)
+  @functools.cached_property
+  def layout(self) -> BatchLayout:
+    """Returns the layout of its message."""
+    return BatchLayout(self.structure)
 
-
-def alike(batches: Sequence[Batch]) -> list[list[Batch]]:
-  """Groups successive batches of equal layouts."""
-  groups = itertools.groupby(batches, lambda b: b.layout(1).key)
-  return [list(group) for _, group in groups]
+  def message(self) -> np.ndarray:
+    """Returns the message, as bytes objects."""
+    return np.array([_serialized(array) for array in self.arrays], object)
 
 
 def pack(structure: Any, tensors: Sequence[Any]) -> Any:

@@ -218,6 +218,16 @@ class Liveness:
     error.server, error.address = server, address
     return error
 
+  def broken_update(self) -> errors.ParameterServerUnavailableError:
+    """Returns the error for an update that some servers may not have applied."""
+    error = errors.ParameterServerUnavailableError(
+      'a connection to parameter servers broke during an update. Expected that all of '
+      'it is applied. Fix: set checkpoint_dir, and training continues by itself from '
+      'the latest checkpoint; without it restart the coordinator.'
+    )
+    error.server, error.address = 0, self.address('ps', 0)
+    return error
+
   def wait_for_answers(self) -> None:
     """Waits while a task is silent that is not yet given up.
 

@@ -8,25 +8,25 @@ gradient reaches the variables.
 from __future__ import annotations
 
 import collections
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tf_strategies import errors
+import tensorflow as tf
+
 from tf_strategies.strategies.parameter_server import (
   batch_message,
-  input,
+  slots,
   splits,
   step_task,
-  worker_function,
+  traced_step,
   worker_pool,
 )
-from tf_strategies.strategies.parameter_server import journal as journal_lib
 
 Step = step_task.Step
-Work = Sequence[batch_message.Batch] | input.Elements
+# What a step is done on: a batch, or the next element of what workers read.
+Work = batch_message.Batch | splits.Source
 
 
 class Staleness:
@@ -58,46 +58,52 @@ class Staleness:
 
 
 class Engine:
-  """Runs steps; each worker applies its gradient as soon as it has it."""
+  """Runs steps; each is applied as soon as a worker has computed it.
+
+  Args:
+    pool: of the workers.
+    recovery: of the strategy.
+    in_replica: makes a function run in the strategy's replica context.
+  """
 
   def __init__(
     self,
     pool: worker_pool.WorkerPool,
-    journal: journal_lib.Journal,
     recovery,
+    in_replica: Callable[[Callable], Callable],
   ):
-    self.journal = journal
     self.staleness = Staleness()
     self.reports = step_task.Reports(pool, recovery.with_recovery)
-    self._pool = pool
+    # How often each worker was given up: then it has lost its iterators.
+    self.lives = collections.Counter()
+    self._pool, self._in_replica = pool, in_replica
     self._steps_done = 0
     self._dropped = 0
-    self._numbers = itertools.count(1)
-    # The traced functions of steps, and the data that workers read.
     self._lock = threading.RLock()
-    self._functions: dict[Any, Any] = {}
-    self._sources = weakref.WeakSet()
+    self._functions: dict[Any, Any] = {}  # That were traced.
+    # For workers' threads: who traces a function holds the other lock, and may wait
+    # for what they do.
+    self._slots_lock = threading.Lock()
+    self._free_slots: dict[str, list[slots.Slots]] = {}
+    self._sources = weakref.WeakSet()  # The data that workers read.
     recovery.on_restored = self.forget
-    recovery.steps_done = lambda: self._steps_done
 
   def begin(self, step: Step, work: Work) -> Any:
-    """Begins steps, or waits while too many run; returns the newest report."""
+    """Begins a step, or waits while too many run; returns the newest report."""
     return (self.train if step.trains else self.run)(step, work)
 
   def train(self, step: Step, work: Work) -> Any:
-    """Begins steps of training, as the mode does."""
+    """Begins a step of training, as the mode does."""
     return self.run(step, work)
 
   def run(self, step: Step, work: Work) -> Any:
-    """Begins steps, each on the first worker that is free."""
-    if isinstance(work, input.Elements):
-      self.note_source(work.source)
-      task = step_task.InputTask(self, step, work)
-      self._pool.submit(task)
+    """Begins a step, on the first worker that is free."""
+    if isinstance(work, splits.Source):
+      self.note_source(work)
+      data = step_task.Next(self, work)
     else:
-      for batches in batch_message.alike(work):
-        task = self._submit(step, batches)
-    return self.reports.of(task)
+      data = step_task.Sent(work)
+    return self.reports.of(self._submit(step_task.StepTask(self, step, data)))
 
   def read_round(
     self,
@@ -105,36 +111,37 @@ class Engine:
     source: splits.Source,
     is_result_wanted: bool = False,
     one_by_one: bool = False,
-  ) -> list[step_task.RoundTask]:
+  ) -> list[step_task.StepTask]:
     """Runs a step on an element of each split that has one; waits for all of them."""
     self.note_source(source)
     turn = splits.Round(source)
     tasks = [
-      step_task.RoundTask(self, step, turn, is_result_wanted)
+      step_task.StepTask(
+        self, step, step_task.OfRound(self, turn, False), is_result_wanted
+      )
       for _ in turn.elements
     ]
     for task in tasks:
-      self._pool.submit(task)
+      self._submit(task)
       if one_by_one:
         self.wait(lambda each=task: each.is_finished)
     self.wait(lambda: all(task.is_finished for task in tasks))
     turn.count()
     found = [task for task in tasks if task.steps]
-    return sorted(found, key=lambda task: task.split.index)
+    return sorted(found, key=lambda task: task.data.index)
 
   def note_source(self, source: splits.Source) -> None:
     """Workers read it, and may lose their splits of it."""
-    with self._lock:
+    with self._slots_lock:
       self._sources.add(source)
 
   def call(self, step: Step, batch: batch_message.Batch) -> step_task.StepTask:
     """Begins one step whose result is wanted (prediction)."""
-    return self._submit(step, [batch], is_result_wanted=True)
-
-  def _submit(self, step, batches, is_result_wanted=False):
-    task = step_task.StepTask(
-      self, next(self._numbers), step, batches, is_result_wanted
+    return self._submit(
+      step_task.StepTask(self, step, step_task.Sent(batch), True)
     )
+
+  def _submit(self, task):
     self._pool.submit(task)
     return task
 
@@ -153,9 +160,11 @@ class Engine:
     """Servers were restored: variables have new handles, workers lost splits."""
     with self._lock:
       self._functions.clear()
+    with self._slots_lock:
+      self._free_slots.clear()
     self.reports.forget(keeps_numbers=True)
     for worker in self._pool.workers:
-      self.lose_splits(worker)
+      self.lose(worker)
 
   def report(self) -> dict[str, Any]:
     """Counters of this engine."""
@@ -191,46 +200,91 @@ class Engine:
       away |= self._pool.late()
     return [w for w in self._pool.workers if w not in away]
 
-  def lose_splits(self, worker: int) -> None:
-    """The splits that a worker was reading go to others."""
-    with self._lock:
+  def lose(self, worker: int) -> None:
+    """Gives a worker up: the splits that it was reading go to others."""
+    self.lives[worker] += 1
+    with self._slots_lock:
       sources = list(self._sources)
     for source in sources:
       source.lose(worker)
 
-  def discover(self, step: Step, structure: Any) -> worker_function.Discovery:
-    """Finds the variables and results of a step on such batches."""
-    key = step, batch_message.Layout(structure, 1).key
-    discovery = self.cached(key, lambda: self._discover(step, structure))
-    if discovery.python is not None:
-      raise errors.UnsupportedOptionError(
-        f'tf.numpy_function or tf.py_function ({discovery.python!r}) in a step '
-        'on workers',
-        "TensorFlow's operations, since the function is in this process",
-        'call it in the tf.data pipeline, or write it with tf or keras.ops',
-      )
-    return discovery
+  def look(self, step: Step, layout: batch_message.BatchLayout) -> None:
+    """Traces a step on such batches, which may make variables."""
+    self.function(step, layout)
 
-  def function(self, step: Step, layout: batch_message.Layout):
-    """The function for batches of such messages or data, and its discovery."""
+  def function(
+    self, step: Step, layout: batch_message.BatchLayout
+  ) -> slots.WorkerFunction:
+    """Returns the function that computes a step on such batches."""
+    return self._cached(
+      (step, 'function', layout.key), lambda: self._function(step, layout)
+    )
 
-    def make():
-      discovery = self.discover(step, layout.structure)
-      return worker_function.WorkerFunction(
-        step.run, layout, discovery, self.journal
-      ), discovery
+  def _function(self, step, layout, shares_rows=False):
+    traced = traced_step.TracedStep(step.run, step.optimizers, layout.structure)
+    return slots.WorkerFunction(traced, layout, shares_rows)
 
-    return self.cached((step, 'function', layout.key), make)
+  def applies(self, task: step_task.StepTask) -> slots.ApplyFunction | None:
+    """Returns what applies a task by itself."""
+    return self.apply_function(task.step, task.function)
 
-  def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+  def apply_function(
+    self,
+    step: Step,
+    function: slots.WorkerFunction,
+    count: int = 1,
+    powers=None,
+  ) -> slots.ApplyFunction | None:
+    """Returns what applies the slots of some tasks of a step; None without slots."""
+    if function.layout.is_empty:
+      return None
+    return self._cached(
+      (step, 'apply', function.layout.key, count),
+      lambda: slots.ApplyFunction(
+        step, function.traced, function.layout, count, powers, self._in_replica
+      ),
+    )
+
+  def apply(
+    self, function: slots.ApplyFunction, tasks: Sequence[step_task.StepTask]
+  ) -> Any:
+    """Applies what tasks have computed; returns the numbers of the step.
+
+    Raises:
+      ParameterServerUnavailableError: it is not known whether all was applied.
+    """
+    try:
+      numbers = function([task.slots for task in tasks])
+    except tf.errors.OpError as e:
+      self._pool.check_update(e)
+      raise
+    for task in tasks:
+      self.release(task)
+    return numbers
+
+  def take_slots(self, layout: slots.SlotLayout) -> slots.Slots | None:
+    """Returns slots that nobody writes into; None if there is nothing to write."""
+    if layout.is_empty:
+      return None
+    with self._slots_lock:
+      free = self._free_slots.get(layout.key)
+      if free:
+        return free.pop()
+    return slots.Slots(layout.specs)
+
+  def release(self, task: step_task.StepTask) -> None:
+    """The slots of a task can be used again, if its servers have them still."""
+    with self._slots_lock:
+      if task.attempt == self._pool.attempt:
+        key = task.function.layout.key
+        self._free_slots.setdefault(key, []).append(task.slots)
+
+  def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
     """Returns the cached value of a key, or makes it. A restore empties the cache."""
     with self._lock:
       if key not in self._functions:
         self._functions[key] = make()
       return self._functions[key]
-
-  def _discover(self, step, structure):
-    return worker_function.discover(step.run, structure)
 
 
 class BoundedEngine(Engine):

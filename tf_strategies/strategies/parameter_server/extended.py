@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, MutableMapping
@@ -15,7 +14,6 @@ from absl import logging
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras import optimizer_checks, row_updates
 from tf_strategies.strategies.parameter_server import (
-  packing,
   partitioned,
   server_table,
   traced_step,
@@ -66,90 +64,17 @@ class Placement:
 
 
 class ReplicaContext(_tf_internal.OneDeviceContext):
-  """The context of the one replica that a worker is; sends its gradients."""
+  """The context of the one replica that a worker is."""
 
   def all_reduce(self, reduce_op, value, options=None):
     """The value itself: each worker is the only replica of its step."""
     del reduce_op, options
-    step = traced_step.current()
-    if step is not None and step.is_share and self.strategy.shares_batches:
-      _refuse_all_reduce()
+    trace = traced_step.current()
+    if trace is not None:
+      trace.reduces = True
     return tf.nest.map_structure(
       lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v), value
     )
-
-  def _merge_call(self, merge_fn, args, kwargs):
-    step = traced_step.current()
-    if step is None:
-      return super()._merge_call(merge_fn, args, kwargs)
-    if not step.is_nested():
-      others = [a for a in args if isinstance(a, tf.Tensor)]
-      args = tuple(
-        _send_gradients(a, others, step) if _are_gradients(a) else a
-        for a in args
-      )
-    with step.merging():
-      return super()._merge_call(merge_fn, args, kwargs)
-
-
-def _refuse_all_reduce():
-  optimizer = _keras_internal.applying_optimizer()
-  if optimizer is not None:
-    raise errors.UnsupportedOptionError(
-      f"{type(optimizer).__name__} {optimizer.name!r} in a step of mode='sync' "
-      'that does not know it',
-      'all optimizers that the step applies',
-      'pass it to strategy.step too: strategy.step(fn, [first, second])',
-    )
-  raise errors.UnsupportedOptionError(
-    "an all-reduce in a step of mode='sync', such as "
-    'BatchNormalization(synchronized=True),',
-    'layers that need only their own microbatch',
-    "use synchronized=False, or mode='async'",
-  )
-
-
-def _are_gradients(value) -> bool:
-  """Returns whether this is a list of (gradient, variable on servers)."""
-  return (
-    isinstance(value, list)
-    and len(value) > 0
-    and all(
-      isinstance(pair, tuple)
-      and len(pair) == 2
-      and isinstance(
-        pair[1], variables.ServerVariable | partitioned.PartitionedVariable
-      )
-      for pair in value
-    )
-  )
-
-
-def _send_gradients(pairs, others, step):
-  """The same pairs; the small dense gradients have copies on their servers."""
-  result = list(pairs)
-  dense = [
-    i
-    for i, (g, _) in enumerate(pairs)
-    # The gradient of a variable in parts goes to several servers.
-    if tf.is_tensor(g)
-    and not isinstance(g, tf.IndexedSlices)
-    and isinstance(pairs[i][1], variables.ServerVariable)
-  ]
-  devices = {
-    part.server: part.device
-    for _, variable in pairs
-    for part in getattr(variable, 'parts', [variable])
-  }
-  for server, device in sorted(devices.items()):
-    group = [i for i in dense if pairs[i][1].server == server]
-    tensors = [tf.reshape(pairs[i][0], pairs[i][1].shape) for i in group]
-    for i, tensor in zip(group, tensors, strict=True):
-      result[i] = (tensor, pairs[i][1])
-    # With the gradients travels what their updates read besides.
-    inputs = others + step.update_inputs() + step.held_of(server)
-    step.copies.send(tensors + inputs, server, device)
-  return result
 
 
 class ParameterServerExtended(_tf_internal.ParameterServerExtended):
@@ -322,14 +247,14 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       return fn(*args, **kwargs)
 
   def _update(self, var, fn, args, kwargs, group):
+    if traced_step.current() is not None:
+      # On the copies that the worker has.
+      with _tf_internal.UpdateContext(None):
+        return fn(var, *args, **kwargs)
     if args and isinstance(args[0], tf.IndexedSlices):
-      # On the worker, before they are sent.
-      optimizer = _keras_internal.optimizer_of(fn)
-      if traced_step.current() and row_updates.takes_sums(optimizer):
-        args = (row_updates.summed(args[0]), *args[1:])
       fn = row_updates.by_rows(fn)
     if not isinstance(var, partitioned.PartitionedVariable):
-      return self._update_on_server(var, var, fn, args, kwargs, group)
+      return _update_on_server(var.device, var, fn, args, kwargs)
     optimizer_checks.check_partitioned_update(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
@@ -339,39 +264,13 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     for i, part in enumerate(var.parts):
       with partitioned.seen_as_part(i):
         args = tuple(a[i] for a in split)
-        result = self._update_on_server(part, var, fn, args, kwargs, group, i)
+        result = _update_on_server(part.device, var, fn, args, kwargs)
     return result
 
-  def _update_on_server(self, target, var, fn, args, kwargs, group, part=None):
-    """Updates a variable, or the part of it that it is reduced to."""
-    step = traced_step.current()
-    if step is None:
-      with (
-        tf.device(target.device),
-        _tf_internal.UpdateContext(target.device),
-      ):
-        return fn(var, *args, **kwargs)
-    if not step.looks_only:
-      args = [
-        packing.send_rows(a, target.device)
-        if isinstance(a, tf.IndexedSlices)
-        else a
-        for a in args
-      ]
 
-    def run():
-      # Where an argument has a copy on the server, that.
-      here = (step.here(a) if isinstance(a, tf.Tensor) else a for a in args)
-      with (
-        contextlib.nullcontext()
-        if part is None
-        else partitioned.seen_as_part(part),
-        tf.device(target.device),
-        _tf_internal.UpdateContext(target.device),
-      ):
-        return fn(var, *here, **kwargs)
-
-    return step.update(target, run, [*args, *kwargs.values()], waits=not group)
+def _update_on_server(device, variable, fn, args, kwargs):
+  with tf.device(device), _tf_internal.UpdateContext(device):
+    return fn(variable, *args, **kwargs)
 
 
 def _is_like(value, variable) -> bool:

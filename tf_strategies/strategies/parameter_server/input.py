@@ -128,7 +128,7 @@ class WorkerDataset(_Dataset):
     with tf.device('/device:CPU:0'), worker_arrays.Arrays().captured():
       parts = [self._make(i) for i in range(num_splits)]
     self._element_spec = parts[0].element_spec
-    self._layouts: dict[int, Layout] = {}
+    self.layout = ReadLayout(self._element_spec)
     self.sizes = [int(p.cardinality()) for p in parts]
     least = min(self.sizes)
     self._cardinality = self.steps_of(self.sizes) if least >= 0 else least
@@ -137,12 +137,6 @@ class WorkerDataset(_Dataset):
   def element_spec(self) -> Any:
     """Returns the specs of one batch."""
     return self._element_spec
-
-  def layout(self, steps: int) -> Layout:
-    """Returns the one layout for so many steps in a call, whose key costs time."""
-    if steps not in self._layouts:
-      self._layouts[steps] = Layout(self._element_spec, steps)
-    return self._layouts[steps]
 
   def cardinality(self) -> int:
     """Number of steps; negative as `tf.data.Dataset.cardinality`."""
@@ -213,22 +207,20 @@ class WorkerDataset(_Dataset):
     )
 
   def open(
-    self, split: splits.DataSplit, start: int, worker: int, token: int
+    self, split: splits.DataSplit, start: int, worker: int, life: int
   ) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle.
 
     Its first element is number `start`.
     """
     opener, arrays = self._opener(split.index)
-    copies = self._arrays.on_worker(arrays, worker, token)
+    copies = self._arrays.on_worker(arrays, worker, life)
     copy_of = dict(zip(map(id, arrays), copies, strict=True))
     with tf.device('/device:CPU:0'):
-      key = tf.constant(split.key, tf.int64)
       first = tf.constant(start, tf.int64)
-      token = tf.constant(token, tf.int64)
     with tf.device(worker_arrays.device(worker)):
-      variant = _tf_internal.call_with(opener, [key, first, token], copy_of)
-      handle = tf.raw_ops.AnonymousIteratorV3(**_numbered(self.element_spec))
+      variant = _tf_internal.call_with(opener, [first], copy_of)
+      handle = tf.raw_ops.AnonymousIteratorV3(**_types(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle
 
@@ -237,7 +229,7 @@ class WorkerDataset(_Dataset):
     with tf.device(worker_arrays.device(worker)):
       while split.next < until:
         tf.raw_ops.IteratorGetNext(
-          iterator=split.handle, **_numbered(self.element_spec)
+          iterator=split.handle, **_types(self.element_spec)
         )
         split.next += 1
 
@@ -246,22 +238,23 @@ class WorkerDataset(_Dataset):
     with self._lock:
       if index not in self._openers:
 
-        def make(key, first, token):
-          numbered = self._make(index).enumerate().skip(first)
-          numbered = numbered.map(
-            lambda i, batch: (
-              key,
-              token,
-              i,
-              *tf.nest.flatten(batch, expand_composites=True),
-            ),
-            num_parallel_calls=1,
+        def make(first):
+          rest = (
+            self._make(index)
+            .skip(first)
+            .map(
+              lambda *batch: tuple(
+                tf.nest.flatten(batch, expand_composites=True)
+              ),
+              num_parallel_calls=1,
+            )
           )
-          numbered = _without_rewriting(numbered.prefetch(_PREFETCH))
-          return tf.data.experimental.to_variant(numbered)
+          rest = _without_rewriting(rest.prefetch(_PREFETCH))
+          return tf.data.experimental.to_variant(rest)
 
-        scalar = tf.TensorSpec([], tf.int64)
-        opener, arrays = self._arrays.function(make, [scalar] * 3)
+        opener, arrays = self._arrays.function(
+          make, [tf.TensorSpec([], tf.int64)]
+        )
         if any(t.dtype == tf.variant for t in opener.captured_inputs):
           raise errors.UnsupportedOptionError(
             'a data set that was made outside of the function given to '
@@ -287,44 +280,27 @@ def _without_rewriting(dataset: tf.data.Dataset) -> tf.data.Dataset:
   return dataset.with_options(options)
 
 
-def _numbered(element_spec) -> dict[str, list]:
-  """Returns types and shapes of a split's elements: key, token, number, batch."""
+def _types(element_spec) -> dict[str, list]:
+  """Returns types and shapes of the components of a split's elements."""
   specs = tf.nest.flatten(element_spec, expand_composites=True)
   return {
-    'output_types': [*[tf.int64] * 3, *(s.dtype for s in specs)],
-    'output_shapes': [[], [], [], *(s.shape for s in specs)],
+    'output_types': [s.dtype for s in specs],
+    'output_shapes': [s.shape for s in specs],
   }
 
 
-class Layout(batch_message.Layout):
-  """Steps whose batches a worker reads from the iterator of a split."""
+class ReadLayout(batch_message.BatchLayout):
+  """Batches that a worker reads from the iterator of a split."""
 
-  kind = batch_message.SPLITS
+  kind = 'read'
   argument = tf.TensorSpec([], tf.resource)
 
-  def first_step(self, argument: tf.Tensor) -> tf.Tensor:
-    """The iterator is where the steps continue."""
-    return tf.constant(0, tf.int64)
-
-  def read(self, argument: tf.Tensor, step: tf.Tensor) -> batch_message.Reading:
-    """The next batch, whatever the step; its split, and its number from 1."""
-    key, token, index, *flat = tf.raw_ops.IteratorGetNext(
-      iterator=argument, **_numbered(self.structure)
+  def read(self, argument: tf.Tensor) -> Any:
+    """Returns the next batch."""
+    flat = tf.raw_ops.IteratorGetNext(
+      iterator=argument, **_types(self.structure)
     )
-    batch = batch_message.pack(self.structure, flat)
-    return batch_message.Reading(batch, key, index + 1, token)
-
-
-@dataclasses.dataclass(eq=False)
-class Elements:
-  """Some steps on what the workers read from a source."""
-
-  source: splits.Source
-  count: int
-  done: int = 0  # Of them, where steps are done one after the other.
-
-  def __len__(self) -> int:
-    return self.count
+    return batch_message.pack(self.structure, flat)
 
 
 def source_of(data: Any) -> splits.Source | None:
@@ -335,12 +311,11 @@ def source_of(data: Any) -> splits.Source | None:
 
 def steps_on(
   data: Sequence[Any], hides_rows: bool = False
-) -> Elements | list[batch_message.Batch]:
+) -> list[splits.Source | batch_message.Batch]:
   """Converts batches of a user's iterator for an engine."""
-  source = source_of(data)
-  if source is not None:
-    return Elements(source, len(data))
-  return [batch_message.Batch(batch, hides_rows) for batch in data]
+  return [
+    source_of(batch) or batch_message.Batch(batch, hides_rows) for batch in data
+  ]
 
 
 class FedDataset(_Dataset):

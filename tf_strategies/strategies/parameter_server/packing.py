@@ -11,7 +11,6 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 # Above, a copy costs more than a call of its own.
@@ -38,6 +37,17 @@ def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     carrier = _carrier(tensor.dtype)
     carried[carrier].append(_to_carrier(tensor, carrier))
   return [tf.concat(parts, 0) for parts in carried.values()]
+
+
+def specs_of(specs: Sequence[tf.TensorSpec]) -> list[tf.TensorSpec]:
+  """Returns the specs of what `pack` makes of tensors with these specs."""
+  words = collections.Counter()
+  for spec in specs:
+    carrier = _carrier(spec.dtype)
+    words[carrier] += (
+      spec.shape.num_elements() * spec.dtype.size // carrier.size
+    )
+  return [tf.TensorSpec([count], carrier) for carrier, count in words.items()]
 
 
 def unpack(
@@ -100,80 +110,6 @@ def send(
     for i, tensor in zip(packed, unpack(message, specs), strict=True):
       result[i] = tensor
   return result
-
-
-def send_rows(rows: tf.IndexedSlices, to: str) -> tf.IndexedSlices:
-  """Brings rows to another task together with their numbers, in one message.
-
-  A copy of what a batch has of a table costs less than a call for the numbers.
-  """
-  tensors = rows.values, rows.indices
-  dtype, width = rows.values.dtype, rows.values.shape[1:].num_elements()
-  if not (width and dtype.is_floating and dtype.size <= 8):
-    return rows
-  carrier = _carrier(dtype)
-  # Words of a row, and of its number, which may be two or four of them.
-  sizes = [width * dtype.size, rows.indices.dtype.size]
-  sizes = [size // carrier.size for size in sizes]
-  message = tf.concat([_to_carrier(t, carrier) for t in tensors], 0)
-  with tf.device(to):
-    count = tf.shape(message) // sum(sizes)
-    # Slices of the one dimension share its memory.
-    end = count * sizes[0]
-    parts = tf.slice(message, [0], end), tf.slice(message, end, [-1])
-    values, numbers = (
-      _from_carrier(part, tf.TensorSpec([None, *t.shape[1:]], t.dtype), carrier)
-      for part, t in zip(parts, tensors, strict=True)
-    )
-  return tf.IndexedSlices(values, numbers, rows.dense_shape)
-
-
-def _constant(tensor: tf.Tensor) -> np.ndarray | None:
-  """Returns the value of a small constant that need not be computed, or None."""
-  source = tensor
-  while source.op.type == 'Cast' and not source.op.control_inputs:
-    source = source.op.inputs[0]
-  is_constant = source.op.type == 'Const' and is_small(
-    tensor.shape, tensor.dtype
-  )
-  return tf.get_static_value(tensor) if is_constant else None
-
-
-class Copies:
-  """The copies that tensors of a step have on servers."""
-
-  def __init__(self):
-    # By tensor and server. With the tensor itself: the number of one that is gone is
-    # used again.
-    self._sent: dict[tuple[int, int], tuple[tf.Tensor, tf.Tensor]] = {}
-
-  def send(
-    self, tensors: Sequence[tf.Tensor], server: int, device: str
-  ) -> None:
-    """Sends tensors of the step's own graph to a server."""
-    for tensor, copy in zip(tensors, send(tensors, device), strict=True):
-      self._sent[id(tensor), server] = tensor, copy
-
-  def of(self, tensor: tf.Tensor, server: int) -> tf.Tensor:
-    """Returns the copy of a tensor on a server, or the tensor itself without one."""
-    _, copy = self._sent.get((id(tensor), server), (tensor, tensor))
-    return copy
-
-  def sent_once(
-    self, tensors: Sequence[tf.Tensor], server: int, device: str
-  ) -> list[Any]:
-    """Returns copies on a server: of those that have none there, new ones.
-
-    Small constants are arrays, which a function on the server has anyway.
-    """
-    found = [self.of(t, server) for t in tensors]
-    found = [
-      _constant(t) if copy is t else copy
-      for t, copy in zip(tensors, found, strict=True)
-    ]
-    missing = [t for t, f in zip(tensors, found, strict=True) if f is None]
-    new = iter(send(missing, device))
-    return [next(new) if f is None else f for f in found]
 
 
 def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:

@@ -119,6 +119,11 @@ def seen_as_part(part: int) -> Iterator[None]:
     _view.part = before
 
 
+def _is_whole() -> bool:
+  """Returns whether a variable in parts is one variable in the graph being traced."""
+  return _tf_internal.traces_to_save() or traced_step.current() is not None
+
+
 class PartitionedVariable(_tf_internal.BaseResourceVariable):
   """One variable to Keras and to checkpoints, several on the servers.
 
@@ -148,8 +153,13 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       **kwargs,
     )
     self.full_name = name  # With the layer that it is of, if that is known.
-    # Stands for this variable in a SavedModel, which has it whole. Has no value.
-    self._saved = None
+    # Stands for this variable in a SavedModel, and in steps that are traced: they have
+    # it whole. Has no value.
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      self.stand_in = _tf_internal.UninitializedVariable(
+        shape=self.shape, dtype=self.dtype, trainable=False
+      )
+    traced_step.register(self, self.stand_in.handle)
 
   @classmethod
   def _variable_call(cls, *args, **kwargs):
@@ -159,14 +169,9 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   @property
   def handle(self):
     """Returns the handle by which tapes and functions know the variable."""
-    if not _tf_internal.traces_to_save():
-      return self.parts[0].handle
-    if self._saved is None:
-      with tf.device('/device:CPU:0'):
-        self._saved = _tf_internal.UninitializedVariable(
-          shape=self.shape, dtype=self.dtype, trainable=False
-        )
-    return self._saved.handle
+    if _is_whole():
+      return self.stand_in.handle
+    return self.parts[0].handle
 
   @property
   def _part(self):
@@ -193,18 +198,13 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return tf.reduce_all([p.is_initialized() for p in self.parts])
 
   def _read_variable_op(self, no_copy=False):
-    if _tf_internal.traces_to_save():
+    if _is_whole():
       return super()._read_variable_op(no_copy)
     if self._part is not None:
       return self._part.read_value()
-    step = traced_step.current()
-    if step is None and tf.executing_eagerly():
+    if tf.executing_eagerly():
       num_bytes = self.shape.num_elements() * self.dtype.size
       row_updates.warn_of_whole_read(self.full_name, num_bytes)
-    home = None if step is None else step.home_of(self.parts)
-    if home is not None:
-      with home.as_default():
-        return self._read_variable_op(no_copy)
     with _tf_internal.stop_recording():
       if self._parts_are_hidden():
         values = [p.read_directly() for p in self.parts]
@@ -219,11 +219,11 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
     Keras exports what a function tracks, so the parts would be saved as well.
     """
-    is_plain = traced_step.current() is None and not tf.executing_eagerly()
-    if is_plain:
-      for part in self.parts:
-        part.check_is_whole()
-    return is_plain
+    if tf.executing_eagerly():
+      return False
+    for part in self.parts:
+      part.check_is_whole()
+    return True
 
   def _for_parts(self, value, write):
     """Calls `write(part, rows)` for every part with its rows of `value`."""
@@ -238,38 +238,38 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign`."""
+    if _is_whole():
+      return super().assign(value, use_locking, name, read_value)
     return self._for_parts(value, lambda part, rows: part.assign(rows))
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign_add`; atomic on a server."""
+    if _is_whole():
+      return super().assign_add(delta, use_locking, name, read_value)
     return self._for_parts(delta, lambda part, rows: part.assign_add(rows))
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
+    if _is_whole():
+      return super().assign_sub(delta, use_locking, name, read_value)
     return self._for_parts(delta, lambda part, rows: part.assign_sub(rows))
 
   @property
   def gives_rows(self) -> bool:
     """Returns whether Keras is to look rows up by `tf.gather` of the variable itself."""
-    return variables.gives_rows()
+    return variables.gives_rows(self)
 
   def sparse_read(self, indices, name=None):
     """Gathers rows as `tf.gather`, on their servers; each row is sent once."""
-    if _tf_internal.traces_to_save():
+    trace = traced_step.current()
+    if _is_whole() and not (trace and trace.looks_up(self)):
       return super().sparse_read(indices, name)
     if self._part is not None:
       return self._part.sparse_read(indices)
-    step = traced_step.current()
-    if step is not None and step.home_of(self.parts):
-      # In the gradient of a loop, these indices are not known. The gradient
-      # therefore takes the whole value.
-      return tf.gather(self._read_variable_op(), indices)
-    if step is not None and step.looks_up and step.looks_only:
+    if trace is not None and trace.are_rows_known:
       # That rows of the batch are looked up is all there is to see.
-      read = self.parts[0].rows_at
-      return variables.look_up(self, indices, read, reads_once=False)
-    reads_once = step is not None and step.looks_up
-    return variables.look_up(self, indices, self._gather, reads_once)
+      return variables.look_up(self, indices, self.parts[0].rows_directly)
+    return variables.look_up(self, indices, self._gather)
 
   def _gather(self, indices):
     """Gathers each row on the server that has it."""
@@ -281,7 +281,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     split = tf.dynamic_partition(flat, part_of_row, len(self.parts))
     is_hidden = self._parts_are_hidden()
     found = [
-      (part.rows_directly if is_hidden else part.rows_at)(
+      (part.rows_directly if is_hidden else part.sparse_read)(
         r - tf.cast(offset, r.dtype)
       )
       for part, r, offset in zip(self.parts, split, self.offsets, strict=True)
@@ -318,7 +318,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     ]
 
   def __getattribute__(self, name):
-    if name.startswith(('scatter_', 'batch_scatter_')):
+    if name.startswith(('scatter_', 'batch_scatter_')) and not _is_whole():
       return object.__getattribute__(self, '_scatter')(name)
     return super().__getattribute__(name)
 

@@ -25,7 +25,6 @@ from tf_strategies.strategies.parameter_server import (
   variables,
   worker_pool,
 )
-from tf_strategies.strategies.parameter_server import journal as journal_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
 
 _T = TypeVar('_T')
@@ -40,9 +39,8 @@ class Recovery:
   The coordinator writes the files, but for those of tables, which servers write that
   see the directory. So they need no common file system.
 
-  In 'sync' all variables are restored, to the state of one moment. In other modes every
-  step meets variables of several ages. There, only lost variables are restored, and the
-  other servers keep all updates.
+  When a server dies, all variables are restored, to the state of one moment. Steps that
+  were done or begun since then are lost.
   """
 
   def __init__(
@@ -51,7 +49,6 @@ class Recovery:
     liveness: connection.Liveness,
     pool: worker_pool.WorkerPool,
     server_variables: Mapping[int, variables.ServerVariable],
-    journal: journal_lib.Journal,
     num_servers: int = 1,
   ):
     self._options = options
@@ -59,11 +56,8 @@ class Recovery:
     self._liveness = liveness
     self._pool = pool
     self._variables = server_variables
-    self._journal = journal
     # When servers have new variables, before they are read.
     self.on_restored: Callable[[], None] = lambda: None
-    # How many steps of training are done.
-    self.steps_done: Callable[[], int] = lambda: 0
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
@@ -81,10 +75,6 @@ class Recovery:
     self._is_guarding = False
     # Whether it restores what an earlier run has saved.
     self._is_loading = False
-    self._begins_at = 0
-    # Steps that it has ended; and the servers that lost variables.
-    self._interrupted: list[worker_pool.Task] = []
-    self._lost: set[int] = set()
     # The death of a server since which no checkpoint has been restored.
     self._loss: errors.ParameterServerUnavailableError | None = None
     # Whether there is a checkpoint of this run; older ones than the first are of
@@ -176,10 +166,10 @@ class Recovery:
     if restored is not None:
       self._checkpointer.check_description(restored, found)
 
-  def note_begun(self, steps: int, source: splits.Source | None = None) -> bool:
-    """Counts steps that were begun; returns whether a checkpoint is due."""
-    self.counts.begun += steps
-    self._source = source
+  def note_begun(self, work: Any) -> bool:
+    """Counts a step that was begun; returns whether a checkpoint is due."""
+    self.counts.begun += 1
+    self._source = work if isinstance(work, splits.Source) else None
     every = self._options.checkpoint_steps
     return self.is_enabled and self.counts.since_save >= every
 
@@ -202,7 +192,6 @@ class Recovery:
     read = self._source.position if self._source else ()
     position = position_lib.Position(self._epoch, self.counts.of_epoch, read)
     named = model_state.name_objects(self._objects)
-    calls = self._calls(named)
     tables = table_files.tables_among(named)
     in_files = {name for table in tables for name in table[0].specs}
     arrays = ((n, _read(v)) for n, v in named.items() if n not in in_files)
@@ -217,7 +206,7 @@ class Recovery:
         },
         lambda directory: self._tables.save(directory, tables),
       )
-    self.counts.note_saved(path, self.steps_done(), calls)
+    self.counts.note_saved(path)
     if not self._has_checkpoint:
       self._first = path
       self._has_checkpoint = True
@@ -239,19 +228,14 @@ class Recovery:
     found = {f'settings: {k}': v for k, v in (settings or {}).items()}
     self._description |= found
     self._is_loading = True
-
-    def load():
-      named = model_state.name_objects(self._objects)
-      return self._read_newest(), self._calls(named)
-
     try:
-      found, calls = self.with_recovery(load)
+      found = self.with_recovery(self._read_newest)
     finally:
       self._is_loading = False
     if found is None:
       return None
     self._has_checkpoint = True
-    self.counts.note_loaded(found, self.steps_done(), calls)
+    self.counts.before = found.metadata['steps']
     position = position_lib.Position.from_json(found.metadata)
     self._checkpointer.log_restored(found, position)
     self._restored = found
@@ -268,13 +252,10 @@ class Recovery:
         found = model_state.describe_optimizer(value, has_begun)
         self._description |= {f'{name}: {k}': v for k, v in found.items()}
 
-  def _read_newest(
-    self, only_lost: bool = False
-  ) -> checkpointer.Checkpoint | None:
+  def _read_newest(self) -> checkpointer.Checkpoint | None:
     """Assigns the variables what the newest whole checkpoint has.
 
-    Not one of another run, which is in the directory too. If `only_lost`, those that
-    were lost with a server.
+    Not one of another run, which is in the directory too.
     """
     found = self._checkpointer.newest(self._first)
     if found is None:
@@ -300,18 +281,13 @@ class Recovery:
       )
     lost = [v for v in self._variables.values() if v.is_lost]
     try:
-      self._write_variables(found, arrays, named, only_lost)
+      self._write_variables(found, arrays, named)
     except BaseException:
       # Some variables may hold only a part of their values. The next attempt restores them.
       for variable in lost:
         variable.is_lost = True
       raise
     return found
-
-  def _calls(self, named: Mapping[str, Any]) -> dict[str, int]:
-    """Returns how often optimizers were called, by the names of their counters."""
-    counters = model_state.counters(self._objects, named)
-    return {name: int(v.numpy()) for name, v in counters.items()}
 
   @contextlib.contextmanager
   def _telling_deaths(self) -> Iterator[None]:
@@ -333,36 +309,16 @@ class Recovery:
     found: checkpointer.Checkpoint,
     arrays: checkpointer.StoredArrays,
     named: Mapping[str, Any],
-    only_lost: bool,
   ) -> None:
-    """Assigns variables what a checkpoint has of them; see `_read_newest`."""
+    """Assigns variables what a checkpoint has of them."""
     tables = table_files.tables_among(named)
     in_files = {name for table in tables for name in table[0].specs}
-    counters = model_state.counters(self._objects, named)
     for name, variable in named.items():
-      parts = table_files.parts_of(variable)
-      lost = [each for each in parts if each[0].is_lost]
-      if name in in_files or (only_lost and not lost):
-        continue
-      array = arrays[name]
-      if model_state.has_parts(variable):
-        array = array[0]
-      if only_lost and name in counters:
-        # The other servers keep the writes of all steps that are done.
-        array = array + self.counts.calls_since(
-          found, self._done(), name, int(array)
-        )
-      if only_lost and len(parts) > 1:
-        for part, first in lost:
-          part.assign(array[first : first + part.shape[0]])
-      else:
-        variable.assign(array)
-    self._tables.restore(found.path, arrays, tables, only_lost)
-
-  @property
-  def _restores_all(self) -> bool:
-    is_sync = self._options.mode == 'sync'
-    return is_sync or self._is_loading
+      if name not in in_files:
+        array = arrays[name]
+        has_parts = model_state.has_parts(variable)
+        variable.assign(array[0] if has_parts else array)
+    self._tables.restore(found.path, arrays, tables)
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
     """Does something; if a server died, recovers and does it again.
@@ -372,8 +328,6 @@ class Recovery:
     if self._is_guarding:
       return action()
     self._is_guarding = True
-    # A repeated action submits its own tasks again: those from here on.
-    self._begins_at = self._pool.submitted
     try:
       while True:
         if self._loss is not None:
@@ -392,11 +346,6 @@ class Recovery:
             time.sleep(_RETRY_SECONDS)
           else:
             raise
-    except BaseException:
-      # Nobody waits for them any more.
-      self._pool.interrupted()
-      self._interrupted = []
-      raise
     finally:
       self._is_guarding = False
 
@@ -408,30 +357,28 @@ class Recovery:
   def _recover(self, error: errors.ParameterServerUnavailableError) -> None:
     began = time.monotonic()
     try:
-      found, lost = self._try_to_restore(error)
+      found, lost_steps = self._try_to_restore(error)
     except Exception as e:
       self._pool.refuse(e)
       raise
     self._loss = None
     self._pool.accept()
     seconds = time.monotonic() - began
-    if self._restores_all:
-      self.counts.note_all_restored(found.path)
-    place = '' if self._restores_all else ' of what it held; others go on'
-    for server, steps in lost.items():
-      each = {'server': server, 'lost_steps': steps, 'seconds': seconds}
-      self.history.append(each)
-      logging.error(
-        f'ps {server} is back: restored {os.path.basename(found.path)} after '
-        f'{seconds:.1f} s. Lost: {steps} steps{place}.'
-      )
+    self.counts.note_restored(found.path)
+    self.history.append(
+      {'server': error.server, 'lost_steps': lost_steps, 'seconds': seconds}
+    )
+    logging.error(
+      f'ps {error.server} is back: restored {os.path.basename(found.path)} after '
+      f'{seconds:.1f} s. Lost: {lost_steps} steps.'
+    )
 
   def _try_to_restore(
     self, error: errors.ParameterServerUnavailableError
-  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
+  ) -> tuple[checkpointer.Checkpoint, int]:
     """Restores variables after `error`, or raises a typed error.
 
-    Returns from which checkpoint, and how many steps that cost, by server.
+    Returns from which checkpoint, and how many steps that cost.
     """
     if not self.is_enabled:
       raise error
@@ -445,7 +392,7 @@ class Recovery:
     logging.error('%s Waiting for it.', error)
     for attempt in range(_MAX_ATTEMPTS):
       try:
-        return self._restore_servers(error.server)
+        return self._restore_servers()
       except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
         if attempt == _MAX_ATTEMPTS - 1:
           raise _error_of(
@@ -458,34 +405,20 @@ class Recovery:
         _tf_internal.clear_errors()
         time.sleep(_RETRY_SECONDS)
 
-  def _restore_servers(
-    self, server: int
-  ) -> tuple[checkpointer.Checkpoint, dict[int, int]]:
+  def _restore_servers(self) -> tuple[checkpointer.Checkpoint, int]:
     """Waits for all servers, recreates the variables and restores them."""
     self._pool.forget()
-    self._interrupted += [
-      task
-      for task in self._pool.interrupted()
-      if task.number < self._begins_at and not self._restores_all
-    ]
     self._liveness.wait_for_all(self._options.recovery_timeout)
     for variable in self._variables.values():
-      # Skip variables that are alive, and those that no checkpoint has.
-      if variable.recreate_if_dead():
-        self._lost.add(variable.server)
-    self._journal.recover(self._restores_all)
-    done = [task for task in self._interrupted if task.survive(0)]
+      variable.recreate_if_dead()
     self.on_restored()
-    found = self._read_newest(only_lost=not self._restores_all)
+    found = self._read_newest()
     if found is None:
       raise errors.DataError(
         f'Expected a checkpoint in {self._options.checkpoint_dir} to restore '
         'the variables of a server that died, got none. Fix: put one back, or '
         'restart the job from scratch.'
       )
-    lost_steps = self._lost_steps(found, server)
-    self._repeat_steps(done)
-    self._lost.clear()
     lost = [v for v in self._variables.values() if v.is_lost]
     for kind, what in (
       (True, 'count from zero from now on'),
@@ -494,35 +427,8 @@ class Recovery:
       names = [v.name for v in lost if v.is_counter == kind]
       if names:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
-    return found, lost_steps
-
-  def _lost_steps(
-    self, found: checkpointer.Checkpoint, server: int
-  ) -> dict[int, int]:
-    """Returns the number of completed steps that each server has lost.
-
-    If all variables are restored, the server that was missed first counts them all.
-    """
-    if self._is_loading or not (self._lost or self._restores_all):
-      return {server: 0}
-    if self._restores_all:
-      return {server: self.counts.begun_since(found)}
-    return self.counts.lost_of(self._lost, found, self._done())
-
-  def _done(self) -> int:
-    """Returns how many steps were done, also by interrupted tasks."""
-    return self.steps_done() + sum(t.done_so_far for t in self._interrupted)
-
-  def _repeat_steps(self, done: list[worker_pool.Task]) -> None:
-    """Continues the steps that a server's death interrupted.
-
-    They add the updates that are missing, so a living server loses no step.
-    """
-    # It may be some read within `init_scope` that has met the death.
-    with _tf_internal.recording():
-      tasks = [t for t in self._interrupted if t not in done and t.renew()]
-    self._pool.go_on(tasks, done)
-    self._interrupted = []
+    is_loading = self._is_loading
+    return found, 0 if is_loading else self.counts.begun_since(found)
 
 
 def _error_of(

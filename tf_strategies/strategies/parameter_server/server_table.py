@@ -1,9 +1,7 @@
 """The rows of a table without a vocabulary, spread over the servers.
 
-A step reads the rows of its batch on the servers that hold them. It updates them by one
-call on each server, which is made exactly once (`units`). A server runs these calls one
-after another: each reads, computes and writes its rows, so no update of another worker is
-lost. In `sync` the gradients of all microbatches are applied together, as for variables.
+A step reads the rows of its batch on the servers that hold them. They are updated there,
+as variables are. A lock of each server keeps two updates from overwriting each other.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from tf_strategies import errors
 from tf_strategies.keras import row_initializers, row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
-  units,
   variables,
 )
 
@@ -132,36 +129,21 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     return super().stored(ids, column)
 
   def _read_shards(self, ids):
-    step = traced_step.current()
-    if step is not None and step.looks_only:
-      step.note_read(self.variable.value.handle)
+    trace = traced_step.current()
+    if trace is not None and trace.are_rows_known:
       # The check whether workers may share rows needs operations that it knows. In
       # these each row follows from its id alone.
       return tf.cast(ids, tf.float32)[:, None] * tf.zeros([1, self._width])
     return super()._read_shards(ids)
 
   def update(self, optimizer, gradient, learning_rate):
-    """Updates rows as `RowTable.update`, by one call on each server."""
-
-    def update(strategy):
-      del strategy
-      super(ServerTable, self).update(optimizer, gradient, learning_rate)
-
-    context = tf.distribute.get_replica_context()
-    if context is None:
-      update(None)
-    else:
-      context.merge_call(update)
-
-  def _write_on(self, shard, updated, *tensors):
-    def write_once(shard, *tensors):
-      unit = units.LockedWrite(
-        shard, lambda: updated(*tensors), lambda found: shard.store(*found)
+    """Updates rows as `RowTable.update`; not in a step on a worker."""
+    if traced_step.current() is not None:
+      raise errors.UnsupportedOptionError(
+        f'an optimizer of dynamic table {self.variable.path!r} that a step on workers '
+        'does not know, or uses in a branch, in a loop or before it reads what the '
+        'optimizer has updated',
+        'optimizer.apply at the end of the step',
+        'pass the optimizer to strategy.step, and apply it last',
       )
-      step = traced_step.current()
-      if step is None:
-        unit.do()
-      else:
-        step.on_server(shard.server, unit)
-
-    self._extended.update(shard, write_once, args=tensors, group=False)
+    super().update(optimizer, gradient, learning_rate)

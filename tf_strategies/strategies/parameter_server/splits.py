@@ -29,7 +29,6 @@ class DataSplit:
   """A part of an epoch's data."""
 
   index: int
-  key: int  # Number of this reading of it, unique in the process.
   done: int = 0  # Elements that have been trained on.
   handle: tf.Tensor | None = (
     None  # Of the iterator on the worker that reads it.
@@ -42,9 +41,6 @@ class DataSplit:
   def is_at_end(self) -> bool:
     """Returns whether nothing is left in it."""
     return self.is_closed or 0 <= self.size <= self.done
-
-
-_keys = itertools.count(1)
 
 
 class Source:
@@ -62,10 +58,7 @@ class Source:
     self.dataset = dataset
     done = start.splits
     self._lock = threading.Lock()
-    self._free = [
-      DataSplit(i, next(_keys), size=size)
-      for i, size in enumerate(dataset.sizes)
-    ]
+    self._free = [DataSplit(i, size=size) for i, size in enumerate(dataset.sizes)]
     self.splits = tuple(self._free)
     if done and len(done) != len(self.splits):
       raise errors.UnsupportedOptionError(
@@ -138,13 +131,13 @@ class Source:
     self,
     worker: int,
     others: Iterable[int],
-    token: int = 0,
+    life: int = 0,
     wanted: Collection[DataSplit] | None = None,
   ) -> DataSplit | None:
     """Returns the split that a worker reads next, opened; None if none is left.
 
-    `token` is the worker's; one that gets another one has lost its splits. If some
-    are `wanted`, it is one of them.
+    `life` counts how often the worker was given up: one that was has lost its splits.
+    If some are `wanted`, it is one of them.
     """
     wanted = self.splits if wanted is None else wanted
     with self._lock:
@@ -162,16 +155,16 @@ class Source:
         self._free.remove(split)
       self._opening += split is not None
     if split is not None:
-      self._open(split, worker, token)
+      self._open(split, worker, life)
     with self._lock:
       mine = [s for s in self._splits_of.setdefault(worker, []) if s in wanted]
       return mine[next(self._turn) % len(mine)] if mine else None
 
-  def _open(self, split: DataSplit, worker: int, token: int) -> None:
+  def _open(self, split: DataSplit, worker: int, life: int) -> None:
     """Opens a split; it is nobody's while this lasts."""
     is_open = False
     try:
-      self._begin(split, split.done, worker, token)
+      self._begin(split, split.done, worker, life)
       is_open = True
     finally:
       with self._lock:
@@ -179,11 +172,9 @@ class Source:
         mine = self._splits_of.setdefault(worker, [])
         (mine if is_open else self._free).append(split)
 
-  def _begin(
-    self, split: DataSplit, element: int, worker: int, token: int
-  ) -> None:
+  def _begin(self, split: DataSplit, element: int, worker: int, life: int) -> None:
     """Opens a split at an element, however many steps end meanwhile."""
-    split.handle = self.dataset.open(split, element, worker, token)
+    split.handle = self.dataset.open(split, element, worker, life)
     split.next = element
 
   def read(
@@ -191,7 +182,7 @@ class Source:
     split: DataSplit,
     element: int,
     worker: int,
-    token: int,
+    life: int,
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
     """Calls a function that reads an element of a worker's split.
@@ -202,7 +193,7 @@ class Source:
       return None
     try:
       if split.next > element:  # It is read again.
-        self._begin(split, element, worker, token)
+        self._begin(split, element, worker, life)
       # What a late worker has not read.
       self.dataset.skip(split, worker, element)
       found = function(split.handle)
@@ -241,9 +232,9 @@ class Round:
     """Returns whether a worker can read any of them."""
     return self.source.has_any_for(worker, others, self._waiting)
 
-  def take(self, worker: int, others: Iterable[int], token: int) -> DataSplit:
+  def take(self, worker: int, others: Iterable[int], life: int) -> DataSplit:
     """The split of which a worker reads the next element, opened there."""
-    found = self.source.split_for(worker, others, token, self._waiting)
+    found = self.source.split_for(worker, others, life, self._waiting)
     closed = (split for split in self.elements if split.is_closed)
     for split in closed if found is None else [found]:
       # Workers come at the same time.
@@ -256,13 +247,13 @@ class Round:
     self,
     split: DataSplit,
     worker: int,
-    token: int,
+    life: int,
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
     """Reads the element of the round as `Source.read` does."""
     element = self.elements[split]
     try:
-      return self.source.read(split, element, worker, token, function)
+      return self.source.read(split, element, worker, life, function)
     except BaseException:
       self._waiting.add(split)  # For whoever gets it next.
       raise

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, _tf_internal
+from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
-  input,
+  slots,
   splits,
+  traced_step,
   worker_pool,
 )
 
@@ -37,211 +38,177 @@ class Step:
   results: Callable[[], Any] | None = None
 
 
-class _StepsTask(worker_pool.Task):
-  """Steps that an engine counts, and that begin when the mode allows it."""
+class Sent:
+  """A batch that is sent to whichever worker is free."""
 
-  def __init__(self, engine, step: Step, steps: int):
-    self.step = step
-    self.steps = steps  # In the end, how many were done.
-    self.reported = None  # By the last one.
+  def __init__(self, batch: batch_message.Batch, index: int = 0):
+    self.index = index
+    self.layout = batch.layout
+    self._batch = batch
+
+  def has_work_for(self, worker: int) -> bool:
+    """Returns whether a worker may compute it: any."""
+    del worker
+    return True
+
+  def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
+    """Calls `compute` with the message; returns that there was something to read."""
+    del worker
+    compute(self._batch.message())
+    return True
+
+  def count(self) -> None:
+    """Frees the batch, which was computed and applied."""
+    self._batch = None
+
+
+class Next:
+  """The next batch of any split that the worker has."""
+
+  def __init__(self, engine, source: splits.Source):
+    self.layout = source.dataset.layout
+    self._engine, self._source = engine, source
+    self._split: splits.DataSplit | None = None
+
+  def has_work_for(self, worker: int) -> bool:
+    """Returns whether there is anything for a worker to read."""
+    return self._source.has_work_for(worker)
+
+  def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
+    """Calls `compute` with the iterator; returns whether anything was left to read.
+
+    Raises:
+      NotHereError: other workers have what is left.
+    """
+    life = self._engine.lives[worker]
+    while True:
+      others = self._engine.others(worker)
+      split = self._source.split_for(worker, others, life)
+      if split is None:
+        if self._source.is_exhausted:
+          return False
+        raise worker_pool.NotHereError
+      self._split = split
+      if self._source.read(split, split.done, worker, life, compute):
+        return True
+
+  def count(self) -> None:
+    """Counts the batch, which was computed and applied."""
+    self._split.done += 1
+
+
+class OfRound:
+  """What some split has for a round of all splits."""
+
+  def __init__(self, engine, turn: splits.Round, shares: bool):
+    self.layout = turn.source.dataset.layout
+    self._engine, self._round = engine, turn
+    # Nobody waits for late workers where others compute their part.
+    self._also_late = shares
+    self._split: splits.DataSplit | None = None
+
+  @property
+  def index(self) -> int:
+    """Returns the number of the split."""
+    return self._split.index
+
+  def _others(self, worker: int) -> list[int]:
+    return self._engine.others(worker, self._also_late)
+
+  def has_work_for(self, worker: int) -> bool:
+    """Returns whether a worker can read any part of the round that is left."""
+    return self._round.has_work_for(worker, self._others(worker))
+
+  def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
+    """Calls `compute` with an iterator; returns whether its split had anything."""
+    life = self._engine.lives[worker]
+    self._split = self._round.take(worker, self._others(worker), life)
+    return bool(self._round.read(self._split, worker, life, compute))
+
+  def count(self) -> None:
+    """Does nothing: the round counts all of its parts together."""
+
+
+class StepTask(worker_pool.Task):
+  """One step, or a share of it, on some data.
+
+  If a worker is lost with it, another one computes it again: it has changed nothing.
+
+  Args:
+    engine: the engine.
+    step: the step.
+    data: `Sent`, `Next` or `OfRound`.
+    is_result_wanted: whether somebody will ask for its `result`.
+  """
+
+  def __init__(self, engine, step: Step, data, is_result_wanted: bool = False):
+    self.step, self.data = step, data
+    self.steps = 1  # In the end, whether there was anything to read.
+    self.reported = None
+    self.outputs = None  # The results, unless they are read later.
+    self.slots: slots.Slots | None = None
     self.is_finished = False
-    self._engine = engine
-    self._done = 0
+    self._engine, self._is_result_wanted = engine, is_result_wanted
+    # In the caller's thread, which has the user's scopes.
+    self.function = engine.function(step, data.layout)
+    self.applies = engine.applies(self)
 
   @property
-  def steps_done(self) -> int:
-    """Returns how many are known to be done."""
-    return self._done
-
-  @property
-  def done_so_far(self) -> int:
-    """Returns how many were done when it was interrupted."""
-    return self._done if self.step.trains else 0
+  def specs(self) -> traced_step.Outputs:
+    """Returns what the step returns."""
+    return self.function.traced.outputs
 
   def may_begin(self, worker: int) -> bool:
+    """Returns whether the mode lets a worker begin it now."""
     return self._engine.may_begin(worker)
 
-  def give_up(self, worker: int) -> None:
-    """Makes servers refuse further writes of the worker."""
-    self._engine.journal.revoke([worker])
+  def has_work_for(self, worker: int) -> bool:
+    """Returns whether a worker can read its data."""
+    return self.data.has_work_for(worker)
+
+  def run(self, worker: int) -> None:
+    """Computes it on a worker, and applies it."""
+    self._engine.started(self.step, worker)
+    self.steps = int(self.data.read(worker, lambda a: self.compute(worker, a)))
+    if self.steps:
+      self.conclude()
+
+  def compute(self, worker: int, argument: Any) -> bool:
+    """Computes it on a worker, into slots."""
+    # New ones each time: a worker that was lost may still write the old ones.
+    self.slots = self._engine.take_slots(self.function.layout)
+    self.reported = self.function(worker, argument, self.slots)
+    return True
+
+  def conclude(self) -> None:
+    """Applies what is in the slots."""
+    specs = self.specs
+    if not specs.are_numbers:
+      # Before it is applied, since the worker that has them may die.
+      self.outputs = specs.unreport(self.reported)
+    if self.applies is not None:
+      numbers = self._engine.apply(self.applies, [self])
+      if specs.are_numbers:
+        self.reported = numbers
+    if self._is_result_wanted and specs.are_numbers:
+      self.outputs = specs.unreport(self.reported)
+    self.data.count()
+
+  def lose(self, worker: int) -> None:
+    """Gives a worker up that failed with it: its splits go to others."""
+    self._engine.lose(worker)
 
   def finish(self, worker: int) -> None:
+    """Counts it."""
     self.is_finished = True
     self._engine.finished(self, worker)
 
   def result(self) -> Any:
     """Waits for the step, and returns its results as NumPy arrays."""
     self._engine.wait(lambda: self.is_finished)
-    return self.discovery.unreport(self.reported)
-
-
-class StepTask(_StepsTask):
-  """Steps on batches of one layout, which are sent to the worker.
-
-  One whose result is wanted is done again if the worker is lost with it.
-  """
-
-  def __init__(
-    self,
-    engine,
-    number: int,
-    step: Step,
-    batches: Sequence[batch_message.Batch],
-    is_result_wanted: bool = False,
-  ):
-    super().__init__(engine, step, len(batches))
-    self._is_result_wanted = is_result_wanted
-    self._number = number
-    self._batches = batches
-    self._layout = batches[0].layout(len(batches))
-    # In the caller's thread, which has the user's scopes.
-    self._function, self.discovery = engine.function(step, self._layout)
-
-  def run(self, worker: int) -> None:
-    """Does the steps that are still to do."""
-    self._engine.started(self.step, worker)
-    message = self._layout.encode(
-      self._number,
-      self._done,
-      [b.arrays for b in self._batches],
-      self._engine.journal.token(worker),
-    )
-    self.reported = self._function(worker, message)
-
-  def survive(self, worker: int) -> bool:
-    """Notes how far it had come; the worker's splits go to others."""
-    self._engine.lose_splits(worker)
-    if self._is_result_wanted:
-      return False
-    self._done = self._engine.journal.done(batch_message.TASKS, self._number)
-    return self._done == self.steps
-
-  def renew(self) -> bool:
-    """Whoever wants its result begins another one."""
-    if not self._is_result_wanted:
-      self._function, self.discovery = self._engine.function(
-        self.step, self._layout
-      )
-    return not self._is_result_wanted
-
-  def finish(self, worker: int) -> None:
-    """Counts the steps that were done, and frees the batches."""
-    super().finish(worker)
-    self._batches = ()
-
-
-class InputTask(_StepsTask):
-  """Steps on data of a source, which the worker reads itself."""
-
-  def __init__(self, engine, step: Step, work: input.Elements):
-    super().__init__(engine, step, len(work))
-    self._source = work.source
-    self._split: splits.DataSplit | None = None
-    self._asked = self.steps
-    self.renew()
-
-  def renew(self) -> bool:
-    """Traces its functions."""
-    layout, function = self._source.dataset.layout, self._engine.function
-    self._one, self.discovery = function(self.step, layout(1))
-    self._all, _ = function(self.step, layout(self._asked))
-    return True
-
-  def has_work_for(self, worker: int) -> bool:
-    """Returns whether there is anything for this worker to read."""
-    return self._source.has_work_for(worker)
-
-  def run(self, worker: int) -> None:
-    """Does the steps that are still to do."""
-    self._engine.started(self.step, worker)
-    while self._done < self.steps:
-      others = self._engine.others(worker)
-      token = self._engine.journal.token(worker)
-      split = self._split = self._source.split_for(worker, others, token)
-      if split is None:
-        if self._source.is_exhausted:
-          break
-        raise worker_pool.NotHereError
-      steps = self.steps if self._done == 0 else 1
-      function = self._one if steps == 1 else self._all
-      try:
-        self.reported = function(worker, split.handle)
-      except tf.errors.OutOfRangeError as e:
-        if not _keras_internal.is_end_of_sequence(e):
-          raise
-        self._note_marked()
-        self._source.close(worker, split)
-      else:
-        split.done += steps
-        self._done += steps
-    # Steps that did not run because the data ended do not count.
-    self.steps = self._done
-
-  def _note_marked(self) -> None:
-    """Counts the steps that an interrupted call has done."""
-    split = self._split
-    marked = self._engine.journal.done(batch_message.SPLITS, split.key)
-    if marked > split.done:
-      self._done += marked - split.done
-      split.done = marked
-
-  def survive(self, worker: int) -> bool:
-    """Notes how far it had come; the worker's splits go to others."""
-    if self._split is not None:
-      self._note_marked()
-    self._engine.lose_splits(worker)
-    return self._done >= self.steps
-
-
-class RoundTask(InputTask):
-  """One step on what a split has for a round; maybe for its result."""
-
-  def __init__(
-    self,
-    engine,
-    step: Step,
-    turn: splits.Round,
-    is_result_wanted: bool = False,
-  ):
-    super().__init__(engine, step, input.Elements(turn.source, 1))
-    self.outputs = None  # The result, if it is wanted.
-    self._round = turn
-    self._is_result_wanted = is_result_wanted
-
-  @property
-  def split(self) -> splits.DataSplit | None:
-    """Returns the split that it reads."""
-    return self._split
-
-  def _others(self, worker: int) -> list[int]:
-    """Returns the other workers that are not late, since a late one reads nothing."""
-    return self._engine.others(worker, also_late=False)
-
-  def has_work_for(self, worker: int) -> bool:
-    """Returns whether this worker can read a remaining element of the round."""
-    return self._round.has_work_for(worker, self._others(worker))
-
-  def run(self, worker: int) -> None:
-    """Does the step; it is none where the split is at its end."""
-    self._engine.started(self.step, worker)
-    token = self._engine.journal.token(worker)
-    self._split = None
-    self._split = self._round.take(worker, self._others(worker), token)
-
-    def step(handle):
-      self.reported = self._one(worker, handle)
-      if self._is_result_wanted:
-        self.outputs = self.discovery.unreport(self.reported)
-      return 1
-
-    self.steps = self._round.read(self._split, worker, token, step) or 0
-
-  def survive(self, worker: int) -> bool:
-    """Notes the progress as `InputTask.survive`; a lost result is computed again."""
-    if not self._is_result_wanted:
-      return super().survive(worker)
-    self._engine.lose_splits(worker)
-    return False
+    if self.outputs is not None:
+      return self.outputs
+    return self.specs.unreport(self.reported)
 
 
 class Reports:
@@ -268,7 +235,7 @@ class Reports:
     """
     if not keeps_numbers:
       for step, task in list(self._newest.items()):
-        if step.results is None and task.discovery.are_numbers:
+        if step.results is None and task.specs.are_numbers:
           self.numbers(step)
       self._numbers = {
         step: read
@@ -283,12 +250,13 @@ class Reports:
     It also waits for arrays of a custom step: Keras stores them in its history, where
     they must not change.
     """
-    discovery = task.discovery
-    is_wanted = task.step.results is None and set(discovery.sizes) - {1}
-    if not discovery.are_numbers or is_wanted:
+    specs = task.specs
+    if not specs.are_numbers:
+      return task.result()
+    if task.step.results is None and set(specs.sizes) - {1}:
       return task.result()
     return tf.nest.map_structure(
-      lambda place: LatestNumber(self, task.step, place), discovery.places
+      lambda place: LatestNumber(self, task.step, place), specs.places
     )
 
   def numbers(self, step: Step) -> np.ndarray | None:

@@ -26,7 +26,6 @@ from tf_strategies.strategies.parameter_server import (
   worker_pool,
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
-from tf_strategies.strategies.parameter_server import journal as journal_lib
 from tf_strategies.strategies.parameter_server import lease as lease_lib
 from tf_strategies.strategies.parameter_server import options as options_lib
 
@@ -71,8 +70,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
   A worker that dies loses no step, and is used again when it is back. When a
   server dies and `checkpoint_dir` is given, training waits for it and continues from
-  the newest whole checkpoint: in 'sync' with all variables, in other modes with the
-  variables that the server held. Without `checkpoint_dir` a
+  the newest whole checkpoint, with all variables. Without `checkpoint_dir` a
   `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
   their own tables there.
 
@@ -162,18 +160,16 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.liveness.close()
       raise
     registry = weakref.WeakValueDictionary()
-    journal = journal_lib.Journal(len(workers), self._num_ps)
     self.recovery = recovery.Recovery(
       self.options,
       self.liveness,
       self._pool,
       registry,
-      journal,
       self._num_ps,
     )
     # All functions of this process: those of Keras and of the user too.
     _tf_internal.before_sending_functions(self._wait_for_answers)
-    self.engine = self._make_engine(journal)
+    self.engine = self._make_engine()
     implementation = extended.ParameterServerExtended(
       self,
       self._cluster_resolver,
@@ -222,17 +218,19 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     with tf.init_scope():
       self.recovery.with_recovery(self.liveness.wait_for_answers)
 
-  def _make_engine(self, journal) -> engine_lib.Engine:
-    arguments = (self._pool, journal, self.recovery)
+  def _make_engine(self) -> engine_lib.Engine:
+    arguments = (
+      self._pool,
+      self.recovery,
+      lambda fn: training.in_replica(self, fn),
+    )
     if self.options.mode == 'bounded':
       return engine_lib.BoundedEngine(
         *arguments, max_staleness=self.options.max_staleness
       )
     if self.options.mode == 'sync':
       return sync_engine.SyncEngine(
-        *arguments,
-        backup_workers=self.options.backup_workers,
-        in_replica=lambda fn: training.in_replica(self, fn),
+        *arguments, backup_workers=self.options.backup_workers
       )
     return engine_lib.Engine(*arguments)
 
@@ -270,8 +268,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       mode; steps (done); staleness (number of steps by how many other steps
       were applied while they were computed); dropped (gradients that steps
       were done without, in mode 'sync'); bytes_per_server; recoveries (server,
-      lost_steps of the restored state, and seconds; in 'sync' one for all servers
-      that were lost, in other modes one for each).
+      lost_steps of the restored state, and seconds; one for all servers that were
+      lost together).
     """
     return {
       'mode': self.options.mode,
@@ -280,22 +278,31 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       'recoveries': list(self.recovery.history),
     }
 
-  def begin(self, step, work: engine_lib.Work, may_save: bool = True) -> Any:
+  def begin(
+    self, step, works: Sequence[engine_lib.Work], may_save: bool = True
+  ) -> Any:
     """Begins steps.
 
     Args:
       step: what workers run.
-      work: what the steps train on.
+      works: what each step trains on.
       may_save: whether a run can continue after these steps.
 
     Returns:
-      What the newest step that is done reports.
+      What the newest step that is done reports; None if there was nothing to read.
     """
-    report = self.recovery.with_recovery(lambda: self.engine.begin(step, work))
-    if step.trains:
-      source = getattr(work, 'source', None)
-      if self.recovery.note_begun(len(work), source) and may_save:
-        self.save()
+    report, is_due = None, False
+    for work in works:
+      found = self.recovery.with_recovery(
+        lambda each=work: self.engine.begin(step, each)
+      )
+      if found is None:
+        break
+      report = found
+      if step.trains:
+        is_due = self.recovery.note_begun(work)
+    if is_due and may_save:
+      self.save()
     return report
 
   def track(self, **objects: Any) -> None:

@@ -277,15 +277,13 @@ class TableFiles:
     path: str,
     arrays: checkpointer.StoredArrays,
     tables: Sequence[Table],
-    only_lost: bool = False,
   ) -> None:
-    """Assigns tables the rows of a checkpoint; if `only_lost`, those that were lost."""
+    """Assigns tables the rows of a checkpoint."""
     path = os.path.abspath(path)
     work = [
       (shard.holder.server, functools.partial(_restore, shard, path, arrays))
       for table in tables
       for shard in table
-      if shard.holder.is_lost or not only_lost
     ]
     if work:
       self._do(work, self._servers_that_see(path))

@@ -1,499 +1,671 @@
-"""Traces a worker's step: its reads and writes of variables on servers.
+"""A step on a worker as a function of values: it reads and returns, and writes nothing.
 
-A step on a worker is a TensorFlow function whose variables are on the servers.
-Left alone, every read and every write is a message of its own, and a worker
-that dies in the middle leaves half of its writes behind. So a step is traced
-twice. The first trace only looks which variables are read where. In the second
+The user's step is traced as it is. The traced function captures its variables, which
+are on the servers. A worker calls it with temporary copies of them instead. Reads,
+writes, branches, loops and functions that the step calls therefore mean what they mean
+on one device. Afterwards the copies say what the step has written.
 
-* variables that are read outside of the optimizer's update are fetched at the
-  start, the small ones in one message a server: the step computes on one state;
-* writes outside of the update (metrics, counters, moving statistics) stay in
-  the step, where later reads see them, and are sent at its end in one message
-  a server, after the updates: sums as sums, so that workers do not overwrite
-  each other;
-* the optimizer's update runs on the server that holds the variable.
-
-A step writes on a server in few units. One unit has the updates of small variables
-and of rows, one the update of each large variable, and the last one the held writes. A
-repeated step writes each unit at most once.
+* Rows that a step looks up are read on the servers, if it does not use the rest of the
+  variable.
+* `optimizer.apply` is noted, not run: the gradients are results of the step, and
+  servers apply them. Where a step reads what `apply` has updated, or calls `apply` in a
+  branch or a loop, the optimizer runs on the copies.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
+import functools
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.checkpoint import model_state
+from tf_strategies.keras import row_updates
+from tf_strategies.spmd import plan, row_sharing
+from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (
+  batch_message,
   packing,
-  step_access,
-  units,
 )
+
+COORDINATOR = '/job:chief/replica:0/task:0/device:CPU:0'
 
 
 class _Current(threading.local):
-  step: TracedStep | None = None
+  trace: Trace | None = None
 
 
 _current = _Current()
 
 
-def current() -> TracedStep | None:
-  """The step that this thread traces, if any."""
-  return None if tf.executing_eagerly() else _current.step
+@dataclasses.dataclass
+class Trace:
+  """A step that is being traced.
+
+  Attributes:
+    graph: the graph of the step, without its branches and loops.
+    wholes: the `id` of each variable of which the step uses more than rows.
+    are_rows_known: whether the operations that read the rows of a table without a
+      vocabulary are to be ones that `spmd` knows.
+    reduces: whether it has asked for a reduction over replicas.
+  """
+
+  graph: Any
+  wholes: frozenset[int] = frozenset()
+  are_rows_known: bool = False
+  reduces: bool = False
+
+  def looks_up(self, variable: Any) -> bool:
+    """Returns whether rows that are read here are read on the servers.
+
+    Not in branches and loops, whose gradients reach only tensors from outside.
+    """
+    is_nested = tf.compat.v1.get_default_graph() is not self.graph
+    return not is_nested and id(variable) not in self.wholes
+
+
+# Variables on servers, by the ids of their handles, which they keep alive.
+_by_handle: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+def register(variable: tf.Variable, handle: tf.Tensor) -> None:
+  """Notes by which handle steps know a variable on servers."""
+  _by_handle[id(handle)] = variable
+
+
+def current() -> Trace | None:
+  """Returns the trace of the step that this thread traces, if any."""
+  return None if tf.executing_eagerly() else _current.trace
+
+
+@contextlib.contextmanager
+def _tracing(**options) -> Iterator[Trace]:
+  trace = Trace(tf.compat.v1.get_default_graph(), **options)
+  before, _current.trace = _current.trace, trace
+  try:
+    yield trace
+  finally:
+    _current.trace = before
+
+
+def concrete(function: Callable, *specs: tf.TensorSpec) -> Callable:
+  """Traces a function, maybe while another one is being traced.
+
+  `tf.init_scope` would do, but that it stops gradient tapes.
+  """
+  with tf.__internal__.eager_context.eager_mode():
+    return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 @dataclasses.dataclass
-class _Update:
-  """An optimizer's update that waits for the others on its server."""
+class Outputs:
+  """What a step returns: numbers and small arrays, or other tensors."""
 
-  target: Any  # A variable, or a shard of a table.
-  is_small: bool
-  run: Callable[[], Any]
+  specs: Any  # In the structure of the results.
+
+  @functools.cached_property
+  def are_numbers(self) -> bool:
+    """Returns whether all are numbers and small arrays, which fit one message."""
+    return all(
+      isinstance(s, tf.TensorSpec)
+      and packing.is_small(s.shape, s.dtype)
+      and (s.dtype.is_floating or s.dtype.is_integer or s.dtype.is_bool)
+      for s in tf.nest.flatten(self.specs)
+    )
+
+  @functools.cached_property
+  def sizes(self) -> list[int]:
+    """Returns how many numbers each output is."""
+    return [s.shape.num_elements() for s in tf.nest.flatten(self.specs)]
+
+  @functools.cached_property
+  def places(self) -> Any:
+    """Returns the positions of each output's numbers among all, in their structure."""
+    return self._unflatten(np.arange(sum(self.sizes)))
+
+  def report(self, outputs: Any) -> Any:
+    """Returns the report of a step: its numbers as float64 [count], or its tensors."""
+    flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs)]
+    if not self.are_numbers:
+      return [tf.identity(t) for t in flat]
+    flat = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
+    return tf.concat([*flat, tf.zeros([0], tf.float64)], 0)
+
+  def unreport(self, reported: Any) -> Any:
+    """Converts the report of a step to its results, as NumPy values."""
+    if not self.are_numbers:
+      flat = [t.numpy() for t in reported]
+      return tf.nest.pack_sequence_as(self.specs, flat)
+    return tf.nest.map_structure(
+      lambda part, spec: np.asarray(part, spec.dtype.as_numpy_dtype),
+      self._unflatten(reported.numpy()),
+      self.specs,
+    )
+
+  def _unflatten(self, numbers: np.ndarray) -> Any:
+    """Returns the parts of all numbers that belong to each output, in its shape."""
+    parts = np.split(numbers, np.cumsum(self.sizes)[:-1]) if self.sizes else []
+    flat = [
+      part.reshape(s.shape)
+      for part, s in zip(parts, tf.nest.flatten(self.specs), strict=True)
+    ]
+    return tf.nest.pack_sequence_as(self.specs, flat)
+
+
+@dataclasses.dataclass
+class Gradient:
+  """A gradient that a step computes for a variable; tensors by field of it."""
+
+  variable: Any
+  specs: list[tf.TensorSpec]
+  # Of rows: whether their numbers come from the batch, and are never equal.
+  is_sparse: bool = False
+  is_of_batch: bool = False
+  is_unique: bool = False
+
+  @property
+  def server(self) -> int:
+    """Returns the server that gets it."""
+    return model_state.value_of(self.variable).server
+
+  @property
+  def is_counted(self) -> bool:
+    """Returns whether it travels with counts: dynamic tables count uses."""
+    return len(self.specs) == 3
+
+
+@dataclasses.dataclass
+class Write:
+  """A variable that a step writes; `adds` says whether it only adds to it."""
+
+  variable: Any
+  adds: bool
+  is_plain: bool  # By assignments, outside of branches and loops.
 
 
 class TracedStep:
-  """Answers the variables' reads and writes while one step is traced.
+  """A step, traced for batches of one structure.
 
-  Without `access` this is the first trace.
+  Args:
+    run: the step, a function of a batch.
+    optimizers: those whose `apply` is noted, where that is possible.
+    structure: specs of a batch.
+    **options: of the `Trace`.
+
+  Attributes:
+    outputs: what the step returns.
+    calls: of `apply`: (optimizer, gradients, variables); a gradient may be None.
+    writes: what it writes besides.
+    copied: variables of which a worker needs a copy.
+    reasons: why workers cannot share the rows of a batch.
+
+  Raises:
+    ScopeError: if it writes a variable that is not on a server.
+    UnsupportedOptionError: if a part of its results is None, or a step calls Python
+      functions.
   """
 
   def __init__(
-    self, access: step_access.Access | None = None, is_share: bool = False
-  ):
-    self.access = step_access.Access() if access is None else access
-    self.is_share = is_share  # Of the rows of a synchronous step.
-    # None where writes harm nobody: to slots that are used once.
-    self.ticket: units.Ticket | None = None
-    self._units = units.Units()
-    # In a merge call: what updates have been asked for, and how many so far.
-    self._waiting: list[_Update] = []
-    self._merged_in: tf.Graph | None = None
-    self._num_updates = self._update = 0
-    self.update_server: int | None = None
-    self.looks_only = access is None  # Its graph is not run.
-    self.applied: Sequence[Any] = ()  # Calls of `apply` that are only noted.
-    # Handles, and how many calls and written variables there were before.
-    self.noted_reads: list[tuple[tf.Tensor, int, int]] = []
-    self.row_writes: list[tf.Variable] = []
-    self._graph = None
-    self._snapshot: dict[int, tf.Tensor] = {}
-    self._held: dict[int, step_access.Write] = {}
-    # Variables written or read in place; their values read since the last write.
-    self._direct: set[int] = set()
-    self._read_since: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
-    self._updates = 0  # Of the optimizer's, that are going on.
-    # On servers, of the values that it has sent there.
-    self.copies = packing.Copies()
-    self._first_operation = 0
-
-  @contextlib.contextmanager
-  def tracing(self, after: Sequence[tf.Tensor] = ()) -> Iterator[None]:
-    """Makes this the current step of the thread, in the current graph."""
-    before, _current.step = _current.step, None
-    self._graph = tf.compat.v1.get_default_graph()
-    self._first_operation = len(self._graph.get_operations())
-    if not self.looks_only:
-      with tf.control_dependencies(list(after)):
-        self._snapshot = self._fetch()
-    _current.step = self
-    try:
-      # A function's graph is of the trace that made it: reads and writes are not.
-      with _tf_internal.functions_inlined(self._called):
-        yield
-    finally:
-      _current.step = before
-
-  def _called(self, function: _tf_internal.CalledFunction) -> dict:
-    if not self._units.is_open:  # Else it is the unit.
-      self._flush()
-      for handle in function.read:
-        self.note_read(handle)
-      step_access.check_writes(function)
-      step_access.check_reads(
-        function, [w.variable for w in self.held_writes()]
-      )
-    return {}
-
-  def note_read(self, handle: tf.Tensor) -> None:
-    """Notes a read in the first trace."""
-    before = len(self.applied), len(self.access.written)
-    self.noted_reads.append((handle, *before))
-
-  def _fetch(self) -> dict[int, tf.Tensor]:
-    """Reads all variables that the step needs, by server."""
-    variables = [
-      variable
-      for key, variable in self.access.reads.items()
-      if key not in self.access.nested_writes
-    ]
-    return dict(zip(map(id, variables), packing.fetch(variables), strict=True))
-
-  def begin(self, ticket: units.Ticket) -> None:
-    """Sets the ticket that the step shows to servers when it writes.
-
-    A repeated step that writes in a branch or a loop gets the whole numbers that the
-    first attempt read. So it makes the same choices.
-    """
-    self.ticket = ticket
-    numbers = self.access.choices()
-    if not numbers:
-      return
-    flat = []
-    for variable in numbers:
-      found = self._snapshot.get(id(variable))
-      found = variable.read_directly() if found is None else found
-      flat.append(tf.cast(tf.reshape(found, [-1]), tf.int64))
-    remembered = ticket.remember(tf.concat(flat, 0))
-    remembered = tf.split(remembered, [each.shape[0] for each in flat])
-    for variable, value in zip(numbers, remembered, strict=True):
-      value = tf.cast(tf.reshape(value, variable.shape), variable.dtype)
-      self._snapshot[id(variable)] = value
-
-  def _copy_of(self, key: int) -> tf.Tensor | None:
-    """Returns the value fetched at the start; None if it may have changed since."""
-    if key in self._direct or (
-      key in self.access.nested_writes and self.is_nested()
-    ):
-      return None
-    return self._snapshot.get(key)
-
-  def is_nested(self) -> bool:
-    """Returns whether the trace is inside of a branch or a loop of the step."""
-    return tf.compat.v1.get_default_graph() is not self._graph
-
-  def read(self, variable) -> tf.Tensor | None:
-    """The value to use; None means that the server must be asked here."""
-    self._flush()
-    key = id(variable)
-    if self.looks_only:
-      self.note_read(variable.handle)
-      if self.update_server is None:
-        self.access.note_number(variable, self.is_nested())
-      if self.update_server != variable.server:
-        self.access.reads.setdefault(key, variable)
-        if self.update_server is not None:
-          self.access.update_reads.setdefault(key, variable)
-          self.access.elsewhere[self._update].add(key)
-      return None
-    if key in self._held:
-      return self.here(self._held[key].value)
-    if self.update_server == variable.server:
-      return None
-    copy = self._copy_of(key)
-    if copy is None and self._units.is_open:
-      # A call on a server has no other server's variables.
-      return self._units.before(variable.device, variable.read_directly)
-    if copy is None and self.update_server is None:
-      return self._read_once(variable)
-    return self.here(copy)
-
-  def _read_once(self, variable) -> tf.Tensor:
-    """Reads a variable once between two writes of the step, also in branches.
-
-    A second read might return another worker's write. Then a step could multiply its
-    loss by one scale and divide the gradient by another.
-    """
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not self._graph and _tf_internal.is_function_of_its_own(
-      graph
-    ):
-      graph = graph.outer_graph  # What XLA compiles cannot read on a server.
-    for tensor in self._read_since[id(variable)]:
-      if _tf_internal.runs_once(graph, tensor.graph):
-        return tensor
-    with graph.as_default():
-      tensor = variable.read_directly()
-    self._read_since[id(variable)].append(tensor)
-    return tensor
-
-  @property
-  def looks_up(self) -> bool:
-    """Returns whether rows that are read here are rows of the batch: not in an update."""
-    return self.update_server is None and not self.is_nested()
-
-  def at_home(self, tensor: tf.Tensor) -> contextlib.AbstractContextManager:
-    """Enters the graph of a tensor, to read it outside of a branch or a loop.
-
-    The gradient of a branch reaches only tensors that come from outside. So the read
-    must be outside, where tapes record it.
-    """
-    is_here = tensor.graph is tf.compat.v1.get_default_graph()
-    return contextlib.nullcontext() if is_here else tensor.graph.as_default()
-
-  def home_of(self, variables: Sequence[tf.Variable]) -> tf.Graph | None:
-    """The step's own graph, if they can be read there, outside of this branch."""
-    is_written = any(id(v) in self.access.nested_writes for v in variables)
-    return self._graph if self.is_nested() and not is_written else None
-
-  def here(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
-    """The copy of a tensor on the server that an update runs on, if any."""
-    if self.update_server is None or tensor is None:
-      return tensor
-    return self.copies.of(tensor, self.update_server)
-
-  def on_server(
     self,
-    server: int,
-    write: Callable[[], Any] | units.LockedWrite,
-    ticket: tf.Tensor | None = None,
-    is_last: bool = False,
-  ) -> Any:
-    """Writes as `units.Units.write`; within a unit, writes immediately."""
-    if self.ticket is None or self._units.is_open:
-      return write.do() if isinstance(write, units.LockedWrite) else write()
-    if ticket is None:
-      ticket = self.copies.of(self.ticket.tensor, server)
-    return self._units.write(
-      self.ticket, server, write, self._graph, ticket, is_last
-    )
+    run: Callable[[Any], Any],
+    optimizers: Sequence[Any],
+    structure: Any,
+    **options,
+  ):
+    self._run, self._structure = run, structure
+    noted = list(optimizers)
+    wholes: set[int] = set()
+    while True:
+      self._trace(noted, wholes=frozenset(wholes), **options)
+      late = self._late_optimizers()
+      written = self._written_in_rows() - wholes
+      if not late and not written:
+        break
+      noted = [o for o in noted if o not in late]
+      wholes |= written
+    if len(noted) < len(optimizers):
+      self.reasons.append(
+        'optimizer.apply in a branch or a loop, or a read of what it has updated'
+      )
+    _check_python(self._function.graph)
+    targets = [v for _, _, variables in self.calls for v in variables]
+    _check_variables(self._function.graph, self.variables, targets)
 
-  @contextlib.contextmanager
-  def merging(self) -> Iterator[None]:
-    """Groups the updates of a merge call, which run at its end."""
-    before = self._waiting, self._merged_in
-    self._waiting, self._merged_in = [], tf.compat.v1.get_default_graph()
-    try:
-      yield
-      self._flush()
-    finally:
-      self._waiting, self._merged_in = before
+  def _trace(self, optimizers, **options):
+    self.reasons: list[str] = []
+    applied: list[int] = []  # Operations before each call.
 
-  def update(
-    self, variable, run: Callable[[], Any], inputs: Sequence[Any], waits: bool
-  ) -> Any:
-    """An optimizer's update by `run`, on its server; maybe later if it `waits`."""
-    number, self._num_updates = self._num_updates, self._num_updates + 1
-    if self.looks_only:
-      self.access.elsewhere[number] = set()
-      with self._updating(variable, number):
-        result = run()
-      if result is not None:
-        self.access.direct.add(number)
-      return result
-    # A call on a server has no other server's variables.
-    written = self.access.updated.keys() | self.access.nested_writes.keys()
-    if (
-      not waits
-      # A branch or a loop of the merge call runs inside the merge call.
-      or self._merged_in is not tf.compat.v1.get_default_graph()
-      or self.ticket is None
-      or number in self.access.direct
-      or self.access.elsewhere.get(number, set()) & written
-    ):
-      # What waits comes before it. Its first read would do that in the middle of
-      # it, where an optimizer shows its own rows in place of its slots.
-      self._flush()
-      with self._updating(variable):
-        return run()
-    # So are the rows that a batch has of a table. Theirs is the last gradient that a
-    # step has: to wait for the others costs nothing, and a call of their own does.
-    tensors = [t for t in inputs if isinstance(t, tf.Tensor)]
-    is_small = all(packing.is_small(t.shape, t.dtype) for t in tensors)
+    def trace(*flat):
+      graph = tf.compat.v1.get_default_graph()
+      batch = batch_message.pack(self._structure, flat)
+      with (
+        _tracing(**options) as traced,
+        _keras_internal.capture_apply(
+          optimizers, lambda: applied.append(len(graph.get_operations()))
+        ) as calls,
+      ):
+        outputs = self._run(batch)
+        outputs = () if outputs is None else outputs
+        if any(each is None for each in tf.nest.flatten(outputs)):
+          raise errors.UnsupportedOptionError(
+            f'a step on workers that returns {outputs}',
+            'a structure of tensors and numbers, or None alone',
+            'leave out what is None',
+          )
+        # A metric's result may be its variable.
+        outputs = tf.nest.map_structure(tf.convert_to_tensor, outputs)
+        gradients, tensors = self._gradients(calls, flat, traced)
+      if traced.reduces:
+        self.reasons.append('a reduction over replicas')
+      self._nested = calls.nested
+      self.outputs = Outputs(tf.nest.map_structure(_spec_of, outputs))
+      self.calls = gradients
+      return tf.nest.flatten(outputs), tensors
 
-    def run_on_server():
-      with self._updating(variable):
-        run()
+    specs = batch_message.BatchLayout(self._structure).specs
+    self._function = concrete(trace, *specs)
+    self._applied = applied
+    graph = self._function.graph
+    self._batch = graph.inputs[: len(specs)]
+    self._captured = [
+      (external, inside)
+      for external, inside in graph.captures
+      if external.dtype == tf.resource
+    ]
+    found = {}
+    for external, inside in self._captured:
+      variable = _by_handle.get(id(external))
+      if variable is not None:
+        found[id(external)] = variable, list(_uses(graph, inside, graph))
+    self.variables = {key: variable for key, (variable, _) in found.items()}
+    self._uses = {key: uses for key, (_, uses) in found.items()}
+    self.writes = [
+      Write(
+        variable,
+        all(op.type in _ADDITIONS for op, _ in written),
+        all(op.type in _ASSIGNMENTS and op.graph is graph for op, _ in written),
+      )
+      for variable, uses in found.values()
+      if (written := [use for use in uses if use[0].type not in _READS])
+    ]
+    of_writes = {id(w.variable) for w in self.writes}
+    self.copied = [
+      variable
+      for variable, uses in found.values()
+      if id(variable) in of_writes
+      # Not in branches and loops, nor in what XLA compiles.
+      or any(op.type not in _LOOKUPS or op.graph is not graph for op, _ in uses)
+    ]
 
-    self._waiting.append(_Update(variable, is_small, run_on_server))
-    return None
-
-  def _flush(self) -> None:
-    """Does the updates that wait: those of little as one unit a server."""
-    if not self._waiting or self._units.is_open:
-      return
-    groups = collections.defaultdict(list)
-    for number, update in enumerate(self._waiting):
-      is_alone = not update.is_small or isinstance(update.target, units.Lock)
-      group = number if is_alone else None
-      groups[update.target.server, group].append(update)
-    self._waiting = []
-    with self._merged_in.as_default():
-      for (server, _), updates in groups.items():
-        # What the step holds must be there before a unit that may not be written.
-        for key, write in list(self._held.items()):
-          if key in self.access.updated and write.variable.server == server:
-            self._write_here(write.variable)
-        if isinstance(updates[0].target, units.Lock):
-          updates[0].run()  # It is one unit itself.
+  def _gradients(self, calls, flat, traced):
+    """Returns the calls of `apply` with `Gradient`s, and the tensors of all."""
+    found, tensors = [], []
+    batch = [t.op.name for t in flat]
+    for optimizer, gradients, variables in calls:
+      if variables is None:
+        variables = _keras_internal.trainable_variables(optimizer)
+      takes_sums = row_updates.takes_sums(optimizer, clips=True)
+      if takes_sums and not traced.are_rows_known:
+        # On the worker, before they are sent.
+        gradients = map(row_updates.summed, gradients)
+      described = []
+      for gradient, variable in zip(gradients, variables, strict=False):
+        if gradient is None:
+          described.append(None)
+          continue
+        if isinstance(gradient, tf.IndexedSlices):
+          parts = [gradient.values, gradient.indices]
+          is_summed = isinstance(gradient, row_updates.SummedSlices)
+          if is_summed and _keras_internal.table_of(variable) is not None:
+            parts.append(gradient.counts)
+          specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in parts]
+          described.append(
+            Gradient(
+              variable,
+              specs,
+              is_sparse=True,
+              is_of_batch=_depends_on(gradient.indices, batch),
+              is_unique=_origin_type(gradient.indices) == 'Unique',
+            )
+          )
         else:
-          self.on_server(server, lambda u=updates: [each.run() for each in u])
+          parts = [tf.reshape(tf.convert_to_tensor(gradient), variable.shape)]
+          described.append(Gradient(variable, [_spec_of(parts[0])]))
+        tensors += parts
+      found.append((optimizer, described, list(variables)))
+    return found, tensors
 
-  def update_inputs(self) -> list[tf.Tensor]:
-    """Returns the present values that updates on other servers will read."""
-    found = [] if self.ticket is None else [self.ticket.tensor]
-    for key in self.access.update_reads:
-      held = self._held.get(key)
-      value = held.value if held else self._snapshot.get(key)
-      if value is not None and key not in self._direct:
-        found.append(value)
+  def _late_optimizers(self) -> list[Any]:
+    """Returns optimizers whose updates the step needs itself, or makes in a branch."""
+    late = list(self._nested)
+    graph = self._function.graph
+    place = {op.name: i for i, op in enumerate(graph.get_operations())}
+    written = {id(w.variable) for w in self.writes}
+    inside = {id(external): inner for external, inner in self._captured}
+    for (optimizer, _, variables), begin in zip(
+      self.calls, self._applied, strict=True
+    ):
+      for variable in [*variables, *_keras_internal.state_of(optimizer)]:
+        value = model_state.value_of(variable)
+        handle = getattr(value, 'stand_in', value).handle
+        placeholder = inside.get(id(handle))
+        is_read = placeholder is not None and any(
+          place[op.name] >= begin for op in placeholder.consumers()
+        )
+        if is_read or id(value) in written:
+          late.append(optimizer)
+          break
+    return late
+
+  def _written_in_rows(self) -> set[int]:
+    """Returns the ids of variables in parts that are written, and read by rows."""
+    return {
+      id(write.variable)
+      for write in self.writes
+      if hasattr(write.variable, 'parts')
+    }
+
+  def call(
+    self, batch: Sequence[tf.Tensor], handles: dict[int, tf.Tensor]
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Calls the step in a graph, with other handles for some of its variables.
+
+    Args:
+      batch: components of the batch.
+      handles: by the ids of the handles that they replace.
+
+    Returns:
+      The results, and the tensors of the gradients.
+    """
+    return _tf_internal.call_with(self._function, batch, handles)
+
+  def check_rows(self) -> None:
+    """Adds the reasons why workers cannot share the rows of a batch to `reasons`."""
+    found = self.reasons
+    if not self.outputs.are_numbers:
+      found.append('results that are no numbers')
+    leaves = [s for s in tf.nest.flatten(self._structure) if s is not None]
+    if not all(isinstance(s, tf.TensorSpec) for s in leaves):
+      found.append('batches of ragged or sparse tensors')
+    for write in self.writes:
+      name = write.variable.name
+      if _keras_internal.is_seed_state(name, write.variable.dtype):
+        found.append('random numbers, as of Dropout')
+      elif not write.is_plain:
+        found.append(
+          f'{name!r}, which it writes in a branch or a loop, or row by row'
+        )
+
+  def read_after_written(self, exempt: Sequence[Any]) -> list[str]:
+    """Returns the names of variables that the step reads when it has written them.
+
+    Not of those that are `exempt`.
+    """
+    graph = self._function.graph
+    place = {op.name: i for i, op in enumerate(graph.get_operations())}
+    skipped = {id(model_state.value_of(each)) for each in exempt}
+    found = []
+    for key, variable in self.variables.items():
+      uses = [op for op, _ in self._uses[key] if op.graph is graph]
+      written = [place[op.name] for op in uses if op.type not in _READS]
+      read = [place[op.name] for op in uses if op.type in _READS]
+      if (
+        written
+        and id(variable) not in skipped
+        and any(at > min(written) for at in read)
+      ):
+        found.append(variable.name)
     return found
 
-  def held_of(self, server: int) -> list[tf.Tensor]:
-    """Returns the held writes of a server, which travel with the gradients."""
-    if self.ticket is None:
-      return []
-    return [
-      write.to_send()
-      for write in self._held.values()
-      if write.variable.server == server
-    ]
+  def powers(self) -> Powers:
+    """Returns how to combine what workers compute from their rows.
 
-  def write(self, variable, value, delta=None) -> bool:
-    """Holds a write back, or returns False: it must be done here."""
-    self._flush()
-    key = id(variable)
-    if self.looks_only:
-      return self._look_at_write(variable, value)
-    if (
-      self.is_nested()
-      or key in self.access.nested_writes
-      or key in self._direct
-      or self.update_server is not None
-    ):
-      self._write_here(variable)
-      return False
-    before = self._held.get(key)
-    old = before.value if before else self._snapshot.get(key)
-    if value is None:
-      if old is None:
-        old = variable.read_directly()
-      value = old + delta
-    elif delta is None and old is not None:
-      delta = step_access.additive_delta(value, old)
-    if before is not None:
-      both = before.delta is not None and delta is not None
-      delta = before.delta + delta if both else None
-    self._held[key] = step_access.Write(variable, value, delta)
-    return True
-
-  def touch_rows(self, variable, writes: bool) -> tf.Tensor | None:
-    """Prepares an op on some rows of a variable, which runs on its server.
-
-    Returns the variable's value if the step holds a newer one than the server.
+    Raises:
+      NeedsExchangeError: workers cannot share the rows. The message says why.
     """
-    self._flush()
-    key = id(variable)
-    if self.looks_only:
-      if writes:
-        self.row_writes.append(variable)
-      else:
-        self.note_read(variable.handle)
-      if self._updates and variable.server != self.update_server:
-        self.access.direct.add(self._update)
-      if writes and self.is_nested():
-        self._look_at_write(variable, 0)
-      elif writes and self._updates:
-        self.access.updated.setdefault(key, variable)
-      return None
-    if writes:
-      self._write_here(variable)
-      return None
-    if key in self._held:
-      return self._held[key].value
-    return None if self.update_server is not None else self._copy_of(key)
-
-  def _look_at_write(self, variable, value) -> bool:
-    self.access.written.setdefault(id(variable), variable)
-    if self._updates:
-      self.access.updated.setdefault(id(variable), variable)
-      if variable.server != self.update_server:
-        self.access.direct.add(self._update)
-    if self.is_nested():
-      self.access.nested_writes.setdefault(id(variable), variable)
-    elif value is None and self.update_server != variable.server:
-      self.access.reads.setdefault(id(variable), variable)
-    return False
-
-  def _write_here(self, variable) -> None:
-    """Sends a held write, and lets the step use only the server's copy from now on."""
-    key = id(variable)
-    held = self._held.pop(key, None)
-    self._direct.add(key)
-    self._read_since.pop(key, None)
-    if held is not None:
-      self._send_writes([held], [])
-
-  @contextlib.contextmanager
-  def _updating(self, variable, number: int = 0) -> Iterator[None]:
-    """Marks the trace of an optimizer's update, which runs on the variable's server."""
-    before, self._update = self.update_server, number
-    self.update_server = variable.server
-    self._updates += 1
-    try:
-      yield
-    finally:
-      self._updates -= 1
-      self.update_server = before
-
-  def held_writes(self) -> list[step_access.Write]:
-    """The writes that the step holds back, in order of first write."""
-    return list(self._held.values())
-
-  def commit(self) -> list[tf.Operation]:
-    """Sends the held writes, server 0 last; returns the last ops."""
-    done = self._writes_done()
-    by_server = collections.defaultdict(list)
-    for write in self._held.values():
-      by_server[write.variable.server].append(write)
-    self._held = {}
-    last = by_server.pop(0, [])
-    for writes in by_server.values():
-      done.append(self._send_writes(writes, done))
-    return [self._send_writes(last, done, is_last=True)]
-
-  def _writes_done(self) -> list[tf.Operation]:
-    """Returns one op for each device that runs after the writes of the step so far."""
-    by_device = collections.defaultdict(list)
-    for op in self._graph.get_operations()[self._first_operation :]:
-      # pylint: disable-next=protected-access
-      if op.op_def.is_stateful and op.type not in _READS:
-        by_device[op.device].append(op)
+    graph = self._function.graph
+    count = len(self._batch)
+    if not all(
+      s.shape.is_fully_defined() for s in tf.nest.flatten(self.outputs.specs)
+    ):
+      raise plan.NeedsExchangeError('results that are as long as the batch')
+    of_rows = functools.partial(row_sharing.powers, graph, count)
+    batch = [t.op.name for t in self._batch]
+    results = len(tf.nest.flatten(self.outputs.specs))
+    returned, tensors = graph.outputs[:results], iter(graph.outputs[results:])
     groups = []
-    for device, ops in by_device.items():
-      with tf.device(device):
-        groups.append(tf.group(*ops))
-    return groups
+    for _, gradients, _ in self.calls:
+      for gradient in gradients:
+        parts = [next(tensors) for _ in gradient.specs] if gradient else []
+        groups.append(_lookups(parts[:2], batch) if parts else [])
+    written = [
+      (key, op)
+      for key, uses in self._uses.items()
+      for op, _ in uses
+      if op.type in _ASSIGNMENTS
+    ]
+    values = [op.inputs[1] for _, op in written]
+    try:
+      found = iter(of_rows([*itertools.chain(*groups), *returned, *values]))
+    except plan.NeedsExchangeError as error:
+      for key, op in written:
+        try:
+          of_rows([op.inputs[1]])
+        except plan.NeedsExchangeError:
+          name = self.variables[key].name
+          raise plan.NeedsExchangeError(f'{error}, for {name!r}') from None
+      raise
+    of_gradients = []
+    for group in groups:
+      of_group = [next(found) for _ in group][: -(-len(group) // 2)]
+      if len(set(of_group)) > 1:
+        raise plan.NeedsExchangeError('rows of a table are used in two ways')
+      of_gradients.append(of_group[0] if of_group else None)
+    of_outputs = [next(found) for _ in returned]
+    writes: dict[int, int] = {}
+    for (key, _), power in zip(written, found, strict=True):
+      variable = self.variables[key]
+      if writes.setdefault(id(variable), power) != power:
+        raise plan.NeedsExchangeError(
+          f'{variable.name!r} gets both sums over rows and other values'
+        )
+    return Powers(of_gradients, of_outputs, writes)
 
-  def _send_writes(
-    self, writes: Sequence[step_access.Write], after, is_last: bool = False
-  ) -> tf.Operation:
-    """Sends writes of variables on one server, small ones in one message."""
-    server = writes[0].variable.server if writes else 0
-    tensors = [write.to_send() for write in writes]
-    ticket = None
-    if self.ticket is None:
-      tensors = packing.send(tensors, writes[0].variable.device)
-    else:
-      *tensors, ticket = self.copies.sent_once(
-        [*tensors, self.ticket.tensor], server, self.ticket.device(server)
-      )
 
-    def write_all():
-      done = []
-      for write, tensor in zip(writes, tensors, strict=True):
-        value = (tensor, None) if write.delta is None else (None, tensor)
-        done.append(write.variable.write_directly(*value))
-      return tf.group(*done)
+@dataclasses.dataclass(frozen=True)
+class Powers:
+  """How to combine what workers compute from their rows: 1: add up; 0: average.
 
-    with tf.control_dependencies(after):
-      return self.on_server(server, write_all, ticket, is_last)
+  `gradients` and `outputs` are in their order; None stands for no gradient. `writes`
+  are by the `id` of a variable.
+  """
+
+  gradients: list[int | None]
+  outputs: list[int]
+  writes: dict[int, int]
 
 
-_READS = frozenset(
+def powers_of_rows(
+  run: Callable[[Any], Any],
+  optimizers: Sequence[Any],
+  structure: Any,
+  exempt: Callable[[], Sequence[Any]],
+) -> Powers:
+  """Traces a step on any number of rows, to see how to combine the results of workers.
+
+  Args:
+    run: the step, a function of a batch.
+    optimizers: the optimizers that it applies.
+    structure: structure of the batch.
+    exempt: returns variables that the step may read when it has written them.
+
+  Raises:
+    NeedsExchangeError: workers cannot share the rows. The message says why.
+  """
+  structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
+  try:
+    traced = TracedStep(run, optimizers, structure, are_rows_known=True)
+  except errors.Error:
+    raise
+  except (TypeError, ValueError) as e:
+    raise plan.NeedsExchangeError(
+      f'a step that needs to know how many rows there are ({e})'
+    ) from e
+  traced.check_rows()
+  if not (traced.calls or traced.writes):
+    traced.reasons.append('a step that changes nothing')
+  for name in traced.read_after_written(exempt()):
+    traced.reasons.append(f'{name!r}, which it reads when it has written it')
+  if traced.reasons:
+    raise plan.NeedsExchangeError(traced.reasons[0])
+  return traced.powers()
+
+
+_LOOKUPS = frozenset(('ResourceGather', 'ResourceGatherNd', 'VariableShape'))
+# What does nothing to a variable.
+_READS = _LOOKUPS | {'ReadVariableOp', 'VarIsInitializedOp'}
+_ADDITIONS = frozenset(
   (
-    'ReadVariableOp',
-    'ResourceGather',
-    'ResourceGatherNd',
-    'VariableShape',
-    'Placeholder',
-    'StatelessIf',
-    'StatelessWhile',
+    'AssignAddVariableOp',
+    'AssignSubVariableOp',
+    'ResourceScatterAdd',
+    'ResourceScatterSub',
+    'ResourceScatterNdAdd',
+    'ResourceScatterNdSub',
   )
 )
+_ASSIGNMENTS = (
+  'AssignVariableOp',
+  'AssignAddVariableOp',
+  'AssignSubVariableOp',
+)
+_PYTHON = frozenset(('EagerPyFunc', 'PyFunc', 'PyFuncStateless'))
+
+
+def _uses(graph, tensor, root) -> Iterator[tuple[tf.Operation, int]]:
+  """Yields the operations that use a handle, also in functions that others call.
+
+  With each comes the number of its input.
+  """
+  for op in tensor.consumers():
+    functions = _tf_internal.functions_of(root, op)
+    # The first input of a branch chooses it.
+    first = (
+      1 if op.type in ('If', 'StatelessIf', 'Case', 'StatelessCase') else 0
+    )
+    for i, given in enumerate(op.inputs):
+      if given is not tensor:
+        continue
+      if op.type == 'Identity':
+        yield from _uses(graph, op.outputs[0], root)
+      elif not functions:
+        yield op, i
+      for body in functions:
+        yield from _uses(body, body.inputs[i - first], root)
+
+
+def _spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
+  return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _lookups(parts: Sequence[tf.Tensor], batch: Sequence[str]) -> list:
+  """The tensors of a gradient; of one of several lookups those of each of them.
+
+  Their rows follow each other, in any order. Not where some are of the batch and
+  others, such as positions, of all rows: these would be added up.
+  """
+  if len(parts) == 1:
+    return list(parts)
+  values, indices = map(_followed, parts)
+  if len(values) == len(indices) and all(
+    _depends_on(part, batch) for part in indices
+  ):
+    return [*values, *indices]
+  return list(parts)
+
+
+def _followed(tensor) -> list[tf.Tensor]:
+  """The tensors of which one is a concatenation."""
+  while tensor.op.type == 'Identity':
+    tensor = tensor.op.inputs[0]
+  if tensor.op.type != 'ConcatV2':
+    return [tensor]
+  return [part for each in tensor.op.inputs[:-1] for part in _followed(each)]
+
+
+def _depends_on(tensor: tf.Tensor, sources: Sequence[str]) -> bool:
+  """Returns whether the numbers in a tensor, not its shape, come from these operations."""
+  seen, todo = set(), [tensor]
+  while todo:
+    op = todo.pop().op
+    if op.name in sources:
+      return True
+    if op.type != 'Shape' and op.name not in seen:
+      seen.add(op.name)
+      todo += op.inputs
+  return False
+
+
+def _origin_type(tensor) -> str:
+  """The type of the op that made a tensor, whatever reshaped it since."""
+  while tensor.op.type in ('Identity', 'Reshape', 'Cast'):
+    tensor = tensor.op.inputs[0]
+  return tensor.op.type
+
+
+def _check_python(graph) -> None:
+  """Raises an error for an operation that calls this process's Python."""
+  definition = graph.as_graph_def()
+  nodes = list(definition.node)
+  for function in definition.library.function:
+    nodes += function.node_def
+  for node in nodes:
+    if node.op in _PYTHON:
+      raise errors.UnsupportedOptionError(
+        f'tf.numpy_function or tf.py_function ({node.name!r}) in a step on workers',
+        "TensorFlow's operations, since the function is in this process",
+        'call it in the tf.data pipeline, or write it with tf or keras.ops',
+      )
+
+
+def _check_variables(graph, on_servers, targets: Sequence[Any]) -> None:
+  """Raises an error for a variable of this process that workers would write.
+
+  Workers may read such variables, for example the vocabulary of an adapted layer.
+  """
+  trained = {id(model_state.value_of(each)) for each in targets}
+  for variable in graph.variables:
+    if id(variable.handle) in on_servers or (
+      tf.DeviceSpec.from_string(variable.handle.device).job == 'ps'
+    ):
+      continue
+    inside = graph.capture(variable.handle)
+    is_written = any(
+      op.type not in _READS for op, _ in _uses(graph, inside, graph)
+    )
+    is_seed = _keras_internal.is_seed_state(variable.name, variable.dtype)
+    if not is_seed and (is_written or id(variable) in trained):
+      raise errors.ScopeError(
+        f'variable {variable.name!r} in a step on workers, made outside of the '
+        "strategy's scope,",
+        'variables on parameter servers',
+        'make the model, its optimizer, losses and metrics inside '
+        '`with strategy.scope():`',
+      )
+
+
+def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
+  """Calls a concrete function on a worker."""
+  if isinstance(argument, np.ndarray):
+    with tf.device(COORDINATOR):
+      argument = tf.constant(argument)
+  with tf.device(f'/job:worker/replica:0/task:{worker}'):
+    return function(argument, *handles)

@@ -82,14 +82,14 @@ class StepFunction:
     hides_rows = getattr(iterator, 'hides_rows', True)
     work = input.steps_on(data, hides_rows)
     if not self._has_begun:
-      self._look(work)
+      self._look(work[0])
       self._has_begun = True
     report = self._strategy.begin(self._step, work, is_whole)
     if report is None and not self._has_reported:
       raise errors.DataError(
         'Expected data from the function given to '
         'distribute_datasets_from_function, got none for any of '
-        f'{len(work.source.splits)} workers. Fix: see what it returns for their '
+        f'{len(work[0].splits)} workers. Fix: see what it returns for their '
         '`InputContext`s.'
       )
     if report is None:
@@ -103,17 +103,15 @@ class StepFunction:
     if self._step.trains and not strategy.recovery.is_told:
       strategy.track(**model_state.state_of(self._model))
     load = strategy.extended.placement.load
-    if isinstance(work, input.Elements):
-      structure = work.source.dataset.element_spec
-    else:
-      structure = work[0].structure
+    is_read = isinstance(work, splits.Source)
+    layout = work.dataset.layout if is_read else work.layout
 
-    def discover():
+    def look():
       # It may be traced with what an earlier call has lost, and then sent.
       strategy.liveness.wait_for_answers()
-      strategy.engine.discover(self._step, structure)
+      strategy.engine.look(self._step, layout)
 
-    strategy.recovery.with_recovery(discover)
+    strategy.recovery.with_recovery(look)
     if self._step.trains and strategy.extended.placement.load != load:
       strategy.save()  # Checkpoints have the new variables too.
 
@@ -185,7 +183,6 @@ class RemoteStep:
     optimizer_checks.check_step(fn, optimizers)
     self._strategy = strategy
     self._step = step_task.Step(
-      # Nothing tells how often a step calls a function of a graph.
       run=in_replica(strategy, _tf_internal.inlined(fn)),
       trains=bool(optimizers),
       optimizers=tuple(optimizers),

@@ -12,10 +12,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.keras import row_updates
-from tf_strategies.strategies.parameter_server import (
-  step_access,
-  traced_step,
-)
+from tf_strategies.strategies.parameter_server import traced_step
 
 
 def server_device(server: int) -> str:
@@ -26,10 +23,9 @@ def server_device(server: int) -> str:
 class ServerVariable(_tf_internal.ResourceVariable):
   """A variable on one parameter server.
 
-  In a step that is being traced, `TracedStep` defines its reads and writes. Elsewhere
-  in a graph, `assign(self + delta)` becomes an atomic addition. The coordinator's
-  own reads and writes are `drained`: they wait until all scheduled steps are done, so
-  that they see the results. `on_write` is called before a write.
+  In a graph, `assign(self + delta)` becomes an atomic addition. The coordinator's own
+  reads and writes are `drained`: they wait until all scheduled steps are done, so that
+  they see the results. `on_write` is called before a write.
 
   A variable that is lost with its server is zero until it is assigned. It cannot be
   read meanwhile: no step that reads it can be traced, and steps that were traced
@@ -56,6 +52,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
+    traced_step.register(self, self.handle)
     # With the layer that it is of, if that is known.
     self.full_name = self.name
 
@@ -75,13 +72,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def _read_variable_op(self, no_copy=False):
     self.check_is_whole()
-    step = traced_step.current()
-    if step is not None:
-      copy = step.read(self)
-      if copy is not None:
-        with step.at_home(copy):
-          return _tf_internal.read_from_copy(self, copy)
-    elif tf.executing_eagerly():
+    if tf.executing_eagerly():
       if not self.is_part:
         num_bytes = self.shape.num_elements() * self.dtype.size
         row_updates.warn_of_whole_read(self.full_name, num_bytes)
@@ -113,39 +104,17 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
     return self._drained(write_now)
 
-  def _write_in_unit(self, step, write: Callable[[], Any]) -> Any:
-    """Writes on the server, as one unit of a step; returns the write's result."""
-    results = []
-    self.note_written()
-
-    def write_here():
-      with tf.device(self.device):
-        results.append(write())
-      return results[-1]
-
-    result = step.on_server(self.server, write_here)
-    if result is results[-1]:
-      return result
-    # That is of another graph. Reads of the variable come after the write.
-    return self if isinstance(results[-1], tf.Variable) else result
-
   def read_directly(self) -> tf.Tensor:
-    """Reads on the server, whatever a step holds."""
+    """Reads on the server, now."""
     return tf.raw_ops.ReadVariableOp(resource=self.handle, dtype=self.dtype)
 
-  def write_directly(self, value, delta) -> tf.Operation:
-    """Assigns `value`, or adds `delta` if there is one, on the server."""
-    if delta is not None:
-      return super().assign_add(tf.cast(delta, self.dtype), read_value=False)
-    return super().assign(value, read_value=False)
+  def write_directly(self, value, adds: bool) -> tf.Operation:
+    """Assigns a value, or adds it, on the server."""
+    write = super().assign_add if adds else super().assign
+    return write(value, read_value=False)
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign`."""
-    step = traced_step.current()
-    if step is not None:
-      value = tf.convert_to_tensor(value, self.dtype)
-      if step.write(self, value):
-        return step.read(self)
     method, options = super().assign, (use_locking, name, read_value)
     delta = None if tf.executing_eagerly() else self.addition_of(value)
     if delta is not None:  # What another worker adds meanwhile is kept.
@@ -156,10 +125,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
         method, value = super().assign_add, delta
       if value.shape != self.shape and self.shape.is_fully_defined():
         value = tf.broadcast_to(value, self.shape)
-    write = functools.partial(method, value, *options)
-    if step is not None:
-      return self._write_in_unit(step, write)
-    elif tf.executing_eagerly():
+    return self._write(functools.partial(method, value, *options))
+
+  def _write(self, write: Callable[[], Any]) -> Any:
+    if tf.executing_eagerly():
       return self._write_drained(write)
     self.note_written()
     return write()
@@ -183,37 +152,32 @@ class ServerVariable(_tf_internal.ResourceVariable):
     if value.op.type not in ('AddV2', 'Add', 'Sub'):
       return None
     for old in value.op.inputs:
-      read = step_access.origin(old)
+      read = old
+      while read.op.type == 'Identity':
+        read = read.op.inputs[0]
       if read.op.type != 'ReadVariableOp':
         continue
       handle = tf.compat.v1.get_default_graph().capture(self.handle)
       if read.op.inputs[0] is handle and not self._is_older(read.op):
-        return step_access.additive_delta(value, old)
+        left, right = value.op.inputs
+        if old is left:
+          return -right if value.op.type == 'Sub' else right
+        return None if value.op.type == 'Sub' else left
     return None
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign_add`; atomic on a server."""
-    return self._add(super().assign_add, delta, 1, name, read_value)
+    return self._add(super().assign_add, delta, name, read_value)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
-    return self._add(super().assign_sub, delta, -1, name, read_value)
+    return self._add(super().assign_sub, delta, name, read_value)
 
-  def _add(self, write, delta, sign, name, read_value):
+  def _add(self, write, delta, name, read_value):
     self.check_is_whole()
-    options = {'name': name, 'read_value': read_value}
-    step = traced_step.current()
-    if step is not None:
-      delta = tf.convert_to_tensor(delta, self.dtype)
-      if step.write(self, None, sign * delta):
-        return step.read(self)
-    add = functools.partial(write, delta, **options)
-    if step is not None:
-      return self._write_in_unit(step, add)
-    elif tf.executing_eagerly():
-      return self._write_drained(add)
-    self.note_written()
-    return add()
+    return self._write(
+      functools.partial(write, delta, name=name, read_value=read_value)
+    )
 
   def _restore_from_tensors(self, restored_tensors):
     # TensorFlow's assigns past `assign`.
@@ -224,38 +188,26 @@ class ServerVariable(_tf_internal.ResourceVariable):
   @property
   def gives_rows(self) -> bool:
     """Returns whether Keras is to look rows up by `tf.gather` of the variable itself."""
-    return gives_rows()
+    return gives_rows(self)
 
   def sparse_read(self, indices, name=None):
     """Gathers rows as `tf.gather`, on the server; each row is sent once."""
-    step = traced_step.current()
-    if step is None or not step.looks_up:
-      return self.rows_at(indices, name)
-    return look_up(self, indices, self.rows_at, reads_once=not step.looks_only)
-
-  def rows_at(self, indices, name=None):
-    """Gathers rows as `tf.gather`, on the server, one for each index."""
-    return self._read_rows(super().sparse_read, tf.gather, indices, name)
+    self.check_is_whole()
+    if tf.executing_eagerly():
+      read = super().sparse_read
+      return self._drained(lambda: _fetched(read(indices, name)))
+    trace = traced_step.current()
+    if trace is None or not trace.looks_up(self):
+      return super().sparse_read(indices, name)
+    return look_up(self, indices, super().sparse_read)
 
   def gather_nd(self, indices, name=None):
     """Gathers as `tf.gather_nd`, on the server."""
-    return self._read_rows(super().gather_nd, tf.gather_nd, indices, name)
-
-  def _read_rows(self, read, gather, indices, name):
-    copy = self._touch_rows(writes=False)
-    if copy is not None:
-      with traced_step.current().at_home(copy):
-        value = _tf_internal.read_from_copy(self, copy)
-      return gather(value, indices)
-    if tf.executing_eagerly():
-      return self._drained(lambda: _fetched(read(indices, name)))
-    return read(indices, name)
-
-  def _touch_rows(self, writes: bool):
-    """Prepares an op on some rows; returns a value that only the step has, if any."""
     self.check_is_whole()
-    step = traced_step.current()
-    return None if step is None else step.touch_rows(self, writes)
+    read = super().gather_nd
+    if not tf.executing_eagerly():
+      return read(indices, name)
+    return self._drained(lambda: _fetched(read(indices, name)))
 
   def is_alive(self) -> bool:
     """Returns whether the process that holds the variable is the one it was made in."""
@@ -280,6 +232,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       )
     # The handle alone says which memory of which process this variable is.
     _tf_internal.replace_handle(self, fresh.handle)
+    traced_step.register(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
     return self.is_lost
@@ -293,33 +246,29 @@ def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
     return tf.fill(*arguments)
 
 
-def gives_rows() -> bool:
-  """Returns whether the caller may look up single rows of a table.
-
-  Loops and branches of a step take the whole table from outside, since the gradient of
-  a loop reaches only tensors that come from outside.
-  """
-  step = traced_step.current()
-  if step is None:
+def gives_rows(variable: tf.Variable) -> bool:
+  """Returns whether the caller may look up single rows of a table."""
+  trace = traced_step.current()
+  if trace is None:
     return tf.executing_eagerly()
-  return step.looks_up
+  return trace.looks_up(variable)
 
 
 def look_up(
   variable: tf.Variable,
   indices: tf.Tensor,
   read: Callable[[tf.Tensor], tf.Tensor],
-  reads_once: bool,
 ) -> tf.Tensor:
   """Gathers rows as `tf.gather(variable, indices)`; `read` gets them from servers.
 
-  If it `reads_once`, a row with several indices is sent once. The gradient keeps the
-  indices apart as on one device, since most of Keras's optimizers treat two gradients
+  In a step, a row with several indices is sent once. The gradient keeps the indices
+  apart as on one device, since most of Keras's optimizers treat two gradients
   differently from their sum.
   """
   indices = tf.convert_to_tensor(indices)
+  trace = traced_step.current()
   with _tf_internal.stop_recording():
-    if reads_once:
+    if trace is not None and not trace.are_rows_known:
       found, places = tf.unique(tf.reshape(indices, [-1]))
       value = tf.gather(read(found), tf.reshape(places, tf.shape(indices)))
       value.set_shape(indices.shape.concatenate(variable.shape[1:]))
@@ -349,16 +298,9 @@ def _sparse_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
   def write(self, *args, **kwargs):
-    # pylint: disable=protected-access
-    self._touch_rows(writes=True)
-    write_rows = functools.partial(method, self, *args, **kwargs)
-    if tf.executing_eagerly():
-      return self._write_drained(write_rows)
-    step = traced_step.current()
-    if step is None:
-      self.note_written()
-      return write_rows()
-    return self._write_in_unit(step, write_rows)
+    self.check_is_whole()
+    # pylint: disable-next=protected-access
+    return self._write(functools.partial(method, self, *args, **kwargs))
 
   write.__name__ = name
   write.__doc__ = method.__doc__

@@ -31,7 +31,7 @@ class Arrays:
   def __init__(self):
     # Of arrays that are still there: the splits share most of them.
     self._tensors: list[tuple[weakref.ref, tf.DType, tf.Tensor]] = []
-    # By worker and tensor, with the token of the worker that got it.
+    # By worker and tensor, with the life of the worker that got it.
     self._copies: dict[tuple[int, int], tuple[int, tf.Tensor]] = {}
 
   @contextlib.contextmanager
@@ -57,16 +57,16 @@ class Arrays:
       return traced.get_concrete_function(*specs), used
 
   def on_worker(
-    self, tensors: Sequence[tf.Tensor], worker: int, token: int
+    self, tensors: Sequence[tf.Tensor], worker: int, life: int
   ) -> list[tf.Tensor]:
-    """Copies on a worker; one that has another token has lost them."""
+    """Copies on a worker; one that begins another life has lost them."""
     found = []
     for tensor in tensors:
       known, copy = self._copies.get((worker, id(tensor)), (None, None))
-      if known != token:
+      if known != life:
         with tf.device(device(worker)):
           copy = tf.identity(tensor)
-        self._copies[worker, id(tensor)] = token, copy
+        self._copies[worker, id(tensor)] = life, copy
       found.append(copy)
     return found
 

@@ -8,7 +8,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -21,12 +20,10 @@ _WAKE_SECONDS = 1.0
 # From when on others do what only a worker that is late would have done: they open
 # data for that, and it will open them again.
 _LATE_SECONDS = 1.0
-_SETTLE_SECONDS = 0.3
 _PAUSE_SECONDS = 10.0
 _END_SECONDS = 5.0
 _MAX_RETRIES = 5
 _MAX_LOSSES = 3
-_T = TypeVar('_T')
 
 # Failures that a retry may cure while all tasks of the cluster are alive: a
 # connection that broke, or one that a restarted task has not opened again yet.
@@ -45,12 +42,10 @@ class NotHereError(Exception):
 class Task(abc.ABC):
   """Something to be done once, on any worker."""
 
-  # Since a step of it was done: how often it failed and was put back, and how many
-  # workers were lost while they ran it.
+  # How often it failed and was put back, and how many workers were lost while they
+  # ran it.
   retries = losses = 0
-  progress = 0  # How many steps were done when it failed last.
   attempt = 0  # Of the pool, that it belongs to.
-  number = 0  # Of all that were submitted.
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -78,28 +73,9 @@ class Task(abc.ABC):
     """Called under the pool's lock when a worker takes it."""
     del worker
 
-  def give_up(self, worker: int) -> None:
+  def lose(self, worker: int) -> None:
     """Called when it failed on a worker, which may still be at it."""
     return
-
-  def survive(self, worker: int) -> bool:
-    """Notes the progress after a failure; returns whether the task is done."""
-    del worker
-    return False
-
-  @property
-  def steps_done(self) -> int:
-    """Returns how many of its steps are known to be done."""
-    return 0
-
-  @property
-  def done_so_far(self) -> int:
-    """Returns how many of its steps of training were done when it was interrupted."""
-    return 0
-
-  def renew(self) -> bool:
-    """Makes it ready to go on with other variables; whether it is to go on."""
-    return False
 
   @abc.abstractmethod
   def finish(self, worker: int) -> None:
@@ -135,10 +111,6 @@ class WorkerPool:
     # Since when nobody wants what a worker runs.
     self._late_since: dict[int, float] = {}
     self._error: BaseException | None = None
-    # Tasks that the death of a server has ended, and whether one has died.
-    self._interrupted: list[Task] = []
-    self._is_server_lost = False
-    self.submitted = 0
     # Why no task may begin; the one place that every step of every mode passes.
     self._refusal: Exception | None = None
     self._is_open = True
@@ -169,8 +141,6 @@ class WorkerPool:
           'create another strategy',
         )
       task.attempt = self.attempt
-      task.number = self.submitted
-      self.submitted += 1
       self._queue.append(task)
       self._discard_unwanted()
       self.lock.notify_all()
@@ -218,13 +188,11 @@ class WorkerPool:
     """Raises `error` for each task that is submitted, until `accept`."""
     with self.lock:
       self._refusal = error
-      self._is_server_lost = True
 
   def accept(self) -> None:
     """Takes tasks again."""
     with self.lock:
       self._refusal = None
-      self._is_server_lost = False
 
   def end(self, error: Exception) -> None:
     """Raises `error` for whoever waits or submits; returns when no task runs."""
@@ -245,28 +213,12 @@ class WorkerPool:
     """Drops the error and all waiting tasks, and waits for all that run.
 
     Also for those that nobody wants: functions may fail while TensorFlow connects
-    again. Those that the death of a server has ended `interrupted` returns.
+    again.
     """
     with self.lock:
       self._drop_waiting()
       self._wait_for_running(self._timeout)
       self._error = None
-
-  def interrupted(self) -> list[Task]:
-    """The tasks that were not done when a server died, as they were submitted."""
-    with self.lock:
-      found, self._interrupted = self._interrupted, []
-    return sorted(found, key=lambda task: task.number)
-
-  def go_on(self, tasks: Sequence[Task], done: Sequence[Task]) -> None:
-    """Takes up tasks of `interrupted`, before all others; counts those done."""
-    with self.lock:
-      for task in done:
-        task.finish(self.workers[0])
-      for task in tasks:
-        task.attempt = self.attempt
-      self._queue.extendleft(reversed(tasks))
-      self.lock.notify_all()
 
   def _wait_for_running(self, seconds) -> None:
     """Under the lock: waits for the tasks that run, but no longer."""
@@ -281,15 +233,10 @@ class WorkerPool:
         self._check_progress()
     if self._error is not None:
       error, self._error = self._error, None
-      self._is_server_lost = _is_of_server(error)
       self._drop_waiting()
       raise error
 
   def _drop_waiting(self) -> None:
-    if self._is_server_lost:
-      self._interrupted.extend(self._queue)
-    else:
-      self._interrupted.clear()
     self._queue.clear()
     self.attempt += 1
 
@@ -323,8 +270,6 @@ class WorkerPool:
           # reported.
           if not task or task.attempt == self.attempt or _is_of_server(e):
             self._error = self._error or e
-          if task and _is_of_server(e):
-            self._interrupted.append(task)
           self._end(worker)
         time.sleep(_REJOIN_SECONDS)
 
@@ -366,8 +311,6 @@ class WorkerPool:
         task.finish(worker)
       elif self._is_open and not self._error and task.attempt == self.attempt:
         self._queue.appendleft(task)
-      elif self._is_server_lost:
-        self._interrupted.append(task)
       self._end(worker)
 
   def _end(self, worker: int) -> None:
@@ -388,40 +331,30 @@ class WorkerPool:
 
   def _handle(self, worker: int, task: Task, error: Exception) -> None:
     """Decides who is to blame: a server, the worker, a moment, or the step."""
+    if _is_of_server(error):
+      raise error
     self._check_servers(error)
-    # At once: a worker that was stopped may go on while it is asked whether it is
-    # alive, and get as far as the middle of its writes.
-    self._insist(worker, lambda: task.give_up(worker))
     is_lost = not self._liveness.is_worker_alive(worker)
     if is_lost:
       self._lose(worker, error)
     else:
       self._wait_to_retry(worker, error, task.retries < _MAX_RETRIES)
-    is_done = self._survive(worker, task)
-    if task.steps_done > task.progress:
-      task.retries, task.losses, task.progress = 0, 0, task.steps_done
+    task.lose(worker)
     task.retries += 1
     task.losses += is_lost
-    if task.losses >= _MAX_LOSSES and not is_done:
+    if task.losses >= _MAX_LOSSES:
       raise self._too_many(worker, error) from error
-    self._conclude(worker, task, is_done)
+    self._conclude(worker, task, is_done=False)
 
-  def _survive(self, worker: int, task: Task) -> bool:
-    """Asks a failed task how far it came, which it reads from a server."""
-    # What servers began to write before it was given up is written.
-    time.sleep(_SETTLE_SECONDS)
-    return self._insist(worker, lambda: task.survive(worker))
+  def check_update(self, error: tf.errors.OpError) -> None:
+    """Raises if it is not known whether servers have applied an update.
 
-  def _insist(self, worker: int, action: Callable[[], _T]) -> _T:
-    """Does something with servers, again while that may help."""
-    for attempt in range(_MAX_RETRIES + 1):
-      try:
-        return action()
-      except tf.errors.OpError as e:
-        self._check_servers(e)
-        self._wait_to_retry(worker, e)
-        if attempt == _MAX_RETRIES:
-          raise
+    Raises:
+      ParameterServerUnavailableError: a server died, or the connection to one.
+    """
+    self._check_servers(error)
+    if isinstance(error, _TRANSIENT) or self._liveness.changed_recently():
+      raise self._liveness.broken_update() from error
 
   def _check_servers(self, error: Exception) -> None:
     dead = self._liveness.server_error()

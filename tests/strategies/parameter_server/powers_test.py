@@ -1,0 +1,204 @@
+"""Whether workers may share the rows of a batch, and how to combine their results."""
+
+import keras
+import tensorflow as tf
+from absl.testing import parameterized
+
+from tests.strategies.parameter_server import local_servers
+from tf_strategies.spmd import plan
+from tf_strategies.strategies.parameter_server import traced_step
+
+_IDS = tf.TensorSpec([8], tf.int64)
+
+
+def _powers(run, spec, variables=(), exempt=()):
+  """Returns the powers of a step that is given an optimizer of some variables."""
+  with local_servers.scope():
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build(variables)
+  with local_servers.on_local_devices():
+    return traced_step.powers_of_rows(
+      lambda x: run(optimizer, x), [optimizer], spec, lambda: exempt
+    )
+
+
+def _once(table, ids):
+  return tf.gather(table, ids)
+
+
+def _twice(table, ids):
+  return tf.gather(table, ids) * tf.gather(table, (ids + 1) % 5)
+
+
+def _with_positions(table, ids):
+  return tf.gather(table, ids) + tf.gather(table, [3])
+
+
+def _unique(table, ids):
+  found, places = tf.unique(ids)
+  return tf.gather(tf.gather(table, found), places)
+
+
+class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(
+    program=((_once, None), (_twice, None), (_unique, 'Unique')),
+    parts=(1, 3),
+  )
+  def test_lookups(self, program, parts):
+    program, meets_at = program
+    self.assert_meets(program, parts, meets_at)
+
+  def test_positions_are_of_all_rows(self):
+    # Of each worker's rows they would be pairs of their own.
+    self.assert_meets(_with_positions, 1, 'ConcatV2')
+
+  def test_result_that_is_a_variable(self):
+    with local_servers.on_local_devices():
+      rows = local_servers.variable(0, 0.0)
+
+    def run(_, ids):
+      rows.assign_add(tf.reduce_sum(tf.cast(ids, tf.float32)))
+      return {'rows': rows}
+
+    powers = _powers(run, _IDS, exempt=[rows])
+    self.assertEqual(powers.outputs, [0])  # The variable is read after it.
+    self.assertEqual(powers.writes, {id(rows): 1})
+    with self.assertRaisesRegex(plan.NeedsExchangeError, 'reads when it has'):
+      _powers(run, _IDS)
+
+  @parameterized.parameters(True, False)
+  def test_what_a_user_has_named_is_named(self, in_layer):
+    class Share(keras.layers.Layer):
+      def call(self, x):
+        return x / tf.reduce_sum(x)
+
+    with local_servers.scope():
+      metric = keras.metrics.Mean(name='my_metric')
+      layer = Share(name='my_layer')
+
+    def run(_, x):
+      if in_layer:
+        metric.update_state(tf.reduce_sum(x))
+        return {'sum': tf.reduce_sum(layer(x))}
+      metric.update_state(tf.reduce_sum(x) ** 2)
+      return {'sum': tf.reduce_sum(x)}
+
+    with self.assertRaises(plan.NeedsExchangeError) as raised:
+      _powers(run, tf.TensorSpec([8, 3]))
+    found = str(raised.exception)
+    named = 'my_layer' if in_layer else 'total'
+    self.assertIn('needs all rows of a batch at once', found)
+    self.assertIn(named, found)
+    self.assertNotIn('Part(', found)
+
+  def test_lookups_that_are_summed_and_averaged(self):
+    with local_servers.on_local_devices():
+      table = local_servers.variable(0, tf.ones([5, 2]))
+
+    def run(optimizer, ids):
+      with tf.GradientTape() as tape:
+        losses = (
+          tf.reduce_sum(tf.gather(table, ids)),
+          tf.reduce_mean(tf.gather(table, (ids + 1) % 5)),
+        )
+      optimizer.apply([tape.gradient(losses, table)], [table])
+
+    with self.assertRaisesRegex(plan.NeedsExchangeError, 'used in two ways'):
+      _powers(run, _IDS, [table])
+
+  def assert_meets(self, program, parts, meets_at):
+    with local_servers.on_local_devices():
+      value = tf.reshape(tf.range(10.0), [5, 2])
+      table = (
+        local_servers.variable(0, value)
+        if parts == 1
+        else local_servers.partitioned_variable(value, parts)
+      )
+
+    def run(optimizer, ids):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(program(table, ids) ** 2)
+      optimizer.apply([tape.gradient(loss, table)], [table])
+
+    if meets_at is None:
+      self.assertEqual(_powers(run, _IDS, [table]).gradients, [1])
+    else:
+      with self.assertRaisesRegex(plan.NeedsExchangeError, meets_at):
+        _powers(run, _IDS, [table])
+
+
+def _then(after):
+  """A step that applies a gradient of `a`, and then does something."""
+
+  def step(a, other, optimizer, x):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(x[:, None] * (a * a))
+    optimizer.apply([tape.gradient(loss, a)], [a])
+    after(a, other, optimizer, x)
+    return loss
+
+  return step
+
+
+def _assigned_before(a, other, optimizer, x):
+  a.assign(tf.ones([2]))
+  return _then(lambda *args: None)(a, other, optimizer, x)
+
+
+def _applied_in_a_branch(a, other, optimizer, x):
+  tf.cond(
+    tf.reduce_sum(x) > 0.0,
+    lambda: [optimizer.apply([tf.ones([2])], [a]), 1][1],
+    lambda: 0,
+  )
+
+
+_SEEN = 'a branch or a loop, or a read of what it has updated'
+
+
+class WholeTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('nothing', _then(lambda a, other, o, x: None), None),
+    ('other', _then(lambda a, other, o, x: other.assign(other * 2.0)), None),
+    ('rate', _then(lambda a, other, o, x: o.learning_rate + 1.0), None),
+    ('read', _then(lambda a, other, o, x: a + 1.0), _SEEN),
+    ('rows_read', _then(lambda a, other, o, x: tf.gather(a, [0])), _SEEN),
+    ('iterations', _then(lambda a, other, o, x: o.iterations + 1), _SEEN),
+    ('added', _then(lambda a, other, o, x: a.assign_add([1.0, 1.0])), _SEEN),
+    ('assigned_before', _assigned_before, _SEEN),
+    ('applied_in_a_branch', _applied_in_a_branch, _SEEN),
+    (
+      'rows_written',
+      _then(lambda a, other, o, x: other.scatter_nd_update([[0]], [5.0])),
+      'row by row',
+    ),
+    (
+      'written_in_a_branch',
+      _then(
+        lambda a, other, o, x: tf.cond(
+          x[0] > 0.0, lambda: [other.assign_add(x[:2]), 1][1], lambda: 1
+        )
+      ),
+      'in a branch or a loop',
+    ),
+  )
+  def test_what_makes_a_step_whole(self, step, want):
+    with local_servers.on_local_devices():
+      a, other = (local_servers.variable(i, [1.0, 2.0]) for i in range(2))
+    found = None
+    try:
+      _powers(
+        lambda optimizer, x: step(a, other, optimizer, x),
+        tf.TensorSpec([None], tf.float32),
+        [a],
+      )
+    except plan.NeedsExchangeError as error:
+      found = str(error)
+    if want is None:
+      self.assertIsNone(found)
+    else:
+      self.assertIn(want, found)
+
+
+if __name__ == '__main__':
+  tf.test.main()

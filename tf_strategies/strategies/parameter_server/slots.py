@@ -1,0 +1,364 @@
+"""What a step on a worker leaves on the servers, and the function that applies it.
+
+A worker writes no variable. The gradients of its step, what it wrote to its copies of
+variables, and the numbers that it reports go into slots on the servers that hold the
+variables. `ApplyFunction`, which the chief calls, applies what is in the slots of one
+task, or of several that share the rows of a batch. A worker that dies, or is late, has
+changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tf_strategies import _tf_internal
+from tf_strategies.keras import row_updates
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  packing,
+  traced_step,
+  variables,
+)
+
+_ROWS = tf.TensorSpec([], tf.float32)
+
+
+class SlotLayout:
+  """Which tensors of a traced step are in which slots.
+
+  First come the gradients, then what was written, then the numbers.
+
+  Attributes:
+    parts: server and spec of each tensor.
+    specs: specs of the messages to each server: packed tensors, and large ones.
+    is_empty: whether the step has nothing to apply.
+  """
+
+  def __init__(self, traced: traced_step.TracedStep):
+    self.parts: list[tuple[int, tf.TensorSpec]] = [
+      (gradient.server, spec)
+      for _, gradients, _ in traced.calls
+      for gradient in gradients
+      if gradient is not None
+      for spec in gradient.specs
+    ]
+    self.parts += [
+      (part.server, tf.TensorSpec(part.shape, part.dtype))
+      for write in traced.writes
+      for part in parts_of(write.variable)
+    ]
+    self.is_empty = not self.parts
+    self.specs: dict[int, list[tf.TensorSpec]] = {}
+    if self.is_empty:
+      return
+    if traced.outputs.are_numbers:
+      count = sum(traced.outputs.sizes)
+      self.parts.append((0, tf.TensorSpec([count], tf.float64)))
+    for server in sorted({server for server, _ in self.parts}):
+      small, large = self._small_and_large(server)
+      packed = packing.specs_of([*(self.parts[i][1] for i in small), _ROWS])
+      self.specs[server] = [*packed, *(self.parts[i][1] for i in large)]
+
+  @property
+  def key(self) -> str:
+    """Returns the same for layouts whose slots one function can apply."""
+    return str(self.specs)
+
+  def _small_and_large(self, server: int) -> tuple[list[int], list[int]]:
+    """Parts of a server that travel together, and those that travel alone."""
+    found = [], []
+    for i, (place, spec) in enumerate(self.parts):
+      if place == server:
+        found[not packing.is_small(spec.shape, spec.dtype)].append(i)
+    return found
+
+  def messages(self, server: int, tensors, rows) -> list[tf.Tensor]:
+    """Returns the messages to a server: packed tensors with the rows, and large ones."""
+    small, large = self._small_and_large(server)
+    return [
+      *packing.pack([*(tensors[i] for i in small), rows]),
+      *(tensors[i] for i in large),
+    ]
+
+  def read(self, server: int, handles) -> tuple[dict[int, tf.Tensor], Any]:
+    """Reads slots on a server; returns their parts by index, and the row count."""
+    messages = []
+    for spec in self.specs[server]:
+      message = tf.raw_ops.ReadVariableOp(
+        resource=next(handles), dtype=spec.dtype
+      )
+      message.set_shape(spec.shape)
+      messages.append(message)
+    small, large = self._small_and_large(server)
+    count = len(messages) - len(large)
+    *found, rows = packing.unpack(
+      messages[:count], [*(self.parts[i][1] for i in small), _ROWS]
+    )
+    return {
+      **dict(zip(small, found, strict=True)),
+      **dict(zip(large, messages[count:], strict=True)),
+    }, rows
+
+  def handle_specs(self, tasks: int) -> list[tf.TensorSpec]:
+    """Returns the specs of the handles of the slots of some tasks."""
+    count = tasks * sum(map(len, self.specs.values()))
+    return [tf.TensorSpec([], tf.resource)] * count
+
+
+def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:
+  """Returns the variables on servers that a variable consists of."""
+  return getattr(variable, 'parts', (variable,))
+
+
+class Slots:
+  """The variables on the servers that one task writes into."""
+
+  def __init__(self, specs: dict[int, list[tf.TensorSpec]]):
+    self._variables = []
+    for server, messages in specs.items():
+      device = variables.server_device(server)
+      for spec in messages:
+        is_static = spec.shape.is_fully_defined()
+        shape = [d or 0 for d in spec.shape.as_list()]
+        zeros = variables.zeros_on(device, shape, spec.dtype)
+        with tf.device(device):
+          self._variables.append(
+            _tf_internal.ResourceVariable(
+              zeros,
+              # TensorFlow aborts a task that is given the handle of a variable
+              # of which one dimension is unknown; all unknown is fine.
+              shape=spec.shape if is_static else tf.TensorShape(None),
+              validate_shape=is_static,
+              trainable=False,
+            )
+          )
+    self.handles = [v.handle for v in self._variables]
+
+
+class WorkerFunction:
+  """Runs a traced step on copies of its variables, and fills slots.
+
+  If several tasks share the rows of a step, each says how many it has.
+  """
+
+  def __init__(
+    self,
+    traced: traced_step.TracedStep,
+    batch: batch_message.BatchLayout,
+    shares_rows: bool,
+  ):
+    self.traced, self._batch = traced, batch
+    self._shares_rows = shares_rows
+    self.layout = SlotLayout(traced)
+    self._function = traced_step.concrete(
+      self._trace, batch.argument, *self.layout.handle_specs(1)
+    )
+
+  def __call__(self, worker: int, argument: Any, slots: Slots | None) -> Any:
+    """Runs it on a worker; returns the results that are not in the slots."""
+    handles = [] if slots is None else slots.handles
+    return traced_step.run_on_worker(self._function, worker, argument, *handles)
+
+  def _trace(self, argument, *handles):
+    batch = self._batch.read(argument)
+    copies = self._copies()
+    # Rows of tables are read after the variables, as one device would in a step.
+    outputs, gradients = self.traced.call(
+      [
+        t
+        for t in tf.nest.flatten(batch, expand_composites=True)
+        if t is not None
+      ],
+      {key: handle for key, (handle, _) in copies.items()},
+    )
+    found = self.traced.outputs
+    reported = found.report(tf.nest.pack_sequence_as(found.specs, outputs))
+    if self.layout.is_empty:
+      return reported
+    tensors = [*gradients, *self._written(copies)]
+    if found.are_numbers:
+      tensors.append(reported)
+    rows = batch_message.rows_of(batch) if self._shares_rows else 1
+    rows = tf.cast(rows, tf.float32)
+    remaining = iter(handles)
+    for server in self.layout.specs:
+      messages = self.layout.messages(server, tensors, rows)
+      with tf.device(variables.server_device(server)):
+        for message in messages:
+          tf.raw_ops.AssignVariableOp(resource=next(remaining), value=message)
+    return [] if found.are_numbers else reported
+
+  def _copies(self) -> dict[int, tuple[tf.Tensor, list[tf.Tensor]]]:
+    """Returns, by handle, a copy's handle and the values of the variable's parts."""
+    copied = self.traced.copied
+    values = iter(
+      packing.fetch([part for each in copied for part in parts_of(each)])
+    )
+    found = {}
+    for variable in copied:
+      fetched = [next(values) for _ in parts_of(variable)]
+      whole = fetched[0] if len(fetched) == 1 else tf.concat(fetched, 0)
+      handle = _tf_internal.temporary_variable(whole)
+      key = id(getattr(variable, 'stand_in', variable).handle)
+      found[key] = handle, fetched
+    return found
+
+  def _written(self, copies) -> list[tf.Tensor]:
+    """Returns what the step has written: values of parts, or what it added to them."""
+    found = []
+    for write in self.traced.writes:
+      variable = write.variable
+      handle, before = copies[
+        id(getattr(variable, 'stand_in', variable).handle)
+      ]
+      after = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
+      after.set_shape(variable.shape)
+      parts = parts_of(variable)
+      split = [after]
+      if len(parts) > 1:
+        split = tf.split(after, [int(p.shape[0]) for p in parts])
+      for new, old in zip(split, before, strict=True):
+        found.append(new - old if write.adds else new)
+    return found
+
+
+class ApplyFunction:
+  """Applies what is in the slots of the tasks of one step.
+
+  Args:
+    step: the step.
+    traced: as one of the tasks traced it.
+    layout: of the slots.
+    count: number of tasks.
+    powers: how to combine what several tasks computed from their rows.
+    in_replica: makes a function run in the strategy's replica context.
+  """
+
+  def __init__(
+    self,
+    step,
+    traced: traced_step.TracedStep,
+    layout: SlotLayout,
+    count: int,
+    powers: traced_step.Powers | None,
+    in_replica: Callable[[Callable], Callable],
+  ):
+    self._step, self._traced, self._layout = step, traced, layout
+    self._count, self._powers = count, powers
+    self._in_replica = in_replica
+    self._function = traced_step.concrete(
+      self._trace, *layout.handle_specs(count)
+    )
+
+  def __call__(self, tasks: Sequence[Slots]) -> tf.Tensor:
+    """Applies the contents of these slots; returns the numbers to report."""
+    return self._function(*(h for slots in tasks for h in slots.handles))
+
+  def _trace(self, *handles):
+    # Of each part, its values in the tasks, and their weights.
+    parts: dict[int, tuple[list, list]] = {}
+    each = len(handles) // self._count
+    tasks = [
+      iter(handles[i * each : (i + 1) * each]) for i in range(self._count)
+    ]
+    for server in self._layout.specs:
+      with tf.device(variables.server_device(server)):
+        read = [self._layout.read(server, slots) for slots in tasks]
+        weights = _weights([rows for _, rows in read])
+        for index in read[0][0]:
+          parts[index] = [found[index] for found, _ in read], weights
+    with tf.device(variables.server_device(0)):
+      numbers = self._apply(iter([parts[i] for i in sorted(parts)]))
+    # A tensor that is read from another task leaves 3 kB there for good: a kernel
+    # with the number of the copy.
+    with tf.device(traced_step.COORDINATOR):
+      return tf.identity(numbers)
+
+  def _apply(self, parts):
+    outputs, powers = self._traced.outputs, self._powers
+    of_gradients = iter(powers.gradients if powers else ())
+    for optimizer, gradients, targets in self._traced.calls:
+      combined = []
+      for gradient in gradients:
+        power = next(of_gradients, 0)
+        combined.append(
+          None if gradient is None else _gradient(gradient, parts, power)
+        )
+      self._in_replica(
+        lambda _, o=optimizer, g=combined, t=targets: o.apply(g, t)
+      )(None)
+    for write in self._traced.writes:
+      power = powers.writes[id(write.variable)] if powers else 0
+      for part in parts_of(write.variable):
+        values, weights = next(parts)
+        with tf.device(part.device):
+          combined = _combined(values, weights, power)
+          part.write_directly(combined, write.adds)
+    if self._step.results is not None:
+      return outputs.report(self._step.results())
+    if not outputs.are_numbers:
+      return tf.zeros([0], tf.float64)
+    numbers = next(parts)
+    if powers is None:
+      return numbers[0][0]
+    are_sums = np.repeat(np.array(powers.outputs, bool), outputs.sizes)
+    return tf.where(are_sums, tf.add_n(numbers[0]), _combined(*numbers))
+
+
+def _gradient(gradient: traced_step.Gradient, parts, power):
+  """Combines the gradients of the tasks into the gradient of the step."""
+  values, weights = next(parts)
+  if power:
+    weights = [None] * len(weights)
+  with tf.device(variables.server_device(gradient.server)):
+    if not gradient.is_sparse:
+      return _combined(values, weights, power)
+    columns = [
+      list(map(_scaled, values, weights)),
+      *(next(parts)[0] for _ in gradient.specs[1:]),
+    ]
+    # Rows that were looked up apart stay apart, as on one device, since Adam does
+    # not make the same of two gradients and of their sum.
+    values, *others = (
+      tf.concat(each, 0) if gradient.is_of_batch else each[0]
+      for each in columns
+    )
+    if not gradient.is_of_batch:
+      values = tf.add_n(columns[0])
+    shape = tf.constant(gradient.variable.shape.as_list(), others[0].dtype)
+    kind = row_updates.SummedSlices if gradient.is_counted else tf.IndexedSlices
+    slices = kind(values, others[0], shape, *others[1:])
+    is_once = gradient.is_of_batch and gradient.is_unique
+    return row_updates.summed(slices) if is_once else slices
+
+
+def _weights(rows) -> list[tf.Tensor | None]:
+  """The part of the step's rows in each task; None for all of them."""
+  if len(rows) == 1:
+    return [None]
+  total = tf.add_n(rows)
+  return [r / total for r in rows]
+
+
+def _scaled(value, weight):
+  if weight is None:
+    return value
+  return value * tf.cast(weight, value.dtype)
+
+
+def _combined(values, weights, power: int = 0) -> tf.Tensor:
+  """Returns the sum of values (power 1) or their weighted mean (power 0).
+
+  Values that are no floats and have the power 0 do not depend on the rows, so it
+  returns the first.
+  """
+  if power:
+    return tf.add_n(values)
+  dtype = values[0].dtype
+  if weights[0] is None or not (dtype.is_floating or dtype.is_complex):
+    return values[0]
+  return tf.add_n(list(map(_scaled, values, weights)))
