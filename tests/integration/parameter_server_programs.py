@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl import logging as absl_logging
 
 import tf_strategies as tfs
+from tests.programs import runner
 from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import batch_message
 
@@ -422,7 +423,7 @@ def pause(tensor, milliseconds: int = 50):
 
 def check_shared(strategy) -> None:
   """Checks that synchronous workers left shares of a batch in slots."""
-  assert not strategy.shares_batches or strategy.engine._free_slots
+  assert not strategy.shares_batches or runner.shares_rows(strategy)
 
 
 def count_steps(

@@ -58,7 +58,9 @@ class Source:
     self.dataset = dataset
     done = start.splits
     self._lock = threading.Lock()
-    self._free = [DataSplit(i, size=size) for i, size in enumerate(dataset.sizes)]
+    self._free = [
+      DataSplit(i, size=size) for i, size in enumerate(dataset.sizes)
+    ]
     self.splits = tuple(self._free)
     if done and len(done) != len(self.splits):
       raise errors.UnsupportedOptionError(
@@ -172,7 +174,9 @@ class Source:
         mine = self._splits_of.setdefault(worker, [])
         (mine if is_open else self._free).append(split)
 
-  def _begin(self, split: DataSplit, element: int, worker: int, life: int) -> None:
+  def _begin(
+    self, split: DataSplit, element: int, worker: int, life: int
+  ) -> None:
     """Opens a split at an element, however many steps end meanwhile."""
     split.handle = self.dataset.open(split, element, worker, life)
     split.next = element
