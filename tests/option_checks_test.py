@@ -17,11 +17,11 @@ _NAMES = np.array(['a', 'b'])
 _COLLECTIVE = multi_worker.CollectiveOptions
 _ELASTIC = elastic_options.ElasticOptions
 _GROUP = group.GroupOptions
-_JOB = job.TaskCounts
+_JOB = job.Job
 _PIPELINE = data.PipelineOptions
 _RING = multi_worker.RingOptions
 _SERVERS = servers.ParameterServerOptions
-_SUPERVISOR = supervisor.LaunchOptions
+_SUPERVISOR = supervisor.Options
 # Required arguments, and the classes whose fields are command-line flags.
 _OTHERS = {_PIPELINE: {'global_batch_size': 8}}
 _FLAGS = (_JOB, _SUPERVISOR)
@@ -56,10 +56,10 @@ class OptionChecksTest(parameterized.TestCase):
     with self.assertRaises(tfs.errors.UnsupportedOptionError) as raised:
       options(**arguments)
     error = raised.exception
-    self.assertIn(name, error.args[0])
-    self.assertTrue(error.args[1])
-    self.assertTrue(error.args[2])
-    self.assertEqual('--' in error.args[0], options in _FLAGS)
+    self.assertIn(name, error.received)
+    self.assertTrue(error.expected)
+    self.assertTrue(error.fix)
+    self.assertEqual('--' in error.received, options in _FLAGS)
 
   def test_a_monitor_that_was_refused_is_not_in_the_way(self):
     with self.assertRaises(tfs.errors.UnsupportedOptionError):

@@ -30,6 +30,20 @@ class Error(Exception):
   __init__ = Exception.__init__
 
 
+class _MadeOfParts(type):
+  """Combines three parts into the one message of an exception."""
+
+  def __call__(cls, *args):
+    if len(args) != 3:
+      return super().__call__(*args)
+    received, expected, fix = args
+    error = super().__call__(
+      f'{received} is not supported. Expected {expected}. Fix: {fix}.'
+    )
+    error.received, error.expected, error.fix = args
+    return error
+
+
 def result_of(future):
   """Returns the result of a future, or raises its error.
 
@@ -42,7 +56,7 @@ def result_of(future):
   return future.result()
 
 
-class UnsupportedOptionError(Error, ValueError):
+class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   """An option, or a combination of options, that cannot give a right result.
 
   Args:
@@ -52,11 +66,9 @@ class UnsupportedOptionError(Error, ValueError):
     fix: the change that the user has to make.
   """
 
-  def __str__(self):
-    if len(self.args) != 3:
-      return super().__str__()
-    received, expected, fix = self.args
-    return f'{received} is not supported. Expected {expected}. Fix: {fix}.'
+  received: str | None = None
+  expected: str | None = None
+  fix: str | None = None
 
 
 class ScopeError(UnsupportedOptionError, RuntimeError):

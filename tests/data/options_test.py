@@ -34,9 +34,9 @@ class PipelineOptionsTest(tf.test.TestCase):
           self.assertRaises(errors.UnsupportedOptionError) as caught,
         ):
           PipelineOptions(**({'global_batch_size': 8} | {name: value}))
-        self.assertEqual(caught.exception.args[0], f'{name}={value!r}')
-        self.assertNotEmpty(caught.exception.args[1])
-        self.assertNotEmpty(caught.exception.args[2])
+        self.assertEqual(caught.exception.received, f'{name}={value!r}')
+        self.assertNotEmpty(caught.exception.expected)
+        self.assertNotEmpty(caught.exception.fix)
 
   def test_accepts(self):
     for name, values in _GOOD.items():

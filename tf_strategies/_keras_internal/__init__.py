@@ -169,41 +169,25 @@ def overwrites_with_gradient(variable: Any) -> bool:
   return getattr(variable, 'overwrite_with_gradient', False)
 
 
-class ApplyCalls(list):
-  """Calls of `apply`: (optimizer, gradients, variables or None).
-
-  Attributes:
-    nested: optimizers that were called in a branch or a loop, whose calls it lacks.
-  """
-
-  def __init__(self):
-    super().__init__()
-    self.nested: list[keras.optimizers.Optimizer] = []
-
-
 @contextlib.contextmanager
 def capture_apply(
   optimizers: Sequence[keras.optimizers.Optimizer],
-  note: Callable[[], None],
-) -> Iterator[ApplyCalls]:
-  """Makes `apply` add (optimizer, gradients, variables) to the list it yields.
+) -> Iterator[list[tuple[keras.optimizers.Optimizer, list, list | None, int]]]:
+  """Makes `apply` add (optimizer, gradients, variables, operations) to a list.
 
   It is for steps that are traced on a worker while their gradients are applied
   elsewhere. Clipping, accumulation and loss scaling all happen in `apply`, so
-  they use the final gradients instead of one worker's. `note` is called for each call.
+  they use the final gradients instead of one worker's. `operations` is how many the
+  graph had before the call. Calls in a branch or a loop have no gradients.
   """
-  calls = ApplyCalls()
+  calls = []
   home = tf.compat.v1.get_default_graph()
 
   def apply(optimizer, grads, trainable_variables=None):
-    if tf.compat.v1.get_default_graph() is not home:
-      calls.nested.append(optimizer)
-      return
-    variables = trainable_variables
-    if variables is not None:
-      variables = list(variables)
-    note()
-    calls.append((optimizer, list(grads), variables))
+    is_nested = tf.compat.v1.get_default_graph() is not home
+    variables = trainable_variables and list(trainable_variables)
+    found = [] if is_nested else list(grads)
+    calls.append((optimizer, found, variables, len(home.get_operations())))
 
   for each in optimizers:
     object.__setattr__(each, 'apply', functools.partial(apply, each))

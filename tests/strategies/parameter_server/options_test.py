@@ -101,10 +101,10 @@ class OptionsTest(parameterized.TestCase):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       tfs.ParameterServerStrategy(cluster=_config(), mode='ssp')
     error = caught.exception
-    self.assertEqual(error.args[0], "mode='ssp'")
+    self.assertEqual(error.received, "mode='ssp'")
     for mode in options_lib.MODES:
-      self.assertIn(repr(mode), error.args[1])
-    self.assertNotEmpty(error.args[2])
+      self.assertIn(repr(mode), error.expected)
+    self.assertNotEmpty(error.fix)
 
   def test_defaults(self):
     made = options_lib.make('async')

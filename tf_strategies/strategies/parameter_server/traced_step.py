@@ -241,16 +241,12 @@ class TracedStep:
 
   def _trace(self, optimizers, **options):
     self.reasons: list[str] = []
-    applied: list[int] = []  # Operations before each call.
 
     def trace(*flat):
-      graph = tf.compat.v1.get_default_graph()
       batch = batch_message.pack(self._structure, flat)
       with (
         _tracing(**options) as traced,
-        _keras_internal.capture_apply(
-          optimizers, lambda: applied.append(len(graph.get_operations()))
-        ) as calls,
+        _keras_internal.capture_apply(optimizers) as calls,
       ):
         outputs = self._run(batch)
         outputs = () if outputs is None else outputs
@@ -265,14 +261,13 @@ class TracedStep:
         gradients, tensors = self._gradients(calls, flat, traced)
       if traced.reduces:
         self.reasons.append('a reduction over replicas')
-      self._nested = calls.nested
+      self._applied = calls
       self.outputs = Outputs(tf.nest.map_structure(_spec_of, outputs))
       self.calls = gradients
       return tf.nest.flatten(outputs), tensors
 
     specs = batch_message.BatchLayout(self._structure).specs
     self._function = concrete(trace, *specs)
-    self._applied = applied
     graph = self._function.graph
     self._batch = graph.inputs[: len(specs)]
     self._captured = [
@@ -309,7 +304,7 @@ class TracedStep:
     """Returns the calls of `apply` with `Gradient`s, and the tensors of all."""
     found, tensors = [], []
     batch = [t.op.name for t in flat]
-    for optimizer, gradients, variables in calls:
+    for optimizer, gradients, variables, _ in calls:
       if variables is None:
         variables = _keras_internal.trainable_variables(optimizer)
       takes_sums = row_updates.takes_sums(optimizer, clips=True)
@@ -345,24 +340,25 @@ class TracedStep:
 
   def _late_optimizers(self) -> list[Any]:
     """Returns optimizers whose updates the step needs itself, or makes in a branch."""
-    late = list(self._nested)
+    late = []
     graph = self._function.graph
     place = {op.name: i for i, op in enumerate(graph.get_operations())}
     written = {id(w.variable) for w in self.writes}
     inside = {id(external): inner for external, inner in self._captured}
-    for (optimizer, _, variables), begin in zip(
-      self.calls, self._applied, strict=True
+    for (optimizer, found, _, begin), (*_, variables) in zip(
+      self._applied, self.calls, strict=True
     ):
+      is_late = not found  # In a branch or a loop.
       for variable in [*variables, *_keras_internal.state_of(optimizer)]:
         value = model_state.value_of(variable)
         handle = getattr(value, 'stand_in', value).handle
         placeholder = inside.get(id(handle))
-        is_read = placeholder is not None and any(
+        is_late |= id(value) in written
+        is_late |= placeholder is not None and any(
           place[op.name] >= begin for op in placeholder.consumers()
         )
-        if is_read or id(value) in written:
-          late.append(optimizer)
-          break
+      if is_late:
+        late.append(optimizer)
     return late
 
   def _written_in_rows(self) -> set[int]:
@@ -396,7 +392,7 @@ class TracedStep:
     if not all(isinstance(s, tf.TensorSpec) for s in leaves):
       found.append('batches of ragged or sparse tensors')
     for write in self.writes:
-      name = write.variable.name
+      name = _name_of(write.variable)
       if _keras_internal.is_seed_state(name, write.variable.dtype):
         found.append('random numbers, as of Dropout')
       elif not write.is_plain:
@@ -422,7 +418,7 @@ class TracedStep:
         and id(variable) not in skipped
         and any(at > min(written) for at in read)
       ):
-        found.append(variable.name)
+        found.append(_name_of(variable))
     return found
 
   def powers(self) -> Powers:
@@ -460,7 +456,7 @@ class TracedStep:
         try:
           of_rows([op.inputs[1]])
         except plan.NeedsExchangeError:
-          name = self.variables[key].name
+          name = _name_of(self.variables[key])
           raise plan.NeedsExchangeError(f'{error}, for {name!r}') from None
       raise
     of_gradients = []
@@ -475,7 +471,7 @@ class TracedStep:
       variable = self.variables[key]
       if writes.setdefault(id(variable), power) != power:
         raise plan.NeedsExchangeError(
-          f'{variable.name!r} gets both sums over rows and other values'
+          f'{_name_of(variable)!r} gets both sums over rows and other values'
         )
     return Powers(of_gradients, of_outputs, writes)
 
@@ -574,6 +570,10 @@ def _uses(graph, tensor, root) -> Iterator[tuple[tf.Operation, int]]:
 
 def _spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
   return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _name_of(variable: tf.Variable) -> str:
+  return variable.name.removesuffix(':0')
 
 
 def _lookups(parts: Sequence[tf.Tensor], batch: Sequence[str]) -> list:
