@@ -21,7 +21,7 @@ _JOB = job.TaskCounts
 _PIPELINE = data.PipelineOptions
 _RING = multi_worker.RingOptions
 _SERVERS = servers.ParameterServerOptions
-_SUPERVISOR = supervisor.Options
+_SUPERVISOR = supervisor.LaunchOptions
 # Required arguments, and the classes whose fields are command-line flags.
 _OTHERS = {_PIPELINE: {'global_batch_size': 8}}
 _FLAGS = (_JOB, _SUPERVISOR)
