@@ -30,7 +30,8 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
     each = codec and [codecs.get(codec)] * len(matrices)
     packed = packing.pack(matrices, bucket_bytes, codecs=each, num_rows=_ROWS)
     self.assertEqual(
-      [b.shape.as_list() for b in packed.buckets], packed.shapes_of_rows(_ROWS)
+      [b.shape.as_list() for b in packed.buckets],
+      [[_ROWS * sum(lengths)] for lengths in packed.lengths],
     )
     for before, after in zip(
       matrices, packed.unpack(packed.buckets, _ROWS), strict=True

@@ -35,10 +35,6 @@ class Packed:
   lengths: tuple[tuple[int | None, ...], ...]
   shapes: tuple[tf.TensorShape | tf.Tensor, ...]
 
-  def shapes_of_rows(self, num_rows: int) -> list[list[int]]:
-    """Returns the shapes of buckets of matrices that have so many rows."""
-    return [[num_rows * sum(lengths)] for lengths in self.lengths]
-
   def unpack(
     self, buckets: Sequence[tf.Tensor], num_rows: int | None = None
   ) -> list[tf.Tensor]:

@@ -127,8 +127,7 @@ class _Workers:
       for i, g in enumerate(gradients)
     ]
 
-    def send(packed, works, shapes):
-      del shapes
+    def send(packed, works):
       buckets = zip(works, packed.buckets, strict=True)
       return [
         tf.constant(work(group, bucket.numpy(), f'bucket_{i}'))

@@ -79,7 +79,7 @@ def _call(ring, x, name, seconds=0.0):
 
 
 def _request(work, tensor):
-  return collective_queue.QueuedWork(work, tensor, tensor.shape, '')
+  return collective_queue.QueuedWork(work, tensor, '')
 
 
 def _call_all(ring, tensors, name, seconds=0.0, device=virtual_devices.HOST):

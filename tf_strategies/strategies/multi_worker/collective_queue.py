@@ -45,13 +45,11 @@ class QueuedWork(NamedTuple):
   Attributes:
     work: function of a group and an array that returns an array of the same dtype.
     tensor: a one-dimensional tensor.
-    shape: static shape of the result.
     contents: names of the tensor's contents, for the timeline.
   """
 
   work: _Work
   tensor: tf.Tensor
-  shape: Sequence[int | None]
   contents: str
 
 
@@ -103,7 +101,11 @@ class CollectiveQueue:
   # Methods for graphs and eager code. `kind` is for the statistics.
 
   def call(
-    self, kind: str, work: _Work, tensor: tf.Tensor, shape: tf.TensorShape
+    self,
+    kind: str,
+    work: _Work,
+    tensor: tf.Tensor,
+    shape: tf.TensorShape | None = None,
   ) -> tf.Tensor:
     """Runs `work` in order. Returns its result, with the known static shape."""
     if tf.executing_eagerly():
@@ -131,11 +133,11 @@ class CollectiveQueue:
         it while others still travel.
 
     Returns:
-      The results on that device. All are ready at once, so the operations after them
-      run with all results or not at all.
+      The results on that device, in a graph of unknown shape. All are ready at once, so
+      the operations after them run with all results or not at all.
     """
     if tf.executing_eagerly():
-      return [self.call(kind, r.work, r.tensor, r.shape) for r in requests]
+      return [self.call(kind, r.work, r.tensor) for r in requests]
     communicator.check_not_compiled(kind)
     handles = [
       self._start(kind, request, is_first=i == 0)
@@ -152,8 +154,6 @@ class CollectiveQueue:
         some = tf.stack(handles[i : i + count])
       dtypes = [r.tensor.dtype for r in requests[i : i + count]]
       results += self._in_order(wait, [some], dtypes)
-    for result, request in zip(results, requests, strict=True):
-      result.set_shape(request.shape)
     if count == len(handles):
       return results
     with tf.device(device):

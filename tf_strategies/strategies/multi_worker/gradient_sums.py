@@ -95,9 +95,7 @@ class Item(NamedTuple):
 def all_reduce(
   items: Sequence[Item],
   sending: Sending,
-  send: Callable[
-    [packing.Packed, list[Work], list[Sequence[int | None]]], list[tf.Tensor]
-  ],
+  send: Callable[[packing.Packed, list[Work]], list[tf.Tensor]],
   writes: dict[Any, tf.Tensor],
 ) -> list[tf.Tensor]:
   """Sums tensors over all workers.
@@ -106,7 +104,7 @@ def all_reduce(
     items: the tensors.
     sending: how arrays are sent.
     send: function that has a group do some work with each bucket. Its arguments are
-      the buckets, the work and the shape of the result for each.
+      the buckets and the work for each.
     writes: gets the new values of rests, by reference of the variable. Values
       that are there already are newer than the variables.
 
@@ -122,12 +120,8 @@ def all_reduce(
   tensors = map(to_wire, _with_rests(items, read), codecs)
   packed = sending.pack(list(tensors), codecs)
   of_buckets = [codecs[members[0]] for members in packed.members]
-  shapes = [
-    [2, *bucket.shape] if codec.keeps_rest else bucket.shape
-    for bucket, codec in zip(packed.buckets, of_buckets, strict=True)
-  ]
   works = [functools.partial(sending.sum, codec) for codec in of_buckets]
-  results = list(zip(send(packed, works, shapes), of_buckets, strict=True))
+  results = list(zip(send(packed, works), of_buckets, strict=True))
   sums = packed.unpack(
     [r[0] if codec.keeps_rest else r for r, codec in results]
   )

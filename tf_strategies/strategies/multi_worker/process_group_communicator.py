@@ -148,9 +148,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
     # One copy from a GPU for each bucket, not for each gradient.
     device = self._local.devices[0]
 
-    def send(packed, works, shapes):
+    def send(packed, works):
       names = _names(told_as, variables)
-      return self._send('all_reduce', name, packed, works, shapes, names)
+      return self._send('all_reduce', name, packed, works, names)
 
     writes = {} if gradients.writes is None else gradients.writes
     with tf.device(device):
@@ -160,7 +160,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
         gradient_reducer.write(writes)
       return [tf.cast(s, t.dtype) for s, t in zip(summed, tensors, strict=True)]
 
-  def _send(self, kind, name, packed, works, shapes, told_as):
+  def _send(self, kind, name, packed, works, told_as):
     """Has the group do its work with each bucket.
 
     Args:
@@ -168,7 +168,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
       name: name of the tensors, for messages.
       packed: the buckets.
       works: work for each bucket.
-      shapes: shape of the result for each bucket.
       told_as: names of the tensors in a timeline.
 
     Returns:
@@ -178,11 +177,10 @@ class ProcessGroupCommunicator(communicator.Communicator):
       collective_queue.QueuedWork(
         functools.partial(work, name=f'{name}/bucket_{i}'),
         bucket,
-        shape,
         _contents(told_as, members),
       )
-      for i, (work, bucket, shape, members) in enumerate(
-        zip(works, packed.buckets, shapes, packed.members, strict=True)
+      for i, (work, bucket, members) in enumerate(
+        zip(works, packed.buckets, packed.members, strict=True)
       )
     ]
     if not requests:
@@ -223,13 +221,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
         pieces.rows(gradient_sums.to_wire(t, codec), shard) for t in tensors
       ]
       packed = sending.pack(rows, [codec] * len(rows), shard.count)
-      works, shapes = (
-        [divide] * len(packed.buckets),
-        packed.shapes_of_rows(count),
-      )
-      results = self._send(
-        'reduce_scatter', 'pieces', packed, works, shapes, _names(tensors)
-      )
+      works = [divide] * len(packed.buckets)
+      names = _names(tensors)
+      results = self._send('reduce_scatter', 'pieces', packed, works, names)
       matrices = packed.unpack(results, count)
     mine = []
     for i, device in enumerate(self._local.devices):
@@ -264,9 +258,9 @@ class ProcessGroupCommunicator(communicator.Communicator):
         for row in zip(*columns, strict=True)
       ]
       packed = self._sending.pack(rows, [codecs.NONE] * len(rows), count)
-      works, shapes = [join] * len(packed.buckets), packed.shapes_of_rows(count)
+      works = [join] * len(packed.buckets)
       names = _names(columns[0])
-      joined = self._send('all_gather', 'pieces', packed, works, shapes, names)
+      joined = self._send('all_gather', 'pieces', packed, works, names)
       return packed.unpack(joined, count)
 
   def _item(self, tensor, variable) -> gradient_sums.Item:
