@@ -1,8 +1,10 @@
 """A gradient of `fit` passes through few files on its way to the network and back.
 
 The test counts the package's files whose functions receive the gradient as a
-tensor, an array or a buffer. It counts while the step is traced and while it
-runs.
+tensor, an array or a buffer. It counts while `fit` traces its step, in the
+optimizer's `apply` and in the meetings of replicas, and while the step runs, in
+the functions that the meeting of the gradients calls on the host. It does not
+count the planner, which sees operations and no gradient.
 """
 
 import sys
@@ -15,22 +17,30 @@ import tensorflow as tf
 
 import tf_strategies as tfs
 from tests import processes, virtual_devices
-from tf_strategies.strategies.multi_worker import worker_exchange
+from tf_strategies.spmd import emit
 
-# Lower this limit when a file no longer handles gradients.
-_MOST_FILES = 10
+# Lower these limits when a file no longer handles gradients. The second one counts the
+# files between the exchange of the step and the network.
+_MOST_FILES, _MOST_TO_NETWORK = 16, 8
+_TO_NETWORK = ('cross_device', 'process_group', 'strategies/multi_worker')
 
-_TENSORS = (tf.Tensor, tf.IndexedSlices, tf.distribute.DistributedValues)
+# The gradient has 220 elements, and a chunk of it has half of them. No other tensor of
+# the step has more than 88.
+_INPUTS, _OUTPUTS, _FEWEST = 22, 10, 100
 
 
 def _holds_gradient(value, depth=0) -> bool:
-  """Returns whether an argument is a gradient or contains one."""
-  if isinstance(value, _TENSORS):
-    return not isinstance(value, tf.Variable)
+  """Returns whether an argument is a gradient, a piece of one, or contains one."""
+  if isinstance(value, tf.Tensor):
+    count = value.shape.num_elements()
+    return count is None or count >= _FEWEST
   if isinstance(value, np.ndarray):
-    return value.ndim > 0
+    return value.size >= _FEWEST
   if isinstance(value, memoryview):
-    return True
+    return value.nbytes >= 4 * _FEWEST
+  if isinstance(value, tf.distribute.DistributedValues):
+    is_variable = isinstance(value, tf.Variable)
+    return not is_variable and _holds_gradient(value.values, depth)
   if depth == 3 or not isinstance(value, list | tuple | dict):
     return False
   parts = value.values() if isinstance(value, dict) else value
@@ -55,11 +65,26 @@ class _Recorder:
     if any(map(_holds_gradient, frame.f_locals.values())):
       self.files.add(path.rpartition('/tf_strategies/')[2])
 
+  def watch(self, owner, name):
+    """Records the calls that a method makes."""
+    method = getattr(owner, name)
+
+    def watched(*args):
+      self.is_on = True
+      result = method(*args)
+      self.is_on = False
+      return result
+
+    setattr(owner, name, watched)
+
   def start(self):
     """Watches this thread, the threads that it starts, and host calls of graphs."""
     numpy_function = tf.numpy_function
 
     def watched(fn, *args, **kwargs):
+      if not self.is_on:  # It moves no gradient.
+        return numpy_function(fn, *args, **kwargs)
+
       def host(*values):
         sys.setprofile(self.profile)
         return fn(*values)
@@ -79,25 +104,17 @@ def _train(rank):
   strategy = tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
   with strategy.scope():
     model = keras.Sequential(
-      [keras.Input([3]), keras.layers.Dense(2, use_bias=False)]
+      [keras.Input([_INPUTS]), keras.layers.Dense(_OUTPUTS, use_bias=False)]
     )
-    model.compile(keras.optimizers.SGD(0.5), 'mse')
-  add = worker_exchange.WorkerExchange.add
-
-  def watched_add(self, columns, sites, variables):
-    recorder.is_on = any(variables)
-    recorder.files.add('strategies/multi_worker/worker_exchange.py')
-    sums = add(self, columns, sites, variables)
-    recorder.is_on = False
-    return sums
-
-  worker_exchange.WorkerExchange.add = watched_add
-  x, before = np.ones([4, 3], np.float32), model.get_weights()[0]
-  for _ in range(2):  # Keras traces twice.
-    model.train_on_batch(x, x[:, :2])
+    model.compile(keras.optimizers.SGD(0.75 * _OUTPUTS / _INPUTS), 'mse')
+  recorder.watch(keras.optimizers.SGD, 'apply')
+  recorder.watch(emit.Emitter, '_meet')
+  x, before = np.ones([4, _INPUTS], np.float32), model.get_weights()[0]
+  options = {'batch_size': 4, 'verbose': 0}
+  model.fit(x, x[:, :_OUTPUTS], epochs=2, **options)
   sys.setprofile(None)  # From here on, only host calls are watched.
   recorder.is_on = True
-  model.train_on_batch(x, x[:, :2])
+  model.fit(x, x[:, :_OUTPUTS], **options)
   recorder.is_on = False
   report = strategy.communication_report()
   strategy.close()
@@ -115,6 +132,8 @@ class GradientPathTest(tf.test.TestCase):
       )
       self.assertTrue(any('process_group/tcp' in f for f in files), files)
       self.assertLessEqual(len(files), _MOST_FILES, '\n'.join(files))
+      found = [f for f in files if f.startswith(_TO_NETWORK)]
+      self.assertLessEqual(len(found), _MOST_TO_NETWORK, '\n'.join(found))
       # The error of each output is e. Each step subtracts 3 e / 2 from it.
       error = before.sum(0) - 1
       self.assertAllClose(after.sum(0) - 1, error * (-0.5) ** 3)
