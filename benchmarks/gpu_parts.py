@@ -145,7 +145,7 @@ def step(job: Job) -> None:
   tokens = np.random.default_rng(1).integers(0, size['words'], shape)
   data = tf.data.Dataset.from_tensors((tokens, tokens)).repeat()
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-  strategy_of = functools.cache(_strategy)
+  strategy_of = functools.cache(strategy_named)
   firsts: dict[bool, dict[str, Any]] = {}
   last = {False: 0.0, True: 0.0}
 
@@ -191,7 +191,7 @@ def workers(job: Job) -> None:
   devices = _split(job, 1)
   import tensorflow as tf
 
-  ring = _strategy('multi_worker_ring', devices)
+  ring = strategy_named('multi_worker_ring', devices)
   alone: dict[bool, float] = {}
   for strategy in (tf.distribute.get_strategy(), ring):
     for is_xla in (False, True):
@@ -404,7 +404,8 @@ def _dense(strategy, job: Job, is_xla: bool):
   return model, strategy.distribute_datasets_from_function(batches)
 
 
-def _strategy(name: str, devices: Sequence[str]):
+def strategy_named(name: str, devices: Sequence[str]):
+  """Returns a strategy on these devices: ours, TensorFlow's, or none."""
   import tensorflow as tf
 
   import tf_strategies as tfs

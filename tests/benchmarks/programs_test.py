@@ -42,6 +42,10 @@ _RUNS = {
     '--model=mlp --epochs=2 --steps_per_epoch=3',
     [f'`{job.name}`' for job in strategies.COSTS],
   ),
+  'start_up': (
+    '--models=transformer --layers=1',
+    ['none', 'ring_mirrored', 'mirrored'],
+  ),
   'input_pipeline': (
     '--dataset=synthetic --variants=naive,make_dataset --rounds=2 --num_files=4',
     ['naive', 'make_dataset'],
