@@ -198,6 +198,12 @@ def capture_apply(
       object.__delattr__(each, 'apply')
 
 
+def applying_optimizer() -> keras.optimizers.Optimizer | None:
+  """Returns the optimizer for which this thread is working; for errors only."""
+  frame = frame_of('_all_reduce_sum_gradients')
+  return frame and frame.f_locals['self']
+
+
 Trainer = trainer.TensorFlowTrainer
 
 _CALL_CODES = {
@@ -338,6 +344,7 @@ def check() -> None:
   method(tf_optimizer, f'{update}({parameters})', why)
   update = getattr(tf_optimizer, update)
   mention(tf_optimizer.__init__, ['_distribution_strategy'], why)
+  method(tf_optimizer, '_all_reduce_sum_gradients(grads_and_vars)', why)
   mention(update, ['apply_grad_to_update_var', 'self'], why)
   why = 'LocalSteps and LazyRows wrap an optimizer, parameter servers record it'
   base = base_optimizer.BaseOptimizer
