@@ -1,6 +1,7 @@
 """Rules for every file: it has a docstring, and does not name certain things."""
 
 import ast
+import collections
 import re
 
 import pytest
@@ -93,6 +94,15 @@ class SourceFilesTest(absltest.TestCase):
       if not text.strip()
     ]
     self.assertEmpty(empty)
+
+  def test_a_class_name_has_one_meaning(self):
+    found = collections.Counter(
+      node.name
+      for source in project.python_files('tf_strategies').values()
+      for node in ast.walk(ast.parse(source))
+      if isinstance(node, ast.ClassDef)
+    )
+    self.assertEqual([name for name, count in found.items() if count > 1], [])
 
   def test_every_test_file_runs_alone(self):
     files = {

@@ -205,11 +205,11 @@ def _has_any(optimizer, options: Iterable[str]) -> bool:
   return any(getattr(optimizer, option, None) is not None for option in options)
 
 
-class _ThreadState(threading.local):
+class _Reduction(threading.local):
   are_reduced: bool = False
 
 
-_state = _ThreadState()
+_state = _Reduction()
 
 
 def are_gradients_reduced() -> bool:

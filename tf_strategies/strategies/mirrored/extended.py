@@ -184,7 +184,7 @@ class ExactMirroredExtended(
     return empty_replicas.trim(run, self._call_in_run(run, fn, args, kwargs))
 
   # What builds a model's step.
-  _step_class = whole_batch.Step
+  _step_class = whole_batch.WholeStep
 
   def _model_step(self, step):
     return self._step_class(self, step.kind, step.compiles)

@@ -96,11 +96,11 @@ def num_rows(tensor):
   return tf.shape(tensor)[0]
 
 
-class _ThreadState(threading.local):
+class _CurrentRun(threading.local):
   run: ReplicaRun | None = None
 
 
-_state = _ThreadState()
+_state = _CurrentRun()
 
 
 def current() -> ReplicaRun | None:

@@ -86,7 +86,7 @@ def _sharded(base, num_shards):
   return type(name, (_Sharded, base), {'num_shards': num_shards})
 
 
-class _Step(whole_batch.Step):
+class _Step(whole_batch.WholeStep):
   """Builds a model's step, if all of it is reproducible."""
 
   def __init__(self, extended, kind: str, compiles: bool = False):

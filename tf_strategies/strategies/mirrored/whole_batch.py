@@ -25,14 +25,14 @@ from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import empty_replicas, replica_exchange
 
 
-class _ThreadState(threading.local):
+class _CurrentStep(threading.local):
   is_active = False
   stream = 0
   # Called with each sum that an eager step uses.
   use_sum: Callable[[tf.Variable], None] | None = None
 
 
-_state = _ThreadState()
+_state = _CurrentStep()
 
 
 def is_active() -> bool:
@@ -189,7 +189,7 @@ class _Single:
     return self.tensor
 
 
-class Step:
+class WholeStep:
   """Builds a model's step for the replicas of a strategy."""
 
   _stream = 0

@@ -168,7 +168,7 @@ class LocalWorker:
           copy.assign(first.read_value())
 
 
-class LocalStep(whole_batch.Step):
+class LocalStep(whole_batch.WholeStep):
   """A model's step on the rows of this worker, by its replicas."""
 
   def __init__(

@@ -123,9 +123,9 @@ class WorkerDataset(_Dataset):
     self._note_data = note_data
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
-    self._arrays = worker_arrays.Arrays()
+    self._arrays = worker_arrays.WorkerArrays()
     # Not those of now: they may be filled before they are read.
-    with tf.device('/device:CPU:0'), worker_arrays.Arrays().captured():
+    with tf.device('/device:CPU:0'), worker_arrays.WorkerArrays().captured():
       parts = [self._make(i) for i in range(num_splits)]
     self._element_spec = parts[0].element_spec
     self.layout = ReadLayout(self._element_spec)

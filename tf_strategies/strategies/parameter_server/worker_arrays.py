@@ -25,7 +25,7 @@ def device(worker: int) -> str:
   return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
 
 
-class Arrays:
+class WorkerArrays:
   """The large arrays of a data set function."""
 
   def __init__(self):
