@@ -93,6 +93,10 @@ class Rendezvous:
     make_group: Callable[..., group_lib.ProcessGroup] = group_lib.ProcessGroup,
   ):
     self._options = options_lib.given_or_default(options)
+    option_checks.check_function('make_group', make_group)
+    option_checks.check_type(
+      'listener', listener, (socket.socket, type(None)), 'a socket or None'
+    )
     address_checks.check(addresses, task, self._options)
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
