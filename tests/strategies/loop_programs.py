@@ -205,4 +205,5 @@ def run(program, strategy=None, rows=69, in_function=False):
 
 def tolerance_of(program) -> float:
   """Returns the allowed difference between a program and one device."""
-  return 2e-3 if program is half else 1e-6
+  # CPUs with AVX-512 round sums of float16 otherwise than others.
+  return 5e-3 if program is half else 1e-6
