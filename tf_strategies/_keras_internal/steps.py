@@ -281,11 +281,14 @@ def _build_from_specs(build):
     # Without a cluster, 'parameter_server' is TensorFlow's strategy for one
     # device.
     is_alone = isinstance(strategy, tf.distribute.OneDeviceStrategy)
-    if getattr(strategy.extended, 'makes_variables_in_steps', is_alone):
-      # They are created when a step is traced, as on one device.
-      return None
-    if not getattr(strategy.extended, 'builds_from_specs', False):
+    if not getattr(strategy.extended, 'builds_from_specs', is_alone):
       return build(self, iterator, data_batch)
+    own_step = getattr(self.train_step, '__module__', '')
+    is_own = not own_step.startswith('keras.')
+    if is_own and getattr(strategy.extended, 'makes_variables_in_steps', True):
+      # A user's own step may use a batch in any way. Its variables are created
+      # when it is traced, as on one device.
+      return None
     if iterator is not None:
       data_batch = keras.tree.map_structure(
         _tf_internal.spec_of_part, iterator._distributed_dataset.element_spec
@@ -310,8 +313,7 @@ def _build_from_specs(build):
         _build_composite(self, data_batch)
         return build(self, None, data_batch)
       except Exception:
-        own_step = getattr(self.train_step, '__module__', '')
-        if own_step.startswith('keras.') or not self.weights:
+        if not is_own or not self.weights:
           raise
         # The model cannot be called as Keras would, but already has its
         # variables.
