@@ -197,10 +197,11 @@ class _FilesOfChief(ChiefOnly):
       self._save_divided(event, args)
     if event in ('on_epoch_end', 'on_train_end'):
       link = workers_lib.link_of(self._strategy())
-      best = self.callback.best if saves else None
+      has_best = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
+      best = self.callback.best if has_best else None
       payload = json.dumps(None if best is None else float(best))
       answers = link.exchange('files', payload.encode())
-      if saves:
+      if has_best:
         # The program may read it, on any worker.
         self.callback.best = json.loads(answers[0])
 

@@ -215,11 +215,12 @@ class WorkerInput:
     nothing = _without_rows(dataset.element_spec)
     steps = _keras_internal.num_steps(are_common=False)
     dataset_id = next(self._datasets)
-    iterator = -1
+    iterators = itertools.count()
 
-    def share_rows(index, has_data, rows):
-      nonlocal iterator
-      iterator += index == 0
+    def start(_):
+      return np.int64(next(iterators))
+
+    def share_rows(iterator, index, has_data, rows):
       tag = f'rows/{dataset_id}/{iterator}/{index}'
       mine = json.dumps([bool(has_data), rows.tolist(), steps])
       with _graph_errors.typed():
@@ -228,28 +229,40 @@ class WorkerInput:
         _check_steps(self._communicator, limits)
       return np.bool_(any(have)), np.int32(list(itertools.chain(*counts)))
 
-    def agree(index, element):
-      has_data, counted = element
-      rows, batches = zip(*counted, strict=True)
-      left, all_rows = tf.numpy_function(
-        share_rows, [index, has_data, tf.stack(rows)], [tf.bool, tf.int32]
-      )
+    def agree(iterator):
+      def step(index, element):
+        has_data, counted = element
+        rows, batches = zip(*counted, strict=True)
+        left, all_rows = tf.numpy_function(
+          share_rows,
+          [iterator, index, has_data, tf.stack(rows)],
+          [tf.bool, tf.int32],
+        )
+        return (
+          tf.ensure_shape(left, []),
+          tf.ensure_shape(all_rows, [self._num_replicas]),
+          batches,
+        )
+
+      return step
+
+    def epoch(iterator):
       return (
-        tf.ensure_shape(left, []),
-        tf.ensure_shape(all_rows, [self._num_replicas]),
-        batches,
+        dataset.map(lambda *batches: (True, batches))
+        .prefetch(1)
+        .concatenate(tf.data.Dataset.from_tensors((False, nothing)).repeat())
+        .enumerate()
+        .map(agree(iterator))
+        .take_while(lambda left, all_rows, batches: left)
+        .map(lambda left, rows, batches: self._with_rows(batches, rows))
       )
 
-    distributed = (
-      dataset.map(lambda *batches: (True, batches))
-      .prefetch(1)
-      .concatenate(tf.data.Dataset.from_tensors((False, nothing)).repeat())
-      .enumerate()
-      .map(agree)
-      .take_while(lambda left, all_rows, batches: left)
-      .map(lambda left, rows, batches: self._with_rows(batches, rows))
-      .with_options(_on_demand())
+    numbers = tf.data.Dataset.range(1).map(
+      lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
     )
+    # `flat_map` does not pass on the options of its argument.
+    distributed = numbers.flat_map(epoch).with_options(dataset.options())
+    distributed = distributed.with_options(_on_demand())
     return host_input.HostDataset(input_watch.watch(distributed))
 
 
