@@ -59,6 +59,8 @@ class TrainingMonitor:
   """
 
   _open: TrainingMonitor | None = None
+  # Of the epoch; None if that of a batch is unknown.
+  _rows: int | None = 0
 
   def __init__(self, timeline: str | os.PathLike | None = None):
     if timeline is not None:
@@ -168,16 +170,16 @@ class TrainingMonitor:
     self._communication_ns += step_breakdown.length(communication)
     batches = [e for e in self._events if e.category == recorder.INPUT]
     rows = [batch.args.get('all_rows') for batch in batches]
-    if self._rows is None or not rows or None in rows:
+    if not rows or None in rows:
       self._rows = None
-    else:
+    elif self._rows is not None:
       self._rows += sum(rows)
 
   def begin_epoch(self) -> None:
     """Begins the averages of `logs`."""
     self._epoch_began = time.monotonic()
     self._step_ns = self._communication_ns = 0
-    self._rows: int | None = 0
+    self._rows = 0
 
   def logs(self) -> dict[str, float]:
     """Returns the means of the epoch's steps so far, by names for people.
