@@ -354,6 +354,11 @@ class WorkerPool:
     """
     self._check_servers(error)
     if isinstance(error, _TRANSIENT) or self._liveness.changed_recently():
+      for _ in range(
+        _MAX_RETRIES
+      ):  # It may be one that is just being restarted.
+        time.sleep(_REJOIN_SECONDS)
+        self._check_servers(error)
       raise self._liveness.broken_update() from error
 
   def _check_servers(self, error: Exception) -> None:
