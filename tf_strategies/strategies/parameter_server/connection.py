@@ -202,7 +202,11 @@ class Liveness:
       TakenOverError: another chief drives the servers.
     """
     self._check_taken()
-    gone = (self._are_new & self._servers) | self._gone(self._servers)
+    gone = self._gone(self._servers)
+    if gone:  # A connection that breaks may have refused once.
+      time.sleep(_SETTLE_SECONDS)
+      gone = self._gone(gone)
+    gone |= self._are_new & self._servers
     if not gone:
       return None
     return self._error_of(min(gone)[1])
