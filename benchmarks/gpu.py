@@ -4,9 +4,10 @@
   python -m benchmarks.gpu --device=cpu             small sizes, as a rehearsal
   python -m benchmarks.gpu --parts=step,workers
 
-* step: a transformer of 110 million parameters in bfloat16, compiled by XLA and not,
-  without a strategy and under each of them. Virtual GPUs share one GPU and the batch
-  is the same, so the ratio is the strategy's cost.
+* step, more_steps: a transformer of 110 million parameters in bfloat16, compiled by
+  XLA and not, without a strategy and under each of them. Virtual GPUs share one GPU
+  and the batch is the same, so the ratio is the strategy's cost. Each strategy has a
+  process. They compile at the same time, and are timed one after the other.
 * workers: two processes on the GPU train over the ring, beside torch's DDP over gloo.
 * all_reduce: two and four devices of one process, ours beside TensorFlow's.
 * links: the cost of a copy between devices, and between a device and the host.
@@ -41,7 +42,8 @@ from tf_strategies.launch import ports
 
 # Parts by importance: the seconds of 720 that each of their jobs may take.
 SHARES = {
-  'step': (170, 190),
+  'step': (160,),
+  'more_steps': (180,),
   'workers': (30, 60),
   'all_reduce': (55, 55),
   'links': (25,),
@@ -72,6 +74,8 @@ _LEFT_OUT = (
   *('busiest_bytes_in', 'copy_seconds', 'alpha_seconds'),
   *('beta_seconds_per_byte',),
 )
+# Largest relative difference between losses of the same steps in bfloat16.
+_TOLERANCE = 0.02
 # The tasks of a job that has several: the first one measures, and ends by itself.
 _TASKS = {
   'workers': [('worker', 0), ('worker', 1)],
@@ -80,7 +84,7 @@ _TASKS = {
 
 
 def programs(
-  part: str, number: int, ends_at: float
+  part: str, number: int, ends_at: float, directory: str
 ) -> list[tuple[list[str], dict[str, str]]]:
   """Returns the processes of a job: Python's arguments, and the environment.
 
@@ -88,29 +92,38 @@ def programs(
     part: the name of the part.
     number: of the job in its part.
     ends_at: when the job must have ended, on the monotonic clock.
+    directory: where its processes wait for each other.
   """
   path = _DATA_PATH.value and os.path.abspath(_DATA_PATH.value)
-  job = gpu_parts.Job(_DEVICE.value, number, time.monotonic(), ends_at, path)
-  words = ['-m', 'benchmarks.gpu_parts', part, json.dumps(vars(job))]
+
+  def words(index: int) -> list[str]:
+    job = gpu_parts.Job(
+      *(_DEVICE.value, number, time.monotonic(), ends_at, path),
+      *(index, directory),
+    )
+    return ['-m', 'benchmarks.gpu_parts', part, json.dumps(vars(job))]
+
+  if part in gpu_parts.STEPS:
+    return [(words(i), {}) for i in range(len(gpu_parts.STEPS[part]))]
   tasks = _TASKS.get(part, [])
   cluster: dict[str, list[str]] = {}
   for (name, _), port in zip(tasks, ports.pick_ports(len(tasks)), strict=True):
     cluster.setdefault(name, []).append(f'127.0.0.1:{port}')
   found = []
-  for name, index in tasks:
+  for i, (name, index) in enumerate(tasks):
     task = {'cluster': cluster, 'task': {'type': name, 'index': index}}
     # Without it a call to a server that is gone waits for it to come back.
     env = {'TF_CONFIG': json.dumps(task), 'GRPC_FAIL_FAST': 'use_caller'}
     if name == 'ps':
       env['CUDA_VISIBLE_DEVICES'] = '-1'
-    found.append((words, env))
-  return found or [(words, {})]
+    found.append((words(i), env))
+  return found or [(words(0), {})]
 
 
-def rows_of(
-  started: Sequence[tuple[list[str], dict[str, str]]], ends_at: float
-) -> Iterator[dict[str, Any]]:
-  """Starts the processes of a job, and yields the rows that the first one prints.
+def rows_of(part: str, number: int, ends_at: float) -> Iterator[dict[str, Any]]:
+  """Starts the processes of a job, and yields the rows that they print.
+
+  Of a job with different tasks, the first one measures.
 
   Raises:
     TimeoutError: it did not end in time.
@@ -123,30 +136,39 @@ def rows_of(
   with contextlib.ExitStack() as stack:
     directory = stack.enter_context(tempfile.TemporaryDirectory())
     commands = []
-    for number, (words, env) in enumerate(started):
+    started = programs(part, number, ends_at, directory)
+    for index, (words, env) in enumerate(started):
       command = processes.Command(
         [sys.executable, *words],
         name='the process',
         env=processes.python_environment({**shared, **env}),
-        log=pathlib.Path(directory, f'{number}.out'),
-        error_log=pathlib.Path(directory, f'{number}.err'),
+        log=pathlib.Path(directory, f'{index}.out'),
+        error_log=pathlib.Path(directory, f'{index}.err'),
       )
       commands.append(stack.enter_context(command))
-    first, seen, is_alive = commands[0], 0, True
+    if part in _TASKS:
+      commands = commands[:1]
+    seen = dict.fromkeys(commands, 0)
+    is_alive = True
     while is_alive:
       time.sleep(0.05)
-      is_alive = first.is_alive()
-      lines = first.output().split('\n')[:-1]
-      yield from (json.loads(x) for x in lines[seen:] if x.startswith('{'))
-      seen = len(lines)
+      is_alive = any(command.is_alive() for command in commands)
+      for command in commands:
+        lines = command.output().split('\n')[:-1]
+        new = lines[seen[command] :]
+        seen[command] = len(lines)
+        yield from (json.loads(x) for x in new if x.startswith('{'))
       if is_alive and time.monotonic() > ends_at:
         raise TimeoutError('cut off')
-    if first.process.returncode:
-      first.fail(f'ended with status {first.process.returncode}')
+    for command in commands:
+      if command.process.returncode:
+        command.fail(f'ended with status {command.process.returncode}')
 
 
 def add_ratio(rows: Sequence[dict[str, Any]]) -> None:
-  """Adds to the last worker that communicates how it compares with the first.
+  """Adds to the last row how it compares: with no strategy, or with torch.
+
+  A step whose loss is not that of the step without a strategy gets an error.
 
   Example:
 
@@ -155,10 +177,17 @@ def add_ratio(rows: Sequence[dict[str, Any]]) -> None:
     >>> rows[-1]['ratio_to_torch']
     0.25
   """
-  exposed = [row for row in rows if row.get('exposed_ms')]
-  if exposed and exposed[0]['by'] == 'torch':
-    ratio = exposed[-1]['exposed_ms'] / exposed[0]['exposed_ms']
-    exposed[-1]['ratio_to_torch'] = ratio
+  *others, last = rows
+  if last.get('exposed_ms'):
+    for row in others:
+      if row.get('by') == 'torch' and row.get('exposed_ms'):
+        last['ratio_to_torch'] = last['exposed_ms'] / row['exposed_ms']
+  if 'strategy' in last and 'median_ms' in last:
+    for row in rows:
+      if row['strategy'] == 'none' and row['xla'] == last['xla']:
+        last['ratio_to_none'] = last['median_ms'] / row['median_ms']
+        if abs(last['loss'] / row['loss'] - 1) > _TOLERANCE:
+          last['error'] = f'Expected a loss near {row["loss"]:.4f}.'
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -213,7 +242,7 @@ def run(
     print(f'{name} at most', flush=True)
     until = began + seconds
     try:
-      for row in rows_of(programs(part, number, until), until):
+      for row in rows_of(part, number, until):
         if 'environment' in row:
           content.update({**row['environment'], **content})
         else:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib.util
 import json
 import os
+import pathlib
 import runpy
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,20 +25,21 @@ import numpy as np
 # No process needs both TensorFlow and torch: functions import them.
 from benchmarks import measure
 
-# By the number of parts of the device: strategies, and how many parts they use.
-_STEPS = {
-  1: (
-    ('ring_mirrored', 1),
-    ('mirrored', 1),
-    ('multi_worker_ring', 1),
-    ('multi_worker_collective', 1),
-    ('central_storage', 1),
+# By part: strategies, how many devices they use, and of how many.
+STEPS = {
+  'step': (
+    ('none', 1, 1),
+    ('ring_mirrored', 1, 1),
+    ('ring_mirrored', 2, 2),
+    ('multi_worker_ring', 1, 1),
   ),
-  4: (
-    ('ring_mirrored', 2),
-    ('ring_mirrored', 4),
-    ('mirrored', 2),
-    ('central_storage', 2),
+  'more_steps': (
+    ('none', 1, 1),
+    ('ring_mirrored', 4, 4),
+    ('mirrored', 1, 1),
+    ('mirrored', 2, 2),
+    ('central_storage', 2, 2),
+    ('multi_worker_collective', 1, 1),
   ),
 }
 SIZES = {
@@ -65,8 +66,6 @@ SIZES = {
 _WARMUP = 3
 # Memory of a GPU that its parts share.
 _GIGABYTES = 64.0
-# Largest relative difference between losses of the same steps in bfloat16.
-_TOLERANCE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +78,8 @@ class Job:
     began: when its processes were started, on the monotonic clock.
     ends_at: when they are ended.
     data_path: of MNIST; None if it is not there.
+    index: of the process in its job.
+    directory: where the processes of a job wait for each other.
   """
 
   device: str
@@ -86,6 +87,8 @@ class Job:
   began: float
   ends_at: float
   data_path: str | None
+  index: int
+  directory: str
 
   @property
   def size(self) -> dict[str, Any]:
@@ -132,9 +135,12 @@ def transformer(length: int, width: int, layers: int, words: int):
   return keras.Model(tokens, logits)
 
 
-def step(job: Job) -> None:
-  """Trains the transformer under each strategy, one after the other."""
-  count = (1, 4)[job.number]
+def step(job: Job, part: str = 'step') -> None:
+  """Trains the transformer under the strategy of this process, compiled and not.
+
+  The processes of the job compile at the same time, and are timed one at a time.
+  """
+  name, used, count = STEPS[part][job.index]
   devices = _split(job, count)
   import keras
   import tensorflow as tf
@@ -145,43 +151,44 @@ def step(job: Job) -> None:
   tokens = np.random.default_rng(1).integers(0, size['words'], shape)
   data = tf.data.Dataset.from_tensors((tokens, tokens)).repeat()
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-  strategy_of = functools.cache(strategy_named)
-  firsts: dict[bool, dict[str, Any]] = {}
-  last = {False: 0.0, True: 0.0}
-
-  def build(strategy, is_xla):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-      model = transformer(**size)
-      model.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=is_xla)
-    return model
-
-  def add(name, used, is_xla, model=None):
+  strategy = strategy_named(name, devices[:used])
+  everyone = range(len(STEPS[part]))
+  for is_xla in (False, True):
     row = {'strategy': name, 'parts': f'{used} of {count}', 'xla': is_xla}
-    began = time.monotonic()
-    with _reported(row):
-      job.check_time(0.0 if model else last[is_xla])
-      idle = _gigabytes(devices, 'current')
-      built = model or build(strategy_of(name, tuple(devices[:used])), is_xla)
-      row |= _fit(built, data, job.size['steps'])
+    with _meeting(job, f'timed {is_xla}', everyone), _reported(row):
+      with _meeting(job, f'ready {is_xla}', everyone):
+        idle = _gigabytes(devices, 'current')
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+          model = transformer(**size)
+          model.compile(keras.optimizers.Adam(1e-4), loss, jit_compile=is_xla)
+        began = time.monotonic()
+        _fit(model, data, 1)
+        row['compile_seconds'] = time.monotonic() - began
+      _wait(job, f'timed {is_xla}', range(job.index))
+      row |= _fit(model, data, job.size['steps'])
       row['peak_gigabytes'] = _gigabytes(devices, 'peak') - idle
-      row['row_seconds'] = time.monotonic() - began
-      first = firsts.setdefault(is_xla, row)
-      row['ratio_to_none'] = row['median_ms'] / first['median_ms']
-      if not (model or abs(row['loss'] / first['loss'] - 1) < _TOLERANCE):
-        raise ArithmeticError(f'Expected a loss near {first["loss"]:.4f}.')
-      model = built
-    last[is_xla] = time.monotonic() - began
-    return model
 
-  kept = {is_xla: add('none', 1, is_xla) for is_xla in (False, True)}
-  for name, used in _STEPS[count]:
-    for is_xla in (False, True):
-      add(name, used, is_xla)
-      gc.collect()
-  # How far the device has drifted.
-  for is_xla, model in kept.items():
-    add('none', 1, is_xla, model)
+
+more_steps = functools.partial(step, part='more_steps')
+
+
+@contextlib.contextmanager
+def _meeting(job: Job, name: str, indices: Iterable[int]) -> Iterator[None]:
+  """Waits at the end for other processes of the job, also if the body fails."""
+  try:
+    yield
+  finally:
+    pathlib.Path(job.directory, f'{name} {job.index}').touch()
+    _wait(job, name, indices)
+
+
+def _wait(job: Job, name: str, indices: Iterable[int]) -> None:
+  """Waits for processes, but not longer than for 0.7 of the time that is left."""
+  give_up_at = 0.3 * time.monotonic() + 0.7 * job.ends_at
+  paths = [pathlib.Path(job.directory, f'{name} {i}') for i in indices]
+  while time.monotonic() < give_up_at and not all(p.exists() for p in paths):
+    time.sleep(0.05)
 
 
 def workers(job: Job) -> None:

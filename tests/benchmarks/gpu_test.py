@@ -5,7 +5,7 @@ import os
 import pytest
 import tensorflow as tf
 
-from benchmarks import processes
+from benchmarks import gpu_parts, processes
 from tests.benchmarks import running
 
 # Runs in its own process, because its flags have the names of the examples'
@@ -37,7 +37,7 @@ jobs = {
   'startup': '''print('{"until": "the end", "seconds": 1.5}')''',
 }
 gpu.SHARES = {'step': (1,), 'workers': (3,), 'links': (3,), 'startup': (3, 1)}
-gpu.programs = lambda part, number, ends_at: [(['-c', jobs[part]], {})]
+gpu.programs = lambda part, *_: [(['-c', jobs[part]], {})]
 app.run(gpu.main)
 """
 
@@ -88,9 +88,10 @@ class GpuBenchmarkTest(tf.test.TestCase):
     found = running.read_json(path)
     self.assertEqual((found['failures'], found['hardware']['gpus']), ([], []))
     rows = found['results']
-    # Each strategy with and without XLA, and one device again at the end.
-    self.assertLen(rows['step'], 2 * (7 + 6))
-    for row in rows['step']:
+    for part in ('step', 'more_steps'):
+      # Each strategy with and without XLA.
+      self.assertLen(rows[part], 2 * len(gpu_parts.STEPS[part]))
+    for row in rows['step'] + rows['more_steps']:
       # TensorFlow's MirroredStrategy does not compile on two devices.
       if 'skipped' not in row or row['strategy'] != 'mirrored':
         self.assertGreater(row['ratio_to_none'], 0.0)
