@@ -11,7 +11,8 @@ from tf_strategies.collectives import cost_model
 # another machine with GPUs  python -m benchmarks.gpu --parts=links  prints the
 # lines for this table, and how far the choices are from the best.
 LINKS = {
-  # Measured between two parts of the H100. The parts share its memory.
+  # Measured between two parts of an H100, which share its memory. An H200 gave
+  # 37e-6 and 6.7e-13.
   'one_gpu': cost_model.Link(34e-6, 1.1e-12),
   # Measured between the H100 and its host.
   'pcie': cost_model.Link(31e-6, 2.2e-11),
