@@ -6,8 +6,7 @@
 
 * step, more_steps: a transformer of 110 million parameters in bfloat16, compiled by
   XLA and not, without a strategy and under each of them. Virtual GPUs share one GPU
-  and the batch is the same, so the ratio is the strategy's cost. Each strategy has a
-  process. They compile at the same time, and are timed one after the other.
+  and the batch is the same, so the ratio is the strategy's cost.
 * workers: two processes on the GPU train over the ring, beside torch's DDP over gloo.
 * all_reduce: two and four devices of one process, ours beside TensorFlow's.
 * links: the cost of a copy between devices, and between a device and the host.
@@ -121,9 +120,7 @@ def programs(
 
 
 def rows_of(part: str, number: int, ends_at: float) -> Iterator[dict[str, Any]]:
-  """Starts the processes of a job, and yields the rows that they print.
-
-  Of a job with different tasks, the first one measures.
+  """Starts the processes of a job, and yields the rows of those that measure.
 
   Raises:
     TimeoutError: it did not end in time.
