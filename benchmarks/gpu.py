@@ -4,7 +4,7 @@
   python -m benchmarks.gpu --device=cpu             small sizes, as a rehearsal
   python -m benchmarks.gpu --parts=step,workers
 
-* step, more_steps: a transformer of 110 million parameters in bfloat16, compiled by
+* step: a transformer of 110 million parameters in bfloat16, compiled by
   XLA and not, without a strategy and under each of them. Virtual GPUs share one GPU
   and the batch is the same, so the ratio is the strategy's cost.
 * workers: two processes on the GPU train over the ring, beside torch's DDP over gloo.
@@ -41,8 +41,7 @@ from tf_strategies.launch import ports
 
 # Parts by importance: the seconds of 720 that each of their jobs may take.
 SHARES = {
-  'step': (160,),
-  'more_steps': (180,),
+  'step': (160, 180),
   'workers': (30, 60),
   'all_reduce': (55, 55),
   'links': (25,),
@@ -96,14 +95,14 @@ def programs(
   path = _DATA_PATH.value and os.path.abspath(_DATA_PATH.value)
 
   def words(index: int) -> list[str]:
+    began = time.monotonic()
     job = gpu_parts.Job(
-      *(_DEVICE.value, number, time.monotonic(), ends_at, path),
-      *(index, directory),
+      _DEVICE.value, number, began, ends_at, path, index, directory
     )
     return ['-m', 'benchmarks.gpu_parts', part, json.dumps(vars(job))]
 
-  if part in gpu_parts.STEPS:
-    return [(words(i), {}) for i in range(len(gpu_parts.STEPS[part]))]
+  if part == 'step':
+    return [(words(i), {}) for i in range(len(gpu_parts.STEPS[number]))]
   tasks = _TASKS.get(part, [])
   cluster: dict[str, list[str]] = {}
   for (name, _), port in zip(tasks, ports.pick_ports(len(tasks)), strict=True):
@@ -175,16 +174,18 @@ def add_ratio(rows: Sequence[dict[str, Any]]) -> None:
     0.25
   """
   *others, last = rows
-  if last.get('exposed_ms'):
-    for row in others:
-      if row.get('by') == 'torch' and row.get('exposed_ms'):
-        last['ratio_to_torch'] = last['exposed_ms'] / row['exposed_ms']
-  if 'strategy' in last and 'median_ms' in last:
-    for row in rows:
-      if row['strategy'] == 'none' and row['xla'] == last['xla']:
-        last['ratio_to_none'] = last['median_ms'] / row['median_ms']
-        if abs(last['loss'] / row['loss'] - 1) > _TOLERANCE:
-          last['error'] = f'Expected a loss near {row["loss"]:.4f}.'
+  for row in others:
+    if (
+      row.get('by') == 'torch'
+      and row.get('exposed_ms')
+      and last.get('exposed_ms')
+    ):
+      last['ratio_to_torch'] = last['exposed_ms'] / row['exposed_ms']
+  for row in [r for r in rows if 'loss' in r and 'loss' in last]:
+    if row.get('strategy') == 'none' and row['xla'] == last['xla']:
+      last['ratio_to_none'] = last['median_ms'] / row['median_ms']
+      if abs(last['loss'] / row['loss'] - 1) > _TOLERANCE:
+        last['error'] = f'Expected a loss near {row["loss"]:.4f}.'
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

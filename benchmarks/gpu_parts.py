@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,15 @@ import numpy as np
 # No process needs both TensorFlow and torch: functions import them.
 from benchmarks import measure
 
-# By part: strategies, how many devices they use, and of how many.
-STEPS = {
-  'step': (
+# By job: strategies, how many devices they use, and of how many.
+STEPS = (
+  (
     ('none', 1, 1),
     ('ring_mirrored', 1, 1),
     ('ring_mirrored', 2, 2),
     ('multi_worker_ring', 1, 1),
   ),
-  'more_steps': (
+  (
     ('none', 1, 1),
     ('ring_mirrored', 4, 4),
     ('mirrored', 1, 1),
@@ -41,7 +40,7 @@ STEPS = {
     ('central_storage', 2, 2),
     ('multi_worker_collective', 1, 1),
   ),
-}
+)
 SIZES = {
   'gpu': {
     'transformer': {'length': 256, 'width': 768, 'layers': 12, 'words': 16_000},
@@ -129,12 +128,12 @@ def transformer(length: int, width: int, layers: int, words: int):
   return keras.Model(tokens, logits)
 
 
-def step(job: Job, part: str = 'step') -> None:
+def step(job: Job) -> None:
   """Trains the transformer under the strategy of this process, compiled and not.
 
   The processes of the job compile at the same time, and are timed one at a time.
   """
-  name, used, count = STEPS[part][job.index]
+  name, used, count = STEPS[job.number][job.index]
   devices = _split(job, count)
   import keras
   import tensorflow as tf
@@ -146,11 +145,10 @@ def step(job: Job, part: str = 'step') -> None:
   data = tf.data.Dataset.from_tensors((tokens, tokens)).repeat()
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
   strategy = strategy_named(name, devices[:used])
-  everyone = range(len(STEPS[part]))
   for is_xla in (False, True):
     row = {'strategy': name, 'parts': f'{used} of {count}', 'xla': is_xla}
-    with _meeting(job, f'timed {is_xla}', everyone), _reported(row):
-      with _meeting(job, f'ready {is_xla}', everyone):
+    with _meeting(job, f'timed {is_xla}'), _reported(row):
+      with _meeting(job, f'ready {is_xla}'):
         idle = _gigabytes(devices, 'current')
         keras.utils.set_random_seed(1)
         with strategy.scope():
@@ -159,28 +157,25 @@ def step(job: Job, part: str = 'step') -> None:
         began = time.monotonic()
         _fit(model, data, 1)
         row['compile_seconds'] = time.monotonic() - began
-      _wait(job, f'timed {is_xla}', range(job.index))
+      _wait(job, f'timed {is_xla}', job.index)
       row |= _fit(model, data, job.size['steps'])
       row['peak_gigabytes'] = _gigabytes(devices, 'peak') - idle
 
 
-more_steps = functools.partial(step, part='more_steps')
-
-
 @contextlib.contextmanager
-def _meeting(job: Job, name: str, indices: Iterable[int]) -> Iterator[None]:
+def _meeting(job: Job, name: str) -> Iterator[None]:
   """Waits at the end for other processes of the job, also if the body fails."""
   try:
     yield
   finally:
     pathlib.Path(job.directory, f'{name} {job.index}').touch()
-    _wait(job, name, indices)
+    _wait(job, name, len(STEPS[job.number]))
 
 
-def _wait(job: Job, name: str, indices: Iterable[int]) -> None:
-  """Waits for processes, but not longer than for 0.7 of the time that is left."""
+def _wait(job: Job, name: str, count: int) -> None:
+  """Waits for the first processes, but not longer than for 0.7 of the time that is left."""
   give_up_at = 0.3 * time.monotonic() + 0.7 * job.ends_at
-  paths = [pathlib.Path(job.directory, f'{name} {i}') for i in indices]
+  paths = [pathlib.Path(job.directory, f'{name} {i}') for i in range(count)]
   while time.monotonic() < give_up_at and not all(p.exists() for p in paths):
     time.sleep(0.05)
 
