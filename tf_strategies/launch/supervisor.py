@@ -255,7 +255,7 @@ class Supervisor:
 
   @property
   def _has_ended_well(self) -> bool:
-    """Whether a training task has ended with 0."""
+    """Returns whether a training task has ended with 0."""
     return any(t.spec.is_training and t.status == 0 for t in self._tasks)
 
   def _node(self, node: int) -> str:

@@ -254,7 +254,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     if args and isinstance(args[0], tf.IndexedSlices):
       fn = row_updates.by_rows(fn)
     if not isinstance(var, partitioned.PartitionedVariable):
-      return _update_on_server(var.device, var, fn, args, kwargs)
+      with variables.updating(var.server):
+        return fn(var, *args, **kwargs)
     optimizer_checks.check_partitioned_update(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
@@ -264,13 +265,9 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     for i, part in enumerate(var.parts):
       with partitioned.seen_as_part(i):
         args = tuple(a[i] for a in split)
-        result = _update_on_server(part.device, var, fn, args, kwargs)
+        with variables.updating(part.server):
+          result = fn(var, *args, **kwargs)
     return result
-
-
-def _update_on_server(device, variable, fn, args, kwargs):
-  with tf.device(device), _tf_internal.UpdateContext(device):
-    return fn(variable, *args, **kwargs)
 
 
 def _is_like(value, variable) -> bool:

@@ -9,6 +9,7 @@ changed nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class SlotLayout:
       packed = packing.specs_of([*(self.parts[i][1] for i in small), _ROWS])
       self.specs[server] = [*packed, *(self.parts[i][1] for i in large)]
 
-  @property
+  @functools.cached_property
   def key(self) -> str:
     """Returns the same for layouts whose slots one function can apply."""
     return str(self.specs)
@@ -271,7 +272,7 @@ class ApplyFunction:
         weights = _weights([rows for _, rows in read])
         for index in read[0][0]:
           parts[index] = [found[index] for found, _ in read], weights
-    with tf.device(variables.server_device(0)):
+    with tf.device(variables.server_device(0)), variables.applying():
       numbers = self._apply(iter([parts[i] for i in sorted(parts)]))
     # A tensor that is read from another task leaves 3 kB there for good: a kernel
     # with the number of the copy.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,44 @@ from tf_strategies.strategies.parameter_server import traced_step
 def server_device(server: int) -> str:
   """The device of a parameter server."""
   return f'/job:ps/replica:0/task:{server}/device:CPU:0'
+
+
+class _Updating(threading.local):
+  """The update that the calling thread traces.
+
+  Attributes:
+    server: on which it runs.
+    copies: variables of other servers, by variable, server and graph. None if nothing
+      is applied.
+  """
+
+  server: int | None = None
+  copies: dict[tuple[int, int, int], tf.Tensor] | None = None
+
+
+_updating = _Updating()
+
+
+@contextlib.contextmanager
+def applying() -> Iterator[None]:
+  """Makes updates share copies: a server gets a variable of another one once."""
+  before, _updating.copies = _updating.copies, {}
+  try:
+    yield
+  finally:
+    _updating.copies = before
+
+
+@contextlib.contextmanager
+def updating(server: int) -> Iterator[None]:
+  """Marks the trace of an update that runs on a server."""
+  before, _updating.server = _updating.server, server
+  try:
+    device = server_device(server)
+    with tf.device(device), _tf_internal.UpdateContext(device):
+      yield
+  finally:
+    _updating.server = before
 
 
 class ServerVariable(_tf_internal.ResourceVariable):
@@ -78,7 +118,13 @@ class ServerVariable(_tf_internal.ResourceVariable):
         row_updates.warn_of_whole_read(self.full_name, num_bytes)
       read = super()._read_variable_op
       return self._drained(lambda: _fetched(read(no_copy)))
-    return super()._read_variable_op(no_copy)
+    copies, server = _updating.copies, _updating.server
+    if copies is None or server in (None, self.server):
+      return super()._read_variable_op(no_copy)
+    key = id(self), server, id(tf.compat.v1.get_default_graph())
+    if key not in copies:
+      copies[key] = tf.identity(super()._read_variable_op(no_copy))
+    return copies[key]
 
   def rows_directly(self, numbers: tf.Tensor) -> tf.Tensor:
     """Reads some rows on the server."""
@@ -135,6 +181,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def note_written(self) -> None:
     """Notes, in a graph, that reads before this have an old value."""
+    for key in [k for k in _updating.copies or () if k[0] == id(self)]:
+      del _updating.copies[key]
     graph = tf.compat.v1.get_default_graph()
     while graph is not None:
       self._written_at[graph] = len(graph.get_operations())
