@@ -50,6 +50,7 @@ class SlotLayout:
     self.parts += [
       (part.server, tf.TensorSpec(part.shape, part.dtype))
       for write in traced.writes
+      for _ in range(_num_tensors(write))
       for part in parts_of(write.variable)
     ]
     self.is_empty = not self.parts
@@ -110,6 +111,15 @@ class SlotLayout:
     return [tf.TensorSpec([], tf.resource)] * count
 
 
+def _num_tensors(write: traced_step.Write) -> int:
+  """Returns how many tensors of the variable's shape tell what was written.
+
+  They are what was added; the value; or, if only a difference can be added, the values
+  after and before.
+  """
+  return 1 + write.adds if write.added is None else len(write.added)
+
+
 def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:
   """Returns the variables on servers that a variable consists of."""
   return getattr(variable, 'parts', (variable,))
@@ -168,7 +178,7 @@ class WorkerFunction:
     batch = self._batch.read(argument)
     copies = self._copies()
     # Rows of tables are read after the variables, as one device would in a step.
-    outputs, gradients = self.traced.call(
+    outputs, gradients, added = self.traced.call(
       [
         t
         for t in tf.nest.flatten(batch, expand_composites=True)
@@ -180,7 +190,7 @@ class WorkerFunction:
     reported = found.report(tf.nest.pack_sequence_as(found.specs, outputs))
     if self.layout.is_empty:
       return reported
-    tensors = [*gradients, *self._written(copies)]
+    tensors = [*gradients, *self._written(copies, added)]
     if found.are_numbers:
       tensors.append(reported)
     rows = batch_message.rows_of(batch) if self._shares_rows else 1
@@ -208,22 +218,25 @@ class WorkerFunction:
       found[key] = handle, fetched
     return found
 
-  def _written(self, copies) -> list[tf.Tensor]:
-    """Returns what the step has written: values of parts, or what it added to them."""
+  def _written(self, copies, added) -> list[tf.Tensor]:
+    """Returns what the step has written to parts of variables; see `_num_tensors`."""
     found = []
     for write in self.traced.writes:
       variable = write.variable
-      handle, before = copies[
-        id(getattr(variable, 'stand_in', variable).handle)
-      ]
-      after = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
-      after.set_shape(variable.shape)
       parts = parts_of(variable)
-      split = [after]
-      if len(parts) > 1:
-        split = tf.split(after, [int(p.shape[0]) for p in parts])
-      for new, old in zip(split, before, strict=True):
-        found.append(new - old if write.adds else new)
+      if write.added is not None:
+        wholes = [added[i] for i in write.added]
+      else:
+        key = id(getattr(variable, 'stand_in', variable).handle)
+        handle, before = copies[key]
+        after = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
+        after.set_shape(variable.shape)
+        wholes = (
+          [after, tf.concat(before, 0)] if len(parts) > 1 else [after, *before]
+        )
+      for whole in wholes[: _num_tensors(write)]:
+        sizes = [part.shape[0] for part in parts] if len(parts) > 1 else []
+        found += tf.split(whole, sizes) if sizes else [whole]
     return found
 
 
@@ -294,11 +307,20 @@ class ApplyFunction:
       )(None)
     for write in self._traced.writes:
       power = powers.writes[id(write.variable)] if powers else 0
-      for part in parts_of(write.variable):
-        values, weights = next(parts)
+      tensors = [
+        [next(parts) for _ in parts_of(write.variable)]
+        for _ in range(_num_tensors(write))
+      ]
+      for part, *of_part in zip(
+        parts_of(write.variable), *tensors, strict=True
+      ):
         with tf.device(part.device):
-          combined = _combined(values, weights, power)
-          part.write_directly(combined, write.adds)
+          found = [_combined(*each, power) for each in of_part]
+          if write.added is not None:
+            for each in found:
+              part.write_directly(each, adds=True)
+          else:
+            part.write_directly(_written_now(part, *found), adds=False)
     if self._step.results is not None:
       return outputs.report(self._step.results())
     if not outputs.are_numbers:
@@ -308,6 +330,14 @@ class ApplyFunction:
       return numbers[0][0]
     are_sums = np.repeat(np.array(powers.outputs, bool), outputs.sizes)
     return tf.where(are_sums, tf.add_n(numbers[0]), _combined(*numbers))
+
+
+def _written_now(part, after, before=None) -> tf.Tensor:
+  """Returns the value to write: `after`, or what was added, if others wrote too."""
+  if before is None:
+    return after
+  now = part.read_directly()
+  return tf.where(tf.equal(now, before), after, now + (after - before))
 
 
 def _gradient(gradient: traced_step.Gradient, parts, power):

@@ -91,7 +91,10 @@ def _tracing(**options) -> Iterator[Trace]:
   trace = Trace(tf.compat.v1.get_default_graph(), **options)
   before, _current.trace = _current.trace, trace
   try:
-    yield trace
+    # A function that the step calls is traced again: TensorFlow keeps its graphs by
+    # functions that choose devices. This one leaves all where they are.
+    with tf.compat.v1.device(lambda op: op.device):
+      yield trace
   finally:
     _current.trace = before
 
@@ -184,11 +187,20 @@ class Gradient:
 
 @dataclasses.dataclass
 class Write:
-  """A variable that a step writes; `adds` says whether it only adds to it."""
+  """A variable that a step writes.
+
+  Attributes:
+    variable: the variable.
+    adds: whether it only adds to it.
+    is_plain: whether it does so by assignments, outside of branches and loops.
+    added: numbers of the tensors that it adds, among all that the step adds. None
+      unless that is all.
+  """
 
   variable: Any
   adds: bool
-  is_plain: bool  # By assignments, outside of branches and loops.
+  is_plain: bool
+  added: list[int] | None
 
 
 class TracedStep:
@@ -259,12 +271,18 @@ class TracedStep:
         # A metric's result may be its variable.
         outputs = tf.nest.map_structure(tf.convert_to_tensor, outputs)
         gradients, tensors = self._gradients(calls, flat, traced)
+        added = [
+          op
+          for op in traced.graph.get_operations()
+          if op.type in ('AssignAddVariableOp', 'AssignSubVariableOp')
+        ]
       if traced.reduces:
         self.reasons.append('a reduction over replicas')
       self._applied = calls
+      self._added = added
       self.outputs = Outputs(tf.nest.map_structure(_spec_of, outputs))
       self.calls = gradients
-      return tf.nest.flatten(outputs), tensors
+      return tf.nest.flatten(outputs), tensors, list(map(_added_by, added))
 
     specs = batch_message.BatchLayout(self._structure).specs
     self._function = concrete(trace, *specs)
@@ -283,13 +301,9 @@ class TracedStep:
     self.variables = {key: variable for key, (variable, _) in found.items()}
     self._uses = {key: uses for key, (_, uses) in found.items()}
     self.writes = [
-      Write(
-        variable,
-        all(op.type in _ADDITIONS for op, _ in written),
-        all(op.type in _ASSIGNMENTS and op.graph is graph for op, _ in written),
-      )
+      self._write(graph, variable, written)
       for variable, uses in found.values()
-      if (written := [use for use in uses if use[0].type not in _READS])
+      if (written := [op for op, _ in uses if op.type not in READS])
     ]
     of_writes = {id(w.variable) for w in self.writes}
     self.copied = [
@@ -299,6 +313,24 @@ class TracedStep:
       # Not in branches and loops, nor in what XLA compiles.
       or any(op.type not in _LOOKUPS or op.graph is not graph for op, _ in uses)
     ]
+    for variable in self.copied:
+      if getattr(variable, 'is_part', False):
+        raise errors.UnsupportedOptionError(
+          f'a function that was traced before the step, with {variable.name!r}, which '
+          'servers share,',
+          'a tf.function, which is traced as a part of the step',
+          'call the tf.function, not what its get_concrete_function() returns',
+        )
+
+  def _write(self, graph, variable, written: Sequence[tf.Operation]) -> Write:
+    is_plain = all(
+      op.type in _ASSIGNMENTS and op.graph is graph for op in written
+    )
+    adds = all(op.type in _ADDITIONS for op in written)
+    added = None
+    if adds and is_plain:
+      added = [i for i, op in enumerate(self._added) if op in written]
+    return Write(variable, adds, is_plain, added)
 
   def _gradients(self, calls, flat, traced):
     """Returns the calls of `apply` with `Gradient`s, and the tensors of all."""
@@ -371,7 +403,7 @@ class TracedStep:
 
   def call(
     self, batch: Sequence[tf.Tensor], handles: dict[int, tf.Tensor]
-  ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+  ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
     """Calls the step in a graph, with other handles for some of its variables.
 
     Args:
@@ -379,7 +411,7 @@ class TracedStep:
       handles: by the ids of the handles that they replace.
 
     Returns:
-      The results, and the tensors of the gradients.
+      The results, the tensors of the gradients, and those that it adds to variables.
     """
     return _tf_internal.call_with(self._function, batch, handles)
 
@@ -411,8 +443,8 @@ class TracedStep:
     found = []
     for key, variable in self.variables.items():
       uses = [op for op, _ in self._uses[key] if op.graph is graph]
-      written = [place[op.name] for op in uses if op.type not in _READS]
-      read = [place[op.name] for op in uses if op.type in _READS]
+      written = [place[op.name] for op in uses if op.type not in READS]
+      read = [place[op.name] for op in uses if op.type in READS]
       if (
         written
         and id(variable) not in skipped
@@ -527,7 +559,7 @@ def powers_of_rows(
 
 _LOOKUPS = frozenset(('ResourceGather', 'ResourceGatherNd', 'VariableShape'))
 # What does nothing to a variable.
-_READS = _LOOKUPS | {'ReadVariableOp', 'VarIsInitializedOp'}
+READS = _LOOKUPS | {'ReadVariableOp', 'VarIsInitializedOp'}
 _ADDITIONS = frozenset(
   (
     'AssignAddVariableOp',
@@ -566,6 +598,12 @@ def _uses(graph, tensor, root) -> Iterator[tuple[tf.Operation, int]]:
         yield op, i
       for body in functions:
         yield from _uses(body, body.inputs[i - first], root)
+
+
+def _added_by(op: tf.Operation) -> tf.Tensor:
+  """Returns what an operation adds to its variable."""
+  value = op.inputs[1]
+  return value if 'Add' in op.type else tf.zeros_like(value) - value
 
 
 def _spec_of(tensor: tf.Tensor) -> tf.TensorSpec:
@@ -649,7 +687,7 @@ def _check_variables(graph, on_servers, targets: Sequence[Any]) -> None:
       continue
     inside = graph.capture(variable.handle)
     is_written = any(
-      op.type not in _READS for op, _ in _uses(graph, inside, graph)
+      op.type not in READS for op, _ in _uses(graph, inside, graph)
     )
     is_seed = _keras_internal.is_seed_state(variable.name, variable.dtype)
     if not is_seed and (is_written or id(variable) in trained):

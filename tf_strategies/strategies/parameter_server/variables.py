@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,6 +59,16 @@ def updating(server: int) -> Iterator[None]:
     _updating.server = before
 
 
+def _is_older(read: tf.Operation) -> bool:
+  """Returns whether its variable was written after a read, in the same graph."""
+  users = read.inputs[0].consumers()
+  written = [op for op in users if op.type not in traced_step.READS]
+  if not written:
+    return False
+  operations = read.graph.get_operations()
+  return operations.index(read) < max(map(operations.index, written))
+
+
 class ServerVariable(_tf_internal.ResourceVariable):
   """A variable on one parameter server.
 
@@ -86,8 +95,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     # Whether the variable is never written, and its value has no meaning, as
     # for a row table.
     self.stays_zero = False
-    # How many operations a graph had when it was written there last.
-    self._written_at = weakref.WeakKeyDictionary()
     self._drained = drained or (lambda action: action())
     self._on_write = on_write or (lambda: None)
     with tf.device(server_device(server)):
@@ -176,22 +183,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
   def _write(self, write: Callable[[], Any]) -> Any:
     if tf.executing_eagerly():
       return self._write_drained(write)
-    self.note_written()
-    return write()
-
-  def note_written(self) -> None:
-    """Notes, in a graph, that reads before this have an old value."""
     for key in [k for k in _updating.copies or () if k[0] == id(self)]:
       del _updating.copies[key]
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-      self._written_at[graph] = len(graph.get_operations())
-      graph = getattr(graph, 'outer_graph', None)
-
-  def _is_older(self, read: tf.Operation) -> bool:
-    """Returns whether it was written after this read of it."""
-    count = self._written_at.get(read.graph, 0)
-    return count > 0 and read in read.graph.get_operations()[:count]
+    return write()
 
   def addition_of(self, value) -> tf.Tensor | None:
     """Returns the term that `value` adds to this variable, as last read in a graph."""
@@ -206,7 +200,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
       if read.op.type != 'ReadVariableOp':
         continue
       handle = tf.compat.v1.get_default_graph().capture(self.handle)
-      if read.op.inputs[0] is handle and not self._is_older(read.op):
+      if read.op.inputs[0] is handle and not _is_older(read.op):
         left, right = value.op.inputs
         if old is left:
           return -right if value.op.type == 'Sub' else right
