@@ -1,6 +1,7 @@
 """Steps that read and write variables on servers, and one that is traced."""
 
 import functools
+import math
 
 import numpy as np
 import tensorflow as tf
@@ -42,6 +43,28 @@ def sum_after_overwrite(a, b, x):
   b.assign(tf.zeros_like(b))
   b.assign_add(x)
   return a * b
+
+
+def sums_of_infinities(a, b, x):
+  # The value after less the value before is no number.
+  a.assign_add(x * math.inf)
+  tf.cond(
+    x[1] > 0.0, lambda: b.assign_add(x * math.inf), lambda: b.read_value()
+  )
+  return a + b
+
+
+@tf.function
+def _triple(variable):
+  variable.assign(variable * 3.0)
+
+
+def sum_of_a_value_that_a_function_overwrites(a, b, x):
+  _triple(a)
+  old = a.read_value()
+  _triple(a)
+  a.assign(old + x)
+  return a.read_value()
 
 
 def difference_the_other_way_round(a, b, x):
@@ -237,6 +260,8 @@ PROGRAMS = (
   read_after_write,
   sums,
   sum_after_overwrite,
+  sums_of_infinities,
+  sum_of_a_value_that_a_function_overwrites,
   difference_the_other_way_round,
   written_in_a_branch,
   written_in_the_other_branch,

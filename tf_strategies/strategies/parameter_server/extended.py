@@ -241,6 +241,14 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     # libraries only. True would wrap each batch of the one replica.
     return False
 
+  @property
+  def _retrace_functions_for_each_device(self):
+    """Returns whether TensorFlow traces a function again that was traced elsewhere.
+
+    A step does, because there a variable in parts is whole.
+    """
+    return traced_step.current() is not None
+
   def _call_for_each_replica(self, fn, args, kwargs):
     _keras_internal.refuse_keras_2(fn)
     with ReplicaContext(self._container_strategy(), replica_id_in_sync_group=0):

@@ -91,10 +91,7 @@ def _tracing(**options) -> Iterator[Trace]:
   trace = Trace(tf.compat.v1.get_default_graph(), **options)
   before, _current.trace = _current.trace, trace
   try:
-    # A function that the step calls is traced again: TensorFlow keeps its graphs by
-    # functions that choose devices. This one leaves all where they are.
-    with tf.compat.v1.device(lambda op: op.device):
-      yield trace
+    yield trace
   finally:
     _current.trace = before
 
@@ -383,11 +380,13 @@ class TracedStep:
       is_late = not found  # In a branch or a loop.
       for variable in [*variables, *_keras_internal.state_of(optimizer)]:
         value = model_state.value_of(variable)
-        handle = getattr(value, 'stand_in', value).handle
-        placeholder = inside.get(id(handle))
+        whole = getattr(value, 'stand_in', value)
         is_late |= id(value) in written
-        is_late |= placeholder is not None and any(
-          place[op.name] >= begin for op in placeholder.consumers()
+        is_late |= any(
+          place[op.name] >= begin
+          for each in (whole, *getattr(value, 'parts', ()))
+          if (placeholder := inside.get(id(each.handle))) is not None
+          for op in placeholder.consumers()
         )
       if is_late:
         late.append(optimizer)
