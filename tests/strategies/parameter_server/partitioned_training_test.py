@@ -72,16 +72,13 @@ def load_each(directory):
 
 
 def _function_before(table):
-  """Looks up rows by a function that was traced outside of a step."""
   function = tf.function(lambda ids: tf.reduce_mean(table(ids), 1))
-  function(tf.constant([[1, 2]]))
-  return lambda ids, apply: [loss := function(ids), apply(loss)][0]
+  return lambda ids, apply: [rows := function(ids), apply(rows)][0]
 
 
 def _whole_function_before(table):
   function = tf.function(lambda ids: tf.gather(2.0 * table.embeddings, ids))
-  function(tf.constant([[1, 2]]))
-  return lambda ids, apply: [loss := function(ids), apply(loss)][0]
+  return lambda ids, apply: [rows := function(ids), apply(rows)][0]
 
 
 def _rows_after_apply(table):
@@ -92,7 +89,7 @@ def _concrete_function(table):
   value = table.embeddings.value
   function = tf.function(lambda ids: tf.gather(value, ids))
   function = function.get_concrete_function(tf.TensorSpec([None, 2], tf.int32))
-  return lambda ids, apply: [loss := function(ids), apply(loss)][0]
+  return lambda ids, apply: [rows := function(ids), apply(rows)][0]
 
 
 _STEPS = (
@@ -111,6 +108,10 @@ def _own_steps(make, strategy=None):
     optimizer = keras.optimizers.Adagrad(0.5)
     optimizer.build(table.trainable_variables)
   look_up = make(table)
+  # Traces functions outside of a step.
+  for scope in (common.scope_of(None), common.scope_of(strategy)):
+    with scope:
+      look_up(tf.constant([[1, 2], [3, 4]]), lambda rows: rows)
 
   def step(ids):
     with tf.GradientTape() as tape:
