@@ -67,14 +67,21 @@ class ReplicaContext(_tf_internal.OneDeviceContext):
   """The context of the one replica that a worker is."""
 
   def all_reduce(self, reduce_op, value, options=None):
-    """The value itself: each worker is the only replica of its step."""
+    """Returns the value itself: each worker is the only replica of its step."""
     del reduce_op, options
     trace = traced_step.current()
     if trace is not None:
       trace.reduces = True
-    return tf.nest.map_structure(
-      lambda v: v if isinstance(v, tf.IndexedSlices) else tf.identity(v), value
-    )
+
+    def copy(value):
+      if isinstance(value, tf.IndexedSlices):
+        return value
+      value = tf.convert_to_tensor(value)
+      # Gradients stay on their servers.
+      with tf.device(value.device):
+        return tf.identity(value)
+
+    return tf.nest.map_structure(copy, value)
 
 
 class ParameterServerExtended(_tf_internal.ParameterServerExtended):
