@@ -256,7 +256,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
   def test_a_large_table_that_is_read_whole_is_told(self):
     variable = keras.Variable(tf.zeros([1, _WIDTH]), name='users')
     table = server_table.ServerTable(
-      None, variable, dynamic_tables.first_rows, 2, lambda do: do()
+      variable, dynamic_tables.first_rows, 2, lambda do: do()
     )
     with (
       mock.patch.object(

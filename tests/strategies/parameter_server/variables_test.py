@@ -77,7 +77,8 @@ class CoordinatorAccessTest(tf.test.TestCase):
     write(tf.ones([3]))
     for value in (10.0, 20.0):
       with mock.patch.object(self.variable, 'is_alive', lambda: False):
-        self.assertTrue(self.variable.recreate_if_dead())
+        self.variable.recreate_if_dead()
+      self.assertTrue(self.variable.is_lost)
       self.variable.assign(tf.fill([3], value))
       write(tf.ones([3]))
       for function in (read, concrete):

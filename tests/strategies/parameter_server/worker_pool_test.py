@@ -105,6 +105,42 @@ class PoolTest(parameterized.TestCase):
       pool.wait()
     self.assertLen(losses, 3)
 
+  def test_what_may_have_changed_something_is_not_repeated(self):
+    pool = self._pool(2)
+
+    def die():
+      task.may_repeat = False
+      self.liveness.dead_workers.add(0)
+      raise tf.errors.InvalidArgumentError(None, None, 'no such row')
+
+    task = _Task(die)
+    pool.submit(task)
+    with self.assertRaisesRegex(tf.errors.InvalidArgumentError, 'no such row'):
+      pool.wait()
+    self.assertEqual(task.runs, 1)
+
+  def test_nothing_connects_while_the_caller_runs_a_task(self):
+    pool, is_back = self._pool(1), threading.Event()
+
+    def rejoin(worker, lost_in):
+      is_back.set()
+      self.liveness.dead_workers.discard(worker)
+      return True
+
+    def die():
+      if not self.liveness.dead_workers and task.runs == 1:
+        self.liveness.dead_workers.add(0)
+        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    self.liveness.rejoin = rejoin
+    task = _Task(die)
+    with pool.running(_Task()):
+      pool.submit(task)
+      self.assertFalse(is_back.wait(1.0))
+    self.assertTrue(is_back.wait(_DEADLINE_SECONDS))
+    pool.wait()
+    self.assertEqual(task.runs, 2)
+
   def test_what_the_death_of_a_server_ended_is_dropped(self):
     """Checks that only what is submitted again is done."""
     pool, order = self._pool(1, max_waiting=4), []

@@ -53,7 +53,8 @@ class Staleness:
   def end(self, worker: object, steps: int = 1) -> None:
     """A worker's step, or several in one task, have been applied."""
     began = self._started.pop(worker, self._applied)
-    self._histogram[self._applied - began] += steps
+    if steps:
+      self._histogram[self._applied - began] += steps
     self._applied += steps
 
 
@@ -80,9 +81,9 @@ class Engine:
     self._steps_done = 0
     self._dropped = 0
     self._lock = threading.RLock()
-    self._functions: dict[Any, Any] = {}  # That were traced.
-    # For workers' threads: who traces a function holds the other lock, and may wait
-    # for what they do.
+    self._functions: dict[Any, Any] = {}  # Traced functions.
+    # For workers' threads. A thread that traces holds the other lock, and may wait for
+    # theirs.
     self._slots_lock = threading.Lock()
     self._free_slots: dict[str, list[slots.Slots]] = {}
     self._sources = weakref.WeakSet()  # The data that workers read.
@@ -148,7 +149,7 @@ class Engine:
   def drain(self) -> None:
     """Waits until all steps are done, or raises what one failed with.
 
-    Not for what a step is done without: that of late workers.
+    It does not wait for the shares of late workers that a step is done without.
     """
     self._pool.wait()
 

@@ -206,7 +206,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
   def make_row_table(self, variable, initial_rows) -> server_table.ServerTable:
     """The rows of a `DynamicEmbedding`, on all servers."""
     table = server_table.ServerTable(
-      self, variable, initial_rows, self._num_ps, self._drained
+      variable, initial_rows, self._num_ps, self._drained
     )
     self._registry.update({id(shard): shard for shard in table.shards})
     return table

@@ -6,12 +6,10 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.checkpoint import model_state
 from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
@@ -90,12 +88,6 @@ def initial_values(
   whole = value() if callable(value) else value
   whole = _tf_internal.unwrap_checkpoint_value(whole)
   return tf.split(tf.convert_to_tensor(whole, dtype), sizes)
-
-
-def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:
-  """Returns the variables on servers that a variable consists of."""
-  value = model_state.value_of(variable)
-  return getattr(value, 'parts', (value,))
 
 
 class _View(threading.local):

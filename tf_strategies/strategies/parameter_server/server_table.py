@@ -36,15 +36,13 @@ class ServerShard(row_table.TableShard):
     self.server = server
     self.name = name
 
-  def recreate_if_dead(self) -> bool:
-    """Makes an empty shard if the server was restarted; returns whether it was."""
+  def recreate_if_dead(self) -> None:
+    """Makes an empty shard if the server was restarted."""
     try:
       self.size()
     except tf.errors.OpError:
       self._make()
       self.is_lost = True
-      return True
-    return False
 
   def check_is_whole(self) -> None:
     """Raises an error if its rows were lost with their server."""
@@ -69,7 +67,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
   """A table with a shard on each server.
 
   Args:
-    extended: the strategy's.
     variable: see `RowTable`.
     initial_rows: makes rows from ids.
     num_servers: on which rows are.
@@ -78,7 +75,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
 
   def __init__(
     self,
-    extended: Any,
     variable: keras.Variable,
     initial_rows: row_initializers.InitialRows,
     num_servers: int,
@@ -90,7 +86,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     ]
     super().__init__(variable, shards)
     variable.value.stays_zero = True
-    self._extended = extended
     self._when_drained = drained
 
   def _serialize_to_tensors(self):

@@ -132,7 +132,8 @@ class OfRound:
 class StepTask(worker_pool.Task):
   """One step, or a share of it, on some data.
 
-  If a worker is lost with it, another one computes it again: it has changed nothing.
+  If a worker is lost while it computes the step, another one computes it again, into
+  other slots. This is safe: the first slots are never applied.
 
   Args:
     engine: the engine.
@@ -175,7 +176,7 @@ class StepTask(worker_pool.Task):
 
   def compute(self, worker: int, argument: Any) -> bool:
     """Computes it on a worker, into slots."""
-    # New ones each time: a worker that was lost may still write the old ones.
+    # New ones each time: a worker that was lost may still be writing the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
     self.reported = self.function(worker, argument, self.slots)
     return True
@@ -184,9 +185,11 @@ class StepTask(worker_pool.Task):
     """Applies what is in the slots."""
     specs = self.specs
     if not specs.are_numbers:
-      # Before it is applied, since the worker that has them may die.
+      # They are on the worker, which may die. Until they are here, the step can be
+      # repeated.
       self.outputs = specs.unreport(self.reported)
     if self.applies is not None:
+      self.may_repeat = False
       numbers = self._engine.apply(self.applies, [self])
       if specs.are_numbers:
         self.reported = numbers

@@ -17,6 +17,7 @@ from tf_strategies.strategies.parameter_server import (
   splits,
   step_task,
   traced_step,
+  worker_pool,
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
 
@@ -24,7 +25,7 @@ from tf_strategies.strategies.parameter_server import engine as engine_lib
 class SyncEngine(engine_lib.Engine):
   """Applies what workers compute from their rows of a batch together.
 
-  `backup_workers` of the tasks of a step are not waited for.
+  A step does not wait for its last `backup_workers` shares.
   """
 
   def __init__(self, *args, backup_workers: int):
@@ -149,7 +150,8 @@ class SyncEngine(engine_lib.Engine):
         "use mode='async'",
       )
     function = self.apply_function(step, first.function, len(chosen), powers)
-    numbers = self.apply(function, chosen)
+    with self._pool.running(first):
+      numbers = self.apply(function, chosen)
     with self._pool.lock:
       self._steps_done += 1
       self._dropped += quorum.close()
@@ -174,7 +176,7 @@ class _Quorum:
 
   def __init__(self, count: int, backup_workers: int):
     self.chosen: list[_Share] = []
-    # Shares that somebody computes or has computed, and those who did.
+    # Shares that a worker has begun, and the workers that have begun one.
     self.begun: set[_Share] = set()
     self.takers: set[int] = set()
     self.is_closed = False
@@ -200,14 +202,14 @@ class _Quorum:
     self.takers.discard(worker)
 
   def leave_out(self, task: _Share) -> None:
-    """There was nothing to compute for one of them."""
+    """Does without a share, which had no data."""
     self.begun.discard(task)
     self._count -= 1
 
   def may_take(self, worker: int, task: _Share) -> bool:
     """Returns whether a worker may take a share; under the pool's lock.
 
-    Each takes one: a second one would not count, and keep it from the next
+    Each takes one: a second one would not count, and would keep it from the next
     step. Only where workers were lost do others take theirs.
     """
     were_lost = task.retries > 0 or len(self.begun) < self._needed
@@ -234,7 +236,7 @@ class _Share(step_task.StepTask):
   def run(self, worker: int) -> None:
     try:
       super().run(worker)
-    except step_task.worker_pool.NotHereError:
+    except worker_pool.NotHereError:
       self._quorum.put_back(worker, self)
       raise
 

@@ -259,13 +259,10 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def recreate_if_dead(self) -> bool:
-    """Creates the variable again, as zeros, on a server that was restarted.
-
-    Returns whether the variable has lost its value.
-    """
+  def recreate_if_dead(self) -> None:
+    """Creates the variable again, as zeros, on a server that was restarted."""
     if self.is_alive():
-      return False
+      return
     device = server_device(self.server)
     zeros = zeros_on(device, self.shape, self.dtype)
     with tf.device(device):
@@ -277,7 +274,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     traced_step.register(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
-    return self.is_lost
 
 
 def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:

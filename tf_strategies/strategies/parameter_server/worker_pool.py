@@ -17,10 +17,12 @@ from tf_strategies.strategies.parameter_server import connection
 
 _REJOIN_SECONDS = 0.5
 _WAKE_SECONDS = 1.0
-# From when on others do what only a worker that is late would have done: they open
-# data for that, and it will open them again.
+# A worker is late after this time. Others then open its data, which it has to open
+# again later.
 _LATE_SECONDS = 1.0
 _PAUSE_SECONDS = 10.0
+# Among those that run tasks, the thread that submits them.
+_CALLER = -1
 _END_SECONDS = 5.0
 _MAX_RETRIES = 5
 _MAX_LOSSES = 3
@@ -45,7 +47,9 @@ class Task(abc.ABC):
   # How often it failed and was put back, and how many workers were lost while they
   # ran it.
   retries = losses = 0
-  attempt = 0  # Of the pool, that it belongs to.
+  attempt = 0  # Of the pool, in which it was submitted.
+  # Whether it has changed nothing yet.
+  may_repeat = True
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -74,8 +78,8 @@ class Task(abc.ABC):
     del worker
 
   def lose(self, worker: int) -> None:
-    """Called when it failed on a worker, which may still be at it."""
-    return
+    """Called when it failed on a worker, which may still be running it."""
+    del worker
 
   @abc.abstractmethod
   def finish(self, worker: int) -> None:
@@ -86,8 +90,8 @@ class WorkerPool:
   """Runs tasks on workers, in order of submission as workers become free.
 
   A task of a worker that dies goes to another one; a restarted worker is used
-  again. Whatever exception a worker's thread meets is raised by `wait` and
-  `submit`, and the thread continues with the next task. `submit` waits while
+  again. `wait` and `submit` raise any exception that no retry cures, and the
+  worker's thread continues with the next task. `submit` waits while
   `max_waiting` tasks are in the queue. Waiting without any progress for
   `timeout_seconds` raises an error.
   """
@@ -283,7 +287,7 @@ class WorkerPool:
           task.begin(worker)
           self.lock.notify_all()
           return task
-        # Not without end: a worker may be late by now, whose work is this one's.
+        # Not without end: by now another worker may be late, whose work this one does.
         self.lock.wait(_WAKE_SECONDS)
       return None
 
@@ -322,7 +326,10 @@ class WorkerPool:
     self.lock.notify_all()
 
   def _discard_unwanted(self) -> None:
-    """Under the lock: at the head of the queue they would block the others."""
+    """Drops tasks that nobody wants, and notes who runs one; under the lock.
+
+    At the head of the queue they would block the others.
+    """
     for task in [t for t in self._queue if not t.is_wanted()]:
       self._queue.remove(task)
     for worker, task in self._running.items():
@@ -334,6 +341,8 @@ class WorkerPool:
     if _is_of_server(error):
       raise error
     self._check_servers(error)
+    if not task.may_repeat:
+      self._wait_to_retry(worker, error, may_retry=False)
     is_lost = not self._liveness.is_worker_alive(worker)
     if is_lost:
       self._lose(worker, error)
@@ -354,9 +363,8 @@ class WorkerPool:
     """
     self._check_servers(error)
     if isinstance(error, _TRANSIENT) or self._liveness.changed_recently():
-      for _ in range(
-        _MAX_RETRIES
-      ):  # It may be one that is just being restarted.
+      for _ in range(_MAX_RETRIES):
+        # It may be one that is just being restarted.
         time.sleep(_REJOIN_SECONDS)
         self._check_servers(error)
       raise self._liveness.broken_update() from error
@@ -420,6 +428,18 @@ class WorkerPool:
       self._liveness.address('worker', worker),
       time.monotonic() - lost_at,
     )
+
+  @contextlib.contextmanager
+  def running(self, task: Task) -> Iterator[None]:
+    """Counts as one that runs a task, so that nothing connects meanwhile."""
+    with self.lock:
+      self._wait(lambda: not self._pauses)
+      self._running[_CALLER] = task
+    try:
+      yield
+    finally:
+      with self.lock:
+        self._end(_CALLER)
 
   @contextlib.contextmanager
   def _pause(self) -> Iterator[None]:
