@@ -26,7 +26,7 @@ class StepTaskTest(absltest.TestCase):
     function.traced = types.SimpleNamespace(outputs=traced_step.Outputs(spec))
     engine = types.SimpleNamespace(
       function=lambda step, layout: function,
-      applies=lambda task: 'the function that applies it',
+      apply_function_of=lambda task: 'the function that applies it',
       apply=lambda function, tasks: self.applied.append(True) or reported,
       started=lambda step, worker: None,
       take_slots=lambda layout: None,

@@ -110,9 +110,9 @@ class Liveness:
 
   A restarted task is another process: what this process had there (variables,
   iterators, functions) is gone, so it counts as dead until `rejoin` or
-  `wait_for_all`. Connecting to one connects to all; those that are others then, also
-  if they died while it went on, count as dead as before. A server does until
-  `wait_for_all`: nobody has restored its variables.
+  `wait_for_all`. Connecting to one connects to all. Tasks that are other processes by
+  then still count as dead, also those that died meanwhile. A server does until
+  `wait_for_all`, because nobody has restored its variables.
 
   Whether a task answers at all is seen by the first bytes of HTTP/2, which gRPC
   speaks; whether it is the one that was connected to, by running an op there.
@@ -326,9 +326,8 @@ class Liveness:
         self._taken = e
       except tf.errors.OpError:
         continue  # Server 0 is gone, or a connection is being made.
-      except (
-        Exception
-      ) as e:  # Nobody else would notice that the watch has ended.
+      # Nobody else would notice that the watch has ended.
+      except Exception as e:
         logging.log_every_n_seconds(
           logging.WARNING,
           'This chief cannot tell whether another chief has taken the parameter '

@@ -225,7 +225,9 @@ class Engine:
     traced = traced_step.TracedStep(step.run, step.optimizers, layout.structure)
     return slots.WorkerFunction(traced, layout, shares_rows)
 
-  def applies(self, task: step_task.StepTask) -> slots.ApplyFunction | None:
+  def apply_function_of(
+    self, task: step_task.StepTask
+  ) -> slots.ApplyFunction | None:
     """Returns what applies a task by itself."""
     return self.apply_function(task.step, task.function)
 

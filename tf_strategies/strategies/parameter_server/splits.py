@@ -30,9 +30,8 @@ class DataSplit:
 
   index: int
   done: int = 0  # Elements that have been trained on.
-  handle: tf.Tensor | None = (
-    None  # Of the iterator on the worker that reads it.
-  )
+  # Of the iterator on the worker that reads it.
+  handle: tf.Tensor | None = None
   next: int = 0  # The element that the iterator yields next.
   size: int = -1  # How many elements it has; negative if that is not known.
   is_closed: bool = False  # It was read to its end.
@@ -105,7 +104,7 @@ class Source:
     return True
 
   def has_work_for(self, worker: int) -> bool:
-    """Returns whether a worker has anything to read, or nobody ever will."""
+    """Returns whether a worker has anything to read, or must report the end."""
     with self._lock:
       if self._free or self._splits_of.get(worker):
         return True
@@ -119,7 +118,7 @@ class Source:
       mine = self._splits_of.get(worker, ())
       if any(split in wanted for split in mine):
         return True
-      # A late worker has found its end: whoever comes learns that.
+      # A late worker has read it to its end. Any worker may report that.
       if any(s.is_closed and s in wanted for s in self.splits):
         return True
       others_need = any(not self._splits_of.get(w) for w in others)
@@ -146,13 +145,13 @@ class Source:
       mine = self._splits_of.setdefault(worker, [])
       others_need = any(not self._splits_of.get(w) for w in others)
       if len(mine) > 1 and others_need:
-        # Taken over from a worker that was lost, and is back.
+        # A split of a worker that was lost and is back.
         self._free.append(mine.pop())
       is_needed = not mine or not others_need
       split = None
       free = [split for split in self._free if split in wanted]
       if free and is_needed:
-        # One that it has read before: it may have its arrays.
+        # The split that it has read before, whose arrays it may have.
         split = min(free, key=lambda s: s.index != worker)
         self._free.remove(split)
       self._opening += split is not None

@@ -57,7 +57,7 @@ class Sent:
     compute(self._batch.message())
     return True
 
-  def count(self) -> None:
+  def mark_applied(self) -> None:
     """Frees the batch, which was computed and applied."""
     self._batch = None
 
@@ -75,7 +75,7 @@ class Next:
     return self._source.has_work_for(worker)
 
   def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
-    """Calls `compute` with the iterator; returns whether anything was left to read.
+    """Calls `compute` with the iterator; returns False at the end of the data.
 
     Raises:
       NotHereError: other workers have what is left.
@@ -92,18 +92,18 @@ class Next:
       if self._source.read(split, split.done, worker, life, compute):
         return True
 
-  def count(self) -> None:
+  def mark_applied(self) -> None:
     """Counts the batch, which was computed and applied."""
     self._split.done += 1
 
 
 class OfRound:
-  """What some split has for a round of all splits."""
+  """The element of one split in a round of all splits. The worker chooses the split."""
 
   def __init__(self, engine, turn: splits.Round, shares: bool):
     self.layout = turn.source.dataset.layout
     self._engine, self._round = engine, turn
-    # Nobody waits for late workers where others compute their part.
+    # A step without shares does not wait for late workers: others read their splits.
     self._also_late = shares
     self._split: splits.DataSplit | None = None
 
@@ -125,7 +125,7 @@ class OfRound:
     self._split = self._round.take(worker, self._others(worker), life)
     return bool(self._round.read(self._split, worker, life, compute))
 
-  def count(self) -> None:
+  def mark_applied(self) -> None:
     """Does nothing: the round counts all of its parts together."""
 
 
@@ -144,7 +144,7 @@ class StepTask(worker_pool.Task):
 
   def __init__(self, engine, step: Step, data, is_result_wanted: bool = False):
     self.step, self.data = step, data
-    self.steps = 1  # In the end, whether there was anything to read.
+    self.steps = 1  # Afterwards 0 if there was no data.
     self.reported = None
     self.outputs = None  # The results, unless they are read later.
     self.slots: slots.Slots | None = None
@@ -152,7 +152,7 @@ class StepTask(worker_pool.Task):
     self._engine, self._is_result_wanted = engine, is_result_wanted
     # In the caller's thread, which has the user's scopes.
     self.function = engine.function(step, data.layout)
-    self.applies = engine.applies(self)
+    self.apply_function = engine.apply_function_of(self)
 
   @property
   def specs(self) -> traced_step.Outputs:
@@ -172,7 +172,7 @@ class StepTask(worker_pool.Task):
     self._engine.started(self.step, worker)
     self.steps = int(self.data.read(worker, lambda a: self.compute(worker, a)))
     if self.steps:
-      self.conclude()
+      self.apply()
 
   def compute(self, worker: int, argument: Any) -> bool:
     """Computes it on a worker, into slots."""
@@ -181,21 +181,21 @@ class StepTask(worker_pool.Task):
     self.reported = self.function(worker, argument, self.slots)
     return True
 
-  def conclude(self) -> None:
+  def apply(self) -> None:
     """Applies what is in the slots."""
     specs = self.specs
     if not specs.are_numbers:
       # They are on the worker, which may die. Until they are here, the step can be
       # repeated.
       self.outputs = specs.unreport(self.reported)
-    if self.applies is not None:
+    if self.apply_function is not None:
       self.may_repeat = False
-      numbers = self._engine.apply(self.applies, [self])
+      numbers = self._engine.apply(self.apply_function, [self])
       if specs.are_numbers:
         self.reported = numbers
     if self._is_result_wanted and specs.are_numbers:
       self.outputs = specs.unreport(self.reported)
-    self.data.count()
+    self.data.mark_applied()
 
   def lose(self, worker: int) -> None:
     """Gives a worker up that failed with it: its splits go to others."""
@@ -279,7 +279,7 @@ class Reports:
     task = self._newest.get(step)
     now = time.monotonic()
     is_fresh = now - read_at < _FRESH_SECONDS and self._pool.is_busy()
-    # Without a task, a worker did it that was lost before it told.
+    # No task: its worker was lost before anybody read its report.
     if task is None or task is read_from or is_fresh:
       return numbers
     try:

@@ -68,7 +68,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   Variables are placed by bytes. The optimizer's update runs where its variable
   is; additions are atomic.
 
-  A worker that dies loses no step, and is used again when it is back. When a
+  No step is lost when a worker dies. It is used again when it is back. When a
   server dies and `checkpoint_dir` is given, training waits for it and continues from
   the newest whole checkpoint, with all variables. Without `checkpoint_dir` a
   `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write

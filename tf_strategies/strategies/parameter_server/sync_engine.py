@@ -60,7 +60,7 @@ class SyncEngine(engine_lib.Engine):
     return self.run(step, work)
 
   def run(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
-    """Begins a step; after the one before it where that may change results."""
+    """Begins a step; waits for the one before it if that may change results."""
     is_alone = step.results is None or step.trains
     if isinstance(work, splits.Source):
       tasks = self.read_round(step, work, one_by_one=is_alone)
@@ -101,9 +101,11 @@ class SyncEngine(engine_lib.Engine):
     )
     return super()._function(step, layout, is_shared)
 
-  def applies(self, task: step_task.StepTask) -> slots.ApplyFunction | None:
+  def apply_function_of(
+    self, task: step_task.StepTask
+  ) -> slots.ApplyFunction | None:
     """Returns what applies a task by itself; None for a share of a step."""
-    return None if isinstance(task, _Share) else super().applies(task)
+    return None if isinstance(task, _Share) else super().apply_function_of(task)
 
   def _train(self, step, batch, powers):
     parts = batch.microbatches(len(self._pool.workers))
@@ -240,12 +242,12 @@ class _Share(step_task.StepTask):
       self._quorum.put_back(worker, self)
       raise
 
-  def conclude(self) -> None:
+  def apply(self) -> None:
     """Leaves the slots to the engine."""
 
   def lose(self, worker: int) -> None:
     super().lose(worker)
-    self._quorum.begun.discard(self)
+    self._quorum.put_back(worker, self)
 
   def finish(self, worker: int) -> None:
     self._engine.staleness.end(worker, 0)

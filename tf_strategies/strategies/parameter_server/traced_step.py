@@ -393,7 +393,7 @@ class TracedStep:
     return late
 
   def _written_in_rows(self) -> set[int]:
-    """Returns the ids of variables in parts that are written, and read by rows."""
+    """Returns the ids of written variables in parts, whose rows may have been read."""
     return {
       id(write.variable)
       for write in self.writes
