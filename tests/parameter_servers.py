@@ -69,8 +69,8 @@ class Job(processes.ProcessGroup):
     self._ends_at = time.monotonic() + self._deadline
     self.start_function(
       ('chief', 0),
-      function,
-      args,
+      _with_spread_variables,
+      (function, args),
       {'TF_CONFIG': self.tf_config('chief', 0)},
       # TensorFlow's threads may wait for servers that are gone.
       exits_at_once=True,
@@ -87,6 +87,14 @@ class Job(processes.ProcessGroup):
 
   def _process(self, key):
     return super()._process(key if len(key) == 2 else (*key, 0))
+
+
+def _with_spread_variables(function, args):
+  """Calls a function; puts its small variables on several servers, like large ones."""
+  from tf_strategies.strategies.parameter_server import extended
+
+  extended.SPREAD_BYTES = 1
+  return function(*args)
 
 
 def serve_task(cluster: dict[str, Any], job: str, index: int) -> None:

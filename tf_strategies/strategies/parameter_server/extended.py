@@ -36,15 +36,20 @@ _ARGUMENTS = (
 )
 
 
+# A small model is on one server: each server costs a step several messages, which
+# take longer than the bytes of small variables.
+SPREAD_BYTES = 1 << 20
+
+
 class Placement:
   """Chooses a server for each variable, and knows the load of all.
 
-  Variables come one by one, so each goes to the server with the fewest bytes so
-  far (Graham's list scheduling: the fullest server holds at most the mean plus
-  the largest variable). TensorFlow counts variables instead: with kernel, bias,
-  kernel, bias and two servers, every kernel lands on server 0. Scalars go to
-  server 0, which counts steps and metrics: what a step adds there is one
-  message. `load` is the bytes on each server.
+  Variables come one by one. Each goes to the first of the servers with the fewest
+  whole `SPREAD_BYTES` so far (Graham's list scheduling: the fullest server holds at
+  most the mean plus the largest variable plus `SPREAD_BYTES`). TensorFlow counts
+  variables instead: with kernel, bias, kernel, bias and two servers, every kernel
+  lands on server 0. Scalars go to server 0, which counts steps and metrics. `load` is
+  the bytes on each server.
   """
 
   def __init__(self, num_servers: int):
@@ -52,7 +57,8 @@ class Placement:
 
   def place(self, num_bytes: int, is_scalar: bool = False) -> int:
     """Returns the server of a new variable. O(servers)."""
-    server = 0 if is_scalar else self.load.index(min(self.load))
+    filled = [load // SPREAD_BYTES for load in self.load]
+    server = 0 if is_scalar else filled.index(min(filled))
     self.add(server, num_bytes)
     return server
 

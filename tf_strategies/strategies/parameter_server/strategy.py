@@ -65,8 +65,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     `max_staleness` steps ahead of the slowest (Ho et al. 2013, "More Effective
     Distributed ML via a Stale Synchronous Parallel Parameter Server").
 
-  Variables are placed by bytes. The optimizer's update runs where its variable
-  is; additions are atomic.
+  Variables are placed by bytes: the first MiB on one server, so that a small model
+  is on one. The optimizer's update runs where its variable is. Additions are atomic.
 
   No step is lost when a worker dies. It is used again when it is back. When a
   server dies and `checkpoint_dir` is given, training waits for it and continues from
