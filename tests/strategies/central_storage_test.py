@@ -246,6 +246,35 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       steps * len(COMPUTE) * num_bytes,
     )
 
+  def test_compiled_write_that_reads_what_replicas_have_copies_of(self):
+    """Checks that XLA is kept from copies that are on another device than the write."""
+
+    class Noted(keras.layers.Layer):
+      """Adds its seed to a weight."""
+
+      def build(self, shape):
+        self.seed = keras.random.SeedGenerator(1)
+        self.noted = self.add_weight(shape=[2], trainable=False)
+
+      def call(self, x):
+        seed = keras.ops.cast(self.seed.state.value, 'float32')
+        self.noted.assign(self.noted * 0.5 + 1e-3 * seed)
+        return x
+
+    found = []
+    for strategy in (tf.distribute.get_strategy(), _strategy()):
+      keras.utils.set_random_seed(1)
+      with strategy.scope():
+        model = keras.Sequential(
+          [keras.Input([4]), Noted(), keras.layers.Dense(1)]
+        )
+        model.compile('sgd', 'mse', jit_compile=True)
+      x = np.arange(48, dtype=np.float32).reshape(12, 4) / 48.0
+      model.fit(x, x[:, :1], batch_size=6, verbose=0)
+      found.append(model.get_weights())
+    for want, got in zip(*found, strict=True):
+      self.assertAllClose(want, got, 1e-6, 1e-6)
+
   def test_takes_the_memory_of_one_copy(self):
     def num_bytes(strategy):
       model = self._train(strategy)

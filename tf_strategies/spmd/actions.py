@@ -1,11 +1,11 @@
-"""Where an operation runs that does more than compute."""
+"""Decides where an operation with side effects runs."""
 
 from __future__ import annotations
 
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd import plan as plan_lib
 
-# Stateful to TensorFlow only: each replica computes or checks its own.
+# TensorFlow calls these stateful, but each replica may run its own.
 _BRANCHES = ('If', 'While', 'Case')
 _OWN = {'Assert', *_BRANCHES, *(f'Stateless{name}' for name in _BRANCHES)}
 

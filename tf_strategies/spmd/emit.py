@@ -21,8 +21,8 @@ from tf_strategies.spmd.site import Site
 class _Block(NamedTuple):
   """Where and how nodes are built together.
 
-  `level` counts the meetings before, `turn` the other blocks of that level that have
-  to run before. Deferred: after every meeting.
+  `level` counts the meetings before the block. `turn` is its place among the blocks of
+  that level. A deferred block runs after the last meeting.
   """
 
   level: int
@@ -48,7 +48,7 @@ class Emitter:
     self._exchange, self._compiled = exchange, compiled
     # The results of meetings.
     self.met: list[tf.Tensor] = []
-    # In a branch or loop there is one site, whatever it is.
+    # In a branch or loop there is one site, which need not be a replica.
     is_alone = exchange is None
     self._replicas = [s for s in sites if is_alone or s.replica is not None]
     for site in sites:
@@ -58,7 +58,7 @@ class Emitter:
   def run(
     self, outputs: Sequence[tuple[Tensor, Any]], everywhere: bool = False
   ) -> list[list[tf.Tensor]]:
-    """Builds everything that `outputs` need, pairs of a tensor and a kind.
+    """Builds everything that `outputs` need. They are pairs of a tensor and a kind.
 
     Returns a list of outputs for each replica's site. A whole output is built for
     the first replica, and the others get None, unless `everywhere` is True.
@@ -195,7 +195,7 @@ class Emitter:
       is_shared = not decision.emit_together and actions.is_alike(
         decision.bodies.values(), sites
       )
-      is_compiled = is_shared and self._is_compiled(node)
+      is_compiled = is_shared and self._is_compiled(node, sites)
       how = sites, node in plan.deferred, is_shared, is_compiled
       level, turn = plan.levels[node], 0
       for block in (places[n] for n in before):
@@ -205,14 +205,16 @@ class Emitter:
       blocks.setdefault(places[node], []).append(node)
     return sorted(blocks.items(), key=lambda item: item[0][:2])
 
-  def _is_compiled(self, node) -> bool:
+  def _is_compiled(self, node, sites) -> bool:
     """Returns whether XLA compiles a node and the functions that it calls.
 
     A program of XLA reaches only variables of its own device, so a node that uses a
     variable without a copy there is not compiled.
     """
-    resources = [self._plan.seen(t).resource for t in node.inputs]
-    return not any(r is not None and r.is_single for r in resources) and (
+    found = [self._plan.seen(t).resource for t in node.inputs]
+    # A site that is no replica reads the copies of the first one.
+    is_apart = any(site.replica is None for site in sites)
+    return not any(r and (r.is_single or is_apart) for r in found) and (
       node.is_all_of(self._compiled)
     )
 
@@ -369,7 +371,7 @@ class Emitter:
         values = [s.real_rows(s.get(tensor), kind.axis) for s in self._replicas]
         results = self._exchange.gather(values, kind.axis, sites)
       elif kind.op == 'first':
-        # What there is one of, beside the replicas, has done it by itself.
+        # The home site, if there is one, has run it itself.
         found = [s for s in self._sites if s.is_chief or s.replica is None]
         values = [s.get(tensor) for s in found if s.has(tensor)] or [None]
         results = self._exchange.first(values[0], tensor, sites)

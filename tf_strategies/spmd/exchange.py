@@ -27,7 +27,7 @@ class Exchange(Protocol):
       columns: the terms.
       sites: where the sums are needed.
       variables: for each tensor of a column, the `id` of the variable whose
-        gradient it is. None for any other tensor, whose sum is exact.
+        gradient it is. None for other tensors, which are never compressed.
     """
 
   def scatter(
@@ -55,4 +55,7 @@ class Exchange(Protocol):
   def first(
     self, value: tf.Tensor | None, like: Tensor, sites: Sequence[Site]
   ) -> list[tf.Tensor]:
-    """Returns the first replica's tensor. `value` is None in every other process."""
+    """Returns the first replica's tensor: `value`, which is None in other processes."""
+
+  def finish(self) -> None:
+    """Runs when every exchange of a step has been built."""

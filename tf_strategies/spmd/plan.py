@@ -500,8 +500,6 @@ FACTORS: dict[str, tuple[int, ...]] = {}
 TERMS: dict[str, slice] = {}
 # Of operations on shards; one without a rule gets whole tensors in place of them.
 SHARD_RULES: dict[str, Rule] = {}
-# The contents of the outputs of operations on small tensors of integers.
-FOLDS: dict[str, Callable[..., Sequence[Any]]] = {}
 
 
 def rule(*types: str, rules: dict[str, Rule] = RULES):

@@ -100,7 +100,7 @@ class CentralStorageStrategy(
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
-  """The object that TensorFlow's creator of mirrored variables asks for devices."""
+  """Passed as `colocate_with`: TensorFlow reads the devices of a variable from it."""
 
   _devices: tuple[str, ...]
 
@@ -201,7 +201,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def _creation_policy(self, kwargs, is_slot):
     kwargs = variables.creation_policy(kwargs, is_slot)
     if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
-      return kwargs  # Placed beside an object with its own device.
+      return kwargs  # It goes beside an object that has one device.
     central = _Placement((self._parameter_device,))
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}

@@ -53,7 +53,8 @@ class ExactMirroredExtended(
   _warned_undivided = False
   # Whether a variable was made in the scope, even if it no longer exists.
   has_variables = False
-  # The device with central variables, if replicas have no copies.
+  # The device that holds and updates variables with one copy; None if replicas have
+  # copies.
   home_device: str | None = None
   # Divides optimizer state among replicas, or None.
   state_shards: sharded_state.StateShards | None = None

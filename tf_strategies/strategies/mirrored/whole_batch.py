@@ -137,7 +137,7 @@ def _packed(structure, tensors):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Variable:
-  """A distributed variable in a traced step, which its handle represents.
+  """Stands for a distributed variable in a traced step, which has only its handle.
 
   A variable that `is_single` exists once, and is written on its home device
   only.
