@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers, step_programs
+from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import traced_step
 
 SPEC = step_programs.SPEC
@@ -351,6 +352,34 @@ class ApplyTest(tf.test.TestCase, parameterized.TestCase):
         found[-1].append([np.asarray(result), *values])
     for want, got in zip(*found, strict=True):
       self.assertAllClose(want, got, 1e-5, 1e-6)
+
+  @parameterized.parameters(True, False)
+  def test_optimizer_that_reads_what_the_step_writes(self, before):
+    with local_servers.scope():
+      a, rate = tf.Variable([1.0, 2.0, 3.0]), tf.Variable(0.5)
+      optimizer = keras.optimizers.SGD(lambda: rate.read_value())
+      optimizer.build([a])
+
+    def program(a, rate, x):
+      if before:
+        rate.assign(0.25)
+      optimizer.apply([x], [a])
+      rate.assign(0.25)
+      return x
+
+    with local_servers.on_local_devices():
+      step = step_programs.Step(
+        program, [a, rate], SPEC, optimizers=(optimizer,)
+      )
+    if before:
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, 'SGD.apply that reads .* written before'
+      ):
+        step(tf.ones([3]))
+      self.assertAllEqual(a, [1.0, 2.0, 3.0])
+    else:
+      step(tf.ones([3]))
+      self.assertAllEqual(a, [0.5, 1.5, 2.5])
 
   def test_one_of_two_optimizers_is_noted(self):
     with local_servers.scope():

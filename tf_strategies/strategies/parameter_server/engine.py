@@ -222,7 +222,11 @@ class Engine:
     )
 
   def _function(self, step, layout, shares_rows=False):
-    traced = traced_step.TracedStep(step.run, step.optimizers, layout.structure)
+    structure = layout.structure
+    if shares_rows:
+      # As when it was decided that workers may share them.
+      structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
+    traced = traced_step.TracedStep(step.run, step.optimizers, structure)
     return slots.WorkerFunction(traced, layout, shares_rows)
 
   def apply_function_of(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.keras import row_updates
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -295,7 +295,10 @@ class ApplyFunction:
   def _apply(self, parts):
     outputs, powers = self._traced.outputs, self._powers
     of_gradients = iter(powers.gradients if powers else ())
-    for optimizer, gradients, targets in self._traced.calls:
+    written_before = self._traced.written_before()
+    for (optimizer, gradients, targets), written in zip(
+      self._traced.calls, written_before, strict=True
+    ):
       combined = []
       for gradient in gradients:
         power = next(of_gradients, 0)
@@ -305,6 +308,7 @@ class ApplyFunction:
       self._in_replica(
         lambda _, o=optimizer, g=combined, t=targets: o.apply(g, t)
       )(None)
+      _check_reads(optimizer, written)
     for write in self._traced.writes:
       power = powers.writes[id(write.variable)] if powers else 0
       tensors = [
@@ -330,6 +334,20 @@ class ApplyFunction:
       return numbers[0][0]
     are_sums = np.repeat(np.array(powers.outputs, bool), outputs.sizes)
     return tf.where(are_sums, tf.add_n(numbers[0]), _combined(*numbers))
+
+
+def _check_reads(optimizer: Any, written: Sequence[Any]) -> None:
+  """Raises if `apply` reads variables here that the step had written before it."""
+  captures = tf.compat.v1.get_default_graph().captures
+  read = {id(external) for external, _ in captures}
+  for variable in written:
+    if any(id(part.handle) in read for part in parts_of(variable)):
+      raise errors.UnsupportedOptionError(
+        f'{type(optimizer).__name__}.apply that reads {variable.name!r} (by its learning '
+        'rate, or a constraint), which the step has written before,',
+        'a variable that the step does not write before apply',
+        'write it after optimizer.apply, or between steps',
+      )
 
 
 def _written_now(part, after, before=None) -> tf.Tensor:

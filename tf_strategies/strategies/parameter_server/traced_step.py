@@ -392,6 +392,26 @@ class TracedStep:
         late.append(optimizer)
     return late
 
+  def written_before(self) -> list[list[Any]]:
+    """Returns, for each call of `apply`, the variables that the step has written then."""
+    place = {
+      op.name: i for i, op in enumerate(self._function.graph.get_operations())
+    }
+    inside = {id(external): inner for external, inner in self._captured}
+    written = {id(w.variable) for w in self.writes}
+    return [
+      [
+        variable
+        for key, variable in self.variables.items()
+        if id(variable) in written
+        and any(
+          op.type not in READS and place[op.name] < begin
+          for op in inside[key].consumers()
+        )
+      ]
+      for *_, begin in self._applied
+    ]
+
   def _written_in_rows(self) -> set[int]:
     """Returns the ids of written variables in parts, whose rows may have been read."""
     return {
