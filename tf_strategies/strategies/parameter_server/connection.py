@@ -384,12 +384,13 @@ class Liveness:
     self._changed_at = math.inf
     try:
       time.sleep(_SETTLE_SECONDS)
-      given_up = filter(self._keepalive.is_disconnected, self._servers)
-      self._are_new.update(given_up)
+      # They lack the functions that were traced meanwhile.
+      given_up = set(filter(self._keepalive.is_disconnected, self._addresses))
+      self._are_new |= given_up & self._servers
       before = _tf_internal.incarnations()
       with keepalive.watching(self._addresses) as ended:
         try:
-          _tf_internal.connect_again(anew=self._are_mixed)
+          _tf_internal.connect_again(anew=self._are_mixed | given_up)
         finally:  # Of an attempt that fails some tasks may know.
           self._are_mixed = ended()
           after = _tf_internal.incarnations()
