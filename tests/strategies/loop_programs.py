@@ -125,6 +125,17 @@ def compiled_penalty():
   return step, [optimizer], model.variables
 
 
+def row_by_row():
+  """Returns a step whose loss loops over the rows."""
+
+  def loss_of(losses):
+    squares = tf.map_fn(lambda loss: loss**2, losses)
+    total = tf.foldl(lambda total, loss: total + loss, losses, 0.0)
+    return tf.reduce_mean(squares) + 0.01 * total
+
+  return _classifier(conv_model(), _momentum(), loss_of)
+
+
 def players():
   """Returns a step with two models and two optimizers: a generator and a critic."""
   layers = keras.layers
@@ -170,6 +181,7 @@ PROGRAMS = (
   half,
   branching,
   compiled_penalty,
+  row_by_row,
   players,
 )
 

@@ -178,7 +178,8 @@ def capture_apply(
   It is for steps that are traced on a worker while their gradients are applied
   elsewhere. Clipping, accumulation and loss scaling all happen in `apply`, so
   they use the final gradients instead of one worker's. `operations` is how many the
-  graph had before the call. Calls in a branch or a loop have no gradients.
+  graph had before the call. Calls in a branch, a loop or a function are done, and have
+  no gradients in the list.
   """
   calls = []
   home = tf.compat.v1.get_default_graph()
@@ -188,6 +189,9 @@ def capture_apply(
     variables = trainable_variables and list(trainable_variables)
     found = [] if is_nested else list(grads)
     calls.append((optimizer, found, variables, len(home.get_operations())))
+    if is_nested:
+      # TensorFlow keeps the graph of a function for the next trace.
+      type(optimizer).apply(optimizer, grads, variables)
 
   for each in optimizers:
     object.__setattr__(each, 'apply', functools.partial(apply, each))

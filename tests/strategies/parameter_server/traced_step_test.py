@@ -294,6 +294,26 @@ def _in_a_loop(a, b, optimizer, x):
   return a * b
 
 
+_updates: dict = {}
+
+
+def _in_a_function(a, b, optimizer, x):
+  # TensorFlow keeps the graph of a function that is made outside of the step.
+  update = _updates.setdefault(
+    id(optimizer), tf.function(lambda g: optimizer.apply([g], [a]))
+  )
+  loss, [gradient] = _loss(a, x)
+  update(gradient)
+  return loss
+
+
+def _rate_written_before(a, b, optimizer, x):
+  loss, gradients = _loss(a, x)
+  optimizer.learning_rate.assign(0.01 * loss)
+  optimizer.apply(gradients, [a])
+  return loss
+
+
 def _read_after(a, b, optimizer, x):
   loss, gradients = _loss(a, x)
   optimizer.apply(gradients, [a])
@@ -322,6 +342,8 @@ class ApplyTest(tf.test.TestCase, parameterized.TestCase):
     ('of_one_of_two', _none, True),
     ('in_a_branch', _in_a_branch, False),
     ('in_a_loop', _in_a_loop, False),
+    ('in_a_function', _in_a_function, False),
+    ('rate_written_before', _rate_written_before, False),
     ('read_after', _read_after, False),
     ('written_after', _written_after, False),
     ('written_before', _written_before, False),

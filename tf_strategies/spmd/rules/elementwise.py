@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import tensorflow as tf
+
 from tf_strategies.spmd.kinds import WHOLE, Listed, Part, Value
 from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
 from tf_strategies.spmd.rules import linear
@@ -144,6 +146,8 @@ def _sums(context: Context) -> Decision | None:
     known = (v for v in context.inputs if v.kind.kind is not None)
     value = next(known, context.inputs[0])
     return Decision(kinds, [dataclasses.replace(value, ints=None)])
+  if context.node.outputs[0].dtype == tf.variant:
+    return None
   return broadcast(context)
 
 

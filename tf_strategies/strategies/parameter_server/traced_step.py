@@ -377,7 +377,11 @@ class TracedStep:
     for (optimizer, found, _, begin), (*_, variables) in zip(
       self._applied, self.calls, strict=True
     ):
-      is_late = not found  # In a branch or a loop.
+      is_late = not found  # In a branch, a loop or a function.
+      # Its learning rate, for example.
+      is_late |= any(
+        id(model_state.value_of(v)) in written for v in optimizer.variables
+      )
       for variable in [*variables, *_keras_internal.state_of(optimizer)]:
         value = model_state.value_of(variable)
         whole = getattr(value, 'stand_in', value)
