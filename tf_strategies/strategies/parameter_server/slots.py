@@ -389,6 +389,7 @@ def _weights(rows) -> list[tf.Tensor | None]:
   """The part of the step's rows in each task; None for all of them."""
   if len(rows) == 1:
     return [None]
+  rows = [tf.cast(r, tf.float64) for r in rows]
   total = tf.add_n(rows)
   return [r / total for r in rows]
 
