@@ -231,12 +231,10 @@ class WorkerFunction:
         handle, before = copies[key]
         after = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
         after.set_shape(variable.shape)
-        wholes = (
-          [after, tf.concat(before, 0)] if len(parts) > 1 else [after, *before]
-        )
+        wholes = [after, tf.concat(before, 0)]
       for whole in wholes[: _num_tensors(write)]:
-        sizes = [part.shape[0] for part in parts] if len(parts) > 1 else []
-        found += tf.split(whole, sizes) if sizes else [whole]
+        sizes = [part.shape[0] for part in parts[1:]]
+        found += tf.split(whole, [-1, *sizes]) if sizes else [whole]
     return found
 
 

@@ -285,16 +285,18 @@ class TracedStep:
     self._function = concrete(trace, *specs)
     graph = self._function.graph
     self._batch = graph.inputs[: len(specs)]
-    self._captured = [
-      (external, inside)
+    # The handles inside of the step, by the ids of those that it has captured.
+    self._inside = {
+      id(external): inside
       for external, inside in graph.captures
       if external.dtype == tf.resource
-    ]
+    }
+    self._place = {op.name: i for i, op in enumerate(graph.get_operations())}
     found = {}
-    for external, inside in self._captured:
-      variable = _by_handle.get(id(external))
+    for key, inside in self._inside.items():
+      variable = _by_handle.get(key)
       if variable is not None:
-        found[id(external)] = variable, list(_uses(graph, inside, graph))
+        found[key] = variable, list(_uses(graph, inside, graph))
     self.variables = {key: variable for key, (variable, _) in found.items()}
     self._uses = {key: uses for key, (_, uses) in found.items()}
     self.writes = [
@@ -370,26 +372,23 @@ class TracedStep:
   def _late_optimizers(self) -> list[Any]:
     """Returns optimizers whose updates the step needs itself, or makes in a branch."""
     late = []
-    graph = self._function.graph
-    place = {op.name: i for i, op in enumerate(graph.get_operations())}
     written = {id(w.variable) for w in self.writes}
-    inside = {id(external): inner for external, inner in self._captured}
     for (optimizer, found, _, begin), (*_, variables) in zip(
       self._applied, self.calls, strict=True
     ):
-      is_late = not found  # In a branch, a loop or a function.
-      # Its learning rate, for example.
-      is_late |= any(
-        id(model_state.value_of(v)) in written for v in optimizer.variables
+      state = [*variables, *_keras_internal.state_of(optimizer)]
+      # Without gradients: in a branch, a loop or a function. A step may also write a
+      # variable of the optimizer, such as the learning rate.
+      is_late = not found or any(
+        id(model_state.value_of(each)) in written
+        for each in (*variables, *optimizer.variables)
       )
-      for variable in [*variables, *_keras_internal.state_of(optimizer)]:
-        value = model_state.value_of(variable)
+      for value in map(model_state.value_of, state):
         whole = getattr(value, 'stand_in', value)
-        is_late |= id(value) in written
         is_late |= any(
-          place[op.name] >= begin
+          self._place[op.name] >= begin
           for each in (whole, *getattr(value, 'parts', ()))
-          if (placeholder := inside.get(id(each.handle))) is not None
+          if (placeholder := self._inside.get(id(each.handle))) is not None
           for op in placeholder.consumers()
         )
       if is_late:
@@ -398,10 +397,6 @@ class TracedStep:
 
   def written_before(self) -> list[list[Any]]:
     """Returns, for each call of `apply`, the variables that the step has written then."""
-    place = {
-      op.name: i for i, op in enumerate(self._function.graph.get_operations())
-    }
-    inside = {id(external): inner for external, inner in self._captured}
     written = {id(w.variable) for w in self.writes}
     return [
       [
@@ -409,8 +404,8 @@ class TracedStep:
         for key, variable in self.variables.items()
         if id(variable) in written
         and any(
-          op.type not in READS and place[op.name] < begin
-          for op in inside[key].consumers()
+          op.type not in READS and self._place[op.name] < begin
+          for op in self._inside[key].consumers()
         )
       ]
       for *_, begin in self._applied
@@ -461,13 +456,12 @@ class TracedStep:
     Not of those that are `exempt`.
     """
     graph = self._function.graph
-    place = {op.name: i for i, op in enumerate(graph.get_operations())}
     skipped = {id(model_state.value_of(each)) for each in exempt}
     found = []
     for key, variable in self.variables.items():
       uses = [op for op, _ in self._uses[key] if op.graph is graph]
-      written = [place[op.name] for op in uses if op.type not in READS]
-      read = [place[op.name] for op in uses if op.type in READS]
+      written = [self._place[op.name] for op in uses if op.type not in READS]
+      read = [self._place[op.name] for op in uses if op.type in READS]
       if (
         written
         and id(variable) not in skipped
