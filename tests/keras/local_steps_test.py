@@ -114,7 +114,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     if name == 'reproducible':
       options = {'options': tfs.RingOptions(**options)}
     strategy = tfs.MultiWorkerRingStrategy(
-      devices=[virtual_devices.name(0)], **options
+      devices=[virtual_devices.HOST], **options
     )
     with (
       strategy.scope(),

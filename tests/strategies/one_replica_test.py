@@ -2,11 +2,13 @@
 
 import collections
 import itertools
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
+from tensorflow.python.distribute import mirrored_strategy
 
 import tf_strategies as tfs
 from tests import virtual_devices
@@ -152,6 +154,13 @@ def _operations(graph) -> collections.Counter:
 
 class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
   """Graphs are compared with those of TensorFlow's default strategy."""
+
+  def setUp(self):
+    super().setUp()
+    # Between GPUs, TensorFlow's replicas use NCCL in functions that XLA compiles.
+    self.enter_context(
+      mock.patch.object(mirrored_strategy, '_is_gpu_device', lambda _: True)
+    )
 
   @parameterized.named_parameters(
     *[

@@ -154,6 +154,8 @@ class ExactMirroredExtended(
     if gradient_reducer.are_gradients_reduced():
       return False
     scope_checks.check_applying(self._container_strategy())
+    if self.is_one_device:
+      return True  # TensorFlow would use NCCL in what XLA compiles for a GPU.
     if replica_run.in_branch_of_replica():
       return False
     return super()._use_merge_call()
