@@ -1,6 +1,7 @@
 """`ChiefOnly`: one worker writes files, and all workers restore the state."""
 
 import contextlib
+import io
 import os
 import zipfile
 
@@ -52,6 +53,23 @@ def _fit(model, callbacks):
   model.fit(
     x, x[:, :2], 4, _EPOCHS, verbose=0, shuffle=False, callbacks=callbacks
   )
+
+
+def _shown(rank):
+  """Returns what `fit`, `evaluate` and `predict` print by default, and if asked."""
+  model = _model(tfs.MultiWorkerRingStrategy(), rank)
+  x = np.ones([4, 3], np.float32)
+  shown = []
+  for verbose in ('auto', 2):
+    for method, args in (
+      (model.fit, (x, x[:, :2])),
+      (model.evaluate, (x, x[:, :2])),
+      (model.predict, (x,)),
+    ):
+      with contextlib.redirect_stdout(io.StringIO()) as printed:
+        method(*args, verbose=verbose)
+      shown.append('/step' in printed.getvalue())
+  return shown
 
 
 def _describe(rank, directory):
@@ -277,6 +295,11 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen([n for n in os.listdir(directory) if n[0].isdigit()], 4)
 
   @pytest.mark.smoke
+  def test_chief_alone_shows_progress_by_default(self):
+    chief, other = processes.run_workers(_shown, 2)
+    self.assertEqual(chief, [True] * 6)
+    self.assertEqual(other, [False] * 3 + [True] * 3)
+
   def test_chief_alone_gives_its_callback_the_model(self):
     directory = self.create_tempdir().full_path
     files = processes.run_workers(_describe, 2, args=(directory,))

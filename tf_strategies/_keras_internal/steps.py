@@ -150,8 +150,7 @@ def _prepare(
 
 
 def _local_worker(model):
-  extended = model.distribute_strategy.extended
-  return getattr(extended, 'local_worker', None)
+  return getattr(model.distribute_strategy.extended, 'local_worker', None)
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -188,7 +187,7 @@ def _compile_on_gpus(resolve: Callable) -> Callable:
   @functools.wraps(resolve)
   def resolve_auto(self):
     strategy = self._distribute_strategy
-    extended = strategy and strategy.extended
+    extended = self.distribute_strategy.extended
     if getattr(extended, 'compiles_by_default', False):
       self._distribute_strategy = None
     try:
@@ -484,7 +483,7 @@ change(
 def frame_of(function: str) -> types.FrameType | None:
   """Returns this thread's innermost call of a function of that name, if any."""
   frame = sys._getframe()
-  while frame is not None and frame.f_code.co_name != function:
+  while frame and frame.f_code.co_name != function:
     frame = frame.f_back
   return frame
 
@@ -628,16 +627,20 @@ change(
 
 
 def before_callbacks(
-  replace: Callable[[keras.Model, list, dict[str, Any]], list],
+  replace: Callable[[keras.Model, list, dict[str, Any] | None, bool], list],
 ) -> None:
-  """Makes `fit` call a function before callbacks get the model.
+  """Makes `fit`, `evaluate` and `predict` call a function before callbacks get the model.
 
   Args:
-    replace: returns the callbacks to use. It gets the model, the callbacks, and the
-      length and validation of `fit`, by the names of its arguments.
+    replace: returns the callbacks to use. It gets the model, the callbacks, the
+      length and validation of `fit`, by the names of its arguments (None for the
+      others), and whether `verbose` is 'auto'.
   """
 
-  fit = inspect.unwrap(trainer.TensorFlowTrainer.fit).__code__
+  callers = [
+    inspect.unwrap(getattr(trainer.TensorFlowTrainer, name)).__code__
+    for name in ('fit', 'evaluate', 'predict')
+  ]
 
   def set_first(set_model):
     @functools.wraps(set_model)
@@ -645,9 +648,11 @@ def before_callbacks(
       # All workers call `fit`, which creates a list. A list that the program
       # creates may exist on one worker only.
       made_by = sys._getframe(1).f_back
-      if made_by is not None and made_by.f_code is fit:
-        length = _length_of_fit(made_by.f_locals)
-        self.callbacks = replace(model, self.callbacks, length)
+      if made_by and made_by.f_code in callers:
+        known = made_by.f_locals
+        length = _length_of_fit(known) if 'epochs' in known else None
+        is_auto = known['verbose'] == 'auto'
+        self.callbacks = replace(model, self.callbacks, length, is_auto)
       return set_model(self, model)
 
     return set_replaced
@@ -656,14 +661,14 @@ def before_callbacks(
     keras.callbacks.CallbackList,
     'set_model(model)',
     set_first,
-    'files that callbacks write are written once',
+    'files that callbacks write are written once, and one worker shows progress',
   )
 
 
 _LENGTH = ('epochs', 'initial_epoch', 'validation_steps', 'validation_freq')
 _requirements.mention(
   trainer.TensorFlowTrainer.fit,
-  ['epoch_iterator', 'validation_data', *_LENGTH],
+  ['epoch_iterator', 'validation_data', 'verbose', *_LENGTH],
   'all workers train equally long',
 )
 

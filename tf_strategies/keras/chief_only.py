@@ -1,4 +1,4 @@
-"""`ChiefOnly`: a callback that writes files, on one of several workers."""
+"""`ChiefOnly`: a callback that writes files or prints, on one of several workers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class ChiefOnly(keras.callbacks.Callback):
   def _call(self, event, *args):
     if not self._tell_chief():
       return
-    if type(self.callback) in _WRITERS:
+    if type(self.callback) in (*_WRITERS, keras.callbacks.ProgbarLogger):
       # Keras's own change nothing, and a learning rate is read for each batch.
       getattr(self.callback, event)(*args)
       return
@@ -223,9 +223,10 @@ def path_of(callback: keras.callbacks.Callback) -> str | None:
   return None
 
 
-def _share_files(model, callbacks, length):
-  """Returns the callbacks of `fit`, of which the chief alone writes common files.
+def _share_output(model, callbacks, length, is_auto):
+  """Returns callbacks of which the chief alone shows progress and writes common files.
 
+  With another `verbose` than 'auto', all workers show their progress.
   Workers with other callbacks or other paths keep theirs: the program has said
   who writes what. So does BackupAndRestore of divided optimizer state, which every
   worker has to load. Elastic jobs have callbacks of their own.
@@ -236,7 +237,12 @@ def _share_files(model, callbacks, length):
   """
   extended = model.distribute_strategy.extended
   link = workers_lib.link_of(model.distribute_strategy)
-  if link is None or link.is_elastic or link.world_size == 1:
+  if link is None or link.capacity == 1:
+    return callbacks
+  if is_auto:
+    progress = keras.callbacks.ProgbarLogger
+    callbacks = [ChiefOnly(c) if type(c) is progress else c for c in callbacks]
+  if length is None or link.is_elastic:
     return callbacks
   same = {
     'the learning rate of the optimizer': _rate_of(model),
@@ -266,4 +272,4 @@ def _share_files(model, callbacks, length):
   ]
 
 
-_keras_internal.before_callbacks(_share_files)
+_keras_internal.before_callbacks(_share_output)
