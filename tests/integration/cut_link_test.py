@@ -15,7 +15,6 @@ from benchmarks import network_namespaces
 from benchmarks import processes as commands
 from tests import processes, tiers
 from tests.fault_tolerance import elastic_case, elastic_program
-from tests.integration import worker_on_host
 
 _PORT = 23450
 _SECONDS = 60.0
@@ -44,37 +43,6 @@ def _end(fault, hosts, job, victim):
 
 
 class CutLinkTest(elastic_case.ElasticCase):
-  @pytest.mark.soak
-  def test_cut_off_worker_is_named(self):
-    why = network_namespaces.missing()
-    if why:
-      self.skipTest(why)
-    directory = self.create_tempdir().full_path
-    paths = [os.path.join(directory, str(rank)) for rank in range(3)]
-    with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
-      workers = [f'{address}:{_PORT}' for address in hosts.addresses]
-      started = [
-        self.enter_context(self._start(hosts, rank, workers, path))
-        for rank, path in enumerate(paths)
-      ]
-      for command, path in zip(started, paths, strict=True):
-        command.wait_until(lambda p=path: len(_lines(p)) > 5)
-      hosts.cut_link(1)
-      cut = time.time()
-      for command in started:
-        command.wait()
-    ends = [_lines(path)[-1] for path in paths]
-    for end in ends:
-      self.assertTrue(end.get('is_typed'), end)
-      self.assertEqual(end['error'], 'WorkerUnavailableError')
-      # Silence is measured from the last heartbeat, and checked periodically.
-      deadline = worker_on_host.HEARTBEAT_TIMEOUT_SECONDS
-      self.assertBetween(end['time'] - cut, 0.5, deadline + 5)
-    for rank in (0, 2):
-      self.assertIn(workers[1], ends[rank]['message'])
-      self.assertEqual(ends[rank]['rank'], 1)
-    print('named after', [round(end['time'] - cut, 1) for end in ends], 's')
-
   @tiers.named_parameters(
     # Either the host that was cut off waits, or both sides continue and
     # reunite.
@@ -173,10 +141,6 @@ class CutLinkTest(elastic_case.ElasticCase):
     self.assertEqual(statuses, [0] * 3)
     outcomes = [elastic_program.outcome(directory, rank) for rank in range(3)]
     self.assert_results(outcomes, epochs, 1e-5, kind)
-
-  def _start(self, hosts, rank, workers, path):
-    words = [sys.executable, '-m', 'tests.integration.worker_on_host', path]
-    return self._command(hosts, rank, workers, [*words, str(_SECONDS)])
 
   def _command(self, hosts, rank, workers, words, attempt=0):
     return commands.Command(

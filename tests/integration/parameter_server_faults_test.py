@@ -32,110 +32,77 @@ _MODES = {
 _WORKER = 'worker', 1
 
 
-def _stopped_worker(mode, reads):
-  """Returns a row in which a worker stops and continues at random times."""
-  rng = random.Random(f'{_SEED} {mode} {reads}')
-  faults = (
-    ('at', rng.randrange(5, 60)),
-    ('stop', *_WORKER),
-    ('wait', 3 + 3 * rng.random()),
-    ('go on', *_WORKER),
-  )
-  options = {'mode': mode, 'worker_input': reads, 'keepalive_timeout': 2.0}
-  return f'goes_on_{mode}_reads_{reads}', options, faults
-
-
 _DIES = ('at', 130), ('restart', *_WORKER)
+# Also a part of the random faults.
 _WORKERS = (
-  ('dies_sync', {'mode': 'sync'}, _DIES),
-  ('dies_sync_reads', {'mode': 'sync', 'worker_input': True}, _DIES),
-  ('dies_async', {'mode': 'async'}, _DIES),
-  ('dies_async_reads', {'mode': 'async', 'worker_input': True}, _DIES),
-  (
+  tiers.soak('dies_sync_reads', {'mode': 'sync', 'worker_input': True}, _DIES),
+  tiers.smoke(
+    'dies_async_reads', {'mode': 'async', 'worker_input': True}, _DIES
+  ),
+  tiers.soak(
     'never_returns',
     {'mode': 'bounded', 'max_staleness': 0},
     (('at', 130), ('kill', *_WORKER)),
   ),
-  ('stops', {'keepalive_timeout': 3.0}, (('at', 20), ('stop', *_WORKER))),
-  *[
-    _stopped_worker(mode, reads)
-    for mode in ('async', 'sync', 'bounded')
-    for reads in (False, True)
-  ],
+  tiers.soak(
+    'stops', {'keepalive_timeout': 3.0}, (('at', 20), ('stop', *_WORKER))
+  ),
+  tiers.soak(
+    'goes_on_sync_reads',
+    {'mode': 'sync', 'worker_input': True, 'keepalive_timeout': 2.0},
+    (
+      ('at', 30),
+      ('stop', *_WORKER),
+      ('wait', 5.0),
+      ('go on', *_WORKER),
+    ),
+  ),
 )
 
 
-def _server_dies(server, mode='async', reads=False):
-  faults = (
-    ('at', 130),
-    ('kill', 'ps', server),
-    ('wait', 1.0),
-    ('start', 'ps', server),
-  )
-  name = f'dies_{mode}_{server}' + '_reads' * reads
-  options = {'mode': mode, 'worker_input': reads, 'saves': 60}
-  return name, options, faults, (1, 2 * 60)
+def _restarts(server):
+  return ('kill', 'ps', server), ('wait', 1.0), ('start', 'ps', server)
 
 
 _SERVERS = (
   # Options, faults, and the minimum and maximum number of lost steps.
-  tiers.smoke(*_server_dies(0)),
-  tiers.soak(*_server_dies(1, 'sync')),
-  *[tiers.soak(*_server_dies(i, 'sync', True)) for i in range(2)],
-  *[
-    tiers.soak(
-      f'in_a_group_of_steps_{i}',
-      {'at_once': 20, 'saves': 60},
-      (('at', 5), ('restart', 'ps', i)),
-      (0, 2 * 60),
-    )
-    for i in range(2)
-  ],
-  *[
-    tiers.soak(
-      f'in_the_first_evaluation_{i}',
-      {'validates': True, 'saves': 60},
-      (('at', 1, '.test'), ('restart', 'ps', i)),
-      (0, 2 * 60),
-    )
-    for i in range(2)
-  ],
+  tiers.smoke('dies', {}, (('at', 130), *_restarts(0)), (1, 2 * 60)),
+  tiers.soak(
+    'dies_sync_reads',
+    {'mode': 'sync', 'worker_input': True},
+    (('at', 130), *_restarts(1)),
+    (1, 2 * 60),
+  ),
+  tiers.soak(
+    'in_a_group_of_steps',
+    {'at_once': 20},
+    (('at', 5), *_restarts(1)),
+    (0, 2 * 60),
+  ),
+  tiers.soak(
+    'in_the_first_evaluation',
+    {'validates': True},
+    (('at', 1, '.test'), *_restarts(0)),
+    (0, 2 * 60),
+  ),
   # It continues from where it began.
   tiers.soak(
     'before_a_checkpoint_is_due',
     {'saves': 1000},
-    (('at', 10), ('restart', 'ps', 1)),
+    (('at', 10), *_restarts(1)),
     (7, 60),
   ),
   # It counts as dead, although it still has its variables.
   tiers.soak(
     'stops_and_goes_on',
-    {'saves': 60, 'keepalive_timeout': 2.0},
+    {'keepalive_timeout': 2.0},
     (('at', 130), ('stop', 'ps', 1), ('wait', 6.0), ('go on', 'ps', 1)),
     (0, 0),
   ),
 )
 
 
-def _stops_in_an_evaluation(server, saves, batch):
-  error = (
-    errors.RendezvousError if saves else errors.ParameterServerUnavailableError
-  )
-  return (
-    f'stops_in_an_evaluation_{server}_{saves}',
-    {
-      'validates': True,
-      'keepalive_timeout': 2.0,
-      'recovery_timeout': 5.0,
-      'saves': saves,
-    },
-    (('at', 100), ('at', batch, '.test'), ('stop', 'ps', server)),
-    error,
-    f'ps {server}',
-    f'ps {1 - server}',
-  )
-
-
+_IMPATIENT = {'keepalive_timeout': 2.0, 'recovery_timeout': 5.0}
 _ERRORS = (
   # Options, faults, the error, and the names that it must or must not contain.
   (
@@ -156,16 +123,20 @@ _ERRORS = (
   ),
   (
     'killed_worker_and_stopped_server',
-    {'keepalive_timeout': 2.0, 'recovery_timeout': 5.0},
+    _IMPATIENT,
     (('at', 20), ('kill', 'worker', 0), ('stop', 'ps', 0)),
     errors.ParameterServerUnavailableError,
     'ps 0',
     'ps 1',
   ),
-  _stops_in_an_evaluation(0, 60, 1),
-  _stops_in_an_evaluation(0, 0, 1),
-  _stops_in_an_evaluation(1, 60, 10),
-  _stops_in_an_evaluation(1, 0, 0),
+  (
+    'stops_in_an_evaluation',
+    {**_IMPATIENT, 'validates': True, 'saves': 60},
+    (('at', 100), ('at', 1, '.test'), ('stop', 'ps', 0)),
+    errors.RendezvousError,
+    'ps 0',
+    'ps 1',
+  ),
 )
 
 
@@ -177,8 +148,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     is_halved = options.get('worker_input') and options.get('mode') == 'sync'
     return _STEPS // 2 if is_halved else _STEPS
 
-  @parameterized.named_parameters(*_WORKERS)
-  @pytest.mark.soak
+  @tiers.named_parameters(*_WORKERS)
   def test_worker(self, options, faults):
     """Checks that each step ran once, and each row of the last epoch counted once."""
     run = self.run_struck(faults, self.arguments(**options))
@@ -199,7 +169,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @tiers.named_parameters(*_SERVERS)
   def test_server(self, options, faults, lost_from_to):
     """Checks the lost steps, which all servers have lost."""
-    run = self.run_struck(faults, self.arguments(**options))
+    run = self.run_struck(faults, self.arguments(**{'saves': 60, **options}))
     steps, lost = self.steps_of(options), programs.lost_steps(run)
     self.assertBetween(lost, *lost_from_to)
     self.assertEqual(run.batches, steps // options.get('at_once', 1))
@@ -215,7 +185,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     named = [t for t, text in run.logged if task in text]
     self.assertLess(named[0] - self.struck_at, 10)
 
-  @tiers.named_parameters(*tiers.few(_ERRORS, 'stops_in_an_evaluation_0_0'))
+  @tiers.named_parameters(
+    *tiers.few(_ERRORS, 'killed_worker_and_stopped_server')
+  )
   def test_error(self, options, faults, error, names, names_not):
     """Checks that a server that does not answer or return is named at a deadline."""
     with parameter_servers.Job(deadline=90) as job:
@@ -241,30 +213,28 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertLen(found, 1)
     self.assertStartsWith(found[0], f'{task} at ')
 
-  @parameterized.parameters(False, True)
+  @parameterized.parameters(
+    ('sync', False, _STEPS, 120),
+    ('sync', True, _STEPS // 2, 60),
+    ('async', True, _STEPS, 120),
+  )
   @pytest.mark.soak
-  def test_coordinator(self, reads):
-    """Checks that a resumed run ends with the same bits as an uninterrupted one."""
-    steps, at, saved = (_STEPS // 2, 85, 60) if reads else (_STEPS, 170, 120)
+  def test_coordinator(self, mode, reads, steps, saved):
+    """Checks that a resumed run ends as an uninterrupted one."""
     with parameter_servers.Job() as job:
-      arguments = self.arguments(reads, saves=60, mode='sync')
-      resumed = self._kill_and_resume(job, arguments, at)
+      arguments = self.arguments(reads, saves=60, mode=mode)
+      job.start_chief(programs.train, arguments)
+      self.strike(job, (('at', saved + 30), ('kill', 'chief', 0)))
+      job.start_chief(programs.train, arguments)
+      resumed = self.finish(job)
       # Callbacks do not see the batches that were trained before.
       self.assertEqual(resumed.report['steps'], steps - saved)
       self.assertEqual(resumed.batches, steps - saved)
-      whole = job.run(programs.train, self.arguments(reads, mode='sync'))
-    self.assertEqual(resumed.iterations, steps)
-    self.assertEqual(whole.iterations, steps)
-    self.assert_same_bits(resumed, whole)
-
-  @pytest.mark.soak
-  def test_coordinator_of_workers_that_read(self):
-    with parameter_servers.Job() as job:
-      run = self._kill_and_resume(job, self.arguments(True, saves=60))
-    self.assertEqual(run.report['steps'], _STEPS - 120)
-    self.assertEqual(run.batches, _STEPS - 120)
-    self.assertEqual(run.iterations, _STEPS)
-    self.assertEqual(run.rows_counted, programs.ROWS)
+      self.assertEqual(resumed.iterations, steps)
+      self.assertEqual(resumed.rows_counted, programs.ROWS)
+      if mode == 'sync':
+        whole = job.run(programs.train, self.arguments(reads, mode=mode))
+        self.assert_same_bits(resumed, whole)
 
   @pytest.mark.soak
   def test_coordinator_that_finds_another_number_of_workers(self):
@@ -283,12 +253,6 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     )
     self.assertIn('start 2 workers', str(outcome.error))
 
-  def _kill_and_resume(self, job, arguments, at=170):
-    job.start_chief(programs.train, arguments)
-    self.strike(job, (('at', at), ('kill', 'chief', 0)))
-    job.start_chief(programs.train, arguments)
-    return self.finish(job)
-
   @tiers.parameters(
     # Kind of data, and what the error names for other values and for more rows.
     ('stream', 'arrays', 'arrays'),
@@ -300,36 +264,19 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   )
   def test_coordinator_that_finds_other_data(self, kind, numbers, more):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      steps, _ = job.run(
-        programs.train_on, (kind, 1.0, 32, 2, self.checkpoints)
-      )
-      self.assertEqual(steps, 8)
-      for scale, rows, difference in ((2.0, 32, numbers), (1.0, 40, more)):
-        job.start_chief(
-          programs.train_on, (kind, scale, rows, 3, self.checkpoints)
-        )
-        outcome = job.wait()
-        self.assertIsInstance(
-          outcome.error, errors.CheckpointMismatchError, outcome.error_text
-        )
-        self.assertIn(f'data: {difference}', str(outcome.error))
-      # The same data in another process, and a run that has already finished.
-      steps, _ = job.run(
-        programs.train_on, (kind, 1.0, 32, 3, self.checkpoints)
-      )
-      self.assertEqual(steps, 4)
-      steps, logged = job.run(
-        programs.train_on, (kind, 1.0, 32, 3, self.checkpoints)
-      )
-      self.assertEqual(steps, 0)
-      self.assertIn('which has finished', ' '.join(logged))
+      found = job.run(programs.resume_on_other_data, (kind, self.checkpoints))
+      # The same data in another process.
+      steps = job.run(programs.train_on, (kind, 1.0, 32, 3, self.checkpoints))
+    self.assertEqual(steps, 4)
+    for message, difference in zip(found, (numbers, more), strict=True):
+      self.assertIn(f'data: {difference}', message)
 
   @pytest.mark.soak
   def test_coordinator_that_shuffles_otherwise(self):
     """Checks that data with a new random order in each process is not compared."""
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       for epochs in (1, 2):
-        steps, _ = job.run(
+        steps = job.run(
           programs.train_on, ('unseeded', 1.0, 32, epochs, self.checkpoints)
         )
         self.assertEqual(steps, 4)
@@ -342,8 +289,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       job.start_chief(programs.train, (self.progress, 1000, False, options))
       self.wait_for_batch(job, 20)
       cluster = {**job.cluster, 'chief': processes.addresses(1)}
-      epochs = parameter_server_case.EPOCHS
-      arguments = self.progress + '.new', epochs, False, options
+      arguments = self.progress + '.new', 1, False, options
       job.start_function(
         ('chief', 1),
         programs.train,
@@ -356,7 +302,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertRegex(
       str(older.error), 'were taken over by run .* .process [0-9]+ on .*Fix'
     )
-    self.assertEqual(newer.result().iterations, _STEPS)
+    self.assertEqual(newer.result().iterations, programs.STEPS_PER_EPOCH)
     self.assertLess(older.ended_at, newer.result().step_ended[0])
 
   def test_coordinator_whose_port_is_taken(self):
@@ -365,94 +311,42 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     address = job.cluster['chief'][0]
     self.assertRegex(message, f'chief 0 cannot serve at {address}.*Fix: end')
 
-  @parameterized.parameters('sync', 'async')
+  @parameterized.product(mode=('async', 'sync'), dies=(False, True))
   @pytest.mark.soak
-  def test_workers_that_stop_and_go_on_again_and_again(self, mode):
-    """Checks that each step counts once, whatever a worker was doing when given up."""
+  def test_workers_that_fail_again_and_again(self, mode, dies):
+    """Checks that all counters, on all servers, count each step once."""
     steps = int(os.environ.get('TFS_STEPS', '300'))
-    rng = random.Random(f'{os.environ.get("TFS_SEED", "20261123")} {mode}')
-    options = {'mode': mode, 'keepalive_timeout': 1.0}
-    stops = 0
+    rng = random.Random(f'{_SEED} {mode} {dies}')
+    options = (
+      {'mode': mode} if dies else {'mode': mode, 'keepalive_timeout': 1.0}
+    )
+    faults = 0
     with parameter_servers.Job(deadline=120 + steps) as job:
       job.start_chief(programs.count_steps, (self.progress, steps, options))
       self.wait_for_batch(job, 10)
       while self.batches() < steps - 10 and job.is_alive('chief', 0):
         worker = 'worker', rng.randrange(2)
-        job.signal(*worker, signal.SIGSTOP)
-        # Most are given up and return; some are not given up.
-        time.sleep(rng.uniform(0.5, 3.0))
-        job.signal(*worker, signal.SIGCONT)
-        stops += 1
-        # Losing three workers in one step would end the run.
-        time.sleep(rng.uniform(2.0, 3.0))
+        if dies:
+          job.restart(*worker)
+          goal = self.batches() + rng.randrange(8, 20)
+          self.wait_for_batch(job, min(goal, steps))
+          time.sleep(rng.uniform(0.0, 0.2))
+        else:
+          job.signal(*worker, signal.SIGSTOP)
+          # Most are given up and return; some are not given up.
+          time.sleep(rng.uniform(0.5, 3.0))
+          job.signal(*worker, signal.SIGCONT)
+          # Losing three workers in one step would end the run.
+          time.sleep(rng.uniform(2.0, 3.0))
+        faults += 1
       counted, logged = self.finish(job)
-    given_up = sum('given up' in text for _, text in logged)
-    message = f'{mode}: {steps} steps, {stops} stops, {given_up} given up'
+    lost = sum(('lost' if dies else 'given up') in text for _, text in logged)
+    message = f'{mode}: {steps} steps, {faults} faults, {lost} lost'
     print(f'{message}, {counted}')
-    self.assertGreater(given_up, stops / 3, message)
-    self.assert_all_counted(counted, steps, message)
-
-  def assert_all_counted(self, counted, steps, message):
-    """Checks that all counters, on all servers, have counted `steps`."""
+    self.assertGreater(lost, 1 if dies else faults / 3, message)
     self.assertLen(counted, 13, message)
     wrong = {name: count for name, count in counted.items() if count != steps}
     self.assertEqual(wrong, {}, message)
-
-  @tiers.parameters(tiers.soak('async', 60), tiers.soak('sync', 300))
-  def test_workers_that_die_in_the_middle_of_steps(self, mode, steps):
-    """Checks that a repeated step does not repeat its earlier writes."""
-    steps = int(os.environ.get('TFS_STEPS', steps))
-    rng = random.Random(f'{os.environ.get("TFS_SEED", "20261124")} {mode}')
-    kills = 0
-    with parameter_servers.Job(deadline=120 + steps) as job:
-      job.start_chief(
-        programs.count_steps, (self.progress, steps, {'mode': mode})
-      )
-      self.wait_for_batch(job, 5)
-      while self.batches() < steps - 5 and job.is_alive('chief', 0):
-        self.strike(job, [('restart', 'worker', rng.randrange(2))])
-        kills += 1
-        self.wait_for_batch(
-          job, min(self.batches() + rng.randrange(8, 20), steps)
-        )
-        time.sleep(rng.uniform(0.0, 0.2))
-      counted, logged = self.finish(job)
-    lost = sum('lost' in text for _, text in logged)
-    message = f'{mode}: {steps} steps, {kills} kills, {lost} lost'
-    print(f'{message}, {counted}')
-    self.assertGreaterEqual(lost, 2, message)
-    self.assert_all_counted(counted, steps, message)
-
-  @pytest.mark.soak
-  def test_step_that_was_given_up_is_not_finished(self):
-    """Checks that a step whose worker was given up changes nothing when it ends."""
-    with parameter_servers.Job() as job:
-      counts = job.run(programs.finish_after_giving_up)
-    self.assertEqual(counts, [[1, 1.0, 1.0, 1.0, 1.0]] * 2)
-
-  @pytest.mark.soak
-  def test_server_that_was_given_up_before_an_evaluation(self):
-    """Checks that the server is recovered, although Keras does not use it at first."""
-    losses, recoveries = self.run_struck(
-      (('at', 1), ('stop', 'ps', 1), ('wait', 10.0), ('go on', 'ps', 1)),
-      (self.progress, self.checkpoints),
-      programs.evaluate_after_giving_up,
-    )
-    self.assertAllClose(losses[0], losses[1])
-    self.assertLen(recoveries, 1)
-
-  @pytest.mark.soak
-  def test_missing_task(self):
-    with parameter_servers.Job(missing=[('worker', 1)]) as job:
-      began = time.monotonic()
-      job.start_chief(programs.train, self.arguments(start_timeout=5.0))
-      outcome = job.wait()
-    self.assertIsInstance(
-      outcome.error, errors.RendezvousError, outcome.error_text
-    )
-    self.assertIn('worker 1', str(outcome.error))
-    self.assertNotIn('worker 0', str(outcome.error))
-    self.assertLess(time.monotonic() - began, 90)
 
 
 class RandomFaultsTest(parameter_server_case.FaultsTestCase):

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import threading
 import time
 from typing import Any
 
@@ -17,8 +16,6 @@ from absl import logging as absl_logging
 
 import tf_strategies as tfs
 from tests.programs import runner
-from tf_strategies import _tf_internal
-from tf_strategies.strategies.parameter_server import batch_message
 
 ROWS = 3200
 BATCH = 32
@@ -132,11 +129,23 @@ def train(
   )
 
 
+def resume_on_other_data(kind: str, directory: str) -> list[str]:
+  """Trains, then resumes with other values and with more rows; returns the errors."""
+  train_on(kind, 1.0, 32, 2, directory)
+  found = []
+  for scale, rows in ((2.0, 32), (1.0, 40)):
+    try:
+      train_on(kind, scale, rows, 3, directory)
+    except tfs.errors.CheckpointMismatchError as e:
+      found.append(str(e))
+  return found
+
+
 def train_on(
   kind: str, scale: float, rows: int, epochs: int, directory: str
-) -> tuple[int, list[str]]:
-  """Trains on data of a kind. Returns the number of steps, and the log."""
-  logged = _record_log()
+) -> int:
+  """Trains on data of a kind. Returns the number of steps."""
+  keras.backend.clear_session()
   if kind != 'unseeded':
     keras.utils.set_random_seed(3)
   strategy = tfs.ParameterServerStrategy(checkpoint_dir=directory)
@@ -171,16 +180,19 @@ def train_on(
         lambda context: make(input_context=context)
       )
     )
-  model.fit(
-    data,
-    x[:, :1] if kind == 'arrays' else None,
-    batch_size=8 if kind == 'arrays' else None,
-    steps_per_epoch=rows // 8 if 'stream' in kind else None,
-    epochs=epochs,
-    verbose=0,
-    callbacks=[tfs.Run(directory, model)],
-  )
-  return strategy.report()['steps'], [text for _, text in logged]
+  try:
+    model.fit(
+      data,
+      x[:, :1] if kind == 'arrays' else None,
+      batch_size=8 if kind == 'arrays' else None,
+      steps_per_epoch=rows // 8 if 'stream' in kind else None,
+      epochs=epochs,
+      verbose=0,
+      callbacks=[tfs.Run(directory, model)],
+    )
+    return strategy.report()['steps']
+  finally:
+    strategy.close()
 
 
 def start_at_a_taken_port() -> str:
@@ -309,97 +321,6 @@ def use_after_failed_recovery(
   model.fit(x, y, epochs=1, **options)
   iterations = int(model.optimizer.iterations.numpy())
   return found, [loss, restored], iterations, 3
-
-
-def evaluate_after_giving_up(
-  progress_path: str, checkpoint_dir: str
-) -> tuple[list[float], list[dict[str, Any]]]:
-  """Creates Keras's data after a server was given up, but before it is missed.
-
-  Writes 1 before that, and waits until the server is given up.
-
-  Returns:
-    The losses before and after, and the recoveries.
-  """
-  logged = _record_log()
-  strategy, model, x, y = _regression(
-    checkpoint_dir=checkpoint_dir, keepalive_timeout=1.0
-  )
-  model.fit(x, y, batch_size=32, verbose=0)
-  strategy.save()
-  losses = [model.evaluate(x, y, batch_size=32, verbose=0)]
-  tell(progress_path, 1)
-  wait_until(lambda: any('given up' in text for _, text in logged))
-  losses.append(model.evaluate(x, y, batch_size=32, verbose=0))
-  return losses, strategy.report()['recoveries']
-
-
-def finish_after_giving_up() -> list[list[float]]:
-  """Gives up a worker in the middle of a step, which then continues.
-
-  Returns:
-    The values of a counter, arrays and weights on both servers, first when another
-    worker has done the step once, then when the abandoned step has also ended.
-  """
-
-  strategy = tfs.ParameterServerStrategy()
-  with tf.device('/job:ps/replica:0/task:0'):
-    # Not a variable of the strategy, of which the step would have a copy.
-    gate = _tf_internal.ResourceVariable([0.0])
-  with strategy.scope():
-    count = tf.Variable(0, trainable=False, dtype=tf.int64)
-    # One on each server, so large that it travels in its own message.
-    sums = [tf.Variable(tf.zeros([500_000]), trainable=False) for _ in '01']
-    weights = [tf.Variable(tf.zeros([500_000])) for _ in '01']
-    optimizer = keras.optimizers.SGD(1.0)
-    optimizer.build(weights)
-
-  def step(batch):
-    # The first step, whose batch is 1, waits for the gate.
-    with tf.control_dependencies([batch]):
-      opened = tf.while_loop(
-        lambda seen: seen < batch,
-        lambda seen: (
-          tf.raw_ops.ReadVariableOp(resource=gate.handle, dtype=tf.float32)[0],
-        ),
-        [tf.constant(0.0)],
-      )[0]
-    count.assign_add(1 + 0 * tf.cast(opened, tf.int64))
-    for each in sums:
-      each.assign_add(tf.fill([500_000], 1.0 + 0.0 * opened))
-    optimizer.apply(
-      [tf.fill([500_000], -1.0 + 0.0 * opened) for _ in weights], weights
-    )
-    return batch
-
-  train = strategy.step(step, [optimizer])
-  abandoned = batch_message.Batch(np.float32(1.0))
-  function = strategy.engine.function(train._step, abandoned.layout)
-  slots = strategy.engine.take_slots(function.layout)
-
-  def direct(variable):
-    with tf.device(variable.device):
-      return float(variable.read_directly().numpy().reshape(-1)[0])
-
-  def numbers():
-    return [direct(v) for v in (count, *sums, *weights)]
-
-  def run_late():
-    with _tf_internal.own_executor():
-      function(1, abandoned.message(), slots)
-
-  # The other worker does the next step.
-  strategy.engine.may_begin = lambda worker: worker == 0
-  late = threading.Thread(target=run_late)
-  late.start()
-  time.sleep(2.0)  # It waits for the gate.
-  train.call(np.float32(0.0))
-  wait_until(lambda: numbers() == [1.0] * 5)
-  found = [numbers()]
-  with tf.device(gate.device):
-    tf.raw_ops.AssignVariableOp(resource=gate.handle, value=tf.constant([1.0]))
-  late.join()
-  return [*found, numbers()]
 
 
 def pause(tensor, milliseconds: int = 50):
