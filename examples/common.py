@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -146,6 +147,7 @@ def _run(argv, main) -> int:
     raise app.UsageError(f'unexpected arguments: {" ".join(argv[1:])}')
   try:
     prepare_flags()
+    import_tensorflow()
     report = main()
   except tfs.errors.Error as e:
     # Meant for the user, who needs no traceback to understand it.
@@ -162,6 +164,19 @@ def _run(argv, main) -> int:
     file=sys.stderr,
   )
   return 2
+
+
+def import_tensorflow() -> None:
+  """Imports TensorFlow without the lines that no setting of its turns off."""
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
+  shown = os.dup(2)
+  try:
+    with open(os.devnull, 'w') as nowhere:
+      os.dup2(nowhere.fileno(), 2)
+    importlib.import_module('tensorflow')
+  finally:
+    os.dup2(shown, 2)
+    os.close(shown)
 
 
 def prepare_flags() -> None:

@@ -10,8 +10,6 @@ Example:
 import difflib
 import os
 
-from absl import logging
-
 from examples.datasets import digits, idx, manifest, npz, synthetic, tfrecord
 from examples.datasets import images as images_lib
 from tf_strategies import errors
@@ -54,25 +52,16 @@ def load(
       f'write dataset={close[0] if close else "digits"!r}',
     )
   if dataset == 'mnist':
-    data = _load_mnist(data_path)
-  elif data_path is not None:
+    return _load_mnist(data_path)
+  if data_path is not None:
     raise errors.UnsupportedOptionError(
       f'data_path={os.fspath(data_path)!r} with dataset={dataset!r}',
       "a data_path with dataset='mnist' only",
       "leave data_path out, or write dataset='mnist'",
     )
-  elif dataset == 'digits':
-    data = digits.load_digits()
-  else:
-    data = synthetic.make_synthetic()
-  logging.info(
-    'Loaded %s: %d training and %d test examples of %d classes.',
-    data.name,
-    len(data.train),
-    len(data.test),
-    data.num_classes,
-  )
-  return data
+  if dataset == 'digits':
+    return digits.load_digits()
+  return synthetic.make_synthetic()
 
 
 def load_keras_mnist() -> images_lib.ImageClassificationData:

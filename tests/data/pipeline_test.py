@@ -1,5 +1,7 @@
 """Epochs over arrays and files: elements, order, shares and placement."""
 
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -303,8 +305,10 @@ class PlacementTest(PipelineTestCase):
     model = tf.keras.Model(inputs, outputs)
     model.compile('sgd', tf.keras.losses.SparseCategoricalCrossentropy(True))
     arrays = datasets.Images(formula.images(20), np.arange(20) % 2)
-    history = model.fit(self.make(arrays), epochs=1, verbose=0)
+    with warnings.catch_warnings(record=True) as seen:
+      history = model.fit(self.make(arrays), epochs=1, verbose=0)
     self.assertEqual(history.params['steps'], 3)
+    self.assertNotIn('shuffle=True', str(list(map(str, seen))))
 
 
 if __name__ == '__main__':

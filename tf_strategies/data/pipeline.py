@@ -17,6 +17,7 @@ its dataset had before, and Keras makes one to look at the first batch.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -100,6 +101,10 @@ def make_dataset(
     training,
     {'prepare_fn': prepare_fn, 'augment_fn': augment_fn, 'map_fn': map_fn},
     input_context,
+  )
+  # The default of `fit`. The data are shuffled already, as `options` say.
+  warnings.filterwarnings(
+    'ignore', '`shuffle=True` was passed, but will be ignored'
   )
   position = _check_span(epochs, start, steps_per_epoch)
   context = input_context
