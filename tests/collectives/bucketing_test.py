@@ -39,12 +39,6 @@ class PlanBucketsTest(parameterized.TestCase):
         filled = sum(sizes[i] for i in one)
         self.assertGreater(filled + sizes[other[0]], bucket_bytes)
 
-  def test_last_layers_first(self):
-    self.assertEqual(
-      plan_buckets([10, 20, 30, 40], ['float32'] * 4, 70),
-      ((3, 2), (1, 0)),
-    )
-
   def test_dtypes_do_not_mix_nor_close_each_other(self):
     buckets = plan_buckets([4] * 5, ['f', 'h', 'f', 'h', 'f'], 8)
     self.assertEqual(

@@ -20,44 +20,17 @@ from tf_strategies.collectives.schedule import Schedule, Transfer
 # Sockets on a fast network: 50 us, 1 GB/s.
 ALPHA, BETA = 5e-5, 1e-9
 SOCKETS = Link(ALPHA, BETA)
-WORLDS = (2, 3, 4, 5, 8, 12, 16, 17)
-
-
-def log_up(n):
-  return (n - 1).bit_length()
 
 
 class FormulaTest(parameterized.TestCase):
-  def assert_result(self, name, world_size, num_bytes, expected):
-    topology = Topology(world_size, SOCKETS)
-    seconds = cost(ALGORITHMS[name](world_size), num_bytes, topology)
-    self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
-
-  @parameterized.parameters(*WORLDS)
-  def test_ring_and_direct(self, n):
+  @parameterized.product(name=('ring', 'direct'), n=(2, 5, 16))
+  def test_on_one_level(self, name, n):
     size = 1000 * n
     expected = 2 * (n - 1) * (ALPHA + size / n * BETA)
-    for name in ('ring', 'direct'):
-      self.assert_result(name, n, size, expected)
+    seconds = cost(ALGORITHMS[name](n), size, Topology(n, SOCKETS))
+    self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
 
-  @parameterized.parameters(*WORLDS)
-  def test_tree(self, n):
-    size = 1000
-    expected = 2 * log_up(n) * (ALPHA + size * BETA)
-    self.assert_result('tree', n, size, expected)
-
-  @parameterized.parameters(*WORLDS)
-  def test_halving_doubling(self, n):
-    power = 1 << (n.bit_length() - 1)
-    steps = power.bit_length() - 1
-    size = 1000 * power
-    once = size * (power - 1) / power
-    expected = 2 * (steps * ALPHA + once * BETA)
-    if n > power:  # The extra ranks fold in and out.
-      expected += 2 * (ALPHA + size * BETA)
-    self.assert_result('halving_doubling', n, size, expected)
-
-  @parameterized.parameters((4, 2), (12, 4), (12, 3), (16, 8))
+  @parameterized.parameters((4, 2), (12, 4))
   def test_hierarchical_on_two_levels(self, n, g):
     near, far, size = Link(1e-6, 1e-11), Link(1e-4, 1e-9), 1000 * n
     topology = Topology(n, near, far, g)
@@ -113,7 +86,7 @@ class ChooseTest(parameterized.TestCase):
       cost(chosen, num_bytes, topology), cheapest * (1 + 1e-8)
     )
 
-  @parameterized.parameters((6, 3), (12, 4), (12, 6), (15, 5))
+  @parameterized.parameters((6, 3), (12, 4))
   def test_hierarchical_wins_where_links_between_groups_are_slow(self, n, g):
     topology = Topology(n, Link(1e-6, 1e-11), Link(1e-5, 1e-8), g)
     chosen = choose(10**8, topology)

@@ -1,11 +1,8 @@
 """The examples in docstrings run, and each file is a known algorithm or codec."""
 
-import ast
 import importlib
 import inspect
-import pathlib
 import pkgutil
-import sys
 
 import ml_dtypes  # noqa: F401
 from absl.testing import absltest, parameterized
@@ -58,28 +55,6 @@ class DocumentationTest(parameterized.TestCase):
       )
     for name, codec in codecs.CODECS.items():
       self.assertEqual(codec.name, name)
-
-
-class ImportsTest(parameterized.TestCase):
-  @parameterized.named_parameters(*MODULES)
-  def test_only_numpy_checks_and_the_standard_library(self, module):
-    tree = ast.parse(pathlib.Path(module.__file__).read_text('utf-8'))
-    names = set()
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Import):
-        names |= {alias.name for alias in node.names}
-      elif isinstance(node, ast.ImportFrom):
-        self.assertEqual(node.level, 0, 'relative import')
-        names |= {f'{node.module}.{alias.name}' for alias in node.names}
-    for name in names:
-      top = name.split('.')[0]
-      if top == 'tf_strategies':
-        is_ground = name.split('.')[1] in ('errors', 'option_checks')
-        self.assertTrue(
-          is_ground or name.startswith(collectives.__name__), name
-        )
-      else:
-        self.assertTrue(top == 'numpy' or top in sys.stdlib_module_names, name)
 
 
 if __name__ == '__main__':

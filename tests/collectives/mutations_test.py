@@ -107,26 +107,6 @@ class SingleMutationTest(parameterized.TestCase):
       self.assertGreater(rejected[kind], 0)
     self.assertGreater(rejected.total(), accepted.total())
 
-  @parameterized.named_parameters(*ALL)
-  @hypothesis.settings(deadline=None)
-  @hypothesis.given(data=st.data())
-  def test_drawn_mutant_of_larger_worlds(self, name, data):
-    mutant = ALGORITHMS[name](data.draw(st.integers(2, 9), 'world_size'))
-    for _ in range(data.draw(st.integers(1, 3), 'mutations')):
-      if data.draw(st.booleans(), 'swap') or not mutant.transfers:
-        last = max(mutant.num_rounds - 1, 0)
-        one, other = (data.draw(st.integers(0, last)) for _ in range(2))
-        mutant = swapped_rounds(mutant, one, other)
-      else:
-        index = data.draw(st.integers(0, len(mutant.transfers) - 1), 'index')
-        kinds = collections.defaultdict(list)
-        for kind, changed in mutants_of_transfer(mutant, index):
-          kinds[kind].append(changed)
-        kind = data.draw(st.sampled_from(sorted(kinds)), 'kind')
-        mutant = data.draw(st.sampled_from(kinds[kind]), 'mutant')
-    hypothesis.event(f'rejected: {is_rejected(mutant)}')
-    self.assertTrue(is_rejected(mutant) or is_exact(mutant))
-
 
 class RandomScheduleTest(parameterized.TestCase):
   @hypothesis.settings(deadline=None)

@@ -1,7 +1,6 @@
-"""Every builder: exact sums, bytes on each link, rounds, literal tables."""
+"""Every builder: exact sums, bytes, rounds, literal tables."""
 
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests.collectives.simulator import simulate
@@ -78,16 +77,6 @@ class EveryBuilderTest(parameterized.TestCase):
         )
 
   @parameterized.named_parameters(*ALL)
-  def test_moves_the_planned_bytes(self, name):
-    for schedule in all_schedules(name):
-      for length in (0, 1, 31):
-        sizes = [8 * s for s in chunk_sizes(length, schedule.num_chunks)]
-        planned = schedule.bytes_per_link(sizes)
-        inputs = distinct_inputs(schedule.world_size, length)
-        self.assertEqual(simulate(schedule, inputs).bytes_per_link, planned)
-        self.assertEqual(sum(planned.values()), sum(schedule.bytes_in(sizes)))
-
-  @parameterized.named_parameters(*ALL)
   def test_world_of_one_moves_nothing(self, name):
     alone = ALGORITHMS[name](1).validate()
     self.assertEqual(alone.transfers, ())
@@ -117,123 +106,25 @@ class EveryBuilderTest(parameterized.TestCase):
         )
 
 
-class ComparisonTest(parameterized.TestCase):
-  """The comparison above fails for results that are nearly right."""
-
-  def setUp(self):
-    super().setUp()
-    self.inputs = distinct_inputs(4, 9)
-    self.outputs = simulate(ring_all_reduce(4), self.inputs).outputs
-    assert_exact_sum(self.outputs, self.inputs)
-
-  @pytest.mark.smoke
-  def test_identity(self):
-    with self.assertRaises(AssertionError):
-      assert_exact_sum(self.inputs, self.inputs)
-
-  def test_one_chunk_wrong_on_one_rank(self):
-    first = 0
-    for size in chunk_sizes(9, 4):
-      for rank in range(4):
-        outputs = [output.copy() for output in self.outputs]
-        outputs[rank][first : first + size] += 1
-        with self.assertRaises(AssertionError):
-          assert_exact_sum(outputs, self.inputs)
-      first += size
-
-  @pytest.mark.smoke
-  def test_one_contribution_twice_instead_of_another(self):
-    wrong = sum(self.inputs) - self.inputs[1] + self.inputs[2]
-    with self.assertRaises(AssertionError):
-      assert_exact_sum([wrong] * 4, self.inputs)
-
-
-class RoundsTest(parameterized.TestCase):
-  @parameterized.parameters(*range(1, MAX_WORLD_SIZE + 1))
-  def test_formulas(self, n):
-    log_up, log_down = (n - 1).bit_length(), n.bit_length() - 1
-    several = n > 1
-    power_of_two = n & (n - 1) == 0
-    expected = {
-      'ring': 2 * (n - 1),
-      'naive': 2 * several,
-      'direct': 2 * several,
-      'one_shot': 1 * several,
-      'tree': 2 * log_up,
-      'halving_doubling': 2 * log_down + (0 if power_of_two else 2),
-    }
-    for name, num_rounds in expected.items():
-      self.assertEqual(ALGORITHMS[name](n).num_rounds, num_rounds, name)
-    for g in divisors(n):
-      hierarchical = hierarchical_all_reduce(n, g)
-      self.assertEqual(hierarchical.num_rounds, 2 * (g - 1) + 2 * (n // g - 1))
-
-
-class LinkBytesTest(parameterized.TestCase):
-  """Bytes on each link as formulas, for lengths that divide and that do not."""
-
-  def assert_result(self, schedule, length, expected):
-    sizes = chunk_sizes(length, schedule.num_chunks)
-    expected = {link: b for link, b in expected.items() if link[0] != link[1]}
-    self.assertEqual(schedule.bytes_per_link(sizes), expected)
-
-  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
-  def test_ring(self, n):
-    for length in lengths(n):
-      c = chunk_sizes(length, n)
-      # A rank never sends the chunk that it is the one to complete while
-      # reducing, nor the one after that while gathering.
+class CostTest(parameterized.TestCase):
+  def test_rounds(self):
+    for n in range(1, MAX_WORLD_SIZE + 1):
+      log_up, log_down = (n - 1).bit_length(), n.bit_length() - 1
+      several = n > 1
+      power_of_two = n & (n - 1) == 0
       expected = {
-        (r, (r + 1) % n): 2 * length - c[(r + 1) % n] - c[(r + 2) % n]
-        for r in range(n)
+        'ring': 2 * (n - 1),
+        'naive': 2 * several,
+        'direct': 2 * several,
+        'one_shot': 1 * several,
+        'tree': 2 * log_up,
+        'halving_doubling': 2 * log_down + (0 if power_of_two else 2),
       }
-      self.assert_result(ring_all_reduce(n), length, expected)
-      if length % n == 0:
-        self.assertEqual(set(expected.values()), {2 * (n - 1) * length // n})
-
-  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
-  def test_halving_doubling(self, n):
-    bits = n.bit_length() - 1
-    power = 1 << bits
-    folded = n - power
-    ranks = [2 * i + 1 for i in range(folded)] + list(range(2 * folded, n))
-    for length in lengths(n):
-      c = chunk_sizes(length, power)
-      expected = {}
-      for i in range(folded):
-        expected |= {(2 * i, 2 * i + 1): length, (2 * i + 1, 2 * i): length}
-      for v in range(power):
-        for step in range(bits):
-          # In both directions of time, the range that v still sums up at this
-          # step crosses the link: its low bits, reversed, are the range's.
-          prefix = int(f'{v % (1 << step):0{step}b}'[::-1], 2) if step else 0
-          held = sum(c[i] for i in range(power) if i >> (bits - step) == prefix)
-          expected[ranks[v], ranks[v ^ (1 << step)]] = held
-          if length % power == 0:
-            self.assertEqual(held, length >> step)
-      self.assert_result(halving_doubling_all_reduce(n), length, expected)
-
-  @parameterized.parameters(*range(2, MAX_WORLD_SIZE + 1))
-  def test_hierarchical(self, n):
-    for g in divisors(n):
-      groups = n // g
-      for length in lengths(n):
-        c = chunk_sizes(length, n)
-        blocks = [c[b * groups : (b + 1) * groups] for b in range(g)]
-        expected = {}
-        for q in range(groups):
-          for p in range(g):
-            rank = q * g + p
-            block = blocks[(p + 1) % g]
-            # As in a ring of g blocks, and as in a ring of one block's chunks.
-            near = 2 * length - sum(block) - sum(blocks[(p + 2) % g])
-            far = (
-              2 * sum(block) - block[(q + 1) % groups] - block[(q + 2) % groups]
-            )
-            expected[rank, q * g + (p + 1) % g] = near
-            if groups > 1:
-              expected[rank, (rank + g) % n] = far
-        self.assert_result(hierarchical_all_reduce(n, g), length, expected)
+      for name, num_rounds in expected.items():
+        self.assertEqual(ALGORITHMS[name](n).num_rounds, num_rounds, (name, n))
+      for g in divisors(n):
+        found = hierarchical_all_reduce(n, g).num_rounds
+        self.assertEqual(found, 2 * (g - 1) + 2 * (n // g - 1), (n, g))
 
   @parameterized.parameters(2, 4, 8, 16)
   def test_bandwidth_bound_is_reached(self, n):
@@ -290,25 +181,10 @@ class TableTest(absltest.TestCase):
 
 
 class HierarchicalTest(parameterized.TestCase):
-  @parameterized.parameters(3, 16)
-  def test_bad_group_size(self, group_size):
-    with self.assertRaises(errors.ScheduleError) as caught:
-      hierarchical_all_reduce(8, group_size)
-    message = str(caught.exception)
-    self.assertIn(f'group_size ({group_size!r})', message)
-    self.assertIn('world_size (8)', message)
-    self.assertIn('[1, 2, 4, 8]', message)
-
-  @parameterized.parameters(*range(1, 101))
-  def test_default_is_the_divisor_nearest_the_root(self, n):
-    nearest = min(divisors(n), key=lambda d: abs(d - n**0.5))
-    self.assertEqual(default_group_size(n), nearest)
-
-  @parameterized.parameters(4, 7, 12)
-  def test_one_level_is_a_ring(self, n):
-    flat = ring_all_reduce(n).transfers
-    self.assertEqual(hierarchical_all_reduce(n, 1).transfers, flat)
-    self.assertEqual(hierarchical_all_reduce(n, n).transfers, flat)
+  def test_default_is_the_divisor_nearest_the_root(self):
+    for n in range(1, 101):
+      nearest = min(divisors(n), key=lambda d: abs(d - n**0.5))
+      self.assertEqual(default_group_size(n), nearest)
 
 
 class SpellingTest(parameterized.TestCase):
@@ -330,7 +206,10 @@ class SpellingTest(parameterized.TestCase):
       algorithms.check(name)
 
   def test_groups_that_do_not_divide(self):
-    with self.assertRaisesRegex(errors.ScheduleError, 'group_size .5.'):
+    with self.assertRaisesRegex(
+      errors.ScheduleError,
+      r'group_size \(5\).*world_size \(12\).*\[1, 2, 3, 4, 6, 12\]',
+    ):
       algorithms.build('hierarchical(5)', 12)
 
 

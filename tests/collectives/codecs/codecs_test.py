@@ -8,7 +8,6 @@ from absl.testing import absltest, parameterized
 
 from tests.collectives.simulator import encode, round_trip
 from tf_strategies import errors
-from tf_strategies.collectives import codec as codec_lib
 from tf_strategies.collectives import codecs
 
 BFLOAT16, FLOAT16 = codecs.get('bfloat16'), codecs.get('float16')
@@ -26,14 +25,9 @@ class BFloat16Test(parameterized.TestCase):
     ('one', 0x3F800000, 0x3F80),
     ('tie_to_even_down', 0x3F808000, 0x3F80),
     ('tie_to_even_up', 0x3F818000, 0x3F82),
-    ('minus_zero', 0x80000000, 0x8000),
     ('subnormal', 0x00018000, 0x0002),
     ('largest_rounds_to_inf', 0x7F7FFFFF, 0x7F80),
-    ('inf', 0x7F800000, 0x7F80),
-    ('minus_inf', 0xFF800000, 0xFF80),
-    ('nan', 0x7FC00000, 0x7FC0),
     ('nan_of_low_bits_only', 0x7F800001, 0x7FC0),
-    ('nan_of_all_bits', 0x7FFFFFFF, 0x7FC0),
     ('negative_nan_of_all_bits', 0xFFFFFFFF, 0xFFC0),
   )
   def test_bits(self, bits, expected):
@@ -42,39 +36,33 @@ class BFloat16Test(parameterized.TestCase):
 
 
 class EveryCodecTest(parameterized.TestCase):
-  @parameterized.product(
-    codec=CODECS, dtype=('float32', 'float64'), length=(0, 1, 3, 1000)
-  )
-  def test_ones_arrive_and_the_array_stays(self, codec, dtype, length):
-    array = np.ones(length, dtype)
-    decoded = round_trip(codec, array)
-    np.testing.assert_allclose(decoded, np.ones(length, dtype), rtol=0.01)
-    np.testing.assert_array_equal(array, np.ones(length, dtype))
+  @parameterized.product(codec=CODECS, dtype=('float32', 'float64'))
+  def test_ones_arrive_and_the_array_stays(self, codec, dtype):
+    for length in (0, 1, 3, 1000):
+      array = np.ones(length, dtype)
+      decoded = round_trip(codec, array)
+      np.testing.assert_allclose(decoded, np.ones(length, dtype), rtol=0.01)
+      np.testing.assert_array_equal(array, np.ones(length, dtype))
 
-  @parameterized.product(codec=CODECS, odd=(np.inf, -np.inf, np.nan))
-  def test_what_is_not_finite_does_not_become_finite(self, codec, odd):
-    values = np.ones(1000, np.float32)
-    values[300] = odd
-    with warnings.catch_warnings():
-      warnings.simplefilter('error')
-      decoded = round_trip(codec, values)
-    self.assertFalse(np.isfinite(decoded[300]))
-    self.assertTrue(np.isnan(decoded[300]) or not np.isnan(odd))
+  @parameterized.parameters(*CODECS)
+  def test_what_is_not_finite_does_not_become_finite(self, codec):
+    for odd in (np.inf, -np.inf, np.nan):
+      values = np.ones(1000, np.float32)
+      values[300] = odd
+      with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        decoded = round_trip(codec, values)
+      self.assertFalse(np.isfinite(decoded[300]))
+      self.assertTrue(np.isnan(decoded[300]) or not np.isnan(odd))
 
   @parameterized.parameters(*CASTS)
-  def test_special_values(self, codec):
+  def test_casts_keep_special_values_and_their_own_results(self, codec):
     special = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0])
-    with warnings.catch_warnings():
-      warnings.simplefilter('error')
-      decoded = round_trip(codec, special)
-    np.testing.assert_array_equal(decoded, special)
-    np.testing.assert_array_equal(np.signbit(decoded), np.signbit(special))
-
-  @parameterized.parameters(*CASTS)
-  def test_is_idempotent(self, codec):
-    values = np.random.default_rng(1).normal(size=1000).astype(np.float32)
-    once = round_trip(codec, values)
-    np.testing.assert_array_equal(round_trip(codec, once), once)
+    normal = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    for values in (special, round_trip(codec, normal)):
+      decoded = round_trip(codec, values)
+      np.testing.assert_array_equal(decoded, values)
+      np.testing.assert_array_equal(np.signbit(decoded), np.signbit(values))
 
   @parameterized.parameters((FLOAT16, 2.0**-11), (BFLOAT16, 2.0**-8))
   def test_lossy_but_within_the_unit_of_rounding(self, codec, unit):
@@ -95,27 +83,14 @@ class EveryCodecTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('bfloat16', 'float32', 'bfloat16'),
-    ('bfloat16', 'float64', 'bfloat16'),
     ('bfloat16', 'float16', 'float16'),
     ('none', 'float16', 'float16'),
-    ('none', 'float32', 'none'),
     ('float16', 'int32', 'none'),
-    ('float16', 'complex64', 'none'),
   )
   def test_what_an_array_travels_as(self, asked, dtype, used):
     self.assertEqual(codecs.for_array(asked, np.dtype(dtype)).name, used)
 
-  @parameterized.parameters('float16', 'float32', 'float64')
-  def test_sums_are_made_in_float32_at_least(self, dtype):
-    expected = 'float64' if dtype == 'float64' else 'float32'
-    self.assertEqual(codec_lib.sum_dtype(dtype), expected)
-
-  @parameterized.parameters(*codecs.CODECS)
-  def test_by_name(self, name):
-    self.assertEqual(codecs.get(name).name, name)
-    self.assertLessEqual(codecs.get(name).payload_bytes(1 << 16), 4 << 16)
-
-  @parameterized.parameters('fp16', '', None, 16, (['none'],))
+  @parameterized.parameters('fp16', None, (['none'],))
   def test_unknown_name(self, name):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, "'bfloat16', 'float16'.*'none'"

