@@ -31,16 +31,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     np.testing.assert_array_equal(tensor.numpy(), expected, strict=True)
     self.assertEndsWith(tensor.device, name)
 
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'),
-    name=(virtual_devices.name(0), virtual_devices.name(6)),
-  )
-  def test_device(self, op, name):
-    op = replicas.OPS[op]()
-    self.assert_one(op.reduce(SUM, value_of_ranks(), name), SUM_OF_RANKS, name)
-    self.assertEqual(op.report()['calls']['reduce'], 1)
-    self.assertEqual(op.calls, 0)
-
   @parameterized.named_parameters(
     ('fewer', (virtual_devices.name(2), virtual_devices.name(3))),
     (
@@ -110,13 +100,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
         op.batch_reduce(reduce_op, pairs)[0],
       ):
         self.assert_one(result, RANKS[2], name)
-
-  def test_numpy_components(self):
-    value = _tf_internal.PerReplica(RANKS)
-    result = cross_device.RingAllReduce().reduce(
-      SUM, value, virtual_devices.name(4)
-    )
-    self.assert_one(result, SUM_OF_RANKS, virtual_devices.name(4))
 
   def test_variable_components(self):
     variable = mirrored_variable(NAMES, RANKS[0])

@@ -83,41 +83,6 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual([d.rpartition('device:')[2] for d in placed], list(NAMES))
     self.assertNotIn('', op.report()['all_reduce_bytes_in'])
 
-  @tiers.product(
-    op=tiers.few(replicas.OPS, 'auto', 'ring'),
-    reduce_op=(tiers.soak(SUM), MEAN),
-  )
-  def test_gradient_of_a_loss_of_the_reduced(self, op, reduce_op):
-    op = replicas.OPS[op]()
-    strategy = self.strategy_of(op)
-    value = self.per_replica(strategy)
-    # Replica r scales its input by r + 1, and its loss by 10 ** r.
-    scale = self.per_replica(strategy, [np.float32(r + 1) for r in range(4)])
-    weight = self.per_replica(strategy, [np.float32(10**r) for r in range(4)])
-
-    def replica_step(x, scale, weight):
-      context = tf.distribute.get_replica_context()
-      with tf.GradientTape() as tape:
-        tape.watch(x)
-        reduced = context.all_reduce(reduce_op, scale * x)
-        loss = tf.reduce_sum(weight * reduced)
-      return loss, tape.gradient(loss, x)
-
-    @tf.function
-    def step():
-      return strategy.run(replica_step, args=(value, scale, weight))
-
-    losses, gradients = step()
-    divide_by = 4 if reduce_op == MEAN else 1
-    total = sum((r + 1) * rank for r, rank in enumerate(RANKS)) / divide_by
-    for r in range(4):
-      self.assertAllClose(losses.values[r], 10**r * total.sum(), rtol=1e-5)
-      self.assertAllClose(
-        gradients.values[r], np.full([103], (r + 1) * 1111 / divide_by)
-      )
-    # The gradient of an all-reduce is an all-reduce.
-    self.assertEqual(op.calls, 2)
-
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_reduce_and_gather(self, make_op):
     op = make_op()
@@ -133,46 +98,6 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
     gathered = strategy.gather(self.per_replica(strategy, uneven), axis=0)
     self.assertAllEqual(gathered, np.concatenate(uneven))
     self.assertEqual(op.report()['calls']['gather'], 1)
-
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_training_equals_one_device(self, make_op):
-    op = make_op()
-    strategy = self.strategy_of(op)
-    random = np.random.default_rng(0)
-    features = random.normal(size=[16, 5]).astype(np.float32)
-    labels = random.normal(size=[16, 3]).astype(np.float32)
-    with strategy.scope():
-      kernel = tf.Variable(tf.zeros([5, 3]))
-      bias = tf.Variable(tf.zeros([3]))
-
-    def replica_step(x, y):
-      with tf.GradientTape() as tape:
-        error = tf.matmul(x, kernel) + bias - y
-        loss = tf.reduce_mean(tf.square(error))
-      gradients = tape.gradient(loss, [kernel, bias])
-      context = tf.distribute.get_replica_context()
-      gradients = context.all_reduce(MEAN, gradients)
-      for variable, gradient in zip([kernel, bias], gradients, strict=True):
-        variable.assign_sub(0.1 * gradient)
-      return loss
-
-    @tf.function
-    def step(x, y):
-      return strategy.run(replica_step, args=(x, y))
-
-    x = self.per_replica(strategy, np.split(features, 4))
-    y = self.per_replica(strategy, np.split(labels, 4))
-    for _ in range(3):
-      step(x, y)
-    expected = [np.zeros([5, 3]), np.zeros([3])]
-    for _ in range(3):
-      error = features @ expected[0] + expected[1] - labels
-      expected[0] = expected[0] - 0.1 * features.T @ error * 2 / error.size
-      expected[1] = expected[1] - 0.1 * error.sum(0) * 2 / error.size
-    for variable, value in zip([kernel, bias], expected, strict=True):
-      for component in variable.values:
-        self.assertAllClose(component, value, rtol=0, atol=1e-6)
-    self.assertEqual(op.calls, 3)
 
 
 if __name__ == '__main__':

@@ -66,32 +66,9 @@ class CallStatisticsTest(tf.test.TestCase):
     self.assertEmpty(created)
     self.assertEqual(counted.calls, 2)
 
-  def test_a_session_counts_nothing(self):
-    op = cross_device.RingAllReduce()
-    names = replicas.devices(2)
-    arrays = replicas.inputs('float32', (4,), 2)
-
-    def reduce():
-      value = replicas.on_devices(arrays, names)
-      return op.reduce(SUM, value, value).values
-
-    def in_a_session():
-      with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        for component in session.run(reduce()):
-          self.assertAllEqual(component, replicas.exact(arrays))
-
-    # One op in two graphs, or in a graph and eagerly, in either order.
-    in_a_session()
-    in_a_session()
-    self.assertEqual(op.calls, 0)
-    reduce()
-    in_a_session()
-    reduce()
-    self.assertEqual(op.calls, 2)
-
 
 class PlanTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(2, 4, 8)
+  @parameterized.parameters(2, 4)
   def test_ring_moves_the_least_that_it_can(self, world_size):
     op = cross_device.RingAllReduce()
     value = value_of((world_size * 3200,), world_size)
@@ -104,9 +81,9 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
       [3 * least] * world_size,
     )
 
-  @parameterized.product(op=list(replicas.OPS), world_size=(2, 3, 4, 8))
-  def test_equal_tensors_are_moved_as_the_schedule_says(self, op, world_size):
-    op = replicas.OPS[op]()
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_equal_tensors_are_moved_as_the_schedule_says(self, make_op):
+    op, world_size = make_op(), 3
     names = replicas.devices(world_size)
     schedule = op.schedule(names, 1)
     values = [value_of((40,), world_size)] * schedule.num_chunks
@@ -115,14 +92,6 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(op.last_bytes_in, expected)
     received = op.report()['all_reduce_bytes_in']
     self.assertEqual(tuple(received.values()), expected)
-
-  def test_a_large_tensor_is_cut_to_balance_small_ones(self):
-    op = cross_device.RingAllReduce()
-    values = [value_of((8192,)), value_of((320,)), value_of((64,), 4, 'int64')]
-    op.batch_reduce(SUM, [(v, v) for v in values])
-    total = 4 * 8192 + 4 * 320 + 8 * 64
-    # Pieces end at multiples of 16 elements.
-    self.assertLess(max(op.last_bytes_in), 1.5 * total + 6 * 64)
 
   def test_reduce_counts_what_comes_from_others(self):
     op = cross_device.RingAllReduce()
