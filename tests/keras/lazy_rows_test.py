@@ -103,19 +103,9 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
 
     devices = [virtual_devices.name(i) for i in range(3)]
     want = fit(tf.distribute.get_strategy())
-    for name in ('ring_mirrored', 'central_storage'):
-      with self.subTest(name):
-        strategy = tfs.create_strategy(name, devices=devices)
-        for a, b in zip(want, fit(strategy), strict=True):
-          self.assertAllClose(a, b, 1e-6, 1e-6)
-
-  def test_configuration(self):
-    optimizer = tfs.keras.LazyRows(optimizers.Adam(0.25), name='lazy')
-    again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
-    self.assertIsInstance(again, tfs.keras.LazyRows)
-    self.assertEqual(again.get_config(), optimizer.get_config())
-    self.assertTrue(row_updates.is_lazy(again.inner_optimizer))
-    self.assertFalse(row_updates.is_lazy(optimizers.Adam()))
+    found = fit(tfs.create_strategy('ring_mirrored', devices=devices))
+    for a, b in zip(want, found, strict=True):
+      self.assertAllClose(a, b, 1e-6, 1e-6)
 
   @parameterized.named_parameters(
     (
@@ -142,15 +132,6 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class RowUpdatesTest(tf.test.TestCase, parameterized.TestCase):
-  def test_equal_rows_are_added_up(self):
-    gradient = _gradient(0)
-    found = row_updates.summed(gradient)
-    self.assertAllEqual(found.indices, [1, 4, 7])
-    self.assertAllClose(
-      tf.convert_to_tensor(gradient), tf.convert_to_tensor(found)
-    )
-    self.assertIs(row_updates.summed(gradient.values), gradient.values)
-
   @parameterized.named_parameters(
     ('sgd', lambda: optimizers.SGD(0.1, 0.9), True),
     ('clipped', lambda: optimizers.SGD(clipnorm=1.0), False),

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
 from benchmarks import processes
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.architecture import documents, project
 
 virtual_devices.configure()
@@ -31,9 +31,9 @@ def _error_of_page() -> documents.Block:
 
 
 class SavedModelsTest(parameterized.TestCase):
-  @parameterized.parameters(
+  @tiers.parameters(
     ('DynamicEmbedding', 'SGD'),
-    ('LazyRows', 'LazyRows'),
+    tiers.soak('LazyRows', 'LazyRows'),
   )
   def test_import_that_the_page_names_is_what_is_missing(self, missing, loaded):
     layer, optimizer = keras.layers.Embedding(10, 2), keras.optimizers.SGD()

@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from benchmarks import processes
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tf_strategies import errors
 
 virtual_devices.configure()
@@ -29,14 +29,14 @@ strategy = getattr(tfs, name)(['CPU:0'])
 model = make()
 if program != 'model_outside':
   model.compile('sgd', 'mse')
-if program in ('all_outside', 'baseline_first'):
+if program in ('all_outside', 'baselines'):
   train(model)
 if program != 'all_outside':
   with strategy.scope():
     own = model if program == 'model_outside' else make()
     own.compile('sgd', 'mse')
   train(own)
-if program == 'baseline_last':
+if program == 'baselines':
   train(model)
 """
 
@@ -171,49 +171,31 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
     super().setUp()
     keras.backend.clear_session()
 
-  @parameterized.parameters(
-    *((name, *row) for name in _STRATEGIES for row in _MISTAKES)
-  )
-  def test_mistake(self, name, program, message):
+  @parameterized.parameters(*_MISTAKES)
+  def test_mistake(self, program, message):
     with self.assertRaisesRegex(errors.ScopeError, f'{message}(.|\n)*Fix: '):
-      program(_create(name))
+      program(_create('ring_mirrored'))
 
   @parameterized.parameters(*_STRATEGIES)
-  def test_unbuilt_model_made_outside_is_right(self, name):
-    found = []
-    for strategy in (None, _create(name)):
-      keras.utils.set_random_seed(1)
-      model = keras.Sequential([keras.layers.Dense(1)])
-      if strategy is None:
-        model.compile('sgd', 'mse')
-        _fit(model)
-      else:
-        with strategy.scope():
-          model.compile('sgd', 'mse')
-          _fit(model)
-      found.append(model.get_weights())
-    self.assertAllClose(*found, 1e-6, 1e-6)
-
-  @parameterized.parameters(*_STRATEGIES)
-  def test_layer_that_was_adapted_outside_is_right(self, name):
+  def test_unbuilt_model_with_an_adapted_layer_made_outside_is_right(
+    self, name
+  ):
     x, _ = _data()
     normal = keras.layers.Normalization()
     normal.adapt(x)
     found = []
     for strategy in (tf.distribute.get_strategy(), _create(name)):
       keras.utils.set_random_seed(1)
+      model = keras.Sequential([normal, keras.layers.Dense(1)])
       with strategy.scope():
-        model = keras.Sequential(
-          [keras.Input([4]), normal, keras.layers.Dense(1)]
-        )
         model.compile('sgd', 'mse')
-      found.append([*_fit(model)['loss'], *model.get_weights()[-2:]])
+        losses = _fit(model)['loss']
+      found.append([*losses, *model.get_weights()[-2:]])
     for want, got in zip(*found, strict=True):
       self.assertAllClose(want, got, 1e-6, 1e-6)
 
-  @parameterized.parameters(*_STRATEGIES)
-  def test_same_scope_twice_and_prediction_of_an_outer_model(self, name):
-    strategy = _create(name)
+  def test_same_scope_twice_and_prediction_of_an_outer_model(self):
+    strategy = _create('ring_mirrored')
     with strategy.scope(), strategy.scope():
       model = _model()
       model.compile('sgd', 'mse')
@@ -224,9 +206,9 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
       predicted = outer.predict(x, verbose=0)
     self.assertAllClose(predicted, outer(x), 1e-6, 1e-6)
 
-  @parameterized.product(
-    name=('RingMirroredStrategy', 'CentralStorageStrategy'),
-    program=('model_outside', 'all_outside', 'baseline_first', 'baseline_last'),
+  @tiers.product(
+    name=('RingMirroredStrategy', tiers.soak('CentralStorageStrategy')),
+    program=('model_outside', 'all_outside', 'baselines'),
   )
   def test_program_that_makes_a_strategy_by_its_class(self, name, program):
     done = processes.run_python('-c', _PROGRAM, name, program)

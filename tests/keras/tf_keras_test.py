@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers, virtual_devices
+from tests import parameter_servers, tiers, virtual_devices
 
 tf_keras = pytest.importorskip('tf_keras')
 virtual_devices.configure()
@@ -92,15 +92,12 @@ def _train(strategy):
 
 
 class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(
-    name=['ring', *('one_replica', 'central', 'multi_worker')],
-    options=[
-      {},
-      {'jit_compile': True},
-      {'run_eagerly': True},
-      # AutoGraph replaces a ValueError raised in this loop.
-      {'steps_per_execution': 2},
-    ],
+  @parameterized.parameters(
+    *[(name, {}) for name in _STRATEGIES],
+    ('ring', {'jit_compile': True}),
+    ('ring', {'run_eagerly': True}),
+    # AutoGraph replaces a ValueError raised in this loop.
+    ('ring', {'steps_per_execution': 2}),
   )
   def test_fit_and_the_like_are_refused(self, name, options):
     with _STRATEGIES[name]().scope():
@@ -111,7 +108,7 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
       ):
         call()
 
-  @parameterized.parameters('async', 'sync')
+  @tiers.parameters('async', tiers.soak('sync'))
   def test_parameter_servers_refuse(self, mode):
     with parameter_servers.Job(num_workers=2, num_ps=1) as job:
       for error in job.run(_refusals_of_servers, (mode,)):
