@@ -100,7 +100,8 @@ class ElasticTest(elastic_case.ElasticCase):
   def test_files_of_callbacks_go_on_without_the_chief(self, steps, comes_back):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     program = elastic_program.train_with_files
-    with workers(options, _SECONDS_A_STEP, program=program) as job:
+    seconds = _SECONDS_A_STEP if comes_back else 0.02
+    with workers(options, seconds, program=program) as job:
       job.kill(0, steps)
       if comes_back:
         job.restart(0)
@@ -131,19 +132,6 @@ class ElasticTest(elastic_case.ElasticCase):
     self.assertAllClose(want, model.get_weights(), 0, 2e-6)
     # One file of each chief.
     self.assertLen(os.listdir(os.path.join(path, 'train')), chiefs)
-
-  @pytest.mark.soak
-  def test_restarted_worker_is_let_in(self):
-    victim = 1
-    options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
-    with workers(options, _SECONDS_A_STEP) as job:
-      killed = job.kill(victim, 5, restarts=True)
-      outcomes = job.processes.wait()
-    self.assert_results(outcomes)
-    self.assert_events(outcomes)
-    survivors = [o for o in outcomes if o.rank != victim]
-    self.assert_death_is_heard(survivors, killed)
-    self.assertEqual(outcomes[victim].value['generations'][-1].world_size, 3)
 
   def test_newcomer_hears_of_no_work_that_is_done(self):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
@@ -237,7 +225,6 @@ class OptionsTest(tf.test.TestCase, parameterized.TestCase):
     ({'join': 'now'}, 'join'),
     ({'max_failures': -1}, 'max_failures'),
     ({'directory': 3}, 'directory=3.*a path'),
-    ({'directory': ''}, "directory=''"),
     ({'directory': 'gs://job'}, "'gs://job'.*file system of this machine"),
     ({'max_worker': 3}, "'max_worker' of ElasticOptions.*'max_workers'"),
   )
@@ -245,16 +232,13 @@ class OptionsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.ElasticOptions(**options)
 
-  def test_mpi_cannot_form_again(self):
-    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'tcp'):
-      tfs.elastic.run(lambda job: None, ring=tfs.RingOptions(link='mpi'))
-
-  @parameterized.parameters(None, 0, True)
-  def test_state_cannot_be_divided(self, value):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, f'shard_optimizer_state={value}'
-    ):
-      tfs.elastic.run(lambda job: None, shard_optimizer_state=value)
+  @parameterized.parameters(
+    ({'ring': tfs.RingOptions(link='mpi')}, 'tcp'),
+    ({'shard_optimizer_state': True}, 'shard_optimizer_state=True'),
+  )
+  def test_what_cannot_form_again_is_refused(self, options, message):
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      tfs.elastic.run(lambda job: None, **options)
 
 
 if __name__ == '__main__':

@@ -97,7 +97,8 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
 class EvaluationsTest(_EvaluatorTest):
   @tiers.parameters(tiers.smoke(False), (True,))
   def test_every_checkpoint_in_order(self, is_run):
-    training = Training(self.directory, is_run)
+    strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']) if is_run else None
+    training = Training(self.directory, is_run, strategy)
     for epochs in (1, 2, 1):
       training.step(epochs)
     training.finish()
@@ -107,19 +108,11 @@ class EvaluationsTest(_EvaluatorTest):
     self.assertLen({e.results['loss'] for e in evaluations}, 3)
     self.assertEqual(set(evaluations[0].results), {'loss', 'mae'})
 
-  def test_parts_of_replicas(self):
-    strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
-    training = Training(self.directory, True, strategy)
-    training.step()
-    training.finish()
-    self.assert_evaluations(self.evaluator().run(), training)
-
-  @parameterized.parameters(False, True)
-  def test_accumulated_gradients(self, is_run):
+  def test_accumulated_gradients(self):
     def accumulating():
       return keras.optimizers.SGD(gradient_accumulation_steps=2)
 
-    training = Training(self.directory, is_run, optimizer=accumulating())
+    training = Training(self.directory, True, optimizer=accumulating())
     training.step()
     training.finish()
     model = _model(seed=2, optimizer=accumulating())
@@ -162,14 +155,12 @@ class EvaluationsTest(_EvaluatorTest):
 
   @parameterized.parameters(
     (False, 'data-00000-of-00001', lambda raw: b''),
-    (False, 'index', lambda raw: raw[:30]),
     (False, 'index', None),
     (True, 'arrays.bin', lambda raw: raw[:99] + bytes([~raw[99] & 255])),
-    (True, 'arrays.bin', None),
   )
   def test_damaged_or_deleted_checkpoint_is_skipped(self, is_run, name, damage):
     training = Training(self.directory, is_run)
-    paths = [training.step() for _ in range(3)]
+    paths = [training.step() for _ in range(2)]
     file = pathlib.Path(f'{paths[0]}{"/" if is_run else "."}{name}')
     if damage is None:
       file.unlink()
@@ -222,7 +213,7 @@ class MismatchTest(_EvaluatorTest):
     tf.train.Checkpoint(model=model).save(f'{self.directory}/ckpt')
     self.assert_refused('ckpt-1.*iteration')
 
-  @parameterized.product(is_run=(False, True), is_built=(False, True))
+  @parameterized.parameters((False, True), (True, False))
   def test_other_variables_of_the_optimizer_do_not_matter(
     self, is_run, is_built
   ):

@@ -6,7 +6,6 @@ import random
 import time
 
 import keras
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -75,21 +74,6 @@ class ReproducibleElasticTest(tf.test.TestCase, parameterized.TestCase):
     sizes = [[g.world_size for g in o.value[1]] for o in outcomes]
     print(f'sizes of groups: {sizes}')
     return sizes
-
-  @pytest.mark.soak
-  def test_kills_and_returns(self):
-    epochs = 80
-    want = _want(epochs)
-    with _Workers(epochs, 280, 0.5) as workers:
-      # The chief, which comes back, and one that does not.
-      workers.kill(0, 3, restarts=True)
-      self.assertTrue(workers.wait_until(0, 2))
-      workers.kill(1, 4)
-      workers.hurry()
-      outcomes = workers.processes.wait([0, 2])
-    sizes = self.assert_digests(outcomes, want)
-    self.assertGreater(len(sizes[0]), 1)
-    self.assertEqual(sizes[1][-1], 2)
 
   @tiers.named_parameters(
     *tiers.every(tiers.soak, [(f'part_{i}', i) for i in range(20 // _KILLS)])

@@ -1,6 +1,7 @@
 """The launcher of an elastic job ends no task because another one failed."""
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -78,94 +79,62 @@ class OneHostTest(_JobTest):
       ],
     )
 
-  def test_the_others_go_on_without_a_worker_that_always_fails(self):
+  def test_tasks_that_fail_before_the_job_says_so_are_lost(self):
     code = f"""
-if name == 'worker_0':
-  wait_for('elastic', 'worker_1')
-  sys.exit(3)
-{_UNTIL_THE_END}
-"""
-    [launcher] = self.start(code, '--num_workers=2', '--max_restarts=2')
-    self.wait_until_said(launcher, 'worker 0 is lost')
-    self.assertLen(launcher.alive(), 1)
-    self.create('end')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
-    self.assertIn('was lost: exit status 3 (restarts: 2)', launcher.stderr())
-
-  @parameterized.parameters(0, 1)
-  def test_worker_that_fails_before_the_job_says_so_is_lost(self, restarts):
-    code = f"""
-if name == 'worker_2':
+if name in ('worker_2', 'evaluator_0'):
   sys.exit(3)
 wait_for_file('go')
 {_UNTIL_THE_END}
 """
     [launcher] = self.start(
-      code, '--num_workers=3', f'--max_restarts={restarts}'
+      *(code, '--num_workers=3', '--evaluator', '--max_restarts=1'),
+      '--grace_period=1',
     )
     self.wait_until_said(launcher, 'worker 2 failed')
     self.create('go')
-    self.wait_until_said(launcher, 'worker 2 is lost')
+    for task in ('worker 2', 'evaluator 0'):
+      self.wait_until_said(launcher, f'{task} is lost')
     # Longer than the launcher waits to hear whether the job is elastic.
-    time.sleep(7)
+    time.sleep(4)
     self.assertLen(launcher.alive(), 2)
     self.create('end')
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('ended well without worker 2.', launcher.stderr())
+    self.assertIn('was lost: exit status 3 (restarts: 1)', launcher.stderr())
 
-  def test_evaluator_that_fails_before_the_job_says_so_is_lost(self):
-    code = f"""
-if name == 'evaluator_0':
-  sys.exit(3)
-wait_for_file('go')
-{_UNTIL_THE_END}
-"""
-    [launcher] = self.start(code, '--num_workers=2', '--evaluator')
-    self.wait_until_said(launcher, 'evaluator 0 failed')
-    self.create('go')
-    self.wait_until_said(launcher, 'evaluator 0 is lost')
-    self.create('end')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
-
-  @parameterized.parameters(signal.SIGTERM, signal.SIGINT)
-  def test_signal_ends_the_wait_for_a_word(self, number):
+  def test_signal_ends_the_wait_for_a_word(self):
     code = """
 if name == 'worker_1':
   print('last words', flush=True)
   sys.exit(3)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
 note('ready', 1)
 time.sleep(600)
 """
     [launcher] = self.start(code, '--num_workers=2', '--grace_period=600')
     launcher.wait_for_notes('ready', 1)
     self.wait_until_said(launcher, 'worker 1 failed')
-    launcher.signal(number)
+    launcher.signal(signal.SIGTERM)
     self.wait_until_said(launcher, 'ending all tasks')
     self.assertLen(launcher.alive(), 1)
-    launcher.signal(number)
+    launcher.signal(signal.SIGTERM)
     self.assertEqual(launcher.wait(), 3, launcher.stderr())
     self.assertEmpty(launcher.alive())
     self.assertIn('worker 1 failed first: exit status 3', launcher.stderr())
     self.assertIn('  last words', launcher.stderr())
 
-  @parameterized.parameters('', "say('fixed')")
-  def test_failure_ends_a_job_that_is_not_elastic(self, says):
-    code = f"""
+  def test_failure_ends_a_job_that_is_not_elastic_at_once(self):
+    code = """
 if name == 'worker_1':
   wait_for('pid', 'worker_0')
   sys.exit(3)
-{says}
+say('fixed')
 time.sleep(600)
 """
-    # It waits for 6 seconds for those that say nothing, else not at all.
-    grace = 60 if says else 2
-    [launcher] = self.start(code, '--num_workers=2', f'--grace_period={grace}')
+    [launcher] = self.start(code, '--num_workers=2', '--grace_period=60')
     started = time.monotonic()
     self.assertEqual(launcher.wait(), 3)
-    if says:
-      self.assertLess(time.monotonic() - started, 20)
+    self.assertLess(time.monotonic() - started, 20)
     self.assertIn('worker 1 failed first', launcher.stderr())
 
   def test_failure_is_one_though_the_others_end_well_meanwhile(self):
@@ -173,7 +142,7 @@ time.sleep(600)
 if name == 'worker_1':
   wait_for('pid', 'worker_0')
   sys.exit(3)
-time.sleep(2)
+time.sleep(1)
 """
     [launcher] = self.start(code, '--num_workers=2', '--grace_period=60')
     self.assertEqual(launcher.wait(), 3)
@@ -198,25 +167,8 @@ sys.exit(4)
 class EndTest(_JobTest):
   """Who is lost, or still runs, when another worker has ended well."""
 
-  def test_lost_worker_is_not_started_again(self):
+  def test_worker_that_came_back_alone_is_ended(self):
     code = """
-say('elastic')
-if name == 'worker_1':
-  wait_for_file('end')
-  sys.exit(3)
-"""
-    [launcher] = self.start(code, '--num_workers=2', '--max_restarts=3')
-    pid = launcher.wait_for_notes('pid', 2)['worker_0-0']
-    launcher.wait_until(lambda: not programs.is_running(pid))
-    time.sleep(0.5)
-    self.create('end')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
-    self.assertLen(launcher.notes('pid'), 2)
-
-  @tiers.parameters('', tiers.soak('signal.signal(15, signal.SIG_IGN)'))
-  def test_worker_that_came_back_alone_is_ended(self, first):
-    code = f"""
-{first}
 say('elastic')
 if name == 'worker_1':
   sys.exit(3) if attempt == 0 else time.sleep(600)
@@ -253,22 +205,6 @@ else:
     self.assertEqual(launcher.wait(), 0, launcher.stderr())
     self.assertIn('worker_0-1', launcher.notes('written'))
 
-  def test_lost_results_end_nobody_and_are_no_success(self):
-    code = """
-say('elastic')
-say('trained')
-if name == 'worker_0':
-  wait_for('pid', 'worker_1')
-  os.kill(os.getpid(), signal.SIGKILL)
-wait_for_file('end')
-"""
-    [launcher] = self.start(code, '--num_workers=2', '--max_restarts=1')
-    self.wait_until_said(launcher, 'worker 0 is lost')
-    self.assertLen(launcher.alive(), 1)
-    self.create('end')
-    self.assertEqual(launcher.wait(), 137)
-    self.assertIn('worker 0 failed first', launcher.stderr())
-
   def test_second_training_is_one_as_the_first(self):
     code = """
 say('elastic')
@@ -300,7 +236,7 @@ class SeveralHostsTest(_JobTest):
       self.assertEqual(launcher.wait(), 0, launcher.stderr())
       self.assertIn(words, launcher.stderr())
 
-  @parameterized.product(victim=[0, 1], is_whole=[False, True])
+  @parameterized.parameters((0, False), (1, True))
   def test_the_others_go_on_without_a_host(self, victim, is_whole):
     started = self.start_three()
     (started[victim].kill_all if is_whole else started[victim].kill)()
@@ -311,19 +247,8 @@ class SeveralHostsTest(_JobTest):
     started[victim].wait_until(lambda: not started[victim].alive())
     self.assert_all_end_well(others, f'ended well without {name}')
 
-  def test_the_others_go_on_without_a_worker_of_another_host(self):
-    started = self.start_three()
-    os.kill(started[1].pids()[0], signal.SIGKILL)
-    self.wait_until_said(started[1], 'worker 1 is lost')
-    self.assert_all_end_well([started[0], started[2]], '')
-    self.assertEqual(started[1].wait(), 0, started[1].stderr())
-    self.assertIn('ended well without worker 1.', started[1].stderr())
-
   @parameterized.parameters(
-    ("say('elastic')\nwait_for_file('end')", 0),
-    ("say('elastic')", 0),
-    ("say('fixed')\ntime.sleep(600)", 3),
-    ('', 3),
+    (_UNTIL_THE_END, 0), ("say('fixed')\ntime.sleep(600)", 3)
   )
   def test_worker_that_fails_before_the_job_says_so(self, ending, status):
     code = f"""
@@ -341,9 +266,8 @@ wait_for_file('go')
     for launcher in started:
       self.assertEqual(launcher.wait(), status, launcher.stderr())
 
-  @parameterized.parameters('', 'if name == "worker_1": sys.exit(0)')
-  def test_the_first_is_named_by_all_hosts(self, code):
-    code += """
+  def test_the_first_is_named_by_all_hosts(self):
+    code = """
 place = task['index']
 while place and not os.path.exists(os.path.join(top, f'go{place}')):
   time.sleep(0.01)
@@ -359,20 +283,19 @@ sys.exit(3 + place)
       self.assertEqual(launcher.wait(), 3, launcher.stderr())
       self.assertIn('worker 0', launcher.stderr())
 
-  @parameterized.parameters(0, 1)
-  def test_host_that_is_lost_before_the_job_says_so(self, victim):
+  def test_host_that_is_lost_before_the_job_says_so(self):
     code = f"note('ready', 1)\nwait_for_file('go')\n{_UNTIL_THE_END}"
     started = self.start(code, '--grace_period=10', count=3)
     for launcher in started:
       launcher.wait_for_notes('ready', 1)
-    started[victim].kill_all()
-    others = [one for i, one in enumerate(started) if i != victim]
+    first, *others = started
+    first.kill_all()
     for launcher in others:
-      self.wait_until_said(launcher, f'node {victim} (127.0.0.1) failed')
+      self.wait_until_said(launcher, 'node 0 (127.0.0.1) failed')
     self.create('go')
     for launcher in others:
-      self.wait_until_said(launcher, f'node {victim} (127.0.0.1) is lost')
-    self.assert_all_end_well(others, f'ended well without node {victim}')
+      self.wait_until_said(launcher, 'node 0 (127.0.0.1) is lost')
+    self.assert_all_end_well(others, 'ended well without node 0')
 
   def test_lost_results_are_no_success_on_any_host(self):
     code = """
@@ -395,14 +318,12 @@ wait_for_file('end')
       self.assertEqual(launcher.wait(), 137, launcher.stderr())
       self.assertIn('worker 1', launcher.stderr())
 
-  @parameterized.parameters(0, 1)
-  def test_sigterm_of_a_launcher_is_the_end_of_its_host(self, victim):
-    started = self.start_three()
-    started[victim].signal(signal.SIGTERM)
-    self.assertEqual(started[victim].wait(), 143)
-    self.assertEmpty(started[victim].alive())
-    others = [one for i, one in enumerate(started) if i != victim]
-    self.assert_all_end_well(others, f'node {victim}')
+  def test_sigterm_of_a_launcher_is_the_end_of_its_host(self):
+    first, *others = self.start_three()
+    first.signal(signal.SIGTERM)
+    self.assertEqual(first.wait(), 143)
+    self.assertEmpty(first.alive())
+    self.assert_all_end_well(others, 'node 0')
 
   def test_interrupt_is_the_end_of_all(self):
     started = self.start_three()
@@ -410,6 +331,9 @@ wait_for_file('end')
     for launcher in started:
       self.assertEqual(launcher.wait(), 130)
       self.assertEmpty(launcher.alive())
+    self.assertIn(
+      'node 1 (127.0.0.1) failed: killed by SIGINT', started[0].stderr()
+    )
 
 
 class HostfileTest(parameterized.TestCase):
@@ -429,7 +353,7 @@ class HostfileTest(parameterized.TestCase):
 {_UNTIL_THE_END}
 say('trained')
 if name == 'worker_1':
-  time.sleep(20)
+  time.sleep(8)
 note('written', 1)
 """
     script.write_text(programs.HELPERS + _SAY + code)
@@ -437,7 +361,7 @@ note('written', 1)
       processes.Command(
         [
           *(sys.executable, '-m', 'tf_strategies', 'launch'),
-          *(f'--hostfile={hosts}', '--grace_period=2'),
+          *(f'--hostfile={hosts}', '--grace_period=1'),
           *("--ssh=sh -c 'exec /bin/sh' ssh", '--', sys.executable),
           *('-I', '-S', str(script), str(notes)),
         ],
@@ -453,50 +377,43 @@ note('written', 1)
     pids = [json.loads(p.read_text()) for p in self.notes.glob('pid-*')]
     return [pid for pid in pids if programs.is_running(pid)]
 
-  @tiers.parameters(2, 0)
-  def test_the_others_go_on_without_a_host(self, victim):
-    flag = f'--node_rank={victim}'
+  def test_the_others_go_on_without_a_host(self):
     [launcher] = [
       process
       for process in self.launcher.descendants()
-      if flag in process.cmdline()[:8]
+      if '--node_rank=0' in process.cmdline()[:8]
     ]
     for process in [launcher, *launcher.children(recursive=True)]:
       # A task ends by itself when its launcher is gone.
       with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
     self.launcher.wait_until(
-      lambda: f'[launch] node {victim} (' in self.launcher.output()
+      lambda: '[launch] node 0 (' in self.launcher.output()
     )
     time.sleep(1)
     self.assertLen(self.running(), 2)
     (self.directory / 'end').touch()
     self.assertEqual(self.launcher.wait(), 0, self.launcher.output())
     self.assertIn(
-      f'[launch] The training has ended well without node {victim}',
+      '[launch] The training has ended well without node 0',
       self.launcher.output(),
     )
     self.assertLen(list(self.notes.glob('written-*-0')), 2)
 
-  @tiers.parameters(
-    (signal.SIGTERM, 143),
-    tiers.soak(signal.SIGINT, 130),
-    tiers.soak(signal.SIGKILL, -9),
-  )
-  def test_end_of_the_launcher_is_the_end_of_all(self, number, status):
-    self.launcher.signal(number)
-    self.assertEqual(self.launcher.wait(), status)
-    ends_at = time.monotonic() + (30 if status < 0 else 0)
-    while self.running():
-      self.assertLess(time.monotonic(), ends_at)
-      time.sleep(0.1)
+  def test_end_of_the_launcher_is_the_end_of_all(self):
+    self.launcher.signal(signal.SIGTERM)
+    self.assertEqual(self.launcher.wait(), 143)
+    self.assertEmpty(self.running())
 
 
 class RandomFaultsTest(parameterized.TestCase):
   """Jobs that add up numbers in groups, on one host or on several."""
 
-  @tiers.product(part=[0, *tiers.every(tiers.soak, range(1, 13))], count=[1, 3])
-  def test_who_was_not_hit_goes_on(self, part, count):
+  @tiers.parameters(
+    (3, 0),
+    *tiers.every(tiers.soak, itertools.product([1, 3], range(1, 13))),
+  )
+  def test_who_was_not_hit_goes_on(self, count, part):
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')
     self.chance = random.Random(f'{seed} {count}')

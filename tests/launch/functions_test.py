@@ -14,6 +14,7 @@ from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
 from benchmarks import processes
+from tests import tiers
 from tests.launch import programs
 from tf_strategies import errors
 from tf_strategies.cluster import ClusterConfig, launcher_note
@@ -131,11 +132,6 @@ def _fail(what):
 
 
 class FunctionsTest(parameterized.TestCase):
-  @pytest.mark.smoke
-  def test_results_are_those_of_all_workers(self):
-    found = tfs.launch(_place, args=(5,), num_workers=2)
-    np.testing.assert_array_equal(found, [[5, 0], [5, 1]])
-
   def test_function_of_a_function_is_sent_whole(self):
     self.assertTrue(functions.importlib.util.find_spec('cloudpickle'))
     secret = 7
@@ -161,7 +157,7 @@ class FunctionsTest(parameterized.TestCase):
     (_place, {'num_worker': 2}, "'num_worker' of tfs.launch.*'num_workers'"),
     (_place, {'nnodes': 2}, "'nnodes' of tfs.launch"),
     (_place, {'num_workers': True}, 'num_workers=True'),
-    (_place, {'num_workers': None}, 'num_workers=None'),
+    (_place, {'max_restarts': -1}, 'max_restarts=-1'),
     (_place, {'num_workers': 0}, '^--num_workers=0 without --chief.*Fix: [^\n]*$'),
     (_place, {'num_workers': 10**20}, '^1(0{20}) tasks on one host.*at most 12000'),
     (_place, {'grace_period': float('nan')}, 'grace_period=nan'),
@@ -175,7 +171,8 @@ class FunctionsTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       tfs.launch(function, **{'args': (5,), **options})
 
-  def test_values_as_numpy_and_pathlib_have_them(self):
+  @pytest.mark.smoke
+  def test_results_of_all_workers_with_values_of_numpy_and_pathlib(self):
     directory = pathlib.Path(self.create_tempdir().full_path, 'logs')
     found = tfs.launch(
       _place,
@@ -260,7 +257,7 @@ class FunctionsTest(parameterized.TestCase):
   def test_function_that_ends_its_process(self):
     self.assertEqual(tfs.launch(sys.exit, num_workers=2), [None, None])
 
-  @parameterized.parameters(signal.SIGINT, signal.SIGKILL)
+  @tiers.parameters(signal.SIGINT, tiers.soak(signal.SIGKILL))
   def test_end_of_the_caller_ends_the_workers(self, number):
     directory = pathlib.Path(self.create_tempdir().full_path)
     path = directory / 'script.py'

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -63,7 +62,7 @@ class SeveralHostsTest(parameterized.TestCase):
     started = programs.launchers(
       self.create_tempdir().full_path,
       code,
-      ('--grace_period=2', *flags),
+      ('--grace_period=0.5', *flags),
       count,
       **options,
     )
@@ -112,18 +111,6 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
     )
     self.assertLen(jobs, 1)
 
-  @parameterized.parameters(0, 1)
-  def test_hosts_wait_for_each_other(self, late):
-    code = f"""
-if task['index'] == {late}:
-  time.sleep(2)
-print('done', task['index'])
-"""
-    started = self._start(code)
-    self.assertEqual(self._wait(started), [0, 0])
-    for rank, launcher in enumerate(started):
-      self.assertIn(f'done {rank}'.encode(), launcher.stdout())
-
   def test_first_host_hears_a_call_as_soon_as_it_listens(self):
     make = nodes.server.Server
 
@@ -167,12 +154,11 @@ print('done', task['index'])
       for started in [first, start(1), start(2)]:
         self.assertEqual(started.result(), [])
 
-  @parameterized.parameters(({'node': 7},), ({'nothing': 1},), ([7],))
-  def test_host_that_says_nonsense_is_lost(self, message):
+  def test_host_that_says_nonsense_is_lost(self):
     def follow(launchers):
       if launchers.rank == 1:
         send = launchers._server.loop.call_soon_threadsafe
-        send(launchers._send, nodes.protocol.Kind.STATE, message)
+        send(launchers._send, nodes.protocol.Kind.STATE, {'node': 7})
       ends_at = time.monotonic() + 20
       while not launchers.states[1 - launchers.rank].is_lost:
         self.assertLess(time.monotonic(), ends_at)
@@ -182,55 +168,39 @@ print('done', task['index'])
       for started in [start(0), start(1)]:
         started.result()
 
-  @parameterized.parameters(0, 1)
-  def test_failure_is_named_on_all_hosts(self, victim):
+  def test_failure_is_named_on_all_hosts(self):
     code = f"""
-if task['index'] == {victim}:
+if task['index'] == 1:
   print('my last words')
   sys.exit(7)
 {_WAIT}
 """
     started = self._start(code, count=3)
     self.assertEqual(self._wait(started), [7, 7, 7])
-    name = f'worker {victim}'
-    for rank, launcher in enumerate(started):
-      if rank == victim:
-        self.assertIn(f'{name} failed: exit status 7', launcher.stderr())
-        self.assertIn('my last words', launcher.stderr())
-      else:
-        # It waits for a word first, as the victim's host does.
-        lines = _said(launcher).splitlines()
-        self.assertLen(lines, 2)
-        where = f'{name} on node {victim} (127.0.0.1) failed'
-        for line in lines:
-          self.assertIn(f'{where}: exit status 7', line)
+    first, victim, third = started
+    self.assertIn('worker 1 failed: exit status 7', victim.stderr())
+    self.assertIn('my last words', victim.stderr())
+    for launcher in (first, third):
+      # It waits for a word first, as the victim's host does.
+      lines = _said(launcher).splitlines()
+      self.assertLen(lines, 2)
+      for line in lines:
+        self.assertIn(
+          'worker 1 on node 1 (127.0.0.1) failed: exit status 7', line
+        )
 
-  @parameterized.parameters(0, 1)
-  def test_killed_launcher_is_named(self, victim):
+  def test_killed_launcher_is_named(self):
     started = self._start(_WAIT)
     for launcher in started:
       launcher.wait_for_notes('pid', 1)
-    started[victim].kill()
-    self.assertEqual(started[1 - victim].wait(), 143)
-    said = started[1 - victim].stderr()
+    first, second = started
+    first.kill()
+    self.assertEqual(second.wait(), 143)
     self.assertIn(
-      f'node {victim} (127.0.0.1) failed: its launcher is gone', said
+      'node 0 (127.0.0.1) failed: its launcher is gone', second.stderr()
     )
     for launcher in started:
       launcher.wait_until(lambda one=launcher: not one.alive())
-
-  def test_interrupt_ends_all_hosts_in_a_line(self):
-    started = self._start(_WAIT)
-    for launcher in started:
-      launcher.wait_for_notes('pid', 1)
-    started[1].signal(signal.SIGINT)
-    self.assertEqual(self._wait(started), [130, 130])
-    self.assertLen(_said(started[1]).splitlines(), 1)
-    self.assertIn(
-      'node 1 (127.0.0.1) failed: killed by SIGINT', started[0].stderr()
-    )
-    for launcher in started:
-      self.assertEqual(launcher.stdout(), b'')
 
   def test_restarts_go_on_where_the_task_is(self):
     code = """
@@ -258,21 +228,14 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     self.assertIn('Task 0 refused a connection', started[0].stderr())
     self.assertIn('the same secret', started[0].stderr())
 
-  def test_missing_host_is_named_by_all(self):
-    started = self._start(
-      'pass', ['--rendezvous_timeout=3'], count=3, ranks=[0, 1]
-    )
-    self.assertEqual(self._wait(started), [143, 143])
-    for launcher in started:
-      self.assertIn('for node 2 (--nnodes=3)', launcher.stderr())
-
-  def test_two_of_one_rank(self):
+  def test_missing_host_and_two_of_one_rank_are_named(self):
     started = self._start(
       'pass', ['--rendezvous_timeout=3'], count=3, ranks=[0, 1, 1]
     )
     self.assertEqual(self._wait(started), [143] * 3)
     said = ''.join(launcher.stderr() for launcher in started)
     self.assertIn('another launcher has --node_rank=1', said)
+    self.assertIn('for node 2 (--nnodes=3)', started[0].stderr())
 
   def test_host_that_comes_late_is_refused_and_ends_nobody(self):
     address = _address()
@@ -356,65 +319,39 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
 
 
 class NamespacesTest(absltest.TestCase):
-  """Each launcher on a host of its own, over a network that can be cut."""
+  """Each launcher on a host of its own."""
 
-  def setUp(self):
-    super().setUp()
+  def test_tasks_of_two_hosts_meet(self):
     why = network_namespaces.missing()
     if why:
       self.skipTest(why)
-
-  def _start(self, hosts, *words):
-    env = processes.python_environment({'TFS_SECRET': programs.SECRET})
-    address = f'{hosts.addresses[0]}:29400'
-    return [
-      self.enter_context(
-        processes.Command(
-          hosts.command(
-            rank,
-            [
-              *(sys.executable, '-m', 'tf_strategies', 'launch'),
-              *(f'--nnodes={len(hosts.addresses)}', f'--node_rank={rank}'),
-              *(f'--rendezvous={address}', '--grace_period=2', '--', *words),
-            ],
-          ),
-          env=env,
-          deadline_seconds=120,
-          grace_seconds=10,
-        )
-      )
-      for rank in range(len(hosts.addresses))
-    ]
-
-  def test_tasks_of_two_hosts_meet(self):
     program = (
       'import tf_strategies as tfs\n'
       "strategy = tfs.create_strategy('multi_worker_ring')\n"
       "print(strategy.reduce('SUM', strategy.rank + 1, axis=None).numpy())"
     )
     with network_namespaces.NetworkNamespaces(2) as hosts:
-      started = self._start(hosts, sys.executable, '-c', program)
+      launch = [
+        *(sys.executable, '-m', 'tf_strategies', 'launch', '--nnodes=2'),
+        *(f'--rendezvous={hosts.addresses[0]}:29400', '--grace_period=2'),
+      ]
+      task = ['--', sys.executable, '-c', program]
+      started = [
+        self.enter_context(
+          processes.Command(
+            hosts.command(rank, [*launch, f'--node_rank={rank}', *task]),
+            env=processes.python_environment({'TFS_SECRET': programs.SECRET}),
+            deadline_seconds=120,
+            grace_seconds=10,
+          )
+        )
+        for rank in range(2)
+      ]
       statuses = [command.wait() for command in started]
       said = [command.output() for command in started]
     self.assertEqual(statuses, [0, 0], said)
     self.assertIn('[worker 0] 3', said[0])
     self.assertIn('[worker 1] 3', said[1])
-
-  @pytest.mark.soak
-  def test_host_that_is_cut_off_is_named(self):
-    with network_namespaces.NetworkNamespaces(2) as hosts:
-      started = self._start(hosts, 'sh', '-c', 'echo here; exec sleep 600')
-      for command in started:
-        command.wait_until(lambda one=command: 'here' in one.output())
-      hosts.cut_link(1)
-      statuses = [command.wait() for command in started]
-      said = [command.output() for command in started]
-    self.assertEqual(statuses, [143, 143], said)
-    for rank, text in enumerate(said):
-      other = f'node {1 - rank} ({hosts.addresses[1 - rank]})'
-      self.assertIn(
-        f'{other} failed: its launcher is gone, or the network', text
-      )
 
 
 if __name__ == '__main__':

@@ -117,15 +117,5 @@ class SinkTest(absltest.TestCase):
     self.assertEqual(sink.pending, 0)
 
 
-class EndingTest(parameterized.TestCase):
-  @parameterized.parameters(
-    (255, 'exit status 255'),
-    (-9, 'killed by SIGKILL'),
-    (-63, 'killed by signal 63'),
-  )
-  def test_words(self, status, words):
-    self.assertEqual(output.ending(status), words)
-
-
 if __name__ == '__main__':
   absltest.main()

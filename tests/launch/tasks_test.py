@@ -1,9 +1,6 @@
-import json
-
-import pytest
 from absl.testing import absltest, parameterized
 
-from tf_strategies import cluster, errors
+from tf_strategies import errors
 from tf_strategies.cluster import job as job_lib
 from tf_strategies.launch import tasks
 
@@ -14,61 +11,6 @@ def _plan(job):
   ports = range(1000, 1000 + sum(job.all_counts.values()))
   node = tasks.HostTasks(tasks.LOOPBACK, job.all_counts, list(ports))
   return tasks.plan_tasks([node], ['run', '--a b'], 'abcd')
-
-
-class PlanTasksTest(parameterized.TestCase):
-  @pytest.mark.smoke
-  def test_every_task_in_order_with_its_own_place(self):
-    specs = _plan(_ALL)
-    jobs = {
-      'chief': ['127.0.0.1:1000'],
-      'worker': ['127.0.0.1:1001', '127.0.0.1:1002'],
-      'ps': ['127.0.0.1:1003'],
-    }
-    expected = [
-      ('chief', 0),
-      ('worker', 0),
-      ('worker', 1),
-      ('ps', 0),
-      ('evaluator', 0),
-    ]
-    self.assertEqual([(s.type, s.index) for s in specs], expected)
-    for spec, (task_type, index) in zip(specs, expected, strict=True):
-      self.assertEqual(
-        json.loads(spec.environment['TF_CONFIG']),
-        {'cluster': jobs, 'task': {'type': task_type, 'index': index}},
-      )
-      self.assertEqual(spec.environment['TFS_SECRET'], 'abcd')
-      self.assertEqual(spec.command, ('run', '--a b'))
-      config = cluster.ClusterConfig.from_env(spec.environment)
-      self.assertEqual(f'{config.task_type} {config.task_index}', spec.name)
-
-  @parameterized.named_parameters(
-    ('chief_and_ps', _ALL, ['chief 0']),
-    (
-      'chief',
-      job_lib.TaskCounts(2, 0, True, True),
-      ['chief 0', 'worker 0', 'worker 1'],
-    ),
-    ('ps', job_lib.TaskCounts(2, 1, False, True), ['worker 0', 'worker 1']),
-    ('one', job_lib.TaskCounts(), ['worker 0']),
-  )
-  def test_whose_end_is_the_end_of_the_job(self, job, names):
-    specs = _plan(job)
-    found = [spec.name for spec in specs if spec.is_training]
-    self.assertEqual(found, names)
-    for spec in specs:
-      self.assertEqual('TF_CONFIG' in spec.environment, len(specs) > 1)
-
-  def test_secret_is_not_shown(self):
-    specs = _plan(_ALL)
-    self.assertNotEmpty(specs)
-    for spec in specs:
-      self.assertNotIn('abcd', repr(spec))
-      self.assertNotIn('abcd', tasks.describe(spec))
-      self.assertEndsWith(
-        tasks.describe(spec), " TFS_RESTART_COUNT=0 run '--a b'"
-      )
 
 
 class EnvironmentTest(absltest.TestCase):
@@ -141,7 +83,7 @@ class FilterTest(parameterized.TestCase):
   def test_names_tasks(self, text, expected):
     self.assertEqual(sorted(tasks.filtered(_plan(_ALL), text)), expected)
 
-  @parameterized.parameters('', 'chief,', 'gpu', 'Worker', 'worker:2', 'ps:-1')
+  @parameterized.parameters('', 'gpu', 'worker:2')
   def test_anything_else_is_refused(self, text):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       tasks.filtered(_plan(_ALL), text)
