@@ -101,17 +101,13 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
   def test_every_strategy_has_its_name(self):
     self.assertCountEqual(common.STRATEGIES, registry._FACTORIES)
 
-  @parameterized.parameters('ring', 'auto')
-  def test_all_reduce_reaches_the_strategy(self, name):
-    flags = (f'--all_reduce={name}', '--num_virtual_devices=2')
+  def test_all_reduce_reaches_the_strategy(self):
+    flags = ('--all_reduce=ring', '--num_virtual_devices=2')
     with pages.parsed('mnist_keras_fit', *flags):
       strategy = common.create_strategy()
     self.assertEqual(strategy.num_replicas_in_sync, 2)
     report = strategy.communication_report()
-    expected = f'ScheduledAllReduce({name!r})'
-    if name == 'auto':
-      expected = 'AutoAllReduce'
-    self.assertEqual(report['cross_device_ops'], expected)
+    self.assertEqual(report['cross_device_ops'], "ScheduledAllReduce('ring')")
 
   @parameterized.named_parameters(
     ('builtin', ['--all_reduce=builtin'], '--strategy=mirrored only'),
@@ -141,28 +137,20 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
       common.split_device(3)
 
   def test_options_of_parameter_servers(self):
-    flags = (
-      '--strategy=parameter_server',
-      '--mode=sync',
-      '--backup_workers=1',
-      '--max_staleness=2',
-      '--checkpoint_dir=here',
-      '--checkpoint_steps=4',
-      '--variable_partitions=3',
+    expected = {
+      'mode': 'sync',
+      'backup_workers': 1,
+      'max_staleness': 2,
+      'checkpoint_dir': 'here',
+      'checkpoint_steps': 4,
+    }
+    flags = pages.as_flags(
+      strategy='parameter_server', variable_partitions=3, **expected
     )
     with pages.parsed('mnist_keras_fit', *flags):
       options = common.strategy_options()
     partitioner = options.pop('variable_partitioner')
-    self.assertEqual(
-      options,
-      {
-        'mode': 'sync',
-        'backup_workers': 1,
-        'max_staleness': 2,
-        'checkpoint_dir': 'here',
-        'checkpoint_steps': 4,
-      },
-    )
+    self.assertEqual(options, expected)
     # Large variables are split.
     hidden, logits = (
       partitioner(tf.TensorShape(shape), tf.float32)
@@ -185,18 +173,9 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
     with pages.parsed('mnist_custom_loop', *flags) as example:
       return first, example.build_model(num_classes=7)
 
-  def test_mlp_is_784_16_16(self):
-    sizes = [784, 16, 16, 7]
-    for model in self._models('--model=mlp'):
-      self.assertEqual(
-        model.count_params(),
-        sum((n + 1) * m for n, m in itertools.pairwise(sizes)),
-      )
-
-  @parameterized.parameters('cnn', 'mlp')
-  def test_models_map_images_to_logits(self, name):
+  def test_models_map_images_to_logits(self):
     images = np.ones([2, 28, 28, 1], np.float32)
-    logits = [model(images) for model in self._models(f'--model={name}')]
+    logits = [model(images) for model in self._models('--model=cnn')]
     self.assertEqual(logits[0].shape, (2, 7))
     self.assertNotAllClose(tf.reduce_sum(logits[0], -1), [1.0, 1.0])
     self.assertAllEqual(*logits)
@@ -228,20 +207,9 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
       optimizer = common.build_optimizer(common.create_strategy())
     self.assertAllClose(float(optimizer.learning_rate.numpy()), rate)
 
-  @parameterized.named_parameters(
-    ('float32', 'ring_mirrored', 'float32', keras.optimizers.SGD),
-    (
-      'float16',
-      'ring_mirrored',
-      'mixed_float16',
-      keras.optimizers.LossScaleOptimizer,
-    ),
-  )
-  def test_optimizer_is_wrapped_for(self, strategy, precision, expected):
-    optimizer = self._optimizer(
-      f'--strategy={strategy}', f'--mixed_precision={precision}'
-    )
-    self.assertIs(type(optimizer), expected)
+  def test_losses_are_scaled_for_float16(self):
+    optimizer = self._optimizer('--mixed_precision=mixed_float16')
+    self.assertIs(type(optimizer), keras.optimizers.LossScaleOptimizer)
 
 
 if __name__ == '__main__':

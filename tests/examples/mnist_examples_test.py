@@ -48,7 +48,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     report = pages.run(name, **{**options, **changes})
     return compare_weights.read(path), report
 
-  @parameterized.named_parameters(_EXAMPLES[0], _EXAMPLES[1])
+  @tiers.named_parameters(_EXAMPLES[0], tiers.soak(_EXAMPLES[1]))
   def test_twenty_steps_equal_one_device(self, name):
     one, one_report = self._train(name, _TWENTY_STEPS, strategy='one_device')
     four, report = self._train(name, _TWENTY_STEPS, devices=4)
@@ -109,8 +109,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     pages.run(_LOOP, **options)
     for changes, difference in (
       ({'model': 'cnn'}, "model was 'mlp' and is 'cnn'"),
-      ({'optimizer': 'adam'}, 'it lacks variable optimizer/adam/'),
-      ({'seed': 5}, 'seed was 0 and is 5'),
       ({'global_batch_size': 32}, 'global_batch_size was 64 and is 32'),
     ):
       with (
@@ -126,41 +124,32 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertFalse(report['all_reduce']['is_counted'])
     self.assertIn('one replica', report['all_reduce']['reason'])
 
-  @tiers.named_parameters(
-    tiers.soak('fit', _FIT, 'mixed_float16'),
-    tiers.soak('loop', _LOOP, 'mixed_float16'),
-    ('loop_bfloat16', _LOOP, 'mixed_bfloat16'),
-  )
   @pytest.mark.soak
-  def test_mixed_precision_trains(self, name, policy):
+  def test_mixed_precision_trains(self):
+    policy = 'mixed_float16'
     weights, report = self._train(
-      name, _SHORT, 2, mixed_precision=policy, epochs=1
+      _LOOP, _SHORT, 2, mixed_precision=policy, epochs=1
     )
     self.assertEqual(report['mixed_precision'], policy)
     self.assertTrue(np.isfinite(report['train']['loss']))
-    exact, _ = self._train(name, _SHORT, strategy='one_device', epochs=1)
+    exact, _ = self._train(_LOOP, _SHORT, strategy='one_device', epochs=1)
     for variable, value in exact.items():
       self.assertAllClose(value, weights[variable], atol=1e-2, msg=variable)
 
-  @tiers.named_parameters(
-    ('fit', _FIT, 'ring_mirrored'),
-    tiers.soak('loop', _LOOP, 'mirrored'),
-  )
-  def test_report_counts_every_copy_of_every_variable(self, name, strategy):
-    _, one = self._train(name, _SHORT, strategy='one_device', epochs=1)
+  def test_report_counts_every_copy_of_every_variable(self):
+    _, one = self._train(_FIT, _SHORT, strategy='one_device', epochs=1)
     (on_one,) = one['variable_bytes'].values()
     # Weights and momenta. Counters of steps and metrics are small.
     state = 2 * 4 * one['parameters']
     self.assertBetween(on_one, state + 16, state + 100)
-    _, four = self._train(name, _SHORT, 4, strategy=strategy, epochs=1)
+    _, four = self._train(_FIT, _SHORT, 4, epochs=1)
     by_device = four['variable_bytes']
     self.assertEqual(list(by_device), four['devices'])
     self.assertEqual(list(by_device.values()), [on_one] * 4)
 
-  @tiers.named_parameters(_EXAMPLES[0], tiers.soak(_EXAMPLES[1]))
   @pytest.mark.soak
-  def test_report_tells_the_bytes_of_a_step(self, name):
-    _, report = self._train(name, _SHORT, 4, all_reduce='ring', epochs=1)
+  def test_report_tells_the_bytes_of_a_step(self):
+    _, report = self._train(_FIT, _SHORT, 4, all_reduce='ring', epochs=1)
     # A ring sends 2(N-1)/N of the gradients to each of N devices. Tensors are
     # not split, so some devices get a bit more. Metrics take a few bytes.
     gradients = 4 * report['parameters']

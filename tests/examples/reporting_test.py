@@ -1,15 +1,12 @@
 import importlib.util
-import io
 import os
 import types
-from contextlib import redirect_stdout
 from unittest import mock
 
 import tensorflow as tf
-from absl import flags
 from absl.testing import flagsaver
 
-from examples import common, reporting
+from examples import reporting
 from tests.examples import pages  # The import defines the flags.
 
 _STRATEGY = tf.distribute.get_strategy()
@@ -44,13 +41,6 @@ class ReportingTest(tf.test.TestCase):
       run.end_epoch()
     self.assertEqual(run.median_images_per_second, (96 / 4 + 160 / 5) / 2)
 
-  def test_speed_of_one_step_is_unknown(self):
-    run = self._run(64)
-    run.begin_epoch(0)
-    run.end_step(1)
-    run.end_epoch()
-    self.assertIsNone(run.median_images_per_second)
-
   def test_bytes_of_a_step_are_of_all_kinds(self):
     counted = {
       'is_counted': True,
@@ -65,19 +55,6 @@ class ReportingTest(tf.test.TestCase):
     )
     self.assertIsNone(reporting.bytes_per_step(counted, steps=0))
 
-  def test_staleness_says_what_it_counts(self):
-    servers = {'mode': 'async', 'bytes_per_server': [1e6], 'dropped': 0}
-    report = {'steps_this_run': 9, 'all_reduce': None}
-    for staleness, words in (
-      (
-        {0: 7, 2: 1},
-        'updates that gradients had missed: 0 (7 steps), 2 (1 steps);',
-      ),
-      ({0: 0}, 'updates that gradients had missed: none;'),
-    ):
-      report['parameter_server'] = {**servers, 'staleness': staleness}
-      self.assertIn(words, reporting._describe_traffic(report))
-
   def test_bytes_of_a_step_between_workers(self):
     counted = {'is_counted': True, 'link': 'tcp', 'bytes_sent': 50}
     self.assertEqual(
@@ -86,19 +63,6 @@ class ReportingTest(tf.test.TestCase):
     )
     del counted['bytes_sent']  # TensorFlow's collectives do not count them.
     self.assertIsNone(reporting.bytes_per_step(counted, steps=5))
-
-  @flagsaver.flagsaver
-  def test_missing_tensorboard_is_one_line_of_warning(self):
-    printed = io.StringIO()
-    with (
-      mock.patch.object(importlib.util, 'find_spec', lambda name: None),
-      redirect_stdout(printed),
-    ):
-      self.assertFalse(common.can_log(_STRATEGY))
-      flags.FLAGS.log_dir = 'logs'
-      self.assertFalse(common.can_log(_STRATEGY))
-    self.assertIn('TensorBoard is not installed', printed.getvalue())
-    self.assertEqual(printed.getvalue().count('\n'), 1)
 
   def test_curves_are_written_where_tensorboard_is_installed(self):
     if importlib.util.find_spec('tensorboard') is None:

@@ -3,7 +3,6 @@
 from unittest import mock
 
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
@@ -116,20 +115,6 @@ class CollectivesTest(parameterized.TestCase):
       _as_if_many, world_size, args=(_table,), is_fresh=True
     )
     with mock.patch.object(plan, 'FEW_RANKS', 1):
-      conformance.assert_results(self, results)
-
-  @pytest.mark.soak
-  def test_one_bit_on_one_rank_is_seen(self):
-    results = [
-      {case: conformance.expected(case, 2)[r] for case in conformance.cases(2)}
-      for r in range(2)
-    ]
-    conformance.assert_results(self, results)
-    case = next(c for c in results[1] if c.size == 64 and c.op == 'max')
-    wrong = bytearray(results[1][case][1])
-    wrong[17] ^= 1
-    results[1][case] = [results[1][case][0], bytes(wrong)]
-    with self.assertRaises(AssertionError):
       conformance.assert_results(self, results)
 
   @tiers.product(

@@ -1,6 +1,3 @@
-import dataclasses
-import json
-
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
@@ -17,24 +14,6 @@ def _said(sequence, recent, busy=True, call='', exchanges=()):
     'call': call,
     'exchanges': exchanges,
   }
-
-
-_TIMEOUT = {
-  'text': "all_reduce(sum) 'w' of float32[9]",
-  'sequence': 7,
-  'name': 'w',
-  'tag': '',
-  'seconds': 600.0,
-  'ranks': [3],
-}
-_MISMATCH = {
-  'reporter': 2,
-  'ranks': [1],
-  'seconds': None,
-  'sequence': 7,
-  'name': 'w',
-  'text': 'this',
-}
 
 
 # A rank that begins `fit`, and waits for the others there.
@@ -81,50 +60,10 @@ class StallTest(parameterized.TestCase):
     self.assertIsNone(failure_detection.stall(_MEMBERS, {}, {}))
 
 
-class DiagnoseTest(absltest.TestCase):
-  def test_late_ranks_are_those_before_the_collective(self):
-    said = {
-      0: _said(7, {7: 'w'}),
-      1: _said(6, {6: "barrier 'b'"}, busy=False, call='fit'),
-      2: _said(7, {7: 'w'}),
-    }
-    error = failure_detection.diagnose(_MEMBERS, _TIMEOUT, said).exception()
-    self.assertIsInstance(error, errors.CollectiveTimeoutError)
-    self.assertEqual((error.rank, error.tensor, error.step), (1, 'w', 7))
-    self.assertIn(
-      'rank 1 (task 11 at host-1:1) has not arrived: it was last in barrier '
-      "'b' (sequence 6) in fit",
-      str(error),
-    )
-    self.assertIn('rank 3 (task 13 at host-3:1) does not say', str(error))
-
-  def test_ranks_that_differ_from_the_lowest(self):
-    said = {
-      0: _said(7, {6: 'x', 7: 'reduce a'}),
-      1: _said(8, {7: 'reduce b', 8: 'y'}, call='evaluate'),
-      2: _said(7, {7: 'reduce a'}),
-      3: _said(6, {6: 'x'}),
-    }
-    error = failure_detection.diagnose(_MEMBERS, _MISMATCH, said).exception()
-    self.assertIsInstance(error, errors.CollectiveMismatchError)
-    self.assertEqual((error.ranks, error.step), ((1,), 7))
-    self.assertIn('rank 0 (task 10 at host-0:1) does reduce a;', str(error))
-    self.assertIn(
-      'rank 1 (task 11 at host-1:1) does reduce b in evaluate', str(error)
-    )
-    self.assertNotIn('rank 3', str(error))
-
-
 class HeartbeatMonitorTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     self.monitor = failure_detection.HeartbeatMonitor([1, 2], 20.0, 100.0)
-
-  def test_silent_rank_is_overdue(self):
-    for now in range(101, 121):
-      self.monitor.heard(2, now)
-      self.assertEmpty(self.monitor.overdue(now))
-    self.assertEqual(self.monitor.overdue(121.0), {1: 21.0})
 
   def test_who_fell_silent_first_comes_first(self):
     monitor = failure_detection.HeartbeatMonitor([1, 2, 3, 4], 20.0, 100.0)
@@ -147,32 +86,6 @@ class HeartbeatMonitorTest(absltest.TestCase):
     self.monitor.overdue(131.0)
     self.assertEqual(self.monitor.own_pause(140.0), 30.0)
     self.assertEqual(self.monitor.own_pause(151.0), 0.0)
-
-
-class FailureReportTest(absltest.TestCase):
-  def test_it_travels_and_first_counts(self):
-    shared = state.GroupState(_MEMBERS, 2, 1)
-    seen = []
-    shared.on_failure(lambda: seen.append('called'))
-    shared.begin("all_reduce(sum) 'w' of int32[5]", 'w')
-    report = shared.lost(1, 'died')
-    message = json.loads(json.dumps(dataclasses.asdict(report)))
-    heard = state.FailureReport(**message).exception()
-    self.assertEqual(vars(heard), vars(report.exception()))
-    self.assertEqual(str(heard), report.message)
-    self.assertTrue(shared.fail(report))
-    self.assertFalse(shared.fail(shared.lost(3, 'died')))
-    shared.on_failure(lambda: seen.append('late'))
-    self.assertEqual(seen, ['called', 'late'])
-    with self.assertRaisesRegex(
-      errors.WorkerUnavailableError,
-      r"^Rank 1 \(task 11 at host-1:1\) died during all_reduce\(sum\) 'w' of "
-      r'int32\[5\] \(sequence 1\)\.',
-    ) as raised:
-      shared.check()
-    error = raised.exception
-    self.assertEqual((error.rank, error.address), (1, 'host-1:1'))
-    self.assertEqual((error.tensor, error.step), ('w', 1))
 
 
 if __name__ == '__main__':

@@ -3,7 +3,6 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 from examples import datasets
 from examples.datasets import digits
@@ -13,20 +12,6 @@ try:
   from sklearn import datasets as sklearn_datasets
 except ImportError:
   sklearn_datasets = None
-
-
-class ResizeTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters((8, 28), (7, 28), (28, 28), (5, 3))
-  def test_equals_tensorflow(self, old, new):
-    i, r, c = np.ogrid[:6, :old, :old]
-    images = ((31 * i + 17 * r + 5 * c**2) % 256).astype(np.float64)
-    expected = tf.image.resize(
-      images[..., np.newaxis], [new, new], method='bilinear', antialias=False
-    )
-    actual = digits.resize_bilinear(images, new)
-    self.assertEqual(actual.dtype, np.uint8)
-    # Rounded to nearest, so at most half a level from TensorFlow's float32.
-    np.testing.assert_allclose(actual, expected[..., 0], atol=0.5 + 1e-3)
 
 
 class SplitTest(tf.test.TestCase):
@@ -47,17 +32,6 @@ class LoadDigitsTest(formula.DataTestCase):
     super().setUp()
     if sklearn_datasets is None:
       self.skipTest('scikit-learn is not installed')
-
-  def test_sizes_and_classes(self):
-    data = datasets.load_digits()
-    self.assertEqual(data.name, 'digits')
-    self.assertEqual((len(data.train), len(data.test)), (1437, 360))
-    self.assertEqual(data.num_classes, 10)
-    total = np.bincount(sklearn_datasets.load_digits().target)
-    train = np.bincount(data.train.labels)
-    test = np.bincount(data.test.labels)
-    self.assertAllEqual(train + test, total)
-    self.assertAllClose(test, total / 5, atol=1)
 
   def test_pixels_are_the_originals_interpolated(self):
     data = datasets.load_digits()

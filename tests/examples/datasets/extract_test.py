@@ -98,8 +98,7 @@ class ExtractTestCase(formula.DataTestCase, parameterized.TestCase):
 class PartialTest(ExtractTestCase):
   def setUp(self):
     super().setUp()
-    self.lines = []
-    report = self.extract(progress=self.lines.append)
+    report = self.extract()
     self.assertLen(report.converted, 4)
     self.assertEqual((report.examples, report.shards), (4 * _LINES, 4 * 3))
     self.before = shards_of(self.out)
@@ -110,13 +109,6 @@ class PartialTest(ExtractTestCase):
     for name, content in self.before.items():
       if name.split('-')[2] not in map(str, numbers):
         self.assertEqual(after[name], content)
-
-  def test_order(self):
-    self.assertEqual(
-      self.words(), self.expected('word0', 'word1', 'word2', 'word3')
-    )
-    self.assertLen(self.lines, 4)
-    self.assertIn('converted', self.lines[0])
 
   def test_nothing_to_do_leaves_everything_as_it_is(self):
     manifest = os.path.join(self.out, 'manifest.json')
@@ -166,32 +158,19 @@ class PartialTest(ExtractTestCase):
     self.assertLen(self.extract(mode='full').converted, 4)
     self.assertEqual(snapshot(self.out), before)
 
-  @parameterized.named_parameters(
-    ('truncated', lambda path: os.truncate(path, os.path.getsize(path) - 1)),
-    ('removed', os.remove),
-    (
-      'edited',
-      lambda path: pathlib.Path(path).write_bytes(
-        pathlib.Path(path).read_bytes()[:-1] + b'!'
-      ),
-    ),
-  )
-  def test_damaged_shard(self, damage):
+  def test_damaged_shard(self):
     name = next(name for name in sorted(self.before) if '-2-' in name)
-    damage(os.path.join(self.out, name))
+    path = pathlib.Path(self.out, name)
+    path.write_bytes(path.read_bytes()[:-1] + b'!')
     report = self.run_with_warning('missing, truncated or edited')
     self.assertEqual(report.converted, (self.source(2),))
     self.assertEqual(shards_of(self.out), self.before)
 
-  @parameterized.named_parameters(
-    ('torn', lambda text: text[: len(text) // 2]),
-    ('edited', lambda text: text.replace('"examples": 3', '"examples": 4', 1)),
-    ('version', lambda text: text.replace('"version": 1', '"version": 2')),
-  )
-  def test_manifest_of_no_use(self, change):
+  def test_manifest_of_no_use(self):
     path = pathlib.Path(self.out, 'manifest.json')
     before = snapshot(self.out)
-    path.write_text(change(path.read_text('utf-8')), 'utf-8')
+    text = path.read_text('utf-8')
+    path.write_text(text.replace('"examples": 3', '"examples": 4', 1), 'utf-8')
     self.assert_data_error([str(path), 'extract again'], self.words)
     report = self.run_with_warning('All files are converted')
     self.assertLen(report.converted, 4)
@@ -205,12 +184,6 @@ class PartialTest(ExtractTestCase):
       report = self.run_with_warning('another convert_fn', **changes)
       self.assertLen(report.converted, 4)
     self.assertEqual(self.words(), ['x'] * 4)
-
-  def test_files_of_others_are_left_alone(self):
-    path = pathlib.Path(self.out, 'notes.txt')
-    path.write_text('kept', 'utf-8')
-    self.extract(mode='full')
-    self.assertEqual(path.read_text('utf-8'), 'kept')
 
 
 class RefusalsTest(ExtractTestCase):
@@ -242,15 +215,12 @@ class RefusalsTest(ExtractTestCase):
     self.extract()
     self.assert_data_error(["holds 'words'"], self.extract, name='other')
 
-  @parameterized.parameters(
-    {'mode': 'some'}, {'name': 'a-b'}, {'examples_per_shard': 0}
-  )
-  def test_options(self, **changes):
-    ((name, value),) = changes.items()
+  @parameterized.parameters(('mode', 'some'), ('examples_per_shard', 0))
+  def test_options(self, name, value):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f'{name}={value!r}'
     ):
-      self.extract(**changes)
+      self.extract(**{name: value})
 
   def test_a_source_that_fails_leaves_a_directory_that_readers_refuse(self):
     def fail_at_2(path):
@@ -318,6 +288,7 @@ class KillTest(ExtractTestCase):
     # marked as incomplete.
     command = self.start(sleep=0.1)
     command.wait_until(lambda: not manifest_lib.read(self.out).is_complete)
+    self.assert_data_error(['another process'], self.extract)
     time.sleep(random.Random().uniform(0, 0.7))
     self.assertEqual(command.kill(), -signal.SIGKILL)
     self.assert_data_error([self.out, 'interrupted'], self.words)
@@ -328,27 +299,6 @@ class KillTest(ExtractTestCase):
       manifest_lib.read(self.out).entries,
       manifest_lib.read(undisturbed).entries,
     )
-
-  @pytest.mark.soak
-  def test_command_and_another_one_at_the_same_time(self):
-    command = self.start(sleep=0.05)
-    command.wait_until(lambda: manifest_lib.is_extracted(self.out))
-    self.assert_data_error(['another process'], self.extract)
-    self.assertEqual(command.wait(), 0)
-    *lines, summary = command.output().splitlines()
-    self.assertEqual(
-      lines,
-      [
-        f'converted {self.source(i)}: 7 train examples in 3 shards'
-        for i in range(4)
-      ],
-    )
-    self.assertEqual(
-      summary,
-      '4 converted, 0 unchanged, 0 removed: 28 examples in 12 shards in '
-      f'{self.out}.',
-    )
-    self.assertLen(self.words(), 28)
 
 
 if __name__ == '__main__':

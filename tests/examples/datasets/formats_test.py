@@ -19,7 +19,7 @@ from tf_strategies import data as data_lib
 from tf_strategies import errors
 
 _URL = 'storage.googleapis.com/tensorflow/tf-keras-datasets/mnist.npz'
-(_IMAGES, _LABELS), (_TEST_IMAGES, _TEST_LABELS) = formula.IDX_NAMES.values()
+_IMAGES, _LABELS = formula.IDX_NAMES['train']
 
 
 def _npz(**changes):
@@ -69,20 +69,13 @@ _SHARD = '-train-mnist-'
 _DAMAGE = (
   ('npz', 'key', _npz(y_train=None), 'lacks y_train (', 'expected x_train'),
   ('npz', 'shape', _npz(x_train=np.zeros([23, 4])), 'train', '[23, 4]'),
-  ('npz', 'scalar', _npz(x_train=np.uint8(3)), 'train', 'images'),
   ('npz', 'floats', _npz(y_train=np.zeros([23])), 'train', 'float64'),
   ('npz', 'count', _npz(y_test=np.zeros([8], 'u1')), '9 images', '8 labels'),
   ('npz', 'label', _npz(y_test=np.full([9], 10)), 'test', 'label 10', '0 to 9'),
-  ('npz', 'empty', _npz(x_train=np.zeros([0, 28, 28], 'u1')), 'train', '0'),
   ('npz', 'pickle', _npz(x_train=np.array([{}, []], object)), 'not a readable'),
-  ('npz', 'nothing', _bytes(lambda c: b''), 'not a readable .npz'),
-  ('npz', 'cut', _bytes(lambda c: c[: len(c) // 2]), 'not a readable .npz'),
   ('npz', 'flipped', _bytes(_flip(5000)), 'not a readable .npz'),
-  ('npz', 'text', _bytes(lambda c: b'label,pixel0\n' * 40), 'not a readable'),
   ('idx', 'missing', _remove(_LABELS), f'lacks {_LABELS}.gz', 'the four'),
-  ('idx', 'cut', _bytes(lambda c: c[:-1], _TEST_IMAGES), 'damaged gzip'),
   ('idx', 'flipped', _bytes(_flip(-6), _IMAGES), 'damaged gzip', _IMAGES),
-  ('idx', 'html', _bytes(lambda c: b'<html>', _LABELS), 'damaged gzip'),
   ('idx', 'kind', _idx(_LABELS, np.zeros([1, 2, 2])), '0x00000803', '801'),
   ('idx', 'header', _idx(_IMAGES, b'abc'), '3 bytes', 'header of 16'),
   (
@@ -92,12 +85,9 @@ _DAMAGE = (
     '0 bytes',
     str(2**32 - 1),
   ),
-  ('idx', 'count', _idx(_LABELS, np.zeros([22])), '23 images', '22 labels'),
-  ('idx', 'shape', _idx(_TEST_IMAGES, np.zeros([9, 8, 8])), '[9, 8, 8, 1]'),
   ('shards', 'missing', _remove(_SHARD), 'missing', 'extract'),
   ('shards', 'cut', _bytes(lambda c: c[:100], _SHARD), '100 bytes', _SHARD),
   ('shards', 'pixel', _bytes(_flip(100), _SHARD), 'unreadable', _SHARD),
-  ('shards', 'length', _bytes(_flip(7), _SHARD), 'unreadable', 'extract again'),
 )
 
 
@@ -134,10 +124,9 @@ class FormatsTest(formula.DataTestCase, parameterized.TestCase):
   @tiers.parameters('npz', 'idx', tiers.smoke('shards'))
   def test_every_value_comes_back(self, kind):
     path = self.write(kind)
-    for spelled in (path, pathlib.Path(path)):
-      loaded = datasets.load('mnist', spelled)
-      self.assertEqual(loaded.name, 'mnist')
-      self.assert_same_data(loaded, formula.dataset())
+    loaded = datasets.load('mnist', pathlib.Path(path))
+    self.assertEqual(loaded.name, 'mnist')
+    self.assert_same_data(loaded, formula.dataset())
 
   @parameterized.named_parameters(
     (f'{kind}_{name}', kind, damage, fragments)
@@ -148,27 +137,8 @@ class FormatsTest(formula.DataTestCase, parameterized.TestCase):
     damage(path)
     self.assert_refused(path, 'expected', *fragments)
 
-  def test_images_may_have_their_channel(self):
-    path, expected = self.write('npz'), formula.dataset()
-    formula.write_npz(path, x_train=expected.train.images)
-    self.assert_same_data(datasets.load_npz(path), expected)
-
-  def test_uncompressed_file_wins(self):
-    path = self.write('idx')
-    values = formula.idx_bytes(np.full([9], 8))
-    pathlib.Path(path, _TEST_LABELS).write_bytes(values)
-    loaded = datasets.load_idx(path)
-    self.assertEqual(loaded.test.labels.tolist(), [8] * 9)
-
-  def test_shards_are_a_source(self):
-    source = datasets.tfrecords(self.write('shards'), 'test')
-    self.assertEqual(source.counts, (8, 1))
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, "split='dev'"):
-      datasets.tfrecords('', 'dev')
-
   @parameterized.named_parameters(
     ('no_example', [b'\xff\xff'], 'unreadable record'),
-    ('no_image', [_example(image_raw=None)], 'image_raw'),
     ('short_image', [_example(image_raw=bytes(783))], '784 bytes'),
     ('later_image', [_example(), _example(image_raw=None)], 'image_raw'),
     ('no_test_split', [_example()], 'no shard of test'),
@@ -211,7 +181,6 @@ class LoadTest(formula.DataTestCase, parameterized.TestCase):
 
   @parameterized.parameters(
     ('digits', '/tmp/x', "data_path='/tmp/x' with dataset='digits'"),
-    ('mnst', None, "dataset='mnist'"),
     ('cifar10', None, "'mnist', 'digits', 'synthetic'"),
   )
   def test_refuses(self, dataset, path, message):

@@ -14,22 +14,16 @@ class ImagesTest(formula.DataTestCase, parameterized.TestCase):
     self.assertLen(arrays.take(70), 7)
     self.assert_data_error(['count=0', 'at least 1'], arrays.take, 0)
 
-  @parameterized.named_parameters(
-    ('float', np.zeros([3, 28, 28, 1], np.float32), 'float32 [3, 28, 28, 1]'),
-    ('no_channel', np.zeros([3, 28, 28], np.uint8), 'uint8 [3, 28, 28]'),
-    ('list', [[0]], 'list'),
-  )
-  def test_refuses_images(self, images, received):
+  def test_refuses_images(self):
     self.assert_data_error(
-      ['images', received, 'uint8 [n, 28, 28, 1]'],
+      ['images', 'uint8 [3, 28, 28]', 'uint8 [n, 28, 28, 1]'],
       datasets.Images,
-      images,
+      np.zeros([3, 28, 28], np.uint8),
       np.arange(3),
     )
 
   @parameterized.named_parameters(
     ('dtype', np.arange(3.0), ['labels', 'float64 [3]', 'int64 [n]']),
-    ('one_hot', np.eye(3, dtype=np.int64), ['int64 [3, 3]', 'int64 [n]']),
     ('length', np.arange(2), ['3 images', '2 labels']),
     (
       'negative',
@@ -49,27 +43,18 @@ class ImagesTest(formula.DataTestCase, parameterized.TestCase):
 
 
 class ImageClassificationDataTest(formula.DataTestCase, parameterized.TestCase):
-  @parameterized.parameters('train', 'test')
-  def test_names_the_label_out_of_range(self, split):
-    splits = {'train': formula.arrays(3), 'test': formula.arrays(3)}
-    splits[split] = formula.arrays(7)
+  @parameterized.parameters(
+    ('mnist', 5, ['test', 'label 5 of example 5', '0 to 4', 'num_classes=5']),
+    ('a-b', 10, ['letters']),
+    ('mnist', 1, ['at least 2']),
+  )
+  def test_refuses(self, name, num_classes, fragments):
     self.assert_data_error(
-      [split, 'label 5 of example 5', '0 to 4', 'num_classes=5'],
-      datasets.ImageClassificationData,
-      'mnist',
-      num_classes=5,
-      **splits,
-    )
-
-  @parameterized.parameters(('a-b', 10, 'letters'), ('mnist', 1, 'at least 2'))
-  def test_refuses(self, name, num_classes, fragment):
-    arrays = formula.arrays(1)
-    self.assert_data_error(
-      [fragment],
+      fragments,
       datasets.ImageClassificationData,
       name,
-      arrays,
-      arrays,
+      formula.arrays(1),
+      formula.arrays(7),
       num_classes,
     )
 

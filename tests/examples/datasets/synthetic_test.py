@@ -1,19 +1,11 @@
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 from examples import datasets
 from tests.data import formula
 
 
-class MakeSyntheticTest(formula.DataTestCase, parameterized.TestCase):
-  def test_sizes(self):
-    data = datasets.make_synthetic(num_train=31, num_test=7, num_classes=3)
-    self.assertEqual(data.name, 'synthetic')
-    self.assertEqual(data.num_classes, 3)
-    self.assertEqual(data.train.labels.tolist(), [i % 3 for i in range(31)])
-    self.assertEqual(data.test.labels.tolist(), [i % 3 for i in range(7)])
-
+class MakeSyntheticTest(formula.DataTestCase):
   def test_seed_decides(self):
     make = datasets.make_synthetic
     self.assert_same_data(make(50, 20, seed=4), make(50, 20, seed=4))
@@ -31,10 +23,9 @@ class MakeSyntheticTest(formula.DataTestCase, parameterized.TestCase):
     predicted = distances.argmin(axis=1)
     self.assertGreater(np.mean(predicted == data.test.labels), 0.99)
 
-  @parameterized.parameters(('num_train', 0), ('num_classes', 1), ('seed', -1))
-  def test_refuses(self, name, value):
+  def test_refuses(self):
     self.assert_data_error(
-      [f'{name}={value}', 'at least'], datasets.make_synthetic, **{name: value}
+      ['num_classes=1', 'at least'], datasets.make_synthetic, num_classes=1
     )
 
 

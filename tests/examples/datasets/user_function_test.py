@@ -23,11 +23,7 @@ class UserFunctionTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('convert', 'write --convert='),
-    (':convert', 'write --convert='),
-    ('a-b:convert', 'write --convert='),
-    ('os:', 'write --convert='),
     ('no_such_module_here:convert', 'cannot import no_such_module_here'),
-    ('os:paths', 'os has no function paths'),
     ('os:sep', 'os has no function sep'),
   )
   def test_refuses(self, name, words):

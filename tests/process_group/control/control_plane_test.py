@@ -8,7 +8,6 @@ import asyncio
 import random
 import socket
 import types
-from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -73,14 +72,9 @@ async def _be_gone(count, victims, how):
 
 
 class SeveralTest(parameterized.TestCase):
-  @parameterized.product(
-    how=('leave', 'kill'), count=(6, 12, 40), part=(0, 1, 2)
-  )
-  def test_all_name_the_first(self, how, count, part):
-    self.assert_all_name_the_first(how, count, part)
-
-  def assert_all_name_the_first(self, how, count, part):
-    rng = random.Random(f'{_SEED} {how} {count} {part}')
+  @parameterized.product(how=('leave', 'kill'), count=(6, 40))
+  def test_all_name_the_first(self, how, count):
+    rng = random.Random(f'{_SEED} {how} {count}')
     victims = rng.sample(range(1, count), 4)
     named, told = simulated_network.run(_be_gone, count, victims, how)
     self.assertEqual(set(named), {victims[0]}, victims)
@@ -88,23 +82,6 @@ class SeveralTest(parameterized.TestCase):
     for message in told:
       self.assertStartsWith(message, f'Rank {victims[0]} (task {victims[0]} at')
       self.assertIn(why, message)
-
-  def test_ranks_that_leave_without_a_word_would_be_seen(self):
-    declare = control_plane.ControlPlane.end
-
-    def declare_or_fail_alone(plane, report):
-      if plane._state.rank and 'left the group' in report.message:
-        plane._state.fail(report)
-      else:
-        declare(plane, report)
-
-    with (
-      mock.patch.object(
-        control_plane.ControlPlane, 'end', declare_or_fail_alone
-      ),
-      self.assertRaises(AssertionError),
-    ):
-      self.assert_all_name_the_first('leave', 12, 0)
 
   def test_rank_0_that_leaves_next_is_not_the_first(self):
     named, _ = simulated_network.run(_be_gone, 6, [4, 0], 'leave')

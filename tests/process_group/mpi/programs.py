@@ -13,24 +13,12 @@ from tests.process_group import conformance
 from tf_strategies import errors, process_group
 from tf_strategies.process_group.mpi import links
 
-# The limit of small buffers: everything at once, and in chunks of its own.
-SMALL = (1 << 15, 0)
-
 
 def numbers(rank, size, dtype):
   """Tells ranks and positions apart; sums of floats depend on their order."""
   generator = np.random.default_rng([rank, size])
   values = generator.uniform(-20, 20, size) + rank + np.arange(size) % 7
   return values.astype(dtype)
-
-
-def odd_numbers(rank, size):
-  """Zeros with signs, infinities, and NaNs that say whose they are."""
-  values = numbers(rank, size, np.float32)
-  values[::4] = -0.0 if rank % 2 else 0.0
-  values[1::4] = np.inf if rank else -np.inf
-  values.view(np.uint32)[2::4] = 0x7FC00001 + rank
-  return values
 
 
 def rows(rank):
@@ -46,16 +34,6 @@ def raw(array):
 
 def _group(**options):
   return process_group.form_mpi_group(process_group.GroupOptions(**options))
-
-
-def reduce(note):
-  """Sums of numbers that are not finite, or whose zeros have signs."""
-  for small in SMALL:
-    with conformance.small_pieces(small), _group() as group:
-      for op in ('sum', 'min', 'max'):
-        taken = group.all_reduce(odd_numbers(group.rank, 999), op=op)
-        assert taken.ctypes.data % 64 == 0
-        note[small, 'odd', op] = raw(taken)
 
 
 def table(note):
@@ -90,17 +68,6 @@ def _move(note):
     came = time.monotonic()
     group.barrier()
     note['barrier'] = (came, time.monotonic())
-
-
-def far(note):
-  """Runs collectives as if every rank had a host of its own."""
-  mpi = links.load()
-  mpi.Get_processor_name = lambda: f'host-{mpi.COMM_WORLD.rank}'
-  with _group() as group:
-    payload = str(group.rank).encode()
-    note['payloads'] = group.exchange('ranks', payload)
-    note['hosts'] = [m.address.partition(':')[0] for m in group.members]
-    note['sum'] = group.all_reduce(np.int64([group.rank])).item()
 
 
 # What the last rank does otherwise than the others.
@@ -166,19 +133,6 @@ def die(note):
   if group.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
   note['failure'] = _failure(group, group.barrier)
-
-
-def stay_away(note):
-  """Rank 1 never forms the group."""
-  links._FINALIZE_SECONDS = 1.0
-  mpi = links.load()
-  if mpi.COMM_WORLD.rank == 1:
-    time.sleep(4.0)
-    return
-  try:
-    _group(rendezvous_timeout_seconds=1.0)
-  except errors.RendezvousError as e:
-    note['failure'] = str(e)
 
 
 def run(program, directory):

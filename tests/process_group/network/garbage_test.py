@@ -3,14 +3,12 @@
 import contextlib
 import os
 import socket
-import time
 
 import numpy as np
 import psutil
-import pytest
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies.process_group.network import authentication, protocol
 
@@ -42,8 +40,7 @@ def _train(rank, directory):
       steps += 1
       if steps == 500:
         before = process.memory_info().rss
-        with open(os.path.join(directory, f'{rank}.runs'), 'w'):
-          pass
+        meetings.touch(directory, f'{rank}.runs')
       stop = os.path.exists(os.path.join(directory, 'stop'))
       if group.all_reduce(np.array([int(stop)]))[0] == 2:
         group.barrier()
@@ -63,23 +60,19 @@ def _say(address, garbage, linger):
     linger.pop(0).close()
 
 
-class GarbageTest(absltest.TestCase):
-  def assert_training_goes_on(self, count):
+class GarbageTest(parameterized.TestCase):
+  @tiers.parameters(500, tiers.soak(10_000))
+  def test_training_goes_on(self, count):
     directory = self.create_tempdir().full_path
     with processes.Workers(
       _train, 2, args=(directory,), deadline=600
     ) as workers:
-      for rank in range(2):
-        path = os.path.join(directory, f'{rank}.runs')
-        end = time.monotonic() + 60
-        while not os.path.exists(path) and time.monotonic() < end:
-          time.sleep(0.01)
+      meetings.wait_for(directory, '0.runs', '1.runs')
       linger = []
       for i in range(count):
         address = workers.addresses[i % 2]
         _say(address, _GARBAGE[i // 2 % len(_GARBAGE)], linger)
-      with open(os.path.join(directory, 'stop'), 'w'):
-        pass
+      meetings.touch(directory, 'stop')
       outcomes = workers.wait()
       for sock in linger:
         sock.close()
@@ -92,13 +85,6 @@ class GarbageTest(absltest.TestCase):
       self.assertLess(threads, 20)
       # At most so many unauthenticated peers are listened to at a time.
       self.assertLess(files, 200)
-
-  def test_training_goes_on(self):
-    self.assert_training_goes_on(500)
-
-  @pytest.mark.soak
-  def test_training_goes_on_for_long(self):
-    self.assert_training_goes_on(10_000)
 
 
 if __name__ == '__main__':

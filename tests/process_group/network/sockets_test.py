@@ -10,7 +10,6 @@ import time
 from unittest import mock
 
 import numpy as np
-import pytest
 from absl.testing import absltest
 
 from tests import processes
@@ -125,38 +124,7 @@ class OwnAddressTest(absltest.TestCase):
     process_group.Rendezvous(addresses, 0).close()
 
 
-def _meet_without_files(rank):
-  """Rank 1 has no file descriptor left; what `form` raises, and how soon."""
-  started = time.monotonic()
-  try:
-    with meetings.meet(rank, rendezvous_timeout_seconds=30) as meeting:
-      if rank == 1:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        used = len(os.listdir('/proc/self/fd'))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used, most))
-        held = []
-        try:
-          while True:
-            held.append(os.dup(0))
-        except OSError:
-          pass
-      meeting.form()
-  except errors.Error as e:
-    return type(e).__name__, str(e), time.monotonic() - started
-  return None
-
-
 class ShortageTest(absltest.TestCase):
-  @pytest.mark.soak
-  def test_process_without_descriptors_blames_itself(self):
-    first, second = processes.run_workers(_meet_without_files, 2)
-    kind, message, seconds = second
-    self.assertEqual(kind, 'ResourceLimitError')
-    self.assertRegex(message, r'in use.*ulimit -n')
-    self.assertLess(seconds, 25)
-    # The other hears of it, or sees nobody; it takes no blame on itself.
-    self.assertEqual(first[0], 'RendezvousError')
-
   def test_connection_names_the_limit(self):
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with self.assertRaisesRegex(

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import threading
 import time
@@ -38,11 +37,7 @@ def _formed(group):
 
 def _attempt(rank, per_rank):
   """Forms a group with options of each rank's own; or what prevents it."""
-  options = dict(per_rank.get(rank, {}))
-  shift = options.pop('addresses', {})
-  if shift:
-    changed = {**meetings.addresses(), **shift}
-    meetings.addresses = lambda: changed
+  options = per_rank.get(rank, {})
   started = time.monotonic()
   try:
     with (
@@ -123,16 +118,6 @@ class RefusalTest(parameterized.TestCase):
     self.assertIn('TFS_SECRET', message)
     self.assertLess(seconds, 30)
 
-  @pytest.mark.soak
-  def test_other_addresses_are_named_on_every_worker(self):
-    per_rank = {1: {'addresses': {7: '127.0.0.1:7777'}}}
-    for kind, message, seconds in processes.run_workers(
-      _attempt, 3, args=(per_rank,)
-    ):
-      self.assertIn(kind, ('ClusterConfigError', 'RendezvousError'))
-      self.assertRegex(message, '[Tt]ask 7 is at .*127.0.0.1:7777')
-      self.assertLess(seconds, 30)
-
   def test_task_that_sends_nonsense_is_named(self):
     ports = ports_lib.pick_ports(2)
     addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
@@ -156,7 +141,6 @@ class RefusalTest(parameterized.TestCase):
 
 class ConstructorTest(parameterized.TestCase):
   @parameterized.named_parameters(
-    ('no_port', {0: '127.0.0.1'}, 0, {}, errors.ClusterConfigError),
     ('bad_port', {0: '127.0.0.1:99999'}, 0, {}, errors.ClusterConfigError),
     ('no_task', {0: '127.0.0.1:0'}, 1, {}, errors.ClusterConfigError),
     (
@@ -217,23 +201,6 @@ class ConstructorTest(parameterized.TestCase):
     process_group.Rendezvous({3: address}, 3).close()
 
 
-def _survive(rank, directory, victim):
-  groups = []
-  with meetings.meet(rank, **_ELASTIC) as meeting:
-    with meeting.form() as group:
-      groups.append(_formed(group))
-      meetings.touch(directory, f'{rank}.runs')
-      try:
-        while True:
-          group.all_reduce(np.ones(1000))
-      except errors.WorkerUnavailableError as e:
-        assert e.rank == victim, e
-    with meeting.form(progress=5) as group:
-      groups.append(_formed(group))
-      group.barrier()
-  return groups
-
-
 def _let_in(rank, directory):
   """Runs until the worker that was started again has joined."""
   joined = []
@@ -281,25 +248,6 @@ def _worker(rank, directory, victim):
 
 
 class AgainTest(parameterized.TestCase):
-  @tiers.parameters(0, tiers.soak(1), tiers.soak(2))
-  def test_survivors_form_a_group_of_their_own(self, victim):
-    directory = self.create_tempdir().full_path
-    with processes.Workers(_survive, 3, args=(directory, victim)) as workers:
-      for rank in range(3):
-        meetings.wait_for(directory, f'{rank}.runs')
-      workers.signal(victim, signal.SIGKILL)
-      survivors = [r for r in range(3) if r != victim]
-      outcomes = workers.wait(survivors)
-    for rank, outcome in enumerate(outcomes):
-      self.assertEqual(outcome.error_text, '')
-      first, second = outcome.value
-      self.assertEqual(first[0], 1)
-      self.assertEqual(second[0], 2)
-      self.assertEqual(second[1], rank)
-      tasks = [(r, task, 5) for r, task in enumerate(survivors)]
-      self.assertEqual(second[2], tasks)
-      self.assertEqual(second[3], 11)
-
   @tiers.parameters(tiers.soak(0), tiers.smoke(2))
   def test_restarted_worker_joins_the_survivors(self, victim):
     directory = self.create_tempdir().full_path
