@@ -10,7 +10,7 @@ from unittest import mock
 import tensorflow as tf
 from absl.testing import parameterized
 
-from benchmarks import measure, peers, report, tensor_sets
+from benchmarks import measure, peers, report
 from tf_strategies import errors
 
 
@@ -49,35 +49,8 @@ class MeasureTest(tf.test.TestCase):
     )
     self.assertEqual(found, {'a': [1.0] * 6, 'b': [5.0] * 6})
 
-  def test_spread(self):
-    spread = measure.Spread.of([0.001 * i for i in range(101)])
-    self.assertAllClose(
-      (spread.p10_ms, spread.median_ms, spread.p90_ms), (10, 50, 90)
-    )
-    self.assertEqual(spread.num_samples, 101)
-
-
-class TensorSetsTest(tf.test.TestCase, parameterized.TestCase):
-  def test_resnet_is_that_of_the_paper(self):
-    shapes = tensor_sets.by_name('resnet')
-    self.assertLen(shapes, 60)
-    # Keras counts 25,636,712 parameters. They include 26,560 biases of
-    # convolutions and 106,240 parameters of batch normalization. We have 3,904
-    # of the latter.
-    parameters = sum(tf.TensorShape(s).num_elements() for s in shapes)
-    self.assertEqual(parameters, 25_636_712 - 26_560 - 106_240 + 3_904)
-
-  @parameterized.parameters('', '25', '0x1MB', '1x1GB')
-  def test_unknown(self, name):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, repr(name)):
-      tensor_sets.by_name(name)
-
 
 class PeersTest(tf.test.TestCase, parameterized.TestCase):
-  def test_hierarchical_copy_forgets_one_of_an_odd_number(self):
-    names = [peer.name for peer in peers.for_devices(3)]
-    self.assertNotIn('HierarchicalCopyAllReduce', names)
-
   @parameterized.parameters(2, 4, 8)
   def test_hierarchical_copy(self, world_size):
     # Each tensor has two main devices. One receives the gradients of half of
@@ -116,22 +89,12 @@ class ReportTest(tf.test.TestCase):
       'c': [{'d': ['x, ]', 'y']}],
       'e': 'f\n  [\n  1,\n  2\n]',
     }
-    report.write_json(path, {'b': 1})
-    report.write_json(path, content)  # The next run replaces the file.
-    self.assertEqual(os.listdir(os.path.dirname(path)), ['a.json'])
+    report.write_json(path, content)
     with open(path, encoding='utf-8') as f:
       text = f.read()
     self.assertEqual(json.loads(text), content)
     self.assertIn('"a": [0.5, 1.5, 2],\n', text)
     self.assertIn('[1, 2],\n', text)
-
-  def test_table_is_aligned(self):
-    lines = report.markdown(
-      ['peer', 'ms', 'off'],
-      [['a longer name', '1,234.5', '-3 %'], ['4', 1.0, None]],
-    ).splitlines()
-    self.assertLen({len(line) for line in lines}, 1)
-    self.assertEqual(lines[1], '| :------------ | ------: | ---: |')
 
 
 if __name__ == '__main__':

@@ -38,15 +38,6 @@ for address in sys.argv[1:]:
   with socket.create_connection((address, {PORT}), 2) as s:
     print(s.recv(16, socket.MSG_WAITALL).decode().strip())
 """
-SEND = f"""
-import socket, sys, time
-with socket.create_connection((sys.argv[1], {PORT}), 30) as s:
-  s.recv(16, socket.MSG_WAITALL)
-  start = time.monotonic()
-  s.sendall(bytes({SENT_BYTES}))
-  assert s.recv(4, socket.MSG_WAITALL) == b'done'
-  print(time.monotonic() - start)
-"""
 
 
 def namespaces():
@@ -83,10 +74,6 @@ class RateTest(parameterized.TestCase):
     ):
       network_namespaces.NetworkNamespaces(2, text)
 
-  def test_bad_counts(self):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, '0 test hosts'):
-      network_namespaces.NetworkNamespaces(0)
-
   def test_what_is_missing_is_said(self):
     with absltest.mock.patch.dict(os.environ, {'PATH': ''}):
       self.assertIn('install iproute2', network_namespaces.missing())
@@ -107,15 +94,6 @@ class NetworkNamespacesTest(absltest.TestCase):
     return hosts.run(
       index, [sys.executable, '-c', program, *arguments], SECONDS
     )
-
-  def test_rate_is_limited(self):
-    with (
-      network_namespaces.NetworkNamespaces(2, '200mbit') as hosts,
-      servers(hosts),
-    ):
-      done = self.python(hosts, 0, SEND, hosts.addresses[1])
-      # The transfer takes 0.8 s, minus the time for the initially full buckets.
-      self.assertGreater(float(done.stdout), 0.5, done.stderr)
 
   def test_cut_link_blocks_until_it_is_restored(self):
     with network_namespaces.NetworkNamespaces(3) as hosts, servers(hosts):

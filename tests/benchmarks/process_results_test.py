@@ -35,31 +35,5 @@ class SizeTest(absltest.TestCase):
     )
 
 
-class TablesTest(absltest.TestCase):
-  def test_times(self):
-    lines = process_results.times_table(
-      [make_size(), make_size(num_bytes=24_000_000)]
-    ).splitlines()
-    heads = [cell.strip() for cell in lines[0].strip('|').split('|')]
-    self.assertEqual(
-      heads,
-      ['size', 'ours_tcp', 'mwms_ring', 'gloo', 'no_op'],
-    )
-    rows = [
-      [cell.strip() for cell in line.strip('|').split('|')]
-      for line in lines[2:]
-    ]
-    self.assertEqual([row[0] for row in rows], ['12.00 KB', '24.00 MB'])
-    self.assertEqual(rows[0][1], '3 (2.2-3.8)')
-
-  def test_ratios(self):
-    self.assertIn(
-      '|               0.30 |', process_results.ratios_table([make_size()])
-    )
-    self.assertEqual(
-      process_results.ratios_table([make_size({'ours_tcp': [1.0]})]), ''
-    )
-
-
 if __name__ == '__main__':
   absltest.main()

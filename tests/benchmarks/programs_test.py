@@ -103,17 +103,8 @@ class ProgramsTest(parameterized.TestCase):
   # Some rows are soak tests because each must import TensorFlow.
   @tiers.parameters(
     ('input_pipeline', '--variants=naiv', "'naiv'"),
-    (
-      'input_pipeline',
-      '--pipeline=builtins:dict --rounds=1',
-      'returned a dict',
-    ),
     tiers.soak('all_reduce', '--num_devices=1', 'integers of 2 or more'),
-    tiers.soak('process_all_reduce', '--link_rate=fast', "rate of 'fast'"),
-    tiers.soak('training_step', '--peers=ring', "'ring' is none of ring_1mb"),
     tiers.soak('parameter_server', '--steps=25', 'no multiple of 10'),
-    tiers.soak('recovery', '--report_json=/missing/a.json', '/missing/a.json'),
-    tiers.soak('strategies', '--strategies=ring', "strategies='ring'"),
     tiers.soak('strategies', '--deadline_seconds=1', 'did not end within'),
   )
   def test_failure_is_told(self, module, flags, words):

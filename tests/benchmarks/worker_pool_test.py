@@ -94,22 +94,13 @@ class WorkerPoolTest(parameterized.TestCase):
         workers.ask('fail_on', rank=5)
     self.assertEmpty(wait_until_gone(pids))
 
-  def test_unknown_actor_is_named(self):
-    with (
-      worker_pool.WorkerPool('tried', 'json:NoSuchActor', [()]) as workers,
-      self.assertRaisesRegex(errors.WorkerUnavailableError, 'NoSuchActor'),
-    ):
-      workers.ask('describe', text='')
-
   def test_worker_that_does_not_start(self):
     with self.assertRaisesRegex(
       errors.WorkerUnavailableError, 'worker 0 ended with status 1 at once'
     ):
       worker_pool.WorkerPool('tried', ACTOR, [('false',)])
 
-  @tiers.parameters(
-    tiers.soak(signal.SIGINT), tiers.soak(signal.SIGTERM), signal.SIGKILL
-  )
+  @tiers.parameters(tiers.soak(signal.SIGTERM), signal.SIGKILL)
   def test_no_worker_outlives_the_program(self, number):
     program = processes.Command(
       [sys.executable, '-c', PROGRAM],

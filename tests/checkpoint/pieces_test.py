@@ -49,12 +49,11 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(renamed['other'], _WHOLE)
     self.assertEqual(set(renamed), {'small', 'other'})
 
-  @parameterized.product(first=(0, 2, 3, 8), rows=(1, 2, 5))
-  def test_rows(self, first, rows):
+  def test_rows(self):
     table = self.table(self.directory)
-    rows = min(rows, 10 - first)
-    some = pieces.array_of(self.directory, table, first, rows)
-    self.assertAllEqual(some, _WHOLE[first : first + rows])
+    for first, end in itertools.combinations(range(11), 2):
+      some = pieces.array_of(self.directory, table, first, end - first)
+      self.assertAllEqual(some, _WHOLE[first:end])
 
   def test_a_data_file_has_the_bytes_alone(self):
     table = self.table(self.directory)
@@ -62,13 +61,7 @@ class PiecesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(np.fromfile(data, np.float32), _WHOLE[3:7].ravel())
 
   @parameterized.parameters(
-    (0, 'cut'),
-    (0, 'flip'),
-    (0, 'delete'),
-    (1, 'cut'),
-    (1, 'flip'),
-    (1, 'delete'),
-    (0, 'other'),
+    (0, 'cut'), (0, 'flip'), (1, 'flip'), (1, 'delete'), (0, 'other')
   )
   def test_damage_costs_the_newest_checkpoint(self, suffix, kind):
     older = self.save()

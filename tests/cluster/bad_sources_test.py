@@ -13,34 +13,16 @@ from tf_strategies.cluster import sources
 # Name, environment, and words of the message: the variable and its value.
 _BAD = (
   ('slurm_place', schedulers.changed(schedulers.SLURM, SLURM_PROCID='7'), ('SLURM_PROCID: ', "'7'")),
-  ('slurm_words', schedulers.changed(schedulers.SLURM, SLURM_PROCID='one'), ("'one'", '0 to 6')),
   ('slurm_count', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='x'), ('SLURM_NTASKS: ', "'x'")),
-  ('slurm_no_tasks', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='0'), ("'0'",)),
-  ('slurm_no_list', schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST=None), ('missing',)),
   (
     'slurm_list',
     schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='node[1-'),
     ('SLURM_JOB_NODELIST: ', "'node[1-'", 'node[001-003,7],gpu1'),
   ),
   (
-    'slurm_host',
-    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='-a[1-4]'),
-    ("'-a1:1'", 'host name'),
-  ),
-  (
-    'slurm_same_host',
-    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='a,a,b,c'),
-    ('no other task has',),
-  ),
-  (
     'slurm_sum',
     schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE='2(x4)'),
     ('SLURM_TASKS_PER_NODE: ', "'2(x4)'", '7 tasks'),
-  ),
-  (
-    'slurm_hosts',
-    schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE='3,4'),
-    ("'3,4'", '4 hosts'),
   ),
   (
     'slurm_per_node',
@@ -57,29 +39,18 @@ _BAD = (
     schedulers.changed(schedulers.SLURM, SLURM_DISTRIBUTION='cyclic'),
     ("'cyclic'", '--distribution=block'),
   ),
-  ('slurm_job', schedulers.changed(schedulers.SLURM, SLURM_JOB_ID='x'), ('SLURM_JOB_ID: ', "'x'")),
-  ('slurm_port', schedulers.changed(schedulers.SLURM, TFS_PORT='65535'), ('TFS_PORT: ', '65534')),
   ('port_0', {**schedulers.SLURM, 'TFS_PORT': '0'}, ('TFS_PORT: ', "'0'", '65535')),
   ('jobset_name', schedulers.changed(schedulers.JOBSET, JOBSET_NAME=None), ('JOBSET_NAME: ',)),
-  ('jobset_host', schedulers.changed(schedulers.JOBSET, JOBSET_NAME='a b'), ("'a b-chief-0-0.a b",)),
   (
     'jobset_job',
     schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME='workers'),
     ('REPLICATED_JOB_NAME: ', "'workers'", 'chief, worker, ps'),
   ),
   (
-    'jobset_no_ps',
-    schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME='ps', TFS_NUM_PS='0'),
-    ("'ps'", '(worker)'),
-  ),
-  (
     'jobset_index',
     schedulers.changed(schedulers.JOBSET, JOB_COMPLETION_INDEX='2'),
     ('JOB_COMPLETION_INDEX: ', "'2'", '0 to 1'),
   ),
-  ('jobset_replica', schedulers.changed(schedulers.JOBSET, JOB_INDEX='1'), ('JOB_INDEX: ', "'1'")),
-  ('chief', {**schedulers.JOBSET, 'TFS_CHIEF': '2'}, ('TFS_CHIEF: ', '0 to 1')),
-  ('many', {**schedulers.JOBSET, 'TFS_NUM_WORKERS': '99999999'}, ('100000',)),
   (
     'nobody_trains',
     {**schedulers.INDEXED_JOB, 'TFS_NUM_WORKERS': '0', 'TFS_EVALUATOR': '1'},
@@ -90,28 +61,16 @@ _BAD = (
     {**schedulers.SLURM, 'TFS_NUM_WORKERS': '3'},
     ('number of tasks is 7', '3 worker'),
   ),
-  ('too_many_ps', {**schedulers.SLURM, 'TFS_NUM_PS': '7'}, ('of tasks is 7', '7 ps')),
   ('indexed_name', schedulers.changed(schedulers.INDEXED_JOB, TFS_JOB_NAME=None), ('TFS_JOB_NAME: ', 'missing')),
   (
     'indexed_service',
     schedulers.changed(schedulers.INDEXED_JOB, TFS_SUBDOMAIN=None),
     ('TFS_SUBDOMAIN: ', 'headless service'),
   ),
-  ('indexed_place', schedulers.changed(schedulers.INDEXED_JOB, JOB_COMPLETION_INDEX='3'), ("'3'",)),
   (
     'nobody_says_who',
     {'TFS_NUM_WORKERS': '4'},
     ('TFS_NUM_WORKERS: ', 'is 4', 'tf_strategies.launch'),
-  ),
-  (
-    'nobody_says_who_serves',
-    {'TFS_NUM_PS': '2'},
-    ('TFS_NUM_PS: ', 'is 3', 'tf_strategies.launch', 'unset TFS_NUM_PS'),
-  ),
-  (
-    'one_task_of_slurm_cannot_serve',
-    {'SLURM_PROCID': '0', 'SLURM_NTASKS': '1', 'TFS_NUM_PS': '1'},
-    ('TFS_NUM_PS: ', 'is 2'),
   ),
   (
     'service_links',

@@ -27,55 +27,30 @@ def _task(**changes):
 _BAD = (
   ('', "''", 'JSON object'),
   ('{"cluster": {"worker": ["a:1"', 'JSONDecodeError'),
-  ('[' * 100_000, 'RecursionError'),
-  ('{"task": ' + '1' * 5000 + '}', 'ValueError', '...'),
   ('{"cluster": {}, "cluster": {}}', "'cluster'", 'twice'),
   ('[{"cluster": {}}]', "[{'cluster': {}}]", 'a JSON object'),
-  ('{"Clusters": {"worker": []}}', "'Clusters'", "'cluster'"),
   ('{"clutser": {}, "task": {}}', "'clutser'", "write 'cluster'"),
   ('{"task": {"type": "worker", "index": 0}}', 'cluster is missing'),
   ('{"cluster": ["a:1"]}', "cluster is ['a:1']"),
   ('{"cluster": {"worker": ["a:1"]}}', 'task is missing'),
-  ('{"cluster": {}, "task": [1]}', 'task is [1]'),
   (_config(task={'index': 0}), 'task.type is missing'),
-  (_config(task={'type': 'ps'}), 'task.index is missing'),
-  (_config(task={'type': 'ps', 'indx': 0}), "'indx'", "write 'index'"),
-  (_task(type=['worker']), "task.type is ['worker']"),
   (_task(type='Worker'), "'Worker'", "write 'worker'"),
-  (_task(type='gpu'), "'gpu'", 'chief, master, worker'),
   (_task(type='ps'), "task.type is 'ps'", 'cluster (worker)'),
-  (_task(type='master'), "task.type is 'chief'"),
-  (_task(index=-1), 'task.index is -1', 'from 0'),
   (_task(index=3), 'task.index is 3', '0 to 2'),
-  (_task(index=10**30), 'task.index is 1000'),
   (_task(index=True), 'task.index is True'),
-  (_task(index=1.0), 'task.index is 1.0'),
-  (_task(index='one'), "task.index is 'one'"),
   (_task(index='\u0661'), "task.index is '\\u0661'"),
-  (_config().replace(json.dumps(_WORKERS), '{}'), '{}'),
   (_config(ps=[]), 'cluster.ps is []', 'leave ps out'),
-  (_config(ps=None), 'cluster.ps is None'),
   (_config(ps='d:4'), "cluster.ps is 'd:4'", 'brackets'),
-  (_config(gpu=['d:4']), "'gpu'", 'chief, master, worker'),
   (_config(pss=['d:4']), "is 'pss'", "write 'ps'"),
   (_config(chief=['d:4'], master=['e:5']), 'two names'),
   (_config(chief=['d:4', 'e:5']), "0: 'd:4', 1: 'e:5'"),
   (_config(ps=['c:3']), "'c:3'", '.worker[2] has it'),
-  (_config(['a:1', 'A:1']), "worker[1] is 'A:1'"),
-  (_config(['a:1', 'a:01']), "worker[1] is 'a:01'"),
   (_config(['[::1]:1', '[0::1]:1']), "'[0::1]:1'"),
   (_config(['host']), "'host'", 'with a port'),
-  (_config(['host:0']), "'host:0'", '1 to 65535'),
   (_config(['host:65536']), "'host:65536'"),
-  (_config(['host:http']), "'host:http'"),
   (_config(['grpc://host:1']), "'grpc://host:1'", 'scheme'),
-  (_config(['host:1\n']), "'host:1\\n'"),
-  (_config([':1']), "':1'", 'host name'),
-  (_config(['-host:1']), "'-host:1'"),
   (_config(['::1:1']), "'::1:1'", 'brackets'),
-  (_config(['[1::2::3]:1']), "'[1::2::3]:1'"),
   (_config(['a:1', 2222]), 'worker[1] is 2222'),
-  (_config({'one': 'a:1'}), "is 'one'"),
   (_config({'1': 'a:1', '01': 'b:2'}), "'01'", 'once'),
   (_config({'0': 'a:1', '4': 'b:2'}), "['0', '4']", 'list the addresses'),
 )
@@ -95,38 +70,14 @@ class BadValuesTest(parameterized.TestCase):
       self.assertIn(word, message)
     self.assertLess(len(message), 700)
 
-  @parameterized.parameters(
-    ({}, 'worker', 0),
-    (['a:1'], 'worker', 0),
-    ({'worker': {0: 'a:1'}}, 'worker', 1),
-  )
-  def test_constructor_checks_too(self, *arguments):
-    with self.assertRaises(errors.ClusterConfigError):
-      cluster.ClusterConfig(*arguments)
-
 
 class GoodValuesTest(parameterized.TestCase):
-  @parameterized.parameters(
-    '{}',
-    '{"environment": "cloud"}',
-    _config(['a:1']),
-    _config([], {'type': 'master', 'index': 0}, master=['a:1']).replace(
-      '"worker": [], ', ''
-    ),
-  )
+  @parameterized.parameters('{}', '{"environment": "cloud"}', _config(['a:1']))
   def test_nothing_or_one_task_is_a_single_process(self, text):
     self.assertIsNone(_read(text))
 
   def test_no_variable_is_a_single_process(self):
     self.assertIsNone(cluster.ClusterConfig.from_env({'PATH': 'x'}))
-
-  @parameterized.parameters(
-    ({'worker': ['a:1']}, 'evaluator'), ({'ps': ['a:1']}, 'ps')
-  )
-  def test_another_part_is_not_lost(self, jobs, task_type):
-    task = {'type': task_type, 'index': 0}
-    config = _read(json.dumps({'cluster': jobs, 'task': task}))
-    self.assertEqual(config.task_type, task_type)
 
   def test_every_part_is_read(self):
     config = _read(
@@ -164,11 +115,9 @@ class GoodValuesTest(parameterized.TestCase):
   @parameterized.parameters(
     # jobs, task, is_chief, training_index, address
     ({}, ('worker', 0), True, 0, 'a:1'),
-    ({}, ('worker', 2), False, 2, 'c:3'),
     ({'chief': ['d:4']}, ('chief', 0), True, 0, 'd:4'),
     ({'chief': ['d:4']}, ('worker', 0), False, 1, 'a:1'),
     ({'master': ['d:4']}, ('chief', 0), True, 0, 'd:4'),
-    ({'ps': ['p:1', 'q:1']}, ('ps', 1), False, None, 'q:1'),
     ({'evaluator': ['e:1']}, ('evaluator', 0), False, None, 'e:1'),
     ({}, ('evaluator', 0), False, None, None),
   )
@@ -179,9 +128,8 @@ class GoodValuesTest(parameterized.TestCase):
     self.assertEqual(config.address, address)
 
   @parameterized.parameters(
-    'a.b-c.svc:65535', '10.0.0.1:2222', '[::1]:2222', '[fe80::1%eth0]:22',
-    'under_score:1', 'root.:1', 'X:02222',
-  )  # fmt: skip
+    '10.0.0.1:2222', '[fe80::1%eth0]:22', 'under_score:1', 'X:02222'
+  )
   def test_address_is_kept_as_it_is(self, address):
     found = _read(_config([address, 'other:3'])).address
     self.assertEqual(found, address)

@@ -9,13 +9,9 @@ from tf_strategies.cluster.sources import hostlist
 
 class HostsTest(parameterized.TestCase):
   @parameterized.parameters(
-    ('n2,n1', ['n2', 'n1']),
     ('n[3,1]', ['n3', 'n1']),
-    ('n[8-11]', ['n8', 'n9', 'n10', 'n11']),
     ('n[08-11]', ['n08', 'n09', 'n10', 'n11']),
     ('n[001-002,7],gpu1', ['n001', 'n002', 'n7', 'gpu1']),
-    ('gpu1,n[1-2],m5', ['gpu1', 'n1', 'n2', 'm5']),
-    ('n[1-2]-ib', ['n1-ib', 'n2-ib']),
     ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']),
     ('n[1-2].cluster.local', ['n1.cluster.local', 'n2.cluster.local']),
   )
@@ -23,10 +19,9 @@ class HostsTest(parameterized.TestCase):
     self.assertEqual(hostlist.hosts(text), expected)
 
   @parameterized.parameters(
-    '', 'a,', ',a', 'a,,b', 'a b', 'a[', 'a]', 'a[]', 'a[1-]', 'a[-1]',
-    'a[1-2-3]', 'a[2-1]', 'a[x]', 'a[1,]', 'a[[1]]', 'a\n', 'a/b', 'ä',
+    '', 'a,,b', 'a b', 'a[', 'a]', 'a[1-]', 'a[2-1]', 'a[x]', 'a[[1]]', 'a/b',
     'a[\u0661]', 'a[0-99999999]', 'a[1-1000][1-1000]', 'a[1-99999],b[1-2]',
-    'a' * 300, '[1]' * 300, 'a[0000000001]',
+    'a' * 300,
   )  # fmt: skip
   def test_anything_else_is_refused(self, text):
     with self.assertRaises(errors.ClusterConfigError) as caught:
@@ -37,14 +32,7 @@ class HostsTest(parameterized.TestCase):
     self.assertLen(hostlist.hosts('a[1-99999],b'), checks.MAX_TASKS)
 
   @parameterized.parameters(
-    'a[0-99999]' * 10_000,
-    '[1-9]' * 20_000,
-    'a[1-2],' * 20_000,
-    ',' * 100_000,
-    'a[' * 50_000,
-    'a[1-' * 30_000,
-    'a' * 100_000 + '[1-99999]',
-    'a[' + '1,' * 50_000,
+    '[1-9]' * 20_000, 'a[' * 50_000, 'a' * 100_000 + '[1-99999]'
   )
   def test_as_much_as_a_variable_holds_is_refused_soon(self, text):
     # Quadratic work would take minutes, and expanding all of it forever.
@@ -54,17 +42,13 @@ class HostsTest(parameterized.TestCase):
 
 class NumbersTest(parameterized.TestCase):
   @parameterized.parameters(
-    ('2', [2]),
-    ('2(x3),1', [2, 2, 2, 1]),
-    ('1,2(x2),3', [1, 2, 2, 3]),
-    ('4(x1)', [4]),
+    ('2', [2]), ('2(x3),1', [2, 2, 2, 1]), ('1,2(x2),3', [1, 2, 2, 3])
   )
   def test_expands_as_slurm_does(self, text, expected):
     self.assertEqual(hostlist.numbers(text), expected)
 
   @parameterized.parameters(
-    '', 'x', '1,', '1(x2', '1(2)', '(x2)', '-1', ' 1', '1(x99999999)',
-    '1(x99999),2(x2)', '1(x2)(x2)', '\u0661', ',' * 100_000,
+    '', 'x', '1,', '1(x2', '-1', '1(x99999999)', '1(x99999),2(x2)',
   )  # fmt: skip
   def test_anything_else_is_refused(self, text):
     with self.assertRaises(errors.ClusterConfigError):

@@ -20,43 +20,20 @@ def _free_address():
 
 
 class _ListeningTest(parameterized.TestCase):
-  def listen(self, host='127.0.0.1', port=0):
+  def listen(self, port=0):
     """The address of a socket that listens until the test is over."""
-    family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    listener = self.enter_context(socket.socket(family))
+    listener = self.enter_context(socket.socket())
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
+    listener.bind(('127.0.0.1', port))
     listener.listen()
-    shown = f'[{host}]' if ':' in host else host
-    return f'{shown}:{listener.getsockname()[1]}'
+    return f'127.0.0.1:{listener.getsockname()[1]}'
 
 
 class UnreachableTest(_ListeningTest):
-  def test_only_those_that_do_not_answer(self):
-    closed = _free_address()
-    tasks = {
-      'ps 0': self.listen(),
-      'worker 0': closed,
-      'worker 1': self.listen(),
-      'worker 2': _NO_SUCH_HOST,
-    }
-    self.assertEqual(
-      list(reachability.unreachable(tasks, timeout=30)),
-      ['worker 0', 'worker 2'],
-    )
-    self.assertEqual(reachability.unreachable({}), {})
-
   def test_address_may_be_a_name_or_no_name_at_all(self):
     address = self.listen().replace('127.0.0.1', 'localhost')
     tasks = {'ps 0': address, 'ps 1': 'a..b:2222'}
     self.assertEqual(list(reachability.unreachable(tasks, 30)), ['ps 1'])
-
-  def test_ipv6_address_in_brackets(self):
-    try:
-      address = self.listen('::1')
-    except OSError as e:
-      self.skipTest(f'no IPv6 on this host: {e}')
-    self.assertEqual(reachability.unreachable({'ps 0': address}, 30), {})
 
   def test_all_are_asked_at_once(self):
     # Each attempt waits for the others: one after another none would be made.
@@ -88,15 +65,9 @@ class UnreachableTest(_ListeningTest):
       )
       self.assertFalse(released.is_set())
 
-  @parameterized.parameters('localhost', '::1:22')
-  def test_malformed_address_is_an_error(self, address):
+  def test_malformed_address_is_an_error(self):
     with self.assertRaisesRegex(errors.ClusterConfigError, 'worker 7'):
-      reachability.unreachable({'worker 7': address})
-
-  @parameterized.parameters(0, float('nan'))
-  def test_bad_timeout_is_named(self, timeout):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'timeout='):
-      reachability.unreachable({}, timeout=timeout)
+      reachability.unreachable({'worker 7': '::1:22'})
 
 
 class WaitForTasksTest(_ListeningTest):
@@ -104,9 +75,9 @@ class WaitForTasksTest(_ListeningTest):
   def test_returns_when_the_last_one_listens(self):
     address = _free_address()
     tasks = {'ps 0': self.listen(), 'worker 0': address}
-    host, _, port = address.partition(':')
+    port = int(address.partition(':')[2])
     with self.assertLogs('absl', 'WARNING') as logs:
-      timer = threading.Timer(1.0, self.listen, (host, int(port)))
+      timer = threading.Timer(1.0, self.listen, (port,))
       timer.start()
       self.addCleanup(timer.join)
       reachability.wait_for_tasks(tasks, 60, 'to train')
@@ -135,18 +106,6 @@ class WaitForTasksTest(_ListeningTest):
     self.assertNotIn('worker 0', message)
     self.assertStartsWith(message, 'Waited 1.5 s to train for tasks')
     self.assertIn('raise deadline_seconds', message)
-
-  def test_deadline_of_zero_asks_once(self):
-    reachability.wait_for_tasks({'ps 0': self.listen()}, 0, 'to train')
-    with self.assertRaises(errors.RendezvousError):
-      reachability.wait_for_tasks({'ps 0': _free_address()}, 0, 'to train')
-
-  @parameterized.parameters(-1, float('inf'))
-  def test_bad_deadline_is_named(self, seconds):
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, 'deadline_seconds='
-    ):
-      reachability.wait_for_tasks({}, seconds, 'to train')
 
 
 if __name__ == '__main__':

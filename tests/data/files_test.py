@@ -27,13 +27,6 @@ class CacheTest(formula.DataTestCase):
   def labels(self, dataset):
     return [int(y) for _, labels in dataset for y in labels]
 
-  def test_without_a_cache_the_files_are_read_again(self):
-    dataset = self.make()
-    self.labels(dataset)
-    shutil.rmtree(self.directory)
-    with self.assertRaises(tf.errors.NotFoundError):
-      self.labels(dataset)
-
   @pytest.mark.smoke
   def test_later_epochs_come_from_the_cache_before_the_shuffle(self):
     dataset = self.make(cache='memory')
@@ -90,11 +83,10 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
       )
     return np.concatenate([batch['key'] for batch in batches]).tolist()
 
-  @parameterized.parameters('none', 'memory')
-  def test_every_record_once_and_evaluation_in_order(self, cache):
+  def test_every_record_once_and_evaluation_in_order(self):
     n = sum(self.counts)
-    self.assertEqual(self.keys(False, cache=cache), list(range(n)))
-    order = self.keys(True, cache=cache)
+    self.assertEqual(self.keys(False), list(range(n)))
+    order = self.keys(True)
     self.assertCountEqual(order, range(n))
     self.assertNotEqual(order, list(range(n)))
 
@@ -108,51 +100,17 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(self.keys(training, late=True, **changes), expected)
 
   def test_refusals(self):
-    with_parser = {'schema': self.parse}
-    for make, paths, kwargs, error, message in (
-      (
-        data_lib.TFRecords,
-        f'{self.directory}/*.none',
-        with_parser,
-        errors.DataError,
-        'none.*got none',
-      ),
-      (
-        data_lib.TFRecords,
-        self.directory,
-        with_parser,
-        errors.DataError,
-        'a directory',
-      ),
-      (data_lib.TFRecords, [], with_parser, errors.DataError, 'got none'),
-      (
-        data_lib.TFRecords,
-        ['nowhere'],
-        with_parser,
-        errors.DataError,
-        'nowhere.*No such file',
-      ),
-      (
-        data_lib.Files,
-        self.paths,
-        {
-          'read_fn': tf.data.TFRecordDataset,
-          'parse_fn': self.parse,
-          'counts': None,
-        },
-        errors.UnsupportedOptionError,
-        'counts=None.*a list',
-      ),
-      (
-        data_lib.TFRecords,
-        self.paths,
-        {'schema': self.parse, 'counts': [1]},
-        errors.UnsupportedOptionError,
-        '1 counts for 20 files',
-      ),
+    for paths, message in (
+      (f'{self.directory}/*.none', 'none.*got none'),
+      (self.directory, 'a directory'),
+      (['nowhere'], 'nowhere.*No such file'),
     ):
-      with self.assertRaisesRegex(error, message):
-        make(paths, **kwargs)
+      with self.assertRaisesRegex(errors.DataError, message):
+        data_lib.TFRecords(paths, self.parse)
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, '1 counts for 20 files'
+    ):
+      data_lib.TFRecords(self.paths, self.parse, counts=[1])
 
   def test_schema_as_a_dict(self):
     path = f'{self.directory}/examples.tfrecord'

@@ -8,7 +8,6 @@ from tests.data import formula
 from tf_strategies import data as data_lib
 
 _N = 20
-_SOURCES = ('arrays', 'files')
 
 
 class Calls:
@@ -59,8 +58,6 @@ class CallsTest(TransformTestCase):
   @parameterized.parameters(
     ('arrays', 'none', True),
     ('arrays', 'memory', True),
-    ('arrays', 'memory', False),
-    ('files', 'none', True),
     ('files', 'memory', False),
   )
   def test_what_runs_how_often(self, source, cache, training):
@@ -86,8 +83,7 @@ class CallsTest(TransformTestCase):
     if training:
       self.assertEqual(calls.seed_spec, (tf.int64, (2,)))
 
-  @parameterized.parameters(('arrays', 'none'), ('files', 'memory'))
-  def test_order_of_the_functions(self, source, cache):
+  def test_order_of_the_functions(self):
     seen = {}
 
     def prepare(images, labels):
@@ -99,14 +95,14 @@ class CallsTest(TransformTestCase):
       return images, labels * 10
 
     dataset = self.make(
-      source,
+      'files',
       True,
       {
         'prepare_fn': prepare,
         'augment_fn': augment,
         'map_fn': lambda x, y: {'x': x, 'y': y + 3},
       },
-      cache=cache,
+      cache='memory',
     )
     self.assertEqual(seen, {'prepare': tf.uint8, 'augment': tf.float32})
     for batch in dataset.as_numpy_iterator():
@@ -123,7 +119,7 @@ class SeedsTest(TransformTestCase):
       tuple(seed) for _ in range(epochs) for seed in dataset.as_numpy_iterator()
     ]
 
-  @parameterized.parameters(*_SOURCES)
+  @parameterized.parameters('arrays', 'files')
   def test_one_a_batch_and_epoch_from_the_seed_alone(self, source):
     one = self.seeds(source)
     self.assertLen(set(one), 2 * 3)

@@ -55,15 +55,6 @@ class MachineTest(parameterized.TestCase):
     # The probe reported nothing before it failed.
     self.assertEmpty(known)
 
-  def test_crash(self):
-    broken = pathlib.Path(self.create_tempdir().full_path)
-    (broken / 'tensorflow.py').write_text('import os; os.abort()')
-    with mock.patch.dict(os.environ, PYTHONPATH=str(broken)):
-      known, ending = machine._probe()
-    [finding] = machine._software(known, ending)
-    self.assertEqual(finding.state, 'FAIL')
-    self.assertIn('status -6', finding.what)
-
   def test_another_backend(self):
     status, found, *_ = _doctor(KERAS_BACKEND='numpy')
     self.assertEqual(status, 1, found)
@@ -99,23 +90,13 @@ class MachineTest(parameterized.TestCase):
     self.assertEqual(finding.state, state)
     self.assertIn(words, finding.what)
 
-  @parameterized.parameters('file', 'below_file')
-  def test_directory_that_cannot_be_written(self, kind):
+  def test_directory_that_cannot_be_written(self):
     path = self.create_tempfile().full_path
-    if kind == 'below_file':
-      path = os.path.join(path, 'checkpoints')
     finding = findings.of('checkpoints', machine._directory, path)
     self.assertEqual(finding.state, 'FAIL')
     self.assertIn(path, finding.what)
     self.assertNotIn('.tfs-doctor', finding.what)
     self.assertIn('that this user can write', finding.fix)
-
-  def test_directory_that_is_not_there_is_not_left(self):
-    home = self.create_tempdir().full_path
-    path = os.path.join(home, 'runs', 'new')
-    finding = findings.of('checkpoints', machine._directory, path)
-    self.assertEqual(finding.state, 'ok')
-    self.assertEmpty(os.listdir(home))
 
   def test_clock_of_another_time(self):
     self.assertIn('UTC', machine._clock())

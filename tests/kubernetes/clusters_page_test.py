@@ -91,20 +91,6 @@ class ClustersPageTest(absltest.TestCase):
         config.address, f'{name}-{index}.{pod["subdomain"]}:2222'
       )
 
-  @_needs_yaml
-  def test_claim_is_that_of_the_manifests(self):
-    import yaml
-
-    (block,) = (b for b in _blocks('yaml') if 'PersistentVolumeClaim' in b)
-    claim = yaml.safe_load(block)
-    used = [
-      argument.partition('=')[2]
-      for arguments in _commands('python', '-m', 'tf_strategies.kubernetes')
-      for argument in arguments
-      if argument.startswith('--checkpoint_pvc=')
-    ]
-    self.assertEqual(used, [claim['metadata']['name']])
-
   def test_every_variable_is_told_of(self):
     text = project.text_files()[_PAGE]
     for variable in sources.VARIABLES:

@@ -46,14 +46,6 @@ class WriteTest(parameterized.TestCase):
     self.assertNotIn('&id', out)
     self.assertIn('- --epochs=2\n', out)
 
-  def test_trainjob_comes_after_its_runtime(self):
-    status, out, err = _run(*_JOB, '--kind=trainjob', *_COMMAND)
-    self.assertEqual((status, err), (0, ''))
-    self.assertEqual(
-      [document['kind'] for document in _documents(out)],
-      ['Secret', 'TrainingRuntime', 'TrainJob'],
-    )
-
   def test_secret_that_exists_is_not_written(self):
     status, out, _ = _run(*_JOB, '--secret_name=ours', *_COMMAND)
     self.assertEqual(status, 0)
@@ -73,7 +65,6 @@ class CommandLineTest(parameterized.TestCase):
     ('no_image', ['--', 'true'], 'no --image'),
     ('no_command', _JOB, 'an empty command'),
     ('kind', [*_JOB, '--kind=pod', '--', 'true'], '--kind=pod'),
-    ('name', ['--image=a', '--name=A', '--', 'true'], '--name=A'),
   )
   @_needs_yaml
   def test_wrong_command_line_is_explained(self, arguments, words):

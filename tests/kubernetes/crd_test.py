@@ -62,20 +62,9 @@ def _text_for_number(job):
   return "$.spec.runPolicy.backoffLimit: '3' is not of type 'integer'"
 
 
-def _unknown_in_container(job):
-  worker = job['spec']['tfReplicaSpecs']['Worker']
-  worker['template']['spec']['containers'][0]['gpus'] = 1
-  return '$.spec.tfReplicaSpecs.Worker.template.spec.containers[0]: Additional'
-
-
 def _wrong_action(job):
   job['spec']['failurePolicy']['rules'][0]['action'] = 'Fail'
   return "$.spec.failurePolicy.rules[0].action: 'Fail' is not one of"
-
-
-def _same_job_twice(job):
-  job['spec']['replicatedJobs'] *= 2
-  return '$.spec.replicatedJobs: ['
 
 
 @pytest.mark.skipif(
@@ -90,9 +79,7 @@ class DefinitionTest(parameterized.TestCase):
 
   @tiers.parameters(
     tiers.smoke('tfjob', _text_for_number),
-    ('tfjob', _unknown_in_container),
-    tiers.smoke('jobset', _wrong_action),
-    ('jobset', _same_job_twice),
+    ('jobset', _wrong_action),
   )
   def test_mistake_is_found(self, kind, make_mistake):
     job = copy.deepcopy(_job(kind))
@@ -127,12 +114,6 @@ class TrainJobTest(parameterized.TestCase):
       },
     )
 
-  def test_mistake_is_found(self):
-    job = _job('trainjob')
-    job['spec']['runtimeRef']['name'] = ''
-    job['spec']['runtime'] = {}
-    self.assertLen(structural.problems(job['spec'], _TRAIN_JOB), 2)
-
 
 _schemas = {}
 
@@ -158,11 +139,6 @@ class ModelsTest(parameterized.TestCase):
   def test_kubeflow_reads_all_that_is_written(self, **options):
     job = _job('tfjob', **options)
     self.assertEqual(self._round_trip(job), job)
-
-  def test_field_that_kubeflow_does_not_know_is_lost(self):
-    job = copy.deepcopy(_job('tfjob'))
-    job['spec']['tfReplicaSpecs']['Worker']['restarts'] = 'ExitCode'
-    self.assertNotEqual(self._round_trip(job), job)
 
 
 if __name__ == '__main__':

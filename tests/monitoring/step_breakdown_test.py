@@ -22,21 +22,6 @@ def _collective(handed, begin, end):
 
 
 class BreakdownTest(absltest.TestCase):
-  def test_wait_is_part_of_communication(self):
-    # The waiting thread began 5 before the first collective and continues 9
-    # after the end of the last.
-    found = step_breakdown.break_down(
-      (0, 100),
-      [
-        _collective(45, 50, 60),
-        _collective(58, 60, 81),
-        _event(recorder.WAIT, 40, 90),
-      ],
-    )
-    self.assertEqual(found['communication'], [(45, 81)])
-    self.assertEqual(found['wait'], [(45, 81)])
-    self.assertEqual(found['compute'], [(0, 45), (81, 100)])
-
   def test_wait_for_a_batch_is_no_wait_for_collectives(self):
     found = step_breakdown.break_down(
       (0, 100),

@@ -47,12 +47,11 @@ class DispatchTest(parameterized.TestCase):
 
   @parameterized.parameters(*_FLAGS.items())
   def test_help_of_a_command(self, name, flags):
-    for help_flag in ('--help', '-h'):
-      status, out, err = _run(*name.split(), help_flag)
-      self.assertEqual((status, err), (0, ''))
-      for flag in flags:
-        # Boolean flags also have a negation.
-        self.assertRegex(out, rf'  {re.escape(flag)}\b')
+    status, out, err = _run(*name.split(), '--help')
+    self.assertEqual((status, err), (0, ''))
+    for flag in flags:
+      # Boolean flags also have a negation.
+      self.assertRegex(out, rf'  {re.escape(flag)}\b')
 
   @parameterized.parameters(*_FLAGS)
   def test_wrong_flag_is_answered_with_a_near_one(self, name):
@@ -63,20 +62,14 @@ class DispatchTest(parameterized.TestCase):
     self.assertIn(f'Did you mean: {flag[2:]}', err)
     self.assertIn(f'Usage: tfs {name} [flags]', err)
 
-  @parameterized.parameters(
-    ('--workers=2', 'num_workers'),
-    ('--restarts=1', 'max_restarts'),
-    ('--num-workers=2', 'num_workers'),
-  )
-  def test_flag_of_another_launcher(self, flag, meant):
-    status, _, err = _run('launch', flag, '--', 'true')
+  def test_flag_of_another_launcher(self):
+    status, _, err = _run('launch', '--restarts=1', '--', 'true')
     self.assertEqual(status, 2)
     self.assertEqual(err.count('Did you mean'), 1, err)
-    self.assertIn(f'Did you mean: {meant} ?', err)
+    self.assertIn('Did you mean: max_restarts ?', err)
 
   @parameterized.parameters(
     (['lanch', '--num_workers=2'], 'tfs launch'),
-    (['timeline', 'merg', 'a.json'], 'tfs timeline merge'),
     (['timeline'], 'tfs timeline merge'),
   )
   def test_wrong_command_is_answered_with_a_near_one(self, words, near):
@@ -86,21 +79,10 @@ class DispatchTest(parameterized.TestCase):
     self.assertIn('Did you mean: ', err)
     self.assertIn(near, err.partition('Did you mean: ')[2])
 
-  def test_no_command_and_what_is_like_none(self):
-    status, out, err = _run()
-    self.assertEqual((status, out), (2, ''))
-    self.assertIn('tfs launch', err.replace('  launch', 'tfs launch'))
-    status, _, err = _run('xyzzy')
-    self.assertEqual(status, 2)
-    self.assertNotIn('Did you mean', err)
-
   @parameterized.parameters(
     ('timeline merge', ['--output=a.json'], 'no file'),
-    ('timeline merge', ['a.json'], 'no --output'),
     ('doctor', ['--wait=-1'], '--wait=-1.0'),
-    ('launch', ['true'], 'follows a lone --'),
     ('launch', ['--nnodes=2', '--', 'true'], 'without --rendezvous'),
-    ('launch', ['--nnodes=0', '--rendezvous=a:1', '--', 'true'], '--nnodes=0'),
     ('launch', ['--node_rank=1', '--', 'true'], 'without --nnodes'),
   )
   def test_wrong_words_are_explained(self, name, words, told):

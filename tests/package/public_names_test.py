@@ -76,24 +76,15 @@ class PublicNamesTest(parameterized.TestCase):
         undocumented.append(name)
     self.assertEmpty(undocumented)
 
-  def test_name_without_documentation_is_reported(self):
-    def method(self):
-      pass
-
-    bare = type('Bare', (), {'method': method, '__module__': 'tf_strategies.a'})
-    self.assertEqual(_undocumented_methods(bare), ['Bare.method'])
-    self.assertNotIn('_FACTORIES', _documented_constants())
-
   @pytest.mark.smoke
   def test_star_import(self):
     found = {}
     exec('from tf_strategies import *', found)
     self.assertIs(found['RingOptions'], tfs.RingOptions)
 
-  @parameterized.parameters('RingMiroredStrategy', '_private', 'np')
-  def test_unknown_name(self, name):
-    with self.assertRaisesRegex(AttributeError, name):
-      getattr(tfs, name)
+  def test_unknown_name(self):
+    with self.assertRaisesRegex(AttributeError, 'RingMiroredStrategy'):
+      _ = tfs.RingMiroredStrategy
 
   @parameterized.parameters(*_LIGHT)
   def test_room_is_loaded_without_tensorflow(self, room):

@@ -11,7 +11,6 @@ from absl.testing import parameterized
 from benchmarks.input_pipeline import variants
 from examples import datasets
 from tests.data import formula
-from tf_strategies import errors
 
 _NUM_EXAMPLES = 22
 _ONCE = [name for name in variants.NAMES if name != 'constant']
@@ -68,13 +67,6 @@ class UserPipelineTest(formula.DataTestCase, parameterized.TestCase):
   def test_epoch_without_end_is_cut(self, name):
     source = variants.Source(pipeline=f'{_MODULE}:endless', steps=5)
     self.assertLen(list(variants.build(name, source)), 5)
-
-  def test_what_is_no_dataset_is_refused(self):
-    source = variants.Source(pipeline=f'{_MODULE}:array')
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, 'returned a ndarray'
-    ):
-      variants.build('pipeline', source)
 
 
 if __name__ == '__main__':

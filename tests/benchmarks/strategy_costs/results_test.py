@@ -46,11 +46,6 @@ class MeasuredTest(absltest.TestCase):
     self.assertEqual(found['variable_bytes_most'], 5)
     self.assertLen(found['variable_bytes'], 4)
 
-  def test_other_steps_are_refused(self):
-    job = [made_up.report(iterations=19)]
-    with self.assertRaisesRegex(RuntimeError, 'applied 19 steps, not 20'):
-      results.measured(ONE, job)
-
 
 class RecordTest(absltest.TestCase):
   def _runs(self, *rates):
@@ -74,13 +69,6 @@ class RecordTest(absltest.TestCase):
       + ['1.00', '1.00', '0.9000'],
     )
     self.assertEqual(failed, ['`one_device`', '1 device', 'failed'] + [''] * 5)
-
-  def test_number_that_one_run_lacks(self):
-    runs = self._runs(5000.0, 6000.0)
-    runs[1]['bytes_per_step_total'] = None
-    found = results.record(RING, runs)
-    self.assertIsNone(found['bytes_per_step_total'])
-    self.assertEqual(found['images_per_s'], 5500.0)
 
 
 if __name__ == '__main__':
