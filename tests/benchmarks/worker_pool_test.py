@@ -7,7 +7,6 @@ import sys
 import time
 
 import psutil
-import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes, worker_pool
@@ -83,22 +82,6 @@ class WorkerPoolTest(parameterized.TestCase):
       ) as caught:
         workers.ask('die_on', rank=1)
       self.assertEqual(caught.exception.rank, 1)
-
-  @pytest.mark.soak
-  def test_deadline(self):
-    with make_pool(size=2, deadline_seconds=6) as workers:
-      pids = [answer[1] for answer in workers.ask('describe', text='')]
-      with self.assertRaisesRegex(
-        errors.WorkerUnavailableError, 'did not answer within 6 s'
-      ):
-        workers.ask('fail_on', rank=5)
-    self.assertEmpty(wait_until_gone(pids))
-
-  def test_worker_that_does_not_start(self):
-    with self.assertRaisesRegex(
-      errors.WorkerUnavailableError, 'worker 0 ended with status 1 at once'
-    ):
-      worker_pool.WorkerPool('tried', ACTOR, [('false',)])
 
   @tiers.parameters(tiers.soak(signal.SIGTERM), signal.SIGKILL)
   def test_no_worker_outlives_the_program(self, number):

@@ -2,14 +2,13 @@
 
 import json
 import os
-import signal
 
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import compare_weights
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tests.examples import pages, programs
 
 virtual_devices.configure()
@@ -39,30 +38,20 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     report = pages.run(name, **{**_SHORT, **changes})
     return compare_weights.read(path), report
 
-  @tiers.named_parameters(('fit', _FIT), tiers.soak('loop', _LOOP))
-  def test_trains_what_one_device_trains(self, name):
-    expected, _ = self._train(name, 'one_device')
-    for changes in ({}, {'worker_input': True}):
-      found, _ = self._train(name, **changes)
-      largest, where = compare_weights.largest_difference(expected, found)
-      self.assertLessEqual(largest, 1e-6, where)
+  def test_trains_what_one_device_trains(self):
+    expected, _ = self._train(_FIT, 'one_device')
+    found, _ = self._train(_FIT, worker_input=True)
+    largest, where = compare_weights.largest_difference(expected, found)
+    self.assertLessEqual(largest, 1e-6, where)
 
-  @tiers.parameters(tiers.soak(_FIT), _LOOP)
-  def test_resumes_after_an_epoch(self, name):
-    straight, _ = self._train(name)
+  def test_resumes_after_an_epoch(self):
+    straight, _ = self._train(_LOOP)
     directory = self.create_tempdir().full_path
-    self._train(name, checkpoint_dir=directory, epochs=1)
-    resumed, _ = self._train(name, checkpoint_dir=directory)
+    self._train(_LOOP, checkpoint_dir=directory, epochs=1)
+    resumed, _ = self._train(_LOOP, checkpoint_dir=directory)
     self.assertEqual(
       compare_weights.largest_difference(straight, resumed)[0], 0
     )
-
-  def test_report_has_no_servers(self):
-    _, report = self._train(_FIT, steps_per_execution=2)
-    self.assertIsNone(report['parameter_server'])
-    # An epoch has three steps, so its last step is not part of a group of two.
-    self.assertEqual(report['steps'], 4)
-    self.assertEqual(report['iterations'], 4)
 
 
 class JobTest(tf.test.TestCase, parameterized.TestCase):
@@ -152,62 +141,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self._output, r'\[chief 0\] .* parameter_server: 2 workers, 2 servers'
     )
     self.assert_result(report, _EPOCHS * _STEPS_PER_EPOCH)
-
-  @parameterized.parameters(_FIT, _LOOP)
-  @pytest.mark.soak
-  def test_synchronous_job_equals_one_device(self, name):
-    one, two = self._path('one.npz'), self._path('two.npz')
-    report = self._run(
-      name,
-      '--mode=sync',
-      '--epochs=1',
-      '--model=mlp',
-      f'--save_weights={two}',
-    )
-    self.assert_result(report, _STEPS_PER_EPOCH)
-    changes = {'epochs': 1, 'steps_per_epoch': None, 'save_weights': one}
-    pages.run(name, strategy='one_device', **{**_SHORT, **changes})
-    largest, where = compare_weights.largest_difference(
-      compare_weights.read(one), compare_weights.read(two)
-    )
-    self.assertLessEqual(largest, 1e-5, where)
-
-  def _start_to_be_preempted(self, name, directory, weights):
-    program = programs.Program(
-      name,
-      '--strategy=parameter_server',
-      '--dataset=digits',
-      '--model=mlp',
-      '--epochs=20',
-      '--mode=sync',
-      f'--checkpoint_dir={self._path(directory)}',
-      # Only the start and the preemption write checkpoints.
-      '--checkpoint_steps=100000',
-      f'--save_weights={weights}',
-      output=self._path('output'),
-      launcher=(*_JOB, '--max_restarts=1'),
-    )
-    self.addCleanup(program.kill)
-    return program
-
-  @parameterized.parameters(_FIT, _LOOP)
-  @pytest.mark.soak
-  def test_preempted_chief_resumes_exactly(self, name):
-    weights = []
-    for is_preempted in (False, True):
-      path = self._path(f'weights_{is_preempted}.npz')
-      program = self._start_to_be_preempted(
-        name, f'checkpoints_{is_preempted}', path
-      )
-      if is_preempted:
-        # `fit` and the custom loop print each epoch.
-        program.wait_until(lambda p=program: 'accuracy' in p.output())
-        os.kill(program.pid_of('chief'), signal.SIGTERM)
-      self.assertEqual(program.wait(), 0, program.output()[-5000:])
-      self.assertEqual('Preempted at' in program.output(), is_preempted)
-      self.assertEqual('Starting it again' in program.output(), is_preempted)
-      weights.append(compare_weights.read(path))
-    self.assertEqual(compare_weights.largest_difference(*weights)[0], 0)
 
   @pytest.mark.soak
   def test_evaluator_evaluates_checkpoints(self):

@@ -90,7 +90,7 @@ wait_for_file('go')
       *(code, '--num_workers=3', '--evaluator', '--max_restarts=1'),
       '--grace_period=1',
     )
-    self.wait_until_said(launcher, 'worker 2 failed')
+    self.wait_until_said(launcher, ' failed: exit status 3')
     self.create('go')
     for task in ('worker 2', 'evaluator 0'):
       self.wait_until_said(launcher, f'{task} is lost')

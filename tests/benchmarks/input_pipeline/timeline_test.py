@@ -1,11 +1,10 @@
 """The trainer's idle time is measured and drawn."""
 
 import time
-from xml.etree import ElementTree
 
 import tensorflow as tf
 
-from benchmarks.input_pipeline import timeline, timeline_svg
+from benchmarks.input_pipeline import timeline
 from tests.data import formula
 from tf_strategies import errors
 
@@ -38,34 +37,6 @@ class TimelineTest(formula.DataTestCase):
     self.assertLen(found.train, _STEPS)
     with self.assertRaisesRegex(errors.DataError, 'no batch'):
       timeline.record(tf.data.Dataset.range(0), 0.001, _STEPS, False)
-
-
-class PictureTest(formula.DataTestCase):
-  def setUp(self):
-    super().setUp()
-    # The second batch was ready before the first step in the picture.
-    self.timelines = {
-      'naive': timeline.Timeline(
-        [(0.0, 0.1), (0.3, 0.4)], [(0.1, 0.3), (0.4, 0.6)], 0.6, 1 / 3
-      ),
-      'fast & < ready': timeline.Timeline(
-        [(-0.2, -0.1), (-0.1, 0.1)], [(0.0, 0.2), (0.2, 0.4)], 0.4, 0.0
-      ),
-    }
-
-  def test_picture_stands_alone(self):
-    picture = timeline_svg.render(self.timelines, 'A title')
-    for words in ('A title', 'naive: trainer idle 33%', 'trainer idle 0%'):
-      self.assertIn(words, picture)
-    for words in ('<script', 'src=', 'url('):
-      self.assertNotIn(words, picture)
-    found = ElementTree.fromstring(picture).iter(
-      '{http://www.w3.org/2000/svg}rect'
-    )
-    boxes = [e.get('class') for e in found]
-    self.assertEqual(boxes.count('train'), 4)
-    self.assertEqual(boxes.count('idle'), 2)
-    self.assertEqual(boxes.count('prep'), 3)
 
 
 if __name__ == '__main__':

@@ -40,12 +40,6 @@ class VariantsTest(formula.DataTestCase, parameterized.TestCase):
       expected = formula.images(_NUM_EXAMPLES)[labels] / np.float32(255)
       self.assertAllClose(images, expected, atol=1e-6)
 
-  def test_constant_is_one_batch(self):
-    batches = list(variants.build('constant', self.source()))
-    self.assertLen(batches, 3)
-    for _, labels in batches:
-      self.assertAllEqual(labels, range(8))
-
 
 class UserPipelineTest(formula.DataTestCase, parameterized.TestCase):
   def setUp(self):
@@ -62,11 +56,6 @@ class UserPipelineTest(formula.DataTestCase, parameterized.TestCase):
     source = variants.Source(pipeline=f'{_MODULE}:dataset')
     batches = list(variants.build(name, source).as_numpy_iterator())
     self.assertAllEqual(np.concatenate(batches), range(6))
-
-  @parameterized.parameters(*variants.OF_A_USER)
-  def test_epoch_without_end_is_cut(self, name):
-    source = variants.Source(pipeline=f'{_MODULE}:endless', steps=5)
-    self.assertLen(list(variants.build(name, source)), 5)
 
 
 if __name__ == '__main__':

@@ -20,12 +20,6 @@ def cells(table):
 
 
 class MeasuredTest(absltest.TestCase):
-  def test_bytes_between_devices_are_what_was_counted(self):
-    counted = {'into_busiest_device': 5.0, 'into_all_devices': 15.0}
-    found = results.measured(RING, [made_up.report(bytes_per_step=counted)])
-    self.assertEqual(found['bytes_per_step_into_busiest'], 5.0)
-    self.assertEqual(found['bytes_per_step_total'], 15.0)
-
   def test_bytes_between_processes_are_those_over_loopback(self):
     reports = [
       made_up.report(rank, bytes_per_step={'sent_by_this_worker': 7.0})
