@@ -8,23 +8,10 @@ from absl.testing import absltest
 
 from benchmarks import processes
 from tests.cluster import schedulers
+from tests.launch import programs
 from tf_strategies.launch import ports as ports_lib
 
 _DEADLINE_SECONDS = 120.0
-_PROGRAM = """
-import numpy as np
-from tf_strategies import cluster, process_group
-config = cluster.ClusterConfig.from_env()
-addresses = {i: task.address for i, task in enumerate(config.training_tasks)}
-rendezvous = process_group.Rendezvous(
-  addresses, config.training_index, process_group.GroupOptions.from_env())
-group = rendezvous.form()
-values = config.training_index * 1000 + np.arange(4.0)
-print(group.all_reduce(values).tolist())
-group.barrier(name='the end')
-group.close()
-rendezvous.close()
-"""
 
 
 class SlurmRingTest(absltest.TestCase):
@@ -42,7 +29,7 @@ class SlurmRingTest(absltest.TestCase):
     }
     kept = processes.python_environment(without=['TFS_SECRET_FILE'])
     command = processes.Command(
-      [sys.executable, '-c', _PROGRAM],
+      [sys.executable, '-c', programs.SUM],
       name=f'task {place}',
       error_log=os.path.join(self.create_tempdir().full_path, 'errors'),
       env=schedulers.changed(kept, **variables),
@@ -56,7 +43,7 @@ class SlurmRingTest(absltest.TestCase):
     for task in [self._start(place, port) for place in range(2)]:
       if task.wait():
         task.fail('failed')
-      self.assertEqual(task.output(), '[1000.0, 1002.0, 1004.0, 1006.0]\n')
+      self.assertEqual(task.output(), 'the sum is [1000.0, 1002.0, 1004.0]\n')
 
 
 def _free_pair() -> int:

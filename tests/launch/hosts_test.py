@@ -36,25 +36,6 @@ _SSH_OPTIONS = (
   'UserKnownHostsFile=/dev/null',
   'LogLevel=ERROR',
 )
-# Without TensorFlow, which takes its time to load.
-_SUM = f"""
-import sys, types
-package = types.ModuleType('tf_strategies')
-package.__path__ = [{os.path.dirname(errors.__file__)!r}]
-sys.modules['tf_strategies'] = package
-import numpy as np
-from tf_strategies import cluster, process_group
-config = cluster.ClusterConfig.from_env()
-addresses = {{i: t.address for i, t in enumerate(config.training_tasks)}}
-rendezvous = process_group.Rendezvous(
-  addresses, config.training_index, process_group.GroupOptions.from_env())
-group = rendezvous.form()
-values = config.training_index * 1000 + np.arange(3.0)
-print('the sum is', group.all_reduce(values).tolist(), flush=True)
-group.barrier(name='the end')
-group.close()
-rendezvous.close()
-"""
 _WAIT = ('sh', '-c', 'echo here; exec sleep 600')
 
 
@@ -184,7 +165,7 @@ class OverSshTest(parameterized.TestCase):
     return found
 
   def test_tasks_of_all_hosts_add_up(self):
-    started = self._start(sys.executable, '-c', _SUM)
+    started = self._start(sys.executable, '-c', programs.SUM)
     self.assertEqual(started.wait(), 0, started.output())
     for rank in range(2):
       self.assertIn(

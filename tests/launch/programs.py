@@ -30,6 +30,25 @@ sys.modules['tf_strategies'] = package
 sys.argv[0] = 'launch'
 runpy.run_module('tf_strategies.launch', run_name='__main__', alter_sys=True)
 """
+# The tasks of a job add up numbers.
+SUM = f"""
+import sys, types
+package = types.ModuleType('tf_strategies')
+package.__path__ = [{str(_PACKAGE)!r}]
+sys.modules['tf_strategies'] = package
+import numpy as np
+from tf_strategies import cluster, process_group
+config = cluster.ClusterConfig.from_env()
+addresses = {{i: t.address for i, t in enumerate(config.training_tasks)}}
+rendezvous = process_group.Rendezvous(
+  addresses, config.training_index, process_group.GroupOptions.from_env())
+group = rendezvous.form()
+values = config.training_index * 1000 + np.arange(3.0)
+print('the sum is', group.all_reduce(values).tolist(), flush=True)
+group.barrier(name='the end')
+group.close()
+rendezvous.close()
+"""
 HELPERS = """
 import json, os, signal, subprocess, sys, time
 directory = sys.argv[1]
