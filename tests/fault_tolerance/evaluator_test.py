@@ -13,7 +13,7 @@ from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
-from tests import docstrings, tiers, virtual_devices
+from tests import tiers, virtual_devices
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.fault_tolerance import evaluator
 
@@ -286,9 +286,6 @@ class OptionsTest(_EvaluatorTest):
       tfs.errors.UnsupportedOptionError, 'no variables yet'
     ):
       self.evaluator(unbuilt)
-
-  def test_example(self):
-    docstrings.assert_examples(self, evaluator.__name__)
 
 
 if __name__ == '__main__':

@@ -1,33 +1,44 @@
-"""The examples in public docstrings run and give the results that they show."""
+"""The examples in docstrings run, and commands start without TensorFlow."""
 
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import docstrings, virtual_devices
+from tests.architecture import project
+from tf_strategies import cluster, doctor, kubernetes, launch
 
 virtual_devices.configure()
 
-# Modules with an example in at least one docstring.
-_MODULES = (
-  'tf_strategies',
-  'tf_strategies.errors',
-  'tf_strategies.cross_device',
-  'tf_strategies.cross_device.base',
-  'tf_strategies.cross_device.statistics',
-  'tf_strategies.keras.lazy_rows',
-  'tf_strategies.keras.dynamic_embedding',
-  'tf_strategies.strategies.mirrored.devices',
-  'tf_strategies.strategies.registry',
-  'tf_strategies.strategies.central_storage.strategy',
-  'tf_strategies.strategies.mirrored.strategy',
-  'tf_strategies.strategies.tpu.strategy',
-)
+
+def _modules_with_examples():
+  """Returns the modules whose docstrings have examples."""
+  return [
+    path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
+    for path, source in project.python_files('tf_strategies').items()
+    if '>>> ' in source and not path.startswith('tf_strategies/collectives')
+  ]
 
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(*[(name,) for name in _MODULES])
+  @parameterized.parameters(*_modules_with_examples())
   def test_examples_run(self, name):
     docstrings.assert_examples(self, name)
+
+  def test_every_module_is_found(self):
+    self.assertContainsSubset(
+      ('tf_strategies', 'tf_strategies.launch.supervisor'),
+      _modules_with_examples(),
+    )
+
+  def test_commands_load_no_tensorflow(self):
+    packages = (cluster, doctor, kubernetes, launch)
+    modules = [
+      name for each in packages for name in docstrings.modules_of(each)
+    ]
+    modules.append('tf_strategies.monitoring.merge')
+    docstrings.assert_imports_load_none(
+      self, modules, ['tensorflow', 'keras', 'yaml']
+    )
 
 
 if __name__ == '__main__':
