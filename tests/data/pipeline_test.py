@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
+from examples import datasets
 from tests import virtual_devices
 from tests.data import formula
 from tf_strategies import data as data_lib
