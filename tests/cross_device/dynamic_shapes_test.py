@@ -70,23 +70,6 @@ class DynamicShapesTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.assert_result(step, SUM, shapes, dtypes)
 
-  @parameterized.parameters('auto', 'ring')
-  def test_one_replica_knows_its_shape(self, op):
-    op = replicas.OPS[op]()
-    names = replicas.devices(4)
-    ranks = replicas.inputs('float32', (97,), 4)
-    signature = [
-      tf.TensorSpec([97] if rank == 1 else [None]) for rank in range(4)
-    ]
-
-    @tf.function(input_signature=[signature])
-    def step(values):
-      value = replicas.on_devices(values, names)
-      return op.reduce(SUM, value, value).values
-
-    for component in step([tf.constant(r) for r in ranks]):
-      self.assertAllEqual(component, replicas.exact(ranks))
-
 
 if __name__ == '__main__':
   tf.test.main()

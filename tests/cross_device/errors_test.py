@@ -52,7 +52,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     for reduce in self.reduces(cross_device.RingAllReduce(), SUM, components):
       self.assert_refused(['replica 1', 'float16', 'float32'], reduce)
 
-  @parameterized.parameters('Ring', 'hierarchical(0)', 'tree(2)', None)
+  @parameterized.parameters('Ring', 'hierarchical(0)', 'tree(2)')
   def test_algorithm_that_is_none_is_refused_at_once(self, name):
     self.assert_refused(
       [f'algorithm={name!r}', "'halving_doubling'", "'naive'", 'Fix: '],

@@ -1,6 +1,5 @@
 """Every op works in TensorFlow's own `MirroredStrategy`."""
 
-import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -82,22 +81,6 @@ class MirroredStrategyTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(component, replicas.exact(RANKS))
     self.assertEqual([d.rpartition('device:')[2] for d in placed], list(NAMES))
     self.assertNotIn('', op.report()['all_reduce_bytes_in'])
-
-  @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_reduce_and_gather(self, make_op):
-    op = make_op()
-    strategy = self.strategy_of(op)
-    value = self.per_replica(strategy)
-    self.assertAllEqual(
-      strategy.reduce(SUM, value, axis=None), replicas.exact(RANKS)
-    )
-    self.assertAllEqual(
-      strategy.reduce(MEAN, value, axis=0), np.mean(np.concatenate(RANKS))
-    )
-    uneven = [rank[: 3 + r] for r, rank in enumerate(RANKS)]
-    gathered = strategy.gather(self.per_replica(strategy, uneven), axis=0)
-    self.assertAllEqual(gathered, np.concatenate(uneven))
-    self.assertEqual(op.report()['calls']['gather'], 1)
 
 
 if __name__ == '__main__':

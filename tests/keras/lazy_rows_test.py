@@ -124,7 +124,6 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
       lambda: optimizers.LossScaleOptimizer(optimizers.SGD()),
       r'LossScaleOptimizer\(LazyRows',
     ),
-    ('nothing', lambda: None, 'optimizer=None'),
   )
   def test_what_is_refused(self, make, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):

@@ -1,12 +1,14 @@
 """`SwapEMAWeights` finds the averages of an optimizer inside any wrappers."""
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.programs import common
 
 virtual_devices.configure()
@@ -58,19 +60,24 @@ def _fit(make_optimizer, strategy=None):
   return [*model.get_weights(), *history.history['val_loss']]
 
 
+@functools.cache
+def _bare():
+  return _fit(_adam)
+
+
 class SwappedAveragesTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('lazy', lambda o: tfs.keras.LazyRows(o), None),
+  @tiers.named_parameters(
+    tiers.soak('lazy', lambda o: tfs.keras.LazyRows(o), None),
     ('scaled_lazy', lambda o: LossScale(tfs.keras.LazyRows(o)), None),
     ('scaled', LossScale, _ring),
-    ('apart', _apart, _worker),
+    tiers.soak('apart', _apart, _worker),
     ('scaled_apart', lambda o: LossScale(_apart(o)), _worker),
     ('apart_scaled', lambda o: _apart(LossScale(o)), _worker),
   )
   def test_wrapped_as_bare(self, wrap, make_strategy):
-    bare = _fit(_adam)
     strategy = make_strategy and make_strategy()
-    self.assertAllClose(bare, _fit(lambda: wrap(_adam()), strategy), 1e-6, 1e-6)
+    found = _fit(lambda: wrap(_adam()), strategy)
+    self.assertAllClose(_bare(), found, 1e-6, 1e-6)
 
   def test_averages_of_one_of_several(self):
     found = _fit(lambda: LossScale(_by_kind()), _ring())

@@ -204,7 +204,7 @@ _WHOLE = {
     x + tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None, None]
   ),
 }
-_ROWS = {'uneven': (2, 2, 1), 'empty': (3, 2, 0), 'first_empty': (0, 1, 4)}
+_ROWS = {'uneven': (2, 2, 1), 'first_empty': (0, 1, 4)}
 
 
 class RulesTest(tf.test.TestCase, parameterized.TestCase):
@@ -218,19 +218,12 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
   def test_replicas_compute_what_one_does(self, function, rows):
     arrays = _arrays()
     want = _flat(function(*map(tf.constant, arrays)))
-    found, _ = run(function, arrays, rows)
-    self.assertLen(found, len(want))
+    found, meetings = run(function, arrays, rows)
     for expected, result in zip(want, found, strict=True):
       self.assertAllClose(expected, result, 1e-5, 1e-5)
-
-  @parameterized.named_parameters(
-    *((name, function) for name, function in _BY_ROWS.items())
-  )
-  def test_rows_are_computed_where_they_are(self, function):
-    outputs = _flat(function(*map(tf.constant, _arrays())))
-    _, meetings = run(function, _arrays(), (2, 2, 1))
-    # Gathers only whole results and extrema, which have no other way.
-    self.assertLessEqual(meetings.count('gather'), len(outputs))
+    if function in _BY_ROWS.values():
+      # Gathers only whole results and extrema, which have no other way.
+      self.assertLessEqual(meetings.count('gather'), len(want))
 
   @parameterized.named_parameters(*_BY_ROWS.items(), *_WHOLE.items())
   def test_who_needs_the_rows_of_others(self, function):

@@ -127,9 +127,7 @@ CASES = {
 
 
 class ShardsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(
-    case=tuple(CASES), rows=((2, 2, 2), (3, 0, 3), (0, 5, 1))
-  )
+  @parameterized.product(case=tuple(CASES), rows=((2, 2, 2), (0, 5, 1)))
   def test_equals_one_device(self, case, rows):
     function, meetings = CASES[case]
     rng = np.random.default_rng(3)

@@ -19,8 +19,8 @@ def _sum(terms):
 class ExactSumsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
     name=('float32', 'float64', 'bfloat16', 'float16'),
-    largest=(1e-42, 1e-7, 1.0, 3e4),
-    count=(1, 3, 128),
+    largest=(1e-42, 1.0, 3e4),
+    count=(3, 128),
   )
   def test_any_order(self, name, largest, count):
     rng = np.random.default_rng(count)

@@ -89,13 +89,15 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
     make=(
       tfs.RingMirroredStrategy,
-      tfs.CentralStorageStrategy,
       lambda devices: tfs.MultiWorkerRingStrategy(devices=devices),
     ),
-    consume=(enumerate, tf.autograph.experimental.do_not_convert(iter)),
-    captured=(True, False),
+    case=(
+      (enumerate, True),
+      (tf.autograph.experimental.do_not_convert(iter), False),
+    ),
   )
-  def test_a_loop_of_python_in_a_graph_raises(self, make, consume, captured):
+  def test_a_loop_of_python_in_a_graph_raises(self, make, case):
+    consume, captured = case
     strategy = make([virtual_devices.name(0), virtual_devices.name(1)])
     dataset = tf.data.Dataset.range(8).batch(4)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
@@ -114,11 +116,8 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(traced)
     self.assertLen([batch for _, batch in enumerate(iterator)], 2)
 
-  @parameterized.parameters(
-    tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
-  )
-  def test_loops_of_autograph_and_next_in_a_graph(self, make):
-    strategy = make([virtual_devices.name(0), virtual_devices.name(1)])
+  def test_loops_of_autograph_and_next_in_a_graph(self):
+    strategy = _strategy(2)
     dataset = tf.data.Dataset.range(8).batch(3)
     distributed = strategy.experimental_distribute_dataset(dataset)
 
@@ -140,11 +139,8 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
 
     self.assertEqual(int(loop(iter(distributed))), 3 * sum(range(8)))
 
-  @parameterized.parameters(
-    tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
-  )
-  def test_a_replica_draws_no_batch(self, make):
-    strategy = make([virtual_devices.name(0), virtual_devices.name(1)])
+  def test_a_replica_draws_no_batch(self):
+    strategy = _strategy(2)
     dataset = tf.data.Dataset.range(8).batch(4)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
 
@@ -182,7 +178,6 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('tensor', lambda x: x),
-    ('tuple_of_one', lambda x: (x,)),
     ('pair', lambda x: (x, {'x': x})),
     ('named', lambda x: _Named(x)),
   )
@@ -233,23 +228,6 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
       return tf.reduce_sum(batch + 1)
 
     self.assertEqual(int(total(batch)), 6)
-
-  @parameterized.named_parameters(
-    ('workers', tfs.MultiWorkerRingStrategy, ('SUM', 'MEAN')),
-    ('mirrored', tfs.RingMirroredStrategy, ('SUM',)),
-  )
-  def test_uneven_results_are_no_batch_of_keras(self, make, reduce_ops):
-    strategy = make(devices=[virtual_devices.name(0), virtual_devices.name(1)])
-
-    def results():
-      context = tf.distribute.get_replica_context()
-      rows = tf.get_static_value(context.replica_id_in_sync_group) + 2
-      return {'loss': tf.ones([rows]), 'count': tf.constant(3.0)}
-
-    uneven = strategy.run(results)
-    for reduce_op in reduce_ops:
-      with self.assertRaisesRegex(tfs.errors.Error, r'shape \(3,\)'):
-        strategy.reduce(reduce_op, uneven, axis=None)
 
 
 if __name__ == '__main__':

@@ -1,14 +1,11 @@
 """Differences above 1e-6 from one device are float32 rounding."""
 
-import contextlib
-
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import tf_strategies as tfs
-from tests import parameter_servers, virtual_devices
+from tests import virtual_devices
 
 virtual_devices.configure()
 
@@ -41,42 +38,6 @@ def _weights(dtype, replicas):
   return np.concatenate([np.ravel(w) for w in model.get_weights()])
 
 
-def _embedding_weights(dtype, on_server):
-  """Returns the weights after 80 SGD steps. Each batch repeats many rows."""
-  keras.backend.clear_session()
-  keras.config.set_dtype_policy(dtype)
-  rng = np.random.default_rng(0)
-  ids, y = rng.integers(0, 20, [320, 8]), rng.normal(size=[320, 1])
-  strategy = tfs.create_strategy('parameter_server') if on_server else None
-  with strategy.scope() if on_server else contextlib.nullcontext():
-    model = keras.Sequential(
-      [
-        keras.Input([8], dtype='int32'),
-        keras.layers.Embedding(20, 4),
-        keras.layers.Flatten(),
-        keras.layers.Dense(1),
-      ]
-    )
-    model.compile(keras.optimizers.SGD(0.5), 'mse')
-  model.set_weights(
-    [np.float32(0.3 * rng.normal(size=w.shape)) for w in model.get_weights()]
-  )
-  y = y.astype(dtype)
-  model.fit(ids, y, batch_size=16, epochs=4, shuffle=False, verbose=0)
-  weights = np.concatenate([np.ravel(w) for w in model.get_weights()])
-  if on_server:
-    strategy.close()
-  return weights
-
-
-def _embeddings_on_server():
-  found = []
-  for dtype in ('float64', 'float32'):
-    keras.backend.set_floatx(dtype)
-    found.append(_embedding_weights(dtype, True))
-  return found
-
-
 class RoundingTest(tf.test.TestCase):
   def tearDown(self):
     keras.backend.set_floatx('float32')
@@ -92,18 +53,6 @@ class RoundingTest(tf.test.TestCase):
     error_of_one = np.max(np.abs(one - exact))
     self.assertLess(np.max(np.abs(several - exact)), 3 * error_of_one)
     self.assertLess(np.max(np.abs(several - one)), 5e-6)
-
-  @pytest.mark.soak
-  def test_embedding_with_sgd_on_a_server(self):
-    ones = []
-    for dtype in ('float64', 'float32'):
-      keras.backend.set_floatx(dtype)
-      ones.append(_embedding_weights(dtype, False))
-    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      exact, rounded = job.run(_embeddings_on_server)
-    self.assertEqual(exact.dtype, np.float64)
-    self.assertAllClose(exact, ones[0], rtol=0, atol=1e-12)
-    self.assertLess(np.max(np.abs(rounded - ones[1])), 2e-6)
 
 
 if __name__ == '__main__':

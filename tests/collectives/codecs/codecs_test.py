@@ -90,13 +90,12 @@ class EveryCodecTest(parameterized.TestCase):
   def test_what_an_array_travels_as(self, asked, dtype, used):
     self.assertEqual(codecs.for_array(asked, np.dtype(dtype)).name, used)
 
-  @parameterized.parameters('fp16', None, (['none'],))
-  def test_unknown_name(self, name):
+  def test_unknown_name(self):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, "'bfloat16', 'float16'.*'none'"
     ) as caught:
-      codecs.get(name)
-    self.assertIn(repr(name), str(caught.exception))
+      codecs.get('fp16')
+    self.assertIn("'fp16'", str(caught.exception))
 
 
 if __name__ == '__main__':

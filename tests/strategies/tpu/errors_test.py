@@ -2,7 +2,6 @@
 
 import os
 import socket
-import threading
 import time
 from unittest import mock
 
@@ -52,28 +51,13 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.create_strategy('tpu_ring', devices=['TPU:0'])
 
-  @parameterized.parameters(
-    'local', 'grpc://127.0.0.1:1', 'grpc://192.0.2.1:8470'
-  )
+  @parameterized.parameters('local', 'grpc://192.0.2.1:8470')
   def test_resolver_without_cores(self, tpu):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError,
       'without cores .*CPU:0.*experimental_connect_to_cluster.*ring_mirrored',
     ):
       tfs.TPURingStrategy(Resolver(tpu))
-
-  @parameterized.parameters(
-    'local',
-    8,
-    tf.distribute.cluster_resolver.SimpleClusterResolver(
-      tf.train.ClusterSpec({})
-    ),
-  )
-  def test_not_a_resolver(self, resolver):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'resolver=.*TPUClusterResolver'
-    ):
-      tfs.TPURingStrategy(resolver)
 
   def test_not_initialised(self):
     with self.assertRaisesRegex(
@@ -113,23 +97,6 @@ class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
       tfs.TPURingStrategy()
     self.assertLess(time.monotonic() - start, _DEADLINE_SECONDS)
 
-  def test_resolver_that_never_answers(self):
-    release = threading.Event()
-    self.addCleanup(release.set)
-
-    class Silent(double.ResolverDouble):
-      def get_tpu_system_metadata(self):
-        release.wait(_DEADLINE_SECONDS)
-
-    with (
-      mock.patch.object(system, '_QUERY_SECONDS', 0.2),
-      self.assertRaisesRegex(
-        tfs.errors.ClusterConfigError,
-        'Silent.*did not answer within 0.2 seconds',
-      ),
-    ):
-      tfs.TPURingStrategy(Silent(8))
-
   def test_resolver_that_fails(self):
     class Failing(double.ResolverDouble):
       def get_tpu_system_metadata(self):
@@ -158,20 +125,13 @@ class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters('rign', 'tree', '', None, 3, (['ring'],))
+  @parameterized.parameters('rign', None)
   def test_unknown_all_reduce(self, all_reduce):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError,
       'all_reduce=.*ring.*builtin',
     ):
       double.create_strategy(2, all_reduce=all_reduce)
-
-  @parameterized.parameters('TPU:0', 2)
-  def test_device_assignment(self, device_assignment):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'device_assignment=.*one core'
-    ):
-      double.create_strategy(2, device_assignment=device_assignment)
 
 
 class TensorsTest(tf.test.TestCase, parameterized.TestCase):

@@ -144,26 +144,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
         value.tobytes(), values[norm.moving_mean.path][0].tobytes()
       )
 
-  def test_builtin_sums_once_too(self):
-    replicas = Replicas(sgd, all_reduce='builtin')
-    self.assertEmpty(replicas.step.permutes)
-    self.assertLen(replicas.step.sums, len(replicas.model.trainable_variables))
-
-  def test_sparse_gradients_are_made_dense(self):
-    strategy = double.create_strategy(_REPLICAS)
-    with strategy.scope():
-      model = keras.Sequential(
-        [keras.Input([2], dtype='int32'), keras.layers.Embedding(5, 3)]
-      )
-      model.compile(sgd(), 'mse')
-    ids = np.ones([_REPLICAS, 2, 2], np.int32)
-    y = np.ones([_REPLICAS, 2, 2, 3], np.float32)
-    step = program.Program(
-      program.trace(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
-    )
-    self.assertEmpty(step.sums)
-    self.assertLen(step.permutes, _RING)
-
   def test_clipping_of_sparse_gradients_is_refused(self):
     strategy = double.create_strategy(_REPLICAS)
     with strategy.scope():
@@ -184,40 +164,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     # All replicas test the sum, so the all-reduce is outside the branches.
     self.assertLen(replicas.step.permutes, _RING)
     self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
-
-
-class FitTest(tf.test.TestCase, parameterized.TestCase):
-  """Runs `fit` as far as it works without a TPU: everything except execution."""
-
-  def fit(self, *data, **options):
-    strategy = double.create_strategy(_REPLICAS)
-    with strategy.scope():
-      model = create_model(synchronized=False)
-      model.compile(adam(), 'mse')
-    model.fit(*data, verbose=0, **options)
-
-  @parameterized.parameters('arrays', 'data set')
-  def test_a_step_is_built(self, kind):
-    data = (np.ones([32, 3], np.float32), np.ones([32, 1], np.float32))
-    with self.assertRaisesRegex(
-      tf.errors.InvalidArgumentError, "No OpKernel.*'TPUReplicatedInput'"
-    ):
-      if kind == 'arrays':
-        self.fit(*data, batch_size=16)
-      else:
-        data_set = tf.data.Dataset.from_tensor_slices(data)
-        self.fit(data_set.batch(16, drop_remainder=True))
-
-  @parameterized.parameters('arrays', 'data set')
-  def test_a_remainder_is_refused(self, kind):
-    data = (np.ones([33, 3], np.float32), np.ones([33, 1], np.float32))
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'unknown size.*drop_remainder=True'
-    ):
-      if kind == 'arrays':
-        self.fit(*data, batch_size=16)
-      else:
-        self.fit(tf.data.Dataset.from_tensor_slices(data).batch(16))
 
 
 if __name__ == '__main__':

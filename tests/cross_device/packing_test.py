@@ -1,5 +1,7 @@
 """Packing loses nothing, keeps kinds apart, and fills no bucket too far."""
 
+import itertools
+
 import hypothesis
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from absl.testing import parameterized
 from hypothesis import strategies as st
 
 from tests import virtual_devices
+from tf_strategies.collectives import codecs
 from tf_strategies.cross_device import packing
 
 virtual_devices.configure()
@@ -19,6 +22,7 @@ _TENSORS = st.lists(
   min_size=1,
   max_size=12,
 )
+_ROWS = 3
 
 
 class _Codec:
@@ -28,17 +32,13 @@ class _Codec:
 
 
 def _arrays(described):
-  """Arrays of which no two elements are alike, as far as their dtype allows."""
+  """Returns arrays of which no two elements are alike, as far as their dtype allows."""
   return [
     (1000 * i + np.arange(np.prod(shape, dtype=int)))
     .astype(dtype)
     .reshape(shape)
     for i, (shape, dtype, _) in enumerate(described)
   ]
-
-
-def _pack(tensors, bucket_bytes, alone_bytes):
-  return packing.pack(tensors, bucket_bytes, alone_bytes)
 
 
 def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
@@ -55,7 +55,7 @@ def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
 
   @tf.function(input_signature=[signature])
   def there_and_back(tensors):
-    packed = _pack(tensors, bucket_bytes, alone_bytes)
+    packed = packing.pack(tensors, bucket_bytes, alone_bytes)
     packed_members.append(packed.members)
     return packed.unpack(packed.buckets), packed.buckets
 
@@ -63,25 +63,17 @@ def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
   return [t.numpy() for t in back], [b.numpy() for b in flat], packed_members[0]
 
 
-class BucketsTest(tf.test.TestCase, parameterized.TestCase):
-  def assert_buckets(self, arrays, alone, flat, members, bucket_bytes):
-    """Every tensor in one bucket, with its own kind, within the limit."""
-    self.assertCountEqual(
-      [i for m in members for i in m], range(len(arrays)), 'each exactly once'
-    )
-    ready = [min(m) for m in members]
-    self.assertEqual(ready, sorted(ready, reverse=True), 'last tensor first')
-    for bucket, inside in zip(flat, members, strict=True):
-      self.assertEqual(list(inside), sorted(inside, reverse=True))
-      self.assertLen({arrays[i].dtype for i in inside}, 1)
-      np.testing.assert_array_equal(
-        bucket, np.concatenate([arrays[i].ravel() for i in inside])
-      )
-      if len(inside) > 1:
-        self.assertLessEqual(bucket.nbytes, bucket_bytes)
-        self.assertFalse(any(alone[i] for i in inside))
+def _matrices(*columns):
+  """Returns matrices whose elements all differ."""
+  ends = _ROWS * np.cumsum((0, *columns))
+  return [
+    tf.constant(np.arange(*span, dtype='f4').reshape(_ROWS, -1))
+    for span in itertools.pairwise(ends)
+  ]
 
-  @hypothesis.settings(max_examples=60)
+
+class PackTest(tf.test.TestCase, parameterized.TestCase):
+  @hypothesis.settings(max_examples=40)
   @hypothesis.given(
     _TENSORS, st.sampled_from([1, 16, 100, 10_000]), st.sampled_from([1, 40])
   )
@@ -92,7 +84,6 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
   @hypothesis.example(
     [((2,), np.float32, True), ((0,), np.float32, False)], 100, 40
   )
-  @hypothesis.example([((), np.float32, False), ((), np.float32, True)], 8, 40)
   @pytest.mark.smoke
   def test_round_trip(self, described, bucket_bytes, alone_bytes):
     arrays = _arrays(described)
@@ -100,71 +91,78 @@ class BucketsTest(tf.test.TestCase, parameterized.TestCase):
     back, flat, members = _round_trip(
       arrays, is_unknown, bucket_bytes, alone_bytes
     )
-    self.assertLen(back, len(arrays))
     for want, got in zip(arrays, back, strict=True):
-      self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
-      np.testing.assert_array_equal(want, got)
-    alone = [
-      unknown or a.nbytes >= alone_bytes
-      for a, unknown in zip(arrays, is_unknown, strict=True)
-    ]
-    self.assert_buckets(arrays, alone, flat, members, bucket_bytes)
+      np.testing.assert_array_equal(want, got, strict=True)
+    self.assertCountEqual(
+      [i for m in members for i in m], range(len(arrays)), 'each exactly once'
+    )
+    ready = [min(m) for m in members]
+    self.assertEqual(ready, sorted(ready, reverse=True), 'last tensor first')
+    for bucket, inside in zip(flat, members, strict=True):
+      self.assertEqual(list(inside), sorted(inside, reverse=True))
+      np.testing.assert_array_equal(
+        bucket, np.concatenate([arrays[i].ravel() for i in inside]), strict=True
+      )
+      if len(inside) > 1:
+        self.assertLessEqual(bucket.nbytes, bucket_bytes)
+        for i in inside:
+          self.assertFalse(is_unknown[i])
+          self.assertLess(arrays[i].nbytes, alone_bytes)
 
   def test_literal_plan(self):
     # 4-byte elements: 3 of 12 bytes fit into 40, the fourth does not; 13
     # elements (52 bytes) are above alone_bytes.
     sizes = [3, 3, 13, 3, 3, 3]
-    arrays = [
-      np.arange(s, dtype=np.float32) + 100 * i for i, s in enumerate(sizes)
-    ]
-    packed = _pack([tf.constant(a) for a in arrays], 40, 50)
+    arrays = [np.arange(s, dtype='f4') + 100 * i for i, s in enumerate(sizes)]
+    packed = packing.pack([tf.constant(a) for a in arrays], 40, 50)
     self.assertEqual(packed.members, ((5, 4, 3), (2,), (1, 0)))
     np.testing.assert_array_equal(
       packed.buckets[0], [500, 501, 502, 400, 401, 402, 300, 301, 302]
     )
 
-  def test_dtypes_are_apart(self):
-    tensors = [
-      tf.constant([i, i], (tf.uint16, tf.float16)[i % 2]) for i in range(4)
-    ]
-    packed = _pack(tensors, 1000, 1000)
-    self.assertEqual(packed.members, ((3, 1), (2, 0)))
-    back = packed.unpack([b + 10 for b in packed.buckets])
-    self.assertAllEqual(
-      [tf.cast(t, tf.int32) for t in back],
-      [[10, 10], [11, 11], [12, 12], [13, 13]],
-    )
-
   def test_tensors_begin_at_blocks_of_their_own(self):
     sizes = [3, 5, 0, 4]
-    arrays = [
-      np.arange(s, dtype=np.float32) + 100 * i for i, s in enumerate(sizes)
-    ]
+    arrays = [np.arange(s, dtype='f4') + 100 * i for i, s in enumerate(sizes)]
     tensors = [tf.constant(a) for a in arrays]
     packed = packing.pack(tensors, 1000, 1000, [_Codec] * 4, num_chunks=3)
     self.assertEqual(packed.members, ((3, 2, 1, 0),))
     # 4, 0, 8 and 4 elements, and then a whole number of blocks a chunk.
     [bucket] = packed.buckets
-    self.assertLen(bucket, 24)
     np.testing.assert_array_equal(
-      bucket[:16],
-      [*arrays[3], *arrays[1], 0, 0, 0, *arrays[0], 0],
+      bucket, [*arrays[3], *arrays[1], 0, 0, 0, *arrays[0], 0, *[0] * 8]
     )
-    np.testing.assert_array_equal(bucket[16:], np.zeros(8))
     for want, got in zip(arrays, packed.unpack(packed.buckets), strict=True):
       np.testing.assert_array_equal(want, got)
 
-  def test_eager_tensors_need_no_graph(self):
-    arrays = _arrays([((2, 3), np.float32, False), ((), np.float32, False)])
-    packed = _pack([tf.constant(a) for a in arrays], 1000, 1000)
-    self.assertLen(packed.buckets, 1)
-    for want, got in zip(arrays, packed.unpack(packed.buckets), strict=True):
-      np.testing.assert_array_equal(want, got)
 
-  def test_nothing_to_pack(self):
-    packed = _pack([], 10, 10)
-    self.assertEqual((packed.buckets, packed.members), ((), ()))
-    self.assertEqual(packed.unpack([]), [])
+class RowsTest(tf.test.TestCase, parameterized.TestCase):
+  """Matrices whose rows are the pieces of replicas."""
+
+  @parameterized.product(codec=(None, 'int8'), bucket_bytes=(1, 100, 1 << 20))
+  def test_round_trip(self, codec, bucket_bytes):
+    matrices = [*_matrices(5, 1, 8, 3), tf.constant([[1], [2], [3]])]
+    each = codec and [codecs.get(codec)] * len(matrices)
+    packed = packing.pack(matrices, bucket_bytes, codecs=each, num_rows=_ROWS)
+    self.assertEqual(
+      [b.shape.as_list() for b in packed.buckets],
+      [[_ROWS * sum(lengths)] for lengths in packed.lengths],
+    )
+    whole = packed.unpack(packed.buckets, _ROWS)
+    for before, after in zip(matrices, whole, strict=True):
+      self.assertAllEqual(before, after)
+    # A row of each bucket has a replica's pieces.
+    rows = [tf.reshape(bucket, [_ROWS, -1]) for bucket in packed.buckets]
+    for place in range(_ROWS):
+      own = packed.unpack([bucket[place] for bucket in rows], 1)
+      for matrix, piece in zip(matrices, own, strict=True):
+        self.assertAllEqual(piece[0], matrix[place])
+
+  def test_no_two_matrices_share_a_block(self):
+    each = [codecs.get('int8')] * 3
+    packed = packing.pack(
+      _matrices(5, 300, 256), 1 << 20, codecs=each, num_rows=_ROWS
+    )
+    self.assertEqual(packed.lengths, ((256, 512, 256),))
 
 
 if __name__ == '__main__':
