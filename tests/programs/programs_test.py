@@ -110,7 +110,9 @@ _FITS = (
   'backup_and_restore',
   'model_checkpoint',
   'predicted_in_replicas',
-  *restores.PROGRAMS,
+  'restored_accumulation_fit',
+  'restored_ema_inner_function',
+  'restored_loss_scale_fit_subclass',
 )
 _OPTIONS = (
   *fits.PROGRAMS,
@@ -214,9 +216,11 @@ def _refusal(case, name) -> str | None:
 def _mark_in_process(case, name):
   if name in _SMOKE[case.name]:
     return tiers.smoke
-  often = (*_SOME, *_OF_REPLICAS, 'restored_ema_function')
+  often = (*_SOME, *_OF_REPLICAS)
   if case is STRATEGIES[0]:
     often = (*often, *_OF_EACH, *_MODELS, *_FITS)
+  else:
+    often = (*often, 'restored_ema_function')
   return tiers.unmarked if name in often else tiers.soak
 
 
