@@ -1,6 +1,7 @@
 import errno
 import io
 import os
+from unittest import mock
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -16,7 +17,10 @@ def _collector():
 
 class TaskOutputTest(parameterized.TestCase):
   @hypothesis.given(
-    st.lists(st.binary(max_size=20) | st.just(b'\n'), max_size=20)
+    st.lists(
+      st.binary(max_size=20) | st.sampled_from([b'\n', b'\r', b'x\r']),
+      max_size=20,
+    )
   )
   def test_lines_are_the_same_however_they_come(self, pieces):
     written, lines = _collector()
@@ -27,8 +31,21 @@ class TaskOutputTest(parameterized.TestCase):
     expected = text.split(b'\n')
     if not expected[-1]:
       expected.pop()
+    # A line that was overwritten shows its last text.
+    expected = [e.rstrip(b'\r').rpartition(b'\r')[2] for e in expected]
     self.assertEqual(written, [b'[a] ' + line + b'\n' for line in expected])
     self.assertEqual(lines.tail(), expected[-output.TAIL_LINES :])
+
+  def test_progress_is_shown_while_it_goes_on(self):
+    with mock.patch.object(output.time, 'monotonic', return_value=0) as now:
+      written, lines = _collector()
+      for second in range(25):
+        now.return_value = second
+        lines.feed(b'\rstep %d' % second)
+    lines.feed(b'\rstep 25\n')
+    self.assertEqual(
+      written, [b'[a] step 11\n', b'[a] step 22\n', b'[a] step 25\n']
+    )
 
   def test_line_without_an_end_does_not_fill_the_memory(self):
     written, lines = _collector()

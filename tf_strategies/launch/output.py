@@ -20,6 +20,7 @@ import os
 import re
 import select
 import signal
+import time
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -27,6 +28,8 @@ TAIL_LINES = 20
 
 # A line that grows longer is shown in pieces: it may never end.
 _LONGEST_LINE = 8 << 20
+# How often a line is shown that its task overwrites, such as a progress bar.
+_PROGRESS_SECONDS = 10
 _LONGEST_IN_TAIL = 2000
 # A pipe that poll() calls writable takes this much without blocking (POSIX).
 _ATOMIC = min(select.PIPE_BUF, 4096)
@@ -103,6 +106,7 @@ class TaskOutput:
     self._write = write
     self._log = log
     self._partial = bytearray()
+    self._shown = time.monotonic()
     self._tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
 
   def begin(self, hides_notices: bool) -> None:
@@ -116,13 +120,24 @@ class TaskOutput:
     self._tail.clear()
 
   def feed(self, data: bytes) -> None:
-    """Takes what the task wrote; O(len(data))."""
+    """Takes what the task wrote; O(len(data)).
+
+    Of a line that the task overwrites, only the last text is shown.
+    """
     self._write_log(data)
     *ends, rest = data.split(b'\n')
     for end in ends:
       self._partial += end
       self._emit()
     self._partial += rest
+    now = time.monotonic()
+    if b'\r' in rest:
+      self._partial[:] = _last_text(self._partial) + b'\r' * rest.endswith(
+        b'\r'
+      )
+      if now - self._shown > _PROGRESS_SECONDS:
+        self._shown = now
+        self._write(self._prefix + _last_text(self._partial) + b'\n')
     if len(self._partial) > _LONGEST_LINE:
       self._emit()
 
@@ -143,7 +158,7 @@ class TaskOutput:
     return list(self._tail)
 
   def _emit(self) -> None:
-    line = bytes(self._partial)
+    line = _last_text(self._partial)
     self._partial.clear()
     if self._hides_notices and _NOTICE.match(line):
       return
@@ -163,6 +178,11 @@ class TaskOutput:
       # A full disk: the job is worth more than its log.
       self._write(self._prefix + f'(no more log: {e})\n'.encode())
       self._log = None
+
+
+def _last_text(line: bytearray) -> bytes:
+  """Returns what a line shows that carriage returns overwrite."""
+  return bytes(line.rstrip(b'\r').rpartition(b'\r')[2])
 
 
 def is_read(fd: int) -> bool:
