@@ -1,7 +1,12 @@
 """Checkpoints that a model writes while it trains are evaluated beside it."""
 
+import copy
+import dataclasses
+import functools
 import os
 import pathlib
+import shutil
+import tempfile
 import threading
 import time
 from unittest import mock
@@ -72,11 +77,35 @@ class Training:
   def finish(self):
     (self.directory / checkpointer.FINISHED_FILE).touch()
 
+  def copy(self, directory):
+    """Returns a training whose checkpoints are copies of these."""
+    shutil.copytree(self.directory, directory, dirs_exist_ok=True)
+    copied = copy.copy(self)
+    copied.directory = pathlib.Path(directory)
+    copied.expected = {}
+    for path, evaluation in self.expected.items():
+      path = path.replace(str(self.directory), str(directory))
+      copied.expected[path] = dataclasses.replace(evaluation, path=path)
+    return copied
+
+
+@functools.cache
+def _trained(is_run):
+  """Returns a training of three checkpoints, of which tests use copies."""
+  strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']) if is_run else None
+  training = Training(tempfile.mkdtemp(), is_run, strategy)
+  for epochs in (1, 2, 1):
+    training.step(epochs)
+  return training
+
 
 class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.directory = self.create_tempdir().full_path
+
+  def trained(self, is_run=False):
+    return _trained(is_run).copy(self.directory)
 
   def evaluator(self, model=None, data=None, **options):
     options = {'poll_seconds': 0.05, 'idle_timeout_seconds': 60.0, **options}
@@ -97,10 +126,7 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
 class EvaluationsTest(_EvaluatorTest):
   @tiers.parameters(tiers.smoke(False), (True,))
   def test_every_checkpoint_in_order(self, is_run):
-    strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']) if is_run else None
-    training = Training(self.directory, is_run, strategy)
-    for epochs in (1, 2, 1):
-      training.step(epochs)
+    training = self.trained(is_run)
     training.finish()
     evaluations = self.evaluator().run()
     self.assert_evaluations(evaluations, training)
@@ -128,28 +154,21 @@ class EvaluationsTest(_EvaluatorTest):
       target=lambda: results.extend(evaluator.run()), daemon=True
     )
     thread.start()
-    for _ in range(3):
+    for _ in range(2):
       training.step()
     training.finish()
     thread.join(60)
     self.assertFalse(thread.is_alive())
     self.assert_evaluations(results, training)
 
-  def test_ends_after_so_many_and_goes_on_with_the_next(self):
-    training = Training(self.directory)
-    paths = [training.step() for _ in range(3)]
-    evaluator = self.evaluator(max_evaluations=2)
-    self.assert_evaluations(evaluator.run(), training, paths[:2])
-    training.finish()
-    self.assert_evaluations(evaluator.run(), training, paths[2:])
-
-  def test_ends_when_nothing_new_has_come(self):
-    training = Training(self.directory)
-    training.step()
+  def test_ends_after_so_many_or_when_nothing_new_has_come(self):
+    training = self.trained()
+    *first, last = training.expected
+    evaluator = self.evaluator(max_evaluations=2, idle_timeout_seconds=0.5)
+    self.assert_evaluations(evaluator.run(), training, first)
     start = time.monotonic()
-    evaluations = self.evaluator(idle_timeout_seconds=0.5).run()
+    self.assert_evaluations(evaluator.run(), training, [last])
     self.assertGreaterEqual(time.monotonic() - start, 0.5)
-    self.assert_evaluations(evaluations, training)
     self.directory = os.path.join(self.directory, 'missing')
     self.assertEmpty(self.evaluator(idle_timeout_seconds=0.2).run())
 
@@ -159,8 +178,8 @@ class EvaluationsTest(_EvaluatorTest):
     (True, 'arrays.bin', lambda raw: raw[:99] + bytes([~raw[99] & 255])),
   )
   def test_damaged_or_deleted_checkpoint_is_skipped(self, is_run, name, damage):
-    training = Training(self.directory, is_run)
-    paths = [training.step() for _ in range(2)]
+    training = self.trained(is_run)
+    paths = list(training.expected)
     file = pathlib.Path(f'{paths[0]}{"/" if is_run else "."}{name}')
     if damage is None:
       file.unlink()
@@ -184,7 +203,7 @@ class EvaluationsTest(_EvaluatorTest):
     self.assertEqual((again.path, again.iterations), (path, 8))
 
   def test_steps(self):
-    Training(self.directory).step()
+    self.trained()
     options = {'max_evaluations': 1}
     (of_two,) = self.evaluator(data=_data().repeat(), steps=2, **options).run()
     (of_part,) = self.evaluator(data=_data().take(2), **options).run()
@@ -200,7 +219,7 @@ class MismatchTest(_EvaluatorTest):
 
   @parameterized.parameters((False, 'ckpt-1.*shape'), (True, '00001.*shape'))
   def test_other_shapes_are_refused(self, is_run, pattern):
-    Training(self.directory, is_run).step()
+    self.trained(is_run)
     self.assert_refused(pattern, model=_model(width=5))
 
   def test_checkpoint_without_the_model_or_its_optimizer_is_refused(self):
@@ -229,13 +248,10 @@ class MismatchTest(_EvaluatorTest):
 
 class TensorBoardTest(_EvaluatorTest):
   def test_scalars_at_the_steps_of_training(self):
-    training = Training(self.directory)
-    for _ in range(2):
-      training.step()
-    training.finish()
+    self.trained().finish()
     log_dir = self.create_tempdir().full_path
     evaluations = self.evaluator(log_dir=log_dir).run()
-    self.assertLen(evaluations, 2)
+    self.assertLen(evaluations, 3)
     events = event_accumulator.EventAccumulator(log_dir)
     events.Reload()
     self.assertEqual(

@@ -90,6 +90,19 @@ class MajorityTest(parameterized.TestCase):
     self.assertIsNone(second.proposal(now))
     self.assertEqual(second.objection(5, seats, 0), '')
 
+  def test_members_of_a_later_group_object(self):
+    first, second, third = self.make(3)
+    _formed(first, second, third)
+    # Cut off from the first, the others went on; the third was lost then.
+    seated = {1: 'life 1', 2: 'life 2'}
+    third.formed(2, seated)
+    third.start(9)
+    _meet(first, third)
+    _meet(third, first)
+    seats = first.proposal(0.0)
+    self.assertEqual([seat.task for seat in seats], [0, 2])
+    self.assertIn('majority', third.objection(3, seats, 0))
+
   def test_closed_group_takes_members_alone(self):
     first, second, third = self.make(3)
     _formed(first, second)
