@@ -244,5 +244,18 @@ class RefusalTest(parameterized.TestCase):
     self.assertTrue(first.all_refuse(0.0))
 
 
+class JoinersTest(absltest.TestCase):
+  def test_members_are_no_joiners_but_their_successors_are(self):
+    first, second = _make(0), _make(1)
+    first.heard(second.hello(), 0.0, reached=False)
+    first.formed(1, {0: 'life 0', 1: 'life 1'})
+    self.assertEqual(first.joiners(0.1), ())
+    again = {**second.hello(), 'incarnation': 'a second life'}
+    first.heard(again, 0.2, reached=False)
+    first.heard(_make(3).hello(), 0.2, reached=False)
+    self.assertEqual(first.joiners(0.3), (1, 3))
+    self.assertEqual(first.joiners(10.0), ())
+
+
 if __name__ == '__main__':
   absltest.main()

@@ -324,6 +324,17 @@ class FailuresTest(parameterized.TestCase):
     for end in (other, silent):
       end.close()
 
+  def test_link_that_the_peer_has_closed(self):
+    mine, other = socket.socketpair()
+    links = _transport({1: mine})
+    other.close()
+    array = np.zeros(8, np.float32)
+    with self.assertRaises(execution.LinkClosedError) as raised:
+      plan = plan_lib.from_schedule(ALGORITHMS['ring'](2), 0, 8, _FLOAT32)
+      links.run(_execution(plan, array, array.copy()), _header(1))
+    self.assertEqual(raised.exception.rank, 1)
+    links.close()
+
   def test_peer_that_nobody_waits_for_closes_before_it_was_answered(self):
     (mine, other), (waited_for, silent) = (
       socket.socketpair(),
