@@ -7,7 +7,6 @@ is their number.
 
 import os
 import random
-import signal
 import time
 
 import numpy as np
@@ -310,43 +309,6 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       message = job.run(programs.start_at_a_taken_port)
     address = job.cluster['chief'][0]
     self.assertRegex(message, f'chief 0 cannot serve at {address}.*Fix: end')
-
-  @parameterized.product(mode=('async', 'sync'), dies=(False, True))
-  @pytest.mark.soak
-  def test_workers_that_fail_again_and_again(self, mode, dies):
-    """Checks that all counters, on all servers, count each step once."""
-    steps = int(os.environ.get('TFS_STEPS', '300'))
-    rng = random.Random(f'{_SEED} {mode} {dies}')
-    options = (
-      {'mode': mode} if dies else {'mode': mode, 'keepalive_timeout': 1.0}
-    )
-    faults = 0
-    with parameter_servers.Job(deadline=120 + steps) as job:
-      job.start_chief(programs.count_steps, (self.progress, steps, options))
-      self.wait_for_batch(job, 10)
-      while self.batches() < steps - 10 and job.is_alive('chief', 0):
-        worker = 'worker', rng.randrange(2)
-        if dies:
-          job.restart(*worker)
-          goal = self.batches() + rng.randrange(8, 20)
-          self.wait_for_batch(job, min(goal, steps))
-          time.sleep(rng.uniform(0.0, 0.2))
-        else:
-          job.signal(*worker, signal.SIGSTOP)
-          # Most are given up and return; some are not given up.
-          time.sleep(rng.uniform(0.5, 3.0))
-          job.signal(*worker, signal.SIGCONT)
-          # Losing three workers in one step would end the run.
-          time.sleep(rng.uniform(2.0, 3.0))
-        faults += 1
-      counted, logged = self.finish(job)
-    lost = sum(('lost' if dies else 'given up') in text for _, text in logged)
-    message = f'{mode}: {steps} steps, {faults} faults, {lost} lost'
-    print(f'{message}, {counted}')
-    self.assertGreater(lost, 1 if dies else faults / 3, message)
-    self.assertLen(counted, 13, message)
-    wrong = {name: count for name, count in counted.items() if count != steps}
-    self.assertEqual(wrong, {}, message)
 
 
 class RandomFaultsTest(parameter_server_case.FaultsTestCase):

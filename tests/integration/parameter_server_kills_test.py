@@ -55,14 +55,14 @@ class StepKillsTest(case.KillsTestCase):
     """Checks that workers lose no steps, and a server only those since the
     checkpoint.
     """
-    steps = 120
+    steps = 70
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, **case.MODES[mode])
       for begun, place, victim in (
         (5, 'lookup', case.WORKERS[1]),
-        (30, 'update', case.WORKERS[0]),
-        (55, 'lookup', case.SERVER),
-        (87, 'update', case.SERVER),
+        (15, 'update', case.WORKERS[0]),
+        (28, 'lookup', case.SERVER),
+        (50, 'update', case.SERVER),
       ):
         self.wait_for_batch(job, begun)
         self.kill_in_step(job, place, victim, mode)

@@ -236,19 +236,6 @@ def _record_log() -> list[tuple[float, str]]:
   return found
 
 
-def wait_until(condition, seconds: float = 100.0) -> None:
-  """Waits until a condition holds.
-
-  Raises:
-    TimeoutError: if it does not hold within `seconds`.
-  """
-  ends_at = time.monotonic() + seconds
-  while not condition():
-    if time.monotonic() > ends_at:
-      raise TimeoutError
-    time.sleep(0.02)
-
-
 def lost_steps(run: Run) -> int:
   """Returns the number of lost steps according to the log."""
   counts = [
@@ -257,70 +244,6 @@ def lost_steps(run: Run) -> int:
     if (found := re.search(r'Lost: (\d+) steps', message))
   ]
   return sum(counts)
-
-
-def _regression(**options):
-  """Returns a strategy, a small model, and its data."""
-  x = np.random.default_rng(5).normal(size=(320, 8)).astype(np.float32)
-  strategy = tfs.ParameterServerStrategy(**options)
-  with strategy.scope():
-    model = keras.Sequential(
-      [keras.Input([8]), keras.layers.Dense(16), keras.layers.Dense(1)]
-    )
-    model.compile('adam', 'mse')
-  return strategy, model, x, x.sum(-1, keepdims=True)
-
-
-def use_after_failed_recovery(
-  progress_path: str, checkpoint_dir: str
-) -> tuple[dict[str, tuple[str, str]], list[float], int, int]:
-  """Uses a model in every way after its server was lost and not restored.
-
-  Writes the phase to a file: 1 after training, 2 after trying everything. A
-  test damages the checkpoints in phase 1 and repairs them in phase 2. It then
-  creates a file named after the phase.
-
-  Returns:
-    The type and message of each use's error; the losses before and after; the
-    optimizer's steps at the end; and the requested number of epochs.
-  """
-  strategy, model, x, y = _regression(
-    checkpoint_dir=checkpoint_dir, recovery_timeout=60.0
-  )
-  probe = strategy.step(lambda batch: model(batch)[0, 0])
-  options = {'batch_size': 32, 'verbose': 0}
-  model.fit(x, y, epochs=2, **options)
-  strategy.save()
-  loss = model.evaluate(x, y, **options)
-  probe.call(x[:4]).result()
-
-  def wait_in(phase):
-    tell(progress_path, phase)
-    wait_until(lambda: os.path.exists(f'{progress_path}.{phase}'))
-
-  wait_in(1)
-  found = {}
-  for name, use in {
-    'fit': lambda: model.fit(x, y, epochs=1, **options),
-    'fit again': lambda: model.fit(x, y, epochs=1, **options),
-    'evaluate': lambda: model.evaluate(x, y, **options),
-    'predict': lambda: model.predict(x, verbose=0),
-    'save': strategy.save,
-    'save at once': lambda: strategy.save(recovers=False),
-    'call': lambda: probe.call(x[:4]).result(),
-    'get_weights': model.get_weights,
-    'save_weights': lambda: model.save_weights(f'{progress_path}.weights.h5'),
-    'join': strategy.join,
-  }.items():
-    try:
-      found[name] = 'nothing', repr(use())
-    except Exception as e:
-      found[name] = type(e).__name__, str(e)
-  wait_in(2)
-  restored = model.evaluate(x, y, **options)
-  model.fit(x, y, epochs=1, **options)
-  iterations = int(model.optimizer.iterations.numpy())
-  return found, [loss, restored], iterations, 3
 
 
 def pause(tensor, milliseconds: int = 50):
@@ -345,76 +268,6 @@ def pause(tensor, milliseconds: int = 50):
 def check_shared(strategy) -> None:
   """Checks that synchronous workers left shares of a batch in slots."""
   assert not strategy.shares_batches or runner.shares_rows(strategy)
-
-
-def count_steps(
-  progress_path: str, steps: int, options: dict[str, Any]
-) -> tuple[dict[str, float], list[tuple[float, str]]]:
-  """Runs steps of two rows, which take a tenth of a second, and reports their
-  number.
-
-  Returns:
-    The number of steps according to each counter and server, and the log.
-  """
-  logged = _record_log()
-  strategy = tfs.ParameterServerStrategy(**options)
-  with strategy.scope():
-    # Large variables, which travel alone, and small ones, on each server.
-    weights = [tf.Variable(tf.zeros([n])) for n in (100_000, 100_000, 10, 10)]
-    late = [tf.Variable(tf.zeros([n])) for n in (100_000, 100_000, 10, 10)]
-    rows = tf.Variable(0, trainable=False, dtype=tf.int64)
-    sums = [tf.Variable(tf.zeros([100_000]), trainable=False) for _ in '01']
-    first, second = (keras.optimizers.SGD(1.0) for _ in '01')
-    first.build(weights)
-    second.build(late)
-
-  def update(optimizer, batch, variables):
-    gradient = -tf.reduce_mean(batch)
-    gradients = [gradient * tf.ones(v.shape) for v in variables]
-    optimizer.apply(gradients, variables)
-
-  def paused(batch):
-    # The rows pass nothing that mixes them, so that workers can share them.
-    with tf.control_dependencies([batch]):
-      held = pause(tf.constant(1.0))
-    with tf.control_dependencies([held]):
-      return tf.identity(batch)
-
-  @tf.function
-  def step(batch):
-    batch = paused(batch)
-    # Each row counts half a step, also where workers share a batch.
-    share = tf.reduce_sum(batch) / 2
-    rows.assign_add(tf.reduce_sum(tf.cast(batch, tf.int64)))
-    for each in sums:
-      each.assign_add(share * tf.ones([100_000]))
-    update(first, batch, weights)
-    # Half of a step's time lies between its first and its last write.
-    update(second, paused(batch), late)
-    return share
-
-  optimizers = [first, second]
-  train = strategy.step(step, optimizers)
-  for taken in range(1, steps + 1):
-    train(np.ones([2], np.float32))
-    tell(progress_path, taken)
-  strategy.join()
-  check_shared(strategy)
-
-  def number(variable):
-    found = np.unique(variable.numpy())
-    # Elements must be equal: a partial write gives NaN.
-    return float(found[0]) if found.size == 1 else float('nan')
-
-  counted = {'rows': number(rows) / 2}
-  counted |= {
-    f'steps {i}': number(o.iterations) for i, o in enumerate(optimizers)
-  }
-  for name, found in ('sum', sums), ('weight', weights), ('late', late):
-    for variable in found:
-      key = f'{name} of {variable.shape[0]} on {variable.server}'
-      counted[key] = number(variable)
-  return counted, logged
 
 
 def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
