@@ -96,16 +96,6 @@ class LivenessTest(parameterized.TestCase):
     for task in tasks:
       self.starts[task] += 1
 
-  def test_restarted_worker_is_dead_until_it_is_connected_to(self):
-    lost_in = self.liveness.generation
-    self.restart(('worker', 1))
-    self.assertFalse(self.liveness.is_worker_alive(1))
-    self.assertTrue(self.liveness.is_worker_alive(0))
-    self.assertIsNone(self.liveness.server_error())
-    self.assertTrue(self.liveness.rejoin(1, lost_in))
-    self.assertTrue(self.liveness.is_worker_alive(1))
-    self.assertIsNone(self.liveness.server_error())
-
   def test_server_that_a_worker_came_back_with_is_dead_until_it_is_restored(
     self,
   ):

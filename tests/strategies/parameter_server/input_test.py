@@ -70,8 +70,67 @@ def _of_unknown_cardinality(dataset):
   return dataset.filter(lambda x, y: True)
 
 
-def _run(mode, make_data, steps_per_execution=1, **fit):
-  """Fits; the counts, and what the optimizer and the strategy counted."""
+def _read_by_workers(strategy, change=lambda dataset: dataset):
+  return strategy.distribute_datasets_from_function(
+    lambda context: change(_dataset(context).batch(_BATCH))
+  )
+
+
+def _uneven_splits(strategy):
+  """Nearly all of the elements are one worker's."""
+
+  def split(context):
+    is_first = context.input_pipeline_id == 0
+    if context.num_input_pipelines == 1:
+      return _dataset().batch(_BATCH)
+    mine = _dataset().filter(lambda x, y: tf.equal(x < 45, is_first))
+    return mine.batch(_BATCH)
+
+  return strategy.distribute_datasets_from_function(split)
+
+
+def _generator(strategy):
+  while True:
+    yield from _dataset().batch(_BATCH).as_numpy_iterator()
+
+
+# Data of each kind, and options of `fit`.
+_FED = {
+  'arrays': (lambda s: _elements(), {'batch_size': _BATCH}),
+  'unknown_cardinality': (
+    lambda s: _of_unknown_cardinality(_dataset()).batch(_BATCH),
+    {'steps_per_execution': 3},
+  ),
+  'generator': (_generator, {'steps_per_epoch': _STEPS}),
+  'repeated': (
+    lambda s: _dataset().batch(_BATCH).repeat(),
+    {'steps_per_epoch': _STEPS},
+  ),
+  'distributed': (
+    lambda s: s.experimental_distribute_dataset(_dataset().batch(_BATCH)),
+    {'is_tested': True},
+  ),
+}
+_READ = {
+  'in_groups': (_read_by_workers, {'steps_per_execution': 3}),
+  'of_unknown_cardinality': (
+    functools.partial(_read_by_workers, change=_of_unknown_cardinality),
+    {},
+  ),
+  'uneven_splits': (_uneven_splits, {}),
+}
+_ENDLESS = {
+  'endless': (
+    functools.partial(_read_by_workers, change=lambda d: d.repeat()),
+    {'steps_per_epoch': 5},
+  )
+}
+
+
+def train(name, mode):
+  """Fits; the counts, and what the optimizer counted."""
+  make_data, options = (_FED | _READ | _ENDLESS)[name]
+  options = dict(options)
   strategy = tfs.create_strategy('parameter_server', mode=mode)
   try:
     keras.backend.clear_session()
@@ -80,173 +139,57 @@ def _run(mode, make_data, steps_per_execution=1, **fit):
       model.compile(
         keras.optimizers.SGD(1e-4),
         'mse',
-        steps_per_execution=steps_per_execution,
+        steps_per_execution=options.pop('steps_per_execution', 1),
       )
+    if options.pop('is_tested', False):
+      data = _of_unknown_cardinality(_dataset()).batch(5)
+      options['validation_data'] = data
     data = make_data(strategy)
     x, y = data if isinstance(data, tuple) else (data, None)
-    history = model.fit(x, y, verbose=0, **{'epochs': _EPOCHS, **fit})
+    history = model.fit(x, y, verbose=0, epochs=_EPOCHS, **options).history
     return {
       'trained': model.trained.numpy(),
       'tested': model.tested.numpy(),
       'iterations': int(model.optimizer.iterations.numpy()),
-      'history': {k: len(v) for k, v in history.history.items()},
-      'is_finite': bool(np.isfinite(history.history['loss']).all()),
+      'losses': history['loss'],
     }
   finally:
     strategy.close()
 
 
-def arrays(mode):
-  return _run(mode, lambda s: _elements(), batch_size=_BATCH)
-
-
-def dataset(mode):
-  return _run(mode, lambda s: _dataset().shuffle(_COUNT).batch(_BATCH))
-
-
-def steps_per_execution(mode):
-  return _run(mode, lambda s: _dataset().batch(_BATCH), 3)
-
-
-def unknown_cardinality(mode):
-  return _run(mode, lambda s: _of_unknown_cardinality(_dataset()).batch(_BATCH))
-
-
-def unknown_cardinality_steps_per_execution(mode):
-  return _run(
-    mode, lambda s: _of_unknown_cardinality(_dataset()).batch(_BATCH), 3
-  )
-
-
-def generator(mode):
-  def batches():
-    while True:
-      yield from _dataset().batch(_BATCH).as_numpy_iterator()
-
-  return _run(mode, lambda s: batches(), steps_per_epoch=_STEPS)
-
-
-def repeated(mode):
-  return _run(
-    mode, lambda s: _dataset().batch(_BATCH).repeat(), steps_per_epoch=_STEPS
-  )
-
-
-def distributed(mode):
-  return _run(
-    mode,
-    lambda s: s.experimental_distribute_dataset(_dataset().batch(_BATCH)),
-  )
-
-
-def validation_data(mode):
-  return _run(
-    mode,
-    lambda s: _dataset().batch(_BATCH),
-    validation_data=_of_unknown_cardinality(_dataset()).batch(5),
-  )
-
-
-def _read_by_workers(strategy, change=lambda dataset: dataset):
-  return strategy.distribute_datasets_from_function(
-    lambda context: change(_dataset(context).batch(_BATCH))
-  )
-
-
-def read_by_workers(mode):
-  return _run(mode, _read_by_workers)
-
-
-def read_by_workers_steps_per_execution(mode):
-  return _run(mode, _read_by_workers, 3)
-
-
-def read_by_workers_of_unknown_cardinality(mode):
-  return _run(
-    mode, functools.partial(_read_by_workers, change=_of_unknown_cardinality)
-  )
-
-
-def read_by_workers_with_uneven_splits(mode):
-  """Nearly all of the elements are one worker's."""
-
-  def make(strategy):
-    def split(context):
-      is_first = context.input_pipeline_id == 0
-      if context.num_input_pipelines == 1:
-        return _dataset().batch(_BATCH)
-      mine = _dataset().filter(lambda x, y: tf.equal(x < 45, is_first))
-      return mine.batch(_BATCH)
-
-    return strategy.distribute_datasets_from_function(split)
-
-  return _run(mode, make)
-
-
-def read_by_workers_repeated(mode):
-  return _run(
-    mode,
-    functools.partial(_read_by_workers, change=lambda d: d.repeat()),
-    steps_per_epoch=5,
-  )
-
-
-_FED = (
-  arrays,
-  dataset,
-  steps_per_execution,
-  unknown_cardinality,
-  unknown_cardinality_steps_per_execution,
-  generator,
-  repeated,
-  distributed,
-  validation_data,
-)
-_READ = (
-  read_by_workers,
-  read_by_workers_steps_per_execution,
-  read_by_workers_of_unknown_cardinality,
-  read_by_workers_with_uneven_splits,
-)
-_FED_PROGRAMS = {p.__name__: p for p in _FED}
-_PROGRAMS = {p.__name__: p for p in (*_FED, *_READ, read_by_workers_repeated)}
-
-
 class _InputTest(parameterized.TestCase):
   num_workers = 2
   mode = 'async'
-  programs = _PROGRAMS
+  names = (*_FED, *_READ, *_ENDLESS)
 
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
+    programs = {n: functools.partial(train, n) for n in cls.names}
     with parameter_servers.Job(cls.num_workers, 2) as job:
-      cls.found = chief.Programs(job, cls.programs, (cls.mode,))
+      cls.found = chief.Programs(job, programs, (cls.mode,))
 
   def assert_each_element_once_an_epoch(self, name):
     found = self.found[name]
     np.testing.assert_array_equal(found['trained'], [_EPOCHS] * _COUNT)
-    is_tested = name == validation_data.__name__
-    np.testing.assert_array_equal(
-      found['tested'], [_EPOCHS * is_tested] * _COUNT
-    )
-    self.assertEqual(found['history']['loss'], _EPOCHS)
-    self.assertTrue(found['is_finite'])
-    return found
+    times = _EPOCHS if name == 'distributed' else 0
+    np.testing.assert_array_equal(found['tested'], [times] * _COUNT)
+    self.assertLen(found['losses'], _EPOCHS)
+    self.assertTrue(np.isfinite(found['losses']).all())
+
+  @parameterized.parameters(*_FED)
+  def test_fed(self, name):
+    self.assert_each_element_once_an_epoch(name)
+    self.assertEqual(self.found[name]['iterations'], _EPOCHS * _STEPS)
 
 
 class TwoWorkersTest(_InputTest):
-  @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _FED])
-  def test_fed(self, name):
-    found = self.assert_each_element_once_an_epoch(name)
-    self.assertEqual(found['iterations'], _EPOCHS * _STEPS)
-
-  @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _READ])
+  @parameterized.parameters(*_READ)
   def test_read(self, name):
     self.assert_each_element_once_an_epoch(name)
 
-  def test_read_and_repeated(self):
-    found = self.found['read_by_workers_repeated']
+  def test_read_without_end(self):
+    found = self.found['endless']
     self.assertEqual(found['iterations'], 10)
     # 25 elements a split in batches of 8: the last one has a single element.
     self.assertBetween(found['trained'].sum(), 10, 10 * _BATCH)
@@ -265,12 +208,7 @@ class BoundedTest(TwoWorkersTest):
 @pytest.mark.soak
 class SyncTest(_InputTest):
   mode = 'sync'
-  programs = _FED_PROGRAMS
-
-  @parameterized.named_parameters(*[(p.__name__, p.__name__) for p in _FED])
-  def test_fed(self, name):
-    found = self.assert_each_element_once_an_epoch(name)
-    self.assertEqual(found['iterations'], _EPOCHS * _STEPS)
+  names = tuple(_FED)
 
 
 del _InputTest  # Else it would be collected too.

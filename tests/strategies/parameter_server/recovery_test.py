@@ -98,26 +98,6 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(weight, [3.0, 4.0])
     self.assertEqual(found.history[1]['lost_steps'], 2)
 
-  @parameterized.parameters('async', 'bounded', 'sync')
-  def test_what_is_restored(self, mode):
-    """Checks that all variables get their state of one moment."""
-    rows = np.arange(10.0).reshape(5, 2)
-    table = local_servers.partitioned_variable(rows, 2)
-    weights = [self.variable([1.0]), self.variable([1.0])]
-    for part in table.parts:
-      self.registry[id(part)] = part
-    found = self.make(mode=mode)
-    named = {'table': table, 'first': weights[0], 'second': weights[1]}
-    found.track(named)
-    self.take_steps(found, 10)
-    found.write()
-    for variable in named.values():
-      variable.assign(-variable.numpy())
-    die = self.die_once(table.parts[1], weights[1])
-    found.with_recovery(die)
-    self.assertAllEqual(table, rows)
-    self.assertAllEqual(weights, [[1.0], [1.0]])
-
   def test_no_step_runs_without_a_whole_checkpoint(self):
     """Nor is one written, until a whole one was read."""
     weight, found = self.variable([1.0, 2.0]), self.make()
@@ -189,9 +169,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])
 
-  def test_restore_that_is_interrupted_is_done_again_for_all_that_was_lost(
-    self,
-  ):
+  def test_interrupted_restore_is_done_again_for_all_that_was_lost(self):
     """Also for what seemed to be there already."""
     weights = {name: self.variable([1.0]) for name in 'ab'}
     found = self.make()
@@ -211,16 +189,6 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       found.with_recovery(self.die_once(weights['a']))
     self.assertLen(attempts, 2)
     self.assertEqual([v.numpy() for v in weights.values()], [[1.0], [1.0]])
-
-  def test_another_run_continues_at_the_position(self):
-    weight, found = self.variable([1.0, 2.0]), self.make()
-    found.begin_epoch(4)
-    self.save_twice(found, weight)
-    other, again = self.variable([0.0, 0.0]), self.make()
-    self.assertEqual(again.restore({'weight': other}), Position(4, 20))
-    self.assertAllEqual(other, [3.0, 4.0])
-    self.assertEqual(again.counts.before, 20)
-    self.assertFalse(again.track({'weight': other}))
 
   @parameterized.parameters(
     ('weight', [0.0, 0.0, 0.0], 'shape'),

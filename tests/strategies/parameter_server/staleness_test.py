@@ -28,14 +28,6 @@ class StalenessTest(absltest.TestCase):
     staleness.end('slow')
     self.assertEqual(staleness.histogram, {0: 7, 7: 1})
 
-  def test_several_steps_of_one_task_count_each(self):
-    staleness = engine.Staleness()
-    staleness.start(0)
-    staleness.start(1)
-    staleness.end(0, steps=5)
-    staleness.end(1, steps=2)
-    self.assertEqual(staleness.histogram, {0: 5, 5: 2})
-
 
 if __name__ == '__main__':
   absltest.main()

@@ -15,11 +15,6 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 
-def assign(a, b, x):
-  a.assign(b + x)
-  return a.read_value()
-
-
 def read_after_write(a, b, x):
   a.assign_add(x)
   b.assign(a * 2.0)
@@ -78,10 +73,6 @@ def written_in_a_branch(a, b, x):
   return a.read_value()
 
 
-def written_in_the_other_branch(a, b, x):
-  return written_in_a_branch(a, b, -x)
-
-
 def written_before_and_in_a_branch(a, b, x):
   a.assign_add(x)
   tf.cond(
@@ -117,23 +108,6 @@ def written_in_a_loop(a, b, x):
   return a + b
 
 
-def read_in_a_loop(a, b, x):
-  a.assign_add(x)
-  return tf.while_loop(
-    lambda i, s: i < 3, lambda i, s: (i + 1, s + a * b), [0, x]
-  )[1]
-
-
-def gradients(a, b, x):
-  with tf.GradientTape() as tape:
-    loss = tf.reduce_sum(tf.sin(a * x) + b * b * x)
-  for variable, gradient in zip(
-    (a, b), tape.gradient(loss, [a, b]), strict=True
-  ):
-    variable.assign_sub(0.1 * gradient)
-  return loss
-
-
 def gradients_of_a_loop(a, b, x):
   with tf.GradientTape() as tape:
     total = tf.while_loop(
@@ -150,17 +124,6 @@ def gradients_of_a_loop(a, b, x):
   return loss
 
 
-def gradients_of_a_branch(a, b, x):
-  with tf.GradientTape() as tape:
-    loss = tf.cond(
-      tf.reduce_sum(x) > 0.0,
-      lambda: tf.reduce_sum(a * a * x),
-      lambda: tf.reduce_sum(b),
-    )
-  a.assign_sub(tf.convert_to_tensor(tape.gradient(loss, a)))
-  return loss
-
-
 def gradient_after_a_write(a, b, x):
   a.assign_add(x)
   with tf.GradientTape() as tape:
@@ -174,11 +137,6 @@ def rows(a, b, x):
   a.assign_add(x)
   a.scatter_add(tf.IndexedSlices(tf.constant([10.0]), tf.constant([1])))
   a.assign_add(x)
-  return tf.gather(a, [2, 1, 0])
-
-
-def gathered_after_a_write(a, b, x):
-  a.assign_add(x)
   return tf.gather(a, [2, 2, 0]) + tf.gather_nd(a, [[0], [1], [1]])
 
 
@@ -186,11 +144,6 @@ def scattered_only(a, b, x):
   a.scatter_update(tf.IndexedSlices(x[:2], tf.constant([2, 0])))
   b.scatter_sub(tf.IndexedSlices(x[:1], tf.constant([1])))
   return b.read_value()
-
-
-def broadcast(a, b, x):
-  a.assign_add(tf.broadcast_to(x[0], [3]))
-  return a.read_value()
 
 
 @tf.function
@@ -251,12 +204,7 @@ def functions_made_before(a, b, x):
   return found + _add_and_scale(a, x, 3)
 
 
-def no_variable(a, b, x):
-  return x * 2.0
-
-
 PROGRAMS = (
-  assign,
   read_after_write,
   sums,
   sum_after_overwrite,
@@ -264,22 +212,15 @@ PROGRAMS = (
   sum_of_a_value_that_a_function_overwrites,
   difference_the_other_way_round,
   written_in_a_branch,
-  written_in_the_other_branch,
   written_before_and_in_a_branch,
   sums_of_older_values_in_a_branch,
   written_in_a_loop,
-  read_in_a_loop,
-  gradients,
   gradients_of_a_loop,
-  gradients_of_a_branch,
   gradient_after_a_write,
   rows,
-  gathered_after_a_write,
   scattered_only,
-  broadcast,
   functions_made_before,
   compiled_function_that_reads,
-  no_variable,
 )
 
 

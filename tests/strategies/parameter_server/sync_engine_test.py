@@ -123,42 +123,6 @@ class SyncEngineTest(_TestCase):
     self.assertEqual(engine.report()['steps'], 1)
 
 
-class LateTest(_TestCase):
-  """Worker 2 is at its first share until it `may_end`."""
-
-  def setUp(self):
-    super().setUp()
-    self.is_taken, self.may_end = threading.Event(), threading.Event()
-    self.addCleanup(self.may_end.set)
-    self.has_ended = False
-    self.engine = self._engine(3, backup_workers=1)
-    self.engine.compute = self._compute
-
-  def _compute(self, worker):
-    if worker == 2 and not self.is_taken.is_set():
-      self.is_taken.set()
-      self.may_end.wait(3 * _DEADLINE_SECONDS)
-      self.has_ended = True
-      self._end()
-    self.is_taken.wait(_DEADLINE_SECONDS)
-
-  def _end(self):
-    """Called when the late worker ends."""
-
-  def test_nobody_waits(self):
-    for _ in range(2):
-      self._train(self.engine, 2)
-      self.engine.drain()
-    self.assertFalse(self.pool.is_busy())
-    self.assertFalse(self.has_ended)
-    # Each batch is trained on, or counted as dropped, before it is there too.
-    for _ in range(2):
-      self.assertEqual(self.engine.report()['steps'], 4)
-      self.assertEqual(self.engine.report()['dropped'], 4)
-      self.may_end.set()
-      self._wait_for_late()
-
-
 class _ReadingEngine(_Engine):
   """Reads numbers; `applied` has those of each step."""
 

@@ -13,7 +13,6 @@ from tf_strategies.strategies.parameter_server import variables
 _VALUE = np.arange(1, 22, dtype=np.float32).reshape(7, 3)
 
 _INDICES = (
-  ('one', lambda: 4),
   ('matrix', lambda: tf.constant([[0, 6, 3], [3, 3, 5]], tf.int64)),
   ('from_the_end', lambda: np.array([-1, 2, -7], np.int32)),
   ('small_integers', lambda: tf.constant([5, -2], tf.int16)),
@@ -24,7 +23,6 @@ _INDICES = (
     lambda: tf.SparseTensor([[0, 1], [1, 0], [1, 1]], [5, -1, 5], [2, 3]),
   ),
   ('sparse_without_gaps', lambda: tf.sparse.from_dense([[5, 6], [2, 5]])),
-  ('none', lambda: np.zeros([0], np.int32)),
 )
 
 
@@ -57,22 +55,6 @@ class TakeTest(tf.test.TestCase, parameterized.TestCase):
       found = keras.ops.take(table, make_indices(), axis=0)
       self.assertEqual(type(found), type(want))
       self.assertAllEqual(found, want)
-
-  def test_what_takes_no_rows_reads_the_table(self):
-    with self.assertRaisesRegex(AssertionError, 'read whole'):
-      keras.ops.take(self.tables()[0], [0, 1])
-
-  def test_rows_have_the_type_that_the_layer_computes_in(self):
-    table = self.tables()[2]
-    table._autocast = True
-    with keras.src.backend.AutocastScope('float16'):
-      found = keras.ops.take(table, [2, 0], axis=0)
-    self.assertEqual(found.dtype, tf.float16)
-    self.assertAllEqual(found, _VALUE[[2, 0]])
-
-  def test_a_row_that_does_not_exist_is_an_error(self):
-    with self.assertRaises(tf.errors.InvalidArgumentError):
-      keras.ops.take(self.tables()[0], [0, 7], axis=0)
 
 
 if __name__ == '__main__':
