@@ -1,7 +1,7 @@
 """DynamicEmbedding on servers: exact, moved, restored, expired."""
 
+import contextlib
 import functools
-import itertools
 import os
 import tempfile
 
@@ -12,77 +12,65 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import dynamic_tables, parameter_servers
+from tests.programs import runner
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 
-OPTIMIZERS = dynamic_tables.OPTIMIZERS
-# Of the gradients of equal ids SGD is sent the sum, Adam all.
-_SYNC = ('sgd', 'adam')
 _UNKNOWN = np.array([[2**60, -5]])
+_IN_SYNC = {'dense': 'adam', 'ragged': 'adam', 'sparse': 'sgd'}
 
 
-def _build(strategy, optimizer='adam', is_dynamic=True, **options):
+def _build(strategy, optimizer='adam', **options):
   with strategy.scope():
-    return dynamic_tables.model(is_dynamic, OPTIMIZERS[optimizer], **options)
-
-
-def _train(strategy, **options):
-  """Returns the results of training, and reports of the table and the strategy."""
-  try:
-    model = _build(strategy, **options)
-    layer = model.layers[0]
-    found = dynamic_tables.results(model, *dynamic_tables.all_in_each_batch())
-    found['unknown'] = layer(_UNKNOWN).numpy()
-    model.predict(_UNKNOWN, verbose=0)
-    found |= {'usage': layer.usage(), 'report': layer.report()}
-    found['strategy'] = strategy.report()
-    sharing = getattr(strategy.engine, '_sharing', {})
-    found['whole'] = sum(
-      isinstance(powers, str)
-      for of in sharing.values()
-      for powers in of.values()
+    return dynamic_tables.model(
+      True, dynamic_tables.OPTIMIZERS[optimizer], **options
     )
+
+
+def _data(kind='dense'):
+  x, y = dynamic_tables.all_in_each_batch()
+  return x if kind == 'dense' else dynamic_tables.with_gaps(kind, x), y
+
+
+def _train(strategy, optimizer='adam', kind='dense', **options):
+  """Returns the results of training, and reports of the table and the strategy."""
+  with contextlib.closing(strategy):
+    model = _build(strategy, optimizer, kind=kind, **options)
+    layer = model.layers[0]
+    found = dynamic_tables.results(model, *_data(kind))
+    found['unknown'] = layer(_UNKNOWN).numpy()
+    if kind == 'dense':
+      model.predict(_UNKNOWN, verbose=0)
+    found |= {'usage': layer.usage(), 'report': layer.report()}
+    # One worker computes batches of ragged or sparse tensors.
+    if strategy.shares_batches and kind == 'dense':
+      assert runner.shares_rows(strategy)
     return found
-  finally:
-    strategy.close()
 
 
 def in_sync(directory):
   return {
-    name: _train(tfs.ParameterServerStrategy(mode='sync'), optimizer=name)
-    for name in _SYNC
+    kind: _train(tfs.ParameterServerStrategy(mode='sync'), optimizer, kind)
+    for kind, optimizer in _IN_SYNC.items()
   }
 
 
-def of_gaps_in_sync(directory):
-  found = {}
-  for kind in ('ragged', 'sparse'):
-    strategy = tfs.ParameterServerStrategy(mode='sync')
-    x, y = dynamic_tables.all_in_each_batch()
-    model = _build(strategy, kind=kind)
-    data = dynamic_tables.with_gaps(kind, x), y
-    found[kind] = dynamic_tables.results(model, *data)
-    strategy.close()
-  return found
-
-
 def in_async_on_one_worker(directory):
-  return _train(tfs.ParameterServerStrategy(), steps_per_execution=5)
+  return _train(tfs.ParameterServerStrategy(), 'sgd', steps_per_execution=5)
 
 
 def in_control_flow(directory):
   """Returns the errors for a table that is updated in a branch or in a loop."""
-  found = {}
-  for mode, kind in itertools.product(_MODES, _CONTROL_FLOW):
-    wrap = _CONTROL_FLOW[kind]
+  found = []
+  for mode, wrap in (('async', _in_branch), ('sync', _in_loop)):
     strategy = tfs.ParameterServerStrategy(mode=mode)
     with strategy.scope():
       layer, optimizer, step = dynamic_tables.twice(True)
     remote = strategy.step(functools.partial(wrap, step), [optimizer])
     try:
-      remote(next(iter(dynamic_tables.pairs())))
+      remote(dynamic_tables.pairs()[0])
     except errors.UnsupportedOptionError as e:
-      found[mode, kind] = str(e), layer.report()['rows']
+      found.append((str(e), layer.report()['rows']))
     strategy.close()
   return found
 
@@ -92,39 +80,23 @@ def _in_branch(step, batch):
 
 
 def _in_loop(step, batch):
-  def again(i, loss):
-    del loss
-    return i + 1, step(batch)
-
-  return tf.while_loop(lambda i, _: i < 3, again, [0, 0.0])[1]
-
-
-_CONTROL_FLOW = {'branch': _in_branch, 'loop': _in_loop}
-_MODES = 'async', 'sync'
-
-
-def in_other_modes(directory):
-  return {
-    name: _train(tfs.ParameterServerStrategy(**options), **more)
-    for name, options, more in (
-      ('async', {}, {}),
-      ('bounded', {'mode': 'bounded', 'max_staleness': 1}, {}),
-      ('backup', {'mode': 'sync', 'backup_workers': 1}, {}),
-    )
-  }
+  return tf.while_loop(
+    lambda i, _: i < 3, lambda i, _: (i + 1, step(batch)), [0, 0.0]
+  )[1]
 
 
 def save(directory):
   """Trains an epoch, saves in all ways, and trains another."""
-  strategy = _saving(directory)
+  run_directory = os.path.join(directory, 'run')
+  strategy = tfs.ParameterServerStrategy(
+    mode='sync', checkpoint_dir=run_directory
+  )
   model = _build(strategy)
-  data = dynamic_tables.all_in_each_batch()
-  run = tfs.Run(_run_directory(directory), model)
-  dynamic_tables.results(model, *data, epochs=1, callbacks=[run])
+  run = tfs.Run(run_directory, model)
+  dynamic_tables.results(model, *_data(), epochs=1, callbacks=[run])
   model.save(os.path.join(directory, 'model.keras'))
-  usage = model.layers[0].usage()
-  refused, state = [], _state(model)
-  path = os.path.join(directory, 'refused')
+  usage, state = model.layers[0].usage(), _state(model)
+  refused, path = [], os.path.join(directory, 'refused')
   for action in (
     lambda: tf.train.Checkpoint(model=model).save(path),
     lambda: model.export(path, verbose=False),
@@ -133,7 +105,8 @@ def save(directory):
       action()
     except errors.UnsupportedOptionError as e:
       refused.append(str(e))
-  found = _second_epoch(model), usage, refused, state
+  found = _second_epoch(model), usage, state, refused
+  strategy.save()
   strategy.close()
   return found
 
@@ -145,57 +118,19 @@ def _state(model):
   return {column.key: column.numpy() for column in columns}
 
 
-def _saving(directory):
-  return tfs.ParameterServerStrategy(
-    mode='sync', checkpoint_dir=_run_directory(directory)
-  )
-
-
-def _run_directory(directory):
-  return os.path.join(directory, 'run')
-
-
-def _second_epoch(model, **options):
-  x, y = dynamic_tables.some_in_each_batch()
-  return dynamic_tables.results(model, x, y, **options)
+def _second_epoch(model):
+  return dynamic_tables.results(model, *dynamic_tables.some_in_each_batch())
 
 
 def load(directory):
   strategy = tfs.ParameterServerStrategy(mode='sync')
   with strategy.scope():
     model = keras.models.load_model(os.path.join(directory, 'model.keras'))
-  usage, report = model.layers[0].usage(), model.layers[0].report()
-  state = _state(model)
-  found = _second_epoch(model), usage, report, state
+  layer, state = model.layers[0], _state(model)
+  usage, report = layer.usage(), layer.report()
+  found = _second_epoch(model), usage, state, report
   strategy.close()
   return found
-
-
-def continue_checkpoint(directory):
-  """Continues a checkpoint on other data; returns the results and the loaded state."""
-  # Whoever wants that has to say so.
-  os.remove(os.path.join(directory, 'run', 'owner.json'))
-  strategy = _saving(directory)
-  model = _build(strategy)
-  x, y = dynamic_tables.some_in_each_batch()
-  states = []
-  look = keras.callbacks.LambdaCallback(
-    on_train_begin=lambda logs: states.append(_state(model))
-  )
-  # The first epoch is done, so these are the second and the third.
-  history = model.fit(
-    dynamic_tables.dataset(x, y),
-    epochs=3,
-    verbose=0,
-    callbacks=[tfs.Run(_run_directory(directory), model), look],
-  )
-  found = {
-    'losses': history.history['loss'],
-    'predictions': model.predict(dynamic_tables.dataset(x, y), verbose=0),
-  }
-  report = model.layers[0].report()
-  strategy.close()
-  return found, report, states[0]
 
 
 def expire(directory):
@@ -211,23 +146,18 @@ def expire(directory):
   return found
 
 
-class _ServersTest(parameterized.TestCase, tf.test.TestCase):
-  on_two_servers = on_three_servers = ()
-
+class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    if not cls.on_two_servers:
-      return
     cls.directory = cls.enterClassContext(tempfile.TemporaryDirectory())
     with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      cls.found = cls._run(job, cls.on_two_servers)
-    if cls.on_three_servers:
-      with parameter_servers.Job(num_workers=1, num_ps=3) as job:
-        cls.moved = cls._run(job, cls.on_three_servers)
+      cls.found = cls._run(job, in_sync, save, expire)
+    with parameter_servers.Job(num_workers=1, num_ps=3) as job:
+      cls.moved = cls._run(job, load, in_async_on_one_worker, in_control_flow)
 
   @classmethod
-  def _run(cls, job, programs):
+  def _run(cls, job, *programs):
     programs = {p.__name__: p for p in programs}
     return chief.Programs(job, programs, (cls.directory,))
 
@@ -235,16 +165,17 @@ class _ServersTest(parameterized.TestCase, tf.test.TestCase):
     for name, value in expected.items():
       self.assertAllClose(value, actual[name], 0, 1e-6, name)
 
-  def assert_as_embedding(self, optimizer, found):
-    static = dynamic_tables.model(False, OPTIMIZERS[optimizer])
-    data = dynamic_tables.all_in_each_batch()
-    self.assert_results(dynamic_tables.results(static, *data), found)
-    self.assertEqual(found['whole'], 0, 'one worker computed all')
-    self.assert_counts(found)
+  def assert_as_embedding(self, found, optimizer, kind='dense'):
+    make = dynamic_tables.OPTIMIZERS[optimizer]
+    static = dynamic_tables.model(False, make, kind)
+    expected = dynamic_tables.results(static, *_data(kind))
+    self.assert_results(
+      {name: value for name, value in expected.items() if name in found}, found
+    )
 
   def assert_counts(self, found):
-    """Checks that each id counts once a step, and that both servers have ids."""
-    x, _ = dynamic_tables.all_in_each_batch()
+    """Checks that each id counts once a step, and that all servers have ids."""
+    x, _ = _data()
     ids, counts = np.unique(x, return_counts=True)
     self.assertAllEqual(found['usage']['ids'], ids)
     self.assertAllEqual(found['usage']['uses'], 2 * counts)
@@ -254,117 +185,64 @@ class _ServersTest(parameterized.TestCase, tf.test.TestCase):
       found['unknown'][0], dynamic_tables.first_rows(_UNKNOWN[0])
     )
 
-
-class TrainingTest(_ServersTest):
-  on_two_servers = (
-    in_sync,
-    in_other_modes,
-    of_gaps_in_sync,
-    save,
-    expire,
-  )
-  on_three_servers = (
-    load,
-    continue_checkpoint,
-    in_async_on_one_worker,
-    in_control_flow,
-  )
-
-  @parameterized.parameters(*_SYNC)
-  def test_sync_equals_embedding_on_one_device(self, name):
-    self.assert_as_embedding(name, self.found['in_sync'][name])
-
-  @parameterized.parameters('ragged', 'sparse')
-  def test_ragged_and_sparse_ids_equal_embedding(self, kind):
-    static = dynamic_tables.model(False, OPTIMIZERS['adam'], kind)
-    x, y = dynamic_tables.all_in_each_batch()
-    x = dynamic_tables.with_gaps(kind, x)
-    expected = dynamic_tables.results(static, x, y)
-    self.assert_results(expected, self.found['of_gaps_in_sync'][kind])
+  @parameterized.parameters(*_IN_SYNC)
+  def test_sync_equals_embedding_on_one_device(self, kind):
+    found = self.found['in_sync'][kind]
+    self.assert_as_embedding(found, _IN_SYNC[kind], kind)
+    if kind == 'dense':
+      self.assert_counts(found)
 
   def test_async_equals_embedding_with_one_worker(self):
     found = self.moved['in_async_on_one_worker']
-    static = dynamic_tables.model(False, OPTIMIZERS['adam'])
-    data = dynamic_tables.all_in_each_batch()
-    expected = dynamic_tables.results(static, *data)
-    del expected[
-      'losses'
-    ]  # Logs of an asynchronous step are of an earlier one.
-    self.assert_results(expected, found)
+    del found['losses']  # Logs of an asynchronous step are of an earlier one.
+    self.assert_as_embedding(found, 'sgd')
     self.assert_counts(found)
 
-  @parameterized.product(mode=_MODES, kind=('branch', 'loop'))
-  def test_updates_in_control_flow_are_refused(self, mode, kind):
-    message, rows = self.moved['in_control_flow'][mode, kind]
-    self.assertRegex(message, 'dynamic table .* in a branch, in a loop')
-    self.assertEqual(rows, 0)
-
-  @parameterized.parameters('async', 'bounded')
-  def test_no_update_is_lost_or_repeated(self, mode):
-    self.assert_counts(self.found['in_other_modes'][mode])
-
-  def test_dropped_shares_are_not_counted(self):
-    found = self.found['in_other_modes']['backup']
-    x, _ = dynamic_tables.all_in_each_batch()
-    total = 2 * x.size
-    rows = 4 * found['strategy']['dropped']  # Half of a batch of 8 each.
-    self.assertEqual(found['usage']['uses'].sum(), total - 2 * rows)
+  def test_updates_in_control_flow_are_refused(self):
+    found = self.moved['in_control_flow']
+    self.assertLen(found, 2)
+    for message, rows in found:
+      self.assertRegex(message, 'dynamic table .* in a branch, in a loop')
+      self.assertEqual(rows, 0)
 
   def test_a_file_of_two_servers_loads_onto_three(self):
-    expected, usage, _, state = self.found['save']
-    found, then, report, moved = self.moved['load']
-    self.assert_state(state, moved)
+    expected, usage, state, *_ = self.found['save']
+    found, then, moved, report = self.moved['load']
+    self.assertEqual(
+      set(state), {'ids', 'rows', 'Adam.momentums', 'Adam.velocities'}
+    )
+    self.assertAllClose(state, moved, 0, 0)
+    self.assertGreater(min(len(np.unique(v)) for v in state.values()), 5)
+    self.assertAllClose(usage, then, 0, 0)
     self.assert_results(expected, found)
-    self.assert_usage(usage, then)
     self.assertLen(report['by_shard'], 3)
     self.assertEqual(sum(report['by_shard']), len(usage['ids']))
     self.assertGreater(np.count_nonzero(report['by_shard']), 1)
 
-  def assert_state(self, expected, actual):
-    """Checks bit by bit that three servers loaded the state of two."""
-    self.assertEqual(
-      set(expected), {'ids', 'rows', 'Adam.momentums', 'Adam.velocities'}
-    )
-    self.assertEqual(set(expected), set(actual))
-    for key, value in expected.items():
-      self.assertAllEqual(value, actual[key])
-      self.assertGreater(len(np.unique(value)), 5, key)
-
-  def assert_usage(self, expected, actual):
-    for name, value in expected.items():
-      self.assertAllEqual(value, actual[name])
-
   def test_a_file_of_two_servers_loads_onto_one_device(self):
-    expected, usage, _, _ = self.found['save']
+    expected, usage, *_ = self.found['save']
     path = os.path.join(self.directory, 'model.keras')
     self.assertIsNotNone(tfs.keras)  # Registers the layer.
     model = keras.models.load_model(path)
-    self.assert_usage(usage, model.layers[0].usage())
+    self.assertAllClose(usage, model.layers[0].usage(), 0, 0)
     self.assert_results(expected, _second_epoch(model))
 
   def test_what_would_leave_out_rows_is_refused(self):
-    _, _, (checkpoint, export), _ = self.found['save']
+    *_, (checkpoint, export) = self.found['save']
     self.assertIn('use checkpoint_dir of the strategy', checkpoint)
     self.assertRegex(
       export, r"model.export.*load_model\('model.keras'\).export"
     )
 
-  def test_a_checkpoint_of_two_servers_goes_on_on_three(self):
-    expected, _, _, state = self.found['save']
-    found, report, moved = self.moved['continue_checkpoint']
-    self.assert_state(state, moved)
-    self.assertAllClose(expected['losses'], found['losses'], 0, 1e-6)
-    self.assertAllClose(expected['predictions'], found['predictions'], 0, 1e-6)
-    self.assertLen(report['by_shard'], 3)
-
-  def test_an_evaluator_on_one_device_reads_its_rows(self):
-    model = dynamic_tables.model(True, OPTIMIZERS['adam'])
+  def test_an_evaluator_on_one_device_reads_rows_of_a_checkpoint(self):
+    make = dynamic_tables.OPTIMIZERS['adam']
+    model = dynamic_tables.model(True, make)
     data = dynamic_tables.dataset(*dynamic_tables.some_in_each_batch())
     directory = os.path.join(self.directory, 'run')
     tfs.SidecarEvaluator(model, data, directory, idle_timeout_seconds=1).run()
-    found, _, _ = self.moved['continue_checkpoint']
+    expected, *_ = self.found['save']
     self.assertAllClose(
-      found['predictions'], model.predict(data, verbose=0), 0, 1e-6
+      expected['predictions'], model.predict(data, verbose=0), 0, 1e-6
     )
 
   def test_expires(self):

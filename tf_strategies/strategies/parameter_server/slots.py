@@ -9,7 +9,9 @@ variable, so its task can be repeated with other slots. Nobody applies the first
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +28,8 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 _ROWS = tf.TensorSpec([], tf.float32)
+# Two functions that read a variable and then write it would lose what one adds.
+_overwriting = threading.Lock()
 
 
 class SlotLayout:
@@ -262,13 +266,15 @@ class ApplyFunction:
     self._step, self._traced, self._layout = step, traced, layout
     self._count, self._powers = count, powers
     self._in_replica = in_replica
+    self._overwrites = any(write.added is None for write in traced.writes)
     self._function = traced_step.concrete(
       self._trace, *layout.handle_specs(count)
     )
 
   def __call__(self, tasks: Sequence[Slots]) -> tf.Tensor:
     """Applies the contents of these slots; returns the numbers to report."""
-    return self._function(*(h for slots in tasks for h in slots.handles))
+    with _overwriting if self._overwrites else contextlib.nullcontext():
+      return self._function(*(h for slots in tasks for h in slots.handles))
 
   def _trace(self, *handles):
     # Of each part, its values in the tasks, and their weights.
