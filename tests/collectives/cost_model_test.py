@@ -41,16 +41,6 @@ class FormulaTest(parameterized.TestCase):
     seconds = cost(hierarchical_all_reduce(n, g), size, topology)
     self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
 
-  def test_ranks_of_a_group_share_its_link(self):
-    far = Link(1.0, 0.5)
-    topology = Topology(4, Link(0.0, 0.0), far, group_size=2)
-    # Both ranks of each group send 8 bytes to the other at once.
-    transfers = tuple(Transfer(0, r, (r + 2) % 4, 0, True) for r in range(4))
-    schedule = Schedule('test', 4, 1, transfers)
-    self.assertEqual(cost(schedule, 8, topology), 1.0 + 16 * 0.5)
-    one = Schedule('test', 4, 1, transfers[:1])
-    self.assertEqual(cost(one, 8, topology), far.seconds(8))
-
   def test_send_and_receive_overlap_but_each_is_serial(self):
     topology = Topology(3, Link(1.0, 0.0))
     swap = (Transfer(0, 0, 1, 0, True), Transfer(0, 1, 0, 0, True))

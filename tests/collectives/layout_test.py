@@ -88,16 +88,6 @@ class PlanLayoutTest(parameterized.TestCase):
         slack = max(slack, 31 * itemsize)
     self.assertLessEqual(max(loads), total / num_chunks + max(unsplit) + slack)
 
-  @hypothesis.settings(deadline=None)
-  @hypothesis.given(TENSORS, CHUNKS)
-  def test_whole_tensors_by_default(self, tensors, num_chunks):
-    pieces, loads = plan(tensors, num_chunks)
-    self.assertLen(pieces, len(tensors))
-    sizes = [n * i for n, i in tensors]
-    # Graham's bound for greedy placement in any order.
-    bound = (sum(sizes) + (num_chunks - 1) * max(sizes, default=0)) / num_chunks
-    self.assertLessEqual(max(loads), bound + 1e-6)
-
   def test_largest_first_onto_the_least_loaded(self):
     # In the given order the third tensor would make the loads 6 and 2.
     pieces, loads = plan([(2, 1), (2, 1), (4, 1)], 2)

@@ -84,19 +84,6 @@ class ScheduleTest(parameterized.TestCase):
     self.assertEqual(rooted.completions(), {(0, 0, 0)})
     self.assertEqual(rooted.owners(), (0,))
 
-  def test_earliest_completion_owns(self):
-    late_low = make(
-      3,
-      1,
-      T(0, 1, 0, 0, True),  # Rank 0 holds {0, 1} and needs {2} late.
-      T(0, 0, 2, 0, True),
-      T(1, 1, 2, 0, True),  # Rank 2 is complete in round 1.
-      T(2, 2, 1, 0, False),
-      T(3, 2, 0, 0, False),
-    )
-    self.assertEqual(late_low.validate().completions(), {(1, 2, 0)})
-    self.assertEqual(late_low.owners(), (2,))
-
   def test_bytes(self):
     one = ring.ring_all_reduce(3)
     sizes = (100, 10, 1)

@@ -107,22 +107,14 @@ class Int8Test(parameterized.TestCase):
   def test_subnormals_and_the_largest_floats(self, dtype):
     smallest = np.finfo(np.float32).smallest_subnormal
     units = np.array([1, -1, 0, 1, 300, -299, 12], dtype)
-    for values in (units * smallest, units[:4] * smallest):
-      values = values.astype(dtype)
-      assert_within_bound(INT8, values)
-      self.assertTrue(np.any(round_trip(INT8, values)))
+    values = (units * smallest).astype(dtype)
+    assert_within_bound(INT8, values)
+    self.assertTrue(np.any(round_trip(INT8, values)))
     top = np.finfo(np.float32).max
     extremes = np.array([top, -top, top / 2, 1], dtype)
     np.testing.assert_array_equal(
       round_trip(INT8, extremes)[[0, 1, 3]], np.array([top, -top, 0], dtype)
     )
-
-  def test_rounding_down_of_float64_does_not_wrap_around(self):
-    # Its M in float32 is smaller by a third: 127 times 1.4 is no int8.
-    values = np.float64([1.4, -1.4, 0.1]) * 2.0**-149
-    decoded = round_trip(INT8, values)
-    np.testing.assert_array_equal(np.sign(decoded), [1, -1, 1])
-    assert_within_bound(INT8, values)
 
 
 if __name__ == '__main__':
