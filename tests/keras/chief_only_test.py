@@ -200,22 +200,6 @@ def _change_training(rank, directory, is_wrapped):
   return None
 
 
-def _save_divided(rank, directory):
-  """Fits with Keras's callbacks while workers divide the optimizer state."""
-  strategy = tfs.MultiWorkerRingStrategy(shard_optimizer_state=True)
-  model = _model(strategy, 1)
-  path = os.path.join(directory, 'model.keras')
-  look = _Look(path)
-  saved = keras.callbacks.ModelCheckpoint(path)
-  often = keras.callbacks.ModelCheckpoint(
-    os.path.join(directory, '{epoch}_{batch}.keras'), save_freq=2
-  )
-  log = keras.callbacks.CSVLogger(os.path.join(directory, 'log.csv'))
-  _fit(model, [saved, look, often, log])
-  momenta = [np.array(v) for v in model.optimizer.variables]
-  return look.damaged, saved.filepath, momenta
-
-
 def _save_in_scope(rank, directory):
   """Trains and saves in the scope. The last save is on the chief only."""
   strategy = tfs.MultiWorkerRingStrategy()
@@ -272,27 +256,6 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(counts, [_EPOCHS * 6] * 2)
     saved = keras.models.load_model(os.path.join(directory, 'model.keras'))
     self.assertEqual(int(saved.optimizer.iterations.numpy()), _EPOCHS * 3)
-
-  @pytest.mark.soak
-  def test_saves_of_divided_state_are_written_once(self):
-    directory = self.create_tempdir().full_path
-    results = processes.run_workers(_save_divided, 2, args=(directory,))
-    path = os.path.join(directory, 'model.keras')
-    for damaged, filepath, momenta in results:
-      self.assertEqual(damaged, [None] * _EPOCHS)
-      self.assertEqual(filepath, path)
-      for found, want in zip(momenta, results[0][2], strict=True):
-        np.testing.assert_array_equal(found, want)
-    saved = keras.models.load_model(path)
-    self.assertEqual(int(saved.optimizer.iterations.numpy()), _EPOCHS * 3)
-    for found, want in zip(
-      saved.optimizer.variables, results[0][2], strict=True
-    ):
-      np.testing.assert_array_equal(found, want)
-    with open(os.path.join(directory, 'log.csv'), encoding='utf-8') as file:
-      self.assertLen(file.read().splitlines(), _EPOCHS + 1)
-    # After batches 2, 4, 6 and 8 of nine.
-    self.assertLen([n for n in os.listdir(directory) if n[0].isdigit()], 4)
 
   @pytest.mark.smoke
   def test_chief_alone_shows_progress_by_default(self):

@@ -85,15 +85,6 @@ def normalised():
   return _classifier(model, _momentum())
 
 
-def half():
-  """Returns a float16 step with a loss scale around the optimizer."""
-  keras.config.set_dtype_policy('mixed_float16')
-  model = conv_model()
-  keras.config.set_dtype_policy('float32')
-  optimizer = keras.optimizers.LossScaleOptimizer(_momentum())
-  return _classifier(model, optimizer)
-
-
 def branching():
   """Returns a step with a condition on the loss, which AutoGraph converts."""
 
@@ -125,64 +116,12 @@ def compiled_penalty():
   return step, [optimizer], model.variables
 
 
-def row_by_row():
-  """Returns a step whose loss loops over the rows."""
-
-  def loss_of(losses):
-    squares = tf.map_fn(lambda loss: loss**2, losses)
-    total = tf.foldl(lambda total, loss: total + loss, losses, 0.0)
-    return tf.reduce_mean(squares) + 0.01 * total
-
-  return _classifier(conv_model(), _momentum(), loss_of)
-
-
-def players():
-  """Returns a step with two models and two optimizers: a generator and a critic."""
-  layers = keras.layers
-  maker = keras.Sequential(
-    [keras.Input([4]), layers.Dense(64), layers.Reshape([8, 8, 1])]
-  )
-  judge = keras.Sequential(
-    [keras.Input([8, 8, 1]), layers.Flatten(), layers.Dense(1)]
-  )
-  optimizers = [keras.optimizers.Adam(1e-3), _momentum()]
-  seed = keras.random.SeedGenerator(3)
-
-  def cross_entropy(labels, logits):
-    return tf.reduce_mean(
-      tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)
-    )
-
-  def step(batch):
-    x, _ = batch
-    noise = keras.random.normal([tf.shape(x)[0], 4], seed=seed)
-    with tf.GradientTape(persistent=True) as tape:
-      made = maker(noise)
-      right, wrong = judge(x), judge(made)
-      judged = cross_entropy(tf.ones_like(right), right) + cross_entropy(
-        tf.zeros_like(wrong), wrong
-      )
-      fooled = cross_entropy(tf.ones_like(wrong), wrong)
-    for loss, model, optimizer in (
-      (judged, judge, optimizers[0]),
-      (fooled, maker, optimizers[1]),
-    ):
-      weights = model.trainable_variables
-      optimizer.apply(tape.gradient(loss, weights), weights)
-    return judged, fooled
-
-  return step, optimizers, [*maker.variables, *judge.variables]
-
-
 PROGRAMS = (
   mean,
   clipped_and_accumulated,
   normalised,
-  half,
   branching,
   compiled_penalty,
-  row_by_row,
-  players,
 )
 
 
@@ -213,9 +152,3 @@ def run(program, strategy=None, rows=69, in_function=False):
       results += [step(batch) for batch in data]
   found = [np.asarray(v) for v in tf.nest.flatten(results) if v is not None]
   return [v.numpy() for v in variables], found
-
-
-def tolerance_of(program) -> float:
-  """Returns the allowed difference between a program and one device."""
-  # CPUs with AVX-512 round sums of float16 otherwise than others.
-  return 5e-3 if program is half else 1e-6

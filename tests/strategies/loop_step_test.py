@@ -33,10 +33,9 @@ class CustomLoopTest(tf.test.TestCase, parameterized.TestCase):
     strategy = create()
     want = _one_device(program, rows=rows)
     got = loop_programs.run(program, strategy, rows, **options)
-    tolerance = loop_programs.tolerance_of(program)
     for expected, found in zip(want, got, strict=True):
       for a, b in zip(expected, found, strict=True):
-        self.assertAllClose(a, b, 10 * tolerance, tolerance)
+        self.assertAllClose(a, b, 1e-5, 1e-6)
     calls = strategy.communication_report()['calls']
     self.assertGreaterEqual(sum(calls.values()), 2 * -(-rows // 32))
 
@@ -101,9 +100,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
 class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
   """In `strategy.run`, each replica sees its own rows."""
 
-  @parameterized.parameters(_ring, _central)
-  def test_a_loop_of_a_replica_is_refused(self, create):
-    strategy = create()
+  def test_a_loop_of_a_replica_is_refused(self):
+    strategy = _ring()
     with strategy.scope():
       variable, optimizer = keras.Variable([1.0]), keras.optimizers.SGD(1.0)
 
@@ -118,9 +116,11 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'loop'):
       step()
 
-  @parameterized.product(create=(_ring, _central), method=('step', 'run'))
-  def test_a_loss_scale_that_is_not_built_grows(self, create, method):
-    strategy = create()
+  @parameterized.parameters('step', 'run')
+  def test_a_loss_scale_that_is_not_built_sees_the_gradients_of_all(
+    self, method
+  ):
+    strategy = _ring()
     with strategy.scope():
       variable = keras.Variable([0.0])
       optimizer = keras.optimizers.LossScaleOptimizer(
@@ -135,41 +135,18 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
       'step': strategy.step(apply),
       'run': tf.function(lambda batch: strategy.run(apply, (batch,))),
     }
-    data = tf.data.Dataset.from_tensor_slices(tf.ones([12]))
-    for batch in strategy.experimental_distribute_dataset(data.batch(4)):
+    x = np.ones([16], np.float32)
+    x[9] = np.inf
+    data = tf.data.Dataset.from_tensor_slices(x).batch(4)
+    for batch in strategy.experimental_distribute_dataset(data):
       steps[method](batch)
+    # All replicas skip the third step and halve the scale. Others double it.
     self.assertEqual(float(variable.numpy()[0]), -12.0)
-    self.assertEqual(float(optimizer.dynamic_scale.numpy()), 64.0)
-
-  @parameterized.parameters(_ring, _central)
-  def test_loss_scale_sees_the_gradients_of_all(self, create):
-    strategy = create()
-    with strategy.scope():
-      variable = keras.Variable([1.0])
-      optimizer = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(1.0), initial_scale=8.0
-      )
-      optimizer.build([variable])
-
-    @tf.function
-    def step(batch):
-      def apply(x):
-        gradient = optimizer.scale_loss(tf.reduce_sum(x, keepdims=True))
-        optimizer.apply([gradient], [variable])
-
-      strategy.run(apply, (batch,))
-
-    data = tf.data.Dataset.from_tensor_slices([1.0, 1, 1, 1, 1, np.inf, 1, 1])
-    for batch in strategy.experimental_distribute_dataset(data.batch(4)):
-      step(batch)
-    # All replicas skip the second step.
-    self.assertEqual(float(variable.numpy()[0]), -3.0)
     for copy in optimizer.dynamic_scale.value.values:
-      self.assertEqual(float(copy), 4.0)
+      self.assertEqual(float(copy), 32.0)
 
-  @parameterized.parameters(_ring, _central)
-  def test_predictions_of_uneven_batches_keep_their_rows(self, create):
-    strategy = create()
+  def test_predictions_of_uneven_batches_keep_their_rows(self):
+    strategy = _ring()
     with strategy.scope():
       model = loop_programs.conv_model()
     # 32 rows, then 2 rows for 4 replicas.

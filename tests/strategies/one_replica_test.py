@@ -1,6 +1,7 @@
 """With one replica, a step has the operations that it has without a strategy."""
 
 import collections
+import functools
 import itertools
 from unittest import mock
 
@@ -11,7 +12,7 @@ from absl.testing import parameterized
 from tensorflow.python.distribute import mirrored_strategy
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 
 virtual_devices.configure()
 
@@ -118,6 +119,11 @@ def _step_of_loop(strategy, make_optimizer, compiles):
   return _graphs(step)
 
 
+@functools.cache
+def _of_one_device(trace, optimizer, compiles):
+  return trace(tf.distribute.get_strategy(), optimizer, compiles)
+
+
 def _graphs(function) -> list:
   """The operations of the `tf.function`s that a function is, or calls."""
   if hasattr(function, '_list_all_concrete_functions'):
@@ -162,20 +168,28 @@ class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
       mock.patch.object(mirrored_strategy, '_is_gpu_device', lambda _: True)
     )
 
-  @parameterized.named_parameters(
-    *[
-      (f'{strategy}{optimizer.__name__}_compiled_{compiles}',)
-      + (_STRATEGIES[strategy], optimizer, compiles)
-      for strategy in _STRATEGIES
-      for optimizer in (_loss_scale, _adam)
-      for compiles in (True, False)
-    ]
+  @tiers.product(
+    name=list(_STRATEGIES),
+    case=(
+      (_adam, False),
+      tiers.soak(_adam, True),
+      tiers.soak(_loss_scale, False),
+      tiers.soak(_loss_scale, True),
+    ),
   )
-  def test_steps_have_no_operation_more(self, make, optimizer, compiles):
-    """A compiled one has to run as well: XLA takes none of our collectives."""
+  def test_steps_have_no_operation_more(self, name, case):
+    self.assert_no_operation_more(name, *case)
+
+  @parameterized.parameters('ring_mirrored', 'multi_worker_collective')
+  def test_compiled_steps_have_no_operation_more(self, name):
+    """They have to run as well: XLA takes none of our collectives."""
+    self.assert_no_operation_more(name, _loss_scale, True)
+
+  def assert_no_operation_more(self, name, optimizer, compiles):
+    """Checks the graphs of all kinds of steps."""
     for trace in (_steps_of_model, _step_of_loop):
-      expected = trace(tf.distribute.get_strategy(), optimizer, compiles)
-      found = trace(make(), optimizer, compiles)
+      expected = _of_one_device(trace, optimizer, compiles)
+      found = trace(_STRATEGIES[name](), optimizer, compiles)
       self.assertGreater(sum(c.total() for c in expected), 50)
       self.assertEqual(found, expected)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers, processes, tiers, virtual_devices
+from tests import processes, tiers, virtual_devices
 
 virtual_devices.configure()
 
@@ -53,15 +53,6 @@ def _attributes(rank, name, directory):
       _ask_for_handler(resolver, os.path.join(directory, str(rank)))
       for resolver in (strategy.cluster_resolver, config)
     ],
-  }
-
-
-def _attributes_of_chief(directory):
-  strategy = tfs.ParameterServerStrategy()
-  resolver = strategy.cluster_resolver
-  return {
-    **_read(strategy),
-    'handler': _ask_for_handler(resolver, directory),
   }
 
 
@@ -143,23 +134,6 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsNone(
       _ask_for_handler(strategy.cluster_resolver, self.create_tempdir())
     )
-
-  @pytest.mark.soak
-  def test_attributes_of_the_chief_of_servers(self):
-    with parameter_servers.Job(num_workers=2, num_ps=1) as job:
-      found = job.run(_attributes_of_chief, (self.create_tempdir().full_path,))
-      self.assertRegex(found.pop('handler'), 'use tfs.Run')
-      self.assertEqual(
-        found,
-        {
-          '_task_type': 'chief',
-          '_task_id': 0,
-          '_id_in_cluster': 0,
-          '_num_workers': 2,
-          '_is_chief': True,
-          '_cluster_spec': job.cluster,
-        },
-      )
 
   @pytest.mark.soak
   def test_keras_tuner_searches_as_on_one_device(self):

@@ -1,6 +1,6 @@
 """Training with compressed gradients on real workers.
 
-The tests check bits, bytes, resuming and NaN.
+The tests check bits, bytes, what is left to send, resuming and NaN.
 """
 
 import functools
@@ -8,7 +8,6 @@ import tempfile
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -29,7 +28,12 @@ def _kernels_only(variable):
 
 
 # The values of `compression` by name.
-_CHOICES = {'none': 'none', 'int8': 'int8', 'function': _kernels_only}
+_CHOICES = {
+  'none': 'none',
+  'bfloat16': 'bfloat16',
+  'int8': 'int8',
+  'function': _kernels_only,
+}
 
 
 def _strategy(name, devices=1):
@@ -40,7 +44,7 @@ def _strategy(name, devices=1):
   )
 
 
-def _model(strategy, seed=1, scale=None):
+def _model(strategy, seed=1, scale=None, rate=0.02):
   keras.backend.clear_session()
   keras.utils.set_random_seed(seed)
   with strategy.scope():
@@ -51,10 +55,10 @@ def _model(strategy, seed=1, scale=None):
         keras.layers.Dense(8),
       ]
     )
-    optimizer = keras.optimizers.SGD(0.02, momentum=0.9)
+    optimizer = keras.optimizers.SGD(rate, momentum=0.9)
     if scale is not None:
       optimizer = keras.optimizers.LossScaleOptimizer(optimizer, scale)
-    model.compile(optimizer, 'mse')
+    model.compile(optimizer, 'mse', metrics=['mae'])
     model.optimizer.build(model.trainable_variables)
   return model
 
@@ -68,7 +72,7 @@ def _data(epoch=0):
 def _fit(model, epoch, target_scale=1, **options):
   x, y = _data(epoch)
   options = {'batch_size': _BATCH, 'shuffle': False, 'verbose': 0, **options}
-  return model.fit(x, target_scale * y, **options).history['loss']
+  return model.fit(x, target_scale * y, **options).history
 
 
 def _rests(strategy, model):
@@ -87,13 +91,40 @@ def _trained(name):
     strategy.process_group.bytes_sent
   )
   _fit(model, 0, callbacks=[note])
-  loss = _fit(model, 1)
+  history = _fit(model, 1)
   found = {
     'weights': model.get_weights(),
     'rests': _rests(strategy, model),
     'bytes': np.diff(sent).tolist(),
-    'loss': loss[-1],
+    'loss': history['loss'][-1],
   }
+  strategy.close()
+  return found
+
+
+def _reported(name):
+  """Returns the reports of a `fit` that does not change the weights."""
+  strategy = _strategy(name)
+  history = _fit(_model(strategy, rate=0.0), 0)
+  strategy.close()
+  return history
+
+
+def _summed(name):
+  """Sums gradients that do not depend on the weights: returns minus the sum.
+
+  The columns differ in size.
+  """
+  strategy = _strategy(name)
+  zeros = keras.layers.Dense(8, use_bias=False, kernel_initializer='zeros')
+  with strategy.scope():
+    model = keras.Sequential([keras.Input([_UNITS]), zeros])
+    model.compile(
+      keras.optimizers.SGD(1.0),
+      lambda y, p: keras.ops.sum(y * p * 10.0 ** -np.arange(8), -1),
+    )
+  _fit(model, 0)
+  found = model.get_weights()[0], _rests(strategy, model)
   strategy.close()
   return found
 
@@ -116,9 +147,8 @@ def _looped(name):
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
   for batch in strategy.experimental_distribute_dataset(dataset):
     step(*batch)
-  found = model.get_weights(), _rests(strategy, model)
   strategy.close()
-  return found
+  return model.get_weights()
 
 
 def _resumed(name, directory):
@@ -144,11 +174,8 @@ def _scaled(name):
   before = model.get_weights()
   _fit(model, 0, target_scale=100, epochs=4)
   found = {
-    'moved': max(
-      np.abs(a - b).max()
-      for a, b in zip(before, model.get_weights(), strict=True)
-    ),
     'weights': model.get_weights(),
+    'moved': np.abs(model.get_weights()[0] - before[0]).max(),
     'rests': _rests(strategy, model),
     'scale': float(model.optimizer.dynamic_scale.numpy()),
   }
@@ -160,38 +187,27 @@ def _work(rank, names, directory):
   del rank
   found = {}
   for name in names:
-    found[name] = {
-      'trained': _trained(name),
-      'looped': _looped(name),
-      'scaled': _scaled(name),
-      'resumed': _resumed(name, f'{directory}/{name}'),
-    }
+    found[name] = {'trained': _trained(name), 'reported': _reported(name)}
+    if name != 'bfloat16':
+      found[name]['summed'] = _summed(name)
+    if name in ('int8', 'function'):
+      found[name] |= {
+        'looped': _looped(name),
+        'scaled': _scaled(name),
+        'resumed': _resumed(name, f'{directory}/{name}'),
+      }
   return found
 
 
 # Jobs that share processes, starting with those that every test run needs.
-_GROUPS = ('none', 'int8'), ('function',)
+_GROUPS = ('none', 'bfloat16', 'int8'), ('function',)
 
 
 @functools.cache
-def _results_of(count, names):
+def _results(count, names):
   with tempfile.TemporaryDirectory() as directory:
     args = (names, directory)
     return processes.run_workers(_work, count, args=args, deadline=300)
-
-
-def _results(count, name):
-  """Returns each worker's results for one kind of compression."""
-  [names] = [names for names in _GROUPS if name in names]
-  return _results_of(count, names)
-
-
-_ROWS = [
-  tiers.soak(2, 'none'),
-  (2, 'int8'),
-  tiers.soak(2, 'function'),
-  tiers.soak(3, 'int8'),
-]
 
 
 class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
@@ -199,30 +215,51 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     """Checks that two structures are equal in every bit."""
     tf.nest.map_structure(np.testing.assert_array_equal, one, other)
 
-  @tiers.parameters(*_ROWS)
-  def test_ranks_end_with_the_same_bits(self, count, name):
-    found = [result[name] for result in _results(count, name)]
+  def results(self, count, name):
+    """Returns each worker's results for one kind of compression."""
+    [names] = [names for names in _GROUPS if name in names]
+    found = [result[name] for result in _results(count, names)]
     self.assertLen(found, count)
-    for other in found[1:]:
+    return found
+
+  @tiers.parameters(
+    (2, 'int8'), tiers.soak(2, 'function'), tiers.soak(3, 'int8')
+  )
+  def test_workers_agree_and_a_resumed_run_equals_another(self, count, name):
+    first, *others = self.results(count, name)
+    for other in others:
       for kind in ('trained', 'scaled'):
-        self.assert_same(found[0][kind]['weights'], other[kind]['weights'])
+        self.assert_same(first[kind]['weights'], other[kind]['weights'])
         # Each worker has its own rest.
-        for key, rest in found[0][kind]['rests'].items():
+        for key, rest in first[kind]['rests'].items():
           self.assertNotAllEqual(rest, other[kind]['rests'][key], key)
-      self.assert_same(found[0]['looped'][0], other['looped'][0])
+      self.assert_same(first['looped'], other['looped'])
+    for found in (first, *others):
+      weights, rests = found['resumed']
+      self.assert_same(weights, found['trained']['weights'])
+      self.assert_same(rests, found['trained']['rests'])
+      # Of two kernels and two biases.
+      kept = (0, 2) if name == 'function' else range(4)
+      self.assertCountEqual(rests, [f'rest/{i}' for i in kept])
 
-  @tiers.parameters(*_ROWS)
-  def test_a_run_that_is_resumed_is_one_that_was_not(self, count, name):
-    for result in _results(count, name):
-      weights, rests = result[name]['resumed']
-      self.assert_same(weights, result[name]['trained']['weights'])
-      self.assert_same(rests, result[name]['trained']['rests'])
-      if name != 'none':
-        self.assertNotEmpty(rests)
-      for rest in rests.values():
-        self.assertGreater(np.abs(rest).max(), 0)
+  @tiers.parameters((2, 'int8'), tiers.soak(3, 'int8'))
+  def test_what_was_sent_and_what_is_left_is_what_there_was(self, count, name):
+    results = self.results(count, name)
+    (exact, _), (sums, _) = (
+      self.results(count, n)[0]['summed'] for n in ('none', name)
+    )
+    left = sum(rest for r in results for rest in r['summed'][1].values())
+    # Each column has its own size.
+    size = np.abs(exact).max(0)
+    self.assertAllClose((sums - exact) / size, left / size, 0, 1e-5)
+    self.assertGreater(np.abs(left / size).max(), 1e-3)
 
-  @tiers.parameters(*_ROWS)
+  @tiers.parameters(
+    (2, 'bfloat16'),
+    (2, 'int8'),
+    tiers.soak(2, 'function'),
+    tiers.soak(3, 'int8'),
+  )
   def test_bytes_are_those_of_the_formulas(self, count, name):
     shapes = [(_UNITS, _UNITS), (_UNITS,), (_UNITS, 8), (8,)]
     sent = 0
@@ -235,36 +272,29 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
         for size in schedule.chunk_sizes(np.prod(shape), count)
       )
       sent += sum(others) + (count - 1) * first
-    for result in _results(count, name)[:1]:
-      steps = result[name]['trained']['bytes']
-      self.assertLen(set(steps), 1)
-      # The remaining bytes are the loss and padding.
-      self.assertBetween(steps[0] - sent, 0, 4000, (steps[0], sent))
+    steps = self.results(count, name)[0]['trained']['bytes']
+    self.assertLen(set(steps), 1)
+    # The remaining bytes are the metrics and padding.
+    self.assertBetween(steps[0] - sent, 0, 4000, (steps[0], sent))
 
-  @tiers.parameters(*_ROWS)
-  def test_losses_are_near_those_without(self, count, name):
-    del count
-    exact = _results(2, 'none')[0]['none']['trained']
-    found = _results(2, name)[0][name]['trained']
-    self.assertLess(found['loss'], 1.01 * exact['loss'])
+  @parameterized.parameters('bfloat16', 'int8')
+  def test_reports_are_exact_and_losses_near_those_without(self, name):
+    exact = self.results(2, 'none')
+    for one, other in zip(exact, self.results(2, name), strict=True):
+      self.assertEqual(one['reported'], other['reported'])
+      self.assertLess(other['trained']['loss'], 1.01 * one['trained']['loss'])
 
-  @tiers.parameters(*_ROWS)
+  @tiers.parameters(
+    (2, 'int8'), tiers.soak(2, 'function'), tiers.soak(3, 'int8')
+  )
   def test_loss_scaling_sees_overflows_and_goes_on(self, count, name):
-    for result in _results(count, name):
-      scaled = result[name]['scaled']
+    for result in self.results(count, name):
+      scaled = result['scaled']
       # The scale was halved at least once, and then training continued.
       self.assertLess(scaled['scale'], _SCALE)
       self.assertBetween(scaled['moved'], 1e-4, 100)
       for rest in scaled['rests'].values():
         self.assertTrue(np.isfinite(rest).all())
-
-  @pytest.mark.soak
-  def test_a_function_chooses(self):
-    for result in _results(2, 'function'):
-      rests = result['function']['trained']['rests']
-      self.assertEqual(
-        [key.split('/')[-1] for key in rests], ['kernel', 'kernel']
-      )
 
 
 class OptionsTest(tf.test.TestCase):

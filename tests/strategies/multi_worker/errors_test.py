@@ -6,7 +6,7 @@ import time
 
 from absl.testing import absltest, parameterized
 
-from tests import processes, tiers
+from tests import processes
 from tests.strategies.multi_worker import failing_workers
 
 _DEADLINE_SECONDS = 240
@@ -21,7 +21,7 @@ class DisagreementTest(parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.addresses = processes.addresses(10)
+    cls.addresses = processes.addresses(7)
     cls.results = processes.run_workers(
       failing_workers.disagree,
       2,
@@ -41,7 +41,6 @@ class DisagreementTest(parameterized.TestCase):
     self.assertIn('rank 0 (task 0 at ', first)
     expected = {
       'shape': ('float32[3]', 'float32[4]'),
-      'dtype': ('float32[3]', 'int32[3]'),
       'order': ('all_reduce(sum)', 'all_gather'),
       'loop': ('all_reduce(sum)', 'all_gather'),
     }
@@ -61,11 +60,10 @@ class DisagreementTest(parameterized.TestCase):
       for part in ('set-up of MultiWorkerRingStrategy', *parts):
         self.assertIn(part, result[name]['message'])
 
-  @tiers.parameters('world_size', tiers.soak('addresses'))
-  def test_clusters_that_do_not_match(self, name):
+  def test_clusters_that_do_not_match(self):
     for result in self.results:
       self.assertIn(
-        result[name]['kind'],
+        result['world_size']['kind'],
         ('ClusterConfigError', 'RendezvousError'),
         str(result),
       )
@@ -73,7 +71,7 @@ class DisagreementTest(parameterized.TestCase):
   def test_two_tasks_with_one_address(self):
     for result in self.results:
       self.assertEqual(result['one_address']['kind'], 'ClusterConfigError')
-      self.assertIn(self.addresses[6], result['one_address']['message'])
+      self.assertIn(self.addresses[3], result['one_address']['message'])
 
   def test_missing_worker_is_named_at_the_deadline(self):
     for result in self.results:
@@ -81,7 +79,7 @@ class DisagreementTest(parameterized.TestCase):
         result['missing']['kind'], 'RendezvousError', str(result)
       )
       self.assertIn(
-        f'task 2 at {self.addresses[3]}', result['missing']['message']
+        f'task 2 at {self.addresses[2]}', result['missing']['message']
       )
       self.assertGreater(result['missing']['seconds'], 5.5)
       self.assertLess(result['missing']['seconds'], 60)
@@ -149,7 +147,7 @@ class LossTest(parameterized.TestCase):
       )
     return told
 
-  @parameterized.parameters(0, 1, 2)
+  @parameterized.parameters(0, 1)
   def test_killed_worker_is_named_at_once(self, victim):
     name = f'kill_{victim}'
     for result in self.assert_survivors(name, victim):

@@ -7,8 +7,6 @@ NumPy and uses nothing from this package.
 
 import dataclasses
 import itertools
-import os
-import signal
 
 import keras
 import numpy as np
@@ -196,7 +194,6 @@ def train(rank, jobs):
       'evaluation': evaluation,
       'watch': (watch.weights, watch.logs, watch.calls),
       'iterations': int(model.optimizer.iterations.numpy()),
-      'report': strategy.communication_report(),
     }
     if job.every:
       optimizer_ = model.optimizer
@@ -211,10 +208,10 @@ def train(rank, jobs):
 def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
   """Returns the weights after a job, without workers.
 
-  `mutate(name, value)` may change a value that a meeting uses. No worker trains
+  `mutate(shares)` may change the workers' shares of the rows. No worker trains
   on the batches `lost`, counted from the start of the run.
   """
-  mutate = mutate or (lambda name, value: value)
+  mutate = mutate or (lambda shares: shares)
   models = [
     model_of(dataclasses.replace(job, options=()), lambda: optimizer(job.inner))
     for _ in range(workers)
@@ -229,7 +226,7 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
   def meet():
     if not seen.any():
       return
-    share = mutate('share', seen / seen.sum())
+    share = mutate(seen / seen.sum())
     for i in range(trained):
       mine = [m.trainable_variables[i].numpy() for m in models]
       mean = sum(s * (anchor[i] - w) for s, w in zip(share, mine, strict=True))
@@ -239,7 +236,7 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
       if options.get('nesterov'):
         step = momentum * momenta[i] - rate * mean
       new = (anchor[i] + step).astype(np.float32)
-      anchor[i] = mutate('anchor', (anchor[i], new))[1]
+      anchor[i] = new
       for model in models:
         model.trainable_variables[i].assign(new)
     for same in zip(*map(_averaged, models), strict=True):
@@ -307,10 +304,10 @@ class _SaveAt(keras.callbacks.Callback):
       self.weights = self.model.get_weights()
 
 
-def save_and_resume(rank, job, directory, step, names=('whole', 'resumed')):
+def save_and_resume(rank, job, directory, step):
   """Trains an epoch and saves in the middle, then resumes from there."""
   found = {}
-  for name in names:
+  for name in ('whole', 'resumed'):
     strategy = strategy_of(job)
     with strategy.scope():
       model = model_of(job, lambda: local_steps(job))
@@ -332,53 +329,30 @@ def save_and_resume(rank, job, directory, step, names=('whole', 'resumed')):
   return found
 
 
-def train_on_batches(rank, job):
-  """Trains with `train_on_batch`. Returns the final weights and all reports."""
+def replace_optimizer(rank, job):
+  """Trains apart for two steps, then with an optimizer without local steps.
+
+  Returns the weights before the optimizer is replaced, and the final weights with and
+  without a meeting before.
+  """
   del rank
-  strategy = strategy_of(job)
-  with strategy.scope():
-    model = model_of(job, lambda: local_steps(job))
-  reports = []
-  for _ in range(job.epochs):
-    for x, y in dataset(job).as_numpy_iterator():
-      reports.append(model.train_on_batch(x, y))
-  model.optimizer.meet()
-  strategy.close()
-  return model.get_weights(), reports
-
-
-def replace_optimizer(rank, job, meets):
-  """Trains apart for two steps, then with an optimizer without local steps."""
-  del rank
-  strategy = strategy_of(job)
-  with strategy.scope():
-    model = model_of(job, lambda: local_steps(job))
-  batches = list(dataset(job).as_numpy_iterator())
-  for x, y in batches[:2]:
-    model.train_on_batch(x, y)
-  apart = model.get_weights()
-  if meets:
-    model.optimizer.meet()
-  with strategy.scope():
-    model.compile(optimizer(job.inner), model.loss)
-  x, y = batches[2]
-  model.train_on_batch(x, y)
-  strategy.close()
-  return apart, model.get_weights()
-
-
-def resume(rank, job, directory, step):
-  """Trains the rest of an epoch. Returns the weights before and after."""
-  del rank, step
-  strategy = strategy_of(job)
-  with strategy.scope():
-    model = model_of(job, lambda: local_steps(job))
-  checkpoint = tfs.Run(directory, model)
-  checkpoint.restore()
-  restored = model.get_weights()
-  model.fit(dataset(job), epochs=1, verbose=0, callbacks=[checkpoint])
-  strategy.close()
-  return restored, model.get_weights()
+  found = {}
+  for name in ('without_a_meeting', 'after_a_meeting'):
+    strategy = strategy_of(job)
+    with strategy.scope():
+      model = model_of(job, lambda: local_steps(job))
+    *first, last = dataset(job).take(3).as_numpy_iterator()
+    for x, y in first:
+      model.train_on_batch(x, y)
+    found['apart'] = model.get_weights()
+    if name == 'after_a_meeting':
+      model.optimizer.meet()
+    with strategy.scope():
+      model.compile(optimizer(job.inner), model.loss)
+    model.train_on_batch(*last)
+    found[name] = model.get_weights()
+    strategy.close()
+  return found
 
 
 def loop(rank, jobs):
@@ -389,8 +363,6 @@ def loop(rank, jobs):
     strategy = strategy_of(job)
 
     def make(job=job):
-      if not job.every:
-        return optimizer(job.inner)
       inner = keras.optimizers.LossScaleOptimizer(optimizer(job.inner), 8.0)
       return tfs.keras.LocalSteps(inner, job.every, optimizer(job.outer))
 
@@ -416,36 +388,7 @@ def loop(rank, jobs):
         step(x, y)
         counts = strategy.communication_report()['calls']
         calls.append(sum(counts.values()))
-    if job.every:
-      model.optimizer.meet()
-    found[name] = {
-      'weights': model.get_weights(),
-      'iterations': int(model.optimizer.iterations.numpy()),
-      'calls': calls,
-    }
+    model.optimizer.meet()
+    found[name] = {'weights': model.get_weights(), 'calls': calls}
     strategy.close()
   return found
-
-
-def fail(rank, job, how):
-  """Ends worker 1 after its second step, and returns the other worker's error."""
-  group = tfs.process_group.GroupOptions.from_env()
-  group = dataclasses.replace(group, collective_timeout_seconds=10.0)
-  strategy = tfs.MultiWorkerRingStrategy(
-    options=tfs.RingOptions(group=group), devices=virtual_devices.names(1)
-  )
-  with strategy.scope():
-    model = model_of(job, lambda: local_steps(job))
-
-  def leave(batch, logs):
-    del logs
-    if rank == 1 and batch == 1:
-      if how == 'dies':
-        os.kill(os.getpid(), signal.SIGKILL)
-      model.stop_training = True
-
-  callback = keras.callbacks.LambdaCallback(on_train_batch_end=leave)
-  try:
-    model.fit(dataset(job), epochs=1, verbose=0, callbacks=[callback])
-  finally:
-    strategy.close()

@@ -67,6 +67,7 @@ class ReproducibleWorkersTest(tf.test.TestCase, parameterized.TestCase):
     # Checks that the workers really exchanged exponents and integers.
     self.assertGreater(calls['all_reduce'], 10)
 
+  @pytest.mark.soak
   def test_other_order_of_plain_sums_is_found(self):
     found = set()
     for count in (1, 3):

@@ -1,5 +1,6 @@
 """Optimizer state that workers divide among themselves, in real processes."""
 
+import itertools
 import os
 
 import keras
@@ -15,7 +16,6 @@ from tf_strategies import errors
 
 virtual_devices.configure()
 
-ALL = {**models.OPTIMIZERS, **models.OPTIONS}
 _DEADLINE_SECONDS = 280
 # Limit of a step's bytes, relative to plain gradients and metrics.
 _MOST_BYTES = 1.02
@@ -29,64 +29,6 @@ def ring(devices=1, sharded=True, **options):
   )
 
 
-def _train(name, strategy=None):
-  """Trains with the named optimizer; 'rows_of_...' trains an embedding."""
-  how = {}
-  if name.startswith('rows_of_'):
-    how = {'data': models.words, 'model': models.embedding_model}
-  return models.train(ALL[name.removeprefix('rows_of_')], strategy, **how)
-
-
-def _train_all(rank, names, devices):
-  del rank
-  found = {}
-  for name in names:
-    for sharded in (True, False):
-      strategy = ring(devices, sharded)
-      try:
-        model = _train(name, strategy)
-        found[name, sharded] = (
-          *models.state(model),
-          [[c.numpy() for c in v.value.values] for v in model.weights],
-        )
-      finally:
-        strategy.close()
-  return found
-
-
-class ExactTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.named_parameters(
-    tiers.smoke('two', 2, 1, ('adam', 'accumulation')),
-    tiers.soak('three', 3, 1, ('adamw', 'loss_scale', 'rows_of_adagrad')),
-    tiers.soak('two_of_two', 2, 2, ('ema', 'clipnorm', 'rows_of_plain')),
-    tiers.soak('optimizers', 3, 1, tuple(models.OPTIMIZERS)),
-    tiers.soak('options', 3, 1, tuple(models.OPTIONS)),
-    tiers.soak(
-      'rows_of_tables', 3, 1, tuple(f'rows_of_{name}' for name in ALL)
-    ),
-  )
-  def test_workers_equal_one_device(self, workers, devices, names):
-    by_worker = processes.run_workers(
-      _train_all, workers, args=(names, devices), deadline=_DEADLINE_SECONDS
-    )
-    for name in names:
-      one = models.state(_train(name))
-      weights, state, copies = by_worker[0][name, True]
-      for found in by_worker:
-        for other, mine in zip(
-          found[name, True][:2], (weights, state), strict=True
-        ):
-          for a, b in zip(other, mine, strict=True):
-            self.assertAllEqual(a, b)
-        for a in found[name, True][2]:
-          self.assertAllEqual(a[0], a[-1])
-      self.assertLen(copies[0], devices)
-      for expected in (one, by_worker[0][name, False][:2]):
-        for mine, theirs in zip((weights, state), expected, strict=True):
-          for a, b in zip(mine, theirs, strict=True):
-            self.assertAllClose(a, b, 1e-6, 1e-6, msg=name)
-
-
 class _Count(keras.callbacks.Callback):
   """Records the bytes sent until the end of each step."""
 
@@ -98,15 +40,6 @@ class _Count(keras.callbacks.Callback):
     self.sent.append(self._group.bytes_sent)
 
 
-def _compressed(rank, compression):
-  del rank
-  strategy = ring(compression=compression)
-  try:
-    return models.train(ALL['momentum'], strategy).get_weights()
-  finally:
-    strategy.close()
-
-
 def _measure(rank, devices):
   """Returns the bytes of a step and of stored state, with and without `sharded`."""
   del rank
@@ -116,11 +49,9 @@ def _measure(rank, devices):
     count = _Count(strategy.process_group)
     try:
       model = models.train(
-        ALL['plain'],
+        models.OPTIMIZERS['plain'],
         strategy,
-        models.pictures,
-        models.realistic_model,
-        batch_size=4,
+        model=models.large_model,
         callbacks=[count],
       )
       report = strategy.communication_report()
@@ -158,40 +89,11 @@ class CostTest(tf.test.TestCase, parameterized.TestCase):
       self.assertNotIn('reduce_scatter', calls_before)
 
 
-class CompressionTest(tf.test.TestCase, parameterized.TestCase):
-  @tiers.named_parameters(
-    tiers.soak('bfloat16', 'bfloat16'), tiers.soak('float16', 'float16')
-  )
-  def test_gradients_are_rounded_and_weights_equal(self, compression):
-    expected = _train('momentum').get_weights()
-    first, second = processes.run_workers(
-      _compressed, 2, args=(compression,), deadline=_DEADLINE_SECONDS
-    )
-    farthest = 0.0
-    for mine, other, one in zip(first, second, expected, strict=True):
-      self.assertAllEqual(mine, other)
-      farthest = max(farthest, np.abs(mine - one).max())
-    self.assertBetween(farthest, 1e-7, 2e-2)
-
-  def test_what_keeps_a_rest_is_refused(self):
-    for options in (
-      {'compression': 'int8'},
-      {'compression': lambda variable: 'none'},
-      {'reproducible': True},
-    ):
-      with self.assertRaisesRegex(
-        errors.UnsupportedOptionError, 'shard_optimizer_state'
-      ):
-        tfs.MultiWorkerRingStrategy(
-          options=tfs.RingOptions(**options), shard_optimizer_state=True
-        )
-
-
 def _save(rank, directory):
   """Trains, saves in each way, continues, and returns the final state."""
   strategy = ring()
   try:
-    model = models.train(ALL['loss_scale'], strategy)
+    model = models.train(models.OPTIMIZERS['loss_scale'], strategy)
     checkpoint = tfs.Run(f'{directory}/run', model)
     checkpoint.restore()
     checkpoint.save(epoch=1)
@@ -203,8 +105,16 @@ def _save(rank, directory):
     strategy.close()
 
 
-def _load(rank, directory, way, strategy=None):
-  """Loads in one way, continues, and returns the final state."""
+def _load_both(rank, directory, strategies=(None, None)):
+  """Loads in each way, continues, and returns the final states."""
+  del rank
+  return [
+    _load(directory, way, strategy)
+    for way, strategy in zip(('run', 'keras'), strategies, strict=True)
+  ]
+
+
+def _load(directory, way, strategy):
   strategy = ring() if strategy is None else strategy
   try:
     with strategy.scope():
@@ -212,7 +122,7 @@ def _load(rank, directory, way, strategy=None):
         model = keras.models.load_model(f'{directory}/1.keras')
       else:
         model = models.dense_model()
-        model.compile(ALL['loss_scale'](), 'mse')
+        model.compile(models.OPTIMIZERS['loss_scale'](), 'mse')
     if way == 'run':
       position = tfs.Run(f'{directory}/run', model).restore()
       assert position.epoch == 1, position
@@ -223,27 +133,27 @@ def _load(rank, directory, way, strategy=None):
       strategy.close()
 
 
-class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
+class CheckpointTest(tf.test.TestCase):
   def test_saved_by_two_loaded_by_three_and_one(self):
     directory = self.create_tempdir().full_path
     saved, other = processes.run_workers(
       _save, 2, args=(directory,), deadline=_DEADLINE_SECONDS
     )
-    for way in ('run', 'keras'):
-      loaded = processes.run_workers(
-        _load, 3, args=(directory, way), deadline=_DEADLINE_SECONDS
-      )
-      loaded.append(_load(0, directory, way, tf.distribute.get_strategy()))
-      for state in (other, *loaded):
-        for mine, theirs in zip(saved, state, strict=True):
-          for a, b in zip(mine, theirs, strict=True):
-            self.assertAllClose(a, b, 1e-6, 1e-6, msg=way)
+    loaded = processes.run_workers(
+      _load_both, 3, args=(directory,), deadline=_DEADLINE_SECONDS
+    )
+    one_device = [tf.distribute.get_strategy()] * 2
+    loaded.append(_load_both(0, directory, one_device))
+    for state in (other, *itertools.chain(*loaded)):
+      for mine, theirs in zip(saved, state, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+          self.assertAllClose(a, b, 1e-6, 1e-6)
 
 
 def _save_alone(rank, directory):
   strategy = ring()
   try:
-    model = models.train(ALL['plain'], strategy)
+    model = models.train(models.OPTIMIZERS['plain'], strategy)
     if rank == 0:
       model.save(os.path.join(directory, 'model.keras'))
     else:
@@ -273,6 +183,17 @@ def _refuse(rank):
 
 
 class RefusalTest(tf.test.TestCase):
+  def test_what_keeps_a_rest(self):
+    for options in (
+      {'compression': 'int8'},
+      {'compression': lambda variable: 'none'},
+      {'reproducible': True},
+    ):
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, 'shard_optimizer_state'
+      ):
+        ring(**options)
+
   def test_workers_that_differ(self):
     for text in processes.run_workers(_differ, 2):
       self.assertIn('shard_optimizer_state', text)

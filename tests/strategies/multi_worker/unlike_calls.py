@@ -16,10 +16,6 @@ virtual_devices.configure()
 # Name: (call of rank 0, call of rank 1).
 CALLS = {
   'epochs': (('fit', {'epochs': 2}), ('fit', {'epochs': 3})),
-  'initial_epoch': (
-    ('fit', {'epochs': 2}),
-    ('fit', {'epochs': 2, 'initial_epoch': 1}),
-  ),
   'steps_per_epoch': (
     ('fit', {'steps_per_epoch': 4}),
     ('fit', {'steps_per_epoch': 6}),
@@ -38,18 +34,9 @@ CALLS = {
     ('fit', {'validates': True, 'epochs': 2, 'validation_freq': 2}),
   ),
   'validation_data': (('fit', {}), ('fit', {'validates': True})),
-  'validation_rows': (
-    ('fit', {'validates': 64}),
-    ('fit', {'validates': 32}),
-  ),
   'run_eagerly': (('fit', {}), ('fit', {'run_eagerly': True})),
   'evaluate': (('evaluate', {'steps': 1}), ('evaluate', {'steps': 3})),
-  'own_data_of_evaluate': (
-    ('evaluate', {'is_own': True, 'steps': 1}),
-    ('evaluate', {'is_own': True, 'steps': 3}),
-  ),
   'predict': (('predict', {'steps': 1}), ('predict', {'steps': 3})),
-  'predict_rows': (('predict', {}), ('predict', {'rows': 48})),
 }
 
 
@@ -80,11 +67,8 @@ def _call(model, method, options):
   data = _data(options.pop('rows', 64), options.pop('is_own', False))
   if method == 'predict':
     data = data.map(lambda x, y: x)
-  validates = options.pop('validates', False)
-  if validates:
-    options['validation_data'] = _data(
-      32 if validates is True else validates, False
-    )
+  if options.pop('validates', False):
+    options['validation_data'] = _data(32, False)
   getattr(model, method)(data, **options)
 
 

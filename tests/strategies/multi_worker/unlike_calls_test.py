@@ -8,19 +8,15 @@ from tests.strategies.multi_worker import unlike_calls
 # Name: (end of the argument that differs, values of the ranks).
 _TOLD = {
   'epochs': ('epochs', 2, 3),
-  'initial_epoch': ('initial_epoch', 0, 1),
   'steps_per_epoch': ('steps_per_epoch (or the number of batches)', 4, 6),
   'rows': ('steps_per_epoch (or the number of batches)', 8, 6),
   'own_data': ('steps_per_epoch (or the number of batches)', 2, 3),
   'validation_steps': ('validation_steps', 1, 3),
   'validation_freq': ('validation_freq', 1, 2),
   'validation_data': ('validation_data (given or not)', 'False', 'True'),
-  'validation_rows': ('or the number of batches)', 8, 4),
   'run_eagerly': ('run_eagerly', 'False', 'True'),
   'evaluate': ('or the number of batches)', 1, 3),
-  'own_data_of_evaluate': ('or the number of batches)', 1, 3),
   'predict': ('or the number of batches)', 1, 3),
-  'predict_rows': ('or the number of batches)', 8, 6),
 }
 
 
