@@ -31,24 +31,6 @@ class ReduceTest(tf.test.TestCase, parameterized.TestCase):
     np.testing.assert_array_equal(tensor.numpy(), expected, strict=True)
     self.assertEndsWith(tensor.device, name)
 
-  @parameterized.named_parameters(
-    ('fewer', (virtual_devices.name(2), virtual_devices.name(3))),
-    (
-      'others',
-      (
-        virtual_devices.name(4),
-        virtual_devices.name(5),
-        virtual_devices.name(6),
-        virtual_devices.name(7),
-      ),
-    ),
-    ('in_another_order', NAMES[::-1]),
-  )
-  def test_mirrored_variable_on_other_devices(self, names):
-    op = cross_device.RingAllReduce()
-    result = op.reduce(SUM, value_of_ranks(), mirrored_variable(names))
-    replicas.assert_equal(result, SUM_OF_RANKS, names)
-
   @parameterized.named_parameters(*replicas.NAMED_OPS)
   def test_batch_with_different_destinations(self, make_op):
     op = make_op()

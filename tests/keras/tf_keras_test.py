@@ -110,7 +110,7 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.parameters('async', tiers.soak('sync'))
   def test_parameter_servers_refuse(self, mode):
-    with parameter_servers.Job(num_workers=2, num_ps=1) as job:
+    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       for error in job.run(_refusals_of_servers, (mode,)):
         self.assertIn('tf_keras', error)
 

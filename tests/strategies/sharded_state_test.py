@@ -8,14 +8,12 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.strategies import loop_programs
 from tests.strategies import sharded_models as models
 from tf_strategies import errors
 
 virtual_devices.configure()
-
-ALL = {**models.OPTIMIZERS, **models.OPTIONS}
 
 
 def sharded(devices=3):
@@ -39,20 +37,6 @@ class ExactTest(tf.test.TestCase):
   the rest.
   """
 
-  def test_optimizers_of_a_train_step(self):
-    found = []
-    for strategy in (tf.distribute.get_strategy(), sharded()):
-      keras.utils.set_random_seed(3)
-      with strategy.scope():
-        model = _TwoOptimizers()
-        model.compile(ALL['adam'](), 'mse')
-      x, y = models.numbers()
-      model.fit(x, y, batch_size=13, shuffle=False, verbose=0)
-      found.append(model)
-    assert_equal_models(self, *found)
-    stored = [len(v.value.values) for v in found[1].second.variables[2:4]]
-    self.assertEqual(stored, [3, 3])
-
   def test_step_of_a_loop(self):
     found = [
       loop_programs.run(loop_programs.clipped_and_accumulated, strategy)
@@ -67,41 +51,19 @@ class ExactTest(tf.test.TestCase):
       x[20] = np.inf  # In one replica's part of the second batch.
       return x, y
 
-    one = models.train(ALL['loss_scale'], data=data)
-    model = models.train(ALL['loss_scale'], sharded(), data=data)
+    one = models.train(models.OPTIMIZERS['loss_scale'], data=data)
+    model = models.train(models.OPTIMIZERS['loss_scale'], sharded(), data=data)
     assert_equal_models(self, one, model)
     self.assertTrue(np.isfinite(model.get_weights()[0]).all())
     # The second step halves it, and two more double it.
     self.assertEqual(float(model.optimizer.dynamic_scale.numpy()), 8.0)
 
 
-class _TwoOptimizers(keras.Model):
-  """In each step, the second optimizer continues from the result of the first."""
-
-  def __init__(self):
-    super().__init__(name='two_optimizers')
-    self.inner = models.dense_model()
-    self.second = keras.optimizers.SGD(0.01, momentum=0.5)
-
-  def call(self, x):
-    return self.inner(x)
-
-  def train_step(self, data):
-    x, y = data
-    for optimizer in (self.optimizer, self.second):
-      with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(self(x) - y))
-      variables = self.trainable_variables
-      optimizer.apply(tape.gradient(loss, variables), variables)
-    return {'loss': loss}
-
-
 class StorageTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(2, 3, 4)
-  def test_bytes_of_a_device(self, devices):
-    strategy = sharded(devices)
+  def test_bytes_of_a_device(self):
+    devices = 3
     model = models.train(
-      ALL['plain'], strategy, models.pictures, models.realistic_model
+      models.OPTIMIZERS['plain'], sharded(devices), model=models.large_model
     )
     by_device = [0] * devices
     for variable in model.optimizer.variables:
@@ -114,7 +76,7 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
       self.assertGreater(stored, whole / devices)
 
   def test_reads_and_writes_are_of_the_whole(self):
-    model = models.train(ALL['adam'], sharded())
+    model = models.train(models.OPTIMIZERS['adam'], sharded())
     slot = model.optimizer.variables[2]
     value = np.arange(7 * 33, dtype='float32').reshape(7, 33)
     slot.assign(value)
@@ -128,11 +90,12 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
       np.concatenate([c.numpy() for c in slot.value.values]), -value.ravel()
     )
 
-  @parameterized.parameters('keras', 'checkpoint')
+  # multi_worker/sharded_state_test loads a file of Keras.
+  @tiers.parameters(tiers.soak('keras'), 'checkpoint')
   def test_saved_state_goes_on_elsewhere(self, kind):
     directory = self.create_tempdir().full_path
     x, y = models.numbers()
-    model = models.train(ALL['adam'], sharded(2))
+    model = models.train(models.OPTIMIZERS['adam'], sharded(2))
     path = os.path.join(directory, 'model.keras')
     if kind == 'keras':
       model.save(path)
@@ -147,7 +110,7 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
           loaded = keras.models.load_model(path)
         else:
           loaded = models.dense_model()
-          loaded.compile(ALL['adam'](), 'mse')
+          loaded.compile(models.OPTIMIZERS['adam'](), 'mse')
           loaded.optimizer.build(loaded.trainable_variables)
           tf.train.Checkpoint(optimizer=loaded.optimizer, model=loaded).restore(
             path
@@ -157,23 +120,13 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_state_of_another_shape_is_named(self):
     with self.assertLogs(level='WARNING') as logs:
-      models.train(ALL['adafactor'], sharded())
+      models.train(models.OPTIMIZERS['adafactor'], sharded())
     found = [m for m in logs.output if 'every replica has' in m]
     self.assertLen(found, 1)
     self.assertIn('Adafactor', found[0])
 
 
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
-  def test_option(self):
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, "shard_optimizer_state='yes'"
-    ):
-      tfs.create_strategy(
-        'ring_mirrored',
-        devices=virtual_devices.names(2),
-        shard_optimizer_state='yes',
-      )
-
   def test_elastic(self):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'elastic'):
       tfs.elastic.run(lambda job: None, shard_optimizer_state=True)
@@ -182,7 +135,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     strategy = sharded()
     with strategy.scope():
       model = models.dense_model()
-      optimizer = ALL['adam']()
+      optimizer = models.OPTIMIZERS['adam']()
 
     @tf.function
     def step():
@@ -199,7 +152,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     strategy = sharded()
     with strategy.scope():
       model = _LoopInStep([keras.Input([7]), keras.layers.Dense(33)])
-      model.compile(ALL['adam'](), 'mse')
+      model.compile(models.OPTIMIZERS['adam'](), 'mse')
     x, _ = models.numbers()
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'shard_optimizer_state'
