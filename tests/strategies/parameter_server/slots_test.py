@@ -1,5 +1,7 @@
 """Slots hold what steps leave on servers, and are applied once, as one step."""
 
+from concurrent import futures
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -101,6 +103,22 @@ class SlotsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(a, [0.0, 0.0])
     step.apply()
     self.assertAllEqual(a, [2.0, 2.0])
+
+  def test_sums_in_a_loop_that_are_applied_at_once_are_all_kept(self):
+    a = local_servers.variable(0, tf.zeros([100_000]))
+
+    def program(a, x):
+      def add(i):
+        a.assign_add(x)
+        return i + 1
+
+      tf.while_loop(lambda i: i < 1, add, [0], parallel_iterations=1)
+
+    step = self.step(program, [a], tf.TensorSpec([100_000], tf.float32))
+    step(np.ones(100_000, np.float32))
+    with futures.ThreadPoolExecutor(4) as pool:
+      list(pool.map(lambda _: step.apply(), range(40)))
+    self.assertAllEqual(a, 41.0 * np.ones(100_000))
 
   def test_step_that_writes_nothing(self):
     a = local_servers.variable(0, [1.0, 2.0])
