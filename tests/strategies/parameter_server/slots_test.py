@@ -4,6 +4,7 @@ from concurrent import futures
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -104,6 +105,7 @@ class SlotsTest(tf.test.TestCase, parameterized.TestCase):
     step.apply()
     self.assertAllEqual(a, [2.0, 2.0])
 
+  @pytest.mark.smoke
   def test_sums_in_a_loop_that_are_applied_at_once_are_all_kept(self):
     a = local_servers.variable(0, tf.zeros([100_000]))
 

@@ -120,7 +120,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.product(
     kind=tuple(map(tiers.smoke, _KINDS)),
-    case=((2, 3, ()), (3, 1, (1,)), (1, 2, (0, 1, 2))),
+    case=(tiers.smoke((2, 3, ())), (3, 1, (1,)), (1, 2, (0, 1, 2))),
   )
   def test_saved_and_restored_on_other_servers(self, kind, case):
     *servers, blind = case
