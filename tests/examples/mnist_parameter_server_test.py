@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import compare_weights
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.examples import pages, programs
 
 virtual_devices.configure()
@@ -104,9 +104,9 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     for split in ('train', 'test'):
       self.assertBetween(report[split]['accuracy'], 0, 1)
 
-  @parameterized.parameters(
+  @tiers.parameters(
     ('parameter_server', _JOB, 40),
-    ('multi_worker_ring', ('--num_workers=2',), 20),
+    tiers.soak('multi_worker_ring', ('--num_workers=2',), 20),
   )
   def test_says_what_a_reader_needs(self, strategy, job, most):
     self._run(_FIT, '--epochs=1', f'--strategy={strategy}', launcher=job)
