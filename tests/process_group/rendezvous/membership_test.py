@@ -36,6 +36,15 @@ class ProposalTest(parameterized.TestCase):
     _meet(first, second, third)
     self.assertEqual(_proposed(first, 0.0), [0, 1])
 
+  def test_no_second_group_beside_a_running_one(self):
+    first = _make(0, min_workers=2, window_seconds=0)
+    second, third = _make(1), _make(3)
+    third.formed(4, {3: 'life 3'})
+    _meet(first, second, third)
+    self.assertIsNone(first.proposal(0.0))
+    self.assertIn('task 3 at c:1 (it runs in a group', first.missing(0.0))
+    self.assertEqual(first.next_generation(), 5)
+
 
 def _formed(*all_of_them, generation=1):
   """Gives workers a last group of all of them, and lets them form again."""
@@ -126,6 +135,27 @@ class RivalGroupTest(parameterized.TestCase):
 class PolledTest(parameterized.TestCase):
   """Most workers ask a few."""
 
+  def test_others_ask_the_lowest_that_answer(self):
+    made = _make(9, {task: f'host:{task}' for task in range(12)})
+    self.assertEqual(made.polled(0.0), [0, 1, 2])
+    made.lost(1, 'nobody listens there')
+    self.assertEqual(made.polled(0.0), [0, 1, 2, 3, 4])
+    made.lost(0, 'nobody listens there')
+    made.lost(2, 'nobody listens there')
+    self.assertEqual(made.polled(0.0), list(range(9)))
+    for task in range(3, 6):
+      addresses = {task: f'host:{task}' for task in range(12)}
+      _meet(made, _make(task, addresses))
+    # Those that failed may come back, and lead.
+    self.assertEqual(made.polled(0.0), list(range(6)))
+    self.assertIsNone(made.proposal(0.0))
+
+  def test_lowest_that_is_there_asks_all(self):
+    self.assertEqual(_make(0).polled(0.0), [1, 3])
+    made = _make(1)
+    made.lost(0, 'it does not answer')
+    self.assertEqual(made.polled(0.0), [0, 3])
+
   def test_leader_vouches_for_the_dead(self):
     addresses = {task: f'host:{task}' for task in range(5)}
     workers = [
@@ -154,10 +184,10 @@ class CutTest(parameterized.TestCase):
     left = quorum.leave_out([0, 1, 2, 3], pairs, leader=0)
     self.assertEqual(left, expected)
 
-  def make(self):
+  def make(self, life='life 1', **settings):
     """Three workers of which the last cannot connect to the second."""
-    first, second, third = (_make(task) for task in _ADDRESSES)
-    third.note_cut(membership.Cut(1, 'life 1', 'it does not answer', 0.0))
+    first, second, third = (_make(task, **settings) for task in _ADDRESSES)
+    third.note_cut(membership.Cut(1, life, 'it does not answer', 0.0))
     _meet(first, second, third)
     return first, second, third
 
@@ -171,6 +201,19 @@ class CutTest(parameterized.TestCase):
     later = quorum.RETRY_SECONDS + 1
     _meet(first, *others, now=later)
     self.assertEqual(_proposed(first, later), [0, 1, 3])
+
+  def test_task_that_began_anew_may_be_reached(self):
+    first, *_ = self.make('before')
+    self.assertEqual(_proposed(first, 1.0), [0, 1, 3])
+
+  def test_who_failed_tells_why_before_the_next_proposal(self):
+    first, second, third = (_make(task) for task in _ADDRESSES)
+    _meet(first, second, third)
+    first.proposal_failed(1.0)
+    _meet(first, second, now=1.1)
+    self.assertIsNone(first.proposal(1.1))
+    _meet(first, third, now=1.2)
+    self.assertEqual(_proposed(first, 1.2), [0, 1, 3])
 
   def test_who_would_be_left_out_is_no_joiner(self):
     first, _, third = self.make()
