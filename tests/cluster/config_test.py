@@ -79,6 +79,14 @@ class GoodValuesTest(parameterized.TestCase):
   def test_no_variable_is_a_single_process(self):
     self.assertIsNone(cluster.ClusterConfig.from_env({'PATH': 'x'}))
 
+  @parameterized.parameters(
+    ({'worker': ['a:1']}, 'evaluator'), ({'ps': ['a:1']}, 'ps')
+  )
+  def test_another_part_is_not_lost(self, jobs, task_type):
+    task = {'type': task_type, 'index': 0}
+    config = _read(json.dumps({'cluster': jobs, 'task': task}))
+    self.assertEqual(config.task_type, task_type)
+
   def test_every_part_is_read(self):
     config = _read(
       json.dumps(

@@ -78,6 +78,19 @@ class RunTest(RunTestCase):
         np.testing.assert_array_equal(one[1], other[1])
         np.testing.assert_array_equal(one[0], other[0])
 
+  def test_order_survives_other_iterators(self):
+    dataset = data_lib.make_dataset(
+      formula.arrays(_N),
+      data_lib.PipelineOptions(4, seed=5),
+      training=True,
+      epochs=1,
+    )
+    orders = []
+    for _ in range(2):
+      next(iter(dataset))
+      orders.append(np.concatenate([y for _, y in dataset]))
+    self.assertAllEqual(*orders)
+
   @parameterized.parameters((2, True), (13, False), (13, True))
   def test_every_example_as_often_as_any_other(self, steps, drop_remainder):
     source = formula.arrays(_N)

@@ -93,6 +93,10 @@ class ElementsTest(PipelineTestCase):
     test = self.make(source, drop_remainder=True, training=False)
     self.assertEqual(_order(test), list(range(29)))
 
+  def test_no_full_batch(self):
+    with self.assertRaisesRegex(errors.DataError, '7 examples .* batch of 8'):
+      self.make(formula.arrays(7), drop_remainder=True)
+
   @pytest.mark.smoke
   def test_map_fn_gets_scaled_batches(self):
     shapes = []
