@@ -38,6 +38,15 @@ def _flip(path):
     f.write(bytes([byte ^ 1]))
 
 
+def _renumber(path):
+  """Changes a value, which leaves the manifest readable."""
+  with open(path, encoding='utf-8') as f:
+    manifest = json.load(f)
+  manifest['contents']['metadata']['number'] += 1
+  with open(path, 'w', encoding='utf-8') as f:
+    json.dump(manifest, f)
+
+
 def _nest(path):
   with open(path, 'wb') as f:
     f.write(b'[' * 100_000)
@@ -131,7 +140,8 @@ class CheckpointerTest(parameterized.TestCase):
     self.assertEqual(self.store.newest().metadata['number'], 4)
 
   @parameterized.parameters(
-    *itertools.product((_flip, os.remove), _FILES), (_nest, 'manifest.json')
+    *itertools.product((_flip, os.remove), _FILES),
+    *((damage, 'manifest.json') for damage in (_nest, _renumber)),
   )
   def test_torn_checkpoint_is_skipped(self, damage, file):
     before, torn = self._save(1), self._save(2)
