@@ -72,15 +72,6 @@ def _shown(rank):
   return shown
 
 
-def _describe(rank, directory):
-  """Fits with a callback that writes before the first event."""
-  mine = os.path.join(directory, str(rank))
-  os.makedirs(mine)
-  model = _model(tfs.MultiWorkerRingStrategy(), 1)
-  _fit(model, [tfs.keras.ChiefOnly(_Describe(os.path.join(mine, 'described')))])
-  return os.listdir(mine)
-
-
 def _interrupt_and_resume(rank, directory):
   """Interrupts and resumes `fit` on a worker with its own directory."""
   mine = os.path.join(directory, str(rank))
@@ -200,9 +191,16 @@ def _change_training(rank, directory, is_wrapped):
   return None
 
 
-def _save_in_scope(rank, directory):
-  """Trains and saves in the scope. The last save is on the chief only."""
+def _train_twice(rank, directory):
+  """Trains with a callback that writes before the first event, and in the scope.
+
+  The last save is on the chief only.
+  """
+  mine = os.path.join(directory, str(rank))
+  os.makedirs(mine)
   strategy = tfs.MultiWorkerRingStrategy()
+  describe = tfs.keras.ChiefOnly(_Describe(os.path.join(mine, 'described')))
+  _fit(_model(strategy, 1), [describe])
   path = os.path.join(directory, 'model.weights.h5')
   saved = keras.callbacks.ModelCheckpoint(path, save_weights_only=True)
   with strategy.scope():
@@ -211,7 +209,7 @@ def _save_in_scope(rank, directory):
     if rank == 0:
       model.save(os.path.join(directory, 'model.keras'))
     _fit(model, [])
-  return int(model.optimizer.iterations.numpy())
+  return os.listdir(mine), int(model.optimizer.iterations.numpy())
 
 
 class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
@@ -250,23 +248,20 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
         np.testing.assert_array_equal(whole, resumed)
     self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
 
-  def test_the_chief_saves_inside_of_the_scope(self):
-    directory = self.create_tempdir().full_path
-    counts = processes.run_workers(_save_in_scope, 2, args=(directory,))
-    self.assertEqual(counts, [_EPOCHS * 6] * 2)
-    saved = keras.models.load_model(os.path.join(directory, 'model.keras'))
-    self.assertEqual(int(saved.optimizer.iterations.numpy()), _EPOCHS * 3)
-
   @pytest.mark.smoke
   def test_chief_alone_shows_progress_by_default(self):
     chief, other = processes.run_workers(_shown, 2)
     self.assertEqual(chief, [True] * 6)
     self.assertEqual(other, [False] * 3 + [True] * 3)
 
-  def test_chief_alone_gives_its_callback_the_model(self):
+  @pytest.mark.smoke
+  def test_chief_alone_writes_also_inside_of_the_scope(self):
     directory = self.create_tempdir().full_path
-    files = processes.run_workers(_describe, 2, args=(directory,))
-    self.assertEqual(files, [['described'], []])
+    results = processes.run_workers(_train_twice, 2, args=(directory,))
+    steps = _EPOCHS * 3
+    self.assertEqual(results, [(['described'], 2 * steps), ([], 2 * steps)])
+    saved = keras.models.load_model(os.path.join(directory, 'model.keras'))
+    self.assertEqual(int(saved.optimizer.iterations.numpy()), steps)
 
   def test_refuses_a_callback_that_turns_out_to_change_training(self):
     chief, other = processes.run_workers(_change_training, 2, args=('', True))

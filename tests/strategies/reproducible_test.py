@@ -3,7 +3,6 @@
 The tests also cover the options that it rejects.
 """
 
-import contextlib
 from unittest import mock
 
 import keras
@@ -60,34 +59,29 @@ class ReproducibleTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('central_storage', 'central_storage', 2),
   )
   def test_gradients_of_loops(self, kind, count):
-    """Trains recurrent layers, whose loops pass gradients as lists of tensors."""
+    """Trains a recurrent layer, whose loop passes gradients as a list of tensors."""
     rng = np.random.default_rng(4)
     words, labels = rng.integers(0, 9, (37, 5)), np.arange(37) % 3
 
-    def train(strategy=None):
+    def train(strategy):
       keras.utils.set_random_seed(1)
       layers = keras.layers
-      with contextlib.nullcontext() if strategy is None else strategy.scope():
+      with strategy.scope():
         model = keras.Sequential(
           [
             keras.Input([5], dtype='int32'),
             layers.Embedding(9, 3, mask_zero=True),
-            layers.LSTM(4, return_sequences=True),
-            layers.GRU(3),
+            layers.LSTM(4),
             layers.Dense(3),
           ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile('adam', loss)
       model.fit(words, labels, batch_size=16, epochs=2, verbose=0)
-      return model.get_weights()
+      return reproducible_program.digest(model.get_weights())
 
-    found = train(_create(kind, count))
     want = train(_create('ring_mirrored', 1))
-    digest = reproducible_program.digest
-    self.assertEqual(digest(found), digest(want))
-    for value, wanted in zip(found, train(), strict=True):
-      np.testing.assert_allclose(value, wanted, 0, 1e-6)
+    self.assertEqual(train(_create(kind, count)), want)
 
   @pytest.mark.smoke
   def test_other_order_of_plain_sums_is_found(self):
