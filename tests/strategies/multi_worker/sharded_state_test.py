@@ -134,6 +134,7 @@ def _load(directory, way, strategy):
 
 
 class CheckpointTest(tf.test.TestCase):
+  @pytest.mark.smoke
   def test_saved_by_two_loaded_by_three_and_one(self):
     directory = self.create_tempdir().full_path
     saved, other = processes.run_workers(
