@@ -155,7 +155,7 @@ def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
 def show_averages(wrapper: keras.optimizers.Optimizer) -> None:
   """Lets `SwapEMAWeights` find the moving averages of an inner optimizer.
 
-  Keras looks inside one wrapper only, so a wrapper shows what is further inside.
+  Keras looks inside one wrapper only, so a wrapper shows the averages of inner ones.
   """
   *_, innermost = chain(wrapper)
   for each in chain(wrapper):

@@ -38,7 +38,7 @@ def parse(text: str) -> dict[str, Any]:
   """Returns the JSON object that the text is."""
   try:
     config = json.loads(text, object_pairs_hook=_without_duplicates)
-  # Beside JSONDecodeError: a key that is there twice, a number of more digits than
+  # Beside JSONDecodeError: a repeated key, a number of more digits than
   # Python converts, and brackets nested deeper than its stack.
   except (ValueError, RecursionError) as e:
     raise checks.bad(

@@ -100,7 +100,7 @@ def merge(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
   aligned = list(zip(traces, clocks, strict=True))
   origin = min(_start(t) - clock.ahead_by(_start(t)) for t, clock in aligned)
   events, tasks = [], []
-  # Numbered anew: files of two generations have tasks of the same ranks.
+  # New numbers, because files of two generations have tasks of the same ranks.
   for pid, (trace, clock) in enumerate(aligned):
     start = _start(trace)
     for event in trace['traceEvents']:

@@ -59,7 +59,7 @@ class TrainingMonitor:
   """
 
   _open: TrainingMonitor | None = None
-  # Of the epoch; None if that of a batch is unknown.
+  # Rows of the epoch so far; None if a batch had an unknown number of rows.
   _rows: int | None = 0
 
   def __init__(self, timeline: str | os.PathLike | None = None):

@@ -83,5 +83,5 @@ def _references(block: np.ndarray) -> int:
   return sys.getrefcount(block.base)
 
 
-# Of a block that nobody uses: that of the block itself, and those of counting.
+# References to an unused block: its own, and the ones that counting makes.
 _UNUSED = _references(_allocate(1))

@@ -116,7 +116,7 @@ class Execution:
   def target(self, number: int) -> tuple[np.ndarray, bool]:
     """Returns memory to receive a piece into, and whether that is its own place.
 
-    The terms of a sum have no other place, and that of a piece may still be in use.
+    The terms of a sum have no other place. The own place of a piece may still be in use.
     """
     piece = self.plan.pieces[number]
     if piece.buffer != plan_lib.RECEIVED and not self.needs[number]:

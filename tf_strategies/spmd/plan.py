@@ -82,7 +82,7 @@ class Plan:
   """The decisions for a program.
 
   Attributes:
-    values: what is known about each tensor.
+    values: kinds of the tensors, as far as the plan knows them.
     decisions: how each node is run.
     levels: number of meetings before each node runs.
     forced: partial sums that become whole, or shards, as soon as they have been

@@ -19,7 +19,7 @@ from tf_strategies.spmd import kinds, plan
 from tf_strategies.spmd import program as program_lib
 from tf_strategies.spmd.rules import sequences
 
-# The power of zeros: any. That of a shape, some of whose lengths are rows.
+# Powers: `_ANY` of zeros, `_SHAPE` of a shape some of whose lengths are rows.
 _ANY, _SHAPE = 'any', 'shape'
 _NO_ROWS = 0, _ANY
 

@@ -56,7 +56,7 @@ class Recovery:
     self._liveness = liveness
     self._pool = pool
     self._variables = server_variables
-    # Called when variables were made anew, before they are restored.
+    # Called when variables have been created again, before they are restored.
     self.on_restored: Callable[[], None] = lambda: None
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:

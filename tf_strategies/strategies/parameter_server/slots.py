@@ -1,8 +1,8 @@
 """What a step on a worker leaves on the servers, and the function that applies it.
 
-A worker writes no variable. The gradients of its step, what it wrote to its copies of
+A worker writes no variable. The gradients of its step, its writes to its copies of
 variables, and the numbers that it reports go into slots on the servers that hold the
-variables. `ApplyFunction`, which the chief calls, applies what is in the slots of one
+variables. `ApplyFunction`, which the chief calls, applies the slots of one
 task, or of several that share the rows of a batch. Until then, the worker has changed no
 variable, so its task can be repeated with other slots. Nobody applies the first ones.
 """
@@ -116,7 +116,7 @@ class SlotLayout:
 
 
 def _num_tensors(write: traced_step.Write) -> int:
-  """Returns how many tensors of the variable's shape tell what was written.
+  """Returns how many tensors of the variable's shape describe a write.
 
   They are what was added; the value; or, if only a difference can be added, the values
   after and before.
@@ -243,7 +243,7 @@ class WorkerFunction:
 
 
 class ApplyFunction:
-  """Applies what is in the slots of the tasks of one step.
+  """Applies the slots of the tasks of one step.
 
   Args:
     step: the step.

@@ -78,7 +78,7 @@ class Next:
     """Calls `compute` with the iterator; returns False at the end of the data.
 
     Raises:
-      NotHereError: other workers have what is left.
+      NotHereError: other workers have the rest of the data.
     """
     life = self._engine.lives[worker]
     while True:
@@ -182,7 +182,7 @@ class StepTask(worker_pool.Task):
     return True
 
   def apply(self) -> None:
-    """Applies what is in the slots."""
+    """Applies the results in the slots."""
     specs = self.specs
     if not specs.are_numbers:
       # They are on the worker, which may die. Until they are here, the step can be

@@ -1,9 +1,9 @@
 """A step on a worker as a function of values: it reads and returns, and writes nothing.
 
-The user's step is traced as it is. The traced function captures its variables, which
+The user's step is traced unchanged. The traced function captures its variables, which
 are on the servers. A worker calls it with temporary copies of them instead. Reads,
 writes, branches, loops and functions that the step calls therefore mean what they mean
-on one device. Afterwards the copies say what the step has written.
+on one device. Afterwards the copies hold the values that the step has written.
 
 * Rows that a step looks up are read on the servers, if it does not use the rest of the
   variable.
@@ -212,7 +212,7 @@ class TracedStep:
   Attributes:
     outputs: what the step returns.
     calls: of `apply`: (optimizer, gradients, variables); a gradient may be None.
-    writes: what it writes besides.
+    writes: its other writes.
     copied: variables of which a worker needs a copy.
     reasons: why workers cannot share the rows of a batch.
 
