@@ -109,7 +109,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLogs(level='WARNING') as logs,
     ):
       self.job.restore(self.model)
-    self.assertEqual(self.job.position, Position())
+      self.assertEqual(self.job.position, Position())
     self.assertIn('begins again', ''.join(logs.output))
 
   def test_loop_that_does_not_restore_is_refused(self):
@@ -205,10 +205,36 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.job.restore(self.model)
     self.job.update(3, 0)
     heard = _Heard()
-    self.assertIsNone(
-      self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
-    )
+    self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
     self.assertEmpty(heard.events)
+
+  def test_history_is_whole_if_training_is_called_again(self):
+    """A worker may come when the others have trained, or between two epochs."""
+    calls = []
+
+    def interrupt(epoch, logs=None):
+      if epoch == 1 and len(calls) == 1:
+        raise elastic_members.CallAgain('A worker joined.')
+
+    def train(job):
+      calls.append(job)
+      with job.strategy.scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        model.compile('sgd', 'mse')
+      job.restore(model)
+      callbacks = [keras.callbacks.LambdaCallback(on_epoch_begin=interrupt)]
+      history = job.fit(
+        model, _make_batches, 3, _STEPS, callbacks, verbose=0
+      ).history
+      if len(calls) == 2:
+        raise elastic_members.CallAgain('A worker joined.')
+      return history['loss']
+
+    losses = tfs.elastic.run(train, devices=['CPU:0'])
+    self.assertLen(calls, 3)
+    self.assertLen(losses, 3)
+    self.assertGreater(losses[0], losses[1])
+    self.assertGreater(losses[1], losses[2])
 
 
 class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):

@@ -56,7 +56,8 @@ class RecordProgress(keras.callbacks.Callback):
     self._state.move(self._state.progress.epoch, batch + 1)
 
   def on_epoch_end(self, epoch, logs=None):
-    """Counts an epoch."""
+    """Counts an epoch, and keeps its logs."""
+    self._state.history = self.model.history.history
     self._state.move(epoch + 1, 0)
 
 

@@ -143,12 +143,12 @@ class Job(elastic_members.Members):
     validation_steps: int | None = None,
     validation_freq: int | Sequence[int] = 1,
     class_weight: Mapping[int, float] | None = None,
-  ) -> keras.callbacks.History | None:
-    """Calls `model.fit` for the rest of the job; returns its history, if any.
+  ) -> keras.callbacks.History:
+    """Calls `model.fit` for the rest of the job; returns the history of all epochs.
 
     From its first batch on, a worker that joins later has the state of the others'
-    callbacks, and its history is whole. If the training function is called again, the
-    metrics of the interrupted epoch cover only its remaining steps.
+    callbacks. If the training function is called again, the metrics of the interrupted
+    epoch cover only its remaining steps. If no step is left, callbacks are not called.
 
     Args:
       model: the restored model.
@@ -173,12 +173,16 @@ class Job(elastic_members.Members):
     if state.model is not model:
       self.restore(model)
     state.fit = epochs, steps_per_epoch
-    if state.callbacks:
-      state.files_are_common = False  # The next `fit`: they were not compared.
+    is_next = bool(state.callbacks)
+    if is_next:
+      state.files_are_common = False  # They were not compared.
     state.callbacks = list(callbacks)
-    if not any(isinstance(c, keras.callbacks.History) for c in callbacks):
+    kind = keras.callbacks.History
+    history = next((c for c in callbacks if isinstance(c, kind)), None)
+    if history is None:
       # Keras's own would not know the epochs before a worker came.
-      state.callbacks.append(keras.callbacks.History())
+      history = kind()
+      state.callbacks.append(history)
     batches = make_batches(0, 0)
     elastic_options.check_length(batches, make_batches, epochs, steps_per_epoch)
     self._join_with_steps(model, batches, steps_per_epoch, class_weight)
@@ -188,8 +192,11 @@ class Job(elastic_members.Members):
     step -= step % model.steps_per_execution
     if Position(epoch, step) != state.position:
       state.move(epoch, step)
+    if not is_next:  # Of what earlier calls of the training function did.
+      for name, values in state.history.items():
+        history.history[name] = values[:epochs]
     if epoch >= epochs:
-      return None
+      return history
     is_new = state.position == Position()
     callbacks = [
       elastic_callbacks.FilesOfJob(callback, self.run_step, is_new)

@@ -345,7 +345,7 @@ class Members(elastic.ElasticGroups):
     is_inside = phase in _INSIDE
     behind = theirs['steps'] - state.num_steps
     if not is_inside or behind > 1:
-      state.continue_at(theirs['state'], theirs['steps'])
+      state.continue_at(theirs['state'], theirs['steps'], theirs['history'])
     state.num_steps = theirs['steps']
     if is_inside and behind > 1:
       raise CallAgain(f'This worker is {behind} steps behind the others.')
@@ -368,12 +368,14 @@ class Members(elastic.ElasticGroups):
       'phase': phase,
       'steps': state.num_steps,
       'state': state.progress,
+      'history': state.history,
       'set_up': state.strategy.set_up,
       'seed': seed,
       'shared': state.is_shared,
       'variables': state.describe(),
     }
-    answers = group.exchange('elastic/state', json.dumps(mine).encode())
+    mine = json.dumps(mine, default=float)  # Logs may be NumPy's numbers.
+    answers = group.exchange('elastic/state', mine.encode())
     answers = [json.loads(answer) for answer in answers]
     self._all_came = [a['came'] for a in answers]
     return answers

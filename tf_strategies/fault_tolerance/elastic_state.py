@@ -34,6 +34,7 @@ class SharedState:
     strategy: the strategy of the present call of the training function.
     progress: the progress of this worker.
     num_steps: number of completed steps of models.
+    history: values of the logs of the completed epochs of `fit`, by name.
     is_shared: True once this worker has the state of its group.
     is_one_fit: True if all steps belong to one model, so that another worker can
       continue in the middle of them.
@@ -46,6 +47,7 @@ class SharedState:
     self.strategy: Any = None
     self.progress = Progress()
     self.num_steps = 0
+    self.history: dict[str, list[float]] = {}
     self.fit: tuple[int, int] | None = None
     # Values at the end of a generation, until a model takes them.
     self._held: list[np.ndarray] | None = None
@@ -100,8 +102,14 @@ class SharedState:
       v.value.values[0].read_value() for v in self._metrics()
     ]
 
-  def continue_at(self, progress: Sequence[int], num_steps: int) -> None:
+  def continue_at(
+    self,
+    progress: Sequence[int],
+    num_steps: int,
+    history: dict[str, list[float]],
+  ) -> None:
     """Takes the progress of the worker whose state this one has."""
+    self.history = history
     taken = Progress(*progress)
     first_world = taken.first_world or self.strategy.num_workers
     self.progress = taken._replace(first_world=first_world)
