@@ -17,7 +17,7 @@ from tf_strategies.strategies.tpu import system
 
 Resolver = tf.distribute.cluster_resolver.TPUClusterResolver
 
-_DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 120.0
 _TPU_VARIABLES = ('TPU_NAME', 'KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS', 'TPU_CONFIG')
 
 

@@ -29,7 +29,7 @@ from tf_strategies.strategies.parameter_server import (
 
 _ROWS = tf.TensorSpec([], tf.float32)
 # Two functions that read a variable and then write it would lose what one adds.
-_overwriting = threading.Lock()
+_reads_before_it_writes = threading.Lock()
 
 
 class SlotLayout:
@@ -266,14 +266,16 @@ class ApplyFunction:
     self._step, self._traced, self._layout = step, traced, layout
     self._count, self._powers = count, powers
     self._in_replica = in_replica
-    self._overwrites = any(write.added is None for write in traced.writes)
+    self._alone = contextlib.nullcontext()
+    if any(write.adds and write.added is None for write in traced.writes):
+      self._alone = _reads_before_it_writes
     self._function = traced_step.concrete(
       self._trace, *layout.handle_specs(count)
     )
 
   def __call__(self, tasks: Sequence[Slots]) -> tf.Tensor:
     """Applies the contents of these slots; returns the numbers to report."""
-    with _overwriting if self._overwrites else contextlib.nullcontext():
+    with self._alone:
       return self._function(*(h for slots in tasks for h in slots.handles))
 
   def _trace(self, *handles):
