@@ -19,7 +19,7 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 400_000,
+  'tests': 341_000,
   'tf_strategies': 3_380,
   'tf_strategies/_keras_internal': 8_620,
   'tf_strategies/_tf_internal': 4_610,

@@ -342,20 +342,10 @@ _IN_PROCESSES = [
 @functools.cache
 def _results(rows):
   """Starts the workers once and returns each program's results on each worker."""
-  # A process can define the flags of one example only.
-  alone = {
-    (None, name.partition('_where_')[0])
-    for _, name in rows
-    if name.startswith('recommender_')
-  }
   with tempfile.TemporaryDirectory() as directory:
-    found = {}
-    for each in filter(None, (tuple(sorted(alone, key=str)), rows)):
-      ended = runner.start(each, directory, _DEADLINE_SECONDS)
-      for outcome in ended:
-        print(outcome.rank, outcome.exitcode, outcome.error_text)
-      found |= {row: runner.read(directory, *row) for row in each}
-    return found
+    for outcome in runner.start(rows, directory, _DEADLINE_SECONDS):
+      print(outcome.rank, outcome.exitcode, outcome.error_text)
+    return {row: runner.read(directory, *row) for row in rows}
 
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
@@ -388,10 +378,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         continue
       if isinstance(each, runner.Failure):
         raise AssertionError(each.text)
-      if name.startswith('recommender_'):
-        [want] = results[None, original]
-      else:
-        want = runner.one_device(name)
+      want = runner.one_device(original)
       if name != original:
         difference = runner.difference(want, each)
         self.assertGreater(difference, 100 * runner.limit_of(name))

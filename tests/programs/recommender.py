@@ -1,8 +1,6 @@
-"""The recommender of the examples with each optimizer: its weights and all state.
+"""A recommender of two towers with each optimizer: its weights and all state.
 
-Each batch contains some rows of its tables several times, and some never. The
-program runs in its own processes, because a process can define the flags of one
-example only.
+Each batch contains some rows of its tables several times, and some never.
 """
 
 import functools
@@ -11,7 +9,6 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import flags
 
 import tf_strategies as tfs
 from tests.programs import common
@@ -55,16 +52,41 @@ OPTIMIZERS = {
 }
 
 
-def _train(name):
-  # Imported here because the import defines the example's flags.
-  from examples import recommender
+def _build(genres):
+  """Builds the model: two towers whose product is a rating, and two biases."""
+  layers = keras.layers
+  keras.utils.set_random_seed(0)
+  user = keras.Input([], dtype='int64', name='user')
+  movie = keras.Input([], dtype='int64', name='movie')
+  user_row = layers.IntegerLookup(vocabulary=_PEOPLE)(user)
+  movie_row = layers.IntegerLookup(vocabulary=_FILMS)(movie)
 
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS(['recommender', '--dimensions=4'])
+  def rows(name, known, width, **options):
+    return layers.Embedding(len(known) + 1, width, name=name, **options)
+
+  genres = np.vstack([np.zeros([1, genres.shape[1]]), genres])
+  known = rows(
+    'genres', _FILMS, genres.shape[1], weights=[genres], trainable=False
+  )
+  film = layers.add(
+    [
+      rows('movies', _FILMS, 4)(movie_row),
+      layers.Dense(4, use_bias=False)(known(movie_row)),
+    ]
+  )
+  liked = layers.Dot(axes=1)([rows('users', _PEOPLE, 4)(user_row), film])
+  biases = [
+    rows('kindness', _PEOPLE, 1)(user_row),
+    rows('fame', _FILMS, 1)(movie_row),
+  ]
+  stars = layers.Rescaling(1.0, offset=3.5)(layers.add([liked, *biases]))
+  return keras.Model({'user': user, 'movie': movie}, stars)
+
+
+def _train(name):
   rng = np.random.default_rng(5)
   genres = rng.integers(0, 2, [len(_FILMS), 6]).astype(np.float32)
-  strategy = tf.distribute.get_strategy()
-  model = recommender.build_model(strategy, _PEOPLE, _FILMS, genres)
+  model = _build(genres)
   # Eagerly on one device, to save the time for tracing.
   is_eager = not tf.distribute.has_strategy()
   model.compile(
