@@ -1,7 +1,9 @@
-"""Trains in a loop of its own, on one worker or several.
+"""Trains in a hand-written loop, on one worker or several.
 
-python examples/custom_loop.py
-tfs launch --num_workers=2 -- python examples/custom_loop.py
+  python examples/custom_loop.py
+  tfs launch --num_workers=2 -- python examples/custom_loop.py
+
+It needs scikit-learn (`pip install '.[examples]'`).
 """
 
 import keras
@@ -12,7 +14,7 @@ import tf_strategies as tfs
 
 
 def main():
-  """Trains, and prints the loss and the accuracy of each epoch."""
+  """Trains, and prints the last loss and the accuracy of each epoch."""
   keras.utils.set_random_seed(1)
   strategy = tfs.create_strategy('multi_worker_ring')
   with strategy.scope():
@@ -41,7 +43,7 @@ def main():
     result = accuracy.result()  # All workers read it: it adds up their rows.
     accuracy.reset_state()
     if strategy.extended.should_checkpoint:  # The chief.
-      print(f'epoch {epoch}: loss {loss:.3f}, accuracy {result:.3f}')
+      print(f'epoch {epoch}: last loss {loss:.3f}, accuracy {result:.3f}')
 
 
 if __name__ == '__main__':

@@ -1,6 +1,8 @@
 """Trains with Keras's `fit` on all GPUs of a host, or on four logical CPUs.
 
-python examples/fit_devices.py
+  python examples/fit_devices.py
+
+It needs scikit-learn (`pip install '.[examples]'`).
 """
 
 import keras
@@ -11,7 +13,7 @@ import tf_strategies as tfs
 
 
 def main():
-  """Trains, and prints the accuracy."""
+  """Trains, and prints the accuracy on the training data."""
   devices = None  # All GPUs.
   if not tf.config.list_physical_devices('GPU'):
     [cpu] = tf.config.list_physical_devices('CPU')

@@ -2,15 +2,18 @@
 
   tfs launch --num_workers=3 --max_restarts=3 -- python examples/fit_workers.py
 
-Kill a worker: the others repeat its step, and the result stays the same.
+Kill a worker with `kill -9`: the others repeat its step, it is started again, and the
+result stays the same. It needs scikit-learn (`pip install '.[examples]'`).
 """
+
+import math
 
 import keras
 from sklearn.datasets import load_digits
 
 import tf_strategies as tfs
 
-EPOCHS, BATCH = 10, 64
+EPOCHS, BATCH = 30, 64
 
 
 def train(job):
@@ -32,11 +35,11 @@ def train(job):
       data, options, training=True, epochs=EPOCHS, start=(epoch, step)
     )
 
-  steps = -(-len(x) // BATCH)
+  steps = math.ceil(len(x) / BATCH)
   history = job.fit(model, batches, epochs=EPOCHS, steps_per_epoch=steps)
   return history.history['accuracy'][-1]
 
 
 if __name__ == '__main__':
-  # By default the job goes on while a majority of its workers lives.
+  # By default the job goes on while a majority of its last group lives.
   print(f'accuracy {tfs.elastic.run(train, tfs.ElasticOptions()):.3f}')

@@ -3,8 +3,8 @@
   tfs launch --num_workers=2 --num_ps=2 --chief -- python examples/recommender.py
   python examples/recommender.py serve
 
-Start the first command again, and it resumes from `recommender/`. The second one
-needs TensorFlow only.
+Interrupt the first command and start it again: it resumes from `recommender/`. The
+second command is one process, without servers.
 """
 
 import sys

@@ -109,6 +109,9 @@ class SlotsTest(tf.test.TestCase, parameterized.TestCase):
   def test_sums_in_a_loop_that_are_applied_at_once_are_all_kept(self):
     a = local_servers.variable(0, tf.zeros([100_000]))
 
+    def add_plainly(a, x):
+      a.assign_add(x)
+
     def program(a, x):
       def add(i):
         a.assign_add(x)
@@ -116,11 +119,14 @@ class SlotsTest(tf.test.TestCase, parameterized.TestCase):
 
       tf.while_loop(lambda i: i < 1, add, [0], parallel_iterations=1)
 
-    step = self.step(program, [a], tf.TensorSpec([100_000], tf.float32))
-    step(np.ones(100_000, np.float32))
+    spec = tf.TensorSpec([100_000], tf.float32)
+    looped = self.step(program, [a], spec)
+    plain = self.step(add_plainly, [a], spec)
+    for step in (looped, plain):
+      step(np.ones(100_000, np.float32))
     with futures.ThreadPoolExecutor(4) as pool:
-      list(pool.map(lambda _: step.apply(), range(40)))
-    self.assertAllEqual(a, 41.0 * np.ones(100_000))
+      list(pool.map(lambda i: (looped, plain)[i % 2].apply(), range(80)))
+    self.assertAllEqual(a, 82.0 * np.ones(100_000))
 
   def test_step_that_writes_nothing(self):
     a = local_servers.variable(0, [1.0, 2.0])

@@ -28,8 +28,10 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 _ROWS = tf.TensorSpec([], tf.float32)
-# Two functions that read a variable and then write it would lose what one adds.
-_reads_before_it_writes = threading.Lock()
+# A function that reads a variable and then writes it would lose what another one adds
+# in between. The variables that functions write in this way, by `id`.
+_writing_alone = threading.Lock()
+_written_alone: set[int] = set()
 
 
 class SlotLayout:
@@ -266,16 +268,18 @@ class ApplyFunction:
     self._step, self._traced, self._layout = step, traced, layout
     self._count, self._powers = count, powers
     self._in_replica = in_replica
-    self._alone = contextlib.nullcontext()
-    if any(write.adds and write.added is None for write in traced.writes):
-      self._alone = _reads_before_it_writes
+    self._written = {id(write.variable) for write in traced.writes}
+    for write in traced.writes:
+      if write.adds and write.added is None:
+        _written_alone.add(id(write.variable))
     self._function = traced_step.concrete(
       self._trace, *layout.handle_specs(count)
     )
 
   def __call__(self, tasks: Sequence[Slots]) -> tf.Tensor:
     """Applies the contents of these slots; returns the numbers to report."""
-    with self._alone:
+    is_alone = self._written & _written_alone
+    with _writing_alone if is_alone else contextlib.nullcontext():
       return self._function(*(h for slots in tasks for h in slots.handles))
 
   def _trace(self, *handles):
