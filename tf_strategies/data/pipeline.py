@@ -102,10 +102,6 @@ def make_dataset(
     {'prepare_fn': prepare_fn, 'augment_fn': augment_fn, 'map_fn': map_fn},
     input_context,
   )
-  # The default of `fit`. The data are shuffled already, as `options` say.
-  warnings.filterwarnings(
-    'ignore', '`shuffle=True` was passed, but will be ignored'
-  )
   position = _check_span(epochs, start, steps_per_epoch)
   context = input_context
   if epochs is not None:
@@ -210,6 +206,10 @@ def _batches(reader, epochs, position, steps_per_epoch) -> tf.data.Dataset:
 
 def _load(batches, reader, augment_fn, map_fn) -> tf.data.Dataset:
   """Returns the elements, which are made in parallel and ahead of the step."""
+  # The default of `fit`. The data are shuffled already, as the options say.
+  warnings.filterwarnings(
+    'ignore', '`shuffle=True` was passed, but will be ignored'
+  )
   plan = reader.plan
 
   def load(batch, place):

@@ -173,25 +173,18 @@ class Job(elastic_members.Members):
     if state.model is not model:
       self.restore(model)
     state.fit = epochs, steps_per_epoch
-    is_next = bool(state.callbacks)
-    if is_next:
+    if is_next := bool(state.callbacks):
       state.files_are_common = False  # They were not compared.
-    state.callbacks = list(callbacks)
+    # Keras's own history would not know the epochs before a worker came.
     kind = keras.callbacks.History
-    history = next((c for c in callbacks if isinstance(c, kind)), None)
-    if history is None:
-      # Keras's own would not know the epochs before a worker came.
-      history = kind()
+    history = next((c for c in callbacks if isinstance(c, kind)), kind())
+    state.callbacks = list(callbacks)
+    if history not in state.callbacks:
       state.callbacks.append(history)
     batches = make_batches(0, 0)
     elastic_options.check_length(batches, make_batches, epochs, steps_per_epoch)
     self._join_with_steps(model, batches, steps_per_epoch, class_weight)
-    epoch, step = state.position
-    if step >= steps_per_epoch:
-      epoch, step = epoch + 1, 0
-    step -= step % model.steps_per_execution
-    if Position(epoch, step) != state.position:
-      state.move(epoch, step)
+    epoch, step = self._begin_at(steps_per_epoch, model.steps_per_execution)
     if not is_next:  # Of what earlier calls of the training function did.
       for name, values in state.history.items():
         history.history[name] = values[:epochs]
@@ -217,6 +210,16 @@ class Job(elastic_members.Members):
       validation_freq=validation_freq,
       class_weight=class_weight,
     )
+
+  def _begin_at(self, steps_per_epoch: int, group: int) -> Position:
+    """Moves to the begin of a group of steps, and returns this position."""
+    epoch, step = self._state.position
+    if step >= steps_per_epoch:
+      epoch, step = epoch + 1, 0
+    position = Position(epoch, step - step % group)
+    if position != self._state.position:
+      self._state.move(*position)
+    return position
 
   def _join_with_steps(self, model, batches, steps_per_epoch, weights):
     """Builds the step of the model, and then joins, so that nobody waits for it."""

@@ -345,7 +345,7 @@ class Members(elastic.ElasticGroups):
     is_inside = phase in _INSIDE
     behind = theirs['steps'] - state.num_steps
     if not is_inside or behind > 1:
-      state.continue_at(theirs['state'], theirs['steps'], theirs['history'])
+      state.continue_at(theirs)
     state.num_steps = theirs['steps']
     if is_inside and behind > 1:
       raise CallAgain(f'This worker is {behind} steps behind the others.')

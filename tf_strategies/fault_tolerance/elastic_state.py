@@ -102,18 +102,12 @@ class SharedState:
       v.value.values[0].read_value() for v in self._metrics()
     ]
 
-  def continue_at(
-    self,
-    progress: Sequence[int],
-    num_steps: int,
-    history: dict[str, list[float]],
-  ) -> None:
-    """Takes the progress of the worker whose state this one has."""
-    self.history = history
-    taken = Progress(*progress)
+  def continue_at(self, answer: dict[str, Any]) -> None:
+    """Takes the progress from the answer of the worker whose state this one has."""
+    self.history, self.num_steps = answer['history'], answer['steps']
+    taken = Progress(*answer['state'])
     first_world = taken.first_world or self.strategy.num_workers
     self.progress = taken._replace(first_world=first_world)
-    self.num_steps = num_steps
 
   def _iterations(self) -> int:
     if not self._objects:

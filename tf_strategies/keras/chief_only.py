@@ -124,7 +124,7 @@ class ChiefOnly(keras.callbacks.Callback):
   def _call(self, event, *args):
     if not self._tell_chief():
       return
-    if type(self.callback) in (*_WRITERS, keras.callbacks.ProgbarLogger):
+    if type(self.callback) in _CHANGE_NOTHING:
       # Keras's own change nothing, and a learning rate is read for each batch.
       getattr(self.callback, event)(*args)
       return
@@ -213,6 +213,7 @@ _WRITERS = {
   keras.callbacks.CSVLogger: 'filename',
   keras.callbacks.TensorBoard: 'log_dir',
 }
+_CHANGE_NOTHING = {*_WRITERS, keras.callbacks.ProgbarLogger}
 
 
 def path_of(callback: keras.callbacks.Callback) -> str | None:

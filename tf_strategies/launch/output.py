@@ -130,8 +130,8 @@ class TaskOutput:
       self._partial += end
       self._emit()
     self._partial += rest
-    now = time.monotonic()
     if b'\r' in rest:
+      now = time.monotonic()
       self._partial[:] = _last_text(self._partial) + b'\r' * rest.endswith(
         b'\r'
       )

@@ -29,9 +29,8 @@ from tf_strategies.strategies.parameter_server import (
 
 _ROWS = tf.TensorSpec([], tf.float32)
 # A function that reads a variable and then writes it would lose what another one adds
-# in between. The variables that functions write in this way, by `id`.
+# in between. Such variables have the attribute `is_written_alone`.
 _writing_alone = threading.Lock()
-_written_alone: set[int] = set()
 
 
 class SlotLayout:
@@ -268,17 +267,19 @@ class ApplyFunction:
     self._step, self._traced, self._layout = step, traced, layout
     self._count, self._powers = count, powers
     self._in_replica = in_replica
-    self._written = {id(write.variable) for write in traced.writes}
     for write in traced.writes:
       if write.adds and write.added is None:
-        _written_alone.add(id(write.variable))
+        write.variable.is_written_alone = True
     self._function = traced_step.concrete(
       self._trace, *layout.handle_specs(count)
     )
 
   def __call__(self, tasks: Sequence[Slots]) -> tf.Tensor:
     """Applies the contents of these slots; returns the numbers to report."""
-    is_alone = self._written & _written_alone
+    is_alone = any(
+      getattr(write.variable, 'is_written_alone', False)
+      for write in self._traced.writes
+    )
     with _writing_alone if is_alone else contextlib.nullcontext():
       return self._function(*(h for slots in tasks for h in slots.handles))
 
