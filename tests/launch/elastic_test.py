@@ -325,9 +325,16 @@ wait_for_file('end')
     self.assertEmpty(first.alive())
     self.assert_all_end_well(others, 'node 0')
 
-  def test_interrupt_is_the_end_of_all(self):
+  @parameterized.parameters(False, True)
+  def test_interrupt_is_the_end_of_all(self, is_late):
     started = self.start_three()
+    if is_late:
+      # It hears of the signal and of the end of its sender at once.
+      started[2].signal(signal.SIGSTOP)
     started[1].signal(signal.SIGINT)
+    if is_late:
+      self.assertEqual([one.wait() for one in started[:2]], [130, 130])
+      started[2].signal(signal.SIGCONT)
     for launcher in started:
       self.assertEqual(launcher.wait(), 130)
       self.assertEmpty(launcher.alive())

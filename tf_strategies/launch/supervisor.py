@@ -415,8 +415,7 @@ class Supervisor:
     """Ends tasks that were lost, came back, and would repeat the training alone."""
     for task in self._training():
       # The launcher of a host ends its own.
-      is_host = task.spec.type == 'node'
-      if task.process is not None and not task.has_trained and not is_host:
+      if task.process and not (task.has_trained or task.spec.type == 'node'):
         self._say(
           f'{task.spec.name} still runs, though the training has ended: alone it '
           f'would train from the beginning. Ending it {self._how_it_ends()}.'
@@ -428,7 +427,8 @@ class Supervisor:
 
   def _hear(self) -> None:
     """Follows the other hosts."""
-    states = self._launchers.states.values()
+    # A signal first: the hosts that it ended are not lost.
+    states = sorted(self._launchers.states.values(), key=lambda s: not s.signal)
     for state in states:
       self._set_kind(state.kind)
     for state in states:
@@ -468,8 +468,7 @@ class Supervisor:
       task.lines.hides_tracebacks = number == signal.SIGINT
     # Of an elastic job a signal ends this host's part, as where the host is needed
     # for something else. Ctrl-C, and the end of a launcher of all hosts, end all.
-    is_launched = launcher_note.VARIABLE in os.environ
-    is_for_all = number == signal.SIGINT or is_launched
+    is_for_all = number == signal.SIGINT or launcher_note.VARIABLE in os.environ
     self._is_leaving = self._is_elastic and not is_for_all
     if self._failed:
       self._first = self._earliest()
