@@ -147,6 +147,12 @@ def _prepare(
     local_worker.settle(model.variables, optimizers)
   if data is not None:
     _count_distributed(data)
+    is_ours = getattr(
+      model.distribute_strategy.extended, 'builds_from_specs', False
+    )
+    # `fit` validates with one object in all epochs.
+    if is_ours and 'catch_stop_iteration' not in vars(data):
+      _end_only_with_data(data, None if kind == 'predict' else model)
 
 
 def _local_worker(model):
@@ -275,8 +281,6 @@ def _build_from_specs(build):
     trains = caller in ('fit', 'train_on_batch')
     _prepare(self, 'train' if trains else 'test', iterator)
     strategy = self.distribute_strategy
-    if iterator is not None:
-      iterator.model = self
     # Without a cluster, 'parameter_server' is TensorFlow's strategy for one
     # device.
     is_alone = isinstance(strategy, tf.distribute.OneDeviceStrategy)
@@ -405,38 +409,41 @@ def element_spec_of_fit(
   return iterator._distributed_dataset.element_spec
 
 
-def _end_only_with_data(catch):
+def _end_only_with_data(
+  data: trainer.TFEpochIterator, model: keras.Model | None
+) -> None:
   """Makes sure that only the end of the data ends an epoch.
 
   Keras interprets any `StopIteration` or `OutOfRangeError` as the end, even
   from a callback that reads a truncated file, or from a Python function in a
   step. It would skip the rest of the epoch, and `fit` would continue.
+
+  Args:
+    data: the data of an epoch.
+    model: the model that `fit` or `evaluate` passes them to; None in `predict`.
   """
+  catch = data.catch_stop_iteration
 
   @contextlib.contextmanager
-  @functools.wraps(catch)
-  def catch_stop_iteration(self):
-    if hasattr(self, 'model'):  # Not in `predict`.
-      _check_train_function(self.model)
-    with catch(self):
+  def catch_stop_iteration():
+    if model is not None:
+      _check_train_function(model)
+    with catch():
       try:
         yield
       except (StopIteration, tf.errors.OutOfRangeError) as e:
-        extended = self._distribute_strategy.extended
-        is_ours = getattr(extended, 'builds_from_specs', False)
-        if not is_ours or _is_end_of_data(e):
+        if _is_end_of_data(e):
           raise
         raise errors.DataError(
           f'{type(e).__name__} in a step or a callback, which Keras would take '
           f'for the end of the data: {str(e).strip() or "no message"}. Expected '
           'it from an iterator over the data alone. Fix: see its cause, above.'
         ) from e
-    if hasattr(self, 'model'):  # Not in `predict`.
-      local_worker = _local_worker(self.model)
-      if local_worker is not None:
-        local_worker.settle(self.model.variables)
+    local_worker = model and _local_worker(model)
+    if local_worker is not None:
+      local_worker.settle(model.variables)
 
-  return catch_stop_iteration
+  data.catch_stop_iteration = catch_stop_iteration
 
 
 def _check_train_function(model: keras.Model) -> None:
@@ -472,10 +479,9 @@ def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:
   return 'End of sequence' in str(error)
 
 
-change(
+_requirements.method(
   trainer.TFEpochIterator,
   'catch_stop_iteration()',
-  _end_only_with_data,
   'an epoch ends with its data, and with nothing else',
 )
 
