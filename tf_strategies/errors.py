@@ -182,3 +182,8 @@ class CollectiveMismatchError(Error, RuntimeError):
   """
 
   ranks: tuple[int, ...] = ()
+
+
+def __dir__() -> list[str]:
+  # The classes.
+  return [name for name in globals() if name[0].isupper()]

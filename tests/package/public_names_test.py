@@ -60,6 +60,12 @@ class PublicNamesTest(parameterized.TestCase):
       self.assertIsNotNone(getattr(tfs, name), name)
     self.assertContainsSubset(_public.__all__, tfs.__all__)
     self.assertSameElements(dir(tfs), tfs.__all__)
+    values = [getattr(tfs, name) for name in tfs.__all__]
+    for module in filter(inspect.ismodule, values):
+      for name in dir(module):
+        value = getattr(module, name)
+        is_ours = getattr(value, '__module__', '').startswith('tf_strategies')
+        self.assertTrue(name[0].isalpha() and is_ours, (module, name))
 
   @parameterized.parameters(*_TABLES)
   @pytest.mark.smoke

@@ -24,12 +24,12 @@ _AT_ONCE = 6  # Programs in one process.
 
 # Cases by the name of their column.
 COLUMNS = {
+  'MirroredStrategy': 'MirroredStrategy',
   'ring_mirrored': 'ring_mirrored',
   'central_storage': 'central_storage',
   'multi_worker_ring': 'ring_2x1',
   'multi_worker_collective': 'collective_2x1',
   'parameter_server': 'servers_sync_2',
-  'MirroredStrategy': 'MirroredStrategy',
 }
 
 _COLUMNS = flags.DEFINE_list('columns', list(COLUMNS), 'Which to run.')

@@ -16,3 +16,7 @@ from tf_strategies.cluster.config import ClusterConfig
 from tf_strategies.cluster.run_task import run_task
 
 __all__ = ['ClusterConfig', 'run_task']
+
+
+def __dir__() -> list[str]:
+  return __all__

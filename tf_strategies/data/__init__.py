@@ -20,3 +20,7 @@ __all__ = [
   'TFRecords',
   'make_dataset',
 ]
+
+
+def __dir__() -> list[str]:
+  return __all__

@@ -41,7 +41,13 @@ from tf_strategies.strategies.multi_worker.ring_strategy import (
 ElasticOptions = elastic_options.ElasticOptions
 Job = elastic_job.Job
 
+__all__ = ['ElasticOptions', 'Job', 'run']
+
 _Result = TypeVar('_Result')
+
+
+def __dir__() -> list[str]:
+  return __all__
 
 
 def run(

@@ -11,3 +11,7 @@ __all__ = [
   'LazyRows',
   'LocalSteps',
 ]
+
+
+def __dir__() -> list[str]:
+  return __all__

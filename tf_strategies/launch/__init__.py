@@ -36,5 +36,8 @@ class _CallableModule(types.ModuleType):
     option_checks.check_names('tfs.launch', options, known)
     return functions.launch(*args, **options)
 
+  def __dir__(self):
+    return __all__
+
 
 sys.modules[__name__].__class__ = _CallableModule

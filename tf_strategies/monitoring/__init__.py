@@ -7,3 +7,7 @@ custom loops. `tfs timeline merge` puts the timelines of a job on one clock.
 from tf_strategies.monitoring.training_monitor import TrainingMonitor
 
 __all__ = ['TrainingMonitor']
+
+
+def __dir__() -> list[str]:
+  return __all__

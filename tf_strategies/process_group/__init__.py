@@ -28,3 +28,7 @@ from tf_strategies.process_group.rendezvous.rendezvous import (
 
 # What a program passes to `RingOptions`; the rest is for this package.
 __all__ = ['GroupOptions', 'TlsFiles']
+
+
+def __dir__() -> list[str]:
+  return __all__
