@@ -56,8 +56,8 @@ def bits_per_second(rate: str) -> int:
   found = _RATE.fullmatch(rate)
   if found is None:
     raise errors.UnsupportedOptionError(
-      f'a link rate of {rate!r}',
-      'an integer and kbit, mbit or gbit',
+      f'the link rate {rate!r}',
+      'an integer with kbit, mbit or gbit',
       "write for instance '200mbit'",
     )
   return int(found[1]) * _UNITS[found[2]]
@@ -121,7 +121,7 @@ class NetworkNamespaces:
   def __init__(self, count: int, rate: str | None = None):
     if not 1 <= count < _MAX_HOSTS:
       raise errors.UnsupportedOptionError(
-        f'{count} test hosts', f'1 to {_MAX_HOSTS - 1}', 'ask for fewer'
+        f'{count}', f'1 to {_MAX_HOSTS - 1} test hosts', 'ask for fewer'
       )
     self._rate = None if rate is None else bits_per_second(rate)
     self._switch = f'{_PREFIX}-{os.getpid()}-switch'
@@ -132,7 +132,7 @@ class NetworkNamespaces:
     reason = missing()
     if reason is not None:
       raise errors.UnsupportedOptionError(
-        f'test hosts on this machine, since {reason}',
+        f'a machine that cannot have test hosts: {reason}',
         'Linux as root with iproute2',
         'measure without a link rate, over loopback',
       )
@@ -236,8 +236,8 @@ def _call(*arguments: str) -> str:
   done = processes.run(arguments, deadline_seconds=_SECONDS)
   if done.returncode:
     raise errors.UnsupportedOptionError(
-      f'`{" ".join(arguments)}`: {_last_words(done)}. '
-      'Run it by hand as root to see more.'
+      f'Expected `{" ".join(arguments)}` to succeed, got: '
+      f'{_last_words(done)}. Fix: run it by hand as root to see more.'
     )
   return done.stdout
 

@@ -113,7 +113,7 @@ def check_target(option: str, path: str | None) -> None:
   if problem:
     raise errors.UnsupportedOptionError(
       f'{option}={path!r} ({problem})',
-      'a file in a directory that is there and can be written',
+      'a file in a directory that can be written',
       f'make the directory, or write --{option} with another path',
     )
 

@@ -32,7 +32,7 @@ def by_name(name: str) -> tuple[tuple[int, ...], ...]:
   found = _PATTERN.fullmatch(name)
   if found is None or not int(found[1]) or not int(found[2]):
     raise errors.UnsupportedOptionError(
-      f'a tensor set {name!r}',
+      f'the tensor set {name!r}',
       "'resnet', or a count and a size in KB or MB",
       "write for instance '25x1MB'",
     )

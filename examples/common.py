@@ -187,22 +187,22 @@ def prepare_flags() -> None:
   """
   if FLAGS.all_reduce == 'builtin' and FLAGS.strategy != 'mirrored':
     raise tfs.errors.UnsupportedOptionError(
-      f'--all_reduce=builtin with --strategy={FLAGS.strategy}',
-      "TensorFlow's own all-reduce with --strategy=mirrored only",
+      f'--strategy={FLAGS.strategy}',
+      '--strategy=mirrored with --all_reduce=builtin',
       'write --strategy=mirrored, or choose another --all_reduce',
     )
   is_elastic = _optional_flag('elastic')
   if is_elastic and FLAGS.strategy != 'multi_worker_ring':
     raise tfs.errors.UnsupportedOptionError(
-      f'--elastic with --strategy={FLAGS.strategy}',
-      '--strategy=multi_worker_ring, whose ring can form again',
+      f'--strategy={FLAGS.strategy}',
+      '--strategy=multi_worker_ring with --elastic',
       'write --strategy=multi_worker_ring, or leave --elastic out',
     )
   if is_elastic and FLAGS.checkpoint_dir:
     raise tfs.errors.UnsupportedOptionError(
-      '--elastic with --checkpoint_dir',
-      'one of them: an elastic job keeps its state in its workers',
-      'leave one out',
+      'both',
+      '--elastic or --checkpoint_dir',
+      'leave one out: an elastic job keeps its state in its workers',
     )
   FLAGS.epochs = FLAGS.epochs or _EPOCHS[FLAGS.dataset]
   if FLAGS.learning_rate is None:
@@ -266,8 +266,8 @@ def split_device(count: int) -> list[str]:
     tf.config.set_logical_device_configuration(physical, [part] * count)
   except RuntimeError as e:
     raise tfs.errors.UnsupportedOptionError(
-      f'--num_virtual_devices={count} after TensorFlow has started',
-      'a split before the first operation',
+      f'--num_virtual_devices={count} after it',
+      'split_device before the first operation of TensorFlow',
       'call split_device first',
     ) from e
   return [f'{physical.device_type}:{i}' for i in range(count)]

@@ -1,4 +1,4 @@
-"""Typed errors. Each names the value, the expectation and the fix.
+"""Typed errors: "Expected <what is supported>, got <the value>. Fix: <a change>."
 
 `except tfs.errors.Error` catches all errors of this package and no others. Errors
 about an argument are `ValueError`s too. Errors about the world outside (a lost peer, a
@@ -14,7 +14,7 @@ Example:
   ...       "write 'ring_mirrored'")
   ... except ValueError as e:
   ...   print(e)
-  strategy='ring_mirored' is not supported. Expected one of the registered names. Fix: write 'ring_mirrored'.
+  Expected one of the registered names, got strategy='ring_mirored'. Fix: write 'ring_mirrored'.
 """
 
 
@@ -38,7 +38,7 @@ class _MadeOfParts(type):
       return super().__call__(*args)
     received, expected, fix = args
     error = super().__call__(
-      f'{received} is not supported. Expected {expected}. Fix: {fix}.'
+      f'Expected {expected}, got {received}. Fix: {fix}.'
     )
     error.received, error.expected, error.fix = args
     return error
@@ -62,8 +62,9 @@ class UnsupportedOptionError(Error, ValueError, metaclass=_MadeOfParts):
   Args:
     received: the option and its value as the user writes them. Without the other
       arguments, the whole message.
-    expected: the supported values.
-    fix: the change that the user has to make.
+    expected: the supported values, as a noun phrase.
+    fix: the change that the user has to make, as an imperative. It may give the
+      reason.
   """
 
   received: str | None = None

@@ -10,7 +10,7 @@ Example:
   >>> option_checks.check_choice('link', 'udp', ('tcp', 'mpi'))
   Traceback (most recent call last):
   ...
-  tf_strategies.errors.UnsupportedOptionError: link='udp' is not supported. Expected one of 'tcp', 'mpi'. Fix: leave it out for the default.
+  tf_strategies.errors.UnsupportedOptionError: Expected one of 'tcp', 'mpi', got link='udp'. Fix: leave it out for the default.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ def has_options(cls: _Class) -> _Class:
     >>> Ring(lnik='mpi')
     Traceback (most recent call last):
     ...
-    tf_strategies.errors.UnsupportedOptionError: the option 'lnik' of Ring is not supported. Expected one of 'link'. Fix: write 'link'.
+    tf_strategies.errors.UnsupportedOptionError: Expected one of 'link', got the option 'lnik' of Ring. Fix: write 'link'.
     >>> inspect.signature(Ring)
     <Signature (link='tcp')>
   """

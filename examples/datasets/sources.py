@@ -55,8 +55,8 @@ def load(
     return _load_mnist(data_path)
   if data_path is not None:
     raise errors.UnsupportedOptionError(
-      f'data_path={os.fspath(data_path)!r} with dataset={dataset!r}',
-      "a data_path with dataset='mnist' only",
+      f'dataset={dataset!r} with data_path={os.fspath(data_path)!r}',
+      "dataset='mnist' with data_path",
       "leave data_path out, or write dataset='mnist'",
     )
   if dataset == 'digits':

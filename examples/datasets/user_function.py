@@ -19,8 +19,6 @@ from typing import Any
 
 from tf_strategies import errors
 
-_ALLOWED = 'module:function, of a module that can be imported'
-
 
 def split(option: str, name: str) -> tuple[str, str]:
   """The module and the function that a name names.
@@ -37,7 +35,7 @@ def split(option: str, name: str) -> tuple[str, str]:
   if not colon or not all(part.isidentifier() for part in parts):
     raise errors.UnsupportedOptionError(
       f'{option}={name!r}',
-      _ALLOWED,
+      'the name of a function as module:function',
       f'write --{option}=my_package.my_module:my_function',
     )
   return module, function
@@ -62,14 +60,14 @@ def find(option: str, name: str) -> Callable[..., Any]:
   except ImportError as e:
     raise errors.UnsupportedOptionError(
       f'{option}={name!r} (cannot import {module_name}: {e})',
-      _ALLOWED,
+      'a module that can be imported',
       'run the command where the module is, or set PYTHONPATH',
     ) from e
   function = getattr(module, function_name, None)
   if not callable(function):
     raise errors.UnsupportedOptionError(
       f'{option}={name!r} ({module_name} has no function {function_name})',
-      _ALLOWED,
+      'a function of the module',
       'name a function of that module',
     )
   return function

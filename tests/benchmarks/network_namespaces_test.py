@@ -70,7 +70,7 @@ class RateTest(parameterized.TestCase):
   @parameterized.parameters('1', '0mbit', '1.5gbit')
   def test_bad_rate(self, text):
     with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, f'link rate of {text!r}.*200mbit'
+      errors.UnsupportedOptionError, f'link rate {text!r}.*200mbit'
     ):
       network_namespaces.NetworkNamespaces(2, text)
 

@@ -264,7 +264,7 @@ class PartsTest(parameterized.TestCase):
     self.assertEqual(found, value or 'use_caller')
 
   @parameterized.parameters(
-    ({'train': 3}, 'train=3.*a function.*pass the function itself'),
+    ({'train': 3}, 'a function, got train=3.*pass the function itself'),
     ({'deadline_seconds': 0}, 'deadline_seconds=0'),
     ({'cluster': {}}, 'cluster of type dict'),
   )

@@ -105,7 +105,11 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(report['cross_device_ops'], "ScheduledAllReduce('ring')")
 
   @parameterized.named_parameters(
-    ('builtin', ['--all_reduce=builtin'], '--strategy=mirrored only'),
+    (
+      'builtin',
+      ['--all_reduce=builtin'],
+      '--strategy=mirrored with --all_reduce=builtin',
+    ),
     ('elastic', ['--elastic'], 'write --strategy=multi_worker_ring'),
     (
       'elastic_checkpoints',

@@ -127,11 +127,11 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(loss, np.mean((self.model.predict(x) - y) ** 2))
 
   @parameterized.parameters(
-    (3, 3, 'whose epoch 0 has 4 batches.*steps_per_epoch=3 .*=4'),
+    (3, 3, 'steps_per_epoch=3 .*got 4 batches in epoch 0 .*=4'),
     (
       4,
       4,
-      r'make_batches\(0, 0\) of 12 batches.*steps_per_epoch=4 .*16 batches',
+      r'16 batches .*steps_per_epoch=4 .*12 batches of make_batches\(0, 0\)',
     ),
   )
   def test_other_steps_than_the_data_have_are_refused(

@@ -224,8 +224,8 @@ class OptionsTest(tf.test.TestCase, parameterized.TestCase):
     ({'batch': 'local'}, 'batch'),
     ({'join': 'now'}, 'join'),
     ({'max_failures': -1}, 'max_failures'),
-    ({'directory': 3}, 'directory=3.*a path'),
-    ({'directory': 'gs://job'}, "'gs://job'.*file system of this machine"),
+    ({'directory': 3}, 'a path, got directory=3'),
+    ({'directory': 'gs://job'}, "file system of this machine.*'gs://job'"),
     ({'max_worker': 3}, "'max_worker' of ElasticOptions.*'max_workers'"),
   )
   def test_what_cannot_be_is_refused(self, options, message):

@@ -299,7 +299,7 @@ class OptionsTest(_EvaluatorTest):
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile('sgd', 'mse')
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'no variables yet'
+      tfs.errors.UnsupportedOptionError, 'without variables'
     ):
       self.evaluator(unbuilt)
 

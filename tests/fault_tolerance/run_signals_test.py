@@ -241,7 +241,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     run = self._new_run()
     for begin in (run.__enter__, lambda: self._fit(run)):
       with self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError, r'before run\.restore'
+        tfs.errors.UnsupportedOptionError, r'run\.restore\(\), got .* before it'
       ):
         begin()
     self.assert_handler_is_back()

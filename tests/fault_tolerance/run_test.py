@@ -310,7 +310,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       self._run(model)
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'no variables yet'
+      tfs.errors.UnsupportedOptionError, 'without variables'
     ):
       self._run(unbuilt, optimizer=keras.optimizers.SGD())
     not_compiled = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])

@@ -137,7 +137,9 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
         loss = tf.reduce_sum(layer(ids))
       gradients = tape.gradient(loss, layer.trainable_variables)
       optimizer.apply(gradients, layer.trainable_variables)
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, "'one' for the"):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, "rows of .*'one' after"
+    ):
       first.apply(gradients, layer.trainable_variables)
     second.apply(gradients, layer.trainable_variables)
 
@@ -314,7 +316,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ('decay', lambda: optimizers.AdamW(), 'exclude_from_weight_decay'),
     ('global', lambda: optimizers.SGD(global_clipnorm=1.0), 'global_clipnorm'),
     ('value', lambda: optimizers.SGD(clipvalue=1.0), 'clipvalue=1.0'),
-    ('lamb', lambda: optimizers.Lamb(), 'Lamb.*SGD, RMSprop, Adagrad'),
+    ('lamb', lambda: optimizers.Lamb(), 'SGD, RMSprop, Adagrad.*Lamb'),
     (
       'loss_scale',
       lambda: optimizers.LossScaleOptimizer(optimizers.SGD()),
@@ -335,7 +337,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(_embedding(model).report()['rows'], 3)
 
   @parameterized.named_parameters(
-    ('shape', 'glorot_uniform', 'GlorotUniform.*RandomUniform'),
+    ('shape', 'glorot_uniform', 'RandomUniform.*GlorotUniform'),
     ('seed', keras.initializers.RandomNormal(seed=3), 'seed= to Dynamic'),
   )
   def test_initializers(self, initializer, expected):
@@ -354,7 +356,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'not built'):
       layer.report()
     with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, 'float32 as ids'
+      errors.UnsupportedOptionError, 'integer ids, got float32'
     ):
       layer(np.ones([2], np.float32))
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'max_age'):

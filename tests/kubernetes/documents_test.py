@@ -224,9 +224,9 @@ class RefusedOptionsTest(parameterized.TestCase):
     ('name_digit', {'name': '2mnist'}, '--name=2mnist'),
     ('name_dot', {'name': 'mnist.a'}, 'DNS-1035'),
     ('name_long', {'name': 'a' * 64}, '63'),
-    ('pod_long', {'name': 'a' * 50}, 'pods of 67 letters'),
+    ('pod_long', {'name': 'a' * 50}, 'names of 67 letters'),
     ('nobody', {'num_workers': 0}, '--num_workers=0'),
-    ('many', {'num_workers': 10**6}, '1000000 tasks'),
+    ('many', {'num_workers': 10**6}, '1000000'),
     ('pvc', {'checkpoint_pvc': 'Ck_1'}, '--checkpoint_pvc=Ck_1'),
     ('secret', {'secret_name': ''}, '--secret_name='),
   )

@@ -25,7 +25,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
       _raise()
     self.assertEqual(
       str(caught.exception),
-      "colour=7 is not supported. Expected red. Fix: write 'red'.",
+      "Expected red, got colour=7. Fix: write 'red'.",
     )
 
   @pytest.mark.smoke

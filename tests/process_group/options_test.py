@@ -56,7 +56,9 @@ class GroupOptionsTest(parameterized.TestCase):
       options.GroupOptions.from_env()
     with (
       _env(TFS_SECRET_FILE=path, TFS_SECRET='x' * 20),
-      self.assertRaisesRegex(ValueError, 'together'),
+      self.assertRaisesRegex(
+        ValueError, 'TFS_SECRET or TFS_SECRET_FILE, got both'
+      ),
     ):
       options.GroupOptions.from_env()
 

@@ -204,7 +204,7 @@ def _refusal(case, name) -> str | None:
   ):
     optimizer = name.removeprefix('recommender_').title()
     if 'parts' in case.name:
-      return f'{optimizer} with partitioned variable.*Adam or SGD'
+      return f'Adam or SGD, got {optimizer} with partitioned variable'
   if case.workers and not case.servers and name == 'static_length':
     return r'tf\.shape\(x\)\[0\]'
   return None

@@ -235,7 +235,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     ({'compute_devices': []}, 'at least one'),
     (
       {'compute_devices': [virtual_devices.name(0), virtual_devices.name(0)]},
-      'twice',
+      'each device once',
     ),
     ({'compute_devices': ['GPU:99']}, 'GPU:99'),
     ({'parameter_device': 'CPU:99'}, 'CPU:99'),

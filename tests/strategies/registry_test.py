@@ -42,7 +42,7 @@ class RegistryTest(parameterized.TestCase):
       "'bakup_workers'.*write 'backup_workers'",
     ),
     ('parameter_server', {'backup_workers': 1}, "mode='sync'"),
-    ('parameter_server', {'checkpoint_steps': 3}, 'without checkpoint_dir'),
+    ('parameter_server', {'checkpoint_steps': 3}, 'checkpoint_dir with .*=3'),
     (
       'ring_mirrored',
       {'device': []},
@@ -51,7 +51,7 @@ class RegistryTest(parameterized.TestCase):
     (
       'one_device',
       {'mode': 'sync'},
-      "'mode' of strategy='one_device'.*one of 'devices'.* Fix: leave it out",
+      "one of 'devices'.*'mode' of strategy='one_device'.* Fix: leave it out",
     ),
     (
       'multi_worker_ring',

@@ -301,7 +301,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     (
       'twice',
       [virtual_devices.name(0), f'/device:{virtual_devices.name(0)}'],
-      'twice',
+      'each device once',
     ),
     ('empty', [], 'at least one device'),
   )

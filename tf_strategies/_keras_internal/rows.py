@@ -308,24 +308,24 @@ def check_row_optimizer(
   kind, name = type(optimizer).__name__, variable.path
   if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
     raise errors.UnsupportedOptionError(
-      f'LossScaleOptimizer, as mixed_float16 has it, with dynamic table {name!r}',
+      f'LossScaleOptimizer with dynamic table {name!r}',
       'an optimizer without loss scaling',
-      'use mixed_bfloat16, or compile with auto_scale_loss=False',
+      'use the policy mixed_bfloat16, or compile with auto_scale_loss=False',
     )
   if getattr(optimizer, 'inner_optimizer', None) is not None:
     return  # The inner optimizer is checked too.
   if type(optimizer).update_step not in _RULES:
     raise errors.UnsupportedOptionError(
       f'{kind} with dynamic table {name!r}',
-      f'an optimizer that updates rows: {", ".join(_KINDS)}',
-      'use one of these',
+      f'one of {", ".join(_KINDS)}',
+      'use one of these: they can update single rows',
     )
   for option in _REFUSED:
     value = getattr(optimizer, option, None)
     if value:
       raise errors.UnsupportedOptionError(
         f'{kind}({option}={value!r}) with dynamic table {name!r}',
-        'options that leave rows alone which a batch does not use',
+        'options that change no rows outside of the batch',
         f'leave out {option}',
       )
   # pylint: disable-next=protected-access

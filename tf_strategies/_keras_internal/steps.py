@@ -455,10 +455,8 @@ def _check_train_function(model: keras.Model) -> None:
     and model not in _trained_by_strategy
   ):
     raise errors.UnsupportedOptionError(
-      f'a make_train_function or train_function of its own of model {model.name!r} '
-      f'under {type(strategy).__name__}',
-      'the function of super().make_train_function(force), which trains on the '
-      'workers',
+      f'another one in model {model.name!r} under {type(strategy).__name__}',
+      'the train_function of super().make_train_function(force)',
       'call super().make_train_function(force) and wrap self.train_function, or '
       'override train_step',
     )
@@ -507,8 +505,8 @@ def skip_steps(steps: int, reads: bool = True) -> None:
   data = frame and frame.f_locals.get('epoch_iterator')
   if data is None:
     raise errors.UnsupportedOptionError(
-      'an epoch that is resumed outside of model.fit',
-      "Keras's own fit",
+      'one outside of it',
+      'an epoch that is resumed by model.fit',
       'pass the callback to model.fit',
     )
   enumerate_epoch, end = data._enumerate_iterator, object()

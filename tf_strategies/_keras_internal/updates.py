@@ -55,8 +55,8 @@ def _reduce_first(optimizer, grads, trainable_variables=None):
     not tf.distribute.has_strategy() and getattr(made_in, 'most_workers', 1) > 1
   ):
     raise errors.UnsupportedOptionError(
-      f"{type(optimizer).__name__}.apply outside of the strategy's steps",
-      'a call in a step, in which the workers add up their gradients',
+      'a call outside of it',
+      f"{type(optimizer).__name__}.apply inside the strategy's step",
       'pass the training step to strategy.step, or to strategy.run',
     )
   if not hasattr(extended, 'apply_gradients'):
@@ -64,8 +64,8 @@ def _reduce_first(optimizer, grads, trainable_variables=None):
     return
   if tf.distribute.in_cross_replica_context():
     raise errors.UnsupportedOptionError(
-      f'{type(optimizer).__name__}.apply in cross-replica context',
-      'a call in a step',
+      'a call in cross-replica context',
+      f'{type(optimizer).__name__}.apply inside a step',
       'pass the training step to strategy.step, or to strategy.run',
     )
   extended.apply_gradients(optimizer, list(grads), variables, apply)

@@ -355,10 +355,11 @@ def lift(value):
       return compute()
     except _UnliftableError as e:
       raise errors.UnsupportedOptionError(
-        'a variable made in a tf.function, with an initial value that depends on '
-        "the function's arguments",
-        'one that does not, or a function that makes it',
-        'make the variable outside of the tf.function',
+        'one that does',
+        'an initial value that does not depend on the arguments of the '
+        "variable's tf.function",
+        'make the variable outside of the tf.function, or pass a function '
+        'that returns its initial value',
       ) from e
 
 

@@ -237,9 +237,10 @@ def _needs_service(init: Callable) -> Callable:
     has_cluster = cluster_resolver and cluster_resolver.cluster_spec().jobs
     if has_cluster and eager_context().coordination_service is None:
       raise errors.UnsupportedOptionError(
-        "PreemptionCheckpointHandler without TensorFlow's coordination service",
-        "the strategy 'multi_worker_collective', which starts this service",
-        'use tfs.Run. Model Garden makes no handler with '
+        'PreemptionCheckpointHandler without it',
+        "TensorFlow's coordination service",
+        "use tfs.Run, or the strategy 'multi_worker_collective'. Model "
+        'Garden makes no handler with '
         'trainer.preemption_on_demand_checkpoint=False',
       )
     init(self, cluster_resolver, *args, **kwargs)

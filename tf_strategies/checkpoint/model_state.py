@@ -28,7 +28,7 @@ def check_built(model: keras.Model) -> None:
   has_built_layers = model.layers and all(each.built for each in model.layers)
   if not (model.built or has_built_layers):
     raise errors.UnsupportedOptionError(
-      f'model={model.name!r}, which has no variables yet',
+      f'model={model.name!r} without variables',
       'a built model',
       'begin it with keras.Input(shape), or call model.build(shape)',
     )

@@ -70,11 +70,10 @@ def check_alone(strategy: str) -> None:
       meant = 'parameter_server'
   option_checks.check(
     not is_several,
-    f'strategy={strategy!r} on {where} of a job with several tasks, each of which '
-    'would train a model of its own,',
-    f'a strategy that trains one model on all of them, such as {meant!r}',
-    f'write tfs.create_strategy({meant!r}), or start each task with TF_CONFIG={{}} '
-    'if they have nothing to do with each other',
+    f'strategy={strategy!r} on {where} of a job with several tasks',
+    f'a strategy that trains one model on all tasks, such as {meant!r}',
+    f'write tfs.create_strategy({meant!r}); or start each task with '
+    f'TF_CONFIG={{}}, and it trains a model of its own',
   )
 
 

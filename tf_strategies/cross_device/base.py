@@ -329,7 +329,7 @@ def check_tensors(tensors) -> None:
     if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
       raise errors.UnsupportedOptionError(
         f'an all-reduce of dtype {dtype.name}',
-        'any float, complex or integer dtype',
+        'a float, complex or integer dtype',
         'cast the value first, for instance bool to int32',
       )
     for rank, row in enumerate(tensors):
@@ -339,7 +339,7 @@ def check_tensors(tensors) -> None:
         raise errors.UnsupportedOptionError(
           f'tensor {i} of replica {rank} with shape {row[i].shape} and dtype '
           f'{row[i].dtype.name}',
-          f'what replica 0 has: shape {first.shape}, dtype {dtype.name}',
+          f'shape {first.shape} and dtype {dtype.name}, as on replica 0',
           'reduce along the batch first, or use strategy.gather for uneven '
           'values',
         )

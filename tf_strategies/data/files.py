@@ -69,7 +69,7 @@ class Files:
     option_checks.check(
       len(counts) == len(self.paths),
       f'{len(counts)} counts for {len(self.paths)} files',
-      'one for each file',
+      'one count for each file',
       'pass counts in the order of the sorted paths',
     )
     for count in counts:

@@ -142,14 +142,14 @@ def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:
   option_checks.check(
     len(position) == 2,
     f'start={start!r}',
-    '(epoch, step)',
+    'a pair (epoch, step)',
     'write start=(2, 0) after two epochs, or leave it out',
   )
   if epochs is None and (position != _START or steps_per_epoch is not None):
     raise errors.UnsupportedOptionError(
       f'start={start} and steps_per_epoch={steps_per_epoch} without epochs',
-      'epochs, the length of the whole run, beside them',
-      'pass epochs=...',
+      'epochs, the length of the whole run',
+      'pass epochs too',
     )
   for name, value, least in (
     ('epochs', epochs, 0),

@@ -173,9 +173,8 @@ def check_stream(
   if context is not None and context.num_replicas_in_sync != 1:
     # A batch of the stream is one step of all replicas, not a part of one.
     raise errors.UnsupportedOptionError(
-      f'num_replicas_in_sync={context.num_replicas_in_sync} in the '
-      'input_context of epochs',
-      '1, for workers that train on whole batches of their own',
+      f'num_replicas_in_sync={context.num_replicas_in_sync}',
+      'num_replicas_in_sync=1 in the input_context of epochs',
       'write strategy.experimental_distribute_dataset(make_dataset(...)) '
-      'without an input_context, which splits each batch for the replicas',
+      'without an input_context: it splits each batch for the replicas',
     )

@@ -54,7 +54,7 @@ def failed(name: str, error: Exception) -> Finding:
   Example:
 
     >>> print(failed('secret', errors.UnsupportedOptionError('a', 'b', 'do c')))
-    FAIL  secret          a is not supported. Expected b.
+    FAIL  secret          Expected b, got a.
                           Fix: do c.
   """
   what, _, fix = str(error).partition(' Fix: ')

@@ -132,20 +132,20 @@ def _check(train_fn, options, ring, shard_optimizer_state) -> None:
   )
   option_checks.check(
     ring.link != 'mpi',
-    f'link={ring.link!r} for elastic training',
-    "'tcp', which can form again",
+    f'link={ring.link!r}',
+    "link='tcp' for elastic training",
     "write RingOptions(link='tcp'), or train without tfs.elastic",
   )
   option_checks.check(
     not ring.reproducible or options.batch == 'global',
     f'batch={options.batch!r} with reproducible={ring.reproducible!r}',
-    "batch='global': another batch gives other weights",
-    'leave out one of them',
+    "batch='global' with reproducible",
+    'leave out one of them: another batch gives other weights',
   )
   option_checks.check(
     not shard_optimizer_state,
-    f'shard_optimizer_state={shard_optimizer_state!r} for elastic training',
-    'False: a worker that dies would take its part of the state along',
-    'leave it out, or train on a MultiWorkerRingStrategy and resume from '
-    'a tfs.Run',
+    f'shard_optimizer_state={shard_optimizer_state!r}',
+    'shard_optimizer_state=False for elastic training',
+    'leave it out, since a worker that dies would take its part of the state '
+    'along; or train on a MultiWorkerRingStrategy and resume from a tfs.Run',
   )

@@ -105,8 +105,8 @@ class Job(elastic_members.Members):
     """
     if self._state.model is None:
       raise errors.UnsupportedOptionError(
-        'job.global_batch_size before job.restore',
-        'a job that knows how many workers it started with',
+        'job.global_batch_size before it',
+        'a call of job.restore',
         'call job.restore(model) first',
       )
     elastic_options.check_count('size', size, 1)

@@ -90,9 +90,9 @@ def check_fit(
   check_count('steps_per_epoch', steps_per_epoch, 1)
   option_checks.check(
     not any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks),
-    'BackupAndRestore in an elastic job',
-    'state that the workers keep in memory',
-    'leave out the callback',
+    'BackupAndRestore',
+    'other callbacks in an elastic job',
+    'leave it out: the workers keep the state in memory',
   )
 
 
@@ -119,15 +119,15 @@ def check_length(
     own = None if rest is None else count - rest
     option_checks.check(
       own in (None, steps_per_epoch),
-      f'make_batches, whose epoch 0 has {own} batches',
+      f'{own} batches in epoch 0 of make_batches',
       rule,
       f'pass steps_per_epoch={own}, or steps_per_epoch={steps_per_epoch} to '
       'tfs.data.make_dataset as well',
     )
   option_checks.check(
     count >= epochs * steps_per_epoch,
-    f'make_batches(0, 0) of {count} batches',
-    f'{rule}, {epochs * steps_per_epoch} batches',
+    f'{count} batches of make_batches(0, 0)',
+    f'{epochs * steps_per_epoch} batches for {rule}',
     'return all batches from there to the end of the job, or pass another '
     'steps_per_epoch',
   )
@@ -144,5 +144,5 @@ def _length(batches: object) -> int | None:
 def check_count(name: str, value: object, least: int) -> None:
   """Raises UnsupportedOptionError unless a value is an integer of at least `least`."""
   option_checks.check_int(
-    name, value, least, fix='pass a number of all workers'
+    name, value, least, fix='pass the number for all workers together'
   )

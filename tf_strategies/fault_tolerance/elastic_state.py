@@ -143,8 +143,8 @@ class SharedState:
     if not self.strategy.extended.has_variables:
       return False
     raise errors.UnsupportedOptionError(
-      'a model in an elastic job that job.restore was not called with',
-      'a model that has the state of the other workers',
+      'a model without it',
+      'a call of job.restore',
       'call job.restore(model) before training and job.position',
     )
 
@@ -224,9 +224,8 @@ class SharedState:
     for variable in variables:
       if model_state.has_parts(variable):
         raise errors.UnsupportedOptionError(
-          f'variable {variable.path!r}, of which each replica has a part, in '
-          'elastic training',
-          'state that every worker has whole',
+          f'variable {variable.path!r}, of which each replica has a part',
+          'whole variables in elastic training',
           'train the model by job.fit, or in a loop by strategy.step',
         )
     return list(variables)

@@ -110,8 +110,8 @@ class SidecarEvaluator:
     if log_dir is not None and importlib.util.find_spec('tensorboard') is None:
       raise errors.UnsupportedOptionError(
         f'log_dir={os.fspath(log_dir)!r} without TensorBoard',
-        'log_dir=None, or an environment that has TensorBoard',
-        'run `pip install tensorboard`',
+        'an environment with TensorBoard',
+        'run `pip install tensorboard`, or pass log_dir=None',
       )
     self._model = model
     self._data = data
@@ -335,7 +335,7 @@ def _check_data(data: Any, steps: int | None) -> None:
   option_checks.check(
     not is_one_time and (hasattr(data, '__iter__') or hasattr(data, '__len__')),
     f'data={data!r}',
-    'what model.evaluate takes, each time anew',
+    'data that model.evaluate can read several times',
     'pass a tf.data.Dataset, or arrays',
   )
   if steps is not None or not isinstance(data, tf.data.Dataset):
@@ -343,6 +343,6 @@ def _check_data(data: Any, steps: int | None) -> None:
   if data.cardinality() == tf.data.INFINITE_CARDINALITY:
     raise errors.UnsupportedOptionError(
       'steps=None with infinite data',
-      'the number of batches of an evaluation',
+      'a number of batches',
       'pass steps=100, or data without repeat()',
     )

@@ -149,7 +149,7 @@ class Run(keras.callbacks.Callback):
       for each in objects.values():
         option_checks.check(
           each is model or each.built,
-          f'an optimizer {each.name!r} of the model, which has no variables yet,',
+          f'optimizer {each.name!r} without variables',
           'optimizers whose state can be saved',
           'call optimizer.build(variables) before tfs.Run',
         )
@@ -299,20 +299,20 @@ class Run(keras.callbacks.Callback):
     option_checks.check(
       epoch == position.epoch,
       f'initial_epoch={epoch} after {position} was restored',
-      f'{position.epoch}',
+      f'initial_epoch={position.epoch}',
       f'write initial_epoch={position.epoch}',
     )
     option_checks.check(
       steps is None or steps > position.step,
       f'steps_per_epoch={steps} {done}',
-      'the steps of a whole epoch',
-      'pass to steps_per_epoch what the run started with',
+      f'more than {position.step} steps in an epoch',
+      'pass the steps_per_epoch that the run started with',
     )
     option_checks.check(
       not position.step % group,
       f'steps_per_execution={group} {done}',
       f'a divisor of {position.step}',
-      'pass to compile the steps_per_execution that the run started with',
+      'compile with the steps_per_execution that the run started with',
     )
 
   def on_train_batch_begin(self, batch, logs=None):
@@ -363,7 +363,7 @@ def _optimizer_of(
   if optimizer is None:
     raise errors.UnsupportedOptionError(
       f'optimizer=None with model={model.name!r}, which is not compiled',
-      'the optimizer that trains it',
+      'an optimizer, or a compiled model',
       'pass optimizer=..., or compile the model',
     )
   option_checks.check_type(

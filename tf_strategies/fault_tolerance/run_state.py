@@ -346,9 +346,9 @@ def check_restored(position: Position | None) -> None:
   """Raises UnsupportedOptionError if a run begins without a position."""
   option_checks.check(
     position is not None,
-    'fit or the context of a Run before run.restore()',
-    'a run that begins at the position of the newest checkpoint',
-    'write epoch, step = run.restore() before it',
+    'fit, or the context of the Run, before it',
+    'a call of run.restore()',
+    'write epoch, step = run.restore() first',
   )
 
 
@@ -360,7 +360,7 @@ def plain(settings: object) -> dict[str, Any]:
     return json.loads(json.dumps(dict(settings), default=option_checks.plain))
   except (TypeError, ValueError) as e:
     raise errors.UnsupportedOptionError(
-      f'settings={settings!r} ({e})', 'what JSON can hold', fix
+      f'settings={settings!r} ({e})', 'values that JSON can hold', fix
     ) from e
 
 

@@ -26,10 +26,9 @@ def _changes_training(callback):
   name = type(callback).__name__
   return errors.UnsupportedOptionError(
     f'ChiefOnly({name})',
-    'a callback that only writes or reports: this one changes the training of '
-    'all workers',
-    f'pass {name} to fit on every worker, without ChiefOnly. Its decisions are '
-    'the same everywhere',
+    'a callback that only writes or reports',
+    f'pass {name} to fit on every worker, without ChiefOnly. It changes the '
+    'training, and decides the same everywhere',
   )
 
 

@@ -77,8 +77,8 @@ class DynamicEmbedding(keras.layers.Layer):
     option_checks.check_int('seed', seed, 0)
     option_checks.check(
       self.variable_dtype == 'float32',
-      f'dtype={self.variable_dtype!r} of a DynamicEmbedding',
-      'rows in float32',
+      f'dtype={self.variable_dtype!r}',
+      "dtype='float32' of a DynamicEmbedding",
       "leave it out, or take the policy 'mixed_bfloat16'",
     )
     self.supports_jit = (
@@ -100,9 +100,8 @@ class DynamicEmbedding(keras.layers.Layer):
       make is not None
       or not tf.distribute.has_strategy()
       or isinstance(strategy, tf.distribute.OneDeviceStrategy),
-      f'DynamicEmbedding under {type(strategy).__name__}',
-      'one device, or ParameterServerStrategy: rows that come while a model trains '
-      'have one place',
+      f'{type(strategy).__name__}',
+      'one device or ParameterServerStrategy for a DynamicEmbedding',
       'train it there, or use keras.layers.Embedding with hashed ids',
     )
     variable = self.add_weight(
@@ -129,8 +128,8 @@ class DynamicEmbedding(keras.layers.Layer):
   def _to_ids(self, inputs):
     option_checks.check(
       inputs.dtype.is_integer,
-      f'{inputs.dtype.name} as ids of {self.name!r}',
-      'integers, since others have not 64 bits',
+      f'{inputs.dtype.name} ids in {self.name!r}',
+      'integer ids',
       "declare the input as keras.Input(shape, dtype='int64')",
     )
     return tf.cast(inputs, tf.int64)
@@ -186,7 +185,7 @@ class DynamicEmbedding(keras.layers.Layer):
     option_checks.check(
       max_age is not None or min_uses is not None,
       'expire() without arguments',
-      'which rows expire',
+      'a rule that says which rows expire',
       'pass max_age, min_uses or both',
     )
     for name, value in (('max_age', max_age), ('min_uses', min_uses)):
@@ -237,8 +236,8 @@ class DynamicEmbedding(keras.layers.Layer):
 
 def _refuse_weights():
   raise errors.UnsupportedOptionError(
-    'get_weights() of a model with a DynamicEmbedding, as of '
-    'EarlyStopping(restore_best_weights=True),',
-    'what saves rows, which are no array of a fixed shape',
-    'use model.save, model.save_weights or ModelCheckpoint',
+    'get_weights(), as EarlyStopping(restore_best_weights=True) calls it',
+    'model.save or save_weights of a model with a DynamicEmbedding',
+    'use model.save, model.save_weights or ModelCheckpoint. Rows are no '
+    'array of a fixed shape',
   )

@@ -167,10 +167,8 @@ class GradientReducer:
     if _has_any(optimizer, optimizer_checks.CLIPPING):
       strategy = type(tf.distribute.get_strategy()).__name__
       raise errors.UnsupportedOptionError(
-        f'{type(optimizer).__name__} that clips sparse gradients under '
-        f'{strategy}',
-        'clipping of dense gradients there: duplicate rows are added up '
-        'before, and have another norm than on one device',
+        f'{type(optimizer).__name__} that clips sparse gradients',
+        f'dense gradients for clipping under {strategy}',
         'train the embedding without clipping, or look rows up by '
         'tf.one_hot(ids, depth) @ table, whose gradient is dense',
       )

@@ -83,8 +83,8 @@ class LazyRows(
       raise errors.UnsupportedOptionError(
         f'LazyRows({kind}(gradient_accumulation_steps='
         f'{inner.gradient_accumulation_steps}))',
-        'gradients of rows; what Keras accumulates is dense',
-        'leave one of them out',
+        'LazyRows without gradient accumulation',
+        'leave one of them out: what Keras accumulates is dense',
       )
     _keras_internal.replace_update(inner, row_updates.update_lazily)
 

@@ -83,9 +83,9 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     super().__init__(optimizer, name, **kwargs)
     if self.inner_optimizer is outer:
       raise errors.UnsupportedOptionError(
-        'one optimizer as both optimizer and outer',
-        'two optimizers: each has variables of its own',
-        'make another one for outer',
+        'one as both optimizer and outer',
+        'two optimizers',
+        'make another one for outer: each has variables of its own',
       )
     self.every, self.outer = int(every), outer
     self.anchors: list[keras.Variable] = []
@@ -235,8 +235,8 @@ def of_step(step: _keras_internal.KerasStep) -> list[LocalSteps]:
   if any(found) and not all(found):
     alone = optimizers[found.index(None)]
     raise errors.UnsupportedOptionError(
-      f'{type(alone).__name__} beside LocalSteps in one step',
-      'optimizers of one kind: weights that workers train apart, or together',
+      f'{type(alone).__name__} beside LocalSteps',
+      'optimizers of one kind in a step',
       'wrap each optimizer of the step, LocalSteps(optimizer, every=...), and '
       'pass one to compile, which otherwise makes an RMSprop',
     )
@@ -274,9 +274,9 @@ def _check_outer(outer) -> None:
     ):
       raise errors.UnsupportedOptionError(
         f'outer={type(outer).__name__}(...)',
-        'an optimizer that wraps no other: there is no loss to scale, and '
-        'gradients are averaged already',
-        'pass the inner optimizer',
+        'an optimizer that wraps no other',
+        'pass the inner optimizer. There is no loss to scale, and gradients '
+        'are averaged already',
       )
   optimizer_checks.check_has_one_rule(
     outer, f'outer={type(outer).__name__}(...)'
@@ -285,7 +285,7 @@ def _check_outer(outer) -> None:
     if getattr(outer, option, None):
       raise errors.UnsupportedOptionError(
         f'outer={type(outer).__name__}({option}={getattr(outer, option)!r})',
-        'an outer optimizer without it',
+        f'an outer optimizer without {option}',
         f'set {option} on the inner optimizer, or raise every',
       )
 

@@ -97,9 +97,9 @@ def _check_reduction(loss, strategy_name: str) -> None:
   if reduction == 'mean_with_sample_weight':
     raise errors.UnsupportedOptionError(
       f'{name} under {strategy_name}',
-      "'sum_over_batch_size'; each replica would divide by the sum of its own "
-      'weights, and the mean of such means is not the whole mean',
-      "use 'sum_over_batch_size' with sample weights of mean 1",
+      "reduction='sum_over_batch_size'",
+      "use 'sum_over_batch_size' with sample weights of mean 1. Otherwise "
+      'each replica divides by the sum of its own weights',
     )
 
 
@@ -125,7 +125,7 @@ def check_has_one_rule(
   option_checks.check(
     not hasattr(optimizer, 'optimizers'),
     what,
-    'one rule for all variables, which MultiOptimizer has not',
+    'an optimizer with one rule for all variables',
     'pass an optimizer such as keras.optimizers.SGD(1.0), or wrap those that '
     'MultiOptimizer chooses from',
   )
@@ -142,8 +142,7 @@ def check_partitioned_update(fn: Callable, name: str) -> None:
   if kind in WHOLE_VARIABLE_OPTIMIZERS:
     raise errors.UnsupportedOptionError(
       f'{kind} with partitioned variable {name!r}',
-      'optimizers that update each element by itself, such as Adam or SGD; '
-      f'{kind} needs norms or means of the whole variable',
+      'an optimizer that updates each element by itself, such as Adam or SGD',
       'use another optimizer, or cut no variable: '
       'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
     )

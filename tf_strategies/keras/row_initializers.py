@@ -98,15 +98,16 @@ def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:
   if kind not in _SEEDED:
     raise errors.UnsupportedOptionError(
       f'embeddings_initializer={kind} of a DynamicEmbedding',
-      f'{", ".join([*_SEEDED, *_CONSTANTS, "Constant"])} of a number, or a function '
-      'from ids to rows: there is no table whose shape could scale it',
-      "write for instance keras.initializers.RandomNormal(stddev=0.05), or 'uniform'",
+      f'{", ".join([*_SEEDED, *_CONSTANTS, "Constant"])} of a number, or a '
+      'function from ids to rows',
+      'write for instance keras.initializers.RandomNormal(stddev=0.05), or '
+      "'uniform'. No table has a shape that could scale it",
     )
   if config.get('seed') is not None:
     raise errors.UnsupportedOptionError(
       f'embeddings_initializer={kind}(seed={config["seed"]!r})',
-      'an initializer without a seed: rows follow from that of the layer',
-      'pass seed= to DynamicEmbedding',
+      'an initializer without a seed',
+      'pass seed= to DynamicEmbedding instead',
     )
   first, second = (float(config[name]) for name in _SEEDED[kind])
 
@@ -146,7 +147,7 @@ def _checked(rows, width):
   rows = tf.convert_to_tensor(rows)
   if rows.shape.rank != 2 or rows.shape[1] != width:
     raise errors.UnsupportedOptionError(
-      f'embeddings_initializer that returns {rows.shape}',
+      f'shape {rows.shape} from embeddings_initializer',
       f'rows of shape [number of ids, {width}]',
       'return one row for each id',
     )

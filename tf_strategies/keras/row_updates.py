@@ -153,9 +153,10 @@ def check_is_new(
   """
   if optimizer in earlier:
     raise errors.UnsupportedOptionError(
-      f'{optimizer.name!r} for the rows of {table!r}, after another optimizer',
-      'one optimizer at a time; the state of the one before is gone',
-      'train the table by one optimizer, or go on with a new one',
+      f'{optimizer.name!r} after another one',
+      f'one optimizer for the rows of {table!r}',
+      'train the table by one optimizer, or go on with a new one. The state '
+      'of the first is gone',
     )
 
 

@@ -46,9 +46,9 @@ def _check_alone(strategy: tf.distribute.Strategy) -> None:
     and tf.distribute.get_strategy() is not strategy
   ):
     raise errors.ScopeError(
-      'Mixing different tf.distribute.Strategy objects: '
       f'{_name(strategy)} inside the scope of another '
-      f'{_name(tf.distribute.get_strategy())}',
+      f'{_name(tf.distribute.get_strategy())} (mixing different '
+      'tf.distribute.Strategy objects)',
       'one strategy at a time',
       'leave the scope of the one before you enter that of the other',
     )
@@ -133,8 +133,8 @@ def _refuse(what: str, made_in, used_in) -> None:
   is_one = made_in is None or not _is_ours(made_in)
   place = 'outside of any scope' if is_one else f'under {_name(made_in)}'
   raise errors.ScopeError(
-    f'{what}, made {place}, with {_name(used_in)}',
-    f'what was made in the scope of this {_name(used_in)}',
+    f'{what}, made {place}',
+    f'objects that were made in the scope of this {_name(used_in)}',
     _FIX,
   )
 

@@ -35,8 +35,8 @@ def load_yaml():
   """
   if importlib.util.find_spec('yaml') is None:
     raise errors.UnsupportedOptionError(
-      'an environment without PyYAML',
-      'one with what manifests need',
+      'one without it',
+      'an environment with PyYAML',
       "in the checkout run: pip install '.[manifests]'",
     )
   import yaml

@@ -92,7 +92,7 @@ class Options:
     longest = max(map(len, pods)) + len(_RANDOM_ENDING)
     option_checks.check(
       longest <= _LONGEST_LABEL,
-      f'--name={self.name}, which makes pods of {longest} letters',
+      f'--name={self.name}, which makes names of {longest} letters',
       f'names of pods of at most {_LONGEST_LABEL} letters',
       f'pass a name that is {longest - _LONGEST_LABEL} letters shorter',
     )

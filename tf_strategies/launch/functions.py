@@ -158,7 +158,7 @@ def _packed(function, args) -> bytes:
   is_of_main = home is sys.modules['__main__']
   if module == '__mp_main__' and not is_of_main:
     raise errors.UnsupportedOptionError(
-      f'launch of {name} while a worker reads the script for its functions',
+      f'a launch of {name} while a worker reads the script for its functions',
       'a script that launches only where it is the program',
       "call tfs.launch under: if __name__ == '__main__':",
     )
@@ -169,7 +169,7 @@ def _packed(function, args) -> bytes:
     if importlib.util.find_spec('cloudpickle') is None:
       raise errors.UnsupportedOptionError(
         f'the function {name or function!r} without cloudpickle',
-        'a function of a module, or cloudpickle to send one of a notebook',
+        'a function of a module, or an environment with cloudpickle',
         "in the checkout run: pip install '.[notebook]', or put it into a module",
       )
     import cloudpickle as pack
@@ -178,9 +178,10 @@ def _packed(function, args) -> bytes:
   # Whatever an argument's own code raises.
   except Exception as e:
     raise errors.UnsupportedOptionError(
-      f'launch of {name or function!r} ({type(e).__name__}: {e})',
+      f'{name or function!r} ({type(e).__name__}: {e})',
       'a function and arguments that can be sent to another process',
-      'make in the function what cannot, such as models, data sets and strategies',
+      'make inside the function what cannot be sent, such as models, data '
+      'sets and strategies',
     ) from e
   script = main if is_of_main and is_named else {}
   return pickle.dumps(({'sys_path': sys.path, **script}, call))
@@ -291,8 +292,8 @@ def _write(path: pathlib.Path, value: Any) -> None:
     data = pickle.dumps(value)
   except Exception as e:
     raise errors.UnsupportedOptionError(
-      f'a result of type {type(value).__name__} ({e})',
-      'one that can be sent to another process',
+      f'one of type {type(value).__name__} ({e})',
+      'a result that can be sent to another process',
       _SENDABLE,
     ) from e
   unfinished = path.with_suffix('.new')

@@ -85,7 +85,7 @@ def read(path: str) -> list[Host]:
   option_checks.check(
     len(found) > 1,
     f'--hostfile={path} with {len(found)} hosts',
-    'two or more, of which the first is this one',
+    'two or more hosts, the first of them this one',
     'leave --hostfile out to start all tasks here',
   )
   return found

@@ -112,7 +112,7 @@ class Launchers(contextlib.AbstractContextManager):
     option_checks.check(
       options.secret,
       f'--nnodes={place.count} without a secret',
-      'the same one on all hosts',
+      'one secret on all hosts',
       'set TFS_SECRET (or TFS_SECRET_FILE) on all hosts to what `python -c '
       '"import secrets; print(secrets.token_hex(32))"` prints once',
     )

@@ -37,9 +37,9 @@ def pick_ports(count: int) -> list[int]:
   ports: list[int] = []
   if count > len(_PORTS):
     raise errors.UnsupportedOptionError(
-      f'{count} tasks on one host',
-      f'at most {len(_PORTS)}, each of which has a port',
-      'start fewer, or others on more hosts',
+      f'{count}',
+      f'at most {len(_PORTS)} tasks on one host',
+      'start fewer, or others on more hosts: each needs a port',
     )
   # Whoever has seeded `random` gets other ports all the same, and keeps its state.
   for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):

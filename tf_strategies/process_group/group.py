@@ -288,8 +288,8 @@ class ProcessGroup:
     self._check()
     if len(payload) > protocol.MAX_PAYLOAD_BYTES:
       raise errors.UnsupportedOptionError(
-        f'exchange of {len(payload)} bytes',
-        f'{protocol.MAX_PAYLOAD_BYTES} bytes',
+        f'{len(payload)} bytes',
+        f'at most {protocol.MAX_PAYLOAD_BYTES} bytes in an exchange',
         'send arrays with all_gather or broadcast',
       )
     seconds = self._options.collective_timeout_seconds

@@ -107,7 +107,7 @@ class GroupOptions:
     if secret is not None and not isinstance(secret, bytes):
       raise errors.UnsupportedOptionError(
         f'a secret of type {type(secret).__name__}',
-        f'bytes, {_MIN_SECRET_BYTES} or more',
+        f'{_MIN_SECRET_BYTES} bytes or more',
         "encode a string: secret=text.encode('utf-8')",
       )
     if secret is not None and len(secret) < _MIN_SECRET_BYTES:
@@ -169,8 +169,8 @@ def _secret_from_env() -> bytes | None:
   path = os.environ.get(SECRET_FILE_VARIABLE)
   if text is not None and path is not None:
     raise errors.UnsupportedOptionError(
-      f'{SECRET_VARIABLE} together with {SECRET_FILE_VARIABLE}',
-      'one of them',
+      'both',
+      f'{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}',
       f'unset {SECRET_VARIABLE} to use the file',
     )
   if text is not None:
@@ -217,8 +217,7 @@ def _check_access(name: str, path: str, file: int) -> None:
   if is_mine and not mode & (stat.S_IRWXO | stat.S_IWGRP):
     return
   raise errors.UnsupportedOptionError(
-    f'{name}={path!r} of mode {mode:04o}, user {found.st_uid},',
-    'a file of this user (or root) that no other user can read or write, and '
-    'its group at most read',
+    f'{name}={path!r} of mode {mode:04o}, user {found.st_uid}',
+    'a file of this user or root with mode 0640 or stricter',
     f'chmod 600 {path}' if is_mine else f'copy it; chmod 600 {path}',
   )

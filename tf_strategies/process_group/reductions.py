@@ -75,7 +75,7 @@ def reduction(
   if dtype.kind not in 'iufcV' or dtype.type is np.void:
     raise errors.UnsupportedOptionError(
       f'{kind} of dtype {dtype}',
-      'integers, floats and complex numbers',
+      'integers, floats or complex numbers',
       'cast it to a numeric dtype first',
     )
   form = plan_lib.Format.of(dtype, compression, piece_bytes)

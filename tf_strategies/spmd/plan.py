@@ -268,10 +268,10 @@ class Context:
     for value in self.inputs:
       if value.resource is not None and value.resource.shard:
         raise errors.UnsupportedOptionError(
-          f'{self.node.type} {self.node.name!r} of {value.resource.name!r}, which '
-          'shard_optimizer_state=True divides among replicas,',
-          'optimizers that read, assign and add to all of a variable, and that '
-          'are applied in no loop inside of a step',
+          f'{self.node.type} {self.node.name!r} of {value.resource.name!r}, '
+          'which shard_optimizer_state=True divides among replicas',
+          'an optimizer that reads, assigns and adds to whole variables, '
+          'outside of loops',
           'leave out shard_optimizer_state, or take an optimizer of Keras 3',
         )
     self.inputs = [
@@ -565,8 +565,8 @@ def _check_list(kind, want, node) -> None:
   is_taken = want == AS_IS or isinstance(want, Listed)
   if not is_taken and kind.kind not in (None, WHOLE):
     raise errors.UnsupportedOptionError(
-      f'{node.type} {node.name!r} of a list (such as a tf.TensorArray), of whose '
-      'elements each replica has a part,',
+      f'{node.type} {node.name!r} of a list that is split among replicas '
+      '(such as a tf.TensorArray)',
       'a list that is read, written, stacked or gathered',
       'take tf.stack or tf.concat of a Python list of the tensors',
     )
@@ -593,9 +593,9 @@ def _default(context) -> Decision:
   resources = [v.resource for v in context.inputs if v.resource is not None]
   if not node.opaque and any(r.is_part for r in resources):
     raise errors.UnsupportedOptionError(
-      f'{node.type} {node.name!r} of a variable that is summed over replicas, such '
-      'as a metric has,',
-      'assign, assign_add or assign_sub there',
+      f'{node.type} {node.name!r}',
+      'assign, assign_add or assign_sub of a variable that is summed over '
+      'replicas, such as a metric has',
       'write the whole variable: v.assign_add(tf.scatter_nd(...))',
     )
   if node.is_stateful:

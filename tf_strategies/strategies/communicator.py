@@ -155,9 +155,9 @@ def check_not_compiled(kind: str) -> None:
   if _tf_internal.in_xla_context():
     raise errors.UnsupportedOptionError(
       f'jit_compile=True around a collective between workers ({kind})',
-      'steps that XLA does not compile: it cannot call the network',
-      'compile(..., jit_compile=False), or compile functions inside of the '
-      'step that do not synchronise',
+      'steps that XLA does not compile',
+      'write compile(..., jit_compile=False), or compile functions inside of '
+      'the step that do not synchronise. XLA cannot call the network',
     )
 
 

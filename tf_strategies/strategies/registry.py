@@ -101,8 +101,8 @@ def _central_storage(devices=None, **options) -> tf.distribute.Strategy:
   option_checks.check(
     devices is None or 'compute_devices' not in options,
     f'devices={devices!r} beside compute_devices',
-    'one of them: they are two names of the same option',
-    'leave one out',
+    'one of the two',
+    'leave one out: they are two names of the same option',
   )
   return CentralStorageStrategy(
     options.pop('compute_devices', devices), **options
@@ -113,9 +113,10 @@ def _tpu_ring(devices=None, **options) -> tf.distribute.Strategy:
   """Returns our strategy on all cores of a TPU."""
   if devices is not None:
     raise errors.UnsupportedOptionError(
-      f"strategy='tpu_ring' with devices={devices!r}",
-      'devices=None: the replicas are the cores of a TPU',
-      'pass resolver, and device_assignment for some of its cores',
+      f'devices={devices!r}',
+      "devices=None with strategy='tpu_ring'",
+      'pass resolver, and device_assignment for some of its cores. The '
+      'replicas are the cores of a TPU',
     )
   return TPURingStrategy(**options)
 

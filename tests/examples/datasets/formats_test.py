@@ -143,7 +143,7 @@ class LoadTest(formula.DataTestCase, parameterized.TestCase):
     self.assert_refused(where, 'both IDX files and TFRecord')
 
   @parameterized.parameters(
-    ('digits', '/tmp/x', "data_path='/tmp/x' with dataset='digits'"),
+    ('digits', '/tmp/x', "dataset='digits' with data_path='/tmp/x'"),
     ('cifar10', None, "'mnist', 'digits', 'synthetic'"),
   )
   def test_refuses(self, dataset, path, message):

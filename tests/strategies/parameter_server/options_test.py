@@ -29,41 +29,41 @@ def _config(job='chief', index=0, **jobs) -> tfs.cluster.ClusterConfig:
 
 class OptionsTest(parameterized.TestCase):
   @parameterized.named_parameters(
-    ('unknown_mode', {'mode': 'asynchronous'}, "mode='asynchronous'.*'sync'"),
+    ('unknown_mode', {'mode': 'asynchronous'}, "'sync'.*mode='asynchronous'"),
     (
       'all_workers_backup',
       {'mode': 'sync', 'backup_workers': 2},
-      'backup_workers=2 with 2 workers.*0 to 1',
+      '0 to 1 .*backup_workers=2 with 2 workers',
     ),
-    ('backup_negative', {'mode': 'sync', 'backup_workers': -1}, '=-1.*integer'),
+    ('backup_negative', {'mode': 'sync', 'backup_workers': -1}, 'integer.*=-1'),
     ('backup_async', {'backup_workers': 1}, "mode='async'.*mode='sync'"),
     ('staleness_async', {'max_staleness': 3}, "mode='async'.*mode='bounded'"),
     (
       'staleness_negative',
       {'mode': 'bounded', 'max_staleness': -1},
-      'max_staleness=-1.*at least 0',
+      'at least 0, got max_staleness=-1',
     ),
     (
       'steps_without_directory',
       {'checkpoint_steps': 10},
-      'checkpoint_steps=10 without checkpoint_dir',
+      'checkpoint_dir with .*checkpoint_steps=10 alone',
     ),
     (
       'checkpoint_steps_zero',
       {'checkpoint_dir': '/tmp/x', 'checkpoint_steps': 0},
-      'checkpoint_steps=0.*at least 1',
+      'at least 1, got checkpoint_steps=0',
     ),
     (
       'checkpoint_dir_remote',
       {'checkpoint_dir': 'gs://bucket/run'},
-      "checkpoint_dir='gs://bucket/run'.*file system of this machine",
+      "file system of this machine, got checkpoint_dir='gs://bucket/run'",
     ),
-    ('start_zero', {'start_timeout': 0}, 'start_timeout=0.*above 0'),
+    ('start_zero', {'start_timeout': 0}, 'above 0, got start_timeout=0'),
     ('step_inf', {'step_timeout': float('inf')}, 'step_timeout=inf'),
     (
       'partitioner_number',
       {'variable_partitioner': 2},
-      'variable_partitioner=2.*function',
+      'function.*variable_partitioner=2',
     ),
   )
   def test_refused(self, given, message):

@@ -217,14 +217,14 @@ def step_that_fails(strategy):
 _REFUSED = {
   python_in_a_step: 'tf.numpy_function or tf.py_function.*in the tf.data',
   none_among_what_a_step_returns: "returns {'sum.*'count': None}.*leave out",
-  jit_compile: 'jit_compile=True of model.*jit_compile=False',
+  jit_compile: 'jit_compile=False of model.*jit_compile=True.*jit_compile=False',
   next_in_a_function: r'next\(iterator\) inside a tf.function.*strategy.step',
   loop_in_a_function: 'a distributed data set inside a tf.function.*strategy.step',
-  own_train_function: 'make_train_function.*of its own.*override train_step',
-  metric_made_outside: "variable '.*outer.*outside of the strategy's scope",
+  own_train_function: 'make_train_function.*another one in model.*override train_step',
+  metric_made_outside: "the strategy's scope, got variable '.*outer.*outside of it",
   optimizer_made_outside: "Adam 'adam', made outside of any scope",
-  data_made_outside: 'made outside of the function.*move all',
-  data_made_before: 'a data set that was made before.*after the strategy',
+  data_made_outside: 'made in the function .*outside of it.*move all',
+  data_made_before: 'made after the strategy, got one .*made before.*Fix: make',
 }
 
 

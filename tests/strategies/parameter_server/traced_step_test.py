@@ -347,7 +347,7 @@ class ApplyTest(tf.test.TestCase, parameterized.TestCase):
       )
     if before:
       with self.assertRaisesRegex(
-        errors.UnsupportedOptionError, 'SGD.apply that reads .* written before'
+        errors.UnsupportedOptionError, 'not write before .*SGD.apply reads'
       ):
         step(tf.ones([3]))
       self.assertAllEqual(a, [1.0, 2.0, 3.0])

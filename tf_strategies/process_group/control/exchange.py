@@ -39,8 +39,8 @@ class Exchanges:
     elif tag in self._state.exchanges:
       future.set_exception(
         errors.UnsupportedOptionError(
-          f'exchange with tag={tag!r} twice at the same time',
-          'one call for each tag until all ranks have their answers',
+          f'tag={tag!r} twice',
+          'one exchange at a time for each tag',
           'use a tag of its own for each meeting, with a counter, say',
         )
       )

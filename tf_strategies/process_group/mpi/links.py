@@ -48,25 +48,24 @@ def load() -> Any:
     from mpi4py import MPI
   except (ImportError, RuntimeError) as e:
     raise errors.UnsupportedOptionError(
-      f'a process group over MPI without mpi4py ({e})',
-      'an environment that has mpi4py and an MPI library',
+      f'one without them ({e})',
+      'an environment with mpi4py and an MPI library',
       "in the checkout run: pip install '.[mpi]'; or use the group over TCP",
     ) from e
   if MPI.Is_finalized():
     raise errors.UnsupportedOptionError(
-      'a process group after MPI was finalized',
-      'MPI once in the life of a process',
+      'a process group after MPI.Finalize()',
+      'MPI that is still running',
       'form the group before MPI.Finalize()',
     )
   if not MPI.Is_initialized():
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
   if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
     raise errors.UnsupportedOptionError(
-      f'MPI with thread level {MPI.Query_thread()}',
-      f'MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE}): collectives run in '
-      'threads of their own',
-      "leave mpi4py.rc.thread_level at 'multiple', or use an MPI library that "
-      'was built with it',
+      f'thread level {MPI.Query_thread()}',
+      f'MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})',
+      "leave mpi4py.rc.thread_level at 'multiple', or use an MPI library "
+      'that was built with it. Collectives run in threads of their own',
     )
   # Once, and before any group's own handler, which then runs earlier.
   atexit.unregister(_finalize)

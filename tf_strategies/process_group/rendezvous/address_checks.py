@@ -25,7 +25,7 @@ def check(
     isinstance(addresses, Mapping)
     and all(map(option_checks.is_int, addresses)),
     f'addresses={addresses!r}',
-    "'host:port' of each task by its number",
+    "a dict from task numbers to 'host:port'",
     "write for instance {0: 'host0:2222', 1: 'host1:2222'}",
   )
   option_checks.check_int(
@@ -48,25 +48,25 @@ def check(
     seen[address] = number
     if same_user and not _is_loopback(host):
       raise errors.UnsupportedOptionError(
-        f'the address {address} of task {number} without a secret',
-        'addresses of this host alone (127.0.0.1, ::1, localhost)',
+        f'{address} of task {number}',
+        'addresses of this host (127.0.0.1, ::1, localhost) without a secret',
         'set TFS_SECRET (or TFS_SECRET_FILE) on all workers and use '
         'GroupOptions.from_env(); or pass allow_unauthenticated=True where '
         'the network keeps everybody else out',
       )
   if same_user and not local_users.is_known():
     raise errors.UnsupportedOptionError(
-      'a group without a secret on an operating system that does not tell '
-      'whose process a connection comes from',
-      'a secret, as every user of this host can connect',
+      'a group without one',
+      'a secret on this operating system',
       'set TFS_SECRET to the same 16 bytes or more on all workers and use '
-      'GroupOptions.from_env(); or pass allow_unauthenticated=True',
+      'GroupOptions.from_env(); or pass allow_unauthenticated=True. The '
+      'system does not tell whose process a connection comes from',
     )
   minimum = options.min_workers
   if option_checks.is_int(minimum) and minimum > len(addresses):
     raise errors.UnsupportedOptionError(
-      f'min_workers={options.min_workers} with {len(addresses)} addresses',
-      f'at most {len(addresses)}',
+      f'min_workers={options.min_workers}',
+      f'min_workers of at most {len(addresses)}, the number of addresses',
       'lower it, or add addresses',
     )
 

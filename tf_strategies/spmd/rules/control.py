@@ -55,8 +55,8 @@ def _without_meetings(context, values, decide) -> Decision:
     except NeedsExchangeError as error:
       reason = reason or error
   raise errors.UnsupportedOptionError(
-    f'{context.node.type} {context.node.name!r}, inside of which replicas would '
-    f'have to meet ({reason}),',
+    f'{context.node.type} {context.node.name!r}, in which replicas would have to '
+    f'meet ({reason})',
     'a loop or branch that computes row by row, or with variables that each '
     'replica has a copy of',
     'move what it computes of all rows of the batch out of it',

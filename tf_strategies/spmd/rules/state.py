@@ -24,8 +24,8 @@ def _assign(context: Context) -> Decision:
       raise errors.UnsupportedOptionError(
         f'{context.node.type} {context.node.name!r} of a variable that holds the '
         'rows of a batch',
-        'variables of which no axis is that of the batch',
-        'leave it out (stateful=True of an RNN) to share out the rows',
+        'variables without an axis of the batch',
+        'leave it out, such as stateful=True of an RNN, to share out the rows',
       )
     return Decision([WHOLE, WHOLE], [])
   return Decision([WHOLE, HELD], [])

@@ -209,10 +209,8 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
 def _branch_error(what: str) -> errors.UnsupportedOptionError:
   return errors.UnsupportedOptionError(
-    f'{what} in a branch or a loop of a replica (tf.cond, tf.while_loop) under '
-    'CentralStorageStrategy',
-    'a call that every replica makes outside of it, since replicas share their '
-    'variables',
+    'a call inside of one under CentralStorageStrategy',
+    f'{what} outside of branches and loops (tf.cond, tf.while_loop)',
     'decide outside of strategy.run which of two steps runs, or use '
     'tfs.RingMirroredStrategy',
   )

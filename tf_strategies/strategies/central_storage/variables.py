@@ -76,9 +76,9 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     """Writes in a `tf.cond` of one replica. The first replica writes for all."""
     if self.aggregation not in (_NONE, _ON_FIRST):
       raise errors.UnsupportedOptionError(
-        f'an update of {self.name!r} inside a tf.cond of a replica under '
-        f'{type(self.distribute_strategy).__name__}, with {self.aggregation}',
-        'ONLY_FIRST_REPLICA there, since replicas cannot meet in a branch',
+        f'an update of {self.name!r} with {self.aggregation} under '
+        f'{type(self.distribute_strategy).__name__}',
+        'aggregation ONLY_FIRST_REPLICA inside a tf.cond of a replica',
         'update it outside of the tf.cond, or create it with '
         'aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA',
       )

@@ -49,13 +49,11 @@ def resolve_devices(
   for device in devices:
     name = _canonical(device) if isinstance(device, str) else None
     if name is None:
-      raise refusal(devices, f"names such as 'GPU:0', not {device!r}")
+      raise refusal(devices, "device names such as 'GPU:0'")
     if name not in known:
-      raise refusal(
-        devices, f'the devices of this process, without {device!r}: {available}'
-      )
+      raise refusal(devices, f'devices among {available}')
     if name in resolved:
-      raise refusal(devices, f'each device once, not {device!r} twice')
+      raise refusal(devices, 'each device once')
     resolved.append(name)
   return tuple(resolved)
 

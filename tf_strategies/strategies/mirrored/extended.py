@@ -371,8 +371,8 @@ class ExactMirroredExtended(
     devices = sorted({*self._devices, *self.parameter_devices})
     if len(devices) > 1 and not links.nccl_is_usable(devices):
       raise errors.UnsupportedOptionError(
-        f'jit_compile=True around a step of a loop, on {devices}',
-        'one device, or whole GPUs, between which XLA can use NCCL',
+        f'a step of a loop on {devices}',
+        'one device, or whole GPUs with NCCL, for jit_compile=True',
         self.compiled_fix,
       )
 

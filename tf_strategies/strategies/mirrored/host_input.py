@@ -139,8 +139,8 @@ class HostIterator(_tf_internal.OwnedIterator):
     ):
       # Each replica would draw a batch from all of them.
       raise errors.UnsupportedOptionError(
-        'next(iterator) of a distributed iterator inside of a replica',
-        'it where strategy.run is called',
+        'a call inside of a replica',
+        'next(iterator) of a distributed iterator outside of strategy.run',
         'write strategy.run(step, args=(next(iterator),))',
       )
     return super().__next__()

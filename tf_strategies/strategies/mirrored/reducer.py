@@ -105,8 +105,8 @@ class Reducer:
     """
     if len(self._link.devices) > 1 and replica_run.in_loop_of_replica():
       raise errors.UnsupportedOptionError(
-        'optimizer.apply, or another reduction, in a loop of a replica '
-        '(tf.while_loop)',
+        'optimizer.apply, or another reduction, in a tf.while_loop of a '
+        'replica',
         'a loop in which replicas do not wait for each other',
         'pass the step to strategy.step in place of strategy.run, or write the loop '
         'around strategy.run',
@@ -190,8 +190,8 @@ class DeviceReducer:
     all_reduce = getattr(self._collective_ops, '_all_reduce', None)
     if all_reduce is None:
       raise errors.UnsupportedOptionError(
-        f'synchronisation inside a tf.cond on devices {list(self.devices)}',
-        'devices of one type there',
+        f'{list(self.devices)}',
+        'devices of one type for synchronisation inside a tf.cond',
         'use only GPUs or only CPUs, or synchronise outside of the tf.cond',
       )
     options = self._options.merge(options)

@@ -240,6 +240,6 @@ def loop_error(what: str) -> errors.UnsupportedOptionError:
   return errors.UnsupportedOptionError(
     f'{what}, of which each replica has a part (shard_optimizer_state=True), in a '
     'loop that calls strategy.run',
-    'the step of a model, or one of strategy.step',
+    'a step of a model, or of strategy.step',
     'call strategy.step(fn), or leave out shard_optimizer_state',
   )

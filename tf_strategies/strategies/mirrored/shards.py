@@ -95,8 +95,9 @@ class _Step(whole_batch.WholeStep):
     if compiles:
       raise errors.UnsupportedOptionError(
         'jit_compile=True with reproducible',
-        'steps that XLA does not compile: it rounds by what else it compiles',
-        'compile(..., jit_compile=False), or leave out reproducible',
+        'steps that XLA does not compile',
+        'write compile(..., jit_compile=False), or leave out reproducible. '
+        'XLA rounds by what else it compiles',
       )
     super().__init__(extended, kind)
 
@@ -126,14 +127,15 @@ def _check_random(program: program_lib.Program, are_elastic: bool) -> None:
     what = f'{node.type} {node.name!r} in a step with reproducible'
     if not any(node.attrs[name].i for name in ('seed', 'seed2')):
       raise errors.UnsupportedOptionError(
-        f'{what}, which draws random numbers without a seed',
-        'random numbers that every run draws',
+        f'{what} without a seed',
+        'random numbers that are the same in every run',
         f'call keras.utils.set_random_seed(seed) before, or {fix}',
       )
     if are_elastic:
       raise errors.UnsupportedOptionError(
-        f'{what}, which counts what its process has drawn, under tfs.elastic.run',
-        'random numbers that a worker which comes back draws too',
+        f'{what} under tfs.elastic.run, which counts what its process has '
+        'drawn',
+        'random numbers that a restarted worker draws again',
         fix,
       )
 
@@ -149,9 +151,9 @@ class _Sharded:
   holds_sums_whole = True
   local_worker = None
   no_local_steps = (
-    'a strategy without reproducible: workers that train apart compute on batches '
-    'that depend on their number',
-    'leave out reproducible, or LocalSteps',
+    'a strategy without reproducible',
+    'leave out reproducible, or LocalSteps. Workers that train apart compute on '
+    'batches that depend on their number',
   )
 
   def __init__(self, *args, **kwargs):
@@ -183,10 +185,9 @@ class _Sharded:
     """
     if any(isinstance(t, tf.distribute.DistributedValues) for t in leaves):
       raise errors.UnsupportedOptionError(
-        'a batch that was distributed over replicas (before it came to the model, '
-        'from a function, or by the auto-shard policy FILE or OFF) with '
-        'reproducible',
-        'batches of which every worker has all rows',
+        'a batch that was distributed over replicas before it came to the '
+        'model, from a function or by the auto-shard policy FILE or OFF',
+        'batches of which every worker has all rows, with reproducible',
         'pass arrays, or the tf.data.Dataset itself, to the model',
       )
     rank, num_workers = self.place()
@@ -220,8 +221,8 @@ class _Sharded:
     step = _keras_internal.step_of(_tf_internal.unwrap(fn))
     if step is None and not whole_batch.is_active():
       raise errors.UnsupportedOptionError(
-        'strategy.run in a loop of your own with reproducible',
-        "the steps of Keras's models, which can be cut into virtual shards",
+        'strategy.run in a loop of your own',
+        "steps of Keras's models with reproducible",
         'train with model.fit or model.train_on_batch (write the step as '
         "the model's train_step), or leave out reproducible",
       )

@@ -181,16 +181,17 @@ def check_sharding(
     return
   option_checks.check(
     not reproducible,
-    f'shard_optimizer_state=True with reproducible={reproducible!r}',
-    'one of them: sums that are divided depend on the number of replicas',
-    'leave out one of them',
+    f'reproducible={reproducible!r}',
+    'shard_optimizer_state=True without reproducible',
+    'leave out one of them: divided sums depend on the number of replicas',
   )
   option_checks.check(
     compression in ('none', 'bfloat16', 'float16'),
-    f'shard_optimizer_state=True with compression={compression!r}',
-    "'none', 'bfloat16' or 'float16': what others leave out of a sum, no worker "
-    'could keep',
-    'leave out one of them',
+    f'compression={compression!r}',
+    "compression 'none', 'bfloat16' or 'float16' with "
+    'shard_optimizer_state=True',
+    'leave out one of them. No worker could keep what others leave out of a '
+    'sum',
   )
 
 

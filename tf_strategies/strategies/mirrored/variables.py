@@ -183,9 +183,9 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
       are_parts = any(np.any(copy.numpy()) for copy in self.values)
     if are_parts:
       raise errors.UnsupportedOptionError(
-        f'{self.name!r} in a model whose workers come and go, after a loop that '
-        'calls strategy.run has given each replica a part of it',
-        'a metric that models alone update',
+        f'{self.name!r} in an elastic job, of which a loop with strategy.run '
+        'has given each replica a part',
+        'a metric that only models update',
         'reset it before fit or evaluate, or use another metric in the loop',
       )
     self.holds_whole = True
@@ -217,9 +217,8 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
     replica_id = replica_run.current_replica_id()
     if self.holds_whole and not whole_batch.is_active():
       raise errors.UnsupportedOptionError(
-        f'{self.name!r}, which a model that job.fit trains updates, in a loop that '
-        'calls strategy.run',
-        'a metric that models alone, or loops alone, update',
+        f'{self.name!r}, which job.fit and a loop with strategy.run update',
+        'a metric that only models, or only loops, update',
         'use another metric in the loop',
       )
     if run is None or run.sites is None or replica_id is None:

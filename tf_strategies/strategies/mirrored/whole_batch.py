@@ -474,8 +474,8 @@ def _checked(site, tensor):
   """
   if tensor.shape.rank == 0:
     raise errors.UnsupportedOptionError(
-      'a batch with a component that is one number',
-      'components that have a row for each row of the batch',
+      'a component that is one number',
+      'components with a row for each row of the batch',
       'repeat it for each row: tf.fill([batch_size], value)',
     )
   rows = site.rows.count if site.rows.real is None else site.rows.real
@@ -486,7 +486,7 @@ def _checked(site, tensor):
     raise errors.UnsupportedOptionError(
       f'a component with {tensor.shape[0]} rows in a batch of which this '
       f'replica has {known}',
-      'components that all have a row for each row of the batch',
+      'components with a row for each row of the batch',
       'repeat or drop what belongs to no row',
     )
   with tf.device('CPU:0'):

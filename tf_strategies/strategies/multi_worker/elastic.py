@@ -73,10 +73,9 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   holds_sums_whole = splits_steps = True
   local_worker = None
   no_local_steps = (
-    'workers that stay the same: one that dies takes along what it has trained since '
-    'the last meeting, which the survivors could not repeat',
+    'workers that stay the same',
     "leave out LocalSteps, or use tfs.create_strategy('multi_worker_ring') with "
-    'checkpoints',
+    'checkpoints. Survivors could not repeat what a dead worker has trained alone',
   )
 
   @property

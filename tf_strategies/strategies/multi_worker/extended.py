@@ -119,9 +119,9 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   # See `GradientReducer`: workers that train apart and sometimes meet.
 
   no_local_steps = (
-    'a strategy without shard_optimizer_state: a worker that trains apart needs all '
-    'of the state',
-    'leave out shard_optimizer_state, or LocalSteps',
+    'a strategy without shard_optimizer_state',
+    'leave out shard_optimizer_state, or LocalSteps. A worker that trains apart '
+    'needs all of the state',
   )
 
   @property

@@ -69,7 +69,7 @@ class WorkerInput:
     """Returns a data set of distributed values, given one of global batches."""
     if not isinstance(dataset, tf.data.Dataset):
       raise errors.UnsupportedOptionError(
-        f'a {type(dataset).__name__} to distribute',
+        f'a {type(dataset).__name__}',
         'a tf.data.Dataset',
         'wrap a generator: tf.data.Dataset.from_generator',
       )

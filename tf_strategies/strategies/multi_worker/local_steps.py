@@ -71,9 +71,9 @@ class LocalWorker:
     """Raises UnsupportedOptionError in a step that does not count for `optimizer`."""
     if not any(optimizer is each for each in self._counted):
       raise errors.UnsupportedOptionError(
-        'LocalSteps.apply in a step that does not count for it',
-        'the step of a model that has the optimizer as an attribute, or '
-        'strategy.step(fn, [optimizer])',
+        'a call in another step',
+        'LocalSteps.apply in the step of a model that has the optimizer as '
+        'an attribute, or of strategy.step(fn, [optimizer])',
         'pass the optimizer to strategy.step: strategy.run cannot count its steps',
       )
 
@@ -193,8 +193,8 @@ class LocalStep(whole_batch.WholeStep):
     """
     if tf.executing_eagerly():
       raise errors.UnsupportedOptionError(
-        'LocalSteps in a step that runs eagerly',
-        'a step that is traced',
+        'one that runs eagerly',
+        'a traced step with LocalSteps',
         'leave out run_eagerly=True',
       )
     data = tf.nest.map_structure(self._own, data)
@@ -281,9 +281,10 @@ def _counts_of(leaves) -> list[Any]:
   batch = next((v for v in leaves if v is not None), None)
   if batch is None:
     raise errors.UnsupportedOptionError(
-      'LocalSteps in a step without a batch',
-      'a batch, whose rows say how much the step counts at a meeting',
-      'pass a distributed batch to the step',
+      'none',
+      'a batch in a step with LocalSteps',
+      'pass a distributed batch to the step: its rows are the weight of the '
+      'step at a meeting',
     )
   return [replica_run.num_rows(part) for part in batch.values]
 

@@ -65,8 +65,8 @@ class RingOptions:
       not shards.check(self.reproducible) or self.compression == 'none',
       f'compression={self.compression!r} with '
       f'reproducible={self.reproducible!r}',
-      "compression='none': it rounds sums",
-      'leave out one of them',
+      "compression='none'",
+      'leave out one of them: compression rounds sums',
     )
     if self.group is not None:
       group_options.check_type('group', self.group)

@@ -116,8 +116,8 @@ class Batch:
     """Splits the rows into `count` parts, none of them empty, larger ones first."""
     if len(self._rows) != 1 or None in self._rows:
       raise errors.UnsupportedOptionError(
-        f'a batch whose arrays have {sorted(map(str, self._rows))} rows',
-        "with mode='sync': arrays with one first dimension, which is split",
+        f'arrays of {sorted(map(str, self._rows))} rows',
+        "arrays of equally many rows in a batch with mode='sync'",
         "give all arrays the batch's rows, or use mode='async'",
       )
     [total] = self._rows
@@ -232,8 +232,8 @@ def _array(tensor) -> np.ndarray:
   array = array.astype(object)
   option_checks.check(
     all(isinstance(item, str | bytes) for item in array.reshape(-1)),
-    'a batch with an array of Python objects',
-    'tensors or arrays of numbers or strings; also ragged and sparse tensors',
+    'an array of Python objects in a batch',
+    'tensors (dense, ragged or sparse), or arrays of numbers or strings',
     'turn the objects into numbers or strings in the input pipeline',
   )
   return array

@@ -229,9 +229,10 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       or any(n != 1 for n in found[1:])
     ):
       raise errors.UnsupportedOptionError(
-        f'variable_partitioner that returns {found!r} for variable {name!r} of '
-        f'shape {shape}',
-        'a list of one number of parts an axis, above 1 on the first axis only',
+        f'{found!r} from variable_partitioner for variable {name!r} of shape '
+        f'{shape}',
+        'a list with one number of parts for each axis, above 1 on the first '
+        'axis only',
         'use one of tf.distribute.experimental.partitioners',
       )
     return min(int(found[0]), shape[0])

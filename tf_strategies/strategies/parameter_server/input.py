@@ -82,7 +82,7 @@ class Batches:
 
 def _read_in_function(what):
   return errors.UnsupportedOptionError(
-    f'{what} inside a tf.function of the coordinator',
+    f'{what} inside a tf.function',
     'batches that the coordinator reads outside of functions',
     'call strategy.step(fn, optimizers)(batch) for each batch, or '
     'read inside of a function that '
@@ -257,10 +257,11 @@ class WorkerDataset(_Dataset):
         )
         if any(t.dtype == tf.variant for t in opener.captured_inputs):
           raise errors.UnsupportedOptionError(
-            'a data set that was made outside of the function given to '
+            'one that was made outside of it',
+            'a data set that is made in the function given to '
             'distribute_datasets_from_function',
-            'a function that makes the data set, since each worker makes its own',
-            'move all of the input pipeline into the function',
+            'move all of the input pipeline into the function: each worker '
+            'makes its own',
           )
         self._openers[index] = opener, arrays
       return self._openers[index]
@@ -331,15 +332,15 @@ class FedDataset(_Dataset):
   ):
     if not isinstance(dataset, tf.data.Dataset):
       raise errors.UnsupportedOptionError(
-        f'a {type(dataset).__name__} to distribute',
+        f'a {type(dataset).__name__}',
         'a tf.data.Dataset',
         'wrap a generator: tf.data.Dataset.from_generator',
       )
     if not cluster.is_reachable(dataset):
       raise errors.UnsupportedOptionError(
-        'a data set that was made before this process was connected to the cluster',
-        'one that TensorFlow still finds',
-        'make it after the strategy',
+        'one that was made before this process was connected to the cluster',
+        'a data set that was made after the strategy',
+        'make the strategy first',
       )
     self.dataset = dataset
     self._stock = stock

@@ -59,17 +59,18 @@ class ParameterServerOptions:
     if self.backup_workers >= num_workers:
       raise errors.UnsupportedOptionError(
         f'backup_workers={self.backup_workers} with {num_workers} workers',
-        f'0 to {num_workers - 1}: at least one gradient of a step must count',
-        'use fewer backup workers, or more workers',
+        f'0 to {num_workers - 1} backup workers',
+        'use fewer backup workers, or more workers: at least one gradient of '
+        'a step must count',
       )
 
   def _check_checkpoints(self) -> None:
     if self.checkpoint_dir is None:
       if self.checkpoint_steps is not None:
         raise errors.UnsupportedOptionError(
-          f'checkpoint_steps={self.checkpoint_steps!r} without checkpoint_dir',
-          'both',
-          'say where to write: checkpoint_dir=...',
+          f'checkpoint_steps={self.checkpoint_steps!r} alone',
+          'checkpoint_dir with checkpoint_steps',
+          "pass for instance checkpoint_dir='/data/run'",
         )
       return
     option_checks.check_path(

@@ -318,8 +318,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     part = self._part
     if part is None:
       raise errors.UnsupportedOptionError(
-        f'{name} of partitioned variable {self.name!r}',
-        'such ops inside of the optimizer only',
+        f'{name}',
+        f'assign of partitioned variable {self.name!r}',
         'use assign, or do not partition this variable',
       )
 

@@ -90,11 +90,10 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
 
   def _serialize_to_tensors(self):
     raise errors.UnsupportedOptionError(
-      f'tf.train.Checkpoint of dynamic table {self.variable.path!r} on '
-      'parameter servers',
-      'what saves rows from all servers',
-      'use checkpoint_dir of the strategy, or model.save; a file loads onto one '
-      'device, which can export the model',
+      'tf.train.Checkpoint',
+      f'a checkpoint of dynamic table {self.variable.path!r} from all servers',
+      'use checkpoint_dir of the strategy, or model.save. A file loads onto '
+      'one device, which can export the model',
     )
 
   def _trackable_children(self, save_type='checkpoint', **kwargs):
@@ -102,8 +101,8 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       raise errors.UnsupportedOptionError(
         f'model.export with dynamic table {self.variable.path!r} on parameter servers',
         'a model whose rows are in one process',
-        "model.save('model.keras'), and in a process without this strategy "
-        "keras.models.load_model('model.keras').export(path)",
+        "call model.save('model.keras'), and in a process without this "
+        "strategy keras.models.load_model('model.keras').export(path)",
       )
     return super()._trackable_children(save_type, **kwargs)
 
@@ -135,10 +134,10 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     """Updates rows as `RowTable.update`; not in a step on a worker."""
     if traced_step.current() is not None:
       raise errors.UnsupportedOptionError(
-        f'an optimizer of dynamic table {self.variable.path!r} that a step on workers '
-        'does not know, or uses in a branch, in a loop or before it reads what the '
-        'optimizer has updated',
-        'optimizer.apply at the end of the step',
+        'one that a step on workers does not know, or uses in a branch, in a '
+        'loop or before it reads what the optimizer has updated',
+        f'an optimizer of dynamic table {self.variable.path!r} that is '
+        'applied at the end of the step',
         'pass the optimizer to strategy.step, and apply it last',
       )
     super().update(optimizer, gradient, learning_rate)

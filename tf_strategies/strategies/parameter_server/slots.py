@@ -354,9 +354,9 @@ def _check_reads(optimizer: Any, written: Sequence[Any]) -> None:
   for variable in written:
     if any(id(part.handle) in read for part in parts_of(variable)):
       raise errors.UnsupportedOptionError(
-        f'{type(optimizer).__name__}.apply that reads {variable.name!r} (by its learning '
-        'rate, or a constraint), which the step has written before,',
-        'a variable that the step does not write before apply',
+        f'{variable.name!r}, which {type(optimizer).__name__}.apply reads (by '
+        'its learning rate, or a constraint)',
+        'a variable that the step does not write before optimizer.apply',
         'write it after optimizer.apply, or between steps',
       )
 

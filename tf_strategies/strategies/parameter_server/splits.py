@@ -63,9 +63,8 @@ class Source:
     self.splits = tuple(self._free)
     if done and len(done) != len(self.splits):
       raise errors.UnsupportedOptionError(
-        f'{len(self.splits)} workers that read data, after a checkpoint of '
-        f'{len(done)}',
-        'the number of workers that the run started with',
+        f'{len(self.splits)}',
+        f'{len(done)} workers that read data, as in the checkpoint',
         f'start {len(done)} workers, or continue from the end of an epoch',
       )
     for split, count in zip(self.splits, done, strict=False):

@@ -146,9 +146,8 @@ class SyncEngine(engine_lib.Engine):
     first = chosen[0]
     if len({task.function.layout.key for task in chosen}) > 1:
       raise errors.UnsupportedOptionError(
-        "mode='sync' with a step whose gradients differ in kind between "
-        'microbatches',
-        'the same variables updated by every microbatch',
+        'a step whose gradients differ in kind between microbatches',
+        "the same variables updated by every microbatch with mode='sync'",
         "use mode='async'",
       )
     function = self.apply_function(step, first.function, len(chosen), powers)

@@ -315,8 +315,8 @@ class TracedStep:
     for variable in self.copied:
       if getattr(variable, 'is_part', False):
         raise errors.UnsupportedOptionError(
-          f'a function that was traced before the step, with {variable.name!r}, which '
-          'servers share,',
+          'a function that was traced before the step, with '
+          f'{variable.name!r}, which servers share',
           'a tf.function, which is traced as a part of the step',
           'call the tf.function, not what its get_concrete_function() returns',
         )
@@ -685,9 +685,10 @@ def _check_python(graph) -> None:
   for node in nodes:
     if node.op in _PYTHON:
       raise errors.UnsupportedOptionError(
-        f'tf.numpy_function or tf.py_function ({node.name!r}) in a step on workers',
-        "TensorFlow's operations, since the function is in this process",
-        'call it in the tf.data pipeline, or write it with tf or keras.ops',
+        f'tf.numpy_function or tf.py_function ({node.name!r})',
+        "TensorFlow's operations in a step on workers",
+        'call it in the tf.data pipeline, or write it with tf or keras.ops. '
+        'The function is in this process',
       )
 
 
@@ -709,9 +710,8 @@ def _check_variables(graph, on_servers, targets: Sequence[Any]) -> None:
     is_seed = _keras_internal.is_seed_state(variable.name, variable.dtype)
     if not is_seed and (is_written or id(variable) in trained):
       raise errors.ScopeError(
-        f'variable {variable.name!r} in a step on workers, made outside of the '
-        "strategy's scope,",
-        'variables on parameter servers',
+        f'variable {variable.name!r} in a step on workers, made outside of it',
+        "variables made in the strategy's scope",
         'make the model, its optimizer, losses and metrics inside '
         '`with strategy.scope():`',
       )

@@ -40,12 +40,12 @@ class StepFunction:
     trains = keras_step.kind == 'train'
     option_checks.check(
       not self._model.jit_compile,
-      f'jit_compile=True of model {self._model.name!r} under '
+      'jit_compile=True',
+      f'jit_compile=False of model {self._model.name!r} under '
       'ParameterServerStrategy',
-      'steps that TensorFlow runs op by op, since XLA cannot reach variables on '
-      'servers',
-      'compile the model with jit_compile=False, and decorate a function that '
-      'its train_step calls with tf.function(jit_compile=True)',
+      'compile the model with jit_compile=False, since XLA cannot reach '
+      'variables on servers. Decorate a function that its train_step calls '
+      'with tf.function(jit_compile=True)',
     )
     optimizers = ()
     if trains:

@@ -140,8 +140,8 @@ class WorkerPool:
       )
       if not self._is_open:
         raise errors.UnsupportedOptionError(
-          'a step after strategy.close()',
-          'steps before it',
+          'a step after it',
+          'steps before strategy.close()',
           'create another strategy',
         )
       task.attempt = self.attempt

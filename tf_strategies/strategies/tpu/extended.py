@@ -51,9 +51,8 @@ class PermutingTPUExtended(
         shape = value.shape
         if shape.rank is None or (shape.rank and shape[0] is None):
           raise errors.UnsupportedOptionError(
-            f'a batch of unknown size (shape {shape}) on TPUs, where each replica '
-            'counts as much as another',
-            'batches of one static shape',
+            f'a batch of unknown size (shape {shape})',
+            'batches of one static shape on TPUs',
             'batch the data set with drop_remainder=True',
           )
 

@@ -64,7 +64,7 @@ class PermutingAllReduce:
       raise errors.UnsupportedOptionError(
         f'reduce_op={reduce_op!r}',
         'tf.distribute.ReduceOp.SUM or MEAN',
-        'all_gather the values and combine them yourself',
+        'gather the values by all_gather and combine them yourself',
       )
     results = [tf.convert_to_tensor(t) for t in tensors]
     groups: dict[tf.DType, list[int]] = {}
@@ -153,13 +153,13 @@ def _check(tensor) -> None:
   if not tensor.shape.is_fully_defined():
     raise errors.UnsupportedOptionError(
       f'an all-reduce of tensor {tensor.name!r} of shape {tensor.shape}',
-      'a static shape, as TPUs need',
+      'a static shape on TPUs',
       'give the batch a fixed size: batch(..., drop_remainder=True)',
     )
   dtype = tensor.dtype
   if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
     raise errors.UnsupportedOptionError(
       f'an all-reduce of tensor {tensor.name!r} of dtype {dtype.name}',
-      'any float, complex or integer dtype',
+      'a float, complex or integer dtype',
       'cast the value first, for instance bool to int32',
     )

@@ -45,7 +45,7 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     ... )  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    tf_strategies.errors.UnsupportedOptionError: a resolver of a TPU without ...
+    tf_strategies.errors.UnsupportedOptionError: Expected a TPU ...
 
   Args:
     resolver: resolver of a connected and initialised TPU; None uses the TPU that the
@@ -86,8 +86,8 @@ class TPURingStrategy(tf.distribute.TPUStrategy):
     """Raises UnsupportedOptionError: replicas here cannot compute a part of a step."""
     del fn, optimizers
     raise errors.UnsupportedOptionError(
-      'strategy.step under TPURingStrategy',
-      'another strategy of tf_strategies, which divides the step of one device',
+      'strategy.step',
+      'strategy.run under TPURingStrategy',
       'call strategy.run, with a loss divided by the rows of the whole batch',
     )
 

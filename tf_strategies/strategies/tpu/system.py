@@ -45,7 +45,7 @@ def find(resolver: Resolver | None) -> tuple[Resolver, Metadata]:
   if not tf.executing_eagerly():
     raise errors.UnsupportedOptionError(
       'TPURingStrategy inside a tf.Graph or tf.function',
-      'eager mode, in which TPUs are listed without a connection to each',
+      'eager mode',
       'create the strategy first, then what uses it',
     )
   if resolver is None:
@@ -67,7 +67,7 @@ def check_device_assignment(device_assignment) -> None:
     raise errors.UnsupportedOptionError(
       f'device_assignment={device_assignment!r} with num_cores_per_replica='
       f'{cores!r}',
-      'a tf.tpu.experimental.DeviceAssignment with one core a replica',
+      'a tf.tpu.experimental.DeviceAssignment with one core for each replica',
       'build it with computation_shape=[1, 1, 1, 1], or use '
       'tf.distribute.TPUStrategy for model parallelism',
     )
@@ -129,8 +129,8 @@ def _check(resolver: Resolver, metadata: Metadata) -> None:
   topology = resolver.tpu_hardware_feature
   if topology is None and not _tf_internal.initialized_tpu_systems():
     raise errors.UnsupportedOptionError(
-      f'a TPU system of {metadata.num_cores} cores that was not initialised',
-      'one that tf.tpu.experimental.initialize_tpu_system has made ready',
+      f'one of {metadata.num_cores} cores that was not initialised',
+      'an initialised TPU system',
       'call tf.tpu.experimental.initialize_tpu_system(resolver) before '
       'TPURingStrategy(resolver)',
     )
