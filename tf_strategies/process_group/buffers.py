@@ -55,7 +55,8 @@ class Pool:
     for index, block in enumerate(self._blocks):
       # Not one much larger: it may be held for long.
       is_near = num_bytes <= block.size <= 2 * num_bytes + _PAGE
-      if is_near and _references(block) <= _UNUSED:
+      # NumPy's views of views refer to the array that owns the memory.
+      if is_near and sys.getrefcount(block.base) <= _UNUSED:
         self._blocks.insert(0, self._blocks.pop(index))
         return block
     block = _allocate(max(-(-num_bytes // _PAGE), 1) * _PAGE)
@@ -77,11 +78,6 @@ def _allocate(size: int) -> np.ndarray:
   return owner[start : start + size]
 
 
-def _references(block: np.ndarray) -> int:
-  """Returns the number of references to the memory behind a block."""
-  # NumPy's views of views refer to the array that owns the memory.
-  return sys.getrefcount(block.base)
-
-
-# References to an unused block: its own, and the ones that counting makes.
-_UNUSED = _references(_allocate(1))
+# References to the memory of an unused block: its own, and the ones of counting.
+_SPARE = _allocate(1)
+_UNUSED = sys.getrefcount(_SPARE.base)
