@@ -11,11 +11,11 @@ from benchmarks import processes
 _REPLACED = (
   'keras.src.backend.common.variables.register_uninitialized_variable',
   'keras.src.backend.tensorflow.numpy.take',
-  'keras.src.backend.tensorflow.optimizer.TFOptimizer._backend_update_step',
   'keras.src.backend.tensorflow.trainer.TensorFlowTrainer._make_function',
   'keras.src.backend.tensorflow.trainer.TensorFlowTrainer._maybe_symbolic_build',
   'keras.src.backend.tensorflow.trainer.TensorFlowTrainer.make_predict_function',
   'keras.src.callbacks.callback_list.CallbackList.set_model',
+  'keras.src.optimizers.base_optimizer.BaseOptimizer.build',
   'keras.src.trainers.trainer.Trainer._resolve_auto_jit_compile',
   'tensorflow.python.distribute.failure_handling.failure_handling.'
   'PreemptionCheckpointHandler.__init__',

@@ -338,33 +338,42 @@ def check_row_optimizer(
     )
 
 
-def _update_tables_apart(update):
-  @functools.wraps(update)
-  def update_apart(self, grads, trainable_variables, learning_rate):
-    pairs = list(zip(grads, trainable_variables, strict=True))
-    others = [pair for pair in pairs if table_of(pair[1]) is None]
-    if others:
-      update(self, *map(list, zip(*others, strict=True)), learning_rate)
-    scaling = steps.frame_of('_stateful_handle_finite_grads')
-    for gradient, variable in pairs:
-      table = table_of(variable)
-      if table is not None:
-        if scaling is not None:
-          check_row_optimizer(scaling.f_locals['self'], variable)
-        check_row_optimizer(self, variable)
-        table.update(self, gradient, learning_rate)
+def _update_tables_apart(self, grads, trainable_variables, learning_rate):
+  """Updates variables as Keras does, and the rows of tables by their ids."""
+  pairs = list(zip(grads, trainable_variables, strict=True))
+  others = [pair for pair in pairs if table_of(pair[1]) is None]
+  if others:
+    update = type(self)._backend_update_step
+    update(self, *map(list, zip(*others, strict=True)), learning_rate)
+  scaling = steps.frame_of('_stateful_handle_finite_grads')
+  for gradient, variable in pairs:
+    table = table_of(variable)
+    if table is not None:
+      if scaling is not None:
+        check_row_optimizer(scaling.f_locals['self'], variable)
+      check_row_optimizer(self, variable)
+      table.update(self, gradient, learning_rate)
 
-  return update_apart
+
+def _build_for_tables(build):
+  """Changes the updates of optimizers that have a table, and of no others."""
+
+  @functools.wraps(build)
+  def build_for_tables(self, variables):
+    build(self, variables)
+    if any(table_of(v) is not None for v in variables):
+      update = functools.partial(_update_tables_apart, self)
+      object.__setattr__(self, '_backend_update_step', update)
+
+  return build_for_tables
 
 
 _WHY = 'the rows of a DynamicEmbedding are in no variable'
 steps.change(
-  tf_optimizer.TFOptimizer,
-  '_backend_update_step(grads, trainable_variables, learning_rate)',
-  _update_tables_apart,
-  _WHY,
+  base_optimizer.BaseOptimizer, 'build(variables)', _build_for_tables, _WHY
 )
 for _method in (
+  '_backend_update_step(grads, trainable_variables, learning_rate)',
   '_get_variable_index(variable)',
   '_use_weight_decay(variable)',
 ):
