@@ -11,7 +11,8 @@ from absl.testing import parameterized
 from tests import virtual_devices
 from tests.spmd import replicas
 from tf_strategies import errors
-from tf_strategies.spmd import kinds, pieces, program
+from tf_strategies.keras import gradient_reducer
+from tf_strategies.spmd import kinds, pieces
 
 virtual_devices.configure()
 
@@ -60,7 +61,7 @@ def _gradient(x, weight):
   gradient = tf.matmul(x, tf.tanh(x @ weight), transpose_a=True)
   if tf.executing_eagerly():
     return gradient
-  return program.mark_gradient(gradient, 0, _COUNT)
+  return gradient_reducer.mark(gradient, 0, _COUNT)
 
 
 def _adam(x, slot, weight):

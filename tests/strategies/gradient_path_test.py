@@ -21,7 +21,7 @@ from tf_strategies.spmd import emit
 
 # Lower these limits when a file no longer handles gradients. The second one counts the
 # files between the exchange of the step and the network.
-_MOST_FILES, _MOST_TO_NETWORK = 17, 9
+_MOST_FILES, _MOST_TO_NETWORK = 10, 7
 _TO_NETWORK = ('cross_device', 'process_group', 'strategies/multi_worker')
 
 # The gradient has 220 elements, and a chunk of it has half of them. No other tensor of

@@ -191,7 +191,11 @@ class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
       expected = _of_one_device(trace, optimizer, compiles)
       found = trace(_STRATEGIES[name](), optimizer, compiles)
       self.assertGreater(sum(c.total() for c in expected), 50)
-      self.assertEqual(found, expected)
+      for ours, theirs in zip(found, expected, strict=True):
+        self.assertEmpty(ours - theirs)
+        # Keras's own all-reduce of gradients, which optimizers of a scope leave out.
+        less = (theirs - ours).keys()
+        self.assertLessEqual(less, {'Identity', 'IdentityN'})
 
   @parameterized.product(
     name=('one_device', 'parameter_server'), is_built=(True, False)

@@ -1,9 +1,9 @@
-"""Nested optimizers and their `apply`: strategies see gradients first."""
+"""Nested optimizers, and what a strategy changes in those of its scope."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -11,7 +11,7 @@ from keras.src.backend.common import global_state, name_scope
 from keras.src.optimizers import base_optimizer
 from keras.src.utils import tracking
 
-from tf_strategies import _requirements, errors
+from tf_strategies import _requirements
 
 
 def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
@@ -21,54 +21,26 @@ def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
     optimizer = getattr(optimizer, 'inner_optimizer', None)
 
 
-def see_gradients() -> None:
-  """Lets the strategy see the gradients of the optimizer that makes a variable now.
+def see_gradients(apply: Callable[..., None]) -> None:
+  """Has the optimizer that makes a variable now call `apply(optimizer, ...)`.
 
   A strategy calls it for each variable in its scope. An optimizer makes its first
-  variable when it is made, so each optimizer of the scope is found.
+  variable when it is made, so each optimizer of the scope is found. Its `apply`
+  becomes the strategy's, which reduces gradients before Keras clips, accumulates and
+  unscales them. So Keras need not reduce them later.
   """
   scopes = global_state.get_global_attribute('name_scope_stack')
   optimizer = scopes[-1].caller if scopes else None
   if isinstance(optimizer, keras.optimizers.Optimizer) and 'apply' not in vars(
     optimizer
   ):
-    changes = {'apply': _reduce_first}
+    changes = {'apply': apply}
     kind = keras.optimizers.LossScaleOptimizer
     if isinstance(optimizer, kind):
       changes.update(build=_build_with_scale, scale_loss=_scale_by_variable)
     for name, change in changes.items():
       object.__setattr__(optimizer, name, functools.partial(change, optimizer))
-
-
-def _reduce_first(optimizer, grads, trainable_variables=None):
-  """Reduces gradients before they are clipped, accumulated and unscaled."""
-  variables = trainable_variables
-  if variables is not None:
-    variables = list(variables)
-
-  def apply(gradients):
-    type(optimizer).apply(optimizer, gradients, variables)
-
-  made_in = optimizer._distribution_strategy.extended
-  extended = tf.distribute.get_strategy().extended
-  if (
-    not tf.distribute.has_strategy() and getattr(made_in, 'most_workers', 1) > 1
-  ):
-    raise errors.UnsupportedOptionError(
-      'a call outside of it',
-      f"{type(optimizer).__name__}.apply inside the strategy's step",
-      'pass the training step to strategy.step, or to strategy.run',
-    )
-  if not hasattr(extended, 'apply_gradients'):
-    apply(list(grads))
-    return
-  if tf.distribute.in_cross_replica_context():
-    raise errors.UnsupportedOptionError(
-      'a call in cross-replica context',
-      f'{type(optimizer).__name__}.apply inside a step',
-      'pass the training step to strategy.step, or to strategy.run',
-    )
-  extended.apply_gradients(optimizer, list(grads), variables, apply)
+    object.__setattr__(optimizer, '_all_reduce_sum_gradients', list)
 
 
 @tracking.no_automatic_dependency_tracking

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import optimizer_checks
+from tf_strategies.spmd import program
 
 # Options with which an optimizer changes gradients before it applies them.
 _COMPUTES = (*optimizer_checks.CLIPPING, 'gradient_accumulation_steps')
@@ -61,11 +62,13 @@ class GradientReducer:
     local_worker: interface of this worker for `LocalSteps`; None if workers cannot
       train apart.
     no_local_steps: expected value and fix for the error if they cannot.
+    most_workers: largest possible number of workers.
   """
 
   sums_sparse_as_dense: bool = False
   applies_all_or_none: bool = False
   local_worker: Any = None
+  most_workers: int = 1
   no_local_steps: tuple[str, str] = (
     'a ring of several workers, each with weights of its own',
     'leave out LocalSteps, or start a worker for each device and use '
@@ -90,13 +93,18 @@ class GradientReducer:
     finally:
       _state.are_reduced = before
 
-  def mark(self, gradients, variables):
-    """Returns the gradients that an optimizer is about to apply unchanged.
+  def mark_of(self, variable) -> tuple[int, int] | None:
+    """Returns the arguments of `mark` for a variable; None if a step needs no marks."""
 
-    `variables` are the variables that it changes.
-    """
-    del variables
-    return gradients
+  def prepare(self, optimizer, variables) -> None:
+    """Builds an optimizer before it gets the gradients of these variables."""
+    if variables is not None and not optimizer.built:
+      # Built here, not later in cross-replica context or in a branch there.
+      with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+
+  def warn_if_undivided(self, gradients) -> None:
+    """Warns of gradients of a mean that its replica has not divided."""
 
   def reduce_and_apply(
     self,
@@ -116,23 +124,53 @@ class GradientReducer:
       )
     apply(reduced)
 
-  def apply_gradients(self, optimizer, gradients, variables, apply) -> None:
-    """Calls `apply` with the gradients of all replicas.
+  def apply_gradients(self, optimizer, grads, trainable_variables=None) -> None:
+    """Applies gradients; the `apply` of each optimizer that is made in the scope.
 
-    Does not reduce them in cross-replica context, or if they are already
-    reduced.
+    Sums them over replicas, unless they are already reduced, before Keras clips,
+    accumulates or unscales them.
+
+    Raises:
+      UnsupportedOptionError: if it is not called in a step of the strategy.
     """
-    is_reduced = are_gradients_reduced() or (
-      tf.distribute.in_cross_replica_context()
-    )
-    trained = optimizer._trainable_variables if variables is None else variables
-    if is_reduced or self._num_replicas_in_sync == 1:
-      apply(self.mark(gradients, trained))
+    gradients, variables = list(grads), trainable_variables
+    if variables is not None:
+      variables = list(variables)
+
+    def apply(gradients):
+      type(optimizer).apply(optimizer, gradients, variables)
+
+    if tf.distribute.get_strategy().extended is not self:
+      if self.most_workers > 1:
+        raise errors.UnsupportedOptionError(
+          'a call outside of it',
+          f"{type(optimizer).__name__}.apply inside the strategy's step",
+          'pass the training step to strategy.step, or to strategy.run',
+        )
+      apply(gradients)
       return
-    if variables is not None and not optimizer.built:
-      # Built here, not later in cross-replica context or in a branch there.
-      with keras.name_scope(optimizer.name, caller=optimizer):
-        optimizer.build(variables)
+    if tf.distribute.in_cross_replica_context():
+      raise errors.UnsupportedOptionError(
+        'a call in cross-replica context',
+        f'{type(optimizer).__name__}.apply inside a step',
+        'pass the training step to strategy.step, or to strategy.run',
+      )
+    self.prepare(optimizer, variables)
+    trained = optimizer._trainable_variables if variables is None else variables
+    if are_gradients_reduced() or self._num_replicas_in_sync == 1:
+      for i, (gradient, variable) in enumerate(
+        zip(gradients, trained, strict=False)
+      ):
+        of_variable = self.mark_of(variable)
+        if of_variable is not None and isinstance(gradient, tf.Tensor):
+          gradients[i] = mark(gradient, *of_variable)
+      apply(gradients)
+      return
+    self.warn_if_undivided(gradients)
+    self._apply_sums(optimizer, gradients, trained, apply)
+
+  def _apply_sums(self, optimizer, gradients, variables, apply) -> None:
+    """Calls `apply` with the sums of the replicas' gradients of some variables."""
     if self.sums_sparse_as_dense:
       gradients = [self._dense(optimizer, g) for g in gradients]
     parts = [g for g in gradients if g is not None]
@@ -143,7 +181,7 @@ class GradientReducer:
       # replica.
       parts = tf.nest.map_structure(tf.identity, parts, expand_composites=True)
     trained = [
-      v for g, v in zip(gradients, trained, strict=False) if g is not None
+      v for g, v in zip(gradients, variables, strict=False) if g is not None
     ]
 
     def apply_reduced(summed):
@@ -173,6 +211,21 @@ class GradientReducer:
         'tf.one_hot(ids, depth) @ table, whose gradient is dense',
       )
     return tf.convert_to_tensor(gradient)
+
+
+def mark(gradient: tf.Tensor, variable: int, shards: int = 1) -> tf.Tensor:
+  """Returns the tensor, known as a gradient in the graph that is being traced.
+
+  Args:
+    gradient: what an optimizer gets.
+    variable: `id` of the variable whose gradient it is.
+    shards: number of its shards, of which each replica needs one.
+  """
+  marked = tf.identity(gradient)
+  numbers = tf.compat.v1.AttrValue.ListValue(i=[variable, shards])
+  value = tf.compat.v1.AttrValue(list=numbers)
+  marked.op._set_attr(program.GRADIENT, value)
+  return marked
 
 
 def current() -> GradientReducer:

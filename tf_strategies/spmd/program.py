@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 
-# Attribute of the identities through which gradients reach an optimizer.
-_GRADIENT = '_tfs_gradient'
+# Attribute of the identities through which gradients reach an optimizer. Its integers
+# are the `id` of the variable, and the number of shards.
+GRADIENT = '_tfs_gradient'
 
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 # Attributes that say where an operation runs or how it was built.
@@ -51,7 +52,7 @@ class Node:
   @property
   def gradient(self) -> tuple[int, int] | None:
     """The `id` of the variable whose gradient it hands on, and the shards."""
-    attr = self.attrs.get(_GRADIENT)
+    attr = self.attrs.get(GRADIENT)
     return None if attr is None else tuple(attr.list.i)
 
   @property
@@ -87,22 +88,6 @@ class Program:
   nodes: list[Node]
   inputs: list[Tensor]
   outputs: list[Tensor]
-
-
-def mark_gradient(
-  gradient: tf.Tensor, variable: int, shards: int = 1
-) -> tf.Tensor:
-  """Returns the tensor, known as a gradient in the graph that is being traced.
-
-  Args:
-    gradient: what an optimizer gets.
-    variable: `id` of the variable whose gradient it is.
-    shards: number of its shards, of which each replica needs one.
-  """
-  marked = tf.identity(gradient)
-  numbers = tf.compat.v1.AttrValue.ListValue(i=[variable, shards])
-  marked.op._set_attr(_GRADIENT, tf.compat.v1.AttrValue(list=numbers))
-  return marked
 
 
 def flatten(graph, inputs, outputs, root=None) -> Program:

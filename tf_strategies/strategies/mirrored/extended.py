@@ -13,14 +13,13 @@ import itertools
 import weakref
 from typing import Any
 
-import keras
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
 from tf_strategies.keras import gradient_reducer, optimizer_checks, scope_checks
-from tf_strategies.spmd import emit, program
+from tf_strategies.spmd import emit
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   empty_replicas,
@@ -84,31 +83,25 @@ class ExactMirroredExtended(
     )
     self._reducer = reducer_lib.Reducer(self.local)
 
-  def mark(self, gradients, variables):
-    """See `GradientReducer`. In a model's step, gradients are marked as such."""
+  def mark_of(self, variable):
+    """See base class. Gradients are marked in a model's step that is traced."""
     if not whole_batch.is_active() or tf.executing_eagerly():
-      return gradients
-    marked = list(gradients)
-    for i, (gradient, variable) in enumerate(
-      zip(gradients, variables, strict=False)
-    ):
-      if isinstance(gradient, tf.Tensor):
-        self.marked[id(variable)] = variable
-        count = 1
-        if self.state_shards is not None:
-          count = self.state_shards.count_of(variable)
-        marked[i] = program.mark_gradient(gradient, id(variable), count)
-    return marked
+      return None
+    self.marked[id(variable)] = variable
+    shards = self.state_shards
+    return id(variable), 1 if shards is None else shards.count_of(variable)
 
-  def apply_gradients(self, optimizer, gradients, variables, apply):
-    """Applies gradients; see base class."""
-    if self.state_shards is not None:
-      self._check_shards(optimizer, variables)
-    self._warn_if_undivided(gradients)
-    super().apply_gradients(optimizer, gradients, variables, apply)
+  def prepare(self, optimizer, variables):
+    """See base class. Warns of state that replicas cannot divide."""
+    shards, is_loop = self.state_shards, not whole_batch.is_active()
+    if shards is not None and is_loop and self._num_replicas_in_sync > 1:
+      raise sharded_state.loop_error(f'{type(optimizer).__name__}.apply')
+    super().prepare(optimizer, variables)
+    if shards is not None:
+      shards.warn(optimizer)
 
-  def _warn_if_undivided(self, gradients) -> None:
-    """Warns once of gradients of a mean that its replica has not divided."""
+  def warn_if_undivided(self, gradients):
+    """See base class. Warns once."""
     run = replica_run.current()
     # In eager mode, the divisor may be 1, if there is only one row.
     is_sure = run is not None and (
@@ -129,18 +122,6 @@ class ExactMirroredExtended(
         self._num_replicas_in_sync,
         self._num_replicas_in_sync,
       )
-
-  def _check_shards(self, optimizer, variables):
-    """Creates the state that an update divides.
-
-    Warns of state that it cannot divide.
-    """
-    if not whole_batch.is_active() and self._num_replicas_in_sync > 1:
-      raise sharded_state.loop_error(f'{type(optimizer).__name__}.apply')
-    if variables is not None and not optimizer.built:
-      with keras.name_scope(optimizer.name, caller=optimizer):
-        optimizer.build(variables)
-    self.state_shards.warn(optimizer)
 
   def place_of(self, replica: int) -> int | None:
     """Returns the global number of a local replica, if state is divided."""
@@ -269,7 +250,7 @@ class ExactMirroredExtended(
   def is_one_device(self) -> bool:
     """Returns whether there is always one replica on one device.
 
-    Its steps then have the same operations as without a strategy: nothing is
+    Its steps then have no operation more than without a strategy: nothing is
     reduced, counted or copied.
     """
     return len(self._devices) * self.most_workers == 1
@@ -325,9 +306,6 @@ class ExactMirroredExtended(
   def place(self) -> tuple[Any, Any]:
     """Returns this process's rank among the workers, and the number of workers."""
     return 0, 1
-
-  # Largest possible number of workers.
-  most_workers = 1
 
   def exchange(self, sites=()) -> emit.Exchange:
     """Returns the exchange in which the replicas of a step meet."""
@@ -447,7 +425,7 @@ class ExactMirroredExtended(
   def _create_variable(self, next_creator, **kwargs):
     if _keras_internal.is_sample():
       return next_creator(**kwargs)
-    _keras_internal.see_gradients()
+    _keras_internal.see_gradients(self.apply_gradients)
     if self.state_shards is not None and self.state_shards.divides(kwargs):
       initial_value = self._get_variable_creator_initial_value(
         0, self._devices[0], None, **kwargs

@@ -100,7 +100,7 @@ class PermutingTPUExtended(
   # How variables are created and updated.
 
   def _create_variable(self, next_creator, **kwargs):
-    _keras_internal.see_gradients()
+    _keras_internal.see_gradients(self.apply_gradients)
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = variables.creation_policy(kwargs, is_slot)
     return super()._create_variable(next_creator, **kwargs)
