@@ -37,7 +37,7 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import _tf_internal
-from tf_strategies.keras import row_initializers
+from tf_strategies.keras.tables import row_initializers
 from tf_strategies.strategies.parameter_server import server_table, variables
 
 WIDTH = 64

@@ -13,7 +13,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import dynamic_tables, tiers, virtual_devices
 from tf_strategies import errors
-from tf_strategies.keras import row_table
+from tf_strategies.keras.tables import row_table
 
 virtual_devices.configure()
 

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import virtual_devices
 from tf_strategies import errors
-from tf_strategies.keras import row_updates
+from tf_strategies.keras.tables import row_updates
 
 virtual_devices.configure()
 

@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tf_strategies import errors
-from tf_strategies.keras import row_initializers
+from tf_strategies.keras.tables import row_initializers
 
 virtual_devices.configure()
 

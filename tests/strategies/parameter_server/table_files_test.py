@@ -13,7 +13,7 @@ from tests import dynamic_tables, tiers
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, pieces
-from tf_strategies.keras import row_table, row_updates
+from tf_strategies.keras.tables import row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
   server_table,
   table_files,

@@ -12,7 +12,8 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import optimizer_checks, row_updates
+from tf_strategies.keras import optimizer_checks
+from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import (
   partitioned,
   server_table,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import row_updates
+from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,

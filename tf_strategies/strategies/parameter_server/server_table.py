@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import errors
-from tf_strategies.keras import row_initializers, row_table, row_updates
+from tf_strategies.keras.tables import row_initializers, row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,

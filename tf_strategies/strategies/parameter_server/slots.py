@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.keras import row_updates
+from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   packing,

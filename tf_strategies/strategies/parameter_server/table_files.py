@@ -26,7 +26,7 @@ from absl import logging
 
 from tf_strategies import _tf_internal
 from tf_strategies.checkpoint import checkpointer, model_state, pieces
-from tf_strategies.keras import row_table
+from tf_strategies.keras.tables import row_table
 from tf_strategies.strategies.parameter_server import (
   partitioned,
   server_table,

@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.checkpoint import model_state
-from tf_strategies.keras import row_updates
+from tf_strategies.keras.tables import row_updates
 from tf_strategies.spmd import plan, row_sharing
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.strategies.parameter_server import (

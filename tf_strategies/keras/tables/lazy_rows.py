@@ -7,11 +7,8 @@ import operator
 import keras
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import (
-  optimizer_checks,
-  optimizer_wrapper,
-  row_updates,
-)
+from tf_strategies.keras import optimizer_checks, optimizer_wrapper
+from tf_strategies.keras.tables import row_updates
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')

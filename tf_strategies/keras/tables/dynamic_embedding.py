@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors, option_checks
-from tf_strategies.keras import row_initializers, row_table
+from tf_strategies.keras.tables import row_initializers, row_table
 
 
 @keras.saving.register_keras_serializable('tf_strategies')

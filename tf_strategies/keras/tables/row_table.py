@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import row_initializers, row_updates
+from tf_strategies.keras.tables import row_initializers, row_updates
 
 # Columns beside a row: the number of updates, and the optimizer's step of the last one.
 # As float32 they stop counting above 16 million.
