@@ -19,8 +19,12 @@ Example:
 """
 
 import contextlib
+import functools
 import os
+import sys
 import tempfile
+
+from tf_strategies import errors
 
 VARIABLE = 'TFS_LAUNCHER_NOTE'
 # The task trains in an elastic job; in one that is not; it has trained to the end.
@@ -56,13 +60,22 @@ def say(word: str) -> None:
   """Tells the launcher, if there is one, `ELASTIC`, `FIXED` or `TRAINED`.
 
   The launcher lets a task that has trained write its results, and does not start
-  it again.
+  it again. It shows the last lines of the task that failed first, so the others
+  print one line each.
   """
   task, _, path = os.environ.get(VARIABLE, '').partition('@')
   # There may be no launcher, or one on another host.
   with contextlib.suppress(OSError):
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+    sys.excepthook = functools.partial(_show, sys.excepthook)
     try:
       os.write(fd, f'{word} {task}\n'.encode())
     finally:
       os.close(fd)
+
+
+def _show(hook, kind, error, trace):
+  """Shows an uncaught error: of a lost worker, the message alone."""
+  if issubclass(kind, errors.WorkerUnavailableError):
+    error, trace = error.with_traceback(None), None
+  hook(kind, error, trace)

@@ -163,7 +163,8 @@ class TaskOutput:
     if self._hides_notices and _NOTICE.match(line):
       return
     short = line[:_LONGEST_IN_TAIL]
-    self._tail.append(short if len(short) == len(line) else short + b'...')
+    if short.strip(b' ^~'):  # Not empty, and no underline of a traceback.
+      self._tail.append(short if len(short) == len(line) else short + b'...')
     if self.hides_tracebacks and line.startswith(_TRACEBACK):
       self._is_hidden = True
     if not self._is_hidden:
