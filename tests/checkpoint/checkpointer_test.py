@@ -426,7 +426,7 @@ class OwnerTest(parameterized.TestCase):
     self.start_as('b')
     for _ in range(2):  # It stays so at each restart.
       with self.assertRaisesRegex(
-        errors.TakenOverError, 'by run a, which took over .* this run, b'
+        errors.TakenOverError, 'this run, b, got .* of run a, which took over'
       ):
         self.check()
       self.start_as('b')

@@ -108,7 +108,7 @@ class RankOrderTest(absltest.TestCase):
       make(3, 1, *transfers).validate()
 
   def test_half_needs_a_chunk_for_each_rank(self):
-    with self.assertRaisesRegex(errors.ScheduleError, 'no reduce-scatter half'):
+    with self.assertRaisesRegex(errors.ScheduleError, 'a reduce-scatter half'):
       naive.naive_all_reduce(3).reduce_scatter()
     half = ring.ring_all_reduce(4).reduce_scatter()
     self.assertEqual((half.num_rounds, half.owners()), (3, (0, 1, 2, 3)))

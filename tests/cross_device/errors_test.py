@@ -63,7 +63,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     value = replicas.on_devices([[1.0], [2.0]], NAMES)
     op = cross_device.ScheduledAllReduce('hierarchical(3)')
     self.assert_refused(
-      ['group_size (3)', 'world_size (2)', '[1, 2]'],
+      ['got 3', 'world_size=2', '[1, 2]'],
       lambda: op.reduce(SUM, value, value),
       errors.ScheduleError,
     )

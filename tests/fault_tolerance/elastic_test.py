@@ -155,7 +155,7 @@ class ElasticTest(elastic_case.ElasticCase):
       outcomes = job.processes.wait()
     newcomer = outcomes.pop(victim)
     self.assertIsInstance(newcomer.error, tfs.errors.CollectiveMismatchError)
-    self.assertIn('is not the same on all workers', str(newcomer.error))
+    self.assertIn('to be the same on all workers', str(newcomer.error))
     self.assertIn('make_batches', str(newcomer.error))
     self.assert_results(outcomes)
     sizes = [g.world_size for g in outcomes[0].value['generations']]

@@ -422,7 +422,7 @@ class TwoRunsTest(parameterized.TestCase):
     )
     self.assertLen(first, 2)
     self.assertEqual(second, [f'The chief cannot save: {e}' for e in first])
-    self.assertIn(f'belongs to run {ownership.run_id()}', first[0])
+    self.assertIn(f'got run {ownership.run_id()}', first[0])
 
   def test_first_one_does_not_continue_the_second(self):
     here = pathlib.Path(self.create_tempdir().full_path)

@@ -39,7 +39,7 @@ class PickPortsTest(absltest.TestCase):
       port = server.getsockname()[1]
       with (
         mock.patch.object(ports, '_PORTS', [port]),
-        self.assertRaisesRegex(errors.RendezvousError, 'Found 0 .* of 1'),
+        self.assertRaisesRegex(errors.RendezvousError, 'Expected 1 .* got 0'),
       ):
         ports.pick_ports(1)
 

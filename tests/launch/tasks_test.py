@@ -87,7 +87,7 @@ class FilterTest(parameterized.TestCase):
   def test_anything_else_is_refused(self, text):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       tasks.filtered(_plan(_ALL), text)
-    self.assertIn(f'--rank_filter={text} is', str(caught.exception))
+    self.assertIn(f'got --rank_filter={text}.', str(caught.exception))
     self.assertIn('(chief 0, worker 0, worker 1, ', str(caught.exception))
 
 

@@ -143,7 +143,7 @@ class MergeTest(parameterized.TestCase):
 
   def test_no_timeline(self):
     path = self.create_tempfile(content='{"otherData": 1}').full_path
-    with self.assertRaisesRegex(errors.DataError, 'is not a timeline'):
+    with self.assertRaisesRegex(errors.DataError, 'Expected a file written by'):
       merge.load(path)
 
 

@@ -85,11 +85,10 @@ def refuse_keras_2(fn) -> None:
   module = (getattr(fn, '__module__', '') or '').partition('.')[0]
   if module == 'tf_keras' and getattr(fn, '__name__', '') == 'run_step':
     raise errors.UnsupportedVersionError(
-      'fit, evaluate or predict of a tf_keras (Keras 2) model is not supported '
-      'under a strategy of tf_strategies: its results are not those of one device. '
-      'Expected a model of Keras 3. Fix: build the model with Keras 3 (import '
-      'keras), or train the tf_keras model in a loop of your own that calls '
-      'strategy.run.'
+      'Expected a model of Keras 3, got fit, evaluate or predict of a '
+      'tf_keras (Keras 2) model under a strategy of tf_strategies. Fix: '
+      'build the model with Keras 3 (import keras), or train the tf_keras '
+      'model in a loop of your own that calls strategy.run.'
     )
 
 
@@ -435,9 +434,10 @@ def _end_only_with_data(
         if _is_end_of_data(e):
           raise
         raise errors.DataError(
-          f'{type(e).__name__} in a step or a callback, which Keras would take '
-          f'for the end of the data: {str(e).strip() or "no message"}. Expected '
-          'it from an iterator over the data alone. Fix: see its cause, above.'
+          f'Expected {type(e).__name__} from an iterator over the data alone, '
+          'got it in a step or a callback, which Keras would take for the '
+          f'end of the data: {str(e).strip() or "no message"}. Fix: see its '
+          'cause, above.'
         ) from e
     local_worker = model and _local_worker(model)
     if local_worker is not None:

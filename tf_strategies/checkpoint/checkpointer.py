@@ -188,9 +188,10 @@ class Checkpointer:
     different = different_settings(saved, now)
     if different:
       raise errors.CheckpointMismatchError(
-        f'{found.path} is not a checkpoint of this run: {"; ".join(different)}. '
-        'Fix: start the run as it was started before, or pass another directory. '
-        f'To continue the checkpoint all the same, delete {self._ownership.path}.'
+        f'Expected a checkpoint of this run, got {found.path}: '
+        f'{"; ".join(different)}. Fix: start the run as it was started '
+        'before, or pass another directory. To continue the checkpoint all '
+        f'the same, delete {self._ownership.path}.'
       )
 
   def log_restored(self, found: Checkpoint, position: object) -> None:
@@ -313,9 +314,9 @@ class Checkpointer:
       return None
     reasons = '; '.join(f'{path}: {why}' for path, why in skipped.items())
     raise errors.DataError(
-      f'All checkpoints in {self.directory} are damaged ({reasons}). Expected '
-      'at least one whole checkpoint. Fix: restore the files from a backup, or, '
-      'to restart from scratch, delete the directory.'
+      f'Expected at least one whole checkpoint in {self.directory}, got '
+      f'damaged ones only ({reasons}). Fix: restore the files from a backup, '
+      'or, to restart from scratch, delete the directory.'
     )
 
   def open(self, path: str) -> Checkpoint:
@@ -390,9 +391,9 @@ def _typed(directory: str, what: str) -> Iterator[None]:
     raise
   except OSError as e:
     error = errors.StorageError(
-      f'a checkpoint in {directory} cannot be {what}: {e}. Expected space and '
-      'permission there; whole checkpoints were left as they are. Fix: make '
-      'room, or pass another directory, and start the run again.'
+      f'A checkpoint in {directory} cannot be {what}: {e}. Fix: make room, or '
+      'pass another directory, and start the run again. Whole checkpoints '
+      'were left as they are.'
     )
     error.errno, error.filename = e.errno, e.filename
     raise error from e

@@ -185,10 +185,10 @@ class Ownership:
     if self.may_continue(number):
       return
     raise errors.TakenOverError(
-      f'{path} was written by run {run}, which took over the directory from this '
-      f'run, {mine}. Expected checkpoints of this run. Fix: give each job a '
-      f'directory of its own. To continue the other run all the same, delete '
-      f'{self.path} and start the job again.'
+      f'Expected checkpoints of this run, {mine}, got {path} of run {run}, '
+      'which took over the directory. Fix: give each job a directory of its '
+      f'own. To continue the other run all the same, delete {self.path} and '
+      'start the job again.'
     )
 
   def _record(self) -> dict[str, Any]:
@@ -207,8 +207,8 @@ class Ownership:
       patience = _SAME_RUN_SECONDS if is_same else _OTHER_RUN_SECONDS
       if time.monotonic() - began > patience:
         raise errors.InUseError(
-          f'{self._directory} belongs to {describe(owner)}, which is alive. '
-          'Expected one run that writes checkpoints there. Fix: pass another '
+          f'Expected one run that writes checkpoints to {self._directory}, '
+          f'got {describe(owner)} too, which is alive. Fix: pass another '
           'directory, or end the other run first.'
         )
       if not has_told:
@@ -266,9 +266,9 @@ class Ownership:
     if not found or is_of_this_process(found):
       return
     raise errors.TakenOverError(
-      f'{self._directory} was taken over by {describe(found)}. Expected this '
-      f'process, {os.getpid()} on {socket.gethostname()}, to be its only writer. '
-      'Fix: give each job a directory of its own.'
+      f'Expected this process, {os.getpid()} on {socket.gethostname()}, to be '
+      f'the only writer of {self._directory}, got {describe(found)}. Fix: '
+      'give each job a directory of its own.'
     )
 
 

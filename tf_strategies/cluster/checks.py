@@ -68,7 +68,7 @@ def bad(
 ) -> errors.ClusterConfigError:
   """Returns the error for the value of `what`, such as `task.index`."""
   return errors.ClusterConfigError(
-    f'{variable()}: {what} is {show(value)}. Expected {allowed}. Fix: {fix}.'
+    f'Expected {allowed}, got {variable()}: {what} is {show(value)}. Fix: {fix}.'
   )
 
 

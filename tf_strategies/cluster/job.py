@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tf_strategies import errors, option_checks
+from tf_strategies import option_checks
 
 SECRET_BYTES = 32
 
@@ -34,12 +34,12 @@ class TaskCounts:
   def __post_init__(self):
     for name in ('num_workers', 'num_ps'):
       option_checks.check_int(f'--{name}', getattr(self, name), 0)
-    if not self.num_workers and not self.chief:
-      raise errors.UnsupportedOptionError(
-        '--num_workers=0 without --chief',
-        'a job in which at least one task trains',
-        'pass --num_workers=1 or --chief',
-      )
+    option_checks.check(
+      self.num_workers or self.chief,
+      '--num_workers=0 without --chief',
+      'a job in which at least one task trains',
+      'pass --num_workers=1 or --chief',
+    )
 
   @property
   def all_counts(self) -> dict[str, int]:

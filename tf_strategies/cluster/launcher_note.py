@@ -76,6 +76,6 @@ def say(word: str) -> None:
 
 def _show(hook, kind, error, trace):
   """Shows an uncaught error: of a lost worker, the message alone."""
-  if issubclass(kind, errors.WorkerUnavailableError):
-    error, trace = error.with_traceback(None), None
+  if isinstance(error, errors.WorkerUnavailableError):
+    trace = error.__traceback__ = None
   hook(kind, error, trace)

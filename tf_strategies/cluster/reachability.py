@@ -83,8 +83,8 @@ def wait_for_tasks(
         for task, why in zip(shown, outcomes.values(), strict=True)
       )
       raise errors.RendezvousError(
-        f'Waited {deadline_seconds:g} s {what_for} for tasks that do not accept '
-        f'connections: {each}. Start those tasks, look at their logs and '
+        f'Expected connections within {deadline_seconds:g} s {what_for}, got '
+        f'none to {each}. Fix: start those tasks, look at their logs and '
         'addresses, or raise deadline_seconds.'
       )
     if now >= log_at:
@@ -112,7 +112,7 @@ def serving(task: str, address: str | None) -> Iterator[None]:
     yield
   except tf.errors.UnknownError as e:
     raise errors.RendezvousError(
-      f'{task} cannot serve at {address}: {e.message}. Expected an address of '
-      'this host with a free port. Fix: end the process that listens there, '
-      'such as an earlier start of this task, or give this task another port.'
+      f'Expected a free port of this host for {task}, got {address}: '
+      f'{e.message}. Fix: end the process that listens there, such as an '
+      'earlier start of this task, or give this task another port.'
     ) from e

@@ -102,8 +102,8 @@ def check_same(answers: Sequence[Any], what: str, fix: str) -> None:
     said = [f'rank {r} has {texts[r]}' for r in shown]
     more = ', ...' if len(different) > _NAMED else ''
     error = errors.CollectiveMismatchError(
-      f'{what} is not the same on all workers: {", ".join(said)}{more}. '
-      f'Fix: {fix}.'
+      f'Expected {what} to be the same on all workers: '
+      f'{", ".join(said)}{more}. Fix: {fix}.'
     )
     error.ranks = different
     raise error

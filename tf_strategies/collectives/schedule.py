@@ -102,7 +102,7 @@ class Schedule:
       if transfers[0].round != index:
         raise errors.ScheduleError(
           f'{self._label}: round {index} is empty, next is {transfers[0]}. '
-          'Number the rounds 0, 1, 2, ... without gaps.'
+          'Fix: number the rounds 0, 1, 2, ... without gaps.'
         )
     held, sums, _ = self._replay
     for rank, chunks in enumerate(held):
@@ -111,16 +111,16 @@ class Schedule:
           missing = _ranks_in(self._everyone & ~contributions)
           raise errors.ScheduleError(
             f'{self._label}: at the end rank {rank} lacks the contributions '
-            f'of ranks {missing} to chunk {chunk}. Add transfers that bring '
-            'them, or do not overwrite their only holder.'
+            f'of ranks {missing} to chunk {chunk}. Fix: add transfers that '
+            'bring them, or do not overwrite their only holder.'
           )
     for rank, chunks in enumerate(sums):
       for chunk, summed in enumerate(chunks):
         if summed != sums[0][chunk]:
           raise errors.ScheduleError(
             f'{self._label}: ranks 0 and {rank} add up chunk {chunk} in '
-            'different orders, which rounds differently. Add it up on one '
-            'rank, or on all in rank order.'
+            'different orders, which rounds differently. Fix: add it up on '
+            'one rank, or on all in rank order.'
           )
     return self
 
@@ -145,9 +145,9 @@ class Schedule:
     owners = self.owners()
     if sorted(owners) != list(range(self.world_size)):
       raise errors.ScheduleError(
-        f'{self._label} has no reduce-scatter half: its {self.num_chunks} '
-        f'chunks are completed by ranks {list(owners)}. Expected one chunk for '
-        'each rank, as in the ring.'
+        'Expected one chunk for each rank, as in the ring, got '
+        f'{self.num_chunks} chunks of {self._label} that ranks {list(owners)} '
+        'complete. Fix: use a schedule that has a reduce-scatter half.'
       )
     needed = {(owner, chunk) for chunk, owner in enumerate(owners)}
     kept: list[list[Transfer]] = []
@@ -187,8 +187,9 @@ class Schedule:
       is_inside = t.src in ranks and t.dst in ranks and t.chunk in chunks
       if not is_inside or t.round < 0 or t.src == t.dst:
         raise errors.ScheduleError(
-          f'{self._label}: {t} is not between two of these ranks, in a round of 0 '
-          f'or more, with one of {self.num_chunks} chunks.'
+          f'{self._label}: {t} is not between two of these ranks, in a round '
+          f'of 0 or more, with one of {self.num_chunks} chunks. Fix: correct '
+          'or remove it.'
         )
     return self
 
@@ -222,7 +223,7 @@ class Schedule:
       if chunk not in first:
         raise errors.ScheduleError(
           f'{self._label}: no rank ever holds the complete sum of chunk '
-          f'{chunk}. Call validate() to see what is missing.'
+          f'{chunk}. Fix: call validate() to see what is missing.'
         )
     return tuple(first[chunk][1] for chunk in range(self.num_chunks))
 
@@ -293,14 +294,14 @@ class Schedule:
           # By place, not by equality: the same transfer may be there twice.
           other, _ = received[index - 1]
           raise errors.ScheduleError(
-            f'{self._label}: {transfer} overwrites what {other} writes in '
-            'the same round. Move one of them to another round.'
+            f'{self._label}: {transfer} overwrites what {other} writes in the '
+            'same round. Fix: move one of them to another round.'
           )
         return sent
       if held & sent:
         raise errors.ScheduleError(
           f'{self._label}: {transfer} adds the contributions of ranks '
-          f'{_ranks_in(held & sent)} a second time. Overwrite instead '
+          f'{_ranks_in(held & sent)} a second time. Fix: overwrite instead '
           '(reduce=False), or leave the transfer out.'
         )
       held |= sent

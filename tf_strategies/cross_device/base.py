@@ -326,12 +326,12 @@ def check_tensors(tensors) -> None:
   """Rejects dtypes without a sum, and replicas that disagree: `[rank][tensor]`."""
   for i, first in enumerate(tensors[0]):
     dtype = first.dtype
-    if not (dtype.is_floating or dtype.is_integer or dtype.is_complex):
-      raise errors.UnsupportedOptionError(
-        f'an all-reduce of dtype {dtype.name}',
-        'a float, complex or integer dtype',
-        'cast the value first, for instance bool to int32',
-      )
+    option_checks.check(
+      dtype.is_floating or dtype.is_integer or dtype.is_complex,
+      f'an all-reduce of dtype {dtype.name}',
+      'a float, complex or integer dtype',
+      'cast the value first, for instance bool to int32',
+    )
     for rank, row in enumerate(tensors):
       if row[i].dtype != dtype or not row[i].shape.is_compatible_with(
         first.shape

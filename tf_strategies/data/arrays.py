@@ -51,7 +51,7 @@ class Arrays:
     if not lengths or len(set(lengths)) != 1 or not lengths[0]:
       raise errors.DataError(
         f'Expected arrays with one row for each example, got lengths {lengths} '
-        f'of {self.components!r:.80}. Fix: pass arrays of equal length, with at least one row'
+        f'of {self.components!r:.80}. Fix: pass arrays of equal length, with at least one row.'
       )
     object.__setattr__(self, 'components', components)
 

@@ -172,7 +172,7 @@ def count_records(path: str) -> int:
           raise errors.DataError(
             f'{path}: Expected a complete TFRecord file, got one that is '
             f'truncated or corrupt in record {count} at byte {position}. Fix: '
-            'write it again'
+            'write it again.'
           )
         f.seek(end)
         position = end
@@ -180,7 +180,7 @@ def count_records(path: str) -> int:
   except (OSError, tf.errors.OpError) as e:
     raise errors.DataError(
       f'{path}: Expected a TFRecord file, got one that cannot be read ({e}). '
-      'Fix: check the path and its permissions'
+      'Fix: check the path and its permissions.'
     ) from e
   return count
 
@@ -204,7 +204,7 @@ def _find(paths: Paths) -> tuple[str, ...]:
   except tf.errors.OpError as e:
     raise errors.DataError(
       f'paths={paths!r}: Expected files that can be read, got {e.message}. Fix: '
-      'check the path, and that this process can read there'
+      'check the path, and that this process can read there.'
     ) from e
   if has_directory or not found:
     raise errors.DataError(

@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import errors, option_checks
+from tf_strategies import option_checks
 from tf_strategies.data import arrays as arrays_lib
 from tf_strategies.data import files as files_lib
 from tf_strategies.data import options as options_lib
@@ -145,12 +145,12 @@ def _check_span(epochs, start, steps_per_epoch) -> tuple[Any, Any]:
     'a pair (epoch, step)',
     'write start=(2, 0) after two epochs, or leave it out',
   )
-  if epochs is None and (position != _START or steps_per_epoch is not None):
-    raise errors.UnsupportedOptionError(
-      f'start={start} and steps_per_epoch={steps_per_epoch} without epochs',
-      'epochs, the length of the whole run',
-      'pass epochs too',
-    )
+  option_checks.check(
+    epochs is not None or (position == _START and steps_per_epoch is None),
+    f'start={start} and steps_per_epoch={steps_per_epoch} without epochs',
+    'epochs, the length of the whole run',
+    'pass epochs too',
+  )
   for name, value, least in (
     ('epochs', epochs, 0),
     ('steps_per_epoch', steps_per_epoch, 1),

@@ -93,13 +93,13 @@ class PipelinePlan:
     if not n:
       raise errors.DataError(
         f'Input pipeline {self.pipeline} of {self.num_pipelines}: Expected at '
-        'least one example, got none. Fix: use fewer pipelines or more data'
+        'least one example, got none. Fix: use fewer pipelines or more data.'
       )
     if self.drop_remainder and not across_passes and n < self.batch_size:
       raise errors.DataError(
         'Expected at least one full batch with drop_remainder=True, got '
         f'{n} examples and no full batch of {self.batch_size}. Fix: '
-        'pass a smaller global_batch_size or drop_remainder=False'
+        'pass a smaller global_batch_size or drop_remainder=False.'
       )
 
 

@@ -154,7 +154,7 @@ def _directory(directory: str) -> str | Finding:
         for made in absent:
           os.rmdir(made)
   except errors.StorageError as e:
-    what = str(e).partition(' Expected')[0]
+    what = str(e).partition(' Fix')[0]
     fix = 'pass a directory that this user can write, with room'
     return Finding(FAIL, 'checkpoints', what.replace(trial, directory), fix)
   return (

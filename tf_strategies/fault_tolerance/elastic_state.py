@@ -185,9 +185,9 @@ class SharedState:
       self._assign(rests, self._held[len(variables) :])
     else:
       raise errors.CheckpointMismatchError(
-        'The model and its optimizers have other variables than those that this '
-        'worker has trained. Fix: build the same ones in each call of the training '
-        'function, before job.restore.'
+        'Expected the variables that this worker has trained, got others of '
+        'the model and its optimizers. Fix: build the same ones in each call '
+        'of the training function, before job.restore.'
       )
     metrics = [np.array(value) for value in self._metrics_of_step]
     values = elastic_callbacks.hand_on(group, root, 'variables', values)

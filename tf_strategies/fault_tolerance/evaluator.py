@@ -186,9 +186,9 @@ class SidecarEvaluator:
       return []
     except ValueError as e:
       raise errors.CheckpointMismatchError(
-        f'{path} is not a checkpoint of this model: {e}. Fix: build the model '
-        'with the code that builds it for training, or pass another '
-        'checkpoint_dir.'
+        f'Expected a checkpoint of this model, got {path}: {e}. Fix: build '
+        'the model with the code that builds it for training, or pass '
+        'another checkpoint_dir.'
       ) from e
     results = self._model.evaluate(
       self._data, steps=self._steps, return_dict=True, verbose=0
@@ -312,8 +312,8 @@ def _file_writer(log_dir: str) -> Any:
     return tf.summary.create_file_writer(log_dir)
   except tf.errors.OpError as e:
     raise errors.StorageError(
-      f'log_dir={log_dir!r} cannot be written ({e.message}). Expected a '
-      'directory that can. Fix: pass another one, or leave it out.'
+      f'Expected a directory that can be written, got log_dir={log_dir!r} '
+      f'({e.message}). Fix: pass another one, or leave it out.'
     ) from e
 
 

@@ -221,9 +221,9 @@ class WorkerState:
     )
     if different:
       raise errors.CheckpointMismatchError(
-        f'{found.path} is not a checkpoint of this run: '
-        f'{"; ".join(different)}. Fix: pass the options that it was made with, '
-        'or another directory.'
+        f'Expected a checkpoint of this run, got {found.path}: '
+        f'{"; ".join(different)}. Fix: pass the options that it was made '
+        'with, or another directory.'
       )
     self._restored = dataclasses.replace(found, arrays=arrays)
     return {

@@ -81,12 +81,12 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     gradient_reducer.check_local_steps()
     name = 'local_steps' if name is None else name
     super().__init__(optimizer, name, **kwargs)
-    if self.inner_optimizer is outer:
-      raise errors.UnsupportedOptionError(
-        'one as both optimizer and outer',
-        'two optimizers',
-        'make another one for outer: each has variables of its own',
-      )
+    option_checks.check(
+      self.inner_optimizer is not outer,
+      'one as both optimizer and outer',
+      'two optimizers',
+      'make another one for outer: each has variables of its own',
+    )
     self.every, self.outer = int(every), outer
     self.anchors: list[keras.Variable] = []
     self._counters: list[keras.Variable] = []

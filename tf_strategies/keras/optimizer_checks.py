@@ -94,13 +94,13 @@ def check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
 def _check_reduction(loss, strategy_name: str) -> None:
   reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
   name = f'{type(loss).__name__}(reduction={reduction!r})'
-  if reduction == 'mean_with_sample_weight':
-    raise errors.UnsupportedOptionError(
-      f'{name} under {strategy_name}',
-      "reduction='sum_over_batch_size'",
-      "use 'sum_over_batch_size' with sample weights of mean 1. Otherwise "
-      'each replica divides by the sum of its own weights',
-    )
+  option_checks.check(
+    reduction != 'mean_with_sample_weight',
+    f'{name} under {strategy_name}',
+    "reduction='sum_over_batch_size'",
+    "use 'sum_over_batch_size' with sample weights of mean 1. Otherwise "
+    'each replica divides by the sum of its own weights',
+  )
 
 
 def built_optimizer(model: keras.Model) -> keras.optimizers.Optimizer | None:
@@ -139,10 +139,10 @@ def check_partitioned_update(fn: Callable, name: str) -> None:
   """
   optimizer = _keras_internal.optimizer_of(fn)
   kind = type(optimizer).__name__
-  if kind in WHOLE_VARIABLE_OPTIMIZERS:
-    raise errors.UnsupportedOptionError(
-      f'{kind} with partitioned variable {name!r}',
-      'an optimizer that updates each element by itself, such as Adam or SGD',
-      'use another optimizer, or cut no variable: '
-      'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
-    )
+  option_checks.check(
+    kind not in WHOLE_VARIABLE_OPTIMIZERS,
+    f'{kind} with partitioned variable {name!r}',
+    'an optimizer that updates each element by itself, such as Adam or SGD',
+    'use another optimizer, or cut no variable: '
+    'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
+  )

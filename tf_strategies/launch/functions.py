@@ -143,9 +143,9 @@ def _call(
   missing = [path.stem for path in paths if not path.exists()]
   if missing and not is_elastic:
     raise errors.WorkerUnavailableError(
-      f'The job of {function!r} ended well, but nothing came back from rank '
-      f'{", ".join(missing)} of {count}. Expected a function that returns. Fix: '
-      'return, or raise sys.exit(0), instead of os._exit(0).'
+      f'Expected a result of {function!r} from {count} ranks, got none from '
+      f'rank {", ".join(missing)}. Fix: return, or raise sys.exit(0), instead '
+      'of os._exit(0).'
     )
   return [_read(path) if path.exists() else None for path in paths]
 

@@ -41,7 +41,7 @@ _PROBING = {
   'TCP_USER_TIMEOUT': 1000 * _PROBE_AFTER_SECONDS * (_PROBES + 1),
 }
 _SAME_LINE = (
-  'Start the same line on all hosts, each with its own --node_rank and the same '
+  'Fix: start the same line on all hosts, each with its own --node_rank and the same '
   'secret'
 )
 _Kind = protocol.Kind

@@ -49,8 +49,8 @@ def pick_ports(count: int) -> list[int]:
       ports.append(port)
   if len(ports) < count:
     raise errors.RendezvousError(
-      f'Found {len(ports)} free ports from {_PORTS[0]} to {_PORTS[-1]} instead of '
-      f'{count}. End what listens there.'
+      f'Expected {count} free ports from {_PORTS[0]} to {_PORTS[-1]}, got '
+      f'{len(ports)}. Fix: end what listens there.'
     )
   while len(_held) > max(_HELD, count):
     _held.popleft().close()

@@ -169,8 +169,9 @@ def load(path: str) -> dict[str, Any]:
     trace['traceEvents'][0]['ph']
   except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
     raise errors.DataError(
-      f'{path!r} is not a timeline ({type(e).__name__}: {e}); expected a file '
-      'written by --timeline or tfs.MonitorCallback(timeline=...)'
+      'Expected a file written by --timeline or '
+      f'tfs.MonitorCallback(timeline=...), got {path!r} ({type(e).__name__}: '
+      f'{e}). Fix: pass such files only.'
     ) from e
   return trace
 

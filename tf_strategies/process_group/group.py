@@ -478,7 +478,7 @@ class ProcessGroup:
     self._state.check()
     if self._closed:
       raise errors.WorkerUnavailableError(
-        'This process has closed its group. Form a new one.'
+        'This process has closed its group. Fix: form a new one.'
       )
 
   def __enter__(self):

@@ -167,12 +167,12 @@ def given_or_default(options: GroupOptions | None) -> GroupOptions:
 def _secret_from_env() -> bytes | None:
   text = os.environ.get(SECRET_VARIABLE)
   path = os.environ.get(SECRET_FILE_VARIABLE)
-  if text is not None and path is not None:
-    raise errors.UnsupportedOptionError(
-      'both',
-      f'{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}',
-      f'unset {SECRET_VARIABLE} to use the file',
-    )
+  option_checks.check(
+    text is None or path is None,
+    'both',
+    f'{SECRET_VARIABLE} or {SECRET_FILE_VARIABLE}',
+    f'unset {SECRET_VARIABLE} to use the file',
+  )
   if text is not None:
     return text.strip().encode('utf-8')
   if path is None:
@@ -194,12 +194,12 @@ def _tls_from_env() -> tls_lib.TlsFiles | None:
   missing = [variable for variable, path in found.items() if not path]
   if len(missing) == len(found):
     return None
-  if missing:
-    raise errors.UnsupportedOptionError(
-      f'TLS without {" and ".join(missing)}',
-      f'all of {", ".join(TLS_VARIABLES)}',
-      f'set {" and ".join(missing)} too, or none',
-    )
+  option_checks.check(
+    not missing,
+    f'TLS without {" and ".join(missing)}',
+    f'all of {", ".join(TLS_VARIABLES)}',
+    f'set {" and ".join(missing)} too, or none',
+  )
   return tls_lib.TlsFiles(*found.values())
 
 

@@ -190,7 +190,7 @@ class GroupState:
     self,
     rank: int,
     how: str,
-    why: str = '. Look at its log; then form the group again or restart.',
+    why: str = '. Fix: look at its log; then form the group again or restart.',
   ) -> FailureReport:
     """Returns the report on a lost rank: `how` it was lost, and the end of the sentence."""
     operation = self.operation

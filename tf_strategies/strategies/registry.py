@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import cross_device, errors, option_checks, process_group
+from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
@@ -111,13 +111,13 @@ def _central_storage(devices=None, **options) -> tf.distribute.Strategy:
 
 def _tpu_ring(devices=None, **options) -> tf.distribute.Strategy:
   """Returns our strategy on all cores of a TPU."""
-  if devices is not None:
-    raise errors.UnsupportedOptionError(
-      f'devices={devices!r}',
-      "devices=None with strategy='tpu_ring'",
-      'pass resolver, and device_assignment for some of its cores. The '
-      'replicas are the cores of a TPU',
-    )
+  option_checks.check(
+    devices is None,
+    f'devices={devices!r}',
+    "devices=None with strategy='tpu_ring'",
+    'pass resolver, and device_assignment for some of its cores. The '
+    'replicas are the cores of a TPU',
+  )
   return TPURingStrategy(**options)
 
 

@@ -199,7 +199,7 @@ class SpellingTest(parameterized.TestCase):
     )
     with self.assertRaisesRegex(
       errors.ScheduleError,
-      r'group_size \(5\).*world_size \(12\).*\[1, 2, 3, 4, 6, 12\]',
+      r'group_size .*world_size=12, got 5.*\[1, 2, 3, 4, 6, 12\]',
     ):
       algorithms.build('hierarchical(5)', 12)
 

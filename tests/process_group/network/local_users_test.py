@@ -58,7 +58,7 @@ class LocalUsersTest(parameterized.TestCase):
         accepted,
         self.assertRaisesRegex(
           errors.AuthenticationError,
-          f'process of user {_OTHER_USER}. Expected user 0.*TFS_SECRET',
+          f'Expected a peer of user 0.*of user {_OTHER_USER}.*TFS_SECRET',
         ),
       ):
         local_users.check(accepted)
@@ -92,7 +92,7 @@ class LocalUsersTest(parameterized.TestCase):
         thread.start()
       for thread in threads:
         thread.join(60)
-    self.assertIn('process of user 12345', outcomes[0])
+    self.assertIn('user 12345', outcomes[0])
 
 
 if __name__ == '__main__':

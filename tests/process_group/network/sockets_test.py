@@ -128,7 +128,7 @@ class ShortageTest(absltest.TestCase):
   def test_connection_names_the_limit(self):
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with self.assertRaisesRegex(
-      errors.ResourceLimitError, f'of {limit} are in use.*ulimit -n'
+      errors.ResourceLimitError, f'of {limit} .*are in use.*ulimit -n'
     ):
       sockets.keep(mock.Mock(side_effect=OSError(errno.EMFILE, 'too many')))
 

@@ -258,7 +258,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_other_version_names_both(self):
     message = {**_make(1).hello(), 'version': '9.9'}
-    with self.assertRaisesRegex(errors.RendezvousError, r'9\.9.*0\.'):
+    with self.assertRaisesRegex(errors.RendezvousError, r'0\..*got 9\.9'):
       _make(0).heard(message, 0.0, reached=True)
 
   def test_refusal_of_another_worker_ends_the_wait(self):

@@ -79,7 +79,7 @@ def _start_at_a_taken_port(rank):
     try:
       tfs.MultiWorkerCollectiveStrategy(cluster)
     except tfs.errors.RendezvousError as e:
-      return f'worker 0 cannot serve at {addresses[0]}' in str(e)
+      return f'for worker 0, got {addresses[0]}' in str(e)
 
 
 class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):

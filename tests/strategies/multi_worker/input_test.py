@@ -352,7 +352,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
   def test_different_data_are_refused(self, workers, devices, name):
     for message, ranks in self.results(workers, devices, name):
       self.assertEqual(ranks, tuple(range(1, workers)), message)
-      self.assertIn('batch 0 of a data set is not the same', message)
+      self.assertIn('batch 0 of a data set to be the same', message)
       is_seed = name == 'other_seed'
       self.assertEqual('Fix: call tf.random.set_seed' in message, is_seed)
       self.assertEqual(

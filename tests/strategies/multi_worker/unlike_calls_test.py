@@ -30,7 +30,7 @@ class UnlikeCallsTest(parameterized.TestCase):
       for told, seconds in (result[name] for result in results):
         with self.subTest(name):
           self.assertIn(
-            f'{what} is not the same on all workers: rank 0 has {first}, rank 1 has '
+            f'{what} to be the same on all workers: rank 0 has {first}, rank 1 has '
             f'{second}. Fix: ',
             told,
           )

@@ -53,7 +53,7 @@ class LeaseTest(tf.test.TestCase):
     mine = lease.Lease()
     mine.take()
     self.other._add(self.other._record)
-    with self.assertRaisesRegex(errors.TakenOverError, 'taken over by'):
+    with self.assertRaisesRegex(errors.TakenOverError, 'taken over the'):
       mine.check()
     self.other.leave()
     mine.check()  # Nobody has the servers any more.

@@ -90,13 +90,17 @@ class ClusterTest(parameterized.TestCase):
     os.environ.pop('TF_CONFIG', None)
 
   @parameterized.named_parameters(
-    ('no_ps', {'ps': None}, 'no ps task'),
-    ('no_worker', {'worker': None}, 'no worker task'),
-    ('a_worker', {'job': 'worker', 'index': 1}, "'worker' 1 cannot coordinate"),
+    ('no_ps', {'ps': None}, 'one ps task .*got none'),
+    ('no_worker', {'worker': None}, 'one worker task .*got none'),
+    (
+      'a_worker',
+      {'job': 'worker', 'index': 1},
+      "coordinator, got task 'worker' 1",
+    ),
     (
       'an_evaluator',
       {'job': 'evaluator', 'evaluator': ['localhost:9']},
-      "'evaluator' 0 cannot coordinate",
+      "coordinator, got task 'evaluator' 0",
     ),
     (
       'gap_in_workers',

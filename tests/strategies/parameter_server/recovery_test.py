@@ -153,7 +153,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     die = self.die_once(weight, metric, other)
     with (
       self.assertLogs('absl', 'WARNING') as logs,
-      self.assertRaisesRegex(errors.DataError, 'was lost .*track'),
+      self.assertRaisesRegex(errors.DataError, 'was lost with .*track'),
     ):
       found.with_recovery(die)
     self.assertRegex(' '.join(logs.output), 'count from zero.*must be assigned')
@@ -164,7 +164,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       return other + 1.0
 
     for use in (step, other.numpy, lambda: other.assign_add([1.0])):
-      with self.assertRaisesRegex(errors.DataError, 'was lost .*track'):
+      with self.assertRaisesRegex(errors.DataError, 'was lost with .*track'):
         use()
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])

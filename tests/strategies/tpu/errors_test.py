@@ -91,7 +91,7 @@ class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
       ),
       self.assertRaisesRegex(
         tfs.errors.ClusterConfigError,
-        r'did not answer within 0\.5 seconds.*zone',
+        r'within 0\.5 seconds, got none.*zone',
       ),
     ):
       tfs.TPURingStrategy()
@@ -110,7 +110,7 @@ class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_resolver_that_counts_wrongly(self):
     with self.assertRaisesRegex(
-      tfs.errors.ClusterConfigError, 'counts 8 TPU cores and names 4'
+      tfs.errors.ClusterConfigError, 'got 8 cores with 4 names'
     ):
       tfs.TPURingStrategy(double.ResolverDouble(8, num_devices=4))
 

@@ -50,8 +50,8 @@ def hierarchical_all_reduce(
   if world_size % group_size:
     divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
     raise errors.ScheduleError(
-      f'group_size ({group_size!r}) must divide world_size ({world_size}): '
-      f'use one of {divisors}.'
+      f'Expected a group_size that divides world_size={world_size}, got '
+      f'{group_size!r}. Fix: use one of {divisors}.'
     )
   num_groups = world_size // group_size
   # Block b is what place b - 1 of every group sums up across the groups.

@@ -215,8 +215,8 @@ class DynamicEmbedding(keras.layers.Layer):
     table = self._built_table()
     if 'ids' not in store or 'rows' not in store:
       raise errors.CheckpointMismatchError(
-        f'The file has no rows of {self.name!r}. Expected those of a DynamicEmbedding. '
-        'Fix: load a file that a model with this layer has saved.'
+        f'Expected rows of {self.name!r} in the file, got none. Fix: load a '
+        'file that a model with this layer has saved.'
       )
     names = sorted(set(store.keys()) - {'ids', 'rows'})
     for column in [*table.columns(), *table.load_slots(names)]:

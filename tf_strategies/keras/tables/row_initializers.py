@@ -95,20 +95,20 @@ def initial_rows(initializer: Any, seed: int, width: int) -> InitialRows:
     return lambda ids: _constant(ids, width, config['value'])
   if kind in _CONSTANTS:
     return lambda ids: _constant(ids, width, _CONSTANTS[kind])
-  if kind not in _SEEDED:
-    raise errors.UnsupportedOptionError(
-      f'embeddings_initializer={kind} of a DynamicEmbedding',
-      f'{", ".join([*_SEEDED, *_CONSTANTS, "Constant"])} of a number, or a '
-      'function from ids to rows',
-      'write for instance keras.initializers.RandomNormal(stddev=0.05), or '
-      "'uniform'. No table has a shape that could scale it",
-    )
-  if config.get('seed') is not None:
-    raise errors.UnsupportedOptionError(
-      f'embeddings_initializer={kind}(seed={config["seed"]!r})',
-      'an initializer without a seed',
-      'pass seed= to DynamicEmbedding instead',
-    )
+  option_checks.check(
+    kind in _SEEDED,
+    f'embeddings_initializer={kind} of a DynamicEmbedding',
+    f'{", ".join([*_SEEDED, *_CONSTANTS, "Constant"])} of a number, or a '
+    'function from ids to rows',
+    'write for instance keras.initializers.RandomNormal(stddev=0.05), or '
+    "'uniform'. No table has a shape that could scale it",
+  )
+  option_checks.check(
+    config.get('seed') is None,
+    f'embeddings_initializer={kind}(seed={config["seed"]!r})',
+    'an initializer without a seed',
+    'pass seed= to DynamicEmbedding instead',
+  )
   first, second = (float(config[name]) for name in _SEEDED[kind])
 
   def random_rows(ids):

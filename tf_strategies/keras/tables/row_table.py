@@ -449,8 +449,9 @@ class RowTable:
     ids, values = self._loaded, np.asarray(values, np.float32)
     if len(ids) != len(values):
       raise errors.CheckpointMismatchError(
-        f'{len(values)} rows of {self.variable.path!r} for {len(ids)} ids. Expected '
-        'as many. Fix: load what was saved together.'
+        f'Expected as many rows of {self.variable.path!r} as ids, got '
+        f'{len(values)} rows and {len(ids)} ids. Fix: load what was saved '
+        'together.'
       )
 
     def write():

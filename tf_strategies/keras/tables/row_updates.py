@@ -122,9 +122,9 @@ def warn_of_whole_read(name: str, num_bytes: int) -> None:
   """
   if num_bytes > _LARGE_SHARE * _memory_bytes():
     text = (
-      f'table {name!r} of parameter servers, {num_bytes / 1e6:.0f} MB, is read whole '
-      'into the memory of this process. Expected tables that fit into it several '
-      'times (model.save, save_weights, get_weights, tf.train.Checkpoint). Fix: '
+      'Expected tables that fit into memory several times (model.save, '
+      'save_weights, get_weights, tf.train.Checkpoint), got table '
+      f'{name!r} of parameter servers, {num_bytes / 1e6:.0f} MB. Fix: '
       'strategy.save() writes a checkpoint that nobody holds; restore that on a '
       'machine which has the memory, and save the model there.'
     )

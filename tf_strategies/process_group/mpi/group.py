@@ -68,8 +68,8 @@ def form_mpi_group(
   except execution_lib.DeadlineError:
     raise errors.RendezvousError(
       f'Rank {mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size} on {name} waited '
-      f'{seconds:g} s for all ranks to call form_mpi_group. Look at the logs '
-      'of the others, or raise rendezvous_timeout_seconds.'
+      f'{seconds:g} s for all ranks to call form_mpi_group. Fix: look at the '
+      'logs of the others, or raise rendezvous_timeout_seconds.'
     ) from None
   options = dataclasses.replace(
     options,

@@ -119,14 +119,15 @@ class Handshake:
       raise protocol.ProtocolError(f'{server} is no worker of tf_strategies')
     if version != protocol.PROTOCOL_VERSION:
       raise errors.RendezvousError(
-        f'{server} speaks version {version} of the protocol, this process '
-        f'version {protocol.PROTOCOL_VERSION}. Install the same tf_strategies '
-        'everywhere.'
+        f'Expected version {protocol.PROTOCOL_VERSION} of the protocol, got '
+        f'version {version} from {server}. Fix: install the same '
+        'tf_strategies everywhere.'
       )
     if not hmac.compare_digest(mac, self._mac(b'server', nonce)):
       raise errors.AuthenticationError(
         f'{server} does not know the secret of this process: its proof is '
-        'wrong. Give all workers the same TFS_SECRET (or TFS_SECRET_FILE).'
+        'wrong. Fix: give all workers the same TFS_SECRET (or '
+        'TFS_SECRET_FILE).'
       )
     return self._mac(b'client', nonce)
 

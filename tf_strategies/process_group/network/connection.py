@@ -207,7 +207,7 @@ async def _dial(address, places, request, credentials) -> Connection:
     answer = await connection.read(1)
     if answer == tls.ALERT:
       raise errors.AuthenticationError(
-        f'{server} speaks TLS, this process does not. Set TFS_TLS_CERT, '
+        f'{server} speaks TLS, this process does not. Fix: set TFS_TLS_CERT, '
         'TFS_TLS_KEY and TFS_TLS_CA for all workers or for none.'
       )
     answer += await connection.read(authentication.ANSWER_BYTES - 1)
@@ -218,8 +218,8 @@ async def _dial(address, places, request, credentials) -> Connection:
     # The server's last word, so that a refusal is not taken for a breakdown.
     if await connection.read(1) != b'\1':
       raise errors.AuthenticationError(
-        f'{server} refused the proof of this process. Give all workers the '
-        'same TFS_SECRET (or TFS_SECRET_FILE).'
+        f'{server} refused the proof of this process. Fix: give all workers '
+        'the same TFS_SECRET (or TFS_SECRET_FILE).'
       )
     return connection
   except ssl.SSLError as e:

@@ -32,10 +32,10 @@ def check(sock: socket.socket) -> None:
     return
   whose = 'an unknown user' if user is None else f'user {user}'
   raise errors.AuthenticationError(
-    f'the peer at {sock.getpeername()[:2]} is a process of {whose}. Expected '
-    f'user {os.geteuid()}, whom this process runs as: without a secret no '
-    'other is trusted. Fix: give all workers the same TFS_SECRET, or pass '
-    'allow_unauthenticated=True where every user of this host is trusted.'
+    f'Expected a peer of user {os.geteuid()}, as this process is, got '
+    f'{sock.getpeername()[:2]} of {whose}. Fix: give all workers the same '
+    'TFS_SECRET, or pass allow_unauthenticated=True where every user of this '
+    'host is trusted.'
   )
 
 

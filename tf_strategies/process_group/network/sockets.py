@@ -136,8 +136,8 @@ async def ready(
 def _shortage(error: OSError) -> errors.ResourceLimitError | None:
   if error.errno == errno.ENFILE:
     return errors.ResourceLimitError(
-      'This host has no file descriptor left for a connection. Expected one. '
-      'Fix: end what holds so many, or raise fs.file-max.'
+      'Expected a file descriptor for each peer, got none on this host. Fix: '
+      'end what holds so many, or raise fs.file-max.'
     )
   if error.errno != errno.EMFILE:
     return None
@@ -147,10 +147,10 @@ def _shortage(error: OSError) -> errors.ResourceLimitError | None:
   except OSError:
     used = 'all'  # Listing them takes one too.
   return errors.ResourceLimitError(
-    f'This process (pid {os.getpid()}) has no file descriptor left for a '
-    f'connection: {used} of {limit} are in use. Expected one for each peer. '
-    f'Fix: raise the limit with `ulimit -n` before it starts (up to {most} '
-    'here), or close what it holds open.'
+    f'Expected a file descriptor for each peer, got none: {used} of {limit} '
+    f'of this process (pid {os.getpid()}) are in use. Fix: raise the limit '
+    f'with `ulimit -n` before it starts (up to {most} here), or close what it '
+    'holds open.'
   )
 
 

@@ -145,7 +145,7 @@ def refusal(error: ssl.SSLError) -> errors.AuthenticationError:
   """Returns the reason of a TLS error, in words."""
   return errors.AuthenticationError(
     f'no TLS with the peer ({error.reason or error}): it speaks none, or one '
-    'side does not accept the certificate of the other. Give all workers '
-    'certificates of one authority in TFS_TLS_CERT, TFS_TLS_KEY and TFS_TLS_CA, '
-    'or none of them any.'
+    'side does not accept the certificate of the other. Fix: give all '
+    'workers certificates of one authority in TFS_TLS_CERT, TFS_TLS_KEY and '
+    'TFS_TLS_CA, or none of them any.'
   )

@@ -33,8 +33,8 @@ def check(
   )
   if task not in addresses:
     raise errors.ClusterConfigError(
-      f'Task {task!r} is not one of {sorted(addresses)}. Pass the number of '
-      'this process in the cluster.'
+      f'Expected a task among {sorted(addresses)}, got task {task!r}. Fix: '
+      'pass the number of this process in the cluster.'
     )
   same_user = options.credentials().same_user
   seen: dict[str, int] = {}
@@ -42,8 +42,8 @@ def check(
     host, _ = connection_lib.split_address(address)
     if address in seen:
       raise errors.ClusterConfigError(
-        f'Tasks {seen[address]} and {number} have the same address {address}. '
-        'Give each its own port.'
+        f'Expected an address of its own for each task, got {address} for '
+        f'tasks {seen[address]} and {number}. Fix: give each its own port.'
       )
     seen[address] = number
     if same_user and not _is_loopback(host):
@@ -86,8 +86,9 @@ def check_same_job(
   other = message['task']
   if message['version'] != version.__version__:
     raise errors.RendezvousError(
-      f'Task {other} runs tf_strategies {message["version"]}, task {task} runs '
-      f'{version.__version__}. Install the same version everywhere.'
+      f'Expected tf_strategies {version.__version__} of task {task} '
+      f'everywhere, got {message["version"]} on task {other}. Fix: install '
+      'the same version everywhere.'
     )
   theirs, differing = message['addresses'], []
   if theirs is not None and theirs != addresses:
@@ -103,8 +104,8 @@ def check_same_job(
     raise errors.ClusterConfigError(
       f'Task {task} ({incarnation}) and task {other} '
       f'({message["incarnation"]}) have different descriptions of the '
-      f'cluster: {"; ".join(differing[:4])}. Give all workers the same one, and '
-      'each its own task.'
+      f'cluster: {"; ".join(differing[:4])}. Fix: give all workers the same '
+      'one, and each its own task.'
     )
 
 

@@ -485,6 +485,6 @@ class MembershipTable:
     return error(
       f'Task {self.task} at {self.addresses[self.task]} found no group '
       f'within {seconds:g} s. Missing: {self.missing(now) or "nobody now"}. '
-      f'{why}Start those workers, look at their logs and addresses, or raise '
+      f'{why}Fix: start those workers, look at their logs and addresses, or raise '
       'rendezvous_timeout_seconds.'
     )

@@ -48,8 +48,6 @@ def resolve_devices(
   resolved = []
   for device in devices:
     name = _canonical(device) if isinstance(device, str) else None
-    if name is None:
-      raise refusal(devices, "device names such as 'GPU:0'")
     if name not in known:
       raise refusal(devices, f'devices among {available}')
     if name in resolved:

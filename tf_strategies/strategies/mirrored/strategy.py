@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import cross_device, errors, option_checks
+from tf_strategies import cross_device, option_checks
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.mirrored import devices as devices_lib
@@ -197,9 +197,9 @@ def check_sharding(
 
 def check_cross_device_ops(cross_device_ops) -> None:
   """Raises UnsupportedOptionError if the value is not a cross-device op."""
-  if not isinstance(cross_device_ops, tf.distribute.CrossDeviceOps):
-    raise errors.UnsupportedOptionError(
-      f'cross_device_ops={cross_device_ops!r}',
-      'an instance of tf.distribute.CrossDeviceOps',
-      'pass for instance tfs.RingAllReduce()',
-    )
+  option_checks.check(
+    isinstance(cross_device_ops, tf.distribute.CrossDeviceOps),
+    f'cross_device_ops={cross_device_ops!r}',
+    'an instance of tf.distribute.CrossDeviceOps',
+    'pass for instance tfs.RingAllReduce()',
+  )

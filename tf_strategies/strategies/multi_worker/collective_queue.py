@@ -225,7 +225,7 @@ class CollectiveQueue:
   def _closed(self):
     """Returns why the thread takes nothing: the failure of the group, if it failed."""
     return self.group.failure or errors.WorkerUnavailableError(
-      'This process has closed its group. Form a new one.'
+      'This process has closed its group. Fix: form a new one.'
     )
 
 

@@ -135,7 +135,7 @@ def _start_runtime(rank, addresses, timeout_seconds):
   except (tf.errors.OpError, RuntimeError) as e:
     raise errors.RendezvousError(
       f"TensorFlow's cluster runtime did not start on worker {rank} of "
-      f'{list(addresses)} within {timeout_seconds:g} s: {e}. Start all workers, '
-      'and make the strategy before anything else of TensorFlow.'
+      f'{list(addresses)} within {timeout_seconds:g} s: {e}. Fix: start all '
+      'workers, and make the strategy before anything else of TensorFlow.'
     ) from e
   _started['addresses'] = addresses

@@ -198,15 +198,15 @@ def _exchange_error(
   if isinstance(error, tf.errors.DeadlineExceededError):
     typed = errors.CollectiveTimeoutError(
       f'exchange {tag!r}: worker {rank} did not come within {seconds:g} s. It '
-      'died, or its program does something else: look at its log, or raise '
-      'CollectiveOptions.timeout_seconds.'
+      'died, or its program does something else. Fix: look at its log, or '
+      'raise CollectiveOptions.timeout_seconds.'
     )
     typed.tensor = tag
   else:
     typed = errors.WorkerUnavailableError(
       f'exchange {tag!r} failed while this worker waited for worker {rank}: '
-      f"TensorFlow's coordination service says: {error.message}. Look at the "
-      'logs of the other workers, then restart.'
+      f"TensorFlow's coordination service says: {error.message}. Fix: look at "
+      'the logs of the other workers, then restart.'
     )
   typed.rank = rank
   return typed

@@ -40,9 +40,10 @@ class MultiWorkerStrategy(
     index = cluster.training_index
     if index is None:
       raise errors.ClusterConfigError(
-        f'task {cluster.task_type!r} {cluster.task_index} does not train. '
-        'Allowed are chief and worker tasks of the cluster. Fix: run the '
-        f'evaluator or the parameter server there instead of {cls.__name__}.'
+        'Expected a chief or worker task of the cluster, got '
+        f'{cluster.task_type!r} {cluster.task_index}, which does not train. '
+        'Fix: run the evaluator or the parameter server there instead of '
+        f'{cls.__name__}.'
       )
     return index, tuple(task.address for task in cluster.training_tasks)
 

@@ -45,19 +45,20 @@ def checked_cluster(
   cluster = config_lib.given_or_from_env(cluster)
   if cluster is None:
     raise errors.ClusterConfigError(
-      'ParameterServerStrategy without a cluster: TF_CONFIG is not set. Expected '
-      f'a cluster with worker and ps tasks. Fix: {_FIX}, or train on one '
-      "device: tfs.create_strategy('one_device')."
+      'Expected a cluster with worker and ps tasks for '
+      f'ParameterServerStrategy, got none: TF_CONFIG is not set. Fix: {_FIX}, '
+      "or train on one device: tfs.create_strategy('one_device')."
     )
   for job in ('ps', 'worker'):
     if job not in cluster.jobs:
       raise errors.ClusterConfigError(
-        f'the cluster has no {job} task. Expected at least one. Fix: {_FIX}.'
+        f'Expected at least one {job} task in the cluster, got none. Fix: '
+        f'{_FIX}.'
       )
   if cluster.task_type != 'chief':
     raise errors.ClusterConfigError(
-      f'task {cluster.task_type!r} {cluster.task_index} cannot coordinate. '
-      'Expected the chief alone. Fix: start the program through '
+      f'Expected the chief as coordinator, got task {cluster.task_type!r} '
+      f'{cluster.task_index}. Fix: start the program through '
       'tfs.cluster.run_task(train), which makes ps and worker tasks serve.'
     )
   return cluster
@@ -225,9 +226,10 @@ class Liveness:
   def broken_update(self) -> errors.ParameterServerUnavailableError:
     """Returns the error for an update that some servers may not have applied."""
     error = errors.ParameterServerUnavailableError(
-      'a connection to parameter servers broke during an update. Expected that all of '
-      'it is applied. Fix: set checkpoint_dir, and training continues by itself from '
-      'the latest checkpoint; without it restart the coordinator.'
+      'Expected an update of parameter servers that is applied as a whole, '
+      'got a broken connection. Fix: set checkpoint_dir, and training '
+      'continues by itself from the latest checkpoint; without it restart '
+      'the coordinator.'
     )
     error.server, error.address = 0, self.address('ps', 0)
     return error

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies._tf_internal import cluster
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies import communicator
@@ -330,18 +330,18 @@ class FedDataset(_Dataset):
     take_resumed: Callable[[], Resumed | None],
     note_data: NoteData = lambda describe: None,
   ):
-    if not isinstance(dataset, tf.data.Dataset):
-      raise errors.UnsupportedOptionError(
-        f'a {type(dataset).__name__}',
-        'a tf.data.Dataset',
-        'wrap a generator: tf.data.Dataset.from_generator',
-      )
-    if not cluster.is_reachable(dataset):
-      raise errors.UnsupportedOptionError(
-        'one that was made before this process was connected to the cluster',
-        'a data set that was made after the strategy',
-        'make the strategy first',
-      )
+    option_checks.check(
+      isinstance(dataset, tf.data.Dataset),
+      f'a {type(dataset).__name__}',
+      'a tf.data.Dataset',
+      'wrap a generator: tf.data.Dataset.from_generator',
+    )
+    option_checks.check(
+      cluster.is_reachable(dataset),
+      'one that was made before this process was connected to the cluster',
+      'a data set that was made after the strategy',
+      'make the strategy first',
+    )
     self.dataset = dataset
     self._stock = stock
     self._take_resumed = take_resumed

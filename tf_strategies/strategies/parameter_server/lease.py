@@ -67,9 +67,9 @@ class Lease:
       self._add(self._record)
     elif not ownership.is_of_this_process(newest):
       raise errors.TakenOverError(
-        f'The parameter servers were taken over by {ownership.describe(newest)}. '
-        'Expected one chief. Fix: start one chief for each job; nothing is to be '
-        'done if a scheduler has replaced this one.'
+        f'Expected one chief, got {ownership.describe(newest)}, which has '
+        'taken over the parameter servers. Fix: start one chief for each '
+        'job; nothing is to be done if a scheduler has replaced this one.'
       )
 
   def leave(self) -> None:

@@ -40,12 +40,12 @@ class ParameterServerOptions:
       value = getattr(self, name)
       if value is not None or default is not None:
         option_checks.check_int(name, value, default or 0)
-      if value != default and self.mode != mode:
-        raise errors.UnsupportedOptionError(
-          f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
-          f'{name} with mode={mode!r}',
-          f'write mode={mode!r}, or leave out {name}',
-        )
+      option_checks.check(
+        value == default or self.mode == mode,
+        f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
+        f'{name} with mode={mode!r}',
+        f'write mode={mode!r}, or leave out {name}',
+      )
     if self.mode == 'bounded':
       self._set_default('max_staleness', 1)
       option_checks.check_int('max_staleness', self.max_staleness, 0)
@@ -56,13 +56,13 @@ class ParameterServerOptions:
 
   def check_workers(self, num_workers: int) -> None:
     """Refuses options that do not go with so many workers."""
-    if self.backup_workers >= num_workers:
-      raise errors.UnsupportedOptionError(
-        f'backup_workers={self.backup_workers} with {num_workers} workers',
-        f'0 to {num_workers - 1} backup workers',
-        'use fewer backup workers, or more workers: at least one gradient of '
-        'a step must count',
-      )
+    option_checks.check(
+      self.backup_workers < num_workers,
+      f'backup_workers={self.backup_workers} with {num_workers} workers',
+      f'0 to {num_workers - 1} backup workers',
+      'use fewer backup workers, or more workers: at least one gradient of '
+      'a step must count',
+    )
 
   def _check_checkpoints(self) -> None:
     if self.checkpoint_dir is None:

@@ -262,8 +262,8 @@ class Recovery:
       return None
     if 'steps' not in found.metadata:
       raise errors.CheckpointMismatchError(
-        f'{found.path} was written by another strategy (tfs.Run). '
-        'Expected a checkpoint of a ParameterServerStrategy. Fix: pass another '
+        'Expected a checkpoint of a ParameterServerStrategy, got '
+        f'{found.path} of another strategy (tfs.Run). Fix: pass another '
         'checkpoint_dir.'
       )
     if self._is_loading:
@@ -275,7 +275,7 @@ class Recovery:
     different = model_state.differences(named, arrays.specs)
     if different:
       raise errors.CheckpointMismatchError(
-        f'{found.path} is not a checkpoint of this model: '
+        f'Expected a checkpoint of this model, got {found.path}: '
         f'{"; ".join(different)}. Fix: pass another checkpoint_dir, or build '
         'the model that wrote it.'
       )

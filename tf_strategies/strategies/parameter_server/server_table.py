@@ -48,9 +48,9 @@ class ServerShard(row_table.TableShard):
     """Raises an error if its rows were lost with their server."""
     if self.is_lost:
       raise errors.DataError(
-        f'rows of {self.name!r} were lost with parameter server {self.server} and are '
-        'not in the checkpoints. Expected rows. Fix: before training, pass their '
-        'owner to strategy.track(name=owner).'
+        f'Expected rows of {self.name!r} in a checkpoint, got none: they were '
+        f'lost with parameter server {self.server}. Fix: before training, '
+        'pass their owner to strategy.track(name=owner).'
       )
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:

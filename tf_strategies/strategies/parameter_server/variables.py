@@ -112,9 +112,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
     """Raises an error if it is lost, and not a counter."""
     if self.is_lost and not self.is_counter:
       raise errors.DataError(
-        f'variable {self.name!r} was lost with parameter server {self.server} and '
-        'is not in the checkpoints. Expected a value. Fix: assign one; and, before '
-        'training, pass its owner to strategy.track(name=owner).'
+        f'Expected variable {self.name!r} in a checkpoint, got none: it was '
+        f'lost with parameter server {self.server}. Fix: assign it; and, '
+        'before training, pass its owner to strategy.track(name=owner).'
       )
 
   def _read_variable_op(self, no_copy=False):

@@ -253,7 +253,8 @@ class WorkerPool:
     finally:
       self.lock.acquire()
     raise errors.WorkerUnavailableError(
-      f'Expected a finished step within {self._timeout:g} s. No answer from: '
+      f'Expected a finished step within {self._timeout:g} s, got no answer '
+      'from: '
       f'{", ".join(silent) or "nobody; the step itself takes too long"}. Fix: '
       'restart those tasks, or set a longer step_timeout.'
     )

@@ -98,8 +98,8 @@ def _ask(what: str, call: Callable[[], Any]) -> Any:
   threading.Thread(target=ask, name='tpu_query', daemon=True).start()
   if not concurrent.futures.wait([answer], _QUERY_SECONDS).done:
     raise errors.ClusterConfigError(
-      f'{what} did not answer within {_QUERY_SECONDS:g} seconds. Check the '
-      "TPU's name, zone and address, and that it runs."
+      f'Expected an answer of {what} within {_QUERY_SECONDS:g} seconds, got '
+      "none. Fix: check the TPU's name, zone and address, and that it runs."
     )
   try:
     return answer.result()
@@ -107,8 +107,8 @@ def _ask(what: str, call: Callable[[], Any]) -> Any:
     raise
   except Exception as e:
     raise errors.ClusterConfigError(
-      f'{what} failed: {type(e).__name__}: {e}. Check the '
-      "TPU's name, zone and address, and that it runs."
+      f"{what} failed: {type(e).__name__}: {e}. Fix: check the TPU's name, "
+      'zone and address, and that it runs.'
     ) from e
 
 
@@ -123,8 +123,8 @@ def _check(resolver: Resolver, metadata: Metadata) -> None:
     )
   if len(tpus) != metadata.num_cores:
     raise errors.ClusterConfigError(
-      f'The resolver counts {metadata.num_cores} TPU cores and names '
-      f'{len(tpus)}: {tpus}. Connect to one TPU system only.'
+      f'Expected one TPU system, got {metadata.num_cores} cores with '
+      f'{len(tpus)} names: {tpus}. Fix: connect to one TPU system only.'
     )
   topology = resolver.tpu_hardware_feature
   if topology is None and not _tf_internal.initialized_tpu_systems():
