@@ -188,7 +188,8 @@ class FunctionsTest(parameterized.TestCase):
 
   def test_worker_that_ends_without_a_result_is_named(self):
     with self.assertRaisesRegex(
-      errors.WorkerUnavailableError, 'from rank 1 of 3.*os._exit'
+      errors.WorkerUnavailableError,
+      'from 3 ranks, got none from rank 1.*os._exit',
     ):
       tfs.launch(_leave, args=(1,), num_workers=3)
 
