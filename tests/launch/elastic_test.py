@@ -23,6 +23,7 @@ from tf_strategies.launch import ports as ports_lib
 
 # What `tfs.elastic.run` tells the launcher, from a program without the package.
 _SAY = f"""
+{programs.DOOR}
 import importlib.util
 spec = importlib.util.spec_from_file_location('note', {launcher_note.__file__!r})
 module = importlib.util.module_from_spec(spec)

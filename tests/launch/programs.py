@@ -22,20 +22,22 @@ from tf_strategies.launch import ports as ports_lib
 DEADLINE_SECONDS = 120.0
 SECRET = '5ec7e7' * 8
 _PACKAGE = pathlib.Path(errors.__file__).resolve().parent
-PAST_THE_DOOR = f"""
-import runpy, sys, types
+# Makes the package's modules importable without its `__init__.py`.
+DOOR = f"""
+import sys, types
 package = types.ModuleType('tf_strategies')
 package.__path__ = [{str(_PACKAGE)!r}]
 sys.modules['tf_strategies'] = package
+"""
+PAST_THE_DOOR = f"""
+{DOOR}
+import runpy
 sys.argv[0] = 'launch'
 runpy.run_module('tf_strategies.launch', run_name='__main__', alter_sys=True)
 """
 # The tasks of a job add up numbers.
 SUM = f"""
-import sys, types
-package = types.ModuleType('tf_strategies')
-package.__path__ = [{str(_PACKAGE)!r}]
-sys.modules['tf_strategies'] = package
+{DOOR}
 import numpy as np
 from tf_strategies import cluster, process_group
 config = cluster.ClusterConfig.from_env()
