@@ -258,7 +258,8 @@ class Members(elastic.ElasticGroups):
     reference = next(r for r in range(len(answers)) if r not in wrong)
     said = [f'{group.members[r]} has {answers[r]}' for r in (reference, *wrong)]
     raise error(
-      f'{what} is not the same on all workers: {", ".join(said)}. Fix: {fix}.'
+      f'Expected {what} to be the same on all workers: {", ".join(said)}. '
+      f'Fix: {fix}.'
     )
 
   # Groups.
