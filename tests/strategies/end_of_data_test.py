@@ -19,6 +19,10 @@ def _read_cut_file():
   raise tf.errors.OutOfRangeError(None, None, 'Read fewer bytes than requested')
 
 
+def _read_ended_data():
+  next(iter(tf.data.Dataset.range(0)))  # It is not the model's.
+
+
 def _take_from_nothing():
   next(iter([]))
 
@@ -59,6 +63,7 @@ class EndOfDataTest(tf.test.TestCase, parameterized.TestCase):
     return model
 
   @parameterized.parameters(
+    (_read_ended_data, True),
     (_read_cut_file, True),
     (_read_cut_file, False),
     (_take_from_nothing, True),

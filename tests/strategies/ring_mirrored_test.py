@@ -151,6 +151,25 @@ class ControlFlowTest(tf.test.TestCase):
         self.assertAllEqual(copy, np.zeros(size))
 
 
+class Scaled(keras.optimizers.SGD):
+  def apply(self, grads, trainable_variables=None, scale=1.0):
+    super().apply([g * scale for g in grads], trainable_variables)
+
+
+class OwnOptimizerTest(tf.test.TestCase):
+  def test_arguments_of_apply(self):
+    strategy = _strategy()
+    with strategy.scope():
+      variable, optimizer = tf.Variable(1.0), Scaled(1.0)
+      optimizer.build([variable])
+
+    def replica_fn():
+      optimizer.apply([tf.constant(1.0)], [variable], scale=0.125)
+
+    tf.function(lambda: strategy.run(replica_fn))()
+    self.assertEqual(variable.numpy(), 1 - len(DEVICES) * 0.125)
+
+
 class CrossReplicaTest(tf.test.TestCase):
   def test_an_update_outside_of_replicas_is_refused(self):
     with _strategy().scope():

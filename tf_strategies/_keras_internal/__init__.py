@@ -26,7 +26,7 @@ from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as base_trainer
 from keras.src.utils import traceback_utils
 
-from tf_strategies import _requirements, _tf_internal
+from tf_strategies import _requirements, _tf_internal, errors
 from tf_strategies._keras_internal import rows as _rows
 from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
@@ -184,7 +184,13 @@ def capture_apply(
   calls = []
   home = tf.compat.v1.get_default_graph()
 
-  def apply(optimizer, grads, trainable_variables=None):
+  def apply(optimizer, grads, trainable_variables=None, **options):
+    if options:
+      raise errors.UnsupportedOptionError(
+        f'the arguments {", ".join(options)}',
+        f'{type(optimizer).__name__}.apply(gradients, variables) in a step on workers',
+        'keep them in attributes of the optimizer',
+      )
     is_nested = tf.compat.v1.get_default_graph() is not home
     variables = trainable_variables and list(trainable_variables)
     found = [] if is_nested else list(grads)

@@ -463,13 +463,19 @@ def _check_train_function(model: keras.Model) -> None:
 
 
 def _is_end_of_data(error: Exception) -> bool:
+  frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+  modules = [f.f_globals.get('__name__', '') for f in frames]
+  if keras.callbacks.CallbackList.__module__ in modules:
+    return False  # It may be the end of other data, which a callback reads.
   if isinstance(error, tf.errors.OutOfRangeError):
     return is_end_of_sequence(error)
-  frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
   # The module that raised: an iterator of the data, or code that Keras calls
   # with one.
-  module = frames[-1].f_globals.get('__name__', '')
-  return module.partition('.')[0] in ('keras', 'tensorflow', 'tf_strategies')
+  return modules[-1].partition('.')[0] in (
+    'keras',
+    'tensorflow',
+    'tf_strategies',
+  )
 
 
 def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:

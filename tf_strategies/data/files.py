@@ -111,8 +111,8 @@ class TFRecords(Files):
     paths: as in `Files`.
     schema: a dict of `tf.io.FixedLenFeature` and its like for
       `tf.io.parse_example`, or a `parse_fn` as in `Files`.
-    counts: as in `Files`. Without it the frames of the records are walked, 2
-      us each, which takes a while on remote storage.
+    counts: as in `Files`. Without it, the records are counted when the source
+      is made, at 2 us for each. This is slow on remote storage.
     decode_fn: as in `Files`.
 
   Raises:

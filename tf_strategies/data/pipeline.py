@@ -51,8 +51,8 @@ def make_dataset(
   """Makes the batches of a source.
 
   Each iteration is one epoch, in another order. With `epochs`, one iteration is
-  a whole training run, which can be resumed at `start`. It sees each example as
-  often as any other, give or take one. A batch has examples of one pass over the
+  a whole training run, which can be resumed at `start`. In such a
+  run, the numbers of uses of two examples differ by at most one. A batch has examples of one pass over the
   data, unless `steps_per_epoch` and `drop_remainder` ask for full batches.
 
   Args:

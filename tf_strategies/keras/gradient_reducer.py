@@ -124,7 +124,9 @@ class GradientReducer:
       )
     apply(reduced)
 
-  def apply_gradients(self, optimizer, grads, trainable_variables=None) -> None:
+  def apply_gradients(
+    self, optimizer, grads, trainable_variables=None, **options
+  ) -> None:
     """Applies gradients; the `apply` of each optimizer that is made in the scope.
 
     Sums them over replicas, unless they are already reduced, before Keras clips,
@@ -138,7 +140,7 @@ class GradientReducer:
       variables = list(variables)
 
     def apply(gradients):
-      type(optimizer).apply(optimizer, gradients, variables)
+      type(optimizer).apply(optimizer, gradients, variables, **options)
 
     if tf.distribute.get_strategy().extended is not self:
       if self.most_workers > 1:

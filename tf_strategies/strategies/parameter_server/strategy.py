@@ -253,7 +253,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def join(self) -> None:
     """Waits until all steps that were begun are done.
 
-    Not for a worker whose gradient a step is done without (`backup_workers`).
+    With `backup_workers`, it does not wait for workers whose gradient was dropped.
 
     Raises:
       ParameterServerUnavailableError: a server died.
