@@ -5,6 +5,7 @@ undisturbed run. Real processes, real `kill -9`.
 """
 
 import csv
+import itertools
 import os
 import random
 import signal
@@ -158,8 +159,10 @@ class ElasticTest(elastic_case.ElasticCase):
     self.assertIn('to be the same on all workers', str(newcomer.error))
     self.assertIn('make_batches', str(newcomer.error))
     self.assert_results(outcomes)
+    # A slow newcomer may make the others meet twice.
     sizes = [g.world_size for g in outcomes[0].value['generations']]
-    self.assertEqual(sizes, [3, 2, 3, 2])
+    changes = [size for size, _ in itertools.groupby(sizes)]
+    self.assertEqual(changes, [3, 2, 3, 2])
 
   @pytest.mark.soak
   def test_batch_and_learning_rate_follow_the_workers(self):

@@ -121,7 +121,7 @@ class RefusalTest(parameterized.TestCase):
   def test_task_that_sends_nonsense_is_named(self):
     ports = ports_lib.pick_ports(2)
     addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
-    options = process_group.GroupOptions(rendezvous_timeout_seconds=2.0)
+    options = process_group.GroupOptions(rendezvous_timeout_seconds=6.0)
 
     async def answer(link, request, message):
       link.send(protocol.Kind.HELLO, {})
