@@ -29,7 +29,10 @@ _MISTAKES = (
     'again', 'rank 0 in the begin of fit, rank 1 in fit. Fix: call the same'
   ),
   tiers.soak('rate', 'rank 0 has 0.5, rank 1 has 0.00999'),
-  ('own_train_function', "SGD.apply outside of the strategy's steps"),
+  (
+    'own_train_function',
+    "SGD.apply inside the strategy's step, got a call outside",
+  ),
   tiers.soak('crash', 'ValueError: the disk of this worker is full'),
 )
 
