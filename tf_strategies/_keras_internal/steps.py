@@ -471,11 +471,8 @@ def _is_end_of_data(error: Exception) -> bool:
     return is_end_of_sequence(error)
   # The module that raised: an iterator of the data, or code that Keras calls
   # with one.
-  return modules[-1].partition('.')[0] in (
-    'keras',
-    'tensorflow',
-    'tf_strategies',
-  )
+  package = modules[-1].partition('.')[0]
+  return package in ('keras', 'tensorflow', 'tf_strategies')
 
 
 def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:

@@ -216,7 +216,7 @@ class GradientReducer:
 
 
 def mark(gradient: tf.Tensor, variable: int, shards: int = 1) -> tf.Tensor:
-  """Returns the tensor, known as a gradient in the graph that is being traced.
+  """Marks a tensor as a gradient in the graph that is being traced, and returns it.
 
   Args:
     gradient: what an optimizer gets.
