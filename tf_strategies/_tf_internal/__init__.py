@@ -26,7 +26,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   OneDeviceContext,
   ResourceVariable,
   TrackedAsAnother,
-  add_functions,
+  copy_op,
   arrays_from,
   autograph_convert,
   call_with,

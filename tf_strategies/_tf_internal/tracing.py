@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -265,10 +266,29 @@ def temporary_variable(value: tf.Tensor) -> tf.Tensor:
   return handle
 
 
-def add_functions(functions, graph) -> None:
-  """Makes functions callable by the operations of `graph`."""
+def copy_op(
+  op: tf.Operation,
+  inputs: Sequence[tf.Tensor],
+  dtypes: Sequence[tf.DType],
+  attrs: Mapping[str, Any],
+  functions: Sequence[Any],
+) -> list[tf.Tensor]:
+  """Copies an operation, with other inputs and attributes, and the functions it calls.
+
+  `dtypes` are those of its outputs, which are returned.
+  """
+  graph = tf.compat.v1.get_default_graph()
   for function in functions:
     function.add_to_graph(graph)
+  # `create_op` inspects its signature at each call, which takes a sixth of a copy.
+  return graph._create_op_internal(
+    op.type,
+    list(inputs),
+    dtypes,
+    name=op.name.rpartition('/')[2].lstrip('_') or op.type,
+    attrs=dict(attrs),
+    op_def=op.op_def,
+  ).outputs
 
 
 def _function(root, name):

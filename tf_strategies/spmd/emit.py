@@ -29,7 +29,6 @@ class _Block(NamedTuple):
   turn: int
   sites: tuple[Site, ...]
   is_deferred: bool
-  is_shared: bool
   is_compiled: bool
 
 
@@ -75,11 +74,10 @@ class Emitter:
       with tf.control_dependencies(
         self._barrier() if block.is_deferred else []
       ):
-        if block.is_shared and (block.is_compiled or len(block.sites) > 1):
+        if block.is_compiled:
           self._call(block, nodes, users)
         else:
-          for node in nodes:
-            self._build(node, block.sites)
+          self._build(nodes, block.sites)
     while pending:
       self._meet(pending, met)
       met += 1
@@ -191,12 +189,7 @@ class Emitter:
         if t.node in places and not plan.is_computed(t, wanted)
       }
       sites = tuple(s for s in self._sites if s in needed[node])
-      decision = plan.decisions[node]
-      is_shared = not decision.emit_together and actions.is_alike(
-        decision.bodies.values(), sites
-      )
-      is_compiled = is_shared and self._is_compiled(node, sites)
-      how = sites, node in plan.deferred, is_shared, is_compiled
+      how = sites, node in plan.deferred, self._is_compiled(node, sites)
       level, turn = plan.levels[node], 0
       for block in (places[n] for n in before):
         if block.level == level:
@@ -211,11 +204,15 @@ class Emitter:
     A program of XLA reaches only variables of its own device, so a node that uses a
     variable without a copy there is not compiled.
     """
+    decision = self._plan.decisions[node]
     found = [self._plan.seen(t).resource for t in node.inputs]
     # A site that is no replica reads the copies of the first one.
     is_apart = any(site.replica is None for site in sites)
-    return not any(r and (r.is_single or is_apart) for r in found) and (
-      node.is_all_of(self._compiled)
+    return (
+      not decision.emit_together
+      and not any(r and (r.is_single or is_apart) for r in found)
+      and node.is_all_of(self._compiled)
+      and actions.is_alike(decision.bodies.values(), sites)
     )
 
   def _users(self, blocks, asked) -> dict[Tensor, set[_Block | None]]:
@@ -228,7 +225,7 @@ class Emitter:
     return users
 
   def _call(self, block, nodes, users):
-    """Builds a block as a function, once, and calls it at each of its sites."""
+    """Builds a block as a function that XLA compiles, and calls it at each site."""
     plan, sites, inside = self._plan, block.sites, set(nodes)
     given: dict[Any, list[tf.Tensor]] = {}
     for node in nodes:
@@ -253,7 +250,7 @@ class Emitter:
       if users.get(tensor, set()) - {block}
     ]
 
-    @tf.function(autograph=False, jit_compile=block.is_compiled or None)
+    @tf.function(autograph=False, jit_compile=True)
     def compute(rows, arguments):
       template = sites[0].template(rows)
       for (key, values), argument in zip(given.items(), arguments, strict=True):
@@ -262,8 +259,7 @@ class Emitter:
         else:
           _tf_internal.copy_handle_data(values[0], argument)
           template.handles[key] = argument
-      for node in nodes:
-        self._build(node, [template])
+      self._build(nodes, [template])
       return [template.get(tensor) for tensor in results]
 
     columns = list(zip(*given.values(), strict=True)) or [()] * len(sites)
@@ -280,29 +276,46 @@ class Emitter:
         site_lib.set_own_shape(output, tensor, plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
 
-  def _build(self, node, sites):
-    plan, decision = self._plan, self._plan.decisions[node]
-    rows, columns = [], []
-    for site in sites:
-      with tf.device(site.device):
-        pairs = zip(node.inputs, decision.wants, strict=True)
-        rows.append([self._in_kind(site, *pair) for pair in pairs])
-    if decision.emit_together:
+  def _build(self, nodes, sites):
+    """Builds nodes: at one site after the other, or at all sites together."""
+    plan = self._plan
+    for node, group in itertools.groupby(nodes, self._together):
+      if node is None:
+        group = list(group)
+        for site in sites:
+          with tf.device(site.device):
+            for each in group:
+              self._build_here(each, site)
+        continue
+      decision, rows = plan.decisions[node], []
+      for site in sites:
+        with tf.device(site.device):
+          rows.append(self._inputs(node, site))
       columns = decision.emit_together(sites, rows, self._exchange)
       # Of one without outputs they still say when it was done.
       self.met += itertools.chain(*columns)
-    else:
-      for site, inputs in zip(sites, rows, strict=True):
-        with tf.device(site.device):
-          columns.append(
-            decision.emit(site, inputs)
-            if decision.emit
-            else site.op(node, inputs)
-          )
-    for site, outputs in zip(sites, columns, strict=True):
-      for tensor, output in zip(node.outputs, outputs, strict=False):
-        site_lib.set_own_shape(output, tensor, plan.values[tensor])
-        site.tensors[tensor, AS_IS] = output
+      for site, outputs in zip(sites, columns, strict=True):
+        self._hold(node, site, outputs)
+
+  def _together(self, node) -> Node | None:
+    """Returns a node that sites build together, or None for all others."""
+    return node if self._plan.decisions[node].emit_together else None
+
+  def _inputs(self, node, site):
+    wants = self._plan.decisions[node].wants
+    pairs = zip(node.inputs, wants, strict=True)
+    return [self._in_kind(site, *pair) for pair in pairs]
+
+  def _build_here(self, node, site):
+    emit = self._plan.decisions[node].emit
+    inputs = self._inputs(node, site)
+    outputs = emit(site, inputs) if emit else site.op(node, inputs)
+    self._hold(node, site, outputs)
+
+  def _hold(self, node, site, outputs):
+    for tensor, output in zip(node.outputs, outputs, strict=False):
+      site_lib.set_own_shape(output, tensor, self._plan.values[tensor])
+      site.tensors[tensor, AS_IS] = output
 
   def _contributions(self, site, tensors):
     """Returns a replica's terms of sums. A padding row contributes nothing."""
@@ -325,7 +338,8 @@ class Emitter:
       return site.lengths(seen.lengths, tensor)
     if tensor.node.type == 'Const' and not site.holds(tensor, AS_IS):
       # Where it is used: it is smaller than what would hand it over.
-      self._build(tensor.node, [site])
+      with tf.device(site.device):
+        self._build_here(tensor.node, site)
     return site.as_kind(tensor, plan.values[tensor].kind, seen.kind, wanted)
 
   def _meet(self, pending, level):

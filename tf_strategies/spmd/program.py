@@ -97,6 +97,7 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
   """
   root = graph if root is None else root
   nodes: list[Node] = []
+  found: dict[Any, Node] = {}
 
   def add(kind, name, inputs, before, attrs, op, outputs):
     node = Node(len(nodes), kind, name, inputs, before, attrs, op)
@@ -132,9 +133,14 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
         for name, value in op.node_def.attr.items()
         if name not in _DROPPED
       }
-      node = add(op.type, op.name, inputs, controls, attrs, op, op.outputs)
-      node.opaque = _tf_internal.opaque_functions(root, op, attrs)
-      node.bodies = {} if node.opaque else _bodies(root, op)
+      key = _key(op, inputs, controls, attrs)
+      node = found.get(key)
+      if node is None:
+        node = add(op.type, op.name, inputs, controls, attrs, op, op.outputs)
+        node.opaque = _tf_internal.opaque_functions(root, op, attrs)
+        node.bodies = {} if node.opaque else _bodies(root, op)
+        if key is not None:
+          found[key] = node
       nodes_of[op.name] = [node, *controls] if op.type == 'NoOp' else [node]
       for tensor, ours in zip(op.outputs, node.outputs, strict=True):
         tensors[id(tensor)] = ours
@@ -146,6 +152,25 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
   tensors = dict(zip(map(id, inputs), arguments, strict=True))
   expand(graph, tensors, ())
   return Program(nodes, arguments, [tensors[id(t)] for t in outputs])
+
+
+def _key(op, inputs, controls, attrs) -> Any:
+  """Returns a key that operations with equal results share, or None if it has no twin.
+
+  Optimizers read the learning rate and the step, and compute with them, once for each
+  variable. Reads of a variable with no write between them wait for the same nodes.
+  """
+  dtypes = {t.dtype for t in op.outputs}
+  if (
+    (op.op_def.is_stateful and op.type != 'ReadVariableOp')
+    or not dtypes.isdisjoint((tf.variant, tf.resource))
+    or not dtypes
+  ):
+    return None
+  values = {n: v.SerializeToString(deterministic=True) for n, v in attrs.items()}
+  before = frozenset(n.number for n in controls)
+  ids = tuple((t.node.number, t.index) for t in inputs)
+  return op.type, ids, before, frozenset(values.items())
 
 
 def _bodies(root, op) -> dict[str, Program]:

@@ -211,17 +211,13 @@ class Site:
     """Copies an operation, with other inputs and attributes."""
     if self.adds_in_order and node.type == 'AddN':
       return [functools.reduce(_plus, inputs)]
-    graph = tf.compat.v1.get_default_graph()
-    _tf_internal.add_functions(node.opaque, graph)
-    op = graph.create_op(
-      node.type,
-      list(inputs),
+    return _tf_internal.copy_op(
+      node.op,
+      inputs,
       [t.dtype for t in node.outputs],
-      name=node.name.rpartition('/')[2].lstrip('_') or node.type,
-      attrs={**node.attrs, **(attrs or {})},
-      op_def=node.op.op_def,
+      {**node.attrs, **(attrs or {})},
+      node.opaque,
     )
-    return op.outputs
 
   # Other kinds of a tensor.
 
