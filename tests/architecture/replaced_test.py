@@ -9,7 +9,6 @@ from benchmarks import processes
 # ARCHITECTURE.md says where each one is replaced. To replace another one, find a
 # way without one of these.
 _REPLACED = (
-  'keras.src.backend.common.variables.register_uninitialized_variable',
   'keras.src.backend.tensorflow.numpy.take',
   'keras.src.backend.tensorflow.trainer.TensorFlowTrainer._make_function',
   'keras.src.backend.tensorflow.trainer.TensorFlowTrainer._maybe_symbolic_build',
@@ -20,8 +19,6 @@ _REPLACED = (
   'tensorflow.python.distribute.failure_handling.failure_handling.'
   'PreemptionCheckpointHandler.__init__',
   'tensorflow.python.eager.backprop.GradientTape.gradient',
-  'tensorflow.python.eager.polymorphic_function.concrete_function.'
-  'ConcreteFunction._call_flat',
   'tensorflow.python.framework.errors_impl.UnknownError.__new__',
   'tensorflow.python.framework.ops._create_graph_constant',
   'the gradient of Mean',

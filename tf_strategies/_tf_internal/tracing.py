@@ -1,11 +1,11 @@
 """TensorFlow internals for traced steps and their variables."""
 
 import contextlib
+import gc
 import inspect
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,43 +126,17 @@ def arrays_from(
     _arrays.take = before
 
 
-class _Calls(threading.local):
-  # Called with the captures of a function that runs eagerly.
-  note_captures: Callable[[Sequence[tf.Tensor]], None] | None = None
+def replace_captures(pairs: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> None:
+  """Replaces tensors that traced functions have captured.
 
-
-_calls = _Calls()
-_call_concrete = _ConcreteFunction._call_flat
-
-
-# Variables by the ids of their old handles, which they keep alive.
-_by_old_handle = weakref.WeakValueDictionary()
-
-
-def replace_handle(variable: tf.Variable, handle: tf.Tensor) -> None:
-  """Replaces a variable's handle, also for functions that were traced before."""
-  old = vars(variable).setdefault('_old_handles', [])
-  old.append(variable._handle)
-  _by_old_handle[id(variable._handle)] = variable
-  variable._handle = handle
-
-
-def _current(tensor):
-  variable = _by_old_handle.get(id(tensor))
-  return tensor if variable is None else variable._handle
-
-
-def _call_with_current(self, tensor_inputs, captured_inputs):
-  """Calls a concrete function with the present handles of its variables."""
-  if _calls.note_captures is not None and tf.executing_eagerly():
-    _calls.note_captures(captured_inputs)
-  if _by_old_handle:
-    tensor_inputs = list(map(_current, tensor_inputs))
-    captured_inputs = list(map(_current, captured_inputs))
-  return _call_concrete(self, tensor_inputs, captured_inputs)
-
-
-_ConcreteFunction._call_flat = _call_with_current
+  Args:
+    pairs: the old and the new tensor of each pair.
+  """
+  new = {id(old): (old, tensor) for old, tensor in pairs}
+  for each in gc.get_objects():
+    if issubclass(type(each), _ConcreteFunction):
+      captures = each._captured_inputs
+      captures[:] = [new.get(id(t), (t, t))[1] for t in captures]
 
 
 def call_with(
@@ -179,18 +153,6 @@ def call_with(
   """
   captured = [others.get(id(t), t) for t in function.captured_inputs]
   return function._call_flat(list(inputs), captured)
-
-
-@contextlib.contextmanager
-def captures_noted(
-  note: Callable[[Sequence[tf.Tensor]], None],
-) -> Iterator[None]:
-  """Calls `note` with the captures of each function before it runs eagerly."""
-  before, _calls.note_captures = _calls.note_captures, note
-  try:
-    yield
-  finally:
-    _calls.note_captures = before
 
 
 def compiled_operations(device: str) -> frozenset[str]:
@@ -255,6 +217,42 @@ def functions_of(root, op) -> list:
   ]
   found = [_function(op.graph, n) or _function(root, n) for n in names]
   return [f.graph for f in found if hasattr(f, 'graph')]
+
+
+@contextlib.contextmanager
+def restores_delayed(root: tf.__internal__.tracking.Trackable) -> Iterator[None]:
+  """Delays restores that wait for variables below `root` until the context ends.
+
+  `tf.train.Checkpoint` restores a variable when a layer gets it. While Keras builds a
+  model from types, the variable does not have a value yet, and Keras would fail.
+  """
+  waiting = []
+  for each in tf.train.TrackableView(root).descendants():
+    each._maybe_initialize_trackable()
+    waiting.append((each, dict(each._deferred_dependencies)))
+    each._deferred_dependencies.clear()
+  try:
+    yield
+  finally:
+    for each, restores in waiting:
+      each._deferred_dependencies.update(restores)
+      for name in restores:
+        child = each._lookup_dependency(name)
+        if child is not None:
+          each._handle_deferred_dependencies(name, child)
+
+
+for _signature in (
+  '_maybe_initialize_trackable()',
+  '_deferred_dependencies',
+  '_lookup_dependency(name, cached_dependencies)',
+  '_handle_deferred_dependencies(name, trackable)',
+):
+  _requirements.method(
+    tf.__internal__.tracking.Trackable,
+    _signature,
+    'a model that is built after Checkpoint.restore gets the restored values',
+  )
 
 
 def temporary_variable(value: tf.Tensor) -> tf.Tensor:

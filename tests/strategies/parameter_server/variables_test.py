@@ -5,6 +5,7 @@ from unittest import mock
 import tensorflow as tf
 
 from tests.strategies.parameter_server import local_servers
+from tf_strategies import _tf_internal
 
 
 class CoordinatorAccessTest(tf.test.TestCase):
@@ -66,7 +67,8 @@ class CoordinatorAccessTest(tf.test.TestCase):
     write(tf.ones([3]))
     for value in (10.0, 20.0):
       with mock.patch.object(self.variable, 'is_alive', lambda: False):
-        self.variable.recreate_if_dead()
+        moved = self.variable.recreate_if_dead()
+      _tf_internal.replace_captures(moved)
       self.assertTrue(self.variable.is_lost)
       self.variable.assign(tf.fill([3], value))
       write(tf.ones([3]))

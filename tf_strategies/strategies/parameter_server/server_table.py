@@ -36,13 +36,14 @@ class ServerShard(row_table.TableShard):
     self.server = server
     self.name = name
 
-  def recreate_if_dead(self) -> None:
-    """Makes an empty shard if the server was restarted."""
+  def recreate_if_dead(self) -> list:
+    """Makes an empty shard if the server was restarted. No function has captured it."""
     try:
       self.size()
     except tf.errors.OpError:
       self._make()
       self.is_lost = True
+    return []
 
   def check_is_whole(self) -> None:
     """Raises an error if its rows were lost with their server."""

@@ -259,10 +259,13 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def recreate_if_dead(self) -> None:
-    """Creates the variable again, as zeros, on a server that was restarted."""
+  def recreate_if_dead(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Creates the variable again, as zeros, on a server that was restarted.
+
+    Returns the old and the new handle, or nothing.
+    """
     if self.is_alive():
-      return
+      return []
     device = server_device(self.server)
     zeros = zeros_on(device, self.shape, self.dtype)
     with tf.device(device):
@@ -270,10 +273,11 @@ class ServerVariable(_tf_internal.ResourceVariable):
         zeros, trainable=False, dtype=self.dtype
       )
     # The handle alone says which memory of which process this variable is.
-    _tf_internal.replace_handle(self, fresh.handle)
+    old, self._handle = self._handle, fresh.handle
     traced_step.register(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
+    return [(old, fresh.handle)]
 
 
 def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
