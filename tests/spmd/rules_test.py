@@ -14,7 +14,7 @@ from tests import virtual_devices
 from tests.spmd.replicas import flat as _flat
 from tests.spmd.replicas import run
 from tf_strategies import errors
-from tf_strategies.spmd import plan, row_sharing
+from tf_strategies.spmd import plan, program, row_sharing
 
 virtual_devices.configure()
 
@@ -351,6 +351,21 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
       self.assertRegex(str(error), 'would have to meet')
     else:
       self.assertAllClose(want, found[0], 1e-5, 1e-5)
+
+  def test_equal_operations_are_built_once(self):
+    variable = tf.Variable(2.0)
+
+    @tf.function
+    def step(x):
+      before = variable * x + variable * x + tf.random.normal([])
+      variable.assign_add(x)
+      return before + variable * x + tf.random.normal([])
+
+    graph = step.get_concrete_function(tf.TensorSpec([])).graph
+    nodes = program.flatten(graph, graph.inputs, graph.outputs).nodes
+    found = [node.type for node in nodes]
+    types = ('ReadVariableOp', 'Mul', 'RandomStandardNormal')
+    self.assertEqual([found.count(t) for t in types], [2, 2 + 2, 2])
 
 
 if __name__ == '__main__':

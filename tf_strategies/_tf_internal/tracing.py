@@ -220,7 +220,9 @@ def functions_of(root, op) -> list:
 
 
 @contextlib.contextmanager
-def restores_delayed(root: tf.__internal__.tracking.Trackable) -> Iterator[None]:
+def restores_delayed(
+  root: tf.__internal__.tracking.Trackable,
+) -> Iterator[None]:
   """Delays restores that wait for variables below `root` until the context ends.
 
   `tf.train.Checkpoint` restores a variable when a layer gets it. While Keras builds a

@@ -167,7 +167,9 @@ def _key(op, inputs, controls, attrs) -> Any:
     or not dtypes
   ):
     return None
-  values = {n: v.SerializeToString(deterministic=True) for n, v in attrs.items()}
+  values = {
+    n: v.SerializeToString(deterministic=True) for n, v in attrs.items()
+  }
   before = frozenset(n.number for n in controls)
   ids = tuple((t.node.number, t.index) for t in inputs)
   return op.type, ids, before, frozenset(values.items())
