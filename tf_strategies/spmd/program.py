@@ -160,19 +160,19 @@ def _key(op, inputs, controls, attrs) -> Any:
   Optimizers read the learning rate and the step, and compute with them, once for each
   variable. Reads of a variable with no write between them wait for the same nodes.
   """
-  dtypes = {t.dtype for t in op.outputs}
-  if (
-    (op.op_def.is_stateful and op.type != 'ReadVariableOp')
-    or not dtypes.isdisjoint((tf.variant, tf.resource))
-    or not dtypes
+  if (op.op_def.is_stateful and op.type != 'ReadVariableOp') or any(
+    t.dtype in (tf.variant, tf.resource) for t in op.outputs
   ):
     return None
   values = {
     n: v.SerializeToString(deterministic=True) for n, v in attrs.items()
   }
-  before = frozenset(n.number for n in controls)
-  ids = tuple((t.node.number, t.index) for t in inputs)
-  return op.type, ids, before, frozenset(values.items())
+  return (
+    op.type,
+    tuple((t.node.number, t.index) for t in inputs),
+    frozenset(n.number for n in controls),
+    frozenset(values.items()),
+  )
 
 
 def _bodies(root, op) -> dict[str, Program]:
