@@ -1,4 +1,4 @@
-"""Shared code of the examples: common flags, and objects made from them.
+"""Shared code of the MNIST examples: flags, and the objects that they describe.
 
 Flags of a single example are defined in its file. TensorFlow is imported inside
 functions, so that `--help` and a wrong flag answer at once.
@@ -7,13 +7,15 @@ functions, so that `--help` and a wrong flag answer at once.
 from __future__ import annotations
 
 import atexit
+import collections
 import importlib.util
-import math
+import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any
 
+import numpy as np
 from absl import app, flags
 
 import tf_strategies as tfs
@@ -21,14 +23,8 @@ from tf_strategies.cluster import exit_codes
 
 FLAGS = flags.FLAGS
 STRATEGIES = (
-  'one_device',
-  'mirrored',
-  'ring_mirrored',
-  'multi_worker_ring',
-  'multi_worker_collective',
-  'parameter_server',
-  'central_storage',
-  'tpu_ring',
+  *('one_device', 'mirrored', 'ring_mirrored', 'central_storage', 'tpu_ring'),
+  *('multi_worker_ring', 'multi_worker_collective', 'parameter_server'),
 )
 _DATASETS = ('mnist', 'digits', 'synthetic')
 # Enough for 97% on digits and 98.5% on MNIST; synthetic images show the speed.
@@ -36,28 +32,11 @@ _EPOCHS = {'mnist': 3, 'digits': 12, 'synthetic': 1}
 _LEARNING_RATES = {'sgd': 0.02, 'adam': 1e-3}
 # auto chooses by the devices; builtin is TensorFlow's own.
 _ALL_REDUCES = (
-  'auto',
-  'ring',
-  'direct',
-  'tree',
-  'halving_doubling',
-  'hierarchical',
-  'naive',
-  'builtin',
+  *('auto', 'ring', 'direct', 'tree', 'halving_doubling', 'hierarchical'),
+  *('naive', 'builtin'),
 )
 _POLICIES = ('float32', 'mixed_float16', 'mixed_bfloat16')
 _MODES = ('async', 'sync', 'bounded')
-# Arguments of `tfs.ParameterServerStrategy` that have a flag.
-_SERVER_FLAGS = (
-  *('mode', 'backup_workers', 'max_staleness'),
-  *('checkpoint_dir', 'checkpoint_steps'),
-)
-# Splitting a variable costs a message for each part. Of the models here, only
-# the kernel of the hidden layer (256 KiB) is worth it.
-_MIN_PART_BYTES = 64 << 10
-# TensorFlow requires a limit for each virtual GPU. Two gigabytes are many times
-# what these models need, and eight such devices fit on a 16 GB card.
-_VIRTUAL_GPU_MEGABYTES = 2048
 
 # Data and model.
 flags.DEFINE_enum('dataset', 'mnist', _DATASETS, 'What to train on.')
@@ -113,10 +92,10 @@ flags.DEFINE_string('report_json', None, 'Write the report of the run here.')
 flags.DEFINE_string(
   'save_weights',
   None,
-  'Write the final weights to this .npz file, for examples.compare_weights. '
-  'With {rank} in its name, every worker writes one.',
+  'Write the final weights to this .npz file. With {rank} in its name, every '
+  'worker writes one.',
 )
-flags.DEFINE_float('min_accuracy', None, 'Below it, exit with status 2.', 0, 1)
+flags.DEFINE_float('min_accuracy', 0, 'Below it, exit with status 2.', 0, 1)
 flags.DEFINE_string(
   'log_dir',
   None,
@@ -124,12 +103,20 @@ flags.DEFINE_string(
   # absl.logging has a flag of this name, for log files that nobody writes here.
   allow_override=True,
 )
-flags.DEFINE_string(
-  'timeline',
-  None,
-  'Write a timeline for Perfetto to this file, one for each rank. Merge them '
-  'with tfs timeline merge.',
+flags.DEFINE_string('timeline', None, 'Write timelines, one for each rank.')
+
+
+@flags.validator('log_dir', 'needs TensorBoard: run `pip install tensorboard`.')
+def _check_log_dir(value):
+  return not value or importlib.util.find_spec('tensorboard') is not None
+
+
+@flags.multi_flags_validator(
+  ['all_reduce', 'strategy'],
+  '--all_reduce=builtin works with --strategy=mirrored only.',
 )
+def _check_all_reduce(values):
+  return values['all_reduce'] != 'builtin' or values['strategy'] == 'mirrored'
 
 
 def run(main: Callable[[], Mapping[str, Any] | None]) -> None:
@@ -145,25 +132,27 @@ def run(main: Callable[[], Mapping[str, Any] | None]) -> None:
 def _run(argv, main) -> int:
   if len(argv) > 1:
     raise app.UsageError(f'unexpected arguments: {" ".join(argv[1:])}')
+  set_defaults()
+  import_tensorflow()
   try:
-    prepare_flags()
-    import_tensorflow()
-    report = main()
+    found = main()
   except tfs.errors.Error as e:
     # Meant for the user, who needs no traceback to understand it.
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
     return exit_codes.exit_code(e)
-  least = FLAGS.min_accuracy
-  if report is None or not report['is_chief'] or least is None:
+  if found is None or not found['is_chief']:
     return 0
-  accuracy = report['test']['accuracy']
-  if accuracy >= least:
-    return 0
-  print(
-    f'Test accuracy {accuracy:.4f} is below --min_accuracy={least}.',
-    file=sys.stderr,
-  )
-  return 2
+  accuracy, least = found['test']['accuracy'], FLAGS.min_accuracy
+  if accuracy < least:
+    print(f'Accuracy {accuracy:.4f} < --min_accuracy={least}.', file=sys.stderr)
+  return 2 if accuracy < least else 0
+
+
+def set_defaults() -> None:
+  """Sets the flags whose defaults follow from other flags."""
+  FLAGS.epochs = FLAGS.epochs or _EPOCHS[FLAGS.dataset]
+  if FLAGS.learning_rate is None:
+    FLAGS.learning_rate = _LEARNING_RATES[FLAGS.optimizer]
 
 
 def import_tensorflow() -> None:
@@ -179,51 +168,10 @@ def import_tensorflow() -> None:
     os.close(shown)
 
 
-def prepare_flags() -> None:
-  """Checks that the parsed flags fit together, and fills in their defaults.
-
-  Raises:
-    UnsupportedOptionError: flags that contradict each other.
-  """
-  if FLAGS.all_reduce == 'builtin' and FLAGS.strategy != 'mirrored':
-    raise tfs.errors.UnsupportedOptionError(
-      f'--strategy={FLAGS.strategy}',
-      '--strategy=mirrored with --all_reduce=builtin',
-      'write --strategy=mirrored, or choose another --all_reduce',
-    )
-  is_elastic = _optional_flag('elastic')
-  if is_elastic and FLAGS.strategy != 'multi_worker_ring':
-    raise tfs.errors.UnsupportedOptionError(
-      f'--strategy={FLAGS.strategy}',
-      '--strategy=multi_worker_ring with --elastic',
-      'write --strategy=multi_worker_ring, or leave --elastic out',
-    )
-  if is_elastic and FLAGS.checkpoint_dir:
-    raise tfs.errors.UnsupportedOptionError(
-      'both',
-      '--elastic or --checkpoint_dir',
-      'leave one out: an elastic job keeps its state in its workers',
-    )
-  FLAGS.epochs = FLAGS.epochs or _EPOCHS[FLAGS.dataset]
-  if FLAGS.learning_rate is None:
-    FLAGS.learning_rate = _LEARNING_RATES[FLAGS.optimizer]
-
-
-def _optional_flag(name: str) -> Any:
-  """The value of a flag that not every example has."""
-  return FLAGS[name].value if name in FLAGS else None
-
-
 def create_strategy():
   """Returns what --strategy names; call it before TensorFlow starts."""
-  strategy = tfs.create_strategy(FLAGS.strategy, **strategy_options())
-  if has_servers(strategy):
-    atexit.register(strategy.close)
-  return strategy
+  import tensorflow as tf
 
-
-def strategy_options() -> dict[str, Any]:
-  """Returns the arguments of `tfs.create_strategy`."""
   options = {}
   if FLAGS.num_virtual_devices:
     options['devices'] = devices()
@@ -233,71 +181,163 @@ def strategy_options() -> dict[str, Any]:
     elif FLAGS.all_reduce != 'builtin':
       options['cross_device_ops'] = tfs.ScheduledAllReduce(FLAGS.all_reduce)
   if FLAGS.strategy == 'parameter_server':
-    options |= {name: FLAGS[name].value for name in _SERVER_FLAGS}
+    names = ('mode', 'backup_workers', 'max_staleness')
+    names += ('checkpoint_dir', 'checkpoint_steps')
+    options |= {name: FLAGS[name].value for name in names}
     if FLAGS.variable_partitions:
-      import tensorflow as tf
-
+      # Splitting a variable costs a message for each part. Of the models here,
+      # only the kernel of the hidden layer (256 KiB) is worth it.
       partitioners = tf.distribute.experimental.partitioners
       options['variable_partitioner'] = partitioners.MinSizePartitioner(
-        _MIN_PART_BYTES, FLAGS.variable_partitions
+        64 << 10, FLAGS.variable_partitions
       )
-  return options
+  strategy = tfs.create_strategy(FLAGS.strategy, **options)
+  if isinstance(strategy, tfs.ParameterServerStrategy):
+    atexit.register(strategy.close)
+  if FLAGS.strategy == 'tpu_ring' or not hasattr(strategy, 'step'):
+    # TensorFlow's strategies have no `step`: their replicas run it.
+    strategy.step = lambda step, optimizers=(): tf.function(
+      lambda batch: strategy.run(step, (batch,))
+    )
+  return strategy
 
 
 def devices() -> list[str] | None:
-  """Returns the logical devices of --num_virtual_devices; None for all."""
-  count = FLAGS.num_virtual_devices
-  return split_device(count) if count else None
+  """Returns the logical devices of --num_virtual_devices; None for all devices.
 
-
-def split_device(count: int) -> list[str]:
-  """Splits the first GPU, or else the CPU; returns the names of its parts.
+  They are parts of the first GPU, or else of the CPU.
 
   Raises:
     UnsupportedOptionError: TensorFlow runs already, with other devices.
   """
   import tensorflow as tf
 
+  if not FLAGS.num_virtual_devices:
+    return None
   gpus = tf.config.list_physical_devices('GPU')
   physical = gpus[0] if gpus else tf.config.list_physical_devices('CPU')[0]
-  limit = _VIRTUAL_GPU_MEGABYTES if gpus else None
-  part = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
+  # TensorFlow requires a limit for each virtual GPU. Two gigabytes are many
+  # times what these models need, and eight such devices fit on a 16 GB card.
+  part = tf.config.LogicalDeviceConfiguration(2048 if gpus else None)
+  parts = [part] * FLAGS.num_virtual_devices
   try:
-    tf.config.set_logical_device_configuration(physical, [part] * count)
+    tf.config.set_logical_device_configuration(physical, parts)
   except RuntimeError as e:
     raise tfs.errors.UnsupportedOptionError(
-      f'--num_virtual_devices={count} after it',
-      'split_device before the first operation of TensorFlow',
-      'call split_device first',
+      f'--num_virtual_devices={len(parts)} after it',
+      'devices() before the first operation of TensorFlow',
+      'call it first',
     ) from e
-  return [f'{physical.device_type}:{i}' for i in range(count)]
+  return [f'{physical.device_type}:{i}' for i in range(len(parts))]
 
 
-def hidden_layers() -> list:
-  """Returns the layers of --model between the images and the logits."""
+def load_data(steps_per_execution: int = 1):
+  """Loads --dataset, and sets --steps_per_epoch to whole groups of steps.
+
+  Keras would take the rest of a group of steps from the next epoch.
+
+  Raises:
+    DataError: the data are less than one full batch, or one group of steps.
+  """
+  from examples import datasets
+
+  data = datasets.load(FLAGS.dataset, FLAGS.data_path)
+  one_pass = tfs.data.make_dataset(data.train, _pipeline(), training=True)
+  steps = FLAGS.steps_per_epoch or int(one_pass.cardinality())
+  if steps < steps_per_execution:
+    raise tfs.errors.DataError(
+      f'Expected at least --steps_per_execution={steps_per_execution} steps in '
+      f'an epoch, got {steps}. Fix: pass --steps_per_execution={steps} at most.'
+    )
+  FLAGS.steps_per_epoch = steps - steps % steps_per_execution
+  return data
+
+
+def _pipeline() -> tfs.data.PipelineOptions:
+  """Returns how training batches are made.
+
+  TensorFlow's own mirrored strategy gets full batches only: a replica with
+  fewer rows would count too much, and one without rows can abort the process
+  (the gradient of max pooling).
+  """
+  return tfs.data.PipelineOptions(
+    FLAGS.global_batch_size,
+    seed=FLAGS.seed,
+    drop_remainder=FLAGS.strategy == 'mirrored',
+  )
+
+
+def train_batches(strategy, data, start: Iterable[int] = (0, 0)):
+  """Returns the batches from (epoch, step) on, in the order of an unbroken run.
+
+  They are a `tf.data.Dataset`, or distributed already: with --worker_input each
+  worker reads its part itself.
+  """
+
+  def make(context=None):
+    return tfs.data.make_dataset(
+      data.train,
+      _pipeline(),
+      training=True,
+      epochs=FLAGS.epochs,
+      start=start,
+      steps_per_epoch=FLAGS.steps_per_epoch,
+      input_context=context,
+    )
+
+  if FLAGS.worker_input:
+    return strategy.distribute_datasets_from_function(make)
+  return make()
+
+
+def test_batches(data):
+  """Returns the batches of the test split, in order."""
+  options = tfs.data.PipelineOptions(global_batch_size=512)
+  return tfs.data.make_dataset(data.test, options, training=False)
+
+
+def build_model(num_classes: int):
+  """Returns the network of --model, from images to logits, not compiled."""
+  import keras
   from keras import layers
 
+  keras.utils.set_random_seed(FLAGS.seed)
+  keras.config.set_dtype_policy(FLAGS.mixed_precision)
   if FLAGS.model == 'mlp':  # Small and fast.
-    return [
+    hidden = [
       layers.Flatten(),
       layers.Dense(16, activation='relu', name='hidden_1'),
       layers.Dense(16, activation='relu', name='hidden_2'),
     ]
-  return [
-    layers.Conv2D(16, 5, activation='relu', name='conv_1'),
-    layers.MaxPooling2D(2),
-    layers.Conv2D(32, 5, activation='relu', name='conv_2'),
-    layers.MaxPooling2D(2),
-    layers.Flatten(),
-    layers.Dense(128, activation='relu', name='hidden'),
-  ]
+  else:
+    hidden = [
+      layers.Conv2D(16, 5, activation='relu', name='conv_1'),
+      layers.MaxPooling2D(2),
+      layers.Conv2D(32, 5, activation='relu', name='conv_2'),
+      layers.MaxPooling2D(2),
+      layers.Flatten(),
+      layers.Dense(128, activation='relu', name='hidden'),
+    ]
+  return keras.Sequential(
+    [
+      keras.Input([28, 28, 1]),
+      *hidden,
+      layers.Dropout(FLAGS.dropout),
+      # Float32 in mixed precision too: a 16-bit softmax loses the tail.
+      layers.Dense(num_classes, dtype='float32', name='logits'),
+    ],
+    name=FLAGS.model,
+  )
 
 
-def build_optimizer(strategy):
-  """Returns the Keras optimizer that the flags describe."""
+def build_optimizer():
+  """Returns the Keras optimizer of the flags; call it in the strategy's scope."""
   import keras
+  import tensorflow as tf
 
-  rate = learning_rate(strategy)
+  rate = FLAGS.learning_rate
+  if FLAGS.scale_learning_rate:
+    rate *= tf.distribute.get_strategy().num_replicas_in_sync
   if FLAGS.warmup_steps:  # The first step has rate / warmup_steps.
     rate = keras.optimizers.schedules.PolynomialDecay(
       rate / FLAGS.warmup_steps, max(1, FLAGS.warmup_steps - 1), rate
@@ -308,147 +348,171 @@ def build_optimizer(strategy):
     optimizer = keras.optimizers.Adam(rate, name='adam')
   if FLAGS.local_steps:
     optimizer = tfs.keras.LocalSteps(optimizer, FLAGS.local_steps)
-  if FLAGS.mixed_precision == 'mixed_float16':
-    # Outside of the wrapper, where `compile` would put it too.
-    optimizer = keras.optimizers.LossScaleOptimizer(
-      optimizer, name='loss_scale'
-    )
   return optimizer
 
 
-def learning_rate(strategy) -> float:
-  """Returns the learning rate after the warm-up."""
-  scale = strategy.num_replicas_in_sync if FLAGS.scale_learning_rate else 1
-  return FLAGS.learning_rate * scale
+def resume(data, model, metrics=None) -> tuple[tfs.Run | None, tuple[int, int]]:
+  """Returns the run in --checkpoint_dir, if any, and its next (epoch, step).
 
-
-def pipeline_options() -> tfs.data.PipelineOptions:
-  """Returns how training batches are made.
-
-  TensorFlow's own mirrored strategy gets full batches only: a replica with
-  fewer rows would count too much, and one without rows can abort the process
-  (the gradient of max pooling).
+  A run continues checkpoints of the same settings, optimizer and seed. Strategy
+  and number of replicas may differ. A custom loop passes its `metrics`.
   """
-  full = FLAGS.strategy == 'mirrored'
-  return tfs.data.PipelineOptions(
-    FLAGS.global_batch_size, seed=FLAGS.seed, drop_remainder=full
-  )
+  if not FLAGS.checkpoint_dir:
+    return None, (0, 0)
+  names = ('dataset', 'model', 'dropout', 'mixed_precision')
+  names += ('global_batch_size', 'steps_per_epoch')
+  settings = {name: FLAGS[name].value for name in names}
+  settings['train_examples'] = data.train.num_examples
+  settings['full_batches'] = _pipeline().drop_remainder
+  run = tfs.Run(FLAGS.checkpoint_dir, model, settings=settings, metrics=metrics)
+  epoch, step = run.restore()
+  if metrics:  # For a loop, parameter servers count the steps of all epochs.
+    steps = FLAGS.steps_per_epoch
+    epoch, step = divmod(epoch * steps + step, steps)
+  return run, (epoch, step)
 
 
-def steps_per_epoch(data) -> int:
-  """Returns the training steps of an epoch.
-
-  They are a multiple of --steps_per_execution, where there is such a flag: Keras
-  would take the rest of a group of steps from the next epoch.
-
-  Raises:
-    DataError: the data are less than one full batch, or one group of steps.
-  """
-  batch, n = FLAGS.global_batch_size, data.train.num_examples
-  full = pipeline_options().drop_remainder
-  if full and n < batch:
-    raise tfs.errors.DataError(
-      f'Expected a full batch with --strategy=mirrored, got {n} examples for '
-      f'batches of {batch}. Fix: pass a smaller --global_batch_size.'
-    )
-  steps = FLAGS.steps_per_epoch or (
-    n // batch if full else math.ceil(n / batch)
-  )
-  group = _optional_flag('steps_per_execution') or 1
-  if steps < group:
-    raise tfs.errors.DataError(
-      f'Expected at least --steps_per_execution={group} steps in an epoch, got '
-      f'{steps}. Fix: pass --steps_per_execution={steps} at most.'
-    )
-  return steps - steps % group
-
-
-def images_in_steps(data, steps: int) -> int:
-  """Returns the images in the first steps of a run: the last of a pass has less."""
-  batch, n = FLAGS.global_batch_size, data.train.num_examples
-  if pipeline_options().drop_remainder:
-    return steps * batch
-  passes, rest = divmod(steps, math.ceil(n / batch))
-  return passes * n + rest * batch
-
-
-def checkpoint_settings(strategy, data) -> dict[str, Any]:
-  """Returns what two runs must have in common for one to continue the other.
-
-  The strategy may differ, and so may the number of replicas.
-  """
-  names = (
-    *('dataset', 'model', 'dropout', 'global_batch_size', 'optimizer'),
-    *('warmup_steps', 'mixed_precision', 'seed'),
-  )
-  return {
-    **{name: FLAGS[name].value for name in names},
-    'train_examples': data.train.num_examples,
-    'steps_per_epoch': steps_per_epoch(data),
-    'full_batches': pipeline_options().drop_remainder,
-    'learning_rate': learning_rate(strategy),
-  }
-
-
-def evaluate_checkpoints(build_model: Callable, test_batches: Callable) -> None:
-  """Evaluates each checkpoint on one device: the part of an evaluator.
-
-  Args:
-    build_model: makes the model from a strategy and the number of classes.
-    test_batches: makes the batches from the data.
-  """
+def evaluate_checkpoints() -> None:
+  """Evaluates each checkpoint on one device: the part of an evaluator."""
   if not FLAGS.checkpoint_dir:
     print('This evaluator has nothing to do without --checkpoint_dir.')
     return
   import keras
 
-  from examples import datasets
-
-  strategy = tfs.create_strategy('one_device')
-  data = datasets.load(FLAGS.dataset, FLAGS.data_path)
-  model = build_model(strategy, data.num_classes)
-  if not model.compiled:  # For a custom loop.
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(build_optimizer(strategy), loss, metrics=['accuracy'])
-  log_dir = FLAGS.log_dir if can_log(strategy) else None
+  data = load_data()
+  model = build_model(data.num_classes)
+  loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+  model.compile(build_optimizer(), loss, metrics=['accuracy'])
   tfs.SidecarEvaluator(
-    model, test_batches(data), FLAGS.checkpoint_dir, log_dir=log_dir
+    model, test_batches(data), FLAGS.checkpoint_dir, log_dir=FLAGS.log_dir
   ).run()
 
 
-def is_chief(strategy) -> bool:
-  """Returns whether this process shows progress and writes files.
+def end_epoch(strategy, optimizer) -> None:
+  """Ends what steps of a custom loop left to do, so that results can be read."""
+  if isinstance(strategy, tfs.ParameterServerStrategy):
+    strategy.join()  # Workers may still compute steps.
+  if FLAGS.local_steps:  # Workers average their weights.
+    if FLAGS.mixed_precision == 'mixed_float16':  # `compile` scales the loss.
+      optimizer = optimizer.inner_optimizer
+    optimizer.meet()
 
-  Results of metrics must be read on all workers: each has a part.
-  """
+
+def is_chief(strategy) -> bool:
+  """Returns whether this process shows progress and writes files."""
   return strategy.extended.should_checkpoint
 
 
-def has_servers(strategy) -> bool:
-  """Returns whether the variables are on parameter servers."""
-  return isinstance(strategy, tfs.ParameterServerStrategy)
+def verbosity(strategy) -> int:
+  """Returns `verbose` for Keras: the chief shows a line for each epoch."""
+  return 2 if FLAGS.verbose and is_chief(strategy) else 0
 
 
-def has_step(strategy) -> bool:
-  """Returns whether `strategy.step` computes a step as one device would."""
-  is_ours = type(strategy).__module__.startswith('tf_strategies.')
-  return is_ours and not isinstance(strategy, tfs.TPURingStrategy)
+def callbacks(strategy) -> list:
+  """Returns the callbacks of --log_dir and --timeline.
+
+  Make them before data are distributed: a timeline shows the input too.
+  """
+  import keras
+
+  found = []
+  if FLAGS.log_dir and is_chief(strategy):
+    found.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
+  if FLAGS.timeline:
+    found.append(tfs.MonitorCallback(FLAGS.timeline))
+  return found
 
 
-def join(strategy) -> None:
-  """Waits for steps that still run, where workers run them."""
-  if has_servers(strategy):
-    strategy.join()
+def callback_list(strategy, model):
+  """Returns the callbacks of a custom loop, which show its progress as `fit` does."""
+  import keras
+
+  return keras.callbacks.CallbackList(
+    callbacks(strategy),
+    add_progbar=True,
+    model=model,
+    epochs=FLAGS.epochs,
+    steps=FLAGS.steps_per_epoch,
+    verbose=verbosity(strategy),
+  )
 
 
-def can_log(strategy) -> bool:
-  """Returns whether to write TensorBoard logs; warns if it is not installed."""
-  if not FLAGS.log_dir or not is_chief(strategy):
-    return False
-  if importlib.util.find_spec('tensorboard') is None:
+def report(
+  data, model, metrics, logs: Mapping[str, float], start: tuple[int, int]
+) -> dict[str, Any]:
+  """Shows and returns the report; writes --report_json and --save_weights.
+
+  Args:
+    data: what `load_data` returned.
+    model: the trained model, with its optimizer.
+    metrics: its metrics.
+    logs: results of the last epoch, named as in Keras's history; those of the
+      test split alone if every epoch had been done before.
+    start: (epoch, step) at which this run began.
+  """
+  from tf_strategies.checkpoint import model_state
+
+  strategy, optimizer = model.distribute_strategy, model.optimizer
+  done = start[0] * FLAGS.steps_per_epoch + start[1]
+  steps = max(done, FLAGS.epochs * FLAGS.steps_per_epoch)
+  variables = [*model.variables, *optimizer.variables]
+  # A compiled model has a mean of the loss too.
+  kept = [*metrics, *model.metrics]
+  variables += [v for metric in kept for v in metric.variables]
+  test = {name[4:]: v for name, v in logs.items() if name.startswith('val_')}
+  train = {name: v for name, v in logs.items() if name in test}
+  found = {
+    'is_chief': is_chief(strategy),
+    'dataset': data.name,
+    'replicas': strategy.num_replicas_in_sync,
+    'devices': list(strategy.extended.worker_devices),
+    'parameters': model.count_params(),
+    'steps': steps,
+    'steps_this_run': steps - done,
+    'iterations': int(optimizer.iterations.numpy()),
+    'train': train or None,
+    'test': test,
+    'all_reduce': None,  # TensorFlow's own is not counted.
+    'parameter_server': None,
+    'variable_bytes': _variable_bytes(strategy, variables),
+  }
+  tasks = f'replicas: {found["replicas"]}'
+  if hasattr(strategy, 'communication_report'):
+    found['all_reduce'] = strategy.communication_report()
+  if isinstance(strategy, tfs.ParameterServerStrategy):
+    jobs = strategy.cluster.jobs
+    counts = {'workers': len(jobs['worker']), 'servers': len(jobs['ps'])}
+    found['parameter_server'] = {**counts, **strategy.report()}
+    tasks = f'workers: {counts["workers"]}, servers: {counts["servers"]}'
+  if found['is_chief']:
     print(
-      f'--log_dir={FLAGS.log_dir} gets no curves: TensorBoard is not '
-      'installed, run `pip install tensorboard`.'
+      f'Trained {steps:,} steps on {data.name} with {FLAGS.strategy} ({tasks}): '
+      f'test accuracy {test["accuracy"]:.4f}, loss {test["loss"]:.4f}.',
+      flush=True,
     )
-    return False
-  return True
+    if FLAGS.report_json:
+      with _create(FLAGS.report_json) as f:
+        f.write(json.dumps(found, indent=2).encode())
+  path = FLAGS.save_weights or ''
+  if path and (found['is_chief'] or '{rank}' in path):
+    rank = getattr(strategy, 'rank', 0)
+    with _create(path.replace('{rank}', str(rank))) as f:
+      named = model_state.name_variables(model, optimizer)
+      np.savez(f, **{name: v.value.numpy() for name, v in named.items()})
+  return found
+
+
+def _variable_bytes(strategy, variables: Iterable[Any]) -> dict[str, int]:
+  """Returns the bytes of all copies and parts of variables, by device."""
+  total = collections.Counter()
+  for variable in {id(v): v for v in variables}.values():
+    parts = getattr(variable.value, 'parts', None)
+    for part in parts or strategy.experimental_local_results(variable.value):
+      total[part.device] += part.shape.num_elements() * part.dtype.size
+  return dict(total)
+
+
+def _create(path: str) -> IO[bytes]:
+  """Creates a file, and its directory."""
+  os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+  return open(path, 'wb')

@@ -1,4 +1,4 @@
-"""Trains on MNIST with Keras' `fit`, under every strategy.
+"""Trains on MNIST with Keras's `fit`, under every strategy.
 
   python examples/mnist_keras_fit.py --strategy=ring_mirrored \\
     --num_virtual_devices=4 --dataset=digits
@@ -24,9 +24,7 @@ import sys
 from absl import flags
 
 if not __package__:  # Run as a file: the packages are one directory up.
-  sys.path.insert(
-    0, os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-  )
+  sys.path.insert(0, os.path.join(os.path.dirname(__file__), '..'))
 
 import tf_strategies as tfs
 from examples import common
@@ -43,102 +41,65 @@ flags.DEFINE_integer(
 flags.DEFINE_integer('steps_per_execution', 1, 'Steps in a call of Keras.', 1)
 
 
+@flags.multi_flags_validator(
+  ['elastic', 'strategy', 'checkpoint_dir'],
+  '--elastic works with --strategy=multi_worker_ring, and without '
+  '--checkpoint_dir: an elastic job keeps its state in its workers.',
+)
+def _check_elastic(values):
+  is_ring = values['strategy'] == 'multi_worker_ring'
+  return not values['elastic'] or (is_ring and not values['checkpoint_dir'])
+
+
 def build_model(strategy, num_classes):
-  """Returns the compiled model, with its variables placed by the strategy."""
+  """Returns the compiled model, whose variables the strategy places."""
   import keras
 
-  keras.utils.set_random_seed(FLAGS.seed)
-  keras.config.set_dtype_policy(FLAGS.mixed_precision)
   with strategy.scope():
-    model = keras.Sequential(
-      [
-        keras.Input([28, 28, 1]),
-        *common.hidden_layers(),
-        keras.layers.Dropout(FLAGS.dropout),
-        # Float32 in mixed precision too: a 16-bit softmax loses the tail.
-        keras.layers.Dense(num_classes, dtype='float32', name='logits'),
-      ],
-      name=FLAGS.model,
-    )
+    model = common.build_model(num_classes)
     model.compile(
-      common.build_optimizer(strategy),
+      common.build_optimizer(),
       keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=['accuracy'],
       steps_per_execution=FLAGS.steps_per_execution,
-      # XLA compiles the step of one replica, but none that communicates: one
-      # device and several would not run the same kernels.
+      # On GPUs Keras compiles under some strategies and not under others. Without
+      # it their results differ less, and can be compared.
       jit_compile=False,
     )
-    model.optimizer.build(model.trainable_variables)
   return model
-
-
-def train_batches(strategy, data, start=(0, 0)):
-  """Returns the batches from (epoch, step) on, in the order of an unbroken run."""
-
-  def make(context=None):
-    return tfs.data.make_dataset(
-      data.train,
-      common.pipeline_options(),
-      training=True,
-      epochs=FLAGS.epochs,
-      start=start,
-      steps_per_epoch=common.steps_per_epoch(data),
-      input_context=context,
-    )
-
-  if FLAGS.worker_input:  # Each worker reads its part itself.
-    return strategy.distribute_datasets_from_function(make)
-  return make()  # `fit` distributes it.
-
-
-def test_batches(data):
-  """Returns the batches of the test split, in order."""
-  options = tfs.data.PipelineOptions(global_batch_size=512)
-  return tfs.data.make_dataset(data.test, options, training=False)
 
 
 def train(job=None):
   """Trains in this task, or in an elastic job; returns the report."""
-  from examples import datasets, reporting
-
   strategy = job.strategy if job else common.create_strategy()
-  data = datasets.load(FLAGS.dataset, FLAGS.data_path)
+  data = common.load_data(FLAGS.steps_per_execution)
   model = build_model(strategy, data.num_classes)
-  start, runs = (0, 0), []
+  run, start = common.resume(data, model)
   if job:
-    job.restore(model)
+    job.restore(model)  # A worker that joins gets the state of the others.
     start = tuple(job.position)
-  elif FLAGS.checkpoint_dir:
-    settings = common.checkpoint_settings(strategy, data)
-    runs = [tfs.Run(FLAGS.checkpoint_dir, model, settings=settings)]
-    start = tuple(runs[0].restore())
-
-  measured = reporting.Run('mnist_keras_fit', strategy, data, start)
   options = {
     'epochs': FLAGS.epochs,
-    'steps_per_epoch': common.steps_per_epoch(data),
-    'validation_data': test_batches(data),
-    # The others see the step after which the last one exits.
-    'callbacks': [*measured.callbacks(), *runs],
-    'verbose': 2 if measured.is_shown else 0,
+    'steps_per_epoch': FLAGS.steps_per_epoch,
+    'validation_data': common.test_batches(data),
+    # The run is last: the others see the step after which it may exit.
+    'callbacks': [*common.callbacks(strategy), *([run] if run else [])],
+    'verbose': common.verbosity(strategy),
   }
-  if job:
+  if job:  # It asks for batches again when the group of workers changes.
     history = job.fit(
-      model, lambda *start: train_batches(strategy, data, start), **options
+      model,
+      lambda *start: common.train_batches(strategy, data, start),
+      **options,
     )
-  elif start[0] < FLAGS.epochs:  # The run skips completed steps.
-    batches = train_batches(strategy, data, (start[0], 0))
+  else:  # The run skips the steps that are done in the first epoch.
+    batches = common.train_batches(strategy, data, (start[0], 0))
     history = model.fit(batches, initial_epoch=start[0], **options)
-  else:
-    history = None
-    with runs[0]:  # An evaluator may still wait for its end.
-      pass
-
-  trained, tested = reporting.last_results(history)
-  if not tested:  # Every epoch had been done before.
-    tested = model.evaluate(test_batches(data), return_dict=True, verbose=0)
-  return measured.report(model, model.optimizer, model.metrics, trained, tested)
+  logs = {name: values[-1] for name, values in history.history.items()}
+  if not logs:  # Every epoch had been done before.
+    found = model.evaluate(common.test_batches(data), return_dict=True)
+    logs = {f'val_{name}': value for name, value in found.items()}
+  return common.report(data, model, model.metrics, logs, start)
 
 
 def main():
@@ -146,9 +107,7 @@ def main():
   if FLAGS.elastic:
     options = tfs.ElasticOptions(min_workers=FLAGS.min_workers)
     return tfs.elastic.run(train, options, devices=common.devices())
-  return tfs.cluster.run_task(
-    train, lambda: common.evaluate_checkpoints(build_model, test_batches)
-  )
+  return tfs.cluster.run_task(train, common.evaluate_checkpoints)
 
 
 if __name__ == '__main__':

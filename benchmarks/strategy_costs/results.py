@@ -43,43 +43,24 @@ def measured(
     'images_per_s': chief['examples_per_second'],
     **_moved(job, chief),
     **_memory(reports),
-    'steps': chief['steps'],
-    'test': chief['test'],
     'test_accuracy': chief['test']['accuracy'],
     'timed_epochs': chief['timed_epochs'],
-    'communication': chief['all_reduce'],
-    'parameter_server': chief.get('parameter_server'),
   }
 
 
 def _moved(job: catalogue.Job, chief: Mapping[str, Any]) -> dict[str, Any]:
   """Bytes a step: as the strategy counted them, or over loopback."""
-  counted = chief['bytes_per_step'] or {}
-  busiest = counted.get('into_busiest_device')
-  total = counted.get('into_all_devices')
+  busiest, total = chief['bytes_per_step']
   if job.num_workers:
     epochs = [epoch['loopback_bytes'] for epoch in chief['timed_epochs']]
     total = None if None in epochs else sum(epochs) / chief['steps']
-  return {
-    'bytes_per_step_into_busiest': busiest,
-    'bytes_per_step_total': total,
-    'bytes_per_step_counted': chief['bytes_per_step'],
-  }
+  return {'bytes_per_step_into_busiest': busiest, 'bytes_per_step_total': total}
 
 
-def _memory(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """Returns the bytes of variables on every device of every task."""
-  by_device = {}
-  for found in reports:
-    for device, num_bytes in found['variable_bytes'].items():
-      # Workers that train call their devices alike.
-      task = f'worker {found["rank"]}: ' if len(reports) > 1 else ''
-      by_device[f'{task}{device}'] = num_bytes
-  return {
-    'variable_bytes': by_device,
-    'variable_bytes_most': max(by_device.values()),
-    'variable_bytes_total': sum(by_device.values()),
-  }
+def _memory(reports: Sequence[dict[str, Any]]) -> dict[str, int]:
+  """Returns the bytes of variables on the devices of all tasks."""
+  sizes = [size for r in reports for size in r['variable_bytes'].values()]
+  return {'variable_bytes_most': max(sizes), 'variable_bytes_total': sum(sizes)}
 
 
 def record(

@@ -8,8 +8,10 @@ of the example and what the clock counted, to `<rank>.json`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -22,7 +24,8 @@ import psutil
 from absl import flags
 
 import tf_strategies as tfs
-from examples import common, datasets, mnist_keras_fit, reporting
+from benchmarks import report
+from examples import common, mnist_keras_fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,42 +63,60 @@ def train(spec: Spec) -> dict[str, Any]:
     DataError: if data are missing or damaged.
   """
   flags.FLAGS(['task', *spec.flags()])
-  common.prepare_flags()
+  common.set_defaults()
   strategy = common.create_strategy()
-  data = datasets.load(flags.FLAGS.dataset, flags.FLAGS.data_path)
+  data = common.load_data()
   model = mnist_keras_fit.build_model(strategy, data.num_classes)
-  untimed = _train_untimed(strategy, data, model, spec.untimed_steps)
-
-  def rows_in_step(step):
-    before = common.images_in_steps(data, step)
-    return common.images_in_steps(data, step + 1) - before
-
-  watch = Watch(
-    common.steps_per_epoch(data), rows_in_step, lambda: common.join(strategy)
-  )
-  run = reporting.Run('strategies', strategy, data)
+  steps = flags.FLAGS.steps_per_epoch
+  untimed = min(spec.untimed_steps, steps)
+  # Parameter servers have steps that still run.
+  join = getattr(strategy, 'join', lambda: None)
+  _train_untimed(strategy, data, model, untimed)
+  # The last batch of a pass over the data has fewer rows.
+  batch, n = flags.FLAGS.global_batch_size, data.train.num_examples
+  passes, rest = divmod(steps, math.ceil(n / batch))
+  watch = Watch(steps, passes * n + rest * batch, join)
   history = model.fit(
-    mnist_keras_fit.train_batches(strategy, data),
+    common.train_batches(strategy, data),
     epochs=flags.FLAGS.epochs,
-    steps_per_epoch=common.steps_per_epoch(data),
-    validation_data=mnist_keras_fit.test_batches(data),
+    steps_per_epoch=steps,
+    validation_data=common.test_batches(data),
     callbacks=[watch],
-    shuffle=False,
     verbose=0,
   )
-  found = run.report(
-    model, model.optimizer, model.metrics, *reporting.last_results(history)
-  )
-  steps = found['steps_this_run'] + untimed
+  logs = {name: values[-1] for name, values in history.history.items()}
+  found = common.report(data, model, model.metrics, logs, (0, 0))
   found |= {
     'examples_per_second': watch.examples_per_second,
-    'bytes_per_step': reporting.bytes_per_step(found['all_reduce'], steps),
+    'bytes_per_step': bytes_per_step(found, found['steps_this_run'] + untimed),
     'rank': getattr(strategy, 'rank', 0),
     'timed_epochs': watch.epochs,
   }
-  if common.has_servers(strategy):
+  if found['parameter_server']:
     strategy.close()
   return found
+
+
+def bytes_per_step(
+  found: Mapping[str, Any], steps: int
+) -> tuple[float | None, float | None]:
+  """Returns the bytes of a step into the busiest device and into all, on average.
+
+  They are None if they were not counted.
+
+  Args:
+    found: report of an example.
+    steps: number of steps that it counted.
+  """
+  counted = found['all_reduce'] or {}
+  is_alone = found['replicas'] == 1 and not found['parameter_server']
+  if 'link' in counted or not (counted or is_alone):
+    return None, None
+  into = collections.Counter()
+  for kind, by_device in counted.items():
+    if kind.endswith('_bytes_in'):
+      into.update(by_device)
+  return max(into.values(), default=0) / steps, into.total() / steps
 
 
 class Watch(keras.callbacks.Callback):
@@ -106,7 +127,7 @@ class Watch(keras.callbacks.Callback):
 
   Args:
     steps_per_epoch: of training.
-    rows_in_step: returns the rows in a step of an epoch, from 0.
+    rows: of an epoch.
     join: waits for steps that still run.
 
   Attributes:
@@ -118,31 +139,29 @@ class Watch(keras.callbacks.Callback):
   def __init__(
     self,
     steps_per_epoch: int,
-    rows_in_step: Callable[[int], int],
+    rows: int,
     join: Callable[[], None],
   ):
     super().__init__()
     self.epochs: list[dict[str, float | None]] = []
     self._steps_per_epoch = steps_per_epoch
-    self._rows_in_step = rows_in_step
+    self._rows = rows
     self._join = join
 
   @property
-  def examples_per_second(self) -> float | None:
-    """Returns the median of the epochs; None if there was none."""
+  def examples_per_second(self) -> float:
+    """Returns the median of the epochs."""
     rates = [epoch['rows'] / epoch['seconds'] for epoch in self.epochs]
-    return statistics.median(rates) if rates else None
+    return statistics.median(rates)
 
   def on_epoch_begin(self, epoch, logs=None):
     """Starts the clock."""
     self._join()
-    self._rows = 0
     self._sent = loopback_bytes()
     self._start = time.perf_counter()
 
   def on_train_batch_end(self, batch, logs=None):
     """Stops the clock after the last step."""
-    self._rows += self._rows_in_step(batch)
     if batch + 1 < self._steps_per_epoch:
       return
     self._join()
@@ -163,23 +182,19 @@ def loopback_bytes() -> int | None:
   return None
 
 
-def _train_untimed(strategy, data, model: keras.Model, steps: int) -> int:
-  """Trains some steps and takes them back; returns how many."""
-  steps = min(steps, common.steps_per_epoch(data))
-  if not steps:
-    return 0
+def _train_untimed(strategy, data, model: keras.Model, steps: int) -> None:
+  """Trains some steps and takes them back."""
+  with strategy.scope():
+    model.optimizer.build(model.trainable_variables)
   variables = [*model.weights, *model.optimizer.variables]
   values = [v.numpy() for v in variables]
   model.fit(
-    mnist_keras_fit.train_batches(strategy, data),
+    common.train_batches(strategy, data),
     steps_per_epoch=steps,
-    shuffle=False,
     verbose=0,
   )
-  common.join(strategy)
   for variable, value in zip(variables, values, strict=True):
     variable.assign(value)
-  return steps
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     print(f'{type(e).__name__}: {e}', file=sys.stderr)
     return 1
   path = os.path.join(spec.output_dir, f'{found["rank"]}.json')
-  reporting.write_json(found, path)
+  report.write_json(path, found)
   return 0
 
 

@@ -13,7 +13,7 @@ from absl import flags
 from absl.testing import parameterized
 
 from benchmarks import processes
-from examples import common, compare_weights
+from examples import common
 from tests import virtual_devices
 from tests.examples import pages, programs
 from tf_strategies.checkpoint import checkpointer
@@ -131,7 +131,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
       report = pages.run(
         name, *flags, '--noverbose', f'--save_weights={path}', *changes
       )
-      weights.append(compare_weights.read(path))
+      weights.append(dict(np.load(path)))
     self.assertEqual(report['steps'], 480)
     self.assertEqual(report['steps_this_run'], 240 - where['step'])
     if is_kill:

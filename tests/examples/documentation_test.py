@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and each program says how to run it."""
+"""Each program says how to run it."""
 
 import re
 
@@ -6,17 +6,13 @@ import tensorflow as tf
 from absl import flags
 from absl.testing import parameterized
 
-from tests import docstrings, virtual_devices
+from tests import virtual_devices
 from tests.examples import pages
 
 virtual_devices.configure()
 
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters('compare_weights', 'reporting')
-  def test_docstrings_show_what_happens(self, name):
-    docstrings.assert_examples(self, f'examples.{name}')
-
   def _commands(self, name):
     """Yields the page's commands, as launcher flags (if any) and program flags."""
     with pages.parsed(name) as example:

@@ -1,5 +1,6 @@
 """Both training programs equal one device and resume exactly."""
 
+import importlib.util
 import os
 
 import keras
@@ -9,8 +10,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from examples import compare_weights
-from tests import virtual_devices
+from benchmarks.strategy_costs import task
+from tests import virtual_devices, weights
 from tests.examples import pages
 
 virtual_devices.configure()
@@ -45,13 +46,13 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     path = os.path.join(self.create_tempdir().full_path, 'weights.npz')
     changes = {'save_weights': path, 'num_virtual_devices': devices, **changes}
     report = pages.run(name, **{**options, **changes})
-    return compare_weights.read(path), report
+    return dict(np.load(path)), report
 
   def test_twenty_steps_equal_one_device(self):
     name = _FIT
     one, one_report = self._train(name, _TWENTY_STEPS, strategy='one_device')
     four, report = self._train(name, _TWENTY_STEPS, devices=4)
-    largest, where = compare_weights.largest_difference(one, four)
+    largest, where = weights.largest_difference(one, four)
     self.assertLessEqual(largest, 1e-5, where)
     self.assertEqual(report['steps'], 20)
     self.assertEqual(report['replicas'], 4)
@@ -73,7 +74,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
       self._train(name, _SHORT, strategy='one_device')[0]
       for name in (_FIT, _LOOP)
     )
-    self.assertLessEqual(compare_weights.largest_difference(fit, loop)[0], 1e-6)
+    self.assertLessEqual(weights.largest_difference(fit, loop)[0], 1e-6)
 
   def test_resumed_run_is_exact(self):
     name = _LOOP
@@ -91,7 +92,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
 
     # No steps are left: the weights are only restored and evaluated.
     again, report = self._train(name, options, 2, checkpoint_dir=directory)
-    self.assertEqual(compare_weights.largest_difference(again, resumed)[0], 0)
+    self.assertEqual(weights.largest_difference(again, resumed)[0], 0)
     self.assertEqual(report['steps_this_run'], 0)
     self.assertIsNone(report['train'])
     self.assertGreater(report['test']['accuracy'], 0)
@@ -115,6 +116,21 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
       ):
         pages.run(_LOOP, **{**options, **changes})
 
+  @parameterized.parameters(_FIT, _LOOP)
+  def test_local_steps_train_in_mixed_precision(self, name):
+    options = {'local_steps': 2, 'mixed_precision': 'mixed_float16'}
+    options['strategy'] = 'multi_worker_ring'
+    _, report = self._train(name, _SHORT, 1, **options)
+    self.assertEqual(report['iterations'], 6)
+
+  @parameterized.parameters(_FIT, _LOOP)
+  def test_curves_are_written_where_tensorboard_is_installed(self, name):
+    if importlib.util.find_spec('tensorboard') is None:
+      self.skipTest('TensorBoard is not installed')
+    directory = self.create_tempdir().full_path
+    self._train(name, _SHORT, epochs=1, log_dir=directory)
+    self.assertCountEqual(os.listdir(directory), ['train', 'validation'])
+
   def test_report_counts_every_copy_of_every_variable(self):
     _, one = self._train(_FIT, _SHORT, strategy='one_device', epochs=1)
     (on_one,) = one['variable_bytes'].values()
@@ -132,13 +148,9 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     # A ring sends 2(N-1)/N of the gradients to each of N devices. Tensors are
     # not split, so some devices get a bit more. Metrics take a few bytes.
     gradients = 4 * report['parameters']
-    moved = report['bytes_per_step']
-    self.assertBetween(
-      moved['into_all_devices'], 6 * gradients, 6 * gradients + 200
-    )
-    self.assertBetween(
-      moved['into_busiest_device'], 1.5 * gradients, 1.52 * gradients
-    )
+    busiest, total = task.bytes_per_step(report, report['steps_this_run'])
+    self.assertBetween(total, 6 * gradients, 6 * gradients + 200)
+    self.assertBetween(busiest, 1.5 * gradients, 1.52 * gradients)
 
   @parameterized.parameters((_FIT, 'ring_mirrored'), (_LOOP, 'central_storage'))
   @pytest.mark.soak

@@ -3,12 +3,12 @@
 import json
 import os
 
+import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from examples import compare_weights
-from tests import tiers, virtual_devices
+from tests import tiers, virtual_devices, weights
 from tests.examples import pages, programs
 
 virtual_devices.configure()
@@ -36,12 +36,12 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     path = os.path.join(self.create_tempdir().full_path, 'weights.npz')
     changes = {'strategy': strategy, 'save_weights': path, **changes}
     report = pages.run(name, **{**_SHORT, **changes})
-    return compare_weights.read(path), report
+    return dict(np.load(path)), report
 
   def test_trains_what_one_device_trains(self):
     expected, _ = self._train(_FIT, 'one_device')
     found, _ = self._train(_FIT, worker_input=True)
-    largest, where = compare_weights.largest_difference(expected, found)
+    largest, where = weights.largest_difference(expected, found)
     self.assertLessEqual(largest, 1e-6, where)
 
   def test_resumes_after_an_epoch(self):
@@ -49,9 +49,7 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     directory = self.create_tempdir().full_path
     self._train(_LOOP, checkpoint_dir=directory, epochs=1)
     resumed, _ = self._train(_LOOP, checkpoint_dir=directory)
-    self.assertEqual(
-      compare_weights.largest_difference(straight, resumed)[0], 0
-    )
+    self.assertEqual(weights.largest_difference(straight, resumed)[0], 0)
 
 
 class JobTest(tf.test.TestCase, parameterized.TestCase):
@@ -62,7 +60,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   def _path(self, name):
     return os.path.join(self._directory, name)
 
-  def _run(self, name, *arguments, launcher=_JOB):
+  def _run(self, name, *arguments, launcher=_JOB, **options):
     """Runs a job that must succeed, and returns its report."""
     report = self._path('report.json')
     program = programs.Program(
@@ -73,6 +71,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       *arguments,
       output=self._path('output'),
       launcher=launcher,
+      **options,
     )
     self.addCleanup(program.kill)
     self.assertEqual(program.wait(), 0, program.output()[-5000:])
@@ -100,7 +99,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       servers['bytes_per_server'],
     )
     self.assertLen(by_device, 2)
-    self.assertIsNone(report['bytes_per_step'])
+    self.assertIsNone(report['all_reduce'])
     for split in ('train', 'test'):
       self.assertBetween(report[split]['accuracy'], 0, 1)
 
@@ -110,7 +109,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_says_what_a_reader_needs(self, strategy, job, most):
     self._run(_FIT, '--epochs=1', f'--strategy={strategy}', launcher=job)
-    for words in ('Training on', 'speed', 'accuracy'):
+    for words in ('on digits with', 's/step', 'test accuracy'):
       self.assertIn(words, self._output)
     for words in (
       'default session config',
@@ -135,10 +134,15 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.soak
   def test_learns(self, name, *arguments):
     report = self._run(
-      name, f'--epochs={_EPOCHS}', '--min_accuracy=0.8', *arguments
+      name,
+      f'--epochs={_EPOCHS}',
+      '--min_accuracy=0.8',
+      *arguments,
+      spreads_variables=True,
     )
     self.assertRegex(
-      self._output, r'\[chief 0\] .* parameter_server: 2 workers, 2 servers'
+      self._output,
+      r'\[chief 0\] .* parameter_server \(workers: 2, servers: 2\)',
     )
     self.assert_result(report, _EPOCHS * _STEPS_PER_EPOCH)
 
@@ -151,6 +155,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       '--checkpoint_steps=5',
       '--epochs=20',
       launcher=(*_JOB, '--evaluator', '--grace_period=60'),
+      spreads_variables=True,
     )
     self.assert_result(report, 20 * _STEPS_PER_EPOCH)
     # The last checkpoint too, although the launcher ends the evaluator with the

@@ -21,7 +21,9 @@ def flags_of_a_process():
   with (
     flagsaver.flagsaver(),
     mock.patch.object(
-      common, 'split_device', lambda count: [f'CPU:{i}' for i in range(count)]
+      common,
+      'devices',
+      lambda: [f'CPU:{i}' for i in range(flags.FLAGS.num_virtual_devices)],
     ),
   ):
     yield
@@ -32,7 +34,7 @@ def parsed(name, *arguments):
   """Sets the flags of an example and yields its module."""
   with flags_of_a_process():
     flags.FLAGS([name, *arguments])
-    common.prepare_flags()
+    common.set_defaults()
     yield _MODULES[name]
 
 

@@ -11,6 +11,12 @@ from benchmarks import processes
 
 DEADLINE_SECONDS = 240
 ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
+_SPREAD = """
+from tf_strategies.strategies.parameter_server import extended
+extended.SPREAD_BYTES = 1
+from examples import common, {0}
+common.run({0}.main)
+"""
 
 
 class Program(processes.Command):
@@ -22,8 +28,8 @@ class Program(processes.Command):
     output: path of a file for stdout and stderr.
     launcher: flags of the launcher, for a job of several tasks.
     environment: additional environment variables.
-    as_file: whether to start it as `python examples/<name>.py` instead of
-      `python -m examples.<name>`.
+    spreads_variables: whether parameter servers share small variables too, as they
+      share large ones.
   """
 
   def __init__(
@@ -33,18 +39,18 @@ class Program(processes.Command):
     output: str,
     launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    as_file: bool = False,
+    spreads_variables: bool = False,
   ):
-    program = [f'examples/{name}.py'] if as_file else ['-m', f'examples.{name}']
+    program = ['-m', f'examples.{name}']
+    if spreads_variables:
+      program = ['-c', _SPREAD.format(name)]
     command = [sys.executable, *program, *flags]
     if launcher:
       launch = [sys.executable, '-m', 'tf_strategies.launch']
       command = [*launch, *launcher, '--', *command]
-    # Python finds modules beside a script without this path.
-    paths = [p for p in sys.path if p and not (as_file and p == str(ROOT))]
     # The caller's settings for clusters and devices must not reach the example.
     variables = {
-      'PYTHONPATH': os.pathsep.join(paths),
+      'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
       'PYTHONUNBUFFERED': '1',
       **(environment or {}),
     }

@@ -8,7 +8,7 @@ import re
 from absl.testing import absltest
 
 from benchmarks import processes
-from examples import compare_weights
+from tests import weights
 from tests.architecture import project
 
 # Runs the page's function where Ray has set no TF_CONFIG.
@@ -50,7 +50,7 @@ class RayTest(absltest.TestCase):
     self.assertEqual(done.returncode, 0, done.stderr)
     self.assertIn('worker 0 of 1', done.stdout)
     found = [_weights(d / 'model.weights.h5') for d in (alone, both)]
-    largest, where = compare_weights.largest_difference(*found)
+    largest, where = weights.largest_difference(*found)
     self.assertLessEqual(largest, 1e-6, where)
     self.assertNotEmpty(found[0])
 

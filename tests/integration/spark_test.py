@@ -12,7 +12,7 @@ import psutil
 from absl.testing import absltest
 
 from benchmarks import processes
-from examples import compare_weights
+from tests import weights
 from tests.architecture import documents, project
 from tests.integration import pages
 from tf_strategies.checkpoint import checkpointer
@@ -72,7 +72,7 @@ class SparkTest(absltest.TestCase):
       for name in directories
     ]
     self.assertNotEmpty(arrays[0])
-    return compare_weights.largest_difference(*arrays)[0]
+    return weights.largest_difference(*arrays)[0]
 
   def _train(self, directory, kills=False):
     """Runs the page's command, and returns each worker's report."""

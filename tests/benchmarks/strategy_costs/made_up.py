@@ -11,13 +11,12 @@ def report(rank=0, **changes):
     'iterations': 20,
     'steps': 20,
     'examples_per_second': 5000.0,
-    'bytes_per_step': None,
+    'bytes_per_step': (None, None),
     'variable_bytes': {'CPU:0': MEGABYTE},
     'test': {'loss': 0.2, 'accuracy': 0.9},
     'timed_epochs': [
       {'seconds': 1.5, 'rows': 640, 'loopback_bytes': 30 * MEGABYTE},
       {'seconds': 1.0, 'rows': 640, 'loopback_bytes': 10 * MEGABYTE},
     ],
-    'all_reduce': {'is_counted': False},
     **changes,
   }

@@ -38,13 +38,25 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(found['variable_bytes'], expected['variable_bytes'])
     # The rates are for 11 steps, not for 8.
     self.assertAllClose(
-      found['bytes_per_step']['into_busiest_device'],
-      expected['bytes_per_step']['into_busiest_device'],
-      rtol=1e-3,
+      found['bytes_per_step'], task.bytes_per_step(expected, 8), rtol=1e-3
     )
     self.assertEqual(
       [epoch['rows'] for epoch in found['timed_epochs']], [256, 256]
     )
+
+  def test_bytes_of_a_step_are_of_all_kinds(self):
+    counted = {
+      'cross_device_ops': 'AutoAllReduce',
+      'all_reduce_bytes_in': {},
+      'reduce_bytes_in': {'CPU:0': 900, 'CPU:1': 0},
+      'read_bytes_in': {'CPU:0': 0, 'CPU:1': 1000},
+    }
+    found = {'replicas': 2, 'parameter_server': None, 'all_reduce': counted}
+    self.assertEqual(task.bytes_per_step(found, steps=10), (100.0, 190.0))
+    # Workers and TensorFlow's own all-reduce do not count them.
+    for counted in ({'link': 'tcp'}, None):
+      found['all_reduce'] = counted
+      self.assertEqual(task.bytes_per_step(found, steps=10), (None, None))
 
 
 if __name__ == '__main__':
