@@ -30,7 +30,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   autograph_convert,
   call_with,
   compiled_operations,
-  copy_handle_data,
   copy_op,
   create_now,
   function_graph,

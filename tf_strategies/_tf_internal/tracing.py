@@ -37,10 +37,6 @@ _ControlFlowGraph = load(
   'ops.control_flow_v2_func_graphs.ControlFlowFuncGraph',
   'whether a graph belongs to the one around it alone',
 )
-copy_handle_data = load(
-  'ops.handle_data_util.copy_handle_data',
-  'the shape of the variable that a handle stands for',
-)
 _control_status_ctx = load(
   'autograph.core.ag_ctx.control_status_ctx', 'as stock strategies convert'
 )

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
 from tf_strategies.spmd import actions, kinds, pieces
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.exchange import Exchange
@@ -225,24 +224,7 @@ class Emitter:
     return users
 
   def _call(self, block, nodes, users):
-    """Builds a block as a function that XLA compiles, and calls it at each site."""
-    plan, sites, inside = self._plan, block.sites, set(nodes)
-    given: dict[Any, list[tf.Tensor]] = {}
-    for node in nodes:
-      wants = plan.decisions[node].wants
-      for tensor, wanted in zip(node.inputs, wants, strict=True):
-        resource = plan.seen(tensor).resource
-        if resource is not None:
-          if resource not in given:
-            given[resource] = [resource.handle(s) for s in sites]
-        elif not (
-          tensor.node in inside
-          or tensor.node.type == 'Const'
-          or plan.is_computed(tensor, wanted)
-        ):
-          for kind in (AS_IS, WHOLE, plan.forced.get(tensor)):
-            if all(s.holds(tensor, kind) for s in sites):
-              given[tensor, kind] = [s.get(tensor, kind) for s in sites]
+    """Builds a block at each of its sites as a function that XLA compiles."""
     results = [
       tensor
       for node in nodes
@@ -250,30 +232,18 @@ class Emitter:
       if users.get(tensor, set()) - {block}
     ]
 
-    @tf.function(autograph=False, jit_compile=True)
-    def compute(rows, arguments):
-      template = sites[0].template(rows)
-      for (key, values), argument in zip(given.items(), arguments, strict=True):
-        if isinstance(key, tuple):
-          template.tensors[key] = argument
-        else:
-          _tf_internal.copy_handle_data(values[0], argument)
-          template.handles[key] = argument
-      self._build(nodes, [template])
-      return [template.get(tensor) for tensor in results]
+    def compute(inner):
+      self._build(nodes, [inner])
+      return [inner.get(tensor) for tensor in results]
 
-    columns = list(zip(*given.values(), strict=True)) or [()] * len(sites)
-    rows = [s.rows.tensors() for s in sites]
-    with tf.device(None):
-      function = compute.get_concrete_function(
-        {name: tf.TensorSpec([], t.dtype) for name, t in rows[0].items()},
-        [site_lib.spec_of(values) for values in given.values()],
-      )
-    for site, own_rows, arguments in zip(sites, rows, columns, strict=True):
+    for site in block.sites:
+      inner = site.inner()
+      inner.device, inner.stand_in = None, site.stand_in
+      function = tf.function(compute, autograph=False, jit_compile=True)
       with tf.device(site.device):
-        built = function(own_rows, list(arguments))
+        built = function(inner)
       for tensor, output in zip(results, built, strict=True):
-        site_lib.set_own_shape(output, tensor, plan.values[tensor])
+        site_lib.set_own_shape(output, tensor, self._plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
 
   def _build(self, nodes, sites):
@@ -333,7 +303,7 @@ class Emitter:
     plan = self._plan
     seen = plan.seen(tensor)
     if seen.resource is not None:
-      return site.handle(seen.resource)
+      return seen.resource.handle(site)
     if plan.is_computed(tensor, wanted):
       return site.lengths(seen.lengths, tensor)
     if tensor.node.type == 'Const' and not site.holds(tensor, AS_IS):

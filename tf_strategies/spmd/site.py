@@ -50,15 +50,6 @@ class ReplicaRows:
   is_first: bool | tf.Tensor = False
   place: int | tf.Tensor | None = None
 
-  def tensors(self) -> dict[str, tf.Tensor]:
-    """Returns the fields that a function can take as arguments."""
-    fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-    return {
-      name: tf.convert_to_tensor(value)
-      for name, value in fields.items()
-      if value is not None
-    }
-
 
 def rows_or_stand_in(
   real: tf.Tensor, start: tf.Tensor, total: tf.Tensor
@@ -101,11 +92,9 @@ class Site:
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
     self.main, self.adds_in_order = main, adds_in_order
-    # Tensors by (tensor of the program, kind), handles by resource, and lengths.
-    # Inside of a branch or loop, also those outside of it.
-    self.tensors, self.handles, self._lengths = (
-      collections.ChainMap() for _ in range(3)
-    )
+    # Tensors by (tensor of the program, kind), and lengths. Inside of a function, a
+    # branch or a loop, also those outside of it.
+    self.tensors, self._lengths = collections.ChainMap(), collections.ChainMap()
     # The site with the rows, for a site that is not a replica; or with whole tensors.
     self.stand_in: Site | None = main
 
@@ -114,29 +103,8 @@ class Site:
     site = copy.copy(self)
     site.stand_in = self.main
     site.tensors = self.tensors.new_child()
-    site.handles = self.handles.new_child()
     site._lengths = self._lengths.new_child()
     return site
-
-  def template(self, rows: dict[str, tf.Tensor]) -> Site:
-    """Returns a site for a function that several sites call with their own `rows`."""
-    site = Site(
-      None,
-      ReplicaRows(**rows),
-      self.replica,
-      self.is_chief,
-      self.is_home,
-      self.main,
-      self.adds_in_order,
-    )
-    site.stand_in = None
-    return site
-
-  def handle(self, resource) -> tf.Tensor:
-    """Returns the handle of a variable or of another object."""
-    if resource in self.handles:
-      return self.handles[resource]
-    return resource.handle(self)
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
     """Returns whether a tensor was built here in this kind."""
@@ -346,14 +314,6 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
   if isinstance(value.kind, Split):
     own[value.kind.axis] = None
   built.set_shape(own)
-
-
-def spec_of(values: Sequence[tf.Tensor]) -> tf.TensorSpec:
-  """Returns the spec of tensors whose lengths differ."""
-  shape = values[0].shape
-  for value in values:
-    shape = shape.most_specific_compatible_shape(value.shape)
-  return tf.TensorSpec(shape, values[0].dtype)
 
 
 def _plus(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
