@@ -19,10 +19,10 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 341_000,
+  'tests': 340_400,
   'tf_strategies': 3_380,
-  'tf_strategies/_keras_internal': 8_440,
-  'tf_strategies/_tf_internal': 4_670,
+  'tf_strategies/_keras_internal': 8_590,
+  'tf_strategies/_tf_internal': 4_520,
   'tf_strategies/checkpoint': 7_610,
   'tf_strategies/cluster': 7_530,
   'tf_strategies/collectives': 5_760,

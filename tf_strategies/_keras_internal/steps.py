@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import variables
 from keras.src.backend.tensorflow import core, trainer
 from keras.src.trainers import trainer as base_trainer
 from keras.src.trainers.data_adapters import tf_dataset_adapter
@@ -290,20 +291,19 @@ def _build_from_specs(build):
       # A user's own step may use a batch in any way. Its variables are created
       # when it is traced, as on one device.
       return None
+    if iterator is not None:
+      data_batch = keras.tree.map_structure(
+        _tf_internal.spec_of_part, iterator._distributed_dataset.element_spec
+      )
+      parts = keras.tree.flatten(data_batch)
+      if any(p is not None and p.shape.rank is None for p in parts):
+        # The types are known only from a batch. Keras would average the
+        # replicas' parts.
+        _, _, batches = next(iter(iterator))
+        data_batch, *_ = strategy.experimental_local_results(next(batches))
+        _build_composite(self, data_batch)
+        return build(self, None, data_batch)
     with contextlib.ExitStack() as stack:
-      stack.enter_context(_tf_internal.restores_delayed(self))
-      if iterator is not None:
-        data_batch = keras.tree.map_structure(
-          _tf_internal.spec_of_part, iterator._distributed_dataset.element_spec
-        )
-        parts = keras.tree.flatten(data_batch)
-        if any(p is not None and p.shape.rank is None for p in parts):
-          # The types are known only from a batch. Keras would average the
-          # replicas' parts.
-          _, _, batches = next(iter(iterator))
-          data_batch, *_ = strategy.experimental_local_results(next(batches))
-          _build_composite(self, data_batch)
-          return build(self, None, data_batch)
       try:
         _, y, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
         if y is None:
@@ -583,6 +583,54 @@ def _placeholder(leaf: Any) -> Any:
     for s in tf.nest.flatten(leaf, expand_composites=True)
   ]
   return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+
+
+# `tf.train.Checkpoint` restores a variable when a layer gets it. In a symbolic
+# build the variable does not have a value yet, and Keras fails.
+
+
+def _restore_when_made(register: Callable) -> Callable:
+  """Lets a checkpoint restore a variable that gets its value later."""
+
+  @functools.wraps(register)
+  def register_variable(variable):
+    restored = {}
+
+    def initialize():
+      for name in methods:
+        delattr(variable, name)
+      variable._deferred_initialize()
+      if restored:
+        with tf.init_scope():
+          variable._restore_from_tensors(restored)
+
+    methods = {
+      # TensorFlow reads a value of this type without checking its shape.
+      '_serialize_to_tensors': lambda: {
+        'VARIABLE_VALUE': tf.zeros([], variable._dtype)
+      },
+      '_restore_from_tensors': restored.update,
+      '_deferred_initialize': initialize,
+    }
+    vars(variable).update(methods)
+    register(variable)
+
+  return register_variable
+
+
+_why = 'a model that is built after Checkpoint.restore gets the restored values'
+for _signature in (
+  '_serialize_to_tensors()',
+  '_restore_from_tensors(restored_tensors)',
+  '_deferred_initialize()',
+):
+  _requirements.method(core.Variable, _signature, _why)
+change(
+  variables,
+  'register_uninitialized_variable(variable)',
+  _restore_when_made,
+  _why,
+)
 
 
 def before_callbacks(

@@ -38,7 +38,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   is_in_loop,
   opaque_functions,
   replace_captures,
-  restores_delayed,
   spec_of_part,
   temporary_variable,
   trace,

@@ -215,44 +215,6 @@ def functions_of(root, op) -> list:
   return [f.graph for f in found if hasattr(f, 'graph')]
 
 
-@contextlib.contextmanager
-def restores_delayed(
-  root: tf.__internal__.tracking.Trackable,
-) -> Iterator[None]:
-  """Delays restores that wait for variables below `root` until the context ends.
-
-  `tf.train.Checkpoint` restores a variable when a layer gets it. While Keras builds a
-  model from types, the variable does not have a value yet, and Keras would fail.
-  """
-  waiting = []
-  for each in tf.train.TrackableView(root).descendants():
-    each._maybe_initialize_trackable()
-    waiting.append((each, dict(each._deferred_dependencies)))
-    each._deferred_dependencies.clear()
-  try:
-    yield
-  finally:
-    for each, restores in waiting:
-      each._deferred_dependencies.update(restores)
-      for name in restores:
-        child = each._lookup_dependency(name)
-        if child is not None:
-          each._handle_deferred_dependencies(name, child)
-
-
-for _signature in (
-  '_maybe_initialize_trackable()',
-  '_deferred_dependencies',
-  '_lookup_dependency(name, cached_dependencies)',
-  '_handle_deferred_dependencies(name, trackable)',
-):
-  _requirements.method(
-    tf.__internal__.tracking.Trackable,
-    _signature,
-    'a model that is built after Checkpoint.restore gets the restored values',
-  )
-
-
 def temporary_variable(value: tf.Tensor) -> tf.Tensor:
   """Returns the handle of a variable that exists while the graph runs once."""
   handle = tf.raw_ops.VarHandleOp(

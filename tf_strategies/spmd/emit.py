@@ -122,7 +122,8 @@ class Emitter:
       is_replica = site in self._replicas
       if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
-      if site.main is not None and self._is_whole(node):
+      # Inside a branch or loop, there is no main site.
+      if site.main in self._sites and self._is_whole(node):
         site = site.main
       if node.type == '_Argument':
         return
