@@ -19,10 +19,10 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 340_400,
+  'tests': 340_390,
   'tf_strategies': 3_380,
   'tf_strategies/_keras_internal': 8_590,
-  'tf_strategies/_tf_internal': 4_520,
+  'tf_strategies/_tf_internal': 4_490,
   'tf_strategies/checkpoint': 7_610,
   'tf_strategies/cluster': 7_530,
   'tf_strategies/collectives': 5_760,
@@ -35,7 +35,7 @@ _BUDGETS = {
   'tf_strategies/launch': 11_490,
   'tf_strategies/monitoring': 4_220,
   'tf_strategies/process_group': 32_690,
-  'tf_strategies/spmd': 26_910,
+  'tf_strategies/spmd': 26_900,
   'tf_strategies/strategies': 77_600,
 }
 _NO_CODE = {

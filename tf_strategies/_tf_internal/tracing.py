@@ -5,7 +5,7 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -122,17 +122,12 @@ def arrays_from(
     _arrays.take = before
 
 
-def replace_captures(pairs: Iterable[tuple[tf.Tensor, tf.Tensor]]) -> None:
-  """Replaces tensors that traced functions have captured.
-
-  Args:
-    pairs: the old and the new tensor of each pair.
-  """
-  new = {id(old): (old, tensor) for old, tensor in pairs}
+def replace_captures(others: Mapping[int, tf.Tensor]) -> None:
+  """Replaces tensors that traced functions have captured, by the ids of the old ones."""
   for each in gc.get_objects():
     if issubclass(type(each), _ConcreteFunction):
       captures = each._captured_inputs
-      captures[:] = [new.get(id(t), (t, t))[1] for t in captures]
+      captures[:] = [others.get(id(t), t) for t in captures]
 
 
 def call_with(

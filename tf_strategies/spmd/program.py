@@ -164,14 +164,14 @@ def _key(op, inputs, controls, attrs) -> Any:
     t.dtype in (tf.variant, tf.resource) for t in op.outputs
   ):
     return None
-  values = {
-    n: v.SerializeToString(deterministic=True) for n, v in attrs.items()
-  }
   return (
     op.type,
     tuple((t.node.number, t.index) for t in inputs),
     frozenset(n.number for n in controls),
-    frozenset(values.items()),
+    frozenset(
+      (name, value.SerializeToString(deterministic=True))
+      for name, value in attrs.items()
+    ),
   )
 
 

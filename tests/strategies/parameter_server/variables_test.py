@@ -5,7 +5,7 @@ from unittest import mock
 import tensorflow as tf
 
 from tests.strategies.parameter_server import local_servers
-from tf_strategies import _tf_internal
+from tf_strategies.strategies.parameter_server import variables
 
 
 class CoordinatorAccessTest(tf.test.TestCase):
@@ -67,8 +67,10 @@ class CoordinatorAccessTest(tf.test.TestCase):
     write(tf.ones([3]))
     for value in (10.0, 20.0):
       with mock.patch.object(self.variable, 'is_alive', lambda: False):
-        moved = self.variable.recreate_if_dead()
-      _tf_internal.replace_captures(moved)
+        # A recovery that fails after this is tried again.
+        self.variable.recreate_if_dead()
+        self.variable.recreate_if_dead()
+      variables.update_functions([self.variable])
       self.assertTrue(self.variable.is_lost)
       self.variable.assign(tf.fill([3], value))
       write(tf.ones([3]))

@@ -94,14 +94,14 @@ def uses_noted(note: Callable[[tf.Variable], None]) -> Iterator[None]:
       used[id(variable)] = variable
       note(variable)
 
-  before = _state.use_sum, tf.config.functions_run_eagerly()
-  _state.use_sum = use
+  before, _state.use_sum = _state.use_sum, use
+  were_eager = tf.config.functions_run_eagerly()
   tf.config.run_functions_eagerly(True)
   try:
     yield
   finally:
-    _state.use_sum = before[0]
-    tf.config.run_functions_eagerly(before[1])
+    _state.use_sum = before
+    tf.config.run_functions_eagerly(were_eager)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -410,8 +409,9 @@ class Recovery:
     """Waits for all servers, recreates the variables and restores them."""
     self._pool.forget()
     self._liveness.wait_for_all(self._options.recovery_timeout)
-    moved = [v.recreate_if_dead() for v in self._variables.values()]
-    _tf_internal.replace_captures(itertools.chain(*moved))
+    for variable in self._variables.values():
+      variable.recreate_if_dead()
+    variables.update_functions(self._variables.values())
     self.on_restored()
     found = self._read_newest()
     if found is None:

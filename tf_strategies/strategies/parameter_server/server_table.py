@@ -24,6 +24,7 @@ class ServerShard(row_table.TableShard):
   """Some rows, on one server; `Recovery` treats a shard like a variable."""
 
   is_counter = False
+  old_handles = ()  # Of no function.
 
   def __init__(
     self,
@@ -36,14 +37,13 @@ class ServerShard(row_table.TableShard):
     self.server = server
     self.name = name
 
-  def recreate_if_dead(self) -> list:
-    """Makes an empty shard if the server was restarted. No function has captured it."""
+  def recreate_if_dead(self) -> None:
+    """Makes an empty shard if the server was restarted."""
     try:
       self.size()
     except tf.errors.OpError:
       self._make()
       self.is_lost = True
-    return []
 
   def check_is_whole(self) -> None:
     """Raises an error if its rows were lost with their server."""

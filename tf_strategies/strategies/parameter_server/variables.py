@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
   read meanwhile: no step that reads it can be traced, and steps that were traced
   before refer to the lost variable.
   """
+
+  # Those of lost variables, oldest first. Functions may have captured them.
+  old_handles = ()
 
   def __init__(
     self,
@@ -259,13 +262,13 @@ class ServerVariable(_tf_internal.ResourceVariable):
     except tf.errors.OpError:
       return False
 
-  def recreate_if_dead(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
+  def recreate_if_dead(self) -> None:
     """Creates the variable again, as zeros, on a server that was restarted.
 
-    Returns the old and the new handle, or nothing.
+    Functions that have captured it need `update_functions`.
     """
     if self.is_alive():
-      return []
+      return
     device = server_device(self.server)
     zeros = zeros_on(device, self.shape, self.dtype)
     with tf.device(device):
@@ -273,11 +276,22 @@ class ServerVariable(_tf_internal.ResourceVariable):
         zeros, trainable=False, dtype=self.dtype
       )
     # The handle alone says which memory of which process this variable is.
-    old, self._handle = self._handle, fresh.handle
+    self.old_handles = (*self.old_handles, self._handle)
+    self._handle = fresh.handle
     traced_step.register(self, fresh.handle)
     self._handle_owner = fresh
     self.is_lost = not self.stays_zero
-    return [(old, fresh.handle)]
+
+
+def update_functions(variables: Iterable[Any]) -> None:
+  """Gives traced functions the present handles of variables.
+
+  A recovery may fail after it has created some variables again, so a function may have
+  any of the old handles.
+  """
+  _tf_internal.replace_captures(
+    {id(old): v.handle for v in variables for old in v.old_handles}
+  )
 
 
 def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
