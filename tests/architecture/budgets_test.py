@@ -19,10 +19,10 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 340_390,
+  'tests': 340_450,
   'tf_strategies': 3_380,
   'tf_strategies/_keras_internal': 8_590,
-  'tf_strategies/_tf_internal': 4_490,
+  'tf_strategies/_tf_internal': 4_650,
   'tf_strategies/checkpoint': 7_610,
   'tf_strategies/cluster': 7_530,
   'tf_strategies/collectives': 5_760,

@@ -306,14 +306,17 @@ def _eager_after_others():
   del model
   drop_on_some(models)
 
-  @tf.function
-  def count(x):
-    inside.update_state(x)
+  traces = []
+
+  @tf.function(input_signature=[tf.TensorSpec([None] * 4), tf.TensorSpec([])])
+  def count(x, factor):
+    traces.append(factor)
+    inside.update_state(x * tf.identity(factor))
 
   class Own(keras.Sequential):
     def train_step(self, data):
       outside.update_state(data[0])
-      count(data[0])
+      count(data[0], 1)
       return super().train_step(data)
 
   keras.utils.set_random_seed(2)
@@ -323,6 +326,7 @@ def _eager_after_others():
   history = common.fit(model, x, y, batch_size=8)
   totals = [float(metric.result()) for metric in (outside, inside)]
   np.testing.assert_allclose(totals, 2 * x.sum(), 1e-4, 1e-4)
+  assert len(traces) == 1, traces
   return history, totals, common.state_of(model)
 
 

@@ -29,6 +29,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   arrays_from,
   autograph_convert,
   call_with,
+  captures_noted,
   compiled_operations,
   copy_op,
   create_now,

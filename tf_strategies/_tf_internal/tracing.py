@@ -122,6 +122,42 @@ def arrays_from(
     _arrays.take = before
 
 
+class _Calls(threading.local):
+  # Called with the captures of a function that runs eagerly.
+  note_captures: Callable[[Sequence[tf.Tensor]], None] | None = None
+
+
+_calls = _Calls()
+_call_concrete = _ConcreteFunction._call_flat
+_noting = []  # The threads in `captures_noted`.
+
+
+def _note_and_call(self, tensor_inputs, captured_inputs):
+  if _calls.note_captures is not None and tf.executing_eagerly():
+    _calls.note_captures(captured_inputs)
+  return _call_concrete(self, tensor_inputs, captured_inputs)
+
+
+@contextlib.contextmanager
+def captures_noted(
+  note: Callable[[Sequence[tf.Tensor]], None],
+) -> Iterator[None]:
+  """Calls `note` with the captures of each function before this thread runs it eagerly.
+
+  Replaces `ConcreteFunction._call_flat` while a thread is in the context.
+  """
+  before, _calls.note_captures = _calls.note_captures, note
+  _noting.append(threading.get_ident())
+  _ConcreteFunction._call_flat = _note_and_call
+  try:
+    yield
+  finally:
+    _calls.note_captures = before
+    _noting.pop()
+    if not _noting:
+      _ConcreteFunction._call_flat = _call_concrete
+
+
 def replace_captures(others: Mapping[int, tf.Tensor]) -> None:
   """Replaces tensors that traced functions have captured, by the ids of the old ones."""
   for each in gc.get_objects():

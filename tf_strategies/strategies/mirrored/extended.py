@@ -286,7 +286,7 @@ class ExactMirroredExtended(
         used.append(variable)
         replica_exchange.set_copies(variable, self.total_of(variable))
 
-    with whole_batch.uses_noted(make_whole):
+    with whole_batch.uses_noted(self, make_whole):
       yield
     for variable in [] if is_first else used:
       replica_exchange.set_copies(variable, None)

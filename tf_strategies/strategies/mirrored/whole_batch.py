@@ -79,11 +79,11 @@ def note_use(variable: tf.Variable) -> None:
 
 
 @contextlib.contextmanager
-def uses_noted(note: Callable[[tf.Variable], None]) -> Iterator[None]:
+def uses_noted(extended, note: Callable[[tf.Variable], None]) -> Iterator[None]:
   """Calls `note` with each sum over replicas before an eager step first uses it.
 
-  A `tf.function` that the step calls runs in Python, as the step does. So the sums and
-  their order follow from the program alone, and `note` may be a collective. A
+  This includes sums used only by functions that the step calls. The sums and
+  their order follow from the program alone, so `note` may be a collective. A
   loop over all live variables could not be one, because workers collect garbage
   at different times.
   """
@@ -94,14 +94,17 @@ def uses_noted(note: Callable[[tf.Variable], None]) -> Iterator[None]:
       used[id(variable)] = variable
       note(variable)
 
+  def use_captures(captures):
+    known = extended.variables_by_handle()
+    for variable in filter(None, (known.get(id(t)) for t in captures)):
+      use(variable)
+
   before, _state.use_sum = _state.use_sum, use
-  were_eager = tf.config.functions_run_eagerly()
-  tf.config.run_functions_eagerly(True)
   try:
-    yield
+    with _tf_internal.captures_noted(use_captures):
+      yield
   finally:
     _state.use_sum = before
-    tf.config.run_functions_eagerly(were_eager)
 
 
 @contextlib.contextmanager
