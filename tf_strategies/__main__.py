@@ -23,10 +23,6 @@ _COMMANDS = {
     'start all tasks of a job on this host, or on several',
     lambda: importlib.import_module('tf_strategies.launch.command'),
   ),
-  'doctor': (
-    'say what this machine and this TF_CONFIG can do, and what to fix',
-    lambda: importlib.import_module('tf_strategies.doctor.command'),
-  ),
   'manifests': (
     'write the Kubernetes manifests of a job',
     lambda: importlib.import_module('tf_strategies.kubernetes.command'),

@@ -16,23 +16,7 @@ from typing import Any
 
 from tf_strategies import errors
 
-_RANGES = {'TensorFlow': ('2.18', '2.21'), 'Keras': ('3.12', '3.15')}
-TESTED = ' with '.join(
-  f'{name} {first} to {last}' for name, (first, last) in _RANGES.items()
-)
-
-
-def is_tested(name: str, installed: str) -> bool:
-  """Returns whether a version of TensorFlow or Keras is in the tested range.
-
-  Example:
-
-    >>> is_tested('Keras', '3.15.1'), is_tested('TensorFlow', '2.9.0')
-    (True, False)
-  """
-  versions = (*_RANGES[name], installed)
-  first, last, found = (tuple(map(int, v.split('.')[:2])) for v in versions)
-  return first <= found <= last
+_TESTED = 'TensorFlow 2.18 to 2.21 with Keras 3.12 to 3.15'
 
 
 def missing(what: str, why: str) -> errors.UnsupportedVersionError:
@@ -44,7 +28,7 @@ def missing(what: str, why: str) -> errors.UnsupportedVersionError:
   )
   return errors.UnsupportedVersionError(
     f'Expected {what} (needed: {why}), which {installed} does not have. '
-    f'Fix: install a tested version: {TESTED}.'
+    f'Fix: install a tested version: {_TESTED}.'
   )
 
 

@@ -12,7 +12,7 @@ from tests.architecture import project
 _LAYERS = (
   ('benchmarks',),
   ('examples',),
-  ('fault_tolerance', 'doctor', 'launch'),
+  ('fault_tolerance', 'launch'),
   ('strategies',),
   (
     'keras',

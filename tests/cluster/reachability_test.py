@@ -30,12 +30,18 @@ class _ListeningTest(parameterized.TestCase):
 
 
 class UnreachableTest(_ListeningTest):
+  def wait_for_answers(self, seconds):
+    patch = mock.patch.object(reachability, '_PROBE_SECONDS', seconds)
+    self.enter_context(patch)
+
   def test_address_may_be_a_name_or_no_name_at_all(self):
+    self.wait_for_answers(30)
     address = self.listen().replace('127.0.0.1', 'localhost')
     tasks = {'ps 0': address, 'ps 1': 'a..b:2222'}
-    self.assertEqual(list(reachability.unreachable(tasks, 30)), ['ps 1'])
+    self.assertEqual(list(reachability.unreachable(tasks)), ['ps 1'])
 
   def test_all_are_asked_at_once(self):
+    self.wait_for_answers(30)
     # Each attempt waits for the others: one after another none would be made.
     barrier = threading.Barrier(8)
 
@@ -46,10 +52,11 @@ class UnreachableTest(_ListeningTest):
     tasks = {f'worker {i}': f'127.0.0.1:{1000 + i}' for i in range(8)}
     with mock.patch.object(socket, 'create_connection', connect):
       refused = dict.fromkeys(tasks, 'Connection refused')
-      self.assertEqual(reachability.unreachable(tasks, timeout=30), refused)
+      self.assertEqual(reachability.unreachable(tasks), refused)
     self.assertFalse(barrier.broken)
 
   def test_name_server_that_does_not_answer_holds_nobody_up(self):
+    self.wait_for_answers(0.1)
     released = threading.Event()
     self.addCleanup(released.set)
 
@@ -60,7 +67,7 @@ class UnreachableTest(_ListeningTest):
     tasks = {'worker 0': 'slow:1'}
     with mock.patch.object(socket, 'create_connection', connect):
       self.assertEqual(
-        reachability.unreachable(tasks, timeout=0.1),
+        reachability.unreachable(tasks),
         {'worker 0': 'no answer within 0.1 s'},
       )
       self.assertFalse(released.is_set())
@@ -81,7 +88,7 @@ class WaitForTasksTest(_ListeningTest):
       timer.start()
       self.addCleanup(timer.join)
       reachability.wait_for_tasks(tasks, 60, 'to train')
-    self.assertFalse(reachability.unreachable(tasks, timeout=30))
+    self.assertFalse(reachability.unreachable(tasks))
     # Once in a few seconds, and only those that are missing.
     self.assertLen(logs.output, 1)
     self.assertIn(

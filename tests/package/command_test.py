@@ -14,7 +14,6 @@ from tf_strategies import version
 # Some flags of each command.
 _FLAGS = {
   'launch': ('--num_workers', '--nnodes', '--rendezvous'),
-  'doctor': ('--wait', '--checkpoint_dir'),
   'manifests': ('--image', '--kind'),
   'timeline merge': ('--output',),
 }
@@ -81,7 +80,6 @@ class DispatchTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('timeline merge', ['--output=a.json'], 'no file'),
-    ('doctor', ['--wait=-1'], '--wait=-1.0'),
     ('launch', ['--nnodes=2', '--', 'true'], 'without --rendezvous'),
     ('launch', ['--node_rank=1', '--', 'true'], 'without --nnodes'),
   )

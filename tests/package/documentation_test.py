@@ -5,7 +5,7 @@ from absl.testing import parameterized
 
 from tests import docstrings, virtual_devices
 from tests.architecture import project
-from tf_strategies import cluster, doctor, kubernetes, launch
+from tf_strategies import cluster, kubernetes, launch
 
 virtual_devices.configure()
 
@@ -31,7 +31,7 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   def test_commands_load_no_tensorflow(self):
-    packages = (cluster, doctor, kubernetes, launch)
+    packages = (cluster, kubernetes, launch)
     modules = [
       name for each in packages for name in docstrings.modules_of(each)
     ]

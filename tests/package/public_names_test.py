@@ -17,7 +17,7 @@ from tf_strategies import _public
 # Modules with a table of names. `errors` is not one: it contains only classes.
 _TABLES = (
   *('_public', 'cluster', 'cross_device', 'data', 'keras'),
-  *('doctor', 'launch', 'monitoring', 'process_group'),
+  *('launch', 'monitoring', 'process_group'),
 )
 
 

@@ -12,31 +12,28 @@ from tf_strategies import errors, option_checks
 from tf_strategies.cluster import checks
 
 _POLL_SECONDS = 0.2
+# For all answers, with the look-up of names.
 _PROBE_SECONDS = 1.0
 _SECONDS_BETWEEN_LOGS = 5.0
 
 
-def unreachable(
-  tasks: Mapping[str, str], timeout: float = _PROBE_SECONDS
-) -> dict[str, str]:
+def unreachable(tasks: Mapping[str, str]) -> dict[str, str]:
   """Returns why tasks do not accept a TCP connection, as the system says it.
 
   Args:
     tasks: 'host:port' of each by its name, such as 'worker 1'.
-    timeout: seconds to wait for all answers, name look-up included.
 
   Example:
 
     >>> list(unreachable({'worker 1': 'no-such-host.invalid:2222'}))
     ['worker 1']
   """
-  option_checks.check_seconds('timeout', timeout)
   places = {n: checks.split_address(a, n) for n, a in tasks.items()}
-  outcomes = dict.fromkeys(tasks, f'no answer within {timeout:g} s')
+  outcomes = dict.fromkeys(tasks, f'no answer within {_PROBE_SECONDS:g} s')
 
   def ask(name: str) -> None:
     try:
-      socket.create_connection(places[name], timeout).close()
+      socket.create_connection(places[name], _PROBE_SECONDS).close()
       outcomes[name] = ''
     except TimeoutError:
       pass
@@ -51,7 +48,7 @@ def unreachable(
   ]
   for thread in threads:
     thread.start()
-  ends_at = time.monotonic() + timeout
+  ends_at = time.monotonic() + _PROBE_SECONDS
   for thread in threads:
     thread.join(max(0.0, ends_at - time.monotonic()))
   return {name: why for name, why in outcomes.items() if why}
