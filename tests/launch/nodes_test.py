@@ -276,24 +276,6 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     self.assertEqual(first.wait(), 143)
     self.assertIn('node 1 runs tf_strategies 0.0.1', first.stderr())
 
-  def test_launcher_whose_ssh_has_ended_does_not_wait(self):
-    directory = self.create_tempdir().full_path
-    read, write = os.pipe()
-    flags = ['--nnodes=2', '--node_rank=1', f'--rendezvous={_address()}']
-    with open(write, 'wb') as stdout:
-      alone = self.enter_context(
-        programs.Launcher(
-          directory,
-          [*flags, '--rendezvous_timeout=20'],
-          'pass',
-          {'TFS_SECRET': programs.SECRET},
-          stdout,
-        )
-      )
-    os.close(read)
-    alone.wait()
-    self.assertIn('nobody reads its output', alone.stderr())
-
   def test_rendezvous_that_is_in_use(self):
     with socket.create_server(('127.0.0.1', 0)) as taken:
       address = f'127.0.0.1:{taken.getsockname()[1]}'

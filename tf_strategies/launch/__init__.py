@@ -2,7 +2,7 @@
 
 `tasks` plans, `supervisor` runs, `process` is one attempt at a task, `reaper`
 is the program around it that leaves no orphan, `output` prefixes the lines. `nodes`
-connects the launchers of several hosts, and `hosts` starts them over ssh.
+connects the launchers of several hosts.
 `tfs.launch(function)` calls a function on workers (`functions`).
 
 Example:

@@ -32,12 +32,6 @@ host 0.
 The launchers agree on addresses and ports. When a task fails on one host, or a host is
 lost, all end, name it and exit with its status, unless the job is elastic.
 
---hostfile=FILE does that for you: the first host of the file is this one, and it runs
-the same line on the others through ssh, from the same directory and with the same
-interpreter. A line is `host` or `host slots=2`, which is its --num_workers. The secret
-goes over ssh's stdin, as do variables such as PYTHONPATH and TFS_TLS_CERT. When a launcher
-fails or an ssh is lost, all end, and the host is named; an elastic job goes on.
-
 Each job of one host gets a random secret (TFS_SECRET) by which its tasks authenticate
 each other. TFS_RESTART_COUNT tells a task how often it was started again. A job of one
 task gets no TF_CONFIG: it trains in a single process.
@@ -105,12 +99,6 @@ FLAGS = (
     'Address host:port of host 0 where launchers meet; any free port of it.',
   ),
   (
-    'hostfile',
-    None,
-    'Names the hosts of the job; this one, which is the first, starts all.',
-  ),
-  ('ssh', 'ssh', 'How --hostfile reaches other hosts, as in "ssh -p 2222".'),
-  (
     'rendezvous_timeout',
     300.0,
     'Seconds within which the launchers of all hosts must meet.',
@@ -129,8 +117,6 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     values.grace_period,
     values.log_dir,
   )
-  if values.hostfile is not None:
-    return _run_hosts(values, options, command)
   if values.nnodes != 1:
     return _run_host(values, options, job, command)
   for name in ('node_rank', 'rendezvous'):
@@ -153,7 +139,7 @@ def _supervise(
   launchers=None,
 ) -> int:
   """Runs the tasks of this host, or prints all tasks of the job."""
-  if values.rank_filter is not None and values.hostfile is None:
+  if values.rank_filter is not None:
     shown = tasks.filtered(specs, values.rank_filter)
     options = dataclasses.replace(options, shown=shown)
   if values.dry_run:
@@ -196,51 +182,6 @@ def _run_host(
   with launchers:
     specs = tasks.plan_tasks(launchers.hosts, command, launchers.secret)
     return _supervise(values, options, specs, launchers)
-
-
-# Flags that are not passed unchanged to the launcher of a host.
-_OF_A_HOST = (
-  *('nnodes', 'node_rank', 'rendezvous', 'num_workers'),
-  *('hostfile', 'ssh', 'dry_run', 'help'),
-)
-_SECONDS_OF_LAST_WORDS = 5.0
-
-
-def _run_hosts(
-  values: flags.FlagValues,
-  options: supervisor.LaunchOptions,
-  command: list[str],
-) -> int:
-  """Runs the launchers of all hosts, as the tasks of a job."""
-  for name in ('nnodes', 'node_rank', 'rendezvous'):
-    if values[name].present:
-      raise flags.Error(f'--{name} with --hostfile, which sets it')
-  from tf_strategies import process_group
-  from tf_strategies.launch import hosts as hosts_lib
-
-  given = process_group.GroupOptions.from_env().secret
-  specs = hosts_lib.plan(
-    hosts_lib.read(values.hostfile),
-    ports_lib.pick_ports(1)[0],
-    values.ssh,
-    values.num_workers,
-    [
-      values[name].serialize()
-      for name, *_ in FLAGS
-      if values[name].present and name not in _OF_A_HOST
-    ],
-    command,
-    given.decode('utf-8') if given else secrets.token_hex(job_lib.SECRET_BYTES),
-  )
-  # Launchers restart and filter tasks themselves, and need the grace period to end
-  # them.
-  options = dataclasses.replace(
-    options,
-    max_restarts=0,
-    grace_period=values.grace_period + _SECONDS_OF_LAST_WORDS,
-    log_dir=None,
-  )
-  return _supervise(values, options, specs)
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tf_strategies import errors, option_checks, process_group, version
 from tf_strategies.cluster import checks
-from tf_strategies.launch import output, tasks
+from tf_strategies.launch import tasks
 from tf_strategies.process_group.network import (
   authentication,
   protocol,
@@ -244,12 +244,6 @@ class Launchers(contextlib.AbstractContextManager):
   def _wait(self, whom: str, grace: float = 0.0) -> None:
     """Waits a moment; raises after the deadline, and tells of it now and then."""
     place, now = self._place, time.monotonic()
-    if not output.is_read(1):
-      # The ssh that started this launcher has ended, and nobody else can end it.
-      raise errors.RendezvousError(
-        f'Node {place.rank} waited at {place.rendezvous} for {whom}, and nobody '
-        'reads its output any more.'
-      )
     if now > self._ends_at + grace:
       raise errors.RendezvousError(
         f'Node {place.rank} waited {place.timeout:g} s at {place.rendezvous} for '

@@ -210,7 +210,7 @@ class Supervisor:
   def _make_task(self, spec: tasks.TaskSpec) -> _Task:
     if self._launchers is not None and spec.node != self._launchers.rank:
       return _Task(spec, f'{spec.name} on {self._node(spec.node)}', None)
-    return _Task(spec, spec.shown or spec.name, self._make_output(spec))
+    return _Task(spec, spec.name, self._make_output(spec))
 
   def _make_output(self, spec: tasks.TaskSpec) -> output.TaskOutput:
     log = None
@@ -325,7 +325,7 @@ class Supervisor:
     # A program may use a fixed strategy too, before it trains elastically.
     if kind and kind != self._kind and not self._is_elastic:
       self._kind = kind
-      # With --hostfile this launcher is a task of another one.
+      # `tfs.launch` gives this launcher a file of its own.
       launcher_note.say(kind)
 
   def _on_over(self, task: _Task) -> None:
@@ -414,8 +414,8 @@ class Supervisor:
   def _end_late(self) -> None:
     """Ends tasks that were lost, came back, and would repeat the training alone."""
     for task in self._training():
-      # The launcher of a host ends its own.
-      if task.process and not (task.has_trained or task.spec.type == 'node'):
+      # The launcher of another host ends its own.
+      if task.process and not task.has_trained:
         self._say(
           f'{task.spec.name} still runs, though the training has ended: alone it '
           f'would train from the beginning. Ending it {self._how_it_ends()}.'
@@ -467,9 +467,8 @@ class Supervisor:
     for task in self._own():
       task.lines.hides_tracebacks = number == signal.SIGINT
     # Of an elastic job a signal ends this host's part, as where the host is needed
-    # for something else. Ctrl-C, and the end of a launcher of all hosts, end all.
-    is_for_all = number == signal.SIGINT or launcher_note.VARIABLE in os.environ
-    self._is_leaving = self._is_elastic and not is_for_all
+    # for something else. Ctrl-C ends all.
+    self._is_leaving = self._is_elastic and number != signal.SIGINT
     if self._failed:
       self._first = self._earliest()
     self._say(

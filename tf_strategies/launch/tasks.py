@@ -17,7 +17,7 @@ _RUN_ID = 'TFS_RUN_ID'
 
 # Whatever cluster the launcher itself is part of is not that of its tasks, and
 # a second source of the secret would leave open which one counts.
-NOT_INHERITED = (
+_NOT_INHERITED = (
   'TF_CONFIG',
   *sources.VARIABLES,
   'TFS_SECRET',
@@ -56,8 +56,6 @@ class TaskSpec:
   is_training: bool = True
   # The number of its host.
   node: int = 0
-  # Its name in messages, if that is another one: `node 1 (10.0.0.2)`.
-  shown: str = ''
 
   @property
   def name(self) -> str:
@@ -151,7 +149,7 @@ def full_environment(
   spec: TaskSpec, inherited: Mapping[str, str], restart_count: int
 ) -> dict[str, str]:
   """Returns a task's environment: the launcher's own, and the task's variables."""
-  kept = {k: v for k, v in inherited.items() if k not in NOT_INHERITED}
+  kept = {k: v for k, v in inherited.items() if k not in _NOT_INHERITED}
   # The run's name outlives this launch: Slurm keeps its number in a requeue.
   run = inherited.get(_RUN_ID) or inherited.get('SLURM_JOB_ID')
   return {
