@@ -27,10 +27,6 @@ _COMMANDS = {
     'write the Kubernetes manifests of a job',
     lambda: importlib.import_module('tf_strategies.kubernetes.command'),
   ),
-  'timeline merge': (
-    'put the timelines of several tasks on one clock',
-    lambda: importlib.import_module('tf_strategies.monitoring.merge'),
-  ),
 }
 
 
@@ -45,11 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     explains it.
   """
   words = list(sys.argv if argv is None else argv)[1:]
-  for count in (2, 1):
-    name = ' '.join(words[:count])
-    if name in _COMMANDS:
-      module = _COMMANDS[name][1]()
-      return module.main([f'tfs {name}', *words[count:]])
+  if words and words[0] in _COMMANDS:
+    module = _COMMANDS[words[0]][1]()
+    return module.main([f'tfs {words[0]}', *words[1:]])
   if words[:1] in (['--help'], ['-h'], ['help']):
     print(_help())
     return 0

@@ -72,10 +72,9 @@ def _extras(files: dict[str, str]) -> set[str]:
 def _tfs_problem(words: list[str], files: dict[str, str]) -> str | None:
   """Returns the problem with `tfs <command>`, if any."""
   door = files.get('tf_strategies/__main__.py', '')
-  commands = re.findall(r"^  '([a-z ]+)': \($", door, re.MULTILINE)
-  for count in (2, 1):
-    if ' '.join(words[1 : count + 1]) in commands:
-      return _flag_problem(words[count + 1 :], files)
+  commands = re.findall(r"^  '([a-z]+)': \($", door, re.MULTILINE)
+  if words[1] in commands:
+    return _flag_problem(words[2:], files)
   return f'no command {" ".join(words[:2])}'
 
 
@@ -115,7 +114,7 @@ def _problems(text: str, files: dict[str, str]) -> list[str]:
 
 
 _FILES = {
-  'tf_strategies/__main__.py': "  'launch': (\n  'timeline merge': (\n",
+  'tf_strategies/__main__.py': "  'launch': (\n",
   'Makefile': 'demo:\n\ttrue\n\ntest: demo\n',
   'setup.py': "  extras_require={\n    'cpu': [1],\n    'dev': _DEV,\n  },\n",
   'examples/a.py': "_X = flags.DEFINE_integer('epochs', 1, 'h')\n"
@@ -188,7 +187,7 @@ class ReadmeTest(parameterized.TestCase):
       'python -m examples.a --epochs=2 --noshuffle  # Fast.',
       "pip install '.[cpu,dev]'",
       'python -m pytest tests',
-      'tfs timeline merge a.json --epochs=b.json',
+      'tfs launch --epochs=2 -- true',
     ):
       with self.subTest(command):
         self.assertEmpty(_problems(f'```bash\n{command}\n```\n', _FILES))

@@ -17,7 +17,6 @@ from tests.fault_tolerance import elastic_program
 from tf_strategies import errors
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import elastic_job, elastic_members
-from tf_strategies.monitoring import merge
 from tf_strategies.strategies.multi_worker import elastic
 
 virtual_devices.configure()
@@ -157,7 +156,8 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       verbose=0,
     )
     self.assertEqual(heard.events, ['begin', 0, 1, 2, 'end'])
-    trace = merge.load(path.replace('.json', '-0.json'))
+    with open(path.replace('.json', '-0.json'), encoding='utf-8') as file:
+      trace = json.load(file)
     spans = [(e.get('cat'), e['name']) for e in trace['traceEvents']]
     for category in ('step', 'input'):
       self.assertLen([s for s in spans if s[0] == category], 3 * _STEPS - 1)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import time
 
@@ -16,7 +17,6 @@ from tests import virtual_devices
 from tf_strategies.monitoring import (
   input_watch,
   keras_callback,
-  merge,
   recorder,
   training_monitor,
 )
@@ -39,10 +39,14 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
   def _path(self, name):
     return os.path.join(self._directory, name)
 
+  def _trace(self, name):
+    """Returns the events of a timeline."""
+    with open(self._path(name), encoding='utf-8') as file:
+      return json.load(file)['traceEvents']
+
   def _steps(self, name='t-0.json'):
     """Returns the step events of a timeline."""
-    trace = merge.load(self._path(name))
-    return [e for e in trace['traceEvents'] if e.get('cat') == recorder.STEP]
+    return [e for e in self._trace(name) if e.get('cat') == recorder.STEP]
 
   def _fit(self, strategy, callback, epochs=1, rows=24, **compile_options):
     with strategy.scope():
@@ -77,10 +81,10 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(set(monitor.logs()), {'examples/s'} if number else set())
     monitor.close()
     self.assertFalse(recorder.is_on())
-    trace = merge.load(self._path('t-0.json'))
-    mine = [e for e in trace['traceEvents'] if e['name'] == 'my own']
+    trace = self._trace('t-0.json')
+    mine = [e for e in trace if e['name'] == 'my own']
     self.assertEqual([e['args']['step'] for e in mine], [*range(11, 16)])
-    inputs = [e for e in trace['traceEvents'] if e.get('cat') == 'input']
+    inputs = [e for e in trace if e.get('cat') == 'input']
     self.assertLen(inputs, 5)
 
   @pytest.mark.smoke

@@ -35,7 +35,6 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
     modules = [
       name for each in packages for name in docstrings.modules_of(each)
     ]
-    modules.append('tf_strategies.monitoring.merge')
     docstrings.assert_imports_load_none(
       self, modules, ['tensorflow', 'keras', 'yaml']
     )

@@ -20,8 +20,6 @@ from absl import flags
 
 from tf_strategies import errors, option_checks
 
-COMMAND = '-- command [arguments]'
-
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _INTERRUPTED = 128 + signal.SIGINT
 _DEFINE = {
@@ -36,7 +34,6 @@ def main(
   doc: str,
   rows: Iterable[tuple[str, object, str]],
   run: Callable[[flags.FlagValues, list[str]], int],
-  words: str = COMMAND,
 ) -> int:
   """Parses a command line and runs it.
 
@@ -45,9 +42,7 @@ def main(
     doc: of the module; --help shows it up to its 'Example:'.
     rows: name, default and help of each flag. A flag is of its default's type, or a
       string if the default is None.
-    run: called with the flags and the words.
-    words: the words after the flags, as the usage shows them: a command behind a
-      lone --, names such as 'trace.json', or nothing.
+    run: called with the flags, and with the command behind a lone --.
 
   Returns:
     The exit status: what `run` returned; 2 for a wrong command line, which is
@@ -64,17 +59,15 @@ def main(
   )
   end = argv.index('--') if '--' in argv else len(argv)
   try:
-    before, after = values(argv[:end])[1:], list(argv[end + 1 :])
+    unexpected = values(argv[:end])[1:]
     if values.help:
       print(f'{doc.partition("Example:")[0]}{values.get_help()}')
       return 0
-    if words == COMMAND and before:
+    if unexpected:
       raise flags.Error(
-        f'unexpected argument {before[0]!r}: the command follows a lone --'
+        f'unexpected argument {unexpected[0]!r}: the command follows a lone --'
       )
-    if not words and before + after:
-      raise flags.Error(f'unexpected argument {(before + after)[0]!r}')
-    return run(values, before + after)
+    return run(values, list(argv[end + 1 :]))
   except KeyboardInterrupt:
     print(f'{program}: interrupted.', file=sys.stderr)
     return _INTERRUPTED
@@ -83,7 +76,7 @@ def main(
     errors.UnsupportedOptionError,
     errors.ClusterConfigError,
   ) as e:
-    usage = ' '.join([program, '[flags]', *words.split()])
+    usage = f'{program} [flags] -- command [arguments]'
     print(f'{program}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
     return 2
 

@@ -1,7 +1,7 @@
 """Monitoring of a job: where a step's time goes.
 
 `tfs.MonitorCallback` is the callback for Keras's `fit`, `TrainingMonitor` is for
-custom loops. `tfs timeline merge` puts the timelines of a job on one clock.
+custom loops.
 """
 
 from tf_strategies.monitoring.training_monitor import TrainingMonitor

@@ -8,7 +8,7 @@ Each task is a process of the trace with three lanes:
   bytes, the sequence number and the tensors.
 * `other`: input and waits outside steps, and custom spans (`recorder.span`).
 
-Times are microseconds since `otherData.origin_ns` by the task's own clock.
+Times are microseconds since the first event, by the task's own clock.
 
 Example:
 
@@ -22,7 +22,6 @@ Example:
 
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -48,7 +47,7 @@ def build(events: Iterable[recorder.Event], rank: int) -> dict[str, Any]:
     rank: rank of the task.
   """
   events = sorted(events, key=lambda e: e.begin_ns)
-  origin = events[0].begin_ns if events else recorder.now()
+  origin = events[0].begin_ns if events else 0
   names = [('process_name', 0, f'rank {rank}')]
   names += [('thread_name', i, lane) for i, lane in enumerate(LANES)]
   trace: list[dict[str, Any]] = [
@@ -68,16 +67,7 @@ def build(events: Iterable[recorder.Event], rank: int) -> dict[str, Any]:
         'args': args,
       }
     )
-  return {
-    'displayTimeUnit': 'ms',
-    'otherData': {
-      'rank': rank,
-      'origin_ns': origin,
-      # Where two tasks have no collective in common.
-      'origin_unix_seconds': time.time() - (recorder.now() - origin) / 1e9,
-    },
-    'traceEvents': trace,
-  }
+  return {'displayTimeUnit': 'ms', 'traceEvents': trace}
 
 
 def path_of(path: str, rank: int, generation: int) -> str:

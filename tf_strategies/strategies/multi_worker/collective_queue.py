@@ -260,7 +260,6 @@ def _recorded(kind, work, **about):
         kind=kind,
         bytes=int(array.nbytes),
         sent=group.bytes_sent - before,
-        generation=group.generation,
         sequence=position['sequence'],
         failed=failed,
         **about,
