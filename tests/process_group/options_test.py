@@ -44,6 +44,13 @@ class GroupOptionsTest(parameterized.TestCase):
       other = options.GroupOptions.from_env(secret=None)
       self.assertIsNone(other.secret)
 
+  def test_variable_that_asked_for_encryption_is_not_ignored(self):
+    with (
+      _env(TFS_TLS_CERT='worker.pem'),
+      self.assertRaisesRegex(errors.UnsupportedOptionError, 'TFS_TLS_CERT'),
+    ):
+      options.GroupOptions.from_env()
+
   def test_secret_of_a_file(self):
     path = self.create_tempfile(content=_SECRET.decode() + '\n').full_path
     os.chmod(path, 0o600)

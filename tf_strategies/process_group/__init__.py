@@ -19,7 +19,6 @@ from tf_strategies.process_group.group import ProcessGroup as ProcessGroup
 from tf_strategies.process_group.mpi.group import (
   form_mpi_group as form_mpi_group,
 )
-from tf_strategies.process_group.network.tls import TlsFiles
 from tf_strategies.process_group.options import MAJORITY as MAJORITY
 from tf_strategies.process_group.options import GroupOptions
 from tf_strategies.process_group.rendezvous.rendezvous import (
@@ -27,7 +26,7 @@ from tf_strategies.process_group.rendezvous.rendezvous import (
 )
 
 # What a program passes to `RingOptions`; the rest is for this package.
-__all__ = ['GroupOptions', 'TlsFiles']
+__all__ = ['GroupOptions']
 
 
 def __dir__() -> list[str]:

@@ -16,11 +16,9 @@ from typing import Any
 
 from tf_strategies import errors, option_checks
 from tf_strategies.process_group.network import authentication
-from tf_strategies.process_group.network import tls as tls_lib
 
 SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
-TLS_VARIABLES = ('TFS_TLS_CERT', 'TFS_TLS_KEY', 'TFS_TLS_CA')
 
 MAJORITY = 'majority'
 """As `min_workers`: a majority of the last group, so that only one side of a network
@@ -40,12 +38,9 @@ class GroupOptions:
       workers are alive.
     heartbeat_timeout_seconds: seconds of silence after which a worker counts as lost.
     secret: secret of the job, 16 bytes or more. Peers prove to each other that they
-      know it. It never travels. Without `tls`, the data is neither encrypted nor
-      signed: use a trusted network.
+      know it. It never travels. The data is neither encrypted nor signed.
     allow_unauthenticated: permits a job without a secret to use addresses of other
       hosts, and peers of other users on this host.
-    tls: this worker's certificate, key and authority. All connections are then
-      encrypted (TLS 1.3), and each worker proves that it has a certificate.
     min_workers: smallest number of workers that may form a group; None means all.
       With a number below a majority, both halves of a split network could go on.
       With 'majority', a group that forms again has a majority of the last group (in a
@@ -59,7 +54,6 @@ class GroupOptions:
   heartbeat_timeout_seconds: float = 20.0
   secret: bytes | None = dataclasses.field(default=None, repr=False)
   allow_unauthenticated: bool = False
-  tls: tls_lib.TlsFiles | None = None
   min_workers: int | str | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
@@ -82,17 +76,6 @@ class GroupOptions:
     option_checks.check_bool(
       'allow_unauthenticated', self.allow_unauthenticated
     )
-    if self.tls is not None:
-      option_checks.check_type(
-        'tls',
-        self.tls,
-        tls_lib.TlsFiles,
-        'TlsFiles(certificate, key, authority)',
-      )
-      for is_server in (False, True):
-        tls_lib.context_of(self.tls, is_server)
-      with open(self.tls.key, 'rb') as file:
-        _check_access('the key of tls', self.tls.key, file.fileno())
     if (
       option_checks.is_int(self.min_workers)
       and self.max_workers is not None
@@ -121,27 +104,30 @@ class GroupOptions:
 
   def credentials(self) -> authentication.Credentials:
     """Returns the credentials by which this process and its peers know each other."""
-    is_open = not (self.secret or self.tls or self.allow_unauthenticated)
-    return authentication.Credentials(self.secret, is_open, self.tls)
+    is_open = not (self.secret or self.allow_unauthenticated)
+    return authentication.Credentials(self.secret, is_open)
 
   @classmethod
   def from_env(cls, **overrides: Any) -> GroupOptions:
-    """Returns options with the secret and the certificate that the environment names.
+    """Returns options with the secret that the environment names.
 
     The secret is the value of TFS_SECRET, or the contents of the file that
     TFS_SECRET_FILE names (without surrounding white space), or None if neither
-    is set. TFS_TLS_CERT, TFS_TLS_KEY and TFS_TLS_CA name the files of `tls`.
-    Attributes in `overrides` come first.
+    is set. Attributes in `overrides` come first.
 
     Raises:
-      UnsupportedOptionError: both are set, a secret is too short, the file
-        cannot be read, or other users have access to it. They may read it only on a
+      UnsupportedOptionError: both are set, a secret is too short, TFS_TLS_CERT is
+        set, the file cannot be read, or other users have access to it. They may read it only on a
         read-only mount, on which orchestrators put secrets for containers.
     """
     if 'secret' not in overrides:
       overrides['secret'] = _secret_from_env()
-    if 'tls' not in overrides:
-      overrides['tls'] = _tls_from_env()
+    option_checks.check(
+      'TFS_TLS_CERT' not in os.environ,
+      'TFS_TLS_CERT, and nothing would be encrypted',
+      'workers on a trusted network or a VPN',
+      'unset it',
+    )
     return cls(**overrides)
 
 
@@ -179,7 +165,7 @@ def _secret_from_env() -> bytes | None:
     return None
   try:
     with open(path, 'rb') as file:
-      _check_access(SECRET_FILE_VARIABLE, path, file.fileno())
+      _check_access(path, file.fileno())
       return file.read().strip()
   except OSError as e:
     raise errors.UnsupportedOptionError(
@@ -189,21 +175,7 @@ def _secret_from_env() -> bytes | None:
     ) from e
 
 
-def _tls_from_env() -> tls_lib.TlsFiles | None:
-  found = {v: os.environ.get(v) for v in TLS_VARIABLES}
-  missing = [variable for variable, path in found.items() if not path]
-  if len(missing) == len(found):
-    return None
-  option_checks.check(
-    not missing,
-    f'TLS without {" and ".join(missing)}',
-    f'all of {", ".join(TLS_VARIABLES)}',
-    f'set {" and ".join(missing)} too, or none',
-  )
-  return tls_lib.TlsFiles(*found.values())
-
-
-def _check_access(name: str, path: str, file: int) -> None:
+def _check_access(path: str, file: int) -> None:
   """Raises if another user may read or replace the contents of an open file.
 
   It follows links: Kubernetes mounts links to files of mode 0644, or 0440 for a group,
@@ -217,7 +189,7 @@ def _check_access(name: str, path: str, file: int) -> None:
   if is_mine and not mode & (stat.S_IRWXO | stat.S_IWGRP):
     return
   raise errors.UnsupportedOptionError(
-    f'{name}={path!r} of mode {mode:04o}, user {found.st_uid}',
+    f'{SECRET_FILE_VARIABLE}={path!r} of mode {mode:04o}, user {found.st_uid}',
     'a file of this user or root with mode 0640 or stricter',
     f'chmod 600 {path}' if is_mine else f'copy it; chmod 600 {path}',
   )

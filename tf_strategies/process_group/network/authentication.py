@@ -17,7 +17,7 @@ import socket
 import struct
 
 from tf_strategies import errors
-from tf_strategies.process_group.network import local_users, protocol, tls
+from tf_strategies.process_group.network import local_users, protocol
 
 # Time for the whole handshake.
 HANDSHAKE_SECONDS = 5.0
@@ -78,12 +78,10 @@ class Credentials:
     secret: of the job; None if it has none.
     same_user: whether peers, on this host, must be processes of this user:
       a loopback address is open to all users.
-    tls: this process's certificate; None for connections without encryption.
   """
 
   secret: bytes | None = dataclasses.field(default=None, repr=False)
   same_user: bool = False
-  tls: tls.TlsFiles | None = None
 
   def check_user(self, sock: socket.socket) -> None:
     """Raises AuthenticationError if the peer's user is not trusted."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hmac
 import socket
-import ssl
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ from tf_strategies.process_group.network import (
   names,
   protocol,
   sockets,
-  tls,
 )
 
 _T = TypeVar('_T')
@@ -90,15 +88,6 @@ class Connection:
     if kind not in kinds:
       raise protocol.ProtocolError(f'the peer sent {kind.name}')
     return kind, message
-
-  async def secure(self, files: tls.TlsFiles, is_server: bool) -> None:
-    """Encrypts all that follows; before anything was sent or received.
-
-    Raises:
-      AuthenticationError: the peer speaks no TLS, or has another authority.
-    """
-    self.sock = tls.TlsSocket(self.sock, files, is_server)
-    await self.sock.handshake()
 
   def shut_down(self) -> None:
     """Ends both directions, which wakes the task that waits for them."""
@@ -200,17 +189,9 @@ async def _dial(address, places, request, credentials) -> Connection:
   server = f'task {request.server} at {address}'
   connection = await _connect(places)
   try:
-    if credentials.tls is not None:
-      await connection.secure(credentials.tls, is_server=False)
     handshake = authentication.Handshake(credentials.secret, request)
     connection.write(request.pack())
-    answer = await connection.read(1)
-    if answer == tls.ALERT:
-      raise errors.AuthenticationError(
-        f'{server} speaks TLS, this process does not. Fix: set TFS_TLS_CERT, '
-        'TFS_TLS_KEY and TFS_TLS_CA for all workers or for none.'
-      )
-    answer += await connection.read(authentication.ANSWER_BYTES - 1)
+    answer = await connection.read(authentication.ANSWER_BYTES)
     proof = handshake.prove(answer, server)
     # Not before it answers: until it has accepted, the peer's end has no user.
     credentials.check_user(connection.sock)
@@ -222,10 +203,6 @@ async def _dial(address, places, request, credentials) -> Connection:
         'the same TFS_SECRET (or TFS_SECRET_FILE).'
       )
     return connection
-  except ssl.SSLError as e:
-    # A server refuses a certificate after the client's handshake is over.
-    connection.close()
-    raise tls.refusal(e) from e
   except BaseException:
     connection.close()
     raise
@@ -245,12 +222,7 @@ async def accept(
   connection: Connection, task: int, credentials: authentication.Credentials
 ) -> authentication.ConnectionRequest:
   """Does the server's side of the handshake. Returns the client's request."""
-  if credentials.tls is not None:
-    await connection.secure(credentials.tls, is_server=True)
   data = await connection.read(authentication.REQUEST_BYTES)
-  if data.startswith(tls.HELLO):
-    connection.write(b'no TLS here')  # Which its OpenSSL finds wrong at once.
-    raise errors.AuthenticationError('it speaks TLS, this process does not')
   request = authentication.ConnectionRequest.unpack(data)
   if request.server != task:
     raise protocol.ProtocolError(f'it looks for task {request.server}')

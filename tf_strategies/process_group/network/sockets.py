@@ -17,7 +17,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tf_strategies import errors
 from tf_strategies.process_group.network import names
@@ -74,8 +74,7 @@ async def accept(listener: socket.socket) -> socket.socket:
     try:
       sock = keep(lambda: listener.accept()[0])
     except (BlockingIOError, InterruptedError):
-      loop = asyncio.get_running_loop()
-      await ready(listener, loop.add_reader, loop.remove_reader)
+      await _readable(listener)
       continue
     sock.setblocking(False)
     return sock
@@ -121,16 +120,15 @@ def listens(host: str, port: int) -> bool:
   return any(where[:2] in taken for _, where in names.resolve_now(host, port))
 
 
-async def ready(
-  sock: Any, add: Callable[..., None], remove: Callable[[Any], Any]
-) -> None:
-  """Waits until a socket is ready, by a loop's `add_reader` or `add_writer`."""
-  is_ready = asyncio.get_running_loop().create_future()
-  add(sock, lambda: is_ready.done() or is_ready.set_result(None))
+async def _readable(sock: socket.socket) -> None:
+  """Waits until a socket is readable."""
+  loop = asyncio.get_running_loop()
+  is_ready = loop.create_future()
+  loop.add_reader(sock, lambda: is_ready.done() or is_ready.set_result(None))
   try:
     await is_ready
   finally:
-    remove(sock)
+    loop.remove_reader(sock)
 
 
 def _shortage(error: OSError) -> errors.ResourceLimitError | None:

@@ -81,8 +81,6 @@ class DataLink:
     self.fd = sock.fileno()
     self.mask = 0
     self.wakes_at = 1
-    # With TLS the number of bytes of a piece on the wire is unknown.
-    self.is_plain = isinstance(sock, socket.socket)
     self.closed = False
     self.has_left = False
     self.header: Header | None = None
@@ -100,11 +98,10 @@ class DataLink:
       collections.deque()
     )
     self.reset()
-    if self.is_plain:
-      with contextlib.suppress(OSError):
-        self._slots = host_memory.MemorySlots()
-        self.put(_SLOTS, self._slots.pack())
-        self.flush()
+    with contextlib.suppress(OSError):
+      self._slots = host_memory.MemorySlots()
+      self.put(_SLOTS, self._slots.pack())
+      self.flush()
 
   def reset(self) -> None:
     """Forgets the last collective."""
@@ -196,7 +193,6 @@ class DataLink:
     """Returns whether a piece of so many bytes, not 0, is next and comes as bytes."""
     return (
       size > 0
-      and self.is_plain
       and not self.unread
       and (self._reader is None or size < _LEAST_IN_MEMORY)
     )
@@ -293,8 +289,6 @@ class DataLink:
 
   def _hear_of_slots(self, data: bytes) -> None:
     """Maps the peer's slots if possible."""
-    if not self.is_plain:
-      return
     try:
       self._reader = host_memory.PeerSlots(data)
     except host_memory.UnreadableError as e:

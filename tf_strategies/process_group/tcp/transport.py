@@ -110,8 +110,7 @@ class Transport:
     the bytes that have not arrived at the peer.
     """
     end = time.monotonic() + _FINISH_SECONDS
-    # Over TLS no peer sends notes about memory.
-    links = [link for link in self._links.values() if link.is_plain]
+    links = [*self._links.values()]
     for link in links:
       link.end_output()
     while links and time.monotonic() < end:
@@ -145,7 +144,7 @@ class Transport:
   def _wait(self, run: _TcpRun, deadline: float, only_look: bool) -> None:
     for link in self._links.values():
       mask = run.mask(link)
-      if mask & _READ and link.is_plain:
+      if mask & _READ:
         self._wake_at(link, run.left(link))
       self._watch(link, mask)
     left = deadline - time.monotonic()
