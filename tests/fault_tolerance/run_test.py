@@ -19,7 +19,7 @@ from tests import processes, virtual_devices
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state, ownership
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import run_state
+from tf_strategies.fault_tolerance import run as run_lib
 
 virtual_devices.configure()
 
@@ -325,7 +325,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'checkpoint_dir=None'
     ):
-      run_state.ServerState(self.directory, model, {}, {})
+      run_lib.ServerState(self.directory, model, {}, {})
 
   def test_equal_names_are_kept_apart(self):
     class Twins(keras.Model):

@@ -38,7 +38,7 @@ from tests import parameter_servers
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import _tf_internal
 from tf_strategies.keras.tables import row_initializers
-from tf_strategies.strategies.parameter_server import server_table, variables
+from tf_strategies.strategies.parameter_server import partitioned, variables
 
 WIDTH = 64
 # Large enough that servers save the partitioned table themselves.
@@ -186,8 +186,8 @@ def _writes_can_be_held(directory: str) -> None:
       slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
     return real(self, slices, *args, **options)
 
-  real_updated = server_table.ServerShard.updated
-  real_store = server_table.ServerShard.store
+  real_updated = partitioned.ServerShard.updated
+  real_store = partitioned.ServerShard.store
 
   def updated(self, ids, *args, **options):
     # An initializer of rows may also contain a loop.
@@ -208,8 +208,8 @@ def _writes_can_be_held(directory: str) -> None:
     return real_store(self, ids, values)
 
   variables.ServerVariable.scatter_add = scatter_add
-  server_table.ServerShard.updated = updated
-  server_table.ServerShard.store = store
+  partitioned.ServerShard.updated = updated
+  partitioned.ServerShard.store = store
 
 
 def _answer(directory: str, parts, pool) -> None:

@@ -8,11 +8,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors, option_checks
-from tf_strategies.keras import (
-  gradient_reducer,
-  optimizer_checks,
-  optimizer_wrapper,
-)
+from tf_strategies.keras import gradient_reducer, optimizer_wrapper
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
@@ -278,7 +274,7 @@ def _check_outer(outer) -> None:
         'pass the inner optimizer. There is no loss to scale, and gradients '
         'are averaged already',
       )
-  optimizer_checks.check_has_one_rule(
+  gradient_reducer.check_has_one_rule(
     outer, f'outer={type(outer).__name__}(...)'
   )
   for option in ('use_ema', 'gradient_accumulation_steps'):

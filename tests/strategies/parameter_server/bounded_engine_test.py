@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 
 from tests.strategies.parameter_server import fakes
 from tf_strategies.strategies.parameter_server import engine as engine_lib
-from tf_strategies.strategies.parameter_server import step_task, worker_pool
+from tf_strategies.strategies.parameter_server import worker_pool
 
 
 class _Part(worker_pool.Task):
@@ -20,7 +20,7 @@ class _Part(worker_pool.Task):
   """
 
   steps = 1
-  step = step_task.Step(run=None)
+  step = engine_lib.Step(run=None)
   reported = None
 
   def __init__(self, left, done, engine):

@@ -9,8 +9,8 @@ import tensorflow as tf
 from tests.strategies.parameter_server import local_servers
 from tf_strategies.strategies.parameter_server import (
   batch_message,
+  engine,
   slots,
-  step_task,
   traced_step,
 )
 
@@ -240,7 +240,7 @@ class Step:
       return program(*variables, *batch)
 
     batch = batch_message.BatchLayout(specs)
-    self._step = step_task.Step(run, trains=True, optimizers=optimizers)
+    self._step = engine.Step(run, trains=True, optimizers=optimizers)
     self._powers = powers
     self.traced = traced_step.TracedStep(run, optimizers, specs)
     self.worker = slots.WorkerFunction(self.traced, batch, powers is not None)

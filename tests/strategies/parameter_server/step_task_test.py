@@ -7,11 +7,8 @@ import tensorflow as tf
 from absl.testing import absltest
 
 from tests.strategies.parameter_server import fakes
-from tf_strategies.strategies.parameter_server import (
-  batch_message,
-  step_task,
-  traced_step,
-)
+from tf_strategies.strategies.parameter_server import batch_message, traced_step
+from tf_strategies.strategies.parameter_server import engine as engine_lib
 
 
 class StepTaskTest(absltest.TestCase):
@@ -31,10 +28,10 @@ class StepTaskTest(absltest.TestCase):
       started=lambda step, worker: None,
       take_slots=lambda layout: None,
     )
-    sent = step_task.Sent(batch_message.Batch(np.zeros([2])))
-    task = step_task.StepTask(engine, step_task.Step(run=None), sent)
+    sent = engine_lib.Sent(batch_message.Batch(np.zeros([2])))
+    task = engine_lib.StepTask(engine, engine_lib.Step(run=None), sent)
     pool, _ = fakes.pool(self, 1)
-    reports = step_task.Reports(pool, fakes.Recovery().with_recovery)
+    reports = engine_lib.Reports(pool, fakes.Recovery().with_recovery)
     found = reports.of(task)
     task.run(0)
     reports.add(task)

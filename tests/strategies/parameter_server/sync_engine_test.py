@@ -14,14 +14,13 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
   splits,
-  step_task,
   sync_engine,
   traced_step,
-  worker_arrays,
 )
+from tf_strategies.strategies.parameter_server import engine as engine_lib
 
 _DEADLINE_SECONDS = 20.0
-_STEP = step_task.Step(run=None, trains=True, optimizers=('an optimizer',))
+_STEP = engine_lib.Step(run=None, trains=True, optimizers=('an optimizer',))
 
 
 class _Engine(sync_engine.SyncEngine):
@@ -149,9 +148,7 @@ class ReadTest(_TestCase):
 
   def setUp(self):
     super().setUp()
-    local = mock.patch.object(
-      worker_arrays, 'device', lambda worker: '/device:CPU:0'
-    )
+    local = mock.patch.object(input, 'device', lambda worker: '/device:CPU:0')
     local.start()
     self.addCleanup(local.stop)
     self.is_late = threading.Event()
@@ -233,7 +230,7 @@ class ReadTest(_TestCase):
 
     engine, source = self._reading_engine(compute, (4, 4, 4), backup_workers=1)
     engine.train(_STEP, source)
-    step, tested = step_task.Step(run=None), splits.Source(source.dataset)
+    step, tested = engine_lib.Step(run=None), splits.Source(source.dataset)
     rounds = []
     for number in range(4):
       if number == 2:

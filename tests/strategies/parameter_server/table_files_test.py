@@ -14,10 +14,7 @@ from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, pieces
 from tf_strategies.keras.tables import row_table, row_updates
-from tf_strategies.strategies.parameter_server import (
-  server_table,
-  table_files,
-)
+from tf_strategies.strategies.parameter_server import partitioned, table_files
 
 _WIDTH = dynamic_tables.WIDTH
 # Rows that tell their place: of a variable, and of a table without a vocabulary.
@@ -42,7 +39,7 @@ def _make_variable(servers, value):
 def _make_row_table(servers, value):
   variable = keras.Variable(tf.zeros([1, _WIDTH]), name='table')
   shards = [
-    server_table.ServerShard(i, 'table', _WIDTH, dynamic_tables.first_rows)
+    partitioned.ServerShard(i, 'table', _WIDTH, dynamic_tables.first_rows)
     for i in range(servers)
   ]
   table = row_table.RowTable(variable, shards)
@@ -225,7 +222,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_a_large_table_that_is_read_whole_is_told(self):
     variable = keras.Variable(tf.zeros([1, _WIDTH]), name='users')
-    table = server_table.ServerTable(
+    table = partitioned.ServerTable(
       variable, dynamic_tables.first_rows, 2, lambda do: do()
     )
     with (

@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
-from tf_strategies.strategies.parameter_server import worker_arrays
+from tf_strategies.strategies.parameter_server import input
 
 virtual_devices.configure()
 
@@ -50,7 +50,7 @@ class ArraysTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_function_has_no_large_constant(self, dataset, dtype):
     x = np.arange(_ROWS).astype(dtype)
-    function, tensors = self._function(worker_arrays.WorkerArrays(), dataset, x)
+    function, tensors = self._function(input.WorkerArrays(), dataset, x)
     self.assertNotEmpty(tensors)
     self.assertLess(function.graph.as_graph_def().ByteSize(), x.nbytes / 4)
     spec = dataset(x, 0).element_spec + (tf.TensorSpec([3]),)
@@ -68,13 +68,13 @@ class ArraysTest(tf.test.TestCase, parameterized.TestCase):
       seen.append(rng.normal(size=_ROWS).astype(np.float32))
       return _slices(seen[-1], first)
 
-    function, _ = self._function(worker_arrays.WorkerArrays(), dataset, None)
+    function, _ = self._function(input.WorkerArrays(), dataset, None)
     spec = _slices(seen[0], 0).element_spec + (tf.TensorSpec([3]),)
     a, *_ = self._first_batch(function, spec)
     self.assertAllEqual(a, seen[-1][5:7])
 
   def test_array_that_changes_is_another_array_after_it_is_gone(self):
-    arrays, found = worker_arrays.WorkerArrays(), []
+    arrays, found = input.WorkerArrays(), []
     for value in (1.0, 2.0):
       x = np.full([_ROWS], value, np.float32)
       _, (tensor, *_) = self._function(arrays, _slices, x)
@@ -83,10 +83,8 @@ class ArraysTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(found, [1.0, 2.0])
 
   def test_worker_gets_a_copy_for_each_token(self):
-    arrays, tensor = worker_arrays.WorkerArrays(), tf.zeros([3])
-    with mock.patch.object(
-      worker_arrays, 'device', lambda worker: '/device:CPU:0'
-    ):
+    arrays, tensor = input.WorkerArrays(), tf.zeros([3])
+    with mock.patch.object(input, 'device', lambda worker: '/device:CPU:0'):
       copies = [
         arrays.on_worker([tensor], worker, token)[0]
         for worker, token in ((0, 7), (0, 7), (1, 8), (0, 7), (0, 9), (0, 9))

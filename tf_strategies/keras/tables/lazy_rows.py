@@ -7,7 +7,7 @@ import operator
 import keras
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import optimizer_checks, optimizer_wrapper
+from tf_strategies.keras import gradient_reducer, optimizer_wrapper
 from tf_strategies.keras.tables import row_updates
 
 
@@ -69,8 +69,8 @@ class LazyRows(
         'an optimizer that wraps no other',
         f'write {kind}(LazyRows(optimizer))',
       )
-    optimizer_checks.check_has_one_rule(inner, f'LazyRows({kind}(...))')
-    if kind in optimizer_checks.WHOLE_VARIABLE_OPTIMIZERS:
+    gradient_reducer.check_has_one_rule(inner, f'LazyRows({kind}(...))')
+    if kind in gradient_reducer.WHOLE_VARIABLE_OPTIMIZERS:
       raise errors.UnsupportedOptionError(
         f'LazyRows({kind}(...))',
         'an optimizer that updates each element by itself, such as Adam',

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
-from tf_strategies.keras import optimizer_checks
+from tf_strategies.keras import gradient_reducer
 
 # If reading a table takes a larger share of this host's memory, the user is
 # warned. Writing files takes several copies, and an optimizer may have two more
@@ -77,7 +77,7 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
   if clips and any(
     getattr(each, option, None) is not None
     for each in chain
-    for option in optimizer_checks.CLIPPING
+    for option in gradient_reducer.CLIPPING
   ):
     return False
   last = chain[-1] if chain else None

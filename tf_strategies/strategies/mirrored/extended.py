@@ -18,11 +18,10 @@ from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
-from tf_strategies.keras import gradient_reducer, optimizer_checks, scope_checks
+from tf_strategies.keras import gradient_reducer, scope_checks
 from tf_strategies.spmd import emit
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
-  empty_replicas,
   host_input,
   replica_exchange,
   replica_run,
@@ -146,7 +145,7 @@ class ExactMirroredExtended(
       return fn(*args, **kwargs)  # The only replica calls it.
     step = _keras_internal.step_of(_tf_internal.unwrap(fn))
     if step is not None and self.splits_steps:
-      optimizer_checks.check_model(step, self._container_strategy())
+      gradient_reducer.check_model(step, self._container_strategy())
       [data] = args
       return self._model_step(step).run(step.run, data)
     if isinstance(fn, _tf_internal.Function):
@@ -164,8 +163,8 @@ class ExactMirroredExtended(
       # Inside a merge call of a run, which defines the rows.
       return self._call_in_run(run, fn, args, kwargs)
     run = self._run_of((args, kwargs))
-    args, kwargs = empty_replicas.fill(run, (args, kwargs))
-    return empty_replicas.trim(run, self._call_in_run(run, fn, args, kwargs))
+    args, kwargs = replica_run.fill(run, (args, kwargs))
+    return replica_run.trim(run, self._call_in_run(run, fn, args, kwargs))
 
   # What builds a model's step.
   _step_class = whole_batch.WholeStep

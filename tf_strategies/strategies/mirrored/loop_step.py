@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal
-from tf_strategies.keras import optimizer_checks
+from tf_strategies.keras import gradient_reducer
 
 
 def make(
@@ -24,7 +24,7 @@ def make(
   It passes `fn` on as Keras passes a model's step. Distributed batches are the
   arguments of that step. `fn` captures all other arguments.
   """
-  optimizer_checks.check_step(fn, optimizers)
+  gradient_reducer.check_step(fn, optimizers)
   is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)
   compiles = is_function and _tf_internal.is_compiled(fn)
   traced = _tf_internal.inlined(fn)

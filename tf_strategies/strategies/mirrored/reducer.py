@@ -17,7 +17,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import executor, statistics
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies.mirrored import empty_replicas, replica_run
+from tf_strategies.strategies.mirrored import replica_run
 
 _SUM = tf.distribute.ReduceOp.SUM
 _MEAN = tf.distribute.ReduceOp.MEAN
@@ -54,7 +54,7 @@ class Reducer:
       self._once(reduce_op, self._link.per_replica(value)) for value, _ in pairs
     ]
     if is_masked:
-      values = empty_replicas.mask(run, values)
+      values = replica_run.mask(run, values)
     # If a destination is the value itself, it means the value's devices.
     pairs = [
       (new, new if destination is old else destination)
@@ -63,7 +63,7 @@ class Reducer:
     if reduce_op == _SUM or not is_masked:
       return self._link.reduce(reduce_op, pairs, options)
     sums = self._link.reduce(_SUM, pairs, options)
-    return [empty_replicas.divide(total, run.num_with_rows) for total in sums]
+    return [replica_run.divide(total, run.num_with_rows) for total in sums]
 
   def _once(self, reduce_op, value):
     """Returns a tensor that all local replicas share, so that it counts once.
@@ -87,7 +87,7 @@ class Reducer:
     if run is not None and run.sites is not None:
       pairs = zip(run.sites, value.values, strict=True)
       value = _tf_internal.PerReplica(
-        [empty_replicas.without_rows(*pair, axis) for pair in pairs]
+        [replica_run.without_rows(*pair, axis) for pair in pairs]
       )
       destinations = value if len(run.sites) > 1 else destinations
     return self._link.gather(value, destinations, axis, options)
@@ -118,11 +118,11 @@ class Reducer:
     if run is None or run.sites is None:
       reduced = reduce(reduce_op, tensors, replica_id, options)
     else:
-      tensors = empty_replicas.contributions(run.sites[replica_id], tensors)
+      tensors = replica_run.contributions(run.sites[replica_id], tensors)
       reduced = reduce(_SUM, tensors, replica_id, options)
       if reduce_op == _MEAN:
         count = run.num_with_rows
-        reduced = [empty_replicas.divide(t, count) for t in reduced]
+        reduced = [replica_run.divide(t, count) for t in reduced]
     return tf.nest.pack_sequence_as(value, reduced)
 
 

@@ -22,7 +22,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.spmd import emit, kinds, plan, program
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.spmd import site as site_lib
-from tf_strategies.strategies.mirrored import empty_replicas, replica_exchange
+from tf_strategies.strategies.mirrored import replica_exchange, replica_run
 
 
 class _CurrentStep(threading.local):
@@ -463,7 +463,7 @@ def _stand_in(site, tensor):
     tensor = _checked(site, tensor)
     if site.rows.real is None:
       return tensor
-    return empty_replicas.one_row_if_empty(tensor)
+    return replica_run.one_row_if_empty(tensor)
 
 
 def _checked(site, tensor):

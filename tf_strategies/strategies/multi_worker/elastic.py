@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, cross_device
-from tf_strategies.keras import optimizer_checks
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import host_input
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
@@ -140,7 +140,7 @@ class GuardedStep:
     self._written_early: dict[tuple, list[Any]] = {}
     self._reported: Any = None
     container = extended._container_strategy()
-    optimizer_checks.check_model(step, container)
+    gradient_reducer.check_model(step, container)
 
     @tf.autograph.experimental.do_not_convert
     def compute(batch):

@@ -12,11 +12,10 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import optimizer_checks
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import (
   partitioned,
-  server_table,
   traced_step,
   variables,
 )
@@ -210,9 +209,9 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       parts.append(self._create_on(server, part))
     return partitioned.PartitionedVariable(parts, name, **of_whole)
 
-  def make_row_table(self, variable, initial_rows) -> server_table.ServerTable:
+  def make_row_table(self, variable, initial_rows) -> partitioned.ServerTable:
     """The rows of a `DynamicEmbedding`, on all servers."""
-    table = server_table.ServerTable(
+    table = partitioned.ServerTable(
       variable, initial_rows, self._num_ps, self._drained
     )
     self._registry.update({id(shard): shard for shard in table.shards})
@@ -279,7 +278,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     if not isinstance(var, partitioned.PartitionedVariable):
       with variables.updating(var.server):
         return fn(var, *args, **kwargs)
-    optimizer_checks.check_partitioned_update(fn, var.name)
+    gradient_reducer.check_partitioned_update(fn, var.name)
     split = [
       var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
       for a in args

@@ -20,7 +20,6 @@ from tf_strategies.strategies.parameter_server import (
   connection,
   input,
   splits,
-  step_counts,
   table_files,
   variables,
   worker_pool,
@@ -81,7 +80,7 @@ class Recovery:
     # another run, if this one does not continue it.
     self._has_checkpoint = False
     self._first: str | None = None
-    self.counts = step_counts.StepCounts()
+    self.counts = StepCounts()
     self._epoch = 0
     self._source: splits.Source | None = None
     self._resumed: input.Resumed | None = None
@@ -445,3 +444,46 @@ def _read(variable: Any) -> np.ndarray:
   """A variable's value; with a first dimension of 1 where replicas have parts."""
   array = np.asarray(variable.numpy())
   return array[None] if model_state.has_parts(variable) else array
+
+
+class StepCounts:
+  """Counts steps of training, and what a restored checkpoint costs of them."""
+
+  def __init__(self):
+    self.begun = 0  # In this process.
+    # In earlier runs, of which this one restored a checkpoint.
+    self.before = 0
+    self._begun_at_save = 0
+    # When a checkpoint of this path was written, or restored.
+    self._begun_at: dict[str, int] = {}
+    self._epoch_began = 0
+
+  @property
+  def since_save(self) -> int:
+    """Returns how many were begun since a checkpoint was written, or restored."""
+    return self.begun - self._begun_at_save
+
+  @property
+  def of_epoch(self) -> int:
+    """Returns how many of this epoch were begun, also by an earlier run."""
+    return self.begun - self._epoch_began
+
+  @property
+  def of_all_runs(self) -> int:
+    """Returns how many were begun in this run and those before it."""
+    return self.before + self.begun
+
+  def begin_epoch(self, begun_before: int) -> None:
+    """Notes that an epoch begins, of which an earlier run has begun so many."""
+    self._epoch_began = self.begun - begun_before
+
+  def note_saved(self, path: str) -> None:
+    """Notes that steps which begin now start from the values of a checkpoint."""
+    self._begun_at_save = self._begun_at[path] = self.begun
+
+  note_restored = note_saved
+
+  def begun_since(self, found: checkpointer.Checkpoint) -> int:
+    """Returns how many were begun since a checkpoint was written or restored."""
+    of_this_run = found.metadata['steps'] - self.before
+    return self.begun - self._begun_at.get(found.path, of_this_run)

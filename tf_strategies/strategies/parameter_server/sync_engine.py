@@ -15,7 +15,6 @@ from tf_strategies.strategies.parameter_server import (
   batch_message,
   slots,
   splits,
-  step_task,
   traced_step,
   worker_pool,
 )
@@ -102,7 +101,7 @@ class SyncEngine(engine_lib.Engine):
     return super()._function(step, layout, is_shared)
 
   def apply_function_of(
-    self, task: step_task.StepTask
+    self, task: engine_lib.StepTask
   ) -> slots.ApplyFunction | None:
     """Returns what applies a task by itself; None for a share of a step."""
     return None if isinstance(task, _Share) else super().apply_function_of(task)
@@ -115,7 +114,7 @@ class SyncEngine(engine_lib.Engine):
       quorum,
       powers,
       [
-        _Share(self, step, quorum, step_task.Sent(part, index))
+        _Share(self, step, quorum, engine_lib.Sent(part, index))
         for index, part in enumerate(parts)
       ],
     )
@@ -125,7 +124,7 @@ class SyncEngine(engine_lib.Engine):
     turn = splits.Round(source)
     quorum = _Quorum(len(turn.elements), self._backup_workers)
     tasks = [
-      _Share(self, step, quorum, step_task.OfRound(self, turn, True))
+      _Share(self, step, quorum, engine_lib.OfRound(self, turn, True))
       for _ in turn.elements
     ]
     report = self._meet(step, quorum, powers, tasks)
@@ -217,7 +216,7 @@ class _Quorum:
     return worker not in self.takers or were_lost
 
 
-class _Share(step_task.StepTask):
+class _Share(engine_lib.StepTask):
   """Some rows of a synchronous step, which is applied together with others."""
 
   def __init__(self, engine: SyncEngine, step, quorum: _Quorum, data):

@@ -27,11 +27,7 @@ from absl import logging
 from tf_strategies import _tf_internal
 from tf_strategies.checkpoint import checkpointer, model_state, pieces
 from tf_strategies.keras.tables import row_table
-from tf_strategies.strategies.parameter_server import (
-  partitioned,
-  server_table,
-  variables,
-)
+from tf_strategies.strategies.parameter_server import partitioned, variables
 
 # The coordinator saves smaller variables together.
 _TABLE_BYTES = 1 << 20
@@ -120,7 +116,7 @@ class TableRows:
     self,
     table: row_table.RowTable,
     names: Mapping[str, str],
-    holder: server_table.ServerShard,
+    holder: partitioned.ServerShard,
   ):
     self.holder = holder
     self._table, self._names = table, names

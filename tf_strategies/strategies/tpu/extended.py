@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import gradient_reducer, optimizer_checks
+from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import variables
 from tf_strategies.strategies.tpu import permute
 
@@ -38,8 +38,8 @@ class PermutingTPUExtended(
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
     step, strategy = _tf_internal.unwrap(fn), self._container_strategy()
     keras_step = _keras_internal.step_of(step)
-    optimizer_checks.check_model(keras_step, strategy)
-    optimizer_checks.check_losses(step, strategy)
+    gradient_reducer.check_model(keras_step, strategy)
+    gradient_reducer.check_losses(step, strategy)
     if keras_step is not None and keras_step.kind == 'train':
       self._check_rows(args)
     return super().tpu_run(fn, args, kwargs, options)
