@@ -37,7 +37,7 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.integration import parameter_server_programs as programs
 from tf_strategies import _tf_internal
-from tf_strategies.keras.tables import row_initializers
+from tf_strategies.keras.tables import dynamic_embedding
 from tf_strategies.strategies.parameter_server import partitioned, variables
 
 WIDTH = 64
@@ -95,7 +95,7 @@ def ids_of_steps(steps: int) -> np.ndarray:
   """
   count = steps + HOT
   found = np.arange(8 * count, dtype=np.int64) * (2**40 + 7) - 2**50
-  owner = row_initializers.owner(tf.constant(found), 2).numpy()
+  owner = dynamic_embedding.owner(tf.constant(found), 2).numpy()
   ids = np.empty([steps, 4, 2], np.int64)
   for server in (0, 1):
     dynamic = found[owner == server][:count]

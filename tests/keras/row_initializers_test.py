@@ -7,7 +7,7 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tf_strategies import errors
-from tf_strategies.keras.tables import row_initializers
+from tf_strategies.keras.tables import dynamic_embedding
 
 virtual_devices.configure()
 
@@ -30,7 +30,7 @@ def _uniform(i, seed, column):
 
 def _rows(initializer, ids, seed=7, width=3):
   initializer = keras.initializers.get(initializer)
-  make = row_initializers.initial_rows(initializer, seed, width)
+  make = dynamic_embedding.initial_rows(initializer, seed, width)
   return make(tf.constant(ids, tf.int64)).numpy()
 
 
@@ -40,9 +40,9 @@ class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
     # The published first number of the generator with seed 0.
     self.assertEqual(expected[0], 0xE220A8397B1DCDAF)
     ids = tf.constant(_IDS, tf.int64)
-    found = row_initializers.mix(ids)
+    found = dynamic_embedding.mix(ids)
     self.assertAllEqual(found, np.array(expected, np.uint64))
-    owners = row_initializers.owner(ids, 3)
+    owners = dynamic_embedding.owner(ids, 3)
     self.assertAllEqual(owners, [(hashed >> 33) % 3 for hashed in expected])
 
   def test_numbers_follow_from_seed_id_and_column(self):
@@ -82,11 +82,11 @@ class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(_rows(initializer, _IDS), np.full([6, 3], value))
 
   def test_function(self):
-    double = row_initializers.initial_rows(
+    double = dynamic_embedding.initial_rows(
       lambda ids: tf.cast(ids[:, None] * [2, 3], tf.float32), 0, 2
     )
     self.assertAllEqual(double(tf.constant([5])), [[10.0, 15.0]])
-    narrow = row_initializers.initial_rows(lambda ids: ids, 0, 2)
+    narrow = dynamic_embedding.initial_rows(lambda ids: ids, 0, 2)
     with self.assertRaisesRegex(errors.UnsupportedOptionError, 'one row'):
       narrow(tf.constant([5]))
 

@@ -32,10 +32,12 @@ from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
 )
 from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
+  chain,
   replace_update,
   replaced_update,
   row_slots,
   rows_of,
+  see_gradients,
   seen_as_rows,
   slots_of,
   table_of,
@@ -58,10 +60,6 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   skip_steps,
   step_of,
   without_optionals,
-)
-from tf_strategies._keras_internal.updates import (  # noqa: F401  For all others.
-  chain,
-  see_gradients,
 )
 
 # Epochs: `fit` begins at `model._initial_epoch` if a callback sets it in

@@ -4,6 +4,8 @@ A variable with an attribute `row_table` represents the rows of that table. The
 indices of its gradient are ids. Keras clips its gradients like all others. The
 table makes the update: it calls the optimizer's own rule with the rows of the
 gradient and with the optimizer's state of these rows, in place of variables.
+
+Also nested optimizers, and what a strategy changes in those of its scope.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import stateless_scope
+from keras.src.backend.common import global_state, name_scope, stateless_scope
 from keras.src.backend.tensorflow import core, numpy
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.optimizers import base_optimizer
+from keras.src.utils import tracking
 
 from tf_strategies import _requirements, errors
-from tf_strategies._keras_internal import steps, updates
+from tf_strategies._keras_internal import steps
 
 _IDS = (tf.int32, tf.int64)
 
@@ -395,7 +398,7 @@ def row_slots(
 
   If optimizers wrap each other, the innermost owns the slots.
   """
-  *_, optimizer = updates.chain(optimizer)
+  *_, optimizer = chain(optimizer)
   return [
     (variable, optimizer, slots_of(optimizer, variable))
     for variable in optimizer._trainable_variables
@@ -441,3 +444,89 @@ def check() -> None:
   why = 'an Embedding on parameter servers reads the rows of its batch'
   _requirements.method(core.Variable, '_maybe_autocast(value)', why)
   _requirements.mention(core.Variable._initialize, ['_value'], why)
+
+
+def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
+  """Yields an optimizer and the optimizers that it wraps, from outside to inside."""
+  while optimizer is not None:
+    yield optimizer
+    optimizer = getattr(optimizer, 'inner_optimizer', None)
+
+
+def see_gradients(apply: Callable[..., None]) -> None:
+  """Has the optimizer that makes a variable now call `apply(optimizer, ...)`.
+
+  A strategy calls it for each variable in its scope. An optimizer makes its first
+  variable when it is made, so each optimizer of the scope is found. Its `apply`
+  becomes the strategy's, which reduces gradients before Keras clips, accumulates and
+  unscales them. So Keras need not reduce them later.
+  """
+  scopes = global_state.get_global_attribute('name_scope_stack')
+  optimizer = scopes[-1].caller if scopes else None
+  if isinstance(optimizer, keras.optimizers.Optimizer) and 'apply' not in vars(
+    optimizer
+  ):
+    changes = {'apply': apply}
+    kind = keras.optimizers.LossScaleOptimizer
+    if isinstance(optimizer, kind):
+      changes.update(build=_build_with_scale, scale_loss=_scale_by_variable)
+    for name, change in changes.items():
+      object.__setattr__(optimizer, name, functools.partial(change, optimizer))
+    object.__setattr__(optimizer, '_all_reduce_sum_gradients', list)
+
+
+@tracking.no_automatic_dependency_tracking
+def _make_scale(optimizer):
+  """Makes the variables of a loss scale, unless they exist."""
+  if hasattr(optimizer, 'dynamic_scale'):
+    return
+  for name, dtype, value in (
+    ('step_counter', 'int', 0),
+    ('dynamic_scale', 'float32', optimizer.initial_scale),
+  ):
+    variable = optimizer.add_variable(
+      shape=(),
+      dtype=dtype,
+      initializer=keras.initializers.Constant(value),
+      aggregation='none',
+      name=name,
+    )
+    setattr(optimizer, name, variable)
+
+
+def _build_with_scale(optimizer, var_list):
+  """Builds an optimizer whose loss scale may already exist because of a step."""
+  _make_scale(optimizer)
+  optimizer.inner_optimizer.build(var_list)
+  super(keras.optimizers.LossScaleOptimizer, optimizer).build(var_list)
+
+
+def _scale_by_variable(optimizer, loss):
+  """Scales the loss by a variable in a traced step.
+
+  Keras scales by a number before it builds the optimizer. The number would stay
+  in the step, because our steps are not traced again after they have created
+  variables.
+  """
+  if not optimizer.built and not tf.executing_eagerly():
+    with keras.name_scope(optimizer.name, caller=optimizer):
+      _make_scale(optimizer)
+    return keras.ops.multiply(loss, optimizer.dynamic_scale)
+  return type(optimizer).scale_loss(optimizer, loss)
+
+
+_WHY_OF_UPDATES = 'a part of a gradient has another norm than the whole'
+_requirements.mention(
+  base_optimizer.BaseOptimizer.__init__, ['name_scope'], _WHY_OF_UPDATES
+)
+for _signature in ('build(var_list)', 'scale_loss(loss)'):
+  _requirements.method(
+    keras.optimizers.LossScaleOptimizer,
+    _signature,
+    'a number for the scale would stay in a traced step',
+  )
+_requirements.mention(
+  name_scope.name_scope.__enter__,
+  ['name_scope_stack', 'caller'],
+  _WHY_OF_UPDATES,
+)

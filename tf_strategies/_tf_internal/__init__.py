@@ -43,10 +43,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   temporary_variable,
   trace,
 )
-from tf_strategies._tf_internal.undivided import (  # noqa: F401  For all others.
-  is_undivided,
-  undivided_marked,
-)
 
 MirroredExtended = _load(
   'distribute.mirrored_strategy.MirroredExtended', 'the base of strategies'

@@ -8,8 +8,7 @@ Sources are arrays, `TFRecords` and `Files` of any format. With `epochs` and
 `start`, `make_dataset` makes a stream that a resumed run continues.
 """
 
-from tf_strategies.data.arrays import Arrays
-from tf_strategies.data.files import Files, TFRecords
+from tf_strategies.data.files import Arrays, Files, TFRecords
 from tf_strategies.data.options import PipelineOptions
 from tf_strategies.data.pipeline import make_dataset
 

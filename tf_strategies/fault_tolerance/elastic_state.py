@@ -12,7 +12,7 @@ import tensorflow as tf
 from tf_strategies import errors
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import elastic_callbacks
+from tf_strategies.fault_tolerance import elastic_job
 from tf_strategies.keras import chief_only
 
 
@@ -190,12 +190,12 @@ class SharedState:
         'of the training function, before job.restore.'
       )
     metrics = [np.array(value) for value in self._metrics_of_step]
-    values = elastic_callbacks.hand_on(group, root, 'variables', values)
-    metrics = elastic_callbacks.hand_on(group, root, 'metrics', metrics)
+    values = elastic_job.hand_on(group, root, 'variables', values)
+    metrics = elastic_job.hand_on(group, root, 'metrics', metrics)
     callbacks = []
     if any(enter):
-      callbacks = elastic_callbacks.pack(self.callbacks)
-      callbacks = elastic_callbacks.hand_on(group, root, 'callbacks', callbacks)
+      callbacks = elastic_job.pack(self.callbacks)
+      callbacks = elastic_job.hand_on(group, root, 'callbacks', callbacks)
     if not have[group.rank]:
       self._assign(variables, values)
       self._assign_metrics(metrics)
@@ -216,7 +216,7 @@ class SharedState:
       self._assign(self._variables(), values)
       if self.progress.rows:
         self._assign_metrics(metrics)
-      elastic_callbacks.unpack(callbacks, self.callbacks)
+      elastic_job.unpack(callbacks, self.callbacks)
 
   def _variables(self) -> list[keras.Variable]:
     """Returns the shared variables, all of which every worker must have whole."""

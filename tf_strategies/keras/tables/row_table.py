@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras.tables import row_initializers, row_updates
+from tf_strategies.keras.tables import dynamic_embedding, row_updates
 
 # Columns beside a row: the number of updates, and the optimizer's step of the last one.
 # As float32 they stop counting above 16 million.
@@ -48,7 +48,7 @@ class TableShard:
   def __init__(
     self,
     width: int,
-    initial_rows: row_initializers.InitialRows,
+    initial_rows: dynamic_embedding.InitialRows,
     device: str = '/device:CPU:0',
   ):
     self.device = device
@@ -312,7 +312,7 @@ class RowTable:
 
   def owner(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns the number of the shard of each id."""
-    return row_initializers.owner(ids, len(self.shards))
+    return dynamic_embedding.owner(ids, len(self.shards))
 
   def _split(self, values, owner):
     return tf.dynamic_partition(values, owner, len(self.shards))

@@ -4,12 +4,9 @@ from tf_strategies.spmd.rules import (  # noqa: F401  Registered when imported.
   control,
   elementwise,
   integers,
-  linear,
   linear_algebra,
   reductions,
   sequences,
   shapes,
   shards,
-  slices,
-  state,
 )

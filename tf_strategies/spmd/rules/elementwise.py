@@ -1,4 +1,6 @@
-"""Operations on each element, with NumPy's broadcasting."""
+"""Operations on each element, with NumPy's broadcasting, and linear operations.
+
+Linear operations turn parts of a sum into parts of a sum."""
 
 from __future__ import annotations
 
@@ -6,10 +8,22 @@ import dataclasses
 
 import tensorflow as tf
 
+from tf_strategies.spmd import plan
 from tf_strategies.spmd.kinds import WHOLE, Listed, Part, Value
 from tf_strategies.spmd.plan import Context, Decision, is_sum, rule
-from tf_strategies.spmd.rules import linear
 
+# Operations that add up all inputs, or change each element in a linear way.
+SUMS = [
+  'Add',
+  'AddN',
+  'AddV2',
+  'Conj',
+  'Neg',
+  'PreventGradient',
+  'Real',
+  'StopGradient',
+  'Sub',
+]
 UNARY = [
   'Abs',
   'Acos',
@@ -136,7 +150,7 @@ def _select(context: Context) -> Decision | None:
   return broadcast(context) if len(ranks) == 1 else None
 
 
-@rule(*linear.SUMS)
+@rule(*SUMS)
 def _sums(context: Context) -> Decision | None:
   kinds = context.kinds
   if all(isinstance(k, Listed) for k in kinds):
@@ -201,3 +215,51 @@ def broadcast(context: Context) -> Decision:
   rank = max(map(context.rank, range(count)))
   names = [range(rank - context.rank(i), rank) for i in range(count)]
   return context.by_axes(names, [range(rank)])
+
+
+plan.TERMS.update(dict.fromkeys([*SUMS, 'Pack'], slice(None)))
+plan.TERMS.update(ConcatV2=slice(-1), SelectV2=slice(1, None))
+
+_FIRST = [
+  'BiasAddGrad',
+  'ConjugateTranspose',
+  'Cumsum',
+  'DivNoNan',
+  'ExpandDims',
+  'GatherV2',
+  'Pad',
+  'RealDiv',
+  'ResizeBilinear',
+  'ReverseV2',
+  'Roll',
+  'Slice',
+  'SplitV',
+  'Squeeze',
+  'StridedSlice',
+  'Sum',
+  'Transpose',
+  'Unpack',
+  'UnsortedSegmentSum',
+]
+_PRODUCTS = [
+  'BatchMatMulV2',
+  'BatchMatMulV3',
+  'Conv2D',
+  'Conv3D',
+  'DepthwiseConv2dNative',
+  'Einsum',
+  'MatMul',
+  'Mul',
+  'MulNoNan',
+]
+
+plan.FACTORS.update(dict.fromkeys(_FIRST, (0,)))
+plan.FACTORS.update(dict.fromkeys(_PRODUCTS, (0, 1)))
+plan.FACTORS.update(
+  Conv2DBackpropInput=(2,),
+  Conv3DBackpropInputV2=(2,),
+  DepthwiseConv2dNativeBackpropInput=(2,),
+  ScatterNd=(1,),
+  Split=(1,),
+  StridedSliceGrad=(4,),
+)

@@ -13,7 +13,7 @@ import numpy as np
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd.kinds import Dim
 from tf_strategies.spmd.plan import FOLDS, MOST_INTS, Context, UnknownError
-from tf_strategies.spmd.rules import slices
+from tf_strategies.spmd.rules import shapes as shapes_lib
 
 
 def _numbers(*lengths) -> list[int]:
@@ -91,7 +91,7 @@ def _range(context: Context, *bounds):
 
 
 def _strided_slice(context: Context, array, *bounds):
-  index = tuple(slices.index_of(context))
+  index = tuple(shapes_lib.index_of(context))
   for entry in index:
     is_slice = isinstance(entry, slice)
     parts = (entry.start, entry.stop, entry.step) if is_slice else (entry,)

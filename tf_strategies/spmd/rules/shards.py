@@ -18,7 +18,7 @@ from tf_strategies.spmd.kinds import (
   Value,
 )
 from tf_strategies.spmd.plan import Context, Decision, NeedsExchangeError
-from tf_strategies.spmd.rules import elementwise, linear, reductions
+from tf_strategies.spmd.rules import elementwise, reductions
 
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
@@ -40,7 +40,9 @@ def _shapes(context: Context) -> list[tf.TensorShape]:
   ]
 
 
-@_rule(*elementwise.UNARY, *elementwise.BROADCASTING, *linear.SUMS, *_OTHERS)
+@_rule(
+  *elementwise.UNARY, *elementwise.BROADCASTING, *elementwise.SUMS, *_OTHERS
+)
 def _elementwise(context: Context) -> Decision | None:
   """Computes element by element on the same piece of each input."""
   node, shard = context.node, _shard_of(context)

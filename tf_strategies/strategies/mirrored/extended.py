@@ -100,16 +100,11 @@ class ExactMirroredExtended(
       shards.warn(optimizer)
 
   def warn_if_undivided(self, gradients):
-    """See base class. Warns once."""
-    run = replica_run.current()
-    # In eager mode, the divisor may be 1, if there is only one row.
-    is_sure = run is not None and (
-      run.sites is None or not tf.executing_eagerly()
-    )
+    """See base class. Warns once, and of steps in a graph only."""
     if (
-      is_sure
+      not tf.executing_eagerly()
       and not self._warned_undivided
-      and any(map(_tf_internal.is_undivided, gradients))
+      and _are_undivided(gradients)
     ):
       self._warned_undivided = True
       logging.warning(
@@ -360,7 +355,7 @@ class ExactMirroredExtended(
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
       # A replica runs in its own thread, which has to know its run.
-      with replica_run.active(run), _tf_internal.undivided_marked():
+      with replica_run.active(run):
         return fn(*args, **kwargs)
 
     with replica_run.active(run):
@@ -517,3 +512,28 @@ def _is_in_function() -> bool:
   """Returns whether a function is being traced while eager mode is on outside."""
   is_eager = tf.compat.v1.executing_eagerly_outside_functions()
   return is_eager and not tf.executing_eagerly()
+
+
+def _are_undivided(gradients) -> bool:
+  """Returns whether gradients come from a tape, of a loss with an undivided mean.
+
+  The gradient of the loss is 1. It is still 1 at a term that is not scaled.
+  """
+  tensors = tf.nest.flatten(gradients, expand_composites=True)
+  todo = [t.op for t in tensors if t is not None]
+  seen = set()
+  while todo:
+    op = todo.pop()
+    is_of_tape = op.type == 'AddN' or op.name.startswith('gradient_tape/')
+    if op.name in seen or not is_of_tape:
+      continue
+    seen.add(op.name)
+    # The gradient of a mean over everything is a tile, divided by the number.
+    if op.type == 'RealDiv' and op.inputs[0].shape.rank != 0:
+      tensor = op.inputs[0]
+      while tensor.op.type in ('Tile', 'BroadcastTo', 'Reshape'):
+        tensor = tensor.op.inputs[0]
+      if tensor.shape.rank == 0 and tf.get_static_value(tensor) == 1:
+        return True
+    todo += [t.op for t in op.inputs]
+  return False

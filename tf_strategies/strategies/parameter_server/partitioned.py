@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras.tables import row_initializers, row_table, row_updates
+from tf_strategies.keras.tables import dynamic_embedding, row_table, row_updates
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,
@@ -350,7 +350,7 @@ class ServerShard(row_table.TableShard):
     server: int,
     name: str,
     width: int,
-    initial_rows: row_initializers.InitialRows,
+    initial_rows: dynamic_embedding.InitialRows,
   ):
     super().__init__(width, initial_rows, variables.server_device(server))
     self.server = server
@@ -400,7 +400,7 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
   def __init__(
     self,
     variable: keras.Variable,
-    initial_rows: row_initializers.InitialRows,
+    initial_rows: dynamic_embedding.InitialRows,
     num_servers: int,
     drained: Callable[[Callable], Any],
   ):
