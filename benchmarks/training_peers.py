@@ -38,7 +38,7 @@ class Peer:
 
   @property
   def compression(self) -> str:
-    """Returns the name of the codec for gradients."""
+    """Returns the name of the compression of gradients."""
     return self.options.get('compression', 'none')
 
   @property
@@ -54,7 +54,6 @@ PEERS = (
   Peer('ring_8mb_bfloat16', 'ring', {'compression': 'bfloat16'}),
   Peer('ring_local_16', 'ring', local_steps=16),
   Peer('ring_local_64', 'ring', local_steps=64),
-  Peer('ring_8mb_int8', 'ring', {'compression': 'int8'}),
   # One shard a worker of the two, and what a larger job would share out.
   Peer('reproducible_2', 'ring_reproducible', {'reproducible': 2}),
   Peer('reproducible_8', 'ring_reproducible', {'reproducible': 8}),

@@ -43,7 +43,7 @@ class OptionChecksTest(parameterized.TestCase):
     (_PIPELINE, 'seed', 2**63),
     (_RING, 'all_reduce', 'rings'),
     (_RING, 'bucket_bytes', 0),
-    (_RING, 'compression', 'float8'),
+    (_RING, 'compression', 'int8'),
     (_RING, 'link', 'udp'),
     (_SERVERS, 'backup_workers', 1.5),
     (_SERVERS, 'mode', _NAMES),

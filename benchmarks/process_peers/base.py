@@ -106,7 +106,7 @@ class Peer(abc.ABC):
       RuntimeError: if it differs. Its time would mean nothing.
     """
     found, expected = self.result(returned), self.expected()
-    if not self.is_right(found, expected):
+    if not np.array_equal(found, expected):
       raise RuntimeError(
         f'{type(self).__name__}: rank {self.seat.rank} of '
         f'{self.seat.world_size} has a wrong result for {self.num_bytes} '
@@ -116,7 +116,3 @@ class Peer(abc.ABC):
   def expected(self) -> np.ndarray:
     """Returns the right result."""
     return expected_sum(self.seat.world_size, self.num_elements)
-
-  def is_right(self, found: np.ndarray, expected: np.ndarray) -> bool:
-    """Returns whether a result is right; exactly, unless a peer rounds."""
-    return np.array_equal(found, expected)

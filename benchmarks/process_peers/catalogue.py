@@ -41,7 +41,6 @@ ENTRIES = tuple(
   for name, kind, pool, path in (
     ('ours_memory', OURS, 'ours', 'ours:Group'),
     ('ours_tcp', OURS, 'ours', 'ours:Tcp'),
-    ('ours_int8', OURS, 'ours', 'ours:Int8'),
     ('ours_in_graph', OURS, 'ours', 'ours:Replicated'),
     ('ours_mpi', OURS, 'mpi', 'ours:Mpi'),
     ('mpich', OTHER, 'mpi', 'mpich:Mpich'),

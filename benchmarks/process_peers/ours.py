@@ -1,4 +1,4 @@
-"""Our process groups: called from Python, in 8 bits, and from a graph."""
+"""Our process groups: called from Python, and from a graph."""
 
 from __future__ import annotations
 
@@ -67,35 +67,6 @@ class Tcp(Group):
   def _form(self, **settings) -> process_group.ProcessGroup:
     with mock.patch.object(host_memory, 'MemorySlots', side_effect=OSError):
       return super()._form(**settings)
-
-
-class Int8(Tcp):
-  """The same with a quarter of the bytes, and what rounding leaves for next time."""
-
-  def prepare(self) -> None:
-    """See base class."""
-    super().prepare()
-    self._residual = np.empty_like(self._input)
-
-  def call(self) -> np.ndarray:
-    """See base class."""
-    return self._group.all_reduce(
-      self._input,
-      out=self._output,
-      compression='int8',
-      residual=self._residual,
-    )
-
-  def release(self) -> None:
-    """See base class."""
-    super().release()
-    self._residual = None
-
-  def is_right(self, found: np.ndarray, expected: np.ndarray) -> bool:
-    """See base class."""
-    # Half a step of each term and of their sum, of its largest.
-    allowed = 2 * np.abs(expected).max() / 254
-    return bool(np.abs(found - expected).max(initial=0) <= 1.01 * allowed)
 
 
 class Mpi(Group):

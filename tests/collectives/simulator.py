@@ -34,7 +34,6 @@ def simulate(
   inputs: Sequence[np.ndarray],
   compression: str = 'none',
   op: str = 'sum',
-  residuals: Sequence[np.ndarray] | None = None,
 ) -> Simulation:
   """Runs any schedule, right or wrong, on one array for each rank.
 
@@ -54,8 +53,6 @@ def simulate(
       and empty) and one dtype. They are not changed.
     compression: name of a codec, used as `codec` describes.
     op: a name in `reductions.REDUCTIONS`.
-    residuals: one array for each rank, of the dtype of sums and as long as the
-      inputs: it is filled with what the codec has left out there.
 
   Returns:
     A Simulation. O(T L / C) for T transfers and a buffer of L in C chunks.
@@ -81,12 +78,9 @@ def simulate(
       np.array(array, dtype=sum_dtype).reshape(-1),
       slices,
       codec,
-      None if residuals is None else residuals[rank],
     )
-    for rank, array in enumerate(arrays)
+    for array in arrays
   ]
-  # A sum that others hold too is left out of once.
-  owners = schedule.owners() if residuals is not None else ()
   moved: collections.Counter[tuple[int, int]] = collections.Counter()
   for arrivals in schedule.arrivals():
     # Everything is sent before anything is received: a round is simultaneous.
@@ -105,7 +99,7 @@ def simulate(
         chunk, terms, transfers[-1].reduce, reductions.REDUCTIONS[op]
       )
       if (transfers[0].round, dst, chunk) in completions:
-        ranks[dst].send(chunk, residuals is None or owners[chunk] == dst)
+        ranks[dst].send(chunk)
   outputs = [rank.values.astype(dtype).reshape(shape) for rank in ranks]
   return Simulation(outputs, dict(sorted(moved.items())))
 
@@ -127,27 +121,20 @@ def round_trip(codec: codec_lib.Codec, values: np.ndarray) -> np.ndarray:
 class _Rank:
   """What one rank holds; without a codec, if that is None."""
 
-  def __init__(self, values, slices, codec, residual):
+  def __init__(self, values, slices, codec):
     self.values = values
     self._slices = slices
     self._codec = codec
-    self._residual = residual
-    if residual is not None:
-      residual.fill(0)
     self._payloads: dict[int, np.ndarray] = {}
 
-  def send(self, chunk: int, is_kept: bool = True) -> np.ndarray:
+  def send(self, chunk: int) -> np.ndarray:
     """Returns a chunk as it travels; the rank keeps the same."""
     place = self._slices[chunk]
     if self._codec is None:
       return self.values[place].copy()
     if chunk not in self._payloads:
       payload = encode(self._codec, self.values[place])
-      before = self.values[place].copy()
       self._codec.decode(payload, self.values[place])
-      if self._residual is not None and is_kept:
-        with np.errstate(invalid='ignore'):  # Infinities leave NaN.
-          self._residual[place] += before - self.values[place]
       self._payloads[chunk] = payload
     return self._payloads[chunk]
 

@@ -250,7 +250,7 @@ def train_with_files(rank, options, directory, *args):
   return {**result, 'best': float(best.best), 'losses': best.losses}
 
 
-def _do_not_hear(every):
+def _do_not_hear():
   from tf_strategies import errors
   from tf_strategies.process_group import group
 
@@ -259,7 +259,7 @@ def _do_not_hear(every):
 
   def deaf_all_reduce(self, array, **options):
     result = all_reduce(self, array, **options)
-    if next(calls) % every == 0:
+    if next(calls) % 7 == 0:
       raise errors.WorkerUnavailableError('a fault for the test')
     return result
 
@@ -287,16 +287,14 @@ def train(
   kind='plain',
   batch=BATCH,
   deaf=(),
-  compression='none',
-  deaf_every=7,
 ):
   """Trains as one worker; returns its results.
 
-  In the workers `deaf`, every `deaf_every`-th all-reduce raises after its end, as if
-  the worker had not heard of the result.
+  In the workers `deaf`, every seventh all-reduce raises after its end, as if the
+  worker had not heard of the result.
   """
   if rank in deaf:
-    _do_not_hear(deaf_every)
+    _do_not_hear()
   import tf_strategies as tfs
 
   class Report(keras.callbacks.Callback):
@@ -342,10 +340,8 @@ def train(
     heartbeat_timeout_seconds=6.0, rendezvous_timeout_seconds=60.0
   )
   model, accuracy = tfs.elastic.run(
-    run, options, ring=tfs.RingOptions(group=group, compression=compression)
+    run, options, ring=tfs.RingOptions(group=group)
   )
-  communicator = model.distribute_strategy.extended.communicator
-  kept = communicator.gradient_state(model.trainable_variables)
   extended = model.distribute_strategy.extended
   return {
     'place': (extended._task_type, extended._task_id, extended._is_chief),
@@ -353,7 +349,6 @@ def train(
       extended._num_workers,
       len(extended._cluster_spec.as_dict()['worker']),
     ),
-    'kept': {name: v.numpy() for name, v in kept.items()},
     'weights': model.get_weights(),
     'iterations': int(model.optimizer.iterations.numpy()),
     'accuracy': accuracy,

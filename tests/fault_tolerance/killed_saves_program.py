@@ -16,7 +16,6 @@ EPOCHS = 14
 _ADAM = ('Adam', {'learning_rate': 0.01})
 _NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
 JOBS = {
-  'residuals': workers.Job(0, inner=_ADAM, compression='int8'),
   'sharded': workers.Job(0, inner=_ADAM),
   'local_steps': workers.Job(3, inner=_ADAM, outer=_NESTEROV),
 }

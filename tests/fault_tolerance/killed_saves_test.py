@@ -34,8 +34,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     self.directory = self.create_tempdir().full_path
 
   @tiers.named_parameters(
-    ('residuals', 'residuals', [Death(0, 'name')]),
-    tiers.soak('residuals_everywhere', 'residuals', _ALL),
+    ('local_steps', 'local_steps', [Death(0, 'name')]),
     tiers.soak('sharded_everywhere', 'sharded', _ALL),
     tiers.soak('local_steps_everywhere', 'local_steps', _ALL),
   )

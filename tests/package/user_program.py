@@ -14,7 +14,7 @@ def make_callbacks(directory: str) -> list[keras.callbacks.Callback]:
 
 
 def train(directory: str) -> int:
-  options = tfs.RingOptions(compression='int8', bucket_bytes=1 << 20)
+  options = tfs.RingOptions(compression='bfloat16', bucket_bytes=1 << 20)
   strategy = tfs.MultiWorkerRingStrategy(options=options, devices=['CPU:0'])
   with strategy.scope():
     model = keras.Sequential([keras.layers.Dense(1)])

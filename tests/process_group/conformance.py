@@ -87,7 +87,7 @@ def values(rank: int, case: Case) -> np.ndarray:
 
 
 def run(group) -> dict[Case, list[bytes]]:
-  """Returns what a rank gets in each case, called twice: residuals add up."""
+  """Returns what a rank gets in each case, called twice."""
   results = {}
   for case in cases(group.world_size):
     array = values(group.rank, case)

@@ -55,7 +55,7 @@ class RegistryTest(parameterized.TestCase):
     ),
     (
       'multi_worker_ring',
-      {'compresion': 'int8'},
+      {'compresion': 'bfloat16'},
       r'Fix: write options=RingOptions\(compression=\.\.\.\)',
     ),
     ('tpu_ring', {'all_reduces': 3}, "'all_reduces' of TPURing.*'all_reduce'"),

@@ -39,17 +39,11 @@ def name_variables(
 ) -> dict[str, keras.Variable]:
   """Returns the variables that determine how training continues, by name.
 
-  These are weights, the state of random layers, the optimizer's variables and the
-  gradients that workers have not sent yet. Metrics, which restart in each epoch, are
-  not among them.
+  These are weights, the state of random layers and the optimizer's variables. Metrics,
+  which restart in each epoch, are not among them.
   """
   _mark_own(model, optimizer)
-  named = name_objects(state_of(model, optimizer))
-  workers = workers_lib.link_of(model.distribute_strategy)
-  if workers is not None:
-    kept = workers.gradient_state(model.trainable_variables)
-    named |= {f'gradients/{name}': v for name, v in kept.items()}
-  return named
+  return name_objects(state_of(model, optimizer))
 
 
 def _mark_own(model, optimizer) -> None:

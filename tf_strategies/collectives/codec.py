@@ -7,10 +7,6 @@ every all-reduce with a codec, whatever the algorithm and wherever it runs:
   as the receivers do, not its own more precise one.
 * A complete sum is encoded once and forwarded unchanged. All ranks use the decoded
   value, also the rank that added it up.
-* The rounding error of a payload is the residual of the rank that encoded it. If several
-  ranks complete a sum, it belongs to the first one. So the result and the residuals of
-  all ranks add up to the sum of the inputs: a caller that adds its residual to its next
-  array loses nothing ("error feedback").
 """
 
 from __future__ import annotations
@@ -28,18 +24,12 @@ class Codec(abc.ABC):
 
   Attributes:
     name: name that `compression=` takes, which is also the name of its file.
-    block_length: number of elements that are encoded independently of others. An
-      array may be cut after any multiple of them without a change of the result.
     cast_dtype: name of a dtype whose arrays are payloads already; None if there is
       none.
-    keeps_rest: whether the rounding error of a gradient should be added to the next
-      gradient.
   """
 
   name: str
-  block_length: int = 1
   cast_dtype: str | None = None
-  keeps_rest: bool = False
 
   @abc.abstractmethod
   def payload_bytes(self, length: int) -> int:

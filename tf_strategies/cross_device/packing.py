@@ -26,7 +26,7 @@ class Packed:
     buckets: the flat tensors.
     members: for each bucket, the indices of the tensors that it holds.
     lengths: for each bucket, the lengths of its tensors, or of their rows if they are
-      matrices, with padding.
+      matrices.
     shapes: shape of each tensor. It is a tensor if it is not static.
   """
 
@@ -52,14 +52,8 @@ class Packed:
       parts = [bucket]
       if len(members) > 1:
         parts = tf.split(bucket, lengths, axis)
-      for i, part, length in zip(members, parts, lengths, strict=True):
-        if num_rows is not None:
-          columns = self.shapes[i][1]
-          tensors[i] = part if length == columns else part[:, :columns]
-          continue
-        if len(members) > 1 and length != self.shapes[i].num_elements():
-          part = part[: self.shapes[i].num_elements()]
-        tensors[i] = tf.reshape(part, self.shapes[i])
+      for i, part in zip(members, parts, strict=True):
+        tensors[i] = part if axis else tf.reshape(part, self.shapes[i])
     return tensors
 
 
@@ -68,13 +62,11 @@ def pack(
   bucket_bytes: int,
   alone_bytes: int = _ALONE_BYTES,
   codecs: Sequence[codec_lib.Codec] | None = None,
-  num_chunks: int = 1,
   num_rows: int | None = None,
 ) -> Packed:
   """Packs tensors. The last tensors become ready first, so they come first.
 
-  A bucket holds tensors of one dtype and one codec. No two tensors share a block of
-  the codec: otherwise small values would get the precision of large ones.
+  A bucket holds tensors of one dtype and one codec.
 
   Args:
     tensors: the tensors, or matrices if `num_rows` is given.
@@ -82,14 +74,12 @@ def pack(
     alone_bytes: size from which a tensor travels alone, without a copy. A tensor of
       unknown size does so too.
     codecs: codec of each tensor; None for none.
-    num_chunks: number of equal chunks of a bucket that the codec encodes.
     num_rows: number of rows of the matrices when they are unpacked.
   """
   axis = 0 if num_rows is None else 1
   flat = tensors if axis else [tf.reshape(t, [-1]) for t in tensors]
-  blocks = [c.block_length for c in codecs] if codecs else [1] * len(flat)
   sizes = []
-  for tensor, block in zip(flat, blocks, strict=True):
+  for tensor in flat:
     element_bytes, length = (
       (num_rows or 1) * tensor.dtype.size,
       tensor.shape[axis],
@@ -97,26 +87,18 @@ def pack(
     # A size of the whole bucket makes the plan give it one of its own.
     num_bytes = bucket_bytes
     if length is not None and length * element_bytes < alone_bytes:
-      num_bytes = _round_up(length, block) * element_bytes
+      num_bytes = length * element_bytes
     # One without bytes takes room too, or it would fit into a full bucket.
     sizes.append(min(max(num_bytes, 1), bucket_bytes))
-  kinds = list(zip((t.dtype for t in tensors), codecs or blocks, strict=True))
+  dtypes = [t.dtype for t in tensors]
+  kinds = list(zip(dtypes, codecs or dtypes, strict=True))
   plan = bucketing.plan_buckets(sizes, kinds, bucket_bytes)
   buckets, all_lengths = [], []
   for bucket in plan:
-    some, block = [flat[i] for i in bucket], blocks[bucket[0]]
-    lengths = [t.shape[axis] for t in some]
-    if block > 1 and (axis or len(some) > 1):
-      lengths = [_round_up(length, block) for length in lengths]
-      if not axis:
-        lengths[-1] += -sum(lengths) % (block * num_chunks)
-      some = [
-        tf.pad(t, [[0, 0]] * axis + [[0, length - t.shape[axis]]])
-        for t, length in zip(some, lengths, strict=True)
-      ]
+    some = [flat[i] for i in bucket]
     joined = some[0] if len(some) == 1 else tf.concat(some, axis)
     buckets.append(tf.reshape(joined, [-1]) if axis else joined)
-    all_lengths.append(tuple(lengths))
+    all_lengths.append(tuple(t.shape[axis] for t in some))
   return Packed(
     tuple(buckets),
     plan,
@@ -125,7 +107,3 @@ def pack(
       t.shape if t.shape.is_fully_defined() else tf.shape(t) for t in tensors
     ),
   )
-
-
-def _round_up(length: int, multiple: int) -> int:
-  return -(-length // multiple) * multiple

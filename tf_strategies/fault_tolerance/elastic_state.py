@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.checkpoint import model_state
@@ -163,7 +162,7 @@ class SharedState:
     applied = self._iterations() - self.progress.iterations
     if applied > 0:
       self.move(self.progress.epoch, self.position.step + applied)
-    self._held = _read([*self._variables(), *self._rests()])
+    self._held = _read(self._variables())
     self._objects = {}
 
   def take(
@@ -177,13 +176,9 @@ class SharedState:
       have: by rank, whether the worker has the state already.
       enter: by rank, whether the worker enters a `fit` that is running.
     """
-    variables, rests = self._variables(), self._rests()
-    if self._held is None:
-      values = _read(variables)
-    elif _have_shapes(self._held, [*variables, *rests]):
-      values = self._held[: len(variables)]
-      self._assign(rests, self._held[len(variables) :])
-    else:
+    variables = self._variables()
+    values = _read(variables) if self._held is None else self._held
+    if not _have_shapes(values, variables):
       raise errors.CheckpointMismatchError(
         'Expected the variables that this worker has trained, got others of '
         'the model and its optimizers. Fix: build the same ones in each call '
@@ -229,13 +224,6 @@ class SharedState:
           'train the model by job.fit, or in a loop by strategy.step',
         )
     return list(variables)
-
-  def _rests(self) -> list[tf.Variable]:
-    """Returns the variables with the gradients that this worker has not sent."""
-    communicator = self.strategy.extended.communicator
-    return [
-      *communicator.gradient_state(self.model.trainable_variables).values()
-    ]
 
   def _metrics(self):
     """Returns the metric variables that every worker holds whole."""

@@ -36,23 +36,11 @@ class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
 
   Args:
     variables: for each tensor, the variable of the gradient, or None.
-    writes: receives the values that the link must store after the step, by
-      variable reference. None if the step ends when the gradients arrive.
   """
 
-  def __init__(
-    self,
-    variables: Iterable[Any],
-    writes: dict[Any, tf.Tensor] | None = None,
-  ):
+  def __init__(self, variables: Iterable[Any]):
     super().__init__()
-    self.variables, self.writes = list(variables), writes
-
-
-def write(writes: dict[Any, tf.Tensor]) -> None:
-  """Assigns the values that a link stores to their variables."""
-  for reference, value in writes.items():
-    reference.deref().assign(value)
+    self.variables = list(variables)
 
 
 class GradientReducer:

@@ -52,8 +52,6 @@ class Execution:
     pool: source of the memory that the plan needs.
     form: the format in which elements travel and are added.
     ufunc: function that combines two arrays.
-    residual: array for the rounding error of the codec on this rank, with the length
-      of `array` and the dtype of sums; None if the caller does not need it.
   """
 
   def __init__(
@@ -64,21 +62,11 @@ class Execution:
     pool: buffers.Pool,
     form: plan_lib.Format = plan_lib.BYTES,
     ufunc: np.ufunc = np.add,
-    residual: np.ndarray | None = None,
   ):
     self.plan = plan
     self.needs = list(plan.needs)
     self.remaining = len(plan.pieces)
-    self._form, self._ufunc, self._residual = form, ufunc, residual
-    # First elements of the stretches without a rounding error so far.
-    self._unrounded: set[int] = set()
-    if residual is not None:
-      encoded = {
-        p.first: p.last for p in plan.pieces if p.kind == plan_lib.ENCODE
-      }
-      self._unrounded.update(encoded)
-      if sum(encoded.values()) - sum(encoded) < len(residual):
-        residual.fill(0)
+    self._form, self._ufunc = form, ufunc
     self._pool = pool
     self._is_coded = form.codec is not codecs.NONE
     values = out
@@ -193,21 +181,6 @@ class Execution:
     if is_wide:
       array = array.astype(np.float32)
     codec.encode(array, payload)
-    if self._residual is not None and piece.kind == plan_lib.ENCODE:
-      self._leave_out(piece, array, payload)
-
-  def _leave_out(self, piece, array, payload) -> None:
-    """Adds the rounding error of a payload to the residual."""
-    residual = self._residual[piece.first : piece.last]
-    rest = residual
-    if piece.first not in self._unrounded:
-      rest = self._pool.take(residual.shape, residual.dtype)
-    self._form.codec.decode(payload, rest)
-    with np.errstate(invalid='ignore'):  # Infinities may give NaN.
-      np.subtract(array, rest, out=rest)
-    if rest is not residual:
-      residual += rest
-    self._unrounded.discard(piece.first)
 
   def _combine(self, piece: plan_lib.PlannedPiece) -> None:
     """Combines a piece's terms, in their order, into the sum of that stretch."""

@@ -127,7 +127,6 @@ class ProcessGroup:
     name: str = '',
     algorithm: str = 'auto',
     compression: str = 'none',
-    residual: np.ndarray | None = None,
   ) -> np.ndarray:
     """Combines the arrays of all ranks; every rank gets the same bits.
 
@@ -142,8 +141,6 @@ class ProcessGroup:
         by the size of the array and the hosts of the ranks.
       compression: a name in `collectives.CODECS`, in which floats travel. They are
         added in float32, as are 16-bit floats without a codec.
-      residual: an array like `out`, in the dtype of sums. It gets this rank's share
-        of the rounding error, which the caller may add to its next array.
 
     Returns:
       `out`, or a new array that is aligned to 64 bytes. Each rank sends and
@@ -160,7 +157,7 @@ class ProcessGroup:
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
-      self._run(reduction, name, array, out, residual)
+      self._run(reduction, name, array, out)
     return out
 
   def reduce_scatter(
@@ -393,19 +390,16 @@ class ProcessGroup:
     name: str,
     array: np.ndarray,
     out: np.ndarray,
-    residual: np.ndarray | None = None,
   ) -> None:
     """Runs a plan; whatever goes wrong makes the whole group fail."""
     self._check()
     if self.world_size == 1:
       np.copyto(out, array)
-      if residual is not None:
-        residual.fill(0)
       return
     text, plan, form, ufunc = reduction
     text = text.format(name)
     execution = execution_lib.Execution(
-      plan, array, out, self._pool, form, ufunc, residual
+      plan, array, out, self._pool, form, ufunc
     )
     operation = self._state.begin(text, name)
     seconds = self._options.collective_timeout_seconds

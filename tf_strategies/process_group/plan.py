@@ -32,8 +32,7 @@ SEND = 0  # Bytes of a buffer go to a peer.
 RECEIVE = 1  # Bytes of a peer go into a buffer.
 COMBINE = 2  # Terms are combined.
 ENCODE = 3  # A term becomes a payload.
-ENCODE_AGAIN = 4  # The same, of a sum whose residual another rank keeps.
-DECODE = 5  # A payload becomes values.
+DECODE = 4  # A payload becomes values.
 
 # The buffers of a run.
 ARRAY = 0  # The caller's.
@@ -132,8 +131,6 @@ class Format:
   def cut(self, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Cuts a stretch of elements into pieces."""
     step = max(self.piece_bytes // self.itemsize, 1)
-    # The place of a cut must not change the decoded values.
-    step = -(-step // self.codec.block_length) * self.codec.block_length
     for start in range(first, last, step):
       yield start, min(start + step, last)
 
@@ -276,10 +273,8 @@ class _Stretch:
     self._payload = place[0]
     self._value = None if self._coded else OUT
 
-  def add_up(
-    self, round_: int, order: Sequence[int], completes: bool, owns: bool
-  ) -> None:
-    """Adds arriving pieces in the order of ranks. A rank that `owns` keeps the residual."""
+  def add_up(self, round_: int, order: Sequence[int], completes: bool) -> None:
+    """Adds arriving pieces in the order of ranks."""
     if self._value is None:
       self._decode(round_, self._values)
     own, target = self._place(self._value), self._place(self._values)
@@ -295,16 +290,16 @@ class _Stretch:
     self._value = self._values
     self._payload = None if self._coded else OUT
     if completes:
-      self._encode(round_, ENCODE if owns else ENCODE_AGAIN)
+      self._encode(round_)
 
   def finish(self) -> None:
     """Brings the result into OUT."""
     if self._coded and self._value is None and not self._form.is_payload:
       self._decode(-1, OUT)
 
-  def _encode(self, round_, kind=ENCODE):
+  def _encode(self, round_):
     source, target = self._place(self._value), self._place(WIRE)
-    self._add(round_, kind, -1, *target, (source,), [source], [target])
+    self._add(round_, ENCODE, -1, *target, (source,), [source], [target])
     self._payload, self._value = WIRE, None
 
   def _decode(self, round_, buffer):
@@ -355,7 +350,6 @@ def from_schedule(
   # The places where sums are encoded. Finding them takes long among many ranks.
   is_coded = form.codec is not codecs.NONE
   completions = schedule.completions() if is_coded else frozenset()
-  owners = schedule.owners() if completions else ()
   sizes = sizes or schedule_lib.chunk_sizes(length, schedule.num_chunks)
   ends = [0, *itertools.accumulate(sizes)]
   for chunk, happens in steps.items():
@@ -369,8 +363,7 @@ def from_schedule(
           stretch.send(round_, peer)
         elif rank in order:
           completes = (round_, rank, chunk) in completions
-          owns = completes and rank == owners[chunk]
-          stretch.add_up(round_, order, completes, owns)
+          stretch.add_up(round_, order, completes)
         else:
           stretch.overwrite(round_, order[0])
       stretch.finish()

@@ -56,6 +56,3 @@ class Exchange(Protocol):
     self, value: tf.Tensor | None, like: Tensor, sites: Sequence[Site]
   ) -> list[tf.Tensor]:
     """Returns the first replica's tensor: `value`, which is None in other processes."""
-
-  def finish(self) -> None:
-    """Runs when every exchange of a step has been built."""

@@ -75,14 +75,6 @@ class Communicator(abc.ABC):
   ) -> list[tf.Tensor]:
     """Sums the tensors of one local replica, in a branch of its own graph."""
 
-  def gradient_state(self, variables: Sequence[Any]) -> dict[str, tf.Variable]:
-    """Returns the rests of the gradients for the next step, by number of the variable.
-
-    A checkpoint is whole with it only. By default nothing is left.
-    """
-    del variables
-    return {}
-
   @abc.abstractmethod
   def combine(self, tensor: tf.Tensor, op: str, name: str) -> tf.Tensor:
     """Combines one small host tensor of each worker by 'sum', 'min' or 'max'."""

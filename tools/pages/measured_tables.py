@@ -18,7 +18,6 @@ Report = Mapping[str, Any]
 _BETWEEN_PROCESSES = {
   'ours_memory': 'Ours',
   'ours_tcp': 'over TCP',
-  'ours_int8': 'int8',
   'ours_in_graph': 'in a graph',
   'ours_mpi': 'over MPI',
   'mpich': 'MPICH',
@@ -30,7 +29,6 @@ _PROCESS_RATIOS = (
   ('ours_memory', 'mpich'),
   ('ours_in_graph', 'gloo'),
   ('ours_in_graph', 'mwms_ring'),
-  ('ours_int8', 'ours_tcp'),
 )
 _MODELS = {
   'cnn': 'convolutional',

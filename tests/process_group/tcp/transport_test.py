@@ -254,53 +254,6 @@ class GathersTest(parameterized.TestCase):
       np.testing.assert_array_equal(out, np.concatenate(parts))
 
 
-class ResidualTest(parameterized.TestCase):
-  @parameterized.product(
-    algorithm=tuple(ALGORITHMS),
-    world_size=(2, 3, 4),
-    compression=('int8', 'bfloat16'),
-  )
-  def test_equals_the_simulator(self, algorithm, world_size, compression):
-    schedule = ALGORITHMS[algorithm](world_size)
-    length = 3001
-    inputs = [
-      np.random.RandomState(r).standard_normal(length).astype(np.float32)
-      for r in range(world_size)
-    ]
-    # Earlier contents are ignored.
-    residuals = [np.full(length, 7, np.float32) for _ in inputs]
-    outputs = [np.empty(length, np.float32) for _ in inputs]
-
-    def work(rank):
-      def function(links):
-        form = plan_lib.Format.of(np.dtype('f4'), compression, 80)
-        plan = plan_lib.from_schedule(schedule, rank, length, form)
-        run = _execution(
-          plan, inputs[rank], outputs[rank], form, residual=residuals[rank]
-        )
-        links.run(run, _header(1))
-
-      return function
-
-    self.assertEqual(
-      _run(world_size, [work(r) for r in range(world_size)]),
-      [None] * world_size,
-    )
-    simulated = [np.full(length, 5, np.float32) for _ in inputs]
-    expected = simulate(
-      schedule, inputs, compression, residuals=simulated
-    ).outputs
-    for out, want in zip(outputs, expected, strict=True):
-      self.assertEqual(out.tobytes(), want.tobytes())
-    for mine, other in zip(residuals, simulated, strict=True):
-      np.testing.assert_array_equal(mine, other)
-    # Nothing is lost, and nothing is there twice.
-    wanted = np.sum(inputs, 0, np.float64)
-    self.assertGreater(np.abs(wanted - outputs[0]).max(), 1e-3)
-    got = outputs[0] + np.sum(residuals, 0, np.float64)
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
-
-
 class FailuresTest(parameterized.TestCase):
   def test_link_that_comes_late_shows_that_its_peer_is_elsewhere(self):
     links, (mine, other) = _transport({}), socket.socketpair()

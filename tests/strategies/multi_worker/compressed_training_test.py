@@ -1,6 +1,6 @@
 """Training with compressed gradients on real workers.
 
-The tests check bits, bytes, what is left to send, resuming and NaN.
+The tests check bits, bytes, resuming and NaN.
 """
 
 import functools
@@ -24,14 +24,14 @@ _SCALE = 2.0**126
 
 def _kernels_only(variable):
   """Returns the compression of a variable: biases stay exact."""
-  return 'int8' if len(variable.shape) > 1 else 'none'
+  return 'bfloat16' if len(variable.shape) > 1 else 'none'
 
 
 # The values of `compression` by name.
 _CHOICES = {
   'none': 'none',
   'bfloat16': 'bfloat16',
-  'int8': 'int8',
+  'float16': 'float16',
   'function': _kernels_only,
 }
 
@@ -75,13 +75,6 @@ def _fit(model, epoch, target_scale=1, **options):
   return model.fit(x, target_scale * y, **options).history
 
 
-def _rests(strategy, model):
-  """Returns the part of its gradients that this worker has not sent, by name."""
-  communicator = strategy.extended.communicator
-  rests = communicator.gradient_state(model.trainable_variables)
-  return {k: v.numpy() for k, v in rests.items()}
-
-
 def _trained(name):
   """Trains two epochs with `fit`. Also returns the bytes of each step."""
   strategy, sent = _strategy(name), []
@@ -94,7 +87,6 @@ def _trained(name):
   history = _fit(model, 1)
   found = {
     'weights': model.get_weights(),
-    'rests': _rests(strategy, model),
     'bytes': np.diff(sent).tolist(),
     'loss': history['loss'][-1],
   }
@@ -108,25 +100,6 @@ def _reported(name):
   history = _fit(_model(strategy, rate=0.0), 0)
   strategy.close()
   return history
-
-
-def _summed(name):
-  """Sums gradients that do not depend on the weights: returns minus the sum.
-
-  The columns differ in size.
-  """
-  strategy = _strategy(name)
-  zeros = keras.layers.Dense(8, use_bias=False, kernel_initializer='zeros')
-  with strategy.scope():
-    model = keras.Sequential([keras.Input([_UNITS]), zeros])
-    model.compile(
-      keras.optimizers.SGD(1.0),
-      lambda y, p: keras.ops.sum(y * p * 10.0 ** -np.arange(8), -1),
-    )
-  _fit(model, 0)
-  found = model.get_weights()[0], _rests(strategy, model)
-  strategy.close()
-  return found
 
 
 def _looped(name):
@@ -162,9 +135,8 @@ def _resumed(name, directory):
   model = _model(strategy, seed=2)
   tfs.Run(directory, model).restore()
   _fit(model, 1)
-  found = model.get_weights(), _rests(strategy, model)
   strategy.close()
-  return found
+  return model.get_weights()
 
 
 def _scaled(name):
@@ -176,7 +148,6 @@ def _scaled(name):
   found = {
     'weights': model.get_weights(),
     'moved': np.abs(model.get_weights()[0] - before[0]).max(),
-    'rests': _rests(strategy, model),
     'scale': float(model.optimizer.dynamic_scale.numpy()),
   }
   strategy.close()
@@ -188,9 +159,7 @@ def _work(rank, names, directory):
   found = {}
   for name in names:
     found[name] = {'trained': _trained(name), 'reported': _reported(name)}
-    if name != 'bfloat16':
-      found[name]['summed'] = _summed(name)
-    if name in ('int8', 'function'):
+    if name != 'none':
       found[name] |= {
         'looped': _looped(name),
         'scaled': _scaled(name),
@@ -200,7 +169,7 @@ def _work(rank, names, directory):
 
 
 # Jobs that share processes, starting with those that every test run needs.
-_GROUPS = ('none', 'bfloat16', 'int8'), ('function',)
+_GROUPS = ('none', 'bfloat16'), ('float16',), ('function',)
 
 
 @functools.cache
@@ -223,42 +192,25 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     return found
 
   @tiers.parameters(
-    (2, 'int8'), tiers.soak(2, 'function'), tiers.soak(3, 'int8')
+    (2, 'bfloat16'),
+    tiers.soak(2, 'float16'),
+    tiers.soak(2, 'function'),
+    tiers.soak(3, 'bfloat16'),
   )
   def test_workers_agree_and_a_resumed_run_equals_another(self, count, name):
     first, *others = self.results(count, name)
     for other in others:
       for kind in ('trained', 'scaled'):
         self.assert_same(first[kind]['weights'], other[kind]['weights'])
-        # Each worker has its own rest.
-        for key, rest in first[kind]['rests'].items():
-          self.assertNotAllEqual(rest, other[kind]['rests'][key], key)
       self.assert_same(first['looped'], other['looped'])
     for found in (first, *others):
-      weights, rests = found['resumed']
-      self.assert_same(weights, found['trained']['weights'])
-      self.assert_same(rests, found['trained']['rests'])
-      # Of two kernels and two biases.
-      kept = (0, 2) if name == 'function' else range(4)
-      self.assertCountEqual(rests, [f'rest/{i}' for i in kept])
-
-  @tiers.parameters((2, 'int8'), tiers.soak(3, 'int8'))
-  def test_what_was_sent_and_what_is_left_is_what_there_was(self, count, name):
-    results = self.results(count, name)
-    (exact, _), (sums, _) = (
-      self.results(count, n)[0]['summed'] for n in ('none', name)
-    )
-    left = sum(rest for r in results for rest in r['summed'][1].values())
-    # Each column has its own size.
-    size = np.abs(exact).max(0)
-    self.assertAllClose((sums - exact) / size, left / size, 0, 1e-5)
-    self.assertGreater(np.abs(left / size).max(), 1e-3)
+      self.assert_same(found['resumed'], found['trained']['weights'])
 
   @tiers.parameters(
     (2, 'bfloat16'),
-    (2, 'int8'),
+    tiers.soak(2, 'float16'),
     tiers.soak(2, 'function'),
-    tiers.soak(3, 'int8'),
+    tiers.soak(3, 'bfloat16'),
   )
   def test_bytes_are_those_of_the_formulas(self, count, name):
     shapes = [(_UNITS, _UNITS), (_UNITS,), (_UNITS, 8), (8,)]
@@ -266,7 +218,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     for shape in shapes:
       chosen = name
       if name == 'function':
-        chosen = 'int8' if len(shape) > 1 else 'none'
+        chosen = 'bfloat16' if len(shape) > 1 else 'none'
       first, *others = (
         codecs.get(chosen).payload_bytes(size)
         for size in schedule.chunk_sizes(np.prod(shape), count)
@@ -274,10 +226,10 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       sent += sum(others) + (count - 1) * first
     steps = self.results(count, name)[0]['trained']['bytes']
     self.assertLen(set(steps), 1)
-    # The remaining bytes are the metrics and padding.
-    self.assertBetween(steps[0] - sent, 0, 4000, (steps[0], sent))
+    # The remaining bytes are the metrics.
+    self.assertBetween(steps[0] - sent, 0, 100, (steps[0], sent))
 
-  @parameterized.parameters('bfloat16', 'int8')
+  @tiers.parameters(('bfloat16',), tiers.soak('float16'))
   def test_reports_are_exact_and_losses_near_those_without(self, name):
     exact = self.results(2, 'none')
     for one, other in zip(exact, self.results(2, name), strict=True):
@@ -285,7 +237,9 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLess(other['trained']['loss'], 1.01 * one['trained']['loss'])
 
   @tiers.parameters(
-    (2, 'int8'), tiers.soak(2, 'function'), tiers.soak(3, 'int8')
+    (2, 'bfloat16'),
+    tiers.soak(2, 'function'),
+    tiers.soak(3, 'bfloat16'),
   )
   def test_loss_scaling_sees_overflows_and_goes_on(self, count, name):
     for result in self.results(count, name):
@@ -293,21 +247,19 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       # The scale was halved at least once, and then training continued.
       self.assertLess(scaled['scale'], _SCALE)
       self.assertBetween(scaled['moved'], 1e-4, 100)
-      for rest in scaled['rests'].values():
-        self.assertTrue(np.isfinite(rest).all())
 
 
 class OptionsTest(tf.test.TestCase):
   def test_what_a_function_returns_is_checked(self):
     strategy = tfs.MultiWorkerRingStrategy(
-      options=tfs.RingOptions(compression=lambda v: 'intt8'),
-      devices=[virtual_devices.name(0)],
+      options=tfs.RingOptions(compression=lambda v: 'bfloat61'),
+      devices=virtual_devices.names(2),
     )
     model = _model(strategy)
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, "write 'int8'"
+      tfs.errors.UnsupportedOptionError, "write 'bfloat16'"
     ):
-      tfs.Run(self.create_tempdir().full_path, model)
+      _fit(model, 0)
     strategy.close()
 
 

@@ -35,7 +35,6 @@ class Job:
     strategy: name of the strategy.
     policy: dtype policy. With 'mixed_float16', rows of the last worker overflow once.
     has_own_step: whether the model overrides `train_step`.
-    compression: compression of the differences.
   """
 
   every: int
@@ -50,7 +49,6 @@ class Job:
   strategy: str = 'multi_worker_ring'
   policy: str = 'float32'
   has_own_step: bool = False
-  compression: str = 'none'
 
 
 _ADAM = {'learning_rate': 0.01}
@@ -151,11 +149,8 @@ def local_steps(job):
 
 def strategy_of(job):
   """Returns a job's strategy for one of its workers."""
-  options = {}
-  if job.compression != 'none':
-    options['options'] = tfs.RingOptions(compression=job.compression)
   return tfs.create_strategy(
-    job.strategy, devices=virtual_devices.names(job.devices), **options
+    job.strategy, devices=virtual_devices.names(job.devices)
   )
 
 

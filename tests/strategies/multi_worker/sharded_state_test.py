@@ -184,9 +184,8 @@ def _refuse(rank):
 
 
 class RefusalTest(tf.test.TestCase):
-  def test_what_keeps_a_rest(self):
+  def test_options_that_cannot_be_divided(self):
     for options in (
-      {'compression': 'int8'},
       {'compression': lambda variable: 'none'},
       {'reproducible': True},
     ):

@@ -18,7 +18,7 @@ import numpy as np
 
 from tf_strategies import option_checks
 from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives.codecs import bfloat16, float16, int8, none
+from tf_strategies.collectives.codecs import bfloat16, float16, none
 
 # Number of elements for which the sizes of payloads are compared.
 _MANY = 1 << 16
@@ -28,7 +28,7 @@ NONE = none.NoCompression()
 CODECS: Mapping[str, codec_lib.Codec] = types.MappingProxyType(
   {
     codec.name: codec
-    for codec in (bfloat16.BFloat16(), float16.Float16(), int8.Int8(), NONE)
+    for codec in (bfloat16.BFloat16(), float16.Float16(), NONE)
   }
 )
 """The codecs, by the names that `compression=` takes."""

@@ -48,10 +48,6 @@ class ExactExchange(emit.Exchange):
     """See base class."""
     return self._inner.first(value, like, sites)
 
-  def finish(self):
-    """See base class."""
-    self._inner.finish()
-
   def add(self, columns, sites, variables):
     """See base class."""
     scales = self._scales(columns)

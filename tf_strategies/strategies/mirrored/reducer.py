@@ -346,7 +346,7 @@ def _gradients(options, which) -> gradient_reducer.Gradients | None:
   if not isinstance(options, gradient_reducer.Gradients):
     return None
   variables = itertools.compress(options.variables, which)
-  return gradient_reducer.Gradients(variables, options.writes)
+  return gradient_reducer.Gradients(variables)
 
 
 def _components(value):

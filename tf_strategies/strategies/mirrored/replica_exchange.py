@@ -26,9 +26,6 @@ class ReplicaExchange(emit.Exchange):
     sums = self._reducer.batch_reduce(_SUM, pairs, None)
     return [[self._at(value, site) for value in sums] for site in sites]
 
-  def finish(self) -> None:
-    """Runs when every exchange of a step has been built."""
-
   def _at(self, value, site):
     """Returns a mirrored value at a site."""
     if not isinstance(value, tf.distribute.DistributedValues):

@@ -234,11 +234,8 @@ class WholeStep:
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
-    exchange = self._exchange(sites)
-    emitter = emit.Emitter(planned, sites, exchange, compiled)
+    emitter = emit.Emitter(planned, sites, self._exchange(sites), compiled)
     [results, *_] = emitter.run(wanted)
-    with tf.control_dependencies(emitter.met):
-      exchange.finish()
     self._extended.count_reads(self._reads)
     return _packed(graph.structured_outputs, iter(results))
 

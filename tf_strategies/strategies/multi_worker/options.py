@@ -29,11 +29,10 @@ class RingOptions:
       'hierarchical(4)' with the number of workers on a host. 'auto' chooses it by
       the size of a bucket and by the hosts.
     compression: format in which an optimizer's float gradients travel. All other
-      values are exact. 'none'; 'bfloat16' or 'float16' with half of the bytes (8 or
-      11 bits of precision); or 'int8' with a quarter. Each worker adds the rounding
-      error of 'int8' to its next gradient, and checkpoints contain it. A function
-      of a variable that returns such a name chooses for each variable:
-      `lambda v: 'int8' if len(v.shape) > 1 else 'none'`.
+      values are exact. 'none', or 'bfloat16' or 'float16' with half of the bytes (8
+      or 11 bits of precision). A function of a variable that returns such a name
+      chooses for each variable: `lambda v: 'bfloat16' if len(v.shape) > 1 else
+      'none'`.
     reproducible: whether weights are equal to the bit for any number of workers and
       any algorithm. The global batch is cut into virtual shards, which workers
       share, and sums do not depend on the order. True means 8 shards. A number sets

@@ -1,8 +1,7 @@
 """Links workers by a process group: host calls in one order.
 
 All buckets of a step are handed over together, so that one call waits for all of
-them. A codec that rounds a worker's share returns the rest of it, which is added to
-the next gradient ("error feedback", Seide et al. 2014; Karimireddy et al. 2019).
+them.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, process_group
-from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.collectives import codec as codec_lib
+from tf_strategies.collectives import codecs
 from tf_strategies.cross_device import packing
 from tf_strategies.keras import gradient_reducer
-from tf_strategies.process_group import buffers
 from tf_strategies.spmd import kinds, pieces
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
@@ -61,13 +59,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
       )
     self._local = local
     self._options = options
-    # Source of the memory of sums and their rests.
-    self._pool = buffers.Pool()
-    # The chunks into which the algorithm cuts a bucket.
-    self._num_chunks = self.capacity
-    if options.all_reduce != 'auto':
-      schedule = algorithms.build(options.all_reduce, self.capacity)
-      self._num_chunks = schedule.num_chunks
 
   @property
   def is_member(self) -> bool:
@@ -149,28 +140,16 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """Sums tensors over all workers, each in the codec that its variable asks for."""
     gradients = gradients or gradient_reducer.Gradients(())
     variables = gradients.variables or [None] * len(tensors)
-    writes = {} if gradients.writes is None else gradients.writes
     chosen = list(map(self._codec_of, tensors, variables))
-    kept = [
-      self._rest_of(variable) if codec.keeps_rest else None
-      for codec, variable in zip(chosen, variables, strict=True)
-    ]
     # One copy from a GPU for each bucket, not for each gradient.
     with tf.device(self._local.devices[0]):
-      shares = map(_to_wire, _with_rests(tensors, kept, writes), chosen)
-      packed = self._pack(list(shares), chosen)
-      of_buckets = [chosen[members[0]] for members in packed.members]
-      works = [functools.partial(self._sum, codec) for codec in of_buckets]
+      packed = self._pack(list(map(_to_wire, tensors, chosen)), chosen)
+      works = [
+        functools.partial(self._sum, chosen[members[0]])
+        for members in packed.members
+      ]
       names = _names(tensors, variables)
-      found = self._send('all_reduce', name, packed, works, names)
-      results = list(zip(found, of_buckets, strict=True))
-      sums = packed.unpack([r[0] if c.keeps_rest else r for r, c in results])
-      if any(codec.keeps_rest for codec in of_buckets):
-        # Tensors without a rest get their sum, which nobody reads.
-        rests = packed.unpack([r[1] if c.keeps_rest else r for r, c in results])
-        _keep(kept, rests, sums, writes)
-      if gradients.writes is None:
-        gradient_reducer.write(writes)
+      sums = packed.unpack(self._send('all_reduce', name, packed, works, names))
       return [tf.cast(s, t.dtype) for s, t in zip(sums, tensors, strict=True)]
 
   def _pack(
@@ -184,24 +163,17 @@ class ProcessGroupCommunicator(communicator.Communicator):
       tensors,
       self._options.bucket_bytes,
       codecs=chosen,
-      num_chunks=self._num_chunks,
       num_rows=num_rows,
     )
 
   def _sum(self, codec, group, array, name) -> np.ndarray:
-    """Returns the sum of all workers' arrays, and the rest if the codec keeps one."""
-    all_reduce = functools.partial(
-      group.all_reduce,
+    """Returns the sum of all workers' arrays."""
+    return group.all_reduce(
       array,
       name=name,
       algorithm=self._options.all_reduce,
       compression=codec.name,
     )
-    if not codec.keeps_rest:
-      return all_reduce()
-    both = self._pool.take((2, array.size), array.dtype)
-    all_reduce(out=both[0], residual=both[1])
-    return both
 
   def _send(self, kind, name, packed, works, told_as):
     """Has the group do its work with each bucket.
@@ -311,34 +283,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
     chosen = self._options.compression
     return codecs.get(chosen(variable) if callable(chosen) else chosen)
 
-  def _rest_of(self, variable: Any) -> tf.Variable:
-    """Returns the unsent rest of a variable's gradients; zeros before the first step.
-
-    Every worker has its own rests, and only their sum matters: a checkpoint holds them
-    as parts of a sum. They belong to no strategy, as the queue's token: there is one
-    copy, on the first device.
-    """
-    rest = vars(variable).get('gradient_rest')
-    if rest is None:
-      dtype = codec_lib.sum_dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-      with tf.init_scope(), tf.device(self._local.devices[0]):
-        rest = vars(variable)['gradient_rest'] = _tf_internal.ResourceVariable(
-          np.zeros(tuple(variable.shape), dtype),
-          trainable=False,
-          name='gradient_rest',
-          synchronization=tf.VariableSynchronization.ON_READ,
-          aggregation=tf.VariableAggregation.SUM,
-        )
-    return rest
-
-  def gradient_state(self, variables):
-    """See base class."""
-    return {
-      f'rest/{i}': self._rest_of(variable)
-      for i, variable in enumerate(variables)
-      if self._codec_of(variable, variable).keeps_rest
-    }
-
   def combine(self, tensor, op, name):
     """See base class."""
 
@@ -391,49 +335,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
     if self.is_member:
       self._queue.group.close()
     self._queue.close()
-
-
-def _with_rests(tensors, kept, writes) -> list[tf.Tensor]:
-  """Returns the tensors to send. A variable's rest is added once per step."""
-  shares, added = [], set()
-  for tensor, rest in zip(tensors, kept, strict=True):
-    if rest is not None:
-      tensor = tf.reshape(tf.cast(tensor, rest.dtype), rest.shape)
-      if rest.ref() not in added:
-        added.add(rest.ref())
-        tensor += _newest(rest, writes)
-    shares.append(tensor)
-  return shares
-
-
-def _newest(rest, writes) -> tf.Tensor:
-  """Returns the value of a rest that an earlier sum of the step has left."""
-  waiting = writes.get(rest.ref())
-  return rest.read_value() if waiting is None else waiting
-
-
-def _keep(kept, rests, sums, writes) -> None:
-  """Notes the new rests; the old ones, if a sum is not finite.
-
-  A user who scales losses leaves out a step that is not finite, and such a step ruins
-  any other training. The old rests are still unsent, and must not become NaN for ever.
-  """
-  new: dict[Any, tf.Tensor] = {}
-  for variable, rest in zip(kept, rests, strict=True):
-    if variable is not None:
-      reference = variable.ref()
-      # A step may have two gradients of a variable.
-      new[reference] = rest + new[reference] if reference in new else rest
-  finite = tf.reduce_all(
-    [tf.reduce_all(tf.math.is_finite(s)) for s in sums if s.dtype.is_floating]
-  )
-  before = [_newest(reference.deref(), writes) for reference in new]
-  values = tf.cond(
-    finite,
-    lambda: [tf.identity(t) for t in new.values()],
-    lambda: [tf.identity(t) for t in before],
-  )
-  writes.update(zip(new, values, strict=True))
 
 
 def _to_wire(tensor: tf.Tensor, codec: codec_lib.Codec) -> tf.Tensor:

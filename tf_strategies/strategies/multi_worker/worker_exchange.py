@@ -16,24 +16,16 @@ class WorkerExchange(emit.Exchange):
     self._communicator = communicator
     # Variables that have gradients, by `id`.
     self._variables = variables
-    # New values of the variables that keep the unsent rests of gradients.
-    self._writes = {}
 
   def add(self, columns, sites, variables):
     """See base class."""
-    gradients = gradient_reducer.Gradients(
-      map(self._variables.get, variables), self._writes
-    )
+    gradients = gradient_reducer.Gradients(map(self._variables.get, variables))
     sums = self._communicator.all_reduce(columns, 'reduce', gradients)
     results = []
     for site in sites:
       with tf.device(site.device):
         results.append([tf.identity(t) for t in sums[site.replica or 0]])
     return results
-
-  def finish(self):
-    """Writes the unsent rests of gradients, after every exchange has been built."""
-    gradient_reducer.write(self._writes)
 
   def scatter(self, columns, shard, sites, are_gradients):
     """See base class."""
