@@ -78,8 +78,8 @@ class DispatchTest(parameterized.TestCase):
     self.assertIn(near, err.partition('Did you mean: ')[2])
 
   @parameterized.parameters(
-    ('launch', ['--nnodes=2', '--', 'true'], 'without --rendezvous'),
-    ('launch', ['--node_rank=1', '--', 'true'], 'without --nnodes'),
+    ('launch', ['--nnodes=2', '--', 'true'], '--rendezvous=None'),
+    ('launch', ['--node_rank=1', '--', 'true'], '--nnodes=1'),
   )
   def test_wrong_words_are_explained(self, name, words, told):
     status, out, err = _run(name, *words)

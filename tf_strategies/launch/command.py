@@ -44,7 +44,6 @@ Example:
   0
 """
 
-import dataclasses
 import os
 import secrets
 import sys
@@ -52,7 +51,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.cluster import command_line, exit_codes
 from tf_strategies.cluster import job as job_lib
 from tf_strategies.launch import ports as ports_lib
@@ -116,51 +115,27 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
     values.max_restarts,
     values.grace_period,
     values.log_dir,
+    values.rank_filter,
   )
-  if values.nnodes != 1:
-    return _run_host(values, options, job, command)
-  for name in ('node_rank', 'rendezvous'):
-    if values[name].value:
-      raise errors.UnsupportedOptionError(
-        f'--{name}={values[name].value} without --nnodes',
-        'a job of several hosts',
-        f'pass --nnodes=2 or more, or leave --{name} out',
-      )
-  ports = ports_lib.pick_ports(sum(job.all_counts.values()))
-  secret = secrets.token_hex(job_lib.SECRET_BYTES)
-  host = tasks.HostTasks(tasks.LOOPBACK, job.all_counts, ports)
-  return _supervise(values, options, tasks.plan_tasks([host], command, secret))
-
-
-def _supervise(
-  values: flags.FlagValues,
-  options: supervisor.LaunchOptions,
-  specs: Sequence[tasks.TaskSpec],
-  launchers=None,
-) -> int:
-  """Runs the tasks of this host, or prints all tasks of the job."""
-  if values.rank_filter is not None:
-    shown = tasks.filtered(specs, values.rank_filter)
-    options = dataclasses.replace(options, shown=shown)
-  if values.dry_run:
-    for spec in specs:
-      print(tasks.describe(spec))
-    return 0
-  return supervisor.Supervisor(specs, options, launchers).run()
-
-
-def _run_host(
-  values: flags.FlagValues,
-  options: supervisor.LaunchOptions,
-  job: job_lib.TaskCounts,
-  command: list[str],
-) -> int:
-  """Runs this host's tasks, after the launchers of all hosts have met."""
-  if values.rendezvous is None:
-    raise errors.UnsupportedOptionError(
-      f'--nnodes={values.nnodes} without --rendezvous',
-      'an address of host 0 where launchers meet',
-      'pass --rendezvous=host0:29400 on all hosts',
+  is_alone = values.nnodes == 1
+  option_checks.check(
+    is_alone == (values.rendezvous is None)
+    and not (is_alone and values.node_rank),
+    f'--nnodes={values.nnodes}, --node_rank={values.node_rank} and '
+    f'--rendezvous={values.rendezvous}',
+    'an address of host 0 where launchers meet, and only for several hosts',
+    'pass --nnodes=2 or more and --rendezvous=host0:29400 on all hosts, or '
+    'none of these flags',
+  )
+  counts = dict(job.all_counts)
+  if values.node_rank:
+    counts.update(chief=0, evaluator=0)
+  ports = ports_lib.pick_ports(sum(counts.values()))
+  if is_alone:
+    host = tasks.HostTasks(tasks.LOOPBACK, counts, ports)
+    secret = secrets.token_hex(job_lib.SECRET_BYTES)
+    return _supervise(
+      values, options, tasks.plan_tasks([host], command, secret)
     )
   from tf_strategies.launch import nodes as nodes_lib  # Only here: sockets.
 
@@ -170,10 +145,6 @@ def _run_host(
     values.rendezvous,
     values.rendezvous_timeout,
   )
-  counts = dict(job.all_counts)
-  if place.rank:
-    counts.update(chief=0, evaluator=0)
-  ports = ports_lib.pick_ports(sum(counts.values()))
   try:
     launchers = nodes_lib.Launchers(place, counts, ports, _say)
   except (errors.RendezvousError, errors.AuthenticationError) as e:
@@ -182,6 +153,20 @@ def _run_host(
   with launchers:
     specs = tasks.plan_tasks(launchers.hosts, command, launchers.secret)
     return _supervise(values, options, specs, launchers)
+
+
+def _supervise(
+  values: flags.FlagValues,
+  options: supervisor.LaunchOptions,
+  specs: Sequence[tasks.TaskSpec],
+  launchers=None,
+) -> int:
+  """Runs the tasks of this host, or prints all tasks of the job."""
+  if values.dry_run:
+    for spec in specs:
+      print(tasks.describe(spec))
+    return 0
+  return supervisor.Supervisor(specs, options, launchers).run()
 
 
 def _say(text: str) -> None:

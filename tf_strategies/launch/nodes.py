@@ -1,9 +1,9 @@
 """Launchers of several hosts: they meet at one address, and stay in touch.
 
 The first host's launcher listens at the rendezvous. The others tell it where their
-tasks will be, and get the whole job back. From then on each launcher says how its
-host is (`tasks.HostState`), and the first one passes that on. Launchers know each
-other by the job's secret, as tasks do.
+tasks will be, and get the whole job back. From then on each launcher tells the others
+what happens on its host, and the first one passes that on. Launchers know each other
+by the job's secret, as tasks do.
 
 The connections are those of process groups, in the thread of their server. The
 launchers form no group: a group needs the address of each process before it forms,
@@ -13,6 +13,7 @@ and ends as a whole when one of them is lost.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import socket
@@ -45,8 +46,6 @@ _SAME_LINE = (
   'secret'
 )
 _Kind = protocol.Kind
-# A connection that is lost, or a message that this version does not know.
-_BROKEN = (OSError, protocol.ProtocolError, TypeError, ValueError, KeyError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,8 @@ class Launchers(contextlib.AbstractContextManager):
     rank: the number of this host.
     secret: the secret of the job, which the environment has.
     hosts: all hosts in their order.
-    states: the last state of each other host, by its number.
+    events: what has happened on other hosts since the beginning of the job, as host,
+      name of the event and values. The last event of a host is 'lost'.
 
   Raises:
     UnsupportedOptionError: the environment has no secret, or a wrong one.
@@ -119,11 +119,7 @@ class Launchers(contextlib.AbstractContextManager):
     self.rank = place.rank
     self.secret = options.secret.decode('utf-8')
     self.hosts: list[tasks.HostTasks] = []
-    self.states = {
-      node: tasks.HostState(node)
-      for node in range(place.count)
-      if node != place.rank
-    }
+    self.events: collections.deque[list] = collections.deque()
     self._place = place
     self._say = say
     self._credentials = options.credentials()
@@ -137,7 +133,6 @@ class Launchers(contextlib.AbstractContextManager):
     # as soon as the server runs.
     self._parts = {0: self._mine}
     self._refusal = ''
-    self._told: tasks.HostState | None = None
     # The others listen too, but nobody knows where: it is their thread.
     address = place.rendezvous if place.rank == 0 else f'{tasks.LOOPBACK}:0'
     purposes = {authentication.Purpose.CONTROL: (_Kind.NODE, self._serve)}
@@ -153,12 +148,9 @@ class Launchers(contextlib.AbstractContextManager):
       self.__exit__()
       raise
 
-  def tell(self, state: tasks.HostState) -> None:
-    """Tells the others how this host is, if that is new."""
-    if state != self._told:
-      self._told = state
-      message = dataclasses.asdict(state)
-      self._server.loop.call_soon_threadsafe(self._send, _Kind.STATE, message)
+  def tell(self, *event) -> None:
+    """Tells the others what happens here: the name of the event, and its values."""
+    self._send_soon(_Kind.EVENT, [self.rank, *event])
 
   def __exit__(self, *_):
     """Ends the connections after the last messages, at most a second later."""
@@ -171,8 +163,11 @@ class Launchers(contextlib.AbstractContextManager):
         missing = sorted({*range(self._place.count)} - {*self._parts})
         self._wait(f'node {", ".join(map(str, missing))}')
     except errors.RendezvousError as e:
-      self._server.loop.call_soon_threadsafe(self._send, _Kind.REJECT, str(e))
+      self._send_soon(_Kind.REJECT, str(e))
       raise
+
+  def _send_soon(self, kind, message) -> None:
+    self._server.loop.call_soon_threadsafe(self._send, kind, message)
 
   async def _serve(self, connection, request, message) -> None:
     """Takes up another launcher, on the first host."""
@@ -185,11 +180,11 @@ class Launchers(contextlib.AbstractContextManager):
       connection.close()
       return
     # Another version may have other fields.
-    self._parts[request.client] = tasks.HostTasks(**part)
+    self._parts[request.client] = tasks.HostTasks(*part)
     self._connections[request.client] = connection
     if len(self._parts) == self._place.count:
       self.hosts = [node for _, node in sorted(self._parts.items())]
-      self._send(_Kind.JOB, [dataclasses.asdict(node) for node in self.hosts])
+      self._send(_Kind.JOB, self.hosts)
     await self._follow(request.client, connection)
 
   def _objection(self, request, its_version: str) -> str:
@@ -235,9 +230,8 @@ class Launchers(contextlib.AbstractContextManager):
     connection = await connection_lib.dial(
       place.rendezvous, request, self._credentials
     )
-    host = connection.sock.getsockname()[0]
-    node = dataclasses.replace(self._mine, host=host)
-    connection.send(_Kind.NODE, [version.__version__, dataclasses.asdict(node)])
+    node = self._mine._replace(host=connection.sock.getsockname()[0])
+    connection.send(_Kind.NODE, [version.__version__, node])
     self._connections[0] = connection
     self._server.spawn(self._follow(0, connection))
 
@@ -258,35 +252,34 @@ class Launchers(contextlib.AbstractContextManager):
   # From here on everything runs in the server's loop.
 
   async def _follow(self, rank: int, connection) -> None:
-    """Takes what another launcher says, until it is gone or says nonsense."""
+    """Takes what another launcher says, until it is gone."""
     _probe(connection.sock)
     try:
       while True:
         kind, said = await connection.expect(
-          _Kind.JOB, _Kind.REJECT, _Kind.STATE
+          _Kind.JOB, _Kind.REJECT, _Kind.EVENT
         )
         if kind is _Kind.JOB:
-          self.hosts = [tasks.HostTasks(**part) for part in said]
+          self.hosts = [tasks.HostTasks(*part) for part in said]
         elif kind is _Kind.REJECT:
           self._refusal = said
         else:
           self._take(said, connection)
-    except _BROKEN:
+    except (OSError, protocol.ProtocolError):
       connection.close()
       self._connections.pop(rank)
       self._parts.pop(rank, None)
       if not self.hosts:
         return  # Its launcher may be started again.
       # Without the first host nothing is heard of the others.
-      for node in [rank] if rank else self.states:
-        self._take({**dataclasses.asdict(self.states[node]), 'is_lost': True})
+      everyone = range(self._place.count)
+      for node in [rank] if rank else {*everyone} - {self.rank}:
+        self._take([node, 'lost'])
 
-  def _take(self, message, source=None) -> None:
-    state = tasks.HostState(**message)
-    if self.states[state.node] != state:
-      self.states[state.node] = state
-      # The first host passes states on.
-      self._send(_Kind.STATE, message, source)
+  def _take(self, event, source=None) -> None:
+    self.events.append(event)
+    # The first host passes events on.
+    self._send(_Kind.EVENT, event, source)
 
   def _send(self, kind, message, source=None) -> None:
     for connection in self._connections.values():
@@ -294,20 +287,13 @@ class Launchers(contextlib.AbstractContextManager):
         connection.send(kind, message)
 
   async def _end(self) -> None:
-    # A host that leaves meanwhile takes its connection out.
-    for connection in [*self._connections.values()]:
-      await self._until(lambda c=connection: not c.pending)
+    for connection in self._connections.values():
       with contextlib.suppress(OSError):
         connection.sock.shutdown(socket.SHUT_WR)
     # A socket that closes with unread input drops its unsent output.
-    await self._until(lambda: not self._connections)
-    for connection in self._connections.values():
-      connection.shut_down()
-
-  async def _until(self, condition) -> None:
     ends_at = self._server.now() + _LAST_SECONDS
-    while not condition() and self._server.now() < ends_at:
-      await asyncio.sleep(_LAST_SECONDS / 100)
+    while self._connections and self._server.now() < ends_at:
+      await asyncio.sleep(_POLL_SECONDS)
 
 
 def _probe(sock) -> None:

@@ -42,36 +42,25 @@ _LIBC = ctypes.CDLL(None) if _IS_LINUX else None
 
 
 class Inbox:
-  """A context, in the main thread, in which some signals only arrive in a pipe.
+  """From here on, in the main thread, some signals only arrive in a pipe.
 
   SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
   """
 
   def __init__(self, numbers):
-    self._numbers = numbers
-
-  def __enter__(self):
-    self._read_end, self._write_end = os.pipe()
-    for end in (self._read_end, self._write_end):
+    self._read_end, write_end = os.pipe()
+    for end in (self._read_end, write_end):
       os.set_blocking(end, False)
-    self._wakeup = signal.set_wakeup_fd(
-      self._write_end, warn_on_full_buffer=False
-    )
-    self._handlers = {}
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    self._numbers = [
+      n
+      for n in numbers
+      if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+    ]
     for number in self._numbers:
-      ignored = signal.getsignal(number) == signal.SIG_IGN
-      if not (ignored and number == signal.SIGHUP):
-        # The wakeup pipe is the message; the handler is there because
-        # Python fills the pipe for handled signals only.
-        self._handlers[number] = signal.signal(number, lambda *_: None)
-    return self
-
-  def __exit__(self, *_):
-    for number, handler in self._handlers.items():
-      signal.signal(number, handler)
-    signal.set_wakeup_fd(self._wakeup)
-    os.close(self._read_end)
-    os.close(self._write_end)
+      # The wakeup pipe is the message; the handler is there because
+      # Python fills the pipe for handled signals only.
+      signal.signal(number, lambda *_: None)
 
   def fileno(self):
     """Returns a descriptor that is readable when a signal has arrived."""
@@ -80,7 +69,7 @@ class Inbox:
   def read(self):
     """Returns the signals since the last call, in their order."""
     try:
-      return [n for n in os.read(self._read_end, 512) if n in self._handlers]
+      return [n for n in os.read(self._read_end, 512) if n in self._numbers]
     except BlockingIOError:
       return []
 
@@ -147,16 +136,16 @@ class Reaper:
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGHUP):
       signal.signal(number, signal.SIG_IGN)
-    with Inbox([signal.SIGCHLD, signal.SIGTERM]) as self._inbox:
-      if not self._start():
+    self._inbox = Inbox([signal.SIGCHLD, signal.SIGTERM])
+    if not self._start():
+      return
+    while self._reap() or self._is_group_left():
+      self._wait()
+      if time.monotonic() >= self._kill_at:
+        self._kill()
+      if time.monotonic() >= self._give_up_at:
+        print('A process outlives SIGKILL; it hangs in the kernel.')
         return
-      while self._reap() or self._is_group_left():
-        self._wait()
-        if time.monotonic() >= self._kill_at:
-          self._kill()
-        if time.monotonic() >= self._give_up_at:
-          print('A process outlives SIGKILL; it hangs in the kernel.')
-          return
 
   def _start(self):
     try:

@@ -37,7 +37,7 @@ import pathlib
 import select
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tf_strategies import errors, option_checks
@@ -63,14 +63,13 @@ _NEVER_RESTARTED = (0, 2, 126, 127)
 class LaunchOptions:
   """How tasks are supervised: see the launcher's flags.
 
-  `shown` names the tasks whose lines appear on stdout; None for all. The last
-  lines of a task that failed first appear in any case.
+  The last lines of a task that failed first appear whatever `rank_filter` says.
   """
 
   max_restarts: int = 0
   grace_period: float = 10.0
   log_dir: str | None = None
-  shown: Collection[str] | None = None
+  rank_filter: str | None = None
 
   def __post_init__(self):
     option_checks.check_int('--max_restarts', self.max_restarts, 0)
@@ -139,7 +138,8 @@ class Supervisor:
     launchers: the launchers of the job's other hosts, if there are any.
 
   Raises:
-    UnsupportedOptionError: `options.log_dir` cannot be written.
+    UnsupportedOptionError: `options.log_dir` cannot be written, or
+      `options.rank_filter` names a task that the job does not have.
   """
 
   def __init__(
@@ -151,6 +151,9 @@ class Supervisor:
     self._options = options
     self._launchers = launchers
     self._out, self._err = output.OutputQueue(1), output.OutputQueue(2)
+    self._shown = {spec.name for spec in specs}
+    if options.rank_filter is not None:
+      self._shown = tasks.filtered(specs, options.rank_filter)
     self._tasks = [self._make_task(spec) for spec in specs]
     # What tasks have said of the job, here or on another host.
     self._kind = ''
@@ -161,14 +164,10 @@ class Supervisor:
     self._late_at = math.inf
     self._is_stopping = False
     self._signal: int | None = None
-    # Whether the signal ends this host's part alone.
-    self._is_leaving = False
     # The failure that the job ends with.
     self._first: _Failure | None = None
     # Tasks and launchers that an elastic job goes on without.
     self._lost: list[_Failure] = []
-    # The ends of this host's tasks, for the other launchers.
-    self._ended: dict[str, tuple[int, bool]] = {}
 
   def run(self) -> int:
     """Starts the tasks and waits for the end of the job.
@@ -181,10 +180,8 @@ class Supervisor:
       OSError: no process can be started; those that were are ended.
     """
     reaper.adopt_orphans()
-    with (
-      launcher_note.Note() as self._note,
-      reaper.Inbox(_FORWARDED) as self._inbox,
-    ):
+    self._inbox = reaper.Inbox(_FORWARDED)
+    with launcher_note.Note() as self._note:
       try:
         for task in self._own():
           self._start(task)
@@ -226,8 +223,7 @@ class Supervisor:
           'a directory that can be written or created',
           'pass a directory of your own, such as --log_dir=logs',
         ) from e
-    shown = self._options.shown
-    is_shown = shown is None or spec.name in shown
+    is_shown = spec.name in self._shown
     write = self._out.write if is_shown else lambda line: None
     return output.TaskOutput(f'[{spec.name}] '.encode(), write, log)
 
@@ -261,6 +257,11 @@ class Supervisor:
   def _node(self, node: int) -> str:
     return f'node {node} ({self._launchers.hosts[node].host})'
 
+  def _tell(self, *event) -> None:
+    """Tells the other hosts of an event: see `_hear`."""
+    if self._launchers is not None:
+      self._launchers.tell(*event)
+
   def _poll(self) -> None:
     """Waits for whatever comes first, and lets it be read or written."""
     reactions = {}
@@ -291,8 +292,8 @@ class Supervisor:
     # The reapers' clock tells who was first, whatever the order of hearing.
     for task in sorted(over, key=lambda task: task.process.ended_at):
       self._on_over(task)
-    if self._launchers is not None and not self._is_stopping:
-      self._hear()
+    while self._launchers and self._launchers.events and not self._is_stopping:
+      self._hear(*self._launchers.events.popleft())
     if self._failed and not self._is_stopping:
       self._decide()
     if not self._is_stopping:
@@ -301,12 +302,6 @@ class Supervisor:
       elif time.monotonic() >= self._late_at:
         self._late_at = math.inf
         self._end_late()
-    if self._launchers is not None and not self._is_leaving:
-      self._launchers.tell(
-        tasks.HostState(
-          self._launchers.rank, self._kind, {**self._ended}, self._signal or 0
-        )
-      )
 
   def _read_note(self) -> None:
     for word, name in self._note.read():
@@ -315,18 +310,22 @@ class Supervisor:
           task.has_trained = word == launcher_note.TRAINED
       if word == launcher_note.TRAINED:
         word = launcher_note.ELASTIC
-      self._set_kind(word)
+      if self._set_kind(word):
+        self._tell('kind', word)
 
   @property
   def _is_elastic(self) -> bool:
     return self._kind == launcher_note.ELASTIC
 
-  def _set_kind(self, kind: str) -> None:
+  def _set_kind(self, kind: str) -> bool:
+    """Notes what a task has said of the job. Returns whether that is new."""
     # A program may use a fixed strategy too, before it trains elastically.
-    if kind and kind != self._kind and not self._is_elastic:
+    is_new = kind != self._kind and not self._is_elastic
+    if is_new:
       self._kind = kind
       # `tfs.launch` gives this launcher a file of its own.
       launcher_note.say(kind)
+    return is_new
 
   def _on_over(self, task: _Task) -> None:
     """Handles the end of an attempt. No process is left: its ports are free."""
@@ -348,7 +347,7 @@ class Supervisor:
       self._start(task)
       return
     else:
-      self._ended[task.spec.name] = failure.status, task.has_trained
+      self._tell('end', task.spec.name, failure.status, task.has_trained)
       self._on_end(failure)
     task.process = None
 
@@ -425,30 +424,35 @@ class Supervisor:
   def _lost_training(self) -> list[_Failure]:
     return [f for f in self._lost if not f.task or f.task.spec.is_training]
 
-  def _hear(self) -> None:
-    """Follows the other hosts."""
-    # A signal first: the hosts that it ended are not lost.
-    states = sorted(self._launchers.states.values(), key=lambda s: not s.signal)
-    for state in states:
-      self._set_kind(state.kind)
-    for state in states:
-      theirs = [t for t in self._tasks if t.spec.node == state.node]
-      for task in theirs:
-        if task.spec.name in state.ended and task.status is None:
-          status, task.has_trained = state.ended[task.spec.name]
-          self._on_end(_Failure(task.shown, status, task))
-      node = self._node(state.node)
-      if state.signal and not self._is_stopping:
-        failure = _Failure(node, -state.signal)
-        self._fail(self._earliest() if self._failed else failure)
-      elif state.is_lost:
-        left = [t for t in theirs if t.status is None]
-        status = exit_codes.RESTARTABLE_EXIT_CODE
-        for task in left:
-          task.status = status
-        if any(task.spec.is_training for task in left):
-          why = 'its launcher is gone, or the network to it is cut'
-          self._on_end(_Failure(node, status, why=why))
+  def _hear(self, node: int, what: str, *said) -> None:
+    """Follows an event of another host.
+
+    Args:
+      node: number of the host.
+      what: 'kind' (what tasks have said of the job), 'end' of a task that is not
+        started again, 'signal' that ends the job, or 'lost', the host's last event.
+      *said: the kind; name, status and `has_trained` of the task; the signal.
+    """
+    shown = self._node(node)
+    if what == 'kind':
+      self._set_kind(*said)
+    elif what == 'end':
+      name, status, has_trained = said
+      [task] = [t for t in self._tasks if t.spec.name == name]
+      task.has_trained = has_trained
+      self._on_end(_Failure(task.shown, status, task))
+    elif what == 'signal':
+      failure = _Failure(shown, -said[0])
+      self._fail(self._earliest() if self._failed else failure)
+    else:
+      theirs = [t for t in self._tasks if t.spec.node == node]
+      left = [t for t in theirs if t.status is None]
+      status = exit_codes.RESTARTABLE_EXIT_CODE
+      for task in left:
+        task.status = status
+      if any(task.spec.is_training for task in left):
+        why = 'its launcher is gone, or the network to it is cut'
+        self._on_end(_Failure(shown, status, why=why))
 
   def _fail(self, failure: _Failure) -> None:
     self._first = failure
@@ -468,7 +472,8 @@ class Supervisor:
       task.lines.hides_tracebacks = number == signal.SIGINT
     # Of an elastic job a signal ends this host's part, as where the host is needed
     # for something else. Ctrl-C ends all.
-    self._is_leaving = self._is_elastic and number != signal.SIGINT
+    if number == signal.SIGINT or not self._is_elastic:
+      self._tell('signal', number)
     if self._failed:
       self._first = self._earliest()
     self._say(

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tf_strategies import option_checks
 from tf_strategies.cluster import config, exit_codes, launcher_note, sources
@@ -27,8 +28,7 @@ _NOT_INHERITED = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class HostTasks:
+class HostTasks(NamedTuple):
   """A host's part of a job.
 
   Attributes:
@@ -61,29 +61,6 @@ class TaskSpec:
   def name(self) -> str:
     """Name before each line of its output: `worker 0`."""
     return f'{self.type} {self.index}'
-
-
-@dataclasses.dataclass(frozen=True)
-class HostState:
-  """What the launcher of a host tells the launchers of the others.
-
-  Attributes:
-    node: number of the host.
-    kind: what tasks have said of the job, see `launcher_note`; '' for nothing.
-    ended: by the name of each of its tasks that has ended, and is not started
-      again, its status and whether it has trained to the end.
-    signal: the signal that ended this host, and with it the job; 0 for none.
-    is_lost: whether nothing is heard of the host any more; the rest is then the
-      last that was heard.
-  """
-
-  node: int
-  kind: str = ''
-  ended: Mapping[str, tuple[int, bool]] = dataclasses.field(
-    default_factory=dict
-  )
-  signal: int = 0
-  is_lost: bool = False
 
 
 def plan_tasks(

@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
   # Launchers of several hosts.
   NODE = 32
   JOB = 33
-  STATE = 34
+  EVENT = 34
 
 
 def pack(kind: Kind, message: Any) -> bytes:
