@@ -22,7 +22,7 @@ _BAD = (
   (
     'slurm_sum',
     schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE='2(x4)'),
-    ('SLURM_TASKS_PER_NODE: ', "'2(x4)'", '7 tasks'),
+    ('SLURM_TASKS_PER_NODE: ', '[2, 2, 2, 2]', '7 tasks'),
   ),
   (
     'slurm_per_node',
@@ -32,7 +32,7 @@ _BAD = (
   (
     'slurm_uneven',
     schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE=None),
-    ('SLURM_TASKS_PER_NODE: ', 'missing', '7 tasks'),
+    ('SLURM_TASKS_PER_NODE: ', 'missing', 'srun'),
   ),
   (
     'slurm_cyclic',

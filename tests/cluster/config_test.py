@@ -31,7 +31,7 @@ _BAD = (
   ('[{"cluster": {}}]', "[{'cluster': {}}]", 'a JSON object'),
   ('{"clutser": {}, "task": {}}', "'clutser'", "write 'cluster'"),
   ('{"task": {"type": "worker", "index": 0}}', 'cluster is missing'),
-  ('{"cluster": ["a:1"]}', "cluster is ['a:1']"),
+  ('{"cluster": ["a:1"], "task": {}}', "cluster is ['a:1']"),
   ('{"cluster": {"worker": ["a:1"]}}', 'task is missing'),
   (_config(task={'index': 0}), 'task.type is missing'),
   (_task(type='Worker'), "'Worker'", "write 'worker'"),

@@ -27,8 +27,7 @@ MAX_TASKS = 100_000
 _ADDRESS_FIX = "write it as 'host:port', such as 'worker-0.job.svc:2222'"
 _HOST = re.compile(r'[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?')
 _BRACKETS = re.compile(r'\[[0-9A-Za-z:.%_-]+\]')
-_NUMBER = re.compile(r'[0-9]{1,9}')
-_LONG_NUMBER = re.compile(r'[0-9]{1,15}')
+_NUMBER = re.compile(r'[0-9]{1,15}')
 _LONGEST = 120
 
 # In place of a value that is not there.
@@ -48,18 +47,9 @@ def reading(variable: str) -> Iterator[None]:
     _READING.reset(token)
 
 
-def variable() -> str:
-  """Returns the variable that is being read."""
-  return _READING.get()
-
-
 def show(value: Any) -> str:
   """Returns a value as an error shows it: short, and in characters that print."""
-  try:
-    text = 'missing' if value is MISSING else ascii(value)
-  except RecursionError:
-    # Brackets nested as deep as the parser could just follow.
-    text = 'nested too deep to be shown'
+  text = 'missing' if value is MISSING else ascii(value)
   return text if len(text) <= _LONGEST else f'{text[:_LONGEST]}...'
 
 
@@ -68,7 +58,7 @@ def bad(
 ) -> errors.ClusterConfigError:
   """Returns the error for the value of `what`, such as `task.index`."""
   return errors.ClusterConfigError(
-    f'Expected {allowed}, got {variable()}: {what} is {show(value)}. Fix: {fix}.'
+    f'Expected {allowed}, got {_READING.get()}: {what} is {show(value)}. Fix: {fix}.'
   )
 
 
@@ -91,7 +81,7 @@ def integer_variable(
   text = environ.get(name, MISSING)
   if text is MISSING and default is not None:
     return default
-  if text is not MISSING and _LONG_NUMBER.fullmatch(text):
+  if text is not MISSING and _NUMBER.fullmatch(text):
     number = int(text)
     if least <= number <= most:
       return number

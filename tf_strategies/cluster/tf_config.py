@@ -38,9 +38,9 @@ def parse(text: str) -> dict[str, Any]:
   """Returns the JSON object that the text is."""
   try:
     config = json.loads(text, object_pairs_hook=_without_duplicates)
-  # Beside JSONDecodeError: a repeated key, a number of more digits than
-  # Python converts, and brackets nested deeper than its stack.
-  except (ValueError, RecursionError) as e:
+  # Beside JSONDecodeError: a repeated key, and a number of more digits than Python
+  # converts.
+  except ValueError as e:
     raise checks.bad(
       f'its text ({type(e).__name__}: {checks.show(str(e))})',
       text,
@@ -70,17 +70,12 @@ def read(config: Mapping[str, Any]) -> Parts | None:
   _check_keys(config, 'a key', ('cluster', 'task'))
   if not {'cluster', 'task'} & set(config):
     return None
-  jobs = config.get('cluster', checks.MISSING)
   task = config.get('task', checks.MISSING)
-  for name, value, allowed in (
-    ('cluster', jobs, 'an object of lists of addresses'),
-    ('task', task, 'an object with type and index'),
-  ):
-    if not isinstance(value, Mapping):
-      raise checks.bad(name, value, allowed, _EXAMPLE)
+  if not isinstance(task, Mapping):
+    raise checks.bad('task', task, 'an object with type and index', _EXAMPLE)
   _check_keys(task, 'a key of task', ('type', 'index'))
   return Parts(
-    jobs,
+    config.get('cluster', checks.MISSING),
     task.get('type', checks.MISSING),
     task.get('index', checks.MISSING),
   )
@@ -103,12 +98,12 @@ def _check_keys(
 def checked(parts: Parts) -> Parts:
   """Returns the parts in the types of `ClusterConfig`. O(number of tasks).
 
-  There are tasks, at most one of them a chief; their addresses are well-formed
-  and all different; the task is one of them, or an evaluator beside them.
+  At most one task is a chief; addresses are well-formed and all different; the task is
+  one of the cluster's, or an evaluator beside them.
   """
   if not isinstance(parts.jobs, Mapping):
     raise checks.bad(
-      'cluster', parts.jobs, 'a mapping of jobs', 'use ClusterConfig.from_env'
+      'cluster', parts.jobs, 'an object of lists of addresses', _EXAMPLE
     )
   jobs: dict[str, dict[int, str]] = {}
   for name, tasks in parts.jobs.items():
@@ -154,14 +149,6 @@ def _indexed(what: str, tasks: Any) -> dict[int, str]:
 
 
 def _check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
-  if not jobs:
-    raise checks.bad(
-      'cluster',
-      {},
-      'at least one job with at least one address',
-      f'list the addresses of the tasks, or unset {checks.variable()} to train '
-      'in a single process',
-    )
   for job, tasks in jobs.items():
     if not tasks:
       raise checks.bad(

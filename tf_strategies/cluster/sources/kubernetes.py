@@ -39,13 +39,6 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
     return None
   counts = roles.counts(environ)
   total = sum(counts.values())
-  if total > checks.MAX_TASKS:
-    raise checks.bad(
-      'the number of tasks',
-      total,
-      f'at most {checks.MAX_TASKS}',
-      'correct TFS_NUM_WORKERS and TFS_NUM_PS',
-    )
   if _JOBSET in environ or _REPLICATED_JOB in environ:
     parts = _read_jobset(environ, counts)
   else:

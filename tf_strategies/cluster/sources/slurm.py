@@ -18,7 +18,7 @@ Example:
   ({'worker': ['n1:5000', 'n1:5001', 'n2:5000']}, 2)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tf_strategies.cluster import checks, tf_config
 from tf_strategies.cluster.sources import hostlist, roles
@@ -41,18 +41,22 @@ def read(environ: Mapping[str, str]) -> tf_config.Parts | None:
   place = checks.integer_variable(environ, VARIABLE, 0, total - 1)
   if total == 1:
     return None
-  hosts = _hosts(environ)
-  tasks = _tasks_per_host(environ, len(hosts), total)
+  hosts = _expanded(
+    environ, hostlist.hosts, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST'
+  )
+  tasks = _expanded(
+    *(environ, hostlist.numbers),
+    *('SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE'),
+  )
+  if len(tasks) != len(hosts) or sum(tasks) != total:
+    raise checks.bad_variable(
+      'SLURM_TASKS_PER_NODE',
+      tasks,
+      f'a number for each of {len(hosts)} hosts, in all {total} tasks',
+      'start the tasks by srun, which sets hosts and numbers together',
+    )
   _check_distribution(environ, tasks)
   first = roles.port(environ, _port_of_job(environ))
-  if first + max(tasks) - 1 > 65535:
-    raise checks.bad_variable(
-      'TFS_PORT',
-      first,
-      f'at most {65536 - max(tasks)}, as {max(tasks)} tasks of one host listen '
-      'at ports that follow each other',
-      'choose a lower port',
-    )
   addresses = [
     f'{host}:{first + local}'
     for host, count in zip(hosts, tasks, strict=True)
@@ -74,41 +78,17 @@ def _first_of(environ: Mapping[str, str], *names: str) -> str:
   return next((name for name in names if name in environ), names[-1])
 
 
-def _hosts(environ: Mapping[str, str]) -> list[str]:
-  name = _first_of(environ, 'SLURM_STEP_NODELIST', 'SLURM_JOB_NODELIST')
-  if name not in environ:
-    raise checks.bad_variable(
-      name, checks.MISSING, 'the hosts of the step', 'start the tasks by srun'
-    )
+def _expanded(
+  environ: Mapping[str, str], parse: Callable[[str], list], *names: str
+) -> list:
+  """Returns what `parse` makes of the first variable that is set."""
+  name = _first_of(environ, *names)
   with checks.reading(name):
-    hosts = hostlist.hosts(environ[name])
-    for host in hosts:
-      checks.split_address(f'{host}:1', 'a host with a port')
-  return hosts
-
-
-def _tasks_per_host(
-  environ: Mapping[str, str], num_hosts: int, total: int
-) -> list[int]:
-  name = _first_of(environ, 'SLURM_STEP_TASKS_PER_NODE', 'SLURM_TASKS_PER_NODE')
-  text = environ.get(name)
-  if text is None:
-    raise checks.bad_variable(
-      name,
-      checks.MISSING,
-      f'how many of the {total} tasks each of the {num_hosts} hosts has',
-      'start the tasks by srun, which sets it',
-    )
-  with checks.reading(name):
-    tasks = hostlist.numbers(text)
-    if len(tasks) != num_hosts or sum(tasks) != total:
+    if name not in environ:
       raise checks.bad(
-        'its value',
-        text,
-        f'a number for each of {num_hosts} hosts, in all {total} tasks',
-        'start the tasks by srun, which sets hosts and numbers together',
+        'its value', checks.MISSING, 'a value', 'start the tasks by srun'
       )
-  return tasks
+    return parse(environ[name])
 
 
 def _check_distribution(environ: Mapping[str, str], tasks: list[int]) -> None:
