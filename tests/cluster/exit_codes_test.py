@@ -1,6 +1,4 @@
-import os
 import signal
-from unittest import mock
 
 from absl.testing import absltest, parameterized
 
@@ -57,16 +55,6 @@ class ExitCodeTest(parameterized.TestCase):
       if isinstance(kind, type) and issubclass(kind, errors.Error)
     }
     self.assertEmpty(ours - known - {errors.Error})
-
-  def test_other_text_is_no_exit_status(self):
-    text = '256'
-    environ = {exit_codes.TERMINATED_VARIABLE: text}
-    with (
-      mock.patch.dict(os.environ, environ),
-      self.assertRaises(errors.ClusterConfigError) as caught,
-    ):
-      exit_codes.terminated_exit_code()
-    self.assertIn(f'its value is {text!a}.', str(caught.exception))
 
   @parameterized.parameters(
     ('errors.WorkerUnavailableError("worker 1 died")', 143),

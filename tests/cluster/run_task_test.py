@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tf_strategies import cluster, errors
-from tf_strategies.cluster import exit_codes, reachability
+from tf_strategies.cluster import reachability
 from tf_strategies.launch import ports as ports_lib
 
 _FAIL_FAST = 'GRPC_FAIL_FAST'
@@ -60,21 +60,21 @@ cluster.run_task(train, lambda: print('evaluated'))
 
 
 class ServersTest(parameterized.TestCase):
-  def start(self, jobs, task_type, index=0, **environment):
+  def start(self, jobs, task_type, index=0):
     """Starts a task, to be ended with the test."""
     config = cluster.ClusterConfig(jobs, task_type, index)
     task = processes.Command(
       [sys.executable, '-u', '-c', _PROGRAM],
       name=f'{task_type} {index}',
       env=processes.python_environment(
-        {'TF_CONFIG': config.to_tf_config(), **environment}, [_FAIL_FAST]
+        {'TF_CONFIG': config.to_tf_config()}, [_FAIL_FAST]
       ),
     )
     return self.enter_context(task)
 
-  def start_server(self, jobs, task_type, **environment):
+  def start_server(self, jobs, task_type):
     """Starts a server, and waits until it serves."""
-    server = self.start(jobs, task_type, **environment)
+    server = self.start(jobs, task_type)
     task = {'task': jobs[task_type][0]}
     server.wait_until(lambda: not reachability.unreachable(task))
     return server
@@ -99,12 +99,11 @@ class ServersTest(parameterized.TestCase):
     for server in servers:
       self.assertIsNone(server.process.poll(), server.output())
       server.process.terminate()
-      self.assertEqual(server.wait(), 0, server.output())
+      self.assertEqual(server.wait(), 143, server.output())
 
   @pytest.mark.soak
-  def test_signal_ends_a_server_well(self):
-    variable = {exit_codes.TERMINATED_VARIABLE: '143'}
-    server = self.start_server(_jobs(), 'ps', **variable)
+  def test_signal_ends_a_server(self):
+    server = self.start_server(_jobs(), 'ps')
     server.process.terminate()
     self.assertEqual(server.wait(), 143, server.output())
 
@@ -120,7 +119,7 @@ class ServersTest(parameterized.TestCase):
     self.assertIsNone(server.process.poll(), server.output())
     chief.close()
     began = time.monotonic()
-    self.assertEqual(server.wait(), 0, server.output())
+    self.assertEqual(server.wait(), 143, server.output())
     # Not at the end of its patience.
     self.assertLess(time.monotonic() - began, 10)
 

@@ -1,6 +1,4 @@
-import os
 import re
-from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -121,15 +119,6 @@ class BothKindsTest(parameterized.TestCase):
         container['volumeMounts'],
         [{'name': volume['name'], 'mountPath': '/checkpoints'}],
       )
-
-  @parameterized.parameters('tfjob', 'jobset')
-  def test_evicted_server_is_started_again(self, kind):
-    job = _documents(kind, **_ALL)[-1]
-    for pod in _pod_specs(kind, job).values():
-      labels = {'jobset-name': '', 'replicatedjob-name': '', 'job-index': ''}
-      with mock.patch.dict(os.environ, _environment(pod, labels)):
-        status = exit_codes.terminated_exit_code()
-      self.assertEqual(status, exit_codes.RESTARTABLE_EXIT_CODE)
 
 
 class TFJobTest(absltest.TestCase):

@@ -34,7 +34,6 @@ class EnvironmentTest(absltest.TestCase):
         'HOME': '/home/me',
         'TFS_SECRET': 'abcd',
         'TFS_RESTART_COUNT': '3',
-        'TFS_TERMINATED_EXIT_CODE': '143',
         'TF_CPP_MIN_LOG_LEVEL': '1',
         'PYTHONUNBUFFERED': '1',
         'TFS_RUN_ID': spec.environment['TFS_RUN_ID'],
@@ -67,10 +66,9 @@ class EnvironmentTest(absltest.TestCase):
       own = tasks.full_environment(specs[0], named, 0)
       self.assertEqual(own['TFS_RUN_ID'], '17')
 
-  def test_status_of_a_server_is_what_the_user_says(self):
-    inherited = {'TFS_TERMINATED_EXIT_CODE': '0', 'TF_CPP_MIN_LOG_LEVEL': '0'}
+  def test_level_of_the_log_is_what_the_user_says(self):
+    inherited = {'TF_CPP_MIN_LOG_LEVEL': '0'}
     found = tasks.full_environment(_plan(job_lib.TaskCounts())[0], inherited, 0)
-    self.assertEqual(found['TFS_TERMINATED_EXIT_CODE'], '0')
     self.assertEqual(found['TF_CPP_MIN_LOG_LEVEL'], '0')
 
 

@@ -14,25 +14,18 @@ gives a program these statuses.
 """
 
 import contextlib
-import os
 import sys
 import traceback
 from collections.abc import Iterator
 
 from tf_strategies import errors
-from tf_strategies.cluster import checks
 
-# The status of a process that SIGTERM ended: 128 + 15.
+# The status of a process that SIGTERM ended: 128 + 15. A server has it too: Kubernetes
+# also ends servers that have not finished their work, and would take 0 for the end.
 RESTARTABLE_EXIT_CODE = 143
 
 # What a program of ours exits with where starting it again cannot help.
 PERMANENT_EXIT_CODES = (1, 2, 126, 127)
-
-# The exit status of a parameter server or a serving worker after SIGTERM; 0 by
-# default, since the job is done then. Kubernetes ends pods for other reasons too
-# and would take 0 for the end of the work: its manifests set 143, as does the
-# launcher, which ignores the status once it ends the job itself.
-TERMINATED_VARIABLE = 'TFS_TERMINATED_EXIT_CODE'
 
 
 def exit_code(error: BaseException) -> int:
@@ -63,15 +56,6 @@ def exit_code(error: BaseException) -> int:
   if is_ours and not isinstance(error, lasting):
     return RESTARTABLE_EXIT_CODE
   return 1
-
-
-def terminated_exit_code() -> int:
-  """Returns the exit status of a server after SIGTERM.
-
-  Raises:
-    ClusterConfigError: TFS_TERMINATED_EXIT_CODE is no exit status.
-  """
-  return checks.integer_variable(os.environ, TERMINATED_VARIABLE, 0, 255, 0)
 
 
 @contextlib.contextmanager

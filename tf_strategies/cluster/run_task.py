@@ -35,8 +35,7 @@ def run_task(
 
   In a job with parameter servers only the chief trains: `ps` and `worker` start
   a TensorFlow server and run what the chief sends them, until SIGTERM or SIGINT
-  ends the process with status 0, or that of TFS_TERMINATED_EXIT_CODE. After
-  SIGTERM they stay for a chief that may want to save, until it has gone, for 20
+  ends the process with status 143. After SIGTERM they stay for a chief that may want to save, until it has gone, for 20
   seconds at most; a second signal ends them at once. In every other job each
   chief and worker trains, and its strategy finds the others.
 
@@ -60,7 +59,7 @@ def run_task(
 
   Raises:
     ClusterConfigError: the description of the cluster is malformed, there are
-      parameter servers but no chief, or TFS_TERMINATED_EXIT_CODE is no exit status.
+      parameter servers but no chief.
     RendezvousError: servers are missing at the deadline; or this server cannot
       listen at its address.
     UnsupportedOptionError: an argument of another kind.
@@ -115,8 +114,7 @@ def _evaluate(evaluate: Callable[[], Any] | None) -> Any:
   if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
     # Signals do not arrive here, or the program has other plans for them.
     return evaluate()
-  # With the status that SIGTERM gives: it has not done its work.
-  stay = _Stay(exit_codes.RESTARTABLE_EXIT_CODE)
+  stay = _Stay()
   try:
     return evaluate()
   finally:
@@ -127,12 +125,10 @@ class _Stay:
   """Lets this process go on for a while after SIGTERM; a second signal ends it.
 
   Args:
-    status: the exit status.
     is_over: returns whether nobody needs this process any more.
   """
 
-  def __init__(self, status: int, is_over: Callable[[], bool] = lambda: False):
-    self._status = status
+  def __init__(self, is_over: Callable[[], bool] = lambda: False):
     self._is_over = is_over
     # A thread: it ends the process while the main thread is in C++, too.
     self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -141,7 +137,7 @@ class _Stay:
 
   def _on_signal(self, *_) -> None:
     if self._thread.ident is not None:
-      _leave(self._status)
+      _leave()
     self._thread.start()
 
   def _watch(self) -> None:
@@ -149,7 +145,7 @@ class _Stay:
     while time.monotonic() < leaves_at and not self._is_over():
       time.sleep(_SIGNAL_POLL_SECONDS)
     if not self._has_ended:
-      _leave(self._status)
+      _leave()
 
   def end(self) -> None:
     """Gives SIGTERM its usual meaning again."""
@@ -159,7 +155,6 @@ class _Stay:
 
 def _serve(cluster: config.ClusterConfig) -> NoReturn:
   """Runs a TensorFlow server at this task's address until a signal comes."""
-  status = exit_codes.terminated_exit_code()
   unanswered = 0
 
   def has_chief_gone() -> bool:
@@ -170,8 +165,8 @@ def _serve(cluster: config.ClusterConfig) -> NoReturn:
 
   # TensorFlow takes seconds to load, and a signal may come meanwhile.
   if threading.current_thread() is threading.main_thread():
-    signal.signal(signal.SIGINT, lambda *_: _leave(status))
-    _Stay(status, has_chief_gone)
+    signal.signal(signal.SIGINT, lambda *_: _leave())
+    _Stay(has_chief_gone)
   import tensorflow as tf
 
   task = f'{cluster.task_type} {cluster.task_index}'
@@ -192,8 +187,8 @@ def _serve(cluster: config.ClusterConfig) -> NoReturn:
     time.sleep(_SIGNAL_POLL_SECONDS)
 
 
-def _leave(status: int) -> NoReturn:
-  """Ends the process at once, whatever it is doing.
+def _leave() -> NoReturn:
+  """Ends the process at once, whatever it is doing, with SIGTERM's status.
 
   TensorFlow cannot stop a server, and an interpreter that is taken down while
   the server's threads run may crash or wait for them.
@@ -201,4 +196,4 @@ def _leave(status: int) -> NoReturn:
   for stream in (sys.stdout, sys.stderr):
     with contextlib.suppress(Exception):
       stream.flush()
-  os._exit(status)
+  os._exit(exit_codes.RESTARTABLE_EXIT_CODE)

@@ -122,8 +122,6 @@ def _values(
     'all_restarts': options.max_restarts * sum(counts.values()),
     'success_policy': '' if counts['chief'] else 'AllWorkers',
     'permanent_statuses': list(exit_codes.PERMANENT_EXIT_CODES),
-    'terminated_variable': exit_codes.TERMINATED_VARIABLE,
-    'terminated_status': str(exit_codes.RESTARTABLE_EXIT_CODE),
   }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tf_strategies import option_checks
-from tf_strategies.cluster import config, exit_codes, launcher_note, sources
+from tf_strategies.cluster import config, launcher_note, sources
 from tf_strategies.cluster import job as job_lib
 
 # The loopback address rather than 'localhost', which may also mean ::1.
@@ -133,8 +133,6 @@ def full_environment(
     # TensorFlow reports each processor and library that it has found, in every
     # task. Warnings and errors stay.
     'TF_CPP_MIN_LOG_LEVEL': '1',
-    # A server that someone else ended has not done its work.
-    exit_codes.TERMINATED_VARIABLE: str(exit_codes.RESTARTABLE_EXIT_CODE),
     **kept,
     **spec.environment,
     'TFS_RESTART_COUNT': str(restart_count),
