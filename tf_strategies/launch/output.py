@@ -45,14 +45,10 @@ class OutputQueue:
 
   Args:
     fd: the descriptor. Its mode is left alone: it may be a terminal that is shared.
-
-  Attributes:
-    is_broken: True once nobody reads; from then on output is dropped.
   """
 
   def __init__(self, fd: int):
     self.fd = fd
-    self.is_broken = False
     # Bytes leave at its front without a copy of the rest.
     self._queue = bytearray()
 
@@ -63,22 +59,17 @@ class OutputQueue:
 
   def write(self, data: bytes) -> None:
     """Queues `data`; never blocks."""
-    if not self.is_broken:
-      self._queue += data
+    self._queue += data
 
   def flush_some(self) -> None:
     """Writes as much as cannot block; call it when poll() says writable."""
-    poller = select.poll()
-    poller.register(self.fd, select.POLLOUT)
-    while self._queue and poller.poll(0):
-      try:
-        count = os.write(self.fd, self._queue[:_ATOMIC])
-      except BlockingIOError:
-        return
-      except OSError:
-        self.is_broken = True
-        count = self.pending
-      del self._queue[:count]
+    try:
+      count = os.write(self.fd, self._queue[:_ATOMIC])
+    except BlockingIOError:
+      return
+    except OSError:  # Nobody reads.
+      count = self.pending
+    del self._queue[:count]
 
 
 class TaskOutput:
