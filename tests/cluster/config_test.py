@@ -42,7 +42,7 @@ _BAD = (
   (_config(ps=[]), 'cluster.ps is []', 'leave ps out'),
   (_config(ps='d:4'), "cluster.ps is 'd:4'", 'brackets'),
   (_config(pss=['d:4']), "is 'pss'", "write 'ps'"),
-  (_config(chief=['d:4'], master=['e:5']), 'two names'),
+  (_config(master=['d:4']), "is 'master'", 'chief, worker'),
   (_config(chief=['d:4', 'e:5']), "0: 'd:4', 1: 'e:5'"),
   (_config(ps=['c:3']), "'c:3'", '.worker[2] has it'),
   (_config(['[::1]:1', '[0::1]:1']), "'[0::1]:1'"),
@@ -125,7 +125,6 @@ class GoodValuesTest(parameterized.TestCase):
     ({}, ('worker', 0), True, 0, 'a:1'),
     ({'chief': ['d:4']}, ('chief', 0), True, 0, 'd:4'),
     ({'chief': ['d:4']}, ('worker', 0), False, 1, 'a:1'),
-    ({'master': ['d:4']}, ('chief', 0), True, 0, 'd:4'),
     ({'evaluator': ['e:1']}, ('evaluator', 0), False, None, 'e:1'),
     ({}, ('evaluator', 0), False, None, None),
   )
@@ -178,7 +177,6 @@ class ObjectTest(absltest.TestCase):
 _WORD = st.sampled_from(
   [
     'chief',
-    'master',
     'worker',
     'ps',
     'evaluator',

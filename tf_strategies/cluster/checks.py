@@ -95,14 +95,14 @@ def integer_variable(
 
 
 def checked_type(value: Any, what: str) -> str:
-  """Returns a job's type; `master`, the chief's older name, becomes `chief`."""
-  if isinstance(value, str) and value in (*JOB_TYPES, 'master'):
-    return 'chief' if value == 'master' else value
-  meant = option_checks.nearest(value, (*JOB_TYPES, 'master'))
+  """Returns a job's type."""
+  if isinstance(value, str) and value in JOB_TYPES:
+    return value
+  meant = option_checks.nearest(value, JOB_TYPES)
   raise bad(
     what,
     value,
-    'chief, master, worker, ps or evaluator',
+    'chief, worker, ps or evaluator',
     f'write {meant!r}' if meant else 'use one of these names, in lower case',
   )
 

@@ -6,8 +6,8 @@ Schedulers differ: Kubeflow's TFJob lists the evaluator inside the cluster, writ
 Example:
 
   >>> from tf_strategies.cluster import tf_config
-  >>> parts = tf_config.read({'cluster': {'master': ['b:2222']},
-  ...                         'task': {'type': 'master', 'index': '0'}})
+  >>> parts = tf_config.read({'cluster': {'chief': ['b:2222']},
+  ...                         'task': {'type': 'chief', 'index': '0'}})
   >>> tf_config.checked(parts)[:3]
   ({'chief': {0: 'b:2222'}}, 'chief', 0)
 """
@@ -105,17 +105,12 @@ def checked(parts: Parts) -> Parts:
     raise checks.bad(
       'cluster', parts.jobs, 'an object of lists of addresses', _EXAMPLE
     )
-  jobs: dict[str, dict[int, str]] = {}
-  for name, tasks in parts.jobs.items():
-    job = checks.checked_type(name, 'a job of cluster')
-    if job in jobs:
-      raise checks.bad(
-        'cluster',
-        sorted(parts.jobs),
-        'a chief or a master, which are two names for one task',
-        'leave master out and list it among the workers',
-      )
-    jobs[job] = _indexed(f'cluster.{name}', tasks)
+  jobs = {
+    checks.checked_type(job, 'a job of cluster'): _indexed(
+      f'cluster.{job}', tasks
+    )
+    for job, tasks in parts.jobs.items()
+  }
   task_type = checks.checked_type(parts.task_type, 'task.type')
   task_index = checks.checked_index(parts.task_index, 'task.index')
   _check_addresses(jobs)
