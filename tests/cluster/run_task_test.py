@@ -131,7 +131,8 @@ class ServersTest(parameterized.TestCase):
     server = self.start(jobs, 'ps')
     self.assertEqual(server.wait(), 1)
     last = server.output().strip().splitlines()[-1]
-    self.assertStartsWith(last, 'tf_strategies.errors.RendezvousError: ps 0 ')
+    self.assertStartsWith(last, 'tf_strategies.errors.RendezvousError: ')
+    self.assertIn('ps 0, ', last)
     self.assertIn(jobs['ps'][0], last)
     self.assertIn('another port', last)
 

@@ -24,6 +24,15 @@ from tf_strategies import errors
 # also ends servers that have not finished their work, and would take 0 for the end.
 RESTARTABLE_EXIT_CODE = 143
 
+_RESTARTABLE = (
+  errors.RendezvousError,
+  errors.WorkerUnavailableError,
+  errors.ParameterServerUnavailableError,
+  errors.CollectiveTimeoutError,
+  # The other process may be one that is about to end.
+  errors.InUseError,
+)
+
 # What a program of ours exits with where starting it again cannot help.
 PERMANENT_EXIT_CODES = (1, 2, 126, 127)
 
@@ -40,22 +49,14 @@ def exit_code(error: BaseException) -> int:
   """
   if isinstance(error, errors.JobFinishedError):
     return 0
-  is_option = isinstance(error, errors.UnsupportedOptionError)
-  if is_option or isinstance(error, errors.ClusterConfigError):
+  if isinstance(
+    error, errors.UnsupportedOptionError | errors.ClusterConfigError
+  ):
     return 2
   # A restart changes neither a wrong secret, nor a limit of the host, nor the
-  # program. Workers that disagree would disagree again.
-  lasting = (
-    errors.AuthenticationError,
-    errors.CollectiveMismatchError,
-    errors.ResourceLimitError,
-    # The other run would be interrupted in its turn.
-    errors.TakenOverError,
-  )
-  is_ours = isinstance(error, errors.Error) and isinstance(error, RuntimeError)
-  if is_ours and not isinstance(error, lasting):
-    return RESTARTABLE_EXIT_CODE
-  return 1
+  # program. Workers that disagree would disagree again, and the run that has taken
+  # over would be interrupted in its turn.
+  return RESTARTABLE_EXIT_CODE if isinstance(error, _RESTARTABLE) else 1
 
 
 @contextlib.contextmanager
