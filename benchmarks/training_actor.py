@@ -70,7 +70,7 @@ class Actor:
 
     Args:
       peer: its name.
-      strategy: 'ring', 'ring_reproducible', 'collective', 'one_device' or 'apart'.
+      strategy: 'ring', 'collective', 'one_device' or 'apart'.
       options: of the strategy.
       addresses: 'host:port' of this peer on each worker.
       shape: `width` and `layers` of the model, and `batch_rows`, of the whole

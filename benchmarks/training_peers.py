@@ -21,8 +21,8 @@ class Peer:
 
   Attributes:
     name: for flags, tables and JSON.
-    strategy: 'ring', 'ring_reproducible', 'collective', 'one_device', or 'apart' for
-      workers that do not meet; those of one strategy share their processes.
+    strategy: 'ring', 'collective', 'one_device', or 'apart' for workers that do not
+      meet; those of one strategy share their processes.
     options: of the strategy.
     whole_batch: whether the batch is that of all workers; a part otherwise.
     optimizer: its name. Losses of one optimizer are compared.
@@ -54,9 +54,6 @@ PEERS = (
   Peer('ring_8mb_bfloat16', 'ring', {'compression': 'bfloat16'}),
   Peer('ring_local_16', 'ring', local_steps=16),
   Peer('ring_local_64', 'ring', local_steps=64),
-  # One shard a worker of the two, and what a larger job would share out.
-  Peer('reproducible_2', 'ring_reproducible', {'reproducible': 2}),
-  Peer('reproducible_8', 'ring_reproducible', {'reproducible': 8}),
   # State of its own for each weight, on every worker or divided among them.
   Peer('ring_adam', 'ring', optimizer='adam'),
   Peer(

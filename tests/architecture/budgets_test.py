@@ -19,7 +19,7 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 340_450,
+  'tests': 328_500,
   'tf_strategies': 3_260,
   'tf_strategies/_keras_internal': 8_590,
   'tf_strategies/_tf_internal': 4_650,
@@ -34,8 +34,8 @@ _BUDGETS = {
   'tf_strategies/launch': 10_280,
   'tf_strategies/monitoring': 3_020,
   'tf_strategies/process_group': 31_340,
-  'tf_strategies/spmd': 26_900,
-  'tf_strategies/strategies': 77_600,
+  'tf_strategies/spmd': 26_800,
+  'tf_strategies/strategies': 74_900,
 }
 _NO_CODE = {
   tokenize.COMMENT,

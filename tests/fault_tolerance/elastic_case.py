@@ -64,14 +64,11 @@ class Workers:
       os.remove(self.path(f'steps_{rank}'))
     self.processes.start(rank)
 
-  def kill(self, rank: int, steps: int, restarts: bool = False) -> float:
+  def kill(self, rank: int, steps: int) -> float:
     """Kills a worker after so many steps; returns when."""
     assert self.wait_until(rank, steps), f'worker {rank} has ended'
     self.processes.kill(rank)
-    killed = time.time()
-    if restarts:
-      self.restart(rank)
-    return killed
+    return time.time()
 
   def __enter__(self):
     return self

@@ -136,10 +136,7 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
       for options in ({'jit_compile': False}, {'run_eagerly': True}):
         self.assertFalse(self.resolved(strategy, True, **options))
 
-  def test_auto_compiles_nothing_that_refuses_it(self):
-    host = [virtual_devices.HOST]  # GPUs may not be reproducible.
-    strategy = tfs.RingMirroredStrategy(host, reproducible=True)
-    self.assertFalse(self.resolved(strategy, True))
+  def test_auto_compiles_nothing_under_tensorflows_strategies(self):
     builtin = tf.distribute.MirroredStrategy(DEVICES[:2])
     self.assertFalse(self.resolved(builtin, True))
 

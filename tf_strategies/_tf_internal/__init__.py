@@ -53,9 +53,6 @@ call_for_each_replica = _load(
 MirroredReplicaThread = _load(
   'distribute.mirrored_run._MirroredReplicaThread', 'the graph of a replica'
 )
-is_op_determinism_enabled = _load(
-  'framework.config.is_op_determinism_enabled', 'the same bits on GPUs'
-)
 PerReplica = _load('distribute.values.PerReplica', 'one value a replica')
 Mirrored = _load('distribute.values.Mirrored', 'equal values everywhere')
 MirroredVariable = _load(

@@ -137,12 +137,6 @@ def _check(train_fn, options, ring, shard_optimizer_state) -> None:
     "write RingOptions(link='tcp'), or train without tfs.elastic",
   )
   option_checks.check(
-    not ring.reproducible or options.batch == 'global',
-    f'batch={options.batch!r} with reproducible={ring.reproducible!r}',
-    "batch='global' with reproducible",
-    'leave out one of them: another batch gives other weights',
-  )
-  option_checks.check(
     not shard_optimizer_state,
     f'shard_optimizer_state={shard_optimizer_state!r}',
     'shard_optimizer_state=False for elastic training',

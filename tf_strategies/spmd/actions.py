@@ -30,7 +30,7 @@ def runs_at(plan, node, site) -> bool:
     return site.is_chief
   if any(r.is_single for r in resources):
     return site.is_home
-  return site.replica is not None and site.main is None
+  return site.replica is not None
 
 
 def is_alike(bodies, sites) -> bool:

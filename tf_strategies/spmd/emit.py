@@ -111,7 +111,7 @@ class Emitter:
       if plan.is_computed(tensor, wanted):
         return
       if plan.meets(tensor, wanted):
-        meetings.setdefault(tensor, set()).add(site.main or site)
+        meetings.setdefault(tensor, set()).add(site)
         for replica in self._replicas:
           ask_node(tensor.node, replica)
       else:
@@ -122,9 +122,6 @@ class Emitter:
       is_replica = site in self._replicas
       if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
-      # Inside a branch or loop, there is no main site.
-      if site.main in self._sites and self._is_whole(node):
-        site = site.main
       if node.type == '_Argument':
         return
       nodes.setdefault(node, set()).add(site)

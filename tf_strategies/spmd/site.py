@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -73,10 +72,6 @@ class Site:
     replica: number of the replica in this process; None if it is not a replica.
     is_chief: whether it runs the operations that run once in all processes.
     is_home: whether it writes the variables that have one copy in this process.
-    main: the site with the replica's state, if a replica has several sites. The main
-      site writes, and computes whole tensors. None if this is the main site.
-    adds_in_order: whether sums of several tensors are added one after the other.
-      Otherwise TensorFlow may add them in the order of arrival.
   """
 
   def __init__(
@@ -86,22 +81,19 @@ class Site:
     replica: int | None = None,
     is_chief: bool = False,
     is_home: bool = False,
-    main: Site | None = None,
-    adds_in_order: bool = False,
   ):
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
-    self.main, self.adds_in_order = main, adds_in_order
     # Tensors by (tensor of the program, kind), and lengths. Inside of a function, a
     # branch or a loop, also those outside of it.
     self.tensors, self._lengths = collections.ChainMap(), collections.ChainMap()
-    # The site with the rows, for a site that is not a replica; or with whole tensors.
-    self.stand_in: Site | None = main
+    # The site with the rows, for a site that is not a replica.
+    self.stand_in: Site | None = None
 
   def inner(self) -> Site:
     """Returns this site inside of a branch or loop."""
     site = copy.copy(self)
-    site.stand_in = self.main
+    site.stand_in = None
     site.tensors = self.tensors.new_child()
     site._lengths = self._lengths.new_child()
     return site
@@ -177,8 +169,6 @@ class Site:
 
   def op(self, node: Node, inputs, attrs=None) -> list[tf.Tensor]:
     """Copies an operation, with other inputs and attributes."""
-    if self.adds_in_order and node.type == 'AddN':
-      return [functools.reduce(_plus, inputs)]
     return _tf_internal.copy_op(
       node.op,
       inputs,
@@ -314,9 +304,3 @@ def set_own_shape(built: tf.Tensor, tensor: Tensor, value: Value) -> None:
   if isinstance(value.kind, Split):
     own[value.kind.axis] = None
   built.set_shape(own)
-
-
-def _plus(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-  # Gradients of loops are lists of tensors, which AddN alone adds.
-  is_list = left.dtype == tf.variant
-  return tf.add_n([left, right]) if is_list else tf.add(left, right)

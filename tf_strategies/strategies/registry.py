@@ -46,7 +46,6 @@ class StrategyOptions(TypedDict, total=False):
   compute_devices: _Devices | None
   parameter_device: str | tf.config.LogicalDevice | None
   cross_device_ops: tf.distribute.CrossDeviceOps | None
-  reproducible: bool | int
   shard_optimizer_state: bool
   cluster: cluster_lib.ClusterConfig | process_group.ProcessGroup | None
   options: RingOptions | CollectiveOptions | None

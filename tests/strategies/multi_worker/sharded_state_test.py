@@ -185,10 +185,7 @@ def _refuse(rank):
 
 class RefusalTest(tf.test.TestCase):
   def test_options_that_cannot_be_divided(self):
-    for options in (
-      {'compression': lambda variable: 'none'},
-      {'reproducible': True},
-    ):
+    for options in ({'compression': lambda variable: 'none'},):
       with self.assertRaisesRegex(
         errors.UnsupportedOptionError, 'shard_optimizer_state'
       ):

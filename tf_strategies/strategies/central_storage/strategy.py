@@ -14,7 +14,7 @@ from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import reducer, replica_run, shards
+from tf_strategies.strategies.mirrored import reducer, replica_run
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 
 
@@ -52,13 +52,10 @@ class CentralStorageStrategy(
       GPU itself if it is the only compute device.
     cross_device_ops: op that reduces values; default `AutoAllReduce()`. Gradients
       go to the parameter device only.
-    reproducible: whether any number of compute devices gives the same bits; see
-      `tfs.RingOptions`.
 
   Raises:
-    UnsupportedOptionError: if a device does not exist or is listed twice, if
-      `cross_device_ops` is not a cross-device op, or if there are fewer virtual
-      shards than devices.
+    UnsupportedOptionError: if a device does not exist or is listed twice, or if
+      `cross_device_ops` is not a cross-device op.
   """
 
   def __init__(
@@ -66,16 +63,14 @@ class CentralStorageStrategy(
     compute_devices: Sequence[str | tf.config.LogicalDevice] | None = None,
     parameter_device: str | tf.config.LogicalDevice | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
-    reproducible: bool | int = False,
   ):
     workers_lib.check_alone('central_storage')
     if cross_device_ops is None:
       cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
     devices = devices_lib.resolve_devices(compute_devices, 'compute_devices')
-    extended_class = shards.extended_class(CentralStorageExtended, reproducible)
     super().__init__(
-      extended_class(
+      CentralStorageExtended(
         self,
         devices,
         _resolve_parameter_device(parameter_device, devices),

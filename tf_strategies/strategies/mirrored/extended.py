@@ -161,11 +161,8 @@ class ExactMirroredExtended(
     args, kwargs = replica_run.fill(run, (args, kwargs))
     return replica_run.trim(run, self._call_in_run(run, fn, args, kwargs))
 
-  # What builds a model's step.
-  _step_class = whole_batch.WholeStep
-
   def _model_step(self, step):
-    return self._step_class(self, step.kind, step.compiles)
+    return whole_batch.WholeStep(self, step.kind, step.compiles)
 
   # Methods that a model's step calls, when run for the whole batch.
 
@@ -181,13 +178,6 @@ class ExactMirroredExtended(
     self._variables = [ref for ref, variable in alive if variable is not None]
     return [variable for _, variable in alive if variable is not None]
 
-  def rows_of(self, leaves) -> list[site_lib.ReplicaRows]:
-    """Returns the rows of a batch that each replica of this process has."""
-    counts = self._counts_of(leaves)
-    if counts is None:
-      return self._rows_of_plain(leaves)
-    return self._rows_of_counts(counts)
-
   def _rows_of_counts(self, counts) -> list[site_lib.ReplicaRows]:
     first = self._get_replica_id_in_sync_group(0)
     return rows_of_replicas(counts, range(first, first + len(self._devices)))
@@ -196,7 +186,10 @@ class ExactMirroredExtended(
     """Returns the sites on which a step is built for this process's replicas;
     see `spmd`.
     """
-    return self._sites_with(self.rows_of(leaves))
+    counts = self._counts_of(leaves)
+    if counts is None:
+      return self._sites_with(self._rows_of_plain(leaves))
+    return self._sites_with(self._rows_of_counts(counts))
 
   def _sites_with(self, rows_of_all) -> list[site_lib.Site]:
     sites = []
@@ -210,10 +203,12 @@ class ExactMirroredExtended(
     return sites
 
   def _rows_of_plain(self, leaves) -> list[site_lib.ReplicaRows]:
-    """Returns the same for a batch that every replica has completely."""
+    """Returns the rows of this process's replicas of a batch that all replicas have."""
     count, (rank, num_workers) = len(self._devices), self.place()
+    batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
     with tf.device('CPU:0'):
-      total = tf.cast(rows_of_plain(leaves), tf.int32)
+      total = 0 if batch is None else replica_run.num_rows(batch)
+      total = tf.cast(total, tf.int32)
       found = []
       for replica in range(count):
         start, real = host_input.share(
@@ -301,9 +296,8 @@ class ExactMirroredExtended(
     """Returns this process's rank among the workers, and the number of workers."""
     return 0, 1
 
-  def exchange(self, sites=()) -> emit.Exchange:
+  def exchange(self) -> emit.Exchange:
     """Returns the exchange in which the replicas of a step meet."""
-    del sites
     return replica_exchange.ReplicaExchange(self._reducer)
 
   def _call_function(self, function, args, kwargs):
@@ -362,10 +356,6 @@ class ExactMirroredExtended(
       return _tf_internal.call_for_each_replica(
         self._container_strategy(), call_replica, args, kwargs
       )
-
-  def whole_batches(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a model's batches for replicas that all get all rows."""
-    return host_input.whole(dataset)
 
   def _experimental_distribute_dataset(self, dataset, options):
     is_plain = isinstance(dataset, tf.data.Dataset) and options is None
@@ -500,12 +490,6 @@ def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:
 def _have_all_rows(counts) -> bool:
   """Returns whether all replicas are known to have rows."""
   return all(isinstance(n, int) and n > 0 for n in counts)
-
-
-def rows_of_plain(leaves):
-  """Returns the number of rows of a batch that this process has as a whole."""
-  batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
-  return 0 if batch is None else replica_run.num_rows(batch)
 
 
 def _is_in_function() -> bool:

@@ -189,26 +189,8 @@ def distribute(dataset: tf.data.Dataset, num_replicas: int) -> tf.data.Dataset:
 
 
 def whole(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """Returns a data set of batches with all rows, of any number of rows."""
-  return HostDataset(input_watch.watch(of_any_length(dataset).prefetch(1)))
-
-
-def of_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  """Returns a data set whose batches have no static number of rows.
-
-  TensorFlow may round differently if it knows a shape.
-  """
-
-  def forget(value):
-    if not isinstance(value, tf.Tensor) or not value.shape.rank:
-      return value
-    shape = [None, *value.shape[1:]]
-    return tf.compat.v1.placeholder_with_default(value, shape)
-
-  def forget_all(*batch):
-    return tf.nest.map_structure(forget, unwrap(dataset, batch))
-
-  return dataset.map(forget_all)
+  """Returns a data set of batches with all rows."""
+  return HostDataset(input_watch.watch(dataset.prefetch(1)))
 
 
 def unwrap(dataset: tf.data.Dataset, batch: tuple):

@@ -16,7 +16,6 @@ from tf_strategies.strategies.mirrored import extended as extended_lib
 from tf_strategies.strategies.mirrored import (
   loop_step,
   sharded_state,
-  shards,
   whole_batch,
 )
 
@@ -130,34 +129,27 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
       there is no GPU.
     cross_device_ops: op that reduces values; default `AutoAllReduce()`: NCCL
       between whole GPUs, otherwise the fastest of our algorithms.
-    reproducible: whether any number of devices gives the same bits; see
-      `tfs.RingOptions`.
     shard_optimizer_state: whether each device stores a part of the optimizer's
       state, such as the moments of Adam (ZeRO, stage 1). It applies to the steps of
       models, not to `strategy.run`.
 
   Raises:
-    UnsupportedOptionError: if a device does not exist or is listed twice, if
-      `cross_device_ops` is not a cross-device op, or if there are fewer virtual
-      shards than devices.
+    UnsupportedOptionError: if a device does not exist or is listed twice, or if
+      `cross_device_ops` is not a cross-device op.
   """
 
   def __init__(
     self,
     devices: Sequence[str | tf.config.LogicalDevice] | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
-    reproducible: bool | int = False,
     shard_optimizer_state: bool = False,
   ):
     workers_lib.check_alone('ring_mirrored')
     if cross_device_ops is None:
       cross_device_ops = cross_device.AutoAllReduce()
     check_cross_device_ops(cross_device_ops)
-    check_sharding(shard_optimizer_state, reproducible)
-    extended_class = shards.extended_class(
-      extended_lib.ExactMirroredExtended, reproducible
-    )
-    extended = extended_class(
+    check_sharding(shard_optimizer_state)
+    extended = extended_lib.ExactMirroredExtended(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
     if shard_optimizer_state:
@@ -166,9 +158,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     tf.distribute.Strategy.__init__(self, extended)
 
 
-def check_sharding(
-  shard_optimizer_state: bool, reproducible: bool | int, compression='none'
-) -> None:
+def check_sharding(shard_optimizer_state: bool, compression='none') -> None:
   """Raises UnsupportedOptionError for options that cannot be used with divided
   state.
   """
@@ -179,12 +169,6 @@ def check_sharding(
   )
   if not shard_optimizer_state:
     return
-  option_checks.check(
-    not reproducible,
-    f'reproducible={reproducible!r}',
-    'shard_optimizer_state=True without reproducible',
-    'leave out one of them: divided sums depend on the number of replicas',
-  )
   option_checks.check(
     not callable(compression),
     f'compression={compression!r}',

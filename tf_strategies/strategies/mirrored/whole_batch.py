@@ -234,7 +234,7 @@ class WholeStep:
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
-    emitter = emit.Emitter(planned, sites, self._exchange(sites), compiled)
+    emitter = emit.Emitter(planned, sites, self._exchange(), compiled)
     [results, *_] = emitter.run(wanted)
     self._extended.count_reads(self._reads)
     return _packed(graph.structured_outputs, iter(results))
@@ -363,9 +363,9 @@ class WholeStep:
 
   # What the step gets.
 
-  def _exchange(self, sites=()) -> emit.Exchange:
+  def _exchange(self) -> emit.Exchange:
     """Returns how the replicas of the step meet."""
-    return self._extended.exchange(sites)
+    return self._extended.exchange()
 
   def _static_length(self, leaves) -> int | None:
     """Returns the number of rows, if it is known before the step runs."""

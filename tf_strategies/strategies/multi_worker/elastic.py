@@ -112,14 +112,10 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
       replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
     )
 
-  def whole_batches(self, dataset):
-    """See base class. A `GuardedStep` compares the batches of workers."""
-    input_lib.check_same_data(dataset)
-    return host_input.whole(dataset)
-
   def _experimental_distribute_dataset(self, dataset, options):
     if _keras_internal.is_for_model() and input_lib.is_same_data(dataset):
-      return self.whole_batches(dataset)
+      # A `GuardedStep` compares the batches of workers.
+      return host_input.whole(dataset)
     return super()._experimental_distribute_dataset(dataset, options)
 
   def guard_step(self, step: Callable[[Any], Any]) -> GuardedStep:
@@ -237,15 +233,15 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
   ):
     devices = strategy.resolve_devices(devices)
     self._opened = contextlib.ExitStack()  # The job closes its rendezvous.
-    self._make_extended(
-      ElasticExtended,
+    extended = ElasticExtended(
+      self,
       devices,
       cross_device.AutoAllReduce(),
       lambda local: process_group_communicator.ProcessGroupCommunicator(
         None, local, options, membership
       ),
-      options.reproducible,
     )
+    tf.distribute.Strategy.__init__(self, extended)
     # Settings that must be equal on all workers, by name.
     self.set_up = {
       'devices of a worker': len(devices),

@@ -170,13 +170,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     """See base class."""
     return self.communicator.capacity
 
-  def whole_batches(self, dataset):
-    """See base class. Checks that workers have the same batches."""
-    return self._input.whole(dataset)
-
-  def exchange(self, sites=()):
+  def exchange(self):
     """See base class."""
-    del sites
     return worker_exchange.WorkerExchange(self.communicator, self.marked)
 
   def share_from_chief(self, variables) -> None:

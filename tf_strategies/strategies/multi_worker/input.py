@@ -95,47 +95,38 @@ class WorkerInput:
     dataset = dataset_fn(context)
     return self._own_data(_group_by_replicas(dataset, self._num_local))
 
-  def _same_data(self, dataset):
-    """Returns a data set of this worker's rows of batches that all workers have."""
-    return self._checked(
-      dataset, self.split, lambda parts: self._with_rows(*parts)
-    )
+  def _same_data(self, dataset) -> tf.data.Dataset:
+    """Returns a data set of this worker's rows of batches that all workers have.
+
+    Workers compare some of the batches.
+    """
+    check = self._make_check(_keras_internal.num_steps(are_common=True))
+
+    def number(index, batch):
+      parts = self.split(batch)
+      fingerprint = tf.cond(
+        _is_compared(index),
+        lambda: _fingerprint(batch),
+        lambda: tf.constant(0, tf.int64),
+      )
+      return index, fingerprint, parts
+
+    def checked(index, fingerprint, parts):
+      with tf.control_dependencies([check(index, fingerprint)]):
+        batches, all_rows = tf.nest.map_structure(
+          tf.identity, parts, expand_composites=True
+        )
+      return self._with_rows(batches, all_rows)
+
+    dataset = dataset.enumerate().map(number).prefetch(1).map(checked)
+    dataset = input_watch.watch(dataset.with_options(_on_demand()))
+    return host_input.HostDataset(dataset)
 
   def _with_rows(self, batches, all_rows):
     """Returns the batches of the replicas. A single replica gets plain tensors."""
     if self._extended.is_one_device:
       return batches[0]
     return host_input.with_rows(batches, all_rows)
-
-  def whole(self, dataset) -> tf.data.Dataset:
-    """Returns a data set of batches with all rows, the same on every worker."""
-    check_same_data(dataset)
-    dataset = host_input.of_any_length(dataset)
-    return self._checked(dataset, lambda batch: batch, lambda batch: batch)
-
-  def _checked(self, dataset, take, finish) -> tf.data.Dataset:
-    """Applies `take` to batches, compares workers, then applies `finish`."""
-    check = self._make_check(_keras_internal.num_steps(are_common=True))
-
-    def number(index, batch):
-      taken = take(batch)
-      fingerprint = tf.cond(
-        _is_compared(index),
-        lambda: _fingerprint(batch),
-        lambda: tf.constant(0, tf.int64),
-      )
-      return index, fingerprint, taken
-
-    def checked(index, fingerprint, taken):
-      with tf.control_dependencies([check(index, fingerprint)]):
-        taken = tf.nest.map_structure(
-          tf.identity, taken, expand_composites=True
-        )
-      return finish(taken)
-
-    dataset = dataset.enumerate().map(number).prefetch(1).map(checked)
-    dataset = input_watch.watch(dataset.with_options(_on_demand()))
-    return host_input.HostDataset(dataset)
 
   def split(self, batch):
     """Returns the parts of a global batch for this worker's replicas, and all rows.
@@ -272,16 +263,6 @@ def is_same_data(dataset: tf.data.Dataset) -> bool:
     _Policy.FILE,
     _Policy.OFF,
   )
-
-
-def check_same_data(dataset: tf.data.Dataset) -> None:
-  """Raises UnsupportedOptionError if each worker has its own data."""
-  if not is_same_data(dataset):
-    raise errors.UnsupportedOptionError(
-      'AutoShardPolicy.FILE or OFF with reproducible',
-      'the same global batches on every worker',
-      'set AutoShardPolicy.DATA, or leave out reproducible',
-    )
 
 
 def check_same_batch(

@@ -237,8 +237,7 @@ class LocalStep(whole_batch.WholeStep):
     counts = _counts_of(leaves)
     return sum(counts) if all(isinstance(n, int) for n in counts) else None
 
-  def _exchange(self, sites=()):
-    del sites
+  def _exchange(self):
     return replica_exchange.ReplicaExchange(
       reducer_lib.Reducer(self._extended.local)
     )

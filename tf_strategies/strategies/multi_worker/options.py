@@ -9,7 +9,6 @@ from typing import Any
 from tf_strategies import option_checks, process_group
 from tf_strategies.collectives import algorithms, codecs
 from tf_strategies.process_group import options as group_options
-from tf_strategies.strategies.mirrored import shards
 
 _LINKS = ('auto', 'tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
@@ -33,25 +32,18 @@ class RingOptions:
       or 11 bits of precision). A function of a variable that returns such a name
       chooses for each variable: `lambda v: 'bfloat16' if len(v.shape) > 1 else
       'none'`.
-    reproducible: whether weights are equal to the bit for any number of workers and
-      any algorithm. The global batch is cut into virtual shards, which workers
-      share, and sums do not depend on the order. True means 8 shards. A number sets
-      the number of shards, from the number of replicas to 128. It must be the same
-      in all runs that are to be equal. It applies to the steps of models; see "The
-      same bits" in docs/several_workers.md.
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
   Raises:
-    UnsupportedOptionError: if the link, algorithm or compression is unknown, the
-      bytes are not positive, or `reproducible` is used with a compression.
+    UnsupportedOptionError: if the link, algorithm or compression is unknown, or the
+      bytes are not positive.
   """
 
   link: str = 'auto'
   bucket_bytes: int = 8 << 20
   all_reduce: str = 'auto'
   compression: str | Callable[[Any], str] = 'none'
-  reproducible: bool | int = False
   group: process_group.GroupOptions | None = None
 
   def __post_init__(self):
@@ -60,13 +52,6 @@ class RingOptions:
     algorithms.check(self.all_reduce, 'auto', option='all_reduce')
     if not callable(self.compression):
       codecs.get(self.compression)
-    option_checks.check(
-      not shards.check(self.reproducible) or self.compression == 'none',
-      f'compression={self.compression!r} with '
-      f'reproducible={self.reproducible!r}',
-      "compression='none'",
-      'leave out one of them: compression rounds sums',
-    )
     if self.group is not None:
       group_options.check_type('group', self.group)
     option_checks.keep_plain(self)

@@ -13,7 +13,7 @@ from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import launcher_note
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.process_group import reductions
-from tf_strategies.strategies.mirrored import sharded_state, shards
+from tf_strategies.strategies.mirrored import sharded_state
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import (
@@ -92,9 +92,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     if cross_device_ops is None:
       cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
-    mirrored_strategy.check_sharding(
-      shard_optimizer_state, options.reproducible, options.compression
-    )
+    mirrored_strategy.check_sharding(shard_optimizer_state, options.compression)
     devices = strategy.resolve_devices(devices)
     # If the constructor fails, the caller cannot close the group. The others would
     # wait for this worker, and its port would be taken in the next attempt.
@@ -120,7 +118,6 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
           'shard_optimizer_state': bool(shard_optimizer_state),
         },
         resolver,
-        options.reproducible,
       )
       if shard_optimizer_state:
         extended = self.extended
@@ -144,9 +141,6 @@ def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   found = {name: getattr(options, name) for name in names}
   if callable(options.compression):
     found['compression'] = 'by a function'
-  num_shards = shards.check(options.reproducible)
-  if num_shards:
-    found |= {'reproducible': num_shards, **shards.surroundings()}
   return found
 
 

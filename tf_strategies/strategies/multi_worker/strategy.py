@@ -12,7 +12,6 @@ from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
-from tf_strategies.strategies.mirrored import shards
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 
@@ -47,16 +46,6 @@ class MultiWorkerStrategy(
       )
     return index, tuple(task.address for task in cluster.training_tasks)
 
-  def _make_extended(
-    self, base, devices, cross_device_ops, make_communicator, reproducible
-  ):
-    """Makes the extended of this class; see `_set_up`."""
-    extended_class = shards.extended_class(base, reproducible)
-    extended = extended_class(
-      self, devices, cross_device_ops, make_communicator
-    )
-    tf.distribute.Strategy.__init__(self, extended)
-
   def _set_up(
     self,
     devices,
@@ -64,7 +53,6 @@ class MultiWorkerStrategy(
     make_communicator,
     setup,
     resolver,
-    reproducible=False,
   ):
     """Initializes the strategy, if the other workers have the same `setup`.
 
@@ -74,18 +62,14 @@ class MultiWorkerStrategy(
       make_communicator: see `MultiWorkerExtended`.
       setup: settings that must be equal on all workers, by name.
       resolver: describes the cluster to TensorFlow.
-      reproducible: see `RingOptions`.
 
     Raises:
       CollectiveMismatchError: if workers have other devices or options.
     """
-    self._make_extended(
-      extended_lib.MultiWorkerExtended,
-      devices,
-      cross_device_ops,
-      make_communicator,
-      reproducible,
+    extended = extended_lib.MultiWorkerExtended(
+      self, devices, cross_device_ops, make_communicator
     )
+    tf.distribute.Strategy.__init__(self, extended)
     self._cluster_resolver = resolver
     workers_lib.agree(
       self.extended.communicator.exchange,
