@@ -113,11 +113,7 @@ class FitLoop(Loop):
 
   def _connect(self, cluster):
     return tfs.ParameterServerStrategy(
-      tfs.cluster.ClusterConfig(
-        {job: dict(enumerate(tasks)) for job, tasks in cluster.items()},
-        'chief',
-        0,
-      ),
+      tfs.cluster.ClusterConfig(cluster, 'chief', 0),
     )
 
 

@@ -43,7 +43,7 @@ _BAD = (
   (_config(ps='d:4'), "cluster.ps is 'd:4'", 'brackets'),
   (_config(pss=['d:4']), "is 'pss'", "write 'ps'"),
   (_config(master=['d:4']), "is 'master'", 'chief, worker'),
-  (_config(chief=['d:4', 'e:5']), "0: 'd:4', 1: 'e:5'"),
+  (_config(chief=['d:4', 'e:5']), "('d:4', 'e:5')"),
   (_config(ps=['c:3']), "'c:3'", '.worker[2] has it'),
   (_config(['[::1]:1', '[0::1]:1']), "'[0::1]:1'"),
   (_config(['host']), "'host'", 'with a port'),
@@ -51,8 +51,7 @@ _BAD = (
   (_config(['grpc://host:1']), "'grpc://host:1'", 'scheme'),
   (_config(['::1:1']), "'::1:1'", 'brackets'),
   (_config(['a:1', 2222]), 'worker[1] is 2222'),
-  (_config({'1': 'a:1', '01': 'b:2'}), "'01'", 'once'),
-  (_config({'0': 'a:1', '4': 'b:2'}), "['0', '4']", 'list the addresses'),
+  (_config({'0': 'a:1', '1': 'b:2'}), "{'0': 'a:1', '1': 'b:2'}", 'brackets'),
 )
 
 
@@ -93,7 +92,7 @@ class GoodValuesTest(parameterized.TestCase):
         {
           'cluster': {
             'ps': ['p0:1', 'p1:1'],
-            'worker': {'1': 'w1:1', '0': 'w0:1'},
+            'worker': ['w0:1', 'w1:1'],
             'chief': ['c:1'],
             'evaluator': ['e:1'],
           },
@@ -106,10 +105,10 @@ class GoodValuesTest(parameterized.TestCase):
     self.assertEqual(
       config.jobs,
       {
-        'chief': {0: 'c:1'},
-        'worker': {0: 'w0:1', 1: 'w1:1'},
-        'ps': {0: 'p0:1', 1: 'p1:1'},
-        'evaluator': {0: 'e:1'},
+        'chief': ('c:1',),
+        'worker': ('w0:1', 'w1:1'),
+        'ps': ('p0:1', 'p1:1'),
+        'evaluator': ('e:1',),
       },
     )
     self.assertEqual(list(config.jobs), ['chief', 'worker', 'ps', 'evaluator'])
@@ -162,15 +161,15 @@ class ObjectTest(absltest.TestCase):
       self.assertEqual(copy.deepcopy(config), config)
 
   def test_it_cannot_be_changed(self):
-    jobs = {'worker': {0: 'a:1', 1: 'b:1'}}
+    jobs = {'worker': ['a:1', 'b:1']}
     config = cluster.ClusterConfig(jobs, 'worker', 0)
     with self.assertRaises(AttributeError):
       config.task_index = 1
     with self.assertRaises(TypeError):
-      config.jobs['ps'] = {0: 'p:1'}
+      config.jobs['ps'] = ['p:1']
     with self.assertRaises(TypeError):
-      config.jobs['worker'][3] = 'd:4'
-    jobs['worker'][2] = 'b:2'
+      config.jobs['worker'][0] = 'd:4'
+    jobs['worker'].append('b:2')
     self.assertLen(config.jobs['worker'], 2)
 
 

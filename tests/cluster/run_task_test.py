@@ -25,7 +25,7 @@ def _jobs(num_workers=1, num_ps=1, **others):
   """The addresses of a job with a chief."""
   counts = {'chief': 1, 'worker': num_workers, 'ps': num_ps, **others}
   return {
-    job: {i: _free_address() for i in range(count)}
+    job: [_free_address() for _ in range(count)]
     for job, count in counts.items()
     if count
   }
@@ -40,7 +40,7 @@ def train():
   # TensorFlow waits for every task that is listed, also for an evaluator.
   jobs = dict(cluster.ClusterConfig.from_env().jobs)
   jobs.pop('evaluator', None)
-  jobs = {job: dict(tasks) for job, tasks in jobs.items()}
+  jobs = {job: list(tasks) for job, tasks in jobs.items()}
   strategy = tf.distribute.ParameterServerStrategy(
     tf.distribute.cluster_resolver.SimpleClusterResolver(
       tf.train.ClusterSpec(jobs), task_type='chief', task_id=0, rpc_layer='grpc'))
@@ -154,7 +154,7 @@ def evaluate():
   {body}
   print('evaluated', flush=True)
 signal.signal(signal.SIGTERM, signal.{before})
-config = cluster.ClusterConfig({{'chief': {{0: 'a:1'}}}}, 'evaluator', 0)
+config = cluster.ClusterConfig({{'chief': ['a:1']}}, 'evaluator', 0)
 cluster.run_task(print, evaluate, config)
 print(signal.getsignal(signal.SIGTERM).name, flush=True)
 """

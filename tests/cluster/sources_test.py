@@ -11,7 +11,7 @@ class SlurmTest(parameterized.TestCase):
     config = schedulers.read(schedulers.SLURM)
     port = 12_000 + 4242 % 200 * 100
     self.assertEqual(
-      list(config.jobs['worker'].values()),
+      list(config.jobs['worker']),
       [
         f'{host}:{port + local}'
         for host, count in (
@@ -58,7 +58,7 @@ class SlurmTest(parameterized.TestCase):
       'ENVIRONMENT': 'BATCH',
     }
     config = schedulers.read({**schedulers.SLURM, **step})
-    hosts = [a.partition(':')[0] for a in config.jobs['worker'].values()]
+    hosts = [a.partition(':')[0] for a in config.jobs['worker']]
     self.assertEqual(hosts, ['node003', 'gpu1'])
 
   def test_one_task_a_host_is_in_order(self):
@@ -99,9 +99,9 @@ class KubernetesTest(absltest.TestCase):
     self.assertEqual(
       config.jobs,
       {
-        'chief': {0: 'mnist-chief-0-0.mnist:2222'},
-        'worker': {i: f'mnist-worker-0-{i}.mnist:2222' for i in range(2)},
-        'ps': {0: 'mnist-ps-0-0.mnist:2222'},
+        'chief': ('mnist-chief-0-0.mnist:2222',),
+        'worker': tuple(f'mnist-worker-0-{i}.mnist:2222' for i in range(2)),
+        'ps': ('mnist-ps-0-0.mnist:2222',),
       },
     )
     self.assertEqual((config.task_type, config.task_index), ('worker', 1))
@@ -110,7 +110,7 @@ class KubernetesTest(absltest.TestCase):
     config = schedulers.read(schedulers.INDEXED_JOB)
     self.assertEqual(
       config.jobs,
-      {'worker': {i: f'mnist-{i}.mnist-pods:2222' for i in range(3)}},
+      {'worker': tuple(f'mnist-{i}.mnist-pods:2222' for i in range(3))},
     )
     self.assertEqual(config.task_index, 2)
 

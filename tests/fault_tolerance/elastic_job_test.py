@@ -345,7 +345,7 @@ class BeginTest(tf.test.TestCase):
 
   def run_alone(self, restarts='0', **options):
     cluster = tfs.cluster.ClusterConfig(
-      {'worker': dict(enumerate(processes.addresses(2)))}, 'worker', 1
+      {'worker': processes.addresses(2)}, 'worker', 1
     )
     options = tfs.ElasticOptions(window_seconds=0.2, **options)
     group = tfs.process_group.GroupOptions(rendezvous_timeout_seconds=1.5)

@@ -18,7 +18,7 @@ from tf_strategies import data, monitoring, process_group
 virtual_devices.configure()
 
 _WITH_SERVERS = tfs.cluster.ClusterConfig(
-  {'chief': {0: 'a:1'}, 'worker': {0: 'b:1'}, 'ps': {0: 'c:1'}}, 'chief', 0
+  {'chief': ['a:1'], 'worker': ['b:1'], 'ps': ['c:1']}, 'chief', 0
 )
 _RANGE = tf.data.Dataset.range(4).batch(2)
 _ROWS = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))

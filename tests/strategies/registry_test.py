@@ -118,9 +118,7 @@ class RegistryTest(parameterized.TestCase):
   def test_second_strategy_at_an_address_of_this_process(self):
     address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
     options = {
-      'cluster': tfs.cluster.ClusterConfig(
-        {'worker': {0: address}}, 'worker', 0
-      )
+      'cluster': tfs.cluster.ClusterConfig({'worker': [address]}, 'worker', 0)
     }
     first = tfs.create_strategy('multi_worker_ring', **options)
     with self.assertRaisesRegex(

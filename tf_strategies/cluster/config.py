@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tf_strategies import option_checks
@@ -27,8 +27,8 @@ class ClusterConfig:
   Equal descriptions are equal and hash alike; instances can be pickled.
 
   Args:
-    jobs: by type (chief, worker, ps, evaluator) the address 'host:port' of
-      each task by its index.
+    jobs: by type (chief, worker, ps, evaluator) the addresses 'host:port' of the
+      tasks.
     task_type: the job of this process. An evaluator need not be in `jobs`.
     task_index: its index in the job.
 
@@ -37,13 +37,12 @@ class ClusterConfig:
 
   Example:
 
-    >>> config = ClusterConfig(
-    ...   {'worker': {0: 'a:2222', 1: 'b:2222'}}, 'worker', 1)
+    >>> config = ClusterConfig({'worker': ['a:2222', 'b:2222']}, 'worker', 1)
     >>> config.is_chief, config.training_index
     (False, 1)
   """
 
-  jobs: Mapping[str, Mapping[int, str]]
+  jobs: Mapping[str, Sequence[str]]
   task_type: str
   task_index: int
 
@@ -51,11 +50,7 @@ class ClusterConfig:
     jobs, task_type, task_index = tf_config.checked(
       tf_config.Parts(self.jobs, self.task_type, self.task_index)
     )
-    ordered = {
-      job: types.MappingProxyType(jobs[job])
-      for job in checks.JOB_TYPES
-      if job in jobs
-    }
+    ordered = {job: jobs[job] for job in checks.JOB_TYPES if job in jobs}
     object.__setattr__(self, 'jobs', types.MappingProxyType(ordered))
     object.__setattr__(self, 'task_type', task_type)
     object.__setattr__(self, 'task_index', task_index)
@@ -66,8 +61,7 @@ class ClusterConfig:
 
   def __reduce__(self):
     # A mapping proxy cannot be pickled.
-    jobs = {job: dict(tasks) for job, tasks in self.jobs.items()}
-    return type(self), (jobs, self.task_type, self.task_index)
+    return type(self), (dict(self.jobs), self.task_type, self.task_index)
 
   @classmethod
   def from_env(
@@ -123,14 +117,14 @@ class ClusterConfig:
 
   def to_tf_config(self) -> str:
     """Returns this description as the text of a TF_CONFIG: one line of JSON."""
-    cluster = {job: [*tasks.values()] for job, tasks in self.jobs.items()}
     task = {'type': self.task_type, 'index': self.task_index}
-    return json.dumps({'cluster': cluster, 'task': task})
+    return json.dumps({'cluster': dict(self.jobs), 'task': task})
 
   @property
   def address(self) -> str | None:
     """Address of this task; None for an evaluator that the cluster does not list."""
-    return self.jobs.get(self.task_type, {}).get(self.task_index)
+    tasks = self.jobs.get(self.task_type)
+    return tasks and tasks[self.task_index]
 
   @property
   def training_tasks(self) -> tuple[TrainingTask, ...]:
@@ -138,7 +132,7 @@ class ClusterConfig:
     return tuple(
       TrainingTask(job, index, address)
       for job in checks.TRAINING_JOB_TYPES
-      for index, address in self.jobs.get(job, {}).items()
+      for index, address in enumerate(self.jobs.get(job, ()))
     )
 
   @property

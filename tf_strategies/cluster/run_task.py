@@ -99,7 +99,7 @@ def run_task(
   servers = {
     f'{job} {index}': address
     for job in _SERVER_JOBS
-    for index, address in cluster.jobs.get(job, {}).items()
+    for index, address in enumerate(cluster.jobs.get(job, ()))
   }
   reachability.wait_for_tasks(servers, deadline_seconds, 'to begin training')
   return train()
@@ -170,7 +170,7 @@ def _serve(cluster: config.ClusterConfig) -> NoReturn:
   import tensorflow as tf
 
   task = f'{cluster.task_type} {cluster.task_index}'
-  jobs = {j: dict(t) for j, t in cluster.jobs.items() if j != 'evaluator'}
+  jobs = {j: list(t) for j, t in cluster.jobs.items() if j != 'evaluator'}
   with reachability.serving(task, cluster.address):
     # No config: TensorFlow says how many inter-op threads there are.
     server = tf.distribute.Server(

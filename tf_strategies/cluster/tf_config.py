@@ -9,12 +9,12 @@ Example:
   >>> parts = tf_config.read({'cluster': {'chief': ['b:2222']},
   ...                         'task': {'type': 'chief', 'index': '0'}})
   >>> tf_config.checked(parts)[:3]
-  ({'chief': {0: 'b:2222'}}, 'chief', 0)
+  ({'chief': ('b:2222',)}, 'chief', 0)
 """
 
 import collections
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tf_strategies import option_checks
@@ -106,52 +106,12 @@ def checked(parts: Parts) -> Parts:
       'cluster', parts.jobs, 'an object of lists of addresses', _EXAMPLE
     )
   jobs = {
-    checks.checked_type(job, 'a job of cluster'): _indexed(
-      f'cluster.{job}', tasks
-    )
+    checks.checked_type(job, 'a job of cluster'): _tasks(job, tasks)
     for job, tasks in parts.jobs.items()
   }
   task_type = checks.checked_type(parts.task_type, 'task.type')
   task_index = checks.checked_index(parts.task_index, 'task.index')
   _check_addresses(jobs)
-  _check_jobs(jobs)
-  _check_task(jobs, task_type, task_index)
-  return Parts(jobs, task_type, task_index)
-
-
-def _indexed(what: str, tasks: Any) -> dict[int, str]:
-  if isinstance(tasks, list | tuple):
-    return dict(enumerate(tasks))
-  if not isinstance(tasks, Mapping):
-    raise checks.bad(
-      what,
-      tasks,
-      'a list of addresses, or an object of indices and addresses',
-      'write the addresses in brackets, such as ["host0:2222"]',
-    )
-  found = {
-    checks.checked_index(index, f'an index of {what}'): address
-    for index, address in tasks.items()
-  }
-  if sorted(found) != list(range(len(tasks))):
-    raise checks.bad(
-      f'the list of indices in {what}',
-      list(tasks),
-      'each index from 0 once, also where workers come and go',
-      'list the addresses of all tasks',
-    )
-  return dict(sorted(found.items()))
-
-
-def _check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
-  for job, tasks in jobs.items():
-    if not tasks:
-      raise checks.bad(
-        f'cluster.{job}',
-        [],
-        'a list of at least one address',
-        f'list the addresses of its tasks, or leave {job} out',
-      )
   if len(jobs.get('chief', [0])) > 1:
     raise checks.bad(
       'cluster.chief',
@@ -159,12 +119,25 @@ def _check_jobs(jobs: Mapping[str, Mapping[int, str]]) -> None:
       'one chief',
       'keep one address and list the others as workers',
     )
+  _check_task(jobs, task_type, task_index)
+  return Parts(jobs, task_type, task_index)
 
 
-def _check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
+def _tasks(job: str, tasks: Any) -> tuple[str, ...]:
+  if isinstance(tasks, list | tuple) and tasks:
+    return tuple(tasks)
+  raise checks.bad(
+    f'cluster.{job}',
+    tasks,
+    'a list of at least one address',
+    f'list the addresses in brackets, such as ["host0:2222"], or leave {job} out',
+  )
+
+
+def _check_addresses(jobs: Mapping[str, Sequence[str]]) -> None:
   owners: dict[tuple[str, int], str] = {}
   for job, tasks in jobs.items():
-    for index, address in tasks.items():
+    for index, address in enumerate(tasks):
       what = f'cluster.{job}[{index}]'
       owner = owners.setdefault(checks.split_address(address, what), what)
       if owner != what:
@@ -177,7 +150,7 @@ def _check_addresses(jobs: Mapping[str, Mapping[int, str]]) -> None:
 
 
 def _check_task(
-  jobs: Mapping[str, Mapping[int, str]], task_type: str, task_index: int
+  jobs: Mapping[str, Sequence[str]], task_type: str, task_index: int
 ) -> None:
   if task_type not in jobs:
     if task_type == 'evaluator':

@@ -89,7 +89,7 @@ def plan_tasks(
   ports = [iter(host.ports) for host in hosts]
   places: list[tuple[str, int, int]] = []
   total: dict[str, int] = {}
-  jobs: dict[str, dict[int, str]] = {}
+  jobs: dict[str, list[str]] = {}
   for task_type in hosts[0].counts:
     nodes = [k for k, h in enumerate(hosts) for _ in range(h.counts[task_type])]
     total[task_type] = len(nodes)
@@ -97,7 +97,7 @@ def plan_tasks(
       places.append((task_type, index, k))
       if task_type != 'evaluator':
         address = address_of(hosts[k].host, next(ports[k]))
-        jobs.setdefault(task_type, {})[index] = address
+        jobs.setdefault(task_type, []).append(address)
   job = job_lib.TaskCounts(
     total['worker'], total['ps'], total['chief'] > 0, total['evaluator'] > 0
   )

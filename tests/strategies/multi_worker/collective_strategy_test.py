@@ -50,9 +50,7 @@ class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_refused_before_anybody_is_waited_for(self):
     addresses = processes.addresses(2)
-    cluster = tfs.cluster.ClusterConfig(
-      {'worker': dict(enumerate(addresses))}, 'worker', 0
-    )
+    cluster = tfs.cluster.ClusterConfig({'worker': addresses}, 'worker', 0)
     with (
       fake_gpus.machine(),
       self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, '0 physical'),
@@ -71,9 +69,7 @@ class TakenPortTest(tf.test.TestCase):
 def _start_at_a_taken_port(rank):
   """Returns whether the error names an address at which another socket listens."""
   addresses = processes.addresses(2)
-  cluster = tfs.cluster.ClusterConfig(
-    {'worker': dict(enumerate(addresses))}, 'worker', rank
-  )
+  cluster = tfs.cluster.ClusterConfig({'worker': addresses}, 'worker', rank)
   host, _, port = addresses[rank].rpartition(':')
   with socket.create_server((host, int(port))):
     try:

@@ -24,7 +24,7 @@ class LivenessTest(parameterized.TestCase):
     self.seen = dict(self.starts)
     cluster = mock.create_autospec(config_lib.ClusterConfig, instance=True)
     cluster.jobs = {
-      job: {i: f'{job}-{i}:1' for i in range(2)} for job in ('ps', 'worker')
+      job: [f'{job}-{i}:1' for i in range(2)] for job in ('ps', 'worker')
     }
     self.enter_context(
       mock.patch.object(keepalive, 'ask', lambda address, *_: self.ask(address))

@@ -128,8 +128,7 @@ def resolver_of(
       tf.train.ClusterSpec({})
     )
   return tf.distribute.cluster_resolver.SimpleClusterResolver(
-    # Mappings, because indices may be missing.
-    tf.train.ClusterSpec({j: dict(tasks) for j, tasks in cluster.jobs.items()}),
+    tf.train.ClusterSpec({j: list(tasks) for j, tasks in cluster.jobs.items()}),
     master=cluster.address or '',
     task_type=cluster.task_type,
     task_id=cluster.task_index,

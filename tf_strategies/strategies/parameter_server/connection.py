@@ -72,7 +72,7 @@ def resolver(
 ) -> tf.distribute.cluster_resolver.ClusterResolver:
   """Describes the cluster to TensorFlow, without the evaluator."""
   jobs = {
-    job: list(cluster.jobs[job].values())
+    job: list(cluster.jobs[job])
     for job in ('chief', 'worker', 'ps')
     if job in cluster.jobs
   }
@@ -89,7 +89,10 @@ def is_connected(cluster: config_lib.ClusterConfig) -> bool:
   if connected is None:
     return False
   found = {job.name: dict(job.tasks) for job in connected.cluster.job}
-  return all(found.get(job) == cluster.jobs[job] for job in ('ps', 'worker'))
+  return all(
+    found.get(job) == dict(enumerate(cluster.jobs[job]))
+    for job in ('ps', 'worker')
+  )
 
 
 def addresses(cluster: config_lib.ClusterConfig) -> dict[Task, str]:
@@ -97,7 +100,7 @@ def addresses(cluster: config_lib.ClusterConfig) -> dict[Task, str]:
   return {
     (job, index): address
     for job in ('ps', 'worker')
-    for index, address in cluster.jobs[job].items()
+    for index, address in enumerate(cluster.jobs[job])
   }
 
 

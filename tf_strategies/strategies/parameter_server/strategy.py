@@ -322,7 +322,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     )
     self.cluster = connection.checked_cluster(cluster)
     workers_lib.note_joined()
-    workers = tuple(self.cluster.jobs['worker'])
+    workers = tuple(range(len(self.cluster.jobs['worker'])))
     self.options.check_workers(len(workers))
     # What TensorFlow's __init__ does, with an implementation of our own.
     self._cluster_coordinator = None
