@@ -66,7 +66,7 @@ _CALLS = {
   tfs.elastic.run: {'train_fn': lambda job: None},
   tfs.cluster.run_task: {'train': lambda: None},
   tfs.cluster.ClusterConfig: {
-    'jobs': {'worker': {0: 'a:1'}},
+    'jobs': {'worker': ['a:1']},
     'task_type': 'worker',
     'task_index': 0,
   },

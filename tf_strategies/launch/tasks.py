@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tf_strategies import option_checks
-from tf_strategies.cluster import config, launcher_note, sources
+from tf_strategies.cluster import config, sources
 from tf_strategies.cluster import job as job_lib
 
 # The loopback address rather than 'localhost', which may also mean ::1.
@@ -18,14 +18,7 @@ _RUN_ID = 'TFS_RUN_ID'
 
 # Whatever cluster the launcher itself is part of is not that of its tasks, and
 # a second source of the secret would leave open which one counts.
-_NOT_INHERITED = (
-  'TF_CONFIG',
-  *sources.VARIABLES,
-  'TFS_SECRET',
-  'TFS_SECRET_FILE',
-  'TFS_RESTART_COUNT',
-  launcher_note.VARIABLE,
-)
+_NOT_INHERITED = ('TF_CONFIG', *sources.VARIABLES, 'TFS_SECRET_FILE')
 
 
 class HostTasks(NamedTuple):
