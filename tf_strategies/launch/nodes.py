@@ -176,7 +176,6 @@ class Launchers(contextlib.AbstractContextManager):
     if objection:
       self._refusal = f' One was refused: {objection}.'
       connection.send(_Kind.REJECT, objection)
-      await asyncio.sleep(_LAST_SECONDS)  # It has time to read.
       connection.close()
       return
     # Another version may have other fields.
@@ -206,7 +205,7 @@ class Launchers(contextlib.AbstractContextManager):
 
   def _join(self) -> None:
     place = self._place
-    while not self._connections:
+    while not (self._connections or self._refusal):
       try:
         self._server.call(self._dial())
       except (OSError, protocol.ProtocolError) as e:
