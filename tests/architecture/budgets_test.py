@@ -24,7 +24,7 @@ _BUDGETS = {
   'tf_strategies/_keras_internal': 8_590,
   'tf_strategies/_tf_internal': 4_650,
   'tf_strategies/checkpoint': 7_610,
-  'tf_strategies/cluster': 6_960,
+  'tf_strategies/cluster': 6_780,
   'tf_strategies/collectives': 5_760,
   'tf_strategies/cross_device': 5_680,
   'tf_strategies/data': 4_480,
