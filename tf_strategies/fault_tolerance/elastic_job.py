@@ -151,12 +151,12 @@ def pack(callbacks: Sequence[keras.callbacks.Callback]) -> list[np.ndarray]:
 
   Example:
 
-    >>> from tf_strategies.fault_tolerance import elastic_callbacks
+    >>> from tf_strategies.fault_tolerance import elastic_job
     >>> stop = keras.callbacks.EarlyStopping()
     >>> stop.wait = 3
-    >>> packed = elastic_callbacks.pack([stop])
+    >>> packed = elastic_job.pack([stop])
     >>> other = keras.callbacks.EarlyStopping()
-    >>> elastic_callbacks.unpack(packed, [other])
+    >>> elastic_job.unpack(packed, [other])
     >>> other.wait
     3
   """
