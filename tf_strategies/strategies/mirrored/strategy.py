@@ -148,7 +148,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     if cross_device_ops is None:
       cross_device_ops = cross_device.AutoAllReduce()
     check_cross_device_ops(cross_device_ops)
-    check_sharding(shard_optimizer_state)
+    option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
     extended = extended_lib.ExactMirroredExtended(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
@@ -156,25 +156,6 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
       extended.state_shards = sharded_state.StateShards(extended)
     # MirroredStrategy's own __init__ would create its own extended.
     tf.distribute.Strategy.__init__(self, extended)
-
-
-def check_sharding(shard_optimizer_state: bool, compression='none') -> None:
-  """Raises UnsupportedOptionError for options that cannot be used with divided
-  state.
-  """
-  option_checks.check_bool(
-    'shard_optimizer_state',
-    shard_optimizer_state,
-    'write shard_optimizer_state=True',
-  )
-  if not shard_optimizer_state:
-    return
-  option_checks.check(
-    not callable(compression),
-    f'compression={compression!r}',
-    'one compression for all variables with shard_optimizer_state=True',
-    "write for instance compression='bfloat16'",
-  )
 
 
 def check_cross_device_ops(cross_device_ops) -> None:

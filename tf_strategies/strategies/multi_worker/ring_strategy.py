@@ -92,7 +92,13 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     if cross_device_ops is None:
       cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
-    mirrored_strategy.check_sharding(shard_optimizer_state, options.compression)
+    option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
+    option_checks.check(
+      not (shard_optimizer_state and callable(options.compression)),
+      f'compression={options.compression!r}',
+      'one compression for all variables with shard_optimizer_state=True',
+      "write for instance compression='bfloat16'",
+    )
     devices = strategy.resolve_devices(devices)
     # If the constructor fails, the caller cannot close the group. The others would
     # wait for this worker, and its port would be taken in the next attempt.
