@@ -1,15 +1,14 @@
-"""The examples in docstrings run, and each file is a known algorithm or codec."""
+"""The examples in docstrings run, and each file is a known algorithm."""
 
 import importlib
 import inspect
 import pkgutil
 
-import ml_dtypes  # noqa: F401
 from absl.testing import absltest, parameterized
 
 from tests import docstrings
 from tf_strategies import collectives
-from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.collectives import algorithms
 
 MODULES = [
   (
@@ -43,18 +42,12 @@ class DocumentationTest(parameterized.TestCase):
   def test_example_of_the_package_runs(self):
     docstrings.assert_examples(self, collectives.__name__)
 
-  def test_every_file_is_an_algorithm_or_a_codec(self):
-    names = [name for name, _ in MODULES]
-    for kind, registry in (
-      ('algorithms', algorithms.ALGORITHMS),
-      ('codecs', codecs.CODECS),
-    ):
-      prefix = f'{kind}.'
-      self.assertCountEqual(
-        registry, [n.removeprefix(prefix) for n in names if prefix in n]
-      )
-    for name, codec in codecs.CODECS.items():
-      self.assertEqual(codec.name, name)
+  def test_every_file_is_an_algorithm(self):
+    prefix = 'algorithms.'
+    self.assertCountEqual(
+      algorithms.ALGORITHMS,
+      [n.removeprefix(prefix) for n, _ in MODULES if prefix in n],
+    )
 
 
 if __name__ == '__main__':

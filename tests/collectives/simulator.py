@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
 import ml_dtypes  # noqa: F401
 import numpy as np
 
-from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import reductions
 
@@ -32,13 +31,13 @@ class Simulation:
 def simulate(
   schedule: schedule_lib.Schedule,
   inputs: Sequence[np.ndarray],
-  compression: str = 'none',
   op: str = 'sum',
 ) -> Simulation:
   """Runs any schedule, right or wrong, on one array for each rank.
 
   The array is flattened and cut with `chunk_sizes`. In a round all sends read
-  the state from before it; what arrives is added in rank order.
+  the state from before it; what arrives is added in rank order. 16-bit floats are
+  added in float32, and rounded after each round.
 
   Example:
 
@@ -48,10 +47,9 @@ def simulate(
     [array([10, 12, 14]), array([10, 12, 14])]
 
   Args:
-    schedule: with a codec, correct as far as `Schedule.completions` can tell.
+    schedule: the schedule.
     inputs: one numeric array for each rank, all of one shape (any, also 0-d
       and empty) and one dtype. They are not changed.
-    compression: name of a codec, used as `codec` describes.
     op: a name in `reductions.REDUCTIONS`.
 
   Returns:
@@ -59,33 +57,20 @@ def simulate(
 
   Raises:
     ScheduleError: a rank or chunk of the schedule is out of range.
-    UnsupportedOptionError: there is no such codec.
   """
   schedule.check_ranges()
   arrays = [np.asarray(array) for array in inputs]
-  shape, dtype = arrays[0].shape, arrays[0].dtype
-  codec = codecs.for_array(compression, dtype)
-  if codec is codecs.NONE:
-    codec, sum_dtype, completions = None, dtype, frozenset()
-  else:
-    sum_dtype, completions = codec_lib.sum_dtype(dtype), schedule.completions()
+  shape, sum_dtype = arrays[0].shape, reductions.sum_dtype(arrays[0].dtype)
   sizes = schedule_lib.chunk_sizes(arrays[0].size, schedule.num_chunks)
   ends = list(itertools.accumulate(sizes))
   slices = [slice(e - size, e) for e, size in zip(ends, sizes, strict=True)]
-  ranks = [
-    _Rank(
-      # A copy even where the dtype stays: the inputs are the caller's.
-      np.array(array, dtype=sum_dtype).reshape(-1),
-      slices,
-      codec,
-    )
-    for array in arrays
-  ]
+  # Copies: the inputs are the caller's.
+  values = [np.array(array).reshape(-1) for array in arrays]
   moved: collections.Counter[tuple[int, int]] = collections.Counter()
   for arrivals in schedule.arrivals():
     # Everything is sent before anything is received: a round is simultaneous.
     sent = {
-      (t.src, t.chunk): ranks[t.src].send(t.chunk)
+      (t.src, t.chunk): values[t.src][slices[t.chunk]].copy()
       for transfers in arrivals.values()
       for t in transfers
     }
@@ -93,63 +78,11 @@ def simulate(
       for t in transfers:
         came = sent[t.src, chunk]
         moved[t.src, dst] += came.nbytes
-      order = schedule_lib.rank_order(dst, transfers)
-      terms = [None if r == dst else sent[r, chunk] for r in order]
-      ranks[dst].receive(
-        chunk, terms, transfers[-1].reduce, reductions.REDUCTIONS[op]
-      )
-      if (transfers[0].round, dst, chunk) in completions:
-        ranks[dst].send(chunk)
-  outputs = [rank.values.astype(dtype).reshape(shape) for rank in ranks]
+      own = values[dst][slices[chunk]]
+      terms = [
+        (own if r == dst else sent[r, chunk]).astype(sum_dtype)
+        for r in schedule_lib.rank_order(dst, transfers)
+      ]
+      own[:] = functools.reduce(reductions.REDUCTIONS[op], terms)
+  outputs = [value.reshape(shape) for value in values]
   return Simulation(outputs, dict(sorted(moved.items())))
-
-
-def encode(codec: codec_lib.Codec, values: np.ndarray) -> np.ndarray:
-  """Returns the payload of some values."""
-  payload = np.empty(codec.payload_bytes(len(values)), np.uint8)
-  codec.encode(values, payload)
-  return payload
-
-
-def round_trip(codec: codec_lib.Codec, values: np.ndarray) -> np.ndarray:
-  """Returns the values that arrive."""
-  out = np.empty_like(values)
-  codec.decode(encode(codec, values), out)
-  return out
-
-
-class _Rank:
-  """What one rank holds; without a codec, if that is None."""
-
-  def __init__(self, values, slices, codec):
-    self.values = values
-    self._slices = slices
-    self._codec = codec
-    self._payloads: dict[int, np.ndarray] = {}
-
-  def send(self, chunk: int) -> np.ndarray:
-    """Returns a chunk as it travels; the rank keeps the same."""
-    place = self._slices[chunk]
-    if self._codec is None:
-      return self.values[place].copy()
-    if chunk not in self._payloads:
-      payload = encode(self._codec, self.values[place])
-      self._codec.decode(payload, self.values[place])
-      self._payloads[chunk] = payload
-    return self._payloads[chunk]
-
-  def receive(self, chunk, terms, reduce, ufunc) -> None:
-    """Takes the values of one round, in the order of ranks; None is its own."""
-    place = self._slices[chunk]
-    # An addition makes a new value; a copy is forwarded unchanged.
-    self._payloads.pop(chunk, None)
-    if self._codec is not None and not reduce:
-      self._payloads[chunk] = terms[-1]
-    total = None
-    for sent in terms:
-      value = self.values[place] if sent is None else sent
-      if self._codec is not None and sent is not None:
-        value = np.empty_like(self.values[place])
-        self._codec.decode(sent, value)
-      total = value.copy() if total is None else ufunc(total, value)
-    self.values[place] = total

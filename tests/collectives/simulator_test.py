@@ -23,12 +23,12 @@ class SimulateTest(parameterized.TestCase):
     self.assertEqual([output.tolist() for output in outputs], [[2], [0], [1]])
 
 
-class CompressedTest(parameterized.TestCase):
+class SixteenBitsTest(parameterized.TestCase):
   @pytest.mark.smoke
   def test_sums_are_made_in_float32(self):
     # 256 + 1 is no bfloat16: summing in it would lose all 16 additions.
-    inputs = [np.float32([256])] + [np.float32([1])] * 16
-    output = simulate(naive_all_reduce(17), inputs, 'bfloat16').outputs[3]
+    inputs = [np.array([n], 'bfloat16') for n in (256, *[1] * 16)]
+    output = simulate(naive_all_reduce(17), inputs).outputs[3]
     self.assertEqual(output.item(), 272)
 
 

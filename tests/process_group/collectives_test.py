@@ -105,7 +105,7 @@ def _large(rank):
 
 class CollectivesTest(parameterized.TestCase):
   @tiers.parameters(tiers.soak(1), tiers.soak(2), tiers.smoke(3), tiers.soak(4))
-  def test_table_of_algorithms_and_codecs(self, world_size):
+  def test_table_of_algorithms_and_dtypes(self, world_size):
     results = processes.run_workers(_table, world_size, is_fresh=True)
     conformance.assert_results(self, results)
 

@@ -1,6 +1,6 @@
-"""The table of a group's reductions: algorithm x codec x op x size x dtype.
+"""The table of a group's reductions: algorithm x op x size x dtype.
 
-It goes over the registries, so a new algorithm or codec is in it by itself. The
+It goes over the registries, so a new algorithm is in it by itself. The
 expected bits are the simulator's.
 """
 
@@ -13,9 +13,7 @@ import numpy as np
 
 from tests.collectives.simulator import simulate
 from tf_strategies import errors
-from tf_strategies.collectives import codecs
 from tf_strategies.collectives.algorithms import ALGORITHMS
-from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.collectives.schedule import chunk_sizes
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan, reductions
@@ -29,9 +27,7 @@ DTYPES = (
 )
 _SMALL_BYTES = 256
 
-Case = collections.namedtuple(
-  'Case', 'kind algorithm compression op size dtype'
-)
+Case = collections.namedtuple('Case', 'kind algorithm op size dtype')
 
 
 @contextlib.contextmanager
@@ -58,7 +54,6 @@ def cases(world_size: int) -> list[Case]:
   for kind, names in kinds.items():
     for case in itertools.product(
       names,
-      CODECS,
       reductions.REDUCTIONS,
       SIZES,
       DTYPES,
@@ -115,7 +110,7 @@ def expected(
   Args:
     case: a case of the table.
     world_size: number of processes.
-    large: the algorithm that 'auto' means for large uncompressed arrays.
+    large: the algorithm that 'auto' means for large arrays of other dtypes.
   """
   inputs = [values(rank, case) for rank in range(world_size)]
   if world_size == 1:
@@ -123,7 +118,7 @@ def expected(
   schedule = _schedule(case, world_size, large)
   sizes = chunk_sizes(case.size, world_size)
   starts = np.cumsum((0, *sizes))
-  outputs = simulate(schedule, inputs, case.compression, case.op).outputs
+  outputs = simulate(schedule, inputs, case.op).outputs
   if case.kind == 'reduce_scatter':
     outputs = [
       out[starts[rank] : starts[rank + 1]] for rank, out in enumerate(outputs)
@@ -135,16 +130,16 @@ def expected(
 def _schedule(case: Case, world_size: int, large: str):
   algorithm = case.algorithm
   if algorithm == 'auto':
-    # A float travels encoded, and 16-bit floats always.
     dtype = np.dtype(case.dtype)
     is_small = case.size * dtype.itemsize <= _SMALL_BYTES
-    is_coded = codecs.for_array(case.compression, dtype) is not codecs.NONE
-    algorithm = 'direct' if is_coded else large
+    # They are rounded each time they are added.
+    is_rounded = reductions.sum_dtype(dtype) != dtype
+    algorithm = 'direct' if is_rounded else large
     is_whole = case.kind == 'all_reduce'
     if world_size <= plan.FEW_RANKS:
       if is_small:
         algorithm = 'one_shot' if is_whole else 'direct'
-    elif not is_coded:
+    elif not is_rounded:
       algorithm = 'tree' if is_small and is_whole else 'ring'
   if case.kind == 'reduce_scatter':
     return half(algorithm, world_size)

@@ -1,4 +1,4 @@
-"""Describes collectives by schedules and codecs, without TensorFlow.
+"""Describes collectives by schedules, without TensorFlow.
 
 Example:
 

@@ -196,9 +196,7 @@ class Schedule:
   def completions(self) -> frozenset[tuple[int, int, int]]:
     """Returns where and when an addition makes a chunk complete.
 
-    Executors scale (the 1/N of a mean) and round (a 16-bit wire) at exactly
-    these places, after all additions of the round. Every other complete chunk
-    is a copy of one of these, so each value is scaled once.
+    Every other complete chunk is a copy of one of these.
 
     Returns:
       A set of (round, rank, chunk); empty for a world of one rank.
@@ -263,10 +261,11 @@ class Schedule:
     self.check_ranges()
     # Bit r of held[rank][chunk]: the contribution of rank r is in there.
     held = [[1 << r] * self.num_chunks for r in range(self.world_size)]
-    # A number for each sum: equal where the same terms were added in the same
-    # order. A single contribution is the number of its rank.
+    # A number for each sum: equal where the same terms were added in the same order,
+    # and in the same rounds, after which 16-bit floats are rounded. A single
+    # contribution is the number of its rank.
     sums = [[r] * self.num_chunks for r in range(self.world_size)]
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, ...], int] = {}
     completions = set()
     for arrivals in self.arrivals():
       # Read everything before anything is written: a round is simultaneous.
@@ -275,10 +274,10 @@ class Schedule:
         received = [(t, held[t.src][chunk]) for t in transfers]
         now_held = self._receive(held[rank][chunk], received)
         order = rank_order(rank, transfers)
-        summed = sums[order[0]][chunk]
-        for other in order[1:]:
-          pair = (summed, sums[other][chunk])
-          summed = numbers.setdefault(pair, self.world_size + len(numbers))
+        terms = tuple(sums[other][chunk] for other in order)
+        summed = terms[0]
+        if len(terms) > 1:
+          summed = numbers.setdefault(terms, self.world_size + len(numbers))
         changed.append((rank, chunk, now_held, summed))
         if transfers[0].reduce and now_held == self._everyone:
           completions.add((transfers[0].round, rank, chunk))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tf_strategies.collectives import bucketing
-from tf_strategies.collectives import codec as codec_lib
 
 # A message costs about as much as copying so many bytes into a bucket.
 _ALONE_BYTES = 1 << 20
@@ -61,19 +60,17 @@ def pack(
   tensors: Sequence[tf.Tensor],
   bucket_bytes: int,
   alone_bytes: int = _ALONE_BYTES,
-  codecs: Sequence[codec_lib.Codec] | None = None,
   num_rows: int | None = None,
 ) -> Packed:
   """Packs tensors. The last tensors become ready first, so they come first.
 
-  A bucket holds tensors of one dtype and one codec.
+  A bucket holds tensors of one dtype.
 
   Args:
     tensors: the tensors, or matrices if `num_rows` is given.
     bucket_bytes: largest number of bytes in a bucket.
     alone_bytes: size from which a tensor travels alone, without a copy. A tensor of
       unknown size does so too.
-    codecs: codec of each tensor; None for none.
     num_rows: number of rows of the matrices when they are unpacked.
   """
   axis = 0 if num_rows is None else 1
@@ -91,8 +88,7 @@ def pack(
     # One without bytes takes room too, or it would fit into a full bucket.
     sizes.append(min(max(num_bytes, 1), bucket_bytes))
   dtypes = [t.dtype for t in tensors]
-  kinds = list(zip(dtypes, codecs or dtypes, strict=True))
-  plan = bucketing.plan_buckets(sizes, kinds, bucket_bytes)
+  plan = bucketing.plan_buckets(sizes, dtypes, bucket_bytes)
   buckets, all_lengths = [], []
   for bucket in plan:
     some = [flat[i] for i in bucket]

@@ -1,4 +1,4 @@
-"""Computes the sums of a plan in memory, and encodes and decodes.
+"""Computes the sums of a plan in memory.
 
 TCP or MPI moves the bytes. It asks for the memory of a piece, says when the piece has
 moved, and learns which pieces can move next.
@@ -6,14 +6,12 @@ moved, and learns which pieces can move next.
 
 from __future__ import annotations
 
-import collections
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives import codecs
-from tf_strategies.process_group import buffers
+from tf_strategies.process_group import buffers, reductions
 from tf_strategies.process_group import plan as plan_lib
 
 
@@ -50,7 +48,6 @@ class Execution:
     out: the array for the result, like `array`. If the plan only moves bytes, its
       length may differ.
     pool: source of the memory that the plan needs.
-    form: the format in which elements travel and are added.
     ufunc: function that combines two arrays.
   """
 
@@ -60,46 +57,26 @@ class Execution:
     array: np.ndarray,
     out: np.ndarray,
     pool: buffers.Pool,
-    form: plan_lib.Format = plan_lib.BYTES,
     ufunc: np.ufunc = np.add,
   ):
     self.plan = plan
     self.needs = list(plan.needs)
     self.remaining = len(plan.pieces)
-    self._form, self._ufunc = form, ufunc
-    self._pool = pool
-    self._is_coded = form.codec is not codecs.NONE
-    values = out
-    if form.is_wide:
-      values = pool.take(array.shape, codec_lib.sum_dtype(array.dtype))
-    self._values = values
-    self._arrays = {
-      plan_lib.ARRAY: array,
-      plan_lib.OUT: out,
-      plan_lib.VALUES: values,
-    }
-    wire = out
-    if self._is_coded and not form.is_payload:
-      wire = pool.take(plan.wire_bytes, np.uint8)
-    self._bytes = {
+    self._ufunc, self._pool = ufunc, pool
+    self._dtype = array.dtype
+    self._sum_dtype = reductions.sum_dtype(array.dtype)
+    self._buffers = {
       plan_lib.ARRAY: array.view(np.uint8),
       plan_lib.OUT: out.view(np.uint8),
-      plan_lib.WIRE: wire.view(np.uint8),
     }
     # Received terms of sums, and pieces whose place is still in use.
     self._received: dict[int, np.ndarray] = {}
     self._early: dict[int, np.ndarray] = {}
-    # Local pieces that are not urgent.
-    self._later = collections.deque(
-      number
-      for number, piece in enumerate(plan.pieces)
-      if piece.peer < 0 and not plan.needs[number]
-    )
 
   def memory(self, number: int) -> np.ndarray:
     """Returns the bytes of a piece, to send or to receive into."""
     piece = self.plan.pieces[number]
-    return self._bytes[piece.buffer][piece.start : piece.stop]
+    return self._buffers[piece.buffer][piece.start : piece.stop]
 
   def target(self, number: int) -> tuple[np.ndarray, bool]:
     """Returns memory to receive a piece into, and whether that is its own place.
@@ -145,73 +122,38 @@ class Execution:
       if self.needs[other]:
         continue
       piece = self.plan.pieces[other]
-      if piece.peer >= 0:
-        if other in self._early:
-          self.receive(other, self._early.pop(other), wake)
-        wake(other)
-      elif piece.kind == plan_lib.DECODE:
-        self._later.append(other)
-      else:
-        self._compute(piece)
+      if piece.kind == plan_lib.COMBINE:
+        self._combine(piece)
         self.done(other, wake)
-
-  def compute_next(self, wake: Callable[[int], None]) -> bool:
-    """Computes a piece while nothing can move. Returns whether there was one."""
-    if not self._later:
-      return False
-    number = self._later.popleft()
-    self._compute(self.plan.pieces[number])
-    self.done(number, wake)
-    return True
-
-  def _compute(self, piece: plan_lib.PlannedPiece) -> None:
-    if piece.kind == plan_lib.COMBINE:
-      self._combine(piece)
-      return
-    codec = self._form.codec
-    payload = self._bytes[piece.buffer][piece.start : piece.stop]
-    array = self._arrays[piece.terms[0][0]][piece.first : piece.last]
-    is_wide = array.dtype != codec_lib.sum_dtype(array.dtype)
-    if piece.kind == plan_lib.DECODE:
-      values = np.empty(array.shape, np.float32) if is_wide else array
-      codec.decode(payload, values)
-      if is_wide:
-        np.copyto(array, values, casting='unsafe')
-      return
-    if is_wide:
-      array = array.astype(np.float32)
-    codec.encode(array, payload)
+        continue
+      if other in self._early:
+        self.receive(other, self._early.pop(other), wake)
+      wake(other)
 
   def _combine(self, piece: plan_lib.PlannedPiece) -> None:
     """Combines a piece's terms, in their order, into the sum of that stretch."""
-    target = total = self._values[piece.first : piece.last]
-    own = plan_lib.VALUES if self._form.is_wide else plan_lib.OUT
-    overwrites = any(buffer == own for buffer, _ in piece.terms[2:])
-    if overwrites:
-      # The target holds a term that is read after the first sum.
-      total = self._pool.take(target.shape, target.dtype)
-    so_far = self._term(piece, 0)
-    for index in range(1, len(piece.terms)):
-      self._ufunc(so_far, self._term(piece, index), out=total)
-      so_far = total
-    if overwrites:
-      np.copyto(target, total)
 
-  def _term(self, piece: plan_lib.PlannedPiece, index: int) -> np.ndarray:
-    """Returns the values of a term. Its memory is free afterwards if it was received."""
-    buffer, start = piece.terms[index]
-    length = piece.last - piece.first
-    if buffer in self._arrays and not (
-      buffer == plan_lib.ARRAY and self._form.is_payload
-    ):
-      return self._arrays[buffer][piece.first : piece.last]
-    if buffer != plan_lib.RECEIVED:
-      end = start + self._form.codec.payload_bytes(length)
-      memory = self._bytes[buffer][start:end]
-    else:
-      memory = self._received.pop(start)
-      if not self._is_coded:
-        return memory.view(self._values.dtype)
-    values = self._pool.take(length, self._values.dtype)
-    self._form.codec.decode(memory, values)
-    return values
+    def values(buffer):
+      memory = self._buffers[buffer][piece.start : piece.stop]
+      return memory.view(self._dtype)
+
+    terms = [
+      values(piece.buffer)
+      if number == plan_lib.OWN
+      else self._received.pop(number).view(self._dtype)
+      for number in piece.terms
+    ]
+    total = target = values(plan_lib.OUT)
+    # The target may hold a term that is read after the first sum.
+    overwrites = (
+      piece.buffer == plan_lib.OUT and plan_lib.OWN in piece.terms[2:]
+    )
+    if overwrites or self._sum_dtype != self._dtype:
+      total = self._pool.take(target.shape, self._sum_dtype)
+    # The result shows an overflow: it is infinite.
+    with np.errstate(over='ignore', invalid='ignore'):
+      functools.reduce(
+        functools.partial(self._ufunc, out=total, dtype=total.dtype), terms
+      )
+      if total is not target:
+        np.copyto(target, total, casting='unsafe')

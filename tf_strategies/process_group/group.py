@@ -126,21 +126,18 @@ class ProcessGroup:
     out: np.ndarray | None = None,
     name: str = '',
     algorithm: str = 'auto',
-    compression: str = 'none',
   ) -> np.ndarray:
     """Combines the arrays of all ranks; every rank gets the same bits.
 
     Args:
       array: a one-dimensional, contiguous array of numbers, with the same length and
-        dtype on all ranks. It is only read.
+        dtype on all ranks. It is only read. 16-bit floats are added in float32.
       op: 'sum', 'min' or 'max'.
       out: array for the result, with the same length and dtype and its own memory;
         None for a new array.
       name: name of the tensor, for messages; the same on all ranks.
       algorithm: a name in `collectives.ALGORITHMS`, or 'auto' for the fastest
         by the size of the array and the hosts of the ranks.
-      compression: a name in `collectives.CODECS`, in which floats travel. They are
-        added in float32, as are 16-bit floats without a codec.
 
     Returns:
       `out`, or a new array that is aligned to 64 bytes. Each rank sends and
@@ -152,8 +149,9 @@ class ProcessGroup:
       WorkerUnavailableError: a rank died, left or went silent.
       CollectiveTimeoutError: a rank did not come in time.
     """
-    how = (op, algorithm, compression)
-    reduction = self._reduction_of('all_reduce', array.size, array.dtype, *how)
+    reduction = self._reduction_of(
+      'all_reduce', array.size, array.dtype, op, algorithm
+    )
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
@@ -167,7 +165,6 @@ class ProcessGroup:
     op: str = 'sum',
     name: str = '',
     algorithm: str = 'auto',
-    compression: str = 'none',
   ) -> np.ndarray:
     """Combines the arrays of all ranks; each rank gets one part of the result.
 
@@ -179,9 +176,8 @@ class ProcessGroup:
       sizes in the order of ranks. Each rank sends and receives (N - 1) / N of the
       buffer.
     """
-    how = (op, algorithm, compression)
     reduction = self._reduction_of(
-      'reduce_scatter', array.size, array.dtype, *how
+      'reduce_scatter', array.size, array.dtype, op, algorithm
     )
     with self._lock:
       out = self._pool.take(array.shape, array.dtype)
@@ -396,11 +392,9 @@ class ProcessGroup:
     if self.world_size == 1:
       np.copyto(out, array)
       return
-    text, plan, form, ufunc = reduction
+    text, plan, ufunc = reduction
     text = text.format(name)
-    execution = execution_lib.Execution(
-      plan, array, out, self._pool, form, ufunc
-    )
+    execution = execution_lib.Execution(plan, array, out, self._pool, ufunc)
     operation = self._state.begin(text, name)
     seconds = self._options.collective_timeout_seconds
     try:

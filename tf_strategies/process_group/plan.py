@@ -10,39 +10,32 @@ Example:
 
   >>> from tf_strategies.collectives.algorithms import ring
   >>> from tf_strategies.process_group import plan
-  >>> p = plan.from_schedule(ring.ring_all_reduce(2), 0, 10, plan.Format(4))
+  >>> p = plan.from_schedule(ring.ring_all_reduce(2), 0, 10, 4, 1 << 19)
   >>> [(p.pieces[i].start, p.pieces[i].stop) for i in p.sends[1]]
   [(0, 20), (20, 40)]
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives import codecs
 from tf_strategies.collectives import schedule as schedule_lib
 
 # The kinds of pieces.
 SEND = 0  # Bytes of a buffer go to a peer.
 RECEIVE = 1  # Bytes of a peer go into a buffer.
 COMBINE = 2  # Terms are combined.
-ENCODE = 3  # A term becomes a payload.
-DECODE = 4  # A payload becomes values.
 
 # The buffers of a run.
 ARRAY = 0  # The caller's.
 OUT = 1  # The result.
-WIRE = 2  # Payloads; OUT, where its elements are payloads.
-VALUES = 3  # Sums; OUT, where it has the dtype of sums.
-RECEIVED = 4  # Terms of sums, each in memory of its own.
+RECEIVED = 2  # Terms of sums, each in memory of its own.
 
-# Offsets of payloads: their arrays lie aligned.
-_ALIGNMENT = 64
+# In the terms of a sum: the rank's own value.
+OWN = -1
 
 
 class PlannedPiece(NamedTuple):
@@ -51,14 +44,12 @@ class PlannedPiece(NamedTuple):
   Attributes:
     kind: one of the constants above.
     peer: the rank it goes to or comes from; -1 for none.
-    buffer: buffer that SEND and DECODE read and the other kinds write.
+    buffer: buffer that SEND reads and RECEIVE writes. COMBINE reads the rank's own
+      value there, and writes OUT.
     start: first byte in the buffer.
     stop: the byte after the last.
-    first: the first element of the array that is computed.
-    last: the element after the last.
-    terms: places that COMBINE and ENCODE read, in the order of the sum, and that
-      DECODE writes: a buffer and the first byte in it. In RECEIVED, the number of the
-      piece that was received.
+    terms: terms of COMBINE, in the order of the sum: numbers of received pieces, and
+      OWN.
   """
 
   kind: int
@@ -66,9 +57,7 @@ class PlannedPiece(NamedTuple):
   buffer: int
   start: int
   stop: int
-  first: int = 0
-  last: int = 0
-  terms: tuple[tuple[int, int], ...] = ()
+  terms: tuple[int, ...] = ()
 
 
 class RankPlan(NamedTuple):
@@ -81,7 +70,6 @@ class RankPlan(NamedTuple):
     sends: for each receiving rank, its pieces in order. A rank without pieces gets a
       header only.
     receives: for each sending rank, its pieces in order.
-    wire_bytes: size of the WIRE buffer.
   """
 
   pieces: tuple[PlannedPiece, ...]
@@ -89,7 +77,6 @@ class RankPlan(NamedTuple):
   unlocks: tuple[tuple[int, ...], ...]
   sends: dict[int, tuple[int, ...]]
   receives: dict[int, tuple[int, ...]]
-  wire_bytes: int = 0
 
   @property
   def bytes_sent(self) -> int:
@@ -97,46 +84,6 @@ class RankPlan(NamedTuple):
     return sum(p.stop - p.start for p in self.pieces if p.kind == SEND)
 
 
-@dataclasses.dataclass(frozen=True)
-class Format:
-  """The format in which the elements of an array travel and are added.
-
-  Attributes:
-    itemsize: bytes of an element.
-    codec: codec of the payloads; NONE sends the elements themselves.
-    is_payload: whether the array's own bytes are the codec's payload.
-    is_wide: whether sums need a buffer of a wider dtype than the array's.
-    piece_bytes: largest number of the array's bytes in a piece; at least one element.
-      Additions overlap with the transfer of the next pieces.
-  """
-
-  itemsize: int
-  codec: codec_lib.Codec = codecs.NONE
-  is_payload: bool = False
-  is_wide: bool = False
-  piece_bytes: int = 1 << 19
-
-  @classmethod
-  def of(cls, dtype, compression: str, piece_bytes: int) -> Format:
-    """Returns the format of arrays of a dtype for a requested codec."""
-    codec = codecs.for_array(compression, dtype)
-    return cls(
-      dtype.itemsize,
-      codec,
-      codec.cast_dtype == dtype.name,
-      codec is not codecs.NONE and dtype != codec_lib.sum_dtype(dtype),
-      piece_bytes,
-    )
-
-  def cut(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Cuts a stretch of elements into pieces."""
-    step = max(self.piece_bytes // self.itemsize, 1)
-    for start in range(first, last, step):
-      yield start, min(start + step, last)
-
-
-# For bytes that only move.
-BYTES = Format(1)
 # Up to this number of ranks, each has links to all: small buffers go straight there.
 FEW_RANKS = 8
 # Buffers up to this size go to all ranks in one round, or along a tree.
@@ -150,17 +97,10 @@ class _PlanBuilder:
     self._pieces: list[PlannedPiece] = []
     self._needs: list[set[int]] = []
     self._links: dict[tuple[bool, int], list[tuple[tuple, int]]] = {}
-    self._wire_bytes = 0
 
   def link(self, sending: bool, peer: int) -> list[tuple[tuple, int]]:
     """Returns the order of a link, which thereby exists even if it stays empty."""
     return self._links.setdefault((sending, peer), [])
-
-  def take(self, num_bytes: int) -> int:
-    """Reserves bytes of WIRE and returns the first."""
-    start = self._wire_bytes
-    self._wire_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    return start
 
   def add(
     self, piece: PlannedPiece, order: tuple, needs: Sequence[int] = ()
@@ -189,12 +129,11 @@ class _PlanBuilder:
       tuple(map(tuple, unlocks)),
       sends,
       receives,
-      self._wire_bytes,
     )
 
 
 class _Stretch:
-  """The pieces of one stretch of elements on one rank.
+  """The pieces of one stretch of bytes on one rank.
 
   Each piece needs the pieces that wrote its input, and the pieces that read the bytes
   that it overwrites.
@@ -204,115 +143,57 @@ class _Stretch:
     self,
     builder: _PlanBuilder,
     rank: int,
-    chunk: int,
-    index: int,
-    first: int,
-    last: int,
-    form: Format,
+    order: tuple[int, int],
+    span: tuple[int, int],
   ):
-    self._builder, self._rank, self._form = builder, rank, form
-    self._order = (chunk, index)
-    self._elements = (first, last)
-    self._coded = form.codec is not codecs.NONE
-    self._at = first * form.itemsize
-    self._num_bytes = (last - first) * form.itemsize
-    self._wire_at = self._at
-    if self._coded:
-      self._num_bytes = form.codec.payload_bytes(last - first)
-      if not form.is_payload:
-        self._wire_at = builder.take(self._num_bytes)
-    self._values = VALUES if form.is_wide else OUT
-    # The buffers that hold this rank's values and their payload; None for a form that
-    # does not exist now.
-    self._value: int | None = ARRAY
-    self._payload: int | None = None
-    if not self._coded or form.is_payload:
-      self._payload = ARRAY
-    self._writers: dict[tuple[int, int], int] = {}
-    self._readers: dict[tuple[int, int], list[int]] = {}
+    self._builder, self._rank = builder, rank
+    self._order, self._span = order, span
+    # The buffer that holds this rank's value.
+    self._value = ARRAY
+    # The piece that wrote the value, if it is in OUT, and the pieces that read it.
+    self._writer: list[int] = []
+    self._readers: list[int] = []
 
-  def _add(self, round_, kind, peer, buffer, start, terms, reads, writes):
-    """Adds a piece; `reads` and `writes` are places. Returns its number."""
-    needs = {self._writers[p] for p in (*reads, *writes) if p in self._writers}
-    for place in writes:
-      needs.update(self._readers.pop(place, ()))
-    number = self._builder.add(
-      PlannedPiece(
-        kind,
-        peer,
-        buffer,
-        start,
-        start + self._num_bytes,
-        *self._elements,
-        terms,
-      ),
+  def _add(self, round_, kind, peer, buffer, needs=(), terms=()) -> int:
+    """Adds a piece and returns its number."""
+    return self._builder.add(
+      PlannedPiece(kind, peer, buffer, *self._span, terms),
       (round_, *self._order),
       needs,
     )
-    for place in reads:
-      self._readers.setdefault(place, []).append(number)
-    for place in writes:
-      self._writers[place] = number
-    return number
 
-  def _place(self, buffer: int) -> tuple[int, int]:
-    """Returns a buffer and this stretch's first byte in it."""
-    return buffer, self._wire_at if buffer == WIRE else self._at
+  def _write(self, round_, kind, peer, buffer, needs=(), terms=()) -> None:
+    """Adds a piece that writes the value into OUT."""
+    needs = [*needs, *self._writer, *self._readers]
+    number = self._add(round_, kind, peer, buffer, needs, terms)
+    self._writer, self._readers, self._value = [number], [], OUT
 
   def send(self, round_: int, peer: int) -> None:
-    """Sends the rank's current value, encoded once."""
-    if self._payload is None:
-      self._encode(round_)
-    place = self._place(self._payload)
-    self._add(round_, SEND, peer, *place, (), [place], [])
+    """Sends the rank's current value."""
+    number = self._add(round_, SEND, peer, self._value, self._writer)
+    if self._value == OUT:
+      self._readers.append(number)
 
   def overwrite(self, round_: int, peer: int) -> None:
     """Takes the value of another rank."""
-    place = self._place(WIRE if self._coded else OUT)
-    self._add(round_, RECEIVE, peer, *place, (), [], [place])
-    self._payload = place[0]
-    self._value = None if self._coded else OUT
+    self._write(round_, RECEIVE, peer, OUT)
 
-  def add_up(self, round_: int, order: Sequence[int], completes: bool) -> None:
+  def add_up(self, round_: int, order: Sequence[int]) -> None:
     """Adds arriving pieces in the order of ranks."""
-    if self._value is None:
-      self._decode(round_, self._values)
-    own, target = self._place(self._value), self._place(self._values)
-    terms = []
-    for rank in order:
-      place = own
-      if rank != self._rank:
-        number = self._add(round_, RECEIVE, rank, RECEIVED, 0, (), [], [])
-        place = RECEIVED, number
-        self._writers[place] = number
-      terms.append(place)
-    self._add(round_, COMBINE, -1, *target, tuple(terms), terms, [target])
-    self._value = self._values
-    self._payload = None if self._coded else OUT
-    if completes:
-      self._encode(round_)
-
-  def finish(self) -> None:
-    """Brings the result into OUT."""
-    if self._coded and self._value is None and not self._form.is_payload:
-      self._decode(-1, OUT)
-
-  def _encode(self, round_):
-    source, target = self._place(self._value), self._place(WIRE)
-    self._add(round_, ENCODE, -1, *target, (source,), [source], [target])
-    self._payload, self._value = WIRE, None
-
-  def _decode(self, round_, buffer):
-    source, target = self._place(self._payload), self._place(buffer)
-    self._add(round_, DECODE, -1, *source, (target,), [source], [target])
-    self._value = buffer
+    terms = tuple(
+      OWN if rank == self._rank else self._add(round_, RECEIVE, rank, RECEIVED)
+      for rank in order
+    )
+    needs = [number for number in terms if number != OWN]
+    self._write(round_, COMBINE, -1, self._value, needs, terms)
 
 
 def from_schedule(
   schedule: schedule_lib.Schedule,
   rank: int,
   length: int,
-  form: Format,
+  itemsize: int,
+  piece_bytes: int,
   sizes: Sequence[int] | None = None,
 ) -> RankPlan:
   """Compiles a schedule for one rank.
@@ -326,7 +207,9 @@ def from_schedule(
     schedule: a correct all-reduce, one half of it, or copies only.
     rank: rank that will run the plan.
     length: number of elements of the array.
-    form: format in which they travel.
+    itemsize: number of bytes of an element.
+    piece_bytes: largest number of bytes in a piece, which has at least one element.
+      Additions overlap with the transfer of the next pieces.
     sizes: number of elements of each chunk; None for equal chunks.
 
   Returns:
@@ -347,26 +230,21 @@ def from_schedule(
       if dst == rank:
         order = tuple(schedule_lib.rank_order(rank, transfers))
         steps.setdefault(chunk, []).append((round_, 1, dst, order))
-  # The places where sums are encoded. Finding them takes long among many ranks.
-  is_coded = form.codec is not codecs.NONE
-  completions = schedule.completions() if is_coded else frozenset()
   sizes = sizes or schedule_lib.chunk_sizes(length, schedule.num_chunks)
-  ends = [0, *itertools.accumulate(sizes)]
+  ends = [itemsize * end for end in (0, *itertools.accumulate(sizes))]
+  step = max(piece_bytes // itemsize, 1) * itemsize
   for chunk, happens in steps.items():
     happens.sort()
-    for index, (first, last) in enumerate(
-      form.cut(ends[chunk], ends[chunk + 1])
-    ):
-      stretch = _Stretch(builder, rank, chunk, index, first, last, form)
+    for index, start in enumerate(range(ends[chunk], ends[chunk + 1], step)):
+      span = start, min(start + step, ends[chunk + 1])
+      stretch = _Stretch(builder, rank, (chunk, index), span)
       for round_, arrives, peer, order in happens:
         if not arrives:
           stretch.send(round_, peer)
         elif rank in order:
-          completes = (round_, rank, chunk) in completions
-          stretch.add_up(round_, order, completes)
+          stretch.add_up(round_, order)
         else:
           stretch.overwrite(round_, order[0])
-      stretch.finish()
   return builder.build()
 
 
@@ -402,5 +280,4 @@ def gather(
       chunk = (dst - distance) % size
       transfers.append(schedule_lib.Transfer(*ends, chunk, False))
   schedule = schedule_lib.Schedule('gather', size, size, tuple(transfers))
-  form = Format(1, piece_bytes=piece_bytes)
-  return from_schedule(schedule, rank, sum(sizes), form, sizes)
+  return from_schedule(schedule, rank, sum(sizes), 1, piece_bytes, sizes)

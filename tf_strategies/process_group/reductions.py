@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tf_strategies import errors
-from tf_strategies.collectives import algorithms, codecs, cost_model
+from tf_strategies.collectives import algorithms, cost_model
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import plan as plan_lib
 
@@ -19,6 +19,8 @@ from tf_strategies.process_group import plan as plan_lib
 REDUCTIONS: Mapping[str, np.ufunc] = types.MappingProxyType(
   {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
 )
+# They are added in float32, and rounded once a round.
+_ROUNDED = ('float16', 'bfloat16')
 # They need no links between all pairs of many ranks.
 _CANDIDATES_OF_MANY = ('ring', 'tree')
 # Among more ranks the ring is never the cheapest, and planning it takes quadratic time.
@@ -36,13 +38,11 @@ class Reduction(NamedTuple):
     text: description for messages, with `{!r}` for the name of the tensor. All ranks
       must have the same one.
     plan: plan of this rank.
-    form: format in which elements travel and are added.
     ufunc: function that combines two arrays.
   """
 
   text: str
   plan: plan_lib.RankPlan
-  form: plan_lib.Format = plan_lib.BYTES
   ufunc: np.ufunc = np.add
 
 
@@ -53,13 +53,23 @@ def digest(text: str) -> int:
   return int.from_bytes(data, 'little')
 
 
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+  """Returns the dtype in which values of a dtype are added.
+
+  Example:
+
+    >>> [sum_dtype(np.dtype(name)).name for name in ('float16', 'float64')]
+    ['float32', 'float64']
+  """
+  return np.dtype(np.float32) if dtype.name in _ROUNDED else dtype
+
+
 def reduction(
   kind: str,
   length: int,
   dtype: np.dtype,
   op: str,
   algorithm: str,
-  compression: str,
   *,
   rank: int,
   candidates: tuple[str, ...],
@@ -78,21 +88,21 @@ def reduction(
       'integers, floats or complex numbers',
       'cast it to a numeric dtype first',
     )
-  form = plan_lib.Format.of(dtype, compression, piece_bytes)
   num_bytes = length * dtype.itemsize
   if algorithm == 'auto':
-    is_coded = form.codec is not codecs.NONE
-    schedule = choose(kind, topology, num_bytes, candidates, is_coded)
+    is_rounded = sum_dtype(dtype) != dtype
+    schedule = choose(kind, topology, num_bytes, candidates, is_rounded)
     algorithm = schedule.name
   else:
     schedule = algorithms.build(algorithm, topology.world_size)
   if kind == 'reduce_scatter':
     schedule = schedule.reduce_scatter()
-  how = op if compression == 'none' else f'{op}, {compression}'
   array = f'{dtype_text(dtype)}[{length}]'
-  text = f'{kind}({how}) {{!r}} of {array} by {algorithm}'
-  plan = plan_lib.from_schedule(schedule, rank, length, form)
-  return Reduction(text, plan, form, REDUCTIONS[op])
+  text = f'{kind}({op}) {{!r}} of {array} by {algorithm}'
+  plan = plan_lib.from_schedule(
+    schedule, rank, length, dtype.itemsize, piece_bytes
+  )
+  return Reduction(text, plan, REDUCTIONS[op])
 
 
 def topology_of(hosts: Sequence[str]) -> cost_model.Topology:
@@ -128,7 +138,7 @@ def choose(
   topology: cost_model.Topology,
   num_bytes: int,
   candidates: tuple[str, ...],
-  is_coded: bool = False,
+  is_rounded: bool = False,
 ) -> schedule_lib.Schedule:
   """Returns the schedule for 'auto'. In large groups it avoids links to all ranks."""
   is_whole = kind == 'all_reduce'
@@ -137,7 +147,7 @@ def choose(
   are_few = world_size <= plan_lib.FEW_RANKS
   if are_few and is_small:
     candidates = ('one_shot',) if is_whole else ('direct',)
-  elif is_coded:
+  elif is_rounded:
     # It rounds twice, whatever the number of ranks.
     candidates = ('direct',)
   elif not are_few and not is_whole:

@@ -78,7 +78,7 @@ class _RanksTestCase(parameterized.TestCase):
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):
   @tiers.parameters(tiers.soak(2), tiers.smoke(3), tiers.soak(4))
-  def test_table_of_algorithms_and_codecs(self, count):
+  def test_table_of_algorithms_and_dtypes(self, count):
     notes = dict(note['table'] for note in self.run_ranks('table', count))
     results = [notes[rank] for rank in range(count)]
     conformance.assert_results(self, results, large='direct')

@@ -56,7 +56,7 @@ def _attempt_with_fault(rank, faulty):
   if rank == faulty:
 
     def fail(*args):
-      raise LookupError('no such codec')
+      raise LookupError('no such link')
 
     meetings.process_group.rendezvous.rendezvous.control_plane.ControlPlane = (
       fail
@@ -95,7 +95,7 @@ class FormTest(parameterized.TestCase):
     broken, other = processes.run_workers(
       _attempt_with_fault, 2, args=(faulty,)
     )[:: 1 if faulty == 0 else -1]
-    self.assertEqual(broken, ('LookupError', 'no such codec'))
+    self.assertEqual(broken, ('LookupError', 'no such link'))
     # Whether it had its group already is chance.
     self.assertIn(other[0], ('RendezvousError', 'WorkerUnavailableError'))
 

@@ -1,6 +1,7 @@
 """Any schedule through the executor, against the simulator, bit for bit."""
 
 import contextlib
+import functools
 import random
 import socket
 import struct
@@ -15,14 +16,12 @@ from absl.testing import absltest, parameterized
 from tests.collectives.simulator import simulate
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.collectives.algorithms import ALGORITHMS
-from tf_strategies.collectives.codecs import CODECS
 from tf_strategies.process_group import buffers, execution
 from tf_strategies.process_group import plan as plan_lib
 from tf_strategies.process_group.tcp import host_memory, transport
 from tf_strategies.process_group.tcp import link as link_lib
 
 _DEADLINE_SECONDS = 60
-_FLOAT32 = plan_lib.Format(4)
 # Rank 0 receives 8 elements of rank 2, and nothing of rank 1.
 _COPY_OF_2 = plan_lib.from_schedule(
   schedule_lib.Schedule(
@@ -30,7 +29,8 @@ _COPY_OF_2 = plan_lib.from_schedule(
   ),
   0,
   8,
-  _FLOAT32,
+  4,
+  1 << 19,
 )
 
 
@@ -65,8 +65,8 @@ def _header(sequence, digest=0):
   return link_lib.Header(sequence, digest)
 
 
-def _execution(plan, array, out, form=_FLOAT32, **kwargs):
-  return execution.Execution(plan, array, out, buffers.Pool(), form, **kwargs)
+def _execution(plan, array, out):
+  return execution.Execution(plan, array, out, buffers.Pool())
 
 
 def _transport(sockets, path='memory'):
@@ -121,15 +121,12 @@ class SchedulesTest(parameterized.TestCase):
   @parameterized.product(
     algorithm=tuple(ALGORITHMS),
     world_size=(1, 2, 3, 4, 5),
-    compression=tuple(CODECS),
-    dtype=('float32', 'float16'),
+    dtype=('float32', 'float16', 'bfloat16'),
     path=('memory', 'socket'),
   )
   # Most pieces are large enough for memory.
   @mock.patch.object(link_lib, '_LEAST_IN_MEMORY', 64)
-  def test_equals_the_simulator(
-    self, algorithm, world_size, compression, dtype, path
-  ):
+  def test_equals_the_simulator(self, algorithm, world_size, dtype, path):
     schedule = ALGORITHMS[algorithm](world_size)
     sizes = (0, 1, world_size + 1, 1009)
     inputs = {
@@ -149,10 +146,11 @@ class SchedulesTest(parameterized.TestCase):
         for sequence, size in enumerate(sizes, 1):
           array = inputs[size][rank]
           out = array.copy() if world_size == 1 else np.full_like(array, -9)
-          form = plan_lib.Format.of(array.dtype, compression, 100)
-          plan = plan_lib.from_schedule(schedule, rank, size, form)
+          plan = plan_lib.from_schedule(
+            schedule, rank, size, array.itemsize, 100
+          )
           before = links.bytes_sent
-          run = _execution(plan, array, out, form)
+          run = _execution(plan, array, out)
           links.run(run, _header(sequence, size))
           sent[rank][size] = links.bytes_sent - before
           outputs[size][rank] = out
@@ -164,7 +162,7 @@ class SchedulesTest(parameterized.TestCase):
     errors = _run(world_size, functions, path, in_parts=world_size == 4)
     self.assertEqual(errors, [None] * world_size)
     for size in sizes:
-      expected = simulate(schedule, inputs[size], compression)
+      expected = simulate(schedule, inputs[size])
       for rank in range(world_size):
         self.assertEqual(
           outputs[size][rank].tobytes(), expected.outputs[rank].tobytes()
@@ -182,7 +180,7 @@ class SchedulesTest(parameterized.TestCase):
     start = word(link_lib.HEADER) + _header(1).pack() + word(link_lib.BYTES)
     other.sendall(start + np.arange(8, dtype=np.float32).tobytes())
     schedule = ALGORITHMS['one_shot'](2)
-    plan = plan_lib.from_schedule(schedule, 0, 8, _FLOAT32)
+    plan = plan_lib.from_schedule(schedule, 0, 8, 4, 1 << 19)
     receive = mock.patch.object(
       link_lib.DataLink,
       '_receive',
@@ -206,7 +204,7 @@ class SchedulesTest(parameterized.TestCase):
     )
     (mine, before), (to, after) = socket.socketpair(), socket.socketpair()
     out = np.full(size, 1, np.uint8)
-    run = _execution(plan, out, out, plan_lib.BYTES)
+    run = _execution(plan, out, out)
     links = _transport({1: mine, 2: to}, 'socket')
     thread = threading.Thread(
       target=links.run, args=(run, _header(1)), daemon=True
@@ -244,7 +242,7 @@ class GathersTest(parameterized.TestCase):
         outputs[rank][ends[rank] - sizes[rank] : ends[rank]] = parts[rank]
         plan = plan_lib.gather(rank, sizes, 4, way)
         out = outputs[rank]
-        links.run(_execution(plan, out, out, plan_lib.BYTES), _header(1))
+        links.run(_execution(plan, out, out), _header(1))
 
       return function
 
@@ -252,6 +250,47 @@ class GathersTest(parameterized.TestCase):
     self.assertEqual(errors, [None] * world_size)
     for out in outputs:
       np.testing.assert_array_equal(out, np.concatenate(parts))
+
+
+class SixteenBitsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ('float16', [2048, 2048], [1, 3], [2048, 2052]),
+    ('bfloat16', [256, 256], [1, 3], [256, 260]),
+    ('float16', [60000], [60000], [np.inf]),
+    ('bfloat16', [60000], [60000], [119808]),
+    *(
+      (dtype, [np.inf, -np.inf, np.inf, np.nan, -0.0, 0.0], second, sums)
+      for dtype in ('float16', 'bfloat16')
+      for second, sums in (
+        ([1] * 6, [np.inf, -np.inf, np.inf, np.nan, 1, 1]),
+        ([-np.inf] * 6, [np.nan, -np.inf, np.nan, np.nan, *[-np.inf] * 2]),
+        ([-0.0] * 6, [np.inf, -np.inf, np.inf, np.nan, -0.0, 0.0]),
+      )
+    ),
+  )
+  def test_sums(self, dtype, first, second, sums):
+    plan_of = functools.partial(
+      plan_lib.from_schedule, length=len(sums), itemsize=2, piece_bytes=100
+    )
+    arrays = [np.array(a, np.float32).astype(dtype) for a in (first, second)]
+    outputs = [np.empty_like(a) for a in arrays]
+
+    def work(rank):
+      def function(links):
+        plan = plan_of(ALGORITHMS['ring'](2), rank)
+        with np.errstate(all='raise'):
+          run = _execution(plan, arrays[rank], outputs[rank])
+          links.run(run, _header(1))
+
+      return function
+
+    self.assertEqual(_run(2, [work(0), work(1)]), [None, None])
+    for out in outputs:
+      np.testing.assert_array_equal(out.astype(np.float32), sums)
+      zeros = np.equal(sums, 0)
+      np.testing.assert_array_equal(
+        np.signbit(out.astype(np.float32))[zeros], np.signbit(sums)[zeros]
+      )
 
 
 class FailuresTest(parameterized.TestCase):
@@ -283,7 +322,7 @@ class FailuresTest(parameterized.TestCase):
     other.close()
     array = np.zeros(8, np.float32)
     with self.assertRaises(execution.LinkClosedError) as raised:
-      plan = plan_lib.from_schedule(ALGORITHMS['ring'](2), 0, 8, _FLOAT32)
+      plan = plan_lib.from_schedule(ALGORITHMS['ring'](2), 0, 8, 4, 1 << 19)
       links.run(_execution(plan, array, array.copy()), _header(1))
     self.assertEqual(raised.exception.rank, 1)
     links.close()

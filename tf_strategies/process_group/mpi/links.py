@@ -230,7 +230,7 @@ class _MpiRun:
       for index in sorted(done or (), reverse=True):
         self.requests.pop(index)
         self._finish(*self._about.pop(index))
-      if not done and not execution.compute_next(self._wake):
+      if not done:
         return False
     return True
 

@@ -94,13 +94,10 @@ class Transport:
       link.reset()
       link.has_left = link.rank in departed
     run = _TcpRun(self._links, execution, header)
-    while True:
+    run.work()
+    while run.remaining:
+      self._wait(run, deadline)
       run.work()
-      # While links have nothing to do, a piece is computed between two looks.
-      has_computed = execution.compute_next(run.wake)
-      if not run.remaining:
-        break
-      self._wait(run, deadline, has_computed)
     self.bytes_sent += execution.plan.bytes_sent
 
   def finish(self) -> None:
@@ -141,7 +138,7 @@ class Transport:
         self._links[link.rank] = self._by_fd[link.fd] = link
     return arrived
 
-  def _wait(self, run: _TcpRun, deadline: float, only_look: bool) -> None:
+  def _wait(self, run: _TcpRun, deadline: float) -> None:
     for link in self._links.values():
       mask = run.mask(link)
       if mask & _READ:
@@ -150,10 +147,8 @@ class Transport:
     left = deadline - time.monotonic()
     if left <= 0:
       raise execution_lib.DeadlineError(run.waiting())
-    events = self._poll.poll(
-      0 if only_look else 1000 * min(left, _POLL_SECONDS)
-    )
-    if not events and not only_look:
+    events = self._poll.poll(1000 * min(left, _POLL_SECONDS))
+    if not events:
       self._check()
       # A peer that is at another collective may have made one.
       for link in self._take_arrived():

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from tf_strategies import option_checks, process_group
-from tf_strategies.collectives import algorithms, codecs
+from tf_strategies.collectives import algorithms
 from tf_strategies.process_group import options as group_options
 
 _LINKS = ('auto', 'tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
+# The dtypes in which gradients can travel, by their names.
+_COMPRESSIONS = ('none', 'bfloat16', 'float16')
 
 
 @option_checks.has_options
@@ -51,10 +53,20 @@ class RingOptions:
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto', option='all_reduce')
     if not callable(self.compression):
-      codecs.get(self.compression)
+      check_compression(self.compression)
     if self.group is not None:
       group_options.check_type('group', self.group)
     option_checks.keep_plain(self)
+
+
+def check_compression(name: str) -> None:
+  """Raises UnsupportedOptionError if there is no compression of that name."""
+  option_checks.check_choice(
+    'compression',
+    name,
+    _COMPRESSIONS,
+    "write compression='none' to send gradients as they are",
+  )
 
 
 @option_checks.has_options

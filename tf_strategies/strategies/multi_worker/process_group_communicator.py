@@ -14,8 +14,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, process_group
-from tf_strategies.collectives import codec as codec_lib
-from tf_strategies.collectives import codecs
 from tf_strategies.cross_device import packing
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import kinds, pieces
@@ -137,52 +135,38 @@ class ProcessGroupCommunicator(communicator.Communicator):
     return all_reduce_locally(tensors)
 
   def _all_reduce_host(self, tensors, name, gradients):
-    """Sums tensors over all workers, each in the codec that its variable asks for."""
+    """Sums tensors over all workers, each in the dtype that its variable asks for."""
     gradients = gradients or gradient_reducer.Gradients(())
     variables = gradients.variables or [None] * len(tensors)
-    chosen = list(map(self._codec_of, tensors, variables))
+    chosen = list(map(self._compression_of, variables))
     # One copy from a GPU for each bucket, not for each gradient.
     with tf.device(self._local.devices[0]):
-      packed = self._pack(list(map(_to_wire, tensors, chosen)), chosen)
-      works = [
-        functools.partial(self._sum, chosen[members[0]])
-        for members in packed.members
-      ]
+      packed = self._pack(list(map(_to_wire, tensors, chosen)))
       names = _names(tensors, variables)
-      sums = packed.unpack(self._send('all_reduce', name, packed, works, names))
+      sums = packed.unpack(
+        self._send('all_reduce', name, packed, self._sum, names)
+      )
       return [tf.cast(s, t.dtype) for s, t in zip(sums, tensors, strict=True)]
 
   def _pack(
-    self,
-    tensors: Sequence[tf.Tensor],
-    chosen: Sequence[codec_lib.Codec],
-    num_rows: int | None = None,
+    self, tensors: Sequence[tf.Tensor], num_rows: int | None = None
   ) -> packing.Packed:
     """Returns buckets of tensors; see `packing.pack`."""
-    return packing.pack(
-      tensors,
-      self._options.bucket_bytes,
-      codecs=chosen,
-      num_rows=num_rows,
-    )
+    return packing.pack(tensors, self._options.bucket_bytes, num_rows=num_rows)
 
-  def _sum(self, codec, group, array, name) -> np.ndarray:
+  def _sum(self, group, array, name) -> np.ndarray:
     """Returns the sum of all workers' arrays."""
-    return group.all_reduce(
-      array,
-      name=name,
-      algorithm=self._options.all_reduce,
-      compression=codec.name,
-    )
+    algorithm = self._options.all_reduce
+    return group.all_reduce(array, name=name, algorithm=algorithm)
 
-  def _send(self, kind, name, packed, works, told_as):
+  def _send(self, kind, name, packed, work, told_as):
     """Has the group do its work with each bucket.
 
     Args:
       kind: kind of the collectives.
       name: name of the tensors, for messages.
       packed: the buckets.
-      works: work for each bucket.
+      work: function of the group, the array of a bucket and its name.
       told_as: names of the tensors in a timeline.
 
     Returns:
@@ -194,8 +178,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
         bucket,
         _contents(told_as, members),
       )
-      for i, (work, bucket, members) in enumerate(
-        zip(works, packed.buckets, packed.members, strict=True)
+      for i, (bucket, members) in enumerate(
+        zip(packed.buckets, packed.members, strict=True)
       )
     ]
     if not requests:
@@ -225,18 +209,17 @@ class ProcessGroupCommunicator(communicator.Communicator):
     count = len(columns)
     tensors = columns[0] if count == 1 else self._local.sum_on_first(columns)
     options = self._options
-    codec = codecs.get(options.compression if are_gradients else 'none')
+    compression = options.compression if are_gradients else 'none'
 
     def divide(group, array, name):
-      how = {'algorithm': options.all_reduce, 'compression': codec.name}
-      return group.reduce_scatter(array, name=name, **how)
+      algorithm = options.all_reduce
+      return group.reduce_scatter(array, name=name, algorithm=algorithm)
 
     with tf.device(self._local.devices[0]):
-      rows = [pieces.rows(_to_wire(t, codec), shard) for t in tensors]
-      packed = self._pack(rows, [codec] * len(rows), shard.count)
-      works = [divide] * len(packed.buckets)
+      rows = [pieces.rows(_to_wire(t, compression), shard) for t in tensors]
+      packed = self._pack(rows, shard.count)
       names = _names(tensors)
-      results = self._send('reduce_scatter', 'pieces', packed, works, names)
+      results = self._send('reduce_scatter', 'pieces', packed, divide, names)
       matrices = packed.unpack(results, count)
     mine = []
     for i, device in enumerate(self._local.devices):
@@ -270,18 +253,20 @@ class ProcessGroupCommunicator(communicator.Communicator):
         row[0][None] if len(row) == 1 else tf.stack(row)
         for row in zip(*columns, strict=True)
       ]
-      packed = self._pack(rows, [codecs.NONE] * len(rows), count)
-      works = [join] * len(packed.buckets)
+      packed = self._pack(rows, count)
       names = _names(columns[0])
-      joined = self._send('all_gather', 'pieces', packed, works, names)
+      joined = self._send('all_gather', 'pieces', packed, join, names)
       return packed.unpack(joined, count)
 
-  def _codec_of(self, tensor, variable) -> codec_lib.Codec:
-    """Returns the codec of a tensor; `variable` is None if it is no gradient."""
-    if variable is None or not tf.as_dtype(tensor.dtype).is_floating:
-      return codecs.NONE
+  def _compression_of(self, variable: Any) -> str:
+    """Returns the compression of a variable's gradient; 'none' if there is none."""
+    if variable is None:
+      return 'none'
     chosen = self._options.compression
-    return codecs.get(chosen(variable) if callable(chosen) else chosen)
+    if callable(chosen):
+      chosen = chosen(variable)
+      options_lib.check_compression(chosen)
+    return chosen
 
   def combine(self, tensor, op, name):
     """See base class."""
@@ -337,13 +322,13 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self._queue.close()
 
 
-def _to_wire(tensor: tf.Tensor, codec: codec_lib.Codec) -> tf.Tensor:
-  """Returns a tensor in the dtype in which the group gets it."""
+def _to_wire(tensor: tf.Tensor, compression: str) -> tf.Tensor:
+  """Returns a tensor in the dtype in which it travels."""
   if tensor.dtype == tf.bool:
     return tf.cast(tensor, tf.uint8)
-  # If the codec is a cast, TensorFlow does it on all cores.
-  if tensor.dtype == tf.float32 and codec.cast_dtype is not None:
-    return tf.cast(tensor, codec.cast_dtype)
+  is_wide = tensor.dtype in (tf.float32, tf.float64)
+  if is_wide and compression != 'none':
+    return tf.cast(tensor, compression)
   return tensor
 
 
