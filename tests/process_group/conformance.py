@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.collectives.simulator import simulate
 from tf_strategies import errors
+from tf_strategies.collectives import cost_model
 from tf_strategies.collectives.algorithms import ALGORITHMS
 from tf_strategies.collectives.schedule import chunk_sizes
 from tf_strategies.process_group import group as group_lib
@@ -140,7 +141,12 @@ def _schedule(case: Case, world_size: int, large: str):
       if is_small:
         algorithm = 'one_shot' if is_whole else 'direct'
     elif not is_rounded:
-      algorithm = 'tree' if is_small and is_whole else 'ring'
+      algorithm = 'ring'
+      if is_whole:
+        topology = reductions.topology_of(['host'] * world_size)
+        names = ('tree',) if is_small else ('ring', 'tree')
+        num_bytes = case.size * dtype.itemsize
+        algorithm = cost_model.choose(num_bytes, topology, names).name
   if case.kind == 'reduce_scatter':
     return half(algorithm, world_size)
   return ALGORITHMS[algorithm](world_size)
