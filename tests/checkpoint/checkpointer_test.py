@@ -109,6 +109,17 @@ class CheckpointerTest(parameterized.TestCase):
     found = self.store.newest()
     self.assertEqual([a[0] for a in found.arrays.values()], list(range(5)))
 
+  def test_blocks(self):
+    whole = np.arange(40, dtype=np.float32).reshape(10, 4)
+    blocks = checkpointer.Blocks('float32', (10, 4), np.split(whole, [3, 7]))
+    self.store.save([('small', np.arange(3)), ('table', blocks)], {})
+    found = self.store.newest().arrays
+    np.testing.assert_array_equal(found['table'], whole)
+    for first, end in itertools.combinations(range(11), 2):
+      some = found.rows('table', first, end - first)
+      np.testing.assert_array_equal(some, whole[first:end])
+    np.testing.assert_array_equal(found.rows('small', 1, 1), [1])
+
   def test_arrays_outlive_their_checkpoint(self):
     self._save(1)
     found = self.store.newest().arrays.renamed({'a': 'model/a'})
@@ -212,11 +223,11 @@ class CheckpointerTest(parameterized.TestCase):
 
   def test_manifest_of_another_format(self):
     self._save(1)
-    with mock.patch.object(checkpointer, '_FORMAT', 4):
+    with mock.patch.object(checkpointer, '_FORMAT', 99):
       self._save(2)
     with self.assertLogs(level='WARNING') as logs:
       self.assertEqual(self.store.newest().metadata['number'], 1)
-    self.assertIn('format 4, expected 3', logs.output[0])
+    self.assertIn('format 99, expected 4', logs.output[0])
 
   @parameterized.parameters('mkdir', 'fsync', 'rename')
   def test_save_that_fails_leaves_the_others(self, step):

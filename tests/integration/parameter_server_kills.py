@@ -41,7 +41,7 @@ from tf_strategies.keras.tables import dynamic_embedding
 from tf_strategies.strategies.parameter_server import partitioned, variables
 
 WIDTH = 64
-# Large enough that servers save the partitioned table themselves.
+# Large enough that the partitioned table is saved in blocks.
 ROWS = 8192
 # Number of steps after which rows and ids repeat.
 HOT = 7
@@ -49,27 +49,32 @@ _HELD_SECONDS = 60.0
 # Place: (module in `tf_strategies`, owner and name of the function that the
 # chief calls there, condition for counting).
 _PLACES = {
-  # Before the servers write pieces; after that, without a manifest.
-  'pieces': ('checkpoint.pieces', '', 'write', lambda *a: '-1-' in a[1]),
-  'manifest': ('checkpoint.checkpointer', '', '_sync', lambda p: '.data' in p),
+  # Before rows of server 1 are read; after all rows, without a manifest.
+  'rows': (
+    'strategies.parameter_server.variables',
+    'ServerVariable',
+    'rows_directly',
+    lambda variable, *_: tf.executing_eagerly() and variable.server == 1,
+  ),
+  'manifest': ('checkpoint.checkpointer', '', '_digest', None),
   # All files are written but not renamed yet; then they are renamed.
   'rename': ('checkpoint.checkpointer', 'os', 'rename', None),
   'named': (
-    'strategies.parameter_server.step_counts',
+    'strategies.parameter_server.recovery',
     'StepCounts',
     'note_saved',
     None,
   ),
   # Between the ids and rows of a dynamic table, and its slots.
   'columns': (
-    'strategies.parameter_server.server_table',
+    'strategies.parameter_server.partitioned',
     'ServerShard',
     'stored_of',
     None,
   ),
-  'load': ('checkpoint.pieces', '', 'read', None),
+  'load': ('checkpoint.checkpointer', 'StoredArrays', 'rows', None),
   'load columns': (
-    'strategies.parameter_server.server_table',
+    'strategies.parameter_server.partitioned',
     'ServerShard',
     'store',
     None,
@@ -78,7 +83,7 @@ _PLACES = {
   'connect': ('_tf_internal', '', 'connect_again', None),
   # All variables are restored, and no step has begun.
   'restored': (
-    'strategies.parameter_server.step_counts',
+    'strategies.parameter_server.recovery',
     'StepCounts',
     'begun_since',
     None,

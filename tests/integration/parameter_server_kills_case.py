@@ -1,7 +1,6 @@
 """Shared code of the tests that kill tasks at exact places."""
 
 import pathlib
-import resource
 import signal
 import time
 
@@ -98,24 +97,12 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     most = 0 if mode == 'sync' else 2 * ROWS_OF_STEP
     self.assertBetween(after - before, 0, most)
 
-  def kill_in_save(self, job, place, victim, halves=False):
-    """Kills a task during a save. With `halves`, it dies in the middle of a file."""
+  def kill_in_save(self, job, place, victim):
+    """Kills a task during a save."""
     self.hold(place)
     self.wait_until_reached(job, place)
-    if halves:
-      pid = job.pid(*victim)
-      resource.prlimit(pid, resource.RLIMIT_FSIZE, (_HALF_BYTES, _HALF_BYTES))
-    else:
-      job.kill(*victim)
+    job.kill(*victim)
     self.release(place)
-    if halves:
-      self._wait(job, lambda: not job.is_alive(*victim), 'a half')
-      sizes = [
-        path.stat().st_size
-        for left in pathlib.Path(self.checkpoints).glob('unfinished-*')
-        for path in left.iterdir()
-      ]
-      self.assertIn(_HALF_BYTES, sizes)
     if victim != CHIEF:
       job.start(*victim)
 

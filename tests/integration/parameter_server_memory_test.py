@@ -15,7 +15,6 @@ import tf_strategies as tfs
 from tests import parameter_servers
 from tests.integration import parameter_server_case
 from tests.integration import parameter_server_programs as programs
-from tf_strategies.strategies.parameter_server import table_files
 
 _STEPS = int(os.environ.get('TFS_STEPS', '10000'))
 # In bytes per step. A kernel that TensorFlow never frees takes 3,000.
@@ -83,10 +82,8 @@ def _growth(action, pids):
   return [max(found) - found[0] for found in sizes.values()]
 
 
-def save_and_restore(directory, pids, is_blind):
+def save_and_restore(directory, pids):
   """Returns the growth of the chief and of other tasks by action, and other numbers."""
-  if is_blind:  # No server sees the directory.
-    table_files.TableFiles._asked = lambda *unused: frozenset()
   # The first operation on each server allocates memory that does not belong to
   # tables.
   strategy, _ = _model(1000, checkpoint_dir=f'{directory}/first')
@@ -133,12 +130,11 @@ class MemoryTest(parameter_server_case.FaultsTestCase):
       grown = (after - before) / (_STEPS - first)
       self.assertLess(grown, _MOST_OF_STEP, task)
 
-  @parameterized.parameters(False, True)
-  def test_memory_of_a_large_table(self, is_blind):
+  def test_memory_of_a_large_table(self):
     """Checks that no task grows by a whole table. Adam has three of 256 MB."""
     with parameter_servers.Job(num_workers=1, num_ps=2, deadline=600) as job:
       pids = [job.pid(*task) for task in _TASKS]
-      arguments = os.path.dirname(self.checkpoints), pids, is_blind
+      arguments = os.path.dirname(self.checkpoints), pids
       found, wrong, distinct, parts = job.run(save_and_restore, arguments)
     print({k: [size >> 20 for size in v] for k, v in found.items()}, 'MB')
     self.assertEqual((wrong, parts), (0, 2))

@@ -6,8 +6,7 @@ with the caller's metadata. It is written under a temporary name, synced to the
 disk and renamed last. A process that is killed at any point leaves the previous
 checkpoints; checksums detect damage that happens later.
 
-Tables, arrays that no process holds whole, lie beside them in files of their own
-(`pieces`).
+An array that no process holds whole is written in `Blocks`, and read by rows.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes  # noqa: F401 (With it NumPy knows bfloat16 by name.)
 import numpy as np
@@ -31,15 +30,12 @@ from absl import logging
 from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import ownership
 
-if TYPE_CHECKING:  # It needs TensorFlow, which takes seconds to load.
-  from tf_strategies.checkpoint import pieces
-
 # Beside the checkpoints, after the last one; its content does not matter.
 FINISHED_FILE = 'finished'
 
 _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
-_FORMAT = 3  # Earlier ones lacked the tables or the run.
+_FORMAT = 4  # Earlier ones had other files, or lacked the run.
 _NAME = re.compile(r'checkpoint-(\d{8,})')
 # Prefix of checkpoints that are being written or deleted.
 _UNFINISHED = 'unfinished-'
@@ -54,19 +50,24 @@ class ArraySpec(NamedTuple):
   offset: int
 
 
+class Blocks(NamedTuple):
+  """An array that is written block by block; each block is some of its rows."""
+
+  dtype: str
+  shape: tuple[int, ...]
+  blocks: Iterable[np.ndarray]
+
+
 class StoredArrays(Mapping[str, np.ndarray]):
   """Arrays by name; each access reads one of them from its file.
 
-  The file stays open: the arrays outlive the deletion of their checkpoint, but
-  tables do not.
+  The file stays open: the arrays outlive the deletion of their checkpoint.
 
   Attributes:
-    specs: dtype and shape of each array: an `ArraySpec` or a `pieces.Table`.
+    specs: dtype and shape of each array.
   """
 
-  def __init__(
-    self, file: BinaryIO, specs: Mapping[str, ArraySpec | pieces.Table]
-  ):
+  def __init__(self, file: BinaryIO, specs: Mapping[str, ArraySpec]):
     self._file = file
     self.specs = specs
 
@@ -77,11 +78,6 @@ class StoredArrays(Mapping[str, np.ndarray]):
   def rows(self, name: str, first: int, count: int) -> np.ndarray:
     """Returns `count` rows of an array from row `first` on."""
     spec = self.specs[name]
-    if not isinstance(spec, ArraySpec):
-      from tf_strategies.checkpoint import pieces
-
-      directory = os.path.dirname(self._file.name)
-      return pieces.array_of(directory, spec, first, count)
     array = np.empty([count, *spec.shape[1:]], spec.dtype)
     row_bytes = array.itemsize * math.prod(spec.shape[1:])
     # np.fromfile takes a failed read for the end of the file.
@@ -123,18 +119,9 @@ class Checkpointer:
   Args:
     directory: the directory.
     max_to_keep: number of whole checkpoints to keep.
-    check_tables: a function of a checkpoint's path and its tables by name that
-      raises a DataError if a file of them is damaged. None reads them all in this
-      process.
   """
 
-  def __init__(
-    self,
-    directory: str | os.PathLike[str],
-    max_to_keep: int = 2,
-    check_tables: Callable[[str, Mapping[str, pieces.Table]], None]
-    | None = None,
-  ):
+  def __init__(self, directory: str | os.PathLike[str], max_to_keep: int = 2):
     option_checks.check_int(
       'max_to_keep',
       max_to_keep,
@@ -148,7 +135,6 @@ class Checkpointer:
     self.directory = os.fspath(directory)
     self._max_to_keep = max_to_keep
     self._damaged: set[str] = set()
-    self._check_tables = check_tables
     self._ownership = ownership.of(self.directory)
 
   def acquire(self) -> None:
@@ -217,9 +203,9 @@ class Checkpointer:
 
   def save(
     self,
-    arrays: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    arrays: Mapping[str, np.ndarray]
+    | Iterable[tuple[str, np.ndarray | Blocks]],
     metadata: Mapping[str, Any],
-    write_tables: Callable[[str], Mapping[str, pieces.Table]] | None = None,
   ) -> str:
     """Writes a checkpoint, deletes those beyond `max_to_keep`; returns its path.
 
@@ -227,10 +213,8 @@ class Checkpointer:
 
     Args:
       arrays: by name; or pairs of name and array, which are written one after
-        the other: only one needs to be in memory.
+        the other: only one array, or block, needs to be in memory.
       metadata: for JSON.
-      write_tables: called with a directory, in which it writes the pieces of
-        tables; returns these by name.
 
     Raises:
       StorageError: it cannot be written; the previous checkpoints are untouched.
@@ -239,7 +223,7 @@ class Checkpointer:
     self.acquire()
     with _typed(self.directory, 'written'):
       self._ownership.note_write()
-      path = self._write(arrays, metadata, write_tables)
+      path = self._write(arrays, metadata)
     try:
       paths = self.paths()
       whole = [p for p in paths if p not in self._damaged]
@@ -252,7 +236,7 @@ class Checkpointer:
     self._delete_unfinished()
     return path
 
-  def _write(self, arrays, metadata, write_tables) -> str:
+  def _write(self, arrays, metadata) -> str:
     """Writes a checkpoint; returns its path."""
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
@@ -266,11 +250,6 @@ class Checkpointer:
       'run': ownership.run_id(),
       **_write_arrays(os.path.join(temporary, _ARRAYS), pairs),
     }
-    tables = write_tables(temporary) if write_tables else {}
-    for table in tables.values():
-      for file in table.files():
-        _sync(os.path.join(temporary, file))
-    contents['tables'] = dict(tables)
     with open(os.path.join(temporary, _MANIFEST), 'w', encoding='utf-8') as f:
       json.dump({'contents': contents, 'sha256': _digest(contents)}, f)
       f.flush()
@@ -325,27 +304,16 @@ class Checkpointer:
     file = open(os.path.join(path, _ARRAYS), 'rb')  # noqa: SIM115
     try:
       _verify(file, contents['sha256'])
-      tables = self._open_tables(path, contents['tables'])
     except BaseException:
       file.close()
       raise
-    specs: dict[str, ArraySpec | pieces.Table] = {}
+    specs: dict[str, ArraySpec] = {}
     offset = 0
     for name, dtype, shape in contents['arrays']:
       specs[name] = ArraySpec(dtype, tuple(shape), offset)
       offset += np.dtype(dtype).itemsize * math.prod(shape)
-    arrays = StoredArrays(file, specs | tables)
+    arrays = StoredArrays(file, specs)
     return Checkpoint(path, contents['metadata'], arrays, contents['run'])
-
-  def _open_tables(self, path: str, found) -> dict[str, pieces.Table]:
-    if not found:
-      return {}
-    from tf_strategies.checkpoint import pieces
-
-    tables = {k: pieces.Table.from_json(table) for k, table in found.items()}
-    check = self._check_tables or pieces.check_all
-    check(path, tables)
-    return tables
 
   @property
   def is_finished(self) -> bool:
@@ -370,8 +338,6 @@ class Checkpointer:
     return os.path.join(self.directory, f'checkpoint-{number:08d}')
 
   def _unfinished(self, path: str) -> str:
-    # A server that was given up in the middle of a save may write into the directory
-    # of that one later, and so keep it there, or make it again.
     name = f'{_UNFINISHED}{os.path.basename(path)}-{uuid.uuid4().hex[:12]}'
     return os.path.join(self.directory, name)
 
@@ -416,17 +382,20 @@ def _number(path: str) -> int:
 
 
 def _write_arrays(
-  path: str, arrays: Iterable[tuple[str, np.ndarray]]
+  path: str, arrays: Iterable[tuple[str, np.ndarray | Blocks]]
 ) -> dict[str, Any]:
   """Writes all bytes in a row; returns what the manifest says of them."""
   digest = hashlib.sha256()
   entries = []
   with open(path, 'wb') as f:
     for name, array in arrays:
-      data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-      f.write(data)
-      digest.update(data)
-      entries.append([name, array.dtype.name, list(array.shape)])
+      if not isinstance(array, Blocks):
+        array = Blocks(array.dtype.name, array.shape, [array])
+      for block in array.blocks:
+        data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+        f.write(data)
+        digest.update(data)
+      entries.append([name, array.dtype, list(array.shape)])
     f.flush()
     os.fsync(f.fileno())
   return {'arrays': entries, 'sha256': digest.hexdigest()}

@@ -1,7 +1,7 @@
 """Rows with 64-bit ids, without a vocabulary.
 
 A row is stored when it is first updated. Before that, it is computed from its
-id (`row_initializers`), so reading stores nothing. The table also stores the
+id (`dynamic_embedding`), so reading stores nothing. The table also stores the
 number of updates and the last update of each row, and the optimizer's state of
 the row. A hash of the ids divides a table into shards. Each shard is in the
 memory of one process.
@@ -433,7 +433,7 @@ class RowTable:
     found = np.zeros([len(ids), self._width + usage], np.float32)
 
     def read():
-      for shard, mine in self._shares(ids):
+      for shard, mine in self.shares(ids):
         found[mine] = shard.stored_of(tf.constant(ids[mine]), column).numpy()
 
     self._drained(read)
@@ -455,13 +455,14 @@ class RowTable:
       )
 
     def write():
-      for shard, mine in self._shares(ids):
+      for shard, mine in self.shares(ids):
         some = tf.constant(values[mine])
         shard.store(tf.constant(ids[mine]), {column: some})
         shard.is_lost = False
 
     self._drained(write)
 
-  def _shares(self, ids):
+  def shares(self, ids: np.ndarray) -> list[tuple[TableShard, np.ndarray]]:
+    """Returns each shard, with a mask of the ids that belong to it."""
     owner = self.owner(tf.constant(ids, tf.int64)).numpy()
     return [(s, owner == i) for i, s in enumerate(self.shards)]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.checkpoint import checkpointer, model_state, pieces
+from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import (
   connection,
@@ -35,8 +33,7 @@ _RETRY_SECONDS = 1.0
 class Recovery:
   """Saves what a strategy trains, and restores it when a server died.
 
-  The coordinator writes the files, but for those of tables, which servers write that
-  see the directory. So they need no common file system.
+  The coordinator reads and writes the files, so tasks need no common file system.
 
   When a server dies, all variables are restored, to the state of one moment. Steps that
   were done or begun since then are lost.
@@ -48,10 +45,8 @@ class Recovery:
     liveness: connection.Liveness,
     pool: worker_pool.WorkerPool,
     server_variables: Mapping[int, variables.ServerVariable],
-    num_servers: int = 1,
   ):
     self._options = options
-    self._tables = table_files.TableFiles(num_servers)
     self._liveness = liveness
     self._pool = pool
     self._variables = server_variables
@@ -60,7 +55,7 @@ class Recovery:
     self._checkpointer: checkpointer.Checkpointer | None = None
     if options.checkpoint_dir is not None:
       self._checkpointer = checkpointer.Checkpointer(
-        options.checkpoint_dir, _MAX_TO_KEEP, self._check_tables
+        options.checkpoint_dir, _MAX_TO_KEEP
       )
       self._checkpointer.acquire()
     self._objects: Mapping[str, Any] | None = None
@@ -191,20 +186,15 @@ class Recovery:
     read = self._source.position if self._source else ()
     position = position_lib.Position(self._epoch, self.counts.of_epoch, read)
     named = model_state.name_objects(self._objects)
-    tables = table_files.tables_among(named)
-    in_files = {name for table in tables for name in table[0].specs}
-    arrays = ((n, _read(v)) for n, v in named.items() if n not in in_files)
-    with self._telling_deaths():
-      path = self._checkpointer.save(
-        arrays,
-        {
-          **position.to_json(),
-          'steps': self.counts.of_all_runs,
-          'description': self._description,
-          'parts': model_state.reductions(named),
-        },
-        lambda directory: self._tables.save(directory, tables),
-      )
+    path = self._checkpointer.save(
+      table_files.arrays_of(named),
+      {
+        **position.to_json(),
+        'steps': self.counts.of_all_runs,
+        'description': self._description,
+        'parts': model_state.reductions(named),
+      },
+    )
     self.counts.note_saved(path)
     if not self._has_checkpoint:
       self._first = path
@@ -280,44 +270,13 @@ class Recovery:
       )
     lost = [v for v in self._variables.values() if v.is_lost]
     try:
-      self._write_variables(found, arrays, named)
+      table_files.restore(arrays, named)
     except BaseException:
       # Some variables may hold only a part of their values. The next attempt restores them.
       for variable in lost:
         variable.is_lost = True
       raise
     return found
-
-  @contextlib.contextmanager
-  def _telling_deaths(self) -> Iterator[None]:
-    """Replaces an error of a file by the death of a server that caused it."""
-    try:
-      yield
-    except (errors.DataError, errors.StorageError):
-      dead = self._liveness.server_error()
-      if dead is not None:
-        raise dead from None
-      raise
-
-  def _check_tables(self, path: str, tables: Mapping[str, pieces.Table]):
-    with self._telling_deaths():
-      self._tables.check(path, tables)
-
-  def _write_variables(
-    self,
-    found: checkpointer.Checkpoint,
-    arrays: checkpointer.StoredArrays,
-    named: Mapping[str, Any],
-  ) -> None:
-    """Assigns variables what a checkpoint has of them."""
-    tables = table_files.tables_among(named)
-    in_files = {name for table in tables for name in table[0].specs}
-    for name, variable in named.items():
-      if name not in in_files:
-        array = arrays[name]
-        has_parts = model_state.has_parts(variable)
-        variable.assign(array[0] if has_parts else array)
-    self._tables.restore(found.path, arrays, tables)
 
   def with_recovery(self, action: Callable[[], _T]) -> _T:
     """Does something; if a server died, recovers and does it again.
@@ -438,12 +397,6 @@ def _error_of(
   error = errors.ParameterServerUnavailableError(message)
   error.server, error.address = cause.server, cause.address
   return error
-
-
-def _read(variable: Any) -> np.ndarray:
-  """A variable's value; with a first dimension of 1 where replicas have parts."""
-  array = np.asarray(variable.numpy())
-  return array[None] if model_state.has_parts(variable) else array
 
 
 class StepCounts:

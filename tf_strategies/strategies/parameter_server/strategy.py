@@ -352,7 +352,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.liveness,
       self._pool,
       registry,
-      self._num_ps,
     )
     # All functions of this process: those of Keras and of the user too.
     _tf_internal.before_sending_functions(self._wait_for_answers)
