@@ -23,7 +23,7 @@ from tf_strategies.strategies.parameter_server import partitioned, variables
 
 # Smaller variables are read and written as a whole.
 _TABLE_BYTES = 1 << 20
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 2 << 20
 
 # Of a column's table, its arrays in a checkpoint by key.
 _Names = dict[str, str]
