@@ -231,7 +231,16 @@ def _pass_step(make: Callable) -> Callable:
     if hasattr(extended, 'guard_step'):
       return extended.guard_step(step)
     with _compiled_in_parts(self):
-      return make(self, step)
+      function = make(self, step)
+    if not getattr(extended, 'has_several_cpus', False):
+      return function
+
+    @functools.wraps(function)
+    def run(iterator):
+      with _tf_internal.rewritten_once():
+        return function(iterator)
+
+    return run
 
   return make_with_step
 

@@ -39,6 +39,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   is_in_loop,
   opaque_functions,
   replace_captures,
+  rewritten_once,
   spec_of_part,
   temporary_variable,
   trace,

@@ -245,6 +245,13 @@ class ExactMirroredExtended(
     return len(self._devices) * self.most_workers == 1
 
   @property
+  def has_several_cpus(self) -> bool:
+    """Returns whether the replicas of this process are several, all on CPUs."""
+    return len(self._devices) > 1 and all(
+      'cpu' in device.lower() for device in self._devices
+    )
+
+  @property
   def splits_steps(self) -> bool:
     """Returns whether the steps of models are split over several sites."""
     return not self.is_one_device
@@ -359,8 +366,7 @@ class ExactMirroredExtended(
 
   def _experimental_distribute_dataset(self, dataset, options):
     is_plain = isinstance(dataset, tf.data.Dataset) and options is None
-    on_host = all('cpu' in device.lower() for device in self._devices)
-    if is_plain and on_host and len(self._devices) > 1:
+    if is_plain and self.has_several_cpus:
       return host_input.distribute(dataset, len(self._devices))
     return super()._experimental_distribute_dataset(dataset, options)
 
