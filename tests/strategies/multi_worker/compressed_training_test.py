@@ -226,8 +226,10 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       sent += sum(others) + (count - 1) * first
     steps = self.results(count, name)[0]['trained']['bytes']
     self.assertLen(set(steps), 1)
-    # The remaining bytes are the metrics.
-    self.assertBetween(steps[0] - sent, 0, 100, (steps[0], sent))
+    # The remaining bytes are the metrics. Between three, a small bucket goes straight
+    # to all, which takes more bytes.
+    most = 100 if count == 2 else 4000
+    self.assertBetween(steps[0] - sent, 0, most, (steps[0], sent))
 
   @tiers.parameters(('bfloat16',), tiers.soak('float16'))
   def test_reports_are_exact_and_losses_near_those_without(self, name):
