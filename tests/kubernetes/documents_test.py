@@ -174,9 +174,7 @@ class JobSetTest(absltest.TestCase):
         found[config.address] = config.jobs
     self.assertLen(found, 7)
     for jobs in found.values():
-      self.assertEqual(
-        {a for j in jobs.values() for a in j.values()}, set(found)
-      )
+      self.assertEqual({a for j in jobs.values() for a in j}, set(found))
 
   def test_permanent_statuses_fail_and_others_start_again(self):
     job = _documents('jobset', num_workers=4, max_restarts=2)[-1]
