@@ -252,34 +252,6 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     )
     self.assertIn('start 2 workers', str(outcome.error))
 
-  @tiers.parameters(
-    # Kind of data, and what the error names for other values and for more rows.
-    ('stream', 'arrays', 'arrays'),
-    tiers.soak('stream_computed', 'first batch', 'steps of an epoch'),
-    tiers.soak('split', 'arrays', 'arrays'),
-    tiers.soak('shuffled', 'arrays', 'arrays'),
-    tiers.soak('computed', 'first batch', 'steps of an epoch'),
-    tiers.soak('arrays', 'arrays', 'arrays'),
-  )
-  def test_coordinator_that_finds_other_data(self, kind, numbers, more):
-    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      found = job.run(programs.resume_on_other_data, (kind, self.checkpoints))
-      # The same data in another process.
-      steps = job.run(programs.train_on, (kind, 1.0, 32, 3, self.checkpoints))
-    self.assertEqual(steps, 4)
-    for message, difference in zip(found, (numbers, more), strict=True):
-      self.assertIn(f'data: {difference}', message)
-
-  @pytest.mark.soak
-  def test_coordinator_that_shuffles_otherwise(self):
-    """Checks that data with a new random order in each process is not compared."""
-    with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      for epochs in (1, 2):
-        steps = job.run(
-          programs.train_on, ('unseeded', 1.0, 32, epochs, self.checkpoints)
-        )
-        self.assertEqual(steps, 4)
-
   @pytest.mark.smoke
   def test_newer_coordinator_takes_the_servers(self):
     """Checks that the old coordinator raises and names the new one, which continues."""

@@ -1,7 +1,6 @@
 """Programs of the chief of a parameter server job whose tasks are killed."""
 
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -127,72 +126,6 @@ def train(
     logged,
     history.history,
   )
-
-
-def resume_on_other_data(kind: str, directory: str) -> list[str]:
-  """Trains, then resumes with other values and with more rows; returns the errors."""
-  train_on(kind, 1.0, 32, 2, directory)
-  found = []
-  for scale, rows in ((2.0, 32), (1.0, 40)):
-    try:
-      train_on(kind, scale, rows, 3, directory)
-    except tfs.errors.CheckpointMismatchError as e:
-      found.append(str(e))
-  return found
-
-
-def train_on(
-  kind: str, scale: float, rows: int, epochs: int, directory: str
-) -> int:
-  """Trains on data of a kind. Returns the number of steps."""
-  keras.backend.clear_session()
-  if kind != 'unseeded':
-    keras.utils.set_random_seed(3)
-  strategy = tfs.ParameterServerStrategy(checkpoint_dir=directory)
-  with strategy.scope():
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    model.compile('sgd', 'mse')
-  x = np.arange(rows * 3, dtype=np.float32).reshape(-1, 3) / 100 * scale
-  if kind == 'shuffled':
-    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(rows)
-  elif kind in ('computed', 'stream_computed', 'unseeded'):
-    data = tf.data.Dataset.range(rows)
-    if kind == 'unseeded':
-      data = data.shuffle(rows)
-    data = data.map(
-      lambda i: (tf.fill([3], tf.cast(i, tf.float32) * scale), [0.0])
-    )
-  data = data.batch(8) if kind not in ('arrays', 'stream', 'split') else x
-  if kind == 'stream_computed':
-    data = data.repeat(epochs)
-  elif kind in ('stream', 'split'):
-    make = functools.partial(
-      tfs.data.make_dataset,
-      (x, x[:, :1]),
-      tfs.data.PipelineOptions(global_batch_size=8, seed=1),
-      training=True,
-      epochs=epochs if kind == 'stream' else 1,
-    )
-    data = (
-      make()
-      if kind == 'stream'
-      else strategy.distribute_datasets_from_function(
-        lambda context: make(input_context=context)
-      )
-    )
-  try:
-    model.fit(
-      data,
-      x[:, :1] if kind == 'arrays' else None,
-      batch_size=8 if kind == 'arrays' else None,
-      steps_per_epoch=rows // 8 if 'stream' in kind else None,
-      epochs=epochs,
-      verbose=0,
-      callbacks=[tfs.Run(directory, model)],
-    )
-    return strategy.report()['steps']
-  finally:
-    strategy.close()
 
 
 def start_at_a_taken_port() -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -23,10 +22,6 @@ eager_context = load(
 )
 
 
-for _method in ('_inputs()', '_functions()'):
-  _requirements.method(
-    tf.data.Dataset, _method, 'compares the data of a restarted run'
-  )
 _list_devices = load(
   'pywrap_tfe.TFE_ContextListDevices', 'tells tasks from those before them'
 )
@@ -55,61 +50,6 @@ def is_reachable(dataset: tf.data.Dataset) -> bool:
   device = dataset._variant_tensor.device or ''  # None or '' in a graph.
   is_from_before = tf.DeviceSpec.from_string(device).job == 'localhost'
   return not is_from_before or connected_cluster() is None
-
-
-def arrays_of(dataset: tf.data.Dataset) -> list[tf.Tensor]:
-  """Returns the arrays from which a data set was made, or that its functions use."""
-  found = list(getattr(dataset, '_tensors', ()))
-  for function in dataset._functions():
-    found += function.function.captured_inputs
-  for each in dataset._inputs():
-    found += arrays_of(each)
-  return [t for t in found if t.dtype.is_floating or t.dtype.is_integer]
-
-
-def is_repeatable(dataset: tf.data.Dataset, again: bool = False) -> bool:
-  """Returns whether a data set begins with the same batch in each process.
-
-  Args:
-    dataset: the data set, which is not read.
-    again: whether a second iterator of this process must also begin with it. A
-      shuffle that was opened continues with its next order.
-  """
-  try:
-    text = tf.raw_ops.DatasetToGraphV2(
-      input_dataset=tf.data.experimental.to_variant(dataset),
-      external_state_policy=tf.data.experimental.ExternalStatePolicy.FAIL.value,
-      strip_device_assignment=True,
-    )
-  except tf.errors.OpError:
-    return False
-  graph = tf.compat.v1.GraphDef.FromString(text.numpy())
-  if again and any(map(_is_random, graph.node)):
-    return False
-  functions = (each.node_def for each in graph.library.function)
-  return not any(map(_has_no_seed, (graph.node, *functions)))
-
-
-def _is_random(node) -> bool:
-  return re.match('(Shuffle|Random).*Dataset', node.op) is not None
-
-
-def _has_no_seed(nodes) -> bool:
-  """Returns whether a node's two seeds are zero, so that it draws a random seed."""
-  by_name = {node.name: node for node in nodes}
-  for node in filter(_is_random, nodes):
-    first = 0 if node.op.startswith('Random') else 2
-    seeds = [
-      by_name.get(n.split(':')[0]) for n in node.input[first : first + 2]
-    ]
-    if all(
-      seed is not None
-      and seed.op == 'Const'
-      and not tf.make_ndarray(seed.attr['value'].tensor).any()
-      for seed in seeds
-    ):
-      return True
-  return False
 
 
 def connect_again(

@@ -649,7 +649,6 @@ class ServerState:
       objects = model_state.state_of(self._model)
       self._found = self._recovery.restore(objects, self._settings)
     position, self._is_restored = self._found, False
-    self._recovery.expect_data(steps=steps_per_epoch)
     if position is not None:
       if position.step == steps_per_epoch:  # It was written at the very end.
         position = Position(position.epoch + 1, 0, position.splits)
@@ -678,7 +677,6 @@ class ServerState:
     # read from there.
     _keras_internal.set_initial_epoch(self._model, 0)
     self._recovery.take_resumed()
-    self._recovery.expect_data(False)
     self._strategy.save()
     self.mark_finished()
 

@@ -16,6 +16,7 @@ from tf_strategies.checkpoint.position import Position
 from tf_strategies.strategies.parameter_server import (
   options,
   recovery,
+  table_files,
 )
 
 
@@ -177,15 +178,18 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     found.write()
     attempts = []
 
-    def restore(*unused):
+    real = table_files.restore
+
+    def restore(*arguments):
       attempts.append(True)
       if len(attempts) == 1:
         # A part of it is written; then another server dies.
         weights['a'].assign([7.0])
         del weights['a'].is_alive
         raise tf.errors.UnavailableError(None, None, 'another server is gone')
+      real(*arguments)
 
-    with mock.patch.object(found._tables, 'restore', restore):
+    with mock.patch.object(table_files, 'restore', restore):
       found.with_recovery(self.die_once(weights['a']))
     self.assertLen(attempts, 2)
     self.assertEqual([v.numpy() for v in weights.values()], [[1.0], [1.0]])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies._tf_internal import cluster
 from tf_strategies.checkpoint import position as position_lib
-from tf_strategies.strategies import communicator
 from tf_strategies.strategies.parameter_server import batch_message, splits
 
 _PREFETCH = 2
@@ -29,9 +27,6 @@ _PREFETCH = 2
 # Where a restarted run continues in its data, and the steps of its epochs; None
 # if an epoch is one pass.
 Resumed = tuple[position_lib.Position, int | None]
-# Gets a function that describes a data set, whose epochs have so many steps, when
-# it is opened.
-NoteData = Callable[[Callable[[int | None], dict[str, Any]]], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,7 +105,6 @@ class WorkerDataset(_Dataset):
     take_resumed: Callable[[], Resumed | None],
     stock: Callable[[], Any] | None = None,
     by_rounds: bool = False,
-    note_data: NoteData = lambda describe: None,
   ):
     self.num_splits = num_splits
     # Whether a step takes an element of each split, instead of one.
@@ -118,7 +112,6 @@ class WorkerDataset(_Dataset):
     self._stock = stock
     self._dataset_fn = dataset_fn
     self._take_resumed = take_resumed
-    self._note_data = note_data
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
     self._arrays = WorkerArrays()
@@ -152,7 +145,6 @@ class WorkerDataset(_Dataset):
     while True:
       resumed = self._take_resumed()
       if source is None or resumed is not None:
-        self._note_data(self._describe)
         source = splits.Source(self, *(resumed or ())[:1])
         # One structure for all steps: Keras traces it as a constant.
         step = tf.nest.map_structure(
@@ -163,19 +155,6 @@ class WorkerDataset(_Dataset):
         return
       yield step
 
-  def _describe(self, steps: int | None) -> dict[str, Any]:
-    arrays = []
-    with tf.device('/device:CPU:0'):
-      for index in range(self.num_splits):
-        arrays += cluster.arrays_of(self._make(index))
-    # Another number of workers may leave out other rows.
-    each = f'of each of {self.num_splits} workers'
-    return {
-      'element spec': str(self.element_spec),
-      f'steps of an epoch {each}': steps,
-      f'arrays {each}': communicator.fingerprint(map(np.asarray, arrays)),
-    }
-
   def map(self, function: Callable[..., Any]) -> WorkerDataset:
     """Has the workers map their batches: how Keras weights classes."""
     return WorkerDataset(
@@ -183,7 +162,6 @@ class WorkerDataset(_Dataset):
       self.num_splits,
       self._take_resumed,
       by_rounds=self.by_rounds,
-      note_data=self._note_data,
     )
 
   def prefetch(self, buffer_size: int) -> WorkerDataset:
@@ -326,7 +304,6 @@ class FedDataset(_Dataset):
     dataset: tf.data.Dataset,
     stock: Callable[[tf.data.Dataset], Any],
     take_resumed: Callable[[], Resumed | None],
-    note_data: NoteData = lambda describe: None,
   ):
     option_checks.check(
       isinstance(dataset, tf.data.Dataset),
@@ -343,7 +320,6 @@ class FedDataset(_Dataset):
     self.dataset = dataset
     self._stock = stock
     self._take_resumed = take_resumed
-    self._note_data = note_data
 
   @property
   def element_spec(self) -> Any:
@@ -358,36 +334,14 @@ class FedDataset(_Dataset):
     # Opened now, as on one device: Keras asks for an iterator at the end of each
     # epoch and drops it, and a shuffle then goes on to its next order.
     resumed = self._take_resumed()
-    skipped = 0
     if resumed is None:
       batches = iter(self.dataset)
     else:
       # Of the epoch's steps, `fit` reads and drops those that are done.
       position, steps_per_epoch = resumed
       start = position_lib.Position(position.epoch)
-      skipped = start.batches_done(self.cardinality(), steps_per_epoch)
       batches = start.iterate(self.dataset, steps_per_epoch)
-    first: list[Any] = []
-
-    def describe(steps):
-      found = {
-        'element spec': str(self.element_spec),
-        'steps of an epoch': steps,
-      }
-      arrays = cluster.arrays_of(self.dataset)
-      if arrays:
-        found['arrays'] = communicator.fingerprint(map(np.asarray, arrays))
-      elif cluster.is_repeatable(self.dataset, again=bool(skipped)):
-        begun = iter(self.dataset) if skipped else batches
-        batch = list(itertools.islice(begun, 1))
-        if not skipped:
-          first.extend(batch)
-        flat = tf.nest.flatten(batch, expand_composites=True)
-        found['first batch'] = communicator.fingerprint(map(np.asarray, flat))
-      return found
-
-    self._note_data(describe)
-    return Batches(itertools.chain(first, batches), self.element_spec)
+    return Batches(batches, self.element_spec)
 
   def __call__(self) -> Any:
     """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""

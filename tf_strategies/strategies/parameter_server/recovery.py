@@ -61,10 +61,6 @@ class Recovery:
     self._objects: Mapping[str, Any] | None = None
     # Tells this run from others, in each checkpoint.
     self._description: dict[str, Any] = {}
-    # The checkpoint with whose data those of this run are to be compared.
-    self._restored: checkpointer.Checkpoint | None = None
-    self._expects_data = False
-    self._steps_of_epoch: int | None = None
     self._is_tracking = False
     self._is_guarding = False
     # Whether it restores what an earlier run has saved.
@@ -128,37 +124,6 @@ class Recovery:
     """Returns where the next data set continues; None from the second call on."""
     taken, self._resumed = self._resumed, None
     return taken
-
-  def expect_data(
-    self, is_expected: bool = True, steps: int | None = None
-  ) -> None:
-    """Says whether the next data set that is read is the one that `fit` trains on.
-
-    Args:
-      is_expected: whether it is.
-      steps: of an epoch; None if unknown.
-    """
-    self._expects_data, self._steps_of_epoch = is_expected, steps
-
-  def note_data(self, describe: Callable[[int | None], dict[str, Any]]) -> None:
-    """Compares the data that `fit` trains on with the data before a restart.
-
-    Args:
-      describe: takes the steps of an epoch, returns values of JSON by name; called
-        for these data alone.
-
-    Raises:
-      CheckpointMismatchError: they are other data.
-    """
-    if not (self.is_enabled and self._expects_data):
-      return
-    self._expects_data = False
-    described = describe(self._steps_of_epoch)
-    found = {f'data: {name}': value for name, value in described.items()}
-    self._description |= found
-    restored, self._restored = self._restored, None
-    if restored is not None:
-      self._checkpointer.check_description(restored, found)
 
   def note_begun(self, work: Any) -> bool:
     """Counts a step that was begun; returns whether a checkpoint is due."""
@@ -227,7 +192,6 @@ class Recovery:
     self.counts.before = found.metadata['steps']
     position = position_lib.Position.from_json(found.metadata)
     self._checkpointer.log_restored(found, position)
-    self._restored = found
     return position
 
   def _take(self, objects: Mapping[str, Any], has_begun: bool = False) -> None:

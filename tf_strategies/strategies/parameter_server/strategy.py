@@ -556,7 +556,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       self.recovery.take_resumed,
       lambda: stock(dataset_fn, options),
       by_rounds=self.options.mode == 'sync',
-      note_data=self.recovery.note_data,
     )
 
   def _drained(self, action):
@@ -576,10 +575,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return dataset
     stock = super().experimental_distribute_dataset
     return input.FedDataset(
-      dataset,
-      lambda d: stock(d, options),
-      self.recovery.take_resumed,
-      self.recovery.note_data,
+      dataset, lambda d: stock(d, options), self.recovery.take_resumed
     )
 
   def close(self) -> None:
