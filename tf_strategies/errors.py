@@ -101,10 +101,6 @@ class StorageError(Error, OSError):
   __str__ = Exception.__str__
 
 
-class LargeTableWarning(UserWarning):
-  """One process reads a whole table of the parameter servers into its memory."""
-
-
 class CheckpointMismatchError(Error, ValueError):
   """A checkpoint that does not belong to this model or this run."""
 

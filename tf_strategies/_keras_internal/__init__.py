@@ -263,14 +263,6 @@ def is_of_keras(initial_value: Any) -> bool:
   return _variable_of(initial_value) is not None
 
 
-def path_of(initial_value: Any) -> str | None:
-  """Returns the path of the variable that Keras is about to make; None otherwise.
-
-  An example is 'embedding/embeddings'. TensorFlow gets the last part alone.
-  """
-  return getattr(_variable_of(initial_value), 'path', None)
-
-
 def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
   """Returns the shape of the variable that Keras is about to make; None otherwise."""
   shape = getattr(_variable_of(initial_value), '_shape', None)

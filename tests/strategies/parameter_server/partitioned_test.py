@@ -1,8 +1,6 @@
 """A variable in parts reads, writes and differentiates as a whole one."""
 
 import pathlib
-import warnings
-from unittest import mock
 
 import keras
 import numpy as np
@@ -12,7 +10,6 @@ from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
-from tf_strategies.keras.tables import row_updates
 
 _VALUE = np.arange(1, 22, dtype=np.float32).reshape(7, 3)
 
@@ -59,23 +56,6 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
         write = getattr(target, name)
         (tf.function(write, autograph=False) if in_graph else write)(delta)
       self.assertAllEqual(variable.numpy(), plain.numpy())
-
-  @parameterized.parameters(1, 3)
-  def test_a_large_table_that_is_read_whole_is_told(self, parts):
-    variable = self.make(parts)
-    if parts == 1:
-      variable = local_servers.variable(0, _VALUE, name='whole')
-    with (
-      mock.patch.object(row_updates, '_memory_bytes', lambda: 8 * 83),
-      warnings.catch_warnings(record=True) as told,
-    ):
-      warnings.simplefilter('always')
-      variable.sparse_read([0, 6])
-      self.assertEmpty(told)
-      self.assertAllEqual(variable.numpy(), _VALUE)
-    [each] = told
-    self.assertIs(each.category, errors.LargeTableWarning)
-    self.assertRegex(str(each.message), "table 'whole.*0 MB.*strategy.save")
 
   @parameterized.parameters('export', 'save')
   def test_a_saved_model_has_the_table_as_often_as_one_of_one_device(self, how):

@@ -11,7 +11,7 @@ from tests import dynamic_tables, tiers
 from tests.strategies.parameter_server import local_servers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer
-from tf_strategies.keras.tables import row_table, row_updates
+from tf_strategies.keras.tables import row_table
 from tf_strategies.strategies.parameter_server import partitioned, table_files
 
 _WIDTH = dynamic_tables.WIDTH
@@ -156,23 +156,6 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
       named = {'w': local_servers.variable(0, value)}
       [(_, array)] = table_files.arrays_of(named)
       self.assertEqual(isinstance(array, checkpointer.Blocks), is_table)
-
-  def test_a_large_table_that_is_read_whole_is_told(self):
-    variable = keras.Variable(tf.zeros([1, _WIDTH]), name='users')
-    table = partitioned.ServerTable(
-      variable, dynamic_tables.first_rows, 2, lambda do: do()
-    )
-    with (
-      mock.patch.object(
-        row_updates, '_memory_bytes', lambda: 8 * (4 * 200 * _WIDTH - 1)
-      ),
-      self.assertWarnsRegex(
-        errors.LargeTableWarning, "table 'users' of parameter servers, 0 MB"
-      ),
-    ):
-      for column in table.columns():
-        column.assign(_ROW_TABLE[f'table/{column.key}'])
-      table.columns()[1].numpy()
 
 
 if __name__ == '__main__':

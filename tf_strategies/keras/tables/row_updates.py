@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import pathlib
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,11 +10,6 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import gradient_reducer
-
-# If reading a table takes a larger share of this host's memory, the user is
-# warned. Writing files takes several copies, and an optimizer may have two more
-# such tables.
-_LARGE_SHARE = 1 / 8
 
 
 class SummedSlices(tf.IndexedSlices):
@@ -112,33 +102,6 @@ def _stays_without_gradient(optimizer) -> bool:
   return type(optimizer) is keras.optimizers.Adagrad and (
     optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
   )
-
-
-def warn_of_whole_read(name: str, num_bytes: int) -> None:
-  """Warns that this process reads all of a large table of servers into its memory.
-
-  Keras writes each array at once, and holds a `.keras` file in memory until it
-  is complete.
-  """
-  if num_bytes > _LARGE_SHARE * _memory_bytes():
-    text = (
-      'Expected tables that fit into memory several times (model.save, '
-      'save_weights, get_weights, tf.train.Checkpoint), got table '
-      f'{name!r} of parameter servers, {num_bytes / 1e6:.0f} MB. Fix: '
-      'strategy.save() writes a checkpoint that nobody holds; restore that on a '
-      'machine which has the memory, and save the model there.'
-    )
-    warnings.warn(errors.LargeTableWarning(text), stacklevel=2)
-
-
-@functools.cache
-def _memory_bytes() -> int:
-  """Returns the memory of this host, or of this process's container, in bytes."""
-  total = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  limit = ''
-  with contextlib.suppress(OSError):
-    limit = pathlib.Path('/sys/fs/cgroup/memory.max').read_text().strip()
-  return min(total, int(limit)) if limit.isdecimal() else total
 
 
 def check_is_new(

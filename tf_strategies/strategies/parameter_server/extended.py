@@ -138,9 +138,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       kwargs['initial_value'] = _tf_internal.lift(value)
     # A function that makes variables is traced with those that it has made.
     with tf.init_scope():
-      variable = self._create_lifted(kwargs, is_loaded)
-    variable.full_name = _keras_internal.path_of(value) or variable.name
-    return variable
+      return self._create_lifted(kwargs, is_loaded)
 
   def _create_lifted(self, kwargs, is_loaded):
     reference = kwargs.get('colocate_with')

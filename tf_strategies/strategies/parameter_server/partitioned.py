@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras.tables import dynamic_embedding, row_table, row_updates
+from tf_strategies.keras.tables import dynamic_embedding, row_table
 from tf_strategies.strategies.parameter_server import (
   traced_step,
   variables,
@@ -146,7 +146,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       unique_id=f'{parts[0]._unique_id}/parts',  # pylint: disable=protected-access
       **kwargs,
     )
-    self.full_name = name  # With the layer that it is of, if that is known.
     # Stands for this variable in a SavedModel, and in steps that are traced: they have
     # it whole. Has no value.
     with tf.init_scope(), tf.device('/device:CPU:0'):
@@ -196,9 +195,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       return super()._read_variable_op(no_copy)
     if self._part is not None:
       return self._part.read_value()
-    if tf.executing_eagerly():
-      num_bytes = self.shape.num_elements() * self.dtype.size
-      row_updates.warn_of_whole_read(self.full_name, num_bytes)
     with _tf_internal.stop_recording():
       if self._parts_are_hidden():
         values = [p.read_directly() for p in self.parts]
@@ -439,12 +435,6 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
       return tf.raw_ops.ReadVariableOp(
         resource=slot.value.handle, dtype=tf.float32
       ).numpy()
-
-  def stored(self, ids, column=row_table.ROWS):
-    """Returns a column of some rows, as `RowTable.stored` does."""
-    num_bytes = 4 * len(ids) * self._width
-    row_updates.warn_of_whole_read(self.variable.path, num_bytes)
-    return super().stored(ids, column)
 
   def _read_shards(self, ids):
     trace = traced_step.current()

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import traced_step
 
 
@@ -103,8 +102,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
     traced_step.register(self, self.handle)
-    # With the layer that it is of, if that is known.
-    self.full_name = self.name
 
   @property
   def is_counter(self) -> bool:
@@ -123,9 +120,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
   def _read_variable_op(self, no_copy=False):
     self.check_is_whole()
     if tf.executing_eagerly():
-      if not self.is_part:
-        num_bytes = self.shape.num_elements() * self.dtype.size
-        row_updates.warn_of_whole_read(self.full_name, num_bytes)
       read = super()._read_variable_op
       return self._drained(lambda: _fetched(read(no_copy)))
     copies, server = _updating.copies, _updating.server
