@@ -9,7 +9,7 @@ import tf_strategies as tfs
 WIDTH = 4
 VOCABULARY = 6
 _BATCH = 8
-_STEPS = 5
+STEPS = 5
 
 optimizers = keras.optimizers
 OPTIMIZERS = {
@@ -81,8 +81,8 @@ def model(is_dynamic, optimizer, kind='dense', **options):
 def some_in_each_batch():
   """Returns ids and targets of some steps. Some ids repeat."""
   rng = np.random.default_rng(1)
-  ids = rng.integers(0, VOCABULARY, [_STEPS * _BATCH, 2])
-  return ids, rng.normal(size=[_STEPS * _BATCH, 1]).astype(np.float32)
+  ids = rng.integers(0, VOCABULARY, [STEPS * _BATCH, 2])
+  return ids, rng.normal(size=[STEPS * _BATCH, 1]).astype(np.float32)
 
 
 def all_in_each_batch():

@@ -187,10 +187,10 @@ class DynamicEmbedding(keras.layers.Layer):
     ...   keras.layers.Dense(1)])
     >>> model.compile('adagrad', 'mse')
     >>> users = np.array([[5, -7], [2**60, 5]])
-    >>> history = model.fit(users, np.ones([2, 1]), verbose=0)
+    >>> history = model.fit(users, np.ones([2, 1]), batch_size=1, verbose=0)
     >>> layer.report()['rows']
     3
-    >>> layer.expire(min_uses=2)  # 5 was used twice, -7 and 2**60 once.
+    >>> layer.expire(min_uses=2)  # Two steps used 5, one -7, one 2**60.
     2
 
   Args:
@@ -303,7 +303,9 @@ class DynamicEmbedding(keras.layers.Layer):
     return self._built_table().report()
 
   def usage(self) -> dict[str, np.ndarray]:
-    """Returns the stored 'ids', their 'uses' in training and their last 'steps'."""
+    """Returns the stored 'ids', the number of steps that trained each ('uses'), and
+    the last one ('steps').
+    """
     return self._built_table().usage()
 
   def expire(
@@ -319,8 +321,7 @@ class DynamicEmbedding(keras.layers.Layer):
     Args:
       max_age: removes rows that were not trained in the last `max_age` steps before
         the table's newest step.
-      min_uses: removes rows that were trained fewer times. Each occurrence in a batch
-        counts.
+      min_uses: removes rows that fewer steps have trained.
 
     Raises:
       UnsupportedOptionError: if no argument is given, or one is not an integer >= 0.

@@ -23,7 +23,7 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.keras.tables import dynamic_embedding, row_updates
 
-# Columns beside a row: the number of updates, and the optimizer's step of the last one.
+# Columns beside a row: the number of steps that updated it, and the optimizer's step of the last one.
 # As float32 they stop counting above 16 million.
 _USES, _STEP = 0, 1
 _USAGE = 2
@@ -100,19 +100,15 @@ class TableShard:
     step: tf.Tensor,
     rule: _Rule,
     initial_slots: dict[str, tf.Tensor],
-    counts: tf.Tensor | None = None,
   ) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
     """Applies gradients [n, width] to the rows of ids [n], which may repeat.
 
     The caller must `store` the result before it reads other rows, and hold the
-    lock (`locked`) for both. `counts` contains the number of uses that each
-    gradient sums; None means one each.
+    lock (`locked`) for both.
 
     Returns:
       The ids without repetition, and the values for `store`.
     """
-    if counts is None:
-      counts = tf.ones([tf.size(ids)])
     ids, places = tf.unique(ids, tf.int64)
     shape = tf.stack([tf.size(ids, tf.int64), self._width])
     rows, usage = self._find(ids)
@@ -122,9 +118,7 @@ class TableShard:
     }
     gradient = tf.IndexedSlices(gradients, places, shape)
     rows, slots = rule(rows, slots, gradient)
-    uses = usage[:, _USES] + tf.math.unsorted_segment_sum(
-      counts, places, tf.size(ids)
-    )
+    uses = usage[:, _USES] + 1.0
     steps = tf.fill(tf.shape(uses), step)
     usage = tf.stack([uses, steps], 1)
     is_there = tf.ones_like(uses)[:, None]
@@ -349,19 +343,19 @@ class RowTable:
       )
       return rows, {names[a]: s for a, s in states.items()}
 
-    columns = [gradient.indices, gradient.values]
     if row_updates.takes_sums(optimizer):
       # Sums equal rows before they are sent.
       gradient = row_updates.summed(gradient)
-      columns = [gradient.indices, gradient.values, gradient.counts]
     owner = self.owner(gradient.indices)
-    split = (self._split(each, owner) for each in columns)
+    split = (
+      self._split(each, owner) for each in (gradient.indices, gradient.values)
+    )
     for shard, *some in zip(self.shards, *split, strict=True):
 
-      def updated(learning_rate, ids, values, *counts, shard=shard):
+      def updated(learning_rate, ids, values, shard=shard):
         step = keras.ops.cast(optimizer.iterations, 'float32')
         applied = functools.partial(rule, learning_rate)
-        return shard.updated(ids, values, step, applied, initial, *counts)
+        return shard.updated(ids, values, step, applied, initial)
 
       self._write_on(shard, updated, learning_rate, *some)
 
@@ -388,7 +382,7 @@ class RowTable:
     return {'rows': sum(rows), 'by_shard': rows, 'expired': self.expired}
 
   def usage(self) -> dict[str, np.ndarray]:
-    """Returns the ids that have rows, the uses of each, and the step of the last."""
+    """See `DynamicEmbedding.usage`."""
     ids = self.ids()
     usage = self.stored(ids)[:, self._width :].astype(np.int64)
     return {'ids': ids, 'uses': usage[:, _USES], 'steps': usage[:, _STEP]}

@@ -12,26 +12,14 @@ from tf_strategies import _keras_internal, errors
 from tf_strategies.keras import gradient_reducer
 
 
-class SummedSlices(tf.IndexedSlices):
-  """A gradient whose rows are sums; `counts` has the number of terms, float32 [n]."""
-
-  def __init__(self, values, indices, dense_shape, counts: tf.Tensor):
-    super().__init__(values, indices, dense_shape)
-    self.counts = counts
-
-
 def summed(gradient: Any) -> Any:
   """Returns a gradient with equal rows added up. Returns a dense one unchanged."""
   if not isinstance(gradient, tf.IndexedSlices):
     return gradient
   rows, places = tf.unique(gradient.indices)
-  counts = getattr(gradient, 'counts', tf.ones([tf.size(places)]))
-  values, counts = (
-    tf.math.unsorted_segment_sum(each, places, tf.size(rows))
-    for each in (gradient.values, counts)
-  )
+  values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
   values.set_shape([None, *gradient.values.shape[1:]])
-  return SummedSlices(values, rows, gradient.dense_shape, counts)
+  return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
 def update_lazily(optimizer, gradient, variable, learning_rate) -> None:

@@ -377,21 +377,15 @@ def _gradient(gradient: traced_step.Gradient, parts, power):
   with tf.device(variables.server_device(gradient.server)):
     if not gradient.is_sparse:
       return _combined(values, weights, power)
-    columns = [
-      list(map(_scaled, values, weights)),
-      *(next(parts)[0] for _ in gradient.specs[1:]),
-    ]
+    values, (rows, _) = list(map(_scaled, values, weights)), next(parts)
     # Rows that were looked up apart stay apart, as on one device, since Adam does
     # not make the same of two gradients and of their sum.
-    values, *others = (
-      tf.concat(each, 0) if gradient.is_of_batch else each[0]
-      for each in columns
-    )
-    if not gradient.is_of_batch:
-      values = tf.add_n(columns[0])
-    shape = tf.constant(gradient.variable.shape.as_list(), others[0].dtype)
-    kind = row_updates.SummedSlices if gradient.is_counted else tf.IndexedSlices
-    slices = kind(values, others[0], shape, *others[1:])
+    if gradient.is_of_batch:
+      values, rows = tf.concat(values, 0), tf.concat(rows, 0)
+    else:
+      values, rows = tf.add_n(values), rows[0]
+    shape = tf.constant(gradient.variable.shape.as_list(), rows.dtype)
+    slices = tf.IndexedSlices(values, rows, shape)
     is_once = gradient.is_of_batch and gradient.is_unique
     return row_updates.summed(slices) if is_once else slices
 

@@ -176,11 +176,6 @@ class Gradient:
     """Returns the server that gets it."""
     return model_state.value_of(self.variable).server
 
-  @property
-  def is_counted(self) -> bool:
-    """Returns whether it travels with counts: dynamic tables count uses."""
-    return len(self.specs) == 3
-
 
 @dataclasses.dataclass
 class Write:
@@ -349,9 +344,6 @@ class TracedStep:
           continue
         if isinstance(gradient, tf.IndexedSlices):
           parts = [gradient.values, gradient.indices]
-          is_summed = isinstance(gradient, row_updates.SummedSlices)
-          if is_summed and _keras_internal.table_of(variable) is not None:
-            parts.append(gradient.counts)
           specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in parts]
           described.append(
             Gradient(
@@ -490,7 +482,7 @@ class TracedStep:
     for _, gradients, _ in self.calls:
       for gradient in gradients:
         parts = [next(tensors) for _ in gradient.specs] if gradient else []
-        groups.append(_lookups(parts[:2], batch) if parts else [])
+        groups.append(_lookups(parts, batch) if parts else [])
     written = [
       (key, op)
       for key, uses in self._uses.items()
