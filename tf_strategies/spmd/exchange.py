@@ -13,7 +13,11 @@ from tf_strategies.spmd.site import Site
 
 
 class Exchange(Protocol):
-  """How replicas meet; each column holds one local replica's tensors."""
+  """How replicas meet. It is called while a step is traced, not when it runs.
+
+  `columns[r][t]` is tensor t of local replica r, and `[s][t]` of a result is for
+  `sites[s]`. There may be fewer or more sites than replicas.
+  """
 
   def add(
     self,
@@ -27,7 +31,8 @@ class Exchange(Protocol):
       columns: the terms.
       sites: where the sums are needed.
       variables: for each tensor of a column, the `id` of the variable whose
-        gradient it is. None for other tensors, which are never compressed.
+        gradient it is, as in `extended.marked`. None for other tensors, which are
+        never compressed.
     """
 
   def scatter(

@@ -169,7 +169,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def home_device(self):
-    """The device on which a model's step updates variables."""
+    """See base class."""
     return self._parameter_device
 
   def _call_in_run(self, run, fn, args, kwargs):

@@ -41,7 +41,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
     """Raises if XLA compiles a function that reads this variable for another device."""
     extended = self.distribute_strategy.extended
     device = extended.worker_devices[replica]
-    if device not in extended.parameter_devices:
+    if device != self._values[0].device:
       raise errors.UnsupportedOptionError(
         f'{self.name!r} on {self._values[0].device} in a function with '
         f'jit_compile=True on {device}',

@@ -51,8 +51,8 @@ class ExactMirroredExtended(
   _warned_undivided = False
   # Whether a variable was made in the scope, even if it no longer exists.
   has_variables = False
-  # The device that holds and updates variables with one copy; None if replicas have
-  # copies.
+  # If it is not None, a model's step gets a further site on this device, which is no
+  # replica. It alone writes variables with one copy. Otherwise the first replica does.
   home_device: str | None = None
   # Divides optimizer state among replicas, or None.
   state_shards: sharded_state.StateShards | None = None

@@ -1,17 +1,17 @@
-"""Exchanges values between replicas in a whole-batch step; see `spmd.emit.Exchange`."""
+"""Exchanges values between replicas in a whole-batch step; see `spmd.exchange`."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
-from tf_strategies.spmd import emit, pieces
+from tf_strategies.spmd import exchange, pieces
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 _SUM = tf.distribute.ReduceOp.SUM
 
 
-class ReplicaExchange(emit.Exchange):
+class ReplicaExchange(exchange.Exchange):
   """Adds and gathers the values of the replicas of one process."""
 
   def __init__(self, reducer: reducer_lib.Reducer):
@@ -21,6 +21,7 @@ class ReplicaExchange(emit.Exchange):
     """See base class."""
     del variables
     values = [_per_replica(row) for row in zip(*columns, strict=True)]
+    # If one site needs the sums, they are reduced to its device alone.
     one = sites[0].device if len(sites) == 1 and len(columns) > 1 else None
     pairs = [(v, v if one is None else one) for v in values]
     sums = self._reducer.batch_reduce(_SUM, pairs, None)

@@ -138,6 +138,9 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
       `cross_device_ops` is not a cross-device op.
   """
 
+  # For strategies that differ in their exchange, or in where variables are.
+  extended_class = extended_lib.ExactMirroredExtended
+
   def __init__(
     self,
     devices: Sequence[str | tf.config.LogicalDevice] | None = None,
@@ -149,7 +152,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
       cross_device_ops = cross_device.AutoAllReduce()
     check_cross_device_ops(cross_device_ops)
     option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
-    extended = extended_lib.ExactMirroredExtended(
+    extended = self.extended_class(
       self, devices_lib.resolve_devices(devices), cross_device_ops
     )
     if shard_optimizer_state:
