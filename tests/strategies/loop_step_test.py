@@ -100,7 +100,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
 class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
   """In `strategy.run`, each replica sees its own rows."""
 
-  def test_a_loop_of_a_replica_is_refused(self):
+  @parameterized.parameters('branch', 'loop')
+  def test_a_reduction_in_control_flow_is_refused(self, where):
     strategy = _ring()
     with strategy.scope():
       variable, optimizer = keras.Variable([1.0]), keras.optimizers.SGD(1.0)
@@ -109,12 +110,16 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
       optimizer.apply([tf.ones([1])], [variable])
       return [i + 1]
 
-    @tf.function
-    def step():
-      strategy.run(lambda: tf.while_loop(lambda i: i < 2, apply, [0]))
+    def replica_fn():
+      if where == 'branch':
+        tf.cond(tf.constant(True), lambda: apply(0), lambda: [0])
+      else:
+        tf.while_loop(lambda i: i < 2, apply, [0])
 
-    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, 'loop'):
-      step()
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'a loop.*strategy.step'
+    ):
+      tf.function(lambda: strategy.run(replica_fn))()
 
   @parameterized.parameters('step', 'run')
   def test_a_loss_scale_that_is_not_built_sees_the_gradients_of_all(

@@ -1,7 +1,6 @@
 """RingMirroredStrategy reduces with its own op only, and rejects bad devices."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
@@ -121,33 +120,6 @@ class RoutingTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual([v.numpy() for v in first.values], [5] * 4)
     calls = self.ops.report()['calls']
     self.assertEqual((calls['all_reduce'], calls['broadcast']), (1, 1))
-
-
-class ControlFlowTest(tf.test.TestCase):
-  @pytest.mark.smoke
-  def test_two_strategies_do_not_meet_in_each_others_collectives(self):
-    # TensorFlow numbers the collectives of every strategy from the same start.
-    # A second strategy with another shape would abort both.
-    for size in (2, 5):
-      strategy = _strategy()
-
-      @tf.function
-      def step(flag, strategy=strategy, size=size):
-        def replica_fn():
-          context = tf.distribute.get_replica_context()
-          i = tf.cast(context.replica_id_in_sync_group, tf.float32)
-          return tf.cond(
-            flag,
-            lambda: context.all_reduce(SUM, i + tf.range(float(size))),
-            lambda: tf.zeros([size]),
-          )
-
-        return strategy.run(replica_fn)
-
-      for copy in step(tf.constant(True)).values:
-        self.assertAllEqual(copy, 6 + 4 * np.arange(size))
-      for copy in step(tf.constant(False)).values:
-        self.assertAllEqual(copy, np.zeros(size))
 
 
 class Scaled(keras.optimizers.SGD):

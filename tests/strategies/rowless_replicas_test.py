@@ -51,13 +51,6 @@ def _slices(x):
   return tf.convert_to_tensor(_context().all_reduce(SUM, slices))[:, 0]
 
 
-def _in_branch(x):
-  y = _seven(x)
-  return tf.cond(
-    tf.constant(True), lambda: _context().all_reduce(MEAN, y), lambda: y
-  )
-
-
 # Each replica's computation, and the expected result of (all values, own
 # value).
 _CASES = {
@@ -69,7 +62,6 @@ _CASES = {
     lambda x: _context().all_reduce(MEAN, _seven(x)),
     lambda values, own: (7 + values).mean(),
   ),
-  'mean_in_a_branch': (_in_branch, lambda values, own: (7 + values).mean()),
   'slices': (_slices, lambda values, own: [(7 + values).sum(), 0, 0]),
   'gather': (
     lambda x: _context().all_gather(x, axis=0)[:, 0],
@@ -85,8 +77,6 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(name=tuple(_CASES), mode=MODES, rows=(3,))
   def test_they_are_left_out(self, name, mode, rows):
     compute, want = _CASES[name]
-    if mode == 'eager' and compute is _in_branch:
-      self.skipTest('a tf.cond is no branch where ops run at once')
     results = _run(_strategy(), compute, rows, mode)
     values = np.arange(1.0, rows + 1)
     for value, result in zip(values, results, strict=False):

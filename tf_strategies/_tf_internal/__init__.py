@@ -35,7 +35,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   function_graph,
   functions_of,
   inlined,
-  is_in_loop,
   opaque_functions,
   replace_captures,
   rewritten_once,

@@ -29,14 +29,6 @@ _func_graph_from_py_func = load(
   'framework.func_graph.func_graph_from_py_func',
   'the graph of a step, before it is split',
 )
-_CondBranchGraph = load(
-  'ops.control_flow_v2_func_graphs.CondBranchFuncGraph',
-  'whether a write of a step is done once',
-)
-_ControlFlowGraph = load(
-  'ops.control_flow_v2_func_graphs.ControlFlowFuncGraph',
-  'whether a graph belongs to the one around it alone',
-)
 _control_status_ctx = load(
   'autograph.core.ag_ctx.control_status_ctx', 'as stock strategies convert'
 )
@@ -328,13 +320,3 @@ def inlined(function):
       return function.python_function
     function = function.python_function
   return _tf_convert(function, _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED))
-
-
-def is_in_loop(graph: tf.Graph | None, outer: tf.Graph) -> bool:
-  """Returns whether a graph in `outer` belongs to a loop there."""
-  while graph is not None and graph is not outer:
-    is_control_flow = isinstance(graph, _ControlFlowGraph)
-    if is_control_flow and not isinstance(graph, _CondBranchGraph):
-      return True
-    graph = getattr(graph, 'outer_graph', None)
-  return False

@@ -66,16 +66,6 @@ class Communicator(abc.ABC):
   initializes_eagerly: bool = False
 
   @abc.abstractmethod
-  def all_reduce_replica(
-    self,
-    tensors: Sequence[tf.Tensor],
-    replica_id: int,
-    options,
-    gradients: gradient_reducer.Gradients | None = None,
-  ) -> list[tf.Tensor]:
-    """Sums the tensors of one local replica, in a branch of its own graph."""
-
-  @abc.abstractmethod
   def combine(self, tensor: tf.Tensor, op: str, name: str) -> tf.Tensor:
     """Combines one small host tensor of each worker by 'sum', 'min' or 'max'."""
 

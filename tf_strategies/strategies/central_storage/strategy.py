@@ -111,14 +111,6 @@ class _CentralReducer(reducer.DeviceReducer):
       [value.values[0].read_value()] * self.num_replicas
     )
 
-  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """Raises, because TensorFlow runs ops that use the same variable one by one.
-
-    A branch that waits for the next one would wait forever.
-    """
-    del reduce_op, tensors, replica_id, options
-    raise _branch_error('synchronisation')
-
 
 class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   """The exact mirrored implementation, with one copy of each variable."""
@@ -140,7 +132,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients on the parameter device, and applies them once."""
     if replica_run.in_branch_of_replica():
-      raise _branch_error('optimizer.apply')
+      raise replica_run.branch_error()
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(
@@ -200,15 +192,6 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     central = _Placement((self._parameter_device,))
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}
-
-
-def _branch_error(what: str) -> errors.UnsupportedOptionError:
-  return errors.UnsupportedOptionError(
-    'a call inside of one under CentralStorageStrategy',
-    f'{what} outside of branches and loops (tf.cond, tf.while_loop)',
-    'decide outside of strategy.run which of two steps runs, or use '
-    'tfs.RingMirroredStrategy',
-  )
 
 
 def _resolve_parameter_device(

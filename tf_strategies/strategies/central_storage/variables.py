@@ -75,13 +75,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
   def _update_in_branch(self, update_fn, value, **kwargs):
     """Writes in a `tf.cond` of one replica. The first replica writes for all."""
     if self.aggregation not in (_NONE, _ON_FIRST):
-      raise errors.UnsupportedOptionError(
-        f'an update of {self.name!r} with {self.aggregation} under '
-        f'{type(self.distribute_strategy).__name__}',
-        'aggregation ONLY_FIRST_REPLICA inside a tf.cond of a replica',
-        'update it outside of the tf.cond, or create it with '
-        'aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA',
-      )
+      raise replica_run.branch_error()
     if replica_run.current_replica_id() != 0:
       return self._values[0]
     return update_fn(self._values[0], value, **kwargs)

@@ -76,7 +76,6 @@ class ExactMirroredExtended(
       self._devices,
       self._get_cross_device_ops,
       self._communication_options,
-      self._collective_ops,
     )
     self._reducer = reducer_lib.Reducer(self.local)
 
@@ -385,7 +384,13 @@ class ExactMirroredExtended(
       return value
     if not replica_run.in_branch_of_replica():
       return super()._replica_ctx_all_reduce(reduce_op, value, options)
-    return self._reducer.all_reduce_in_branch(reduce_op, value, options)
+    if len(self._devices) > 1:
+      raise replica_run.branch_error()
+    values = [_tf_internal.PerReplica((t,)) for t in tf.nest.flatten(value)]
+    reduced = self._reducer.batch_reduce(
+      reduce_op, [(v, v) for v in values], options
+    )
+    return tf.nest.pack_sequence_as(value, reduced)
 
   # How variables are created and updated.
 

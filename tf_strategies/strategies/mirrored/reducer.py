@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.cross_device import executor, statistics
+from tf_strategies.cross_device import executor
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import replica_run
@@ -92,45 +92,12 @@ class Reducer:
       destinations = value if len(run.sites) > 1 else destinations
     return self._link.gather(value, destinations, axis, options)
 
-  def all_reduce_in_branch(self, reduce_op, value, options):
-    """Reduces over all replicas inside a `tf.cond` of one replica.
-
-    Each replica builds its own branch, without the tensors of other replicas.
-    Only collectives, which meet at run time, can leave a branch. All replicas
-    must take the branch. Collectives in loops of several replicas never meet,
-    because TensorFlow treats the loops as different.
-
-    Raises:
-      UnsupportedOptionError: if the call is in a loop of one of several local replicas.
-    """
-    if len(self._link.devices) > 1 and replica_run.in_loop_of_replica():
-      raise errors.UnsupportedOptionError(
-        'optimizer.apply, or another reduction, in a tf.while_loop of a '
-        'replica',
-        'a loop in which replicas do not wait for each other',
-        'pass the step to strategy.step in place of strategy.run, or write the loop '
-        'around strategy.run',
-      )
-    run = replica_run.current()
-    replica_id = replica_run.current_replica_id()
-    tensors = tf.nest.flatten(value)
-    reduce = self._link.all_reduce_in_branch
-    if run is None or run.sites is None:
-      reduced = reduce(reduce_op, tensors, replica_id, options)
-    else:
-      tensors = replica_run.contributions(run.sites[replica_id], tensors)
-      reduced = reduce(_SUM, tensors, replica_id, options)
-      if reduce_op == _MEAN:
-        count = run.num_with_rows
-        reduced = [replica_run.divide(t, count) for t in reduced]
-    return tf.nest.pack_sequence_as(value, reduced)
-
 
 class DeviceReducer:
   """Adds values of the devices of this process with a cross-device op.
 
-  `choose_ops` returns the op for a value. `collective_ops` can all-reduce
-  inside a branch. The options of a call are merged into `options`.
+  `choose_ops` returns the op for a value. The options of a call are merged into
+  `options`.
   """
 
   def __init__(
@@ -138,14 +105,11 @@ class DeviceReducer:
     devices: Sequence[str],
     choose_ops: Callable[..., tf.distribute.CrossDeviceOps],
     options,
-    collective_ops,
   ):
     self.devices = tuple(devices)
     self.num_replicas = len(self.devices)
-    self.in_control_flow = statistics.CallStatistics()
     self._choose_ops = choose_ops
     self._options = options
-    self._collective_ops = collective_ops
 
   def per_replica(self, value):
     """Returns the distributed value that `value` represents, or `value`."""
@@ -176,26 +140,6 @@ class DeviceReducer:
     """Returns a value that belongs to no replica unchanged."""
     del destinations, axis
     return value
-
-  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """Counts the call, and reduces over all replicas."""
-    if replica_id == 0:
-      self.in_control_flow.record(self.devices, [0] * len(self.devices))
-    return self.all_reduce_replica(reduce_op, tensors, replica_id, options)
-
-  def all_reduce_replica(self, reduce_op, tensors, replica_id, options):
-    """Reduces one replica's tensors over all replicas, with TensorFlow's
-    collectives.
-    """
-    all_reduce = getattr(self._collective_ops, '_all_reduce', None)
-    if all_reduce is None:
-      raise errors.UnsupportedOptionError(
-        f'{list(self.devices)}',
-        'devices of one type for synchronisation inside a tf.cond',
-        'use only GPUs or only CPUs, or synchronise outside of the tf.cond',
-      )
-    options = self._options.merge(options)
-    return all_reduce(reduce_op, list(tensors), replica_id, options)
 
   def sum_on_first(self, columns):
     """Sums columns of tensors, one for each device, on the first device."""
@@ -269,15 +213,6 @@ class WorkerReducer:
     """Gathers a value that each worker has once."""
     value = _tf_internal.PerReplica((tf.convert_to_tensor(value),))
     return self.gather(value, destinations, axis, None)
-
-  def all_reduce_in_branch(self, reduce_op, tensors, replica_id, options):
-    """Reduces one replica's tensors over all replicas."""
-    reduced = self._communicator.all_reduce_replica(
-      tensors, replica_id, options, _gradients(options, [True] * len(tensors))
-    )
-    if reduce_op == _MEAN:
-      reduced = [t / tf.cast(self.num_replicas, t.dtype) for t in reduced]
-    return reduced
 
   def _sum_dense(self, values, is_mean, gradients):
     """Returns, by local device, each value's sum (or mean) over all replicas."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
+from tf_strategies import _tf_internal, errors
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.site import Site
 
@@ -157,10 +157,17 @@ def in_branch_of_replica() -> bool:
   )
 
 
-def in_loop_of_replica() -> bool:
-  """Returns whether a replica is building the body of a loop in its graph."""
-  return in_branch_of_replica() and _tf_internal.is_in_loop(
-    tf.compat.v1.get_default_graph(), threading.current_thread().graph
+def branch_error() -> errors.UnsupportedOptionError:
+  """Returns the error for replicas that would have to meet inside of a branch.
+
+  Each replica builds its own branch, without the tensors of other replicas.
+  """
+  return errors.UnsupportedOptionError(
+    'optimizer.apply, or another reduction, in a tf.cond, a loop or a tf.function '
+    'of a replica',
+    'control flow in which replicas do not wait for each other',
+    'pass the step to strategy.step in place of strategy.run, or write the control '
+    'flow around strategy.run',
   )
 
 

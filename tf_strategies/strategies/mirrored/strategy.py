@@ -84,19 +84,13 @@ class ExactStrategy:
   def communication_report(self) -> dict[str, object]:
     """Returns counters of the communication so far, counted by the graph as it ran.
 
-    `cross_device_ops` (its class), `calls` of each kind, with those that
-    TensorFlow's collectives did in a branch (`all_reduce_in_control_flow`), and
-    `all_reduce_bytes_in` and `reduce_bytes_in`, bytes received by each device.
+    `cross_device_ops` (its class), `calls` of each kind, and `all_reduce_bytes_in`
+    and `reduce_bytes_in`, bytes received by each device.
     """
     ops = self.cross_device_ops
-    report = {'cross_device_ops': type(ops).__name__}
     if isinstance(ops, cross_device.ScheduledAllReduce):
-      report = ops.report()
-    calls = {
-      **report.get('calls', {}),
-      'all_reduce_in_control_flow': self.extended.local.in_control_flow.calls,
-    }
-    return {**report, 'calls': calls}
+      return ops.report()
+    return {'cross_device_ops': type(ops).__name__, 'calls': {}}
 
 
 @option_checks.has_options
@@ -108,8 +102,8 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
   * Every reduction, broadcast and gather uses `cross_device_ops`, also for int32
     and to a CPU. Virtual GPUs, which NCCL rejects, work.
   * `gradient_accumulation_steps`, EMA with `ema_overwrite_frequency` and
-    dynamic loss scaling work under Keras 3: in a `tf.cond`, TensorFlow's
-    collectives synchronise, and all replicas agree on finite gradients.
+    dynamic loss scaling work under Keras 3: all replicas agree on finite
+    gradients.
   * Moving statistics of BatchNormalization are one mean value everywhere.
   * A replica without rows in the last batch contributes nothing, instead of NaN.
   * `step` computes the step of a loop as one device would.

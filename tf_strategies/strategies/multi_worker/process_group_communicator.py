@@ -116,24 +116,6 @@ class ProcessGroupCommunicator(communicator.Communicator):
     summed = self._all_reduce_host(tensors, name, gradients)
     return [summed] * len(columns)
 
-  def all_reduce_replica(self, tensors, replica_id, options, gradients=None):
-    """See base class: through TensorFlow's collectives between local ones."""
-
-    def all_reduce_locally(tensors):
-      if self._local.num_replicas == 1:
-        return tensors
-      return self._local.all_reduce_replica(
-        tf.distribute.ReduceOp.SUM, tensors, replica_id, options
-      )
-
-    tensors = all_reduce_locally(tensors)
-    if replica_id == 0:
-      tensors = self._all_reduce_host(tensors, 'branch', gradients)
-    else:
-      # The group is called once a worker; this replica's share is in it.
-      tensors = [tf.zeros_like(t) for t in tensors]
-    return all_reduce_locally(tensors)
-
   def _all_reduce_host(self, tensors, name, gradients):
     """Sums tensors over all workers, each in the dtype that its variable asks for."""
     gradients = gradients or gradient_reducer.Gradients(())

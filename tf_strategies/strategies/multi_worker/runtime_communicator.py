@@ -76,15 +76,6 @@ class RuntimeCommunicator(communicator.Communicator):
     self._count('all_reduce')
     return sums
 
-  def all_reduce_replica(self, tensors, replica_id, options, gradients=None):
-    """See base class."""
-    del options, gradients
-    if replica_id == 0:
-      self._count('all_reduce_in_control_flow')
-    launcher = self._launchers[replica_id]
-    with tf.device(self._devices[replica_id]):
-      return [self._reduce(launcher, t, 'Add') for t in tensors]
-
   def combine(self, tensor, op, name):
     """See base class."""
     del name
