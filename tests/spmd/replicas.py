@@ -16,7 +16,7 @@ class _Exchange(emit.Exchange):
   def __init__(self):
     self.meetings = []
 
-  def add(self, columns, sites, variables):
+  def add(self, columns, sites, gradients):
     self.meetings.append('add')
     sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
     return [sums for _ in sites]

@@ -61,7 +61,7 @@ def _gradient(x, weight):
   gradient = tf.matmul(x, tf.tanh(x @ weight), transpose_a=True)
   if tf.executing_eagerly():
     return gradient
-  return gradient_reducer.mark(gradient, 0, _COUNT)
+  return gradient_reducer.mark(gradient, 'v', _COUNT)
 
 
 def _adam(x, slot, weight):

@@ -32,15 +32,15 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
 class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
-  """Tells a link which of the tensors that it sums are gradients.
+  """Tells a link that the tensors that it sums are gradients.
 
   Args:
-    variables: for each tensor, the variable of the gradient, or None.
+    names: for each tensor, the name of the variable.
   """
 
-  def __init__(self, variables: Iterable[Any]):
+  def __init__(self, names: Sequence[str]):
     super().__init__()
-    self.variables = list(variables)
+    self.names = names
 
 
 class GradientReducer:
@@ -88,8 +88,8 @@ class GradientReducer:
     finally:
       _state.are_reduced = before
 
-  def mark_of(self, variable) -> tuple[int, int] | None:
-    """Returns the arguments of `mark` for a variable; None if a step needs no marks."""
+  def mark_of(self, variable) -> int | None:
+    """Returns the shards of a variable for `mark`; None if a step needs no marks."""
 
   def prepare(self, optimizer, variables) -> None:
     """Builds an optimizer before it gets the gradients of these variables."""
@@ -112,7 +112,7 @@ class GradientReducer:
     reduced = list(gradients)
     if reduced:
       reduced = context.all_reduce(
-        tf.distribute.ReduceOp.SUM, reduced, Gradients(variables)
+        tf.distribute.ReduceOp.SUM, reduced, Gradients(names_of(variables))
       )
     apply(reduced)
 
@@ -155,9 +155,10 @@ class GradientReducer:
       for i, (gradient, variable) in enumerate(
         zip(gradients, trained, strict=False)
       ):
-        of_variable = self.mark_of(variable)
-        if of_variable is not None and isinstance(gradient, tf.Tensor):
-          gradients[i] = mark(gradient, *of_variable)
+        shards = self.mark_of(variable)
+        if shards is not None and isinstance(gradient, tf.Tensor):
+          [name] = names_of([variable])
+          gradients[i] = mark(gradient, name, shards)
       apply(gradients)
       return
     self._apply_sums(optimizer, gradients, trained, apply)
@@ -206,17 +207,22 @@ class GradientReducer:
     return tf.convert_to_tensor(gradient)
 
 
-def mark(gradient: tf.Tensor, variable: int, shards: int = 1) -> tf.Tensor:
+def names_of(variables: Iterable[Any]) -> list[str]:
+  """Returns the names of variables, for timelines."""
+  return [getattr(v, 'path', v.name) for v in variables]
+
+
+def mark(gradient: tf.Tensor, variable: str, shards: int = 1) -> tf.Tensor:
   """Marks a tensor as a gradient in the graph that is being traced, and returns it.
 
   Args:
     gradient: what an optimizer gets.
-    variable: `id` of the variable whose gradient it is.
+    variable: name of the variable whose gradient it is.
     shards: number of its shards, of which each replica needs one.
   """
   marked = tf.identity(gradient)
-  numbers = tf.compat.v1.AttrValue.ListValue(i=[variable, shards])
-  value = tf.compat.v1.AttrValue(list=numbers)
+  values = tf.compat.v1.AttrValue.ListValue(s=[variable.encode()], i=[shards])
+  value = tf.compat.v1.AttrValue(list=values)
   marked.op._set_attr(program.GRADIENT, value)
   return marked
 

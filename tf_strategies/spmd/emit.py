@@ -335,8 +335,8 @@ class Emitter:
     for sites, tensors in groups.items():
       columns = [self._contributions(s, tensors) for s in self._replicas]
       gradients = [t.node.gradient for t in tensors]
-      variables = [None if g is None else g[0] for g in gradients]
-      results = self._exchange.add(columns, sites, variables)
+      names = [None if g is None else g[0] for g in gradients]
+      results = self._exchange.add(columns, sites, names)
       self._take(tensors, WHOLE, sites, results)
     joined = [t for t in ready if isinstance(plan.values[t].kind, Shard)]
     if joined:

@@ -23,16 +23,15 @@ class Exchange(Protocol):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     sites: Sequence[Site],
-    variables: Sequence[int | None],
+    gradients: Sequence[str | None],
   ) -> list[list[tf.Tensor]]:
     """Returns the sums over all replicas; for each site a list of tensors.
 
     Args:
       columns: the terms.
       sites: where the sums are needed.
-      variables: for each tensor of a column, the `id` of the variable whose
-        gradient it is, as in `extended.marked`. None for other tensors, which are
-        never compressed.
+      gradients: for each tensor of a column, the name of the variable whose
+        gradient it is. None for other tensors, which are never compressed.
     """
 
   def scatter(

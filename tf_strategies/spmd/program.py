@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal
 
-# Attribute of the identities through which gradients reach an optimizer. Its integers
-# are the `id` of the variable, and the number of shards.
+# Attribute of the identities through which gradients reach an optimizer. It holds the
+# name of the variable, and the number of shards.
 GRADIENT = '_tfs_gradient'
 
 _CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
@@ -50,10 +50,10 @@ class Node:
   opaque: list = dataclasses.field(default_factory=list)
 
   @property
-  def gradient(self) -> tuple[int, int] | None:
-    """The `id` of the variable whose gradient it hands on, and the shards."""
+  def gradient(self) -> tuple[str, int] | None:
+    """The name of the variable whose gradient it hands on, and the shards."""
     attr = self.attrs.get(GRADIENT)
-    return None if attr is None else tuple(attr.list.i)
+    return attr and (attr.list.s[0].decode(), attr.list.i[0])
 
   @property
   def is_stateful(self) -> bool:

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cluster import workers as workers_lib
-from tf_strategies.keras import gradient_reducer
 
 
 class Communicator(abc.ABC):
@@ -46,15 +45,15 @@ class Communicator(abc.ABC):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     name: str,
-    gradients: gradient_reducer.Gradients | None = None,
+    gradients: Sequence[str | None] = (),
   ) -> list[list[tf.Tensor]]:
     """Sums tensors over all local devices of all workers.
 
     Args:
       columns: the tensors of each local device.
       name: name of the collective.
-      gradients: the variables of gradients, which may be rounded on their way.
-        Other tensors are not rounded.
+      gradients: if some tensors are gradients, which may be rounded on their way:
+        for each tensor of a column the name of the variable, or None.
 
     Returns:
       The sums, in the structure of `columns`. On one worker they may be on the first

@@ -22,23 +22,9 @@ _UNITS, _BATCH, _STEPS = 256, 36, 4
 _SCALE = 2.0**126
 
 
-def _kernels_only(variable):
-  """Returns the compression of a variable: biases stay exact."""
-  return 'bfloat16' if len(variable.shape) > 1 else 'none'
-
-
-# The values of `compression` by name.
-_CHOICES = {
-  'none': 'none',
-  'bfloat16': 'bfloat16',
-  'float16': 'float16',
-  'function': _kernels_only,
-}
-
-
 def _strategy(name, devices=1):
   # Some buckets hold several tensors; some tensors need their own.
-  options = tfs.RingOptions(compression=_CHOICES[name], bucket_bytes=1 << 16)
+  options = tfs.RingOptions(compression=name, bucket_bytes=1 << 16)
   return tfs.MultiWorkerRingStrategy(
     options=options, devices=virtual_devices.names(devices)
   )
@@ -169,7 +155,7 @@ def _work(rank, names, directory):
 
 
 # Jobs that share processes, starting with those that every test run needs.
-_GROUPS = ('none', 'bfloat16'), ('float16',), ('function',)
+_GROUPS = ('none', 'bfloat16'), ('float16',)
 
 
 @functools.cache
@@ -194,7 +180,6 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
     (2, 'bfloat16'),
     tiers.soak(2, 'float16'),
-    tiers.soak(2, 'function'),
     tiers.soak(3, 'bfloat16'),
   )
   def test_workers_agree_and_a_resumed_run_equals_another(self, count, name):
@@ -209,18 +194,14 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(
     (2, 'bfloat16'),
     tiers.soak(2, 'float16'),
-    tiers.soak(2, 'function'),
     tiers.soak(3, 'bfloat16'),
   )
   def test_bytes_are_those_of_the_formulas(self, count, name):
     shapes = [(_UNITS, _UNITS), (_UNITS,), (_UNITS, 8), (8,)]
     sent = 0
     for shape in shapes:
-      chosen = name
-      if name == 'function':
-        chosen = 'bfloat16' if len(shape) > 1 else 'none'
       first, *others = (
-        size * (4 if chosen == 'none' else 2)
+        size * (4 if name == 'none' else 2)
         for size in schedule.chunk_sizes(np.prod(shape), count)
       )
       sent += sum(others) + (count - 1) * first
@@ -240,7 +221,6 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
 
   @tiers.parameters(
     (2, 'bfloat16'),
-    tiers.soak(2, 'function'),
     tiers.soak(3, 'bfloat16'),
   )
   def test_loss_scaling_sees_overflows_and_goes_on(self, count, name):
@@ -258,18 +238,6 @@ class OptionsTest(tf.test.TestCase):
       "'none', 'bfloat16', 'float16', got compression='int8'",
     ):
       tfs.RingOptions(compression='int8')
-
-  def test_what_a_function_returns_is_checked(self):
-    strategy = tfs.MultiWorkerRingStrategy(
-      options=tfs.RingOptions(compression=lambda v: 'bfloat61'),
-      devices=virtual_devices.names(2),
-    )
-    model = _model(strategy)
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, "write 'bfloat16'"
-    ):
-      _fit(model, 0)
-    strategy.close()
 
 
 if __name__ == '__main__':

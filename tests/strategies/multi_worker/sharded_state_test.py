@@ -184,13 +184,6 @@ def _refuse(rank):
 
 
 class RefusalTest(tf.test.TestCase):
-  def test_options_that_cannot_be_divided(self):
-    for options in ({'compression': lambda variable: 'none'},):
-      with self.assertRaisesRegex(
-        errors.UnsupportedOptionError, 'shard_optimizer_state'
-      ):
-        ring(**options)
-
   def test_workers_that_differ(self):
     for text in processes.run_workers(_differ, 2):
       self.assertIn('shard_optimizer_state', text)

@@ -70,8 +70,6 @@ class ExactMirroredExtended(
     scope_checks.note_created(container_strategy)
     self._functions = weakref.WeakKeyDictionary()
     self._variables: list[weakref.ref] = []
-    # Variables with gradients that a step has marked, by `id`.
-    self.marked = weakref.WeakValueDictionary()
     self.local = make_local(
       self._devices,
       self._get_cross_device_ops,
@@ -83,9 +81,8 @@ class ExactMirroredExtended(
     """See base class. Gradients are marked in a model's step that is traced."""
     if not whole_batch.is_active() or tf.executing_eagerly():
       return None
-    self.marked[id(variable)] = variable
     shards = self.state_shards
-    return id(variable), 1 if shards is None else shards.count_of(variable)
+    return 1 if shards is None else shards.count_of(variable)
 
   def prepare(self, optimizer, variables):
     """See base class. Warns of state that replicas cannot divide."""

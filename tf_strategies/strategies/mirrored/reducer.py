@@ -180,7 +180,9 @@ class WorkerReducer:
     values = [_components(value) for value, _ in pairs]
     are_dense = [not isinstance(v[0], tf.IndexedSlices) for v in values]
     dense = list(itertools.compress(values, are_dense))
-    gradients = _gradients(options, are_dense)
+    gradients = ()
+    if isinstance(options, gradient_reducer.Gradients):
+      gradients = list(itertools.compress(options.names, are_dense))
     sums = iter(self._sum_dense(dense, is_mean, gradients))
     reduced = [
       self._gather_slices(v, is_mean)
@@ -274,14 +276,6 @@ class WorkerReducer:
     if len(copies) == 1:
       return copies[0]
     return _tf_internal.regroup(tuple(copies), wrap_class=_tf_internal.Mirrored)
-
-
-def _gradients(options, which) -> gradient_reducer.Gradients | None:
-  """Returns the `Gradients` of the chosen values; None if they are not gradients."""
-  if not isinstance(options, gradient_reducer.Gradients):
-    return None
-  variables = itertools.compress(options.variables, which)
-  return gradient_reducer.Gradients(variables)
 
 
 def _components(value):

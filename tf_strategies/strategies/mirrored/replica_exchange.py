@@ -17,9 +17,9 @@ class ReplicaExchange(exchange.Exchange):
   def __init__(self, reducer: reducer_lib.Reducer):
     self._reducer = reducer
 
-  def add(self, columns, sites, variables):
+  def add(self, columns, sites, gradients):
     """See base class."""
-    del variables
+    del gradients
     values = [_per_replica(row) for row in zip(*columns, strict=True)]
     # If one site needs the sums, they are reduced to its device alone.
     one = sites[0].device if len(sites) == 1 and len(columns) > 1 else None

@@ -172,7 +172,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   def exchange(self):
     """See base class."""
-    return worker_exchange.WorkerExchange(self.communicator, self.marked)
+    return worker_exchange.WorkerExchange(self.communicator)
 
   def share_from_chief(self, variables) -> None:
     """Gives variables the chief's values, eagerly, on every worker."""

@@ -135,7 +135,7 @@ class LocalWorker:
         total = communicator.combine(mine, 'sum', 'rows_since_meeting')
         share = tf.cast(mine, tf.float64) / tf.cast(total, tf.float64)
       means = self._sum(
-        optimizer.differences(share), gradient_reducer.Gradients(weights)
+        optimizer.differences(share), gradient_reducer.names_of(weights)
       )
       # In float64, so that a value that is equal on all workers does not
       # change.
@@ -145,7 +145,7 @@ class LocalWorker:
         variable.assign(tf.cast(value, variable.dtype))
     return tf.constant(True)
 
-  def _sum(self, tensors, gradients=None) -> list[tf.Tensor]:
+  def _sum(self, tensors, gradients=()) -> list[tf.Tensor]:
     """Returns the sums over all workers; other local devices add nothing."""
     if not tensors:
       return []

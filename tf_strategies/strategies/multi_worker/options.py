@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 from tf_strategies import option_checks, process_group
 from tf_strategies.collectives import algorithms
@@ -31,9 +29,7 @@ class RingOptions:
       the size of a bucket and by the hosts.
     compression: format in which an optimizer's float gradients travel. All other
       values are exact. 'none', or 'bfloat16' or 'float16' with half of the bytes (8
-      or 11 bits of precision). A function of a variable that returns such a name
-      chooses for each variable: `lambda v: 'bfloat16' if len(v.shape) > 1 else
-      'none'`.
+      or 11 bits of precision).
     group: rendezvous, secret and deadlines; None takes the secret from the
       environment.
 
@@ -45,28 +41,22 @@ class RingOptions:
   link: str = 'auto'
   bucket_bytes: int = 8 << 20
   all_reduce: str = 'auto'
-  compression: str | Callable[[Any], str] = 'none'
+  compression: str = 'none'
   group: process_group.GroupOptions | None = None
 
   def __post_init__(self):
     option_checks.check_choice('link', self.link, _LINKS)
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     algorithms.check(self.all_reduce, 'auto', option='all_reduce')
-    if not callable(self.compression):
-      check_compression(self.compression)
+    option_checks.check_choice(
+      'compression',
+      self.compression,
+      _COMPRESSIONS,
+      "write compression='none' to send gradients as they are",
+    )
     if self.group is not None:
       group_options.check_type('group', self.group)
     option_checks.keep_plain(self)
-
-
-def check_compression(name: str) -> None:
-  """Raises UnsupportedOptionError if there is no compression of that name."""
-  option_checks.check_choice(
-    'compression',
-    name,
-    _COMPRESSIONS,
-    "write compression='none' to send gradients as they are",
-  )
 
 
 @option_checks.has_options

@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, process_group
 from tf_strategies.cross_device import packing
-from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import kinds, pieces
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.mirrored import reducer
@@ -109,26 +109,20 @@ class ProcessGroupCommunicator(communicator.Communicator):
     else:
       super().check_same(answers, what, fix)
 
-  def all_reduce(self, columns, name, gradients=None):
+  def all_reduce(self, columns, name, gradients=()):
     """See base class."""
     several = len(columns) > 1
     tensors = self._local.sum_on_first(columns) if several else columns[0]
-    summed = self._all_reduce_host(tensors, name, gradients)
-    return [summed] * len(columns)
-
-  def _all_reduce_host(self, tensors, name, gradients):
-    """Sums tensors over all workers, each in the dtype that its variable asks for."""
-    gradients = gradients or gradient_reducer.Gradients(())
-    variables = gradients.variables or [None] * len(tensors)
-    chosen = list(map(self._compression_of, variables))
+    are_gradients = [g is not None for g in gradients] or [False] * len(tensors)
     # One copy from a GPU for each bucket, not for each gradient.
     with tf.device(self._local.devices[0]):
-      packed = self._pack(list(map(_to_wire, tensors, chosen)))
-      names = _names(tensors, variables)
+      packed = self._pack(list(map(self._to_wire, tensors, are_gradients)))
+      names = _names(tensors, gradients)
       sums = packed.unpack(
         self._send('all_reduce', name, packed, self._sum, names)
       )
-      return [tf.cast(s, t.dtype) for s, t in zip(sums, tensors, strict=True)]
+      summed = [tf.cast(s, t.dtype) for s, t in zip(sums, tensors, strict=True)]
+    return [summed] * len(columns)
 
   def _pack(
     self, tensors: Sequence[tf.Tensor], num_rows: int | None = None
@@ -190,15 +184,14 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """
     count = len(columns)
     tensors = columns[0] if count == 1 else self._local.sum_on_first(columns)
-    options = self._options
-    compression = options.compression if are_gradients else 'none'
 
     def divide(group, array, name):
-      algorithm = options.all_reduce
+      algorithm = self._options.all_reduce
       return group.reduce_scatter(array, name=name, algorithm=algorithm)
 
     with tf.device(self._local.devices[0]):
-      rows = [pieces.rows(_to_wire(t, compression), shard) for t in tensors]
+      wires = [self._to_wire(t, are_gradients) for t in tensors]
+      rows = [pieces.rows(t, shard) for t in wires]
       packed = self._pack(rows, shard.count)
       names = _names(tensors)
       results = self._send('reduce_scatter', 'pieces', packed, divide, names)
@@ -240,15 +233,15 @@ class ProcessGroupCommunicator(communicator.Communicator):
       joined = self._send('all_gather', 'pieces', packed, join, names)
       return packed.unpack(joined, count)
 
-  def _compression_of(self, variable: Any) -> str:
-    """Returns the compression of a variable's gradient; 'none' if there is none."""
-    if variable is None:
-      return 'none'
-    chosen = self._options.compression
-    if callable(chosen):
-      chosen = chosen(variable)
-      options_lib.check_compression(chosen)
-    return chosen
+  def _to_wire(self, tensor: tf.Tensor, is_gradient: bool) -> tf.Tensor:
+    """Returns a tensor in the dtype in which it travels."""
+    compression = self._options.compression
+    if tensor.dtype == tf.bool:
+      return tf.cast(tensor, tf.uint8)
+    is_wide = tensor.dtype in (tf.float32, tf.float64)
+    if is_gradient and is_wide and compression != 'none':
+      return tf.cast(tensor, compression)
+    return tensor
 
   def combine(self, tensor, op, name):
     """See base class."""
@@ -304,25 +297,12 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self._queue.close()
 
 
-def _to_wire(tensor: tf.Tensor, compression: str) -> tf.Tensor:
-  """Returns a tensor in the dtype in which it travels."""
-  if tensor.dtype == tf.bool:
-    return tf.cast(tensor, tf.uint8)
-  is_wide = tensor.dtype in (tf.float32, tf.float64)
-  if is_wide and compression != 'none':
-    return tf.cast(tensor, compression)
-  return tensor
-
-
-def _names(tensors, variables=None) -> list[str]:
-  """Returns the names of variables whose gradients these are, or of operations."""
+def _names(tensors, gradients=()) -> list[str]:
+  """Returns the names of the variables of gradients, or of other operations."""
   if tf.executing_eagerly():
     return [''] * len(tensors)
-  names = [t.op.name for t in tensors]
-  for i, variable in enumerate(variables or ()):
-    if variable is not None:
-      names[i] = getattr(variable, 'path', variable.name)
-  return names
+  pairs = itertools.zip_longest(tensors, gradients)
+  return [variable or tensor.op.name for tensor, variable in pairs]
 
 
 def _contents(names, members) -> str:

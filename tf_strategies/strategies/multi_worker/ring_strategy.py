@@ -93,12 +93,6 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       cross_device_ops = cross_device.AutoAllReduce()
     mirrored_strategy.check_cross_device_ops(cross_device_ops)
     option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
-    option_checks.check(
-      not (shard_optimizer_state and callable(options.compression)),
-      f'compression={options.compression!r}',
-      'one compression for all variables with shard_optimizer_state=True',
-      "write for instance compression='bfloat16'",
-    )
     devices = strategy.resolve_devices(devices)
     # If the constructor fails, the caller cannot close the group. The others would
     # wait for this worker, and its port would be taken in the next attempt.
@@ -144,10 +138,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 def set_up_of(options: options_lib.RingOptions) -> dict[str, object]:
   """Returns the settings that must be equal on all workers, by name."""
   names = 'bucket_bytes', 'all_reduce', 'compression'
-  found = {name: getattr(options, name) for name in names}
-  if callable(options.compression):
-    found['compression'] = 'by a function'
-  return found
+  return {name: getattr(options, name) for name in names}
 
 
 def _form_group(cluster, options, opened):

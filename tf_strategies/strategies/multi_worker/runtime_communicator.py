@@ -54,7 +54,7 @@ class RuntimeCommunicator(communicator.Communicator):
     # How often each tag was used: the service keeps a key for ever.
     self._uses: collections.Counter[str] = collections.Counter()
 
-  def all_reduce(self, columns, name, gradients=None):
+  def all_reduce(self, columns, name, gradients=()):
     """See base class."""
     del gradients
     if tf.executing_eagerly():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies.keras import gradient_reducer
 from tf_strategies.spmd import emit, pieces
 from tf_strategies.strategies.mirrored import replica_exchange
 
@@ -12,14 +11,11 @@ from tf_strategies.strategies.mirrored import replica_exchange
 class WorkerExchange(emit.Exchange):
   """Adds up and gathers the values of the replicas of all workers."""
 
-  def __init__(self, communicator, variables):
+  def __init__(self, communicator):
     self._communicator = communicator
-    # Variables that have gradients, by `id`.
-    self._variables = variables
 
-  def add(self, columns, sites, variables):
+  def add(self, columns, sites, gradients):
     """See base class."""
-    gradients = gradient_reducer.Gradients(map(self._variables.get, variables))
     sums = self._communicator.all_reduce(columns, 'reduce', gradients)
     results = []
     for site in sites:
