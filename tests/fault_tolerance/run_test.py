@@ -1,10 +1,6 @@
 """A run restores everything, continues `fit`, and belongs to one job."""
 
 import json
-import pathlib
-import signal
-import sys
-import time
 from unittest import mock
 
 import keras
@@ -14,7 +10,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from benchmarks import processes as commands
 from tests import processes, virtual_devices
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state, ownership
@@ -251,36 +246,6 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       for name, value in self._state(model).items():
         np.testing.assert_array_equal(value, before[name], name)
 
-  def test_another_run_can_be_read_and_not_continued(self):
-    """Checks a run with other optimizer values and another seed."""
-    self._run().save(1)
-    adam = keras.optimizers.Adam(0.5)
-    model = _model(seed=2, optimizer=adam)
-    other = self._run(model)
-    self.assertEqual(other.restore(), Position(1))
-    other.set_params({})
-    other.set_model(model)
-    message = 'learning_rate was 0.00.* and is 0.5; random seed was 1 and is 2'
-    for begin in (
-      lambda: other.save(2),
-      other.on_train_begin,
-      other.__enter__,
-    ):
-      with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, message):
-        begin()
-    same = self._run()
-    self.assertEqual(same.restore(), Position(1))
-    same.save(2)
-
-  def test_a_learning_rate_that_callbacks_changed_is_no_other_run(self):
-    model = _model()
-    self._run(model).save(1)
-    _fit(model)
-    model.optimizer.learning_rate = 0.5
-    checkpoint = self._run(model)
-    self.assertEqual(checkpoint.restore(), Position(1))
-    checkpoint.save(2)
-
   def test_settings_that_equal_themselves_as_json_only(self):
     settings = {'clip': float('nan'), 'sizes': (1, 2)}
     model = _model()
@@ -360,30 +325,6 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(variable, tf.fill(variable.shape, float(i)))
 
 
-# Trains to the given epoch; at its first start it saves, says so, and waits until the
-# test lets it end as after a preemption.
-_PROGRAM = """
-import os, pathlib, sys, time
-import keras
-import tf_strategies as tfs
-directory, epochs, restarts = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-keras.utils.set_random_seed(1)
-model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-model.compile('sgd', 'mse')
-checkpoint = tfs.Run(directory, model)
-epoch, _ = checkpoint.restore()
-checkpoint.__enter__()
-for epoch in range(epoch, epochs):
-  checkpoint.save(epoch + 1)
-  if restarts and os.environ['TFS_RESTART_COUNT'] == '0':
-    go = pathlib.Path(restarts[0])
-    go.write_text('saved')
-    while go.read_text() != 'go':
-      time.sleep(0.05)
-    raise SystemExit(143)
-"""
-
-
 def _save_where_another_run_does(rank, directory):
   """Returns the error of each way in which a run becomes the owner."""
   del rank
@@ -408,7 +349,7 @@ def _save_where_another_run_does(rank, directory):
 
 
 class TwoRunsTest(parameterized.TestCase):
-  """Two jobs in one directory, the first of which the launcher restarts."""
+  """Two jobs in one directory."""
 
   def test_all_workers_hear_that_the_chief_cannot_save(self):
     directory = self.create_tempdir().full_path
@@ -423,43 +364,6 @@ class TwoRunsTest(parameterized.TestCase):
     self.assertLen(first, 2)
     self.assertEqual(second, [f'The chief cannot save: {e}' for e in first])
     self.assertIn(f'got run {ownership.run_id()}', first[0])
-
-  def test_first_one_does_not_continue_the_second(self):
-    here = pathlib.Path(self.create_tempdir().full_path)
-    directory, go = here / 'checkpoints', here / 'go'
-    program = [sys.executable, '-c', _PROGRAM, str(directory)]
-    launch = [sys.executable, '-m', 'tf_strategies.launch', '--max_restarts=1']
-    with commands.Command(
-      [*launch, '--', *program, '9', str(go)],
-      env=commands.python_environment(),
-      deadline_seconds=_DEADLINE_SECONDS,
-    ) as first:
-      first.wait_until(lambda: go.exists() and go.read_text() == 'saved')
-      # The launcher is stopped, so that nobody is started before the second ends.
-      first.signal(signal.SIGSTOP)
-      go.write_text('go')
-      self.wait_for_owner_to_end(directory)
-      with commands.Command(
-        [*program, '3'],
-        env=commands.python_environment(),
-        deadline_seconds=_DEADLINE_SECONDS,
-      ) as second:
-        self.assertEqual(second.wait(), 0, second.tail())
-      first.signal(signal.SIGCONT)
-      self.assertNotEqual(first.wait(), 0)
-      self.assertRegex(
-        first.output(), 'TakenOverError: .* took over the directory'
-      )
-
-  def wait_for_owner_to_end(self, directory):
-    owner = json.loads((directory / 'owner.json').read_text())
-    ends_at = time.monotonic() + _DEADLINE_SECONDS
-    while not ownership.is_dead(owner) and time.monotonic() < ends_at:
-      # It is a zombie until its launcher goes on.
-      state = pathlib.Path(f'/proc/{owner["pid"]}/stat').read_text().split()[2]
-      if state == 'Z':
-        return
-      time.sleep(0.05)
 
 
 if __name__ == '__main__':

@@ -146,39 +146,11 @@ class Checkpointer:
       StorageError: the directory cannot be written.
     """
     with _typed(self.directory, 'written'):
-      self._ownership.acquire(self._newest_number())
+      self._ownership.acquire()
 
   def release(self) -> None:
     """Lets another process write."""
     self._ownership.release()
-
-  def check_run(self, found: Checkpoint) -> None:
-    """Raises TakenOverError if another run has taken over from this one."""
-    self._ownership.check_run(found.path, _number(found.path), found.run)
-
-  def check_description(
-    self, found: Checkpoint, description: Mapping[str, Any]
-  ) -> None:
-    """Raises CheckpointMismatchError for a checkpoint of another run.
-
-    Any checkpoint passes after the user has deleted the file that names the owner.
-
-    Args:
-      found: the checkpoint; its metadata has the 'description' of its run.
-      description: of this run; values of JSON by name.
-    """
-    if self._ownership.may_continue(_number(found.path)):
-      return
-    saved = found.metadata.get('description', {})
-    now = {name: description.get(name, saved[name]) for name in saved}
-    different = different_settings(saved, now)
-    if different:
-      raise errors.CheckpointMismatchError(
-        f'Expected a checkpoint of this run, got {found.path}: '
-        f'{"; ".join(different)}. Fix: start the run as it was started '
-        'before, or pass another directory. To continue the checkpoint all '
-        f'the same, delete {self._ownership.path}.'
-      )
 
   def log_restored(self, found: Checkpoint, position: object) -> None:
     """Logs where a run continues, which run wrote that, and whether it has finished."""
@@ -222,7 +194,6 @@ class Checkpointer:
     """
     self.acquire()
     with _typed(self.directory, 'written'):
-      self._ownership.note_write()
       path = self._write(arrays, metadata)
     try:
       paths = self.paths()

@@ -158,32 +158,6 @@ def iterations(optimizer: keras.optimizers.Optimizer) -> int:
   return next((int(v.numpy()) for v in _counters(optimizer)), 0)
 
 
-def describe_optimizer(
-  optimizer: keras.optimizers.Optimizer, has_begun: bool = False
-) -> dict[str, Any]:
-  """Returns the numbers that an optimizer was made with, by name.
-
-  The learning rate is left out once callbacks may have changed it: after a step of
-  the optimizer, or if `fit` `has_begun`.
-  """
-  try:
-    config = optimizer.get_config()
-    found = dict(config)
-  except Exception:  # The user's own optimizer may not have one.
-    return {}
-  if isinstance(config.get('learning_rate'), dict):  # A schedule.
-    of_schedule = config['learning_rate'].get('config', {})
-    found |= {f'learning_rate/{k}': v for k, v in of_schedule.items()}
-  elif has_begun or iterations(optimizer):
-    found.pop('learning_rate', None)
-  return {
-    name: value
-    for name, value in found.items()
-    if name.rpartition('/')[2] != 'name'
-    and isinstance(value, bool | int | float | str)
-  }
-
-
 def counters(
   objects: Mapping[str, Any], named: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -7,9 +7,9 @@ host the server of such a file system releases the lock when its lease expires. 
 file system has no locks, the newest process is the owner, and the one before it is
 refused at its next save.
 
-The file names the writer and all runs that have owned the directory, in order. A run
-is everything that one launch of a job starts, with all restarts: the launcher gives
-its tasks a TFS_RUN_ID. Without it each process is a run of its own.
+The file names the writer and its run. A run is everything that one launch of a job
+starts, with all restarts: the launcher gives its tasks a TFS_RUN_ID. Without it each
+process is a run of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ _VARIABLES = ('TFS_RUN_ID', 'SLURM_JOB_ID')
 _SAME_RUN_SECONDS = 120.0
 _OTHER_RUN_SECONDS = 5.0
 _POLL_SECONDS = 0.2
-_MOST_RUNS = 100
 
 # A name of this process; a forked one gets another.
 _of_this_process = secrets.token_hex(6)
@@ -121,16 +120,12 @@ class Ownership:
   def __init__(self, directory: str):
     self._directory = directory
     self.path = os.path.join(directory, _FILE)
-    # The open file that is locked, and the record in it.
+    # The open file that is locked.
     self._descriptor: int | None = None
-    self._owner: dict[str, Any] = {}
     self._close: Callable[[], object] = lambda: None
 
-  def acquire(self, newest: int) -> None:
+  def acquire(self) -> None:
     """Makes this process the owner; returns at once if it is.
-
-    Args:
-      newest: number of the newest checkpoint there, or 0.
 
     Raises:
       InUseError: a live process of another run owns the directory.
@@ -142,67 +137,17 @@ class Ownership:
     else:
       self.release()
       os.makedirs(self._directory, exist_ok=True)
-      self._wait_for_lock(newest)
-
-  def note_write(self) -> None:
-    """Notes that this run, the owner, writes a checkpoint."""
-    if self._owner['runs'][-1] != run_id():
-      self._owner['runs'] = _with_this_run(self._owner['runs'])
-      _write(self._descriptor, self._owner)
+      self._wait_for_lock()
 
   def release(self) -> None:
     """Lets another process be the owner, if this one is."""
     self._close()
     self._descriptor = None
 
-  def may_continue(self, number: int) -> bool:
-    """Returns whether this run may continue a checkpoint, whoever wrote it.
-
-    It may if the user has deleted the owner file since.
-    """
-    return number <= self._record().get('adopted', number)
-
-  def check_run(self, path: str, number: int, run: str) -> None:
-    """Checks that no other run took over the directory from this one.
-
-    A run that begins may continue any other run's checkpoints. A run that was here
-    before may not continue checkpoints that another run has written since.
-
-    Args:
-      path: of a checkpoint.
-      number: of the checkpoint.
-      run: which wrote it.
-
-    Raises:
-      TakenOverError: another run took over.
-    """
-    mine = run_id()
-    # A run that begins is the last one; it moves there again when it saves.
-    runs = self._record().get('runs', [])
-    is_known = mine in runs and run in runs
-    if not is_known or runs.index(run) <= runs.index(mine):
-      return
-    if self.may_continue(number):
-      return
-    raise errors.TakenOverError(
-      f'Expected checkpoints of this run, {mine}, got {path} of run {run}, '
-      'which took over the directory. Fix: give each job a directory of its '
-      f'own. To continue the other run all the same, delete {self.path} and '
-      'start the job again.'
-    )
-
-  def _record(self) -> dict[str, Any]:
-    """Returns the owner's record; an empty one without an owner file."""
-    if self._descriptor is not None:
-      return self._owner
-    with contextlib.suppress(OSError), open(self.path, 'rb') as file:
-      return _read(file.fileno())
-    return {}
-
-  def _wait_for_lock(self, newest: int) -> None:
+  def _wait_for_lock(self) -> None:
     began = time.monotonic()
     has_told = False
-    while (owner := self._try_to_lock(newest)) is not None:
+    while (owner := self._try_to_lock()) is not None:
       is_same = owner.get('run') == run_id()
       patience = _SAME_RUN_SECONDS if is_same else _OTHER_RUN_SECONDS
       if time.monotonic() - began > patience:
@@ -221,7 +166,7 @@ class Ownership:
         )
       time.sleep(_POLL_SECONDS)
 
-  def _try_to_lock(self, newest: int) -> dict[str, Any] | None:
+  def _try_to_lock(self) -> dict[str, Any] | None:
     """Takes the lock; returns the record of the process that has it, if any."""
     descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
     with contextlib.ExitStack() as stack:
@@ -240,16 +185,9 @@ class Ownership:
         )
       if not self._is_at_path(descriptor):  # It was deleted meanwhile.
         return {}
-      found = _read(descriptor)
-      runs = found.get('runs', [])
-      owner = {
-        **new_record(),
-        'adopted': found.get('adopted', 0) if found else newest,
-        'runs': runs if run_id() in runs else _with_this_run(runs),
-      }
-      _write(descriptor, owner)
+      _write(descriptor, new_record())
       stack.pop_all()
-    self._descriptor, self._owner = descriptor, owner
+    self._descriptor = descriptor
     self._close = weakref.finalize(self, os.close, descriptor)
     return None
 
@@ -270,11 +208,6 @@ class Ownership:
       f'the only writer of {self._directory}, got {describe(found)}. Fix: '
       'give each job a directory of its own.'
     )
-
-
-def _with_this_run(runs: list[str]) -> list[str]:
-  """Returns the newest names of runs, of which this run is the last."""
-  return [*(run for run in runs if run != run_id()), run_id()][-_MOST_RUNS:]
 
 
 def _write(descriptor: int, owner: dict[str, Any]) -> None:

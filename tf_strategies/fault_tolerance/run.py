@@ -20,7 +20,6 @@ from tf_strategies.checkpoint.position import Position
 from tf_strategies.cluster import exit_codes
 from tf_strategies.fault_tolerance import preemption
 from tf_strategies.strategies.multi_worker import elastic
-from tf_strategies.strategies.multi_worker import strategy as multi_worker
 
 
 @option_checks.has_options
@@ -50,11 +49,9 @@ class Run(keras.callbacks.Callback):
   reads and writes files.
 
   A directory belongs to one run. The chief locks it for the life of its process,
-  when `fit` or the context begins or at the first `save`. A run that the launcher
-  restarts (TFS_RUN_ID) does not continue checkpoints that another run has written
-  meanwhile. A run that begins continues the checkpoints that it finds, if they were
-  made with the same model, optimizer, random seed and `settings`; to continue
-  others, delete `owner.json` there.
+  when `fit` or the context begins or at the first `save`. A run that begins continues
+  the checkpoints that it finds, if they were made with the same variables and
+  `settings`.
 
   On parameter servers `directory` is the strategy's `checkpoint_dir`. The strategy
   saves every `checkpoint_steps` steps, keeps three checkpoints, and finds the epoch
@@ -175,7 +172,6 @@ class Run(keras.callbacks.Callback):
     Raises:
       CheckpointMismatchError: it belongs to another model, or to a run with other
         settings. The message names every difference.
-      TakenOverError: another run has written there since this one began.
       DataError: there are checkpoints and all are damaged.
       StorageError: the chief cannot read a file.
     """
@@ -198,8 +194,6 @@ class Run(keras.callbacks.Callback):
         All workers raise the chief's errors.
       InUseError: a live process of another run writes into the directory.
       TakenOverError: another process has become the writer.
-      CheckpointMismatchError: the restored checkpoint was made with another
-        optimizer or random seed.
       UnsupportedOptionError: not a position.
     """
     return self._state.save(_position(epoch, step))
@@ -406,23 +400,18 @@ class WorkerState:
     self._model = model
     self._metrics = metrics
     self._settings = settings
-    seed, _ = multi_worker.proposed_seed()
-    # Compared before this run saves, since reading alone harms nobody.
-    self._description = plain(
-      {'random seed': seed, **model_state.describe_optimizer(optimizer)}
-    )
     self._metric_arrays: dict[str, Any] = {}
-    # On the chief: the checkpoint that was restored, until this run saves.
+    # On the chief: the checkpoint that is being restored.
     self._restored: checkpointer.Checkpoint | None = None
 
   def restore(self) -> Position:
     """Restores the newest whole checkpoint; returns its position."""
-    self._restored, self._metric_arrays = None, {}
+    self._metric_arrays = {}
     header = self._on_chief('restore', self._find)
     if header is None:
       return Position()
     position = Position.from_json(header['position'])
-    found = self._restored
+    found, self._restored = self._restored, None
     parts = self._access.restore(
       self._variables, found.arrays if found else {}, header['parts']
     )
@@ -485,13 +474,11 @@ class WorkerState:
     arrays = self._access.read(variables)
 
     def write():
-      self._acquire()
       return self._checkpointer.save(
         arrays,
         {
           **position.to_json(),
           'settings': self._settings,
-          'description': self._description,
           'parts': model_state.reductions(variables),
         },
       )
@@ -508,7 +495,7 @@ class WorkerState:
     """Tells a `SidecarEvaluator` whether more checkpoints will follow."""
 
     def mark():
-      self._acquire()
+      self._checkpointer.acquire()
       self._checkpointer.mark_finished(is_finished)
 
     self._on_chief('save', mark)
@@ -545,12 +532,6 @@ class WorkerState:
       raise error_type(f'The chief cannot {what}: {answer["error"]}')
     return answer.get('value')
 
-  def _acquire(self) -> None:
-    self._checkpointer.acquire()
-    if self._restored is not None:
-      self._checkpointer.check_description(self._restored, self._description)
-      self._restored = None  # Closes its file.
-
   def _find(self) -> dict[str, Any] | None:
     """Opens the newest checkpoint; raises an error if it is another run's.
 
@@ -561,12 +542,10 @@ class WorkerState:
     found = self._checkpointer.newest()
     if found is None:
       return None
-    self._checkpointer.check_run(found)
     names = model_state.match_names(
       list(self._variables), [k for k in found.arrays if not _is_metric(k)]
     )
     arrays = found.arrays.renamed(names)
-    # Checkpoints of parameter servers have no settings.
     different = checkpointer.different_settings(
       found.metadata.get('settings', {}), self._settings
     )

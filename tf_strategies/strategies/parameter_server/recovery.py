@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import keras
 import tensorflow as tf
 from absl import logging
 
@@ -60,7 +59,7 @@ class Recovery:
       self._checkpointer.acquire()
     self._objects: Mapping[str, Any] | None = None
     # Tells this run from others, in each checkpoint.
-    self._description: dict[str, Any] = {}
+    self._settings: Mapping[str, Any] = {}
     self._is_tracking = False
     self._is_guarding = False
     # Whether it restores what an earlier run has saved.
@@ -97,7 +96,7 @@ class Recovery:
     if self.is_told:
       return False
     self._is_tracking = True
-    self._take(objects, has_begun=True)
+    self._take(objects)
     if self._has_checkpoint:
       return False
     if self._checkpointer.paths():
@@ -156,7 +155,7 @@ class Recovery:
       {
         **position.to_json(),
         'steps': self.counts.of_all_runs,
-        'description': self._description,
+        'settings': self._settings,
         'parts': model_state.reductions(named),
       },
     )
@@ -179,8 +178,7 @@ class Recovery:
     if not self.is_enabled:
       return None
     self._take(objects)
-    found = {f'settings: {k}': v for k, v in (settings or {}).items()}
-    self._description |= found
+    self._settings = settings or {}
     self._is_loading = True
     try:
       found = self.with_recovery(self._read_newest)
@@ -194,16 +192,10 @@ class Recovery:
     self._checkpointer.log_restored(found, position)
     return position
 
-  def _take(self, objects: Mapping[str, Any], has_begun: bool = False) -> None:
-    """Takes the objects that checkpoints hold, once, and describes the run."""
-    if self._objects is not None:
-      return
-    self._objects = dict(objects)
-    self._description['random seed'] = _tf_internal.global_seed()
-    for name, value in objects.items():
-      if isinstance(value, keras.optimizers.Optimizer):
-        found = model_state.describe_optimizer(value, has_begun)
-        self._description |= {f'{name}: {k}': v for k, v in found.items()}
+  def _take(self, objects: Mapping[str, Any]) -> None:
+    """Takes the objects that checkpoints hold, once."""
+    if self._objects is None:
+      self._objects = dict(objects)
 
   def _read_newest(self) -> checkpointer.Checkpoint | None:
     """Assigns the variables what the newest whole checkpoint has.
@@ -219,13 +211,14 @@ class Recovery:
         f'{found.path} of another strategy (tfs.Run). Fix: pass another '
         'checkpoint_dir.'
       )
-    if self._is_loading:
-      self._checkpointer.check_run(found)
-      self._checkpointer.check_description(found, self._description)
     named = model_state.name_objects(self._objects)
     names = model_state.match_names(list(named), list(found.arrays))
     arrays = found.arrays.renamed(names)
     different = model_state.differences(named, arrays.specs)
+    if self._is_loading:
+      different += checkpointer.different_settings(
+        found.metadata.get('settings', {}), self._settings
+      )
     if different:
       raise errors.CheckpointMismatchError(
         f'Expected a checkpoint of this model, got {found.path}: '
