@@ -125,22 +125,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertTrue(self.job.strategy.extended.communicator.is_member)
     self.assertAllClose(loss, np.mean((self.model.predict(x) - y) ** 2))
 
-  @parameterized.parameters(
-    (3, 3, 'steps_per_epoch=3 .*got 4 batches in epoch 0 .*=4'),
-    (
-      4,
-      4,
-      r'16 batches .*steps_per_epoch=4 .*12 batches of make_batches\(0, 0\)',
-    ),
-  )
-  def test_other_steps_than_the_data_have_are_refused(
-    self, steps, epochs, text
-  ):
-    self.job.restore(self.model)
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, text):
-      self.job.fit(self.model, _make_batches, epochs, steps, verbose=0)
-    self.assertEqual(int(self.model.optimizer.iterations.numpy()), 0)
-
   def test_fit_after_a_death_is_one_for_callbacks(self):
     self.job.restore(self.model)
     self.job.update(0, 1)

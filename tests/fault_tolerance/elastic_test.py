@@ -225,7 +225,6 @@ class ElasticTest(elastic_case.ElasticCase):
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(
     ({'batch': 'local'}, 'batch'),
-    ({'join': 'now'}, 'join'),
     ({'max_failures': -1}, 'max_failures'),
     ({'directory': 3}, 'a path, got directory=3'),
     ({'directory': 'gs://job'}, "file system of this machine.*'gs://job'"),
@@ -237,7 +236,6 @@ class OptionsTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(
     ({'ring': tfs.RingOptions(link='mpi')}, 'tcp'),
-    ({'shard_optimizer_state': True}, 'shard_optimizer_state=True'),
   )
   def test_what_cannot_form_again_is_refused(self, options, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):

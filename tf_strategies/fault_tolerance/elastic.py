@@ -56,7 +56,6 @@ def run(
   cluster: cluster_lib.ClusterConfig | None = None,
   ring: RingOptions | None = None,
   devices: Sequence[str] | None = None,
-  shard_optimizer_state: bool = False,
 ) -> _Result:
   """Calls `train_fn(job)` until it returns, and returns its result.
 
@@ -71,20 +70,18 @@ def run(
       process is alone.
     ring: options of the communication; its `link` must be 'tcp'.
     devices: devices of this worker, as for `MultiWorkerRingStrategy`.
-    shard_optimizer_state: must be False: every worker has all of the state, so
-      that any of them can continue alone.
 
   Raises:
     RendezvousError: too few workers have come by the deadline.
     JobFinishedError: the training was completed before this worker came.
     WorkerUnavailableError: more than `max_failures` consecutive failures without
       a step in between.
-    UnsupportedOptionError: the link cannot form again, or the state is divided.
+    UnsupportedOptionError: the link cannot form again.
     Exception: any error of `train_fn`; the other workers continue.
   """
   options = ElasticOptions() if options is None else options
   ring = RingOptions() if ring is None else ring
-  _check(train_fn, options, ring, shard_optimizer_state)
+  _check(train_fn, options, ring)
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
   group_options = dataclasses.replace(
@@ -114,9 +111,8 @@ def run(
     rendezvous.close()
 
 
-def _check(train_fn, options, ring, shard_optimizer_state) -> None:
+def _check(train_fn, options, ring) -> None:
   """Raises UnsupportedOptionError for arguments with which no job can train."""
-  option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
   option_checks.check_function(
     'train_fn', train_fn, 'pass the function itself: tfs.elastic.run(train)'
   )
@@ -135,11 +131,4 @@ def _check(train_fn, options, ring, shard_optimizer_state) -> None:
     f'link={ring.link!r}',
     "link='tcp' for elastic training",
     "write RingOptions(link='tcp'), or train without tfs.elastic",
-  )
-  option_checks.check(
-    not shard_optimizer_state,
-    f'shard_optimizer_state={shard_optimizer_state!r}',
-    'shard_optimizer_state=False for elastic training',
-    'leave it out, since a worker that dies would take its part of the state '
-    'along; or train on a MultiWorkerRingStrategy and resume from a tfs.Run',
   )

@@ -356,9 +356,8 @@ class Job(elastic_members.Members):
     elastic_options.check_count('epoch', epoch, 0)
     elastic_options.check_count('step', step, 0)
     self.join()
-    is_new_epoch = epoch != self._state.progress.epoch
     self._state.move(epoch, step)
-    self._let_in(is_new_epoch)
+    self._let_in()
 
   def fit(
     self,
@@ -394,17 +393,16 @@ class Job(elastic_members.Members):
       class_weight: as of `model.fit`.
 
     Raises:
-      UnsupportedOptionError: `make_batches` has fewer batches than `epochs` of
-        `steps_per_epoch`, or counts other epochs; or BackupAndRestore is among the
-        callbacks.
+      UnsupportedOptionError: BackupAndRestore is among the callbacks.
+      CollectiveMismatchError: this worker has other batches, or other callbacks that
+        write files, than the others.
     """
     elastic_options.check_fit(make_batches, epochs, steps_per_epoch, callbacks)
     state = self._state
     if state.model is not model:
       self.restore(model)
     state.fit = epochs, steps_per_epoch
-    if is_next := bool(state.callbacks):
-      state.files_are_common = False  # They were not compared.
+    is_next = bool(state.callbacks)
     # Keras's own history would not know the epochs before a worker came.
     kind = keras.callbacks.History
     history = next((c for c in callbacks if isinstance(c, kind)), kind())
@@ -412,7 +410,6 @@ class Job(elastic_members.Members):
     if history not in state.callbacks:
       state.callbacks.append(history)
     batches = make_batches(0, 0)
-    elastic_options.check_length(batches, make_batches, epochs, steps_per_epoch)
     self._join_with_steps(model, batches, steps_per_epoch, class_weight)
     epoch, step = self._begin_at(steps_per_epoch, model.steps_per_execution)
     if not is_next:  # Of what earlier calls of the training function did.
@@ -423,7 +420,7 @@ class Job(elastic_members.Members):
     is_new = state.position == Position()
     callbacks = [
       FilesOfJob(callback, self.run_step, is_new)
-      if state.files_are_common and chief_only.path_of(callback)
+      if chief_only.path_of(callback)
       else callback
       for callback in state.callbacks
     ]

@@ -61,6 +61,12 @@ _MUST_BE_SAME = (
     errors.CollectiveMismatchError,
   ),
   (
+    'files',
+    'the list of callbacks of job.fit that write files',
+    'pass the same callbacks with the same paths on all workers',
+    errors.CollectiveMismatchError,
+  ),
+  (
     'variables',
     'the list of variables (dtypes and shapes)',
     'run the same program on all workers',
@@ -136,13 +142,11 @@ class Members(elastic.ElasticGroups):
     if self._communicator.is_member:
       self._synchronise(self._communicator.group, _ELSEWHERE)
 
-  def _let_in(self, is_new_epoch: bool) -> None:
+  def _let_in(self) -> None:
     """Raises MembershipChange if workers wait to join and may."""
-    join, group = self._options.join, self._communicator.group
-    is_closed = self._state.is_in_last_epoch_of_fit or join == 'never'
-    if is_closed or (join == 'epoch' and not is_new_epoch):
+    if self._state.is_in_last_epoch_of_fit:
       return
-    limit = self._options.max_workers
+    group, limit = self._communicator.group, self._options.max_workers
     members = {member.task for member in group.members}
     outside = [t for t in group.pending_joiners() if t not in members]
     if outside and (limit is None or group.world_size < limit):
@@ -153,7 +157,7 @@ class Members(elastic.ElasticGroups):
     while True:
       try:
         if kind == 'train':
-          self._let_in(is_new_epoch=not self._state.progress.rows)
+          self._let_in()
         if batch is not None:
           self._check_batch(batch)
         outputs = compute()
@@ -331,15 +335,18 @@ class Members(elastic.ElasticGroups):
         'more: training begins again at epoch 0.'
       )
     theirs = answers[best.rank]
-    is_running = theirs['phase'] in _INSIDE
     strategy_lib.take_seed(own_seed, theirs['seed'])
-    self._check_answers(answers, theirs['are_common'] if is_running else None)
+    for name, what, fix, error in _MUST_BE_SAME:
+      said = [a[name] for a in answers]
+      if None not in said:
+        self.check_same(said, what, fix, error)
     have = [
       a['shared'] and m.progress == best.progress
       for a, m in zip(answers, group.members, strict=True)
     ]
     phases = [a['phase'] for a in answers]
     if not all(have):
+      is_running = theirs['phase'] in _INSIDE
       enter = [is_running and phase == _FIT for phase in phases]
       state.take(group, best.rank, have, enter)
     state.is_shared = True
@@ -365,7 +372,6 @@ class Members(elastic.ElasticGroups):
       'came': self._came,
       'fit': state.fit if is_in_fit else None,
       'files': state.files if is_in_fit else None,
-      'are_common': state.files_are_common,
       'phase': phase,
       'steps': state.num_steps,
       'state': state.progress,
@@ -380,29 +386,6 @@ class Members(elastic.ElasticGroups):
     answers = [json.loads(answer) for answer in answers]
     self._all_came = [a['came'] for a in answers]
     return answers
-
-  def _check_answers(self, answers, are_common):
-    """Raises an error unless the workers may train together.
-
-    Args:
-      answers: see `_ask`.
-      are_common: whether the chief writes the files of callbacks in the `fit` that is
-        running; None if none is, so that the workers agree on it here.
-    """
-    for name, what, fix, error in _MUST_BE_SAME:
-      said = [a[name] for a in answers]
-      if None not in said:
-        self.check_same(said, what, fix, error)
-    files = [a['files'] for a in answers]
-    if are_common is None:
-      are_common = None not in files and all(f == files[0] for f in files)
-    elif are_common and None not in files:
-      self.check_same(
-        files,
-        'the list of callbacks of job.fit that write files',
-        'pass the same callbacks with the same paths on all workers',
-      )
-    self._state.files_are_common = are_common
 
 
 def _was_restarted() -> bool:

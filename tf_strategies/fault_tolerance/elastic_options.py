@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import keras
-import tensorflow as tf
 
 from tf_strategies import option_checks, process_group
 
-_CHOICES = {
-  'batch': ('global', 'per_replica'),
-  'join': ('epoch', 'step', 'never'),
-}
+_BATCHES = 'global', 'per_replica'
 
 
 @option_checks.has_options
@@ -31,8 +27,6 @@ class ElasticOptions:
     window_seconds: how long to wait for more than `min_workers`.
     batch: 'global' keeps the global batch, so that the result does not depend
       on the number of workers; 'per_replica' keeps the batch of each replica.
-    join: when new workers join: after any 'step', at the end of an 'epoch', or
-      'never' (only after a failure).
     directory: a directory of this job alone that all workers see. A worker that comes
       after the end of the training raises `JobFinishedError`.
     max_failures: how many consecutive failures without progress end the job.
@@ -45,13 +39,11 @@ class ElasticOptions:
   max_workers: int | None = None
   window_seconds: float = 5.0
   batch: str = 'global'
-  join: str = 'step'
   directory: str | None = None
   max_failures: int = 10
 
   def __post_init__(self):
-    for field, allowed in _CHOICES.items():
-      option_checks.check_choice(field, getattr(self, field), allowed)
+    option_checks.check_choice('batch', self.batch, _BATCHES)
     option_checks.check_int('max_failures', self.max_failures, 0)
     if self.directory is not None:
       option_checks.check_path(
@@ -94,51 +86,6 @@ def check_fit(
     'other callbacks in an elastic job',
     'leave it out: the workers keep the state in memory',
   )
-
-
-def check_length(
-  batches: object,
-  make_batches: Callable[[int, int], object],
-  epochs: int,
-  steps_per_epoch: int,
-) -> None:
-  """Raises UnsupportedOptionError if epochs of the batches have other lengths.
-
-  A worker that joins later would begin with another batch than the others.
-
-  Args:
-    batches: the result of `make_batches(0, 0)`.
-    make_batches, epochs, steps_per_epoch: as of `Job.fit`.
-  """
-  count = _length(batches)
-  if count is None:
-    return
-  rule = f'steps_per_epoch={steps_per_epoch} in each of epochs={epochs}'
-  if epochs > 1:
-    rest = _length(make_batches(1, 0))
-    own = None if rest is None else count - rest
-    option_checks.check(
-      own in (None, steps_per_epoch),
-      f'{own} batches in epoch 0 of make_batches',
-      rule,
-      f'pass steps_per_epoch={own}, or steps_per_epoch={steps_per_epoch} to '
-      'tfs.data.make_dataset as well',
-    )
-  option_checks.check(
-    count >= epochs * steps_per_epoch,
-    f'{count} batches of make_batches(0, 0)',
-    f'{epochs * steps_per_epoch} batches for {rule}',
-    'return all batches from there to the end of the job, or pass another '
-    'steps_per_epoch',
-  )
-
-
-def _length(batches: object) -> int | None:
-  """Returns the number of batches; None if it is unknown or infinite."""
-  if not isinstance(batches, tf.data.Dataset):
-    return None
-  count = int(batches.cardinality())
-  return count if count >= 0 else None
 
 
 def check_count(name: str, value: object, least: int) -> None:

@@ -38,8 +38,6 @@ class SharedState:
     is_one_fit: True if all steps belong to one model, so that another worker can
       continue in the middle of them.
     fit: epochs and steps of an epoch that `job.fit` was called with.
-    files_are_common: True if the workers agree on the files that callbacks write,
-      so that the chief writes them; None before they have compared them.
   """
 
   def __init__(self):
@@ -62,7 +60,6 @@ class SharedState:
     self.is_one_fit = is_one_fit
     self.batch_size = 1
     self.callbacks: Sequence[keras.callbacks.Callback] = ()
-    self.files_are_common: bool | None = None
     self._entered_with = None
     self._objects = {}
     # Values of the metrics after the last step. Keras may have reset them since.
