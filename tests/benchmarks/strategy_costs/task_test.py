@@ -49,10 +49,9 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
       'cross_device_ops': 'AutoAllReduce',
       'all_reduce_bytes_in': {},
       'reduce_bytes_in': {'CPU:0': 900, 'CPU:1': 0},
-      'read_bytes_in': {'CPU:0': 0, 'CPU:1': 1000},
     }
     found = {'replicas': 2, 'parameter_server': None, 'all_reduce': counted}
-    self.assertEqual(task.bytes_per_step(found, steps=10), (100.0, 190.0))
+    self.assertEqual(task.bytes_per_step(found, steps=10), (90.0, 90.0))
     # Workers and TensorFlow's own all-reduce do not count them.
     for counted in ({'link': 'tcp'}, None):
       found['all_reduce'] = counted

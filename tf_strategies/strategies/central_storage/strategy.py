@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies.cluster import workers as workers_lib
-from tf_strategies.cross_device import base as cross_device_base
-from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
@@ -83,15 +81,6 @@ class CentralStorageStrategy(
     """Full name of the device with the variables."""
     return self.extended.parameter_devices[0]
 
-  def communication_report(self) -> dict[str, object]:
-    """Returns the report of `RingMirroredStrategy`, with `read_bytes_in` added.
-
-    `read_bytes_in` counts the bytes of variables that each compute device has read
-    from another device. Each variable counts once per step.
-    """
-    report = super().communication_report()
-    return {**report, 'read_bytes_in': self.extended.reads.bytes_in()}
-
 
 @dataclasses.dataclass(frozen=True)
 class _Placement:
@@ -122,7 +111,6 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
       container_strategy, devices, cross_device_ops, _CentralReducer
     )
     self._parameter_device = parameter_device
-    self.reads = statistics.CallStatistics()
 
   @property
   def parameter_devices(self):
@@ -163,23 +151,6 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   def home_device(self):
     """See base class."""
     return self._parameter_device
-
-  def _call_in_run(self, run, fn, args, kwargs):
-    outputs = super()._call_in_run(run, fn, args, kwargs)
-    if replica_run.current() is None:  # Otherwise the surrounding run counts.
-      self.count_reads(run.reads)
-    return outputs
-
-  def count_reads(self, reads):
-    """Records the bytes of variables that each device reads from another."""
-    received = [
-      sum(map(cross_device_base.bytes_of, reads.get(i, {}).values()))
-      if device != self._parameter_device
-      else 0
-      for i, device in enumerate(self._devices)
-    ]
-    if any(received):
-      self.reads.record(self._devices, received)
 
   # How variables are created.
 

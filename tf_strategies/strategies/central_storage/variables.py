@@ -31,7 +31,6 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
   def _get_replica(self, replica_id):
     del replica_id
-    replica_run.note_read(self)
     replica = replica_run.current_replica_id()
     if replica is not None and _tf_internal.in_xla_context():
       self._check_compiled(replica)

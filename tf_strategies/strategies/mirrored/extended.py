@@ -272,9 +272,6 @@ class ExactMirroredExtended(
     """Returns the value, eagerly, of a variable that is a sum over replicas."""
     return tf.add_n([copy.read_value() for copy in variable.values])
 
-  def count_reads(self, reads) -> None:
-    """Counts the central variables that each replica reads in a step."""
-
   def place(self) -> tuple[Any, Any]:
     """Returns this process's rank among the workers, and the number of workers."""
     return 0, 1

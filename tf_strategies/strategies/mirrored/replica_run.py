@@ -34,14 +34,10 @@ class ReplicaRun:
     sites: sites of this process's replicas. None if every replica of every process
       is known to have rows.
     num_with_rows: number of all replicas that have rows, float32, at least one.
-    reads: the shared variables that replicas have read, by replica and `id`.
   """
 
   sites: Sequence[Site] | None = None
   num_with_rows: tf.Tensor | None = None
-  reads: dict[int, dict[int, tf.Variable]] = dataclasses.field(
-    default_factory=dict
-  )
 
 
 def rows_of(
@@ -131,13 +127,6 @@ def current_replica_id() -> int | None:
   if isinstance(thread, _tf_internal.MirroredReplicaThread):
     return thread.replica_id
   return None
-
-
-def note_read(variable) -> None:
-  """Records that the replica of the calling thread reads a shared variable."""
-  run, replica_id = current(), current_replica_id()
-  if run is not None and replica_id is not None:
-    run.reads.setdefault(replica_id, {})[id(variable)] = variable
 
 
 def in_branch_of_replica() -> bool:

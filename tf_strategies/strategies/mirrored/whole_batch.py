@@ -144,8 +144,6 @@ class _Variable:
   """
 
   variable: Any
-  # The central variables that each replica reads, by `id`.
-  reads: dict[int, dict[int, Any]]
 
   @property
   def name(self):
@@ -169,11 +167,8 @@ class _Variable:
     return getattr(type(self.variable), 'is_central', False)
 
   def handle(self, site):
-    if not self.is_single:
-      return self.variable.values[site.replica or 0].handle
-    if site.replica is not None:
-      self.reads.setdefault(site.replica, {})[id(self.variable)] = self.variable
-    return self.variable.values[0].handle
+    copy = 0 if self.is_single else site.replica or 0
+    return self.variable.values[copy].handle
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,7 +194,6 @@ class WholeStep:
     self._kind = kind
     self._devices = extended.worker_devices
     self._strategy = extended._container_strategy()
-    self._reads: dict[int, dict[int, Any]] = {}
     # Variables that a failed step may already have written.
     self.written_early: list[Any] = []
 
@@ -236,7 +230,6 @@ class WholeStep:
       compiled = _tf_internal.compiled_operations(self._devices[0])
     emitter = emit.Emitter(planned, sites, self._exchange(), compiled)
     [results, *_] = emitter.run(wanted)
-    self._extended.count_reads(self._reads)
     return _packed(graph.structured_outputs, iter(results))
 
   def _plan(self, graph, leaves, specs, sites, is_whole=False):
@@ -416,7 +409,7 @@ class WholeStep:
             variable
           ):
             variable.hold_whole()
-          resource = _Variable(variable, self._reads)
+          resource = _Variable(variable)
       add(dict.fromkeys(sites, external), kinds.WHOLE, resource)
     return inputs, arguments, values
 
