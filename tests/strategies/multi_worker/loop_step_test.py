@@ -23,7 +23,9 @@ def _work(rank, name, devices, programs):
 
 
 def _apply_in_branch(rank):
-  strategy = tfs.create_strategy('multi_worker_ring', devices=['CPU:0'])
+  strategy = tfs.create_strategy(
+    'multi_worker_ring', devices=virtual_devices.names(1)
+  )
   with strategy.scope():
     variable, optimizer = keras.Variable([0.0]), keras.optimizers.SGD(1.0)
 
