@@ -38,6 +38,7 @@ from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   row_slots,
   rows_of,
   see_gradients,
+  seen_as_part,
   seen_as_rows,
   slots_of,
   table_of,

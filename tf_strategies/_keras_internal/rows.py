@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -226,6 +226,19 @@ def slots_of(
 
 
 @contextlib.contextmanager
+def seen_as_part(slots: Sequence[keras.Variable], part: int) -> Iterator[None]:
+  """Replaces the values of slots in `parts` by one of these."""
+  wholes = [slot._value for slot in slots]
+  try:
+    for slot in slots:
+      slot._value = slot._value.parts[part]
+    yield
+  finally:
+    for slot, whole in zip(slots, wholes, strict=True):
+      slot._value = whole
+
+
+@contextlib.contextmanager
 def in_place_of_slots(
   optimizer: keras.optimizers.Optimizer,
   variable: tf.Variable,
@@ -348,13 +361,9 @@ def _update_tables_apart(self, grads, trainable_variables, learning_rate):
   if others:
     update = type(self)._backend_update_step
     update(self, *map(list, zip(*others, strict=True)), learning_rate)
-  scaling = steps.frame_of('_stateful_handle_finite_grads')
   for gradient, variable in pairs:
     table = table_of(variable)
     if table is not None:
-      if scaling is not None:
-        check_row_optimizer(scaling.f_locals['self'], variable)
-      check_row_optimizer(self, variable)
       table.update(self, gradient, learning_rate)
 
 
@@ -364,7 +373,10 @@ def _build_for_tables(build):
   @functools.wraps(build)
   def build_for_tables(self, variables):
     build(self, variables)
-    if any(table_of(v) is not None for v in variables):
+    represented = [v for v in variables if table_of(v) is not None]
+    for variable in represented:
+      check_row_optimizer(self, variable)
+    if represented:
       update = functools.partial(_update_tables_apart, self)
       object.__setattr__(self, '_backend_update_step', update)
 
@@ -381,11 +393,6 @@ for _method in (
   '_use_weight_decay(variable)',
 ):
   _requirements.method(base_optimizer.BaseOptimizer, _method, _WHY)
-_requirements.mention(
-  keras.optimizers.LossScaleOptimizer._common_apply,
-  ['_stateful_handle_finite_grads'],
-  _WHY,
-)
 
 
 def row_slots(
@@ -434,8 +441,6 @@ def update_rows(
 def check() -> None:
   """Raises UnsupportedVersionError if Keras lacks anything used above."""
   why = 'an optimizer updates the rows of a batch'
-  base = base_optimizer.BaseOptimizer
-  _requirements.method(base, '_get_variable_index(variable)', why)
   _requirements.method(tf_optimizer.TFOptimizer, '_var_key(variable)', why)
   _requirements.mention(tf_optimizer.TFOptimizer._var_key, ['_unique_id'], why)
   for name in ('assign', 'assign_add', 'assign_sub'):

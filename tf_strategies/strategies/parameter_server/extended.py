@@ -277,26 +277,19 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       with variables.updating(var.server):
         return fn(var, *args, **kwargs)
     gradient_reducer.check_partitioned_update(fn, var.name)
-    split = [
-      var.split_gradient(a) if _is_like(a, var) else [a] * len(var.parts)
-      for a in args
-    ]
+    optimizer = _keras_internal.optimizer_of(fn)
+    slots = _keras_internal.slots_of(optimizer, var) if optimizer else {}
+    in_parts = [s for s in slots.values() if hasattr(s.value, 'parts')]
     result = None
-    for i, part in enumerate(var.parts):
-      with partitioned.seen_as_part(i):
-        args = tuple(a[i] for a in split)
-        with variables.updating(part.server):
-          result = fn(var, *args, **kwargs)
+    for i, (part, *of_part) in enumerate(
+      zip(var.parts, *map(var.split, args), strict=True)
+    ):
+      with (
+        _keras_internal.seen_as_part(in_parts, i),
+        variables.updating(part.server),
+      ):
+        result = fn(part, *of_part, **kwargs)
     return result
-
-
-def _is_like(value, variable) -> bool:
-  """Returns whether an argument of an update belongs to the variable row by row."""
-  if isinstance(value, tf.IndexedSlices):
-    return True
-  if isinstance(value, partitioned.PartitionedVariable):
-    return False  # Reduces itself to the part.
-  return tf.is_tensor(value) and tuple(value.shape) == tuple(variable.shape)
 
 
 def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.checkpoint import model_state
 from tf_strategies.keras.tables import dynamic_embedding, row_table
 from tf_strategies.strategies.parameter_server import (
   traced_step,
@@ -92,27 +91,6 @@ def initial_values(
   return tf.split(tf.convert_to_tensor(whole, dtype), sizes)
 
 
-class _View(threading.local):
-  part: int | None = None
-
-
-_view = _View()
-
-
-@contextlib.contextmanager
-def seen_as_part(part: int) -> Iterator[None]:
-  """Makes every partitioned variable of this thread act as one of its parts.
-
-  An optimizer knows its slots by the whole variable: variable and slots are
-  reduced together, for an update on the part's server.
-  """
-  before, _view.part = _view.part, part
-  try:
-    yield
-  finally:
-    _view.part = before
-
-
 def _is_whole() -> bool:
   """Returns whether a variable in parts is one variable in the graph being traced."""
   return _tf_internal.traces_to_save() or traced_step.current() is not None
@@ -132,8 +110,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     self, parts: Sequence[variables.ServerVariable], name: str, **kwargs
   ):
     self.parts = tuple(parts)
-    for part in parts:
-      part.is_part = True
     self.sizes = tuple(int(p.shape[0]) for p in parts)
     self.offsets = offsets(self.sizes)
     super().__init__(
@@ -153,6 +129,10 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
         shape=self.shape, dtype=self.dtype, trainable=False
       )
     traced_step.register(self, self.stand_in.handle)
+    for part in parts:
+      part.is_part = True
+      # An optimizer updates a part as it would the whole: its slots are in parts too.
+      part._unique_id = self._unique_id  # pylint: disable=protected-access
 
   @classmethod
   def _variable_call(cls, *args, **kwargs):
@@ -167,24 +147,14 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     return self.parts[0].handle
 
   @property
-  def _part(self):
-    """The part that this thread's view reduces the variable to."""
-    return None if _view.part is None else self.parts[_view.part]
-
-  @property
-  def shape(self):
-    """Returns the shape of the variable, or of the part that it is reduced to."""
-    return super().shape if self._part is None else self._part.shape
-
-  @property
   def device(self):
-    """Returns the device of the first part, or of the part that it is reduced to."""
-    return self.parts[_view.part or 0].device
+    """Returns the device of the first part."""
+    return self.parts[0].device
 
   @property
   def server(self) -> int:
-    """Returns the server of the first part, or of the part that it is reduced to."""
-    return self.parts[_view.part or 0].server
+    """Returns the server of the first part."""
+    return self.parts[0].server
 
   def is_initialized(self, name=None):
     """Returns whether every part is."""
@@ -193,8 +163,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   def _read_variable_op(self, no_copy=False):
     if _is_whole():
       return super()._read_variable_op(no_copy)
-    if self._part is not None:
-      return self._part.read_value()
     with _tf_internal.stop_recording():
       if self._parts_are_hidden():
         values = [p.read_directly() for p in self.parts]
@@ -218,9 +186,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   def _for_parts(self, value, write):
     """Calls `write(part, rows)` for every part with its rows of `value`."""
     value = tf.convert_to_tensor(value, self.dtype)
-    if self._part is not None:
-      write(self._part, value)
-      return self
     value = tf.broadcast_to(value, self.shape)
     for part, rows in zip(self.parts, tf.split(value, self.sizes), strict=True):
       write(part, rows)
@@ -254,8 +219,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     trace = traced_step.current()
     if _is_whole() and not (trace and trace.looks_up(self)):
       return super().sparse_read(indices, name)
-    if self._part is not None:
-      return self._part.sparse_read(indices)
     if trace is not None and trace.are_rows_known:
       # That rows of the batch are looked up is all there is to see.
       return variables.look_up(self, indices, self.parts[0].rows_directly)
@@ -288,10 +251,18 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     found = tf.searchsorted(starts, rows, side='right')
     return tf.cast(found, tf.int32) - 1
 
-  def split_gradient(self, gradient) -> list:
-    """The part of a gradient that belongs to each part of the variable."""
-    if not isinstance(gradient, tf.IndexedSlices):
-      return tf.split(gradient, self.sizes)
+  def split(self, value: Any) -> Sequence[Any]:
+    """Returns an argument of an update for each part, by rows if it has the same."""
+    whole = model_state.value_of(value)
+    if isinstance(whole, PartitionedVariable):
+      return whole.parts
+    if isinstance(value, tf.IndexedSlices):
+      return self._split_slices(value)
+    if tf.is_tensor(value) and tuple(value.shape) == tuple(self.shape):
+      return tf.split(value, self.sizes)
+    return [value] * len(self.parts)
+
+  def _split_slices(self, gradient: tf.IndexedSlices) -> list[tf.IndexedSlices]:
     part_of_row = self._part_of(gradient.indices)
     count = len(self.parts)
     values = tf.dynamic_partition(gradient.values, part_of_row, count)
@@ -309,23 +280,12 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   def __getattribute__(self, name):
     if name.startswith(('scatter_', 'batch_scatter_')) and not _is_whole():
-      return object.__getattribute__(self, '_scatter')(name)
-    return super().__getattribute__(name)
-
-  def _scatter(self, name):
-    part = self._part
-    if part is None:
       raise errors.UnsupportedOptionError(
         f'{name}',
         f'assign of partitioned variable {self.name!r}',
         'use assign, or do not partition this variable',
       )
-
-    def write(*args, **kwargs):
-      getattr(part, name)(*args, **kwargs)
-      return self
-
-    return write
+    return super().__getattribute__(name)
 
   def _serialize_to_tensors(self):
     return {_VALUE_KEY: self.read_value()}
