@@ -10,7 +10,6 @@ memory of one process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -265,11 +264,6 @@ class RowTable:
     """Calls `action` when no step is running."""
     return action()
 
-  def _write_on(self, shard: TableShard, updated: Callable, *tensors) -> None:
-    """Stores the result of `updated(*tensors)` in a shard; see `TableShard.updated`."""
-    with tf.device(shard.device), shard.locked() as written:
-      written += shard.store(*updated(*tensors))
-
   def _value_of_new(self, slot: keras.Variable) -> tf.Tensor:
     """Returns the value of a slot for a new row, which the slot's variable keeps."""
     return keras.ops.convert_to_tensor(slot)
@@ -329,7 +323,7 @@ class RowTable:
     names = {a: row_updates.slot_name(optimizer, a) for a in slots}
     initial = {names[a]: self._value_of_new(v) for a, v in slots.items()}
 
-    def rule(learning_rate, rows, states, gradient):
+    def rule(rows, states, gradient):
       if row_updates.is_lazy(optimizer):
         # The rule gets exactly the rows of the gradient.
         gradient = tf.convert_to_tensor(gradient)
@@ -350,14 +344,11 @@ class RowTable:
     split = (
       self._split(each, owner) for each in (gradient.indices, gradient.values)
     )
-    for shard, *some in zip(self.shards, *split, strict=True):
-
-      def updated(learning_rate, ids, values, shard=shard):
+    for shard, ids, values in zip(self.shards, *split, strict=True):
+      with tf.device(shard.device), shard.locked() as written:
         step = keras.ops.cast(optimizer.iterations, 'float32')
-        applied = functools.partial(rule, learning_rate)
-        return shard.updated(ids, values, step, applied, initial)
-
-      self._write_on(shard, updated, learning_rate, *some)
+        found = shard.updated(ids, values, step, rule, initial)
+        written += shard.store(*found)
 
   def adopt(self, optimizer: keras.optimizers.Optimizer, slots) -> None:
     """Creates the slots of an optimizer, and drops the slots of an earlier one."""
