@@ -32,7 +32,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def make(self, has_checkpoints=True, mode='async'):
     directory = self.directory if has_checkpoints else None
     found = recovery.Recovery(
-      options.make(mode, checkpoint_dir=directory),
+      options.ParameterServerOptions(mode, checkpoint_dir=directory),
       self.liveness,
       self.pool,
       self.registry,

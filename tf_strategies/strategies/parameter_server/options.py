@@ -17,11 +17,13 @@ _TIMEOUTS = (
 )
 
 
+@option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class ParameterServerOptions:
   """How a parameter server job trains; see `ParameterServerStrategy`."""
 
   mode: str = 'async'
+  variable_partitioner: Callable | None = None
   backup_workers: int = 0
   max_staleness: int | None = None
   checkpoint_dir: str | None = None
@@ -33,6 +35,12 @@ class ParameterServerOptions:
 
   def __post_init__(self):
     option_checks.check_choice('mode', self.mode, MODES)
+    option_checks.check(
+      self.variable_partitioner is None or callable(self.variable_partitioner),
+      f'variable_partitioner={self.variable_partitioner!r}',
+      'a function of shape and dtype',
+      'use one of tf.distribute.experimental.partitioners',
+    )
     for name, mode, default in (
       ('backup_workers', 'sync', 0),
       ('max_staleness', 'bounded', None),
@@ -86,21 +94,3 @@ class ParameterServerOptions:
   def _set_default(self, name: str, value: int) -> None:
     if getattr(self, name) is None:
       object.__setattr__(self, name, value)
-
-
-def make(
-  mode: str = 'async',
-  variable_partitioner: Callable | None = None,
-  **options,
-) -> ParameterServerOptions:
-  """The options from a strategy's arguments; the partitioner is only checked."""
-  option_checks.check(
-    variable_partitioner is None or callable(variable_partitioner),
-    f'variable_partitioner={variable_partitioner!r}',
-    'a function of shape and dtype',
-    'use one of tf.distribute.experimental.partitioners',
-  )
-  fields = dataclasses.fields(ParameterServerOptions)
-  known = ['cluster', 'variable_partitioner', *(f.name for f in fields)]
-  option_checks.check_names('ParameterServerStrategy', options, known)
-  return ParameterServerOptions(mode, **options)
