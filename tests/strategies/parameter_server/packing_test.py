@@ -90,7 +90,11 @@ class SendTest(tf.test.TestCase, parameterized.TestCase):
     @tf.function(autograph=False)
     def send(x):
       first, *others = map(tf.constant, sent)
-      return packing.send([first, x, *others, 2 * x], 'CPU:1')
+      tensors = [first, x, *others, 2 * x]
+      packed = packing.pack(tensors)
+      with tf.device('CPU:1'):
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+        return packing.unpack(packed, specs)
 
     received = []
 

@@ -92,7 +92,7 @@ def steps_of_a_loop():
   for x in inputs:
     loss = step(x)['loss']
   strategy.join()
-  result = strategy.step(model).call(inputs[0]).result()
+  result = strategy.step(model)(inputs[0])
   found = {
     'loss': float(loss),  # Of any of the last steps.
     'losses': [float(np.mean((model(x) + 2.0) ** 2)) for x in inputs],

@@ -91,27 +91,6 @@ def _from_carrier(part, spec, carrier):
   return part if spec.dtype == carrier else tf.bitcast(part, spec.dtype)
 
 
-def send(
-  tensors: Sequence[tf.Tensor], to: str | None, by: str | None = None
-) -> list[tf.Tensor]:
-  """Brings tensors to another task, small ones in one message.
-
-  They are packed on the device `by`, None for where the step runs. Returns all,
-  in order; those that were packed are on the device `to`.
-  """
-  result = list(tensors)
-  packed = [i for i, t in enumerate(result) if is_small(t.shape, t.dtype)]
-  if len(packed) < 2:
-    return result
-  specs = [tf.TensorSpec(result[i].shape, result[i].dtype) for i in packed]
-  with tf.device(by):
-    message = pack([result[i] for i in packed])
-  with tf.device(to):
-    for i, tensor in zip(packed, unpack(message, specs), strict=True):
-      result[i] = tensor
-  return result
-
-
 def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
   """Reads variables, the small ones of a server in one message."""
   by_server = collections.defaultdict(list)
@@ -119,8 +98,11 @@ def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
     by_server[variable.server].append(variable)
   found = {}
   for there in by_server.values():
+    small = [v for v in there if is_small(v.shape, v.dtype)]
     with tf.device(there[0].device):
-      values = [v.read_value() for v in there]
-    values = send(values, None, there[0].device)
-    found.update(zip(map(id, there), values, strict=True))
+      found |= {id(v): v.read_value() for v in there}
+      message = pack([found[id(v)] for v in small])
+    if len(small) > 1:
+      specs = [tf.TensorSpec(v.shape, v.dtype) for v in small]
+      found |= dict(zip(map(id, small), unpack(message, specs), strict=True))
   return [found[id(v)] for v in variables]

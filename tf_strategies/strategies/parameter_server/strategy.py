@@ -209,13 +209,6 @@ class RemoteStep:
     """
     return self._strategy.begin(self._step, input.steps_on([batch]))
 
-  def call(self, batch: Any) -> engine_lib.StepTask:
-    """Begins a step whose result is wanted: `.result()` waits for it."""
-    batch = batch_message.Batch(batch)
-    return self._strategy.recovery.with_recovery(
-      lambda: self._strategy.engine.call(self._step, batch)
-    )
-
 
 @option_checks.has_options
 class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
@@ -308,7 +301,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     step_timeout: float = 600.0,
     keepalive_timeout: float = 60.0,
   ):
-    self.options = options_lib.make(
+    self.options = options_lib.ParameterServerOptions(
       mode,
       variable_partitioner,
       backup_workers=backup_workers,

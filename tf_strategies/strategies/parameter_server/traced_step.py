@@ -297,7 +297,7 @@ class TracedStep:
     self.writes = [
       self._write(graph, variable, written)
       for variable, uses in found.values()
-      if (written := [op for op, _ in uses if op.type not in READS])
+      if (written := [op for op in uses if op.type not in READS])
     ]
     of_writes = {id(w.variable) for w in self.writes}
     self.copied = [
@@ -305,7 +305,7 @@ class TracedStep:
       for variable, uses in found.values()
       if id(variable) in of_writes
       # Not in branches and loops, nor in what XLA compiles.
-      or any(op.type not in _LOOKUPS or op.graph is not graph for op, _ in uses)
+      or any(op.type not in _LOOKUPS or op.graph is not graph for op in uses)
     ]
     for variable in self.copied:
       if getattr(variable, 'is_part', False):
@@ -451,7 +451,7 @@ class TracedStep:
     skipped = {id(model_state.value_of(each)) for each in exempt}
     found = []
     for key, variable in self.variables.items():
-      uses = [op for op, _ in self._uses[key] if op.graph is graph]
+      uses = [op for op in self._uses[key] if op.graph is graph]
       written = [self._place[op.name] for op in uses if op.type not in READS]
       read = [self._place[op.name] for op in uses if op.type in READS]
       if (
@@ -486,7 +486,7 @@ class TracedStep:
     written = [
       (key, op)
       for key, uses in self._uses.items()
-      for op, _ in uses
+      for op in uses
       if op.type in _ASSIGNMENTS
     ]
     values = [op.inputs[1] for _, op in written]
@@ -587,11 +587,8 @@ _ASSIGNMENTS = (
 _PYTHON = frozenset(('EagerPyFunc', 'PyFunc', 'PyFuncStateless'))
 
 
-def _uses(graph, tensor, root) -> Iterator[tuple[tf.Operation, int]]:
-  """Yields the operations that use a handle, also in functions that others call.
-
-  With each comes the number of its input.
-  """
+def _uses(graph, tensor, root) -> Iterator[tf.Operation]:
+  """Yields the operations that use a handle, also in functions that others call."""
   for op in tensor.consumers():
     functions = _tf_internal.functions_of(root, op)
     # The first input of a branch chooses it.
@@ -604,7 +601,7 @@ def _uses(graph, tensor, root) -> Iterator[tuple[tf.Operation, int]]:
       if op.type == 'Identity':
         yield from _uses(graph, op.outputs[0], root)
       elif not functions:
-        yield op, i
+        yield op
       for body in functions:
         yield from _uses(body, body.inputs[i - first], root)
 
@@ -696,9 +693,7 @@ def _check_variables(graph, on_servers, targets: Sequence[Any]) -> None:
     ):
       continue
     inside = graph.capture(variable.handle)
-    is_written = any(
-      op.type not in READS for op, _ in _uses(graph, inside, graph)
-    )
+    is_written = any(op.type not in READS for op in _uses(graph, inside, graph))
     is_seed = _keras_internal.is_seed_state(variable.name, variable.dtype)
     if not is_seed and (is_written or id(variable) in trained):
       raise errors.ScopeError(
