@@ -383,8 +383,11 @@ def evaluate_checkpoints() -> None:
   model = build_model(data.num_classes)
   loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
   model.compile(build_optimizer(), loss, metrics=['accuracy'])
+  callbacks = []
+  if FLAGS.log_dir:
+    callbacks.append(keras.callbacks.TensorBoard(FLAGS.log_dir))
   tfs.SidecarEvaluator(
-    model, test_batches(data), FLAGS.checkpoint_dir, log_dir=FLAGS.log_dir
+    model, test_batches(data), FLAGS.checkpoint_dir, callbacks
   ).run()
 
 

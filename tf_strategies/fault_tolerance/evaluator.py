@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -50,8 +49,8 @@ class SidecarEvaluator:
       the same class, on one device.
     data: as for `model.evaluate`; read again for each checkpoint.
     checkpoint_dir: directory of the checkpoints; may not exist yet.
-    log_dir: where to write `evaluation_<metric>` for TensorBoard, at the step
-      of the optimizer.
+    callbacks: as for `model.evaluate`. `keras.callbacks.TensorBoard(log_dir)` writes
+      curves over the steps of the optimizer.
     steps: number of batches of an evaluation; None for all.
     poll_seconds: how often to look for a checkpoint.
     max_evaluations: number of checkpoints to evaluate; None for all.
@@ -60,8 +59,7 @@ class SidecarEvaluator:
 
   Raises:
     UnsupportedOptionError: the model is not built or not compiled, the data is
-      infinite and `steps` is None, a number is out of range, or `log_dir` is
-      given without TensorBoard.
+      infinite and `steps` is None, or a number is out of range.
 
   Example:
 
@@ -82,7 +80,7 @@ class SidecarEvaluator:
     model: keras.Model,
     data: Any,
     checkpoint_dir: str | os.PathLike[str],
-    log_dir: str | os.PathLike[str] | None = None,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
     steps: int | None = None,
     poll_seconds: float = 1.0,
     max_evaluations: int | None = None,
@@ -102,20 +100,10 @@ class SidecarEvaluator:
     option_checks.check_path(
       'checkpoint_dir', checkpoint_dir, 'pass the directory that is written'
     )
-    if log_dir is not None:
-      option_checks.check_path(
-        'log_dir', log_dir, 'leave it out, or pass a path'
-      )
-    # tf.summary writes with TensorBoard, which TensorFlow 2.21 does not bring.
-    if log_dir is not None and importlib.util.find_spec('tensorboard') is None:
-      raise errors.UnsupportedOptionError(
-        f'log_dir={os.fspath(log_dir)!r} without TensorBoard',
-        'an environment with TensorBoard',
-        'run `pip install tensorboard`, or pass log_dir=None',
-      )
     self._model = model
     self._data = data
     self._directory = os.fspath(checkpoint_dir)
+    self._callbacks = list(callbacks)
     self._steps = steps
     self._poll_seconds = poll_seconds
     self._max_evaluations = max_evaluations
@@ -126,9 +114,6 @@ class SidecarEvaluator:
     if not option_checks.is_remote(self._directory):
       self._readers.insert(0, _CheckpointerReader(model, self._directory))
     self._seen: set[tuple[str, float | None]] = set()
-    self._writer = None
-    if log_dir is not None:
-      self._writer = _file_writer(os.fspath(log_dir))
 
   def run(self) -> list[Evaluation]:
     """Evaluates checkpoints until there is nothing more to wait for.
@@ -191,17 +176,16 @@ class SidecarEvaluator:
         'another checkpoint_dir.'
       ) from e
     results = self._model.evaluate(
-      self._data, steps=self._steps, return_dict=True, verbose=0
+      self._data,
+      steps=self._steps,
+      callbacks=self._callbacks,
+      return_dict=True,
+      verbose=0,
     )
     results = {name: float(value) for name, value in results.items()}
     step = int(self._model.optimizer.iterations.numpy())
     shown = ', '.join(f'{k} {v:.6g}' for k, v in results.items())
     logging.info('Evaluated %s, step %d: %s', path, step, shown)
-    if self._writer is not None:
-      with self._writer.as_default(step):
-        for name, value in results.items():
-          tf.summary.scalar(f'evaluation_{name}', value)
-      self._writer.flush()
     return [Evaluation(path, step, results)]
 
 
@@ -305,16 +289,6 @@ def _is_needed(name: str) -> bool:
   if kind == 'optimizer':
     return inside.endswith('/iteration')
   return kind == 'model' and not inside.startswith('random/')
-
-
-def _file_writer(log_dir: str) -> Any:
-  try:
-    return tf.summary.create_file_writer(log_dir)
-  except tf.errors.OpError as e:
-    raise errors.StorageError(
-      f'Expected a directory that can be written, got log_dir={log_dir!r} '
-      f'({e.message}). Fix: pass another one, or leave it out.'
-    ) from e
 
 
 def _check_model(model: keras.Model) -> None:
