@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import cross_device, option_checks, process_group
+from tf_strategies import cross_device, option_checks
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.central_storage.strategy import (
   CentralStorageStrategy,
@@ -47,7 +47,7 @@ class StrategyOptions(TypedDict, total=False):
   parameter_device: str | tf.config.LogicalDevice | None
   cross_device_ops: tf.distribute.CrossDeviceOps | None
   shard_optimizer_state: bool
-  cluster: cluster_lib.ClusterConfig | process_group.ProcessGroup | None
+  cluster: cluster_lib.ClusterConfig | None
   options: RingOptions | CollectiveOptions | None
   variable_partitioner: Callable | None
   mode: str

@@ -51,8 +51,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     >>> history = model.fit(tf.ones([8, 3]), tf.ones([8, 1]), verbose=0)
 
   Args:
-    cluster: the workers; None reads TF_CONFIG. May be a process group that has
-      formed.
+    cluster: the workers; None reads TF_CONFIG.
     options: a `RingOptions`.
     devices: devices of this worker; by default all GPUs, or the first CPU.
     cross_device_ops: all-reduce between this worker's devices; by default
@@ -73,9 +72,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
 
   def __init__(
     self,
-    cluster: cluster_lib.ClusterConfig
-    | process_group.ProcessGroup
-    | None = None,
+    cluster: cluster_lib.ClusterConfig | None = None,
     options: options_lib.RingOptions | None = None,
     devices: Sequence[str] | None = None,
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
@@ -97,10 +94,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     # If the constructor fails, the caller cannot close the group. The others would
     # wait for this worker, and its port would be taken in the next attempt.
     with contextlib.ExitStack() as opened:
-      if isinstance(cluster, process_group.ProcessGroup):
-        group, resolver = cluster, strategy.resolver_of_group(cluster)
-      else:
-        group, resolver = _form_group(cluster, options, opened)
+      group, resolver = _form_group(cluster, options, opened)
 
       def make_communicator(local):
         return process_group_communicator.ProcessGroupCommunicator(
