@@ -127,10 +127,6 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
-  def test_elastic(self):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'elastic'):
-      tfs.elastic.run(lambda job: None, shard_optimizer_state=True)
-
   def test_loop_of_the_users_own(self):
     strategy = sharded()
     with strategy.scope():
