@@ -98,6 +98,10 @@ class _Socket:
     self._deliver(bytes(data))
     return len(data)
 
+  def sendmsg(self, parts):
+    """Drops what a data link sends: collectives do not run."""
+    return sum(map(len, parts))
+
   def shutdown(self, how):
     self.close()
 

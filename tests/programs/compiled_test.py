@@ -1,6 +1,7 @@
 """Tests which parts of a step XLA compiles, and where they run."""
 
 import contextlib
+import inspect
 from unittest import mock
 
 import keras
@@ -43,7 +44,8 @@ def _data():
 
 def _train_function(model):
   """Returns the `tf.function` that Keras calls once a step."""
-  contents = [c.cell_contents for c in model.train_function.__closure__]
+  function = inspect.unwrap(model.train_function)
+  contents = [c.cell_contents for c in function.__closure__]
   [function] = [c for c in contents if hasattr(c, 'get_concrete_function')]
   return function
 
