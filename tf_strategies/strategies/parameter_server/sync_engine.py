@@ -154,7 +154,7 @@ class SyncEngine(engine_lib.Engine):
       numbers = self.apply(function, chosen)
     with self._pool.lock:
       self._steps_done += 1
-      self._dropped += quorum.close()
+      self._dropped += quorum.dropped
     return first.specs.unreport(numbers)
 
   def _warn_of_whole(self, step, reason) -> None:
@@ -166,10 +166,6 @@ class SyncEngine(engine_lib.Engine):
         reason,
       )
 
-  def take_back_drop(self) -> None:
-    """Subtracts a dropped share that had no rows; under the pool's lock."""
-    self._dropped -= 1
-
 
 class _Quorum:
   """The shares of a step that count: the first ones to be done."""
@@ -179,7 +175,6 @@ class _Quorum:
     # Shares that a worker has begun, and the workers that have begun one.
     self.begun: set[_Share] = set()
     self.takers: set[int] = set()
-    self.is_closed = False
     self._count = count
     self._backup_workers = backup_workers
 
@@ -191,9 +186,9 @@ class _Quorum:
   def is_complete(self) -> bool:
     return len(self.chosen) >= self._needed
 
-  def close(self) -> int:
-    """The step is done; returns how many shares it leaves out for good."""
-    self.is_closed = True
+  @property
+  def dropped(self) -> int:
+    """Returns how many shares the step is done without."""
     return self._count - len(self.chosen)
 
   def put_back(self, worker: int, task: _Share) -> None:
@@ -251,8 +246,6 @@ class _Share(engine_lib.StepTask):
     self._engine.staleness.end(worker, 0)
     if not self.steps:
       self._quorum.leave_out(self)
-      if self._quorum.is_closed:
-        self._engine.take_back_drop()
     elif self._quorum.is_complete:
       self._engine.release(self)
     else:
