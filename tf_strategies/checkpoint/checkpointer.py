@@ -155,7 +155,7 @@ class Checkpointer:
   def log_restored(self, found: Checkpoint, position: object) -> None:
     """Logs where a run continues, which run wrote that, and whether it has finished."""
     ending = '.'
-    if self.is_finished:
+    if self.is_finished and not self._damaged:
       ending = ', which has finished: nothing is left but what is new since.'
     run = 'this run' if found.run == ownership.run_id() else f'run {found.run}'
     logging.warning(
@@ -253,7 +253,7 @@ class Checkpointer:
         except (FileNotFoundError, NotADirectoryError, errors.DataError) as e:
           self._damaged.add(path)
           logging.warning(
-            'Skipped checkpoint %s, which is damaged: %s', path, e
+            'Skipped checkpoint %s, which cannot be read: %s', path, e
           )
           skipped[path] = str(e)
           continue
@@ -264,9 +264,9 @@ class Checkpointer:
       return None
     reasons = '; '.join(f'{path}: {why}' for path, why in skipped.items())
     raise errors.DataError(
-      f'Expected at least one whole checkpoint in {self.directory}, got '
-      f'damaged ones only ({reasons}). Fix: restore the files from a backup, '
-      'or, to restart from scratch, delete the directory.'
+      f'Expected a checkpoint that can be read in {self.directory}, got none '
+      f'({reasons}). Fix: restore damaged files from a backup, use the version '
+      'that wrote them, or, to restart from scratch, delete the directory.'
     )
 
   def open(self, path: str) -> Checkpoint:
@@ -328,9 +328,9 @@ def _typed(directory: str, what: str) -> Iterator[None]:
     raise
   except OSError as e:
     error = errors.StorageError(
-      f'A checkpoint in {directory} cannot be {what}: {e}. Fix: make room, or '
-      'pass another directory, and start the run again. Whole checkpoints '
-      'were left as they are.'
+      f'A checkpoint in {directory} cannot be {what}: {e}. Fix: make '
+      'room, make it a directory that this user can write, or pass another one, '
+      'and start the run again. Whole checkpoints were left as they are.'
     )
     error.errno, error.filename = e.errno, e.filename
     raise error from e
@@ -399,7 +399,8 @@ def _read_manifest(path: str) -> dict[str, Any]:
     raise errors.DataError(f'{_MANIFEST} differs from its own checksum')
   if contents['format'] != _FORMAT:
     raise errors.DataError(
-      f'{_MANIFEST} has format {contents["format"]}, expected {_FORMAT}'
+      f'{_MANIFEST} is of another version: it has format '
+      f'{contents["format"]}, expected {_FORMAT}'
     )
   return contents
 

@@ -52,7 +52,7 @@ class RingOptions:
       'compression',
       self.compression,
       _COMPRESSIONS,
-      "write compression='none' to send gradients as they are",
+      "write 'bfloat16' or 'float16', or 'none' to send gradients as they are",
     )
     if self.group is not None:
       group_options.check_type('group', self.group)
