@@ -26,6 +26,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   OneDeviceContext,
   ResourceVariable,
   TrackedAsAnother,
+  arrays_from,
   autograph_convert,
   call_with,
   captures_noted,

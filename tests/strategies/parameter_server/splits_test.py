@@ -25,7 +25,7 @@ class _Dataset(input.WorkerDataset):
       by_rounds=by_rounds,
     )
 
-  def open(self, split, start, worker):
+  def open(self, split, start, worker, life):
     return tf.constant(split.index)
 
 

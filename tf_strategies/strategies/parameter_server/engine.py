@@ -89,15 +89,16 @@ class Next:
     Raises:
       NotHereError: other workers have the rest of the data.
     """
+    life = self._engine.lives[worker]
     while True:
       others = self._engine.others(worker)
-      split = self._source.split_for(worker, others)
+      split = self._source.split_for(worker, others, life)
       if split is None:
         if self._source.is_exhausted:
           return False
         raise worker_pool.NotHereError
       self._split = split
-      if self._source.read(split, split.done, worker, compute):
+      if self._source.read(split, split.done, worker, life, compute):
         return True
 
   def mark_applied(self) -> None:
@@ -129,8 +130,9 @@ class OfRound:
 
   def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
     """Calls `compute` with an iterator; returns whether its split had anything."""
-    self._split = self._round.take(worker, self._others(worker))
-    return bool(self._round.read(self._split, worker, compute))
+    life = self._engine.lives[worker]
+    self._split = self._round.take(worker, self._others(worker), life)
+    return bool(self._round.read(self._split, worker, life, compute))
 
   def mark_applied(self) -> None:
     """Does nothing: the round counts all of its parts together."""
@@ -383,6 +385,8 @@ class Engine:
   ):
     self.staleness = Staleness()
     self.reports = Reports(pool, recovery.with_recovery)
+    # How often each worker was given up: then it has lost its iterators.
+    self.lives = collections.Counter()
     self._pool, self._in_replica = pool, in_replica
     self._steps_done = 0
     self._dropped = 0
@@ -505,6 +509,7 @@ class Engine:
 
   def lose(self, worker: int) -> None:
     """Gives a worker up: the splits that it was reading go to others."""
+    self.lives[worker] += 1
     with self._slots_lock:
       sources = list(self._sources)
     for source in sources:

@@ -7,11 +7,14 @@ function is called for each. Either way each element counts once an epoch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors, option_checks
@@ -111,7 +114,9 @@ class WorkerDataset(_Dataset):
     self._take_resumed = take_resumed
     self._openers: dict[int, Any] = {}
     self._lock = threading.Lock()
-    with tf.device('/device:CPU:0'):
+    self._arrays = WorkerArrays()
+    # Not those of now: they may be filled before they are read.
+    with tf.device('/device:CPU:0'), WorkerArrays().captured():
       parts = [self._make(i) for i in range(num_splits)]
     self._element_spec = parts[0].element_spec
     self.layout = ReadLayout(self._element_spec)
@@ -177,16 +182,20 @@ class WorkerDataset(_Dataset):
       )
     )
 
-  def open(self, split: splits.DataSplit, start: int, worker: int) -> tf.Tensor:
+  def open(
+    self, split: splits.DataSplit, start: int, worker: int, life: int
+  ) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle.
 
     Its first element is number `start`.
     """
-    opener = self._opener(split.index)
+    opener, arrays = self._opener(split.index)
+    copies = self._arrays.on_worker(arrays, worker, life)
+    copy_of = dict(zip(map(id, arrays), copies, strict=True))
     with tf.device('/device:CPU:0'):
       first = tf.constant(start, tf.int64)
     with tf.device(device(worker)):
-      variant = opener(first)
+      variant = _tf_internal.call_with(opener, [first], copy_of)
       handle = tf.raw_ops.AnonymousIteratorV3(**_types(self.element_spec))
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle
@@ -201,7 +210,7 @@ class WorkerDataset(_Dataset):
         split.next += 1
 
   def _opener(self, index: int):
-    """Returns a function that makes a split's data set where it is called."""
+    """A function that makes a split's data set where it is called; its arrays."""
     with self._lock:
       if index not in self._openers:
 
@@ -219,8 +228,9 @@ class WorkerDataset(_Dataset):
           rest = _without_rewriting(rest.prefetch(_PREFETCH))
           return tf.data.experimental.to_variant(rest)
 
-        traced = tf.function(make, autograph=False)
-        opener = traced.get_concrete_function(tf.TensorSpec([], tf.int64))
+        opener, arrays = self._arrays.function(
+          make, [tf.TensorSpec([], tf.int64)]
+        )
         if any(t.dtype == tf.variant for t in opener.captured_inputs):
           raise errors.UnsupportedOptionError(
             'one that was made outside of it',
@@ -229,7 +239,7 @@ class WorkerDataset(_Dataset):
             'move all of the input pipeline into the function: each worker '
             'makes its own',
           )
-        self._openers[index] = opener
+        self._openers[index] = opener, arrays
       return self._openers[index]
 
 
@@ -348,6 +358,72 @@ class FedDataset(_Dataset):
     )
 
 
+_LARGE_BYTES = 1 << 16
+
+
 def device(worker: int) -> str:
   """Returns the device on which a worker reads its data."""
   return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
+
+
+class WorkerArrays:
+  """Copies the large arrays of a data set function to the workers that read them.
+
+  An array that a traced function uses is a part of the function. TensorFlow sends
+  functions to all tasks, and recreates their arrays for each worker that calls them.
+  With 62 MB and four workers, the first epoch began half a minute late. Functions
+  therefore capture large arrays, and each worker gets one copy.
+  """
+
+  def __init__(self):
+    # Of arrays that are still there: the splits share most of them.
+    self._tensors: list[tuple[weakref.ref, tf.DType, tf.Tensor]] = []
+    # By worker and tensor, with the life of the worker that got it.
+    self._copies: dict[tuple[int, int], tuple[int, tf.Tensor]] = {}
+
+  @contextlib.contextmanager
+  def captured(self) -> Iterator[list[tf.Tensor]]:
+    """Makes graphs capture arrays; yields those that they used, in that order."""
+    used = []
+
+    def take(array, dtype):
+      if array.nbytes < _LARGE_BYTES:
+        return None
+      used.append(self._tensor(array, dtype))
+      return used[-1]
+
+    with _tf_internal.arrays_from(take):
+      yield used
+
+  def function(
+    self, make: Callable, specs: Sequence[tf.TensorSpec]
+  ) -> tuple[Callable, list[tf.Tensor]]:
+    """Returns a concrete function of `specs`, and the arrays that it captured."""
+    with self.captured() as used:
+      traced = tf.function(make, autograph=False)
+      return traced.get_concrete_function(*specs), used
+
+  def on_worker(
+    self, tensors: Sequence[tf.Tensor], worker: int, life: int
+  ) -> list[tf.Tensor]:
+    """Copies on a worker; one that begins another life has lost them."""
+    found = []
+    for tensor in tensors:
+      known, copy = self._copies.get((worker, id(tensor)), (None, None))
+      if known != life:
+        with tf.device(device(worker)):
+          copy = tf.identity(tensor)
+        self._copies[worker, id(tensor)] = life, copy
+      found.append(copy)
+    return found
+
+  def _tensor(self, array: np.ndarray, dtype) -> tf.Tensor:
+    dtype = tf.as_dtype(array.dtype if dtype is None else dtype)
+    self._tensors = [t for t in self._tensors if t[0]() is not None]
+    for known, of_dtype, tensor in self._tensors:
+      if known() is array and of_dtype == dtype:
+        return tensor
+    with tf.init_scope(), tf.device('/device:CPU:0'):
+      tensor = tf.constant(array, dtype)
+    self._tensors.append((weakref.ref(array), dtype, tensor))
+    return tensor

@@ -131,10 +131,12 @@ class Source:
     self,
     worker: int,
     others: Iterable[int],
+    life: int = 0,
     wanted: Collection[DataSplit] | None = None,
   ) -> DataSplit | None:
     """Returns the split that a worker reads next, opened; None if none is left.
 
+    `life` counts how often the worker was given up: one that was has lost its splits.
     If some are `wanted`, it is one of them.
     """
     wanted = self.splits if wanted is None else wanted
@@ -153,16 +155,16 @@ class Source:
         self._free.remove(split)
       self._opening += split is not None
     if split is not None:
-      self._open(split, worker)
+      self._open(split, worker, life)
     with self._lock:
       mine = [s for s in self._splits_of.setdefault(worker, []) if s in wanted]
       return mine[next(self._turn) % len(mine)] if mine else None
 
-  def _open(self, split: DataSplit, worker: int) -> None:
+  def _open(self, split: DataSplit, worker: int, life: int) -> None:
     """Opens a split; it is nobody's while this lasts."""
     is_open = False
     try:
-      self._begin(split, split.done, worker)
+      self._begin(split, split.done, worker, life)
       is_open = True
     finally:
       with self._lock:
@@ -170,9 +172,11 @@ class Source:
         mine = self._splits_of.setdefault(worker, [])
         (mine if is_open else self._free).append(split)
 
-  def _begin(self, split: DataSplit, element: int, worker: int) -> None:
+  def _begin(
+    self, split: DataSplit, element: int, worker: int, life: int
+  ) -> None:
     """Opens a split at an element, however many steps end meanwhile."""
-    split.handle = self.dataset.open(split, element, worker)
+    split.handle = self.dataset.open(split, element, worker, life)
     split.next = element
 
   def read(
@@ -180,6 +184,7 @@ class Source:
     split: DataSplit,
     element: int,
     worker: int,
+    life: int,
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
     """Calls a function that reads an element of a worker's split.
@@ -190,7 +195,7 @@ class Source:
       return None
     try:
       if split.next > element:  # It is read again.
-        self._begin(split, element, worker)
+        self._begin(split, element, worker, life)
       # What a late worker has not read.
       self.dataset.skip(split, worker, element)
       found = function(split.handle)
@@ -229,9 +234,9 @@ class Round:
     """Returns whether a worker can read any of them."""
     return self.source.has_any_for(worker, others, self._waiting)
 
-  def take(self, worker: int, others: Iterable[int]) -> DataSplit:
+  def take(self, worker: int, others: Iterable[int], life: int) -> DataSplit:
     """The split of which a worker reads the next element, opened there."""
-    found = self.source.split_for(worker, others, self._waiting)
+    found = self.source.split_for(worker, others, life, self._waiting)
     closed = (split for split in self.elements if split.is_closed)
     for split in closed if found is None else [found]:
       # Workers come at the same time.
@@ -244,12 +249,13 @@ class Round:
     self,
     split: DataSplit,
     worker: int,
+    life: int,
     function: Callable[[tf.Tensor], _T],
   ) -> _T | None:
     """Reads the element of the round as `Source.read` does."""
     element = self.elements[split]
     try:
-      return self.source.read(split, element, worker, function)
+      return self.source.read(split, element, worker, life, function)
     except BaseException:
       self._waiting.add(split)  # For whoever gets it next.
       raise
