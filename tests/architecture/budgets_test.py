@@ -19,10 +19,10 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 328_500,
+  'tests': 321_000,
   'tf_strategies': 3_260,
   'tf_strategies/_keras_internal': 8_590,
-  'tf_strategies/_tf_internal': 3_790,
+  'tf_strategies/_tf_internal': 3_980,
   'tf_strategies/checkpoint': 5_840,
   'tf_strategies/cluster': 6_780,
   'tf_strategies/collectives': 4_460,
@@ -35,7 +35,7 @@ _BUDGETS = {
   'tf_strategies/monitoring': 3_020,
   'tf_strategies/process_group': 29_980,
   'tf_strategies/spmd': 26_800,
-  'tf_strategies/strategies': 69_940,
+  'tf_strategies/strategies': 70_000,
 }
 _NO_CODE = {
   tokenize.COMMENT,
