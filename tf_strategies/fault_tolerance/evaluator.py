@@ -100,6 +100,13 @@ class SidecarEvaluator:
     option_checks.check_path(
       'checkpoint_dir', checkpoint_dir, 'pass the directory that is written'
     )
+    option_checks.check(
+      isinstance(callbacks, list | tuple)
+      and all(isinstance(c, keras.callbacks.Callback) for c in callbacks),
+      f'callbacks={callbacks!r}',
+      'a list of Keras callbacks',
+      'write callbacks=[keras.callbacks.TensorBoard(log_dir)]',
+    )
     self._model = model
     self._data = data
     self._directory = os.fspath(checkpoint_dir)
