@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from keras.src.backend.tensorflow import core, trainer
-from keras.src.optimizers import base_optimizer
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.random import seed_generator
 
 from tests import docstrings
@@ -114,7 +114,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(
     (TFTrainer, 'fit', '_initial_epoch|train_function'),
     (TFTrainer, 'make_train_function', 'make_train_function'),
-    (base_optimizer.BaseOptimizer, '_get_variable_index', '_get_variable'),
+    (tf_optimizer.TFOptimizer, '_var_key', '_var_key'),
     (core.Variable, '_maybe_autocast', '_maybe_autocast'),
     (keras.optimizers.LossScaleOptimizer, 'build', 'dynamic_scale'),
     (seed_generator.SeedGenerator, '__init__', 'seed_generator_state'),
