@@ -88,6 +88,8 @@ def _mirrored(devices=None, cross_device_ops=None) -> tf.distribute.Strategy:
 def _parameter_server(cluster=None, **options) -> tf.distribute.Strategy:
   """Returns our strategy. Without a cluster, it trains on one device."""
   # Wrong options must raise at once, before the cluster is ready.
+  known = inspect.signature(ParameterServerStrategy).parameters
+  option_checks.check_names('ParameterServerStrategy', options, known)
   options_lib.ParameterServerOptions(**options)
   if cluster is None and cluster_lib.ClusterConfig.from_env() is None:
     logging.info('No TF_CONFIG: parameter_server trains on one device.')
