@@ -256,8 +256,8 @@ def temporary_variable(value: tf.Tensor) -> tf.Tensor:
 def rewritten_once() -> Iterator[None]:
   """Makes TensorFlow rewrite graphs that first run in the context in one pass.
 
-  Its second pass, and the rewrites that are left out here, find nothing in the steps
-  of several CPUs. They take three quarters of the time.
+  The second pass and the rewrites that this leaves out find nothing in the steps of
+  several CPUs. They take three quarters of the time of all rewrites.
   """
   context = _context()
   before = context.function_call_options

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-from typing import Protocol
 
 import tensorflow as tf
 
@@ -12,13 +12,14 @@ from tf_strategies.spmd.program import Tensor
 from tf_strategies.spmd.site import Site
 
 
-class Exchange(Protocol):
+class Exchange(abc.ABC):
   """How replicas meet. It is called while a step is traced, not when it runs.
 
   `columns[r][t]` is tensor t of local replica r, and `[s][t]` of a result is for
   `sites[s]`. There may be fewer or more sites than replicas.
   """
 
+  @abc.abstractmethod
   def add(
     self,
     columns: Sequence[Sequence[tf.Tensor]],
@@ -34,6 +35,7 @@ class Exchange(Protocol):
         gradient it is. None for other tensors, which are never compressed.
     """
 
+  @abc.abstractmethod
   def scatter(
     self,
     columns: Sequence[Sequence[tf.Tensor]],
@@ -43,6 +45,7 @@ class Exchange(Protocol):
   ) -> list[list[tf.Tensor]]:
     """Returns each local replica's pieces of the sums over all replicas."""
 
+  @abc.abstractmethod
   def join(
     self,
     columns: Sequence[Sequence[tf.Tensor]],
@@ -51,11 +54,13 @@ class Exchange(Protocol):
   ) -> list[list[tf.Tensor]]:
     """Returns, for each site, whole tensors of these shapes from the replicas' pieces."""
 
+  @abc.abstractmethod
   def gather(
     self, values: Sequence[tf.Tensor], axis: int, sites: Sequence[Site]
   ) -> list[tf.Tensor]:
     """Returns the concatenation of all replicas' tensors, in the order of the rows."""
 
+  @abc.abstractmethod
   def first(
     self, value: tf.Tensor | None, like: Tensor, sites: Sequence[Site]
   ) -> list[tf.Tensor]:

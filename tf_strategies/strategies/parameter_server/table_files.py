@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.checkpoint import checkpointer, model_state
 from tf_strategies.keras.tables import row_table
 from tf_strategies.strategies.parameter_server import partitioned, variables
@@ -25,7 +26,7 @@ from tf_strategies.strategies.parameter_server import partitioned, variables
 _TABLE_BYTES = 1 << 20
 _BLOCK_BYTES = 2 << 20
 
-# Of a column's table, its arrays in a checkpoint by key.
+# Names of a table's arrays in a checkpoint, by the keys of its columns.
 _Names = dict[str, str]
 
 
@@ -72,7 +73,8 @@ def restore(
       first = 0
       for part in parts:
         for begin, count in _cuts(part.shape, part.dtype.size):
-          rows = _constant(arrays.rows(name, first + begin, count))
+          rows = arrays.rows(name, first + begin, count)
+          [rows] = _tf_internal.on_host(rows)
           part.write_rows_directly(begin, rows)
         _end_sparse_access(part)
         part.is_lost = False
@@ -112,7 +114,7 @@ def _blocks_of(
   for part in parts:
     part.check_is_whole()
     for begin, count in _cuts(part.shape, part.dtype.size):
-      numbers = _constant(np.arange(begin, begin + count))
+      [numbers] = _tf_internal.on_host(np.arange(begin, begin + count))
       with tf.device(part.device):
         rows = part.rows_directly(numbers)
       yield rows.numpy()
@@ -149,12 +151,9 @@ def _restore_rows(
     block = {k: arrays.rows(name, begin, count) for k, name in names.items()}
     ids = block.pop(row_table.IDS)
     for shard, mine in table.shares(ids):
-      values = {key: _constant(rows[mine]) for key, rows in block.items()}
-      shard.store(_constant(ids[mine]), values)
+      mine, *values = _tf_internal.on_host(
+        ids[mine], *(rows[mine] for rows in block.values())
+      )
+      shard.store(mine, dict(zip(block, values, strict=True)))
   for shard in table.shards:
     shard.is_lost = False
-
-
-def _constant(array: np.ndarray) -> tf.Tensor:
-  with tf.device('/device:CPU:0'):
-    return tf.constant(array)
