@@ -103,8 +103,6 @@ setuptools.setup(
       'hypothesis',
       # A client of strategies; it requires Keras, and no TensorFlow.
       'keras-tuner==1.4.8',
-      # The models of a TFJob that manifests are compared with.
-      'kubeflow-training==1.9.4',
       'mypy',
       'pytest>=9',
       'pytest-xdist',

@@ -37,15 +37,6 @@ class _Finder(doctest.DocTestFinder):
     return super()._from_module(module, inspect.unwrap(value))
 
 
-def assert_public_names(
-  test: absltest.TestCase, package: types.ModuleType
-) -> None:
-  """Checks that `__all__` is sorted and that each name exists and is documented."""
-  test.assertEqual(package.__all__, sorted(package.__all__))
-  for name in package.__all__:
-    test.assertNotEmpty(inspect.getdoc(getattr(package, name)), name)
-
-
 def assert_imports_load_none(
   test: absltest.TestCase, modules: Iterable[str], unwanted: Iterable[str]
 ) -> None:

@@ -47,7 +47,6 @@ OPTIONAL = frozenset(
     'horovod',
     'jsonschema',
     'keras_tuner',
-    'kubeflow',
     'mkdocs',
     'mpi4py',
     'torch',

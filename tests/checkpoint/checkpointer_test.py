@@ -128,28 +128,6 @@ class CheckpointerTest(parameterized.TestCase):
     self.assertEqual(found.specs['model/a'].shape, (100,))
     self.assertEqual(found['model/a'].tolist(), list(range(1000, 1100)))
 
-  def test_old_one_that_cannot_be_deleted(self):
-    rename = os.rename
-    paths = [self._save(1), self._save(2)]
-
-    def refuse_old(source, target):
-      if source in paths:
-        raise OSError('read-only')
-      rename(source, target)
-
-    with mock.patch.object(os, 'rename', refuse_old):
-      paths.append(self._save(3))
-    self.assertEqual(self.store.paths(), paths)
-
-  @pytest.mark.smoke
-  def test_keeps_the_last_two(self):
-    paths = [self._save(number) for number in range(5)]
-    self.assertEqual(self.store.paths(), paths[-2:])
-    self.assertCountEqual(
-      self._listed(), [os.path.basename(p) for p in paths[-2:]]
-    )
-    self.assertEqual(self.store.newest().metadata['number'], 4)
-
   @parameterized.parameters(
     *itertools.product((_flip, os.remove), _FILES),
     *((damage, 'manifest.json') for damage in (_nest, _renumber)),
@@ -171,15 +149,6 @@ class CheckpointerTest(parameterized.TestCase):
     self.assertEqual(self.store.newest().path, path)
     newest = self._save(4)
     self.assertEqual(self.store.paths(), [path, newest])
-
-  def test_file_in_place_of_a_checkpoint_is_skipped(self):
-    before = self._save(1)
-    path = os.path.join(self.directory, 'checkpoint-00000002')
-    open(path, 'w').close()
-    with self.assertLogs(level='WARNING') as logs:
-      found = self.store.newest()
-    self.assertEqual(found.path, before)
-    self.assertIn(path, logs.output[0])
 
   def test_nothing_is_whole(self):
     paths = [self._save(number) for number in (1, 2)]

@@ -36,9 +36,6 @@ class PositionTest(parameterized.TestCase):
   def test_data_of_which_nothing_is_there(self):
     self.assertEmpty(list(Position(0, 3).iterate(_unknown(0)())))
 
-  def test_logs_say_it_in_words(self):
-    self.assertEqual(str(Position(1, 2, (3, 4))), 'epoch 1, step 2')
-
   def test_order_and_json(self):
     positions = [Position(), Position(0, 7), Position(1), Position(1, 2)]
     self.assertEqual(sorted([*positions[2:], *positions[:2]]), positions)

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import docstrings, virtual_devices
+from tests import virtual_devices
 from tf_strategies.keras import local_steps
 
 virtual_devices.configure()
@@ -17,6 +17,12 @@ virtual_devices.configure()
 LocalSteps = tfs.keras.LocalSteps
 SGD = keras.optimizers.SGD
 LossScale = keras.optimizers.LossScaleOptimizer
+
+
+_NO_WORKERS = (
+  'a ring of several workers.*LocalSteps under .*Strategy.*'
+  "a worker for each device and use .*'multi_worker_ring'"
+)
 
 
 def _ring():
@@ -77,30 +83,26 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       make()
 
-  @parameterized.parameters('ring_mirrored', 'one_device')
-  def test_strategy_without_workers(self, name):
-    strategy = tfs.create_strategy(name)
-    with (
-      strategy.scope(),
-      self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError,
-        'a ring of several workers.*LocalSteps under .*Strategy.*'
-        "a worker for each device and use .*'multi_worker_ring'",
+  @parameterized.named_parameters(
+    (
+      'mirrored',
+      lambda: tfs.create_strategy('ring_mirrored'),
+      _NO_WORKERS,
+    ),
+    ('one_device', lambda: tfs.create_strategy('one_device'), _NO_WORKERS),
+    (
+      'sharded',
+      lambda: tfs.MultiWorkerRingStrategy(
+        devices=[virtual_devices.HOST], shard_optimizer_state=True
       ),
-    ):
-      LocalSteps('sgd', 2)
-
-  def test_workers_without_a_state_of_their_own(self):
-    strategy = tfs.MultiWorkerRingStrategy(
-      devices=[virtual_devices.HOST], shard_optimizer_state=True
-    )
+      'without shard_optimizer_state, got LocalSteps under '
+      '.*leave out shard_optimizer_state',
+    ),
+  )
+  def test_strategy_that_cannot_train_apart(self, make, message):
     with (
-      strategy.scope(),
-      self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError,
-        'without shard_optimizer_state, got LocalSteps under '
-        '.*leave out shard_optimizer_state',
-      ),
+      make().scope(),
+      self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message),
     ):
       LocalSteps('sgd', 2)
 
@@ -123,21 +125,18 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ):
       optimizer.apply([tf.constant([1.0])], [variable])
 
-  def test_optimizers_of_two_kinds(self):
+  @parameterized.parameters(
+    ('another', 'Adam beside LocalSteps'),
+    ('eager', 'eagerly.*run_eagerly=True'),
+  )
+  def test_model_that_cannot_train_apart(self, kind, message):
     model = _model(lambda: LocalSteps('sgd', 2))
-    with model.distribute_strategy.scope():
-      model.another = keras.optimizers.Adam()
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'Adam beside LocalSteps'
-    ):
-      _fit(model)
-
-  def test_a_step_that_runs_eagerly(self):
-    model = _model(lambda: LocalSteps('sgd', 2))
-    model.run_eagerly = True
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'eagerly.*run_eagerly=True'
-    ):
+    if kind == 'eager':
+      model.run_eagerly = True
+    else:
+      with model.distribute_strategy.scope():
+        model.another = keras.optimizers.Adam()
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       _fit(model)
 
   @parameterized.parameters('run', 'step')
@@ -164,9 +163,6 @@ def _twice(optimizer):
 
 
 class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
-  def test_docstring(self):
-    docstrings.assert_examples(self, local_steps.__name__)
-
   def test_averages_with_one_worker_are_its_own_steps(self):
     plain = _model(lambda: SGD(0.1, momentum=0.5))
     apart = _model(lambda: LocalSteps(SGD(0.1, momentum=0.5), 4, SGD(1.0)))

@@ -22,17 +22,6 @@ def _collective(handed, begin, end):
 
 
 class BreakdownTest(absltest.TestCase):
-  def test_wait_for_a_batch_is_no_wait_for_collectives(self):
-    found = step_breakdown.break_down(
-      (0, 100),
-      [
-        _collective(10, 10, 60),
-        _event(recorder.WAIT, 20, 50),
-        _event(recorder.INPUT, 30, 40),
-      ],
-    )
-    self.assertEqual(found['wait'], [(20, 30), (40, 50)])
-
   def test_parts_of_any_step(self):
     draw = random.Random(1)
     exposed = 0

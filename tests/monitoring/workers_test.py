@@ -131,23 +131,6 @@ class MeasuredRunTest(absltest.TestCase):
       self.assertLen(set(sent.values()), 1)
       self.assertGreaterEqual(sent[1], monitored_workers.LAYERS)
 
-  def test_step_stands_still_until_the_last_bucket_is_there(self):
-    for trace in self.traces:
-      last, waits = {}, collections.defaultdict(list)
-      for span in _spans(trace, 'collectives'):
-        if span['args'].get('update') is not None:
-          last[span['args']['step']] = span['ts'] + span['dur']
-      for span in _spans(trace, 'step', 'wait'):
-        waits[span['args']['step']].append(span)
-      waited_for = [
-        any(
-          w['ts'] < end <= w['ts'] + w['dur'] + _ROUNDING_US
-          for w in waits[step]
-        )
-        for step, end in last.items()
-      ]
-      self.assertEqual(waited_for, [True] * _STEPS)
-
 
 if __name__ == '__main__':
   absltest.main()

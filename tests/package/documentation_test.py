@@ -13,8 +13,10 @@ virtual_devices.configure()
 def _modules_with_examples():
   """Returns the modules whose docstrings have examples."""
   return [
-    path.removesuffix('.py').removesuffix('/__init__').replace('/', '.')
-    for path, source in project.python_files('tf_strategies').items()
+    project.module_name(path)
+    for path, source in project.python_files(
+      'tf_strategies', 'examples'
+    ).items()
     if '>>> ' in source and not path.startswith('tf_strategies/collectives')
   ]
 
@@ -26,7 +28,11 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_every_module_is_found(self):
     self.assertContainsSubset(
-      ('tf_strategies', 'tf_strategies.launch.supervisor'),
+      (
+        'examples.datasets.idx',
+        'tf_strategies',
+        'tf_strategies.launch.supervisor',
+      ),
       _modules_with_examples(),
     )
 

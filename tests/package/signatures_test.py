@@ -9,7 +9,6 @@ from absl.testing import absltest
 import tf_strategies as tfs
 from tf_strategies import errors
 from tf_strategies.launch import functions
-from tf_strategies.strategies.multi_worker import ring_strategy
 from tools.pages import hooks
 
 # Public callables that accept any keyword, and the reason.
@@ -140,14 +139,6 @@ class SignaturesTest(absltest.TestCase):
       errors.UnsupportedOptionError, 'clipnorm on the inner optimizer'
     ):
       tfs.keras.LazyRows('sgd', clipnorm=1.0)
-
-  @pytest.mark.smoke
-  def test_signature_stays(self):
-    found = inspect.signature(ring_strategy.MultiWorkerRingStrategy)
-    self.assertEqual(
-      [*found.parameters][:2] + [found.parameters['options'].default],
-      ['cluster', 'options', None],
-    )
 
 
 if __name__ == '__main__':

@@ -10,8 +10,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, virtual_devices
-from tests.programs.cases import CASES, STRATEGIES
+from tests import virtual_devices
+from tests.programs.cases import STRATEGIES
 from tf_strategies import _tf_internal
 from tf_strategies.cross_device import links
 from tf_strategies.strategies.mirrored import extended
@@ -86,19 +86,6 @@ def _blocks(graph):
   return [(functions[name], callers[name]) for name in functions]
 
 
-def types_in_worker(rank, case):
-  """Returns the operations of each compiled function, their callers, and all
-  operations.
-  """
-  del rank
-  strategy = CASES[case].create()
-  graph = _graph(strategy)
-  blocks = [({node.op for node in n}, callers) for n, callers in _blocks(graph)]
-  found = blocks, {node.op for node in _nodes(graph)}
-  strategy.close()
-  return found
-
-
 @contextlib.contextmanager
 def _beside_a_gpu():
   """Makes TensorFlow report a GPU to Keras, which then resolves 'auto'."""
@@ -138,10 +125,6 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
       for options in ({'jit_compile': False}, {'run_eagerly': True}):
         self.assertFalse(self.resolved(strategy, True, **options))
 
-  def test_auto_compiles_nothing_under_tensorflows_strategies(self):
-    builtin = tf.distribute.MirroredStrategy(DEVICES[:2])
-    self.assertFalse(self.resolved(builtin, True))
-
   def test_auto_trains_what_is_compiled(self):
     strategy = tfs.RingMirroredStrategy(DEVICES)
     with (
@@ -172,20 +155,6 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
       self.assertNoCommonElements({node.op for node in nodes}, _MEETS)
     calls = strategy.communication_report()['calls']
     self.assertGreater(calls['all_reduce'] + calls['reduce'], 0)
-
-  @parameterized.parameters('ring_2x2', 'collective_2x1')
-  def test_each_worker_runs_compiled_blocks_between_meetings(self, case):
-    workers = processes.run_workers(
-      types_in_worker, 2, args=(case,), deadline=200
-    )
-    for blocks, types in workers:
-      # One function of each device holds its forward and backward pass.
-      found = [callers for ops, callers in blocks if 'MatMul' in ops]
-      self.assertEqual([*map(len, found)], [1] * int(case[-1]))
-      self.assertLessEqual(len(blocks), 8 * len(found))
-      for ops, _ in blocks:
-        self.assertNoCommonElements(ops, _MEETS)
-      self.assertNotEmpty(types & _MEETS)
 
   def test_xla_knows_what_steps_compute(self):
     """Checks the list of compiled operations, which differs between CPU and GPU."""
