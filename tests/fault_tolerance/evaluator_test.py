@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import tempfile
-import threading
 import time
 
 import keras
@@ -145,21 +144,6 @@ class EvaluationsTest(_EvaluatorTest):
     self.assert_evaluations(evaluations, training)
     self.assertEqual([e.iterations for e in evaluations], [2])
 
-  def test_checkpoints_that_come_later(self):
-    training = Training(self.directory)
-    evaluator = self.evaluator()
-    results = []
-    thread = threading.Thread(
-      target=lambda: results.extend(evaluator.run()), daemon=True
-    )
-    thread.start()
-    for _ in range(2):
-      training.step()
-    training.finish()
-    thread.join(60)
-    self.assertFalse(thread.is_alive())
-    self.assert_evaluations(results, training)
-
   def test_ends_after_so_many_or_when_nothing_new_has_come(self):
     training = self.trained()
     *first, last = training.expected
@@ -264,16 +248,6 @@ class TensorBoardTest(_EvaluatorTest):
 
 
 class OptionsTest(_EvaluatorTest):
-  @parameterized.parameters(
-    ({'steps': 0}, 'steps=0'),
-    ({'max_evaluations': True}, 'max_evaluations=True'),
-    ({'poll_seconds': float('nan')}, 'poll_seconds=nan'),
-    ({'idle_timeout_seconds': float('inf')}, 'idle_timeout_seconds=inf'),
-  )
-  def test_what_cannot_be_is_refused(self, options, words):
-    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, words):
-      self.evaluator(**options)
-
   def test_data_without_end_is_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'infinite data'

@@ -49,17 +49,8 @@ def build(options, strategy):
   import keras
 
   keras.backend.clear_session()
-  keras.utils.set_random_seed(1)
   with strategy.scope():
-    model = keras.Sequential(
-      [
-        keras.layers.Input([16]),
-        keras.layers.Dense(32, 'relu'),
-        keras.layers.Dropout(0.3),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dense(10),
-      ]
-    )
+    model = elastic_program.build_rich()
     optimizer = keras.optimizers.Adam(
       keras.optimizers.schedules.CosineDecay(0.01, EPOCHS * STEPS),
       gradient_accumulation_steps=options.accumulation,

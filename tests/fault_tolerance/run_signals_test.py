@@ -8,7 +8,6 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -20,8 +19,6 @@ from tf_strategies.cluster import exit_codes
 from tf_strategies.fault_tolerance import preemption
 
 virtual_devices.configure()
-
-_TWO = ('CPU:0', 'CPU:1')
 
 
 class _Program:
@@ -73,6 +70,8 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('in_the_first_epoch', {'loop': 'fit'}, (7, 33)),
     tiers.soak('central_storage', {'strategy': 'central_storage'}, (25,)),
     tiers.soak('end_of_epoch', {'evaluates': True}, (20, 59)),
+    # After the first batch of the first evaluation.
+    tiers.soak('in_an_evaluation', {'evaluates': True}, (20.5,)),
     tiers.soak('loop', {'loop': 'custom', 'devices': 3}, (1, 40)),
     tiers.soak('accumulating', {'accumulation': 3}, (25,)),
     tiers.soak('groups', {'steps_per_execution': 4}, (24,)),
@@ -98,20 +97,6 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
 
   def _new(self):
     return self.create_tempdir().full_path
-
-  @pytest.mark.soak
-  def test_during_an_evaluation(self):
-    options = self._options(evaluates=True)
-    expected, results = _Program(
-      dataclasses.replace(options, directory=self._new())
-    ).train()
-    run = _Program(options)
-    self._preempt(run, signal_after=20.5)
-    # It stopped after the first batch of the evaluation.
-    self.assertEqual(run.steps.count(20.5), 1)
-    found, found_results = run.train()
-    self.assert_same_state(expected, found)
-    self.assertEqual(found_results, {k: results[k] for k in ('1', '2')})
 
   def test_second_signal_while_it_saves(self):
     options = self._options()
@@ -307,56 +292,6 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(SystemExit), self.run_:
       self.run_.exit_if_preempted(0, 1)
     self.assertEmpty(self.heard)
-
-
-class _Workers:
-  """Two workers that always say the same."""
-
-  rank, world_size = 0, 2
-
-  def __init__(self):
-    self.asked = 0
-
-  def combine(self, tensor, op, name):
-    del op, name
-    self.asked += 1
-    return tensor
-
-
-class QuestionTest(tf.test.TestCase):
-  """How often workers ask each other whether one of them was signalled."""
-
-  def setUp(self):
-    super().setUp()
-    self.now = 0.0
-    clock = mock.Mock(monotonic=lambda: self.now)
-    self.enter_context(mock.patch.object(preemption, 'time', clock))
-    self.workers = _Workers()
-    strategy = mock.Mock()
-    strategy.extended.communicator = self.workers
-    self.enter_context(mock.patch.object(preemption, '_CHECK_SECONDS', 2.0))
-    self.preemption = preemption.Preemption(strategy)
-
-  def _asks_in(self, count, seconds, **options):
-    before = self.workers.asked
-    for _ in range(count):
-      self.now += seconds
-      self.assertFalse(self.preemption.is_requested(**options))
-    return self.workers.asked - before
-
-  def test_asks_at_the_pace_of_steps(self):
-    self._asks_in(1, 0.0, at_once=True)
-    self.assertEqual(self._asks_in(1, 0.5), 1)
-    self._asks_in(9, 0.5)
-    # A question at the end of an epoch is no step.
-    self._asks_in(3, 0.001, at_once=True)
-    self.assertEqual(self._asks_in(12, 0.5), 3)
-
-  def test_batches_of_an_evaluation_are_no_steps(self):
-    self._asks_in(9, 0.5)
-    # Whoever is signalled while it lasts is heard of, too.
-    self.assertBetween(self._asks_in(400, 0.01, in_evaluation=True), 2, 4)
-    self.assertBetween(self._asks_in(12, 0.5), 3, 4)
 
 
 if __name__ == '__main__':

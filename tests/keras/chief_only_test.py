@@ -72,38 +72,6 @@ def _shown(rank):
   return shown
 
 
-def _interrupt_and_resume(rank, directory):
-  """Interrupts and resumes `fit` on a worker with its own directory."""
-  mine = os.path.join(directory, str(rank))
-  only = tfs.keras.ChiefOnly
-  strategy = tfs.MultiWorkerRingStrategy()
-  whole = _model(strategy, 1)
-  _fit(whole, [])
-  backup = os.path.join(mine, 'backup')
-  first = _model(strategy, 1)
-  saved = keras.callbacks.ModelCheckpoint(os.path.join(mine, 'saved.keras'))
-  with contextlib.suppress(_InterruptionError):
-    _fit(
-      first,
-      [
-        only(keras.callbacks.BackupAndRestore(backup)),
-        only(saved),
-        _Interrupt(),
-      ],
-    )
-  files = sorted(os.listdir(mine)) if os.path.exists(mine) else []
-  # The initial values differ, so equal results prove that the state was
-  # restored.
-  second = _model(strategy, 2)
-  _fit(second, [only(keras.callbacks.BackupAndRestore(backup))])
-  return {
-    'whole': whole.get_weights(),
-    'resumed': second.get_weights(),
-    'iterations': int(second.optimizer.iterations.numpy()),
-    'files': files,
-  }
-
-
 class _Look(keras.callbacks.Callback):
   """Checks whether the file that the previous callback wrote is complete."""
 
@@ -213,19 +181,6 @@ def _train_twice(rank, directory):
 
 
 class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
-  @pytest.mark.soak
-  def test_chief_writes_and_all_resume(self):
-    directory = self.create_tempdir().full_path
-    results = processes.run_workers(_interrupt_and_resume, 2, args=(directory,))
-    self.assertEqual(results[0]['files'], ['backup', 'saved.keras'])
-    self.assertEqual(results[1]['files'], [])
-    for result in results:
-      self.assertEqual(result['iterations'], _EPOCHS * 3)
-      for whole, resumed in zip(
-        result['whole'], result['resumed'], strict=True
-      ):
-        np.testing.assert_array_equal(whole, resumed)
-
   @tiers.named_parameters(
     ('ring', 'multi_worker_ring'),
     tiers.soak('collective', 'multi_worker_collective'),
@@ -263,18 +218,15 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     saved = keras.models.load_model(os.path.join(directory, 'model.keras'))
     self.assertEqual(int(saved.optimizer.iterations.numpy()), steps)
 
-  def test_refuses_a_callback_that_turns_out_to_change_training(self):
-    chief, other = processes.run_workers(_change_training, 2, args=('', True))
-    self.assertRegex(str(chief), r'ChiefOnly\(_Slower\).*changes the training')
-    self.assertRegex(str(other), 'Rank 0')
-
-  @pytest.mark.soak
-  def test_refuses_a_subclass_of_a_writer_that_changes_training(self):
+  @tiers.parameters((True, '_Slower'), tiers.soak(False, '_Stopper'))
+  def test_refuses_a_callback_that_turns_out_to_change_training(
+    self, is_wrapped, name
+  ):
     directory = self.create_tempdir().full_path
     chief, other = processes.run_workers(
-      _change_training, 2, args=(directory, False)
+      _change_training, 2, args=(directory, is_wrapped)
     )
-    self.assertRegex(str(chief), r'ChiefOnly\(_Stopper\).*changes the training')
+    self.assertRegex(str(chief), rf'ChiefOnly\({name}\).*changes the training')
     self.assertRegex(str(other), 'Rank 0')
 
   def test_refuses_callbacks_that_change_training(self):
