@@ -20,23 +20,6 @@ def _report(nodeid, when='call', outcome='passed', **more):
 
 
 class DeviceCountsTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ('tests/keras/scope_checks_test.py::Test::test_it', 'keras'),
-    ('tests/strategies/registry_test.py::Test::test_it', 'strategies'),
-    (
-      'tests/strategies/multi_worker/input_test.py::Test::test_it_ring_2x1',
-      'strategies/multi_worker',
-    ),
-    (f'{_ROW}ring_mirrored_clipnorm', 'programs, ring_mirrored'),
-    (f'{_ROW}central_storage_of_2_1_row', 'programs, central_storage'),
-    (f'{_ROW}0', 'programs, others'),
-    (f'{_ROW}ring_2x2_mean', 'programs, multi_worker_ring'),
-    (f'{_ROW}collective_1x1_mean', 'programs, multi_worker_collective'),
-    (f'{_ROW}servers_sync_2_mean', 'programs, servers'),
-  )
-  def test_name(self, nodeid, expected):
-    self.assertEqual(device_counts.name_of(nodeid), expected)
-
   def test_counts(self):
     counts = device_counts.DeviceCounts('cpu')
     for report in (

@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import dynamic_tables, virtual_devices
 from tf_strategies import errors
 from tf_strategies.keras.tables import row_updates
 
@@ -18,20 +18,6 @@ optimizers = keras.optimizers
 _ROWS = np.arange(1, 31, dtype=np.float32).reshape(10, 3) / 10
 _IDS = [1, 4, 1, 7]
 _USED = [1, 4, 7]
-
-_OPTIMIZERS = (
-  ('sgd', lambda: optimizers.SGD(0.1)),
-  ('nesterov', lambda: optimizers.SGD(0.1, 0.9, nesterov=True)),
-  ('adam', lambda: optimizers.Adam(0.1, amsgrad=True)),
-  ('adamw', lambda: optimizers.AdamW(0.1, weight_decay=0.0)),
-  ('adagrad', lambda: optimizers.Adagrad(0.1)),
-  ('adadelta', lambda: optimizers.Adadelta(0.1)),
-  ('adamax', lambda: optimizers.Adamax(0.1)),
-  ('nadam', lambda: optimizers.Nadam(0.1)),
-  ('rmsprop', lambda: optimizers.RMSprop(0.1, momentum=0.5, centered=True)),
-  ('ftrl', lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.1)),
-  ('lion', lambda: optimizers.Lion(0.1)),
-)
 
 
 def _gradient(step, ids=_IDS):
@@ -57,8 +43,12 @@ def _train(optimizer, gradients, rows=_ROWS):
 
 
 class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(*_OPTIMIZERS)
-  def test_rows_with_a_gradient_are_updated_as_a_table_of_them(self, make):
+  # The norm of slices counts the rows that repeat apart.
+  @parameterized.parameters(
+    *(name for name in dynamic_tables.OPTIMIZERS if name != 'clipnorm')
+  )
+  def test_rows_with_a_gradient_are_updated_as_a_table_of_them(self, name):
+    make = dynamic_tables.OPTIMIZERS[name]
     gradients = [_gradient(step) for step in range(3)]
     table, slots = _train(tfs.keras.LazyRows(make()), gradients)
     # The reference: a table with only these rows, and a dense gradient.
