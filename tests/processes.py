@@ -90,6 +90,18 @@ def addresses(count: int) -> list[str]:
   return [f'127.0.0.1:{port}' for port in ports_lib.pick_ports(count)]
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+  """Waits until a condition holds.
+
+  Raises:
+    AssertionError: if it does not hold within some seconds.
+  """
+  ends_at = time.monotonic() + seconds * DEADLINE_FACTOR
+  while not condition():
+    assert time.monotonic() < ends_at, 'too late'
+    time.sleep(0.01)
+
+
 def tf_config(
   cluster: Mapping[str, Sequence[str]], index: int, task_type: str = 'worker'
 ) -> str:

@@ -2,18 +2,16 @@
 
 import os
 import tempfile
-import time
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import parameter_servers, tiers
+from tests import parameter_servers, processes, tiers
 
 _ROWS, _BATCH, _EPOCHS = 96, 8, 2
 _CLASSES, _WORDS = 3, 10
-_DEADLINE_SECONDS = 120.0
 
 
 def _data():
@@ -57,15 +55,6 @@ def _count(directory: str, count: int | None = None) -> int:
     return int(f.read())
 
 
-def _wait_for(directory: str, count: int) -> None:
-  """Waits until so many checkpoints were evaluated: old ones are deleted."""
-  ends_at = time.monotonic() + _DEADLINE_SECONDS
-  while _count(directory) < count:
-    if time.monotonic() > ends_at:
-      raise TimeoutError(f'{_count(directory)} of {count} were evaluated')
-    time.sleep(0.02)
-
-
 def train(directory: str, mode: str) -> list[dict[str, float]]:
   """Trains; returns the job's own evaluation at each checkpoint that it writes."""
   import keras
@@ -93,7 +82,8 @@ def train(directory: str, mode: str) -> list[dict[str, float]]:
   def save(epoch, logs):
     strategy.save()
     evaluate()
-    _wait_for(directory, len(found))
+    # Old checkpoints are deleted.
+    processes.wait_until(lambda: _count(directory) >= len(found), 120.0)
 
   evaluate()  # The first checkpoint is written before the first step.
   model.fit(

@@ -18,6 +18,14 @@ def _as_if_many(rank, function):
     return function(rank)
 
 
+def _run(function, world_size, are_many, **options):
+  """Runs a function on each rank; with `are_many`, as if the ranks were many."""
+  args = (function,) if are_many else ()
+  return processes.run_workers(
+    _as_if_many if are_many else function, world_size, args=args, **options
+  )
+
+
 def _values(rank, size, dtype):
   """Small integers that tell ranks and positions apart; sums are exact."""
   return ((np.arange(size) * 3 + rank * 7) % 41).astype(dtype)
@@ -27,25 +35,14 @@ def _noise(rank, size):
   return np.random.RandomState(rank).standard_normal(size).astype(np.float32)
 
 
-def _moves(rank):
-  with meetings.meet(rank) as meeting, meeting.form() as group:
-    own, results = group.rank, {}
-    for size in (0, 3, 500):
-      for root in range(group.world_size):
-        array = np.arange(size * 2).reshape(size, 2) + 1000 * own
-        results['broadcast', size, root] = group.broadcast(array, root)
-      ragged = np.full((size * own + (own + 1) % 2, 3), own, np.int16)
-      results['all_gather', size] = group.all_gather(ragged)
-      equal = np.arange(size * 2).reshape(size, 2) + 1000.5 * own
-      results['all_gather_equal', size] = group.all_gather_equal(equal)
-    results['scalar'] = group.broadcast(np.array(7.5 + own), 0)
-    group.barrier(name='end')
-    return results
-
-
-def _moves_in_pieces(rank):
-  with conformance.small_pieces():
-    return _moves(rank)
+def _move(rank):
+  with (
+    conformance.small_pieces(),
+    meetings.meet(rank) as meeting,
+    meeting.form() as group,
+  ):
+    conformance.check_moves(group)
+    conformance.check_barrier(group)
 
 
 def _table(rank):
@@ -86,61 +83,24 @@ def _two_hosts(rank):
     return out, noise, half, sent, chosen, sorted(group.paths())
 
 
-def _large(rank):
-  """More than the sockets' buffers hold, in both directions at once."""
-  with meetings.meet(rank) as meeting, meeting.form() as group:
-    results = []
-    for size in (300_001, 5_000_003):
-      array = np.arange(size, dtype=np.float32) % 1000 + group.rank
-      out = group.all_reduce(array)
-      expected = group.world_size * (np.arange(size) % 1000)
-      expected += sum(range(group.world_size))
-      results.append(np.array_equal(out, expected.astype(np.float32)))
-      got = group.broadcast(out + group.rank, group.world_size - 1)
-      results.append(np.array_equal(got, out + group.world_size - 1))
-      results.append(group.bytes_sent)
-    group.barrier()
-    return results
-
-
 class CollectivesTest(parameterized.TestCase):
-  @tiers.parameters(tiers.soak(1), tiers.soak(2), tiers.smoke(3), tiers.soak(4))
-  def test_table_of_algorithms_and_dtypes(self, world_size):
-    results = processes.run_workers(_table, world_size, is_fresh=True)
-    conformance.assert_results(self, results)
-
-  @tiers.parameters(3, tiers.soak(10))
-  def test_table_among_many(self, world_size):
-    results = processes.run_workers(
-      _as_if_many, world_size, args=(_table,), is_fresh=True
-    )
-    with mock.patch.object(plan, 'FEW_RANKS', 1):
+  @tiers.parameters(
+    *tiers.every(tiers.soak, [(1, False), (2, False), (4, False), (10, True)]),
+    tiers.smoke(3, False),
+    (3, True),
+  )
+  def test_table_of_algorithms_and_dtypes(self, world_size, are_many):
+    results = _run(_table, world_size, are_many, is_fresh=True)
+    few = 1 if are_many else plan.FEW_RANKS
+    with mock.patch.object(plan, 'FEW_RANKS', few):
       conformance.assert_results(self, results)
 
   @tiers.product(
-    world_size=(tiers.soak(1), tiers.smoke(2), tiers.soak(3), tiers.soak(5)),
+    world_size=(tiers.soak(1), 3, tiers.soak(5)),
     are_many=(False, tiers.smoke(True)),
   )
   def test_broadcast_and_all_gather(self, world_size, are_many):
-    how = (_as_if_many, _moves_in_pieces) if are_many else (_moves_in_pieces,)
-    for result in processes.run_workers(how[0], world_size, args=how[1:]):
-      for size in (0, 3, 500):
-        for root in range(world_size):
-          expected = np.arange(size * 2).reshape(size, 2) + 1000 * root
-          np.testing.assert_array_equal(
-            result['broadcast', size, root], expected
-          )
-        for rank, got in enumerate(result['all_gather', size]):
-          expected = np.full((size * rank + (rank + 1) % 2, 3), rank, np.int16)
-          np.testing.assert_array_equal(got, expected)
-          self.assertEqual(got.dtype, np.int16)
-        rows = np.arange(size * 2).reshape(size, 2)
-        np.testing.assert_array_equal(
-          result['all_gather_equal', size],
-          np.concatenate([rows + 1000.5 * r for r in range(world_size)]),
-        )
-      self.assertEqual(result['scalar'], 7.5)
-      self.assertEqual(result['scalar'].shape, ())
+    self.assertLen(_run(_move, world_size, are_many), world_size)
 
   def test_two_levels_between_hosts(self):
     results = processes.run_workers(_two_hosts, 4)
@@ -175,11 +135,6 @@ class CollectivesTest(parameterized.TestCase):
     )
     name = f'hierarchical({size})' if size else 'ring'
     self.assertEqual(chosen, algorithms.build(name, len(hosts)))
-
-  @tiers.parameters(2, tiers.soak(3))
-  def test_large_arrays(self, world_size):
-    for result in processes.run_workers(_large, world_size):
-      self.assertEqual([result[i] for i in (0, 1, 3, 4)], [True] * 4)
 
 
 class ArgumentsTest(parameterized.TestCase):

@@ -7,6 +7,7 @@ expected bits are the simulator's.
 import collections
 import contextlib
 import itertools
+import time
 from unittest import mock
 
 import numpy as np
@@ -126,6 +127,45 @@ def expected(
     ]
   # Called again, nothing has changed.
   return [[out.tobytes()] * 2 for out in outputs]
+
+
+def check_moves(group) -> None:
+  """Checks that arrays of any shape and dtype reach all ranks, bit by bit."""
+  ranks = range(group.world_size)
+  for shape, dtype in (
+    *(((), '>f4'), ((2, 0), 'i4'), ((3, 2), 'f8'), ((500, 2), 'i8')),
+  ):
+    arrays = [
+      (np.arange(np.prod(shape, dtype=int)) + 1000.5 * rank)
+      .astype(dtype)
+      .reshape(shape)
+      for rank in ranks
+    ]
+    own = arrays[group.rank]
+    for root in ranks:
+      _assert_same(group.broadcast(own, root), arrays[root])
+    if shape:
+      _assert_same(group.all_gather_equal(own), np.concatenate(arrays))
+  for size in (0, 3, 500):
+    ragged = [np.full((size * r + (r + 1) % 2, 3), r, np.int16) for r in ranks]
+    found = group.all_gather(ragged[group.rank])
+    for got, want in zip(found, ragged, strict=True):
+      _assert_same(got, want)
+
+
+def check_barrier(group) -> None:
+  """Checks that nobody leaves a barrier before everyone has come."""
+  time.sleep(0.2 * group.rank)
+  came = time.monotonic()
+  group.barrier()
+  left = time.monotonic()
+  latest = group.all_reduce(np.array([came]), op='max')[0]
+  assert left >= latest, (left, latest)
+
+
+def _assert_same(got: np.ndarray, want: np.ndarray) -> None:
+  assert (got.dtype, got.shape) == (want.dtype, want.shape), (got, want)
+  assert got.tobytes() == want.tobytes(), (got, want)
 
 
 def _schedule(case: Case, world_size: int, large: str):

@@ -12,7 +12,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
-from tests.process_group import meetings
+from tests.process_group import conformance, meetings
 from tf_strategies import errors
 from tf_strategies.process_group.tcp import host_memory
 
@@ -287,7 +287,7 @@ def _work_on(rank, directory):
 
 
 def _check_collectives(group):
-  """Checks each collective by a result that tells ranks and positions apart."""
+  """Checks each collective by results that tell ranks and positions apart."""
   size, own = group.world_size, group.rank
   total = size * (size - 1) // 2
   for length in (7, 40_001):
@@ -296,14 +296,7 @@ def _check_collectives(group):
     assert (out == size * np.arange(length) + total).all()
   half = group.all_reduce(np.full(5, own, np.float16), name='half')
   assert (half == total).all()
-  root = group.describe()['sequence'] % size
-  got = group.broadcast(np.arange(9.0) + own, root)
-  assert (got == np.arange(9.0) + root).all()
-  for rows in (1, 4000):
-    found = group.all_gather(np.full((rows + own % 3, 2), own, np.int32))
-    assert [(a == r).all() and len(a) for r, a in enumerate(found)] == [
-      rows + r % 3 for r in range(size)
-    ]
+  conformance.check_moves(group)
   group.barrier()
 
 

@@ -16,12 +16,6 @@ def _env(**variables):
 
 class GroupOptionsTest(parameterized.TestCase):
   @parameterized.parameters(
-    {'rendezvous_timeout_seconds': 0},
-    {'collective_timeout_seconds': '5'},
-    {'heartbeat_timeout_seconds': True},
-    {'window_seconds': float('inf')},
-    {'min_workers': 0},
-    {'max_workers': True},
     {'min_workers': 3, 'max_workers': 2},
     {'secret': 'a string, though long enough'},
     {'secret': b'too few'},
@@ -32,17 +26,14 @@ class GroupOptionsTest(parameterized.TestCase):
     self.assertIn('Fix', str(raised.exception))
     self.assertNotIn('too few', str(raised.exception))
 
-  def test_secret_is_not_printed(self):
-    made = options.GroupOptions(secret=_SECRET)
-    self.assertEqual(made.secret, _SECRET)
-    self.assertNotIn('0123', repr(made))
-
-  def test_secret_of_the_environment(self):
+  def test_secret_of_the_environment_is_read_and_not_printed(self):
     with _env(TFS_SECRET=_SECRET.decode()):
       made = options.GroupOptions.from_env(min_workers=2)
       self.assertEqual((made.secret, made.min_workers), (_SECRET, 2))
-      other = options.GroupOptions.from_env(secret=None)
-      self.assertIsNone(other.secret)
+      self.assertNotIn(_SECRET.decode(), repr(made))
+      self.assertIsNone(options.GroupOptions.from_env(secret=None).secret)
+    with _env():
+      self.assertIsNone(options.GroupOptions.from_env().secret)
 
   def test_variable_that_asked_for_encryption_is_not_ignored(self):
     with (
@@ -51,22 +42,16 @@ class GroupOptionsTest(parameterized.TestCase):
     ):
       options.GroupOptions.from_env()
 
-  def test_secret_of_a_file(self):
-    path = self.create_tempfile(content=_SECRET.decode() + '\n').full_path
-    os.chmod(path, 0o600)
-    with _env(TFS_SECRET_FILE=path):
-      self.assertEqual(options.GroupOptions.from_env().secret, _SECRET)
-    with (
-      _env(TFS_SECRET_FILE=path + '.absent'),
-      self.assertRaisesRegex(ValueError, 'No such file'),
-    ):
-      options.GroupOptions.from_env()
-    with (
-      _env(TFS_SECRET_FILE=path, TFS_SECRET='x' * 20),
-      self.assertRaisesRegex(
-        ValueError, 'TFS_SECRET or TFS_SECRET_FILE, got both'
-      ),
-    ):
+  @parameterized.parameters(
+    ({'TFS_SECRET_FILE': '/absent'}, 'No such file'),
+    (
+      {'TFS_SECRET_FILE': '/absent', 'TFS_SECRET': 'x' * 20},
+      'TFS_SECRET or TFS_SECRET_FILE, got both',
+    ),
+    ({'TFS_SECRET': ''}, '0 bytes'),
+  )
+  def test_secret_that_cannot_be_read_is_refused(self, variables, message):
+    with _env(**variables), self.assertRaisesRegex(ValueError, message):
       options.GroupOptions.from_env()
 
   @parameterized.parameters(
@@ -75,7 +60,7 @@ class GroupOptionsTest(parameterized.TestCase):
     (0o620, False),
   )
   def test_secret_file_that_others_can_use_is_refused(self, mode, is_fine):
-    path = self.create_tempfile(content=_SECRET.decode()).full_path
+    path = self.create_tempfile(content=_SECRET.decode() + '\n').full_path
     os.chmod(path, mode)
     link = path + '.link'  # As a mounted secret is one.
     os.symlink(path, link)
@@ -101,12 +86,6 @@ class GroupOptionsTest(parameterized.TestCase):
       _env(TFS_SECRET_FILE=path),
       self.assertRaises(errors.UnsupportedOptionError),
     ):
-      options.GroupOptions.from_env()
-
-  def test_empty_secret_is_refused_and_none_is_none(self):
-    with _env():
-      self.assertIsNone(options.GroupOptions.from_env().secret)
-    with _env(TFS_SECRET=''), self.assertRaisesRegex(ValueError, '0 bytes'):
       options.GroupOptions.from_env()
 
 

@@ -230,7 +230,8 @@ class ProcessGroup:
       what = f'{reductions.dtype_text(array.dtype)}{list(array.shape)}'
       text = f'all_gather {{!r}} of {what}'
       flat = self._gather(text, name, array, sizes)
-    return flat.view(array.dtype).reshape(-1, *array.shape[1:])
+    rows = self.world_size * len(array)  # Rows may have no elements.
+    return flat.view(array.dtype).reshape(rows, *array.shape[1:])
 
   def broadcast(
     self, array: np.ndarray, root: int, *, name: str = ''

@@ -52,7 +52,7 @@ def _alone(rank):
   with meetings.meet(rank, **options) as meeting, meeting.form() as group:
     try:
       if rank == 1:
-        meetings.wait_until(lambda: group.failure is not None)
+        processes.wait_until(lambda: group.failure is not None)
         raise group.failure
       group.exchange('meeting', b'')
     except errors.CollectiveTimeoutError as e:

@@ -1,10 +1,14 @@
-"""The programs of the ranks in mpi_test.py. Each leaves its notes in a file."""
+"""The programs of the ranks in mpi_test.py. Each leaves its notes in a file.
+
+mpiexec -n 3 python -m tests.process_group.mpi.programs <program> <directory>
+"""
 
 import concurrent.futures
 import os
 import pathlib
 import pickle
 import signal
+import sys
 import time
 
 import numpy as np
@@ -12,24 +16,6 @@ import numpy as np
 from tests.process_group import conformance
 from tf_strategies import errors, process_group
 from tf_strategies.process_group.mpi import links
-
-
-def numbers(rank, size, dtype):
-  """Tells ranks and positions apart; sums of floats depend on their order."""
-  generator = np.random.default_rng([rank, size])
-  values = generator.uniform(-20, 20, size) + rank + np.arange(size) % 7
-  return values.astype(dtype)
-
-
-def rows(rank):
-  """Returns rows of two columns: no rows on rank 1."""
-  count = 0 if rank == 1 else 2 * rank + 3
-  return rank * 1000 + np.arange(2 * count, dtype=np.float32).reshape(-1, 2)
-
-
-def raw(array):
-  """An array as something that can be compared bit by bit."""
-  return str(array.dtype), array.shape, array.tobytes()
 
 
 def _group(**options):
@@ -51,33 +37,17 @@ def _move(note):
   with _group() as group:
     rank, size = group.rank, group.world_size
     note['who'] = (rank, size, group.name, group.elastic, group.generation)
-    note['gathered'] = [raw(a) for a in group.all_gather(rows(rank))]
-    note['empty'] = [raw(a) for a in group.all_gather(np.empty((0, 3)))]
-    for root in range(size):
-      for key, array in (
-        ('many', numbers(rank, 30000, np.float64).reshape(3, -1)),
-        ('scalar', np.array(rank + 0.5, '>f4')),
-        ('none', np.empty((2, 0), np.int32)),
-      ):
-        note[root, key] = raw(group.broadcast(array, root))
+    conformance.check_moves(group)
     before = group.bytes_sent
     group.all_reduce(np.ones(12 * 4096, np.float32))
     note['sent'] = group.bytes_sent - before
-    # Nobody leaves a barrier before everyone has come.
-    time.sleep(0.2 * rank)
-    came = time.monotonic()
-    group.barrier()
-    note['barrier'] = (came, time.monotonic())
+    conformance.check_barrier(group)
 
 
 # What the last rank does otherwise than the others.
 DISAGREEMENTS = {
   'size': lambda g, odd: g.all_reduce(np.ones(4 if odd else 3)),
-  'dtype': lambda g, odd: g.all_reduce(np.ones(3, 'i8' if odd else 'f8')),
-  'op': lambda g, odd: g.all_reduce(np.ones(3), op='min' if odd else 'sum'),
   'name': lambda g, odd: g.all_reduce(np.ones(3), name='b' if odd else 'a'),
-  'root': lambda g, odd: g.broadcast(np.ones(3), 1 if odd else 0),
-  'columns': lambda g, odd: g.all_gather(np.ones((2, 4 if odd else 3))),
   'kind': lambda g, odd: g.barrier() if odd else g.all_reduce(np.ones(1 << 18)),
 }
 
@@ -144,3 +114,7 @@ def run(program, directory):
   path = pathlib.Path(directory, str(rank))
   path.with_suffix('.part').write_bytes(pickle.dumps(note))
   path.with_suffix('.part').rename(path.with_suffix('.pickle'))
+
+
+if __name__ == '__main__':
+  run(*sys.argv[1:])

@@ -10,8 +10,8 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from tests import processes
 from tf_strategies import errors
-from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group import options
 from tf_strategies.process_group.network import local_users
 from tf_strategies.process_group.rendezvous import rendezvous
@@ -75,7 +75,7 @@ class LocalUsersTest(parameterized.TestCase):
         local_users.check(accepted)
 
   def test_group_without_a_secret_refuses_another_user(self):
-    addresses = {t: f'127.0.0.1:{ports_lib.pick_ports(1)[0]}' for t in (0, 1)}
+    addresses = dict(enumerate(processes.addresses(2)))
     outcomes = []
 
     def work(task):

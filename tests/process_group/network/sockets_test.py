@@ -69,7 +69,7 @@ class ForkTest(absltest.TestCase):
     self.assertLess(heard - killed, _SOON_SECONDS)
 
   def test_child_cannot_use_the_group_and_the_parent_can(self):
-    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
+    [address] = processes.addresses(1)
     with mock.patch.object(meetings, 'addresses', lambda: {0: address}):
       meeting = meetings.meet(0)
     with meeting:

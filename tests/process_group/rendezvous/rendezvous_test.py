@@ -15,7 +15,6 @@ from absl.testing import absltest, parameterized
 from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies import errors, process_group
-from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group import plan
 from tf_strategies.process_group.network import (
   authentication,
@@ -51,23 +50,6 @@ def _attempt(rank, per_rank):
     return type(e).__name__, str(e), time.monotonic() - started
 
 
-def _attempt_with_fault(rank, faulty):
-  """Runs `_attempt`; rank `faulty` fails to make the agreed group."""
-  if rank == faulty:
-
-    def fail(*args):
-      raise LookupError('no such link')
-
-    meetings.process_group.rendezvous.rendezvous.control_plane.ControlPlane = (
-      fail
-    )
-  try:
-    kind, message, _ = _attempt(rank, {})
-  except LookupError as e:
-    return type(e).__name__, str(e)
-  return kind, message
-
-
 class FormTest(parameterized.TestCase):
   @tiers.parameters(tiers.soak(1), tiers.smoke(2), tiers.soak(5))
   def test_ranks_follow_tasks(self, count):
@@ -79,7 +61,10 @@ class FormTest(parameterized.TestCase):
   def test_missing_worker_is_named_on_every_other(self):
     options = {'rendezvous_timeout_seconds': 2.0}
     with processes.Workers(
-      _attempt, 2, args=({0: options, 1: options},), ports=_with_absent(2)
+      _attempt,
+      2,
+      args=({0: options, 1: options},),
+      ports=processes.addresses(3),
     ) as workers:
       absent = workers.addresses[2]
       outcomes = workers.wait()
@@ -89,20 +74,6 @@ class FormTest(parameterized.TestCase):
       self.assertEqual(kind, 'RendezvousError')
       self.assertIn(f'task 2 at {absent} (nobody listens there)', message)
       self.assertBetween(seconds, 1.9, 30)
-
-  @tiers.parameters(0, tiers.soak(1))
-  def test_fault_while_a_group_is_made_is_raised(self, faulty):
-    broken, other = processes.run_workers(
-      _attempt_with_fault, 2, args=(faulty,)
-    )[:: 1 if faulty == 0 else -1]
-    self.assertEqual(broken, ('LookupError', 'no such link'))
-    # Whether it had its group already is chance.
-    self.assertIn(other[0], ('RendezvousError', 'WorkerUnavailableError'))
-
-
-def _with_absent(count):
-  """Addresses of `count` workers and of one that never comes."""
-  return processes.addresses(count + 1)
 
 
 class RefusalTest(parameterized.TestCase):
@@ -119,8 +90,7 @@ class RefusalTest(parameterized.TestCase):
     self.assertLess(seconds, 30)
 
   def test_task_that_sends_nonsense_is_named(self):
-    ports = ports_lib.pick_ports(2)
-    addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
+    addresses = dict(enumerate(processes.addresses(2)))
     options = process_group.GroupOptions(rendezvous_timeout_seconds=6.0)
 
     async def answer(link, request, message):
@@ -190,7 +160,7 @@ class ConstructorTest(parameterized.TestCase):
     meeting.close()
 
   def test_second_process_of_a_task_is_told_so(self):
-    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
+    [address] = processes.addresses(1)
     with (
       # Not of a group here: as another process has it.
       socket.create_server(('127.0.0.1', int(address.rpartition(':')[2]))),
@@ -277,8 +247,7 @@ class RivalGroupsTest(absltest.TestCase):
   """Runs in one process. A cut makes the connecting call raise."""
 
   def test_groups_that_meet_again_become_one(self):
-    ports = ports_lib.pick_ports(2)
-    addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
+    addresses = dict(enumerate(processes.addresses(2)))
     options = process_group.GroupOptions(
       min_workers=1, window_seconds=0.1, rendezvous_timeout_seconds=30.0
     )
@@ -303,7 +272,7 @@ class RivalGroupsTest(absltest.TestCase):
       groups = [first.form(), second.form()]
       self.assertEqual([g.world_size for g in groups], [1, 1])
       is_cut.clear()
-      meetings.wait_until(lambda: groups[1].failure is not None)
+      processes.wait_until(lambda: groups[1].failure is not None)
       # The half with the lowest task does not give way.
       self.assertIsNone(groups[0].failure)
       with self.assertRaisesRegex(errors.WorkerUnavailableError, 'gives way'):
@@ -311,7 +280,7 @@ class RivalGroupsTest(absltest.TestCase):
       formed = []
       waiting = threading.Thread(target=lambda: formed.append(second.form(7)))
       waiting.start()
-      meetings.wait_until(lambda: groups[0].pending_joiners() == (1,))
+      processes.wait_until(lambda: groups[0].pending_joiners() == (1,))
       formed.append(first.form(3))
       waiting.join(30)
       self.assertEqual([g.world_size for g in formed], [2, 2])
@@ -322,8 +291,7 @@ class LinksOnDemandTest(absltest.TestCase):
   """Runs in one process. A cut makes the connecting call raise."""
 
   def test_cut_that_a_collective_finds_is_left_out_of_the_next_group(self):
-    ports = ports_lib.pick_ports(4)
-    addresses = {task: f'127.0.0.1:{port}' for task, port in enumerate(ports)}
+    addresses = dict(enumerate(processes.addresses(4)))
     options = process_group.GroupOptions(
       min_workers=2, window_seconds=0.5, rendezvous_timeout_seconds=30.0
     )

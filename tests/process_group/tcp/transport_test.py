@@ -10,7 +10,6 @@ import time
 from unittest import mock
 
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
 from tests.collectives.simulator import simulate
@@ -172,28 +171,6 @@ class SchedulesTest(parameterized.TestCase):
           sum(n for (s, _), n in expected.bytes_per_link.items() if s == rank),
         )
 
-  @pytest.mark.smoke
-  def test_one_call_receives_all_of_a_small_collective(self):
-    (mine, other), out = socket.socketpair(), np.zeros(8, np.float32)
-    links = _transport({1: mine}, 'socket')
-    word = struct.Struct('<Q').pack
-    start = word(link_lib.HEADER) + _header(1).pack() + word(link_lib.BYTES)
-    other.sendall(start + np.arange(8, dtype=np.float32).tobytes())
-    schedule = ALGORITHMS['one_shot'](2)
-    plan = plan_lib.from_schedule(schedule, 0, 8, 4, 1 << 19)
-    receive = mock.patch.object(
-      link_lib.DataLink,
-      '_receive',
-      autospec=True,
-      side_effect=link_lib.DataLink._receive,
-    )
-    with receive as calls:
-      links.run(_execution(plan, np.ones(8, np.float32), out), _header(1))
-    self.assertEqual(calls.call_count, 1)
-    np.testing.assert_array_equal(out, np.arange(1, 9))
-    links.close()
-    other.close()
-
   def test_place_that_becomes_free_while_a_piece_comes(self):
     # Data from rank 1 goes where the send to rank 2 still reads, until half arrived.
     size = 1 << 24
@@ -225,31 +202,6 @@ class SchedulesTest(parameterized.TestCase):
     links.close()
     for end in (before, after):
       end.close()
-
-
-class GathersTest(parameterized.TestCase):
-  @parameterized.product(
-    way=('direct', 'ring', 'doubling'), world_size=(1, 2, 3, 5, 8, 9)
-  )
-  def test_brings_the_bytes_of_all_to_all(self, way, world_size):
-    sizes = tuple(7 * r % 20 for r in range(world_size))
-    parts = [np.arange(n, dtype=np.uint8) + 20 * r for r, n in enumerate(sizes)]
-    ends = np.cumsum(sizes)
-    outputs = [np.full(ends[-1], 255, np.uint8) for _ in sizes]
-
-    def work(rank):
-      def function(links):
-        outputs[rank][ends[rank] - sizes[rank] : ends[rank]] = parts[rank]
-        plan = plan_lib.gather(rank, sizes, 4, way)
-        out = outputs[rank]
-        links.run(_execution(plan, out, out), _header(1))
-
-      return function
-
-    errors = _run(world_size, [work(rank) for rank in range(world_size)])
-    self.assertEqual(errors, [None] * world_size)
-    for out in outputs:
-      np.testing.assert_array_equal(out, np.concatenate(parts))
 
 
 class SixteenBitsTest(parameterized.TestCase):
