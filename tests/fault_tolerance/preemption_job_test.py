@@ -44,9 +44,7 @@ class Job(processes.Command):
       name='the job',
       log=os.path.join(self._directory, 'output'),
       cwd=_ROOT,
-      env=processes.environment(
-        {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
-      ),
+      env=processes.python_environment(),
       deadline_seconds=_DEADLINE_SECONDS,
       # The launcher ends its workers.
       grace_seconds=20.0,
