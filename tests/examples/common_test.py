@@ -54,16 +54,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotAllEqual(seen, expected)
     self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
 
-  def test_epoch_longer_than_the_data_continues_with_the_next_pass(self):
-    batches = _whole_batches('--steps_per_epoch=13', epochs=2)
-    rows = [len(batch) for batch in batches]
-    self.assertEqual(rows, ([1000] * 8 + [192]) * 2 + [1000] * 8)
-    passes = _whole_batches(epochs=3)
-    for one, other in zip(batches, passes, strict=False):
-      self.assertAllEqual(one, other)
-    resumed = _whole_batches('--steps_per_epoch=13', epochs=2, start=(1, 2))
-    self.assertAllEqual(batches[15], resumed[0])
-
   def test_groups_of_steps_do_not_cross_epochs(self):
     for group, steps in ((1, 9), (4, 8), (9, 9)):
       with pages.parsed('mnist_keras_fit', *_SYNTHETIC):
@@ -74,13 +64,6 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
       self.assertRaisesRegex(tfs.errors.DataError, '=10 steps .* got 9'),
     ):
       common.load_data(steps_per_execution=10)
-
-  def test_mirrored_gets_full_batches(self):
-    batches = _whole_batches('--strategy=mirrored', epochs=2)
-    self.assertEqual([len(b) for b in batches], [1000] * 16)
-    # The second epoch begins with the rows that the first one left over.
-    whole = np.concatenate(_whole_batches(epochs=2))
-    self.assertAllEqual(np.concatenate(batches), whole[:16000])
 
 
 class StrategyTest(tf.test.TestCase, parameterized.TestCase):
@@ -115,33 +98,12 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
     ):
       pass
 
-  def test_split_after_start_is_refused(self):
-    tf.config.list_logical_devices()
-    split = common.devices
-    with (
-      pages.parsed('mnist_keras_fit', '--num_virtual_devices=3'),
-      self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError, 'num_virtual_devices=3'
-      ),
-    ):
-      split()
-
 
 class ModelTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.addCleanup(keras.config.set_dtype_policy, 'float32')
     self._strategy = tf.distribute.get_strategy()
-
-  def test_models_map_images_to_logits(self):
-    images = np.ones([2, 28, 28, 1], np.float32)
-    with pages.parsed('mnist_keras_fit', '--model=cnn') as example:
-      models = [example.build_model(self._strategy, num_classes=7)]
-      models.append(common.build_model(num_classes=7))  # Of the loop.
-    logits = [model(images) for model in models]
-    self.assertEqual(logits[0].shape, (2, 7))
-    self.assertNotAllClose(tf.reduce_sum(logits[0], -1), [1.0, 1.0])
-    self.assertAllEqual(*logits)
 
   def _optimizer(self, *flags):
     with pages.parsed('mnist_keras_fit', *flags):
@@ -152,18 +114,6 @@ class ModelTest(tf.test.TestCase, parameterized.TestCase):
     schedule = optimizer._learning_rate
     found = [schedule(step) for step in range(6)]
     self.assertAllClose(found, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
-
-  def test_learning_rate_scales_with_replicas_if_asked_for(self):
-    flags = (
-      *('--num_virtual_devices=4', '--learning_rate=0.3'),
-      '--scale_learning_rate',
-    )
-    with (
-      pages.parsed('mnist_keras_fit', *flags),
-      common.create_strategy().scope(),
-    ):
-      optimizer = common.build_optimizer()
-    self.assertAllClose(float(optimizer.learning_rate.numpy()), 1.2)
 
 
 if __name__ == '__main__':

@@ -9,8 +9,6 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-import tf_strategies as tfs
-from benchmarks.strategy_costs import task
 from tests import virtual_devices, weights
 from tests.examples import pages
 
@@ -97,25 +95,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsNone(report['train'])
     self.assertGreater(report['test']['accuracy'], 0)
 
-  def test_checkpoint_of_another_run_is_refused(self):
-    directory = self.create_tempdir().full_path
-    options = {
-      **_SHORT,
-      'strategy': 'one_device',
-      'epochs': 1,
-      'checkpoint_dir': directory,
-    }
-    pages.run(_LOOP, **options)
-    for changes, difference in (
-      ({'model': 'cnn'}, "model was 'mlp' and is 'cnn'"),
-      ({'global_batch_size': 32}, 'global_batch_size was 64 and is 32'),
-    ):
-      with (
-        self.subTest(difference),
-        self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, difference),
-      ):
-        pages.run(_LOOP, **{**options, **changes})
-
   @parameterized.parameters(_FIT, _LOOP)
   def test_local_steps_train_in_mixed_precision(self, name):
     options = {'local_steps': 2, 'mixed_precision': 'mixed_float16'}
@@ -130,27 +109,6 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     directory = self.create_tempdir().full_path
     self._train(name, _SHORT, epochs=1, log_dir=directory)
     self.assertCountEqual(os.listdir(directory), ['train', 'validation'])
-
-  def test_report_counts_every_copy_of_every_variable(self):
-    _, one = self._train(_FIT, _SHORT, strategy='one_device', epochs=1)
-    (on_one,) = one['variable_bytes'].values()
-    # Weights and momenta. Counters of steps and metrics are small.
-    state = 2 * 4 * one['parameters']
-    self.assertBetween(on_one, state + 16, state + 100)
-    _, four = self._train(_FIT, _SHORT, 4, epochs=1)
-    by_device = four['variable_bytes']
-    self.assertEqual(list(by_device), four['devices'])
-    self.assertEqual(list(by_device.values()), [on_one] * 4)
-
-  @pytest.mark.soak
-  def test_report_tells_the_bytes_of_a_step(self):
-    _, report = self._train(_FIT, _SHORT, 4, all_reduce='ring', epochs=1)
-    # A ring sends 2(N-1)/N of the gradients to each of N devices. Tensors are
-    # not split, so some devices get a bit more. Metrics take a few bytes.
-    gradients = 4 * report['parameters']
-    busiest, total = task.bytes_per_step(report, report['steps_this_run'])
-    self.assertBetween(total, 6 * gradients, 6 * gradients + 200)
-    self.assertBetween(busiest, 1.5 * gradients, 1.52 * gradients)
 
   @parameterized.parameters((_FIT, 'ring_mirrored'), (_LOOP, 'central_storage'))
   @pytest.mark.soak

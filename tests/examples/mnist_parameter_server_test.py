@@ -44,13 +44,6 @@ class OneDeviceTest(tf.test.TestCase, parameterized.TestCase):
     largest, where = weights.largest_difference(expected, found)
     self.assertLessEqual(largest, 1e-6, where)
 
-  def test_resumes_after_an_epoch(self):
-    straight, _ = self._train(_LOOP)
-    directory = self.create_tempdir().full_path
-    self._train(_LOOP, checkpoint_dir=directory, epochs=1)
-    resumed, _ = self._train(_LOOP, checkpoint_dir=directory)
-    self.assertEqual(weights.largest_difference(straight, resumed)[0], 0)
-
 
 class JobTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
@@ -145,28 +138,6 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       r'\[chief 0\] .* parameter_server \(workers: 2, servers: 2\)',
     )
     self.assert_result(report, _EPOCHS * _STEPS_PER_EPOCH)
-
-  @pytest.mark.soak
-  def test_evaluator_evaluates_checkpoints(self):
-    directory = self._path('checkpoints')
-    report = self._run(
-      _FIT,
-      f'--checkpoint_dir={directory}',
-      '--checkpoint_steps=5',
-      '--epochs=20',
-      launcher=(*_JOB, '--evaluator', '--grace_period=60'),
-      spreads_variables=True,
-    )
-    self.assert_result(report, 20 * _STEPS_PER_EPOCH)
-    # The last checkpoint too, although the launcher ends the evaluator with the
-    # chief.
-    last = 20 * _STEPS_PER_EPOCH
-    self.assertRegex(
-      self._output,
-      rf'\[evaluator 0\] .*Evaluated {directory}.*step {last}: accuracy',
-    )
-    self.assertRegex(self._output, r'\[evaluator 0\] .*training is over')
-    self.assertIn('finished', os.listdir(directory))
 
 
 if __name__ == '__main__':

@@ -1,10 +1,8 @@
 """Starts the examples as a user does, each with a deadline."""
 
-import contextlib
-import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import examples
 from benchmarks import processes
@@ -27,7 +25,6 @@ class Program(processes.Command):
     *flags: command line of the example.
     output: path of a file for stdout and stderr.
     launcher: flags of the launcher, for a job of several tasks.
-    environment: additional environment variables.
     spreads_variables: whether parameter servers share small variables too, as they
       share large ones.
   """
@@ -38,7 +35,6 @@ class Program(processes.Command):
     *flags: str,
     output: str,
     launcher: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
     spreads_variables: bool = False,
   ):
     program = ['-m', f'examples.{name}']
@@ -48,34 +44,12 @@ class Program(processes.Command):
     if launcher:
       launch = [sys.executable, '-m', 'tf_strategies.launch']
       command = [*launch, *launcher, '--', *command]
-    # The caller's settings for clusters and devices must not reach the example.
-    variables = {
-      'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
-      'PYTHONUNBUFFERED': '1',
-      **(environment or {}),
-    }
     super().__init__(
       command,
       name=name,
       log=output,
       cwd=ROOT,
-      env=processes.environment(variables),
+      # The caller's settings for clusters and devices must not reach it.
+      env=processes.python_environment({'PYTHONUNBUFFERED': '1'}),
       deadline_seconds=DEADLINE_SECONDS,
     )
-
-  def pid_of(self, task_type: str, index: int = 0) -> int:
-    """Returns the process id of a task that the launcher started."""
-    name = f'"task": {{"type": "{task_type}", "index": {index}}}'.encode()
-    for pid in (process.pid for process in self.descendants()):
-      with contextlib.suppress(OSError):
-        environment = pathlib.Path(f'/proc/{pid}/environ').read_bytes()
-        command = pathlib.Path(f'/proc/{pid}/cmdline').read_bytes()
-        # Its reaper has the same environment and a lower process id.
-        if name in environment and b'reaper.py' not in command:
-          return pid
-    raise AssertionError(f'no {task_type} {index} runs:\n{self.output()}')
-
-  def end(self, number: int) -> int:
-    """Sends a signal that ends the example, and returns its exit status."""
-    self.signal(number)
-    return self.wait()

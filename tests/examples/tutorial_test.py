@@ -90,11 +90,6 @@ class ReadmeTest(PageTest):
         self.assertIn(after, program.body)
         ast.parse(program.body.replace(after, before))
 
-  def test_program_is_short(self):
-    (program,) = documents.blocks(_page(self.page), 'python')
-    lines = [line for line in program.body.splitlines() if line.strip()]
-    self.assertLessEqual(len(lines), 15)
-
 
 class TutorialTest(PageTest):
   page = 'docs/tutorial.md'

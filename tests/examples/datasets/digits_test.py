@@ -14,19 +14,6 @@ except ImportError:
   sklearn_datasets = None
 
 
-class SplitTest(tf.test.TestCase):
-  def test_each_example_once_and_each_class_alike(self):
-    labels = np.arange(1000) ** 2 % 7
-    train, test = digits.stratified_split(labels)
-    np.testing.assert_array_equal(
-      np.sort(np.concatenate([train, test])), np.arange(1000)
-    )
-    self.assertLen(test, 200)
-    for label in np.unique(labels):
-      total = np.sum(labels == label)
-      self.assertNear(np.sum(labels[test] == label), total / 5, 1)
-
-
 class LoadDigitsTest(formula.DataTestCase):
   def setUp(self):
     super().setUp()

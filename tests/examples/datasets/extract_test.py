@@ -1,6 +1,5 @@
 """Extraction writes all files or the changed ones, even after interruptions."""
 
-import gzip
 import os
 import pathlib
 import random
@@ -18,7 +17,6 @@ from examples import datasets
 from examples.datasets import manifest as manifest_lib
 from tests.data import formula
 from tf_strategies import data as data_lib
-from tf_strategies import errors
 
 _DEADLINE_SECONDS = 120
 _LINES = 7
@@ -110,20 +108,6 @@ class PartialTest(ExtractTestCase):
       if name.split('-')[2] not in map(str, numbers):
         self.assertEqual(after[name], content)
 
-  def test_nothing_to_do_leaves_everything_as_it_is(self):
-    manifest = os.path.join(self.out, 'manifest.json')
-    # A new modification time alone is not a change.
-    os.utime(self.source(0), ns=(2 * 10**18, 2 * 10**18))
-    self.assertEmpty(self.extract().converted)
-    self.assertEqual(shards_of(self.out), self.before)
-    before = snapshot(self.out), os.stat(manifest).st_mtime_ns
-    report = self.extract()
-    self.assertEmpty(report.converted + report.removed)
-    self.assertLen(report.unchanged, 4)
-    self.assertEqual(
-      (snapshot(self.out), os.stat(manifest).st_mtime_ns), before
-    )
-
   @pytest.mark.smoke
   def test_new_changed_and_removed_files(self):
     self.write_source(1, 'another')
@@ -152,12 +136,6 @@ class PartialTest(ExtractTestCase):
     self.assertEqual(self.words()[-1], 'WORD3-6')
     self.assert_only_changed(3)
 
-  @pytest.mark.smoke
-  def test_full_converts_everything_to_the_same(self):
-    before = snapshot(self.out)
-    self.assertLen(self.extract(mode='full').converted, 4)
-    self.assertEqual(snapshot(self.out), before)
-
   def test_damaged_shard(self):
     name = next(name for name in sorted(self.before) if '-2-' in name)
     path = pathlib.Path(self.out, name)
@@ -175,15 +153,6 @@ class PartialTest(ExtractTestCase):
     report = self.run_with_warning('All files are converted')
     self.assertLen(report.converted, 4)
     self.assertEqual(snapshot(self.out), before)
-
-  def test_another_function_or_cut_converts_everything(self):
-    for changes in (
-      {'examples_per_shard': 5},
-      {'convert_fn': lambda path: [b'x']},
-    ):
-      report = self.run_with_warning('another convert_fn', **changes)
-      self.assertLen(report.converted, 4)
-    self.assertEqual(self.words(), ['x'] * 4)
 
 
 class RefusalsTest(ExtractTestCase):
@@ -204,24 +173,6 @@ class RefusalsTest(ExtractTestCase):
       convert_fn=lambda path: [1],
     )
 
-  def test_directories(self):
-    self.assert_data_error(
-      [self.raw, 'another directory'],
-      datasets.extract,
-      self.raw,
-      self.raw,
-      convert_lines,
-    )
-    self.extract()
-    self.assert_data_error(["holds 'words'"], self.extract, name='other')
-
-  @parameterized.parameters(('mode', 'some'), ('examples_per_shard', 0))
-  def test_options(self, name, value):
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, f'{name}={value!r}'
-    ):
-      self.extract(**{name: value})
-
   def test_a_source_that_fails_leaves_a_directory_that_readers_refuse(self):
     def fail_at_2(path):
       if path.endswith('2.txt'):
@@ -234,25 +185,6 @@ class RefusalsTest(ExtractTestCase):
     self.assertEmpty([name for name in os.listdir(self.out) if '.tmp' in name])
     self.extract()
     self.assertLen(self.words(), 4 * _LINES)
-
-
-class MnistTest(formula.DataTestCase):
-  def test_idx_and_a_change_of_labels_alone(self):
-    raw, out = self.new_dir(), os.path.join(self.new_dir(), 'out')
-    formula.write_idx(raw)
-    report = datasets.extract(raw, out, examples_per_shard=8)
-    self.assertLen(report.converted, 4)
-    self.assertEqual(report.examples, 23 + 9)
-    expected = formula.dataset()
-    self.assert_same_data(datasets.load('mnist', out), expected)
-    other = expected.test.labels[::-1]
-    content = gzip.compress(formula.idx_bytes(other))
-    pathlib.Path(raw, 't10k-labels-idx1-ubyte.gz').write_bytes(content)
-    report = datasets.extract(raw, out, examples_per_shard=8)
-    self.assertLen(report.converted, 2)
-    self.assertLen(report.unchanged, 2)
-    loaded = datasets.load('mnist', out)
-    self.assertEqual(loaded.test.labels.tolist(), other.tolist())
 
 
 class KillTest(ExtractTestCase):
