@@ -94,26 +94,6 @@ class SlurmTest(parameterized.TestCase):
 
 
 class KubernetesTest(absltest.TestCase):
-  def test_jobset(self):
-    config = schedulers.read(schedulers.JOBSET)
-    self.assertEqual(
-      config.jobs,
-      {
-        'chief': ('mnist-chief-0-0.mnist:2222',),
-        'worker': tuple(f'mnist-worker-0-{i}.mnist:2222' for i in range(2)),
-        'ps': ('mnist-ps-0-0.mnist:2222',),
-      },
-    )
-    self.assertEqual((config.task_type, config.task_index), ('worker', 1))
-
-  def test_indexed_job(self):
-    config = schedulers.read(schedulers.INDEXED_JOB)
-    self.assertEqual(
-      config.jobs,
-      {'worker': tuple(f'mnist-{i}.mnist-pods:2222' for i in range(3))},
-    )
-    self.assertEqual(config.task_index, 2)
-
   def test_indexed_job_that_nobody_counted_works_alone(self):
     self.assertIsNone(
       schedulers.read(

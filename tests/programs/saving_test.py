@@ -35,22 +35,6 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
         np.testing.assert_array_equal(want.numpy(), copy.numpy(), want.path)
     self.assertGreater(actual.optimizer.iterations.numpy(), 0)
 
-  @tiers.product(case=_CASES, inside=(True, tiers.soak(False)))
-  def test_saved_model_loads_inside_and_outside_the_scope(self, case, inside):
-    strategy = case.create()
-    model = _build(strategy)
-    common.fit(model, *_DATA)
-    path = os.path.join(self.create_tempdir().full_path, 'model.keras')
-    model.save(path)
-    with common.scope_of(strategy if inside else None):
-      loaded = keras.models.load_model(path)
-    self.assert_same_state(model, loaded)
-    # Both continue to the same weights, in the scope or outside.
-    for each in (model, loaded):
-      common.fit(each, *_DATA)
-    for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):
-      self.assertAllClose(a, b, 0, 1e-6)
-
   @tiers.product(case=_CASES)
   def test_weights_and_checkpoints_move_between_one_and_many(self, case):
     directory = self.create_tempdir().full_path
