@@ -11,9 +11,11 @@ import os
 import pathlib
 import sys
 import time
-import types
 
 import numpy as np
+
+from tf_strategies import cluster, errors, process_group
+from tf_strategies.cluster import launcher_note
 
 _PARTS = 60
 _MODULUS = 1_000_003
@@ -49,13 +51,13 @@ class _Member:
     self._was_restarted = was_restarted
     self._step, self._state = 0, np.zeros([_SIZE], np.int64)
 
-  def run(self, recoverable, rendezvous_error):
+  def run(self):
     """Returns the steps and the state in the end."""
     ends = False
     while True:
       try:
         group = self._form()
-      except rendezvous_error:
+      except errors.RendezvousError:
         if not ends:
           raise
         break  # The others have ended.
@@ -67,7 +69,10 @@ class _Member:
         if ends:
           group.barrier(name='the end')
           break
-      except recoverable as e:
+      except (
+        errors.WorkerUnavailableError,
+        errors.CollectiveTimeoutError,
+      ) as e:
         print('forming again:', e, flush=True)
       finally:
         group.close()
@@ -109,13 +114,6 @@ class _Member:
 
 def main(directory):
   """Runs the member; notes its steps and state in `result-<task>`."""
-  # Past the package's door, which loads TensorFlow.
-  package = types.ModuleType('tf_strategies')
-  package.__path__ = [os.environ['PACKAGE']]
-  sys.modules['tf_strategies'] = package
-  from tf_strategies import cluster, errors, process_group
-  from tf_strategies.cluster import launcher_note
-
   directory = pathlib.Path(directory)
   config = cluster.ClusterConfig.from_env()
   task = config.training_index
@@ -135,10 +133,7 @@ def main(directory):
   member = _Member(
     directory, rendezvous, os.environ['TFS_RESTART_COUNT'] != '0'
   )
-  result = member.run(
-    (errors.WorkerUnavailableError, errors.CollectiveTimeoutError),
-    errors.RendezvousError,
-  )
+  result = member.run()
   rendezvous.close()
   (directory / f'result-{task}').write_text(json.dumps(result))
 

@@ -17,14 +17,14 @@ from absl.testing import absltest, parameterized
 from benchmarks import processes
 from tests import tiers
 from tests.launch import elastic_member, programs
+from tests.processes import addresses
 from tf_strategies import errors
 from tf_strategies.cluster import launcher_note
-from tf_strategies.launch import ports as ports_lib
 
 # What `tfs.elastic.run` tells the launcher, from a program without the package.
 _SAY = f"""
-{programs.DOOR}
 import importlib.util
+sys.path.insert(0, {str(pathlib.Path(errors.__file__).parents[1])!r})
 spec = importlib.util.spec_from_file_location('note', {launcher_note.__file__!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -400,12 +400,11 @@ class RandomFaultsTest(parameterized.TestCase):
     self.failing = set()
     if self.chance.random() < 0.3:
       self.failing = {self.chance.randrange(self.count * self.slots)}
-    address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
+    [address] = addresses(1)
     script = pathlib.Path(elastic_member.__file__)
     env = processes.python_environment(
       {
         'TFS_SECRET': programs.SECRET,
-        'PACKAGE': str(pathlib.Path(errors.__file__).parent),
         'FAILING': ','.join(map(str, self.failing)),
       }
     )
@@ -417,7 +416,7 @@ class RandomFaultsTest(parameterized.TestCase):
         words.append(f'--rendezvous={address}')
       command = processes.Command(
         [
-          *(sys.executable, '-c', programs.PAST_THE_DOOR, *words),
+          *(sys.executable, '-m', 'tf_strategies.launch', *words),
           *('--grace_period=1', '--', sys.executable),
           *(str(script), str(self.top)),
         ],

@@ -1,59 +1,26 @@
 """Launchers of several hosts: who is where, and how all of them end."""
 
-import concurrent.futures
-import contextlib
 import json
-import os
 import pathlib
 import shutil
 import socket
 import sys
-import threading
-import time
-from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
 
 from benchmarks import network_namespaces, processes
 from tests.launch import programs
+from tests.processes import addresses
 from tf_strategies import cluster, errors
-from tf_strategies.launch import nodes
-from tf_strategies.launch import ports as ports_lib
 
 _WAIT = 'time.sleep(600)'
-
-
-def _address():
-  return f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
 
 
 def _said(launcher):
   """Returns the messages of a launcher, without notes that it waits for another."""
   lines = launcher.stderr().splitlines()
   return '\n'.join(line for line in lines if ' waits at ' not in line)
-
-
-def _meet(rank, count, address, follow):
-  """Returns what `follow(launchers)` does on a host."""
-  place = nodes.Place(count, rank, address, timeout=20)
-  counts, ports = {'worker': 1}, [rank + 1]
-  with nodes.Launchers(place, counts, ports, print) as launchers:
-    return follow(launchers)
-
-
-@contextlib.contextmanager
-def _hosts(count, follow):
-  """Yields an address, and a function that starts a host as a thread."""
-  address = _address()
-  with (
-    mock.patch.dict(os.environ, TFS_SECRET=programs.SECRET),
-    concurrent.futures.ThreadPoolExecutor(count) as pool,
-  ):
-    yield (
-      address,
-      lambda rank: pool.submit(_meet, rank, count, address, follow),
-    )
 
 
 class SeveralHostsTest(parameterized.TestCase):
@@ -111,39 +78,14 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
     )
     self.assertLen(jobs, 1)
 
-  def test_first_host_hears_a_call_as_soon_as_it_listens(self):
-    make = nodes.server.Server
-
-    def make_slowly(address, rank, *args):
-      made = make(address, rank, *args)
-      if rank == 0:
-        time.sleep(1)  # The other launcher calls in this time.
-      return made
-
-    with (
-      mock.patch.object(nodes.server, 'Server', make_slowly),
-      _hosts(2, lambda launchers: launchers.hosts) as (_, start),
-    ):
-      found = [started.result() for started in [start(0), start(1)]]
-    for part in found:
-      self.assertEqual([host.ports for host in part], [[1], [2]])
-
   def test_launcher_that_is_started_again_before_the_job_begins(self):
-    barrier = threading.Barrier(3)
-
-    def lost(launchers):
-      found = [*launchers.events]
-      barrier.wait(20)
-      return found
-
-    with _hosts(3, lost) as (address, start):
-      first = start(0)
-      [left] = self._start('pass', count=3, ranks=[1], address=address)
-      left.wait_until(lambda: 'for the others' in left.stderr())
-      left.kill()
-      left.wait()
-      for started in [first, start(1), start(2)]:
-        self.assertEqual(started.result(), [])
+    [address] = addresses(1)
+    first, left = self._start('pass', count=3, ranks=[0, 1], address=address)
+    left.wait_until(lambda: 'for the others' in left.stderr())
+    left.kill()
+    left.wait()
+    others = self._start('pass', count=3, ranks=[1, 2], address=address)
+    self.assertEqual(self._wait([first, *others]), [0] * 3)
 
   def test_failure_is_named_on_all_hosts(self):
     code = f"""
@@ -215,7 +157,7 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     self.assertIn('for node 2 (--nnodes=3)', started[0].stderr())
 
   def test_host_that_comes_late_is_refused_and_ends_nobody(self):
-    address = _address()
+    [address] = addresses(1)
     started = self._start(_WAIT, address=address)
     for launcher in started:
       launcher.wait_for_notes('pid', 1)
@@ -226,7 +168,7 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
       self.assertLen(launcher.alive(), 1)
 
   def test_another_version(self):
-    address = _address()
+    [address] = addresses(1)
     package = pathlib.Path(errors.__file__).parent
     copy = pathlib.Path(self.create_tempdir().full_path) / 'tf_strategies'
     shutil.copytree(package, copy)
@@ -236,17 +178,12 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     )
     other = processes.run(
       [
-        *(
-          sys.executable,
-          '-c',
-          programs.PAST_THE_DOOR.replace(
-            repr(str(package.resolve())), repr(str(copy))
-          ),
-        ),
+        *(sys.executable, '-m', 'tf_strategies.launch'),
         *('--nnodes=2', '--node_rank=1', f'--rendezvous={address}'),
         *('--', 'true'),
       ],
-      env={**os.environ, 'TFS_SECRET': programs.SECRET},
+      env=processes.python_environment({'TFS_SECRET': programs.SECRET}),
+      cwd=copy.parent,
     )
     self.assertEqual(other.returncode, 143)
     self.assertIn('node 1 runs tf_strategies 0.0.1', other.stderr)

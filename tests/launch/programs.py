@@ -1,8 +1,4 @@
-"""Runs the launcher as a user does, with a deadline, and tasks to launch.
-
-TensorFlow, which the package's `__init__.py` imports, takes seconds to load and
-is nothing to the launcher: these programs come in past that door.
-"""
+"""Runs the launcher as a user does, with a deadline, and tasks to launch."""
 
 import contextlib
 import json
@@ -16,32 +12,16 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from benchmarks import processes
-from tf_strategies import errors
 from tf_strategies.launch import ports as ports_lib
 
 DEADLINE_SECONDS = 120.0
 SECRET = '5ec7e7' * 8
-_PACKAGE = pathlib.Path(errors.__file__).resolve().parent
-# Makes the package's modules importable without its `__init__.py`.
-DOOR = f"""
-import sys, types
-package = types.ModuleType('tf_strategies')
-package.__path__ = [{str(_PACKAGE)!r}]
-sys.modules['tf_strategies'] = package
-"""
-PAST_THE_DOOR = f"""
-{DOOR}
-import runpy
-sys.argv[0] = 'launch'
-runpy.run_module('tf_strategies.launch', run_name='__main__', alter_sys=True)
-"""
 # The tasks of a job add up numbers.
-SUM = f"""
-{DOOR}
+SUM = """
 import numpy as np
 from tf_strategies import cluster, process_group
 config = cluster.ClusterConfig.from_env()
-addresses = {{i: t.address for i, t in enumerate(config.training_tasks)}}
+addresses = {i: t.address for i, t in enumerate(config.training_tasks)}
 rendezvous = process_group.Rendezvous(
   addresses, config.training_index, process_group.GroupOptions.from_env())
 group = rendezvous.form()
@@ -98,7 +78,7 @@ class Launcher(processes.Command):
       name='launch',
       log=self.directory / 'stdout',
       error_log=self.directory / 'stderr',
-      env={**os.environ, **(environment or {})},
+      env=processes.python_environment(environment),
       deadline_seconds=DEADLINE_SECONDS,
       # SIGTERM first: the launcher then takes its tasks along.
       grace_seconds=30.0,
@@ -197,7 +177,7 @@ def with_argument(argument: str) -> list[int]:
 
 
 def _words(arguments):
-  return [sys.executable, '-c', PAST_THE_DOOR, *arguments]
+  return [sys.executable, '-m', 'tf_strategies.launch', *arguments]
 
 
 def run(arguments, directory, environment=None) -> tuple[int, str, str]:
@@ -205,7 +185,7 @@ def run(arguments, directory, environment=None) -> tuple[int, str, str]:
   done = processes.run(
     _words(arguments),
     name='launch',
-    env={**os.environ, **(environment or {})},
+    env=processes.python_environment(environment),
     deadline_seconds=DEADLINE_SECONDS,
   )
   return done.returncode, done.stdout, done.stderr

@@ -64,16 +64,6 @@ class GuardTest(parameterized.TestCase):
     self.addCleanup(reaped.close)
     return reaped
 
-  def test_task_leads_a_group_and_has_the_usual_signals(self):
-    script = 'echo $$; ps -o pgid= -p $$; grep SigIgn /proc/$$/status; kill $$'
-    reaped = self._start(script)
-    self.assertEqual(reaped.status(), -signal.SIGTERM)
-    words = reaped.output.read().split()
-    self.assertEqual(words[0], words[1])
-    ignored = int(words[3], 16)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-      self.assertFalse(ignored & 1 << number - 1, number)
-
   def test_signals_the_whole_group(self):
     number = int(signal.SIGINT)
     reaped = self._start(_PARENT_AND_CHILD.format(number=number))

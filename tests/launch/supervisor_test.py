@@ -347,9 +347,12 @@ while True:
     self.assertEmpty(launcher.alive())
 
   def test_closed_stdout_takes_no_descriptor_of_ours(self):
-    launch = [sys.executable, '-c', programs.PAST_THE_DOOR, '--num_workers=2']
+    launch = [sys.executable, '-m', 'tf_strategies.launch', '--num_workers=2']
     task = ['--', 'sh', '-c', 'echo last words; exit 3']
-    done = processes.run(['sh', '-c', '"$@" >&-', 'sh', *launch, *task])
+    done = processes.run(
+      ['sh', '-c', '"$@" >&-', 'sh', *launch, *task],
+      env=processes.python_environment(),
+    )
     self.assertEqual(done.returncode, 3, done.stderr)
     self.assertIn('exit status 3. Its last lines:\n  last words', done.stderr)
     self.assertEqual(done.stdout, '')
