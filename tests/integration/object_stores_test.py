@@ -76,21 +76,6 @@ class FileSystemOfTensorFlowTest(tf.test.TestCase):
     other.load_weights('ram://a.weights.h5')
     self.assertAllEqual(model.get_weights()[0], other.get_weights()[0])
 
-  def test_records(self):
-    for i in range(2):
-      with tf.io.TFRecordWriter(f'ram://records/{i}.tfrecord') as writer:
-        for j in range(3 + i):
-          writer.write(b'%d' % (10 * i + j))
-    source = tfs.data.TFRecords(
-      'ram://records/*.tfrecord',
-      lambda records: tf.strings.to_number(records, tf.int64),
-    )
-    self.assertEqual(source.counts, (3, 4))
-    options = tfs.data.PipelineOptions(global_batch_size=4, seed=1)
-    batches = tfs.data.make_dataset(source, options, training=False)
-    found = np.concatenate([batch.numpy() for batch in batches])
-    self.assertAllEqual(np.sort(found), [0, 1, 2, 10, 11, 12, 13])
-
 
 if __name__ == '__main__':
   tf.test.main()

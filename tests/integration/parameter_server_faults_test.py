@@ -39,22 +39,7 @@ _WORKERS = (
     'dies_async_reads', {'mode': 'async', 'worker_input': True}, _DIES
   ),
   tiers.soak(
-    'never_returns',
-    {'mode': 'bounded', 'max_staleness': 0},
-    (('at', 130), ('kill', *_WORKER)),
-  ),
-  tiers.soak(
     'stops', {'keepalive_timeout': 3.0}, (('at', 20), ('stop', *_WORKER))
-  ),
-  tiers.soak(
-    'goes_on_sync_reads',
-    {'mode': 'sync', 'worker_input': True, 'keepalive_timeout': 2.0},
-    (
-      ('at', 30),
-      ('stop', *_WORKER),
-      ('wait', 5.0),
-      ('go on', *_WORKER),
-    ),
   ),
 )
 
@@ -67,21 +52,9 @@ _SERVERS = (
   # Options, faults, and the minimum and maximum number of lost steps.
   tiers.smoke('dies', {}, (('at', 130), *_restarts(0)), (1, 2 * 60)),
   tiers.soak(
-    'dies_sync_reads',
-    {'mode': 'sync', 'worker_input': True},
-    (('at', 130), *_restarts(1)),
-    (1, 2 * 60),
-  ),
-  tiers.soak(
     'in_a_group_of_steps',
     {'at_once': 20},
     (('at', 5), *_restarts(1)),
-    (0, 2 * 60),
-  ),
-  tiers.soak(
-    'in_the_first_evaluation',
-    {'validates': True},
-    (('at', 1, '.test'), *_restarts(0)),
     (0, 2 * 60),
   ),
   # It continues from where it began.

@@ -304,12 +304,11 @@ class LoadKillsTest(case.KillsTestCase):
     arguments = [str(self.directory), steps, {'checkpoint_steps': case.EVERY}]
     launcher = [sys.executable, '-m', 'tf_strategies.launch', '--chief']
     launcher += ['--num_workers=2', f'--num_ps={servers}', '--grace_period=60']
-    path = os.pathsep.join(filter(None, sys.path))
     return processes.Command(
       [*launcher, '--', *program, json.dumps(arguments)],
       name='the job',
       cwd=_ROOT,
-      env=processes.environment({'PYTHONPATH': path}),
+      env=processes.python_environment(),
       deadline_seconds=180,
       grace_seconds=20.0,
     )
