@@ -31,10 +31,6 @@ def _structure(arrays):
   )
 
 
-def _flat(arrays):
-  return [a for a in tf.nest.flatten(arrays) if a is not None]
-
-
 def _array(dtype, shape, start=0):
   """Values that tell positions and arrays apart."""
   size = int(np.prod(shape))
@@ -44,13 +40,6 @@ def _array(dtype, shape, start=0):
 
 
 class LayoutTest(tf.test.TestCase, parameterized.TestCase):
-  def decode(self, layout, message):
-    @tf.function(autograph=False)
-    def run(message):
-      return _flat(layout.read(message))
-
-    return [t.numpy() for t in run(tf.constant(message))]
-
   @parameterized.parameters(*_DTYPES)
   def test_every_dtype(self, dtype):
     shapes = ((2, 3), (), (0, 4), (17,))
@@ -60,7 +49,8 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
         _array(dtype, (4, 6)).T,
       ]
     )
-    found = self.decode(batch.layout, batch.message())
+    read = tf.function(batch.layout.read, autograph=False)
+    found = [t.numpy() for t in read(tf.constant(batch.message()))]
     for want, got in zip(batch.arrays, found, strict=True):
       self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
       self.assertEqual(want.tobytes(), got.tobytes())

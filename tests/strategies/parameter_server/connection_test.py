@@ -26,31 +26,32 @@ class LivenessTest(parameterized.TestCase):
     cluster.jobs = {
       job: [f'{job}-{i}:1' for i in range(2)] for job in ('ps', 'worker')
     }
-    self.enter_context(
-      mock.patch.object(keepalive, 'ask', lambda address, *_: self.ask(address))
-    )
-    self.enter_context(
-      mock.patch.object(keepalive, 'peers_of', lambda address: frozenset())
-    )
-    self.enter_context(mock.patch.object(connection, '_SETTLE_SECONDS', 0.0))
-    self.enter_context(
-      mock.patch.object(connection, 'wait_for_tasks', lambda *_: None)
-    )
-    self.enter_context(
-      mock.patch.object(
-        connection, '_runs_ops', lambda job, i: (job, i) in self.known
-      )
-    )
-    self.enter_context(
-      mock.patch.object(_tf_internal, 'connect_again', self.connect)
-    )
-    self.enter_context(
-      mock.patch.object(_tf_internal, 'incarnations', lambda: self.seen)
-    )
     # What happens while it is connected; and who was connected to in two parts.
     self.die_meanwhile = ()
     self.anew = []
-    self.enter_context(mock.patch.object(keepalive, 'watching', self.watching))
+    for module, replaced in (
+      (
+        keepalive,
+        {
+          'ask': lambda address, *_: self.ask(address),
+          'peers_of': lambda address: frozenset(),
+          'watching': self.watching,
+        },
+      ),
+      (
+        connection,
+        {
+          '_SETTLE_SECONDS': 0.0,
+          'wait_for_tasks': lambda *_: None,
+          '_runs_ops': lambda job, i: (job, i) in self.known,
+        },
+      ),
+      (
+        _tf_internal,
+        {'connect_again': self.connect, 'incarnations': lambda: self.seen},
+      ),
+    ):
+      self.enter_context(mock.patch.multiple(module, **replaced))
     self.liveness = connection.Liveness(cluster)
     self.addCleanup(self.liveness.close)
 

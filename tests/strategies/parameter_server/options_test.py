@@ -29,7 +29,6 @@ def _config(job='chief', index=0, **jobs) -> tfs.cluster.ClusterConfig:
 
 class OptionsTest(parameterized.TestCase):
   @parameterized.named_parameters(
-    ('unknown_mode', {'mode': 'asynchronous'}, "'sync'.*mode='asynchronous'"),
     (
       'all_workers_backup',
       {'mode': 'sync', 'backup_workers': 2},
@@ -59,12 +58,6 @@ class OptionsTest(parameterized.TestCase):
       "file system of this machine, got checkpoint_dir='gs://bucket/run'",
     ),
     ('start_zero', {'start_timeout': 0}, 'above 0, got start_timeout=0'),
-    ('step_inf', {'step_timeout': float('inf')}, 'step_timeout=inf'),
-    (
-      'partitioner_number',
-      {'variable_partitioner': 2},
-      'function.*variable_partitioner=2',
-    ),
   )
   def test_refused(self, given, message):
     for create in (
@@ -118,11 +111,6 @@ class ClusterTest(parameterized.TestCase):
       errors.ClusterConfigError, 'TF_CONFIG is not set.*one_device'
     ):
       tfs.ParameterServerStrategy()
-
-  def test_without_a_cluster_the_registry_trains_on_one_device(self):
-    strategy = tfs.create_strategy('parameter_server', mode='sync')
-    self.assertIsInstance(strategy, tf.distribute.OneDeviceStrategy)
-    self.assertEqual(strategy.num_replicas_in_sync, 1)
 
 
 def _start():

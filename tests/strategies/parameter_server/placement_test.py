@@ -1,5 +1,6 @@
 """Variables are spread over servers evenly by bytes."""
 
+import types
 from unittest import mock
 
 import hypothesis
@@ -8,6 +9,7 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tests import docstrings
+from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import extended, partitioned
 
 
@@ -19,18 +21,10 @@ class PlacementTest(parameterized.TestCase):
   def test_examples_run(self):
     docstrings.assert_examples(self, partitioned.__name__, 2)
 
-  @pytest.mark.smoke
-  def test_kernels_do_not_all_land_on_one_server(self):
-    # Kernel, bias, kernel, bias: in turn, every kernel is on server 0.
-    sizes = [4000, 40, 4000, 40, 4000, 40, 4000, 40]
-    found = extended.Placement(2)
-    servers = [found.place(size) for size in sizes]
-    self.assertEqual(found.load, (8080, 8080))
-    self.assertCountEqual(servers[::2], [0, 0, 1, 1])
-
   @hypothesis.given(
     st.lists(st.integers(0, 10**9), max_size=40), st.integers(1, 7)
   )
+  @pytest.mark.smoke
   def test_the_fullest_holds_at_most_the_mean_and_the_largest(self, sizes, n):
     found = extended.Placement(n)
     loads = [0] * n
@@ -49,6 +43,31 @@ class PlacementTest(parameterized.TestCase):
 
 
 class PartitionTest(parameterized.TestCase):
+  def num_parts(self, found, shape=(6, 4)):
+    """Returns the number of parts if a partitioner returns `found`."""
+    return extended.ParameterServerExtended._num_parts(
+      types.SimpleNamespace(_partitioner=lambda shape, dtype: found),
+      *(shape, 'float32', 'matrix'),
+    )
+
+  @parameterized.named_parameters(
+    ('text', 'two', "'two'"),
+    ('number', 2, 'got 2 from variable_partitioner'),
+    ('zero', [0, 1], r'\[0, 1\]'),
+    ('float', [2.0, 1], r'\[2.0, 1\]'),
+    ('second_axis', [1, 2], r'first axis only, got \[1, 2\]'),
+    ('too_short', [2], r'\[2\]'),
+  )
+  def test_nonsense_of_a_partitioner_is_refused(self, found, message):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, f"{message}.*'matrix'"
+    ):
+      self.num_parts(found)
+
+  def test_no_more_parts_than_rows(self):
+    self.assertEqual(self.num_parts([100, 1]), 6)
+    self.assertEqual(self.num_parts([2], shape=()), 1)
+
   @hypothesis.given(st.integers(1, 1000), st.integers(1, 50))
   def test_parts_are_even_and_whole(self, rows, parts):
     sizes = partitioned.partition_sizes(rows, parts)
@@ -57,12 +76,6 @@ class PartitionTest(parameterized.TestCase):
     self.assertGreater(min(sizes), 0)
     self.assertLessEqual(max(sizes) - min(sizes), 1)
     self.assertEqual(list(sizes), sorted(sizes, reverse=True))
-
-  @hypothesis.given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
-  def test_offsets_are_where_parts_begin(self, sizes):
-    rows = [i for i, size in enumerate(sizes) for _ in range(size)]
-    found = partitioned.offsets(sizes)
-    self.assertEqual([rows.index(i) for i in range(len(sizes))], list(found))
 
 
 if __name__ == '__main__':

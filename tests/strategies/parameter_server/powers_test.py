@@ -46,9 +46,8 @@ class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
   def test_lookups(self, program, parts, meets_at):
     value = tf.reshape(tf.range(10.0), [5, 2])
     with local_servers.on_local_devices():
-      if parts == 1:
-        table = local_servers.variable(0, value)
-      else:
+      table = local_servers.variable(0, value)
+      if parts > 1:
         table = local_servers.partitioned_variable(value, parts)
 
     def run(optimizer, ids):
@@ -76,30 +75,19 @@ class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(plan.NeedsExchangeError, 'reads when it has'):
       _powers(run, _IDS)
 
-  @parameterized.parameters(True, False)
-  def test_what_a_user_has_named_is_named(self, in_layer):
-    class Share(keras.layers.Layer):
-      def call(self, x):
-        return x / tf.reduce_sum(x)
-
+  def test_layer_that_needs_all_rows_is_named(self):
     with local_servers.scope():
-      metric = keras.metrics.Mean(name='my_metric')
-      layer = Share(name='my_layer')
+      metric = keras.metrics.Mean()
+    layer = keras.layers.UnitNormalization(axis=0, name='my_layer')
 
     def run(_, x):
-      if in_layer:
-        metric.update_state(tf.reduce_sum(x))
-        return {'sum': tf.reduce_sum(layer(x))}
-      metric.update_state(tf.reduce_sum(x) ** 2)
-      return {'sum': tf.reduce_sum(x)}
+      metric.update_state(tf.reduce_sum(x))
+      return tf.reduce_sum(layer(x))
 
-    with self.assertRaises(plan.NeedsExchangeError) as raised:
+    with self.assertRaisesRegex(
+      plan.NeedsExchangeError, 'my_layer.*needs all rows of a batch at once'
+    ):
       _powers(run, tf.TensorSpec([8, 3]))
-    found = str(raised.exception)
-    named = 'my_layer' if in_layer else 'total'
-    self.assertIn('needs all rows of a batch at once', found)
-    self.assertIn(named, found)
-    self.assertNotIn('Part(', found)
 
   def test_lookups_that_are_summed_and_averaged(self):
     with local_servers.on_local_devices():
@@ -130,31 +118,12 @@ def _then(after):
   return step
 
 
-def _assigned_before(a, other, optimizer, x):
-  a.assign(tf.ones([2]))
-  return _then(lambda *args: None)(a, other, optimizer, x)
-
-
-def _applied_in_a_branch(a, other, optimizer, x):
-  tf.cond(
-    tf.reduce_sum(x) > 0.0,
-    lambda: [optimizer.apply([tf.ones([2])], [a]), 1][1],
-    lambda: 0,
-  )
-
-
 _SEEN = 'a branch or a loop, or a read of what it has updated'
 
 
 class WholeTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
-    ('nothing', _then(lambda a, other, o, x: None), None),
-    ('other', _then(lambda a, other, o, x: other.assign(other * 2.0)), None),
-    ('rate', _then(lambda a, other, o, x: o.learning_rate + 1.0), None),
     ('read', _then(lambda a, other, o, x: a + 1.0), _SEEN),
-    ('added', _then(lambda a, other, o, x: a.assign_add([1.0, 1.0])), _SEEN),
-    ('assigned_before', _assigned_before, _SEEN),
-    ('applied_in_a_branch', _applied_in_a_branch, _SEEN),
     (
       'rows_written',
       _then(lambda a, other, o, x: other.scatter_nd_update([[0]], [5.0])),
@@ -173,19 +142,12 @@ class WholeTest(tf.test.TestCase, parameterized.TestCase):
   def test_what_makes_a_step_whole(self, step, want):
     with local_servers.on_local_devices():
       a, other = (local_servers.variable(i, [1.0, 2.0]) for i in range(2))
-    found = None
-    try:
+    with self.assertRaisesRegex(plan.NeedsExchangeError, want):
       _powers(
         lambda optimizer, x: step(a, other, optimizer, x),
         tf.TensorSpec([None], tf.float32),
         [a],
       )
-    except plan.NeedsExchangeError as error:
-      found = str(error)
-    if want is None:
-      self.assertIsNone(found)
-    else:
-      self.assertIn(want, found)
 
 
 if __name__ == '__main__':

@@ -29,10 +29,10 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.registry = weakref.WeakValueDictionary()
     self.restored = []
 
-  def make(self, has_checkpoints=True, mode='async'):
+  def make(self, has_checkpoints=True):
     directory = self.directory if has_checkpoints else None
     found = recovery.Recovery(
-      options.ParameterServerOptions(mode, checkpoint_dir=directory),
+      options.ParameterServerOptions('async', checkpoint_dir=directory),
       self.liveness,
       self.pool,
       self.registry,

@@ -15,13 +15,6 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 
-def read_after_write(a, b, x):
-  a.assign_add(x)
-  b.assign(a * 2.0)
-  a.assign_sub(b)
-  return a + b
-
-
 def sums(a, b, x):
   a.assign(a + x)
   a.assign(x + a)
@@ -65,11 +58,6 @@ def sum_of_a_value_that_a_function_overwrites(a, b, x):
 def difference_the_other_way_round(a, b, x):
   # No addition: it must not be sent as one.
   a.assign(x - a)
-  return a.read_value()
-
-
-def written_in_a_branch(a, b, x):
-  tf.cond(tf.reduce_sum(x) > 0.0, lambda: a.assign_add(x), lambda: a.assign(b))
   return a.read_value()
 
 
@@ -124,26 +112,11 @@ def gradients_of_a_loop(a, b, x):
   return loss
 
 
-def gradient_after_a_write(a, b, x):
-  a.assign_add(x)
-  with tf.GradientTape() as tape:
-    loss = tf.reduce_sum(a * a * b)
-  gradient = tape.gradient(loss, a)
-  a.assign_sub(0.1 * gradient)
-  return gradient
-
-
 def rows(a, b, x):
   a.assign_add(x)
   a.scatter_add(tf.IndexedSlices(tf.constant([10.0]), tf.constant([1])))
   a.assign_add(x)
   return tf.gather(a, [2, 2, 0]) + tf.gather_nd(a, [[0], [1], [1]])
-
-
-def scattered_only(a, b, x):
-  a.scatter_update(tf.IndexedSlices(x[:2], tf.constant([2, 0])))
-  b.scatter_sub(tf.IndexedSlices(x[:1], tf.constant([1])))
-  return b.read_value()
 
 
 @tf.function
@@ -205,20 +178,16 @@ def functions_made_before(a, b, x):
 
 
 PROGRAMS = (
-  read_after_write,
   sums,
   sum_after_overwrite,
   sums_of_infinities,
   sum_of_a_value_that_a_function_overwrites,
   difference_the_other_way_round,
-  written_in_a_branch,
   written_before_and_in_a_branch,
   sums_of_older_values_in_a_branch,
   written_in_a_loop,
   gradients_of_a_loop,
-  gradient_after_a_write,
   rows,
-  scattered_only,
   functions_made_before,
   compiled_function_that_reads,
 )

@@ -150,13 +150,6 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     first = next(iter(named.values()))
     return (first.parts if kind == 'variable' else first.table.shards)[1]
 
-  def test_small_variables_are_no_tables(self):
-    rows = _VARIABLE['table']
-    for value, is_table in ((rows, True), (rows[:20], False), (0.0, False)):
-      named = {'w': local_servers.variable(0, value)}
-      [(_, array)] = table_files.arrays_of(named)
-      self.assertEqual(isinstance(array, checkpointer.Blocks), is_table)
-
 
 if __name__ == '__main__':
   tf.test.main()

@@ -10,7 +10,6 @@ from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers, step_programs
 from tf_strategies import errors
-from tf_strategies.strategies.parameter_server import traced_step
 
 SPEC = step_programs.SPEC
 
@@ -111,11 +110,9 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('gradient', lambda a, add, scale, x: _with_gradient(a, scale, x)),
-    ('writes_in_branch', lambda a, add, scale, x: _in_branch(add, x)),
     ('compiled', lambda a, add, scale, x: _compiled(a.assign_add)(x)),
     ('reads_sum', lambda a, add, scale, x: (a.assign_add(x), scale(x))[1]),
     ('reads_value', lambda a, add, scale, x: (a.assign(x), scale(x))[1]),
-    ('both', lambda a, add, scale, x: (add(x), scale(x), add(x), scale(x))[3]),
   )
   def test_functions_that_have_their_graph(self, call):
     def step(a, x):
@@ -153,14 +150,6 @@ class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(step(tf.ones([3])), [11.0 * k] * 3)
       self.assertAllEqual(saved.total, [1.0 * k] * 3)
 
-  def test_an_error_in_the_program_ends_the_step(self):
-    def program(a, x):
-      raise ZeroDivisionError('in the program')
-
-    with self.assertRaisesRegex(ZeroDivisionError, 'in the program'):
-      self.trace(program, [local_servers.variable(0, [1.0])])
-    self.assertIsNone(traced_step.current())
-
 
 def _look_up(table, x):
   return tf.gather(table, [4, 1, 1]) + x[0]
@@ -197,9 +186,8 @@ def _gradient(table, x):
 
 
 class PartitionedTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(
-    (p.__name__[1:], p)
-    for p in (*(_look_up, _add, _scatter, _scatter_in_loop, _gradient),)
+  @parameterized.parameters(
+    *(_look_up, _add, _scatter, _scatter_in_loop, _gradient),
   )
   def test_programs_do_what_they_do_with_plain_variables(self, program):
     value = np.arange(10, dtype=np.float32).reshape(5, 2)
@@ -214,6 +202,15 @@ class PartitionedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(ours, plain)
     copied = [v.name for v in step.traced.copied]
     self.assertEqual(copied, [ours.name] * (program is not _look_up))
+
+  def test_concrete_function_is_refused(self):
+    with local_servers.on_local_devices():
+      table = local_servers.partitioned_variable(tf.ones([5, 2]), 2)
+      function = _concrete(lambda x: tf.gather(table, [1, 4]) * x[0])
+      with self.assertRaisesRegex(
+        errors.UnsupportedOptionError, 'traced before the step'
+      ):
+        step_programs.Step(lambda table, x: function(x), [table], SPEC)
 
 
 def _loss(a, x):
@@ -354,26 +351,6 @@ class ApplyTest(tf.test.TestCase, parameterized.TestCase):
     else:
       step(tf.ones([3]))
       self.assertAllEqual(a, [0.5, 1.5, 2.5])
-
-  def test_one_of_two_optimizers_is_noted(self):
-    with local_servers.scope():
-      a, b = tf.Variable([1.0, 2.0, 3.0]), tf.Variable([1.0, 1.0, 1.0])
-      first, second = (keras.optimizers.SGD(0.1) for _ in 'ab')
-      first.build([a]), second.build([b])
-
-    def program(a, b, x):
-      first.apply([x], [a])
-      second.apply([2.0 * x], [b])
-      return a + 0.0
-
-    with local_servers.on_local_devices():
-      step = step_programs.Step(
-        program, [a, b], SPEC, optimizers=(first, second)
-      )
-    self.assertEqual([o for o, *_ in step.traced.calls], [second])
-    self.assertAllClose(step(tf.ones([3])), [0.9, 1.9, 2.9])
-    self.assertAllClose([a, b], [[0.9, 1.9, 2.9], [0.8] * 3])
-    self.assertEqual([int(o.iterations) for o in (first, second)], [1, 1])
 
 
 if __name__ == '__main__':

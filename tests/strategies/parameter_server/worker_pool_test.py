@@ -14,44 +14,40 @@ _DEADLINE_SECONDS = fakes.DEADLINE_SECONDS
 
 
 class _Task(worker_pool.Task):
-  """Calls functions, and counts how often it was run."""
+  """Calls functions by the names of its methods, and counts how often it was run."""
 
-  def __init__(
-    self,
-    run=lambda: None,
-    begin=lambda: None,
-    lose=lambda: None,
-    finish=lambda: None,
-    has_work=lambda: True,
-  ):
-    self._run = run
-    self._begin = begin
-    self._lose = lose
-    self._finish = finish
-    self._has_work = has_work
+  def __init__(self, run=lambda: None, **hooks):
+    self._hooks = {'run': run, **hooks}
     self.runs = 0
 
+  def _call(self, name, default=None):
+    return self._hooks[name]() if name in self._hooks else default
+
   def has_work_for(self, worker):
-    return self._has_work()
+    return self._call('has_work', True)
 
   def begin(self, worker):
-    self._begin()
+    self._call('begin')
 
   def run(self, worker):
     self.runs += 1
-    self._run()
+    self._call('run')
 
   def lose(self, worker):
-    self._lose()
+    self._call('lose')
 
   def finish(self, worker):
-    self._finish()
+    self._call('finish')
 
 
 class PoolTest(parameterized.TestCase):
   def _pool(self, num_workers, max_waiting=None):
     pool, self.liveness = fakes.pool(self, num_workers, max_waiting)
     return pool
+
+  def _die(self, error=tf.errors.UnavailableError):
+    self.liveness.dead_workers.add(0)
+    raise error(None, None, 'the worker is gone')
 
   def test_task_that_a_worker_is_taking_is_on_its_way(self):
     pool, is_taken = self._pool(1), threading.Event()
@@ -95,12 +91,7 @@ class PoolTest(parameterized.TestCase):
 
   def test_third_worker_that_a_step_loses(self):
     pool, losses = self._pool(1), []
-
-    def die():
-      self.liveness.dead_workers.add(0)
-      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    pool.submit(_Task(die, lose=lambda: losses.append(True)))
+    pool.submit(_Task(self._die, lose=lambda: losses.append(True)))
     with self.assertRaisesRegex(errors.WorkerUnavailableError, 'the third'):
       pool.wait()
     self.assertLen(losses, 3)
@@ -110,12 +101,11 @@ class PoolTest(parameterized.TestCase):
 
     def die():
       task.may_repeat = False
-      self.liveness.dead_workers.add(0)
-      raise tf.errors.InvalidArgumentError(None, None, 'no such row')
+      self._die(tf.errors.InvalidArgumentError)
 
     task = _Task(die)
     pool.submit(task)
-    with self.assertRaisesRegex(tf.errors.InvalidArgumentError, 'no such row'):
+    with self.assertRaisesRegex(tf.errors.InvalidArgumentError, 'is gone'):
       pool.wait()
     self.assertEqual(task.runs, 1)
 
@@ -129,8 +119,7 @@ class PoolTest(parameterized.TestCase):
 
     def die():
       if not self.liveness.dead_workers and task.runs == 1:
-        self.liveness.dead_workers.add(0)
-        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+        self._die()
 
     self.liveness.rejoin = rejoin
     task = _Task(die)
@@ -167,14 +156,8 @@ class PoolTest(parameterized.TestCase):
     def fail():
       raise kind('from the thread')
 
-    def lose_worker():
-      self.liveness.dead_workers.add(0)
-      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    hooks = {where: fail}
-    if where == 'lose':
-      hooks['run'] = lose_worker
-    pool.submit(_Task(**hooks))
+    runs = {'run': self._die} if where == 'lose' else {}
+    pool.submit(_Task(**{where: fail}, **runs))
     with self.assertRaisesRegex(kind, 'from the thread'):
       pool.wait()
     # The thread lives on.

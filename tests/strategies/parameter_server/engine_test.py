@@ -1,13 +1,20 @@
-"""No worker gets far ahead of another, and none waits for one without work."""
+"""Bounded staleness, its count, and numbers that are there when somebody reads them."""
 
 import threading
+import types
 
+import numpy as np
 import pytest
+import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from tests.strategies.parameter_server import fakes
+from tf_strategies.strategies.parameter_server import (
+  batch_message,
+  traced_step,
+  worker_pool,
+)
 from tf_strategies.strategies.parameter_server import engine as engine_lib
-from tf_strategies.strategies.parameter_server import worker_pool
 
 
 class _Part(worker_pool.Task):
@@ -86,6 +93,57 @@ class BoundedEngineTest(parameterized.TestCase):
     # It has not 28 steps to make up for first.
     done = self._run(engine, (8, 8))
     self.assert_bound(done, (8, 8), 1)
+
+
+class StalenessTest(absltest.TestCase):
+  @pytest.mark.smoke
+  def test_workers_in_turn_are_as_stale_as_there_are_others(self):
+    staleness = engine_lib.Staleness()
+    for worker in range(3):
+      staleness.start(worker)
+    for _ in range(4):
+      for worker in range(3):
+        staleness.end(worker)
+        staleness.start(worker)
+    # The first three began together: 0, 1 and 2 were applied before them.
+    self.assertEqual(staleness.histogram, {0: 1, 1: 1, 2: 10})
+
+  def test_a_slow_worker_is_as_stale_as_the_others_were_fast(self):
+    staleness = engine_lib.Staleness()
+    staleness.start('slow')
+    for _ in range(7):
+      staleness.start('fast')
+      staleness.end('fast')
+    staleness.end('slow')
+    self.assertEqual(staleness.histogram, {0: 7, 7: 1})
+
+
+class StepTaskTest(absltest.TestCase):
+  def test_numbers_of_a_loop_outlive_a_write_of_the_coordinator(self):
+    def function(worker, argument, slots):
+      return numbers
+
+    numbers = tf.constant([3.0], tf.float64)
+    function.layout = None
+    function.traced = types.SimpleNamespace(
+      outputs=traced_step.Outputs(tf.TensorSpec([]))
+    )
+    engine = types.SimpleNamespace(
+      function=lambda step, layout: function,
+      apply_function_of=lambda task: 'the function that applies it',
+      apply=lambda function, tasks: numbers,
+      started=lambda step, worker: None,
+      take_slots=lambda layout: None,
+    )
+    sent = engine_lib.Sent(batch_message.Batch(np.zeros([2])))
+    task = engine_lib.StepTask(engine, engine_lib.Step(run=None), sent)
+    pool, _ = fakes.pool(self, 1)
+    reports = engine_lib.Reports(pool, fakes.Recovery().with_recovery)
+    found = reports.of(task)
+    task.run(0)
+    reports.add(task)
+    reports.forget()
+    self.assertEqual(float(found), 3.0)
 
 
 if __name__ == '__main__':
