@@ -31,8 +31,8 @@ def _aligned(array):
   return aligned
 
 
-def _sizes(strategy, rows, batch_size, drop_remainder=False):
-  dataset = tf.data.Dataset.range(rows).batch(batch_size, drop_remainder)
+def _sizes(strategy, rows, batch_size):
+  dataset = tf.data.Dataset.range(rows).batch(batch_size)
   batches = list(strategy.experimental_distribute_dataset(dataset))
   together = np.concatenate(
     [v.numpy() for b in batches for v in strategy.experimental_local_results(b)]
@@ -216,18 +216,11 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
     self.addCleanup(strategy.close)
     dataset = tf.data.Dataset.range(4).batch(3)
     batch = next(iter(strategy.experimental_distribute_dataset(dataset)))
-    self.assertAllEqual(batch.numpy(), [0, 1, 2])
     self.assertEqual((batch.shape, batch.dtype), ((3,), tf.int64))
     self.assertAllEqual(np.asarray(batch), [0, 1, 2])
-    self.assertAllEqual(tf.cast(batch, tf.float32) / 2, [0, 0.5, 1])
     self.assertAllEqual(10 - batch * 2, [10, 8, 6])
     self.assertAllEqual(batch[1:], [1, 2])
-
-    @tf.function
-    def total(batch):
-      return tf.reduce_sum(batch + 1)
-
-    self.assertEqual(int(total(batch)), 6)
+    self.assertEqual(int(tf.function(tf.reduce_sum)(batch)), 3)
 
 
 if __name__ == '__main__':

@@ -41,8 +41,6 @@ class RegistryTest(parameterized.TestCase):
       {'bakup_workers': 1},
       "'bakup_workers'.*write 'backup_workers'",
     ),
-    ('parameter_server', {'backup_workers': 1}, "mode='sync'"),
-    ('parameter_server', {'checkpoint_steps': 3}, 'checkpoint_dir with .*=3'),
     (
       'ring_mirrored',
       {'device': []},
@@ -77,12 +75,10 @@ class RegistryTest(parameterized.TestCase):
   @parameterized.product(
     make=(
       lambda: tfs.create_strategy('one_device'),
-      lambda: tfs.create_strategy('mirrored'),
       tfs.RingMirroredStrategy,
       tfs.CentralStorageStrategy,
     ),
     job=(
-      ({'TF_CONFIG': _config('worker', worker=2)}, 'worker 1.*worker_ring'),
       ({'TF_CONFIG': _config('worker', chief=1, worker=2)}, '_worker_ring'),
       (
         {'TF_CONFIG': _config('chief', chief=1, worker=2, ps=1)},

@@ -30,9 +30,9 @@ def large_model() -> keras.Model:
   )
 
 
-def numbers(rows: int = BATCH * STEPS):
+def numbers():
   """Returns the inputs and targets of `dense_model`."""
-  rng = np.random.default_rng(5)
+  rng, rows = np.random.default_rng(5), BATCH * STEPS
   x = rng.normal(size=[rows, 7]).astype('float32')
   return x, rng.normal(size=[rows, 1]).astype('float32')
 

@@ -27,15 +27,15 @@ def environment(**variables):
   return mock.patch.dict(os.environ, {**kept, **variables}, clear=True)
 
 
-class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
+class Failing(double.ResolverDouble):
+  def get_tpu_system_metadata(self):
+    raise RuntimeError('TPU cores on each host is not same')
+
+
+class ResolverTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(environment())
-    self._start = time.monotonic()
-    self.addCleanup(self.assert_time)
-
-  def assert_time(self):
-    self.assertLess(time.monotonic() - self._start, _DEADLINE_SECONDS)
 
   @pytest.mark.smoke
   def test_environment_without_a_tpu(self):
@@ -51,20 +51,35 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.create_strategy('tpu_ring', devices=['TPU:0'])
 
-  @parameterized.parameters('local', 'grpc://192.0.2.1:8470')
-  def test_resolver_without_cores(self, tpu):
-    with self.assertRaisesRegex(
+  @parameterized.named_parameters(
+    (
+      'without_cores',
+      lambda: Resolver('grpc://192.0.2.1:8470'),
       tfs.errors.UnsupportedOptionError,
       'without cores .*CPU:0.*experimental_connect_to_cluster.*ring_mirrored',
-    ):
-      tfs.TPURingStrategy(Resolver(tpu))
-
-  def test_not_initialised(self):
-    with self.assertRaisesRegex(
+    ),
+    (
+      'not_initialised',
+      lambda: double.ResolverDouble(8, is_initialized=False),
       tfs.errors.UnsupportedOptionError,
       '8 cores that was not initialised.*initialize_tpu_system',
-    ):
-      tfs.TPURingStrategy(double.ResolverDouble(8, is_initialized=False))
+    ),
+    (
+      'failing',
+      lambda: Failing(8),
+      tfs.errors.ClusterConfigError,
+      'Failing.get_tpu_system_metadata.*RuntimeError: TPU cores on each host',
+    ),
+    (
+      'that_counts_wrongly',
+      lambda: double.ResolverDouble(8, num_devices=4),
+      tfs.errors.ClusterConfigError,
+      'got 8 cores with 4 names',
+    ),
+  )
+  def test_resolver(self, make, error, message):
+    with self.assertRaisesRegex(error, message):
+      tfs.TPURingStrategy(make())
 
   def test_importing_looks_for_no_tpu(self):
     """Checks that the import does not look for a TPU, even if one is configured."""
@@ -76,8 +91,6 @@ class NoTPUTest(tf.test.TestCase, parameterized.TestCase):
       done = processes.run_python('-c', code)
     self.assertEqual(done.returncode, 0, done.stderr)
 
-
-class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
   def test_metadata_server_that_never_answers(self):
     server = socket.create_server(('127.0.0.1', 0))
     # Ends the thread that waits for an answer.
@@ -97,23 +110,6 @@ class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
       tfs.TPURingStrategy()
     self.assertLess(time.monotonic() - start, _DEADLINE_SECONDS)
 
-  def test_resolver_that_fails(self):
-    class Failing(double.ResolverDouble):
-      def get_tpu_system_metadata(self):
-        raise RuntimeError('TPU cores on each host is not same')
-
-    with self.assertRaisesRegex(
-      tfs.errors.ClusterConfigError,
-      'Failing.get_tpu_system_metadata.*RuntimeError: TPU cores on each host',
-    ):
-      tfs.TPURingStrategy(Failing(8))
-
-  def test_resolver_that_counts_wrongly(self):
-    with self.assertRaisesRegex(
-      tfs.errors.ClusterConfigError, 'got 8 cores with 4 names'
-    ):
-      tfs.TPURingStrategy(double.ResolverDouble(8, num_devices=4))
-
   def test_inside_a_graph(self):
     with (
       tf.Graph().as_default(),
@@ -124,43 +120,29 @@ class MisconfiguredTest(tf.test.TestCase, parameterized.TestCase):
       double.create_strategy(2)
 
 
-class OptionsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters('rign', None)
-  def test_unknown_all_reduce(self, all_reduce):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError,
-      'ring.*builtin.*all_reduce=',
-    ):
-      double.create_strategy(2, all_reduce=all_reduce)
-
-
 class TensorsTest(tf.test.TestCase, parameterized.TestCase):
-  def all_reduce(self, make, reduce_op='SUM'):
-    def step(x):
-      return tf.distribute.get_replica_context().all_reduce(reduce_op, make(x))
-
-    program.trace(
-      double.create_strategy(2), step, [np.ones([2, 4], np.float32)]
-    )
-
-  def test_unknown_shape(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError,
+  @parameterized.named_parameters(
+    (
+      'of_unknown_shape',
+      lambda x: tf.boolean_mask(x, x > 0),
       r"tensor 'boolean_mask/.*:0' of shape \(None,\).*drop_remainder",
-    ):
-      self.all_reduce(lambda x: tf.boolean_mask(x, x > 0))
+    ),
+    ('that_have_no_sum', lambda x: x > 0, "'Greater.*dtype bool.*cast"),
+  )
+  def test_all_reduce(self, make, message):
+    def step(x):
+      return tf.distribute.get_replica_context().all_reduce('SUM', make(x))
+
+    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+      program.trace(
+        double.create_strategy(2), step, [np.ones([2, 4], np.float32)]
+      )
 
   def test_step_of_a_loop(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'strategy.step.*strategy.run'
     ):
       double.create_strategy(2).step(tf.reduce_sum)
-
-  def test_no_sum(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, "'Greater.*dtype bool.*cast"
-    ):
-      self.all_reduce(lambda x: x > 0)
 
 
 if __name__ == '__main__':

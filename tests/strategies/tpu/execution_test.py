@@ -27,9 +27,9 @@ def distinct(num_replicas, *shape, dtype=np.int32):
   return (ranks * 1000 + positions).astype(dtype)
 
 
-def run(strategy, step, args, order=None, variables=()):
+def run(strategy, step, args, order=None):
   traced = program.Program(program.trace(strategy, step, args))
-  return traced.run(strategy.num_replicas_in_sync, variables, order)
+  return traced.run(strategy.num_replicas_in_sync, order=order)
 
 
 def all_reduce(reduce_op, *tensors):
@@ -95,31 +95,6 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
     results, _ = traced.run(4)
     for (gradient,) in results:
       np.testing.assert_array_equal(gradient, weight.sum(0) / divisor)
-
-  def test_variables(self):
-    strategy = double.create_strategy(4)
-    with strategy.scope():
-      weight = tf.Variable(tf.ones([3, 2]))
-      mean = tf.Variable([1.0, 2.0], trainable=False, dtype=tf.float32)
-      total = tf.Variable(5.0, aggregation=tf.VariableAggregation.SUM)
-
-    def step(x):
-      (gradient,) = all_reduce(SUM, x)
-      weight.assign_sub(0.5 * gradient)
-      mean.assign(0.5 * mean + x[0])
-      total.assign_add(x[0, 0])
-      return weight + 1.0
-
-    x = distinct(4, 3, 2, dtype=np.float32)
-    results, values = run(
-      strategy, step, [x], _ORDERS[4], [weight, mean, total]
-    )
-    for replica, (result,) in enumerate(results):
-      weights, means, totals = (value[replica] for value in values)
-      np.testing.assert_array_equal(weights, 1 - 0.5 * x.sum(0))
-      np.testing.assert_array_equal(result, weights + 1)
-      np.testing.assert_array_equal(means, [0.5, 1.0] + x[:, 0].mean(0))
-      self.assertEqual(totals, 5 + x[:, 0, 0].sum())
 
   def test_a_wrong_schedule_gives_a_wrong_sum(self):
     schedule = ring_all_reduce(4)

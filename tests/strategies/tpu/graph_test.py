@@ -22,11 +22,11 @@ _SHAPES = {
 }
 
 
-def create_variables(strategy, shapes=_SHAPES):
+def create_variables(strategy):
   with strategy.scope():
     return [
       tf.Variable(tf.ones(shape, dtype))
-      for dtype, of_dtype in shapes.items()
+      for dtype, of_dtype in _SHAPES.items()
       for shape in of_dtype
     ]
 
@@ -44,8 +44,8 @@ def train(variables, x):
   return loss
 
 
-def traced_step(strategy, shapes=_SHAPES):
-  variables = create_variables(strategy, shapes)
+def traced_step(strategy):
+  variables = create_variables(strategy)
   x = np.ones([strategy.num_replicas_in_sync, 2], np.float32)
   return program.Program(
     program.trace(strategy, lambda x: train(variables, x), [x])
@@ -116,17 +116,6 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(step.sums, 1)
     self.assertIsNone(step.mismatch(ring_all_reduce(4)))
     self.assertLen(step.permutes, 6)
-
-  @pytest.mark.smoke
-  def test_statistics_of_layers_get_a_mean(self):
-    strategy = double.create_strategy(2)
-    with strategy.scope():
-      statistic = tf.Variable(0.0, trainable=False, dtype=tf.float32)
-      weight = tf.Variable(0.0, dtype=tf.float32)
-      counter = tf.Variable(0, trainable=False, dtype=tf.int64)
-    self.assertEqual(statistic.aggregation, tf.VariableAggregation.MEAN)
-    self.assertEqual(weight.aggregation, tf.VariableAggregation.NONE)
-    self.assertEqual(counter.aggregation, tf.VariableAggregation.NONE)
 
 
 if __name__ == '__main__':
