@@ -1,11 +1,10 @@
 """The workers of errors_test.py, which fail in one way after another.
 
 One process runs many jobs, because importing TensorFlow takes longer than a
-job. A worker that is killed restarts and joins the next job.
+job.
 """
 
 import contextlib
-import json
 import os
 import time
 
@@ -19,18 +18,16 @@ from tf_strategies import process_group
 
 virtual_devices.configure()
 
-_DEADLINE_SECONDS = 90.0
 
-
-def make_strategy(devices=1, bucket_bytes=8 << 20, **group_options):
+def make_strategy(devices=1, ring=None, is_sharded=False, **group_options):
   """Returns a strategy whose workers wait for each other, but not for long."""
   settings = {'rendezvous_timeout_seconds': 90.0, **group_options}
   return tfs.MultiWorkerRingStrategy(
     options=tfs.RingOptions(
-      bucket_bytes=bucket_bytes,
-      group=process_group.GroupOptions.from_env(**settings),
+      group=process_group.GroupOptions.from_env(**settings), **(ring or {})
     ),
     devices=virtual_devices.names(devices),
+    shard_optimizer_state=is_sharded,
   )
 
 
@@ -40,13 +37,8 @@ def told(error):
     'kind': type(error).__name__,
     'message': str(error),
     'rank': getattr(error, 'rank', None),
-    'address': getattr(error, 'address', None),
     'ranks': list(getattr(error, 'ranks', ())),
-    'at': time.time(),
   }
-
-
-# Disagreements: all of them use one start of the workers.
 
 
 def _context():
@@ -91,9 +83,36 @@ COLLECTIVES = {
   'loop': _other_loop,
 }
 
+
+def _raise(model):
+  raise ValueError('the disk of this callback is full')
+
+
+def _stop(model):
+  model.stop_training = True
+
+
+# What a callback of rank 1 does, while rank 0 would train much longer.
+ENDS = {'callback': _raise, 'early': _stop}
+
+
+def _fit(strategy, end):
+  with strategy.scope():
+    model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(1e-3), 'mse')
+  x = np.arange(36, dtype=np.float32).reshape([12, 3]) / 36
+  last = keras.callbacks.LambdaCallback(
+    on_epoch_end=lambda epoch, _: epoch == 5 and strategy.rank and end(model)
+  )
+  options = {'batch_size': 6, 'verbose': 0, 'callbacks': [last]}
+  model.fit(x, x[:, :2], epochs=10**6, **options)
+
+
 SETUPS = {
   'devices': lambda rank: {'devices': 1 + rank},
-  'bucket_bytes': lambda rank: {'bucket_bytes': 1000 + rank},
+  'bucket_bytes': lambda rank: {'ring': {'bucket_bytes': 1000 + rank}},
+  'shard_optimizer_state': lambda rank: {'is_sharded': rank == 0},
+  'tree': lambda rank: {'is_sharded': True, 'ring': {'all_reduce': 'tree'}},
 }
 
 
@@ -117,7 +136,7 @@ def _attempt(make, use=lambda strategy: None):
     return {**told(e), 'seconds': time.monotonic() - started}
   try:
     use(strategy)
-  except tfs.errors.Error as e:
+  except Exception as e:
     return told(e)
   finally:
     strategy.close()
@@ -129,13 +148,15 @@ def disagree(rank, other_addresses):
   results = {
     name: _attempt(make_strategy, use) for name, use in COLLECTIVES.items()
   }
+  for name, end in ENDS.items():
+    results[name] = _attempt(make_strategy, lambda s, end=end: _fit(s, end))
   for name, options in SETUPS.items():
     results[name] = _attempt(lambda o=options: make_strategy(**o(rank)))
   # Disagreements before the workers connect have their own deadline and ports.
   short = {'rendezvous_timeout_seconds': 6.0}
 
-  def with_addresses(addresses, index=rank, **options):
-    config = processes.tf_config({'worker': addresses}, index)
+  def with_addresses(addresses, **options):
+    config = processes.tf_config({'worker': addresses}, rank)
     with _environment(TF_CONFIG=config):
       return _attempt(lambda: make_strategy(**short, **options))
 
@@ -147,103 +168,3 @@ def disagree(rank, other_addresses):
   secret = f'another secret of rank {rank}'.encode()
   results['secret'] = with_addresses([i, b], secret=secret)
   return results
-
-
-# Losses: workers train until one of them dies.
-
-
-class Losses:
-  """The jobs of one directory, in which workers leave notes.
-
-  Args:
-    directory: directory of the notes.
-    rank: rank of this worker.
-  """
-
-  def __init__(self, directory, rank):
-    self._directory = directory
-    self._rank = rank
-
-  def path(self, job, rank, note):
-    return os.path.join(self._directory, f'{job}.{rank}.{note}')
-
-  def note(self, job, note, value=None):
-    path = self.path(job, self._rank, note)
-    with open(path + '.part', 'w') as f:
-      json.dump(value, f)
-    os.replace(path + '.part', path)
-
-  def read(self, job, rank, note, seconds=_DEADLINE_SECONDS):
-    """Waits for a worker's note and returns its contents."""
-    path = self.path(job, rank, note)
-    end = time.monotonic() + seconds
-    while not os.path.exists(path):
-      if time.monotonic() > end:
-        raise AssertionError(f'{path} did not appear')
-      time.sleep(0.01)
-    with open(path) as f:
-      return json.load(f)
-
-
-class Note(keras.callbacks.Callback):
-  """Reports that training runs. On the victim, then causes the failure."""
-
-  def __init__(self, losses, job, then):
-    super().__init__()
-    self._losses = losses
-    self._job = job
-    self._then = then
-    self._batches = 0
-
-  def on_train_batch_end(self, batch, logs=None):
-    self._batches += 1
-    if self._batches == 5:
-      self._losses.note(self._job, 'runs')
-    if self._batches == 10 and self._then is not None:
-      self._then(self.model)
-
-
-def _raise(model):
-  raise ValueError('the disk of this callback is full')
-
-
-def _stop(model):
-  model.stop_training = True
-
-
-# (name, victim, what the victim does itself, options of the group)
-JOBS = (
-  ('kill_0', 0, None, {}),
-  ('kill_1', 1, None, {}),
-  ('stop', 1, None, {'heartbeat_timeout_seconds': 4.0}),
-  ('callback', 0, _raise, {}),
-  ('early', 2, _stop, {}),
-)
-
-
-def _fit(strategy, callback):
-  with strategy.scope():
-    model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(2)])
-    model.compile(keras.optimizers.SGD(1e-3), 'mse')
-  x = np.arange(36, dtype=np.float32).reshape([12, 3]) / 36
-  model.fit(
-    x, x[:, :2], batch_size=6, epochs=10**6, verbose=0, callbacks=[callback]
-  )
-
-
-def lose(rank, directory):
-  """Trains in each job until it has lost a worker."""
-  losses = Losses(directory, rank)
-  for name, victim, act, options in JOBS:
-    # A worker that was killed continues with the next job.
-    if os.path.exists(losses.path(name, victim, 'gone')):
-      continue
-    strategy = make_strategy(**options)
-    callback = Note(losses, name, act if rank == victim else None)
-    try:
-      _fit(strategy, callback)
-      result = {'kind': 'fit ended', 'at': time.time()}
-    except Exception as e:
-      result = told(e)
-    strategy.close()
-    losses.note(name, 'told', result)

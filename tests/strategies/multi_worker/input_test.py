@@ -3,32 +3,22 @@
 import collections
 import functools
 import os
+import tempfile
 import traceback
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, virtual_devices
 from tf_strategies import _tf_internal
 
 virtual_devices.configure()
 _DEADLINE_SECONDS = 240
 _Policy = tf.data.experimental.AutoShardPolicy
-
-# (workers, local devices)
-_WORLDS = ((2, 1), (2, 2), (3, 1))
-_TELLING = (2, 2)
-_MARKS = [tiers.unmarked if w == _TELLING else tiers.soak for w in _WORLDS]
-_EVERY = tuple(
-  mark(f'{w}x{d}', w, d) for mark, (w, d) in zip(_MARKS, _WORLDS, strict=True)
-)
-_EVERY_WORLD = [
-  mark({'workers': w, 'devices': d})
-  for mark, (w, d) in zip(_MARKS, _WORLDS, strict=True)
-]
 
 # Rows, global batch and policy: even, uneven, fewer rows than replicas at the end.
 _SAME_DATA = (
@@ -58,28 +48,26 @@ def _file(directory, index):
   return os.path.join(directory, f'{index}.tfrecord')
 
 
-# Programs of the workers. Each returns one entry for each batch: the rows of
-# each local replica, and the batch's values for all replicas.
+# Programs of the workers. Each returns, for two epochs, one entry for each batch:
+# the rows of each local replica, and the batch's values for all replicas.
 
 
-def _consume(strategy, dataset):
+def _consume(strategy, distributed, epochs=2):
   seen = []
-  for batch in dataset:
-    parts = strategy.experimental_local_results(batch)
-    seen.append(([p.numpy().tolist() for p in parts], _all_rows(batch)))
+  for _ in range(epochs):
+    seen.append([])
+    for batch in distributed:
+      parts = strategy.experimental_local_results(batch)
+      rows = [p.numpy().tolist() for p in parts]
+      seen[-1].append((rows, batch.all_rows.numpy().tolist()))
   return seen
-
-
-def _all_rows(batch):
-  return batch.all_rows.numpy().tolist()
 
 
 def _same_data(strategy, rows, global_batch, policy):
   dataset = _with_policy(
     tf.data.Dataset.range(rows).batch(global_batch), policy
   )
-  distributed = strategy.experimental_distribute_dataset(dataset)
-  return [_consume(strategy, distributed) for _ in range(2)]
+  return _consume(strategy, strategy.experimental_distribute_dataset(dataset))
 
 
 def _files(strategy, directory):
@@ -88,8 +76,7 @@ def _files(strategy, directory):
     lambda text: tf.strings.to_number(text, tf.int64)
   )
   dataset = _with_policy(dataset.batch(12), _Policy.FILE)
-  distributed = strategy.experimental_distribute_dataset(dataset)
-  return [_consume(strategy, distributed) for _ in range(2)]
+  return _consume(strategy, strategy.experimental_distribute_dataset(dataset))
 
 
 def _own_rows(rank):
@@ -99,8 +86,7 @@ def _own_rows(rank):
 def _own_data(strategy):
   dataset = tf.data.Dataset.from_tensor_slices(_own_rows(strategy.rank))
   dataset = _with_policy(dataset.batch(12), _Policy.OFF)
-  distributed = strategy.experimental_distribute_dataset(dataset)
-  return [_consume(strategy, distributed) for _ in range(2)]
+  return _consume(strategy, strategy.experimental_distribute_dataset(dataset))
 
 
 def _from_function(strategy):
@@ -111,19 +97,18 @@ def _from_function(strategy):
     return tf.data.Dataset.from_tensor_slices(rows).batch(2)
 
   distributed = strategy.distribute_datasets_from_function(make)
-  return [_consume(strategy, distributed) for _ in range(2)]
+  return _consume(strategy, distributed)
 
 
 def _unseeded_shuffle(strategy):
   dataset = tf.data.Dataset.range(40).shuffle(40).batch(12)
-  distributed = strategy.experimental_distribute_dataset(dataset)
-  return [_consume(strategy, distributed) for _ in range(2)]
+  return _consume(strategy, strategy.experimental_distribute_dataset(dataset))
 
 
 def _failure(strategy, dataset):
   distributed = strategy.experimental_distribute_dataset(dataset)
   try:
-    seen = _consume(strategy, distributed)
+    seen = _consume(strategy, distributed, epochs=1)
   except tfs.errors.CollectiveMismatchError as e:
     return str(e), e.ranks
   return f'no error, but {seen}', ()
@@ -237,39 +222,40 @@ def _work(rank, devices, directory):
   return results
 
 
-# World: the results of `_work` on each worker.
-_RESULTS = {}
-
-
 class InputTest(tf.test.TestCase, parameterized.TestCase):
-  """Starts the workers once for each world. The tests read their results."""
+  """Starts the workers once. The tests read their results."""
 
-  def results(self, workers, devices, name):
+  workers, devices = 2, 2
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    directory = cls.enterClassContext(tempfile.TemporaryDirectory())
+    _write_files(directory)
+    cls.found = processes.run_workers(
+      _work,
+      cls.workers,
+      args=(cls.devices, directory),
+      deadline=_DEADLINE_SECONDS,
+    )
+
+  def results(self, name):
     """Returns each worker's result for one program."""
-    if (workers, devices) not in _RESULTS:
-      directory = self.create_tempdir().full_path
-      _write_files(directory)
-      _RESULTS[workers, devices] = processes.run_workers(
-        _work,
-        workers,
-        args=(devices, directory),
-        deadline=_DEADLINE_SECONDS,
-      )
-    found = [r.get(name) for r in _RESULTS[workers, devices]]
+    found = [r.get(name) for r in self.found]
     for result in found:
       if result is None or isinstance(result, str):
         raise AssertionError(f'{name}: {result}')
     return found
 
-  def epochs(self, results, devices):
+  def epochs(self, name):
     """Checks the results, and returns rows by epoch, batch and replica id."""
-    for by_epoch in zip(*results, strict=True):
+    for by_epoch in zip(*self.results(name), strict=True):
       self.assertLen({len(batches) for batches in by_epoch}, 1, 'batches')
       epoch = []
       for by_worker in zip(*by_epoch, strict=True):
         replicas = []
         for parts, all_rows in by_worker:
-          self.assertLen(parts, devices)
+          self.assertLen(parts, self.devices)
           self.assertEqual(all_rows, by_worker[0][1])
           replicas += parts
         self.assertEqual(by_worker[0][1], [len(p) for p in replicas])
@@ -280,11 +266,9 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
   def flat(self, epoch):
     return [x for batch in epoch for rows in batch for x in rows]
 
-  @tiers.named_parameters(*_EVERY)
-  def test_same_data_are_split(self, workers, devices):
+  def test_same_data_are_split(self):
     for rows, size, policy in _SAME_DATA:
-      results = self.results(workers, devices, f'{policy.name}_{rows}')
-      for epoch in self.epochs(results, devices):
+      for epoch in self.epochs(f'{policy.name}_{rows}'):
         self.assertLen(epoch, -(-rows // size))
         for i, replicas in enumerate(epoch):
           inside = [x for part in replicas for x in part]
@@ -293,72 +277,65 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
           sizes = [len(part) for part in replicas]
           self.assertLessEqual(max(sizes) - min(sizes), 1, 'evenly')
 
-  @tiers.named_parameters(*_EVERY)
-  def test_files_are_read_once(self, workers, devices):
+  def test_files_are_read_once(self):
     want = [100 * i + r for i, n in enumerate(_FILE_ROWS) for r in range(n)]
-    results = self.results(workers, devices, 'file')
-    for epoch in self.epochs(results, devices):
+    for epoch in self.epochs('file'):
       self.assertCountEqual(self.flat(epoch), want)
       # Files are not split: no two workers have rows from the same file.
-      files = collections.defaultdict(set)
+      owners = collections.defaultdict(set)
       for replicas in epoch:
         for replica_id, part in enumerate(replicas):
           for x in part:
-            files[x // 100].add(replica_id // devices)
-      self.assertTrue(all(len(owners) == 1 for owners in files.values()))
+            owners[x // 100].add(replica_id // self.devices)
+      self.assertEqual({len(each) for each in owners.values()}, {1})
 
-  @tiers.product(
-    _EVERY_WORLD,
-    name=('off', 'from_function', 'given_up'),
-  )
-  def test_workers_with_less_data_go_on_without(self, workers, devices, name):
-    results = self.results(workers, devices, name)
-    limit = 2 if name == 'from_function' else -(-12 // (workers * devices))
-    for epoch in self.epochs(results, devices):
-      for rank in range(workers):
-        mine = [r[rank * devices : (rank + 1) * devices] for r in epoch]
+  @parameterized.parameters('off', 'from_function', 'given_up')
+  def test_workers_with_less_data_go_on_without(self, name):
+    replicas = self.workers * self.devices
+    limit = 2 if name == 'from_function' else -(-12 // replicas)
+    for epoch in self.epochs(name):
+      for rank in range(self.workers):
+        first = rank * self.devices
+        mine = [r[first : first + self.devices] for r in epoch]
         self.assertCountEqual(self.flat(mine), _own_rows(rank).tolist())
       for replicas in epoch:
         self.assertLessEqual(max(len(part) for part in replicas), limit)
       # The first worker has the fewest rows, and none at the end.
-      self.assertEqual(self.flat([epoch[-1][:devices]]), [])
+      self.assertEqual(self.flat([epoch[-1][: self.devices]]), [])
 
-  @tiers.named_parameters(*_EVERY)
-  def test_unseeded_shuffle_is_the_same_everywhere(self, workers, devices):
-    results = self.results(workers, devices, 'unseeded_shuffle')
-    epochs = list(self.epochs(results, devices))
+  def test_unseeded_shuffle_is_the_same_everywhere(self):
+    epochs = list(self.epochs('unseeded_shuffle'))
     for epoch in epochs:
       self.assertCountEqual(self.flat(epoch), range(40))
       self.assertNotEqual(self.flat(epoch), list(range(40)))
     self.assertNotEqual(self.flat(epochs[0]), self.flat(epochs[1]))
 
-  @tiers.named_parameters(*_EVERY)
-  def test_keras_shuffles_alike_without_a_seed(self, workers, devices):
-    for counts in self.results(workers, devices, 'keras_shuffle'):
+  def test_keras_shuffles_alike_without_a_seed(self):
+    for counts in self.results('keras_shuffle'):
       self.assertAllClose(counts, [[1.0] * 48, [2.0] * 48], 1e-6, 1e-6)
 
-  @tiers.named_parameters(*_EVERY)
-  def test_keras_trains_on_all_of_each_workers_data(self, workers, devices):
-    want = np.zeros(100 * workers)
-    for rank in range(workers):
+  def test_keras_trains_on_all_of_each_workers_data(self):
+    want = np.zeros(100 * self.workers)
+    for rank in range(self.workers):
       want[_own_rows(rank)] = 2
-    for counts in self.results(workers, devices, 'keras_own_data'):
+    for counts in self.results('keras_own_data'):
       self.assertAllClose(counts, want, 1e-6, 1e-6)
 
-  @tiers.product(
-    _EVERY_WORLD,
-    name=('other_data', 'other_seed'),
+  @parameterized.parameters(
+    ('other_data', 'Fix: pass every worker the whole'),
+    ('other_seed', 'Fix: call tf.random.set_seed'),
   )
-  def test_different_data_are_refused(self, workers, devices, name):
-    for message, ranks in self.results(workers, devices, name):
-      self.assertEqual(ranks, tuple(range(1, workers)), message)
+  def test_different_data_are_refused(self, name, fix):
+    for message, ranks in self.results(name):
+      self.assertEqual(ranks, tuple(range(1, self.workers)), message)
       self.assertIn('batch 0 of a data set to be the same', message)
-      is_seed = name == 'other_seed'
-      self.assertEqual('Fix: call tf.random.set_seed' in message, is_seed)
-      self.assertEqual(
-        'Fix: pass every worker the whole' in message, not is_seed
-      )
+      self.assertIn(fix, message)
       self.assertIn('AutoShardPolicy.OFF', message)
+
+
+@pytest.mark.soak
+class ThreeWorkersTest(InputTest):
+  workers, devices = 3, 1
 
 
 if __name__ == '__main__':

@@ -1,7 +1,6 @@
 """Optimizer state that workers divide among themselves, in real processes."""
 
 import itertools
-import os
 
 import keras
 import numpy as np
@@ -12,7 +11,6 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from tests import processes, tiers, virtual_devices
 from tests.strategies import sharded_models as models
-from tf_strategies import errors
 
 virtual_devices.configure()
 
@@ -149,57 +147,6 @@ class CheckpointTest(tf.test.TestCase):
       for mine, theirs in zip(saved, state, strict=True):
         for a, b in zip(mine, theirs, strict=True):
           self.assertAllClose(a, b, 1e-6, 1e-6)
-
-
-def _save_alone(rank, directory):
-  strategy = ring()
-  try:
-    model = models.train(models.OPTIMIZERS['plain'], strategy)
-    if rank == 0:
-      model.save(os.path.join(directory, 'model.keras'))
-    else:
-      model.fit(*models.numbers(), batch_size=13, verbose=0)
-  except errors.Error as error:
-    return type(error).__name__
-  finally:
-    strategy.close()
-  return ''
-
-
-def _differ(rank):
-  try:
-    ring(sharded=rank == 0).close()
-  except errors.CollectiveMismatchError as error:
-    return str(error)
-  return ''
-
-
-def _refuse(rank):
-  del rank
-  try:
-    ring(all_reduce='tree').close()
-  except errors.UnsupportedOptionError as error:
-    return str(error)
-  return ''
-
-
-class RefusalTest(tf.test.TestCase):
-  def test_workers_that_differ(self):
-    for text in processes.run_workers(_differ, 2):
-      self.assertIn('shard_optimizer_state', text)
-
-  @pytest.mark.soak
-  def test_an_algorithm_without_halves(self):
-    for text in processes.run_workers(_refuse, 2):
-      self.assertIn("'tree'", text)
-
-  @pytest.mark.soak
-  def test_a_worker_that_reads_alone_is_an_error_everywhere(self):
-    directory = self.create_tempdir().full_path
-    for name in processes.run_workers(
-      _save_alone, 2, args=(directory,), deadline=_DEADLINE_SECONDS
-    ):
-      self.assertIn(name, ('CollectiveMismatchError', 'WorkerUnavailableError'))
 
 
 if __name__ == '__main__':
