@@ -6,7 +6,7 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tests.cross_device import replicas
-from tests.cross_device.replicas import MEAN, SUM
+from tests.cross_device.replicas import SUM
 from tf_strategies import cross_device, errors
 
 virtual_devices.configure()
@@ -15,33 +15,25 @@ NAMES = replicas.devices(2)
 
 
 class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
-  def assert_refused(self, words, call, error=errors.UnsupportedOptionError):
-    with self.assertRaises(error) as caught:
+  def assert_refused(self, words, call):
+    with self.assertRaises(errors.UnsupportedOptionError) as caught:
       call()
     self.assertIsInstance(caught.exception, ValueError)
     for word in words:
       self.assertIn(word, str(caught.exception))
 
-  def reduces(self, op, reduce_op, components):
+  def reduces(self, op, components):
     """Yields each way to reduce: all-reduce, to one device, several at once."""
     value = replicas.on_devices(components, NAMES)
     good = replicas.on_devices(np.ones([2, 3], np.float32), NAMES)
-    yield lambda: op.reduce(reduce_op, value, value)
-    yield lambda: op.reduce(reduce_op, value, virtual_devices.name(5))
-    yield lambda: op.batch_reduce(reduce_op, [(good, good), (value, value)])
-
-  @parameterized.product(op=('auto', 'ring'), reduce_op=(SUM, MEAN))
-  def test_bool(self, op, reduce_op):
-    op = replicas.OPS[op]()
-    for reduce in self.reduces(op, reduce_op, [[True], [False]]):
-      self.assert_refused(['dtype bool', 'Fix: cast'], reduce)
-    # Nothing is counted.
-    self.assertEqual(sum(op.report()['calls'].values()), 0)
+    yield lambda: op.reduce(SUM, value, value)
+    yield lambda: op.reduce(SUM, value, virtual_devices.name(5))
+    yield lambda: op.batch_reduce(SUM, [(good, good), (value, value)])
 
   @parameterized.parameters('auto', 'ring')
   def test_shapes_that_differ(self, op):
     components = [tf.zeros([3, 2]), tf.zeros([4, 2])]
-    for reduce in self.reduces(replicas.OPS[op](), SUM, components):
+    for reduce in self.reduces(replicas.OPS[op](), components):
       self.assert_refused(
         ['replica 1', '(4, 2)', '(3, 2)', 'Fix: ', 'strategy.gather'],
         reduce,
@@ -49,7 +41,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_dtypes_that_differ(self):
     components = [tf.zeros([3]), tf.zeros([3], tf.float16)]
-    for reduce in self.reduces(cross_device.RingAllReduce(), SUM, components):
+    for reduce in self.reduces(cross_device.RingAllReduce(), components):
       self.assert_refused(['replica 1', 'float16', 'float32'], reduce)
 
   @parameterized.parameters('Ring', 'hierarchical(0)', 'tree(2)')
@@ -57,15 +49,6 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
     self.assert_refused(
       [f'algorithm={name!r}', "'halving_doubling'", "'naive'", 'Fix: '],
       lambda: cross_device.ScheduledAllReduce(name),
-    )
-
-  def test_group_size_that_these_devices_do_not_divide_into(self):
-    value = replicas.on_devices([[1.0], [2.0]], NAMES)
-    op = cross_device.ScheduledAllReduce('hierarchical(3)')
-    self.assert_refused(
-      ['got 3', 'world_size=2', '[1, 2]'],
-      lambda: op.reduce(SUM, value, value),
-      errors.ScheduleError,
     )
 
 

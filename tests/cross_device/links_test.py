@@ -29,7 +29,6 @@ class OwnersTest(tf.test.TestCase):
 class NcclIsUsableTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('one_gpu', (1,), 1, True),
-    ('two_gpus', (1, 1), 2, True),
     ('two_parts', (2,), 2, False),
     ('more_than_there_are', (1,), 2, False),
     ('whole_one_beside_parts', (1, 4), 1, True),
@@ -47,11 +46,9 @@ class NcclIsUsableTest(tf.test.TestCase, parameterized.TestCase):
 
 class NameTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
-    ('parts_of_one', (4,), CARD, 4, 'one_gpu'),
     ('parts_of_two', (2, 2), CARD, 4, 'pcie'),
     ('first_two_parts', (2, 2), CARD, 2, 'one_gpu'),
     ('cards', (1, 1), CARD, 2, 'pcie'),
-    ('modules', (1, 1), A100, 2, 'nvlink'),
     ('h200', (1, 1), 'NVIDIA H200', 2, 'nvlink'),
     ('unknown', (1, 1), '', 2, 'pcie'),
   )

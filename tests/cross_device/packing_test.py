@@ -102,17 +102,6 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
           self.assertFalse(is_unknown[i])
           self.assertLess(arrays[i].nbytes, alone_bytes)
 
-  def test_literal_plan(self):
-    # 4-byte elements: 3 of 12 bytes fit into 40, the fourth does not; 13
-    # elements (52 bytes) are above alone_bytes.
-    sizes = [3, 3, 13, 3, 3, 3]
-    arrays = [np.arange(s, dtype='f4') + 100 * i for i, s in enumerate(sizes)]
-    packed = packing.pack([tf.constant(a) for a in arrays], 40, 50)
-    self.assertEqual(packed.members, ((5, 4, 3), (2,), (1, 0)))
-    np.testing.assert_array_equal(
-      packed.buckets[0], [500, 501, 502, 400, 401, 402, 300, 301, 302]
-    )
-
 
 class RowsTest(tf.test.TestCase, parameterized.TestCase):
   """Matrices whose rows are the pieces of replicas."""
