@@ -1,11 +1,10 @@
-"""Placement, counts, order and custom loops on real servers and two workers."""
+"""Counts, order and custom loops on real servers and two workers."""
 
 import tempfile
 
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import parameter_servers
@@ -13,36 +12,6 @@ from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 
 partitioners = tf.distribute.experimental.partitioners
-
-
-_NONSENSE = {
-  'text': ('two', "'two'"),
-  'number': (2, 'got 2 from variable_partitioner'),
-  'zero': ([0, 1], r'\[0, 1\]'),
-  'float': ([2.0, 1], r'\[2.0, 1\]'),
-  'second_axis': ([1, 2], r'first axis only, got \[1, 2\]'),
-  'too_short': ([2], r'\[2\]'),
-}
-
-
-def partitioner_results():
-  """Returns the number of parts, or the error, for each result of a partitioner."""
-  found = {}
-  returned = {name: value for name, (value, _) in _NONSENSE.items()}
-  for name, value in {**returned, 'more_than_rows': [100, 1]}.items():
-    strategy = tfs.ParameterServerStrategy(
-      variable_partitioner=lambda shape, dtype, value=value: value
-    )
-    with strategy.scope():
-      scalar = tf.Variable(1.0)
-      try:
-        matrix = tf.Variable(tf.zeros([6, 4]), name='matrix')
-        found[name] = len(matrix.parts)
-      except errors.UnsupportedOptionError as e:
-        found[name] = str(e)
-    assert not hasattr(scalar, 'parts')
-    strategy.close()
-  return found
 
 
 def predict_in_order():
@@ -198,6 +167,29 @@ def variables_of_functions():
   return results, kinds, calls, message
 
 
+def function_traced_before_a_step():
+  """Returns a table in parts after a step that calls such a function."""
+  strategy = tfs.create_strategy(
+    'parameter_server',
+    variable_partitioner=partitioners.FixedShardsPartitioner(2),
+  )
+  with strategy.scope():
+    table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
+  look_up = tf.function(lambda ids: tf.gather(table, ids))
+  look_up(tf.constant([1, 2]))
+
+  def train(ids):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_sum(look_up(ids) ** 2)
+    table.assign_sub(tf.convert_to_tensor(tape.gradient(loss, table)))
+
+  strategy.step(train)(np.array([4, 0], np.int32))
+  strategy.join()
+  found = table.numpy()
+  strategy.close()
+  return found
+
+
 def restored_before_they_are_made():
   """Variables in parts that get their values from a checkpoint."""
   strategy = tfs.create_strategy(
@@ -227,35 +219,22 @@ def restored_before_they_are_made():
   return result
 
 
-_PROGRAMS = {
-  p.__name__: p
-  for p in (
-    partitioner_results,
-    predict_in_order,
-    steps_of_a_loop,
-    tensorflow_coordinator,
-    variables_of_functions,
-    restored_before_they_are_made,
-  )
-}
+_PROGRAMS = (
+  predict_in_order,
+  steps_of_a_loop,
+  tensorflow_coordinator,
+  variables_of_functions,
+  function_traced_before_a_step,
+  restored_before_they_are_made,
+)
 
 
-class ServersTest(tf.test.TestCase, parameterized.TestCase):
+class ServersTest(tf.test.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
     with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      cls.found = chief.Programs(job, _PROGRAMS)
-
-  @parameterized.parameters(*_NONSENSE)
-  def test_nonsense_of_a_partitioner_is_refused(self, name):
-    found = self.found['partitioner_results'][name]
-    self.assertIsInstance(found, str, f'{name}: {found} parts')
-    self.assertRegex(found, _NONSENSE[name][1])
-    self.assertIn('matrix', found)
-
-  def test_no_more_parts_than_rows(self):
-    self.assertEqual(self.found['partitioner_results']['more_than_rows'], 6)
+      cls.found = chief.Programs(job, {p.__name__: p for p in _PROGRAMS})
 
   def test_predictions_are_in_order(self):
     for predictions in self.found['predict_in_order']:
@@ -288,6 +267,11 @@ class ServersTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(servers, [[0, 1], [1, 1], 0])
     self.assertEqual(calls, 2)
     self.assertIn('does not depend on the arguments', message)
+
+  def test_function_that_was_traced_before_a_step(self):
+    want = np.arange(10.0).reshape([5, 2])
+    want[[4, 0]] *= -1
+    self.assertAllEqual(self.found['function_traced_before_a_step'], want)
 
   def test_parts_that_are_restored_before_they_are_made(self):
     values, parts = self.found['restored_before_they_are_made']
