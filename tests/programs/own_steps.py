@@ -182,6 +182,13 @@ def _weighted_mean(rows, x, y, model):
   return tf.reduce_sum(weights * rows) / tf.reduce_sum(weights)
 
 
+def _branching(rows, x, y, model):
+  loss = tf.reduce_max(rows)
+  if loss > 1.5:  # AutoGraph converts it.
+    loss = tf.reduce_mean(rows)
+  return loss
+
+
 def _loop(
   loss_of=_mean,
   hidden=None,
@@ -278,6 +285,8 @@ _LOOPS = {
     clip=lambda gradients: tf.clip_by_global_norm(gradients, 0.1)[0]
   ),
   'clipped_by_optimizer': _loop(global_clipnorm=0.1),
+  'accumulated': _loop(gradient_accumulation_steps=2, clipnorm=0.1),
+  'branching': _loop(_branching),
   'metric_of_loss': _loop(
     write=lambda rows, loss, metric, _: metric.update_state(loss)
   ),

@@ -45,7 +45,7 @@ _SMOKE = {
     'two_optimizers',
     'restored_momentum_eager',
   ),
-  'central_storage': ('embedding_clipnorm',),
+  'central_storage': ('embedding_clipnorm', 'own_loop_branching'),
 }
 # One program for each mechanism. `make test_all` runs these, `make soak` all.
 _SOME = (
@@ -77,6 +77,12 @@ _OF_EACH = (
   'structures',
   'text_vectorization',
 )
+# Custom loops that call `strategy.step`.
+_LOOPS = (
+  'own_loop_accumulated',
+  'own_loop_batch_normalization',
+  'own_loop_branching',
+)
 # Whole models, which take ten seconds each.
 _MODELS = ('resnet', 'custom_training', 'loop_over_workers')
 # Programs whose state, rows or random numbers are divided between replicas.
@@ -93,6 +99,7 @@ _OF_REPLICAS = (
 )
 _OF_WORKERS = (
   *_OF_REPLICAS,
+  *_LOOPS,
   'eager_after_others',
   'meetings',
   'read_by_the_chief',
@@ -179,6 +186,7 @@ _OFTEN_SHARDED = (
   'accumulation_global_clipnorm',
   'averages_in_evaluations',
   'compiled',
+  'own_loop_accumulated',
   'ema_overwrite_accumulation_steps_per_execution',
   'embedding_clipnorm',
   'mixed_float16_global_clipnorm',
@@ -216,7 +224,7 @@ def _refusal(case, name) -> str | None:
 def _mark_in_process(case, name):
   if name in _SMOKE[case.name]:
     return tiers.smoke
-  often = (*_SOME, *_OF_REPLICAS)
+  often = (*_SOME, *_LOOPS, *_OF_REPLICAS)
   if case is STRATEGIES[0]:
     often = (*often, *_OF_EACH, *_MODELS, *_FITS)
   else:

@@ -1,6 +1,7 @@
-"""A training loop that calls `strategy.step` gives the same results as one device."""
+"""Arguments of `strategy.step`, and reductions in `strategy.run`.
 
-import functools
+`programs_test.py` compares loops with one device.
+"""
 
 import keras
 import numpy as np
@@ -8,8 +9,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
-from tests.strategies import loop_programs
+from tests import virtual_devices
 
 virtual_devices.configure()
 
@@ -25,40 +25,6 @@ def _central():
   )
 
 
-_one_device = functools.cache(loop_programs.run)
-
-
-class CustomLoopTest(tf.test.TestCase, parameterized.TestCase):
-  def assert_result(self, create, program, rows=69, **options):
-    strategy = create()
-    want = _one_device(program, rows=rows)
-    got = loop_programs.run(program, strategy, rows, **options)
-    for expected, found in zip(want, got, strict=True):
-      for a, b in zip(expected, found, strict=True):
-        self.assertAllClose(a, b, 1e-5, 1e-6)
-    calls = strategy.communication_report()['calls']
-    self.assertGreaterEqual(sum(calls.values()), 2 * -(-rows // 32))
-
-  @tiers.parameters(
-    *[(_ring, program) for program in loop_programs.PROGRAMS[1:]],
-    *[tiers.soak(_central, program) for program in loop_programs.PROGRAMS[1:]],
-    tiers.smoke(_central, loop_programs.mean),
-  )
-  def test_equals_one_device(self, create, program):
-    self.assert_result(create, program)
-
-  @tiers.parameters(
-    # A last batch with fewer rows than replicas, and data with no other batch.
-    tiers.smoke(_ring, 65),
-    (_central, 3),
-  )
-  def test_fewer_rows_than_replicas(self, create, rows):
-    self.assert_result(create, loop_programs.normalised, rows)
-
-  def test_batches_are_drawn_in_a_function(self):
-    self.assert_result(_ring, loop_programs.mean, in_function=True)
-
-
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
   def test_only_distributed_batches_are_divided(self):
     strategy = _ring()
@@ -72,6 +38,14 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     total, powers = step(batch, np.float32([1, 2, 3]), power=2)
     self.assertEqual(float(total), 45.0)
     self.assertAllEqual(powers, np.arange(6.0) ** 2)
+
+  def test_batches_are_drawn_in_a_function(self):
+    strategy = _ring()
+    data = tf.data.Dataset.range(6).batch(4)
+    batches = iter(strategy.experimental_distribute_dataset(data))
+    total = strategy.step(tf.reduce_sum)
+    run = tf.function(lambda batches: total(next(batches)))
+    self.assertEqual([int(run(batches)) for _ in range(2)], [6, 9])
 
   def test_a_plain_batch_is_computed_by_all(self):
     step = _ring().step(tf.reduce_sum)
@@ -100,11 +74,12 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
 class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
   """In `strategy.run`, each replica sees its own rows."""
 
-  @parameterized.parameters('branch', 'loop')
-  def test_a_reduction_in_control_flow_is_refused(self, where):
-    strategy = _ring()
+  @parameterized.product(create=(_ring, _central), where=('branch', 'loop'))
+  def test_a_reduction_in_control_flow_is_refused(self, create, where):
+    strategy = create()
     with strategy.scope():
       variable, optimizer = keras.Variable([1.0]), keras.optimizers.SGD(1.0)
+      optimizer.build([variable])
 
     def apply(i):
       optimizer.apply([tf.ones([1])], [variable])
@@ -117,9 +92,11 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
         tf.while_loop(lambda i: i < 2, apply, [0])
 
     with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'a loop.*strategy.step'
+      tfs.errors.UnsupportedOptionError,
+      'optimizer.apply.*a loop.*strategy.step',
     ):
       tf.function(lambda: strategy.run(replica_fn))()
+    self.assertAllEqual(variable.numpy(), [1.0])
 
   @parameterized.parameters('step', 'run')
   def test_a_loss_scale_that_is_not_built_sees_the_gradients_of_all(
@@ -149,27 +126,6 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(float(variable.numpy()[0]), -12.0)
     for copy in optimizer.dynamic_scale.value.values:
       self.assertEqual(float(copy), 32.0)
-
-  def test_predictions_of_uneven_batches_keep_their_rows(self):
-    strategy = _ring()
-    with strategy.scope():
-      model = loop_programs.conv_model()
-    # 32 rows, then 2 rows for 4 replicas.
-    x = np.random.default_rng(0).normal(size=[34, 8, 8, 1]).astype(np.float32)
-    batches = strategy.experimental_distribute_dataset(
-      tf.data.Dataset.from_tensor_slices(x).batch(32)
-    )
-
-    @tf.function
-    def predict(batch):
-      return strategy.run(lambda b: model(b, training=False), args=(batch,))
-
-    parts = []
-    for batch in batches:
-      parts += strategy.experimental_local_results(predict(batch))
-    self.assertAllClose(
-      np.concatenate([p.numpy() for p in parts]), model(x), 1e-6, 1e-6
-    )
 
 
 if __name__ == '__main__':

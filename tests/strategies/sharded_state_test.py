@@ -1,15 +1,12 @@
 """Optimizer state that the devices of one process divide among themselves."""
 
-import os
-
 import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
-from tests.strategies import loop_programs
+from tests import virtual_devices
 from tests.strategies import sharded_models as models
 from tf_strategies import errors
 
@@ -24,26 +21,18 @@ def sharded(devices=3):
   )
 
 
-def assert_equal_models(test, one, other, tolerance=1e-6):
+def assert_equal_models(test, one, other):
   """Checks that weights and optimizer state equal the results of one device."""
   for mine, theirs in zip(models.state(one), models.state(other), strict=True):
     test.assertLen(mine, len(theirs))
     for a, b in zip(mine, theirs, strict=True):
-      test.assertAllClose(a, b, tolerance, tolerance)
+      test.assertAllClose(a, b, 1e-6, 1e-6)
 
 
 class ExactTest(tf.test.TestCase):
   """`programs_test.py` covers every optimizer with `sharded`; this class covers
   the rest.
   """
-
-  def test_step_of_a_loop(self):
-    found = [
-      loop_programs.run(loop_programs.clipped_and_accumulated, strategy)
-      for strategy in (None, sharded())
-    ]
-    for one, other in zip(*map(tf.nest.flatten, found), strict=True):
-      self.assertAllClose(one, other, 1e-5, 1e-6)
 
   def test_a_gradient_that_is_not_finite(self):
     def data():
@@ -90,31 +79,19 @@ class StorageTest(tf.test.TestCase, parameterized.TestCase):
       np.concatenate([c.numpy() for c in slot.value.values]), -value.ravel()
     )
 
-  # multi_worker/sharded_state_test loads a file of Keras.
-  @tiers.parameters(tiers.soak('keras'), 'checkpoint')
-  def test_saved_state_goes_on_elsewhere(self, kind):
-    directory = self.create_tempdir().full_path
+  def test_checkpoint_goes_on_elsewhere(self):
     x, y = models.numbers()
     model = models.train(models.OPTIMIZERS['adam'], sharded(2))
-    path = os.path.join(directory, 'model.keras')
-    if kind == 'keras':
-      model.save(path)
-    else:
-      path = tf.train.Checkpoint(optimizer=model.optimizer, model=model).write(
-        directory
-      )
+    path = tf.train.Checkpoint(model=model).write(
+      self.create_tempdir().full_path
+    )
     model.fit(x, y, batch_size=13, shuffle=False, verbose=0)
     for strategy in (tf.distribute.get_strategy(), sharded(3)):
       with strategy.scope():
-        if kind == 'keras':
-          loaded = keras.models.load_model(path)
-        else:
-          loaded = models.dense_model()
-          loaded.compile(models.OPTIMIZERS['adam'](), 'mse')
-          loaded.optimizer.build(loaded.trainable_variables)
-          tf.train.Checkpoint(optimizer=loaded.optimizer, model=loaded).restore(
-            path
-          ).expect_partial()
+        loaded = models.dense_model()
+        loaded.compile(models.OPTIMIZERS['adam'](), 'mse')
+        loaded.optimizer.build(loaded.trainable_variables)
+        tf.train.Checkpoint(model=loaded).restore(path).expect_partial()
       loaded.fit(x, y, batch_size=13, shuffle=False, verbose=0)
       assert_equal_models(self, loaded, model)
 
