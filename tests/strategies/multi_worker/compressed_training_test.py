@@ -17,6 +17,7 @@ from tf_strategies.collectives import schedule
 
 virtual_devices.configure()
 
+_NAME = 'bfloat16'
 _UNITS, _BATCH, _STEPS = 256, 36, 4
 # With this scale, gradients of a few units overflow.
 _SCALE = 2.0**126
@@ -88,9 +89,9 @@ def _reported(name):
   return history
 
 
-def _looped(name):
+def _looped():
   """Trains with a custom loop on two devices per worker."""
-  strategy = _strategy(name, 2)
+  strategy = _strategy(_NAME, 2)
   model = _model(strategy)
   variables = model.trainable_variables
 
@@ -110,14 +111,14 @@ def _looped(name):
   return model.get_weights()
 
 
-def _resumed(name, directory):
+def _resumed(directory):
   """Trains one epoch, saves, and trains the second epoch in another strategy."""
-  strategy = _strategy(name)
+  strategy = _strategy(_NAME)
   model = _model(strategy)
   _fit(model, 0)
   tfs.Run(directory, model).save(epoch=1)
   strategy.close()
-  strategy = _strategy(name)
+  strategy = _strategy(_NAME)
   model = _model(strategy, seed=2)
   tfs.Run(directory, model).restore()
   _fit(model, 1)
@@ -125,9 +126,9 @@ def _resumed(name, directory):
   return model.get_weights()
 
 
-def _scaled(name):
+def _scaled():
   """Starts with a loss scale so large that the first steps overflow and are skipped."""
-  strategy = _strategy(name)
+  strategy = _strategy(_NAME)
   model = _model(strategy, scale=_SCALE)
   before = model.get_weights()
   _fit(model, 0, target_scale=100, epochs=4)
@@ -140,29 +141,24 @@ def _scaled(name):
   return found
 
 
-def _work(rank, names, directory):
+def _work(rank, directory):
   del rank
-  found = {}
-  for name in names:
-    found[name] = {'trained': _trained(name), 'reported': _reported(name)}
-    if name != 'none':
-      found[name] |= {
-        'looped': _looped(name),
-        'scaled': _scaled(name),
-        'resumed': _resumed(name, f'{directory}/{name}'),
-      }
-  return found
-
-
-# Jobs that share processes, starting with those that every test run needs.
-_GROUPS = ('none', 'bfloat16'), ('float16',)
+  return {
+    'exact': {'trained': _trained('none'), 'reported': _reported('none')},
+    'compressed': {
+      'trained': _trained(_NAME),
+      'reported': _reported(_NAME),
+      'looped': _looped(),
+      'scaled': _scaled(),
+      'resumed': _resumed(directory),
+    },
+  }
 
 
 @functools.cache
-def _results(count, names):
+def _results(count):
   with tempfile.TemporaryDirectory() as directory:
-    args = (names, directory)
-    return processes.run_workers(_work, count, args=args, deadline=300)
+    return processes.run_workers(_work, count, args=(directory,), deadline=300)
 
 
 class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
@@ -170,20 +166,13 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     """Checks that two structures are equal in every bit."""
     tf.nest.map_structure(np.testing.assert_array_equal, one, other)
 
-  def results(self, count, name):
-    """Returns each worker's results for one kind of compression."""
-    [names] = [names for names in _GROUPS if name in names]
-    found = [result[name] for result in _results(count, names)]
-    self.assertLen(found, count)
-    return found
+  def results(self, count, kind='compressed'):
+    """Returns the results of each worker."""
+    return [result[kind] for result in _results(count)]
 
-  @tiers.parameters(
-    (2, 'bfloat16'),
-    tiers.soak(2, 'float16'),
-    tiers.soak(3, 'bfloat16'),
-  )
-  def test_workers_agree_and_a_resumed_run_equals_another(self, count, name):
-    first, *others = self.results(count, name)
+  @tiers.parameters(2, tiers.soak(3))
+  def test_workers_agree_and_a_resumed_run_equals_another(self, count):
+    first, *others = self.results(count)
     for other in others:
       for kind in ('trained', 'scaled'):
         self.assert_same(first[kind]['weights'], other[kind]['weights'])
@@ -191,53 +180,35 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     for found in (first, *others):
       self.assert_same(found['resumed'], found['trained']['weights'])
 
-  @tiers.parameters(
-    (2, 'bfloat16'),
-    tiers.soak(2, 'float16'),
-    tiers.soak(3, 'bfloat16'),
-  )
-  def test_bytes_are_those_of_the_formulas(self, count, name):
+  @tiers.parameters(2, tiers.soak(3))
+  def test_bytes_are_those_of_the_formulas(self, count):
     shapes = [(_UNITS, _UNITS), (_UNITS,), (_UNITS, 8), (8,)]
     sent = 0
     for shape in shapes:
       first, *others = (
-        size * (4 if name == 'none' else 2)
-        for size in schedule.chunk_sizes(np.prod(shape), count)
+        2 * size for size in schedule.chunk_sizes(np.prod(shape), count)
       )
       sent += sum(others) + (count - 1) * first
-    steps = self.results(count, name)[0]['trained']['bytes']
+    steps = self.results(count)[0]['trained']['bytes']
     self.assertLen(set(steps), 1)
     # The remaining bytes are the metrics. Between three, a small bucket goes straight
     # to all, which takes more bytes.
     most = 100 if count == 2 else 4000
     self.assertBetween(steps[0] - sent, 0, most, (steps[0], sent))
 
-  @tiers.parameters(('bfloat16',), tiers.soak('float16'))
-  def test_reports_are_exact_and_losses_near_those_without(self, name):
-    exact = self.results(2, 'none')
-    for one, other in zip(exact, self.results(2, name), strict=True):
+  def test_reports_are_exact_and_losses_near_those_without(self):
+    exact = self.results(2, 'exact')
+    for one, other in zip(exact, self.results(2), strict=True):
       self.assertEqual(one['reported'], other['reported'])
       self.assertLess(other['trained']['loss'], 1.01 * one['trained']['loss'])
 
-  @tiers.parameters(
-    (2, 'bfloat16'),
-    tiers.soak(3, 'bfloat16'),
-  )
-  def test_loss_scaling_sees_overflows_and_goes_on(self, count, name):
-    for result in self.results(count, name):
+  @tiers.parameters(2, tiers.soak(3))
+  def test_loss_scaling_sees_overflows_and_goes_on(self, count):
+    for result in self.results(count):
       scaled = result['scaled']
       # The scale was halved at least once, and then training continued.
       self.assertLess(scaled['scale'], _SCALE)
       self.assertBetween(scaled['moved'], 1e-4, 100)
-
-
-class OptionsTest(tf.test.TestCase):
-  def test_an_unknown_name_lists_the_choices(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError,
-      "'none', 'bfloat16', 'float16', got compression='int8'",
-    ):
-      tfs.RingOptions(compression='int8')
 
 
 if __name__ == '__main__':

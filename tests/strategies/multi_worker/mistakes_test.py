@@ -15,18 +15,11 @@ _MISTAKES = (
     'evaluate',
     f'{_ENDED} without calling evaluate. Fix: call it on all workers.',
   ),
-  tiers.soak(
-    'predict', f'{_ENDED} without calling predict. Fix: call it on all workers.'
-  ),
   tiers.soak('fit', f'{_ENDED} while others are in fit. Fix: call it equally'),
-  tiers.soak('loop', f'{_ENDED} while others use theirs. Fix: run the same'),
   tiers.soak('rows', 'Fix: pass every worker the whole arrays'),
   tiers.soak(
     'goes_on',
     'rank 0 in evaluate, rank 1 in the begin of fit. Fix: call the same',
-  ),
-  tiers.soak(
-    'again', 'rank 0 in the begin of fit, rank 1 in fit. Fix: call the same'
   ),
   tiers.soak('rate', 'rank 0 has 0.5, rank 1 has 0.00999'),
   (
