@@ -39,13 +39,6 @@ class PlanBucketsTest(parameterized.TestCase):
         filled = sum(sizes[i] for i in one)
         self.assertGreater(filled + sizes[other[0]], bucket_bytes)
 
-  def test_dtypes_do_not_mix_nor_close_each_other(self):
-    buckets = plan_buckets([4] * 5, ['f', 'h', 'f', 'h', 'f'], 8)
-    self.assertEqual(
-      buckets,
-      ((4, 2), (3, 1), (0,)),
-    )
-
 
 if __name__ == '__main__':
   absltest.main()

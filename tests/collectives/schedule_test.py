@@ -41,8 +41,7 @@ class ScheduleTest(parameterized.TestCase):
 
   @tiers.named_parameters(
     ('src', (T(0, 2, 1, 0, True),), r'src=2'),
-    ('negative_src', (T(0, -1, 1, 0, True),), r'src=-1'),
-    ('dst', (T(0, 0, 2, 0, True),), r'dst=2'),
+    ('dst', (T(0, 0, -2, 0, True),), r'dst=-2'),
     ('chunk', (T(0, 0, 1, 1, True),), r'chunk=1'),
     ('round', (T(-1, 0, 1, 0, True),), r'round=-1'),
     ('self_send', (T(0, 1, 1, 0, True),), r'src=1, dst=1'),

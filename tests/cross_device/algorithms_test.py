@@ -88,11 +88,8 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters('direct', 'naive', 'auto')
   def test_one_hop_adds_in_float32(self, name):
     make_op = replicas.OPS[name]
+    # 256 + 1 is no bfloat16: summing in it would lose all additions.
     ranks = [tf.constant([v], tf.bfloat16) for v in (256.0, 1.0, 1.0, 1.0)]
-    pure = ranks[0]
-    for other in ranks[1:]:
-      pure = pure + other
-    self.assertAllEqual(tf.cast(pure, tf.float32), [256.0])
     names = replicas.devices(4)
     value = replicas.on_devices(ranks, names)
     expected = np.array([260.0], tf.bfloat16.as_numpy_dtype)  # 259, rounded.

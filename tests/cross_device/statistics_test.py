@@ -11,12 +11,10 @@ from tf_strategies.cross_device import statistics
 
 virtual_devices.configure()
 
-NAMES = replicas.devices(4)
 
-
-def value_of(shape, world_size=4, dtype='float32'):
+def value_of(shape, world_size=4):
   return replicas.on_devices(
-    replicas.inputs(dtype, shape, world_size), replicas.devices(world_size)
+    replicas.inputs('float32', shape, world_size), replicas.devices(world_size)
   )
 
 
