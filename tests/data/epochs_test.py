@@ -17,7 +17,7 @@ def _augment(images, labels, seed):
   return images + tf.random.stateless_uniform(tf.shape(images), seed), labels
 
 
-class RunTestCase(formula.DataTestCase, parameterized.TestCase):
+class RunTest(formula.DataTestCase, parameterized.TestCase):
   def source(self, kind):
     if kind == 'arrays':
       return formula.arrays(_N)
@@ -44,8 +44,6 @@ class RunTestCase(formula.DataTestCase, parameterized.TestCase):
   def labels(self, *args, **kwargs):
     return [y.tolist() for _, y in self.run_from(*args, **kwargs)]
 
-
-class RunTest(RunTestCase):
   @parameterized.parameters(('arrays', None), ('files', 6))
   def test_each_pass_has_every_example_once_in_an_order_of_its_own(
     self, kind, buffer

@@ -1,11 +1,9 @@
 import os
 import random
-import shutil
 import struct
 import time
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -13,30 +11,6 @@ from tests.data import formula
 from tf_strategies import data as data_lib
 from tf_strategies import errors
 from tf_strategies.data import files
-
-
-class CacheTest(formula.DataTestCase):
-  def make(self, **changes):
-    self.directory = self.new_dir()
-    return data_lib.make_dataset(
-      formula.write_records(self.directory, 61, 4),
-      data_lib.PipelineOptions(8, seed=1, **changes),
-      training=True,
-    )
-
-  def labels(self, dataset):
-    return [int(y) for _, labels in dataset for y in labels]
-
-  @pytest.mark.smoke
-  def test_later_epochs_come_from_the_cache_before_the_shuffle(self):
-    dataset = self.make(cache='memory')
-    first = self.labels(dataset)
-    shutil.rmtree(self.directory)
-    second = self.labels(dataset)
-    for labels in (first, second):
-      self.assertCountEqual(labels, range(61))
-    # The batches are also different.
-    self.assertNotEqual(set(first[:8]), set(second[:8]))
 
 
 class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):

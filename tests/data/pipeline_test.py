@@ -1,13 +1,10 @@
 """Epochs over arrays and files: elements, order, shares and placement."""
 
-import warnings
-
 import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from examples import datasets
 from tests import virtual_devices
 from tests.data import formula
 from tf_strategies import data as data_lib
@@ -92,27 +89,6 @@ class ElementsTest(PipelineTestCase):
     self.assertLen(set(order), 24)
     test = self.make(source, drop_remainder=True, training=False)
     self.assertEqual(_order(test), list(range(29)))
-
-  def test_no_full_batch(self):
-    with self.assertRaisesRegex(errors.DataError, '7 examples .* batch of 8'):
-      self.make(formula.arrays(7), drop_remainder=True)
-
-  @pytest.mark.smoke
-  def test_map_fn_gets_scaled_batches(self):
-    shapes = []
-
-    def map_fn(images, labels):
-      shapes.append(images.shape.as_list())
-      return {'x': 1 - images, 'y': 2 * labels}
-
-    dataset = self.make(formula.arrays(10), training=False, map_fn=map_fn)
-    first, second = dataset.as_numpy_iterator()
-    self.assertEqual(first['y'].tolist(), list(range(0, 16, 2)))
-    self.assertEqual(second['y'].tolist(), [16, 18])
-    expected = 1 - formula.images(8) / np.float32(255)
-    np.testing.assert_allclose(first['x'], expected, atol=1e-7)
-    # Traced once for batches, instead of called for each example.
-    self.assertEqual(shapes, [[None, 28, 28, 1]])
 
 
 class OrderTest(PipelineTestCase):
@@ -243,21 +219,6 @@ class SharesTest(PipelineTestCase):
 
 
 class PlacementTest(PipelineTestCase):
-  def test_from_function_under_a_strategy(self):
-    strategy = tf.distribute.MirroredStrategy(['CPU:0', 'CPU:1'])
-    dataset = strategy.distribute_datasets_from_function(
-      lambda context: self.make(
-        formula.arrays(20), training=False, context=context
-      )
-    )
-    sizes, order = [], []
-    for _, labels in dataset:
-      replicas = strategy.experimental_local_results(labels)
-      sizes.append([len(y) for y in replicas])
-      order += [int(y) for replica in replicas for y in replica]
-    self.assertEqual(sizes, [[4, 4], [4, 4], [4, 0]])
-    self.assertEqual(order, list(range(20)))
-
   def test_pixels_are_no_constant_of_a_graph(self):
     arrays = formula.arrays(200)
 
@@ -272,17 +233,6 @@ class PlacementTest(PipelineTestCase):
     self.assertEqual(int(concrete()), 199 * 200 // 2)
     size = concrete.graph.as_graph_def().ByteSize()
     self.assertLess(size, arrays.images.nbytes // 4)
-
-  def test_keras_takes_steps_from_cardinality(self):
-    inputs = tf.keras.Input([28, 28, 1])
-    outputs = tf.keras.layers.Dense(2)(tf.keras.layers.Flatten()(inputs))
-    model = tf.keras.Model(inputs, outputs)
-    model.compile('sgd', tf.keras.losses.SparseCategoricalCrossentropy(True))
-    arrays = datasets.Images(formula.images(20), np.arange(20) % 2)
-    with warnings.catch_warnings(record=True) as seen:
-      history = model.fit(self.make(arrays), epochs=1, verbose=0)
-    self.assertEqual(history.params['steps'], 3)
-    self.assertNotIn('shuffle=True', str(list(map(str, seen))))
 
 
 if __name__ == '__main__':

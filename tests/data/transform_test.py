@@ -1,6 +1,7 @@
 """Transformations run as often as expected, with the expected seeds."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -36,41 +37,37 @@ class Calls:
     return images, self._count('map', labels)
 
 
-class TransformTestCase(formula.DataTestCase, parameterized.TestCase):
+class TransformTest(formula.DataTestCase, parameterized.TestCase):
   def make(
-    self, source, training=True, functions=None, context=None, **changes
+    self, source, training=True, context=None, cache='none', **functions
   ):
-    options = {'global_batch_size': 8, 'seed': 3} | changes
     if source == 'arrays':
       source = formula.arrays(_N)
     else:
       source = formula.write_records(self.new_dir(), _N, 3)
     return data_lib.make_dataset(
       source,
-      data_lib.PipelineOptions(**options),
+      data_lib.PipelineOptions(8, seed=3, cache=cache),
       training=training,
       input_context=context,
-      **functions or {},
+      **functions,
     )
 
-
-class CallsTest(TransformTestCase):
   @parameterized.parameters(
     ('arrays', 'none', True),
     ('arrays', 'memory', True),
     ('files', 'memory', False),
   )
+  @pytest.mark.smoke
   def test_what_runs_how_often(self, source, cache, training):
     calls = Calls()
     dataset = self.make(
       source,
       training,
-      {
-        'prepare_fn': calls.prepare,
-        'augment_fn': calls.augment,
-        'map_fn': calls.map,
-      },
       cache=cache,
+      prepare_fn=calls.prepare,
+      augment_fn=calls.augment,
+      map_fn=calls.map,
     )
     for _ in range(3):
       labels = [int(y) for _, batch in dataset for y in batch]
@@ -96,13 +93,10 @@ class CallsTest(TransformTestCase):
 
     dataset = self.make(
       'files',
-      True,
-      {
-        'prepare_fn': prepare,
-        'augment_fn': augment,
-        'map_fn': lambda x, y: {'x': x, 'y': y + 3},
-      },
       cache='memory',
+      prepare_fn=prepare,
+      augment_fn=augment,
+      map_fn=lambda x, y: {'x': x, 'y': y + 3},
     )
     self.assertEqual(seen, {'prepare': tf.uint8, 'augment': tf.float32})
     for batch in dataset.as_numpy_iterator():
@@ -110,28 +104,23 @@ class CallsTest(TransformTestCase):
       expected = (formula.images(_N)[numbers] // 2) / np.float32(255)
       np.testing.assert_allclose(batch['x'], expected, rtol=1e-6)
 
+  def test_each_batch_epoch_and_pipeline_has_a_seed_of_its_own(self):
+    def draw():
+      seeds = []
+      for pipeline in range(2):
+        context = tf.distribute.InputContext(2, pipeline, 2)
+        dataset = self.make(
+          'arrays', context=context, augment_fn=lambda x, y, seed: seed
+        )
+        for _ in range(2):
+          seeds += map(tuple, dataset.as_numpy_iterator())
+      return seeds
 
-class SeedsTest(TransformTestCase):
-  def seeds(self, source, epochs=2, context=None, **changes):
-    functions = {'augment_fn': lambda x, y, seed: seed}
-    dataset = self.make(source, True, functions, context, **changes)
-    return [
-      tuple(seed) for _ in range(epochs) for seed in dataset.as_numpy_iterator()
-    ]
-
-  @parameterized.parameters('arrays', 'files')
-  def test_one_a_batch_and_epoch_from_the_seed_alone(self, source):
-    one = self.seeds(source)
-    self.assertLen(set(one), 2 * 3)
+    seeds = draw()
+    self.assertLen(seeds, 2 * 2 * 3)
+    self.assertLen(set(seeds), len(seeds))
     tf.random.set_seed(9)
-    self.assertEqual(self.seeds(source), one)
-    self.assertEmpty(set(self.seeds(source, seed=4)) & set(one))
-    self.assertLen(set(self.seeds(source, seed=None)), 2 * 3)
-
-  def test_pipelines_draw_numbers_of_their_own(self):
-    contexts = [tf.distribute.InputContext(2, i, 2) for i in range(2)]
-    one, other = (self.seeds('arrays', context=c) for c in contexts)
-    self.assertEmpty(set(one) & set(other))
+    self.assertEqual(draw(), seeds)
 
 
 if __name__ == '__main__':
