@@ -53,7 +53,7 @@ class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
 class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
   """Between parts of one GPU, every copy costs 34 us, even a small one."""
 
-  def graph_of(self, op, world_size, shapes, dtypes=('float32',)):
+  def graph_of(self, op, world_size, shapes):
     """Returns the graph of an all-reduce between parts of a simulated GPU."""
     devices = gpus(world_size)
 
@@ -69,11 +69,7 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
       reduced = op.batch_reduce(replicas.SUM, [(v, v) for v in values])
       return [value.values for value in reduced]
 
-    specs = [
-      [tf.TensorSpec(shape, dtype)] * world_size
-      for shape in shapes
-      for dtype in dtypes
-    ]
+    specs = [[tf.TensorSpec(shape)] * world_size for shape in shapes]
     with fake_gpus.machine(world_size):
       return all_reduce.get_concrete_function(specs).graph
 

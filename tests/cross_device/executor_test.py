@@ -1,4 +1,4 @@
-"""Sums are the same in every run."""
+"""Divisions of means, and sums that are the same in every run."""
 
 import numpy as np
 import tensorflow as tf
@@ -6,8 +6,24 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tests.cross_device import replicas
+from tf_strategies.cross_device import executor
 
 virtual_devices.configure()
+
+
+class DivideTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    ('int32', [-5, -4, -1, 0, 5], [-3, -2, -1, 0, 2]),
+    ('uint8', [5, 254, 255, 0, 1], [2, 127, 127, 0, 0]),
+    ('float16', [-5, 1, 0, 3, 65504], [-2.5, 0.5, 0, 1.5, 32752]),
+    ('complex64', [-5, 1j, 0, 3, 2], [-2.5, 0.5j, 0, 1.5, 1]),
+  )
+  def test_integers_are_rounded_down(self, dtype, values, expected):
+    numpy_dtype = tf.as_dtype(dtype).as_numpy_dtype
+    result = executor.divide(tf.constant(np.array(values, numpy_dtype)), 2)
+    np.testing.assert_array_equal(
+      result.numpy(), np.array(expected, numpy_dtype), strict=True
+    )
 
 
 class SumsInGraphsTest(tf.test.TestCase, parameterized.TestCase):
