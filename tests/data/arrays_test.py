@@ -11,7 +11,6 @@ from tf_strategies import errors
 
 class ArraysTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
-    ('one', np.arange(5) * 10, lambda b: b.tolist()),
     ('list', [np.arange(5) * 10, np.arange(5)], lambda b: b[0].tolist()),
     (
       'dict',
