@@ -1,7 +1,6 @@
 """Peers take turns, bytes follow the formulas, and reports have their form."""
 
 import itertools
-import json
 import os
 import shlex
 import sys
@@ -80,21 +79,6 @@ class ReportTest(tf.test.TestCase):
     for path in (directory, os.path.join(directory, 'b', 'a.json')):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, 'report_json'):
         report.check_target('report_json', path)
-
-  def test_report_has_samples_on_a_line(self):
-    path = os.path.join(self.create_tempdir().full_path, 'a.json')
-    content = {
-      'a': [0.5, 1.5, 2],
-      'b': [[1, 2], []],
-      'c': [{'d': ['x, ]', 'y']}],
-      'e': 'f\n  [\n  1,\n  2\n]',
-    }
-    report.write_json(path, content)
-    with open(path, encoding='utf-8') as f:
-      text = f.read()
-    self.assertEqual(json.loads(text), content)
-    self.assertIn('"a": [0.5, 1.5, 2],\n', text)
-    self.assertIn('[1, 2],\n', text)
 
 
 if __name__ == '__main__':

@@ -8,14 +8,21 @@ from tests import docstrings
 class DocumentationTest(parameterized.TestCase):
   # Excludes the commands, because their flags would collide in one process.
   @parameterized.parameters(
-    ('benchmarks.measure', 2),
-    ('benchmarks.process_results', 2),
-    ('benchmarks.report', 1),
-    ('benchmarks.network_namespaces', 1),
-    ('benchmarks.process_peers.base', 2),
+    ('measure', 2),
+    ('process_results', 2),
+    ('report', 1),
+    ('network_namespaces', 1),
+    ('process_peers.base', 2),
+    ('parameter_server_peers.jobs', 1),
+    ('parameter_server_peers.results', 3),
+    ('strategy_costs.catalogue', 3),
+    ('input_pipeline.epoch', 1),
+    ('input_pipeline.timeline', 1),
+    ('input_pipeline.timeline_svg', 1),
+    ('input_pipeline.variants', 1),
   )
   def test_examples(self, name, least):
-    docstrings.assert_examples(self, name, least)
+    docstrings.assert_examples(self, f'benchmarks.{name}', least)
 
 
 if __name__ == '__main__':

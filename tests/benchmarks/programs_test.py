@@ -103,7 +103,6 @@ class ProgramsTest(parameterized.TestCase):
   # Some rows are soak tests because each must import TensorFlow.
   @tiers.parameters(
     ('input_pipeline', '--variants=naiv', "'naiv'"),
-    tiers.soak('all_reduce', '--num_devices=1', 'integers of 2 or more'),
     tiers.soak('parameter_server', '--steps=25', 'no multiple of 10'),
     tiers.soak('strategies', '--deadline_seconds=1', 'did not end within'),
   )

@@ -29,8 +29,8 @@ with processes.ended_by_signals():
 """
 
 
-def make_pool(size=3, **options):
-  return worker_pool.WorkerPool('tried', ACTOR, [()] * size, **options)
+def make_pool(**options):
+  return worker_pool.WorkerPool('tried', ACTOR, [()] * 3, **options)
 
 
 def is_running(pid):
@@ -51,37 +51,29 @@ def wait_until_gone(pids):
 class WorkerPoolTest(parameterized.TestCase):
   def test_answers_by_rank(self):
     with make_pool(env={'POOL_TEST': 'set'}) as workers:
-      first = workers.ask('describe', text='a')
-      second = workers.ask('describe', text='b')
-      pids = [answer[1] for answer in first]
+      pids = [answer[1] for answer in workers.ask('describe', text='')]
       self.assertLen(set(pids), 3)
-      self.assertEqual(
-        first, [[rank, pids[rank], 'a', 'set'] for rank in range(3)]
-      )
-      self.assertEqual(
-        second, [[rank, pids[rank], 'b', 'set'] for rank in range(3)]
-      )
+      for text in 'ab':
+        self.assertEqual(
+          workers.ask('describe', text=text),
+          [[rank, pids[rank], text, 'set'] for rank in range(3)],
+        )
       self.assertTrue(all(map(is_running, pids)))
     self.assertEmpty(wait_until_gone(pids))
 
-  def test_failure_is_named_while_others_wait(self):
-    rank = 2
+  @parameterized.parameters(
+    ('fail_on', 'tried.*a word from rank 1'),
+    ('die_on', 'worker 1 died.*last words'),
+  )
+  def test_failure_is_named_while_others_wait(self, method, message):
     with make_pool() as workers:
       pids = [answer[1] for answer in workers.ask('describe', text='')]
       with self.assertRaisesRegex(
-        errors.WorkerUnavailableError, f'(?s)tried.*a word from rank {rank}'
+        errors.WorkerUnavailableError, f'(?s){message}'
       ) as caught:
-        workers.ask('fail_on', rank=rank)
-      self.assertEqual(caught.exception.rank, rank)
-    self.assertEmpty(wait_until_gone(pids))
-
-  def test_death_is_named_with_last_words(self):
-    with make_pool() as workers:
-      with self.assertRaisesRegex(
-        errors.WorkerUnavailableError, '(?s)worker 1 died.*last words'
-      ) as caught:
-        workers.ask('die_on', rank=1)
+        workers.ask(method, rank=1)
       self.assertEqual(caught.exception.rank, 1)
+    self.assertEmpty(wait_until_gone(pids))
 
   @tiers.parameters(tiers.soak(signal.SIGTERM), signal.SIGKILL)
   def test_no_worker_outlives_the_program(self, number):

@@ -46,8 +46,6 @@ class UserPipelineTest(formula.DataTestCase, parameterized.TestCase):
     super().setUp()
     module = types.ModuleType(_MODULE)
     module.dataset = lambda: tf.data.Dataset.range(6).batch(4)
-    module.endless = lambda: tf.data.Dataset.range(6).batch(4).repeat()
-    module.array = lambda: np.zeros(3)
     sys.modules[_MODULE] = module
     self.addCleanup(sys.modules.pop, _MODULE)
 
