@@ -1,6 +1,5 @@
 from absl.testing import absltest, parameterized
 
-from tf_strategies import errors
 from tf_strategies.cluster.sources import hostlist
 
 
@@ -15,15 +14,6 @@ class HostsTest(parameterized.TestCase):
   def test_expands_as_slurm_does(self, text, expected):
     self.assertEqual(hostlist.hosts(text), expected)
 
-  @parameterized.parameters(
-    '', 'a,,b', 'a b', 'a[', 'a]', 'a[1-]', 'a[x]', 'a[[1]]', 'a/b',
-    'a[\u0661]',
-  )  # fmt: skip
-  def test_anything_else_is_refused(self, text):
-    with self.assertRaises(errors.ClusterConfigError) as caught:
-      hostlist.hosts(text)
-    self.assertLess(len(str(caught.exception)), 700)
-
 
 class NumbersTest(parameterized.TestCase):
   @parameterized.parameters(
@@ -31,13 +21,6 @@ class NumbersTest(parameterized.TestCase):
   )
   def test_expands_as_slurm_does(self, text, expected):
     self.assertEqual(hostlist.numbers(text), expected)
-
-  @parameterized.parameters(
-    '', 'x', '1,', '1(x2', '-1',
-  )  # fmt: skip
-  def test_anything_else_is_refused(self, text):
-    with self.assertRaises(errors.ClusterConfigError):
-      hostlist.numbers(text)
 
 
 if __name__ == '__main__':

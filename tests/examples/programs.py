@@ -9,12 +9,6 @@ from benchmarks import processes
 
 DEADLINE_SECONDS = 240
 ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
-_SPREAD = """
-from tf_strategies.strategies.parameter_server import extended
-extended.SPREAD_BYTES = 1
-from examples import common, {0}
-common.run({0}.main)
-"""
 
 
 class Program(processes.Command):
@@ -25,8 +19,6 @@ class Program(processes.Command):
     *flags: command line of the example.
     output: path of a file for stdout and stderr.
     launcher: flags of the launcher, for a job of several tasks.
-    spreads_variables: whether parameter servers share small variables too, as they
-      share large ones.
   """
 
   def __init__(
@@ -35,12 +27,8 @@ class Program(processes.Command):
     *flags: str,
     output: str,
     launcher: Sequence[str] = (),
-    spreads_variables: bool = False,
   ):
-    program = ['-m', f'examples.{name}']
-    if spreads_variables:
-      program = ['-c', _SPREAD.format(name)]
-    command = [sys.executable, *program, *flags]
+    command = [sys.executable, '-m', f'examples.{name}', *flags]
     if launcher:
       launch = [sys.executable, '-m', 'tf_strategies.launch']
       command = [*launch, *launcher, '--', *command]

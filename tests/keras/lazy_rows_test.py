@@ -20,10 +20,10 @@ _IDS = [1, 4, 1, 7]
 _USED = [1, 4, 7]
 
 
-def _gradient(step, ids=_IDS):
-  values = np.random.default_rng(step).normal(size=[len(ids), 3])
+def _gradient(step):
+  values = np.random.default_rng(step).normal(size=[len(_IDS), 3])
   return tf.IndexedSlices(
-    tf.constant(values, tf.float32), tf.constant(ids), tf.constant([10, 3])
+    tf.constant(values, tf.float32), tf.constant(_IDS), tf.constant([10, 3])
   )
 
 

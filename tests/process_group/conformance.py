@@ -33,10 +33,10 @@ Case = collections.namedtuple('Case', 'kind algorithm op size dtype')
 
 
 @contextlib.contextmanager
-def small_pieces(small_bytes: int = _SMALL_BYTES):
+def small_pieces():
   """Context in which a few hundred bytes are large, and travel as several pieces."""
   with (
-    mock.patch.object(plan, 'SMALL_BYTES', small_bytes),
+    mock.patch.object(plan, 'SMALL_BYTES', _SMALL_BYTES),
     mock.patch.object(group_lib.ProcessGroup, 'piece_bytes', 192),
     mock.patch.object(mpi_group.MpiProcessGroup, 'piece_bytes', 192),
   ):

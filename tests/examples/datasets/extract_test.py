@@ -56,11 +56,11 @@ class ExtractTestCase(formula.DataTestCase, parameterized.TestCase):
     for i in range(4):
       self.write_source(i, f'word{i}')
 
-  def write_source(self, i, word, mtime=None):
+  def write_source(self, i, word):
     path = self.source(i)
     with open(path, 'w', encoding='utf-8') as f:
       f.writelines(f'{word}-{j}\n' for j in range(_LINES))
-    stamp = 10**18 + i if mtime is None else mtime
+    stamp = 10**18 + i
     os.utime(path, ns=(stamp, stamp))
     return path
 

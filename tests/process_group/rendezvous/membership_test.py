@@ -112,6 +112,17 @@ class MajorityTest(parameterized.TestCase):
     self.assertEqual([seat.task for seat in seats], [0, 2])
     self.assertIn('majority', third.objection(3, seats, 0))
 
+  def test_leader_vouches_for_the_dead(self):
+    leader, follower, *_ = workers = self.make(5)
+    _formed(*workers)
+    for task in (2, 3, 4):
+      leader.lost(task, 'nobody listens there', is_gone=True)
+    _meet(leader, follower)
+    seats = leader.proposal(0.0)
+    # It has asked the leader alone.
+    self.assertIn('majority', follower.objection(2, seats, 0))
+    self.assertEqual(follower.objection(2, seats, 0, leader.gone()), '')
+
   def test_closed_group_takes_members_alone(self):
     first, second, third = self.make(3)
     _formed(first, second)
@@ -130,47 +141,6 @@ class RivalGroupTest(parameterized.TestCase):
     first.formed(2, {0: 'life 0', 1: 'life 1'})
     _meet(first, third)
     self.assertIsNone(first.rival_group(0.0))
-
-
-class PolledTest(parameterized.TestCase):
-  """Most workers ask a few."""
-
-  def test_others_ask_the_lowest_that_answer(self):
-    made = _make(9, {task: f'host:{task}' for task in range(12)})
-    self.assertEqual(made.polled(0.0), [0, 1, 2])
-    made.lost(1, 'nobody listens there')
-    self.assertEqual(made.polled(0.0), [0, 1, 2, 3, 4])
-    made.lost(0, 'nobody listens there')
-    made.lost(2, 'nobody listens there')
-    self.assertEqual(made.polled(0.0), list(range(9)))
-    for task in range(3, 6):
-      addresses = {task: f'host:{task}' for task in range(12)}
-      _meet(made, _make(task, addresses))
-    # Those that failed may come back, and lead.
-    self.assertEqual(made.polled(0.0), list(range(6)))
-    self.assertIsNone(made.proposal(0.0))
-
-  def test_lowest_that_is_there_asks_all(self):
-    self.assertEqual(_make(0).polled(0.0), [1, 3])
-    made = _make(1)
-    made.lost(0, 'it does not answer')
-    self.assertEqual(made.polled(0.0), [0, 3])
-
-  def test_leader_vouches_for_the_dead(self):
-    addresses = {task: f'host:{task}' for task in range(5)}
-    workers = [
-      _make(t, addresses, min_workers='majority', window_seconds=0)
-      for t in addresses
-    ]
-    _formed(*workers)
-    leader, follower = workers[0], workers[1]
-    for task in (2, 3, 4):
-      leader.lost(task, 'nobody listens there', is_gone=True)
-    _meet(leader, follower)
-    seats = leader.proposal(0.0)
-    # It has asked the leader alone.
-    self.assertIn('majority', follower.objection(2, seats, 0))
-    self.assertEqual(follower.objection(2, seats, 0, leader.gone()), '')
 
 
 class CutTest(parameterized.TestCase):
@@ -278,26 +248,6 @@ class RefusalTest(parameterized.TestCase):
     self.assertEqual(first.views[1].incarnation, 'life 1')
     first.heard(new, 1.1, reached=True)
     self.assertEqual(first.views[1].incarnation, 'a second life')
-
-  def test_all_others_have_another_secret(self):
-    first = _make(0)
-    first.lost(1, 'its proof is wrong', refused=True)
-    self.assertFalse(first.all_refuse(0.0))
-    first.lost(3, 'its proof is wrong', refused=True)
-    self.assertTrue(first.all_refuse(0.0))
-
-
-class JoinersTest(absltest.TestCase):
-  def test_members_are_no_joiners_but_their_successors_are(self):
-    first, second = _make(0), _make(1)
-    first.heard(second.hello(), 0.0, reached=False)
-    first.formed(1, {0: 'life 0', 1: 'life 1'})
-    self.assertEqual(first.joiners(0.1), ())
-    again = {**second.hello(), 'incarnation': 'a second life'}
-    first.heard(again, 0.2, reached=False)
-    first.heard(_make(3).hello(), 0.2, reached=False)
-    self.assertEqual(first.joiners(0.3), (1, 3))
-    self.assertEqual(first.joiners(10.0), ())
 
 
 if __name__ == '__main__':
