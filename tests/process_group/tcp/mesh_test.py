@@ -8,7 +8,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.process_group import group, options, state
+from tf_strategies.process_group import execution, group, options, state
 from tf_strategies.process_group.network import connection, protocol
 from tf_strategies.process_group.tcp import mesh, transport
 
@@ -18,20 +18,28 @@ _Kind = protocol.Kind
 class _Ranks:
   """Meshes that reach each other; a dial and its acceptance take a while."""
 
-  def __init__(self, count, delay=lambda caller, called: 0.0):
-    self._delay, self._tasks = delay, set()
+  def __init__(self, count, delay=lambda caller, called: 0.0, broken=()):
+    self._delay, self._broken, self._tasks = delay, set(broken), set()
     lives = {rank: f'life {rank}' for rank in range(count)}
+    self.dials = []
+    self.cuts = []
     self.sockets = [{} for _ in range(count)]
     self.meshes = [
       mesh.Mesh(
-        7, rank, lives, self._dial_of(rank), mock.Mock(), ends.__setitem__
+        7, rank, lives, self._dial_of(rank), self._on_cut, ends.__setitem__
       )
       for rank, ends in enumerate(self.sockets)
     ]
 
+  def _on_cut(self, *cut):
+    self.cuts.append(cut)
+
   def _dial_of(self, caller):
     async def dial(called, purpose):
+      self.dials.append((caller, called))
       await asyncio.sleep(self._delay(caller, called))
+      if (caller, called) in self._broken:
+        raise TimeoutError('it does not answer')
       ends = socket.socketpair()
       for end in ends:
         end.setblocking(False)
@@ -74,6 +82,18 @@ class MeshTest(parameterized.TestCase):
       return result
 
     self.assertTrue(asyncio.run(meet()))
+
+  def test_lost_call_is_repeated_once_and_then_named(self):
+    async def meet():
+      ranks = _Ranks(2, broken=[(0, 1)])
+      with self.assertRaises(execution.LinkClosedError) as raised:
+        await ranks.meshes[0].connect([1])
+      self.assertEqual(raised.exception.rank, 1)
+      return ranks.cuts, ranks.dials
+
+    cuts, dials = asyncio.run(meet())
+    self.assertEqual(cuts, [(1, 'life 1', 'it does not answer')])
+    self.assertEqual(dials, [(0, 1), (0, 1)])
 
   @parameterized.parameters(
     {'generation': 6}, {'incarnation': 'before'}, {'rank': 9}

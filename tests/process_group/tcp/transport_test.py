@@ -204,6 +204,31 @@ class SchedulesTest(parameterized.TestCase):
       end.close()
 
 
+class GathersTest(parameterized.TestCase):
+  @parameterized.product(
+    way=('direct', 'ring', 'doubling'), world_size=(1, 2, 3, 5, 8, 9)
+  )
+  def test_brings_the_bytes_of_all_to_all(self, way, world_size):
+    sizes = tuple(7 * r % 20 for r in range(world_size))
+    parts = [np.arange(n, dtype=np.uint8) + 20 * r for r, n in enumerate(sizes)]
+    ends = np.cumsum(sizes)
+    outputs = [np.full(ends[-1], 255, np.uint8) for _ in sizes]
+
+    def work(rank):
+      def function(links):
+        outputs[rank][ends[rank] - sizes[rank] : ends[rank]] = parts[rank]
+        plan = plan_lib.gather(rank, sizes, 4, way)
+        out = outputs[rank]
+        links.run(_execution(plan, out, out), _header(1))
+
+      return function
+
+    errors = _run(world_size, [work(rank) for rank in range(world_size)])
+    self.assertEqual(errors, [None] * world_size)
+    for out in outputs:
+      np.testing.assert_array_equal(out, np.concatenate(parts))
+
+
 class SixteenBitsTest(parameterized.TestCase):
   @parameterized.parameters(
     ('float16', [2048, 2048], [1, 3], [2048, 2052]),
