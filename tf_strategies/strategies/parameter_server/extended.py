@@ -105,7 +105,7 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
     registry: MutableMapping[int, variables.ServerVariable],
     drained: Callable[[Callable], Any],
     on_write: Callable[[], None],
-    make_step_function: Callable[[Any], Any] | None = None,
+    make_step_function: Callable[[Any], Any],
   ):
     with _tf_internal.without_notices():
       super().__init__(strategy, resolver, partitioner)

@@ -183,31 +183,27 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       part.check_is_whole()
     return True
 
-  def _for_parts(self, value, write):
-    """Calls `write(part, rows)` for every part with its rows of `value`."""
+  def _write(self, method: str, value, *options):
+    """Writes a variable that is whole, or each part with its rows of `value`."""
+    if _is_whole():
+      return getattr(super(), method)(value, *options)
     value = tf.convert_to_tensor(value, self.dtype)
     value = tf.broadcast_to(value, self.shape)
     for part, rows in zip(self.parts, tf.split(value, self.sizes), strict=True):
-      write(part, rows)
+      getattr(part, method)(rows)
     return self
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign`."""
-    if _is_whole():
-      return super().assign(value, use_locking, name, read_value)
-    return self._for_parts(value, lambda part, rows: part.assign(rows))
+    return self._write('assign', value, use_locking, name, read_value)
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign_add`; atomic on a server."""
-    if _is_whole():
-      return super().assign_add(delta, use_locking, name, read_value)
-    return self._for_parts(delta, lambda part, rows: part.assign_add(rows))
+    return self._write('assign_add', delta, use_locking, name, read_value)
 
   def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
-    if _is_whole():
-      return super().assign_sub(delta, use_locking, name, read_value)
-    return self._for_parts(delta, lambda part, rows: part.assign_sub(rows))
+    return self._write('assign_sub', delta, use_locking, name, read_value)
 
   @property
   def gives_rows(self) -> bool:

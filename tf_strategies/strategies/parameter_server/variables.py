@@ -87,8 +87,8 @@ class ServerVariable(_tf_internal.ResourceVariable):
     self,
     *,
     server: int,
-    drained: Callable[[Callable], Any] | None = None,
-    on_write: Callable[[], None] | None = None,
+    drained: Callable[[Callable], Any],
+    on_write: Callable[[], None],
     **kwargs,
   ):
     self.server = server
@@ -97,8 +97,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     # Whether the variable is never written, and its value has no meaning, as
     # for a row table.
     self.stays_zero = False
-    self._drained = drained or (lambda action: action())
-    self._on_write = on_write or (lambda: None)
+    self._drained, self._on_write = drained, on_write
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
     traced_step.register(self, self.handle)
@@ -166,13 +165,11 @@ class ServerVariable(_tf_internal.ResourceVariable):
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign`."""
     method, options = super().assign, (use_locking, name, read_value)
-    delta = None if tf.executing_eagerly() else self.addition_of(value)
-    if delta is not None:  # What another worker adds meanwhile is kept.
-      if value.op.type == 'Sub':
-        # Without a pass over it that changes its sign.
-        method, value = super().assign_sub, delta.op.inputs[0]
-      else:
-        method, value = super().assign_add, delta
+    term = None if tf.executing_eagerly() else self._term_of(value)
+    if term is not None:  # What another worker adds meanwhile is kept.
+      is_sub = value.op.type == 'Sub'
+      method = super().assign_sub if is_sub else super().assign_add
+      value = term
       if value.shape != self.shape and self.shape.is_fully_defined():
         value = tf.broadcast_to(value, self.shape)
     return self._write(functools.partial(method, value, *options))
@@ -184,25 +181,25 @@ class ServerVariable(_tf_internal.ResourceVariable):
       del _updating.copies[key]
     return write()
 
-  def addition_of(self, value) -> tf.Tensor | None:
-    """Returns the term that `value` adds to this variable, as last read in a graph."""
-    if not tf.is_tensor(value) or not hasattr(value, 'op'):
+  def _term_of(self, value) -> tf.Tensor | None:
+    """Returns what `value` adds to this variable, or subtracts from it, in a graph."""
+    op = getattr(value, 'op', None)
+    if op is None or op.type not in ('AddV2', 'Add', 'Sub'):
       return None
-    if value.op.type not in ('AddV2', 'Add', 'Sub'):
-      return None
-    for old in value.op.inputs:
-      read = old
-      while read.op.type == 'Identity':
-        read = read.op.inputs[0]
-      if read.op.type != 'ReadVariableOp':
-        continue
-      handle = tf.compat.v1.get_default_graph().capture(self.handle)
-      if read.op.inputs[0] is handle and not _is_older(read.op):
-        left, right = value.op.inputs
-        if old is left:
-          return -right if value.op.type == 'Sub' else right
-        return None if value.op.type == 'Sub' else left
-    return None
+    left, right = op.inputs
+    if self._is_read(left):
+      return right
+    return left if op.type != 'Sub' and self._is_read(right) else None
+
+  def _is_read(self, tensor: tf.Tensor) -> bool:
+    """Returns whether a tensor is the variable, as last read in the graph."""
+    while tensor.op.type == 'Identity':
+      tensor = tensor.op.inputs[0]
+    read = tensor.op
+    if read.type != 'ReadVariableOp':
+      return False
+    handle = tf.compat.v1.get_default_graph().capture(self.handle)
+    return read.inputs[0] is handle and not _is_older(read)
 
   def assign_add(self, delta, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign_add`; atomic on a server."""
