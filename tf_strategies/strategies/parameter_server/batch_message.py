@@ -39,9 +39,7 @@ class BatchLayout:
   @functools.cached_property
   def key(self) -> Any:
     """Equal for equal layouts."""
-    specs = tuple((str(s.shape), s.dtype) for s in self.specs)
-    kinds = tf.nest.map_structure(_kind, self.structure)
-    return self.kind, repr(kinds), specs
+    return self.kind, repr(self.structure)
 
   def read(self, argument: tf.Tensor) -> Any:
     """Returns the batch that a message has."""
@@ -106,14 +104,15 @@ class Batch:
       for s in tf.nest.flatten(self.structure)
       if s is not None
     }
-    self._hides_rows = (
-      hides_rows and len(self._rows) == 1 and None not in self._rows
-    )
-    if self._hides_rows:
+    hides_rows = hides_rows and len(self._rows) == 1 and None not in self._rows
+    if hides_rows:
       self.structure = tf.nest.map_structure(with_any_rows, self.structure)
 
   def microbatches(self, count: int) -> list[Batch]:
-    """Splits the rows into `count` parts, none of them empty, larger ones first."""
+    """Splits the rows into `count` parts, none of them empty, larger ones first.
+
+    The batch is one of dense tensors. All parts use one traced function.
+    """
     if len(self._rows) != 1 or None in self._rows:
       raise errors.UnsupportedOptionError(
         f'arrays of {sorted(map(str, self._rows))} rows',
@@ -126,17 +125,13 @@ class Batch:
       return [self]
     each, extra = divmod(total, count)
     starts = [i * each + min(i, extra) for i in range(count + 1)]
-    with tf.device('/device:CPU:0'):
-      data = pack(self.structure, self.arrays)
-      return [
-        Batch(
-          tf.nest.map_structure(
-            lambda t, i=first, j=last: _rows_of(t, i, j), data
-          ),
-          self._hides_rows,
-        )
-        for first, last in itertools.pairwise(starts)
-      ]
+    return [
+      Batch(
+        pack(self.structure, [array[first:last] for array in self.arrays]),
+        hides_rows=True,
+      )
+      for first, last in itertools.pairwise(starts)
+    ]
 
   @functools.cached_property
   def layout(self) -> BatchLayout:
@@ -163,13 +158,6 @@ def _from_components(spec, remaining):
   count = len(tf.nest.flatten(spec, expand_composites=True))
   parts = map(tf.convert_to_tensor, itertools.islice(remaining, count))
   return tf.nest.pack_sequence_as(spec, list(parts), expand_composites=True)
-
-
-def _kind(spec) -> Any:
-  """Returns a value that tells a spec from others with the same components."""
-  if spec is None or isinstance(spec, tf.TensorSpec):
-    return spec is not None
-  return repr(spec)
 
 
 def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
@@ -199,15 +187,6 @@ def rows_of(batch: Any) -> tf.Tensor:
   ]
   with tf.control_dependencies([c for c in checks if c is not None]):
     return tf.identity(first)
-
-
-def _rows_of(tensor, first: int, last: int):
-  if not isinstance(tensor, tf.SparseTensor):
-    return None if tensor is None else tensor[first:last]
-  rest = tensor.shape.as_list()[1:]
-  return tf.sparse.slice(
-    tensor, [first, *[0] * len(rest)], [last - first, *rest]
-  )
 
 
 def _spec_of(tensor: Any) -> tf.TypeSpec | None:
