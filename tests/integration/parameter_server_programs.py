@@ -200,7 +200,7 @@ def pause(tensor, milliseconds: int = 50):
 
 def check_shared(strategy) -> None:
   """Checks that synchronous workers left shares of a batch in slots."""
-  assert not strategy.shares_batches or runner.shares_rows(strategy)
+  assert not runner.shares_batches(strategy) or runner.shares_rows(strategy)
 
 
 def take_short_steps(progress_path: str, steps: int, mode: str) -> int:

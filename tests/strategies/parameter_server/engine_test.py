@@ -16,6 +16,8 @@ from tf_strategies.strategies.parameter_server import (
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
 
+_STEP = engine_lib.Step(run=None, trains=True)
+
 
 class _Part(worker_pool.Task):
   """A step on data of which each worker has its own part.
@@ -28,7 +30,7 @@ class _Part(worker_pool.Task):
 
   steps = 1
   step = engine_lib.Step(run=None)
-  reported = None
+  outputs = None
 
   def __init__(self, left, done, engine):
     self._left = left
@@ -96,41 +98,58 @@ class BoundedEngineTest(parameterized.TestCase):
 
 
 class StalenessTest(absltest.TestCase):
+  """The number of steps that were applied while one was computed."""
+
+  def setUp(self):
+    super().setUp()
+    pool, _ = fakes.pool(self, 1)
+    self.engine = engine_lib.Engine(pool, fakes.Recovery(), None)
+
+  def _start(self, worker):
+    self.engine.started(_STEP, worker)
+
+  def _end(self, worker, steps=1):
+    task = types.SimpleNamespace(step=_STEP, steps=steps, outputs=None)
+    self.engine.finished(task, worker)
+
   @pytest.mark.smoke
   def test_workers_in_turn_are_as_stale_as_there_are_others(self):
-    staleness = engine_lib.Staleness()
     for worker in range(3):
-      staleness.start(worker)
+      self._start(worker)
     for _ in range(4):
       for worker in range(3):
-        staleness.end(worker)
-        staleness.start(worker)
+        self._end(worker)
+        self._start(worker)
     # The first three began together: 0, 1 and 2 were applied before them.
-    self.assertEqual(staleness.histogram, {0: 1, 1: 1, 2: 10})
+    self.assertEqual(self.engine.report()['staleness'], {0: 1, 1: 1, 2: 10})
 
   def test_a_slow_worker_is_as_stale_as_the_others_were_fast(self):
-    staleness = engine_lib.Staleness()
-    staleness.start('slow')
+    self._start('slow')
     for _ in range(7):
-      staleness.start('fast')
-      staleness.end('fast')
-    staleness.end('slow')
-    self.assertEqual(staleness.histogram, {0: 7, 7: 1})
+      self._start('fast')
+      self._end('fast')
+    self._end('slow')
+    self.assertEqual(self.engine.report()['staleness'], {0: 7, 7: 1})
+
+  def test_a_task_without_data_is_no_step(self):
+    self._start(0)
+    self._end(0, steps=0)
+    self.assertEqual(self.engine.report()['steps'], 0)
 
 
 class StepTaskTest(absltest.TestCase):
   def test_numbers_of_a_loop_outlive_a_write_of_the_coordinator(self):
     def function(worker, argument, slots):
-      return numbers
+      return []
 
-    numbers = tf.constant([3.0], tf.float64)
+    numbers = np.array([3.0])
     function.layout = None
     function.traced = types.SimpleNamespace(
       outputs=traced_step.Outputs(tf.TensorSpec([]))
     )
     engine = types.SimpleNamespace(
       function=lambda step, layout: function,
-      apply_function_of=lambda task: 'the function that applies it',
+      apply_function=lambda step, function: 'the function that applies it',
       apply=lambda function, tasks: numbers,
       started=lambda step, worker: None,
       take_slots=lambda layout: None,

@@ -49,7 +49,8 @@ def _through_a_message(arrays):
   @tf.function(autograph=False)
   def run(*tensors):
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-    return packing.unpack(packing.pack(tensors), specs)
+    packed = packing.Packing(specs)
+    return packed.unpack(packed.pack(tensors))
 
   return [t.numpy() for t in run(*(tf.constant(a) for a in arrays))]
 
@@ -73,13 +74,14 @@ class PackingTest(tf.test.TestCase, parameterized.TestCase):
     arrays.append(np.array(words, np.uint32).view(np.float32))
     arrays.append(np.array(words, np.uint64) << 32)
     self.assert_same_bits(arrays, _through_a_message(arrays))
-    messages = packing.pack([tf.constant(a) for a in arrays])
+    packed = packing.Packing([tf.TensorSpec(a.shape, a.dtype) for a in arrays])
+    messages = packed.pack([tf.constant(a) for a in arrays])
     # Words of 32 and 64 bits travel together, each smaller type by itself.
     small = sum(np.dtype(d).itemsize < 4 for d in _DTYPES)
     self.assertLen(messages, small + 1)
     self.assertEqual({m.shape.rank for m in messages}, {1})
-    specs = packing.specs_of([tf.TensorSpec(a.shape, a.dtype) for a in arrays])
-    self.assertEqual(specs, [tf.TensorSpec(m.shape, m.dtype) for m in messages])
+    specs = [tf.TensorSpec(m.shape, m.dtype) for m in messages]
+    self.assertEqual(packed.specs, specs)
 
 
 class SendTest(tf.test.TestCase, parameterized.TestCase):
@@ -91,10 +93,12 @@ class SendTest(tf.test.TestCase, parameterized.TestCase):
     def send(x):
       first, *others = map(tf.constant, sent)
       tensors = [first, x, *others, 2 * x]
-      packed = packing.pack(tensors)
+      packed = packing.Packing(
+        [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+      )
+      messages = packed.pack(tensors)
       with tf.device('CPU:1'):
-        specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
-        return packing.unpack(packed, specs)
+        return packed.unpack(messages)
 
     received = []
 

@@ -6,7 +6,7 @@ from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers
 from tf_strategies.spmd import plan
-from tf_strategies.strategies.parameter_server import traced_step
+from tf_strategies.strategies.parameter_server import batch_message, traced_step
 
 _IDS = tf.TensorSpec([8], tf.int64)
 
@@ -18,7 +18,10 @@ def _powers(run, spec, variables=(), exempt=()):
     optimizer.build(variables)
   with local_servers.on_local_devices():
     return traced_step.powers_of_rows(
-      lambda x: run(optimizer, x), [optimizer], spec, lambda: exempt
+      lambda x: run(optimizer, x),
+      [optimizer],
+      tf.nest.map_structure(batch_message.with_any_rows, spec),
+      lambda: exempt,
     )
 
 

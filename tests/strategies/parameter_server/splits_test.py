@@ -1,5 +1,6 @@
 """What a source keeps of the splits that it hands out."""
 
+import collections
 import gc
 import weakref
 
@@ -30,10 +31,21 @@ class _Dataset(input.WorkerDataset):
 
 
 class SourceTest(tf.test.TestCase, parameterized.TestCase):
+  def _read_to_end(self, source):
+    """Returns the iterator of a split that has been read to its end."""
+
+    def end(handle):
+      raise tf.errors.OutOfRangeError(None, None, 'End of sequence')
+
+    lives = collections.Counter()
+    split = source.split_for(0, [], lives, source.splits)
+    handle = split.handle
+    self.assertFalse(source.read(split, 0, lives, end))
+    return handle
+
   def test_iterator_is_forgotten_when_it_was_read(self):
     source = splits.Source(_Dataset())
-    handle = weakref.ref(source.split_for(0, []).handle)
-    source.close(0, source.splits[0])
+    handle = weakref.ref(self._read_to_end(source))
     gc.collect()
     self.assertIsNone(handle())
 

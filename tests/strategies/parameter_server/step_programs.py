@@ -242,7 +242,7 @@ class Step:
   def apply(self, computed=None):
     """Does what the chief does; returns the results."""
     outputs = self.traced.outputs
-    if not self.layout.is_empty:
+    if self.layout.specs:
       numbers = self._apply(self._slots)
       computed = numbers if outputs.are_numbers else computed
-    return outputs.unreport(computed)
+    return outputs.unreport(tf.nest.map_structure(np.asarray, computed))

@@ -33,12 +33,14 @@ class _Engine(sync_engine.SyncEngine):
 
   def function(self, step, layout):
     def function(worker, argument, slots):
-      return self._run(worker, argument, slots, layout)
+      return self._run(worker, argument, slots if step.trains else None, layout)
 
-    function.layout = types.SimpleNamespace(
-      key='', specs={}, is_empty=not step.trains
+    function.layout = types.SimpleNamespace(key='', specs={})
+    number = tf.TensorSpec([], tf.int64)
+    outputs = () if step.trains else (number, number)
+    function.traced = types.SimpleNamespace(
+      outputs=traced_step.Outputs(outputs)
     )
-    function.traced = types.SimpleNamespace(outputs=traced_step.Outputs(()))
     return function
 
   def _run(self, worker, argument, slots, layout):
@@ -136,7 +138,7 @@ class _ReadingEngine(_Engine):
       except tf.errors.OpError:
         self.lost_slots = slots
         raise
-    return worker, int(number)
+    return tf.constant([worker, int(number)], tf.float64)
 
   def _apply(self, slots):
     self.applied.append([each.number for each in slots])
@@ -237,7 +239,7 @@ class ReadTest(_TestCase):
         self.is_late.set()
         self._wait_for_late()
       found = engine.read_round(step, tested)
-      rounds.append([task.reported for task in found])
+      rounds.append([tuple(map(int, task.outputs)) for task in found])
     for number, found in enumerate(rounds):
       want = [number, 10 + number, 20 + number]
       self.assertEqual([n for _, n in found], want)

@@ -12,15 +12,12 @@ import collections
 import dataclasses
 import math
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _tf_internal
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   slots,
@@ -28,9 +25,6 @@ from tf_strategies.strategies.parameter_server import (
   traced_step,
   worker_pool,
 )
-
-# Reading a report costs a call, and callbacks ask after every batch.
-_FRESH_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,73 +65,6 @@ class Sent:
     self._batch = None
 
 
-class Next:
-  """The next batch of any split that the worker has."""
-
-  def __init__(self, engine, source: splits.Source):
-    self.layout = source.dataset.layout
-    self._engine, self._source = engine, source
-    self._split: splits.DataSplit | None = None
-
-  def has_work_for(self, worker: int) -> bool:
-    """Returns whether there is anything for a worker to read."""
-    return self._source.has_work_for(worker)
-
-  def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
-    """Calls `compute` with the iterator; returns False at the end of the data.
-
-    Raises:
-      NotHereError: other workers have the rest of the data.
-    """
-    life = self._engine.lives[worker]
-    while True:
-      others = self._engine.others(worker)
-      split = self._source.split_for(worker, others, life)
-      if split is None:
-        if self._source.is_exhausted:
-          return False
-        raise worker_pool.NotHereError
-      self._split = split
-      if self._source.read(split, split.done, worker, life, compute):
-        return True
-
-  def mark_applied(self) -> None:
-    """Counts the batch, which was computed and applied."""
-    self._split.done += 1
-
-
-class OfRound:
-  """The element of one split in a round of all splits. The worker chooses the split."""
-
-  def __init__(self, engine, turn: splits.Round, shares: bool):
-    self.layout = turn.source.dataset.layout
-    self._engine, self._round = engine, turn
-    # A step without shares does not wait for late workers: others read their splits.
-    self._also_late = shares
-    self._split: splits.DataSplit | None = None
-
-  @property
-  def index(self) -> int:
-    """Returns the number of the split."""
-    return self._split.index
-
-  def _others(self, worker: int) -> list[int]:
-    return self._engine.others(worker, self._also_late)
-
-  def has_work_for(self, worker: int) -> bool:
-    """Returns whether a worker can read any part of the round that is left."""
-    return self._round.has_work_for(worker, self._others(worker))
-
-  def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
-    """Calls `compute` with an iterator; returns whether its split had anything."""
-    life = self._engine.lives[worker]
-    self._split = self._round.take(worker, self._others(worker), life)
-    return bool(self._round.read(self._split, worker, life, compute))
-
-  def mark_applied(self) -> None:
-    """Does nothing: the round counts all of its parts together."""
-
-
 class StepTask(worker_pool.Task):
   """One step, or a share of it, on some data.
 
@@ -147,21 +74,23 @@ class StepTask(worker_pool.Task):
   Args:
     engine: the engine.
     step: the step.
-    data: `Sent`, `Next` or `OfRound`.
-    is_result_wanted: whether somebody will ask for its `result`.
+    data: `Sent` or `splits.Read`.
   """
 
-  def __init__(self, engine, step: Step, data, is_result_wanted: bool = False):
+  applies_itself = True
+
+  def __init__(self, engine, step: Step, data):
     self.step, self.data = step, data
     self.steps = 1  # Afterwards 0 if there was no data.
-    self.reported = None
-    self.outputs = None  # The results, unless they are read later.
+    self.outputs = None  # The results, as NumPy arrays.
     self.slots: slots.Slots | None = None
     self.is_finished = False
-    self._engine, self._is_result_wanted = engine, is_result_wanted
+    self._engine, self._reported = engine, None
     # In the caller's thread, which has the user's scopes.
     self.function = engine.function(step, data.layout)
-    self.apply_function = engine.apply_function_of(self)
+    self.apply_function = None
+    if self.applies_itself:
+      self.apply_function = engine.apply_function(step, self.function)
 
   @property
   def specs(self) -> traced_step.Outputs:
@@ -183,27 +112,23 @@ class StepTask(worker_pool.Task):
     if self.steps:
       self.apply()
 
-  def compute(self, worker: int, argument: Any) -> bool:
+  def compute(self, worker: int, argument: Any) -> None:
     """Computes it on a worker, into slots."""
     # New ones each time: a worker that was lost may still be writing the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
-    self.reported = self.function(worker, argument, self.slots)
-    return True
+    self._reported = self.function(worker, argument, self.slots)
 
   def apply(self) -> None:
     """Applies the results in the slots."""
-    specs = self.specs
-    if not specs.are_numbers:
-      # They are on the worker, which may die. Until they are here, the step can be
-      # repeated.
-      self.outputs = specs.unreport(self.reported)
+    # What is not in the slots is on the worker, which may die. Until it is here, the
+    # step can be repeated.
+    reported = tf.nest.map_structure(lambda t: t.numpy(), self._reported)
     if self.apply_function is not None:
       self.may_repeat = False
       numbers = self._engine.apply(self.apply_function, [self])
-      if specs.are_numbers:
-        self.reported = numbers
-    if self._is_result_wanted and specs.are_numbers:
-      self.outputs = specs.unreport(self.reported)
+      if self.specs.are_numbers:
+        reported = numbers
+    self.outputs = self.specs.unreport(reported)
     self.data.mark_applied()
 
   def lose(self, worker: int) -> None:
@@ -218,102 +143,84 @@ class StepTask(worker_pool.Task):
   def result(self) -> Any:
     """Waits for the step, and returns its results as NumPy arrays."""
     self._engine.wait(lambda: self.is_finished)
-    if self.outputs is not None:
-      return self.outputs
-    return self.specs.unreport(self.reported)
+    return self.outputs
 
 
 class Reports:
-  """What steps report, read when somebody asks, from a step that is done."""
+  """What the newest steps that are done have returned."""
 
   def __init__(self, pool: worker_pool.WorkerPool, with_recovery: Callable):
     self._pool = pool
     self._with_recovery = with_recovery
-    # By step: its newest task that is done; the numbers that were read last,
-    # when, and of which task.
-    self._newest: dict[Step, Any] = {}
-    self._numbers: dict[Step, tuple[np.ndarray, float, Any]] = {}
+    # By step, its results. Current are those of steps that were done since the
+    # coordinator last wrote a variable.
+    self._newest: dict[Step, list[np.ndarray]] = {}
+    self._current: set[Step] = set()
 
-  def add(self, task) -> None:
+  def add(self, task: StepTask) -> None:
     """Called under the pool's lock: a task is done."""
-    if task.reported is not None:
-      self._newest[task.step] = task
+    if task.outputs is not None:
+      self._newest[task.step] = tf.nest.flatten(task.outputs)
+      self._current.add(task.step)
 
   def forget(self, keeps_numbers: bool = False) -> None:
-    """Forgets the newest tasks, since variables change or servers were restored.
+    """Notes that variables change, or that servers were restored.
 
-    The results of a custom step do not change with variables. Their numbers are kept,
-    since Keras reads the logs of an epoch after it has evaluated.
+    The results of a custom step do not change with variables. They are kept, since
+    Keras reads the logs of an epoch after it has evaluated.
     """
-    if not keeps_numbers:
-      for step, task in list(self._newest.items()):
-        if step.results is None and task.specs.are_numbers:
-          self.numbers(step)
-      self._numbers = {
-        step: read
-        for step, read in self._numbers.items()
-        if step.results is None
-      }
-    self._newest.clear()
+    with self._pool.lock:
+      self._current.clear()
+      for step in [s for s in self._newest if s.results is not None]:
+        if not keeps_numbers:
+          del self._newest[step]
 
-  def of(self, task) -> Any:
+  def of(self, task: StepTask) -> Any:
     """Returns the results of a step as `LatestNumber`s; waits for other tensors.
 
     It also waits for arrays of a custom step: Keras stores them in its history, where
     they must not change.
     """
     specs = task.specs
-    if not specs.are_numbers:
+    is_custom = task.step.results is None
+    if not specs.are_numbers or (is_custom and set(specs.sizes) - {1}):
       return task.result()
-    if task.step.results is None and set(specs.sizes) - {1}:
-      return task.result()
-    return tf.nest.map_structure(
-      lambda place: LatestNumber(self, task.step, place), specs.places
+    return tf.nest.pack_sequence_as(
+      specs.specs,
+      [
+        LatestNumber(self, task.step, i, tuple(spec.shape))
+        for i, spec in enumerate(tf.nest.flatten(specs.specs))
+      ],
     )
 
-  def numbers(self, step: Step) -> np.ndarray | None:
-    """The numbers of the newest task that is done, float64 [count].
+  def newest(self, step: Step) -> list[np.ndarray] | None:
+    """Returns the results of the newest task that is done.
 
     Waits for one if none is done since the coordinator last wrote a variable,
     which is how Keras begins an epoch.
     """
-    if step not in self._newest:
+    if step not in self._current:
       self._with_recovery(
         lambda: self._pool.wait(
-          lambda: step in self._newest or not self._pool.is_busy()
+          lambda: step in self._current or not self._pool.is_busy()
         )
       )
-    nothing = None, -math.inf, None
-    numbers, read_at, read_from = self._numbers.get(step, nothing)
-    task = self._newest.get(step)
-    now = time.monotonic()
-    is_fresh = now - read_at < _FRESH_SECONDS and self._pool.is_busy()
-    # No task: its worker was lost before anybody read its report.
-    if task is None or task is read_from or is_fresh:
-      return numbers
-    try:
-      read = task.reported.numpy()
-    except tf.errors.OpError:  # The worker that has it was lost.
-      _tf_internal.clear_errors()
-      return numbers
-    self._numbers[step] = read, now, task
-    return read
+    return self._newest.get(step)
 
 
 class LatestNumber(np.lib.mixins.NDArrayOperatorsMixin):
   """A number, or an array, of the newest step that is done, read when used."""
 
-  def __init__(self, reports: Reports, step: Step, places: np.ndarray):
-    self._reports = reports
-    self._step = step
-    self._places = places  # Of its numbers among all that the step reports.
+  def __init__(self, reports: Reports, step: Step, index: int, shape):
+    self._reports, self._step = reports, step
+    self._index, self._shape = index, shape  # Among the results of the step.
 
   def numpy(self) -> np.ndarray:
     """Returns the newest value as a NumPy array."""
-    numbers = self._reports.numbers(self._step)
-    if numbers is None:
-      return np.full(self._places.shape, math.nan)
-    return numbers[self._places]
+    newest = self._reports.newest(self._step)
+    if newest is None:
+      return np.full(self._shape, math.nan)
+    return newest[self._index]
 
   def __float__(self) -> float:
     return float(self.numpy())
@@ -339,37 +246,12 @@ class LatestNumber(np.lib.mixins.NDArrayOperatorsMixin):
 Work = batch_message.Batch | splits.Source
 
 
-class Staleness:
-  """Counts the steps that were applied while each step was computed.
-
-  Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
-  Parameter Server". Zero for a single worker.
-  """
-
-  def __init__(self):
-    self._applied = 0
-    self._started: dict[object, int] = {}
-    self._histogram = collections.Counter()
-
-  @property
-  def histogram(self) -> dict[int, int]:
-    """Number of steps by staleness."""
-    return dict(sorted(self._histogram.items()))
-
-  def start(self, worker: object) -> None:
-    """A worker begins a step."""
-    self._started[worker] = self._applied
-
-  def end(self, worker: object, steps: int = 1) -> None:
-    """A worker's step, or several in one task, have been applied."""
-    began = self._started.pop(worker, self._applied)
-    if steps:
-      self._histogram[self._applied - began] += steps
-    self._applied += steps
-
-
 class Engine:
   """Runs steps; each is applied as soon as a worker has computed it.
+
+  The staleness of a step is the number of steps that were applied while it was computed
+  (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
+  Parameter Server"). It is zero for a single worker.
 
   Args:
     pool: of the workers.
@@ -383,20 +265,18 @@ class Engine:
     recovery,
     in_replica: Callable[[Callable], Callable],
   ):
-    self.staleness = Staleness()
     self.reports = Reports(pool, recovery.with_recovery)
     # How often each worker was given up: then it has lost its iterators.
     self.lives = collections.Counter()
     self._pool, self._in_replica = pool, in_replica
     self._steps_done = 0
+    self._staleness = collections.Counter()
+    # By worker, how many steps had been done when it began its own.
+    self._began_at: dict[int, int] = {}
     self._dropped = 0
     self._lock = threading.RLock()
     self._functions: dict[Any, Any] = {}  # Traced functions.
-    # For workers' threads. A thread that traces holds the other lock, and may wait for
-    # theirs.
-    self._slots_lock = threading.Lock()
-    self._free_slots: dict[str, list[slots.Slots]] = {}
-    self._sources = weakref.WeakSet()  # The data that workers read.
+    self._free_slots = collections.defaultdict(list)  # By `SlotLayout.key`.
     recovery.on_restored = self.forget
 
   def begin(self, step: Step, work: Work) -> Any:
@@ -409,44 +289,31 @@ class Engine:
 
   def run(self, step: Step, work: Work) -> Any:
     """Begins a step, on the first worker that is free."""
-    if isinstance(work, splits.Source):
-      self.note_source(work)
-      data = Next(self, work)
-    else:
-      data = Sent(work)
+    is_read = isinstance(work, splits.Source)
+    data = splits.Read(self, work) if is_read else Sent(work)
     return self.reports.of(self._submit(StepTask(self, step, data)))
 
   def read_round(
-    self,
-    step: Step,
-    source: splits.Source,
-    is_result_wanted: bool = False,
-    one_by_one: bool = False,
+    self, step: Step, source: splits.Source, one_by_one: bool = False
   ) -> list[StepTask]:
     """Runs a step on an element of each split that has one; waits for all of them."""
-    self.note_source(source)
-    turn = splits.Round(source)
+    turn = splits.Round(source, has_shares=False)
     tasks = [
-      StepTask(self, step, OfRound(self, turn, False), is_result_wanted)
-      for _ in turn.elements
+      StepTask(self, step, splits.Read(self, source, turn)) for _ in turn.splits
     ]
     for task in tasks:
       self._submit(task)
       if one_by_one:
-        self.wait(lambda each=task: each.is_finished)
-    self.wait(lambda: all(task.is_finished for task in tasks))
+        task.result()
+    for task in tasks:
+      task.result()
     turn.count()
     found = [task for task in tasks if task.steps]
     return sorted(found, key=lambda task: task.data.index)
 
-  def note_source(self, source: splits.Source) -> None:
-    """Workers read it, and may lose their splits of it."""
-    with self._slots_lock:
-      self._sources.add(source)
-
   def call(self, step: Step, batch: batch_message.Batch) -> StepTask:
     """Begins one step whose result is wanted (prediction)."""
-    return self._submit(StepTask(self, step, Sent(batch), True))
+    return self._submit(StepTask(self, step, Sent(batch)))
 
   def _submit(self, task):
     self._pool.submit(task)
@@ -467,8 +334,7 @@ class Engine:
     """Servers were restored: variables have new handles, workers lost splits."""
     with self._lock:
       self._functions.clear()
-    with self._slots_lock:
-      self._free_slots.clear()
+    self._free_slots.clear()
     self.reports.forget(keeps_numbers=True)
     for worker in self._pool.workers:
       self.lose(worker)
@@ -477,7 +343,7 @@ class Engine:
     """Counters of this engine."""
     return {
       'steps': self._steps_done,
-      'staleness': self.staleness.histogram,
+      'staleness': dict(sorted(self._staleness.items())),
       'dropped': self._dropped,
     }
 
@@ -491,13 +357,13 @@ class Engine:
   def started(self, step: Step, worker: int) -> None:
     """A worker begins a task."""
     if step.trains:
-      self.staleness.start(worker)
+      self._began_at[worker] = self._steps_done
 
   def finished(self, task: Any, worker: int) -> None:
     """Called under the pool's lock when a worker's task is done."""
-    if task.step.trains:
-      self.staleness.end(worker, task.steps)
-      self._steps_done += task.steps
+    if task.step.trains and task.steps:
+      self._staleness[self._steps_done - self._began_at[worker]] += 1
+      self._steps_done += 1
     self.reports.add(task)
 
   def others(self, worker: int, also_late: bool = True) -> list[int]:
@@ -510,10 +376,6 @@ class Engine:
   def lose(self, worker: int) -> None:
     """Gives a worker up: the splits that it was reading go to others."""
     self.lives[worker] += 1
-    with self._slots_lock:
-      sources = list(self._sources)
-    for source in sources:
-      source.lose(worker)
 
   def look(self, step: Step, layout: batch_message.BatchLayout) -> None:
     """Traces a step on such batches, which may make variables."""
@@ -535,10 +397,6 @@ class Engine:
     traced = traced_step.TracedStep(step.run, step.optimizers, structure)
     return slots.WorkerFunction(traced, layout, shares_rows)
 
-  def apply_function_of(self, task: StepTask) -> slots.ApplyFunction | None:
-    """Returns what applies a task by itself."""
-    return self.apply_function(task.step, task.function)
-
   def apply_function(
     self,
     step: Step,
@@ -547,7 +405,7 @@ class Engine:
     powers=None,
   ) -> slots.ApplyFunction | None:
     """Returns what applies the slots of some tasks of a step; None without slots."""
-    if function.layout.is_empty:
+    if not function.layout.specs:
       return None
     return self._cached(
       (step, 'apply', function.layout.key, count),
@@ -558,14 +416,14 @@ class Engine:
 
   def apply(
     self, function: slots.ApplyFunction, tasks: Sequence[StepTask]
-  ) -> Any:
+  ) -> np.ndarray:
     """Applies what tasks have computed; returns the numbers of the step.
 
     Raises:
       ParameterServerUnavailableError: it is not known whether all was applied.
     """
     try:
-      numbers = function([task.slots for task in tasks])
+      numbers = function([task.slots for task in tasks]).numpy()
     except tf.errors.OpError as e:
       self._pool.check_update(e)
       raise
@@ -573,22 +431,17 @@ class Engine:
       self.release(task)
     return numbers
 
-  def take_slots(self, layout: slots.SlotLayout) -> slots.Slots | None:
-    """Returns slots that nobody writes into; None if there is nothing to write."""
-    if layout.is_empty:
-      return None
-    with self._slots_lock:
-      free = self._free_slots.get(layout.key)
-      if free:
-        return free.pop()
-    return slots.Slots(layout.specs)
+  def take_slots(self, layout: slots.SlotLayout) -> slots.Slots:
+    """Returns slots that nobody writes into."""
+    try:
+      return self._free_slots[layout.key].pop()
+    except IndexError:
+      return slots.Slots(layout.specs)
 
   def release(self, task: StepTask) -> None:
     """The slots of a task can be used again, if its servers have them still."""
-    with self._slots_lock:
-      if task.attempt == self._pool.attempt:
-        key = task.function.layout.key
-        self._free_slots.setdefault(key, []).append(task.slots)
+    if task.attempt == self._pool.attempt:
+      self._free_slots[task.function.layout.key].append(task.slots)
 
   def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
     """Returns the cached value of a key, or makes it. A restore empties the cache."""

@@ -27,53 +27,70 @@ def is_small(shape: tf.TensorShape, dtype: tf.DType) -> bool:
   )
 
 
-def pack(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-  """Returns few tensors with the bits of all: one of words, and one a smaller type.
+class Packing:
+  """Which tensors travel together, as the bits of one.
 
-  Words of four and eight bytes travel as float32, with which nobody computes.
+  Words of four and eight bytes travel as float32, with which nobody computes. A tensor
+  that travels alone stays as it is.
+
+  Args:
+    specs: shapes and dtypes of the tensors.
+
+  Attributes:
+    specs: of the messages.
   """
-  carried = collections.defaultdict(list)
-  for tensor in tensors:
-    carrier = _carrier(tensor.dtype)
-    carried[carrier].append(_to_carrier(tensor, carrier))
-  return [tf.concat(parts, 0) for parts in carried.values()]
 
-
-def specs_of(specs: Sequence[tf.TensorSpec]) -> list[tf.TensorSpec]:
-  """Returns the specs of what `pack` makes of tensors with these specs."""
-  words = collections.Counter()
-  for spec in specs:
-    carrier = _carrier(spec.dtype)
-    words[carrier] += (
-      spec.shape.num_elements() * spec.dtype.size // carrier.size
-    )
-  return [tf.TensorSpec([count], carrier) for carrier, count in words.items()]
-
-
-def unpack(
-  packed: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
-) -> list[tf.Tensor]:
-  """Returns the tensors that `pack` was given; `specs` are their shapes and dtypes."""
-  carried = collections.defaultdict(list)
-  for i, spec in enumerate(specs):
-    carried[_carrier(spec.dtype)].append(i)
-  result = [None] * len(specs)
-  for message, indices in zip(packed, carried.values(), strict=True):
-    sizes = [
-      specs[i].shape.num_elements() * specs[i].dtype.size // message.dtype.size
-      for i in indices
+  def __init__(self, specs: Sequence[tf.TensorSpec]):
+    self._specs = specs
+    together = collections.defaultdict(list)
+    for i, spec in enumerate(specs):
+      is_alone = not is_small(spec.shape, spec.dtype)
+      together[i if is_alone else _carrier(spec.dtype).name].append(i)
+    self._groups = list(together.values())
+    self.specs = [
+      specs[group[0]]
+      if len(group) == 1
+      else tf.TensorSpec(
+        [sum(map(self._words, group))], _carrier(specs[group[0]].dtype)
+      )
+      for group in self._groups
     ]
-    parts = tf.split(message, sizes) if len(sizes) > 1 else [message]
-    for i, part in zip(indices, parts, strict=True):
-      result[i] = _from_carrier(part, specs[i], message.dtype)
-  return result
+
+  def _words(self, index: int) -> int:
+    """Returns the length of a tensor in its message."""
+    spec = self._specs[index]
+    return (
+      spec.shape.num_elements() * spec.dtype.size // _carrier(spec.dtype).size
+    )
+
+  def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the messages with these tensors."""
+    return [
+      tensors[group[0]]
+      if len(group) == 1
+      else tf.concat([_to_carrier(tensors[i]) for i in group], 0)
+      for group in self._groups
+    ]
+
+  def unpack(self, messages: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors that `pack` was given."""
+    found = {}
+    for message, group in zip(messages, self._groups, strict=True):
+      if len(group) == 1:
+        found[group[0]] = message
+        continue
+      parts = tf.split(message, list(map(self._words, group)))
+      for i, part in zip(group, parts, strict=True):
+        found[i] = _from_carrier(part, self._specs[i])
+    return [found[i] for i in range(len(found))]
 
 
 def _carrier(dtype: tf.DType) -> tf.DType:
   return tf.float32 if dtype.size in (4, 8) else dtype
 
 
-def _to_carrier(tensor, carrier):
+def _to_carrier(tensor):
+  carrier = _carrier(tensor.dtype)
   if tensor.dtype != carrier:
     # Hides constants from TensorFlow's optimizer. The bits of a small integer are
     # a float32 below the normal ones, which it, run by threads that flush those
@@ -83,12 +100,12 @@ def _to_carrier(tensor, carrier):
   return tf.reshape(tensor, [-1])
 
 
-def _from_carrier(part, spec, carrier):
-  words = 1 if spec.dtype == carrier else spec.dtype.size // carrier.size
+def _from_carrier(part, spec):
+  if spec.dtype == part.dtype:
+    return tf.reshape(part, spec.shape)
+  words = spec.dtype.size // part.dtype.size
   inner = [words] if words > 1 else []
-  shape = [-1 if size is None else size for size in spec.shape.as_list()]
-  part = tf.reshape(part, [*shape, *inner])
-  return part if spec.dtype == carrier else tf.bitcast(part, spec.dtype)
+  return tf.bitcast(tf.reshape(part, [*spec.shape, *inner]), spec.dtype)
 
 
 def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
@@ -98,11 +115,8 @@ def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
     by_server[variable.server].append(variable)
   found = {}
   for there in by_server.values():
-    small = [v for v in there if is_small(v.shape, v.dtype)]
+    packing = Packing([tf.TensorSpec(v.shape, v.dtype) for v in there])
     with tf.device(there[0].device):
-      found |= {id(v): v.read_value() for v in there}
-      message = pack([found[id(v)] for v in small])
-    if len(small) > 1:
-      specs = [tf.TensorSpec(v.shape, v.dtype) for v in small]
-      found |= dict(zip(map(id, small), unpack(message, specs), strict=True))
+      messages = packing.pack([v.read_value() for v in there])
+    found |= dict(zip(map(id, there), packing.unpack(messages), strict=True))
   return [found[id(v)] for v in variables]

@@ -40,14 +40,14 @@ class SlotLayout:
 
   Attributes:
     parts: server and spec of each tensor.
-    specs: specs of the messages to each server: packed tensors, and large ones.
-    is_empty: whether the step has nothing to apply.
+    specs: specs of the messages to each server; empty for a step that changes nothing
+      and returns no numbers.
   """
 
   def __init__(self, traced: traced_step.TracedStep):
     self.parts: list[tuple[int, tf.TensorSpec]] = [
       (gradient.server, spec)
-      for _, gradients, _ in traced.calls
+      for _, gradients, *_ in traced.calls
       for gradient in gradients
       if gradient is not None
       for spec in gradient.specs
@@ -58,62 +58,60 @@ class SlotLayout:
       for _ in range(_num_tensors(write))
       for part in parts_of(write.variable)
     ]
-    self.is_empty = not self.parts
-    self.specs: dict[int, list[tf.TensorSpec]] = {}
-    if self.is_empty:
-      return
+    # By server: numbers of its parts, and how they travel, with the number of rows.
+    self._sent: dict[int, tuple[list[int], packing.Packing]] = {}
     if traced.outputs.are_numbers:
       count = sum(traced.outputs.sizes)
       self.parts.append((0, tf.TensorSpec([count], tf.float64)))
     for server in sorted({server for server, _ in self.parts}):
-      small, large = self._small_and_large(server)
-      packed = packing.specs_of([*(self.parts[i][1] for i in small), _ROWS])
-      self.specs[server] = [*packed, *(self.parts[i][1] for i in large)]
+      there = [i for i, (place, _) in enumerate(self.parts) if place == server]
+      specs = [*(self.parts[i][1] for i in there), _ROWS]
+      self._sent[server] = there, packing.Packing(specs)
+
+  @property
+  def specs(self) -> dict[int, list[tf.TensorSpec]]:
+    """Returns the specs of the messages to each server."""
+    return {server: packed.specs for server, (_, packed) in self._sent.items()}
 
   @functools.cached_property
   def key(self) -> str:
     """Returns the same for layouts whose slots one function can apply."""
     return str(self.specs)
 
-  def _small_and_large(self, server: int) -> tuple[list[int], list[int]]:
-    """Parts of a server that travel together, and those that travel alone."""
-    found = [], []
-    for i, (place, spec) in enumerate(self.parts):
-      if place == server:
-        found[not packing.is_small(spec.shape, spec.dtype)].append(i)
-    return found
-
   def messages(self, server: int, tensors, rows) -> list[tf.Tensor]:
-    """Returns the messages to a server: packed tensors with the rows, and large ones."""
-    small, large = self._small_and_large(server)
-    return [
-      *packing.pack([*(tensors[i] for i in small), rows]),
-      *(tensors[i] for i in large),
-    ]
+    """Returns the messages to a server, with its tensors and the number of rows."""
+    there, packed = self._sent[server]
+    return packed.pack([*(tensors[i] for i in there), rows])
 
-  def read(self, server: int, handles) -> tuple[dict[int, tf.Tensor], Any]:
-    """Reads slots on a server; returns their parts by index, and the row count."""
-    messages = []
-    for spec in self.specs[server]:
-      message = tf.raw_ops.ReadVariableOp(
-        resource=next(handles), dtype=spec.dtype
-      )
-      message.set_shape(spec.shape)
-      messages.append(message)
-    small, large = self._small_and_large(server)
-    count = len(messages) - len(large)
-    *found, rows = packing.unpack(
-      messages[:count], [*(self.parts[i][1] for i in small), _ROWS]
+  def take(self, server: int, handles) -> tuple[dict[int, tf.Tensor], Any]:
+    """Empties slots on a server; returns their parts by index, and the row count."""
+    there, packed = self._sent[server]
+    *found, rows = packed.unpack(
+      [_taken(next(handles), spec) for spec in packed.specs]
     )
-    return {
-      **dict(zip(small, found, strict=True)),
-      **dict(zip(large, messages[count:], strict=True)),
-    }, rows
+    return dict(zip(there, found, strict=True)), rows
 
   def handle_specs(self, tasks: int) -> list[tf.TensorSpec]:
     """Returns the specs of the handles of the slots of some tasks."""
     count = tasks * sum(map(len, self.specs.values()))
     return [tf.TensorSpec([], tf.resource)] * count
+
+
+def _taken(handle: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
+  """Reads a slot and empties it.
+
+  Then the optimizer has the only reference to a gradient, and can write its own results
+  into the same memory.
+  """
+  value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=spec.dtype)
+  with tf.control_dependencies([value]):
+    emptied = tf.raw_ops.AssignVariableOp(
+      resource=handle, value=tf.zeros([0], spec.dtype)
+    )
+  with tf.control_dependencies([emptied]):
+    value = tf.identity(value)
+  value.set_shape(spec.shape)
+  return value
 
 
 def _num_tensors(write: traced_step.Write) -> int:
@@ -138,17 +136,15 @@ class Slots:
     for server, messages in specs.items():
       device = variables.server_device(server)
       for spec in messages:
-        is_static = spec.shape.is_fully_defined()
-        shape = [d or 0 for d in spec.shape.as_list()]
-        zeros = variables.zeros_on(device, shape, spec.dtype)
+        zeros = variables.zeros_on(device, [0], spec.dtype)
         with tf.device(device):
           self._variables.append(
+            # TensorFlow aborts a task that is given the handle of a variable of
+            # which one dimension is unknown; all unknown is fine.
             _tf_internal.ResourceVariable(
               zeros,
-              # TensorFlow aborts a task that is given the handle of a variable
-              # of which one dimension is unknown; all unknown is fine.
-              shape=spec.shape if is_static else tf.TensorShape(None),
-              validate_shape=is_static,
+              shape=tf.TensorShape(None),
+              validate_shape=False,
               trainable=False,
             )
           )
@@ -174,10 +170,11 @@ class WorkerFunction:
       self._trace, batch.argument, *self.layout.handle_specs(1)
     )
 
-  def __call__(self, worker: int, argument: Any, slots: Slots | None) -> Any:
+  def __call__(self, worker: int, argument: Any, slots: Slots) -> Any:
     """Runs it on a worker; returns the results that are not in the slots."""
-    handles = [] if slots is None else slots.handles
-    return traced_step.run_on_worker(self._function, worker, argument, *handles)
+    return traced_step.run_on_worker(
+      self._function, worker, argument, *slots.handles
+    )
 
   def _trace(self, argument, *handles):
     batch = self._batch.read(argument)
@@ -193,8 +190,6 @@ class WorkerFunction:
     )
     found = self.traced.outputs
     reported = found.report(tf.nest.pack_sequence_as(found.specs, outputs))
-    if self.layout.is_empty:
-      return reported
     tensors = [*gradients, *self._written(copies, added)]
     if found.are_numbers:
       tensors.append(reported)
@@ -292,7 +287,7 @@ class ApplyFunction:
     ]
     for server in self._layout.specs:
       with tf.device(variables.server_device(server)):
-        read = [self._layout.read(server, slots) for slots in tasks]
+        read = [self._layout.take(server, slots) for slots in tasks]
         weights = _weights([rows for _, rows in read])
         for index in read[0][0]:
           parts[index] = [found[index] for found, _ in read], weights
@@ -307,7 +302,7 @@ class ApplyFunction:
     outputs, powers = self._traced.outputs, self._powers
     of_gradients = iter(powers.gradients if powers else ())
     written_before = self._traced.written_before()
-    for (optimizer, gradients, targets), written in zip(
+    for (optimizer, gradients, targets, _), written in zip(
       self._traced.calls, written_before, strict=True
     ):
       combined = []

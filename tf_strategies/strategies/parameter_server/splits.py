@@ -8,12 +8,11 @@ split that has one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,7 +20,8 @@ from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import worker_pool
 
-_T = TypeVar('_T')
+# How often each worker was given up.
+Lives = Mapping[int, int]
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,6 +30,8 @@ class DataSplit:
 
   index: int
   done: int = 0  # Elements that have been trained on.
+  # The worker that reads it, and the life in which it began to.
+  owner: tuple[int, int] | None = None
   # Of the iterator on the worker that reads it.
   handle: tf.Tensor | None = None
   next: int = 0  # The element that the iterator yields next.
@@ -57,10 +59,9 @@ class Source:
     self.dataset = dataset
     done = start.splits
     self._lock = threading.Lock()
-    self._free = [
+    self.splits = tuple(
       DataSplit(i, size=size) for i, size in enumerate(dataset.sizes)
-    ]
-    self.splits = tuple(self._free)
+    )
     if done and len(done) != len(self.splits):
       raise errors.UnsupportedOptionError(
         f'{len(self.splits)}',
@@ -70,15 +71,12 @@ class Source:
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
     self._handed_out = dataset.steps_of(done) - start.step if done else 0
-    self._splits_of: dict[int, list[DataSplit]] = {}
     self._turn = itertools.count()
-    self._opening = 0
 
   @property
   def is_exhausted(self) -> bool:
     """Returns whether every split has been read to its end."""
-    with self._lock:
-      return self._is_empty()
+    return all(split.is_closed for split in self.splits)
 
   @property
   def position(self) -> tuple[int, ...]:
@@ -86,182 +84,214 @@ class Source:
 
     With `steps_per_epoch` several epochs of `fit` are one of these.
     """
-    count = self.dataset.cardinality()
-    if 0 <= count <= self._handed_out or (count < 0 and self.is_exhausted):
+    if self._is_over():
       return ()
     return tuple(split.done for split in self.splits)
 
   def may_begin_step(self) -> bool:
     """Counts a step that is to be scheduled; False at the end of the data."""
-    cardinality = self.dataset.cardinality()
-    if cardinality < 0:
-      if self.is_exhausted:
-        return False
-    elif self._handed_out >= cardinality:
+    if self._is_over():
       return False
     self._handed_out += 1
     return True
 
-  def has_work_for(self, worker: int) -> bool:
-    """Returns whether a worker has anything to read, or must report the end."""
-    with self._lock:
-      if self._free or self._splits_of.get(worker):
-        return True
-      return self._is_empty()
+  def _is_over(self) -> bool:
+    """Returns whether all steps were handed out."""
+    count = self.dataset.cardinality()
+    return self.is_exhausted if count < 0 else count <= self._handed_out
 
-  def has_any_for(
-    self, worker: int, others: Iterable[int], wanted: Collection[DataSplit]
+  def has_work_for(
+    self,
+    worker: int,
+    others: Iterable[int],
+    lives: Lives,
+    wanted: Collection[DataSplit],
   ) -> bool:
-    """Returns whether `split_for` would find one of these for a worker."""
-    with self._lock:
-      mine = self._splits_of.get(worker, ())
-      if any(split in wanted for split in mine):
-        return True
-      # A late worker has read it to its end. Any worker may report that.
-      if any(s.is_closed and s in wanted for s in self.splits):
-        return True
-      others_need = any(not self._splits_of.get(w) for w in others)
-      is_free = any(split in wanted for split in self._free)
-      return is_free and not (mine and others_need)
-
-  def _is_empty(self) -> bool:
-    return not (self._free or self._opening or any(self._splits_of.values()))
+    """Returns whether a worker can read one of the splits, or report its end."""
+    # A late worker has read a split to its end. Any worker may report that.
+    if not wanted or any(split.is_closed for split in wanted):
+      return True
+    mine = self._of(worker, lives)
+    if any(split in wanted for split in mine):
+      return True
+    is_free = any(self._is_free(split, lives) for split in wanted)
+    return is_free and not (mine and self._others_need(others, lives))
 
   def split_for(
     self,
     worker: int,
     others: Iterable[int],
-    life: int = 0,
-    wanted: Collection[DataSplit] | None = None,
+    lives: Lives,
+    wanted: Collection[DataSplit],
   ) -> DataSplit | None:
-    """Returns the split that a worker reads next, opened; None if none is left.
+    """Returns the split that a worker reads next, opened; None if there is none.
 
-    `life` counts how often the worker was given up: one that was has lost its splits.
-    If some are `wanted`, it is one of them.
+    Args:
+      worker: the worker.
+      others: those that share the splits with it.
+      lives: how often each worker was given up: then it has lost its splits.
+      wanted: the splits to choose from.
     """
-    wanted = self.splits if wanted is None else wanted
     with self._lock:
-      mine = self._splits_of.setdefault(worker, [])
-      others_need = any(not self._splits_of.get(w) for w in others)
+      mine = self._of(worker, lives)
+      others_need = self._others_need(others, lives)
       if len(mine) > 1 and others_need:
         # A split of a worker that was lost and is back.
-        self._free.append(mine.pop())
-      is_needed = not mine or not others_need
+        mine.pop().owner = None
+      free = [split for split in wanted if self._is_free(split, lives)]
       split = None
-      free = [split for split in self._free if split in wanted]
-      if free and is_needed:
+      if free and not (mine and others_need):
         # The split that it has read before, whose arrays it may have.
-        split = min(free, key=lambda s: s.index != worker)
-        self._free.remove(split)
-      self._opening += split is not None
+        split = min(free, key=lambda s: (s.index != worker, s.index))
+        split.owner = worker, lives[worker]
     if split is not None:
-      self._open(split, worker, life)
-    with self._lock:
-      mine = [s for s in self._splits_of.setdefault(worker, []) if s in wanted]
-      return mine[next(self._turn) % len(mine)] if mine else None
+      try:
+        self._begin(split, worker, lives)
+      except BaseException:
+        split.owner = None
+        raise
+    mine = [each for each in self._of(worker, lives) if each in wanted]
+    return mine[next(self._turn) % len(mine)] if mine else None
 
-  def _open(self, split: DataSplit, worker: int, life: int) -> None:
-    """Opens a split; it is nobody's while this lasts."""
-    is_open = False
-    try:
-      self._begin(split, split.done, worker, life)
-      is_open = True
-    finally:
-      with self._lock:
-        self._opening -= 1
-        mine = self._splits_of.setdefault(worker, [])
-        (mine if is_open else self._free).append(split)
+  def _of(self, worker: int, lives: Lives) -> list[DataSplit]:
+    """Returns the splits that a worker reads."""
+    owner = worker, lives[worker]
+    return [s for s in self.splits if s.owner == owner and not s.is_closed]
 
-  def _begin(
-    self, split: DataSplit, element: int, worker: int, life: int
-  ) -> None:
-    """Opens a split at an element, however many steps end meanwhile."""
-    split.handle = self.dataset.open(split, element, worker, life)
+  def _others_need(self, others: Iterable[int], lives: Lives) -> bool:
+    return any(not self._of(worker, lives) for worker in others)
+
+  def _is_free(self, split: DataSplit, lives: Lives) -> bool:
+    """Returns whether nobody reads a split; its worker may be lost."""
+    if split.owner is None:
+      return not split.is_closed
+    worker, life = split.owner
+    return not split.is_closed and lives[worker] != life
+
+  def _begin(self, split: DataSplit, worker: int, lives: Lives) -> None:
+    """Opens a split at its next element, however many steps end meanwhile."""
+    element = split.done
+    split.handle = self.dataset.open(split, element, worker, lives[worker])
     split.next = element
 
   def read(
     self,
     split: DataSplit,
-    element: int,
     worker: int,
-    life: int,
-    function: Callable[[tf.Tensor], _T],
-  ) -> _T | None:
-    """Calls a function that reads an element of a worker's split.
+    lives: Lives,
+    function: Callable[[tf.Tensor], Any],
+  ) -> bool:
+    """Calls a function that reads the next element of a worker's split.
 
-    Returns its result; None if there is no such element, which closes the split.
+    Returns False if there is no such element, which closes the split.
     """
     if split.is_closed:
-      return None
+      return False
     try:
+      element = split.done
       if split.next > element:  # It is read again.
-        self._begin(split, element, worker, life)
+        self._begin(split, worker, lives)
       # What a late worker has not read.
       self.dataset.skip(split, worker, element)
-      found = function(split.handle)
+      function(split.handle)
     except tf.errors.OutOfRangeError as e:
       if not _keras_internal.is_end_of_sequence(e):
         raise
-      self.close(worker, split)
-      return None
-    split.next = element + 1
-    return found
-
-  def close(self, worker: int, split: DataSplit) -> None:
-    """A split was read to its end."""
-    with self._lock:
-      self._splits_of[worker].remove(split)
       split.is_closed = True
       split.handle = None  # Lets the worker forget the iterator.
-
-  def lose(self, worker: int) -> None:
-    """Takes back the splits of a worker that was lost."""
-    with self._lock:
-      self._free += self._splits_of.pop(worker, [])
+      return False
+    split.next = element + 1
+    return True
 
 
 class Round:
-  """One element of each split that has one, for the tasks of one step."""
+  """One element of each split that has one, for the tasks of one step.
 
-  def __init__(self, source: Source):
-    self.source = source
-    self.elements = {
-      split: split.done for split in source.splits if not split.is_at_end
-    }
-    self._waiting = set(self.elements)
+  Attributes:
+    source: has the splits.
+    splits: those that have an element.
+    waiting: those of them whose element no task has taken.
+    has_shares: whether the tasks share the rows of a step.
+  """
 
-  def has_work_for(self, worker: int, others: Iterable[int]) -> bool:
-    """Returns whether a worker can read any of them."""
-    return self.source.has_any_for(worker, others, self._waiting)
-
-  def take(self, worker: int, others: Iterable[int], life: int) -> DataSplit:
-    """The split of which a worker reads the next element, opened there."""
-    found = self.source.split_for(worker, others, life, self._waiting)
-    closed = (split for split in self.elements if split.is_closed)
-    for split in closed if found is None else [found]:
-      # Workers come at the same time.
-      with contextlib.suppress(KeyError):
-        self._waiting.remove(split)
-        return split
-    raise worker_pool.NotHereError
-
-  def read(
-    self,
-    split: DataSplit,
-    worker: int,
-    life: int,
-    function: Callable[[tf.Tensor], _T],
-  ) -> _T | None:
-    """Reads the element of the round as `Source.read` does."""
-    element = self.elements[split]
-    try:
-      return self.source.read(split, element, worker, life, function)
-    except BaseException:
-      self._waiting.add(split)  # For whoever gets it next.
-      raise
+  def __init__(self, source: Source, has_shares: bool):
+    self.source, self.has_shares = source, has_shares
+    self.splits = [split for split in source.splits if not split.is_at_end]
+    self.waiting = set(self.splits)
 
   def count(self) -> None:
     """Advances all splits after the step; elements that nobody read are dropped."""
-    for split, element in self.elements.items():
-      if not split.is_closed:
-        split.done = element + 1
+    for split in self.splits:
+      split.done += not split.is_closed
+
+
+class Read:
+  """An element that a worker reads; it chooses the split.
+
+  Args:
+    engine: knows the workers.
+    source: has the splits.
+    turn: the round whose elements are read, each once. None for the next of any split.
+  """
+
+  def __init__(self, engine, source: Source, turn: Round | None = None):
+    self.layout = source.dataset.layout
+    self._engine, self._source, self._round = engine, source, turn
+    self._split: DataSplit | None = None
+
+  @property
+  def index(self) -> int:
+    """Returns the number of the split."""
+    return self._split.index
+
+  def _others(self, worker: int) -> list[int]:
+    # A step without shares does not wait for late workers: others read their splits.
+    also_late = self._round is None or self._round.has_shares
+    return self._engine.others(worker, also_late)
+
+  def _wanted(self) -> Collection[DataSplit]:
+    if self._round is not None:
+      return self._round.waiting.copy()
+    return [split for split in self._source.splits if not split.is_closed]
+
+  def has_work_for(self, worker: int) -> bool:
+    """Returns whether there is anything for a worker to read, or an end to report."""
+    return self._source.has_work_for(
+      worker, self._others(worker), self._engine.lives, self._wanted()
+    )
+
+  def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
+    """Calls `compute` with an iterator; returns False if there is nothing to read.
+
+    Raises:
+      NotHereError: other workers have the rest of the data.
+    """
+    lives = self._engine.lives
+    while wanted := self._wanted():
+      split = self._source.split_for(
+        worker, self._others(worker), lives, wanted
+      )
+      if split is None:
+        split = next((each for each in wanted if each.is_closed), None)
+      if split is None:
+        raise worker_pool.NotHereError
+      self._split = split
+      if self._round is None:
+        if self._source.read(split, worker, lives, compute):
+          return True
+        continue
+      try:
+        self._round.waiting.remove(split)
+      except KeyError:  # Another worker has come at the same time.
+        continue
+      try:
+        return self._source.read(split, worker, lives, compute)
+      except BaseException:
+        self._round.waiting.add(split)  # For whoever gets it next.
+        raise
+    return False
+
+  def mark_applied(self) -> None:
+    """Counts the element, which was computed and applied; a round counts its own."""
+    if self._round is None:
+      self._split.done += 1

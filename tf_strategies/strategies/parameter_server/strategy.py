@@ -145,7 +145,7 @@ class StepFunction:
     for _ in range(steps):
       if not self._predicted:
         tasks = self._strategy.recovery.with_recovery(
-          lambda: self._strategy.engine.read_round(self._step, source, True)
+          lambda: self._strategy.engine.read_round(self._step, source)
         )
         self._predicted = [task.outputs for task in tasks]
       count = len(self._predicted) if source.dataset.by_rounds else 1
@@ -381,11 +381,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """See base class."""
     scope_checks.note_entered(self)
     return super().scope()
-
-  @property
-  def shares_batches(self) -> bool:
-    """Returns whether each batch is split among several workers."""
-    return self.options.mode == 'sync' and self._num_workers > 1
 
   def _wait_for_answers(self) -> None:
     if not _keras_internal.is_for_model():

@@ -13,7 +13,6 @@ from tf_strategies import errors
 from tf_strategies.spmd import plan
 from tf_strategies.strategies.parameter_server import (
   batch_message,
-  slots,
   splits,
   traced_step,
   worker_pool,
@@ -43,8 +42,7 @@ class SyncEngine(engine_lib.Engine):
     structure = work.dataset.element_spec if is_read else work.structure
     powers = self.powers(step, structure)
     if not isinstance(powers, str):
-      train = self._train_round if is_read else self._train
-      return train(step, work, powers)
+      return self._train(step, work, powers)
     if not is_read:
       # What one worker makes of all rows is what one device makes.
       self._warn_of_whole(step, powers)
@@ -74,7 +72,8 @@ class SyncEngine(engine_lib.Engine):
   ) -> traced_step.Powers | str:
     """Returns how to combine what workers compute from their rows, or why not to."""
     known = self._sharing.setdefault(step, {})
-    key = batch_message.BatchLayout(structure).key
+    structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
+    key = repr(structure)
     if key not in known:
       # The results of metrics are computed later, from what was added up.
       exempt = tuple if step.results is None else step.counters
@@ -100,62 +99,33 @@ class SyncEngine(engine_lib.Engine):
     )
     return super()._function(step, layout, is_shared)
 
-  def apply_function_of(
-    self, task: engine_lib.StepTask
-  ) -> slots.ApplyFunction | None:
-    """Returns what applies a task by itself; None for a share of a step."""
-    return None if isinstance(task, _Share) else super().apply_function_of(task)
-
-  def _train(self, step, batch, powers):
-    parts = batch.microbatches(len(self._pool.workers))
-    quorum = _Quorum(len(parts), self._backup_workers)
-    return self._meet(
-      step,
-      quorum,
-      powers,
-      [
-        _Share(self, step, quorum, engine_lib.Sent(part, index))
-        for index, part in enumerate(parts)
-      ],
-    )
-
-  def _train_round(self, step, source, powers):
-    self.note_source(source)
-    turn = splits.Round(source)
-    quorum = _Quorum(len(turn.elements), self._backup_workers)
-    tasks = [
-      _Share(self, step, quorum, engine_lib.OfRound(self, turn, True))
-      for _ in turn.elements
-    ]
-    report = self._meet(step, quorum, powers, tasks)
-    turn.count()
-    return report
-
-  def _meet(self, step, quorum, powers, tasks):
-    """Waits for a quorum of tasks and applies it; None if nothing was read."""
-    if self._pool.is_busy(lambda task: not isinstance(task, _Share)):
-      # Evaluation must be done before variables change.
-      self.drain()
-    for task in tasks:
+  def _train(self, step, work, powers):
+    """Applies a quorum of the shares of a step; None if nothing was read."""
+    self.drain()  # Evaluation must be done before variables change.
+    turn = None
+    if isinstance(work, splits.Source):
+      turn = splits.Round(work, has_shares=True)
+      data = [splits.Read(self, work, turn) for _ in turn.splits]
+    else:
+      parts = work.microbatches(len(self._pool.workers))
+      data = [engine_lib.Sent(part, i) for i, part in enumerate(parts)]
+    quorum = _Quorum(len(data), self._backup_workers)
+    for task in [_Share(self, step, quorum, each) for each in data]:
       self._pool.submit(task)
     self.wait(lambda: quorum.is_complete)
     chosen = sorted(quorum.chosen, key=lambda task: task.data.index)
-    if not chosen:
-      return None
-    first = chosen[0]
-    if len({task.function.layout.key for task in chosen}) > 1:
-      raise errors.UnsupportedOptionError(
-        'a step whose gradients differ in kind between microbatches',
-        "the same variables updated by every microbatch with mode='sync'",
-        "use mode='async'",
-      )
-    function = self.apply_function(step, first.function, len(chosen), powers)
-    with self._pool.running(first):
-      numbers = self.apply(function, chosen)
-    with self._pool.lock:
-      self._steps_done += 1
-      self._dropped += quorum.dropped
-    return first.specs.unreport(numbers)
+    numbers = None
+    if chosen:
+      first = chosen[0]
+      function = self.apply_function(step, first.function, len(chosen), powers)
+      with self._pool.running(first):
+        numbers = self.apply(function, chosen)
+      with self._pool.lock:
+        self._steps_done += 1
+        self._dropped += quorum.dropped
+    if turn is not None:
+      turn.count()
+    return None if numbers is None else first.specs.unreport(numbers)
 
   def _warn_of_whole(self, step, reason) -> None:
     if step not in self._warned and len(self._pool.workers) > 1:
@@ -172,9 +142,8 @@ class _Quorum:
 
   def __init__(self, count: int, backup_workers: int):
     self.chosen: list[_Share] = []
-    # Shares that a worker has begun, and the workers that have begun one.
-    self.begun: set[_Share] = set()
-    self.takers: set[int] = set()
+    # Shares that were begun, and by which worker.
+    self.begun: dict[_Share, int] = {}
     self._count = count
     self._backup_workers = backup_workers
 
@@ -191,14 +160,13 @@ class _Quorum:
     """Returns how many shares the step is done without."""
     return self._count - len(self.chosen)
 
-  def put_back(self, worker: int, task: _Share) -> None:
-    """A worker that had taken a share leaves it to others."""
-    self.begun.discard(task)
-    self.takers.discard(worker)
+  def put_back(self, task: _Share) -> None:
+    """The worker that had taken a share leaves it to others."""
+    self.begun.pop(task, None)
 
   def leave_out(self, task: _Share) -> None:
     """Does without a share, which had no data."""
-    self.begun.discard(task)
+    self.put_back(task)
     self._count -= 1
 
   def may_take(self, worker: int, task: _Share) -> bool:
@@ -208,11 +176,13 @@ class _Quorum:
     step. Only where workers were lost do others take theirs.
     """
     were_lost = task.retries > 0 or len(self.begun) < self._needed
-    return worker not in self.takers or were_lost
+    return worker not in self.begun.values() or were_lost
 
 
 class _Share(engine_lib.StepTask):
   """Some rows of a synchronous step, which is applied together with others."""
+
+  applies_itself = False
 
   def __init__(self, engine: SyncEngine, step, quorum: _Quorum, data):
     self._quorum = quorum
@@ -225,14 +195,13 @@ class _Share(engine_lib.StepTask):
     return self._quorum.may_take(worker, self) and super().has_work_for(worker)
 
   def begin(self, worker: int) -> None:
-    self._quorum.begun.add(self)
-    self._quorum.takers.add(worker)
+    self._quorum.begun[self] = worker
 
   def run(self, worker: int) -> None:
     try:
       super().run(worker)
     except worker_pool.NotHereError:
-      self._quorum.put_back(worker, self)
+      self._quorum.put_back(self)
       raise
 
   def apply(self) -> None:
@@ -240,10 +209,10 @@ class _Share(engine_lib.StepTask):
 
   def lose(self, worker: int) -> None:
     super().lose(worker)
-    self._quorum.put_back(worker, self)
+    self._quorum.put_back(self)
 
   def finish(self, worker: int) -> None:
-    self._engine.staleness.end(worker, 0)
+    del worker
     if not self.steps:
       self._quorum.leave_out(self)
     elif self._quorum.is_complete:

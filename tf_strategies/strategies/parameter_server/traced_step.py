@@ -115,9 +115,7 @@ class Outputs:
   def are_numbers(self) -> bool:
     """Returns whether all are numbers and small arrays, which fit one message."""
     return all(
-      isinstance(s, tf.TensorSpec)
-      and packing.is_small(s.shape, s.dtype)
-      and (s.dtype.is_floating or s.dtype.is_integer or s.dtype.is_bool)
+      isinstance(s, tf.TensorSpec) and packing.is_small(s.shape, s.dtype)
       for s in tf.nest.flatten(self.specs)
     )
 
@@ -125,11 +123,6 @@ class Outputs:
   def sizes(self) -> list[int]:
     """Returns how many numbers each output is."""
     return [s.shape.num_elements() for s in tf.nest.flatten(self.specs)]
-
-  @functools.cached_property
-  def places(self) -> Any:
-    """Returns the positions of each output's numbers among all, in their structure."""
-    return self._unflatten(np.arange(sum(self.sizes)))
 
   def report(self, outputs: Any) -> Any:
     """Returns the report of a step: its numbers as float64 [count], or its tensors."""
@@ -140,24 +133,14 @@ class Outputs:
     return tf.concat([*flat, tf.zeros([0], tf.float64)], 0)
 
   def unreport(self, reported: Any) -> Any:
-    """Converts the report of a step to its results, as NumPy values."""
-    if not self.are_numbers:
-      flat = [t.numpy() for t in reported]
-      return tf.nest.pack_sequence_as(self.specs, flat)
-    return tf.nest.map_structure(
-      lambda part, spec: np.asarray(part, spec.dtype.as_numpy_dtype),
-      self._unflatten(reported.numpy()),
-      self.specs,
-    )
-
-  def _unflatten(self, numbers: np.ndarray) -> Any:
-    """Returns the parts of all numbers that belong to each output, in its shape."""
-    parts = np.split(numbers, np.cumsum(self.sizes)[:-1]) if self.sizes else []
-    flat = [
-      part.reshape(s.shape)
-      for part, s in zip(parts, tf.nest.flatten(self.specs), strict=True)
-    ]
-    return tf.nest.pack_sequence_as(self.specs, flat)
+    """Converts the report of a step, as NumPy arrays, to its results."""
+    if self.are_numbers:
+      parts = np.split(reported, np.cumsum(self.sizes))
+      reported = [
+        part.reshape(s.shape).astype(s.dtype.as_numpy_dtype)
+        for part, s in zip(parts, tf.nest.flatten(self.specs), strict=False)
+      ]
+    return tf.nest.pack_sequence_as(self.specs, reported)
 
 
 @dataclasses.dataclass
@@ -206,10 +189,10 @@ class TracedStep:
 
   Attributes:
     outputs: what the step returns.
-    calls: of `apply`: (optimizer, gradients, variables); a gradient may be None.
+    calls: of `apply`: (optimizer, gradients, variables, number of the first operation
+      after it); a gradient may be None.
     writes: its other writes.
     copied: variables of which a worker needs a copy.
-    reasons: why workers cannot share the rows of a batch.
 
   Raises:
     ScopeError: if it writes a variable that is not on a server.
@@ -230,22 +213,22 @@ class TracedStep:
     while True:
       self._trace(noted, wholes=frozenset(wholes), **options)
       late = self._late_optimizers()
-      written = self._written_in_rows() - wholes
+      # Variables in parts, whose rows may have been read.
+      written = {
+        id(write.variable)
+        for write in self.writes
+        if hasattr(write.variable, 'parts')
+      } - wholes
       if not late and not written:
         break
       noted = [o for o in noted if o not in late]
       wholes |= written
-    if len(noted) < len(optimizers):
-      self.reasons.append(
-        'optimizer.apply in a branch or a loop, or a read of what it has updated'
-      )
+    self._are_noted = len(noted) == len(optimizers)
     _check_python(self._function.graph)
-    targets = [v for _, _, variables in self.calls for v in variables]
+    targets = [v for _, _, variables, _ in self.calls for v in variables]
     _check_variables(self._function.graph, self.variables, targets)
 
   def _trace(self, optimizers, **options):
-    self.reasons: list[str] = []
-
     def trace(*flat):
       batch = batch_message.pack(self._structure, flat)
       with (
@@ -268,9 +251,7 @@ class TracedStep:
           for op in traced.graph.get_operations()
           if op.type in ('AssignAddVariableOp', 'AssignSubVariableOp')
         ]
-      if traced.reduces:
-        self.reasons.append('a reduction over replicas')
-      self._applied = calls
+      self._reduces = traced.reduces
       self._added = added
       self.outputs = Outputs(tf.nest.map_structure(_spec_of, outputs))
       self.calls = gradients
@@ -330,7 +311,7 @@ class TracedStep:
     """Returns the calls of `apply` with `Gradient`s, and the tensors of all."""
     found, tensors = [], []
     batch = [t.op.name for t in flat]
-    for optimizer, gradients, variables, _ in calls:
+    for optimizer, gradients, variables, begin in calls:
       if variables is None:
         variables = _keras_internal.trainable_variables(optimizer)
       takes_sums = row_updates.takes_sums(optimizer, clips=True)
@@ -358,16 +339,14 @@ class TracedStep:
           parts = [tf.reshape(tf.convert_to_tensor(gradient), variable.shape)]
           described.append(Gradient(variable, [_spec_of(parts[0])]))
         tensors += parts
-      found.append((optimizer, described, list(variables)))
+      found.append((optimizer, described, list(variables), begin))
     return found, tensors
 
   def _late_optimizers(self) -> list[Any]:
     """Returns optimizers whose updates the step needs itself, or makes in a branch."""
     late = []
     written = {id(w.variable) for w in self.writes}
-    for (optimizer, found, _, begin), (*_, variables) in zip(
-      self._applied, self.calls, strict=True
-    ):
+    for optimizer, found, variables, begin in self.calls:
       state = [*variables, *_keras_internal.state_of(optimizer)]
       # Without gradients: in a branch, a loop or a function. A step may also write a
       # variable of the optimizer, such as the learning rate.
@@ -400,16 +379,8 @@ class TracedStep:
           for op in self._inside[key].consumers()
         )
       ]
-      for *_, begin in self._applied
+      for *_, begin in self.calls
     ]
-
-  def _written_in_rows(self) -> set[int]:
-    """Returns the ids of written variables in parts, whose rows may have been read."""
-    return {
-      id(write.variable)
-      for write in self.writes
-      if hasattr(write.variable, 'parts')
-    }
 
   def call(
     self, batch: Sequence[tf.Tensor], handles: dict[int, tf.Tensor]
@@ -425,31 +396,31 @@ class TracedStep:
     """
     return _tf_internal.call_with(self._function, batch, handles)
 
-  def check_rows(self) -> None:
-    """Adds the reasons why workers cannot share the rows of a batch to `reasons`."""
-    found = self.reasons
+  def reasons(self, exempt: Sequence[Any]) -> Iterator[str]:
+    """Yields why workers cannot share the rows of a batch.
+
+    Args:
+      exempt: variables that the step may read when it has written them.
+    """
+    if self._reduces:
+      yield 'a reduction over replicas'
+    if not self._are_noted:
+      yield 'optimizer.apply in a branch or a loop, or a read of what it has updated'
     if not self.outputs.are_numbers:
-      found.append('results that are no numbers')
+      yield 'results that are no numbers'
     leaves = [s for s in tf.nest.flatten(self._structure) if s is not None]
     if not all(isinstance(s, tf.TensorSpec) for s in leaves):
-      found.append('batches of ragged or sparse tensors')
+      yield 'batches of ragged or sparse tensors'
     for write in self.writes:
       name = _name_of(write.variable)
       if _keras_internal.is_seed_state(name, write.variable.dtype):
-        found.append('random numbers, as of Dropout')
+        yield 'random numbers, as of Dropout'
       elif not write.is_plain:
-        found.append(
-          f'{name!r}, which it writes in a branch or a loop, or row by row'
-        )
-
-  def read_after_written(self, exempt: Sequence[Any]) -> list[str]:
-    """Returns the names of variables that the step reads when it has written them.
-
-    Not of those that are `exempt`.
-    """
+        yield f'{name!r}, which it writes in a branch or a loop, or row by row'
+    if not (self.calls or self.writes):
+      yield 'a step that changes nothing'
     graph = self._function.graph
     skipped = {id(model_state.value_of(each)) for each in exempt}
-    found = []
     for key, variable in self.variables.items():
       uses = [op for op in self._uses[key] if op.graph is graph]
       written = [self._place[op.name] for op in uses if op.type not in READS]
@@ -459,8 +430,7 @@ class TracedStep:
         and id(variable) not in skipped
         and any(at > min(written) for at in read)
       ):
-        found.append(_name_of(variable))
-    return found
+        yield f'{_name_of(variable)!r}, which it reads when it has written it'
 
   def powers(self) -> Powers:
     """Returns how to combine what workers compute from their rows.
@@ -479,7 +449,7 @@ class TracedStep:
     results = len(tf.nest.flatten(self.outputs.specs))
     returned, tensors = graph.outputs[:results], iter(graph.outputs[results:])
     groups = []
-    for _, gradients, _ in self.calls:
+    for _, gradients, *_ in self.calls:
       for gradient in gradients:
         parts = [next(tensors) for _ in gradient.specs] if gradient else []
         groups.append(_lookups(parts, batch) if parts else [])
@@ -541,13 +511,12 @@ def powers_of_rows(
   Args:
     run: the step, a function of a batch.
     optimizers: the optimizers that it applies.
-    structure: structure of the batch.
+    structure: structure of a batch with any number of rows.
     exempt: returns variables that the step may read when it has written them.
 
   Raises:
     NeedsExchangeError: workers cannot share the rows. The message says why.
   """
-  structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
   try:
     traced = TracedStep(run, optimizers, structure, are_rows_known=True)
   except errors.Error:
@@ -556,13 +525,8 @@ def powers_of_rows(
     raise plan.NeedsExchangeError(
       f'a step that needs to know how many rows there are ({e})'
     ) from e
-  traced.check_rows()
-  if not (traced.calls or traced.writes):
-    traced.reasons.append('a step that changes nothing')
-  for name in traced.read_after_written(exempt()):
-    traced.reasons.append(f'{name!r}, which it reads when it has written it')
-  if traced.reasons:
-    raise plan.NeedsExchangeError(traced.reasons[0])
+  for reason in traced.reasons(exempt()):
+    raise plan.NeedsExchangeError(reason)
   return traced.powers()
 
 
