@@ -101,9 +101,8 @@ class LivenessTest(parameterized.TestCase):
     self,
   ):
     """Connecting to the worker connects to the server, which has nothing."""
-    lost_in = self.liveness.generation
     self.restart(('worker', 1), ('ps', 1))
-    self.assertTrue(self.liveness.rejoin(1, lost_in))
+    self.assertTrue(self.liveness.rejoin(1))
     error = self.liveness.server_error()
     self.assertEqual((error.server, error.address), (1, 'ps-1:1'))
     self.assertIn('ps 1 at ps-1:1', str(error))
@@ -113,19 +112,17 @@ class LivenessTest(parameterized.TestCase):
   def test_tasks_that_die_while_it_connects_are_dead_until_they_are_taken_up(
     self,
   ):
-    lost_in = self.liveness.generation
     self.restart(('worker', 1))
     self.die_meanwhile = ('ps', 0), ('worker', 0)
     # It has the devices of those before, for good.
-    self.assertFalse(self.liveness.rejoin(1, lost_in))
+    self.assertFalse(self.liveness.rejoin(1))
     self.die_meanwhile = ()
-    self.assertTrue(self.liveness.rejoin(1, lost_in))
+    self.assertTrue(self.liveness.rejoin(1))
     self.assertEqual(self.anew, [set(), {('ps', 0), ('worker', 0)}])
     self.assertTrue(self.liveness.is_worker_alive(1))
     self.assertFalse(self.liveness.is_worker_alive(0))
     self.assertEqual(self.liveness.server_error().server, 0)
-    lost_in = self.liveness.generation
-    self.assertTrue(self.liveness.rejoin(0, lost_in))
+    self.assertTrue(self.liveness.rejoin(0))
     self.assertTrue(self.liveness.is_worker_alive(0))
     self.assertEqual(self.liveness.server_error().server, 0)
     self.liveness.wait_for_all(10.0)

@@ -20,7 +20,6 @@ class Liveness:
   """Tells what a test says of the tasks; restarted workers rejoin at once."""
 
   def __init__(self):
-    self.generation = 0
     self.dead_servers = set()
     self.dead_workers = set()
 
@@ -51,7 +50,7 @@ class Liveness:
   def silent_tasks(self):
     return []
 
-  def rejoin(self, worker, lost_in):
+  def rejoin(self, worker):
     self.dead_workers.discard(worker)
     return True
 

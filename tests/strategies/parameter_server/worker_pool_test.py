@@ -112,7 +112,7 @@ class PoolTest(parameterized.TestCase):
   def test_nothing_connects_while_the_caller_runs_a_task(self):
     pool, is_back = self._pool(1), threading.Event()
 
-    def rejoin(worker, lost_in):
+    def rejoin(worker):
       is_back.set()
       self.liveness.dead_workers.discard(worker)
       return True

@@ -145,8 +145,6 @@ class Liveness:
     self._is_settled = threading.Event()
     self._is_settled.set()
     self._changed_at = -math.inf
-    # Counts the reconnections to all tasks.
-    self.generation = 0
     # That were connected to again, and nobody has taken them up.
     self._are_new: set[Task] = set()
     # That ended while they were connected to: maybe one process was asked, and
@@ -265,15 +263,14 @@ class Liveness:
     """Returns whether it has just reconnected, while which any op may fail."""
     return time.monotonic() - self._changed_at < _UNSETTLED_SECONDS
 
-  def rejoin(self, worker: int, lost_in: int) -> bool:
+  def rejoin(self, worker: int) -> bool:
     """Connects to a worker that was restarted; returns whether it can be used."""
     task = 'worker', worker
     with self._lock:
       self._check_taken()
       # Another thread may have connected to all of them.
       answers = self._ask(self._addresses)
-      is_lost = self.generation == lost_in or answers[task] is not _HELLO
-      if is_lost or self._are_mixed:
+      if answers[task] is not _HELLO or self._are_mixed:
         if _NOTHING in answers.values():
           return False
         self._connect_again()
@@ -369,12 +366,12 @@ class Liveness:
     ends_at = time.monotonic() + _CONNECT_SECONDS
     while True:
       self._is_settled.wait(max(0.0, ends_at - time.monotonic()))
-      generation = self.generation
+      changed_at = self._changed_at
       found = keepalive.concurrently(
         self._ask_one, tasks, _NOTHING, _PROBE_SECONDS
       )
       # Tasks may seem dead while they are connected to.
-      is_sure = self.generation == generation and self._is_settled.is_set()
+      is_sure = self._changed_at == changed_at and self._is_settled.is_set()
       if is_sure or time.monotonic() > ends_at:
         return found
 
@@ -406,7 +403,6 @@ class Liveness:
             t for t in self._addresses if before.get(t) != after.get(t)
           }
       self._keepalive.reset()
-      self.generation += 1
     finally:
       self._changed_at = time.monotonic()
       self._is_settled.set()

@@ -267,17 +267,17 @@ class Recovery:
   def _lose(self, error: errors.ParameterServerUnavailableError) -> None:
     """Notes that variables are lost: from now on nothing is done with them."""
     self._loss = error
-    self._pool.refuse(error)
+    self._pool.refusal = error
 
   def _recover(self, error: errors.ParameterServerUnavailableError) -> None:
     began = time.monotonic()
     try:
       found, lost_steps = self._try_to_restore(error)
     except Exception as e:
-      self._pool.refuse(e)
+      self._pool.refusal = e
       raise
     self._loss = None
-    self._pool.accept()
+    self._pool.refusal = None
     seconds = time.monotonic() - began
     self.counts.note_restored(found.path)
     self.history.append(
@@ -363,15 +363,15 @@ class StepCounts:
     self.begun = 0  # In this process.
     # In earlier runs, of which this one restored a checkpoint.
     self.before = 0
-    self._begun_at_save = 0
-    # When a checkpoint of this path was written, or restored.
-    self._begun_at: dict[str, int] = {}
+    # The checkpoint that was written or restored last, and how many were begun then.
+    self._path: str | None = None
+    self._begun_at_path = 0
     self._epoch_began = 0
 
   @property
   def since_save(self) -> int:
     """Returns how many were begun since a checkpoint was written, or restored."""
-    return self.begun - self._begun_at_save
+    return self.begun - self._begun_at_path
 
   @property
   def of_epoch(self) -> int:
@@ -389,11 +389,12 @@ class StepCounts:
 
   def note_saved(self, path: str) -> None:
     """Notes that steps which begin now start from the values of a checkpoint."""
-    self._begun_at_save = self._begun_at[path] = self.begun
+    self._path, self._begun_at_path = path, self.begun
 
   note_restored = note_saved
 
   def begun_since(self, found: checkpointer.Checkpoint) -> int:
     """Returns how many were begun since a checkpoint was written or restored."""
-    of_this_run = found.metadata['steps'] - self.before
-    return self.begun - self._begun_at.get(found.path, of_this_run)
+    if found.path == self._path:
+      return self.since_save
+    return self.of_all_runs - found.metadata['steps']

@@ -17,9 +17,6 @@ from tf_strategies.strategies.parameter_server import connection
 
 _REJOIN_SECONDS = 0.5
 _WAKE_SECONDS = 1.0
-# A worker is late after this time. Others then open its data, which it has to open
-# again later.
-_LATE_SECONDS = 1.0
 _PAUSE_SECONDS = 10.0
 # Among those that run tasks, the thread that submits them.
 _CALLER = -1
@@ -105,18 +102,15 @@ class WorkerPool:
   ):
     self.workers = tuple(workers)
     self.lock = threading.Condition()
-    # Lost workers, and the generation of connections in which each was lost.
-    self.lost: dict[int, int] = {}
+    self.lost: set[int] = set()  # Workers that have not joined again.
     self._liveness = liveness
     self._max_waiting = max_waiting or len(workers)
     self._timeout = timeout_seconds
     self._queue: collections.deque[Task] = collections.deque()
     self._running: dict[int, Task] = {}
-    # Since when nobody wants what a worker runs.
-    self._late_since: dict[int, float] = {}
     self._error: BaseException | None = None
-    # Why no task may begin; the one place that every step of every mode passes.
-    self._refusal: Exception | None = None
+    # What `submit` raises; the one place that every step of every mode passes.
+    self.refusal: Exception | None = None
     self._is_open = True
     self._pauses = 0
     # Number of the current attempt. Tasks of earlier attempts, before an error
@@ -168,18 +162,17 @@ class WorkerPool:
       and (w in self._running or (waiting and waiting.has_work_for(w)))
     ]
 
-  def is_busy(self, counts: Callable[[Task], bool] = lambda task: True) -> bool:
-    """Returns whether any task that counts waits or runs, of those that are wanted."""
+  def is_busy(self) -> bool:
+    """Returns whether any task that is wanted waits or runs."""
     # Under the lock: a task that a worker takes is for a moment in neither.
     with self.lock:
       tasks = [*self._queue, *self._running.values()]
-      return any(task.is_wanted() and counts(task) for task in tasks)
+      return any(task.is_wanted() for task in tasks)
 
   def late(self) -> set[int]:
-    """The workers that for a while have run what nobody wants any more."""
+    """Returns the workers that run what nobody wants any more."""
     with self.lock:
-      latest = time.monotonic() - _LATE_SECONDS
-      return {w for w, since in self._late_since.items() if since <= latest}
+      return {w for w, task in self._running.items() if not task.is_wanted()}
 
   def close(self) -> None:
     """Ends the threads; tasks that run are left to themselves."""
@@ -188,30 +181,17 @@ class WorkerPool:
       self._queue.clear()
       self.lock.notify_all()
 
-  def refuse(self, error: Exception) -> None:
-    """Raises `error` for each task that is submitted, until `accept`."""
-    with self.lock:
-      self._refusal = error
-
-  def accept(self) -> None:
-    """Takes tasks again."""
-    with self.lock:
-      self._refusal = None
-
   def end(self, error: Exception) -> None:
     """Raises `error` for whoever waits or submits; returns when no task runs."""
     with self.lock:
-      self._refusal = self._error = error
-      self._is_open = False
-      self._queue.clear()
-      self.lock.notify_all()
+      self.refusal = self._error = error
+      self.close()
       self._wait_for_running(_END_SECONDS)
 
   def check_accepts(self) -> None:
-    """Raises what `refuse` was given, if tasks are refused."""
-    with self.lock:
-      if self._refusal is not None:
-        raise self._refusal
+    """Raises `refusal`, if there is one."""
+    if self.refusal is not None:
+      raise self.refusal
 
   def forget(self) -> None:
     """Drops the error and all waiting tasks, and waits for all that run.
@@ -288,7 +268,6 @@ class WorkerPool:
           task.begin(worker)
           self.lock.notify_all()
           return task
-        # Not without end: by now another worker may be late, whose work this one does.
         self.lock.wait(_WAKE_SECONDS)
       return None
 
@@ -321,21 +300,14 @@ class WorkerPool:
   def _end(self, worker: int) -> None:
     """Under the lock: the worker is free again."""
     self._running.pop(worker, None)
-    self._late_since.pop(worker, None)
     self._discard_unwanted()
     self._progress_at = time.monotonic()
     self.lock.notify_all()
 
   def _discard_unwanted(self) -> None:
-    """Drops tasks that nobody wants, and notes who runs one; under the lock.
-
-    At the head of the queue they would block the others.
-    """
+    """Drops tasks that nobody wants, which would block the others; under the lock."""
     for task in [t for t in self._queue if not t.is_wanted()]:
       self._queue.remove(task)
-    for worker, task in self._running.items():
-      if not task.is_wanted():
-        self._late_since.setdefault(worker, time.monotonic())
 
   def _handle(self, worker: int, task: Task, error: Exception) -> None:
     """Decides who is to blame: a server, the worker, a moment, or the step."""
@@ -397,7 +369,7 @@ class WorkerPool:
       _first_line(error),
     )
     with self.lock:
-      self.lost[worker] = self._liveness.generation
+      self.lost.add(worker)
 
   def _too_many(self, worker: int, error: Exception) -> Exception:
     address = self._liveness.address('worker', worker)
@@ -415,13 +387,13 @@ class WorkerPool:
       try:
         if self._liveness.is_complete():
           with self._pause():
-            if self._liveness.rejoin(worker, self.lost[worker]):
+            if self._liveness.rejoin(worker):
               break
       except tf.errors.OpError as e:
         logging.warning('worker %d: %s; trying again', worker, _first_line(e))
       time.sleep(_REJOIN_SECONDS)
     with self.lock:
-      del self.lost[worker]
+      self.lost.remove(worker)
       self.lock.notify_all()
     logging.warning(
       'worker %d at %s is back after %.1f s',
