@@ -28,8 +28,8 @@ def images(n: int, start: int = 0) -> np.ndarray:
   return ((7 * i + 3 * r + 5 * c) % 251).astype(np.uint8)[..., np.newaxis]
 
 
-def labels(n: int, start: int = 0, num_classes: int = 10) -> np.ndarray:
-  return (3 * np.arange(start, start + n) + 1) % num_classes
+def labels(n: int, start: int = 0) -> np.ndarray:
+  return (3 * np.arange(start, start + n) + 1) % 10
 
 
 def arrays(n: int) -> datasets.Images:
@@ -37,14 +37,12 @@ def arrays(n: int) -> datasets.Images:
   return datasets.Images(images(n), np.arange(n, dtype=np.int64))
 
 
-def dataset(
-  num_train: int = 23, num_test: int = 9, name: str = 'mnist'
-) -> datasets.ImageClassificationData:
+def dataset() -> datasets.ImageClassificationData:
   """Returns a data set. Test examples continue where the training examples end."""
   return datasets.ImageClassificationData(
-    name,
-    datasets.Images(images(num_train), labels(num_train)),
-    datasets.Images(images(num_test, num_train), labels(num_test, num_train)),
+    'mnist',
+    datasets.Images(images(23), labels(23)),
+    datasets.Images(images(9, 23), labels(9, 23)),
     num_classes=10,
   )
 
@@ -83,7 +81,7 @@ def idx_bytes(values: np.ndarray) -> bytes:
   return header + values.astype(np.uint8).tobytes()
 
 
-def write_idx(directory: str, compressed: bool = True) -> str:
+def write_idx(directory: str) -> str:
   small = dataset()
   for split, (image_name, label_name) in IDX_NAMES.items():
     arrays_ = getattr(small, split)
@@ -91,12 +89,8 @@ def write_idx(directory: str, compressed: bool = True) -> str:
       (image_name, arrays_.images[..., 0]),
       (label_name, arrays_.labels),
     ):
-      content = idx_bytes(values)
-      path = os.path.join(directory, name)
-      if compressed:
-        path, content = path + '.gz', gzip.compress(content)
-      with open(path, 'wb') as f:
-        f.write(content)
+      with gzip.open(os.path.join(directory, f'{name}.gz'), 'wb') as f:
+        f.write(idx_bytes(values))
   return directory
 
 

@@ -20,14 +20,6 @@ from tests.strategies.multi_worker.local_steps_workers import (
 )
 
 _TOLERANCE = 1e-6
-# A MultiOptimizer. One of its optimizers keeps averages.
-_BY_KIND = {
-  'kernels': (
-    'Adam',
-    {'learning_rate': 0.01, 'use_ema': True, 'ema_momentum': 0.5},
-  ),
-  'others': ('SGD', {'learning_rate': 0.1}),
-}
 _SYNCHRONOUS = Job(1, rows=37)  # The last batch has one row.
 _FIRST = ('normalized', 'float16', 'worker_without_rows')
 _JOBS = {'diloco': DILOCO, **{name: JOBS[name] for name in _FIRST}}
@@ -35,9 +27,6 @@ _MORE = {
   **{name: job for name, job in JOBS.items() if name not in _FIRST},
   'two_devices': diloco(devices=2, layers='normalized'),
   'compiled': diloco(options=(('jit_compile', True),)),
-  'moving_average_of_kernels': dataclasses.replace(
-    DILOCO, inner=('by_kind', _BY_KIND)
-  ),
 }
 # TensorFlow's runtime must start first in a process, and keeps its port.
 _COLLECTIVE = {'collective': diloco(strategy='multi_worker_collective')}

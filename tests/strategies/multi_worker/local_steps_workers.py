@@ -6,7 +6,6 @@ NumPy and uses nothing from this package.
 """
 
 import dataclasses
-import itertools
 
 import keras
 import numpy as np
@@ -70,7 +69,6 @@ JOBS = {
   'worker_without_rows': diloco(has_own_step=True, batch=1, rows=7),
   'three_at_once': diloco(every=64, options=(('steps_per_execution', 3),)),
   'accumulation': diloco({'gradient_accumulation_steps': 3}),
-  'clipping': diloco({'global_clipnorm': 0.05}),
   'moving_average': diloco({'use_ema': True, 'ema_momentum': 0.5}),
 }
 
@@ -94,11 +92,6 @@ def data(job):
 def optimizer(which):
   """Returns a new Keras optimizer, given its name and options."""
   name, options = which
-  if name == 'by_kind':
-    kernels, others = map(optimizer, (options['kernels'], options['others']))
-    return keras.optimizers.MultiOptimizer(
-      lambda v: kernels if 'kernel' in v.path else others
-    )
   return getattr(keras.optimizers, name)(**options)
 
 
@@ -200,11 +193,10 @@ def train(rank, jobs):
   return found
 
 
-def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
+def simulate(job, workers, mutate=None, meets_at_epochs=True):
   """Returns the weights after a job, without workers.
 
-  `mutate(shares)` may change the workers' shares of the rows. No worker trains
-  on the batches `lost`, counted from the start of the run.
+  `mutate(shares)` may change the workers' shares of the rows.
   """
   mutate = mutate or (lambda shares: shares)
   models = [
@@ -241,11 +233,9 @@ def simulate(job, workers, mutate=None, meets_at_epochs=True, lost=()):
         variable.assign(mean)
     seen[:] = 0
 
-  batches = itertools.count()
   for epoch in range(job.epochs):
     for x, y in dataset(job):
-      is_lost = next(batches) in lost
-      for w, model in enumerate(() if is_lost else models):
+      for w, model in enumerate(models):
         mine = rows_of(w, len(x), workers, job.devices)
         if len(mine):
           model.train_on_batch(x.numpy()[mine], y.numpy()[mine])
@@ -271,10 +261,8 @@ def rows_of(worker, count, workers, devices):
 def _averaged(model):
   """Returns the variables that meetings average in addition to weights."""
   averages = [v for v in model.non_trainable_variables if 'moving_' in v.name]
-  several = getattr(model.optimizer, 'optimizers', [model.optimizer])
-  for each in several:
-    averages += getattr(each, '_model_variables_moving_average', [])
-  return averages
+  optimizer_ = model.optimizer
+  return averages + getattr(optimizer_, '_model_variables_moving_average', [])
 
 
 def one_device(job):
