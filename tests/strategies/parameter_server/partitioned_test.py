@@ -96,6 +96,26 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(tf.errors.InvalidArgumentError):
       variable.sparse_read(tf.constant([0, index]))
 
+  @parameterized.parameters(True, False)
+  def test_gradient(self, in_graph):
+    weights = tf.constant(_VALUE[::-1].copy())
+    indices = tf.constant([[6, 0], [2, 2]])
+
+    def gradients(variable):
+      def run():
+        with tf.GradientTape(persistent=True) as tape:
+          dense = tf.reduce_sum(tf.sin(variable * weights))
+          rows = tf.reduce_sum(tf.sin(tf.gather(variable, indices)) ** 2)
+          losses = dense, rows, dense * rows
+        return [
+          tf.convert_to_tensor(tape.gradient(loss, variable)) for loss in losses
+        ]
+
+      return (tf.function(run, autograph=False) if in_graph else run)()
+
+    expected = gradients(tf.Variable(_VALUE))
+    self.assertAllClose(expected, gradients(self.make()), 1e-6, 1e-6)
+
   def test_scatter_outside_of_the_optimizer_is_refused(self):
     variable = self.make()
     rows = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([1]))
