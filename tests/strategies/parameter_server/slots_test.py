@@ -53,7 +53,7 @@ class SlotsTest(tf.test.TestCase):
       server: [s.shape.as_list() for s in specs]
       for server, specs in step.layout.specs.items()
     }
-    self.assertEqual(shapes, {0: [[None, 4], [None], [4 + 1 + 2 + 1]]})
+    self.assertEqual(shapes, {0: [[4 + 1 + 2 + 1], [None, 4], [None]]})
     # From the first server: all copies in one message.
     server = local_servers.device(0)
     operations = step.worker._function.graph.get_operations()
@@ -65,6 +65,19 @@ class SlotsTest(tf.test.TestCase):
       if tensor.op.device == server and tensor.dtype != tf.resource
     }
     self.assertLen(read, 1)
+
+  def test_results_that_are_no_numbers(self):
+    a = local_servers.variable(0, [1.0, 2.0])
+
+    def program(a, x):
+      a.assign_add(x)
+      return tf.strings.as_string(tf.cast(a, tf.int32)), tf.ones([300, 300])
+
+    step = step_programs.Step(program, [a], tf.TensorSpec([2], tf.float32))
+    text, large = step(np.ones(2, np.float32))
+    self.assertAllEqual(text, [b'2', b'3'])
+    self.assertAllEqual(large, np.ones([300, 300]))
+    self.assertAllEqual(a, [2.0, 3.0])
 
   @pytest.mark.smoke
   def test_sums_in_a_loop_that_are_applied_at_once_are_all_kept(self):
@@ -81,30 +94,13 @@ class SlotsTest(tf.test.TestCase):
       tf.while_loop(lambda i: i < 1, add, [0], parallel_iterations=1)
 
     spec = tf.TensorSpec([100_000], tf.float32)
-    programs = program, add_plainly, program, add_plainly
-    steps = [step_programs.Step(each, [a], spec) for each in programs]
-
-    def repeat(step):
-      for _ in range(20):
-        step(np.ones(100_000, np.float32))
-
-    for step in steps:
+    looped = step_programs.Step(program, [a], spec)
+    plain = step_programs.Step(add_plainly, [a], spec)
+    for step in (looped, plain):
       step(np.ones(100_000, np.float32))
     with futures.ThreadPoolExecutor(4) as pool:
-      list(pool.map(repeat, steps))
-    self.assertAllEqual(a, 84.0 * np.ones(100_000))
-
-  def test_step_that_has_nothing_for_servers(self):
-    a = local_servers.variable(0, [1.0, 2.0])
-    step = step_programs.Step(
-      lambda a, x: tf.strings.as_string(a * x),
-      [a],
-      tf.TensorSpec([2], tf.float32),
-    )
-    self.assertEqual(step.layout.specs, {})
-    self.assertAllEqual(
-      step(np.ones(2, np.float32)), [b'1.000000', b'2.000000']
-    )
+      list(pool.map(lambda i: (looped, plain)[i % 2].apply(), range(80)))
+    self.assertAllEqual(a, 82.0 * np.ones(100_000))
 
 
 if __name__ == '__main__':
