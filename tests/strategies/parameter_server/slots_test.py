@@ -53,7 +53,7 @@ class SlotsTest(tf.test.TestCase):
       server: [s.shape.as_list() for s in specs]
       for server, specs in step.layout.specs.items()
     }
-    self.assertEqual(shapes, {0: [[4 + 1 + 2 + 1], [None, 4], [None]]})
+    self.assertEqual(shapes, {0: [[None, 4], [None], [4 + 1 + 2 + 1]]})
     # From the first server: all copies in one message.
     server = local_servers.device(0)
     operations = step.worker._function.graph.get_operations()
@@ -94,13 +94,30 @@ class SlotsTest(tf.test.TestCase):
       tf.while_loop(lambda i: i < 1, add, [0], parallel_iterations=1)
 
     spec = tf.TensorSpec([100_000], tf.float32)
-    looped = step_programs.Step(program, [a], spec)
-    plain = step_programs.Step(add_plainly, [a], spec)
-    for step in (looped, plain):
+    programs = program, add_plainly, program, add_plainly
+    steps = [step_programs.Step(each, [a], spec) for each in programs]
+
+    def repeat(step):
+      for _ in range(20):
+        step(np.ones(100_000, np.float32))
+
+    for step in steps:
       step(np.ones(100_000, np.float32))
     with futures.ThreadPoolExecutor(4) as pool:
-      list(pool.map(lambda i: (looped, plain)[i % 2].apply(), range(80)))
-    self.assertAllEqual(a, 82.0 * np.ones(100_000))
+      list(pool.map(repeat, steps))
+    self.assertAllEqual(a, 84.0 * np.ones(100_000))
+
+  def test_step_that_has_nothing_for_servers(self):
+    a = local_servers.variable(0, [1.0, 2.0])
+    step = step_programs.Step(
+      lambda a, x: tf.strings.as_string(a * x),
+      [a],
+      tf.TensorSpec([2], tf.float32),
+    )
+    self.assertEqual(step.layout.specs, {})
+    self.assertAllEqual(
+      step(np.ones(2, np.float32)), [b'1.000000', b'2.000000']
+    )
 
 
 if __name__ == '__main__':
