@@ -88,6 +88,8 @@ def _widen(tensor):
 
 def _via(device, tensor):
   """Returns `tensor`, widened for a sum, from `device`."""
+  if tensor.device == device and not is_half(tensor.dtype):
+    return tensor
   with tf.device(device):
     wide = _widen(tensor)
     # TensorFlow would remove an identity, and the tensor would be local again.

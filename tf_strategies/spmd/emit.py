@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,20 +15,25 @@ from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import AS_IS, WHOLE, Shard, Split
 from tf_strategies.spmd.plan import Plan, is_sum
 from tf_strategies.spmd.program import Node, Tensor
-from tf_strategies.spmd.site import Site
+from tf_strategies.spmd.site import ReplicaRows, Site
+
+# Of as many nodes, a function takes less time than building them at each site.
+_MANY = 500
 
 
 class _Block(NamedTuple):
   """Where and how nodes are built together.
 
   `level` counts the meetings before the block. `turn` is its place among the blocks of
-  that level. A deferred block runs after the last meeting.
+  that level. A deferred block runs after the last meeting. A block that `is_alike`
+  can be one function, which each of its sites calls.
   """
 
   level: int
   turn: int
   sites: tuple[Site, ...]
   is_deferred: bool
+  is_alike: bool
   is_compiled: bool
 
 
@@ -73,7 +79,8 @@ class Emitter:
       with tf.control_dependencies(
         self._barrier() if block.is_deferred else []
       ):
-        if block.is_compiled:
+        is_large = len(block.sites) > 1 and len(nodes) >= _MANY
+        if block.is_compiled or (block.is_alike and is_large):
           self._call(block, nodes, users)
         else:
           self._build(nodes, block.sites)
@@ -186,7 +193,9 @@ class Emitter:
         if t.node in places and not plan.is_computed(t, wanted)
       }
       sites = tuple(s for s in self._sites if s in needed[node])
-      how = sites, node in plan.deferred, self._is_compiled(node, sites)
+      is_alike = self._is_alike(node, sites)
+      is_compiled = is_alike and self._is_compiled(node, sites)
+      how = sites, node in plan.deferred, is_alike, is_compiled
       level, turn = plan.levels[node], 0
       for block in (places[n] for n in before):
         if block.level == level:
@@ -195,21 +204,24 @@ class Emitter:
       blocks.setdefault(places[node], []).append(node)
     return sorted(blocks.items(), key=lambda item: item[0][:2])
 
+  def _is_alike(self, node, sites) -> bool:
+    """Returns whether sites build a node each for itself, and in the same way."""
+    decision = self._plan.decisions[node]
+    return not decision.emit_together and actions.is_alike(
+      decision.bodies.values(), sites
+    )
+
   def _is_compiled(self, node, sites) -> bool:
     """Returns whether XLA compiles a node and the functions that it calls.
 
     A program of XLA reaches only variables of its own device, so a node that uses a
     variable without a copy there is not compiled.
     """
-    decision = self._plan.decisions[node]
     found = [self._plan.seen(t).resource for t in node.inputs]
     # A site that is no replica reads the copies of the first one.
     is_apart = any(site.replica is None for site in sites)
-    return (
-      not decision.emit_together
-      and not any(r and (r.is_single or is_apart) for r in found)
-      and node.is_all_of(self._compiled)
-      and actions.is_alike(decision.bodies.values(), sites)
+    return node.is_all_of(self._compiled) and not any(
+      r and (r.is_single or is_apart) for r in found
     )
 
   def _users(self, blocks, asked) -> dict[Tensor, set[_Block | None]]:
@@ -222,26 +234,63 @@ class Emitter:
     return users
 
   def _call(self, block, nodes, users):
-    """Builds a block at each of its sites as a function that XLA compiles."""
+    """Builds a block as a function, and calls it at each of its sites.
+
+    All that differs between sites are arguments: tensors, handles and numbers of rows.
+    """
+    plan, sites = self._plan, block.sites
+    built = set(nodes)
+    used = [
+      pair
+      for node in nodes
+      for pair in zip(node.inputs, plan.decisions[node].wants, strict=True)
+      if pair[0].node not in built and pair[0].node.type != 'Const'
+    ]
+    resources = {plan.seen(t).resource: None for t, _ in used}
+    resources.pop(None, None)
+    given = [
+      (t, wanted)
+      for t, wanted in dict.fromkeys(used)
+      if plan.seen(t).resource is None and not plan.is_computed(t, wanted)
+    ]
     results = [
       tensor
       for node in nodes
       for tensor in node.outputs
       if users.get(tensor, set()) - {block}
     ]
+    rows = [
+      field.name
+      for field in dataclasses.fields(ReplicaRows)
+      if len({id(getattr(site.rows, field.name)) for site in sites}) > 1
+    ]
 
-    def compute(inner):
+    def compute(rows, handles, tensors):
+      inner = sites[0].in_function(rows)
+      inner.handles = dict(zip(resources, handles, strict=True))
+      inner.tensors.update(zip(given, tensors, strict=True))
       self._build(nodes, [inner])
       return [inner.get(tensor) for tensor in results]
 
-    for site in block.sites:
-      inner = site.inner()
-      inner.device, inner.stand_in = None, site.stand_in
-      function = tf.function(compute, autograph=False, jit_compile=True)
+    calls = []
+    for site in sites:
       with tf.device(site.device):
-        built = function(inner)
-      for tensor, output in zip(results, built, strict=True):
-        site_lib.set_own_shape(output, tensor, self._plan.values[tensor])
+        calls.append(
+          (
+            {f: tf.convert_to_tensor(getattr(site.rows, f)) for f in rows},
+            [site.handle(r) for r in resources],
+            [self._in_kind(site, *pair) for pair in given],
+          )
+        )
+    with tf.device(None):
+      function = tf.function(
+        compute, autograph=False, jit_compile=block.is_compiled or None
+      ).get_concrete_function(*tf.nest.map_structure(_common_spec, *calls))
+    for site, call in zip(sites, calls, strict=True):
+      with tf.device(site.device):
+        outputs = function(*call)
+      for tensor, output in zip(results, outputs, strict=True):
+        site_lib.set_own_shape(output, tensor, plan.values[tensor])
         site.tensors[tensor, AS_IS] = output
 
   def _build(self, nodes, sites):
@@ -301,9 +350,9 @@ class Emitter:
     plan = self._plan
     seen = plan.seen(tensor)
     if seen.resource is not None:
-      return seen.resource.handle(site)
+      return site.handle(seen.resource)
     if plan.is_computed(tensor, wanted):
-      return site.lengths(seen.lengths, tensor)
+      return site.lengths(seen.lengths, tensor.dtype, tensor.shape.rank)
     if tensor.node.type == 'Const' and not site.holds(tensor, AS_IS):
       # Where it is used: it is smaller than what would hand it over.
       with tf.device(site.device):
@@ -385,6 +434,19 @@ class Emitter:
       with tf.device(site.device):
         results.append(pieces.REDUCE[kind.op](value, 0))
     return results
+
+
+def _common_spec(tensor: tf.Tensor, *others: tf.Tensor) -> tf.TensorSpec:
+  """Returns a spec of tensors whose static shapes may differ.
+
+  A handle stands for itself. The function then knows the shape of its variable.
+  """
+  if tensor.dtype in (tf.resource, tf.variant):
+    return tensor
+  shape = tensor.shape
+  for other in others:
+    shape = shape.most_specific_compatible_shape(other.shape)
+  return tf.TensorSpec(shape, tensor.dtype)
 
 
 def inner_sites(plan: Plan, sites: Sequence[Site], arguments) -> list[Site]:

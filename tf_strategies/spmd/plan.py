@@ -186,11 +186,14 @@ class Plan:
       return True
     return kind != wanted and (kind, wanted) != (kinds.SUM, kinds.HELD)
 
-  def defer_writes(self, outputs: Sequence[tuple[Tensor, Any]]) -> set[Any]:
-    """Lets variables be written after the last meeting, where none needs that.
+  def meet_first(
+    self, outputs: Sequence[tuple[Tensor, Any]], defers: bool
+  ) -> set[Any]:
+    """Moves what no meeting needs behind the last meeting.
 
-    A step in which a meeting fails then has not counted or applied itself.
-    Returns the resources that are written before the last meeting all the same.
+    It can then be built as one block. With `defers`, variables are not written before
+    the last meeting is over: a step in which one fails has not applied or counted
+    itself. Returns the resources that are written earlier all the same.
     """
     before_meetings = [t.node for t, wanted in outputs if self.meets(t, wanted)]
     for node, decision in self.decisions.items():
@@ -209,7 +212,6 @@ class Plan:
       if node not in needed:
         needed.add(node)
         before_meetings += [*node.before, *(t.node for t in node.inputs)]
-    late = set()
     for node in self.program.nodes:
       written = set()
       if node.is_stateful and node.type not in READS:
@@ -218,13 +220,9 @@ class Plan:
       if node in needed:
         early |= written
         continue
-      if written:
+      self.levels[node] = last
+      if written and defers:
         self.deferred.add(node)
-        late.add(node)
-      follows = {*node.before, *(t.node for t in node.inputs)} & late
-      if follows or node in late:
-        late.add(node)
-        self.levels[node] = max(self.levels[node], last)
     return early
 
   def is_computed(self, tensor: Tensor, wanted) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -84,19 +85,35 @@ class Site:
   ):
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
-    # Tensors by (tensor of the program, kind), and lengths. Inside of a function, a
-    # branch or a loop, also those outside of it.
-    self.tensors, self._lengths = collections.ChainMap(), collections.ChainMap()
+    # Tensors by (tensor of the program, kind), and what `_once` has built. Inside of
+    # a branch or loop, also those outside of it.
+    self.tensors, self._shared = collections.ChainMap(), collections.ChainMap()
     # The site with the rows, for a site that is not a replica.
     self.stand_in: Site | None = None
+    # Handles of variables and other objects, in a function that gets them.
+    self.handles: dict[Any, tf.Tensor] = {}
 
   def inner(self) -> Site:
     """Returns this site inside of a branch or loop."""
     site = copy.copy(self)
     site.stand_in = None
     site.tensors = self.tensors.new_child()
-    site._lengths = self._lengths.new_child()
+    site._shared = self._shared.new_child()
     return site
+
+  def in_function(self, rows: Mapping[str, tf.Tensor]) -> Site:
+    """Returns this site inside of a function, which gets what differs between sites.
+
+    Args:
+      rows: tensors in place of attributes of `ReplicaRows`.
+    """
+    rows = dataclasses.replace(self.rows, **rows)
+    return Site(None, rows, self.replica, self.is_chief, self.is_home)
+
+  def handle(self, resource: Any) -> tf.Tensor:
+    """Returns the handle of a variable or another object for this site."""
+    given = self.handles.get(resource)
+    return resource.handle(self) if given is None else given
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
     """Returns whether a tensor was built here in this kind."""
@@ -117,31 +134,38 @@ class Site:
   # Lengths.
 
   def lengths(
-    self, dims: Sequence[Dim], like: Tensor, own: int | None = None
+    self,
+    dims: Sequence[Dim],
+    dtype: tf.DType,
+    rank: int,
+    own: int | None = None,
   ) -> tf.Tensor:
     """Returns lengths that follow from the number of rows, as an integer tensor.
 
     The length at index `own` counts this replica's rows, all others the whole
-    batch's. The result has the dtype and the rank (0 or 1) of `like`.
+    batch's. With rank 0 there is one length.
     """
-    key = (tuple(dims), own, like.dtype, like.shape.rank)
-    if key in self._lengths:
-      return self._lengths[key]
-    # Made once and used anywhere, so it waits for nothing.
-    with tf.device('CPU:0'), tf.control_dependencies(None):
-      count = tf.cast(self.rows.count, like.dtype)
-      total = tf.cast(self.rows.total, like.dtype)
+
+    def build():
+      count = tf.cast(self.rows.count, dtype)
+      total = tf.cast(self.rows.total, dtype)
       numbers = [
-        self.length(dim, count if i == own else total)
+        self._length(dim, count if i == own else total)
         for i, dim in enumerate(dims)
       ]
-      if like.shape.rank == 0:
-        numbers = numbers[0]
-      made = tf.convert_to_tensor(numbers, like.dtype)
-    self._lengths[key] = made
-    return made
+      return tf.convert_to_tensor(numbers[0] if rank == 0 else numbers, dtype)
 
-  def length(self, dim: Dim, rows: tf.Tensor) -> int | tf.Tensor:
+    return self._once((tuple(dims), own, dtype, rank), 'CPU:0', build)
+
+  def _once(self, key, device, build):
+    """Returns what `build()` made when it was first asked for `key`."""
+    if key not in self._shared:
+      # It is used anywhere, so it waits for nothing.
+      with tf.device(device), tf.control_dependencies(None):
+        self._shared[key] = build()
+    return self._shared[key]
+
+  def _length(self, dim, rows):
     """Returns the value of a length, with `rows` as the number of rows."""
     if dim.is_number:
       return dim.number
@@ -162,7 +186,7 @@ class Site:
     `value` and `like` are the value and the tensor of `shape` in the program.
     """
     if value.lengths is not None:
-      return self.lengths(value.lengths, like, axis)
+      return self.lengths(value.lengths, like.dtype, like.shape.rank, axis)
     with tf.device('CPU:0'):
       own = _share(shape[axis], self.rows.count, self.rows.total)
       return tf.concat([shape[:axis], own[None], shape[axis + 1 :]], 0)
@@ -185,11 +209,11 @@ class Site:
     `held` is the kind in which it was computed. `seen` is the kind after a meeting:
     whole if replicas have met for it, otherwise `held`.
     """
+    if self.has(tensor, wanted):
+      return self.get(tensor, wanted)
     is_list = isinstance(held, Listed)
     if wanted == AS_IS or wanted == held == seen or is_list:
       return self.get(tensor, AS_IS)
-    if self.has(tensor, wanted):
-      return self.get(tensor, wanted)
     if (seen, wanted) == (SUM, HELD):
       [self.tensors[tensor, wanted]] = self.contributions([self.get(tensor)])
       return self.tensors[tensor, wanted]
@@ -241,10 +265,13 @@ class Site:
       return list(tensors)
     results, large = list(tensors), []
     with tf.device(self.device):
-      is_real = self.rows.real > 0
+      is_real = self._once('is_real', self.device, lambda: self.rows.real > 0)
       for i, tensor in enumerate(tensors):
         if (tensor.shape.num_elements() or _LARGE) < _LARGE:
-          results[i] = tf.where(is_real, tensor, tf.zeros([], tensor.dtype))
+          zero = self._once(
+            tensor.dtype, self.device, lambda t=tensor: tf.zeros([], t.dtype)
+          )
+          results[i] = tf.where(is_real, tensor, zero)
         else:
           large.append(i)
       if large:

@@ -220,11 +220,8 @@ class WholeStep:
         self._warn_of_whole(error)
         planned = self._plan(graph, leaves, specs, sites, is_whole=True)
     wanted = [(t, kinds.WHOLE) for t in planned.program.outputs]
-    if self._extended.applies_all_or_none:
-      early = planned.defer_writes(wanted)
-      self.written_early = [
-        r.variable for r in early if isinstance(r, _Variable)
-      ]
+    early = planned.meet_first(wanted, self._extended.applies_all_or_none)
+    self.written_early = [r.variable for r in early if isinstance(r, _Variable)]
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
