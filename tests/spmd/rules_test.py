@@ -5,6 +5,8 @@ with unequal rows. A replica may have none. Outputs must be equal. Cases that
 are listed as row by row must not gather rows.
 """
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,7 +16,7 @@ from tests import virtual_devices
 from tests.spmd.replicas import flat as _flat
 from tests.spmd.replicas import run
 from tf_strategies import errors
-from tf_strategies.spmd import plan, program, row_sharing
+from tf_strategies.spmd import emit, plan, program, row_sharing
 
 virtual_devices.configure()
 
@@ -202,7 +204,12 @@ _WHOLE = {
     x + tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None, None]
   ),
 }
-_ROWS = {'uneven': (2, 2, 1), 'first_empty': (0, 1, 4)}
+# The rows of three replicas, and from how many nodes on a block is a function.
+_ROWS = {
+  'uneven': ((2, 2, 1), 500),
+  'first_empty': ((0, 1, 4), 500),
+  'functions': ((0, 2, 3), 1),
+}
 
 
 def _powers(function, *specs):
@@ -221,12 +228,13 @@ _SPECS = tf.TensorSpec([None, *_SHAPE[1:]]), tf.TensorSpec([None], tf.int64)
 class RulesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     *(
-      (f'{name}_{which}', function, rows)
+      (f'{name}_{which}', function, *rows)
       for name, function in {**_BY_ROWS, **_WHOLE}.items()
       for which, rows in _ROWS.items()
     )
   )
-  def test_replicas_compute_what_one_does(self, function, rows):
+  def test_replicas_compute_what_one_does(self, function, rows, many):
+    self.enter_context(mock.patch.object(emit, '_MANY', many))
     arrays = _arrays()
     want = _flat(function(*map(tf.constant, arrays)))
     found, meetings = run(function, arrays, rows)

@@ -4,6 +4,8 @@ Each case is a function of a batch and of a variable. Each of three replicas
 holds a piece of the variable. One replica may have no rows.
 """
 
+from unittest import mock
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -12,7 +14,7 @@ from tests import virtual_devices
 from tests.spmd import replicas
 from tf_strategies import errors
 from tf_strategies.keras import gradient_reducer
-from tf_strategies.spmd import kinds, pieces
+from tf_strategies.spmd import emit, kinds, pieces
 
 virtual_devices.configure()
 
@@ -128,8 +130,12 @@ CASES = {
 
 
 class ShardsTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.product(case=tuple(CASES), rows=((2, 2, 2), (0, 5, 1)))
-  def test_equals_one_device(self, case, rows):
+  @parameterized.product(
+    case=tuple(CASES), rows=((2, 2, 2), (0, 5, 1)), many=(1, 500)
+  )
+  def test_equals_one_device(self, case, rows, many):
+    # From so many nodes on a block is a function.
+    self.enter_context(mock.patch.object(emit, '_MANY', many))
     function, meetings = CASES[case]
     rng = np.random.default_rng(3)
     x = rng.normal(size=(6, _SHAPE[0])).astype('f4')
