@@ -19,7 +19,7 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 321_000,
+  'tests': 296_500,
   'tf_strategies': 3_260,
   'tf_strategies/_keras_internal': 8_590,
   'tf_strategies/_tf_internal': 3_980,
