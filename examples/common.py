@@ -41,14 +41,16 @@ _MODES = ('async', 'sync', 'bounded')
 # Data and model.
 flags.DEFINE_enum('dataset', 'mnist', _DATASETS, 'What to train on.')
 flags.DEFINE_string('data_path', None, 'MNIST: .npz file, IDX or TFRecord dir.')
-flags.DEFINE_enum('model', 'cnn', ['cnn', 'mlp'], 'Or 784-16-16-10.')
-flags.DEFINE_float('dropout', 0, 'Of the last hidden layer.', 0, 0.99)
-flags.DEFINE_enum('optimizer', 'sgd', ['sgd', 'adam'], 'SGD: momentum 0.9.')
+flags.DEFINE_enum(
+  'model', 'cnn', ['cnn', 'mlp'], 'Network; mlp is 784-16-16-10.'
+)
+flags.DEFINE_float('dropout', 0, 'Rate in the last hidden layer.', 0, 0.99)
+flags.DEFINE_enum('optimizer', 'sgd', ['sgd', 'adam'], 'SGD has momentum 0.9.')
 flags.DEFINE_float('learning_rate', None, 'Default: by optimizer.', 1e-12)
-flags.DEFINE_bool('scale_learning_rate', False, 'By the number of replicas.')
-flags.DEFINE_integer('warmup_steps', 0, 'Of a linear warm-up of the rate.', 0)
+flags.DEFINE_bool('scale_learning_rate', False, 'Multiply it by the replicas.')
+flags.DEFINE_integer('warmup_steps', 0, 'Steps of a linear warm-up.', 0)
 flags.DEFINE_enum('mixed_precision', 'float32', _POLICIES, 'Dtype policy.')
-flags.DEFINE_integer('seed', 0, 'Of weights and shuffling.', 0, 2**31 - 1)
+flags.DEFINE_integer('seed', 0, 'Seed of weights and shuffling.', 0, 2**31 - 1)
 flags.DEFINE_integer('global_batch_size', 64, 'Images in a step.', 1)
 flags.DEFINE_integer('epochs', None, 'Default: 3 of MNIST, 12 of digits.', 0)
 flags.DEFINE_integer(
@@ -59,9 +61,9 @@ flags.DEFINE_integer(
   1,
 )
 flags.DEFINE_string('checkpoint_dir', None, 'Save here, resume from here.')
-flags.DEFINE_integer('checkpoint_steps', None, 'Between two checkpoints.', 1)
+flags.DEFINE_integer('checkpoint_steps', None, 'Steps between checkpoints.', 1)
 # The strategy.
-flags.DEFINE_enum('strategy', 'ring_mirrored', STRATEGIES, 'By name.')
+flags.DEFINE_enum('strategy', 'ring_mirrored', STRATEGIES, 'Strategy.')
 flags.DEFINE_integer(
   'num_virtual_devices',
   0,
@@ -76,16 +78,16 @@ flags.DEFINE_enum(
   "Of ring_mirrored and mirrored; builtin (mirrored only) is TensorFlow's.",
 )
 flags.DEFINE_integer(
-  'local_steps', None, 'Train so many apart: tfs.keras.LocalSteps.', 1
+  'local_steps', None, 'Steps between meetings (LocalSteps).', 1
 )
 flags.DEFINE_bool('worker_input', False, 'Workers read their training data.')
 # Parameter servers.
 flags.DEFINE_enum('mode', 'async', _MODES, 'When a gradient is applied.')
-flags.DEFINE_integer('backup_workers', 0, '--mode=sync: may be late.', 0)
+flags.DEFINE_integer('backup_workers', 0, 'Workers that may be late (sync).', 0)
 flags.DEFINE_integer(
   'max_staleness', None, '--mode=bounded: steps ahead of the slowest, or 1.', 0
 )
-flags.DEFINE_integer('variable_partitions', 0, 'Of a large variable.', 0)
+flags.DEFINE_integer('variable_partitions', 0, 'Parts of a large variable.', 0)
 # Output.
 flags.DEFINE_bool('verbose', True, 'Show progress.')
 flags.DEFINE_string('report_json', None, 'Write the report of the run here.')

@@ -2,11 +2,12 @@
 
   tfs launch --num_workers=3 --max_restarts=3 -- python examples/fit_workers.py
 
-Kill a worker with `kill -9`: the others repeat its step, it is started again, and the
-result stays the same. It needs scikit-learn (`pip install '.[examples]'`).
+Kill a worker with `kill -9` and its number: the others repeat its step, it is started
+again, and the result stays the same. It needs scikit-learn (`pip install '.[examples]'`).
 """
 
 import math
+import os
 
 import keras
 from sklearn.datasets import load_digits
@@ -18,6 +19,7 @@ EPOCHS, BATCH = 30, 64
 
 def train(job):
   """Trains on this worker, together with the others."""
+  print('process', os.getpid())
   x, y = load_digits(return_X_y=True)
   data = ((x / 16).astype('float32'), y)
   options = tfs.data.PipelineOptions(global_batch_size=BATCH, seed=1)

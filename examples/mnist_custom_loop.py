@@ -56,8 +56,8 @@ def train():
   def train_step(batch):
     with tf.GradientTape() as tape:
       loss = test_step(batch, training=True)
-      # The step sees the whole batch, and this divides by 1. Only under
-      # TensorFlow's strategies replicas run it, which add up their gradients.
+      # The step sees the whole batch, and this divides by 1. Under
+      # TensorFlow's strategies each replica runs it, and gradients are added up.
       loss = optimizer.scale_loss(loss / strategy.num_replicas_in_sync)
     weights = model.trainable_variables
     optimizer.apply(tape.gradient(loss, weights), weights)

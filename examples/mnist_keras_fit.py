@@ -82,7 +82,7 @@ def train(job=None):
     'epochs': FLAGS.epochs,
     'steps_per_epoch': FLAGS.steps_per_epoch,
     'validation_data': common.test_batches(data),
-    # The run is last: the others see the step after which it may exit.
+    # The run is last: other callbacks see the step before it may exit.
     'callbacks': [*common.callbacks(strategy), *([run] if run else [])],
     'verbose': common.verbosity(strategy),
   }

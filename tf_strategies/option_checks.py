@@ -55,7 +55,10 @@ def nearest(value: object, choices: Iterable[str]) -> str | None:
   """Returns the choice that a misspelled string may stand for, if any."""
   if not isinstance(value, str):
     return None
-  return next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
+  words = sorted(value.lower().split('_'))
+  same_words = [c for c in choices if sorted(c.split('_')) == words]
+  close = difflib.get_close_matches(value.lower(), choices, 1)
+  return next(iter([*same_words, *close]), None)
 
 
 def check_names(

@@ -77,7 +77,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       lambda: LocalSteps('sgd', 2, keras.optimizers.MultiOptimizer(_by_bias)),
       r'one rule.*outer=MultiOptimizer.*SGD\(1.0\)',
     ),
-    ('one_for_both', lambda: _twice(SGD()), 'two optimizers, got one as both'),
+    ('one_for_both', lambda: _twice(SGD()), 'two optimizers, got the same'),
   )
   def test_bad_arguments(self, make, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):

@@ -35,6 +35,7 @@ class RegistryTest(parameterized.TestCase):
     self.enter_context(mock.patch.object(workers, '_has_joined', False))
 
   @parameterized.parameters(
+    ('mirrored_ring', {}, "Fix: write 'ring_mirrored'"),
     ('parameter_server', {'mode': 'asynch'}, "mode='asynch'.*'async'"),
     (
       'parameter_server',

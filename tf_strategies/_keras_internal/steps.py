@@ -517,7 +517,7 @@ def skip_steps(steps: int, reads: bool = True) -> None:
   data = frame and frame.f_locals.get('epoch_iterator')
   if data is None:
     raise errors.UnsupportedOptionError(
-      'one outside of it',
+      'a call outside of fit',
       'an epoch that is resumed by model.fit',
       'pass the callback to model.fit',
     )

@@ -347,7 +347,7 @@ def lift(value):
       return compute()
     except _UnliftableError as e:
       raise errors.UnsupportedOptionError(
-        'one that does',
+        'an initial value that does',
         'an initial value that does not depend on the arguments of the '
         "variable's tf.function",
         'make the variable outside of the tf.function, or pass a function '

@@ -678,8 +678,8 @@ def check_restored(position: Position | None) -> None:
   """Raises UnsupportedOptionError if a run begins without a position."""
   option_checks.check(
     position is not None,
-    'fit, or the context of the Run, before it',
-    'a call of run.restore()',
+    'fit, or `with run:`, without it',
+    'run.restore() first',
     'write epoch, step = run.restore() first',
   )
 

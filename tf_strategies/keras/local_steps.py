@@ -79,7 +79,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     super().__init__(optimizer, name, **kwargs)
     option_checks.check(
       self.inner_optimizer is not outer,
-      'one as both optimizer and outer',
+      'the same object as optimizer and outer',
       'two optimizers',
       'make another one for outer: each has variables of its own',
     )

@@ -46,11 +46,11 @@ def _check_alone(strategy: tf.distribute.Strategy) -> None:
     and tf.distribute.get_strategy() is not strategy
   ):
     raise errors.ScopeError(
-      f'{_name(strategy)} inside the scope of another '
+      f'{_name(strategy)} inside the scope of '
       f'{_name(tf.distribute.get_strategy())} (mixing different '
       'tf.distribute.Strategy objects)',
       'one strategy at a time',
-      'leave the scope of the one before you enter that of the other',
+      'leave one scope before you enter the other',
     )
 
 

@@ -132,8 +132,8 @@ def stall(
     'CollectiveMismatchError',
     f'The ranks wait for each other in different methods of a model: {told}. '
     'Fix: call the same methods on all workers, in the same order, outside of any '
-    '`if` on the rank, not in a callback of the chief alone, and not again where '
-    'one worker alone has failed.',
+    '`if` on the rank, and not in a callback of the chief alone. Do not repeat a '
+    'call that failed on one worker alone.',
     member.rank,
     member.address,
     ranks=differing,

@@ -248,8 +248,8 @@ class WholeStep:
 
   def _warn_of_whole(self, reason):
     logging.warning(
-      'Each replica computes all rows of the batch of a %s step, which gives what '
-      'one device computes and takes as long: %s',
+      'Each replica computes all rows of the batch of a %s step. Results are correct, '
+      'but not faster than on one device: %s',
       self._kind,
       reason,
     )

@@ -404,8 +404,7 @@ class ServerTable(row_table.RowTable, tf.__internal__.tracking.Trackable):
     """Updates rows as `RowTable.update`; not in a step on a worker."""
     if traced_step.current() is not None:
       raise errors.UnsupportedOptionError(
-        'one that a step on workers does not know, or uses in a branch, in a '
-        'loop or before it reads what the optimizer has updated',
+        'an optimizer that the step does not know, or does not apply last',
         f'an optimizer of dynamic table {self.variable.path!r} that is '
         'applied at the end of the step',
         'pass the optimizer to strategy.step, and apply it last',

@@ -48,8 +48,8 @@ class SyncEngine(engine_lib.Engine):
       self._warn_of_whole(step, powers)
     elif len(work.splits) > 1:
       raise errors.UnsupportedOptionError(
-        f"a step whose rows workers cannot share ({powers}) in mode='sync' "
-        f'with data that {len(work.splits)} workers read',
+        f"a step that mixes rows ({powers}) in mode='sync', with data that "
+        f'{len(work.splits)} workers read',
         'gradients and results that are sums or means over rows',
         'pass the tf.data.Dataset itself to fit or iterate over it, so that one '
         "worker computes each batch as a whole; or use mode='async'",
