@@ -45,6 +45,7 @@ class _Engine(sync_engine.SyncEngine):
 
   def _run(self, worker, argument, slots, layout):
     self.compute(worker)
+    return []
 
   def apply_function(self, step, function, count=1, powers=None):
     return self._apply if step.trains else None
@@ -186,6 +187,30 @@ class ReadTest(_TestCase):
     self.assertEqual(engine.report()['dropped'], 0)
     # The worker may still write into them.
     self.assertNotIn(engine.lost_slots, engine._free_slots[''])
+
+  def test_results_that_are_lost_with_their_worker_are_computed_again(self):
+    """Lets a worker die after its call, before its results are fetched."""
+    engine, source = self._reading_engine(None, (4, 3, 2))
+    run, died = engine._run, []
+
+    def fetch():
+      self.liveness.dead_workers.update(died)
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    def run_once(worker, *args):
+      found = run(worker, *args)
+      if int(found[1]) != 11 or died:
+        return found
+      died.append(worker)
+      return types.SimpleNamespace(numpy=fetch)
+
+    engine._run = run_once
+    step, found = engine_lib.Step(run=None), []
+    for _ in range(4):
+      tasks = engine.read_round(step, source)
+      found.append([int(task.outputs[1]) for task in tasks])
+    self.assertEqual(died, [1])
+    self.assertEqual(found, [[0, 10, 20], [1, 11, 21], [2, 12], [3]])
 
   def test_late_worker_goes_on_where_the_others_are(self):
     seen, has_begun, is_applied = [], threading.Event(), threading.Event()

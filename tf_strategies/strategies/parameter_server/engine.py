@@ -116,13 +116,14 @@ class StepTask(worker_pool.Task):
     """Computes it on a worker, into slots."""
     # New ones each time: a worker that was lost may still be writing the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
-    self._reported = self.function(worker, argument, self.slots)
+    # What is not in the slots is on the worker, which may die.
+    self._reported = tf.nest.map_structure(
+      lambda t: t.numpy(), self.function(worker, argument, self.slots)
+    )
 
   def apply(self) -> None:
     """Applies the results in the slots."""
-    # What is not in the slots is on the worker, which may die. Until it is here, the
-    # step can be repeated.
-    reported = tf.nest.map_structure(lambda t: t.numpy(), self._reported)
+    reported = self._reported
     if self.apply_function is not None:
       self.may_repeat = False
       numbers = self._engine.apply(self.apply_function, [self])
