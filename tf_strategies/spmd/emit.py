@@ -17,8 +17,8 @@ from tf_strategies.spmd.plan import Plan, is_sum
 from tf_strategies.spmd.program import Node, Tensor
 from tf_strategies.spmd.site import ReplicaRows, Site
 
-# Of as many nodes, a function takes less time than building them at each site.
-_MANY = 500
+# From so many nodes on, a function is faster than building a block at each site.
+_MANY_NODES = 500
 
 
 class _Block(NamedTuple):
@@ -79,7 +79,7 @@ class Emitter:
       with tf.control_dependencies(
         self._barrier() if block.is_deferred else []
       ):
-        is_large = len(block.sites) > 1 and len(nodes) >= _MANY
+        is_large = len(block.sites) > 1 and len(nodes) >= _MANY_NODES
         if block.is_compiled or (block.is_alike and is_large):
           self._call(block, nodes, users)
         else:
@@ -156,7 +156,7 @@ class Emitter:
     return nodes, meetings
 
   def _is_whole(self, node) -> bool:
-    """Returns whether it is run on all of everything, so not by replicas alone."""
+    """Returns whether inputs and outputs are whole, so that a home may run it."""
     plan = self._plan
     if node not in plan.decisions:
       return True
@@ -175,7 +175,7 @@ class Emitter:
     """Returns blocks in an order in which they can run, as few as possible."""
     plan = self._plan
     blocks: dict[_Block, list[Node]] = {}
-    # Of each node that is built its block; of others the nodes before them.
+    # Blocks of the nodes to build; of others, the built nodes before them.
     places: dict[Node, _Block] = {}
     orders: dict[Node, set[Node]] = {}
     for node in plan.program.nodes:
@@ -309,7 +309,7 @@ class Emitter:
         with tf.device(site.device):
           rows.append(self._inputs(node, site))
       columns = decision.emit_together(sites, rows, self._exchange)
-      # Of one without outputs they still say when it was done.
+      # One without outputs gives a tensor too, to wait for.
       self.met += itertools.chain(*columns)
       for site, outputs in zip(sites, columns, strict=True):
         self._hold(node, site, outputs)

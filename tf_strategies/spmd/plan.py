@@ -33,7 +33,7 @@ from tf_strategies.spmd.kinds import (
 from tf_strategies.spmd.program import Node, Program, Tensor
 
 _MAX_PASSES = 50
-# Of longer tensors of integers the contents do not matter.
+# The contents of longer tensors of integers are unknown.
 MOST_INTS = 64
 
 # Operations that read a variable, or other state, and change nothing.
@@ -118,7 +118,7 @@ class Plan:
     return dataclasses.replace(value, dims=dims)
 
   def decide(self) -> dict[Tensor, Any]:
-    """Decides every node; returns the parts that turn out to be wanted otherwise."""
+    """Decides every node; returns in which kind to force parts in the next pass."""
     wanted = {}
     for node in self.program.nodes:
       if node.type == '_Argument':
@@ -139,7 +139,7 @@ class Plan:
           )
         if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
           if isinstance(want, Shard) and kind == kinds.SUM:
-            # Others may take shards too; if not, all of it is whole in the end.
+            # Others may want shards too; if not, a later pass makes it whole.
             wanted[tensor] = WHOLE if tensor in self.forced else want
           else:
             wanted.setdefault(tensor, WHOLE)
@@ -481,7 +481,7 @@ class Context:
 
 
 def _is_long(value: Value, axis: int, length: Dim) -> bool:
-  """Returns whether an axis beside rows cannot have the length 1."""
+  """Returns whether an axis that is paired with rows is never 1 long."""
   dim = value.dims[axis]
   return (
     value.kind == Split(axis) or dim == length or dim.is_number or dim.has_batch

@@ -123,7 +123,7 @@ def flatten(graph, inputs, outputs, root=None) -> Program:
         body = _tf_internal.function_graph(root, op.get_attr('f').name)
         inner = dict(zip(map(id, body.inputs), inputs, strict=True))
         expand(body, inner, controls)
-        # A function may return less than its graph, which derivatives use as well.
+        # A graph may have more outputs than the call: derivatives use them.
         for tensor, result in zip(op.outputs, body.outputs, strict=False):
           tensors[id(tensor)] = inner[id(result)]
         nodes_of[op.name] = [n for n in nodes[first:] if n.is_stateful]
@@ -192,7 +192,7 @@ def _bodies(root, op) -> dict[str, Program]:
 
 
 def _sorted(ops) -> list:
-  """Operations in an order in which they can run, as near as that is to theirs.
+  """Returns operations in an order in which they can run, close to theirs.
 
   A gradient adds inputs to a loop that was built before them.
   """

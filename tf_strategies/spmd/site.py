@@ -85,8 +85,8 @@ class Site:
   ):
     self.device, self.rows, self.replica = device, rows, replica
     self.is_chief, self.is_home = is_chief, is_home
-    # Tensors by (tensor of the program, kind), and what `_once` has built. Inside of
-    # a branch or loop, also those outside of it.
+    # Tensors by (tensor of the program, kind), and what `_once` has built. In a branch
+    # or loop, those outside of it are behind them.
     self.tensors, self._shared = collections.ChainMap(), collections.ChainMap()
     # The site with the rows, for a site that is not a replica.
     self.stand_in: Site | None = None
