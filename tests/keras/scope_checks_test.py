@@ -1,5 +1,8 @@
 """Objects made outside the scope raise an error that names them, or train exactly."""
 
+import contextlib
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -148,7 +151,34 @@ def fitted_in_another_scope(strategy):
     _fit(model)
 
 
+def step_with_an_optimizer(strategy, is_inside=True, is_built=True):
+  """Calls `strategy.step` with an optimizer that was made outside."""
+  with strategy.scope() if is_inside else contextlib.nullcontext():
+    model = _model()
+    weights = model.trainable_variables
+  optimizer = keras.optimizers.Adam()
+
+  def step(x):
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean(model(x) ** 2)
+    optimizer.apply(tape.gradient(loss, weights), weights)
+    return loss
+
+  if is_built:
+    optimizer.build(weights)
+  strategy.step(step)(_data()[0])
+
+
 _MISTAKES = (
+  (step_with_an_optimizer, "Adam 'adam', made outside of any scope"),
+  (
+    functools.partial(step_with_an_optimizer, is_built=False),
+    "Adam 'adam', made outside of any scope",
+  ),
+  (
+    functools.partial(step_with_an_optimizer, is_inside=False),
+    "Adam 'adam', made outside of any scope",
+  ),
   (model_made_outside, "variable '.*kernel'.*outside of any scope"),
   (model_made_outside_and_fitted_outside, "model '.*outside of any scope"),
   (layer_made_outside, "variable '.*outer/kernel'.*outside of any scope"),

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import pathlib
-import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,10 +53,13 @@ from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
   frame_of,
   is_end_of_sequence,
   is_for_model,
+  note_call,
+  noted_call,
   num_steps,
   optimizers_of,
   refuse_keras_2,
   results_of,
+  running_call,
   skip_steps,
   step_of,
   without_optionals,
@@ -75,30 +77,6 @@ def initial_epoch(model: keras.Model) -> int:
 def set_initial_epoch(model: keras.Model, epoch: int) -> None:
   """Makes `fit` begin in `epoch`. 0 restores the default."""
   model._initial_epoch = epoch or None
-
-
-_CALLS = (
-  *('fit', 'evaluate', 'predict'),
-  *('train_on_batch', 'test_on_batch', 'predict_on_batch'),
-)
-
-
-def running_call() -> str:
-  """Returns the name of the method of a model that is running, or ''.
-
-  If another method calls it, the name is for example 'evaluate in fit'. Any
-  thread may call this.
-  """
-  for frame in sys._current_frames().values():
-    name = ''
-    while frame is not None:
-      if frame.f_code in _CALL_CODES:
-        outer = frame.f_code.co_name
-        name = f'{name} in {outer}' if name else outer
-      frame = frame.f_back
-    if name:
-      return name
-  return ''
 
 
 # Optimizers.
@@ -207,6 +185,21 @@ def capture_apply(
       object.__delattr__(each, 'apply')
 
 
+def failed_optimizer(
+  error: BaseException | None,
+) -> keras.optimizers.Optimizer | None:
+  """Returns the optimizer whose `apply` has raised an error, if it was one."""
+  while error is not None:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+      found = frame.f_locals.get('self')
+      if frame.f_code.co_name == 'apply' and isinstance(
+        found, base_optimizer.BaseOptimizer
+      ):
+        return found
+    error = error.__context__  # AutoGraph raises errors anew.
+  return None
+
+
 def applying_optimizer() -> keras.optimizers.Optimizer | None:
   """Returns the optimizer for which this thread is working; for errors only."""
   frame = frame_of('_all_reduce_sum_gradients')
@@ -214,10 +207,6 @@ def applying_optimizer() -> keras.optimizers.Optimizer | None:
 
 
 Trainer = trainer.TensorFlowTrainer
-
-_CALL_CODES = {
-  inspect.unwrap(getattr(Trainer, name)).__code__ for name in _CALLS
-}
 
 # `fit` removes its own frames from tracebacks, and these too.
 traceback_utils._EXCLUDED_PATHS = (

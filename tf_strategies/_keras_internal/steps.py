@@ -25,6 +25,46 @@ from tf_strategies import _requirements, _tf_internal, errors
 KINDS = {f'{kind}_step': kind for kind in ('train', 'test', 'predict')}
 
 
+_CALL_CODES = {
+  inspect.unwrap(getattr(trainer.TensorFlowTrainer, name)).__code__
+  for name in (
+    *('fit', 'evaluate', 'predict'),
+    *('train_on_batch', 'test_on_batch', 'predict_on_batch'),
+  )
+}
+
+
+def running_call() -> str:
+  """Returns the name of the method of a model that this thread runs, or ''.
+
+  If another method calls it, the name is for example 'evaluate in fit'.
+  """
+  name, frame = '', sys._getframe()
+  while frame is not None:
+    if frame.f_code in _CALL_CODES:
+      outer = frame.f_code.co_name
+      name = f'{name} in {outer}' if name else outer
+    frame = frame.f_back
+  return name
+
+
+def note_call() -> None:
+  """Notes the method of a model that this thread runs, for `noted_call`."""
+  _noted[:] = [running_call()]
+
+
+def noted_call() -> str:
+  """Returns the method that has begun the last step. Any thread may call this.
+
+  It does not look at the frames of other threads: they go on meanwhile, and Python
+  may crash.
+  """
+  return _noted[0]
+
+
+_noted = ['']
+
+
 # Steps: Keras calls `strategy.run(model.train_step, ...)` inside a function. It
 # stores the function as `model.train_function` and calls it once for each
 # batch, or group of batches. Code that replaces this function decides where
@@ -138,6 +178,7 @@ def _prepare(
   Workers that have trained weights apart meet before weights are used, and before
   another optimizer trains them.
   """
+  note_call()
   for check in _checks:
     check(model, kind)
   local_worker = _local_worker(model)
@@ -232,12 +273,16 @@ def _pass_step(make: Callable) -> Callable:
       return extended.guard_step(step)
     with _compiled_in_parts(self):
       function = make(self, step)
-    if not getattr(extended, 'has_several_cpus', False):
-      return function
+    is_once = getattr(extended, 'has_several_cpus', None)
+    if is_once is None:
+      return function  # The strategy is not ours.
 
     @functools.wraps(function)
     def run(iterator):
-      with _tf_internal.rewritten_once():
+      note_call()
+      with (
+        _tf_internal.rewritten_once() if is_once else contextlib.nullcontext()
+      ):
         return function(iterator)
 
     return run

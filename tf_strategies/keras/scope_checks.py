@@ -7,6 +7,8 @@ variable, but its messages are about its internals. Models are checked before.
 from __future__ import annotations
 
 import atexit
+import contextlib
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -107,6 +109,25 @@ def check_applying(strategy: tf.distribute.Strategy) -> None:
     _refuse(what, _keras_internal.strategy_of(optimizer), strategy)
 
 
+@contextlib.contextmanager
+def optimizers_checked(strategy: tf.distribute.Strategy) -> Iterator[None]:
+  """Replaces what the `apply` of an optimizer from outside the scope raises.
+
+  Raises:
+    ScopeError: names the optimizer.
+  """
+  try:
+    yield
+  except Exception as error:
+    optimizer = _keras_internal.failed_optimizer(error)
+    if optimizer is not None:
+      made_in = _keras_internal.strategy_of(optimizer)
+      if made_in is not strategy:
+        what = f'{type(optimizer).__name__} {optimizer.name!r}'
+        _refuse(what, made_in, strategy, error)
+    raise
+
+
 def _value(variable) -> tf.Variable | None:
   """Returns TensorFlow's variable in a Keras variable, or None before it exists."""
   return getattr(variable, '_value', None)
@@ -129,14 +150,14 @@ def warn_if_unused() -> None:
     )
 
 
-def _refuse(what: str, made_in, used_in) -> None:
+def _refuse(what: str, made_in, used_in, cause=None) -> None:
   is_one = made_in is None or not _is_ours(made_in)
   place = 'outside of any scope' if is_one else f'under {_name(made_in)}'
   raise errors.ScopeError(
     f'{what}, made {place}',
     f'objects that were made in the scope of this {_name(used_in)}',
     _FIX,
-  )
+  ) from cause
 
 
 def _name(strategy) -> str:

@@ -270,7 +270,7 @@ class Context:
           'which shard_optimizer_state=True divides among replicas',
           'an optimizer that reads, assigns and adds to whole variables, '
           'outside of loops',
-          'leave out shard_optimizer_state, or take an optimizer of Keras 3',
+          'call the step in a Python loop, or leave out shard_optimizer_state',
         )
     self.inputs = [
       v.of(WHOLE) if isinstance(v.kind, Shard) else v for v in self.inputs

@@ -137,11 +137,6 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   # Where code runs.
 
-  compiled_fix = (
-    'fit a model that is compiled with jit_compile=True, or use '
-    'tfs.RingMirroredStrategy, whose replicas have copies of variables'
-  )
-
   @property
   def is_one_device(self):
     """See base class: variables may be on another device."""

@@ -127,6 +127,7 @@ class ExactMirroredExtended(
       with (
         _OnlyReplica(self._container_strategy()),
         tf.device(self._devices[0]),
+        scope_checks.optimizers_checked(self._container_strategy()),
       ):
         return fn(*args, **kwargs)
     run = replica_run.current()
@@ -302,9 +303,8 @@ class ExactMirroredExtended(
 
   # Fix for the step of a loop that XLA cannot compile.
   compiled_fix = (
-    'compile a function inside of the step that computes the loss and its '
-    'gradients, and call optimizer.apply outside of it; or fit a model that is '
-    'compiled with jit_compile=True'
+    'pass tf.function(fn, jit_compile=True) to strategy.step, or fit a model that '
+    'is compiled with jit_compile=True'
   )
 
   def _check_compiled(self):

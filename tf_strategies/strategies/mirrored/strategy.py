@@ -124,8 +124,8 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     cross_device_ops: op that reduces values; default `AutoAllReduce()`: NCCL
       between whole GPUs, otherwise the fastest of our algorithms.
     shard_optimizer_state: whether each device stores a part of the optimizer's
-      state, such as the moments of Adam (ZeRO, stage 1). It applies to the steps of
-      models, not to `strategy.run`.
+      state, such as the moments of Adam (ZeRO, stage 1). It applies to `fit` and
+      `strategy.step`, not to `strategy.run`.
 
   Raises:
     UnsupportedOptionError: if a device does not exist or is listed twice, or if

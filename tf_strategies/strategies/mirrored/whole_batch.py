@@ -19,6 +19,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
+from tf_strategies.keras import scope_checks
 from tf_strategies.spmd import emit, kinds, plan, program
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.spmd import site as site_lib
@@ -297,7 +298,10 @@ class WholeStep:
         for leaf, spec in zip(leaves, specs, strict=True)
       ]
       given = tf.nest.pack_sequence_as(data, given)
-      with one_device(self._strategy, self._devices[0], self._stream):
+      with (
+        one_device(self._strategy, self._devices[0], self._stream),
+        scope_checks.optimizers_checked(self._strategy),
+      ):
         # A returned variable is read here, as one device's.
         return tf.nest.map_structure(_read, fn(given))
 

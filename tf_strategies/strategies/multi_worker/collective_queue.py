@@ -95,7 +95,7 @@ class CollectiveQueue:
 
   def _use(self, group: process_group.ProcessGroup | None) -> None:
     if group is not None:
-      group.running_call = _keras_internal.running_call
+      group.running_call = _keras_internal.noted_call
     self.group = group
 
   # Methods for graphs and eager code. `kind` is for the statistics.

@@ -149,6 +149,7 @@ class GuardedStep:
 
   def __call__(self, iterator):
     """Does `steps_per_execution` steps. Raises StopIteration without a batch."""
+    _keras_internal.note_call()
     self._extended.communicator.join()
     outputs, kind = None, self._kind
     for i in range(self._model.steps_per_execution):

@@ -59,8 +59,8 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
     shard_optimizer_state: whether each replica stores a part of the optimizer's
       state, such as the moments of Adam (ZeRO, stage 1). Gradients are
       reduce-scattered, each replica updates its part, and updates are all-gathered.
-      It applies to the steps of models, not to `strategy.run`. Reading the state, as
-      `model.save` does, is a collective: every worker has to read it.
+      It applies to `fit` and `strategy.step`, not to `strategy.run`. Reading the
+      state, as `model.save` does, is a collective: every worker has to read it.
 
   Raises:
     ClusterConfigError: TF_CONFIG is malformed.
