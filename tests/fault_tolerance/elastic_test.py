@@ -7,6 +7,9 @@ undisturbed run. Real processes, real `kill -9`.
 import csv
 import itertools
 import os
+import random
+import signal
+import time
 
 import keras
 import numpy as np
@@ -188,6 +191,35 @@ class ElasticTest(elastic_case.ElasticCase):
     self.assert_results(outcomes, epochs=2)
     for outcome in outcomes:
       self.assertGreater(len(outcome.value['generations']), 4)
+
+  @parameterized.parameters(*range(20))
+  @pytest.mark.soak
+  def test_faults_at_random(self, part):
+    """Five of a hundred: kills, of two at once too, and stops, at any moment."""
+    seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
+    print(f'TFS_SEED={seed - part}, part {part}')
+    chance = random.Random(seed)
+    kind = chance.choice(['plain', 'rich', 'two_optimizers'])
+    options = tfs.ElasticOptions(min_workers=1, window_seconds=1)
+    epochs, batch = 30, 36
+    with workers(options, 0.05, epochs, kind, batch, deadline=290) as job:
+      for _ in range(5):
+        time.sleep(chance.uniform(0, 4))
+        victims = chance.sample(range(3), chance.choice([1, 1, 1, 2]))
+        for victim in victims:
+          if not job.processes.is_alive(victim):
+            continue
+          if chance.random() < 0.3:
+            job.processes.signal(victim, signal.SIGSTOP)
+            time.sleep(chance.uniform(0, 9))
+            job.processes.signal(victim, signal.SIGCONT)
+          else:
+            job.processes.kill(victim)
+        for victim in victims:
+          if not job.processes.is_alive(victim):
+            job.restart(victim)
+      outcomes = job.processes.wait()
+    self.assert_results(outcomes, epochs, 1e-5, kind, batch)
 
 
 class OptionsTest(tf.test.TestCase, parameterized.TestCase):

@@ -44,7 +44,9 @@ class Job(processes.Command):
       name='the job',
       log=os.path.join(self._directory, 'output'),
       cwd=_ROOT,
-      env=processes.python_environment(),
+      env=processes.environment(
+        {'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
+      ),
       deadline_seconds=_DEADLINE_SECONDS,
       # The launcher ends its workers.
       grace_seconds=20.0,
