@@ -86,10 +86,8 @@ def check(model: keras.Model, kind: str) -> None:
         what = f'variable {variable.path!r} of model {model.name!r}'
         _refuse(what, None, strategy)
     for optimizer in optimizers:
-      of_optimizer = _keras_internal.strategy_of(optimizer)
-      if of_optimizer is not strategy:
-        what = f'{type(optimizer).__name__} {optimizer.name!r}'
-        _refuse(what, of_optimizer, strategy)
+      if _keras_internal.strategy_of(optimizer) is not strategy:
+        _refuse_optimizer(optimizer, strategy)
   if kind != 'predict':
     for variable in _keras_internal.metric_variables(model):
       if _value(variable) is not None and not is_inside(_value(variable)):
@@ -105,8 +103,7 @@ def check_applying(strategy: tf.distribute.Strategy) -> None:
   """
   optimizer = _keras_internal.applying_optimizer()
   if optimizer is not None and strategy.num_replicas_in_sync > 1:
-    what = f'{type(optimizer).__name__} {optimizer.name!r}'
-    _refuse(what, _keras_internal.strategy_of(optimizer), strategy)
+    _refuse_optimizer(optimizer, strategy)
 
 
 @contextlib.contextmanager
@@ -120,11 +117,11 @@ def optimizers_checked(strategy: tf.distribute.Strategy) -> Iterator[None]:
     yield
   except Exception as error:
     optimizer = _keras_internal.failed_optimizer(error)
-    if optimizer is not None:
-      made_in = _keras_internal.strategy_of(optimizer)
-      if made_in is not strategy:
-        what = f'{type(optimizer).__name__} {optimizer.name!r}'
-        _refuse(what, made_in, strategy, error)
+    if (
+      optimizer is not None
+      and _keras_internal.strategy_of(optimizer) is not strategy
+    ):
+      _refuse_optimizer(optimizer, strategy, error)
     raise
 
 
@@ -148,6 +145,11 @@ def warn_if_unused() -> None:
       name,
       _FIX,
     )
+
+
+def _refuse_optimizer(optimizer, used_in, cause=None) -> None:
+  what = f'{type(optimizer).__name__} {optimizer.name!r}'
+  _refuse(what, _keras_internal.strategy_of(optimizer), used_in, cause)
 
 
 def _refuse(what: str, made_in, used_in, cause=None) -> None:

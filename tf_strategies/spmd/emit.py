@@ -259,7 +259,7 @@ class Emitter:
       for tensor in node.outputs
       if users.get(tensor, set()) - {block}
     ]
-    rows = [
+    fields = [
       field.name
       for field in dataclasses.fields(ReplicaRows)
       if len({id(getattr(site.rows, field.name)) for site in sites}) > 1
@@ -277,7 +277,7 @@ class Emitter:
       with tf.device(site.device):
         calls.append(
           (
-            {f: tf.convert_to_tensor(getattr(site.rows, f)) for f in rows},
+            {f: tf.convert_to_tensor(getattr(site.rows, f)) for f in fields},
             [site.handle(r) for r in resources],
             [self._in_kind(site, *pair) for pair in given],
           )

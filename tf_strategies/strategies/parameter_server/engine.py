@@ -75,6 +75,9 @@ class StepTask(worker_pool.Task):
     engine: the engine.
     step: the step.
     data: `Sent` or `splits.Read`.
+
+  Attributes:
+    applies_itself: whether it applies its slots. If not, the engine does.
   """
 
   applies_itself = True
@@ -109,7 +112,7 @@ class StepTask(worker_pool.Task):
     """Computes it on a worker, and applies it."""
     self._engine.started(self.step, worker)
     self.steps = int(self.data.read(worker, lambda a: self.compute(worker, a)))
-    if self.steps:
+    if self.steps and self.applies_itself:
       self.apply()
 
   def compute(self, worker: int, argument: Any) -> None:

@@ -204,9 +204,6 @@ class _Share(engine_lib.StepTask):
       self._quorum.put_back(self)
       raise
 
-  def apply(self) -> None:
-    """Leaves the slots to the engine."""
-
   def lose(self, worker: int) -> None:
     super().lose(worker)
     self._quorum.put_back(self)
