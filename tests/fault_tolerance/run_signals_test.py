@@ -226,7 +226,7 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     run = self._new_run()
     for begin in (run.__enter__, lambda: self._fit(run)):
       with self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError, r'run\.restore\(\), got .* before it'
+        tfs.errors.UnsupportedOptionError, r'run\.restore\(\) first, got fit'
       ):
         begin()
     self.assert_handler_is_back()

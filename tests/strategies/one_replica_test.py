@@ -134,9 +134,9 @@ def _graphs(function) -> list:
   cells = [
     c.cell_contents for c in getattr(function, '__closure__', None) or ()
   ]
-  called = [c for c in cells if callable(c)]
   if hasattr(function, '__wrapped__'):
-    called.append(function.__wrapped__)
+    cells.append(function.__wrapped__)
+  called = dict.fromkeys(c for c in cells if callable(c))
   return list(itertools.chain(*map(_graphs, called)))
 
 

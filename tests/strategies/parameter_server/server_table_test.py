@@ -193,7 +193,7 @@ class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
     found = self.alone['in_control_flow']
     self.assertLen(found, 2)
     for message, rows in found:
-      self.assertRegex(message, 'dynamic table .* in a branch, in a loop')
+      self.assertRegex(message, 'dynamic table .* the step does not know')
       self.assertEqual(rows, 0)
 
   def test_a_file_of_servers_loads_onto_one_device(self):
