@@ -151,12 +151,15 @@ def fitted_in_another_scope(strategy):
     _fit(model)
 
 
-def step_with_an_optimizer(strategy, is_inside=True, is_built=True):
-  """Calls `strategy.step` with an optimizer that was made outside."""
+def step_with_an_optimizer(
+  strategy, is_inside=True, is_built=True, optimizer_is_inside=False
+):
+  """Calls `strategy.step` with an optimizer or a model that was made outside."""
   with strategy.scope() if is_inside else contextlib.nullcontext():
     model = _model()
     weights = model.trainable_variables
-  optimizer = keras.optimizers.Adam()
+  with strategy.scope() if optimizer_is_inside else contextlib.nullcontext():
+    optimizer = keras.optimizers.Adam()
 
   def step(x):
     with tf.GradientTape() as tape:
@@ -179,6 +182,15 @@ _MISTAKES = (
     functools.partial(step_with_an_optimizer, is_inside=False),
     "Adam 'adam', made outside of any scope",
   ),
+  (
+    functools.partial(
+      step_with_an_optimizer,
+      is_inside=False,
+      is_built=False,
+      optimizer_is_inside=True,
+    ),
+    "variable '.*kernel', made outside of any scope",
+  ),
   (model_made_outside, "variable '.*kernel'.*outside of any scope"),
   (model_made_outside_and_fitted_outside, "model '.*outside of any scope"),
   (layer_made_outside, "variable '.*outer/kernel'.*outside of any scope"),
@@ -190,7 +202,10 @@ _MISTAKES = (
     "Adam 'adam', made under RingMirroredStrategy",
   ),
   (compiled_outside, "Adam 'adam', made outside of any scope"),
-  (metric_made_outside, "metric variable 'outer/.*outside of any scope"),
+  (
+    metric_made_outside,
+    "variable 'outer/.* of a metric, made outside of any scope",
+  ),
   (nested_scopes, 'one strategy at a time.*mixing different'),
   (fitted_in_another_scope, 'one strategy at a time.*mixing different'),
 )

@@ -188,13 +188,11 @@ def capture_apply(
 def failed_optimizer(
   error: BaseException | None,
 ) -> keras.optimizers.Optimizer | None:
-  """Returns the optimizer whose `apply` has raised an error, if it was one."""
+  """Returns the optimizer that has raised an error, if it was one."""
   while error is not None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
       found = frame.f_locals.get('self')
-      if frame.f_code.co_name == 'apply' and isinstance(
-        found, base_optimizer.BaseOptimizer
-      ):
+      if isinstance(found, base_optimizer.BaseOptimizer):
         return found
     error = error.__context__  # AutoGraph raises errors anew.
   return None

@@ -79,19 +79,15 @@ def check(model: keras.Model, kind: str) -> None:
     if kind == 'train':
       _trained_outside.append(model.name)
     return
-  is_inside = strategy.extended.variable_created_in_scope
   if kind == 'train':
-    for variable in model.trainable_variables:
-      if _value(variable) is not None and not is_inside(_value(variable)):
-        what = f'variable {variable.path!r} of model {model.name!r}'
-        _refuse(what, None, strategy)
+    of_model = f' of model {model.name!r}'
+    _check_variables(model.trainable_variables, strategy, of_model)
     for optimizer in optimizers:
       if _keras_internal.strategy_of(optimizer) is not strategy:
         _refuse_optimizer(optimizer, strategy)
   if kind != 'predict':
-    for variable in _keras_internal.metric_variables(model):
-      if _value(variable) is not None and not is_inside(_value(variable)):
-        _refuse(f'metric variable {variable.path!r}', None, strategy)
+    found = _keras_internal.metric_variables(model)
+    _check_variables(found, strategy, ' of a metric')
 
 
 def check_applying(strategy: tf.distribute.Strategy) -> None:
@@ -108,26 +104,29 @@ def check_applying(strategy: tf.distribute.Strategy) -> None:
 
 @contextlib.contextmanager
 def optimizers_checked(strategy: tf.distribute.Strategy) -> Iterator[None]:
-  """Replaces what the `apply` of an optimizer from outside the scope raises.
+  """Replaces what `apply` raises if something was made outside of the scope.
 
   Raises:
-    ScopeError: names the optimizer.
+    ScopeError: names the optimizer, or a variable.
   """
   try:
     yield
   except Exception as error:
     optimizer = _keras_internal.failed_optimizer(error)
-    if (
-      optimizer is not None
-      and _keras_internal.strategy_of(optimizer) is not strategy
-    ):
-      _refuse_optimizer(optimizer, strategy, error)
+    if optimizer is not None:
+      if _keras_internal.strategy_of(optimizer) is not strategy:
+        _refuse_optimizer(optimizer, strategy, error)
+      variables = _keras_internal.trainable_variables(optimizer)
+      _check_variables(variables, strategy, cause=error)
     raise
 
 
-def _value(variable) -> tf.Variable | None:
-  """Returns TensorFlow's variable in a Keras variable, or None before it exists."""
-  return getattr(variable, '_value', None)
+def _check_variables(variables, strategy, of='', cause=None) -> None:
+  for variable in variables:
+    value = getattr(variable, '_value', None)  # None before it exists.
+    if value is None or strategy.extended.variable_created_in_scope(value):
+      continue
+    _refuse(f'variable {variable.path!r}{of}', None, strategy, cause)
 
 
 @atexit.register
