@@ -3,6 +3,8 @@
 `programs_test.py` compares loops with one device.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -69,6 +71,56 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
       tfs.errors.UnsupportedOptionError, 'strategy.step'
     ):
       strategy.step(fn, optimizers)
+
+
+def _in_branch(rows, scale, weight):
+  def branch():
+    before = scale * rows
+    scale.assign(scale * 2.0)
+    weight.assign(weight * scale)
+    return before + scale * weight
+
+  return tf.reduce_sum(tf.cond(weight > 0, branch, lambda: rows))
+
+
+def _in_loop(rows, scale, weight):
+  total = tf.zeros_like(rows)
+  for _ in tf.range(3):
+    weight.assign_add(scale)
+    total += rows * scale
+    if weight > 4.0:
+      scale.assign(scale * 0.5)
+    total -= rows * scale / 4
+  return tf.reduce_sum(total)
+
+
+class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(
+    create=(_ring, _central),
+    program=(_in_branch, _in_loop),
+    is_outside=(True, False),
+  )
+  def test_reads_and_writes_in_control_flow(self, create, program, is_outside):
+    """A variable made outside of the scope, or of central storage, has one copy."""
+
+    def run(strategy):
+      scope = contextlib.nullcontext if is_outside else strategy.scope
+      with scope():
+        scale = tf.Variable(2.0)
+      with strategy.scope():
+        weight = tf.Variable(1.0)
+      data = tf.data.Dataset.range(1, 9, output_type=tf.float32).batch(6)
+      step = tf.function if strategy is one_device else strategy.step
+      step = step(lambda rows: program(rows, scale, weight))
+      results = [
+        float(step(batch))
+        for batch in strategy.experimental_distribute_dataset(data)
+      ]
+      copies = strategy.experimental_local_results(weight)
+      return results, {float(w) for w in copies}, float(scale)
+
+    one_device = tf.distribute.get_strategy()
+    self.assertEqual(run(create()), run(one_device))
 
 
 class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):

@@ -36,6 +36,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   function_graph,
   functions_of,
   inlined,
+  one_stack,
   opaque_functions,
   replace_captures,
   rewritten_once,

@@ -84,6 +84,12 @@ _graph_constant = load(
   'framework.ops._create_graph_constant', 'the arrays of a data set function'
 )
 _ops = load('framework.ops', 'the arrays of a data set function')
+_c_api = load(
+  'client.pywrap_tf_session', 'the operations of the replicas of a step'
+)
+_extract_stack = load(
+  'util.tf_stack.extract_stack', 'the operations of the replicas of a step'
+)
 
 
 class _Arrays(threading.local):
@@ -281,29 +287,56 @@ def _with_one_pass(executor_type, serialized):
   return _CallOptions(executor_type, config)
 
 
+class _Copying(threading.local):
+  stack: Any = None
+
+
+_copying = _Copying()
+
+
+@contextlib.contextmanager
+def one_stack() -> Iterator[None]:
+  """Copies operations with the stack of now: to make one for each takes long."""
+  before, _copying.stack = _copying.stack, _extract_stack()
+  try:
+    yield
+  finally:
+    _copying.stack = before
+
+
 def copy_op(
   op: tf.Operation,
   inputs: Sequence[tf.Tensor],
-  dtypes: Sequence[tf.DType],
   attrs: Mapping[str, Any],
   functions: Sequence[Any],
 ) -> list[tf.Tensor]:
   """Copies an operation, with other inputs and attributes, and the functions it calls.
 
-  `dtypes` are those of its outputs, which are returned.
+  Returns its outputs. `Graph.create_op` takes twice as long, half of it to check
+  arguments: the larger part of the time that a step needs to start.
   """
   graph = tf.compat.v1.get_default_graph()
   for function in functions:
     function.add_to_graph(graph)
-  # `create_op` inspects its signature at each call, which takes a sixth of a copy.
-  return graph._create_op_internal(
-    op.type,
-    list(inputs),
-    dtypes,
-    name=op.name.rpartition('/')[2].lstrip('_') or op.type,
-    attrs=dict(attrs),
-    op_def=op.op_def,
-  ).outputs
+  inputs = [
+    t if getattr(t, 'graph', None) is graph else graph.capture(t)
+    for t in inputs
+  ]
+  name = op.name.rpartition('/')[2].lstrip('_') or op.type
+  with graph._c_graph.get() as c_graph:
+    copy = _c_api.TF_NewOperation(c_graph, op.type, graph.unique_name(name))
+  for each in _ops._reconstruct_sequence_inputs(op.op_def, inputs, attrs):
+    if isinstance(each, list):
+      _c_api.TF_AddInputList(copy, [t._as_tf_output() for t in each])
+    else:
+      _c_api.TF_AddInput(copy, each._as_tf_output())
+  for before in graph._control_dependencies_for_inputs({t.op for t in inputs}):
+    _c_api.TF_AddControlInput(copy, before._c_op)
+  for name, value in attrs.items():
+    _c_api.TF_SetAttrValueProto(copy, name, value.SerializeToString())
+  copy = _c_api.TF_FinishOperation(copy)
+  _c_api.TF_SetOpStackTrace(copy, _copying.stack)
+  return graph._create_op_from_tf_operation(copy).outputs
 
 
 def _function(root, name):

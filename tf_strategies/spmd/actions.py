@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import tensorflow as tf
+
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd import plan as plan_lib
 
@@ -17,6 +21,8 @@ def acts(node) -> bool:
 
 def runs_at(plan, node, site) -> bool:
   """Returns whether a node that acts does so at a site."""
+  if bodies := plan.decisions[node].bodies:
+    return any(acts(n) and runs_at(p, n, site) for p, n in _inside(bodies))
   if node.type in _OWN:
     return site.replica is not None or site.is_home
   resources = [plan.values[t].resource for t in node.inputs]
@@ -28,17 +34,43 @@ def runs_at(plan, node, site) -> bool:
     if found and kinds.FIRST not in found:
       return site.replica is not None or site.is_home
     return site.is_chief
+  if any(r in site.copies for r in resources):
+    return True
   if any(r.is_single for r in resources):
     return site.is_home
   return site.replica is not None
 
 
+def _inside(bodies):
+  """Yields the nodes of branches and loops, each with its plan."""
+  for plan in bodies.values():
+    for node, decision in plan.decisions.items():
+      if decision.bodies:
+        yield from _inside(decision.bodies)
+      else:
+        yield plan, node
+
+
+def copied(bodies, site) -> dict[Any, tf.DType]:
+  """Returns the variables of which a site needs copies in branches and loops.
+
+  These variables are read there, and other sites write them: too early for some of the
+  reads, or too late for others. The site writes its copies instead.
+  """
+  read, written = set(), {}
+  for plan, node in _inside(bodies):
+    resources = [plan.values[t].resource for t in node.inputs]
+    if not acts(node):
+      read.update(resources)
+    elif not runs_at(plan, node, site) and (dtype := node.attr('dtype')):
+      written |= dict.fromkeys(resources[:1], dtype)
+  return {r: dtype for r, dtype in written.items() if r in read}
+
+
 def is_alike(bodies, sites) -> bool:
   """Returns whether branches and loops do the same at every site."""
-  for plan in bodies:
-    for node, decision in plan.decisions.items():
-      if acts(node) and len({runs_at(plan, node, s) for s in sites}) > 1:
-        return False
-      if not is_alike(decision.bodies.values(), sites):
-        return False
-  return True
+  return all(
+    len({runs_at(plan, node, site) for site in sites}) == 1
+    for plan, node in _inside(bodies)
+    if acts(node)
+  )

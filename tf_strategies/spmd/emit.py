@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tf_strategies import _tf_internal
 from tf_strategies.spmd import actions, kinds, pieces
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.spmd.exchange import Exchange
@@ -19,6 +20,11 @@ from tf_strategies.spmd.site import ReplicaRows, Site
 
 # From so many nodes on, a function is faster than building a block at each site.
 _MANY_NODES = 500
+# From so many nodes on, a function is called instead of being a part of the graph. The
+# step then starts faster; a call takes a tenth of a millisecond more.
+_MOST_INLINED = 2000
+# But not with these, whose kernels of oneDNN TensorFlow uses in the graph alone.
+_REWRITTEN = 'Conv', 'MatMul'
 
 
 class _Block(NamedTuple):
@@ -59,6 +65,7 @@ class Emitter:
       if site not in self._replicas:
         site.stand_in = self._replicas[0]
 
+  @_tf_internal.one_stack()
   def run(
     self, outputs: Sequence[tuple[Tensor, Any]], everywhere: bool = False
   ) -> list[list[tf.Tensor]]:
@@ -113,27 +120,28 @@ class Emitter:
     plan = self._plan
     nodes: dict[Node, set[Site]] = {}
     meetings: dict[Tensor, set[Site]] = {}
+    # Nodes whose outputs are used, with the sites that use them.
+    asked: set[tuple[Node, Site]] = set()
 
     def ask(tensor, wanted, site):
       if plan.is_computed(tensor, wanted):
         return
+      sites = [site]
       if plan.meets(tensor, wanted):
         meetings.setdefault(tensor, set()).add(site)
-        for replica in self._replicas:
-          ask_node(tensor.node, replica)
-      else:
-        ask_node(tensor.node, site)
+        sites = self._replicas
+      asked.update((tensor.node, ask_node(tensor.node, s)) for s in sites)
 
     def ask_node(node, site):
       acts_here = actions.acts(node) and actions.runs_at(plan, node, site)
       is_replica = site in self._replicas
       if not (is_replica or acts_here or self._is_whole(node)):
         site = self._replicas[0]
-      if node.type == '_Argument':
-        return
-      nodes.setdefault(node, set()).add(site)
-      if plan.decisions[node].emit_together:
-        nodes[node].update(self._replicas)
+      if node.type != '_Argument':
+        nodes.setdefault(node, set()).add(site)
+        if plan.decisions[node].emit_together:
+          nodes[node].update(self._replicas)
+      return site
 
     for node in plan.program.nodes:
       if actions.acts(node):
@@ -149,7 +157,11 @@ class Emitter:
         continue
       decision = plan.decisions[node]
       for site in list(nodes[node]):
-        if actions.acts(node) and not actions.runs_at(plan, node, site):
+        # A branch or loop may also run for its outputs.
+        has_outputs = decision.bodies and (node, site) in asked
+        if actions.acts(node) and not (
+          has_outputs or actions.runs_at(plan, node, site)
+        ):
           nodes[node].discard(site)
         for tensor, wanted in zip(node.inputs, decision.wants, strict=True):
           ask(tensor, wanted, site)
@@ -208,7 +220,7 @@ class Emitter:
     """Returns whether sites build a node each for itself, and in the same way."""
     decision = self._plan.decisions[node]
     return not decision.emit_together and actions.is_alike(
-      decision.bodies.values(), sites
+      decision.bodies, sites
     )
 
   def _is_compiled(self, node, sites) -> bool:
@@ -272,6 +284,9 @@ class Emitter:
       self._build(nodes, [inner])
       return [inner.get(tensor) for tensor in results]
 
+    is_inlined = len(nodes) < _MOST_INLINED or any(
+      name in node.type for node in nodes for name in _REWRITTEN
+    )
     calls = []
     for site in sites:
       with tf.device(site.device):
@@ -284,7 +299,10 @@ class Emitter:
         )
     with tf.device(None):
       function = tf.function(
-        compute, autograph=False, jit_compile=block.is_compiled or None
+        compute,
+        autograph=False,
+        jit_compile=block.is_compiled or None,
+        experimental_attributes=None if is_inlined else {'_noinline': True},
       ).get_concrete_function(*tf.nest.map_structure(_common_spec, *calls))
     for site, call in zip(sites, calls, strict=True):
       with tf.device(site.device):
@@ -297,14 +315,17 @@ class Emitter:
     """Builds nodes: at one site after the other, or at all sites together."""
     plan = self._plan
     for node, group in itertools.groupby(nodes, self._together):
-      if node is None:
-        group = list(group)
-        for site in sites:
+      at, group, rows = sites, list(group), []
+      decision = plan.decisions.get(node)
+      if decision is None or not decision.emit_together:
+        if decision is not None:  # All copies are made before a site writes.
+          bodies = decision.bodies
+          at = [s.with_copies(actions.copied(bodies, s)) for s in sites]
+        for site in at:
           with tf.device(site.device):
             for each in group:
               self._build_here(each, site)
         continue
-      decision, rows = plan.decisions[node], []
       for site in sites:
         with tf.device(site.device):
           rows.append(self._inputs(node, site))
@@ -316,7 +337,8 @@ class Emitter:
 
   def _together(self, node) -> Node | None:
     """Returns a node that sites build together, or None for all others."""
-    return node if self._plan.decisions[node].emit_together else None
+    decision = self._plan.decisions[node]
+    return node if decision.emit_together or decision.bodies else None
 
   def _inputs(self, node, site):
     wants = self._plan.decisions[node].wants

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from typing import Any
 
 # The largest int32.
@@ -170,21 +171,21 @@ class Value:
     """Number of axes, None if unknown."""
     return None if self.dims is None else len(self.dims)
 
-  @property
+  @functools.cached_property
   def static_shape(self) -> tuple[int, ...] | None:
     """The lengths, if all of them are numbers."""
     if self.dims is None or not all(d.is_number for d in self.dims):
       return None
     return tuple(d.number for d in self.dims)
 
-  @property
+  @functools.cached_property
   def numbers(self) -> tuple[int, ...] | None:
     """The contents, if all of them are numbers."""
     if self.ints is None or not all(i.is_number for i in self.ints):
       return None
     return tuple(i.number for i in self.ints)
 
-  @property
+  @functools.cached_property
   def lengths(self) -> tuple[Dim, ...] | None:
     """The contents, if all of them follow from the number of rows."""
     if self.ints is None or self.kind != WHOLE:

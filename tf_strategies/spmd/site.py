@@ -92,6 +92,8 @@ class Site:
     self.stand_in: Site | None = None
     # Handles of variables and other objects, in a function that gets them.
     self.handles: dict[Any, tf.Tensor] = {}
+    # In a branch or loop, handles of copies of variables that other sites write.
+    self.copies: dict[Any, tf.Tensor] = {}
 
   def inner(self) -> Site:
     """Returns this site inside of a branch or loop."""
@@ -110,9 +112,21 @@ class Site:
     rows = dataclasses.replace(self.rows, **rows)
     return Site(None, rows, self.replica, self.is_chief, self.is_home)
 
+  def with_copies(self, variables: Mapping[Any, tf.DType]) -> Site:
+    """Returns this site with copies of some variables, of their present values."""
+    site, copies = copy.copy(self), {}
+    with tf.device(self.device):
+      for resource, dtype in variables.items():
+        value = tf.raw_ops.ReadVariableOp(
+          resource=self.handle(resource), dtype=dtype
+        )
+        copies[resource] = _tf_internal.temporary_variable(value)
+    site.copies = {**self.copies, **copies}
+    return site
+
   def handle(self, resource: Any) -> tf.Tensor:
     """Returns the handle of a variable or another object for this site."""
-    given = self.handles.get(resource)
+    given = self.copies.get(resource, self.handles.get(resource))
     return resource.handle(self) if given is None else given
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
@@ -196,7 +210,6 @@ class Site:
     return _tf_internal.copy_op(
       node.op,
       inputs,
-      [t.dtype for t in node.outputs],
       {**node.attrs, **(attrs or {})},
       node.opaque,
     )
