@@ -31,6 +31,7 @@ _COMPUTES = (*CLIPPING, 'gradient_accumulation_steps')
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 
+# TensorFlow's public name makes objects of a private class.
 class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
   """Tells a link that the tensors that it sums are gradients.
 

@@ -83,7 +83,7 @@ class CentralStorageStrategy(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Placement:
+class _Devices:
   """Passed as `colocate_with`: TensorFlow reads the devices of a variable from it."""
 
   _devices: tuple[str, ...]
@@ -155,7 +155,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     kwargs = variables.creation_policy(kwargs, is_slot)
     if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
       return kwargs  # It goes beside an object that has one device.
-    central = _Placement((self._parameter_device,))
+    central = _Devices((self._parameter_device,))
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}
 

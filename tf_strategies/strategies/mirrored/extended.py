@@ -18,7 +18,7 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
 from tf_strategies.keras import gradient_reducer, scope_checks
-from tf_strategies.spmd import emit
+from tf_strategies.spmd import exchange as exchange_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
@@ -277,7 +277,7 @@ class ExactMirroredExtended(
     """Returns this process's rank among the workers, and the number of workers."""
     return 0, 1
 
-  def exchange(self) -> emit.Exchange:
+  def exchange(self) -> exchange_lib.Exchange:
     """Returns the exchange in which the replicas of a step meet."""
     return replica_exchange.ReplicaExchange(self._reducer)
 

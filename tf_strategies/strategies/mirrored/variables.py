@@ -236,8 +236,7 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
 def rewrap(variable):
   """Returns TensorFlow's distributed variable as one of the classes here.
 
-  Both hold the same component variables; the components point to the wrapper
-  that was made last.
+  Both hold the same component variables, which then belong to ours.
   """
   ours = {
     _tf_internal.MirroredVariable: MirroredVariable,

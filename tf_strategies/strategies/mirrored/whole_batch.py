@@ -22,6 +22,7 @@ from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.keras import scope_checks
 from tf_strategies.spmd import emit, kinds, plan, program
+from tf_strategies.spmd import exchange as exchange_lib
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import replica_exchange, replica_run
@@ -141,8 +142,7 @@ def _packed(structure, tensors):
 class _Variable:
   """Stands for a distributed variable in a traced step, which has only its handle.
 
-  A variable that `is_single` exists once, and is written on its home device
-  only.
+  A variable that `is_single` exists once, and the home alone writes it.
   """
 
   variable: Any
@@ -359,7 +359,7 @@ class WholeStep:
 
   # What the step gets.
 
-  def _exchange(self) -> emit.Exchange:
+  def _exchange(self) -> exchange_lib.Exchange:
     """Returns how the replicas of the step meet."""
     return self._extended.exchange()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies.spmd import emit, pieces
+from tf_strategies.spmd import exchange as exchange_lib
+from tf_strategies.spmd import pieces
 from tf_strategies.strategies.mirrored import replica_exchange
 
 
-class WorkerExchange(emit.Exchange):
+class WorkerExchange(exchange_lib.Exchange):
   """Adds up and gathers the values of the replicas of all workers."""
 
   def __init__(self, communicator):
