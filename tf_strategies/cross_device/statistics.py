@@ -5,26 +5,20 @@ variables that the graph updates, so they count executions. They prove how often
 our all-reduce ran, and how many bytes each device received.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal
 
 
-class _Recording(threading.local):
+class _Pause(threading.local):
   is_paused = False
-  # Of `together`: its graph, and the counts by statistics and devices.
-  graph: tf.Graph | None = None
-  counts: dict[tuple[CallStatistics, tuple[str, ...]], np.ndarray] | None = None
 
 
-_recording = _Recording()
+_pause = _Pause()
 
 
 @contextlib.contextmanager
@@ -34,28 +28,11 @@ def paused() -> Iterator[None]:
   It is for code that a SavedModel may contain. A function that updates one of
   our counters cannot be saved, because the loader does not have the counter.
   """
-  before, _recording.is_paused = _recording.is_paused, True
+  before, _pause.is_paused = _pause.is_paused, True
   try:
     yield
   finally:
-    _recording.is_paused = before
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-  """Counts all calls of the graph by one operation at the end of the context.
-
-  Calls in branches and loops are counted there.
-  """
-  before = _recording.graph, _recording.counts
-  _recording.graph = tf.compat.v1.get_default_graph()
-  _recording.counts = counts = {}
-  try:
-    yield
-  finally:
-    _recording.graph, _recording.counts = before
-  for (statistics, devices), count in counts.items():
-    statistics._add(devices, count)  # pylint: disable=protected-access
+    _pause.is_paused = before
 
 
 class CallStatistics:
@@ -82,7 +59,7 @@ class CallStatistics:
     `tf.compat.v1.Session` are not counted, because each would need its own counter,
     which would not be initialised.
     """
-    if _recording.is_paused:
+    if _pause.is_paused:
       return
     with tf.init_scope():
       if not tf.executing_eagerly():
@@ -95,15 +72,8 @@ class CallStatistics:
         self._counters[devices] = _tf_internal.ResourceVariable(
           [0] * (1 + len(devices)), dtype=tf.int64, trainable=False
         )
-    count, key = np.array([1, *bytes_in]), (self, devices)
-    if _recording.graph is tf.compat.v1.get_default_graph():
-      _recording.counts[key] = _recording.counts.get(key, 0) + count
-    else:
-      self._add(devices, count)
-
-  def _add(self, devices, count):
     with tf.device('CPU:0'):
-      self._counters[devices].assign_add(tf.constant(count, tf.int64))
+      self._counters[devices].assign_add(tf.constant([1, *bytes_in], tf.int64))
 
   @property
   def calls(self) -> int:

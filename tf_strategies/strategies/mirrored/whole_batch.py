@@ -19,7 +19,6 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _tf_internal, errors
-from tf_strategies.cross_device import statistics
 from tf_strategies.keras import scope_checks
 from tf_strategies.spmd import emit, kinds, plan, program
 from tf_strategies.spmd import exchange as exchange_lib
@@ -228,8 +227,7 @@ class WholeStep:
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
     emitter = emit.Emitter(planned, sites, self._exchange(), compiled)
-    with statistics.together():
-      [results, *_] = emitter.run(wanted)
+    [results, *_] = emitter.run(wanted)
     return _packed(graph.structured_outputs, iter(results))
 
   def _plan(self, graph, leaves, specs, sites, is_whole=False):
