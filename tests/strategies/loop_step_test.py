@@ -55,6 +55,17 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(float(step(tf.range(6.0))), 15.0)
     self.assertIn('experimental_distribute_dataset', logs.output[0])
 
+  def test_a_result_is_already_reduced(self):
+    strategy = _ring()
+    data = tf.data.Dataset.range(6).batch(6)
+    [batch] = strategy.experimental_distribute_dataset(data)
+    total = strategy.step(tf.reduce_sum)(batch)
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      'use a result of strategy.step as it is',
+    ):
+      strategy.reduce('SUM', total, axis=None)
+
   def test_no_batch_at_all(self):
     strategy = _ring()
     with strategy.scope():

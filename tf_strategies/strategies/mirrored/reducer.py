@@ -123,9 +123,16 @@ class DeviceReducer:
 
   def reduce_shared(self, reduce_op, value, destinations):
     """Reduces a value that is the same on every replica."""
-    return _tf_internal.reduce_non_distributed_value(
-      reduce_op, value, destinations, self.num_replicas
-    )
+    try:
+      return _tf_internal.reduce_non_distributed_value(
+        reduce_op, value, destinations, self.num_replicas
+      )
+    except ValueError as error:
+      raise errors.UnsupportedOptionError(
+        f'{value!r}',
+        f'values of replicas to reduce with {reduce_op}',
+        'use a result of strategy.step as it is: it is of the whole batch',
+      ) from error
 
   def gather(self, value, destinations, axis, options):
     """Concatenates the components of a distributed value."""
