@@ -234,7 +234,8 @@ class RulesTest(tf.test.TestCase, parameterized.TestCase):
     )
   )
   def test_replicas_compute_what_one_does(self, function, rows, many):
-    self.enter_context(mock.patch.object(emit, '_MANY_NODES', many))
+    for name in ('_MANY_NODES', '_MOST_INLINED'):
+      self.enter_context(mock.patch.object(emit, name, many))
     arrays = _arrays()
     want = _flat(function(*map(tf.constant, arrays)))
     found, meetings = run(function, arrays, rows)

@@ -135,7 +135,8 @@ class ShardsTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_equals_one_device(self, case, rows, many):
     # From so many nodes on a block is a function.
-    self.enter_context(mock.patch.object(emit, '_MANY_NODES', many))
+    for name in ('_MANY_NODES', '_MOST_INLINED'):
+      self.enter_context(mock.patch.object(emit, name, many))
     function, meetings = CASES[case]
     rng = np.random.default_rng(3)
     x = rng.normal(size=(6, _SHAPE[0])).astype('f4')

@@ -20,8 +20,8 @@ from tf_strategies.spmd.site import ReplicaRows, Site
 
 # From so many nodes on, a function is faster than building a block at each site.
 _MANY_NODES = 500
-# From so many nodes on, a function is called instead of being a part of the graph. The
-# step then starts faster; a call takes a tenth of a millisecond more.
+# From so many nodes on, a function on CPUs is called instead of being a part of the
+# graph. The step then starts faster, and each call takes a little longer.
 _MOST_INLINED = 2000
 # But not with these, whose kernels of oneDNN TensorFlow uses in the graph alone.
 _REWRITTEN = 'Conv', 'MatMul'
@@ -284,8 +284,11 @@ class Emitter:
       self._build(nodes, [inner])
       return [inner.get(tensor) for tensor in results]
 
-    is_inlined = len(nodes) < _MOST_INLINED or any(
-      name in node.type for node in nodes for name in _REWRITTEN
+    is_apart = (
+      len(nodes) >= _MOST_INLINED
+      and not block.is_compiled
+      and all('CPU' in site.device for site in sites)
+      and not any(name in n.type for n in nodes for name in _REWRITTEN)
     )
     calls = []
     for site in sites:
@@ -302,7 +305,7 @@ class Emitter:
         compute,
         autograph=False,
         jit_compile=block.is_compiled or None,
-        experimental_attributes=None if is_inlined else {'_noinline': True},
+        experimental_attributes={'_noinline': True} if is_apart else None,
       ).get_concrete_function(*tf.nest.map_structure(_common_spec, *calls))
     for site, call in zip(sites, calls, strict=True):
       with tf.device(site.device):
