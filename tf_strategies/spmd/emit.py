@@ -67,15 +67,16 @@ class Emitter:
 
   @_tf_internal.one_stack()
   def run(
-    self, outputs: Sequence[tuple[Tensor, Any]], everywhere: bool = False
+    self,
+    outputs: Sequence[tuple[Tensor, Any]],
+    sites: Sequence[Site] | None = None,
   ) -> list[list[tf.Tensor]]:
     """Builds everything that `outputs` need. They are pairs of a tensor and a kind.
 
-    Returns a list of outputs for each replica's site. A whole output is built for
-    the first replica, and the others get None, unless `everywhere` is True.
+    Returns a list of outputs for each of `sites`, by default for each replica's.
     """
-    self._first = self._replicas if everywhere else self._replicas[:1]
-    needed, pending = self._needs(outputs)
+    sites = sites or self._replicas
+    needed, pending = self._needs(outputs, sites)
     blocks = self._blocks(needed)
     users = self._users(blocks, [*(t for t, _ in outputs), *pending])
     met = 0
@@ -94,10 +95,7 @@ class Emitter:
     while pending:
       self._meet(pending, met)
       met += 1
-    return [
-      [self._output(site, t, kind) for t, kind in outputs]
-      for site in self._replicas
-    ]
+    return [[self._in_kind(site, *pair) for pair in outputs] for site in sites]
 
   def _barrier(self) -> list[tf.Operation]:
     """Returns an operation that waits for all meetings so far.
@@ -108,14 +106,9 @@ class Emitter:
     with tf.control_dependencies(self.met):
       return [tf.no_op()]
 
-  def _output(self, site, tensor, kind):
-    if kind == WHOLE and site not in self._first:
-      return None
-    return self._in_kind(site, tensor, kind)
-
   # Nodes and meetings to build, by site.
 
-  def _needs(self, outputs):
+  def _needs(self, outputs, output_sites):
     """Returns the nodes and the tensors of meetings to build, with their sites."""
     plan = self._plan
     nodes: dict[Node, set[Site]] = {}
@@ -150,7 +143,7 @@ class Emitter:
         for site in at or self._replicas[:1]:
           ask_node(node, site)
     for tensor, kind in outputs:
-      for site in self._first if kind == WHOLE else self._replicas:
+      for site in output_sites:
         ask(tensor, kind, site)
     for node in reversed(plan.program.nodes):
       if node not in nodes:
@@ -474,18 +467,21 @@ def _common_spec(tensor: tf.Tensor, *others: tf.Tensor) -> tf.TensorSpec:
   return tf.TensorSpec(shape, tensor.dtype)
 
 
-def inner_sites(plan: Plan, sites: Sequence[Site], arguments) -> list[Site]:
-  """Returns the sites inside of a branch or loop, each with its arguments."""
+def run_body(
+  plan: Plan,
+  sites: Sequence[Site],
+  arguments: Sequence[Sequence[tf.Tensor]],
+  kinds_of: Sequence[Any],
+  exchange: Exchange | None = None,
+) -> list[list[tf.Tensor]]:
+  """Builds a branch or body at sites, which may meet in `exchange` if it is given.
+
+  Returns the outputs of each site in the given kinds.
+  """
   inner = [site.inner() for site in sites]
   for site, row in zip(inner, arguments, strict=True):
     for tensor, argument in zip(plan.program.inputs, row, strict=True):
       site_lib.set_own_shape(argument, tensor, plan.values[tensor])
       site.tensors[tensor, AS_IS] = argument
-  return inner
-
-
-def run_body(plan: Plan, site: Site, arguments: Sequence[tf.Tensor], kinds_of):
-  """Builds a branch or body at one site. Returns its outputs in the given kinds."""
-  inner = inner_sites(plan, [site], [arguments])
   wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
-  return Emitter(plan, inner, None).run(wanted)[0]
+  return Emitter(plan, inner, exchange).run(wanted)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
 from tf_strategies import errors
 from tf_strategies.spmd import emit as emit_lib
+from tf_strategies.spmd.exchange import Exchange
 from tf_strategies.spmd.kinds import (
   BATCH,
   HELD,
@@ -24,10 +26,13 @@ from tf_strategies.spmd.plan import (
   Context,
   Decision,
   NeedsExchangeError,
+  Plan,
   is_sum,
   make,
   rule,
 )
+from tf_strategies.spmd.program import Node
+from tf_strategies.spmd.site import Site
 
 _MAX_TURNS = 10
 
@@ -116,28 +121,45 @@ def _join(found, dims):
   raise NeedsExchangeError(f'its results are {found}')
 
 
-def _decision(context, arguments, plans, outputs):
-  node = context.node
+def build_branches(
+  node: Node,
+  plans: Mapping[str, Plan],
+  outputs: Sequence[Value],
+  sites: Sequence[Site],
+  inputs: Sequence[Sequence[tf.Tensor]],
+  exchange: Exchange | None = None,
+) -> list[list[tf.Tensor]]:
+  """Builds one branch for all of `sites`, which may meet in it in `exchange`.
 
-  def branch(plan, site, inputs):
+  Returns the outputs of each site.
+  """
+  chosen = inputs[0][0]
+  arguments = [row[1:] for row in inputs]
+
+  def branch(plan):
     def build():
-      results = emit_lib.run_body(plan, site, inputs, [v.kind for v in outputs])
+      kinds = [v.kind for v in outputs]
+      rows = emit_lib.run_body(plan, sites, arguments, kinds, exchange)
       # A branch has to have a result.
-      results = results or [tf.constant(0)]
-      return [tf.identity(r) if r.dtype != tf.variant else r for r in results]
+      return [
+        [tf.identity(r) if r.dtype != tf.variant else r for r in row]
+        or [tf.constant(0)]
+        for row in rows
+      ]
 
     return build
 
+  calls = {name: branch(plan) for name, plan in plans.items()}
+  if node.type.endswith('If'):
+    names = 'then_branch', 'else_branch'
+    return tf.cond(tf.cast(chosen, tf.bool), *(calls[name] for name in names))
+  return tf.switch_case(chosen, list(calls.values()))
+
+
+def _decision(context, arguments, plans, outputs):
   def emit(site, inputs):
-    chosen, *inputs = inputs
-    calls = {name: branch(p, site, inputs) for name, p in plans.items()}
-    if node.type.endswith('If'):
-      names = 'then_branch', 'else_branch'
-      chosen = tf.cast(chosen, tf.bool)
-      results = tf.cond(chosen, *(calls[name] for name in names))
-    else:
-      results = tf.switch_case(chosen, list(calls.values()))
-    return tf.nest.flatten(results) if node.outputs else []
+    [results] = build_branches(context.node, plans, outputs, [site], [inputs])
+    return results
 
   return Decision(
     [WHOLE, *(v.kind for v in arguments)], outputs, emit, bodies=plans
@@ -225,13 +247,14 @@ def _loop_decision(context, variables, plans, constant):
       return all_of_them
 
     def test(*values):
-      return emit_lib.run_body(plans['cond'], site, arguments(values), [WHOLE])[
-        0
-      ]
+      given = [arguments(values)]
+      [[is_next]] = emit_lib.run_body(plans['cond'], [site], given, [WHOLE])
+      return is_next
 
     def turn(*values):
       kinds = [v.kind for v in variables]
-      results = emit_lib.run_body(plans['body'], site, arguments(values), kinds)
+      given = [arguments(values)]
+      [results] = emit_lib.run_body(plans['body'], [site], given, kinds)
       return [results[i] for i in changing]
 
     results = tf.while_loop(

@@ -6,7 +6,6 @@ import functools
 
 import tensorflow as tf
 
-from tf_strategies.spmd import emit as emit_lib
 from tf_strategies.spmd import pieces
 from tf_strategies.spmd import plan as plan_lib
 from tf_strategies.spmd.kinds import (
@@ -15,10 +14,9 @@ from tf_strategies.spmd.kinds import (
   Dim,
   Part,
   Shard,
-  Value,
 )
 from tf_strategies.spmd.plan import Context, Decision, NeedsExchangeError
-from tf_strategies.spmd.rules import elementwise, reductions
+from tf_strategies.spmd.rules import control, elementwise, reductions
 
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
@@ -179,28 +177,14 @@ def _branches(context: Context) -> Decision | None:
   except NeedsExchangeError:
     plans = {n: plan_lib.make(node.bodies[n], arguments) for n in node.bodies}
 
-  def branch(plan, sites, inputs, exchange):
-    def build():
-      inner = emit_lib.inner_sites(plan, sites, inputs)
-      wanted = [(t, WHOLE) for t in plan.program.outputs]
-      emitter = emit_lib.Emitter(plan, inner, exchange)
-      results = emitter.run(wanted, everywhere=True)
-      results = [[tf.identity(r) for r in row] for row in results]
-      return results if wanted else [[tf.constant(0)] for _ in results]
-
-    return build
+  outputs = context.whole().outputs
 
   def emit_together(sites, inputs, exchange):
-    chosen = inputs[0][0]
-    own = [row[1:] for row in inputs]
-    then, other = (
-      branch(plans[name], sites, own, exchange)
-      for name in ('then_branch', 'else_branch')
-    )
     with tf.device(None):
-      return tf.cond(tf.cast(chosen, tf.bool), then, other)
+      return control.build_branches(
+        node, plans, outputs, sites, inputs, exchange
+      )
 
-  outputs = [Value(WHOLE, context.dims(i)) for i in range(len(node.outputs))]
   return Decision(
     [WHOLE, *(v.kind for v in arguments)],
     outputs,

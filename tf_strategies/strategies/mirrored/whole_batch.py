@@ -227,7 +227,7 @@ class WholeStep:
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
     emitter = emit.Emitter(planned, sites, self._exchange(), compiled)
-    [results, *_] = emitter.run(wanted)
+    [results] = emitter.run(wanted, sites[:1])
     return _packed(graph.structured_outputs, iter(results))
 
   def _plan(self, graph, leaves, specs, sites, is_whole=False):
