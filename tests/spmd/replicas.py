@@ -87,7 +87,9 @@ def run(function, arrays, rows, resources=()):
       dims = None if resource is None else ()
       values.append(kinds.Value(kind, dims, resource=resource))
       for s in sites:
-        own = value if kind == kinds.WHOLE else s.rows_of(value, kind)
+        own = value if resource is None else resource.handle(s)
+        if kind != kinds.WHOLE:
+          own = s.rows_of(value, kind)
         s.tensors[tensor, kinds.AS_IS] = own
     planned = plan.make(traced, values)
     wanted = [(t, kinds.WHOLE) for t in traced.outputs]

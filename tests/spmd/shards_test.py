@@ -30,7 +30,6 @@ class _Divided:
 
   def __init__(self, value):
     self.variable = tf.Variable(value, name='slot')
-    self.name, self.shape = self.variable.name, self.variable.shape
     self.pieces = [
       tf.Variable(pieces.cut(self.variable, self.shard, place))
       for place in range(_COUNT)
@@ -40,7 +39,7 @@ class _Divided:
     return self.pieces[at.replica].handle
 
   def whole(self):
-    return pieces.joined(tf.stack(self.pieces), self.shape)
+    return pieces.joined(tf.stack(self.pieces), self.variable.shape)
 
 
 class _Whole:
@@ -51,7 +50,6 @@ class _Whole:
 
   def __init__(self, value):
     self.variable = tf.Variable(value, name='weight')
-    self.name, self.shape = self.variable.name, self.variable.shape
     self.copies = [tf.Variable(value) for _ in range(_COUNT)]
 
   def handle(self, at):

@@ -63,7 +63,8 @@ class Emitter:
     self._replicas = [s for s in sites if is_alone or s.replica is not None]
     for site in sites:
       if site not in self._replicas:
-        site.stand_in = self._replicas[0]
+        # It has no rows: what it did not build itself, the first replica has.
+        site.tensors.maps += self._replicas[0].tensors.maps
 
   @_tf_internal.one_stack()
   def run(
@@ -251,12 +252,10 @@ class Emitter:
       for pair in zip(node.inputs, plan.decisions[node].wants, strict=True)
       if pair[0].node not in built and pair[0].node.type != 'Const'
     ]
-    resources = {plan.seen(t).resource: None for t, _ in used}
-    resources.pop(None, None)
     given = [
       (t, wanted)
       for t, wanted in dict.fromkeys(used)
-      if plan.seen(t).resource is None and not plan.is_computed(t, wanted)
+      if not plan.is_computed(t, wanted)
     ]
     results = [
       tensor
@@ -270,9 +269,8 @@ class Emitter:
       if len({id(getattr(site.rows, field.name)) for site in sites}) > 1
     ]
 
-    def compute(rows, handles, tensors):
+    def compute(rows, tensors):
       inner = sites[0].in_function(rows)
-      inner.handles = dict(zip(resources, handles, strict=True))
       inner.tensors.update(zip(given, tensors, strict=True))
       self._build(nodes, [inner])
       return [inner.get(tensor) for tensor in results]
@@ -289,7 +287,6 @@ class Emitter:
         calls.append(
           (
             {f: tf.convert_to_tensor(getattr(site.rows, f)) for f in fields},
-            [site.handle(r) for r in resources],
             [self._in_kind(site, *pair) for pair in given],
           )
         )
@@ -315,8 +312,7 @@ class Emitter:
       decision = plan.decisions.get(node)
       if decision is None or not decision.emit_together:
         if decision is not None:  # All copies are made before a site writes.
-          bodies = decision.bodies
-          at = [s.with_copies(actions.copied(bodies, s)) for s in sites]
+          at = [self._with_copies(node, site) for site in sites]
         for site in at:
           with tf.device(site.device):
             for each in group:
@@ -330,6 +326,19 @@ class Emitter:
       self.met += itertools.chain(*columns)
       for site, outputs in zip(sites, columns, strict=True):
         self._hold(node, site, outputs)
+
+  def _with_copies(self, node, site) -> Site:
+    """Returns a site with the copies that it writes in a branch or loop."""
+    dtypes = actions.copied(self._plan.decisions[node].bodies, site)
+    values = {}
+    with tf.device(site.device):
+      for tensor in node.inputs:
+        resource = self._plan.seen(tensor).resource
+        if resource in dtypes:
+          values[resource] = tf.raw_ops.ReadVariableOp(
+            resource=self._in_kind(site, tensor, WHOLE), dtype=dtypes[resource]
+          )
+      return site.with_copies(values)
 
   def _together(self, node) -> Node | None:
     """Returns a node that sites build together, or None for all others."""
@@ -367,11 +376,11 @@ class Emitter:
     """Returns a tensor at a site in the wanted kind, after the meetings."""
     plan = self._plan
     seen = plan.seen(tensor)
-    if seen.resource is not None:
-      return site.handle(seen.resource)
+    if seen.resource in site.copies:
+      return site.copies[seen.resource]
     if plan.is_computed(tensor, wanted):
       return site.lengths(seen.lengths, tensor.dtype, tensor.shape.rank)
-    if tensor.node.type == 'Const' and not site.holds(tensor, AS_IS):
+    if tensor.node.type == 'Const' and not site.has(tensor):
       # Where it is used: it is smaller than what would hand it over.
       with tf.device(site.device):
         self._build_here(tensor.node, site)

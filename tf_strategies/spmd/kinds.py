@@ -156,7 +156,7 @@ class Value:
   the contents of a small tensor of integers, as lengths.
   `resource` is the variable, or other object, that a handle stands for. It has
   `is_part` (replicas hold parts of a sum), `shard` (each replica holds one),
-  `is_single` (there is one copy), and `handle(site)`. `axes` of a tensor of axes says
+  `is_single` (there is one copy), and `variable`. `axes` of a tensor of axes says
   for each axis whether the tensor contains it; None if that is unknown.
   """
 

@@ -266,7 +266,7 @@ class Context:
     for value in self.inputs:
       if value.resource is not None and value.resource.shard:
         raise errors.UnsupportedOptionError(
-          f'{self.node.type} {self.node.name!r} of {value.resource.name!r}, '
+          f'{self.node.type} {self.node.name!r} of {value.resource.variable.name!r}, '
           'which shard_optimizer_state=True divides among replicas',
           'an optimizer that reads, assigns and adds to whole variables, '
           'outside of loops',

@@ -88,17 +88,12 @@ class Site:
     # Tensors by (tensor of the program, kind), and what `_once` has built. In a branch
     # or loop, those outside of it are behind them.
     self.tensors, self._shared = collections.ChainMap(), collections.ChainMap()
-    # The site with the rows, for a site that is not a replica.
-    self.stand_in: Site | None = None
-    # Handles of variables and other objects, in a function that gets them.
-    self.handles: dict[Any, tf.Tensor] = {}
     # In a branch or loop, handles of copies of variables that other sites write.
     self.copies: dict[Any, tf.Tensor] = {}
 
   def inner(self) -> Site:
     """Returns this site inside of a branch or loop."""
     site = copy.copy(self)
-    site.stand_in = None
     site.tensors = self.tensors.new_child()
     site._shared = self._shared.new_child()
     return site
@@ -112,37 +107,20 @@ class Site:
     rows = dataclasses.replace(self.rows, **rows)
     return Site(None, rows, self.replica, self.is_chief, self.is_home)
 
-  def with_copies(self, variables: Mapping[Any, tf.DType]) -> Site:
-    """Returns this site with copies of some variables, of their present values."""
-    site, copies = copy.copy(self), {}
-    with tf.device(self.device):
-      for resource, dtype in variables.items():
-        value = tf.raw_ops.ReadVariableOp(
-          resource=self.handle(resource), dtype=dtype
-        )
-        copies[resource] = _tf_internal.temporary_variable(value)
-    site.copies = {**self.copies, **copies}
+  def with_copies(self, variables: Mapping[Any, tf.Tensor]) -> Site:
+    """Returns this site with copies of some variables, of these values."""
+    site, copies = copy.copy(self), dict(self.copies)
+    for resource, value in variables.items():
+      copies[resource] = _tf_internal.temporary_variable(value)
+    site.copies = copies
     return site
 
-  def handle(self, resource: Any) -> tf.Tensor:
-    """Returns the handle of a variable or another object for this site."""
-    given = self.copies.get(resource, self.handles.get(resource))
-    return resource.handle(self) if given is None else given
-
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
-    """Returns whether a tensor was built here in this kind."""
+    """Returns whether a tensor was built in this kind, here or where it stands in."""
     return (tensor, kind) in self.tensors
 
-  def holds(self, tensor: Tensor, kind) -> bool:
-    """Returns whether `get` finds a tensor in this kind."""
-    return self.has(tensor, kind) or (
-      self.stand_in is not None and self.stand_in.holds(tensor, kind)
-    )
-
   def get(self, tensor: Tensor, kind=AS_IS) -> tf.Tensor:
-    """Returns a tensor that was built here, in the given kind."""
-    if not self.has(tensor, kind) and self.stand_in is not None:
-      return self.stand_in.get(tensor, kind)
+    """Returns a tensor that was built, in the given kind."""
     return self.tensors[tensor, kind]
 
   # Lengths.

@@ -102,7 +102,7 @@ def _is_initialized(context: Context) -> Decision:
 
 @_rule('VariableShape')
 def _variable_shape(context: Context) -> Decision:
-  shape = context.inputs[0].resource.shape
+  shape = context.inputs[0].resource.variable.shape
   return context.whole(ints=tuple(map(Dim, shape)))
 
 

@@ -138,51 +138,17 @@ def _packed(structure, tensors):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Variable:
-  """Stands for a distributed variable in a traced step, which has only its handle.
+class _Resource:
+  """Stands for a variable or table in a traced step, which has only its handle.
 
-  A variable that `is_single` exists once, and the home alone writes it.
+  By default it is one that was created outside the scope. One that `is_single`
+  exists once, and the home alone writes it.
   """
 
-  variable: Any
-
-  @property
-  def name(self):
-    return self.variable.name
-
-  @property
-  def shape(self):
-    return self.variable.shape
-
-  @property
-  def shard(self):
-    return vars(self.variable).get('shard')  # See `is_single`.
-
-  @property
-  def is_part(self):
-    return self.shard is None and replica_exchange.is_sum(self.variable)
-
-  @property
-  def is_single(self):
-    # A metric's variable passes unknown attributes on to its reduced value.
-    return getattr(type(self.variable), 'is_central', False)
-
-  def handle(self, site):
-    copy = 0 if self.is_single else site.replica or 0
-    return self.variable.values[copy].handle
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Single:
-  """A variable or table with one copy, created outside the scope."""
-
-  tensor: Any
-  is_part = False
-  is_single = True
-  shard = None
-
-  def handle(self, _):
-    return self.tensor
+  variable: Any = None
+  shard: kinds.Shard | None = None
+  is_part: bool = False
+  is_single: bool = True
 
 
 class WholeStep:
@@ -222,7 +188,7 @@ class WholeStep:
         planned = self._plan(graph, leaves, specs, sites, is_whole=True)
     wanted = [(t, kinds.WHOLE) for t in planned.program.outputs]
     early = planned.meet_first(wanted, self._extended.applies_all_or_none)
-    self.written_early = [r.variable for r in early if isinstance(r, _Variable)]
+    self.written_early = [r.variable for r in early if r.variable is not None]
     compiled = frozenset()
     if self._compiles:
       compiled = _tf_internal.compiled_operations(self._devices[0])
@@ -400,18 +366,22 @@ class WholeStep:
         add(dict.fromkeys(sites, leaf), kinds.WHOLE)
     known = self._extended.variables_by_handle()
     for external, _ in graph.captures:
-      resource = None
-      if external.dtype == tf.resource:
-        variable = known.get(id(external))
-        if variable is None:
-          resource = _Single(external)
-        else:
-          if self._extended.holds_sums_whole and replica_exchange.is_sum(
-            variable
-          ):
-            variable.hold_whole()
-          resource = _Variable(variable)
-      add(dict.fromkeys(sites, external), kinds.WHOLE, resource)
+      built = dict.fromkeys(sites, external)
+      resource = _Resource() if external.dtype == tf.resource else None
+      variable = known.get(id(external))
+      if variable is not None:
+        is_sum = replica_exchange.is_sum(variable)
+        if is_sum and self._extended.holds_sums_whole:
+          variable.hold_whole()
+          is_sum = False
+        # A metric's variable passes unknown attributes on to its reduced value.
+        is_single = getattr(type(variable), 'is_central', False)
+        shard = vars(variable).get('shard')
+        resource = _Resource(variable, shard, is_sum, is_single)
+        for site in sites:
+          copy = 0 if is_single else site.replica or 0
+          built[site] = variable.values[copy].handle
+      add(built, kinds.WHOLE, resource)
     return inputs, arguments, values
 
 
