@@ -286,42 +286,38 @@ def _loop_decision(context, variables, plans, constant):
   )
 
 
+def _held(context):
+  """Returns the kind in which replicas hold the variable that input 0 stands for."""
+  resource = context.inputs[0].resource
+  if resource is None:
+    return WHOLE
+  return resource.shard or (HELD if resource.is_part else WHOLE)
+
+
 @rule('ReadVariableOp')
 def _read(context: Context) -> Decision:
-  resource = context.inputs[0].resource
-  kind = HELD if resource is not None and resource.is_part else WHOLE
-  return Decision([WHOLE], [context.out(kind)])
+  return Decision([WHOLE], [context.out(_held(context))])
 
 
 @rule('AssignVariableOp', 'AssignAddVariableOp', 'AssignSubVariableOp')
 def _assign(context: Context) -> Decision:
-  resource = context.inputs[0].resource
-  if resource is None or not resource.is_part:
-    if isinstance(context.inputs[1].kind, Split):
-      # As of a stateful RNN: its batches are as long as the variable, which other
-      # operations may rely on too.
-      raise errors.UnsupportedOptionError(
-        f'{context.node.type} {context.node.name!r} of a variable that holds the '
-        'rows of a batch',
-        'variables without an axis of the batch',
-        'leave it out, such as stateful=True of an RNN, to share out the rows',
-      )
-    return Decision([WHOLE, WHOLE], [])
-  return Decision([WHOLE, HELD], [])
+  kind = _held(context)
+  if kind == WHOLE and isinstance(context.kinds[1], Split):
+    # As of a stateful RNN: its batches are as long as the variable, which other
+    # operations may rely on too.
+    raise errors.UnsupportedOptionError(
+      f'{context.node.type} {context.node.name!r} of a variable that holds the '
+      'rows of a batch',
+      'variables without an axis of the batch',
+      'leave it out, such as stateful=True of an RNN, to share out the rows',
+    )
+  return Decision([WHOLE, kind], [])
 
 
-@rule('VariableShape', 'VarIsInitializedOp')
-def _about_variable(context: Context) -> Decision:
-  shape = context.inputs[0].resource
-  ints = None
-  if context.node.type == 'VariableShape' and shape is not None:
-    ints = getattr(shape, 'dims', None)
-  return context.whole(ints=ints)
-
-
-@rule('StatelessRandomGetKeyCounter', 'StatelessRandomGetAlg')
-def _keys(context: Context) -> Decision:
-  return context.whole()
+# TensorFlow calls them stateful, but they have no effect.
+rule('StatelessRandomGetAlg', 'VarIsInitializedOp', 'VariableShape')(
+  Context.whole
+)
 
 
 @rule('NoOp', 'ControlTrigger')

@@ -24,12 +24,6 @@ _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 _OTHERS = ['Bitcast', 'Cast', 'Identity', 'Select', 'ZerosLike']
 
 
-def _shard_of(context: Context) -> Shard | None:
-  found = [v.kind for v in context.inputs if isinstance(v.kind, Shard)]
-  found += [v.resource.shard for v in context.inputs if v.resource is not None]
-  return next((kind for kind in found if kind is not None), None)
-
-
 def _shapes(context: Context) -> list[tf.TensorShape]:
   """Returns the static shapes of the inputs."""
   return [
@@ -43,9 +37,9 @@ def _shapes(context: Context) -> list[tf.TensorShape]:
 )
 def _elementwise(context: Context) -> Decision | None:
   """Computes element by element on the same piece of each input."""
-  node, shard = context.node, _shard_of(context)
-  shape = node.outputs[0].shape
-  if not shape.is_fully_defined():
+  node, shape = context.node, context.node.outputs[0].shape
+  shard = next((k for k in context.kinds if isinstance(k, Shard)), None)
+  if shard is None or not shape.is_fully_defined():
     return None
   sizes = [t.dtype.size for t in (node.inputs[0], node.outputs[0])]
   if node.type == 'Bitcast' and sizes[0] != sizes[1]:
@@ -79,22 +73,14 @@ def _elementwise(context: Context) -> Decision | None:
 _rule('IdentityN')(elementwise.identity)
 
 
-@_rule('ReadVariableOp')
-def _read(context: Context) -> Decision:
-  return Decision([WHOLE], [context.out(_shard_of(context))])
-
-
-@_rule('AssignVariableOp', 'AssignAddVariableOp', 'AssignSubVariableOp')
-def _assign(context: Context) -> Decision | None:
-  resource = context.inputs[0].resource
-  if resource is not None and resource.shard is not None:
-    return Decision([WHOLE, resource.shard], [])
-  return None
-
-
-@_rule('VarIsInitializedOp')
-def _is_initialized(context: Context) -> Decision:
-  return context.whole()
+for _name in (
+  'AssignAddVariableOp',
+  'AssignSubVariableOp',
+  'AssignVariableOp',
+  'ReadVariableOp',
+  'VarIsInitializedOp',
+):
+  _rule(_name)(plan_lib.RULES[_name])
 
 
 # Nobody needs a tensor for a shape that is known.
