@@ -12,6 +12,7 @@ from tf_strategies.spmd.kinds import (
   WHOLE,
   Dim,
   Part,
+  Shard,
   Split,
   Value,
 )
@@ -55,7 +56,8 @@ def _shape(context: Context) -> Decision:
   wants, outputs = [], []
   for i, value in enumerate(context.inputs):
     outputs.append(context.out(WHOLE, i, ints=value.dims))
-    is_local = isinstance(value.kind, Split | Part)
+    # The shape of a shard is known, so nobody needs a tensor for it.
+    is_local = isinstance(value.kind, Split | Part | Shard)
     wants.append(AS_IS if is_local and value.dims is not None else WHOLE)
 
   def emit(site, inputs):

@@ -9,7 +9,6 @@ import tensorflow as tf
 from tf_strategies.spmd import pieces
 from tf_strategies.spmd import plan as plan_lib
 from tf_strategies.spmd.kinds import (
-  AS_IS,
   WHOLE,
   Dim,
   Part,
@@ -70,38 +69,24 @@ def _elementwise(context: Context) -> Decision | None:
   return Decision(wants, [context.out(shard)], emit)
 
 
-_rule('IdentityN')(elementwise.identity)
-
-
+# The package has imported the modules of these rules before.
 for _name in (
   'AssignAddVariableOp',
   'AssignSubVariableOp',
   'AssignVariableOp',
+  'IdentityN',
   'ReadVariableOp',
+  'Shape',
+  'ShapeN',
   'VarIsInitializedOp',
 ):
   _rule(_name)(plan_lib.RULES[_name])
-
-
-# Nobody needs a tensor for a shape that is known.
 
 
 @_rule('VariableShape')
 def _variable_shape(context: Context) -> Decision:
   shape = context.inputs[0].resource.variable.shape
   return context.whole(ints=tuple(map(Dim, shape)))
-
-
-@_rule('Shape', 'ShapeN')
-def _shape(context: Context) -> Decision | None:
-  shapes = _shapes(context)
-  if not all(s.is_fully_defined() for s in shapes):
-    return None
-  outputs = [
-    context.out(WHOLE, i, ints=tuple(map(Dim, shape)))
-    for i, shape in enumerate(shapes)
-  ]
-  return Decision([AS_IS] * len(shapes), outputs)
 
 
 @_rule('Reshape', 'ExpandDims', 'Squeeze')
