@@ -166,11 +166,8 @@ class Emitter:
     plan = self._plan
     if node not in plan.decisions:
       return True
-    kinds_of_outputs = [plan.values[t].kind for t in node.outputs]
-    if any(k != WHOLE for k in kinds_of_outputs):
-      return False
     wants = plan.decisions[node].wants
-    return all(
+    return all(plan.values[t].kind == WHOLE for t in node.outputs) and all(
       plan.seen(t).kind == WHOLE or want == WHOLE
       for t, want in zip(node.inputs, wants, strict=True)
     )
@@ -363,14 +360,11 @@ class Emitter:
 
   def _contributions(self, site, tensors):
     """Returns a replica's terms of sums. A padding row contributes nothing."""
-    terms = [site.get(t) for t in tensors]
-    of_rows = [
-      i for i, t in enumerate(tensors) if self._plan.values[t].kind == kinds.SUM
-    ]
-    found = site.contributions([terms[i] for i in of_rows])
-    for i, term in zip(of_rows, found, strict=True):
-      terms[i] = term
-    return terms
+    terms = {t: site.get(t) for t in tensors}
+    of_rows = [t for t in tensors if self._plan.values[t].kind == kinds.SUM]
+    found = site.contributions([terms[t] for t in of_rows])
+    terms.update(zip(of_rows, found, strict=True))
+    return list(terms.values())
 
   def _in_kind(self, site, tensor, wanted):
     """Returns a tensor at a site in the wanted kind, after the meetings."""

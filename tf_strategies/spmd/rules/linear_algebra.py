@@ -174,6 +174,6 @@ def _diagonal(context: Context) -> Decision | None:
     inputs = [tf.ensure_shape(inputs[0], lengths), *inputs[1:]]
     return site.op(node, inputs)
 
-  decision = context.by_axes([names], [names], emit=emit)
+  decision = context.by_axes([names], [names])
   decision.emit = emit
   return decision
