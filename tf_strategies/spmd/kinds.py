@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 # The largest int32.
@@ -199,3 +200,8 @@ class Value:
   def of(self, kind) -> Value:
     """The same tensor held in another way."""
     return dataclasses.replace(self, kind=kind)
+
+
+def split(axis: int, length: Dim, dims: Sequence[Dim]) -> Value:
+  """A tensor that is split along `axis`, whose length is `length` there."""
+  return Value(Split(axis), (*dims[:axis], length, *dims[axis + 1 :]))

@@ -113,8 +113,7 @@ class Plan:
     if value.dims is not None or dims is None or isinstance(value.kind, Listed):
       return value
     if isinstance(value.kind, Split):
-      axis = value.kind.axis
-      dims = (*dims[:axis], kinds.ROWS, *dims[axis + 1 :])
+      return kinds.split(value.kind.axis, kinds.ROWS, dims)
     return dataclasses.replace(value, dims=dims)
 
   def decide(self) -> dict[Tensor, Any]:
@@ -439,7 +438,7 @@ class Context:
     for names, each in zip(outputs, known, strict=True):
       if is_kept:
         at = names.index(name)
-        results.append(Value(Split(at), (*each[:at], length, *each[at + 1 :])))
+        results.append(kinds.split(at, length, each))
         if shape is not None:
           emit = self.with_own_shape(shape, at)
       else:
@@ -455,7 +454,7 @@ class Context:
     dims = self.dims(index) if dims is None else dims
     if dims is None:
       raise UnknownError
-    return Value(Split(axis), (*dims[:axis], length, *dims[axis + 1 :]))
+    return kinds.split(axis, length, dims)
 
   def out(self, kind, index: int = 0, **known) -> Value:
     """Returns an output for which TensorFlow's static lengths are right."""

@@ -22,6 +22,7 @@ from tf_strategies.spmd.kinds import (
   Split,
   Value,
 )
+from tf_strategies.spmd.kinds import split as split_of
 from tf_strategies.spmd.plan import (
   Context,
   Decision,
@@ -117,7 +118,7 @@ def _join(found, dims):
       and (v.kind == WHOLE or (v.kind, v.dims[axis]) == (split.kind, length))
       for v in found
     ):
-      return Value(split.kind, (*dims[:axis], length, *dims[axis + 1 :]))
+      return split_of(axis, length, dims)
   raise NeedsExchangeError(f'its results are {found}')
 
 
