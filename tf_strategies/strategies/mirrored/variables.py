@@ -145,15 +145,12 @@ class SeedVariable(MirroredVariable):
 
   def _offset(self):
     """Returns the offset of this replica's seed; None for the first replica."""
-    if whole_batch.stream():
-      number = whole_batch.stream()
-      return tf.constant([number * _keras_internal.SEED_STRIDE, 0], self.dtype)
-    context = tf.distribute.get_replica_context()
+    number = whole_batch.stream()
     replica_id = replica_run.current_replica_id()
-    if context is None or replica_id is None:
-      return None
-    extended = self.distribute_strategy.extended
-    number = extended._get_replica_id_in_sync_group(replica_id)
+    in_replica = tf.distribute.get_replica_context() and replica_id is not None
+    if number == 0 and in_replica:
+      extended = self.distribute_strategy.extended
+      number = extended._get_replica_id_in_sync_group(replica_id)
     if number == 0:
       return None
     return tf.constant([number * _keras_internal.SEED_STRIDE, 0], self.dtype)
