@@ -184,7 +184,13 @@ class WorkerReducer:
   def reduce(self, reduce_op, pairs, options):
     """Reduces distributed values, each to its destinations."""
     is_mean = reduce_op == _MEAN
-    values = [_components(value) for value, _ in pairs]
+    values = [
+      [
+        v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
+        for v in value.values
+      ]
+      for value, _ in pairs
+    ]
     are_dense = [not isinstance(v[0], tf.IndexedSlices) for v in values]
     dense = list(itertools.compress(values, are_dense))
     gradients = ()
@@ -283,13 +289,3 @@ class WorkerReducer:
     if len(copies) == 1:
       return copies[0]
     return _tf_internal.regroup(tuple(copies), wrap_class=_tf_internal.Mirrored)
-
-
-def _components(value):
-  """Returns the tensors of a distributed value, or the value as the only one."""
-  if isinstance(value, tf.distribute.DistributedValues):
-    return [
-      v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
-      for v in value.values
-    ]
-  return [tf.convert_to_tensor(value)]
