@@ -69,7 +69,8 @@ class ExactMirroredExtended(
       )
     scope_checks.note_created(container_strategy)
     self._functions = weakref.WeakKeyDictionary()
-    self._variables: list[weakref.ref] = []
+    # By the `id` of the first copy's handle.
+    self._variables = weakref.WeakValueDictionary()
     self.local = make_local(
       self._devices,
       self._get_cross_device_ops,
@@ -145,15 +146,10 @@ class ExactMirroredExtended(
 
   def variables_by_handle(self) -> dict[int, tf.Variable]:
     """Returns this strategy's variables, by the `id` of the first copy's handle."""
-    found = {id(v.values[0].handle): v for v in self._alive_variables()}
+    found = dict(self._variables)
     if self.state_shards is not None:
-      found.update(self.state_shards.by_handle())
+      found.update(self.state_shards.by_handle)
     return found
-
-  def _alive_variables(self):
-    alive = [(ref, ref()) for ref in self._variables]
-    self._variables = [ref for ref, variable in alive if variable is not None]
-    return [variable for _, variable in alive if variable is not None]
 
   def _rows_of_counts(self, counts) -> list[site_lib.ReplicaRows]:
     first = self._get_replica_id_in_sync_group(0)
@@ -263,7 +259,7 @@ class ExactMirroredExtended(
       yield
     for variable in [] if is_first else used:
       replica_exchange.set_copies(variable, None)
-    for variable in self._alive_variables():
+    for variable in list(self._variables.values()):
       if not replica_exchange.is_sum(variable):
         first, *copies = variable.values
         for copy in copies:
@@ -417,7 +413,7 @@ class ExactMirroredExtended(
     variable = self._rewrap(variable)
     if isinstance(variable, tf.distribute.DistributedValues):
       self.has_variables = True
-      self._variables.append(weakref.ref(variable))
+      self._variables[id(variable.values[0].handle)] = variable
     return variable
 
   def _update(self, var, fn, args, kwargs, group):

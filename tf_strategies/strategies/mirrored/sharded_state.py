@@ -31,7 +31,8 @@ class StateShards:
 
   def __init__(self, extended):
     self._extended = extended
-    self._variables: list[weakref.ref] = []
+    # The divided variables, by the `id` of the handle in traced steps.
+    self.by_handle = weakref.WeakValueDictionary()
     # Variables whose slots are divided, by `id`.
     self._divided = weakref.WeakValueDictionary()
     self._warned: set[str] = set()
@@ -72,14 +73,9 @@ class StateShards:
       variable = ShardedVariable(
         extended, copies, whole.shape, self.shard, kwargs.get('name')
       )
-    self._variables.append(weakref.ref(variable))
+    self.by_handle[id(variable.handle)] = variable
     self._divided[id(kwargs['colocate_with'])] = kwargs['colocate_with']
     return variable
-
-  def by_handle(self) -> dict[int, tf.Variable]:
-    """Returns the divided variables, by the `id` of the handle in traced steps."""
-    alive = [ref() for ref in self._variables]
-    return {id(v.handle): v for v in alive if v is not None}
 
   def count_of(self, variable) -> int:
     """Returns the number of pieces of an optimizer's state of a model's variable."""
