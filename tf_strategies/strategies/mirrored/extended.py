@@ -258,12 +258,11 @@ class ExactMirroredExtended(
     with whole_batch.uses_noted(self, make_whole):
       yield
     for variable in [] if is_first else used:
-      replica_exchange.set_copies(variable, None)
+      zero = tf.zeros_like(variable.values[0])
+      replica_exchange.set_copies(variable, zero)
     for variable in list(self._variables.values()):
       if not replica_exchange.is_sum(variable):
-        first, *copies = variable.values
-        for copy in copies:
-          copy.assign(first.read_value())
+        replica_exchange.copy_first(variable)
 
   def total_of(self, variable) -> tf.Tensor:
     """Returns the value, eagerly, of a variable that is a sum over replicas."""

@@ -96,12 +96,15 @@ def is_sum(variable) -> bool:
 
 
 def set_copies(variable, total) -> tf.Operation | None:
-  """Sets the first copy to the sum and the others to zero.
-
-  If `total` is None, all copies are zero.
-  """
+  """Sets the first copy to the sum and the others to zero."""
   first, *others = variable.values
   # A copy may not have a value yet, and therefore no shape to read.
-  zero = tf.zeros_like(first if total is None else total)
-  written = [first.assign(zero if total is None else total)]
-  return tf.group(written + [copy.assign(zero) for copy in others])
+  zero = tf.zeros_like(total)
+  return tf.group(first.assign(total), *(c.assign(zero) for c in others))
+
+
+def copy_first(variable) -> None:
+  """Makes all copies equal to the first one."""
+  first, *copies = variable.values
+  for copy in copies:
+    copy.assign(first.read_value())

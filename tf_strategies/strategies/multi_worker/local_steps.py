@@ -163,9 +163,7 @@ class LocalWorker:
       yield
     if len(devices) > 1:
       for variable in written:
-        first, *copies = variable.values
-        for copy in copies:
-          copy.assign(first.read_value())
+        replica_exchange.copy_first(variable)
 
 
 class LocalStep(whole_batch.WholeStep):
