@@ -159,7 +159,7 @@ class ExactMirroredExtended(
     """Returns the sites on which a step is built for this process's replicas;
     see `spmd`.
     """
-    counts = self._counts_of(leaves)
+    counts = self.counts_of(leaves)
     if counts is None:
       return self._sites_with(self._rows_of_plain(leaves))
     return self._sites_with(self._rows_of_counts(counts))
@@ -190,16 +190,12 @@ class ExactMirroredExtended(
         found.append(site_lib.rows_or_stand_in(real, start, total))
     return found
 
-  def static_length(self, leaves) -> int | None:
-    """Returns the number of rows of a batch, if it is known before a step runs."""
-    counts = self._counts_of(leaves) or (None,)
-    return sum(counts) if all(isinstance(n, int) for n in counts) else None
-
-  def _counts_of(self, args) -> tuple[Any, ...] | None:
+  def counts_of(self, args) -> tuple[Any, ...] | None:
+    """Returns the number of rows of every replica; see `replica_run.rows_of`."""
     return replica_run.rows_of(args, len(self._devices), self._share_rows)
 
   def _run_of(self, args) -> replica_run.ReplicaRun:
-    counts = self._counts_of(args)
+    counts = self.counts_of(args)
     if counts is None or _have_all_rows(counts):
       return replica_run.ReplicaRun()
     with tf.device('CPU:0'):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -230,7 +230,8 @@ class WholeStep:
     """
     if isinstance(error, errors.Error):
       raise error
-    known = self._static_length(leaves)
+    counts = self._counts_of(leaves) or (None,)
+    known = sum(counts) if all(isinstance(n, int) for n in counts) else None
     length = known or 4 * self._strategy.num_replicas_in_sync
 
     def with_length(spec):
@@ -327,9 +328,9 @@ class WholeStep:
     """Returns how the replicas of the step meet."""
     return self._extended.exchange()
 
-  def _static_length(self, leaves) -> int | None:
-    """Returns the number of rows, if it is known before the step runs."""
-    return self._extended.static_length(leaves)
+  def _counts_of(self, leaves) -> Sequence[Any] | None:
+    """Returns the number of rows of each replica, int or int32."""
+    return self._extended.counts_of(leaves)
 
   def _sites(self, leaves):
     home, sites = self._extended.home_device, self._extended.sites_of(leaves)

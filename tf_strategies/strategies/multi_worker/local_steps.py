@@ -196,7 +196,7 @@ class LocalStep(whole_batch.WholeStep):
         'leave out run_eagerly=True',
       )
     data = tf.nest.map_structure(self._own, data)
-    rows = tf.add_n(_counts_of(tf.nest.flatten(data)))
+    rows = tf.add_n(self._counts_of(tf.nest.flatten(data)))
     run = super().run
     with self._worker.counting(self._optimizers):
       results = tf.cond(rows > 0, lambda: run(fn, data), self._report)
@@ -218,7 +218,7 @@ class LocalStep(whole_batch.WholeStep):
     return host_input.per_replica(parts)
 
   def _sites(self, leaves):
-    counts = _counts_of(leaves)
+    counts = self._counts_of(leaves)
     if len(counts) > 1:
       rows = mirrored_extended.rows_of_replicas(counts, range(len(counts)))
     else:  # A worker without rows skips the step.
@@ -231,9 +231,17 @@ class LocalStep(whole_batch.WholeStep):
       for i, (device, own) in enumerate(zip(self._devices, rows, strict=True))
     ]
 
-  def _static_length(self, leaves):
-    counts = _counts_of(leaves)
-    return sum(counts) if all(isinstance(n, int) for n in counts) else None
+  def _counts_of(self, leaves):
+    """Returns the number of rows of each replica of this worker; see base class."""
+    batch = next((v for v in leaves if v is not None), None)
+    if batch is None:
+      raise errors.UnsupportedOptionError(
+        'none',
+        'a batch in a step with LocalSteps',
+        'pass a distributed batch to the step: its rows are the weight of the '
+        'step at a meeting',
+      )
+    return [replica_run.num_rows(part) for part in batch.values]
 
   def _exchange(self):
     return replica_exchange.ReplicaExchange(
@@ -271,19 +279,6 @@ class LocalStep(whole_batch.WholeStep):
       and v.dtype.is_floating
       and id(v) not in of_optimizers
     ]
-
-
-def _counts_of(leaves) -> list[Any]:
-  """Returns the number of rows of each replica of this worker, int or int32."""
-  batch = next((v for v in leaves if v is not None), None)
-  if batch is None:
-    raise errors.UnsupportedOptionError(
-      'none',
-      'a batch in a step with LocalSteps',
-      'pass a distributed batch to the step: its rows are the weight of the '
-      'step at a meeting',
-    )
-  return [replica_run.num_rows(part) for part in batch.values]
 
 
 def _values(variables: Iterable[keras.Variable]) -> list[tf.Variable]:
