@@ -297,9 +297,7 @@ class Emitter:
     for site, call in zip(sites, calls, strict=True):
       with tf.device(site.device):
         outputs = function(*call)
-      for tensor, output in zip(results, outputs, strict=True):
-        site_lib.set_own_shape(output, tensor, plan.values[tensor])
-        site.tensors[tensor, AS_IS] = output
+      _hold(plan, site, results, outputs)
 
   def _build(self, nodes, sites):
     """Builds nodes: at one site after the other, or at all sites together."""
@@ -322,7 +320,7 @@ class Emitter:
       # One without outputs gives a tensor too, to wait for.
       self.met += itertools.chain(*columns)
       for site, outputs in zip(sites, columns, strict=True):
-        self._hold(node, site, outputs)
+        _hold(plan, site, node.outputs, outputs)
 
   def _with_copies(self, node, site) -> Site:
     """Returns a site with the copies that it writes in a branch or loop."""
@@ -351,12 +349,7 @@ class Emitter:
     emit = self._plan.decisions[node].emit
     inputs = self._inputs(node, site)
     outputs = emit(site, inputs) if emit else site.op(node, inputs)
-    self._hold(node, site, outputs)
-
-  def _hold(self, node, site, outputs):
-    for tensor, output in zip(node.outputs, outputs, strict=False):
-      site_lib.set_own_shape(output, tensor, self._plan.values[tensor])
-      site.tensors[tensor, AS_IS] = output
+    _hold(self._plan, site, node.outputs, outputs)
 
   def _contributions(self, site, tensors):
     """Returns a replica's terms of sums. A padding row contributes nothing."""
@@ -457,6 +450,13 @@ class Emitter:
     return results
 
 
+def _hold(plan, site, tensors, built):
+  """Keeps what was built at a site for some tensors; there may be more."""
+  for tensor, each in zip(tensors, built, strict=False):
+    site_lib.set_own_shape(each, tensor, plan.values[tensor])
+    site.tensors[tensor, AS_IS] = each
+
+
 def _common_spec(tensor: tf.Tensor, *others: tf.Tensor) -> tf.TensorSpec:
   """Returns a spec of tensors whose static shapes may differ.
 
@@ -483,8 +483,6 @@ def run_body(
   """
   inner = [site.inner() for site in sites]
   for site, row in zip(inner, arguments, strict=True):
-    for tensor, argument in zip(plan.program.inputs, row, strict=True):
-      site_lib.set_own_shape(argument, tensor, plan.values[tensor])
-      site.tensors[tensor, AS_IS] = argument
+    _hold(plan, site, plan.program.inputs, row)
   wanted = list(zip(plan.program.outputs, kinds_of, strict=True))
   return Emitter(plan, inner, exchange).run(wanted)
