@@ -397,8 +397,7 @@ class Emitter:
       self._take(tensors, shard, sites, results)
     for sites, tensors in groups.items():
       columns = [self._contributions(s, tensors) for s in self._replicas]
-      gradients = [t.node.gradient for t in tensors]
-      names = [None if g is None else g[0] for g in gradients]
+      names = [t.node.gradient and t.node.gradient[0] for t in tensors]
       results = self._exchange.add(columns, sites, names)
       self._take(tensors, WHOLE, sites, results)
     joined = [t for t in ready if isinstance(plan.values[t].kind, Shard)]

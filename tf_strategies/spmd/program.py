@@ -27,11 +27,6 @@ class Tensor:
   dtype: tf.DType
   shape: tf.TensorShape
 
-  @property
-  def name(self) -> str:
-    """A name that is unique in its program."""
-    return f'{self.node.number}:{self.index}'
-
 
 @dataclasses.dataclass(eq=False)
 class Node:

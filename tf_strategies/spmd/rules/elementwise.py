@@ -138,11 +138,6 @@ BROADCASTING = [
 ]
 
 
-@rule(*UNARY, *BROADCASTING)
-def _elementwise(context: Context) -> Decision:
-  return broadcast(context)
-
-
 @rule('Select')
 def _select(context: Context) -> Decision | None:
   # Its condition may be a vector beside matrices, which broadcasts otherwise.
@@ -209,6 +204,7 @@ def _look_up(context: Context) -> Decision:
   return context.by_axes([[], keys], [keys], dims=context.inputs[1].dims)
 
 
+@rule(*UNARY, *BROADCASTING)
 def broadcast(context: Context) -> Decision:
   """Splits along the axis of the output along which inputs are split."""
   count = len(context.inputs)

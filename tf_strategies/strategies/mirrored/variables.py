@@ -174,8 +174,6 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
     Raises:
       UnsupportedOptionError: if replicas already hold parts of it.
     """
-    if self.holds_whole:
-      return
     with tf.init_scope():
       are_parts = any(np.any(copy.numpy()) for copy in self.values)
     if are_parts:
