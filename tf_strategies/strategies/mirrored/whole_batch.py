@@ -350,7 +350,6 @@ class WholeStep:
       values.append(kinds.Value(kind, dims, resource=resource))
 
     replicas = [s for s in sites if s.replica is not None]
-    split = kinds.Split(0)
     for leaf, spec in zip(leaves, specs, strict=True):
       if spec is None:
         continue
@@ -358,11 +357,8 @@ class WholeStep:
         whole = self._whole(leaf, sites)
         for part in tf.nest.flatten(whole, expand_composites=True):
           add(dict.fromkeys(sites, part), kinds.WHOLE)
-      elif isinstance(leaf, tf.distribute.DistributedValues):
-        built = {s: _stand_in(s, leaf.values[s.replica]) for s in replicas}
-        add(built, split)
-      elif spec.shape.rank:
-        add({s: _own_rows(s, leaf) for s in replicas}, split)
+      elif spec.shape.rank or isinstance(leaf, tf.distribute.DistributedValues):
+        add({s: _own_rows(s, leaf) for s in replicas}, kinds.Split(0))
       else:
         add(dict.fromkeys(sites, leaf), kinds.WHOLE)
     known = self._extended.variables_by_handle()
@@ -413,16 +409,12 @@ def _read(value):
   return tf.convert_to_tensor(value) if is_variable else value
 
 
-def _own_rows(site, tensor):
-  """Returns a replica's rows of a batch that every replica has."""
+def _own_rows(site, leaf):
+  """Returns a replica's rows, or a row that stands in if it has none."""
   with tf.device(site.device):
-    return site.rows_of(tensor, kinds.Split(0))
-
-
-def _stand_in(site, tensor):
-  """Returns a replica's rows, or a row of zeros if it has none."""
-  with tf.device(site.device):
-    tensor = _checked(site, tensor)
+    if not isinstance(leaf, tf.distribute.DistributedValues):
+      return site.rows_of(leaf, kinds.Split(0))
+    tensor = _checked(site, leaf.values[site.replica])
     if site.rows.real is None:
       return tensor
     return replica_run.one_row_if_empty(tensor)
