@@ -110,12 +110,12 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     super().__init__(
       container_strategy, devices, cross_device_ops, _CentralReducer
     )
-    self._parameter_device = parameter_device
+    self.home_device = parameter_device
 
   @property
   def parameter_devices(self):
     """Returns the device with the variables, as a tuple of one."""
-    return (self._parameter_device,)
+    return (self.home_device,)
 
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients on the parameter device, and applies them once."""
@@ -125,11 +125,11 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(
         tf.distribute.ReduceOp.SUM,
-        [(g, self._parameter_device) for g in gradients],
+        [(g, self.home_device) for g in gradients],
       )
       with (
         tf.distribute.ReplicaContext(strategy, 0),
-        tf.device(self._parameter_device),
+        tf.device(self.home_device),
       ):
         apply(reduced)
 
@@ -142,11 +142,6 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     """See base class: variables may be on another device."""
     return super().is_one_device and self._devices == self.parameter_devices
 
-  @property
-  def home_device(self):
-    """See base class."""
-    return self._parameter_device
-
   # How variables are created.
 
   _rewrap = staticmethod(variables.rewrap)
@@ -155,7 +150,7 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
     kwargs = variables.creation_policy(kwargs, is_slot)
     if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
       return kwargs  # It goes beside an object that has one device.
-    central = _Devices((self._parameter_device,))
+    central = _Devices((self.home_device,))
     has_copies = variables.has_copies(kwargs)
     return {**kwargs, 'colocate_with': None if has_copies else central}
 
