@@ -9,10 +9,6 @@ import tensorflow as tf
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd import plan as plan_lib
 
-# TensorFlow calls these stateful, but each replica may run its own.
-_BRANCHES = ('If', 'While', 'Case')
-_OWN = {'Assert', *_BRANCHES, *(f'Stateless{name}' for name in _BRANCHES)}
-
 
 def acts(node) -> bool:
   """Returns whether a node does more than compute and read."""
@@ -23,7 +19,7 @@ def runs_at(plan, node, site) -> bool:
   """Returns whether a node that acts does so at a site."""
   if bodies := plan.decisions[node].bodies:
     return any(acts(n) and runs_at(p, n, site) for p, n in _inside(bodies))
-  if node.type in _OWN:
+  if node.type == 'Assert':  # Each replica may run its own.
     return site.replica is not None or site.is_home
   resources = [plan.values[t].resource for t in node.inputs]
   resources = [r for r in resources if r is not None]
