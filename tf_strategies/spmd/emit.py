@@ -302,25 +302,25 @@ class Emitter:
   def _build(self, nodes, sites):
     """Builds nodes: at one site after the other, or at all sites together."""
     plan = self._plan
-    for node, group in itertools.groupby(nodes, self._together):
-      at, group, rows = sites, list(group), []
-      decision = plan.decisions.get(node)
-      if decision is None or not decision.emit_together:
-        if decision is not None:  # All copies are made before a site writes.
-          at = [self._with_copies(node, site) for site in sites]
-        for site in at:
+    for node, found in itertools.groupby(nodes, self._together):
+      at, group, rows = sites, list(found), []
+      build_together = node and plan.decisions[node].emit_together
+      if build_together:
+        for site in sites:
           with tf.device(site.device):
-            for each in group:
-              self._build_here(each, site)
+            rows.append(self._inputs(node, site))
+        columns = build_together(sites, rows, self._exchange)
+        # One without outputs gives a tensor too, to wait for.
+        self.met += itertools.chain(*columns)
+        for site, outputs in zip(sites, columns, strict=True):
+          _hold(plan, site, node.outputs, outputs)
         continue
-      for site in sites:
+      if node:  # All copies are made before a site writes.
+        at = [self._with_copies(node, site) for site in sites]
+      for site in at:
         with tf.device(site.device):
-          rows.append(self._inputs(node, site))
-      columns = decision.emit_together(sites, rows, self._exchange)
-      # One without outputs gives a tensor too, to wait for.
-      self.met += itertools.chain(*columns)
-      for site, outputs in zip(sites, columns, strict=True):
-        _hold(plan, site, node.outputs, outputs)
+          for each in group:
+            self._build_here(each, site)
 
   def _with_copies(self, node, site) -> Site:
     """Returns a site with the copies that it writes in a branch or loop."""
