@@ -274,9 +274,10 @@ class ExactMirroredExtended(
 
   def _call_function(self, function, args, kwargs):
     """Runs a `tf.function`. The rows are read inside it, so it is not retraced."""
-    on_gpus = all('gpu' in device.lower() for device in self._devices)
     if (
-      _tf_internal.is_compiled(function) and on_gpus and not self.is_one_device
+      _tf_internal.is_compiled(function)
+      and self.compiles_by_default
+      and not self.is_one_device
     ):
       # XLA compiles a program for one device, so each replica runs its own.
       return _tf_internal.call_for_each_replica(
