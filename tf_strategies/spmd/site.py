@@ -275,12 +275,12 @@ class Site:
           results[i] = result
     return results
 
-  def real_rows(self, tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """Returns the rows of a split tensor without the padding row."""
+  def real_rows(self, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
+    """Returns a tensor, of length zero along `axis` if this replica has no rows."""
     if self.rows.real is None:
       return tensor
     with tf.device('CPU:0'):
-      length = _share(tf.shape(tensor)[axis], self.rows.real, self.rows.count)
+      length = tf.where(self.rows.real > 0, tf.shape(tensor)[axis], 0)
     with tf.device(self.device):
       return _cut(tensor, axis, 0, length)
 
@@ -291,6 +291,7 @@ def _cut(tensor, axis, begin, size) -> tf.Tensor:
   with tf.device('CPU:0'):
     # It is unknown for the outputs of tables and of Python code.
     rank = tf.rank(tensor) if shape.rank is None else shape.rank
+    axis %= rank
     begins = tf.one_hot(axis, rank, begin, 0, dtype=tf.int32)
     sizes = tf.one_hot(axis, rank, size, -1, dtype=tf.int32)
   result = tf.slice(tensor, begins, sizes)

@@ -87,7 +87,7 @@ class Reducer:
     if run is not None and run.sites is not None:
       pairs = zip(run.sites, value.values, strict=True)
       value = _tf_internal.PerReplica(
-        [replica_run.without_rows(*pair, axis) for pair in pairs]
+        [site.real_rows(tensor, axis) for site, tensor in pairs]
       )
       destinations = value if len(run.sites) > 1 else destinations
     return self._link.gather(value, destinations, axis, options)

@@ -190,7 +190,7 @@ def trim(run: ReplicaRun, outputs):
     if not isinstance(tensor, tf.Tensor):
       return tensor
     if tensor.shape.rank and tensor.shape[0] in (None, 1):
-      return without_rows(site, tensor)
+      return site.real_rows(tensor)
     return site.contributions([tensor])[0]
 
   def trim_value(value):
@@ -226,24 +226,10 @@ def contributions(site: site_lib.Site, tensors):
     next(dense)
     if isinstance(t, tf.Tensor)
     else tf.IndexedSlices(
-      without_rows(site, t.values), without_rows(site, t.indices), t.dense_shape
+      site.real_rows(t.values), site.real_rows(t.indices), t.dense_shape
     )
     for t in tensors
   ]
-
-
-def without_rows(site: site_lib.Site, tensor: tf.Tensor, axis: int = 0):
-  """Returns a tensor, of length zero along `axis` if the replica has no rows."""
-  with tf.device(site.device):
-    kept = site.if_real(
-      lambda: tf.identity(tensor),
-      lambda: tf.gather(tensor, tf.constant([], tf.int32), axis=axis),
-    )
-  if site.rows.real is not None and tensor.shape.rank is not None:
-    shape = tensor.shape.as_list()
-    shape[axis] = None
-    kept.set_shape(shape)
-  return kept
 
 
 def divide(value, count: tf.Tensor):
