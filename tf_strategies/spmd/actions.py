@@ -60,7 +60,7 @@ def copied(bodies, site) -> dict[Any, tf.DType]:
       read.update(resources)
     elif not runs_at(plan, node, site) and (dtype := node.attr('dtype')):
       written |= dict.fromkeys(resources[:1], dtype)
-  return {r: dtype for r, dtype in written.items() if r in read}
+  return {r: dtype for r, dtype in written.items() if r and r in read}
 
 
 def is_alike(bodies, sites) -> bool:
