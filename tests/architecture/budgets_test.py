@@ -22,7 +22,7 @@ _BUDGETS = {
   'tests': 296_500,
   'tf_strategies': 3_290,
   'tf_strategies/_keras_internal': 8_720,
-  'tf_strategies/_tf_internal': 4_170,
+  'tf_strategies/_tf_internal': 4_190,
   'tf_strategies/checkpoint': 5_840,
   'tf_strategies/cluster': 6_780,
   'tf_strategies/collectives': 4_460,

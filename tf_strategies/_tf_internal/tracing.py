@@ -87,6 +87,14 @@ _ops = load('framework.ops', 'the arrays of a data set function')
 _c_api = load(
   'client.pywrap_tf_session', 'the operations of the replicas of a step'
 )
+_set_stack = load(
+  'client.pywrap_tf_session.TF_SetOpStackTrace',
+  'the operations of the replicas of a step',
+)
+_in_arguments = load(
+  'framework.ops._reconstruct_sequence_inputs',
+  'the operations of the replicas of a step',
+)
 _extract_stack = load(
   'util.tf_stack.extract_stack', 'the operations of the replicas of a step'
 )
@@ -325,7 +333,7 @@ def copy_op(
   name = op.name.rpartition('/')[2].lstrip('_') or op.type
   with graph._c_graph.get() as c_graph:
     copy = _c_api.TF_NewOperation(c_graph, op.type, graph.unique_name(name))
-  for each in _ops._reconstruct_sequence_inputs(op.op_def, inputs, attrs):
+  for each in _in_arguments(op.op_def, inputs, attrs):
     if isinstance(each, list):
       _c_api.TF_AddInputList(copy, [t._as_tf_output() for t in each])
     else:
@@ -335,7 +343,7 @@ def copy_op(
   for name, value in attrs.items():
     _c_api.TF_SetAttrValueProto(copy, name, value.SerializeToString())
   copy = _c_api.TF_FinishOperation(copy)
-  _c_api.TF_SetOpStackTrace(copy, _copying.stack)
+  _set_stack(copy, _copying.stack)
   return graph._create_op_from_tf_operation(copy).outputs
 
 
