@@ -105,10 +105,20 @@ def _in_loop(rows, scale, weight):
   return tf.reduce_sum(total)
 
 
+def _in_elements(rows, scale, weight):
+  """Writes with an operation that does not name the type of the variable."""
+  total = tf.zeros_like(rows)
+  for _ in tf.range(3):
+    scale[...].assign(scale * 0.5 + weight)
+    total += rows * scale
+  weight.assign_add(scale)
+  return tf.reduce_sum(total)
+
+
 class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
     create=(_ring, _central),
-    program=(_in_branch, _in_loop),
+    program=(_in_branch, _in_loop, _in_elements),
     is_outside=(True, False),
   )
   def test_reads_and_writes_in_control_flow(self, create, program, is_outside):
@@ -132,6 +142,42 @@ class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
 
     one_device = tf.distribute.get_strategy()
     self.assertEqual(run(create()), run(one_device))
+
+  def test_a_table_that_a_loop_reads_and_writes_is_refused(self):
+    """A replica that does not write would read what later turns have written."""
+    strategy = _ring()
+    table = tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 1.0)
+    with strategy.scope():
+      total = tf.Variable(0.0)
+
+    @strategy.step
+    def step():
+      for i in tf.range(3):
+        found = table.lookup(i)
+        table.insert(i, 2.0 * found)
+        total.assign_add(tf.reshape(found, []))
+
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'reads and writes a table'
+    ):
+      step()
+
+  @parameterized.parameters(_ring, _central)
+  def test_elements_of_one_copy_in_a_loop(self, create):
+    strategy = create()
+    table = tf.Variable([[1.0], [2.0]])
+    with strategy.scope():
+      total = tf.Variable(0.0)
+
+    @strategy.step
+    def step():
+      for i in tf.range(2):
+        table.assign(table * 2.0)
+        total.assign_add(tf.reduce_sum(tf.gather_nd(table, [[i]])))
+
+    step()
+    copies = strategy.experimental_local_results(total)
+    self.assertEqual({float(c) for c in copies}, {10.0})
 
 
 class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):

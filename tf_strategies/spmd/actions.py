@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tf_strategies import errors
 from tf_strategies.spmd import kinds
 from tf_strategies.spmd import plan as plan_lib
 
@@ -52,15 +53,26 @@ def copied(bodies, site) -> dict[Any, tf.DType]:
 
   These variables are read there, and other sites write them: too early for some of the
   reads, or too late for others. The site writes its copies instead.
+
+  Raises:
+    UnsupportedOptionError: one of them is a table, which cannot be copied.
   """
   read, written = set(), {}
   for plan, node in _inside(bodies):
-    resources = [plan.values[t].resource for t in node.inputs]
+    resources = [r for t in node.inputs if (r := plan.values[t].resource)]
     if not acts(node):
       read.update(resources)
-    elif not runs_at(plan, node, site) and (dtype := node.attr('dtype')):
+    elif not runs_at(plan, node, site):
+      dtype = node.attr('dtype') or node.attr('T')
       written |= dict.fromkeys(resources[:1], dtype)
-  return {r: dtype for r, dtype in written.items() if r and r in read}
+  found = {r: dtype for r, dtype in written.items() if r in read}
+  if None in found.values():
+    raise errors.UnsupportedOptionError(
+      'a branch or loop that both reads and writes a table',
+      'one that reads the table, or writes it',
+      'look up before the branch or loop, or insert after it',
+    )
+  return found
 
 
 def is_alike(bodies, sites) -> bool:

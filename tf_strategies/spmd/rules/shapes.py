@@ -360,7 +360,7 @@ def _resource_gather(context: Context) -> Decision | None:
   return context.by_axes([[], indices], [indices])
 
 
-@rule('GatherNd')
+@rule('GatherNd', 'ResourceGatherNd')
 def _gather_nd(context: Context) -> Decision:
   indices = context.names(1, [-1])
   return context.by_axes([[], indices], [indices[:-1]])
