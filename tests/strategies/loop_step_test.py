@@ -162,6 +162,19 @@ class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
     ):
       step()
 
+  def test_random_numbers_in_a_branch_are_refused_by_name(self):
+    strategy = _ring()
+    generator = tf.random.Generator.from_seed(1)
+    draw = strategy.step(
+      lambda: tf.cond(
+        tf.constant(True), lambda: generator.normal([]), lambda: 0.0
+      )
+    )
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'RngReadAndSkip.*runs once'
+    ):
+      draw()
+
   @parameterized.parameters(_ring, _central)
   def test_elements_of_one_copy_in_a_loop(self, create):
     strategy = create()

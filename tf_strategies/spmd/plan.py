@@ -133,9 +133,10 @@ class Plan:
           _check_list(kind, want, node)
         meets = self.meets(tensor, want)
         if meets and not self._may_meet:
-          raise NeedsExchangeError(
-            f'{node.type} {node.name!r} needs all rows of a batch at once'
-          )
+          cause, why = node, 'needs all rows of a batch at once'
+          if kind == kinds.FIRST:
+            cause, why = tensor.node, 'runs once for all replicas'
+          raise NeedsExchangeError(f'{cause.type} {cause.name!r} {why}')
         if meets and isinstance(kind, Part) and want != self.forced.get(tensor):
           if isinstance(want, Shard) and kind == kinds.SUM:
             # Others may want shards too; if not, a later pass makes it whole.
