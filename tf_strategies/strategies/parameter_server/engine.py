@@ -68,8 +68,9 @@ class Sent:
 class StepTask(worker_pool.Task):
   """One step, or a share of it, on some data.
 
-  If a worker is lost while it computes the step, another one computes it again, into
-  other slots. This is safe: the first slots are never applied.
+  If a worker is lost before its call has returned and its results are fetched, another
+  one computes the step again, into other slots. The first slots may be full; they are
+  never applied. Afterwards the worker is not needed: its slots are applied.
 
   Args:
     engine: the engine.
@@ -119,7 +120,8 @@ class StepTask(worker_pool.Task):
     """Computes it on a worker, into slots."""
     # New ones each time: a worker that was lost may still be writing the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
-    # What is not in the slots is on the worker, which may die.
+    # Fetches what is not in the slots before anything is applied: if the worker dies
+    # until then, the step can be repeated.
     self._reported = tf.nest.map_structure(
       lambda t: t.numpy(), self.function(worker, argument, self.slots)
     )
@@ -136,7 +138,7 @@ class StepTask(worker_pool.Task):
     self.data.mark_applied()
 
   def lose(self, worker: int) -> None:
-    """Gives a worker up that failed with it: its splits go to others."""
+    """Gives up the iterators of a worker, dead or not, that failed with it."""
     self._engine.lose(worker)
 
   def finish(self, worker: int) -> None:
@@ -378,7 +380,7 @@ class Engine:
     return [w for w in self._pool.workers if w not in away]
 
   def lose(self, worker: int) -> None:
-    """Gives a worker up: the splits that it was reading go to others."""
+    """Gives up a worker's iterators: any worker may open the splits that it read."""
     self.lives[worker] += 1
 
   def look(self, step: Step, layout: batch_message.BatchLayout) -> None:

@@ -3,8 +3,8 @@
 A worker writes no variable. The gradients of its step, its writes to its copies of
 variables, and the numbers that it reports go into slots on the servers that hold the
 variables. `ApplyFunction`, which the chief calls, applies the slots of one
-task, or of several that share the rows of a batch. Until then, the worker has changed no
-variable, so its task can be repeated with other slots. Nobody applies the first ones.
+task, or of several that share the rows of a batch. Until it begins, no variable has
+changed, so a task can be repeated with other slots. It then forgets the first ones.
 """
 
 from __future__ import annotations

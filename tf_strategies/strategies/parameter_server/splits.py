@@ -29,7 +29,8 @@ class DataSplit:
   """A part of an epoch's data."""
 
   index: int
-  done: int = 0  # Elements that have been trained on.
+  # Elements that have been trained on, or dropped with `backup_workers`.
+  done: int = 0
   # The worker that reads it, and the life in which it began to.
   owner: tuple[int, int] | None = None
   # Of the iterator on the worker that reads it.
@@ -220,7 +221,7 @@ class Round:
     self.waiting = set(self.splits)
 
   def count(self) -> None:
-    """Advances all splits after the step; elements that nobody read are dropped."""
+    """Advances all splits after the step; it drops elements that were not applied."""
     for split in self.splits:
       split.done += not split.is_closed
 

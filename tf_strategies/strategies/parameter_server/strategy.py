@@ -248,7 +248,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   Variables are placed by bytes: the first MiB on one server, so that a small model
   is on one. The optimizer's update runs where its variable is. Additions are atomic.
 
-  No step is lost when a worker dies. It is used again when it is back. When a
+  No step is lost when a worker dies. With `backup_workers`, its rows of one step may
+  be dropped. A worker that is back is used again. When a
   server dies and `checkpoint_dir` is given, training waits for it and continues from
   the newest whole checkpoint, with all variables. Without `checkpoint_dir` a
   `ParameterServerUnavailableError` is raised. Servers that see `checkpoint_dir` write
@@ -526,7 +527,8 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
   def distribute_datasets_from_function(self, dataset_fn, options=None):
     """Makes a data set that the workers read themselves.
 
-    Each element counts once an epoch, also when a worker dies. In 'sync' a step takes
+    Each element counts once an epoch, also when a worker dies (with `backup_workers`
+    at most once). In 'sync' a step takes
     one of each worker that has one, else one.
 
     Args:

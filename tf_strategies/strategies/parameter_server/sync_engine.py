@@ -173,7 +173,8 @@ class _Quorum:
     """Returns whether a worker may take a share; under the pool's lock.
 
     Each takes one: a second one would not count, and would keep it from the next
-    step. Only where workers were lost do others take theirs.
+    step. It takes a second one if a worker failed with that share, or if fewer shares
+    are being computed than the step needs.
     """
     were_lost = task.retries > 0 or len(self.begun) < self._needed
     return worker not in self.begun.values() or were_lost

@@ -86,7 +86,7 @@ class Task(abc.ABC):
 class WorkerPool:
   """Runs tasks on workers, in order of submission as workers become free.
 
-  A task of a worker that dies goes to another one; a restarted worker is used
+  A task that fails because its worker died goes to another one; a restarted worker is used
   again. `wait` and `submit` raise any exception that no retry cures, and the
   worker's thread continues with the next task. `submit` waits while
   `max_waiting` tasks are in the queue. Waiting without any progress for
@@ -361,7 +361,7 @@ class WorkerPool:
     time.sleep(_REJOIN_SECONDS)
 
   def _lose(self, worker: int, error: Exception) -> None:
-    """Notes that a worker is lost: its task goes to others."""
+    """Notes that a worker is lost."""
     logging.warning(
       'worker %d at %s was lost (%s): its step goes to another one',
       worker,
