@@ -304,7 +304,10 @@ _copying = _Copying()
 
 @contextlib.contextmanager
 def one_stack() -> Iterator[None]:
-  """Copies operations with the stack of now: to make one for each takes long."""
+  """Gives all operations that are copied in the context one stack.
+
+  Extracting a stack takes as long as the rest of a copy.
+  """
   before, _copying.stack = _copying.stack, _extract_stack()
   try:
     yield

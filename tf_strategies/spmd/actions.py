@@ -22,8 +22,7 @@ def runs_at(plan, node, site) -> bool:
     return any(acts(n) and runs_at(p, n, site) for p, n in _inside(bodies))
   if node.type == 'Assert':  # Each replica may run its own.
     return site.replica is not None or site.is_home
-  resources = [plan.values[t].resource for t in node.inputs]
-  resources = [r for r in resources if r is not None]
+  resources = _resources(plan, node)
   if not resources:
     # An operation with rows runs on all replicas. One whose result only the first
     # replica has runs once.
@@ -36,6 +35,11 @@ def runs_at(plan, node, site) -> bool:
   if any(r.is_single for r in resources):
     return site.is_home
   return site.replica is not None
+
+
+def _resources(plan, node):
+  """Returns the variables and other objects that a node uses."""
+  return [r for t in node.inputs if (r := plan.values[t].resource)]
 
 
 def _inside(bodies):
@@ -59,7 +63,7 @@ def copied(bodies, site) -> dict[Any, tf.DType]:
   """
   read, written = set(), {}
   for plan, node in _inside(bodies):
-    resources = [r for t in node.inputs if (r := plan.values[t].resource)]
+    resources = _resources(plan, node)
     if not acts(node):
       read.update(resources)
     elif not runs_at(plan, node, site):

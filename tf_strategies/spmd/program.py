@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -50,7 +51,7 @@ class Node:
     attr = self.attrs.get(GRADIENT)
     return attr and (attr.list.s[0].decode(), attr.list.i[0])
 
-  @property
+  @functools.cached_property
   def is_stateful(self) -> bool:
     """Returns whether it has effects besides its outputs."""
     return self.op is not None and self.op.op_def.is_stateful

@@ -116,7 +116,7 @@ class Site:
     return site
 
   def has(self, tensor: Tensor, kind=AS_IS) -> bool:
-    """Returns whether a tensor was built in this kind, here or where it stands in."""
+    """Returns whether a tensor was built in this kind."""
     return (tensor, kind) in self.tensors
 
   def get(self, tensor: Tensor, kind=AS_IS) -> tf.Tensor:
