@@ -9,9 +9,10 @@ Example:
   >>> import tensorflow as tf
   >>> from tf_strategies.monitoring import input_watch, recorder
   >>> events = []
-  >>> with recorder.listening(events):
-  ...   dataset = input_watch.watch(tf.data.Dataset.range(6).batch(4))
-  ...   batches = [batch.numpy().tolist() for batch in dataset]
+  >>> recorder.listen(events)
+  >>> dataset = input_watch.watch(tf.data.Dataset.range(6).batch(4))
+  >>> batches = [batch.numpy().tolist() for batch in dataset]
+  >>> recorder.listen(None)
   >>> batches, [event.args['all_rows'] for event in events]
   ([[0, 1, 2, 3], [4, 5]], [4, 2])
 """

@@ -1,22 +1,20 @@
-"""Spans of time in this process, for any number of listeners.
+"""Spans of time in this process, for one listener.
 
-Without listeners the recorder is off, and recording costs almost nothing.
+Without a listener the recorder is off, and recording costs almost nothing.
 
 Example:
 
   >>> from tf_strategies.monitoring import recorder
   >>> events = []
-  >>> with recorder.listening(events):
-  ...   with recorder.span('load', recorder.INPUT, rows=32):
-  ...     pass
+  >>> recorder.listen(events)
+  >>> with recorder.span('load', recorder.INPUT, rows=32):
+  ...   pass
+  >>> recorder.listen(None)
   >>> [(e.name, e.category, e.args) for e in events]
   [('load', 'input', {'rows': 32})]
-  >>> recorder.is_on()
-  False
 """
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -56,10 +54,9 @@ class Sink(Protocol):
     """Takes one."""
 
 
-# Replaced as a whole, so that `add` needs no lock.
-_sinks: tuple[Sink, ...] = ()
+# What takes the events; None while the recorder is off.
+sink: Sink | None = None
 _step = 0
-_lock = threading.Lock()
 
 # The clock of all events.
 now = time.perf_counter_ns
@@ -67,20 +64,13 @@ now = time.perf_counter_ns
 
 def is_on() -> bool:
   """Returns whether anything listens; check before computing an event."""
-  return bool(_sinks)
+  return sink is not None
 
 
-@contextlib.contextmanager
-def listening(sink: Sink) -> Iterator[Sink]:
-  """Context in which all events go to `sink`."""
-  global _sinks
-  with _lock:
-    _sinks = (*_sinks, sink)
-  try:
-    yield sink
-  finally:
-    with _lock:
-      _sinks = tuple(s for s in _sinks if s is not sink)
+def listen(new_sink: Sink | None) -> None:
+  """Has all further events go to one sink, or to none."""
+  global sink
+  sink = new_sink
 
 
 def set_step(step: int) -> None:
@@ -93,12 +83,9 @@ def add(
   name: str, category: str, begin_ns: int, end_ns: int, **args: Any
 ) -> None:
   """Records a span, by times of `now()`."""
-  sinks = _sinks
-  if not sinks:
-    return
-  event = Event(name, category, begin_ns, end_ns, _step, args)
-  for sink in sinks:
-    sink.append(event)
+  present = sink  # Another thread may turn the recorder off.
+  if present is not None:
+    present.append(Event(name, category, begin_ns, end_ns, _step, args))
 
 
 @contextlib.contextmanager

@@ -13,8 +13,6 @@
   monitor.close()
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import contextlib
@@ -58,7 +56,6 @@ class TrainingMonitor:
     UnsupportedOptionError: `timeline` is no path of a local file.
   """
 
-  _open: TrainingMonitor | None = None
   # Rows of the epoch so far; None if a batch had an unknown number of rows.
   _rows: int | None = 0
 
@@ -69,21 +66,19 @@ class TrainingMonitor:
       )
       option_checks.check_local('timeline', timeline)
       timeline = os.fspath(timeline)
-    if TrainingMonitor._open is not None:
-      TrainingMonitor._open.close()
+    if isinstance(recorder.sink, TrainingMonitor):
+      recorder.sink.close()
     self._timeline = timeline
     # The events of the running step.
     self._events: list[recorder.Event] = []
     most = 0 if timeline is None else _MAX_EVENTS
     self._log: collections.deque = collections.deque(maxlen=most)
-    self._listening = contextlib.ExitStack()
-    self._listening.enter_context(recorder.listening(self))
     self._is_running = False
     self._steps = self._first_step = 0
     self._began: int | None = None
     self.begin_epoch()
     atexit.register(self.close)
-    TrainingMonitor._open = self
+    recorder.listen(self)
 
   def append(self, event: recorder.Event) -> None:
     """Takes an event of the recorder."""
@@ -99,8 +94,7 @@ class TrainingMonitor:
       first_step: steps completed before this run.
     """
     option_checks.check_int('first_step', first_step, 0)
-    is_closed = TrainingMonitor._open is not self
-    if self._is_running or is_closed:
+    if self._is_running or recorder.sink is not self:
       return
     self._is_running = True
     self._first_step, self._strategy = int(first_step), strategy
@@ -203,9 +197,8 @@ class TrainingMonitor:
   def close(self) -> None:
     """Writes the rest and turns the recorder off; idempotent."""
     atexit.unregister(self.close)
-    self._listening.close()
-    if TrainingMonitor._open is self:
-      TrainingMonitor._open = None
+    if recorder.sink is self:
+      recorder.listen(None)
     if self._is_running:
       self._is_running = False
       self._write()
