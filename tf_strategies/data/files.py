@@ -1,7 +1,5 @@
 """Sources of examples: files, read in parallel in a fixed order, and arrays."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import struct

@@ -14,8 +14,6 @@ again. The order of `Dataset.shuffle` could not: it depends on how many iterator
 its dataset had before, and Keras makes one to look at the first batch.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -108,15 +106,17 @@ def make_dataset(
     input_context,
   )
   position = _check_span(epochs, start, steps_per_epoch)
-  context = input_context
+  alone = tf.distribute.InputContext()
+  context = input_context or alone
   if epochs is not None:
     plan_lib.check_stream(options, training, context)
-    context = None  # A batch is one of all pipelines.
-  reader = _reader(source, options, training, prepare_fn, context)
+  # In a run a batch is one of all pipelines.
+  of_reader = context if epochs is None else alone
+  reader = _reader(source, options, training, prepare_fn, of_reader)
   batches = _batches(reader, epochs, position, steps_per_epoch)
-  if epochs is not None and input_context is not None:
+  if epochs is not None:
     batches = batches.shard(
-      input_context.num_input_pipelines, input_context.input_pipeline_id
+      context.num_input_pipelines, context.input_pipeline_id
     )
   return _load(batches, reader, augment_fn if training else None, map_fn)
 
@@ -181,7 +181,8 @@ def _reader(source, options, training, prepare_fn, context):
 
 def _batches(reader, epochs, position, steps_per_epoch) -> tf.data.Dataset:
   """Returns (batch, place) for each batch of an epoch, or of the rest of a run."""
-  plan, n = reader.plan, reader.plan.share_of(reader.num_examples)
+  plan = reader.plan
+  n = len(range(reader.num_examples)[plan.examples])
   across_passes = plan.drop_remainder and steps_per_epoch is not None
   plan.check_share(n, across_passes)
   per_pass = plan.num_batches(n)
@@ -307,8 +308,8 @@ class FileReader:
     self.plan = plan
     self._source = source
     self._prepare_fn = prepare_fn
-    self._paths = plan.files_of(source.paths)
-    self._counts = plan.files_of(source.counts)
+    self._paths = source.paths[plan.files]
+    self._counts = source.counts[plan.files]
     self.num_examples = sum(self._counts)
     self._cached = None
     if plan.options.cache != 'none':

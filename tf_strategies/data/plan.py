@@ -1,7 +1,5 @@
 """The meaning of the options for one split of one input pipeline."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import tensorflow as tf
@@ -9,6 +7,8 @@ import tensorflow as tf
 from tf_strategies import errors, option_checks
 from tf_strategies.data import options as options_lib
 from tf_strategies.data import shuffle
+
+_ALL = slice(0, None, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +21,17 @@ class PipelinePlan:
     batch_size: examples in a batch of this pipeline.
     num_pipelines: number of pipelines that share the data.
     pipeline: the number of this one among them.
-    shard_files: whether they share files instead of examples.
+    files: which files this one reads.
+    examples: which of their examples it takes.
   """
 
   options: options_lib.PipelineOptions
   training: bool
   batch_size: int
-  num_pipelines: int = 1
-  pipeline: int = 0
-  shard_files: bool = False
+  num_pipelines: int
+  pipeline: int
+  files: slice
+  examples: slice
 
   @property
   def is_shuffled(self) -> bool:
@@ -41,33 +43,16 @@ class PipelinePlan:
     """Returns whether a last, partial batch is left out."""
     return self.training and self.options.drop_remainder
 
-  @property
-  def shares_examples(self) -> bool:
-    """Returns whether each pipeline takes every k-th example of one order."""
-    return self.num_pipelines > 1 and not self.shard_files
-
-  def share_of(self, n: int) -> int:
-    """Returns how many of `n` examples this pipeline takes."""
-    if not self.shares_examples:
-      return n
-    return len(range(self.pipeline, n, self.num_pipelines))
-
   def batches(self, examples: tf.data.Dataset) -> tf.data.Dataset:
     """Returns the batches of this pipeline's share of the examples."""
-    if self.shares_examples:
-      examples = examples.shard(self.num_pipelines, self.pipeline)
+    if self.examples != _ALL:
+      examples = examples.shard(self.examples.step, self.examples.start)
     return examples.batch(self.batch_size, drop_remainder=self.drop_remainder)
 
   def num_batches(self, n: int) -> int:
     """Returns how many batches n examples of this pipeline make."""
     size = self.batch_size
     return n // size if self.drop_remainder else -(-n // size)
-
-  def files_of(self, paths: tuple) -> tuple:
-    """Returns the files that this pipeline reads."""
-    if not self.shard_files:
-      return paths
-    return paths[self.pipeline :: self.num_pipelines]
 
   def buffer_for(self, n: int) -> int:
     """Returns the size of the shuffle buffer for a split of `n` examples."""
@@ -106,39 +91,33 @@ class PipelinePlan:
 def make(
   options: options_lib.PipelineOptions,
   training: bool,
-  context: tf.distribute.InputContext | None,
+  context: tf.distribute.InputContext,
   num_files: int = 0,
 ) -> PipelinePlan:
   """Resolves the batch size and the share of this input pipeline.
 
   Pipelines share the files if each gets as many as the others. Otherwise each
-  takes every k-th example.
+  takes every k-th example of one order.
 
   Raises:
     UnsupportedOptionError: the batch or the seed does not fit `context`.
   """
   size = int(options.global_batch_size)
-  if context is None:
-    return PipelinePlan(options, training, size)
-  replicas, pipelines = (
-    context.num_replicas_in_sync,
-    context.num_input_pipelines,
-  )
+  replicas = context.num_replicas_in_sync
+  pipelines, number = context.num_input_pipelines, context.input_pipeline_id
   if size % replicas:
     raise errors.UnsupportedOptionError(
       f'global_batch_size={size} with {replicas} replicas',
       'a multiple of the number of replicas',
       f'pass {-(-size // replicas) * replicas}',
     )
+  mine = slice(number, None, pipelines)
+  shares_files = num_files > 0 == num_files % pipelines
+  shares = (mine, _ALL) if shares_files else (_ALL, mine)
   plan = PipelinePlan(
-    options,
-    training,
-    size // replicas,
-    pipelines,
-    context.input_pipeline_id,
-    shard_files=num_files > 0 == num_files % pipelines,
+    options, training, size // replicas, pipelines, number, *shares
   )
-  if plan.is_shuffled and plan.shares_examples and options.seed is None:
+  if plan.is_shuffled and plan.examples != _ALL and options.seed is None:
     # Each pipeline takes every k-th example of the shuffled order. If the orders
     # differed, some examples would be taken twice and some never.
     raise errors.UnsupportedOptionError(
@@ -152,7 +131,7 @@ def make(
 def check_stream(
   options: options_lib.PipelineOptions,
   training: bool,
-  context: tf.distribute.InputContext | None,
+  context: tf.distribute.InputContext,
 ) -> None:
   """Raises if epochs cannot be computed again, batch by batch."""
   for is_good, received, expected, fix in (
@@ -170,7 +149,7 @@ def check_stream(
       expected,
       f'{fix}leave epochs and start out',
     )
-  if context is not None and context.num_replicas_in_sync != 1:
+  if context.num_replicas_in_sync != 1:
     # A batch of the stream is one step of all replicas, not a part of one.
     raise errors.UnsupportedOptionError(
       f'num_replicas_in_sync={context.num_replicas_in_sync}',

@@ -4,13 +4,13 @@
 called it with different numbers would share examples out of different orders.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 # The number that TensorFlow puts beside the seed of an op where no global seed is
 # set.
 _GLOBAL_SEED = 87654321
+# Not 0: TensorFlow would compare the seed of the pass too, which is a tensor.
+_SEED_OF_GRAPH = 1
 # tf.data takes this pair for no seed. Its Python functions would put the seed of
 # `tf.random.set_seed` there.
 _NO_SEED = (0, 0)
@@ -22,28 +22,13 @@ def shuffle(
   seed: int | None,
   number: int | tf.Tensor,
 ) -> tf.data.Dataset:
-  """Returns the dataset in the order of pass `number`."""
-  # Never _NO_SEED.
-  seeds = tf.random.stateless_uniform(
-    [2], pass_seed(seed, number), 1, 2**62, tf.int64
+  """Returns the dataset in the order of pass `number`, in a function of tf.data."""
+  # That of this function's graph, in place of the program's.
+  tf.random.set_seed(_SEED_OF_GRAPH)
+  own = tf.random.stateless_uniform(
+    [], pass_seed(seed, number), 0, 2**31 - 1, tf.int64
   )
-  # tf.data holds a ragged or sparse component as one variant.
-  types = [
-    (spec.dtype, spec.shape)
-    if isinstance(spec, tf.TensorSpec)
-    else (tf.variant, tf.TensorShape(None))
-    for spec in tf.nest.flatten(dataset.element_spec)
-  ]
-  variant = tf.raw_ops.ShuffleDataset(
-    input_dataset=tf.data.experimental.to_variant(dataset),
-    buffer_size=tf.cast(buffer_size, tf.int64),
-    seed=seeds[0],
-    seed2=seeds[1],
-    reshuffle_each_iteration=False,
-    output_types=[dtype for dtype, _ in types],
-    output_shapes=[shape for _, shape in types],
-  )
-  return tf.data.experimental.from_variant(variant, dataset.element_spec)
+  return dataset.shuffle(buffer_size, own, reshuffle_each_iteration=False)
 
 
 def random_number(seed: int | None) -> tf.data.Dataset:
