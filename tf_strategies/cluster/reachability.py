@@ -4,7 +4,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
 
 from absl import logging
 
@@ -29,29 +30,47 @@ def unreachable(tasks: Mapping[str, str]) -> dict[str, str]:
     ['worker 1']
   """
   places = {n: checks.split_address(a, n) for n, a in tasks.items()}
-  outcomes = dict.fromkeys(tasks, f'no answer within {_PROBE_SECONDS:g} s')
+  silence = f'no answer within {_PROBE_SECONDS:g} s'
 
-  def ask(name: str) -> None:
+  def ask(name: str) -> str:
     try:
       socket.create_connection(places[name], _PROBE_SECONDS).close()
-      outcomes[name] = ''
     except TimeoutError:
-      pass
+      return silence
     # UnicodeError: a name that cannot be one, such as 'a..b'.
     except (OSError, UnicodeError) as e:
-      outcomes[name] = getattr(e, 'strerror', None) or str(e)
+      return getattr(e, 'strerror', None) or str(e)
+    return ''
 
-  # Daemons: the look-up of a name cannot be interrupted.
+  outcomes = concurrently(ask, tasks, silence, _PROBE_SECONDS)
+  return {name: why for name, why in outcomes.items() if why}
+
+
+def concurrently(
+  function: Callable[[Hashable], Any],
+  keys: Iterable[Hashable],
+  default: Any,
+  seconds: float,
+) -> dict[Hashable, Any]:
+  """Calls a function for each key in a thread of its own, for so long at most.
+
+  The process does not wait for its threads at its end, as it does for those of
+  `concurrent.futures`: the look-up of a name, for one, cannot be interrupted. A call that has not returned in time counts as `default`.
+  """
+  found = dict.fromkeys(keys, default)
+
+  def call(key):
+    found[key] = function(key)
+
   threads = [
-    threading.Thread(target=ask, args=[n], name=f'probe of {n}', daemon=True)
-    for n in tasks
+    threading.Thread(target=call, args=(key,), daemon=True) for key in found
   ]
   for thread in threads:
     thread.start()
-  ends_at = time.monotonic() + _PROBE_SECONDS
+  ends_at = time.monotonic() + seconds
   for thread in threads:
     thread.join(max(0.0, ends_at - time.monotonic()))
-  return {name: why for name, why in outcomes.items() if why}
+  return dict(found)
 
 
 def wait_for_tasks(

@@ -311,7 +311,7 @@ class Liveness:
     """Ends the threads, and lets another chief have the servers."""
     if self._lease is not None and not self._is_closed and not self._taken:
       # Not for longer: the server may be silent.
-      keepalive.concurrently(
+      reachability.concurrently(
         lambda _: self._lease.leave(), [0], None, _LEASE_SECONDS
       )
     self._is_closed = True
@@ -367,7 +367,7 @@ class Liveness:
     while True:
       self._is_settled.wait(max(0.0, ends_at - time.monotonic()))
       changed_at = self._changed_at
-      found = keepalive.concurrently(
+      found = reachability.concurrently(
         self._ask_one, tasks, _NOTHING, _PROBE_SECONDS
       )
       # Tasks may seem dead while they are connected to.

@@ -20,13 +20,13 @@ from collections.abc import (
   Callable,
   Collection,
   Hashable,
-  Iterable,
   Iterator,
   Mapping,
 )
-from typing import Any
 
 from absl import logging
+
+from tf_strategies.cluster import reachability
 
 # A numeric host, and a port.
 Peer = tuple[str, int]
@@ -132,39 +132,12 @@ def ask_all(
   addresses: Mapping[Hashable, str], seconds: float = _ANSWER_SECONDS
 ) -> dict[Hashable, Answer]:
   """Asks all addresses at the same time; see `ask`. Takes about 2 * `seconds`."""
-  return concurrently(
+  return reachability.concurrently(
     lambda task: ask(addresses[task], seconds),
     addresses,
     Answer.NOTHING,
     2 * seconds,  # A name server may keep a thread longer.
   )
-
-
-def concurrently(
-  function: Callable[[Hashable], Any],
-  keys: Iterable[Hashable],
-  default: Any,
-  seconds: float,
-) -> dict[Hashable, Any]:
-  """Calls a function for each key in a thread of its own, for so long at most.
-
-  The process does not wait for its threads at its end, as it does for those of
-  `concurrent.futures`. A call that has not returned in time counts as `default`.
-  """
-  found = dict.fromkeys(keys, default)
-
-  def call(key):
-    found[key] = function(key)
-
-  threads = [
-    threading.Thread(target=call, args=(key,), daemon=True) for key in found
-  ]
-  for thread in threads:
-    thread.start()
-  ends_at = time.monotonic() + seconds
-  for thread in threads:
-    thread.join(max(0.0, ends_at - time.monotonic()))
-  return dict(found)
 
 
 def peers_of(address: str) -> frozenset[Peer]:
