@@ -101,7 +101,7 @@ def _inside(of: Callable[..., Any] | None, name: str) -> str | None:
   return None
 
 
-def has_options(cls: _Class) -> _Class:
+def has_options(cls: _Class, fix: str = 'leave it out') -> _Class:
   """Decorates a class so that its constructor reports misspelt names of options.
 
   Python's own `TypeError` suggests no name. The signature stays.
@@ -124,7 +124,7 @@ def has_options(cls: _Class) -> _Class:
 
   @functools.wraps(init)
   def checked(self, *args, **options):
-    check_names(cls.__name__, options, known, of=init)
+    check_names(cls.__name__, options, known, fix, of=init)
     init(self, *args, **options)
 
   cls.__init__ = checked

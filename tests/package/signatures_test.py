@@ -14,8 +14,6 @@ from tools.pages import hooks
 # Public callables that accept any keyword, and the reason.
 _OPEN = {
   'DynamicEmbedding': 'of keras.layers.Layer, whose configuration Keras passes',
-  'LazyRows': 'refused: they belong to the inner optimizer',
-  'LocalSteps': 'refused: they belong to the inner optimizer',
   'GroupOptions.from_env': 'of GroupOptions, which refuses others',
   'ParameterServerStrategy.track': 'names that the caller gives to objects',
   'ParameterServerStrategy.restore': 'names that the caller gives to objects',

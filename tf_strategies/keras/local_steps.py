@@ -1,7 +1,5 @@
 """`LocalSteps`: workers train apart for some steps, then meet (DiLoCo)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import keras
@@ -12,6 +10,7 @@ from tf_strategies.keras import gradient_reducer, optimizer_wrapper
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
+@optimizer_wrapper.has_options
 class LocalSteps(optimizer_wrapper.OptimizerWrapper):
   """Makes each worker train `every` steps alone, after which all workers meet.
 
@@ -65,7 +64,6 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     every: int,
     outer: keras.optimizers.Optimizer | None = None,
     name: str | None = None,
-    **kwargs,
   ):
     option_checks.check_int('every', every, 1)
     if outer is None:
@@ -76,7 +74,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     _check_outer(outer)
     gradient_reducer.check_local_steps()
     name = 'local_steps' if name is None else name
-    super().__init__(optimizer, name, **kwargs)
+    super().__init__(optimizer, name)
     option_checks.check(
       self.inner_optimizer is not outer,
       'the same object as optimizer and outer',

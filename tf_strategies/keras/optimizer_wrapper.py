@@ -1,13 +1,17 @@
 """The base class of wrappers of Keras optimizers."""
 
-from __future__ import annotations
-
-import inspect
+import functools
 import operator
 
 import keras
 
 from tf_strategies import _keras_internal, errors, option_checks
+
+# Decorates each wrapper. Keras's other options belong to the inner optimizer.
+has_options = functools.partial(
+  option_checks.has_options,
+  fix='set options such as clipnorm on the inner optimizer',
+)
 
 
 def inner(name: str):
@@ -19,6 +23,15 @@ def inner(name: str):
   method.__name__ = name
   method.__doc__ = f"The inner optimizer's `{name}`."
   return method
+
+
+def _setting(name: str):
+  """Returns a property that is the inner optimizer's of that name."""
+  return property(
+    operator.attrgetter(f'inner_optimizer.{name}'),
+    lambda self, value: setattr(self.inner_optimizer, name, value),
+    doc=f"The inner optimizer's `{name}`.",
+  )
 
 
 def optimizer_of(argument: str, optimizer, fix: str):
@@ -44,13 +57,12 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
   Args:
     optimizer: optimizer to wrap, or its name or configuration.
     name: name of the wrapper.
-    **kwargs: rejected, because these options belong to the inner optimizer.
 
   Raises:
     UnsupportedOptionError: if `optimizer` is not an optimizer, or already wrapped.
   """
 
-  def __init__(self, optimizer, name: str, **kwargs):
+  def __init__(self, optimizer, name: str):
     kind = type(self).__name__
     optimizer = optimizer_of(
       'optimizer', optimizer, f"write for instance {kind}('adam')"
@@ -62,13 +74,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
           'one wrapper',
           'pass the inner optimizer',
         )
-    own = [*inspect.signature(type(self).__init__).parameters][1:]
-    option_checks.check_names(
-      kind,
-      kwargs,
-      [n for n in own if n != 'kwargs'],
-      'set options such as clipnorm on the inner optimizer',
-    )
     option_checks.check(
       isinstance(name, str) and name and '/' not in name,
       f'name={name!r} of {kind}',
@@ -77,31 +82,16 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     )
     _keras_internal.allow_attributes(self)
     self.inner_optimizer = optimizer
-    super().__init__(learning_rate=0.0, name=name)
-    self._is_set_up = True
+    super().__init__(
+      learning_rate=0.0,
+      name=name,
+      loss_scale_factor=optimizer.loss_scale_factor,
+    )
 
   iterations = property(operator.attrgetter('inner_optimizer.iterations'))
 
-  @property
-  def learning_rate(self):
-    """Learning rate of the inner optimizer."""
-    return self.inner_optimizer.learning_rate
-
-  @learning_rate.setter
-  def learning_rate(self, learning_rate):
-    self.inner_optimizer.learning_rate = learning_rate
-
-  @property
-  def loss_scale_factor(self):
-    """Fixed loss scale of the inner optimizer."""
-    return self.inner_optimizer.loss_scale_factor
-
-  @loss_scale_factor.setter
-  def loss_scale_factor(self, factor):
-    if not hasattr(self, '_is_set_up'):
-      # The base class's __init__ would reset the inner optimizer's scale.
-      return
-    self.inner_optimizer.loss_scale_factor = factor
+  learning_rate = _setting('learning_rate')
+  loss_scale_factor = _setting('loss_scale_factor')
 
   def build(self, variables):
     """Creates the inner optimizer's variables."""
@@ -136,16 +126,3 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
       'name': self.name,
       'optimizer': keras.saving.serialize_keras_object(self.inner_optimizer),
     }
-
-  @classmethod
-  def from_config(cls, config, custom_objects=None):
-    """Returns the optimizer of a configuration, without its state."""
-    config = {
-      name: keras.saving.deserialize_keras_object(
-        value, custom_objects=custom_objects
-      )
-      if isinstance(value, dict)
-      else value
-      for name, value in config.items()
-    }
-    return cls(config.pop('optimizer'), **config)

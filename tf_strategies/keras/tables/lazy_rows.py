@@ -1,7 +1,5 @@
 """`LazyRows`: an optimizer that updates only the rows that a batch looks up."""
 
-from __future__ import annotations
-
 import operator
 
 import keras
@@ -12,6 +10,7 @@ from tf_strategies.keras.tables import row_updates
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
+@optimizer_wrapper.has_options
 class LazyRows(
   _tf_internal.TrackedAsAnother, optimizer_wrapper.OptimizerWrapper
 ):
@@ -57,10 +56,9 @@ class LazyRows(
     self,
     optimizer: keras.optimizers.Optimizer | str | dict,
     name: str | None = None,
-    **kwargs,
   ):
     name = 'lazy_rows' if name is None else name
-    super().__init__(optimizer, name, **kwargs)
+    super().__init__(optimizer, name)
     inner = self.inner_optimizer
     kind = type(inner).__name__
     if hasattr(inner, 'inner_optimizer'):
