@@ -6,8 +6,6 @@ when TensorFlow was loaded. So only `UnknownError.__new__` can keep the type: it
 returns the original error if the message carries the mark of `raise_through_graph`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -93,13 +91,6 @@ def _new_unknown_error(cls, *args, **kwargs):
   return Exception.__new__(cls, *args)
 
 
-def _restore(error_type, args, state):
-  error = error_type.__new__(error_type, *args)
-  error.args = args
-  vars(error).update(state)
-  return error
-
-
 def _as_unknown_error(error):
   """Returns a copy of `error` that is also a `tf.errors.UnknownError`."""
   error_type = type(error)
@@ -118,7 +109,7 @@ def _as_unknown_error(error):
       '__str__': error_type.__str__,
       # Pickles as the original class, because pickle cannot find this one by
       # name.
-      '__reduce__': lambda self: (_restore, (error_type, self.args, state)),
+      '__reduce__': lambda self: (error_type, self.args, state),
       '__module__': error_type.__module__,
     },
   )
