@@ -69,7 +69,7 @@ class CheckpointerTest(parameterized.TestCase):
 
   def _save(self, number):
     arrays = {'a': number * 1000 + np.arange(100), 'b': np.float32(number)}
-    return self.store.save(arrays, {'number': number})
+    return self.store.save(arrays.items(), {'number': number})
 
   @pytest.mark.smoke
   def test_returns_what_was_saved(self):
@@ -83,7 +83,7 @@ class CheckpointerTest(parameterized.TestCase):
       'transposed': np.arange(6).reshape(2, 3).T,
     }
     self.assertIsNone(self.store.newest())
-    path = self.store.save(arrays, {'epoch': 3, 'more': [1, None]})
+    path = self.store.save(arrays.items(), {'epoch': 3, 'more': [1, None]})
     found = self.store.newest()
     self.assertEqual(found.path, path)
     self.assertEqual(found.metadata, {'epoch': 3, 'more': [1, None]})
@@ -337,7 +337,7 @@ import os, sys, time
 import numpy as np
 from tf_strategies.checkpoint import checkpointer
 store = checkpointer.Checkpointer(sys.argv[1])
-store.save({'a': np.arange(3)}, {})
+store.save([('a', np.arange(3))], {})
 child = os.fork()
 if child:
   print(child, flush=True)
@@ -364,7 +364,7 @@ class OwnerTest(parameterized.TestCase):
     self.store.acquire()
 
   def save(self):
-    self.store.save({'a': np.arange(3)}, {})
+    self.store.save([('a', np.arange(3))], {})
 
   def test_live_writer_keeps_others_out_and_a_killed_one_does_not(self):
     with processes.Command(

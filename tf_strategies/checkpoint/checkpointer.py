@@ -175,8 +175,7 @@ class Checkpointer:
 
   def save(
     self,
-    arrays: Mapping[str, np.ndarray]
-    | Iterable[tuple[str, np.ndarray | Blocks]],
+    arrays: Iterable[tuple[str, np.ndarray | Blocks]],
     metadata: Mapping[str, Any],
   ) -> str:
     """Writes a checkpoint, deletes those beyond `max_to_keep`; returns its path.
@@ -184,8 +183,8 @@ class Checkpointer:
     Those that `newest` found damaged do not count as kept.
 
     Args:
-      arrays: by name; or pairs of name and array, which are written one after
-        the other: only one array, or block, needs to be in memory.
+      arrays: pairs of name and array, which are written one after the other: only
+        one array, or block, needs to be in memory.
       metadata: for JSON.
 
     Raises:
@@ -211,15 +210,14 @@ class Checkpointer:
     """Writes a checkpoint; returns its path."""
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
-    path = self._path(1 + self._newest_number())
+    path = self._path(1 + max(map(_number, self.paths()), default=0))
     temporary = self._unfinished(path)
     os.mkdir(temporary)
-    pairs = arrays.items() if isinstance(arrays, Mapping) else arrays
     contents = {
       'format': _FORMAT,
       'metadata': dict(metadata),
       'run': ownership.run_id(),
-      **_write_arrays(os.path.join(temporary, _ARRAYS), pairs),
+      **_write_arrays(os.path.join(temporary, _ARRAYS), arrays),
     }
     with open(os.path.join(temporary, _MANIFEST), 'w', encoding='utf-8') as f:
       json.dump({'contents': contents, 'sha256': _digest(contents)}, f)
@@ -301,9 +299,6 @@ class Checkpointer:
       else:
         with contextlib.suppress(FileNotFoundError):
           os.remove(path)
-
-  def _newest_number(self) -> int:
-    return max(map(_number, self.paths()), default=0)
 
   def _path(self, number: int) -> str:
     return os.path.join(self.directory, f'checkpoint-{number:08d}')

@@ -8,8 +8,6 @@ continue in the same order, to the last bit. A variable of workers that train ap
 among them (`shard_optimizer_state`) is saved as a whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,16 +40,11 @@ def name_variables(
   These are weights, the state of random layers and the optimizer's variables. Metrics,
   which restart in each epoch, are not among them.
   """
-  _mark_own(model, optimizer)
-  return name_objects(state_of(model, optimizer))
-
-
-def _mark_own(model, optimizer) -> None:
-  """Marks the variables of which each worker has values of its own."""
   for each in _keras_internal.chain(optimizer):
-    own = getattr(each, 'own_variables', lambda *unused: ())
-    for variable in own(model, optimizer):
-      value_of(variable).is_of_worker = True
+    if hasattr(each, 'own_variables'):
+      for variable in each.own_variables(model, optimizer):
+        value_of(variable).is_of_worker = True
+  return name_objects(state_of(model, optimizer))
 
 
 def state_of(
@@ -119,10 +112,11 @@ def _with_rows(weights) -> list[tuple[str, Any]]:
 def _slots_of_rows(optimizer) -> list[Any]:
   """Returns the columns of tables that hold an optimizer's state of their rows."""
   found = []
-  for variable, owner, slots in _keras_internal.row_slots(optimizer):
+  *_, owner = _keras_internal.chain(optimizer)
+  for variable in _keras_internal.trainable_variables(owner):
     table = _keras_internal.table_of(variable)
-    if owner not in table.earlier:
-      table.adopt(owner, slots)
+    if table is not None and owner not in table.earlier:
+      table.adopt(owner, _keras_internal.slots_of(owner, variable))
       found += table.slot_columns()
   return found
 
@@ -285,49 +279,41 @@ class VariableAccess:
       parts = self.workers.all_gather(parts, 'checkpoint/parts')
     return parts.numpy()
 
-  def write(
-    self,
-    variables: Mapping[str, keras.Variable],
-    arrays: Mapping[str, np.ndarray],
-  ) -> None:
-    """Assigns each variable the array of its name, in this process alone."""
-    for name, variable in variables.items():
-      if has_parts(variable):
-        self._write_parts(variable, arrays[name])
-      else:
-        with self._strategy.scope():
-          variable.assign(arrays[name])
+  def write(self, variable: keras.Variable, array: np.ndarray) -> None:
+    """Assigns a variable its array, in this process alone."""
+    if has_parts(variable):
+      self._write_parts(variable, array)
+    else:
+      with self._strategy.scope():
+        variable.assign(array)
 
   def restore(
     self,
-    variables: Mapping[str, keras.Variable],
+    variables: Iterable[keras.Variable],
     arrays: Mapping[str, np.ndarray],
     specs: Iterable[tuple[str, str, list[int]]],
   ) -> dict[str, np.ndarray]:
-    """Assigns the chief's arrays to the variables of all workers.
+    """Assigns the chief's arrays to the variables of all workers, one by one.
 
-    Returns the arrays of which replicas have parts, on every worker: `specs` are
-    their names, dtypes and shapes.
+    Args:
+      variables: the variables, whose names may differ between workers.
+      arrays: the arrays, on the chief.
+      specs: names, dtypes and shapes of the variables' arrays, in their order, and
+        of further ones.
+
+    Returns:
+      The further arrays.
     """
-    shared, own = {}, {}
-    for name, variable in variables.items():
-      if has_parts(variable):
-        own[name] = variable
-      elif is_divided(variable):  # Goes from the chief to all, one by one.
-        spec = tf.as_dtype(variable.dtype), variable.shape
-        whole = self._share(arrays.get(name), *spec)
-        self.write({name: variable}, {name: whole})
+    further = {}
+    remaining = iter(variables)
+    for name, *spec in specs:
+      array = self._share(arrays.get(name), *spec)
+      variable = next(remaining, None)
+      if variable is None:
+        further[name] = array
       else:
-        shared[name] = variable
-    if self.is_chief:
-      self.write(shared, arrays)
-    if self.workers is not None:
-      self._strategy.extended.share_from_chief(list(shared.values()))
-    parts = {
-      name: self._share(arrays.get(name), *spec) for name, *spec in specs
-    }
-    self.write(own, parts)
-    return parts
+        self.write(variable, array)
+    return further
 
   def _share(self, array, dtype, shape) -> np.ndarray:
     if self.workers is None:

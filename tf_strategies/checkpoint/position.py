@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Of `tf.data.Dataset.cardinality`; this module needs no TensorFlow.
-_INFINITE, _UNKNOWN = -1, -2
+_UNKNOWN = -2
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -41,36 +41,18 @@ class Position:
     """Returns the position of `to_json`; other keys are ignored."""
     return cls(value['epoch'], value['step'], tuple(value.get('splits', ())))
 
-  def batches_done(
-    self, cardinality: int, steps_per_epoch: int | None = None
-  ) -> int:
-    """Returns how many batches of a data set this run has consumed.
-
-    Without `steps_per_epoch` each epoch is one pass over the data.
-
-    Example:
-
-      >>> Position(epoch=2, step=3).batches_done(10)
-      3
-      >>> Position(epoch=2, step=3).batches_done(-1, steps_per_epoch=10)
-      23
-    """
-    if steps_per_epoch and (
-      cardinality in (_INFINITE, _UNKNOWN) or cardinality > steps_per_epoch
-    ):
-      return self.epoch * steps_per_epoch + self.step
-    return self.step
-
   def iterate(
     self, dataset: Any, steps_per_epoch: int | None = None
   ) -> Iterator[Any]:
     """Returns an iterator that starts after the consumed batches.
 
-    If the length of the data is unknown and they end early, skipping continues
-    with the next pass.
+    Without `steps_per_epoch` each epoch is one pass over the data. If the length of
+    the data is unknown and they end early, skipping continues with the next pass.
     """
-    cardinality = int(dataset.cardinality())
-    count = self.batches_done(cardinality, steps_per_epoch)
+    cardinality, count = int(dataset.cardinality()), self.step
+    # Infinite and unknown cardinalities are negative.
+    if steps_per_epoch and not 0 <= cardinality <= steps_per_epoch:
+      count += self.epoch * steps_per_epoch
     if cardinality != _UNKNOWN:
       return iter(dataset.skip(count))
     iterator = iter(dataset)

@@ -410,12 +410,11 @@ class WorkerState:
     header = self._on_chief('restore', self._find)
     if header is None:
       return Position()
-    position = Position.from_json(header['position'])
+    position = Position.from_json(header['metadata'])
     found, self._restored = self._restored, None
-    parts = self._access.restore(
-      self._variables, found.arrays if found else {}, header['parts']
+    self._metric_arrays = self._access.restore(
+      self._variables.values(), found.arrays if found else {}, header['specs']
     )
-    self._metric_arrays = {k: v for k, v in parts.items() if _is_metric(k)}
     if self._metrics is not None:  # Otherwise `fit` creates them later.
       self.restore_metrics()
     if self._access.is_chief:
@@ -437,7 +436,8 @@ class WorkerState:
         '; '.join(differences),
       )
       return
-    self._access.write(variables, self._metric_arrays)
+    for name, variable in variables.items():
+      self._access.write(variable, self._metric_arrays[name])
 
   def begin_fit(
     self, position: Position | None, steps_per_epoch: int | None
@@ -536,8 +536,8 @@ class WorkerState:
     """Opens the newest checkpoint; raises an error if it is another run's.
 
     Returns:
-      For all workers: its position, and the names, dtypes and shapes of arrays that
-      replicas have parts of. None if there is no checkpoint.
+      For all workers: its metadata, and the names, dtypes and shapes of its arrays,
+      those of metrics last. None if there is no checkpoint.
     """
     found = self._checkpointer.newest()
     if found is None:
@@ -549,10 +549,9 @@ class WorkerState:
     different = checkpointer.different_settings(
       found.metadata.get('settings', {}), self._settings
     )
-    different += model_state.differences(
-      self._variables,
-      {k: v for k, v in arrays.specs.items() if not _is_metric(k)},
-    )
+    metrics = {k: v for k, v in arrays.specs.items() if _is_metric(k)}
+    others = {k: v for k, v in arrays.specs.items() if k not in metrics}
+    different += model_state.differences(self._variables, others)
     if different:
       raise errors.CheckpointMismatchError(
         f'Expected a checkpoint of this run, got {found.path}: '
@@ -561,11 +560,10 @@ class WorkerState:
       )
     self._restored = dataclasses.replace(found, arrays=arrays)
     return {
-      'position': Position.from_json(found.metadata).to_json(),
-      'parts': [
-        (name, spec.dtype, spec.shape)
-        for name, spec in arrays.specs.items()
-        if _is_metric(name) or model_state.has_parts(self._variables[name])
+      'metadata': found.metadata,
+      'specs': [
+        (name, arrays.specs[name].dtype, arrays.specs[name].shape)
+        for name in (*self._variables, *metrics)
       ],
     }
 

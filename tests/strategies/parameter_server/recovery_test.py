@@ -209,7 +209,7 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
   def test_checkpoint_of_another_strategy(self):
     weight = self.variable([1.0, 2.0])
     checkpointer.Checkpointer(self.directory).save(
-      {'weight': np.array([3.0, 4.0], np.float32)},
+      [('weight', np.array([3.0, 4.0], np.float32))],
       {**Position(1).to_json(), 'settings': {}, 'parts': {}},
     )
     with self.assertRaisesRegex(
