@@ -7,8 +7,6 @@ UnsupportedVersionError. `why` is the reason for which this package needs the
 name.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Sequence
@@ -49,6 +47,25 @@ def method(owner: Any, signature: str, why: str) -> None:
     found = inspect.signature(inspect.unwrap(function)).parameters
   if ', '.join(p for p in found if p != 'self') != parameters:
     raise missing(f'{_name(owner)}.{signature}', why)
+
+
+def needs(why: str, owner: Any, *members: str) -> None:
+  """Checks for members of an owner, and for what they mention.
+
+  Args:
+    why: the reason.
+    owner: a class or module.
+    *members: each a name, or a signature as of `method`; and behind a colon the
+      names that it mentions, as in 'build(variables): _trainable_variables'.
+  """
+  for member in members:
+    signature, _, names = member.partition(': ')
+    name = signature.partition('(')[0]
+    attribute(owner, name, why)
+    if name != signature:
+      method(owner, signature, why)
+    if names:
+      mention(getattr(owner, name), names.split(), why)
 
 
 def mention(function: Any, names: Sequence[str], why: str) -> None:

@@ -5,8 +5,6 @@ functions are methods of these objects, or closures over them, so this file
 finds the objects there. The checks at the end run during import.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -17,16 +15,17 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import name_scope
 from keras.src.backend.tensorflow import core, optimizer, trainer
 from keras.src.optimizers import base_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as base_trainer
+from keras.src.trainers.data_adapters import tf_dataset_adapter
 from keras.src.utils import traceback_utils
 
 from tf_strategies import _requirements, _tf_internal, errors
-from tf_strategies._keras_internal import rows as _rows
 from tf_strategies._keras_internal.initial_rows import (  # noqa: F401
   initial_rows,
 )
@@ -34,7 +33,6 @@ from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   chain,
   replace_update,
   replaced_update,
-  row_slots,
   rows_of,
   see_gradients,
   seen_as_part,
@@ -44,7 +42,7 @@ from tf_strategies._keras_internal.rows import (  # noqa: F401  For all others.
   update_rows,
 )
 from tf_strategies._keras_internal.steps import (  # noqa: F401  For all others.
-  KINDS,
+  LENGTH_OF_FIT,
   KerasStep,
   before_callbacks,
   check_first,
@@ -84,10 +82,12 @@ def set_initial_epoch(model: keras.Model, epoch: int) -> None:
 
 def optimizer_of(fn: Callable) -> keras.optimizers.Optimizer | None:
   """Returns the optimizer in the closure of Keras's update function, or None."""
-  for content in closure(_tf_internal.unwrap(fn)):
-    if isinstance(content, keras.optimizers.Optimizer):
-      return content
-  return None
+  return _in_closure(_tf_internal.unwrap(fn), keras.optimizers.Optimizer)
+
+
+def _in_closure(fn: Callable, kind: type) -> Any:
+  """Returns the first object of a kind that a local function refers to, or None."""
+  return next((c for c in closure(fn) if isinstance(c, kind)), None)
 
 
 def strategy_of(
@@ -248,21 +248,13 @@ def is_sample() -> bool:
 
 def is_of_keras(initial_value: Any) -> bool:
   """Returns whether Keras makes a variable from this initial value."""
-  return _variable_of(initial_value) is not None
+  return _in_closure(initial_value, keras.Variable) is not None
 
 
 def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
   """Returns the shape of the variable that Keras is about to make; None otherwise."""
-  shape = getattr(_variable_of(initial_value), '_shape', None)
-  return None if shape is None else tuple(shape)
-
-
-def _variable_of(initial_value):
-  """Returns the Keras variable in the closure that Keras passes to `tf.Variable`."""
-  for content in closure(initial_value):
-    if isinstance(content, keras.Variable):
-      return content
-  return None
+  variable = _in_closure(initial_value, keras.Variable)
+  return None if variable is None else tuple(variable._shape)
 
 
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
@@ -285,82 +277,116 @@ def masked_outputs(model: keras.Model) -> list:
   return [o for o in outputs if getattr(o, '_keras_mask', None) is not None]
 
 
+# The reason, the owner, and what we use of it: see `_requirements.needs`.
+_NEEDED = (
+  (
+    'parameter servers run the steps of fit',
+    Trainer,
+    'make_train_function(force): train_function train_step',
+    'make_test_function(force): test_function test_step',
+    'make_predict_function(force): predict_function predict_step self',
+    *('train_step(data)', 'test_step(data)', 'predict_step(data)'),
+    'fit: train_function',
+  ),
+  (
+    'strategies feed the steps of fit, and an epoch ends with its data',
+    trainer.TFEpochIterator,
+    '__init__: self experimental_distribute_dataset _distributed_dataset '
+    'DistributedDataset',
+    'catch_stop_iteration()',
+    *('__iter__: _enumerate_iterator', '_enumerate_iterator: _steps_seen'),
+  ),
+  (
+    'an epoch on several workers ends with their data',
+    tf_dataset_adapter.TFDatasetAdapter,
+    'num_batches',
+  ),
+  (
+    'all workers train equally long, and a resumed fit goes on in its epoch',
+    Trainer,
+    *(
+      f'{name}: epoch_iterator catch_stop_iteration'
+      for name in ('fit', 'evaluate', 'predict')
+    ),
+    f'fit: validation_data verbose {" ".join(LENGTH_OF_FIT)} _initial_epoch',
+  ),
+  (
+    'a resumed fit goes on in its epoch',
+    base_trainer.Trainer,
+    '__init__: _initial_epoch',
+  ),
+  (
+    'wrappers of optimizers, and loss scales, may be in each other',
+    keras.callbacks.SwapEMAWeights,
+    '_apply_to_ema_optimizers: inner_optimizer optimizers '
+    '_model_variables_moving_average',
+  ),
+  (
+    'finds metrics that were made outside of a scope',
+    compile_utils.CompileMetrics,
+    f'__init__: {" ".join(_COMPILED_METRICS)}',
+  ),
+  ('a worker may save alone inside of a scope', saving_lib, _FOR_ATTRIBUTES),
+  (
+    'finds the optimizer of an update',
+    optimizer.TFOptimizer,
+    '_distributed_tf_update_step(distribution, grads_and_vars, learning_rate): '
+    'apply_grad_to_update_var self',
+    '__init__: _distribution_strategy',
+    '_all_reduce_sum_gradients(grads_and_vars)',
+  ),
+  (
+    'strategies wrap an optimizer, record it, or update rows in its place',
+    base_optimizer.BaseOptimizer,
+    'apply(grads, trainable_variables)',
+    'build(variables): _trainable_variables _model_variables_moving_average',
+    'scale_loss(loss)',
+    'update_step(gradient, variable, learning_rate)',
+    'finalize_variable_values(var_list)',
+    '_backend_update_step(grads, trainable_variables, learning_rate)',
+    *('_get_variable_index(variable)', '_use_weight_decay(variable)'),
+    '__init__: _lock _trainable_variables name_scope',
+  ),
+  (
+    'a loss scale is a variable, which central storage writes once',
+    keras.optimizers.LossScaleOptimizer,
+    *('build: dynamic_scale', 'build(var_list)', 'scale_loss(loss)'),
+  ),
+  (
+    'a part of a gradient has another norm than the whole',
+    name_scope.name_scope,
+    '__enter__: name_scope_stack caller',
+  ),
+  (
+    'an optimizer updates the rows of a batch',
+    optimizer.TFOptimizer,
+    '_var_key(variable): _unique_id',
+    *(
+      f'{name}: value IndexedSlices'
+      for name in ('assign', 'assign_add', 'assign_sub')
+    ),
+  ),
+  (
+    'servers place variables and read rows; Checkpoint.restore waits for variables',
+    core.Variable,
+    *('_maybe_autocast(value)', '_initialize: _value'),
+    '_initialize_with_initializer: self _shape',
+    '_serialize_to_tensors()',
+    '_restore_from_tensors(restored_tensors)',
+    '_deferred_initialize()',
+  ),
+  (
+    'replicas draw different random numbers',
+    seed_generator.SeedGenerator,
+    '__init__: seed_generator_state',
+  ),
+)
+
+
 def check() -> None:
   """Raises UnsupportedVersionError if Keras lacks anything used above."""
-  mention, method = _requirements.mention, _requirements.method
-  tf_trainer = _requirements.attribute(
-    trainer, 'TensorFlowTrainer', 'trains models under a strategy'
-  )
-  for kind in KINDS.values():
-    why = 'parameter servers run the steps of fit'
-    method(tf_trainer, f'make_{kind}_function(force)', why)
-    make = getattr(tf_trainer, f'make_{kind}_function')
-    mention(make, [f'{kind}_function', f'{kind}_step'], why)
-    method(tf_trainer, f'{kind}_step(data)', why)
-  mention(tf_trainer.fit, ['train_function'], why)
-  mention(
-    tf_trainer.make_predict_function, ['self'], 'finds the model of predict'
-  )
-  why = 'wrappers of optimizers, and loss scales, may be in each other'
-  mention(
-    keras.callbacks.SwapEMAWeights._apply_to_ema_optimizers,
-    ['inner_optimizer', 'optimizers', '_model_variables_moving_average'],
-    why,
-  )
-  mention(
-    compile_utils.CompileMetrics.__init__,
-    _COMPILED_METRICS,
-    'finds metrics that were made outside of a scope',
-  )
-  why = 'a worker may save alone inside of a scope'
-  _requirements.attribute(saving_lib, _FOR_ATTRIBUTES, why)
-  why = 'a resumed fit goes on in the epoch that it was interrupted in'
-  mention(tf_trainer.fit, ['_initial_epoch'], why)
-  epochs = trainer.TFEpochIterator
-  mention(epochs.__iter__, ['_enumerate_iterator'], why)
-  mention(epochs._enumerate_iterator, ['_steps_seen'], why)
-  mention(base_trainer.Trainer.__init__, ['_initial_epoch'], why)
-  mention(
-    trainer.TFEpochIterator.__init__,
-    ['DistributedDataset'],
-    'parameter servers feed their workers themselves',
-  )
-  why = 'finds the optimizer of an update'
-  tf_optimizer = optimizer.TFOptimizer
-  update = '_distributed_tf_update_step'
-  parameters = 'distribution, grads_and_vars, learning_rate'
-  method(tf_optimizer, f'{update}({parameters})', why)
-  update = getattr(tf_optimizer, update)
-  mention(tf_optimizer.__init__, ['_distribution_strategy'], why)
-  method(tf_optimizer, '_all_reduce_sum_gradients(grads_and_vars)', why)
-  mention(update, ['apply_grad_to_update_var', 'self'], why)
-  why = 'LocalSteps and LazyRows wrap an optimizer, parameter servers record it'
-  base = base_optimizer.BaseOptimizer
-  method(base, 'apply(grads, trainable_variables)', why)
-  method(base, 'build(variables)', why)
-  method(base, 'scale_loss(loss)', why)
-  method(base, 'update_step(gradient, variable, learning_rate)', why)
-  method(base, 'finalize_variable_values(var_list)', why)
-  mention(base.__init__, ['_lock', '_trainable_variables'], why)
-  mention(base.build, ['_trainable_variables'], why)
-  why = 'workers that train apart average the moving averages of their weights'
-  mention(base.build, ['_model_variables_moving_average'], why)
-  mention(
-    keras.optimizers.LossScaleOptimizer.build,
-    ['dynamic_scale'],
-    'central storage writes a loss scale once',
-  )
-  mention(
-    seed_generator.SeedGenerator.__init__,
-    ['seed_generator_state'],
-    'replicas draw different random numbers',
-  )
-  mention(
-    core.Variable._initialize_with_initializer,
-    ['self', '_shape'],
-    'places a variable by its size before it is made',
-  )
-  _rows.check()
+  for why, owner, *members in _NEEDED:
+    _requirements.needs(why, owner, *members)
 
 
 check()

@@ -7,8 +7,6 @@ Numbers: As Easy as 1, 2, 3"), a function of a key and a counter. Starting from 
 counter of a row's first element gives the rows of the whole.
 """
 
-from __future__ import annotations
-
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -129,14 +127,13 @@ class _Draws:
 def check() -> None:
   """Raises UnsupportedVersionError if Keras lacks anything used above."""
   why = 'parameter servers make the rows of a table that they hold'
+  _requirements.needs(why, backend_random, '_cast_seed', 'draw_seed')
   for kind in _RANDOM:
-    _requirements.mention(kind.__call__, ['random', 'seed'], why)
+    _requirements.needs(why, kind, '__call__: random seed')
     if kind.__call__.__globals__ is not vars(random_initializers):
       raise _requirements.missing(f'{kind.__name__} of Keras itself', why)
     if kind.__call__.__closure__:
       raise _requirements.missing(f'a plain {kind.__name__}.__call__', why)
-  for name in ('_cast_seed', 'draw_seed'):
-    _requirements.attribute(backend_random, name, why)
 
 
 check()

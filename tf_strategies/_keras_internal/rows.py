@@ -8,8 +8,6 @@ gradient and with the optimizer's state of these rows, in place of variables.
 Also nested optimizers, and what a strategy changes in those of its scope.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +15,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state, name_scope, stateless_scope
-from keras.src.backend.tensorflow import core, numpy
-from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.common import global_state, stateless_scope
+from keras.src.backend.tensorflow import numpy
 from keras.src.optimizers import base_optimizer
 from keras.src.utils import tracking
 
-from tf_strategies import _requirements, errors
+from tf_strategies import errors
 from tf_strategies._keras_internal import steps
 
 _IDS = (tf.int32, tf.int64)
@@ -125,16 +122,8 @@ class Rows(_Rows):
   def __init__(self, variable: tf.Variable, rows: tf.Tensor, key: str = ''):
     super().__init__(key)
     self._variable, self._rows = variable, rows
-
-  @property
-  def dtype(self) -> tf.DType:
-    """Dtype of the variable."""
-    return self._variable.dtype
-
-  @property
-  def shape(self) -> tf.TensorShape:
-    """Shape of these rows."""
-    return self._rows.shape.concatenate(self._variable.shape[1:])
+    self.dtype = variable.dtype
+    self.shape = rows.shape.concatenate(variable.shape[1:])
 
   def _value(self):
     return tf.gather(self._variable, self._rows)
@@ -178,16 +167,7 @@ class RowValues(_Rows):
   def __init__(self, tensor: tf.Tensor, key: str = ''):
     super().__init__(key)
     self.tensor = tensor
-
-  @property
-  def dtype(self) -> tf.DType:
-    """Dtype of the rows."""
-    return self.tensor.dtype
-
-  @property
-  def shape(self) -> tf.TensorShape:
-    """Shape of the rows."""
-    return self.tensor.shape
+    self.dtype, self.shape = tensor.dtype, tensor.shape
 
   def _value(self):
     return self.tensor
@@ -383,34 +363,12 @@ def _build_for_tables(build):
   return build_for_tables
 
 
-_WHY = 'the rows of a DynamicEmbedding are in no variable'
 steps.change(
-  base_optimizer.BaseOptimizer, 'build(variables)', _build_for_tables, _WHY
+  base_optimizer.BaseOptimizer,
+  'build(variables)',
+  _build_for_tables,
+  'the rows of a DynamicEmbedding are in no variable',
 )
-for _method in (
-  '_backend_update_step(grads, trainable_variables, learning_rate)',
-  '_get_variable_index(variable)',
-  '_use_weight_decay(variable)',
-):
-  _requirements.method(base_optimizer.BaseOptimizer, _method, _WHY)
-
-
-def row_slots(
-  optimizer: keras.optimizers.Optimizer,
-) -> list[
-  tuple[keras.Variable, keras.optimizers.Optimizer, dict[str, keras.Variable]]
-]:
-  """Returns each table variable of an optimizer, the owner of its slots, and
-  the slots.
-
-  If optimizers wrap each other, the innermost owns the slots.
-  """
-  *_, optimizer = chain(optimizer)
-  return [
-    (variable, optimizer, slots_of(optimizer, variable))
-    for variable in optimizer._trainable_variables
-    if table_of(variable) is not None
-  ]
 
 
 def update_rows(
@@ -436,19 +394,6 @@ def update_rows(
     variable = RowValues(tensor, key)
     optimizer.update_step(gradient, variable, learning_rate)
   return variable.tensor, {name: each.tensor for name, each in state.items()}
-
-
-def check() -> None:
-  """Raises UnsupportedVersionError if Keras lacks anything used above."""
-  why = 'an optimizer updates the rows of a batch'
-  _requirements.method(tf_optimizer.TFOptimizer, '_var_key(variable)', why)
-  _requirements.mention(tf_optimizer.TFOptimizer._var_key, ['_unique_id'], why)
-  for name in ('assign', 'assign_add', 'assign_sub'):
-    method = getattr(tf_optimizer.TFOptimizer, name)
-    _requirements.mention(method, ['value', 'IndexedSlices'], why)
-  why = 'an Embedding on parameter servers reads the rows of its batch'
-  _requirements.method(core.Variable, '_maybe_autocast(value)', why)
-  _requirements.mention(core.Variable._initialize, ['_value'], why)
 
 
 def chain(optimizer) -> Iterator[keras.optimizers.Optimizer]:
@@ -518,20 +463,3 @@ def _scale_by_variable(optimizer, loss):
       _make_scale(optimizer)
     return keras.ops.multiply(loss, optimizer.dynamic_scale)
   return type(optimizer).scale_loss(optimizer, loss)
-
-
-_WHY_OF_UPDATES = 'a part of a gradient has another norm than the whole'
-_requirements.mention(
-  base_optimizer.BaseOptimizer.__init__, ['name_scope'], _WHY_OF_UPDATES
-)
-for _signature in ('build(var_list)', 'scale_loss(loss)'):
-  _requirements.method(
-    keras.optimizers.LossScaleOptimizer,
-    _signature,
-    'a number for the scale would stay in a traced step',
-  )
-_requirements.mention(
-  name_scope.name_scope.__enter__,
-  ['name_scope_stack', 'caller'],
-  _WHY_OF_UPDATES,
-)

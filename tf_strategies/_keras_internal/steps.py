@@ -1,7 +1,5 @@
 """A model's steps, as Keras passes them, and the parts of Keras that we replace."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -34,18 +32,26 @@ _CALL_CODES = {
 }
 
 
+def _frames() -> Iterator[types.FrameType]:
+  """Yields the calls that this thread is in, from inside to outside."""
+  frame = sys._getframe(1)
+  while frame is not None:
+    yield frame
+    frame = frame.f_back
+
+
+def frame_of(function: str) -> types.FrameType | None:
+  """Returns this thread's innermost call of a function of that name, if any."""
+  return next((f for f in _frames() if f.f_code.co_name == function), None)
+
+
 def running_call() -> str:
   """Returns the name of the method of a model that this thread runs, or ''.
 
   If another method calls it, the name is for example 'evaluate in fit'.
   """
-  name, frame = '', sys._getframe()
-  while frame is not None:
-    if frame.f_code in _CALL_CODES:
-      outer = frame.f_code.co_name
-      name = f'{name} in {outer}' if name else outer
-    frame = frame.f_back
-  return name
+  codes = [frame.f_code for frame in _frames()]
+  return ' in '.join(code.co_name for code in codes if code in _CALL_CODES)
 
 
 def note_call() -> None:
@@ -403,30 +409,10 @@ def _count_distributed(data: trainer.TFEpochIterator) -> None:
     data._num_batches = data.data_adapter.num_batches
 
 
-_requirements.method(
-  tf_dataset_adapter.TFDatasetAdapter,
-  'num_batches',
-  'an epoch on several workers ends with their data',
-)
-_requirements.mention(
-  trainer.TFEpochIterator.__init__,
-  ['self', 'experimental_distribute_dataset', '_distributed_dataset'],
-  'a strategy tells the data of a model from those of a loop',
-)
-for _name in ('fit', 'evaluate', 'predict'):
-  _requirements.mention(
-    getattr(trainer.TensorFlowTrainer, _name),
-    ['epoch_iterator', 'catch_stop_iteration'],
-    'an epoch on several workers ends with their data',
-  )
-
-
 def _data_being_made() -> trainer.TFEpochIterator | None:
   """Returns the data of an epoch that this thread makes, if any."""
   code = inspect.unwrap(trainer.TFEpochIterator.__init__).__code__
-  frame = sys._getframe()
-  while frame is not None and frame.f_code is not code:
-    frame = frame.f_back
+  frame = next((f for f in _frames() if f.f_code is code), None)
   return frame and frame.f_locals['self']
 
 
@@ -534,21 +520,6 @@ def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:
   return 'End of sequence' in str(error)
 
 
-_requirements.method(
-  trainer.TFEpochIterator,
-  'catch_stop_iteration()',
-  'an epoch ends with its data, and with nothing else',
-)
-
-
-def frame_of(function: str) -> types.FrameType | None:
-  """Returns this thread's innermost call of a function of that name, if any."""
-  frame = sys._getframe()
-  while frame and frame.f_code.co_name != function:
-    frame = frame.f_back
-  return frame
-
-
 def skip_steps(steps: int, reads: bool = True) -> None:
   """Makes the running `fit` begin its next epoch after `steps`.
 
@@ -590,53 +561,46 @@ def _build_composite(model: keras.Model, batch: Any) -> None:
   Keras treats every tensor of a batch as dense. Layers that expect ragged rows
   then fail.
   """
-  specs = keras.tree.map_structure(_composite_spec, batch)
-  if any(isinstance(s, tf.TypeSpec) for s in keras.tree.flatten(specs)):
-    with model.distribute_strategy.scope():
-      _build_symbolically(model, specs)
-
-
-def _composite_spec(leaf: Any) -> Any:
-  """Returns the spec of a ragged or sparse tensor, or a placeholder for a dense one."""
-  spec = leaf if isinstance(leaf, tf.TypeSpec) else getattr(leaf, 'spec', None)
-  if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
-    spec = tf.type_spec_from_value(leaf)
-  if isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
-    return spec
-  if leaf is None:
-    return None
-  return keras.KerasTensor(
-    leaf.shape, keras.backend.standardize_dtype(leaf.dtype)
+  batch = keras.tree.map_structure(
+    lambda leaf: getattr(leaf, 'spec', leaf), batch
   )
-
-
-def _build_symbolically(model: keras.Model, batch: Any) -> None:
-  """Calls Keras's symbolic build with placeholders of the right kinds."""
-
-  def outputs_of(function, *args, **options):
-    def call(*args):
-      return function(*keras.tree.map_structure(_placeholder, args), **options)
-
-    return core.compute_output_spec(call, *args)
-
-  x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-  outputs = outputs_of(functools.partial(model, training=False), x)
-  for compiled, compute, options in (
-    (model._compile_metrics, model.compute_metrics, {}),
-    (model._compile_loss, model._compute_loss, {'training': False}),
+  if not any(
+    isinstance(leaf, _COMPOSITE) for leaf in keras.tree.flatten(batch)
   ):
-    if compiled is not None and not compiled.built:
-      outputs_of(compute, x, y, outputs, weights, **options)
+    return
+
+  def build():
+    inputs = tf.nest.map_structure(
+      _placeholder,
+      keras.tree.map_structure(_spec_of, batch),
+      expand_composites=True,
+    )
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(inputs)
+    outputs = model(x, training=False)
+    for compiled, compute, options in (
+      (model._compile_metrics, model.compute_metrics, {}),
+      (model._compile_loss, model._compute_loss, {'training': False}),
+    ):
+      if compiled is not None and not compiled.built:
+        compute(x, y, outputs, weights, **options)
+
+  with model.distribute_strategy.scope():
+    core.compute_output_spec(build)
 
 
-def _placeholder(leaf: Any) -> Any:
-  if not isinstance(leaf, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+def _spec_of(leaf: Any) -> tf.TypeSpec | None:
+  if leaf is None or isinstance(leaf, tf.TypeSpec):
     return leaf
-  parts = [
-    tf.compat.v1.placeholder(s.dtype, s.shape)
-    for s in tf.nest.flatten(leaf, expand_composites=True)
-  ]
-  return tf.nest.pack_sequence_as(leaf, parts, expand_composites=True)
+  return tf.type_spec_from_value(leaf)
+
+
+def _placeholder(spec: tf.TensorSpec | None) -> tf.Tensor | None:
+  return spec and tf.compat.v1.placeholder(spec.dtype, spec.shape)
+
+
+_COMPOSITE = (
+  tf.RaggedTensor | tf.SparseTensor | tf.RaggedTensorSpec | tf.SparseTensorSpec
+)
 
 
 # `tf.train.Checkpoint` restores a variable when a layer gets it. In a symbolic
@@ -672,18 +636,11 @@ def _restore_when_made(register: Callable) -> Callable:
   return register_variable
 
 
-_why = 'a model that is built after Checkpoint.restore gets the restored values'
-for _signature in (
-  '_serialize_to_tensors()',
-  '_restore_from_tensors(restored_tensors)',
-  '_deferred_initialize()',
-):
-  _requirements.method(core.Variable, _signature, _why)
 change(
   variables,
   'register_uninitialized_variable(variable)',
   _restore_when_made,
-  _why,
+  'a model that is built after Checkpoint.restore gets the restored values',
 )
 
 
@@ -698,18 +655,13 @@ def before_callbacks(
       others), and whether `verbose` is 'auto'.
   """
 
-  callers = [
-    inspect.unwrap(getattr(trainer.TensorFlowTrainer, name)).__code__
-    for name in ('fit', 'evaluate', 'predict')
-  ]
-
   def set_first(set_model):
     @functools.wraps(set_model)
     def set_replaced(self, model):
       # All workers call `fit`, which creates a list. A list that the program
       # creates may exist on one worker only.
       made_by = sys._getframe(1).f_back
-      if made_by and made_by.f_code in callers:
+      if made_by and made_by.f_code in _CALL_CODES:
         known = made_by.f_locals
         length = _length_of_fit(known) if 'epochs' in known else None
         is_auto = known['verbose'] == 'auto'
@@ -726,11 +678,11 @@ def before_callbacks(
   )
 
 
-_LENGTH = ('epochs', 'initial_epoch', 'validation_steps', 'validation_freq')
-_requirements.mention(
-  trainer.TensorFlowTrainer.fit,
-  ['epoch_iterator', 'validation_data', 'verbose', *_LENGTH],
-  'all workers train equally long',
+LENGTH_OF_FIT = (
+  'epochs',
+  'initial_epoch',
+  'validation_steps',
+  'validation_freq',
 )
 
 
@@ -740,7 +692,7 @@ def _length_of_fit(variables: dict[str, Any]) -> dict[str, Any]:
   return {
     'steps_per_epoch (or the number of batches)': batches,
     'validation_data (given or not)': variables['validation_data'] is not None,
-    **{name: variables[name] for name in _LENGTH},
+    **{name: variables[name] for name in LENGTH_OF_FIT},
   }
 
 
