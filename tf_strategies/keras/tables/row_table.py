@@ -54,28 +54,32 @@ class TableShard:
     self.is_lost = False
     self._width = width
     self._initial_rows = initial_rows
-    self._slots: dict[str, Any] = {}
+    # A hash table for the rows, and one for each slot.
+    self._columns: dict[str, Any] = {ROWS: None}
     self._make()
 
   def _make(self) -> None:
     self.key = f'rows_{uuid.uuid4().hex}'  # Name of its lock.
-    self._rows = self._table(self._width + _USAGE)
-    self._slots = {name: self._table(self._width + 1) for name in self._slots}
+    self._columns = {name: self._new(name) for name in self._columns}
     with tf.device(self.device):
       self._mutex = tf.raw_ops.MutexV2(container='', shared_name=self.key)
 
-  def _table(self, width: int) -> tf.lookup.experimental.MutableHashTable:
+  def _new(self, column: str) -> tf.lookup.experimental.MutableHashTable:
     with tf.init_scope(), tf.device(self.device):
       return tf.lookup.experimental.MutableHashTable(
-        tf.int64, tf.float32, tf.zeros([width]), experimental_is_anonymous=True
+        *(tf.int64, tf.float32, tf.zeros([self._length(column)])),
+        experimental_is_anonymous=True,
       )
+
+  def _length(self, column: str) -> int:
+    # Beside a row is its usage, and beside its slot whether it was ever updated.
+    return self._width + (_USAGE if column == ROWS else 1)
 
   def make_slots(self, names: Sequence[str]) -> None:
     """Keeps these slots beside the rows, and drops all others."""
-    kept = {
-      n: self._slots.get(n) or self._table(self._width + 1) for n in names
+    self._columns = {
+      n: self._columns.get(n) or self._new(n) for n in (ROWS, *names)
     }
-    self._slots = kept
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns rows [n, width] of ids [n]; stores nothing."""
@@ -84,13 +88,16 @@ class TableShard:
 
   def _find(self, ids):
     """Returns rows and their usage, which is zero for rows that are not stored."""
-    found = tf.ensure_shape(
-      self._rows.lookup(ids), [None, self._width + _USAGE]
-    )
-    rows, usage = found[:, : self._width], found[:, self._width :]
+    rows, usage = self._lookup(ROWS, ids)
     missing = tf.where(tf.equal(usage[:, _USES], 0))
     initial = self._initial_rows(tf.gather(ids, missing[:, 0]))
     return tf.tensor_scatter_nd_update(rows, missing, initial), usage
+
+  def _lookup(self, column, ids):
+    """Returns a column's values for ids, and what is beside them; zero without."""
+    found = self._columns[column].lookup(ids)
+    found = tf.ensure_shape(found, [None, self._length(column)])
+    return found[:, : self._width], found[:, self._width :]
 
   def updated(
     self,
@@ -111,10 +118,10 @@ class TableShard:
     ids, places = tf.unique(ids, tf.int64)
     shape = tf.stack([tf.size(ids, tf.int64), self._width])
     rows, usage = self._find(ids)
-    slots = {
-      name: self._find_slot(name, ids, initial)
-      for name, initial in initial_slots.items()
-    }
+    slots = {}
+    for name, initial in initial_slots.items():
+      values, is_there = self._lookup(name, ids)
+      slots[name] = tf.where(is_there > 0, values, initial)
     gradient = tf.IndexedSlices(gradients, places, shape)
     rows, slots = rule(rows, slots, gradient)
     uses = usage[:, _USES] + 1.0
@@ -125,13 +132,6 @@ class TableShard:
     for name, slot in slots.items():
       values[name] = tf.concat([slot, is_there], 1)
     return ids, values
-
-  def _find_slot(self, name, ids, initial):
-    found = tf.ensure_shape(
-      self._slots[name].lookup(ids), [None, self._width + 1]
-    )
-    is_there = found[:, self._width :] > 0
-    return tf.where(is_there, found[:, : self._width], initial)
 
   @contextlib.contextmanager
   def locked(self) -> Iterator[list[tf.Operation]]:
@@ -146,31 +146,31 @@ class TableShard:
   @property
   def tracked(self) -> Any:
     """Returns the resources that TensorFlow saves with a function that reads rows."""
-    return self._rows
+    return self._columns[ROWS]
 
   def size(self) -> int:
     """Returns the number of stored rows."""
     with tf.device(self.device):
-      return int(self._rows.size())
+      return int(self._columns[ROWS].size())
 
   def stored(self) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns all ids, in any order, and their rows with usage, on the device."""
     with tf.device(self.device):
-      return self._rows.export()
+      return self._columns[ROWS].export()
 
   def stored_of(self, ids: tf.Tensor, column: str = ROWS) -> tf.Tensor:
     """Returns rows with usage, or a slot of rows and whether it was ever updated."""
     with tf.device(self.device):
-      return self._of(column).lookup(ids)
+      return self._columns[column].lookup(ids)
 
   def clear(self) -> None:
     """Removes all rows and their slots."""
     with tf.device(self.device):
-      for column in (ROWS, *self._slots):
+      for column, table in self._columns.items():
         tf.raw_ops.LookupTableImportV2(
-          table_handle=self._of(column).resource_handle,
+          table_handle=table.resource_handle,
           keys=tf.zeros([0], tf.int64),
-          values=tf.zeros([0, self._width + (_USAGE if column == ROWS else 1)]),
+          values=tf.zeros([0, self._length(column)]),
         )
 
   def store(
@@ -183,26 +183,23 @@ class TableShard:
       values: values by column, as `stored_of` returns them.
     """
     with tf.device(self.device):
-      return [self._of(c).insert(ids, each) for c, each in values.items()]
-
-  def _of(self, column):
-    return self._rows if column == ROWS else self._slots[column]
+      return [self._columns[c].insert(ids, v) for c, v in values.items()]
 
   def newest_step(self) -> float:
     """Returns the step of the newest update."""
     with tf.device(self.device):
-      _, values = self._rows.export()
+      _, values = self.stored()
       steps = values[:, self._width + _STEP]
       return float(tf.reduce_max(tf.concat([steps, [0.0]], 0)))
 
   def remove(self, min_uses: float, since: float) -> int:
     """Removes rows with fewer uses and no use since a step. Returns their number."""
     with tf.device(self.device):
-      ids, values = self._rows.export()
+      ids, values = self.stored()
       is_rare = values[:, self._width + _USES] < min_uses
       is_old = values[:, self._width + _STEP] < since
       gone = tf.boolean_mask(ids, is_rare & is_old)
-      for table in (self._rows, *self._slots.values()):
+      for table in self._columns.values():
         table.remove(gone)
       return int(tf.size(gone))
 
@@ -354,7 +351,13 @@ class RowTable:
     """Creates the slots of an optimizer, and drops the slots of an earlier one."""
     before = self._optimizer and self._optimizer()
     if self._optimizer is not None and before is not optimizer:
-      row_updates.check_is_new(optimizer, self.earlier, self.variable.path)
+      if optimizer in self.earlier:
+        raise errors.UnsupportedOptionError(
+          f'{optimizer.name!r} after another one',
+          f'one optimizer for the rows of {self.variable.path!r}',
+          'train the table by one optimizer, or go on with a new one. The state '
+          'of the first is gone',
+        )
       self.earlier |= {before} - {None}
       self._make_slots(())
     self._optimizer = weakref.ref(optimizer)

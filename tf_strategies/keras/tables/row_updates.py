@@ -1,14 +1,12 @@
 """Decides which updates of a table can be made row by row, and makes them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal
 from tf_strategies.keras import gradient_reducer
 
 
@@ -90,25 +88,6 @@ def _stays_without_gradient(optimizer) -> bool:
   return type(optimizer) is keras.optimizers.Adagrad and (
     optimizer.epsilon > 0 or optimizer.initial_accumulator_value > 0
   )
-
-
-def check_is_new(
-  optimizer: keras.optimizers.Optimizer,
-  earlier: Collection[keras.optimizers.Optimizer],
-  table: str,
-) -> None:
-  """Raises if another optimizer has replaced this optimizer's state of a table.
-
-  Raises:
-    UnsupportedOptionError: names the optimizer and the table.
-  """
-  if optimizer in earlier:
-    raise errors.UnsupportedOptionError(
-      f'{optimizer.name!r} after another one',
-      f'one optimizer for the rows of {table!r}',
-      'train the table by one optimizer, or go on with a new one. The state '
-      'of the first is gone',
-    )
 
 
 def slot_name(optimizer: keras.optimizers.Optimizer, attribute: str) -> str:
