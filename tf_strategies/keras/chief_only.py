@@ -1,7 +1,5 @@
 """`ChiefOnly`: a callback that writes files or prints, on one of several workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -169,16 +167,9 @@ class _FilesOfChief(ChiefOnly):
   All workers wait until the chief has written, so that they find whole files.
   """
 
-  def _tell_chief(self):
-    is_chief = super()._tell_chief()
-    saves = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
-    if saves and not is_chief and not self._has_model:
-      self._has_model = True
-      self.callback.set_model(self.model)
-    return is_chief
-
   def _save_divided(self, event, args):
     """Takes part in a save, which reads the optimizer state of all workers."""
+    self.callback.set_model(self.model)
     path = self.callback.filepath
     with tempfile.TemporaryDirectory() as directory:
       self.callback.filepath = os.path.join(directory, os.path.basename(path))
@@ -195,12 +186,10 @@ class _FilesOfChief(ChiefOnly):
     if extended.state_shards is not None and is_other and saves:
       self._save_divided(event, args)
     if event in ('on_epoch_end', 'on_train_end'):
-      link = workers_lib.link_of(self._strategy())
-      has_best = isinstance(self.callback, keras.callbacks.ModelCheckpoint)
-      best = self.callback.best if has_best else None
-      payload = json.dumps(None if best is None else float(best))
-      answers = link.exchange('files', payload.encode())
-      if has_best:
+      best = getattr(self.callback, 'best', None)
+      payload = json.dumps(best, default=float).encode()
+      answers = extended.communicator.exchange('files', payload)
+      if saves:
         # The program may read it, on any worker.
         self.callback.best = json.loads(answers[0])
 

@@ -4,8 +4,6 @@ The `extended` of every strategy of this package is a `GradientReducer`. Keras's
 `apply` goes through it, for every optimizer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref
@@ -281,25 +279,25 @@ def check_model(
   Raises:
     UnsupportedOptionError: if there are two loss scales.
   """
-  if step is None or step.model is None or step.kind != 'train':
+  if (
+    step is None
+    or step.model is None
+    or step.kind != 'train'
+    or strategy.num_replicas_in_sync == 1
+  ):
     return
-  if strategy.num_replicas_in_sync == 1:
-    return
-  model = step.model
-  optimizer = model.optimizer
-  scale = keras.optimizers.LossScaleOptimizer
-  if isinstance(optimizer, scale):
-    optimizer = optimizer.inner_optimizer
-    # Under mixed_float16, `compile` wraps its optimizer. The outer scale scales
-    # the loss, and both unscale the gradient.
-    if isinstance(getattr(optimizer, 'inner_optimizer', None), scale):
-      kind = type(optimizer).__name__
-      raise errors.UnsupportedOptionError(
-        f'LossScaleOptimizer({kind}(LossScaleOptimizer(...)))',
-        'one LossScaleOptimizer',
-        f'pass {kind}(optimizer) to compile, which scales the '
-        'loss by itself, or compile with auto_scale_loss=False',
-      )
+  chain = [*_keras_internal.chain(step.model.optimizer)]
+  scale = [isinstance(o, keras.optimizers.LossScaleOptimizer) for o in chain]
+  # Under mixed_float16, `compile` wraps its optimizer. The outer scale scales
+  # the loss, and both unscale the gradient.
+  if any(scale[:1]) and any(scale[2:]):
+    kind = type(chain[1]).__name__
+    raise errors.UnsupportedOptionError(
+      f'LossScaleOptimizer({kind}(LossScaleOptimizer(...)))',
+      'one LossScaleOptimizer',
+      f'pass {kind}(optimizer) to compile, which scales the '
+      'loss by itself, or compile with auto_scale_loss=False',
+    )
 
 
 def check_step(fn: Any, optimizers: Any) -> None:
