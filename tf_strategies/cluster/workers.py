@@ -1,7 +1,5 @@
 """Links a strategy to the other workers, and compares their values."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

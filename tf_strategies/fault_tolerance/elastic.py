@@ -21,8 +21,6 @@ state in memory, the training function called again) and TorchFT (recovery for e
 step). There is no driver process and no coordinator.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar

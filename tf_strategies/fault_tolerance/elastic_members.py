@@ -9,8 +9,6 @@ worker that joins takes the state and the position. The group that lets it in en
 if a worker had died.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -1,7 +1,5 @@
 """`ElasticOptions`, and the checks of the arguments of an elastic job."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """`SidecarEvaluator`: evaluates checkpoints while another process trains."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

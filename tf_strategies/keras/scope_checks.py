@@ -4,8 +4,6 @@ TensorFlow detects some of these mistakes when it traces a step or creates a
 variable, but its messages are about its internals. Models are checked before.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each worker is a process that `tfs launch` starts. The function travels as bytes
 file, and so do results.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import importlib.util

@@ -10,8 +10,6 @@ launchers form no group: a group needs the address of each process before it for
 and ends as a whole when one of them is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib
