@@ -1,13 +1,15 @@
 """Every op is exact and keeps devices, for every dtype, shape and device count."""
 
+import itertools
+
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import tiers, virtual_devices
-from tests.collectives.simulator import simulate
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
+from tf_strategies import cross_device, errors
 
 virtual_devices.configure()
 
@@ -16,70 +18,116 @@ virtual_devices.configure()
 SHAPES = ((), (0,), (97,), (6, 7), (0, 3), (61, 53))
 
 
-def all_reduce(op, reduce_op, values):
-  """Reduces all values in one call, as a strategy reduces its gradients."""
-  return op.batch_reduce(reduce_op, [(v, v) for v in values])
-
-
 class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
-  def assert_result(self, op, world_size, reduce_op, cases):
-    names = replicas.devices(world_size)
-    arrays = [
-      replicas.inputs(dtype, shape, world_size, reduce_op)
-      for dtype, shape in cases
-    ]
-    reduced = all_reduce(
-      op, reduce_op, [replicas.on_devices(a, names) for a in arrays]
-    )
-    schedule = op.schedule(names, 1)
-    for ranks, result in zip(arrays, reduced, strict=True):
-      expected = replicas.exact(ranks, reduce_op)
-      replicas.assert_equal(result, expected, names)
-      # The NumPy simulation gives the same sums on each rank.
-      for simulated in simulate(schedule, ranks).outputs:
-        np.testing.assert_array_equal(simulated, replicas.exact(ranks))
-
   @tiers.product(
     op=list(replicas.OPS),
     world_size=(tiers.soak(2), 3, tiers.soak(4), tiers.soak(8)),
     reduce_op=(tiers.soak(SUM), MEAN),
   )
   def test_every_dtype_and_shape_in_one_call(self, op, world_size, reduce_op):
+    op = replicas.OPS[op]()
+    # The order of the replicas is not that of the devices.
+    names = replicas.devices(8)[: -world_size - 1 : -1]
     cases = [
-      (dtype, shape) for dtype in replicas.DTYPES for shape in SHAPES[:-1]
+      *itertools.product(replicas.DTYPES, SHAPES[:-1]),
+      ('float32', SHAPES[-1]),
     ]
-    cases.append(('float32', SHAPES[-1]))
-    self.assert_result(replicas.OPS[op](), world_size, reduce_op, cases)
+    arrays = [
+      replicas.inputs(dtype, shape, world_size, reduce_op)
+      for dtype, shape in cases
+    ]
+    strange = replicas.inputs('float32', (67,), world_size, reduce_op)
+    strange[0][[5, 20, 40]] = np.nan, np.inf, np.inf
+    strange[1][[20, 66]] = -np.inf
+    arrays.append(strange)
+    values = [replicas.on_devices(a, names) for a in arrays]
+    results = op.batch_reduce(reduce_op, [(v, v) for v in values])
+    for ranks, result in zip(arrays, results, strict=True):
+      replicas.assert_equal(result, replicas.exact(ranks, reduce_op), names)
 
   @tiers.product(op=list(replicas.OPS), world_size=(3, tiers.soak(8)))
   def test_replicas_are_equal_to_the_last_bit(self, op, world_size):
     names = replicas.devices(world_size)
     random = np.random.default_rng(0)
+    ranks = random.normal(size=(world_size, 1009)).astype(np.float32)
+    value = replicas.on_devices(ranks, names)
     for reduce_op in (SUM, MEAN):
-      ranks = random.normal(size=(world_size, 1009)).astype(np.float32)
-      value = replicas.on_devices(ranks, names)
-      result = replicas.OPS[op]().reduce(reduce_op, value, value).values
-      bits = [component.numpy().view(np.int32) for component in result]
-      for other in bits[1:]:
-        np.testing.assert_array_equal(other, bits[0])
-      self.assertAllClose(
-        result[0], replicas.exact(ranks, reduce_op), rtol=1e-5, atol=1e-5
-      )
+      result = replicas.OPS[op]().reduce(reduce_op, value, value)
+      first = result.values[0].numpy()
+      replicas.assert_equal(result, first, names)
+      self.assertAllClose(first, replicas.exact(ranks, reduce_op), 1e-5, 1e-5)
+
+  @tiers.named_parameters(*tiers.few(replicas.NAMED_OPS, 'auto', 'ring'))
+  def test_shapes_that_are_unknown_in_the_graph(self, make_op):
+    op, names = make_op(), replicas.devices(4)
+    specs = [
+      tf.TensorSpec([None, None]),
+      tf.TensorSpec([5, None], tf.int64),
+      tf.TensorSpec([13]),
+      tf.TensorSpec(None, tf.bfloat16),
+    ]
+
+    @tf.function(input_signature=[[[spec] * 4 for spec in specs]])
+    def step(values):
+      values = [replicas.on_devices(v, names) for v in values]
+      reduced = op.batch_reduce(SUM, [(v, v) for v in values])
+      for value, spec in zip(reduced, specs, strict=True):
+        for component in value.values:
+          component.shape.assert_is_compatible_with(spec.shape)
+      return [r.values for r in reduced]
+
+    for shapes in (
+      [(6, 7), (5, 3), (13,), (2, 2, 3)],
+      [(0, 7), (5, 0), (13,), ()],
+      [(67, 61), (5, 211), (13,), (97,)],
+    ):
+      arrays = [
+        replicas.inputs(spec.dtype.name, shape, 4)
+        for spec, shape in zip(specs, shapes, strict=True)
+      ]
+      results = step(tf.nest.map_structure(tf.constant, arrays))
+      for ranks, result in zip(arrays, results, strict=True):
+        for component in result:
+          np.testing.assert_array_equal(
+            component.numpy(), replicas.exact(ranks), strict=True
+          )
+    self.assertEqual(op.calls, 3)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
-  def test_what_is_not_finite_reaches_all_in_any_order_of_devices(
-    self, make_op
-  ):
-    names = tuple(map(virtual_devices.name, (5, 0, 7, 2)))
-    ranks = np.zeros([4, 67], np.float32) + np.arange(67, dtype=np.float32)
-    ranks[2, 5] = np.nan
-    ranks[0, 40] = np.inf
-    ranks[1, 66] = -np.inf
-    ranks[:2, 20] = np.inf, -np.inf
-    expected = 4 * np.arange(67, dtype=np.float32)
-    expected[[5, 40, 66, 20]] = np.nan, np.inf, -np.inf, np.nan
+  def test_devices_of_values_that_have_none(self, make_op):
+    """Uses TensorFlow's strategy: arguments of a function have no device."""
+    op, names = make_op(), replicas.devices(4)
+    ranks = replicas.inputs('float32', (103,), 4)
+    strategy = tf.distribute.MirroredStrategy(list(names), op)
+    placed = []
+
+    @tf.function
+    def step(values):
+      value = strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+      )
+      self.assertEqual({v.device for v in value.values}, {''})
+      with strategy.scope():
+        pairs = [(value, value)]
+        reduced = strategy.extended.batch_reduce_to(SUM, pairs)[0]
+      placed.extend(component.device for component in reduced.values)
+      return reduced.values
+
+    for component in step([tf.constant(rank) for rank in ranks]):
+      self.assertAllEqual(component, replicas.exact(ranks))
+    self.assertEqual([d.rpartition('device:')[2] for d in placed], list(names))
+    self.assertNotIn('', op.report()['all_reduce_bytes_in'])
+
+  @parameterized.named_parameters(*replicas.NAMED_OPS)
+  def test_equal_tensors_are_moved_as_the_schedule_says(self, make_op):
+    op, names = make_op(), replicas.devices(3)
+    schedule = op.schedule(names, 1)
+    ranks = replicas.inputs('float32', (40,), 3)
     value = replicas.on_devices(ranks, names)
-    replicas.assert_equal(make_op().reduce(SUM, value, value), expected, names)
+    op.batch_reduce(SUM, [(value, value)] * schedule.num_chunks)
+    received = op.report()['all_reduce_bytes_in']
+    expected = schedule.bytes_in([160] * schedule.num_chunks)
+    self.assertEqual(tuple(received.values()), expected)
 
 
 class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
@@ -108,6 +156,51 @@ class PrecisionTest(tf.test.TestCase, parameterized.TestCase):
     replicas.assert_equal(op.reduce(MEAN, value, value), ranks[0], names)
     alone = op.reduce(MEAN, value, virtual_devices.name(6))
     np.testing.assert_array_equal(alone.numpy(), ranks[0], strict=True)
+
+  @parameterized.parameters('direct', 'naive')
+  def test_large_sum_in_a_graph_is_the_same_in_every_run(self, name):
+    """TensorFlow must not reorder the additions of a sum by their arrival."""
+    # Terms and sum exceed the memory that TensorFlow assumes for a logical CPU.
+    size = 14_000_000
+    op = replicas.OPS[name]()
+    names = replicas.devices(3)
+    ranks = []
+    for rank, device in enumerate(names):
+      with tf.device(device):
+        noise = tf.random.stateless_normal([size], [rank, 0])
+        ranks.append(tf.Variable(noise * 10.0**rank))
+
+    @tf.function
+    def step():
+      value = replicas.on_devices(ranks, names)
+      with tf.device(names[1]):
+        return op.reduce(SUM, value, value).values[1] + 0.0
+
+    expected = (ranks[0].numpy() + ranks[1].numpy()) + ranks[2].numpy()
+    for _ in range(3):
+      np.testing.assert_array_equal(step().numpy(), expected)
+
+
+class RefusalTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.product(
+    make_op=(cross_device.AutoAllReduce, cross_device.RingAllReduce),
+    case=(
+      (
+        tf.TensorSpec([4, 2]),
+        r'\(3, 2\).*replica 1 .*\(4, 2\).*Fix: .*strategy.gather',
+      ),
+      (tf.TensorSpec([3, 2], tf.float16), 'float32.*replica 1 .*float16'),
+    ),
+  )
+  def test_replicas_that_disagree(self, make_op, case):
+    spec, message = case
+    names = replicas.devices(2)
+    good = replicas.on_devices([tf.zeros([3, 2])] * 2, names)
+    other = [tf.zeros([3, 2]), tf.zeros(spec.shape, spec.dtype)]
+    value = replicas.on_devices(other, names)
+    for destination in (value, virtual_devices.name(5)):
+      with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+        make_op().batch_reduce(SUM, [(good, good), (value, destination)])
 
 
 if __name__ == '__main__':

@@ -19,35 +19,50 @@ gpus = fake_gpus.names
 CARD = 'NVIDIA H100 PCIe'
 
 
-def choose(world_size, num_bytes, device_name=CARD):
-  with fake_gpus.machine(*[1] * world_size, device_name=device_name):
-    return auto.AutoAllReduce().schedule(gpus(world_size), num_bytes)
-
-
-class ChooseScheduleTest(tf.test.TestCase, parameterized.TestCase):
+class ScheduleTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
   def test_link_decides(self):
     # Over NVLink, fewer rounds are still better than fewer bytes.
-    by_link = [
-      choose(5, 4_000_000, device_name).num_rounds
-      for device_name in (CARD, 'NVIDIA H200')
-    ]
+    by_link = []
+    for device_name in (CARD, 'NVIDIA H200'):
+      with fake_gpus.machine(*[1] * 5, device_name=device_name):
+        schedule = auto.AutoAllReduce().schedule(gpus(5), 4_000_000)
+      by_link.append(schedule.num_rounds)
     self.assertGreater(*by_link)
 
   def test_tensors_are_cut_between_gpus_only(self):
-    for op in (
-      cross_device.AutoAllReduce(),
-      cross_device.ScheduledAllReduce('direct'),
-    ):
-      with fake_gpus.machine(1, 1, 1, 1):
-        self.assertIsNone(op.split_above([virtual_devices.HOST] * 2))
-        self.assertEqual(op.split_above(gpus(4)), 1 / 8)
+    op = auto.AutoAllReduce()
+    with fake_gpus.machine(1, 1, 1, 1):
+      self.assertIsNone(op.split_above([virtual_devices.HOST] * 2))
+      self.assertEqual(op.split_above(gpus(4)), 1 / 8)
 
-  def test_device_without_a_name_is_a_cpu_where_there_is_nothing_else(self):
-    is_cpu = virtual_devices.KIND == 'CPU'
-    shared = executor.share_memory(['', virtual_devices.name(1)])
-    self.assertEqual(shared, is_cpu)
-    self.assertFalse(executor.share_memory(['', gpus(1)[0]]))
+
+class LinksTest(tf.test.TestCase, parameterized.TestCase):
+  """What TensorFlow's lists of devices tell about the links between them."""
+
+  @parameterized.named_parameters(
+    ('one_gpu', (1,), gpus(1), True),
+    ('two_parts', (2,), gpus(2), False),
+    ('more_than_there_are', (1,), gpus(2), False),
+    ('whole_one_beside_parts', (1, 4), gpus(1), True),
+    ('beside_a_cpu', (1, 1), ['GPU:0', 'GPU:1', 'CPU:0'], False),
+    ('beside_an_unknown_device', (1, 1), ['GPU:0', ''], False),
+  )
+  def test_nccl_on_whole_gpus_only(self, parts, devices, expected):
+    with fake_gpus.machine(*parts):
+      self.assertEqual(links.nccl_is_usable(devices), expected)
+
+  @parameterized.named_parameters(
+    ('parts_of_two', (2, 2), CARD, 4, 'pcie'),
+    ('first_two_parts', (2, 2), CARD, 2, 'one_gpu'),
+    ('cards', (1, 1), CARD, 2, 'pcie'),
+    ('a100', (1, 1), 'NVIDIA A100-SXM4-40GB', 2, 'nvlink'),
+    ('h200', (1, 1), 'NVIDIA H200', 2, 'nvlink'),
+    ('unknown', (1, 1), '', 2, 'pcie'),
+  )
+  def test_name(self, parts, device_name, count, expected):
+    with fake_gpus.machine(*parts, device_name=device_name):
+      self.assertEqual(links.name_of(gpus(count)), expected)
 
 
 class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
@@ -55,17 +70,10 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
 
   def graph_of(self, op, world_size, shapes):
     """Returns the graph of an all-reduce between parts of a simulated GPU."""
-    devices = gpus(world_size)
 
     @tf.function
     def all_reduce(rows):
-      values = []
-      for row in rows:
-        components = []
-        for device, tensor in zip(devices, row, strict=True):
-          with tf.device(device):
-            components.append(tf.identity(tensor))
-        values.append(_tf_internal.PerReplica(components))
+      values = [replicas.on_devices(row, gpus(world_size)) for row in rows]
       reduced = op.batch_reduce(replicas.SUM, [(v, v) for v in values])
       return [value.values for value in reduced]
 
@@ -158,25 +166,19 @@ def stand_in(op):
 class NcclTest(tf.test.TestCase, parameterized.TestCase):
   def test_graphs_on_such_gpus_are_handed_to_tensorflow(self):
     op = auto.AutoAllReduce()
-    devices = replicas.devices(4)
     ranks = replicas.inputs('float32', (8,), 4)
-    value = replicas.on_devices(ranks, devices)
+    value = replicas.on_devices(ranks, replicas.devices(4))
 
     def all_reduce():
-      [reduced] = op.batch_reduce(replicas.SUM, [(value, value)])
-      return reduced.values
+      return op.batch_reduce(replicas.SUM, [(value, value)])[0].values
 
     with stand_in(op) as handed_over:
-      graph = tf.function(all_reduce)
-      for result in graph(), graph():
-        for copy in result:
-          self.assertAllEqual(copy, replicas.exact(ranks))
-      handed_over.assert_called_once()
+      tf.function(all_reduce)()
+      # By the ring's formula.
+      self.assertEqual(max(op.report()['all_reduce_bytes_in'].values()), 48)
       all_reduce()  # NCCL needs a graph.
       handed_over.assert_called_once()
-    self.assertEqual(op.calls, 3)
-    # Twice by the ring's formula, once by the direct schedule of one tensor.
-    self.assertEqual(max(op.report()['all_reduce_bytes_in'].values()), 192)
+    self.assertEqual(op.calls, 2)
 
   @parameterized.parameters(replicas.SUM, replicas.MEAN)
   def test_each_dtype_goes_where_it_is_exact(self, reduce_op):

@@ -1,7 +1,5 @@
 """Packing loses nothing, keeps kinds apart, and fills no bucket too far."""
 
-import itertools
-
 import hypothesis
 import numpy as np
 import pytest
@@ -24,47 +22,6 @@ _TENSORS = st.lists(
 _ROWS = 3
 
 
-def _arrays(described):
-  """Returns arrays of which no two elements are alike, as far as their dtype allows."""
-  return [
-    (1000 * i + np.arange(np.prod(shape, dtype=int)))
-    .astype(dtype)
-    .reshape(shape)
-    for i, (shape, dtype, _) in enumerate(described)
-  ]
-
-
-def _round_trip(arrays, is_unknown, bucket_bytes, alone_bytes):
-  """Packs and unpacks in a graph. If `is_unknown`, the shape is not static.
-
-  Returns:
-    The unpacked arrays, the buckets as arrays, and the members of each bucket.
-  """
-  packed_members = []
-  signature = [
-    tf.TensorSpec([None] * a.ndim if unknown else a.shape, a.dtype)
-    for a, unknown in zip(arrays, is_unknown, strict=True)
-  ]
-
-  @tf.function(input_signature=[signature])
-  def there_and_back(tensors):
-    packed = packing.pack(tensors, bucket_bytes, alone_bytes)
-    packed_members.append(packed.members)
-    return packed.unpack(packed.buckets), packed.buckets
-
-  back, flat = there_and_back([tf.constant(a) for a in arrays])
-  return [t.numpy() for t in back], [b.numpy() for b in flat], packed_members[0]
-
-
-def _matrices(*columns):
-  """Returns matrices whose elements all differ."""
-  ends = _ROWS * np.cumsum((0, *columns))
-  return [
-    tf.constant(np.arange(*span, dtype='f4').reshape(_ROWS, -1))
-    for span in itertools.pairwise(ends)
-  ]
-
-
 class PackTest(tf.test.TestCase, parameterized.TestCase):
   @hypothesis.settings(max_examples=40)
   @hypothesis.given(
@@ -79,19 +36,37 @@ class PackTest(tf.test.TestCase, parameterized.TestCase):
   )
   @pytest.mark.smoke
   def test_round_trip(self, described, bucket_bytes, alone_bytes):
-    arrays = _arrays(described)
+    # No two elements are alike, as far as their dtype allows.
+    arrays = [
+      (1000 * i + np.arange(np.prod(shape, dtype=int)))
+      .astype(dtype)
+      .reshape(shape)
+      for i, (shape, dtype, _) in enumerate(described)
+    ]
     is_unknown = [unknown and shape != () for shape, _, unknown in described]
-    back, flat, members = _round_trip(
-      arrays, is_unknown, bucket_bytes, alone_bytes
-    )
+    signature = [
+      tf.TensorSpec([None] * a.ndim if unknown else a.shape, a.dtype)
+      for a, unknown in zip(arrays, is_unknown, strict=True)
+    ]
+    traced = []
+
+    @tf.function(input_signature=[signature])
+    def there_and_back(tensors):
+      packed = packing.pack(tensors, bucket_bytes, alone_bytes)
+      traced.append(packed.members)
+      return packed.unpack(packed.buckets), packed.buckets
+
+    back, buckets = there_and_back(arrays)
+    [members] = traced
     for want, got in zip(arrays, back, strict=True):
-      np.testing.assert_array_equal(want, got, strict=True)
+      np.testing.assert_array_equal(want, got.numpy(), strict=True)
     self.assertCountEqual(
       [i for m in members for i in m], range(len(arrays)), 'each exactly once'
     )
     ready = [min(m) for m in members]
     self.assertEqual(ready, sorted(ready, reverse=True), 'last tensor first')
-    for bucket, inside in zip(flat, members, strict=True):
+    for bucket, inside in zip(buckets, members, strict=True):
+      bucket = bucket.numpy()
       self.assertEqual(list(inside), sorted(inside, reverse=True))
       np.testing.assert_array_equal(
         bucket, np.concatenate([arrays[i].ravel() for i in inside]), strict=True
@@ -108,7 +83,12 @@ class RowsTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(1, 100, 1 << 20)
   def test_round_trip(self, bucket_bytes):
-    matrices = [*_matrices(5, 1, 8, 3), tf.constant([[1], [2], [3]])]
+    random = np.random.default_rng(0)
+    matrices = [
+      tf.constant(random.normal(size=[_ROWS, n]), tf.float32)
+      for n in (5, 1, 8, 3)
+    ]
+    matrices.append(tf.constant([[1], [2], [3]]))
     packed = packing.pack(matrices, bucket_bytes, num_rows=_ROWS)
     self.assertEqual(
       [b.shape.as_list() for b in packed.buckets],

@@ -66,8 +66,9 @@ def inputs(dtype, shape, world_size, reduce_op=SUM):
     positions = positions % step
   arrays = [rank * step + positions for rank in range(world_size)]
   if dtype in ('int16', 'int32', 'int64'):
-    # Negative integers tell truncating from flooring division.
+    # Negative sums with a remainder tell truncating from flooring division.
     arrays = [a - 2500 for a in arrays]
+    arrays[-1] = arrays[-1] + 1
   elif reduce_op == MEAN and dtype not in ('uint8', 'int16'):
     arrays = [a * world_size for a in arrays]
   if dtype == 'complex64':
@@ -91,8 +92,10 @@ def exact(arrays, reduce_op=SUM):
 
 
 def assert_equal(value, expected, names):
-  """Checks each replica's component: its value, dtype and device."""
-  components = value.values
+  """Checks each component: its value, dtype and device. A tensor is alone."""
+  components = (value,) if isinstance(value, tf.Tensor) else value.values
+  if isinstance(value, tf.Tensor) != (len(names) == 1):
+    raise AssertionError(f'{type(value)} on {names}')
   if len(components) != len(names):
     raise AssertionError(f'{len(components)} components on {names}')
   for component, name in zip(components, names, strict=True):

@@ -1,7 +1,6 @@
 """`tf.IndexedSlices` are gathered in order, with duplicates, on every device."""
 
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -9,7 +8,7 @@ import tf_strategies as tfs
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
-from tf_strategies import _tf_internal, cross_device
+from tf_strategies import _tf_internal
 
 virtual_devices.configure()
 
@@ -27,25 +26,14 @@ def slices_of(rank, rows):
   )
 
 
-def on_devices(all_slices, names):
+def on_devices(values, names):
   components = []
-  for s, name in zip(all_slices, names, strict=True):
+  for value, name in zip(values, names, strict=True):
     with tf.device(name):
       components.append(
-        tf.IndexedSlices(
-          tf.identity(s.values),
-          tf.identity(s.indices),
-          None if s.dense_shape is None else tf.identity(s.dense_shape),
-        )
-        if isinstance(s, tf.IndexedSlices)
-        else tf.identity(s)
+        tf.nest.map_structure(tf.identity, value, expand_composites=True)
       )
   return _tf_internal.PerReplica(components)
-
-
-def concatenated(all_slices, divide_by=1):
-  values = np.concatenate([s.values.numpy() for s in all_slices]) / divide_by
-  return values, np.concatenate([s.indices.numpy() for s in all_slices])
 
 
 class SparseTest(tf.test.TestCase, parameterized.TestCase):
@@ -61,13 +49,16 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     ]
     self.value = on_devices(self.slices, self.names)
 
-  def assert_slices(self, found, expected, name=None):
-    values, indices = expected
-    np.testing.assert_array_equal(found.values.numpy(), values)
-    np.testing.assert_array_equal(found.indices.numpy(), indices)
-    self.assertAllEqual(found.dense_shape, [NUM_ROWS, WIDTH])
-    if name is not None:
-      for part in (found.values, found.indices, found.dense_shape):
+  def assert_slices(self, found, all_slices, divide_by=1):
+    """Checks that each device has the concatenation of slices."""
+    values = np.concatenate([s.values for s in all_slices]) / divide_by
+    for component, name in zip(found.values, self.names, strict=True):
+      np.testing.assert_array_equal(component.values.numpy(), values)
+      self.assertAllEqual(
+        component.indices, np.concatenate([s.indices for s in all_slices])
+      )
+      self.assertAllEqual(component.dense_shape, [NUM_ROWS, WIDTH])
+      for part in tf.nest.flatten(component, expand_composites=True):
         self.assertEndsWith(part.device, name)
 
   @parameterized.named_parameters(*replicas.NAMED_OPS)
@@ -75,31 +66,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
     op = make_op()
     for reduce_op, divide_by in ((SUM, 1), (MEAN, 3)):
       result = op.reduce(reduce_op, self.value, self.value)
-      self.assertLen(result.values, 3)
-      expected = concatenated(self.slices, divide_by)
-      for component, name in zip(result.values, self.names, strict=True):
-        self.assert_slices(component, expected, name)
-    self.assertEqual(op.calls, 2)
-
-  @pytest.mark.smoke
-  def test_unknown_number_of_rows(self):
-    op = cross_device.RingAllReduce()
-    signature = [
-      (tf.TensorSpec([None, WIDTH]), tf.TensorSpec([None], tf.int64))
-    ] * 3
-
-    @tf.function(input_signature=[signature])
-    def step(parts):
-      shape = tf.constant([NUM_ROWS, WIDTH], tf.int64)
-      value = on_devices(
-        [tf.IndexedSlices(v, i, shape) for v, i in parts], self.names
-      )
-      return op.reduce(SUM, value, value).values
-
-    for rows in ([[1], [2, 2], [0, 5, 0]], [[], [], [3]]):
-      slices = [slices_of(rank, r) for rank, r in enumerate(rows)]
-      for found in step([(s.values, s.indices) for s in slices]):
-        self.assert_slices(found, concatenated(slices))
+      self.assert_slices(result, self.slices, divide_by)
     self.assertEqual(op.calls, 2)
 
   @parameterized.product(op=('auto', 'ring'), reduce_op=(SUM, MEAN))
@@ -115,50 +82,35 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
       expected = expected / np.float32(3)
     replicas.assert_equal(result, expected, self.names)
 
-  def test_broadcast_keeps_slices(self):
-    op = cross_device.RingAllReduce()
-    results = op.broadcast(self.slices[2], self.value)
-    self.assertLen(results.values, 3)
-    for component, name in zip(results.values, self.names, strict=True):
-      self.assert_slices(component, concatenated(self.slices[2:]), name)
-    # Plain numbers, not tensors.
-    alone = op.broadcast(
-      tf.IndexedSlices([[1.0, 2.0]], [3]), virtual_devices.name(7)
-    )
-    self.assertAllEqual(alone.values, [[1.0, 2.0]])
-    self.assertAllEqual(alone.indices, [3])
-
-  @parameterized.parameters(
-    tfs.RingMirroredStrategy, tfs.CentralStorageStrategy
+  @parameterized.product(
+    make_strategy=(tfs.RingMirroredStrategy, tfs.CentralStorageStrategy),
+    case=(
+      ('scatter_add', [10.0, 1.0], 12),
+      ('scatter_sub', [9.0], -8),
+      ('scatter_max', [10.0], 10),
+      ('scatter_min', [10.0], 1),
+      ('scatter_update', [10.0], 10),
+    ),
   )
-  def test_scatter_of_the_first_replica(self, make_strategy):
+  def test_scatter_of_the_first_replica(self, make_strategy, case):
+    name, values, expected = case
     strategy = make_strategy(replicas.devices(2))
-    expected = {
-      'scatter_add': [1, 12, 1],
-      'scatter_sub': [1, -8, 1],
-      'scatter_max': [1, 10, 1],
-      'scatter_min': [1, 1, 1],
-      'scatter_update': [1, 10, 1],
-    }
-    for name, value in expected.items():
-      with strategy.scope():
-        variable = tf.Variable(
-          [1.0, 1.0, 1.0],
-          aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
+    with strategy.scope():
+      variable = tf.Variable(
+        [1.0, 1.0, 1.0],
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+      )
 
-      @tf.function
-      def step(variable=variable, name=name):
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        values = {'scatter_add': [10.0, 1.0], 'scatter_sub': [9.0]}
-        values = tf.constant(values.get(name, [10.0]))
-        # Row 1 on the first replica, another row on the others.
-        rows = tf.ones([tf.size(values)], tf.int32) + replica
-        getattr(variable, name)(tf.IndexedSlices(values, rows))
+    @tf.function
+    def step():
+      replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+      # Row 1 on the first replica, another row on the others.
+      rows = tf.ones([len(values)], tf.int32) + replica
+      getattr(variable, name)(tf.IndexedSlices(tf.constant(values), rows))
 
-      strategy.run(step)
-      for component in strategy.experimental_local_results(variable):
-        self.assertAllEqual(component, value, name)
+    strategy.run(step)
+    for component in strategy.experimental_local_results(variable):
+      self.assertAllEqual(component, [1, expected, 1])
 
 
 if __name__ == '__main__':
