@@ -22,9 +22,7 @@ class _Exchange(emit.Exchange):
     return [sums for _ in sites]
 
   def scatter(self, columns, shard, sites, are_gradients):
-    self.meetings.append('scatter')
-    sums = [tf.add_n(row) for row in zip(*columns, strict=True)]
-    return [[pieces.rows(t, shard)[s.replica] for t in sums] for s in sites]
+    raise NotImplementedError  # No program has gradients of pieces.
 
   def join(self, columns, shapes, sites):
     self.meetings.append('join')
