@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import virtual_devices
+from tests import processes, virtual_devices
 
 virtual_devices.configure()
 
@@ -40,6 +40,11 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     total, powers = step(batch, np.float32([1, 2, 3]), power=2)
     self.assertEqual(float(total), 45.0)
     self.assertAllEqual(powers, np.arange(6.0) ** 2)
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError,
+      'use a result of strategy.step as it is',
+    ):
+      strategy.reduce('SUM', total, axis=None)
 
   def test_batches_are_drawn_in_a_function(self):
     strategy = _ring()
@@ -54,17 +59,6 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertLogs('absl', 'WARNING') as logs:
       self.assertEqual(float(step(tf.range(6.0))), 15.0)
     self.assertIn('experimental_distribute_dataset', logs.output[0])
-
-  def test_a_result_is_already_reduced(self):
-    strategy = _ring()
-    data = tf.data.Dataset.range(6).batch(6)
-    [batch] = strategy.experimental_distribute_dataset(data)
-    total = strategy.step(tf.reduce_sum)(batch)
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError,
-      'use a result of strategy.step as it is',
-    ):
-      strategy.reduce('SUM', total, axis=None)
 
   def test_no_batch_at_all(self):
     strategy = _ring()
@@ -193,6 +187,25 @@ class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual({float(c) for c in copies}, {10.0})
 
 
+def _apply_in_branch(rank):
+  strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(1))
+  with strategy.scope():
+    variable, optimizer = keras.Variable([0.0]), keras.optimizers.SGD(1.0)
+
+  def apply():
+    optimizer.apply([tf.constant([rank + 1.0])], [variable])
+    return 0
+
+  @tf.function
+  def step(flag):
+    strategy.run(lambda: tf.cond(flag, apply, lambda: 0))
+
+  for flag in (True, False, True):
+    step(tf.constant(flag))
+  strategy.close()
+  return variable.numpy().tolist()
+
+
 class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
   """In `strategy.run`, each replica sees its own rows."""
 
@@ -220,6 +233,10 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
       tf.function(lambda: strategy.run(replica_fn))()
     self.assertAllEqual(variable.numpy(), [1.0])
 
+  def test_workers_with_one_device_reduce_in_a_branch(self):
+    found = processes.run_workers(_apply_in_branch, 2)
+    self.assertEqual(found, [[-6.0]] * 2)
+
   @parameterized.parameters('step', 'run')
   def test_a_loss_scale_that_is_not_built_sees_the_gradients_of_all(
     self, method
@@ -235,15 +252,14 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
       gradient = optimizer.scale_loss(tf.reduce_sum(x, keepdims=True))
       optimizer.apply([gradient], [variable])
 
-    steps = {
-      'step': strategy.step(apply),
-      'run': tf.function(lambda batch: strategy.run(apply, (batch,))),
-    }
+    step = strategy.step(apply)
+    if method == 'run':
+      step = tf.function(lambda batch: strategy.run(apply, (batch,)))
     x = np.ones([16], np.float32)
     x[9] = np.inf
     data = tf.data.Dataset.from_tensor_slices(x).batch(4)
     for batch in strategy.experimental_distribute_dataset(data):
-      steps[method](batch)
+      step(batch)
     # All replicas skip the third step and halve the scale. Others double it.
     self.assertEqual(float(variable.numpy()[0]), -12.0)
     for copy in optimizer.dynamic_scale.value.values:

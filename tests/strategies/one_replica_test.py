@@ -17,7 +17,6 @@ from tests import tiers, virtual_devices
 virtual_devices.configure()
 
 _DEVICE = [virtual_devices.name(0)]
-_KINDS = ('train', 'test', 'predict')
 _X = np.arange(48).reshape(12, 4) % 7
 _Y = np.float32(_X[:, :1] / 7)
 _STRATEGIES = {
@@ -79,7 +78,7 @@ def _steps_of_model(strategy, make_optimizer, compiles):
   model.fit(_X, _Y, batch_size=4, verbose=0)
   model.evaluate(_X, _Y, batch_size=4, verbose=0)
   model.predict(_X, batch_size=4, verbose=0)
-  functions = [getattr(model, f'{kind}_function') for kind in _KINDS]
+  functions = model.train_function, model.test_function, model.predict_function
   return list(itertools.chain(*map(_graphs, functions)))
 
 

@@ -57,12 +57,6 @@ class RegistryTest(parameterized.TestCase):
       {'compresion': 'bfloat16'},
       r'Fix: write options=RingOptions\(compression=\.\.\.\)',
     ),
-    ('tpu_ring', {'all_reduces': 3}, "'all_reduces' of TPURing.*'all_reduce'"),
-    (
-      'central_storage',
-      {'parameter_devices': 'CPU:0'},
-      "'parameter_devices' of Central.*write 'parameter_device'",
-    ),
     (
       'central_storage',
       {'devices': ['CPU:0'], 'compute_devices': ['CPU:1']},

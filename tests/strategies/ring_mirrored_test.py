@@ -24,68 +24,40 @@ def _strategy(cross_device_ops=None):
 
 
 class RoutingTest(tf.test.TestCase):
-  """Every way to reduce uses the strategy's op, never TensorFlow's."""
-
-  def setUp(self):
-    super().setUp()
-    self.ops = tfs.RingAllReduce()
-    self.strategy = _strategy(self.ops)
-
-  def test_all_reduce_in_replica_context(self):
-    @tf.function
-    def step():
-      def replica_fn():
-        context = tf.distribute.get_replica_context()
-        i = context.replica_id_in_sync_group
-        return context.all_reduce(SUM, [i, i + tf.range(2)])
-
-      return self.strategy.run(replica_fn)
-
-    for _ in range(3):
-      results = step()
-    for replica in range(4):
-      scalar, vector = (r.values[replica] for r in results)
-      self.assertAllEqual(scalar, 6)
-      self.assertAllEqual(vector, [6, 10])
-    # Counts executions, not traces.
-    self.assertEqual(self.ops.calls, 3)
-
   @pytest.mark.smoke
-  def test_reduce_and_gather(self):
-    def replica_fn():
-      i = tf.distribute.get_replica_context().replica_id_in_sync_group
-      return tf.fill([1 + tf.cast(i > 1, tf.int32), 2], i)
-
-    values = self.strategy.run(replica_fn)
-    gathered = self.strategy.gather(values, axis=0)
-    self.assertAllEqual(gathered[:, 0], [0, 1, 2, 2, 3, 3])
-    scalars = self.strategy.run(lambda: replica_fn()[0])
-    self.assertAllEqual(self.strategy.reduce(SUM, scalars, axis=None), [6, 6])
-    calls = self.ops.report()['calls']
-    self.assertEqual((calls['gather'], calls['reduce']), (1, 1))
-
-  @pytest.mark.smoke
-  def test_variable_aggregation_and_broadcast(self):
-    with self.strategy.scope():
+  def test_every_way_to_reduce_uses_the_op_of_the_strategy(self):
+    ops = tfs.RingAllReduce()
+    strategy = _strategy(ops)
+    with strategy.scope():
       total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
       first = tf.Variable(
         0, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
       )
 
-    @tf.function
-    def step():
-      def replica_fn():
-        i = tf.distribute.get_replica_context().replica_id_in_sync_group
-        total.assign_add(tf.cast(i + 1, tf.float32))
-        first.assign(i + 5)
+    def replica_fn():
+      context = tf.distribute.get_replica_context()
+      i = context.replica_id_in_sync_group
+      total.assign_add(tf.cast(i + 1, tf.float32))
+      first.assign(i + 5)
+      sums = context.all_reduce(SUM, [i, i + tf.range(2)])
+      return i, tf.fill([1 + tf.cast(i > 1, tf.int32), 2], i), sums
 
-      self.strategy.run(replica_fn)
-
-    step()
-    self.assertAllEqual([v.numpy() for v in total.values], [10.0] * 4)
-    self.assertAllEqual([v.numpy() for v in first.values], [5] * 4)
-    calls = self.ops.report()['calls']
-    self.assertEqual((calls['all_reduce'], calls['broadcast']), (1, 1))
+    step = tf.function(lambda: strategy.run(replica_fn))
+    for _ in range(3):
+      numbers, rows, sums = step()
+    for replica in range(4):
+      self.assertAllEqual(sums[0].values[replica], 6)
+      self.assertAllEqual(sums[1].values[replica], [6, 10])
+      self.assertAllEqual(total.values[replica], 30.0)
+      self.assertAllEqual(first.values[replica], 5)
+    gathered = strategy.gather(rows, axis=0)
+    self.assertAllEqual(gathered[:, 0], [0, 1, 2, 2, 3, 3])
+    self.assertAllEqual(strategy.reduce(SUM, numbers, axis=None), 6)
+    # Executions, not traces.
+    self.assertEqual(
+      ops.report()['calls'],
+      {'all_reduce': 6, 'broadcast': 3, 'gather': 1, 'reduce': 1},
+    )
 
 
 class Scaled(keras.optimizers.SGD):
@@ -93,7 +65,7 @@ class Scaled(keras.optimizers.SGD):
     super().apply([g * scale for g in grads], trainable_variables)
 
 
-class OwnOptimizerTest(tf.test.TestCase):
+class OptimizerTest(tf.test.TestCase):
   def test_arguments_of_apply(self):
     strategy = _strategy()
     with strategy.scope():
@@ -106,8 +78,6 @@ class OwnOptimizerTest(tf.test.TestCase):
     tf.function(lambda: strategy.run(replica_fn))()
     self.assertEqual(variable.numpy(), 1 - len(DEVICES) * 0.125)
 
-
-class CrossReplicaTest(tf.test.TestCase):
   def test_an_update_outside_of_replicas_is_refused(self):
     with _strategy().scope():
       variable, optimizer = tf.Variable(1.0), keras.optimizers.SGD()
@@ -181,12 +151,10 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
 class NumbersTest(tf.test.TestCase, parameterized.TestCase):
   """Python can use variables as numbers, as on one device."""
 
-  @parameterized.parameters('ring_mirrored', 'central_storage')
-  def test_of_variables(self, name):
+  @parameterized.parameters(*OURS[:2])
+  def test_of_variables(self, make):
     on_read = tf.VariableSynchronization.ON_READ
-    with tfs.create_strategy(
-      name, devices=[virtual_devices.name(0), virtual_devices.name(1)]
-    ).scope():
+    with make(DEVICES[:2]).scope():
       optimizer = keras.optimizers.SGD(0.25)
       metric = keras.metrics.Mean()
       variable = tf.Variable(2.5)
@@ -200,6 +168,14 @@ class NumbersTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(float(metric.total), 7.0)
     self.assertEqual(complex(variable), 0j)
     self.assertEqual(float(total), 3.0)
+
+  @parameterized.parameters(*OURS[:2])
+  def test_reducing_a_variable_counts_it_once_a_replica(self, make):
+    strategy = make(DEVICES[:3])
+    with strategy.scope():
+      variable = tf.Variable([1.0, 2.0])
+    for op, expected in ('SUM', [3.0, 6.0]), ('MEAN', [1.0, 2.0]):
+      self.assertAllClose(strategy.reduce(op, variable, None), expected)
 
 
 class SavedModelTest(tf.test.TestCase):
@@ -231,24 +207,16 @@ class SavedModelTest(tf.test.TestCase):
 
 
 class RegistryTest(tf.test.TestCase, parameterized.TestCase):
-  def test_names_make_strategies(self):
-    for name, kind, replicas in (
-      ('one_device', tf.distribute.OneDeviceStrategy, 1),
-      ('mirrored', tf.distribute.MirroredStrategy, 4),
-      ('ring_mirrored', tfs.RingMirroredStrategy, 4),
-      ('central_storage', tfs.CentralStorageStrategy, 4),
-      ('multi_worker_ring', tfs.MultiWorkerRingStrategy, 4),
-    ):
-      strategy = tfs.create_strategy(name, devices=list(DEVICES))
-      self.assertIsInstance(strategy, kind)
-      self.assertEqual(strategy.num_replicas_in_sync, replicas)
-
   @parameterized.parameters(
-    'ring_mirrored', 'central_storage', 'multi_worker_ring', 'mirrored'
+    ('ring_mirrored', tfs.RingMirroredStrategy),
+    ('central_storage', tfs.CentralStorageStrategy),
+    ('multi_worker_ring', tfs.MultiWorkerRingStrategy),
+    ('mirrored', tf.distribute.MirroredStrategy),
   )
-  def test_devices_as_tensorflow_lists_them(self, name):
+  def test_devices_as_tensorflow_lists_them(self, name, kind):
     devices = tf.config.list_logical_devices(virtual_devices.KIND)[1:3]
     strategy = tfs.create_strategy(name, devices=devices)
+    self.assertIsInstance(strategy, kind)
     self.assertEqual(
       strategy.extended.worker_devices,
       tuple(f'/job:localhost/replica:0/task:0{d.name}' for d in devices),
@@ -256,14 +224,6 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
     if name == 'central_storage':
       strategy = tfs.create_strategy(name, parameter_device=devices[1])
       self.assertEndsWith(strategy.parameter_device, devices[1].name)
-
-  @parameterized.parameters(
-    ('tpu_ring', 'without cores|names no TPU'),
-    ('ring_mirored', 'ring_mirored'),
-  )
-  def test_other_names_are_refused(self, name, message):
-    with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
-      tfs.create_strategy(name)
 
 
 if __name__ == '__main__':

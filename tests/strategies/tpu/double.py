@@ -10,7 +10,6 @@ import dataclasses
 import tensorflow as tf
 
 import tf_strategies as tfs
-from tf_strategies.strategies.tpu import permute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,3 @@ class ResolverDouble(tf.distribute.cluster_resolver.TPUClusterResolver):
 
 def create_strategy(num_replicas, **options):
   return tfs.TPURingStrategy(ResolverDouble(num_replicas), **options)
-
-
-def use_schedule(strategy, schedule):
-  """Makes a strategy execute any schedule, even a wrong one."""
-  strategy.extended.all_reduce = permute.PermutingAllReduce(schedule)
