@@ -19,45 +19,6 @@ virtual_devices.configure()
 _LINK = 'nccl' if nccl.IS_GPU else 'ring'
 
 
-def _communication(asked, parts, names):
-  options = tfs.CollectiveOptions(communication=asked)
-  with fake_gpus.machine(*parts):
-    return collective_strategy._communication(options, names)
-
-
-class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('whole_gpus', 'auto', (1, 1), ['GPU:0', 'GPU:1'], 'nccl'),
-    ('parts', 'auto', (2,), ['GPU:0', 'GPU:1'], 'ring'),
-    ('ring_was_asked_for', 'ring', (1, 1), ['GPU:0', 'GPU:1'], 'ring'),
-  )
-  def test_is_chosen(self, asked, parts, names, expected):
-    self.assertEqual(_communication(asked, parts, names), expected)
-
-  def test_nccl_on_parts_of_a_gpu_is_refused(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, "'nccl'.*1 physical.*'auto'"
-    ):
-      _communication('nccl', (2,), ['GPU:0', 'GPU:1'])
-
-  def test_refused_before_anybody_is_waited_for(self):
-    addresses = processes.addresses(2)
-    cluster = tfs.cluster.ClusterConfig({'worker': addresses}, 'worker', 0)
-    with (
-      fake_gpus.machine(),
-      self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, '0 physical'),
-    ):
-      tfs.MultiWorkerCollectiveStrategy(
-        cluster, tfs.CollectiveOptions(communication='nccl')
-      )
-
-
-class TakenPortTest(tf.test.TestCase):
-  def test_names_the_address(self):
-    [is_named] = processes.run_workers(_start_at_a_taken_port, 1)
-    self.assertTrue(is_named)
-
-
 def _start_at_a_taken_port(rank):
   """Returns whether the error names an address at which another socket listens."""
   addresses = processes.addresses(2)
@@ -68,6 +29,36 @@ def _start_at_a_taken_port(rank):
       tfs.MultiWorkerCollectiveStrategy(cluster)
     except tfs.errors.RendezvousError as e:
       return f'for worker 0, got {addresses[0]}' in str(e)
+
+
+class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('whole_gpus', 'auto', (1, 1), 'nccl'),
+    ('parts', 'auto', (2,), 'ring'),
+    ('ring_was_asked_for', 'ring', (1, 1), 'ring'),
+  )
+  def test_is_chosen(self, asked, parts, expected):
+    options = tfs.CollectiveOptions(communication=asked)
+    with fake_gpus.machine(*parts):
+      found = collective_strategy._communication(options, fake_gpus.names(2))
+    self.assertEqual(found, expected)
+
+  def test_refused_before_anybody_is_waited_for(self):
+    addresses = processes.addresses(2)
+    cluster = tfs.cluster.ClusterConfig({'worker': addresses}, 'worker', 0)
+    with (
+      fake_gpus.machine(2),
+      self.assertRaisesRegex(
+        tfs.errors.UnsupportedOptionError, "'nccl'.*1 physical.*'auto'"
+      ),
+    ):
+      tfs.MultiWorkerCollectiveStrategy(
+        cluster, tfs.CollectiveOptions(communication='nccl')
+      )
+
+  def test_taken_port_is_named(self):
+    [is_named] = processes.run_workers(_start_at_a_taken_port, 1)
+    self.assertTrue(is_named)
 
 
 class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):

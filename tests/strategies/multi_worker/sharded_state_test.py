@@ -1,5 +1,6 @@
 """Optimizer state that workers divide among themselves, in real processes."""
 
+import contextlib
 import itertools
 
 import keras
@@ -19,49 +20,39 @@ _DEADLINE_SECONDS = 280
 _MOST_BYTES = 1.02
 
 
-def ring(devices=1, sharded=True, **options):
+def ring(devices=1, sharded=True):
   return tfs.MultiWorkerRingStrategy(
-    options=tfs.RingOptions(**options),
     devices=virtual_devices.names(devices)[::-1],
     shard_optimizer_state=sharded,
   )
 
 
-class _Count(keras.callbacks.Callback):
-  """Records the bytes sent until the end of each step."""
-
-  def __init__(self, group):
-    super().__init__()
-    self._group, self.sent = group, []
-
-  def on_train_batch_end(self, batch, logs=None):
-    self.sent.append(self._group.bytes_sent)
-
-
-def _measure(rank, devices):
-  """Returns the bytes of a step and of stored state, with and without `sharded`."""
+def _measure(rank, devices, sharded):
+  """Returns the bytes of each step and of stored state, the calls, and parameters."""
   del rank
-  found = {}
-  for sharded in (True, False):
-    strategy = ring(devices, sharded)
-    count = _Count(strategy.process_group)
-    try:
-      model = models.train(
-        models.OPTIMIZERS['plain'],
-        strategy,
-        model=models.large_model,
-        callbacks=[count],
+  sent = []
+  with contextlib.closing(ring(devices, sharded)) as strategy:
+    count = keras.callbacks.LambdaCallback(
+      on_train_batch_end=lambda batch, logs: sent.append(
+        strategy.process_group.bytes_sent
       )
-      report = strategy.communication_report()
-      found[sharded] = (
-        np.diff(count.sent).tolist(),
-        models.stored_bytes(model),
-        report['calls'],
-        4 * model.count_params(),
-      )
-    finally:
-      strategy.close()
-  return found
+    )
+    model = models.train(
+      models.OPTIMIZERS['plain'],
+      strategy,
+      model=models.large_model,
+      callbacks=[count],
+    )
+    return (
+      np.diff(sent).tolist(),
+      models.stored_bytes(model),
+      strategy.communication_report()['calls'],
+      4 * model.count_params(),
+    )
+
+
+def _measure_both(rank, devices):
+  return [_measure(rank, devices, sharded) for sharded in (True, False)]
 
 
 class CostTest(tf.test.TestCase, parameterized.TestCase):
@@ -72,11 +63,11 @@ class CostTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_bytes(self, workers, devices):
     by_worker = processes.run_workers(
-      _measure, workers, args=(devices,), deadline=_DEADLINE_SECONDS
+      _measure_both, workers, args=(devices,), deadline=_DEADLINE_SECONDS
     )
     for found in by_worker:
-      (steps, (stored, whole), calls, _) = found[True]
-      (before, (all_of_it, _), calls_before, parameters) = found[False]
+      (steps, (stored, whole), calls, _), plain = found
+      before, (all_of_it, _), calls_before, parameters = plain
       self.assertGreater(min(before), parameters // 2)
       for mine, theirs in zip(steps, before, strict=True):
         self.assertLess(mine, theirs * _MOST_BYTES)
@@ -89,8 +80,7 @@ class CostTest(tf.test.TestCase, parameterized.TestCase):
 
 def _save(rank, directory):
   """Trains, saves in each way, continues, and returns the final state."""
-  strategy = ring()
-  try:
+  with contextlib.closing(ring()) as strategy:
     model = models.train(models.OPTIMIZERS['loss_scale'], strategy)
     checkpoint = tfs.Run(f'{directory}/run', model)
     checkpoint.restore()
@@ -99,22 +89,17 @@ def _save(rank, directory):
     model.save(f'{directory}/{rank}.keras')
     model.fit(*models.numbers(), batch_size=13, shuffle=False, verbose=0)
     return models.state(model)
-  finally:
-    strategy.close()
 
 
-def _load_both(rank, directory, strategies=(None, None)):
+def _load(rank, directory, strategy=None):
   """Loads in each way, continues, and returns the final states."""
   del rank
-  return [
-    _load(directory, way, strategy)
-    for way, strategy in zip(('run', 'keras'), strategies, strict=True)
-  ]
+  return [_loaded(directory, way, strategy) for way in ('run', 'keras')]
 
 
-def _load(directory, way, strategy):
-  strategy = ring() if strategy is None else strategy
-  try:
+def _loaded(directory, way, strategy):
+  with contextlib.ExitStack() as stack:
+    strategy = strategy or stack.enter_context(contextlib.closing(ring()))
     with strategy.scope():
       if way == 'keras':
         model = keras.models.load_model(f'{directory}/1.keras')
@@ -126,9 +111,6 @@ def _load(directory, way, strategy):
       assert position.epoch == 1, position
     model.fit(*models.numbers(), batch_size=13, shuffle=False, verbose=0)
     return models.state(model)
-  finally:
-    if hasattr(strategy, 'close'):
-      strategy.close()
 
 
 class CheckpointTest(tf.test.TestCase):
@@ -139,10 +121,9 @@ class CheckpointTest(tf.test.TestCase):
       _save, 2, args=(directory,), deadline=_DEADLINE_SECONDS
     )
     loaded = processes.run_workers(
-      _load_both, 3, args=(directory,), deadline=_DEADLINE_SECONDS
+      _load, 3, args=(directory,), deadline=_DEADLINE_SECONDS
     )
-    one_device = [tf.distribute.get_strategy()] * 2
-    loaded.append(_load_both(0, directory, one_device))
+    loaded.append(_load(0, directory, tf.distribute.get_strategy()))
     for state in (other, *itertools.chain(*loaded)):
       for mine, theirs in zip(saved, state, strict=True):
         for a, b in zip(mine, theirs, strict=True):

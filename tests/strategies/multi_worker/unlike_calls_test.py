@@ -20,10 +20,6 @@ _VALIDATED = {'validates': True, 'epochs': 2}
 # the end of the argument that differs, and the values of the ranks).
 _CALLS = {
   'epochs': ('fit', {'epochs': 2}, {'epochs': 3}, 'epochs', 2, 3),
-  'steps_per_epoch': (
-    *('fit', {'steps_per_epoch': 4}, {'steps_per_epoch': 6}),
-    *(_BATCHES, 4, 6),
-  ),
   'rows': ('fit', {}, {'rows': 48}, _BATCHES, 8, 6),
   'own_data': (
     'fit',
