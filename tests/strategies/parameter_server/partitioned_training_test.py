@@ -1,10 +1,10 @@
 """Models with variables in parts train, save and load like whole ones."""
 
+import contextlib
 import os
 import tempfile
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -23,9 +23,8 @@ _LOADS = (('keras', 3), ('weights', 1), ('checkpoint', 3))
 
 def _strategy(parts):
   """A strategy that cuts every variable; one part cuts none."""
-  partitioner = partitioners.FixedShardsPartitioner(parts)
   return tfs.ParameterServerStrategy(
-    variable_partitioner=partitioner if parts > 1 else None
+    variable_partitioner=partitioners.FixedShardsPartitioner(parts)
   )
 
 
@@ -37,14 +36,8 @@ def _model(strategy=None):
 
 
 def _fit(model, epochs=1):
-  x, y = common.tokens(_ROWS)
-  model.fit(x, y, batch_size=32, epochs=epochs, shuffle=False, verbose=0)
-  return _state(model)
-
-
-def _state(model):
-  weights = [np.asarray(w) for w in model.get_weights()]
-  return weights, [v.numpy() for v in model.optimizer.variables]
+  common.fit(model, *common.tokens(_ROWS), epochs=epochs, shuffle=False)
+  return common.state_of(model)
 
 
 def save(directory):
@@ -62,12 +55,9 @@ def load_each(directory):
   """Returns the loaded state and the further training of each row of `_LOADS`."""
   found = {}
   for way, parts in _LOADS:
-    strategy = _strategy(parts)
-    try:
+    with contextlib.closing(_strategy(parts)) as strategy:
       model = load(directory, way, strategy)
-      found[way, parts] = _state(model), _fit(model)
-    finally:
-      strategy.close()
+      found[way, parts] = common.state_of(model), _fit(model)
   return found
 
 
@@ -103,17 +93,15 @@ class PartitionedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     for expected, actual, limit in zip(
       self.found['save'], (found, then), (0, 1e-6), strict=True
     ):
-      for want, got in zip(expected, actual, strict=True):
-        self.assertLen(got, len(want))
-        for a, b in zip(want, got, strict=True):
-          self.assertAllClose(a, b, 0, limit)
+      tf.nest.assert_same_structure(expected, actual)
+      self.assertAllClose(expected, actual, 0, limit)
 
   @parameterized.parameters(*_LOADS)
   def test_saved_state_loads(self, way, parts):
     """Checks other numbers of parts, and one device."""
     self.assert_loaded(*self.found['load_each'][way, parts])
     model = load(self.directory, way)
-    self.assert_loaded(_state(model), _fit(model))
+    self.assert_loaded(common.state_of(model), _fit(model))
 
 
 if __name__ == '__main__':

@@ -20,25 +20,29 @@ def _data():
   return x, x[:, :1]
 
 
-def _model():
-  return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+def _model(strategy, make=keras.Sequential, optimizer='sgd', hidden=()):
+  with strategy.scope():
+    model = make([keras.Input([4]), *hidden, keras.layers.Dense(1)])
+    model.compile(optimizer, 'mse')
+  return model
+
+
+def _run(strategy, step):
+  strategy.step(step)(np.ones([4], np.float32))
+  strategy.join()
 
 
 def jit_compile(strategy):
   gpu = tf.config.PhysicalDevice('/physical_device:GPU:0', 'GPU')
-  with (
-    strategy.scope(),
-    # Keras asks what there is to resolve 'auto'.
-    mock.patch.object(
-      tf.config, 'list_physical_devices', lambda kind=None: [gpu]
-    ),
+  # Keras asks what there is to resolve 'auto'.
+  with mock.patch.object(
+    tf.config, 'list_physical_devices', lambda kind=None: [gpu]
   ):
-    model = _model()
-    model.compile('adam', 'mse')
+    model = _model(strategy)
   assert not model.jit_compile
   model.fit(*_data(), verbose=0)
   with strategy.scope():
-    model.compile('adam', 'mse', jit_compile=True)
+    model.compile('sgd', 'mse', jit_compile=True)
   model.fit(*_data(), verbose=0)
 
 
@@ -48,16 +52,11 @@ def python_in_a_step(strategy):
   def step(x):
     return tf.ensure_shape(tf.numpy_function(np.sum, [x], tf.float32), [])
 
-  strategy.step(step)(np.ones([4], np.float32))
-  strategy.join()
+  _run(strategy, step)
 
 
 def none_among_what_a_step_returns(strategy):
-  def step(x):
-    return {'sum': tf.reduce_sum(x), 'count': None}
-
-  strategy.step(step)(np.ones([4], np.float32))
-  strategy.join()
+  _run(strategy, lambda x: {'sum': tf.reduce_sum(x), 'count': None})
 
 
 def next_in_a_function(strategy):
@@ -93,10 +92,7 @@ class OwnTrainFunction(keras.Sequential):
 
 
 def own_train_function(strategy):
-  with strategy.scope():
-    model = OwnTrainFunction([keras.Input([4]), keras.layers.Dense(1)])
-    model.compile('sgd', 'mse')
-  model.fit(*_data(), verbose=0)
+  _model(strategy, OwnTrainFunction).fit(*_data(), verbose=0)
 
 
 class WrappedTrainFunction(keras.Sequential):
@@ -117,9 +113,7 @@ class WrappedTrainFunction(keras.Sequential):
 
 def wrapped_train_function(strategy):
   """Returns how often it was called, and how many steps workers did."""
-  with strategy.scope():
-    model = WrappedTrainFunction([keras.Input([4]), keras.layers.Dense(1)])
-    model.compile('sgd', 'mse')
+  model = _model(strategy, WrappedTrainFunction)
   model.fit(*_data(), batch_size=8, verbose=0)
   strategy.join()
   return model.calls, strategy.report()['steps']
@@ -134,24 +128,17 @@ def metric_made_outside(strategy):
     metric.update_state(x * weight)
     return metric.result()
 
-  strategy.step(evaluate)(np.ones([4], np.float32))
-  strategy.join()
+  _run(strategy, evaluate)
 
 
 def optimizer_made_outside(strategy):
-  optimizer = keras.optimizers.Adam()
-  with strategy.scope():
-    model = _model()
-    model.compile(optimizer, 'mse')
+  model = _model(strategy, optimizer=keras.optimizers.Adam())
   model.fit(*_data(), verbose=0)
 
 
 def data_made_before(strategy):
   """TensorFlow says "unknown device": connecting renamed the one that has it."""
-  with strategy.scope():
-    model = _model()
-    model.compile('sgd', 'mse')
-  model.fit(_made_before[0], verbose=0)
+  _model(strategy).fit(_made_before[0], verbose=0)
 
 
 def data_made_outside(strategy):
@@ -159,10 +146,9 @@ def data_made_outside(strategy):
   dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0]).batch(2)
   data = strategy.distribute_datasets_from_function(lambda context: dataset)
   step = strategy.step(tf.reduce_sum)
-  with strategy.scope():
-    for batch in data:
-      step(batch)
-    strategy.join()
+  for batch in data:
+    step(batch)
+  strategy.join()
 
 
 def adapted_outside(strategy):
@@ -173,9 +159,7 @@ def adapted_outside(strategy):
   found = []
   for each in (tf.distribute.get_strategy(), strategy):
     keras.utils.set_random_seed(2)
-    with each.scope():
-      model = keras.Sequential([keras.Input([4]), layer, keras.layers.Dense(1)])
-      model.compile('sgd', 'mse')
+    model = _model(each, hidden=[layer])
     history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     found.append([history.history['loss'][0], *model.get_weights()[-2:]])
   for want, got in zip(*found, strict=True):
@@ -196,11 +180,7 @@ def step_that_fails(strategy):
 
   Returns, for each error, its type, its message and the files of its traceback.
   """
-  with strategy.scope():
-    model = keras.Sequential(
-      [keras.Input([4]), Checked(), keras.layers.Dense(1)]
-    )
-    model.compile('sgd', 'mse')
+  model = _model(strategy, hidden=[Checked()])
   x, y = _data()
   found = []
   for goes_well_before in (False, True):
@@ -270,8 +250,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(self.found['adapted_outside'], '')
 
   def test_train_function_that_is_wrapped_trains_on_workers(self):
-    found = self.found['wrapped_train_function']
-    self.assertEqual(found, (2, 2))
+    self.assertEqual(self.found['wrapped_train_function'], (2, 2))
 
   def test_step_that_fails_says_where_and_nothing_else(self):
     found = self.found['step_that_fails']

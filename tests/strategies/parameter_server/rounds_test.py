@@ -81,42 +81,31 @@ class Tracking(keras.Model):
     return self.outer(self.inner(x))
 
 
-def _fit(make_dataset, strategy=None, steps_per_execution=1, **fit):
-  """Weights, history, evaluation, predictions, and steps that Keras counted."""
-  keras.backend.clear_session()
-  keras.utils.set_random_seed(3)
-  steps = []
-  with common.scope_of(strategy):
-    model = Tracking()
-    model.compile(
-      keras.optimizers.Adam(0.05, global_clipnorm=0.5),
-      'mse',
-      metrics=['mae', keras.metrics.RootMeanSquaredError()],
-      steps_per_execution=steps_per_execution,
-    )
+def _fit(data, steps_per_execution=1, steps=None):
+  """Returns the steps that Keras counted, history, state, and further results."""
+  counted = []
+  model = Tracking()
+  model.compile(
+    keras.optimizers.Adam(0.05, global_clipnorm=0.5),
+    'mse',
+    metrics=['mae', keras.metrics.RootMeanSquaredError()],
+    steps_per_execution=steps_per_execution,
+  )
   count = keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda step, logs: steps.append(step)
+    on_train_batch_end=lambda step, logs: counted.append(step)
   )
-  fit = {'epochs': _EPOCHS, 'verbose': 0, 'callbacks': [count], **fit}
-  history = model.fit(make_dataset(), **fit).history
-  used = {}
-  if 'steps_per_epoch' in fit:
-    used['steps'] = 3
-  evaluation = model.evaluate(
-    make_dataset(), verbose=0, return_dict=True, **used
+  used = {'steps': steps and 3, 'verbose': 0}
+  return (
+    counted,
+    common.fitted(model, data, steps_per_epoch=steps, callbacks=[count]),
+    model.evaluate(data, **used),
+    model.predict(data, **used),
   )
-  return {
-    'weights': model.get_weights(),
-    'history': history,
-    'evaluation': evaluation,
-    'predictions': model.predict(make_dataset(), verbose=0, **used),
-    'steps': steps,
-    'iterations': int(model.optimizer.iterations.numpy()),
-  }
 
 
-def _servers(mode='sync'):
-  return contextlib.closing(tfs.ParameterServerStrategy(mode=mode))
+def _servers():
+  keras.backend.clear_session()
+  return contextlib.closing(tfs.ParameterServerStrategy(mode='sync'))
 
 
 def _read(strategy, batches=_batches):
@@ -125,10 +114,11 @@ def _read(strategy, batches=_batches):
   )
 
 
-def _on_servers(batches, *args, **fit):
+def _on_servers(batches, *options):
   with _servers() as strategy:
-    found = _fit(lambda: _read(strategy, batches), strategy, *args, **fit)
-    return {**found, 'report': strategy.report()}
+    data = _read(strategy, batches)
+    found = common.run(lambda: _fit(data, *options), strategy)
+    return found, strategy.report()
 
 
 def unknown():
@@ -140,13 +130,12 @@ def in_groups():
 
 
 def steps_per_epoch():
-  return _on_servers(_repeated, steps_per_epoch=4)
+  return _on_servers(_repeated, 1, 4)
 
 
 def _refused(make_model, is_read=True):
   """Returns the error for a model whose rows cannot be shared."""
   with _servers() as strategy:
-    keras.backend.clear_session()
     with strategy.scope():
       model = make_model()
       model.compile('sgd', 'mse')
@@ -220,17 +209,6 @@ def loop():
     ]
 
 
-def one_by_one():
-  """Trains in 'async', a step for each batch; returns weights and predictions."""
-  with _servers('async') as strategy:
-    with strategy.scope():
-      model = keras.Sequential([layers.Dense(1)])
-      model.compile('sgd', 'mse')
-    data = _read(strategy)
-    kernel, bias = model.fit(data, verbose=0).model.get_weights()
-    return kernel, bias, model.predict(data, verbose=0)
-
-
 _PROGRAMS = (
   unknown,
   in_groups,
@@ -241,7 +219,6 @@ _PROGRAMS = (
   metric_of_both,
   nothing_to_read,
   loop,
-  one_by_one,
 )
 
 
@@ -253,41 +230,30 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     with parameter_servers.Job(num_workers=2, num_ps=2) as job:
       cls.found = chief.Programs(job, programs)
 
-  def assert_equal(self, want, found):
-    for part in ('weights', 'history', 'evaluation', 'predictions'):
-      tf.nest.assert_same_structure(want[part], found[part])
-      self.assertAllClose(want[part], found[part], 1e-6, 2e-6, part)
-
-  @parameterized.parameters(('unknown', 1), ('in_groups', 2))
+  @parameterized.parameters(
+    ('unknown', _ROUNDS, 1),
+    ('in_groups', _ROUNDS, 2),
+    ('steps_per_epoch', 4, 1, 4),
+  )
   @pytest.mark.smoke
-  def test_equals_one_device(self, name, group):
-    found = self.found[name]
-    self.assert_equal(_fit(lambda: _concatenated(_ROUNDS), None, group), found)
-    self.assertEqual(found['iterations'], _EPOCHS * _ROUNDS)
-    self.assertEqual(found['report']['steps'], _EPOCHS * _ROUNDS)
-    self.assertEqual(found['report']['dropped'], 0)
-    self.assertLen(found['predictions'], sum(map(sum, _SIZES)))
-    if group == 1:
-      self.assertEqual(found['steps'], [*range(_ROUNDS)] * _EPOCHS)
-
-  def test_steps_per_epoch_of_repeated_data(self):
-    def make_dataset():
-      return _concatenated(4 * _EPOCHS, repeats=True)
-
-    found = self.found['steps_per_epoch']
-    self.assert_equal(_fit(make_dataset, steps_per_epoch=4), found)
-    self.assertEqual(found['iterations'], 4 * _EPOCHS)
+  def test_equals_one_device(self, name, rounds, *options):
+    found, report = self.found[name]
+    data = _concatenated(rounds)
+    if name == 'steps_per_epoch':
+      data = _concatenated(rounds * _EPOCHS, repeats=True)
+    want = common.run(lambda: _fit(data, *options))
+    tf.nest.assert_same_structure(want, found)
+    self.assertAllClose(want, found, 1e-6, 2e-6)
+    self.assertEqual(report['steps'], _EPOCHS * rounds)
+    self.assertEqual(report['dropped'], 0)
 
   def test_what_needs_the_whole_batch_is_refused(self):
-    self.assertRegex(
-      self.found['dropout'],
-      "random numbers, as of Dropout.*mode='sync'.*pass the",
-    )
-    self.assertRegex(self.found['own_step'], "which it reads when.*'sync'")
-    self.assertRegex(
-      self.found['metric_of_both'],
-      "'seen/total' gets both sums over rows and other",
-    )
+    for name, message in (
+      ('dropout', "random numbers, as of Dropout.*mode='sync'.*pass the"),
+      ('own_step', "which it reads when.*'sync'"),
+      ('metric_of_both', "'seen/total' gets both sums over rows and other"),
+    ):
+      self.assertRegex(self.found[name], message)
 
   def test_whole_batches_on_one_worker_are_told_once(self):
     self.assertEqual(self.found['dropout_of_whole_batches'], 1)
@@ -300,14 +266,6 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     means = [np.mean(x) for x, _ in _concatenated(_ROUNDS).as_numpy_iterator()]
     want = list(zip(means, np.cumsum(means), strict=True))
     self.assertAllClose(want, self.found['loop'], 1e-6, 1e-6)
-
-  @pytest.mark.smoke
-  def test_predictions_of_asynchronous_workers(self):
-    kernel, bias, predictions = self.found['one_by_one']
-    x = np.concatenate(
-      [x for x, _ in _concatenated(_ROUNDS).as_numpy_iterator()]
-    )
-    self.assertAllClose(x @ kernel + bias, predictions, 1e-6, 1e-5)
 
 
 class OneWorkerTest(tf.test.TestCase):
