@@ -1,6 +1,5 @@
 """No task of a parameter server job grows with its steps, or by a whole table."""
 
-import contextlib
 import os
 import threading
 
@@ -53,32 +52,23 @@ def _memory(pid=None):
   return int(line.split()[1]) * 1024
 
 
-@contextlib.contextmanager
-def _watched(sizes):
-  """Adds to the list of each process, by id, its memory inside the context."""
+def _growth(action, pids):
+  """Returns by how many bytes each process grows at most during an action."""
+  sizes = {pid: [_memory(pid)] for pid in pids}
   is_over = threading.Event()
 
   def watch():
-    while True:
+    while not is_over.wait(0.01):
       for pid, found in sizes.items():
         found.append(_memory(pid))
-      if is_over.wait(0.01):
-        return
 
   thread = threading.Thread(target=watch)
   thread.start()
   try:
-    yield
+    action()
   finally:
     is_over.set()
     thread.join()
-
-
-def _growth(action, pids):
-  """Returns by how many bytes each process grows at most during an action."""
-  sizes = {pid: [_memory(pid)] for pid in pids}
-  with _watched(sizes):
-    action()
   return [max(found) - found[0] for found in sizes.values()]
 
 
