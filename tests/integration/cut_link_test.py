@@ -71,7 +71,7 @@ class CutLinkTest(elastic_case.ElasticCase):
       time.sleep(6)
       more = list(map(_steps, files)) - done
       hosts.restore_link(2)
-      outcomes = self._finish(job, directory, epochs)
+      outcomes = self.assert_ends_right(job, directory, epochs)
     for rank in (0, 1):
       self.assertGreater(more[rank], 5)
     self.assertEqual(more[2] > 5, min_workers == 1, more)
@@ -120,9 +120,9 @@ class CutLinkTest(elastic_case.ElasticCase):
           else:
             _end(fault, hosts, job, victim)
       print(options, kind, faults)
-      self._finish(job, directory, epochs, kind)
+      self.assert_ends_right(job, directory, epochs, kind)
 
-  def _finish(self, job, directory, epochs, kind='plain'):
+  def assert_ends_right(self, job, directory, epochs, kind='plain'):
     """Waits for the workers, and returns their outcomes, which are right."""
     self.assertEqual([command.wait() for command in job], [0] * 3)
     outcomes = [elastic_program.outcome(directory, rank) for rank in range(3)]
