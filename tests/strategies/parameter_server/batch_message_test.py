@@ -1,59 +1,24 @@
 """A batch in one tensor: every array, every bit."""
 
-import ml_dtypes
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests.strategies.parameter_server import arrays
 from tf_strategies import errors
 from tf_strategies.strategies.parameter_server import batch_message
 
-_DTYPES = (
-  np.float32,
-  np.float64,
-  np.float16,
-  ml_dtypes.bfloat16,
-  np.int8,
-  np.int32,
-  np.int64,
-  np.uint8,
-  np.uint16,
-  np.bool_,
-)
-
-
-def _structure(arrays):
-  return tf.nest.map_structure(
-    lambda a: (
-      None if a is None else tf.TensorSpec(a.shape, tf.as_dtype(a.dtype))
-    ),
-    arrays,
-  )
-
-
-def _array(dtype, shape, start=0):
-  """Values that tell positions and arrays apart."""
-  size = int(np.prod(shape))
-  if dtype == np.bool_:
-    return (np.arange(size) % 3 == start % 3).reshape(shape)
-  return (np.arange(size) + start).astype(dtype).reshape(shape)
-
 
 class LayoutTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(*_DTYPES)
+  @parameterized.parameters(*arrays.DTYPES)
   def test_every_dtype(self, dtype):
-    shapes = ((2, 3), (), (0, 4), (17,))
-    batch = batch_message.Batch(
-      [
-        *[_array(dtype, s, i) for i, s in enumerate(shapes)],
-        _array(dtype, (4, 6)).T,
-      ]
-    )
+    shapes = ((2, 3), (), (0, 4), (17,), (4, 6))
+    sent = [arrays.random(dtype, s, i) for i, s in enumerate(shapes)]
+    sent[-1] = sent[-1].T
+    batch = batch_message.Batch(sent)
     read = tf.function(batch.layout.read, autograph=False)
     found = [t.numpy() for t in read(tf.constant(batch.message()))]
-    for want, got in zip(batch.arrays, found, strict=True):
-      self.assertEqual((want.shape, want.dtype), (got.shape, got.dtype))
-      self.assertEqual(want.tobytes(), got.tobytes())
+    arrays.assert_same_bits(self, sent, found)
     # Elements that are written one by one would need more bytes.
     array = np.full(1000, 0xFF).astype(dtype)
     [message] = batch_message.Batch([array]).message()
@@ -70,38 +35,32 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
   def test_strings_and_tensors_whose_sizes_differ(self):
     """Checks that all batches have one layout, so that the step is traced once."""
     words = ('', 'blue\0', 'gr\u00fcn', 'red')
-    batches = []
+    layouts = []
+
+    @tf.function(autograph=False)
+    def read(message):
+      found = layouts[0].read(message)
+      self.assertEqual(found[0]['t'].shape.as_list(), [None, 2])
+      self.assertEqual(found[0]['s'].shape.as_list(), [None, 3])
+      return found
+
     for k in range(3):
       ragged = tf.ragged.constant(
         [[[1.0] * k, []], [[2.0, 3.0]]], ragged_rank=2, dtype=tf.float32
       )
-      dense = np.zeros([2, 3], np.float32)
-      dense[0, : k + 1] = np.arange(1, k + 2)
+      dense = np.eye(2, 3, k, np.float32)
       text = np.roll(np.array(words, object), k).reshape(2, 2)
-      flags = np.array([k == 0, True])
       data = {'r': ragged, 's': tf.sparse.from_dense(dense), 't': text}
-      batches.append(batch_message.Batch((data, flags, None), hides_rows=True))
-    layout = batches[0].layout
-
-    @tf.function(autograph=False)
-    def run(message):
-      found = layout.read(message)
-      self.assertEqual(found[0]['t'].shape.as_list(), [None, 2])
-      self.assertEqual(found[0]['s'].shape.as_list(), [None, 3])
-      return found[:2]
-
-    for batch in batches:
-      self.assertEqual(batch.layout.key, layout.key)
-      found = run(tf.constant(batch.message()))
-      want = batch_message.pack(batch.structure, batch.arrays)
-      self.assertIsNone(want[2])
-      self.assertEqual(found[0]['r'].to_list(), want[0]['r'].to_list())
-      self.assertAllEqual(
-        *(tf.sparse.to_dense(d[0]['s']) for d in (found, want))
-      )
-      text = [tf.compat.as_bytes(w) for w in want[0]['t'].reshape(-1)]
-      self.assertEqual(found[0]['t'].numpy().reshape(-1).tolist(), text)
-      self.assertAllEqual(found[1], want[1])
+      flags = np.array([k == 0, True])
+      batch = batch_message.Batch((data, flags, None), hides_rows=True)
+      layouts.append(batch.layout)
+      found, *others = read(tf.constant(batch.message()))
+      self.assertAllEqual(found['r'], ragged)
+      self.assertAllEqual(tf.sparse.to_dense(found['s']), dense)
+      self.assertAllEqual(found['t'], tf.constant(text))
+      self.assertAllEqual(others[0], flags)
+      self.assertIsNone(others[1])
+    self.assertLen({layout.key for layout in layouts}, 1)
 
   def test_microbatches(self):
     """Checks that they are the shares of several workers."""
@@ -121,9 +80,9 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_key_tells_layouts_apart(self):
     x, y = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
-    layouts = [
-      batch_message.BatchLayout(_structure(structure))
-      for structure in (
+    keys = [
+      batch_message.Batch(data).layout.key
+      for data in (
         (x, y),
         (y, x),
         (x, y, None),
@@ -134,9 +93,9 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
         [x, y],
       )
     ]
-    self.assertLen({layout.key for layout in layouts}, len(layouts))
-    again = batch_message.BatchLayout(_structure((x + 1, y + 1)))
-    self.assertEqual(again.key, layouts[0].key)
+    self.assertLen(set(keys), len(keys))
+    again = batch_message.Batch((x + 1, y + 1))
+    self.assertEqual(again.layout.key, keys[0])
 
 
 if __name__ == '__main__':
