@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
+from tests import processes
 from tests.strategies.parameter_server import fakes
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -54,27 +55,55 @@ class _Engine(sync_engine.SyncEngine):
     return tf.zeros([0], tf.float64)
 
 
-class _TestCase(parameterized.TestCase):
+class _ReadingEngine(_Engine):
+  """Reads numbers; `applied` has those of each step."""
+
+  def _run(self, worker, handle, slots, layout):
+    [number] = tf.raw_ops.IteratorGetNext(
+      iterator=handle, **input._types(layout.structure)
+    )
+    if slots is not None:  # In training.
+      slots.number = int(number)
+      self.compute(worker, slots.number)
+    return tf.constant([worker, int(number)], tf.float64)
+
+  def _apply(self, slots):
+    self.applied.append([each.number for each in slots])
+    return super()._apply(slots)
+
+
+class SyncEngineTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.enter_context(
+      mock.patch.object(input, 'device', lambda worker: '/device:CPU:0')
+    )
+    self.is_late = threading.Event()
+    self.addCleanup(self.is_late.set)
+
   def _engine(self, num_workers, backup_workers, kind=_Engine):
     self.pool, self.liveness = fakes.pool(self, num_workers, 2 * num_workers)
     return kind(
       self.pool, fakes.Recovery(), None, backup_workers=backup_workers
     )
 
+  def _reading_engine(self, compute, sizes, backup_workers=0):
+    """Returns an engine, and data of which worker w reads 10 w, 10 w + 1, ..."""
+    engine = self._engine(len(sizes), backup_workers, _ReadingEngine)
+    engine.compute, engine.applied = compute, []
+
+    def make(context):
+      worker = context.input_pipeline_id
+      first = 10 * worker
+      return tf.data.Dataset.range(first, first + sizes[worker])
+
+    dataset = input.WorkerDataset(make, len(sizes), list, by_rounds=True)
+    return engine, splits.Source(dataset)
+
   def _train(self, engine, steps):
     for _ in range(steps):
       engine.train(_STEP, batch_message.Batch(np.arange(12, dtype=np.float32)))
 
-  def _wait_for_late(self):
-    """Waits until no worker does anything any more."""
-    running = self.pool._running  # pylint: disable=protected-access
-    with self.pool.lock:
-      self.assertTrue(
-        self.pool.lock.wait_for(lambda: not running, _DEADLINE_SECONDS)
-      )
-
-
-class SyncEngineTest(_TestCase):
   @parameterized.parameters(False, True)
   def test_late_share_of_a_lost_worker(self, returns):
     """Checks that it returns to the queue of a step that is already complete."""
@@ -124,70 +153,6 @@ class SyncEngineTest(_TestCase):
     self._train(engine, 1)
     self.assertEqual(engine.report()['steps'], 1)
 
-
-class _ReadingEngine(_Engine):
-  """Reads numbers; `applied` has those of each step."""
-
-  def _run(self, worker, handle, slots, layout):
-    [number] = tf.raw_ops.IteratorGetNext(
-      iterator=handle, **input._types(layout.structure)
-    )
-    if slots is not None:  # In training.
-      slots.number = int(number)
-      try:
-        self.compute(worker, slots.number)
-      except tf.errors.OpError:
-        self.lost_slots = slots
-        raise
-    return tf.constant([worker, int(number)], tf.float64)
-
-  def _apply(self, slots):
-    self.applied.append([each.number for each in slots])
-    return super()._apply(slots)
-
-
-class ReadTest(_TestCase):
-  """Worker w reads 10 w, 10 w + 1, ..."""
-
-  def setUp(self):
-    super().setUp()
-    local = mock.patch.object(input, 'device', lambda worker: '/device:CPU:0')
-    local.start()
-    self.addCleanup(local.stop)
-    self.is_late = threading.Event()
-    self.addCleanup(self.is_late.set)
-
-  def _reading_engine(self, compute, sizes, backup_workers=0):
-    engine = self._engine(len(sizes), backup_workers, _ReadingEngine)
-    engine.compute, engine.applied = compute, []
-
-    def make(context):
-      worker = context.input_pipeline_id
-      first = 10 * worker
-      return tf.data.Dataset.range(first, first + sizes[worker])
-
-    dataset = input.WorkerDataset(make, len(sizes), list, by_rounds=True)
-    return engine, splits.Source(dataset)
-
-  def test_element_of_a_lost_worker_counts_once(self):
-    self.is_dead = False
-
-    def compute(worker, number):
-      if number == 11 and not self.is_dead:
-        self.is_dead = True
-        self.liveness.dead_workers.add(worker)
-        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
-    engine, source = self._reading_engine(compute, (4, 3, 1))
-    for _ in range(4):
-      engine.train(_STEP, source)
-    self.assertTrue(self.is_dead)
-    self.assertEqual(engine.applied, [[0, 10, 20], [1, 11], [2, 12], [3]])
-    self.assertEqual(source.position, (4, 3, 1))
-    self.assertEqual(engine.report()['dropped'], 0)
-    # The worker may still write into them.
-    self.assertNotIn(engine.lost_slots, engine._free_slots[''])
-
   def test_results_that_are_lost_with_their_worker_are_computed_again(self):
     """Lets a worker die after its call, before its results are fetched."""
     engine, source = self._reading_engine(None, (4, 3, 2))
@@ -213,6 +178,7 @@ class ReadTest(_TestCase):
     self.assertEqual(found, [[0, 10, 20], [1, 11, 21], [2, 12], [3]])
 
   def test_late_worker_goes_on_where_the_others_are(self):
+    """Others evaluate what it would have, until it is back."""
     seen, has_begun, is_applied = [], threading.Event(), threading.Event()
 
     def compute(worker, number):
@@ -229,8 +195,21 @@ class ReadTest(_TestCase):
     for _ in range(3):
       engine.train(_STEP, source)
     self.assertEqual(engine.applied, [[0, 10], [1, 11], [2, 12]])
-    self.is_late.set()
-    engine.drain()
+    step, tested = engine_lib.Step(run=None), splits.Source(source.dataset)
+    workers = []
+    for number in range(4):
+      if number == 2:
+        self.assertFalse(self.is_late.is_set())
+        self.is_late.set()
+        # Until no worker does anything any more.
+        processes.wait_until(lambda: not self.pool._running)
+      found = [task.outputs for task in engine.read_round(step, tested)]
+      want = [number, 10 + number, 20 + number]
+      self.assertEqual([int(read) for _, read in found], want)
+      workers.append([int(worker) for worker, _ in found])
+    self.assertNotIn(2, workers[0] + workers[1])
+    self.assertEqual(workers[3][2], 2)
+    self.assertEqual(tested.position, (4, 4, 4))
     engine.train(_STEP, source)
     is_applied.set()
     engine.train(_STEP, source)
@@ -243,34 +222,6 @@ class ReadTest(_TestCase):
       self.assertEqual({n % 10 for n in step}, {number})
     self.assertEqual(engine.report()['dropped'], 5)
     self.assertNotIn(21, seen)
-
-  def test_others_evaluate_what_a_late_worker_would_have(self):
-    """Checks that it reads its part once it is back, and each element is read once."""
-    has_begun = threading.Event()
-
-    def compute(worker, number):
-      if worker == 2 and not has_begun.is_set():
-        has_begun.set()
-        self.is_late.wait(_DEADLINE_SECONDS)
-      has_begun.wait(_DEADLINE_SECONDS)
-
-    engine, source = self._reading_engine(compute, (4, 4, 4), backup_workers=1)
-    engine.train(_STEP, source)
-    step, tested = engine_lib.Step(run=None), splits.Source(source.dataset)
-    rounds = []
-    for number in range(4):
-      if number == 2:
-        self.assertFalse(self.is_late.is_set())
-        self.is_late.set()
-        self._wait_for_late()
-      found = engine.read_round(step, tested)
-      rounds.append([tuple(map(int, task.outputs)) for task in found])
-    for number, found in enumerate(rounds):
-      want = [number, 10 + number, 20 + number]
-      self.assertEqual([n for _, n in found], want)
-    self.assertNotIn(2, [worker for r in rounds[:2] for worker, _ in r])
-    self.assertEqual([worker for worker, _ in rounds[3]][2], 2)
-    self.assertEqual(tested.position, (4, 4, 4))
 
 
 if __name__ == '__main__':
