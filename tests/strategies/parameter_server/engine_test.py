@@ -1,20 +1,14 @@
-"""Bounded staleness, its count, and numbers that are there when somebody reads them."""
+"""Bounded staleness, and its count."""
 
 import threading
 import types
 
-import numpy as np
 import pytest
-import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from tests.strategies.parameter_server import fakes
-from tf_strategies.strategies.parameter_server import (
-  batch_message,
-  traced_step,
-  worker_pool,
-)
 from tf_strategies.strategies.parameter_server import engine as engine_lib
+from tf_strategies.strategies.parameter_server import worker_pool
 
 _STEP = engine_lib.Step(run=None, trains=True)
 
@@ -129,40 +123,12 @@ class StalenessTest(absltest.TestCase):
       self._start('fast')
       self._end('fast')
     self._end('slow')
-    self.assertEqual(self.engine.report()['staleness'], {0: 7, 7: 1})
-
-  def test_a_task_without_data_is_no_step(self):
-    self._start(0)
-    self._end(0, steps=0)
-    self.assertEqual(self.engine.report()['steps'], 0)
-
-
-class StepTaskTest(absltest.TestCase):
-  def test_numbers_of_a_loop_outlive_a_write_of_the_coordinator(self):
-    def function(worker, argument, slots):
-      return []
-
-    numbers = np.array([3.0])
-    function.layout = None
-    function.traced = types.SimpleNamespace(
-      outputs=traced_step.Outputs(tf.TensorSpec([]))
-    )
-    engine = types.SimpleNamespace(
-      function=lambda step, layout: function,
-      apply_function=lambda step, function: 'the function that applies it',
-      apply=lambda function, tasks: numbers,
-      started=lambda step, worker: None,
-      take_slots=lambda layout: None,
-    )
-    sent = engine_lib.Sent(batch_message.Batch(np.zeros([2])))
-    task = engine_lib.StepTask(engine, engine_lib.Step(run=None), sent)
-    pool, _ = fakes.pool(self, 1)
-    reports = engine_lib.Reports(pool, fakes.Recovery().with_recovery)
-    found = reports.of(task)
-    task.run(0)
-    reports.add(task)
-    reports.forget()
-    self.assertEqual(float(found), 3.0)
+    # A task without data is no step.
+    self._start('fast')
+    self._end('fast', steps=0)
+    report = self.engine.report()
+    self.assertEqual(report['staleness'], {0: 7, 7: 1})
+    self.assertEqual(report['steps'], 8)
 
 
 if __name__ == '__main__':

@@ -1,8 +1,7 @@
 """Variables on servers without servers: logical CPUs of this process."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import tensorflow as tf
@@ -46,23 +45,16 @@ def scope() -> Iterator[None]:
     yield
 
 
-class Counter:
-  """Counts its calls, and returns the result of the given action."""
-
-  def __init__(self):
-    self.calls = 0
-
-  def __call__(self, action: Callable[[], Any] = lambda: None) -> Any:
-    self.calls += 1
-    return action()
+def _call(action=lambda: None):
+  return action()
 
 
-def variable(server: int, value, drained=None, on_write=None, **options):
+def variable(server: int, value, drained=_call, on_write=_call, **options):
   """A variable on a server."""
   return variables.ServerVariable(
     server=server,
-    drained=drained or Counter(),
-    on_write=on_write or Counter(),
+    drained=drained,
+    on_write=on_write,
     initial_value=tf.convert_to_tensor(value),
     **options,
   )

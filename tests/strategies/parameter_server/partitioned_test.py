@@ -38,12 +38,13 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_writes(self):
     variable, delta = self.make(), 100.0 + _VALUE[::-1]
-    variable.assign_add(delta)
-    self.assertAllEqual(variable, _VALUE + delta)
-    variable.assign_sub(_VALUE)
-    self.assertAllEqual(variable, delta)
-    variable.assign(_VALUE)
-    self.assertAllEqual(variable, _VALUE)
+    for write, value, expected in (
+      (variable.assign_add, delta, _VALUE + delta),
+      (variable.assign_sub, _VALUE, delta),
+      (variable.assign, _VALUE, _VALUE),
+    ):
+      write(value)
+      self.assertAllEqual(variable, expected)
     with self.assertRaises((ValueError, tf.errors.InvalidArgumentError)):
       variable.assign(np.ones([6, 3], np.float32))
 
@@ -52,14 +53,10 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     ids = np.asarray([[0, 4999, 2500], [7, 7, 1667]], np.int32)
     sizes = []
     for parts in (0, 3):
-      inputs = keras.Input([3], dtype='int32')
       layer = keras.layers.Embedding(5000, 4)
-      model = keras.Model(inputs, layer(inputs))
-      table = layer.embeddings
-      if parts:
-        table._value = self.make(parts, value)  # pylint: disable=protected-access
-      else:
-        table.assign(value)
+      model = keras.Sequential([keras.Input([3], dtype='int32'), layer])
+      table = self.make(parts, value) if parts else tf.Variable(value)
+      layer.embeddings._value = table  # pylint: disable=protected-access
       path = self.create_tempdir().full_path
       model.export(path, verbose=False)
       files = pathlib.Path(path, 'variables').iterdir()
@@ -79,16 +76,17 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     ('none', np.zeros([0], np.int32)),
   )
   def test_gather(self, indices):
-    indices = tf.constant(indices)
+    indices, variable = tf.constant(indices), self.make()
     expected = tf.gather(tf.constant(_VALUE), indices)
-    variable = self.make()
-    self.assertAllEqual(variable.sparse_read(indices), expected)
-    self.assertAllEqual(tf.gather(variable, indices), expected)
-    in_graph = tf.function(lambda i: tf.gather(variable, i), autograph=False)
-    self.assertAllEqual(in_graph(indices), expected)
-    graph = in_graph.get_concrete_function(indices)
-    self.assertEqual(graph.outputs[0].shape, expected.shape)
-    self.assertAllEqual(tf.nn.embedding_lookup(variable, indices), expected)
+    for read in (
+      variable.sparse_read,
+      lambda i: tf.gather(variable, i),
+      lambda i: tf.nn.embedding_lookup(variable, i),
+    ):
+      self.assertAllEqual(read(indices), expected)
+      graph = tf.function(read).get_concrete_function(indices)
+      self.assertAllEqual(graph(indices), expected)
+      self.assertEqual(graph.outputs[0].shape, expected.shape)
 
   @parameterized.parameters(-1, 7)
   def test_a_row_that_does_not_exist_is_an_error(self, index):
@@ -102,19 +100,17 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     indices = tf.constant([[6, 0], [2, 2]])
 
     def gradients(variable):
-      def run():
-        with tf.GradientTape(persistent=True) as tape:
-          dense = tf.reduce_sum(tf.sin(variable * weights))
-          rows = tf.reduce_sum(tf.sin(tf.gather(variable, indices)) ** 2)
-          losses = dense, rows, dense * rows
-        return [
-          tf.convert_to_tensor(tape.gradient(loss, variable)) for loss in losses
-        ]
-
-      return (tf.function(run, autograph=False) if in_graph else run)()
+      with tf.GradientTape(persistent=True) as tape:
+        dense = tf.reduce_sum(tf.sin(variable * weights))
+        rows = tf.reduce_sum(tf.sin(tf.gather(variable, indices)) ** 2)
+        losses = dense, rows, dense * rows
+      return [
+        tf.convert_to_tensor(tape.gradient(loss, variable)) for loss in losses
+      ]
 
     expected = gradients(tf.Variable(_VALUE))
-    self.assertAllClose(expected, gradients(self.make()), 1e-6, 1e-6)
+    run = tf.function(gradients) if in_graph else gradients
+    self.assertAllClose(expected, run(self.make()), 1e-6, 1e-6)
 
   def test_scatter_outside_of_the_optimizer_is_refused(self):
     variable = self.make()

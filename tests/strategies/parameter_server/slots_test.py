@@ -25,7 +25,7 @@ class SlotsTest(tf.test.TestCase):
       optimizer = keras.optimizers.Adagrad(0.1)
       optimizer.build([table, kernel, bias])
 
-    def program(table, kernel, bias, ids):
+    def program(ids):
       with tf.GradientTape() as tape:
         tape.watch(table)
         found = (tf.gather(table, ids) + tf.gather(table, ids)) @ kernel + bias
@@ -35,10 +35,7 @@ class SlotsTest(tf.test.TestCase):
       return loss
 
     step = step_programs.Step(
-      program,
-      [table, kernel, bias],
-      tf.TensorSpec([8], tf.int32),
-      optimizers=[optimizer],
+      program, [], tf.TensorSpec([8], tf.int32), optimizers=[optimizer]
     )
     self.assertEqual(
       {id(v) for v in step.traced.copied}, {id(kernel), id(bias)}
@@ -106,18 +103,6 @@ class SlotsTest(tf.test.TestCase):
     with futures.ThreadPoolExecutor(4) as pool:
       list(pool.map(repeat, steps))
     self.assertAllEqual(a, 84.0 * np.ones(100_000))
-
-  def test_step_that_has_nothing_for_servers(self):
-    a = local_servers.variable(0, [1.0, 2.0])
-    step = step_programs.Step(
-      lambda a, x: tf.strings.as_string(a * x),
-      [a],
-      tf.TensorSpec([2], tf.float32),
-    )
-    self.assertEqual(step.layout.specs, {})
-    self.assertAllEqual(
-      step(np.ones(2, np.float32)), [b'1.000000', b'2.000000']
-    )
 
 
 if __name__ == '__main__':

@@ -15,15 +15,6 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 
-def sums(a, b, x):
-  a.assign(a + x)
-  a.assign(x + a)
-  b.assign(b - x)
-  b.assign_add(x)
-  b.assign_sub(3.0 * x)
-  return b.read_value()
-
-
 def sum_after_overwrite(a, b, x):
   a.assign(x)
   a.assign_add(x)
@@ -58,15 +49,6 @@ def sum_of_a_value_that_a_function_overwrites(a, b, x):
 def difference_the_other_way_round(a, b, x):
   # No addition: it must not be sent as one.
   a.assign(x - a)
-  return a.read_value()
-
-
-def written_before_and_in_a_branch(a, b, x):
-  a.assign_add(x)
-  tf.cond(
-    tf.reduce_sum(x) > 0.0, lambda: a.assign(a * 2.0), lambda: a.read_value()
-  )
-  a.assign_add(x)
   return a.read_value()
 
 
@@ -130,7 +112,7 @@ def _add_and_scale(variable, x, times):
 
 
 class _Layer:
-  """Has a method that is a function, as layers have."""
+  """Has methods that are functions, as layers have."""
 
   def __init__(self, variable):
     self.variable = variable
@@ -140,15 +122,17 @@ class _Layer:
     self.variable.scatter_add(tf.IndexedSlices(x * factor, tf.range(3)))
     return self.variable.read_value()
 
-
-_layers, _compiled = {}, {}
-_plus_one = tf.function(lambda x: x + 1.0, jit_compile=True)
-
-
-class _Compiled(_Layer):
   @tf.function(jit_compile=True)
   def scaled(self, x):
     return self.variable * x
+
+
+_layers = {}
+_plus_one = tf.function(lambda x: x + 1.0, jit_compile=True)
+
+
+def _layer(variable):
+  return _layers.setdefault(id(variable), _Layer(variable))
 
 
 @tf.function
@@ -160,30 +144,25 @@ def _total(rows):
 
 
 def compiled_function_that_reads(a, b, x):
-  compiled = _compiled.setdefault(id(a), _Compiled(a))
-  found = compiled.scaled(x)
+  found = _layer(a).scaled(x)
   tf.cond(x[0] > 0.0, lambda: a.assign_add(x), lambda: a.read_value())
-  found += compiled.scaled(x)
+  found += _layer(a).scaled(x)
   b.scatter_add(tf.IndexedSlices(x[:1], tf.constant([1])))
-  compiled = _compiled.setdefault(id(b), _Compiled(b))
-  return found + compiled.scaled(x) + _total(np.arange(3.0, dtype=np.float32))
+  return found + _layer(b).scaled(x) + _total(np.arange(3.0, dtype=np.float32))
 
 
 def functions_made_before(a, b, x):
   found = _add_and_scale(a, x, 3) + _add_and_scale(b, x, 2)
   for variable in (a, b):
-    layer = _layers.setdefault(id(variable), _Layer(variable))
-    found += layer.add(x, 2.0) + _plus_one(x)
+    found += _layer(variable).add(x, 2.0) + _plus_one(x)
   return found + _add_and_scale(a, x, 3)
 
 
 PROGRAMS = (
-  sums,
   sum_after_overwrite,
   sums_of_infinities,
   sum_of_a_value_that_a_function_overwrites,
   difference_the_other_way_round,
-  written_before_and_in_a_branch,
   sums_of_older_values_in_a_branch,
   written_in_a_loop,
   gradients_of_a_loop,
@@ -197,24 +176,18 @@ SPEC = tf.TensorSpec([3], tf.float32)
 
 
 class Step:
-  """Does a program as workers and the chief do a step.
+  """Does a program as a worker and the chief do a step."""
 
-  Its tasks share the rows of a batch if `powers` say how.
-  """
-
-  def __init__(
-    self, program, variables, *specs, optimizers=(), tasks=1, powers=None
-  ):
+  def __init__(self, program, variables, *specs, optimizers=()):
     def run(batch):
       return program(*variables, *batch)
 
     batch = batch_message.BatchLayout(specs)
     self._step = engine.Step(run, trains=True, optimizers=optimizers)
-    self._powers = powers
     self.traced = traced_step.TracedStep(run, optimizers, specs)
-    self.worker = slots.WorkerFunction(self.traced, batch, powers is not None)
+    self.worker = slots.WorkerFunction(self.traced, batch, False)
     self.layout = self.worker.layout
-    self._slots = [slots.Slots(self.layout.specs) for _ in range(tasks)]
+    self._slots = slots.Slots(self.layout.specs)
 
   @functools.cached_property
   def _apply(self):
@@ -223,26 +196,24 @@ class Step:
         self._step,
         self.traced,
         self.layout,
-        len(self._slots),
-        self._powers,
+        1,
+        None,
         in_replica=lambda f: f,
       )
 
   def __call__(self, *batch):
     return self.apply(self.compute(*batch))
 
-  def compute(self, *batch, task=0):
+  def compute(self, *batch):
     """Does what a worker does, which writes no variable."""
     message = batch_message.Batch(tuple(map(np.asarray, batch))).message()
     # pylint: disable-next=protected-access
-    return self.worker._function(
-      tf.constant(message), *self._slots[task].handles
-    )
+    return self.worker._function(tf.constant(message), *self._slots.handles)
 
   def apply(self, computed=None):
     """Does what the chief does; returns the results."""
     outputs = self.traced.outputs
     if self.layout.specs:
-      numbers = self._apply(self._slots)
+      numbers = self._apply([self._slots])
       computed = numbers if outputs.are_numbers else computed
     return outputs.unreport(tf.nest.map_structure(np.asarray, computed))

@@ -25,6 +25,13 @@ _ROW_TABLE = {
   'table/Adam.m': -np.arange(200.0 * (_WIDTH + 1)).reshape([200, -1]) - 1,
 }
 _STATES = {'variable': _VARIABLE, 'row_table': _ROW_TABLE}
+_OTHER_STATES = {
+  'variable': {'table': _VARIABLE['table'] * 0},
+  'row_table': {
+    **{name: v[::2] * 0 + 9 for name, v in _ROW_TABLE.items()},
+    'table/ids': np.arange(100),
+  },
+}
 _KINDS = tuple(_STATES)
 
 
@@ -61,14 +68,9 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
       self.enter_context(mock.patch.object(table_files, name, size))
     self.store = checkpointer.Checkpointer(self.create_tempdir().full_path)
 
-  def make(self, kind, servers, value=None):
-    """Returns the objects to save, by name: a table with these or other rows."""
-    if value is None:
-      value = {name: v[::2] * 0 + 9 for name, v in _STATES[kind].items()}
-      if kind == 'variable':
-        value = {'table': _VARIABLE['table'] * 0}
-      else:
-        value['table/ids'] = np.arange(100)
+  def make(self, kind, servers, states=_STATES):
+    """Returns the objects to save, by name: a table with these rows."""
+    value = states[kind]
     if kind == 'variable':
       return {'table': _make_variable(servers, value)}
     return _columns(_make_row_table(servers, value))
@@ -90,11 +92,8 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_saved_and_restored_on_other_servers(self, kind, servers):
     state = _STATES[kind]
-    saved, loaded = (
-      self.make(kind, servers[0], state),
-      self.make(kind, servers[1]),
-    )
-    self.save(saved)
+    self.save(self.make(kind, servers[0]))
+    loaded = self.make(kind, servers[1], _OTHER_STATES)
     self.restore(loaded)
     self.assert_state(loaded, state)
     # In one process, without servers.
@@ -108,7 +107,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*_KINDS)
   def test_blocks(self, kind):
     """Checks that no more rows than those of a block are in memory."""
-    table = self.make(kind, 3, _STATES[kind])
+    table = self.make(kind, 3)
     for _, array in table_files.arrays_of(table):
       sizes = [block.nbytes for block in array.blocks]
       self.assertGreater(len(sizes), 5)
@@ -129,12 +128,14 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*_KINDS)
   def test_what_was_lost_is_restored_with_the_rest(self, kind):
     state = _STATES[kind]
-    named = self.make(kind, 2, state)
+    named = self.make(kind, 2)
     path = self.save(named)
     for name, variable in named.items():
       value = state[name]
       variable.assign(value if 'ids' in name else value * 0 + 9)
-    lost = self.holder(kind, named)
+    first = next(iter(named.values()))
+    # The rows on server 1.
+    lost = (first.parts if kind == 'variable' else first.table.shards)[1]
     lost.is_lost = True
     with self.assertRaisesRegex(
       errors.DataError, 'lost with parameter server 1'
@@ -144,11 +145,6 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
     self.restore(named)
     self.assertFalse(lost.is_lost)
     self.assert_state(named, state)
-
-  def holder(self, kind, named):
-    """Returns the rows of a table that are on server 1."""
-    first = next(iter(named.values()))
-    return (first.parts if kind == 'variable' else first.table.shards)[1]
 
 
 if __name__ == '__main__':

@@ -41,12 +41,9 @@ class TakeTest(tf.test.TestCase, parameterized.TestCase):
 
   def tables(self):
     keras_variable = keras.Variable(_VALUE)
-    keras_variable._value = local_servers.variable(0, _VALUE)
-    return (
-      local_servers.variable(0, _VALUE),
-      local_servers.partitioned_variable(tf.constant(_VALUE), 3),
-      keras_variable,
-    )
+    keras_variable._value = table = local_servers.variable(0, _VALUE)
+    parts = local_servers.partitioned_variable(_VALUE, 3)
+    return table, parts, keras_variable
 
   @parameterized.named_parameters(*_INDICES)
   def test_all_kinds_of_ids(self, make_indices):

@@ -14,15 +14,16 @@ class CoordinatorAccessTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
     self.enter_context(local_servers.on_local_devices())
-    self.drained = local_servers.Counter()
-    self.on_write = local_servers.Counter()
+    self.drained = mock.Mock(side_effect=lambda action: action())
+    self.on_write = mock.Mock()
     self.variable = local_servers.variable(
       1, [1.0, 2.0, 3.0], self.drained, self.on_write
     )
 
   def counts(self):
-    found = self.drained.calls > 0, self.on_write.calls
-    self.drained.calls = self.on_write.calls = 0
+    found = self.drained.called, self.on_write.call_count
+    self.drained.reset_mock()
+    self.on_write.reset_mock()
     return found
 
   def test_reads_and_writes_wait_and_writes_are_told(self):

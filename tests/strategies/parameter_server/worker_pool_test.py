@@ -26,6 +26,9 @@ class _Task(worker_pool.Task):
   def has_work_for(self, worker):
     return self._call('has_work', True)
 
+  def is_wanted(self):
+    return self._call('is_wanted', True)
+
   def begin(self, worker):
     self._call('begin')
 
@@ -167,18 +170,11 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual(after.runs, 1)
 
   def test_task_that_nobody_wants_does_not_block_the_queue(self):
-    pool = self._pool(1, max_waiting=2)
-    is_wanted = [True]
-
-    class Unwanted(_Task):
-      """Wanted until the one before it is done; no worker can run it."""
-
-      def is_wanted(self):
-        return bool(is_wanted)
-
-    are_waiting = threading.Event()
-    first = _Task(are_waiting.wait, finish=is_wanted.clear)
-    unwanted = Unwanted(has_work=lambda: False)
+    pool, are_waiting = self._pool(1, max_waiting=2), threading.Event()
+    left = [True]
+    first = _Task(are_waiting.wait, finish=left.clear)
+    # Until the first one is done; no worker can run it.
+    unwanted = _Task(is_wanted=lambda: bool(left), has_work=lambda: False)
     last = _Task()
     for task in (first, unwanted, last):
       pool.submit(task)
@@ -188,24 +184,15 @@ class PoolTest(parameterized.TestCase):
 
   def test_nobody_waits_for_a_task_that_nobody_wants(self):
     """But those who connect again, while which functions may fail."""
-    pool, is_taken, may_end = (
-      self._pool(2),
-      threading.Event(),
-      threading.Event(),
-    )
+    pool, is_taken = self._pool(2), threading.Event()
+    may_end = threading.Event()
     self.addCleanup(may_end.set)
-
-    class Late(_Task):
-      """Wanted until it runs."""
-
-      def is_wanted(self):
-        return not self.runs
 
     def run():
       is_taken.set()
       may_end.wait(_DEADLINE_SECONDS)
 
-    late = Late(run)
+    late = _Task(run, is_wanted=lambda: not late.runs)
     pool.submit(late)
     self.assertTrue(is_taken.wait(_DEADLINE_SECONDS))
     other = _Task()
