@@ -18,18 +18,10 @@ from tf_strategies.collectives.cost_model import (
 from tf_strategies.collectives.schedule import Schedule, Transfer
 
 # Sockets on a fast network: 50 us, 1 GB/s.
-ALPHA, BETA = 5e-5, 1e-9
-SOCKETS = Link(ALPHA, BETA)
+SOCKETS = Link(5e-5, 1e-9)
 
 
 class FormulaTest(parameterized.TestCase):
-  @parameterized.product(name=('ring', 'direct'), n=(2, 5, 16))
-  def test_on_one_level(self, name, n):
-    size = 1000 * n
-    expected = 2 * (n - 1) * (ALPHA + size / n * BETA)
-    seconds = cost(ALGORITHMS[name](n), size, Topology(n, SOCKETS))
-    self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
-
   @parameterized.parameters((4, 2), (12, 4))
   def test_hierarchical_on_two_levels(self, n, g):
     near, far, size = Link(1e-6, 1e-11), Link(1e-4, 1e-9), 1000 * n
@@ -75,12 +67,6 @@ class ChooseTest(parameterized.TestCase):
     self.assertLessEqual(
       cost(chosen, num_bytes, topology), cheapest * (1 + 1e-8)
     )
-
-  @parameterized.parameters((6, 3), (12, 4))
-  def test_hierarchical_wins_where_links_between_groups_are_slow(self, n, g):
-    topology = Topology(n, Link(1e-6, 1e-11), Link(1e-5, 1e-8), g)
-    chosen = choose(10**8, topology)
-    self.assertEqual(chosen, hierarchical_all_reduce(n, g))
 
   def test_ties_go_to_the_first(self):
     topology = Topology(8, SOCKETS)

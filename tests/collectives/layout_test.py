@@ -24,18 +24,14 @@ FRACTION = st.one_of(
 
 
 def plan(tensors, num_chunks, split_above=None):
+  """Returns the pieces, and the bytes in each chunk."""
   num_elements = [n for n, _ in tensors]
   itemsizes = [i for _, i in tensors]
   pieces = plan_layout(num_elements, itemsizes, num_chunks, split_above)
-  return pieces, loads_of(pieces, itemsizes, num_chunks)
-
-
-def loads_of(pieces, itemsizes, num_chunks):
-  """The bytes in each chunk."""
   loads = [0] * num_chunks
   for piece in pieces:
     loads[piece.chunk] += (piece.stop - piece.start) * itemsizes[piece.tensor]
-  return tuple(loads)
+  return pieces, loads
 
 
 def by_tensor(pieces):
@@ -92,7 +88,7 @@ class PlanLayoutTest(parameterized.TestCase):
     # In the given order the third tensor would make the loads 6 and 2.
     pieces, loads = plan([(2, 1), (2, 1), (4, 1)], 2)
     self.assertEqual([piece.chunk for piece in pieces], [1, 1, 0])
-    self.assertEqual(loads, (4, 4))
+    self.assertEqual(loads, [4, 4])
 
 
 if __name__ == '__main__':

@@ -29,15 +29,12 @@ def is_rejected(mutant):
 def is_exact(mutant):
   """Returns whether every rank of a simulation gets every contribution once."""
   n, length = mutant.world_size, mutant.num_chunks
-  # Six bits for each rank: the sum counts how often a contribution is in it.
-  counts = [np.full(length, 1 << 6 * rank, np.int64) for rank in range(n)]
-  # And positions, as a chunk could be right but in the wrong place.
-  places = [rank * 1000 + np.arange(length) for rank in range(n)]
-  return all(
-    np.array_equal(output, np.sum(inputs, axis=0))
-    for inputs in (counts, places)
-    for output in simulate(mutant, inputs).outputs
-  )
+  # Six bits for each rank: the sum counts how often a contribution is in it. Those
+  # below are of the position, as a chunk could be right but in the wrong place.
+  inputs = [(1 << 6 * rank + 10) + np.arange(length) for rank in range(n)]
+  expected = np.sum(inputs, axis=0)
+  outputs = simulate(mutant, inputs).outputs
+  return all(np.array_equal(output, expected) for output in outputs)
 
 
 def replaced(original, index, *transfers):
