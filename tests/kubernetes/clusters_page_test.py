@@ -7,7 +7,7 @@ import re
 import shlex
 
 import pytest
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tests.architecture import project
@@ -37,26 +37,21 @@ def _commands(*program):
   return found
 
 
-class ClustersPageTest(absltest.TestCase):
+class ClustersPageTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ('python -m tf_strategies.kubernetes', kubernetes.main, [], 'kind: JobSet'),
+    ('tfs launch', launch.main, ['--dry_run'], '[worker 1] '),
+  )
   @_needs_yaml
   @pytest.mark.smoke
-  def test_manifests_are_written(self):
-    commands = _commands('python', '-m', 'tf_strategies.kubernetes')
+  def test_commands_work(self, program, main, flags, words):
+    commands = _commands(*program.split())
     self.assertLen(commands, 2)
     for arguments in commands:
       out = io.StringIO()
       with contextlib.redirect_stdout(out):
-        self.assertEqual(kubernetes.main(['kubernetes', *arguments]), 0)
-      self.assertIn('kind: JobSet', out.getvalue())
-
-  def test_jobs_of_one_host_are_planned(self):
-    commands = _commands('tfs', 'launch')
-    self.assertLen(commands, 2)
-    for arguments in commands:
-      out = io.StringIO()
-      with contextlib.redirect_stdout(out):
-        self.assertEqual(launch.main(['launch', '--dry_run', *arguments]), 0)
-      self.assertIn('[worker 1] ', out.getvalue())
+        self.assertEqual(main([program, *flags, *arguments]), 0)
+      self.assertIn(words, out.getvalue())
 
   def test_shell_reads_every_script(self):
     blocks = _blocks('bash')
