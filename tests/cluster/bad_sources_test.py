@@ -10,50 +10,53 @@ from tests.cluster import schedulers
 from tf_strategies import errors
 from tf_strategies.cluster import sources
 
-# Name, environment, and words of the message: the variable and its value.
+# Name, environment, changes, and words of the message: the variable and its value.
 _BAD = (
-  ('slurm_count', schedulers.changed(schedulers.SLURM, SLURM_NTASKS='x'), ('SLURM_NTASKS: ', "'x'")),
+  ('slurm_count', schedulers.SLURM, {'SLURM_NTASKS': 'x'}, ('SLURM_NTASKS: ', "'x'")),
   (
     'slurm_list',
-    schedulers.changed(schedulers.SLURM, SLURM_JOB_NODELIST='node[1-'),
+    schedulers.SLURM, {'SLURM_JOB_NODELIST': 'node[1-'},
     ('SLURM_JOB_NODELIST: ', "'node[1-'", 'node[001-003,7],gpu1'),
   ),
   (
     'slurm_sum',
-    schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE='2(x4)'),
+    schedulers.SLURM, {'SLURM_TASKS_PER_NODE': '2(x4)'},
     ('SLURM_TASKS_PER_NODE: ', '[2, 2, 2, 2]', '7 tasks'),
   ),
   (
     'slurm_uneven',
-    schedulers.changed(schedulers.SLURM, SLURM_TASKS_PER_NODE=None),
+    schedulers.SLURM, {'SLURM_TASKS_PER_NODE': None},
     ('SLURM_TASKS_PER_NODE: ', 'missing', 'srun'),
   ),
   (
     'slurm_cyclic',
-    schedulers.changed(schedulers.SLURM, SLURM_DISTRIBUTION='cyclic'),
+    schedulers.SLURM, {'SLURM_DISTRIBUTION': 'cyclic'},
     ("'cyclic'", '--distribution=block'),
   ),
-  ('port_0', {**schedulers.SLURM, 'TFS_PORT': '0'}, ('TFS_PORT: ', "'0'", '65535')),
-  ('jobset_name', schedulers.changed(schedulers.JOBSET, JOBSET_NAME=None), ('JOBSET_NAME: ',)),
+  ('port_0', schedulers.SLURM, {'TFS_PORT': '0'}, ('TFS_PORT: ', "'0'", '65535')),
+  ('jobset_name', schedulers.JOBSET, {'JOBSET_NAME': None}, ('JOBSET_NAME: ',)),
   (
     'jobset_job',
-    schedulers.changed(schedulers.JOBSET, REPLICATED_JOB_NAME='workers'),
+    schedulers.JOBSET, {'REPLICATED_JOB_NAME': 'workers'},
     ('REPLICATED_JOB_NAME: ', "'workers'", 'chief, worker, ps'),
   ),
   (
     'nobody_trains',
-    {**schedulers.INDEXED_JOB, 'TFS_NUM_WORKERS': '0', 'TFS_EVALUATOR': '1'},
+    schedulers.INDEXED_JOB,
+    {'TFS_NUM_WORKERS': '0', 'TFS_EVALUATOR': '1'},
     ('does not train',),
   ),
-  ('indexed_name', schedulers.changed(schedulers.INDEXED_JOB, TFS_JOB_NAME=None), ('TFS_JOB_NAME: ', 'missing')),
+  ('indexed_name', schedulers.INDEXED_JOB, {'TFS_JOB_NAME': None}, ('TFS_JOB_NAME: ', 'missing')),
   (
     'nobody_says_who',
+    {},
     {'TFS_NUM_WORKERS': '4'},
     ('TFS_NUM_WORKERS: ', 'is 4', 'tf_strategies.launch'),
   ),
   (
     'service_links',
-    {**schedulers.INDEXED_JOB, 'TFS_PORT': 'tcp://10.0.0.7:80'},
+    schedulers.INDEXED_JOB,
+    {'TFS_PORT': 'tcp://10.0.0.7:80'},
     ("'tcp://10.0.0.7:80'", '1 to 65535', 'set TFS_PORT=2222'),
   ),
 )  # fmt: skip
@@ -61,9 +64,9 @@ _BAD = (
 
 class BadValuesTest(parameterized.TestCase):
   @parameterized.named_parameters(*_BAD)
-  def test_is_a_cluster_config_error(self, environ, words):
+  def test_is_a_cluster_config_error(self, environ, changes, words):
     with self.assertRaises(errors.ClusterConfigError) as caught:
-      schedulers.read(environ)
+      schedulers.read(environ, **changes)
     message = str(caught.exception)
     for word in (': ', 'Expected ', 'Fix: ', *words):
       self.assertIn(word, message)
@@ -115,7 +118,7 @@ class FuzzTest(absltest.TestCase):
   @hypothesis.given(st.sampled_from(_RIGHT), _CHANGES)
   def test_any_text_is_a_config_or_one_error(self, right, changes):
     try:
-      config = schedulers.read(schedulers.changed(right, **changes))
+      config = schedulers.read(right, **changes)
     except errors.ClusterConfigError as e:
       self.assertIn('Fix: ', str(e))
       return

@@ -1,4 +1,3 @@
-import copy
 import json
 import pickle
 
@@ -72,9 +71,6 @@ class GoodValuesTest(parameterized.TestCase):
   def test_nothing_or_one_task_is_a_single_process(self, text):
     self.assertIsNone(_read(text))
 
-  def test_no_variable_is_a_single_process(self):
-    self.assertIsNone(cluster.ClusterConfig.from_env({'PATH': 'x'}))
-
   @parameterized.parameters(
     ({'worker': ['a:1']}, 'evaluator'), ({'ps': ['a:1']}, 'ps')
   )
@@ -140,22 +136,13 @@ class GoodValuesTest(parameterized.TestCase):
 
 class ObjectTest(absltest.TestCase):
   def test_round_trip(self):
-    texts = (
-      _config(),
-      _task(index=2),
-      _config(chief=['d:4'], ps=['p:1'], evaluator=['e:1']),
-      _config(task={'type': 'evaluator', 'index': 0}),
-    )
-    configs = [_read(text) for text in texts]
-    self.assertLen(set(configs), len(texts))
-    for text, config in zip(texts, configs, strict=True):
-      written = config.to_tf_config()
-      self.assertEqual(json.loads(written), json.loads(text))
-      again = _read(written)
+    text = _config(chief=['d:4'], ps=['p:1'], evaluator=['e:1'])
+    config = _read(text)
+    written = config.to_tf_config()
+    self.assertEqual(json.loads(written), json.loads(text))
+    for again in (_read(written), pickle.loads(pickle.dumps(config))):
       self.assertEqual(again, config)
-      self.assertEqual(hash(again), hash(config))
-      self.assertEqual(pickle.loads(pickle.dumps(config)), config)
-      self.assertEqual(copy.deepcopy(config), config)
+      self.assertLen({again, config, _read(_config())}, 2)
 
 
 if __name__ == '__main__':

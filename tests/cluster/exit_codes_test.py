@@ -34,18 +34,14 @@ _DONE = (errors.JobFinishedError('x'),)
 
 
 class ExitCodeTest(parameterized.TestCase):
-  @parameterized.parameters(*_PERMANENT)
-  def test_what_would_come_again_is_permanent(self, error):
-    code = exit_codes.exit_code(error)
-    self.assertIn(code, exit_codes.PERMANENT_EXIT_CODES)
-
-  @parameterized.parameters(*_RESTARTABLE)
-  def test_what_the_world_did_is_restarted(self, error):
-    code = exit_codes.exit_code(error)
-    self.assertEqual(code, exit_codes.RESTARTABLE_EXIT_CODE)
-
-  def test_who_comes_too_late_has_nothing_to_do(self):
-    self.assertEqual([exit_codes.exit_code(error) for error in _DONE], [0])
+  @parameterized.parameters(
+    (_PERMANENT, exit_codes.PERMANENT_EXIT_CODES),
+    (_RESTARTABLE, [exit_codes.RESTARTABLE_EXIT_CODE]),
+    (_DONE, [0]),
+  )
+  def test_says_whether_another_attempt_may_help(self, kinds, codes):
+    for error in kinds:
+      self.assertIn(exit_codes.exit_code(error), codes, error)
 
   def test_every_error_of_ours_was_thought_of(self):
     known = {type(error) for error in (*_PERMANENT, *_RESTARTABLE, *_DONE)}

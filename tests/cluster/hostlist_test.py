@@ -15,13 +15,5 @@ class HostsTest(parameterized.TestCase):
     self.assertEqual(hostlist.hosts(text), expected)
 
 
-class NumbersTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ('2', [2]), ('2(x3),1', [2, 2, 2, 1]), ('1,2(x2),3', [1, 2, 2, 3])
-  )
-  def test_expands_as_slurm_does(self, text, expected):
-    self.assertEqual(hostlist.numbers(text), expected)
-
-
 if __name__ == '__main__':
   absltest.main()

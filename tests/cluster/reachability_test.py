@@ -6,7 +6,7 @@ import time
 from unittest import mock
 
 import pytest
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 
 from tests import processes
 from tf_strategies import errors
@@ -15,7 +15,7 @@ from tf_strategies.cluster import reachability
 _NO_SUCH_HOST = 'no-such-host.invalid:2222'
 
 
-class _ListeningTest(parameterized.TestCase):
+class ReachabilityTest(absltest.TestCase):
   def listen(self, port=0):
     """The address of a socket that listens until the test is over."""
     listener = self.enter_context(socket.socket())
@@ -24,8 +24,6 @@ class _ListeningTest(parameterized.TestCase):
     listener.listen()
     return f'127.0.0.1:{listener.getsockname()[1]}'
 
-
-class UnreachableTest(_ListeningTest):
   def wait_for_answers(self, seconds):
     patch = mock.patch.object(reachability, '_PROBE_SECONDS', seconds)
     self.enter_context(patch)
@@ -53,8 +51,6 @@ class UnreachableTest(_ListeningTest):
       )
       self.assertFalse(released.is_set())
 
-
-class WaitForTasksTest(_ListeningTest):
   @pytest.mark.smoke
   def test_returns_when_the_last_one_listens(self):
     [address] = processes.addresses(1)

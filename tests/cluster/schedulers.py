@@ -25,12 +25,12 @@ INDEXED_JOB = {
 }
 
 
-def read(environ):
-  """The cluster that an environment describes."""
-  return cluster.ClusterConfig.from_env(environ)
-
-
 def changed(environ, **changes):
   """`environ` with changes; None takes a variable away."""
   merged = {**environ, **changes}
   return {name: value for name, value in merged.items() if value is not None}
+
+
+def read(environ, **changes):
+  """The cluster that an environment describes, with changes."""
+  return cluster.ClusterConfig.from_env(changed(environ, **changes))

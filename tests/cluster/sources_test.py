@@ -12,26 +12,16 @@ class SlurmTest(parameterized.TestCase):
     port = 12_000 + 4242 % 200 * 100
     self.assertEqual(
       list(config.jobs['worker']),
-      [
-        f'{host}:{port + local}'
-        for host, count in (
-          ('node001', 2), ('node002', 2), ('node003', 2), ('gpu1', 1)
-        )
-        for local in range(count)
-      ],
-    )  # fmt: skip
+      [f'node00{n}:{port + local}' for n in (1, 2, 3) for local in (0, 1)]
+      + [f'gpu1:{port}'],
+    )
     self.assertEqual((config.task_type, config.task_index), ('worker', 3))
     self.assertEqual(config.address, f'node002:{port + 1}')
 
   @pytest.mark.smoke
   def test_all_tasks_agree(self):
     found = [
-      schedulers.read(
-        schedulers.changed(
-          schedulers.SLURM,
-          SLURM_PROCID=str(rank),
-        )
-      )
+      schedulers.read(schedulers.SLURM, SLURM_PROCID=str(rank))
       for rank in range(7)
     ]
     self.assertEqual([c.task_index for c in found], list(range(7)))
@@ -39,42 +29,41 @@ class SlurmTest(parameterized.TestCase):
       self.assertEqual(config.jobs, found[0].jobs)
 
   def test_port_is_chosen(self):
-    self.assertEqual(
-      schedulers.read(
-        schedulers.changed(schedulers.SLURM, TFS_PORT='3000')
-      ).address,
-      'node002:3001',
-    )
-    without = schedulers.changed(schedulers.SLURM, SLURM_JOB_ID=None)
-    self.assertEqual(schedulers.read(without).address, 'node002:2223')
+    for changes, address in (
+      ({'TFS_PORT': '3000'}, 'node002:3001'),
+      ({'SLURM_JOB_ID': None}, 'node002:2223'),
+    ):
+      found = schedulers.read(schedulers.SLURM, **changes).address
+      self.assertEqual(found, address)
 
   def test_step_comes_before_the_job(self):
-    step = {
-      'SLURM_STEP_ID': '0',
-      'SLURM_STEP_NUM_TASKS': '2',
-      'SLURM_STEP_NODELIST': 'node003,gpu1',
-      'SLURM_STEP_TASKS_PER_NODE': '1(x2)',
-      'SLURM_PROCID': '1',
-      'ENVIRONMENT': 'BATCH',
-    }
-    config = schedulers.read({**schedulers.SLURM, **step})
+    config = schedulers.read(
+      schedulers.SLURM,
+      SLURM_STEP_ID='0',
+      SLURM_STEP_NUM_TASKS='2',
+      SLURM_STEP_NODELIST='node003,gpu1',
+      SLURM_STEP_TASKS_PER_NODE='1(x2)',
+      SLURM_PROCID='1',
+      ENVIRONMENT='BATCH',
+    )
     hosts = [a.partition(':')[0] for a in config.jobs['worker']]
     self.assertEqual(hosts, ['node003', 'gpu1'])
 
   def test_one_task_a_host_is_in_order(self):
     # What srun itself says where nobody passes --distribution.
-    environ = schedulers.changed(
+    config = schedulers.read(
       schedulers.SLURM,
       SLURM_DISTRIBUTION='cyclic',
       SLURM_NTASKS='4',
       SLURM_TASKS_PER_NODE='1(x4)',
     )
-    self.assertEqual(schedulers.read(environ).address, 'gpu1:16200')
+    self.assertEqual(config.address, 'gpu1:16200')
 
   @pytest.mark.smoke
   def test_first_is_the_chief_and_last_are_parameter_servers(self):
-    environ = {**schedulers.SLURM, 'TFS_NUM_PS': '2', 'TFS_EVALUATOR': '1'}
-    config = schedulers.read(environ)
+    config = schedulers.read(
+      schedulers.SLURM, TFS_NUM_PS='2', TFS_EVALUATOR='1'
+    )
     sizes = {job: len(tasks) for job, tasks in config.jobs.items()}
     self.assertEqual(sizes, {'chief': 1, 'worker': 3, 'ps': 2, 'evaluator': 1})
     self.assertEqual((config.task_type, config.task_index), ('worker', 2))
@@ -88,25 +77,19 @@ class SlurmTest(parameterized.TestCase):
     {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0', 'TFS_NUM_WORKERS': '7'},
   )
   def test_no_step_of_several_tasks_is_a_single_process(self, **changes):
-    self.assertIsNone(
-      schedulers.read(schedulers.changed(schedulers.SLURM, **changes))
-    )
+    self.assertIsNone(schedulers.read(schedulers.SLURM, **changes))
 
 
-class KubernetesTest(absltest.TestCase):
-  def test_indexed_job_that_nobody_counted_works_alone(self):
-    self.assertIsNone(
-      schedulers.read(
-        schedulers.changed(schedulers.INDEXED_JOB, TFS_NUM_WORKERS=None)
-      )
-    )
-
-  def test_one_pod_is_a_single_process(self):
-    alone = {'TFS_NUM_WORKERS': '1', 'JOB_COMPLETION_INDEX': '0'}
-    self.assertIsNone(schedulers.read({**schedulers.INDEXED_JOB, **alone}))
-    self.assertIsNone(
-      schedulers.read({**schedulers.JOBSET, 'TFS_NUM_PS': '0', **alone})
-    )
+class KubernetesTest(parameterized.TestCase):
+  @parameterized.parameters(
+    # Nobody has counted the pods.
+    (schedulers.INDEXED_JOB, {'TFS_NUM_WORKERS': None}),
+    (schedulers.INDEXED_JOB, {'TFS_NUM_WORKERS': '1'}),
+    (schedulers.JOBSET, {'TFS_NUM_WORKERS': '1', 'TFS_NUM_PS': '0'}),
+  )
+  def test_one_pod_is_a_single_process(self, environ, changes):
+    first = {**changes, 'JOB_COMPLETION_INDEX': '0'}
+    self.assertIsNone(schedulers.read(environ, **first))
 
 
 _TF_CONFIG = (
