@@ -9,6 +9,7 @@ class DocumentationTest(parameterized.TestCase):
   # Excludes the commands, because their flags would collide in one process.
   @parameterized.parameters(
     ('measure', 2),
+    ('peers', 4),
     ('process_results', 2),
     ('report', 1),
     ('network_namespaces', 1),

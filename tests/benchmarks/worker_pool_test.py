@@ -4,14 +4,13 @@ import json
 import os
 import signal
 import sys
-import time
 
-import psutil
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes, worker_pool
-from tests import tiers
 from tests.benchmarks import running
+from tests.launch import programs
+from tests.processes import wait_until
 from tf_strategies import errors
 
 ACTOR = 'tests.benchmarks.pool_actor:Actor'
@@ -33,19 +32,8 @@ def make_pool(**options):
   return worker_pool.WorkerPool('tried', ACTOR, [()] * 3, **options)
 
 
-def is_running(pid):
-  try:
-    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-  except psutil.NoSuchProcess:
-    return False
-
-
 def wait_until_gone(pids):
-  """Returns the processes that still run after the deadline."""
-  ends_at = time.monotonic() + SECONDS
-  while any(map(is_running, pids)) and time.monotonic() < ends_at:
-    time.sleep(0.05)
-  return [pid for pid in pids if is_running(pid)]
+  wait_until(lambda: not any(map(programs.is_running, pids)), SECONDS)
 
 
 class WorkerPoolTest(parameterized.TestCase):
@@ -58,8 +46,8 @@ class WorkerPoolTest(parameterized.TestCase):
           workers.ask('describe', text=text),
           [[rank, pids[rank], text, 'set'] for rank in range(3)],
         )
-      self.assertTrue(all(map(is_running, pids)))
-    self.assertEmpty(wait_until_gone(pids))
+      self.assertTrue(all(map(programs.is_running, pids)))
+    wait_until_gone(pids)
 
   @parameterized.parameters(
     ('fail_on', 'tried.*a word from rank 1'),
@@ -73,9 +61,9 @@ class WorkerPoolTest(parameterized.TestCase):
       ) as caught:
         workers.ask(method, rank=1)
       self.assertEqual(caught.exception.rank, 1)
-    self.assertEmpty(wait_until_gone(pids))
+    wait_until_gone(pids)
 
-  @tiers.parameters(tiers.soak(signal.SIGTERM), signal.SIGKILL)
+  @parameterized.parameters(signal.SIGTERM, signal.SIGKILL)
   def test_no_worker_outlives_the_program(self, number):
     program = processes.Command(
       [sys.executable, '-c', PROGRAM],
@@ -88,22 +76,9 @@ class WorkerPoolTest(parameterized.TestCase):
     program.wait_until(lambda: '\n' in program.output())
     pids = [answer[1] for answer in json.loads(program.output())]
     self.assertLen(set(pids), 2)
-    self.assertTrue(all(map(is_running, pids)))
+    self.assertTrue(all(map(programs.is_running, pids)))
     program.signal(number)
-    self.assertEmpty(wait_until_gone([*pids, program.pid]))
-
-
-class SignalsTest(absltest.TestCase):
-  def test_handler_is_put_back(self):
-    before = signal.getsignal(signal.SIGTERM)
-    with (
-      self.assertRaises(SystemExit) as caught,
-      processes.ended_by_signals(),
-    ):
-      os.kill(os.getpid(), signal.SIGTERM)
-      time.sleep(SECONDS)
-    self.assertEqual(caught.exception.code, 128 + signal.SIGTERM)
-    self.assertEqual(signal.getsignal(signal.SIGTERM), before)
+    wait_until_gone([*pids, program.pid])
 
 
 if __name__ == '__main__':

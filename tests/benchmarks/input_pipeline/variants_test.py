@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -42,17 +43,13 @@ class VariantsTest(formula.DataTestCase, parameterized.TestCase):
 
 
 class UserPipelineTest(formula.DataTestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    module = types.ModuleType(_MODULE)
-    module.dataset = lambda: tf.data.Dataset.range(6).batch(4)
-    sys.modules[_MODULE] = module
-    self.addCleanup(sys.modules.pop, _MODULE)
-
   @parameterized.parameters(*variants.OF_A_USER)
   def test_each_variant_yields_what_the_function_made(self, name):
+    module = types.ModuleType(_MODULE)
+    module.dataset = lambda: tf.data.Dataset.range(6).batch(4)
     source = variants.Source(pipeline=f'{_MODULE}:dataset')
-    batches = list(variants.build(name, source).as_numpy_iterator())
+    with mock.patch.dict(sys.modules, {_MODULE: module}):
+      batches = list(variants.build(name, source).as_numpy_iterator())
     self.assertAllEqual(np.concatenate(batches), range(6))
 
 

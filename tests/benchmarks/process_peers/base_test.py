@@ -1,6 +1,5 @@
 """A peer with any wrong result is not timed."""
 
-import numpy as np
 from absl.testing import absltest, parameterized
 
 from benchmarks.process_peers import base
@@ -30,12 +29,6 @@ def make_peer():
   peer = Pretender(base.Seat(1, addresses, 'lo', 1.0))
   peer.num_bytes = 40_000
   return peer
-
-
-class InputsTest(parameterized.TestCase):
-  def test_ranks_and_places_differ(self):
-    parts = [base.input_value(r, 8000) for r in range(4)]
-    self.assertLen(set(np.concatenate(parts).tolist()), 4 * 8000)
 
 
 class CheckTest(parameterized.TestCase):
