@@ -1,23 +1,19 @@
 """The launcher of an elastic job ends no task because another one failed."""
 
 import contextlib
-import itertools
 import json
 import os
 import pathlib
 import random
 import signal
-import sys
 import time
+from unittest import mock
 
-import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
-from benchmarks import processes
 from tests import tiers
 from tests.launch import elastic_member, programs
-from tests.processes import addresses
 from tf_strategies import errors
 from tf_strategies.cluster import launcher_note
 
@@ -137,16 +133,6 @@ time.sleep(600)
     self.assertEqual(launcher.wait(), 3)
     self.assertLess(time.monotonic() - started, 20)
     self.assertIn('worker 1 failed first', launcher.stderr())
-
-  def test_failure_is_one_though_the_others_end_well_meanwhile(self):
-    code = """
-if name == 'worker_1':
-  wait_for('pid', 'worker_0')
-  sys.exit(3)
-time.sleep(1)
-"""
-    [launcher] = self.start(code, '--num_workers=2', '--grace_period=60')
-    self.assertEqual(launcher.wait(), 3)
 
   def test_job_of_which_nobody_is_left_has_failed(self):
     code = """
@@ -344,37 +330,50 @@ wait_for_file('end')
     )
 
 
-class RandomFaultsTest(parameterized.TestCase):
+class RandomFaultsTest(_JobTest):
   """Jobs that add up numbers in groups, on one host or on several."""
 
   @tiers.parameters(
-    (3, 0),
-    *tiers.every(tiers.soak, itertools.product([1, 3], range(1, 13))),
+    (3, 2, 0),
+    *(
+      tiers.soak(count, slots, part)
+      for count, slots in ((1, 4), (1, 12), (3, 2))
+      for part in range(1, 13)
+    ),
   )
-  def test_who_was_not_hit_goes_on(self, count, part):
+  def test_who_was_not_hit_goes_on(self, count, slots, part):
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')
-    self.chance = random.Random(f'{seed} {count}')
-    self.count = count
-    self.slots = 4 if count == 1 else 2
-    self.top = pathlib.Path(self.create_tempdir().full_path)
+    self.chance = random.Random(f'{seed} {count} {slots}')
+    self.slots = slots
     self.lost_hosts = set()
-    self.launchers = self._start(self.chance.choice([0, 2]))
-    everyone = set(range(count * self.slots))
+    everyone = set(range(count * slots))
+    self.failing = set()
+    if self.chance.random() < 0.3:
+      self.failing = {self.chance.choice(sorted(everyone))}
+    failing = ','.join(map(str, self.failing))
+    self.enter_context(mock.patch.dict(os.environ, FAILING=failing))
+    member = [elastic_member.__file__, str(self.top)]
+    self.launchers = self.start(
+      f'os.execv(sys.executable, [sys.executable, *{member}])',
+      f'--num_workers={slots}',
+      f'--max_restarts={self.chance.choice([0, 2])}',
+      '--grace_period=1',
+      count=count,
+    )
+    able = everyone - self.failing
     # Of those who do steps one is spared, who has the state.
-    self.spared = self.chance.choice(sorted(everyone - self.failing))
-    while {p.name for p in self.top.glob('progress-?')} < {
-      f'progress-{task}' for task in everyone - self.failing
-    }:
+    self.spared = self.chance.choice(sorted(able))
+    while not all(self._progress(task).exists() for task in able):
       self._check_alive()
-    first_pids = {task: self._pid(task) for task in everyone - self.failing}
+    first_pids = {task: self._pid(task) for task in able}
     self.hit = set(self.failing)
     faults = []
     for _ in range(5):
       time.sleep(self.chance.uniform(0, 2))
       faults += self._do_faults()
       self._check_alive()
-    (self.top / 'finish').touch()
+    self.create('finish')
     statuses = {
       rank: launcher.wait()
       for rank, launcher in enumerate(self.launchers)
@@ -384,7 +383,7 @@ class RandomFaultsTest(parameterized.TestCase):
       int(path.name.rpartition('-')[2]): json.loads(path.read_text())
       for path in self.top.glob('result-*')
     }
-    said = '\n'.join(launcher.output() for launcher in self.launchers)
+    said = '\n'.join(one.output() + one.stderr() for one in self.launchers)
     print(f'faults {len(faults)}: {faults}, {statuses}, {sorted(results)}')
     self.assertContainsSubset(everyone - self.hit, results, said)
     for task in everyone - self.hit:
@@ -392,40 +391,9 @@ class RandomFaultsTest(parameterized.TestCase):
     for steps, state in results.values():
       self.assertEqual(state, elastic_member.expected(steps))
     for rank, status in statuses.items():
-      tasks = range(rank * self.slots, (rank + 1) * self.slots)
+      tasks = range(rank * slots, (rank + 1) * slots)
       if 0 not in self.lost_hosts or not results.keys().isdisjoint(tasks):
         self.assertEqual(status, 0, said)
-
-  def _start(self, max_restarts):
-    self.failing = set()
-    if self.chance.random() < 0.3:
-      self.failing = {self.chance.randrange(self.count * self.slots)}
-    [address] = addresses(1)
-    script = pathlib.Path(elastic_member.__file__)
-    env = processes.python_environment(
-      {
-        'TFS_SECRET': programs.SECRET,
-        'FAILING': ','.join(map(str, self.failing)),
-      }
-    )
-    started = []
-    for rank in range(self.count):
-      words = [f'--num_workers={self.slots}', f'--max_restarts={max_restarts}']
-      if self.count > 1:
-        words += [f'--nnodes={self.count}', f'--node_rank={rank}']
-        words.append(f'--rendezvous={address}')
-      command = processes.Command(
-        [
-          *(sys.executable, '-m', 'tf_strategies.launch', *words),
-          *('--grace_period=1', '--', sys.executable),
-          *(str(script), str(self.top)),
-        ],
-        name=f'launcher {rank}',
-        env=env,
-        grace_seconds=10,
-      )
-      started.append(self.enter_context(command))
-    return started
 
   def _check_alive(self):
     # Another one ends when all of its workers are lost, and the first launcher.
@@ -434,29 +402,29 @@ class RandomFaultsTest(parameterized.TestCase):
       launcher.fail('ended too early')
     time.sleep(0.01)
 
+  def _progress(self, task):
+    return self.top / f'progress-{task}'
+
   def _pid(self, task):
-    return json.loads((self.top / f'progress-{task}').read_text())['pid']
+    return json.loads(self._progress(task).read_text())['pid']
 
   def _workers(self):
     """The processes that there are now, by their tasks."""
-    found = {}
-    for launcher in self.launchers:
-      for process in launcher.descendants():
-        with contextlib.suppress(psutil.Error):
-          config = process.environ().get('TF_CONFIG')
-          is_member = process.cmdline()[1].endswith('elastic_member.py')
-          if config and is_member:
-            found[json.loads(config)['task']['index']] = process
-    return found
+    return {
+      int(name.partition('_')[2].partition('-')[0]): pid
+      for launcher in self.launchers
+      for name, pid in launcher.notes('pid').items()
+      if programs.is_running(pid)
+    }
 
   def _do_faults(self):
     """Does one fault or two at once; returns the kind and the victim of each."""
     kinds = ['kill', 'kill', 'kill', 'stop']
-    if self.count > 1:
+    if len(self.launchers) > 1:
       kinds += ['launcher', 'host', 'evict', 'freeze']
     kind = self.chance.choice(kinds)
     home = self.spared // self.slots
-    hosts = set(range(self.count)) - {home} - self.lost_hosts
+    hosts = set(range(len(self.launchers))) - {home} - self.lost_hosts
     if kind in ('launcher', 'host', 'evict'):
       if not hosts:
         return []
@@ -480,18 +448,16 @@ class RandomFaultsTest(parameterized.TestCase):
     tasks = self.chance.sample(
       tasks, min(len(tasks), self.chance.choice([1, 2]))
     )
-    for task in tasks:
-      with contextlib.suppress(psutil.NoSuchProcess):
-        if kind == 'kill':
-          workers[task].kill()
-        else:
-          workers[task].suspend()
     self.hit.update(tasks)
+    numbers = [signal.SIGKILL]
     if kind == 'stop':
-      time.sleep(self.chance.uniform(0, 8))
+      numbers = [signal.SIGSTOP, signal.SIGCONT]
+    for number in numbers:
       for task in tasks:
-        with contextlib.suppress(psutil.NoSuchProcess):
-          workers[task].resume()
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(workers[task], number)
+      if number == signal.SIGSTOP:
+        time.sleep(self.chance.uniform(0, 8))
     return [(kind, task) for task in tasks]
 
 

@@ -16,6 +16,7 @@ import tf_strategies as tfs
 from benchmarks import processes
 from tests import tiers
 from tests.launch import programs
+from tests.processes import wait_until
 from tf_strategies import errors
 from tf_strategies.cluster import ClusterConfig, launcher_note
 from tf_strategies.launch import functions
@@ -155,8 +156,6 @@ class FunctionsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     (_place, {'num_worker': 2}, "'num_worker' of tfs.launch.*'num_workers'"),
-    (_place, {'nnodes': 2}, "'nnodes' of tfs.launch"),
-    (_place, {'num_workers': True}, 'num_workers=True'),
     (_place, {'max_restarts': -1}, 'max_restarts=-1'),
     (_place, {'num_workers': 0}, '^Expected .*--num_workers=0 without --chief.*Fix: [^\n]*$'),
     (_place, {'num_workers': 10**20}, r'^Expected at most 12000 tasks on one host, got 10{20}\.'),
@@ -193,14 +192,15 @@ class FunctionsTest(parameterized.TestCase):
     ):
       tfs.launch(_leave, args=(1,), num_workers=3)
 
-  def test_servers_return_nothing(self):
+  @parameterized.parameters(
     # Worker 0 is the one that the launcher ends.
-    found = tfs.launch(_serve, num_workers=1, num_ps=1, chief=True)
-    self.assertEqual(found, ['chief'])
-
-  def test_lost_worker_of_an_elastic_job_returns_nothing(self):
-    found = tfs.launch(_survive, num_workers=3)
-    self.assertEqual(found, ['alive', None, 'alive'])
+    (_serve, {'num_workers': 1, 'num_ps': 1, 'chief': True}, ['chief']),
+    # A lost worker of an elastic job returns nothing.
+    (_survive, {'num_workers': 3}, ['alive', None, 'alive']),
+    (sys.exit, {'num_workers': 2}, [None, None]),
+  )
+  def test_who_returns_nothing(self, function, options, expected):
+    self.assertEqual(tfs.launch(function, **options), expected)
 
   def test_error_of_a_worker(self):
     with self.assertRaisesRegex(
@@ -210,14 +210,13 @@ class FunctionsTest(parameterized.TestCase):
     self.assertIsInstance(caught.exception.__cause__, KeyError)
     self.assertIn('the key', str(caught.exception))
 
+  def run_script(self, text, *words, **options):
+    path = self.create_tempfile('script.py', text).full_path
+    return processes.run_python(path, *words, **options)
+
   def test_script(self):
-    path = pathlib.Path(self.create_tempdir().full_path, 'script.py')
-    path.write_text(_SCRIPT)
-    done = processes.run_python(
-      *(str(path), 'x', 'work'),
-      env={'PYTHONIOENCODING': 'ascii'},
-      is_checked=True,
-    )
+    env = {'PYTHONIOENCODING': 'ascii'}
+    done = self.run_script(_SCRIPT, 'x', 'work', env=env, is_checked=True)
     *lines, last = done.stdout.splitlines()
     self.assertEqual(last, '[0, 10, 20]')
     self.assertCountEqual(
@@ -225,9 +224,7 @@ class FunctionsTest(parameterized.TestCase):
     )
 
   def test_classes_of_a_script(self):
-    path = pathlib.Path(self.create_tempdir().full_path, 'script.py')
-    path.write_text(_CLASSES)
-    done = processes.run_python(str(path), is_checked=True)
+    done = self.run_script(_CLASSES, is_checked=True)
     found = re.findall('^found (.*)', done.stdout, re.MULTILINE)
     results, cause, message = found
     self.assertEqual(results, '[Result(number=3), Result(number=3)]')
@@ -238,9 +235,7 @@ class FunctionsTest(parameterized.TestCase):
     )
 
   def test_script_without_a_main_block(self):
-    path = pathlib.Path(self.create_tempdir().full_path, 'script.py')
-    path.write_text(_UNGUARDED)
-    done = processes.run_python(str(path))
+    done = self.run_script(_UNGUARDED)
     self.assertNotEqual(done.returncode, 0)
     self.assertRegex(done.stderr, 'Fix: call tfs.launch under: if __name__ ==')
 
@@ -255,16 +250,11 @@ class FunctionsTest(parameterized.TestCase):
     done = processes.run_python('-c', program, is_checked=True)
     self.assertEqual(done.stdout.splitlines()[-1], '[5, 5]')
 
-  def test_function_that_ends_its_process(self):
-    self.assertEqual(tfs.launch(sys.exit, num_workers=2), [None, None])
-
   @tiers.parameters(signal.SIGINT, tiers.soak(signal.SIGKILL))
   def test_end_of_the_caller_ends_the_workers(self, number):
-    directory = pathlib.Path(self.create_tempdir().full_path)
-    path = directory / 'script.py'
-    path.write_text(_SCRIPT)
+    path = self.create_tempfile('script.py', _SCRIPT).full_path
     notes = self.create_tempdir().full_path
-    words = [sys.executable, str(path), notes, 'wait']
+    words = [sys.executable, path, notes, 'wait']
     env = processes.python_environment()
     with processes.Command(words, env=env, deadline_seconds=60) as command:
       command.wait_until(lambda: len(os.listdir(notes)) == 2)
@@ -272,10 +262,7 @@ class FunctionsTest(parameterized.TestCase):
       command.signal(number)
       command.wait()
       said = command.output()
-      ends_at = time.monotonic() + 30
-      while any(map(programs.is_running, pids)):
-        self.assertLess(time.monotonic(), ends_at)
-        time.sleep(0.1)
+      wait_until(lambda: not any(map(programs.is_running, pids)), 30)
     if number == signal.SIGINT:
       self.assertEqual(said.count('Traceback'), 1)  # The caller's own.
       self.assertIn('[launch] SIGINT', said)

@@ -14,9 +14,9 @@ from tf_strategies.cluster import launcher_note
 from tf_strategies.launch import output
 
 
-def _collector():
+def _collector(log=None):
   written = []
-  return written, output.TaskOutput(b'[a] ', written.append)
+  return written, output.TaskOutput(b'[a] ', written.append, log)
 
 
 class TaskOutputTest(parameterized.TestCase):
@@ -65,8 +65,7 @@ class TaskOutputTest(parameterized.TestCase):
 
   def test_tracebacks_are_hidden_when_that_is_wanted(self):
     log = io.BytesIO()
-    written = []
-    lines = output.TaskOutput(b'[a] ', written.append, log)
+    written, lines = _collector(log)
     traceback = b'Traceback (most recent call last):\n  File "x"\nE: why\n'
     lines.feed(traceback)
     self.assertLen(written, 3)
@@ -95,8 +94,7 @@ class TaskOutputTest(parameterized.TestCase):
       def write(self, data):
         raise OSError(errno.ENOSPC, 'No space left')
 
-    written = []
-    lines = output.TaskOutput(b'[a] ', written.append, Full())
+    written, lines = _collector(Full())
     lines.feed(b'one\n')
     lines.feed(b'two\n')
     first, *rest = written
@@ -105,14 +103,11 @@ class TaskOutputTest(parameterized.TestCase):
 
 
 class SinkTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    self._read_end, self._write_end = os.pipe()
-    self.addCleanup(os.close, self._write_end)
-
   def test_full_pipe_does_not_block_and_nothing_is_lost(self):
-    self.addCleanup(os.close, self._read_end)
-    sink = output.OutputQueue(self._write_end)
+    read_end, write_end = os.pipe()
+    self.addCleanup(os.close, read_end)
+    self.addCleanup(os.close, write_end)
+    sink = output.OutputQueue(write_end)
     expected = b''.join(b'%d,' % i for i in range(100_000))
     for start in range(0, len(expected), 50_000):
       sink.write(expected[start : start + 50_000])
@@ -123,7 +118,7 @@ class SinkTest(absltest.TestCase):
     while len(found) < len(expected):
       while sink.pending and poller.poll(0):
         sink.flush_some()
-      found += os.read(self._read_end, 1 << 16)
+      found += os.read(read_end, 1 << 16)
     self.assertTrue(found == expected)
     self.assertEqual(sink.pending, 0)
 

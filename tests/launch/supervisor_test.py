@@ -26,6 +26,16 @@ note('grandchild', child.pid)
 """
 _IGNORE = 'for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n'
 _SLEEP = "note('ready', 1)\ntime.sleep(600)\n"
+# A server that says which signal ended it.
+_SERVE = """
+def end(number, frame):
+  note('ended_by', number)
+  sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+note('ready', 1)
+time.sleep(600)
+"""
+_PARAMETER_SERVERS = ('--chief', '--num_workers=2', '--num_ps=1', '--evaluator')
 
 
 def _indented(code):
@@ -83,8 +93,20 @@ finally:
     self.assertIn('worker 1 failed first', launcher.stderr())
     self.assertNotIn('worker 0 failed', launcher.stderr())
 
-  def test_who_fails_first_is_named_though_its_child_ends_last(self):
-    code = f"""
+  def test_command_that_does_not_exist(self):
+    directory = self.create_tempdir().full_path
+    status, stdout, stderr = programs.run(['--', 'no-such-command'], directory)
+    self.assertEqual(status, 127)
+    self.assertIn("[worker 0] cannot start 'no-such-command'", stdout)
+    self.assertIn('worker 0 failed first: exit status 127', stderr)
+
+
+# What the tasks do, flags, the exit status, what the launcher says, and how many
+# processes there were.
+_ENDS = (
+  (
+    'child_of_the_first_ends_last',
+    f"""
 if name == 'worker_1':
   wait_for('ready', 'worker_0')
   {_indented(_GRANDCHILD)}
@@ -93,29 +115,134 @@ note('ready', 1)
 child = wait_for('grandchild', 'worker_1')
 time.sleep(0.3)
 sys.exit(4)
-"""
-    launcher = self._launch(code, '--num_workers=2', '--grace_period=2')
-    self.assertEqual(launcher.wait(), 3)
-    self.assertIn('worker 1 failed first: exit status 3', launcher.stderr())
-
-  def test_task_that_ignores_sigterm_is_killed(self):
-    code = f"""
+""",
+    ['--num_workers=2', '--grace_period=2'],
+    3,
+    'worker 1 failed first: exit status 3',
+    3,
+  ),
+  (
+    'others_ignore_sigterm',
+    f"""
 if name == 'worker_1':
   wait_for('ready', 'worker_0')
   sys.exit(5)
 {_IGNORE}{_GRANDCHILD}{_SLEEP}
-"""
-    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
-    self.assertEqual(launcher.wait(), 5)
-    self.assertLen(launcher.pids(), 3)
-    self.assertEmpty(launcher.alive())
+""",
+    ['--num_workers=2', '--grace_period=0.5'],
+    5,
+    'worker 1 failed first: exit status 5',
+    3,
+  ),
+  (
+    'others_end_well_meanwhile',
+    """
+if name == 'worker_1':
+  wait_for('pid', 'worker_0')
+  sys.exit(3)
+time.sleep(1)
+""",
+    ['--num_workers=2', '--grace_period=60'],
+    3,
+    'worker 1 failed first: exit status 3',
+    2,
+  ),
+  (
+    'chief_of_parameter_servers_fails',
+    """
+if name == 'chief_0':
+  for other in ('worker_0', 'worker_1', 'ps_0', 'evaluator_0'):
+    wait_for('pid', other)
+  sys.exit(4)
+time.sleep(600)
+""",
+    _PARAMETER_SERVERS,
+    4,
+    'chief 0 failed first: exit status 4',
+    5,
+  ),
+  tiers.smoke(
+    'killed_server_is_started_again',
+    f"""
+if name == 'chief_0':
+  for other in ('worker_0', 'worker_1', 'evaluator_0'):
+    wait_for('ready', other)
+  wait_for('ready', 'ps_0', 1)
+  sys.exit(0)
+if name == 'ps_0' and attempt == 0:
+  os.kill(os.getpid(), signal.SIGKILL)
+{_SERVE}
+""",
+    [*_PARAMETER_SERVERS, '--max_restarts=1'],
+    0,
+    'ps 0: killed by SIGKILL. Starting it again (1 of 1)',
+    6,
+  ),
+  (
+    'last_lines_are_of_the_last_attempt',
+    """
+if attempt == 0:
+  print('words of the first attempt', flush=True)
+  sys.exit(3)
+sys.exit(4)
+""",
+    ['--max_restarts=1'],
+    4,
+    'exit status 4 (restarts: 1). It wrote nothing.',
+    2,
+  ),
+  (
+    'wrong_command_line_is_not_started_again',
+    'sys.exit(2)',
+    ['--max_restarts=2'],
+    2,
+    'exit status 2',
+    1,
+  ),
+  (
+    'not_started_again_when_another_has_ended_well',
+    """
+if name == 'worker_1':
+  pid = wait_for('pid', 'worker_0')
+  while os.path.exists(f'/proc/{pid}'):
+    time.sleep(0.01)
+  time.sleep(0.5)
+  sys.exit(3)
+""",
+    ['--num_workers=2', '--max_restarts=2'],
+    3,
+    'worker 1 failed first: exit status 3',
+    2,
+  ),
+  (
+    'nothing_of_an_attempt_is_left_when_the_next_begins',
+    f"""
+if attempt == 0:
+  {_indented(_GRANDCHILD)}
+  sys.exit(1)
+left = wait_for('grandchild', name, 0)
+try:
+  os.kill(left, 0)
+except ProcessLookupError:
+  sys.exit(0)
+sys.exit(9)
+""",
+    ['--max_restarts=1'],
+    0,
+    'Starting it again (1 of 1)',
+    3,
+  ),
+)
 
-  def test_command_that_does_not_exist(self):
-    directory = self.create_tempdir().full_path
-    status, stdout, stderr = programs.run(['--', 'no-such-command'], directory)
-    self.assertEqual(status, 127)
-    self.assertIn("[worker 0] cannot start 'no-such-command'", stdout)
-    self.assertIn('worker 0 failed first: exit status 127', stderr)
+
+class EndTest(_JobTest):
+  @tiers.named_parameters(*_ENDS)
+  def test_status_and_report(self, code, flags, status, words, count):
+    launcher = self._launch(code, *flags)
+    self.assertEqual(launcher.wait(), status, launcher.stderr())
+    self.assertIn(words, launcher.stderr())
+    self.assertLen(launcher.pids(), count)
+    self.assertEmpty(launcher.alive())
 
 
 class RestartTest(_JobTest):
@@ -151,53 +278,6 @@ if name == 'worker_0':
       of_worker_1, [b'[worker 1] attempt %d' % i for i in range(3)]
     )
 
-  def test_last_lines_are_those_of_the_last_attempt(self):
-    code = """
-if attempt == 0:
-  print('words of the first attempt', flush=True)
-  sys.exit(3)
-sys.exit(4)
-"""
-    launcher = self._launch(code, '--max_restarts=1')
-    self.assertEqual(launcher.wait(), 4)
-    self.assertIn(
-      'exit status 4 (restarts: 1). It wrote nothing.', launcher.stderr()
-    )
-
-  def test_wrong_command_line_is_not_started_again(self):
-    launcher = self._launch('sys.exit(2)', '--max_restarts=2')
-    self.assertEqual(launcher.wait(), 2)
-    self.assertLen(launcher.notes('pid'), 1)
-
-  def test_task_is_not_started_again_when_another_has_ended_well(self):
-    code = """
-if name == 'worker_1':
-  pid = wait_for('pid', 'worker_0')
-  while os.path.exists(f'/proc/{pid}'):
-    time.sleep(0.01)
-  time.sleep(0.5)
-  sys.exit(3)
-"""
-    launcher = self._launch(code, '--num_workers=2', '--max_restarts=2')
-    self.assertEqual(launcher.wait(), 3)
-    self.assertLen(launcher.notes('pid'), 2)
-
-  def test_nothing_of_an_attempt_is_left_when_the_next_begins(self):
-    code = f"""
-if attempt == 0:
-  {_indented(_GRANDCHILD)}
-  sys.exit(1)
-left = wait_for('grandchild', name, 0)
-try:
-  os.kill(left, 0)
-except ProcessLookupError:
-  note('gone', left)
-"""
-    launcher = self._launch(code, '--max_restarts=1', '--grace_period=0.3')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
-    gone = launcher.notes('gone')['worker_0-1']
-    self.assertEqual(gone, launcher.notes('grandchild')['worker_0-0'])
-
 
 class SignalTest(_JobTest):
   def setUp(self):
@@ -209,7 +289,14 @@ class SignalTest(_JobTest):
   @tiers.parameters(signal.SIGHUP, tiers.soak(signal.SIGINT))
   def test_signal_is_forwarded_and_nobody_is_started_again(self, number):
     code = """
+# Another process of the task's group.
+child = os.fork() if name == 'ps_0' else None
+if child == 0:
+  name = 'child_of_ps_0'
+  note('pid', os.getpid())
 def end(number, frame):
+  if child:
+    os.waitpid(child, 0)
   note('signal', number)
   sys.exit(3)
 for number in (1, 2, 15):
@@ -220,12 +307,14 @@ time.sleep(600)
     launcher = self._launch(
       code, '--num_workers=2', '--num_ps=1', '--max_restarts=5'
     )
-    launcher.wait_for_notes('ready', 3)
+    launcher.wait_for_notes('ready', 4)
     launcher.process.send_signal(number)
     self.assertEqual(launcher.wait(), 128 + number)
     self.assertEqual(
       launcher.notes('signal'),
-      dict.fromkeys(['ps_0-0', 'worker_0-0', 'worker_1-0'], number),
+      dict.fromkeys(
+        ['child_of_ps_0-0', 'ps_0-0', 'worker_0-0', 'worker_1-0'], number
+      ),
     )
     self.assertEmpty(launcher.alive())
     self.assertIn(f'{number.name}: ending all tasks', launcher.stderr())
@@ -293,6 +382,29 @@ class KilledTest(_JobTest):
 
 
 class OutputTest(_JobTest):
+  def test_rank_filter_hides_lines_but_not_from_the_logs(self):
+    code = """
+print('from', name, flush=True)
+note('ready', 1)
+if name == 'worker_0':
+  wait_for('ready', 'worker_1'), wait_for('ready', 'chief_0')
+  sys.exit(4)
+time.sleep(600)
+"""
+    logs = pathlib.Path(self.create_tempdir().full_path)
+    launcher = self._launch(
+      code,
+      *('--num_workers=2', '--chief', f'--log_dir={logs}'),
+      '--rank_filter=chief, worker:1,worker:1',
+    )
+    self.assertEqual(launcher.wait(), 4)
+    shown = launcher.stdout().decode().splitlines()
+    self.assertIn('[chief 0] from chief_0', shown)
+    self.assertIn('[worker 1] from worker_1', shown)
+    self.assertNotIn('[worker 0] from worker_0', shown)
+    self.assertIn('Its last lines:\n  from worker_0\n', launcher.stderr())
+    self.assertEqual((logs / 'worker_0.log').read_text(), 'from worker_0\n')
+
   def test_lines_are_whole_and_every_byte_survives(self):
     code = r"""
 number = task['index']
@@ -356,6 +468,50 @@ while True:
     self.assertEqual(done.returncode, 3, done.stderr)
     self.assertIn('exit status 3. Its last lines:\n  last words', done.stderr)
     self.assertEqual(done.stdout, '')
+
+
+class ParameterServersTest(_JobTest):
+  """Jobs with parameter servers are over when the chief is."""
+
+  @pytest.mark.smoke
+  def test_servers_are_ended_when_the_chief_has_ended(self):
+    code = f"""
+if name == 'chief_0':
+  for other in ('worker_0', 'worker_1', 'ps_0', 'evaluator_0'):
+    wait_for('ready', other)
+  sys.exit(0)
+{_SERVE}
+"""
+    launcher = self._launch(code, *_PARAMETER_SERVERS, '--grace_period=60')
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertEqual(
+      launcher.notes('ended_by'),
+      dict.fromkeys(
+        ['evaluator_0-0', 'ps_0-0', 'worker_0-0', 'worker_1-0'],
+        signal.SIGTERM,
+      ),
+    )
+    self.assertLen(launcher.pids(), 5)
+    self.assertEmpty(launcher.alive())
+    self.assertEqual(launcher.stderr(), '')
+
+  @parameterized.parameters('--num_ps=1', '--chief')
+  def test_otherwise_workers_train_to_their_end(self, flag):
+    code = """
+if task['type'] == 'ps':
+  time.sleep(600)
+if name == 'worker_1':
+  if 'chief' in config['cluster']:
+    wait_for('end', 'chief_0')
+  wait_for('end', 'worker_0')
+  # Long enough to be ended, if the end of the others were that of the job.
+  time.sleep(0.5)
+note('end', 1)
+"""
+    launcher = self._launch(code, '--num_workers=2', flag)
+    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assertIn('worker_1-0', launcher.notes('end'))
+    self.assertEmpty(launcher.alive())
 
 
 if __name__ == '__main__':
