@@ -20,6 +20,7 @@ from tf_strategies.collectives.schedule import chunk_sizes
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import plan, reductions
 from tf_strategies.process_group.mpi import group as mpi_group
+from tf_strategies.process_group.tcp import link
 
 # Nothing, fewer elements than ranks, and chunks of several pieces.
 SIZES = (0, 1, 64, 1009)
@@ -37,6 +38,7 @@ def small_pieces():
   """Context in which a few hundred bytes are large, and travel as several pieces."""
   with (
     mock.patch.object(plan, 'SMALL_BYTES', _SMALL_BYTES),
+    mock.patch.object(link, '_LEAST_IN_MEMORY', 64),
     mock.patch.object(group_lib.ProcessGroup, 'piece_bytes', 192),
     mock.patch.object(mpi_group.MpiProcessGroup, 'piece_bytes', 192),
   ):
@@ -83,12 +85,12 @@ def values(rank: int, case: Case) -> np.ndarray:
   return (noise + rank + np.arange(case.size) % 7).astype(case.dtype)
 
 
-def run(group) -> dict[Case, list[bytes]]:
-  """Returns what a rank gets in each case, called twice."""
+def run(group) -> dict[Case, list]:
+  """Returns what a rank gets in each case, called twice, and how much it sends."""
   results = {}
   for case in cases(group.world_size):
     array = values(group.rank, case)
-    before = array.tobytes()
+    before, sent = array.tobytes(), group.bytes_sent
     how = case._asdict()
     reduce = getattr(group, how.pop('kind'))
     del how['size'], how['dtype']
@@ -100,14 +102,13 @@ def run(group) -> dict[Case, list[bytes]]:
     assert 'out' not in how or outputs[1] is how['out']
     assert outputs[0].ctypes.data % 64 == 0
     assert all(out.dtype == array.dtype for out in outputs)
-    results[case] = [out.tobytes() for out in outputs]
+    sent = group.bytes_sent - sent
+    results[case] = [*(out.tobytes() for out in outputs), sent]
   return results
 
 
-def expected(
-  case: Case, world_size: int, large: str = 'ring'
-) -> list[list[bytes]]:
-  """Returns the bytes that every rank must get, from the simulator.
+def expected(case: Case, world_size: int, large: str = 'ring') -> list[list]:
+  """Returns the bytes that every rank must get, and their number, from the simulator.
 
   Args:
     case: a case of the table.
@@ -116,17 +117,24 @@ def expected(
   """
   inputs = [values(rank, case) for rank in range(world_size)]
   if world_size == 1:
-    return [[inputs[0].tobytes()] * 2]
+    return [[*[inputs[0].tobytes()] * 2, 0]]
   schedule = _schedule(case, world_size, large)
   sizes = chunk_sizes(case.size, world_size)
   starts = np.cumsum((0, *sizes))
-  outputs = simulate(schedule, inputs, case.op).outputs
+  simulation = simulate(schedule, inputs, case.op)
+  outputs, links = simulation.outputs, simulation.bytes_per_link
   if case.kind == 'reduce_scatter':
     outputs = [
       out[starts[rank] : starts[rank + 1]] for rank, out in enumerate(outputs)
     ]
   # Called again, nothing has changed.
-  return [[out.tobytes()] * 2 for out in outputs]
+  return [
+    [
+      *[out.tobytes()] * 2,
+      2 * sum(size for (src, _), size in links.items() if src == rank),
+    ]
+    for rank, out in enumerate(outputs)
+  ]
 
 
 def check_moves(group) -> None:
@@ -200,4 +208,4 @@ def assert_results(test, results: list[dict], large: str = 'ring') -> None:
     for rank, result in enumerate(results):
       test.assertEqual(result[case], want[rank], (case, rank))
       if case.kind == 'all_reduce':
-        test.assertEqual(result[case], results[0][case], (case, rank))
+        test.assertEqual(result[case][:2], results[0][case][:2], (case, rank))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import sys
 
 from tests import processes
@@ -36,12 +37,9 @@ def no_tensorflow() -> bool:
 def wait_for(directory: str, *names: str) -> None:
   """Waits until there are files of these names."""
   for name in names:
-    processes.wait_until(
-      lambda n=name: os.path.exists(os.path.join(directory, n))
-    )
+    processes.wait_until(pathlib.Path(directory, name).exists)
 
 
 def touch(directory: str, name: str) -> None:
   """Makes a file, for `wait_for`."""
-  with open(os.path.join(directory, name), 'w'):
-    pass
+  pathlib.Path(directory, name).touch()

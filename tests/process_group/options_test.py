@@ -55,17 +55,24 @@ class GroupOptionsTest(parameterized.TestCase):
       options.GroupOptions.from_env()
 
   @parameterized.parameters(
-    (0o440, True),
-    (0o644, False),
-    (0o620, False),
+    (0o440, 0, True),
+    (0o644, 0, False),
+    (0o620, 0, False),
+    (0o644, os.ST_RDONLY, True),  # An orchestrator has mounted it.
   )
-  def test_secret_file_that_others_can_use_is_refused(self, mode, is_fine):
+  def test_secret_file_that_others_can_use_is_refused(
+    self, mode, flag, is_fine
+  ):
     path = self.create_tempfile(content=_SECRET.decode() + '\n').full_path
     os.chmod(path, mode)
     link = path + '.link'  # As a mounted secret is one.
     os.symlink(path, link)
+    mounted = mock.Mock(f_flag=flag)
     for where in (path, link):
-      with _env(TFS_SECRET_FILE=where):
+      with (
+        _env(TFS_SECRET_FILE=where),
+        mock.patch.object(os, 'fstatvfs', return_value=mounted),
+      ):
         if is_fine:
           self.assertEqual(options.GroupOptions.from_env().secret, _SECRET)
         else:
@@ -73,20 +80,6 @@ class GroupOptionsTest(parameterized.TestCase):
             errors.UnsupportedOptionError, f'{mode:04o}.*chmod 600 {where}'
           ):
             options.GroupOptions.from_env()
-
-  @mock.patch.object(os, 'fstatvfs')
-  def test_secret_that_an_orchestrator_mounts_is_accepted(self, fstatvfs):
-    path = self.create_tempfile(content=_SECRET.decode()).full_path
-    os.chmod(path, 0o644)
-    fstatvfs.return_value = mock.Mock(f_flag=os.ST_RDONLY)
-    with _env(TFS_SECRET_FILE=path):
-      self.assertEqual(options.GroupOptions.from_env().secret, _SECRET)
-    fstatvfs.return_value = mock.Mock(f_flag=0)
-    with (
-      _env(TFS_SECRET_FILE=path),
-      self.assertRaises(errors.UnsupportedOptionError),
-    ):
-      options.GroupOptions.from_env()
 
 
 if __name__ == '__main__':

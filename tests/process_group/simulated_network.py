@@ -94,7 +94,6 @@ class _Socket:
   def send(self, data):
     if self._closed:
       raise BrokenPipeError('it is closed')
-    self.process.sent += 1
     self._deliver(bytes(data))
     return len(data)
 
@@ -196,16 +195,14 @@ class Process:
     task: its number.
     group: the group that it is in, or was in last.
     error: what ended its search for one.
-    sent: messages; each a call of `send`.
     most_open: sockets at the same time.
   """
 
   def __init__(self, network, task, options, progress=0):
     self.network, self.task, self.progress = network, task, progress
-    self.open_sockets, self.most_open, self.sent = set(), 0, 0
-    self.group = self.error = self.formed_at = None
+    self.open_sockets, self.most_open = set(), 0
+    self.group = self.error = None
     self.is_alive = True
-    self.began = network.loop.time()
     self._context = contextvars.copy_context()
     self._context.run(_calling.set, self)
     self._meeting = self._context.run(
@@ -223,7 +220,6 @@ class Process:
 
   async def form(self, may_be_alone=True):
     """Looks for a group, after it has left the one that it is in."""
-    network = self.network
     if self.group is not None:
       await self.leave()
     try:
@@ -232,8 +228,6 @@ class Process:
       )
     except errors.Error as e:
       self.error = e
-      return
-    self.formed_at = network.loop.time()
 
   async def leave(self):
     """Closes the group; as `Rendezvous.form` does first."""

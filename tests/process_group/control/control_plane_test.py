@@ -83,9 +83,16 @@ class SeveralTest(parameterized.TestCase):
       self.assertStartsWith(message, f'Rank {victims[0]} (task {victims[0]} at')
       self.assertIn(why, message)
 
-  def test_rank_0_that_leaves_next_is_not_the_first(self):
-    named, _ = simulated_network.run(_be_gone, 6, [4, 0], 'leave')
-    self.assertEqual(set(named), {4})
+  @parameterized.parameters(
+    # Of rank 0 alone only those hear that wait for it.
+    ([4, 0], {4}),
+    ([0, 4], {0, None}),
+  )
+  def test_rank_0_is_named_if_it_is_the_first(self, victims, expected):
+    named, told = simulated_network.run(_be_gone, 6, victims, 'leave')
+    self.assertEqual(set(named), expected)
+    for message in told:
+      self.assertIn('left the group', message)
 
 
 class NonsenseTest(parameterized.TestCase):

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 import time
+from concurrent import futures
 from unittest import mock
 
 import pytest
@@ -55,7 +56,6 @@ class NamesTest(absltest.TestCase):
       rendezvous_timeout_seconds=30,
     )
     started = time.monotonic()
-    sizes, threads = [], []
 
     def work(task):
       with (
@@ -63,30 +63,22 @@ class NamesTest(absltest.TestCase):
         meeting.form() as group,
       ):
         group.barrier()
-        sizes.append(group.world_size)
+        return group.world_size
 
-    for task in range(2):
-      threads.append(threading.Thread(target=work, args=(task,)))
-      threads[-1].start()
-    for thread in threads:
-      thread.join(60)
-    self.assertEqual(sizes, [2, 2])
+    with futures.ThreadPoolExecutor(2) as threads:
+      self.assertEqual(list(threads.map(work, range(2))), [2, 2])
     self.assertLess(time.monotonic() - started, 20)
     # Each name is asked once at a time, however often it is called.
     self.assertLess(self.names.asked.count('dead-7'), 5)
 
   @pytest.mark.smoke
   def test_dead_name_is_told(self):
-    with (
-      mock.patch.object(names, 'LOOK_UP_SECONDS', 0.2),
-      self.assertRaisesRegex(OSError, "'dead-1' was not resolved within 0.2 s"),
-    ):
-      asyncio.run(names.resolve('dead-1', 1))
-    with (
-      mock.patch.object(names, 'LOOK_UP_SECONDS', 0.2),
-      self.assertRaisesRegex(OSError, "'dead-2' was not resolved within 0.2 s"),
-    ):
-      names.resolve_now('dead-2', 1)
+    told = "'dead-1' was not resolved within 0.2 s"
+    with mock.patch.object(names, 'LOOK_UP_SECONDS', 0.2):
+      with self.assertRaisesRegex(OSError, told):
+        asyncio.run(names.resolve('dead-1', 1))
+      with self.assertRaisesRegex(OSError, told):
+        names.resolve_now('dead-1', 1)
 
   def test_own_name_that_hangs_has_a_deadline(self):
     settings = options.GroupOptions(secret=b'a secret of this test')

@@ -8,14 +8,6 @@ _VERSION = protocol.PROTOCOL_VERSION
 
 
 class FrameTest(parameterized.TestCase):
-  def test_frame_is_read_back(self):
-    data = protocol.pack(protocol.Kind.EXCHANGE, {'a': 'ä'})
-    header = data[: protocol.HEADER_BYTES]
-    payload = data[protocol.HEADER_BYTES :]
-    kind, size = protocol.unpack_header(header, 100)
-    self.assertEqual((kind, size), (protocol.Kind.EXCHANGE, len(payload)))
-    self.assertEqual(protocol.unpack(kind, payload), {'a': 'ä'})
-
   @parameterized.named_parameters(
     ('magic', b'HTTP', _VERSION, 17, 0),
     ('version', b'TFSC', _VERSION + 1, 17, 0),

@@ -10,6 +10,7 @@ import time
 from unittest import mock
 
 import numpy as np
+import psutil
 from absl.testing import absltest
 
 from tests import processes
@@ -22,22 +23,15 @@ from tf_strategies.process_group.network import server, sockets
 _SOON_SECONDS = 10.0
 
 
-def _write(path, text=''):
-  with open(path + '.new', 'w') as f:
-    f.write(text)
-  os.replace(path + '.new', path)
-
-
 def _work_with_a_child(rank, directory):
   """Rank 1 forks a child that outlives it; rank 0 says when it hears the end."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
     group.barrier()
     if rank == 1:
-      child = os.fork()
-      if not child:
+      if not os.fork():
         time.sleep(120)
         os._exit(0)
-      _write(os.path.join(directory, 'child'), str(child))
+      meetings.touch(directory, 'child')
     try:
       while True:
         group.all_reduce(np.ones(10))
@@ -49,12 +43,10 @@ def _work_with_a_child(rank, directory):
 class ForkTest(absltest.TestCase):
   def test_death_is_heard_and_the_address_free_though_a_child_lives(self):
     directory = self.create_tempdir().full_path
-    path = os.path.join(directory, 'child')
     with processes.Workers(_work_with_a_child, 2, args=(directory,)) as workers:
       meetings.wait_for(directory, 'child')
-      with open(path) as f:
-        child = int(f.read())
-      self.addCleanup(os.kill, child, signal.SIGKILL)
+      [child] = psutil.Process(workers.pid(1)).children()
+      self.addCleanup(child.kill)
       time.sleep(0.2)
       workers.kill(1)
       killed = time.time()
@@ -63,7 +55,7 @@ class ForkTest(absltest.TestCase):
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind((host, int(port)))
       (outcome,) = workers.wait([0])
-      os.kill(child, 0)
+      self.assertTrue(child.is_running())
     rank, heard = outcome.result()
     self.assertEqual(rank, 1)
     self.assertLess(heard - killed, _SOON_SECONDS)

@@ -211,25 +211,23 @@ class ObjectionTest(absltest.TestCase):
 
 
 class RefusalTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('other', {**_ADDRESSES, 1: 'x:9'}, 'task 1 is at b:1 here and at x:9'),
-    ('fewer', {0: 'a:1', 1: 'b:1'}, 'task 3 is at c:1 here and at no address'),
+  @parameterized.parameters(
+    (
+      {'addresses': {'0': 'a:1', '1': 'x:9', '3': 'c:1'}},
+      errors.ClusterConfigError,
+      'life 0.*life 1.*task 1 is at b:1 here and at x:9',
+    ),
+    (
+      {'addresses': {'0': 'a:1', '1': 'b:1'}},
+      errors.ClusterConfigError,
+      'life 0.*life 1.*task 3 is at c:1 here and at no address',
+    ),
+    ({'task': 0}, errors.ClusterConfigError, 'claim to be task'),
+    ({'version': '9.9'}, errors.RendezvousError, r'0\..*got 9\.9'),
   )
-  def test_other_addresses(self, addresses, told):
-    first, other = _make(0), _make(1, addresses)
-    with self.assertRaisesRegex(errors.ClusterConfigError, told) as raised:
-      _meet(first, other)
-    self.assertIn('life 0', str(raised.exception))
-    self.assertIn('life 1', str(raised.exception))
-
-  def test_two_processes_with_one_task(self):
-    with self.assertRaisesRegex(errors.ClusterConfigError, 'claim to be task'):
-      _make(0).heard(_make(0).hello(), 0.0, reached=False)
-
-  def test_other_version_names_both(self):
-    message = {**_make(1).hello(), 'version': '9.9'}
-    with self.assertRaisesRegex(errors.RendezvousError, r'0\..*got 9\.9'):
-      _make(0).heard(message, 0.0, reached=True)
+  def test_task_of_another_job_is_named(self, changes, error, words):
+    with self.assertRaisesRegex(error, words):
+      _make(0).heard({**_make(1).hello(), **changes}, 0.0, reached=True)
 
   def test_refusal_of_another_worker_ends_the_wait(self):
     message = {**_make(1).hello(), 'refusal': 'the maps differ'}

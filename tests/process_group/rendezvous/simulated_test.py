@@ -34,7 +34,7 @@ async def _wait_until(condition, seconds):
 
 
 async def _form(count, missing, lost, seed):
-  """Forms a group of those that there are; its figures."""
+  """Forms a group of those that there are; returns them, and how long it takes."""
   rng = random.Random(seed)
   absent = set(rng.sample(range(1, count), missing))
   options = process_group.GroupOptions(
@@ -53,14 +53,7 @@ async def _form(count, missing, lost, seed):
       await asyncio.sleep(0.0 if count < 100 else rng.uniform(0, 2.0 / count))
       searches.append(process.spawn(process.form))
     await asyncio.gather(*searches)
-    return {
-      'errors': [str(p.error) for p in processes if p.error],
-      'groups': {(p.group.generation, *_members(p)) for p in processes},
-      'there': [p.task for p in processes],
-      'seconds': max(p.formed_at for p in processes) - began,
-      'messages': [p.sent for p in processes],
-      'descriptors': [p.most_open for p in processes],
-    }
+    return processes, network.loop.time() - began
 
 
 class FormationTest(parameterized.TestCase):
@@ -71,20 +64,48 @@ class FormationTest(parameterized.TestCase):
     tiers.soak(1000, 50, 0.02),
   )
   def test_those_that_are_there_form_one_group(self, count, missing, lost):
-    formed = simulated_network.run(_form, count, missing, lost, _SEED)
-    self.assertEqual(formed['errors'], [])
-    [(_, *tasks)] = formed['groups']
-    self.assertEqual(tasks, formed['there'])
-    messages, open_ = sorted(formed['messages']), sorted(formed['descriptors'])
-    print(
-      f'{count}, {missing} missing, {lost:.0%} lost: {formed["seconds"]:.1f} s; '
-      f'messages of a process: median {statistics.median(messages):.0f}, '
-      f'most {messages[-1]}; sockets: median {statistics.median(open_):.0f}, '
-      f'tenth {open_[-10:][0]}, most {open_[-1]}'
-    )
+    there, seconds = simulated_network.run(_form, count, missing, lost, _SEED)
+    for process in there:
+      self.assertIsNone(process.error)
+      self.assertEqual(process.group.generation, there[0].group.generation)
+      self.assertEqual(_members(process), [p.task for p in there])
     # All have few connections, but for the lowest, of whom all ask.
-    self.assertLess(statistics.median(open_), 25)
-    self.assertLess(formed['seconds'], 60)
+    self.assertLess(statistics.median(p.most_open for p in there), 25)
+    self.assertLess(seconds, 60)
+
+
+async def _meet_again():
+  """Two groups of one, of which one gives way when the cut between them ends."""
+  options = process_group.GroupOptions(
+    secret=b'of a simulated job', min_workers=1, rendezvous_timeout_seconds=90.0
+  )
+  with simulated_network.Network(2) as network:
+    network.cut([0], [1])
+    first, second = (
+      simulated_network.Process(network, task, options, progress)
+      for task, progress in enumerate((3, 7))
+    )
+    await asyncio.gather(first.spawn(first.form), second.spawn(second.form))
+    sizes = [len(_members(process)) for process in (first, second)]
+    network.heal()
+    await _wait_until(lambda: not second.is_in_group, 60)
+    # The half with the lowest task does not give way.
+    is_whole, told = first.is_in_group, second.group._state.failure.message
+    waits = second.spawn(second.form)
+    await _wait_until(lambda: first.group._control.joiners() == (1,), 60)
+    await first.spawn(first.form)
+    await waits
+    seats = [[m.progress for m in p.group.members] for p in (first, second)]
+    return sizes, is_whole, told, seats
+
+
+class RivalGroupsTest(absltest.TestCase):
+  def test_groups_that_meet_again_become_one(self):
+    sizes, is_whole, told, seats = simulated_network.run(_meet_again)
+    self.assertEqual(sizes, [1, 1])
+    self.assertTrue(is_whole)
+    self.assertIn('gives way', told)
+    self.assertEqual(seats, [[3, 7]] * 2)
 
 
 class _Job:
@@ -204,15 +225,13 @@ async def _suffer(count, faults, seed):
     for task, process in list(job.processes.items()):
       if not process.is_alive:
         job.start(task)
-    began = network.loop.time()
     await _wait_until(job.is_one_group, 180)
-    seconds = network.loop.time() - began
     await asyncio.sleep(5.0)
     # One for each of the others to talk, and one for data; failed proposals left none.
     open_ = max(len(p.open_sockets) for p in job.alive)
     if open_ > 3 * count:
       raise AssertionError(f'{open_} sockets are open')
-    return rivals, seconds
+    return rivals
 
 
 class FaultsTest(parameterized.TestCase):
@@ -223,14 +242,11 @@ class FaultsTest(parameterized.TestCase):
     *(tiers.soak(25, part) for part in range(25)),
   )
   def test_one_group_at_a_time_and_one_in_the_end(self, count, part):
-    slowest = 0
     for case in range(part * _CASES, (part + 1) * _CASES):
       seed = f'{_SEED} {count} {case}'
       with self.subTest(seed):
-        rivals, seconds = simulated_network.run(_suffer, count, 10, seed)
+        rivals = simulated_network.run(_suffer, count, 10, seed)
         self.assertEqual(rivals, [])
-        slowest = max(slowest, seconds)
-    print(f'{count}: one group again after {slowest:.1f} s at most')
 
 
 if __name__ == '__main__':

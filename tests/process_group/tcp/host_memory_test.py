@@ -8,10 +8,9 @@ import unittest
 import unittest.mock
 
 import numpy as np
-import pytest
 from absl.testing import absltest, parameterized
 
-from tests import processes
+from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies.process_group.tcp import host_memory
 
@@ -19,7 +18,7 @@ _SIZE = 1_000_000
 _OTHER_USERS = 54321
 
 
-def _travel(rank, forbids, options):
+def _travel(rank, forbids):
   """Runs all-reduces; returns paths, bytes read and sent, and leftover shared files."""
   read = []
 
@@ -39,7 +38,7 @@ def _travel(rank, forbids, options):
     )
   try:
     before = sorted(os.listdir('/dev/shm'))
-    with meetings.meet(rank, **options) as meeting, meeting.form() as group:
+    with meetings.meet(rank) as meeting, meeting.form() as group:
       for step in range(5):
         array = np.arange(_SIZE, dtype=np.float32) % 1001 * (rank + 1) + step
         out = group.all_reduce(array, algorithm='ring')
@@ -59,34 +58,22 @@ def _travel(rank, forbids, options):
 
 @unittest.skipIf(sys.platform != 'linux', 'shared memory is of Linux')
 class PathsTest(parameterized.TestCase):
-  def _travel(self, forbids, **options):
-    results = processes.run_workers(_travel, 3, args=(forbids, options))
-    ways = set()
-    for rank, (paths, _, _, left) in enumerate(results):
+  @tiers.parameters(
+    tiers.smoke('nothing', 'memory'),
+    ('files', 'socket'),
+    tiers.soak('users', 'socket, not memory: Permission denied'),
+  )
+  def test_way_of_arrays(self, forbids, way):
+    if forbids == 'users' and os.geteuid():
+      self.skipTest('only root can act as other users')
+    results = processes.run_workers(_travel, 3, args=(forbids,))
+    for rank, (paths, read, sent, left) in enumerate(results):
       # A ring: each rank gets pieces of the one before it.
-      ways.add(paths[(rank - 1) % 3])
+      self.assertEqual(paths[(rank - 1) % 3], way)
       self.assertEqual(left, [])
-    return ways, [read for _, read, _, _ in results], results[0][2]
-
-  @pytest.mark.smoke
-  def test_memory(self):
-    ways, read, sent = self._travel('nothing')
-    self.assertEqual(ways, {'memory'})
-    # All pieces, except those sent before both peers announced shared memory.
-    for count in read:
-      self.assertBetween(count, 0.7 * sent, sent)
-
-  def test_socket_without_files(self):
-    ways, read, _ = self._travel('files')
-    self.assertEqual(ways, {'socket'})
-    self.assertEqual(read, [0, 0, 0])
-
-  @unittest.skipIf(os.geteuid(), 'only root can act as other users')
-  @pytest.mark.soak
-  def test_socket_where_users_differ(self):
-    ways, read, _ = self._travel('users')
-    self.assertEqual(ways, {'socket, not memory: Permission denied'})
-    self.assertEqual(read, [0, 0, 0])
+      # All pieces, except those sent before both peers announced shared memory.
+      least, most = (0.7 * sent, sent) if way == 'memory' else (0, 0)
+      self.assertBetween(read, least, most)
 
 
 def _mapped(rank):
