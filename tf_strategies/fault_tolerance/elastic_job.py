@@ -1,31 +1,24 @@
-"""`Job`: an elastic job, as its training function sees it, and its callbacks.
-
-EarlyStopping, ReduceLROnPlateau and others count epochs and keep the best value or
-weights. A worker that joins a running `fit` takes this state from the other workers.
-Without it, it would stop or change the learning rate at another time than they do.
-"""
+"""`Job`: an elastic job, as its training function sees it, and its callbacks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors, process_group
+from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import elastic_members, elastic_options
+from tf_strategies.fault_tolerance import (
+  elastic_members,
+  elastic_options,
+  elastic_state,
+)
 from tf_strategies.keras import chief_only
 from tf_strategies.strategies.multi_worker import elastic
 
-# They keep files open during `fit`, so their attributes describe one process only.
-_KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
-# Stand in JSON for an array, by its number, and for a function of Keras, by its name.
-_ARRAY, _OP = '__array__', '__op__'
 MakeBatches = Callable[[int, int], tf.data.Dataset]
 
 
@@ -103,9 +96,11 @@ class FilesOfJob(chief_only.ChiefOnly):
         if not (is_successor and self._has_row(epoch)):
           self.callback.on_epoch_end(epoch, logs)
         has_written = True
-      known = hand_on(link.group, 0, 'files', pack([self.callback]))
+      known = elastic_state.hand_on(
+        link.group, 0, 'files', elastic_state.pack([self.callback])
+      )
       if link.rank:
-        unpack(known, [self.callback])
+        elastic_state.unpack(known, [self.callback])
 
     self._run_step('test', write, lambda: None, tf.constant([epoch]))
 
@@ -132,7 +127,7 @@ class FilesOfJob(chief_only.ChiefOnly):
     is_chief = super()._tell_chief()
     self._has_model = is_chief
     if self._is_training and is_chief != was_chief:
-      keeps_open = isinstance(self.callback, _KEEP_FILES_OPEN)
+      keeps_open = isinstance(self.callback, elastic_state.KEEP_FILES_OPEN)
       if is_chief:
         if keeps_open:
           self.callback.append = True
@@ -141,115 +136,6 @@ class FilesOfJob(chief_only.ChiefOnly):
       elif keeps_open:
         self.callback.on_train_end()
     return is_chief
-
-
-def pack(callbacks: Sequence[keras.callbacks.Callback]) -> list[np.ndarray]:
-  """Returns the numbers, texts and arrays among the attributes of callbacks.
-
-  Returns:
-    JSON text as uint8 [n], and the arrays that the text refers to.
-
-  Example:
-
-    >>> from tf_strategies.fault_tolerance import elastic_job
-    >>> stop = keras.callbacks.EarlyStopping()
-    >>> stop.wait = 3
-    >>> packed = elastic_job.pack([stop])
-    >>> other = keras.callbacks.EarlyStopping()
-    >>> elastic_job.unpack(packed, [other])
-    >>> other.wait
-    3
-  """
-  arrays: list[np.ndarray] = []
-
-  def to_json(value):
-    if isinstance(value, np.generic):
-      return value.item()
-    if isinstance(value, np.ndarray):
-      arrays.append(value)
-      return {_ARRAY: len(arrays) - 1}
-    return {_OP: value.__name__}
-
-  told = []
-  for callback in map(_inner, callbacks):
-    keeps_open = isinstance(callback, _KEEP_FILES_OPEN)
-    attributes = {
-      name: value
-      for name, value in vars(callback).items()
-      if not keeps_open and name != 'params' and _is_packed(value)
-    }
-    told.append([type(callback).__name__, attributes])
-  text = json.dumps(told, default=to_json).encode()
-  return [np.frombuffer(text, np.uint8), *arrays]
-
-
-def unpack(
-  packed: Sequence[np.ndarray], callbacks: Sequence[keras.callbacks.Callback]
-) -> None:
-  """Assigns packed attributes to callbacks, if these are of the same classes."""
-  text, *arrays = packed
-
-  def from_json(value):
-    if _ARRAY in value:
-      return arrays[value[_ARRAY]]
-    return _op(value[_OP]) if _OP in value else value
-
-  told = json.loads(text.tobytes(), object_hook=from_json)
-  callbacks = [_inner(callback) for callback in callbacks]
-  classes = [name for name, _ in told]
-  if classes != [type(callback).__name__ for callback in callbacks]:
-    logging.warning(
-      'The callbacks of this worker differ from %s, the callbacks of the other '
-      'workers: they start from scratch.',
-      classes,
-    )
-    return
-  for callback, (_, attributes) in zip(callbacks, told, strict=True):
-    for name, value in attributes.items():
-      setattr(callback, name, value)
-
-
-def hand_on(
-  group: process_group.ProcessGroup,
-  root: int,
-  what: str,
-  arrays: Sequence[np.ndarray],
-) -> list[np.ndarray]:
-  """Returns the arrays of rank `root`; all workers call it.
-
-  The arrays of the other ranks are ignored, and may be of other shapes.
-  """
-  mine = json.dumps([(a.dtype.name, a.shape) for a in arrays])
-  answers = group.exchange(f'elastic/{what}', mine.encode())
-  handed = []
-  for i, (dtype, shape) in enumerate(json.loads(answers[root])):
-    array = arrays[i] if group.rank == root else np.zeros(shape, dtype)
-    handed.append(group.broadcast(array, root, name=f'elastic/{what}/{i}'))
-  return handed
-
-
-def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-  """Returns the callback inside a wrapper such as `ChiefOnly`."""
-  return getattr(callback, 'callback', callback)
-
-
-def _op(name: str) -> Any:
-  """Returns a function of Keras, such as the comparison that a callback uses."""
-  return getattr(keras.ops, name, None)
-
-
-def _is_packed(value: Any) -> bool:
-  """Returns whether `pack` takes an attribute with this value."""
-  if isinstance(value, dict):
-    return all(isinstance(k, str) and _is_packed(v) for k, v in value.items())
-  if isinstance(value, list):
-    return all(map(_is_packed, value))
-  if isinstance(value, np.ndarray):
-    return value.dtype.kind in 'biufV'
-  if isinstance(value, np.generic):
-    value = value.item()
-  is_op = value is _op(getattr(value, '__name__', ''))  # So is None.
-  return is_op or isinstance(value, bool | int | float | str)
 
 
 class Job(elastic_members.Members):

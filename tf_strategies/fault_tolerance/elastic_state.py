@@ -1,18 +1,29 @@
-"""`SharedState`: the state that the workers of an elastic job share."""
+"""`SharedState`: the state that the workers of an elastic job share.
+
+EarlyStopping, ReduceLROnPlateau and others count epochs and keep the best value or
+weights. A worker that joins a running `fit` takes this state from the other workers.
+Without it, it would stop or change the learning rate at another time than they do.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import errors, process_group
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.fault_tolerance import elastic_job
 from tf_strategies.keras import chief_only
+
+# They keep files open during `fit`, so their attributes describe one process only.
+KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
+# Stand in JSON for an array, by its number, and for a function of Keras, by its name.
+_ARRAY, _OP = '__array__', '__op__'
 
 
 class Progress(NamedTuple):
@@ -182,12 +193,12 @@ class SharedState:
         'of the training function, before job.restore.'
       )
     metrics = [np.array(value) for value in self._metrics_of_step]
-    values = elastic_job.hand_on(group, root, 'variables', values)
-    metrics = elastic_job.hand_on(group, root, 'metrics', metrics)
+    values = hand_on(group, root, 'variables', values)
+    metrics = hand_on(group, root, 'metrics', metrics)
     callbacks = []
     if any(enter):
-      callbacks = elastic_job.pack(self.callbacks)
-      callbacks = elastic_job.hand_on(group, root, 'callbacks', callbacks)
+      callbacks = pack(self.callbacks)
+      callbacks = hand_on(group, root, 'callbacks', callbacks)
     if not have[group.rank]:
       self._assign(variables, values)
       self._assign_metrics(metrics)
@@ -208,7 +219,7 @@ class SharedState:
       self._assign(self._variables(), values)
       if self.progress.rows:
         self._assign_metrics(metrics)
-      elastic_job.unpack(callbacks, self.callbacks)
+      unpack(callbacks, self.callbacks)
 
   def _variables(self) -> list[keras.Variable]:
     """Returns the shared variables, all of which every worker must have whole."""
@@ -254,3 +265,112 @@ def _read(variables) -> list[np.ndarray]:
 def _have_shapes(values, variables) -> bool:
   """Returns whether arrays have the shapes of variables."""
   return [v.shape for v in values] == [tuple(v.shape) for v in variables]
+
+
+def pack(callbacks: Sequence[keras.callbacks.Callback]) -> list[np.ndarray]:
+  """Returns the numbers, texts and arrays among the attributes of callbacks.
+
+  Returns:
+    JSON text as uint8 [n], and the arrays that the text refers to.
+
+  Example:
+
+    >>> from tf_strategies.fault_tolerance import elastic_state
+    >>> stop = keras.callbacks.EarlyStopping()
+    >>> stop.wait = 3
+    >>> packed = elastic_state.pack([stop])
+    >>> other = keras.callbacks.EarlyStopping()
+    >>> elastic_state.unpack(packed, [other])
+    >>> other.wait
+    3
+  """
+  arrays: list[np.ndarray] = []
+
+  def to_json(value):
+    if isinstance(value, np.generic):
+      return value.item()
+    if isinstance(value, np.ndarray):
+      arrays.append(value)
+      return {_ARRAY: len(arrays) - 1}
+    return {_OP: value.__name__}
+
+  told = []
+  for callback in map(_inner, callbacks):
+    keeps_open = isinstance(callback, KEEP_FILES_OPEN)
+    attributes = {
+      name: value
+      for name, value in vars(callback).items()
+      if not keeps_open and name != 'params' and _is_packed(value)
+    }
+    told.append([type(callback).__name__, attributes])
+  text = json.dumps(told, default=to_json).encode()
+  return [np.frombuffer(text, np.uint8), *arrays]
+
+
+def unpack(
+  packed: Sequence[np.ndarray], callbacks: Sequence[keras.callbacks.Callback]
+) -> None:
+  """Assigns packed attributes to callbacks, if these are of the same classes."""
+  text, *arrays = packed
+
+  def from_json(value):
+    if _ARRAY in value:
+      return arrays[value[_ARRAY]]
+    return _op(value[_OP]) if _OP in value else value
+
+  told = json.loads(text.tobytes(), object_hook=from_json)
+  callbacks = [_inner(callback) for callback in callbacks]
+  classes = [name for name, _ in told]
+  if classes != [type(callback).__name__ for callback in callbacks]:
+    logging.warning(
+      'The callbacks of this worker differ from %s, the callbacks of the other '
+      'workers: they start from scratch.',
+      classes,
+    )
+    return
+  for callback, (_, attributes) in zip(callbacks, told, strict=True):
+    for name, value in attributes.items():
+      setattr(callback, name, value)
+
+
+def hand_on(
+  group: process_group.ProcessGroup,
+  root: int,
+  what: str,
+  arrays: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+  """Returns the arrays of rank `root`; all workers call it.
+
+  The arrays of the other ranks are ignored, and may be of other shapes.
+  """
+  mine = json.dumps([(a.dtype.name, a.shape) for a in arrays])
+  answers = group.exchange(f'elastic/{what}', mine.encode())
+  handed = []
+  for i, (dtype, shape) in enumerate(json.loads(answers[root])):
+    array = arrays[i] if group.rank == root else np.zeros(shape, dtype)
+    handed.append(group.broadcast(array, root, name=f'elastic/{what}/{i}'))
+  return handed
+
+
+def _inner(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+  """Returns the callback inside a wrapper such as `ChiefOnly`."""
+  return getattr(callback, 'callback', callback)
+
+
+def _op(name: str) -> Any:
+  """Returns a function of Keras, such as the comparison that a callback uses."""
+  return getattr(keras.ops, name, None)
+
+
+def _is_packed(value: Any) -> bool:
+  """Returns whether `pack` takes an attribute with this value."""
+  if isinstance(value, dict):
+    return all(isinstance(k, str) and _is_packed(v) for k, v in value.items())
+  if isinstance(value, list):
+    return all(map(_is_packed, value))
+  if isinstance(value, np.ndarray):
+    return value.dtype.kind in 'biufV'
+  if isinstance(value, np.generic):
+    value = value.item()
+  is_op = value is _op(getattr(value, '__name__', ''))  # So is None.
+  return is_op or isinstance(value, bool | int | float | str)
