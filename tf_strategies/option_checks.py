@@ -191,12 +191,13 @@ def check_path(name: str, value: object, fix: str) -> None:
   check(is_allowed, f'{name}={value!r}', 'a path', fix)
 
 
-def check_local(name: str, value: object) -> None:
-  """Raises for the URL of an object store, such as 'gs://a'.
+def check_local_path(name: str, value: object, fix: str) -> None:
+  """Raises unless a value is a path, and not the URL of an object store: 'gs://a'.
 
   It is for files that are renamed, locked, linked or appended to. Object stores
   cannot do that.
   """
+  check_path(name, value, fix)
   check(
     not is_remote(value),
     f'{name}={value!r}',

@@ -128,10 +128,9 @@ class Checkpointer:
       1,
       fix='leave it out for 2: one is left when the newest is damaged',
     )
-    option_checks.check_path(
+    option_checks.check_local_path(
       'directory', directory, "pass a path, such as 'checkpoints'"
     )
-    option_checks.check_local('directory', directory)
     self.directory = os.fspath(directory)
     self._max_to_keep = max_to_keep
     self._damaged: set[str] = set()

@@ -44,10 +44,9 @@ class ElasticOptions:
     option_checks.check_choice('batch', self.batch, _BATCHES)
     option_checks.check_int('max_failures', self.max_failures, 0)
     if self.directory is not None:
-      option_checks.check_path(
+      option_checks.check_local_path(
         'directory', self.directory, "write directory='/shared/job', or None"
       )
-      option_checks.check_local('directory', self.directory)
     # Raises an error for numbers that no group can have.
     process_group.GroupOptions(
       min_workers=self.minimum,

@@ -61,10 +61,9 @@ class TrainingMonitor:
 
   def __init__(self, timeline: str | os.PathLike | None = None):
     if timeline is not None:
-      option_checks.check_path(
+      option_checks.check_local_path(
         'timeline', timeline, "write timeline='run.json'"
       )
-      option_checks.check_local('timeline', timeline)
       timeline = os.fspath(timeline)
     if isinstance(recorder.sink, TrainingMonitor):
       recorder.sink.close()

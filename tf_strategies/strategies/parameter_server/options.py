@@ -81,12 +81,11 @@ class ParameterServerOptions:
           "pass for instance checkpoint_dir='/data/run'",
         )
       return
-    option_checks.check_path(
+    option_checks.check_local_path(
       'checkpoint_dir',
       self.checkpoint_dir,
       "write checkpoint_dir='...', or leave it out",
     )
-    option_checks.check_local('checkpoint_dir', self.checkpoint_dir)
     object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
     self._set_default('checkpoint_steps', 1000)
     option_checks.check_int('checkpoint_steps', self.checkpoint_steps, 1)
