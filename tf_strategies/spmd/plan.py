@@ -230,7 +230,7 @@ class Plan:
     return (
       wanted in (WHOLE, AS_IS)
       and self.values[tensor].lengths is not None
-      and tensor.dtype in (tf.int32, tf.int64)
+      and tensor.dtype in (tf.int32, tf.int64, tf.float32, tf.float64)
       and tensor.shape.rank in (0, 1)
     )
 
@@ -303,8 +303,9 @@ class Context:
     found = []
     for output, array in zip(self.node.outputs, arrays, strict=False):
       array = np.ravel(array)
+      is_number = output.dtype.is_floating and self.node.type == 'Cast'
       is_short = (
-        output.dtype.is_integer
+        (output.dtype.is_integer or is_number)
         and output.shape.rank in (0, 1)
         and array.size <= MOST_INTS
       )

@@ -132,7 +132,7 @@ class Site:
     rank: int,
     own: int | None = None,
   ) -> tf.Tensor:
-    """Returns lengths that follow from the number of rows, as an integer tensor.
+    """Returns lengths that follow from the number of rows, as a tensor of `dtype`.
 
     The length at index `own` counts this replica's rows, all others the whole
     batch's. With rank 0 there is one length.
@@ -162,7 +162,7 @@ class Site:
     if dim.is_number:
       return dim.number
     for _ in range(dim.symbols.count(BATCH) - 1):
-      rows *= self.rows.total
+      rows *= tf.cast(self.rows.total, rows.dtype)
     return rows if dim.number == 1 else rows * dim.number
 
   def whole_length(self, own: tf.Tensor) -> tf.Tensor:

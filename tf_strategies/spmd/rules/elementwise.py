@@ -19,9 +19,7 @@ SUMS = [
   'AddV2',
   'Conj',
   'Neg',
-  'PreventGradient',
   'Real',
-  'StopGradient',
   'Sub',
 ]
 UNARY = [
@@ -176,7 +174,14 @@ def _cast(context: Context) -> Decision:
   return broadcast(context)
 
 
-@rule('EnsureShape', 'Identity', 'IdentityN', 'PlaceholderWithDefault')
+@rule(
+  'EnsureShape',
+  'Identity',
+  'IdentityN',
+  'PlaceholderWithDefault',
+  'PreventGradient',
+  'StopGradient',
+)
 def identity(context: Context) -> Decision:
   """Returns inputs in their own kinds."""
   outputs = [
@@ -185,10 +190,7 @@ def identity(context: Context) -> Decision:
     else value
     for i, value in enumerate(context.inputs)
   ]
-  is_copied = context.node.type == 'Identity'
-  return Decision(
-    context.kinds, outputs, None if is_copied else lambda site, inputs: inputs
-  )
+  return Decision(context.kinds, outputs, lambda site, inputs: inputs)
 
 
 @rule('ZerosLike')

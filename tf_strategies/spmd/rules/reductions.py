@@ -68,7 +68,7 @@ def _mean(context, reduced, keeps):
     total = tf.reduce_sum(tf.cast(tensor, wide), axes, keepdims=keeps)
     with tf.device('CPU:0'):
       if counted.is_of_rows:
-        count = site.lengths([counted], tf.int32, 0)
+        count = site.lengths([counted], wide, 0)
       else:
         lengths = tf.gather(tf.shape(tensor), axes_to_count)
         count = site.whole_length(tf.reduce_prod(lengths))

@@ -20,7 +20,7 @@ from tf_strategies.spmd.rules import control, elementwise, reductions
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
 # Operations that work element by element on a flat tensor too.
-_OTHERS = ['Bitcast', 'Cast', 'Identity', 'Select', 'ZerosLike']
+_OTHERS = ['Bitcast', 'Cast', 'Select', 'ZerosLike']
 
 
 def _shapes(context: Context) -> list[tf.TensorShape]:
@@ -74,10 +74,13 @@ for _name in (
   'AssignAddVariableOp',
   'AssignSubVariableOp',
   'AssignVariableOp',
+  'Identity',
   'IdentityN',
+  'PreventGradient',
   'ReadVariableOp',
   'Shape',
   'ShapeN',
+  'StopGradient',
   'VarIsInitializedOp',
 ):
   _rule(_name)(plan_lib.RULES[_name])
