@@ -180,16 +180,18 @@ def replace_captures(others: Mapping[int, tf.Tensor]) -> None:
 def call_with(
   function: tf.types.experimental.ConcreteFunction,
   inputs: Sequence[tf.Tensor],
-  others: Mapping[int, tf.Tensor],
-) -> tf.Tensor:
-  """Calls a concrete function with some of its captured tensors replaced.
+  others: Mapping[int, tf.Tensor] | None = None,
+) -> Any:
+  """Calls a concrete function, without checks of its arguments, and returns its results.
 
   Args:
     function: the concrete function.
     inputs: its arguments.
-    others: replacements, by the ids of the captured tensors.
+    others: what replaces captured tensors, by the ids of those.
   """
-  captured = [others.get(id(t), t) for t in function.captured_inputs]
+  captured = function.captured_inputs
+  if others:
+    captured = [others.get(id(t), t) for t in captured]
   return function._call_flat(list(inputs), captured)
 
 

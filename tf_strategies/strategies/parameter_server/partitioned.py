@@ -249,6 +249,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
 
   def split(self, value: Any) -> Sequence[Any]:
     """Returns an argument of an update for each part, by rows if it has the same."""
+    if hasattr(value, 'by_part'):
+      return value.by_part
     whole = model_state.value_of(value)
     if isinstance(whole, PartitionedVariable):
       return whole.parts
@@ -257,6 +259,27 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if tf.is_tensor(value) and tuple(value.shape) == tuple(self.shape):
       return tf.split(value, self.sizes)
     return [value] * len(self.parts)
+
+  def join(self, by_part: Sequence[Any]) -> Any:
+    """Returns the gradient that `split` splits into these gradients of parts.
+
+    Nothing is copied between servers unless the whole gradient is used, for example
+    to clip it.
+    """
+    if isinstance(by_part[0], tf.IndexedSlices):
+      rows = [
+        each.indices + tf.cast(offset, each.indices.dtype)
+        for each, offset in zip(by_part, self.offsets, strict=True)
+      ]
+      whole = tf.IndexedSlices(
+        tf.concat([each.values for each in by_part], 0),
+        tf.concat(rows, 0),
+        tf.constant(self.shape.as_list(), rows[0].dtype),
+      )
+    else:
+      whole = tf.concat(by_part, 0)
+    whole.by_part = by_part
+    return whole
 
   def _split_slices(self, gradient: tf.IndexedSlices) -> list[tf.IndexedSlices]:
     part_of_row = self._part_of(gradient.indices)

@@ -46,11 +46,10 @@ class SlotLayout:
 
   def __init__(self, traced: traced_step.TracedStep):
     self.parts: list[tuple[int, tf.TensorSpec]] = [
-      (gradient.server, spec)
-      for _, gradients, *_ in traced.calls
-      for gradient in gradients
-      if gradient is not None
-      for spec in gradient.specs
+      (part.server, spec)
+      for gradient in traced.gradients
+      for part in parts_of(gradient.variable)
+      for spec in gradient.specs_of(part)
     ]
     self.parts += [
       (part.server, tf.TensorSpec(part.shape, part.dtype))
@@ -190,7 +189,7 @@ class WorkerFunction:
     )
     found = self.traced.outputs
     reported = found.report(tf.nest.pack_sequence_as(found.specs, outputs))
-    tensors = [*gradients, *self._written(copies, added)]
+    tensors = [*self._by_part(gradients), *self._written(copies, added)]
     if found.are_numbers:
       tensors.append(reported)
     rows = batch_message.rows_of(batch) if self._shares_rows else 1
@@ -216,6 +215,19 @@ class WorkerFunction:
       handle = _tf_internal.temporary_variable(whole)
       key = id(getattr(variable, 'stand_in', variable).handle)
       found[key] = handle, fetched
+    return found
+
+  def _by_part(self, tensors) -> list[tf.Tensor]:
+    """Returns the tensors of gradients, for each part of their variables."""
+    remaining, found = iter(tensors), []
+    for gradient in self.traced.gradients:
+      own = [next(remaining) for _ in gradient.specs]
+      if hasattr(gradient.variable, 'parts'):
+        whole = tf.IndexedSlices(*own) if gradient.is_sparse else own[0]
+        own = []
+        for each in gradient.variable.split(whole):
+          own += [each.values, each.indices] if gradient.is_sparse else [each]
+      found += own
     return found
 
   def _written(self, copies, added) -> list[tf.Tensor]:
@@ -276,7 +288,8 @@ class ApplyFunction:
       for write in self._traced.writes
     )
     with _writing_alone if is_alone else contextlib.nullcontext():
-      return self._function(*(h for slots in tasks for h in slots.handles))
+      handles = [h for slots in tasks for h in slots.handles]
+      return _tf_internal.call_with(self._function, handles)
 
   def _trace(self, *handles):
     # Of each part, its values in the tasks, and their weights.
@@ -366,10 +379,19 @@ def _written_now(part, after, before=None) -> tf.Tensor:
 
 def _gradient(gradient: traced_step.Gradient, parts, power):
   """Combines the gradients of the tasks into the gradient of the step."""
+  variable = gradient.variable
+  found = [
+    _gradient_of(part, gradient, parts, power) for part in parts_of(variable)
+  ]
+  return variable.join(found) if hasattr(variable, 'parts') else found[0]
+
+
+def _gradient_of(part, gradient, parts, power):
+  """Combines the gradients of the tasks for a part of a variable."""
   values, weights = next(parts)
   if power:
     weights = [None] * len(weights)
-  with tf.device(variables.server_device(gradient.server)):
+  with tf.device(part.device):
     if not gradient.is_sparse:
       return _combined(values, weights, power)
     values, (rows, _) = list(map(_scaled, values, weights)), next(parts)
@@ -379,7 +401,7 @@ def _gradient(gradient: traced_step.Gradient, parts, power):
       values, rows = tf.concat(values, 0), tf.concat(rows, 0)
     else:
       values, rows = tf.add_n(values), rows[0]
-    shape = tf.constant(gradient.variable.shape.as_list(), rows.dtype)
+    shape = tf.constant(part.shape.as_list(), rows.dtype)
     slices = tf.IndexedSlices(values, rows, shape)
     is_once = gradient.is_of_batch and gradient.is_unique
     return row_updates.summed(slices) if is_once else slices

@@ -154,10 +154,11 @@ class Gradient:
   is_of_batch: bool = False
   is_unique: bool = False
 
-  @property
-  def server(self) -> int:
-    """Returns the server that gets it."""
-    return model_state.value_of(self.variable).server
+  def specs_of(self, part: Any) -> list[tf.TensorSpec]:
+    """Returns the specs for a part of the variable."""
+    if self.is_sparse:
+      return self.specs
+    return [tf.TensorSpec(part.shape, self.specs[0].dtype)]
 
 
 @dataclasses.dataclass
@@ -323,6 +324,7 @@ class TracedStep:
         if gradient is None:
           described.append(None)
           continue
+        variable = model_state.value_of(variable)
         if isinstance(gradient, tf.IndexedSlices):
           parts = [gradient.values, gradient.indices]
           specs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in parts]
@@ -365,6 +367,11 @@ class TracedStep:
       if is_late:
         late.append(optimizer)
     return late
+
+  @property
+  def gradients(self) -> list[Gradient]:
+    """Returns the gradients of all calls of `apply`."""
+    return [g for _, found, *_ in self.calls for g in found if g is not None]
 
   def written_before(self) -> list[list[Any]]:
     """Returns, for each call of `apply`, the variables that the step has written then."""
@@ -674,4 +681,4 @@ def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
     with tf.device(COORDINATOR):
       argument = tf.constant(argument)
   with tf.device(f'/job:worker/replica:0/task:{worker}'):
-    return function(argument, *handles)
+    return _tf_internal.call_with(function, [argument, *handles])
