@@ -112,6 +112,23 @@ class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
     run = tf.function(gradients) if in_graph else gradients
     self.assertAllClose(expected, run(self.make()), 1e-6, 1e-6)
 
+  def test_a_gradient_in_parts_is_also_whole(self):
+    """Checks that an update gets the parts themselves, and clipping gets all rows."""
+    variable = self.make()
+    rows = tf.IndexedSlices(_VALUE[:4], tf.constant([6, 0, 2, 0]))
+    for whole in (rows, tf.constant(_VALUE)):
+      parts = variable.split(whole)
+      joined = variable.join(parts)
+      self.assertIs(variable.split(joined), parts)
+      self.assertAllEqual(
+        tf.convert_to_tensor(joined),
+        tf.math.unsorted_segment_sum(_VALUE[:4], rows.indices, 7)
+        if whole is rows
+        else _VALUE,
+      )
+      clipped = tf.clip_by_norm(joined, 1.0)
+      self.assertIsNot(variable.split(clipped), parts)
+
   def test_scatter_outside_of_the_optimizer_is_refused(self):
     variable = self.make()
     rows = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([1]))

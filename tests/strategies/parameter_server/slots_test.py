@@ -44,13 +44,14 @@ class SlotsTest(tf.test.TestCase):
     inner = step.traced._function.graph.get_operations()
     gathers = [op for op in inner if op.type == 'ResourceGather']
     self.assertLen(gathers, 2 * len(table.parts))
-    # To the first server: small gradients with the loss and the number of rows, and
-    # rows with their numbers. To the other one nothing but ids.
+    # To each server: the rows that it has, with their numbers. To the first one also
+    # small gradients with the loss and the number of rows.
     shapes = {
       server: [s.shape.as_list() for s in specs]
       for server, specs in step.layout.specs.items()
     }
-    self.assertEqual(shapes, {0: [[None, 4], [None], [4 + 1 + 2 + 1]]})
+    rows = [None, 4], [None]
+    self.assertEqual(shapes, {0: [*rows, [4 + 1 + 2 + 1]], 1: [*rows, []]})
     # From the first server: all copies in one message.
     server = local_servers.device(0)
     operations = step.worker._function.graph.get_operations()
