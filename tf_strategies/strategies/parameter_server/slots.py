@@ -171,9 +171,11 @@ class WorkerFunction:
 
   def __call__(self, worker: int, argument: Any, slots: Slots) -> Any:
     """Runs it on a worker; returns the results that are not in the slots."""
-    return traced_step.run_on_worker(
-      self._function, worker, argument, *slots.handles
-    )
+    if isinstance(argument, np.ndarray):
+      with tf.device(traced_step.COORDINATOR):
+        argument = tf.constant(argument)
+    with tf.device(f'/job:worker/replica:0/task:{worker}'):
+      return _tf_internal.call_with(self._function, [argument, *slots.handles])
 
   def _trace(self, argument, *handles):
     batch = self._batch.read(argument)

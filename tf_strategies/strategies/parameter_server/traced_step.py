@@ -673,12 +673,3 @@ def _check_variables(graph, on_servers, targets: Sequence[Any]) -> None:
         'make the model, its optimizer, losses and metrics inside '
         '`with strategy.scope():`',
       )
-
-
-def run_on_worker(function: Callable, worker: int, argument: Any, *handles):
-  """Calls a concrete function on a worker."""
-  if isinstance(argument, np.ndarray):
-    with tf.device(COORDINATOR):
-      argument = tf.constant(argument)
-  with tf.device(f'/job:worker/replica:0/task:{worker}'):
-    return _tf_internal.call_with(function, [argument, *handles])
