@@ -19,7 +19,7 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 296_500,
+  'tests': 274_000,
   'tf_strategies': 3_340,
   'tf_strategies/_keras_internal': 8_000,
   'tf_strategies/_tf_internal': 4_190,
@@ -35,7 +35,7 @@ _BUDGETS = {
   'tf_strategies/monitoring': 2_920,
   'tf_strategies/process_group': 29_980,
   'tf_strategies/spmd': 27_114,
-  'tf_strategies/strategies': 67_180,
+  'tf_strategies/strategies': 67_400,
 }
 _NO_CODE = {
   tokenize.COMMENT,
