@@ -50,6 +50,16 @@ class Pooling(keras.layers.Layer):
     return shape[0], shape[2]
 
 
+def _table(is_dynamic):
+  if is_dynamic:
+    return tfs.keras.DynamicEmbedding(WIDTH, first_rows)
+  return keras.layers.Embedding(
+    VOCABULARY,
+    WIDTH,
+    embeddings_initializer=lambda shape, dtype: first_rows(tf.range(shape[0])),
+  )
+
+
 def model(is_dynamic, optimizer, kind='dense', **options):
   """Returns a compiled model with two ids a row and fixed initial weights.
 
@@ -57,10 +67,7 @@ def model(is_dynamic, optimizer, kind='dense', **options):
   missing.
   """
   layers = keras.layers
-  if is_dynamic:
-    embedding = tfs.keras.DynamicEmbedding(WIDTH, first_rows)
-  else:
-    embedding = layers.Embedding(VOCABULARY, WIDTH)
+  embedding = _table(is_dynamic)
   dense = layers.Dense(
     1, kernel_initializer=keras.initializers.RandomUniform(seed=3)
   )
@@ -73,8 +80,6 @@ def model(is_dynamic, optimizer, kind='dense', **options):
   pooling = Pooling() if kind == 'ragged' else layers.Flatten()
   found = keras.Sequential([ids, embedding, pooling, dense])
   found.compile(optimizer(), 'mse', **options)
-  if not is_dynamic:
-    embedding.embeddings.assign(first_rows(tf.range(VOCABULARY)))
   return found
 
 
@@ -121,13 +126,8 @@ def results(model, x, y, epochs=2, **options):
 
 def twice(is_dynamic):
   """Returns a layer, an optimizer and a step that reads the layer's rows twice."""
-  if is_dynamic:
-    layer = tfs.keras.DynamicEmbedding(WIDTH, first_rows)
-  else:
-    layer = keras.layers.Embedding(VOCABULARY, WIDTH)
+  layer = _table(is_dynamic)
   layer.build([None])
-  if not is_dynamic:
-    layer.embeddings.assign(first_rows(tf.range(VOCABULARY)))
   optimizer = optimizers.Adagrad(0.1)
   optimizer.build(layer.trainable_variables)
 

@@ -1,9 +1,7 @@
 """Marks of single rows reach the tests that absl generates from them."""
 
 import ast
-import itertools
 import pathlib
-import types
 from unittest import mock
 
 import pytest
@@ -15,18 +13,6 @@ from tests import conftest, tiers
 def _make_cases():
   # Defined in a function, where pytest does not collect it.
   class Cases(parameterized.TestCase):
-    @tiers.parameters(1, tiers.smoke(2), tiers.soak(3, 4))
-    def test_by_position(self, *values):
-      self.fail('a sample, which nothing runs')
-
-    @tiers.named_parameters(
-      ('one', 1),
-      tiers.smoke('two', 2),
-      tiers.soak({'testcase_name': '_three', 'value': 3}),
-    )
-    def test_by_name(self, value):
-      self.fail('a sample, which nothing runs')
-
     @tiers.product(
       [{'kind': 'a'}, tiers.smoke({'kind': 'b'})],
       size=(tiers.smoke(1), tiers.soak(2)),
@@ -41,15 +27,6 @@ def _make_cases():
       self.fail('a sample, which nothing runs')
 
   return Cases
-
-
-def _marks(prefix):
-  cases = _make_cases()
-  return {
-    name.removeprefix(prefix): tiers.mark_of(getattr(cases, name), name)
-    for name in dir(cases)
-    if name.startswith(prefix)
-  }
 
 
 def _marks_of_nothing(source):
@@ -75,25 +52,19 @@ class TiersTest(parameterized.TestCase):
       found = _marks_of_nothing(path.read_text())
       self.assertEqual(found, [], path)
 
-  @tiers.named_parameters(
-    tiers.smoke(
-      'by_position', 'test_by_position', {'0': None, '1': 'smoke', '2': 'soak'}
-    ),
-    (
-      'by_name',
-      'test_by_name',
-      {'_one': None, '_two': 'smoke', '_three': 'soak'},
-    ),
+  @tiers.parameters(
     # A combination has the latest tier of its parts.
-    (
-      'product',
-      'test_product',
-      {'0': None, '1': 'soak', '2': 'smoke', '3': 'soak'},
-    ),
-    ('few', 'test_few', {'_a': 'soak', '_b': 'smoke', '_c': 'soak'}),
+    ('test_product', {'0': None, '1': 'soak', '2': 'smoke', '3': 'soak'}),
+    tiers.smoke('test_few', {'_a': 'soak', '_b': 'smoke', '_c': 'soak'}),
   )
-  def test_rows_have_their_marks(self, test, marks):
-    self.assertEqual(_marks(test), marks)
+  def test_rows_have_their_marks(self, prefix, marks):
+    cases = _make_cases()
+    found = {
+      name.removeprefix(prefix): tiers.mark_of(getattr(cases, name), name)
+      for name in dir(cases)
+      if name.startswith(prefix)
+    }
+    self.assertEqual(found, marks)
 
   def test_few_names_rows_of_the_table(self):
     with self.assertRaisesRegex(ValueError, 'rung'):
@@ -129,30 +100,6 @@ class SmokeTest(absltest.TestCase):
 
 
 class SoakTest(absltest.TestCase):
-  def order(self, seed):
-    items = [
-      types.SimpleNamespace(
-        nodeid=f'{file}::{cls}::{i}',
-        parent=types.SimpleNamespace(nodeid=f'{file}::{cls}'),
-      )
-      for file in 'abc'
-      for cls in 'de'
-      for i in range(9)
-    ]
-    conftest.Soak(seed, 1.0).pytest_collection_modifyitems(items)
-    return [item.nodeid for item in items]
-
-  def test_order_is_random_and_files_and_classes_stay_together(self):
-    order = self.order(1)
-    self.assertEqual(order, self.order(1))
-    self.assertNotEqual(order, self.order(2))
-    self.assertCountEqual(order, self.order(2))
-    self.assertNotEqual(order[:9], sorted(order[:9]))
-    for length, count in ((1, 3), (2, 6)):
-      names = [n.split('::')[:length] for n in order]
-      changes = [a != b for a, b in itertools.pairwise(names)]
-      self.assertEqual(sum(changes), count - 1)
-
   def test_none_starts_when_the_time_is_over(self):
     with mock.patch('time.monotonic', side_effect=(0.0, 59.0, 61.0)):
       run = conftest.Soak(1, 1.0)

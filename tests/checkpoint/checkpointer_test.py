@@ -4,11 +4,11 @@ import errno
 import itertools
 import json
 import os
+import pathlib
 import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import weakref
 from unittest import mock
@@ -30,39 +30,37 @@ def _truncate(path):
 
 
 def _flip(path):
-  with open(path, 'r+b') as f:
-    place = os.path.getsize(path) // 2
-    f.seek(place)
-    byte = f.read(1)[0]
-    f.seek(place)
-    f.write(bytes([byte ^ 1]))
+  content = bytearray(pathlib.Path(path).read_bytes())
+  content[len(content) // 2] ^= 1
+  pathlib.Path(path).write_bytes(content)
 
 
 def _renumber(path):
   """Changes a value, which leaves the manifest readable."""
-  with open(path, encoding='utf-8') as f:
-    manifest = json.load(f)
+  path = pathlib.Path(path)
+  manifest = json.loads(path.read_text(encoding='utf-8'))
   manifest['contents']['metadata']['number'] += 1
-  with open(path, 'w', encoding='utf-8') as f:
-    json.dump(manifest, f)
+  path.write_text(json.dumps(manifest), encoding='utf-8')
 
 
 def _nest(path):
-  with open(path, 'wb') as f:
-    f.write(b'[' * 100_000)
+  pathlib.Path(path).write_bytes(b'[' * 100_000)
 
 
 _FILES = ('manifest.json', 'arrays.bin')
 
 
-class CheckpointerTest(parameterized.TestCase):
+class _StoreTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    directory = tempfile.TemporaryDirectory()
-    self.addCleanup(directory.cleanup)
-    self.directory = os.path.join(directory.name, 'checkpoints')
+    self.directory = os.path.join(
+      self.create_tempdir().full_path, 'checkpoints'
+    )
     self.store = checkpointer.Checkpointer(self.directory)
+    self.addCleanup(lambda: self.store.release())
 
+
+class CheckpointerTest(_StoreTest):
   def _listed(self):
     """Returns the names in the directory, except the file that names the owner."""
     return set(os.listdir(self.directory)) - {'owner.json'}
@@ -167,11 +165,7 @@ class CheckpointerTest(parameterized.TestCase):
     self.assertEqual(self._files(), before)
 
   def _files(self):
-    return sorted(
-      os.path.join(where, name)
-      for where, _, names in os.walk(self.directory)
-      for name in names
-    )
+    return sorted(pathlib.Path(self.directory).rglob('*'))
 
   @parameterized.parameters(*_FILES)
   def test_file_that_cannot_be_read_now(self, file):
@@ -306,15 +300,14 @@ class KilledAtEachStepTest(absltest.TestCase):
 
   @pytest.mark.smoke
   def test_what_is_there_is_whole(self):
-    with tempfile.TemporaryDirectory() as directory:
-      done = processes.run_python(
-        '-c',
-        _KILLED_AT_EACH_STEP,
-        directory,
-        env={**os.environ, 'TFS_RUN_ID': 'run'},
-        deadline_seconds=_DEADLINE_SECONDS,
-        is_checked=True,
-      )
+    done = processes.run_python(
+      '-c',
+      _KILLED_AT_EACH_STEP,
+      self.create_tempdir().full_path,
+      env={**os.environ, 'TFS_RUN_ID': 'run'},
+      deadline_seconds=_DEADLINE_SECONDS,
+      is_checked=True,
+    )
     rounds = [json.loads(line) for line in done.stdout.splitlines()]
     self.assertGreater(len(rounds), 12)
     for is_killed, before, after, is_right, is_newest, paths, owned in rounds:
@@ -345,16 +338,15 @@ time.sleep(60)
 """
 
 
-class OwnerTest(parameterized.TestCase):
+class OwnerTest(_StoreTest):
   """A directory has one writer."""
 
   def setUp(self):
     super().setUp()
-    directory = tempfile.TemporaryDirectory()
-    self.addCleanup(directory.cleanup)
-    self.directory = os.path.join(directory.name, 'checkpoints')
-    self.store = checkpointer.Checkpointer(self.directory)
-    self.addCleanup(self.store.release)
+    self.owner = pathlib.Path(self.directory, 'owner.json')
+
+  def record(self):
+    return json.loads(self.owner.read_text(encoding='utf-8'))
 
   def start_as(self, run):
     """Makes this process one of a run that has just begun."""
@@ -400,12 +392,8 @@ class OwnerTest(parameterized.TestCase):
     )
     self.start_as('a')
     self.save()
-    path = os.path.join(self.directory, 'owner.json')
-    with open(path, encoding='utf-8') as f:
-      other = {**json.load(f), 'process': 'other', 'run': 'b', 'host': 'far'}
-    with open(path, 'r+', encoding='utf-8') as f:
-      json.dump(other, f)
-      f.truncate()
+    other = {**self.record(), 'process': 'other', 'run': 'b', 'host': 'far'}
+    self.owner.write_text(json.dumps(other), encoding='utf-8')
     with self.assertRaisesRegex(errors.TakenOverError, 'run b .* on far'):
       self.save()
 
@@ -413,21 +401,17 @@ class OwnerTest(parameterized.TestCase):
     self.start_as('a-run-with-a-long-name')
     self.save()
     self.store.release()
-    path = os.path.join(self.directory, 'owner.json')
-    with open(path, encoding='utf-8') as f:
-      record = json.load(f)
+    record = self.record()
     full = OSError(errno.ENOSPC, 'No space left on device')
     with (
       mock.patch.object(ownership.os, 'pwrite', side_effect=full),
       self.assertRaises(errors.StorageError),
     ):
       self.start_as('b')
-    with open(path, encoding='utf-8') as f:
-      self.assertEqual(json.load(f), record)
+    self.assertEqual(self.record(), record)
     # A shorter record takes its place.
     self.start_as('b')
-    with open(path, encoding='utf-8') as f:
-      self.assertEqual(json.load(f)['run'], 'b')
+    self.assertEqual(self.record()['run'], 'b')
 
   def test_directory_that_was_deleted_is_owned_again(self):
     self.start_as('a')

@@ -22,13 +22,11 @@ class PositionTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('pass', _range(10), Position(4, 3), None, 3),
     ('epochs', _range(40), Position(2, 3), 10, 23),
-    ('one_epoch', _range(10), Position(2, 3), 10, 3),
     ('infinite', tf.data.Dataset.counter, Position(2, 3), 10, 23),
     ('unknown', _unknown(40), Position(2, 3), 10, 23),
     # Two passes and three batches.
     ('unknown_passes', _unknown(10), Position(2, 3), 10, 3),
     ('unknown_end_of_a_pass', _unknown(10), Position(2), 10, 0),
-    ('start', _unknown(10), Position(), 10, 0),
   )
   def test_iterates_from_there(self, make, position, steps, expected):
     self.assertEqual(int(next(position.iterate(make(), steps))), expected)

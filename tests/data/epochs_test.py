@@ -6,7 +6,6 @@ from absl.testing import parameterized
 
 from tests import tiers
 from tests.data import formula
-from tf_strategies import data as data_lib
 from tf_strategies import errors
 from tf_strategies.checkpoint import position
 
@@ -18,24 +17,15 @@ def _augment(images, labels, seed):
 
 
 class RunTest(formula.DataTestCase, parameterized.TestCase):
-  def source(self, kind):
-    if kind == 'arrays':
-      return formula.arrays(_N)
-    return formula.write_records(self.new_dir(), _N, 5)
-
   def run_from(self, source, start, epochs, *, steps=None, **changes):
     """Returns the augmented batches of a run from a position on."""
-    context = changes.pop('input_context', None)
-    options = {'global_batch_size': 5, 'seed': 3} | changes
-    dataset = data_lib.make_dataset(
+    given = {'global_batch_size': 5, 'seed': 3, 'augment_fn': _augment}
+    dataset = self.make(
       source,
-      data_lib.PipelineOptions(**options),
-      training=True,
-      epochs=epochs,
       start=start,
+      epochs=epochs,
       steps_per_epoch=steps,
-      augment_fn=_augment,
-      input_context=context,
+      **{**given, **changes},
     )
     batches = list(dataset.as_numpy_iterator())
     self.assertLen(batches, int(dataset.cardinality()))
@@ -48,7 +38,7 @@ class RunTest(formula.DataTestCase, parameterized.TestCase):
   def test_each_pass_has_every_example_once_in_an_order_of_its_own(
     self, kind, buffer
   ):
-    source = self.source(kind)
+    source = self.source(kind, _N)
     batches = self.labels(source, (0, 0), 3, shuffle_buffer=buffer)
     passes = np.concatenate(batches).reshape([3, _N])
     for one in passes:
@@ -64,7 +54,7 @@ class RunTest(formula.DataTestCase, parameterized.TestCase):
     ('files', {'steps': 2, 'drop_remainder': True, 'shuffle_buffer': 6}),
   )
   def test_resumed_run_sees_and_augments_the_same(self, kind, changes):
-    source = self.source(kind)
+    source = self.source(kind, _N)
     whole = self.run_from(source, (0, 0), 3, **changes)
     steps = len(whole) // 3
     tf.random.set_seed(5)
@@ -77,12 +67,7 @@ class RunTest(formula.DataTestCase, parameterized.TestCase):
         np.testing.assert_array_equal(one[0], other[0])
 
   def test_order_survives_other_iterators(self):
-    dataset = data_lib.make_dataset(
-      formula.arrays(_N),
-      data_lib.PipelineOptions(4, seed=5),
-      training=True,
-      epochs=1,
-    )
+    dataset = self.make(formula.arrays(_N), seed=5, epochs=1)
     orders = []
     for _ in range(2):
       next(iter(dataset))
@@ -122,27 +107,22 @@ class RunTest(formula.DataTestCase, parameterized.TestCase):
       self.assertEqual(found, whole[i::3])
 
   @parameterized.named_parameters(
-    ('seed', {'epochs': 1}, {'seed': None}, 'seed=None'),
+    ('seed', {'epochs': 1, 'seed': None}, 'seed=None'),
     (
       'replicas',
       {'epochs': 1, 'input_context': tf.distribute.InputContext(2, 0, 4)},
-      {},
       'num_replicas_in_sync=4.*experimental_distribute_dataset',
     ),
-    ('start', {'start': (0, 1)}, {}, 'without epochs'),
-    ('evaluation', {'epochs': 1, 'training': False}, {}, 'training=False'),
-    ('before', {'epochs': 1, 'start': (-1, 0)}, {}, 'start epoch=-1'),
-    ('no_steps', {'epochs': 1, 'steps_per_epoch': 0}, {}, 'per_epoch=0'),
-    ('batch', {'epochs': 1}, {'drop_remainder': True}, 'no full batch of 64'),
+    ('start', {'start': (0, 1)}, 'without epochs'),
+    ('evaluation', {'epochs': 1, 'training': False}, 'training=False'),
+    ('before', {'epochs': 1, 'start': (-1, 0)}, 'start epoch=-1'),
+    ('no_steps', {'epochs': 1, 'steps_per_epoch': 0}, 'per_epoch=0'),
+    ('batch', {'epochs': 1, 'drop_remainder': True}, 'no full batch of 64'),
   )
-  def test_refuses(self, arguments, options, message):
-    options = data_lib.PipelineOptions(
-      **({'seed': 1} | options), global_batch_size=64
-    )
+  def test_refuses(self, options, message):
+    given = {'global_batch_size': 64, 'seed': 1, **options}
     with self.assertRaisesRegex(errors.Error, message):
-      data_lib.make_dataset(
-        formula.arrays(_N), options, **({'training': True} | arguments)
-      )
+      self.make(formula.arrays(_N), **given)
 
 
 if __name__ == '__main__':

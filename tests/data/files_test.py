@@ -1,3 +1,5 @@
+"""Files and arrays of any structure and dtype can be a source."""
+
 import os
 import random
 import struct
@@ -13,7 +15,7 @@ from tf_strategies import errors
 from tf_strategies.data import files
 
 
-class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
+class FilesOfAnySchemaTest(formula.DataTestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
     self.directory = self.create_tempdir().full_path
@@ -39,17 +41,13 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
     late = tf.numpy_function(wait, [path], tf.string)
     return tf.data.TFRecordDataset(tf.ensure_shape(late, []))
 
-  def keys(self, training, late=False, parse_fn=None, **changes):
-    options = data_lib.PipelineOptions(
-      **({'global_batch_size': 6, 'seed': 2} | changes)
-    )
+  def keys(self, late=False, **given):
     pattern = f'{self.directory}/*.rec'
-    parse_fn = parse_fn or self.parse
-    source = data_lib.TFRecords(pattern, parse_fn)
+    source = data_lib.TFRecords(pattern, self.parse)
     if late:
-      source = data_lib.Files(pattern, self.read_late, parse_fn, self.counts)
-    dataset = data_lib.make_dataset(source, options, training=training)
-    self.assertEqual(int(dataset.cardinality()), -(-sum(self.counts) // 6))
+      source = data_lib.Files(pattern, self.read_late, self.parse, self.counts)
+    dataset = self.make(source, seed=2, **given)
+    self.assertEqual(int(dataset.cardinality()), -(-sum(self.counts) // 8))
     batches = list(dataset.as_numpy_iterator())
     for batch in batches:
       self.assertEqual(
@@ -57,21 +55,17 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
       )
     return np.concatenate([batch['key'] for batch in batches]).tolist()
 
-  def test_every_record_once_and_evaluation_in_order(self):
-    n = sum(self.counts)
-    self.assertEqual(self.keys(False), list(range(n)))
-    order = self.keys(True)
-    self.assertCountEqual(order, range(n))
-    self.assertNotEqual(order, list(range(n)))
-
   @parameterized.parameters(
     {'training': True, 'cache': 'memory', 'shuffle_buffer': 7},
     {'training': True},
     {'training': False},
   )
-  def test_same_order_whichever_file_is_late(self, training, **changes):
-    expected = self.keys(training, **changes)
-    self.assertEqual(self.keys(training, late=True, **changes), expected)
+  def test_every_record_once_whichever_file_is_late(self, **given):
+    keys = self.keys(**given)
+    n = sum(self.counts)
+    self.assertCountEqual(keys, range(n))
+    self.assertEqual(keys == list(range(n)), not given['training'])
+    self.assertEqual(self.keys(late=True, **given), keys)
 
   def test_refusals(self):
     for paths, message in (
@@ -97,9 +91,7 @@ class FilesOfAnySchemaTest(tf.test.TestCase, parameterized.TestCase):
       path, {'key': tf.io.FixedLenFeature([], tf.int64)}
     )
     self.assertLen(source, 5)
-    dataset = data_lib.make_dataset(
-      source, data_lib.PipelineOptions(3), training=False
-    )
+    dataset = self.make(source, global_batch_size=3, training=False)
     keys = [batch['key'].tolist() for batch in dataset.as_numpy_iterator()]
     self.assertEqual(keys, [[0, 1, 2], [3, 4]])
 
@@ -130,6 +122,35 @@ class FramingTest(formula.DataTestCase):
         for n in sizes:
           writer.write(b'x' * n)
       self.assertEqual(files.count_records(path), len(sizes))
+
+
+class ArraysTest(formula.DataTestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    ('list', [np.arange(5) * 10, np.arange(5)], lambda b: b[0].tolist()),
+    (
+      'dict',
+      {'a': np.arange(5) * 10, 'b': np.array(list('abcde'))},
+      lambda b: b['a'].tolist(),
+    ),
+  )
+  def test_any_structure_is_a_source(self, components, read):
+    for training in (False, True):
+      dataset = self.make(
+        components, global_batch_size=3, seed=1, training=training
+      )
+      found = [row for b in dataset.as_numpy_iterator() for row in read(b)]
+      if not training:
+        self.assertEqual(found, [0, 10, 20, 30, 40])
+      self.assertCountEqual(found, [0, 10, 20, 30, 40])
+
+  @parameterized.named_parameters(
+    ('lengths', (np.arange(3), np.arange(2)), r'\[3, 2\]'),
+    ('no_rows', np.zeros([0, 2]), r'\[0\]'),
+    ('scalar', np.zeros([]), r'\[None\]'),
+  )
+  def test_refuses(self, components, message):
+    with self.assertRaisesRegex(errors.DataError, message):
+      data_lib.Arrays(components)
 
 
 if __name__ == '__main__':

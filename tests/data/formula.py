@@ -1,5 +1,6 @@
 """Small data sets whose pixels follow a formula, and files that contain them."""
 
+import dataclasses
 import gzip
 import os
 import struct
@@ -75,12 +76,6 @@ def write_npz(path: str, **changes) -> str:
   return path
 
 
-def idx_bytes(values: np.ndarray) -> bytes:
-  header = struct.pack('>HBB', 0, 8, values.ndim)
-  header += struct.pack(f'>{values.ndim}I', *values.shape)
-  return header + values.astype(np.uint8).tobytes()
-
-
 def write_idx(directory: str) -> str:
   small = dataset()
   for split, (image_name, label_name) in IDX_NAMES.items():
@@ -90,7 +85,9 @@ def write_idx(directory: str) -> str:
       (label_name, arrays_.labels),
     ):
       with gzip.open(os.path.join(directory, f'{name}.gz'), 'wb') as f:
-        f.write(idx_bytes(values))
+        f.write(struct.pack('>HBB', 0, 8, values.ndim))
+        f.write(struct.pack(f'>{values.ndim}I', *values.shape))
+        f.write(values.astype(np.uint8).tobytes())
   return directory
 
 
@@ -99,6 +96,19 @@ class DataTestCase(tf.test.TestCase):
 
   def new_dir(self) -> str:
     return self.create_tempdir().full_path
+
+  def source(self, kind, n, num_files=4):
+    """Returns `arrays(n)` as a source: 'arrays', or 'files'."""
+    if kind == 'arrays':
+      return arrays(n)
+    return write_records(self.new_dir(), n, num_files)
+
+  def make(self, source, **given):
+    """Returns a data set for training, of batches of eight if not given."""
+    names = {field.name for field in dataclasses.fields(data.PipelineOptions)}
+    options = {k: given.pop(k) for k in names & given.keys()}
+    options = data.PipelineOptions(**{'global_batch_size': 8, **options})
+    return data.make_dataset(source, options, **{'training': True, **given})
 
   def assert_data_error(self, fragments, function, *args, **kwargs):
     """Checks that `function` raises DataError with every fragment in its message."""

@@ -1,4 +1,4 @@
-"""Epochs over arrays and files: elements, order, shares and placement."""
+"""Epochs over arrays and files: elements, order, shares, placement, functions."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,11 @@ from absl.testing import parameterized
 
 from tests import virtual_devices
 from tests.data import formula
-from tf_strategies import data as data_lib
 from tf_strategies import errors
 
 virtual_devices.configure()
 
 _N = 61
-_NUM_FILES = 4
 _FILE = 16  # Examples in a file; the last one has fewer.
 
 
@@ -30,33 +28,14 @@ def _context(pipeline, num_pipelines, replicas=None):
   )
 
 
-class PipelineTestCase(formula.DataTestCase, parameterized.TestCase):
-  def source(self, kind, n=_N):
-    if kind == 'arrays':
-      return formula.arrays(n)
-    return formula.write_records(self.new_dir(), n, _NUM_FILES)
-
-  def make(
-    self, source, *, training=True, map_fn=None, context=None, **changes
-  ):
-    options = {'global_batch_size': 8} | changes
-    return data_lib.make_dataset(
-      source,
-      data_lib.PipelineOptions(**options),
-      training=training,
-      map_fn=map_fn,
-      input_context=context,
-    )
-
-
-class ElementsTest(PipelineTestCase):
+class ElementsTest(formula.DataTestCase, parameterized.TestCase):
   @parameterized.parameters(
     ('arrays', {'shuffle_buffer': 0}),
     ('files', {'shuffle_buffer': 5}),
     ('files', {'cache': 'memory'}),
   )
   def test_every_example_once_with_its_own_pixels(self, kind, changes):
-    source = self.source(kind)
+    source = self.source(kind, _N)
     for training in (True, False):
       dataset = self.make(source, training=training, **changes)
       self.assertEqual(
@@ -91,12 +70,12 @@ class ElementsTest(PipelineTestCase):
     self.assertEqual(_order(test), list(range(29)))
 
 
-class OrderTest(PipelineTestCase):
+class OrderTest(formula.DataTestCase, parameterized.TestCase):
   @parameterized.parameters(
     ('arrays', {}), ('files', {'cache': 'memory', 'shuffle_buffer': 10})
   )
   def test_seed_alone_decides(self, kind, changes):
-    source = self.source(kind)
+    source = self.source(kind, _N)
     one = self.make(source, seed=3, **changes)
     epochs = [_order(one) for _ in range(3)]
     # Each epoch has its own order.
@@ -128,7 +107,7 @@ class OrderTest(PipelineTestCase):
   def test_whole_split_is_shuffled(self):
     # Training reads blocks of 16, which is a whole file here. A buffer of 20
     # would fill the first batch from at most two of the four files.
-    dataset = self.make(self.source('files'), seed=1)
+    dataset = self.make(self.source('files', _N), seed=1)
     files = [
       len({y // _FILE for y in next(iter(dataset))[1].numpy()})
       for _ in range(8)
@@ -137,25 +116,25 @@ class OrderTest(PipelineTestCase):
 
   @pytest.mark.smoke
   def test_small_buffer_shuffles_files_too(self):
-    dataset = self.make(self.source('files'), shuffle_buffer=1, seed=3)
+    dataset = self.make(self.source('files', _N), shuffle_buffer=1, seed=3)
     first = {next(iter(dataset))[1].numpy()[0] // _FILE for _ in range(20)}
     self.assertEqual(first, {0, 1, 2, 3})
 
 
-class SharesTest(PipelineTestCase):
+class SharesTest(formula.DataTestCase, parameterized.TestCase):
   """Several input pipelines share the data."""
 
   @parameterized.parameters(('arrays', 2, 'none'), ('files', 3, 'memory'))
   def test_a_step_of_all_pipelines_is_one_global_batch(
     self, kind, pipelines, cache
   ):
-    source = self.source(kind)
+    source = self.source(kind, _N)
     options = {'global_batch_size': 12, 'seed': 6, 'cache': cache}
     alone = self.make(source, **options)
     # Two replicas in each pipeline.
     shares = [
       self.make(
-        source, context=_context(i, pipelines, 2 * pipelines), **options
+        source, input_context=_context(i, pipelines, 2 * pipelines), **options
       )
       for i in range(pipelines)
     ]
@@ -174,24 +153,24 @@ class SharesTest(PipelineTestCase):
     )
 
   def test_files_that_divide_evenly_are_shared_without_a_seed(self):
-    source = self.source('files')
+    source = self.source('files', _N)
     for i in range(2):
-      share = self.make(source, context=_context(i, 2))
+      share = self.make(source, input_context=_context(i, 2))
       files = (i, i + 2)
       expected = [y for y in range(_N) if y // _FILE in files]
       self.assertCountEqual(_order(share), expected)
       self.assertEqual(int(share.cardinality()), -(-len(expected) // 4))
 
   @parameterized.named_parameters(
-    ('seed', {'context': _context(0, 2)}, 'seed=None'),
+    ('seed', {'input_context': _context(0, 2)}, 'seed=None'),
     (
       'batch',
-      {'context': _context(0, 3)},
+      {'input_context': _context(0, 3)},
       'global_batch_size=8 with 3 replicas.*pass 9',
     ),
     (
       'examples',
-      {'context': _context(3, 4), 'training': False},
+      {'input_context': _context(3, 4), 'training': False},
       'pipeline 3 of 4',
     ),
   )
@@ -204,7 +183,7 @@ class SharesTest(PipelineTestCase):
     for index in range(2):
       # Each worker makes its own data set. Iterating one twice would give two
       # epochs.
-      dataset = self.make(self.source('files'), seed=4)
+      dataset = self.make(self.source('files', _N), seed=4)
       variant = tf.raw_ops.AutoShardDataset(
         input_dataset=tf.data.experimental.to_variant(dataset),
         num_workers=2,
@@ -218,7 +197,7 @@ class SharesTest(PipelineTestCase):
     self.assertCountEqual(map(len, orders), (32, 29))
 
 
-class PlacementTest(PipelineTestCase):
+class PlacementTest(formula.DataTestCase):
   def test_pixels_are_no_constant_of_a_graph(self):
     arrays = formula.arrays(200)
 
@@ -233,6 +212,111 @@ class PlacementTest(PipelineTestCase):
     self.assertEqual(int(concrete()), 199 * 200 // 2)
     size = concrete.graph.as_graph_def().ByteSize()
     self.assertLess(size, arrays.images.nbytes // 4)
+
+
+_ROWS = 20
+
+
+class Calls:
+  """Functions that count the rows that they receive."""
+
+  def __init__(self):
+    self.rows = {'prepare': 0, 'augment': 0, 'map': 0}
+
+  def _count(self, name, labels):
+    def add(values):
+      self.rows[name] += len(values)
+      return values
+
+    return tf.ensure_shape(
+      tf.numpy_function(add, [labels], tf.int64), labels.shape
+    )
+
+  def prepare(self, images, labels):
+    return images, self._count('prepare', labels)
+
+  def augment(self, images, labels, seed):
+    self.seed_spec = (seed.dtype, tuple(seed.shape))
+    return images, self._count('augment', labels)
+
+  def map(self, images, labels):
+    return images, self._count('map', labels)
+
+
+class TransformTest(formula.DataTestCase, parameterized.TestCase):
+  @parameterized.parameters(
+    ('arrays', 'none', True),
+    ('arrays', 'memory', True),
+    ('files', 'memory', False),
+  )
+  @pytest.mark.smoke
+  def test_what_runs_how_often(self, source, cache, training):
+    calls = Calls()
+    dataset = self.make(
+      self.source(source, _ROWS),
+      seed=3,
+      training=training,
+      cache=cache,
+      prepare_fn=calls.prepare,
+      augment_fn=calls.augment,
+      map_fn=calls.map,
+    )
+    for _ in range(3):
+      labels = [int(y) for _, batch in dataset for y in batch]
+      self.assertCountEqual(labels, range(_ROWS))
+    prepared = 3 * _ROWS if cache == 'none' else _ROWS
+    augmented = 3 * _ROWS if training else 0
+    self.assertEqual(
+      calls.rows, {'prepare': prepared, 'augment': augmented, 'map': 3 * _ROWS}
+    )
+    if training:
+      self.assertEqual(calls.seed_spec, (tf.int64, (2,)))
+
+  def test_order_of_the_functions(self):
+    seen = {}
+
+    def prepare(images, labels):
+      seen['prepare'] = images.dtype
+      return images // 2, labels + 1
+
+    def augment(images, labels, seed):
+      seen['augment'] = images.dtype
+      return images, labels * 10
+
+    dataset = self.make(
+      self.source('files', _ROWS),
+      seed=3,
+      cache='memory',
+      prepare_fn=prepare,
+      augment_fn=augment,
+      map_fn=lambda x, y: {'x': x, 'y': y + 3},
+    )
+    self.assertEqual(seen, {'prepare': tf.uint8, 'augment': tf.float32})
+    for batch in dataset.as_numpy_iterator():
+      numbers = (batch['y'] - 3) // 10 - 1
+      expected = (formula.images(_ROWS)[numbers] // 2) / np.float32(255)
+      np.testing.assert_allclose(batch['x'], expected, rtol=1e-6)
+
+  def test_each_batch_epoch_and_pipeline_has_a_seed_of_its_own(self):
+    def draw():
+      seeds = []
+      for pipeline in range(2):
+        context = tf.distribute.InputContext(2, pipeline, 2)
+        dataset = self.make(
+          formula.arrays(_ROWS),
+          seed=3,
+          input_context=context,
+          augment_fn=lambda x, y, seed: seed,
+        )
+        for _ in range(2):
+          seeds += map(tuple, dataset.as_numpy_iterator())
+      return seeds
+
+    seeds = draw()
+    self.assertLen(seeds, 2 * 2 * 3)
+    self.assertLen(set(seeds), len(seeds))
+    tf.random.set_seed(9)
+    self.assertEqual(draw(), seeds)
 
 
 if __name__ == '__main__':

@@ -1,14 +1,17 @@
 """The command lines of the examples: defaults, help and refusals."""
 
+import json
+import os
 import pathlib
 import re
 
+import tensorflow as tf
 from absl import flags
 from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from examples import common
-from tests import virtual_devices
+from tests import tiers, virtual_devices
 from tests.examples import pages, programs
 
 virtual_devices.configure()
@@ -65,6 +68,77 @@ class ProgramsTest(absltest.TestCase):
     )
     for line in ('Traceback', 'oneDNN'):
       self.assertNotIn(line, program.output())
+
+
+class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+  def _commands(self, name):
+    """Yields the page's commands, as launcher flags (if any) and program flags."""
+    with pages.parsed(name) as example:
+      text = example.__doc__.replace('\\\n', ' ')
+    for command in re.findall(r'^  ((?:tfs|python) .*)$', text, re.M):
+      launcher, _, program = command.rpartition(' -- ')
+      python, path, *arguments = program.split()
+      self.assertEqual([python, path], ['python', f'examples/{name}.py'])
+      yield launcher, arguments
+
+  @parameterized.parameters(*pages.NAMES)
+  def test_launch_commands_of_a_page_parse(self, name):
+    (first, arguments), *jobs = self._commands(name)
+    self.assertEqual(first, '')
+    with pages.parsed(name, *arguments) as example:
+      self.assertStartsWith(
+        example.__doc__.partition('\n\n')[2], f'  python examples/{name}.py'
+      )
+      self.assertEqual(flags.FLAGS.strategy, 'ring_mirrored')
+      self.assertEqual(flags.FLAGS.dataset, 'digits')
+      self.assertEqual(flags.FLAGS.num_virtual_devices, 4)
+    self.assertNotEmpty(jobs)
+    for launcher, arguments in jobs:
+      self.assertIn('--num_workers=2', launcher)
+      with pages.parsed(name, *arguments):
+        self.assertEqual(flags.FLAGS.dataset, 'digits')
+        servers = flags.FLAGS.strategy == 'parameter_server'
+        self.assertEqual('--num_ps=2 --chief' in launcher, servers)
+
+
+_JOB = ('--num_workers=2', '--num_ps=2', '--chief')
+# 1,437 digits in batches of 64.
+_STEPS_PER_EPOCH = 23
+
+
+class JobTest(tf.test.TestCase, parameterized.TestCase):
+  @tiers.parameters(
+    ('parameter_server', _JOB, 40),
+    tiers.soak('multi_worker_ring', ('--num_workers=2',), 20),
+  )
+  def test_says_what_a_reader_needs(self, strategy, job, most):
+    directory = self.create_tempdir().full_path
+    report = os.path.join(directory, 'report.json')
+    program = programs.Program(
+      'mnist_keras_fit',
+      *('--dataset=digits', '--epochs=1', f'--strategy={strategy}'),
+      f'--report_json={report}',
+      output=os.path.join(directory, 'output'),
+      launcher=job,
+    )
+    self.addCleanup(program.kill)
+    self.assertEqual(program.wait(), 0, program.output()[-5000:])
+    with open(report, encoding='utf-8') as f:
+      self.assertEqual(json.load(f)['iterations'], _STEPS_PER_EPOCH)
+    for words in ('on digits with', 's/step', 'test accuracy'):
+      self.assertIn(words, program.output())
+    for words in (
+      'default session config',
+      'TF_CONFIG will be ignored',
+      'oneDNN custom operations',
+      'InitializeLog',
+    ):
+      self.assertNotIn(words, program.output())
+    # The time that tasks wait for each other depends on the machine.
+    lines = [
+      t for t in program.output().splitlines() if 'Waiting to be' not in t
+    ]
+    self.assertLess(len(lines), most)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,5 @@
 """Flags select data, models, optimizers and strategies."""
 
-import keras
 import numpy as np
 import tensorflow as tf
 from absl import flags as flags_lib
@@ -17,40 +16,22 @@ virtual_devices.configure()
 _SYNTHETIC = ('--dataset=synthetic', '--global_batch_size=1000')
 
 
-def _rows(strategy, images, labels):
-  """Returns the rows of a batch on each replica, identified by their first pixels."""
-  return [
-    pixels.numpy()[:, :3, 0, 0] + 10.0 * classes.numpy()[:, None]
-    for pixels, classes in zip(
-      strategy.experimental_local_results(images),
-      strategy.experimental_local_results(labels),
-      strict=True,
-    )
-  ]
-
-
-def _whole_batches(*flags, epochs=1, start=(0, 0)):
-  """Returns the rows of each batch in the order in which an example trains on them."""
-  arguments = (*_SYNTHETIC, *flags, f'--epochs={epochs}')
-  with pages.parsed('mnist_custom_loop', *arguments):
-    data = common.load_data()
-    strategy = tfs.create_strategy('ring_mirrored', devices=['CPU:0'])
-    batches = common.train_batches(strategy, data, start)
-    return [
-      _rows(strategy, *batch)[0]
-      for batch in strategy.experimental_distribute_dataset(batches)
-    ]
-
-
 class BatchesTest(tf.test.TestCase, parameterized.TestCase):
   def test_epoch_has_every_example_once(self):
-    batches = _whole_batches()
-    rows = [len(batch) for batch in batches]
-    self.assertEqual(rows, [1000] * 8 + [192])
+    with pages.parsed('mnist_custom_loop', *_SYNTHETIC, '--epochs=1'):
+      strategy = tfs.create_strategy('ring_mirrored', devices=['CPU:0'])
+      batches = common.train_batches(strategy, common.load_data(), (0, 0))
+      distributed = strategy.experimental_distribute_dataset(batches)
+      # First pixels identify the rows of a class.
+      found = [
+        images.numpy()[:, :3, 0, 0] + 10.0 * labels.numpy()[:, None]
+        for images, labels in distributed
+      ]
+    self.assertEqual([len(rows) for rows in found], [1000] * 8 + [192])
     source = datasets.load('synthetic').train
     expected = source.images[:, :3, 0, 0] / np.float32(255)
     expected = expected + 10.0 * source.labels[:, None]
-    seen = np.concatenate(batches)
+    seen = np.concatenate(found)
     self.assertNotAllEqual(seen, expected)
     self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
 
@@ -99,19 +80,11 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
       pass
 
 
-class ModelTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.addCleanup(keras.config.set_dtype_policy, 'float32')
-    self._strategy = tf.distribute.get_strategy()
-
-  def _optimizer(self, *flags):
-    with pages.parsed('mnist_keras_fit', *flags):
-      return common.build_optimizer()
-
+class ModelTest(tf.test.TestCase):
   def test_warmup_rises_linearly_and_stays(self):
-    optimizer = self._optimizer('--learning_rate=0.8', '--warmup_steps=4')
-    schedule = optimizer._learning_rate
+    flags = '--learning_rate=0.8', '--warmup_steps=4'
+    with pages.parsed('mnist_keras_fit', *flags):
+      schedule = common.build_optimizer()._learning_rate
     found = [schedule(step) for step in range(6)]
     self.assertAllClose(found, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
 

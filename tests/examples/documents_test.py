@@ -16,6 +16,7 @@ import tf_strategies as tfs
 from benchmarks import processes
 from tests import virtual_devices
 from tests.architecture import documents, project
+from tests.programs import common
 
 virtual_devices.configure(4)
 
@@ -37,7 +38,7 @@ _RUN_ELSEWHERE = (
 
 def _checkpoints():
   """Returns the variables that the page assumes."""
-  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+  model = common.linear(3, 1)
   model.compile('sgd', 'mse')
   options = tfs.data.PipelineOptions(global_batch_size=4, seed=1)
   arrays = np.ones([400, 3]), np.ones([400, 1])

@@ -1,6 +1,7 @@
 """Both training programs equal one device and resume exactly."""
 
 import importlib.util
+import json
 import os
 
 import keras
@@ -99,8 +100,23 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
   def test_local_steps_train_in_mixed_precision(self, name):
     options = {'local_steps': 2, 'mixed_precision': 'mixed_float16'}
     options['strategy'] = 'multi_worker_ring'
-    _, report = self._train(name, _SHORT, 1, **options)
+    path = os.path.join(self.create_tempdir().full_path, 'run.json')
+    _, report = self._train(name, _SHORT, 1, **options, timeline=path)
     self.assertEqual(report['iterations'], 6)
+    with open(path.replace('.json', '-0.json'), encoding='utf-8') as f:
+      events = json.load(f)['traceEvents']
+    steps = [e['args']['step'] for e in events if e.get('cat') == 'step']
+    self.assertEqual(steps, [*range(1, 7)])
+
+  def test_servers_without_a_cluster_train_what_one_device_trains(self):
+    one, servers = (
+      self._train(_FIT, _SHORT, **options)[0]
+      for options in (
+        {'strategy': 'one_device'},
+        {'strategy': 'parameter_server', 'worker_input': True},
+      )
+    )
+    self.assertLessEqual(weights.largest_difference(one, servers)[0], 1e-6)
 
   @parameterized.parameters(_FIT, _LOOP)
   def test_curves_are_written_where_tensorboard_is_installed(self, name):

@@ -31,18 +31,6 @@ def data():
   return x.astype(np.float32), y
 
 
-def build():
-  """A small model, built, the same in every process."""
-  keras.utils.set_random_seed(1)
-  return keras.Sequential(
-    [
-      keras.layers.Input([16]),
-      keras.layers.Dense(32, 'relu'),
-      keras.layers.Dense(10),
-    ]
-  )
-
-
 class TwoOptimizers(keras.Model):
   """A critic and an actor that follows it, in one step: one reads what the other wrote."""
 
@@ -83,58 +71,44 @@ class TwoOptimizers(keras.Model):
     return self.compute_metrics(x, y, outputs)
 
 
-def build_rich():
-  """Layers with state of their own, random numbers among it."""
+def build(kind):
+  """Returns a model, built, the same in every process."""
   keras.utils.set_random_seed(1)
+  layers = keras.layers
+  if kind == 'two_optimizers':
+    return TwoOptimizers()
+  if kind == 'embedding':
+    # The gradients of the table are slices.
+    inputs = keras.Input([16])
+    numbers = keras.ops.cast(10 * keras.ops.abs(inputs), 'int32') % 50
+    rows = layers.Flatten()(layers.Embedding(50, 4)(numbers))
+    joined = layers.Concatenate()([inputs, rows])
+    return keras.Model(inputs, layers.Dense(10)(joined))
+  with_state = ()
+  if kind == 'rich':
+    with_state = layers.BatchNormalization(), layers.Dropout(0.2, seed=7)
   return keras.Sequential(
     [
-      keras.layers.Input([16]),
-      keras.layers.Dense(32, 'relu'),
-      keras.layers.BatchNormalization(),
-      keras.layers.Dropout(0.2, seed=7),
-      keras.layers.Dense(10),
+      layers.Input([16]),
+      layers.Dense(32, 'relu'),
+      *with_state,
+      layers.Dense(10),
     ]
   )
 
 
-def build_two_optimizers():
-  """See `TwoOptimizers`."""
-  keras.utils.set_random_seed(1)
-  return TwoOptimizers()
-
-
-def build_embedding():
-  """A table, whose gradients are slices; see `optimizer_of`."""
-  keras.utils.set_random_seed(1)
-  inputs = keras.Input([16])
-  numbers = keras.ops.cast(10 * keras.ops.abs(inputs), 'int32') % 50
-  rows = keras.layers.Flatten()(keras.layers.Embedding(50, 4)(numbers))
-  joined = keras.layers.Concatenate()([inputs, rows])
-  return keras.Model(inputs, keras.layers.Dense(10)(joined))
-
-
-def optimizer_of(kind):
-  """Returns the optimizer for a kind of model."""
+def compiled(kind):
+  """Returns a model to train; its optimizer has state."""
+  model = build(kind)
+  optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
   if kind == 'embedding':
-    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
-  return momentum()
-
-
-BUILDERS = {
-  'embedding': build_embedding,
-  'plain': lambda: build(),
-  'rich': build_rich,
-  'two_optimizers': build_two_optimizers,
-}
-
-
-def compile_model(model, optimizer):
-  """The loss and metric of the test."""
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
   model.compile(
     optimizer,
     keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=['accuracy'],
   )
+  return model
 
 
 def make_batches(epoch, step, size=BATCH, epochs=EPOCHS):
@@ -152,27 +126,9 @@ def make_batches(epoch, step, size=BATCH, epochs=EPOCHS):
   return indices.map(lambda i: (tf.gather(x, i), tf.gather(y, i)))
 
 
-def momentum():
-  """An optimizer with state."""
-  return keras.optimizers.SGD(0.05, momentum=0.9)
-
-
-def callbacks_with_state():
-  """Returns callbacks that count epochs and change the training by the count."""
-  return [
-    keras.callbacks.ReduceLROnPlateau(
-      'val_loss', factor=0.7, patience=1, min_delta=0.05
-    ),
-    keras.callbacks.EarlyStopping(
-      'val_loss', patience=1000, restore_best_weights=True
-    ),
-  ]
-
-
 def uninterrupted(epochs=EPOCHS, kind='plain', size=BATCH):
   """The weights that one device ends with, and the history."""
-  model = BUILDERS[kind]()
-  compile_model(model, optimizer_of(kind))
+  model = compiled(kind)
   history = model.fit(
     make_batches(0, 0, size, epochs),
     epochs=epochs,
@@ -189,7 +145,16 @@ def fit_options(kind):
     return {}
   x, y = data()
   validation = tf.data.Dataset.from_tensor_slices((x[:100], y[:100])).batch(30)
-  return {'validation_data': validation, 'callbacks': callbacks_with_state()}
+  # These count epochs and change the training by the count.
+  callbacks = [
+    keras.callbacks.ReduceLROnPlateau(
+      'val_loss', factor=0.7, patience=1, min_delta=0.05
+    ),
+    keras.callbacks.EarlyStopping(
+      'val_loss', patience=1000, restore_best_weights=True
+    ),
+  ]
+  return {'validation_data': validation, 'callbacks': callbacks}
 
 
 class Events(keras.callbacks.Callback):
@@ -311,8 +276,7 @@ def train(
   def run(job):
     jobs.append(job)
     with job.strategy.scope():
-      model = BUILDERS[kind]()
-      compile_model(model, optimizer_of(kind))
+      model = compiled(kind)
     job.restore(model)
     given = fit_options(kind)
     events.append(Events())

@@ -1,66 +1,37 @@
 """Checkpoints of a parameter server job are evaluated beside it."""
 
 import os
+import pathlib
 import tempfile
 from typing import Any
 
-import numpy as np
+import keras
 import tensorflow as tf
 from absl.testing import parameterized
 
+import tf_strategies as tfs
 from tests import parameter_servers, processes, tiers
+from tests.programs import common
 
-_ROWS, _BATCH, _EPOCHS = 96, 8, 2
-_CLASSES, _WORDS = 3, 10
+_STEPS, _EPOCHS = 3, 2
 
 
 def _data():
-  rng = np.random.default_rng(7)
-  x = rng.integers(0, _WORDS, [_ROWS, 4])
-  y = (x.sum(1) % _CLASSES).astype(np.int32)
-  return tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH)
+  return common.batches(*common.tokens(_STEPS * common.BATCH))
 
 
 def _model(seed):
-  import keras
-
   keras.utils.set_random_seed(seed)
-  layers = keras.layers
-  model = keras.Sequential(
-    [
-      keras.Input([4], dtype='int32'),
-      layers.Embedding(_WORDS, 6),
-      layers.Flatten(),
-      layers.Dense(8, 'relu'),
-      layers.BatchNormalization(),
-      layers.Dropout(0.2),
-      layers.Dense(_CLASSES, 'softmax'),
-    ]
-  )
-  model.compile('adam', 'sparse_categorical_crossentropy', metrics=['accuracy'])
-  return model
+  return common.compiled(common.embedding_model)
 
 
-def _count(directory: str, count: int | None = None) -> int:
-  """Returns the number of evaluations in a file, after writing it if given."""
-  path = os.path.join(directory, 'evaluated')
-  if count is not None:
-    with open(path + '.part', 'w') as f:
-      f.write(str(count))
-    os.replace(path + '.part', path)
-    return count
-  if not os.path.exists(path):
-    return 0
-  with open(path) as f:
-    return int(f.read())
+def _evaluated(directory: str, count: int) -> pathlib.Path:
+  """Returns the file that tells of so many evaluations."""
+  return pathlib.Path(directory, f'evaluated_{count}')
 
 
 def train(directory: str, mode: str) -> list[dict[str, float]]:
   """Trains; returns the job's own evaluation at each checkpoint that it writes."""
-  import keras
-
-  import tf_strategies as tfs
-
   partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner
   strategy = tfs.ParameterServerStrategy(
     variable_partitioner=partitioner(2),
@@ -83,13 +54,13 @@ def train(directory: str, mode: str) -> list[dict[str, float]]:
     strategy.save()
     evaluate()
     # Old checkpoints are deleted.
-    processes.wait_until(lambda: _count(directory) >= len(found), 120.0)
+    processes.wait_until(_evaluated(directory, len(found)).exists, 120.0)
 
   evaluate()  # The first checkpoint is written before the first step.
-  model.fit(
+  common.fit(
+    model,
     _data(),
     epochs=_EPOCHS,
-    verbose=0,
     callbacks=[
       keras.callbacks.LambdaCallback(on_epoch_end=save),
       tfs.Run(os.path.join(directory, 'checkpoints'), model),
@@ -102,18 +73,18 @@ def train(directory: str, mode: str) -> list[dict[str, float]]:
 
 def evaluate_all(directory: str) -> list[dict[str, Any]]:
   """Returns the results of a `SidecarEvaluator` for every checkpoint."""
-  import tf_strategies as tfs
-
-  checkpoints = os.path.join(directory, 'checkpoints')
-  options = {'poll_seconds': 0.05}
   evaluator = tfs.SidecarEvaluator(
-    _model(2), _data(), checkpoints, max_evaluations=1, **options
+    _model(2),
+    _data(),
+    os.path.join(directory, 'checkpoints'),
+    max_evaluations=1,
+    poll_seconds=0.05,
   )
   found = []
   # It ends without an evaluation when the job is finished.
   while evaluations := evaluator.run():
     found += evaluations
-    _count(directory, len(found))
+    _evaluated(directory, len(found)).touch()
   return [{**e.results, 'iterations': e.iterations} for e in found]
 
 
@@ -129,8 +100,7 @@ class EvaluatorJobTest(tf.test.TestCase, parameterized.TestCase):
       expected = job.wait().result()
       (outcome,) = job.wait_for(['evaluator'])
       found = outcome.result()
-    steps_per_epoch = _ROWS // _BATCH
-    steps = [i * steps_per_epoch for i in (*range(_EPOCHS + 1), _EPOCHS)]
+    steps = [i * _STEPS for i in (*range(_EPOCHS + 1), _EPOCHS)]
     self.assertEqual([e['iterations'] for e in found], steps)
     self.assertEqual(set(found[0]), {'loss', 'accuracy', 'iterations'})
     self.assertEqual(len({e['loss'] for e in found}), _EPOCHS + 1)

@@ -1,7 +1,5 @@
 """Checkpoints that a model writes while it trains are evaluated beside it."""
 
-import copy
-import dataclasses
 import functools
 import os
 import pathlib
@@ -18,7 +16,6 @@ from tensorboard.backend.event_processing import event_accumulator
 import tf_strategies as tfs
 from tests import tiers, virtual_devices
 from tf_strategies.checkpoint import checkpointer
-from tf_strategies.fault_tolerance import evaluator
 
 virtual_devices.configure()
 
@@ -52,7 +49,6 @@ class Training:
   def __init__(self, directory, is_run=False, strategy=None, **options):
     with (strategy or tf.distribute.get_strategy()).scope():
       self.model = _model(**options)
-    self.directory = pathlib.Path(directory)
     if is_run:
       run = tfs.Run(directory, self.model, max_to_keep=10)
       self.save = lambda: run.save(epoch=1)
@@ -64,37 +60,24 @@ class Training:
     self.expected = {}
 
   def step(self, epochs=1):
-    """Trains, saves, and returns the path of the checkpoint."""
+    """Trains, saves, and returns the name of the checkpoint."""
     self.model.fit(_data(), epochs=epochs, verbose=0)
     results = self.model.evaluate(_data(), return_dict=True, verbose=0)
-    path = self.save()
+    name = os.path.basename(self.save())
     iterations = int(self.model.optimizer.iterations.numpy())
-    self.expected[path] = evaluator.Evaluation(path, iterations, results)
-    return path
-
-  def finish(self):
-    (self.directory / checkpointer.FINISHED_FILE).touch()
-
-  def copy(self, directory):
-    """Returns a training whose checkpoints are copies of these."""
-    shutil.copytree(self.directory, directory, dirs_exist_ok=True)
-    copied = copy.copy(self)
-    copied.directory = pathlib.Path(directory)
-    copied.expected = {}
-    for path, evaluation in self.expected.items():
-      path = path.replace(str(self.directory), str(directory))
-      copied.expected[path] = dataclasses.replace(evaluation, path=path)
-    return copied
+    self.expected[name] = iterations, results
+    return name
 
 
 @functools.cache
 def _trained(is_run):
-  """Returns a training of three checkpoints, of which tests use copies."""
+  """Returns a training of three checkpoints, and their directory."""
   strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']) if is_run else None
-  training = Training(tempfile.mkdtemp(), is_run, strategy)
+  directory = tempfile.mkdtemp()
+  training = Training(directory, is_run, strategy)
   for epochs in (1, 2, 1):
     training.step(epochs)
-  return training
+  return training, directory
 
 
 class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
@@ -103,7 +86,13 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
     self.directory = self.create_tempdir().full_path
 
   def trained(self, is_run=False):
-    return _trained(is_run).copy(self.directory)
+    """Returns a training with copies of its checkpoints in the directory."""
+    training, directory = _trained(is_run)
+    shutil.copytree(directory, self.directory, dirs_exist_ok=True)
+    return training
+
+  def finish(self):
+    pathlib.Path(self.directory, checkpointer.FINISHED_FILE).touch()
 
   def evaluator(self, model=None, data=None, **options):
     options = {'poll_seconds': 0.05, 'idle_timeout_seconds': 60.0, **options}
@@ -111,21 +100,24 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
       model or _model(seed=2), data or _data(), self.directory, **options
     )
 
-  def assert_evaluations(self, evaluations, training, paths=None):
+  def path(self, name):
+    return os.path.join(self.directory, name)
+
+  def assert_evaluations(self, evaluations, training, names=None):
     """Checks that they equal the evaluations of the trained model, in order."""
-    paths = list(training.expected) if paths is None else paths
-    self.assertEqual([e.path for e in evaluations], paths)
-    for evaluation in evaluations:
-      expected = training.expected[evaluation.path]
-      self.assertEqual(evaluation.iterations, expected.iterations)
-      self.assertAllClose(evaluation.results, expected.results, 1e-6, 1e-6)
+    names = list(training.expected) if names is None else names
+    self.assertEqual([e.path for e in evaluations], list(map(self.path, names)))
+    for name, evaluation in zip(names, evaluations, strict=True):
+      iterations, results = training.expected[name]
+      self.assertEqual(evaluation.iterations, iterations)
+      self.assertAllClose(evaluation.results, results, 1e-6, 1e-6)
 
 
 class EvaluationsTest(_EvaluatorTest):
   @tiers.parameters(tiers.smoke(False), (True,))
   def test_every_checkpoint_in_order(self, is_run):
     training = self.trained(is_run)
-    training.finish()
+    self.finish()
     evaluations = self.evaluator().run()
     self.assert_evaluations(evaluations, training)
     self.assertEqual([e.iterations for e in evaluations], [4, 12, 16])
@@ -138,7 +130,7 @@ class EvaluationsTest(_EvaluatorTest):
 
     training = Training(self.directory, True, optimizer=accumulating())
     training.step()
-    training.finish()
+    self.finish()
     model = _model(seed=2, optimizer=accumulating())
     evaluations = self.evaluator(model).run()
     self.assert_evaluations(evaluations, training)
@@ -162,28 +154,29 @@ class EvaluationsTest(_EvaluatorTest):
   )
   def test_damaged_or_deleted_checkpoint_is_skipped(self, is_run, name, damage):
     training = self.trained(is_run)
-    paths = list(training.expected)
-    file = pathlib.Path(f'{paths[0]}{"/" if is_run else "."}{name}')
+    first, *others = training.expected
+    path = self.path(first)
+    file = pathlib.Path(f'{path}{"/" if is_run else "."}{name}')
     if damage is None:
       file.unlink()
     else:
       file.write_bytes(damage(file.read_bytes()))
-    training.finish()
+    self.finish()
     with self.assertLogs('absl', 'WARNING') as logs:
       evaluations = self.evaluator().run()
-    self.assert_evaluations(evaluations, training, paths[1:])
+    self.assert_evaluations(evaluations, training, others)
     why = 'was deleted' if damage is None else 'cannot be read'
-    self.assertIn(f'Skipped {paths[0]}, which {why}', logs.output[0])
+    self.assertIn(f'Skipped {path}, which {why}', logs.output[0])
 
   def test_checkpoint_that_is_written_again(self):
     training = Training(self.directory)
     evaluator = self.evaluator(max_evaluations=1)
-    path = training.step()
+    name = training.step()
     self.assert_evaluations(evaluator.run(), training)
     training.model.fit(_data(), verbose=0)
     training.save(checkpoint_number=1)
     (again,) = evaluator.run()
-    self.assertEqual((again.path, again.iterations), (path, 8))
+    self.assertEqual((again.path, again.iterations), (self.path(name), 8))
 
   def test_steps(self):
     self.trained()
@@ -231,7 +224,8 @@ class MismatchTest(_EvaluatorTest):
 
 class TensorBoardTest(_EvaluatorTest):
   def test_scalars_at_the_steps_of_training(self):
-    self.trained().finish()
+    self.trained()
+    self.finish()
     log_dir = self.create_tempdir().full_path
     board = keras.callbacks.TensorBoard(log_dir)
     evaluations = self.evaluator(callbacks=[board]).run()
@@ -248,23 +242,16 @@ class TensorBoardTest(_EvaluatorTest):
 
 
 class OptionsTest(_EvaluatorTest):
-  def test_data_without_end_is_refused(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'infinite data'
-    ):
-      self.evaluator(data=_data().repeat())
-
-  def test_model_that_cannot_be_evaluated_is_refused(self):
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'not compiled'
-    ):
-      self.evaluator(keras.Sequential([keras.Input([3])]))
+  def test_what_cannot_be_evaluated_is_refused(self):
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile('sgd', 'mse')
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'without variables'
+    for options, message in (
+      ({'data': _data().repeat()}, 'infinite data'),
+      ({'model': keras.Sequential([keras.Input([3])])}, 'not compiled'),
+      ({'model': unbuilt}, 'without variables'),
     ):
-      self.evaluator(unbuilt)
+      with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+        self.evaluator(**options)
 
 
 if __name__ == '__main__':

@@ -1,17 +1,113 @@
 """kill -9 at each place of a save by several workers: the run goes on, bit by bit."""
 
+import dataclasses
 import os
 import signal
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests import processes, tiers
-from tests.fault_tolerance import killed_saves_program as program
-from tests.fault_tolerance.killed_saves_program import Death
+import tf_strategies as tfs
+from tests import processes, tiers, virtual_devices
+from tests.strategies.multi_worker import local_steps_workers as workers
 from tf_strategies import errors
-from tf_strategies.checkpoint import checkpointer
+from tf_strategies.checkpoint import checkpointer, model_state
+from tf_strategies.strategies.mirrored import sharded_state
+
+EPOCHS = 14
+_ADAM = ('Adam', {'learning_rate': 0.01})
+_NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
+JOBS = {
+  'sharded': workers.Job(0, inner=_ADAM),
+  'local_steps': workers.Job(3, inner=_ADAM, outer=_NESTEROV),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Death:
+  """Of whom, where, and in which save of its life."""
+
+  rank: int
+  place: str
+  save: int = 2
+
+
+def _die():
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dies(place, at, function):
+  """A function in whose place a process dies, or after which it dies."""
+
+  def call(*args, **options):
+    if at == place:
+      _die()
+    result = function(*args, **options)
+    if at == f'after {place}':
+      _die()
+    return result
+
+  return call
+
+
+def _arm(at):
+  """Makes this process die at a place of the save, or the load, that comes."""
+  access = model_state.VariableAccess
+  access.read = _dies('gather', at, access.read)
+  access.restore = _dies('restore', at, access.restore)
+  rename = os.rename
+  renamed = []
+
+  def rename_or_die(*args):
+    renamed.append(args)
+    # First the new one gets its name; then those that are too old lose theirs.
+    name = 'name' if len(renamed) == 1 else 'old'
+    _dies(name, at, rename)(*args)
+
+  os.rename = rename_or_die
+
+
+def train(rank, kind, directory, keep, death=None):
+  """Trains from the newest checkpoint on; returns at which epoch it began."""
+  job = JOBS[kind]
+  if kind == 'sharded':
+    sharded_state._SHORTEST = 4  # This model is small.
+    strategy = tfs.create_strategy(
+      job.strategy,
+      devices=virtual_devices.names(1),
+      shard_optimizer_state=True,
+    )
+  else:
+    strategy = workers.strategy_of(job)
+  with strategy.scope():
+    model = workers.model_of(job, lambda: workers.local_steps(job))
+  is_victim = death is not None and death.rank == rank
+  run = tfs.Run(directory, model, max_to_keep=keep)
+  if is_victim and death.place == 'restore':
+    _arm(death.place)
+  began = run.restore().epoch
+  saves = []
+
+  class Arm(keras.callbacks.Callback):
+    """Before a save."""
+
+    def on_epoch_end(self, epoch, logs=None):
+      saves.append(epoch)
+      if is_victim and len(saves) == death.save:
+        _arm(death.place)
+
+  model.fit(
+    workers.dataset(job),
+    initial_epoch=began,
+    epochs=EPOCHS,
+    callbacks=[Arm(), run],
+    verbose=0,
+  )
+  strategy.close()
+  return began
+
 
 _KEPT = 2
 # Places at which a checkpoint has its name, or will have it.
@@ -40,16 +136,19 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
   )
   def test_goes_on_with_the_same_bits(self, kind, deaths):
     whole = self.create_tempdir().full_path
-    self.run_workers(kind, whole, keep=program.EPOCHS)
+    self.run_workers(kind, whole, keep=EPOCHS)
+    store = checkpointer.Checkpointer(whole)
     expected = {
       found.metadata['epoch']: dict(found.arrays)
-      for found in map(
-        checkpointer.Checkpointer(whole).open,
-        checkpointer.Checkpointer(whole).paths(),
-      )
+      for found in map(store.open, store.paths())
     }
-    self.assertLen(expected, program.EPOCHS)
-    self.assert_has_parts(kind, expected[program.EPOCHS])
+    self.assertLen(expected, EPOCHS)
+    if (
+      kind == 'local_steps'
+    ):  # The checkpoint has the own values of each worker.
+      arrays = expected[EPOCHS].values()
+      own = [a for a in arrays if a.ndim and a.shape[0] == 2]
+      self.assertTrue(any((a[0] != a[1]).any() for a in own))
     before = 0
     for death in deaths:
       self.run_workers(kind, self.directory, _KEPT, death)
@@ -62,22 +161,15 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
       before = epoch
     began = self.run_workers(kind, self.directory, _KEPT)
     self.assertEqual(began, [before, before])
-    self.assertEqual(self.assert_whole(expected), program.EPOCHS)
+    self.assertEqual(self.assert_whole(expected), EPOCHS)
     # Beside the file that names the owner, and the one that tells the end.
     self.assertLen(os.listdir(self.directory), _KEPT + 2)
-
-  def assert_has_parts(self, kind, arrays):
-    """Checks that the checkpoint has the own values of each worker."""
-    if kind == 'sharded':
-      return
-    own = [a for a in arrays.values() if a.ndim and a.shape[0] == 2]
-    self.assertTrue(any((a[0] != a[1]).any() for a in own))
 
   def run_workers(self, kind, directory, keep, death=None):
     """Runs two workers; whoever is not to die fails because of who does."""
     arguments = kind, directory, keep, death
-    with processes.Workers(program.train, 2, args=arguments) as workers:
-      outcomes = workers.wait()
+    with processes.Workers(train, 2, args=arguments) as group:
+      outcomes = group.wait()
     if death is None:
       return [outcome.result() for outcome in outcomes]
     victim, other = outcomes[death.rank], outcomes[1 - death.rank]

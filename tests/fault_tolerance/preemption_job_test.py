@@ -74,11 +74,11 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       seconds_a_step=0.01,
     )
 
-  def _train(self, options, workers):
-    """Returns the results of an uninterrupted run."""
+  def _finish(self, options, workers):
+    """Trains to the end; returns the output."""
     with Job(options, workers) as job:
       self.assertEqual(job.wait(), 0, job.output()[-5000:])
-    return self._results(options)
+      return job.output()
 
   def _results(self, options):
     with np.load(os.path.join(options.directory, 'state.npz')) as f:
@@ -106,36 +106,38 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
         return job.output()
       self.assertEqual(job.wait(), _RESTARTABLE, job.output()[-5000:])
       before = job.output()
-    with Job(options, workers) as job:
-      self.assertEqual(job.wait(), 0, job.output()[-5000:])
-      return before + job.output()
+    return before + self._finish(options, workers)
 
-  def assert_result(self, options, workers, target, step, expected):
-    """Preempts a run, and compares it with one that was not interrupted."""
-    output = self._preempt(options, workers, target, step)
-    message = f'{options}, signal to {target} after step {step}:\n{output}'
-    # All processes stopped at one step, and wrote one checkpoint of it.
-    stops = [
-      line.partition('Preempted at ')[2].partition(':')[0]
-      for line in output.splitlines()
-      if 'Preempted at ' in line
-    ]
-    self.assertLen(stops, max(workers, 1), message)
-    self.assertLen(set(stops), 1, message)
-    saved = [
-      line for line in output.splitlines() if f'at {stops[0]} in' in line
-    ]
-    self.assertLen(saved, 1, message)
-    state, history = self._results(options)
-    self.assertEqual(list(state), list(expected[0]))
-    for name, value in expected[0].items():
-      np.testing.assert_array_equal(value, state[name], f'{name}, {message}')
-    for epoch, values in history.items():
-      self.assertEqual(values, expected[1][epoch], message)
+  def assert_equal_if_preempted(self, loop, workers, signals, strategy=None):
+    """Compares an uninterrupted run with preempted ones, by target and step."""
+    options = self._options(loop, workers, strategy)
+    self._finish(options, workers)
+    expected = self._results(options)
+    for target, step in signals:
+      options = self._options(loop, workers, strategy)
+      output = self._preempt(options, workers, target, step)
+      message = f'{options}, signal to {target} after step {step}:\n{output}'
+      # All processes stopped at one step, and wrote one checkpoint of it.
+      stops = [
+        line.partition('Preempted at ')[2].partition(':')[0]
+        for line in output.splitlines()
+        if 'Preempted at ' in line
+      ]
+      self.assertLen(stops, max(workers, 1), message)
+      self.assertLen(set(stops), 1, message)
+      saved = [
+        line for line in output.splitlines() if f'at {stops[0]} in' in line
+      ]
+      self.assertLen(saved, 1, message)
+      state, history = self._results(options)
+      self.assertEqual(list(state), list(expected[0]))
+      for name, value in expected[0].items():
+        np.testing.assert_array_equal(value, state[name], f'{name}, {message}')
+      for epoch, values in history.items():
+        self.assertEqual(values, expected[1][epoch], message)
 
   def test_worker_of_two(self):
-    expected = self._train(self._options('fit', 2), 2)
-    self.assert_result(self._options('fit', 2), 2, 1, 25, expected)
+    self.assert_equal_if_preempted('fit', 2, [(1, 25)])
 
   @parameterized.product(
     loop=('fit', 'custom'), workers=(0, 2), part=tuple(range(5))
@@ -143,26 +145,21 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.soak
   def test_two_of_ten_random_steps(self, loop, workers, part):
     del part  # Ten would take too long for one test on a busy machine.
-    expected = self._train(self._options(loop, workers), workers)
-    rng = random.Random()
-    for _ in range(2):
-      # The last steps are left out: the signal might come after the end.
-      step = rng.randint(1, _STEPS - 10)
-      target = rng.choice([0, 1, None]) if workers else 0
-      print(f'{loop}, {workers} workers: signal to {target} after step {step}')
-      self.assert_result(
-        self._options(loop, workers), workers, target, step, expected
-      )
+    # The last steps are left out: the signal might come after the end.
+    signals = [
+      (random.choice([0, 1, None]) if workers else 0, step)
+      for step in random.choices(range(1, _STEPS - 9), k=2)
+    ]
+    print(
+      f'{loop}, {workers} workers: signals to a target after a step {signals}'
+    )
+    self.assert_equal_if_preempted(loop, workers, signals)
 
   @parameterized.product(loop=('fit', 'custom'), target=(0, 1))
   @pytest.mark.soak
   def test_collective_runtime(self, loop, target):
-    strategy = 'multi_worker_collective'
-    expected = self._train(self._options(loop, 2, strategy), 2)
-    options = self._options(loop, 2, strategy)
-    self.assert_result(
-      options, 2, target, random.Random().randint(1, 50), expected
-    )
+    signals = [(target, random.randint(1, 50))]
+    self.assert_equal_if_preempted(loop, 2, signals, 'multi_worker_collective')
 
 
 if __name__ == '__main__':

@@ -50,7 +50,7 @@ def build(options, strategy):
 
   keras.backend.clear_session()
   with strategy.scope():
-    model = elastic_program.build_rich()
+    model = elastic_program.build('rich')
     optimizer = keras.optimizers.Adam(
       keras.optimizers.schedules.CosineDecay(0.01, EPOCHS * STEPS),
       gradient_accumulation_steps=options.accumulation,

@@ -1,6 +1,5 @@
 """A run restores everything, continues `fit`, and belongs to one job."""
 
-import json
 from unittest import mock
 
 import keras
@@ -11,6 +10,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import processes, virtual_devices
+from tests.programs import common
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state, ownership
 from tf_strategies.checkpoint.position import Position
@@ -61,10 +61,7 @@ class _Adversarial(keras.Model):
 
   def __init__(self):
     super().__init__()
-    self.players = [
-      keras.Sequential([keras.Input([3]), keras.layers.Dense(3)])
-      for _ in range(2)
-    ]
+    self.players = [common.linear(3, 3) for _ in range(2)]
     self.first, self.second = (keras.optimizers.Adam(0.1) for _ in range(2))
 
   def train_step(self, x):
@@ -210,25 +207,6 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       model = _model(counts_anew=False)
       self._run(model).restore()
 
-  def test_all_workers_hear_that_the_chief_cannot_read(self):
-    run = self._run()
-    run.save(epoch=1)
-    workers = run._state._access.workers = mock.Mock(rank=0)
-    workers.exchange = lambda tag, payload: [payload]
-    error = PermissionError(13, 'Permission denied', 'arrays.bin')
-    with mock.patch.object(
-      checkpointer.Checkpointer, 'open', side_effect=error
-    ):
-      with self.assertRaisesRegex(errors.StorageError, 'arrays.bin') as caught:
-        run.restore()
-      self.assertEqual(caught.exception.errno, 13)
-      answer = {'error': str(caught.exception), 'type': 'StorageError'}
-      workers.exchange = lambda *_: [json.dumps(answer).encode(), b'{}']
-      workers.rank = 1
-      with self.assertRaisesRegex(errors.StorageError, 'chief.*arrays.bin'):
-        run.restore()
-    self.assertIsNone(run.position)
-
   def test_another_run_is_refused(self):
     same = {'seed': 1}
     self._run(_model(), settings=same).save(1)
@@ -262,27 +240,18 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaises(tfs.errors.UnsupportedOptionError):
           checkpoint.save(*position)
     self.assertEqual(checkpoint.restore(), Position())
-    for settings in ({'seed': {1, 2}}, 'seed'):
-      with self.assertRaisesRegex(
-        tfs.errors.UnsupportedOptionError, 'settings'
-      ):
-        self._run(settings=settings)
-    model = _model()
-    model.second = keras.optimizers.Adam()
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'optimizer.build'
+    two_optimizers = _model()
+    two_optimizers.second = keras.optimizers.Adam()
+    unbuilt, built = (keras.layers.Dense(1) for _ in range(2))
+    sgd = {'optimizer': keras.optimizers.SGD()}
+    for model, options, message in (
+      (_model(), {'settings': {'seed': {1, 2}}}, 'settings'),
+      (two_optimizers, {}, 'optimizer.build'),
+      (keras.Sequential([unbuilt]), sgd, 'without variables'),
+      (keras.Sequential([keras.Input([3]), built]), {}, 'optimizer=None'),
     ):
-      self._run(model)
-    unbuilt = keras.Sequential([keras.layers.Dense(1)])
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'without variables'
-    ):
-      self._run(unbuilt, optimizer=keras.optimizers.SGD())
-    not_compiled = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    with self.assertRaisesRegex(
-      tfs.errors.UnsupportedOptionError, 'optimizer=None'
-    ):
-      self._run(not_compiled)
+      with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
+        self._run(model, **options)
 
   def test_another_directory_than_the_servers_have_is_refused(self):
     model = mock.Mock()
@@ -308,41 +277,40 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     model(tf.ones([1, 2]))
     optimizer = keras.optimizers.SGD()
     optimizer.build(model.trainable_variables)
-    names = [
-      name
-      for name in model_state.name_variables(model, optimizer)
-      if name.startswith('model/')
-    ]
-    self.assertLen(names, 4)
-    for i, variable in enumerate(model.weights):
-      variable.assign(tf.fill(variable.shape, float(i)))
+    numbers = [np.full(w.shape, i) for i, w in enumerate(model.get_weights())]
+    model.set_weights(numbers)
     checkpoint = self._run(model, optimizer=optimizer)
     checkpoint.save(1)
-    for variable in model.weights:
-      variable.assign(tf.zeros(variable.shape))
+    model.set_weights([0 * number for number in numbers])
     checkpoint.restore()
-    for i, variable in enumerate(model.weights):
-      self.assertAllEqual(variable, tf.fill(variable.shape, float(i)))
+    for number, found in zip(numbers, model.get_weights(), strict=True):
+      np.testing.assert_array_equal(number, found)
 
 
-def _save_where_another_run_does(rank, directory):
-  """Returns the error of each way in which a run becomes the owner."""
-  del rank
+def _fail_as_the_chief(rank, owned, unreadable):
+  """Returns the errors of a run of which only the chief learns what is wrong."""
   strategy = tfs.create_strategy(
     'multi_worker_ring', devices=virtual_devices.names(1)
   )
   found = []
+
+  def note(call):
+    try:
+      call()
+    except (errors.InUseError, errors.StorageError) as e:
+      found.append(str(e))
+
   try:
-    checkpoint = tfs.Run(directory, _model(strategy))
+    checkpoint = tfs.Run(owned, _model(strategy))
     checkpoint.restore()
-    for begin in (
-      checkpoint.__enter__,
-      lambda: checkpoint.save(1),
-    ):
-      try:
-        begin()
-      except errors.InUseError as e:
-        found.append(str(e))
+    note(checkpoint.__enter__)
+    note(lambda: checkpoint.save(1))
+    checkpoint = tfs.Run(unreadable, _model(strategy))
+    error = PermissionError(13, 'Permission denied', 'arrays.bin')
+    if rank == 0:
+      checkpointer.Checkpointer.open = mock.Mock(side_effect=error)
+    note(checkpoint.restore)
+    assert checkpoint.position is None
   finally:
     strategy.close()
   return found
@@ -351,18 +319,25 @@ def _save_where_another_run_does(rank, directory):
 class TwoRunsTest(parameterized.TestCase):
   """Two jobs in one directory."""
 
-  def test_all_workers_hear_that_the_chief_cannot_save(self):
+  def test_all_workers_hear_that_the_chief_cannot_save_or_read(self):
     directory = self.create_tempdir().full_path
     owner = checkpointer.Checkpointer(directory)
     owner.acquire()
+    unreadable = self.create_tempdir().full_path
+    other = checkpointer.Checkpointer(unreadable)
+    other.save({'a': np.arange(3)}, {})
+    other.release()
     first, second = processes.run_workers(
-      _save_where_another_run_does,
+      _fail_as_the_chief,
       2,
-      args=(directory,),
+      args=(directory, unreadable),
       deadline=_DEADLINE_SECONDS,
     )
-    self.assertLen(first, 2)
-    self.assertEqual(second, [f'The chief cannot save: {e}' for e in first])
+    self.assertLen(first, 3)
+    told = [f'The chief cannot save: {e}' for e in first[:2]]
+    self.assertEqual(second[:2], told)
+    self.assertIn('arrays.bin', first[2])
+    self.assertRegex(second[2], 'chief.*arrays.bin')
     self.assertIn(f'got run {ownership.run_id()}', first[0])
 
 

@@ -1,19 +1,25 @@
-"""On one device, DynamicEmbedding equals Embedding without a fixed vocabulary."""
+"""On one device, DynamicEmbedding equals Embedding without a fixed vocabulary.
+
+Its initial rows come from splitmix64 and have the distributions of Keras.
+"""
 
 import os
-import threading
+import pathlib
 import time
+from concurrent import futures
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
+from benchmarks import processes
 from tests import dynamic_tables, tiers, virtual_devices
+from tests.architecture import documents, project
 from tf_strategies import errors
-from tf_strategies.keras.tables import row_table
+from tf_strategies.keras.tables import dynamic_embedding, row_table
 
 virtual_devices.configure()
 
@@ -47,24 +53,25 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
   def test_all_rows_in_each_batch(self, name):
     self.assert_equal(OPTIMIZERS[name], dynamic_tables.all_in_each_batch())
 
+  @parameterized.parameters(
+    {'run_eagerly': True}, {'kind': 'ragged'}, {'kind': 'sparse'}
+  )
+  def test_eager_steps_and_ids_with_gaps(self, **options):
+    x, y = dynamic_tables.all_in_each_batch()
+    if 'kind' in options:
+      x = dynamic_tables.with_gaps(options['kind'], x)
+    self.assert_equal(OPTIMIZERS['adagrad'], (x, y), **options)
+
   def test_some_rows_in_each_batch_on_one_device(self):
+    # LazyRows leaves dynamic tables to their usual optimizer.
+    def lazy_adam():
+      return tfs.keras.LazyRows(OPTIMIZERS['adam']())
+
     # 'parameter_server' without a cluster is this strategy.
     strategy = tf.distribute.OneDeviceStrategy(virtual_devices.name(0))
     with strategy.scope():
-      self.assert_equal(
-        OPTIMIZERS['adagrad'], dynamic_tables.some_in_each_batch()
-      )
-
-  def test_eager_steps(self):
-    self.assert_equal(
-      OPTIMIZERS['adam'], dynamic_tables.all_in_each_batch(), run_eagerly=True
-    )
-
-  @parameterized.parameters('ragged', 'sparse')
-  def test_ragged_and_sparse_ids(self, kind):
-    x, y = dynamic_tables.all_in_each_batch()
-    x = dynamic_tables.with_gaps(kind, x)
-    self.assert_equal(OPTIMIZERS['adagrad'], (x, y), kind=kind)
+      for optimizer in (OPTIMIZERS['adagrad'], lazy_adam):
+        self.assert_equal(optimizer, dynamic_tables.some_in_each_batch())
 
   def test_ids_of_all_kinds_have_the_rows_that_embedding_gives(self):
     def rows(ids):
@@ -75,7 +82,6 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     for ids in (
       tf.ragged.constant([[[1], [6, 1]], [[]], []], dtype=tf.int64),
       tf.SparseTensor([[0, 1], [1, 0], [1, 1]], [5, 6, 5], [2, 3]),
-      tf.sparse.from_dense(tf.constant([[5, 6], [2, 5]], tf.int64)),
     ):
       want = keras.ops.take(table, ids, axis=0)
       found = layer(ids)
@@ -95,14 +101,6 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(tf.errors.InvalidArgumentError):
       model.predict(ids, verbose=0)
     self.assertAllClose(predicted, model(ids), 0, 1e-6)
-
-  def test_lazy_rows(self):
-    """Checks that LazyRows leaves dynamic tables to their usual optimizer."""
-
-    def optimizer():
-      return tfs.keras.LazyRows(OPTIMIZERS['adam']())
-
-    self.assert_equal(optimizer, dynamic_tables.some_in_each_batch())
 
   @pytest.mark.smoke
   def test_loop_that_reads_twice(self):
@@ -149,25 +147,14 @@ class TableTest(tf.test.TestCase):
     model = dynamic_tables.model(True, OPTIMIZERS['sgd'])
     model.predict(_FAR, verbose=0)
     model.evaluate(_FAR, np.ones([2, 1]), verbose=0)
-    self.assertAllClose(
-      _rows(model, _FAR),
-      dynamic_tables.first_rows(_FAR.reshape([-1]))
-      .numpy()
-      .reshape([2, 2, WIDTH]),
-    )
+    first = dynamic_tables.first_rows(_FAR.reshape([-1]))
+    self.assertAllClose(_rows(model, _FAR.reshape([-1])), first)
     self.assertEqual(_embedding(model).report()['rows'], 0)
     model.train_on_batch(_FAR, np.ones([2, 1]))
     usage = _embedding(model).usage()
     self.assertAllEqual(usage['ids'], [-(2**62), 2**62, 2**62 + 1])
     self.assertAllEqual(usage['uses'], [1, 1, 1])
     self.assertAllEqual(usage['steps'], [0, 0, 0])
-
-  def test_ids_of_64_bits_have_rows_of_their_own(self):
-    layer = tfs.keras.DynamicEmbedding(WIDTH)
-    ids = np.array([2**62, 2**62 + 1, -(2**62), 0, 2**32, -1])
-    rows = layer(ids).numpy()
-    self.assertLen({row.tobytes() for row in rows}, len(ids))
-    self.assertAllEqual(layer(ids.astype(np.int32)[3:4]), rows[3:4])
 
   def test_updates_of_several_threads_are_all_there(self):
     shard = row_table.TableShard(1, lambda ids: tf.zeros([tf.size(ids), 1]))
@@ -188,14 +175,8 @@ class TableTest(tf.test.TestCase):
         written += shard.store(*found)
 
     update.get_concrete_function()
-    threads = [
-      threading.Thread(target=lambda: [update() for _ in range(10)])
-      for _ in range(4)
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
+    with futures.ThreadPoolExecutor(4) as pool:
+      list(pool.map(lambda _: update(), range(40)))
     value, uses, _ = shard.stored_of(tf.constant([7], tf.int64)).numpy()[0]
     self.assertEqual((uses, value), (40.0, 40.0))
 
@@ -336,51 +317,149 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsNotNone(model.train_on_batch(_FAR, np.ones([2, 1])))
     self.assertEqual(_embedding(model).report()['rows'], 3)
 
-  @parameterized.named_parameters(
-    ('shape', 'glorot_uniform', 'RandomUniform.*GlorotUniform'),
-    ('seed', keras.initializers.RandomNormal(seed=3), 'seed= to Dynamic'),
-  )
-  def test_initializers(self, initializer, expected):
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, expected):
-      tfs.keras.DynamicEmbedding(WIDTH, initializer)
-
-  def test_arguments(self):
-    for arguments in (
-      {'output_dim': 0},
-      {'output_dim': 2, 'seed': 1.5},
-      {'output_dim': 2, 'dtype': 'float16'},
+  def test_other_uses(self):
+    make = tfs.keras.DynamicEmbedding
+    layer = make(2)
+    normal = keras.initializers.RandomNormal(seed=3)
+    model = dynamic_tables.model(True, OPTIMIZERS['sgd'])
+    for use, message in (
+      (lambda: make(0), 'output_dim'),
+      (lambda: make(2, seed=1.5), 'seed'),
+      (lambda: make(2, dtype='float16'), 'float16'),
+      (lambda: make(2, 'glorot_uniform'), 'RandomUniform.*GlorotUniform'),
+      (lambda: make(2, normal), 'seed= to Dynamic'),
+      (layer.report, 'not built'),
+      (lambda: layer(np.ones([2])), 'integer ids, got float'),
+      (layer.expire, 'max_age'),
+      (model.get_weights, 'save_weights'),
     ):
-      with self.assertRaises(errors.UnsupportedOptionError):
-        tfs.keras.DynamicEmbedding(**arguments)
-    layer = tfs.keras.DynamicEmbedding(2)
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'not built'):
-      layer.report()
-    with self.assertRaisesRegex(
-      errors.UnsupportedOptionError, 'integer ids, got float32'
-    ):
-      layer(np.ones([2], np.float32))
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'max_age'):
-      layer.expire()
+      with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
+        use()
 
   def test_strategies_with_copies(self):
     for make in (
-      lambda: tfs.RingMirroredStrategy(
-        [virtual_devices.name(0), virtual_devices.name(1)]
-      ),
-      lambda: tf.distribute.MirroredStrategy([virtual_devices.name(0)]),
+      tfs.RingMirroredStrategy,
+      tf.distribute.MirroredStrategy,
     ):
       with (
-        make().scope(),
+        make(virtual_devices.names(2)).scope(),
         self.assertRaisesRegex(
           errors.UnsupportedOptionError, 'ParameterServer'
         ),
       ):
         tfs.keras.DynamicEmbedding(2)(np.array([1]))
 
-  def test_get_weights(self):
-    model = dynamic_tables.model(True, OPTIMIZERS['sgd'])
-    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'save_weights'):
-      model.get_weights()
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_IDS = np.array([0, 1, -1, 2**62, -(2**63), 2**63 - 1])
+
+
+def _mix(x):
+  z = (x + _GOLDEN) & _MASK
+  z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+  z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+  return z ^ (z >> 31)
+
+
+def _uniform(i, seed, column):
+  state = (_mix(int(i) & _MASK) ^ _mix(seed)) + column * _GOLDEN
+  return ((_mix(state & _MASK) >> 41) + 0.5) * 2.0**-23
+
+
+def _initial_rows(initializer, ids, seed=7, width=3):
+  initializer = keras.initializers.get(initializer)
+  make = dynamic_embedding.initial_rows(initializer, seed, width)
+  return make(tf.constant(ids, tf.int64)).numpy()
+
+
+class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
+  def test_numbers_follow_from_seed_id_and_column(self):
+    # The published first number of the generator with seed 0.
+    self.assertEqual(_mix(0), 0xE220A8397B1DCDAF)
+    uniform = keras.initializers.RandomUniform(0.0, 1.0)
+    expected = [[_uniform(i, 7, j) for j in range(3)] for i in _IDS]
+    self.assertAllClose(_initial_rows(uniform, _IDS), expected, 0, 1e-7)
+    self.assertAllEqual(
+      _initial_rows(uniform, _IDS[::-1])[::-1], _initial_rows(uniform, _IDS)
+    )
+    self.assertNotAllClose(_initial_rows(uniform, _IDS, seed=8), expected)
+
+  @parameterized.named_parameters(
+    ('normal', keras.initializers.RandomNormal(1.0, 0.2), 1.0, 0.2, None),
+    (
+      'truncated',
+      keras.initializers.TruncatedNormal(1.0, 0.2),
+      1.0,
+      # Standard deviation of a normal distribution truncated at two.
+      0.2 * 0.8796,
+      0.4,
+    ),
+  )
+  def test_distribution(self, initializer, mean, deviation, most):
+    rows = _initial_rows(initializer, np.arange(20_000), width=5)
+    self.assertAllClose(
+      rows.mean(0), np.full([5], mean), 0, 4 * deviation / 141
+    )
+    self.assertAllClose(rows.std(0), np.full([5], deviation), 0.03, 0)
+    correlations = np.corrcoef(np.concatenate([rows[1:], rows[:-1]], 1).T)
+    self.assertAllClose(correlations, np.eye(10), 0, 0.04)
+    self.assertAllInRange(abs(rows - mean), 0, most or 6 * deviation)
+
+  def test_constants(self):
+    for initializer, value in (
+      ('zeros', 0.0),
+      (keras.initializers.Constant(0.5), 0.5),
+    ):
+      self.assertAllEqual(
+        _initial_rows(initializer, _IDS), np.full([6, 3], value)
+      )
+
+  def test_function(self):
+    double = dynamic_embedding.initial_rows(
+      lambda ids: tf.cast(ids[:, None] * [2, 3], tf.float32), 0, 2
+    )
+    self.assertAllEqual(double(tf.constant([5])), [[10.0, 15.0]])
+    narrow = dynamic_embedding.initial_rows(lambda ids: ids, 0, 2)
+    with self.assertRaisesRegex(errors.UnsupportedOptionError, 'one row'):
+      narrow(tf.constant([5]))
+
+
+_LOAD = """
+import keras, numpy as np
+model = keras.models.load_model({path!r})
+x = np.array({x})
+print(type(model.optimizer).__name__, model.predict(x, verbose=0).tolist())
+"""
+
+
+class SavedModelsTest(absltest.TestCase):
+  def test_import_that_the_page_names_is_what_is_missing(self):
+    model = keras.Sequential(
+      [keras.Input([1], dtype='int64'), tfs.keras.DynamicEmbedding(2)]
+    )
+    model.compile('sgd', 'mse')
+    path = str(pathlib.Path(self.create_tempdir().full_path, 'm.keras'))
+    model.save(path)
+    x = [[7], [9]]
+    program = _LOAD.format(path=path, x=x)
+
+    failed = processes.run_python('-c', program)
+    self.assertNotEqual(failed.returncode, 0)
+    (error,) = (
+      block.body
+      for block in documents.blocks(
+        project.text_files()['docs/errors.md'], 'text'
+      )
+      if 'Could not locate class' in block.body
+    )
+    head = error.partition('...')[0]
+    self.assertIn(head.strip(), failed.stderr)
+
+    program = f'import tf_strategies.keras\n{program}'
+    done = processes.run_python('-c', program, is_checked=True)
+    expected = model.predict(np.array(x), verbose=0).tolist()
+    self.assertEqual(done.stdout, f'SGD {expected}\n')
 
 
 if __name__ == '__main__':

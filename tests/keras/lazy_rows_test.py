@@ -2,14 +2,12 @@
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import dynamic_tables, virtual_devices
 from tf_strategies import errors
-from tf_strategies.keras.tables import row_updates
 
 virtual_devices.configure()
 
@@ -73,30 +71,6 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
     lazy, _ = _train(tfs.keras.LazyRows(optimizers.Adam(0.1)), gradients)
     self.assertAllClose(plain, lazy, 0, 0)
 
-  @pytest.mark.smoke
-  def test_the_same_on_replicas(self):
-    def fit(strategy):
-      keras.utils.set_random_seed(2)
-      with strategy.scope():
-        model = keras.Sequential(
-          [
-            keras.layers.Input([2], dtype='int32'),
-            keras.layers.Embedding(20, 3),
-            keras.layers.Flatten(),
-            keras.layers.Dense(1),
-          ]
-        )
-        model.compile(tfs.keras.LazyRows(optimizers.Adam(0.1)), 'mse')
-      ids = np.random.default_rng(0).integers(0, 12, [24, 2])
-      model.fit(ids, np.ones([24, 1]), batch_size=7, shuffle=False, verbose=0)
-      return model.get_weights()
-
-    devices = [virtual_devices.name(i) for i in range(3)]
-    want = fit(tf.distribute.get_strategy())
-    found = fit(tfs.create_strategy('ring_mirrored', devices=devices))
-    for a, b in zip(want, found, strict=True):
-      self.assertAllClose(a, b, 1e-6, 1e-6)
-
   @parameterized.named_parameters(
     (
       'several',
@@ -118,22 +92,6 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
   def test_what_is_refused(self, make, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       tfs.keras.LazyRows(make())
-
-
-class RowUpdatesTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.named_parameters(
-    ('sgd', lambda: optimizers.SGD(0.1, 0.9), True),
-    ('clipped', lambda: optimizers.SGD(clipnorm=1.0), False),
-    ('adagrad', lambda: optimizers.Adagrad(), False),
-    ('lazy', lambda: tfs.keras.LazyRows('adam'), True),
-    (
-      'lazy_in_a_loss_scale',
-      lambda: optimizers.LossScaleOptimizer(tfs.keras.LazyRows('adam')),
-      True,
-    ),
-  )
-  def test_what_takes_sums(self, make, takes):
-    self.assertEqual(row_updates.takes_sums(make(), clips=True), takes)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,6 @@
 """Objects made outside the scope raise an error that names them, or train exactly."""
 
 import contextlib
-import functools
 
 import keras
 import numpy as np
@@ -11,6 +10,7 @@ from absl.testing import parameterized
 import tf_strategies as tfs
 from benchmarks import processes
 from tests import tiers, virtual_devices
+from tests.programs import common
 from tf_strategies import errors
 
 virtual_devices.configure()
@@ -58,7 +58,7 @@ def _create(name, first=0):
 
 
 def _model():
-  return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+  return common.linear(4, 1)
 
 
 def _fit(model):
@@ -66,18 +66,27 @@ def _fit(model):
   return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
 
 
-def model_made_outside(strategy):
-  model = _model()
-  with strategy.scope():
-    model.compile('adam', 'mse')
-    _fit(model)
+def _scope(strategy, where):
+  """Returns the scope of the strategy, of another one, or of none."""
+  if where == 'outside':
+    return contextlib.nullcontext()
+  return (
+    strategy if where == 'inside' else _create('ring_mirrored', 4)
+  ).scope()
 
 
-def model_made_outside_and_fitted_outside(strategy):
-  model = _model()
-  with strategy.scope():
-    model.compile('adam', 'mse')
-  _fit(model)
+def _train(model='inside', compiled='inside', fitted='outside'):
+  """Returns a program, by where it makes, compiles and fits a model."""
+
+  def program(strategy):
+    with _scope(strategy, model):
+      made = _model()
+    with _scope(strategy, compiled):
+      made.compile('adam', 'mse')
+    with _scope(strategy, fitted):
+      _fit(made)
+
+  return program
 
 
 def layer_made_outside(strategy):
@@ -89,45 +98,21 @@ def layer_made_outside(strategy):
   _fit(model)
 
 
-def all_made_outside_and_fitted_inside(strategy):
-  model = _model()
-  model.compile('adam', 'mse')
-  with strategy.scope():
+def _optimizer(made, is_built=False):
+  """Returns a program, by where it makes the optimizer; it may build it outside."""
+
+  def program(strategy):
+    with _scope(strategy, made):
+      optimizer = keras.optimizers.Adam()
+    with strategy.scope():
+      model = _model()
+    if is_built:
+      optimizer.build(model.trainable_variables)
+    with strategy.scope():
+      model.compile(optimizer, 'mse')
     _fit(model)
 
-
-def optimizer_made_outside(strategy):
-  optimizer = keras.optimizers.Adam()
-  with strategy.scope():
-    model = _model()
-    model.compile(optimizer, 'mse')
-  _fit(model)
-
-
-def optimizer_built_outside(strategy):
-  optimizer = keras.optimizers.Adam()
-  with strategy.scope():
-    model = _model()
-  optimizer.build(model.trainable_variables)
-  with strategy.scope():
-    model.compile(optimizer, 'mse')
-  _fit(model)
-
-
-def optimizer_of_another_strategy(strategy):
-  with _create('ring_mirrored', 4).scope():
-    optimizer = keras.optimizers.Adam()
-  with strategy.scope():
-    model = _model()
-    model.compile(optimizer, 'mse')
-  _fit(model)
-
-
-def compiled_outside(strategy):
-  with strategy.scope():
-    model = _model()
-  model.compile('adam', 'mse')
-  _fit(model)
+  return program
 
 
 def metric_made_outside(strategy):
@@ -143,71 +128,54 @@ def nested_scopes(strategy):
     _model()
 
 
-def fitted_in_another_scope(strategy):
-  with strategy.scope():
-    model = _model()
-    model.compile('adam', 'mse')
-  with _create('ring_mirrored', 4).scope():
-    _fit(model)
+def _step(model='inside', is_built=True, optimizer='outside'):
+  """Returns a program that calls `strategy.step`, by where it makes what."""
+
+  def program(strategy):
+    with _scope(strategy, model):
+      made = _model()
+      weights = made.trainable_variables
+    with _scope(strategy, optimizer):
+      adam = keras.optimizers.Adam()
+
+    def step(x):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(made(x) ** 2)
+      adam.apply(tape.gradient(loss, weights), weights)
+      return loss
+
+    if is_built:
+      adam.build(weights)
+    strategy.step(step)(_data()[0])
+
+  return program
 
 
-def step_with_an_optimizer(
-  strategy, is_inside=True, is_built=True, optimizer_is_inside=False
-):
-  """Calls `strategy.step` with an optimizer or a model that was made outside."""
-  with strategy.scope() if is_inside else contextlib.nullcontext():
-    model = _model()
-    weights = model.trainable_variables
-  with strategy.scope() if optimizer_is_inside else contextlib.nullcontext():
-    optimizer = keras.optimizers.Adam()
-
-  def step(x):
-    with tf.GradientTape() as tape:
-      loss = tf.reduce_mean(model(x) ** 2)
-    optimizer.apply(tape.gradient(loss, weights), weights)
-    return loss
-
-  if is_built:
-    optimizer.build(weights)
-  strategy.step(step)(_data()[0])
-
-
+_ADAM = "Adam 'adam', made outside of any scope"
+_KERNEL = "variable '.*kernel'.*outside of any scope"
+_TWO_STRATEGIES = 'one strategy at a time.*mixing different'
 _MISTAKES = (
-  (step_with_an_optimizer, "Adam 'adam', made outside of any scope"),
+  (_step(), _ADAM),
+  (_step(is_built=False), _ADAM),
+  (_step(model='outside'), _ADAM),
   (
-    functools.partial(step_with_an_optimizer, is_built=False),
-    "Adam 'adam', made outside of any scope",
-  ),
-  (
-    functools.partial(step_with_an_optimizer, is_inside=False),
-    "Adam 'adam', made outside of any scope",
-  ),
-  (
-    functools.partial(
-      step_with_an_optimizer,
-      is_inside=False,
-      is_built=False,
-      optimizer_is_inside=True,
-    ),
+    _step(model='outside', is_built=False, optimizer='inside'),
     "variable '.*kernel', made outside of any scope",
   ),
-  (model_made_outside, "variable '.*kernel'.*outside of any scope"),
-  (model_made_outside_and_fitted_outside, "model '.*outside of any scope"),
+  (_train(model='outside', fitted='inside'), _KERNEL),
+  (_train(model='outside'), "model '.*outside of any scope"),
   (layer_made_outside, "variable '.*outer/kernel'.*outside of any scope"),
-  (all_made_outside_and_fitted_inside, "variable '.*outside of any scope"),
-  (optimizer_made_outside, "Adam 'adam', made outside of any scope"),
-  (optimizer_built_outside, "Adam 'adam', made outside of any scope"),
-  (
-    optimizer_of_another_strategy,
-    "Adam 'adam', made under RingMirroredStrategy",
-  ),
-  (compiled_outside, "Adam 'adam', made outside of any scope"),
+  (_train(model='outside', compiled='outside', fitted='inside'), _KERNEL),
+  (_optimizer('outside'), _ADAM),
+  (_optimizer('outside', is_built=True), _ADAM),
+  (_optimizer('elsewhere'), "Adam 'adam', made under RingMirroredStrategy"),
+  (_train(compiled='outside'), _ADAM),
   (
     metric_made_outside,
     "variable 'outer/.* of a metric, made outside of any scope",
   ),
-  (nested_scopes, 'one strategy at a time.*mixing different'),
-  (fitted_in_another_scope, 'one strategy at a time.*mixing different'),
+  (nested_scopes, _TWO_STRATEGIES),
+  (_train(fitted='elsewhere'), _TWO_STRATEGIES),
 )
 
 

@@ -44,10 +44,11 @@ def _fit(make_optimizer, strategy=None):
   """Returns the weights and the losses of evaluations."""
   keras.utils.set_random_seed(1)
   with common.scope_of(strategy):
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2)])
+    model = common.linear(3, 2)
     model.compile(make_optimizer(), 'mse')
   x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
-  history = model.fit(
+  history = common.fit(
+    model,
     x,
     x[:, :2] * 3,
     batch_size=8,
@@ -55,9 +56,8 @@ def _fit(make_optimizer, strategy=None):
     validation_split=0.2,
     callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
     shuffle=False,
-    verbose=0,
   )
-  return [*model.get_weights(), *history.history['val_loss']]
+  return [*model.get_weights(), *history['val_loss']]
 
 
 @functools.cache

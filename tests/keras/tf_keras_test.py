@@ -39,15 +39,6 @@ def _model(**options):
   return model
 
 
-def _calls(model, x, y):
-  yield lambda: model.fit(x, y, verbose=0)
-  yield lambda: model.evaluate(x, y, verbose=0)
-  yield lambda: model.predict(x, verbose=0)
-  yield lambda: model.train_on_batch(x, y)
-  yield lambda: model.test_on_batch(x, y)
-  yield lambda: model.predict_on_batch(x)
-
-
 def _refusals_of_servers(mode):
   # Keras 2 predicts on the coordinator alone.
   strategy = tfs.ParameterServerStrategy(mode=mode)
@@ -102,11 +93,19 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
   def test_fit_and_the_like_are_refused(self, name, options):
     with _STRATEGIES[name]().scope():
       model = _model(**options)
-    for call in _calls(model, *_data()):
+    x, y = _data()
+    for call, *args in (
+      (model.fit, x, y),
+      (model.evaluate, x, y),
+      (model.predict, x),
+      (model.train_on_batch, x, y),
+      (model.test_on_batch, x, y),
+      (model.predict_on_batch, x),
+    ):
       with self.assertRaisesRegex(
         tfs.errors.UnsupportedVersionError, 'tf_keras.*Keras 3.*strategy.run'
       ):
-        call()
+        call(*args)
 
   @tiers.parameters('async', tiers.soak('sync'))
   def test_parameter_servers_refuse(self, mode):

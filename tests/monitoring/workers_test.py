@@ -6,14 +6,98 @@ import json
 import os
 import pathlib
 import tempfile
+import time
 
+import keras
+import numpy as np
 from absl.testing import absltest
 
-from tests import processes
-from tests.monitoring import monitored_workers
-from tf_strategies.monitoring import timeline
+import tf_strategies as tfs
+from tests import processes, virtual_devices
+from tf_strategies import process_group
+from tf_strategies.monitoring import keras_callback, recorder, timeline
 
-_STEPS = monitored_workers.EPOCHS * monitored_workers.STEPS_PER_EPOCH
+virtual_devices.configure()
+
+STEPS_PER_EPOCH, EPOCHS, GLOBAL_BATCH_SIZE = 4, 2, 32
+# Each kernel fills one bucket.
+UNITS, LAYERS = 160, 4
+BUCKET_BYTES = 100_000
+# Minimum duration of a bucket, which the graph starts earlier.
+BUCKET_SECONDS = 0.02
+
+
+def _model(strategy):
+  with strategy.scope():
+    model = keras.Sequential(
+      [keras.Input([UNITS])]
+      + [keras.layers.Dense(UNITS) for _ in range(LAYERS)]
+    )
+    model.compile(
+      keras.optimizers.SGD(1e-3),
+      'mse',
+      jit_compile=False,
+    )
+  return model
+
+
+def _fit(model, epochs, steps, callbacks):
+  count = GLOBAL_BATCH_SIZE * steps
+  x = np.linspace(0, 1, count * UNITS, dtype=np.float32).reshape([count, UNITS])
+  model.fit(
+    x,
+    x,
+    batch_size=GLOBAL_BATCH_SIZE,
+    epochs=epochs,
+    verbose=0,
+    callbacks=callbacks,
+  )
+
+
+def measure(rank, directory):
+  """Trains without a monitor, then with one."""
+  strategy = tfs.MultiWorkerRingStrategy(
+    options=tfs.RingOptions(
+      bucket_bytes=BUCKET_BYTES,
+      group=process_group.GroupOptions.from_env(
+        rendezvous_timeout_seconds=90.0, heartbeat_timeout_seconds=60.0
+      ),
+    ),
+    devices=['CPU:0'],
+  )
+  model = _model(strategy)
+  _fit(model, 1, 2, [])
+  was_off = not recorder.is_on() and not os.listdir(directory)
+  strategy.process_group.barrier()
+  all_reduce = strategy.process_group.all_reduce
+
+  def slow_all_reduce(*args, **options):
+    time.sleep(BUCKET_SECONDS)
+    return all_reduce(*args, **options)
+
+  strategy.process_group.all_reduce = slow_all_reduce
+  model = _model(strategy)
+  monitor = keras_callback.MonitorCallback(os.path.join(directory, 'run.json'))
+  told = []
+  bar = keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: told.append(dict(logs))
+  )
+  _fit(model, EPOCHS, STEPS_PER_EPOCH, [monitor, bar])
+  strategy.process_group.barrier()
+  strategy.close()
+  return {
+    'was_off': was_off,
+    'is_off': not recorder.is_on(),
+    'parameters': model.count_params(),
+    'variables': [v.path for v in model.trainable_variables],
+    'metric_values': sum(
+      int(np.prod(v.shape)) for v in model.metrics_variables
+    ),
+    'logs': told,
+  }
+
+
+_STEPS = EPOCHS * STEPS_PER_EPOCH
 # Times are stored as floats of microseconds.
 _ROUNDING_US = 0.01
 
@@ -40,9 +124,7 @@ class MeasuredRunTest(absltest.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     with tempfile.TemporaryDirectory() as directory:
-      cls.told = processes.run_workers(
-        monitored_workers.measure, 2, args=(directory,)
-      )
+      cls.told = processes.run_workers(measure, 2, args=(directory,))
       cls.files = sorted(
         os.path.relpath(path, directory)
         for path in glob.glob(f'{directory}/**', recursive=True)
@@ -83,7 +165,7 @@ class MeasuredRunTest(absltest.TestCase):
       # The first step traces.
       self.assertNotIn('communication', told['logs'][0])
       # The first epoch without the traced step, and the second epoch.
-      half = monitored_workers.STEPS_PER_EPOCH
+      half = STEPS_PER_EPOCH
       for first, last in ((1, half - 1), (half, _STEPS - 1)):
         epoch = steps[first : last + 1]
         seconds = sum(step['dur'] for step in epoch) / 1e6
@@ -92,7 +174,7 @@ class MeasuredRunTest(absltest.TestCase):
           for span in _spans(trace, 'step', 'wait')
           if first < span['args']['step'] <= last + 1
         )
-        rows = len(epoch) * monitored_workers.GLOBAL_BATCH_SIZE
+        rows = len(epoch) * GLOBAL_BATCH_SIZE
         shown = told['logs'][last]
         # Each bucket takes a while, and the backward pass hides a part of it.
         self.assertBetween(
@@ -129,7 +211,7 @@ class MeasuredRunTest(absltest.TestCase):
       # Each kernel has its own bucket. The biases share one or more buckets.
       self.assertEqual(set(sent), set(steps))
       self.assertLen(set(sent.values()), 1)
-      self.assertGreaterEqual(sent[1], monitored_workers.LAYERS)
+      self.assertGreaterEqual(sent[1], LAYERS)
 
 
 if __name__ == '__main__':

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tests.programs import common
 
-layers, ops = keras.layers, keras.ops
+layers = keras.layers
 
 _CLASSES = 4
 
@@ -31,10 +31,10 @@ def _tokens(count, length=6):
   return rng.integers(0, 9, (count, length)), rng.integers(0, _CLASSES, count)
 
 
-def _dense(width=6):
+def _dense():
   return keras.Sequential(
     [
-      layers.Input([width]),
+      layers.Input([6]),
       layers.Dense(8, 'relu'),
       layers.Dense(_CLASSES, dtype='float32'),
     ]
@@ -56,6 +56,12 @@ def _train(model, x, y, optimizer, batch=16, **compiled):
   history = model.fit(x, y, batch, epochs=2, shuffle=False, verbose=0)
   evaluated = model.evaluate(x, y, batch, verbose=0)
   return history.history, evaluated, model.get_weights()
+
+
+def _fit_repeated(model, width):
+  """Returns the history of `fit` with a repeated data set and a step count."""
+  dataset = tf.data.Dataset.from_tensor_slices(_rows(64, width))
+  return common.fit(model, dataset.repeat().batch(16), steps_per_epoch=6)
 
 
 def _sgd():
@@ -113,22 +119,10 @@ def compiled_embedding():
   return _train(model, *_tokens(32), _sgd(), jit_compile=True)
 
 
-class _TokenAndPosition(layers.Layer):
-  """Adds the embeddings of tokens and positions."""
-
-  def __init__(self):
-    super().__init__()
-    self.token = layers.Embedding(9, 4)
-    self.place = layers.Embedding(6, 4)
-
-  def call(self, tokens):
-    return self.token(tokens) + self.place(ops.arange(6))
-
-
 def transformer():
   """Trains a Transformer. Adam gets its Embeddings' gradients as `IndexedSlices`."""
   inputs = keras.Input([6], dtype='int32')
-  x = _TokenAndPosition()(inputs)
+  x = common.Positions(9, 6, 4)(inputs)
   x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x))
   x = layers.GlobalAveragePooling1D()(x)
   model = keras.Model(inputs, layers.Dense(_CLASSES)(x))
@@ -150,7 +144,7 @@ def dropout():
 
 def many_steps():
   """Counts metrics over more steps than a doubling float32 can represent."""
-  model = keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)])
+  model = common.linear(6, _CLASSES)
   optimizer = keras.optimizers.SGD(1e-2)
   return _train(model, *_rows(560, 6), optimizer, 4, metrics=['accuracy'])
 
@@ -210,9 +204,7 @@ def two_layers():
 
 
 def tutorial():
-  """Follows the tutorial for several workers: a repeated data set and a step count."""
-  x, y = _rows(64, 36)
-  dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
+  """Follows the tutorial for several workers."""
   model = keras.Sequential(
     [
       layers.Input([36]),
@@ -224,8 +216,7 @@ def tutorial():
     ]
   )
   model.compile(_sgd(), common.crossentropy(), metrics=['accuracy'])
-  history = model.fit(dataset, epochs=2, steps_per_epoch=6, verbose=0)
-  return history.history, model.get_weights()
+  return _fit_repeated(model, 36), model.get_weights()
 
 
 def regression_of_a_trainer():
@@ -291,11 +282,9 @@ def growth():
 
 def fit_on_servers():
   """Trains on parameter servers, which hold Adam's counter and learning rate."""
-  x, y = _rows(64, 6)
-  dataset = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(16)
   model = _dense()
   model.compile(_adam(), common.crossentropy())
-  model.fit(dataset, epochs=2, steps_per_epoch=6, verbose=0)
+  _fit_repeated(model, 6)
   iterations = model.optimizer.iterations.numpy()
   # Asynchronous steps do not give one device's weights.
   return iterations, [np.isfinite(w) for w in model.get_weights()]

@@ -18,6 +18,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from tests.museum import exhibits, running
+from tests.programs import common
 
 _PAGE = flags.DEFINE_string('page', 'docs/museum.md', 'The page to write.')
 _ONLY = flags.DEFINE_list('only', [], 'Reports to run, as keras#20585; or all.')
@@ -64,13 +65,8 @@ def titles(tensorflow: str, keras_version: str) -> dict[str, str]:
 
 
 def read(page: str) -> Cells:
-  """Returns the cells of a page's table, or {} if it has none."""
-  lines = [line for line in page.splitlines() if line.startswith('| ')]
-  if not lines:
-    return {}
-  head, *rows = [
-    [c.strip() for c in line.strip('|').split(' | ')] for line in lines
-  ]
+  """Returns the cells of a page's table."""
+  head, *rows = common.table_rows(page)
   return {
     row[0].partition(']')[0].strip('['): dict(
       zip(head[2:], row[2:], strict=True)

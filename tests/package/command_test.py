@@ -60,32 +60,20 @@ class DispatchTest(parameterized.TestCase):
     self.assertIn(f'Did you mean: {flag[2:]}', err)
     self.assertIn(f'Usage: tfs {name} [flags]', err)
 
-  def test_flag_of_another_launcher(self):
-    status, _, err = _run('launch', '--restarts=1', '--', 'true')
-    self.assertEqual(status, 2)
-    self.assertEqual(err.count('Did you mean'), 1, err)
-    self.assertIn('Did you mean: max_restarts ?', err)
-
   @parameterized.parameters(
-    (['lanch', '--num_workers=2'], 'tfs launch'),
-    (['manifest'], 'tfs manifests'),
+    (
+      ['lanch', '--num_workers=2'],
+      "no command 'lanch'.*Did you mean: tfs launch",
+    ),
+    (['launch', '--restarts=1', '--', 'true'], 'Did you mean: max_restarts ?'),
+    (['launch', '--nnodes=2', '--', 'true'], 'tfs launch: .*--rendezvous=None'),
+    (['launch', '--node_rank=1', '--', 'true'], 'tfs launch: .*--nnodes=1'),
   )
-  def test_wrong_command_is_answered_with_a_near_one(self, words, near):
+  def test_wrong_words_are_explained(self, words, told):
     status, out, err = _run(*words)
     self.assertEqual((status, out), (2, ''))
-    self.assertIn(f'no command {words[0]!r}', err)
-    self.assertIn('Did you mean: ', err)
-    self.assertIn(near, err.partition('Did you mean: ')[2])
-
-  @parameterized.parameters(
-    ('launch', ['--nnodes=2', '--', 'true'], '--rendezvous=None'),
-    ('launch', ['--node_rank=1', '--', 'true'], '--nnodes=1'),
-  )
-  def test_wrong_words_are_explained(self, name, words, told):
-    status, out, err = _run(name, *words)
-    self.assertEqual((status, out), (2, ''))
-    self.assertIn(told, err)
-    self.assertStartsWith(err, f'tfs {name}: ')
+    self.assertRegex(err, f'(?s){told}')
+    self.assertLessEqual(err.count('Did you mean'), 1, err)
 
   @pytest.mark.smoke
   def test_version(self):
@@ -106,17 +94,8 @@ class LoadedTest(parameterized.TestCase):
     self.assertEqual(last, f'status {status} loaded []')
 
   def test_module_is_the_command(self):
-    done = processes.run_python(
-      *(
-        '-m',
-        'tf_strategies',
-        'launch',
-        '--num_workers=1',
-        '--',
-        'echo',
-        'here',
-      )
-    )
+    words = ['tf_strategies', 'launch', '--num_workers=1', '--', 'echo', 'here']
+    done = processes.run_python('-m', *words)
     self.assertEqual((done.returncode, done.stderr), (0, ''))
     self.assertEqual(done.stdout, '[worker 0] here\n')
     done = processes.run_python('-m', 'tf_strategies', 'launch', '--', 'false')

@@ -1,11 +1,13 @@
 """Typed errors keep their type and message, even when traced code raises them."""
 
+import pickle
+
 import keras
 import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tf_strategies import errors
+from tf_strategies import _graph_errors, errors
 
 _TYPES = [
   t
@@ -61,6 +63,79 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
       errors.ClusterConfigError,
     ):
       self.assertTrue(issubclass(error_type, ValueError), error_type)
+
+
+_MESSAGE = """Graph execution error:
+
+Detected at node a/Assert defined at (most recent call last):
+  File "/home/me/train.py", line 3, in <module>
+
+  File "/lib/python3/site-packages/keras/src/layers/layer.py", line 5, in __call__
+
+  File "/home/me/model.py", line 7, in call
+
+Detected at node a/Assert defined at (most recent call last):
+  File "/home/me/train.py", line 3, in <module>
+
+  File "/lib/python3/site-packages/tensorflow/python/ops/x.py", line 5, in f
+
+  File "/home/me/model.py", line 7, in call
+
+assertion failed: [
+
+too much] [32]
+\t [[{{node a/Assert}}]]
+Additional GRPC error information from remote target /job:worker while calling x:
+:UNKNOWN:Error received from peer  {grpc_message:"too much"} [Op:__inference_f]"""
+_READABLE = """Graph execution error:
+
+Detected at node a/Assert defined at (most recent call last):
+  File "/home/me/train.py", line 3, in <module>
+  File "/home/me/model.py", line 7, in call
+assertion failed: [
+
+too much] [32]
+\t [[{{node a/Assert}}]]"""
+
+
+class ReadableTest(parameterized.TestCase):
+  def test_lines_of_the_user_are_left(self):
+    error = tf.errors.InvalidArgumentError(None, None, _MESSAGE)
+    found = _graph_errors.readable(error)
+    self.assertIs(type(found), tf.errors.InvalidArgumentError)
+    self.assertEqual(found.message, _READABLE)
+    self.assertEqual(found.error_code, tf.errors.INVALID_ARGUMENT)
+
+  def test_what_is_readable_is_left_as_it_is(self):
+    once = _graph_errors.readable(tf.errors.AbortedError(None, None, _READABLE))
+    self.assertEqual(once.message, _READABLE)
+
+
+class ThroughGraphTest(parameterized.TestCase):
+  @parameterized.parameters(
+    errors.DataError('a\nb'),
+    tf.errors.InvalidArgumentError(None, None, 'a\nb'),
+    tf.errors.UnknownError(None, None, 'a'),
+  )
+  def test_types_are_kept(self, error):
+    def fail(x):
+      try:
+        raise error
+      except Exception as e:
+        _graph_errors.raise_through_graph(e)
+
+    @tf.function
+    def graph(x):
+      return tf.numpy_function(fail, [x], tf.float32)
+
+    with self.assertRaises(type(error)) as caught:
+      graph(tf.constant(1.0))
+    self.assertEqual(str(caught.exception), str(error))
+    again = pickle.loads(pickle.dumps(caught.exception))
+    self.assertIs(type(again), type(error))
+    self.assertEqual(str(again), str(error))
+    if isinstance(error, tf.errors.OpError):
+      self.assertEqual(caught.exception.error_code, error.error_code)
 
 
 if __name__ == '__main__':

@@ -57,22 +57,20 @@ class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertNotAllEqual(make(2, 5), whole[6:8])
 
   @parameterized.named_parameters(
-    ('whole', initializers.Orthogonal(seed=1), 'float32'),
-    ('own', _OfMyOwn(seed=1), 'float32'),
+    ('whole', initializers.Orthogonal(seed=1)),
+    ('own', _OfMyOwn(seed=1)),
     (
       'generator',
       initializers.RandomUniform(seed=keras.random.SeedGenerator(1)),
-      'float32',
     ),
     ('float64', initializers.RandomUniform(seed=1), 'float64'),
-    ('values', initializers.Constant(np.arange(7.0)), 'float32'),
+    ('values', initializers.Constant(np.arange(7.0))),
   )
-  def test_what_needs_the_whole(self, initializer, dtype):
+  def test_what_needs_the_whole(self, initializer, dtype='float32'):
     value, _ = _initial_value(initializer, _SHAPE, dtype)
     make = _keras_internal.initial_rows(value, _SHAPE, tf.as_dtype(dtype))
     self.assertIsNone(make)
-
-  def test_what_is_not_of_keras(self):
+    # No value of Keras.
     make = _keras_internal.initial_rows(
       lambda: tf.zeros(_SHAPE), _SHAPE, tf.float32
     )

@@ -14,7 +14,6 @@ from keras.src.backend.tensorflow import core, trainer
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.random import seed_generator
 
-from tests import docstrings
 from tf_strategies import _keras_internal, _tf_internal, errors
 
 TFTrainer = trainer.TensorFlowTrainer
@@ -128,11 +127,6 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
       ),
     ):
       _keras_internal.check()
-
-  def test_nothing_loads_keras_before_it_is_needed(self):
-    docstrings.assert_imports_load_none(
-      self, ['tf_strategies', 'tf_strategies._requirements'], ['keras']
-    )
 
 
 if __name__ == '__main__':

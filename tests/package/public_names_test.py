@@ -1,4 +1,4 @@
-"""The public names of the package, and the modules that their use loads."""
+"""The public names of the package, its examples, and the modules that they load."""
 
 import ast
 import functools
@@ -7,12 +7,15 @@ import inspect
 import itertools
 
 import pytest
+import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
-from benchmarks import processes
+from tests import docstrings, virtual_devices
 from tests.architecture import project
-from tf_strategies import _public
+from tf_strategies import _public, cluster, kubernetes, launch
+
+virtual_devices.configure()
 
 # Modules with a table of names. `errors` is not one: it contains only classes.
 _TABLES = (
@@ -81,23 +84,47 @@ class PublicNamesTest(parameterized.TestCase):
         undocumented.append(name)
     self.assertEmpty(undocumented)
 
-  @pytest.mark.smoke
-  def test_star_import(self):
-    found = {}
-    exec('from tf_strategies import *', found)
-    self.assertIs(found['RingOptions'], tfs.RingOptions)
-
   def test_unknown_name(self):
     with self.assertRaisesRegex(AttributeError, 'RingMiroredStrategy'):
       _ = tfs.RingMiroredStrategy
 
-  def test_some_packages_are_loaded_without_tensorflow(self):
-    program = (
-      'import sys, tf_strategies as tfs; tfs.cluster, tfs.errors, tfs.process_group; '
-      'assert not {"tensorflow", "keras"} & set(sys.modules)'
+
+def _modules_with_examples():
+  """Returns the modules whose docstrings have examples."""
+  return [
+    project.module_name(path)
+    for path, source in project.python_files(
+      'tf_strategies', 'examples'
+    ).items()
+    if '>>> ' in source and not path.startswith('tf_strategies/collectives')
+  ]
+
+
+class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
+  @parameterized.parameters(*_modules_with_examples())
+  def test_examples_run(self, name):
+    docstrings.assert_examples(self, name)
+
+  def test_every_module_is_found(self):
+    self.assertContainsSubset(
+      (
+        'examples.datasets.idx',
+        'tf_strategies',
+        'tf_strategies.launch.supervisor',
+      ),
+      _modules_with_examples(),
     )
-    done = processes.run_python('-c', program)
-    self.assertEqual(done.returncode, 0, done.stderr)
+
+  def test_commands_load_no_tensorflow(self):
+    packages = (cluster, kubernetes, launch)
+    modules = [
+      name for each in packages for name in docstrings.modules_of(each)
+    ]
+    docstrings.assert_imports_load_none(
+      self,
+      ['tf_strategies._requirements', 'tf_strategies.process_group', *modules],
+      ['tensorflow', 'keras', 'yaml'],
+    )
 
 
 if __name__ == '__main__':

@@ -3,12 +3,10 @@
 import ast
 import importlib.util
 import inspect
-import json
 import os
 import pathlib
 import re
 import shutil
-import sys
 import unittest
 
 from absl.testing import absltest
@@ -26,58 +24,26 @@ def _marked(name: str) -> set[tuple[str, int]]:
   return {(name, n) for n, line in enumerate(lines, 1) if '  # wrong' in line}
 
 
-def _has(module: str) -> bool:
-  return importlib.util.find_spec(module) is not None
-
-
+@unittest.skipUnless(importlib.util.find_spec('mypy'), 'no mypy')
 class CheckersTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    self._directory = pathlib.Path(self.create_tempdir().full_path)
-    for name in _PROGRAMS:
-      shutil.copy(_HERE / name, self._directory)
-
-  def assert_finds(self, found: set[tuple[str, int]], output: str):
-    """Checks that exactly the marked lines are reported, and no line of the
-    correct program.
-    """
-    self.assertEmpty(_marked('user_program.py'))
-    expected = _marked('mistaken_program.py')
-    self.assertGreater(len(expected), 10)
-    self.assertEqual(found, expected, output)
-
-  @unittest.skipUnless(_has('mypy'), 'mypy is not installed')
   def test_mypy(self):
+    """Checks that exactly the marked lines are reported."""
+    directory = pathlib.Path(self.create_tempdir().full_path)
+    for name in _PROGRAMS:
+      shutil.copy(_HERE / name, directory)
     path = {'MYPYPATH': '' if 'site-packages' in str(_SITE) else str(_SITE)}
     done = processes.run_python(
       *('-m', 'mypy', '--strict', '--ignore-missing-imports'),
       *('--follow-imports=silent', '--cache-dir', os.devnull),
       *_PROGRAMS,
-      cwd=self._directory,
+      cwd=directory,
       env=path,
     )
     found = re.findall(r'^(\w+\.py):(\d+): error:', done.stdout, re.MULTILINE)
-    self.assert_finds({(a, int(b)) for a, b in found}, done.stdout)
-
-  @unittest.skipUnless(
-    _has('pyright') and shutil.which('node'), 'pyright or Node is not installed'
-  )
-  def test_pyright(self):
-    (self._directory / 'pyrightconfig.json').write_text(
-      json.dumps({'extraPaths': [str(_SITE)], 'reportMissingImports': False}),
-      encoding='utf-8',
-    )
-    done = processes.run_python(
-      *('-m', 'pyright', '--outputjson', '--pythonpath', sys.executable),
-      *_PROGRAMS,
-      cwd=self._directory,
-    )
-    found = {
-      (pathlib.Path(each['file']).name, each['range']['start']['line'] + 1)
-      for each in json.loads(done.stdout)['generalDiagnostics']
-      if each['severity'] == 'error'
-    }
-    self.assert_finds(found, done.stdout)
+    self.assertEmpty(_marked('user_program.py'))
+    expected = _marked('mistaken_program.py')
+    self.assertGreater(len(expected), 10)
+    self.assertEqual({(a, int(b)) for a, b in found}, expected, done.stdout)
 
 
 class SignaturesTest(absltest.TestCase):

@@ -13,7 +13,11 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
-from tf_strategies import data, monitoring, process_group
+from tests.programs import common
+from tf_strategies import data, monitoring, option_checks, process_group
+from tf_strategies.cluster import job
+from tf_strategies.launch import supervisor
+from tf_strategies.strategies.parameter_server import options as servers
 
 virtual_devices.configure()
 
@@ -109,7 +113,7 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
     """Returns an argument. Creates the model if the argument is '<model>'."""
     if value != '<model>':
       return value
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model = common.linear(3, 1)
     model.compile('sgd', 'mse')
     return model
 
@@ -156,6 +160,56 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(json.loads(json.dumps(found)), found)
     for name, value in found.items():
       self.assertAlmostEqual(value, given[name], msg=name)
+
+
+class UnusableValuesTest(parameterized.TestCase):
+  """Values of the right type that no job can use."""
+
+  @parameterized.parameters(
+    (tfs.CollectiveOptions, 'max_subdivs_per_device', -2),
+    (tfs.CollectiveOptions, 'timeout_seconds', 10**400),
+    (tfs.ElasticOptions, 'max_failures', -1),
+    (process_group.GroupOptions, 'heartbeat_timeout_seconds', 0),
+    (job.TaskCounts, 'num_ps', -1),
+    (data.PipelineOptions, 'global_batch_size', 0),
+    (data.PipelineOptions, 'seed', 2**63),
+    (tfs.RingOptions, 'link', 'udp'),
+    (servers.ParameterServerOptions, 'mode', np.array(['a', 'b'])),
+    (supervisor.LaunchOptions, 'grace_period', float('nan')),
+  )
+  def test_unusable_value_is_refused(self, options, name, value):
+    with self.assertRaises(tfs.errors.UnsupportedOptionError) as raised:
+      options(**{**_CALLS.get(options, {}), name: value})
+    error = raised.exception
+    self.assertIn(name, error.received)
+    self.assertTrue(error.expected)
+    self.assertTrue(error.fix)
+    # The fields of these are flags of commands.
+    are_flags = options in (job.TaskCounts, supervisor.LaunchOptions)
+    self.assertEqual('--' in error.received, are_flags)
+
+  def test_a_monitor_that_was_refused_is_not_in_the_way(self):
+    with self.assertRaises(tfs.errors.UnsupportedOptionError):
+      tfs.monitoring.TrainingMonitor(3)
+    tfs.monitoring.TrainingMonitor().close()
+
+  def test_secret_in_the_wrong_place_is_not_printed(self):
+    with self.assertRaises(tfs.errors.UnsupportedOptionError) as raised:
+      tfs.RingOptions(group=b'do not print this secret')
+    self.assertNotIn('do not print', str(raised.exception))
+
+  def test_ends_of_ranges(self):
+    option_checks.check_int('n', 1, 1, 3)
+    option_checks.check_int('n', 3, 1, 3)
+    option_checks.check_seconds('s', 0, or_zero=True)
+    for call in (
+      lambda: option_checks.check_int('n', 0, 1, 3),
+      lambda: option_checks.check_int('n', 4, 1, 3),
+      lambda: option_checks.check_seconds('s', 0),
+      lambda: option_checks.check_seconds('s', -1e-9, or_zero=True),
+    ):
+      with self.assertRaises(tfs.errors.UnsupportedOptionError):
+        call()
 
 
 if __name__ == '__main__':

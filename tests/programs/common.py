@@ -88,6 +88,28 @@ def tokens(rows: int) -> tuple[np.ndarray, np.ndarray]:
   return rng.integers(0, 23, (rows, 5)), rng.integers(0, CLASSES, rows)
 
 
+class Positions(layers.Layer):
+  """Adds the embeddings of tokens and positions, and passes on the mask."""
+
+  def __init__(self, words, length, width, mask_zero=False):
+    super().__init__()
+    self.token = layers.Embedding(words, width, mask_zero=mask_zero)
+    self.place = layers.Embedding(length, width)
+    self.supports_masking = True
+
+  def compute_mask(self, tokens, mask=None):
+    return self.token.compute_mask(tokens)
+
+  def call(self, tokens):
+    places = keras.ops.arange(keras.ops.shape(tokens)[-1])
+    return self.token(tokens) + self.place(places)
+
+
+def linear(inputs: int, outputs: int) -> keras.Model:
+  """Returns a model of one dense layer."""
+  return keras.Sequential([layers.Input([inputs]), layers.Dense(outputs)])
+
+
 def conv_model(*extra_layers, **conv_options) -> keras.Model:
   """Returns a convolution, max-pooling and a dense layer.
 
@@ -143,6 +165,27 @@ def batches(*arrays) -> tf.data.Dataset:
   return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
 
 
+def table_rows(page: str) -> list[list[str]]:
+  """Returns the cells of the rows of a page's table."""
+  return [
+    [cell.strip() for cell in line.strip('|').split(' | ')]
+    for line in page.splitlines()
+    if line.startswith('| ')
+  ]
+
+
+def points(seed: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns 78 rows of numbers (two batches, and one of 14), and three classes."""
+  rng = np.random.default_rng(seed)
+  return rng.random((78, 6)).astype(np.float32), rng.integers(0, 3, 78)
+
+
+def descend(optimizer, tape, loss, weights) -> None:
+  """Applies the gradients of a loss, as most steps of users do."""
+  gradients = tape.gradient(loss, weights)
+  optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+
 def state_of(model) -> list:
   """Returns a model's weights and optimizer state, and registers the model."""
   trained.append(model)
@@ -174,3 +217,11 @@ def results(model, x, y=None, **options) -> list:
     model.predict(x, verbose=0, **size),
     state_of(model),
   ]
+
+
+def train(
+  model, x, y=None, optimizer='adam', loss=None, metrics=None, **options
+) -> list:
+  """Compiles a model and returns its `results`."""
+  model.compile(optimizer, loss or crossentropy(), metrics=metrics)
+  return results(model, x, y, **options)

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 
 import tf_strategies as tfs
 from tests import virtual_devices
+from tests.programs import common
 from tests.programs.cases import STRATEGIES
 from tf_strategies import _tf_internal
 from tf_strategies.cross_device import links
@@ -19,6 +20,12 @@ from tf_strategies.strategies.mirrored import extended
 virtual_devices.configure()
 
 DEVICES = virtual_devices.names(4)
+_STRATEGIES = (
+  tfs.RingMirroredStrategy,
+  tfs.CentralStorageStrategy,
+  lambda d: tfs.MultiWorkerRingStrategy(devices=d),
+  lambda d: tfs.MultiWorkerCollectiveStrategy(devices=d),
+)
 # Some operations that compute a step.
 _COMPUTES = {
   'MatMul',
@@ -54,7 +61,7 @@ def _graph(strategy, jit_compile=True):
   """Returns the graph of a compiled model's step after running it."""
   x, y = _data()
   with strategy.scope():
-    model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3)])
+    model = common.linear(6, 3)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
       keras.optimizers.Adam(1e-2, clipnorm=0.1), loss, jit_compile=jit_compile
@@ -104,17 +111,12 @@ class CompiledByDefaultTest(tf.test.TestCase, parameterized.TestCase):
       extended.ExactMirroredExtended, 'compiles_by_default', on_gpus
     )
     with patched, _beside_a_gpu(), strategy.scope():
-      model = keras.Sequential([keras.Input([6]), keras.layers.Dense(3)])
+      model = common.linear(6, 3)
       model.compile('sgd', 'mse', **options)
       self.assertIs(model.distribute_strategy, strategy)
       return model.jit_compile
 
-  @parameterized.parameters(
-    tfs.RingMirroredStrategy,
-    tfs.CentralStorageStrategy,
-    lambda d: tfs.MultiWorkerRingStrategy(devices=d),
-    lambda d: tfs.MultiWorkerCollectiveStrategy(devices=d),
-  )
+  @parameterized.parameters(*_STRATEGIES)
   def test_auto_compiles_on_gpus(self, make):
     for devices in (DEVICES, DEVICES[:1]):
       strategy = make(devices)
@@ -166,8 +168,8 @@ class CompiledModelTest(tf.test.TestCase, parameterized.TestCase):
 class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
   """The step of a custom loop that XLA compiles, including its all-reduce."""
 
-  def reduce(self, devices):
-    strategy = tfs.RingMirroredStrategy(devices)
+  def reduce(self):
+    strategy = tfs.RingMirroredStrategy(DEVICES)
 
     @tf.function(jit_compile=True)
     def step(x):
@@ -181,63 +183,59 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_sums_over_replicas_or_says_that_it_cannot(self):
     if links.nccl_is_usable(DEVICES):
-      for result in self.reduce(DEVICES):
+      for result in self.reduce():
         self.assertAllClose(result, [0 + 4 + 16 + 36, 1 + 9 + 25 + 49])
       return
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'whole GPUs .*jit_compile=True'
     ):
-      self.reduce(DEVICES)
+      self.reduce()
+
+  def train(self, strategy, kind):
+    """Returns the weights after a step; XLA compiles it, its gradients or none."""
+    keras.utils.set_random_seed(4)
+    with strategy.scope():
+      model = common.linear(3, 1)
+      optimizer = keras.optimizers.SGD(0.1)
+      optimizer.build(model.trainable_variables)
+
+    @tf.function(jit_compile=kind == 'inside')
+    def gradients_of(x):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_sum((model(x) - x[:, :1]) ** 2) / 8
+      return tape.gradient(loss, model.trainable_variables)
+
+    def replica(x):
+      optimizer.apply(gradients_of(x), model.trainable_variables)
+
+    @tf.function(jit_compile=kind == 'outside')
+    def step(x):
+      strategy.run(replica, (x,))
+
+    x = tf.reshape(tf.range(24.0), [8, 3]) / 24
+    batches = tf.data.Dataset.from_tensors(x).unbatch().batch(8)
+    [batch] = strategy.experimental_distribute_dataset(batches)
+    step(batch)
+    return model.get_weights()
 
   @parameterized.parameters(
-    tfs.RingMirroredStrategy,
-    tfs.CentralStorageStrategy,
-    lambda d: tfs.CentralStorageStrategy(d[:1], d[1]),
-    lambda d: tfs.MultiWorkerRingStrategy(devices=d),
-    lambda d: tfs.MultiWorkerCollectiveStrategy(devices=d),
+    *_STRATEGIES, lambda d: tfs.CentralStorageStrategy(d[:1], d[1])
   )
   def test_around_a_step_is_refused_and_inside_of_it_is_exact(self, make):
     if links.nccl_is_usable(DEVICES):
       self.skipTest('XLA can compile such a step for these GPUs.')
-    x = tf.reshape(tf.range(24.0), [8, 3]) / 24
-    weights = []
-    for kind in ('none', 'outside', 'inside'):
-      keras.utils.set_random_seed(4)
-      strategy = (
-        tf.distribute.get_strategy() if kind == 'none' else make(DEVICES)
-      )
-      with strategy.scope():
-        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.SGD(0.1)
-        optimizer.build(model.trainable_variables)
-
-      @tf.function(jit_compile=kind == 'inside')
-      def gradients_of(x, model=model):
-        with tf.GradientTape() as tape:
-          loss = tf.reduce_sum((model(x) - x[:, :1]) ** 2) / 8
-        return tape.gradient(loss, model.trainable_variables)
-
-      def replica(x, model=model, optimizer=optimizer, of=gradients_of):
-        optimizer.apply(of(x), model.trainable_variables)
-
-      @tf.function(jit_compile=kind == 'outside')
-      def step(x, strategy=strategy, replica=replica):
-        strategy.run(replica, (x,))
-
-      batches = tf.data.Dataset.from_tensors(x).unbatch().batch(8)
-      [batch] = strategy.experimental_distribute_dataset(batches)
+    want = self.train(tf.distribute.get_strategy(), 'none')
+    for kind in ('outside', 'inside'):
+      strategy = make(DEVICES)
       is_central = isinstance(strategy, tfs.CentralStorageStrategy)
-      if kind == 'outside' or (kind == 'inside' and is_central):
+      if kind == 'outside' or is_central:
         with self.assertRaisesRegex(
           tfs.errors.UnsupportedOptionError, 'jit_compile=True.*strategy.step'
         ):
-          step(batch)
+          self.train(strategy, kind)
       else:
-        step(batch)
-        weights.append(model.get_weights())
-    for found in weights[1:]:
-      for a, b in zip(weights[0], found, strict=True):
-        self.assertAllClose(a, b, 0, 1e-6)
+        for a, b in zip(want, self.train(strategy, kind), strict=True):
+          self.assertAllClose(a, b, 0, 1e-6)
 
 
 if __name__ == '__main__':

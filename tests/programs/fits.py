@@ -4,10 +4,9 @@ The programs in other files have 78 rows. These have fewer, so that some
 replicas or workers get no rows.
 """
 
+import functools
 import gc
 import os
-import pathlib
-import tempfile
 
 import keras
 import numpy as np
@@ -30,6 +29,11 @@ def _fit(rows=_ROWS, data=common.images, policy=None, fit=None, **options):
     return common.results(model, *data(rows), **(fit or {}))
 
   return program
+
+
+_embedding = functools.partial(
+  _fit, data=common.tokens, make_model=common.embedding_model
+)
 
 
 def _normalized(rows, steps_per_execution=1, **options):
@@ -150,7 +154,7 @@ def _predicted():
   """Checks the order of predictions, also where replicas have different numbers
   of rows.
   """
-  model = keras.Sequential([layers.Input([3]), layers.Dense(2)])
+  model = common.linear(3, 2)
   return [
     model.predict(_numbers(rows), batch_size=8, verbose=0)
     for rows in (24, 21, 17, 1)
@@ -184,20 +188,6 @@ def _two_models_at_once():
   return [common.results(models[i], x, y, epochs=1) for i in (0, 1, 0, 1)]
 
 
-def _model_checkpoint():
-  x, y = common.images(_ROWS)
-  model = common.compiled()
-  with tempfile.TemporaryDirectory() as directory:
-    path = pathlib.Path(directory) / 'model.keras'
-    callback = keras.callbacks.ModelCheckpoint(path, monitor='loss')
-    history = common.fit(model, x, y, epochs=3, callbacks=[callback])
-    loaded = keras.models.load_model(path)
-  for a, b in zip(loaded.get_weights(), model.get_weights(), strict=True):
-    np.testing.assert_array_equal(a, b)
-  common.fit(loaded, x, y, epochs=1)
-  return history, common.state_of(loaded)
-
-
 class _InterruptAt(keras.callbacks.Callback):
   """Raises in the middle of the second epoch, as a crash would."""
 
@@ -226,15 +216,12 @@ def _backup_and_restore():
 
   whole = train()
   directory = os.path.join(common.shared_directory(), 'backup')
-  assert train(_backup(directory), _InterruptAt()) is None
-  resumed = train(_backup(directory))
+  backup = keras.callbacks.BackupAndRestore
+  assert train(backup(directory), _InterruptAt()) is None
+  resumed = train(backup(directory))
   for a, b in zip(whole[0], resumed[0], strict=True):
     np.testing.assert_array_equal(a, b)
   return resumed
-
-
-def _backup(directory):
-  return keras.callbacks.BackupAndRestore(directory)
 
 
 class _Reader(keras.callbacks.Callback):
@@ -355,20 +342,17 @@ PROGRAMS = {
   'sync_batch_normalization': _normalized(65, synchronized=True),
   'statistics': _statistics,
   'regularizers_and_constraint': _fit(make_model=_regularized),
-  'embedding_clipnorm': _fit(
-    data=common.tokens,
-    make_model=common.embedding_model,
+  'embedding_clipnorm': _embedding(
     optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
   ),
-  'embedding_steps_per_execution': _fit(
-    data=common.tokens,
-    make_model=common.embedding_model,
+  'embedding_steps_per_execution': _embedding(
     optimizer=lambda: optimizers.Adam(1e-2),
     steps_per_execution=2,
   ),
-  'mixed_float16_embedding': _fit(
-    data=common.tokens,
-    make_model=common.embedding_model,
+  'lazy_rows': _embedding(
+    optimizer=lambda: tfs.keras.LazyRows(optimizers.Adam(1e-2)),
+  ),
+  'mixed_float16_embedding': _embedding(
     policy='mixed_float16',
   ),
   'run_eagerly_1_row': _fit(65, run_eagerly=True),
@@ -399,15 +383,12 @@ PROGRAMS = {
   'predicted': _predicted,
   'weights_set_between_epochs': _weights_set_between_epochs,
   'two_models_at_once': _two_models_at_once,
-  'model_checkpoint': _model_checkpoint,
   'backup_and_restore': _backup_and_restore,
   'read_by_the_chief': _read_by_the_chief,
   'eager_after_others': _eager_after_others,
 }
 # An embedding table, with each optimizer. Batches contain some rows twice.
 TABLES = {
-  f'table_{name}': _fit(
-    data=common.tokens, make_model=common.embedding_model, optimizer=make
-  )
+  f'table_{name}': _embedding(optimizer=make)
   for name, make in common.OPTIMIZERS.items()
 }

@@ -71,10 +71,7 @@ class _Autoencoder(keras.Model):
       )
       divergence = ops.mean(ops.sum(divergence, axis=1))
       loss = wrong + divergence
-    gradients = tape.gradient(loss, self.trainable_weights)
-    self.optimizer.apply_gradients(
-      zip(gradients, self.trainable_weights, strict=True)
-    )
+    common.descend(self.optimizer, tape, loss, self.trainable_weights)
     for tracker, value in zip(
       self.trackers, (loss, wrong, divergence), strict=True
     ):
@@ -209,8 +206,6 @@ class _Wasserstein(keras.Model):
     return ops.mean((norm - 1.0) ** 2)
 
   def train_step(self, real):
-    if isinstance(real, tuple):
-      real = real[0]
     batch_size = tf.shape(real)[0]
     for _ in range(self.turns):
       noise = keras.random.normal([batch_size, 4], seed=self.noise)
@@ -220,17 +215,13 @@ class _Wasserstein(keras.Model):
         loss -= ops.mean(self.critic(real, training=True))
         loss += 10.0 * self.gradient_penalty(batch_size, real, fake)
       weights = self.critic.trainable_variables
-      gradients = tape.gradient(loss, weights)
-      self.critic_optimizer.apply_gradients(
-        zip(gradients, weights, strict=True)
-      )
+      common.descend(self.critic_optimizer, tape, loss, weights)
     noise = tf.random.stateless_normal([batch_size, 4], seed=[1, 2])
     with tf.GradientTape() as tape:
       fake = self.critic(self.maker(noise, training=True), training=True)
       maker_loss = -ops.mean(fake)
     weights = self.maker.trainable_variables
-    gradients = tape.gradient(maker_loss, weights)
-    self.maker_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    common.descend(self.maker_optimizer, tape, maker_loss, weights)
     return {'d_loss': loss, 'g_loss': maker_loss}
 
 
@@ -251,6 +242,8 @@ class _Diffusion(keras.Model):
     self.network = self._network()
     self.ema_network = keras.models.clone_model(self.network)
     self.seed_generator = keras.random.SeedGenerator(4)
+    self.noise_loss = keras.metrics.Mean(name='n_loss')
+    self.image_loss = keras.metrics.Mean(name='i_loss')
 
   def _network(self):
     images, variances = layers.Input([8, 8, 1]), layers.Input([1, 1, 1])
@@ -262,11 +255,6 @@ class _Diffusion(keras.Model):
     hidden = layers.Activation('swish')(hidden)
     outputs = layers.Conv2D(1, 1, kernel_initializer='zeros')(hidden)
     return keras.Model([images, variances], outputs)
-
-  def compile(self, **options):
-    super().compile(**options)
-    self.noise_loss = keras.metrics.Mean(name='n_loss')
-    self.image_loss = keras.metrics.Mean(name='i_loss')
 
   @property
   def metrics(self):
@@ -286,32 +274,30 @@ class _Diffusion(keras.Model):
     signal, noise = ops.cos(angles), ops.sin(angles)
     return images, noises, signal * images + noise * noises, signal, noise
 
+  def measured(self, noise_loss, denoised, images):
+    self.noise_loss.update_state(noise_loss)
+    self.image_loss.update_state(self.loss(images, denoised))
+    return {m.name: m.result() for m in self.metrics}
+
   def train_step(self, images):
     images, noises, noisy, signal, noise = self.noisy(images)
     with tf.GradientTape() as tape:
       told = self.network([noisy, noise**2], training=True)
       loss = self.loss(noises, told)
     weights = self.network.trainable_weights
-    gradients = tape.gradient(loss, weights)
-    self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
-    self.noise_loss.update_state(loss)
-    self.image_loss.update_state(
-      self.loss(images, (noisy - noise * told) / signal)
-    )
+    common.descend(self.optimizer, tape, loss, weights)
+    found = self.measured(loss, (noisy - noise * told) / signal, images)
     for weight, ema_weight in zip(
       self.network.weights, self.ema_network.weights, strict=True
     ):
       ema_weight.assign(0.9 * ema_weight + (1 - 0.9) * weight)
-    return {m.name: m.result() for m in self.metrics}
+    return found
 
   def test_step(self, images):
     images, noises, noisy, signal, noise = self.noisy(images)
     told = self.ema_network([noisy, noise**2], training=False)
-    self.noise_loss.update_state(self.loss(noises, told))
-    self.image_loss.update_state(
-      self.loss(images, (noisy - noise * told) / signal)
-    )
-    return {m.name: m.result() for m in self.metrics}
+    loss = self.loss(noises, told)
+    return self.measured(loss, (noisy - noise * told) / signal, images)
 
 
 def _diffusion():

@@ -38,18 +38,16 @@ def _one_input_model():
 
 
 class _Batches(keras.utils.PyDataset):
-  """Batches that count how often each one was read."""
+  """Batches, of which the last is small."""
 
   def __init__(self, **options):
     super().__init__(**options)
-    self.reads = []
-    self._a, _, self._y = _two_inputs(96)
+    self._a, _, self._y = _two_inputs()
 
   def __len__(self):
     return 3
 
   def __getitem__(self, i):
-    self.reads.append(i)
     rows = slice(32 * i, 32 * i + 32)
     return self._a[rows], self._y[rows]
 
@@ -63,8 +61,7 @@ def _finite_generator():
       drawn.append(i)
       yield a[32 * i : 32 * i + 32], y[32 * i : 32 * i + 32]
 
-  model = _one_input_model()
-  return common.fitted(model, batches(), epochs=1), drawn
+  return common.fitted(_one_input_model(), batches(), epochs=1), drawn
 
 
 def _endless_generator():
@@ -76,8 +73,7 @@ def _endless_generator():
       yield a + np.float32(i), y
       i += 1
 
-  model = _one_input_model()
-  return common.fitted(model, batches(), steps_per_epoch=3)
+  return common.fitted(_one_input_model(), batches(), steps_per_epoch=3)
 
 
 def _seeded_shuffle():
@@ -90,8 +86,7 @@ def _seeded_shuffle():
 
 def _py_dataset():
   batches = _Batches()
-  model = _one_input_model()
-  return common.fitted(model, batches)
+  return common.results(_one_input_model(), batches, validation_data=batches)
 
 
 def _structures():
@@ -132,48 +127,13 @@ def _on_batch():
   model = _two_input_model()
   found = {
     'train': [model.train_on_batch([a, b], y) for _ in range(3)],
+    'by name': model.train_on_batch([a[:8], b[:8]], y[:8], return_dict=True),
     'weighted': model.train_on_batch([a, b], y, sample_weight=weights),
     'test': model.test_on_batch((a, b), y),
     'predict': model.predict_on_batch([a, b]),
     'fewer rows than replicas': model.predict_on_batch([a[:2], b[:2]]),
   }
   return found, (model.get_weights(),)
-
-
-class _Denoiser(keras.Model):
-  """A model with its own `train_step`, for inputs without targets."""
-
-  def __init__(self):
-    super().__init__(name='denoiser')
-    self.dense = layers.Dense(3)
-    self.tracker = keras.metrics.Mean(name='loss')
-
-  @property
-  def metrics(self):
-    return [self.tracker]
-
-  def call(self, x):
-    return self.dense(x)
-
-  def train_step(self, data):
-    with tf.GradientTape() as tape:
-      loss = self.compiled(data, self(2.0 * data, training=True))
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
-    self.tracker.update_state(loss)
-    return {'loss': self.tracker.result()}
-
-  def compile(self, optimizer, loss):
-    super().compile(optimizer=optimizer)
-    self.compiled = loss
-
-
-def _inputs_alone():
-  a, _, _ = _two_inputs(96)
-  model = _Denoiser()
-  model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())
-  dataset = common.batches(a)
-  return common.fitted(model, dataset)
 
 
 def _bools_and_strings():
@@ -202,6 +162,5 @@ PROGRAMS = {
   'py_dataset': _py_dataset,
   'structures': _structures,
   'on_batch': _on_batch,
-  'inputs_alone': _inputs_alone,
   'bools_and_strings': _bools_and_strings,
 }

@@ -12,6 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.programs import common
+
 layers, losses = keras.layers, keras.losses
 _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 4
@@ -22,6 +24,13 @@ def _data():
   rng = np.random.default_rng(18)
   x = rng.normal(size=(_ROWS, 8, 8, 1)).astype('f4')
   return x, rng.integers(0, _CLASSES, _ROWS)
+
+
+def _distributed():
+  """Returns the strategy, and its batches of the data."""
+  strategy = tf.distribute.get_strategy()
+  dataset = common.batches(*_data())
+  return strategy, strategy.experimental_distribute_dataset(dataset)
 
 
 def _model():
@@ -46,9 +55,7 @@ def _custom_training():
   """Follows "Custom training with tf.distribute.Strategy": average loss,
   metrics, a test.
   """
-  strategy = tf.distribute.get_strategy()
-  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
-  distributed = strategy.experimental_distribute_dataset(dataset)
+  strategy, distributed = _distributed()
   model, per_row = _model(), _per_row()
   optimizer = keras.optimizers.Adam(1e-2, global_clipnorm=0.5)
   accuracy = keras.metrics.SparseCategoricalAccuracy()
@@ -65,10 +72,7 @@ def _custom_training():
     with tf.GradientTape() as tape:
       outputs = model(x, training=True)
       loss = compute_loss(y, outputs)
-    gradients = tape.gradient(loss, model.trainable_variables)
-    optimizer.apply_gradients(
-      zip(gradients, model.trainable_variables, strict=True)
-    )
+    common.descend(optimizer, tape, loss, model.trainable_variables)
     accuracy.update_state(y, outputs)
     return loss
 
@@ -129,9 +133,7 @@ def _loop_over_workers():
         loss = tf.nn.compute_average_loss(
           per_row(y, outputs), global_batch_size=_BATCH
         )
-      weights = model.trainable_variables
-      gradients = tape.gradient(loss, weights)
-      optimizer.apply_gradients(zip(gradients, weights, strict=True))
+      common.descend(optimizer, tape, loss, model.trainable_variables)
       return loss
 
     @tf.function
@@ -158,9 +160,7 @@ def _loop_over_workers():
 
 def _contrastive():
   """Compares each row with the features of all replicas' rows (in-batch negatives)."""
-  strategy = tf.distribute.get_strategy()
-  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
-  distributed = strategy.experimental_distribute_dataset(dataset)
+  strategy, distributed = _distributed()
   model = _model()
   optimizer = keras.optimizers.SGD(0.1)
 
@@ -180,9 +180,7 @@ def _contrastive():
         ) / tf.reduce_sum(is_alike, axis=1)
         # The mean over this replica's rows, as a share of the global mean.
         loss = tf.reduce_sum(per_row) / tf.cast(len(everyone), tf.float32)
-      weights = model.trainable_variables
-      gradients = tape.gradient(loss, weights)
-      optimizer.apply_gradients(zip(gradients, weights, strict=True))
+      common.descend(optimizer, tape, loss, model.trainable_variables)
       return loss
 
     parts = strategy.run(step, args=(inputs,))
@@ -207,9 +205,7 @@ def _powers(x):
 
 def _helpers():
   """Runs a step whose Python helpers AutoGraph must convert."""
-  strategy = tf.distribute.get_strategy()
-  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
-  distributed = strategy.experimental_distribute_dataset(dataset)
+  strategy, distributed = _distributed()
   weight = tf.Variable(tf.linspace(-1.0, 1.0, 64))
 
   def step(inputs):

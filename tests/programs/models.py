@@ -58,8 +58,7 @@ def _image_classification():
       layers.Dense(_CLASSES),
     ]
   )
-  model.compile('adam', common.crossentropy(), metrics=['accuracy'])
-  return common.results(model, x, y, validation_split=0.2)
+  return common.train(model, x, y, metrics=['accuracy'], validation_split=0.2)
 
 
 def _augmentations():
@@ -80,8 +79,7 @@ def _augmentations():
       layers.Dense(_CLASSES),
     ]
   )
-  model.compile('adam', common.crossentropy())
-  return common.results(model, x, y)
+  return common.train(model, x, y)
 
 
 def _convolution(x, filters, stride=1, activation='relu'):
@@ -101,15 +99,12 @@ def _transfer_learning():
   hidden = layers.GlobalAveragePooling2D()(base(scaled, training=False))
   outputs = layers.Dense(_CLASSES)(layers.Dropout(0.2)(hidden))
   model = keras.Model(inputs, outputs)
-  model.compile(
-    keras.optimizers.Adam(), common.crossentropy(), metrics=['accuracy']
-  )
-  first = common.results(model, x, y, epochs=1)
+  options = {'metrics': ['accuracy'], 'epochs': 1}
+  first = common.train(model, x, y, **options)
   base.trainable = True
-  model.compile(
-    keras.optimizers.Adam(1e-5), common.crossentropy(), metrics=['accuracy']
+  return first, common.train(
+    model, x, y, keras.optimizers.Adam(1e-5), **options
   )
-  return first, common.results(model, x, y, epochs=1)
 
 
 def _resnet():
@@ -128,8 +123,7 @@ def _resnet():
   model = keras.Model(inputs, outputs)
   rate = keras.optimizers.schedules.CosineDecay(0.05, 6)
   optimizer = keras.optimizers.SGD(rate, momentum=0.9, nesterov=True)
-  model.compile(optimizer, common.crossentropy(), metrics=['accuracy'])
-  return common.results(model, x, y)
+  return common.train(model, x, y, optimizer, metrics=['accuracy'])
 
 
 def _application(build, **options):
@@ -151,10 +145,8 @@ def _application(build, **options):
       **options,
     )
     assert model.compute_dtype == 'float64'
-    model.compile(
-      keras.optimizers.SGD(1e-4, momentum=0.9), common.crossentropy()
-    )
-    return common.results(model, x / 127.5 - 1.0, y, epochs=1)
+    optimizer = keras.optimizers.SGD(1e-4, momentum=0.9)
+    return common.train(model, x / 127.5 - 1.0, y, optimizer, epochs=1)
 
   return program
 
@@ -188,28 +180,13 @@ def _vision_transformer():
   hidden = layers.Add()([layers.Dropout(0.1)(dense), hidden])
   hidden = layers.LayerNormalization(epsilon=1e-6)(hidden)[:, 0]
   model = keras.Model(inputs, layers.Dense(_CLASSES)(hidden))
-  model.compile(
+  return common.train(
+    model,
+    x,
+    y,
     keras.optimizers.AdamW(1e-3, weight_decay=1e-4),
-    common.crossentropy(),
     metrics=['accuracy', keras.metrics.SparseTopKCategoricalAccuracy(2)],
   )
-  return common.results(model, x, y)
-
-
-class _Segments(keras.utils.PyDataset):
-  """Images, and labels that say for each pixel whether it is bright."""
-
-  def __init__(self, **options):
-    super().__init__(**options)
-    self._x = _images()[0] / 255
-    self._y = (self._x.mean(-1, keepdims=True) > 0.5).astype('u1')
-
-  def __len__(self):
-    return 3
-
-  def __getitem__(self, i):
-    rows = slice(32 * i, 32 * i + 32)
-    return self._x[rows], self._y[rows]
 
 
 def _unet():
@@ -228,32 +205,21 @@ def _unet():
     layers.concatenate([hidden, up])
   )
   model = keras.Model(inputs, outputs)
-  model.compile(
+  x = _images()[0] / 255
+  # Whether each pixel is bright.
+  y = (x.mean(-1, keepdims=True) > 0.5).astype('u1')
+  return common.train(
+    model,
+    x,
+    y,
     keras.optimizers.SGD(0.1),
     'sparse_categorical_crossentropy',
-    metrics=['accuracy'],
+    ['accuracy'],
+    validation_data=(x, y),
   )
-  batches = _Segments()
-  return common.results(model, batches, validation_data=batches)
 
 
 # Texts.
-
-
-class _Positions(layers.Layer):
-  """Adds the embeddings of tokens and positions, and passes on the mask."""
-
-  def __init__(self, mask_zero):
-    super().__init__()
-    self.token = layers.Embedding(_WORDS, 8, mask_zero=mask_zero)
-    self.place = layers.Embedding(_LENGTH, 8)
-    self.supports_masking = True
-
-  def compute_mask(self, tokens, mask=None):
-    return self.token.compute_mask(tokens)
-
-  def call(self, tokens):
-    return self.token(tokens) + self.place(ops.arange(ops.shape(tokens)[-1]))
 
 
 class _Block(layers.Layer):
@@ -292,22 +258,23 @@ class _Block(layers.Layer):
 def _text_transformer():
   x, y = _texts()
   inputs = layers.Input([_LENGTH], dtype='int32')
-  hidden = _Block()(_Positions(mask_zero=True)(inputs))
+  hidden = _Block()(
+    common.Positions(_WORDS, _LENGTH, 8, mask_zero=True)(inputs)
+  )
   hidden = layers.GlobalAveragePooling1D()(hidden)
   hidden = layers.Dense(8, 'relu')(layers.Dropout(0.1)(hidden))
   model = keras.Model(inputs, layers.Dense(2, 'softmax')(hidden))
-  model.compile('adam', 'sparse_categorical_crossentropy', metrics=['accuracy'])
-  return common.results(model, x, y)
+  loss = 'sparse_categorical_crossentropy'
+  return common.train(model, x, y, loss=loss, metrics=['accuracy'])
 
 
 def _mini_gpt():
   rng = np.random.default_rng(7)
   texts = rng.integers(1, _WORDS, (_ROWS, _LENGTH + 1))
-  dataset = tf.data.Dataset.from_tensor_slices(texts)
-  dataset = dataset.shuffle(_ROWS, seed=1).batch(32)
+  dataset = common.batches(texts)
   dataset = dataset.map(lambda text: (text[:, :-1], text[:, 1:])).prefetch(1)
   inputs = layers.Input([_LENGTH], dtype='int32')
-  hidden = _Block(is_causal=True)(_Positions(mask_zero=False)(inputs))
+  hidden = _Block(is_causal=True)(common.Positions(_WORDS, _LENGTH, 8)(inputs))
   model = keras.Model(inputs, [layers.Dense(_WORDS)(hidden), hidden])
   model.compile('adam', [common.crossentropy(), None])
   found = common.fitted(model, dataset)
@@ -328,8 +295,8 @@ def _bilstm():
       layers.Dense(1, 'sigmoid'),
     ]
   )
-  model.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
-  return common.results(model, x, y)
+  loss = 'binary_crossentropy'
+  return common.train(model, x, y, loss=loss, metrics=['accuracy'])
 
 
 def _seq2seq():
@@ -366,8 +333,8 @@ def _next_frame():
   hidden = layers.BatchNormalization()(hidden)
   outputs = layers.Conv3D(1, 3, padding='same', activation='sigmoid')(hidden)
   model = keras.Model(inputs, outputs)
-  model.compile(keras.optimizers.Adam(), 'binary_crossentropy')
-  return common.results(model, frames[:, :-1], frames[:, 1:], epochs=1)
+  x, y = frames[:, :-1], frames[:, 1:]
+  return common.train(model, x, y, loss='binary_crossentropy', epochs=1)
 
 
 def _time_series():
@@ -387,8 +354,14 @@ def _time_series():
       layers.Dense(1),
     ]
   )
-  model.compile(keras.optimizers.Adam(1e-2), 'huber', metrics=['mae'])
-  return common.results(model, dataset, validation_data=dataset)
+  return common.train(
+    model,
+    dataset,
+    optimizer=keras.optimizers.Adam(1e-2),
+    loss='huber',
+    metrics=['mae'],
+    validation_data=dataset,
+  )
 
 
 PROGRAMS = {

@@ -4,6 +4,8 @@ They are structured like Keras's examples and guides. No program refers to a
 strategy. The last batch has 14 rows.
 """
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -15,10 +17,7 @@ _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 3
 
 
-def _points():
-  rng = np.random.default_rng(11)
-  x = rng.random((_ROWS, 6)).astype('f4')
-  return x, rng.integers(0, _CLASSES, _ROWS)
+_points = functools.partial(common.points, 11)
 
 
 def _net(units=_CLASSES):
@@ -100,65 +99,6 @@ def _supervised_contrastive():
   return first, common.fitted(model, common.batches(x, y))
 
 
-class _Distance(layers.Layer):
-  """Returns the distances of two embeddings from a third."""
-
-  def call(self, anchor, positive, negative):
-    near = ops.sum(ops.square(anchor - positive), -1)
-    return near, ops.sum(ops.square(anchor - negative), -1)
-
-
-class _Siamese(keras.Model):
-  """The Siamese network from Keras's examples, with the triplet loss."""
-
-  def __init__(self, net):
-    super().__init__(name='siamese')
-    self.net = net
-    self.tracker = keras.metrics.Mean(name='loss')
-
-  def call(self, inputs):
-    return self.net(inputs)
-
-  def _loss(self, data):
-    near, far = self.net(data)
-    return ops.maximum(near - far + 0.5, 0.0)
-
-  def train_step(self, data):
-    with tf.GradientTape() as tape:
-      loss = self._loss(data)
-    gradients = tape.gradient(loss, self.net.trainable_weights)
-    self.optimizer.apply_gradients(
-      zip(gradients, self.net.trainable_weights, strict=True)
-    )
-    self.tracker.update_state(loss)
-    return {'loss': self.tracker.result()}
-
-  def test_step(self, data):
-    self.tracker.update_state(self._loss(data))
-    return {'loss': self.tracker.result()}
-
-  @property
-  def metrics(self):
-    return [self.tracker]
-
-
-def _siamese():
-  x, _ = _points()
-  triplet = (x, np.roll(x, 1, 0), np.roll(x, 5, 0))
-  # Distances do not depend on the last bias.
-  embedding = keras.Sequential(
-    [layers.Dense(8, 'tanh'), layers.Dense(4, use_bias=False)]
-  )
-  inputs = [layers.Input([6]) for _ in range(3)]
-  net = keras.Model(inputs, _Distance()(*[embedding(i) for i in inputs]))
-  model = _Siamese(net)
-  model.compile(keras.optimizers.Adam(1e-2), weighted_metrics=[])
-  data = common.batches(*triplet)
-  return common.fitted(model, data, validation_data=data), model.predict(
-    tf.data.Dataset.zip((data,)), verbose=0
-  )
-
-
 class _Retrieval(keras.Model):
   """A two-tower model. The other rows of a batch serve as negatives."""
 
@@ -185,10 +125,7 @@ class _Retrieval(keras.Model):
       twice = ops.equal(data['item'][:, None], data['item'][None])
       scores += (ops.cast(twice, 'float32') - chosen) * -1e4
       loss = self.loss_fn(chosen, scores)
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply_gradients(
-      zip(gradients, self.trainable_variables, strict=True)
-    )
+    common.descend(self.optimizer, tape, loss, self.trainable_variables)
     self.top.update_state(chosen, scores)
     return {'loss': loss, 'top_3': self.top.result()}
 
@@ -305,7 +242,6 @@ def _step_of_instance():
 PROGRAMS = {
   'distillation': _distillation,
   'supervised_contrastive': _supervised_contrastive,
-  'siamese': _siamese,
   'two_towers': _two_towers,
   'clipped_by_hand': _own(_Clipping),
   'compiled_step': _own(_Compiled),

@@ -193,7 +193,9 @@ def _loop(
   loss_of=_mean,
   hidden=None,
   clip=list,
-  write=lambda *_: None,
+  measured=None,
+  written=None,
+  added=None,
   result_of=lambda rows, loss: loss,
   **options,
 ):
@@ -205,7 +207,9 @@ def _loop(
     loss_of: function of the losses of rows, the batch, and the model.
     hidden: function that returns the hidden layers.
     clip: function of the gradients.
-    write: function of the losses of rows, their loss, a metric and a variable.
+    measured: function of the losses of rows, and of their loss, for a metric.
+    written: function of these and a variable, which the variable becomes.
+    added: function of these, which is added to the variable.
     result_of: function of the losses of rows, and of their loss.
     **options: arguments of the optimizer.
   """
@@ -226,7 +230,12 @@ def _loop(
         rows = keras.losses.categorical_crossentropy(y, predicted)
         loss = loss_of(rows, x, y, model)
       optimizer.apply(clip(tape.gradient(loss, weights)), weights)
-      write(rows, loss, metric, number)
+      if measured:
+        metric.update_state(*measured(rows, loss))
+      if written:
+        number.assign(written(rows, loss, number))
+      if added:
+        number.assign_add(added(rows, loss))
       return result_of(rows, loss)
 
     found = _results(step, [optimizer], (x, y))
@@ -287,33 +296,19 @@ _LOOPS = {
   'clipped_by_optimizer': _loop(global_clipnorm=0.1),
   'accumulated': _loop(gradient_accumulation_steps=2, clipnorm=0.1),
   'branching': _loop(_branching),
-  'metric_of_loss': _loop(
-    write=lambda rows, loss, metric, _: metric.update_state(loss)
-  ),
-  'metric_of_rows': _loop(
-    write=lambda rows, loss, metric, _: metric.update_state(rows)
-  ),
-  'metric_of_weighted_rows': _loop(
-    write=lambda rows, loss, metric, _: metric.update_state(rows, rows)
-  ),
+  'metric_of_loss': _loop(measured=lambda rows, loss: [loss]),
+  'metric_of_rows': _loop(measured=lambda rows, loss: [rows]),
+  'metric_of_weighted_rows': _loop(measured=lambda rows, loss: [rows, rows]),
   'written_mean': _loop(
-    write=lambda rows, loss, _, number: number.assign(tf.reduce_mean(rows))
+    written=lambda rows, loss, number: tf.reduce_mean(rows)
   ),
-  'written_sum': _loop(
-    write=lambda rows, loss, _, number: number.assign(tf.reduce_sum(rows))
-  ),
+  'written_sum': _loop(written=lambda rows, loss, number: tf.reduce_sum(rows)),
   'written_average': _loop(
-    write=lambda rows, loss, _, number: number.assign(0.9 * number + loss)
+    written=lambda rows, loss, number: 0.9 * number + loss
   ),
-  'added_mean': _loop(
-    write=lambda rows, loss, _, number: number.assign_add(loss)
-  ),
-  'added_one': _loop(
-    write=lambda rows, loss, _, number: number.assign_add(1.0)
-  ),
-  'added_sum': _loop(
-    write=lambda rows, loss, _, number: number.assign_add(tf.reduce_sum(rows))
-  ),
+  'added_mean': _loop(added=lambda rows, loss: loss),
+  'added_one': _loop(added=lambda rows, loss: 1.0),
+  'added_sum': _loop(added=lambda rows, loss: tf.reduce_sum(rows)),
   'returned_sum': _loop(result_of=lambda rows, _: tf.reduce_sum(rows)),
   'returned_maximum': _loop(result_of=lambda rows, _: tf.reduce_max(rows)),
   'returned_rows': _loop(result_of=lambda rows, _: rows),
@@ -324,26 +319,29 @@ LOOPS = {
   **{f'own_loop_{name}': program for name, program in _LOOPS.items()},
 }
 # Whether synchronous workers each compute a part of every batch.
-ARE_SHARED = {
-  'guide': False,
-  'nested': False,
-  'own_mean': True,
-  'loss_of_one_number': False,
-  'metric_of_one_number': True,
-  'add_loss': False,
-  'loaded_model': True,
-  'two_players': False,
-  'two_players_at_once': True,
-  'two_optimizers': False,
-  'own_loop_mean': True,
-  'own_loop_mean_and_l2': True,
-  'own_loop_keras_loss': True,
-  'own_loop_mean_by_rows': True,
-  'own_loop_lstm': True,
-  'own_loop_conv': True,
-  'own_loop_embedding': True,
-  'own_loop_weighted_mean': False,
-  'own_loop_root': False,
-  'own_loop_dropout': False,
-  'own_loop_batch_normalization': False,
-}
+_SHARED = (
+  'own_mean',
+  'metric_of_one_number',
+  'loaded_model',
+  'two_players_at_once',
+  'own_loop_mean',
+  'own_loop_mean_and_l2',
+  'own_loop_keras_loss',
+  'own_loop_mean_by_rows',
+  'own_loop_lstm',
+  'own_loop_conv',
+  'own_loop_embedding',
+)
+_NOT_SHARED = (
+  'guide',
+  'nested',
+  'loss_of_one_number',
+  'add_loss',
+  'two_players',
+  'two_optimizers',
+  'own_loop_weighted_mean',
+  'own_loop_root',
+  'own_loop_dropout',
+  'own_loop_batch_normalization',
+)
+ARE_SHARED = dict.fromkeys(_SHARED, True) | dict.fromkeys(_NOT_SHARED, False)

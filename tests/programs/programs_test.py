@@ -52,7 +52,7 @@ _SOME = (
   'accumulated',
   'masked',
   'quotient',
-  'several_outputs',
+  'several_heads',
   'sharpness_aware_metrics',
   'two_optimizers',
   'endless_generator',
@@ -65,7 +65,6 @@ _OF_EACH = (
   'compiled',
   'supervised_contrastive',
   'gradient_penalty',
-  'inputs_alone',
   'mean',
   'numpy_in_a_layer',
   'overwritten_metric',
@@ -100,6 +99,9 @@ _OF_REPLICAS = (
 _OF_WORKERS = (
   *_OF_REPLICAS,
   *_LOOPS,
+  # Workers share the files of callbacks.
+  'all_callbacks',
+  'backup_and_restore',
   'eager_after_others',
   'meetings',
   'read_by_the_chief',
@@ -109,13 +111,14 @@ _FITS = (
   'rows_69',
   'sync_batch_normalization',
   'run_eagerly_1_row',
+  'lazy_rows',
   'accumulation_global_clipnorm',
   'ema_overwrite_accumulation_steps_per_execution',
   'mixed_float16_global_clipnorm',
   'sample_weight',
   'steps_per_execution',
   'backup_and_restore',
-  'model_checkpoint',
+  'saved_and_loaded',
   'predicted_in_replicas',
   'restored_accumulation_fit',
   'restored_ema_inner_function',
@@ -133,6 +136,7 @@ _ON_WORKERS = (
   *state.PROGRAMS,
   *_OPTIONS,
   *own_steps.LOOPS,
+  'saved_and_loaded',
 )
 # Programs that differ on servers: control flow, rows, held and direct writes.
 _ON_SERVERS = (
@@ -194,6 +198,7 @@ _OFTEN_SHARDED = (
   'table_adagrad',
   'two_optimizers',
 )
+_ALSO_SHARDED = ('restored_accumulation_fit', 'saved_and_loaded')
 _IN_PARTS = (
   'embedding_clipnorm',
   'embedding_steps_per_execution',
@@ -241,7 +246,7 @@ _IN_PROCESS = [
   *[
     tiers.soak(f'{case}_{name}', CASES[case], name)
     for case in ('central_storage_of_2', 'sharded')
-    for name in (*fits.PROGRAMS, *fits.TABLES, 'restored_accumulation_fit')
+    for name in (*fits.PROGRAMS, *fits.TABLES, *_ALSO_SHARDED)
     if (case, name) not in [('sharded', often) for often in _OFTEN_SHARDED]
   ],
   *[(f'sharded_{name}', CASES['sharded'], name) for name in _OFTEN_SHARDED],
@@ -323,18 +328,8 @@ _STARTS = {
     (
       *(('servers_async_1_in_2_parts', name) for name in _IN_PARTS[1:]),
       *(('servers_async_1_in_3_parts', name) for name in _IN_PARTS),
-      (
-        'servers_async_1',
-        'recommender_adam_where_repeated_rows_are_lost',
-      ),
     ),
-    (
-      *(('servers_sync_2_in_2_parts', name) for name in _IN_PARTS),
-      (
-        'servers_sync_2_in_2_parts',
-        'recommender_lazy_adam_where_repeated_rows_are_lost',
-      ),
-    ),
+    tuple(('servers_sync_2_in_2_parts', name) for name in _IN_PARTS),
   ),
 }
 _often = {row for tier in list(_STARTS)[:2] for g in _STARTS[tier] for row in g}

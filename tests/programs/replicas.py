@@ -132,7 +132,9 @@ def _masks():
 
   @tf.function
   def draw():
-    return _of_all_in_function(lambda: mask(tf.ones([1, 64]), training=True))
+    strategy = tf.distribute.get_strategy()
+    masks = strategy.run(lambda: mask(tf.ones([1, 64]), training=True))
+    return strategy.gather(masks, 0)
 
   found = np.array([draw() for _ in range(3)])
   flat = found.reshape([-1, 64])
@@ -147,11 +149,6 @@ def _masks():
   copies = _of_all(lambda i: tf.constant(kept))
   np.testing.assert_array_equal(copies, np.broadcast_to(kept, copies.shape))
   return found[:, 0]
-
-
-def _of_all_in_function(make):
-  strategy = tf.distribute.get_strategy()
-  return strategy.gather(strategy.run(make), 0)
 
 
 def _meetings():

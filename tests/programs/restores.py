@@ -241,7 +241,6 @@ PROGRAMS = {
       # At its end `fit` replaces weights by moving averages, so not 'ema'.
       ('momentum', 'fit_subclass'),
       ('ema', 'function_subclass'),
-      ('momentum', 'fit_subclass'),
     )
   },
 }

@@ -43,9 +43,7 @@ class _Own(keras.Model):
     x, y = data
     with tf.GradientTape() as tape:
       loss = self.loss_of(x, y)
-    weights = self.trainable_weights
-    gradients = tape.gradient(loss, weights)
-    self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    common.descend(self.optimizer, tape, loss, self.trainable_weights)
     return {'value': loss, **self.after(x, y)}
 
   def after(self, x, y):
@@ -234,9 +232,14 @@ def _captcha():
       layers.Dense(6),
     ]
   )
-  model.compile(keras.optimizers.Adam(1e-2), losses.CTC())
-  return common.results(
-    model, images, labels + 1, shuffle=False, validation_split=0.2
+  return common.train(
+    model,
+    images,
+    labels + 1,
+    keras.optimizers.Adam(1e-2),
+    losses.CTC(),
+    shuffle=False,
+    validation_split=0.2,
   )
 
 
@@ -279,8 +282,8 @@ def _numpy_in_a_layer():
   model = keras.Sequential(
     [layers.Input([6]), layers.Dense(4), _NumPyLayer(), layers.Dense(_CLASSES)]
   )
-  model.compile(keras.optimizers.SGD(0.1), common.crossentropy())
-  return common.results(model, x, y, shuffle=False)
+  optimizer = keras.optimizers.SGD(0.1)
+  return common.train(model, x, y, optimizer, shuffle=False)
 
 
 class _Overwritten(keras.metrics.Metric):
@@ -303,11 +306,9 @@ class _Overwritten(keras.metrics.Metric):
 def _overwritten_metric():
   """Trains with a last batch that has fewer rows than there are replicas."""
   x, y = _points(66)
-  model = keras.Sequential([layers.Input([6]), layers.Dense(_CLASSES)])
-  model.compile(
-    keras.optimizers.SGD(0.1), common.crossentropy(), metrics=[_Overwritten()]
-  )
-  return common.results(model, x, y, shuffle=False)
+  model = common.linear(6, _CLASSES)
+  optimizer, metrics = keras.optimizers.SGD(0.1), [_Overwritten()]
+  return common.train(model, x, y, optimizer, metrics=metrics, shuffle=False)
 
 
 PROGRAMS = {

@@ -43,97 +43,42 @@ def _adam(**options):
   return keras.optimizers.Adam(1e-2, **options)
 
 
-def _fit_with(loss=None, weighted=False, **options):
-  x, y, weights = _data()
-  model = _dense_model()
-  model.compile(
-    _adam(**options), loss or common.crossentropy(), metrics=['accuracy']
-  )
-  return common.results(
-    model, x, y, shuffle=False, sample_weight=weights if weighted else None
-  )
+def _fit(reduction='sum_over_batch_size', weighted=False, **options):
+  """Returns a program. `options` are passed to the optimizer."""
+
+  def program():
+    x, y, weights = _data()
+    return common.train(
+      _dense_model(),
+      x,
+      y,
+      _adam(**options),
+      common.crossentropy(reduction=reduction),
+      ['accuracy'],
+      shuffle=False,
+      sample_weight=weights if weighted else None,
+    )
+
+  return program
 
 
-def _clipped():
-  return _fit_with(global_clipnorm=0.1)
+def _positions():
+  return common.Positions(9, 7, 4)
 
 
-def _accumulated():
-  return _fit_with(gradient_accumulation_steps=2, clipnorm=0.1)
-
-
-def _decayed_and_averaged():
-  return _fit_with(weight_decay=0.1, use_ema=True, ema_overwrite_frequency=2)
-
-
-def _sum():
-  return _fit_with(common.crossentropy(reduction='sum'), weighted=True)
-
-
-def _mean_with_sample_weight():
-  reduction = 'mean_with_sample_weight'
-  return _fit_with(common.crossentropy(reduction=reduction), weighted=True)
-
-
-def _masked():
-  x, y = _tokens()
-  model = keras.Sequential(
-    [
-      layers.Input([7], dtype='int32'),
-      layers.Embedding(9, 4, mask_zero=True),
-      layers.Dense(_CLASSES),
-    ]
-  )
-  model.compile(keras.optimizers.SGD(0.1), common.crossentropy())
-  return common.results(model, x, y, shuffle=False)
-
-
-class _Positions(layers.Layer):
-  """Adds the embeddings of tokens and positions."""
-
-  def __init__(self, length):
-    super().__init__(name='positions')
-    self.length = length
-    self.token = layers.Embedding(9, 4)
-    self.place = layers.Embedding(length, 4)
-
-  def call(self, tokens):
-    return self.token(tokens) + self.place(ops.arange(self.length))
-
-
-def _with_positions(optimizer):
+def _of_tokens(embedding, optimizer):
   def program():
     x, y = _tokens()
     model = keras.Sequential(
       [
         layers.Input([7], dtype='int32'),
-        _Positions(7),
+        embedding(),
         layers.Dense(_CLASSES),
       ]
     )
-    model.compile(optimizer(), common.crossentropy())
-    return common.results(model, x, y, shuffle=False)
+    return common.train(model, x, y, optimizer(), shuffle=False)
 
   return program
-
-
-def _several_outputs():
-  x, y, _ = _data()
-  inputs = layers.Input([6])
-  hidden = layers.Dense(8, 'tanh')(inputs)
-  outputs = {
-    'kind': layers.Dense(_CLASSES, name='kind')(hidden),
-    'sum': layers.Dense(1, name='sum')(hidden),
-  }
-  model = keras.Model(inputs, outputs)
-  model.compile(
-    _adam(),
-    {'kind': common.crossentropy(), 'sum': 'mse'},
-    loss_weights={'kind': 1.0, 'sum': 0.3},
-    metrics={'sum': ['mae']},
-  )
-  y = {'kind': y, 'sum': x.sum(1)}
-  return common.results(model, x, y, shuffle=False)
 
 
 class _Own(keras.Model):
@@ -158,10 +103,7 @@ class _Own(keras.Model):
     with tf.GradientTape() as tape:
       outputs = self(x, training=True)
       loss = self.loss_of(self, x, y, outputs)
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply_gradients(
-      zip(gradients, self.trainable_variables, strict=True)
-    )
+    common.descend(self.optimizer, tape, loss, self.trainable_variables)
     self.tracker.update_state(loss)
     self.accuracy.update_state(y, outputs)
     return {m.name: m.result() for m in self.metrics}
@@ -181,13 +123,15 @@ def with_own_step(loss_of):
   return program
 
 
-def _divided(model, x, y, outputs):
-  """Divides the loss by the number of replicas, as programs for tf.distribute do."""
-  replicas = tf.distribute.get_strategy().num_replicas_in_sync
-  return ops.mean(per_row(y, outputs)) / replicas
+def _of_rows(function):
+  """Returns a program whose loss is a function of the losses of rows."""
+  return with_own_step(
+    lambda model, x, y, outputs: function(per_row(y, outputs))
+  )
 
 
 def _average_of_all_replicas(model, x, y, outputs):
+  """Asks for the number of replicas, as programs for tf.distribute do."""
   replicas = tf.distribute.get_strategy().num_replicas_in_sync
   rows = ops.shape(outputs)[0] * replicas
   return tf.nn.compute_average_loss(per_row(y, outputs), global_batch_size=rows)
@@ -247,8 +191,7 @@ def _activity():
       layers.Dense(_CLASSES),
     ]
   )
-  model.compile(_adam(), common.crossentropy())
-  return common.results(model, x, y, shuffle=False)
+  return common.train(model, x, y, _adam(), shuffle=False)
 
 
 class _Adversarial(keras.Model):
@@ -256,8 +199,8 @@ class _Adversarial(keras.Model):
 
   def __init__(self):
     super().__init__(name='adversarial')
-    self.maker = keras.Sequential([layers.Input([6]), layers.Dense(6)])
-    self.critic = keras.Sequential([layers.Input([6]), layers.Dense(1)])
+    self.maker = common.linear(6, 6)
+    self.critic = common.linear(6, 1)
     self.maker_loss = keras.metrics.Mean(name='maker_loss')
     self.critic_loss = keras.metrics.Mean(name='critic_loss')
 
@@ -303,51 +246,37 @@ def _compiled():
 
 
 PROGRAMS = {
-  'clipped': _clipped,
+  'clipped': _fit(global_clipnorm=0.1),
   'compiled': _compiled,
-  'accumulated': _accumulated,
-  'decayed_and_averaged': _decayed_and_averaged,
-  'sum': _sum,
-  'mean_with_sample_weight': _mean_with_sample_weight,
-  'masked': _masked,
-  'positions_adam': _with_positions(_adam),
-  'positions_rmsprop': _with_positions(lambda: keras.optimizers.RMSprop(1e-2)),
-  'positions_sgd_clipped': _with_positions(
-    lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+  'accumulated': _fit(gradient_accumulation_steps=2, clipnorm=0.1),
+  'decayed_and_averaged': _fit(
+    weight_decay=0.1, use_ema=True, ema_overwrite_frequency=2
   ),
-  'several_outputs': _several_outputs,
-  'mean': with_own_step(
-    lambda model, x, y, outputs: ops.mean(per_row(y, outputs))
+  'sum': _fit('sum', weighted=True),
+  'mean_with_sample_weight': _fit('mean_with_sample_weight', weighted=True),
+  'masked': _of_tokens(
+    lambda: layers.Embedding(9, 4, mask_zero=True),
+    lambda: keras.optimizers.SGD(0.1),
   ),
-  'row_by_row': with_own_step(lambda model, x, y, outputs: per_row(y, outputs)),
+  'positions_adam': _of_tokens(_positions, _adam),
+  'positions_sgd_clipped': _of_tokens(
+    _positions, lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+  ),
+  'mean': _of_rows(ops.mean),
+  'row_by_row': _of_rows(lambda rows: rows),
   'compute_loss': with_own_step(
     lambda model, x, y, outputs: model.compute_loss(x, y, outputs)
   ),
-  'divided': with_own_step(_divided),
   'average': with_own_step(_average_and_regularization),
   'average_of_all_replicas': with_own_step(_average_of_all_replicas),
-  'average_of_32': with_own_step(
-    lambda model, x, y, outputs: tf.nn.compute_average_loss(
-      per_row(y, outputs), global_batch_size=32
-    )
+  'average_of_32': _of_rows(
+    lambda rows: tf.nn.compute_average_loss(rows, global_batch_size=32)
   ),
-  'divided_by_own_rows': with_own_step(
-    lambda model, x, y, outputs: (
-      ops.sum(per_row(y, outputs)) / ops.cast(ops.shape(outputs)[0], 'float32')
-    )
+  'divided_by_own_rows': _of_rows(
+    lambda rows: ops.sum(rows) / ops.cast(ops.shape(rows)[0], 'float32')
   ),
-  'logsumexp': with_own_step(
-    lambda model, x, y, outputs: ops.logsumexp(per_row(y, outputs))
-  ),
-  'root_of_compute_loss': with_own_step(
-    lambda model, x, y, outputs: ops.sqrt(model.compute_loss(x, y, outputs))
-  ),
-  'sum_of_rows': with_own_step(
-    lambda model, x, y, outputs: ops.sum(per_row(y, outputs))
-  ),
-  'sum_by_batch_size': with_own_step(
-    lambda model, x, y, outputs: tf.reduce_sum(per_row(y, outputs)) * (1.0 / 32)
-  ),
+  'logsumexp': _of_rows(ops.logsumexp),
+  'sum_by_batch_size': _of_rows(lambda rows: tf.reduce_sum(rows) * (1.0 / 32)),
   'quotient': with_own_step(_quotient),
   'root': with_own_step(_root),
   'sparsity': with_own_step(_sparsity),

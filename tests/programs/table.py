@@ -13,7 +13,7 @@ import tempfile
 
 from absl import app, flags
 
-from tests.programs import runner
+from tests.programs import common, runner
 
 _PAGE = os.path.join(
   os.path.dirname(__file__), '..', '..', 'docs', 'programs.md'
@@ -73,19 +73,15 @@ def _cell(name, want, found) -> str:
 
 def _read() -> dict[tuple[str, str], str]:
   """Returns the cells of the page by program and column."""
-  cells, columns = {}, []
-  if os.path.exists(_PAGE):
-    with open(_PAGE) as f:
-      for line in f:
-        row = [cell.strip() for cell in line.strip('|\n').split('|')]
-        if line.startswith('| Program'):
-          columns = [cell.strip('`') for cell in row[1:]]
-        elif line.startswith('| `'):
-          name = row[0].strip('`')
-          cells.update(
-            {(name, c): cell for c, cell in zip(columns, row[1:], strict=True)}
-          )
-  return cells
+  if not os.path.exists(_PAGE):
+    return {}
+  with open(_PAGE) as f:
+    head, *rows = common.table_rows(f.read())
+  return {
+    (row[0].strip('`'), column.strip('`')): cell
+    for row in rows
+    for column, cell in zip(head[1:], row[1:], strict=True)
+  }
 
 
 def _write(cells) -> None:

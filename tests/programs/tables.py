@@ -56,8 +56,13 @@ def _structured_data():
   hidden = layers.Dense(8, 'relu')(layers.Concatenate()(found))
   outputs = layers.Dense(1, 'sigmoid')(layers.Dropout(0.5)(hidden))
   model = keras.Model(inputs, outputs)
-  model.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
-  return common.results(model, dataset, validation_data=dataset)
+  return common.train(
+    model,
+    dataset,
+    loss='binary_crossentropy',
+    metrics=['accuracy'],
+    validation_data=dataset,
+  )
 
 
 def _feature_space():
@@ -107,9 +112,9 @@ def _text_vectorization():
       layers.Dense(1, 'sigmoid'),
     ]
   )
-  model.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
   dataset = common.batches(texts[:, None], y)
-  return common.results(model, dataset)
+  loss = 'binary_crossentropy'
+  return common.train(model, dataset, loss=loss, metrics=['accuracy'])
 
 
 def _ragged_batches():
@@ -130,8 +135,8 @@ def _ragged(read=lambda make: make()):
   hidden = layers.Embedding(9, 4, mask_zero=True)(hidden)
   outputs = layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
   model = keras.Model(inputs, outputs)
-  model.compile('adam', losses.BinaryCrossentropy(from_logits=True))
-  return common.results(model, read(_ragged_batches))
+  loss = losses.BinaryCrossentropy(from_logits=True)
+  return common.train(model, read(_ragged_batches), loss=loss)
 
 
 def _sparse_batches():
@@ -146,8 +151,8 @@ def _sparse(read=lambda make: make()):
   inputs = layers.Input([10], sparse=True)
   outputs = layers.Dense(1)(layers.Dense(4, 'relu')(inputs))
   model = keras.Model(inputs, outputs)
-  model.compile('adam', losses.BinaryCrossentropy(from_logits=True))
-  return common.results(model, read(_sparse_batches))
+  loss = losses.BinaryCrossentropy(from_logits=True)
+  return common.train(model, read(_sparse_batches), loss=loss)
 
 
 def _by_workers(make):

@@ -4,6 +4,7 @@ The programs use optimizers, metrics, callbacks, sample weights and custom
 layers. No program refers to a strategy. The last batch has 14 rows.
 """
 
+import functools
 import pathlib
 import tempfile
 
@@ -17,10 +18,7 @@ _ROWS = 78  # Two batches of 32, and one of 14.
 _CLASSES = 3
 
 
-def _points():
-  rng = np.random.default_rng(15)
-  x = rng.random((_ROWS, 6)).astype('f4')
-  return x, rng.integers(0, _CLASSES, _ROWS)
+_points = functools.partial(common.points, 15)
 
 
 def _net(units=_CLASSES, activation=None):
@@ -37,12 +35,17 @@ def _net(units=_CLASSES, activation=None):
 # Optimizers and precision.
 
 
-def _with_optimizer(build):
+def _fit(optimizer=lambda: 'adam', copies=1, fit=None, **options):
+  """Returns a program that trains on copies of the rows.
+
+  `options` are passed to `compile`.
+  """
+
   def program():
-    x, y = _points()
     model = _net()
-    model.compile(build(), common.crossentropy())
-    return common.results(model, x, y)
+    model.compile(optimizer(), common.crossentropy(), **options)
+    x, y = (np.concatenate([a] * copies) for a in _points())
+    return common.results(model, x, y, **(fit or {}))
 
   return program
 
@@ -61,12 +64,8 @@ def _mixed_precision(policy):
         layers.Activation('softmax', dtype='float32'),
       ]
     )
-    model.compile(
-      keras.optimizers.SGD(0.05, momentum=0.9),
-      'sparse_categorical_crossentropy',
-      metrics=['accuracy'],
-    )
-    return common.results(model, x, y)
+    loss = 'sparse_categorical_crossentropy'
+    return common.train(model, x, y, common.momentum(), loss, ['accuracy'])
 
   return program
 
@@ -190,15 +189,7 @@ def _own_layer_and_metric():
   inputs = layers.Input([6])
   hidden = _Norm()(layers.Dense(8, 'relu')(inputs))
   model = keras.Model(inputs, layers.Dense(_CLASSES)(hidden))
-  model.compile('adam', common.crossentropy(), metrics=[_Hits()])
-  return common.results(model, x, y)
-
-
-def _class_weight():
-  x, y = _points()
-  model = _net()
-  model.compile('adam', common.crossentropy(), weighted_metrics=['accuracy'])
-  return common.results(model, x, y, class_weight={0: 1.0, 1: 3.0, 2: 0.5})
+  return common.train(model, x, y, metrics=[_Hits()])
 
 
 def _sample_weight():
@@ -211,14 +202,9 @@ def _sample_weight():
   found = common.results(
     model, x, y, sample_weight=weights, validation_data=data
   )
-  model.compile(
-    'adam',
-    losses.CategoricalCrossentropy(True, label_smoothing=0.1),
-    metrics=['accuracy'],
-  )
-  return found, common.results(
-    model, x, keras.utils.to_categorical(y, _CLASSES)
-  )
+  loss = losses.CategoricalCrossentropy(True, label_smoothing=0.1)
+  y = keras.utils.to_categorical(y, _CLASSES)
+  return found, common.train(model, x, y, loss=loss, metrics=['accuracy'])
 
 
 # Ways to train.
@@ -284,84 +270,48 @@ def _lora():
     ]
   )
   x = (x * 4).astype('i4')
-  model.compile('adam', common.crossentropy())
-  first = common.results(model, x, y, epochs=1)
+  first = common.train(model, x, y, epochs=1)
   model.layers[0].enable_lora(2)
   model.layers[2].enable_lora(2)
   model.layers[3].trainable = False
-  model.compile(keras.optimizers.Adam(1e-2), common.crossentropy())
-  return first, common.results(model, x, y)
-
-
-def _steps_per_execution():
-  x, y = _points()
-  model = _net()
-  model.compile(
-    'adam', common.crossentropy(), metrics=['accuracy'], steps_per_execution=4
-  )
-  return common.results(model, np.tile(x, [2, 1]), np.tile(y, 2))
-
-
-def _run_eagerly():
-  x, y = _points()
-  model = _net()
-  model.compile(
-    'adam', common.crossentropy(), metrics=['accuracy'], run_eagerly=True
-  )
-  return common.results(model, x, y, epochs=1)
-
-
-def _on_batches():
-  """Runs a custom loop around `train_on_batch` with two networks."""
-  x, y = _points()
-  maker = keras.Sequential([layers.Input([4]), layers.Dense(6)])
-  critic = _net(1, 'sigmoid')
-  critic.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
-  classifier = _net()
-  classifier.compile('sgd', common.crossentropy(), metrics=['accuracy'])
-  rng = np.random.default_rng(2)
-  found = []
-  for start in range(0, _ROWS, 32):
-    real = x[start : start + 32]
-    fake = maker.predict_on_batch(rng.normal(size=(len(real), 4)).astype('f4'))
-    both = np.concatenate([real, fake])
-    labels = np.arange(2 * len(real)) < len(real)
-    found.append(critic.train_on_batch(both, labels.astype('f4')))
-    found.append(
-      classifier.train_on_batch(real, y[start : start + 32], return_dict=True)
-    )
-  found.append(classifier.test_on_batch(x, y))
-  return found, critic.get_weights(), classifier.get_weights()
+  return first, common.train(model, x, y, keras.optimizers.Adam(1e-2))
 
 
 def _saved_and_loaded():
   """Saves a model in the middle of training, loads it and continues."""
   x, y = _points()
   model = _net()
-  model.compile('adam', common.crossentropy(), metrics=['accuracy'])
-  first = common.results(model, x, y, epochs=1)
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory) / 'model.keras'
-    model.save(path)
-    model = keras.models.load_model(path)
-  return first, common.results(model, x, y, epochs=1)
+    callbacks = [keras.callbacks.ModelCheckpoint(path, monitor='loss')]
+    first = common.train(
+      model, x, y, metrics=['accuracy'], epochs=1, callbacks=callbacks
+    )
+    loaded = keras.models.load_model(path)
+  for a, b in zip(loaded.get_weights(), model.get_weights(), strict=True):
+    np.testing.assert_array_equal(a, b)
+  return first, common.results(loaded, x, y, epochs=1)
 
 
 PROGRAMS = {
-  **{
-    f'optimizer_{k}': _with_optimizer(v) for k, v in common.OPTIMIZERS.items()
-  },
+  **{f'optimizer_{k}': _fit(v) for k, v in common.OPTIMIZERS.items()},
   'mixed_float16': _mixed_precision('mixed_float16'),
   'mixed_bfloat16': _mixed_precision('mixed_bfloat16'),
   'several_heads': _several_heads,
   'metrics': _metrics,
   'own_layer_and_metric': _own_layer_and_metric,
-  'class_weight': _class_weight,
+  'class_weight': _fit(
+    fit={'class_weight': {0: 1.0, 1: 3.0, 2: 0.5}},
+    weighted_metrics=['accuracy'],
+  ),
   'sample_weight': _sample_weight,
   'all_callbacks': _all_callbacks,
   'lora': _lora,
-  'steps_per_execution': _steps_per_execution,
-  'run_eagerly': _run_eagerly,
-  'on_batches': _on_batches,
+  'steps_per_execution': _fit(
+    copies=2, metrics=['accuracy'], steps_per_execution=4
+  ),
+  'run_eagerly': _fit(
+    fit={'epochs': 1}, metrics=['accuracy'], run_eagerly=True
+  ),
   'saved_and_loaded': _saved_and_loaded,
 }

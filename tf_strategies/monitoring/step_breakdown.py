@@ -11,7 +11,7 @@ Example:
   >>> events = [
   ...   recorder.Event('next', 'input', 0, 10, 1, {}),
   ...   recorder.Event('b/0', 'communication', 52, 80, 1, {'handed_ns': 50}),
-  ...   recorder.Event('wait', 'wait', 70, 80, 1, {}),
+  ...   recorder.Event('wait', 'wait', 70, 85, 1, {}),
   ... ]
   >>> found = step_breakdown.break_down((0, 100), events)
   >>> found['communication'], found['wait'], found['compute']

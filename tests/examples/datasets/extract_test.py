@@ -30,22 +30,13 @@ def convert_lines(path):
       yield line.strip()
 
 
-def snapshot(directory):
-  """Returns the names and bytes of all files except the lock, and the times of
-  shards.
-  """
-  return {
-    entry.name: (
-      pathlib.Path(entry).read_bytes(),
-      entry.stat().st_mtime_ns if 'tfrecord' in entry.name else None,
-    )
-    for entry in os.scandir(directory)
-    if not entry.name.startswith('.')
-  }
-
-
 def shards_of(directory):
-  return {k: v for k, v in snapshot(directory).items() if 'tfrecord' in k}
+  """Returns the names, bytes and times of shards."""
+  return {
+    entry.name: (pathlib.Path(entry).read_bytes(), entry.stat().st_mtime_ns)
+    for entry in os.scandir(directory)
+    if 'tfrecord' in entry.name and not entry.name.startswith('.')
+  }
 
 
 class ExtractTestCase(formula.DataTestCase, parameterized.TestCase):
@@ -146,13 +137,13 @@ class PartialTest(ExtractTestCase):
 
   def test_manifest_of_no_use(self):
     path = pathlib.Path(self.out, 'manifest.json')
-    before = snapshot(self.out)
     text = path.read_text('utf-8')
     path.write_text(text.replace('"examples": 3', '"examples": 4', 1), 'utf-8')
     self.assert_data_error([str(path), 'extract again'], self.words)
     report = self.run_with_warning('All files are converted')
     self.assertLen(report.converted, 4)
-    self.assertEqual(snapshot(self.out), before)
+    self.assertEqual(path.read_text('utf-8'), text)
+    self.assertEqual(shards_of(self.out), self.before)
 
 
 class RefusalsTest(ExtractTestCase):
@@ -188,7 +179,7 @@ class RefusalsTest(ExtractTestCase):
 
 
 class KillTest(ExtractTestCase):
-  def start(self, sleep):
+  def start(self):
     command = processes.Command(
       [
         sys.executable,
@@ -201,7 +192,7 @@ class KillTest(ExtractTestCase):
         '--examples_per_shard=3',
       ],
       error_log=os.path.join(self.new_dir(), 'errors'),
-      env=processes.python_environment({'TEST_SLEEP': str(sleep)}),
+      env=processes.python_environment({'TEST_SLEEP': '0.1'}),
       deadline_seconds=_DEADLINE_SECONDS,
     )
     self.addCleanup(command.close)
@@ -218,7 +209,7 @@ class KillTest(ExtractTestCase):
     self.write_source(7, 'gone')
     # Each line takes 100 ms. The changed lines take 1.4 s after the manifest is
     # marked as incomplete.
-    command = self.start(sleep=0.1)
+    command = self.start()
     command.wait_until(lambda: not manifest_lib.read(self.out).is_complete)
     self.assert_data_error(['another process'], self.extract)
     time.sleep(random.Random().uniform(0, 0.7))

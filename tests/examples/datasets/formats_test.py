@@ -4,14 +4,17 @@ import gzip
 import os
 import pathlib
 import struct
+import sys
 from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
+from examples.datasets import digits, user_function
 from tests import tiers
 from tests.data import formula
 from tf_strategies import errors
@@ -23,15 +26,6 @@ _IMAGES, _LABELS = formula.IDX_NAMES['train']
 def _npz(**changes):
   """Returns a function that damages an archive by changing its arrays."""
   return lambda path: formula.write_npz(path, **changes)
-
-
-def _idx(name, values):
-  """Returns a function that replaces an IDX file by other values or bytes."""
-  content = values
-  if not isinstance(content, bytes):
-    content = formula.idx_bytes(values)
-  content = gzip.compress(content)
-  return lambda path: pathlib.Path(path, f'{name}.gz').write_bytes(content)
 
 
 def _bytes(change, name=''):
@@ -56,23 +50,25 @@ def _flip(position):
   return change
 
 
-def _remove(name):
-  return lambda path: os.remove(
-    next(file for file in pathlib.Path(path).iterdir() if name in file.name)
-  )
-
-
 # The first shard, which has eight examples.
 _SHARD = '-train-mnist-'
 _DAMAGE = (
   ('npz', 'key', _npz(y_train=None), 'lacks y_train (', 'expected x_train'),
   ('npz', 'label', _npz(y_test=np.full([9], 10)), 'test', 'label 10', '0 to 9'),
   ('npz', 'flipped', _bytes(_flip(5000)), 'not a readable .npz'),
-  ('idx', 'missing', _remove(_LABELS), f'lacks {_LABELS}.gz', 'the four'),
+  (
+    'idx',
+    'missing',
+    lambda path: os.remove(f'{path}/{_LABELS}.gz'),
+    f'lacks {_LABELS}.gz',
+    'the four',
+  ),
   (
     'idx',
     'size',
-    _idx(_LABELS, struct.pack('>2I', 0x801, 2**32 - 1)),
+    lambda path: pathlib.Path(path, f'{_LABELS}.gz').write_bytes(
+      gzip.compress(struct.pack('>2I', 0x801, 2**32 - 1))
+    ),
     '0 bytes',
     str(2**32 - 1),
   ),
@@ -158,6 +154,60 @@ class LoadTest(formula.DataTestCase, parameterized.TestCase):
         ['Keras cache', 'URL fetch failure', '--data_path', '--dataset=digits'],
         datasets.load,
         'mnist',
+      )
+
+
+_PIXELS = formula.images(3)
+
+
+class ImagesTest(formula.DataTestCase, parameterized.TestCase):
+  @parameterized.named_parameters(
+    (
+      'shape',
+      _PIXELS[..., 0],
+      np.arange(3),
+      ['images', 'uint8 [3, 28, 28]', 'uint8 [n, 28, 28, 1]'],
+    ),
+    ('dtype', _PIXELS, np.arange(3.0), ['float64 [3]', 'int64 [n]']),
+    ('length', _PIXELS, np.arange(2), ['3 images', '2 labels']),
+    ('negative', _PIXELS, -np.arange(3), ['label -1 of example 1', 'least 0']),
+  )
+  def test_refuses(self, images, labels, fragments):
+    self.assert_data_error(fragments, datasets.Images, images, labels)
+
+
+class UserFunctionTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ('convert', 'write --convert='),
+    ('no_such_module_here:convert', 'cannot import no_such_module_here'),
+    ('os:sep', 'os has no function sep'),
+  )
+  def test_refuses(self, name, words):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, f'convert={name!r}.*{words}'
+    ):
+      user_function.find('convert', name)
+
+
+class LoadDigitsTest(formula.DataTestCase):
+  def test_pixels_are_the_originals_interpolated(self):
+    bunch = pytest.importorskip('sklearn.datasets').load_digits()
+    data = datasets.load_digits()
+    train, test = digits.stratified_split(bunch.target)
+    for split, indices in ((data.train, train), (data.test, test)):
+      self.assertAllEqual(split.labels, bunch.target[indices])
+      expected = tf.image.resize(
+        bunch.images[indices][..., np.newaxis] * 255 / 16, [28, 28]
+      )
+      np.testing.assert_allclose(split.images, expected, atol=0.5 + 1e-3)
+    # The grey levels use the whole range of a byte.
+    self.assertGreater(data.train.images.max(), 245)
+
+  def test_names_the_extra(self):
+    with mock.patch.dict(sys.modules, {'sklearn': None}):
+      self.assert_data_error(
+        ['digits', 'scikit-learn', "pip install '.[examples]'"],
+        datasets.load_digits,
       )
 
 
