@@ -272,7 +272,8 @@ class TransformTest(formula.DataTestCase, parameterized.TestCase):
     if training:
       self.assertEqual(calls.seed_spec, (tf.int64, (2,)))
 
-  def test_order_of_the_functions(self):
+  @parameterized.parameters('arrays', 'files')
+  def test_order_of_the_functions(self, kind):
     seen = {}
 
     def prepare(images, labels):
@@ -284,7 +285,7 @@ class TransformTest(formula.DataTestCase, parameterized.TestCase):
       return images, labels * 10
 
     dataset = self.make(
-      self.source('files', _ROWS),
+      self.source(kind, _ROWS),
       seed=3,
       cache='memory',
       prepare_fn=prepare,

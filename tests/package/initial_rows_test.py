@@ -5,7 +5,10 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
+from tests import virtual_devices
 from tf_strategies import _keras_internal
+
+virtual_devices.configure()
 
 initializers = keras.initializers
 # A shape whose rows do not begin where the draw's counter changes.
