@@ -215,8 +215,11 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIs(optimizer.iterations, inner.iterations)
 
   def test_saved_model(self):
-    adam, outer = keras.optimizers.Adam(0.25), SGD(0.5, momentum=0.125)
-    model = _model(lambda: LocalSteps(adam, 3, outer, name='mine'))
+    def optimizer():
+      outer = SGD(0.5, momentum=0.125)
+      return LocalSteps(keras.optimizers.Adam(0.01), 3, outer, name='mine')
+
+    model = _model(optimizer)
     _fit(model)
     path = os.path.join(self.create_tempdir().full_path, 'model.keras')
     model.save(path)
