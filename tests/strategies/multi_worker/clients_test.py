@@ -13,23 +13,20 @@ from tests import processes, tiers, virtual_devices
 
 virtual_devices.configure()
 
-_NAMES = (
-  '_task_type',
-  '_task_id',
-  '_id_in_cluster',
-  '_num_workers',
-  '_is_chief',
-)
-
 
 def _read(strategy):
   """Returns the attributes that TensorFlow's multi-worker strategies have."""
   extended = strategy.extended
-  found = {name: getattr(extended, name) for name in _NAMES}
-  spec = extended._cluster_spec
-  found['_cluster_spec'] = spec and spec.as_dict()
   assert extended._cluster_resolver is strategy.cluster_resolver
-  return found
+  spec = extended._cluster_spec
+  return {
+    '_task_type': extended._task_type,
+    '_task_id': extended._task_id,
+    '_id_in_cluster': extended._id_in_cluster,
+    '_num_workers': extended._num_workers,
+    '_is_chief': extended._is_chief,
+    '_cluster_spec': spec and spec.as_dict(),
+  }
 
 
 def _ask_for_handler(resolver, directory):
@@ -66,13 +63,8 @@ def _search(rank, directory):
 
   def build(parameters):
     keras.utils.set_random_seed(1)
-    units = parameters.Int('units', 2, 8)
-    layers = [
-      keras.Input([4]),
-      keras.layers.Dense(units),
-      keras.layers.Dense(1),
-    ]
-    model = keras.Sequential(layers)
+    hidden = keras.layers.Dense(parameters.Int('units', 2, 8))
+    model = keras.Sequential([keras.Input([4]), hidden, keras.layers.Dense(1)])
     rate = parameters.Choice('rate', [0.1, 0.01, 0.001])
     model.compile(keras.optimizers.SGD(rate), 'mse')
     return model

@@ -1,8 +1,8 @@
 """The workers of `local_steps_test`, and a simulation without workers.
 
 `train` is a worker's job. `simulate` trains the workers of a job in turn in one
-process. Each has its own copy of the model. The simulation computes meetings in
-NumPy and uses nothing from this package.
+process. Each has its own copy of the model. The simulation uses nothing from this
+package.
 """
 
 import dataclasses
@@ -48,29 +48,6 @@ class Job:
   strategy: str = 'multi_worker_ring'
   policy: str = 'float32'
   has_own_step: bool = False
-
-
-_ADAM = {'learning_rate': 0.01}
-NESTEROV = ('SGD', {'learning_rate': 0.7, 'momentum': 0.9, 'nesterov': True})
-# The last batch has one row. An epoch ends between two meetings.
-DILOCO = Job(4, rows=121, inner=('Adam', _ADAM), outer=NESTEROV)
-
-
-def diloco(inner=None, **changes):
-  """Returns the job with other options. `inner` are options of its Adam."""
-  adam = ('Adam', {**_ADAM, **(inner or {})})
-  return dataclasses.replace(DILOCO, inner=adam, **changes)
-
-
-# Jobs whose results are compared with a simulation.
-JOBS = {
-  'normalized': Job(3, rows=121, layers='normalized'),
-  'float16': diloco(policy='mixed_float16'),
-  'worker_without_rows': diloco(has_own_step=True, batch=1, rows=7),
-  'three_at_once': diloco(every=64, options=(('steps_per_execution', 3),)),
-  'accumulation': diloco({'gradient_accumulation_steps': 3}),
-  'moving_average': diloco({'use_ema': True, 'ema_momentum': 0.5}),
-}
 
 
 def largest(a, b):
@@ -193,44 +170,38 @@ def train(rank, jobs):
   return found
 
 
-def simulate(job, workers, mutate=None, meets_at_epochs=True):
-  """Returns the weights after a job, without workers.
-
-  `mutate(shares)` may change the workers' shares of the rows.
-  """
-  mutate = mutate or (lambda shares: shares)
+def simulate(job, workers, meets_at_epochs=True):
+  """Returns the weights after a job, without workers."""
   models = [
     model_of(dataclasses.replace(job, options=()), lambda: optimizer(job.inner))
     for _ in range(workers)
   ]
-  trained = len(models[0].trainable_variables)
-  anchor = [v.numpy() for v in models[0].trainable_variables]
-  momenta = [np.zeros_like(a) for a in anchor]
-  _, options = job.outer
+  anchors = [keras.Variable(v.numpy()) for v in models[0].trainable_variables]
+  outer = optimizer(job.outer)
   seen = np.zeros(workers, np.int64)
   steps = 0
+
+  def mean(same):
+    """Returns the mean of the workers' variables, weighted by their rows."""
+    shares = zip(seen / seen.sum(), same, strict=True)
+    return sum(share * v.numpy() for share, v in shares)
 
   def meet():
     if not seen.any():
       return
-    share = mutate(seen / seen.sum())
-    for i in range(trained):
-      mine = [m.trainable_variables[i].numpy() for m in models]
-      mean = sum(s * (anchor[i] - w) for s, w in zip(share, mine, strict=True))
-      rate, momentum = options['learning_rate'], options.get('momentum', 0.0)
-      momenta[i] = momentum * momenta[i] - rate * mean
-      step = momenta[i]
-      if options.get('nesterov'):
-        step = momentum * momenta[i] - rate * mean
-      new = (anchor[i] + step).astype(np.float32)
-      anchor[i] = new
-      for model in models:
-        model.trainable_variables[i].assign(new)
-    for same in zip(*map(_averaged, models), strict=True):
-      values = [v.numpy() for v in same]
-      mean = sum(s * v for s, v in zip(share, values, strict=True))
+    trained = list(zip(*(m.trainable_variables for m in models), strict=True))
+    differences = [
+      np.float32(anchor.numpy() - mean(same))
+      for anchor, same in zip(anchors, trained, strict=True)
+    ]
+    outer.apply(differences, anchors)
+    for anchor, same in zip(anchors, trained, strict=True):
       for variable in same:
-        variable.assign(mean)
+        variable.assign(anchor)
+    for same in zip(*map(_averaged, models), strict=True):
+      value = mean(same)
+      for variable in same:
+        variable.assign(value)
     seen[:] = 0
 
   for epoch in range(job.epochs):
@@ -265,15 +236,8 @@ def _averaged(model):
   return averages + getattr(optimizer_, '_model_variables_moving_average', [])
 
 
-def one_device(job):
-  """Returns the weights and history of one device, without local steps."""
-  model = model_of(job, lambda: optimizer(job.inner))
-  history = model.fit(dataset(job), epochs=job.epochs, verbose=0).history
-  return model.get_weights(), history
-
-
 class _SaveAt(keras.callbacks.Callback):
-  """Saves once after some steps, and records the number of steps since a meeting."""
+  """Saves once after some steps, and records the position."""
 
   def __init__(self, checkpoint, step):
     super().__init__()
@@ -283,8 +247,12 @@ class _SaveAt(keras.callbacks.Callback):
     """See base class."""
     if batch + 1 == self._step:
       self._checkpoint.save(0, self._step)
-      self.since_meeting = int(self.model.optimizer.steps.numpy())
-      self.weights = self.model.get_weights()
+      self.saved = _position(self.model)
+
+
+def _position(model):
+  """Returns the number of steps since a meeting, and the weights."""
+  return int(model.optimizer.steps.numpy()), model.get_weights()
 
 
 def save_and_resume(rank, job, directory, step):
@@ -298,8 +266,7 @@ def save_and_resume(rank, job, directory, step):
     callback = _SaveAt(checkpoint, step)
     if name == 'resumed':
       checkpoint.restore()
-      found['since_meeting'] = int(model.optimizer.steps.numpy())
-      found['restored'] = model.get_weights()
+      found['restored'] = _position(model)
       callback = checkpoint
     history = model.fit(
       dataset(job), epochs=1, verbose=0, callbacks=[callback]
@@ -307,7 +274,7 @@ def save_and_resume(rank, job, directory, step):
     state = [v.numpy() for v in model.optimizer.variables]
     found[name] = model.get_weights(), state, history
     if name == 'whole':
-      found['saved'] = callback.since_meeting, callback.weights
+      found['saved'] = callback.saved
     strategy.close()
   return found
 
@@ -338,40 +305,42 @@ def replace_optimizer(rank, job):
   return found
 
 
-def loop(rank, jobs):
-  """Does the same as `train` in loops that call `strategy.step`, with loss scaling."""
+def loop(rank, job):
+  """Does the same as `train` in a loop that calls `strategy.step`, with loss scaling.
+
+  Returns the weights, and the number of collectives after each step.
+  """
   del rank
-  found = {}
-  for name, job in jobs.items():
-    strategy = strategy_of(job)
-
-    def make(job=job):
-      inner = keras.optimizers.LossScaleOptimizer(optimizer(job.inner), 8.0)
-      return tfs.keras.LocalSteps(inner, job.every, optimizer(job.outer))
-
-    with strategy.scope():
-      model = model_of(job, make)
-
-    def train_step(x, y, model=model):
-      with tf.GradientTape() as tape:
-        losses = keras.losses.sparse_categorical_crossentropy(
-          y, model(x, training=True), from_logits=True
-        )
-        loss = model.optimizer.scale_loss(tf.reduce_mean(losses))
-      variables = model.trainable_variables
-      model.optimizer.apply(tape.gradient(loss, variables), variables)
-
-    step = strategy.step(train_step, [model.optimizer])
-    batches = strategy.experimental_distribute_dataset(
-      dataset(job).take(job.rows // job.batch)
+  strategy = strategy_of(job)
+  with strategy.scope():
+    model = model_of(
+      job,
+      lambda: tfs.keras.LocalSteps(
+        keras.optimizers.LossScaleOptimizer(optimizer(job.inner), 8.0),
+        job.every,
+        optimizer(job.outer),
+      ),
     )
-    calls = []
-    for _ in range(job.epochs):
-      for x, y in batches:
-        step(x, y)
-        counts = strategy.communication_report()['calls']
-        calls.append(sum(counts.values()))
-    model.optimizer.meet()
-    found[name] = {'weights': model.get_weights(), 'calls': calls}
-    strategy.close()
+
+  def train_step(x, y):
+    with tf.GradientTape() as tape:
+      losses = keras.losses.sparse_categorical_crossentropy(
+        y, model(x, training=True), from_logits=True
+      )
+      loss = model.optimizer.scale_loss(tf.reduce_mean(losses))
+    variables = model.trainable_variables
+    model.optimizer.apply(tape.gradient(loss, variables), variables)
+
+  step = strategy.step(train_step, [model.optimizer])
+  batches = strategy.experimental_distribute_dataset(
+    dataset(job).take(job.rows // job.batch)
+  )
+  calls = []
+  for _ in range(job.epochs):
+    for x, y in batches:
+      step(x, y)
+      calls.append(sum(strategy.communication_report()['calls'].values()))
+  model.optimizer.meet()
+  found = {'weights': model.get_weights(), 'calls': calls}
+  strategy.close()
   return found
