@@ -67,6 +67,10 @@ class ScheduleTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.ScheduleError, message):
       make(3, 1, *transfers).validate()
 
+  def test_owner_is_the_lowest_of_the_first(self):
+    swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True))
+    self.assertEqual(swap.owners(), (0,))
+
   def test_half_needs_a_chunk_for_each_rank(self):
     with self.assertRaisesRegex(errors.ScheduleError, 'a reduce-scatter half'):
       naive.naive_all_reduce(3).reduce_scatter()

@@ -1,5 +1,6 @@
 """Links that come from another group, or too late."""
 
+import asyncio
 import socket
 from concurrent import futures
 from unittest import mock
@@ -7,21 +8,41 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from tf_strategies import errors
-from tf_strategies.process_group import group, options, state
+from tf_strategies.process_group import execution, group, options, state
 from tf_strategies.process_group.network import protocol
 from tf_strategies.process_group.tcp import mesh, transport
 
+_LIVES = {rank: f'life {rank}' for rank in range(2)}
+_MESSAGE = {'rank': 1, 'generation': 7, 'incarnation': 'life 1'}
+
 
 class MeshTest(parameterized.TestCase):
+  def test_lost_call_is_repeated_once_and_then_named(self):
+    dial = mock.AsyncMock(side_effect=TimeoutError('it does not answer'))
+    note_cut = mock.Mock()
+    links = mesh.Mesh(7, 0, _LIVES, dial, note_cut, mock.Mock())
+    with self.assertRaises(execution.LinkClosedError) as raised:
+      asyncio.run(links.connect([1]))
+    self.assertEqual(raised.exception.rank, 1)
+    self.assertEqual(dial.await_count, 2)
+    note_cut.assert_called_once_with(1, 'life 1', 'it does not answer')
+
   @parameterized.parameters(
     {'generation': 6}, {'incarnation': 'before'}, {'rank': 9}
   )
   def test_link_of_another_group_is_refused(self, **change):
-    message = {'rank': 1, 'generation': 7, 'incarnation': 'life 1', **change}
-    lives = {rank: f'life {rank}' for rank in range(2)}
-    links = mesh.Mesh(7, 0, lives, mock.Mock(), mock.Mock(), mock.Mock())
+    links = mesh.Mesh(7, 0, _LIVES, mock.Mock(), mock.Mock(), mock.Mock())
     with self.assertRaises(protocol.ProtocolError):
-      links.accept(mock.Mock(), message)
+      links.accept(mock.Mock(), {**_MESSAGE, **change})
+
+  def test_second_link_of_a_pair_is_refused(self):
+    take, first, second = mock.Mock(), mock.Mock(), mock.Mock()
+    links = mesh.Mesh(7, 0, _LIVES, mock.Mock(), mock.Mock(), take)
+    for link in (first, second):
+      links.accept(link, _MESSAGE)
+    take.assert_called_once_with(1, first.sock)
+    self.assertEqual(second.send.call_args.args[0], protocol.Kind.REJECT)
+    second.close.assert_called_once_with()
 
 
 class GroupTest(absltest.TestCase):
