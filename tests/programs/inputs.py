@@ -136,6 +136,42 @@ def _on_batch():
   return found, (model.get_weights(),)
 
 
+class _Denoiser(keras.Model):
+  """A model with its own `train_step`, for inputs without targets."""
+
+  def __init__(self):
+    super().__init__(name='denoiser')
+    self.dense = layers.Dense(3)
+    self.tracker = keras.metrics.Mean(name='loss')
+
+  @property
+  def metrics(self):
+    return [self.tracker]
+
+  def call(self, x):
+    return self.dense(x)
+
+  def train_step(self, data):
+    with tf.GradientTape() as tape:
+      loss = self.compiled(data, self(2.0 * data, training=True))
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    self.tracker.update_state(loss)
+    return {'loss': self.tracker.result()}
+
+  def compile(self, optimizer, loss):
+    super().compile(optimizer=optimizer)
+    self.compiled = loss
+
+
+def _inputs_alone():
+  a, _, _ = _two_inputs(96)
+  model = _Denoiser()
+  model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError())
+  dataset = common.batches(a)
+  return common.fitted(model, dataset)
+
+
 def _bools_and_strings():
   rng = np.random.default_rng(2)
   names = np.array(['red', 'green', 'blue'])[rng.integers(0, 3, _ROWS)]
@@ -156,6 +192,7 @@ def _bools_and_strings():
 
 
 PROGRAMS = {
+  'inputs_alone': _inputs_alone,
   'finite_generator': _finite_generator,
   'endless_generator': _endless_generator,
   'seeded_shuffle': _seeded_shuffle,

@@ -99,6 +99,65 @@ def _supervised_contrastive():
   return first, common.fitted(model, common.batches(x, y))
 
 
+class _Distance(layers.Layer):
+  """Returns the distances of two embeddings from a third."""
+
+  def call(self, anchor, positive, negative):
+    near = ops.sum(ops.square(anchor - positive), -1)
+    return near, ops.sum(ops.square(anchor - negative), -1)
+
+
+class _Siamese(keras.Model):
+  """The Siamese network from Keras's examples, with the triplet loss."""
+
+  def __init__(self, net):
+    super().__init__(name='siamese')
+    self.net = net
+    self.tracker = keras.metrics.Mean(name='loss')
+
+  def call(self, inputs):
+    return self.net(inputs)
+
+  def _loss(self, data):
+    near, far = self.net(data)
+    return ops.maximum(near - far + 0.5, 0.0)
+
+  def train_step(self, data):
+    with tf.GradientTape() as tape:
+      loss = self._loss(data)
+    gradients = tape.gradient(loss, self.net.trainable_weights)
+    self.optimizer.apply_gradients(
+      zip(gradients, self.net.trainable_weights, strict=True)
+    )
+    self.tracker.update_state(loss)
+    return {'loss': self.tracker.result()}
+
+  def test_step(self, data):
+    self.tracker.update_state(self._loss(data))
+    return {'loss': self.tracker.result()}
+
+  @property
+  def metrics(self):
+    return [self.tracker]
+
+
+def _siamese():
+  x, _ = _points()
+  triplet = (x, np.roll(x, 1, 0), np.roll(x, 5, 0))
+  # Distances do not depend on the last bias.
+  embedding = keras.Sequential(
+    [layers.Dense(8, 'tanh'), layers.Dense(4, use_bias=False)]
+  )
+  inputs = [layers.Input([6]) for _ in range(3)]
+  net = keras.Model(inputs, _Distance()(*[embedding(i) for i in inputs]))
+  model = _Siamese(net)
+  model.compile(keras.optimizers.Adam(1e-2), weighted_metrics=[])
+  data = common.batches(*triplet)
+  return common.fitted(model, data, validation_data=data), model.predict(
+    tf.data.Dataset.zip((data,)), verbose=0
+  )
+
+
 class _Retrieval(keras.Model):
   """A two-tower model. The other rows of a batch serve as negatives."""
 
@@ -240,6 +299,7 @@ def _step_of_instance():
 
 
 PROGRAMS = {
+  'siamese': _siamese,
   'distillation': _distillation,
   'supervised_contrastive': _supervised_contrastive,
   'two_towers': _two_towers,

@@ -328,8 +328,15 @@ _STARTS = {
     (
       *(('servers_async_1_in_2_parts', name) for name in _IN_PARTS[1:]),
       *(('servers_async_1_in_3_parts', name) for name in _IN_PARTS),
+      ('servers_async_1', 'recommender_adam_where_repeated_rows_are_lost'),
     ),
-    tuple(('servers_sync_2_in_2_parts', name) for name in _IN_PARTS),
+    (
+      *(('servers_sync_2_in_2_parts', name) for name in _IN_PARTS),
+      (
+        'servers_sync_2_in_2_parts',
+        'recommender_lazy_adam_where_repeated_rows_are_lost',
+      ),
+    ),
   ),
 }
 _often = {row for tier in list(_STARTS)[:2] for g in _STARTS[tier] for row in g}

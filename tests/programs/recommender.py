@@ -35,6 +35,7 @@ OPTIMIZERS = {
   'lazy_adam': lambda: LazyRows(optimizers.Adam(0.01)),
   'lazy_momentum': lambda: LazyRows(optimizers.SGD(0.05, momentum=0.9)),
   'scaled_adagrad': lambda: LossScale(optimizers.Adagrad(0.1)),
+  'scaled_adam': lambda: LossScale(optimizers.Adam(0.01)),
   'scaled_lazy_adam': lambda: LossScale(LazyRows(optimizers.Adam(0.01))),
   'accumulation': lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
   'clipvalue': lambda: optimizers.SGD(0.1, clipvalue=0.05),
@@ -142,5 +143,7 @@ MUTATED = {
   for optimizer, mutation in (
     ('adagrad', 'repeated_rows_are_lost'),
     ('sgd', 'shares_count_alike'),
+    ('adam', 'repeated_rows_are_lost'),
+    ('lazy_adam', 'repeated_rows_are_lost'),
   )
 }

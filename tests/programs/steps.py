@@ -123,6 +123,31 @@ def with_own_step(loss_of):
   return program
 
 
+def _several_outputs():
+  x, y, _ = _data()
+  inputs = layers.Input([6])
+  hidden = layers.Dense(8, 'tanh')(inputs)
+  outputs = {
+    'kind': layers.Dense(_CLASSES, name='kind')(hidden),
+    'sum': layers.Dense(1, name='sum')(hidden),
+  }
+  model = keras.Model(inputs, outputs)
+  model.compile(
+    _adam(),
+    {'kind': common.crossentropy(), 'sum': 'mse'},
+    loss_weights={'kind': 1.0, 'sum': 0.3},
+    metrics={'sum': ['mae']},
+  )
+  y = {'kind': y, 'sum': x.sum(1)}
+  return common.results(model, x, y, shuffle=False)
+
+
+def _divided(model, x, y, outputs):
+  """Divides the loss by the number of replicas, as programs for tf.distribute do."""
+  replicas = tf.distribute.get_strategy().num_replicas_in_sync
+  return ops.mean(per_row(y, outputs)) / replicas
+
+
 def _of_rows(function):
   """Returns a program whose loss is a function of the losses of rows."""
   return with_own_step(
@@ -259,9 +284,13 @@ PROGRAMS = {
     lambda: keras.optimizers.SGD(0.1),
   ),
   'positions_adam': _of_tokens(_positions, _adam),
+  'positions_rmsprop': _of_tokens(
+    _positions, lambda: keras.optimizers.RMSprop(1e-2)
+  ),
   'positions_sgd_clipped': _of_tokens(
     _positions, lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1)
   ),
+  'several_outputs': _several_outputs,
   'mean': _of_rows(ops.mean),
   'row_by_row': _of_rows(lambda rows: rows),
   'compute_loss': with_own_step(
@@ -276,6 +305,11 @@ PROGRAMS = {
     lambda rows: ops.sum(rows) / ops.cast(ops.shape(rows)[0], 'float32')
   ),
   'logsumexp': _of_rows(ops.logsumexp),
+  'root_of_compute_loss': with_own_step(
+    lambda model, x, y, outputs: ops.sqrt(model.compute_loss(x, y, outputs))
+  ),
+  'sum_of_rows': _of_rows(ops.sum),
+  'divided': with_own_step(_divided),
   'sum_by_batch_size': _of_rows(lambda rows: tf.reduce_sum(rows) * (1.0 / 32)),
   'quotient': with_own_step(_quotient),
   'root': with_own_step(_root),

@@ -277,6 +277,29 @@ def _lora():
   return first, common.train(model, x, y, keras.optimizers.Adam(1e-2))
 
 
+def _on_batches():
+  """Runs a custom loop around `train_on_batch` with two networks."""
+  x, y = _points()
+  maker = keras.Sequential([layers.Input([4]), layers.Dense(6)])
+  critic = _net(1, 'sigmoid')
+  critic.compile('adam', 'binary_crossentropy', metrics=['accuracy'])
+  classifier = _net()
+  classifier.compile('sgd', common.crossentropy(), metrics=['accuracy'])
+  rng = np.random.default_rng(2)
+  found = []
+  for start in range(0, _ROWS, 32):
+    real = x[start : start + 32]
+    fake = maker.predict_on_batch(rng.normal(size=(len(real), 4)).astype('f4'))
+    both = np.concatenate([real, fake])
+    labels = np.arange(2 * len(real)) < len(real)
+    found.append(critic.train_on_batch(both, labels.astype('f4')))
+    found.append(
+      classifier.train_on_batch(real, y[start : start + 32], return_dict=True)
+    )
+  found.append(classifier.test_on_batch(x, y))
+  return found, critic.get_weights(), classifier.get_weights()
+
+
 def _saved_and_loaded():
   """Saves a model in the middle of training, loads it and continues."""
   x, y = _points()
@@ -310,6 +333,7 @@ PROGRAMS = {
   'steps_per_execution': _fit(
     copies=2, metrics=['accuracy'], steps_per_execution=4
   ),
+  'on_batches': _on_batches,
   'run_eagerly': _fit(
     fit={'epochs': 1}, metrics=['accuracy'], run_eagerly=True
   ),
