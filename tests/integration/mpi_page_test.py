@@ -49,9 +49,12 @@ class MpiPageTest(parameterized.TestCase):
         self.assertAlmostEqual(float(loss), float(alone), delta=1.1e-4)
 
   @parameterized.parameters(
+    ({}, False),
+    ({'PMI_SIZE': '2'}, True),
     ({'OMPI_COMM_WORLD_SIZE': '3'}, True),
     ({'PMI_SIZE': '1'}, False),
     ({'PMI_SIZE': ''}, False),
+    ({'PMI_SIZE': '2', 'TF_CONFIG': '{}'}, False),
   )
   def test_who_is_one_of_several(self, environ, expected):
     with mock.patch.dict(os.environ, environ, clear=True):

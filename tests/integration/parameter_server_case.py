@@ -26,19 +26,17 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     self.progress = os.path.join(directory.name, 'progress')
     self.checkpoints = os.path.join(directory.name, 'checkpoints')
 
-  def wait(self, job, condition, what, seconds=120):
-    """Waits until a condition holds, while the chief runs."""
-    ends_at = time.monotonic() + seconds
-    while not condition():
-      self.assertTrue(job.is_alive('chief', 0), f'the chief ended: {what}')
-      self.assertLess(time.monotonic(), ends_at, what)
-      time.sleep(0.01)
-
   def wait_for_batch(self, job, batch, of='', seconds=120):
     """Waits until `fit`, or every `evaluate` with '.test', has finished `batch`
     batches.
     """
-    self.wait(job, lambda: self.batches(of) >= batch, f'batch {batch}', seconds)
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+      if self.batches(of) >= batch:
+        return
+      self.assertTrue(job.is_alive('chief', 0), 'the chief has ended')
+      time.sleep(0.02)
+    self.fail(f'batch {batch} was not reached')
 
   def batches(self, of=''):
     """Returns the number of batches that `fit`, or with '.test' `evaluate`,
@@ -137,8 +135,13 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
 
 
 def damage(path, kind):
-  """Damages a file as a faulty disk might: 'flip' or 'truncate'."""
+  """Damages a file as a faulty disk or a user might."""
   raw = path.read_bytes()
+  if kind == 'delete':
+    path.unlink()
+    return
   half = len(raw) // 2
-  end = bytes([raw[half] ^ 1]) + raw[half + 1 :] if kind == 'flip' else b''
-  path.write_bytes(raw[:half] + end)
+  flipped = raw[:half] + bytes([raw[half] ^ 1]) + raw[half + 1 :]
+  path.write_bytes(
+    {'truncate': raw[:half], 'flip': flipped, 'empty': b''}[kind]
+  )

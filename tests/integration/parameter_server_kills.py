@@ -8,17 +8,19 @@ a task.
 Workers pass the places `lookup` and `update` of a step (with 'sync', servers
 pass `update`). With `holds_writes`, servers 0 and 1 pass `write 0` and `write
 1` before they write rows of the partitioned table. The chief passes the places
-in `_PLACES` while it saves or loads. With `holds_writes` there are also `rows 0`
-and `rows 1`, before rows of the dynamic table are written. Their files are pipes
-while they are held (`rows_held`).
+in `_PLACES` while it saves or loads. With `holds_writes` there are also `loop
+0` and `loop 1`, before rows of the dynamic table are computed, and `rows 0` and
+`rows 1`, before they are written. The files of the latter are pipes while they
+are held (`rows_held`). While `lock` is held, no task writes rows of the dynamic table on
+server 1.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import pathlib
 import pickle
-import pkgutil
 import resource
 import signal
 import sys
@@ -44,24 +46,48 @@ ROWS = 8192
 # Number of steps after which rows and ids repeat.
 HOT = 7
 _HELD_SECONDS = 60.0
-# Place: the function in `tf_strategies` that the chief calls there.
+# Place: (module in `tf_strategies`, owner and name of the function that the
+# chief calls there, condition for counting).
 _PLACES = {
   # Before rows of server 1 are read; after all rows, without a manifest.
   'rows': (
-    'strategies.parameter_server.variables:ServerVariable.rows_directly'
+    'strategies.parameter_server.variables',
+    'ServerVariable',
+    'rows_directly',
+    lambda variable, *_: tf.executing_eagerly() and variable.server == 1,
   ),
-  'manifest': 'checkpoint.checkpointer:_digest',
+  'manifest': ('checkpoint.checkpointer', '', '_digest', None),
   # All files are written but not renamed yet; then they are renamed.
-  'rename': 'checkpoint.checkpointer:os.rename',
-  'named': 'strategies.parameter_server.recovery:StepCounts.note_saved',
+  'rename': ('checkpoint.checkpointer', 'os', 'rename', None),
+  'named': (
+    'strategies.parameter_server.recovery',
+    'StepCounts',
+    'note_saved',
+    None,
+  ),
   # Between the ids and rows of a dynamic table, and its slots.
-  'columns': 'strategies.parameter_server.partitioned:ServerShard.stored_of',
-  'load': 'checkpoint.checkpointer:StoredArrays.rows',
-  'load columns': 'strategies.parameter_server.partitioned:ServerShard.store',
+  'columns': (
+    'strategies.parameter_server.partitioned',
+    'ServerShard',
+    'stored_of',
+    None,
+  ),
+  'load': ('checkpoint.checkpointer', 'StoredArrays', 'rows', None),
+  'load columns': (
+    'strategies.parameter_server.partitioned',
+    'ServerShard',
+    'store',
+    None,
+  ),
   # Before it connects to the cluster in its current state.
-  'connect': '_tf_internal:connect_again',
+  'connect': ('_tf_internal', '', 'connect_again', None),
   # All variables are restored, and no step has begun.
-  'restored': 'strategies.parameter_server.recovery:StepCounts.begun_since',
+  'restored': (
+    'strategies.parameter_server.recovery',
+    'StepCounts',
+    'begun_since',
+    None,
+  ),
 }
 
 
@@ -135,18 +161,18 @@ def rows_held(path: pathlib.Path) -> Iterator[None]:
 def _can_be_held(directory: str) -> None:
   """Makes this process stop at the places that a test holds."""
 
-  for place, function in _PLACES.items():
-    module, _, names = f'tf_strategies.{function}'.partition(':')
-    *owners, name = names.split('.')
-    owner = pkgutil.resolve_name(f'{module}:{".".join(owners)}')
-    real = getattr(owner, name)
+  for place, (module, owner, name, counts) in _PLACES.items():
+    found = importlib.import_module(f'tf_strategies.{module}')
+    for part in filter(None, [owner]):
+      found = getattr(found, part)
+    real = getattr(found, name)
 
-    def call(*args, _place=place, _real=real, **options):
-      if _place != 'rows' or (tf.executing_eagerly() and args[0].server == 1):
+    def call(*args, _place=place, _real=real, _counts=counts, **options):
+      if _counts is None or _counts(*args):
         hold_here(directory, _place)
       return _real(*args, **options)
 
-    setattr(owner, name, call)
+    setattr(found, name, call)
 
 
 def _writes_can_be_held(directory: str) -> None:
@@ -165,7 +191,13 @@ def _writes_can_be_held(directory: str) -> None:
       slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
     return real(self, slices, *args, **options)
 
+  real_updated = partitioned.ServerShard.updated
   real_store = partitioned.ServerShard.store
+
+  def updated(self, ids, *args, **options):
+    # An initializer of rows may also contain a loop.
+    ids = _hold(directory, f'loop {self.server}', tf.reduce_sum(ids), ids)
+    return real_updated(self, ids, *args, **options)
 
   def store(self, ids, values):
     if tf.executing_eagerly():
@@ -181,6 +213,7 @@ def _writes_can_be_held(directory: str) -> None:
     return real_store(self, ids, values)
 
   variables.ServerVariable.scatter_add = scatter_add
+  partitioned.ServerShard.updated = updated
   partitioned.ServerShard.store = store
 
 
@@ -201,6 +234,18 @@ def _answer(directory: str, parts, pool) -> None:
           found.append(int(part.read_directly().numpy()[:, 0].sum()))
       question.unlink()
       programs.tell(f'{question}ed', ' '.join(map(str, found)))
+
+
+def _lock(directory: str, shard) -> None:
+  """Keeps the lock of a dynamic table's rows in a thread while a test holds it."""
+  while True:
+    time.sleep(0.02)
+    if pathlib.Path(directory, 'lock').exists():
+      with _tf_internal.own_executor(), tf.device(shard.device):
+        lock = tf.raw_ops.MutexLock(mutex=shard._mutex)
+        hold_here(directory, 'lock')
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        del lock
 
 
 def _make(directory: str, options: dict[str, Any]):
@@ -285,6 +330,8 @@ def train(
   threading.Thread(
     target=_answer, args=(directory, slot.parts, strategy._pool), daemon=True
   ).start()
+  shard = dynamic.trainable_variables[0].row_table.shards[-1]
+  threading.Thread(target=_lock, args=(directory, shard), daemon=True).start()
   with saved:
     for i in range(began, steps):
       run(ids[i])
@@ -306,57 +353,58 @@ def _slot_of_parts(optimizer):
 
 
 def _found(static, dynamic, optimizer, ids) -> dict[str, Any]:
-  """Returns the rows of the steps, with slots and counts.
+  """Returns all rows of the steps, with slots and counts, by table.
 
-  Its arrays are [steps, 4] like `ids`, or [2, steps, 4] with both tables. All numbers of
-  a row must be equal, so each row is represented by one.
+  The arrays are [steps, 4] like `ids`. All numbers of a row must be equal, so
+  each row is represented by one.
   """
-  of_static, of_dynamic = ids.reshape([-1, 2]).T
   table = dynamic.trainable_variables[0].row_table
-  whole, slot = static.embeddings.value.numpy(), _slot_of_parts(optimizer)
-  rows = whole[of_static], table.stored(of_dynamic)[:, :WIDTH]
-  slots = (
-    slot.numpy()[of_static],
-    table.stored(of_dynamic, table.slots[0])[:, :WIDTH],
-  )
+  flat = ids[..., 1].reshape(-1)
+  rows = table.stored(flat)
+  accumulators = table.stored(flat, table.slots[0])
   usage = dynamic.usage()
   uses = dict(zip(usage['ids'].tolist(), usage['uses'].tolist(), strict=True))
-  both = np.stack([rows, slots])
-  weights, counts = both[..., 0].reshape([2, 2, *ids.shape[:2]])
-  return {
-    'weights': weights,
-    'counts': counts,
-    'uses': np.reshape([uses.get(i, 0) for i in of_dynamic], ids.shape[:2]),
-    'are_even': (both == both[..., :1]).all(),
-    # Rows that no step uses must not change.
-    'others': np.abs(np.delete(whole, of_static, 0)).max(),
-    'rows': len(uses),
-    'by_shard': dynamic.report()['by_shard'],
-    'iterations': int(optimizer.iterations.numpy()),
+  whole = {
+    'static': (
+      static.embeddings.value.numpy(),
+      _slot_of_parts(optimizer).numpy(),
+    ),
+    'dynamic': (rows[:, :WIDTH], accumulators[:, :WIDTH]),
   }
+  found = {}
+  for name, values in whole.items():
+    if name == 'static':
+      values = [v[ids[..., 0].reshape(-1)] for v in values]
+    is_even = all((v == v[:, :1]).all() for v in values)
+    weights, counts = (v[:, 0].reshape(ids.shape[:2]) for v in values)
+    found[name] = {'weights': weights, 'counts': counts, 'is_even': is_even}
+  # Rows that no step uses must not change.
+  others = np.delete(whole['static'][0], ids[..., 0].reshape(-1), 0)
+  found['others'] = float(np.abs(others).max()), len(uses)
+  found['uses'] = np.array([uses.get(i, 0) for i in flat.tolist()])
+  found['uses'] = found['uses'].reshape(ids.shape[:2])
+  found['by_shard'] = dynamic.report()['by_shard']
+  found['iterations'] = int(optimizer.iterations.numpy())
+  return found
 
 
-def exact(applied: np.ndarray) -> dict[str, Any]:
-  """Returns what `_found` must return if these steps were applied, each once.
-
-  Args:
-    applied: 1 for each step that was applied, 0 for each that was lost.
-  """
-  of_hot = [applied[hot::HOT].sum() for hot in range(HOT)]
-  shared = np.array([of_hot[i % HOT] for i in range(len(applied))])
-  counts = np.stack([applied, applied, shared, shared], 1)
-  # The values of rows after n updates with a gradient of 1.
-  sums = np.cumsum(1 / np.sqrt(np.arange(1, len(applied) + 1) + 1e-7))
-  weights = np.concatenate([[0.0], sums])[counts.astype(int)]
-  rows = 2 * (np.count_nonzero(applied) + np.count_nonzero(of_hot))
+def exact(steps: int) -> dict[str, Any]:
+  """Returns the result of `train` if no task dies."""
+  own = np.ones([steps, 2])
+  shared = np.array(
+    [[len(range(i % HOT, steps, HOT))] * 2 for i in range(steps)]
+  )
+  counts = np.concatenate([own, shared], 1)
+  sums = np.cumsum(1 / np.sqrt(np.arange(steps) + 1.0))
+  table = {'counts': counts, 'weights': sums[counts.astype(int) - 1]}
   return {
-    'weights': np.stack([weights] * 2),
-    'counts': np.stack([counts] * 2),
+    'static': {**table, 'is_even': True},
+    'dynamic': {**table, 'is_even': True},
     'uses': counts,
-    'are_even': True,
-    'others': 0.0,
-    'rows': rows,
-    'iterations': applied.sum(),
+    'others': (0.0, 2 * steps + 2 * HOT),
+    'by_shard': [steps + HOT] * 2,
+    'iterations': steps,
+    'recoveries': [],
   }
 
 

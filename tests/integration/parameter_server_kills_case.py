@@ -4,6 +4,8 @@ import pathlib
 import signal
 import time
 
+import numpy as np
+
 from tests.integration import parameter_server_case
 from tests.integration import parameter_server_kills as kills
 
@@ -48,24 +50,39 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
 
   def wait_until_reached(self, job, place):
     path = self.directory / f'{place}.reached'
-    self.wait(job, path.exists, place)
+    self._wait(job, path.exists, place)
 
   def peek(self, job, servers=1):
     """Returns the updates of the partitioned table's rows on the first servers."""
     answer = self.directory / 'peeked'
     answer.unlink(missing_ok=True)
     kills.programs.tell(str(self.directory / 'peek'), servers)
-    self.wait(job, answer.exists, 'an answer')
+    self._wait(job, answer.exists, 'an answer')
     return list(map(int, answer.read_text().split()))
+
+  def _wait(self, job, condition, what, seconds=120):
+    ends_at = time.monotonic() + seconds
+    while not condition():
+      self.assertTrue(job.is_alive(*CHIEF), f'the chief ended: {what}')
+      self.assertLess(time.monotonic(), ends_at, what)
+      time.sleep(0.01)
 
   def kill_in_step(self, job, place, victim, mode):
     """Kills a task while rows are in transit, or about to be written."""
+    self._stop_in_step(job, place, mode)
+    job.kill(*victim)
+    if victim != SERVER:
+      job.signal(*SERVER, signal.SIGCONT)
+    job.start(*victim)
+
+  def _stop_in_step(self, job, place, mode):
+    """Stops server 1 in a step."""
     self.hold(place)
     self.wait_until_reached(job, place)
     # Before it uses a worker again, the chief asks all servers and does nothing
     # else.
     away = self.directory / 'away'
-    self.wait(job, lambda: not away.exists(), 'the worker before')
+    self._wait(job, lambda: not away.exists(), 'the worker before')
     # From now on, server 1 executes no request.
     job.signal(*SERVER, signal.SIGSTOP)
     if place == 'lookup':
@@ -79,10 +96,15 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     # Both workers' steps may be applied.
     most = 0 if mode == 'sync' else 2 * ROWS_OF_STEP
     self.assertBetween(after - before, 0, most)
+
+  def kill_in_save(self, job, place, victim):
+    """Kills a task during a save."""
+    self.hold(place)
+    self.wait_until_reached(job, place)
     job.kill(*victim)
-    if victim != SERVER:
-      job.signal(*SERVER, signal.SIGCONT)
-    job.start(*victim)
+    self.release(place)
+    if victim != CHIEF:
+      job.start(*victim)
 
   def assert_exact(self, found, steps, mode='async', died=(1,)):
     """Checks that every row and slot has each step once, except for logged losses.
@@ -91,17 +113,41 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     """
     steps_of = {r['server']: r['lost_steps'] for r in found['recoveries']}
     self.assertContainsSubset({s for s, lost in steps_of.items() if lost}, died)
-    print(f'{mode}: {steps} steps, {found["recoveries"]}')
     lost = sum(recovery['lost_steps'] for recovery in found['recoveries'])
-    applied = found['counts'][0, :, 0]
-    self.assertAllInSet(applied, [0.0, 1.0])
-    self.assertEqual(lost, steps - applied.sum())
-    for name, value in kills.exact(applied).items():
-      if name == 'weights':
-        self.assertAllClose(value, found[name], 1e-6, 1e-6)
-      else:
-        self.assertAllEqual(value, found[name], name)
-    self.assertEqual(sum(found['by_shard']), found['rows'])
+    print(f'{mode}: {steps} steps, {found["recoveries"]}')
+    # The values of rows after n updates with a gradient of 1.
+    sums = np.concatenate(
+      [[0.0], np.cumsum(1 / np.sqrt(np.arange(1, steps + 1) + 1e-7))]
+    )
+    seen = {}
+    for name in ('static', 'dynamic'):
+      counts = found[name]['counts']
+      self.assertTrue(found[name]['is_even'], name)
+      self.assertAllEqual(counts, np.round(counts))
+      self.assertAllClose(
+        found[name]['weights'], sums[counts.astype(int)], 1e-6, 1e-6
+      )
+      own, shared = counts[:, :2], counts[:, 2:]
+      self.assertAllInSet(own, [0.0, 1.0])
+      for hot in range(kills.HOT):
+        expected = own[hot :: kills.HOT].sum(0)
+        for row in shared[hot :: kills.HOT]:
+          self.assertAllEqual(row, expected, name)
+      seen[name] = own
+    self.assertAllEqual(seen['static'], seen['dynamic'])
+    self.assertAllEqual(found['uses'], found['dynamic']['counts'])
+    missing = steps - seen['static'].sum(0)
+    self.assertAllEqual(missing, [lost] * 2)
+    self.assertAllEqual(*seen['static'].T)
+    largest, rows = found['others']
+    self.assertEqual(largest, 0.0)
+    hot_rows = sum(
+      len({(i % kills.HOT) for i in np.flatnonzero(own)})
+      for own in seen['dynamic'].T
+    )
+    self.assertEqual(rows, seen['dynamic'].sum() + hot_rows)
+    self.assertEqual(sum(found['by_shard']), rows)
+    self.assertEqual(found['iterations'], steps - lost)
     # Interrupted checkpoints have been deleted.
     self.assertEqual(self.left(), [])
     self.assertLessEqual(len(self.kept()), 4)

@@ -29,26 +29,24 @@ class ExactTest(case.KillsTestCase):
     os.mkdir(self.checkpoints)
 
   def test_comparison(self):
-    def found(recoveries=()):
-      exact = kills.exact(np.ones(20))
-      return {**exact, 'by_shard': [27, 27], 'recoveries': recoveries}
-
-    self.assert_exact(found(), 20)
-    for name, place, value in (
+    self.assert_exact(kills.exact(20), 20)
+    for table, what, place, value in (
       # A step that one table has not, or that counts twice; a shared row; a row
       # without its slot.
-      ('counts', (0, 3, 0), 0.0),
-      ('counts', (1, 3, 1), 2.0),
-      ('counts', (0, 3, 2), 1.0),
-      ('weights', (0, 3, 0), 0.0),
+      ('static', 'counts', (3, 0), 0.0),
+      ('dynamic', 'counts', (3, 1), 2.0),
+      ('static', 'counts', (3, 2), 1.0),
+      ('static', 'weights', (3, 0), 0.0),
     ):
-      wrong = found()
-      wrong[name][place] = value
+      found = kills.exact(20)
+      found[table] = {k: np.copy(v) for k, v in found[table].items()}
+      found[table][what][place] = value
       with self.assertRaises(AssertionError):
-        self.assert_exact(wrong, 20)
+        self.assert_exact(found, 20)
     # The log says so, but no step is missing.
+    found = kills.exact(20) | {'recoveries': [{'server': 1, 'lost_steps': 1}]}
     with self.assertRaises(AssertionError):
-      self.assert_exact(found([{'server': 1, 'lost_steps': 1}]), 20)
+      self.assert_exact(found, 20)
 
 
 class StepKillsTest(case.KillsTestCase):
@@ -75,11 +73,32 @@ class StepKillsTest(case.KillsTestCase):
       self.assertBetween(recovery['lost_steps'], 0, case.EVERY + 4)
     self.assert_exact(found, steps, mode)
 
+  @parameterized.parameters(
+    *[(mode, place) for mode in case.MODES for place in ('loop 1', 'lock')]
+  )
+  @pytest.mark.soak
+  def test_workers_that_die_before_rows_are_written(self, mode, place):
+    """Checks that the death of workers does not end an update that has begun."""
+    steps = 40
+    with parameter_servers.Job() as job:
+      options = case.MODES[mode]
+      self.start_chief(job, steps, holds_writes=True, **options)
+      for begun in (5, 20):
+        self.hold_at(job, begun, place)
+        self.wait_until_quiet()
+        for victim in case.WORKERS:
+          job.restart(*victim)
+        time.sleep(1.5)  # Until the servers know.
+        self.release(place)
+      found = self.finish(job)
+    self.assertEqual(found['recoveries'], [])
+    self.assert_exact(found, steps, mode, died=())
+
   def began_on_1(self):
     """Returns the files of the units that have begun to write rows on server 1."""
     return set(self.directory.glob('began-1-*'))
 
-  @parameterized.parameters(*case.MODES)
+  @parameterized.parameters('async', 'bounded')
   @pytest.mark.soak
   def test_updates_that_wait_for_another(self, mode):
     """Checks that no other update begins during a write, although workers die."""
@@ -108,12 +127,11 @@ class StepKillsTest(case.KillsTestCase):
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, holds_writes=True, mode='sync')
       self.hold_at(job, case.EVERY + 8, 'write 1')
-
-      def is_half_applied():
-        first, second = self.peek(job, 2)
-        return first == second + case.ROWS_OF_STEP
-
-      self.wait(job, is_half_applied, 'half of an update', 20)
+      # Each step has two rows on each server.
+      ends_at = time.monotonic() + 20
+      while (peeked := self.peek(job, 2))[0] != peeked[1] + case.ROWS_OF_STEP:
+        self.assertLess(time.monotonic(), ends_at, peeked)
+        time.sleep(0.1)
       self.hold('restored')
       job.restart('ps', died)
       if died == 1:
@@ -161,14 +179,31 @@ class SaveKillsTest(case.KillsTestCase):
     with parameter_servers.Job(serve=kills.serve) as job:
       self.start_chief(job, steps, **case.MODES[mode])
       for i, place in enumerate(('rows', 'manifest', 'columns')):
+        self.wait_for_batch(job, 1 + i * case.EVERY)
         victim = job_name, 1 if job_name == 'ps' else i % 2
-        self.hold_at(job, 1 + i * case.EVERY, place)
-        job.kill(*victim)
-        self.release(place)
-        job.start(*victim)
+        self.kill_in_save(job, place, victim)
       found = self.finish(job)
     self.assertEqual(bool(found['recoveries']), job_name == 'ps')
     self.assert_exact(found, steps, mode)
+
+  @pytest.mark.soak
+  def test_server_that_dies_again_while_two_are_restored(self):
+    """Kills a server between the ids and the rows of a dynamic table."""
+    steps = 3 * case.EVERY
+    with parameter_servers.Job() as job:
+      self.start_chief(job, steps)
+      self.wait_for_batch(job, case.EVERY + 8)
+      self.hold('load columns')
+      for server in (0, 1):
+        job.restart('ps', server)
+      self.wait_until_reached(job, 'load columns')
+      job.kill(*case.SERVER)
+      self.release('load columns')
+      job.start(*case.SERVER)
+      found = self.finish(job)
+    [recovery] = found['recoveries']
+    self.assertBetween(recovery['lost_steps'], 1, case.EVERY)
+    self.assert_exact(found, steps, died=(0, 1))
 
   @pytest.mark.soak
   def test_server_that_is_silent_in_a_save(self):

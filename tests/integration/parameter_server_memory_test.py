@@ -1,5 +1,6 @@
 """No task of a parameter server job grows with its steps, or by a whole table."""
 
+import contextlib
 import os
 import threading
 
@@ -52,23 +53,32 @@ def _memory(pid=None):
   return int(line.split()[1]) * 1024
 
 
-def _growth(action, pids):
-  """Returns by how many bytes each process grows at most during an action."""
-  sizes = {pid: [_memory(pid)] for pid in pids}
+@contextlib.contextmanager
+def _watched(sizes):
+  """Adds to the list of each process, by id, its memory inside the context."""
   is_over = threading.Event()
 
   def watch():
-    while not is_over.wait(0.01):
+    while True:
       for pid, found in sizes.items():
         found.append(_memory(pid))
+      if is_over.wait(0.01):
+        return
 
   thread = threading.Thread(target=watch)
   thread.start()
   try:
-    action()
+    yield
   finally:
     is_over.set()
     thread.join()
+
+
+def _growth(action, pids):
+  """Returns by how many bytes each process grows at most during an action."""
+  sizes = {pid: [_memory(pid)] for pid in pids}
+  with _watched(sizes):
+    action()
   return [max(found) - found[0] for found in sizes.values()]
 
 

@@ -1,11 +1,11 @@
 """Programs of the chief of a parameter server job whose tasks are killed."""
 
+import dataclasses
 import logging
 import os
 import re
 import socket
 import time
-import types
 from typing import Any
 
 import keras
@@ -21,6 +21,31 @@ BATCH = 32
 STEPS_PER_EPOCH = ROWS // BATCH
 
 
+@dataclasses.dataclass
+class Run:
+  """The result of a training run.
+
+  Attributes:
+    iterations: iterations of the optimizer at the end.
+    batches: number of batches that `fit` trained on in this process.
+    rows_counted: number of rows that the metric saw in the last epoch.
+    weights: weights of the model.
+    report: report of the strategy.
+    step_ended: `time.time()` at the end of each batch.
+    logged: warnings and errors with their times.
+    history: history of `fit`.
+  """
+
+  iterations: int
+  batches: int
+  rows_counted: float
+  weights: list
+  report: dict[str, Any]
+  step_ended: list[float]
+  logged: list[tuple[float, str]]
+  history: dict[str, list[float]]
+
+
 def train(
   progress_path: str,
   epochs: int,
@@ -28,28 +53,29 @@ def train(
   options: dict[str, Any],
   validates: bool = False,
   steps_per_execution: int = 1,
-) -> types.SimpleNamespace:
+) -> Run:
   """Trains a small model with `fit`, and writes the number of batches to a file.
 
   A file with the suffix `.test` receives the number of evaluated batches.
-
-  Returns:
-    The state at the end: `batches` that `fit` trained on in this process,
-    `rows_counted` by the metric in the last epoch, `step_ended`, the `time.time()` at
-    the end of each batch, and `logged`, warnings and errors with their times.
   """
   logged = _record_log()
   rng = np.random.default_rng(5)
-  x = rng.normal(size=(ROWS, 64)).astype(np.float32)
+  x = rng.normal(size=(ROWS, 8, 8, 1)).astype(np.float32)
   y = rng.integers(0, 10, ROWS)
   keras.utils.set_random_seed(3)
   strategy = tfs.ParameterServerStrategy(**options)
   with strategy.scope():
-    layers = keras.layers.Dense(32, 'relu'), keras.layers.Dense(10, 'softmax')
-    model = keras.Sequential([keras.Input([64]), *layers])
+    model = keras.Sequential(
+      [
+        keras.Input([8, 8, 1]),
+        keras.layers.Flatten(),
+        keras.layers.Dense(32, activation='relu'),
+        keras.layers.Dense(10),
+      ]
+    )
     model.compile(
       'adam',
-      'sparse_categorical_crossentropy',
+      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
       metrics=['accuracy'],
       jit_compile=False,
       steps_per_execution=steps_per_execution,
@@ -71,9 +97,11 @@ def train(
       self.tested += 1
       tell(progress_path + '.test', self.tested)
 
-  arguments = {'epochs': epochs, 'verbose': 0, 'callbacks': [Progress()]}
-  if directory := strategy.options.checkpoint_dir:
-    arguments['callbacks'].append(tfs.Run(directory, model))
+  arguments = {
+    'epochs': epochs,
+    'verbose': 0,
+    'callbacks': [Progress(), *resuming(strategy, model)],
+  }
   if validates:
     arguments['validation_data'] = (x[: ROWS // 4], y[: ROWS // 4])
     arguments['validation_batch_size'] = BATCH
@@ -88,15 +116,15 @@ def train(
     history = model.fit(dataset, **arguments)
   else:
     history = model.fit(x, y, batch_size=BATCH, shuffle=False, **arguments)
-  return types.SimpleNamespace(
-    iterations=int(model.optimizer.iterations.numpy()),
-    batches=len(step_ended),
-    rows_counted=float(model.metrics[0].variables[1].numpy()),
-    weights=model.get_weights(),
-    report=strategy.report(),
-    step_ended=step_ended,
-    logged=logged,
-    history=history.history,
+  return Run(
+    int(model.optimizer.iterations.numpy()),
+    len(step_ended),
+    float(model.metrics[0].variables[1].numpy()),
+    model.get_weights(),
+    strategy.report(),
+    step_ended,
+    logged,
+    history.history,
   )
 
 
@@ -112,6 +140,14 @@ def start_at_a_taken_port() -> str:
   return ''
 
 
+def resuming(strategy, model) -> list:
+  """Returns a list with a `tfs.Run` if the strategy saves."""
+  import tf_strategies as tfs
+
+  directory = strategy.options.checkpoint_dir
+  return [] if directory is None else [tfs.Run(directory, model)]
+
+
 def tell(path: str, number: int) -> None:
   """Writes a number to a file atomically."""
   with open(path + '.part', 'w') as f:
@@ -120,19 +156,27 @@ def tell(path: str, number: int) -> None:
 
 
 def _record_log() -> list[tuple[float, str]]:
-  """Returns a list that gets warnings and errors, with their times."""
-  found, handler = [], logging.Handler(logging.WARNING)
-  handler.emit = lambda record: found.append(
-    (record.created, record.getMessage())
-  )
-  absl_logging.get_absl_logger().addHandler(handler)
+
+  found = []
+
+  class Recorder(logging.Handler):
+    """Records log messages."""
+
+    def emit(self, record):
+      found.append((record.created, record.getMessage()))
+
+  absl_logging.get_absl_logger().addHandler(Recorder(logging.WARNING))
   return found
 
 
-def lost_steps(run) -> int:
+def lost_steps(run: Run) -> int:
   """Returns the number of lost steps according to the log."""
-  logged = ' '.join(message for _, message in run.logged)
-  return sum(map(int, re.findall(r'Lost: (\d+) steps', logged)))
+  counts = [
+    int(found[1])
+    for _, message in run.logged
+    if (found := re.search(r'Lost: (\d+) steps', message))
+  ]
+  return sum(counts)
 
 
 def pause(tensor, milliseconds: int = 50):

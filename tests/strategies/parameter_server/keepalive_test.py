@@ -51,6 +51,14 @@ def _serve(connection):
   time.sleep(4 * _DEADLINE_SECONDS)
 
 
+def _wait_until(condition):
+  ends_at = time.monotonic() + _DEADLINE_SECONDS
+  while not condition():
+    if time.monotonic() > ends_at:
+      raise AssertionError('the deadline has passed')
+    time.sleep(0.02)
+
+
 class AskTest(parameterized.TestCase):
   def ask(self, listener):
     self.addCleanup(listener.close)
@@ -67,14 +75,19 @@ class AskTest(parameterized.TestCase):
     self.assertEqual(keepalive.ask(address, 0.5), keepalive.Answer.REFUSED)
 
   def test_all_are_asked_at_the_same_time(self):
-    listeners = [_listen(), *(_listen(None) for _ in range(20))]
-    for listener in listeners:
+    mute = [_listen(None) for _ in range(20)]
+    for listener in mute:
       self.addCleanup(listener.close)
+    speaker = _listen()
+    self.addCleanup(speaker.close)
+    addresses = {('worker', i): _address(m) for i, m in enumerate(mute)}
     began = time.monotonic()
-    answers = keepalive.ask_all(dict(enumerate(map(_address, listeners))), 0.5)
+    answers = keepalive.ask_all({**addresses, 'it': _address(speaker)}, 0.5)
     self.assertLess(time.monotonic() - began, 20 * 0.5 / 2)
-    self.assertEqual(answers.pop(0), keepalive.Answer.HELLO)
-    self.assertEqual(list(answers.values()), [keepalive.Answer.NOTHING] * 20)
+    self.assertEqual(answers.pop('it'), keepalive.Answer.HELLO)
+    self.assertEqual(
+      answers, dict.fromkeys(addresses, keepalive.Answer.NOTHING)
+    )
 
   def test_questions_are_not_ended(self):
     """Checks that `disconnect` spares questions: a closed one looks like a refusal."""
@@ -108,33 +121,60 @@ class KeepaliveTest(parameterized.TestCase):
       # Connections are found by the number that the name has.
       self.addresses[task] = receiver.recv().replace('127.0.0.1', 'localhost')
 
-  def watch(self, timeout=_TIMEOUT):
-    found = keepalive.Keepalive(self.addresses, timeout)
-    self.addCleanup(found.close)
-    return found
+  def connect(self, task):
+    host, _, port = self.addresses[task].partition(':')
+    connection = socket.create_connection((host, int(port)), _DEADLINE_SECONDS)
+    self.addCleanup(connection.close)
+    self.assertEqual(connection.recv(8), b'settings')
+    return connection
+
+  def test_stopped_task_is_disconnected_until_reset(self):
+    stopped, other = self.addresses
+    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
+    self.addCleanup(watch.close)
+    connection, others = self.connect(stopped), self.connect(other)
+    with self.assertLogs('absl', 'WARNING') as logs:
+      self.tasks.signal(*stopped, signal.SIGSTOP)
+      # Only the shutdown wakes it.
+      self.assertEqual(connection.recv(1), b'')
+      _wait_until(lambda: watch.is_disconnected(stopped))
+    self.assertIn(f'worker 0 at {self.addresses[stopped]}', logs.output[0])
+    self.assertFalse(watch.is_disconnected(other))
+    self.tasks.signal(*stopped, signal.SIGCONT)
+    answers = keepalive.ask_all(self.addresses)
+    self.assertEqual(set(answers.values()), {keepalive.Answer.HELLO})
+    # Earlier requests to it are lost all the same.
+    self.assertTrue(watch.is_disconnected(stopped))
+    watch.reset()
+    again = self.connect(stopped)
+    time.sleep(2 * _TIMEOUT)
+    self.assertFalse(watch.is_disconnected(stopped))
+    for connection in (again, others):
+      connection.settimeout(0.1)
+      with self.assertRaises(TimeoutError):
+        connection.recv(1)
 
   @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
   @pytest.mark.soak
   def test_task_that_answers_for_long_enough_is_forgiven(self):
     stopped, other = self.addresses
-    watch = self.watch()
+    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
+    self.addCleanup(watch.close)
     for task in (stopped, other):
       self.tasks.signal(*task, signal.SIGSTOP)
-      processes.wait_until(lambda task=task: watch.is_disconnected(task))
+      _wait_until(lambda task=task: watch.is_disconnected(task))
     self.tasks.signal(*stopped, signal.SIGCONT)
     continued_at = time.monotonic()
-    processes.wait_until(lambda: not watch.is_disconnected(stopped))
+    _wait_until(lambda: not watch.is_disconnected(stopped))
     # Since the last time that it was cut off, not since the first.
     self.assertGreater(time.monotonic() - continued_at, 3 * _TIMEOUT)
     self.assertTrue(watch.is_disconnected(other))
 
   def test_silence_that_ends_in_time_is_forgiven(self):
     stopped, _ = self.addresses
-    watch = self.watch(_DEADLINE_SECONDS)
-    host, _, port = self.addresses[stopped].partition(':')
-    connection = socket.create_connection((host, int(port)), _DEADLINE_SECONDS)
-    self.addCleanup(connection.close)
-    self.assertEqual(connection.recv(8), b'settings')
+    watch = keepalive.Keepalive(self.addresses, _DEADLINE_SECONDS)
+    self.addCleanup(watch.close)
+    connection = self.connect(stopped)
     self.tasks.signal(*stopped, signal.SIGSTOP)
     time.sleep(_TIMEOUT)
     self.tasks.signal(*stopped, signal.SIGCONT)

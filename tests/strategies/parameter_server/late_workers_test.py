@@ -9,7 +9,6 @@ import tensorflow as tf
 
 import tf_strategies as tfs
 from tests import parameter_servers
-from tests.integration import parameter_server_programs as programs
 
 _ROUNDS = 5
 _EPOCHS = 2
@@ -24,8 +23,25 @@ def _rows(worker, seconds):
   rows = tf.data.Dataset.range(first, first + 3 * _ROUNDS).batch(3)
   rows = rows.map(lambda i: tf.cast(i[:, None], tf.float32) / 100)
   if worker == _LATE and seconds:
-    rows = rows.map(lambda x: programs.pause(x, int(1000 * seconds)))
+    # As a data set that sleeps, since a worker has no Python.
+    rows = rows.apply(_sleeping(seconds))
   return rows.map(lambda x: (x, x))
+
+
+def _sleeping(seconds):
+  def sleep(dataset):
+    shapes = {
+      'output_types': [dataset.element_spec.dtype],
+      'output_shapes': [dataset.element_spec.shape],
+    }
+    variant = tf.raw_ops.SleepDataset(
+      input_dataset=tf.data.experimental.to_variant(dataset),
+      sleep_microseconds=tf.constant(int(1e6 * seconds), tf.int64),
+      **shapes,
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
+
+  return sleep
 
 
 def _read_by_workers(strategy, seconds):
@@ -34,9 +50,11 @@ def _read_by_workers(strategy, seconds):
   )
 
 
-def _all_rows():
-  x = np.arange(3 * 3 * _ROUNDS, dtype=np.float32)[:, None] / 100
-  return x, x
+def _model(strategy):
+  with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-2), 'mse', metrics=['mae'])
+  return model
 
 
 def beside_a_late_worker(directory):
@@ -44,22 +62,22 @@ def beside_a_late_worker(directory):
   strategy = tfs.ParameterServerStrategy(
     mode='sync', backup_workers=1, checkpoint_dir=directory
   )
-  with strategy.scope():
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(1e-2), 'mse', metrics=['mae'])
+  model = _model(strategy)
   tested = _read_by_workers(strategy, 0.0)
   seen = []
-  read = keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda batch, logs: seen.append(
-      int(model.optimizer.iterations.numpy())
-    )
-  )
+
+  class Reads(keras.callbacks.Callback):
+    """Reads a variable after each batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+      seen.append(int(self.model.optimizer.iterations.numpy()))
+
   history = model.fit(
     _read_by_workers(strategy, _FOREVER),
     epochs=_EPOCHS,
     validation_data=tested,
     verbose=0,
-    callbacks=[read],
+    callbacks=[Reads()],
   ).history
   strategy.join()
   found = {
@@ -69,12 +87,19 @@ def beside_a_late_worker(directory):
     'weights': model.get_weights(),
     'saved': strategy.save(),
     'rows': float(model.metrics[0].variables[1].numpy()),
-    'evaluation': model.evaluate(*_all_rows(), verbose=0)[0],
+    'evaluation': model.evaluate(_all_rows(), verbose=0)[0],
     'predictions': model.predict(tested, verbose=0),
     'late': set(strategy._pool._running),  # pylint: disable=protected-access
   }
   strategy.close()
   return found
+
+
+def _all_rows():
+  first, *others = (_rows(worker, 0.0) for worker in range(3))
+  for each in others:
+    first = first.concatenate(each)
+  return first
 
 
 class LateWorkersTest(tf.test.TestCase):
@@ -100,15 +125,19 @@ class LateWorkersTest(tf.test.TestCase):
     self.assertEqual(found['report']['dropped'], steps)
     self.assertEqual(found['rows'], 3 * 3 * _ROUNDS)
     kernel, bias = found['weights']
-    x, _ = _all_rows()
+    x = np.arange(3 * 3 * _ROUNDS, dtype=np.float32)[:, None] / 100
     want = x @ kernel + bias
     loss = np.mean((want - x) ** 2)
     self.assertAllClose(loss, found['evaluation'], 1e-5, 1e-6)
     self.assertAllClose(loss, found['val_loss'][-1], 1e-5, 1e-6)
     # The first batches of all workers, then the second ones.
     by_worker = want.reshape([3, _ROUNDS, 3, 1])
-    want = by_worker.swapaxes(0, 1).reshape([-1, 1])
-    self.assertAllClose(want, found['predictions'], 1e-5, 1e-6)
+    self.assertAllClose(
+      by_worker.swapaxes(0, 1).reshape([-1, 1]),
+      found['predictions'],
+      1e-5,
+      1e-6,
+    )
 
 
 if __name__ == '__main__':

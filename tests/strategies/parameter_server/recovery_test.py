@@ -5,6 +5,7 @@ import weakref
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -12,7 +13,11 @@ from tests.strategies.parameter_server import fakes, local_servers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.strategies.parameter_server import options, recovery
+from tf_strategies.strategies.parameter_server import (
+  options,
+  recovery,
+  table_files,
+)
 
 
 class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
@@ -22,14 +27,18 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.directory = self.create_tempdir().full_path
     self.pool, self.liveness = fakes.pool(self, 1)
     self.registry = weakref.WeakValueDictionary()
+    self.restored = []
 
-  def make(self):
-    return recovery.Recovery(
-      options.ParameterServerOptions(checkpoint_dir=self.directory),
+  def make(self, has_checkpoints=True):
+    directory = self.directory if has_checkpoints else None
+    found = recovery.Recovery(
+      options.ParameterServerOptions('async', checkpoint_dir=directory),
       self.liveness,
       self.pool,
       self.registry,
     )
+    found.on_restored = lambda: self.restored.append(True)
+    return found
 
   def take_steps(self, found, count):
     for _ in range(count):
@@ -72,6 +81,24 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
       f.seek(-1, os.SEEK_END)
       f.truncate()
 
+  @pytest.mark.smoke
+  def test_newest_checkpoint_is_restored(self):
+    weight, found = self.variable([1.0, 2.0]), self.make()
+    self.save_twice(found, weight)
+    self.take_steps(found, 3)
+    weight.assign([5.0, 6.0])
+    self.assertEqual(found.with_recovery(self.die_once(weight)), [[3.0, 4.0]])
+    self.assertLen(self.restored, 1)
+    self.assertEqual(found.history[0]['lost_steps'], 3)
+    self.assertFalse(weight.is_lost)
+    # One that was given up, and has lost nothing: its state would be of another moment.
+    del weight.is_alive
+    self.take_steps(found, 2)
+    weight.assign([7.0, 8.0])
+    found.with_recovery(self.die_once())
+    self.assertAllEqual(weight, [3.0, 4.0])
+    self.assertEqual(found.history[1]['lost_steps'], 2)
+
   def test_no_step_runs_without_a_whole_checkpoint(self):
     """Nor is one written, until a whole one was read."""
     weight, found = self.variable([1.0, 2.0]), self.make()
@@ -97,17 +124,23 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     self.pool.wait()
     self.assertTrue(found.write())
 
-  @parameterized.parameters(False, True)
-  def test_checkpoint_of_another_run_does_not_count(self, is_saved):
+  def test_server_that_dies_before_the_first_checkpoint(self):
+    """The checkpoint of another run does not count."""
     self.save_twice(self.make(), self.variable([1.0, 2.0]))
     weight, found = self.variable([5.0, 6.0]), self.make()
     self.assertTrue(found.track({'weight': weight}))
-    error = errors.ParameterServerUnavailableError
-    message = 'ps 0 at ps-0:1 died before this run had written a checkpoint.*Fix: restart'
-    if is_saved:
-      self.damage(found.write())
-      error, message = errors.DataError, 'damaged'
-    with self.assertRaisesRegex(error, message):
+    with self.assertRaisesRegex(
+      errors.ParameterServerUnavailableError,
+      r'ps 0 at ps-0:1 died before this run had written a checkpoint.*Fix: restart',
+    ):
+      found.with_recovery(self.die_once(weight))
+
+  def test_damaged_checkpoint_is_not_replaced_by_that_of_another_run(self):
+    self.save_twice(self.make(), self.variable([1.0, 2.0]))
+    weight, found = self.variable([5.0, 6.0]), self.make()
+    found.track({'weight': weight})
+    self.damage(found.write())
+    with self.assertRaisesRegex(errors.DataError, 'damaged'):
       found.with_recovery(self.die_once(weight))
 
   def test_lost_variable_that_is_in_no_checkpoint(self):
@@ -137,23 +170,60 @@ class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])
 
+  def test_interrupted_restore_is_done_again_for_all_that_was_lost(self):
+    """Also for what seemed to be there already."""
+    weights = {name: self.variable([1.0]) for name in 'ab'}
+    found = self.make()
+    found.track(weights)
+    found.write()
+    attempts = []
+
+    real = table_files.restore
+
+    def restore(*arguments):
+      attempts.append(True)
+      if len(attempts) == 1:
+        # A part of it is written; then another server dies.
+        weights['a'].assign([7.0])
+        del weights['a'].is_alive
+        raise tf.errors.UnavailableError(None, None, 'another server is gone')
+      real(*arguments)
+
+    with mock.patch.object(table_files, 'restore', restore):
+      found.with_recovery(self.die_once(weights['a']))
+    self.assertLen(attempts, 2)
+    self.assertEqual([v.numpy() for v in weights.values()], [[1.0], [1.0]])
+
   @parameterized.parameters(
     ('weight', [0.0, 0.0, 0.0], 'shape'),
     ('weight', [0, 0], 'int32'),
     ('bias', [0.0, 0.0], 'lacks variable bias'),
-    ('weight', [0.0, 0.0], 'Expected a checkpoint of a Param.*Fix'),
   )
-  def test_checkpoint_of_another_model_or_strategy(self, name, value, message):
+  def test_checkpoint_of_another_model(self, name, value, message):
     self.save_twice(self.make(), self.variable([1.0, 2.0]))
-    if 'Param' in message:
-      checkpointer.Checkpointer(self.directory).save(
-        [('weight', np.array([3.0, 4.0], np.float32))],
-        {**Position(1).to_json(), 'settings': {}, 'parts': {}},
-      )
     other = self.variable(value)
     with self.assertRaisesRegex(errors.CheckpointMismatchError, message):
       self.make().restore({name: other})
     self.assertAllEqual(other, np.zeros_like(value))
+
+  def test_checkpoint_of_another_strategy(self):
+    weight = self.variable([1.0, 2.0])
+    checkpointer.Checkpointer(self.directory).save(
+      [('weight', np.array([3.0, 4.0], np.float32))],
+      {**Position(1).to_json(), 'settings': {}, 'parts': {}},
+    )
+    with self.assertRaisesRegex(
+      errors.CheckpointMismatchError, 'Expected a checkpoint of a Param.*Fix'
+    ):
+      self.make().restore({'weight': weight})
+    self.assertAllEqual(weight, [1.0, 2.0])
+
+  def test_without_checkpoints_the_error_is_raised(self):
+    found = self.make(has_checkpoints=False)
+    self.assertFalse(found.track({'weight': self.variable([1.0])}))
+    self.assertIsNone(found.write())
+    with self.assertRaises(errors.ParameterServerUnavailableError):
+      found.with_recovery(self.die_once())
 
 
 if __name__ == '__main__':
