@@ -1,4 +1,4 @@
-"""Runs programs of pages that need packages beyond those of the tests."""
+"""Runs programs of pages; they need packages that the tests do not need."""
 
 import importlib.util
 import pathlib

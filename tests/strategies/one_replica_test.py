@@ -176,7 +176,7 @@ class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters('ring_mirrored', 'multi_worker_collective')
   def test_compiled_steps_have_no_operation_more(self, name):
-    """They have to run as well: XLA takes none of our collectives."""
+    """Checks that they run as well: XLA takes none of our collectives."""
     self.assert_no_operation_more(name, _loss_scale, True)
 
   def assert_no_operation_more(self, name, optimizer, compiles):

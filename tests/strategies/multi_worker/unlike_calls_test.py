@@ -16,7 +16,7 @@ virtual_devices.configure()
 
 _BATCHES = 'steps_per_epoch (or the number of batches)'
 _VALIDATED = {'validates': True, 'epochs': 2}
-# Name: (method, options of rank 0, options of rank 1, and what they are told:
+# Name: (method, options of rank 0, options of rank 1, and the text of the error:
 # the end of the argument that differs, and the values of the ranks).
 _CALLS = {
   'epochs': ('fit', {'epochs': 2}, {'epochs': 3}, 'epochs', 2, 3),

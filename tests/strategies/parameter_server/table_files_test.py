@@ -106,7 +106,7 @@ class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(*_KINDS)
   def test_blocks(self, kind):
-    """Checks that no more rows than those of a block are in memory."""
+    """Checks that the rows of at most one block are in memory."""
     table = self.make(kind, 3)
     for _, array in table_files.arrays_of(table):
       sizes = [block.nbytes for block in array.blocks]
