@@ -13,9 +13,14 @@ from tf_strategies.strategies.parameter_server import input, splits
 class _Dataset(input.WorkerDataset):
   """Five batches in two splits, of which handles are numbers."""
 
-  def __init__(self):
+  def __init__(self, by_rounds=False):
     data = tf.data.Dataset.range(5).batch(1)
-    super().__init__(lambda c: data.shard(2, c.input_pipeline_id), 2, list)
+    super().__init__(
+      lambda c: data.shard(2, c.input_pipeline_id),
+      2,
+      list,
+      by_rounds=by_rounds,
+    )
 
   def open(self, split, start, worker, life):
     return tf.constant(split.index)
@@ -46,6 +51,12 @@ class SourceTest(tf.test.TestCase):
     begun = [source.may_begin_step() for _ in range(3)]
     self.assertEqual(begun, [True, True, False])
     self.assertEqual(source.position, ())
+
+  def test_steps_of_rounds_after_a_resume(self):
+    source = splits.Source(_Dataset(True), Position(1, 1, (2, 2)))
+    # Of two that are done one was of an epoch before; one is left.
+    begun = [source.may_begin_step() for _ in range(3)]
+    self.assertEqual(begun, [True, True, False])
 
 
 if __name__ == '__main__':
