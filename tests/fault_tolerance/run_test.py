@@ -325,7 +325,7 @@ class TwoRunsTest(parameterized.TestCase):
     owner.acquire()
     unreadable = self.create_tempdir().full_path
     other = checkpointer.Checkpointer(unreadable)
-    other.save({'a': np.arange(3)}, {})
+    other.save([('a', np.arange(3))], {})
     other.release()
     first, second = processes.run_workers(
       _fail_as_the_chief,
