@@ -67,6 +67,13 @@ PROGRAMS = {
 }
 
 
+def shares_batches(strategy) -> bool:
+  """Returns whether each batch is split among several workers."""
+  return (
+    strategy.options.mode == 'sync' and len(strategy.cluster.jobs['worker']) > 1
+  )
+
+
 def shares_rows(strategy) -> bool:
   """Returns whether synchronous workers share the rows of every step so far."""
   found = [
@@ -108,9 +115,7 @@ def run_checked(name, strategy):
     # A loaded model has counted the steps of the saved one.
     assert report['steps'] >= steps or name == 'saved_and_loaded', report
     assert not models or sum(report['bytes_per_server']), report
-    workers = strategy.cluster.jobs['worker']
-    is_divided = strategy.options.mode == 'sync' and len(workers) > 1
-    if is_divided and name in own_steps.ARE_SHARED:
+    if shares_batches(strategy) and name in own_steps.ARE_SHARED:
       # Workers that share a batch use extra slots for their sums.
       is_shared = shares_rows(strategy)
       assert is_shared == own_steps.ARE_SHARED[name], name
