@@ -16,15 +16,23 @@ _MODULES = {name: importlib.import_module(f'examples.{name}') for name in NAMES}
 
 
 @contextlib.contextmanager
+def flags_of_a_process():
+  """Allows flags to be parsed in a process whose devices are already split."""
+  with (
+    flagsaver.flagsaver(),
+    mock.patch.object(
+      common,
+      'devices',
+      lambda: [f'CPU:{i}' for i in range(flags.FLAGS.num_virtual_devices)],
+    ),
+  ):
+    yield
+
+
+@contextlib.contextmanager
 def parsed(name, *arguments):
   """Sets the flags of an example and yields its module."""
-  # The devices of this process are already split.
-  devices = mock.patch.object(
-    common,
-    'devices',
-    lambda: [f'CPU:{i}' for i in range(flags.FLAGS.num_virtual_devices)],
-  )
-  with flagsaver.flagsaver(), devices:
+  with flags_of_a_process():
     flags.FLAGS([name, *arguments])
     common.set_defaults()
     yield _MODULES[name]
