@@ -69,7 +69,7 @@ _SERVERS = (
     'stops_and_goes_on',
     {'keepalive_timeout': 2.0},
     (('at', 130), ('stop', 'ps', 1), ('wait', 6.0), ('go on', 'ps', 1)),
-    (0, 0),
+    (1, 2 * 60),
   ),
 )
 
