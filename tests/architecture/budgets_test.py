@@ -19,7 +19,7 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 271_000,
+  'tests': 271_500,
   'tf_strategies': 3_370,
   'tf_strategies/_keras_internal': 8_000,
   'tf_strategies/_tf_internal': 4_191,
@@ -35,7 +35,7 @@ _BUDGETS = {
   'tf_strategies/monitoring': 2_920,
   'tf_strategies/process_group': 29_980,
   'tf_strategies/spmd': 27_114,
-  'tf_strategies/strategies': 67_400,
+  'tf_strategies/strategies': 67_700,
 }
 _NO_CODE = {
   tokenize.COMMENT,

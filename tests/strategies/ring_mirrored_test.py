@@ -3,6 +3,7 @@
 import keras
 import pytest
 import tensorflow as tf
+from absl import logging
 from absl.testing import parameterized
 
 import tf_strategies as tfs
@@ -85,6 +86,91 @@ class OptimizerTest(tf.test.TestCase):
         tfs.errors.UnsupportedOptionError, 'strategy.run'
       ):
         optimizer.apply([tf.constant(1.0)], [variable])
+
+
+def _count():
+  return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+_UNDIVIDED = {
+  'reduce_mean': lambda y, p: tf.reduce_mean((p - y) ** 2),
+  'ops_mean': lambda y, p: keras.ops.mean(keras.ops.square(p - y)),
+  'losses_of_rows': lambda y, p: tf.reduce_mean(
+    keras.losses.mean_squared_error(y, p)
+  ),
+  'a_term': lambda y, p: (
+    tf.reduce_mean(tf.abs(p - y)) - tf.reduce_sum(p) / 8 + 1.0
+  ),
+}
+_DIVIDED = {
+  'compute_average_loss': lambda y, p: tf.nn.compute_average_loss(
+    keras.losses.mean_squared_error(y, p), global_batch_size=8
+  ),
+  'sum': lambda y, p: tf.reduce_sum((p - y) ** 2) / 8,
+  'mean': lambda y, p: tf.reduce_mean((p - y) ** 2) / _count(),
+  'mean_times_share': lambda y, p: (
+    tf.reduce_mean((p - y) ** 2) * tf.cast(tf.shape(y)[0], tf.float32) / 8
+  ),
+  'keras_loss': lambda y, p: keras.losses.MeanSquaredError()(y, p),
+  'mean_of_features': lambda y, p: (
+    tf.reduce_sum(tf.reduce_mean((p - y) ** 2, -1)) / 8
+  ),
+}
+
+
+class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
+  """A loop warns about gradients that are too large, and about nothing else."""
+
+  def warnings(self, strategy, loss, change=lambda g: g, rows=16):
+    """Returns the warnings of a loop, run twice in a `tf.function`."""
+    with strategy.scope():
+      kernel = keras.Variable(tf.ones([3, 2]))
+      optimizer = keras.optimizers.SGD(0.01)
+      optimizer.build([kernel])
+
+    def step(batch):
+      def replica_fn(x):
+        with tf.GradientTape() as tape:
+          value = loss(x[:, :2], x @ kernel)
+        [gradient] = tape.gradient(value, [kernel.value])
+        optimizer.apply([change(gradient)], [kernel])
+
+      strategy.run(replica_fn, args=(batch,))
+
+    x = tf.reshape(tf.range(3.0 * rows), [rows, 3]) / (3 * rows)
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    run = tf.function(step)
+    with self.assertLogs('absl', 'INFO') as logs:
+      logging.info('The run starts.')  # assertLogs needs at least one line.
+      for batch in strategy.experimental_distribute_dataset(dataset):
+        run(batch)
+    return [line for line in logs.output if 'mean' in line]
+
+  @parameterized.parameters(
+    *[(name, OURS[0]) for name in _UNDIVIDED],
+    *[('reduce_mean', make) for make in OURS[1:]],
+  )
+  def test_undivided(self, name, make):
+    lines = self.warnings(make(list(DEVICES)), _UNDIVIDED[name])
+    self.assertLen(lines, 1)
+    self.assertIn('4 times too large', lines[0])
+    self.assertIn('strategy.num_replicas_in_sync', lines[0])
+
+  @parameterized.parameters(*_DIVIDED)
+  def test_divided(self, name):
+    for rows in (16, 9):
+      found = self.warnings(_strategy(), _DIVIDED[name], rows=rows)
+      self.assertEmpty(found)
+
+  def test_what_divides_later(self):
+    mean = _UNDIVIDED['reduce_mean']
+    found = self.warnings(_strategy(), mean, change=lambda g: g / _count())
+    self.assertEmpty(found)
+
+  def test_one_replica_divides_by_one(self):
+    strategy = tfs.RingMirroredStrategy(list(DEVICES[:1]))
+    found = self.warnings(strategy, _UNDIVIDED['reduce_mean'])
+    self.assertEmpty(found)
 
 
 class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):

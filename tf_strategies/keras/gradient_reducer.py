@@ -97,6 +97,9 @@ class GradientReducer:
       with keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(variables)
 
+  def warn_if_undivided(self, gradients) -> None:
+    """Warns of gradients of a mean that its replica has not divided."""
+
   def reduce_and_apply(
     self,
     gradients: Sequence[Gradient],
@@ -160,6 +163,7 @@ class GradientReducer:
           gradients[i] = mark(gradient, name, shards)
       apply(gradients)
       return
+    self.warn_if_undivided(gradients)
     self._apply_sums(optimizer, gradients, trained, apply)
 
   def _apply_sums(self, optimizer, gradients, variables, apply) -> None:

@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
@@ -47,6 +48,7 @@ class ExactMirroredExtended(
   makes_variables_in_steps = True
   # True if TensorFlow cannot initialize a variable inside of a step.
   _initializes_eagerly = False
+  _warned_undivided = False
   # Whether a variable was made in the scope, even if it no longer exists.
   has_variables = False
   # If it is not None, a model's step gets a further site on this device, which is no
@@ -93,6 +95,24 @@ class ExactMirroredExtended(
     super().prepare(optimizer, variables)
     if shards is not None:
       shards.warn(optimizer)
+
+  def warn_if_undivided(self, gradients):
+    """See base class. Warns once, and of steps in a graph only."""
+    if (
+      not tf.executing_eagerly()
+      and not self._warned_undivided
+      and _are_undivided(gradients)
+    ):
+      self._warned_undivided = True
+      logging.warning(
+        'The loss in this loop is a mean over the rows of one replica, so the '
+        'gradients, which are summed over %d replicas, are %d times too large. '
+        'Divide the mean by strategy.num_replicas_in_sync, use '
+        'tf.nn.compute_average_loss(losses, global_batch_size=...), or use '
+        'strategy.step instead of strategy.run.',
+        self._num_replicas_in_sync,
+        self._num_replicas_in_sync,
+      )
 
   def place_of(self, replica: int) -> int | None:
     """Returns the global number of a local replica, if state is divided."""
@@ -473,3 +493,28 @@ def _is_in_function() -> bool:
   """Returns whether a function is being traced while eager mode is on outside."""
   is_eager = tf.compat.v1.executing_eagerly_outside_functions()
   return is_eager and not tf.executing_eagerly()
+
+
+def _are_undivided(gradients) -> bool:
+  """Returns whether gradients come from a tape, of a loss with an undivided mean.
+
+  The gradient of the loss is 1. It is still 1 at a term that is not scaled.
+  """
+  tensors = tf.nest.flatten(gradients, expand_composites=True)
+  todo = [t.op for t in tensors if tf.is_symbolic_tensor(t)]
+  seen = set()
+  while todo:
+    op = todo.pop()
+    is_of_tape = op.type == 'AddN' or op.name.startswith('gradient_tape/')
+    if op.name in seen or not is_of_tape:
+      continue
+    seen.add(op.name)
+    # The gradient of a mean over everything is a tile, divided by the number.
+    if op.type == 'RealDiv' and op.inputs[0].shape.rank != 0:
+      tensor = op.inputs[0]
+      while tensor.op.type in ('Tile', 'BroadcastTo', 'Reshape'):
+        tensor = tensor.op.inputs[0]
+      if tensor.shape.rank == 0 and tf.get_static_value(tensor) == 1:
+        return True
+    todo += [t.op for t in op.inputs]
+  return False
