@@ -75,6 +75,20 @@ class TransportTest(absltest.TestCase):
     self.assertFalse(thread.is_alive())
     np.testing.assert_array_equal(out, 2)
 
+  def test_words_that_come_in_parts(self):
+    mine, other = self.pair()
+    mine.setblocking(False)
+    link = link_lib.DataLink(1, mine)
+    self.addCleanup(link.close)
+    found = []
+    for byte in _word(link_lib.HEADER) + _HEADER.pack() + _word(link_lib.BYTES):
+      other.sendall(bytes([byte]))
+      found.append(link.next())
+    self.assertEqual(
+      found, [*23 * [None], link_lib.HEADER, *7 * [None], link_lib.BYTES]
+    )
+    self.assertEqual(link.header, _HEADER)
+
   def test_link_that_comes_late_shows_that_its_peer_is_elsewhere(self):
     (mine, other), (waited_for, _) = self.pair(), self.pair()
     other.sendall(_word(link_lib.HEADER) + link_lib.Header(1, 99).pack())
