@@ -1,7 +1,8 @@
-"""Bounded staleness, and its count."""
+"""Bounded staleness, and its count; when slots are free."""
 
 import threading
 import types
+from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -91,9 +92,7 @@ class BoundedEngineTest(parameterized.TestCase):
     self.assert_bound(done, (8, 8), 1)
 
 
-class StalenessTest(absltest.TestCase):
-  """The number of steps that were applied while one was computed."""
-
+class EngineTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     pool, _ = fakes.pool(self, 1)
@@ -105,6 +104,24 @@ class StalenessTest(absltest.TestCase):
   def _end(self, worker, steps=1):
     task = types.SimpleNamespace(step=_STEP, steps=steps, outputs=None)
     self.engine.finished(task, worker)
+
+  def test_slots_are_in_use_until_they_were_applied(self):
+    layout = types.SimpleNamespace(key='a layout', specs={})
+    task = types.SimpleNamespace(
+      slots=self.engine.take_slots(layout),
+      attempt=self.engine._pool.attempt,
+      function=types.SimpleNamespace(layout=layout),
+    )
+    meanwhile = []
+
+    def apply(slots):
+      self.assertEqual(slots, [task.slots])
+      meanwhile.append(self.engine.take_slots(layout))
+      return mock.Mock()
+
+    self.engine.apply(apply, [task])
+    self.assertNotEqual(meanwhile, [task.slots])
+    self.assertIs(self.engine.take_slots(layout), task.slots)
 
   @pytest.mark.smoke
   def test_workers_in_turn_are_as_stale_as_there_are_others(self):
