@@ -2,12 +2,11 @@
 
 import ast
 import pathlib
-from unittest import mock
 
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import conftest, tiers
+from tests import tiers
 
 
 def _make_cases():
@@ -66,10 +65,6 @@ class TiersTest(parameterized.TestCase):
     }
     self.assertEqual(found, marks)
 
-  def test_few_names_rows_of_the_table(self):
-    with self.assertRaisesRegex(ValueError, 'rung'):
-      tiers.few(['ring', 'tree'], 'ring', 'rung')
-
 
 class SmokeTest(absltest.TestCase):
   @pytest.fixture(autouse=True)
@@ -87,26 +82,6 @@ class SmokeTest(absltest.TestCase):
       i.nodeid for i in self.session.items if i.get_closest_marker('smoke')
     ]
     self.assertBetween(len(names), 150, 300)
-
-  def test_a_run_that_takes_too_long_fails(self):
-    session = mock.Mock(exitstatus=pytest.ExitCode.OK)
-    with mock.patch('time.monotonic', side_effect=(5.0, 34.0, 36.0)):
-      run = conftest.MostSeconds(30.0, factor=1.0)
-      run.pytest_runtest_logstart()
-      run.pytest_sessionfinish(session)
-      self.assertEqual(session.exitstatus, pytest.ExitCode.OK)
-      run.pytest_sessionfinish(session)
-      self.assertEqual(session.exitstatus, pytest.ExitCode.TESTS_FAILED)
-
-
-class SoakTest(absltest.TestCase):
-  def test_none_starts_when_the_time_is_over(self):
-    with mock.patch('time.monotonic', side_effect=(0.0, 59.0, 61.0)):
-      run = conftest.Soak(1, 1.0)
-      run.pytest_collection_modifyitems([])
-      run.pytest_runtest_setup()
-      with self.assertRaises(pytest.skip.Exception):
-        run.pytest_runtest_setup()
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Small invented reports of every benchmark that has a table."""
+"""Small invented reports of benchmarks with a table, of which there is no report."""
 
 _ABOUT = {
   'command': 'python -m benchmarks.it --rounds=2',
@@ -12,76 +12,6 @@ _ABOUT = {
   'load_average': [0.25, 1.0, 1.0],
   'date': '2026-02-03T04:05:06+00:00',
 }
-
-
-def _spread(median):
-  return {
-    'median_ms': median,
-    'p10_ms': 0.9 * median,
-    'p90_ms': 1.5 * median,
-    'num_samples': 3,
-  }
-
-
-def _all_reduce():
-  kinds = {
-    'AutoAllReduce': 'ours',
-    'ring': 'ours',
-    'ReductionToOneDevice': 'built_in',
-    'default': 'built_in',
-  }
-  return [
-    {
-      'num_devices': devices,
-      'set': name,
-      'num_tensors': 25,
-      'num_bytes': 25_000_000,
-      'peer': peer,
-      'kind': kind,
-      **_spread(devices * (2.0 + i)),
-      'ratio_to_fastest_built_in': (2 + i) / 4,
-      'busiest_bytes_in': 30e6,
-    }
-    for devices, name in ((2, '25x1MB'), (4, 'resnet'))
-    for i, (peer, kind) in enumerate(kinds.items())
-  ]
-
-
-def _process_all_reduce():
-  names = ('ours_memory', 'ours_in_graph', 'gloo', 'mpich', 'mwms_ring')
-  sizes = []
-  for size in (65_536, 25_000_000):
-    medians = {name: 2.0 + i for i, name in enumerate(names)}
-    sizes.append(
-      {
-        'world_size': 2,
-        'num_bytes': size,
-        'peers': {name: _spread(median) for name, median in medians.items()},
-        'ratios': {
-          f'{a}/{b}': medians[a] / medians[b]
-          for a in names[:2]
-          for b in names[2:]
-        },
-      }
-    )
-  return sizes
-
-
-def _training_step():
-  return [
-    {
-      'peer': peer,
-      **_spread(median),
-      'ratio_to_collective': median / 50,
-      'median_cpu_ms': 2 * median,
-      'megabytes_sent': None,
-    }
-    for peer, median in (
-      ('ring_8mb', 30.0),
-      ('collective', 50.0),
-      ('no_communication', 20.0),
-    )
-  ]
 
 
 def _recovery():
@@ -138,13 +68,6 @@ def _strategy(name, workers, **changes):
   return {**record, **changes}
 
 
-def _pipelines():
-  return [
-    {'name': name, 'items_per_s': rates[0], 'rates': rates}
-    for name, rates in (('naive_arrays', [30e3]), ('make_dataset', [900e3]))
-  ]
-
-
 def _report(benchmark, settings=None, **content):
   return {
     'benchmark': benchmark,
@@ -156,14 +79,6 @@ def _report(benchmark, settings=None, **content):
 
 # Reports by name, as in benchmarks/results.
 REPORTS = {
-  'all_reduce': _report('all_reduce', results=_all_reduce()),
-  'process_all_reduce': _report(
-    'process_all_reduce',
-    results=_process_all_reduce(),
-    skipped={'ours_mpi': 'There is no mpiexec: install MPICH.'},
-    links=[{'versions': {'gloo': {'python': '3.12.1', 'torch': '2.13.0'}}}],
-  ),
-  'training_step': _report('training_step', results=_training_step()),
   'recovery': _report('recovery', results=_recovery()),
   'parameter_server': _report('parameter_server', results=_parameter_server()),
   'strategies': _report(
@@ -178,5 +93,4 @@ REPORTS = {
       },
     ],
   ),
-  'input_pipeline': _report('input_pipeline', rows=_pipelines()),
 }
