@@ -343,7 +343,7 @@ PROGRAMS = {
   'statistics': _statistics,
   'regularizers_and_constraint': _fit(make_model=_regularized),
   'embedding_clipnorm': _embedding(
-    optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.05),
+    optimizer=lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05),
   ),
   'embedding_steps_per_execution': _embedding(
     optimizer=lambda: optimizers.Adam(1e-2),
@@ -369,7 +369,7 @@ PROGRAMS = {
     steps_per_execution=2,
   ),
   'mixed_float16_global_clipnorm': _fit(
-    optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.05),
+    optimizer=lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
     policy='mixed_float16',
   ),
   'averages_in_evaluations': _averages_in_evaluations,

@@ -14,6 +14,7 @@ import pickle
 import shutil
 import sys
 import traceback
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
@@ -39,6 +40,7 @@ from tests.programs import (
   training,
 )
 from tests.programs.cases import CASES
+from tf_strategies.strategies.mirrored import sharded_state
 
 _ON_READ = tf.VariableSynchronization.ON_READ
 # The programs in docs/programs.md.
@@ -93,16 +95,41 @@ def one_device(name):
   return run(name)
 
 
+# Programs of `fits` without optimizer state that can be divided.
+_UNDIVIDED = (
+  'clipvalue',
+  'overflow_of_the_first',
+  'overflow_of_the_last',
+  'predicted',
+  'statistics',
+)
+
+
+def _run_divided(name, strategy):
+  """Returns a program's results, and checks that replicas divided its state."""
+  shards = strategy.extended.state_shards
+  with (
+    # The programs are small.
+    mock.patch.object(sharded_state, '_SHORTEST', 4),
+    mock.patch.object(shards, 'create', wraps=shards.create) as create,
+  ):
+    found = run(name, strategy)
+  assert create.called != (name in _UNDIVIDED), create.call_count
+  return found
+
+
 def run_checked(name, strategy):
   """Returns a program's results, and checks that our strategy did the work.
 
   Raises:
     AssertionError: if copies of a variable differ, if variables are on the wrong
-      device, or if fewer reductions than steps crossed replicas.
+      device, if no optimizer state is divided where it should be, or if fewer
+      reductions than steps crossed replicas.
   """
   is_on_servers = isinstance(strategy, tfs.ParameterServerStrategy)
   before = {} if is_on_servers else strategy.communication_report()['calls']
-  found = run(name, strategy)
+  is_divided = getattr(strategy.extended, 'state_shards', None) is not None
+  found = (_run_divided if is_divided else run)(name, strategy)
   models = list({id(m): m for m in common.trained}.values())
   for model in models:
     _check_variables(strategy, [*model.variables, *model.optimizer.variables])
