@@ -181,10 +181,9 @@ _ON_DEVICES = (
 _ON_HOSTS = (
   'strategies/host_input_test.py',
   'strategies/tpu',
-  'strategies/parameter_server/packing_test.py',
+  'strategies/parameter_server/batch_message_test.py',
   'strategies/parameter_server/slots_test.py',
   'strategies/parameter_server/traced_step_test.py',
-  'strategies/parameter_server/variables_test.py',
 )
 
 

@@ -6,27 +6,6 @@ import pathlib
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests import tiers
-
-
-def _make_cases():
-  # Defined in a function, where pytest does not collect it.
-  class Cases(parameterized.TestCase):
-    @tiers.product(
-      [{'kind': 'a'}, tiers.smoke({'kind': 'b'})],
-      size=(tiers.smoke(1), tiers.soak(2)),
-    )
-    def test_product(self, kind, size):
-      self.fail('a sample, which nothing runs')
-
-    @tiers.named_parameters(
-      *tiers.few([('a', 1), tiers.smoke('b', 2), tiers.smoke('c', 3)], 'b')
-    )
-    def test_few(self, value):
-      self.fail('a sample, which nothing runs')
-
-  return Cases
-
 
 def _marks_of_nothing(source):
   """Returns the tests with a mark above their parameters, where it has no effect."""
@@ -50,20 +29,6 @@ class TiersTest(parameterized.TestCase):
     for path in pathlib.Path(__file__).parent.rglob('*_test.py'):
       found = _marks_of_nothing(path.read_text())
       self.assertEqual(found, [], path)
-
-  @tiers.parameters(
-    # A combination has the latest tier of its parts.
-    ('test_product', {'0': None, '1': 'soak', '2': 'smoke', '3': 'soak'}),
-    tiers.smoke('test_few', {'_a': 'soak', '_b': 'smoke', '_c': 'soak'}),
-  )
-  def test_rows_have_their_marks(self, prefix, marks):
-    cases = _make_cases()
-    found = {
-      name.removeprefix(prefix): tiers.mark_of(getattr(cases, name), name)
-      for name in dir(cases)
-      if name.startswith(prefix)
-    }
-    self.assertEqual(found, marks)
 
 
 class SmokeTest(absltest.TestCase):

@@ -92,15 +92,6 @@ class BudgetsTest(parameterized.TestCase):
   def test_every_package_has_one(self):
     self.assertEqual(sizes().keys(), _BUDGETS.keys())
 
-  def test_what_counts(self):
-    source = (
-      '"""Doc."""\n# Comment.\ndef f(\n  x,\n):\n  """Doc."""\n  return x\n'
-    )
-    # def f ( x , ) : return x
-    self.assertEqual(tokens_of(source), 9)
-    self.assertEqual(tokens_of('def f(x,): return x'), 9)
-    self.assertEqual(tokens_of('x = """No doc."""'), 3)
-
 
 if __name__ == '__main__':
   if '--sizes' in sys.argv:

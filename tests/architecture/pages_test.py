@@ -1,6 +1,5 @@
 """The site's additions to docs/: links, API names, drawn schedules."""
 
-import dataclasses
 import re
 
 import pytest
@@ -8,9 +7,7 @@ from absl.testing import absltest, parameterized
 
 from tests import docstrings
 from tests.architecture import project
-from tf_strategies import errors
-from tf_strategies.collectives import algorithms
-from tools.pages import draw_schedule, hooks
+from tools.pages import hooks
 
 pytestmark = pytest.mark.smoke
 
@@ -50,24 +47,6 @@ class PagesTest(parameterized.TestCase):
     public = {name for _, name in hooks._imports('_public')}
     self.assertContainsSubset(public, listed)
     self.assertContainsSubset({'errors', 'run_task', 'make_dataset'}, listed)
-
-  @parameterized.parameters(('ring', 4), ('tree', 5), ('halving_doubling', 4))
-  def test_drawing_has_an_arrow_for_each_message(self, name, ranks):
-    schedule = algorithms.build(name, ranks)
-    messages = {(t.round, t.src, t.dst, t.reduce) for t in schedule.transfers}
-    drawn = draw_schedule.draw(schedule)
-    self.assertEqual(drawn.count('class="head"'), len(messages))
-    added = sum(reduce for *_, reduce in messages)
-    self.assertEqual(drawn.count('class="add"'), added)
-    for rank in range(ranks):
-      self.assertIn(f'>rank {rank}<', drawn)
-
-  def test_schedule_that_is_none_is_not_drawn(self):
-    ring = algorithms.build('ring', 3)
-    self.assertIn('4 rounds; 1.33 times', draw_schedule.figure(ring))
-    broken = dataclasses.replace(ring, transfers=ring.transfers[1:])
-    with self.assertRaises(errors.ScheduleError):
-      draw_schedule.figure(broken)
 
 
 if __name__ == '__main__':

@@ -21,13 +21,6 @@ virtual_devices.configure()
 _HELP_SECONDS = 30
 
 
-class FlagsTest(parameterized.TestCase):
-  @parameterized.parameters(('mnist', 3), ('digits', 12))
-  def test_default_of_epochs_follows_the_data_set(self, dataset, epochs):
-    with pages.parsed('mnist_keras_fit', f'--dataset={dataset}'):
-      self.assertEqual(flags.FLAGS.epochs, epochs)
-
-
 class HelpTest(parameterized.TestCase):
   @parameterized.parameters(*zip(pages.NAMES, [True, False], strict=True))
   def test_help_shows_all_flags_at_once(self, name, as_file):

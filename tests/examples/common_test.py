@@ -80,14 +80,5 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
       pass
 
 
-class ModelTest(tf.test.TestCase):
-  def test_warmup_rises_linearly_and_stays(self):
-    flags = '--learning_rate=0.8', '--warmup_steps=4'
-    with pages.parsed('mnist_keras_fit', *flags):
-      schedule = common.build_optimizer()._learning_rate
-    found = [schedule(step) for step in range(6)]
-    self.assertAllClose(found, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8])
-
-
 if __name__ == '__main__':
   tf.test.main()

@@ -290,39 +290,5 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(self.heard)
 
 
-class QuestionTest(tf.test.TestCase):
-  """How often workers ask each other whether one of them was signalled."""
-
-  def setUp(self):
-    super().setUp()
-    self.now = 0.0
-    clock = mock.Mock(monotonic=lambda: self.now)
-    self.enter_context(mock.patch.object(preemption, 'time', clock))
-    # Two workers that always say the same.
-    self.workers = mock.Mock(rank=0, world_size=2)
-    self.workers.combine.side_effect = lambda tensor, op, name: tensor
-    strategy = mock.Mock()
-    strategy.extended.communicator = self.workers
-    self.enter_context(mock.patch.object(preemption, '_CHECK_SECONDS', 2.0))
-    self.preemption = preemption.Preemption(strategy)
-
-  def _asks_in(self, count, seconds, **options):
-    before = self.workers.combine.call_count
-    for _ in range(count):
-      self.now += seconds
-      self.assertFalse(self.preemption.is_requested(**options))
-    return self.workers.combine.call_count - before
-
-  def test_asks_at_the_pace_of_steps(self):
-    self._asks_in(9, 0.5)
-    # A question at the end of an epoch is no step.
-    self._asks_in(3, 0.001, at_once=True)
-    self.assertEqual(self._asks_in(12, 0.5), 3)
-    # Neither is a batch of an evaluation. Whoever is signalled while it lasts is
-    # heard of, too.
-    self.assertBetween(self._asks_in(400, 0.01, in_evaluation=True), 2, 4)
-    self.assertBetween(self._asks_in(12, 0.5), 3, 4)
-
-
 if __name__ == '__main__':
   tf.test.main()

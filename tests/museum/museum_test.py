@@ -2,13 +2,12 @@
 
 import functools
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import tiers, virtual_devices
 from tests.architecture import project
 from tests.museum import exhibits, run, running
 
@@ -68,51 +67,6 @@ class MuseumTest(tf.test.TestCase, parameterized.TestCase):
   def test_processes(self, exhibit):
     finding = running.find(exhibit, running.OURS, _DEADLINE_SECONDS)
     self.assertTrue(finding.is_right, finding.text)
-
-
-_WANT = {'a': [1.0, 2.0]}
-_ERROR = 'Traceback:\n  File\na.b.OddError: of odd things\n  more: of it\n'
-
-
-class FindingTest(parameterized.TestCase):
-  """`judge` tells every way in which a process can fail from a right result."""
-
-  @parameterized.named_parameters(
-    ('right', [{'value': {'a': [1.0, 2.000001]}}], {}, 'right'),
-    ('number', [{'value': _WANT}, {'value': {'a': [1.0, 2.25]}}], {}, 'differs by 0.25'),
-    ('nan', [{'value': {'a': [1.0, np.nan]}}], {}, 'NaN or infinity'),
-    ('shape', [{'value': {'a': [1.0]}}], {}, 'other shapes'),
-    ('nothing', [{}], {}, 'dies with status 0'),
-    (
-      'late_and_dead',
-      [{'exitcode': None}, {'exitcode': -11}],
-      {},
-      'dies with status -11; hangs (ended after 5 s)',
-    ),
-    ('error', [{'error_text': _ERROR}], {}, 'raises `OddError`'),
-    (
-      'right_error',
-      [{'error_text': _ERROR}],
-      {'error': 'OddError'},
-      'right: raises `OddError`',
-    ),
-    (
-      'no_error',
-      [{'value': _WANT}],
-      {'error': 'OddError'},
-      'does not raise `OddError`',
-    ),
-    ('little', [{'value': 15.0}], {'most': 16.0}, 'right'),
-    ('growth', [{'value': 17.0}], {'most': 16.0}, '17 > 16'),
-  )  # fmt: skip
-  def test_outcomes(self, ended, options, text):
-    exhibit = exhibits.Exhibit('keras#1', 'Nothing.', lambda s: s, **options)
-    outcomes = [
-      processes.Outcome(rank, **{'exitcode': 0, **how})
-      for rank, how in enumerate(ended)
-    ]
-    found = running.judge(exhibit, _WANT, outcomes, 5.0)
-    self.assertEqual(found, running.Finding(text.startswith('right'), text))
 
 
 class PageTest(absltest.TestCase):

@@ -1,6 +1,5 @@
 from absl.testing import absltest, parameterized
 
-from tf_strategies import errors
 from tf_strategies.process_group import failure_detection, state
 
 _MEMBERS = [state.Member(r, 10 + r, f'host-{r}:1') for r in range(4)]
@@ -21,20 +20,6 @@ class StallTest(parameterized.TestCase):
     return failure_detection.stall(
       _MEMBERS[:2], all_said(before), all_said(now)
     )
-
-  @parameterized.parameters(
-    (
-      ('fit', True, []),
-      ('evaluate', False, ['a']),
-      'in fit, rank 1 in evaluate',
-    ),
-    (('', True, []), _BEGINS, 'in no method, rank 1 in the begin of fit'),
-  )
-  def test_names_the_methods_in_which_ranks_wait(self, first, second, words):
-    report = self._find([first, second], [first, second])
-    self.assertIsInstance(report.exception(), errors.CollectiveMismatchError)
-    self.assertIn(f'rank 0 {words}', report.message)
-    self.assertEqual(report.ranks, (1,))
 
   def test_ranks_may_go_on(self):
     fit, evaluate = ('fit', True, []), ('evaluate', False, ['a'])

@@ -44,19 +44,6 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
       [epoch['rows'] for epoch in found['timed_epochs']], [256, 256]
     )
 
-  def test_bytes_of_a_step_are_of_all_kinds(self):
-    counted = {
-      'cross_device_ops': 'AutoAllReduce',
-      'all_reduce_bytes_in': {},
-      'reduce_bytes_in': {'CPU:0': 900, 'CPU:1': 0},
-    }
-    found = {'replicas': 2, 'parameter_server': None, 'all_reduce': counted}
-    self.assertEqual(task.bytes_per_step(found, steps=10), (90.0, 90.0))
-    # Workers and TensorFlow's own all-reduce do not count them.
-    for counted in ({'link': 'tcp'}, None):
-      found['all_reduce'] = counted
-      self.assertEqual(task.bytes_per_step(found, steps=10), (None, None))
-
 
 if __name__ == '__main__':
   tf.test.main()

@@ -9,12 +9,11 @@ from unittest import mock
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
 from examples import datasets
-from examples.datasets import digits, user_function
+from examples.datasets import user_function
 from tests import tiers
 from tests.data import formula
 from tf_strategies import errors
@@ -190,19 +189,6 @@ class UserFunctionTest(parameterized.TestCase):
 
 
 class LoadDigitsTest(formula.DataTestCase):
-  def test_pixels_are_the_originals_interpolated(self):
-    bunch = pytest.importorskip('sklearn.datasets').load_digits()
-    data = datasets.load_digits()
-    train, test = digits.stratified_split(bunch.target)
-    for split, indices in ((data.train, train), (data.test, test)):
-      self.assertAllEqual(split.labels, bunch.target[indices])
-      expected = tf.image.resize(
-        bunch.images[indices][..., np.newaxis] * 255 / 16, [28, 28]
-      )
-      np.testing.assert_allclose(split.images, expected, atol=0.5 + 1e-3)
-    # The grey levels use the whole range of a byte.
-    self.assertGreater(data.train.images.max(), 245)
-
   def test_names_the_extra(self):
     with mock.patch.dict(sys.modules, {'sklearn': None}):
       self.assert_data_error(

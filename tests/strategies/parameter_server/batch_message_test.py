@@ -1,24 +1,60 @@
-"""A batch in one tensor: every array, every bit."""
+"""A batch in one tensor, and packed tensors: every array, every bit."""
 
+import ml_dtypes
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from tests.strategies.parameter_server import arrays
+from tests import virtual_devices
 from tf_strategies import errors
-from tf_strategies.strategies.parameter_server import batch_message
+from tf_strategies.strategies.parameter_server import batch_message, packing
+
+_DTYPES = (
+  np.float32,
+  np.float64,
+  np.float16,
+  ml_dtypes.bfloat16,
+  np.int8,
+  np.int16,
+  np.int32,
+  np.int64,
+  np.uint8,
+  np.uint16,
+  np.uint32,
+  np.uint64,
+  np.bool_,
+)
+
+
+def _random(dtype, shape, seed) -> np.ndarray:
+  """Returns an array of random bits, NaNs included; a bool has only two values."""
+  rng = np.random.default_rng(seed)
+  if dtype == np.bool_:
+    return rng.integers(0, 2, shape).astype(np.bool_)
+  size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+  flat = rng.integers(0, 256, size, np.uint8)
+  return flat.view(dtype).reshape(shape)
+
+
+def _assert_same_bits(test, sent, received) -> None:
+  """Checks that two sequences have arrays of the same shapes, types and bits."""
+  test.assertLen(received, len(sent))
+  for a, b in zip(sent, received, strict=True):
+    test.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+    test.assertEqual(a.tobytes(), b.tobytes(), a.dtype)
 
 
 class LayoutTest(tf.test.TestCase, parameterized.TestCase):
-  @parameterized.parameters(*arrays.DTYPES)
+  @parameterized.parameters(*_DTYPES)
   def test_every_dtype(self, dtype):
     shapes = ((2, 3), (), (0, 4), (17,), (4, 6))
-    sent = [arrays.random(dtype, s, i) for i, s in enumerate(shapes)]
+    sent = [_random(dtype, s, i) for i, s in enumerate(shapes)]
     sent[-1] = sent[-1].T
     batch = batch_message.Batch(sent)
     read = tf.function(batch.layout.read, autograph=False)
     found = [t.numpy() for t in read(tf.constant(batch.message()))]
-    arrays.assert_same_bits(self, sent, found)
+    _assert_same_bits(self, sent, found)
     # Elements that are written one by one would need more bytes.
     array = np.full(1000, 0xFF).astype(dtype)
     [message] = batch_message.Batch([array]).message()
@@ -96,6 +132,76 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(set(keys), len(keys))
     again = batch_message.Batch((x + 1, y + 1))
     self.assertEqual(again.layout.key, keys[0])
+
+
+virtual_devices.configure()
+
+_SHAPES = ((), (1,), (0,), (3, 0, 2), (2, 3), (5,), (1, 1, 1, 7))
+
+
+def _through_a_message(sent):
+  """Packs arrays into a message, and returns the arrays that a graph unpacks."""
+
+  @tf.function(autograph=False)
+  def run(*tensors):
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+    packed = packing.Packing(specs)
+    return packed.unpack(packed.pack(tensors))
+
+  return [t.numpy() for t in run(*map(tf.constant, sent))]
+
+
+class PackingTest(tf.test.TestCase, parameterized.TestCase):
+  @pytest.mark.smoke
+  def test_all_dtypes_in_few_messages(self):
+    sent = [
+      _random(dtype, shape, 10 * i + j)
+      for i, dtype in enumerate(_DTYPES)
+      for j, shape in enumerate(_SHAPES)
+    ]
+    # A signalling NaN, numbers below the normal ones, and -0.0.
+    words = [0x7FA00001, 0xFFC12345, 1, 0x80000001, 0x80000000]
+    sent.append(np.array(words, np.uint32).view(np.float32))
+    sent.append(np.array(words, np.uint64) << 32)
+    _assert_same_bits(self, sent, _through_a_message(sent))
+    packed = packing.Packing([tf.TensorSpec(a.shape, a.dtype) for a in sent])
+    messages = packed.pack([tf.constant(a) for a in sent])
+    # Words of 32 and 64 bits travel together, each smaller type by itself.
+    small = sum(np.dtype(d).itemsize < 4 for d in _DTYPES)
+    self.assertLen(messages, small + 1)
+    self.assertEqual({m.shape.rank for m in messages}, {1})
+    specs = [tf.TensorSpec(m.shape, m.dtype) for m in messages]
+    self.assertEqual(packed.specs, specs)
+
+
+class SendTest(tf.test.TestCase, parameterized.TestCase):
+  def test_small_constant_integers(self):
+    # Read as float32, they are numbers that TensorFlow's threads take for zero.
+    sent = [1, np.int64(2), np.array([3, 4], np.int32)]
+
+    @tf.function(autograph=False)
+    def send(x):
+      tensors = [*map(tf.constant, sent), x, 2 * x]
+      packed = packing.Packing(
+        [tf.TensorSpec(t.shape, t.dtype) for t in tensors]
+      )
+      messages = packed.pack(tensors)
+      with tf.device('CPU:1'):
+        return packed.unpack(messages)
+
+    received = []
+
+    @tf.function(autograph=False)
+    def in_a_thread_of_tensorflow():
+      def call():
+        received.extend(t.numpy() for t in send(tf.constant(1.0)))
+        return 0
+
+      return tf.py_function(call, [], tf.int32)
+
+    in_a_thread_of_tensorflow()
+    for value, found in zip([*sent, 1.0, 2.0], received, strict=True):
+      self.assertAllEqual(found, value)
 
 
 if __name__ == '__main__':

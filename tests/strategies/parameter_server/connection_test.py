@@ -128,6 +128,31 @@ class LivenessTest(parameterized.TestCase):
     self.liveness.wait_for_all(10.0)
     self.assertIsNone(self.liveness.server_error())
 
+  def test_of_an_attempt_that_fails_some_tasks_may_know(self):
+    self.restart(('worker', 1))
+    self.die_meanwhile = (('ps', 0),)
+
+    def fail(anew):
+      self.connect(anew)
+      raise tf.errors.UnavailableError(None, None, 'gone')
+
+    with (
+      mock.patch.object(_tf_internal, 'connect_again', fail),
+      self.assertRaises(tf.errors.UnavailableError),
+    ):
+      self.liveness.rejoin(1)
+    self.die_meanwhile = ()
+    self.assertTrue(self.liveness.rejoin(1))
+    self.assertEqual(self.anew, [set(), {('ps', 0)}])
+
+  def test_server_that_was_given_up_lacks_functions_until_it_is_restored(self):
+    self.restart(('worker', 1))
+    with mock.patch.object(
+      self.liveness._keepalive, 'is_disconnected', lambda t: t == ('ps', 1)
+    ):
+      self.assertTrue(self.liveness.rejoin(1))
+    self.assertEqual(self.liveness.server_error().server, 1)
+
   def test_task_that_dies_while_all_are_connected_to(self):
     self.die_meanwhile = (('ps', 1),)
     connect = self.connect
@@ -140,6 +165,59 @@ class LivenessTest(parameterized.TestCase):
       self.liveness.wait_for_all(10.0)
     self.assertEqual(self.anew, [set(), {('ps', 1)}])
     self.assertIsNone(self.liveness.server_error())
+
+
+_FILE = 'ram://lease_test/chiefs'
+
+
+class LeaseTest(tf.test.TestCase):
+  def setUp(self):
+    super().setUp()
+    # There is no server: the file is in the memory of this process.
+    for name, value in (
+      ('_SERVER', '/device:CPU:0'),
+      ('_FILE', f'{_FILE}/{self.id()}'),
+    ):
+      patch = mock.patch.object(connection, name, value)
+      patch.start()
+      self.addCleanup(patch.stop)
+    self.other = connection.Lease()
+    self.other._record |= {'process': 'other', 'pids': ''}
+
+  def test_older_chief_that_leaves_takes_nothing_from_the_newer_one(self):
+    mine = connection.Lease()
+    self.other.take()
+    with mock.patch.object(connection, '_LEAVE_SECONDS', 0.0):
+      mine.take()
+    self.other.leave()
+    before = connection._read()
+    mine.check()
+    self.assertEqual(connection._read(), before)
+    self.assertEqual(connection._newest(before), mine._record)
+
+  def test_waits_for_the_older_chief_also_if_it_left_before(self):
+    self.other.take()
+    self.other.leave()
+    self.other._add(self.other._record)
+    waited = []
+
+    def leave(seconds):
+      waited.append(seconds)
+      self.other.leave()
+
+    with mock.patch.object(connection.time, 'sleep', leave):
+      connection.Lease().take()
+    self.assertLen(waited, 1)
+
+  def test_older_chief_is_told(self):
+    mine = connection.Lease()
+    mine.take()
+    self.other._add(self.other._record)
+    with self.assertRaisesRegex(errors.TakenOverError, 'taken over the'):
+      mine.check()
+    self.other.leave()
+    mine.check()  # Nobody has the servers any more.
+    self.assertEqual(connection._newest(connection._read()), mine._record)
 
 
 if __name__ == '__main__':

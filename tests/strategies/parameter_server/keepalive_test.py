@@ -51,14 +51,6 @@ def _serve(connection):
   time.sleep(4 * _DEADLINE_SECONDS)
 
 
-def _wait_until(condition):
-  ends_at = time.monotonic() + _DEADLINE_SECONDS
-  while not condition():
-    if time.monotonic() > ends_at:
-      raise AssertionError('the deadline has passed')
-    time.sleep(0.02)
-
-
 class AskTest(parameterized.TestCase):
   def ask(self, listener):
     self.addCleanup(listener.close)
@@ -137,7 +129,7 @@ class KeepaliveTest(parameterized.TestCase):
       self.tasks.signal(*stopped, signal.SIGSTOP)
       # Only the shutdown wakes it.
       self.assertEqual(connection.recv(1), b'')
-      _wait_until(lambda: watch.is_disconnected(stopped))
+      processes.wait_until(lambda: watch.is_disconnected(stopped))
     self.assertIn(f'worker 0 at {self.addresses[stopped]}', logs.output[0])
     self.assertFalse(watch.is_disconnected(other))
     self.tasks.signal(*stopped, signal.SIGCONT)
@@ -162,10 +154,10 @@ class KeepaliveTest(parameterized.TestCase):
     self.addCleanup(watch.close)
     for task in (stopped, other):
       self.tasks.signal(*task, signal.SIGSTOP)
-      _wait_until(lambda task=task: watch.is_disconnected(task))
+      processes.wait_until(lambda task=task: watch.is_disconnected(task))
     self.tasks.signal(*stopped, signal.SIGCONT)
     continued_at = time.monotonic()
-    _wait_until(lambda: not watch.is_disconnected(stopped))
+    processes.wait_until(lambda: not watch.is_disconnected(stopped))
     # Since the last time that it was cut off, not since the first.
     self.assertGreater(time.monotonic() - continued_at, 3 * _TIMEOUT)
     self.assertTrue(watch.is_disconnected(other))
