@@ -13,8 +13,6 @@ tfs.MultiWorkerRingStrategy(options='tcp')  # wrong
 tfs.RingOptions(bucket_bytes='8 MB')  # wrong
 tfs.ParameterServerStrategy(bakup_workers=1)  # wrong
 tfs.ParameterServerStrategy(checkpoint_steps='100')  # wrong
-tfs.create_strategy('parameter_server', bakup_workers=1)  # wrong
-tfs.create_strategy('ring_mirrored', device=['CPU:0'])  # wrong
 tfs.MonitorCallback(time_line='run.json')  # wrong
 tfs.elastic.run(lambda job: job.no_such_method())  # wrong
 tfs.elastic.run(4)  # wrong

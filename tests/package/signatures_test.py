@@ -13,6 +13,7 @@ from tools.pages import hooks
 
 # Public callables that accept any keyword, and the reason.
 _OPEN = {
+  'create_strategy': 'of the strategy, which refuses others',
   'DynamicEmbedding': 'of keras.layers.Layer, whose configuration Keras passes',
   'GroupOptions.from_env': 'of GroupOptions, which refuses others',
   'ParameterServerStrategy.track': 'names that the caller gives to objects',

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -22,46 +20,12 @@ from tf_strategies.strategies.mirrored.strategy import RingMirroredStrategy
 from tf_strategies.strategies.multi_worker.collective_strategy import (
   MultiWorkerCollectiveStrategy,
 )
-from tf_strategies.strategies.multi_worker.options import (
-  CollectiveOptions,
-  RingOptions,
-)
 from tf_strategies.strategies.multi_worker.ring_strategy import (
   MultiWorkerRingStrategy,
 )
 from tf_strategies.strategies.parameter_server import ParameterServerStrategy
 from tf_strategies.strategies.parameter_server import options as options_lib
 from tf_strategies.strategies.tpu.strategy import TPURingStrategy
-
-if TYPE_CHECKING:
-  from typing_extensions import Unpack
-
-_Devices = Sequence[str | tf.config.LogicalDevice]
-
-
-class StrategyOptions(TypedDict, total=False):
-  """The arguments of all strategies, which `create_strategy` accepts."""
-
-  devices: _Devices | None
-  compute_devices: _Devices | None
-  parameter_device: str | tf.config.LogicalDevice | None
-  cross_device_ops: tf.distribute.CrossDeviceOps | None
-  shard_optimizer_state: bool
-  cluster: cluster_lib.ClusterConfig | None
-  options: RingOptions | CollectiveOptions | None
-  variable_partitioner: Callable | None
-  mode: str
-  backup_workers: int
-  max_staleness: int | None
-  checkpoint_dir: str | os.PathLike[str] | None
-  checkpoint_steps: int | None
-  start_timeout: float
-  recovery_timeout: float
-  step_timeout: float
-  keepalive_timeout: float
-  resolver: tf.distribute.cluster_resolver.TPUClusterResolver | None
-  all_reduce: str
-  device_assignment: tf.tpu.experimental.DeviceAssignment | None
 
 
 def _one_device(devices=None) -> tf.distribute.Strategy:
@@ -134,9 +98,7 @@ _FACTORIES = {
 }
 
 
-def create_strategy(
-  name: str, **options: Unpack[StrategyOptions]
-) -> tf.distribute.Strategy:
+def create_strategy(name: str, **options: Any) -> tf.distribute.Strategy:
   """Returns the strategy called `name`.
 
   Args:
