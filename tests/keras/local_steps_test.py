@@ -50,12 +50,12 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     (
       'inside_of_itself',
       lambda: LocalSteps(LossScale(LocalSteps('sgd', 2)), 2),
-      r'one wrapper, got LocalSteps\(LocalSteps',
+      r'wraps no other, got LocalSteps\(LossScale',
     ),
     (
       'around_another_wrapper',
       lambda: LocalSteps(tfs.keras.LazyRows('sgd'), 2),
-      r'one wrapper, got LocalSteps\(LazyRows',
+      r'wraps no other, got LocalSteps\(LazyRows',
     ),
     (
       'outer_wraps',

@@ -72,7 +72,6 @@ class SwappedAveragesTest(tf.test.TestCase, parameterized.TestCase):
     ('scaled', LossScale, _ring),
     tiers.soak('apart', _apart, _worker),
     ('scaled_apart', lambda o: LossScale(_apart(o)), _worker),
-    ('apart_scaled', lambda o: _apart(LossScale(o)), _worker),
   )
   def test_wrapped_as_bare(self, wrap, make_strategy):
     strategy = make_strategy and make_strategy()

@@ -132,13 +132,12 @@ def moving_averages(optimizer: keras.optimizers.Optimizer) -> list:
 def show_averages(wrapper: keras.optimizers.Optimizer) -> None:
   """Lets `SwapEMAWeights` find the moving averages of an inner optimizer.
 
-  Keras looks inside one wrapper only, so a wrapper shows the averages of inner ones.
+  Keras looks inside one wrapper only, and this one may be in a loss scale.
   """
-  *_, innermost = chain(wrapper)
-  for each in chain(wrapper):
-    for name in ('_model_variables_moving_average', 'optimizers'):
-      if each is not innermost and hasattr(innermost, name):
-        object.__setattr__(each, name, getattr(innermost, name))
+  inner = wrapper.inner_optimizer
+  for name in ('_model_variables_moving_average', 'optimizers'):
+    if hasattr(inner, name):
+      object.__setattr__(wrapper, name, getattr(inner, name))
 
 
 def overwrites_with_gradient(variable: Any) -> bool:

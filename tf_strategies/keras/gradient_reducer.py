@@ -273,37 +273,6 @@ def are_gradients_reduced() -> bool:
   return _state.are_reduced
 
 
-def check_model(
-  step: _keras_internal.KerasStep | None, strategy: tf.distribute.Strategy
-) -> None:
-  """Rejects a model whose optimizer is wrong on several replicas.
-
-  It checks only a model's train step.
-
-  Raises:
-    UnsupportedOptionError: if there are two loss scales.
-  """
-  if (
-    step is None
-    or step.model is None
-    or step.kind != 'train'
-    or strategy.num_replicas_in_sync == 1
-  ):
-    return
-  chain = [*_keras_internal.chain(step.model.optimizer)]
-  scale = [isinstance(o, keras.optimizers.LossScaleOptimizer) for o in chain]
-  # Under mixed_float16, `compile` wraps its optimizer. The outer scale scales
-  # the loss, and both unscale the gradient.
-  if any(scale[:1]) and any(scale[2:]):
-    kind = type(chain[1]).__name__
-    raise errors.UnsupportedOptionError(
-      f'LossScaleOptimizer({kind}(LossScaleOptimizer(...)))',
-      'one LossScaleOptimizer',
-      f'pass {kind}(optimizer) to compile, which scales the '
-      'loss by itself, or compile with auto_scale_loss=False',
-    )
-
-
 def check_step(fn: Any, optimizers: Any) -> None:
   """Raises UnsupportedOptionError for arguments that `strategy.step` rejects."""
   option_checks.check_function(

@@ -261,20 +261,15 @@ def moving_statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def _check_outer(outer) -> None:
-  for each in _keras_internal.chain(outer):
-    if each is not outer or isinstance(
-      each,
-      optimizer_wrapper.OptimizerWrapper | keras.optimizers.LossScaleOptimizer,
-    ):
-      raise errors.UnsupportedOptionError(
-        f'outer={type(outer).__name__}(...)',
-        'an optimizer that wraps no other',
-        'pass the inner optimizer. There is no loss to scale, and gradients '
-        'are averaged already',
-      )
-  gradient_reducer.check_has_one_rule(
-    outer, f'outer={type(outer).__name__}(...)'
+  what = f'outer={type(outer).__name__}(...)'
+  option_checks.check(
+    not hasattr(outer, 'inner_optimizer'),
+    what,
+    'an optimizer that wraps no other',
+    'pass the inner optimizer. There is no loss to scale, and gradients '
+    'are averaged already',
   )
+  gradient_reducer.check_has_one_rule(outer, what)
   for option in ('use_ema', 'gradient_accumulation_steps'):
     if getattr(outer, option, None):
       raise errors.UnsupportedOptionError(

@@ -59,7 +59,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     name: name of the wrapper.
 
   Raises:
-    UnsupportedOptionError: if `optimizer` is not an optimizer, or already wrapped.
+    UnsupportedOptionError: if `optimizer` is not an optimizer, or wraps another.
   """
 
   def __init__(self, optimizer, name: str):
@@ -67,13 +67,13 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     optimizer = optimizer_of(
       'optimizer', optimizer, f"write for instance {kind}('adam')"
     )
-    for each in _keras_internal.chain(optimizer):
-      if isinstance(each, OptimizerWrapper):
-        raise errors.UnsupportedOptionError(
-          f'{kind}({type(each).__name__}(...))',
-          'one wrapper',
-          'pass the inner optimizer',
-        )
+    option_checks.check(
+      not hasattr(optimizer, 'inner_optimizer'),
+      f'{kind}({type(optimizer).__name__}(...))',
+      'an optimizer that wraps no other',
+      'pass the inner optimizer. To scale the loss, write '
+      f'LossScaleOptimizer({kind}(optimizer))',
+    )
     option_checks.check(
       isinstance(name, str) and name and '/' not in name,
       f'name={name!r} of {kind}',

@@ -315,10 +315,11 @@ def loop(rank, job):
   with strategy.scope():
     model = model_of(
       job,
-      lambda: tfs.keras.LocalSteps(
-        keras.optimizers.LossScaleOptimizer(optimizer(job.inner), 8.0),
-        job.every,
-        optimizer(job.outer),
+      lambda: keras.optimizers.LossScaleOptimizer(
+        tfs.keras.LocalSteps(
+          optimizer(job.inner), job.every, optimizer(job.outer)
+        ),
+        8.0,
       ),
     )
 
@@ -340,7 +341,7 @@ def loop(rank, job):
     for x, y in batches:
       step(x, y)
       calls.append(sum(strategy.communication_report()['calls'].values()))
-  model.optimizer.meet()
+  model.optimizer.inner_optimizer.meet()
   found = {'weights': model.get_weights(), 'calls': calls}
   strategy.close()
   return found

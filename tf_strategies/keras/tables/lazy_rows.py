@@ -61,12 +61,6 @@ class LazyRows(
     super().__init__(optimizer, name)
     inner = self.inner_optimizer
     kind = type(inner).__name__
-    if hasattr(inner, 'inner_optimizer'):
-      raise errors.UnsupportedOptionError(
-        f'LazyRows({kind}(...))',
-        'an optimizer that wraps no other',
-        f'write {kind}(LazyRows(optimizer))',
-      )
     gradient_reducer.check_has_one_rule(inner, f'LazyRows({kind}(...))')
     if kind in gradient_reducer.WHOLE_VARIABLE_OPTIMIZERS:
       raise errors.UnsupportedOptionError(

@@ -137,7 +137,6 @@ class ExactMirroredExtended(
       return fn(*args, **kwargs)  # The only replica calls it.
     step = _keras_internal.step_of(_tf_internal.unwrap(fn))
     if step is not None and self.splits_steps:
-      gradient_reducer.check_model(step, self._container_strategy())
       [data] = args
       return self._model_step(step).run(step.run, data)
     if isinstance(fn, _tf_internal.Function):

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, cross_device
-from tf_strategies.keras import gradient_reducer
 from tf_strategies.strategies.mirrored import host_input
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
@@ -136,7 +135,6 @@ class GuardedStep:
     self._written_early: dict[tuple, list[Any]] = {}
     self._reported: Any = None
     container = extended._container_strategy()
-    gradient_reducer.check_model(step, container)
 
     @tf.autograph.experimental.do_not_convert
     def compute(batch):

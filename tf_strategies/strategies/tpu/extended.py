@@ -38,7 +38,6 @@ class PermutingTPUExtended(
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
     step, strategy = _tf_internal.unwrap(fn), self._container_strategy()
     keras_step = _keras_internal.step_of(step)
-    gradient_reducer.check_model(keras_step, strategy)
     gradient_reducer.check_losses(step, strategy)
     if keras_step is not None and keras_step.kind == 'train':
       self._check_rows(args)
