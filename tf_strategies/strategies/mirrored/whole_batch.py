@@ -383,25 +383,25 @@ class WholeStep:
 
 
 def spec_of(leaf):
-  """Returns the type of a part of a batch with any number of rows, or None."""
-  value = leaf
+  """Returns the type of a part of a batch with any number of rows, or None.
+
+  `leaf` may also be the type for a known number of rows.
+  """
+  spec = leaf
   if isinstance(leaf, tf.distribute.DistributedValues):
-    value = leaf.values[0]
-  if isinstance(value, tf.RaggedTensor):
-    return tf.RaggedTensorSpec(
-      [None, *value.shape[1:]],
-      value.dtype,
-      value.ragged_rank,
-      value.row_splits.dtype,
-    )
-  if isinstance(value, tf.SparseTensor):
-    return tf.SparseTensorSpec([None, *value.shape[1:]], value.dtype)
-  if not tf.is_tensor(value):
+    spec = leaf.values[0]
+  if tf.is_tensor(spec):
+    spec = tf.type_spec_from_value(spec)
+  if not isinstance(spec, tf.TypeSpec):
     return None
-  shape = value.shape
-  if shape.rank:
-    shape = tf.TensorShape([None]).concatenate(shape[1:])
-  return tf.TensorSpec(shape, value.dtype)
+  if not spec.shape.rank:
+    return spec
+  shape = [None, *spec.shape[1:]]
+  if isinstance(spec, tf.RaggedTensorSpec):
+    return tf.RaggedTensorSpec(
+      shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+    )
+  return type(spec)(shape, spec.dtype)
 
 
 def _read(value):

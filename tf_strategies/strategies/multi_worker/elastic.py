@@ -12,10 +12,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, cross_device
-from tf_strategies.strategies.mirrored import host_input
+from tf_strategies.strategies.mirrored import host_input, whole_batch
 from tf_strategies.strategies.multi_worker import extended as extended_lib
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -168,11 +169,10 @@ class GuardedStep:
     """
     if self._model.run_eagerly:
       return list(self._extended.variables_by_handle().values())
-    key = tuple(map(_kind_of, tf.nest.flatten(element_spec)))
+    specs = tf.nest.map_structure(_of_any_length, element_spec)
+    key = tuple(tf.nest.flatten(specs))
     if key not in self._written_early:
-      self._compute.get_concrete_function(
-        tf.nest.map_structure(_of_any_length, element_spec)
-      )
+      self._compute.get_concrete_function(specs)
       self._written_early[key] = self._step.written_early
     return self._written_early[key]
 
@@ -200,21 +200,10 @@ class GuardedStep:
     return outputs
 
 
-def _kind_of(leaf) -> tuple:
-  """Returns a key that differs for tensors that need different graphs."""
-  if leaf is None:
-    return ()
-  return type(leaf).__name__.removesuffix('Spec'), leaf.dtype, leaf.shape[1:]
-
-
 def _of_any_length(leaf):
-  """Returns the type of a tensor with any number of rows."""
-  spec = leaf
-  if leaf is not None and not isinstance(leaf, tf.TypeSpec):
-    spec = tf.type_spec_from_value(leaf)
-  if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-    return spec
-  return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+  """Returns the type of a tensor or array with any number of rows."""
+  is_array = isinstance(leaf, np.ndarray)
+  return whole_batch.spec_of(tf.convert_to_tensor(leaf) if is_array else leaf)
 
 
 class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
