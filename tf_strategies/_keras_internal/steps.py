@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -193,12 +192,13 @@ def _prepare(
     local_worker.settle(model.variables, optimizers)
   if data is not None:
     _count_distributed(data)
-    is_ours = getattr(
-      model.distribute_strategy.extended, 'builds_from_specs', False
+    extended = model.distribute_strategy.extended
+    is_ours = (
+      getattr(extended, 'builds_from_specs', False) and kind != 'predict'
     )
     # `fit` validates with one object in all epochs.
     if is_ours and 'catch_stop_iteration' not in vars(data):
-      _end_only_with_data(data, None if kind == 'predict' else model)
+      _follow_epochs(data, model)
 
 
 def _local_worker(model):
@@ -448,38 +448,21 @@ def element_spec_of_fit(
   return iterator._distributed_dataset.element_spec
 
 
-def _end_only_with_data(
-  data: trainer.TFEpochIterator, model: keras.Model | None
-) -> None:
-  """Makes sure that only the end of the data ends an epoch.
-
-  Keras interprets any `StopIteration` or `OutOfRangeError` as the end, even
-  from a callback that reads a truncated file, or from a Python function in a
-  step. It would skip the rest of the epoch, and `fit` would continue.
+def _follow_epochs(data: trainer.TFEpochIterator, model: keras.Model) -> None:
+  """Checks and meets at the ends of each epoch over some data.
 
   Args:
     data: the data of an epoch.
-    model: the model that `fit` or `evaluate` passes them to; None in `predict`.
+    model: the model that `fit` or `evaluate` passes them to.
   """
   catch = data.catch_stop_iteration
 
   @contextlib.contextmanager
   def catch_stop_iteration():
-    if model is not None:
-      _check_train_function(model)
+    _check_train_function(model)
     with catch():
-      try:
-        yield
-      except (StopIteration, tf.errors.OutOfRangeError) as e:
-        if _is_end_of_data(e):
-          raise
-        raise errors.DataError(
-          f'Expected {type(e).__name__} from an iterator over the data alone, '
-          'got it in a step or a callback, which Keras would take for the '
-          f'end of the data: {str(e).strip() or "no message"}. Fix: see its '
-          'cause, above.'
-        ) from e
-    local_worker = model and _local_worker(model)
+      yield
+    local_worker = _local_worker(model)
     if local_worker is not None:
       local_worker.settle(model.variables)
 
@@ -500,19 +483,6 @@ def _check_train_function(model: keras.Model) -> None:
       'call super().make_train_function(force) and wrap self.train_function, or '
       'override train_step',
     )
-
-
-def _is_end_of_data(error: Exception) -> bool:
-  frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
-  modules = [f.f_globals.get('__name__', '') for f in frames]
-  if keras.callbacks.CallbackList.__module__ in modules:
-    return False  # It may be the end of other data, which a callback reads.
-  if isinstance(error, tf.errors.OutOfRangeError):
-    return is_end_of_sequence(error)
-  # The module that raised: an iterator of the data, or code that Keras calls
-  # with one.
-  package = modules[-1].partition('.')[0]
-  return package in ('keras', 'tensorflow', 'tf_strategies')
 
 
 def is_end_of_sequence(error: tf.errors.OutOfRangeError) -> bool:
