@@ -361,25 +361,13 @@ def _build_from_specs(build):
         # replicas' parts.
         _, _, batches = next(iter(iterator))
         data_batch, *_ = strategy.experimental_local_results(next(batches))
-        _build_composite(self, data_batch)
-        return build(self, None, data_batch)
-    with contextlib.ExitStack() as stack:
-      try:
-        _, y, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
-        if y is None:
-          # For inputs alone, only the user's own step knows its outputs.
-          for compiled in (self._compile_loss, self._compile_metrics):
-            if compiled is not None and not compiled.built:
-              stack.callback(setattr, compiled, 'built', False)
-              compiled.built = True
-        _build_composite(self, data_batch)
-        return build(self, None, data_batch)
-      except Exception:
-        if not is_own or not self.weights:
-          raise
-        # The model cannot be called as Keras would, but already has its
-        # variables.
-        return None
+    try:
+      with strategy.scope():
+        _build(self, data_batch)
+    except Exception:
+      if not is_own or not self.weights:
+        raise
+      # The model cannot be called as Keras would, but already has its variables.
 
   return build_from_specs
 
@@ -525,19 +513,11 @@ def skip_steps(steps: int, reads: bool = True) -> None:
 # Under a strategy, variables are built from symbolic tensors.
 
 
-def _build_composite(model: keras.Model, batch: Any) -> None:
-  """Builds a model's variables from a batch with ragged or sparse tensors.
+def _build(model: keras.Model, batch: Any) -> None:
+  """Builds the variables of a model and of its optimizer from a batch, or its types.
 
-  Keras treats every tensor of a batch as dense. Layers that expect ragged rows
-  then fail.
+  Keras would treat ragged and sparse tensors as dense.
   """
-  batch = keras.tree.map_structure(
-    lambda leaf: getattr(leaf, 'spec', leaf), batch
-  )
-  if not any(
-    isinstance(leaf, _COMPOSITE) for leaf in keras.tree.flatten(batch)
-  ):
-    return
 
   def build():
     inputs = tf.nest.map_structure(
@@ -547,6 +527,8 @@ def _build_composite(model: keras.Model, batch: Any) -> None:
     )
     x, y, weights = keras.utils.unpack_x_y_sample_weight(inputs)
     outputs = model(x, training=False)
+    if y is None:
+      return  # Only the user's own step knows the outputs for inputs alone.
     for compiled, compute, options in (
       (model._compile_metrics, model.compute_metrics, {}),
       (model._compile_loss, model._compute_loss, {'training': False}),
@@ -554,11 +536,15 @@ def _build_composite(model: keras.Model, batch: Any) -> None:
       if compiled is not None and not compiled.built:
         compute(x, y, outputs, weights, **options)
 
-  with model.distribute_strategy.scope():
+  parts = model._compile_metrics, model._compile_loss, *model._flatten_layers()
+  if not all(part is None or part.built for part in parts):
     core.compute_output_spec(build)
+  if model.optimizer is not None and not model.optimizer.built:
+    model.optimizer.build(model.trainable_variables)
 
 
 def _spec_of(leaf: Any) -> tf.TypeSpec | None:
+  leaf = getattr(leaf, 'spec', leaf)  # Of a tensor that only a worker sees.
   if leaf is None or isinstance(leaf, tf.TypeSpec):
     return leaf
   return tf.type_spec_from_value(leaf)
@@ -566,11 +552,6 @@ def _spec_of(leaf: Any) -> tf.TypeSpec | None:
 
 def _placeholder(spec: tf.TensorSpec | None) -> tf.Tensor | None:
   return spec and tf.compat.v1.placeholder(spec.dtype, spec.shape)
-
-
-_COMPOSITE = (
-  tf.RaggedTensor | tf.SparseTensor | tf.RaggedTensorSpec | tf.SparseTensorSpec
-)
 
 
 # `tf.train.Checkpoint` restores a variable when a layer gets it. In a symbolic
