@@ -78,7 +78,7 @@ class ExactMirroredExtended(
       self._get_cross_device_ops,
       self._communication_options,
     )
-    self._reducer = reducer_lib.Reducer(self.local)
+    self._reducer: reducer_lib.Reducer = self.local
 
   def mark_of(self, variable):
     """See base class. Gradients are marked in a model's step that is traced."""

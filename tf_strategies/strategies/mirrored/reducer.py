@@ -1,9 +1,9 @@
 """Reduces values over local devices and workers, without padding rows.
 
 A strategy has one `Reducer`, which all of TensorFlow's hooks call. It excludes
-the contributions of replicas without rows, and passes the rest to a link. A
-link is a `DeviceReducer` (the devices of this process, by a cross-device op) or
-a `WorkerReducer` (a `DeviceReducer` and a `Communicator` between processes).
+the contributions of replicas without rows. It is a `DeviceReducer` (the devices
+of this process, by a cross-device op) or a `WorkerReducer` (a `DeviceReducer` and
+a `Communicator` between processes).
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ class Reducer:
 
   Replicas without rows contribute nothing: their part of a sum is zero, and a
   mean is taken over the replicas that have rows.
+
+  Attributes:
+    devices: devices of this process's replicas.
+    num_replicas: number of all replicas.
   """
 
-  def __init__(self, link: DeviceReducer | WorkerReducer):
-    self._link = link
+  devices: Sequence[str]
+  num_replicas: int
 
   def reduce(self, reduce_op, value, destinations, options):
     """Reduces each value of a structure; see `StrategyExtended.reduce_to`."""
-    value = tf.nest.map_structure(self._link.per_replica, value)
+    value = tf.nest.map_structure(self.per_replica, value)
     if reduce_op == _MEAN and _tf_internal.is_mirrored(value):
       return value
 
     def reduce_one(value):
       if not isinstance(value, tf.distribute.DistributedValues):
-        return self._link.reduce_shared(reduce_op, value, destinations)
+        return self.reduce_shared(reduce_op, value, destinations)
       return self.batch_reduce(reduce_op, [(value, destinations)], options)[0]
 
     return tf.nest.map_structure(reduce_one, value)
@@ -51,7 +55,7 @@ class Reducer:
     run = replica_run.current()
     is_masked = run is not None and run.sites is not None
     values = [
-      self._once(reduce_op, self._link.per_replica(value)) for value, _ in pairs
+      self._once(reduce_op, self.per_replica(value)) for value, _ in pairs
     ]
     if is_masked:
       values = replica_run.mask(run, values)
@@ -61,8 +65,8 @@ class Reducer:
       for new, (old, destination) in zip(values, pairs, strict=True)
     ]
     if reduce_op == _SUM or not is_masked:
-      return self._link.reduce(reduce_op, pairs, options)
-    sums = self._link.reduce(_SUM, pairs, options)
+      return self.reduce_each(reduce_op, pairs, options)
+    sums = self.reduce_each(_SUM, pairs, options)
     return [replica_run.divide(total, run.num_with_rows) for total in sums]
 
   def _once(self, reduce_op, value):
@@ -75,14 +79,14 @@ class Reducer:
       return value
     first = tf.convert_to_tensor(value)
     other = first if reduce_op == _MEAN else tf.zeros_like(first)
-    others = [other] * (len(self._link.devices) - 1)
+    others = [other] * (len(self.devices) - 1)
     return _tf_internal.PerReplica((first, *others))
 
   def gather(self, value, destinations, axis, options):
     """Concatenates the replicas' values along `axis`."""
-    value = self._link.per_replica(value)
+    value = self.per_replica(value)
     if not isinstance(value, tf.distribute.DistributedValues):
-      return self._link.gather_shared(value, destinations, axis)
+      return self.gather_shared(value, destinations, axis)
     run = replica_run.current()
     if run is not None and run.sites is not None:
       pairs = zip(run.sites, value.values, strict=True)
@@ -90,10 +94,10 @@ class Reducer:
         [site.real_rows(tensor, axis) for site, tensor in pairs]
       )
       destinations = value if len(run.sites) > 1 else destinations
-    return self._link.gather(value, destinations, axis, options)
+    return self.gather_each(value, destinations, axis, options)
 
 
-class DeviceReducer:
+class DeviceReducer(Reducer):
   """Adds values of the devices of this process with a cross-device op.
 
   `choose_ops` returns the op for a value. The options of a call are merged into
@@ -115,7 +119,7 @@ class DeviceReducer:
     """Returns the distributed value that `value` represents, or `value`."""
     return value
 
-  def reduce(self, reduce_op, pairs, options):
+  def reduce_each(self, reduce_op, pairs, options):
     """Reduces distributed values, each to its destinations."""
     return self._choose_ops(pairs[0][0]).batch_reduce(
       reduce_op, pairs, options=self._options.merge(options)
@@ -134,7 +138,7 @@ class DeviceReducer:
         'use a result of strategy.step as it is: it is of the whole batch',
       ) from error
 
-  def gather(self, value, destinations, axis, options):
+  def gather_each(self, value, destinations, axis, options):
     """Concatenates the components of a distributed value."""
     return self._choose_ops(value)._gather(  # pylint: disable=protected-access
       value,
@@ -154,10 +158,10 @@ class DeviceReducer:
       (_tf_internal.PerReplica(row), self.devices[0])
       for row in zip(*columns, strict=True)
     ]
-    return self.reduce(_SUM, pairs, None)
+    return self.reduce_each(_SUM, pairs, None)
 
 
-class WorkerReducer:
+class WorkerReducer(Reducer):
   """Adds values of the devices of all workers."""
 
   def __init__(
@@ -181,7 +185,7 @@ class WorkerReducer:
       return value
     return _tf_internal.PerReplica((value,))
 
-  def reduce(self, reduce_op, pairs, options):
+  def reduce_each(self, reduce_op, pairs, options):
     """Reduces distributed values, each to its destinations."""
     is_mean = reduce_op == _MEAN
     values = [
@@ -217,7 +221,7 @@ class WorkerReducer:
       return executor.divide(total, self._communicator.world_size)
     return total
 
-  def gather(self, value, destinations, axis, options):
+  def gather_each(self, value, destinations, axis, options):
     """Concatenates the components of all workers' values."""
     del options
     parts = [tf.convert_to_tensor(v) for v in value.values]
@@ -227,7 +231,7 @@ class WorkerReducer:
   def gather_shared(self, value, destinations, axis):
     """Gathers a value that each worker has once."""
     value = _tf_internal.PerReplica((tf.convert_to_tensor(value),))
-    return self.gather(value, destinations, axis, None)
+    return self.gather_each(value, destinations, axis, None)
 
   def _sum_dense(self, values, is_mean, gradients):
     """Returns, by local device, each value's sum (or mean) over all replicas."""

@@ -39,8 +39,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     self._input = input_lib.WorkerInput(self)
     self.communicator = make_communicator(self.local)
     self._initializes_eagerly = self.communicator.initializes_eagerly
-    self._workers = reducer_lib.WorkerReducer(self.local, self.communicator)
-    self._reducer = reducer_lib.Reducer(self._workers)
+    self._reducer = reducer_lib.WorkerReducer(self.local, self.communicator)
     self._local_worker = local_steps.LocalWorker(self)
 
   # Numbers of workers and replicas. A replica's number is rank * local + local
@@ -48,7 +47,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   @property
   def _num_replicas_in_sync(self):
-    return self._workers.num_replicas
+    return self._reducer.num_replicas
 
   @property
   def _first_replica(self):

@@ -25,7 +25,6 @@ from tf_strategies.strategies.mirrored import (
   replica_run,
   whole_batch,
 )
-from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
 
 class LocalWorker:
@@ -244,9 +243,7 @@ class LocalStep(whole_batch.WholeStep):
     return [replica_run.num_rows(part) for part in batch.values]
 
   def _exchange(self):
-    return replica_exchange.ReplicaExchange(
-      reducer_lib.Reducer(self._extended.local)
-    )
+    return replica_exchange.ReplicaExchange(self._extended.local)
 
   def _report(self):
     """Returns the results of a step without rows: those of metrics, or zeros."""
