@@ -27,7 +27,7 @@ _EXCEPTIONS = {
   'benchmarks/processes.py': 'the runner of programs',
   'tests/processes.py': 'the runner of functions',
   'tests/process_group/network/sockets_test.py': 'what a fork inherits',
-  'tests/process_group/network/local_users_test.py': 'a process of another user',
+  'tests/process_group/network/authentication_test.py': 'a process of another user',
   'benchmarks/measure.py': (
     'one process at a time takes the devices of one set; it ends with its '
     'executor, and how long it takes is up to the flags'

@@ -10,7 +10,6 @@ from absl.testing import absltest, parameterized
 from benchmarks import measure, report, training_peers
 from benchmarks.parameter_server_peers import results as servers
 from benchmarks.process_peers import base
-from benchmarks.process_peers import catalogue as process_peers
 from benchmarks.strategy_costs import catalogue, results
 from tf_strategies import errors
 
@@ -83,14 +82,6 @@ class CheckTest(parameterized.TestCase):
     found[place] += 1
     with self.assertRaisesRegex(RuntimeError, 'Pretender: rank 1 of 4'):
       make_peer().check(found)
-
-
-class CatalogueTest(absltest.TestCase):
-  def test_no_torch(self):
-    [gloo] = (entry for entry in process_peers.ENTRIES if entry.name == 'gloo')
-    for python in ('/no/such/python', 'false'):
-      reason = process_peers.why_not(gloo, python, False)
-      self.assertIn('--torch_python', reason)
 
 
 class CheckTurnTest(parameterized.TestCase):

@@ -1,4 +1,4 @@
-"""Worker pools return results by rank, name failed workers and leave no process."""
+"""Worker pools name failed workers; they and made-up hosts leave no process."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 
 from absl.testing import absltest, parameterized
 
-from benchmarks import processes, worker_pool
+from benchmarks import network_namespaces, processes, worker_pool
 from tests.benchmarks import running
 from tests.launch import programs
 from tests.processes import wait_until
@@ -22,7 +22,7 @@ import json, time
 from benchmarks import processes, worker_pool
 with processes.ended_by_signals():
   with worker_pool.WorkerPool('busy', {ACTOR!r}, [(), ()]) as workers:
-    print(json.dumps(workers.ask('describe', text='')), flush=True)
+    print(json.dumps(workers.ask('describe')), flush=True)
     workers.send('fail_on', rank=5)
     time.sleep(3600)
 """
@@ -37,25 +37,13 @@ def wait_until_gone(pids):
 
 
 class WorkerPoolTest(parameterized.TestCase):
-  def test_answers_by_rank(self):
-    with make_pool(env={'POOL_TEST': 'set'}) as workers:
-      pids = [answer[1] for answer in workers.ask('describe', text='')]
-      self.assertLen(set(pids), 3)
-      for text in 'ab':
-        self.assertEqual(
-          workers.ask('describe', text=text),
-          [[rank, pids[rank], text, 'set'] for rank in range(3)],
-        )
-      self.assertTrue(all(map(programs.is_running, pids)))
-    wait_until_gone(pids)
-
   @parameterized.parameters(
     ('fail_on', 'tried.*a word from rank 1'),
     ('die_on', 'worker 1 died.*last words'),
   )
   def test_failure_is_named_while_others_wait(self, method, message):
     with make_pool() as workers:
-      pids = [answer[1] for answer in workers.ask('describe', text='')]
+      pids = [answer[1] for answer in workers.ask('describe')]
       with self.assertRaisesRegex(
         errors.WorkerUnavailableError, f'(?s){message}'
       ) as caught:
@@ -79,6 +67,46 @@ class WorkerPoolTest(parameterized.TestCase):
     self.assertTrue(all(map(programs.is_running, pids)))
     program.signal(number)
     wait_until_gone([*pids, program.pid])
+
+
+def namespaces():
+  listed = processes.run(['ip', 'netns', 'list'], is_checked=True)
+  return [line.split()[0] for line in listed.stdout.splitlines()]
+
+
+class RateTest(parameterized.TestCase):
+  @parameterized.parameters('1', '0mbit', '1.5gbit')
+  def test_bad_rate(self, text):
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, f'link rate {text!r}.*200mbit'
+    ):
+      network_namespaces.NetworkNamespaces(2, text)
+
+
+class NetworkNamespacesTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    reason = network_namespaces.missing()
+    if reason is not None:
+      self.skipTest(reason)
+
+  def test_nothing_is_left(self):
+    with network_namespaces.NetworkNamespaces(2) as hosts:
+      names = [n for n in namespaces() if f'-{os.getpid()}-' in n]
+
+      def inside(host):
+        name = hosts.command(host, [])[-1]
+        return hosts.run(0, ['ip', 'netns', 'pids', name]).stdout.split()
+
+      self.assertLen(names, 3)
+      sleeper = self.enter_context(
+        processes.Command(hosts.command(1, ['sleep', '3600']))
+      )
+      # The process is on the host only after `ip` has started the program.
+      wait_until(lambda: str(sleeper.pid) in inside(1))
+      self.assertNotIn(str(sleeper.pid), inside(0))
+    self.assertEqual(sleeper.wait(), -9)
+    self.assertEmpty(set(names) & set(namespaces()))
 
 
 if __name__ == '__main__':
