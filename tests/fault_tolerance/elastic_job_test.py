@@ -76,6 +76,32 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.job._state.hold()
     self.assertEqual(self.job.position, Position(0, 6))
 
+  def test_worker_far_behind_takes_state_and_position(self):
+    """Checks that it calls the function again with both, even if it is then alone."""
+    self.job.restore(self.model)
+    self.job.update(0, 3)
+    state = self.job._state
+    theirs = state.progress._replace(epoch=2, iterations=9)
+    iterations = state.describe().index('int64[]')
+    tasks = [mock.Mock(rank=i, progress=state.order + i) for i in range(2)]
+    group = mock.Mock(rank=0, members=tasks)
+
+    def exchange(tag, payload):
+      answer = json.loads(payload)
+      if tag == 'elastic/state':
+        answer |= {'steps': state.num_steps + 6, 'state': theirs}
+      return [payload, json.dumps(answer).encode()]
+
+    def broadcast(array, root, name):
+      is_count = name == f'elastic/variables/{iterations}'
+      return np.int64(9) if is_count else array
+
+    group.exchange, group.broadcast = exchange, broadcast
+    with self.assertRaisesRegex(elastic_members.CallAgain, '6 steps behind'):
+      self.job._synchronise(group, 'train')
+    state.hold()
+    self.assertEqual(state.position, Position(2, 3))
+
   def test_state_that_nobody_has_any_more_is_reported(self):
     with (
       mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': '1'}),

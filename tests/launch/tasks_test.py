@@ -1,12 +1,12 @@
 import socket
 from unittest import mock
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from benchmarks import processes
 from tf_strategies import errors
 from tf_strategies.cluster import job as job_lib
-from tf_strategies.launch import ports, tasks
+from tf_strategies.launch import ports, reaper, tasks
 
 _ALL = job_lib.TaskCounts(num_workers=2, num_ps=1, chief=True, evaluator=True)
 
@@ -69,6 +69,16 @@ class EnvironmentTest(absltest.TestCase):
     inherited = {'TF_CPP_MIN_LOG_LEVEL': '0'}
     found = tasks.full_environment(_plan(job_lib.TaskCounts())[0], inherited, 0)
     self.assertEqual(found['TF_CPP_MIN_LOG_LEVEL'], '0')
+
+
+class DescendantsTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({2: 1, 3: 2, 4: 3, 9: 8}, 1, [2, 3, 4]),
+    # A pid may be used again while /proc is read: no cycle may trap it.
+    ({2: 3, 3: 2, 4: 2}, 2, [3, 4]),
+  )
+  def test_finds_all_below(self, parents, ancestor, expected):
+    self.assertEqual(reaper.descendants(parents, ancestor), expected)
 
 
 class PickPortsTest(absltest.TestCase):
