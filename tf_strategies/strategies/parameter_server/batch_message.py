@@ -54,9 +54,8 @@ class BatchLayout:
 def _serialized(array: np.ndarray) -> bytes:
   """Returns an array as `tf.io.parse_tensor` reads it.
 
-  TensorFlow would copy numbers three times, and write some dtypes, such as bool,
-  element by element. Here they are copied once, as field 4 (`tensor_content`) of the
-  protocol buffer.
+  `tf.io.serialize_tensor` takes eight times as long for ten megabytes, and
+  `tf.make_tensor_proto` writes some dtypes, such as bool, element by element.
 
   Raises:
     UnsupportedOptionError: if the array has 2 GiB or more, which TensorFlow cannot read.
@@ -71,18 +70,8 @@ def _serialized(array: np.ndarray) -> bytes:
   )
   proto = tf.make_tensor_proto(np.empty([0], array.dtype))
   proto.tensor_shape.CopyFrom(tf.TensorShape(array.shape).as_proto())
-  content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-  field = bytes([4 << 3 | 2]), _varint(content.size)
-  return b''.join([proto.SerializeToString(), *field, content])
-
-
-def _varint(number: int) -> bytes:
-  """Returns a length as protocol buffers write it."""
-  parts = []
-  while number > 0x7F:
-    parts.append(number & 0x7F | 0x80)
-    number >>= 7
-  return bytes([*parts, number])
+  proto.tensor_content = array.tobytes()
+  return proto.SerializeToString()
 
 
 class Batch:

@@ -28,10 +28,7 @@ def is_small(shape: tf.TensorShape, dtype: tf.DType) -> bool:
 
 
 class Packing:
-  """Which tensors travel together, as the bits of one.
-
-  Words of four and eight bytes travel as float32, with which nobody computes. A tensor
-  that travels alone stays as it is.
+  """Which tensors travel together, as the bytes of one; large ones travel alone.
 
   Args:
     specs: shapes and dtypes of the tensors.
@@ -42,70 +39,48 @@ class Packing:
 
   def __init__(self, specs: Sequence[tf.TensorSpec]):
     self._specs = specs
-    together = collections.defaultdict(list)
-    for i, spec in enumerate(specs):
-      is_alone = not is_small(spec.shape, spec.dtype)
-      together[i if is_alone else _carrier(spec.dtype).name].append(i)
-    self._groups = list(together.values())
-    self.specs = [
-      specs[group[0]]
-      if len(group) == 1
-      else tf.TensorSpec(
-        [sum(map(self._words, group))], _carrier(specs[group[0]].dtype)
-      )
-      for group in self._groups
+    are_small = [is_small(spec.shape, spec.dtype) for spec in specs]
+    self._together = [i for i, small in enumerate(are_small) if small]
+    self._alone = [i for i, small in enumerate(are_small) if not small]
+    self._sizes = [
+      specs[i].shape.num_elements() * specs[i].dtype.size
+      for i in self._together
     ]
-
-  def _words(self, index: int) -> int:
-    """Returns the length of a tensor in its message."""
-    spec = self._specs[index]
-    return (
-      spec.shape.num_elements() * spec.dtype.size // _carrier(spec.dtype).size
-    )
+    self.specs = [specs[i] for i in self._alone]
+    if self._together:
+      self.specs.append(tf.TensorSpec([sum(self._sizes)], tf.uint8))
 
   def pack(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the messages with these tensors."""
-    return [
-      tensors[group[0]]
-      if len(group) == 1
-      else tf.concat([_to_carrier(tensors[i]) for i in group], 0)
-      for group in self._groups
-    ]
+    messages = [tensors[i] for i in self._alone]
+    if self._together:
+      messages.append(
+        tf.concat([_to_bytes(tensors[i]) for i in self._together], 0)
+      )
+    return messages
 
   def unpack(self, messages: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Returns the tensors that `pack` was given."""
-    found = {}
-    for message, group in zip(messages, self._groups, strict=True):
-      if len(group) == 1:
-        found[group[0]] = message
-        continue
-      parts = tf.split(message, list(map(self._words, group)))
-      for i, part in zip(group, parts, strict=True):
-        found[i] = _from_carrier(part, self._specs[i])
+    found = dict(zip(self._alone, messages, strict=False))
+    if self._together:
+      parts = tf.split(messages[-1], self._sizes)
+      for i, part in zip(self._together, parts, strict=True):
+        found[i] = _from_bytes(part, self._specs[i])
     return [found[i] for i in range(len(found))]
 
 
-def _carrier(dtype: tf.DType) -> tf.DType:
-  return tf.float32 if dtype.size in (4, 8) else dtype
+def _to_bytes(tensor):
+  if tensor.dtype == tf.bool:
+    tensor = tf.cast(tensor, tf.uint8)
+  return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
 
 
-def _to_carrier(tensor):
-  carrier = _carrier(tensor.dtype)
-  if tensor.dtype != carrier:
-    # Hides constants from TensorFlow's optimizer. The bits of a small integer are
-    # a float32 below the normal ones, which it, run by threads that flush those
-    # to zero, would fold to zero.
-    tensor = tf.compat.v1.placeholder_with_default(tensor, tensor.shape)
-    tensor = tf.bitcast(tensor, carrier)
-  return tf.reshape(tensor, [-1])
-
-
-def _from_carrier(part, spec):
-  if spec.dtype == part.dtype:
-    return tf.reshape(part, spec.shape)
-  words = spec.dtype.size // part.dtype.size
-  inner = [words] if words > 1 else []
-  return tf.bitcast(tf.reshape(part, [*spec.shape, *inner]), spec.dtype)
+def _from_bytes(part, spec):
+  inner = [spec.dtype.size] if spec.dtype.size > 1 else []
+  part = tf.reshape(part, [*spec.shape, *inner])
+  if spec.dtype == tf.bool:
+    return tf.cast(part, tf.bool)
+  return tf.bitcast(part, spec.dtype)
 
 
 def fetch(variables: Sequence[Any]) -> list[tf.Tensor]:
