@@ -118,9 +118,7 @@ def variables_of_functions(strategy):
     module = Lazy()
     results = [module(tf.ones([1, 3])).numpy().tolist() for _ in range(2)]
     made = (module.kernel, module.bias, module.calls)
-    kinds = [
-      [p.server for p in getattr(v, 'parts', [])] or v.server for v in made
-    ]
+    kinds = [[p.server for p in v.parts] for v in made]
 
     @tf.function
     def depends(x):
@@ -226,7 +224,7 @@ class ServersTest(tf.test.TestCase):
   def test_variables_that_functions_make(self):
     results, servers, calls, message = self.found['variables_of_functions']
     self.assertEqual(results, [[[3.0, 3.0, 3.0]]] * 2)
-    self.assertEqual(servers, [[0, 1], [1, 1], 0])
+    self.assertEqual(servers, [[0, 1], [1, 1], [0]])
     self.assertEqual(calls, 2)
     self.assertIn('does not depend on the arguments', message)
 

@@ -46,14 +46,17 @@ class SlotsTest(tf.test.TestCase):
     inner = step.traced._function.graph.get_operations()
     gathers = [op for op in inner if op.type == 'ResourceGather']
     self.assertLen(gathers, 2 * len(table.parts))
-    # To each server: the rows that it has, with their numbers. To the first one also
-    # small gradients with the loss and the number of rows.
+    # To each server: the rows that it has, with their numbers, and the bytes of small
+    # tensors. On the first one these are gradients, the loss (float64) and the number
+    # of rows.
     shapes = {
       server: [s.shape.as_list() for s in specs]
       for server, specs in step.layout.specs.items()
     }
     rows = [None, 4], [None]
-    self.assertEqual(shapes, {0: [*rows, [4 + 1 + 2 + 1]], 1: [*rows, []]})
+    self.assertEqual(
+      shapes, {0: [*rows, [4 * (4 + 1 + 2 + 1)]], 1: [*rows, [4]]}
+    )
     # From the first server: all copies in one message.
     server = local_servers.device(0)
     operations = step.worker._function.graph.get_operations()

@@ -273,13 +273,12 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
         return fn(var, *args, **kwargs)
     if args and isinstance(args[0], tf.IndexedSlices):
       fn = row_updates.by_rows(fn)
-    if not isinstance(var, partitioned.PartitionedVariable):
-      with variables.updating(var.server):
-        return fn(var, *args, **kwargs)
-    gradient_reducer.check_partitioned_update(fn, var.name)
-    optimizer = _keras_internal.optimizer_of(fn)
-    slots = _keras_internal.slots_of(optimizer, var) if optimizer else {}
-    in_parts = [s for s in slots.values() if hasattr(s.value, 'parts')]
+    in_parts = []
+    if isinstance(var, partitioned.PartitionedVariable):
+      gradient_reducer.check_partitioned_update(fn, var.name)
+      optimizer = _keras_internal.optimizer_of(fn)
+      slots = _keras_internal.slots_of(optimizer, var) if optimizer else {}
+      in_parts = [s for s in slots.values() if len(s.value.parts) > 1]
     result = None
     for i, (part, *of_part) in enumerate(
       zip(var.parts, *map(var.split, args), strict=True)

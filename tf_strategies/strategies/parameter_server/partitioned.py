@@ -205,10 +205,7 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
     return self._write('assign_sub', delta, use_locking, name, read_value)
 
-  @property
-  def gives_rows(self) -> bool:
-    """Returns whether Keras is to look rows up by `tf.gather` of the variable itself."""
-    return variables.gives_rows(self)
+  gives_rows = variables.gives_rows
 
   def sparse_read(self, indices, name=None):
     """Gathers rows as `tf.gather`, on their servers; each row is sent once."""
@@ -339,14 +336,7 @@ class ServerShard(row_table.TableShard):
       self._make()
       self.is_lost = True
 
-  def check_is_whole(self) -> None:
-    """Raises an error if its rows were lost with their server."""
-    if self.is_lost:
-      raise errors.DataError(
-        f'Expected rows of {self.name!r} in a checkpoint, got none: they were '
-        f'lost with parameter server {self.server}. Fix: before training, '
-        'pass their owner to strategy.track(name=owner).'
-      )
+  check_is_whole = variables.ServerVariable.check_is_whole
 
   def read(self, ids: tf.Tensor) -> tf.Tensor:
     """Returns rows of ids; see `TableShard.read`.

@@ -9,9 +9,7 @@ changed, so a task can be repeated with other slots. It then forgets the first o
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,9 +26,6 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 _ROWS = tf.TensorSpec([], tf.float32)
-# A function that reads a variable and then writes it would lose what another one adds
-# in between. Such variables have the attribute `is_written_alone`.
-_writing_alone = threading.Lock()
 
 
 class SlotLayout:
@@ -48,14 +43,14 @@ class SlotLayout:
     self.parts: list[tuple[int, tf.TensorSpec]] = [
       (part.server, spec)
       for gradient in traced.gradients
-      for part in parts_of(gradient.variable)
+      for part in gradient.variable.parts
       for spec in gradient.specs_of(part)
     ]
     self.parts += [
       (part.server, tf.TensorSpec(part.shape, part.dtype))
       for write in traced.writes
-      for _ in range(_num_tensors(write))
-      for part in parts_of(write.variable)
+      for _ in range(write.num_tensors)
+      for part in write.variable.parts
     ]
     # By server: numbers of its parts, and how they travel, with the number of rows.
     self._sent: dict[int, tuple[list[int], packing.Packing]] = {}
@@ -75,7 +70,7 @@ class SlotLayout:
   @functools.cached_property
   def key(self) -> str:
     """Returns the same for layouts whose slots one function can apply."""
-    return str(self.specs)
+    return str(self.parts)
 
   def messages(self, server: int, tensors, rows) -> list[tf.Tensor]:
     """Returns the messages to a server, with its tensors and the number of rows."""
@@ -111,20 +106,6 @@ def _taken(handle: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     value = tf.identity(value)
   value.set_shape(spec.shape)
   return value
-
-
-def _num_tensors(write: traced_step.Write) -> int:
-  """Returns how many tensors of the variable's shape describe a write.
-
-  They are what was added; the value; or, if only a difference can be added, the values
-  after and before.
-  """
-  return 1 + write.adds if write.added is None else len(write.added)
-
-
-def parts_of(variable: Any) -> Sequence[variables.ServerVariable]:
-  """Returns the variables on servers that a variable consists of."""
-  return getattr(variable, 'parts', (variable,))
 
 
 class Slots:
@@ -204,19 +185,18 @@ class WorkerFunction:
           tf.raw_ops.AssignVariableOp(resource=next(remaining), value=message)
     return [] if found.are_numbers else reported
 
-  def _copies(self) -> dict[int, tuple[tf.Tensor, list[tf.Tensor]]]:
-    """Returns, by handle, a copy's handle and the values of the variable's parts."""
+  def _copies(self) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
+    """Returns, by handle, a copy's handle and its value before the step."""
     copied = self.traced.copied
     values = iter(
-      packing.fetch([part for each in copied for part in parts_of(each)])
+      packing.fetch([part for each in copied for part in each.parts])
     )
     found = {}
     for variable in copied:
-      fetched = [next(values) for _ in parts_of(variable)]
-      whole = fetched[0] if len(fetched) == 1 else tf.concat(fetched, 0)
+      fetched = [next(values) for _ in variable.parts]
+      whole = tf.concat(fetched, 0)
       handle = _tf_internal.temporary_variable(whole)
-      key = id(getattr(variable, 'stand_in', variable).handle)
-      found[key] = handle, fetched
+      found[id(variable.stand_in.handle)] = handle, whole
     return found
 
   def _by_part(self, tensors) -> list[tf.Tensor]:
@@ -224,31 +204,29 @@ class WorkerFunction:
     remaining, found = iter(tensors), []
     for gradient in self.traced.gradients:
       own = [next(remaining) for _ in gradient.specs]
-      if hasattr(gradient.variable, 'parts'):
-        whole = tf.IndexedSlices(*own) if gradient.is_sparse else own[0]
-        own = []
-        for each in gradient.variable.split(whole):
-          own += [each.values, each.indices] if gradient.is_sparse else [each]
-      found += own
+      whole = tf.IndexedSlices(*own) if gradient.is_sparse else own[0]
+      for each in gradient.variable.split(whole):
+        found += [each.values, each.indices] if gradient.is_sparse else [each]
     return found
 
   def _written(self, copies, added) -> list[tf.Tensor]:
-    """Returns what the step has written to parts of variables; see `_num_tensors`."""
+    """Returns what the step has written to parts of variables, or added to them."""
     found = []
     for write in self.traced.writes:
       variable = write.variable
-      parts = parts_of(variable)
       if write.added is not None:
         wholes = [added[i] for i in write.added]
       else:
-        key = id(getattr(variable, 'stand_in', variable).handle)
-        handle, before = copies[key]
-        after = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
-        after.set_shape(variable.shape)
-        wholes = [after, tf.concat(before, 0)]
-      for whole in wholes[: _num_tensors(write)]:
-        sizes = [part.shape[0] for part in parts[1:]]
-        found += tf.split(whole, [-1, *sizes]) if sizes else [whole]
+        handle, before = copies[id(variable.stand_in.handle)]
+        whole = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
+        if write.adds:
+          # An infinite value that stays has no difference.
+          is_equal = tf.equal(whole, before)
+          whole = tf.where(is_equal, tf.zeros_like(whole), whole - before)
+        wholes = [whole]
+      for whole in wholes:
+        whole.set_shape(variable.shape)
+        found += variable.split(whole)
     return found
 
 
@@ -276,22 +254,14 @@ class ApplyFunction:
     self._step, self._traced, self._layout = step, traced, layout
     self._count, self._powers = count, powers
     self._in_replica = in_replica
-    for write in traced.writes:
-      if write.adds and write.added is None:
-        write.variable.is_written_alone = True
     self._function = traced_step.concrete(
       self._trace, *layout.handle_specs(count)
     )
 
   def __call__(self, tasks: Sequence[Slots]) -> tf.Tensor:
     """Applies the contents of these slots; returns the numbers to report."""
-    is_alone = any(
-      getattr(write.variable, 'is_written_alone', False)
-      for write in self._traced.writes
-    )
-    with _writing_alone if is_alone else contextlib.nullcontext():
-      handles = [h for slots in tasks for h in slots.handles]
-      return _tf_internal.call_with(self._function, handles)
+    handles = [h for slots in tasks for h in slots.handles]
+    return _tf_internal.call_with(self._function, handles)
 
   def _trace(self, *handles):
     # Of each part, its values in the tasks, and their weights.
@@ -332,20 +302,10 @@ class ApplyFunction:
       _check_reads(optimizer, written)
     for write in self._traced.writes:
       power = powers.writes[id(write.variable)] if powers else 0
-      tensors = [
-        [next(parts) for _ in parts_of(write.variable)]
-        for _ in range(_num_tensors(write))
-      ]
-      for part, *of_part in zip(
-        parts_of(write.variable), *tensors, strict=True
-      ):
+      for part in write.variable.parts * write.num_tensors:
         with tf.device(part.device):
-          found = [_combined(*each, power) for each in of_part]
-          if write.added is not None:
-            for each in found:
-              part.write_directly(each, adds=True)
-          else:
-            part.write_directly(_written_now(part, *found), adds=False)
+          value = _combined(*next(parts), power)
+          part.write_directly(value, adds=write.adds)
     if self._step.results is not None:
       return outputs.report(self._step.results())
     if not outputs.are_numbers:
@@ -362,7 +322,7 @@ def _check_reads(optimizer: Any, written: Sequence[Any]) -> None:
   captures = tf.compat.v1.get_default_graph().captures
   read = {id(external) for external, _ in captures}
   for variable in written:
-    if any(id(part.handle) in read for part in parts_of(variable)):
+    if any(id(part.handle) in read for part in variable.parts):
       raise errors.UnsupportedOptionError(
         f'{variable.name!r}, which {type(optimizer).__name__}.apply reads (by '
         'its learning rate, or a constraint)',
@@ -371,21 +331,14 @@ def _check_reads(optimizer: Any, written: Sequence[Any]) -> None:
       )
 
 
-def _written_now(part, after, before=None) -> tf.Tensor:
-  """Returns the value to write: `after`, or what was added, if others wrote too."""
-  if before is None:
-    return after
-  now = part.read_directly()
-  return tf.where(tf.equal(now, before), after, now + (after - before))
-
-
 def _gradient(gradient: traced_step.Gradient, parts, power):
   """Combines the gradients of the tasks into the gradient of the step."""
-  variable = gradient.variable
-  found = [
-    _gradient_of(part, gradient, parts, power) for part in parts_of(variable)
-  ]
-  return variable.join(found) if hasattr(variable, 'parts') else found[0]
+  return gradient.variable.join(
+    [
+      _gradient_of(part, gradient, parts, power)
+      for part in gradient.variable.parts
+    ]
+  )
 
 
 def _gradient_of(part, gradient, parts, power):

@@ -170,13 +170,19 @@ class Write:
     adds: whether it only adds to it.
     is_plain: whether it does so by assignments, outside of branches and loops.
     added: numbers of the tensors that it adds, among all that the step adds. None
-      unless that is all.
+      unless that is all. The worker then sends the variable's value, or, if it `adds`,
+      how much it has grown.
   """
 
   variable: Any
   adds: bool
   is_plain: bool
   added: list[int] | None
+
+  @property
+  def num_tensors(self) -> int:
+    """Returns how many tensors of the variable's shape describe the write."""
+    return 1 if self.added is None else len(self.added)
 
 
 class TracedStep:
@@ -218,7 +224,7 @@ class TracedStep:
       written = {
         id(write.variable)
         for write in self.writes
-        if hasattr(write.variable, 'parts')
+        if len(write.variable.parts) > 1
       } - wholes
       if not late and not written:
         break
@@ -357,10 +363,12 @@ class TracedStep:
         for each in (*variables, *optimizer.variables)
       )
       for value in map(model_state.value_of, state):
-        whole = getattr(value, 'stand_in', value)
         is_late |= any(
           self._place[op.name] >= begin
-          for each in (whole, *getattr(value, 'parts', ()))
+          for each in (
+            getattr(value, 'stand_in', value),
+            *getattr(value, 'parts', ()),
+          )
           if (placeholder := self._inside.get(id(each.handle))) is not None
           for op in placeholder.consumers()
         )

@@ -68,6 +68,17 @@ def _is_older(read: tf.Operation) -> bool:
   return operations.index(read) < max(map(operations.index, written))
 
 
+def _gives_rows(variable: tf.Variable) -> bool:
+  trace = traced_step.current()
+  if trace is None:
+    return tf.executing_eagerly()
+  return trace.looks_up(variable)
+
+
+# Whether Keras is to look rows up by `tf.gather` of a variable itself.
+gives_rows = property(_gives_rows)
+
+
 class ServerVariable(_tf_internal.ResourceVariable):
   """A variable on one parameter server.
 
@@ -101,6 +112,25 @@ class ServerVariable(_tf_internal.ResourceVariable):
     with tf.device(server_device(server)):
       super().__init__(**kwargs)
     traced_step.register(self, self.handle)
+
+  @property
+  def parts(self) -> tuple[ServerVariable, ...]:
+    """Returns the variables that it consists of: itself; see `PartitionedVariable`."""
+    return (self,)
+
+  @property
+  def stand_in(self) -> ServerVariable:
+    """Returns the variable by whose handle a step that is traced knows it."""
+    return self
+
+  def split(self, value: Any) -> Sequence[Any]:
+    """Returns an argument of an update for each part."""
+    return [value]
+
+  def join(self, by_part: Sequence[Any]) -> Any:
+    """Returns the gradient that `split` splits."""
+    [whole] = by_part
+    return whole
 
   @property
   def is_counter(self) -> bool:
@@ -221,10 +251,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     write = functools.partial(restore, restored_tensors)
     return self._write_drained(write) if tf.executing_eagerly() else write()
 
-  @property
-  def gives_rows(self) -> bool:
-    """Returns whether Keras is to look rows up by `tf.gather` of the variable itself."""
-    return gives_rows(self)
+  gives_rows = gives_rows
 
   def sparse_read(self, indices, name=None):
     """Gathers rows as `tf.gather`, on the server; each row is sent once."""
@@ -291,14 +318,6 @@ def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
   dims = np.array(shape, np.int32)
   with _tf_internal.on_task(device, dims, zero) as arguments:
     return tf.fill(*arguments)
-
-
-def gives_rows(variable: tf.Variable) -> bool:
-  """Returns whether the caller may look up single rows of a table."""
-  trace = traced_step.current()
-  if trace is None:
-    return tf.executing_eagerly()
-  return trace.looks_up(variable)
 
 
 def look_up(
