@@ -150,13 +150,7 @@ class Liveness:
     # That ended while they were connected to: maybe one process was asked, and
     # another one joined.
     self._are_mixed: set[Task] = set()
-    workers = [task for task in self._addresses if task not in self._servers]
-    self._keepalive = keepalive.Keepalive(
-      self._addresses,
-      keepalive_timeout,
-      # A step is a call to a worker, which calls the servers.
-      callers=dict.fromkeys(self._servers, workers),
-    )
+    self._keepalive = keepalive.Keepalive(self._addresses, keepalive_timeout)
     self._is_closed = False
     self._lease: Lease | None = None
     self._taken: errors.TakenOverError | None = None

@@ -203,19 +203,16 @@ class Keepalive:
   none were, nobody resets it: then it counts as connected again when it has
   answered for half a minute.
 
-  `callers` are tasks that call a task for this process, over connections of
-  their own: calls to them wait for it, and are ended with those to it.
+  Workers call servers for this process, over connections of their own: calls to
+  workers wait for a server, and are ended with those to it.
   """
 
   def __init__(
     self,
     addresses: Mapping[tuple[str, int], str],
     timeout: float,
-    callers: Mapping[tuple[str, int], Collection[tuple[str, int]]]
-    | None = None,
   ):
     self._addresses = dict(addresses)
-    self._callers = dict(callers or {})
     self._timeout = timeout
     self._peers: dict[Hashable, frozenset[Peer]] = {}
     self._answered_at: dict[Hashable, float] = {}
@@ -282,5 +279,6 @@ class Keepalive:
         time.monotonic() - self._answered_at[task],
       )
     self._disconnected[task] = time.monotonic()
-    for each in (task, *self._callers.get(task, ())):
-      disconnect(self._peers[each])
+    for each, peers in self._peers.items():
+      if each == task or (task[0] == 'ps' and each[0] == 'worker'):
+        disconnect(peers)
