@@ -61,7 +61,7 @@ flags.DEFINE_integer(
   1,
 )
 flags.DEFINE_string('checkpoint_dir', None, 'Save here, resume from here.')
-flags.DEFINE_integer('checkpoint_steps', None, 'Steps between checkpoints.', 1)
+flags.DEFINE_integer('checkpoint_steps', 1000, 'Steps between checkpoints.', 1)
 # The strategy.
 flags.DEFINE_enum('strategy', 'ring_mirrored', STRATEGIES, 'Strategy.')
 flags.DEFINE_integer(
@@ -85,7 +85,7 @@ flags.DEFINE_bool('worker_input', False, 'Workers read their training data.')
 flags.DEFINE_enum('mode', 'async', _MODES, 'When a gradient is applied.')
 flags.DEFINE_integer('backup_workers', 0, 'Workers that may be late (sync).', 0)
 flags.DEFINE_integer(
-  'max_staleness', None, '--mode=bounded: steps ahead of the slowest, or 1.', 0
+  'max_staleness', 1, '--mode=bounded: steps ahead of the slowest.', 0
 )
 flags.DEFINE_integer('variable_partitions', 0, 'Parts of a large variable.', 0)
 # Output.

@@ -6,9 +6,10 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from tf_strategies import errors, option_checks
+from tf_strategies import option_checks
 
 MODES = ('async', 'sync', 'bounded')
+_CHECKPOINT_STEPS = 1000
 _TIMEOUTS = (
   'start_timeout',
   'recovery_timeout',
@@ -25,9 +26,9 @@ class ParameterServerOptions:
   mode: str = 'async'
   variable_partitioner: Callable | None = None
   backup_workers: int = 0
-  max_staleness: int | None = None
+  max_staleness: int = 1
   checkpoint_dir: str | None = None
-  checkpoint_steps: int | None = None
+  checkpoint_steps: int = _CHECKPOINT_STEPS
   start_timeout: float = 300.0
   recovery_timeout: float = 300.0
   step_timeout: float = 600.0
@@ -43,20 +44,16 @@ class ParameterServerOptions:
     )
     for name, mode, default in (
       ('backup_workers', 'sync', 0),
-      ('max_staleness', 'bounded', None),
+      ('max_staleness', 'bounded', 1),
     ):
       value = getattr(self, name)
-      if value is not None or default is not None:
-        option_checks.check_int(name, value, default or 0)
+      option_checks.check_int(name, value, 0)
       option_checks.check(
         value == default or self.mode == mode,
-        f'{name}={getattr(self, name)!r} with mode={self.mode!r}',
+        f'{name}={value!r} with mode={self.mode!r}',
         f'{name} with mode={mode!r}',
         f'write mode={mode!r}, or leave out {name}',
       )
-    if self.mode == 'bounded':
-      self._set_default('max_staleness', 1)
-      option_checks.check_int('max_staleness', self.max_staleness, 0)
     self._check_checkpoints()
     for name in _TIMEOUTS:
       option_checks.check_seconds(name, getattr(self, name))
@@ -73,13 +70,14 @@ class ParameterServerOptions:
     )
 
   def _check_checkpoints(self) -> None:
+    option_checks.check_int('checkpoint_steps', self.checkpoint_steps, 1)
     if self.checkpoint_dir is None:
-      if self.checkpoint_steps is not None:
-        raise errors.UnsupportedOptionError(
-          f'checkpoint_steps={self.checkpoint_steps!r} alone',
-          'checkpoint_dir with checkpoint_steps',
-          "pass for instance checkpoint_dir='/data/run'",
-        )
+      option_checks.check(
+        self.checkpoint_steps == _CHECKPOINT_STEPS,
+        f'checkpoint_steps={self.checkpoint_steps!r} alone',
+        'checkpoint_dir with checkpoint_steps',
+        "pass for instance checkpoint_dir='/data/run'",
+      )
       return
     option_checks.check_local_path(
       'checkpoint_dir',
@@ -87,9 +85,3 @@ class ParameterServerOptions:
       "write checkpoint_dir='...', or leave it out",
     )
     object.__setattr__(self, 'checkpoint_dir', os.fspath(self.checkpoint_dir))
-    self._set_default('checkpoint_steps', 1000)
-    option_checks.check_int('checkpoint_steps', self.checkpoint_steps, 1)
-
-  def _set_default(self, name: str, value: int) -> None:
-    if getattr(self, name) is None:
-      object.__setattr__(self, name, value)
