@@ -226,10 +226,17 @@ class Column:
 
   def assign(self, values: np.ndarray) -> None:
     """Assigns the value that `numpy` returned. The ids must be assigned first."""
+    ids = self.table.loaded
     if self.key == IDS:
       self.table.load_ids(values)
-    else:
-      self.table.load(values, self.key)
+      return
+    if len(ids) != len(values):
+      raise errors.CheckpointMismatchError(
+        f'Expected as many rows of {self.path!r} as ids, got '
+        f'{len(values)} rows and {len(ids)} ids. Fix: load what was saved '
+        'together.'
+      )
+    self.table.load(values, self.key)
 
 
 class RowTable:
@@ -253,7 +260,7 @@ class RowTable:
     # The optimizer that owns the slots; None for slots that were loaded.
     self._optimizer: weakref.ref | None = None
     self.earlier = weakref.WeakSet()  # Optimizers that owned slots before.
-    self._loaded = np.zeros([0], np.int64)
+    self.loaded = np.zeros([0], np.int64)
 
   # Methods that a table on servers overrides.
 
@@ -429,24 +436,24 @@ class RowTable:
 
   def load_ids(self, ids: np.ndarray) -> None:
     """Clears the table; the rows that are loaded next belong to these ids."""
-    self._loaded = np.asarray(ids, np.int64)
-    self._drained(lambda: [shard.clear() for shard in self.shards])
+    self.loaded = np.asarray(ids, np.int64)
 
-  def load(self, values: np.ndarray, column: str = ROWS) -> None:
-    """Stores a column of the rows whose ids were loaded last."""
-    ids, values = self._loaded, np.asarray(values, np.float32)
-    if len(ids) != len(values):
-      raise errors.CheckpointMismatchError(
-        f'Expected as many rows of {self.variable.path!r} as ids, got '
-        f'{len(values)} rows and {len(ids)} ids. Fix: load what was saved '
-        'together.'
-      )
+    def clear():
+      for shard in self.shards:
+        shard.clear()
+        shard.is_lost = False
+
+    self._drained(clear)
+
+  def load(self, values: np.ndarray, column: str, first: int = 0) -> None:
+    """Stores some rows of a column, from row `first` on, by the ids loaded last."""
+    values = np.asarray(values, np.float32)
+    ids = self.loaded[first : first + len(values)]
 
     def write():
       for shard, mine in self.shares(ids):
-        some = tf.constant(values[mine])
-        shard.store(tf.constant(ids[mine]), {column: some})
-        shard.is_lost = False
+        some_ids, some = _tf_internal.on_host(ids[mine], values[mine])
+        shard.store(some_ids, {column: some})
 
     self._drained(write)
 

@@ -26,9 +26,6 @@ from tf_strategies.strategies.parameter_server import partitioned, variables
 _TABLE_BYTES = 1 << 20
 _BLOCK_BYTES = 2 << 20
 
-# Names of a table's arrays in a checkpoint, by the keys of its columns.
-_Names = dict[str, str]
-
 
 def arrays_of(
   named: Mapping[str, Any],
@@ -65,10 +62,19 @@ def restore(
   arrays: checkpointer.StoredArrays, named: Mapping[str, Any]
 ) -> None:
   """Assigns variables and columns their arrays."""
-  columns: dict[row_table.RowTable, _Names] = {}
-  for name, variable in named.items():
+
+  def is_no_ids(item):
+    return getattr(item[1], 'key', None) != row_table.IDS
+
+  # The other columns of a table belong to its ids.
+  for name, variable in sorted(named.items(), key=is_no_ids):
     if isinstance(variable, row_table.Column):
-      columns.setdefault(variable.table, {})[variable.key] = name
+      if variable.key == row_table.IDS:
+        variable.assign(arrays[name])
+        continue
+      for begin, count in _cuts(arrays.specs[name].shape, 4):
+        rows = arrays.rows(name, begin, count)
+        variable.table.load(rows, variable.key, begin)
     elif parts := _parts_of_table(variable):
       first = 0
       for part in parts:
@@ -82,8 +88,6 @@ def restore(
     else:
       has_parts = model_state.has_parts(variable)
       variable.assign(arrays[name][0] if has_parts else arrays[name])
-  for table, names in columns.items():
-    _restore_rows(arrays, table, names)
 
 
 def _parts_of_table(variable: Any) -> Sequence[variables.ServerVariable]:
@@ -137,23 +141,3 @@ def _blocks_of_column(
       if column.key != row_table.IDS:
         rows = shard.stored_of(rows, column.key)
       yield rows.numpy()
-
-
-def _restore_rows(
-  arrays: checkpointer.StoredArrays, table: row_table.RowTable, names: _Names
-) -> None:
-  """Replaces all rows of a table."""
-  for shard in table.shards:
-    shard.clear()
-  widest = max(arrays.specs[name].shape[1:] for name in names.values())
-  total = arrays.specs[names[row_table.IDS]].shape[0]
-  for begin, count in _cuts([total, *widest], 4):
-    block = {k: arrays.rows(name, begin, count) for k, name in names.items()}
-    ids = block.pop(row_table.IDS)
-    for shard, mine in table.shares(ids):
-      mine, *values = _tf_internal.on_host(
-        ids[mine], *(rows[mine] for rows in block.values())
-      )
-      shard.store(mine, dict(zip(block, values, strict=True)))
-  for shard in table.shards:
-    shard.is_lost = False
