@@ -20,7 +20,6 @@ _REPLACED = (
   'tensorflow.python.distribute.failure_handling.failure_handling.'
   'PreemptionCheckpointHandler.__init__',
   'tensorflow.python.framework.errors_impl.UnknownError.__new__',
-  'tensorflow.python.framework.ops._create_graph_constant',
 )
 
 # Names the functions in modules and classes of TensorFlow and Keras whose code is

@@ -26,7 +26,6 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   OneDeviceContext,
   ResourceVariable,
   TrackedAsAnother,
-  arrays_from,
   autograph_convert,
   call_with,
   captures_noted,

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _requirements
@@ -80,10 +79,6 @@ class OneDeviceContext(tf.distribute.ReplicaContext):
     return None if is_generator else tf.constant(0)
 
 
-_graph_constant = load(
-  'framework.ops._create_graph_constant', 'the arrays of a data set function'
-)
-_ops = load('framework.ops', 'the arrays of a data set function')
 _c_api = load(
   'client.pywrap_tf_session', 'the operations of the replicas of a step'
 )
@@ -98,39 +93,6 @@ _in_arguments = load(
 _extract_stack = load(
   'util.tf_stack.extract_stack', 'the operations of the replicas of a step'
 )
-
-
-class _Arrays(threading.local):
-  """Replaces arrays in the graphs that the calling thread builds."""
-
-  take: Callable[[np.ndarray, tf.DType | None], tf.Tensor | None] | None = None
-
-
-_arrays = _Arrays()
-
-
-def _constant(value, dtype, shape, *args, **kwargs):
-  found = None
-  if _arrays.take and shape is None and isinstance(value, np.ndarray):
-    found = _arrays.take(value, dtype)
-  if found is None:
-    return _graph_constant(value, dtype, shape, *args, **kwargs)
-  return found
-
-
-_ops._create_graph_constant = _constant
-
-
-@contextlib.contextmanager
-def arrays_from(
-  take: Callable[[np.ndarray, tf.DType | None], tf.Tensor | None],
-) -> Iterator[None]:
-  """Makes `take(array, dtype)` convert arrays in graphs. None means a constant."""
-  before, _arrays.take = _arrays.take, take
-  try:
-    yield
-  finally:
-    _arrays.take = before
 
 
 class _Calls(threading.local):

@@ -1,6 +1,7 @@
 """Engines: bounded staleness, when slots are free, and steps whose shares are lost."""
 
 import collections
+import functools
 import gc
 import threading
 import types
@@ -107,7 +108,7 @@ class SyncEngineTest(parameterized.TestCase):
 
   def _train(self, engine, steps):
     for _ in range(steps):
-      engine.train(_STEP, batch_message.Batch(np.arange(12, dtype=np.float32)))
+      engine.begin(_STEP, batch_message.Batch(np.arange(12, dtype=np.float32)))
 
   @parameterized.parameters(False, True)
   def test_late_share_of_a_lost_worker(self, returns):
@@ -130,7 +131,7 @@ class SyncEngineTest(parameterized.TestCase):
     self.assertTrue(is_taken.is_set())
     is_over.set()
     self._train(engine, 5)
-    engine.drain()
+    self.pool.wait()
     self.assertEqual(engine.report()['steps'], 6)
     self.assertEqual(engine.report()['dropped'], 6)
 
@@ -198,7 +199,7 @@ class SyncEngineTest(parameterized.TestCase):
 
     engine, source = self._reading_engine(compute, (5, 5, 5), backup_workers=1)
     for _ in range(3):
-      engine.train(_STEP, source)
+      engine.begin(_STEP, source)
     self.assertEqual(engine.applied, [[0, 10], [1, 11], [2, 12]])
     step, tested = engine_lib.Step(run=None), splits.Source(source.dataset)
     workers = []
@@ -215,10 +216,10 @@ class SyncEngineTest(parameterized.TestCase):
     self.assertNotIn(2, workers[0] + workers[1])
     self.assertEqual(workers[3][2], 2)
     self.assertEqual(tested.position, (4, 4, 4))
-    engine.train(_STEP, source)
+    engine.begin(_STEP, source)
     is_applied.set()
-    engine.train(_STEP, source)
-    engine.drain()
+    engine.begin(_STEP, source)
+    self.pool.wait()
     self.assertLen(engine.applied, 5)
     self.assertEqual(engine.applied[3], [13, 23])
     # All numbers of a step are of the same element, and no two of one worker.
@@ -277,7 +278,7 @@ class BoundedEngineTest(parameterized.TestCase):
     left, done = list(parts), []
     for _ in range(sum(parts)):
       self.pool.submit(_Part(left, done, engine))
-    engine.drain()
+    self.pool.wait()
     return done
 
   def assert_bound(self, done, parts, bound):
@@ -312,19 +313,22 @@ class EngineTest(absltest.TestCase):
     super().setUp()
     pool, _ = fakes.pool(self, 1)
     self.engine = engine_lib.Engine(pool, fakes.Recovery(), None)
+    self.began_at = {}
 
   def _start(self, worker):
-    self.engine.started(_STEP, worker)
+    self.began_at[worker] = self.engine.steps_done
 
   def _end(self, worker, steps=1):
-    task = types.SimpleNamespace(step=_STEP, steps=steps, outputs=None)
+    task = types.SimpleNamespace(
+      step=_STEP, steps=steps, outputs=None, began_at=self.began_at[worker]
+    )
     self.engine.finished(task, worker)
 
   def test_slots_are_in_use_until_they_were_applied(self):
     layout = types.SimpleNamespace(key='a layout', specs={})
     task = types.SimpleNamespace(
       slots=self.engine.take_slots(layout),
-      attempt=self.engine._pool.attempt,
+      attempt=self.engine.pool.attempt,
       function=types.SimpleNamespace(layout=layout),
     )
     meanwhile = []
@@ -375,22 +379,22 @@ class _Dataset(input.WorkerDataset):
       by_rounds=by_rounds,
     )
 
-  def open(self, split, start, worker, life):
-    return tf.constant(split.index)
+  def open(self, index, start, worker):
+    return tf.constant(index)
 
 
 class SourceTest(tf.test.TestCase):
   def test_iterator_is_forgotten_when_it_was_read(self):
     source, lives = splits.Source(_Dataset()), collections.Counter()
-    split = source.split_for(0, [], lives, source.splits)
-    handle = weakref.ref(split.handle)
+    split, handles = source.splits[0], []
 
     def end(handle):
+      handles.append(weakref.ref(handle))
       raise tf.errors.OutOfRangeError(None, None, 'End of sequence')
 
     self.assertFalse(source.read(split, 0, lives, end))
     gc.collect()
-    self.assertIsNone(handle())
+    self.assertIsNone(handles[0]())
 
   def test_position_at_the_end_of_an_epoch_within_the_data(self):
     """Checks that the next epoch continues after the last element trained on."""
@@ -410,6 +414,68 @@ class SourceTest(tf.test.TestCase):
     # Of two that are done one was of an epoch before; one is left.
     begun = [source.may_begin_step() for _ in range(3)]
     self.assertEqual(begun, [True, True, False])
+
+
+class ReadTest(tf.test.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.pool = types.SimpleNamespace(
+      workers=(0, 1), lost=set(), late=set, lives=collections.Counter()
+    )
+    self.pool.readers = functools.partial(
+      worker_pool.WorkerPool.readers, self.pool
+    )
+    self.source = splits.Source(_Dataset())
+
+  def has_work_for(self, worker):
+    return splits.Read(self.pool, self.source).has_work_for(worker)
+
+  def read(self, worker, compute=lambda handle: None):
+    return splits.Read(self.pool, self.source).read(worker, compute)
+
+  def done(self):
+    return [split.done for split in self.source.splits]
+
+  def test_worker_that_is_back_waits_for_the_one_that_reads_its_split(self):
+    self.assertTrue(self.read(0))
+    self.assertEqual(self.done(), [1, 0])
+    self.pool.lost.add(1)
+    self.assertFalse(self.has_work_for(1))
+
+    def compute(handle):
+      self.assertEqual(int(handle), 1)
+      self.pool.lost.clear()
+      self.assertFalse(self.has_work_for(1))
+      self.assertTrue(self.has_work_for(0))
+
+    self.assertTrue(self.read(0, compute))
+    self.assertEqual(self.done(), [1, 1])
+    self.assertTrue(self.has_work_for(1))
+
+  def test_element_that_failed_is_read_again(self):
+    def fail(handle):
+      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
+    with self.assertRaises(tf.errors.UnavailableError):
+      self.read(1, fail)
+    self.assertEqual(self.done(), [0, 0])
+    self.pool.lost.add(1)
+    self.pool.lives[1] += 1
+    handles = []
+    for _ in range(2):
+      self.assertTrue(self.read(0, lambda h: handles.append(int(h))))
+    self.assertCountEqual(handles, [0, 1])
+
+  def test_data_end_when_all_splits_do(self):
+    def end(handle):
+      raise tf.errors.OutOfRangeError(None, None, 'End of sequence')
+
+    with self.assertRaises(worker_pool.NotHereError):
+      self.read(0, end)
+    self.assertFalse(self.has_work_for(0))
+    self.assertFalse(self.read(1, end))
+    self.assertTrue(self.has_work_for(0))
+    self.assertFalse(self.read(0))
 
 
 if __name__ == '__main__':

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,11 +57,8 @@ class Sent:
     """Calls `compute` with the message; returns that there was something to read."""
     del worker
     compute(self._batch.message())
+    self._batch = None  # Frees it: it will not be computed again.
     return True
-
-  def mark_applied(self) -> None:
-    """Frees the batch, which was computed and applied."""
-    self._batch = None
 
 
 class StepTask(worker_pool.Task):
@@ -89,7 +85,8 @@ class StepTask(worker_pool.Task):
     self.outputs = None  # The results, as NumPy arrays.
     self.slots: slots.Slots | None = None
     self.is_finished = False
-    self._engine, self._reported = engine, None
+    self.began_at = 0  # How many steps had been done.
+    self._engine = engine
     # In the caller's thread, which has the user's scopes.
     self.function = engine.function(step, data.layout)
     self.apply_function = None
@@ -111,35 +108,26 @@ class StepTask(worker_pool.Task):
 
   def run(self, worker: int) -> None:
     """Computes it on a worker, and applies it."""
-    self._engine.started(self.step, worker)
+    self.began_at = self._engine.steps_done
     self.steps = int(self.data.read(worker, lambda a: self.compute(worker, a)))
-    if self.steps and self.applies_itself:
-      self.apply()
 
   def compute(self, worker: int, argument: Any) -> None:
-    """Computes it on a worker, into slots."""
+    """Computes it on a worker, into slots; applies these, if it does that itself."""
     # New ones each time: a worker that was lost may still be writing the old ones.
     self.slots = self._engine.take_slots(self.function.layout)
     # Fetches what is not in the slots before anything is applied: if the worker dies
     # until then, the step can be repeated.
-    self._reported = tf.nest.map_structure(
+    reported = tf.nest.map_structure(
       lambda t: t.numpy(), self.function(worker, argument, self.slots)
     )
-
-  def apply(self) -> None:
-    """Applies the results in the slots."""
-    reported = self._reported
+    if not self.applies_itself:
+      return
     if self.apply_function is not None:
       self.may_repeat = False
       numbers = self._engine.apply(self.apply_function, [self])
       if self.specs.are_numbers:
         reported = numbers
     self.outputs = self.specs.unreport(reported)
-    self.data.mark_applied()
-
-  def lose(self, worker: int) -> None:
-    """Gives up the iterators of a worker, dead or not, that failed with it."""
-    self._engine.lose(worker)
 
   def finish(self, worker: int) -> None:
     """Counts it."""
@@ -148,7 +136,7 @@ class StepTask(worker_pool.Task):
 
   def result(self) -> Any:
     """Waits for the step, and returns its results as NumPy arrays."""
-    self._engine.wait(lambda: self.is_finished)
+    self._engine.pool.wait(lambda: self.is_finished)
     return self.outputs
 
 
@@ -272,32 +260,19 @@ class Engine:
     in_replica: Callable[[Callable], Callable],
   ):
     self.reports = Reports(pool, recovery.with_recovery)
-    # How often each worker was given up: then it has lost its iterators.
-    self.lives = collections.Counter()
-    self._pool, self._in_replica = pool, in_replica
-    self._steps_done = 0
+    self.pool, self._in_replica = pool, in_replica
+    self.steps_done = 0
     self._staleness = collections.Counter()
-    # By worker, how many steps had been done when it began its own.
-    self._began_at: dict[int, int] = {}
     self._dropped = 0
-    self._lock = threading.RLock()
     self._functions: dict[Any, Any] = {}  # Traced functions.
     self._free_slots = collections.defaultdict(list)  # By `SlotLayout.key`.
     recovery.on_restored = self.forget
 
   def begin(self, step: Step, work: Work) -> Any:
     """Begins a step, or waits while too many run; returns the newest report."""
-    return (self.train if step.trains else self.run)(step, work)
-
-  def train(self, step: Step, work: Work) -> Any:
-    """Begins a step of training, as the mode does."""
-    return self.run(step, work)
-
-  def run(self, step: Step, work: Work) -> Any:
-    """Begins a step, on the first worker that is free."""
     is_read = isinstance(work, splits.Source)
-    data = splits.Read(self, work) if is_read else Sent(work)
-    return self.reports.of(self._submit(StepTask(self, step, data)))
+    data = splits.Read(self.pool, work) if is_read else Sent(work)
+    return self.reports.of(self.pool.submit(StepTask(self, step, data)))
 
   def read_round(
     self, step: Step, source: splits.Source, one_by_one: bool = False
@@ -305,10 +280,11 @@ class Engine:
     """Runs a step on an element of each split that has one; waits for all of them."""
     turn = splits.Round(source, has_shares=False)
     tasks = [
-      StepTask(self, step, splits.Read(self, source, turn)) for _ in turn.splits
+      StepTask(self, step, splits.Read(self.pool, source, turn))
+      for _ in turn.splits
     ]
     for task in tasks:
-      self._submit(task)
+      self.pool.submit(task)
       if one_by_one:
         task.result()
     for task in tasks:
@@ -319,36 +295,19 @@ class Engine:
 
   def call(self, step: Step, batch: batch_message.Batch) -> StepTask:
     """Begins one step whose result is wanted (prediction)."""
-    return self._submit(StepTask(self, step, Sent(batch)))
-
-  def _submit(self, task):
-    self._pool.submit(task)
-    return task
-
-  def drain(self) -> None:
-    """Waits until all steps are done, or raises what one failed with.
-
-    It does not wait for the shares of late workers that a step is done without.
-    """
-    self._pool.wait()
-
-  def wait(self, until: Callable[[], bool]) -> None:
-    """Waits until a condition holds that the end of a task may change."""
-    self._pool.wait(until)
+    return self.pool.submit(StepTask(self, step, Sent(batch)))
 
   def forget(self) -> None:
     """Servers were restored: variables have new handles, workers lost splits."""
-    with self._lock:
-      self._functions.clear()
+    self._functions.clear()
     self._free_slots.clear()
     self.reports.forget(keeps_numbers=True)
-    for worker in self._pool.workers:
-      self.lose(worker)
+    self.pool.lives.update(self.pool.workers)
 
   def report(self) -> dict[str, Any]:
     """Counters of this engine."""
     return {
-      'steps': self._steps_done,
+      'steps': self.steps_done,
       'staleness': dict(sorted(self._staleness.items())),
       'dropped': self._dropped,
     }
@@ -360,32 +319,22 @@ class Engine:
     del worker
     return True
 
-  def started(self, step: Step, worker: int) -> None:
-    """A worker begins a task."""
-    if step.trains:
-      self._began_at[worker] = self._steps_done
-
   def finished(self, task: Any, worker: int) -> None:
     """Called under the pool's lock when a worker's task is done."""
     if task.step.trains and task.steps:
-      self._staleness[self._steps_done - self._began_at[worker]] += 1
-      self._steps_done += 1
+      self._staleness[self.steps_done - task.began_at] += 1
+      self.steps_done += 1
     self.reports.add(task)
-
-  def others(self, worker: int, also_late: bool = True) -> list[int]:
-    """The other workers that are alive; or of them, those that are not late."""
-    away = {worker, *self._pool.lost}
-    if not also_late:
-      away |= self._pool.late()
-    return [w for w in self._pool.workers if w not in away]
-
-  def lose(self, worker: int) -> None:
-    """Gives up a worker's iterators: any worker may open the splits that it read."""
-    self.lives[worker] += 1
 
   def look(self, step: Step, layout: batch_message.BatchLayout) -> None:
     """Traces a step on such batches, which may make variables."""
-    self.function(step, layout)
+    if isinstance(self.powers(step, layout.structure), str):
+      self.function(step, layout)
+
+  def powers(self, step: Step, structure: Any) -> traced_step.Powers | str:
+    """Returns how to combine what workers compute from their rows, or why not to."""
+    del step, structure
+    return 'a step that does not train together'
 
   def function(
     self, step: Step, layout: batch_message.BatchLayout
@@ -395,8 +344,9 @@ class Engine:
       (step, 'function', layout.key), lambda: self._function(step, layout)
     )
 
-  def _function(self, step, layout, shares_rows=False):
+  def _function(self, step, layout):
     structure = layout.structure
+    shares_rows = not isinstance(self.powers(step, structure), str)
     if shares_rows:
       # As when it was decided that workers may share them.
       structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
@@ -431,7 +381,7 @@ class Engine:
     try:
       numbers = function([task.slots for task in tasks]).numpy()
     except tf.errors.OpError as e:
-      self._pool.check_update(e)
+      self.pool.check_update(e)
       raise
     for task in tasks:
       self.release(task)
@@ -446,15 +396,14 @@ class Engine:
 
   def release(self, task: StepTask) -> None:
     """The slots of a task can be used again, if its servers have them still."""
-    if task.attempt == self._pool.attempt:
+    if task.attempt == self.pool.attempt:
       self._free_slots[task.function.layout.key].append(task.slots)
 
   def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
     """Returns the cached value of a key, or makes it. A restore empties the cache."""
-    with self._lock:
-      if key not in self._functions:
-        self._functions[key] = make()
-      return self._functions[key]
+    if key not in self._functions:
+      self._functions[key] = make()
+    return self._functions[key]
 
 
 class BoundedEngine(Engine):
@@ -468,13 +417,13 @@ class BoundedEngine(Engine):
   def __init__(self, *args, max_staleness: int, **options):
     super().__init__(*args, **options)
     self._max_staleness = max_staleness
-    self._clocks = dict.fromkeys(self._pool.workers, 0)
+    self._clocks = dict.fromkeys(self.pool.workers, 0)
 
   def may_begin(self, worker: int) -> bool:
     """Returns whether a worker is not too far ahead."""
-    in_use = self._pool.in_use()
+    in_use = self.pool.in_use()
     slowest = min(self._clocks[w] for w in in_use)
-    for other in self._pool.workers:
+    for other in self.pool.workers:
       # One that is away will join where the slowest is.
       if other not in in_use:
         self._clocks[other] = max(self._clocks[other], slowest)

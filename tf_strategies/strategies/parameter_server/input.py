@@ -7,10 +7,7 @@ function is called for each. Either way each element counts once an epoch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -94,6 +91,7 @@ class _Dataset(_tf_internal.DistributedDataset):
 class WorkerDataset(_Dataset):
   """What `distribute_datasets_from_function` returns outside of functions.
 
+  The chief makes the data set of each split, and sends it as a graph with its arrays.
   Iterating yields one structure of `WorkerTensor`s for each step.
   """
 
@@ -103,21 +101,16 @@ class WorkerDataset(_Dataset):
     dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset],
     num_splits: int,
     take_resumed: Callable[[], Resumed | None],
-    stock: Callable[[], Any] | None = None,
     by_rounds: bool = False,
   ):
     self.num_splits = num_splits
     # Whether a step takes an element of each split, instead of one.
     self.by_rounds = by_rounds
-    self._stock = stock
     self._dataset_fn = dataset_fn
     self._take_resumed = take_resumed
-    self._openers: dict[int, Any] = {}
-    self._lock = threading.Lock()
-    self._arrays = WorkerArrays()
-    # Not those of now: they may be filled before they are read.
-    with tf.device('/device:CPU:0'), WorkerArrays().captured():
-      parts = [self._make(i) for i in range(num_splits)]
+    with tf.device('/device:CPU:0'):
+      parts = [_reachable(self._make(i)) for i in range(num_splits)]
+      self._graphs = [_graph_of(_flat(part)) for part in parts]
     self._element_spec = parts[0].element_spec
     self.layout = ReadLayout(self._element_spec)
     self.sizes = [int(p.cardinality()) for p in parts]
@@ -170,8 +163,8 @@ class WorkerDataset(_Dataset):
     return self
 
   def __call__(self) -> Any:
-    """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""
-    return self._stock()
+    """Returns what TensorFlow's `ClusterCoordinator` makes on each worker."""
+    return self._dataset_fn(tf.distribute.InputContext())
 
   def _make(self, index: int) -> tf.data.Dataset:
     return self._dataset_fn(
@@ -182,21 +175,19 @@ class WorkerDataset(_Dataset):
       )
     )
 
-  def open(
-    self, split: splits.DataSplit, start: int, worker: int, life: int
-  ) -> tf.Tensor:
+  def open(self, index: int, start: int, worker: int) -> tf.Tensor:
     """Begins to read a split on a worker; returns the iterator's handle.
 
     Its first element is number `start`.
     """
-    opener, arrays = self._opener(split.index)
-    copies = self._arrays.on_worker(arrays, worker, life)
-    copy_of = dict(zip(map(id, arrays), copies, strict=True))
-    with tf.device('/device:CPU:0'):
-      first = tf.constant(start, tf.int64)
+    types = _types(self.element_spec)
+    [first] = _tf_internal.on_host(np.int64(start))
     with tf.device(device(worker)):
-      variant = _tf_internal.call_with(opener, [first], copy_of)
-      handle = tf.raw_ops.AnonymousIteratorV3(**_types(self.element_spec))
+      variant = tf.raw_ops.DatasetFromGraph(graph_def=self._graphs[index])
+      variant = tf.raw_ops.SkipDataset(
+        input_dataset=variant, count=first, **types
+      )
+      handle = tf.raw_ops.AnonymousIteratorV3(**types)
       tf.raw_ops.MakeIterator(dataset=variant, iterator=handle)
     return handle
 
@@ -209,38 +200,40 @@ class WorkerDataset(_Dataset):
         )
         split.next += 1
 
-  def _opener(self, index: int):
-    """A function that makes a split's data set where it is called; its arrays."""
-    with self._lock:
-      if index not in self._openers:
 
-        def make(first):
-          rest = (
-            self._make(index)
-            .skip(first)
-            .map(
-              lambda *batch: tuple(
-                tf.nest.flatten(batch, expand_composites=True)
-              ),
-              num_parallel_calls=1,
-            )
-          )
-          rest = _without_rewriting(rest.prefetch(_PREFETCH))
-          return tf.data.experimental.to_variant(rest)
+def _reachable(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """Returns a data set, unless this process cannot use it any more."""
+  option_checks.check(
+    cluster.is_reachable(dataset),
+    'one that was made before this process was connected to the cluster',
+    'a data set that was made after the strategy',
+    'make the strategy first',
+  )
+  return dataset
 
-        opener, arrays = self._arrays.function(
-          make, [tf.TensorSpec([], tf.int64)]
-        )
-        if any(t.dtype == tf.variant for t in opener.captured_inputs):
-          raise errors.UnsupportedOptionError(
-            'one that was made outside of it',
-            'a data set that is made in the function given to '
-            'distribute_datasets_from_function',
-            'move all of the input pipeline into the function: each worker '
-            'makes its own',
-          )
-        self._openers[index] = opener, arrays
-      return self._openers[index]
+
+def _flat(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """Returns a data set whose elements are the components of batches, read ahead."""
+  flat = dataset.map(
+    lambda *batch: tuple(tf.nest.flatten(batch, expand_composites=True)),
+    num_parallel_calls=1,
+  )
+  return _without_rewriting(flat.prefetch(_PREFETCH))
+
+
+def _graph_of(dataset: tf.data.Dataset) -> tf.Tensor:
+  """Returns a data set as a message from which any task can make it."""
+  graph = tf.raw_ops.DatasetToGraphV2(
+    input_dataset=tf.data.experimental.to_variant(dataset),
+    strip_device_assignment=True,
+  )
+  option_checks.check(
+    tf.strings.length(graph),  # TensorFlow makes no message that is too large.
+    'one with arrays of 2 GB or more',
+    'a data set that fits one message',
+    'read the arrays from files, in the data set',
+  )
+  return graph
 
 
 def _without_rewriting(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -302,7 +295,6 @@ class FedDataset(_Dataset):
   def __init__(
     self,
     dataset: tf.data.Dataset,
-    stock: Callable[[tf.data.Dataset], Any],
     take_resumed: Callable[[], Resumed | None],
   ):
     option_checks.check(
@@ -311,14 +303,7 @@ class FedDataset(_Dataset):
       'a tf.data.Dataset',
       'wrap a generator: tf.data.Dataset.from_generator',
     )
-    option_checks.check(
-      cluster.is_reachable(dataset),
-      'one that was made before this process was connected to the cluster',
-      'a data set that was made after the strategy',
-      'make the strategy first',
-    )
-    self.dataset = dataset
-    self._stock = stock
+    self.dataset = _reachable(dataset)
     self._take_resumed = take_resumed
 
   @property
@@ -344,86 +329,15 @@ class FedDataset(_Dataset):
     return Batches(batches, self.element_spec)
 
   def __call__(self) -> Any:
-    """TensorFlow's own, which its `ClusterCoordinator` makes on each worker."""
+    """Returns what TensorFlow's `ClusterCoordinator` makes on each worker."""
     # A worker has not got the coordinator's data set, but can make one like it.
     with tf.init_scope():
-      graph = tf.raw_ops.DatasetToGraphV2(
-        input_dataset=tf.data.experimental.to_variant(self.dataset),
-        strip_device_assignment=True,
-      )
+      graph = _graph_of(self.dataset)
     # Not of a constant, which TensorFlow would make a data set of beforehand.
     variant = tf.raw_ops.DatasetFromGraph(graph_def=graph)
-    return self._stock(
-      tf.data.experimental.from_variant(variant, self.element_spec)
-    )
-
-
-_LARGE_BYTES = 1 << 16
+    return tf.data.experimental.from_variant(variant, self.element_spec)
 
 
 def device(worker: int) -> str:
   """Returns the device on which a worker reads its data."""
   return f'/job:worker/replica:0/task:{worker}/device:CPU:0'
-
-
-class WorkerArrays:
-  """Copies the large arrays of a data set function to the workers that read them.
-
-  An array that a traced function uses is a part of the function. TensorFlow sends
-  functions to all tasks, and recreates their arrays for each worker that calls them.
-  With 62 MB and four workers, the first epoch began half a minute late. Functions
-  therefore capture large arrays, and each worker gets one copy.
-  """
-
-  def __init__(self):
-    # Of arrays that are still there: the splits share most of them.
-    self._tensors: list[tuple[weakref.ref, tf.DType, tf.Tensor]] = []
-    # By worker and tensor, with the life of the worker that got it.
-    self._copies: dict[tuple[int, int], tuple[int, tf.Tensor]] = {}
-
-  @contextlib.contextmanager
-  def captured(self) -> Iterator[list[tf.Tensor]]:
-    """Makes graphs capture arrays; yields those that they used, in that order."""
-    used = []
-
-    def take(array, dtype):
-      if array.nbytes < _LARGE_BYTES:
-        return None
-      used.append(self._tensor(array, dtype))
-      return used[-1]
-
-    with _tf_internal.arrays_from(take):
-      yield used
-
-  def function(
-    self, make: Callable, specs: Sequence[tf.TensorSpec]
-  ) -> tuple[Callable, list[tf.Tensor]]:
-    """Returns a concrete function of `specs`, and the arrays that it captured."""
-    with self.captured() as used:
-      traced = tf.function(make, autograph=False)
-      return traced.get_concrete_function(*specs), used
-
-  def on_worker(
-    self, tensors: Sequence[tf.Tensor], worker: int, life: int
-  ) -> list[tf.Tensor]:
-    """Copies on a worker; one that begins another life has lost them."""
-    found = []
-    for tensor in tensors:
-      known, copy = self._copies.get((worker, id(tensor)), (None, None))
-      if known != life:
-        with tf.device(device(worker)):
-          copy = tf.identity(tensor)
-        self._copies[worker, id(tensor)] = life, copy
-      found.append(copy)
-    return found
-
-  def _tensor(self, array: np.ndarray, dtype) -> tf.Tensor:
-    dtype = tf.as_dtype(array.dtype if dtype is None else dtype)
-    self._tensors = [t for t in self._tensors if t[0]() is not None]
-    for known, of_dtype, tensor in self._tensors:
-      if known() is array and of_dtype == dtype:
-        return tensor
-    with tf.init_scope(), tf.device('/device:CPU:0'):
-      tensor = tf.constant(array, dtype)
-    self._tensors.append((weakref.ref(array), dtype, tensor))
-    return tensor

@@ -1,17 +1,15 @@
 """The splits of data that workers read, and who reads which.
 
-Each is read in order, by one worker at a time. Its elements are numbered; `done` of
-them have been trained on. When a worker is lost, its splits go to others, which skip
-those. A step takes one element of one split, or, in 'sync', a round: one of each
-split that has one.
+Split i is read in order, by worker i, or by another one while that one is lost. Its
+elements are numbered; `done` of them have been trained on. Whoever reads it next
+begins there. A step takes one element of one split, or, in 'sync', a round: one of
+each split that has one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -19,9 +17,6 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import position as position_lib
 from tf_strategies.strategies.parameter_server import worker_pool
-
-# How often each worker was given up.
-Lives = Mapping[int, int]
 
 
 @dataclasses.dataclass(eq=False)
@@ -31,10 +26,9 @@ class DataSplit:
   index: int
   # Elements that have been trained on, or dropped with `backup_workers`.
   done: int = 0
-  # The worker that reads it, and the life in which it began to.
+  # The worker that has the iterator, and the life in which it opened it.
   owner: tuple[int, int] | None = None
-  # Of the iterator on the worker that reads it.
-  handle: tf.Tensor | None = None
+  handle: tf.Tensor | None = None  # Of the iterator.
   next: int = 0  # The element that the iterator yields next.
   size: int = -1  # How many elements it has; negative if that is not known.
   is_closed: bool = False  # It was read to its end.
@@ -46,11 +40,18 @@ class DataSplit:
 
 
 class Source:
-  """One epoch of data: hands its splits to the workers.
+  """One epoch of data, in splits.
 
   A restarted run continues at `start`. The steps of its epoch that are done are
   handed out once more, and dropped. `dataset` is an `input.WorkerDataset`.
+
+  Attributes:
+    splits: all splits.
+    waiting: those that nobody reads now, for steps that take one element.
+    predicted: predictions of elements that were not returned yet.
   """
+
+  has_shares = True
 
   def __init__(
     self,
@@ -59,7 +60,6 @@ class Source:
   ):
     self.dataset = dataset
     done = start.splits
-    self._lock = threading.Lock()
     self.splits = tuple(
       DataSplit(i, size=size) for i, size in enumerate(dataset.sizes)
     )
@@ -72,7 +72,8 @@ class Source:
     for split, count in zip(self.splits, done, strict=False):
       split.done = count
     self._handed_out = dataset.steps_of(done) - start.step if done else 0
-    self._turn = itertools.count()
+    self.waiting = set(self.splits)
+    self.predicted: list[Any] = []
 
   @property
   def is_exhausted(self) -> bool:
@@ -101,99 +102,34 @@ class Source:
     count = self.dataset.cardinality()
     return self.is_exhausted if count < 0 else count <= self._handed_out
 
-  def has_work_for(
-    self,
-    worker: int,
-    others: Iterable[int],
-    lives: Lives,
-    wanted: Collection[DataSplit],
-  ) -> bool:
-    """Returns whether a worker can read one of the splits, or report its end."""
-    # A late worker has read a split to its end. Any worker may report that.
-    if not wanted or any(split.is_closed for split in wanted):
-      return True
-    mine = self._of(worker, lives)
-    if any(split in wanted for split in mine):
-      return True
-    is_free = any(self._is_free(split, lives) for split in wanted)
-    return is_free and not (mine and self._others_need(others, lives))
-
-  def split_for(
-    self,
-    worker: int,
-    others: Iterable[int],
-    lives: Lives,
-    wanted: Collection[DataSplit],
-  ) -> DataSplit | None:
-    """Returns the split that a worker reads next, opened; None if there is none.
-
-    Args:
-      worker: the worker.
-      others: those that share the splits with it.
-      lives: how often each worker was given up: then it has lost its splits.
-      wanted: the splits to choose from.
-    """
-    with self._lock:
-      mine = self._of(worker, lives)
-      others_need = self._others_need(others, lives)
-      if len(mine) > 1 and others_need:
-        # A split of a worker that was lost and is back.
-        mine.pop().owner = None
-      free = [split for split in wanted if self._is_free(split, lives)]
-      split = None
-      if free and not (mine and others_need):
-        # The split that it has read before, whose arrays it may have.
-        split = min(free, key=lambda s: (s.index != worker, s.index))
-        split.owner = worker, lives[worker]
-    if split is not None:
-      try:
-        self._begin(split, worker, lives)
-      except BaseException:
-        split.owner = None
-        raise
-    mine = [each for each in self._of(worker, lives) if each in wanted]
-    return mine[next(self._turn) % len(mine)] if mine else None
-
-  def _of(self, worker: int, lives: Lives) -> list[DataSplit]:
-    """Returns the splits that a worker reads."""
-    owner = worker, lives[worker]
-    return [s for s in self.splits if s.owner == owner and not s.is_closed]
-
-  def _others_need(self, others: Iterable[int], lives: Lives) -> bool:
-    return any(not self._of(worker, lives) for worker in others)
-
-  def _is_free(self, split: DataSplit, lives: Lives) -> bool:
-    """Returns whether nobody reads a split; its worker may be lost."""
-    if split.owner is None:
-      return not split.is_closed
-    worker, life = split.owner
-    return not split.is_closed and lives[worker] != life
-
-  def _begin(self, split: DataSplit, worker: int, lives: Lives) -> None:
-    """Opens a split at its next element, however many steps end meanwhile."""
-    element = split.done
-    split.handle = self.dataset.open(split, element, worker, lives[worker])
-    split.next = element
-
   def read(
     self,
     split: DataSplit,
     worker: int,
-    lives: Lives,
+    lives: Mapping[int, int],
     function: Callable[[tf.Tensor], Any],
   ) -> bool:
-    """Calls a function that reads the next element of a worker's split.
+    """Calls a function that reads the next element of a split on a worker.
 
-    Returns False if there is no such element, which closes the split.
+    Args:
+      split: the split.
+      worker: the worker.
+      lives: how often each worker was given up: then it has lost its iterators.
+      function: takes an iterator.
+
+    Returns:
+      False if there is no such element, which closes the split.
     """
     if split.is_closed:
       return False
+    element, owner = split.done, (worker, lives[worker])
     try:
-      element = split.done
-      if split.next > element:  # It is read again.
-        self._begin(split, worker, lives)
+      if split.owner != owner or split.next > element:  # It is read again.
+        split.handle = self.dataset.open(split.index, element, worker)
+        split.owner, split.next = owner, element
       # What a late worker has not read.
       self.dataset.skip(split, worker, element)
+      split.next = element + 1
       function(split.handle)
     except tf.errors.OutOfRangeError as e:
       if not _keras_internal.is_end_of_sequence(e):
@@ -201,7 +137,6 @@ class Source:
       split.is_closed = True
       split.handle = None  # Lets the worker forget the iterator.
       return False
-    split.next = element + 1
     return True
 
 
@@ -209,14 +144,13 @@ class Round:
   """One element of each split that has one, for the tasks of one step.
 
   Attributes:
-    source: has the splits.
     splits: those that have an element.
     waiting: those of them whose element no task has taken.
     has_shares: whether the tasks share the rows of a step.
   """
 
   def __init__(self, source: Source, has_shares: bool):
-    self.source, self.has_shares = source, has_shares
+    self.has_shares = has_shares
     self.splits = [split for split in source.splits if not split.is_at_end]
     self.waiting = set(self.splits)
 
@@ -230,36 +164,46 @@ class Read:
   """An element that a worker reads; it chooses the split.
 
   Args:
-    engine: knows the workers.
+    pool: of the workers.
     source: has the splits.
     turn: the round whose elements are read, each once. None for the next of any split.
   """
 
-  def __init__(self, engine, source: Source, turn: Round | None = None):
+  def __init__(
+    self,
+    pool: worker_pool.WorkerPool,
+    source: Source,
+    turn: Round | None = None,
+  ):
     self.layout = source.dataset.layout
-    self._engine, self._source, self._round = engine, source, turn
-    self._split: DataSplit | None = None
+    self.index = 0  # Of the split.
+    self._pool, self._source = pool, source
+    self._turn = source if turn is None else turn
 
-  @property
-  def index(self) -> int:
-    """Returns the number of the split."""
-    return self._split.index
-
-  def _others(self, worker: int) -> list[int]:
+  def _readable(self, worker: int) -> list[DataSplit]:
+    """Returns the splits that a worker can read, or whose end it can report."""
     # A step without shares does not wait for late workers: others read their splits.
-    also_late = self._round is None or self._round.has_shares
-    return self._engine.others(worker, also_late)
-
-  def _wanted(self) -> Collection[DataSplit]:
-    if self._round is not None:
-      return self._round.waiting.copy()
-    return [split for split in self._source.splits if not split.is_closed]
+    reader_of = self._pool.readers(also_late=self._turn.has_shares)
+    return [
+      split
+      for split in self._turn.waiting.copy()
+      if split.is_closed or reader_of(split.index) == worker
+    ]
 
   def has_work_for(self, worker: int) -> bool:
     """Returns whether there is anything for a worker to read, or an end to report."""
-    return self._source.has_work_for(
-      worker, self._others(worker), self._engine.lives, self._wanted()
-    )
+    return self._source.is_exhausted or bool(self._readable(worker))
+
+  def _take(self, worker: int) -> DataSplit | None:
+    """Takes the least advanced split that a worker can read."""
+    readable = self._readable(worker)
+    for split in sorted(readable, key=lambda s: (s.done, s.index)):
+      try:
+        self._turn.waiting.remove(split)
+      except KeyError:  # Another worker has come at the same time.
+        continue
+      return split
+    return None
 
   def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
     """Calls `compute` with an iterator; returns False if there is nothing to read.
@@ -267,32 +211,17 @@ class Read:
     Raises:
       NotHereError: other workers have the rest of the data.
     """
-    lives = self._engine.lives
-    while wanted := self._wanted():
-      split = self._source.split_for(
-        worker, self._others(worker), lives, wanted
-      )
-      if split is None:
-        split = next((each for each in wanted if each.is_closed), None)
-      if split is None:
-        raise worker_pool.NotHereError
-      self._split = split
-      if self._round is None:
-        if self._source.read(split, worker, lives, compute):
-          return True
-        continue
+    is_round = self._turn is not self._source
+    while split := self._take(worker):
+      self.index, is_read = split.index, False
       try:
-        self._round.waiting.remove(split)
-      except KeyError:  # Another worker has come at the same time.
-        continue
-      try:
-        return self._source.read(split, worker, lives, compute)
-      except BaseException:
-        self._round.waiting.add(split)  # For whoever gets it next.
-        raise
-    return False
-
-  def mark_applied(self) -> None:
-    """Counts the element, which was computed and applied; a round counts its own."""
-    if self._round is None:
-      self._split.done += 1
+        is_read = self._source.read(split, worker, self._pool.lives, compute)
+      finally:
+        split.done += is_read and not is_round
+        if not (split.is_closed or (is_read and is_round)):
+          self._turn.waiting.add(split)
+      if is_read or is_round:
+        return is_read
+    if self._source.is_exhausted:
+      return False
+    raise worker_pool.NotHereError

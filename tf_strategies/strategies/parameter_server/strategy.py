@@ -41,9 +41,6 @@ class StepFunction:
     self._model = keras_step.model
     self._predicts = keras_step.kind == 'predict'
     self._has_begun = self._has_reported = False
-    # Predictions of a round of a source that were not returned yet.
-    self._predicted_of: splits.Source | None = None
-    self._predicted: list[Any] = []
     trains = keras_step.kind == 'train'
     option_checks.check(
       not self._model.jit_compile,
@@ -75,7 +72,8 @@ class StepFunction:
     """
     if self._predicts:
       return tf.nest.map_structure(
-        tf.constant, _joined(self._predict(iterator))
+        lambda *parts: tf.constant(np.concatenate(parts, 0)),
+        *self._predict(iterator),
       )
     data = [
       _keras_internal.without_optionals(batch)
@@ -139,28 +137,19 @@ class StepFunction:
 
   def _predict_read(self, source, steps):
     """Returns the next predictions of data that workers read, in one device's order."""
-    if source is not self._predicted_of:
-      self._predicted_of, self._predicted = source, []
     found = []
     for _ in range(steps):
-      if not self._predicted:
+      if not source.predicted:
         tasks = self._strategy.recovery.with_recovery(
           lambda: self._strategy.engine.read_round(self._step, source)
         )
-        self._predicted = [task.outputs for task in tasks]
-      count = len(self._predicted) if source.dataset.by_rounds else 1
-      found += self._predicted[:count]
-      del self._predicted[:count]
+        source.predicted = [task.outputs for task in tasks]
+      count = len(source.predicted) if source.dataset.by_rounds else 1
+      found += source.predicted[:count]
+      del source.predicted[:count]
     if not found:
       raise StopIteration
     return found
-
-
-def _joined(results: Sequence[Any]) -> Any:
-  """The outputs of several batches as those of one."""
-  return tf.nest.map_structure(
-    lambda *parts: np.concatenate(parts, 0), *results
-  )
 
 
 def in_replica(strategy, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -270,9 +259,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       `lambda shape, dtype: [1] * len(shape)` cuts none. Scalars are never cut.
     mode: see above.
     backup_workers: with 'sync', number of gradients that a step does not wait for.
-    max_staleness: with 'bounded', number of steps; None means 1.
+    max_staleness: with 'bounded', number of steps.
     checkpoint_dir: directory of the job's checkpoints; None for none.
-    checkpoint_steps: steps between two checkpoints; None means 1000.
+    checkpoint_steps: steps between two checkpoints.
     start_timeout: seconds in which all tasks must answer at the start.
     recovery_timeout: seconds in which a lost server must be back.
     step_timeout: seconds without a finished step.
@@ -294,9 +283,9 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     mode: str = 'async',
     *,
     backup_workers: int = 0,
-    max_staleness: int | None = None,
+    max_staleness: int = 1,
     checkpoint_dir: str | os.PathLike[str] | None = None,
-    checkpoint_steps: int | None = None,
+    checkpoint_steps: int = 1000,
     start_timeout: float = 300.0,
     recovery_timeout: float = 300.0,
     step_timeout: float = 600.0,
@@ -513,7 +502,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
 
     if recovers:
       return self._drained(self.recovery.write)
-    self.engine.drain()
+    self._pool.wait()
     return self.recovery.write()
 
   def mark_finished(self, is_finished: bool = True) -> None:
@@ -537,14 +526,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
         `num_input_pipelines`. It must yield the same elements each time.
       options: `tf.distribute.InputOptions`.
     """
-    stock = super().distribute_datasets_from_function
     if not tf.executing_eagerly():
-      return stock(dataset_fn, options)
+      return super().distribute_datasets_from_function(dataset_fn, options)
     return input.WorkerDataset(
       dataset_fn,
       self._num_workers,
       self.recovery.take_resumed,
-      lambda: stock(dataset_fn, options),
       by_rounds=self.options.mode == 'sync',
     )
 
@@ -552,7 +539,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     """Does something when all steps are done."""
 
     def drain_and_act():
-      self.engine.drain()
+      self._pool.wait()
       return action()
 
     return self.recovery.with_recovery(drain_and_act)
@@ -563,10 +550,7 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
       return super().experimental_distribute_dataset(dataset, options)
     if isinstance(dataset, input.FedDataset | input.WorkerDataset):
       return dataset
-    stock = super().experimental_distribute_dataset
-    return input.FedDataset(
-      dataset, lambda d: stock(d, options), self.recovery.take_resumed
-    )
+    return input.FedDataset(dataset, self.recovery.take_resumed)
 
   def close(self) -> None:
     """Ends the threads of this strategy; the servers stay."""

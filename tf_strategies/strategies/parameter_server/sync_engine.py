@@ -36,8 +36,10 @@ class SyncEngine(engine_lib.Engine):
     ] = weakref.WeakKeyDictionary()
     self._warned: weakref.WeakSet[engine_lib.Step] = weakref.WeakSet()
 
-  def train(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
-    """Runs the step; None if there is nothing to read."""
+  def begin(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
+    """Runs a step; None if there is nothing to read."""
+    if not step.trains:
+      return self._run(step, work)
     is_read = isinstance(work, splits.Source)
     structure = work.dataset.element_spec if is_read else work.structure
     powers = self.powers(step, structure)
@@ -54,23 +56,25 @@ class SyncEngine(engine_lib.Engine):
         'pass the tf.data.Dataset itself to fit or iterate over it, so that one '
         "worker computes each batch as a whole; or use mode='async'",
       )
-    return self.run(step, work)
+    return self._run(step, work)
 
-  def run(self, step: engine_lib.Step, work: engine_lib.Work) -> Any:
+  def _run(self, step, work):
     """Begins a step; waits for the one before it if that may change results."""
     is_alone = step.results is None or step.trains
     if isinstance(work, splits.Source):
       tasks = self.read_round(step, work, one_by_one=is_alone)
       return _read(self.reports.of(tasks[-1]), step) if tasks else None
-    report = super().run(step, work)
+    report = super().begin(step, work)
     if is_alone:
-      self.drain()
+      self.pool.wait()
     return _read(report, step)
 
   def powers(
     self, step: engine_lib.Step, structure: Any
   ) -> traced_step.Powers | str:
-    """Returns how to combine what workers compute from their rows, or why not to."""
+    """See base class."""
+    if not step.trains:
+      return super().powers(step, structure)
     known = self._sharing.setdefault(step, {})
     structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
     key = repr(structure)
@@ -85,50 +89,36 @@ class SyncEngine(engine_lib.Engine):
         known[key] = str(error)
     return known[key]
 
-  def look(
-    self, step: engine_lib.Step, layout: batch_message.BatchLayout
-  ) -> None:
-    """See base class."""
-    powers = step.trains and self.powers(step, layout.structure)
-    if not isinstance(powers, traced_step.Powers):
-      super().look(step, layout)
-
-  def _function(self, step, layout):
-    is_shared = step.trains and not isinstance(
-      self.powers(step, layout.structure), str
-    )
-    return super()._function(step, layout, is_shared)
-
   def _train(self, step, work, powers):
     """Applies a quorum of the shares of a step; None if nothing was read."""
-    self.drain()  # Evaluation must be done before variables change.
+    self.pool.wait()  # Evaluation must be done before variables change.
     turn = None
     if isinstance(work, splits.Source):
       turn = splits.Round(work, has_shares=True)
-      data = [splits.Read(self, work, turn) for _ in turn.splits]
+      data = [splits.Read(self.pool, work, turn) for _ in turn.splits]
     else:
-      parts = work.microbatches(len(self._pool.workers))
+      parts = work.microbatches(len(self.pool.workers))
       data = [engine_lib.Sent(part, i) for i, part in enumerate(parts)]
     quorum = _Quorum(len(data), self._backup_workers)
     for task in [_Share(self, step, quorum, each) for each in data]:
-      self._pool.submit(task)
-    self.wait(lambda: quorum.is_complete)
+      self.pool.submit(task)
+    self.pool.wait(lambda: quorum.is_complete)
     chosen = sorted(quorum.chosen, key=lambda task: task.data.index)
     numbers = None
     if chosen:
       first = chosen[0]
       function = self.apply_function(step, first.function, len(chosen), powers)
-      with self._pool.running(first):
+      with self.pool.running(first):
         numbers = self.apply(function, chosen)
-      with self._pool.lock:
-        self._steps_done += 1
+      with self.pool.lock:
+        self.steps_done += 1
         self._dropped += quorum.dropped
     if turn is not None:
       turn.count()
     return None if numbers is None else first.specs.unreport(numbers)
 
   def _warn_of_whole(self, step, reason) -> None:
-    if step not in self._warned and len(self._pool.workers) > 1:
+    if step not in self._warned and len(self.pool.workers) > 1:
       self._warned.add(step)
       logging.warning(
         "mode='sync' computes each whole batch of a step on one worker. Workers that "
@@ -206,7 +196,6 @@ class _Share(engine_lib.StepTask):
       raise
 
   def lose(self, worker: int) -> None:
-    super().lose(worker)
     self._quorum.put_back(self)
 
   def finish(self, worker: int) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -83,6 +84,9 @@ class Task(abc.ABC):
     """Called under the pool's lock when it is done."""
 
 
+_T = TypeVar('_T', bound=Task)
+
+
 class WorkerPool:
   """Runs tasks on workers, in order of submission as workers become free.
 
@@ -103,6 +107,8 @@ class WorkerPool:
     self.workers = tuple(workers)
     self.lock = threading.Condition()
     self.lost: set[int] = set()  # Workers that have not joined again.
+    # How often each worker was given up: then it has lost its iterators.
+    self.lives = collections.Counter()
     self._liveness = liveness
     self._max_waiting = max_waiting or len(workers)
     self._timeout = timeout_seconds
@@ -125,8 +131,8 @@ class WorkerPool:
         daemon=True,
       ).start()
 
-  def submit(self, task: Task) -> None:
-    """Adds a task, or raises what an earlier one failed with."""
+  def submit(self, task: _T) -> _T:
+    """Adds a task, and returns it; or raises what an earlier one failed with."""
     with self.lock:
       self.check_accepts()
       self._wait(
@@ -142,6 +148,7 @@ class WorkerPool:
       self._queue.append(task)
       self._discard_unwanted()
       self.lock.notify_all()
+      return task
 
   def wait(self, until: Callable[[], bool] | None = None) -> None:
     """Waits until all tasks that are wanted are done, or until a condition holds.
@@ -173,6 +180,21 @@ class WorkerPool:
     """Returns the workers that run what nobody wants any more."""
     with self.lock:
       return {w for w, task in self._running.items() if not task.is_wanted()}
+
+  def readers(self, also_late: bool) -> Callable[[int], int]:
+    """Returns what tells which worker reads a split now.
+
+    It is the one with the number of the split, or the next one that is alive; if not
+    `also_late`, the next one that is not late.
+    """
+    away = self.lost | (set() if also_late else self.late())
+    workers = self.workers
+
+    def reader_of(index: int) -> int:
+      in_turn = workers[index:] + workers[:index]
+      return next((w for w in in_turn if w not in away), index)
+
+    return reader_of
 
   def close(self) -> None:
     """Ends the threads; tasks that run are left to themselves."""
@@ -321,6 +343,7 @@ class WorkerPool:
       self._lose(worker, error)
     else:
       self._wait_to_retry(worker, error, task.retries < _MAX_RETRIES)
+    self.lives[worker] += 1
     task.lose(worker)
     task.retries += 1
     task.losses += is_lost
