@@ -9,12 +9,13 @@ import time
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from tensorboard.backend.event_processing import event_accumulator
 
 import tf_strategies as tfs
-from tests import tiers, virtual_devices
+from tests import virtual_devices
 from tf_strategies.checkpoint import checkpointer
 
 virtual_devices.configure()
@@ -41,40 +42,30 @@ def _data():
 
 
 class Training:
-  """Trains a model and keeps the expected evaluations of its checkpoints.
+  """Trains a model and keeps the expected evaluations of its checkpoints."""
 
-  A `tfs.Run` or TensorFlow's `CheckpointManager` writes the checkpoints.
-  """
-
-  def __init__(self, directory, is_run=False, strategy=None, **options):
+  def __init__(self, directory, strategy=None, **options):
     with (strategy or tf.distribute.get_strategy()).scope():
       self.model = _model(**options)
-    if is_run:
-      run = tfs.Run(directory, self.model, max_to_keep=10)
-      self.save = lambda: run.save(epoch=1)
-    else:
-      checkpoint = tf.train.Checkpoint(
-        model=self.model, optimizer=self.model.optimizer
-      )
-      self.save = tf.train.CheckpointManager(checkpoint, directory, 10).save
+    self.run = tfs.Run(directory, self.model, max_to_keep=10)
     self.expected = {}
 
   def step(self, epochs=1):
     """Trains, saves, and returns the name of the checkpoint."""
     self.model.fit(_data(), epochs=epochs, verbose=0)
     results = self.model.evaluate(_data(), return_dict=True, verbose=0)
-    name = os.path.basename(self.save())
+    name = os.path.basename(self.run.save(epoch=1))
     iterations = int(self.model.optimizer.iterations.numpy())
     self.expected[name] = iterations, results
     return name
 
 
 @functools.cache
-def _trained(is_run):
+def _trained():
   """Returns a training of three checkpoints, and their directory."""
-  strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']) if is_run else None
   directory = tempfile.mkdtemp()
-  training = Training(directory, is_run, strategy)
+  strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
+  training = Training(directory, strategy)
   for epochs in (1, 2, 1):
     training.step(epochs)
   return training, directory
@@ -85,14 +76,14 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
     super().setUp()
     self.directory = self.create_tempdir().full_path
 
-  def trained(self, is_run=False):
+  def trained(self):
     """Returns a training with copies of its checkpoints in the directory."""
-    training, directory = _trained(is_run)
+    training, directory = _trained()
     shutil.copytree(directory, self.directory, dirs_exist_ok=True)
     return training
 
   def finish(self):
-    pathlib.Path(self.directory, checkpointer.FINISHED_FILE).touch()
+    checkpointer.Checkpointer(self.directory).mark_finished()
 
   def evaluator(self, model=None, data=None, **options):
     options = {'poll_seconds': 0.05, 'idle_timeout_seconds': 60.0, **options}
@@ -114,9 +105,9 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class EvaluationsTest(_EvaluatorTest):
-  @tiers.parameters(tiers.smoke(False), (True,))
-  def test_every_checkpoint_in_order(self, is_run):
-    training = self.trained(is_run)
+  @pytest.mark.smoke
+  def test_every_checkpoint_in_order(self):
+    training = self.trained()
     self.finish()
     evaluations = self.evaluator().run()
     self.assert_evaluations(evaluations, training)
@@ -128,7 +119,7 @@ class EvaluationsTest(_EvaluatorTest):
     def accumulating():
       return keras.optimizers.SGD(gradient_accumulation_steps=2)
 
-    training = Training(self.directory, True, optimizer=accumulating())
+    training = Training(self.directory, optimizer=accumulating())
     training.step()
     self.finish()
     model = _model(seed=2, optimizer=accumulating())
@@ -148,15 +139,14 @@ class EvaluationsTest(_EvaluatorTest):
     self.assertEmpty(self.evaluator(idle_timeout_seconds=0.2).run())
 
   @parameterized.parameters(
-    (False, 'data-00000-of-00001', lambda raw: b''),
-    (False, 'index', None),
-    (True, 'arrays.bin', lambda raw: raw[:99] + bytes([~raw[99] & 255])),
+    ('manifest.json', None),
+    ('arrays.bin', lambda raw: raw[:99] + bytes([~raw[99] & 255])),
   )
-  def test_damaged_or_deleted_checkpoint_is_skipped(self, is_run, name, damage):
-    training = self.trained(is_run)
+  def test_damaged_or_deleted_checkpoint_is_skipped(self, name, damage):
+    training = self.trained()
     first, *others = training.expected
     path = self.path(first)
-    file = pathlib.Path(f'{path}{"/" if is_run else "."}{name}')
+    file = pathlib.Path(path, name)
     if damage is None:
       file.unlink()
     else:
@@ -173,8 +163,8 @@ class EvaluationsTest(_EvaluatorTest):
     evaluator = self.evaluator(max_evaluations=1)
     name = training.step()
     self.assert_evaluations(evaluator.run(), training)
-    training.model.fit(_data(), verbose=0)
-    training.save(checkpoint_number=1)
+    shutil.rmtree(self.path(name))
+    self.assertEqual(training.step(), name)
     (again,) = evaluator.run()
     self.assertEqual((again.path, again.iterations), (self.path(name), 8))
 
@@ -193,26 +183,13 @@ class MismatchTest(_EvaluatorTest):
     with self.assertRaisesRegex(tfs.errors.CheckpointMismatchError, pattern):
       self.evaluator(**options).run()
 
-  @parameterized.parameters((False, 'ckpt-1.*shape'), (True, '00001.*shape'))
-  def test_other_shapes_are_refused(self, is_run, pattern):
-    self.trained(is_run)
-    self.assert_refused(pattern, model=_model(width=5))
+  def test_other_shapes_are_refused(self):
+    self.trained()
+    self.assert_refused('00001.*shape', model=_model(width=5))
 
-  def test_checkpoint_without_the_model_or_its_optimizer_is_refused(self):
-    model = _model()
-    tf.train.Checkpoint(network=model).save(f'{self.directory}/ckpt')
-    self.assert_refused('ckpt-1.*hidden/kernel')
-    # Without the optimizer the step is not known. A compiled model has it.
-    self.directory = self.create_tempdir().full_path
-    model = keras.Sequential([keras.Input([3]), *model.layers])
-    tf.train.Checkpoint(model=model).save(f'{self.directory}/ckpt')
-    self.assert_refused('ckpt-1.*iteration')
-
-  @parameterized.parameters((False, True), (True, False))
-  def test_other_variables_of_the_optimizer_do_not_matter(
-    self, is_run, is_built
-  ):
-    training = Training(self.directory, is_run, optimizer='sgd')
+  @parameterized.parameters(False, True)
+  def test_other_variables_of_the_optimizer_do_not_matter(self, is_built):
+    training = Training(self.directory, optimizer='sgd')
     training.step()
     momentum = keras.optimizers.SGD(momentum=0.9)
     model = _model(seed=2, optimizer=momentum)

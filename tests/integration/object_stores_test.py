@@ -61,12 +61,8 @@ class FileSystemOfTensorFlowTest(tf.test.TestCase):
     model, other = self._model(1), self._model(2)
     self.assertNotAllClose(model.get_weights()[0], other.get_weights()[0])
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    checkpoint.save('ram://checkpoints/c')
-    evaluator = tfs.SidecarEvaluator(
-      other, self.data, 'ram://checkpoints', max_evaluations=1
-    )
-    [found] = evaluator.run()
-    self.assertEqual(found.iterations, 1)
+    path = checkpoint.save('ram://checkpoints/c')
+    tf.train.Checkpoint(model=other, optimizer=other.optimizer).restore(path)
     self.assertAllEqual(model.get_weights()[0], other.get_weights()[0])
     model.save('ram://model.keras')
     loaded = keras.models.load_model('ram://model.keras')

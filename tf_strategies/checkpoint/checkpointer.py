@@ -31,7 +31,7 @@ from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import ownership
 
 # Beside the checkpoints, after the last one; its content does not matter.
-FINISHED_FILE = 'finished'
+_FINISHED_FILE = 'finished'
 
 _MANIFEST = 'manifest.json'
 _ARRAYS = 'arrays.bin'
@@ -286,11 +286,11 @@ class Checkpointer:
   @property
   def is_finished(self) -> bool:
     """Returns whether training is over: no newer checkpoint will follow."""
-    return os.path.exists(os.path.join(self.directory, FINISHED_FILE))
+    return os.path.exists(os.path.join(self.directory, _FINISHED_FILE))
 
   def mark_finished(self, is_finished: bool = True) -> None:
     """Tells readers such as `SidecarEvaluator` whether training is over."""
-    path = os.path.join(self.directory, FINISHED_FILE)
+    path = os.path.join(self.directory, _FINISHED_FILE)
     with _typed(self.directory, 'written'):
       if is_finished:
         os.makedirs(self.directory, exist_ok=True)

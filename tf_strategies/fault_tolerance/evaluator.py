@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import time
@@ -11,16 +10,11 @@ from numbers import Number
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import errors, option_checks
 from tf_strategies.checkpoint import checkpointer, model_state
-
-# Errors of damaged checkpoints. TensorFlow raises IndexError if a file is too short.
-_UNREADABLE = (tf.errors.OpError, IndexError, OSError, errors.DataError)
-_MISSING = (tf.errors.NotFoundError, FileNotFoundError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +31,8 @@ class SidecarEvaluator:
   """Evaluates every new checkpoint of a directory, in the order of writing.
 
   For the evaluator of a job: training does not wait for it. Reads checkpoints of
-  `tfs.Run` and `ParameterServerStrategy`, and those that a
-  `tf.train.CheckpointManager` keeps of `tf.train.Checkpoint(model=model,
-  optimizer=optimizer)`. One that is deleted or damaged before its turn is skipped
-  with a warning.
+  `tfs.Run` and `ParameterServerStrategy`. One that is deleted or damaged before its
+  turn is skipped with a warning.
 
   Args:
     model: built and compiled as the model that is trained, with an optimizer of
@@ -95,9 +87,6 @@ class SidecarEvaluator:
     if idle_timeout_seconds is not None:
       option_checks.check_seconds('idle_timeout_seconds', idle_timeout_seconds)
     _check_data(data, steps)
-    option_checks.check_path(
-      'checkpoint_dir', checkpoint_dir, 'pass the directory that is written'
-    )
     option_checks.check(
       isinstance(callbacks, list | tuple)
       and all(isinstance(c, keras.callbacks.Callback) for c in callbacks),
@@ -107,7 +96,8 @@ class SidecarEvaluator:
     )
     self._model = model
     self._data = data
-    self._directory = os.fspath(checkpoint_dir)
+    self._variables = _needed(model)
+    self._checkpointer = checkpointer.Checkpointer(checkpoint_dir)
     self._callbacks = list(callbacks)
     self._steps = steps
     self._poll_seconds = poll_seconds
@@ -115,10 +105,7 @@ class SidecarEvaluator:
     self._idle_timeout_seconds = (
       math.inf if idle_timeout_seconds is None else idle_timeout_seconds
     )
-    self._readers = [_TensorFlowReader(model, self._directory)]
-    if not option_checks.is_remote(self._directory):
-      self._readers.insert(0, _CheckpointerReader(model, self._directory))
-    self._seen: set[tuple[str, float | None]] = set()
+    self._seen: set[tuple[str, float]] = set()
 
   def run(self) -> list[Evaluation]:
     """Evaluates checkpoints until there is nothing more to wait for.
@@ -138,12 +125,10 @@ class SidecarEvaluator:
     ends_at = time.monotonic() + self._idle_timeout_seconds
     while True:
       # Looked up before the list, so that the list has every checkpoint.
-      is_finished = tf.io.gfile.exists(
-        os.path.join(self._directory, checkpointer.FINISHED_FILE)
-      )
-      reader, path = self._next()
+      is_finished = self._checkpointer.is_finished
+      path = self._next()
       if path is not None:
-        done += self._evaluate(reader, path)
+        done += self._evaluate(path)
         if len(done) == self._max_evaluations:
           return done
         ends_at = time.monotonic() + self._idle_timeout_seconds
@@ -151,35 +136,39 @@ class SidecarEvaluator:
       left = ends_at - time.monotonic()
       if is_finished or left <= 0:
         why = 'training is over' if is_finished else 'there is no new one'
+        directory = self._checkpointer.directory
         logging.info(
-          'Evaluated %d checkpoints of %s: %s.', len(done), self._directory, why
+          'Evaluated %d checkpoints of %s: %s.', len(done), directory, why
         )
         return done
       time.sleep(min(self._poll_seconds, left))
 
-  def _next(self) -> tuple[Any, str | None]:
-    """Returns the oldest checkpoint that was not seen yet, after its reader."""
-    for reader in self._readers:
-      for found in reader.list():
+  def _next(self) -> str | None:
+    """Returns the oldest checkpoint that was not seen yet."""
+    for path in self._checkpointer.paths():
+      with contextlib.suppress(FileNotFoundError):
+        # If training restarted and wrote a checkpoint again, its time differs.
+        found = path, os.stat(path).st_mtime
         if found not in self._seen:
           self._seen.add(found)
-          return reader, found[0]
-    return None, None
+          return path
+    return None
 
-  def _evaluate(self, reader, path: str) -> list[Evaluation]:
+  def _evaluate(self, path: str) -> list[Evaluation]:
     """Evaluates a checkpoint; returns none if it cannot be read."""
     try:
-      reader.restore(path)
-    except _UNREADABLE as e:
-      why = 'was deleted' if isinstance(e, _MISSING) else 'cannot be read'
+      different = self._restore(path)
+    except (OSError, errors.DataError) as e:
+      is_missing = isinstance(e, FileNotFoundError)
+      why = 'was deleted' if is_missing else 'cannot be read'
       logging.warning('Skipped %s, which %s: %s', path, why, e)
       return []
-    except ValueError as e:
+    if different:
       raise errors.CheckpointMismatchError(
-        f'Expected a checkpoint of this model, got {path}: {e}. Fix: build '
-        'the model with the code that builds it for training, or pass '
-        'another checkpoint_dir.'
-      ) from e
+        f'Expected a checkpoint of this model, got {path}: '
+        f'{"; ".join(different)}. Fix: build the model with the code that builds '
+        'it for training, or pass another checkpoint_dir.'
+      )
     results = self._model.evaluate(
       self._data,
       steps=self._steps,
@@ -193,27 +182,8 @@ class SidecarEvaluator:
     logging.info('Evaluated %s, step %d: %s', path, step, shown)
     return [Evaluation(path, step, results)]
 
-
-class _CheckpointerReader:
-  """Reads the checkpoints of a `Checkpointer`.
-
-  Args:
-    model: the compiled model.
-    directory: the directory of the checkpoints.
-  """
-
-  def __init__(self, model: keras.Model, directory: str):
-    self._variables = _needed(model)
-    self._checkpointer = checkpointer.Checkpointer(directory)
-
-  def list(self) -> Iterator[tuple[str, float | None]]:
-    # If training restarted and wrote a checkpoint again, its time differs.
-    for path in self._checkpointer.paths():
-      with contextlib.suppress(FileNotFoundError):
-        yield path, os.stat(path).st_mtime
-
-  def restore(self, path: str) -> None:
-    """Reads a checkpoint; raises ValueError if it does not fit the model."""
+  def _restore(self, path: str) -> list[str]:
+    """Reads a checkpoint; returns how it differs from the model, if it does."""
     found = self._checkpointer.open(path)
     saved = {k: found.arrays[k] for k in found.arrays if _is_needed(k)}
     for name, reduction in found.metadata.get('parts', {}).items():
@@ -222,62 +192,10 @@ class _CheckpointerReader:
     renamed = model_state.match_names(list(self._variables), list(saved))
     arrays = {renamed.get(k, k): v for k, v in saved.items()}
     different = model_state.differences(self._variables, arrays)
-    if different:
-      raise ValueError('; '.join(different))
-    for name, variable in self._variables.items():
-      variable.assign(arrays[name])
-
-
-class _TensorFlowReader:
-  """Reads the checkpoints of a `tf.train.CheckpointManager`.
-
-  Args:
-    model: the compiled model.
-    directory: the directory of the checkpoints.
-  """
-
-  def __init__(self, model: keras.Model, directory: str):
-    self._variables = list(_needed(model).values())
-    self._directory = directory
-    self._checkpoint = tf.train.Checkpoint(
-      model=model, optimizer=model.optimizer
-    )
-    self._is_compatible = False
-
-  def list(self) -> Iterator[tuple[str, float | None]]:
-    state = tf.train.get_checkpoint_state(self._directory)
-    if state is None:
-      return iter(())
-    paths = state.all_model_checkpoint_paths
-    # A single `Checkpoint.save` has none.
-    times = state.all_model_checkpoint_timestamps[: len(paths)]
-    return itertools.zip_longest(paths, times)
-
-  def restore(self, path: str) -> None:
-    """Reads a checkpoint; raises ValueError if it does not fit the model."""
-    self._checkpoint.restore(path).expect_partial()
-    if not self._is_compatible:
-      self._check_restores_everything(path)
-      self._is_compatible = True
-
-  def _check_restores_everything(self, path: str) -> None:
-    """Restores again over other values, which only missing variables keep.
-
-    TensorFlow's own check also rejects checkpoints without other variables of the
-    optimizer, such as slots, which are not needed here.
-    """
-    values = [np.asarray(variable) for variable in self._variables]
-    fills = [(np.zeros_like if v.any() else np.ones_like)(v) for v in values]
-    for variable, fill in zip(self._variables, fills, strict=True):
-      variable.assign(fill)
-    self._checkpoint.restore(path).expect_partial()
-    missing = [
-      variable.path
-      for variable, fill in zip(self._variables, fills, strict=True)
-      if fill.size and np.array_equal(np.asarray(variable), fill)
-    ]
-    if missing:
-      raise ValueError(f'it lacks {", ".join(missing)}')
+    if not different:
+      for name, variable in self._variables.items():
+        variable.assign(arrays[name])
+    return different
 
 
 def _needed(model: keras.Model) -> dict[str, Any]:
