@@ -58,7 +58,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.job, tfs.RingOptions(), devices=['CPU:0']
     )
     self.addCleanup(strategy.close)
-    self.job.begin(strategy)
+    self.job._state.begin(strategy)
     with strategy.scope():
       self.model = common.linear(3, 1)
       self.model.compile('sgd', 'mse', jit_compile=False)

@@ -18,8 +18,6 @@ ROWS = 640
 EPOCHS = 4
 BATCH = 32
 STEPS = ROWS // BATCH
-# If the global batch follows the workers, the learning rate does too.
-RATE_OF_WORKER = 0.02
 
 
 def data():
@@ -281,16 +279,12 @@ def train(
     given = fit_options(kind)
     events.append(Events())
     callbacks = [*given.pop('callbacks', ()), Report(), events[-1]]
-    size = job.global_batch_size(batch)
-    if options.batch == 'per_replica':
-      rate = RATE_OF_WORKER * job.strategy.num_workers
-      model.optimizer.learning_rate = rate
     histories.append(
       job.fit(
         model,
-        lambda epoch, step: make_batches(epoch, step, size, epochs),
+        lambda epoch, step: make_batches(epoch, step, batch, epochs),
         epochs,
-        -(-ROWS // size),
+        -(-ROWS // batch),
         callbacks=callbacks,
         verbose=0,
         **given,
@@ -316,7 +310,6 @@ def train(
     'weights': model.get_weights(),
     'iterations': int(model.optimizer.iterations.numpy()),
     'accuracy': accuracy,
-    'learning_rate': float(model.optimizer.learning_rate.numpy()),
     'generations': jobs[-1].generations,
     'ends': ends.times,
     'history': histories[-1] and histories[-1].history,

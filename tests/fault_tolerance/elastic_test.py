@@ -150,24 +150,6 @@ class ElasticTest(elastic_case.ElasticCase):
     changes = [size for size, _ in itertools.groupby(sizes)]
     self.assertEqual(changes, [3, 2, 3, 2])
 
-  @pytest.mark.soak
-  def test_batch_and_learning_rate_follow_the_workers(self):
-    options = tfs.ElasticOptions(
-      min_workers=2, window_seconds=8, batch='per_replica'
-    )
-    with workers(options) as job:
-      job.kill(1, 30)
-      outcomes = job.processes.wait([0, 2])
-    for outcome in outcomes:
-      self.assertEqual(outcome.error_text, '')
-      rate = 2 * elastic_program.RATE_OF_WORKER
-      self.assertAllClose(outcome.value['learning_rate'], rate)
-      self.assertGreater(outcome.value['accuracy'], 0.97)
-      # 20 steps an epoch of 32 rows, then 31 of 21.
-      self.assertGreater(outcome.value['iterations'], _STEPS)
-    for a, b in zip(*[o.value['weights'] for o in outcomes], strict=True):
-      np.testing.assert_array_equal(a, b)
-
   def test_worker_that_does_not_hear_the_end_of_steps(self):
     """The others have done them: it gets the state and leaves them out."""
     with workers(

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal
 from tf_strategies.checkpoint.position import Position
 from tf_strategies.fault_tolerance import (
   elastic_members,
@@ -50,7 +50,7 @@ class RecordProgress(keras.callbacks.Callback):
 
   def on_train_batch_end(self, batch, logs=None):
     """Counts a batch."""
-    self._state.move(self._state.progress.epoch, batch + 1)
+    self._state.move(self._state.position.epoch, batch + 1)
 
   def on_epoch_end(self, epoch, logs=None):
     """Counts an epoch, and keeps its logs."""
@@ -180,7 +180,7 @@ class Job(elastic_members.Members):
 
   def _call(self, train_fn, strategy) -> Any:
     try:
-      self.begin(strategy)
+      self._state.begin(strategy)
       result = train_fn(self)
       # No worker leaves while another may still need it.
       self._wait_for_all()
@@ -191,10 +191,6 @@ class Job(elastic_members.Members):
       raise
     finally:
       strategy.close()
-
-  def begin(self, strategy: elastic.ElasticRingStrategy) -> None:
-    """Starts a call of the training function."""
-    self._state.begin(strategy, is_one_fit=self._options.batch == 'global')
 
   def restore(self, model: keras.Model, optimizer=None) -> None:
     """Gives a built model the state of the most advanced worker, if any.
@@ -212,26 +208,6 @@ class Job(elastic_members.Members):
       optimizer.build(model.trainable_variables)
     self._state.set_objects(model, optimizer)
     self._share()
-
-  def global_batch_size(self, size: int) -> int:
-    """Returns the global batch size of this generation; call it after `restore`.
-
-    This is `size`, the batch size of the first generation. With batch='per_replica' it
-    is in proportion to the number of workers.
-    """
-    if self._state.model is None:
-      raise errors.UnsupportedOptionError(
-        'job.global_batch_size before it',
-        'a call of job.restore',
-        'call job.restore(model) first',
-      )
-    elastic_options.check_count('size', size, 1)
-    if self._options.batch == 'per_replica':
-      self.join()
-      first_world = self._state.progress.first_world
-      size = size * self.strategy.num_workers // first_world
-    self._state.batch_size = size
-    return size
 
   def update(self, epoch: int, step: int) -> None:
     """Records the position of a custom loop; call it after each step.

@@ -7,13 +7,11 @@ import keras
 
 from tf_strategies import option_checks, process_group
 
-_BATCHES = 'global', 'per_replica'
-
 
 @option_checks.has_options
 @dataclasses.dataclass(frozen=True)
 class ElasticOptions:
-  """Number of workers of an elastic job, and its effect on the training.
+  """Number of workers of an elastic job, and what ends it.
 
   Attributes:
     min_workers: smallest number of workers. With fewer, all wait until the deadline of
@@ -23,8 +21,6 @@ class ElasticOptions:
       the cluster.
     max_workers: largest number of workers; None for all of the cluster.
     window_seconds: how long to wait for more than `min_workers`.
-    batch: 'global' keeps the global batch, so that the result does not depend
-      on the number of workers; 'per_replica' keeps the batch of each replica.
     directory: a directory of this job alone that all workers see. A worker that comes
       after the end of the training raises `JobFinishedError`.
     max_failures: how many consecutive failures without progress end the job.
@@ -36,12 +32,10 @@ class ElasticOptions:
   min_workers: int | None = None
   max_workers: int | None = None
   window_seconds: float = 5.0
-  batch: str = 'global'
   directory: str | None = None
   max_failures: int = 10
 
   def __post_init__(self):
-    option_checks.check_choice('batch', self.batch, _BATCHES)
     option_checks.check_int('max_failures', self.max_failures, 0)
     if self.directory is not None:
       option_checks.check_local_path(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,23 +26,12 @@ KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 _ARRAY, _OP = '__array__', '__op__'
 
 
-class Progress(NamedTuple):
-  """How far a job has come, comparable across global batch sizes."""
-
-  epoch: int = 0
-  # Completed rows of the next epoch; steps if their size is unknown.
-  rows: int = 0
-  iterations: int = 0  # Calls of the optimizer until here.
-  # Workers of the first generation; 0 if nothing is trained.
-  first_world: int = 0
-
-
 class SharedState:
   """Variables, progress and callbacks of a job; survives changes of the workers.
 
   Attributes:
     strategy: the strategy of the present call of the training function.
-    progress: the progress of this worker.
+    position: completed epochs, and steps of the next one.
     num_steps: number of completed steps of models.
     history: values of the logs of the completed epochs of `fit`, by name.
     is_shared: True once this worker has the state of its group.
@@ -53,7 +42,9 @@ class SharedState:
 
   def __init__(self):
     self.strategy: Any = None
-    self.progress = Progress()
+    self.position = Position()
+    # Calls of the optimizer until there.
+    self.iterations = 0
     self.num_steps = 0
     self.history: dict[str, list[float]] = {}
     self.fit: tuple[int, int] | None = None
@@ -64,12 +55,11 @@ class SharedState:
     # Variables, metrics and callbacks of the epoch that this worker enters.
     self._entered_with: tuple[list[np.ndarray], ...] | None = None
 
-  def begin(self, strategy, is_one_fit: bool) -> None:
+  def begin(self, strategy) -> None:
     """Starts a call of the training function, with this strategy."""
     self.strategy = strategy
     self.is_shared = False
-    self.is_one_fit = is_one_fit
-    self.batch_size = 1
+    self.is_one_fit = True
     self.callbacks: Sequence[keras.callbacks.Callback] = ()
     self._entered_with = None
     self._objects = {}
@@ -84,23 +74,18 @@ class SharedState:
     if self._held is None and not self.is_shared:
       return 0
     # Each summand grows with the other two, so their sum compares like each of them.
-    return 1 + (self.progress.epoch << 40) + self.progress.rows + self.num_steps
-
-  @property
-  def position(self) -> Position:
-    """Completed epochs, and steps of this generation's batch size."""
-    return Position(self.progress.epoch, self.progress.rows // self.batch_size)
+    epoch, step = self.position
+    return 1 + (epoch << 40) + step + self.num_steps
 
   @property
   def is_in_last_epoch_of_fit(self) -> bool:
     """Returns whether every epoch of `fit` is complete."""
-    return self.fit is not None and self.progress.epoch >= self.fit[0]
+    return self.fit is not None and self.position.epoch >= self.fit[0]
 
   def move(self, epoch: int, step: int) -> None:
     """Records the position."""
-    self.progress = self.progress._replace(
-      epoch=epoch, rows=step * self.batch_size, iterations=self._iterations()
-    )
+    self.position = Position(epoch, step)
+    self.iterations = self._iterations()
 
   def count_step(self) -> None:
     """Counts a step of a model, and keeps the metrics that it leaves."""
@@ -112,9 +97,8 @@ class SharedState:
   def continue_at(self, answer: dict[str, Any]) -> None:
     """Takes the progress from the answer of the worker whose state this one has."""
     self.history, self.num_steps = answer['history'], answer['steps']
-    taken = Progress(*answer['state'])
-    first_world = taken.first_world or self.strategy.num_workers
-    self.progress = taken._replace(first_world=first_world)
+    self.position = Position(*answer['position'])
+    self.iterations = answer['iterations']
 
   def _iterations(self) -> int:
     if not self._objects:
@@ -132,7 +116,7 @@ class SharedState:
     self._variables()  # Raises an error if they cannot be shared.
     if self._held is None:
       # A model that was loaded has been trained before.
-      self.progress = self.progress._replace(iterations=self._iterations())
+      self.iterations = self._iterations()
 
   @property
   def model(self) -> keras.Model | None:
@@ -167,9 +151,9 @@ class SharedState:
     if not (self._objects and self.is_shared):
       return  # The previous copy is still valid.
     # Steps may have been applied before the program could record them.
-    applied = self._iterations() - self.progress.iterations
+    applied = self._iterations() - self.iterations
     if applied > 0:
-      self.move(self.progress.epoch, self.position.step + applied)
+      self.move(self.position.epoch, self.position.step + applied)
     self._held = _read(self._variables())
     self._objects = {}
 
@@ -217,7 +201,7 @@ class SharedState:
     if taken is not None:
       values, metrics, callbacks = taken
       self._assign(self._variables(), values)
-      if self.progress.rows:
+      if self.position.step:
         self._assign_metrics(metrics)
       unpack(callbacks, self.callbacks)
 
