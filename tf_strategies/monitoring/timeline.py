@@ -2,11 +2,10 @@
 
 Each task is a process of the trace with three lanes:
 
-* `step`: each step, and below it the parts that `step_breakdown` divides it into:
-  input, compute and waits for collectives.
+* `step`: each step.
 * `collectives`: each bucket of gradients, and every other collective, with the
   bytes, the sequence number and the tensors.
-* `other`: input and waits outside steps, and custom spans (`recorder.span`).
+* `other`: waits for input and for collectives, and custom spans (`recorder.span`).
 
 Times are microseconds since the first event, by the task's own clock.
 
@@ -17,26 +16,18 @@ Example:
   >>> trace = timeline.build(events, rank=0)
   >>> [(e['name'], e['ts'], e['dur']) for e in trace['traceEvents']
   ...   if e['ph'] == 'X']
-  [('step 1', 0.0, 4.0), ('compute', 0.0, 4.0)]
+  [('step 1', 0.0, 4.0)]
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from tf_strategies.monitoring import recorder, step_breakdown
+from tf_strategies.monitoring import recorder
 
 LANES = ('step', 'collectives', 'other')
-# Of the parts of a step.
-_NAMES = {
-  recorder.INPUT: 'input',
-  recorder.WAIT: 'wait for collectives',
-  step_breakdown.COMPUTE: 'compute',
-}
-
-# Lane, name, category, interval in nanoseconds, and details.
-_Span = tuple[str, str, str, step_breakdown.Interval, dict[str, Any]]
+_LANE_OF = {recorder.STEP: 'step', recorder.COMMUNICATION: 'collectives'}
 
 
 def build(events: Iterable[recorder.Event], rank: int) -> dict[str, Any]:
@@ -54,16 +45,21 @@ def build(events: Iterable[recorder.Event], rank: int) -> dict[str, Any]:
     {'ph': 'M', 'name': kind, 'pid': rank, 'tid': lane, 'args': {'name': name}}
     for kind, lane, name in names
   ]
-  for lane, name, category, (begin, end), args in _spans(events):
+  for event in events:
+    args = {**event.args, 'step': event.step}
+    if event.category == recorder.COMMUNICATION:
+      # In the unit of the trace.
+      handed = args.pop('handed_ns', event.begin_ns)
+      args['waited_in_queue_us'] = (event.begin_ns - handed) / 1e3
     trace.append(
       {
         'ph': 'X',
-        'name': name,
-        'cat': category,
+        'name': event.name,
+        'cat': event.category,
         'pid': rank,
-        'tid': LANES.index(lane),
-        'ts': (begin - origin) / 1e3,
-        'dur': (end - begin) / 1e3,
+        'tid': LANES.index(_LANE_OF.get(event.category, 'other')),
+        'ts': (event.begin_ns - origin) / 1e3,
+        'dur': (event.end_ns - event.begin_ns) / 1e3,
         'args': args,
       }
     )
@@ -91,34 +87,3 @@ def write(trace: dict[str, Any], path: str) -> None:
   with open(f'{path}.new', 'w', encoding='utf-8') as f:
     json.dump(trace, f)
   os.replace(f'{path}.new', path)
-
-
-def _spans(events: list[recorder.Event]) -> Iterator[_Span]:
-  by_step: dict[int, list[recorder.Event]] = {}
-  for event in events:
-    by_step.setdefault(event.step, []).append(event)
-  steps = {e.step: e for e in events if e.category == recorder.STEP}
-  for event in events:
-    lane, args = 'other', {**event.args, 'step': event.step}
-    whole = (event.begin_ns, event.end_ns)
-    step = steps.get(event.step)
-    if event.category == recorder.COMMUNICATION:
-      lane = 'collectives'
-      # In the unit of the trace.
-      handed = args.pop('handed_ns', event.begin_ns)
-      args['waited_in_queue_us'] = (event.begin_ns - handed) / 1e3
-    elif event.category == recorder.STEP:
-      lane = 'step'
-    elif (
-      event.category in _NAMES
-      and step
-      and event.end_ns >= step.begin_ns
-      and event.begin_ns <= step.end_ns
-    ):
-      continue  # Another one belongs to an evaluation, for example.
-    yield lane, event.name, event.category, whole, args
-    if lane == 'step':
-      found = step_breakdown.break_down(whole, by_step[event.step])
-      for kind, name in _NAMES.items():
-        for part in found[kind]:
-          yield lane, name, kind, part, {'step': event.step}

@@ -18,11 +18,11 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tf_strategies import option_checks
-from tf_strategies.monitoring import recorder, step_breakdown
+from tf_strategies.monitoring import recorder
 from tf_strategies.monitoring import timeline as timeline_lib
 
 # At half a kilobyte each. The newest are kept.
@@ -157,10 +157,8 @@ class TrainingMonitor:
     if self._steps == num_steps:  # The first step traces the graph.
       self.begin_epoch()
       return
-    found = step_breakdown.break_down(whole, self._events)
-    self._step_ns += step_breakdown.length([whole])
-    communication = found[recorder.COMMUNICATION]
-    self._communication_ns += step_breakdown.length(communication)
+    self._step_ns += whole[1] - whole[0]
+    self._communication_ns += _communication_ns(whole, self._events)
     batches = [e for e in self._events if e.category == recorder.INPUT]
     rows = [batch.args.get('all_rows') for batch in batches]
     if not rows or None in rows:
@@ -201,3 +199,20 @@ class TrainingMonitor:
     if self._is_running:
       self._is_running = False
       self._write()
+
+
+def _communication_ns(
+  whole: tuple[int, int], events: Iterable[recorder.Event]
+) -> int:
+  """Returns for how long collectives were in progress within `whole`."""
+  total, (at, last) = 0, whole
+  # A submitted collective is in progress, also while it waits for its thread.
+  for begin, end in sorted(
+    (event.args.get('handed_ns', event.begin_ns), event.end_ns)
+    for event in events
+    if event.category == recorder.COMMUNICATION
+  ):
+    end = min(end, last)
+    total += max(0, end - max(begin, at))
+    at = max(at, end)
+  return total
