@@ -2,15 +2,12 @@ import errno
 import io
 import os
 import select
-import sys
 from unittest import mock
 
 import hypothesis
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
-from tf_strategies import errors
-from tf_strategies.cluster import launcher_note
 from tf_strategies.launch import output
 
 
@@ -121,26 +118,6 @@ class SinkTest(absltest.TestCase):
       found += os.read(read_end, 1 << 16)
     self.assertTrue(found == expected)
     self.assertEqual(sink.pending, 0)
-
-
-class LostWorkerTest(absltest.TestCase):
-  def test_is_one_line_of_the_others(self):
-    shown = mock.Mock()
-    self.enter_context(mock.patch.object(sys, 'excepthook', shown))
-    with launcher_note.Note() as note:
-      environ = {launcher_note.VARIABLE: note.variable('worker 0')}
-      with mock.patch.dict(os.environ, environ):
-        launcher_note.say(launcher_note.FIXED)
-    for kind, is_whole in (
-      (errors.WorkerUnavailableError, False),
-      (ValueError, True),
-    ):
-      try:
-        raise kind('why')
-      except kind as error:
-        sys.excepthook(kind, error, error.__traceback__)
-        self.assertEqual(error.__traceback__ is not None, is_whole)
-        self.assertEqual(shown.call_args[0][2] is not None, is_whole)
 
 
 if __name__ == '__main__':

@@ -2,8 +2,7 @@
 
 A launcher ends a job when one of its tasks fails. In an elastic job the workers
 decide who goes on, so each of them says that it trains elastically, and later that
-it has trained to the end. A worker of a fixed group says so too: the launcher need
-not wait for a word before it ends the job. A variable of the environment names the task and the file.
+it has trained to the end. A variable of the environment names the task and the file.
 
 Example:
 
@@ -19,16 +18,12 @@ Example:
 """
 
 import contextlib
-import functools
 import os
-import sys
 import tempfile
 
-from tf_strategies import errors
-
 VARIABLE = 'TFS_LAUNCHER_NOTE'
-# The task trains in an elastic job; in one that is not; it has trained to the end.
-ELASTIC, FIXED, TRAINED = _WORDS = 'elastic', 'fixed', 'trained'
+# The task trains in an elastic job; it has trained to the end.
+ELASTIC, TRAINED = _WORDS = 'elastic', 'trained'
 
 
 class Note:
@@ -57,25 +52,16 @@ class Note:
 
 
 def say(word: str) -> None:
-  """Tells the launcher, if there is one, `ELASTIC`, `FIXED` or `TRAINED`.
+  """Tells the launcher, if there is one, `ELASTIC` or `TRAINED`.
 
   The launcher lets a task that has trained write its results, and does not start
-  it again. It shows the last lines of the task that failed first, so the others
-  print one line each.
+  it again.
   """
   task, _, path = os.environ.get(VARIABLE, '').partition('@')
   # There may be no launcher, or one on another host.
   with contextlib.suppress(OSError):
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-    sys.excepthook = functools.partial(_show, sys.excepthook)
     try:
       os.write(fd, f'{word} {task}\n'.encode())
     finally:
       os.close(fd)
-
-
-def _show(hook, kind, error, trace):
-  """Shows an uncaught error: of a lost worker, the message alone."""
-  if isinstance(error, errors.WorkerUnavailableError):
-    trace = error.__traceback__ = None
-  hook(kind, error, trace)

@@ -19,7 +19,7 @@ from multiprocessing import spawn
 from typing import Any
 
 from tf_strategies import errors, option_checks
-from tf_strategies.cluster import ClusterConfig, command_line, launcher_note
+from tf_strategies.cluster import ClusterConfig, command_line
 from tf_strategies.cluster import job as job_lib
 from tf_strategies.launch import output
 
@@ -68,14 +68,14 @@ def launch(
 
   Returns:
     The results of chief and workers, in this order. Workers that serve a chief
-    beside parameter servers return nothing. A worker that an elastic job lost
-    returns None.
+    beside parameter servers return nothing. The result is None of a worker that an
+    elastic job lost, or that ended its process by `os._exit(0)`.
 
   Raises:
     UnsupportedOptionError: an unknown flag or a wrong value of one, no function,
       or one that cannot be sent.
-    WorkerUnavailableError: a worker failed, was killed, or ended its process
-      before it returned; caused by what the function raised there, if it raised.
+    WorkerUnavailableError: a worker failed or was killed; caused by what the function
+      raised there, if it raised.
 
   Example:
 
@@ -124,7 +124,7 @@ def _call(
   runner = ['tf_strategies.launch.functions', str(directory)]
   launcher = [*python, 'tf_strategies', 'launch', *words]
   command = [*launcher, '--', *python, *runner]
-  status, tail, is_elastic = _run(command)
+  status, tail = _run(command)
   if status == _REFUSED and tail.rpartition('\n')[2].startswith(_USAGE):
     # The lines of tasks begin with their names: it is the launcher that ends so.
     _, _, refusal = tail.rpartition('tfs launch: ')
@@ -138,13 +138,6 @@ def _call(
   # Workers beside parameter servers only serve.
   count = sum(counts.all_counts[name] for name in counts.training_types)
   paths = [directory / f'{place}.result' for place in range(count)]
-  missing = [path.stem for path in paths if not path.exists()]
-  if missing and not is_elastic:
-    raise errors.WorkerUnavailableError(
-      f'Expected a result of {function!r} from {count} ranks, got none from '
-      f'rank {", ".join(missing)}. Fix: return, or raise sys.exit(0), instead '
-      'of os._exit(0).'
-    )
   return [_read(path) if path.exists() else None for path in paths]
 
 
@@ -197,43 +190,38 @@ def _main_script() -> dict[str, str]:
   return {'init_main_from_path': path}
 
 
-def _run(words: Sequence[str]) -> tuple[int, str, bool]:
-  """Runs the launcher, which ends when nobody reads its output any more.
+def _run(words: Sequence[str]) -> tuple[int, str]:
+  """Returns the launcher's status and its last lines.
 
-  Returns:
-    Its status, its last lines, and whether the job was elastic.
+  It ends when nobody reads its output any more.
   """
-  environment = command_line.module_environment()
   tail: collections.deque[str] = collections.deque(maxlen=output.TAIL_LINES)
   interrupt: KeyboardInterrupt | None = None
-  with launcher_note.Note() as note:
-    environment[launcher_note.VARIABLE] = note.variable('launcher')
-    # In a session of its own: Ctrl-C reaches it through this process only.
-    with subprocess.Popen(
-      words,
-      env=environment,
-      stdin=subprocess.DEVNULL,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,
-    ) as launcher:
-      while True:
-        try:
-          for line in launcher.stdout:
-            text = line.decode('utf-8', 'replace')
-            # Not the descriptor: the stdout of a notebook is an object of Python's.
-            sys.stdout.write(_writable(text))
-            sys.stdout.flush()
-            tail.append(text.rstrip('\n'))
-          break
-        except KeyboardInterrupt as e:
-          # The launcher ends the workers; a second one kills them.
-          interrupt = e
-          launcher.send_signal(signal.SIGINT)
-    is_elastic = any(word != launcher_note.FIXED for word, _ in note.read())
+  # In a session of its own: Ctrl-C reaches it through this process only.
+  with subprocess.Popen(
+    words,
+    env=command_line.module_environment(),
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    start_new_session=True,
+  ) as launcher:
+    while True:
+      try:
+        for line in launcher.stdout:
+          text = line.decode('utf-8', 'replace')
+          # Not the descriptor: the stdout of a notebook is an object of Python's.
+          sys.stdout.write(_writable(text))
+          sys.stdout.flush()
+          tail.append(text.rstrip('\n'))
+        break
+      except KeyboardInterrupt as e:
+        # The launcher ends the workers; a second one kills them.
+        interrupt = e
+        launcher.send_signal(signal.SIGINT)
   if interrupt is not None:
     raise interrupt
-  return launcher.returncode, '\n'.join(tail), is_elastic
+  return launcher.returncode, '\n'.join(tail)
 
 
 def _writable(text: str) -> str:

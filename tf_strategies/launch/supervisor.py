@@ -14,7 +14,6 @@ others do.
 | a task fails | ends all tasks: the job has failed |
 | a task of an elastic job fails | goes on without it |
 | it fails after it has trained | goes on, but the job has failed: its results may be lost |
-| a task fails before any says whether the job is elastic | waits up to 30 s for a word |
 | the last training task ends | ends servers and evaluator |
 | a training task of an elastic job ends with 0 | ends those that train alone, after the grace period |
 | a signal arrives, or nobody reads our output | ends all tasks; a second signal kills them |
@@ -51,9 +50,6 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # With more pending output the tasks wait until somebody reads it.
 _MOST_PENDING = 1 << 20
 _POLL_MILLISECONDS = 200
-# How long a failed task may wait to hear whether the job is elastic: a process
-# needs 10 to 15 seconds before its first operation on a GPU.
-_MOST_SECONDS_OF_DOUBT = 30.0
 # Statuses of success, of a wrong command line, and of a command that cannot be run.
 # With 1, which Python gives every error, another attempt may help.
 _NEVER_RESTARTED = (0, 2, 126, 127)
@@ -155,11 +151,8 @@ class Supervisor:
     if options.rank_filter is not None:
       self._shown = tasks.filtered(specs, options.rank_filter)
     self._tasks = [self._make_task(spec) for spec in specs]
-    # What tasks have said of the job, here or on another host.
-    self._kind = ''
-    # Failures to decide on, and when they end the job.
-    self._failed: list[_Failure] = []
-    self._doubt_ends_at = math.inf
+    # Whether a task has said so, here or on another host.
+    self._is_elastic = False
     # When tasks of an elastic job that still train are ended.
     self._late_at = math.inf
     self._is_stopping = False
@@ -294,8 +287,6 @@ class Supervisor:
       self._on_over(task)
     while self._launchers and self._launchers.events and not self._is_stopping:
       self._hear(*self._launchers.events.popleft())
-    if self._failed and not self._is_stopping:
-      self._decide()
     if not self._is_stopping:
       if not self._training():
         self._on_training_over()
@@ -306,26 +297,11 @@ class Supervisor:
   def _read_note(self) -> None:
     for word, name in self._note.read():
       for task in self._tasks:
-        if task.spec.name == name and word != launcher_note.FIXED:
+        if task.spec.name == name:
           task.has_trained = word == launcher_note.TRAINED
-      if word == launcher_note.TRAINED:
-        word = launcher_note.ELASTIC
-      if self._set_kind(word):
-        self._tell('kind', word)
-
-  @property
-  def _is_elastic(self) -> bool:
-    return self._kind == launcher_note.ELASTIC
-
-  def _set_kind(self, kind: str) -> bool:
-    """Notes what a task has said of the job. Returns whether that is new."""
-    # A program may use a fixed strategy too, before it trains elastically.
-    is_new = kind != self._kind and not self._is_elastic
-    if is_new:
-      self._kind = kind
-      # `tfs.launch` gives this launcher a file of its own.
-      launcher_note.say(kind)
-    return is_new
+      if not self._is_elastic:
+        self._is_elastic = True
+        self._tell('elastic')
 
   def _on_over(self, task: _Task) -> None:
     """Handles the end of an attempt. No process is left: its ports are free."""
@@ -360,7 +336,10 @@ class Supervisor:
         if is_first and self._is_elastic:
           self._late_at = time.monotonic() + self._options.grace_period
         return
-    self._failed.append(failure)
+    if self._is_elastic:
+      self._lose(failure)
+    else:
+      self._fail(self._earliest(failure))
 
   def _lose(self, failure: _Failure) -> None:
     """Goes on without a task, or another host, of an elastic job."""
@@ -372,35 +351,10 @@ class Supervisor:
     if failure.task and failure.task.has_trained:
       self._first = self._first or failure
 
-  def _earliest(self) -> _Failure:
+  def _earliest(self, failure: _Failure) -> _Failure:
     # Processes of one that failed before may be about to end.
     ending = [_failure_of(t) for t in self._running() if t.process.status]
-    return min([*self._failed, *ending], key=lambda failure: failure.at)
-
-  def _decide(self) -> None:
-    """Follows failures; they wait until a task says whether the job is elastic."""
-    may_be_elastic = (
-      self._training()
-      and not self._has_ended_well
-      and not any(t.spec.type == 'ps' for t in self._tasks)
-    )
-    now = time.monotonic()
-    if self._is_elastic:
-      for failure in self._failed:
-        self._lose(failure)
-    elif self._kind or not may_be_elastic or now >= self._doubt_ends_at:
-      self._fail(self._earliest())
-    else:
-      if self._doubt_ends_at == math.inf:
-        seconds = min(3 * self._options.grace_period, _MOST_SECONDS_OF_DOUBT)
-        self._doubt_ends_at = now + seconds
-        first = self._earliest()
-        self._say(
-          f'{first.shown} failed: {first.why}. Waiting up to {seconds:g} s to '
-          'hear whether the job is elastic.'
-        )
-      return
-    self._failed, self._doubt_ends_at = [], math.inf
+    return min([failure, *ending], key=lambda failure: failure.at)
 
   def _on_training_over(self) -> None:
     """Ends servers and evaluator."""
@@ -429,21 +383,20 @@ class Supervisor:
 
     Args:
       node: number of the host.
-      what: 'kind' (what tasks have said of the job), 'end' of a task that is not
+      what: 'elastic' (as a task has said of the job), 'end' of a task that is not
         started again, 'signal' that ends the job, or 'lost', the host's last event.
-      *said: the kind; name, status and `has_trained` of the task; the signal.
+      *said: name, status and `has_trained` of the task; the signal.
     """
     shown = self._node(node)
-    if what == 'kind':
-      self._set_kind(*said)
+    if what == 'elastic':
+      self._is_elastic = True
     elif what == 'end':
       name, status, has_trained = said
       [task] = [t for t in self._tasks if t.spec.name == name]
       task.has_trained = has_trained
       self._on_end(_Failure(task.shown, status, task))
     elif what == 'signal':
-      failure = _Failure(shown, -said[0])
-      self._fail(self._earliest() if self._failed else failure)
+      self._fail(_Failure(shown, -said[0]))
     else:
       theirs = [t for t in self._tasks if t.spec.node == node]
       left = [t for t in theirs if t.status is None]
@@ -474,8 +427,6 @@ class Supervisor:
     # for something else. Ctrl-C ends all.
     if number == signal.SIGINT or not self._is_elastic:
       self._tell('signal', number)
-    if self._failed:
-      self._first = self._earliest()
     self._say(
       f'{signal.Signals(number).name}: ending all tasks (after '
       f'{self._options.grace_period:g} s SIGKILL).'

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_strategies import _tf_internal, cross_device, errors, option_checks
 from tf_strategies import cluster as cluster_lib
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.cluster import launcher_note, reachability
+from tf_strategies.cluster import reachability
 from tf_strategies.cross_device import links
 from tf_strategies.strategies.multi_worker import options as options_lib
 from tf_strategies.strategies.multi_worker import runtime_communicator, strategy
@@ -66,7 +66,6 @@ class MultiWorkerCollectiveStrategy(strategy.MultiWorkerStrategy):
     # Checked before this worker waits for the others.
     _communication(options, ['GPU:0'])
     if len(addresses) > 1:
-      launcher_note.say(launcher_note.FIXED)
       _start_runtime(rank, addresses, options.start_timeout_seconds)
     devices = strategy.resolve_devices(devices)
     communication = _communication(options, devices)

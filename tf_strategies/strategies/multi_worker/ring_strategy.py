@@ -10,7 +10,6 @@ import tensorflow as tf
 from tf_strategies import cluster as cluster_lib
 from tf_strategies import cross_device, option_checks, process_group
 from tf_strategies.cluster import config as config_lib
-from tf_strategies.cluster import launcher_note
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.process_group import reductions
 from tf_strategies.strategies.mirrored import sharded_state
@@ -147,7 +146,6 @@ def _form_group(cluster, options, opened):
       options.link == 'auto' and cluster is None and workers_lib.is_of_mpi()
     )
   resolver = None if is_mpi else strategy.resolver_of(cluster)
-  launcher_note.say(launcher_note.FIXED)
   if is_mpi:
     group = process_group.form_mpi_group(options.group)
   else:
