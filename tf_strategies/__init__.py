@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # For readers and tools; see `_public`.
   from tf_strategies import monitoring as monitoring
   from tf_strategies import process_group as process_group
   from tf_strategies._public import *
-  from tf_strategies.launch.functions import launch
 
 # Each is loaded separately; some do not need TensorFlow.
 _PACKAGES = (
@@ -32,7 +31,6 @@ _PACKAGES = (
   'data',
   'errors',
   'keras',
-  'launch',
   'monitoring',
   'process_group',
 )

@@ -17,7 +17,6 @@ tfs.MonitorCallback(time_line='run.json')  # wrong
 tfs.elastic.run(lambda job: job.no_such_method())  # wrong
 tfs.elastic.run(4)  # wrong
 tfs.elastic.run(lambda job: job.fit(None, None, 1, 1, shufle=1))  # wrong
-tfs.launch(print, args=3)  # wrong
 tfs.ScheduledAllReduce('tree', rot=1)  # wrong
 tfs.data.PipelineOptions(global_batch_size='64')  # wrong
 tfs.data.make_data_set  # wrong  # noqa: B018

@@ -8,7 +8,6 @@ from absl.testing import absltest
 
 import tf_strategies as tfs
 from tf_strategies import errors
-from tf_strategies.launch import functions
 from tools.pages import hooks
 
 # Public callables that accept any keyword, and the reason.
@@ -23,7 +22,6 @@ _OPEN = {
 
 def _public_objects():
   """Yields the documented objects with their last name."""
-  yield 'launch', functions.launch
   for room in hooks._ROOMS:
     for path in hooks.public_names(room):
       value = pkgutil.resolve_name(path)
@@ -104,7 +102,7 @@ class SignaturesTest(absltest.TestCase):
     objects = list(_public_objects())
     names = {name for name, _ in objects}
     self.assertContainsSubset(
-      {'launch', 'run', 'Job', 'MonitorCallback', 'TFRecords', 'Error'}, names
+      {'run', 'Job', 'MonitorCallback', 'TFRecords', 'Error'}, names
     )
     self.assertEqual(_open_names(objects), set(_OPEN))
 

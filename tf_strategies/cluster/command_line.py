@@ -10,8 +10,6 @@ Example:
   2
 """
 
-import os
-import pathlib
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +18,6 @@ from absl import flags
 
 from tf_strategies import errors, option_checks
 
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _INTERRUPTED = 128 + signal.SIGINT
 _DEFINE = {
   bool: flags.DEFINE_bool,
@@ -79,12 +76,6 @@ def main(
     usage = f'{program} [flags] -- command [arguments]'
     print(f'{program}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
     return 2
-
-
-def module_environment() -> dict[str, str]:
-  """Returns an environment in which `python -m` finds the modules of this package."""
-  path = [os.environ.get('PYTHONPATH', ''), str(_PACKAGE.parent)]
-  return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, path))}
 
 
 def _meant(error: Exception, values: flags.FlagValues) -> str:

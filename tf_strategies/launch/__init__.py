@@ -3,7 +3,6 @@
 `tasks` plans, `supervisor` runs, `process` is one attempt at a task, `reaper`
 is the program around it that leaves no orphan, `output` prefixes the lines. `nodes`
 connects the launchers of several hosts.
-`tfs.launch(function)` calls a function on workers (`functions`).
 
 Example:
 
@@ -15,29 +14,6 @@ Example:
   ['worker 0', 'worker 1']
 """
 
-import sys
-import types
-
 from tf_strategies.launch.command import main
 
 __all__ = ['main']
-
-
-class _CallableModule(types.ModuleType):
-  """Makes `tfs.launch`, which is this package, callable."""
-
-  def __call__(self, *args, **options):
-    import inspect
-
-    from tf_strategies import option_checks
-    from tf_strategies.launch import functions
-
-    known = inspect.signature(functions.launch).parameters
-    option_checks.check_names('tfs.launch', options, known)
-    return functions.launch(*args, **options)
-
-  def __dir__(self):
-    return __all__
-
-
-sys.modules[__name__].__class__ = _CallableModule
