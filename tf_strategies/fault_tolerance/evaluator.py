@@ -87,6 +87,9 @@ class SidecarEvaluator:
     if idle_timeout_seconds is not None:
       option_checks.check_seconds('idle_timeout_seconds', idle_timeout_seconds)
     _check_data(data, steps)
+    option_checks.check_local_path(
+      'checkpoint_dir', checkpoint_dir, 'pass the directory that is written'
+    )
     option_checks.check(
       isinstance(callbacks, list | tuple)
       and all(isinstance(c, keras.callbacks.Callback) for c in callbacks),
