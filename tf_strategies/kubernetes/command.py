@@ -55,7 +55,7 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
   names = [field.name for field in dataclasses.fields(options_lib.Options)]
   options = options_lib.Options(**{name: values[name].value for name in names})
   documents = manifests.documents(values.kind, options, command)
-  if values.secret_name is None:
+  if not values.secret_name:
     sys.stdout.write(_SECRET_NOTE)
   yaml.safe_dump_all(
     documents, sys.stdout, sort_keys=False, explicit_start=True

@@ -94,7 +94,7 @@ def documents(
   if kind == 'trainjob':
     values['jobset_spec'] = _fill(templates['jobset'], values)['spec']
     names = ['training_runtime', 'trainjob']
-  if options.secret_name is None:
+  if not options.secret_name:
     names.insert(0, 'secret')
   return [_fill(templates[name], values) for name in names]
 

@@ -1,19 +1,13 @@
 """What a manifest is made of, checked before anything is written."""
 
 import dataclasses
-import re
 from typing import Any
 
 from tf_strategies import option_checks
 from tf_strategies.cluster import checks
 from tf_strategies.cluster import job as job_lib
 
-_DNS_LABEL = re.compile(r'[a-z]([-a-z0-9]*[a-z0-9])?')
 _LONGEST_LABEL = 63
-_DNS_SUBDOMAIN = re.compile(
-  r'[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*'
-)
-_LONGEST_SUBDOMAIN = 253
 # What Kubernetes adds to a pod's name.
 _RANDOM_ENDING = '-abcde'
 
@@ -26,9 +20,11 @@ def _option(help: str, default: Any = dataclasses.MISSING) -> Any:
 class Options:
   """A job on Kubernetes; the fields are the flags of the command.
 
+  Kubernetes itself checks names when it gets a manifest.
+
   Raises:
-    UnsupportedOptionError: Kubernetes or the job's controller would refuse it,
-      or take it for something else.
+    UnsupportedOptionError: no job has such a number, or the job's controller would
+      fail later.
 
   Example:
 
@@ -78,15 +74,6 @@ class Options:
       f'at most {checks.MAX_TASKS}',
       'pass smaller --num_workers and --num_ps',
     )
-    # Services are named after it.
-    is_label = isinstance(self.name, str) and _DNS_LABEL.fullmatch(self.name)
-    option_checks.check(
-      is_label and len(self.name) <= _LONGEST_LABEL,
-      f'--name={self.name}',
-      f"at most {_LONGEST_LABEL} lower-case letters, digits and '-', with a "
-      "letter first and no '-' last (DNS-1035)",
-      'pass a name such as --name=mnist-2',
-    )
     # As a JobSet names pods.
     pods = (f'{self.name}-{t}-0-{n - 1}' for t, n in counts.items() if n)
     longest = max(map(len, pods)) + len(_RANDOM_ENDING)
@@ -96,16 +83,6 @@ class Options:
       f'names of pods of at most {_LONGEST_LABEL} letters',
       f'pass a name that is {longest - _LONGEST_LABEL} letters shorter',
     )
-    for flag in ('checkpoint_pvc', 'secret_name'):
-      name = getattr(self, flag)
-      option_checks.check(
-        name is None
-        or (len(name) <= _LONGEST_SUBDOMAIN and _DNS_SUBDOMAIN.fullmatch(name)),
-        f'--{flag}={name}',
-        "lower-case letters, digits, '-' and '.', with a letter or a digit at "
-        'both ends',
-        'pass the name that kubectl shows',
-      )
 
   @property
   def job(self) -> job_lib.TaskCounts:
