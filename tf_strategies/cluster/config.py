@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import types
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -51,17 +50,13 @@ class ClusterConfig:
       tf_config.Parts(self.jobs, self.task_type, self.task_index)
     )
     ordered = {job: jobs[job] for job in checks.JOB_TYPES if job in jobs}
-    object.__setattr__(self, 'jobs', types.MappingProxyType(ordered))
+    object.__setattr__(self, 'jobs', ordered)
     object.__setattr__(self, 'task_type', task_type)
     object.__setattr__(self, 'task_index', task_index)
 
   def __hash__(self):
-    # A mapping proxy has no hash before Python 3.12.
+    # A dict has no hash.
     return hash(self.to_tf_config())
-
-  def __reduce__(self):
-    # A mapping proxy cannot be pickled.
-    return type(self), (dict(self.jobs), self.task_type, self.task_index)
 
   @classmethod
   def from_env(
@@ -118,7 +113,7 @@ class ClusterConfig:
   def to_tf_config(self) -> str:
     """Returns this description as the text of a TF_CONFIG: one line of JSON."""
     task = {'type': self.task_type, 'index': self.task_index}
-    return json.dumps({'cluster': dict(self.jobs), 'task': task})
+    return json.dumps({'cluster': self.jobs, 'task': task})
 
   @property
   def address(self) -> str | None:
