@@ -27,7 +27,7 @@ _BUDGETS = {
   'tf_strategies/cluster': 6_660,
   'tf_strategies/collectives': 4_460,
   'tf_strategies/cross_device': 5_340,
-  'tf_strategies/data': 4_100,
+  'tf_strategies/data': 4_160,
   'tf_strategies/fault_tolerance': 11_040,
   'tf_strategies/keras': 11_200,
   'tf_strategies/kubernetes': 1_600,
