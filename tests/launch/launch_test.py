@@ -25,7 +25,7 @@ while not os.path.exists(os.path.join(directory, 'end')):
       self.assertEqual(secret, other)
       above = psutil.Process(launcher.process.pid)
       below = above.children(recursive=True)
-      self.assertLen(below, 3)  # The guard, and the tasks.
+      self.assertLen(below, 4)
       for process in (above, *below):
         self.assertNotIn(secret, ' '.join(process.cmdline()))
       (launcher.directory / 'end').touch()

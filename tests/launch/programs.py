@@ -127,9 +127,9 @@ class Launcher(processes.Command):
     """Returns the noted processes that still run."""
     return [pid for pid in self.pids() if is_running(pid)]
 
-  def children(self) -> list[int]:
-    """The launcher's children: its guard and its tasks."""
-    return [p.pid for p in psutil.Process(self.process.pid).children()]
+  def reapers(self) -> list[psutil.Process]:
+    """The launcher's children."""
+    return psutil.Process(self.process.pid).children()
 
 
 def launchers(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from absl.testing import absltest, parameterized
 
@@ -78,16 +79,15 @@ finally:
     )
 
   def test_the_first_is_named_though_both_are_heard_of_at_once(self):
-    # As a worker that has lost the other one.
-    code = 'signal.signal(signal.SIGUSR1, lambda *_: sys.exit(143))\n' + _SLEEP
-    launcher = self._launch(code, '--num_workers=2')
+    launcher = self._launch(_SLEEP, '--num_workers=2')
     launcher.wait_for_notes('ready', 2)
     pids = launcher.notes('pid')
     launcher.process.send_signal(signal.SIGSTOP)
-    for index, number in ((1, signal.SIGABRT), (0, signal.SIGUSR1)):
+    for index, number in ((1, signal.SIGABRT), (0, signal.SIGBUS)):
       pid = pids[f'worker_{index}-0']
       os.kill(pid, number)
-      launcher.wait_until(lambda pid=pid: not programs.is_running(pid))
+      # Its reaper has noticed when it has reaped it.
+      launcher.wait_until(lambda pid=pid: not psutil.pid_exists(pid))
     launcher.process.send_signal(signal.SIGCONT)
     self.assertEqual(launcher.wait(), 128 + signal.SIGABRT)
     self.assertIn('worker 1 failed first', launcher.stderr())
@@ -350,25 +350,35 @@ class KilledTest(_JobTest):
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
     launcher.wait_for_notes('ready', 2)
-    children = launcher.children()
-    self.assertLen(children, 3)
+    reapers = [reaper.pid for reaper in launcher.reapers()]
+    self.assertLen(reapers, 2)
     self.assertLen(launcher.alive(), 4)
     launcher.process.kill()
     self.assertEqual(launcher.wait(), -signal.SIGKILL)
     launcher.wait_until(lambda: not launcher.alive())
-    launcher.wait_until(lambda: not any(map(programs.is_running, children)))
+    launcher.wait_until(lambda: not any(map(programs.is_running, reapers)))
 
   def test_launcher_that_is_killed_while_it_starts_tasks_leaves_nothing(self):
     launcher = self._launch(
       _IGNORE + _SLEEP, '--num_workers=4', '--grace_period=0.3'
     )
     launcher.wait_for_notes('pid', 1)
-    # Also those that had no time to note anything.
+    # Also those that had no time to note anything, and their reapers.
     script = str(launcher.directory / 'task.py')
     self.assertNotEmpty(programs.with_argument(script))
     launcher.process.kill()
     launcher.wait()
     launcher.wait_until(lambda: not programs.with_argument(script))
+
+  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
+  def test_reaper_that_is_killed_takes_its_task_along(self):
+    code = _IGNORE + _SLEEP
+    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
+    launcher.wait_for_notes('ready', 2)
+    launcher.reapers()[1].kill()
+    self.assertEqual(launcher.wait(), 137)
+    self.assertLen(launcher.pids(), 2)
+    self.assertEmpty(launcher.alive())
 
 
 class OutputTest(_JobTest):

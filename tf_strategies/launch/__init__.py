@@ -1,7 +1,7 @@
 """Starts all tasks of a job, on this host or on several: `tfs launch`.
 
-`tasks` plans, `supervisor` runs, `process` is one attempt at a task, `guard` is the
-program that ends tasks whose launcher was killed, `output` prefixes the lines. `nodes`
+`tasks` plans, `supervisor` runs, `process` is one attempt at a task, `reaper`
+is the program around it that leaves no orphan, `output` prefixes the lines. `nodes`
 connects the launchers of several hosts.
 
 Example:

@@ -1,6 +1,6 @@
 """Runs the tasks of a host until the job is over, and leaves none behind.
 
-One thread polls the output of tasks, their ends, signals, the reader of our own
+One thread polls the output of tasks, their reapers, signals, the reader of our own
 output, the launchers of other hosts and the clock. It never blocks on one of them.
 
 With several hosts each launcher hears of the end of every task, and decides as the
@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 
 from tf_strategies import errors, option_checks
 from tf_strategies.cluster import exit_codes, launcher_note
-from tf_strategies.launch import output, process, tasks
+from tf_strategies.launch import output, process, reaper, tasks
 
 if TYPE_CHECKING:
   from tf_strategies.launch import nodes
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # With more pending output the tasks wait until somebody reads it.
 _MOST_PENDING = 1 << 20
-_POLL_MILLISECONDS = 50
+_POLL_MILLISECONDS = 200
 # Statuses of success, of a wrong command line, and of a command that cannot be run.
 # With 1, which Python gives every error, another attempt may help.
 _NEVER_RESTARTED = (0, 2, 126, 127)
@@ -105,59 +105,24 @@ class _Failure:
     shown: name in messages, with the host: 'worker 1', or 'node 1 (host)'.
     status: as of `_Task`.
     task: the task, if it is one.
-    at: when that was noticed, in seconds of the monotonic clock.
+    at: time by the clock of reapers, in nanoseconds.
     why: how it ended, in words.
   """
 
   shown: str
   status: int
   task: _Task | None = None
-  at: float = dataclasses.field(default_factory=time.monotonic)
+  at: int = dataclasses.field(default_factory=time.monotonic_ns)
   why: str = ''
 
   def __post_init__(self):
     self.why = self.why or output.ending(self.status)
-
-  def place(self) -> tuple[float, bool]:
-    """Returns a key by which the first failure is the smallest."""
-    # Of two that are noticed at once, one that lost the other was not the first.
-    return self.at, self.status == exit_codes.RESTARTABLE_EXIT_CODE
 
 
 def _failure_of(task: _Task) -> _Failure:
   """Returns the failure of a task of this host, whose command has ended."""
   process = task.process
   return _Failure(task.shown, process.status, task, process.ended_at)
-
-
-class Inbox:
-  """From here on, in the main thread, some signals only arrive in a pipe.
-
-  SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
-  """
-
-  def __init__(self):
-    self._read_end, write_end = os.pipe()
-    for end in (self._read_end, write_end):
-      os.set_blocking(end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    # That of a task that ends wakes the poll, and says nothing else.
-    for number in (*_FORWARDED, signal.SIGCHLD):
-      if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):
-        # The wakeup pipe is the message; the handler is there because
-        # Python fills the pipe for handled signals only.
-        signal.signal(number, lambda *_: None)
-
-  def fileno(self) -> int:
-    """Returns a descriptor that is readable when a signal has arrived."""
-    return self._read_end
-
-  def read(self) -> list[int]:
-    """Returns the signals since the last call, in their order."""
-    try:
-      return [n for n in os.read(self._read_end, 512) if n in _FORWARDED]
-    except BlockingIOError:
-      return []
 
 
 class Supervisor:
@@ -207,13 +172,8 @@ class Supervisor:
     Raises:
       OSError: no process can be started; those that were are ended.
     """
-    process.adopt_orphans()
-    self._inbox = Inbox()
-    # If an error ends this context, the guard ends the tasks.
-    with (
-      launcher_note.Note() as self._note,
-      process.start_guard(self._options.grace_period) as self._guard,
-    ):
+    self._inbox = reaper.Inbox(_FORWARDED)
+    with launcher_note.Note() as self._note:
       try:
         for task in self._own():
           self._start(task)
@@ -226,7 +186,10 @@ class Supervisor:
           if self._inbox.read():
             break  # Our reader does not read.
       finally:
+        # Without its channel a reaper ends its task: none outlives an error.
         for task in self._own():
+          if task.process is not None:
+            task.process.close()
           task.lines.close()
     status = self._first.status if self._first else -(self._signal or 0)
     return status if status >= 0 else 128 - status
@@ -262,7 +225,6 @@ class Supervisor:
       list(task.spec.command),
       {**environment, launcher_note.VARIABLE: note},
       self._options.grace_period,
-      self._guard,
       task.lines,
     )
 
@@ -301,6 +263,8 @@ class Supervisor:
         reactions[sink.fd] = sink.flush_some
     for task in self._running():
       running = task.process
+      poller.register(running.channel_fd, select.POLLIN)
+      reactions[running.channel_fd] = running.read_channel
       if running.output_fd is not None and self._out.pending < _MOST_PENDING:
         poller.register(running.output_fd, select.POLLIN)
         reactions[running.output_fd] = running.read_output
@@ -313,14 +277,11 @@ class Supervisor:
       self._on_signal(number)
     if self._signal is None and not output.is_read(self._out.fd):
       self._on_signal(signal.SIGPIPE)
-    now = time.monotonic()
-    for task in self._running():
-      task.process.follow(now)
-    # Afterwards: a task may have said something right before its end.
     self._read_note()
-    over = [_failure_of(t) for t in self._running() if t.process.is_gone]
-    for failure in sorted(over, key=_Failure.place):
-      self._on_over(failure)
+    over = [task for task in self._running() if task.process.is_gone]
+    # The reapers' clock tells who was first, whatever the order of hearing.
+    for task in sorted(over, key=lambda task: task.process.ended_at):
+      self._on_over(task)
     while self._launchers and self._launchers.events and not self._is_stopping:
       self._hear(*self._launchers.events.popleft())
     if not self._is_stopping:
@@ -339,9 +300,9 @@ class Supervisor:
         self._is_elastic = True
         self._tell('elastic')
 
-  def _on_over(self, failure: _Failure) -> None:
+  def _on_over(self, task: _Task) -> None:
     """Handles the end of an attempt. No process is left: its ports are free."""
-    task = failure.task
+    failure = _failure_of(task)
     is_late = task.spec.is_training and self._has_ended_well
     if self._is_stopping:
       task.status = failure.status
@@ -390,7 +351,7 @@ class Supervisor:
   def _earliest(self, failure: _Failure) -> _Failure:
     # Processes of one that failed before may be about to end.
     ending = [_failure_of(t) for t in self._running() if t.process.status]
-    return min([failure, *ending], key=_Failure.place)
+    return min([failure, *ending], key=lambda failure: failure.at)
 
   def _on_training_over(self) -> None:
     """Ends servers and evaluator."""
@@ -471,7 +432,7 @@ class Supervisor:
     self._stop(signal.SIGTERM if number == signal.SIGPIPE else number)
 
   def _stop(self, number: int) -> None:
-    """Ends all tasks, by SIGKILL after the grace period."""
+    """Ends all tasks; their reapers see to the grace period."""
     if self._is_stopping and number == signal.SIGTERM:
       return  # A second one would end a task that is saving.
     self._is_stopping = True

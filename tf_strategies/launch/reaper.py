@@ -1,0 +1,213 @@
+"""The program around one task: when it ends, nothing of the task is left.
+
+  python -I -S reaper.py <channel> <grace period> -- <command>
+
+The launcher cannot clean up after its own SIGKILL, so each task has a reaper: a
+small process that imports nothing of ours and starts in milliseconds.
+
+- `channel` is one end of a socket pair. Each byte that arrives is the number of
+  a signal for the task's process group. After the grace period the group gets
+  SIGKILL. When the channel closes, the launcher is gone: that counts as SIGTERM.
+- The reaper reports `<status> <monotonic ns>` when the task has ended.
+- On Linux it adopts the task's orphans (PR_SET_CHILD_SUBREAPER): the first process of a
+  container may not wait for them. It ends those of the group when the task has ended.
+- If it is killed, the task is too (PR_SET_PDEATHSIG). A `preexec_fn` is safe
+  here, as the reaper has no threads; the launcher might.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_IS_LINUX = sys.platform == 'linux'
+_POLL_SECONDS = 0.05
+# A process that outlives SIGKILL for so long hangs in the kernel.
+_GIVE_UP_SECONDS = 10.0
+# Loaded here: between fork and exec nothing should be loaded.
+_LIBC = ctypes.CDLL(None) if _IS_LINUX else None
+
+
+class Inbox:
+  """From here on, in the main thread, some signals only arrive in a pipe.
+
+  SIGHUP is left alone where it is ignored: that is what `nohup` asks for.
+  """
+
+  def __init__(self, numbers):
+    self._read_end, write_end = os.pipe()
+    for end in (self._read_end, write_end):
+      os.set_blocking(end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    self._numbers = [
+      n
+      for n in numbers
+      if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN
+    ]
+    for number in self._numbers:
+      # The wakeup pipe is the message; the handler is there because
+      # Python fills the pipe for handled signals only.
+      signal.signal(number, lambda *_: None)
+
+  def fileno(self):
+    """Returns a descriptor that is readable when a signal has arrived."""
+    return self._read_end
+
+  def read(self):
+    """Returns the signals since the last call, in their order."""
+    try:
+      return [n for n in os.read(self._read_end, 512) if n in self._numbers]
+    except BlockingIOError:
+      return []
+
+
+def _prctl(option, value):
+  if _IS_LINUX:
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+class Reaper:
+  """Runs the command and reports on it; arguments as on the command line."""
+
+  def __init__(self, channel, grace_period, command):
+    self._channel = channel
+    self._grace_period = grace_period
+    self._command = command
+    self._pid = os.getpid()
+    self._group = None
+    self._is_running = False
+    self._kill_at = self._give_up_at = math.inf
+
+  def run(self):
+    """Returns when nothing of the task's process group is left."""
+    os.set_inheritable(self._channel, False)
+    os.set_blocking(self._channel, False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for number in (signal.SIGINT, signal.SIGHUP):
+      signal.signal(number, signal.SIG_IGN)
+    self._inbox = Inbox([signal.SIGCHLD, signal.SIGTERM])
+    if not self._start():
+      return
+    while self._is_running or self._is_group_left():
+      self._wait()
+      self._reap()
+      if time.monotonic() >= self._kill_at:
+        self._kill()
+      if time.monotonic() >= self._give_up_at:
+        print('A process outlives SIGKILL; it hangs in the kernel.')
+        return
+
+  def _start(self):
+    try:
+      process = subprocess.Popen(
+        self._command, preexec_fn=self._become_task, stdin=subprocess.DEVNULL
+      )
+    except (OSError, subprocess.SubprocessError) as e:
+      print(f'cannot start {self._command[0]!r}: {e}', file=sys.stderr)
+      # As a shell says of a command that it cannot find, or cannot run.
+      self._report(127 if isinstance(e, FileNotFoundError) else 126)
+      return False
+    # It is reaped here, with the orphans; Popen must not look for it.
+    process.returncode = 0
+    self._group = process.pid
+    self._is_running = True
+    return True
+
+  def _become_task(self):
+    os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != self._pid:
+      os._exit(1)
+    for number in (
+      signal.SIGCHLD,
+      signal.SIGTERM,
+      signal.SIGINT,
+      signal.SIGHUP,
+      signal.SIGQUIT,
+    ):
+      signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+  def _report(self, status):
+    if self._channel is not None:
+      with contextlib.suppress(OSError):
+        os.write(self._channel, f'{status} {time.monotonic_ns()}'.encode())
+
+  def _wait(self):
+    watched = [self._inbox]
+    if self._channel is not None:
+      watched.append(self._channel)
+    timeout = None
+    if not self._is_running:
+      timeout = _POLL_SECONDS
+    elif self._kill_at < math.inf:
+      timeout = max(0.0, self._kill_at - time.monotonic())
+    ready, _, _ = select.select(watched, [], [], timeout)
+    if signal.SIGTERM in self._inbox.read():
+      self._end_softly(signal.SIGTERM)
+    if self._channel in ready:
+      self._obey()
+
+  def _obey(self):
+    try:
+      numbers = os.read(self._channel, 512)
+    except BlockingIOError:
+      return
+    except OSError:
+      numbers = b''
+    if not numbers:
+      os.close(self._channel)
+      self._channel = None
+      numbers = bytes([signal.SIGTERM])
+    for number in numbers:
+      if number == signal.SIGKILL:
+        self._kill()
+      else:
+        self._end_softly(number)
+
+  def _reap(self):
+    """Waits for what has ended: the task, and its orphans."""
+    with contextlib.suppress(ChildProcessError):
+      while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+          return
+        if pid == self._group:
+          self._is_running = False
+          self._report(os.waitstatus_to_exitcode(status))
+          self._end_softly(signal.SIGTERM)
+
+  def _end_softly(self, number):
+    self._signal(number)
+    at = time.monotonic() + self._grace_period
+    self._kill_at = min(at, self._kill_at)
+
+  def _kill(self):
+    self._signal(signal.SIGKILL)
+    now = time.monotonic()
+    # Again soon: while one is killed another may fork.
+    self._kill_at = now + _POLL_SECONDS
+    self._give_up_at = min(self._give_up_at, now + _GIVE_UP_SECONDS)
+
+  def _signal(self, number):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(self._group, number)
+
+  def _is_group_left(self):
+    try:
+      os.killpg(self._group, 0)
+    except (ProcessLookupError, PermissionError):
+      return False
+    return True
+
+
+if __name__ == '__main__':
+  _, channel, grace_period, _, *command = sys.argv
+  Reaper(int(channel), float(grace_period), command).run()
