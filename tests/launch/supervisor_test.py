@@ -14,13 +14,13 @@ from benchmarks import processes
 from tests import tiers
 from tests.launch import programs
 
-# Another process of the task's group, which ignores SIGTERM.
+# A process that left the task's process group and ignores SIGTERM.
 _GRANDCHILD = """
 child = subprocess.Popen(
   [sys.executable, '-I', '-S', '-c',
    'import signal, sys, time; signal.signal(15, signal.SIG_IGN);'
    'print(1, flush=True); time.sleep(600)'],
-  stdout=subprocess.PIPE)
+  start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.read(1)
 note('grandchild', child.pid)
 """
@@ -372,12 +372,12 @@ class KilledTest(_JobTest):
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
   def test_reaper_that_is_killed_takes_its_task_along(self):
-    code = _IGNORE + _SLEEP
+    code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
     launcher.wait_for_notes('ready', 2)
     launcher.reapers()[1].kill()
     self.assertEqual(launcher.wait(), 137)
-    self.assertLen(launcher.pids(), 2)
+    self.assertLen(launcher.pids(), 4)
     self.assertEmpty(launcher.alive())
 
 

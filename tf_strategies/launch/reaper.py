@@ -9,10 +9,16 @@ small process that imports nothing of ours and starts in milliseconds.
   a signal for the task's process group. After the grace period the group gets
   SIGKILL. When the channel closes, the launcher is gone: that counts as SIGTERM.
 - The reaper reports `<status> <monotonic ns>` when the task has ended.
-- On Linux it adopts the task's orphans (PR_SET_CHILD_SUBREAPER): the first process of a
-  container may not wait for them. It ends those of the group when the task has ended.
+- On Linux it adopts the task's orphans (PR_SET_CHILD_SUBREAPER), also those
+  that left the process group, and ends them when the task has ended.
 - If it is killed, the task is too (PR_SET_PDEATHSIG). A `preexec_fn` is safe
   here, as the reaper has no threads; the launcher might.
+
+Example:
+
+  >>> from tf_strategies.launch import reaper
+  >>> reaper.descendants(parents={5: 4, 6: 5, 7: 1, 8: 6}, ancestor=4)
+  [5, 6, 8]
 """
 
 import contextlib
@@ -68,9 +74,47 @@ class Inbox:
       return []
 
 
+def adopt_orphans():
+  """Makes orphans below this process its children, where Linux can do that."""
+  _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def _prctl(option, value):
   if _IS_LINUX:
     _LIBC.prctl(option, value, 0, 0, 0)
+
+
+def parents_of_all():
+  """Returns the parent of each live process by pid; empty without /proc."""
+  parents = {}
+  pids = filter(str.isdigit, os.listdir('/proc')) if _IS_LINUX else ()
+  for pid in pids:
+    try:
+      with open(f'/proc/{pid}/stat', 'rb') as f:
+        stat = f.read()
+    except OSError:
+      continue
+    # The name of the program, in parentheses, may hold anything.
+    state, parent = stat[stat.rindex(b')') + 2 :].split()[:2]
+    if state not in (b'Z', b'X'):
+      parents[int(pid)] = int(parent)
+  return parents
+
+
+def descendants(parents, ancestor):
+  """Returns the pids below `ancestor`, itself excluded, in ascending order."""
+  found, more = set(), {ancestor}
+  while more:
+    found |= more
+    more = {pid for pid, parent in parents.items() if parent in found} - found
+  return sorted(found - {ancestor})
+
+
+def signal_below(ancestor, number):
+  """Sends a signal to all processes below `ancestor`, where there is a /proc."""
+  for pid in descendants(parents_of_all(), ancestor):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.kill(pid, number)
 
 
 class Reaper:
@@ -86,18 +130,17 @@ class Reaper:
     self._kill_at = self._give_up_at = math.inf
 
   def run(self):
-    """Returns when nothing of the task's process group is left."""
+    """Returns when neither the task nor anything below it is left."""
     os.set_inheritable(self._channel, False)
     os.set_blocking(self._channel, False)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     for number in (signal.SIGINT, signal.SIGHUP):
       signal.signal(number, signal.SIG_IGN)
     self._inbox = Inbox([signal.SIGCHLD, signal.SIGTERM])
     if not self._start():
       return
-    while self._is_running or self._is_group_left():
+    while self._reap() or self._is_group_left():
       self._wait()
-      self._reap()
       if time.monotonic() >= self._kill_at:
         self._kill()
       if time.monotonic() >= self._give_up_at:
@@ -173,34 +216,49 @@ class Reaper:
         self._end_softly(number)
 
   def _reap(self):
-    """Waits for what has ended: the task, and its orphans."""
-    with contextlib.suppress(ChildProcessError):
-      while True:
+    """Returns whether there are children; orphans are, once their parent is gone."""
+    while True:
+      try:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-          return
-        if pid == self._group:
-          self._is_running = False
-          self._report(os.waitstatus_to_exitcode(status))
-          self._end_softly(signal.SIGTERM)
+      except ChildProcessError:
+        return False
+      if not pid:
+        return True
+      if pid == self._group and self._is_running:
+        self._is_running = False
+        self._report(os.waitstatus_to_exitcode(status))
+        self._end_softly(signal.SIGTERM)
 
   def _end_softly(self, number):
-    self._signal(number)
+    if self._is_running:
+      self._signal_group(number)
+    else:
+      self._signal_others(number)
     at = time.monotonic() + self._grace_period
     self._kill_at = min(at, self._kill_at)
 
   def _kill(self):
-    self._signal(signal.SIGKILL)
+    if self._is_running:
+      self._signal_group(signal.SIGKILL)
+    self._signal_others(signal.SIGKILL)
     now = time.monotonic()
     # Again soon: while one is killed another may fork.
     self._kill_at = now + _POLL_SECONDS
     self._give_up_at = min(self._give_up_at, now + _GIVE_UP_SECONDS)
 
-  def _signal(self, number):
+  def _signal_group(self, number):
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(self._group, number)
 
+  def _signal_others(self, number):
+    if not _IS_LINUX:
+      self._signal_group(number)
+    signal_below(self._pid, number)
+
   def _is_group_left(self):
+    """Returns whether orphans that nobody adopts here are left in the group."""
+    if _IS_LINUX:
+      return False
     try:
       os.killpg(self._group, 0)
     except (ProcessLookupError, PermissionError):

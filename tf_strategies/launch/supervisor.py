@@ -172,6 +172,7 @@ class Supervisor:
     Raises:
       OSError: no process can be started; those that were are ended.
     """
+    reaper.adopt_orphans()
     self._inbox = reaper.Inbox(_FORWARDED)
     with launcher_note.Note() as self._note:
       try:
@@ -180,6 +181,8 @@ class Supervisor:
         while self._running() or not self._is_stopping:
           self._poll()
           self._step()
+        # Somebody may have killed a reaper.
+        reaper.signal_below(os.getpid(), signal.SIGKILL)
         self._report()
         while self._out.pending or self._err.pending:
           self._poll()
