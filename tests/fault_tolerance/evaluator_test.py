@@ -199,6 +199,16 @@ class MismatchTest(_EvaluatorTest):
     self.assert_evaluations(evaluations, training)
 
 
+class OtherFormatTest(_EvaluatorTest):
+  def test_checkpoints_of_tensorflow_are_refused(self):
+    model = _model()
+    tf.train.Checkpoint(model=model).save(f'{self.directory}/ckpt')
+    with self.assertRaisesRegex(
+      tfs.errors.UnsupportedOptionError, 'tf.train.Checkpoint.*tfs.Run'
+    ):
+      self.evaluator(idle_timeout_seconds=1).run()
+
+
 class TensorBoardTest(_EvaluatorTest):
   def test_scalars_at_the_steps_of_training(self):
     self.trained()

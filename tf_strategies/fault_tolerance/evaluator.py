@@ -123,6 +123,7 @@ class SidecarEvaluator:
     Raises:
       CheckpointMismatchError: a checkpoint belongs to another model, or was
         written without the optimizer.
+      UnsupportedOptionError: the directory has checkpoints of TensorFlow alone.
     """
     done: list[Evaluation] = []
     ends_at = time.monotonic() + self._idle_timeout_seconds
@@ -136,6 +137,7 @@ class SidecarEvaluator:
           return done
         ends_at = time.monotonic() + self._idle_timeout_seconds
         continue
+      self._check_format()
       left = ends_at - time.monotonic()
       if is_finished or left <= 0:
         why = 'training is over' if is_finished else 'there is no new one'
@@ -145,6 +147,16 @@ class SidecarEvaluator:
         )
         return done
       time.sleep(min(self._poll_seconds, left))
+
+  def _check_format(self) -> None:
+    """Raises an error where only TensorFlow saves: nothing could be evaluated."""
+    directory = self._checkpointer.directory
+    option_checks.check(
+      self._seen or not os.path.exists(os.path.join(directory, 'checkpoint')),
+      f'checkpoint_dir={directory!r} with those of tf.train.Checkpoint',
+      'checkpoints of tfs.Run or of ParameterServerStrategy',
+      'save by the callback tfs.Run(directory, model)',
+    )
 
   def _next(self) -> str | None:
     """Returns the oldest checkpoint that was not seen yet."""
