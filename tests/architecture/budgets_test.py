@@ -29,7 +29,7 @@ _BUDGETS = {
   'tf_strategies/cross_device': 5_340,
   'tf_strategies/data': 4_160,
   'tf_strategies/fault_tolerance': 11_060,
-  'tf_strategies/keras': 11_200,
+  'tf_strategies/keras': 10_950,
   'tf_strategies/kubernetes': 1_600,
   'tf_strategies/launch': 8_370,
   'tf_strategies/monitoring': 2_390,
