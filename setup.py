@@ -30,6 +30,9 @@ _URL = os.environ.get('TFS_REPOSITORY_URL', '').rstrip('/')
 # What `tfs manifests` needs.
 _MANIFESTS = ['PyYAML']
 
+# What the notebook of the examples needs.
+_NOTEBOOK = ['ipykernel', 'nbclient']
+
 # What benchmarks need to start their jobs, and to weigh them.
 _BENCHMARKS = ['psutil']
 
@@ -85,6 +88,7 @@ setuptools.setup(
     'and-cuda': [f'tensorflow[and-cuda]{_TENSORFLOW_RANGE}', _KERAS],
     'examples': _EXAMPLES,
     'manifests': _MANIFESTS,
+    'notebook': _NOTEBOOK,
     'benchmarks': _BENCHMARKS,
     # What `make docs` needs. Pinned: another release warns of other things.
     'docs': ['mkdocs-material==9.8.2', 'mkdocstrings[python]==1.0.8'],
@@ -93,6 +97,7 @@ setuptools.setup(
     'dev': [
       *_EXAMPLES,
       *_MANIFESTS,
+      *_NOTEBOOK,
       *_BENCHMARKS,
       'build',
       'hypothesis',
