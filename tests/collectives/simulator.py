@@ -31,7 +31,6 @@ class Simulation:
 def simulate(
   schedule: schedule_lib.Schedule,
   inputs: Sequence[np.ndarray],
-  op: str = 'sum',
 ) -> Simulation:
   """Runs any schedule, right or wrong, on one array for each rank.
 
@@ -50,7 +49,6 @@ def simulate(
     schedule: the schedule.
     inputs: one numeric array for each rank, all of one shape (any, also 0-d
       and empty) and one dtype. They are not changed.
-    op: a name in `reductions.REDUCTIONS`.
 
   Returns:
     A Simulation. O(T L / C) for T transfers and a buffer of L in C chunks.
@@ -83,6 +81,6 @@ def simulate(
         (own if r == dst else sent[r, chunk]).astype(sum_dtype)
         for r in schedule_lib.rank_order(dst, transfers)
       ]
-      own[:] = functools.reduce(reductions.REDUCTIONS[op], terms)
+      own[:] = functools.reduce(np.add, terms)
   outputs = [value.reshape(shape) for value in values]
   return Simulation(outputs, dict(sorted(moved.items())))

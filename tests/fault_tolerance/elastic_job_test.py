@@ -85,12 +85,12 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     tasks = [mock.Mock(rank=i, progress=state.order + i) for i in range(2)]
     group = mock.Mock(rank=0, members=tasks)
 
-    def exchange(tag, payload):
-      answer = json.loads(payload)
+    def exchange(tag, value):
+      answer = value
       if tag == 'elastic/state':
-        answer |= {'position': [2, 3], 'iterations': 9}
+        answer = {**value, 'position': [2, 3], 'iterations': 9}
         answer['steps'] = state.num_steps + 6
-      return [payload, json.dumps(answer).encode()]
+      return [value, answer]
 
     def broadcast(array, root, name):
       is_count = name == f'elastic/variables/{iterations}'

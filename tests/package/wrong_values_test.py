@@ -41,8 +41,6 @@ _CALLS = {
   tfs.CollectiveOptions: {},
   tfs.ElasticOptions: {},
   process_group.GroupOptions: {},
-  process_group.Rendezvous: {'addresses': {0: '127.0.0.1:0'}, 'task': 0},
-  process_group.form_mpi_group: {},
   data.PipelineOptions: {'global_batch_size': 4},
   data.Arrays: {'components': np.ones([4])},
   data.Files: {

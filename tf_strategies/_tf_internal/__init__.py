@@ -226,7 +226,7 @@ class CollectiveLaunchers:
 
 
 def collective_all_reduce(
-  launcher, tensor, merge_op, hint, timeout_seconds, max_subdivs_per_device
+  launcher, tensor, hint, timeout_seconds, max_subdivs_per_device
 ):
   """Runs one device's part of an all-reduce by TensorFlow's collective runtime."""
   # pylint: disable=protected-access
@@ -235,7 +235,7 @@ def collective_all_reduce(
     launcher._group_size,
     launcher._group_key,
     _instance_key(launcher),
-    merge_op=merge_op,
+    merge_op='Add',
     communication_hint=hint,
     timeout=timeout_seconds,
     ordering_token=launcher._get_ordering_token(),

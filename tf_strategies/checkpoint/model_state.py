@@ -319,7 +319,7 @@ class VariableAccess:
     if self.workers is None:
       return array
     tensor = tf.zeros(shape, dtype) if array is None else tf.constant(array)
-    return self.workers.broadcast(tensor, 0, 'checkpoint/parts').numpy()
+    return self.workers.broadcast(tensor, 'checkpoint/parts').numpy()
 
   def _write_parts(self, variable, array) -> None:
     parts = self._parts(variable)

@@ -76,19 +76,20 @@ def check_alone(strategy: str) -> None:
 
 
 def agree(
-  exchange: Callable[[str, bytes], Sequence[bytes]], value: Any, what: str
+  exchange: Callable[[str, str], Sequence[str]], value: Any, what: str
 ) -> None:
   """Raises CollectiveMismatchError unless all workers have the same value.
 
   Args:
-    exchange: function that brings a few bytes of each worker to all, by a tag.
+    exchange: function that brings a text of each worker to all, by a tag.
     value: a value that JSON can hold.
     what: description of the value.
   """
   text = json.dumps(value, sort_keys=True)
-  answers = exchange(f'agree/{what}', text.encode())
-  fix = 'start all workers with the same program and settings'
-  check_same([answer.decode() for answer in answers], what, fix)
+  answers = exchange(f'agree/{what}', text)
+  check_same(
+    answers, what, 'start all workers with the same program and settings'
+  )
 
 
 def check_same(answers: Sequence[Any], what: str, fix: str) -> None:

@@ -1,7 +1,5 @@
 """Gradients to buckets: fewer, larger messages that start early."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 

@@ -7,12 +7,10 @@ group, such as a host, share its link to the other groups: there the bytes
 of all of them count.
 """
 
-from __future__ import annotations
-
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tf_strategies.collectives import algorithms
 from tf_strategies.collectives import schedule as schedule_lib
@@ -32,8 +30,7 @@ CANDIDATES = (
 _TIE = 1e-9
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
   """The cost of one message.
 
   Example:
@@ -54,8 +51,7 @@ class Link:
     return self.alpha_seconds + num_bytes * self.beta_seconds_per_byte
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
   """The groups of near ranks, and the costs of their links.
 
   Example:
@@ -149,19 +145,17 @@ def choose(
   Returns:
     The cheapest schedule. O(T) for the T transfers of all candidates.
   """
-  schedules = [_candidate(name, topology) for name in candidates]
+  world_size, group_size = topology.world_size, topology.group_size
+  schedules = []
+  for name in candidates:
+    if name == 'hierarchical' and group_size and world_size % group_size == 0:
+      name = f'hierarchical({group_size})'
+    schedules.append(algorithms.build(name, world_size))
   costs = [cost(s, num_bytes, topology) for s in schedules]
   good_enough = min(costs) * (1 + _TIE)
   return next(
     s for s, t in zip(schedules, costs, strict=True) if t <= good_enough
   )
-
-
-def _candidate(name: str, topology: Topology) -> schedule_lib.Schedule:
-  world_size, group_size = topology.world_size, topology.group_size
-  if name == 'hierarchical' and group_size and world_size % group_size == 0:
-    name = f'hierarchical({group_size})'
-  return algorithms.build(name, world_size)
 
 
 def _round_seconds(
@@ -170,22 +164,17 @@ def _round_seconds(
   topology: Topology,
 ) -> float:
   messages: collections.Counter = collections.Counter()
-  sends: collections.Counter = collections.Counter()
-  receives: collections.Counter = collections.Counter()
   for t in transfers:
     messages[t.src, t.dst] += sizes[t.chunk]
-  shared: collections.Counter = collections.Counter()
-  latencies: dict[tuple[bool, int], float] = {}
-  for (src, dst), num_bytes in messages.items():
-    link = topology.link(src, dst)
-    seconds = link.seconds(num_bytes)
-    sends[src] += seconds
-    receives[dst] += seconds
-    if not topology.is_near(src, dst):
-      for end in ((True, src), (False, dst)):
-        group = end[0], end[1] // topology.group_size
-        shared[group] += seconds - link.alpha_seconds
-        # Ranks wait for their messages at the same time.
-        latencies[group] = max(latencies.get(group, 0.0), link.alpha_seconds)
-  busy = [seconds + latencies[group] for group, seconds in shared.items()]
-  return max([*sends.values(), *receives.values(), *busy], default=0.0)
+  # The seconds of each rank, and the bytes that cross the link of each group.
+  ranks: collections.Counter = collections.Counter()
+  groups: collections.Counter = collections.Counter()
+  for ends, num_bytes in messages.items():
+    seconds = topology.link(*ends).seconds(num_bytes)
+    for is_receiver, rank in enumerate(ends):
+      ranks[is_receiver, rank] += seconds
+      if not topology.is_near(*ends):
+        groups[is_receiver, rank // topology.group_size] += num_bytes
+  # Ranks of a group wait for the latency of their messages at the same time.
+  shared = [topology.inter.seconds(n) for n in groups.values()]
+  return max([*ranks.values(), *shared], default=0.0)

@@ -5,18 +5,14 @@ Whole tensors cost no copy, but may leave the chunks unequal: a plan cuts only
 those that would.
 """
 
-from __future__ import annotations
-
-import dataclasses
-import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # 16 elements of 4 bytes are a cache line.
 ALIGNMENT_ELEMENTS = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkPiece:
+class ChunkPiece(NamedTuple):
   """A range of a flattened tensor that belongs to one chunk.
 
   Attributes:
@@ -71,8 +67,8 @@ def plan_layout(
   Returns:
     Pieces sorted by tensor and start: one of a tensor that is not split (empty,
     if that is), at most `num_chunks` of another, which start at multiples of 16
-    elements. O(n log n) for n tensors, plus O(num_chunks log num_chunks) for
-    each large one.
+    elements. O(n (log n + num_chunks)) for n tensors, plus O(num_chunks log
+    num_chunks) for each large one.
   """
   loads = [0] * num_chunks
   sizes = [n * i for n, i in zip(num_elements, itemsizes, strict=True)]
@@ -84,11 +80,9 @@ def plan_layout(
   large = [t for t in largest_first if sizes[t] > limit]
 
   pieces = []
-  heap = [(0, chunk) for chunk in range(len(loads))]
   for tensor in whole:
-    load, chunk = heap[0]
-    loads[chunk] = load + sizes[tensor]
-    heapq.heapreplace(heap, (loads[chunk], chunk))
+    chunk = loads.index(min(loads))
+    loads[chunk] += sizes[tensor]
     pieces.append(ChunkPiece(tensor, 0, num_elements[tensor], chunk))
   for tensor in large:
     pieces += _split(

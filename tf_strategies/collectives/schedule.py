@@ -5,8 +5,6 @@ model take any Schedule, so that an algorithm cannot be right in one place and w
 in another.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -50,8 +48,8 @@ class Schedule:
     ...   Transfer(0, src=1, dst=0, chunk=0, reduce=True)))
     >>> exchange.validate().num_rounds
     1
-    >>> exchange.bytes_per_link([400])
-    {(0, 1): 400, (1, 0): 400}
+    >>> exchange.bytes_in([400])
+    (400, 400)
 
   Attributes:
     name: the algorithm, for messages and timelines.
@@ -80,7 +78,7 @@ class Schedule:
     """Number of rounds: the latency of the schedule in messages."""
     return len(self.rounds())
 
-  def validate(self) -> Schedule:
+  def validate(self) -> 'Schedule':
     """Proves that this schedule computes an all-reduce.
 
     Follows which ranks' contributions each rank holds of each chunk, and in
@@ -105,18 +103,16 @@ class Schedule:
           'Fix: number the rounds 0, 1, 2, ... without gaps.'
         )
     held, sums, _ = self._replay
-    for rank, chunks in enumerate(held):
-      for chunk, contributions in enumerate(chunks):
-        if contributions != self._everyone:
-          missing = _ranks_in(self._everyone & ~contributions)
+    for rank in range(self.world_size):
+      for chunk in range(self.num_chunks):
+        if held[rank][chunk] != self._everyone:
+          missing = _ranks_in(self._everyone & ~held[rank][chunk])
           raise errors.ScheduleError(
             f'{self._label}: at the end rank {rank} lacks the contributions '
             f'of ranks {missing} to chunk {chunk}. Fix: add transfers that '
             'bring them, or do not overwrite their only holder.'
           )
-    for rank, chunks in enumerate(sums):
-      for chunk, summed in enumerate(chunks):
-        if summed != sums[0][chunk]:
+        if sums[rank][chunk] != sums[0][chunk]:
           raise errors.ScheduleError(
             f'{self._label}: ranks 0 and {rank} add up chunk {chunk} in '
             'different orders, which rounds differently. Fix: add it up on '
@@ -124,7 +120,7 @@ class Schedule:
           )
     return self
 
-  def reduce_scatter(self) -> Schedule:
+  def reduce_scatter(self) -> 'Schedule':
     """Returns the half of this all-reduce after which rank r has the sum of chunk r.
 
     Only the transfers that lead to these sums stay, with chunks renumbered.
@@ -180,7 +176,7 @@ class Schedule:
       arrivals.append({p: tuple(ts) for p, ts in places.items()})
     return tuple(arrivals)
 
-  def check_ranges(self) -> Schedule:
+  def check_ranges(self) -> 'Schedule':
     """Checks that every number is usable as an index, and nothing more."""
     ranks, chunks = range(self.world_size), range(self.num_chunks)
     for t in self.transfers:
@@ -225,26 +221,11 @@ class Schedule:
         )
     return tuple(first[chunk][1] for chunk in range(self.num_chunks))
 
-  def bytes_per_link(
-    self, chunk_bytes: Sequence[int]
-  ) -> dict[tuple[int, int], int]:
-    """Returns the bytes that each directed link carries in the whole schedule.
-
-    Returns:
-      {(src, dst): bytes} for every link in use, sorted; a link that only
-      carries empty chunks is there with 0.
-    """
-    total: dict[tuple[int, int], int] = {}
-    for t in self.transfers:
-      link = t.src, t.dst
-      total[link] = total.get(link, 0) + chunk_bytes[t.chunk]
-    return dict(sorted(total.items()))
-
   def bytes_in(self, chunk_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the bytes that each rank receives; arguments as for `bytes_per_link`."""
+    """Returns the bytes that each rank receives, given the size of each chunk."""
     total = [0] * self.world_size
-    for (_, dst), num_bytes in self.bytes_per_link(chunk_bytes).items():
-      total[dst] += num_bytes
+    for t in self.transfers:
+      total[t.dst] += chunk_bytes[t.chunk]
     return tuple(total)
 
   @property

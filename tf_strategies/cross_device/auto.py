@@ -65,7 +65,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
 
   def _reduce_by_nccl(self, reduce_op, values, devices):
     """Reduces values of one dtype, which TensorFlow packs into one tensor."""
-    base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
+    base.check_tensors(values)
     num_bytes = sum(base.bytes_of(v.values[0]) for v in values)
     # NCCL's rings send the same bytes as ours.
     ring = algorithms.build('ring', len(devices))
@@ -82,7 +82,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
     reduce = super()._reduce_everywhere
     if len(devices) == 1 or links.name_of(devices) != 'one_gpu':
       return reduce(reduce_op, values, devices)
-    base.check_tensors(list(zip(*(v.values for v in values), strict=True)))
+    base.check_tensors(values)
     alone_bytes, bucket_bytes = links.packed_bytes(len(devices))
     for value in values:
       # Replicas may know different shapes, but must pack the same tensors.
@@ -90,14 +90,10 @@ class AutoAllReduce(base.ScheduledAllReduce):
       for tensor in value.values:
         if not tensor.shape.is_fully_defined():
           tensor.set_shape(functools.reduce(tf.TensorShape.merge_with, known))
-    # By size: a tensor that is not packed does not come between those that are.
-    order = sorted(
-      range(len(values)), key=lambda i: base.bytes_of(values[i].values[0])
-    )
     packed = []
     for rank, device in enumerate(devices):
       with tf.device(device):
-        tensors = [values[i].values[rank] for i in order]
+        tensors = [v.values[rank] for v in values]
         packed.append(packing.pack(tensors, bucket_bytes, alone_bytes))
     buckets = zip(*(p.buckets for p in packed), strict=True)
     sums = reduce(
@@ -107,8 +103,7 @@ class AutoAllReduce(base.ScheduledAllReduce):
     for rank, device in enumerate(devices):
       with tf.device(device):
         columns.append(packed[rank].unpack([s.values[rank] for s in sums]))
-    results = dict(zip(order, zip(*columns, strict=True), strict=True))
-    return [base.mirrored(results[i]) for i in range(len(values))]
+    return list(map(base.mirrored, zip(*columns, strict=True)))
 
 
 def _placed(value, devices):

@@ -162,8 +162,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   def _reduce_everywhere(self, reduce_op, values, devices):
     """Reduces dense values over `devices` in one plan. Every device gets the results."""
+    check_tensors(values)
     tensors = [[v.values[r] for v in values] for r in range(len(devices))]
-    check_tensors(tensors)
     num_bytes = sum(bytes_of(t) for t in tensors[0])
     schedule = self.schedule(devices, num_bytes)
     layout = layout_lib.plan_layout(
@@ -190,8 +190,8 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
 
   def _reduce_to(self, reduce_op, values, devices):
     """Reduces to devices other than those that hold the values."""
+    check_tensors(values)
     tensors = [list(v.values) for v in values]
-    check_tensors([list(row) for row in zip(*tensors, strict=True)])
     received = sum(_bytes_from_others(parts, devices[0]) for parts in tensors)
     copied = sum(bytes_of(parts[0]) for parts in tensors)
     self._statistics['reduce'].record(
@@ -322,9 +322,10 @@ def _is_mean(reduce_op) -> bool:
   return reduce_op == tf.distribute.ReduceOp.MEAN
 
 
-def check_tensors(tensors) -> None:
-  """Rejects dtypes without a sum, and replicas that disagree: `[rank][tensor]`."""
-  for i, first in enumerate(tensors[0]):
+def check_tensors(values) -> None:
+  """Rejects dtypes without a sum, and replicas that disagree."""
+  for i, value in enumerate(values):
+    first = value.values[0]
     dtype = first.dtype
     option_checks.check(
       dtype.is_floating or dtype.is_integer or dtype.is_complex,
@@ -332,13 +333,13 @@ def check_tensors(tensors) -> None:
       'a float, complex or integer dtype',
       'cast the value first, for instance bool to int32',
     )
-    for rank, row in enumerate(tensors):
-      if row[i].dtype != dtype or not row[i].shape.is_compatible_with(
+    for rank, tensor in enumerate(value.values):
+      if tensor.dtype != dtype or not tensor.shape.is_compatible_with(
         first.shape
       ):
         raise errors.UnsupportedOptionError(
-          f'tensor {i} of replica {rank} with shape {row[i].shape} and dtype '
-          f'{row[i].dtype.name}',
+          f'tensor {i} of replica {rank} with shape {tensor.shape} and dtype '
+          f'{tensor.dtype.name}',
           f'shape {first.shape} and dtype {dtype.name}, as on replica 0',
           'reduce along the batch first, or use strategy.gather for uneven '
           'values',

@@ -14,12 +14,12 @@ from tf_strategies.collectives import layout as layout_lib
 from tf_strategies.collectives import schedule as schedule_lib
 
 # Sums of 16-bit values are accumulated in float32 and rounded once a hop.
-_ACCUMULATION_DTYPE = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+_HALVES = (tf.float16, tf.bfloat16)
 
 
 def is_half(dtype: tf.DType) -> bool:
   """Returns whether sums of `dtype` are accumulated in float32."""
-  return dtype in _ACCUMULATION_DTYPE
+  return dtype in _HALVES
 
 
 def share_memory(devices: Sequence[str]) -> bool:
@@ -69,21 +69,20 @@ def add(
       cannot overflow.
   """
   dtype = tensors[0].dtype
-  if divide_by > 1 and not is_half(dtype):
-    return divide(add(tensors, away), divide_by)
-  if divide_by > 1:
-    tensors = [divide(t, divide_by) for t in tensors]
+  tensors = divide_some(tensors, divide_by, halves=True)
   if len(tensors) == 1:
-    return tf.identity(tensors[0])
-  if away is None or len(tensors) == 2 or tf.executing_eagerly():
-    terms = [_widen(t) for t in tensors]
+    total = tf.identity(tensors[0])
   else:
-    terms = [_via(d, t) for d, t in zip(away, tensors, strict=True)]
-  return tf.cast(tf.add_n(terms), dtype)
+    if away is None or len(tensors) == 2 or tf.executing_eagerly():
+      terms = [_widen(t) for t in tensors]
+    else:
+      terms = [_via(d, t) for d, t in zip(away, tensors, strict=True)]
+    total = tf.cast(tf.add_n(terms), dtype)
+  return divide_some([total], divide_by, halves=False)[0]
 
 
 def _widen(tensor):
-  return tf.cast(tensor, _ACCUMULATION_DTYPE.get(tensor.dtype, tensor.dtype))
+  return tf.cast(tensor, tf.float32) if is_half(tensor.dtype) else tensor
 
 
 def _via(device, tensor):
@@ -100,10 +99,23 @@ def divide(tensor: tf.Tensor, count: int) -> tf.Tensor:
   """Returns `tensor / count` in the tensor's own dtype; integers floor."""
   if tensor.dtype.is_integer:
     return tensor // tf.constant(count, tensor.dtype)
-  wide = _ACCUMULATION_DTYPE.get(tensor.dtype)
-  if wide is not None:
-    return tf.cast(tf.cast(tensor, wide) / count, tensor.dtype)
+  if is_half(tensor.dtype):
+    return tf.cast(_widen(tensor) / count, tensor.dtype)
   return tensor / tf.constant(count, tensor.dtype)
+
+
+def divide_some(
+  tensors: Sequence[tf.Tensor], count: int, halves: bool
+) -> list[tf.Tensor]:
+  """Divides the tensors of 16-bit floats, or all others.
+
+  Before a sum is the time for 16-bit floats, because their sum may overflow although
+  the mean does not. After it is the time for all others.
+  """
+  return [
+    divide(t, count) if count > 1 and is_half(t.dtype) == halves else t
+    for t in tensors
+  ]
 
 
 def execute(
@@ -135,7 +147,8 @@ def execute(
   state = []
   for rank, device in enumerate(devices):
     with tf.device(device):
-      state.append(_cut(values[rank], chunks, planned, divide_by))
+      tensors = divide_some(values[rank], divide_by, halves=True)
+      state.append(_cut(tensors, chunks, planned))
 
   for arrivals in schedule.arrivals():
     received = {}
@@ -153,25 +166,19 @@ def execute(
   for rank, device in enumerate(devices):
     with tf.device(device):
       sums = _join(state[rank], chunks, values[rank])
-      if divide_by > 1:
-        sums = [t if is_half(t.dtype) else divide(t, divide_by) for t in sums]
-      results.append(sums)
+      results.append(divide_some(sums, divide_by, halves=False))
   return results
 
 
-def _cut(tensors, chunks, planned, divide_by):
+def _cut(tensors, chunks, planned):
   """Cuts one rank's tensors, of `planned` sizes, into each chunk's pieces."""
-  if divide_by > 1:
-    tensors = [divide(t, divide_by) if is_half(t.dtype) else t for t in tensors]
-  flat = {}
 
   def piece(p):
     if p.start == 0 and p.stop == planned[p.tensor]:
       return tensors[p.tensor]
-    if p.tensor not in flat:
-      flat[p.tensor] = tf.reshape(tensors[p.tensor], [-1])
+    flat = tf.reshape(tensors[p.tensor], [-1])
     # A slice is a view if its start and length are multiples of 64 bytes.
-    return tf.slice(flat[p.tensor], [p.start], [p.stop - p.start])
+    return tf.slice(flat, [p.start], [p.stop - p.start])
 
   return [[piece(p) for p in pieces] for pieces in chunks]
 

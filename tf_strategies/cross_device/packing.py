@@ -4,10 +4,8 @@ The tensors may be matrices whose rows are pieces, one for each replica. A bucke
 such matrices side by side, so that one of its rows has all pieces of a replica.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -17,8 +15,7 @@ from tf_strategies.collectives import bucketing
 _ALONE_BYTES = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
   """Flat tensors that hold others, in the order in which they become ready.
 
   Attributes:
@@ -64,7 +61,8 @@ def pack(
 ) -> Packed:
   """Packs tensors. The last tensors become ready first, so they come first.
 
-  A bucket holds tensors of one dtype.
+  A bucket holds tensors of one dtype. One that travels alone does not come between
+  those that do not.
 
   Args:
     tensors: the tensors, or matrices if `num_rows` is given.
@@ -75,20 +73,15 @@ def pack(
   """
   axis = 0 if num_rows is None else 1
   flat = tensors if axis else [tf.reshape(t, [-1]) for t in tensors]
-  sizes = []
+  sizes, kinds = [], []
   for tensor in flat:
-    element_bytes, length = (
-      (num_rows or 1) * tensor.dtype.size,
-      tensor.shape[axis],
-    )
-    # A size of the whole bucket makes the plan give it one of its own.
-    num_bytes = bucket_bytes
-    if length is not None and length * element_bytes < alone_bytes:
-      num_bytes = length * element_bytes
-    # One without bytes takes room too, or it would fit into a full bucket.
-    sizes.append(min(max(num_bytes, 1), bucket_bytes))
-  dtypes = [t.dtype for t in tensors]
-  plan = bucketing.plan_buckets(sizes, dtypes, bucket_bytes)
+    length = tensor.shape[axis]
+    num_bytes = (num_rows or 1) * tensor.dtype.size * (length or 0)
+    is_alone = length is None or num_bytes >= alone_bytes
+    # More than a bucket: not even a tensor without bytes fits in.
+    sizes.append(bucket_bytes + 1 if is_alone else num_bytes)
+    kinds.append((tensor.dtype, is_alone))
+  plan = bucketing.plan_buckets(sizes, kinds, bucket_bytes)
   buckets, all_lengths = [], []
   for bucket in plan:
     some = [flat[i] for i in bucket]

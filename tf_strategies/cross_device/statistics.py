@@ -61,14 +61,13 @@ class CallStatistics:
     """
     if _pause.is_paused:
       return
-    with tf.init_scope():
+    devices = tuple(devices)
+    with tf.init_scope(), tf.device('CPU:0'):
       if not tf.executing_eagerly():
         return
-    devices = tuple(devices)
-    if devices not in self._counters:
-      # Created outside the function being traced. In a strategy's scope, a
-      # `tf.Variable` would become a mirrored variable.
-      with tf.init_scope(), tf.device('CPU:0'):
+      if devices not in self._counters:
+        # Created outside the function being traced. In a strategy's scope, a
+        # `tf.Variable` would become a mirrored variable.
         self._counters[devices] = _tf_internal.ResourceVariable(
           [0] * (1 + len(devices)), dtype=tf.int64, trainable=False
         )

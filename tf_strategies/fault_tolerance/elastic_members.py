@@ -19,7 +19,6 @@ from absl import logging
 from tf_strategies import errors, process_group
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.fault_tolerance import elastic_options, elastic_state
-from tf_strategies.strategies.multi_worker import elastic
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import strategy as strategy_lib
 
@@ -87,7 +86,7 @@ class Generation(NamedTuple):
   world_size: int
 
 
-class Members(elastic.ElasticGroups):
+class Members:
   """The groups that this worker forms with others, one after the other.
 
   Args:
@@ -96,6 +95,7 @@ class Members(elastic.ElasticGroups):
     capacity: the largest number of workers.
 
   Attributes:
+    capacity: the largest number of workers.
     generations: the groups in which this worker took part.
   """
 
@@ -126,7 +126,7 @@ class Members(elastic.ElasticGroups):
     return self._state.strategy.extended.communicator
 
   def join(self, begins_fit: bool = False) -> None:
-    """See base class.
+    """Makes this worker a member of a group: calls the communicator's `enter`.
 
     Args:
       begins_fit: whether this worker is at the begin of `job.fit`, with a model whose
@@ -151,7 +151,20 @@ class Members(elastic.ElasticGroups):
       raise MembershipChange(f'{len(outside)} workers wait to join.')
 
   def run_step(self, kind, compute, undo, batch=None):
-    """See base class."""
+    """Runs a step of a model until a group has done it.
+
+    Args:
+      kind: 'train' or 'test'; 'within' for a training step after the first of
+        several that Keras asks for at once.
+      compute: function that does the step.
+      undo: function that restores the state from before the step after `compute` has
+        raised an error.
+      batch: batch of the step, the same on all workers. Without it, only these workers
+        can do the step, and no others repeat it.
+
+    Returns:
+      What `compute` returned; None if the others did the step without this one.
+    """
     while True:
       try:
         if kind == 'train':
@@ -227,18 +240,20 @@ class Members(elastic.ElasticGroups):
     number = self._state.num_steps
     if not self._has_compared or number & (number - 1) == 0:
       self._has_compared = True
-      input_lib.check_same_batch(
+      input_lib.check_same(
         self._communicator,
         f'batch/{number}',
         f'batch {number}',
-        batch,
+        input_lib.fingerprint(batch),
         _SAME_BATCHES,
       )
 
   def check_same(
     self, answers, what, fix, error=errors.CollectiveMismatchError
   ):
-    """See base class: a worker that differs leaves, and the others continue.
+    """Raises an error unless all workers, by rank, have given the same answer.
+
+    A worker that differs leaves, and the others continue.
 
     The workers that have been there longest decide which answer is right. If they
     disagree and no answer has a majority, all workers raise the error.
@@ -380,9 +395,7 @@ class Members(elastic.ElasticGroups):
       'shared': state.is_shared,
       'variables': state.describe(),
     }
-    mine = json.dumps(mine, default=float)  # Logs may be NumPy's numbers.
-    answers = group.exchange('elastic/state', mine.encode())
-    answers = [json.loads(answer) for answer in answers]
+    answers = group.exchange('elastic/state', mine)
     self._all_came = [a['came'] for a in answers]
     return answers
 

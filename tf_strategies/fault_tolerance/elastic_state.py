@@ -327,10 +327,10 @@ def hand_on(
 
   The arrays of the other ranks are ignored, and may be of other shapes.
   """
-  mine = json.dumps([(a.dtype.name, a.shape) for a in arrays])
-  answers = group.exchange(f'elastic/{what}', mine.encode())
+  mine = [(a.dtype.name, a.shape) for a in arrays]
+  answers = group.exchange(f'elastic/{what}', mine)
   handed = []
-  for i, (dtype, shape) in enumerate(json.loads(answers[root])):
+  for i, (dtype, shape) in enumerate(answers[root]):
     array = arrays[i] if group.rank == root else np.zeros(shape, dtype)
     handed.append(group.broadcast(array, root, name=f'elastic/{what}/{i}'))
   return handed

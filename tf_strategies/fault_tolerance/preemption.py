@@ -125,11 +125,10 @@ class _Question:
     if self._answer or (self._steps_done < self._steps and not at_once):
       return self._answer
     # The slowest worker decides when to ask next.
-    mine = np.array([is_signalled, -self._steps_wanted()], np.int64)
-    everyone = self._workers.combine(tf.constant(mine), 'max', 'preemption')
-    signalled, negative_steps = everyone.numpy().tolist()
-    self._steps = -negative_steps
-    self._answer = bool(signalled)
+    mine = np.array([[is_signalled, self._steps_wanted()]], np.int64)
+    everyone = self._workers.all_gather(tf.constant(mine), 'preemption')
+    signalled, steps = everyone.numpy().T.tolist()
+    self._steps, self._answer = min(steps), any(signalled)
     return self._answer
 
   def _steps_wanted(self) -> int:

@@ -246,7 +246,8 @@ class Run(keras.callbacks.Callback):
     workers = self._preemption.workers
     if workers is not None:
       flag = tf.constant(int(is_saved), tf.int64)
-      is_saved = workers.combine(flag, 'min', 'preemption/saved').numpy()
+      number = workers.sum(flag, 'preemption/saved').numpy()
+      is_saved = number == workers.world_size
       # Without it, the others would take the exit for a failure.
       self._strategy.close()
     logging.warning(
@@ -523,8 +524,7 @@ class WorkerState:
     workers = self._access.workers
     if workers is not None:
       # Not a collective of the graph: an error must reach all workers, too.
-      answers = workers.exchange('checkpoint', json.dumps(answer).encode())
-      answer = json.loads(answers[0])
+      answer = workers.exchange('checkpoint', answer)[0]
     if error is not None:
       raise error
     if 'error' in answer:

@@ -1,6 +1,5 @@
 """`ChiefOnly`: a callback that writes files or prints, on one of several workers."""
 
-import json
 import os
 import tempfile
 
@@ -104,7 +103,7 @@ class ChiefOnly(keras.callbacks.Callback):
     self._strategy().extended.share_from_chief(variables)
     # What Keras reads after this call to know where to go on.
     epoch = tf.constant(_keras_internal.initial_epoch(self.model), tf.int64)
-    epoch = int(workers.broadcast(epoch, 0, 'initial_epoch'))
+    epoch = int(workers.broadcast(epoch, 'initial_epoch'))
     _keras_internal.set_initial_epoch(self.model, epoch)
 
   def _strategy(self):
@@ -187,11 +186,10 @@ class _FilesOfChief(ChiefOnly):
       self._save_divided(event, args)
     if event in ('on_epoch_end', 'on_train_end'):
       best = getattr(self.callback, 'best', None)
-      payload = json.dumps(best, default=float).encode()
-      answers = extended.communicator.exchange('files', payload)
+      answers = extended.communicator.exchange('files', best)
       if saves:
         # The program may read it, on any worker.
-        self.callback.best = json.loads(answers[0])
+        self.callback.best = answers[0]
 
 
 # What Keras's callbacks write, by the attribute that says where.
@@ -241,10 +239,7 @@ def _share_output(model, callbacks, length, is_auto):
   }
   written = [(type(c).__name__, path_of(c)) for c in callbacks]
   files = [each for each in written if each[1] is not None]
-  # A number of NumPy is no other number.
-  mine = json.dumps([same, files], default=lambda number: number.item())
-  answers = link.exchange(workers_lib.BEGIN_OF_FIT, mine.encode())
-  said = [json.loads(answer) for answer in answers]
+  said = link.exchange(workers_lib.BEGIN_OF_FIT, [same, files])
   for what in same:
     link.check_same(
       [values[what] for values, _ in said],

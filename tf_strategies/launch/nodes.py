@@ -133,9 +133,9 @@ class Launchers(contextlib.AbstractContextManager):
     self._refusal = ''
     # The others listen too, but nobody knows where: it is their thread.
     address = place.rendezvous if place.rank == 0 else f'{tasks.LOOPBACK}:0'
-    purposes = {authentication.Purpose.CONTROL: (_Kind.NODE, self._serve)}
+    handlers = {_Kind.NODE: self._serve}
     self._server = server.Server(
-      address, place.rank, self._credentials, purposes, None, place.count
+      address, place.rank, self._credentials, handlers, None, place.count
     )
     try:
       if place.rank == 0:
@@ -169,8 +169,8 @@ class Launchers(contextlib.AbstractContextManager):
 
   async def _serve(self, connection, request, message) -> None:
     """Takes up another launcher, on the first host."""
-    its_version, part = message
-    objection = self._objection(request, its_version)
+    its_version, its_count, part = message
+    objection = self._objection(request.client, its_version, its_count)
     if objection:
       self._refusal = f' One was refused: {objection}.'
       connection.send(_Kind.REJECT, objection)
@@ -184,12 +184,12 @@ class Launchers(contextlib.AbstractContextManager):
       self._send(_Kind.JOB, self.hosts)
     await self._follow(request.client, connection)
 
-  def _objection(self, request, its_version: str) -> str:
+  def _objection(self, client: int, its_version: str, its_count: int) -> str:
     """Returns why a launcher cannot take part; empty if it can."""
     count = self._place.count
-    who = f'node {request.client}'
-    if request.world != count:
-      return f'{who} has --nnodes={request.world}, node 0 has --nnodes={count}'
+    who = f'node {client}'
+    if its_count != count:
+      return f'{who} has --nnodes={its_count}, node 0 has --nnodes={count}'
     if its_version != version.__version__:
       return (
         f'{who} runs tf_strategies {its_version}, node 0 runs '
@@ -197,8 +197,8 @@ class Launchers(contextlib.AbstractContextManager):
       )
     if self.hosts:
       return 'the job has begun'
-    if request.client in self._parts or request.client >= count:
-      return f'another launcher has --node_rank={request.client}'
+    if client in self._parts or client >= count:
+      return f'another launcher has --node_rank={client}'
     return ''
 
   def _join(self) -> None:
@@ -221,14 +221,12 @@ class Launchers(contextlib.AbstractContextManager):
 
   async def _dial(self) -> None:
     place = self._place
-    request = authentication.ConnectionRequest(
-      authentication.Purpose.CONTROL, place.rank, 0, place.count
-    )
+    request = authentication.ConnectionRequest(place.rank, 0)
     connection = await connection_lib.dial(
       place.rendezvous, request, self._credentials
     )
     node = self._mine._replace(host=connection.sock.getsockname()[0])
-    connection.send(_Kind.NODE, [version.__version__, node])
+    connection.send(_Kind.NODE, [version.__version__, place.count, node])
     self._connections[0] = connection
     self._server.spawn(self._follow(0, connection))
 

@@ -1,7 +1,5 @@
 """Aligned arrays over memory that is used again."""
 
-from __future__ import annotations
-
 import math
 import sys
 

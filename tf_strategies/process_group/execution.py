@@ -4,8 +4,6 @@ TCP or MPI moves the bytes. It asks for the memory of a piece, says when the pie
 moved, and learns which pieces can move next.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 
@@ -27,7 +25,6 @@ class MismatchError(Exception):
   """A peer is at another collective; internal to `process_group`."""
 
   def __init__(self, rank: int):
-    super().__init__(f'rank {rank} is at another collective')
     self.rank = rank
 
 
@@ -35,7 +32,6 @@ class DeadlineError(Exception):
   """A collective took too long; internal to `process_group`."""
 
   def __init__(self, waiting: Sequence[int] = ()):
-    super().__init__(f'waiting for ranks {waiting}')
     self.waiting = tuple(waiting)
 
 
@@ -48,7 +44,10 @@ class Execution:
     out: the array for the result, like `array`. If the plan only moves bytes, its
       length may differ.
     pool: source of the memory that the plan needs.
-    ufunc: function that combines two arrays.
+
+  Attributes:
+    wake: called for each piece that may move now, and for each piece that came too early;
+      set by what moves the pieces.
   """
 
   def __init__(
@@ -57,64 +56,55 @@ class Execution:
     array: np.ndarray,
     out: np.ndarray,
     pool: buffers.Pool,
-    ufunc: np.ufunc = np.add,
   ):
     self.plan = plan
     self.needs = list(plan.needs)
     self.remaining = len(plan.pieces)
-    self._ufunc, self._pool = ufunc, pool
+    self._pool = pool
+    self.wake: Callable[[int], None]
     self._dtype = array.dtype
     self._sum_dtype = reductions.sum_dtype(array.dtype)
     self._buffers = {
       plan_lib.ARRAY: array.view(np.uint8),
       plan_lib.OUT: out.view(np.uint8),
     }
-    # Received terms of sums, and pieces whose place is still in use.
+    # Memory of pieces that were not received into their own place, and the pieces
+    # that have come while their place was still in use.
     self._received: dict[int, np.ndarray] = {}
-    self._early: dict[int, np.ndarray] = {}
+    self._early: set[int] = set()
 
   def memory(self, number: int) -> np.ndarray:
     """Returns the bytes of a piece, to send or to receive into."""
     piece = self.plan.pieces[number]
     return self._buffers[piece.buffer][piece.start : piece.stop]
 
-  def target(self, number: int) -> tuple[np.ndarray, bool]:
-    """Returns memory to receive a piece into, and whether that is its own place.
+  def target(self, number: int) -> np.ndarray:
+    """Returns memory to receive a piece into.
 
-    The terms of a sum have no other place. The own place of a piece may still be in use.
+    The terms of a sum have no place of their own. The place of another piece may still
+    be in use.
     """
     piece = self.plan.pieces[number]
     if piece.buffer != plan_lib.RECEIVED and not self.needs[number]:
-      return self.memory(number), True
-    return self._pool.take(piece.stop - piece.start, np.uint8), False
+      return self.memory(number)
+    self._received[number] = self._pool.take(piece.size, np.uint8)
+    return self._received[number]
 
-  def is_early(self, number: int) -> bool:
+  def is_early(self, number: int | None) -> bool:
     """Returns whether a piece has come and waits for others."""
     return number in self._early
 
-  def receive(
-    self,
-    number: int,
-    received: np.ndarray | None,
-    wake: Callable[[int], None],
-  ) -> None:
-    """Takes a piece that has arrived, or keeps it until the pieces before are done.
-
-    Args:
-      number: number of the piece.
-      received: bytes of the piece; None if they are in `memory` already.
-      wake: called for each piece that may move now, and for each kept piece.
-    """
+  def receive(self, number: int) -> None:
+    """Takes a piece that is in its `target`, or keeps it until those before are done."""
     if self.needs[number]:
-      self._early[number] = received
+      self._early.add(number)
       return
-    if self.plan.pieces[number].buffer == plan_lib.RECEIVED:
-      self._received[number] = received
-    elif received is not None:
-      self.memory(number)[:] = received
-    self.done(number, wake)
+    is_term = self.plan.pieces[number].buffer == plan_lib.RECEIVED
+    if number in self._received and not is_term:
+      self.memory(number)[:] = self._received.pop(number)
+    self.done(number)
 
-  def done(self, number: int, wake: Callable[[int], None]) -> None:
+  def done(self, number: int) -> None:
     """Releases the pieces that waited for one, and computes those that are ready."""
     self.remaining -= 1
     for other in self.plan.unlocks[number]:
@@ -122,13 +112,14 @@ class Execution:
       if self.needs[other]:
         continue
       piece = self.plan.pieces[other]
-      if piece.kind == plan_lib.COMBINE:
+      if piece.terms:
         self._combine(piece)
-        self.done(other, wake)
+        self.done(other)
         continue
       if other in self._early:
-        self.receive(other, self._early.pop(other), wake)
-      wake(other)
+        self._early.remove(other)
+        self.receive(other)
+      self.wake(other)
 
   def _combine(self, piece: plan_lib.PlannedPiece) -> None:
     """Combines a piece's terms, in their order, into the sum of that stretch."""
@@ -153,7 +144,7 @@ class Execution:
     # The result shows an overflow: it is infinite.
     with np.errstate(over='ignore', invalid='ignore'):
       functools.reduce(
-        functools.partial(self._ufunc, out=total, dtype=total.dtype), terms
+        functools.partial(np.add, out=total, dtype=total.dtype), terms
       )
       if total is not target:
         np.copyto(target, total, casting='unsafe')

@@ -3,8 +3,6 @@
 It has no sockets or clocks: times and the descriptions of ranks are arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +30,8 @@ class HeartbeatMonitor:
 
   def heard(self, rank: int, now: float) -> None:
     """Notes that a rank sent something."""
+    # The rank that fell silent first comes first.
+    self._heard.pop(rank, None)
     self._heard[rank] = now
 
   def overdue(self, now: float) -> dict[int, float]:
@@ -43,12 +43,9 @@ class HeartbeatMonitor:
     if now - self._checked > self._timeout / 2 + self.interval_seconds:
       # This process was stopped for a while: what the others sent may still lie
       # in the buffers, so all of them get another chance.
-      # Those that fell silent first stay first.
-      by_silence = sorted(self._heard, key=self._heard.__getitem__)
-      self._heard = dict.fromkeys(by_silence, now)
+      self._heard = dict.fromkeys(self._heard, now)
     self._checked = now
-    by_silence = sorted(self._heard.items(), key=lambda item: item[1])
-    silent = {rank: now - heard for rank, heard in by_silence}
+    silent = {rank: now - heard for rank, heard in self._heard.items()}
     return {rank: s for rank, s in silent.items() if s > self._timeout}
 
   def own_pause(self, now: float) -> float:
@@ -111,17 +108,16 @@ def stall(
   `fit`, which every rank has to begin.
   """
   ranks = range(len(members))
-  if any(rank not in said or rank not in before for rank in ranks):
+  if min(len(said), len(before)) < len(members):
     return None
   calls = [_begun(said[rank]) for rank in ranks]
   if len(set(calls)) == 1:
     return None
   if not all(calls) and not any(map(_begins_fit, map(said.get, ranks))):
     return None
-  for rank in ranks:
-    place = _place(said[rank])
-    if place is None or place != _place(before[rank]):
-      return None
+  places = [_place(said[rank]) for rank in ranks]
+  if None in places or places != [_place(before[rank]) for rank in ranks]:
+    return None
   differing = tuple(rank for rank in ranks if calls[rank] != calls[0])
   shown = [0, *differing[:_NAMED]]
   told = ', '.join(

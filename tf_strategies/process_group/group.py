@@ -3,11 +3,10 @@
 `mpi.group` moves the bytes over MPI.
 """
 
-from __future__ import annotations
-
 import atexit
 import concurrent.futures
 import functools
+import json
 import math
 import os
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import buffers, failure_detection, reductions
 from tf_strategies.process_group import execution as execution_lib
@@ -55,6 +54,7 @@ class ProcessGroup:
     members: members of the group by rank.
     world_size: number of processes.
     generation: number of the group; counts the groups that formed in this job, from 1.
+    bytes_sent: bytes of arrays that this process has sent so far, without headers.
   """
 
   name = 'tcp'
@@ -74,6 +74,7 @@ class ProcessGroup:
     self.rank, self.members = state.rank, state.members
     self.world_size = len(state.members)
     self.generation = state.generation
+    self.bytes_sent = 0
     self._state = state
     self._transport = transport
     self._control = plane
@@ -97,11 +98,6 @@ class ProcessGroup:
     state.on_failure(transport.shut_down)
     atexit.register(self._end_with_program)
 
-  @property
-  def bytes_sent(self) -> int:
-    """Bytes of arrays that this process has sent so far, without headers."""
-    return self._transport.bytes_sent
-
   def paths(self) -> dict[int, str]:
     """Returns the way in which arrays arrive from each rank with a link.
 
@@ -122,17 +118,15 @@ class ProcessGroup:
     self,
     array: np.ndarray,
     *,
-    op: str = 'sum',
     out: np.ndarray | None = None,
     name: str = '',
     algorithm: str = 'auto',
   ) -> np.ndarray:
-    """Combines the arrays of all ranks; every rank gets the same bits.
+    """Adds up the arrays of all ranks; every rank gets the same bits.
 
     Args:
       array: a one-dimensional, contiguous array of numbers, with the same length and
         dtype on all ranks. It is only read. 16-bit floats are added in float32.
-      op: 'sum', 'min' or 'max'.
       out: array for the result, with the same length and dtype and its own memory;
         None for a new array.
       name: name of the tensor, for messages; the same on all ranks.
@@ -150,23 +144,22 @@ class ProcessGroup:
       CollectiveTimeoutError: a rank did not come in time.
     """
     reduction = self._reduction_of(
-      'all_reduce', array.size, array.dtype, op, algorithm
+      'all_reduce', array.size, array.dtype, algorithm
     )
     with self._lock:
       if out is None:
         out = self._pool.take(array.shape, array.dtype)
-      self._run(reduction, name, array, out)
+      self._run(*reduction, name, array, out)
     return out
 
   def reduce_scatter(
     self,
     array: np.ndarray,
     *,
-    op: str = 'sum',
     name: str = '',
     algorithm: str = 'auto',
   ) -> np.ndarray:
-    """Combines the arrays of all ranks; each rank gets one part of the result.
+    """Adds up the arrays of all ranks; each rank gets one part of the result.
 
     Arguments and errors are those of `all_reduce`, with an algorithm whose first
     half leaves each rank with one chunk.
@@ -177,11 +170,11 @@ class ProcessGroup:
       buffer.
     """
     reduction = self._reduction_of(
-      'reduce_scatter', array.size, array.dtype, op, algorithm
+      'reduce_scatter', array.size, array.dtype, algorithm
     )
     with self._lock:
       out = self._pool.take(array.shape, array.dtype)
-      self._run(reduction, name, array, out)
+      self._run(*reduction, name, array, out)
     sizes = schedule_lib.chunk_sizes(array.size, self.world_size)
     first = sum(sizes[: self.rank])
     # Aligned, since TensorFlow would copy it once more otherwise.
@@ -190,48 +183,33 @@ class ProcessGroup:
     return mine
 
   def all_gather(
-    self, array: np.ndarray, *, name: str = ''
-  ) -> list[np.ndarray]:
-    """Brings every rank's array to every rank; raises as `all_reduce`.
+    self, array: np.ndarray, *, name: str = '', are_equal: bool = False
+  ) -> np.ndarray:
+    """Concatenates the arrays of all ranks, in the order of ranks.
+
+    It raises as `all_reduce`.
 
     Args:
       array: an array with at least one dimension. Only the first dimension may differ
         between ranks.
       name: name for messages; the same on all ranks.
+      are_equal: whether all arrays have one shape. Ranks then tell no lengths.
 
     Returns:
-      One array for each rank.
+      A new array.
     """
     with self._lock:
-      what = f'all_gather {{!r}} of {reductions.dtype_text(array.dtype)}'
-      mine, sizes = np.int64([len(array)]), (8,) * self.world_size
-      text = f'{what}{["any", *array.shape[1:]]}'
-      lengths = self._gather(text, name, mine, sizes).view(np.int64).tolist()
+      lengths = [len(array)] * self.world_size
+      if not are_equal:
+        mine = np.int64([len(array)])
+        lengths = self.all_gather(mine, name=name, are_equal=True).tolist()
       row_bytes = array.itemsize * math.prod(array.shape[1:])
       sizes = tuple(length * row_bytes for length in lengths)
-      text = f'{what}{[lengths, *array.shape[1:]]}'
+      shape = [len(array) if are_equal else lengths, *array.shape[1:]]
+      text = f'all_gather {{!r}} of {reductions.dtype_text(array.dtype)}{shape}'
       flat = self._gather(text, name, array, sizes)
-    ends = np.cumsum(sizes)
-    return [
-      flat[end - size : end].view(array.dtype).reshape(n, *array.shape[1:])
-      for end, size, n in zip(ends, sizes, lengths, strict=True)
-    ]
-
-  def all_gather_equal(
-    self, array: np.ndarray, *, name: str = ''
-  ) -> np.ndarray:
-    """Concatenates arrays of one shape, in the order of ranks.
-
-    It is `all_gather` without the exchange of lengths, with the same arguments and
-    errors.
-    """
-    with self._lock:
-      sizes = (array.nbytes,) * self.world_size
-      what = f'{reductions.dtype_text(array.dtype)}{list(array.shape)}'
-      text = f'all_gather {{!r}} of {what}'
-      flat = self._gather(text, name, array, sizes)
-    rows = self.world_size * len(array)  # Rows may have no elements.
-    return flat.view(array.dtype).reshape(rows, *array.shape[1:])
+    # Rows may have no elements.
+    return flat.view(array.dtype).reshape(sum(lengths), *array.shape[1:])
 
   def broadcast(
     self, array: np.ndarray, root: int, *, name: str = ''
@@ -263,31 +241,32 @@ class ProcessGroup:
       sizes = (1,) * self.world_size
       self._gather('barrier {!r}', name, np.zeros(1, np.uint8), sizes)
 
-  def exchange(self, tag: str, payload: bytes) -> list[bytes]:
-    """Brings a few bytes of every rank to every rank, beside the collectives.
+  def exchange(self, tag: str, value: Any) -> list[Any]:
+    """Brings a small value of every rank to every rank, beside the collectives.
 
     May be called from any thread, in any order: calls with the same tag meet.
 
     Args:
       tag: name of the meeting. Each rank uses it once until it has the answers.
-      payload: at most 1 MiB.
+      value: a value of JSON, which may hold NumPy's numbers, of at most 1 MiB.
 
     Returns:
-      The payloads by rank.
+      The values by rank.
 
     Raises:
       CollectiveTimeoutError: names the ranks that did not come in time.
       Error: the group has failed.
     """
     self._check()
-    if len(payload) > protocol.MAX_PAYLOAD_BYTES:
-      raise errors.UnsupportedOptionError(
-        f'{len(payload)} bytes',
-        f'at most {protocol.MAX_PAYLOAD_BYTES} bytes in an exchange',
-        'send arrays with all_gather or broadcast',
-      )
+    text = json.dumps(value, default=option_checks.plain)
+    option_checks.check(
+      len(text) <= protocol.MAX_PAYLOAD_BYTES,
+      f'{len(text)} bytes',
+      f'at most {protocol.MAX_PAYLOAD_BYTES} bytes in an exchange',
+      'send arrays with all_gather or broadcast',
+    )
     seconds = self._options.collective_timeout_seconds
-    return self._control.exchange(tag, bytes(payload), seconds)
+    return list(map(json.loads, self._control.exchange(tag, text, seconds)))
 
   def describe(self) -> dict[str, Any]:
     """Returns the position of this rank. Any thread may call it at any time.
@@ -310,14 +289,9 @@ class ProcessGroup:
       report = self._state.lost(self.rank, f'aborted the group ({reason})')
       self._control.declare_failed(report)
 
-  @property
-  def running_call(self) -> Callable[[], str]:
-    """Names the method of a model that the program is in, '' for none."""
-    return self._state.running_call
-
-  @running_call.setter
-  def running_call(self, name_call: Callable[[], str]) -> None:
-    self._state.running_call = name_call
+  def name_calls_by(self, running_call: Callable[[], str]) -> None:
+    """Asks a function for the method of a model that the program is in; '' for none."""
+    self._state.running_call = running_call
 
   def close(self, has_ended: bool = False) -> None:
     """Says goodbye; ranks that still need this one get an error.
@@ -363,7 +337,7 @@ class ProcessGroup:
     """Brings the bytes of all ranks to all.
 
     Args:
-      text: description of the collective; see `Reduction`.
+      text: description of the collective; see `_run`.
       name: name of the array.
       array: this rank's array.
       sizes: number of bytes of each rank.
@@ -378,24 +352,28 @@ class ProcessGroup:
     own = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     out[end - own.size : end] = own
     plan = plan_lib.gather(self.rank, sizes, self.piece_bytes, way)
-    self._run(reductions.Reduction(text, plan), name, out, out)
+    self._run(text, plan, name, out, out)
     return out
 
   def _run(
     self,
-    reduction: reductions.Reduction,
+    text: str,
+    plan: plan_lib.RankPlan,
     name: str,
     array: np.ndarray,
     out: np.ndarray,
   ) -> None:
-    """Runs a plan; whatever goes wrong makes the whole group fail."""
+    """Runs a plan; whatever goes wrong makes the whole group fail.
+
+    `text` describes the collective, with `{!r}` for the name of the tensor. All ranks must
+    have the same one.
+    """
     self._check()
     if self.world_size == 1:
       np.copyto(out, array)
       return
-    text, plan, ufunc = reduction
     text = text.format(name)
-    execution = execution_lib.Execution(plan, array, out, self._pool, ufunc)
+    execution = execution_lib.Execution(plan, array, out, self._pool)
     operation = self._state.begin(text, name)
     seconds = self._options.collective_timeout_seconds
     try:
@@ -406,6 +384,7 @@ class ProcessGroup:
       self._state.check()
       header = link_lib.Header(operation.sequence, reductions.digest(text))
       self._move(execution, header, operation.since + seconds)
+      self.bytes_sent += plan.bytes_sent
     except errors.Error:
       raise
     except execution_lib.LinkClosedError as e:

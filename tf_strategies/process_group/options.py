@@ -66,37 +66,34 @@ class GroupOptions:
           getattr(self, field.name),
           or_zero=field.name == 'window_seconds',
         )
-    is_majority = (
-      isinstance(self.min_workers, str) and self.min_workers == MAJORITY
-    )
-    if self.min_workers is not None and not is_majority:
-      option_checks.check_int('min_workers', self.min_workers, 1)
     if self.max_workers is not None:
       option_checks.check_int('max_workers', self.max_workers, 1)
-    option_checks.check_bool(
-      'allow_unauthenticated', self.allow_unauthenticated
-    )
-    if (
-      option_checks.is_int(self.min_workers)
-      and self.max_workers is not None
-      and (self.min_workers > self.max_workers)
-    ):
-      raise errors.UnsupportedOptionError(
+    if isinstance(self.min_workers, str):
+      option_checks.check_choice('min_workers', self.min_workers, [MAJORITY])
+    elif self.min_workers is not None:
+      option_checks.check_int('min_workers', self.min_workers, 1)
+      option_checks.check(
+        self.max_workers is None or self.min_workers <= self.max_workers,
         f'min_workers={self.min_workers} with max_workers={self.max_workers}',
         'a minimum that is not above the maximum',
         'lower min_workers or raise max_workers',
       )
-    secret = self.secret
-    if secret is not None and not isinstance(secret, bytes):
-      raise errors.UnsupportedOptionError(
-        f'a secret of type {type(secret).__name__}',
-        f'{_MIN_SECRET_BYTES} bytes or more',
+    option_checks.check_bool(
+      'allow_unauthenticated', self.allow_unauthenticated
+    )
+    if self.secret is not None:
+      expected = f'{_MIN_SECRET_BYTES} bytes or more'
+      option_checks.check_type(
+        'secret',
+        self.secret,
+        bytes,
+        expected,
         "encode a string: secret=text.encode('utf-8')",
       )
-    if secret is not None and len(secret) < _MIN_SECRET_BYTES:
-      raise errors.UnsupportedOptionError(
-        f'a secret of {len(secret)} bytes',
-        f'{_MIN_SECRET_BYTES} bytes or more',
+      option_checks.check(
+        len(self.secret) >= _MIN_SECRET_BYTES,
+        f'a secret of {len(self.secret)} bytes',
+        expected,
         'make one with python -c "import secrets; '
         'print(secrets.token_hex(32))" and give it to every worker',
       )
@@ -129,25 +126,6 @@ class GroupOptions:
       'unset it',
     )
     return cls(**overrides)
-
-
-def check_type(name: str, options: object) -> None:
-  """Raises UnsupportedOptionError if `options` is not a `GroupOptions`."""
-  option_checks.check_type(
-    name,
-    options,
-    GroupOptions,
-    'tfs.process_group.GroupOptions, or None',
-    f'write {name}=tfs.process_group.GroupOptions(...)',
-  )
-
-
-def given_or_default(options: GroupOptions | None) -> GroupOptions:
-  """Returns the checked `options`, or the defaults for None."""
-  if options is None:
-    return GroupOptions()
-  check_type('options', options)
-  return options
 
 
 def _secret_from_env() -> bytes | None:

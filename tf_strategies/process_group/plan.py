@@ -15,19 +15,12 @@ Example:
   [(0, 20), (20, 40)]
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from tf_strategies.collectives import schedule as schedule_lib
-
-# The kinds of pieces.
-SEND = 0  # Bytes of a buffer go to a peer.
-RECEIVE = 1  # Bytes of a peer go into a buffer.
-COMBINE = 2  # Terms are combined.
 
 # The buffers of a run.
 ARRAY = 0  # The caller's.
@@ -42,22 +35,24 @@ class PlannedPiece(NamedTuple):
   """A stretch of an array and what happens to it.
 
   Attributes:
-    kind: one of the constants above.
-    peer: the rank it goes to or comes from; -1 for none.
-    buffer: buffer that SEND reads and RECEIVE writes. COMBINE reads the rank's own
-      value there, and writes OUT.
+    peer: the rank it goes to or comes from; -1 for a sum that is computed here.
+    buffer: buffer to send from or to receive into. A sum reads the rank's own value
+      there, and writes OUT.
     start: first byte in the buffer.
     stop: the byte after the last.
-    terms: terms of COMBINE, in the order of the sum: numbers of received pieces, and
-      OWN.
+    terms: terms of a sum, in their order: numbers of received pieces, and OWN.
   """
 
-  kind: int
   peer: int
   buffer: int
   start: int
   stop: int
   terms: tuple[int, ...] = ()
+
+  @property
+  def size(self) -> int:
+    """Number of its bytes."""
+    return self.stop - self.start
 
 
 class RankPlan(NamedTuple):
@@ -81,7 +76,8 @@ class RankPlan(NamedTuple):
   @property
   def bytes_sent(self) -> int:
     """Bytes of arrays that the rank sends."""
-    return sum(p.stop - p.start for p in self.pieces if p.kind == SEND)
+    numbers = itertools.chain.from_iterable(self.sends.values())
+    return sum(self.pieces[number].size for number in numbers)
 
 
 # Up to this number of ranks, each has links to all: small buffers go straight there.
@@ -91,9 +87,14 @@ SMALL_BYTES = 1 << 16
 
 
 class _PlanBuilder:
-  """Collects pieces; turns their order on each link into a plan."""
+  """Collects the pieces of one rank, and turns their order on each link into a plan.
 
-  def __init__(self):
+  It goes from one stretch of bytes to the next. Each piece needs the pieces that wrote
+  its input, and the pieces that read the bytes that it overwrites.
+  """
+
+  def __init__(self, rank: int):
+    self._rank = rank
     self._pieces: list[PlannedPiece] = []
     self._needs: list[set[int]] = []
     self._links: dict[tuple[bool, int], list[tuple[tuple, int]]] = {}
@@ -102,16 +103,50 @@ class _PlanBuilder:
     """Returns the order of a link, which thereby exists even if it stays empty."""
     return self._links.setdefault((sending, peer), [])
 
-  def add(
-    self, piece: PlannedPiece, order: tuple, needs: Sequence[int] = ()
+  def begin(self, order: tuple[int, int], span: tuple[int, int]) -> None:
+    """Begins with a stretch, given its sort key and its bytes."""
+    self._order, self._span = order, span
+    # The buffer that holds this rank's value.
+    self._value = ARRAY
+    # The piece that wrote the value, if it is in OUT, and the pieces that read it.
+    self._writer: list[int] = []
+    self._readers: list[int] = []
+
+  def send(self, round_: int, peer: int) -> None:
+    """Sends the rank's current value."""
+    number = self._add(round_, peer, self._value, self._writer, sending=True)
+    if self._value == OUT:
+      self._readers.append(number)
+
+  def overwrite(self, round_: int, peer: int) -> None:
+    """Takes the value of another rank."""
+    self._write(round_, peer, OUT)
+
+  def add_up(self, round_: int, order: Sequence[int]) -> None:
+    """Adds arriving pieces in the order of ranks."""
+    terms = tuple(
+      OWN if rank == self._rank else self._add(round_, rank, RECEIVED)
+      for rank in order
+    )
+    needs = [number for number in terms if number != OWN]
+    self._write(round_, -1, self._value, needs, terms)
+
+  def _add(
+    self, round_, peer, buffer, needs=(), terms=(), sending=False
   ) -> int:
-    """Adds a piece, with a sort key for its link, and returns its number."""
+    """Adds a piece and returns its number."""
     number = len(self._pieces)
-    self._pieces.append(piece)
+    self._pieces.append(PlannedPiece(peer, buffer, *self._span, terms))
     self._needs.append(set(needs))
-    if piece.peer >= 0:
-      self.link(piece.kind == SEND, piece.peer).append((order, number))
+    if not terms:
+      self.link(sending, peer).append(((round_, *self._order), number))
     return number
+
+  def _write(self, round_, peer, buffer, needs=(), terms=()) -> None:
+    """Adds a piece that writes the value into OUT."""
+    needs = [*needs, *self._writer, *self._readers]
+    number = self._add(round_, peer, buffer, needs, terms)
+    self._writer, self._readers, self._value = [number], [], OUT
 
   def build(self) -> RankPlan:
     """Returns the plan of all pieces."""
@@ -130,62 +165,6 @@ class _PlanBuilder:
       sends,
       receives,
     )
-
-
-class _Stretch:
-  """The pieces of one stretch of bytes on one rank.
-
-  Each piece needs the pieces that wrote its input, and the pieces that read the bytes
-  that it overwrites.
-  """
-
-  def __init__(
-    self,
-    builder: _PlanBuilder,
-    rank: int,
-    order: tuple[int, int],
-    span: tuple[int, int],
-  ):
-    self._builder, self._rank = builder, rank
-    self._order, self._span = order, span
-    # The buffer that holds this rank's value.
-    self._value = ARRAY
-    # The piece that wrote the value, if it is in OUT, and the pieces that read it.
-    self._writer: list[int] = []
-    self._readers: list[int] = []
-
-  def _add(self, round_, kind, peer, buffer, needs=(), terms=()) -> int:
-    """Adds a piece and returns its number."""
-    return self._builder.add(
-      PlannedPiece(kind, peer, buffer, *self._span, terms),
-      (round_, *self._order),
-      needs,
-    )
-
-  def _write(self, round_, kind, peer, buffer, needs=(), terms=()) -> None:
-    """Adds a piece that writes the value into OUT."""
-    needs = [*needs, *self._writer, *self._readers]
-    number = self._add(round_, kind, peer, buffer, needs, terms)
-    self._writer, self._readers, self._value = [number], [], OUT
-
-  def send(self, round_: int, peer: int) -> None:
-    """Sends the rank's current value."""
-    number = self._add(round_, SEND, peer, self._value, self._writer)
-    if self._value == OUT:
-      self._readers.append(number)
-
-  def overwrite(self, round_: int, peer: int) -> None:
-    """Takes the value of another rank."""
-    self._write(round_, RECEIVE, peer, OUT)
-
-  def add_up(self, round_: int, order: Sequence[int]) -> None:
-    """Adds arriving pieces in the order of ranks."""
-    terms = tuple(
-      OWN if rank == self._rank else self._add(round_, RECEIVE, rank, RECEIVED)
-      for rank in order
-    )
-    needs = [number for number in terms if number != OWN]
-    self._write(round_, COMBINE, -1, self._value, needs, terms)
 
 
 def from_schedule(
@@ -216,7 +195,7 @@ def from_schedule(
     A plan of O(T L / (C S)) pieces for T transfers of this rank, a buffer of
     L in C chunks and pieces of S bytes.
   """
-  builder = _PlanBuilder()
+  builder = _PlanBuilder(rank)
   steps: dict[int, list[tuple]] = {}
   for round_, arrivals in enumerate(schedule.arrivals()):
     for (dst, chunk), transfers in arrivals.items():
@@ -237,14 +216,14 @@ def from_schedule(
     happens.sort()
     for index, start in enumerate(range(ends[chunk], ends[chunk + 1], step)):
       span = start, min(start + step, ends[chunk + 1])
-      stretch = _Stretch(builder, rank, (chunk, index), span)
+      builder.begin((chunk, index), span)
       for round_, arrives, peer, order in happens:
         if not arrives:
-          stretch.send(round_, peer)
+          builder.send(round_, peer)
         elif rank in order:
-          stretch.add_up(round_, order)
+          builder.add_up(round_, order)
         else:
-          stretch.overwrite(round_, order[0])
+          builder.overwrite(round_, order[0])
   return builder.build()
 
 

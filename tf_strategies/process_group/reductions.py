@@ -1,12 +1,8 @@
 """Chooses the plan of a reduction, after checking its arguments."""
 
-from __future__ import annotations
-
-import functools
 import hashlib
-import types
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,10 +11,6 @@ from tf_strategies.collectives import algorithms, cost_model
 from tf_strategies.collectives import schedule as schedule_lib
 from tf_strategies.process_group import plan as plan_lib
 
-# The functions by which a reduction can combine values.
-REDUCTIONS: Mapping[str, np.ufunc] = types.MappingProxyType(
-  {'sum': np.add, 'min': np.minimum, 'max': np.maximum}
-)
 # They are added in float32, and rounded once a round.
 _ROUNDED = ('float16', 'bfloat16')
 # They need no links between all pairs of many ranks.
@@ -31,22 +23,6 @@ _SOCKETS = cost_model.Link(alpha_seconds=5e-5, beta_seconds_per_byte=1e-9)
 _MEMORY = cost_model.Link(alpha_seconds=3e-5, beta_seconds_per_byte=2e-10)
 
 
-class Reduction(NamedTuple):
-  """A collective, with everything that stays the same each time it runs.
-
-  Attributes:
-    text: description for messages, with `{!r}` for the name of the tensor. All ranks
-      must have the same one.
-    plan: plan of this rank.
-    ufunc: function that combines two arrays.
-  """
-
-  text: str
-  plan: plan_lib.RankPlan
-  ufunc: np.ufunc = np.add
-
-
-@functools.lru_cache(maxsize=1024)
 def digest(text: str) -> int:
   """Returns 64 bits that tell collectives apart by their texts."""
   data = hashlib.blake2b(text.encode(), digest_size=8).digest()
@@ -68,15 +44,14 @@ def reduction(
   kind: str,
   length: int,
   dtype: np.dtype,
-  op: str,
   algorithm: str,
   *,
   rank: int,
   candidates: tuple[str, ...],
   topology: cost_model.Topology,
   piece_bytes: int,
-) -> Reduction:
-  """Returns the plan of an `all_reduce` or `reduce_scatter` of such an array.
+) -> tuple[str, plan_lib.RankPlan]:
+  """Returns the text and the plan of an `all_reduce` or `reduce_scatter`.
 
   Raises:
     UnsupportedOptionError: numbers of that dtype cannot be added.
@@ -98,11 +73,11 @@ def reduction(
   if kind == 'reduce_scatter':
     schedule = schedule.reduce_scatter()
   array = f'{dtype_text(dtype)}[{length}]'
-  text = f'{kind}({op}) {{!r}} of {array} by {algorithm}'
+  text = f'{kind} {{!r}} of {array} by {algorithm}'
   plan = plan_lib.from_schedule(
     schedule, rank, length, dtype.itemsize, piece_bytes
   )
-  return Reduction(text, plan, REDUCTIONS[op])
+  return text, plan
 
 
 def topology_of(hosts: Sequence[str]) -> cost_model.Topology:
@@ -119,16 +94,10 @@ def topology_of(hosts: Sequence[str]) -> cost_model.Topology:
     hosts: of each rank. They are groups where each has equally many ranks, which
       follow each other.
   """
-  size = hosts.index(next((h for h in hosts if h != hosts[0]), hosts[0]))
-  size = size or len(hosts)  # All on one.
-  groups = [hosts[i : i + size] for i in range(0, len(hosts), size)]
-  are_groups = (
-    1 < size < len(hosts)
-    and len(hosts) % size == 0
-    and all(len(set(group)) == 1 for group in groups)
-    and len({group[0] for group in groups}) == len(groups)
-  )
-  if are_groups:
+  groups = [len(list(ranks)) for _, ranks in itertools.groupby(hosts)]
+  size = groups[0]
+  are_equal = set(groups) == {size} and len(groups) == len(set(hosts))
+  if are_equal and 1 < size < len(hosts):
     return cost_model.Topology(len(hosts), _MEMORY, _SOCKETS, size)
   return cost_model.Topology(len(hosts), _SOCKETS)
 
@@ -165,19 +134,14 @@ def choose(
 def check_half(algorithm: str, world_size: int) -> None:
   """Checks that an algorithm has a reduce-scatter half."""
 
-  def has_half(name):
-    try:
-      return bool(algorithms.build(name, world_size).reduce_scatter())
-    except errors.ScheduleError:
-      return False
-
-  if not has_half(algorithm):
-    names: Sequence[str] = [n for n in algorithms.ALGORITHMS if has_half(n)]
+  try:
+    algorithms.build(algorithm, world_size).reduce_scatter()
+  except errors.ScheduleError as e:
     raise errors.UnsupportedOptionError(
       f'reduce_scatter by {algorithm!r} between {world_size} processes',
-      f'one of {", ".join(map(repr, names))}',
+      "an algorithm with one chunk for each rank, such as 'ring' or 'direct'",
       "leave it out for 'auto'",
-    )
+    ) from e
 
 
 def dtype_text(dtype: np.dtype) -> str:

@@ -1,13 +1,11 @@
 """Holds the state that the threads of a group share: members, position, failure."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tf_strategies import errors
@@ -15,15 +13,6 @@ from tf_strategies import errors
 # A rank that is ahead by one or two collectives can still describe its call of the
 # collective in which another rank is stuck.
 _REMEMBERED = 4
-
-_ERRORS: Mapping[str, type[errors.Error]] = {
-  error.__name__: error
-  for error in (
-    errors.WorkerUnavailableError,
-    errors.CollectiveTimeoutError,
-    errors.CollectiveMismatchError,
-  )
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +39,7 @@ class Member:
 class FailureReport:
   """Why a group failed, in a form that travels.
 
-  The exception is of the class `error`, and the fields after `message` become its
+  The exception is of the class `error` of `errors`, and the fields after `message` become its
   attributes. JSON makes a list of `ranks`.
   """
 
@@ -64,7 +53,7 @@ class FailureReport:
 
   def exception(self) -> errors.Error:
     """Returns a new exception, so that each caller gets its own traceback."""
-    error = _ERRORS[self.error](self.message)
+    error = getattr(errors, self.error)(self.message)
     for name in ('rank', 'address', 'tensor', 'step'):
       setattr(error, name, getattr(self, name))
     error.ranks = tuple(self.ranks)
@@ -115,17 +104,16 @@ class GroupState:
         return
     callback()
 
-  def fail(self, report: FailureReport) -> bool:
-    """Makes the group fail. Returns whether it had not failed before."""
+  def fail(self, report: FailureReport) -> None:
+    """Makes the group fail, if it has not failed before."""
     with self._lock:
       if self.failure is not None:
-        return False
+        return
       self.failure = report
       callbacks, self._on_failure = self._on_failure, []
     self.failed.set()
     for callback in callbacks:
       callback()
-    return True
 
   def check(self) -> None:
     """Raises the error of a failed group."""

@@ -1,13 +1,9 @@
 """Defines the link between the workers of a strategy."""
 
-from __future__ import annotations
-
 import abc
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
@@ -65,8 +61,8 @@ class Communicator(abc.ABC):
   initializes_eagerly: bool = False
 
   @abc.abstractmethod
-  def combine(self, tensor: tf.Tensor, op: str, name: str) -> tf.Tensor:
-    """Combines one small host tensor of each worker by 'sum', 'min' or 'max'."""
+  def sum(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Adds up one small host tensor of each worker."""
 
   @abc.abstractmethod
   def all_gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -108,12 +104,12 @@ class Communicator(abc.ABC):
     return gathered
 
   @abc.abstractmethod
-  def broadcast(self, tensor: tf.Tensor, root: int, name: str) -> tf.Tensor:
-    """Returns the root's tensor on every worker."""
+  def broadcast(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Returns the chief's tensor on every worker."""
 
   @abc.abstractmethod
-  def exchange(self, tag: str, payload: bytes) -> list[bytes]:
-    """Brings a few bytes of each worker to all, beside the collectives."""
+  def exchange(self, tag: str, value: Any) -> list[Any]:
+    """Brings a small value of JSON of each worker to all, beside the collectives."""
 
   def check_same(self, answers: Sequence[Any], what: str, fix: str) -> None:
     """Raises CollectiveMismatchError unless all workers gave the same answer.
@@ -140,19 +136,3 @@ def check_not_compiled(kind: str) -> None:
       'write compile(..., jit_compile=False), or compile functions inside of '
       'the step that do not synchronise. XLA cannot call the network',
     )
-
-
-def fingerprint(arrays: Iterable[np.ndarray]) -> int:
-  """Returns a number for some arrays, by their shapes and first and last values."""
-  value = 0
-  for array in arrays:
-    flat = array.ravel()
-    sample = np.concatenate([flat[:256], flat[-256:]])
-    if sample.dtype == object:
-      text = b'\0'.join(
-        x if isinstance(x, bytes) else str(x).encode() for x in sample
-      )
-    else:
-      text = sample.tobytes()
-    value = zlib.crc32(text, zlib.crc32(str(array.shape).encode(), value))
-  return value

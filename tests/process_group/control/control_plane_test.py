@@ -120,7 +120,6 @@ class NonsenseTest(parameterized.TestCase):
     plane = control_plane.ControlPlane(
       host, shared, {1 - rank: ours}, process_group.GroupOptions()
     )
-    plane.start()
     theirs.write(frame)
     theirs.sock.shutdown(socket.SHUT_WR)
     while shared.failure is None and not shared.departed:
@@ -148,15 +147,15 @@ def _many(rank):
     # A thread waits for the others' calls: all tags must be open at once.
     with concurrent.futures.ThreadPoolExecutor(len(tags)) as pool:
       futures = {
-        tag: pool.submit(group.exchange, tag, f'{rank} {tag}'.encode())
-        for tag in tags
+        tag: pool.submit(group.exchange, tag, f'{rank} {tag}') for tag in tags
       }
       sums = [
         group.all_reduce(np.int64([rank + i]), name=f'{i}')[0]
         for i in range(50)
       ]
     results = {tag: future.result() for tag, future in futures.items()}
-    large = group.exchange('large', bytes([rank]) * (1 << 20))
+    # A backslash in a text is four in a frame.
+    large = group.exchange('large', f'{rank}' + '\\' * ((1 << 19) - 2))
     group.barrier()
     return results, sums, [(len(p), p[0]) for p in large]
 
@@ -182,7 +181,7 @@ def _alone(rank):
       if rank == 1:
         processes.wait_until(lambda: group.failure is not None)
         raise group.failure
-      group.exchange('meeting', b'')
+      group.exchange('meeting', None)
     except errors.CollectiveTimeoutError as e:
       return str(e), e.rank, e.tensor
 
@@ -193,11 +192,12 @@ class ExchangeTest(parameterized.TestCase):
     results = processes.run_workers(_many, world_size)
     for payloads, sums, large in results:
       for tag, got in payloads.items():
-        expected = [f'{r} {tag}'.encode() for r in range(world_size)]
+        expected = [f'{r} {tag}' for r in range(world_size)]
         self.assertEqual(got, expected)
       ranks = sum(range(world_size))
       self.assertEqual(sums, [ranks + world_size * i for i in range(50)])
-      self.assertEqual(large, [(1 << 20, r) for r in range(world_size)])
+      length = (1 << 19) - 1
+      self.assertEqual(large, [(length, f'{r}') for r in range(world_size)])
 
   @pytest.mark.smoke
   def test_agree_names_what_who_and_both_values(self):

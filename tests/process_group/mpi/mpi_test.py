@@ -92,8 +92,8 @@ class FailuresTest(_RanksTestCase):
       self.assertEqual(first[2], (last,))
       for note in notes[1:]:
         self.assertEqual(note[what][:4], first[:4])
-    self.assertIn("all_reduce(sum) 'a'", notes[0]['name'][1])
-    self.assertIn("all_reduce(sum) 'b'", notes[0]['name'][1])
+    self.assertIn("all_reduce 'a'", notes[0]['name'][1])
+    self.assertIn("all_reduce 'b'", notes[0]['name'][1])
 
   @parameterized.parameters(
     ('leave', 'left the group during', "rank 1's program has ended while oth"),

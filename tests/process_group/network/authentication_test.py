@@ -21,9 +21,7 @@ from tf_strategies.process_group.network import (
 from tf_strategies.process_group.rendezvous import rendezvous
 
 _SECRET = b'the secret of the job'
-_REQUEST = authentication.ConnectionRequest(
-  authentication.Purpose.DATA, 2, 5, 8
-)
+_REQUEST = authentication.ConnectionRequest(2, 5)
 
 
 def _handshake(secret, request=_REQUEST):
@@ -53,10 +51,8 @@ class HandshakeTest(parameterized.TestCase):
     self.assertNotEqual(wrong.prove(answer, 'task 5'), expected)
 
   @parameterized.parameters(
-    {'purpose': authentication.Purpose.POLL},
     {'client': 3},
     {'server': 4},
-    {'world': 9},
     {'nonce': bytes(32)},
   )
   def test_everything_said_is_part_of_the_proof(self, **changes):

@@ -12,9 +12,7 @@ from tests import processes, tiers
 from tests.process_group import meetings
 from tf_strategies.process_group.network import authentication, protocol
 
-_REQUEST = authentication.ConnectionRequest(
-  authentication.Purpose.DATA, 1, 0, 2
-)
+_REQUEST = authentication.ConnectionRequest(1, 0)
 # What unauthenticated peers say: nothing, noise, another protocol, the beginning of ours,
 # and all of it with a wrong proof or for a task that is not there.
 _GARBAGE = (
@@ -23,7 +21,7 @@ _GARBAGE = (
   b'GET / HTTP/1.1\r\nHost: worker-0\r\n\r\n',
   _REQUEST.pack()[:10],
   _REQUEST.pack() + bytes(authentication.PROOF_BYTES),
-  authentication.ConnectionRequest(authentication.Purpose.POLL, 1, 9, 2).pack(),
+  authentication.ConnectionRequest(1, 9).pack(),
   protocol.pack(protocol.Kind.FAILED, {}),
   b'\xff' * 100_000,
 )

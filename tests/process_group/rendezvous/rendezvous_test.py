@@ -1,6 +1,7 @@
 """How workers find each other, are turned away, and form groups again."""
 
 import contextlib
+import copy
 import socket
 import threading
 import time
@@ -16,11 +17,10 @@ from tests.process_group import meetings
 from tf_strategies import errors, process_group
 from tf_strategies.process_group import plan
 from tf_strategies.process_group.network import (
-  authentication,
-  connection,
   protocol,
   server,
 )
+from tf_strategies.process_group.tcp import mesh
 
 _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
 
@@ -94,8 +94,7 @@ class RefusalTest(parameterized.TestCase):
     async def answer(link, request, message):
       link.send(protocol.Kind.HELLO, {})
 
-    poll = authentication.Purpose.POLL
-    handlers = {poll: (protocol.Kind.HELLO, answer)}
+    handlers = {protocol.Kind.HELLO: answer}
     other = server.Server(addresses[1], 1, options.credentials(), handlers)
     with (
       contextlib.closing(other),
@@ -110,7 +109,6 @@ class RefusalTest(parameterized.TestCase):
 class ConstructorTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('bad_port', {0: '127.0.0.1:99999'}, 0, {}, errors.ClusterConfigError),
-    ('no_task', {0: '127.0.0.1:0'}, 1, {}, errors.ClusterConfigError),
     (
       'same_address',
       {0: '127.0.0.1:5', 1: '127.0.0.1:5'},
@@ -177,13 +175,16 @@ class LinksOnDemandTest(absltest.TestCase):
     options = process_group.GroupOptions(
       min_workers=2, window_seconds=0.5, rendezvous_timeout_seconds=8.0
     )
-    dial = connection.dial
+    call = mesh.Mesh._call
 
-    async def dial_unless_cut(address, request, *args):
-      is_data = request.purpose is authentication.Purpose.DATA
-      if is_data and {request.client, request.server} == {0, 2}:
-        raise TimeoutError('no way between them')
-      return await dial(address, request, *args)
+    async def no_way(task):
+      raise TimeoutError('no way between them')
+
+    async def call_unless_cut(links, rank):
+      if {links._tasks[links._rank], links._tasks[rank]} == {0, 2}:
+        links = copy.copy(links)
+        links._dial = no_way
+      await call(links, rank)
 
     def work(task):
       with process_group.Rendezvous(addresses, task, options) as meeting:
@@ -201,7 +202,7 @@ class LinksOnDemandTest(absltest.TestCase):
         return error, [m.task for m in group.members]
 
     with (
-      mock.patch.object(connection, 'dial', dial_unless_cut),
+      mock.patch.object(mesh.Mesh, '_call', call_unless_cut),
       mock.patch.object(plan, 'FEW_RANKS', 1),
       futures.ThreadPoolExecutor(4) as threads,
     ):

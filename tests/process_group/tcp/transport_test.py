@@ -50,8 +50,8 @@ class TransportTest(absltest.TestCase):
   def test_place_that_becomes_free_while_a_piece_comes(self, unused_slots):
     # Data from rank 1 goes where the send to rank 2 still reads, until half arrived.
     size = 1 << 24
-    send = plan_lib.PlannedPiece(plan_lib.SEND, 2, plan_lib.OUT, 0, size)
-    receive = plan_lib.PlannedPiece(plan_lib.RECEIVE, 1, plan_lib.OUT, 0, size)
+    send = plan_lib.PlannedPiece(2, plan_lib.OUT, 0, size)
+    receive = plan_lib.PlannedPiece(1, plan_lib.OUT, 0, size)
     plan = plan_lib.RankPlan(
       (send, receive), (0, 1), ((1,), ()), {2: (0,)}, {1: (1,)}
     )

@@ -82,7 +82,7 @@ def _search(rank, directory):
   weights = tuner.get_best_models(1)[0].get_weights()
   if strategy is not None:
     # No worker ends before all have read the files and built the model.
-    strategy.extended.communicator.exchange('end', b'')
+    strategy.extended.communicator.exchange('end', None)
   return {
     'values': [t.hyperparameters.values for t in trials],
     'scores': [float(t.score) for t in trials],

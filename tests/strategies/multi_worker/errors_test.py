@@ -122,8 +122,8 @@ class ErrorsTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('shape', 'float32[3]', 'float32[4]'),
-    ('order', 'all_reduce(sum)', 'all_gather'),
-    ('loop', 'all_reduce(sum)', 'all_gather'),
+    ('order', 'all_reduce', 'all_gather'),
+    ('loop', 'all_reduce', 'all_gather'),
     ('devices', 'devices of a worker', '1', '2'),
     ('bucket_bytes', 'bucket_bytes', '1000', '1001'),
     ('shard_optimizer_state', 'shard_optimizer_state'),

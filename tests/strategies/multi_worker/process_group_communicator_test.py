@@ -24,6 +24,9 @@ class _RecordingGroup:
     self.record = []
     self._more = more
 
+  def name_calls_by(self, running_call):
+    del running_call
+
   def add(self, array, name, seconds=0.0):
     time.sleep(seconds)
     self.record.append(name)

@@ -17,12 +17,12 @@ def _exchange(rank):
     options=tfs.CollectiveOptions(timeout_seconds=_TIMEOUT_SECONDS)
   )
   exchange = strategy.extended.communicator.exchange
-  answers = exchange('before', str(rank).encode())
+  answers = exchange('before', rank)
   if rank == 1:
     os._exit(0)
   started = time.monotonic()
   try:
-    exchange('after', b'')
+    exchange('after', None)
   except tfs.errors.Error as e:
     seconds = time.monotonic() - started
     return answers, type(e).__name__, e.rank, str(e), seconds
@@ -40,7 +40,7 @@ class ExchangeTest(absltest.TestCase):
         )
       (outcome,) = group.wait_for([0])
     answers, kind, rank, message, seconds = outcome.result()
-    self.assertEqual(answers, [b'0', b'1'])
+    self.assertEqual(answers, [0, 1])
     self.assertIn(kind, ('CollectiveTimeoutError', 'WorkerUnavailableError'))
     self.assertEqual(rank, 1)
     self.assertIn("exchange 'after'", message)

@@ -15,33 +15,25 @@ Example:
   8
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re
-import types
 from collections.abc import Callable, Mapping
 
 from tf_strategies import option_checks
 from tf_strategies.collectives import schedule
 
-ALGORITHMS: Mapping[str, Callable[..., schedule.Schedule]] = (
-  types.MappingProxyType(
-    {
-      module.name: getattr(
-        importlib.import_module(f'{__name__}.{module.name}'),
-        f'{module.name}_all_reduce',
-      )
-      for module in pkgutil.iter_modules(__path__)
-    }
+ALGORITHMS: Mapping[str, Callable[..., schedule.Schedule]] = {
+  module.name: getattr(
+    importlib.import_module(f'{__name__}.{module.name}'),
+    f'{module.name}_all_reduce',
   )
-)
+  for module in pkgutil.iter_modules(__path__)
+}
 """From a name to a function from the number of ranks to a `Schedule`."""
 
-# A name, and the size of groups where one is given.
-_SPELLING = re.compile(r'(\w+)\(([1-9]\d*)\)')
-_GROUPED = 'hierarchical'
+# An algorithm with the size of its groups.
+_GROUPED = re.compile(r'hierarchical\(([1-9]\d*)\)')
 
 
 def build(name: str, world_size: int) -> schedule.Schedule:
@@ -51,10 +43,10 @@ def build(name: str, world_size: int) -> schedule.Schedule:
     ScheduleError: the size of groups in the name does not divide `world_size`.
   """
   check(name)
-  spelled = _SPELLING.fullmatch(name)
-  if spelled is None:
+  grouped = _GROUPED.fullmatch(name)
+  if grouped is None:
     return ALGORITHMS[name](world_size)
-  return ALGORITHMS[_GROUPED](world_size, int(spelled[2]))
+  return ALGORITHMS['hierarchical'](world_size, int(grouped[1]))
 
 
 def check(name: str, *others: str, option: str = 'algorithm') -> str:
@@ -65,15 +57,7 @@ def check(name: str, *others: str, option: str = 'algorithm') -> str:
   Raises:
     UnsupportedOptionError: there is no algorithm of that name.
   """
-  if isinstance(name, str):
-    spelled = _SPELLING.fullmatch(name)
-    if spelled is not None and spelled[1] == _GROUPED:
-      return name
-  allowed = (*others, *ALGORITHMS)
-  option_checks.check_choice(
-    option,
-    name,
-    allowed,
-    'use one of these names, or pass a Schedule where one is accepted',
-  )
+  if not (isinstance(name, str) and _GROUPED.fullmatch(name)):
+    allowed = (*others, *ALGORITHMS)
+    option_checks.check_choice(option, name, allowed, 'use one of these names')
   return name

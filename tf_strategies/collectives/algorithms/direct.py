@@ -1,7 +1,5 @@
 """Direct all-reduce: two rounds and a ring's bytes, on a full mesh."""
 
-from __future__ import annotations
-
 from tf_strategies.collectives import schedule
 
 

@@ -1,7 +1,5 @@
 """Halving-doubling all-reduce: a ring's bytes in a tree's number of rounds."""
 
-from __future__ import annotations
-
 from tf_strategies.collectives import schedule
 
 

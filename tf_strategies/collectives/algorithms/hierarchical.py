@@ -1,7 +1,5 @@
 """Two-level ring all-reduce: fast links inside a group, few bytes between."""
 
-from __future__ import annotations
-
 import math
 
 from tf_strategies import errors

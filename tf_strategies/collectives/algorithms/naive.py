@@ -1,7 +1,5 @@
 """Naive all-reduce: everything through one rank, the yardstick for the rest."""
 
-from __future__ import annotations
-
 from tf_strategies.collectives import schedule
 
 

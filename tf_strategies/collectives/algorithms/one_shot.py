@@ -1,7 +1,5 @@
 """One-shot all-reduce: everything to everyone at once, for small buffers."""
 
-from __future__ import annotations
-
 from tf_strategies.collectives import schedule
 
 

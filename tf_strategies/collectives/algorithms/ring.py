@@ -1,7 +1,5 @@
 """Ring all-reduce: the least possible bytes on each link, neighbours only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from tf_strategies.collectives import schedule
@@ -24,8 +22,8 @@ def ring_all_reduce(world_size: int) -> schedule.Schedule:
     >>> ring = ring_all_reduce(3)
     >>> ring.num_rounds
     4
-    >>> ring.bytes_per_link([4, 4, 4])
-    {(0, 1): 16, (1, 2): 16, (2, 0): 16}
+    >>> ring.bytes_in([4, 4, 4])
+    (16, 16, 16)
 
   Args:
     world_size: number of ranks N.

@@ -1,7 +1,5 @@
 """Tree all-reduce: few rounds with the whole buffer, for small buffers."""
 
-from __future__ import annotations
-
 from tf_strategies.collectives import schedule
 
 

@@ -4,11 +4,9 @@ It carries heartbeats, small exchanges, goodbyes and failures. Ranks report what
 goes wrong to rank 0, which decides and tells everyone, so that all raise the
 same error. If rank 0 itself is lost, every rank sees that directly.
 
-Everything runs in the event loop of the rendezvous; the public methods, except
-`start`, may be called from any thread.
+Everything runs in the event loop of the rendezvous, where it is made; the public methods
+may be called from any thread.
 """
-
-from __future__ import annotations
 
 import asyncio
 import concurrent.futures
@@ -23,7 +21,6 @@ from tf_strategies import errors
 from tf_strategies.process_group import failure_detection
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state as state_lib
-from tf_strategies.process_group.control import exchange as exchange_lib
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import protocol, server
 
@@ -64,31 +61,27 @@ class ControlPlane:
     self._said: dict[int, dict[str, Any]] = {}
     self._diagnosing = False
     self._closing = False
-    self._exchanges = exchange_lib.Exchanges(state, self._links)
-    self._handlers = {
+    # On rank 0: by the tag of an exchange, the payloads that have come.
+    self._payloads: dict[str, dict[int, str]] = {}
+    # What each takes: the rank that sent a message, and the message.
+    self._handlers: dict[protocol.Kind, Callable[[int, Any], None]] = {
       _Kind.HEARTBEAT: self._on_heartbeat,
       _Kind.GOODBYE: self._on_goodbye,
+      # To rank 0.
+      _Kind.EXCHANGE: self._on_contribution,
+      _Kind.REPORT: self._on_report,
+      # From rank 0.
+      _Kind.RESULT: self._on_result,
+      _Kind.FAILED: self._on_failed,
     }
-    # A link is from rank 0 or to it.
+    self._tasks = [host.spawn(self._beat())]
     if state.rank == 0:
-      self._handlers[_Kind.EXCHANGE] = self._exchanges.on_contribution
-      self._handlers[_Kind.REPORT] = self._on_report
-    else:
-      self._handlers[_Kind.RESULT] = self._exchanges.on_result
-      self._handlers[_Kind.FAILED] = self._on_failed
-
-  def start(self) -> None:
-    """Begins to listen and to send heartbeats; inside the loop."""
-    limit = 2 * protocol.MAX_PAYLOAD_BYTES  # Bytes of an exchange are text.
-    if self._state.rank:
-      limit *= len(self._state.members)  # Rank 0 brings what all ranks said.
-    self._tasks = [self._host.spawn(self._beat())]
-    if self._state.rank == 0:
-      self._tasks.append(self._host.spawn(self._watch()))
+      self._tasks.append(host.spawn(self._watch()))
     for rank, link in self._links.items():
-      link.max_payload = limit
-      self._tasks.append(self._host.spawn(self._read(rank, link)))
-    self._state.on_failure(lambda: self._post(self._exchanges.fail))
+      # Rank 0 brings what all ranks said. Quotes in a text take two bytes.
+      link.max_payload = 3 * protocol.MAX_PAYLOAD_BYTES * len(state.members)
+      self._tasks.append(host.spawn(self._read(rank, link)))
+    state.on_failure(lambda: self._post(self._fail_exchanges))
 
   # From any thread.
 
@@ -108,10 +101,10 @@ class ControlPlane:
     if not self._state.failed.wait(_DECISION_SECONDS):
       self._state.fail(report)
 
-  def exchange(self, tag: str, payload: bytes, seconds: float) -> list[bytes]:
+  def exchange(self, tag: str, payload: str, seconds: float) -> list[str]:
     """See `ProcessGroup.exchange`."""
     future: concurrent.futures.Future = concurrent.futures.Future()
-    self._post(self._exchanges.begin, tag, payload, future)
+    self._post(self._begin_exchange, tag, payload, future)
     if not concurrent.futures.wait([future], seconds).done:
       self.report(
         failure_detection.suspicion(self._state.operation, (), seconds, tag)
@@ -163,7 +156,60 @@ class ControlPlane:
     await asyncio.gather(*self._tasks, return_exceptions=True)
     for link in self._links.values():
       link.close()
-    self._exchanges.fail()
+    self._fail_exchanges()
+
+  def _begin_exchange(
+    self, tag: str, payload: str, future: concurrent.futures.Future
+  ) -> None:
+    """Sends this rank's payload; `future` gets all ranks' payloads, or an error."""
+    if self._state.failure is not None or self._state.departed:
+      future.set_exception(self._end_of_exchanges())
+    elif tag in self._state.exchanges:
+      future.set_exception(
+        errors.UnsupportedOptionError(
+          f'tag={tag!r} twice',
+          'one exchange at a time for each tag',
+          'use a tag of its own for each meeting, with a counter, say',
+        )
+      )
+    else:
+      self._state.exchanges[tag] = future
+      message = {'tag': tag, 'payload': payload}
+      if self._state.rank == 0:
+        self._on_contribution(0, message)
+      else:
+        self._links[0].send(_Kind.EXCHANGE, message)
+
+  def _fail_exchanges(self) -> None:
+    """Ends all exchanges, because the group failed or a rank left."""
+    calls, self._state.exchanges = self._state.exchanges, {}
+    for future in calls.values():
+      future.set_exception(self._end_of_exchanges())
+    self._payloads.clear()
+
+  def _end_of_exchanges(self) -> errors.Error:
+    if self._state.failure is not None:
+      return self._state.failure.exception()
+    # The first: those after it may have left because of it.
+    departed = next(iter(self._state.departed), self._state.rank)
+    return self._state.left(departed).exception()
+
+  def _on_contribution(self, rank, message):
+    """Takes a rank's payload, on rank 0."""
+    tag = message['tag']
+    there = self._payloads.setdefault(tag, {})
+    there[rank] = message['payload']
+    if len(there) == len(self._state.members):
+      del self._payloads[tag]
+      result = {'tag': tag, 'payloads': [there[r] for r in sorted(there)]}
+      self._send_all(_Kind.RESULT, result)
+      self._on_result(0, result)
+
+  def _on_result(self, rank, message):
+    """Takes the payloads of all ranks."""
+    # A call that was too late has failed with the group.
+    if future := self._state.exchanges.pop(message['tag'], None):
+      future.set_result(message['payloads'])
 
   async def _read(self, rank: int, link: connection_lib.Connection) -> None:
     try:
@@ -261,33 +307,29 @@ class ControlPlane:
     After a mismatch that includes ranks that are still on their way there, so that the
     report can describe their calls.
     """
-    is_mismatch = suspicion['seconds'] is None
-    return len(self._said) == len(self._links) and not (
-      is_mismatch
-      and any(
-        description['sequence'] < suspicion['sequence']
-        for description in self._said.values()
-      )
-    )
+    said = self._said.values()
+    if suspicion['seconds'] is None:
+      said = [d for d in said if d['sequence'] >= suspicion['sequence']]
+    return len(said) == len(self._links)
 
   def _all_said(self) -> dict[int, dict[str, Any]]:
     return {self._state.rank: self._state.describe(), **self._said}
 
-  def _on_report(self, rank: int, report: dict[str, Any]) -> None:
+  def _on_report(self, rank, report):
     if 'failure' in report:
       self.end(state_lib.FailureReport(**report['failure']))
     else:
       self._report(report)
 
-  def _on_failed(self, rank: int, message: dict[str, Any]) -> None:
+  def _on_failed(self, rank, message):
     self._state.fail(state_lib.FailureReport(**message))
 
-  def _on_heartbeat(self, rank: int, message: dict[str, Any]) -> None:
+  def _on_heartbeat(self, rank, message):
     self._said[rank] = message['said']
     if rank == 0:
       self._joiners = tuple(message['joiners'])
 
-  def _on_goodbye(self, rank: int, message: dict[str, Any]) -> None:
+  def _on_goodbye(self, rank, message):
     leaver, last = message['rank'], message['last']
     if leaver != rank and rank != 0:
       raise protocol.ProtocolError(f'a GOODBYE of rank {leaver}')
@@ -296,7 +338,7 @@ class ControlPlane:
     self._state.departed[leaver] = last
     if self._state.rank == 0:
       self._send_all(_Kind.GOODBYE, message)
-    self._exchanges.fail()
+    self._fail_exchanges()
     missed = self._state.missed()
     if missed is not None:
       # Through rank 0: it would take this rank, which leaves next, for the first.

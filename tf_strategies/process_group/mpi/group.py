@@ -12,8 +12,6 @@ start it again from a checkpoint. One that ends by itself, hangs or disagrees
 becomes a typed error on the others, as over TCP.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets
@@ -33,7 +31,7 @@ from tf_strategies.process_group.rendezvous import rendezvous
 
 def form_mpi_group(
   options: options_lib.GroupOptions | None = None,
-) -> MpiProcessGroup:
+) -> 'MpiProcessGroup':
   """Makes a group of all processes that `mpiexec` started.
 
   All of them call it, at the same point. A process that was started without
@@ -52,7 +50,7 @@ def form_mpi_group(
       not permit several threads.
     RendezvousError: ranks do not come in time, or cannot reach each other.
   """
-  options = options_lib.given_or_default(options)
+  options = options or options_lib.GroupOptions()
   mpi = links.load()
   seconds = options.rendezvous_timeout_seconds
   deadline = time.monotonic() + seconds
@@ -126,8 +124,8 @@ class MpiProcessGroup(group_lib.ProcessGroup):
 
   def paths(self) -> dict[int, str]:
     """See base class. MPI does not say how it moves arrays."""
-    others = set(range(self.world_size)) - {self.rank}
-    return dict.fromkeys(sorted(others), self.name)
+    ranks = range(self.world_size)
+    return {rank: self.name for rank in ranks if rank != self.rank}
 
   def _leave(self, has_ended: bool) -> None:
     """See base class; MPI itself ends with the process."""
@@ -148,4 +146,3 @@ class MpiProcessGroup(group_lib.ProcessGroup):
       if other != headers[self.rank]:
         raise execution_lib.MismatchError(rank)
     self._comm.run(execution, deadline, self._check)
-    self._transport.bytes_sent += execution.plan.bytes_sent

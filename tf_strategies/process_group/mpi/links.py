@@ -6,8 +6,6 @@ every call here is non-blocking. A loop tests it, yields, looks at the clock and
 that the group has failed.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import faulthandler
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tf_strategies import errors
+from tf_strategies import errors, option_checks
 from tf_strategies.process_group import execution as execution_lib
 
 # Time for which a wait only yields before it sleeps: for late ranks, and for bytes,
@@ -52,21 +50,21 @@ def load() -> Any:
       'an environment with mpi4py and an MPI library',
       "in the checkout run: pip install '.[mpi]'; or use the group over TCP",
     ) from e
-  if MPI.Is_finalized():
-    raise errors.UnsupportedOptionError(
-      'a process group after MPI.Finalize()',
-      'MPI that is still running',
-      'form the group before MPI.Finalize()',
-    )
+  option_checks.check(
+    not MPI.Is_finalized(),
+    'a process group after MPI.Finalize()',
+    'MPI that is still running',
+    'form the group before MPI.Finalize()',
+  )
   if not MPI.Is_initialized():
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
-  if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-    raise errors.UnsupportedOptionError(
-      f'thread level {MPI.Query_thread()}',
-      f'MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})',
-      "leave mpi4py.rc.thread_level at 'multiple', or use an MPI library "
-      'that was built with it. Collectives run in threads of their own',
-    )
+  option_checks.check(
+    MPI.Query_thread() == MPI.THREAD_MULTIPLE,
+    f'thread level {MPI.Query_thread()}',
+    f'MPI_THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE})',
+    "leave mpi4py.rc.thread_level at 'multiple', or use an MPI library "
+    'that was built with it. Collectives run in threads of their own',
+  )
   # Once, and before any group's own handler, which then runs earlier.
   atexit.unregister(_finalize)
   atexit.register(_finalize, MPI)
@@ -208,19 +206,24 @@ class _MpiRun:
   def __init__(self, mpi: Any, comm: Any, execution: execution_lib.Execution):
     self._mpi, self._comm = mpi, comm
     self._execution = execution
-    plan = execution.plan
-    self._sends = {p: collections.deque(n) for p, n in plan.sends.items()}
-    self._receives = {p: collections.deque(n) for p, n in plan.receives.items()}
+    execution.wake = self._wake
+    # For each direction and peer: the pieces that wait, and how many are under way.
+    self._waiting = {
+      (is_send, peer): collections.deque(numbers)
+      for is_send, links in (
+        (False, execution.plan.receives),
+        (True, execution.plan.sends),
+      )
+      for peer, numbers in links.items()
+    }
     self._under_way: collections.Counter[tuple[bool, int]] = (
       collections.Counter()
     )
     self.requests: list[Any] = []
-    # For each request: is it a send, the peer, the piece, its own memory.
-    self._about: list[tuple[bool, int, int, np.ndarray | None]] = []
-    for peer in self._receives:
-      self._post_receives(peer)
-    for peer in self._sends:
-      self._post_sends(peer)
+    # For each request: is it a send, the peer, the piece.
+    self._about: list[tuple[bool, int, int]] = []
+    for link in self._waiting:
+      self._post(*link)
 
   def work(self) -> bool:
     """Does the work that is possible now. Returns whether everything is done."""
@@ -236,45 +239,32 @@ class _MpiRun:
 
   def waiting(self) -> list[int]:
     """Returns the ranks whose messages, or whose readiness, are missing."""
-    return sorted({peer for _, peer, _, _ in self._about})
+    return sorted({peer for _, peer, _ in self._about})
 
-  def _finish(self, is_send, peer, number, received) -> None:
+  def _finish(self, is_send, peer, number) -> None:
     self._under_way[is_send, peer] -= 1
-    if is_send:
-      self._execution.done(number, self._wake)
-      self._post_sends(peer)
-      return
-    self._execution.receive(number, received, self._wake)
-    self._post_receives(peer)
+    take = self._execution.done if is_send else self._execution.receive
+    take(number)
+    self._post(is_send, peer)
 
   def _wake(self, number: int) -> None:
-    peer = self._execution.plan.pieces[number].peer
-    if peer in self._sends:
-      self._post_sends(peer)
+    self._post(True, self._execution.plan.pieces[number].peer)
 
-  def _post_sends(self, peer: int) -> None:
-    waiting = self._sends[peer]
-    while (
-      waiting
-      and not self._execution.needs[waiting[0]]
-      and self._under_way[True, peer] < _UNDER_WAY
-    ):
+  def _post(self, is_send, peer) -> None:
+    """Starts the next messages from or to a rank."""
+    link = is_send, peer
+    waiting = self._waiting.get(link)
+    while waiting and self._under_way[link] < _UNDER_WAY:
+      if is_send and self._execution.needs[waiting[0]]:
+        return
       number = waiting.popleft()
-      self._post(True, peer, number, self._execution.memory(number), None)
-
-  def _post_receives(self, peer: int) -> None:
-    waiting = self._receives[peer]
-    while waiting and self._under_way[False, peer] < _UNDER_WAY:
-      number = waiting.popleft()
-      memory, is_direct = self._execution.target(number)
-      received = None if is_direct else memory
-      self._post(False, peer, number, memory, received)
-
-  def _post(self, is_send, peer, number, memory, received) -> None:
-    start = self._comm.Isend if is_send else self._comm.Irecv
-    self.requests.append(start([memory, self._mpi.BYTE], peer))
-    self._about.append((is_send, peer, number, received))
-    self._under_way[is_send, peer] += 1
+      if is_send:
+        start, memory = self._comm.Isend, self._execution.memory(number)
+      else:
+        start, memory = self._comm.Irecv, self._execution.target(number)
+      self.requests.append(start([memory, self._mpi.BYTE], peer))
+      self._about.append((*link, number))
+      self._under_way[link] += 1
 
 
 # Requests that MPI still works on, with their memory.

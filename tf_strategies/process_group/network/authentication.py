@@ -6,10 +6,7 @@ its role. Neither side learns anything that it could replay: in another role, to
 another task or later. This authenticates; it does not encrypt.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import enum
 import hashlib
 import hmac
 import secrets
@@ -25,7 +22,7 @@ HANDSHAKE_SECONDS = 5.0
 _MAGIC = b'TFSH'
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
-_REQUEST = struct.Struct(f'!4sHBIII{_NONCE_BYTES}s')
+_REQUEST = struct.Struct(f'!4sHII{_NONCE_BYTES}s')
 _ANSWER = struct.Struct(f'!4sH{_NONCE_BYTES}s{_MAC_BYTES}s')
 
 REQUEST_BYTES = _REQUEST.size
@@ -33,22 +30,12 @@ ANSWER_BYTES = _ANSWER.size
 PROOF_BYTES = _MAC_BYTES
 
 
-class Purpose(enum.IntEnum):
-  """The purpose of a connection."""
-
-  POLL = 1
-  CONTROL = 2
-  DATA = 3
-
-
 @dataclasses.dataclass(frozen=True)
 class ConnectionRequest:
-  """The first message of a connection: client, server and purpose."""
+  """The first message of a connection: the numbers of client and server."""
 
-  purpose: Purpose
   client: int
   server: int
-  world: int
   nonce: bytes = dataclasses.field(
     default_factory=lambda: secrets.token_bytes(_NONCE_BYTES)
   )
@@ -59,15 +46,12 @@ class ConnectionRequest:
     return _REQUEST.pack(_MAGIC, protocol.PROTOCOL_VERSION, *fields)
 
   @classmethod
-  def unpack(cls, data: bytes) -> ConnectionRequest:
+  def unpack(cls, data: bytes) -> 'ConnectionRequest':
     """Returns the request in `REQUEST_BYTES` bytes. Raises ProtocolError for others."""
-    magic, version, purpose, *rest = _REQUEST.unpack(data)
+    magic, version, *fields = _REQUEST.unpack(data)
     if magic != _MAGIC or version != protocol.PROTOCOL_VERSION:
       raise protocol.ProtocolError(f'it began with {data[:6]!r}')
-    try:
-      return cls(Purpose(purpose), *rest)
-    except ValueError as e:
-      raise protocol.ProtocolError(f'it wants purpose {purpose}') from e
+    return cls(*fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,11 @@
 """Authenticated connections with frames, inside an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac
 import socket
 from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from tf_strategies import errors
 from tf_strategies.cluster import checks
@@ -17,8 +15,6 @@ from tf_strategies.process_group.network import (
   protocol,
   sockets,
 )
-
-_T = TypeVar('_T')
 
 
 class Connection:
@@ -103,7 +99,7 @@ class Connection:
   def _flush(self) -> None:
     try:
       del self._unsent[: self.sock.send(self._unsent)]
-    except (BlockingIOError, InterruptedError):
+    except BlockingIOError:
       return
     except OSError:
       self._give_up()
@@ -119,8 +115,8 @@ class Connection:
 
 
 async def together(
-  coroutines: Iterable[Coroutine[Any, Any, _T]], seconds: float | None = None
-) -> list[_T]:
+  coroutines: Iterable[Coroutine], seconds: float | None = None
+) -> list[Any]:
   """Awaits coroutines at once; the first error ends all of them.
 
   Raises:
@@ -143,7 +139,7 @@ async def together(
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def within(seconds: float, coroutine: Coroutine[Any, Any, _T]) -> _T:
+async def within(seconds: float, coroutine: Coroutine) -> Any:
   """Awaits a coroutine; TimeoutError if it takes longer.
 
   Unlike `asyncio.wait_for` before Python 3.12, it never swallows the

@@ -1,7 +1,5 @@
 """Finds the user of the process at the other end of a connection on this host."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import socket

@@ -5,11 +5,8 @@ few threads: a handful of names without an answer would hold up every live peer.
 look-up has its own thread, and callers that ask for the same name meanwhile wait for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
-import contextlib
 import os
 import socket
 import threading
@@ -42,11 +39,6 @@ def resolve_now(host: str, port: int) -> Places:
     raise _late(host) from None
 
 
-def _places(host: str, port: int, **how: int) -> Places:
-  found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, **how)
-  return [(family, where) for family, *_, where in found]
-
-
 def _late(host: str) -> OSError:
   return socket.gaierror(
     socket.EAI_AGAIN,
@@ -62,10 +54,6 @@ def _look_up(host: str, port: int) -> concurrent.futures.Future:
     return future
   future = concurrent.futures.Future()
   future.set_running_or_notify_cancel()  # Nobody can cancel it for others.
-  with contextlib.suppress(OSError, UnicodeError):
-    # A numeric address needs no look-up.
-    future.set_result(_places(host, port, flags=socket.AI_NUMERICHOST))
-    return future
   thread = threading.Thread(
     target=_ask, args=(key, future), name=f'look up {host}', daemon=True
   )
@@ -81,7 +69,8 @@ def _look_up(host: str, port: int) -> concurrent.futures.Future:
 def _ask(key: tuple[int, str, int], future: concurrent.futures.Future) -> None:
   _, host, port = key
   try:
-    future.set_result(_places(host, port))
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    future.set_result([(family, where) for family, *_, where in found])
   # UnicodeError: the text cannot be a name, such as 'a..b'.
   except (OSError, UnicodeError) as e:
     why = getattr(e, 'strerror', None) or e

@@ -3,14 +3,12 @@
 Lengths are checked against limits before anything is allocated.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import struct
 from typing import Any
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_PAYLOAD_BYTES = 1 << 20
 

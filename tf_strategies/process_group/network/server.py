@@ -1,7 +1,5 @@
 """The thread and the listening socket that accept a process's connections."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import socket
@@ -30,11 +28,6 @@ _BUSY_SECONDS = 2.0
 # A container may start before its own name is known.
 _NAMELESS_SECONDS = 20.0
 
-Handler = Callable[
-  [connection_lib.Connection, authentication.ConnectionRequest, Any],
-  Coroutine[Any, Any, None],
-]
-
 
 class Server:
   """One thread with an event loop for all connections except data links.
@@ -43,8 +36,9 @@ class Server:
     address: address of this task.
     task: number of this task.
     credentials: credentials of this process.
-    handlers: for each purpose the kind of the first frame, and a function that gets the
-      authenticated connection, which it owns from then on, and that frame's message.
+    handlers: for each kind of a connection's first frame a coroutine function that gets
+      the authenticated connection, which it owns from then on, the request of the client
+      and that frame's message.
     on_shortage: called repeatedly while no file descriptor is left for a connection.
     num_peers: number of tasks that may connect.
     listener: a socket that listens at the address already; None to open one.
@@ -55,7 +49,7 @@ class Server:
     address: str,
     task: int,
     credentials: authentication.Credentials,
-    handlers: Mapping[authentication.Purpose, tuple[protocol.Kind, Handler]],
+    handlers: Mapping[protocol.Kind, Callable],
     on_shortage: Callable[[errors.ResourceLimitError], None] | None = None,
     num_peers: int = 0,
     listener: socket.socket | None = None,
@@ -66,7 +60,7 @@ class Server:
     )
     self._credentials = credentials
     self._on_shortage = on_shortage
-    self._handlers = dict(handlers)
+    self._handlers = handlers
     self._unauthenticated: dict[asyncio.Task, None] = {}  # The oldest first.
     self._tasks: set[asyncio.Task] = set()
     self._listener = listener or listen(address, task)
@@ -155,9 +149,10 @@ class Server:
         connection_lib.accept(connection, self._task, self._credentials),
       )
       self._unauthenticated.pop(asyncio.current_task(), None)
-      kind, handler = self._handlers[request.purpose]
-      _, message = await connection_lib.within(seconds, connection.expect(kind))
-      await handler(connection, request, message)
+      kind, message = await connection_lib.within(
+        seconds, connection.expect(*self._handlers)
+      )
+      await self._handlers[kind](connection, request, message)
     except asyncio.CancelledError:
       connection.close()
       raise
@@ -185,10 +180,10 @@ def listen(address: str, task: int) -> socket.socket:
     except OSError as e:
       busy = e.errno == errno.EADDRINUSE
       is_ours = busy and sockets.listens(*place)
-      nameless = isinstance(e, socket.gaierror)
-      patience = _BUSY_SECONDS if busy else _NAMELESS_SECONDS
-      waits = nameless or (busy and not is_ours)
-      if waits and time.monotonic() < started + patience:
+      patience = _BUSY_SECONDS if busy and not is_ours else 0.0
+      if isinstance(e, socket.gaierror):
+        patience = _NAMELESS_SECONDS
+      if time.monotonic() < started + patience:
         time.sleep(0.1)
         continue
       hint = 'Expected an address of this host. Fix: check which task it is.'

@@ -5,8 +5,6 @@ peers do not hear of the parent's death, and nobody can take its address; so a
 child closes what `keep` knows as soon as it exists.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -17,12 +15,10 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
 
 from tf_strategies import errors
 from tf_strategies.process_group.network import names
 
-_Socket = TypeVar('_Socket', bound=socket.socket)
 # Closing then leaves nothing behind, not even the port.
 _ABORT = struct.pack('ii', 1, 0)
 
@@ -31,7 +27,7 @@ _lock = threading.Lock()
 _ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def keep(make: Callable[[], _Socket]) -> _Socket:
+def keep(make: Callable[[], socket.socket]) -> socket.socket:
   """Returns the socket that `make` makes. Forked children close it.
 
   Raises:
@@ -73,7 +69,7 @@ async def accept(listener: socket.socket) -> socket.socket:
   while True:
     try:
       sock = keep(lambda: listener.accept()[0])
-    except (BlockingIOError, InterruptedError):
+    except BlockingIOError:
       await _readable(listener)
       continue
     sock.setblocking(False)

@@ -6,14 +6,11 @@ workers poll each other again. The connections that carry the proposal become th
 control plane.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Sequence
 
 from tf_strategies.process_group import state
-from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.network import protocol
 from tf_strategies.process_group.rendezvous import membership
 from tf_strategies.process_group.tcp import mesh as mesh_lib
 from tf_strategies.process_group.tcp import transport
@@ -44,8 +41,8 @@ class Proposal:
     on_cut: mesh_lib.OnCut,
     gone: Sequence[int],
   ):
-    self._gone = list(gone)
-    self._seats = tuple(seats)
+    self._gone = gone
+    self._seats = seats
     self.seated = {seat.task: seat.incarnation for seat in seats}
     rank = list(self.seated).index(task)
     members = [
@@ -62,32 +59,24 @@ class Proposal:
 
   async def lead(self) -> None:
     """Does the leader's part; raises if a member does not take part."""
-    try:
-      invitations = map(self._invite, range(1, len(self._seats)))
-      await connection_lib.together(invitations, STEP_SECONDS)
-      self._tell(_Kind.MESH)
-      ready = [c.expect(_Kind.READY) for c in self.connections.values()]
-      await connection_lib.together(
-        [self.mesh.connect_first(), *ready], STEP_SECONDS
-      )
-      self._tell(_Kind.COMMIT)
-    except BaseException:
-      self.close()
-      raise
+    invitations = map(self._invite, range(1, len(self._seats)))
+    await connection_lib.together(invitations, STEP_SECONDS)
+    self._tell(_Kind.MESH)
+    ready = [c.expect(_Kind.READY) for c in self.connections.values()]
+    await connection_lib.together(
+      [self.mesh.connect_first(), *ready], STEP_SECONDS
+    )
+    self._tell(_Kind.COMMIT)
 
   async def follow(self, leader: connection_lib.Connection) -> None:
     """Does a member's part; raises if another member gives up."""
     self.connections[0] = leader
-    try:
-      leader.send(_Kind.ACCEPT)
-      await connection_lib.within(STEP_SECONDS, leader.expect(_Kind.MESH))
-      # Both at once: the leader may die before the mesh is complete.
-      await connection_lib.together(
-        [self._mesh(leader), leader.expect(_Kind.COMMIT)], STEP_SECONDS
-      )
-    except BaseException:
-      self.close()
-      raise
+    leader.send(_Kind.ACCEPT)
+    await connection_lib.within(STEP_SECONDS, leader.expect(_Kind.MESH))
+    # Both at once: the leader may die before the mesh is complete.
+    await connection_lib.together(
+      [self._mesh(leader), leader.expect(_Kind.COMMIT)], STEP_SECONDS
+    )
 
   def close(self) -> None:
     """Closes all links."""
@@ -97,13 +86,11 @@ class Proposal:
       connection.close()
 
   async def _invite(self, rank: int) -> None:
-    connection = await mesh_lib.dial_again(
-      self._dial, self._seats[rank].task, authentication.Purpose.CONTROL
-    )
+    connection = await mesh_lib.dial_again(self._dial, self._seats[rank].task)
     self.connections[rank] = connection
     message = {
       'generation': self.state.generation,
-      'seats': [dataclasses.asdict(seat) for seat in self._seats],
+      'seats': self._seats,
       'gone': self._gone,
     }
     connection.send(_Kind.PROPOSE, message)

@@ -3,8 +3,6 @@
 It has no sockets or clocks: messages and times are arguments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import math
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
-from tf_strategies.process_group.rendezvous import address_checks, quorum
+from tf_strategies.process_group.rendezvous import quorum
 
 # A worker counts as present for this long after it was reached.
 FRESH_SECONDS = 3.0
@@ -23,6 +21,8 @@ ANSWER_SECONDS = 2.0
 CANDIDATES = 3
 # Largest number of characters about missing workers in a message.
 _MOST_TEXT = 2000
+# What a `View` takes from a message as it is.
+_TOLD = 'incarnation', 'generation', 'progress', 'size', 'leader', 'missing'
 
 
 class Activity(str, enum.Enum):
@@ -34,8 +34,7 @@ class Activity(str, enum.Enum):
   REFUSED = 'refused'  # It has found out that no group can ever form.
 
 
-@dataclasses.dataclass(frozen=True)
-class Seat:
+class Seat(NamedTuple):
   """A proposed member: one incarnation of one task."""
 
   task: int
@@ -66,9 +65,10 @@ class View:
 
   incarnation: str = ''  # Tells a restarted process from its predecessor.
   state: Activity = Activity.IDLE  # Its last reported state.
-  generation: int = 0  # The highest that it has seen.
+  generation: int = 0  # Of its last group.
   progress: int = 0
   idle_since: float | None = None  # Since when it has been between groups.
+  heard_at: float = -math.inf  # When it last reported that state.
   reached_at: float | None = None  # When it last answered at its address.
   problem: str = 'it was never reached'  # Why it does not answer.
   refused: bool = False  # Whether the problem is the secret.
@@ -94,7 +94,7 @@ class MembershipTable:
     incarnation: str,
     options: options_lib.GroupOptions,
   ):
-    self.addresses = {int(t): a for t, a in sorted(addresses.items())}
+    self.addresses = dict(sorted(addresses.items()))
     self.task = task
     self.incarnation = incarnation
     self._told_addresses = {str(t): a for t, a in self.addresses.items()}
@@ -103,18 +103,14 @@ class MembershipTable:
     self.progress = 0
     self.refusal = ''
     self.views = {t: View() for t in self.addresses if t != task}
-    # None: a majority of those that were there last.
-    self._minimum: int | None = len(self.addresses)
-    if options.min_workers == options_lib.MAJORITY:
-      self._minimum = None
-    elif options.min_workers is not None:
-      self._minimum = options.min_workers
+    self._minimum = options.min_workers or len(self.addresses)
+    self._needs_majority = self._minimum == options_lib.MAJORITY
     self._maximum = options.max_workers or len(self.addresses)
     self._window = options.window_seconds
     self._patience = options.heartbeat_timeout_seconds
     self._enough_since: float | None = None
-    self._joiners: dict[int, tuple[str, float]] = {}
     self._seated: Mapping[int, str] = {}
+    self._highest_generation = 0  # That any task has seen.
     self._is_closed = False
     self._least = 1
     self._started_at = 0.0
@@ -167,11 +163,7 @@ class MembershipTable:
     self.progress = progress
     self.refusal = ''
     self._enough_since = None
-    for view in self.views.values():
-      view.reached_at = view.idle_since = None
-      view.problem, view.refused = View.problem, False
-      view.was_tried = view.is_gone = False
-      view.missing = ''
+    self.views = {task: View() for task in self.views}
 
   def heard(
     self, message: Mapping[str, Any], now: float, reached: bool
@@ -182,33 +174,57 @@ class MembershipTable:
       RendezvousError, ClusterConfigError: the two can never form a group.
     """
     task = message['task']
-    address_checks.check_same_job(
-      message, self.task, self.incarnation, self._told_addresses
-    )
+    self._check_same_job(message)
     view = self.views[task]
     # The process at the address counts, until it has been silent for a while.
     same = message['incarnation'] == view.incarnation
     if reached or same or not view.is_fresh(now):
-      for name in 'incarnation', 'progress', 'size', 'leader', 'missing':
+      for name in _TOLD:
         setattr(view, name, message[name])
-      view.state = Activity(message['state'])
+      view.state, view.heard_at = Activity(message['state']), now
       view.cuts = [Cut(*about, now - age) for *about, age in message['cuts']]
       if view.state is not Activity.IDLE:
         view.idle_since = None
       elif view.idle_since is None:
         view.idle_since = now
-    view.generation = max(view.generation, message['generation'])
+    generations = self._highest_generation, message['generation']
+    self._highest_generation = max(generations)
     if reached:
       view.reached_at = now
       view.is_gone, view.was_tried = False, True
       view.problem = ''
       view.refused = False
-    if message['state'] == Activity.FORMING.value:
-      self._joiners[task] = message['incarnation'], now
     if message['refusal'] and self.state is Activity.FORMING:
       raise errors.RendezvousError(
         f'Task {task} at {self.addresses[task]} refuses to form a group: '
         f'{message["refusal"]}'
+      )
+
+  def _check_same_job(self, message) -> None:
+    """Raises an error if a task has another version, other addresses or this number."""
+    other, mine = message['task'], self._told_addresses
+    if message['version'] != version.__version__:
+      raise errors.RendezvousError(
+        f'Expected tf_strategies {version.__version__} of task {self.task} '
+        f'everywhere, got {message["version"]} on task {other}. Fix: install '
+        'the same version everywhere.'
+      )
+    theirs, differing = message['addresses'], []
+    if theirs is not None:
+      differing = [
+        f'task {t} is at {mine.get(t, "no address")} here and at '
+        f'{theirs.get(t, "no address")} there'
+        for t in sorted({*theirs, *mine})
+        if theirs.get(t) != mine.get(t)
+      ]
+    if other not in self.views:
+      differing.append(f'both claim to be task {other}')
+    if differing:
+      raise errors.ClusterConfigError(
+        f'Task {self.task} ({self.incarnation}) and task {other} '
+        f'({message["incarnation"]}) have different descriptions of the '
+        f'cluster: {"; ".join(differing[:4])}. Fix: give all workers the same '
+        'one, and each its own task.'
       )
 
   def lost(
@@ -256,8 +272,7 @@ class MembershipTable:
     """Notes that a group of these tasks, in these incarnations, has formed."""
     self.state = Activity.RUNNING
     self.generation = generation
-    self._seated = dict(seated)
-    self._joiners.clear()
+    self._seated = seated
 
   def joiners(self, now: float) -> tuple[int, ...]:
     """Returns the tasks that asked for a group in the last seconds and are in none.
@@ -265,13 +280,13 @@ class MembershipTable:
     A task that a new group would leave out, as far as this one knows, is not among
     them.
     """
-    # A copy: the user's thread asks, while the loop's may hear of another.
     return tuple(
       task
-      for task, (incarnation, heard) in sorted(self._joiners.items())
-      if now - heard < FRESH_SECONDS
-      and self._seated.get(task) != incarnation
-      and task in self._connected({**self._seated, task: incarnation}, now)
+      for task, view in self.views.items()
+      if view.state is Activity.FORMING
+      and now - view.heard_at < FRESH_SECONDS
+      and self._seated.get(task) != view.incarnation
+      and task in self._connected({**self._seated, task: view.incarnation}, now)
     )
 
   def note_cut(self, cut: Cut) -> None:
@@ -321,8 +336,7 @@ class MembershipTable:
 
   def next_generation(self) -> int:
     """Returns a number above every generation that any task has seen."""
-    seen = [view.generation for view in self.views.values()]
-    return max([self.generation, *seen]) + 1
+    return max(self.generation, self._highest_generation) + 1
 
   def proposal(self, now: float) -> list[Seat] | None:
     """Returns the group to propose now; None if this process should not propose one."""
@@ -333,25 +347,23 @@ class MembershipTable:
       if v.state is Activity.FORMING
       and (not self._is_closed or self._seated.get(t) == v.incarnation)
     ]
-    # A lower task leads; or a group runs, which will form again; or a worker
-    # has just left one, perhaps with the only state that there is.
-    waits = any(
+    _, answering, untried = self._ask_lower(now)
+    # A lower task leads, or may be there; or a group runs, which will form again; or a
+    # worker has just left one, perhaps with the only state that there is.
+    waits = untried > 0 or any(
       (v.state is Activity.FORMING and t < self.task)
       or v.state is Activity.RUNNING
       or (v.idle_since is not None and now - v.idle_since < self._patience)
       for t, v in fresh.items()
     )
-    # Perhaps a lower one is there, and leads.
-    _, answering, untried = self._ask_lower(now)
-    waits = waits or untried > 0
     leads = not (answering or untried)
     self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
-    there, are_enough = [], False
     lives = {t: self._seat(t).incarnation for t in [self.task, *forming]}
     for seconds in (quorum.CUT_SECONDS, quorum.RETRY_SECONDS):
-      if not are_enough:
-        there = self._connected(lives, now, seconds)
-        are_enough = self._are_enough([self._seat(task) for task in there])
+      there = self._connected(lives, now, seconds)
+      are_enough = self._are_enough([self._seat(task) for task in there])
+      if are_enough:
+        break
     if waits or not are_enough:
       self._enough_since = None
       return None
@@ -376,7 +388,7 @@ class MembershipTable:
     there = [seat.task for seat in seats]
     if len(there) < self._least:
       return False
-    if self._minimum is not None:
+    if not self._needs_majority:
       return len(there) >= self._minimum
     if not self._seated:
       # A former member knows whether its group may go on, and objects if not.
@@ -412,7 +424,6 @@ class MembershipTable:
     self,
     generation: int,
     seats: Sequence[Seat],
-    leader: int,
     gone: Sequence[int] = (),
   ) -> str:
     """Returns why this process cannot accept a proposal; empty if it can.
@@ -423,12 +434,10 @@ class MembershipTable:
       return f'it is {self.state.value}'
     if generation <= self.generation:
       return f'generation {generation} is over'
-    if not seats or seats[0].task != leader:
-      return 'the leader has no seat'
     if self._seat(self.task) not in seats:
       return 'the seat is for another incarnation'
     # A task that was in no group knows less than the leader and the former members.
-    must_agree = self._minimum is None and self._seated
+    must_agree = self._needs_majority and self._seated
     if must_agree and not self._are_enough(seats, gone):
       return 'a majority of its last group is not there'
     return ''
@@ -471,7 +480,7 @@ class MembershipTable:
       f'{cut.task} at {self.addresses.get(cut.task)} ({cut.why}). '
       for caller, cut in self._all_cuts()
     )
-    if self._minimum is None and self._seated:
+    if self._needs_majority and self._seated:
       why += (
         'It goes on with a majority of its last group '
         f'(tasks {sorted(self._seated)}), or if all others have surely died, so '

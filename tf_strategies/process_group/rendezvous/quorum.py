@@ -1,7 +1,5 @@
 """Decides which present tasks form a group, given the pairs that cannot connect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 # Two workers that could not connect are not proposed together for this long.

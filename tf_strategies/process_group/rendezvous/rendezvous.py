@@ -1,7 +1,5 @@
 """Owns the address of a process and forms groups of the processes it finds."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -13,7 +11,7 @@ from typing import Any
 
 from absl import logging
 
-from tf_strategies import errors, option_checks
+from tf_strategies import errors
 from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state
@@ -33,7 +31,6 @@ from tf_strategies.process_group.rendezvous import (
 from tf_strategies.process_group.tcp import mesh as mesh_lib
 
 _Kind = protocol.Kind
-_Purpose = authentication.Purpose
 _POLL_SECONDS = 0.1
 # After a death the other workers are present: at first they ask more often.
 _FIRST_POLL_SECONDS = 0.01
@@ -56,7 +53,6 @@ _SHORTAGE_SECONDS = 5.0
 _SHORTAGE_GAP_SECONDS = 2.0
 
 
-@option_checks.has_options
 class Rendezvous:
   """Owns this process's address of the cluster for the life of the process.
 
@@ -79,8 +75,7 @@ class Rendezvous:
 
   Raises:
     ClusterConfigError: the addresses are malformed, or one is there twice.
-    UnsupportedOptionError: addresses beyond this host without a secret, or an
-      argument of another type.
+    UnsupportedOptionError: addresses beyond this host without a secret.
     RendezvousError: this process cannot listen at its address.
   """
 
@@ -92,20 +87,16 @@ class Rendezvous:
     listener: socket.socket | None = None,
     make_group: Callable[..., group_lib.ProcessGroup] = group_lib.ProcessGroup,
   ):
-    self._options = options_lib.given_or_default(options)
-    option_checks.check_function('make_group', make_group)
-    option_checks.check_type(
-      'listener', listener, (socket.socket, type(None)), 'a socket or None'
-    )
-    address_checks.check(addresses, task, self._options)
+    self._options = options or options_lib.GroupOptions()
+    address_checks.check(addresses, self._options)
     incarnation = (
       f'{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}'
     )
     self._membership = membership.MembershipTable(
-      addresses, int(task), incarnation, self._options
+      addresses, task, incarnation, self._options
     )
     self._addresses = self._membership.addresses
-    self._task = task = int(task)
+    self._task = task
     self._make_group = make_group
     self._group: group_lib.ProcessGroup | None = None
     self._proposal: formation.Proposal | None = None
@@ -121,9 +112,9 @@ class Rendezvous:
       task,
       self._credentials,
       {
-        _Purpose.POLL: (_Kind.HELLO, self._answer),
-        _Purpose.CONTROL: (_Kind.PROPOSE, self._follow),
-        _Purpose.DATA: (_Kind.JOIN, self._accept_data),
+        _Kind.HELLO: self._answer,
+        _Kind.PROPOSE: self._follow,
+        _Kind.JOIN: self._accept_data,
       },
       self._run_short,
       len(addresses),
@@ -228,12 +219,8 @@ class Rendezvous:
     if self._formed is not None and not self._formed.done():
       self._formed.set_exception(error)
 
-  async def _dial(
-    self, task: int, purpose: authentication.Purpose
-  ) -> connection_lib.Connection:
-    request = authentication.ConnectionRequest(
-      purpose, self._task, task, len(self._addresses)
-    )
+  async def _dial(self, task: int) -> connection_lib.Connection:
+    request = authentication.ConnectionRequest(self._task, task)
     return await connection_lib.dial(
       self._addresses[task], request, self._credentials
     )
@@ -282,9 +269,12 @@ class Rendezvous:
         self._membership.lost(task, f'it could not be asked: {e}')
       except errors.Error as e:
         self._refuse(e)
+      except ConnectionRefusedError:
+        self._membership.lost(task, 'nobody listens there', is_gone=True)
+      except ConnectionError:
+        self._membership.lost(task, 'it closed the connection')
       except OSError as e:
-        is_gone = isinstance(e, ConnectionRefusedError)
-        self._membership.lost(task, _why(e), is_gone=is_gone)
+        self._membership.lost(task, str(e) or 'it does not answer')
       except Exception as e:  # It sent what this version does not.
         self._membership.lost(task, f'something else is there: {e}')
       await asyncio.sleep(self._pause())
@@ -299,7 +289,7 @@ class Rendezvous:
     )
 
   async def _ask(self, task: int, is_once: bool = False) -> None:
-    connection = await self._dial(task, _Purpose.POLL)
+    connection = await self._dial(task)
     is_first = True
     try:
       while True:
@@ -345,11 +335,9 @@ class Rendezvous:
 
   async def _follow(self, connection, request, message) -> None:
     """Takes part in the proposal of another worker."""
-    seats = [membership.Seat(**seat) for seat in message['seats']]
+    seats = [membership.Seat(*seat) for seat in message['seats']]
     generation = message['generation']
-    objection = self._membership.objection(
-      generation, seats, request.client, message['gone']
-    )
+    objection = self._membership.objection(generation, seats, message['gone'])
     if self._proposal is not None:
       objection = 'it takes part in another proposal'
     if objection:
@@ -370,7 +358,10 @@ class Rendezvous:
         await proposal.lead()
       else:
         await proposal.follow(leader)
-    except (OSError, protocol.ProtocolError, errors.Error) as e:
+    except BaseException as e:
+      proposal.close()
+      if not isinstance(e, OSError | protocol.ProtocolError | errors.Error):
+        raise
       logging.info('Group %d did not form: %s', generation, str(e) or repr(e))
       return False
     finally:
@@ -403,7 +394,6 @@ class Rendezvous:
       options,
       lambda: members.joiners(self._server.now()),
     )
-    plane.start()
 
     def connect(ranks):
       return asyncio.run_coroutine_threadsafe(
@@ -456,11 +446,3 @@ class Rendezvous:
 def _now() -> float:
   """Returns the time of the running loop. The server may not exist yet."""
   return asyncio.get_running_loop().time()
-
-
-def _why(error: OSError) -> str:
-  if isinstance(error, ConnectionRefusedError):
-    return 'nobody listens there'
-  if isinstance(error, ConnectionError):
-    return 'it closed the connection'
-  return str(error) or 'it does not answer'

@@ -5,9 +5,8 @@ which slot a piece is in, and that it was read. The memory is a `memfd`, so noth
 left in `/dev/shm`.
 """
 
-from __future__ import annotations
-
 import hashlib
+import itertools
 import mmap
 import os
 import secrets
@@ -24,20 +23,15 @@ _SLOTS = struct.Struct('<16sQQQ8s')
 SLOTS_BYTES = _SLOTS.size
 
 
-class UnreadableError(Exception):
-  """A peer's memory cannot be read, and why; internal to `process_group`."""
-
-
 class MemorySlots:
   """Memory of which a peer has a mapping, for pieces that it is to read.
 
   Raises:
-    OSError: no memory is left, or the system is not Linux.
+    OSError: no memory is left.
+    AttributeError: the system is not Linux.
   """
 
   def __init__(self):
-    if not hasattr(os, 'memfd_create'):
-      raise OSError('no memfd_create')
     size = NUM_SLOTS * SLOT_BYTES + 8
     self._file = os.memfd_create('tf_strategies', os.MFD_CLOEXEC)
     try:
@@ -51,7 +45,7 @@ class MemorySlots:
     # be another file.
     self._number = secrets.token_bytes(8)
     self._map[-8:] = self._number
-    self._next = 0
+    self._numbers = itertools.cycle(range(NUM_SLOTS))
 
   def pack(self) -> bytes:
     """Returns what the peer needs, as `SLOTS_BYTES` bytes."""
@@ -61,8 +55,7 @@ class MemorySlots:
 
   def put(self, piece: np.ndarray) -> int:
     """Copies a piece into the next slot and returns its number."""
-    number = self._next % NUM_SLOTS
-    self._next += 1
+    number = next(self._numbers)
     start = number * SLOT_BYTES
     self._memory[start : start + piece.nbytes] = piece
     return number
@@ -79,27 +72,24 @@ class PeerSlots:
     data: what `MemorySlots.pack` returned there.
 
   Raises:
-    UnreadableError: it is on another host, or its files cannot be opened.
+    OSError, ValueError: it is on another host, or its files cannot be opened.
   """
 
   def __init__(self, data: bytes):
     its_host, pid, file, size, number = _SLOTS.unpack(data)
     if its_host != host():
-      raise UnreadableError('another host')
-    try:
-      with open(f'/proc/{pid}/fd/{file}', 'rb') as opened:
-        mapped = mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as e:
-      raise UnreadableError(getattr(e, 'strerror', str(e))) from e
+      raise OSError('another host')
+    with open(f'/proc/{pid}/fd/{file}', 'rb') as opened:
+      mapped = mmap.mmap(opened.fileno(), size, prot=mmap.PROT_READ)
     if mapped[-8:] != number:
-      raise UnreadableError('its files are not there')
+      raise OSError('its files are not there')
     self._memory = np.frombuffer(mapped, np.uint8)
 
   def read(self, number: int, target: np.ndarray) -> None:
-    """Copies the piece in a slot; UnreadableError if there is no such slot."""
+    """Copies the piece in a slot. Raises ValueError if there is no such slot."""
     start = number * SLOT_BYTES
     if not 0 <= number < NUM_SLOTS or target.nbytes > SLOT_BYTES:
-      raise UnreadableError(f'it named slot {number}')
+      raise ValueError(f'it named slot {number}')
     np.copyto(target, self._memory[start : start + target.nbytes])
 
 

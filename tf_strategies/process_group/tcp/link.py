@@ -7,8 +7,6 @@ finds out whether it can read the memory, and says so. Until then, and for small
 large pieces, bytes travel.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import fcntl
@@ -78,8 +76,6 @@ class DataLink:
   def __init__(self, rank: int, sock: socket.socket):
     self.rank = rank
     self.sock = sock
-    self.fd = sock.fileno()
-    self.mask = 0
     self.wakes_at = 1
     self.closed = False
     self.has_left = False
@@ -98,7 +94,8 @@ class DataLink:
       collections.deque()
     )
     self.reset()
-    with contextlib.suppress(OSError):
+    # Without memory, or on another system, bytes travel.
+    with contextlib.suppress(OSError, AttributeError):
       self._slots = host_memory.MemorySlots()
       self.put(_SLOTS, self._slots.pack())
       self.flush()
@@ -106,30 +103,27 @@ class DataLink:
   def reset(self) -> None:
     """Forgets the last collective."""
     self.queued = False
-    # Whether the peer sends something in this collective, and whether its
-    # header is still to come.
-    self.planned = False
-    self.expects = False
-    self.receives = ()
-    self.receive_index = 0
-    # The array for the newest piece, and the part that is still to come.
-    self.target: np.ndarray | None = None
-    self.is_direct = False
+    self.expects = False  # Whether the peer's header is still to come.
+    # The pieces that are still to come, and the newest that has come.
+    self.receives: collections.deque[int] = collections.deque()
+    self.received: int | None = None
+    # The part of the next piece that is still to come.
     self.incoming: memoryview | None = None
-    self.sends = ()
-    self.send_index = 0
+    # The same for pieces that go out.
+    self.sends: collections.deque[int] = collections.deque()
+    self.sent: int | None = None
     self.is_sending = False  # Whether the newest piece is in the output.
     self.blocked = False
 
   @property
   def receiving(self) -> bool:
     """Returns whether the peer still owes something."""
-    return self.expects or self.receive_index < len(self.receives)
+    return self.expects or bool(self.receives)
 
   @property
   def owes(self) -> bool:
     """Returns whether the peer still gets a piece."""
-    return self.send_index < len(self.sends) or self.is_sending
+    return self.is_sending or bool(self.sends)
 
   @property
   def has_output(self) -> bool:
@@ -144,17 +138,12 @@ class DataLink:
   def drain(self) -> bool:
     """Reads available bytes. Returns whether sent bytes have not reached the peer yet."""
     try:
-      while self.sock.recv(_AHEAD_BYTES):
-        pass
-    except BlockingIOError:
-      pass
+      with contextlib.suppress(BlockingIOError):
+        while self.sock.recv(_AHEAD_BYTES):
+          pass
+      return any(fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))
     except OSError:
       return False
-    try:
-      left = fcntl.ioctl(self.fd, termios.TIOCOUTQ, bytes(4))
-    except OSError:
-      return False
-    return any(left)
 
   def close(self) -> None:
     """Closes the socket, and gives the slots back."""
@@ -208,13 +197,7 @@ class DataLink:
 
   def fetch(self, word: int, target: np.ndarray) -> None:
     """Copies a piece from a slot, and says that it was read."""
-    try:
-      if self._reader is None:
-        raise host_memory.UnreadableError('it was never said to be readable')
-      self._reader.read(word - _SLOT, target)
-    except host_memory.UnreadableError as e:
-      why = f'its memory cannot be read: {e}'
-      raise execution_lib.LinkClosedError(self.rank, why) from e
+    self._reader.read(word - _SLOT, target)
     self.put(ACKNOWLEDGE)
 
   def _fill(self, size: int) -> bool:
@@ -229,7 +212,7 @@ class DataLink:
   def _receive(self, view: memoryview) -> int:
     try:
       count = self.sock.recv_into(view)
-    except (BlockingIOError, InterruptedError):
+    except BlockingIOError:
       return 0
     except OSError:
       count = 0
@@ -265,7 +248,7 @@ class DataLink:
     """Sends what the socket takes. Returns whether the last byte of a piece is out."""
     try:
       count = self.sock.sendmsg([part for part, _ in self._output])
-    except (BlockingIOError, InterruptedError):
+    except BlockingIOError:
       self.blocked = True
       return False
     except OSError as e:
@@ -291,8 +274,9 @@ class DataLink:
     """Maps the peer's slots if possible."""
     try:
       self._reader = host_memory.PeerSlots(data)
-    except host_memory.UnreadableError as e:
-      self.path = f'socket, not memory: {e}'
+    except (OSError, ValueError) as e:
+      why = getattr(e, 'strerror', None) or e
+      self.path = f'socket, not memory: {why}'
       return
     self.path = 'memory'
     self.put(_READS)

@@ -5,8 +5,6 @@ to its neighbours in the ring, and a collective that needs another link has it m
 rank that needs a link dials; if both do, the call of the higher rank counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import socket
@@ -19,9 +17,7 @@ from tf_strategies.process_group.network import connection as connection_lib
 
 _Kind = protocol.Kind
 
-Dial = Callable[
-  [int, authentication.Purpose], Awaitable[connection_lib.Connection]
-]
+Dial = Callable[[int], Awaitable[connection_lib.Connection]]
 # Called with a task that cannot be reached, its incarnation and the reason.
 OnCut = Callable[[int, str, str], None]
 
@@ -78,7 +74,6 @@ class Mesh:
     if (
       message['generation'] != self._generation
       or not 0 <= rank < len(self._tasks)
-      or rank == self._rank
       or message['incarnation'] != self._incarnations[rank]
     ):
       raise protocol.ProtocolError('a data link belongs to another group')
@@ -99,7 +94,6 @@ class Mesh:
     await linked.wait()
 
   async def _call(self, rank: int) -> None:
-    purpose = authentication.Purpose.DATA
     message = {
       'rank': self._rank,
       'generation': self._generation,
@@ -107,7 +101,7 @@ class Mesh:
     }
     kind, connection = None, None
     try:
-      connection = await dial_again(self._dial, self._tasks[rank], purpose)
+      connection = await dial_again(self._dial, self._tasks[rank])
       connection.send(_Kind.JOIN, message)
       kind, _ = await connection_lib.within(
         authentication.HANDSHAKE_SECONDS,
@@ -128,13 +122,11 @@ class Mesh:
     self._take(rank, connection.sock)
 
 
-async def dial_again(
-  dial: Dial, task: int, purpose: authentication.Purpose
-) -> connection_lib.Connection:
+async def dial_again(dial: Dial, task: int) -> connection_lib.Connection:
   """Dials twice: with many workers one lost connection is no surprise."""
   try:
-    return await dial(task, purpose)
+    return await dial(task)
   except ConnectionRefusedError:
     raise
   except OSError:
-    return await dial(task, purpose)
+    return await dial(task)

@@ -5,8 +5,6 @@ it sends pieces as soon as their inputs are ready and adds between two receives,
 the operating system's buffers move bytes.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import select
@@ -39,20 +37,15 @@ class Transport:
 
   def __init__(self, check: Callable[[], None]):
     self._check = check
-    self._poll = select.poll()
     self._links: dict[int, link_lib.DataLink] = {}
-    self._by_fd: dict[int, link_lib.DataLink] = {}
     # Links that no collective has seen yet.
     self._arrived: list[link_lib.DataLink] = []
     self._has_ended = False
     self._lock = threading.Lock()
-    self.bytes_sent = 0
 
   def add(self, rank: int, sock: socket.socket) -> None:
     """Takes a socket, owned from here on; from any thread."""
     sock.setblocking(False)
-    if sock.family != socket.AF_UNIX:
-      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with self._lock:
       if self._has_ended:
         sock.close()
@@ -98,7 +91,6 @@ class Transport:
     while run.remaining:
       self._wait(run, deadline)
       run.work()
-    self.bytes_sent += execution.plan.bytes_sent
 
   def finish(self) -> None:
     """Waits for a limited time until sent bytes have reached the peers.
@@ -135,26 +127,29 @@ class Transport:
     with self._lock:
       arrived, self._arrived = self._arrived, []
       for link in arrived:
-        self._links[link.rank] = self._by_fd[link.fd] = link
+        self._links[link.rank] = link
     return arrived
 
-  def _wait(self, run: _TcpRun, deadline: float) -> None:
+  def _wait(self, run: '_TcpRun', deadline: float) -> None:
+    poll, watched = select.poll(), {}
     for link in self._links.values():
       mask = run.mask(link)
       if mask & _READ:
         self._wake_at(link, run.left(link))
-      self._watch(link, mask)
+      if mask:
+        poll.register(link.sock, mask)
+        watched[link.sock.fileno()] = link
     left = deadline - time.monotonic()
     if left <= 0:
       raise execution_lib.DeadlineError(run.waiting())
-    events = self._poll.poll(1000 * min(left, _POLL_SECONDS))
+    events = poll.poll(1000 * min(left, _POLL_SECONDS))
     if not events:
       self._check()
       # A peer that is at another collective may have made one.
       for link in self._take_arrived():
         run.enqueue(link)
     for fd, _ in events:
-      link = self._by_fd[fd]
+      link = watched[fd]
       link.blocked = False
       run.enqueue(link)
 
@@ -168,18 +163,9 @@ class Transport:
       link.wakes_at = waits_for
       link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, waits_for)
 
-  def _watch(self, link: link_lib.DataLink, mask: int) -> None:
-    if mask == link.mask:
-      return
-    if mask:
-      self._poll.register(link.fd, mask)  # Or changes the mask.
-    else:
-      self._poll.unregister(link.fd)
-    link.mask = mask
-
 
 class _TcpRun:
-  """The state of one collective."""
+  """The state of one collective. In all methods `link` is a `DataLink`."""
 
   def __init__(
     self,
@@ -189,6 +175,7 @@ class _TcpRun:
   ):
     self._links = links
     self._execution = execution
+    execution.wake = self._wake
     self._header = header
     self._active: collections.deque[link_lib.DataLink] = collections.deque()
     plan = execution.plan
@@ -197,11 +184,11 @@ class _TcpRun:
     self._unsent: set[link_lib.DataLink] = set()
     packed = header.pack()
     for rank, numbers in plan.sends.items():
-      links[rank].sends = numbers
+      links[rank].sends.extend(numbers)
       links[rank].put(link_lib.HEADER, packed)
     for rank, numbers in plan.receives.items():
-      link = links[rank]
-      link.receives, link.planned, link.expects = numbers, True, True
+      links[rank].receives.extend(numbers)
+      links[rank].expects = True
     for link in links.values():
       self.enqueue(link)
 
@@ -233,7 +220,8 @@ class _TcpRun:
     if link.closed:
       return 0
     # On a link without pieces a header tells that the peer is at another collective.
-    wants = link.receiving or bool(link.unread) or not link.planned
+    is_planned = link.rank in self._execution.plan.receives
+    wants = link.receiving or bool(link.unread) or not is_planned
     reads = wants and not self._stops(link)
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
 
@@ -242,10 +230,9 @@ class _TcpRun:
     if link.incoming is not None:
       return len(link.incoming)
     # A header may be of another collective, after which nothing needs to follow.
-    if link.expects or link.receive_index == len(link.receives):
+    if link.expects or not link.receives:
       return 0
-    piece = self._execution.plan.pieces[link.receives[link.receive_index]]
-    size = piece.stop - piece.start
+    size = self._execution.plan.pieces[link.receives[0]].size
     return size if link.comes_as_bytes(size) else 0
 
   def waiting(self) -> list[int]:
@@ -253,7 +240,7 @@ class _TcpRun:
     links = self._links.values()
     return [link.rank for link in links if link.receiving or link.owes]
 
-  def _receive(self, link: link_lib.DataLink) -> bool:
+  def _receive(self, link):
     """Receives once. Returns whether that made progress."""
     if link.header is not None:
       return self._look_at_header(link)
@@ -275,18 +262,17 @@ class _TcpRun:
         raise execution_lib.MismatchError(link.rank)
       link.unread -= 1
       return True
-    if link.expects or link.receive_index == len(link.receives):
+    if link.expects or not link.receives:
       raise execution_lib.MismatchError(link.rank)
-    number = link.receives[link.receive_index]
-    link.target, link.is_direct = self._execution.target(number)
+    target = self._execution.target(link.receives[0])
     if word == link_lib.BYTES:
-      link.incoming = memoryview(link.target)
+      link.incoming = memoryview(target)
       return True
-    link.fetch(word, link.target)
-    self._received(link, number)
+    link.fetch(word, target)
+    self._received(link)
     return True
 
-  def _stops(self, link: link_lib.DataLink) -> bool:
+  def _stops(self, link):
     """Returns whether nothing more is to be received now.
 
     Bytes behind a piece that waits for its turn stay in the socket, unless the peer
@@ -294,11 +280,9 @@ class _TcpRun:
     """
     if link.header is not None:
       return True
-    last = link.receive_index - 1
-    waits = last >= 0 and self._execution.is_early(link.receives[last])
-    return waits and not link.unread
+    return self._execution.is_early(link.received) and not link.unread
 
-  def _look_at_header(self, link: link_lib.DataLink) -> bool:
+  def _look_at_header(self, link):
     """Compares a header that has come, if it is of this collective."""
     # It may have come while this rank was at an earlier collective.
     if link.expects and link.header == self._header:
@@ -309,31 +293,28 @@ class _TcpRun:
       raise execution_lib.MismatchError(link.rank)
     return False
 
-  def _receive_bytes(self, link: link_lib.DataLink) -> bool:
+  def _receive_bytes(self, link):
     """Receives some of a piece."""
     count = link.read_bytes(link.incoming)
     if count == len(link.incoming):
       link.incoming = None
-      self._received(link, link.receives[link.receive_index])
+      self._received(link)
     elif count:
       link.incoming = link.incoming[count:]
     elif link.closed:
       raise execution_lib.LinkClosedError(link.rank)
     return count > 0
 
-  def _received(self, link: link_lib.DataLink, number: int) -> None:
+  def _received(self, link):
     """Hands on a received piece."""
-    link.receive_index += 1
-    # Its place may have become free since the first of its bytes came elsewhere.
-    received = None if link.is_direct else link.target
-    link.target = None
-    self._execution.receive(number, received, self.wake)
+    link.received = link.receives.popleft()
+    self._execution.receive(link.received)
 
-  def wake(self, number: int) -> None:
+  def _wake(self, number):
     """Has the link of a piece looked at, which may move from now on."""
     self.enqueue(self._links[self._execution.plan.pieces[number].peer])
 
-  def _send(self, link: link_lib.DataLink) -> bool:
+  def _send(self, link):
     """Sends once. Returns whether that made progress."""
     if link.blocked or link.closed:
       return False
@@ -347,33 +328,30 @@ class _TcpRun:
       self._lose(link, awaited=False)
       return False
     if is_out:
-      number = link.sends[link.send_index - 1]
-      self._execution.done(number, self.wake)
+      self._execution.done(link.sent)
     if not link.has_output:
       self._unsent.discard(link)
     return not link.blocked
 
-  def _lose(self, link: link_lib.DataLink, awaited: bool = True) -> None:
+  def _lose(self, link, awaited=True):
     """Goes on without a peer that is gone, if it owes and gets no piece."""
     if link.owes or (awaited and link.receiving):
       raise execution_lib.LinkClosedError(link.rank)
     link.drop()
     self._unsent.discard(link)
 
-  def _offer(self, link: link_lib.DataLink) -> bool:
+  def _offer(self, link):
     """Starts the next pieces whose inputs are ready."""
     offered = False
-    while link.send_index < len(link.sends):
-      number = link.sends[link.send_index]
-      piece = self._execution.plan.pieces[number]
-      if self._execution.needs[number] or not link.can_offer(
-        piece.stop - piece.start
-      ):
+    while link.sends:
+      number = link.sends[0]
+      size = self._execution.plan.pieces[number].size
+      if self._execution.needs[number] or not link.can_offer(size):
         break
       offered = True
-      link.send_index += 1
+      link.sent = link.sends.popleft()
       if link.offer(self._execution.memory(number)):
-        self._execution.done(number, self.wake)
+        self._execution.done(number)
     if link.has_output:
       self._unsent.add(link)
     return offered

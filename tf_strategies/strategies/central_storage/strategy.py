@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, cross_device, errors, option_checks
+from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
@@ -63,9 +63,7 @@ class CentralStorageStrategy(
     cross_device_ops: tf.distribute.CrossDeviceOps | None = None,
   ):
     workers_lib.check_alone('central_storage')
-    if cross_device_ops is None:
-      cross_device_ops = cross_device.AutoAllReduce()
-    mirrored_strategy.check_cross_device_ops(cross_device_ops)
+    cross_device_ops = mirrored_strategy.given_or_auto(cross_device_ops)
     devices = devices_lib.resolve_devices(compute_devices, 'compute_devices')
     super().__init__(
       CentralStorageExtended(

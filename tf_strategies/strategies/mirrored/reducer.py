@@ -216,7 +216,7 @@ class WorkerReducer(Reducer):
     """Combines a value that each worker has once, such as a Python number."""
     del destinations
     value = tf.convert_to_tensor(value)
-    total = self._communicator.combine(value, 'sum', 'host_value')
+    total = self._communicator.sum(value, 'host_value')
     if reduce_op == _MEAN:
       return executor.divide(total, self._communicator.world_size)
     return total
@@ -245,24 +245,16 @@ class WorkerReducer(Reducer):
           'numbers',
           'convert them first: tf.cast(value, tf.int32)',
         )
-
-    def shares(tensors, halves):
-      # The sum of 16-bit floats may overflow although the mean does not.
-      return [
-        executor.divide(t, self.num_replicas)
-        if is_mean and executor.is_half(t.dtype) == halves
-        else t
-        for t in tensors
-      ]
-
+    count = self.num_replicas if is_mean else 1
     columns = []
     for device, column in zip(
       self.devices, zip(*values, strict=True), strict=True
     ):
       with tf.device(device):
-        columns.append(shares(column, halves=True))
+        columns.append(executor.divide_some(column, count, halves=True))
     columns = self._communicator.all_reduce(columns, 'reduce', gradients)
-    return [shares(row, halves=False) for row in zip(*columns, strict=True)]
+    rows = zip(*columns, strict=True)
+    return [executor.divide_some(row, count, halves=False) for row in rows]
 
   def _gather_slices(self, slices, is_mean):
     """Concatenates `tf.IndexedSlices` of all replicas of all workers."""

@@ -142,9 +142,7 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
     shard_optimizer_state: bool = False,
   ):
     workers_lib.check_alone('ring_mirrored')
-    if cross_device_ops is None:
-      cross_device_ops = cross_device.AutoAllReduce()
-    check_cross_device_ops(cross_device_ops)
+    cross_device_ops = given_or_auto(cross_device_ops)
     option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
     extended = self.extended_class(
       self, devices_lib.resolve_devices(devices), cross_device_ops
@@ -153,6 +151,14 @@ class RingMirroredStrategy(ExactStrategy, tf.distribute.MirroredStrategy):
       extended.state_shards = sharded_state.StateShards(extended)
     # MirroredStrategy's own __init__ would create its own extended.
     tf.distribute.Strategy.__init__(self, extended)
+
+
+def given_or_auto(cross_device_ops) -> tf.distribute.CrossDeviceOps:
+  """Returns the checked op that a strategy was given, or the default for None."""
+  if cross_device_ops is None:
+    return cross_device.AutoAllReduce()
+  check_cross_device_ops(cross_device_ops)
+  return cross_device_ops
 
 
 def check_cross_device_ops(cross_device_ops) -> None:

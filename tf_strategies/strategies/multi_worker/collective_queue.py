@@ -11,11 +11,9 @@ last layers are reduced while the backward pass computes the gradients of the fi
 layers, and no thread of TensorFlow waits for them.
 """
 
-from __future__ import annotations
-
+import collections
 import concurrent.futures
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -31,9 +29,6 @@ from tf_strategies import (
 )
 from tf_strategies.monitoring import recorder
 from tf_strategies.strategies import communicator
-
-# Numbers the updates whose gradients travel, for the timeline.
-_UPDATES = itertools.count()
 
 # A collective on an array, which returns an array of the same dtype.
 _Work = Callable[[process_group.ProcessGroup, np.ndarray], np.ndarray]
@@ -66,12 +61,12 @@ class CollectiveQueue:
   ):
     self._use(group)
     self._join = join
-    self._thread = _make_thread()
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collectives')
     self._handles = itertools.count()
     self._pending: dict[int, concurrent.futures.Future] = {}
-    self._lock = threading.Lock()
+    # The number of the update whose gradients travel, for the timeline.
     self._update = 0
-    self.calls: dict[str, int] = {}
+    self.calls: collections.Counter[str] = collections.Counter()
     with tf.init_scope(), tf.device('CPU:0'):
       # It belongs to no strategy. A mirrored variable would be updated by
       # collectives.
@@ -91,11 +86,11 @@ class CollectiveQueue:
     self._thread.shutdown(wait=True, cancel_futures=True)
     self._pending.clear()
     self._use(group)
-    self._thread = _make_thread()
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collectives')
 
   def _use(self, group: process_group.ProcessGroup | None) -> None:
     if group is not None:
-      group.running_call = _keras_internal.noted_call
+      group.name_calls_by(_keras_internal.noted_call)
     self.group = group
 
   # Methods for graphs and eager code. `kind` is for the statistics.
@@ -115,7 +110,8 @@ class CollectiveQueue:
     communicator.check_not_compiled(kind)
 
     def host(array, token):
-      return self._guard(lambda: (self._run(kind, work, array), token + 1))
+      with _graph_errors.typed():
+        return self._run(kind, work, array), token + 1
 
     [result] = self._in_order(host, [tensor], [tensor.dtype])
     result.set_shape(shape)
@@ -145,9 +141,11 @@ class CollectiveQueue:
     ]
 
     def wait(handles, token):
-      return self._guard(lambda: (*self._wait(handles), token + 1))
+      with _graph_errors.typed():
+        return *self._wait(handles), token + 1
 
-    count = len(handles) if _is_host(device) else 1
+    is_host = device == _tf_internal.host_of(device)
+    count = len(handles) if is_host else 1
     results = []
     for i in range(0, len(handles), count):
       with tf.device('CPU:0'):
@@ -167,15 +165,12 @@ class CollectiveQueue:
     """Hands a tensor to the thread. Returns the number of its result."""
 
     def host(array, token):
-      def start():
-        handle = next(self._handles)
-        if is_first:
-          self._update = next(_UPDATES)
-        about = {'update': self._update, 'contents': request.contents}
+      handle = next(self._handles)
+      self._update += is_first
+      about = {'update': self._update, 'contents': request.contents}
+      with _graph_errors.typed():
         self._pending[handle] = self._submit(kind, request.work, array, **about)
-        return np.int64(handle), token + 1
-
-      return self._guard(start)
+      return np.int64(handle), token + 1
 
     [handle] = self._in_order(host, [request.tensor], [tf.int64])
     handle.set_shape([])
@@ -196,8 +191,7 @@ class CollectiveQueue:
   def _submit(self, kind, work, array, **about):
     if recorder.is_on():
       work = _recorded(kind, work, handed_ns=recorder.now(), **about)
-    with self._lock:
-      self.calls[kind] = self.calls.get(kind, 0) + 1
+    self.calls[kind] += 1
     try:
       return self._thread.submit(work, self.group, array)
     except RuntimeError as e:
@@ -205,38 +199,25 @@ class CollectiveQueue:
 
   def _run(self, kind, work, array):
     with recorder.span(f'wait for {kind}', recorder.WAIT):
-      return errors.result_of(self._submit(kind, work, array))
+      return self._result(self._submit(kind, work, array))
 
   def _wait(self, handles):
     futures = [self._pending.pop(int(handle)) for handle in handles]
     with recorder.span('wait for buckets', recorder.WAIT):
-      return [errors.result_of(future) for future in futures]
+      return list(map(self._result, futures))
 
-  def _guard(self, function):
-    """Runs `function`. A failure leaves the graph with its type."""
+  def _result(self, future):
     try:
-      return function()
-    except errors.Error as e:
-      _graph_errors.raise_through_graph(e)
+      return errors.result_of(future)
     except concurrent.futures.CancelledError:
       # The queue was closed while a graph was running.
-      _graph_errors.raise_through_graph(self._closed())
+      raise self._closed() from None
 
   def _closed(self):
     """Returns why the thread takes nothing: the failure of the group, if it failed."""
     return self.group.failure or errors.WorkerUnavailableError(
       'This process has closed its group. Fix: form a new one.'
     )
-
-
-def _is_host(device: str) -> bool:
-  """Returns whether host calls share a device's memory."""
-  spec = tf.DeviceSpec.from_string(device)
-  return spec.device_type == 'CPU' and not spec.device_index
-
-
-def _make_thread() -> concurrent.futures.ThreadPoolExecutor:
-  return concurrent.futures.ThreadPoolExecutor(1, 'collectives')
 
 
 def _recorded(kind, work, **about):

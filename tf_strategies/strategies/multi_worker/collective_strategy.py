@@ -1,7 +1,5 @@
 """`MultiWorkerCollectiveStrategy`: on TensorFlow's own collective runtime."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -6,11 +6,9 @@ So when a worker has died, the others repeat the step with the same batch, cut a
 workers that are left.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -25,44 +23,6 @@ from tf_strategies.strategies.multi_worker import (
   ring_strategy,
   strategy,
 )
-
-
-class ElasticGroups(Protocol):
-  """An elastic job, which decides which workers there are.
-
-  Attributes:
-    capacity: the largest possible number of workers.
-  """
-
-  capacity: int
-
-  def join(self) -> None:
-    """Makes this worker a member of a group: calls the communicator's `enter`."""
-
-  def check_same(self, answers: Sequence[Any], what: str, fix: str) -> None:
-    """Raises an error unless all workers, by rank, have given the same answer."""
-
-  def run_step(
-    self,
-    kind: str,
-    compute: Callable[[], Any],
-    undo: Callable[[], None],
-    batch: Any = None,
-  ) -> Any:
-    """Runs a step of a model until a group has done it.
-
-    Args:
-      kind: 'train' or 'test'; 'within' for a training step after the first of
-        several that Keras asks for at once.
-      compute: function that does the step.
-      undo: function that restores the state from before the step after `compute` has
-        raised an error.
-      batch: batch of the step, the same on all workers. Without it, only these workers
-        can do the step, and no others repeat it.
-
-    Returns:
-      What `compute` returned; None if the others did the step without this one.
-    """
 
 
 class ElasticExtended(extended_lib.MultiWorkerExtended):
@@ -82,11 +42,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
   def _num_replicas_in_sync(self):
     if self.communicator.is_member:
       return super()._num_replicas_in_sync
-    return self._most_replicas
-
-  @property
-  def _most_replicas(self):
-    return len(self._devices) * self.communicator.capacity
+    return len(self._devices) * self.most_workers
 
   @property
   def _first_replica(self):
@@ -118,7 +74,7 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
       return host_input.whole(dataset)
     return super()._experimental_distribute_dataset(dataset, options)
 
-  def guard_step(self, step: Callable[[Any], Any]) -> GuardedStep:
+  def guard_step(self, step: Callable[[Any], Any]) -> 'GuardedStep':
     """Returns the function for Keras to call: a step that survives changes of workers."""
     return GuardedStep(self, step.keras_step)
 
@@ -210,12 +166,13 @@ class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):
   """A `MultiWorkerRingStrategy` whose workers come and go; see `tfs.elastic`.
 
   A worker joins a group when it first needs one. Until then the strategy has the
-  largest possible number of replicas.
+  largest possible number of replicas. `membership` is the job's
+  `elastic_members.Members`.
   """
 
   def __init__(
     self,
-    membership: ElasticGroups,
+    membership: Any,
     options: options_lib.RingOptions,
     devices: Sequence[str] | None = None,
   ):

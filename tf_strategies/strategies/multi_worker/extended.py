@@ -5,8 +5,6 @@ through a `Communicator`. Everything else is `ExactMirroredExtended`, which sees
 this worker's replicas.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import tensorflow as tf
@@ -93,10 +91,6 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     return self.communicator.world_size
 
   @property
-  def _is_chief(self):
-    return self.communicator.rank == 0
-
-  @property
   def experimental_between_graph(self):
     """Returns whether every worker runs the program: always."""
     return True
@@ -106,10 +100,8 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     """Returns whether this worker writes checkpoints: the chief does."""
     return self.communicator.rank == 0
 
-  @property
-  def should_save_summary(self):
-    """Returns whether this worker writes summaries: the chief does."""
-    return self.should_checkpoint
+  # The chief also writes summaries, and does what must be done once.
+  should_save_summary = _is_chief = does_what_is_done_once = should_checkpoint
 
   # See `GradientReducer`: a step that fails must not have counted itself.
 
@@ -145,7 +137,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     with tf.device('CPU:0'):
       local = tf.stack([tf.cast(n, tf.int32) for n in rows])
       padded = tf.pad(local, [[before, after]])
-      everyone = self.communicator.combine(padded, 'sum', 'rows')
+      everyone = self.communicator.sum(padded, 'rows')
       if tf.executing_eagerly():
         return tuple(everyone.numpy().tolist())
       return tuple(tf.unstack(everyone))
@@ -153,12 +145,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def total_of(self, variable):
     """See base class."""
     mine = super().total_of(variable)
-    return self.communicator.combine(mine, 'sum', 'metric')
-
-  @property
-  def does_what_is_done_once(self):
-    """Returns whether this worker is the chief; see base class."""
-    return self.communicator.rank == 0
+    return self.communicator.sum(mine, 'metric')
 
   def place(self):
     """See base class."""
@@ -176,7 +163,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   def share_from_chief(self, variables) -> None:
     """Gives variables the chief's values, eagerly, on every worker."""
     values = [
-      self.communicator.broadcast(tf.convert_to_tensor(v.numpy()), 0, 'share')
+      self.communicator.broadcast(tf.convert_to_tensor(v.numpy()), 'share')
       for v in variables
     ]
     with self._container_strategy().scope():
@@ -205,7 +192,7 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
       value = _tf_internal.unwrap_checkpoint_value(value)
       tensor = tf.convert_to_tensor(value, dtype=kwargs.get('dtype'))
       # Without the variable's name, in which Keras counts the models of a process.
-      return self.communicator.broadcast(tensor, 0, 'initial_value')
+      return self.communicator.broadcast(tensor, 'initial_value')
 
     return initial_value
 

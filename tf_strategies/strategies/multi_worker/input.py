@@ -11,10 +11,8 @@ There are two ways, chosen by the data set's auto-shard policy:
   all are done.
 """
 
-from __future__ import annotations
-
 import itertools
-import json
+import zlib
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +21,7 @@ from tf_strategies import (
   _graph_errors,
   _keras_internal,
   _tf_internal,
-  errors,
+  option_checks,
 )
 from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies import communicator as communicator_lib
@@ -67,12 +65,13 @@ class WorkerInput:
 
   def distribute(self, dataset, options) -> tf.data.Dataset:
     """Returns a data set of distributed values, given one of global batches."""
-    if not isinstance(dataset, tf.data.Dataset):
-      raise errors.UnsupportedOptionError(
-        f'a {type(dataset).__name__}',
-        'a tf.data.Dataset',
-        'wrap a generator: tf.data.Dataset.from_generator',
-      )
+    option_checks.check_type(
+      'data',
+      dataset,
+      tf.data.Dataset,
+      'a tf.data.Dataset',
+      'wrap a generator: tf.data.Dataset.from_generator',
+    )
     _check_input_options(options)
     if host_input.is_distributed(dataset):
       return dataset
@@ -98,27 +97,51 @@ class WorkerInput:
   def _same_data(self, dataset) -> tf.data.Dataset:
     """Returns a data set of this worker's rows of batches that all workers have.
 
-    Workers compare some of the batches.
+    Workers compare some of the batches, and the number of steps.
     """
-    check = self._make_check(_keras_internal.num_steps(are_common=True))
+    steps = _keras_internal.num_steps(are_common=True)
+    dataset_id = next(self._datasets)
+    iterator = -1
 
-    def number(index, batch):
-      parts = self.split(batch)
-      fingerprint = tf.cond(
-        _is_compared(index),
-        lambda: _fingerprint(batch),
+    def compare(index, *arrays):
+      nonlocal iterator
+      if index == 0:
+        iterator += 1
+      with _graph_errors.typed():
+        check_same(
+          self._communicator,
+          f'batch/{dataset_id}/{iterator}/{index}',
+          f'batch {index} of a data set',
+          _number_of(*arrays),
+          steps=steps,
+        )
+      return np.int64(0)
+
+    def with_parts(index, batch):
+      first = next(t for t in tf.nest.flatten(batch) if t is not None)
+      rows = tf.cast(replica_run.num_rows(first), tf.int32)
+      count = self._num_replicas
+      # Of every replica of every worker, by replica id.
+      _, all_rows = host_input.share(rows, tf.range(count), count)
+      before = self._communicator.rank * self._num_local
+      places = range(before, before + self._num_local)
+      return index, batch, (host_input.split(batch, count, places), all_rows)
+
+    def checked(index, batch, parts):
+      leaves = tf.nest.flatten(batch, expand_composites=True)
+      # Of batches 0, 1, 2, 4, 8, ...: most steps do not call Python.
+      is_same = tf.cond(
+        tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0),
+        lambda: tf.numpy_function(compare, [index, *leaves], tf.int64),
         lambda: tf.constant(0, tf.int64),
       )
-      return index, fingerprint, parts
-
-    def checked(index, fingerprint, parts):
-      with tf.control_dependencies([check(index, fingerprint)]):
+      with tf.control_dependencies([is_same]):
         batches, all_rows = tf.nest.map_structure(
           tf.identity, parts, expand_composites=True
         )
       return self._with_rows(batches, all_rows)
 
-    dataset = dataset.enumerate().map(number).prefetch(1).map(checked)
+    dataset = dataset.enumerate().map(with_parts).prefetch(1).map(checked)
     dataset = input_watch.watch(dataset.with_options(_on_demand()))
     return host_input.HostDataset(dataset)
 
@@ -128,64 +151,17 @@ class WorkerInput:
       return batches[0]
     return host_input.with_rows(batches, all_rows)
 
-  def split(self, batch):
-    """Returns the parts of a global batch for this worker's replicas, and all rows.
-
-    The latter are the rows of every replica of every worker, int32 [N], by
-    replica id.
-    """
-    before = self._communicator.rank * self._num_local
-    first = next(t for t in tf.nest.flatten(batch) if t is not None)
-    count = self._num_replicas
-    rows = tf.cast(replica_run.num_rows(first), tf.int32)
-    _, sizes = host_input.share(rows, tf.range(count), count)
-    parts = range(before, before + self._num_local)
-    return host_input.split(batch, count, parts), sizes
-
-  def _make_check(self, steps):
-    """Returns an op that compares the workers' batches 0, 1, 2, 4, 8, ...
-
-    It also compares the number of steps.
-    """
-    dataset_id = next(self._datasets)
-    iterator = -1
-
-    def compare(index, fingerprint):
-      nonlocal iterator
-      if index == 0:
-        iterator += 1
-      tag = f'batch/{dataset_id}/{iterator}/{index}'
-      with _graph_errors.typed():
-        _check_same(
-          self._communicator,
-          tag,
-          f'batch {index} of a data set',
-          fingerprint,
-          steps=steps,
-        )
-      return np.int64(0)
-
-    def check(index, fingerprint):
-      # Most steps do not call Python.
-      return tf.cond(
-        _is_compared(index),
-        lambda: tf.numpy_function(compare, [index, fingerprint], tf.int64),
-        lambda: tf.constant(0, tf.int64),
-      )
-
-    return check
-
   def _take_share(self, dataset):
     """Returns a worker's share of global batches: rows for its own replicas only."""
     size = _tf_internal.batch_size_of(dataset)
     total = self._num_replicas
-    if size is None or size % total:
-      raise errors.UnsupportedOptionError(
-        f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
-        f'and {total} replicas',
-        'a batch size that divides by the number of replicas',
-        'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
-      )
+    option_checks.check(
+      size is not None and size % total == 0,
+      f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
+      f'and {total} replicas',
+      'a batch size that divides by the number of replicas',
+      'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
+    )
     rows = size // self._communicator.world_size
 
     def share(*batch):
@@ -206,53 +182,47 @@ class WorkerInput:
     nothing = _without_rows(dataset.element_spec)
     steps = _keras_internal.num_steps(are_common=False)
     dataset_id = next(self._datasets)
-    iterators = itertools.count()
+    iterator = -1
 
-    def start(_):
-      return np.int64(next(iterators))
-
-    def share_rows(iterator, index, has_data, rows):
+    def share_rows(index, has_data, rows):
+      nonlocal iterator
+      if index == 0:
+        iterator += 1
       tag = f'rows/{dataset_id}/{iterator}/{index}'
-      mine = json.dumps([bool(has_data), rows.tolist(), steps])
+      mine = [bool(has_data), rows.tolist(), steps]
       with _graph_errors.typed():
-        answers = self._communicator.exchange(tag, mine.encode())
-        have, counts, limits = zip(*map(json.loads, answers), strict=True)
+        answers = self._communicator.exchange(tag, mine)
+        have, counts, limits = zip(*answers, strict=True)
         _check_steps(self._communicator, limits)
       return np.bool_(any(have)), np.int32(list(itertools.chain(*counts)))
 
-    def agree(iterator):
-      def step(index, element):
-        has_data, counted = element
-        rows, batches = zip(*counted, strict=True)
-        left, all_rows = tf.numpy_function(
-          share_rows,
-          [iterator, index, has_data, tf.stack(rows)],
-          [tf.bool, tf.int32],
-        )
-        return (
-          tf.ensure_shape(left, []),
-          tf.ensure_shape(all_rows, [self._num_replicas]),
-          batches,
-        )
+    def agree(index, element):
+      has_data, counted = element
+      rows, batches = zip(*counted, strict=True)
+      left, all_rows = tf.numpy_function(
+        share_rows, [index, has_data, tf.stack(rows)], [tf.bool, tf.int32]
+      )
+      return (
+        tf.ensure_shape(left, []),
+        tf.ensure_shape(all_rows, [self._num_replicas]),
+        batches,
+      )
 
-      return step
-
-    def epoch(iterator):
+    def epoch(_):
       return (
         dataset.map(lambda *batches: (True, batches))
         .prefetch(1)
         .concatenate(tf.data.Dataset.from_tensors((False, nothing)).repeat())
         .enumerate()
-        .map(agree(iterator))
+        .map(agree)
         .take_while(lambda left, all_rows, batches: left)
         .map(lambda left, rows, batches: self._with_rows(batches, rows))
       )
 
-    numbers = tf.data.Dataset.range(1).map(
-      lambda i: tf.ensure_shape(tf.numpy_function(start, [i], tf.int64), [])
-    )
+    # Outside of `flat_map`, TensorFlow would run the last of these ahead of the step.
     # `flat_map` does not pass on the options of its argument.
-    distributed = numbers.flat_map(epoch).with_options(dataset.options())
+    distributed = tf.data.Dataset.range(1).flat_map(epoch)
+    distributed = distributed.with_options(dataset.options())
     distributed = distributed.with_options(_on_demand())
     return host_input.HostDataset(input_watch.watch(distributed))
 
@@ -265,34 +235,30 @@ def is_same_data(dataset: tf.data.Dataset) -> bool:
   )
 
 
-def check_same_batch(
-  communicator, tag: str, what: str, batch, fix: str
+def check_same(
+  communicator, tag: str, what: str, number, fix: str = '', steps=None
 ) -> None:
-  """Raises CollectiveMismatchError unless all workers have this batch."""
-  _check_same(communicator, tag, what, int(_fingerprint(batch)), fix)
+  """Raises CollectiveMismatchError unless all workers have a batch of this number.
 
-
-def _check_same(
-  communicator, tag: str, what: str, fingerprint, fix: str = '', steps=None
-) -> None:
-  mine = json.dumps([int(fingerprint), steps])
-  answers = communicator.exchange(tag, mine.encode())
-  if len(set(answers)) == 1:
+  The number is its `fingerprint`.
+  """
+  answers = communicator.exchange(tag, [int(number), steps])
+  if all(answer == answers[0] for answer in answers):
     return
   # Sent to all workers, so that the error message can be more precise.
   mine = _keras_internal.running_call(), _tf_internal.global_seed()
-  told = communicator.exchange(f'{tag}/more', json.dumps(mine).encode())
-  calls, seeds = zip(*map(json.loads, told), strict=True)
+  told = communicator.exchange(f'{tag}/more', mine)
+  calls, seeds = zip(*told, strict=True)
   communicator.check_same(
     calls,
     'the method of a model that is running',
     'call the same methods on all workers, outside of any `if` on the rank',
   )
-  fingerprints, limits = zip(*map(json.loads, answers), strict=True)
+  numbers, limits = zip(*answers, strict=True)
   _check_steps(communicator, limits)
   advice = _WHOLE_DATA if len(set(seeds)) == 1 else _SAME_SEED
   communicator.check_same(
-    fingerprints,
+    numbers,
     what,
     fix or f'{advice}. {_OWN_DATA}',
   )
@@ -313,15 +279,13 @@ def _policy_of(dataset):
 
 
 def _check_input_options(options):
-  if options is None:
-    return
-  per_replica = tf.distribute.InputReplicationMode.PER_REPLICA
-  if options.experimental_replication_mode == per_replica:
-    raise errors.UnsupportedOptionError(
-      'InputOptions(experimental_replication_mode=PER_REPLICA)',
-      'InputReplicationMode.PER_WORKER',
-      'leave it out: one pipeline feeds the replicas of a worker',
-    )
+  mode = getattr(options, 'experimental_replication_mode', None)
+  option_checks.check(
+    mode != tf.distribute.InputReplicationMode.PER_REPLICA,
+    'InputOptions(experimental_replication_mode=PER_REPLICA)',
+    'InputReplicationMode.PER_WORKER',
+    'leave it out: one pipeline feeds the replicas of a worker',
+  )
 
 
 def _on_demand() -> tf.data.Options:
@@ -335,20 +299,25 @@ def _on_demand() -> tf.data.Options:
   return options
 
 
-def _is_compared(index) -> tf.Tensor:
-  """Returns whether a batch is one of 0, 1, 2, 4, 8, ..."""
-  return tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0)
+def fingerprint(batch) -> np.int64:
+  """Returns a number for a batch, by its shapes and first and last values."""
+  leaves = tf.nest.flatten(batch, expand_composites=True)
+  return _number_of(*map(np.asarray, leaves))
 
 
-def _fingerprint(batch) -> tf.Tensor:
-  """Returns a number that tells batches apart by their size and first values."""
-  parts = tf.nest.flatten(batch, expand_composites=True)
-
-  def crc(*arrays):
-    return np.int64(communicator_lib.fingerprint(arrays))
-
-  number = tf.numpy_function(crc, parts, tf.int64, stateful=False)
-  return tf.ensure_shape(number, [])
+def _number_of(*arrays) -> np.int64:
+  value = 0
+  for array in arrays:
+    flat = array.ravel()
+    sample = np.concatenate([flat[:256], flat[-256:]])
+    if sample.dtype == object:
+      text = b'\0'.join(
+        x if isinstance(x, bytes) else str(x).encode() for x in sample
+      )
+    else:
+      text = sample.tobytes()
+    value = zlib.crc32(text, zlib.crc32(str(array.shape).encode(), value))
+  return np.int64(value)
 
 
 def _counted(batch):

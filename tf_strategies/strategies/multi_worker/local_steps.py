@@ -4,8 +4,6 @@ A model's step is still one device's program that is split over replicas, but
 only over the replicas of this worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors
+from tf_strategies import _keras_internal, option_checks
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.keras import local_steps as optimizers_lib
 from tf_strategies.spmd import site as site_lib
@@ -42,18 +40,14 @@ class LocalWorker:
     # The optimizers of the step that is currently traced or run eagerly.
     self._counted: Sequence[optimizers_lib.LocalSteps] = ()
 
-  def step_of(self, step: _keras_internal.KerasStep) -> LocalStep | None:
+  def step_of(self, step: _keras_internal.KerasStep) -> 'LocalStep | None':
     """Returns the step if it trains apart, or None for other steps.
 
     Raises:
       UnsupportedOptionError: if only some optimizers of the step train apart.
     """
-    if step.kind != 'train':
-      return None
-    found = optimizers_lib.of_step(step)
-    if not found:
-      return None
-    return LocalStep(self, self._extended, step, found)
+    found = optimizers_lib.of_step(step) if step.kind == 'train' else ()
+    return LocalStep(self, self._extended, step, found) if found else None
 
   @contextlib.contextmanager
   def counting(
@@ -68,13 +62,13 @@ class LocalWorker:
 
   def check_counted(self, optimizer: optimizers_lib.LocalSteps) -> None:
     """Raises UnsupportedOptionError in a step that does not count for `optimizer`."""
-    if not any(optimizer is each for each in self._counted):
-      raise errors.UnsupportedOptionError(
-        'a call in another step',
-        'LocalSteps.apply in the step of a model that has the optimizer as '
-        'an attribute, or of strategy.step(fn, [optimizer])',
-        'pass the optimizer to strategy.step: strategy.run cannot count its steps',
-      )
+    option_checks.check(
+      any(optimizer is each for each in self._counted),
+      'a call in another step',
+      'LocalSteps.apply in the step of a model that has the optimizer as '
+      'an attribute, or of strategy.step(fn, [optimizer])',
+      'pass the optimizer to strategy.step: strategy.run cannot count its steps',
+    )
 
   # Steps and meetings.
 
@@ -131,7 +125,7 @@ class LocalWorker:
       optimizer.begin()
       with tf.device('CPU:0'):
         mine = tf.identity(optimizer.rows.value)
-        total = communicator.combine(mine, 'sum', 'rows_since_meeting')
+        total = communicator.sum(mine, 'rows_since_meeting')
         share = tf.cast(mine, tf.float64) / tf.cast(total, tf.float64)
       means = self._sum(
         optimizer.differences(share), gradient_reducer.names_of(weights)
@@ -188,12 +182,12 @@ class LocalStep(whole_batch.WholeStep):
     Raises:
       UnsupportedOptionError: if the step runs eagerly.
     """
-    if tf.executing_eagerly():
-      raise errors.UnsupportedOptionError(
-        'one that runs eagerly',
-        'a traced step with LocalSteps',
-        'leave out run_eagerly=True',
-      )
+    option_checks.check(
+      not tf.executing_eagerly(),
+      'one that runs eagerly',
+      'a traced step with LocalSteps',
+      'leave out run_eagerly=True',
+    )
     data = tf.nest.map_structure(self._own, data)
     rows = tf.add_n(self._counts_of(tf.nest.flatten(data)))
     run = super().run
@@ -233,13 +227,13 @@ class LocalStep(whole_batch.WholeStep):
   def _counts_of(self, leaves):
     """Returns the number of rows of each replica of this worker; see base class."""
     batch = next((v for v in leaves if v is not None), None)
-    if batch is None:
-      raise errors.UnsupportedOptionError(
-        'none',
-        'a batch in a step with LocalSteps',
-        'pass a distributed batch to the step: its rows are the weight of the '
-        'step at a meeting',
-      )
+    option_checks.check(
+      batch is not None,
+      'none',
+      'a batch in a step with LocalSteps',
+      'pass a distributed batch to the step: its rows are the weight of the '
+      'step at a meeting',
+    )
     return [replica_run.num_rows(part) for part in batch.values]
 
   def _exchange(self):

@@ -6,7 +6,6 @@ import dataclasses
 
 from tf_strategies import option_checks, process_group
 from tf_strategies.collectives import algorithms
-from tf_strategies.process_group import options as group_options
 
 _LINKS = ('auto', 'tcp', 'mpi')
 _COMMUNICATIONS = ('auto', 'ring', 'nccl')
@@ -54,8 +53,13 @@ class RingOptions:
       _COMPRESSIONS,
       "write 'bfloat16' or 'float16', or 'none' to send gradients as they are",
     )
-    if self.group is not None:
-      group_options.check_type('group', self.group)
+    option_checks.check_type(
+      'group',
+      self.group,
+      (process_group.GroupOptions, type(None)),
+      'tfs.process_group.GroupOptions, or None',
+      'write group=tfs.process_group.GroupOptions(...)',
+    )
     option_checks.keep_plain(self)
 
 

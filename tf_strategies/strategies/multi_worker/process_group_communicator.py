@@ -4,8 +4,6 @@ All buckets of a step are handed over together, so that one call waits for all o
 them.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
@@ -36,8 +34,8 @@ class ProcessGroupCommunicator(communicator.Communicator):
     group: the group of the workers; None before the first one.
     local: reduces tensors between the devices of this worker.
     options: how workers communicate.
-    membership: the `elastic.ElasticGroups` that forms the groups; None if `group` never
-      changes.
+    membership: the `elastic_members.Members` that forms the groups; None if `group`
+      never changes.
   """
 
   def __init__(
@@ -99,8 +97,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """See base class."""
     if not self.is_elastic:
       return super().place()
-    rank, world_size = tf.unstack(self._place.read_value())
-    return rank, world_size
+    return tuple(tf.unstack(self._place.read_value()))
 
   def check_same(self, answers, what, fix):
     """See base class; the membership says who is wrong."""
@@ -116,51 +113,50 @@ class ProcessGroupCommunicator(communicator.Communicator):
     are_gradients = [g is not None for g in gradients] or [False] * len(tensors)
     # One copy from a GPU for each bucket, not for each gradient.
     with tf.device(self._local.devices[0]):
-      packed = self._pack(list(map(self._to_wire, tensors, are_gradients)))
+      wires = list(map(self._to_wire, tensors, are_gradients))
       names = _names(tensors, gradients)
-      sums = packed.unpack(
-        self._send('all_reduce', name, packed, self._sum, names)
-      )
+      algorithm = self._options.all_reduce
+      sums = self._send('all_reduce', name, wires, names, algorithm=algorithm)
       summed = [tf.cast(s, t.dtype) for s, t in zip(sums, tensors, strict=True)]
     return [summed] * len(columns)
 
-  def _pack(
-    self, tensors: Sequence[tf.Tensor], num_rows: int | None = None
-  ) -> packing.Packed:
-    """Returns buckets of tensors; see `packing.pack`."""
-    return packing.pack(tensors, self._options.bucket_bytes, num_rows=num_rows)
-
-  def _sum(self, group, array, name) -> np.ndarray:
-    """Returns the sum of all workers' arrays."""
-    algorithm = self._options.all_reduce
-    return group.all_reduce(array, name=name, algorithm=algorithm)
-
-  def _send(self, kind, name, packed, work, told_as):
-    """Has the group do its work with each bucket.
+  def _send(
+    self, kind, name, tensors, names, rows_sent=None, rows_got=None, **how
+  ):
+    """Has the group do its work with buckets of tensors.
 
     Args:
-      kind: kind of the collectives.
+      kind: method of the group.
       name: name of the tensors, for messages.
-      packed: the buckets.
-      work: function of the group, the array of a bucket and its name.
-      told_as: names of the tensors in a timeline.
+      tensors: what is sent.
+      names: names of the tensors in a timeline.
+      rows_sent: number of rows of each tensor if they are matrices, as all workers
+        have them together.
+      rows_got: number of rows of the results.
+      **how: other arguments of the method.
 
     Returns:
       The results, on the first device.
     """
+    packed = packing.pack(
+      tensors, self._options.bucket_bytes, num_rows=rows_sent
+    )
+
+    def work(group, array, bucket):
+      return getattr(group, kind)(array, name=f'{name}/bucket_{bucket}', **how)
+
     requests = [
       collective_queue.QueuedWork(
-        functools.partial(work, name=f'{name}/bucket_{i}'),
-        bucket,
-        _contents(told_as, members),
+        functools.partial(work, bucket=i), bucket, _contents(names, members)
       )
       for i, (bucket, members) in enumerate(
         zip(packed.buckets, packed.members, strict=True)
       )
     ]
-    if not requests:
-      return []
-    return self._queue.call_all(kind, requests, self._local.devices[0])
+    results = []
+    if requests:
+      results = self._queue.call_all(kind, requests, self._local.devices[0])
+    return packed.unpack(results, rows_got)
 
   # Pieces are in the order of replicas: those of one worker's devices lie behind
   # each other. A reduce-scatter and an all-gather send as much as an all-reduce.
@@ -184,18 +180,18 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """
     count = len(columns)
     tensors = columns[0] if count == 1 else self._local.sum_on_first(columns)
-
-    def divide(group, array, name):
-      algorithm = self._options.all_reduce
-      return group.reduce_scatter(array, name=name, algorithm=algorithm)
-
     with tf.device(self._local.devices[0]):
       wires = [self._to_wire(t, are_gradients) for t in tensors]
       rows = [pieces.rows(t, shard) for t in wires]
-      packed = self._pack(rows, shard.count)
-      names = _names(tensors)
-      results = self._send('reduce_scatter', 'pieces', packed, divide, names)
-      matrices = packed.unpack(results, count)
+      matrices = self._send(
+        'reduce_scatter',
+        'pieces',
+        rows,
+        _names(tensors),
+        shard.count,
+        count,
+        algorithm=self._options.all_reduce,
+      )
     mine = []
     for i, device in enumerate(self._local.devices):
       with tf.device(device):
@@ -219,19 +215,15 @@ class ProcessGroupCommunicator(communicator.Communicator):
       For each of them a matrix whose rows are the pieces of all replicas.
     """
     count = len(columns) * self.world_size
-
-    def join(group, array, name):
-      return group.all_gather_equal(array, name=name)
-
     with tf.device(self._local.devices[0]):
       rows = [
         row[0][None] if len(row) == 1 else tf.stack(row)
         for row in zip(*columns, strict=True)
       ]
-      packed = self._pack(rows, count)
       names = _names(columns[0])
-      joined = self._send('all_gather', 'pieces', packed, join, names)
-      return packed.unpack(joined, count)
+      return self._send(
+        'all_gather', 'pieces', rows, names, count, count, are_equal=True
+      )
 
   def _to_wire(self, tensor: tf.Tensor, is_gradient: bool) -> tf.Tensor:
     """Returns a tensor in the dtype in which it travels."""
@@ -243,39 +235,38 @@ class ProcessGroupCommunicator(communicator.Communicator):
       return tf.cast(tensor, compression)
     return tensor
 
-  def combine(self, tensor, op, name):
+  def sum(self, tensor, name):
     """See base class."""
 
     def work(group, array):
-      flat = group.all_reduce(np.ravel(array), op=op, name=name)
+      flat = group.all_reduce(np.ravel(array), name=name)
       return np.reshape(flat, array.shape)
 
     with tf.device('CPU:0'):
-      return self._queue.call(f'combine_{op}', work, tensor, tensor.shape)
+      return self._queue.call('sum', work, tensor, tensor.shape)
 
   def all_gather(self, tensor, name):
     """See base class."""
 
     def work(group, array):
-      return np.concatenate(group.all_gather(array, name=name))
+      return group.all_gather(array, name=name)
 
     shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
     with tf.device('CPU:0'):
       return self._queue.call('all_gather', work, tensor, shape)
 
-  def broadcast(self, tensor, root, name):
+  def broadcast(self, tensor, name):
     """See base class."""
 
     def work(group, array):
-      flat = np.ravel(array)
-      return np.reshape(group.broadcast(flat, root, name=name), array.shape)
+      return group.broadcast(array, 0, name=name)
 
     with tf.device('CPU:0'):
       return self._queue.call('broadcast', work, tensor, tensor.shape)
 
-  def exchange(self, tag, payload):
+  def exchange(self, tag, value):
     """See base class."""
-    return self.group.exchange(tag, payload)
+    return self.group.exchange(tag, value)
 
   def report(self):
     """See base class: `link`, `paths`, `world_size`, `calls`, `bytes_sent`."""

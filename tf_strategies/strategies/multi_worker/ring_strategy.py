@@ -1,14 +1,12 @@
 """`MultiWorkerRingStrategy`: replicas on several hosts, connected by our own ring."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tf_strategies import cluster as cluster_lib
-from tf_strategies import cross_device, option_checks, process_group
+from tf_strategies import option_checks, process_group
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.process_group import reductions
@@ -85,9 +83,7 @@ class MultiWorkerRingStrategy(strategy.MultiWorkerStrategy):
       'tfs.RingOptions',
       "write for instance tfs.RingOptions(all_reduce='ring')",
     )
-    if cross_device_ops is None:
-      cross_device_ops = cross_device.AutoAllReduce()
-    mirrored_strategy.check_cross_device_ops(cross_device_ops)
+    cross_device_ops = mirrored_strategy.given_or_auto(cross_device_ops)
     option_checks.check_bool('shard_optimizer_state', shard_optimizer_state)
     devices = strategy.resolve_devices(devices)
     # If the constructor fails, the caller cannot close the group. The others would
@@ -145,10 +141,11 @@ def _form_group(cluster, options, opened):
     is_mpi = (
       options.link == 'auto' and cluster is None and workers_lib.is_of_mpi()
     )
-  resolver = None if is_mpi else strategy.resolver_of(cluster)
   if is_mpi:
     group = process_group.form_mpi_group(options.group)
+    resolver = strategy.resolver_of_group(group)
   else:
+    resolver = strategy.resolver_of(cluster)
     rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
     rendezvous = process_group.Rendezvous(
       dict(enumerate(addresses)),
@@ -158,4 +155,4 @@ def _form_group(cluster, options, opened):
     opened.callback(rendezvous.close)
     group = rendezvous.form()
   opened.callback(group.close)
-  return group, resolver or strategy.resolver_of_group(group)
+  return group, resolver

@@ -1,15 +1,13 @@
 """Links workers by TensorFlow's collective runtime (RING or NCCL)."""
 
-from __future__ import annotations
-
-import base64
 import collections
+import json
 import time
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, errors, option_checks
 from tf_strategies.cross_device import packing, statistics
 from tf_strategies.strategies import communicator
 from tf_strategies.strategies.multi_worker import options as options_lib
@@ -50,7 +48,9 @@ class RuntimeCommunicator(communicator.Communicator):
     # For one tensor per worker: sizes, flags, counts.
     self._host = _tf_internal.host_of(devices[0])
     [self._host_launcher] = launch.of([self._host], world_size)
-    self._statistics: dict[str, statistics.CallStatistics] = {}
+    self._statistics: collections.defaultdict[
+      str, statistics.CallStatistics
+    ] = collections.defaultdict(statistics.CallStatistics)
     # How often each tag was used: the service keeps a key for ever.
     self._uses: collections.Counter[str] = collections.Counter()
 
@@ -63,87 +63,79 @@ class RuntimeCommunicator(communicator.Communicator):
       return tf.function(lambda c: self.all_reduce(c, name))(
         [list(column) for column in columns]
       )
-    packed, sums = [], []
-    for device, column in zip(self._devices, columns, strict=True):
-      with tf.device(device):
-        packed.append(packing.pack(column, self._options.bucket_bytes))
-    for launcher, device, pack in zip(
-      self._launchers, self._devices, packed, strict=True
+    sums = []
+    for launcher, device, column in zip(
+      self._launchers, self._devices, columns, strict=True
     ):
       with tf.device(device):
-        buckets = [self._reduce(launcher, b, 'Add') for b in pack.buckets]
-        sums.append(pack.unpack(buckets))
+        packed = packing.pack(column, self._options.bucket_bytes)
+        buckets = [self._reduce(launcher, b) for b in packed.buckets]
+        sums.append(packed.unpack(buckets))
     self._count('all_reduce')
     return sums
 
-  def combine(self, tensor, op, name):
+  def sum(self, tensor, name):
     """See base class."""
     del name
-    self._count(f'combine_{op}')
-    return self._combine(tensor, op)
+    self._count('sum')
+    return self._sum(tensor)
 
-  def _combine(self, tensor, op):
-    """Combines one host tensor of each worker without counting the call."""
-    merge = {'sum': 'Add', 'min': 'Min', 'max': 'Max'}[op]
+  def _sum(self, tensor):
+    """Adds up one host tensor of each worker without counting the call."""
     with tf.device(self._host):
       if tensor.shape.num_elements():
-        return self._reduce(self._host_launcher, tensor, merge)
+        return self._reduce(self._host_launcher, tensor)
       # TensorFlow's collectives fail on tensors without elements. The tensor
       # may have none at run time, so one element is added.
       longer = tf.pad(tf.reshape(tensor, [-1]), [[0, 1]])
-      reduced = self._reduce(self._host_launcher, longer, merge)
+      reduced = self._reduce(self._host_launcher, longer)
       result = tf.reshape(reduced[:-1], tf.shape(tensor))
       result.set_shape(tensor.shape)
       return result
 
   def all_gather(self, tensor, name):
-    """See base class. Pads all tensors to the longest one."""
+    """See base class."""
     del name
     self._count('all_gather')
     with tf.device(self._host):
       mine = tf.shape(tensor)[0]
-      lengths = self._combine(
-        tf.one_hot(self.rank, self.world_size, mine, 0, dtype=tf.int32), 'sum'
+      lengths = self._sum(
+        tf.one_hot(self.rank, self.world_size, mine, 0, dtype=tf.int32)
       )
-      longest = tf.reduce_max(lengths)
-      padding = [[0, longest - mine]] + [[0, 0]] * (tensor.shape.rank - 1)
+      before = tf.reduce_sum(lengths[: self.rank])
+      after = tf.reduce_sum(lengths) - before - mine
       # Each worker's rows have their own place, so that the sum gathers them.
-      padded = tf.pad(tensor, padding)[None]
-      before = [[self.rank, self.world_size - 1 - self.rank]]
-      placed = tf.pad(padded, before + [[0, 0]] * tensor.shape.rank)
-      everyone = self._combine(placed, 'sum')
-      mask = tf.sequence_mask(lengths, longest)
-      gathered = tf.boolean_mask(everyone, mask)
+      padding = [[before, after]] + [[0, 0]] * (tensor.shape.rank - 1)
+      gathered = self._sum(tf.pad(tensor, padding))
       gathered.set_shape(tf.TensorShape([None]).concatenate(tensor.shape[1:]))
       return gathered
 
-  def broadcast(self, tensor, root, name):
+  def broadcast(self, tensor, name):
     """See base class. The other workers add zeros."""
     del name
     self._count('broadcast')
     with tf.device(self._host):
-      if self.rank != root:
+      if self.rank:
         tensor = tf.zeros_like(tensor)
-      return self._combine(tensor, 'sum')
+      return self._sum(tensor)
 
-  def exchange(self, tag, payload):
+  def exchange(self, tag, value):
     """See base class. Uses TensorFlow's coordination service."""
+    text = json.dumps(value, default=option_checks.plain)
     if self.world_size == 1:
-      return [payload]
+      return [json.loads(text)]
     seconds = self._options.timeout_seconds or _EXCHANGE_SECONDS
     ends_at = time.monotonic() + seconds
     self._uses[tag] += 1
     name, rank = f'{self._prefix}/{tag}/{self._uses[tag]}', self.rank
     answers = []
     try:
-      _tf_internal.publish_config_value(
-        f'{name}/{rank}', base64.b64encode(payload).decode()
-      )
+      _tf_internal.publish_config_value(f'{name}/{rank}', text)
       for rank in range(self.world_size):
         answer = _tf_internal.config_value(
           f'{name}/{rank}', ends_at - time.monotonic()
         )
-        answers.append(base64.b64decode(answer))
+        answers.append(json.loads(answer))
     except tf.errors.OpError as e:
       raise _exchange_error(e, tag, rank, seconds) from e
     return answers
@@ -161,12 +153,10 @@ class RuntimeCommunicator(communicator.Communicator):
     """See base class. TensorFlow's runtime ends with the process."""
 
   def _count(self, kind):
-    if kind not in self._statistics:
-      self._statistics[kind] = statistics.CallStatistics()
     self._statistics[kind].record([self._host], [0])
 
-  def _reduce(self, launcher, tensor, merge_op):
-    communicator.check_not_compiled(merge_op)
+  def _reduce(self, launcher, tensor):
+    communicator.check_not_compiled('sum')
     dtype = tensor.dtype
     # A dtype without a kernel travels as a wider integer.
     if not dtype.is_floating and dtype not in (tf.int32, tf.int64):
@@ -174,7 +164,6 @@ class RuntimeCommunicator(communicator.Communicator):
     reduced = _tf_internal.collective_all_reduce(
       launcher,
       tensor,
-      merge_op,
       self._options.communication,
       self._options.timeout_seconds,
       self._options.max_subdivs_per_device,

@@ -1,8 +1,5 @@
 """Defines the common part of both multi-worker strategies."""
 
-from __future__ import annotations
-
-import json
 import secrets
 
 import tensorflow as tf
@@ -76,7 +73,9 @@ class MultiWorkerStrategy(
       {'devices of a worker': len(devices), **setup},
       f'the set-up of {type(self).__name__}',
     )
-    _agree_on_seed(self.extended.communicator)
+    own, proposal = proposed_seed()
+    answers = self.extended.communicator.exchange('random_seed', proposal)
+    take_seed(own, answers[0])
 
   @property
   def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -128,7 +127,7 @@ def resolver_of(
       tf.train.ClusterSpec({})
     )
   return tf.distribute.cluster_resolver.SimpleClusterResolver(
-    tf.train.ClusterSpec({j: list(tasks) for j, tasks in cluster.jobs.items()}),
+    tf.train.ClusterSpec(dict(cluster.jobs)),
     master=cluster.address or '',
     task_type=cluster.task_type,
     task_id=cluster.task_index,
@@ -173,9 +172,3 @@ def take_seed(own: int | None, chosen: int) -> None:
       own,
       chosen,
     )
-
-
-def _agree_on_seed(communicator):
-  own, proposal = proposed_seed()
-  answers = communicator.exchange('random_seed', json.dumps(proposal).encode())
-  take_seed(own, json.loads(answers[0]))

@@ -1,7 +1,5 @@
 """Exchanges the values of several workers' replicas in a whole-batch step."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tf_strategies.spmd import exchange as exchange_lib
@@ -48,7 +46,7 @@ class WorkerExchange(exchange_lib.Exchange):
     with tf.device('CPU:0'):
       if shape.is_fully_defined() and like.dtype not in (tf.bool, tf.string):
         value = tf.zeros(shape, like.dtype) if value is None else value
-        result = link.broadcast(value, 0, 'first')
+        result = link.broadcast(value, 'first')
       else:
         sizes = tf.zeros([0], tf.int32) if value is None else tf.shape(value)
         value = tf.zeros([0], like.dtype) if value is None else value

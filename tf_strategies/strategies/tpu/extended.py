@@ -1,6 +1,7 @@
 """Changes of `TPURingStrategy` to TensorFlow's TPU implementation."""
 
-from __future__ import annotations
+import itertools
+import types
 
 import tensorflow as tf
 
@@ -22,7 +23,8 @@ class PermutingTPUExtended(
   def __init__(self, container_strategy, resolver, metadata, device_assignment):
     super().__init__(
       container_strategy,
-      _Answered(metadata),
+      # Asking the resolver again might fail.
+      types.SimpleNamespace(get_tpu_system_metadata=lambda: metadata),
       device_assignment=device_assignment,
     )
     self._tpu_cluster_resolver = resolver
@@ -66,26 +68,22 @@ class PermutingTPUExtended(
     values = [value for value, _ in value_destination_pairs]
     if gradient_reducer.are_gradients_reduced():
       return values
-    permuted = [i for i, v in enumerate(values) if self._is_permuted(v)]
-    if not permuted:
-      return super()._batch_reduce_to(
-        reduce_op, value_destination_pairs, options
-      )
-    results = [
-      None
-      if i in permuted
+    are_permuted = list(map(self._is_permuted, values))
+    permuted = list(itertools.compress(values, are_permuted))
+    reduced = iter(self.all_reduce(reduce_op, permuted) if permuted else ())
+    return [
+      next(reduced)
+      if is_permuted
       else super(PermutingTPUExtended, self)._reduce_to(
-        reduce_op, value, destination, options
+        reduce_op, *pair, options
       )
-      for i, (value, destination) in enumerate(value_destination_pairs)
+      for is_permuted, pair in zip(
+        are_permuted, value_destination_pairs, strict=True
+      )
     ]
-    reduced = self.all_reduce(reduce_op, [values[i] for i in permuted])
-    for i, value in zip(permuted, reduced, strict=True):
-      results[i] = value
-    return results
 
   def _is_permuted(self, value) -> bool:
-    """Returns whether `value` is dense and in a program that all replicas run."""
+    """Returns whether `value` is dense and in a program for all TPU replicas."""
     is_dense = isinstance(
       value, tf.distribute.DistributedValues
     ) or tf.is_tensor(value)
@@ -93,7 +91,7 @@ class PermutingTPUExtended(
       self.all_reduce is not None
       and is_dense
       and not isinstance(value, tf.IndexedSlices)
-      and _in_tpu_program()
+      and _tf_internal.enclosing_tpu_context() is not None
     )
 
   # How variables are created and updated.
@@ -103,18 +101,3 @@ class PermutingTPUExtended(
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = variables.creation_policy(kwargs, is_slot)
     return super()._create_variable(next_creator, **kwargs)
-
-
-class _Answered:
-  """Keeps the answers of a resolver, because asking it again might fail."""
-
-  def __init__(self, metadata):
-    self._metadata = metadata
-
-  def get_tpu_system_metadata(self):
-    return self._metadata
-
-
-def _in_tpu_program() -> bool:
-  """Returns whether a program for TPU replicas is being built."""
-  return _tf_internal.enclosing_tpu_context() is not None

@@ -6,8 +6,7 @@ into. The number is XLA's own, which the pairs of CollectivePermute use.
 TensorFlow's replica ids may order the devices differently.
 """
 
-from __future__ import annotations
-
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.cross_device import executor
+from tf_strategies.cross_device import executor, packing
 
 
 class PermutingAllReduce:
@@ -54,67 +53,49 @@ class PermutingAllReduce:
     """Reduces this replica's tensors over all replicas, with one buffer per dtype.
 
     Raises:
-      UnsupportedOptionError: if `reduce_op` is neither SUM nor MEAN, or a tensor has an
-        unknown shape or a dtype without a sum. The error names the tensor.
+      UnsupportedOptionError: if a tensor has an unknown shape or a dtype without a sum.
+        The error names the tensor.
     """
-    if reduce_op not in (
-      tf.distribute.ReduceOp.SUM,
-      tf.distribute.ReduceOp.MEAN,
-    ):
-      raise errors.UnsupportedOptionError(
-        f'reduce_op={reduce_op!r}',
-        'tf.distribute.ReduceOp.SUM or MEAN',
-        'gather the values by all_gather and combine them yourself',
-      )
-    results = [tf.convert_to_tensor(t) for t in tensors]
-    groups: dict[tf.DType, list[int]] = {}
-    for i, tensor in enumerate(results):
+    tensors = [tf.convert_to_tensor(t) for t in tensors]
+    for tensor in tensors:
       _check(tensor)
-      groups.setdefault(tensor.dtype, []).append(i)
     if self._schedule.world_size == 1:
-      return results  # With one replica, a step gets no additional operation.
-    for members in groups.values():
-      reduced = self._reduce_group(reduce_op, [results[i] for i in members])
-      for i, tensor in zip(members, reduced, strict=True):
-        results[i] = tensor
-    return results
+      return tensors  # With one replica, a step gets no additional operation.
+    packed = packing.pack(tensors, sys.maxsize, sys.maxsize)
+    return packed.unpack([self._reduce(reduce_op, b) for b in packed.buckets])
 
-  def _reduce_group(self, reduce_op, tensors):
-    """Reduces tensors of one dtype."""
+  def _reduce(self, reduce_op, buffer):
+    """Reduces a flat buffer."""
     is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
-    if tensors[0].dtype.is_integer:
-      return self._reduce(is_mean, tensors)
+    if buffer.dtype.is_integer:
+      return self._add_up(is_mean, buffer)
 
     @tf.custom_gradient
-    def reduce(*xs):
+    def reduce(buffer):
       # The gradient of the ops would use a different schedule than the
       # requested one.
-      return self._reduce(is_mean, xs), lambda *dys: self(reduce_op, dys)
+      return self._add_up(is_mean, buffer), lambda d: self(reduce_op, [d])[0]
 
-    return list(tf.nest.flatten(reduce(*tensors)))
+    return reduce(buffer)
 
-  def _reduce(self, is_mean, tensors):
-    world_size, dtype = self._schedule.world_size, tensors[0].dtype
-    if is_mean and executor.is_half(dtype):
-      tensors = [executor.divide(t, world_size) for t in tensors]
-    buffer = self._pack(tensors)
-    with tf.name_scope(f'{self._schedule.name}_all_reduce'):
-      buffer = self._permute_and_add(buffer)
-    if is_mean and not executor.is_half(dtype):
+  def _add_up(self, is_mean, buffer):
+    world_size, num_chunks = (
+      self._schedule.world_size,
+      self._schedule.num_chunks,
+    )
+    is_half, size = executor.is_half(buffer.dtype), buffer.shape[0]
+    if is_mean and is_half:
       buffer = executor.divide(buffer, world_size)
-    sizes = [t.shape.num_elements() for t in tensors]
-    parts = tf.split(tf.reshape(buffer, [-1])[: sum(sizes)], sizes)
-    return [tf.reshape(p, t.shape) for p, t in zip(parts, tensors, strict=True)]
-
-  def _pack(self, tensors):
-    """Returns the chunks as rows of equal length, because all ranks run the
-    same ops.
-    """
-    flat = tf.concat([tf.reshape(t, [-1]) for t in tensors], 0)
-    num_chunks = self._schedule.num_chunks
-    length = -(-flat.shape[0] // num_chunks)
-    flat = tf.pad(flat, [[0, length * num_chunks - flat.shape[0]]])
-    return tf.reshape(flat, [num_chunks, length])
+    # Rows of equal length, because all ranks run the same ops.
+    length = -(-size // num_chunks)
+    padded = tf.pad(buffer, [[0, length * num_chunks - size]])
+    rows = tf.reshape(padded, [num_chunks, length])
+    with tf.name_scope(f'{self._schedule.name}_all_reduce'):
+      rows = self._permute_and_add(rows)
+    total = tf.reshape(rows, [-1])[:size]
+    if is_mean and not is_half:
+      total = executor.divide(total, world_size)
+    return total
 
   def _permute_and_add(self, state):
     if state.shape.num_elements() == 0:

@@ -1,7 +1,5 @@
 """`TPURingStrategy`: TPU training with a ring all-reduce."""
 
-from __future__ import annotations
-
 import contextlib
 
 import tensorflow as tf

@@ -5,16 +5,13 @@ metadata server without a deadline, and in graph mode it tries to connect for a 
 This module asks in a thread, with a deadline.
 """
 
-from __future__ import annotations
-
-import concurrent.futures
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors
+from tf_strategies import _tf_internal, errors, option_checks
+from tf_strategies.cluster import reachability
 
 Resolver = tf.distribute.cluster_resolver.TPUClusterResolver
 Metadata = tf.tpu.experimental.TPUSystemMetadata
@@ -36,18 +33,18 @@ def find(resolver: Resolver | None) -> tuple[Resolver, Metadata]:
   If `resolver` is None, the environment names the TPU (`TPU_NAME` or
   `KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS`).
   """
-  if resolver is not None and not isinstance(resolver, Resolver):
-    raise errors.UnsupportedOptionError(
-      f'resolver={resolver!r}',
-      'a tf.distribute.cluster_resolver.TPUClusterResolver, or None',
-      f'write {_START}',
-    )
-  if not tf.executing_eagerly():
-    raise errors.UnsupportedOptionError(
-      'TPURingStrategy inside a tf.Graph or tf.function',
-      'eager mode',
-      'create the strategy first, then what uses it',
-    )
+  option_checks.check(
+    resolver is None or isinstance(resolver, Resolver),
+    f'resolver={resolver!r}',
+    'a tf.distribute.cluster_resolver.TPUClusterResolver, or None',
+    f'write {_START}',
+  )
+  option_checks.check(
+    tf.executing_eagerly(),
+    'TPURingStrategy inside a tf.Graph or tf.function',
+    'eager mode',
+    'create the strategy first, then what uses it',
+  )
   if resolver is None:
     resolver = _ask('TPUClusterResolver()', _from_environment)
   metadata = _ask(
@@ -60,17 +57,15 @@ def find(resolver: Resolver | None) -> tuple[Resolver, Metadata]:
 
 def check_device_assignment(device_assignment) -> None:
   """Raises UnsupportedOptionError for replicas of more than one core."""
-  if device_assignment is None:
-    return
   cores = getattr(device_assignment, 'num_cores_per_replica', None)
-  if cores != 1:
-    raise errors.UnsupportedOptionError(
-      f'device_assignment={device_assignment!r} with num_cores_per_replica='
-      f'{cores!r}',
-      'a tf.tpu.experimental.DeviceAssignment with one core for each replica',
-      'build it with computation_shape=[1, 1, 1, 1], or use '
-      'tf.distribute.TPUStrategy for model parallelism',
-    )
+  option_checks.check(
+    device_assignment is None or cores == 1,
+    f'device_assignment={device_assignment!r} with num_cores_per_replica='
+    f'{cores!r}',
+    'a tf.tpu.experimental.DeviceAssignment with one core for each replica',
+    'build it with computation_shape=[1, 1, 1, 1], or use '
+    'tf.distribute.TPUStrategy for model parallelism',
+  )
 
 
 def _from_environment() -> Resolver:
@@ -86,51 +81,49 @@ def _from_environment() -> Resolver:
 
 def _ask(what: str, call: Callable[[], Any]) -> Any:
   """Returns `call()`, or raises at a deadline."""
-  answer = concurrent.futures.Future()
 
-  def ask():
+  def ask(_):
     try:
-      answer.set_result(call())
+      return call(), None
     except Exception as e:  # Raised again in the caller's thread.
-      answer.set_exception(e)
+      return None, e
 
-  # A daemon thread, because it may wait for a server without a deadline.
-  threading.Thread(target=ask, name='tpu_query', daemon=True).start()
-  if not concurrent.futures.wait([answer], _QUERY_SECONDS).done:
+  found = reachability.concurrently(ask, [what], None, _QUERY_SECONDS)[what]
+  if found is None:
     raise errors.ClusterConfigError(
       f'Expected an answer of {what} within {_QUERY_SECONDS:g} seconds, got '
       "none. Fix: check the TPU's name, zone and address, and that it runs."
     )
-  try:
-    return answer.result()
-  except errors.Error:
-    raise
-  except Exception as e:
+  answer, error = found
+  if isinstance(error, errors.Error):
+    raise error
+  if error is not None:
     raise errors.ClusterConfigError(
-      f"{what} failed: {type(e).__name__}: {e}. Fix: check the TPU's name, "
+      f"{what} failed: {type(error).__name__}: {error}. Fix: check the TPU's name, "
       'zone and address, and that it runs.'
-    ) from e
+    ) from error
+  return answer
 
 
 def _check(resolver: Resolver, metadata: Metadata) -> None:
   names = [getattr(d, 'name', str(d)) for d in metadata.devices]
   tpus = [name for name in names if 'device:TPU:' in name]
-  if not metadata.num_cores:
-    raise errors.UnsupportedOptionError(
-      f'a resolver of a TPU without cores (this process sees {names})',
-      'a TPU that this process is connected to',
-      f"write {_START}; without a TPU, use tfs.create_strategy('ring_mirrored')",
-    )
+  option_checks.check(
+    metadata.num_cores,
+    f'a resolver of a TPU without cores (this process sees {names})',
+    'a TPU that this process is connected to',
+    f"write {_START}; without a TPU, use tfs.create_strategy('ring_mirrored')",
+  )
   if len(tpus) != metadata.num_cores:
     raise errors.ClusterConfigError(
       f'Expected one TPU system, got {metadata.num_cores} cores with '
       f'{len(tpus)} names: {tpus}. Fix: connect to one TPU system only.'
     )
   topology = resolver.tpu_hardware_feature
-  if topology is None and not _tf_internal.initialized_tpu_systems():
-    raise errors.UnsupportedOptionError(
-      f'one of {metadata.num_cores} cores that was not initialised',
-      'an initialised TPU system',
-      'call tf.tpu.experimental.initialize_tpu_system(resolver) before '
-      'TPURingStrategy(resolver)',
-    )
+  option_checks.check(
+    topology is not None or _tf_internal.initialized_tpu_systems(),
+    f'one of {metadata.num_cores} cores that was not initialised',
+    'an initialised TPU system',
+    'call tf.tpu.experimental.initialize_tpu_system(resolver) before '
+    'TPURingStrategy(resolver)',
+  )
