@@ -84,7 +84,7 @@ class UnsupportedVersionError(Error, ImportError):
 
 
 class ScheduleError(Error, ValueError):
-  """A communication schedule that does not compute an all-reduce."""
+  """An algorithm of collectives that does not fit the number of ranks."""
 
 
 class DataError(Error, ValueError):

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
+from tests.collectives import proof
 from tests.collectives.simulator import simulate
-from tf_strategies import errors
 from tf_strategies.collectives.algorithms import ALGORITHMS
 
 
 def is_rejected(mutant):
   try:
-    mutant.validate()
-  except errors.ScheduleError:
+    proof.validate(mutant)
+  except proof.WrongScheduleError:
     return True
   return False
 

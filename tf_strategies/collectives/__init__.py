@@ -3,6 +3,6 @@
 Example:
 
   >>> from tf_strategies.collectives import algorithms
-  >>> algorithms.build('ring', 4).validate().num_rounds
+  >>> algorithms.build('ring', 4).num_rounds
   6
 """

@@ -81,7 +81,6 @@ def _arrow(
 
 def figure(schedule: schedule_lib.Schedule) -> str:
   """Returns the drawing with its costs, as HTML without empty lines."""
-  schedule.validate()
   ranks = schedule.world_size
   sent = collections.Counter(t.src for t in schedule.transfers)
   sent = max(sent.values()) / schedule.num_chunks
