@@ -110,13 +110,6 @@ class ConstructorTest(parameterized.TestCase):
   @parameterized.named_parameters(
     ('bad_port', {0: '127.0.0.1:99999'}, 0, {}, errors.ClusterConfigError),
     (
-      'same_address',
-      {0: '127.0.0.1:5', 1: '127.0.0.1:5'},
-      0,
-      {},
-      errors.ClusterConfigError,
-    ),
-    (
       'no_secret',
       {0: '127.0.0.1:0', 1: 'worker-1.example:2222'},
       0,

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Mapping
 
-from tf_strategies import errors, option_checks
+from tf_strategies import option_checks
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import local_users
@@ -15,19 +15,12 @@ def check(
   """Raises an error where these can never form a group.
 
   Raises:
-    ClusterConfigError: an address is malformed, or two tasks have the same.
+    ClusterConfigError: an address is malformed.
     UnsupportedOptionError: addresses that need a secret; more workers than there are.
   """
   same_user = options.credentials().same_user
-  seen: dict[str, int] = {}
-  for number, address in sorted(addresses.items()):
+  for number, address in addresses.items():
     host, _ = connection_lib.split_address(address)
-    if address in seen:
-      raise errors.ClusterConfigError(
-        f'Expected an address of its own for each task, got {address} for '
-        f'tasks {seen[address]} and {number}. Fix: give each its own port.'
-      )
-    seen[address] = number
     option_checks.check(
       not same_user or _is_loopback(host),
       f'{address} of task {number}',

@@ -74,7 +74,7 @@ class Rendezvous:
     make_group: makes a group from the arguments of `ProcessGroup`.
 
   Raises:
-    ClusterConfigError: the addresses are malformed, or one is there twice.
+    ClusterConfigError: an address is malformed.
     UnsupportedOptionError: addresses beyond this host without a secret.
     RendezvousError: this process cannot listen at its address.
   """

@@ -61,7 +61,6 @@ class CollectiveQueue:
   ):
     self._use(group)
     self._join = join
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collectives')
     self._handles = itertools.count()
     self._pending: dict[int, concurrent.futures.Future] = {}
     # The number of the update whose gradients travel, for the timeline.
@@ -86,12 +85,12 @@ class CollectiveQueue:
     self._thread.shutdown(wait=True, cancel_futures=True)
     self._pending.clear()
     self._use(group)
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collectives')
 
   def _use(self, group: process_group.ProcessGroup | None) -> None:
     if group is not None:
       group.name_calls_by(_keras_internal.noted_call)
     self.group = group
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collectives')
 
   # Methods for graphs and eager code. `kind` is for the statistics.
 

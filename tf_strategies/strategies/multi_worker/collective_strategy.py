@@ -114,12 +114,7 @@ def _start_runtime(rank, addresses, timeout_seconds):
   """Starts TensorFlow's server in this process and waits for the others."""
   if _started.get('addresses') == addresses:
     return
-  resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-    tf.train.ClusterSpec({'worker': list(addresses)}),
-    task_type='worker',
-    task_id=rank,
-    rpc_layer='grpc',
-  )
+  resolver = strategy.resolver_of_workers(addresses, rank)
   try:
     _tf_internal.configure_coordination(
       '/job:worker/replica:0/task:0', len(addresses), timeout_seconds

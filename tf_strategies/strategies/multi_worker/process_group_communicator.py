@@ -237,32 +237,36 @@ class ProcessGroupCommunicator(communicator.Communicator):
 
   def sum(self, tensor, name):
     """See base class."""
-
-    def work(group, array):
-      flat = group.all_reduce(np.ravel(array), name=name)
-      return np.reshape(flat, array.shape)
-
-    with tf.device('CPU:0'):
-      return self._queue.call('sum', work, tensor, tensor.shape)
+    return self._call(
+      'sum',
+      tensor,
+      tensor.shape,
+      lambda group, array: np.reshape(
+        group.all_reduce(np.ravel(array), name=name), array.shape
+      ),
+    )
 
   def all_gather(self, tensor, name):
     """See base class."""
-
-    def work(group, array):
-      return group.all_gather(array, name=name)
-
-    shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
-    with tf.device('CPU:0'):
-      return self._queue.call('all_gather', work, tensor, shape)
+    return self._call(
+      'all_gather',
+      tensor,
+      tf.TensorShape([None]).concatenate(tensor.shape[1:]),
+      lambda group, array: group.all_gather(array, name=name),
+    )
 
   def broadcast(self, tensor, name):
     """See base class."""
+    return self._call(
+      'broadcast',
+      tensor,
+      tensor.shape,
+      lambda group, array: group.broadcast(array, 0, name=name),
+    )
 
-    def work(group, array):
-      return group.broadcast(array, 0, name=name)
-
+  def _call(self, kind, tensor, shape, work):
     with tf.device('CPU:0'):
-      return self._queue.call('broadcast', work, tensor, tensor.shape)
+      return self._queue.call(kind, work, tensor, shape)
 
   def exchange(self, tag, value):
     """See base class."""

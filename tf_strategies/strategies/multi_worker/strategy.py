@@ -1,6 +1,7 @@
 """Defines the common part of both multi-worker strategies."""
 
 import secrets
+from collections.abc import Sequence
 
 import tensorflow as tf
 from absl import logging
@@ -126,24 +127,29 @@ def resolver_of(
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
       tf.train.ClusterSpec({})
     )
-  return tf.distribute.cluster_resolver.SimpleClusterResolver(
-    tf.train.ClusterSpec(dict(cluster.jobs)),
-    master=cluster.address or '',
-    task_type=cluster.task_type,
-    task_id=cluster.task_index,
-    rpc_layer='grpc',
-  )
+  return _resolver(cluster.jobs, cluster.task_type, cluster.task_index)
 
 
 def resolver_of_group(
   group: process_group.ProcessGroup,
 ) -> tf.distribute.cluster_resolver.ClusterResolver:
   """Describes the members of a process group as workers, numbered by rank."""
+  return resolver_of_workers([m.address for m in group.members], group.rank)
+
+
+def resolver_of_workers(
+  addresses: Sequence[str], rank: int
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+  """Describes workers to TensorFlow, numbered by rank."""
+  return _resolver({'worker': addresses}, 'worker', rank)
+
+
+def _resolver(jobs, task_type, task_index):
   return tf.distribute.cluster_resolver.SimpleClusterResolver(
-    tf.train.ClusterSpec({'worker': [m.address for m in group.members]}),
-    master=group.members[group.rank].address,
-    task_type='worker',
-    task_id=group.rank,
+    tf.train.ClusterSpec(dict(jobs)),
+    master=jobs[task_type][task_index],
+    task_type=task_type,
+    task_id=task_index,
     rpc_layer='grpc',
   )
 
