@@ -231,7 +231,7 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
     def failing(collective):
       def call(group, *args, name='', **kwargs):
         # Each fault is one collective further in its step than the one before.
-        if not name.startswith('elastic/') and next(numbers) % 8 == 7:
+        if not name.startswith('elastic/') and next(numbers) % 9 == 8:
           failures.append(name)
           raise errors.WorkerUnavailableError(f'a fault at {name}')
         return collective(group, *args, name=name, **kwargs)
