@@ -137,10 +137,20 @@ def uninterrupted(epochs=EPOCHS, kind='plain', size=BATCH):
   return model.get_weights(), history.history
 
 
+class Decay(keras.callbacks.Callback):
+  """Changes the learning rate after each step, by its value of then."""
+
+  def on_train_batch_end(self, batch, logs=None):
+    optimizer = self.model.optimizer
+    optimizer.learning_rate = 0.99 * optimizer.learning_rate.numpy()
+
+
 def fit_options(kind):
   """Returns the arguments of `fit` besides the batches."""
   if kind == 'plain':
     return {}
+  if kind == 'decay':
+    return {'callbacks': [Decay()]}
   x, y = data()
   validation = tf.data.Dataset.from_tensor_slices((x[:100], y[:100])).batch(30)
   # These count epochs and change the training by the count.
@@ -215,18 +225,21 @@ def train_with_files(rank, options, directory, *args):
 
 def _do_not_hear():
   from tf_strategies import errors
-  from tf_strategies.process_group import group
+  from tf_strategies.fault_tolerance import elastic_members
 
-  all_reduce = group.ProcessGroup.all_reduce
+  run_step = elastic_members.Members.run_step
   calls = itertools.count(1)
 
-  def deaf_all_reduce(self, array, **options):
-    result = all_reduce(self, array, **options)
-    if next(calls) % 7 == 0:
-      raise errors.WorkerUnavailableError('a fault for the test')
-    return result
+  def run_deaf_step(self, kind, compute, *args, **options):
+    def compute_deaf():
+      outputs = compute()
+      if next(calls) % 7 == 0:
+        raise errors.WorkerUnavailableError('a fault for the test')
+      return outputs
 
-  group.ProcessGroup.all_reduce = deaf_all_reduce
+    return run_step(self, kind, compute_deaf, *args, **options)
+
+  elastic_members.Members.run_step = run_deaf_step
 
 
 class Ends(logging.Handler):
@@ -253,8 +266,8 @@ def train(
 ):
   """Trains as one worker; returns its results.
 
-  In the workers `deaf`, every seventh all-reduce raises after its end, as if the
-  worker had not heard of the result.
+  In the workers `deaf`, every seventh step raises after its end, as if the worker had
+  not heard of its last result.
   """
   if rank in deaf:
     _do_not_hear()

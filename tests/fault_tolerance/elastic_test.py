@@ -151,12 +151,16 @@ class ElasticTest(elastic_case.ElasticCase):
     self.assertEqual(changes, [3, 2, 3, 2])
 
   def test_worker_that_does_not_hear_the_end_of_steps(self):
-    """The others have done them: it gets the state and leaves them out."""
+    """The others have done them: it gets the state and leaves them out.
+
+    Their callbacks have changed the learning rate since, as its own then do.
+    """
+    kind = 'decay'
     with workers(
-      tfs.ElasticOptions(), 0.02, 2, 'plain', elastic_program.BATCH, [1]
+      tfs.ElasticOptions(), 0.02, 2, kind, elastic_program.BATCH, [1]
     ) as job:
       outcomes = job.processes.wait()
-    self.assert_results(outcomes, epochs=2)
+    self.assert_results(outcomes, epochs=2, kind=kind)
     for outcome in outcomes:
       self.assertGreater(len(outcome.value['generations']), 4)
 

@@ -367,6 +367,8 @@ class Members:
     behind = theirs['steps'] - state.num_steps
     if not is_inside or behind > 1:
       state.continue_at(theirs)
+    elif behind:
+      state.skip_step(theirs['scalars'])
     state.num_steps = theirs['steps']
     if is_inside and behind > 1:
       raise CallAgain(f'This worker is {behind} steps behind the others.')
@@ -387,6 +389,7 @@ class Members:
       'files': state.files if is_in_fit else None,
       'phase': phase,
       'steps': state.num_steps,
+      'scalars': state.scalars,
       'position': [*state.position],
       'iterations': state.iterations,
       'history': state.history,

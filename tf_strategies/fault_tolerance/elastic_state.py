@@ -33,6 +33,8 @@ class SharedState:
     strategy: the strategy of the present call of the training function.
     position: completed epochs, and steps of the next one.
     num_steps: number of completed steps of models.
+    scalars: values of the shared scalars after the last of these steps. Callbacks may
+      have changed them since, such as the learning rate.
     history: values of the logs of the completed epochs of `fit`, by name.
     is_shared: True once this worker has the state of its group.
     is_one_fit: True if all steps belong to one model, so that another worker can
@@ -46,6 +48,8 @@ class SharedState:
     # Calls of the optimizer until there.
     self.iterations = 0
     self.num_steps = 0
+    self.scalars: list[Any] = []
+    self._scalars: list[keras.Variable] = []
     self.history: dict[str, list[float]] = {}
     self.fit: tuple[int, int] | None = None
     # Values at the end of a generation, until a model takes them.
@@ -88,8 +92,9 @@ class SharedState:
     self.iterations = self._iterations()
 
   def count_step(self) -> None:
-    """Counts a step of a model, and keeps the metrics that it leaves."""
+    """Counts a step of a model, and keeps the metrics and scalars that it leaves."""
     self.num_steps += 1
+    self.scalars = [v.numpy().item() for v in self._scalars]
     self._metrics_of_step = [
       v.value.values[0].read_value() for v in self._metrics()
     ]
@@ -98,7 +103,7 @@ class SharedState:
     """Takes the progress from the answer of the worker whose state this one has."""
     self.history, self.num_steps = answer['history'], answer['steps']
     self.position = Position(*answer['position'])
-    self.iterations = answer['iterations']
+    self.iterations, self.scalars = answer['iterations'], answer['scalars']
 
   def _iterations(self) -> int:
     if not self._objects:
@@ -113,7 +118,8 @@ class SharedState:
       is_same = self.model is model and self._objects['optimizer'] is optimizer
       self.is_one_fit = self.is_one_fit and is_same
     self._objects = model_state.state_of(model, optimizer)
-    self._variables()  # Raises an error if they cannot be shared.
+    # Raises an error if the variables cannot be shared.
+    self._scalars = [v for v in self._variables() if not tuple(v.shape)]
     if self._held is None:
       # A model that was loaded has been trained before.
       self.iterations = self._iterations()
@@ -191,6 +197,11 @@ class SharedState:
     self._held = None
     entered = values, metrics, callbacks
     self._entered_with = entered if enter[group.rank] else None
+
+  def skip_step(self, scalars: list[Any]) -> None:
+    """Continues behind a step that the others have done, before their callbacks."""
+    self.scalars = scalars
+    self._assign(self._scalars, scalars)
 
   def enter_fit(self) -> None:
     """Continues a `fit` from the state of the others, at its first batch.
