@@ -28,7 +28,7 @@ _BUDGETS = {
   'tf_strategies/collectives': 3_400,
   'tf_strategies/cross_device': 5_150,
   'tf_strategies/data': 4_160,
-  'tf_strategies/fault_tolerance': 11_180,
+  'tf_strategies/fault_tolerance': 11_190,
   'tf_strategies/keras': 10_950,
   'tf_strategies/kubernetes': 1_600,
   'tf_strategies/launch': 8_370,

@@ -267,6 +267,22 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       self._fit(self.run_)
     self.assert_handler_is_back()
 
+  def test_callbacks_begin_a_resumed_epoch_once(self):
+    halve = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
+    expected = self.model.optimizer.learning_rate.numpy() / 2**3
+
+    def preempt(batch, logs):
+      if halve.model.optimizer.iterations == 3:
+        signal.raise_signal(signal.SIGTERM)
+
+    preempting = keras.callbacks.LambdaCallback(on_train_batch_end=preempt)
+    with self.assertRaises(SystemExit):
+      self._fit(halve, preempting, self.run_, epochs=3)
+    resumed = self._new_run()
+    self.assertEqual(tuple(resumed.restore()), (1, 1))
+    self._fit(halve, resumed, initial_epoch=1, epochs=3)
+    self.assertEqual(self.model.optimizer.learning_rate.numpy(), expected)
+
   def test_fit_that_raised_leaves_the_handler(self):
     another = self._new_run()
     another.restore()

@@ -263,12 +263,13 @@ class Run(keras.callbacks.Callback):
 
   def on_train_begin(self, logs=None):
     """Finds the position where `fit` continues."""
+    objects = model_state.state_of(self.model)
     known = {id(each) for each in self._known}
     if _keras_internal.results_of(self.model, 'train') is None:
       # The user's own `train_step` may leave the compiled optimizer out.
       known.add(id(self.model.optimizer))
     option_checks.check(
-      known.issuperset(map(id, model_state.state_of(self.model).values())),
+      known.issuperset(map(id, objects.values())),
       f'a fit of {self.model.name!r} with the Run of another model or optimizer',
       'the model and the optimizers that the run saves',
       'make the Run of this model, after compile',
@@ -276,6 +277,8 @@ class Run(keras.callbacks.Callback):
     position = self._state.begin_fit(self.position, self.params.get('steps'))
     if position is not None and self._resumed_from is not position:
       self._resumed_from, self._is_first_epoch = position, True
+      named = model_state.name_objects(objects).values()
+      self._scalars = [(v, v.numpy()) for v in named if not tuple(v.shape)]
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips the completed steps of an interrupted epoch; listens for SIGTERM."""
@@ -285,6 +288,10 @@ class Run(keras.callbacks.Callback):
       self._check_start(epoch)
       self._is_first_epoch = False
       if self._resumed_from.step:
+        # Other callbacks, which began this epoch once before, changed them again.
+        with self._strategy.scope():
+          for variable, value in self._scalars:
+            variable.assign(value)
         self._state.restore_metrics()
         _keras_internal.skip_steps(self._resumed_from.step)
     if not self._preemption.is_listening:
