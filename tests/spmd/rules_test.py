@@ -112,6 +112,10 @@ _BY_ROWS = {
   'tiled': lambda x, y: tf.concat(
     [tf.tile(tf.ones([1, 1, 6]), [tf.shape(x)[0], 1, 1]), x], 1
   ),
+  # TensorFlow does not know how many columns there are.
+  'columns_of_tiled': lambda x, y: tf.shape(
+    tf.tile(tf.unique([3, 3, 5])[0][None], [tf.shape(x)[0], 1])
+  ),
   'filled': lambda x, y: x + tf.fill([tf.shape(x)[0], 1, 1], 2.0),
   'taken_by_row': lambda x, y: tf.gather(x, y % 4, axis=1, batch_dims=1),
   'softmax': lambda x, y: (tf.nn.softmax(x), tf.nn.top_k(x[:, 0], 2)),
@@ -168,6 +172,7 @@ _MEET = (
   'all_and_any',
   'branch',
   'clipped_by_hand',
+  'columns_of_tiled',
   'extrema',
   'gradient_of_norm',
   'large_constants',

@@ -228,16 +228,19 @@ def _split_sizes(context: Context) -> Decision:
 
 @rule('Tile')
 def _tile(context: Context) -> Decision:
-  is_one = [dim == ONE for dim in context.integers(1)]
+  before, times = context.inputs[0].dims, context.integers(1)
   names = [
-    axis if once or dim == ONE else None
-    for axis, (once, dim) in enumerate(
-      zip(is_one, context.inputs[0].dims, strict=True)
-    )
+    axis if ONE in pair else None
+    for axis, pair in enumerate(zip(before, times, strict=True))
   ]
   # A tensor that is repeated once for each row is split like the rows.
   is_split = isinstance(context.kinds[0], Split)
-  return context.by_axes([names], [names], shape=None if is_split else 1)
+  return context.by_axes(
+    [names],
+    [names],
+    shape=None if is_split else 1,
+    dims=tuple(map(Dim.times, before, times)),
+  )
 
 
 @rule('BroadcastTo')
