@@ -86,6 +86,11 @@ def _list_of_sums(x, labels):
   return [tf.reduce_sum(v.stack()) for v in (kept, zeros, ones)]
 
 
+def _of_unknown_rank(x, labels):
+  copy = tf.numpy_function(np.copy, [x], tf.float32)
+  return tf.tile(copy, [1, 2, 1]), tf.slice(copy, [0, 1, 0], [-1, 2, -1])
+
+
 def _rank_of_rows(x, labels):
   """Compares each row with every other row, as contrastive losses do."""
   flat = tf.reshape(x, [-1, 24])
@@ -192,6 +197,7 @@ _WHOLE = {
   'first_row': lambda x, y: x[0],
   # TensorFlow does not know the rank.
   'squeezed': lambda x, y: tf.nn.softmax(tf.squeeze(x[:, :1])),
+  'unknown_rank': _of_unknown_rank,
   'reversed_rows': lambda x, y: x[::-1],
   'rows_behind_rows': lambda x, y: tf.concat([x, x + 1.0], 0),
   'product_of_rows': _rank_of_rows,

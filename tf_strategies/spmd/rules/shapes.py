@@ -228,10 +228,11 @@ def _split_sizes(context: Context) -> Decision:
 
 @rule('Tile')
 def _tile(context: Context) -> Decision:
-  before, times = context.inputs[0].dims, context.integers(1)
+  axes, before = context.names(), context.inputs[0].dims
+  times = context.integers(1)
   names = [
     axis if ONE in pair else None
-    for axis, pair in enumerate(zip(before, times, strict=True))
+    for axis, *pair in zip(axes, before, times, strict=True)
   ]
   # A tensor that is repeated once for each row is split like the rows.
   is_split = isinstance(context.kinds[0], Split)
@@ -314,16 +315,12 @@ def _strided_slice_grad(context: Context) -> Decision:
 
 @rule('Slice')
 def _slice(context: Context) -> Decision:
-  bounds = zip(
-    context.integers(1),
-    context.integers(2),
-    context.inputs[0].dims,
-    strict=True,
-  )
+  axes, dims = context.names(), context.inputs[0].dims
+  bounds = zip(*map(context.integers, (1, 2)), dims, strict=True)
   is_all = [
     begin == Dim(0) and size in (Dim(-1), dim) for begin, size, dim in bounds
   ]
-  names = context.names(0, [i for i, each in enumerate(is_all) if not each])
+  names = [i if each else None for i, each in zip(axes, is_all, strict=True)]
   node = context.node
 
   def emit(site, inputs):
