@@ -263,6 +263,24 @@ def input_pipeline(content: Report) -> str:
   return _table(columns, rows)
 
 
+def start_up(content: Report) -> str:
+  """A row for each model, strategy and number of devices."""
+  figures = ('first CPU s', 'first wall s', 'retrace CPU s', 'first MB')
+  rows = [
+    [
+      *(row['model'], f'`{row["strategy"]}`', row['devices']),
+      *(short(row[name]) for name in figures),
+      *(f'{row[name]:.2f}' for name in ('CPU ratio', 'MB ratio')),
+    ]
+    for row in content['rows']
+  ]
+  columns = [
+    *('Model', 'Strategy', 'CPUs', 'First step, CPU s', 'Seconds'),
+    *('With other rows, CPU s', 'MB', 'CPU time, ratio', 'MB, ratio'),
+  ]
+  return _table(columns, rows)
+
+
 # By benchmark: the part of the report that its table shows, and what writes it.
 TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
   'all_reduce': ('results', all_reduce),
@@ -272,4 +290,5 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
   'parameter_server': ('results', parameter_server),
   'strategies': ('costs', strategies),
   'input_pipeline': ('rows', input_pipeline),
+  'start_up': ('rows', start_up),
 }
