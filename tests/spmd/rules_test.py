@@ -40,6 +40,13 @@ def _gradient(function):
   return case
 
 
+def _columns_first(x, weight, labels):
+  # TensorFlow does not know that both have two columns.
+  two, also_two = (tf.compat.v1.placeholder_with_default(2, []) for _ in 'ab')
+  first, second = x[:, :two], (x @ weight)[:, :also_two]
+  return tf.transpose(first, [1, 0, 2]) - tf.transpose(second, [1, 0, 2])
+
+
 def _loop(x, labels):
   def turn(i, state, kept):
     state = tf.tanh(state + x[:, i])
@@ -191,6 +198,7 @@ _WHOLE = {
     tf.linalg.diag(x[:, 0]),
     tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True)),
   ),
+  'gradient_of_columns': _gradient(_columns_first),
   'gradient_of_trace': _gradient(
     lambda x, w, y: tf.linalg.trace(tf.matmul(x @ w, x @ w, transpose_b=True))
   ),

@@ -42,6 +42,8 @@ def _reduction(context: Context) -> Decision | None:
       not is_reduced and not keeps and None in reduced[:axis]
     ):
       before[axis] = None
+      if keeps:
+        after.append(None)
     elif keeps or not is_reduced:
       after.append(None if is_reduced else axis)
   dims = None
