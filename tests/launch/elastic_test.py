@@ -36,7 +36,7 @@ def wait_for_file(name):
 _UNTIL_THE_END = "say('elastic')\nwait_for_file('end')\n"
 
 
-class _JobTest(parameterized.TestCase):
+class _JobTest(programs.JobTestCase):
   def setUp(self):
     super().setUp()
     self.top = pathlib.Path(self.create_tempdir().full_path)
@@ -64,7 +64,7 @@ class OneHostTest(_JobTest):
     self.wait_until_said(launcher, 'worker 1 is lost')
     self.assertLen(launcher.alive(), 2)
     self.create('end')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_ends(launcher, 0)
     self.assertEqual(
       launcher.stderr().splitlines(),
       [
@@ -91,9 +91,12 @@ if name in ('worker_2', 'evaluator_0'):
       self.wait_until_said(launcher, f'{task} is lost')
     self.assertLen(launcher.alive(), 2)
     self.create('end')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
-    self.assertIn('ended well without worker 2.', launcher.stderr())
-    self.assertIn('was lost: exit status 3 (restarts: 1)', launcher.stderr())
+    self.assert_ends(
+      launcher,
+      0,
+      'ended well without worker 2.',
+      'was lost: exit status 3 (restarts: 1)',
+    )
 
   def test_job_of_which_nobody_is_left_has_failed(self):
     code = """
@@ -107,9 +110,7 @@ sys.exit(4)
     [launcher] = self.start(code, '--num_workers=2', '--evaluator')
     self.wait_until_said(launcher, 'worker 1 is lost')
     self.create('end')
-    self.assertEqual(launcher.wait(), 137)
-    self.assertIn('worker 1 failed first: killed', launcher.stderr())
-    self.assertEmpty(launcher.alive())
+    self.assert_ends(launcher, 137, 'worker 1 failed first: killed')
 
 
 class EndTest(_JobTest):
@@ -126,10 +127,8 @@ say('trained')
     [launcher] = self.start(
       code, '--num_workers=2', '--max_restarts=3', '--grace_period=0.5'
     )
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_ends(launcher, 0, 'worker 1 still runs')
     self.assertLen(launcher.notes('pid'), 3)
-    self.assertEmpty(launcher.alive())
-    self.assertIn('worker 1 still runs', launcher.stderr())
 
   def test_worker_that_has_trained_may_write_its_results(self):
     code = """
@@ -150,7 +149,7 @@ else:
     launcher.wait_until(lambda: not programs.is_running(pids['worker_1-0']))
     time.sleep(2)
     self.create('end')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_ends(launcher, 0)
     self.assertIn('worker_0-1', launcher.notes('written'))
 
   def test_second_training_is_one_as_the_first(self):
@@ -163,7 +162,7 @@ if name == 'worker_0' and attempt == 0:
 wait_for('elastic', 'worker_0', 1)
 """
     [launcher] = self.start(code, '--num_workers=2', '--max_restarts=1')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_ends(launcher, 0)
     self.assertLen(launcher.notes('pid'), 3)
 
 
@@ -181,8 +180,7 @@ class SeveralHostsTest(_JobTest):
       self.assertLen(launcher.alive(), 1)
     self.create('end')
     for launcher in launchers:
-      self.assertEqual(launcher.wait(), 0, launcher.stderr())
-      self.assertIn(words, launcher.stderr())
+      self.assert_ends(launcher, 0, words)
 
   @parameterized.parameters((0, False), (1, True))
   def test_the_others_go_on_without_a_host(self, victim, is_whole):
@@ -209,8 +207,7 @@ sys.exit(3 + place)
       time.sleep(1.5)
       self.create(f'go{place}')
     for launcher in started:
-      self.assertEqual(launcher.wait(), 3, launcher.stderr())
-      self.assertIn('worker 0', launcher.stderr())
+      self.assert_ends(launcher, 3, 'worker 0')
 
   def test_lost_results_are_no_success_on_any_host(self):
     code = """
@@ -230,14 +227,12 @@ wait_for_file('end')
     self.assertLen(started[0].alive(), 1)
     self.create('end')
     for launcher in started:
-      self.assertEqual(launcher.wait(), 137, launcher.stderr())
-      self.assertIn('worker 1', launcher.stderr())
+      self.assert_ends(launcher, 137, 'worker 1')
 
   def test_sigterm_of_a_launcher_is_the_end_of_its_host(self):
     first, *others = self.start_three()
     first.signal(signal.SIGTERM)
-    self.assertEqual(first.wait(), 143)
-    self.assertEmpty(first.alive())
+    self.assert_ends(first, 143)
     self.assert_all_end_well(others, 'node 0')
 
   @parameterized.parameters(False, True)
@@ -251,8 +246,7 @@ wait_for_file('end')
       self.assertEqual([one.wait() for one in started[:2]], [130, 130])
       started[2].signal(signal.SIGCONT)
     for launcher in started:
-      self.assertEqual(launcher.wait(), 130)
-      self.assertEmpty(launcher.alive())
+      self.assert_ends(launcher, 130)
     self.assertIn(
       'node 1 (127.0.0.1) failed: killed by SIGINT', started[0].stderr()
     )

@@ -10,7 +10,7 @@ from absl.testing import absltest, parameterized
 from tests.launch import programs
 
 
-class EnvironmentTest(absltest.TestCase):
+class EnvironmentTest(programs.JobTestCase):
   @pytest.mark.smoke
   def test_secret_is_on_no_command_line_and_in_no_output(self):
     code = """
@@ -29,7 +29,7 @@ while not os.path.exists(os.path.join(directory, 'end')):
       for process in (above, *below):
         self.assertNotIn(secret, ' '.join(process.cmdline()))
       (launcher.directory / 'end').touch()
-      self.assertEqual(launcher.wait(), 0)
+      self.assert_ends(launcher, 0)
       self.assertNotIn(secret.encode(), launcher.stdout())
       self.assertNotIn(secret, launcher.stderr())
 
@@ -47,20 +47,16 @@ class CommandLineTest(parameterized.TestCase):
     ),
   )
   def test_wrong_command_line_is_explained(self, arguments, words):
-    directory = self.create_tempdir().full_path
-    status, stdout, stderr = programs.run(arguments, directory)
+    status, stdout, stderr = programs.run(arguments)
     self.assertEqual((status, stdout), (2, ''))
     self.assertIn(words, stderr)
     self.assertIn('Usage: tfs launch', stderr)
     self.assertNotIn('Traceback', stderr)
 
   def test_dry_run_starts_nothing(self):
-    directory = self.create_tempdir().full_path
-    touched = os.path.join(directory, 'touched')
+    touched = os.path.join(self.create_tempdir().full_path, 'touched')
     arguments = ['--num_workers=2', '--num_ps=1', '--dry_run', '--']
-    status, stdout, stderr = programs.run(
-      [*arguments, 'touch', '--', touched], directory
-    )
+    status, stdout, stderr = programs.run([*arguments, 'touch', '--', touched])
     self.assertEqual((status, stderr), (0, ''))
     self.assertFalse(os.path.exists(touched))
     lines = stdout.splitlines()

@@ -21,7 +21,7 @@ def _said(launcher):
   return '\n'.join(line for line in lines if ' waits at ' not in line)
 
 
-class SeveralHostsTest(parameterized.TestCase):
+class SeveralHostsTest(programs.JobTestCase):
   def _start(self, code, flags=(), count=2, **options):
     """A launcher for each rank, all with one rendezvous."""
     started = programs.launchers(
@@ -33,12 +33,9 @@ class SeveralHostsTest(parameterized.TestCase):
     )
     return [self.enter_context(launcher) for launcher in started]
 
-  def _wait(self, started):
-    """The status of each, whose tasks must all be gone."""
-    found = [launcher.wait() for launcher in started]
+  def assert_all_end(self, started, status, *words):
     for launcher in started:
-      self.assertEmpty(launcher.alive())
-    return found
+      self.assert_ends(launcher, status, *words)
 
   @pytest.mark.smoke
   def test_all_tasks_are_in_one_cluster(self):
@@ -56,7 +53,7 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
 """
     flags = ('--num_workers=2', '--num_ps=1', '--chief', '--evaluator')
     started = self._start(code, flags)
-    self.assertEqual(self._wait(started), [0, 0])
+    self.assert_all_end(started, 0)
     names, jobs = [], set()
     for launcher in started:
       self.assertEqual(_said(launcher), '')
@@ -83,7 +80,7 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
     left.kill()
     left.wait()
     others = self._start('pass', count=3, ranks=[1, 2], address=address)
-    self.assertEqual(self._wait([first, *others]), [0] * 3)
+    self.assert_all_end([first, *others], 0)
 
   def test_failure_is_named_on_all_hosts(self):
     code = f"""
@@ -93,11 +90,12 @@ if task['index'] == 1:
 {_WAIT}
 """
     started = self._start(code, count=3)
-    self.assertEqual(self._wait(started), [7, 7, 7])
     first, victim, third = started
-    self.assertIn('worker 1 failed: exit status 7', victim.stderr())
-    self.assertIn('my last words', victim.stderr())
+    self.assert_ends(
+      victim, 7, 'worker 1 failed: exit status 7', 'my last words'
+    )
     for launcher in (first, third):
+      self.assert_ends(launcher, 7)
       [line] = _said(launcher).splitlines()
       self.assertIn(
         'worker 1 on node 1 (127.0.0.1) failed: exit status 7', line
@@ -109,12 +107,10 @@ if task['index'] == 1:
       launcher.wait_for_notes('pid', 1)
     first, second = started
     first.kill()
-    self.assertEqual(second.wait(), 143)
-    self.assertIn(
-      'node 0 (127.0.0.1) failed: its launcher is gone', second.stderr()
+    self.assert_ends(
+      second, 143, 'node 0 (127.0.0.1) failed: its launcher is gone'
     )
-    for launcher in started:
-      launcher.wait_until(lambda one=launcher: not one.alive())
+    first.wait_until(lambda: not first.alive())
 
   def test_restarts_go_on_where_the_task_is(self):
     code = """
@@ -126,9 +122,10 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
   time.sleep(0.01)
 """
     started = self._start(code, ['--max_restarts=1'])
-    self.assertEqual(self._wait(started), [0, 0])
-    self.assertIn('Starting it again (1 of 1)', started[1].stderr())
-    self.assertEqual(_said(started[0]), '')
+    first, restarted = started
+    self.assert_ends(first, 0)
+    self.assert_ends(restarted, 0, 'Starting it again (1 of 1)')
+    self.assertEqual(_said(first), '')
 
   def test_another_secret(self):
     started = self._start(
@@ -136,17 +133,20 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
       ['--rendezvous_timeout=4'],
       secrets=[programs.SECRET, programs.SECRET[::-1]],
     )
-    self.assertEqual(self._wait(started), [143, 1])
-    self.assertIn('does not know the secret', started[1].stderr())
-    self.assertIn('for node 1 (--nnodes=2)', started[0].stderr())
-    self.assertIn('Task 0 refused a connection', started[0].stderr())
-    self.assertIn('the same secret', started[0].stderr())
+    self.assert_ends(
+      started[0],
+      143,
+      'for node 1 (--nnodes=2)',
+      'Task 0 refused a connection',
+      'the same secret',
+    )
+    self.assert_ends(started[1], 1, 'does not know the secret')
 
   def test_missing_host_and_two_of_one_rank_are_named(self):
     started = self._start(
       'pass', ['--rendezvous_timeout=3'], count=3, ranks=[0, 1, 1]
     )
-    self.assertEqual(self._wait(started), [143] * 3)
+    self.assert_all_end(started, 143)
     said = ''.join(launcher.stderr() for launcher in started)
     self.assertIn('another launcher has --node_rank=1', said)
     self.assertIn('for node 2 (--nnodes=3)', started[0].stderr())
@@ -157,8 +157,7 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     for launcher in started:
       launcher.wait_for_notes('pid', 1)
     [late] = self._start('pass', ranks=[1], address=address)
-    self.assertEqual(late.wait(), 143)
-    self.assertIn('refused node 1: the job has begun', late.stderr())
+    self.assert_ends(late, 143, 'refused node 1: the job has begun')
     for launcher in started:
       self.assertLen(launcher.alive(), 1)
 
@@ -180,15 +179,13 @@ sys.exit(launch.main(['launch', *sys.argv[1:]]))
     )
     self.assertEqual(other.returncode, 143)
     self.assertIn('node 1 runs tf_strategies 0.0.1', other.stderr)
-    self.assertEqual(first.wait(), 143)
-    self.assertIn('node 1 runs tf_strategies 0.0.1', first.stderr())
+    self.assert_ends(first, 143, 'node 1 runs tf_strategies 0.0.1')
 
   def test_rendezvous_that_is_in_use(self):
     with socket.create_server(('127.0.0.1', 0)) as taken:
       address = f'127.0.0.1:{taken.getsockname()[1]}'
       status, _, said = programs.run(
         ['--nnodes=2', f'--rendezvous={address}', '--', 'true'],
-        None,
         {'TFS_SECRET': programs.SECRET},
       )
     self.assertEqual(status, 143)
@@ -201,7 +198,7 @@ sys.exit(launch.main(['launch', *sys.argv[1:]]))
   )
   def test_wrong_flags(self, environment, address, rank, words):
     flags = ['--nnodes=2', f'--node_rank={rank}', f'--rendezvous={address}']
-    status, _, said = programs.run([*flags, '--', 'true'], None, environment)
+    status, _, said = programs.run([*flags, '--', 'true'], environment)
     self.assertEqual(status, 2)
     self.assertIn(words, said)
 

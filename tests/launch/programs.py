@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import psutil
+from absl.testing import parameterized
 
 from benchmarks import processes
 from tf_strategies.launch import ports as ports_lib
@@ -132,6 +133,15 @@ class Launcher(processes.Command):
     return psutil.Process(self.process.pid).children()
 
 
+class JobTestCase(parameterized.TestCase):
+  def assert_ends(self, launcher, status, *words):
+    """Checks the status and the messages of a launcher that leaves no task."""
+    self.assertEqual(launcher.wait(), status, launcher.stderr())
+    for said in words:
+      self.assertIn(said, launcher.stderr())
+    self.assertEmpty(launcher.alive())
+
+
 def launchers(
   directory, code, flags=(), count=1, ranks=None, secrets=None, address=None
 ) -> Iterator[Launcher]:
@@ -180,7 +190,7 @@ def _words(arguments):
   return [sys.executable, '-m', 'tf_strategies.launch', *arguments]
 
 
-def run(arguments, directory, environment=None) -> tuple[int, str, str]:
+def run(arguments, environment=None) -> tuple[int, str, str]:
   """Runs the launcher to its end: exit status, stdout and stderr."""
   done = processes.run(
     _words(arguments),

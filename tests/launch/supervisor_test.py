@@ -42,7 +42,7 @@ def _indented(code):
   return code.strip().replace('\n', '\n  ')
 
 
-class _JobTest(parameterized.TestCase):
+class _JobTest(programs.JobTestCase):
   def _launch(self, code, *flags, **kwargs):
     directory = self.create_tempdir().full_path
     flags = ('--grace_period=0.3', *flags)
@@ -66,8 +66,7 @@ finally:
   print('not reached', flush=True)
 """
     launcher = self._launch(code, '--num_workers=3')
-    self.assertEqual(launcher.wait(), 3)
-    self.assertEmpty(launcher.alive())
+    self.assert_ends(launcher, 3)
     self.assertLen(launcher.pids(), 3)
     report = launcher.stderr().partition('worker 1 failed first')[2]
     first, *tail = report.splitlines()
@@ -82,20 +81,18 @@ finally:
     launcher = self._launch(_SLEEP, '--num_workers=2')
     launcher.wait_for_notes('ready', 2)
     pids = launcher.notes('pid')
-    launcher.process.send_signal(signal.SIGSTOP)
+    launcher.signal(signal.SIGSTOP)
     for index, number in ((1, signal.SIGABRT), (0, signal.SIGBUS)):
       pid = pids[f'worker_{index}-0']
       os.kill(pid, number)
       # Its reaper has noticed when it has reaped it.
       launcher.wait_until(lambda pid=pid: not psutil.pid_exists(pid))
-    launcher.process.send_signal(signal.SIGCONT)
-    self.assertEqual(launcher.wait(), 128 + signal.SIGABRT)
-    self.assertIn('worker 1 failed first', launcher.stderr())
+    launcher.signal(signal.SIGCONT)
+    self.assert_ends(launcher, 128 + signal.SIGABRT, 'worker 1 failed first')
     self.assertNotIn('worker 0 failed', launcher.stderr())
 
   def test_command_that_does_not_exist(self):
-    directory = self.create_tempdir().full_path
-    status, stdout, stderr = programs.run(['--', 'no-such-command'], directory)
+    status, stdout, stderr = programs.run(['--', 'no-such-command'])
     self.assertEqual(status, 127)
     self.assertIn("[worker 0] cannot start 'no-such-command'", stdout)
     self.assertIn('worker 0 failed first: exit status 127', stderr)
@@ -239,10 +236,8 @@ class EndTest(_JobTest):
   @tiers.named_parameters(*_ENDS)
   def test_status_and_report(self, code, flags, status, words, count):
     launcher = self._launch(code, *flags)
-    self.assertEqual(launcher.wait(), status, launcher.stderr())
-    self.assertIn(words, launcher.stderr())
+    self.assert_ends(launcher, status, words)
     self.assertLen(launcher.pids(), count)
-    self.assertEmpty(launcher.alive())
 
 
 class RestartTest(_JobTest):
@@ -257,7 +252,8 @@ if name == 'worker_0':
   wait_for('pid', 'worker_1', 2)
 """
     launcher = self._launch(code, '--num_workers=2', '--max_restarts=2')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    again = 'worker 1: exit status 7. Starting it again'
+    self.assert_ends(launcher, 0, f'{again} (1 of 2)', f'{again} (2 of 2)')
     pids = launcher.notes('pid')
     self.assertEqual(
       list(pids), ['worker_0-0', 'worker_1-0', 'worker_1-1', 'worker_1-2']
@@ -266,11 +262,6 @@ if name == 'worker_0':
     configs = launcher.notes('config')
     self.assertEqual(configs['worker_1-0'], configs['worker_1-2'])
     self.assertNotEqual(configs['worker_1-0'], configs['worker_0-0'])
-    for count in (1, 2):
-      self.assertIn(
-        f'worker 1: exit status 7. Starting it again ({count} of 2)',
-        launcher.stderr(),
-      )
     of_worker_1 = [
       line for line in launcher.stdout().splitlines() if b'worker 1' in line
     ]
@@ -308,16 +299,14 @@ time.sleep(600)
       code, '--num_workers=2', '--num_ps=1', '--max_restarts=5'
     )
     launcher.wait_for_notes('ready', 4)
-    launcher.process.send_signal(number)
-    self.assertEqual(launcher.wait(), 128 + number)
+    launcher.signal(number)
+    self.assert_ends(launcher, 128 + number, f'{number.name}: ending all tasks')
     self.assertEqual(
       launcher.notes('signal'),
       dict.fromkeys(
         ['child_of_ps_0-0', 'ps_0-0', 'worker_0-0', 'worker_1-0'], number
       ),
     )
-    self.assertEmpty(launcher.alive())
-    self.assertIn(f'{number.name}: ending all tasks', launcher.stderr())
 
   def test_task_that_is_being_ended_gets_no_second_sigterm(self):
     code = """
@@ -340,16 +329,21 @@ note('saved', count)
       code, '--num_workers=2', '--num_ps=1', '--grace_period=30'
     )
     launcher.wait_for_notes('saving', 1)
-    launcher.process.send_signal(signal.SIGTERM)
-    self.assertEqual(launcher.wait(), 3)
+    launcher.signal(signal.SIGTERM)
+    self.assert_ends(launcher, 3)
     self.assertEqual(launcher.notes('saved')['worker_0-0'], 1)
 
 
 class KilledTest(_JobTest):
-  def test_launcher_that_is_killed_leaves_nothing(self):
+  def launch_two(self):
+    """Starts two tasks that ignore signals and have a child each."""
     code = _IGNORE + _GRANDCHILD + _SLEEP
     launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
     launcher.wait_for_notes('ready', 2)
+    return launcher
+
+  def test_launcher_that_is_killed_leaves_nothing(self):
+    launcher = self.launch_two()
     reapers = [reaper.pid for reaper in launcher.reapers()]
     self.assertLen(reapers, 2)
     self.assertLen(launcher.alive(), 4)
@@ -372,13 +366,10 @@ class KilledTest(_JobTest):
 
   @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
   def test_reaper_that_is_killed_takes_its_task_along(self):
-    code = _IGNORE + _GRANDCHILD + _SLEEP
-    launcher = self._launch(code, '--num_workers=2', '--grace_period=0.5')
-    launcher.wait_for_notes('ready', 2)
+    launcher = self.launch_two()
     launcher.reapers()[1].kill()
-    self.assertEqual(launcher.wait(), 137)
+    self.assert_ends(launcher, 137)
     self.assertLen(launcher.pids(), 4)
-    self.assertEmpty(launcher.alive())
 
 
 class OutputTest(_JobTest):
@@ -397,12 +388,11 @@ time.sleep(600)
       *('--num_workers=2', '--chief', f'--log_dir={logs}'),
       '--rank_filter=chief, worker:1,worker:1',
     )
-    self.assertEqual(launcher.wait(), 4)
+    self.assert_ends(launcher, 4, 'Its last lines:\n  from worker_0\n')
     shown = launcher.stdout().decode().splitlines()
     self.assertIn('[chief 0] from chief_0', shown)
     self.assertIn('[worker 1] from worker_1', shown)
     self.assertNotIn('[worker 0] from worker_0', shown)
-    self.assertIn('Its last lines:\n  from worker_0\n', launcher.stderr())
     self.assertEqual((logs / 'worker_0.log').read_text(), 'from worker_0\n')
 
   def test_lines_are_whole_and_every_byte_survives(self):
@@ -426,7 +416,7 @@ write(b'unfinished %d' % number)
     launcher = self._launch(
       code, '--num_workers=3', f'--log_dir={directory}/new/logs'
     )
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_ends(launcher, 0)
     *lines, last = launcher.stdout().split(b'\n')
     self.assertEqual(last, b'')
     for number in range(3):
@@ -455,8 +445,7 @@ while True:
     launcher = self._launch(code, '--num_workers=2', stdout=subprocess.PIPE)
     launcher.wait_for_notes('ready', 2)
     launcher.process.stdout.close()
-    self.assertEqual(launcher.wait(), 128 + signal.SIGPIPE)
-    self.assertEmpty(launcher.alive())
+    self.assert_ends(launcher, 128 + signal.SIGPIPE)
 
   def test_closed_stdout_takes_no_descriptor_of_ours(self):
     launch = [sys.executable, '-m', 'tf_strategies.launch', '--num_workers=2']
@@ -483,7 +472,7 @@ if name == 'chief_0':
 {_SERVE}
 """
     launcher = self._launch(code, *_PARAMETER_SERVERS, '--grace_period=60')
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_ends(launcher, 0)
     self.assertEqual(
       launcher.notes('ended_by'),
       dict.fromkeys(
@@ -492,7 +481,6 @@ if name == 'chief_0':
       ),
     )
     self.assertLen(launcher.pids(), 5)
-    self.assertEmpty(launcher.alive())
     self.assertEqual(launcher.stderr(), '')
 
   @parameterized.parameters('--num_ps=1', '--chief')
@@ -509,9 +497,8 @@ if name == 'worker_1':
 note('end', 1)
 """
     launcher = self._launch(code, '--num_workers=2', flag)
-    self.assertEqual(launcher.wait(), 0, launcher.stderr())
+    self.assert_ends(launcher, 0)
     self.assertIn('worker_1-0', launcher.notes('end'))
-    self.assertEmpty(launcher.alive())
 
 
 if __name__ == '__main__':
