@@ -8,21 +8,24 @@ from tests import parameter_servers
 
 
 class Programs:
-  """The results of programs that one chief ran one after the other.
+  """The results of programs that the chief of a job ran one after the other.
 
   Args:
-    job: its chief runs the programs.
     programs: module functions by name; each runs even if others failed.
     args: arguments of every program.
+    num_workers: number of workers of the job.
+    num_ps: number of its servers.
   """
 
   def __init__(
     self,
-    job: parameter_servers.Job,
     programs: Mapping[str, Callable[..., Any]],
     args: Sequence[Any] = (),
+    num_workers: int = 2,
+    num_ps: int = 2,
   ):
-    self._found = job.run(_run_all, (dict(programs), tuple(args)))
+    with parameter_servers.Job(num_workers, num_ps) as job:
+      self._found = job.run(_run_all, (dict(programs), tuple(args)))
 
   def __getitem__(self, name: str) -> Any:
     """Returns the result of a program; fails with its traceback if it raised."""

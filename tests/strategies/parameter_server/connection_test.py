@@ -29,29 +29,26 @@ class LivenessTest(parameterized.TestCase):
     # What happens while it is connected; and who was connected to in two parts.
     self.die_meanwhile = ()
     self.anew = []
-    for module, replaced in (
-      (
+    for patch in (
+      mock.patch.multiple(
         keepalive,
-        {
-          'ask': lambda address, *_: self.ask(address),
-          'peers_of': lambda address: frozenset(),
-          'watching': self.watching,
-        },
+        ask=lambda address, *_: self.ask(address),
+        peers_of=lambda address: frozenset(),
+        watching=self.watching,
       ),
-      (
+      mock.patch.multiple(
         connection,
-        {
-          '_SETTLE_SECONDS': 0.0,
-          'wait_for_tasks': lambda *_: None,
-          '_runs_ops': lambda job, i: (job, i) in self.known,
-        },
+        _SETTLE_SECONDS=0.0,
+        wait_for_tasks=lambda *_: None,
+        _runs_ops=lambda job, i: (job, i) in self.known,
       ),
-      (
+      mock.patch.multiple(
         _tf_internal,
-        {'connect_again': self.connect, 'incarnations': lambda: self.seen},
+        connect_again=self.connect,
+        incarnations=lambda: self.seen,
       ),
     ):
-      self.enter_context(mock.patch.multiple(module, **replaced))
+      self.enter_context(patch)
     self.liveness = connection.Liveness(cluster)
     self.addCleanup(self.liveness.close)
 
@@ -167,20 +164,17 @@ class LivenessTest(parameterized.TestCase):
     self.assertIsNone(self.liveness.server_error())
 
 
-_FILE = 'ram://lease_test/chiefs'
-
-
 class LeaseTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
     # There is no server: the file is in the memory of this process.
-    for name, value in (
-      ('_SERVER', '/device:CPU:0'),
-      ('_FILE', f'{_FILE}/{self.id()}'),
-    ):
-      patch = mock.patch.object(connection, name, value)
-      patch.start()
-      self.addCleanup(patch.stop)
+    self.enter_context(
+      mock.patch.multiple(
+        connection,
+        _SERVER='/device:CPU:0',
+        _FILE=f'ram://lease_test/chiefs/{self.id()}',
+      )
+    )
     self.other = connection.Lease()
     self.other._record |= {'process': 'other', 'pids': ''}
 

@@ -12,7 +12,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers
 from tests.strategies.parameter_server import chief
 
 _COUNT = 50
@@ -152,8 +151,7 @@ class _InputTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     programs = {n: functools.partial(train, n) for n in cls.names}
-    with parameter_servers.Job(cls.num_workers, 2) as job:
-      cls.found = chief.Programs(job, programs, (cls.mode,))
+    cls.found = chief.Programs(programs, [cls.mode], cls.num_workers)
 
   def assert_each_element_once_an_epoch(self, name):
     found = self.found[name]

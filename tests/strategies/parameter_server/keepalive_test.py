@@ -120,10 +120,19 @@ class KeepaliveTest(parameterized.TestCase):
     self.assertEqual(connection.recv(8), b'settings')
     return connection
 
+  def watch(self, seconds=_TIMEOUT):
+    watch = keepalive.Keepalive(self.addresses, seconds)
+    self.addCleanup(watch.close)
+    return watch
+
+  def assert_is_open(self, connection):
+    connection.settimeout(0.1)
+    with self.assertRaises(TimeoutError):
+      connection.recv(1)
+
   def test_stopped_task_is_disconnected_until_reset(self):
     stopped, other = self.addresses
-    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
-    self.addCleanup(watch.close)
+    watch = self.watch()
     connection, others = self.connect(stopped), self.connect(other)
     with self.assertLogs('absl', 'WARNING') as logs:
       self.tasks.signal(*stopped, signal.SIGSTOP)
@@ -141,17 +150,14 @@ class KeepaliveTest(parameterized.TestCase):
     again = self.connect(stopped)
     time.sleep(2 * _TIMEOUT)
     self.assertFalse(watch.is_disconnected(stopped))
-    for connection in (again, others):
-      connection.settimeout(0.1)
-      with self.assertRaises(TimeoutError):
-        connection.recv(1)
+    self.assert_is_open(again)
+    self.assert_is_open(others)
 
   @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
   @pytest.mark.soak
   def test_task_that_answers_for_long_enough_is_forgiven(self):
     stopped, other = self.addresses
-    watch = keepalive.Keepalive(self.addresses, _TIMEOUT)
-    self.addCleanup(watch.close)
+    watch = self.watch()
     for task in (stopped, other):
       self.tasks.signal(*task, signal.SIGSTOP)
       processes.wait_until(lambda task=task: watch.is_disconnected(task))
@@ -164,16 +170,13 @@ class KeepaliveTest(parameterized.TestCase):
 
   def test_silence_that_ends_in_time_is_forgiven(self):
     stopped, _ = self.addresses
-    watch = keepalive.Keepalive(self.addresses, _DEADLINE_SECONDS)
-    self.addCleanup(watch.close)
+    watch = self.watch(_DEADLINE_SECONDS)
     connection = self.connect(stopped)
     self.tasks.signal(*stopped, signal.SIGSTOP)
     time.sleep(_TIMEOUT)
     self.tasks.signal(*stopped, signal.SIGCONT)
     self.assertFalse(watch.is_disconnected(stopped))
-    connection.settimeout(0.1)
-    with self.assertRaises(TimeoutError):
-      connection.recv(1)
+    self.assert_is_open(connection)
 
 
 if __name__ == '__main__':

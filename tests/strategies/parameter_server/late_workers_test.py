@@ -24,24 +24,19 @@ def _rows(worker, seconds):
   rows = rows.map(lambda i: tf.cast(i[:, None], tf.float32) / 100)
   if worker == _LATE and seconds:
     # As a data set that sleeps, since a worker has no Python.
-    rows = rows.apply(_sleeping(seconds))
+    rows = _sleeping(rows, seconds)
   return rows.map(lambda x: (x, x))
 
 
-def _sleeping(seconds):
-  def sleep(dataset):
-    shapes = {
-      'output_types': [dataset.element_spec.dtype],
-      'output_shapes': [dataset.element_spec.shape],
-    }
-    variant = tf.raw_ops.SleepDataset(
-      input_dataset=tf.data.experimental.to_variant(dataset),
-      sleep_microseconds=tf.constant(int(1e6 * seconds), tf.int64),
-      **shapes,
-    )
-    return tf.data.experimental.from_variant(variant, dataset.element_spec)
-
-  return sleep
+def _sleeping(dataset, seconds):
+  spec = dataset.element_spec
+  variant = tf.raw_ops.SleepDataset(
+    input_dataset=tf.data.experimental.to_variant(dataset),
+    sleep_microseconds=tf.constant(int(1e6 * seconds), tf.int64),
+    output_types=[spec.dtype],
+    output_shapes=[spec.shape],
+  )
+  return tf.data.experimental.from_variant(variant, spec)
 
 
 def _read_by_workers(strategy, seconds):

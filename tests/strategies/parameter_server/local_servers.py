@@ -1,10 +1,9 @@
 """Variables on servers without servers: logical CPUs of this process."""
 
-import contextlib
-from collections.abc import Iterator
 from unittest import mock
 
 import tensorflow as tf
+from absl.testing import parameterized
 
 from tests import virtual_devices
 from tf_strategies.strategies.parameter_server import (
@@ -21,18 +20,19 @@ def device(server: int) -> str:
   return f'/job:localhost/replica:0/task:0/device:CPU:{1 + server}'
 
 
-@contextlib.contextmanager
-def on_local_devices() -> Iterator[None]:
+class LocalServersTestCase(tf.test.TestCase, parameterized.TestCase):
   """Makes variables of servers live in this process."""
-  with (
-    mock.patch.object(variables, 'server_device', device),
-    mock.patch.object(traced_step, 'COORDINATOR', '/device:CPU:0'),
-  ):
-    yield
+
+  def setUp(self):
+    super().setUp()
+    for patch in (
+      mock.patch.object(variables, 'server_device', device),
+      mock.patch.object(traced_step, 'COORDINATOR', '/device:CPU:0'),
+    ):
+      self.enter_context(patch)
 
 
-@contextlib.contextmanager
-def scope() -> Iterator[None]:
+def scope():
   """Makes all variables that are created in it live on server 0."""
 
   def create(_, initial_value, trainable=None, name=None, **options):
@@ -41,8 +41,7 @@ def scope() -> Iterator[None]:
       value = tf.zeros(options['shape'], options['dtype'])
     return variable(0, value, trainable=trainable, name=name)
 
-  with on_local_devices(), tf.variable_creator_scope(create):
-    yield
+  return tf.variable_creator_scope(create)
 
 
 def _call(action=lambda: None):

@@ -19,11 +19,7 @@ from tf_strategies.strategies.parameter_server import variables
 _VALUE = np.arange(1, 22, dtype=np.float32).reshape(7, 3)
 
 
-class PartitionedVariableTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.enter_context(local_servers.on_local_devices())
-
+class PartitionedVariableTest(local_servers.LocalServersTestCase):
   def make(self, parts=3, value=_VALUE, **options):
     return local_servers.partitioned_variable(value, parts, **options)
 
@@ -158,10 +154,9 @@ _INDICES = (
 )
 
 
-class TakeTest(tf.test.TestCase, parameterized.TestCase):
+class TakeTest(local_servers.LocalServersTestCase):
   def setUp(self):
     super().setUp()
-    self.enter_context(local_servers.on_local_devices())
     # None that reads a table whole passes.
     self.enter_context(
       mock.patch.object(

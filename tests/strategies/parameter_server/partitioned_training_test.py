@@ -9,7 +9,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers
 from tests.programs import common
 from tests.strategies.parameter_server import chief
 
@@ -86,8 +85,9 @@ class PartitionedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     super().setUpClass()
     cls.directory = cls.enterClassContext(tempfile.TemporaryDirectory())
     programs = {p.__name__: p for p in (save, load_each)}
-    with parameter_servers.Job(num_workers=1, num_ps=3) as job:
-      cls.found = chief.Programs(job, programs, (cls.directory,))
+    cls.found = chief.Programs(
+      programs, [cls.directory], num_workers=1, num_ps=3
+    )
 
   def assert_loaded(self, found, then):
     for expected, actual, limit in zip(

@@ -16,13 +16,12 @@ def _powers(run, spec, variables=(), exempt=()):
   with local_servers.scope():
     optimizer = keras.optimizers.SGD(0.5)
     optimizer.build(variables)
-  with local_servers.on_local_devices():
-    return traced_step.powers_of_rows(
-      lambda x: run(optimizer, x),
-      [optimizer],
-      tf.nest.map_structure(batch_message.with_any_rows, spec),
-      lambda: exempt,
-    )
+  return traced_step.powers_of_rows(
+    lambda x: run(optimizer, x),
+    [optimizer],
+    tf.nest.map_structure(batch_message.with_any_rows, spec),
+    lambda: exempt,
+  )
 
 
 def _once(table, ids):
@@ -45,7 +44,7 @@ def _summed_and_averaged(table, ids):
   )
 
 
-class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
+class PowersOfRowsTest(local_servers.LocalServersTestCase):
   @parameterized.parameters(
     (_once, None),
     (_unique, 'Unique'),
@@ -54,8 +53,7 @@ class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
     (_summed_and_averaged, 'used in two ways'),
   )
   def test_lookups(self, program, meets_at):
-    with local_servers.on_local_devices():
-      table = local_servers.partitioned_variable(tf.ones([5, 2]), 3)
+    table = local_servers.partitioned_variable(tf.ones([5, 2]), 3)
 
     def run(optimizer, ids):
       with tf.GradientTape() as tape:
@@ -69,8 +67,7 @@ class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
         _powers(run, _IDS, [table])
 
   def test_result_that_is_a_variable(self):
-    with local_servers.on_local_devices():
-      rows = local_servers.variable(0, 0.0)
+    rows = local_servers.variable(0, 0.0)
 
     def run(_, ids):
       rows.assign_add(tf.reduce_sum(tf.cast(ids, tf.float32)))
@@ -97,7 +94,7 @@ class PowersOfRowsTest(tf.test.TestCase, parameterized.TestCase):
       _powers(run, tf.TensorSpec([8, 3]))
 
 
-class WholeTest(tf.test.TestCase, parameterized.TestCase):
+class WholeTest(local_servers.LocalServersTestCase):
   @parameterized.named_parameters(
     (
       'read',
@@ -118,8 +115,7 @@ class WholeTest(tf.test.TestCase, parameterized.TestCase):
     ),
   )
   def test_what_makes_a_step_whole(self, after, want):
-    with local_servers.on_local_devices():
-      a, other = (local_servers.variable(i, [1.0, 2.0]) for i in range(2))
+    a, other = (local_servers.variable(i, [1.0, 2.0]) for i in range(2))
 
     def step(optimizer, x):
       with tf.GradientTape() as tape:

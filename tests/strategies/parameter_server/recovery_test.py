@@ -20,10 +20,9 @@ from tf_strategies.strategies.parameter_server import (
 )
 
 
-class RecoveryTest(tf.test.TestCase, parameterized.TestCase):
+class RecoveryTest(local_servers.LocalServersTestCase):
   def setUp(self):
     super().setUp()
-    self.enter_context(local_servers.on_local_devices())
     self.directory = self.create_tempdir().full_path
     self.pool, self.liveness = fakes.pool(self, 1)
     self.registry = weakref.WeakValueDictionary()

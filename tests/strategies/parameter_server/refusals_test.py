@@ -11,7 +11,6 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import parameter_servers
 from tests.strategies.parameter_server import chief
 
 
@@ -239,8 +238,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
       wrapped_train_function,
     )
     runs = {p.__name__: functools.partial(run, p.__name__) for p in programs}
-    with parameter_servers.Job(num_workers=2, num_ps=1) as job:
-      cls.found = chief.Programs(job, {'make_data': make_data, **runs})
+    cls.found = chief.Programs({'make_data': make_data, **runs}, num_ps=1)
 
   @parameterized.named_parameters((p.__name__, p) for p in _REFUSED)
   def test_refused(self, program):

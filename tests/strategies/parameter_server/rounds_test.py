@@ -226,9 +226,7 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    programs = {p.__name__: p for p in _PROGRAMS}
-    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      cls.found = chief.Programs(job, programs)
+    cls.found = chief.Programs({p.__name__: p for p in _PROGRAMS})
 
   @parameterized.parameters(
     ('unknown', _ROUNDS, 1),

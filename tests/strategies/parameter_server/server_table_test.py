@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import dynamic_tables, parameter_servers
+from tests import dynamic_tables
 from tests.programs import runner
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
@@ -132,15 +132,13 @@ class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     cls.directory = cls.enterClassContext(tempfile.TemporaryDirectory())
-    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      cls.found = cls._run(job, in_sync, save, expire)
-    with parameter_servers.Job(num_workers=1, num_ps=2) as job:
-      cls.alone = cls._run(job, in_async_on_one_worker, in_control_flow)
+    cls.found = cls._run(2, in_sync, save, expire)
+    cls.alone = cls._run(1, in_async_on_one_worker, in_control_flow)
 
   @classmethod
-  def _run(cls, job, *programs):
+  def _run(cls, num_workers, *programs):
     programs = {p.__name__: p for p in programs}
-    return chief.Programs(job, programs, (cls.directory,))
+    return chief.Programs(programs, [cls.directory], num_workers)
 
   def assert_as_embedding(self, found, optimizer, kind='dense'):
     make = dynamic_tables.OPTIMIZERS[optimizer]

@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 import tf_strategies as tfs
-from tests import parameter_servers
 from tests.strategies.parameter_server import chief
 from tf_strategies import errors
 
@@ -193,12 +192,12 @@ class ServersTest(tf.test.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    programs = {
-      program.__name__: functools.partial(run, program, parts)
-      for program, parts in _PROGRAMS.items()
-    }
-    with parameter_servers.Job(num_workers=2, num_ps=2) as job:
-      cls.found = chief.Programs(job, programs)
+    cls.found = chief.Programs(
+      {
+        program.__name__: functools.partial(run, program, parts)
+        for program, parts in _PROGRAMS.items()
+      }
+    )
 
   def test_steps_of_a_custom_loop(self):
     found = self.found['steps_of_a_loop']

@@ -12,11 +12,7 @@ from tests.strategies.parameter_server import local_servers, step_programs
 from tf_strategies.strategies.parameter_server import variables
 
 
-class SlotsTest(tf.test.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.enter_context(local_servers.on_local_devices())
-
+class SlotsTest(local_servers.LocalServersTestCase):
   def test_a_lookup_sends_few_messages(self):
     """Checks that a step with a table in parts never has it whole."""
     table = local_servers.partitioned_variable(
@@ -111,12 +107,11 @@ class SlotsTest(tf.test.TestCase):
     self.assertAllEqual(a, 84.0 * np.ones(100_000))
 
 
-class CoordinatorAccessTest(tf.test.TestCase):
+class CoordinatorAccessTest(local_servers.LocalServersTestCase):
   """The coordinator's own access waits for the steps that are on the way."""
 
   def setUp(self):
     super().setUp()
-    self.enter_context(local_servers.on_local_devices())
     self.drained = mock.Mock(side_effect=lambda action: action())
     self.on_write = mock.Mock()
     self.variable = local_servers.variable(

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tests.strategies.parameter_server import local_servers
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   engine,
@@ -191,15 +190,14 @@ class Step:
 
   @functools.cached_property
   def _apply(self):
-    with local_servers.on_local_devices():
-      return slots.ApplyFunction(
-        self._step,
-        self.traced,
-        self.layout,
-        1,
-        None,
-        in_replica=lambda f: f,
-      )
+    return slots.ApplyFunction(
+      self._step,
+      self.traced,
+      self.layout,
+      1,
+      None,
+      in_replica=lambda f: f,
+    )
 
   def __call__(self, *batch):
     return self.apply(self.compute(*batch))

@@ -106,6 +106,10 @@ class SyncEngineTest(parameterized.TestCase):
     dataset = input.WorkerDataset(make, len(sizes), list, by_rounds=True)
     return engine, splits.Source(dataset)
 
+  def _lose(self, worker):
+    self.liveness.dead_workers.add(worker)
+    raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+
   def _train(self, engine, steps):
     for _ in range(steps):
       engine.begin(_STEP, batch_message.Batch(np.arange(12, dtype=np.float32)))
@@ -123,8 +127,7 @@ class SyncEngineTest(parameterized.TestCase):
         return
       is_taken.set()
       is_over.wait(_DEADLINE_SECONDS)
-      self.liveness.dead_workers.add(2)
-      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+      self._lose(2)
 
     engine.compute = compute
     self._train(engine, 1)
@@ -150,8 +153,7 @@ class SyncEngineTest(parameterized.TestCase):
         first.discard(worker)
         have_begun.wait(_DEADLINE_SECONDS)
         if worker == 1:
-          self.liveness.dead_workers.add(1)
-          raise tf.errors.UnavailableError(None, None, 'the worker is gone')
+          self._lose(1)
         if worker == 2:
           is_slow.wait(3 * _DEADLINE_SECONDS)
 
@@ -164,16 +166,12 @@ class SyncEngineTest(parameterized.TestCase):
     engine, source = self._reading_engine(None, (4, 3, 2))
     run, died = engine._run, []
 
-    def fetch():
-      self.liveness.dead_workers.update(died)
-      raise tf.errors.UnavailableError(None, None, 'the worker is gone')
-
     def run_once(worker, *args):
       found = run(worker, *args)
       if int(found[1]) != 11 or died:
         return found
       died.append(worker)
-      return types.SimpleNamespace(numpy=fetch)
+      return types.SimpleNamespace(numpy=lambda: self._lose(worker))
 
     engine._run = run_once
     step, found = engine_lib.Step(run=None), []

@@ -59,10 +59,9 @@ def _columns(table):
   return {column.path: column for column in found}
 
 
-class TableFilesTest(tf.test.TestCase, parameterized.TestCase):
+class TableFilesTest(local_servers.LocalServersTestCase):
   def setUp(self):
     super().setUp()
-    self.enter_context(local_servers.on_local_devices())
     # Blocks of 10 rows.
     for name, size in (('_TABLE_BYTES', 1000), ('_BLOCK_BYTES', 240)):
       self.enter_context(mock.patch.object(table_files, name, size))

@@ -29,11 +29,7 @@ def _with_gradient(a, function, x):
   return a.assign_sub(tf.convert_to_tensor(tape.gradient(loss, a)))
 
 
-class TracedStepTest(tf.test.TestCase, parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.enter_context(local_servers.on_local_devices())
-
+class TracedStepTest(local_servers.LocalServersTestCase):
   @parameterized.named_parameters(
     *[(p.__name__, p) for p in step_programs.PROGRAMS]
   )
@@ -147,28 +143,26 @@ def _scatter_in_loop(table, x):
   return tf.gather(table, [4])
 
 
-class PartitionedTest(tf.test.TestCase, parameterized.TestCase):
+class PartitionedTest(local_servers.LocalServersTestCase):
   @parameterized.parameters(_add, _scatter, _scatter_in_loop)
   def test_programs_do_what_they_do_with_plain_variables(self, program):
     value = np.arange(10, dtype=np.float32).reshape(5, 2)
     plain = tf.Variable(value)
     expected = tf.function(program, autograph=False)
-    with local_servers.on_local_devices():
-      ours = local_servers.partitioned_variable(value, 2)
-      step = step_programs.Step(program, [ours], SPEC)
-      for _ in range(2):
-        x = tf.constant([0.5, 1.5, -0.25])
-        self.assertAllClose(step(x), expected(plain, x))
-        self.assertAllClose(ours, plain)
+    ours = local_servers.partitioned_variable(value, 2)
+    step = step_programs.Step(program, [ours], SPEC)
+    for _ in range(2):
+      x = tf.constant([0.5, 1.5, -0.25])
+      self.assertAllClose(step(x), expected(plain, x))
+      self.assertAllClose(ours, plain)
 
   def test_concrete_function_is_refused(self):
-    with local_servers.on_local_devices():
-      table = local_servers.partitioned_variable(tf.ones([5, 2]), 2)
-      function = _concrete(lambda x: tf.gather(table, [1, 4]) * x[0])
-      with self.assertRaisesRegex(
-        errors.UnsupportedOptionError, 'traced before the step'
-      ):
-        step_programs.Step(lambda table, x: function(x), [table], SPEC)
+    table = local_servers.partitioned_variable(tf.ones([5, 2]), 2)
+    function = _concrete(lambda x: tf.gather(table, [1, 4]) * x[0])
+    with self.assertRaisesRegex(
+      errors.UnsupportedOptionError, 'traced before the step'
+    ):
+      step_programs.Step(lambda table, x: function(x), [table], SPEC)
 
 
 def _loss(a, x):
@@ -223,7 +217,7 @@ def _written_after(a, b, optimizer, x):
   return loss
 
 
-class ApplyTest(tf.test.TestCase, parameterized.TestCase):
+class ApplyTest(local_servers.LocalServersTestCase):
   @parameterized.parameters(
     _in_a_branch,
     _in_a_loop,
@@ -267,10 +261,7 @@ class ApplyTest(tf.test.TestCase, parameterized.TestCase):
       rate.assign(0.25)
       return x
 
-    with local_servers.on_local_devices():
-      step = step_programs.Step(
-        program, [a, rate], SPEC, optimizers=(optimizer,)
-      )
+    step = step_programs.Step(program, [a, rate], SPEC, optimizers=(optimizer,))
     if before:
       with self.assertRaisesRegex(
         errors.UnsupportedOptionError, 'not write before .*SGD.apply reads'
