@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import tf_strategies as tfs
-from tests import processes, tiers, virtual_devices
+from tests import processes, tiers
 from tests.strategies.multi_worker import local_steps_workers as workers
 from tf_strategies import errors
 from tf_strategies.checkpoint import checkpointer, model_state
@@ -72,17 +72,8 @@ def _arm(at):
 def train(rank, kind, directory, keep, death=None):
   """Trains from the newest checkpoint on; returns at which epoch it began."""
   job = JOBS[kind]
-  if kind == 'sharded':
-    sharded_state._SHORTEST = 4  # This model is small.
-    strategy = tfs.create_strategy(
-      job.strategy,
-      devices=virtual_devices.names(1),
-      shard_optimizer_state=True,
-    )
-  else:
-    strategy = workers.strategy_of(job)
-  with strategy.scope():
-    model = workers.model_of(job, lambda: workers.local_steps(job))
+  sharded_state._SHORTEST = 4  # This model is small.
+  strategy, model = workers.start(job, shard_optimizer_state=kind == 'sharded')
   is_victim = death is not None and death.rank == rank
   run = tfs.Run(directory, model, max_to_keep=keep)
   if is_victim and death.place == 'restore':

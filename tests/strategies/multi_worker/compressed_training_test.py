@@ -3,6 +3,7 @@
 The tests check bits, bytes, resuming and NaN.
 """
 
+import contextlib
 import functools
 import tempfile
 
@@ -23,31 +24,31 @@ _UNITS, _BATCH, _STEPS = 256, 36, 4
 _SCALE = 2.0**126
 
 
-def _strategy(name, devices=1):
+@contextlib.contextmanager
+def _training(name=_NAME, devices=1, seed=1, scale=None, rate=0.02):
+  """Yields a strategy and a model."""
   # Some buckets hold several tensors; some tensors need their own.
   options = tfs.RingOptions(compression=name, bucket_bytes=1 << 16)
-  return tfs.MultiWorkerRingStrategy(
+  strategy = tfs.MultiWorkerRingStrategy(
     options=options, devices=virtual_devices.names(devices)
   )
-
-
-def _model(strategy, seed=1, scale=None, rate=0.02):
   keras.backend.clear_session()
   keras.utils.set_random_seed(seed)
-  with strategy.scope():
-    model = keras.Sequential(
-      [
-        keras.Input([_UNITS]),
-        keras.layers.Dense(_UNITS, 'relu'),
-        keras.layers.Dense(8),
-      ]
-    )
-    optimizer = keras.optimizers.SGD(rate, momentum=0.9)
-    if scale is not None:
-      optimizer = keras.optimizers.LossScaleOptimizer(optimizer, scale)
-    model.compile(optimizer, 'mse', metrics=['mae'])
-    model.optimizer.build(model.trainable_variables)
-  return model
+  with contextlib.closing(strategy):
+    with strategy.scope():
+      model = keras.Sequential(
+        [
+          keras.Input([_UNITS]),
+          keras.layers.Dense(_UNITS, 'relu'),
+          keras.layers.Dense(8),
+        ]
+      )
+      optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+      if scale is not None:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, scale)
+      model.compile(optimizer, 'mse', metrics=['mae'])
+      model.optimizer.build(model.trainable_variables)
+    yield strategy, model
 
 
 def _data(epoch=0):
@@ -64,79 +65,66 @@ def _fit(model, epoch, target_scale=1, **options):
 
 def _trained(name):
   """Trains two epochs with `fit`. Also returns the bytes of each step."""
-  strategy, sent = _strategy(name), []
-  model = _model(strategy)
-  note = keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda batch, logs: sent.append(
-      strategy.process_group.bytes_sent
+  with _training(name) as (strategy, model):
+    sent = []
+    note = keras.callbacks.LambdaCallback(
+      on_train_batch_end=lambda batch, logs: sent.append(
+        strategy.process_group.bytes_sent
+      )
     )
-  )
-  _fit(model, 0, callbacks=[note])
-  history = _fit(model, 1)
-  found = {
-    'weights': model.get_weights(),
-    'bytes': np.diff(sent).tolist(),
-    'loss': history['loss'][-1],
-  }
-  strategy.close()
-  return found
+    _fit(model, 0, callbacks=[note])
+    history = _fit(model, 1)
+    return {
+      'weights': model.get_weights(),
+      'bytes': np.diff(sent).tolist(),
+      'loss': history['loss'][-1],
+    }
 
 
 def _reported(name):
   """Returns the reports of a `fit` that does not change the weights."""
-  strategy = _strategy(name)
-  history = _fit(_model(strategy, rate=0.0), 0)
-  strategy.close()
-  return history
+  with _training(name, rate=0.0) as (_, model):
+    return _fit(model, 0)
 
 
 def _looped():
   """Trains with a custom loop on two devices per worker."""
-  strategy = _strategy(_NAME, 2)
-  model = _model(strategy)
-  variables = model.trainable_variables
+  with _training(devices=2) as (strategy, model):
+    variables = model.trainable_variables
 
-  def replica_step(x, y):
-    with tf.GradientTape() as tape:
-      loss = tf.reduce_mean(tf.square(model(x) - y))
-    model.optimizer.apply(tape.gradient(loss, variables), variables)
+    def replica_step(x, y):
+      with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+      model.optimizer.apply(tape.gradient(loss, variables), variables)
 
-  step = tf.function(lambda *batch: strategy.run(replica_step, batch))
-  dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
-  for batch in strategy.experimental_distribute_dataset(dataset):
-    step(*batch)
-  strategy.close()
-  return model.get_weights()
+    step = tf.function(lambda *batch: strategy.run(replica_step, batch))
+    dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+      step(*batch)
+    return model.get_weights()
 
 
 def _resumed(directory):
   """Trains one epoch, saves, and trains the second epoch in another strategy."""
-  strategy = _strategy(_NAME)
-  model = _model(strategy)
-  _fit(model, 0)
-  tfs.Run(directory, model).save(epoch=1)
-  strategy.close()
-  strategy = _strategy(_NAME)
-  model = _model(strategy, seed=2)
-  tfs.Run(directory, model).restore()
-  _fit(model, 1)
-  strategy.close()
-  return model.get_weights()
+  with _training() as (_, model):
+    _fit(model, 0)
+    tfs.Run(directory, model).save(epoch=1)
+  with _training(seed=2) as (_, model):
+    tfs.Run(directory, model).restore()
+    _fit(model, 1)
+    return model.get_weights()
 
 
 def _scaled():
   """Starts with a loss scale so large that the first steps overflow and are skipped."""
-  strategy = _strategy(_NAME)
-  model = _model(strategy, scale=_SCALE)
-  before = model.get_weights()
-  _fit(model, 0, target_scale=100, epochs=4)
-  found = {
-    'weights': model.get_weights(),
-    'moved': np.abs(model.get_weights()[0] - before[0]).max(),
-    'scale': float(model.optimizer.dynamic_scale.numpy()),
-  }
-  strategy.close()
-  return found
+  with _training(scale=_SCALE) as (_, model):
+    before = model.get_weights()
+    _fit(model, 0, target_scale=100, epochs=4)
+    return {
+      'weights': model.get_weights(),
+      'moved': np.abs(model.get_weights()[0] - before[0]).max(),
+      'scale': float(model.optimizer.dynamic_scale.numpy()),
+    }
 
 
 def _work(rank, directory):

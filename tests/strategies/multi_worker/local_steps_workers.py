@@ -117,11 +117,15 @@ def local_steps(job):
   )
 
 
-def strategy_of(job):
-  """Returns a job's strategy for one of its workers."""
-  return tfs.create_strategy(
-    job.strategy, devices=virtual_devices.names(job.devices)
-  )
+def start(job, change=lambda optimizer: optimizer, **options):
+  """Returns a worker's strategy with these options, and the model to train.
+
+  `change` gets the optimizer of the job and returns the model's.
+  """
+  devices = virtual_devices.names(job.devices)
+  strategy = tfs.create_strategy(job.strategy, devices=devices, **options)
+  with strategy.scope():
+    return strategy, model_of(job, lambda: change(local_steps(job)))
 
 
 class Watch(keras.callbacks.Callback):
@@ -145,9 +149,7 @@ def train(rank, jobs):
   del rank
   found = {}
   for name, job in jobs.items():
-    strategy = strategy_of(job)
-    with strategy.scope():
-      model = model_of(job, lambda job=job: local_steps(job))
+    strategy, model = start(job)
     watch = Watch(strategy)
     history = model.fit(
       dataset(job), epochs=job.epochs, verbose=0, callbacks=[watch]
@@ -259,9 +261,7 @@ def save_and_resume(rank, job, directory, step):
   """Trains an epoch and saves in the middle, then resumes from there."""
   found = {}
   for name in ('whole', 'resumed'):
-    strategy = strategy_of(job)
-    with strategy.scope():
-      model = model_of(job, lambda: local_steps(job))
+    strategy, model = start(job)
     checkpoint = tfs.Run(directory, model)
     callback = _SaveAt(checkpoint, step)
     if name == 'resumed':
@@ -288,9 +288,7 @@ def replace_optimizer(rank, job):
   del rank
   found = {}
   for name in ('without_a_meeting', 'after_a_meeting'):
-    strategy = strategy_of(job)
-    with strategy.scope():
-      model = model_of(job, lambda: local_steps(job))
+    strategy, model = start(job)
     *first, last = dataset(job).take(3).as_numpy_iterator()
     for x, y in first:
       model.train_on_batch(x, y)
@@ -311,17 +309,9 @@ def loop(rank, job):
   Returns the weights, and the number of collectives after each step.
   """
   del rank
-  strategy = strategy_of(job)
-  with strategy.scope():
-    model = model_of(
-      job,
-      lambda: keras.optimizers.LossScaleOptimizer(
-        tfs.keras.LocalSteps(
-          optimizer(job.inner), job.every, optimizer(job.outer)
-        ),
-        8.0,
-      ),
-    )
+  strategy, model = start(
+    job, lambda inner: keras.optimizers.LossScaleOptimizer(inner, 8.0)
+  )
 
   def train_step(x, y):
     with tf.GradientTape() as tape:
