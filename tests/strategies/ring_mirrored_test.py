@@ -12,7 +12,7 @@ from tests import virtual_devices
 virtual_devices.configure()
 
 SUM = tf.distribute.ReduceOp.SUM
-DEVICES = tuple(virtual_devices.names(4))
+DEVICES = virtual_devices.names(4)
 OURS = [
   tfs.RingMirroredStrategy,
   tfs.CentralStorageStrategy,
@@ -21,7 +21,7 @@ OURS = [
 
 
 def _strategy(cross_device_ops=None):
-  return tfs.RingMirroredStrategy(list(DEVICES), cross_device_ops)
+  return tfs.RingMirroredStrategy(DEVICES, cross_device_ops)
 
 
 class RoutingTest(tf.test.TestCase):
@@ -187,7 +187,7 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
   def test_as_under_mirrored_strategy(self, make, case):
     """Counts the gradient once, or once per replica if Keras changes it first."""
     options, count, wrap = case
-    strategy = make(list(DEVICES))
+    strategy = make(DEVICES)
     with strategy.scope():
       variable = keras.Variable([1.0, 2.0])
       optimizer = keras.optimizers.SGD(1.0, **options)
@@ -204,7 +204,7 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*OURS)
   def test_an_accumulator_holds_the_gradient_of_the_whole_batch(self, make):
     """Checks that the accumulator equals one device's, as checkpoints require."""
-    strategy = make(list(DEVICES))
+    strategy = make(DEVICES)
     with strategy.scope():
       variable = keras.Variable([1.0, 2.0])
       optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)

@@ -134,7 +134,7 @@ class TensorsTest(tf.test.TestCase, parameterized.TestCase):
       return tf.distribute.get_replica_context().all_reduce('SUM', make(x))
 
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
-      program.trace(
+      program.Program(
         double.create_strategy(2), step, [np.ones([2, 4], np.float32)]
       )
 

@@ -33,8 +33,8 @@ def all_reduce(reduce_op, tensors, order=None):
     context = tf.distribute.get_replica_context()
     return context.all_reduce(reduce_op, list(rows))
 
-  graph = program.trace(double.create_strategy(count), step, tensors)
-  results, _ = program.Program(graph).run(count, order=order)
+  traced = program.Program(double.create_strategy(count), step, tensors)
+  results, _ = traced.run(count, order=order)
   return results
 
 
@@ -84,7 +84,7 @@ class ExecutionTest(tf.test.TestCase, parameterized.TestCase):
       return tape.gradient(loss, x)
 
     strategy = double.create_strategy(4)
-    traced = program.Program(program.trace(strategy, step, [x, weight]))
+    traced = program.Program(strategy, step, [x, weight])
     self.assertIsNone(traced.mismatch(ring_all_reduce(4)))
     results, _ = traced.run(4)
     for (gradient,) in results:

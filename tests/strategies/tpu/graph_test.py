@@ -41,7 +41,7 @@ def traced_step(strategy):
     return loss
 
   x = np.ones([strategy.num_replicas_in_sync, 2], np.float32)
-  return program.Program(program.trace(strategy, train, [x]))
+  return program.Program(strategy, train, [x])
 
 
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
@@ -99,9 +99,7 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIsInstance(gradients[0], tf.IndexedSlices)
       return tf.distribute.get_replica_context().all_reduce('SUM', gradients)
 
-    step = program.Program(
-      program.trace(strategy, step, [np.ones([4, 2], np.float32)])
-    )
+    step = program.Program(strategy, step, [np.ones([4, 2], np.float32)])
     self.assertLen(step.sums, 1)
     self.assertIsNone(step.mismatch(ring_all_reduce(4)))
     self.assertLen(step.permutes, 6)

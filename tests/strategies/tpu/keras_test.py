@@ -41,15 +41,13 @@ class Replicas:
   """A model under `TPURingStrategy`, whose train step is a traced program."""
 
   def __init__(self, create_optimizer, has_statistics=False):
-    self.strategy = double.create_strategy(_REPLICAS)
-    with self.strategy.scope():
+    strategy = double.create_strategy(_REPLICAS)
+    with strategy.scope():
       self.model = create_model(has_statistics)
       self.model.compile(create_optimizer(), 'mse', auto_scale_loss=False)
       self.model.optimizer.build(self.model.trainable_variables)
     self.step = program.Program(
-      program.trace(
-        self.strategy, lambda x, y: self.model.train_step((x, y)), batches()
-      )
+      strategy, lambda x, y: self.model.train_step((x, y)), batches()
     )
 
   @property
@@ -133,7 +131,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'clips sparse gradients'
     ):
-      program.trace(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
+      program.Program(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
 
   def test_replicas_agree_whether_gradients_are_finite(self):
     replicas = Replicas(lambda: keras.optimizers.LossScaleOptimizer(sgd()))

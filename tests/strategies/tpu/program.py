@@ -14,8 +14,8 @@ _TPU_ATTRIBUTES = ('_tpu_replicate', '_replication_info', '_xla_compile_device')
 _COLLECTIVES = ('CollectivePermute', 'CrossReplicaSum', 'AllToAll')
 
 
-def trace(strategy, fn, args=()):
-  """Returns the graph in which `strategy` runs `fn` on its replicas.
+class Program:
+  """The program of one replica, in a graph that was traced for all replicas.
 
   Args:
     strategy: a TPU strategy.
@@ -23,29 +23,19 @@ def trace(strategy, fn, args=()):
     args: arrays; each replica gets its row of every array.
   """
 
-  @tf.function
-  def step():
-    per_replica = [
-      strategy.experimental_distribute_values_from_function(
-        lambda context, a=a: tf.constant(a[context.replica_id_in_sync_group])
-      )
-      for a in args
-    ]
-    return strategy.run(fn, per_replica)
+  def __init__(self, strategy, fn, args):
+    @tf.function
+    def step():
+      per_replica = [
+        strategy.experimental_distribute_values_from_function(
+          lambda context, a=a: tf.constant(a[context.replica_id_in_sync_group])
+        )
+        for a in args
+      ]
+      return strategy.run(fn, per_replica)
 
-  return step.get_concrete_function().graph
-
-
-class Program:
-  """The program of one replica, in a graph that was traced for all replicas.
-
-  Args:
-    graph: a graph with one `strategy.run`.
-  """
-
-  def __init__(self, graph):
-    self._graph = graph
-    ops = graph.get_operations()
+    self._graph = step.get_concrete_function().graph
+    ops = self._graph.get_operations()
     self.permutes = [op for op in ops if op.type == 'CollectivePermute']
     self.sums = [op for op in ops if op.type == 'CrossReplicaSum']
     self._collectives = [op for op in ops if op.type in _COLLECTIVES]
