@@ -76,30 +76,23 @@ class GoodValuesTest(parameterized.TestCase):
     self.assertEqual(config.task_type, task_type)
 
   def test_every_part_is_read(self):
+    jobs = {
+      'ps': ('p0:1', 'p1:1'),
+      'worker': ('w0:1', 'w1:1'),
+      'chief': ('c:1',),
+      'evaluator': ('e:1',),
+    }
     config = _read(
       json.dumps(
         {
-          'cluster': {
-            'ps': ['p0:1', 'p1:1'],
-            'worker': ['w0:1', 'w1:1'],
-            'chief': ['c:1'],
-            'evaluator': ['e:1'],
-          },
+          'cluster': jobs,
           'task': {'type': 'worker', 'index': '1', 'trial': '7'},
           'environment': 'cloud',
           'job': {'scale': 'big'},
         }
       )
     )
-    self.assertEqual(
-      config.jobs,
-      {
-        'chief': ('c:1',),
-        'worker': ('w0:1', 'w1:1'),
-        'ps': ('p0:1', 'p1:1'),
-        'evaluator': ('e:1',),
-      },
-    )
+    self.assertEqual(config.jobs, jobs)
     self.assertEqual(list(config.jobs), ['chief', 'worker', 'ps', 'evaluator'])
     self.assertEqual((config.task_type, config.task_index), ('worker', 1))
     self.assertEqual(config.address, 'w1:1')

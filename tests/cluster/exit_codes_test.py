@@ -7,30 +7,30 @@ from tf_strategies import errors
 from tf_strategies.cluster import exit_codes
 
 _PERMANENT = (
-  errors.UnsupportedOptionError('x'),
-  errors.UnsupportedVersionError('x'),
-  errors.ClusterConfigError('x'),
-  errors.DataError('x'),
-  errors.CheckpointMismatchError('x'),
-  errors.ScheduleError('x'),
-  errors.ScopeError('x'),
-  errors.AuthenticationError('x'),
-  errors.CollectiveMismatchError('x'),
-  errors.ResourceLimitError('x'),
-  errors.StorageError('x'),
-  errors.TakenOverError('x'),
-  RuntimeError('x'),
-  KeyError('x'),
+  errors.UnsupportedOptionError,
+  errors.UnsupportedVersionError,
+  errors.ClusterConfigError,
+  errors.DataError,
+  errors.CheckpointMismatchError,
+  errors.ScheduleError,
+  errors.ScopeError,
+  errors.AuthenticationError,
+  errors.CollectiveMismatchError,
+  errors.ResourceLimitError,
+  errors.StorageError,
+  errors.TakenOverError,
+  RuntimeError,
+  KeyError,
 )
 _RESTARTABLE = (
-  errors.RendezvousError('x'),
-  errors.WorkerUnavailableError('x'),
-  errors.ParameterServerUnavailableError('x'),
-  errors.CollectiveTimeoutError('x'),
+  errors.RendezvousError,
+  errors.WorkerUnavailableError,
+  errors.ParameterServerUnavailableError,
+  errors.CollectiveTimeoutError,
   # The other process may be one that is about to end.
-  errors.InUseError('x'),
+  errors.InUseError,
 )
-_DONE = (errors.JobFinishedError('x'),)
+_DONE = (errors.JobFinishedError,)
 
 
 class ExitCodeTest(parameterized.TestCase):
@@ -40,17 +40,17 @@ class ExitCodeTest(parameterized.TestCase):
     (_DONE, [0]),
   )
   def test_says_whether_another_attempt_may_help(self, kinds, codes):
-    for error in kinds:
-      self.assertIn(exit_codes.exit_code(error), codes, error)
+    for kind in kinds:
+      self.assertIn(exit_codes.exit_code(kind('x')), codes, kind)
 
   def test_every_error_of_ours_was_thought_of(self):
-    known = {type(error) for error in (*_PERMANENT, *_RESTARTABLE, *_DONE)}
     ours = {
       kind
       for kind in vars(errors).values()
       if isinstance(kind, type) and issubclass(kind, errors.Error)
     }
-    self.assertEmpty(ours - known - {errors.Error})
+    known = {*_PERMANENT, *_RESTARTABLE, *_DONE, errors.Error}
+    self.assertEmpty(ours - known)
 
   @parameterized.parameters(
     ('errors.WorkerUnavailableError("worker 1 died")', 143),

@@ -23,6 +23,11 @@ def _jobs(num_workers=1, num_ps=1):
   return {job: addresses(count) for job, count in counts.items() if count}
 
 
+def _listen(address):
+  host, _, port = address.partition(':')
+  return socket.create_server((host, int(port)))
+
+
 _PROGRAM = """
 from tf_strategies import cluster
 cluster.run_task(lambda: print('trained'), lambda: print('evaluated'))
@@ -44,9 +49,7 @@ class ServersTest(parameterized.TestCase):
   @pytest.mark.soak
   def test_server_stays_while_the_chief_may_save(self):
     jobs = _jobs()
-    host, _, port = jobs['chief'][0].partition(':')
-    chief = socket.create_server((host, int(port)))
-    self.addCleanup(chief.close)
+    chief = self.enter_context(_listen(jobs['chief'][0]))
     server = self.start_server(jobs)
     task = {'task': jobs['ps'][0]}
     server.wait_until(lambda: not reachability.unreachable(task))
@@ -62,8 +65,7 @@ class ServersTest(parameterized.TestCase):
   @pytest.mark.soak
   def test_taken_port_is_an_error_that_names_it(self):
     jobs = _jobs()
-    host, _, port = jobs['ps'][0].partition(':')
-    self.enter_context(socket.create_server((host, int(port))))
+    self.enter_context(_listen(jobs['ps'][0]))
     server = self.start_server(jobs)
     self.assertEqual(server.wait(), 1)
     last = server.output().strip().splitlines()[-1]
@@ -185,10 +187,7 @@ class PartsTest(parameterized.TestCase):
       os.environ[_FAIL_FAST] = value
     jobs = _jobs()
     for job in ('ps', 'worker'):
-      listener = self.enter_context(socket.socket())
-      host, _, port = jobs[job][0].partition(':')
-      listener.bind((host, int(port)))
-      listener.listen()
+      self.enter_context(_listen(jobs[job][0]))
     found = self.run_task(
       jobs, 'chief', train=lambda: os.environ[_FAIL_FAST], deadline_seconds=30
     )

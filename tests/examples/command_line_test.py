@@ -49,18 +49,12 @@ class HelpTest(parameterized.TestCase):
 
 class ProgramsTest(absltest.TestCase):
   def test_refusal_is_a_message(self):
-    program = programs.Program(
-      'mnist_keras_fit',
-      '--data_path=missing.npz',
-      output=self.create_tempfile().full_path,
-    )
-    self.addCleanup(program.kill)
-    self.assertEqual(program.wait(), 1)
-    self.assertIn(
-      'DataError: data_path=missing.npz: no such file', program.output()
-    )
+    done = programs.run('mnist_keras_fit', '--data_path=missing.npz')
+    self.assertEqual(done.returncode, 1)
+    said = done.stdout + done.stderr
+    self.assertIn('DataError: data_path=missing.npz: no such file', said)
     for line in ('Traceback', 'oneDNN'):
-      self.assertNotIn(line, program.output())
+      self.assertNotIn(line, said)
 
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
@@ -105,32 +99,28 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('multi_worker_ring', ('--num_workers=2',), 20),
   )
   def test_says_what_a_reader_needs(self, strategy, job, most):
-    directory = self.create_tempdir().full_path
-    report = os.path.join(directory, 'report.json')
-    program = programs.Program(
+    report = os.path.join(self.create_tempdir().full_path, 'report.json')
+    done = programs.run(
       'mnist_keras_fit',
       *('--dataset=digits', '--epochs=1', f'--strategy={strategy}'),
       f'--report_json={report}',
-      output=os.path.join(directory, 'output'),
       launcher=job,
     )
-    self.addCleanup(program.kill)
-    self.assertEqual(program.wait(), 0, program.output()[-5000:])
+    said = done.stdout + done.stderr
+    self.assertEqual(done.returncode, 0, said[-5000:])
     with open(report, encoding='utf-8') as f:
       self.assertEqual(json.load(f)['iterations'], _STEPS_PER_EPOCH)
     for words in ('on digits with', 's/step', 'test accuracy'):
-      self.assertIn(words, program.output())
+      self.assertIn(words, said)
     for words in (
       'default session config',
       'TF_CONFIG will be ignored',
       'oneDNN custom operations',
       'InitializeLog',
     ):
-      self.assertNotIn(words, program.output())
+      self.assertNotIn(words, said)
     # The time that tasks wait for each other depends on the machine.
-    lines = [
-      t for t in program.output().splitlines() if 'Waiting to be' not in t
-    ]
+    lines = [t for t in said.splitlines() if 'Waiting to be' not in t]
     self.assertLess(len(lines), most)
 
 

@@ -14,8 +14,6 @@ from examples import recommender
 from tests.architecture import project
 from tests.examples import programs
 
-_DIRECTORY = programs.ROOT / 'examples'
-
 
 class ShortExamplesTest(absltest.TestCase):
   def setUp(self):
@@ -23,15 +21,9 @@ class ShortExamplesTest(absltest.TestCase):
     self._working_directory = self.create_tempdir().full_path
 
   def _run(self, name, *arguments, launcher=()):
-    """Runs an example, in a launcher if it has arguments; returns its output."""
-    program = [str(_DIRECTORY / f'{name}.py'), *arguments]
-    if launcher:
-      launch = ['-m', 'tf_strategies.launch', *launcher, '--', sys.executable]
-      program = [*launch, *program]
-    done = processes.run_python(
-      *program,
-      cwd=self._working_directory,
-      deadline_seconds=programs.DEADLINE_SECONDS,
+    """Returns the output of an example."""
+    done = programs.run(
+      name, *arguments, launcher=launcher, cwd=self._working_directory
     )
     self.assertEqual(done.returncode, 0, done.stderr[-5000:])
     return done.stdout

@@ -10,7 +10,6 @@ import time
 import pytest
 import tensorflow as tf
 from absl import logging
-from absl.testing import parameterized
 
 from benchmarks import processes
 from examples import datasets
@@ -39,7 +38,7 @@ def shards_of(directory):
   }
 
 
-class ExtractTestCase(formula.DataTestCase, parameterized.TestCase):
+class ExtractTestCase(formula.DataTestCase):
   def setUp(self):
     super().setUp()
     self.raw = self.new_dir()

@@ -76,7 +76,7 @@ _DAMAGE = (
 )
 
 
-class FormatsTest(formula.DataTestCase, parameterized.TestCase):
+class FormatsTest(formula.DataTestCase):
   def write(self, kind):
     """Writes `formula.dataset()` and returns the file or the directory."""
     directory = self.new_dir()
@@ -108,7 +108,7 @@ class FormatsTest(formula.DataTestCase, parameterized.TestCase):
     self.assert_refused(path, 'expected', *fragments)
 
 
-class LoadTest(formula.DataTestCase, parameterized.TestCase):
+class LoadTest(formula.DataTestCase):
   def assert_refused(self, path, *fragments):
     self.assert_data_error(
       [f'data_path={path}', *fragments], datasets.load, 'mnist', path
@@ -159,7 +159,7 @@ class LoadTest(formula.DataTestCase, parameterized.TestCase):
 _PIXELS = formula.images(3)
 
 
-class ImagesTest(formula.DataTestCase, parameterized.TestCase):
+class ImagesTest(formula.DataTestCase):
   @parameterized.named_parameters(
     (
       'shape',
