@@ -40,8 +40,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
     strange[0][[5, 20, 40]] = np.nan, np.inf, np.inf
     strange[1][[20, 66]] = -np.inf
     arrays.append(strange)
-    values = [replicas.on_devices(a, names) for a in arrays]
-    results = op.batch_reduce(reduce_op, [(v, v) for v in values])
+    results = replicas.all_reduced(op, reduce_op, arrays, names)
     for ranks, result in zip(arrays, results, strict=True):
       replicas.assert_equal(result, replicas.exact(ranks, reduce_op), names)
 
@@ -69,8 +68,7 @@ class EveryOpTest(tf.test.TestCase, parameterized.TestCase):
 
     @tf.function(input_signature=[[[spec] * 4 for spec in specs]])
     def step(values):
-      values = [replicas.on_devices(v, names) for v in values]
-      reduced = op.batch_reduce(SUM, [(v, v) for v in values])
+      reduced = replicas.all_reduced(op, SUM, values, names)
       for value, spec in zip(reduced, specs, strict=True):
         for component in value.values:
           component.shape.assert_is_compatible_with(spec.shape)

@@ -73,8 +73,8 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
 
     @tf.function
     def all_reduce(rows):
-      values = [replicas.on_devices(row, gpus(world_size)) for row in rows]
-      reduced = op.batch_reduce(replicas.SUM, [(v, v) for v in values])
+      names = gpus(world_size)
+      reduced = replicas.all_reduced(op, replicas.SUM, rows, names)
       return [value.values for value in reduced]
 
     specs = [[tf.TensorSpec(shape)] * world_size for shape in shapes]
@@ -136,13 +136,12 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
       for dtype in replicas.DTYPES
       for shape in ((3, 5), (0,), (), (7,))
     ]
-    values = [replicas.on_devices(r, devices) for r in ranks]
     op = auto.AutoAllReduce()
     with (
       mock.patch.object(links, 'name_of', return_value='one_gpu'),
       mock.patch.object(executor, 'share_memory', return_value=False),
     ):
-      results = op.batch_reduce(reduce_op, [(v, v) for v in values])
+      results = replicas.all_reduced(op, reduce_op, ranks, devices)
     for rank, result in zip(ranks, results, strict=True):
       replicas.assert_equal(result, replicas.exact(rank, reduce_op), devices)
 

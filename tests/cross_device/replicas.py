@@ -57,6 +57,12 @@ def on_devices(values, names):
   return _tf_internal.PerReplica(components)
 
 
+def all_reduced(op, reduce_op, arrays, names):
+  """Returns an op's results for several values, each of one array a device."""
+  values = [on_devices(ranks, names) for ranks in arrays]
+  return op.batch_reduce(reduce_op, [(v, v) for v in values])
+
+
 def inputs(dtype, shape, world_size, reduce_op=SUM):
   """Returns each rank's array. For MEAN, floats are multiples of `world_size`."""
   step = _RANK_STEP.get(dtype, 1000)

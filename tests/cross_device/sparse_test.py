@@ -8,7 +8,6 @@ import tf_strategies as tfs
 from tests import virtual_devices
 from tests.cross_device import replicas
 from tests.cross_device.replicas import MEAN, SUM
-from tf_strategies import _tf_internal
 
 virtual_devices.configure()
 
@@ -26,16 +25,6 @@ def slices_of(rank, rows):
   )
 
 
-def on_devices(values, names):
-  components = []
-  for value, name in zip(values, names, strict=True):
-    with tf.device(name):
-      components.append(
-        tf.nest.map_structure(tf.identity, value, expand_composites=True)
-      )
-  return _tf_internal.PerReplica(components)
-
-
 class SparseTest(tf.test.TestCase, parameterized.TestCase):
   def setUp(self):
     super().setUp()
@@ -47,7 +36,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
       slices_of(1, []),
       slices_of(2, [1, 0]),
     ]
-    self.value = on_devices(self.slices, self.names)
+    self.value = replicas.on_devices(self.slices, self.names)
 
   def assert_slices(self, found, all_slices, divide_by=1):
     """Checks that each device has the concatenation of slices."""
@@ -73,7 +62,7 @@ class SparseTest(tf.test.TestCase, parameterized.TestCase):
   def test_dense_in_one_replica(self, op, reduce_op):
     dense = np.full([NUM_ROWS, WIDTH], 4096, np.float32)
     mixed = [self.slices[0], tf.constant(dense), self.slices[2]]
-    value = on_devices(mixed, self.names)
+    value = replicas.on_devices(mixed, self.names)
     result = replicas.OPS[op]().reduce(reduce_op, value, value)
     expected = dense.copy()
     for s in (self.slices[0], self.slices[2]):

@@ -16,7 +16,7 @@ def _augment(images, labels, seed):
   return images + tf.random.stateless_uniform(tf.shape(images), seed), labels
 
 
-class RunTest(formula.DataTestCase, parameterized.TestCase):
+class RunTest(formula.DataTestCase):
   def run_from(self, source, start, epochs, *, steps=None, **changes):
     """Returns the augmented batches of a run from a position on."""
     given = {'global_batch_size': 5, 'seed': 3, 'augment_fn': _augment}

@@ -15,7 +15,7 @@ from tf_strategies import errors
 from tf_strategies.data import files
 
 
-class FilesOfAnySchemaTest(formula.DataTestCase, parameterized.TestCase):
+class FilesOfAnySchemaTest(formula.DataTestCase):
   def setUp(self):
     super().setUp()
     self.directory = self.create_tempdir().full_path
@@ -124,7 +124,7 @@ class FramingTest(formula.DataTestCase):
       self.assertEqual(files.count_records(path), len(sizes))
 
 
-class ArraysTest(formula.DataTestCase, parameterized.TestCase):
+class ArraysTest(formula.DataTestCase):
   @parameterized.named_parameters(
     ('list', [np.arange(5) * 10, np.arange(5)], lambda b: b[0].tolist()),
     (

@@ -7,6 +7,7 @@ import struct
 
 import numpy as np
 import tensorflow as tf
+from absl.testing import parameterized
 
 from examples import datasets
 from examples.datasets import images as images_lib
@@ -91,7 +92,7 @@ def write_idx(directory: str) -> str:
   return directory
 
 
-class DataTestCase(tf.test.TestCase):
+class DataTestCase(tf.test.TestCase, parameterized.TestCase):
   """Shared methods of the tests of sources."""
 
   def new_dir(self) -> str:

@@ -28,7 +28,7 @@ def _context(pipeline, num_pipelines, replicas=None):
   )
 
 
-class ElementsTest(formula.DataTestCase, parameterized.TestCase):
+class ElementsTest(formula.DataTestCase):
   @parameterized.parameters(
     ('arrays', {'shuffle_buffer': 0}),
     ('files', {'shuffle_buffer': 5}),
@@ -70,7 +70,7 @@ class ElementsTest(formula.DataTestCase, parameterized.TestCase):
     self.assertEqual(_order(test), list(range(29)))
 
 
-class OrderTest(formula.DataTestCase, parameterized.TestCase):
+class OrderTest(formula.DataTestCase):
   @parameterized.parameters(
     ('arrays', {}), ('files', {'cache': 'memory', 'shuffle_buffer': 10})
   )
@@ -121,7 +121,7 @@ class OrderTest(formula.DataTestCase, parameterized.TestCase):
     self.assertEqual(first, {0, 1, 2, 3})
 
 
-class SharesTest(formula.DataTestCase, parameterized.TestCase):
+class SharesTest(formula.DataTestCase):
   """Several input pipelines share the data."""
 
   @parameterized.parameters(('arrays', 2, 'none'), ('files', 3, 'memory'))
@@ -243,7 +243,7 @@ class Calls:
     return images, self._count('map', labels)
 
 
-class TransformTest(formula.DataTestCase, parameterized.TestCase):
+class TransformTest(formula.DataTestCase):
   @parameterized.parameters(
     ('arrays', 'none', True),
     ('arrays', 'memory', True),

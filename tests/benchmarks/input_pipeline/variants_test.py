@@ -18,7 +18,7 @@ def _records_of(path):
   return tf.data.TFRecordDataset(path).as_numpy_iterator()
 
 
-class VariantsTest(formula.DataTestCase, parameterized.TestCase):
+class VariantsTest(formula.DataTestCase):
   def source(self):
     directory = os.path.join(self.new_dir(), 'out')
     source = formula.write_records(self.new_dir(), _NUM_EXAMPLES, 4)
