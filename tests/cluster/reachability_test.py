@@ -18,10 +18,7 @@ _NO_SUCH_HOST = 'no-such-host.invalid:2222'
 class ReachabilityTest(absltest.TestCase):
   def listen(self, port=0):
     """The address of a socket that listens until the test is over."""
-    listener = self.enter_context(socket.socket())
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(('127.0.0.1', port))
-    listener.listen()
+    listener = self.enter_context(socket.create_server(('127.0.0.1', port)))
     return f'127.0.0.1:{listener.getsockname()[1]}'
 
   def wait_for_answers(self, seconds):

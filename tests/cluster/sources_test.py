@@ -7,9 +7,13 @@ from tests.cluster import schedulers
 from tf_strategies.cluster.sources import hostlist
 
 
+def _slurm(**changes):
+  return schedulers.read(schedulers.SLURM, **changes)
+
+
 class SlurmTest(parameterized.TestCase):
   def test_tasks_of_a_host_have_ports_that_follow_each_other(self):
-    config = schedulers.read(schedulers.SLURM)
+    config = _slurm()
     port = 12_000 + 4242 % 200 * 100
     self.assertEqual(
       list(config.jobs['worker']),
@@ -21,10 +25,7 @@ class SlurmTest(parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_all_tasks_agree(self):
-    found = [
-      schedulers.read(schedulers.SLURM, SLURM_PROCID=str(rank))
-      for rank in range(7)
-    ]
+    found = [_slurm(SLURM_PROCID=str(rank)) for rank in range(7)]
     self.assertEqual([c.task_index for c in found], list(range(7)))
     for config in found:
       self.assertEqual(config.jobs, found[0].jobs)
@@ -34,12 +35,11 @@ class SlurmTest(parameterized.TestCase):
       ({'TFS_PORT': '3000'}, 'node002:3001'),
       ({'SLURM_JOB_ID': None}, 'node002:2223'),
     ):
-      found = schedulers.read(schedulers.SLURM, **changes).address
+      found = _slurm(**changes).address
       self.assertEqual(found, address)
 
   def test_step_comes_before_the_job(self):
-    config = schedulers.read(
-      schedulers.SLURM,
+    config = _slurm(
       SLURM_STEP_ID='0',
       SLURM_STEP_NUM_TASKS='2',
       SLURM_STEP_NODELIST='node003,gpu1',
@@ -52,8 +52,7 @@ class SlurmTest(parameterized.TestCase):
 
   def test_one_task_a_host_is_in_order(self):
     # What srun itself says where nobody passes --distribution.
-    config = schedulers.read(
-      schedulers.SLURM,
+    config = _slurm(
       SLURM_DISTRIBUTION='cyclic',
       SLURM_NTASKS='4',
       SLURM_TASKS_PER_NODE='1(x4)',
@@ -62,9 +61,7 @@ class SlurmTest(parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_first_is_the_chief_and_last_are_parameter_servers(self):
-    config = schedulers.read(
-      schedulers.SLURM, TFS_NUM_PS='2', TFS_EVALUATOR='1'
-    )
+    config = _slurm(TFS_NUM_PS='2', TFS_EVALUATOR='1')
     sizes = {job: len(tasks) for job, tasks in config.jobs.items()}
     self.assertEqual(sizes, {'chief': 1, 'worker': 3, 'ps': 2, 'evaluator': 1})
     self.assertEqual((config.task_type, config.task_index), ('worker', 2))
@@ -78,7 +75,7 @@ class SlurmTest(parameterized.TestCase):
     {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0', 'TFS_NUM_WORKERS': '7'},
   )
   def test_no_step_of_several_tasks_is_a_single_process(self, **changes):
-    self.assertIsNone(schedulers.read(schedulers.SLURM, **changes))
+    self.assertIsNone(_slurm(**changes))
 
 
 class KubernetesTest(parameterized.TestCase):
@@ -103,7 +100,7 @@ class PrecedenceTest(absltest.TestCase):
   def test_first_counts(self):
     environ = {}
     for changes, address in (
-      (schedulers.SLURM, schedulers.read(schedulers.SLURM).address),
+      (schedulers.SLURM, _slurm().address),
       (schedulers.JOBSET, 'mnist-worker-0-1.mnist:2222'),
       ({'TF_CONFIG': _TF_CONFIG}, 'a:1'),
     ):
