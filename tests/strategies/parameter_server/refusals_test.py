@@ -214,12 +214,12 @@ def make_data():
   _made_before.append(tf.data.Dataset.from_tensor_slices(_data()).batch(4))
 
 
-def run(name):
+def run(program):
   """Returns what a program returns, or the error that refuses it."""
   strategy = tfs.create_strategy('parameter_server', mode='sync')
   try:
     keras.backend.clear_session()
-    return globals()[name](strategy) or ''
+    return program(strategy) or ''
   except tfs.errors.UnsupportedOptionError as e:
     return str(e)
   finally:
@@ -237,7 +237,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
       step_that_fails,
       wrapped_train_function,
     )
-    runs = {p.__name__: functools.partial(run, p.__name__) for p in programs}
+    runs = {p.__name__: functools.partial(run, p) for p in programs}
     cls.found = chief.Programs({'make_data': make_data, **runs}, num_ps=1)
 
   @parameterized.named_parameters((p.__name__, p) for p in _REFUSED)
