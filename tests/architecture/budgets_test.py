@@ -19,7 +19,7 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 259_300,
+  'tests': 259_900,
   'tf_strategies': 3_370,
   'tf_strategies/_keras_internal': 7_730,
   'tf_strategies/_tf_internal': 4_000,
