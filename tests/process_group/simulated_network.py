@@ -11,6 +11,7 @@ all seconds are seconds of waiting. Collectives do not run.
 import asyncio
 import contextlib
 import contextvars
+import os
 import random
 import selectors
 import socket
@@ -26,7 +27,7 @@ _calling = contextvars.ContextVar('process')
 
 def run(function, *args):
   """Runs a coroutine function in a loop with a simulated clock."""
-  loop = _Loop()
+  loop, files = _Loop(), len(os.listdir('/proc/self/fd'))
   try:
     # Groups say goodbye at the end of a program, which no process here has.
     with mock.patch('atexit.register'):
@@ -34,6 +35,9 @@ def run(function, *args):
   finally:
     loop.run_until_complete(loop.shutdown_asyncgens())
     loop.close()
+    left = len(os.listdir('/proc/self/fd')) - files
+    if left > 20:
+      raise AssertionError(f'{left} files are still open')
 
 
 class _Clock(selectors.DefaultSelector):
@@ -234,6 +238,7 @@ class Process:
     group, self.group = self.group, None
     await group._control._close(has_ended=False)
     group._transport.shut_down()
+    group._transport.close()
     self._meeting._on_end()
 
   @property
@@ -256,6 +261,8 @@ class Process:
       end_socket(sock)
     if self._searches is not None:
       self._searches.cancel()
+    if self.group is not None:
+      self.group._transport.close()  # Frees the memory of its links.
     self._meeting._server.close()
 
 
