@@ -20,7 +20,7 @@ from tf_strategies.process_group.network import (
   protocol,
   server,
 )
-from tf_strategies.process_group.tcp import mesh
+from tf_strategies.process_group.rendezvous import formation
 
 _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
 
@@ -168,13 +168,13 @@ class LinksOnDemandTest(absltest.TestCase):
     options = process_group.GroupOptions(
       min_workers=2, window_seconds=0.5, rendezvous_timeout_seconds=8.0
     )
-    call = mesh.Mesh._call
+    call = formation.Proposal._call
 
     async def no_way(task):
       raise TimeoutError('no way between them')
 
     async def call_unless_cut(links, rank):
-      if {links._tasks[links._rank], links._tasks[rank]} == {0, 2}:
+      if {links._seats[links._rank].task, links._seats[rank].task} == {0, 2}:
         links = copy.copy(links)
         links._dial = no_way
       await call(links, rank)
@@ -195,7 +195,7 @@ class LinksOnDemandTest(absltest.TestCase):
         return error, [m.task for m in group.members]
 
     with (
-      mock.patch.object(mesh.Mesh, '_call', call_unless_cut),
+      mock.patch.object(formation.Proposal, '_call', call_unless_cut),
       mock.patch.object(plan, 'FEW_RANKS', 1),
       futures.ThreadPoolExecutor(4) as threads,
     ):

@@ -4,15 +4,21 @@ The leader proposes, the members accept, each connects its first data links and
 reports, and the leader commits. If a step fails, all links are closed and the
 workers poll each other again. The connections that carry the proposal become the
 control plane.
+
+A few ranks all have data links to each other from the start. Among many ranks each has
+links to its neighbours in the ring, and a collective that needs another link has it made.
+The rank that needs a link dials; if both do, the call of the higher rank counts.
 """
 
-from collections.abc import Sequence
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
-from tf_strategies.process_group import state
+from tf_strategies.process_group import execution, plan, state
+from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
-from tf_strategies.process_group.network import protocol
 from tf_strategies.process_group.rendezvous import membership
-from tf_strategies.process_group.tcp import mesh as mesh_lib
 from tf_strategies.process_group.tcp import transport
 
 _Kind = protocol.Kind
@@ -22,13 +28,23 @@ STEP_SECONDS = 20.0
 
 
 class Proposal:
-  """A group in the making, seen by one member.
+  """A group in the making, seen by one member; later it makes further data links.
+
+  It works in the event loop.
+
+  Args:
+    generation: generation of the group.
+    seats: the members by rank.
+    task: number of this process.
+    dial: function that connects to a task.
+    on_cut: function that is called with each task that cannot be reached, its incarnation
+      and the reason.
+    gone: tasks that this process knows to have died.
 
   Attributes:
     seated: the task of each rank, in order, and its incarnation.
     state: state of the group.
     transport: its data links.
-    mesh: makes the data links.
     connections: connections of the control plane by rank.
   """
 
@@ -37,24 +53,26 @@ class Proposal:
     generation: int,
     seats: Sequence[membership.Seat],
     task: int,
-    dial: mesh_lib.Dial,
-    on_cut: mesh_lib.OnCut,
+    dial: Callable[[int], Awaitable[connection_lib.Connection]],
+    on_cut: Callable[[int, str, str], None],
     gone: Sequence[int],
   ):
     self._gone = gone
     self._seats = seats
     self.seated = {seat.task: seat.incarnation for seat in seats}
-    rank = list(self.seated).index(task)
+    self._rank = list(self.seated).index(task)
     members = [
       state.Member(r, seat.task, seat.address, seat.progress)
       for r, seat in enumerate(seats)
     ]
-    self.state = state.GroupState(members, rank, generation)
+    self.state = state.GroupState(members, self._rank, generation)
     self.transport = transport.Transport(self.state.check)
     self.connections: dict[int, connection_lib.Connection] = {}
     self._dial = dial
-    self.mesh = mesh_lib.Mesh(
-      generation, rank, self.seated, dial, on_cut, self.transport.add
+    self._on_cut = on_cut
+    self._dialled: set[int] = set()
+    self._linked: collections.defaultdict[int, asyncio.Event] = (
+      collections.defaultdict(asyncio.Event)
     )
 
   async def lead(self) -> None:
@@ -63,9 +81,7 @@ class Proposal:
     await connection_lib.together(invitations, STEP_SECONDS)
     self._tell(_Kind.MESH)
     ready = [c.expect(_Kind.READY) for c in self.connections.values()]
-    await connection_lib.together(
-      [self.mesh.connect_first(), *ready], STEP_SECONDS
-    )
+    await connection_lib.together([self._connect_first(), *ready], STEP_SECONDS)
     self._tell(_Kind.COMMIT)
 
   async def follow(self, leader: connection_lib.Connection) -> None:
@@ -86,7 +102,7 @@ class Proposal:
       connection.close()
 
   async def _invite(self, rank: int) -> None:
-    connection = await mesh_lib.dial_again(self._dial, self._seats[rank].task)
+    connection = await self._dial_again(rank)
     self.connections[rank] = connection
     message = {
       'generation': self.state.generation,
@@ -105,5 +121,83 @@ class Proposal:
       connection.send(kind)
 
   async def _mesh(self, leader: connection_lib.Connection) -> None:
-    await self.mesh.connect_first()
+    await self._connect_first()
     leader.send(_Kind.READY)
+
+  async def _connect_first(self) -> None:
+    """Makes the links that are there from the start; raises as `connect`."""
+    size, rank = len(self._seats), self._rank
+    peers = [(rank - 1) % size, (rank + 1) % size]
+    if size <= plan.FEW_RANKS:
+      peers = [r for r in range(size) if r != rank]
+    await self.connect(peers)
+
+  async def connect(self, ranks: Iterable[int]) -> None:
+    """Returns when there is a link to each; LinkClosedError if one cannot be made."""
+    await connection_lib.together(map(self._connect, ranks))
+
+  def accept(
+    self, connection: connection_lib.Connection, message: dict[str, Any]
+  ) -> None:
+    """Takes the link of a peer; ProtocolError if it is of another group."""
+    rank = message['rank']
+    if (
+      message['generation'] != self.state.generation
+      or not 0 <= rank < len(self._seats)
+      or message['incarnation'] != self._seats[rank].incarnation
+    ):
+      raise protocol.ProtocolError('a data link belongs to another group')
+    both_dial = rank < self._rank and rank in self._dialled
+    if both_dial or self._linked[rank].is_set():
+      connection.send(_Kind.REJECT, 'there is a link, or it is being made')
+      connection.close()
+      return
+    connection.send(_Kind.ACCEPT)
+    self._add(rank, connection)
+
+  async def _connect(self, rank: int) -> None:
+    linked = self._linked[rank]
+    if rank not in self._dialled and not linked.is_set():
+      self._dialled.add(rank)
+      await self._call(rank)
+    # The peer's own call may be the one that counts.
+    await linked.wait()
+
+  async def _call(self, rank: int) -> None:
+    message = {
+      'rank': self._rank,
+      'generation': self.state.generation,
+      'incarnation': self._seats[self._rank].incarnation,
+    }
+    kind, connection = None, None
+    try:
+      connection = await self._dial_again(rank)
+      connection.send(_Kind.JOIN, message)
+      kind, _ = await connection_lib.within(
+        authentication.HANDSHAKE_SECONDS,
+        connection.expect(_Kind.ACCEPT, _Kind.REJECT),
+      )
+    except (OSError, protocol.ProtocolError) as e:
+      why = str(e) or type(e).__name__
+      seat = self._seats[rank]
+      self._on_cut(seat.task, seat.incarnation, why)
+      raise execution.LinkClosedError(rank, why) from e
+    finally:
+      if connection is not None and kind is not _Kind.ACCEPT:
+        connection.close()
+    if kind is _Kind.ACCEPT:
+      self._add(rank, connection)
+
+  def _add(self, rank: int, connection: connection_lib.Connection) -> None:
+    self._linked[rank].set()
+    self.transport.add(rank, connection.sock)
+
+  async def _dial_again(self, rank: int) -> connection_lib.Connection:
+    """Dials twice: with many workers one lost connection is no surprise."""
+    task = self._seats[rank].task
+    try:
+      return await self._dial(task)
+    except ConnectionRefusedError:
+      raise
+    except OSError:
+      return await self._dial(task)

@@ -28,7 +28,6 @@ from tf_strategies.process_group.rendezvous import (
   formation,
   membership,
 )
-from tf_strategies.process_group.tcp import mesh as mesh_lib
 
 _Kind = protocol.Kind
 _POLL_SECONDS = 0.1
@@ -99,8 +98,8 @@ class Rendezvous:
     self._task = task
     self._make_group = make_group
     self._group: group_lib.ProcessGroup | None = None
-    self._proposal: formation.Proposal | None = None
-    self._mesh: mesh_lib.Mesh | None = None  # Of the last proposal.
+    self._proposal: formation.Proposal | None = None  # In the making.
+    self._last_proposal: formation.Proposal | None = None
     self._formed: asyncio.Future | None = None
     self._began = 0.0  # When this process last wanted a group.
     # First and last time at which this process had no file descriptor left.
@@ -349,10 +348,9 @@ class Rendezvous:
   async def _take_part(self, generation, seats, leader) -> bool:
     """Runs a proposal; `leader` is None on the one that leads it."""
     gone = self._membership.gone()
-    self._proposal = proposal = formation.Proposal(
+    self._proposal = self._last_proposal = proposal = formation.Proposal(
       generation, seats, self._task, self._dial, self._note_cut, gone
     )
-    self._mesh = proposal.mesh
     try:
       if leader is None:
         await proposal.lead()
@@ -375,9 +373,9 @@ class Rendezvous:
 
   async def _accept_data(self, connection, request, message) -> None:
     """Takes a data link of the proposal or group that this process is in."""
-    if self._mesh is None:
+    if self._last_proposal is None:
       raise protocol.ProtocolError('a data link belongs to no group')
-    self._mesh.accept(connection, message)
+    self._last_proposal.accept(connection, message)
 
   def _complete(self, proposal: formation.Proposal) -> None:
     """Makes the group of a proposal that all members have confirmed."""
@@ -397,7 +395,7 @@ class Rendezvous:
 
     def connect(ranks):
       return asyncio.run_coroutine_threadsafe(
-        proposal.mesh.connect(ranks), self._server.loop
+        proposal.connect(ranks), self._server.loop
       )
 
     group = self._make_group(

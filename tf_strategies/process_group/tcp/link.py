@@ -102,17 +102,15 @@ class DataLink:
 
   def reset(self) -> None:
     """Forgets the last collective."""
-    self.queued = False
     self.expects = False  # Whether the peer's header is still to come.
     # The pieces that are still to come, and the newest that has come.
     self.receives: collections.deque[int] = collections.deque()
     self.received: int | None = None
     # The part of the next piece that is still to come.
     self.incoming: memoryview | None = None
-    # The same for pieces that go out.
+    # The same for pieces that go out, and the one whose bytes are in the output.
     self.sends: collections.deque[int] = collections.deque()
-    self.sent: int | None = None
-    self.is_sending = False  # Whether the newest piece is in the output.
+    self.sending: int | None = None
     self.blocked = False
 
   @property
@@ -123,7 +121,7 @@ class DataLink:
   @property
   def owes(self) -> bool:
     """Returns whether the peer still gets a piece."""
-    return self.is_sending or bool(self.sends)
+    return self.sending is not None or bool(self.sends)
 
   @property
   def has_output(self) -> bool:
@@ -224,36 +222,37 @@ class DataLink:
 
   def put(self, word: int, data: bytes = b'') -> None:
     """Queues a word and the bytes after it. `flush` sends them."""
-    if not self.has_left:
+    if not (self.has_left or self.closed):
       self._output.append((memoryview(_WORD.pack(word) + data), False))
 
   def can_offer(self, size: int) -> bool:
     """Returns whether a piece of so many bytes can go now."""
-    if self.is_sending:
+    if self.sending is not None:
       return False
     return not self._is_for_slots(size) or self.unread < host_memory.NUM_SLOTS
 
   def offer(self, piece: np.ndarray) -> bool:
-    """Sends a piece, or its slot; returns whether its memory is free already."""
+    """Sends the next piece, or its slot; returns whether its memory is free already."""
+    number = self.sends.popleft()
     if self._is_for_slots(piece.nbytes):
       self.unread += 1
       self.put(_SLOT + self._slots.put(piece))
       return True
     self.put(BYTES)
     self._output.append((memoryview(piece), True))
-    self.is_sending = True
+    self.sending = number
     return False
 
-  def flush(self) -> bool:
-    """Sends what the socket takes. Returns whether the last byte of a piece is out."""
+  def flush(self) -> int | None:
+    """Sends what the socket takes. Returns the piece whose last byte is out, if any."""
     try:
       count = self.sock.sendmsg([part for part, _ in self._output])
     except BlockingIOError:
       self.blocked = True
-      return False
+      return None
     except OSError as e:
       raise execution_lib.LinkClosedError(self.rank) from e
-    was_sending = self.is_sending
+    sent = None
     while self._output:
       part, is_end = self._output[0]
       if count < len(part):
@@ -261,8 +260,9 @@ class DataLink:
         break
       count -= len(part)
       self._output.popleft()
-      self.is_sending = self.is_sending and not is_end
-    return was_sending and not self.is_sending
+      if is_end:
+        sent, self.sending = self.sending, None
+    return sent
 
   def drop(self) -> None:
     """Drops queued bytes, since the peer is gone."""

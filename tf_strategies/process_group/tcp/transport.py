@@ -5,7 +5,6 @@ it sends pieces as soon as their inputs are ready and adds between two receives,
 the operating system's buffers move bytes.
 """
 
-import collections
 import contextlib
 import select
 import socket
@@ -88,7 +87,7 @@ class Transport:
       link.has_left = link.rank in departed
     run = _TcpRun(self._links, execution, header)
     run.work()
-    while run.remaining:
+    while run.is_open:
       self._wait(run, deadline)
       run.work()
 
@@ -177,11 +176,10 @@ class _TcpRun:
     self._execution = execution
     execution.wake = self._wake
     self._header = header
-    self._active: collections.deque[link_lib.DataLink] = collections.deque()
+    # The links to look at, in order.
+    self._active: dict[link_lib.DataLink, None] = {}
     plan = execution.plan
-    # Headers and pieces that are to come, and links with something to send.
-    self._headers = len(plan.receives)
-    self._unsent: set[link_lib.DataLink] = set()
+    self._headers = len(plan.receives)  # That are to come.
     packed = header.pack()
     for rank, numbers in plan.sends.items():
       links[rank].sends.extend(numbers)
@@ -193,24 +191,21 @@ class _TcpRun:
       self.enqueue(link)
 
   @property
-  def remaining(self) -> int:
-    """Returns the number of open pieces, expected headers and links with output."""
-    return self._headers + self._execution.remaining + len(self._unsent)
+  def is_open(self) -> bool:
+    """Returns whether a header or a piece is to come, or something is to be sent."""
+    return bool(self._headers or self._execution.remaining) or any(
+      link.has_output for link in self._links.values()
+    )
 
   def enqueue(self, link: link_lib.DataLink) -> None:
     """Has a link looked at."""
-    if link.has_output and not link.closed:
-      self._unsent.add(link)
-    if not link.queued:
-      link.queued = True
-      self._active.append(link)
+    self._active[link] = None
 
   def work(self) -> None:
     """Does the work that needs no waiting."""
-    active = self._active
-    while active and self.remaining:
-      link = active.popleft()
-      link.queued = False
+    while self._active and self.is_open:
+      link = next(iter(self._active))
+      del self._active[link]
       sent = self._send(link)
       if self._receive(link) or sent:
         self.enqueue(link)
@@ -322,15 +317,13 @@ class _TcpRun:
     if not link.has_output:
       return offered
     try:
-      is_out = link.flush()
+      sent = link.flush()
     except execution_lib.LinkClosedError:
       # Its earlier bytes may still be on their way.
       self._lose(link, awaited=False)
       return False
-    if is_out:
-      self._execution.done(link.sent)
-    if not link.has_output:
-      self._unsent.discard(link)
+    if sent is not None:
+      self._execution.done(sent)
     return not link.blocked
 
   def _lose(self, link, awaited=True):
@@ -338,7 +331,6 @@ class _TcpRun:
     if link.owes or (awaited and link.receiving):
       raise execution_lib.LinkClosedError(link.rank)
     link.drop()
-    self._unsent.discard(link)
 
   def _offer(self, link):
     """Starts the next pieces whose inputs are ready."""
@@ -349,9 +341,6 @@ class _TcpRun:
       if self._execution.needs[number] or not link.can_offer(size):
         break
       offered = True
-      link.sent = link.sends.popleft()
       if link.offer(self._execution.memory(number)):
         self._execution.done(number)
-    if link.has_output:
-      self._unsent.add(link)
     return offered

@@ -10,17 +10,25 @@ from absl.testing import absltest, parameterized
 from tf_strategies import errors
 from tf_strategies.process_group import execution, group, options, state
 from tf_strategies.process_group.network import protocol
-from tf_strategies.process_group.tcp import mesh, transport
+from tf_strategies.process_group.rendezvous import formation, membership
+from tf_strategies.process_group.tcp import transport
 
-_LIVES = {rank: f'life {rank}' for rank in range(2)}
+_SEATS = [
+  membership.Seat(rank, f'host-{rank}:1', f'life {rank}', 0)
+  for rank in range(2)
+]
 _MESSAGE = {'rank': 1, 'generation': 7, 'incarnation': 'life 1'}
 
 
-class MeshTest(parameterized.TestCase):
+def _proposal(dial=None, on_cut=None):
+  return formation.Proposal(7, _SEATS, 0, dial, on_cut, [])
+
+
+class LinksTest(parameterized.TestCase):
   def test_lost_call_is_repeated_once_and_then_named(self):
     dial = mock.AsyncMock(side_effect=TimeoutError('it does not answer'))
     note_cut = mock.Mock()
-    links = mesh.Mesh(7, 0, _LIVES, dial, note_cut, mock.Mock())
+    links = _proposal(dial, note_cut)
     with self.assertRaises(execution.LinkClosedError) as raised:
       asyncio.run(links.connect([1]))
     self.assertEqual(raised.exception.rank, 1)
@@ -31,16 +39,17 @@ class MeshTest(parameterized.TestCase):
     {'generation': 6}, {'incarnation': 'before'}, {'rank': 9}
   )
   def test_link_of_another_group_is_refused(self, **change):
-    links = mesh.Mesh(7, 0, _LIVES, mock.Mock(), mock.Mock(), mock.Mock())
+    links = _proposal()
     with self.assertRaises(protocol.ProtocolError):
       links.accept(mock.Mock(), {**_MESSAGE, **change})
 
   def test_second_link_of_a_pair_is_refused(self):
-    take, first, second = mock.Mock(), mock.Mock(), mock.Mock()
-    links = mesh.Mesh(7, 0, _LIVES, mock.Mock(), mock.Mock(), take)
+    first, second = mock.Mock(), mock.Mock()
+    links = _proposal()
+    links.transport = mock.Mock()
     for link in (first, second):
       links.accept(link, _MESSAGE)
-    take.assert_called_once_with(1, first.sock)
+    links.transport.add.assert_called_once_with(1, first.sock)
     self.assertEqual(second.send.call_args.args[0], protocol.Kind.REJECT)
     second.close.assert_called_once_with()
 
