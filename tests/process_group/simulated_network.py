@@ -1,6 +1,6 @@
 """A network and a clock in which the rendezvous itself runs, a thousand times.
 
-Nothing of the protocol is modelled: `Rendezvous`, `MembershipTable`, `Proposal`, `Mesh`,
+Nothing of the protocol is modelled: `Rendezvous`, `MembershipTable`, `Proposal`,
 the handshake, the frames and the control plane are the package's own, each process
 an object in one event loop. The simulation replaces the layers below: the clock
 (which jumps to the next event), sockets with a delay for each pair, connections

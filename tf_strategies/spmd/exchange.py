@@ -15,8 +15,8 @@ from tf_strategies.spmd.site import Site
 class Exchange(abc.ABC):
   """How replicas meet. It is called while a step is traced, not when it runs.
 
-  `columns[r][t]` is tensor t of local replica r, and `[s][t]` of a result is for
-  `sites[s]`. There may be fewer or more sites than replicas.
+  `columns[r][t]` is tensor t of local replica r. `[s][t]` of a result is tensor t for
+  `sites[s]`, the places that need it: all replicas, some of them, or a home device.
   """
 
   @abc.abstractmethod
