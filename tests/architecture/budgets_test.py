@@ -19,7 +19,7 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 259_900,
+  'tests': 259_950,
   'tf_strategies': 3_370,
   'tf_strategies/_keras_internal': 7_730,
   'tf_strategies/_tf_internal': 4_000,
@@ -35,7 +35,7 @@ _BUDGETS = {
   'tf_strategies/monitoring': 2_390,
   'tf_strategies/process_group': 27_390,
   'tf_strategies/spmd': 26_750,
-  'tf_strategies/strategies': 63_842,
+  'tf_strategies/strategies': 63_200,
 }
 _NO_CODE = {
   tokenize.COMMENT,

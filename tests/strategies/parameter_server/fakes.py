@@ -6,12 +6,10 @@ from tf_strategies.strategies.parameter_server import worker_pool
 DEADLINE_SECONDS = 60.0
 
 
-def pool(test, num_workers, max_waiting=None):
+def pool(test, num_workers):
   """A pool without a cluster, which the end of the test closes; and its liveness."""
   liveness = Liveness()
-  found = worker_pool.WorkerPool(
-    range(num_workers), liveness, max_waiting, DEADLINE_SECONDS
-  )
+  found = worker_pool.WorkerPool(range(num_workers), liveness, DEADLINE_SECONDS)
   test.addCleanup(found.close)
   return found, liveness
 

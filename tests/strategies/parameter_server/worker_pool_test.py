@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest import mock
 
 import tensorflow as tf
 from absl.testing import absltest, parameterized
@@ -29,44 +30,19 @@ class _Task(worker_pool.Task):
   def is_wanted(self):
     return self._call('is_wanted', True)
 
-  def begin(self, worker):
-    self._call('begin')
-
   def run(self, worker):
     self.runs += 1
     self._call('run')
 
-  def lose(self, worker):
-    self._call('lose')
-
-  def finish(self, worker):
-    self._call('finish')
-
 
 class PoolTest(parameterized.TestCase):
-  def _pool(self, num_workers, max_waiting=None):
-    pool, self.liveness = fakes.pool(self, num_workers, max_waiting)
+  def _pool(self, num_workers):
+    pool, self.liveness = fakes.pool(self, num_workers)
     return pool
 
   def _die(self, error=tf.errors.UnavailableError):
     self.liveness.dead_workers.add(0)
     raise error(None, None, 'the worker is gone')
-
-  def test_task_that_a_worker_is_taking_is_on_its_way(self):
-    pool, is_taken = self._pool(1), threading.Event()
-
-    def take_a_while():
-      is_taken.set()
-      time.sleep(0.3)
-
-    task = _Task(begin=take_a_while)
-    pool.submit(task)
-    self.assertTrue(is_taken.wait(_DEADLINE_SECONDS))
-    # Neither in the queue nor running yet.
-    self.assertTrue(pool.is_busy() or task.runs)
-    pool.wait()
-    self.assertEqual(task.runs, 1)
-    self.assertFalse(pool.is_busy())
 
   def test_what_was_begun_before_an_error_is_not_begun_again(self):
     pool, was_raised = self._pool(2), threading.Event()
@@ -93,11 +69,11 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual((late.runs, after.runs), (1, 1))
 
   def test_third_worker_that_a_step_loses(self):
-    pool, losses = self._pool(1), []
-    pool.submit(_Task(self._die, lose=lambda: losses.append(True)))
+    pool = self._pool(1)
+    task = pool.submit(_Task(self._die))
     with self.assertRaisesRegex(errors.WorkerUnavailableError, 'the third'):
       pool.wait()
-    self.assertLen(losses, 3)
+    self.assertEqual((task.runs, task.losses), (3, 3))
 
   def test_what_may_have_changed_something_is_not_repeated(self):
     pool = self._pool(2)
@@ -112,26 +88,53 @@ class PoolTest(parameterized.TestCase):
       pool.wait()
     self.assertEqual(task.runs, 1)
 
-  def test_nothing_connects_while_the_caller_runs_a_task(self):
-    pool, is_back = self._pool(1), threading.Event()
+  def _die_once(self):
+    def die():
+      if task.runs == 1:
+        self.liveness.dead_workers.add(task.worker)
+        raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
+    task = _Task(die)
+    return task
+
+  def _on_rejoin(self, action):
     def rejoin(worker):
-      is_back.set()
+      action()
       self.liveness.dead_workers.discard(worker)
       return True
 
-    def die():
-      if not self.liveness.dead_workers and task.runs == 1:
-        self._die()
-
     self.liveness.rejoin = rejoin
-    task = _Task(die)
-    with pool.running(_Task()):
-      pool.submit(task)
-      self.assertFalse(is_back.wait(1.0))
+
+  def test_nothing_connects_while_a_task_runs(self):
+    pool, may_end, is_back = self._pool(2), threading.Event(), threading.Event()
+    self._on_rejoin(is_back.set)
+    pool.submit(_Task(lambda: may_end.wait(_DEADLINE_SECONDS)))
+    task = pool.submit(self._die_once())
+    self.assertFalse(is_back.wait(1.0))
+    may_end.set()
     self.assertTrue(is_back.wait(_DEADLINE_SECONDS))
     pool.wait()
     self.assertEqual(task.runs, 2)
+
+  @mock.patch.object(worker_pool, '_PAUSE_SECONDS', 0.1)
+  def test_no_update_begins_while_anything_connects(self):
+    pool, connects, order = self._pool(2), threading.Event(), []
+
+    def connect():
+      connects.set()
+      time.sleep(0.3)
+      order.append('connected')
+
+    def update():
+      connects.wait(_DEADLINE_SECONDS)
+      with pool.lock:
+        order.append('update')
+
+    self._on_rejoin(connect)
+    pool.submit(_Task(update))
+    pool.submit(self._die_once())
+    pool.wait()
+    self.assertEqual(order, ['connected', 'update'])
 
   def test_broken_connection_is_tried_again(self):
     pool, failures = self._pool(1), [1, 1]
@@ -148,10 +151,8 @@ class PoolTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ('run', SystemExit),
-    ('begin', KeyboardInterrupt),
-    ('lose', ValueError),
-    ('finish', errors.DataError),
-    ('has_work', ValueError),
+    ('run', errors.DataError),
+    ('has_work', KeyboardInterrupt),
   )
   def test_any_exception_in_a_workers_thread_ends_the_task(self, where, kind):
     pool = self._pool(1)
@@ -159,8 +160,7 @@ class PoolTest(parameterized.TestCase):
     def fail():
       raise kind('from the thread')
 
-    runs = {'run': self._die} if where == 'lose' else {}
-    pool.submit(_Task(**{where: fail}, **runs))
+    pool.submit(_Task(**{where: fail}))
     with self.assertRaisesRegex(kind, 'from the thread'):
       pool.wait()
     # The thread lives on.
@@ -170,13 +170,17 @@ class PoolTest(parameterized.TestCase):
     self.assertEqual(after.runs, 1)
 
   def test_task_that_nobody_wants_does_not_block_the_queue(self):
-    pool, are_waiting = self._pool(1, max_waiting=2), threading.Event()
-    left = [True]
-    first = _Task(are_waiting.wait, finish=left.clear)
-    # Until the first one is done; no worker can run it.
+    pool, are_waiting = self._pool(2), threading.Event()
+    left = [True, True]
+
+    def run():
+      are_waiting.wait(_DEADLINE_SECONDS)
+      left.pop()
+
+    # Until the first ones are done; no worker can run it.
     unwanted = _Task(is_wanted=lambda: bool(left), has_work=lambda: False)
     last = _Task()
-    for task in (first, unwanted, last):
+    for task in (_Task(run), _Task(run), unwanted, last):
       pool.submit(task)
     are_waiting.set()
     pool.wait()

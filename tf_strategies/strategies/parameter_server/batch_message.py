@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,11 +77,13 @@ def _serialized(array: np.ndarray) -> bytes:
 class Batch:
   """A structure of tensors or arrays, as its arrays.
 
-  If it `hides_rows`, the step is traced for any number of rows, as under Keras on one
-  device.
+  It is sent to whichever worker is free. If it `hides_rows`, the step is traced for any
+  number of rows, as under Keras on one device. `index` is its number among the parts of
+  a batch.
   """
 
-  def __init__(self, data: Any, hides_rows: bool = False):
+  def __init__(self, data: Any, hides_rows: bool = False, index: int = 0):
+    self.index = index
     self.structure = tf.nest.map_structure(_spec_of, data)
     self.arrays = [
       _array(t)
@@ -118,8 +120,9 @@ class Batch:
       Batch(
         pack(self.structure, [array[first:last] for array in self.arrays]),
         hides_rows=True,
+        index=i,
       )
-      for first, last in itertools.pairwise(starts)
+      for i, (first, last) in enumerate(itertools.pairwise(starts))
     ]
 
   @functools.cached_property
@@ -130,6 +133,17 @@ class Batch:
   def message(self) -> np.ndarray:
     """Returns the message, as bytes objects."""
     return np.array([_serialized(array) for array in self.arrays], object)
+
+  def has_work_for(self, worker: int) -> bool:
+    """Returns whether a worker may compute it: any."""
+    del worker
+    return True
+
+  def read(self, worker: int, compute: Callable[[np.ndarray], Any]) -> bool:
+    """Calls `compute` with the message; returns that there was something to read."""
+    del worker
+    compute(self.message())
+    return True
 
 
 def pack(structure: Any, tensors: Sequence[Any]) -> Any:

@@ -1,9 +1,8 @@
 """Runs the steps of `fit` and of custom loops on the workers.
 
-Each mode is an engine. All of them take batches one by one, run them on some
-worker, and report what the steps returned; they differ in when a step's
-gradient reaches the variables. A step is a task of the worker pool, whose report is
-read later.
+An engine takes batches one by one, runs them on some worker, and reports what the
+steps returned. What workers have computed reaches the variables in an `Update`: of
+one task of the worker pool, or, in 'sync', of the tasks that share the rows of a step.
 """
 
 from __future__ import annotations
@@ -11,12 +10,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
+from tf_strategies import errors
+from tf_strategies.spmd import plan
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   slots,
@@ -24,6 +27,7 @@ from tf_strategies.strategies.parameter_server import (
   traced_step,
   worker_pool,
 )
+from tf_strategies.strategies.parameter_server import options as options_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,25 +44,8 @@ class Step:
   results: Callable[[], Any] | None = None
 
 
-class Sent:
-  """A batch that is sent to whichever worker is free."""
-
-  def __init__(self, batch: batch_message.Batch, index: int = 0):
-    self.index = index
-    self.layout = batch.layout
-    self._batch = batch
-
-  def has_work_for(self, worker: int) -> bool:
-    """Returns whether a worker may compute it: any."""
-    del worker
-    return True
-
-  def read(self, worker: int, compute: Callable[[Any], Any]) -> bool:
-    """Calls `compute` with the message; returns that there was something to read."""
-    del worker
-    compute(self._batch.message())
-    self._batch = None  # Frees it: it will not be computed again.
-    return True
+# What a step is done on: a batch, or the next element of what workers read.
+Work = batch_message.Batch | splits.Source
 
 
 class StepTask(worker_pool.Task):
@@ -69,75 +56,123 @@ class StepTask(worker_pool.Task):
   never applied. Afterwards the worker is not needed: its slots are applied.
 
   Args:
-    engine: the engine.
-    step: the step.
-    data: `Sent` or `splits.Read`.
-
-  Attributes:
-    applies_itself: whether it applies its slots. If not, the engine does.
+    update: what it is a part of.
+    data: a `Batch` or a `splits.Read`.
   """
 
-  applies_itself = True
-
-  def __init__(self, engine, step: Step, data):
-    self.step, self.data = step, data
-    self.steps = 1  # Afterwards 0 if there was no data.
-    self.outputs = None  # The results, as NumPy arrays.
+  def __init__(self, update: Update, data: Any):
+    self.update, self.data = update, data
+    self.has_data = True
+    self.reported: Any = None  # What is not in the slots.
     self.slots: slots.Slots | None = None
-    self.is_finished = False
     self.began_at = 0  # How many steps had been done.
-    self._engine = engine
-    # In the caller's thread, which has the user's scopes.
-    self.function = engine.function(step, data.layout)
-    self.apply_function = None
-    if self.applies_itself:
-      self.apply_function = engine.apply_function(step, self.function)
 
-  @property
-  def specs(self) -> traced_step.Outputs:
-    """Returns what the step returns."""
-    return self.function.traced.outputs
+  def is_wanted(self) -> bool:
+    """Returns whether its update waits for it, or it applies the update."""
+    return not (self.update.is_complete and self.may_repeat)
 
   def may_begin(self, worker: int) -> bool:
     """Returns whether the mode lets a worker begin it now."""
-    return self._engine.may_begin(worker)
+    return self.update.engine.may_begin(worker)
 
   def has_work_for(self, worker: int) -> bool:
-    """Returns whether a worker can read its data."""
-    return self.data.has_work_for(worker)
+    """Returns whether a worker may take it, and can read its data."""
+    return self.update.may_take(worker, self) and self.data.has_work_for(worker)
 
   def run(self, worker: int) -> None:
-    """Computes it on a worker, and applies it."""
-    self.began_at = self._engine.steps_done
-    self.steps = int(self.data.read(worker, lambda a: self.compute(worker, a)))
+    """Computes it on a worker, and applies its update if nothing else is missing."""
+    self.began_at = self.update.engine.steps_done
+    self.has_data = self.data.read(worker, lambda a: self._compute(worker, a))
+    if not self.has_data:
+      self.update.engine.conclude(self)
 
-  def compute(self, worker: int, argument: Any) -> None:
-    """Computes it on a worker, into slots; applies these, if it does that itself."""
+  def _compute(self, worker: int, argument: Any) -> None:
+    engine, function = self.update.engine, self.update.function
     # New ones each time: a worker that was lost may still be writing the old ones.
-    self.slots = self._engine.take_slots(self.function.layout)
+    self.slots = engine.take_slots(function.layout)
     # Fetches what is not in the slots before anything is applied: if the worker dies
     # until then, the step can be repeated.
-    reported = tf.nest.map_structure(
-      lambda t: t.numpy(), self.function(worker, argument, self.slots)
+    self.reported = tf.nest.map_structure(
+      lambda t: t.numpy(), function(worker, argument, self.slots)
     )
-    if not self.applies_itself:
-      return
-    if self.apply_function is not None:
-      self.may_repeat = False
-      numbers = self._engine.apply(self.apply_function, [self])
-      if self.specs.are_numbers:
-        reported = numbers
-    self.outputs = self.specs.unreport(reported)
+    engine.conclude(self)
 
-  def finish(self, worker: int) -> None:
-    """Counts it."""
-    self.is_finished = True
-    self._engine.finished(self, worker)
+
+class Update:
+  """What is applied at once: a step, or the shares of it that are done first.
+
+  Args:
+    engine: the engine.
+    step: the step.
+    data: of each share: a `Batch` or a `splits.Read`.
+    powers: how to combine the results of shares; None for a whole step.
+    backup_workers: number of shares that it does not wait for.
+
+  Attributes:
+    function: what each share computes.
+    specs: of what the step returns.
+    tasks: all shares.
+    chosen: those that count.
+    outputs: the results, as NumPy arrays.
+    is_done: whether it was applied.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    step: Step,
+    data: Sequence[Any],
+    powers: traced_step.Powers | None,
+    backup_workers: int,
+  ):
+    self.engine, self.step, self.powers = engine, step, powers
+    self.function = engine.function(step, data[0].layout)
+    self.specs: traced_step.Outputs = self.function.traced.outputs
+    self.tasks = [StepTask(self, each) for each in data]
+    self.chosen: list[StepTask] = []
+    self.outputs: Any = None
+    self.is_done = False
+    self._count = len(data)
+    self._backup_workers = backup_workers
+
+  @property
+  def needed(self) -> int:
+    """Returns how many shares it waits for."""
+    return max(min(1, self._count), self._count - self._backup_workers)
+
+  @property
+  def is_complete(self) -> bool:
+    """Returns whether it can be applied."""
+    return len(self.chosen) >= self.needed
+
+  @property
+  def dropped(self) -> int:
+    """Returns how many shares it is applied without."""
+    return self._count - len(self.chosen)
 
   def result(self) -> Any:
-    """Waits for the step, and returns its results as NumPy arrays."""
-    self._engine.pool.wait(lambda: self.is_finished)
+    """Waits for it, and returns its results as NumPy arrays."""
+    self.engine.pool.wait(lambda: self.is_done)
     return self.outputs
+
+  def add(self, task: StepTask) -> None:
+    """Takes a share that is done, or does without one that had no data."""
+    if task.has_data:
+      self.chosen.append(task)
+    else:
+      task.worker = None
+      self._count -= 1
+
+  def may_take(self, worker: int, task: StepTask) -> bool:
+    """Returns whether a worker may take a share; under the pool's lock.
+
+    Each takes one: a second one would not count, and would keep it from the next
+    step. It takes a second one if a worker failed with that share, or if fewer shares
+    are being computed than the step needs.
+    """
+    begun = [t.worker for t in self.tasks if t.worker is not None]
+    were_lost = task.retries > 0 or len(begun) < self.needed
+    return worker not in begun or were_lost
 
 
 class Reports:
@@ -151,11 +186,11 @@ class Reports:
     self._newest: dict[Step, list[np.ndarray]] = {}
     self._current: set[Step] = set()
 
-  def add(self, task: StepTask) -> None:
-    """Called under the pool's lock: a task is done."""
-    if task.outputs is not None:
-      self._newest[task.step] = tf.nest.flatten(task.outputs)
-      self._current.add(task.step)
+  def add(self, update: Update) -> None:
+    """Called under the pool's lock: an update is done."""
+    if update.outputs is not None:
+      self._newest[update.step] = tf.nest.flatten(update.outputs)
+      self._current.add(update.step)
 
   def forget(self, keeps_numbers: bool = False) -> None:
     """Notes that variables change, or that servers were restored.
@@ -169,20 +204,20 @@ class Reports:
         if not keeps_numbers:
           del self._newest[step]
 
-  def of(self, task: StepTask) -> Any:
+  def of(self, update: Update) -> Any:
     """Returns the results of a step as `LatestNumber`s; waits for other tensors.
 
     It also waits for arrays of a custom step: Keras stores them in its history, where
     they must not change.
     """
-    specs = task.specs
-    is_custom = task.step.results is None
+    specs = update.specs
+    is_custom = update.step.results is None
     if not specs.are_numbers or (is_custom and set(specs.sizes) - {1}):
-      return task.result()
+      return update.result()
     return tf.nest.pack_sequence_as(
       specs.specs,
       [
-        LatestNumber(self, task.step, i, tuple(spec.shape))
+        LatestNumber(self, update.step, i, tuple(spec.shape))
         for i, spec in enumerate(tf.nest.flatten(specs.specs))
       ],
     )
@@ -236,21 +271,23 @@ class LatestNumber(np.lib.mixins.NDArrayOperatorsMixin):
     return repr(self.numpy())
 
 
-# What a step is done on: a batch, or the next element of what workers read.
-Work = batch_message.Batch | splits.Source
-
-
 class Engine:
-  """Runs steps; each is applied as soon as a worker has computed it.
+  """Runs steps. What is applied together, and when, is up to the mode.
 
-  The staleness of a step is the number of steps that were applied while it was computed
-  (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
-  Parameter Server"). It is zero for a single worker.
+  * 'async': each step, as soon as a worker has computed it. Its staleness is the number
+    of steps that were applied while it was computed. It is zero for a single worker.
+  * 'bounded': as 'async', but no worker is more than `max_staleness` steps ahead of the
+    slowest (SSP, Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous
+    Parallel Parameter Server"); 0 makes all begin each step together. One that was lost
+    does not count, nor one that has read all of its data.
+  * 'sync': what workers compute from their rows of a batch, without the last
+    `backup_workers` shares.
 
   Args:
     pool: of the workers.
     recovery: of the strategy.
     in_replica: makes a function run in the strategy's replica context.
+    options: of the strategy.
   """
 
   def __init__(
@@ -258,44 +295,93 @@ class Engine:
     pool: worker_pool.WorkerPool,
     recovery,
     in_replica: Callable[[Callable], Callable],
+    options: options_lib.ParameterServerOptions,
   ):
     self.reports = Reports(pool, recovery.with_recovery)
     self.pool, self._in_replica = pool, in_replica
+    self._options = options
     self.steps_done = 0
     self._staleness = collections.Counter()
     self._dropped = 0
+    self._clocks = collections.Counter()  # Steps of each worker.
     self._functions: dict[Any, Any] = {}  # Traced functions.
     self._free_slots = collections.defaultdict(list)  # By `SlotLayout.key`.
+    # By step and layout: how to combine the results of workers, or why they cannot
+    # share the rows of a batch.
+    self._sharing: weakref.WeakKeyDictionary[
+      Step, dict[Any, traced_step.Powers | str]
+    ] = weakref.WeakKeyDictionary()
+    self._warned: weakref.WeakSet[Step] = weakref.WeakSet()
     recovery.on_restored = self.forget
 
+  @property
+  def _is_sync(self) -> bool:
+    return self._options.mode == 'sync'
+
   def begin(self, step: Step, work: Work) -> Any:
-    """Begins a step, or waits while too many run; returns the newest report."""
+    """Begins a step, or waits while too many run; returns the newest report.
+
+    In 'sync' a step that trains is done then. None if there was nothing to read.
+    """
     is_read = isinstance(work, splits.Source)
-    data = splits.Read(self.pool, work) if is_read else Sent(work)
-    return self.reports.of(self.pool.submit(StepTask(self, step, data)))
+    # A later step may change what this one computes, or reports.
+    is_alone = step.trains or step.results is None
+    if not (self._is_sync and (is_read or is_alone)):
+      data = splits.Read(self.pool, work) if is_read else work
+      return self.reports.of(self.submit(step, [data]))
+    updates = self.run_round(
+      step, work, self._powers_for(step, work), one_by_one=is_alone
+    )
+    if not updates:
+      return None
+    return updates[-1].outputs if is_alone else self.reports.of(updates[-1])
 
-  def read_round(
-    self, step: Step, source: splits.Source, one_by_one: bool = False
-  ) -> list[StepTask]:
-    """Runs a step on an element of each split that has one; waits for all of them."""
-    turn = splits.Round(source, has_shares=False)
-    tasks = [
-      StepTask(self, step, splits.Read(self.pool, source, turn))
-      for _ in turn.splits
-    ]
-    for task in tasks:
+  def submit(
+    self,
+    step: Step,
+    data: Sequence[Any],
+    powers: traced_step.Powers | None = None,
+  ) -> Update:
+    """Begins an update by a step, of which each of the `data` is a share."""
+    update = Update(self, step, data, powers, self._options.backup_workers)
+    # In the caller's thread, which has the user's scopes.
+    self.apply_function(update, update.needed)
+    for task in update.tasks:
       self.pool.submit(task)
-      if one_by_one:
-        task.result()
-    for task in tasks:
-      task.result()
-    turn.count()
-    found = [task for task in tasks if task.steps]
-    return sorted(found, key=lambda task: task.data.index)
+    return update
 
-  def call(self, step: Step, batch: batch_message.Batch) -> StepTask:
-    """Begins one step whose result is wanted (prediction)."""
-    return self.pool.submit(StepTask(self, step, Sent(batch)))
+  def run_round(
+    self,
+    step: Step,
+    work: Work,
+    powers: traced_step.Powers | None = None,
+    one_by_one: bool = False,
+  ) -> list[Update]:
+    """Runs a step on a batch, or on an element of each split that has one.
+
+    Returns the updates with data, of elements in the order of splits. With `powers`
+    workers share one update; else each element is one.
+    """
+    self.pool.wait()  # Evaluation must be done before variables change.
+    turn = None
+    if isinstance(work, splits.Source):
+      turn = splits.Round(work, has_shares=powers is not None)
+      data = [splits.Read(self.pool, work, turn) for _ in turn.splits]
+    elif powers is not None:
+      data = work.microbatches(len(self.pool.workers))
+    else:
+      data = [work]
+    updates = []
+    for each in [data] if powers and data else [[one] for one in data]:
+      updates.append(self.submit(step, each, powers))
+      if one_by_one:
+        updates[-1].result()
+    for update in updates:
+      update.result()
+    if turn is not None:
+      turn.count()
+    found = [update for update in updates if update.chosen]
+    return sorted(found, key=lambda update: update.chosen[0].data.index)
 
   def forget(self) -> None:
     """Servers were restored: variables have new handles, workers lost splits."""
@@ -316,25 +402,123 @@ class Engine:
 
   def may_begin(self, worker: int) -> bool:
     """Returns whether a worker may begin a task now; under the pool's lock."""
-    del worker
-    return True
+    if self._options.mode != 'bounded':
+      return True
+    in_use = self.pool.in_use()
+    slowest = min(self._clocks[w] for w in in_use)
+    for other in self.pool.workers:
+      # One that is away will join where the slowest is.
+      if other not in in_use:
+        self._clocks[other] = max(self._clocks[other], slowest)
+    return self._clocks[worker] - slowest <= self._options.max_staleness
 
-  def finished(self, task: Any, worker: int) -> None:
-    """Called under the pool's lock when a worker's task is done."""
-    if task.step.trains and task.steps:
-      self._staleness[self.steps_done - task.began_at] += 1
+  def conclude(self, task: StepTask) -> None:
+    """Takes a task whose results are there; applies its update if that is complete."""
+    update = task.update
+    with self.pool.lock:
+      if update.is_complete:  # It is late.
+        if task.has_data:
+          self.release(task)
+        return
+      update.add(task)
+      if not update.is_complete:
+        return
+      task.may_repeat = False
+    self.apply(update)
+    with self.pool.lock:
+      self.finished(update)
+      self.pool.lock.notify_all()
+
+  def apply(self, update: Update) -> None:
+    """Applies what the tasks of an update have computed.
+
+    Raises:
+      ParameterServerUnavailableError: it is not known whether all was applied.
+    """
+    tasks = sorted(update.chosen, key=lambda task: task.data.index)
+    if not tasks:
+      return
+    reported = tasks[0].reported
+    function = self.apply_function(update, len(tasks))
+    if function is not None:
+      try:
+        numbers = function([task.slots for task in tasks]).numpy()
+      except tf.errors.OpError as e:
+        self.pool.check_update(e)
+        raise
+      for task in tasks:
+        self.release(task)
+      if update.specs.are_numbers:
+        reported = numbers
+    update.outputs = update.specs.unreport(reported)
+
+  def finished(self, update: Update) -> None:
+    """Counts an update that is done; under the pool's lock."""
+    update.is_done = True
+    for task in update.chosen:
+      self._clocks[task.worker] += 1
+    if update.step.trains and update.chosen:
+      began_at = min(task.began_at for task in update.chosen)
+      self._staleness[self.steps_done - began_at] += 1
       self.steps_done += 1
-    self.reports.add(task)
+      self._dropped += update.dropped
+    self.reports.add(update)
 
   def look(self, step: Step, layout: batch_message.BatchLayout) -> None:
     """Traces a step on such batches, which may make variables."""
     if isinstance(self.powers(step, layout.structure), str):
       self.function(step, layout)
 
+  def _powers_for(self, step: Step, work: Work) -> traced_step.Powers | None:
+    """Returns how workers share the rows of a step; None if one computes them.
+
+    Raises:
+      UnsupportedOptionError: nobody has all rows of a step that needs them.
+    """
+    powers = self.powers(step, work.layout.structure)
+    if not isinstance(powers, str):
+      return powers
+    if not step.trains:
+      return None
+    if not isinstance(work, splits.Source):
+      # What one worker makes of all rows is what one device makes.
+      self._warn_of_whole(step, powers)
+    elif len(work.splits) > 1:
+      raise errors.UnsupportedOptionError(
+        f"a step that mixes rows ({powers}) in mode='sync', with data that "
+        f'{len(work.splits)} workers read',
+        'gradients and results that are sums or means over rows',
+        'pass the tf.data.Dataset itself to fit or iterate over it, so that one '
+        "worker computes each batch as a whole; or use mode='async'",
+      )
+    return None
+
+  def _warn_of_whole(self, step, reason) -> None:
+    if step not in self._warned and len(self.pool.workers) > 1:
+      self._warned.add(step)
+      logging.warning(
+        "mode='sync' computes each whole batch of a step on one worker. Workers that "
+        'share its rows would not compute what one device computes. The cause: %s.',
+        reason,
+      )
+
   def powers(self, step: Step, structure: Any) -> traced_step.Powers | str:
     """Returns how to combine what workers compute from their rows, or why not to."""
-    del step, structure
-    return 'a step that does not train together'
+    if not (self._is_sync and step.trains):
+      return 'a step that does not train together'
+    known = self._sharing.setdefault(step, {})
+    structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
+    key = repr(structure)
+    if key not in known:
+      # The results of metrics are computed later, from what was added up.
+      exempt = tuple if step.results is None else step.counters
+      try:
+        known[key] = traced_step.powers_of_rows(
+          step.run, step.optimizers, structure, exempt
+        )
+      except plan.NeedsExchangeError as error:
+        known[key] = str(error)
+    return known[key]
 
   def function(
     self, step: Step, layout: batch_message.BatchLayout
@@ -354,38 +538,23 @@ class Engine:
     return slots.WorkerFunction(traced, layout, shares_rows)
 
   def apply_function(
-    self,
-    step: Step,
-    function: slots.WorkerFunction,
-    count: int = 1,
-    powers=None,
+    self, update: Update, count: int
   ) -> slots.ApplyFunction | None:
     """Returns what applies the slots of some tasks of a step; None without slots."""
+    step, function = update.step, update.function
     if not function.layout.specs:
       return None
     return self._cached(
       (step, 'apply', function.layout.key, count),
       lambda: slots.ApplyFunction(
-        step, function.traced, function.layout, count, powers, self._in_replica
+        step,
+        function.traced,
+        function.layout,
+        count,
+        update.powers,
+        self._in_replica,
       ),
     )
-
-  def apply(
-    self, function: slots.ApplyFunction, tasks: Sequence[StepTask]
-  ) -> np.ndarray:
-    """Applies what tasks have computed; returns the numbers of the step.
-
-    Raises:
-      ParameterServerUnavailableError: it is not known whether all was applied.
-    """
-    try:
-      numbers = function([task.slots for task in tasks]).numpy()
-    except tf.errors.OpError as e:
-      self.pool.check_update(e)
-      raise
-    for task in tasks:
-      self.release(task)
-    return numbers
 
   def take_slots(self, layout: slots.SlotLayout) -> slots.Slots:
     """Returns slots that nobody writes into."""
@@ -397,39 +566,10 @@ class Engine:
   def release(self, task: StepTask) -> None:
     """The slots of a task can be used again, if its servers have them still."""
     if task.attempt == self.pool.attempt:
-      self._free_slots[task.function.layout.key].append(task.slots)
+      self._free_slots[task.update.function.layout.key].append(task.slots)
 
   def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
     """Returns the cached value of a key, or makes it. A restore empties the cache."""
     if key not in self._functions:
       self._functions[key] = make()
     return self._functions[key]
-
-
-class BoundedEngine(Engine):
-  """As `Engine`, but no worker is far ahead of the slowest (SSP, Ho et al. 2013).
-
-  A worker may be `max_staleness` steps ahead; 0 makes all begin each step
-  together. One that was lost does not count, nor one that has read all of its
-  data.
-  """
-
-  def __init__(self, *args, max_staleness: int, **options):
-    super().__init__(*args, **options)
-    self._max_staleness = max_staleness
-    self._clocks = dict.fromkeys(self.pool.workers, 0)
-
-  def may_begin(self, worker: int) -> bool:
-    """Returns whether a worker is not too far ahead."""
-    in_use = self.pool.in_use()
-    slowest = min(self._clocks[w] for w in in_use)
-    for other in self.pool.workers:
-      # One that is away will join where the slowest is.
-      if other not in in_use:
-        self._clocks[other] = max(self._clocks[other], slowest)
-    return self._clocks[worker] - slowest <= self._max_staleness
-
-  def finished(self, task, worker) -> None:
-    """Counts the steps of each worker too."""
-    super().finished(task, worker)
-    self._clocks[worker] += task.steps

@@ -46,6 +46,7 @@ class Source:
   handed out once more, and dropped. `dataset` is an `input.WorkerDataset`.
 
   Attributes:
+    layout: of its elements.
     splits: all splits.
     waiting: those that nobody reads now, for steps that take one element.
     predicted: predictions of elements that were not returned yet.
@@ -58,7 +59,7 @@ class Source:
     dataset: Any,
     start: position_lib.Position = position_lib.Position(),  # noqa: B008
   ):
-    self.dataset = dataset
+    self.dataset, self.layout = dataset, dataset.layout
     done = start.splits
     self.splits = tuple(
       DataSplit(i, size=size) for i, size in enumerate(dataset.sizes)
@@ -175,7 +176,7 @@ class Read:
     source: Source,
     turn: Round | None = None,
   ):
-    self.layout = source.dataset.layout
+    self.layout = source.layout
     self.index = 0  # Of the split.
     self._pool, self._source = pool, source
     self._turn = source if turn is None else turn

@@ -25,8 +25,6 @@ from tf_strategies.strategies.parameter_server import (
   extended,
   input,
   recovery,
-  splits,
-  sync_engine,
   worker_pool,
 )
 from tf_strategies.strategies.parameter_server import engine as engine_lib
@@ -108,13 +106,11 @@ class StepFunction:
     if self._step.trains and not strategy.recovery.is_told:
       strategy.track(**model_state.state_of(self._model))
     load = strategy.extended.placement.load
-    is_read = isinstance(work, splits.Source)
-    layout = work.dataset.layout if is_read else work.layout
 
     def look():
       # It may be traced with what an earlier call has lost, and then sent.
       strategy.liveness.wait_for_answers()
-      strategy.engine.look(self._step, layout)
+      strategy.engine.look(self._step, work.layout)
 
     strategy.recovery.with_recovery(look)
     if self._step.trains and strategy.extended.placement.load != load:
@@ -130,8 +126,8 @@ class StepFunction:
     ]
 
     def call_and_wait():
-      tasks = [self._strategy.engine.call(self._step, b) for b in batches]
-      return [task.result() for task in tasks]
+      updates = [self._strategy.engine.submit(self._step, [b]) for b in batches]
+      return [update.result() for update in updates]
 
     return self._strategy.recovery.with_recovery(call_and_wait)
 
@@ -140,10 +136,10 @@ class StepFunction:
     found = []
     for _ in range(steps):
       if not source.predicted:
-        tasks = self._strategy.recovery.with_recovery(
-          lambda: self._strategy.engine.read_round(self._step, source)
+        updates = self._strategy.recovery.with_recovery(
+          lambda: self._strategy.engine.run_round(self._step, source)
         )
-        source.predicted = [task.outputs for task in tasks]
+        source.predicted = [update.outputs for update in updates]
       count = len(source.predicted) if source.dataset.by_rounds else 1
       found += source.predicted[:count]
       del source.predicted[:count]
@@ -320,8 +316,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     self._pool = worker_pool.WorkerPool(
       workers,
       self.liveness,
-      # In 'sync' the microbatches of two steps.
-      max_waiting=len(workers) * (2 if self.options.mode == 'sync' else 1),
       timeout_seconds=self.options.step_timeout,
     )
     try:
@@ -338,7 +332,12 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     )
     # All functions of this process: those of Keras and of the user too.
     _tf_internal.before_sending_functions(self._wait_for_answers)
-    self.engine = self._make_engine()
+    self.engine = engine_lib.Engine(
+      self._pool,
+      self.recovery,
+      lambda fn: in_replica(self, fn),
+      self.options,
+    )
     implementation = extended.ParameterServerExtended(
       self,
       self._cluster_resolver,
@@ -381,22 +380,6 @@ class ParameterServerStrategy(tf.distribute.ParameterServerStrategy):
     # once.
     with tf.init_scope():
       self.recovery.with_recovery(self.liveness.wait_for_answers)
-
-  def _make_engine(self) -> engine_lib.Engine:
-    arguments = (
-      self._pool,
-      self.recovery,
-      lambda fn: in_replica(self, fn),
-    )
-    if self.options.mode == 'bounded':
-      return engine_lib.BoundedEngine(
-        *arguments, max_staleness=self.options.max_staleness
-      )
-    if self.options.mode == 'sync':
-      return sync_engine.SyncEngine(
-        *arguments, backup_workers=self.options.backup_workers
-      )
-    return engine_lib.Engine(*arguments)
 
   def step(
     self,

@@ -19,8 +19,6 @@ from tf_strategies.strategies.parameter_server import connection
 _REJOIN_SECONDS = 0.5
 _WAKE_SECONDS = 1.0
 _PAUSE_SECONDS = 10.0
-# Among those that run tasks, the thread that submits them.
-_CALLER = -1
 _END_SECONDS = 5.0
 _MAX_RETRIES = 5
 _MAX_LOSSES = 3
@@ -48,6 +46,7 @@ class Task(abc.ABC):
   attempt = 0  # Of the pool, in which it was submitted.
   # Whether it has changed nothing yet.
   may_repeat = True
+  worker: int | None = None  # That took it.
 
   @abc.abstractmethod
   def run(self, worker: int) -> None:
@@ -71,18 +70,6 @@ class Task(abc.ABC):
     del worker
     return True
 
-  def begin(self, worker: int) -> None:
-    """Called under the pool's lock when a worker takes it."""
-    del worker
-
-  def lose(self, worker: int) -> None:
-    """Called when it failed on a worker, which may still be running it."""
-    del worker
-
-  @abc.abstractmethod
-  def finish(self, worker: int) -> None:
-    """Called under the pool's lock when it is done."""
-
 
 _T = TypeVar('_T', bound=Task)
 
@@ -92,8 +79,8 @@ class WorkerPool:
 
   A task that fails because its worker died goes to another one; a restarted worker is used
   again. `wait` and `submit` raise any exception that no retry cures, and the
-  worker's thread continues with the next task. `submit` waits while
-  `max_waiting` tasks are in the queue. Waiting without any progress for
+  worker's thread continues with the next task. `submit` waits while there is a task in
+  the queue for each worker. Waiting without any progress for
   `timeout_seconds` raises an error.
   """
 
@@ -101,7 +88,6 @@ class WorkerPool:
     self,
     workers: Sequence[int],
     liveness: connection.Liveness,
-    max_waiting: int | None = None,
     timeout_seconds: float = 600.0,
   ):
     self.workers = tuple(workers)
@@ -110,7 +96,6 @@ class WorkerPool:
     # How often each worker was given up: then it has lost its iterators.
     self.lives = collections.Counter()
     self._liveness = liveness
-    self._max_waiting = max_waiting or len(workers)
     self._timeout = timeout_seconds
     self._queue: collections.deque[Task] = collections.deque()
     self._running: dict[int, Task] = {}
@@ -136,7 +121,7 @@ class WorkerPool:
     with self.lock:
       self.check_accepts()
       self._wait(
-        lambda: len(self._queue) < self._max_waiting or not self._is_open
+        lambda: len(self._queue) < len(self.workers) or not self._is_open
       )
       if not self._is_open:
         raise errors.UnsupportedOptionError(
@@ -287,7 +272,7 @@ class WorkerPool:
         if self._may_begin(worker):
           task = self._queue.popleft()
           self._running[worker] = task
-          task.begin(worker)
+          task.worker = worker
           self.lock.notify_all()
           return task
         self.lock.wait(_WAKE_SECONDS)
@@ -304,18 +289,18 @@ class WorkerPool:
       with _tf_internal.own_executor():
         task.run(worker)
     except NotHereError:
-      self._conclude(worker, task, is_done=False)
+      self._put_back(worker, task)
     except Exception as e:
       self._handle(worker, task, e)
     else:
-      self._conclude(worker, task, is_done=True)
+      with self.lock:
+        self._end(worker)
 
-  def _conclude(self, worker: int, task: Task, is_done: bool) -> None:
-    """Counts a task, or puts it back; the worker is free again."""
+  def _put_back(self, worker: int, task: Task) -> None:
+    """Leaves a task to others; the worker is free again."""
     with self.lock:
-      if is_done:
-        task.finish(worker)
-      elif self._is_open and not self._error and task.attempt == self.attempt:
+      task.worker = None
+      if self._is_open and not self._error and task.attempt == self.attempt:
         self._queue.appendleft(task)
       self._end(worker)
 
@@ -344,12 +329,11 @@ class WorkerPool:
     else:
       self._wait_to_retry(worker, error, task.retries < _MAX_RETRIES)
     self.lives[worker] += 1
-    task.lose(worker)
     task.retries += 1
     task.losses += is_lost
     if task.losses >= _MAX_LOSSES:
       raise self._too_many(worker, error) from error
-    self._conclude(worker, task, is_done=False)
+    self._put_back(worker, task)
 
   def check_update(self, error: tf.errors.OpError) -> None:
     """Raises if it is not known whether servers have applied an update.
@@ -426,30 +410,18 @@ class WorkerPool:
     )
 
   @contextlib.contextmanager
-  def running(self, task: Task) -> Iterator[None]:
-    """Counts as one that runs a task, so that nothing connects meanwhile."""
-    with self.lock:
-      self._wait(lambda: not self._pauses)
-      self._running[_CALLER] = task
-    try:
-      yield
-    finally:
-      with self.lock:
-        self._end(_CALLER)
-
-  @contextlib.contextmanager
   def _pause(self) -> Iterator[None]:
     """Lets no task begin, and waits for those that run, but not for long.
 
-    Any function may fail while TensorFlow connects again.
+    Any function may fail while TensorFlow connects again. So the lock is held: no
+    update begins meanwhile.
     """
     with self.lock:
       self._pauses += 1
       self._wait_for_running(_PAUSE_SECONDS)
-    try:
-      yield
-    finally:
-      with self.lock:
+      try:
+        yield
+      finally:
         self._pauses -= 1
         self.lock.notify_all()
 

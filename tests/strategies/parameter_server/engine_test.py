@@ -19,8 +19,8 @@ from tf_strategies.checkpoint.position import Position
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   input,
+  options,
   splits,
-  sync_engine,
   traced_step,
   worker_pool,
 )
@@ -30,7 +30,12 @@ _DEADLINE_SECONDS = 20.0
 _STEP = engine_lib.Step(run=None, trains=True, optimizers=('an optimizer',))
 
 
-class _Engine(sync_engine.SyncEngine):
+def _make(kind, pool, *mode, **limits):
+  chosen = options.ParameterServerOptions(*mode, **limits)
+  return kind(pool, fakes.Recovery(), None, chosen)
+
+
+class _Engine(engine_lib.Engine):
   """Calls a function of the test for each share of a step; applies nothing."""
 
   compute = None
@@ -54,8 +59,8 @@ class _Engine(sync_engine.SyncEngine):
     self.compute(worker)
     return []
 
-  def apply_function(self, step, function, count=1, powers=None):
-    return self._apply if step.trains else None
+  def apply_function(self, update, count):
+    return self._apply if update.step.trains else None
 
   def _apply(self, slots):
     return tf.zeros([0], tf.float64)
@@ -88,10 +93,8 @@ class SyncEngineTest(parameterized.TestCase):
     self.addCleanup(self.is_late.set)
 
   def _engine(self, num_workers, backup_workers, kind=_Engine):
-    self.pool, self.liveness = fakes.pool(self, num_workers, 2 * num_workers)
-    return kind(
-      self.pool, fakes.Recovery(), None, backup_workers=backup_workers
-    )
+    self.pool, self.liveness = fakes.pool(self, num_workers)
+    return _make(kind, self.pool, 'sync', backup_workers=backup_workers)
 
   def _reading_engine(self, compute, sizes, backup_workers=0):
     """Returns an engine, and data of which worker w reads 10 w, 10 w + 1, ..."""
@@ -176,8 +179,8 @@ class SyncEngineTest(parameterized.TestCase):
     engine._run = run_once
     step, found = engine_lib.Step(run=None), []
     for _ in range(4):
-      tasks = engine.read_round(step, source)
-      found.append([int(task.outputs[1]) for task in tasks])
+      updates = engine.run_round(step, source)
+      found.append([int(update.outputs[1]) for update in updates])
     self.assertEqual(died, [1])
     self.assertEqual(found, [[0, 10, 20], [1, 11, 21], [2, 12], [3]])
 
@@ -207,7 +210,7 @@ class SyncEngineTest(parameterized.TestCase):
         self.is_late.set()
         # Until no worker does anything any more.
         processes.wait_until(lambda: not self.pool._running)
-      found = [task.outputs for task in engine.read_round(step, tested)]
+      found = [each.outputs for each in engine.run_round(step, tested)]
       want = [number, 10 + number, 20 + number]
       self.assertEqual([int(read) for _, read in found], want)
       workers.append([int(worker) for worker, _ in found])
@@ -237,11 +240,11 @@ class _Part(worker_pool.Task):
     engine: that counts.
   """
 
-  steps = 1
   step = engine_lib.Step(run=None)
   outputs = None
 
   def __init__(self, left, done, engine):
+    self.chosen = [self]
     self._left = left
     self._done = done
     self._engine = engine
@@ -252,23 +255,24 @@ class _Part(worker_pool.Task):
   def may_begin(self, worker):
     return self._engine.may_begin(worker)
 
-  def begin(self, worker):
-    self._left[worker] -= 1
-    self._done.append(worker)
+  def __setattr__(self, name, value):
+    super().__setattr__(name, value)
+    if name == 'worker':  # Under the pool's lock, when one takes it.
+      self._left[value] -= 1
+      self._done.append(value)
 
   def run(self, worker):
     # Long enough for another worker to come in between, if it may.
     threading.Event().wait(0.01 if worker else 0.001)
-
-  def finish(self, worker):
-    self._engine.finished(self, worker)
+    with self._engine.pool.lock:
+      self._engine.finished(self)
 
 
 class BoundedEngineTest(parameterized.TestCase):
   def _engine(self, num_workers, max_staleness):
-    self.pool, _ = fakes.pool(self, num_workers, max_waiting=1)
-    return engine_lib.BoundedEngine(
-      self.pool, fakes.Recovery(), None, max_staleness=max_staleness
+    self.pool, _ = fakes.pool(self, num_workers)
+    return _make(
+      engine_lib.Engine, self.pool, 'bounded', max_staleness=max_staleness
     )
 
   def _run(self, engine, parts):
@@ -310,33 +314,42 @@ class EngineTest(absltest.TestCase):
   def setUp(self):
     super().setUp()
     pool, _ = fakes.pool(self, 1)
-    self.engine = engine_lib.Engine(pool, fakes.Recovery(), None)
+    self.engine = _make(engine_lib.Engine, pool)
     self.began_at = {}
 
   def _start(self, worker):
     self.began_at[worker] = self.engine.steps_done
 
   def _end(self, worker, steps=1):
-    task = types.SimpleNamespace(
-      step=_STEP, steps=steps, outputs=None, began_at=self.began_at[worker]
+    task = types.SimpleNamespace(worker=worker, began_at=self.began_at[worker])
+    update = types.SimpleNamespace(
+      step=_STEP, chosen=[task] * steps, dropped=0, outputs=None
     )
-    self.engine.finished(task, worker)
+    self.engine.finished(update)
 
   def test_slots_are_in_use_until_they_were_applied(self):
     layout = types.SimpleNamespace(key='a layout', specs={})
+    update = types.SimpleNamespace(
+      function=types.SimpleNamespace(layout=layout),
+      specs=traced_step.Outputs(()),
+    )
     task = types.SimpleNamespace(
+      update=update,
+      data=types.SimpleNamespace(index=0),
       slots=self.engine.take_slots(layout),
       attempt=self.engine.pool.attempt,
-      function=types.SimpleNamespace(layout=layout),
+      reported=None,
     )
+    update.chosen = [task]
     meanwhile = []
 
     def apply(slots):
       self.assertEqual(slots, [task.slots])
       meanwhile.append(self.engine.take_slots(layout))
-      return mock.Mock()
+      return tf.zeros([0], tf.float64)
 
-    self.engine.apply(apply, [task])
+    self.engine.apply_function = lambda update, count: apply
+    self.engine.apply(update)
     self.assertNotEqual(meanwhile, [task.slots])
     self.assertIs(self.engine.take_slots(layout), task.slots)
 
