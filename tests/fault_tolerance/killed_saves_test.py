@@ -56,7 +56,7 @@ def _arm(at):
   """Makes this process die at a place of the save, or the load, that comes."""
   access = model_state.VariableAccess
   access.read = _dies('gather', at, access.read)
-  access.restore = _dies('restore', at, access.restore)
+  access.share = _dies('restore', at, access.share)
   rename = os.rename
   renamed = []
 

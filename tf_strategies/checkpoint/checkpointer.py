@@ -89,9 +89,8 @@ class StoredArrays(Mapping[str, np.ndarray]):
       )
     return array
 
-  def renamed(self, names: Mapping[str, str]) -> StoredArrays:
-    """Returns the same arrays, with new names by the present ones."""
-    specs = {names.get(name, name): spec for name, spec in self.specs.items()}
+  def with_specs(self, specs: Mapping[str, ArraySpec]) -> StoredArrays:
+    """Returns the arrays of some specs, with new names."""
     return StoredArrays(self._file, specs)
 
   def __iter__(self) -> Iterator[str]:
@@ -328,18 +327,6 @@ def _typed(directory: str, what: str) -> Iterator[None]:
     )
     error.errno, error.filename = e.errno, e.filename
     raise error from e
-
-
-def different_settings(
-  saved: Mapping[str, Any], settings: Mapping[str, Any]
-) -> list[str]:
-  """Returns a text for each setting that differs."""
-  return [
-    f'{name} was {saved.get(name)!r} and is {settings.get(name)!r}'
-    for name in sorted({*saved, *settings})
-    # As text: a nan equals no other.
-    if json.dumps(saved.get(name)) != json.dumps(settings.get(name))
-  ]
 
 
 def _number(path: str) -> int:

@@ -8,16 +8,20 @@ continue in the same order, to the last bit. A variable of workers that train ap
 among them (`shard_optimizer_state`) is saved as a whole.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors
+from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import workers as workers_lib
+
+_Array = TypeVar('_Array')
 
 
 def check_built(model: keras.Model) -> None:
@@ -121,6 +125,40 @@ def _slots_of_rows(optimizer) -> list[Any]:
   return found
 
 
+def matched(
+  found: checkpointer.Checkpoint,
+  variables: Mapping[str, Any],
+  arrays: Mapping[str, _Array],
+  settings: Mapping[str, Any] | None = None,
+) -> dict[str, _Array]:
+  """Returns arrays of a checkpoint, or their specs, by this run's names.
+
+  Args:
+    found: the checkpoint.
+    variables: the variables of this run, by name.
+    arrays: those arrays, or specs, that must be there for these variables.
+    settings: what the checkpoint must have been made with; None for anything.
+
+  Raises:
+    CheckpointMismatchError: it belongs to another run. Names every difference.
+  """
+  names = match_names(list(variables), list(arrays))
+  renamed = {names.get(name, name): each for name, each in arrays.items()}
+  different = []
+  if settings is not None:
+    different += _different_settings(
+      found.metadata.get('settings', {}), settings
+    )
+  different += differences(variables, renamed)
+  if different:
+    raise errors.CheckpointMismatchError(
+      f'Expected a checkpoint of this run, got {found.path}: '
+      f'{"; ".join(different)}. Fix: build the model, and pass the options, that it '
+      'was made with, or pass another directory.'
+    )
+  return renamed
+
+
 def match_names(names: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
   """Returns this run's name for each saved name that has one.
 
@@ -149,28 +187,11 @@ def _uncounted(name: str) -> str:
 
 def iterations(optimizer: keras.optimizers.Optimizer) -> int:
   """Returns the optimizer's count of calls, accumulation steps included."""
-  return next((int(v.numpy()) for v in _counters(optimizer)), 0)
-
-
-def counters(
-  objects: Mapping[str, Any], named: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Returns those variables of `named` that count the calls of an optimizer."""
-  own = {
-    id(variable)
-    for item in objects.values()
-    if isinstance(item, keras.optimizers.Optimizer)
-    for each in _keras_internal.chain(item)
-    for variable in _counters(each)
-  }
-  return {name: v for name, v in named.items() if id(v) in own}
-
-
-def _counters(optimizer):
-  # Other variables of an optimizer are named after a slot and the updated variable.
-  return [
-    v for v in optimizer.variables if v.path.split('/')[-1] == 'iteration'
-  ]
+  for variable in optimizer.variables:
+    # Others are named after a slot and the updated variable.
+    if variable.path.split('/')[-1] == 'iteration':
+      return int(variable.numpy())
+  return 0
 
 
 def has_parts(variable: Any) -> bool:
@@ -211,6 +232,18 @@ def value_of(variable: Any) -> Any:
   """Returns the variable of TensorFlow that Keras's one holds."""
   is_keras = isinstance(variable, keras.Variable)
   return variable.value if is_keras else variable
+
+
+def _different_settings(
+  saved: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[str]:
+  """Returns a text for each setting that differs."""
+  return [
+    f'{name} was {saved.get(name)!r} and is {settings.get(name)!r}'
+    for name in sorted({*saved, *settings})
+    # As text: a nan equals no other.
+    if json.dumps(saved.get(name)) != json.dumps(settings.get(name))
+  ]
 
 
 def differences(
@@ -287,39 +320,23 @@ class VariableAccess:
       with self._strategy.scope():
         variable.assign(array)
 
-  def restore(
+  def share(
     self,
-    variables: Iterable[keras.Variable],
     arrays: Mapping[str, np.ndarray],
     specs: Iterable[tuple[str, str, list[int]]],
-  ) -> dict[str, np.ndarray]:
-    """Assigns the chief's arrays to the variables of all workers, one by one.
+  ) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields names and arrays of the chief on all workers, one by one.
 
     Args:
-      variables: the variables, whose names may differ between workers.
       arrays: the arrays, on the chief.
-      specs: names, dtypes and shapes of the variables' arrays, in their order, and
-        of further ones.
-
-    Returns:
-      The further arrays.
+      specs: names, dtypes and shapes of the arrays, in their order.
     """
-    further = {}
-    remaining = iter(variables)
-    for name, *spec in specs:
-      array = self._share(arrays.get(name), *spec)
-      variable = next(remaining, None)
-      if variable is None:
-        further[name] = array
-      else:
-        self.write(variable, array)
-    return further
-
-  def _share(self, array, dtype, shape) -> np.ndarray:
-    if self.workers is None:
-      return array
-    tensor = tf.zeros(shape, dtype) if array is None else tf.constant(array)
-    return self.workers.broadcast(tensor, 'checkpoint/parts').numpy()
+    for name, dtype, shape in specs:
+      array = arrays[name] if self.is_chief else np.zeros(shape, dtype)
+      if self.workers is not None:
+        tensor = tf.constant(array)
+        array = self.workers.broadcast(tensor, 'checkpoint/parts').numpy()
+      yield name, array
 
   def _write_parts(self, variable, array) -> None:
     parts = self._parts(variable)

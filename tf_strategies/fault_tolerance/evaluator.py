@@ -172,18 +172,12 @@ class SidecarEvaluator:
   def _evaluate(self, path: str) -> list[Evaluation]:
     """Evaluates a checkpoint; returns none if it cannot be read."""
     try:
-      different = self._restore(path)
+      self._restore(path)
     except (OSError, errors.DataError) as e:
       is_missing = isinstance(e, FileNotFoundError)
       why = 'was deleted' if is_missing else 'cannot be read'
       logging.warning('Skipped %s, which %s: %s', path, why, e)
       return []
-    if different:
-      raise errors.CheckpointMismatchError(
-        f'Expected a checkpoint of this model, got {path}: '
-        f'{"; ".join(different)}. Fix: build the model with the code that builds '
-        'it for training, or pass another checkpoint_dir.'
-      )
     results = self._model.evaluate(
       self._data,
       steps=self._steps,
@@ -197,20 +191,16 @@ class SidecarEvaluator:
     logging.info('Evaluated %s, step %d: %s', path, step, shown)
     return [Evaluation(path, step, results)]
 
-  def _restore(self, path: str) -> list[str]:
-    """Reads a checkpoint; returns how it differs from the model, if it does."""
+  def _restore(self, path: str) -> None:
+    """Gives the model what a checkpoint has, or raises an error if it is another's."""
     found = self._checkpointer.open(path)
     saved = {k: found.arrays[k] for k in found.arrays if _is_needed(k)}
     for name, reduction in found.metadata.get('parts', {}).items():
       if name in saved:
         saved[name] = model_state.reduce_parts(saved[name], reduction)
-    renamed = model_state.match_names(list(self._variables), list(saved))
-    arrays = {renamed.get(k, k): v for k, v in saved.items()}
-    different = model_state.differences(self._variables, arrays)
-    if not different:
-      for name, variable in self._variables.items():
-        variable.assign(arrays[name])
-    return different
+    arrays = model_state.matched(found, self._variables, saved)
+    for name, variable in self._variables.items():
+      variable.assign(arrays[name])
 
 
 def _needed(model: keras.Model) -> dict[str, Any]:

@@ -420,9 +420,14 @@ class WorkerState:
       return Position()
     position = Position.from_json(header['metadata'])
     found, self._restored = self._restored, None
-    self._metric_arrays = self._access.restore(
-      self._variables.values(), found.arrays if found else {}, header['specs']
-    )
+    # Their names may differ between workers.
+    variables = iter(self._variables.values())
+    arrays = found.arrays if found else {}
+    for name, array in self._access.share(arrays, header['specs']):
+      if _is_metric(name):
+        self._metric_arrays[name] = array
+      else:
+        self._access.write(next(variables), array)
     if self._metrics is not None:  # Otherwise `fit` creates them later.
       self.restore_metrics()
     if self._access.is_chief:
@@ -549,27 +554,18 @@ class WorkerState:
     found = self._checkpointer.newest()
     if found is None:
       return None
-    names = model_state.match_names(
-      list(self._variables), [k for k in found.arrays if not _is_metric(k)]
+    saved = found.arrays.specs
+    metrics = {k: v for k, v in saved.items() if _is_metric(k)}
+    others = {k: v for k, v in saved.items() if not _is_metric(k)}
+    specs = model_state.matched(found, self._variables, others, self._settings)
+    specs |= metrics
+    self._restored = dataclasses.replace(
+      found, arrays=found.arrays.with_specs(specs)
     )
-    arrays = found.arrays.renamed(names)
-    different = checkpointer.different_settings(
-      found.metadata.get('settings', {}), self._settings
-    )
-    metrics = {k: v for k, v in arrays.specs.items() if _is_metric(k)}
-    others = {k: v for k, v in arrays.specs.items() if k not in metrics}
-    different += model_state.differences(self._variables, others)
-    if different:
-      raise errors.CheckpointMismatchError(
-        f'Expected a checkpoint of this run, got {found.path}: '
-        f'{"; ".join(different)}. Fix: pass the options that it was made '
-        'with, or another directory.'
-      )
-    self._restored = dataclasses.replace(found, arrays=arrays)
     return {
       'metadata': found.metadata,
       'specs': [
-        (name, arrays.specs[name].dtype, arrays.specs[name].shape)
+        (name, specs[name].dtype, specs[name].shape)
         for name in (*self._variables, *metrics)
       ],
     }

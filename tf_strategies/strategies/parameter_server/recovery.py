@@ -212,22 +212,11 @@ class Recovery:
         'checkpoint_dir.'
       )
     named = model_state.name_objects(self._objects)
-    names = model_state.match_names(list(named), list(found.arrays))
-    arrays = found.arrays.renamed(names)
-    different = model_state.differences(named, arrays.specs)
-    if self._is_loading:
-      different += checkpointer.different_settings(
-        found.metadata.get('settings', {}), self._settings
-      )
-    if different:
-      raise errors.CheckpointMismatchError(
-        f'Expected a checkpoint of this model, got {found.path}: '
-        f'{"; ".join(different)}. Fix: pass another checkpoint_dir, or build '
-        'the model that wrote it.'
-      )
+    settings = self._settings if self._is_loading else None
+    specs = model_state.matched(found, named, found.arrays.specs, settings)
     lost = [v for v in self._variables.values() if v.is_lost]
     try:
-      table_files.restore(arrays, named)
+      table_files.restore(found.arrays.with_specs(specs), named)
     except BaseException:
       # Some variables may hold only a part of their values. The next attempt restores them.
       for variable in lost:
