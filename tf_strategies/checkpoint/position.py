@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tf_strategies import option_checks
+
 # Of `tf.data.Dataset.cardinality`; this module needs no TensorFlow.
 _UNKNOWN = -2
 
@@ -32,6 +34,13 @@ class Position:
   def __str__(self) -> str:
     return f'epoch {self.epoch}, step {self.step}'
 
+  @classmethod
+  def checked(cls, epoch: Any, step: Any) -> Position:
+    """Returns a position that a program gives; raises UnsupportedOptionError."""
+    for name, value in (('epoch', epoch), ('step', step)):
+      option_checks.check_int(name, value, 0, fix='pass what is completed')
+    return cls(int(epoch), int(step))
+
   def to_json(self) -> dict[str, Any]:
     """Returns what JSON can hold."""
     return dataclasses.asdict(self)
@@ -39,7 +48,7 @@ class Position:
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> Position:
     """Returns the position of `to_json`; other keys are ignored."""
-    return cls(value['epoch'], value['step'], tuple(value.get('splits', ())))
+    return cls(value['epoch'], value['step'], tuple(value['splits']))
 
   def iterate(
     self, dataset: Any, steps_per_epoch: int | None = None

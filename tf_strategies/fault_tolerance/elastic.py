@@ -21,7 +21,6 @@ state in memory, the training function called again) and TorchFT (recovery for e
 step). There is no driver process and no coordinator.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -82,11 +81,8 @@ def run(
   _check(train_fn, options, ring)
   cluster = config_lib.given_or_from_env(cluster)
   rank, addresses = MultiWorkerRingStrategy.place_in(cluster)
-  group_options = dataclasses.replace(
-    ring.group or process_group.GroupOptions.from_env(),
-    min_workers=options.minimum,
-    max_workers=options.max_workers,
-    window_seconds=options.window_seconds,
+  group_options = options.of_group(
+    ring.group or process_group.GroupOptions.from_env()
   )
   rendezvous = process_group.Rendezvous(
     dict(enumerate(addresses)), rank, group_options

@@ -215,10 +215,9 @@ class Job(elastic_members.Members):
     Raises:
       MembershipChange: other workers wait to join; `run` handles it.
     """
-    elastic_options.check_count('epoch', epoch, 0)
-    elastic_options.check_count('step', step, 0)
+    position = Position.checked(epoch, step)
     self.join()
-    self._state.move(epoch, step)
+    self._state.move(*position)
     self._let_in()
 
   def fit(

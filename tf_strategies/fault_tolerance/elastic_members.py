@@ -19,6 +19,7 @@ from absl import logging
 from tf_strategies import errors, process_group
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.fault_tolerance import elastic_options, elastic_state
+from tf_strategies.keras import chief_only
 from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import strategy as strategy_lib
 
@@ -386,7 +387,7 @@ class Members:
     mine = {
       'came': self._came,
       'fit': state.fit if is_in_fit else None,
-      'files': state.files if is_in_fit else None,
+      'files': chief_only.files_of(state.callbacks) if is_in_fit else None,
       'phase': phase,
       'steps': state.num_steps,
       'scalars': state.scalars,

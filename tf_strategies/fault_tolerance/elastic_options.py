@@ -42,19 +42,20 @@ class ElasticOptions:
         'directory', self.directory, "write directory='/shared/job', or None"
       )
     # Raises an error for numbers that no group can have.
-    process_group.GroupOptions(
-      min_workers=self.minimum,
+    self.of_group(process_group.GroupOptions())
+    option_checks.keep_plain(self)
+
+  def of_group(
+    self, others: process_group.GroupOptions
+  ) -> process_group.GroupOptions:
+    """Returns the options of a group: these, and others that are not of a job."""
+    least = self.min_workers
+    return dataclasses.replace(
+      others,
+      min_workers=process_group.MAJORITY if least is None else least,
       max_workers=self.max_workers,
       window_seconds=self.window_seconds,
     )
-    option_checks.keep_plain(self)
-
-  @property
-  def minimum(self) -> int | str:
-    """The value of `GroupOptions.min_workers`."""
-    if self.min_workers is None:
-      return process_group.MAJORITY
-    return self.min_workers
 
 
 def check_fit(
@@ -69,18 +70,12 @@ def check_fit(
     make_batches,
     'pass a function of an epoch and a step that returns batches',
   )
-  check_count('epochs', epochs, 0)
-  check_count('steps_per_epoch', steps_per_epoch, 1)
+  fix = 'pass the number for all workers together'
+  option_checks.check_int('epochs', epochs, 0, fix=fix)
+  option_checks.check_int('steps_per_epoch', steps_per_epoch, 1, fix=fix)
   option_checks.check(
     not any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks),
     'BackupAndRestore',
     'other callbacks in an elastic job',
     'leave it out: the workers keep the state in memory',
-  )
-
-
-def check_count(name: str, value: object, least: int) -> None:
-  """Raises UnsupportedOptionError unless a value is an integer of at least `least`."""
-  option_checks.check_int(
-    name, value, least, fix='pass the number for all workers together'
   )

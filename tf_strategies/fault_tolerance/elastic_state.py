@@ -18,7 +18,6 @@ from absl import logging
 from tf_strategies import errors, process_group
 from tf_strategies.checkpoint import model_state
 from tf_strategies.checkpoint.position import Position
-from tf_strategies.keras import chief_only
 
 # They keep files open during `fit`, so their attributes describe one process only.
 KEEP_FILES_OPEN = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
@@ -243,14 +242,6 @@ class SharedState:
     with self.strategy.scope():
       for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-
-  @property
-  def files(self) -> list[tuple[str, str | None]]:
-    """Returns the files that callbacks of `fit` write."""
-    written = [
-      (type(c).__name__, chief_only.path_of(c)) for c in self.callbacks
-    ]
-    return [each for each in written if each[1] is not None]
 
 
 def _read(variables) -> list[np.ndarray]:

@@ -196,7 +196,7 @@ class Run(keras.callbacks.Callback):
       TakenOverError: another process has become the writer.
       UnsupportedOptionError: not a position.
     """
-    return self._state.save(_position(epoch, step))
+    return self._state.save(Position.checked(epoch, step))
 
   # In a custom loop.
 
@@ -231,7 +231,7 @@ class Run(keras.callbacks.Callback):
         saving failed, which is logged: the previous checkpoint remains.
       UnsupportedOptionError: not a position.
     """
-    position = _position(epoch, step)
+    position = Position.checked(epoch, step)
     if self._preemption.is_requested(at_once):
       self._save_and_exit(position)
 
@@ -350,12 +350,6 @@ class Run(keras.callbacks.Callback):
     self._state.end_fit()
     if self._preemption.listens_in_fit and self._preemption.stop():
       signal.raise_signal(signal.SIGTERM)
-
-
-def _position(epoch: int, step: int) -> Position:
-  for name, value in (('epoch', epoch), ('step', step)):
-    option_checks.check_int(name, value, 0, fix='pass what is completed')
-  return Position(int(epoch), int(step))
 
 
 def _optimizer_of(
@@ -623,11 +617,7 @@ class ServerState:
     """Restores; tells Keras and the data set where to continue."""
     del position  # It counts the steps of all epochs.
     if not self._is_restored:
-      with self._strategy.scope():
-        if not self._model.optimizer.built:
-          self._model.optimizer.build(self._model.trainable_variables)
-      objects = model_state.state_of(self._model)
-      self._found = self._recovery.restore(objects, self._settings)
+      self._found = self._recovery.restore(self._objects, self._settings)
     position, self._is_restored = self._found, False
     if position is not None:
       if position.step == steps_per_epoch:  # It was written at the very end.

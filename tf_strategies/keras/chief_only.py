@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -210,6 +211,13 @@ def path_of(callback: keras.callbacks.Callback) -> str | None:
   return None
 
 
+def files_of(
+  callbacks: Sequence[keras.callbacks.Callback],
+) -> list[list[str]]:
+  """Returns class and path of each of Keras's callbacks that write, for JSON."""
+  return [[type(c).__name__, path_of(c)] for c in callbacks if path_of(c)]
+
+
 def _share_output(model, callbacks, length, is_auto):
   """Returns callbacks of which the chief alone shows progress and writes common files.
 
@@ -237,8 +245,7 @@ def _share_output(model, callbacks, length, is_auto):
     'steps_per_execution': model.steps_per_execution,
     **length,
   }
-  written = [(type(c).__name__, path_of(c)) for c in callbacks]
-  files = [each for each in written if each[1] is not None]
+  files = files_of(callbacks)
   said = link.exchange(workers_lib.BEGIN_OF_FIT, [same, files])
   for what in same:
     link.check_same(

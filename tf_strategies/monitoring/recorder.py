@@ -35,7 +35,6 @@ class Event(NamedTuple):
     category: one of this module's constants, or another word.
     begin_ns: begin by the recorder's clock, `now()`.
     end_ns: end by the same clock.
-    step: the current step when it was recorded.
     args: details, as JSON values.
   """
 
@@ -43,7 +42,6 @@ class Event(NamedTuple):
   category: str
   begin_ns: int
   end_ns: int
-  step: int
   args: dict[str, Any]
 
 
@@ -56,7 +54,6 @@ class Sink(Protocol):
 
 # What takes the events; None while the recorder is off.
 sink: Sink | None = None
-_step = 0
 
 # The clock of all events.
 now = time.perf_counter_ns
@@ -73,19 +70,13 @@ def listen(new_sink: Sink | None) -> None:
   sink = new_sink
 
 
-def set_step(step: int) -> None:
-  """Sets the step of further events."""
-  global _step
-  _step = step
-
-
 def add(
   name: str, category: str, begin_ns: int, end_ns: int, **args: Any
 ) -> None:
   """Records a span, by times of `now()`."""
   present = sink  # Another thread may turn the recorder off.
   if present is not None:
-    present.append(Event(name, category, begin_ns, end_ns, _step, args))
+    present.append(Event(name, category, begin_ns, end_ns, args))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ Times are microseconds since the first event, by the task's own clock.
 Example:
 
   >>> from tf_strategies.monitoring import recorder, timeline
-  >>> events = [recorder.Event('step 1', 'step', 5000, 9000, 1, {})]
+  >>> events = [recorder.Event('step 1', 'step', 5000, 9000, {})]
   >>> trace = timeline.build(events, rank=0)
   >>> [(e['name'], e['ts'], e['dur']) for e in trace['traceEvents']
   ...   if e['ph'] == 'X']
@@ -46,7 +46,7 @@ def build(events: Iterable[recorder.Event], rank: int) -> dict[str, Any]:
     for kind, lane, name in names
   ]
   for event in events:
-    args = {**event.args, 'step': event.step}
+    args = dict(event.args)
     if event.category == recorder.COMMUNICATION:
       # In the unit of the trace.
       handed = args.pop('handed_ns', event.begin_ns)

@@ -73,7 +73,7 @@ class TrainingMonitor:
     most = 0 if timeline is None else _MAX_EVENTS
     self._log: collections.deque = collections.deque(maxlen=most)
     self._is_running = False
-    self._steps = self._first_step = 0
+    self._step = self._steps = self._first_step = 0
     self._began: int | None = None
     self.begin_epoch()
     atexit.register(self.close)
@@ -81,6 +81,7 @@ class TrainingMonitor:
 
   def append(self, event: recorder.Event) -> None:
     """Takes an event of the recorder."""
+    event.args['step'] = self._step
     self._log.append(event)
     if self._began is not None:
       self._events.append(event)
@@ -131,7 +132,7 @@ class TrainingMonitor:
     """Starts a step."""
     if not self._is_running:
       return
-    recorder.set_step(self._first_step + self._steps + 1)
+    self._step = self._first_step + self._steps + 1
     self._events.clear()
     self._began = recorder.now()
 
