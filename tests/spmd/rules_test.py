@@ -7,6 +7,7 @@ are listed as row by row must not gather rows.
 
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
@@ -153,6 +154,15 @@ _BY_ROWS = {
     tf.reduce_sum(tf.cast(y + 60, tf.uint8), 0), tf.float32
   ),
   'checked': lambda x, y: tf.debugging.check_numerics(x, 'x') + 1.0,
+  # As metrics compute accuracy; it needs a bitcast.
+  'argmax_of_keras': lambda x, y: keras.ops.argmax(x, -1),
+  'diagonals': lambda x, y: (
+    tf.linalg.diag(x[:, 0]),
+    tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True)),
+  ),
+  'gradient_of_trace': _gradient(
+    lambda x, w, y: tf.linalg.trace(tf.matmul(x @ w, x @ w, transpose_b=True))
+  ),
   'list_of_sums': _list_of_sums,
   'gradient_of_list': _gradient(lambda x, w, y: _list_of_rows(x @ w, y)[1]),
   'branch': lambda x, y: tf.cond(
@@ -194,14 +204,7 @@ _MEET = (
 )
 # Cases that need all rows at once.
 _WHOLE = {
-  'diagonals': lambda x, y: (
-    tf.linalg.diag(x[:, 0]),
-    tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True)),
-  ),
   'gradient_of_columns': _gradient(_columns_first),
-  'gradient_of_trace': _gradient(
-    lambda x, w, y: tf.linalg.trace(tf.matmul(x @ w, x @ w, transpose_b=True))
-  ),
   'first_row': lambda x, y: x[0],
   # TensorFlow does not know the rank.
   'squeezed': lambda x, y: tf.nn.softmax(tf.squeeze(x[:, :1])),

@@ -86,6 +86,8 @@ _POWERS = {
   **dict.fromkeys(['EmptyTensorList', 'TensorListReserve', 'ZerosLike'], _ANY),
   # These do not depend on the contents of their inputs.
   **dict.fromkeys(['BroadcastGradientArgs', 'ConcatOffset', 'OnesLike'], 0),
+  # Each share would add the tensor again.
+  **dict.fromkeys(['TensorScatterAdd', 'TensorScatterSub']),
 }
 
 

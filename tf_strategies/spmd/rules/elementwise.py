@@ -158,6 +158,12 @@ def _sums(context: Context) -> Decision | None:
   return broadcast(context)
 
 
+@rule('Bitcast')
+def _bitcast(context: Context) -> Decision | None:
+  source, result = context.node.inputs[0].dtype, context.node.outputs[0].dtype
+  return broadcast(context) if source.size == result.size else None
+
+
 @rule('Cast')
 def _cast(context: Context) -> Decision:
   source, result = context.node.inputs[0].dtype, context.node.outputs[0].dtype

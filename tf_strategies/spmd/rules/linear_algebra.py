@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import tensorflow as tf
+
 from tf_strategies.spmd.kinds import Split
 from tf_strategies.spmd.plan import Context, Decision, rule
 
@@ -150,3 +152,28 @@ def _cross_entropy(context: Context) -> Decision:
 def _filter_gradient(context: Context) -> Decision:
   names = [0, *[None] * (context.rank() - 1)]
   return context.by_axes([names, [], names], [[]], 'sum')
+
+
+@rule('MatrixDiagPartV3')
+def _diagonal_part(context: Context) -> Decision | None:
+  if context.inputs[1].dims != ():
+    return None  # Several diagonals.
+  names = context.names(0, [-1, -2])
+  return context.by_axes([names], [names[:-2]])
+
+
+@rule('MatrixDiagV3')
+def _diagonal(context: Context) -> Decision | None:
+  if context.numbers(1) != (0,):
+    return None
+  node, names = context.node, context.names(0, [-1])
+  lengths = [d.number if d.is_number else None for d in context.inputs[0].dims]
+
+  def emit(site, inputs):
+    # In a function TensorFlow forgets lengths, and fails if it knows only some.
+    inputs = [tf.ensure_shape(inputs[0], lengths), *inputs[1:]]
+    return site.op(node, inputs)
+
+  decision = context.by_axes([names], [names])
+  decision.emit = emit
+  return decision

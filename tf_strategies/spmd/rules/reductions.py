@@ -177,6 +177,14 @@ def _scatter_nd(context: Context) -> Decision:
   return context.by_axes(_scattered(context, 0), [[]], op)
 
 
+@rule('TensorScatterAdd', 'TensorScatterSub')
+def _scatter_add(context: Context) -> Decision | None:
+  decision = context.by_axes([[], *_scattered(context, 1)], [[]], 'sum')
+  if decision.outputs[0].kind != SUM:
+    return None
+  return Decision([SUM, *decision.wants[1:]], decision.outputs)
+
+
 @rule('Assert')
 def _assert(context: Context) -> Decision:
   """A condition on all rows holds if it holds for each replica's."""

@@ -20,7 +20,7 @@ from tf_strategies.spmd.rules import control, elementwise, reductions
 _rule = functools.partial(plan_lib.rule, rules=plan_lib.SHARD_RULES)
 
 # Operations that work element by element on a flat tensor too.
-_OTHERS = ['Cast', 'Select', 'ZerosLike']
+_OTHERS = ['Bitcast', 'Cast', 'Select', 'ZerosLike']
 
 
 def _shapes(context: Context) -> list[tf.TensorShape]:
@@ -39,6 +39,9 @@ def _elementwise(context: Context) -> Decision | None:
   node, shape = context.node, context.node.outputs[0].shape
   shard = next((k for k in context.kinds if isinstance(k, Shard)), None)
   if shard is None or not shape.is_fully_defined():
+    return None
+  sizes = [t.dtype.size for t in (node.inputs[0], node.outputs[0])]
+  if node.type == 'Bitcast' and sizes[0] != sizes[1]:
     return None
   wants, spreads = [], []
   for own, value in zip(_shapes(context), context.inputs, strict=True):
