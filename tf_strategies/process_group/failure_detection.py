@@ -58,30 +58,6 @@ class HeartbeatMonitor:
     return self._pause if now - self._resumed < self._timeout else 0.0
 
 
-def suspicion(
-  operation: state_lib.Operation,
-  ranks: Iterable[int],
-  seconds: float | None = None,
-  tag: str = '',
-) -> dict[str, Any]:
-  """Returns what a rank reports, in a form that travels.
-
-  Args:
-    operation: the newest collective of the rank.
-    ranks: the ranks that are at another collective, or that did not come.
-    seconds: how long it waited for them; None if they are at another one.
-    tag: names the exchange that failed; empty for a collective.
-  """
-  return {
-    'text': operation.text,
-    'sequence': operation.sequence,
-    'name': tag or operation.name,
-    'tag': tag,
-    'seconds': seconds,
-    'ranks': list(ranks),
-  }
-
-
 def diagnose(
   members: Sequence[state_lib.Member],
   suspicion: Mapping[str, Any],
@@ -89,7 +65,7 @@ def diagnose(
 ) -> state_lib.FailureReport:
   """Returns why a collective failed, from the suspicion of a rank.
 
-  `said` holds the `GroupState.describe()` of each rank that answered.
+  See `ControlPlane.suspect`. `said` holds the `GroupState.describe()` of each rank that answered.
   """
   if suspicion['seconds'] is None:
     return _diagnose_mismatch(members, suspicion, said)

@@ -19,7 +19,7 @@ import numpy as np
 
 from tf_strategies import errors, option_checks
 from tf_strategies.collectives import schedule as schedule_lib
-from tf_strategies.process_group import buffers, failure_detection, reductions
+from tf_strategies.process_group import buffers, reductions
 from tf_strategies.process_group import execution as execution_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import plan as plan_lib
@@ -394,13 +394,9 @@ class ProcessGroup:
         )
       self._check()
     except execution_lib.MismatchError as e:
-      self._control.report(failure_detection.suspicion(operation, [e.rank]))
-      self._state.check()
+      self._control.suspect([e.rank])
     except execution_lib.DeadlineError as e:
-      self._control.report(
-        failure_detection.suspicion(operation, e.waiting, seconds)
-      )
-      self._state.check()
+      self._control.suspect(e.waiting, seconds)
     except BaseException as e:
       # An interrupt, say: bytes are in the middle of something.
       self.abort(f'{type(e).__name__} during a collective')

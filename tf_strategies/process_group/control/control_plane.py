@@ -12,7 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from absl import logging
@@ -85,15 +85,33 @@ class ControlPlane:
 
   # From any thread.
 
-  def report(self, suspicion: dict[str, Any]) -> None:
-    """Reports a mismatch or a timeout; returns when the group has failed."""
-    suspicion['reporter'] = self._state.rank
+  def suspect(
+    self, ranks: Iterable[int], seconds: float | None = None, tag: str = ''
+  ) -> None:
+    """Reports a mismatch or a timeout; raises the error of the group once it has failed.
+
+    Args:
+      ranks: the ranks that are at another collective, or that did not come.
+      seconds: how long this rank waited for them; None if they are at another one.
+      tag: names the exchange that failed; empty for the running collective.
+    """
+    operation = self._state.operation
+    suspicion = {
+      'reporter': self._state.rank,
+      'text': operation.text,
+      'sequence': operation.sequence,
+      'name': tag or operation.name,
+      'tag': tag,
+      'seconds': seconds,
+      'ranks': list(ranks),
+    }
     self._post(self._report, suspicion)
     if not self._state.failed.wait(_DECISION_SECONDS):
       said = {self._state.rank: self._state.describe()}
       self._state.fail(
         failure_detection.diagnose(self._state.members, suspicion, said)
       )
+    self._state.check()
 
   def declare_failed(self, report: state_lib.FailureReport) -> None:
     """Makes the group fail on all ranks; returns when it has failed here."""
@@ -106,10 +124,7 @@ class ControlPlane:
     future: concurrent.futures.Future = concurrent.futures.Future()
     self._post(self._begin_exchange, tag, payload, future)
     if not concurrent.futures.wait([future], seconds).done:
-      self.report(
-        failure_detection.suspicion(self._state.operation, (), seconds, tag)
-      )
-      self._state.check()
+      self.suspect((), seconds, tag)
     return errors.result_of(future)
 
   def joiners(self) -> tuple[int, ...]:
