@@ -104,7 +104,8 @@ def _inside(of: Callable[..., Any] | None, name: str) -> str | None:
 def has_options(cls: _Class, fix: str = 'leave it out') -> _Class:
   """Decorates a class so that its constructor reports misspelt names of options.
 
-  Python's own `TypeError` suggests no name. The signature stays.
+  Python's own `TypeError` suggests no name. The signature stays. A frozen data class
+  gets Python's own numbers in place of NumPy's.
 
   Example:
 
@@ -126,6 +127,8 @@ def has_options(cls: _Class, fix: str = 'leave it out') -> _Class:
   def checked(self, *args, **options):
     check_names(cls.__name__, options, known, fix, of=init)
     init(self, *args, **options)
+    if dataclasses.is_dataclass(self):
+      _keep_plain(self)
 
   cls.__init__ = checked
   return cls
@@ -218,7 +221,7 @@ def plain(value: object) -> object:
   raise TypeError(f'{type(value).__name__} is no value of JSON')
 
 
-def keep_plain(options: Any) -> None:
+def _keep_plain(options: Any) -> None:
   """Replaces NumPy's scalars in a frozen data class by Python's own.
 
   Later, JSON, `time.sleep` and other functions would reject them.

@@ -71,4 +71,3 @@ class PipelineOptions:
       self.drop_remainder,
       'write drop_remainder=True or drop_remainder=False',
     )
-    option_checks.keep_plain(self)

@@ -134,26 +134,23 @@ def check_stream(
   context: tf.distribute.InputContext,
 ) -> None:
   """Raises if epochs cannot be computed again, batch by batch."""
-  for is_good, received, expected, fix in (
-    (training, 'training=False', 'training=True', ''),
-    (
-      options.seed is not None,
-      'seed=None',
-      'an integer',
-      'pass PipelineOptions(seed=...), or ',
-    ),
-  ):
-    option_checks.check(
-      is_good,
-      f'{received} for epochs that can be resumed',
-      expected,
-      f'{fix}leave epochs and start out',
-    )
-  if context.num_replicas_in_sync != 1:
-    # A batch of the stream is one step of all replicas, not a part of one.
-    raise errors.UnsupportedOptionError(
-      f'num_replicas_in_sync={context.num_replicas_in_sync}',
-      'num_replicas_in_sync=1 in the input_context of epochs',
-      'write strategy.experimental_distribute_dataset(make_dataset(...)) '
-      'without an input_context: it splits each batch for the replicas',
-    )
+  option_checks.check(
+    training,
+    'training=False for epochs that can be resumed',
+    'training=True',
+    'leave epochs and start out',
+  )
+  option_checks.check(
+    options.seed is not None,
+    'seed=None for epochs that can be resumed',
+    'an integer',
+    'pass PipelineOptions(seed=...), or leave epochs and start out',
+  )
+  # A batch of the stream is one step of all replicas, not a part of one.
+  option_checks.check(
+    context.num_replicas_in_sync == 1,
+    f'num_replicas_in_sync={context.num_replicas_in_sync}',
+    'num_replicas_in_sync=1 in the input_context of epochs',
+    'write strategy.experimental_distribute_dataset(make_dataset(...)) '
+    'without an input_context: it splits each batch for the replicas',
+  )

@@ -43,7 +43,6 @@ class ElasticOptions:
       )
     # Raises an error for numbers that no group can have.
     self.of_group(process_group.GroupOptions())
-    option_checks.keep_plain(self)
 
   def of_group(
     self, others: process_group.GroupOptions

@@ -97,7 +97,6 @@ class GroupOptions:
         'make one with python -c "import secrets; '
         'print(secrets.token_hex(32))" and give it to every worker',
       )
-    option_checks.keep_plain(self)
 
   def credentials(self) -> authentication.Credentials:
     """Returns the credentials by which this process and its peers know each other."""

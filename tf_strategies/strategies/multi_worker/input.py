@@ -81,7 +81,11 @@ class WorkerInput:
       dataset = _tf_internal.shard_files(
         dataset, self._communicator.world_size, self._communicator.rank
       )
-    return self._own_data(self._take_share(dataset))
+    # Each worker's share of a global batch: rows for its own replicas only.
+    rows = self._rows_of_replica(dataset)
+    return self._own_data(
+      _group_by_replicas(dataset.rebatch(rows), self._num_local)
+    )
 
   def distribute_from_function(self, dataset_fn, options) -> tf.data.Dataset:
     """Returns a data set of distributed values from per-replica batches."""
@@ -151,8 +155,8 @@ class WorkerInput:
       return batches[0]
     return host_input.with_rows(batches, all_rows)
 
-  def _take_share(self, dataset):
-    """Returns a worker's share of global batches: rows for its own replicas only."""
+  def _rows_of_replica(self, dataset) -> int:
+    """Returns the number of rows of a global batch for each replica."""
     size = _tf_internal.batch_size_of(dataset)
     total = self._num_replicas
     option_checks.check(
@@ -162,17 +166,7 @@ class WorkerInput:
       'a batch size that divides by the number of replicas',
       'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
     )
-    rows = size // self._communicator.world_size
-
-    def share(*batch):
-      parts = host_input.split(
-        host_input.unwrap(dataset, batch),
-        self._num_local,
-        range(self._num_local),
-      )
-      return tuple(map(_counted, parts))
-
-    return dataset.rebatch(rows).map(share)
+    return size // total
 
   def _own_data(self, dataset):
     """Returns a data set of tuples of `_counted` batches, one per local replica.

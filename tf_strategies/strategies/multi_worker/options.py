@@ -60,7 +60,6 @@ class RingOptions:
       'tfs.process_group.GroupOptions, or None',
       'write group=tfs.process_group.GroupOptions(...)',
     )
-    option_checks.keep_plain(self)
 
 
 @option_checks.has_options
@@ -98,4 +97,3 @@ class CollectiveOptions:
     option_checks.check_int('bucket_bytes', self.bucket_bytes, 1)
     for name in ('start_timeout_seconds', 'timeout_seconds'):
       option_checks.check_seconds(name, getattr(self, name), or_zero=True)
-    option_checks.keep_plain(self)

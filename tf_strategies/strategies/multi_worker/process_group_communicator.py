@@ -165,7 +165,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     self,
     columns: Sequence[Sequence[tf.Tensor]],
     shard: kinds.Shard,
-    are_gradients: bool = False,
+    are_gradients: bool,
   ) -> list[list[tf.Tensor]]:
     """Sums tensors of all devices of all workers, and divides the sums.
 

@@ -57,7 +57,6 @@ class ParameterServerOptions:
     self._check_checkpoints()
     for name in _TIMEOUTS:
       option_checks.check_seconds(name, getattr(self, name))
-    option_checks.keep_plain(self)
 
   def check_workers(self, num_workers: int) -> None:
     """Refuses options that do not go with so many workers."""
