@@ -46,7 +46,8 @@ class Execution:
     pool: source of the memory that the plan needs.
 
   Attributes:
-    wake: called for each piece that may move now; set by what moves the pieces.
+    wake: called for each piece that may move now, and for each piece that came too early;
+      set by what moves the pieces.
   """
 
   def __init__(
@@ -89,6 +90,10 @@ class Execution:
     self._received[number] = self._pool.take(piece.size, np.uint8)
     return self._received[number]
 
+  def is_early(self, number: int | None) -> bool:
+    """Returns whether a piece has come and waits for others."""
+    return number in self._early
+
   def receive(self, number: int) -> None:
     """Takes a piece that is in its `target`, or keeps it until those before are done."""
     if self.needs[number]:
@@ -110,11 +115,11 @@ class Execution:
       if piece.terms:
         self._combine(piece)
         self.done(other)
-      elif other in self._early:
+        continue
+      if other in self._early:
         self._early.remove(other)
         self.receive(other)
-      else:
-        self.wake(other)
+      self.wake(other)
 
   def _combine(self, piece: plan_lib.PlannedPiece) -> None:
     """Combines a piece's terms, in their order, into the sum of that stretch."""

@@ -103,8 +103,9 @@ class DataLink:
   def reset(self) -> None:
     """Forgets the last collective."""
     self.expects = False  # Whether the peer's header is still to come.
-    # The pieces that are still to come.
+    # The pieces that are still to come, and the newest that has come.
     self.receives: collections.deque[int] = collections.deque()
+    self.received: int | None = None
     # The part of the next piece that is still to come.
     self.incoming: memoryview | None = None
     # The same for pieces that go out, and the one whose bytes are in the output.

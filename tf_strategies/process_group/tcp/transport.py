@@ -217,8 +217,7 @@ class _TcpRun:
     # On a link without pieces a header tells that the peer is at another collective.
     is_planned = link.rank in self._execution.plan.receives
     wants = link.receiving or bool(link.unread) or not is_planned
-    # Nothing is read behind the header of a later collective.
-    reads = wants and link.header is None
+    reads = wants and not self._stops(link)
     return (_READ if reads else 0) | (_WRITE if link.blocked else 0)
 
   def left(self, link: link_lib.DataLink) -> int:
@@ -242,6 +241,8 @@ class _TcpRun:
       return self._look_at_header(link)
     if link.incoming is not None:
       return self._receive_bytes(link)
+    if self._stops(link):
+      return False
     word = link.next()
     if word is None:
       if link.closed:
@@ -263,8 +264,18 @@ class _TcpRun:
       link.incoming = memoryview(target)
       return True
     link.fetch(word, target)
-    self._execution.receive(link.receives.popleft())
+    self._received(link)
     return True
+
+  def _stops(self, link):
+    """Returns whether nothing more is to be received now.
+
+    Bytes behind a piece that waits for its turn stay in the socket, unless the peer
+    owes words about the pieces that it reads.
+    """
+    if link.header is not None:
+      return True
+    return self._execution.is_early(link.received) and not link.unread
 
   def _look_at_header(self, link):
     """Compares a header that has come, if it is of this collective."""
@@ -282,12 +293,17 @@ class _TcpRun:
     count = link.read_bytes(link.incoming)
     if count == len(link.incoming):
       link.incoming = None
-      self._execution.receive(link.receives.popleft())
+      self._received(link)
     elif count:
       link.incoming = link.incoming[count:]
     elif link.closed:
       raise execution_lib.LinkClosedError(link.rank)
     return count > 0
+
+  def _received(self, link):
+    """Hands on a received piece."""
+    link.received = link.receives.popleft()
+    self._execution.receive(link.received)
 
   def _wake(self, number):
     """Has the link of a piece looked at, which may move from now on."""
