@@ -19,10 +19,10 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 35_100,
-  'tests': 259_950,
+  'tests': 259_990,
   'tf_strategies': 3_370,
   'tf_strategies/_keras_internal': 7_730,
-  'tf_strategies/_tf_internal': 4_000,
+  'tf_strategies/_tf_internal': 4_040,
   'tf_strategies/checkpoint': 5_620,
   'tf_strategies/cluster': 6_660,
   'tf_strategies/collectives': 3_400,
@@ -33,8 +33,8 @@ _BUDGETS = {
   'tf_strategies/kubernetes': 1_600,
   'tf_strategies/launch': 8_370,
   'tf_strategies/monitoring': 2_390,
-  'tf_strategies/process_group': 27_240,
-  'tf_strategies/spmd': 26_750,
+  'tf_strategies/process_group': 27_310,
+  'tf_strategies/spmd': 27_150,
   'tf_strategies/strategies': 63_200,
 }
 _NO_CODE = {

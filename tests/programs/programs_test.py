@@ -275,7 +275,10 @@ _STARTS = {
     (('servers_sync_2', 'guide'),),
   ),
   tiers.unmarked: (
-    tuple(('ring_2x1_unlike', n) for n in (*_OF_EACH, 'run_eagerly_1_row')),
+    tuple(
+      ('ring_2x1_unlike', name)
+      for name in (*_OF_EACH, 'run_eagerly_1_row', 'stateful_rnn')
+    ),
     tuple(('ring_2x2', name) for name in _OF_WORKERS),
     (
       *[('servers_sync_2', name) for name in _OFTEN_ON_SERVERS],

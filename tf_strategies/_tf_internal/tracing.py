@@ -352,8 +352,13 @@ def create_now(**kwargs):
 
 
 def spec_of_part(spec: tf.TypeSpec) -> tf.TypeSpec | None:
-  """Returns the spec of one replica's part of a batch. None if it is empty."""
+  """Returns the spec of a replica's part of a batch, of any number of rows.
+
+  None if it is empty.
+  """
   first, *_ = getattr(spec, '_value_specs', (spec,))
+  if isinstance(first, tf.TensorSpec) and first.shape.rank:
+    return tf.TensorSpec([None, *first.shape[1:]], first.dtype)
   return None if isinstance(first, tf.OptionalSpec) else first
 
 
