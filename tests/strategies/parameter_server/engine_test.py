@@ -63,7 +63,7 @@ class _Engine(engine_lib.Engine):
     return self._apply if update.step.trains else None
 
   def _apply(self, slots):
-    return tf.zeros([0], tf.float64)
+    return []
 
 
 class _ReadingEngine(_Engine):
@@ -76,7 +76,7 @@ class _ReadingEngine(_Engine):
     if slots is not None:  # In training.
       slots.number = int(number)
       self.compute(worker, slots.number)
-    return tf.constant([worker, int(number)], tf.float64)
+    return [tf.constant(worker), number]
 
   def _apply(self, slots):
     self.applied.append([each.number for each in slots])
@@ -164,6 +164,23 @@ class SyncEngineTest(parameterized.TestCase):
     self._train(engine, 1)
     self.assertEqual(engine.report()['steps'], 1)
 
+  def test_other_shares_of_a_step_that_failed_are_not_applied(self):
+    engine = self._engine(3, backup_workers=1)
+    may_end = threading.Event()
+    self.addCleanup(may_end.set)
+
+    def compute(worker):
+      if worker == 2:
+        raise ValueError('the step itself')
+      may_end.wait(_DEADLINE_SECONDS)
+
+    engine.compute = compute
+    with self.assertRaisesRegex(ValueError, 'the step itself'):
+      self._train(engine, 1)
+    may_end.set()
+    self.pool.forget()
+    self.assertEqual(engine.report()['steps'], 0)
+
   def test_results_that_are_lost_with_their_worker_are_computed_again(self):
     """Lets a worker die after its call, before its results are fetched."""
     engine, source = self._reading_engine(None, (4, 3, 2))
@@ -174,7 +191,7 @@ class SyncEngineTest(parameterized.TestCase):
       if int(found[1]) != 11 or died:
         return found
       died.append(worker)
-      return types.SimpleNamespace(numpy=lambda: self._lose(worker))
+      return [types.SimpleNamespace(numpy=lambda: self._lose(worker))]
 
     engine._run = run_once
     step, found = engine_lib.Step(run=None), []
@@ -251,6 +268,9 @@ class _Part(worker_pool.Task):
 
   def has_work_for(self, worker):
     return self._left[worker] > 0
+
+  def is_wanted(self):
+    return True
 
   def may_begin(self, worker):
     return self._engine.may_begin(worker)
@@ -338,7 +358,7 @@ class EngineTest(absltest.TestCase):
       data=types.SimpleNamespace(index=0),
       slots=self.engine.take_slots(layout),
       attempt=self.engine.pool.attempt,
-      reported=None,
+      reported=[],
     )
     update.chosen = [task]
     meanwhile = []
@@ -346,7 +366,7 @@ class EngineTest(absltest.TestCase):
     def apply(slots):
       self.assertEqual(slots, [task.slots])
       meanwhile.append(self.engine.take_slots(layout))
-      return tf.zeros([0], tf.float64)
+      return []
 
     self.engine.apply_function = lambda update, count: apply
     self.engine.apply(update)
@@ -431,7 +451,11 @@ class ReadTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
     self.pool = types.SimpleNamespace(
-      workers=(0, 1), lost=set(), late=set, lives=collections.Counter()
+      workers=(0, 1),
+      lost=set(),
+      lives=collections.Counter(),
+      lock=threading.Lock(),
+      _running={},
     )
     self.pool.readers = functools.partial(
       worker_pool.WorkerPool.readers, self.pool

@@ -6,6 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests import virtual_devices
+from tf_strategies.collectives import schedule
 from tf_strategies.strategies.parameter_server import (
   partitioned,
   traced_step,
@@ -62,7 +63,7 @@ def variable(server: int, value, drained=_call, on_write=_call, **options):
 def partitioned_variable(value, parts: int, **options):
   """A variable cut into parts, each on a server."""
   value = tf.convert_to_tensor(value)
-  sizes = partitioned.partition_sizes(value.shape[0], parts)
+  sizes = schedule.chunk_sizes(value.shape[0], parts)
   return partitioned.PartitionedVariable(
     [
       variable(i, rows, trainable=False)

@@ -132,7 +132,7 @@ class PlacementTest(parameterized.TestCase):
     loads = [0] * n
     for size in sizes:
       loads[found.place(size)] += size
-    self.assertEqual(found.load, tuple(loads))
+    self.assertEqual(found.load, loads)
     self.assertLessEqual(max(loads), sum(sizes) / n + max(sizes, default=0))
 
   def test_scalars_are_on_server_0_however_full_it_is(self):
@@ -141,7 +141,7 @@ class PlacementTest(parameterized.TestCase):
     self.assertEqual(
       [found.place(8, is_scalar=True) for _ in range(4)], [0] * 4
     )
-    self.assertEqual(found.load, (10**6 + 32, 0, 0))
+    self.assertEqual(found.load, [10**6 + 32, 0, 0])
 
 
 class PartitionTest(parameterized.TestCase):
@@ -169,15 +169,6 @@ class PartitionTest(parameterized.TestCase):
   def test_no_more_parts_than_rows(self):
     self.assertEqual(self.num_parts([100, 1]), 6)
     self.assertEqual(self.num_parts([2], shape=()), 1)
-
-  @hypothesis.given(st.integers(1, 1000), st.integers(1, 50))
-  def test_parts_are_even_and_whole(self, rows, parts):
-    sizes = partitioned.partition_sizes(rows, parts)
-    self.assertLen(sizes, min(rows, parts))
-    self.assertEqual(sum(sizes), rows)
-    self.assertGreater(min(sizes), 0)
-    self.assertLessEqual(max(sizes) - min(sizes), 1)
-    self.assertEqual(list(sizes), sorted(sizes, reverse=True))
 
 
 if __name__ == '__main__':

@@ -43,15 +43,14 @@ class SlotsTest(local_servers.LocalServersTestCase):
     gathers = [op for op in inner if op.type == 'ResourceGather']
     self.assertLen(gathers, 2 * len(table.parts))
     # To each server: the rows that it has, with their numbers, and the bytes of small
-    # tensors. On the first one these are gradients, the loss (float64) and the number
-    # of rows.
+    # tensors. On the first one these are gradients, the loss and the number of rows.
     shapes = {
       server: [s.shape.as_list() for s in specs]
       for server, specs in step.layout.specs.items()
     }
     rows = [None, 4], [None]
     self.assertEqual(
-      shapes, {0: [*rows, [4 * (4 + 1 + 2 + 1)]], 1: [*rows, [4]]}
+      shapes, {0: [*rows, [4 * (4 + 1 + 1 + 1)]], 1: [*rows, [4]]}
     )
     # From the first server: all copies in one message.
     server = local_servers.device(0)

@@ -214,4 +214,5 @@ class Step:
     if self.layout.specs:
       numbers = self._apply([self._slots])
       computed = numbers if outputs.are_numbers else computed
-    return outputs.unreport(tf.nest.map_structure(np.asarray, computed))
+    found = [each.numpy() for each in computed]
+    return tf.nest.pack_sequence_as(outputs.structure, found)

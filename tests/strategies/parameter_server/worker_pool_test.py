@@ -27,6 +27,9 @@ class _Task(worker_pool.Task):
   def has_work_for(self, worker):
     return self._call('has_work', True)
 
+  def may_begin(self, worker):
+    return True
+
   def is_wanted(self):
     return self._call('is_wanted', True)
 
@@ -70,7 +73,8 @@ class PoolTest(parameterized.TestCase):
 
   def test_third_worker_that_a_step_loses(self):
     pool = self._pool(1)
-    task = pool.submit(_Task(self._die))
+    task = _Task(self._die)
+    pool.submit(task)
     with self.assertRaisesRegex(errors.WorkerUnavailableError, 'the third'):
       pool.wait()
     self.assertEqual((task.runs, task.losses), (3, 3))
@@ -109,7 +113,8 @@ class PoolTest(parameterized.TestCase):
     pool, may_end, is_back = self._pool(2), threading.Event(), threading.Event()
     self._on_rejoin(is_back.set)
     pool.submit(_Task(lambda: may_end.wait(_DEADLINE_SECONDS)))
-    task = pool.submit(self._die_once())
+    task = self._die_once()
+    pool.submit(task)
     self.assertFalse(is_back.wait(1.0))
     may_end.set()
     self.assertTrue(is_back.wait(_DEADLINE_SECONDS))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,8 +32,7 @@ class BatchLayout:
   @functools.cached_property
   def specs(self) -> list[tf.TensorSpec]:
     """Specs of the arrays of a batch; a ragged or sparse tensor has several."""
-    flat = tf.nest.flatten(self.structure, expand_composites=True)
-    return [s for s in flat if s is not None]
+    return components(self.structure)
 
   @functools.cached_property
   def key(self) -> Any:
@@ -85,11 +83,7 @@ class Batch:
   def __init__(self, data: Any, hides_rows: bool = False, index: int = 0):
     self.index = index
     self.structure = tf.nest.map_structure(_spec_of, data)
-    self.arrays = [
-      _array(t)
-      for t in tf.nest.flatten(data, expand_composites=True)
-      if t is not None
-    ]
+    self.arrays = list(map(_array, components(data)))
     self._rows = {
       s.shape[0] if s.shape.rank else None
       for s in tf.nest.flatten(self.structure)
@@ -114,15 +108,12 @@ class Batch:
     count = max(1, min(count, total))
     if count == 1:
       return [self]
-    each, extra = divmod(total, count)
-    starts = [i * each + min(i, extra) for i in range(count + 1)]
+    parts = zip(
+      *(np.array_split(array, count) for array in self.arrays), strict=True
+    )
     return [
-      Batch(
-        pack(self.structure, [array[first:last] for array in self.arrays]),
-        hides_rows=True,
-        index=i,
-      )
-      for i, (first, last) in enumerate(itertools.pairwise(starts))
+      Batch(pack(self.structure, part), hides_rows=True, index=i)
+      for i, part in enumerate(parts)
     ]
 
   @functools.cached_property
@@ -146,21 +137,20 @@ class Batch:
     return True
 
 
+def components(structure: Any) -> list[Any]:
+  """Returns the tensors, arrays or specs of a structure, without None."""
+  flat = tf.nest.flatten(structure, expand_composites=True)
+  return [each for each in flat if each is not None]
+
+
 def pack(structure: Any, tensors: Sequence[Any]) -> Any:
   """Returns the structure with these tensors as its components; None stays None."""
   remaining = iter(tensors)
-  return tf.nest.map_structure(
-    lambda spec: None if spec is None else _from_components(spec, remaining),
-    structure,
-  )
-
-
-def _from_components(spec, remaining):
-  if isinstance(spec, tf.TensorSpec):
-    return next(remaining)
-  count = len(tf.nest.flatten(spec, expand_composites=True))
-  parts = map(tf.convert_to_tensor, itertools.islice(remaining, count))
-  return tf.nest.pack_sequence_as(spec, list(parts), expand_composites=True)
+  flat = [
+    None if spec is None else next(remaining)
+    for spec in tf.nest.flatten(structure, expand_composites=True)
+  ]
+  return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
 
 
 def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:

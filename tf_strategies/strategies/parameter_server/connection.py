@@ -112,6 +112,15 @@ def wait_for_tasks(
   reachability.wait_for_tasks(by_name, deadline_seconds, what_for)
 
 
+def unavailable(
+  message: str, server: int, address: str
+) -> errors.ParameterServerUnavailableError:
+  """Returns an error that names a parameter server."""
+  error = errors.ParameterServerUnavailableError(message)
+  error.server, error.address = server, address
+  return error
+
+
 class Liveness:
   """Tells dead tasks from living ones, and connects to restarted ones.
 
@@ -212,25 +221,25 @@ class Liveness:
 
   def _error_of(self, server: int) -> errors.ParameterServerUnavailableError:
     address = self.address('ps', server)
-    error = errors.ParameterServerUnavailableError(
+    return unavailable(
       f'parameter server ps {server} at {address} died or was restarted: its '
       'variables are gone. Fix: restart it. With checkpoint_dir=... training '
       'continues by itself from the latest checkpoint; without it restart the '
-      'coordinator.'
+      'coordinator.',
+      server,
+      address,
     )
-    error.server, error.address = server, address
-    return error
 
   def broken_update(self) -> errors.ParameterServerUnavailableError:
     """Returns the error for an update that some servers may not have applied."""
-    error = errors.ParameterServerUnavailableError(
+    return unavailable(
       'Expected an update of parameter servers that is applied as a whole, '
       'got a broken connection. Fix: set checkpoint_dir, and training '
       'continues by itself from the latest checkpoint; without it restart '
-      'the coordinator.'
+      'the coordinator.',
+      0,
+      self.address('ps', 0),
     )
-    error.server, error.address = 0, self.address('ps', 0)
-    return error
 
   def wait_for_answers(self) -> None:
     """Waits while a task is silent that is not yet given up.

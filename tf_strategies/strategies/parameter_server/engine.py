@@ -63,7 +63,7 @@ class StepTask(worker_pool.Task):
   def __init__(self, update: Update, data: Any):
     self.update, self.data = update, data
     self.has_data = True
-    self.reported: Any = None  # What is not in the slots.
+    self.reported: list[np.ndarray] = []  # What is not in the slots.
     self.slots: slots.Slots | None = None
     self.began_at = 0  # How many steps had been done.
 
@@ -92,9 +92,7 @@ class StepTask(worker_pool.Task):
     self.slots = engine.take_slots(function.layout)
     # Fetches what is not in the slots before anything is applied: if the worker dies
     # until then, the step can be repeated.
-    self.reported = tf.nest.map_structure(
-      lambda t: t.numpy(), function(worker, argument, self.slots)
-    )
+    self.reported = [t.numpy() for t in function(worker, argument, self.slots)]
     engine.conclude(self)
 
 
@@ -212,13 +210,15 @@ class Reports:
     """
     specs = update.specs
     is_custom = update.step.results is None
-    if not specs.are_numbers or (is_custom and set(specs.sizes) - {1}):
+    if not specs.are_numbers or (
+      is_custom and any(s.shape.num_elements() != 1 for s in specs.specs)
+    ):
       return update.result()
     return tf.nest.pack_sequence_as(
-      specs.specs,
+      specs.structure,
       [
         LatestNumber(self, update.step, i, tuple(spec.shape))
-        for i, spec in enumerate(tf.nest.flatten(specs.specs))
+        for i, spec in enumerate(specs.specs)
       ],
     )
 
@@ -416,7 +416,9 @@ class Engine:
     """Takes a task whose results are there; applies its update if that is complete."""
     update = task.update
     with self.pool.lock:
-      if update.is_complete:  # It is late.
+      # A step that failed may be begun again, so what is left of it must not count.
+      has_failed = task.attempt != self.pool.attempt
+      if update.is_complete or (update.powers is not None and has_failed):
         if task.has_data:
           self.release(task)
         return
@@ -430,27 +432,19 @@ class Engine:
       self.pool.lock.notify_all()
 
   def apply(self, update: Update) -> None:
-    """Applies what the tasks of an update have computed.
-
-    Raises:
-      ParameterServerUnavailableError: it is not known whether all was applied.
-    """
+    """Applies what the tasks of an update have computed."""
     tasks = sorted(update.chosen, key=lambda task: task.data.index)
     if not tasks:
       return
     reported = tasks[0].reported
     function = self.apply_function(update, len(tasks))
     if function is not None:
-      try:
-        numbers = function([task.slots for task in tasks]).numpy()
-      except tf.errors.OpError as e:
-        self.pool.check_update(e)
-        raise
+      numbers = [t.numpy() for t in function([task.slots for task in tasks])]
       for task in tasks:
         self.release(task)
       if update.specs.are_numbers:
         reported = numbers
-    update.outputs = update.specs.unreport(reported)
+    update.outputs = tf.nest.pack_sequence_as(update.specs.structure, reported)
 
   def finished(self, update: Update) -> None:
     """Counts an update that is done; under the pool's lock."""
@@ -463,11 +457,6 @@ class Engine:
       self.steps_done += 1
       self._dropped += update.dropped
     self.reports.add(update)
-
-  def look(self, step: Step, layout: batch_message.BatchLayout) -> None:
-    """Traces a step on such batches, which may make variables."""
-    if isinstance(self.powers(step, layout.structure), str):
-      self.function(step, layout)
 
   def _powers_for(self, step: Step, work: Work) -> traced_step.Powers | None:
     """Returns how workers share the rows of a step; None if one computes them.

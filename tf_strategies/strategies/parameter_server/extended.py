@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies.collectives import schedule
 from tf_strategies.keras import gradient_reducer
 from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import (
@@ -53,7 +54,7 @@ class Placement:
   """
 
   def __init__(self, num_servers: int):
-    self.load = (0,) * num_servers
+    self.load = [0] * num_servers
 
   def place(self, num_bytes: int, is_scalar: bool = False) -> int:
     """Returns the server of a new variable. O(servers)."""
@@ -64,9 +65,7 @@ class Placement:
 
   def add(self, server: int, num_bytes: int) -> None:
     """Counts a variable that must be where another one is."""
-    load = list(self.load)
-    load[server] += num_bytes
-    self.load = tuple(load)
+    self.load[server] += num_bytes
 
 
 class ReplicaContext(_tf_internal.OneDeviceContext):
@@ -79,15 +78,11 @@ class ReplicaContext(_tf_internal.OneDeviceContext):
     if trace is not None:
       trace.reduces = True
 
-    def copy(value):
-      if isinstance(value, tf.IndexedSlices):
-        return value
-      value = tf.convert_to_tensor(value)
-      # Gradients stay on their servers.
-      with tf.device(value.device):
-        return tf.identity(value)
+    def as_tensor(value):
+      is_sparse = isinstance(value, tf.IndexedSlices)
+      return value if is_sparse else tf.convert_to_tensor(value)
 
-    return tf.nest.map_structure(copy, value)
+    return tf.nest.map_structure(as_tensor, value)
 
 
 class ParameterServerExtended(_tf_internal.ParameterServerExtended):
@@ -158,7 +153,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       # The functions of a loaded model have one handle of each.
       parts = 1 if is_loaded else self._num_parts(shape, dtype, name)
       if parts > 1:
-        sizes = partitioned.partition_sizes(shape[0], parts)
+        # As TensorFlow's 'div' strategy: ids of one part are consecutive.
+        sizes = schedule.chunk_sizes(shape[0], parts)
         return self._create_parts(arguments, shape, sizes)
       server = self.placement.place(num_bytes, is_scalar=not shape)
     logging.debug('variable %s: %d bytes on ps %d', name, num_bytes, server)

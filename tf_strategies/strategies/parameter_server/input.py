@@ -44,7 +44,7 @@ class WorkerTensor:
     return self.spec.dtype
 
 
-class Batches:
+class Batches(Iterator):
   """An iterator over what steps are begun with, on the coordinator.
 
   `hides_rows` says whether steps must not know how many rows there are, as on
@@ -59,9 +59,6 @@ class Batches:
       for s in specs
       if isinstance(s, tf.TensorSpec)
     )
-
-  def __iter__(self) -> Batches:
-    return self
 
   def __next__(self) -> Any:
     if not tf.executing_eagerly():
@@ -83,6 +80,13 @@ def _read_in_function(what):
 
 class _Dataset(_tf_internal.DistributedDataset):
   """A distributed data set that is no argument of a function."""
+
+  _element_spec: Any
+
+  @property
+  def element_spec(self) -> Any:
+    """Returns the specs of one batch."""
+    return self._element_spec
 
   def __tf_tracing_type__(self, context):
     raise _read_in_function('a distributed data set')
@@ -116,11 +120,6 @@ class WorkerDataset(_Dataset):
     self.sizes = [int(p.cardinality()) for p in parts]
     least = min(self.sizes)
     self._cardinality = self.steps_of(self.sizes) if least >= 0 else least
-
-  @property
-  def element_spec(self) -> Any:
-    """Returns the specs of one batch."""
-    return self._element_spec
 
   def cardinality(self) -> int:
     """Number of steps; negative as `tf.data.Dataset.cardinality`."""
@@ -304,12 +303,8 @@ class FedDataset(_Dataset):
       'wrap a generator: tf.data.Dataset.from_generator',
     )
     self.dataset = _reachable(dataset)
+    self._element_spec = dataset.element_spec
     self._take_resumed = take_resumed
-
-  @property
-  def element_spec(self) -> Any:
-    """Returns the specs of one batch."""
-    return self.dataset.element_spec
 
   def cardinality(self) -> int:
     """Number of batches; negative as `tf.data.Dataset.cardinality`."""

@@ -60,11 +60,7 @@ class Answer(enum.Enum):
 def ask(address: str, seconds: float = _ANSWER_SECONDS) -> Answer:
   """Returns whether a gRPC server answers at an address; runs nothing there."""
   answer = Answer.REFUSED
-  try:
-    known = socket.getaddrinfo(*_split(address), type=socket.SOCK_STREAM)
-  except OSError:
-    return answer
-  for *kind, _, where in known:
+  for *kind, _, where in _known(address):
     try:
       if _says_hello(kind, where, seconds):
         return Answer.HELLO
@@ -142,11 +138,14 @@ def ask_all(
 
 def peers_of(address: str) -> frozenset[Peer]:
   """The hosts and ports that an address stands for now; none if unknown."""
+  return frozenset(_peer(where) for *_, where in _known(address))
+
+
+def _known(address: str) -> list[tuple]:
   try:
-    known = socket.getaddrinfo(*_split(address), type=socket.SOCK_STREAM)
+    return socket.getaddrinfo(*_split(address), type=socket.SOCK_STREAM)
   except OSError:
-    return frozenset()
-  return frozenset(_peer(where) for *_, where in known)
+    return []
 
 
 def disconnect(peers: Collection[Peer]) -> int:

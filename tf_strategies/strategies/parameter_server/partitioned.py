@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,26 +46,13 @@ def large_tables(num_servers: int) -> Callable[..., list[int]]:
   return partition
 
 
-def partition_sizes(rows: int, parts: int) -> tuple[int, ...]:
-  """Returns the rows of each part of a variable: as even as possible, larger first.
-
-  That is TensorFlow's 'div' strategy, so ids of one part are consecutive.
-
-  >>> partition_sizes(10, 4)
-  (3, 3, 2, 2)
-  """
-  parts = min(parts, rows)
-  base, extra = divmod(rows, parts)
-  return tuple(base + (i < extra) for i in range(parts))
-
-
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
   """Returns the first row of each part.
 
   >>> offsets((3, 3, 2))
   (0, 3, 6)
   """
-  return tuple(sum(sizes[:i]) for i in range(len(sizes)))
+  return tuple(itertools.accumulate(sizes[:-1], initial=0))
 
 
 def initial_values(
@@ -151,11 +139,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     """Returns the device of the first part."""
     return self.parts[0].device
 
-  @property
-  def server(self) -> int:
-    """Returns the server of the first part."""
-    return self.parts[0].server
-
   def is_initialized(self, name=None):
     """Returns whether every part is."""
     return tf.reduce_all([p.is_initialized() for p in self.parts])
@@ -183,27 +166,20 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       part.check_is_whole()
     return True
 
-  def _write(self, method: str, value, *options):
+  def _write(self, method: str, value, *args, **kwargs):
     """Writes a variable that is whole, or each part with its rows of `value`."""
     if _is_whole():
-      return getattr(super(), method)(value, *options)
+      return getattr(super(), method)(value, *args, **kwargs)
     value = tf.convert_to_tensor(value, self.dtype)
     value = tf.broadcast_to(value, self.shape)
     for part, rows in zip(self.parts, tf.split(value, self.sizes), strict=True):
       getattr(part, method)(rows)
     return self
 
-  def assign(self, value, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign`."""
-    return self._write('assign', value, use_locking, name, read_value)
-
-  def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign_add`; atomic on a server."""
-    return self._write('assign_add', delta, use_locking, name, read_value)
-
-  def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
-    return self._write('assign_sub', delta, use_locking, name, read_value)
+  # As those of `tf.Variable`; additions are atomic on a server.
+  assign = functools.partialmethod(_write, 'assign')
+  assign_add = functools.partialmethod(_write, 'assign_add')
+  assign_sub = functools.partialmethod(_write, 'assign_sub')
 
   gives_rows = variables.gives_rows
 
@@ -220,29 +196,29 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   def _gather(self, indices):
     """Gathers each row on the server that has it."""
     flat = tf.reshape(indices, [-1])
-    part_of_row = self._part_of(flat)
-    positions = tf.dynamic_partition(
-      tf.range(tf.size(flat)), part_of_row, len(self.parts)
-    )
-    split = tf.dynamic_partition(flat, part_of_row, len(self.parts))
     is_hidden = self._parts_are_hidden()
-    found = [
-      (part.rows_directly if is_hidden else part.sparse_read)(
-        r - tf.cast(offset, r.dtype)
-      )
-      for part, r, offset in zip(self.parts, split, self.offsets, strict=True)
-    ]
+    positions, found = [], []
+    for part, rows, of_part in self._divide(flat, tf.range(tf.size(flat))):
+      read = part.rows_directly if is_hidden else part.sparse_read
+      found.append(read(rows))
+      positions.append(of_part)
     value = tf.dynamic_stitch(positions, found)
     inner = self.shape[1:].as_list()
     value = tf.reshape(value, tf.concat([tf.shape(indices), inner], 0))
     value.set_shape(indices.shape.concatenate(inner))
     return value
 
-  def _part_of(self, rows):
-    """Index of the part that holds each row."""
+  def _divide(self, rows, values):
+    """Yields each part, the numbers there of its rows, and the values beside them."""
     starts = tf.constant(self.offsets, rows.dtype)
-    found = tf.searchsorted(starts, rows, side='right')
-    return tf.cast(found, tf.int32) - 1
+    owner = tf.cast(tf.searchsorted(starts, rows, side='right'), tf.int32) - 1
+    count = len(self.parts)
+    return zip(
+      self.parts,
+      tf.dynamic_partition(rows - tf.gather(starts, owner), owner, count),
+      tf.dynamic_partition(values, owner, count),
+      strict=True,
+    )
 
   def split(self, value: Any) -> Sequence[Any]:
     """Returns an argument of an update for each part, by rows if it has the same."""
@@ -252,7 +228,12 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
     if isinstance(whole, PartitionedVariable):
       return whole.parts
     if isinstance(value, tf.IndexedSlices):
-      return self._split_slices(value)
+      return [
+        tf.IndexedSlices(
+          values, rows, tf.constant(part.shape.as_list(), rows.dtype)
+        )
+        for part, rows, values in self._divide(value.indices, value.values)
+      ]
     if tf.is_tensor(value) and tuple(value.shape) == tuple(self.shape):
       return tf.split(value, self.sizes)
     return [value] * len(self.parts)
@@ -277,22 +258,6 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
       whole = tf.concat(by_part, 0)
     whole.by_part = by_part
     return whole
-
-  def _split_slices(self, gradient: tf.IndexedSlices) -> list[tf.IndexedSlices]:
-    part_of_row = self._part_of(gradient.indices)
-    count = len(self.parts)
-    values = tf.dynamic_partition(gradient.values, part_of_row, count)
-    indices = tf.dynamic_partition(gradient.indices, part_of_row, count)
-    return [
-      tf.IndexedSlices(
-        v,
-        i - tf.cast(offset, i.dtype),
-        tf.constant(part.shape.as_list(), i.dtype),
-      )
-      for v, i, offset, part in zip(
-        values, indices, self.offsets, self.parts, strict=True
-      )
-    ]
 
   def __getattribute__(self, name):
     if name.startswith(('scatter_', 'batch_scatter_')) and not _is_whole():

@@ -60,15 +60,13 @@ class Recovery:
     self._objects: Mapping[str, Any] | None = None
     # Tells this run from others, in each checkpoint.
     self._settings: Mapping[str, Any] = {}
-    self._is_tracking = False
     self._is_guarding = False
     # Whether it restores what an earlier run has saved.
     self._is_loading = False
     # The death of a server since which no checkpoint has been restored.
     self._loss: errors.ParameterServerUnavailableError | None = None
-    # Whether there is a checkpoint of this run; older ones than the first are of
-    # another run, if this one does not continue it.
-    self._has_checkpoint = False
+    # The first checkpoint of this run: older ones are of another run, if this one does
+    # not continue it.
     self._first: str | None = None
     self.counts = StepCounts()
     self._epoch = 0
@@ -86,18 +84,12 @@ class Recovery:
     """Returns whether it is known what checkpoints hold."""
     return self._objects is not None
 
-  @property
-  def is_told(self) -> bool:
-    """Returns whether `track` has nothing to say any more."""
-    return self._is_tracking or not self.is_enabled
-
   def track(self, objects: Mapping[str, Any]) -> bool:
     """Says what checkpoints hold, once; returns whether one must be written."""
-    if self.is_told:
+    if not self.is_enabled:
       return False
-    self._is_tracking = True
     self._take(objects)
-    if self._has_checkpoint:
+    if self.counts.has_checkpoint:
       return False
     if self._checkpointer.paths():
       logging.warning(
@@ -159,10 +151,9 @@ class Recovery:
         'parts': model_state.reductions(named),
       },
     )
-    self.counts.note_saved(path)
-    if not self._has_checkpoint:
+    if not self.counts.has_checkpoint:
       self._first = path
-      self._has_checkpoint = True
+    self.counts.note_saved(path)
     return path
 
   def restore(
@@ -186,7 +177,7 @@ class Recovery:
       self._is_loading = False
     if found is None:
       return None
-    self._has_checkpoint = True
+    self.counts.note_restored(found.path)
     self.counts.before = found.metadata['steps']
     position = position_lib.Position.from_json(found.metadata)
     self._checkpointer.log_restored(found, position)
@@ -261,13 +252,14 @@ class Recovery:
   def _recover(self, error: errors.ParameterServerUnavailableError) -> None:
     began = time.monotonic()
     try:
-      found, lost_steps = self._try_to_restore(error)
+      found = self._try_to_restore(error)
     except Exception as e:
       self._pool.refusal = e
       raise
     self._loss = None
     self._pool.refusal = None
     seconds = time.monotonic() - began
+    lost_steps = 0 if self._is_loading else self.counts.begun_since(found)
     self.counts.note_restored(found.path)
     self.history.append(
       {'server': error.server, 'lost_steps': lost_steps, 'seconds': seconds}
@@ -279,19 +271,17 @@ class Recovery:
 
   def _try_to_restore(
     self, error: errors.ParameterServerUnavailableError
-  ) -> tuple[checkpointer.Checkpoint, int]:
-    """Restores variables after `error`, or raises a typed error.
-
-    Returns from which checkpoint, and how many steps that cost.
-    """
+  ) -> checkpointer.Checkpoint:
+    """Restores variables after `error`, or raises a typed error."""
     if not self.is_enabled:
       raise error
-    if not (self._has_checkpoint or self._is_loading):
-      raise _error_of(
-        error,
+    if not (self.counts.has_checkpoint or self._is_loading):
+      raise connection.unavailable(
         f'ps {error.server} at {error.address} died before this run had written a '
         'checkpoint. Fix: restart the job; in a loop of your own, call '
         'strategy.track or strategy.restore before the first step.',
+        error.server,
+        error.address,
       )
     logging.error('%s Waiting for it.', error)
     for attempt in range(_MAX_ATTEMPTS):
@@ -299,17 +289,18 @@ class Recovery:
         return self._restore_servers()
       except (errors.ParameterServerUnavailableError, tf.errors.OpError) as e:
         if attempt == _MAX_ATTEMPTS - 1:
-          raise _error_of(
-            error,
+          raise connection.unavailable(
             f'the variables of ps {error.server} at {error.address} could not be '
             f'restored in {_MAX_ATTEMPTS} attempts: {e}. Fix: see the logs of '
             'the servers, and restart the job.',
+            error.server,
+            error.address,
           ) from e
         logging.warning('recovery: %s; trying again', e)
         _tf_internal.clear_errors()
         time.sleep(_RETRY_SECONDS)
 
-  def _restore_servers(self) -> tuple[checkpointer.Checkpoint, int]:
+  def _restore_servers(self) -> checkpointer.Checkpoint:
     """Waits for all servers, recreates the variables and restores them."""
     self._pool.forget()
     self._liveness.wait_for_all(self._options.recovery_timeout)
@@ -332,17 +323,7 @@ class Recovery:
       names = [v.name for v in lost if v.is_counter == kind]
       if names:
         logging.warning('not in the checkpoint: %s %s', ', '.join(names), what)
-    is_loading = self._is_loading
-    return found, 0 if is_loading else self.counts.begun_since(found)
-
-
-def _error_of(
-  cause: errors.ParameterServerUnavailableError, message: str
-) -> errors.ParameterServerUnavailableError:
-  """An error of the same server."""
-  error = errors.ParameterServerUnavailableError(message)
-  error.server, error.address = cause.server, cause.address
-  return error
+    return found
 
 
 class StepCounts:
@@ -375,6 +356,11 @@ class StepCounts:
   def begin_epoch(self, begun_before: int) -> None:
     """Notes that an epoch begins, of which an earlier run has begun so many."""
     self._epoch_began = self.begun - begun_before
+
+  @property
+  def has_checkpoint(self) -> bool:
+    """Returns whether there is a checkpoint of this run."""
+    return self._path is not None
 
   def note_saved(self, path: str) -> None:
     """Notes that steps which begin now start from the values of a checkpoint."""

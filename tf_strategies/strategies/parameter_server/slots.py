@@ -10,6 +10,7 @@ changed, so a task can be repeated with other slots. It then forgets the first o
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,18 +55,14 @@ class SlotLayout:
     ]
     # By server: numbers of its parts, and how they travel, with the number of rows.
     self._sent: dict[int, tuple[list[int], packing.Packing]] = {}
+    self.specs: dict[int, list[tf.TensorSpec]] = {}
     if traced.outputs.are_numbers:
-      count = sum(traced.outputs.sizes)
-      self.parts.append((0, tf.TensorSpec([count], tf.float64)))
+      self.parts += [(0, spec) for spec in traced.outputs.specs]
     for server in sorted({server for server, _ in self.parts}):
       there = [i for i, (place, _) in enumerate(self.parts) if place == server]
       specs = [*(self.parts[i][1] for i in there), _ROWS]
-      self._sent[server] = there, packing.Packing(specs)
-
-  @property
-  def specs(self) -> dict[int, list[tf.TensorSpec]]:
-    """Returns the specs of the messages to each server."""
-    return {server: packed.specs for server, (_, packed) in self._sent.items()}
+      packed = packing.Packing(specs)
+      self._sent[server], self.specs[server] = (there, packed), packed.specs
 
   @functools.cached_property
   def key(self) -> str:
@@ -114,20 +111,18 @@ class Slots:
   def __init__(self, specs: dict[int, list[tf.TensorSpec]]):
     self._variables = []
     for server, messages in specs.items():
-      device = variables.server_device(server)
-      for spec in messages:
-        zeros = variables.zeros_on(device, [0], spec.dtype)
-        with tf.device(device):
-          self._variables.append(
-            # TensorFlow aborts a task that is given the handle of a variable of
-            # which one dimension is unknown; all unknown is fine.
-            _tf_internal.ResourceVariable(
-              zeros,
-              shape=tf.TensorShape(None),
-              validate_shape=False,
-              trainable=False,
-            )
-          )
+      # TensorFlow aborts a task that is given the handle of a variable of which one
+      # dimension is unknown; all unknown is fine.
+      self._variables += [
+        variables.zeros_on(
+          server,
+          [0],
+          spec.dtype,
+          shape=tf.TensorShape(None),
+          validate_shape=False,
+        )
+        for spec in messages
+      ]
     self.handles = [v.handle for v in self._variables]
 
 
@@ -163,18 +158,13 @@ class WorkerFunction:
     copies = self._copies()
     # Rows of tables are read after the variables, as one device would in a step.
     outputs, gradients, added = self.traced.call(
-      [
-        t
-        for t in tf.nest.flatten(batch, expand_composites=True)
-        if t is not None
-      ],
+      batch_message.components(batch),
       {key: handle for key, (handle, _) in copies.items()},
     )
-    found = self.traced.outputs
-    reported = found.report(tf.nest.pack_sequence_as(found.specs, outputs))
     tensors = [*self._by_part(gradients), *self._written(copies, added)]
-    if found.are_numbers:
-      tensors.append(reported)
+    if self.traced.outputs.are_numbers:
+      tensors += outputs
+      outputs = []
     rows = batch_message.rows_of(batch) if self._shares_rows else 1
     rows = tf.cast(rows, tf.float32)
     remaining = iter(handles)
@@ -183,7 +173,7 @@ class WorkerFunction:
       with tf.device(variables.server_device(server)):
         for message in messages:
           tf.raw_ops.AssignVariableOp(resource=next(remaining), value=message)
-    return [] if found.are_numbers else reported
+    return list(map(tf.identity, outputs))
 
   def _copies(self) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
     """Returns, by handle, a copy's handle and its value before the step."""
@@ -258,8 +248,8 @@ class ApplyFunction:
       self._trace, *layout.handle_specs(count)
     )
 
-  def __call__(self, tasks: Sequence[Slots]) -> tf.Tensor:
-    """Applies the contents of these slots; returns the numbers to report."""
+  def __call__(self, tasks: Sequence[Slots]) -> list[tf.Tensor]:
+    """Applies the contents of these slots; returns the numbers of the step."""
     handles = [h for slots in tasks for h in slots.handles]
     return _tf_internal.call_with(self._function, handles)
 
@@ -278,10 +268,14 @@ class ApplyFunction:
           parts[index] = [found[index] for found, _ in read], weights
     with tf.device(variables.server_device(0)), variables.applying():
       numbers = self._apply(iter([parts[i] for i in sorted(parts)]))
+      packed = packing.Packing(
+        [tf.TensorSpec(t.shape, t.dtype) for t in numbers]
+      )
+      messages = packed.pack(numbers)
     # A tensor that is read from another task leaves 3 kB there for good: a kernel
     # with the number of the copy.
     with tf.device(traced_step.COORDINATOR):
-      return tf.identity(numbers)
+      return packed.unpack(list(map(tf.identity, messages)))
 
   def _apply(self, parts):
     outputs, powers = self._traced.outputs, self._powers
@@ -293,8 +287,14 @@ class ApplyFunction:
       combined = []
       for gradient in gradients:
         power = next(of_gradients, 0)
+        if gradient is None:
+          combined.append(None)
+          continue
+        variable = gradient.variable
         combined.append(
-          None if gradient is None else _gradient(gradient, parts, power)
+          variable.join(
+            [_gradient(part, gradient, parts, power) for part in variable.parts]
+          )
         )
       self._in_replica(
         lambda _, o=optimizer, g=combined, t=targets: o.apply(g, t)
@@ -306,15 +306,18 @@ class ApplyFunction:
         with tf.device(part.device):
           value = _combined(*next(parts), power)
           part.write_directly(value, adds=write.adds)
-    if self._step.results is not None:
-      return outputs.report(self._step.results())
     if not outputs.are_numbers:
-      return tf.zeros([0], tf.float64)
-    numbers = next(parts)
-    if powers is None:
-      return numbers[0][0]
-    are_sums = np.repeat(np.array(powers.outputs, bool), outputs.sizes)
-    return tf.where(are_sums, tf.add_n(numbers[0]), _combined(*numbers))
+      return []
+    if self._step.results is not None:
+      return list(
+        map(tf.convert_to_tensor, tf.nest.flatten(self._step.results()))
+      )
+    of_outputs = powers.outputs if powers else itertools.repeat(0)
+    found = []
+    for (values, weights), power in zip(parts, of_outputs, strict=False):
+      exact = [tf.cast(value, tf.float64) for value in values]
+      found.append(tf.cast(_combined(exact, weights, power), values[0].dtype))
+    return found
 
 
 def _check_reads(optimizer: Any, written: Sequence[Any]) -> None:
@@ -331,17 +334,7 @@ def _check_reads(optimizer: Any, written: Sequence[Any]) -> None:
       )
 
 
-def _gradient(gradient: traced_step.Gradient, parts, power):
-  """Combines the gradients of the tasks into the gradient of the step."""
-  return gradient.variable.join(
-    [
-      _gradient_of(part, gradient, parts, power)
-      for part in gradient.variable.parts
-    ]
-  )
-
-
-def _gradient_of(part, gradient, parts, power):
+def _gradient(part, gradient: traced_step.Gradient, parts, power):
   """Combines the gradients of the tasks for a part of a variable."""
   values, weights = next(parts)
   if power:
@@ -377,7 +370,7 @@ def _scaled(value, weight):
   return value * tf.cast(weight, value.dtype)
 
 
-def _combined(values, weights, power: int = 0) -> tf.Tensor:
+def _combined(values, weights, power: int) -> tf.Tensor:
   """Returns the sum of values (power 1) or their weighted mean (power 0).
 
   Values that are no floats and have the power 0 do not depend on the rows, so it

@@ -184,11 +184,11 @@ class Read:
   def _readable(self, worker: int) -> list[DataSplit]:
     """Returns the splits that a worker can read, or whose end it can report."""
     # A step without shares does not wait for late workers: others read their splits.
-    reader_of = self._pool.readers(also_late=self._turn.has_shares)
+    readers = self._pool.readers(also_late=self._turn.has_shares)
     return [
       split
       for split in self._turn.waiting.copy()
-      if split.is_closed or reader_of(split.index) == worker
+      if split.is_closed or readers[split.index] == worker
     ]
 
   def has_work_for(self, worker: int) -> bool:

@@ -103,14 +103,14 @@ class StepFunction:
   def _look(self, work: engine_lib.Work) -> None:
     """Writes the first checkpoint, and traces the step, which may make variables."""
     strategy = self._strategy
-    if self._step.trains and not strategy.recovery.is_told:
+    if self._step.trains:
       strategy.track(**model_state.state_of(self._model))
-    load = strategy.extended.placement.load
+    load = list(strategy.extended.placement.load)
 
     def look():
       # It may be traced with what an earlier call has lost, and then sent.
       strategy.liveness.wait_for_answers()
-      strategy.engine.look(self._step, work.layout)
+      strategy.engine.function(self._step, work.layout)
 
     strategy.recovery.with_recovery(look)
     if self._step.trains and strategy.extended.placement.load != load:

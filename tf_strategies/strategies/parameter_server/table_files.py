@@ -80,8 +80,12 @@ def restore(
       for part in parts:
         for begin, count in _cuts(part.shape, part.dtype.size):
           rows = arrays.rows(name, first + begin, count)
-          [rows] = _tf_internal.on_host(rows)
-          part.write_rows_directly(begin, rows)
+          numbers = np.arange(begin, begin + count)
+          numbers, rows = _tf_internal.on_host(numbers, rows)
+          with tf.device(part.device):
+            tf.raw_ops.ResourceScatterUpdate(
+              resource=part.handle, indices=numbers, updates=rows
+            )
         _end_sparse_access(part)
         part.is_lost = False
         first += part.shape[0]

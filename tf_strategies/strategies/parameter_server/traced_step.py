@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, _tf_internal, errors
@@ -105,42 +104,22 @@ def concrete(function: Callable, *specs: tf.TensorSpec) -> Callable:
     return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
-@dataclasses.dataclass
 class Outputs:
-  """What a step returns: numbers and small arrays, or other tensors."""
+  """What a step returns: numbers and small arrays, or other tensors.
 
-  specs: Any  # In the structure of the results.
+  Attributes:
+    structure: of the results.
+    specs: of each result.
+    are_numbers: whether all are numbers and small arrays, which fit one message.
+  """
 
-  @functools.cached_property
-  def are_numbers(self) -> bool:
-    """Returns whether all are numbers and small arrays, which fit one message."""
-    return all(
+  def __init__(self, structure: Any):
+    self.structure = structure
+    self.specs: list[Any] = tf.nest.flatten(structure)
+    self.are_numbers = all(
       isinstance(s, tf.TensorSpec) and packing.is_small(s.shape, s.dtype)
-      for s in tf.nest.flatten(self.specs)
+      for s in self.specs
     )
-
-  @functools.cached_property
-  def sizes(self) -> list[int]:
-    """Returns how many numbers each output is."""
-    return [s.shape.num_elements() for s in tf.nest.flatten(self.specs)]
-
-  def report(self, outputs: Any) -> Any:
-    """Returns the report of a step: its numbers as float64 [count], or its tensors."""
-    flat = [tf.convert_to_tensor(t) for t in tf.nest.flatten(outputs)]
-    if not self.are_numbers:
-      return [tf.identity(t) for t in flat]
-    flat = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in flat]
-    return tf.concat([*flat, tf.zeros([0], tf.float64)], 0)
-
-  def unreport(self, reported: Any) -> Any:
-    """Converts the report of a step, as NumPy arrays, to its results."""
-    if self.are_numbers:
-      parts = np.split(reported, np.cumsum(self.sizes))
-      reported = [
-        part.reshape(s.shape).astype(s.dtype.as_numpy_dtype)
-        for part, s in zip(parts, tf.nest.flatten(self.specs), strict=False)
-      ]
-    return tf.nest.pack_sequence_as(self.specs, reported)
 
 
 @dataclasses.dataclass
@@ -198,6 +177,7 @@ class TracedStep:
     outputs: what the step returns.
     calls: of `apply`: (optimizer, gradients, variables, number of the first operation
       after it); a gradient may be None.
+    gradients: those of all calls.
     writes: its other writes.
     copied: variables of which a worker needs a copy.
 
@@ -233,7 +213,7 @@ class TracedStep:
     self._are_noted = len(noted) == len(optimizers)
     _check_python(self._function.graph)
     targets = [v for _, _, variables, _ in self.calls for v in variables]
-    _check_variables(self._function.graph, self.variables, targets)
+    _check_variables(self._function.graph, targets)
 
   def _trace(self, optimizers, **options):
     def trace(*flat):
@@ -262,6 +242,7 @@ class TracedStep:
       self._added = added
       self.outputs = Outputs(tf.nest.map_structure(_spec_of, outputs))
       self.calls = gradients
+      self.gradients = [g for _, found, *_ in gradients for g in found if g]
       return tf.nest.flatten(outputs), tensors, list(map(_added_by, added))
 
     specs = batch_message.BatchLayout(self._structure).specs
@@ -275,22 +256,21 @@ class TracedStep:
       if external.dtype == tf.resource
     }
     self._place = {op.name: i for i, op in enumerate(graph.get_operations())}
-    found = {}
-    for key, inside in self._inside.items():
-      variable = _by_handle.get(key)
-      if variable is not None:
-        found[key] = variable, list(_uses(graph, inside, graph))
-    self.variables = {key: variable for key, (variable, _) in found.items()}
-    self._uses = {key: uses for key, (_, uses) in found.items()}
+    # Its variables with all operations on them, by the ids of handles.
+    self._uses = {
+      key: (_by_handle[key], list(_uses(graph, inside, graph)))
+      for key, inside in self._inside.items()
+      if key in _by_handle
+    }
     self.writes = [
       self._write(graph, variable, written)
-      for variable, uses in found.values()
+      for variable, uses in self._uses.values()
       if (written := [op for op in uses if op.type not in READS])
     ]
     of_writes = {id(w.variable) for w in self.writes}
     self.copied = [
       variable
-      for variable, uses in found.values()
+      for variable, uses in self._uses.values()
       if id(variable) in of_writes
       # Not in branches and loops, nor in what XLA compiles.
       or any(op.type not in _LOOKUPS or op.graph is not graph for op in uses)
@@ -376,18 +356,13 @@ class TracedStep:
         late.append(optimizer)
     return late
 
-  @property
-  def gradients(self) -> list[Gradient]:
-    """Returns the gradients of all calls of `apply`."""
-    return [g for _, found, *_ in self.calls for g in found if g is not None]
-
   def written_before(self) -> list[list[Any]]:
     """Returns, for each call of `apply`, the variables that the step has written then."""
     written = {id(w.variable) for w in self.writes}
     return [
       [
         variable
-        for key, variable in self.variables.items()
+        for key, (variable, _) in self._uses.items()
         if id(variable) in written
         and any(
           op.type not in READS and self._place[op.name] < begin
@@ -436,8 +411,8 @@ class TracedStep:
       yield 'a step that changes nothing'
     graph = self._function.graph
     skipped = {id(model_state.value_of(each)) for each in exempt}
-    for key, variable in self.variables.items():
-      uses = [op for op in self._uses[key] if op.graph is graph]
+    for variable, everywhere in self._uses.values():
+      uses = [op for op in everywhere if op.graph is graph]
       written = [self._place[op.name] for op in uses if op.type not in READS]
       read = [self._place[op.name] for op in uses if op.type in READS]
       if (
@@ -455,13 +430,11 @@ class TracedStep:
     """
     graph = self._function.graph
     count = len(self._batch)
-    if not all(
-      s.shape.is_fully_defined() for s in tf.nest.flatten(self.outputs.specs)
-    ):
+    if not all(s.shape.is_fully_defined() for s in self.outputs.specs):
       raise plan.NeedsExchangeError('results that are as long as the batch')
     of_rows = functools.partial(row_sharing.powers, graph, count)
     batch = [t.op.name for t in self._batch]
-    results = len(tf.nest.flatten(self.outputs.specs))
+    results = len(self.outputs.specs)
     returned, tensors = graph.outputs[:results], iter(graph.outputs[results:])
     groups = []
     for _, gradients, *_ in self.calls:
@@ -469,8 +442,8 @@ class TracedStep:
         parts = [next(tensors) for _ in gradient.specs] if gradient else []
         groups.append(_lookups(parts, batch) if parts else [])
     written = [
-      (key, op)
-      for key, uses in self._uses.items()
+      (variable, op)
+      for variable, uses in self._uses.values()
       for op in uses
       if op.type in _ASSIGNMENTS
     ]
@@ -478,11 +451,11 @@ class TracedStep:
     try:
       found = iter(of_rows([*itertools.chain(*groups), *returned, *values]))
     except plan.NeedsExchangeError as error:
-      for key, op in written:
+      for variable, op in written:
         try:
           of_rows([op.inputs[1]])
         except plan.NeedsExchangeError:
-          name = _name_of(self.variables[key])
+          name = _name_of(variable)
           raise plan.NeedsExchangeError(f'{error}, for {name!r}') from None
       raise
     of_gradients = []
@@ -493,8 +466,7 @@ class TracedStep:
       of_gradients.append(of_group[0] if of_group else None)
     of_outputs = [next(found) for _ in returned]
     writes: dict[int, int] = {}
-    for (key, _), power in zip(written, found, strict=True):
-      variable = self.variables[key]
+    for (variable, _), power in zip(written, found, strict=True):
       if writes.setdefault(id(variable), power) != power:
         raise plan.NeedsExchangeError(
           f'{_name_of(variable)!r} gets both sums over rows and other values'
@@ -660,14 +632,14 @@ def _check_python(graph) -> None:
       )
 
 
-def _check_variables(graph, on_servers, targets: Sequence[Any]) -> None:
+def _check_variables(graph, targets: Sequence[Any]) -> None:
   """Raises an error for a variable of this process that workers would write.
 
   Workers may read such variables, for example the vocabulary of an adapted layer.
   """
   trained = {id(model_state.value_of(each)) for each in targets}
   for variable in graph.variables:
-    if id(variable.handle) in on_servers or (
+    if id(variable.handle) in _by_handle or (
       tf.DeviceSpec.from_string(variable.handle.device).job == 'ps'
     ):
       continue

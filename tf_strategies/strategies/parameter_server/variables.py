@@ -147,10 +147,9 @@ class ServerVariable(_tf_internal.ResourceVariable):
       )
 
   def _read_variable_op(self, no_copy=False):
-    self.check_is_whole()
     if tf.executing_eagerly():
-      read = super()._read_variable_op
-      return self._drained(lambda: _fetched(read(no_copy)))
+      return self._read(super()._read_variable_op, no_copy)
+    self.check_is_whole()
     copies, server = _updating.copies, _updating.server
     if copies is None or server in (None, self.server):
       return super()._read_variable_op(no_copy)
@@ -164,14 +163,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     return tf.raw_ops.ResourceGather(
       resource=self.handle, indices=numbers, dtype=self.dtype
     )
-
-  def write_rows_directly(self, first: int, rows: tf.Tensor) -> None:
-    """Writes rows from number `first` on, on the server."""
-    with tf.device(self.device):
-      numbers = tf.range(first, first + rows.shape[0], dtype=tf.int64)
-      tf.raw_ops.ResourceScatterUpdate(
-        resource=self.handle, indices=numbers, updates=rows
-      )
 
   def _write_drained(self, write):
     """Writes for the coordinator, after the steps that it has scheduled."""
@@ -231,20 +222,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     handle = tf.compat.v1.get_default_graph().capture(self.handle)
     return read.inputs[0] is handle and not _is_older(read)
 
-  def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign_add`; atomic on a server."""
-    return self._add(super().assign_add, delta, name, read_value)
-
-  def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-    """Does the same as `tf.Variable.assign_sub`; atomic on a server."""
-    return self._add(super().assign_sub, delta, name, read_value)
-
-  def _add(self, write, delta, name, read_value):
-    self.check_is_whole()
-    return self._write(
-      functools.partial(write, delta, name=name, read_value=read_value)
-    )
-
   def _restore_from_tensors(self, restored_tensors):
     # TensorFlow's assigns past `assign`.
     restore = super()._restore_from_tensors
@@ -255,22 +232,21 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def sparse_read(self, indices, name=None):
     """Gathers rows as `tf.gather`, on the server; each row is sent once."""
-    self.check_is_whole()
-    if tf.executing_eagerly():
-      read = super().sparse_read
-      return self._drained(lambda: _fetched(read(indices, name)))
     trace = traced_step.current()
     if trace is None or not trace.looks_up(self):
-      return super().sparse_read(indices, name)
+      return self._read(super().sparse_read, indices, name)
+    self.check_is_whole()
     return look_up(self, indices, super().sparse_read)
 
   def gather_nd(self, indices, name=None):
     """Gathers as `tf.gather_nd`, on the server."""
+    return self._read(super().gather_nd, indices, name)
+
+  def _read(self, read: Callable[..., tf.Tensor], *args) -> tf.Tensor:
     self.check_is_whole()
-    read = super().gather_nd
     if not tf.executing_eagerly():
-      return read(indices, name)
-    return self._drained(lambda: _fetched(read(indices, name)))
+      return read(*args)
+    return self._drained(lambda: _fetched(read(*args)))
 
   def is_alive(self) -> bool:
     """Returns whether the process that holds the variable is the one it was made in."""
@@ -287,12 +263,7 @@ class ServerVariable(_tf_internal.ResourceVariable):
     """
     if self.is_alive():
       return
-    device = server_device(self.server)
-    zeros = zeros_on(device, self.shape, self.dtype)
-    with tf.device(device):
-      fresh = _tf_internal.ResourceVariable(
-        zeros, trainable=False, dtype=self.dtype
-      )
+    fresh = zeros_on(self.server, self.shape, self.dtype)
     # The handle alone says which memory of which process this variable is.
     self.old_handles = (*self.old_handles, self._handle)
     self._handle = fresh.handle
@@ -312,12 +283,16 @@ def update_functions(variables: Iterable[Any]) -> None:
   )
 
 
-def zeros_on(device: str, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-  """Makes zeros on a server, as `_tf_internal.on_task` does."""
-  zero = np.zeros([], dtype.as_numpy_dtype)
-  dims = np.array(shape, np.int32)
-  with _tf_internal.on_task(device, dims, zero) as arguments:
-    return tf.fill(*arguments)
+def zeros_on(
+  server: int, dims: Sequence[int], dtype: tf.DType, **options
+) -> tf.Variable:
+  """Makes a variable of zeros on a server, as `_tf_internal.on_task` does."""
+  device = server_device(server)
+  values = np.array(dims, np.int32), np.zeros([], dtype.as_numpy_dtype)
+  with _tf_internal.on_task(device, *values) as arguments:
+    zeros = tf.fill(*arguments)
+  with tf.device(device):
+    return _tf_internal.ResourceVariable(zeros, trainable=False, **options)
 
 
 def look_up(
@@ -360,7 +335,7 @@ def _fetched(value: tf.Tensor) -> tf.Tensor:
     return tf.identity(value)
 
 
-def _sparse_write(name: str):
+def _checked_write(name: str):
   method = getattr(_tf_internal.ResourceVariable, name)
 
   def write(self, *args, **kwargs):
@@ -374,6 +349,8 @@ def _sparse_write(name: str):
 
 
 for _name in (
+  'assign_add',
+  'assign_sub',
   'scatter_add',
   'scatter_sub',
   'scatter_mul',
@@ -388,4 +365,4 @@ for _name in (
   'scatter_nd_min',
   'scatter_nd_max',
 ):
-  setattr(ServerVariable, _name, _sparse_write(_name))
+  setattr(ServerVariable, _name, _checked_write(_name))

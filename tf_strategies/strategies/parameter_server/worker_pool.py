@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import tensorflow as tf
 from absl import logging
@@ -37,8 +35,17 @@ class NotHereError(Exception):
   """A task that this worker cannot run and another one can."""
 
 
-class Task(abc.ABC):
-  """Something to be done once, on any worker."""
+class Task:
+  """Something to be done once, on any worker.
+
+  Subclasses define these methods. All but `run` are called under the pool's lock:
+
+  * `run(worker)` does it on a worker, in the worker's thread.
+  * `is_wanted()` returns whether anybody still needs it. If not, it leaves the queue,
+    and nobody waits for the worker that runs it. It must not be wanted again.
+  * `has_work_for(worker)` returns whether a worker can run it.
+  * `may_begin(worker)` returns whether a worker that can run it may do so now.
+  """
 
   # How often it failed and was put back, and how many workers were lost while they
   # ran it.
@@ -47,31 +54,6 @@ class Task(abc.ABC):
   # Whether it has changed nothing yet.
   may_repeat = True
   worker: int | None = None  # That took it.
-
-  @abc.abstractmethod
-  def run(self, worker: int) -> None:
-    """Does it on a worker; called in the worker's thread."""
-
-  def is_wanted(self) -> bool:
-    """Returns whether anybody still needs it; called under the pool's lock.
-
-    If not, it leaves the queue, and nobody waits for the worker that runs it. It
-    must not be wanted again.
-    """
-    return True
-
-  def has_work_for(self, worker: int) -> bool:
-    """Returns whether a worker can run it; called under the pool's lock."""
-    del worker
-    return True
-
-  def may_begin(self, worker: int) -> bool:
-    """Returns whether a worker may run it now; called under the pool's lock."""
-    del worker
-    return True
-
-
-_T = TypeVar('_T', bound=Task)
 
 
 class WorkerPool:
@@ -116,8 +98,8 @@ class WorkerPool:
         daemon=True,
       ).start()
 
-  def submit(self, task: _T) -> _T:
-    """Adds a task, and returns it; or raises what an earlier one failed with."""
+  def submit(self, task: Task) -> None:
+    """Adds a task, or raises what an earlier one failed with."""
     with self.lock:
       self.check_accepts()
       self._wait(
@@ -133,7 +115,6 @@ class WorkerPool:
       self._queue.append(task)
       self._discard_unwanted()
       self.lock.notify_all()
-      return task
 
   def wait(self, until: Callable[[], bool] | None = None) -> None:
     """Waits until all tasks that are wanted are done, or until a condition holds.
@@ -161,25 +142,21 @@ class WorkerPool:
       tasks = [*self._queue, *self._running.values()]
       return any(task.is_wanted() for task in tasks)
 
-  def late(self) -> set[int]:
-    """Returns the workers that run what nobody wants any more."""
-    with self.lock:
-      return {w for w, task in self._running.items() if not task.is_wanted()}
-
-  def readers(self, also_late: bool) -> Callable[[int], int]:
-    """Returns what tells which worker reads a split now.
+  def readers(self, also_late: bool) -> list[int]:
+    """Returns which worker reads each split now.
 
     It is the one with the number of the split, or the next one that is alive; if not
-    `also_late`, the next one that is not late.
+    `also_late`, the next one that does not run what nobody wants any more.
     """
-    away = self.lost | (set() if also_late else self.late())
-    workers = self.workers
-
-    def reader_of(index: int) -> int:
-      in_turn = workers[index:] + workers[:index]
-      return next((w for w in in_turn if w not in away), index)
-
-    return reader_of
+    with self.lock:
+      away = set(self.lost)
+      for worker, task in self._running.items():
+        if not (also_late or task.is_wanted()):
+          away.add(worker)
+    return [
+      next((w for w in self.workers[i:] + self.workers[:i] if w not in away), i)
+      for i in self.workers
+    ]
 
   def close(self) -> None:
     """Ends the threads; tasks that run are left to themselves."""
@@ -321,13 +298,25 @@ class WorkerPool:
     if _is_of_server(error):
       raise error
     self._check_servers(error)
-    if not task.may_repeat:
-      self._wait_to_retry(worker, error, may_retry=False)
-    is_lost = not self._liveness.is_worker_alive(worker)
+    is_of_graph = isinstance(error, tf.errors.OpError)
+    is_transient = isinstance(error, _TRANSIENT) or (
+      is_of_graph and self._liveness.changed_recently()
+    )
+    if is_transient and not task.may_repeat:
+      # Servers may have applied an update or not.
+      for _ in range(_MAX_RETRIES):
+        # It may be one that is just being restarted.
+        time.sleep(_REJOIN_SECONDS)
+        self._check_servers(error)
+      raise self._liveness.broken_update() from error
+    is_lost = task.may_repeat and not self._liveness.is_worker_alive(worker)
     if is_lost:
       self._lose(worker, error)
+    elif is_transient and task.retries < _MAX_RETRIES:
+      logging.warning('worker %d: %s; retrying', worker, _first_line(error))
+      time.sleep(_REJOIN_SECONDS)
     else:
-      self._wait_to_retry(worker, error, task.retries < _MAX_RETRIES)
+      raise _graph_errors.readable(error) if is_of_graph else error from None
     self.lives[worker] += 1
     task.retries += 1
     task.losses += is_lost
@@ -335,37 +324,10 @@ class WorkerPool:
       raise self._too_many(worker, error) from error
     self._put_back(worker, task)
 
-  def check_update(self, error: tf.errors.OpError) -> None:
-    """Raises if it is not known whether servers have applied an update.
-
-    Raises:
-      ParameterServerUnavailableError: a server died, or the connection to one.
-    """
-    self._check_servers(error)
-    if isinstance(error, _TRANSIENT) or self._liveness.changed_recently():
-      for _ in range(_MAX_RETRIES):
-        # It may be one that is just being restarted.
-        time.sleep(_REJOIN_SECONDS)
-        self._check_servers(error)
-      raise self._liveness.broken_update() from error
-
   def _check_servers(self, error: Exception) -> None:
     dead = self._liveness.server_error()
     if dead is not None:
       raise dead from error
-
-  def _wait_to_retry(
-    self, worker: int, error: Exception, may_retry: bool = True
-  ) -> None:
-    """Raises the error if a retry cannot cure it."""
-    is_of_graph = isinstance(error, tf.errors.OpError)
-    is_transient = isinstance(error, _TRANSIENT) or (
-      is_of_graph and self._liveness.changed_recently()
-    )
-    if not (is_transient and may_retry):
-      raise _graph_errors.readable(error) if is_of_graph else error from None
-    logging.warning('worker %d: %s; retrying', worker, _first_line(error))
-    time.sleep(_REJOIN_SECONDS)
 
   def _lose(self, worker: int, error: Exception) -> None:
     """Notes that a worker is lost."""
