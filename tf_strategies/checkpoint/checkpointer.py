@@ -166,10 +166,10 @@ class Checkpointer:
       names = os.listdir(self.directory)
     except FileNotFoundError:
       return []
-    numbers = sorted(
-      int(match[1]) for match in map(_NAME.fullmatch, names) if match
-    )
-    return [self._path(number) for number in numbers]
+    found = [
+      os.path.join(self.directory, n) for n in names if _NAME.fullmatch(n)
+    ]
+    return sorted(found, key=_number)
 
   def save(
     self,
@@ -208,7 +208,8 @@ class Checkpointer:
     """Writes a checkpoint; returns its path."""
     os.makedirs(self.directory, exist_ok=True)
     self._delete_unfinished()
-    path = self._path(1 + max(map(_number, self.paths()), default=0))
+    number = 1 + max(map(_number, self.paths()), default=0)
+    path = os.path.join(self.directory, f'checkpoint-{number:08d}')
     temporary = self._unfinished(path)
     os.mkdir(temporary)
     contents = {
@@ -297,9 +298,6 @@ class Checkpointer:
       else:
         with contextlib.suppress(FileNotFoundError):
           os.remove(path)
-
-  def _path(self, number: int) -> str:
-    return os.path.join(self.directory, f'checkpoint-{number:08d}')
 
   def _unfinished(self, path: str) -> str:
     name = f'{_UNFINISHED}{os.path.basename(path)}-{uuid.uuid4().hex[:12]}'

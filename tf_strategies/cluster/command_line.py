@@ -10,14 +10,17 @@ Example:
   2
 """
 
+import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from absl import flags
 
 from tf_strategies import errors, option_checks
 
+_Options = TypeVar('_Options')
 _INTERRUPTED = 128 + signal.SIGINT
 _DEFINE = {
   bool: flags.DEFINE_bool,
@@ -76,6 +79,12 @@ def main(
     usage = f'{program} [flags] -- command [arguments]'
     print(f'{program}: {e}{_meant(e, values)}\nUsage: {usage}', file=sys.stderr)
     return 2
+
+
+def filled(kind: Callable[..., _Options], values: flags.FlagValues) -> _Options:
+  """Returns an object of a data class, whose fields have the values of their flags."""
+  names = [field.name for field in dataclasses.fields(kind)]
+  return kind(**{name: values[name].value for name in names})
 
 
 def _meant(error: Exception, values: flags.FlagValues) -> str:

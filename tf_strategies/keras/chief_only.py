@@ -101,7 +101,10 @@ class ChiefOnly(keras.callbacks.Callback):
     variables = [*self.model.variables]
     if self.model.optimizer is not None:
       variables += self.model.optimizer.variables
-    self._strategy().extended.share_from_chief(variables)
+    with self._strategy().scope():
+      for variable in variables:
+        value = tf.convert_to_tensor(variable.numpy())
+        variable.assign(workers.broadcast(value, 'share'))
     # What Keras reads after this call to know where to go on.
     epoch = tf.constant(_keras_internal.initial_epoch(self.model), tf.int64)
     epoch = int(workers.broadcast(epoch, 'initial_epoch'))

@@ -129,12 +129,6 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     mine = [*self._weights(), *moving_statistics(model), *optimizer.variables]
     return [v for v in mine if id(v) not in shared]
 
-  def averages(self) -> list[keras.Variable]:
-    """Returns the moving averages of the inner optimizer, which meetings also
-    average.
-    """
-    return _keras_internal.moving_averages(self)
-
   # The parts of a meeting, in the context of one replica.
 
   def begin(self) -> None:

@@ -52,8 +52,7 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
   yaml = manifests.load_yaml()
   if values.image is None:
     raise flags.Error('no --image')
-  names = [field.name for field in dataclasses.fields(options_lib.Options)]
-  options = options_lib.Options(**{name: values[name].value for name in names})
+  options = command_line.filled(options_lib.Options, values)
   documents = manifests.documents(values.kind, options, command)
   if not values.secret_name:
     sys.stdout.write(_SECRET_NOTE)

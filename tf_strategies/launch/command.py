@@ -44,6 +44,7 @@ Example:
   0
 """
 
+import contextlib
 import os
 import secrets
 import sys
@@ -108,15 +109,8 @@ FLAGS = (
 def _run(values: flags.FlagValues, command: list[str]) -> int:
   if not command:
     raise flags.Error('no command: the command follows a lone --')
-  job = job_lib.TaskCounts(
-    values.num_workers, values.num_ps, values.chief, values.evaluator
-  )
-  options = supervisor.LaunchOptions(
-    values.max_restarts,
-    values.grace_period,
-    values.log_dir,
-    values.rank_filter,
-  )
+  job = command_line.filled(job_lib.TaskCounts, values)
+  options = command_line.filled(supervisor.LaunchOptions, values)
   is_alone = values.nnodes == 1
   option_checks.check(
     is_alone == (values.rendezvous is None)
@@ -131,42 +125,28 @@ def _run(values: flags.FlagValues, command: list[str]) -> int:
   if values.node_rank:
     counts.update(chief=0, evaluator=0)
   ports = ports_lib.pick_ports(sum(counts.values()))
-  if is_alone:
-    host = tasks.HostTasks(tasks.LOOPBACK, counts, ports)
-    secret = secrets.token_hex(job_lib.SECRET_BYTES)
-    return _supervise(
-      values, options, tasks.plan_tasks([host], command, secret)
-    )
-  from tf_strategies.launch import nodes as nodes_lib  # Only here: sockets.
+  with contextlib.ExitStack() as stack:
+    if is_alone:
+      launchers = None
+      hosts = [tasks.HostTasks(tasks.LOOPBACK, counts, ports)]
+      secret = secrets.token_hex(job_lib.SECRET_BYTES)
+    else:
+      from tf_strategies.launch import nodes  # Only here: sockets.
 
-  place = nodes_lib.Place(
-    values.nnodes,
-    values.node_rank,
-    values.rendezvous,
-    values.rendezvous_timeout,
-  )
-  try:
-    launchers = nodes_lib.Launchers(place, counts, ports, _say)
-  except (errors.RendezvousError, errors.AuthenticationError) as e:
-    _say(str(e))
-    return exit_codes.exit_code(e)
-  with launchers:
-    specs = tasks.plan_tasks(launchers.hosts, command, launchers.secret)
-    return _supervise(values, options, specs, launchers)
-
-
-def _supervise(
-  values: flags.FlagValues,
-  options: supervisor.LaunchOptions,
-  specs: Sequence[tasks.TaskSpec],
-  launchers=None,
-) -> int:
-  """Runs the tasks of this host, or prints all tasks of the job."""
-  if values.dry_run:
-    for spec in specs:
-      print(tasks.describe(spec))
-    return 0
-  return supervisor.Supervisor(specs, options, launchers).run()
+      place = command_line.filled(nodes.Place, values)
+      try:
+        launchers = nodes.Launchers(place, counts, ports, _say)
+      except (errors.RendezvousError, errors.AuthenticationError) as e:
+        _say(str(e))
+        return exit_codes.exit_code(e)
+      stack.enter_context(launchers)
+      hosts, secret = launchers.hosts, launchers.secret
+    specs = tasks.plan_tasks(hosts, command, secret)
+    if values.dry_run:
+      for spec in specs:
+        print(tasks.describe(spec))
+      return 0
+    return supervisor.Supervisor(specs, options, launchers).run()
 
 
 def _say(text: str) -> None:

@@ -56,22 +56,22 @@ class Place:
 
   Example:
 
-    >>> Place(2, 1, 'host0:29400').rank
+    >>> Place(2, 1, 'host0:29400').node_rank
     1
   """
 
-  count: int
-  rank: int
+  nnodes: int
+  node_rank: int
   rendezvous: str
-  timeout: float = 300.0
+  rendezvous_timeout: float = 300.0
 
   def __post_init__(self):
-    option_checks.check_int('--nnodes', self.count, 1)
+    option_checks.check_int('--nnodes', self.nnodes, 1)
     fix = 'count hosts from 0'
     option_checks.check_int(
-      '--node_rank', self.rank, 0, self.count - 1, fix=fix
+      '--node_rank', self.node_rank, 0, self.nnodes - 1, fix=fix
     )
-    option_checks.check_seconds('--rendezvous_timeout', self.timeout)
+    option_checks.check_seconds('--rendezvous_timeout', self.rendezvous_timeout)
     with checks.reading('--rendezvous'):
       checks.split_address(self.rendezvous, 'its value')
 
@@ -109,12 +109,12 @@ class Launchers(contextlib.AbstractContextManager):
     options = process_group.GroupOptions.from_env()
     option_checks.check(
       options.secret,
-      f'--nnodes={place.count} without a secret',
+      f'--nnodes={place.nnodes} without a secret',
       'one secret on all hosts',
       'set TFS_SECRET (or TFS_SECRET_FILE) on all hosts to what `python -c '
       '"import secrets; print(secrets.token_hex(32))"` prints once',
     )
-    self.rank = place.rank
+    self.rank = place.node_rank
     self.secret = options.secret.decode('utf-8')
     self.hosts: list[tasks.HostTasks] = []
     self.events: collections.deque[list] = collections.deque()
@@ -123,7 +123,7 @@ class Launchers(contextlib.AbstractContextManager):
     self._credentials = options.credentials()
     host, _ = checks.split_address(place.rendezvous, 'rendezvous')
     self._mine = tasks.HostTasks(host, dict(counts), list(ports))
-    self._ends_at = time.monotonic() + place.timeout
+    self._ends_at = time.monotonic() + place.rendezvous_timeout
     self._tell_at = time.monotonic() + _SECONDS_BEFORE_TELLING
     # The first host is connected to all others, and the others to the first.
     self._connections: dict[int, connection_lib.Connection] = {}
@@ -132,13 +132,15 @@ class Launchers(contextlib.AbstractContextManager):
     self._parts = {0: self._mine}
     self._refusal = ''
     # The others listen too, but nobody knows where: it is their thread.
-    address = place.rendezvous if place.rank == 0 else f'{tasks.LOOPBACK}:0'
+    address = (
+      place.rendezvous if place.node_rank == 0 else f'{tasks.LOOPBACK}:0'
+    )
     handlers = {_Kind.NODE: self._serve}
     self._server = server.Server(
-      address, place.rank, self._credentials, handlers, None, place.count
+      address, place.node_rank, self._credentials, handlers, None, place.nnodes
     )
     try:
-      if place.rank == 0:
+      if place.node_rank == 0:
         self._lead()
       else:
         self._join()
@@ -158,7 +160,7 @@ class Launchers(contextlib.AbstractContextManager):
   def _lead(self) -> None:
     try:
       while not self.hosts:
-        missing = sorted({*range(self._place.count)} - {*self._parts})
+        missing = sorted({*range(self._place.nnodes)} - {*self._parts})
         self._wait(f'node {", ".join(map(str, missing))}')
     except errors.RendezvousError as e:
       self._send_soon(_Kind.REJECT, str(e))
@@ -179,14 +181,14 @@ class Launchers(contextlib.AbstractContextManager):
     # Another version may have other fields.
     self._parts[request.client] = tasks.HostTasks(*part)
     self._connections[request.client] = connection
-    if len(self._parts) == self._place.count:
+    if len(self._parts) == self._place.nnodes:
       self.hosts = [node for _, node in sorted(self._parts.items())]
       self._send(_Kind.JOB, self.hosts)
     await self._follow(request.client, connection)
 
   def _objection(self, client: int, its_version: str, its_count: int) -> str:
     """Returns why a launcher cannot take part; empty if it can."""
-    count = self._place.count
+    count = self._place.nnodes
     who = f'node {client}'
     if its_count != count:
       return f'{who} has --nnodes={its_count}, node 0 has --nnodes={count}'
@@ -214,19 +216,19 @@ class Launchers(contextlib.AbstractContextManager):
       if self._refusal or not self._connections:
         why = self._refusal or 'it has ended, see what its launcher says'
         raise errors.RendezvousError(
-          f'Node 0 at {place.rendezvous} refused node {place.rank}: {why}. '
+          f'Node 0 at {place.rendezvous} refused node {place.node_rank}: {why}. '
           f'{_SAME_LINE}.'
         )
       self._wait('the others', grace=authentication.HANDSHAKE_SECONDS)
 
   async def _dial(self) -> None:
     place = self._place
-    request = authentication.ConnectionRequest(place.rank, 0)
+    request = authentication.ConnectionRequest(place.node_rank, 0)
     connection = await connection_lib.dial(
       place.rendezvous, request, self._credentials
     )
     node = self._mine._replace(host=connection.sock.getsockname()[0])
-    connection.send(_Kind.NODE, [version.__version__, place.count, node])
+    connection.send(_Kind.NODE, [version.__version__, place.nnodes, node])
     self._connections[0] = connection
     self._server.spawn(self._follow(0, connection))
 
@@ -235,13 +237,15 @@ class Launchers(contextlib.AbstractContextManager):
     place, now = self._place, time.monotonic()
     if now > self._ends_at + grace:
       raise errors.RendezvousError(
-        f'Node {place.rank} waited {place.timeout:g} s at {place.rendezvous} for '
-        f'{whom} (--nnodes={place.count}).{self._refusal} {_SAME_LINE}, or raise '
+        f'Node {place.node_rank} waited {place.rendezvous_timeout:g} s at {place.rendezvous} for '
+        f'{whom} (--nnodes={place.nnodes}).{self._refusal} {_SAME_LINE}, or raise '
         '--rendezvous_timeout.'
       )
     if now > self._tell_at:
       self._tell_at = now + 10 * _SECONDS_BEFORE_TELLING
-      self._say(f'Node {place.rank} waits at {place.rendezvous} for {whom}.')
+      self._say(
+        f'Node {place.node_rank} waits at {place.rendezvous} for {whom}.'
+      )
     time.sleep(_POLL_SECONDS)
 
   # From here on everything runs in the server's loop.
@@ -267,7 +271,7 @@ class Launchers(contextlib.AbstractContextManager):
       if not self.hosts:
         return  # Its launcher may be started again.
       # Without the first host nothing is heard of the others.
-      everyone = range(self._place.count)
+      everyone = range(self._place.nnodes)
       for node in [rank] if rank else {*everyone} - {self.rank}:
         self._take([node, 'lost'])
 

@@ -160,16 +160,6 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     """See base class."""
     return worker_exchange.WorkerExchange(self.communicator)
 
-  def share_from_chief(self, variables) -> None:
-    """Gives variables the chief's values, eagerly, on every worker."""
-    values = [
-      self.communicator.broadcast(tf.convert_to_tensor(v.numpy()), 'share')
-      for v in variables
-    ]
-    with self._container_strategy().scope():
-      for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
   def _get_cross_device_ops(self, value):
     if self._num_replicas_in_sync > len(self._devices):
       # On GPUs, TensorFlow would use collectives of this worker's devices only.

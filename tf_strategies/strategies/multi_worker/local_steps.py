@@ -115,7 +115,7 @@ class LocalWorker:
   def _meet(self, optimizer) -> tf.Tensor:
     """Updates the anchor with all workers' differences, weighted by their rows."""
     weights = _keras_internal.trainable_variables(optimizer)
-    averages = _values(optimizer.averages())
+    averages = _values(_keras_internal.moving_averages(optimizer))
     averages += self._statistics.get(optimizer, [])
     written = {
       id(v): v for v in [*_values([*optimizer.variables, *weights]), *averages]
