@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, errors, option_checks
+from tf_strategies import _keras_internal, errors
 from tf_strategies.checkpoint import checkpointer
 from tf_strategies.cluster import workers as workers_lib
 
@@ -25,10 +25,7 @@ _Array = TypeVar('_Array')
 
 
 def check_built(model: keras.Model) -> None:
-  """Raises an error unless this is a model with variables to save or restore."""
-  option_checks.check_type(
-    'model', model, keras.Model, 'a keras.Model', 'pass the model itself'
-  )
+  """Raises an error for a model that has no variables to save or restore."""
   # Keras never builds a model without `call`, whose train_step calls its layers.
   has_built_layers = model.layers and all(each.built for each in model.layers)
   if not (model.built or has_built_layers):

@@ -48,7 +48,7 @@ class Position:
   @classmethod
   def from_json(cls, value: Mapping[str, Any]) -> Position:
     """Returns the position of `to_json`; other keys are ignored."""
-    return cls(value['epoch'], value['step'], tuple(value['splits']))
+    return cls(value['epoch'], value['step'], tuple(value.get('splits', ())))
 
   def iterate(
     self, dataset: Any, steps_per_epoch: int | None = None

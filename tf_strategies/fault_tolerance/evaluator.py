@@ -220,13 +220,16 @@ def _is_needed(name: str) -> bool:
 
 
 def _check_model(model: keras.Model) -> None:
-  model_state.check_built(model)
+  option_checks.check_type(
+    'model', model, keras.Model, 'a keras.Model', 'pass the model to evaluate'
+  )
   if not model.compiled:
     raise errors.UnsupportedOptionError(
       f'model={model.name!r}, which is not compiled',
       'a compiled model',
       'call model.compile with the loss and metrics to evaluate',
     )
+  model_state.check_built(model)
 
 
 def _check_data(data: Any, steps: int | None) -> None:

@@ -114,6 +114,9 @@ class Run(keras.callbacks.Callback):
     max_to_keep: int = 2,
   ):
     super().__init__()
+    option_checks.check_type(
+      'model', model, keras.Model, 'a keras.Model', 'pass the model to save'
+    )
     option_checks.check(
       metrics is None
       or (
