@@ -21,7 +21,7 @@ import math
 import numbers
 import os
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -246,3 +246,16 @@ def is_number(value: object) -> bool:
     return math.isfinite(value)
   except OverflowError:  # An integer beyond any float.
     return False
+
+
+def check_step(fn: Any, optimizers: Any) -> None:
+  """Raises UnsupportedOptionError for arguments that `strategy.step` rejects."""
+  check_function(
+    'fn', fn, 'pass a function of a batch: strategy.step(train_step)'
+  )
+  check(
+    isinstance(optimizers, Sequence),
+    f'optimizers={optimizers!r}',
+    'a list of Keras optimizers',
+    'write strategy.step(train_step, [optimizer])',
+  )

@@ -245,11 +245,6 @@ def is_sample() -> bool:
   return frame_of(_FOR_ATTRIBUTES) is not None
 
 
-def is_of_keras(initial_value: Any) -> bool:
-  """Returns whether Keras makes a variable from this initial value."""
-  return _in_closure(initial_value, keras.Variable) is not None
-
-
 def initial_shape(initial_value: Callable) -> tuple[int, ...] | None:
   """Returns the shape of the variable that Keras is about to make; None otherwise."""
   variable = _in_closure(initial_value, keras.Variable)

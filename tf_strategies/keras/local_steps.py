@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, errors, option_checks
-from tf_strategies.keras import gradient_reducer, optimizer_wrapper
+from tf_strategies.keras import optimizer_wrapper
 
 
 @keras.saving.register_keras_serializable(package='tf_strategies')
@@ -72,7 +72,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
       'outer', outer, 'write for instance outer=keras.optimizers.SGD(1.0)'
     )
     _check_outer(outer)
-    gradient_reducer.check_local_steps()
+    _check_strategy()
     name = 'local_steps' if name is None else name
     super().__init__(optimizer, name)
     option_checks.check(
@@ -84,7 +84,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     self.every, self.outer = int(every), outer
     self.anchors: list[keras.Variable] = []
     self._counters: list[keras.Variable] = []
-    local_worker = gradient_reducer.current().local_worker
+    local_worker = _local_worker()
     if local_worker is not None:
       local_worker.trains_apart = True
 
@@ -176,7 +176,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     with keras.name_scope(self.name, caller=self):
       trainable_variables = self.built_on(trainable_variables)
     variables = trainable_variables or self._weights()
-    gradient_reducer.check_local_steps(is_training=True)
+    _check_strategy(is_training=True)
     for variable in variables:
       if _keras_internal.overwrites_with_gradient(variable):
         raise errors.UnsupportedOptionError(
@@ -185,7 +185,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
           'train without quantize("float8")',
         )
 
-    gradient_reducer.current().local_worker.check_counted(self)
+    _local_worker().check_counted(self)
     self.inner_optimizer.apply(grads, trainable_variables)
 
   def meet(self) -> None:
@@ -194,8 +194,8 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     Use it in your own loop before weights are read or saved.
     """
     with _keras_internal.strategy_of(self).scope():
-      gradient_reducer.check_local_steps(is_training=True)
-      gradient_reducer.current().local_worker.settle(self._weights())
+      _check_strategy(is_training=True)
+      _local_worker().settle(self._weights())
 
   def __dir__(self):
     # Like the inner optimizer, which is already saved.
@@ -254,6 +254,37 @@ def moving_statistics(model: keras.Model) -> list[keras.Variable]:
   ]
 
 
+def _local_worker():
+  """Returns the interface of this worker; None if it cannot train apart."""
+  extended = tf.distribute.get_strategy().extended
+  return getattr(extended, 'local_worker', None)
+
+
+def _check_strategy(is_training: bool = False) -> None:
+  """Raises UnsupportedOptionError if workers cannot train apart.
+
+  Outside any strategy it raises only with `is_training`, because saved models
+  are loaded there.
+  """
+  is_inside = tf.distribute.has_strategy()
+  if _local_worker() is not None or not (is_training or is_inside):
+    return
+  strategy = tf.distribute.get_strategy()
+  name = type(strategy).__name__
+  raise errors.UnsupportedOptionError(
+    f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
+    *getattr(strategy.extended, 'no_local_steps', _NO_LOCAL_STEPS),
+  )
+
+
+# The expected strategy, and the fix.
+_NO_LOCAL_STEPS = (
+  'a ring of several workers, each with weights of its own',
+  'leave out LocalSteps, or start a worker for each device and use '
+  "tfs.create_strategy('multi_worker_ring')",
+)
+
+
 def _check_outer(outer) -> None:
   what = f'outer={type(outer).__name__}(...)'
   option_checks.check(
@@ -263,7 +294,7 @@ def _check_outer(outer) -> None:
     'pass the inner optimizer. There is no loss to scale, and gradients '
     'are averaged already',
   )
-  gradient_reducer.check_has_one_rule(outer, what)
+  optimizer_wrapper.check_has_one_rule(outer, what)
   for option in ('use_ema', 'gradient_accumulation_steps'):
     if getattr(outer, option, None):
       raise errors.UnsupportedOptionError(

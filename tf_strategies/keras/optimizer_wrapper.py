@@ -2,10 +2,24 @@
 
 import functools
 import operator
+from collections.abc import Iterable
 
 import keras
 
 from tf_strategies import _keras_internal, errors, option_checks
+
+# Options that depend on the norm or the size of a gradient.
+CLIPPING = ('clipnorm', 'clipvalue', 'global_clipnorm')
+# Optimizers that need a whole variable and cannot update a part.
+WHOLE_VARIABLE_OPTIMIZERS = ('Adafactor', 'Lamb', 'Muon')
+
+
+def has_any(
+  optimizer: keras.optimizers.Optimizer, options: Iterable[str]
+) -> bool:
+  """Returns whether an optimizer uses one of some options."""
+  return any(getattr(optimizer, option, None) is not None for option in options)
+
 
 # Decorates each wrapper. Keras's other options belong to the inner optimizer.
 has_options = functools.partial(
@@ -48,6 +62,26 @@ def optimizer_of(argument: str, optimizer, fix: str):
     return keras.optimizers.get(optimizer)
   except ValueError as e:
     raise errors.UnsupportedOptionError(f'{what} ({e})', expected, fix) from e
+
+
+def check_has_one_rule(
+  optimizer: keras.optimizers.Optimizer, what: str
+) -> None:
+  """Rejects a `MultiOptimizer`, whose own update is never called.
+
+  It chooses an optimizer by a variable's path, and an anchor has a different
+  path.
+
+  Raises:
+    UnsupportedOptionError: names it as `what`.
+  """
+  option_checks.check(
+    not hasattr(optimizer, 'optimizers'),
+    what,
+    'an optimizer with one rule for all variables',
+    'pass an optimizer such as keras.optimizers.SGD(1.0), or wrap those that '
+    'MultiOptimizer chooses from',
+  )
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):

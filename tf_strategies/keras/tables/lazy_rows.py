@@ -5,7 +5,7 @@ import operator
 import keras
 
 from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import gradient_reducer, optimizer_wrapper
+from tf_strategies.keras import optimizer_wrapper
 from tf_strategies.keras.tables import row_updates
 
 
@@ -61,8 +61,8 @@ class LazyRows(
     super().__init__(optimizer, name)
     inner = self.inner_optimizer
     kind = type(inner).__name__
-    gradient_reducer.check_has_one_rule(inner, f'LazyRows({kind}(...))')
-    if kind in gradient_reducer.WHOLE_VARIABLE_OPTIMIZERS:
+    optimizer_wrapper.check_has_one_rule(inner, f'LazyRows({kind}(...))')
+    if kind in optimizer_wrapper.WHOLE_VARIABLE_OPTIMIZERS:
       raise errors.UnsupportedOptionError(
         f'LazyRows({kind}(...))',
         'an optimizer that updates each element by itself, such as Adam',

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal
-from tf_strategies.keras import gradient_reducer
+from tf_strategies.keras import optimizer_wrapper
 
 
 def summed(gradient: Any) -> Any:
@@ -51,9 +51,8 @@ def takes_sums(optimizer, clips: bool = False) -> bool:
   """
   chain = list(_keras_internal.chain(optimizer))
   if clips and any(
-    getattr(each, option, None) is not None
+    optimizer_wrapper.has_any(each, optimizer_wrapper.CLIPPING)
     for each in chain
-    for option in gradient_reducer.CLIPPING
   ):
     return False
   last = chain[-1] if chain else None

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tf_strategies import _tf_internal, errors, option_checks
+from tf_strategies import (
+  _keras_internal,
+  _tf_internal,
+  errors,
+  option_checks,
+)
 from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.central_storage import variables
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
-from tf_strategies.strategies.mirrored import reducer, replica_run
+from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
+from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
 
 @option_checks.has_options
@@ -117,8 +123,8 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
 
   def reduce_and_apply(self, gradients, apply, variables=()) -> None:
     """Adds gradients on the parameter device, and applies them once."""
-    if replica_run.in_branch_of_replica():
-      raise replica_run.branch_error()
+    if reducer.in_branch_of_replica():
+      raise reducer.branch_error()
 
     def merge(strategy, gradients):
       reduced = strategy.extended.batch_reduce_to(
@@ -145,11 +151,20 @@ class CentralStorageExtended(mirrored_extended.ExactMirroredExtended):
   _rewrap = staticmethod(variables.rewrap)
 
   def _creation_policy(self, kwargs, is_slot):
-    kwargs = variables.creation_policy(kwargs, is_slot)
+    name = kwargs.get('name')
+    if _keras_internal.is_loss_scale(name):
+      # It is written in a `tf.cond`, where a mean is impossible, and is the same
+      # on every replica.
+      kwargs = {**kwargs, 'aggregation': variables.ON_FIRST}
+    else:
+      kwargs = mirrored_variables.creation_policy(kwargs, is_slot)
     if is_slot and not hasattr(kwargs['colocate_with'], '_devices'):
       return kwargs  # It goes beside an object that has one device.
     central = _Devices((self.home_device,))
-    has_copies = variables.has_copies(kwargs)
+    on_read = tf.VariableSynchronization.ON_READ
+    has_copies = kwargs.get('synchronization') == on_read or (
+      _keras_internal.is_seed_state(name, kwargs.get('dtype'))
+    )
     return {**kwargs, 'colocate_with': None if has_copies else central}
 
 

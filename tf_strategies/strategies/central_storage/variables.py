@@ -2,21 +2,19 @@
 
 All replicas read the same variable. A write must therefore happen once, not
 once per replica, and only after all replicas have read. Merge calls, in which
-replicas meet, ensure both. These classes and `creation_policy` make writes use
-merge calls.
+replicas meet, ensure both. This class makes writes use merge calls.
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import gradient_reducer
-from tf_strategies.strategies.mirrored import replica_run
+from tf_strategies import _tf_internal, errors
+from tf_strategies.strategies.mirrored import reducer
 from tf_strategies.strategies.mirrored import variables as mirrored_variables
 
 _NONE = tf.VariableAggregation.NONE
-_ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
+ON_FIRST = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 class CentralVariable(mirrored_variables.MirroredVariable):
@@ -31,7 +29,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
   def _get_replica(self, replica_id):
     del replica_id
-    replica = replica_run.current_replica_id()
+    replica = reducer.current_replica_id()
     if replica is not None and _tf_internal.in_xla_context():
       self._check_compiled(replica)
     return self._values[0]
@@ -59,7 +57,7 @@ class CentralVariable(mirrored_variables.MirroredVariable):
       if self.aggregation == _NONE and not extended.is_one_device:
         return self._write_first(update_fn, value, **kwargs)
       return super()._update_replica(update_fn, value, **kwargs)
-    if gradient_reducer.are_gradients_reduced():
+    if reducer.are_gradients_reduced():
       return update_fn(self._values[0], value, **kwargs)
     return self._update_in_branch(update_fn, value, **kwargs)
 
@@ -73,9 +71,9 @@ class CentralVariable(mirrored_variables.MirroredVariable):
 
   def _update_in_branch(self, update_fn, value, **kwargs):
     """Writes in a `tf.cond` of one replica. The first replica writes for all."""
-    if self.aggregation not in (_NONE, _ON_FIRST):
-      raise replica_run.branch_error()
-    if replica_run.current_replica_id() != 0:
+    if self.aggregation not in (_NONE, ON_FIRST):
+      raise reducer.branch_error()
+    if reducer.current_replica_id() != 0:
       return self._values[0]
     return update_fn(self._values[0], value, **kwargs)
 
@@ -88,25 +86,3 @@ def rewrap(variable):
   return CentralVariable(
     variable.distribute_strategy, variable.values, variable.aggregation
   )
-
-
-def has_copies(kwargs: dict) -> bool:
-  """Returns whether each replica needs a copy, as sync-on-read variables and
-  seeds do.
-  """
-  on_read = tf.VariableSynchronization.ON_READ
-  return kwargs.get('synchronization') == on_read or (
-    _keras_internal.is_seed_state(kwargs.get('name'), kwargs.get('dtype'))
-  )
-
-
-def creation_policy(kwargs: dict, is_slot: bool) -> dict:
-  """Returns a variable creator's arguments with the right aggregation.
-
-  In addition to `mirrored_variables.creation_policy`, it handles the scale of a
-  `LossScaleOptimizer`. The scale is written in a `tf.cond`, where a mean is
-  impossible, and is the same on every replica.
-  """
-  if _keras_internal.is_loss_scale(kwargs.get('name')):
-    return {**kwargs, 'aggregation': _ON_FIRST}
-  return mirrored_variables.creation_policy(kwargs, is_slot)

@@ -11,51 +11,194 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 from absl import logging
 
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import links
-from tf_strategies.keras import gradient_reducer, scope_checks
+from tf_strategies.keras import optimizer_wrapper, scope_checks
 from tf_strategies.spmd import exchange as exchange_lib
+from tf_strategies.spmd import program
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import (
   host_input,
   replica_exchange,
-  replica_run,
   sharded_state,
   variables,
   whole_batch,
 )
 from tf_strategies.strategies.mirrored import reducer as reducer_lib
 
+# Options with which an optimizer changes gradients before it applies them.
+_COMPUTES = (*optimizer_wrapper.CLIPPING, 'gradient_accumulation_steps')
 
-class ExactMirroredExtended(
-  _tf_internal.MirroredExtended, gradient_reducer.GradientReducer
-):
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+
+class AppliesSums:
+  """Sums the gradients of one step over replicas, then has them applied.
+
+  Attributes:
+    applies_all_or_none: whether an update must not begin before all gradients have
+      arrived. Counting the step is a part of the update.
+    most_workers: largest possible number of workers.
+    state_shards: divides optimizer state among replicas, or None.
+  """
+
+  applies_all_or_none: bool = False
+  most_workers: int = 1
+  state_shards: sharded_state.StateShards | None = None
+  _warned_undivided = False
+
+  def apply_gradients(
+    self, optimizer, grads, trainable_variables=None, **options
+  ) -> None:
+    """Applies gradients; the `apply` of each optimizer that is made in the scope.
+
+    Sums them over replicas, unless they are already reduced, before Keras clips,
+    accumulates or unscales them. Marks those of a model's step that is traced.
+
+    Raises:
+      UnsupportedOptionError: if it is not called in a step of the strategy, or
+        replicas cannot divide state.
+    """
+    gradients, variables = list(grads), trainable_variables
+    if variables is not None:
+      variables = list(variables)
+
+    def apply(gradients):
+      type(optimizer).apply(optimizer, gradients, variables, **options)
+
+    fix = 'pass the training step to strategy.step, or to strategy.run'
+    name = f'{type(optimizer).__name__}.apply'
+    if tf.distribute.get_strategy().extended is not self:
+      if self.most_workers > 1:
+        raise errors.UnsupportedOptionError(
+          'a call outside of it', f"{name} inside the strategy's step", fix
+        )
+      apply(gradients)
+      return
+    if tf.distribute.in_cross_replica_context():
+      raise errors.UnsupportedOptionError(
+        'a call in cross-replica context', f'{name} inside a step', fix
+      )
+    shards, is_step = self.state_shards, whole_batch.is_active()
+    is_alone = self._num_replicas_in_sync == 1
+    if shards is not None and not is_step and not is_alone:
+      raise sharded_state.loop_error(name)
+    if variables is not None and not optimizer.built:
+      # Built here, not later in cross-replica context or in a branch there.
+      with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+    if shards is not None:
+      shards.warn(optimizer)
+    trained = optimizer._trainable_variables if variables is None else variables
+    if is_step and not tf.executing_eagerly():
+      for i, pair in enumerate(zip(gradients, trained, strict=False)):
+        if isinstance(pair[0], tf.Tensor):
+          gradients[i] = self._marked(*pair)
+    if is_alone or reducer_lib.are_gradients_reduced():
+      apply(gradients)
+      return
+    self._warn_if_undivided(gradients)
+    self._apply_sums(optimizer, gradients, trained, apply)
+
+  def _marked(self, gradient, variable) -> tf.Tensor:
+    """Returns a gradient, marked as that in the graph that is being traced.
+
+    The mark has the number of shards, of which each replica needs one.
+    """
+    shards = self.state_shards
+    count = 1 if shards is None else shards.count_of(variable)
+    [name] = reducer_lib.names_of([variable])
+    marked = tf.identity(gradient)
+    values = tf.compat.v1.AttrValue.ListValue(s=[name.encode()], i=[count])
+    value = tf.compat.v1.AttrValue(list=values)
+    marked.op._set_attr(program.GRADIENT, value)
+    return marked
+
+  def _warn_if_undivided(self, gradients) -> None:
+    """Warns once of gradients of a mean that its replica has not divided."""
+    if (
+      not tf.executing_eagerly()
+      and not self._warned_undivided
+      and _are_undivided(gradients)
+    ):
+      self._warned_undivided = True
+      logging.warning(
+        'The loss in this loop is a mean over the rows of one replica, so the '
+        'gradients, which are summed over %d replicas, are %d times too large. '
+        'Divide the mean by strategy.num_replicas_in_sync, use '
+        'tf.nn.compute_average_loss(losses, global_batch_size=...), or use '
+        'strategy.step instead of strategy.run.',
+        self._num_replicas_in_sync,
+        self._num_replicas_in_sync,
+      )
+
+  def _apply_sums(self, optimizer, gradients, variables, apply) -> None:
+    """Calls `apply` with the sums of the replicas' gradients of some variables."""
+    parts = [g for g in gradients if g is not None]
+    chain = [*_keras_internal.chain(optimizer)]
+    if len(chain) > 1 or optimizer_wrapper.has_any(chain[0], _COMPUTES):
+      # Keras computes with these gradients. All replicas may apply one tensor
+      # that was created outside the step. The copies make it count once per
+      # replica.
+      parts = tf.nest.map_structure(tf.identity, parts, expand_composites=True)
+    trained = [
+      v for g, v in zip(gradients, variables, strict=False) if g is not None
+    ]
+
+    def apply_reduced(sums):
+      before = ()
+      if self.applies_all_or_none and not tf.executing_eagerly():
+        before = tf.nest.flatten(sums, expand_composites=True)
+      sums = iter(sums)
+      reduced = [None if g is None else next(sums) for g in gradients]
+      with tf.control_dependencies(before), reducer_lib.gradients_reduced():
+        apply(reduced)
+
+    self.reduce_and_apply(parts, apply_reduced, trained)
+
+  def reduce_and_apply(
+    self,
+    gradients: Sequence[Gradient],
+    apply: Callable[[Sequence[Gradient]], None],
+    variables: Sequence[Any] = (),
+  ) -> None:
+    """Sums this replica's gradients of `variables` over replicas.
+
+    Passes the sums to `apply`.
+    """
+    reduced = list(gradients)
+    if reduced:
+      reduced = tf.distribute.get_replica_context().all_reduce(
+        tf.distribute.ReduceOp.SUM,
+        reduced,
+        reducer_lib.Gradients(reducer_lib.names_of(variables)),
+      )
+    apply(reduced)
+
+
+class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
   """TensorFlow's mirrored implementation, exact for every Keras option."""
 
   # Every strategy in a process needs its own range of collective keys, or their
   # collectives would mix. TensorFlow's own strategies count from 0.
   _collective_key_bases = itertools.count(1_000_000, 1_000)
-  # Turns the rows of this worker's replicas into those of all workers, if there
-  # are more.
-  _share_rows = None
   # See `_keras_internal`: Keras does not draw a batch to make variables.
   builds_from_specs = True
   makes_variables_in_steps = True
   # True if TensorFlow cannot initialize a variable inside of a step.
   _initializes_eagerly = False
-  _warned_undivided = False
   # Whether a variable was made in the scope, even if it no longer exists.
   has_variables = False
   # If it is not None, a model's step gets a further site on this device, which is no
   # replica. It alone writes variables with one copy. Otherwise the first replica does.
   home_device: str | None = None
-  # Divides optimizer state among replicas, or None.
-  state_shards: sharded_state.StateShards | None = None
 
   def __init__(
     self,
@@ -80,40 +223,6 @@ class ExactMirroredExtended(
     )
     self._reducer: reducer_lib.Reducer = self.local
 
-  def mark_of(self, variable):
-    """See base class. Gradients are marked in a model's step that is traced."""
-    if not whole_batch.is_active() or tf.executing_eagerly():
-      return None
-    shards = self.state_shards
-    return 1 if shards is None else shards.count_of(variable)
-
-  def prepare(self, optimizer, variables):
-    """See base class. Warns of state that replicas cannot divide."""
-    shards, is_loop = self.state_shards, not whole_batch.is_active()
-    if shards is not None and is_loop and self._num_replicas_in_sync > 1:
-      raise sharded_state.loop_error(f'{type(optimizer).__name__}.apply')
-    super().prepare(optimizer, variables)
-    if shards is not None:
-      shards.warn(optimizer)
-
-  def warn_if_undivided(self, gradients):
-    """See base class. Warns once, and of steps in a graph only."""
-    if (
-      not tf.executing_eagerly()
-      and not self._warned_undivided
-      and _are_undivided(gradients)
-    ):
-      self._warned_undivided = True
-      logging.warning(
-        'The loss in this loop is a mean over the rows of one replica, so the '
-        'gradients, which are summed over %d replicas, are %d times too large. '
-        'Divide the mean by strategy.num_replicas_in_sync, use '
-        'tf.nn.compute_average_loss(losses, global_batch_size=...), or use '
-        'strategy.step instead of strategy.run.',
-        self._num_replicas_in_sync,
-        self._num_replicas_in_sync,
-      )
-
   def place_of(self, replica: int) -> int | None:
     """Returns the global number of a local replica, if state is divided."""
     if self.state_shards is None:
@@ -123,12 +232,12 @@ class ExactMirroredExtended(
   # Where code runs.
 
   def _use_merge_call(self):
-    if gradient_reducer.are_gradients_reduced():
+    if reducer_lib.are_gradients_reduced():
       return False
     scope_checks.check_applying(self._container_strategy())
     if self.is_one_device:
       return True  # TensorFlow would use NCCL in what XLA compiles for a GPU.
-    if replica_run.in_branch_of_replica():
+    if reducer_lib.in_branch_of_replica():
       return False
     return super()._use_merge_call()
 
@@ -150,13 +259,13 @@ class ExactMirroredExtended(
         scope_checks.optimizers_checked(self._container_strategy()),
       ):
         return fn(*args, **kwargs)
-    run = replica_run.current()
+    run = reducer_lib.current_run()
     if run is not None:
       # Inside a merge call of a run, which defines the rows.
       return self._call_in_run(run, fn, args, kwargs)
     run = self._run_of((args, kwargs))
-    args, kwargs = replica_run.fill(run, (args, kwargs))
-    return replica_run.trim(run, self._call_in_run(run, fn, args, kwargs))
+    args, kwargs = _filled(run, (args, kwargs))
+    return _trimmed(run, self._call_in_run(run, fn, args, kwargs))
 
   def _model_step(self, step):
     return whole_batch.WholeStep(self, step.kind, step.compiles)
@@ -199,7 +308,7 @@ class ExactMirroredExtended(
     count, (rank, num_workers) = len(self._devices), self.place()
     batch = next((t for t in leaves if tf.is_tensor(t) and t.shape.rank), None)
     with tf.device('CPU:0'):
-      total = 0 if batch is None else replica_run.num_rows(batch)
+      total = 0 if batch is None else host_input.num_rows(batch)
       total = tf.cast(total, tf.int32)
       found = []
       for replica in range(count):
@@ -210,18 +319,32 @@ class ExactMirroredExtended(
     return found
 
   def counts_of(self, args) -> tuple[Any, ...] | None:
-    """Returns the number of rows of every replica; see `replica_run.rows_of`."""
-    return replica_run.rows_of(args, len(self._devices), self._share_rows)
+    """Returns the number of rows of every replica of every worker.
 
-  def _run_of(self, args) -> replica_run.ReplicaRun:
+    They are integers if shapes are known, for example in eager mode. In a graph for
+    batches of any size, they are int32 tensors. If no argument is a distributed batch,
+    the result is None.
+    """
+    batch = host_input.first_batch(args)
+    if batch is None:
+      return None
+    if isinstance(batch, host_input.CountedBatch):
+      return batch.counts()
+    return self._share_rows(tuple(map(host_input.num_rows, batch.values)))
+
+  def _share_rows(self, rows: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Turns the rows of this worker's replicas into those of all workers."""
+    return rows
+
+  def _run_of(self, args) -> reducer_lib.ReplicaRun:
     counts = self.counts_of(args)
     if counts is None or _have_all_rows(counts):
-      return replica_run.ReplicaRun()
+      return reducer_lib.ReplicaRun()
     with tf.device('CPU:0'):
       have_rows = tf.cast(tf.stack(counts) > 0, tf.float32)
       num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
     sites = self._sites_with(self._rows_of_counts(counts))
-    return replica_run.ReplicaRun(sites, num_with_rows)
+    return reducer_lib.ReplicaRun(sites, num_with_rows)
 
   @property
   def is_one_device(self) -> bool:
@@ -340,10 +463,10 @@ class ExactMirroredExtended(
     @tf.autograph.experimental.do_not_convert
     def call_replica(*args, **kwargs):
       # A replica runs in its own thread, which has to know its run.
-      with replica_run.active(run):
+      with reducer_lib.running(run):
         return fn(*args, **kwargs)
 
-    with replica_run.active(run):
+    with reducer_lib.running(run):
       return _tf_internal.call_for_each_replica(
         self._container_strategy(), call_replica, args, kwargs
       )
@@ -385,12 +508,12 @@ class ExactMirroredExtended(
     return self._reducer.gather(value, destinations, axis, options)
 
   def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-    if gradient_reducer.are_gradients_reduced():
+    if reducer_lib.are_gradients_reduced():
       return value
-    if not replica_run.in_branch_of_replica():
+    if not reducer_lib.in_branch_of_replica():
       return super()._replica_ctx_all_reduce(reduce_op, value, options)
     if len(self._devices) > 1:
-      raise replica_run.branch_error()
+      raise reducer_lib.branch_error()
     values = [_tf_internal.PerReplica((t,)) for t in tf.nest.flatten(value)]
     reduced = self._reducer.batch_reduce(
       reduce_op, [(v, v) for v in values], options
@@ -415,12 +538,12 @@ class ExactMirroredExtended(
     kwargs = self._creation_policy(kwargs, is_slot)
     # Created now, outside the step. In the step, TensorFlow would check each
     # time whether it exists, and workers could not share the first value.
-    is_of_keras = _keras_internal.is_of_keras(kwargs.get('initial_value'))
+    value = kwargs.get('initial_value')
+    is_of_keras = _keras_internal.initial_shape(value) is not None
     is_now = whole_batch.is_active() or is_of_keras or self._initializes_eagerly
     if is_now and _is_in_function():
       # A constant may be a tensor of the step's graph, as Nadam's is.
-      value = _tf_internal.lift(kwargs.get('initial_value'))
-      kwargs['initial_value'] = value
+      kwargs['initial_value'] = _tf_internal.lift(value)
       with tf.init_scope():
         variable = super()._create_variable(_tf_internal.create_now, **kwargs)
     else:
@@ -459,6 +582,71 @@ def _only_value(value):
 def _only_argument(value):
   """Returns `_only_value(value)`, but variables of the strategy unchanged."""
   return value if isinstance(value, tf.Variable) else _only_value(value)
+
+
+def _filled(run: reducer_lib.ReplicaRun, args):
+  """Returns `args` with one row of zeros for each replica without rows.
+
+  On zero rows, BatchNormalization computes 0/0, and oneDNN's max-pooling gradient
+  aborts the process. Batches that contain ragged or sparse components do not change,
+  because their components must keep the same rows.
+  """
+  composite = tf.RaggedTensor | tf.SparseTensor
+  is_per_replica = _tf_internal.PerReplica
+  if run.sites is None or any(
+    isinstance(leaf, is_per_replica) and isinstance(leaf.values[0], composite)
+    for leaf in tf.nest.flatten(args)
+  ):
+    return args
+
+  def fill(value):
+    if not isinstance(value, _tf_internal.PerReplica):
+      return value
+    first = value.values[0]
+    if (
+      not isinstance(first, tf.Tensor)
+      or first.shape.rank == 0
+      or not first.dtype.is_numpy_compatible
+    ):
+      return value
+    return _mapped(run, lambda _, t: host_input.one_row_if_empty(t), value)
+
+  return tf.nest.map_structure(fill, args)
+
+
+def _trimmed(run: reducer_lib.ReplicaRun, outputs):
+  """Returns `outputs` without the results of replicas without rows.
+
+  Batched tensors (their leading dimension is unknown in a graph, one in eager
+  mode) lose their padding row. All other values become zero.
+  """
+  if run.sites is None:
+    return outputs
+
+  def trim_tensor(site, tensor):
+    if not isinstance(tensor, tf.Tensor):
+      return tensor
+    if tensor.shape.rank and tensor.shape[0] in (None, 1):
+      return site.real_rows(tensor)
+    return site.contributions([tensor])[0]
+
+  def trim_value(value):
+    if isinstance(value, _tf_internal.PerReplica):
+      return _mapped(run, trim_tensor, value)
+    if len(run.sites) == 1:
+      return trim_tensor(run.sites[0], value)
+    return value
+
+  return tf.nest.map_structure(trim_value, outputs)
+
+
+def _mapped(run, fn, value):
+  """Maps each replica's site and tensor, on its device."""
+  mapped = []
+  for site, tensor in zip(run.sites, value.values, strict=True):
+    with tf.device(site.device):
+      mapped.append(fn(site, tensor))
+  return _tf_internal.PerReplica(mapped)
 
 
 def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:

@@ -13,13 +13,13 @@ all.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies.mirrored import replica_run
 
 
 class CountedBatch(_tf_internal.PerReplica):
@@ -34,6 +34,13 @@ class CountedBatch(_tf_internal.PerReplica):
   def __init__(self, values, all_rows):
     super().__init__(tuple(values))
     self.all_rows = all_rows
+
+  def counts(self) -> tuple[Any, ...]:
+    """Returns `all_rows` as a tuple, of integers if its values are known."""
+    if tf.executing_eagerly():
+      return tuple(self.all_rows.numpy().tolist())
+    with tf.device('CPU:0'):
+      return tuple(tf.unstack(self.all_rows))
 
   def __getattr__(self, name):
     # Called for missing attributes, also while a copy has no `_values` yet.
@@ -253,7 +260,7 @@ def _part(value, num_parts: int, part: int):
       'components with a leading batch dimension',
       'call dataset.batch(global_batch_size)',
     )
-  return _rows(value, *share(replica_run.num_rows(value), part, num_parts))
+  return _rows(value, *share(num_rows(value), part, num_parts))
 
 
 def share(total, place, places):
@@ -279,3 +286,41 @@ def _rows(value, start, size):
     [[tf.cast(start, tf.int64)], tf.zeros_like(value.dense_shape[1:])], 0
   )
   return tf.sparse.slice(value, begin, shape)
+
+
+def first_batch(args: Any) -> tf.distribute.DistributedValues | None:
+  """Returns the first distributed batch whose components have rows."""
+  for leaf in tf.nest.flatten(args):
+    if (
+      isinstance(leaf, tf.distribute.DistributedValues)
+      and not isinstance(leaf, tf.Variable)
+      and all(hasattr(v, 'shape') and v.shape.rank != 0 for v in leaf.values)
+    ):
+      return leaf
+  return None
+
+
+def num_rows(tensor):
+  """Returns the leading dimension of a dense, ragged or sparse tensor: int or int32."""
+  if tensor.shape.rank and tensor.shape[0] is not None:
+    return int(tensor.shape[0])
+  if isinstance(tensor, tf.RaggedTensor):
+    return tf.cast(tensor.nrows(), tf.int32)
+  if isinstance(tensor, tf.SparseTensor):
+    return tf.cast(tensor.dense_shape[0], tf.int32)
+  return tf.shape(tensor)[0]
+
+
+def one_row_if_empty(tensor):
+  """Returns the tensor, or one row of zeros if it has no rows."""
+
+  def one_row():
+    return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
+
+  shape = tensor.shape
+  if shape.rank and shape[0] is not None:
+    return tensor if shape[0] > 0 else one_row()
+  filled = tf.cond(tf.shape(tensor)[0] > 0, lambda: tensor, one_row)
+  if shape.rank:
+    filled.set_shape(tf.TensorShape([None]).concatenate(shape[1:]))
+  return filled

@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, _tf_internal
-from tf_strategies.keras import gradient_reducer
+from tf_strategies import _keras_internal, _tf_internal, option_checks
 
 
 def make(
@@ -24,7 +23,7 @@ def make(
   It passes `fn` on as Keras passes a model's step. Distributed batches are the
   arguments of that step. `fn` captures all other arguments.
   """
-  gradient_reducer.check_step(fn, optimizers)
+  option_checks.check_step(fn, optimizers)
   is_function = isinstance(fn, tf.types.experimental.PolymorphicFunction)
   compiles = is_function and _tf_internal.is_compiled(fn)
   traced = _tf_internal.inlined(fn)

@@ -8,19 +8,131 @@ a `Communicator` between processes).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tf_strategies import _tf_internal, errors
 from tf_strategies.cross_device import executor
-from tf_strategies.keras import gradient_reducer
+from tf_strategies.spmd.site import Site
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies.mirrored import replica_run
 
 _SUM = tf.distribute.ReduceOp.SUM
 _MEAN = tf.distribute.ReduceOp.MEAN
+
+
+# TensorFlow's public name makes objects of a private class.
+class Gradients(type(tf.distribute.experimental.CommunicationOptions())):
+  """Tells a link that the tensors that it sums are gradients.
+
+  Args:
+    names: for each tensor, the name of the variable.
+  """
+
+  def __init__(self, names: Sequence[str]):
+    super().__init__()
+    self.names = names
+
+
+def names_of(variables: Iterable[Any]) -> list[str]:
+  """Returns the names of variables, for timelines."""
+  return [getattr(v, 'path', v.name) for v in variables]
+
+
+@dataclasses.dataclass(eq=False)
+class ReplicaRun:
+  """The replicas of one `strategy.run`, of which some may have no rows.
+
+  Attributes:
+    sites: sites of this process's replicas. None if every replica of every process
+      is known to have rows.
+    num_with_rows: number of all replicas that have rows, float32, at least one.
+  """
+
+  sites: Sequence[Site] | None = None
+  num_with_rows: tf.Tensor | None = None
+
+
+class _Thread(threading.local):
+  run: ReplicaRun | None = None
+  are_reduced = False
+
+
+_state = _Thread()
+
+
+def current_run() -> ReplicaRun | None:
+  """Returns the run that the calling thread works for, if any."""
+  return _state.run
+
+
+@contextlib.contextmanager
+def running(run: ReplicaRun) -> Iterator[None]:
+  """Makes `run` the current one of this thread."""
+  before, _state.run = _state.run, run
+  try:
+    yield
+  finally:
+    _state.run = before
+
+
+def are_gradients_reduced() -> bool:
+  """Returns whether the calling thread is inside `gradients_reduced()`."""
+  return _state.are_reduced
+
+
+@contextlib.contextmanager
+def gradients_reduced() -> Iterator[None]:
+  """Makes reductions do nothing, as values are equal on all replicas."""
+  before, _state.are_reduced = _state.are_reduced, True
+  try:
+    yield
+  finally:
+    _state.are_reduced = before
+
+
+def current_replica_id() -> int | None:
+  """Returns the replica of the calling thread, or None in cross-replica context."""
+  thread = threading.current_thread()
+  if isinstance(thread, _tf_internal.MirroredReplicaThread):
+    return thread.replica_id
+  return None
+
+
+def in_branch_of_replica() -> bool:
+  """Returns whether a replica is building a graph inside its own, e.g. for a
+  `tf.cond`.
+
+  A merge call brings all replicas together in the graph in which they were
+  started. From a branch of one replica's graph, no tensors of other replicas
+  are visible.
+  """
+  thread = threading.current_thread()
+  return (
+    isinstance(thread, _tf_internal.MirroredReplicaThread)
+    and not thread.in_eager
+    and not tf.executing_eagerly()
+    and tf.compat.v1.get_default_graph() is not thread.graph
+  )
+
+
+def branch_error() -> errors.UnsupportedOptionError:
+  """Returns the error for replicas that would have to meet inside of a branch.
+
+  Each replica builds its own branch, without the tensors of other replicas.
+  """
+  return errors.UnsupportedOptionError(
+    'optimizer.apply, or another reduction, in a tf.cond, a loop or a tf.function '
+    'of a replica',
+    'control flow in which replicas do not wait for each other',
+    'pass the step to strategy.step in place of strategy.run, or write the control '
+    'flow around strategy.run',
+  )
 
 
 class Reducer:
@@ -52,13 +164,13 @@ class Reducer:
 
   def batch_reduce(self, reduce_op, pairs, options):
     """Reduces values; see `StrategyExtended.batch_reduce_to`."""
-    run = replica_run.current()
+    run = current_run()
     is_masked = run is not None and run.sites is not None
     values = [
       self._once(reduce_op, self.per_replica(value)) for value, _ in pairs
     ]
     if is_masked:
-      values = replica_run.mask(run, values)
+      values = _masked(run, values)
     # If a destination is the value itself, it means the value's devices.
     pairs = [
       (new, new if destination is old else destination)
@@ -67,7 +179,7 @@ class Reducer:
     if reduce_op == _SUM or not is_masked:
       return self.reduce_each(reduce_op, pairs, options)
     sums = self.reduce_each(_SUM, pairs, options)
-    return [replica_run.divide(total, run.num_with_rows) for total in sums]
+    return [_divided(total, run.num_with_rows) for total in sums]
 
   def _once(self, reduce_op, value):
     """Returns a tensor that all local replicas share, so that it counts once.
@@ -87,7 +199,7 @@ class Reducer:
     value = self.per_replica(value)
     if not isinstance(value, tf.distribute.DistributedValues):
       return self.gather_shared(value, destinations, axis)
-    run = replica_run.current()
+    run = current_run()
     if run is not None and run.sites is not None:
       pairs = zip(run.sites, value.values, strict=True)
       value = _tf_internal.PerReplica(
@@ -198,7 +310,7 @@ class WorkerReducer(Reducer):
     are_dense = [not isinstance(v[0], tf.IndexedSlices) for v in values]
     dense = list(itertools.compress(values, are_dense))
     gradients = ()
-    if isinstance(options, gradient_reducer.Gradients):
+    if isinstance(options, Gradients):
       gradients = list(itertools.compress(options.names, are_dense))
     sums = iter(self._sum_dense(dense, is_mean, gradients))
     reduced = [
@@ -285,3 +397,43 @@ class WorkerReducer(Reducer):
     if len(copies) == 1:
       return copies[0]
     return _tf_internal.regroup(tuple(copies), wrap_class=_tf_internal.Mirrored)
+
+
+def _masked(run: ReplicaRun, values):
+  """Returns values to which replicas without rows contribute nothing."""
+  masked = list(values)
+  maskable = [
+    i for i, v in enumerate(values) if isinstance(v, _tf_internal.PerReplica)
+  ]
+  columns = [
+    _contributions(site, [values[i].values[replica] for i in maskable])
+    for replica, site in enumerate(run.sites)
+  ]
+  for i, *parts in zip(maskable, *columns, strict=True):
+    masked[i] = _tf_internal.PerReplica(parts)
+  return masked
+
+
+def _contributions(site, tensors):
+  """Returns one replica's tensors, or zeros and empty slices if it has no rows."""
+  dense = site.contributions([t for t in tensors if isinstance(t, tf.Tensor)])
+  dense = iter(dense)
+  return [
+    next(dense)
+    if isinstance(t, tf.Tensor)
+    else tf.IndexedSlices(
+      site.real_rows(t.values), site.real_rows(t.indices), t.dense_shape
+    )
+    for t in tensors
+  ]
+
+
+def _divided(value, count: tf.Tensor):
+  """Returns a tensor or mirrored value divided by `count`, in its dtype."""
+  if not isinstance(value, tf.distribute.DistributedValues):
+    return value / tf.cast(count, value.dtype)
+  divided = []
+  for tensor in value.values:
+    with tf.device(tensor.device):
+      divided.append(_divided(tensor, count))
+  return _tf_internal.Mirrored(divided)

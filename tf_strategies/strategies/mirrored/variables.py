@@ -14,8 +14,8 @@ import tensorflow as tf
 from tf_strategies import _keras_internal, _tf_internal, errors
 from tf_strategies.cross_device import statistics
 from tf_strategies.strategies.mirrored import (
+  reducer,
   replica_exchange,
-  replica_run,
   whole_batch,
 )
 
@@ -146,7 +146,7 @@ class SeedVariable(MirroredVariable):
   def _offset(self):
     """Returns the offset of this replica's seed; None for the first replica."""
     number = whole_batch.stream()
-    replica_id = replica_run.current_replica_id()
+    replica_id = reducer.current_replica_id()
     in_replica = tf.distribute.get_replica_context() and replica_id is not None
     if number == 0 and in_replica:
       extended = self.distribute_strategy.extended
@@ -208,8 +208,8 @@ class SyncOnReadVariable(_Distributed, _tf_internal.SyncOnReadVariable):
       return super()._get_cross_replica()
 
   def _update_replica(self, update_fn, value, **kwargs):
-    run = replica_run.current()
-    replica_id = replica_run.current_replica_id()
+    run = reducer.current_run()
+    replica_id = reducer.current_replica_id()
     if self.holds_whole and not whole_batch.is_active():
       raise errors.UnsupportedOptionError(
         f'{self.name!r}, which job.fit and a loop with strategy.run update',

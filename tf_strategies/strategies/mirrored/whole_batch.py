@@ -24,7 +24,11 @@ from tf_strategies.spmd import emit, kinds, plan, program
 from tf_strategies.spmd import exchange as exchange_lib
 from tf_strategies.spmd import rules as _rules  # noqa: F401  Registers them.
 from tf_strategies.spmd import site as site_lib
-from tf_strategies.strategies.mirrored import replica_exchange, replica_run
+from tf_strategies.strategies.mirrored import (
+  host_input,
+  reducer,
+  replica_exchange,
+)
 
 
 class _CurrentStep(threading.local):
@@ -119,7 +123,7 @@ def one_device(strategy, device: str, stream: int = 0):
   _state.is_active, _state.stream = True, stream
   try:
     with (
-      strategy.extended.gradients_reduced(),
+      reducer.gradients_reduced(),
       _OneDevice(strategy),
       tf.device(device),
     ):
@@ -417,7 +421,7 @@ def _own_rows(site, leaf):
     tensor = _checked(site, leaf.values[site.replica])
     if site.rows.real is None:
       return tensor
-    return replica_run.one_row_if_empty(tensor)
+    return host_input.one_row_if_empty(tensor)
 
 
 def _checked(site, tensor):

@@ -103,11 +103,11 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   # The chief also writes summaries, and does what must be done once.
   should_save_summary = _is_chief = does_what_is_done_once = should_checkpoint
 
-  # See `GradientReducer`: a step that fails must not have counted itself.
+  # See base class: a step that fails must not have counted itself.
 
   applies_all_or_none = True
 
-  # See `GradientReducer`: workers that train apart and sometimes meet.
+  # For `LocalSteps`: workers that train apart and sometimes meet.
 
   no_local_steps = (
     'a strategy without shard_optimizer_state',

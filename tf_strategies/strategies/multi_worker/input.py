@@ -25,7 +25,7 @@ from tf_strategies import (
 )
 from tf_strategies.monitoring import input_watch
 from tf_strategies.strategies import communicator as communicator_lib
-from tf_strategies.strategies.mirrored import host_input, replica_run
+from tf_strategies.strategies.mirrored import host_input
 
 _Policy = tf.data.experimental.AutoShardPolicy
 _SAME_SEED = (
@@ -123,7 +123,7 @@ class WorkerInput:
 
     def with_parts(index, batch):
       first = next(t for t in tf.nest.flatten(batch) if t is not None)
-      rows = tf.cast(replica_run.num_rows(first), tf.int32)
+      rows = tf.cast(host_input.num_rows(first), tf.int32)
       count = self._num_replicas
       # Of every replica of every worker, by replica id.
       _, all_rows = host_input.share(rows, tf.range(count), count)
@@ -317,7 +317,7 @@ def _number_of(*arrays) -> np.int64:
 def _counted(batch):
   """Returns the number of rows and the batch. An element without rows counts as one."""
   batched = [x for x in tf.nest.flatten(batch) if x.shape.rank != 0]
-  rows = replica_run.num_rows(batched[0]) if batched else 1
+  rows = host_input.num_rows(batched[0]) if batched else 1
   return tf.cast(rows, tf.int32), batch
 
 

@@ -13,14 +13,13 @@ import keras
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, option_checks
-from tf_strategies.keras import gradient_reducer
 from tf_strategies.keras import local_steps as optimizers_lib
 from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
+  reducer,
   replica_exchange,
-  replica_run,
   whole_batch,
 )
 
@@ -127,9 +126,7 @@ class LocalWorker:
         mine = tf.identity(optimizer.rows.value)
         total = communicator.sum(mine, 'rows_since_meeting')
         share = tf.cast(mine, tf.float64) / tf.cast(total, tf.float64)
-      means = self._sum(
-        optimizer.differences(share), gradient_reducer.names_of(weights)
-      )
+      means = self._sum(optimizer.differences(share), reducer.names_of(weights))
       # In float64, so that a value that is equal on all workers does not
       # change.
       sums = self._sum([tf.cast(v, tf.float64) * share for v in averages])
@@ -234,7 +231,7 @@ class LocalStep(whole_batch.WholeStep):
       'pass a distributed batch to the step: its rows are the weight of the '
       'step at a meeting',
     )
-    return [replica_run.num_rows(part) for part in batch.values]
+    return [host_input.num_rows(part) for part in batch.values]
 
   def _exchange(self):
     return replica_exchange.ReplicaExchange(self._extended.local)

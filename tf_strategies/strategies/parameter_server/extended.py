@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import _keras_internal, _tf_internal, errors
+from tf_strategies import _keras_internal, _tf_internal, errors, option_checks
 from tf_strategies.collectives import schedule
-from tf_strategies.keras import gradient_reducer
+from tf_strategies.keras import optimizer_wrapper
 from tf_strategies.keras.tables import row_updates
 from tf_strategies.strategies.parameter_server import (
   partitioned,
@@ -271,8 +271,8 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       fn = row_updates.by_rows(fn)
     in_parts = []
     if isinstance(var, partitioned.PartitionedVariable):
-      gradient_reducer.check_partitioned_update(fn, var.name)
       optimizer = _keras_internal.optimizer_of(fn)
+      _check_updates_parts(optimizer, var.name)
       slots = _keras_internal.slots_of(optimizer, var) if optimizer else {}
       in_parts = [s for s in slots.values() if len(s.value.parts) > 1]
     result = None
@@ -285,6 +285,18 @@ class ParameterServerExtended(_tf_internal.ParameterServerExtended):
       ):
         result = fn(part, *of_part, **kwargs)
     return result
+
+
+def _check_updates_parts(optimizer, name: str) -> None:
+  """Raises UnsupportedOptionError for optimizers that need the whole variable `name`."""
+  kind = type(optimizer).__name__
+  option_checks.check(
+    kind not in optimizer_wrapper.WHOLE_VARIABLE_OPTIMIZERS,
+    f'{kind} with partitioned variable {name!r}',
+    'an optimizer that updates each element by itself, such as Adam or SGD',
+    'use another optimizer, or cut no variable: '
+    'variable_partitioner=lambda shape, dtype: [1] * len(shape)',
+  )
 
 
 def _shape_and_dtype(arguments) -> tuple[tuple[int, ...], tf.DType]:

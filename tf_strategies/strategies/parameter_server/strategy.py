@@ -18,7 +18,7 @@ from tf_strategies.checkpoint import model_state
 from tf_strategies.cluster import config as config_lib
 from tf_strategies.cluster import reachability
 from tf_strategies.cluster import workers as workers_lib
-from tf_strategies.keras import gradient_reducer, scope_checks
+from tf_strategies.keras import scope_checks
 from tf_strategies.strategies.parameter_server import (
   batch_message,
   connection,
@@ -51,9 +51,11 @@ class StepFunction:
     )
     optimizers = ()
     if trains:
-      with strategy.scope():
-        optimizer = gradient_reducer.built_optimizer(self._model)
+      optimizer = getattr(self._model, 'optimizer', None)
       optimizers = () if optimizer is None else (optimizer,)
+      if optimizers and not optimizer.built:
+        with strategy.scope():
+          optimizer.build(self._model.trainable_variables)
     self._step = engine_lib.Step(
       run=in_replica(strategy, keras_step.run),
       trains=trains,
@@ -172,7 +174,7 @@ class RemoteStep:
   def __init__(
     self, strategy, fn: Callable[[Any], Any], optimizers: Sequence[Any] = ()
   ):
-    gradient_reducer.check_step(fn, optimizers)
+    option_checks.check_step(fn, optimizers)
     self._strategy = strategy
     self._step = engine_lib.Step(
       run=in_replica(strategy, _tf_internal.inlined(fn)),

@@ -2,18 +2,22 @@
 
 import itertools
 import types
+import weakref
+from collections.abc import Callable
 
+import keras
 import tensorflow as tf
+from absl import logging
 
-from tf_strategies import _keras_internal, _tf_internal, errors
-from tf_strategies.keras import gradient_reducer
-from tf_strategies.strategies.mirrored import variables
+from tf_strategies import _keras_internal, _tf_internal, errors, option_checks
+from tf_strategies.keras import optimizer_wrapper
+from tf_strategies.strategies.mirrored import extended as mirrored_extended
+from tf_strategies.strategies.mirrored import reducer, variables
 from tf_strategies.strategies.tpu import permute
 
 
 class PermutingTPUExtended(
-  _tf_internal.TPUExtended,
-  gradient_reducer.GradientReducer,
+  _tf_internal.TPUExtended, mirrored_extended.AppliesSums
 ):
   """TensorFlow's TPU implementation with our all-reduce."""
 
@@ -31,16 +35,13 @@ class PermutingTPUExtended(
     # The op for sums over replicas; None for TensorFlow's own.
     self.all_reduce: permute.PermutingAllReduce | None = None
 
-  # TensorFlow's sum over TPU replicas adds rows that one device keeps separate.
-  sums_sparse_as_dense = True
-
   # Where code runs.
 
   def tpu_run(self, fn, args, kwargs, options=None):
     """Runs `fn` on all replicas; see `tf.distribute.TPUStrategy.run`."""
     step, strategy = _tf_internal.unwrap(fn), self._container_strategy()
     keras_step = _keras_internal.step_of(step)
-    gradient_reducer.check_losses(step, strategy)
+    _check_losses(step, strategy)
     if keras_step is not None and keras_step.kind == 'train':
       self._check_rows(args)
     return super().tpu_run(fn, args, kwargs, options)
@@ -66,7 +67,7 @@ class PermutingTPUExtended(
 
   def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
     values = [value for value, _ in value_destination_pairs]
-    if gradient_reducer.are_gradients_reduced():
+    if reducer.are_gradients_reduced():
       return values
     are_permuted = list(map(self._is_permuted, values))
     permuted = list(itertools.compress(values, are_permuted))
@@ -94,6 +95,11 @@ class PermutingTPUExtended(
       and _tf_internal.enclosing_tpu_context() is not None
     )
 
+  def _apply_sums(self, optimizer, gradients, variables, apply):
+    """See base class. TensorFlow adds rows that one device keeps separate."""
+    gradients = [_dense(optimizer, g) for g in gradients]
+    super()._apply_sums(optimizer, gradients, variables, apply)
+
   # How variables are created and updated.
 
   def _create_variable(self, next_creator, **kwargs):
@@ -101,3 +107,66 @@ class PermutingTPUExtended(
     is_slot = kwargs.get('colocate_with') is not None
     kwargs = variables.creation_policy(kwargs, is_slot)
     return super()._create_variable(next_creator, **kwargs)
+
+
+def _dense(optimizer, gradient):
+  """Returns a sparse gradient as a dense one.
+
+  Raises:
+    UnsupportedOptionError: if the optimizer clips it. It would clip sums of
+      duplicate rows instead of the rows.
+  """
+  if not isinstance(gradient, tf.IndexedSlices):
+    return gradient
+  *_, optimizer = _keras_internal.chain(optimizer)
+  if optimizer_wrapper.has_any(optimizer, optimizer_wrapper.CLIPPING):
+    strategy = type(tf.distribute.get_strategy()).__name__
+    raise errors.UnsupportedOptionError(
+      f'{type(optimizer).__name__} that clips sparse gradients',
+      f'dense gradients for clipping under {strategy}',
+      'train the embedding without clipping, or look rows up by '
+      'tf.one_hot(ids, depth) @ table, whose gradient is dense',
+    )
+  return tf.convert_to_tensor(gradient)
+
+
+_warned_of_masks = weakref.WeakSet()
+
+
+def _check_losses(fn: Callable, strategy: tf.distribute.Strategy) -> None:
+  """Rejects losses that are wrong if Keras sees several replicas.
+
+  Strategies whose steps are written for one device weight every loss
+  themselves.
+
+  Raises:
+    UnsupportedOptionError: names the loss's reduction.
+  """
+  step = _keras_internal.step_of(fn)
+  if strategy.num_replicas_in_sync == 1 or step is None:
+    return
+  for loss in keras.tree.flatten(getattr(step.model, 'loss', None)):
+    _check_reduction(loss, type(strategy).__name__)
+  masked = _keras_internal.masked_outputs(step.model)
+  if masked and step.model not in _warned_of_masks:
+    _warned_of_masks.add(step.model)
+    logging.warning(
+      'A mask reaches output %r of model %r. Keras divides the loss by the '
+      'unmasked steps of each replica, so replicas with fewer of them count as '
+      'much as the others, which is not what one device computes. For an exact '
+      'result stop the mask before the loss and pass sample_weight.',
+      masked[0].name,
+      step.model.name,
+    )
+
+
+def _check_reduction(loss, strategy_name: str) -> None:
+  reduction = getattr(loss, 'reduction', 'sum_over_batch_size')
+  name = f'{type(loss).__name__}(reduction={reduction!r})'
+  option_checks.check(
+    reduction != 'mean_with_sample_weight',
+    f'{name} under {strategy_name}',
+    "reduction='sum_over_batch_size'",
+    "use 'sum_over_batch_size' with sample weights of mean 1. Otherwise "
+    'each replica divides by the sum of its own weights',
+  )
