@@ -1,6 +1,7 @@
 """`AutoAllReduce` chooses the best algorithm for the devices and the size."""
 
 import contextlib
+import math
 from unittest import mock
 
 import pytest
@@ -33,8 +34,8 @@ class ScheduleTest(tf.test.TestCase, parameterized.TestCase):
   def test_tensors_are_cut_between_gpus_only(self):
     op = auto.AutoAllReduce()
     with fake_gpus.machine(1, 1, 1, 1):
-      self.assertIsNone(op.split_above([virtual_devices.HOST] * 2))
-      self.assertEqual(op.split_above(gpus(4)), 1 / 8)
+      self.assertEqual(op._cut_above([virtual_devices.HOST] * 2), math.inf)
+      self.assertLess(op._cut_above(gpus(4)), 1e6)
 
 
 class LinksTest(tf.test.TestCase, parameterized.TestCase):
@@ -116,7 +117,8 @@ class OneGpuTest(tf.test.TestCase, parameterized.TestCase):
     unpacked = self.copies_into(
       self.graph_of(cross_device.ScheduledAllReduce('direct'), 2, shapes)
     )
-    self.assertEqual(max(map(len, unpacked.values())), 25)
+    # One of them is cut in the middle of all bytes.
+    self.assertEqual(max(map(len, unpacked.values())), 26)
 
   def test_large_tensors_are_not_packed(self):
     sizes = [4_000_000, 40_000_000]

@@ -1,6 +1,7 @@
 """The template of every cross-device op: it moves values and counts the bytes."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -15,7 +16,7 @@ _KINDS = ('all_reduce', 'reduce', 'gather', 'broadcast')
 
 
 # In bytes. Cutting smaller tensors takes longer than it saves.
-_LEAST_TO_CUT = 16 * 1024
+_CUT_ABOVE = 16 * 1024
 
 
 @option_checks.has_options
@@ -75,13 +76,12 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
     del num_bytes
     return algorithms.build(self._algorithm, len(devices))
 
-  def split_above(self, devices: Sequence[str]) -> float | None:
-    """Returns the share of all bytes above which tensors are cut. None cuts nothing."""
-    if not executor.share_memory(devices):
-      return 0.5 / len(devices)
+  def _cut_above(self, devices: Sequence[str]) -> float:
+    """Returns the bytes above which a tensor may be cut, to balance the links."""
     # Between CPUs, the shares of 'direct' are whole tensors. Each sum is one
     # fused addition, and nothing is cut or concatenated.
-    return None if self._algorithm == 'direct' else 1.0 / len(devices)
+    is_whole = self._algorithm == 'direct' and executor.share_memory(devices)
+    return math.inf if is_whole else _CUT_ABOVE
 
   @property
   def calls(self) -> int:
@@ -171,9 +171,7 @@ class ScheduledAllReduce(tf.distribute.CrossDeviceOps):
       [t.shape.num_elements() or 0 for t in tensors[0]],
       [t.dtype.size for t in tensors[0]],
       schedule.num_chunks,
-      split_above=(
-        self.split_above(devices) if num_bytes > _LEAST_TO_CUT else None
-      ),
+      self._cut_above(devices),
     )
     chunk_bytes = [0] * schedule.num_chunks
     for piece in layout:
@@ -240,9 +238,8 @@ class RingAllReduce(ScheduledAllReduce):
   """Ring all-reduce: reduce-scatter, then all-gather, around a ring.
 
   The same as `ScheduledAllReduce('ring')` (Patarasuk and Yuan, 2009). Needs no
-  NCCL, so it also runs on virtual GPUs and CPUs. Cuts tensors above 1/N of the
-  bytes into chunks (above 1/(2N) between devices with links). Smaller tensors
-  travel whole, in chunks balanced by bytes.
+  NCCL, so it also runs on virtual GPUs and CPUs. Chunks have equally many bytes:
+  fewer than N tensors are cut, and the others travel whole.
 
   Example:
 

@@ -98,10 +98,8 @@ def _via(device, tensor):
 def divide(tensor: tf.Tensor, count: int) -> tf.Tensor:
   """Returns `tensor / count` in the tensor's own dtype; integers floor."""
   if tensor.dtype.is_integer:
-    return tensor // tf.constant(count, tensor.dtype)
-  if is_half(tensor.dtype):
-    return tf.cast(_widen(tensor) / count, tensor.dtype)
-  return tensor / tf.constant(count, tensor.dtype)
+    return tensor // count
+  return tf.cast(_widen(tensor) / count, tensor.dtype)
 
 
 def divide_some(
@@ -143,12 +141,12 @@ def execute(
   chunks = [
     [p for p in layout if p.chunk == c] for c in range(schedule.num_chunks)
   ]
-  planned = {p.tensor: p.stop for p in sorted(layout, key=lambda p: p.stop)}
+  cut = {p.tensor for p in layout if p.start}
   state = []
   for rank, device in enumerate(devices):
     with tf.device(device):
       tensors = divide_some(values[rank], divide_by, halves=True)
-      state.append(_cut(tensors, chunks, planned))
+      state.append(_cut(tensors, chunks, cut))
 
   for arrivals in schedule.arrivals():
     received = {}
@@ -170,11 +168,11 @@ def execute(
   return results
 
 
-def _cut(tensors, chunks, planned):
-  """Cuts one rank's tensors, of `planned` sizes, into each chunk's pieces."""
+def _cut(tensors, chunks, cut):
+  """Returns one rank's tensors as each chunk's pieces; some of them are `cut`."""
 
   def piece(p):
-    if p.start == 0 and p.stop == planned[p.tensor]:
+    if p.tensor not in cut:
       return tensors[p.tensor]
     flat = tf.reshape(tensors[p.tensor], [-1])
     # A slice is a view if its start and length are multiples of 64 bytes.
@@ -184,14 +182,13 @@ def _cut(tensors, chunks, planned):
 
 
 def _join(state, chunks, like):
-  """Joins one rank's pieces in the shapes of `like`."""
-  parts = [{} for _ in like]
+  """Joins one rank's pieces, which are in order, in the shapes of `like`."""
+  parts = [[] for _ in like]
   for pieces, tensors in zip(chunks, state, strict=True):
     for p, part in zip(pieces, tensors, strict=True):
-      parts[p.tensor][p.start] = part
+      parts[p.tensor].append(part)
   results = []
-  for tensor, found in zip(like, parts, strict=True):
-    ordered = [found[start] for start in sorted(found)]
+  for tensor, ordered in zip(like, parts, strict=True):
     if len(ordered) == 1:
       results.append(ordered[0])
       continue
