@@ -67,18 +67,21 @@ class TracedStepTest(local_servers.LocalServersTestCase):
     ),
   )
   def test_sums_do_not_overwrite_what_others_add(self, write, is_kept):
-    a = local_servers.variable(0, [0.0, 0.0, 0.0])
-
     def program(a, x):
       write(a, x)
       return a.read_value()
 
-    step = step_programs.Step(program, [a], SPEC)
-    computed = step.compute(tf.ones([3]))
-    a.assign_add([10.0, 20.0, 30.0])
-    # What the step sees is what there was when it began, and its own.
-    self.assertAllEqual(step.apply(computed), [1.0, 1.0, 1.0])
-    self.assertAllEqual(a, [11.0, 21.0, 31.0] if is_kept else [1.0] * 3)
+    zeros = tf.zeros([3])
+    for a in (
+      local_servers.variable(0, zeros),
+      local_servers.partitioned_variable(zeros, 2),
+    ):
+      step = step_programs.Step(program, [a], SPEC)
+      computed = step.compute(tf.ones([3]))
+      a.assign_add([10.0, 20.0, 30.0])
+      # What the step sees is what there was when it began, and its own.
+      self.assertAllEqual(step.apply(computed), [1.0, 1.0, 1.0])
+      self.assertAllEqual(a, [11.0, 21.0, 31.0] if is_kept else [1.0] * 3)
 
   @parameterized.named_parameters(
     ('gradient', lambda a, scale, x: _with_gradient(a, scale, x)),

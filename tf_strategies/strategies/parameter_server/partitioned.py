@@ -169,6 +169,8 @@ class PartitionedVariable(_tf_internal.BaseResourceVariable):
   def _write(self, method: str, value, *args, **kwargs):
     """Writes a variable that is whole, or each part with its rows of `value`."""
     if _is_whole():
+      if method == 'assign':
+        method, value = variables.write_of(self, value)
       return getattr(super(), method)(value, *args, **kwargs)
     value = tf.convert_to_tensor(value, self.dtype)
     value = tf.broadcast_to(value, self.shape)

@@ -68,6 +68,38 @@ def _is_older(read: tf.Operation) -> bool:
   return operations.index(read) < max(map(operations.index, written))
 
 
+def write_of(variable: tf.Variable, value: Any) -> tuple[str, Any]:
+  """Returns the method that assigns a value to a variable, and its argument.
+
+  In a graph, `assign(variable + term)` adds the term, so that what another worker adds
+  meanwhile is kept.
+  """
+  op = None if tf.executing_eagerly() else getattr(value, 'op', None)
+  if op is None or op.type not in ('AddV2', 'Add', 'Sub'):
+    return 'assign', value
+  left, right = op.inputs
+  if _is_read(variable, left):
+    term = right
+  elif op.type != 'Sub' and _is_read(variable, right):
+    term = left
+  else:
+    return 'assign', value
+  if term.shape != variable.shape and variable.shape.is_fully_defined():
+    term = tf.broadcast_to(term, variable.shape)
+  return ('assign_sub' if op.type == 'Sub' else 'assign_add'), term
+
+
+def _is_read(variable: tf.Variable, tensor: tf.Tensor) -> bool:
+  """Returns whether a tensor is a variable, as last read in the graph."""
+  while tensor.op.type == 'Identity':
+    tensor = tensor.op.inputs[0]
+  read = tensor.op
+  if read.type != 'ReadVariableOp':
+    return False
+  handle = tf.compat.v1.get_default_graph().capture(variable.handle)
+  return read.inputs[0] is handle and not _is_older(read)
+
+
 def _gives_rows(variable: tf.Variable) -> bool:
   trace = traced_step.current()
   if trace is None:
@@ -185,15 +217,11 @@ class ServerVariable(_tf_internal.ResourceVariable):
 
   def assign(self, value, use_locking=None, name=None, read_value=True):
     """Does the same as `tf.Variable.assign`."""
-    method, options = super().assign, (use_locking, name, read_value)
-    term = None if tf.executing_eagerly() else self._term_of(value)
-    if term is not None:  # What another worker adds meanwhile is kept.
-      is_sub = value.op.type == 'Sub'
-      method = super().assign_sub if is_sub else super().assign_add
-      value = term
-      if value.shape != self.shape and self.shape.is_fully_defined():
-        value = tf.broadcast_to(value, self.shape)
-    return self._write(functools.partial(method, value, *options))
+    method, value = write_of(self, value)
+    write = getattr(super(), method)
+    return self._write(
+      functools.partial(write, value, use_locking, name, read_value)
+    )
 
   def _write(self, write: Callable[[], Any]) -> Any:
     if tf.executing_eagerly():
@@ -201,26 +229,6 @@ class ServerVariable(_tf_internal.ResourceVariable):
     for key in [k for k in _updating.copies or () if k[0] == id(self)]:
       del _updating.copies[key]
     return write()
-
-  def _term_of(self, value) -> tf.Tensor | None:
-    """Returns what `value` adds to this variable, or subtracts from it, in a graph."""
-    op = getattr(value, 'op', None)
-    if op is None or op.type not in ('AddV2', 'Add', 'Sub'):
-      return None
-    left, right = op.inputs
-    if self._is_read(left):
-      return right
-    return left if op.type != 'Sub' and self._is_read(right) else None
-
-  def _is_read(self, tensor: tf.Tensor) -> bool:
-    """Returns whether a tensor is the variable, as last read in the graph."""
-    while tensor.op.type == 'Identity':
-      tensor = tensor.op.inputs[0]
-    read = tensor.op
-    if read.type != 'ReadVariableOp':
-      return False
-    handle = tf.compat.v1.get_default_graph().capture(self.handle)
-    return read.inputs[0] is handle and not _is_older(read)
 
   def _restore_from_tensors(self, restored_tensors):
     # TensorFlow's assigns past `assign`.
