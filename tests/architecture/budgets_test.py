@@ -35,7 +35,7 @@ _BUDGETS = {
   'tf_strategies/monitoring': 2_340,
   'tf_strategies/process_group': 27_310,
   'tf_strategies/spmd': 27_160,
-  'tf_strategies/strategies': 62_740,
+  'tf_strategies/strategies': 62_760,
 }
 _NO_CODE = {
   tokenize.COMMENT,
