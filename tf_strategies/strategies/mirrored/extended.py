@@ -60,7 +60,7 @@ class AppliesSums:
     """Applies gradients; the `apply` of each optimizer that is made in the scope.
 
     Sums them over replicas, unless they are already reduced, before Keras clips,
-    accumulates or unscales them. Marks those of a model's step that is traced.
+    accumulates or unscales them. In a model's step that is traced, marks them.
 
     Raises:
       UnsupportedOptionError: if it is not called in a step of the strategy, or

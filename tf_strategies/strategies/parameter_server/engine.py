@@ -56,14 +56,14 @@ class StepTask(worker_pool.Task):
   never applied. Afterwards the worker is not needed: its slots are applied.
 
   Args:
-    update: what it is a part of.
+    update: the update that it is a part of.
     data: a `Batch` or a `splits.Read`.
   """
 
   def __init__(self, update: Update, data: Any):
     self.update, self.data = update, data
     self.has_data = True
-    self.reported: list[np.ndarray] = []  # What is not in the slots.
+    self.reported: list[np.ndarray] = []  # Results outside of the slots.
     self.slots: slots.Slots | None = None
     self.began_at = 0  # How many steps had been done.
 
@@ -90,14 +90,14 @@ class StepTask(worker_pool.Task):
     engine, function = self.update.engine, self.update.function
     # New ones each time: a worker that was lost may still be writing the old ones.
     self.slots = engine.take_slots(function.layout)
-    # Fetches what is not in the slots before anything is applied: if the worker dies
+    # Fetches the other results before anything is applied: if the worker dies
     # until then, the step can be repeated.
     self.reported = [t.numpy() for t in function(worker, argument, self.slots)]
     engine.conclude(self)
 
 
 class Update:
-  """What is applied at once: a step, or the shares of it that are done first.
+  """An update of the variables by a step, or by its shares that are done first.
 
   Args:
     engine: the engine.
@@ -272,7 +272,7 @@ class LatestNumber(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class Engine:
-  """Runs steps. What is applied together, and when, is up to the mode.
+  """Runs steps. The mode decides which results are applied together, and when.
 
   * 'async': each step, as soon as a worker has computed it. Its staleness is the number
     of steps that were applied while it was computed. It is zero for a single worker.
@@ -416,7 +416,7 @@ class Engine:
     """Takes a task whose results are there; applies its update if that is complete."""
     update = task.update
     with self.pool.lock:
-      # A step that failed may be begun again, so what is left of it must not count.
+      # A step that failed may be begun again, so its late shares must not count.
       has_failed = task.attempt != self.pool.attempt
       if update.is_complete or (update.powers is not None and has_failed):
         if task.has_data:
@@ -499,7 +499,7 @@ class Engine:
     structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
     key = repr(structure)
     if key not in known:
-      # The results of metrics are computed later, from what was added up.
+      # The results of metrics are computed later, from sums.
       exempt = tuple if step.results is None else step.counters
       try:
         known[key] = traced_step.powers_of_rows(

@@ -32,7 +32,7 @@ _ROWS = tf.TensorSpec([], tf.float32)
 class SlotLayout:
   """Which tensors of a traced step are in which slots.
 
-  First come the gradients, then what was written, then the numbers.
+  First come the gradients, then the writes, then the numbers.
 
   Attributes:
     parts: server and spec of each tensor.
