@@ -19,10 +19,10 @@ from tests.architecture import project
 # In tokens: the size when the budget was set, plus 2 percent.
 _BUDGETS = {
   'benchmarks': 34_840,
-  'tests': 259_950,
+  'tests': 260_000,
   'tf_strategies': 3_420,
   'tf_strategies/_keras_internal': 7_690,
-  'tf_strategies/_tf_internal': 4_040,
+  'tf_strategies/_tf_internal': 4_100,
   'tf_strategies/checkpoint': 5_560,
   'tf_strategies/cluster': 6_660,
   'tf_strategies/collectives': 3_190,
@@ -35,7 +35,7 @@ _BUDGETS = {
   'tf_strategies/monitoring': 2_340,
   'tf_strategies/process_group': 27_310,
   'tf_strategies/spmd': 27_160,
-  'tf_strategies/strategies': 62_760,
+  'tf_strategies/strategies': 62_670,
 }
 _NO_CODE = {
   tokenize.COMMENT,

@@ -42,6 +42,7 @@ from tf_strategies._tf_internal.tracing import (  # noqa: F401  For all others.
   spec_of_part,
   temporary_variable,
   trace,
+  with_any_rows,
 )
 
 MirroredExtended = _load(

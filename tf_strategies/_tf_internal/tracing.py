@@ -357,9 +357,19 @@ def spec_of_part(spec: tf.TypeSpec) -> tf.TypeSpec | None:
   None if it is empty.
   """
   first, *_ = getattr(spec, '_value_specs', (spec,))
-  if isinstance(first, tf.TensorSpec) and first.shape.rank:
-    return tf.TensorSpec([None, *first.shape[1:]], first.dtype)
-  return None if isinstance(first, tf.OptionalSpec) else first
+  return None if isinstance(first, tf.OptionalSpec) else with_any_rows(first)
+
+
+def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
+  """Returns the spec of a tensor with any number of rows; a scalar has none."""
+  if spec is None or not spec.shape.rank:
+    return spec
+  shape = [None, *spec.shape[1:]]
+  if isinstance(spec, tf.RaggedTensorSpec):
+    return tf.RaggedTensorSpec(
+      shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+    )
+  return type(spec)(shape, spec.dtype)
 
 
 def inlined(function):

@@ -181,6 +181,30 @@ class SyncEngineTest(parameterized.TestCase):
     self.pool.forget()
     self.assertEqual(engine.report()['steps'], 0)
 
+  @mock.patch.object(worker_pool, '_PAUSE_SECONDS', 0.1)
+  def test_nothing_is_applied_while_anything_connects(self):
+    engine = self._engine(1, 0)
+    begun, may_end = threading.Event(), threading.Event()
+    self.addCleanup(may_end.set)
+    engine.compute = lambda worker: [
+      begun.set(),
+      may_end.wait(_DEADLINE_SECONDS),
+    ]
+    training = threading.Thread(target=self._train, args=(engine, 1))
+    training.start()
+    self.assertTrue(begun.wait(_DEADLINE_SECONDS))
+    with self.pool._pause():
+      may_end.set()
+      training.join(0.3)
+      self.assertEqual(engine.report()['steps'], 0)
+      # Others, such as those that end the pool, do not wait.
+      asking = threading.Thread(target=self.pool.is_busy)
+      asking.start()
+      asking.join(1.0)
+      self.assertFalse(asking.is_alive())
+    training.join(_DEADLINE_SECONDS)
+    self.assertEqual(engine.report()['steps'], 1)
+
   def test_results_that_are_lost_with_their_worker_are_computed_again(self):
     """Lets a worker die after its call, before its results are fetched."""
     engine, source = self._reading_engine(None, (4, 3, 2))

@@ -1,7 +1,6 @@
 """Stand-ins for the cluster, for tests of the pool and of engines."""
 
-from tf_strategies import errors
-from tf_strategies.strategies.parameter_server import worker_pool
+from tf_strategies.strategies.parameter_server import connection, worker_pool
 
 DEADLINE_SECONDS = 60.0
 
@@ -28,9 +27,9 @@ class Liveness:
     if not self.dead_servers:
       return None
     server = min(self.dead_servers)
-    error = errors.ParameterServerUnavailableError(f'ps {server} died')
-    error.server, error.address = server, self.address('ps', server)
-    return error
+    return connection.unavailable(
+      f'ps {server} died', server, self.address('ps', server)
+    )
 
   def wait_for_all(self, deadline_seconds):
     del deadline_seconds

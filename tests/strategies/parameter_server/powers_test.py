@@ -5,8 +5,9 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from tests.strategies.parameter_server import local_servers
+from tf_strategies import _tf_internal
 from tf_strategies.spmd import plan
-from tf_strategies.strategies.parameter_server import batch_message, traced_step
+from tf_strategies.strategies.parameter_server import traced_step
 
 _IDS = tf.TensorSpec([8], tf.int64)
 
@@ -19,7 +20,7 @@ def _powers(run, spec, variables=(), exempt=()):
   return traced_step.powers_of_rows(
     lambda x: run(optimizer, x),
     [optimizer],
-    tf.nest.map_structure(batch_message.with_any_rows, spec),
+    tf.nest.map_structure(_tf_internal.with_any_rows, spec),
     lambda: exempt,
   )
 

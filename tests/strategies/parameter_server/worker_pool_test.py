@@ -1,8 +1,6 @@
 """The pool of workers: tasks in progress, and tasks that an error interrupts."""
 
 import threading
-import time
-from unittest import mock
 
 import tensorflow as tf
 from absl.testing import absltest, parameterized
@@ -120,26 +118,6 @@ class PoolTest(parameterized.TestCase):
     self.assertTrue(is_back.wait(_DEADLINE_SECONDS))
     pool.wait()
     self.assertEqual(task.runs, 2)
-
-  @mock.patch.object(worker_pool, '_PAUSE_SECONDS', 0.1)
-  def test_no_update_begins_while_anything_connects(self):
-    pool, connects, order = self._pool(2), threading.Event(), []
-
-    def connect():
-      connects.set()
-      time.sleep(0.3)
-      order.append('connected')
-
-    def update():
-      connects.wait(_DEADLINE_SECONDS)
-      with pool.lock:
-        order.append('update')
-
-    self._on_rejoin(connect)
-    pool.submit(_Task(update))
-    pool.submit(self._die_once())
-    pool.wait()
-    self.assertEqual(order, ['connected', 'update'])
 
   def test_broken_connection_is_tried_again(self):
     pool, failures = self._pool(1), [1, 1]

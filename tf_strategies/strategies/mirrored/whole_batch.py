@@ -398,14 +398,7 @@ def spec_of(leaf):
     spec = tf.type_spec_from_value(spec)
   if not isinstance(spec, tf.TypeSpec):
     return None
-  if not spec.shape.rank:
-    return spec
-  shape = [None, *spec.shape[1:]]
-  if isinstance(spec, tf.RaggedTensorSpec):
-    return tf.RaggedTensorSpec(
-      shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
-    )
-  return type(spec)(shape, spec.dtype)
+  return _tf_internal.with_any_rows(spec)
 
 
 def _read(value):

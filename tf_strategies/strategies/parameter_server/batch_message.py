@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tf_strategies import errors, option_checks
+from tf_strategies import _tf_internal, errors, option_checks
 
 # A serialized tensor of 2 GiB, with its shape, is too large for a protocol buffer.
 _MOST_BYTES = 2**31 - 2**16
@@ -91,7 +91,9 @@ class Batch:
     }
     hides_rows = hides_rows and len(self._rows) == 1 and None not in self._rows
     if hides_rows:
-      self.structure = tf.nest.map_structure(with_any_rows, self.structure)
+      self.structure = tf.nest.map_structure(
+        _tf_internal.with_any_rows, self.structure
+      )
 
   def microbatches(self, count: int) -> list[Batch]:
     """Splits the rows into `count` parts, none of them empty, larger ones first.
@@ -151,18 +153,6 @@ def pack(structure: Any, tensors: Sequence[Any]) -> Any:
     for spec in tf.nest.flatten(structure, expand_composites=True)
   ]
   return tf.nest.pack_sequence_as(structure, flat, expand_composites=True)
-
-
-def with_any_rows(spec: tf.TypeSpec | None) -> tf.TypeSpec | None:
-  """Returns the spec of a tensor with any number of rows."""
-  if spec is None:
-    return None
-  shape = [None, *spec.shape[1:]]
-  if isinstance(spec, tf.RaggedTensorSpec):
-    return tf.RaggedTensorSpec(
-      shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
-    )
-  return type(spec)(shape, spec.dtype)
 
 
 def rows_of(batch: Any) -> tf.Tensor:

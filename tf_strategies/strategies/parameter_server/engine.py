@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tf_strategies import errors
+from tf_strategies import _tf_internal, errors
 from tf_strategies.spmd import plan
 from tf_strategies.strategies.parameter_server import (
   batch_message,
@@ -416,6 +416,7 @@ class Engine:
     """Takes a task whose results are there; applies its update if that is complete."""
     update = task.update
     with self.pool.lock:
+      self.pool.wait_for_connections()
       # A step that failed may be begun again, so its late shares must not count.
       has_failed = task.attempt != self.pool.attempt
       if update.is_complete or (update.powers is not None and has_failed):
@@ -496,7 +497,7 @@ class Engine:
     if not (self._is_sync and step.trains):
       return 'a step that does not train together'
     known = self._sharing.setdefault(step, {})
-    structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
+    structure = tf.nest.map_structure(_tf_internal.with_any_rows, structure)
     key = repr(structure)
     if key not in known:
       # The results of metrics are computed later, from sums.
@@ -522,7 +523,7 @@ class Engine:
     shares_rows = not isinstance(self.powers(step, structure), str)
     if shares_rows:
       # As when it was decided that workers may share them.
-      structure = tf.nest.map_structure(batch_message.with_any_rows, structure)
+      structure = tf.nest.map_structure(_tf_internal.with_any_rows, structure)
     traced = traced_step.TracedStep(step.run, step.optimizers, structure)
     return slots.WorkerFunction(traced, layout, shares_rows)
 

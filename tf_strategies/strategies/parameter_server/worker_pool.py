@@ -86,6 +86,7 @@ class WorkerPool:
     self.refusal: Exception | None = None
     self._is_open = True
     self._pauses = 0
+    self._num_connecting = 0  # Threads that connect to a task again.
     # Number of the current attempt. Tasks of earlier attempts, before an error
     # was raised, are dropped.
     self.attempt = 0
@@ -375,17 +376,27 @@ class WorkerPool:
   def _pause(self) -> Iterator[None]:
     """Lets no task begin, and waits for those that run, but not for long.
 
-    Any function may fail while TensorFlow connects again. So the lock is held: no
-    update begins meanwhile.
+    Any function may fail while TensorFlow connects again.
     """
     with self.lock:
       self._pauses += 1
       self._wait_for_running(_PAUSE_SECONDS)
-      try:
-        yield
-      finally:
+      self._num_connecting += 1
+    try:
+      yield
+    finally:
+      with self.lock:
         self._pauses -= 1
+        self._num_connecting -= 1
         self.lock.notify_all()
+
+  def wait_for_connections(self) -> None:
+    """Waits while TensorFlow connects again, for which `Keepalive` is a deadline.
+
+    Called under the lock, by a task that is about to apply an update.
+    """
+    while self._num_connecting:
+      self.lock.wait(_WAKE_SECONDS)
 
 
 def _is_of_server(error: BaseException) -> bool:
