@@ -7,7 +7,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 
-def _marks_of_nothing(source):
+def _marks_without_effect(source):
   """Returns the tests with a mark above their parameters, where it has no effect."""
   found = []
   for node in ast.walk(ast.parse(source)):
@@ -21,9 +21,9 @@ def _marks_of_nothing(source):
 
 
 class TiersTest(parameterized.TestCase):
-  def test_marks_are_where_they_count(self):
+  def test_every_mark_has_an_effect(self):
     for path in pathlib.Path(__file__).parent.rglob('*_test.py'):
-      found = _marks_of_nothing(path.read_text())
+      found = _marks_without_effect(path.read_text())
       self.assertEqual(found, [], path)
 
 
@@ -38,7 +38,7 @@ class SmokeTest(absltest.TestCase):
     if (
       config.args_source != config.ArgsSource.TESTPATHS or config.option.keyword
     ):
-      self.skipTest('some of the tests only')
+      self.skipTest('only some of the tests run')
     names = [
       i.nodeid for i in self.session.items if i.get_closest_marker('smoke')
     ]

@@ -81,15 +81,15 @@ def sizes() -> collections.Counter:
 
 class BudgetsTest(parameterized.TestCase):
   @parameterized.parameters(*_BUDGETS)
-  def test_is_kept(self, directory):
+  def test_package_is_within_its_budget(self, directory):
     self.assertBetween(
       sizes()[directory],
       1,
       _BUDGETS[directory],
-      f'{directory} has grown. Say what it no longer needs, and remove that.',
+      f'{directory} has grown. Remove code that it no longer needs.',
     )
 
-  def test_every_package_has_one(self):
+  def test_every_package_has_a_budget(self):
     self.assertEqual(sizes().keys(), _BUDGETS.keys())
 
 

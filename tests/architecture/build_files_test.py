@@ -10,7 +10,7 @@ from tools import generate_build_files
 
 pytestmark = pytest.mark.smoke
 
-# An invented project, and the deps of its targets.
+# The files of a small project, and the expected deps of its targets.
 _SOURCES = {
   'tools/__init__.py': 'from tools import b',
   'tools/a.py': 'import numpy as np\nfrom tools.b import thing',
@@ -29,7 +29,7 @@ _TARGETS = {
 
 
 class BuildFilesTest(absltest.TestCase):
-  def test_build_files_agree_with_the_imports(self):
+  def test_build_files_are_up_to_date(self):
     files = project.text_files()
     found = generate_build_files.Project(project.root())
     expected = generate_build_files.build_files(found)
@@ -38,7 +38,7 @@ class BuildFilesTest(absltest.TestCase):
     self.assertEmpty(stale, 'Run `make build_files`.')
     self.assertEmpty(found.unresolved)
 
-  def test_deps_follow_from_the_imports(self):
+  def test_deps_are_derived_from_imports(self):
     root = pathlib.Path(self.create_tempdir().full_path)
     for path, text in _SOURCES.items():
       (root / path).parent.mkdir(parents=True, exist_ok=True)

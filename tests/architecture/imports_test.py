@@ -7,8 +7,8 @@ from absl.testing import absltest, parameterized
 
 from tests.architecture import project
 
-# From top to bottom. A directory may import itself and the directories of lower
-# layers, but not others of its layer. There is no list of exceptions.
+# From top to bottom. A directory may import itself and directories in lower
+# layers, but no other directory in its own layer. There are no exceptions.
 _LAYERS = (
   ('benchmarks',),
   ('examples',),
@@ -25,12 +25,12 @@ _LAYERS = (
   ('cluster', 'data'),
   ('collectives', 'spmd'),
 )
-# Programs, which may use the package's public names.
+# Directories of programs. They may import `tf_strategies` itself.
 _PROGRAMS = ('benchmarks', 'examples')
-_DEPTH = {room: depth for depth, rooms in enumerate(_LAYERS) for room in rooms}
-# Single files that every directory may import, and the files of ours that they
-# import.
-_GROUND = {
+_DEPTH = {name: depth for depth, names in enumerate(_LAYERS) for name in names}
+# Base modules that every directory may import, and the modules of the package
+# that each of them may import.
+_BASE = {
   'errors': (),
   'option_checks': ('errors',),
   'version': (),
@@ -44,12 +44,13 @@ _GROUND = {
   ),
   '_graph_errors': ('errors', '_tf_internal'),
 }
-# `tf_strategies/__init__.py`, and the commands in the same directory.
-_DOOR = 'tf_strategies'
+# `tf_strategies/__init__.py` and the commands beside it.
+_TOP_LEVEL = 'tf_strategies'
+# These may import only the standard library and NumPy.
 _PURE = frozenset({'collectives', 'errors', 'option_checks', 'version'})
 
 
-def _room(module: str) -> str | None:
+def _directory(module: str) -> str | None:
   """Returns the directory of a dotted name, or None if it is not in the package."""
   top, _, rest = module.partition('.')
   if top in _PROGRAMS:
@@ -57,42 +58,42 @@ def _room(module: str) -> str | None:
   if top != 'tf_strategies':
     return None
   name = rest.partition('.')[0]
-  return name if name in _DEPTH or name in _GROUND else _DOOR
+  return name if name in _DEPTH or name in _BASE else _TOP_LEVEL
 
 
 def _may_import(importer: str, imported: str) -> bool:
-  if importer in _GROUND:
-    return imported in _GROUND[importer]
-  if imported in _GROUND:
+  if importer in _BASE:
+    return imported in _BASE[importer]
+  if imported in _BASE:
     return importer not in _PURE or imported in _PURE
   if importer == imported:
     return True
-  if importer == _DOOR:
+  if importer == _TOP_LEVEL:
     return imported not in _PROGRAMS
-  if imported == _DOOR:
+  if imported == _TOP_LEVEL:
     return importer in _PROGRAMS
   return _DEPTH[imported] > _DEPTH[importer]
 
 
 def _violations(path: str, source: str) -> list[str]:
   """Returns a sentence for each import in a file that breaks a rule."""
-  importer = _room(project.module_name(path))
+  importer = _directory(project.module_name(path))
   found = []
   for item in project.imports(path, source):
     where = f'{path}:{item.line}: {importer} imports {item.full}'
     top = item.base.partition('.')[0]
-    imported = _room(item.full)
+    imported = _directory(item.full)
     if imported is not None:
       if not _may_import(importer, imported):
         found.append(f'{where}, which is not below it')
     elif top == 'tests':
       found.append(f'{where}: tests are not part of the package')
     elif importer in _PURE and top not in (*sys.stdlib_module_names, 'numpy'):
-      found.append(f'{where}: only NumPy and the standard library may be here')
+      found.append(f'{where}: only NumPy and the standard library are allowed')
     elif importer != '_tf_internal' and (
       f'{item.full}.'.startswith('tensorflow.python.')
     ):
-      found.append(f'{where}: that is for _tf_internal alone')
+      found.append(f'{where}: only _tf_internal may import it')
   return found
 
 
@@ -107,20 +108,24 @@ class ImportsTest(parameterized.TestCase):
     self.assertEmpty(found, '\n'.join(found))
 
   @pytest.mark.smoke
-  def test_every_room_has_a_layer(self):
-    rooms = {
+  def test_every_directory_has_a_layer(self):
+    used = {
       path.split('/')[1]
       for path in project.python_files('tf_strategies')
       if path.count('/') > 1
     }
-    self.assertEmpty(rooms - set(_DEPTH) - set(_GROUND))
+    self.assertEmpty(used - set(_DEPTH) - set(_BASE))
 
   @parameterized.named_parameters(
-    ('up', 'keras/a.py', 'from tf_strategies.strategies import registry'),
-    ('beside', 'keras/a.py', 'import tf_strategies.cross_device.executor'),
+    (
+      'upper_layer',
+      'keras/a.py',
+      'from tf_strategies.strategies import registry',
+    ),
+    ('same_layer', 'keras/a.py', 'import tf_strategies.cross_device.executor'),
     ('relative', 'data/a.py', 'from ..cluster import config'),
     ('inside_function', 'data/a.py', 'def f():\n  import tf_strategies.keras'),
-    ('door_from_inside', 'keras/a.py', 'import tf_strategies as tfs'),
+    ('top_level_from_inside', 'keras/a.py', 'import tf_strategies as tfs'),
     ('example', '__init__.py', 'import examples'),
     ('errors_import', 'errors.py', 'from tf_strategies import version'),
     ('test', 'keras/a.py', 'from tests import virtual_devices'),

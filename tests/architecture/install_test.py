@@ -17,7 +17,7 @@ from tf_strategies import version
 pytestmark = pytest.mark.smoke
 
 _NO_VENV = """#!/bin/bash
-# A Python whose `venv` leaves half an environment, as without ensurepip.
+# A Python whose `venv` fails halfway, as it does without ensurepip.
 for word in "$@"; do directory=$word; done
 case "$*" in
   '-m venv'*) mkdir -p "$directory/bin"; touch "$directory/pyvenv.cfg"
@@ -39,7 +39,9 @@ class DefaultsTest(parameterized.TestCase):
     ('Linux', 'aarch64', '.venv-tensorflow-9.9'),
     ('Darwin', 'arm64', '.venv-tensorflow-9.9'),
   )
-  def test_package_is_one_with_a_wheel_here(self, system, machine, venv):
+  def test_default_package_has_a_wheel_for_the_platform(
+    self, system, machine, venv
+  ):
     directory = pathlib.Path(self.create_tempdir().full_path)
     _write(directory / 'uname', f'#!/bin/sh\necho {system} {machine}\n')
     unset = ('TF_PACKAGE', 'VENV', 'MAKEFLAGS', 'MAKELEVEL')
@@ -77,15 +79,15 @@ class InstallTest(absltest.TestCase):
       self.assertIn(word, done.stderr)
     self.assertFalse(self._venv.exists())
 
-  def test_python_without_tensorflow_is_refused(self):
+  def test_unsupported_python_is_refused(self):
     self.assert_fails(_OLD, '3.9.1', '3.10 to 3.13', 'PYTHON=python3.13')
 
-  def test_half_an_environment_is_not_left(self):
+  def test_failed_install_removes_the_environment(self):
     python = _NO_VENV.format(python=sys.executable)
     for _ in range(2):
       self.assert_fails(python, 'apt install python3-venv', 'pip 22.3')
 
-  def test_half_an_environment_of_before_is_not_used(self):
+  def test_existing_broken_environment_is_not_used(self):
     (self._venv / 'bin').mkdir(parents=True)
     (self._venv / 'pyvenv.cfg').touch()
     (self._venv / 'bin' / 'python').symlink_to('/bin/false')
@@ -111,7 +113,7 @@ class InstalledTest(absltest.TestCase):
     site_packages = pathlib.Path(sysconfig.get_path('purelib')).resolve()
     self.assertEqual(self._installed, site_packages / 'tf_strategies')
 
-  def test_wheel_holds_every_module_of_the_checkout(self):
+  def test_wheel_contains_every_module(self):
     sources = {
       path.removeprefix('tf_strategies/')
       for path in project.python_files('tf_strategies')

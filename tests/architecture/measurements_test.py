@@ -16,7 +16,7 @@ class TablesTest(parameterized.TestCase):
 
 
 class ClaimsTest(absltest.TestCase):
-  def test_what_is_wrong_is_told(self):
+  def test_missing_sentence_or_figures_are_reported(self):
     [claim] = [c for c in claims.CLAIMS if c.report == 'recovery']
     reports = {'recovery': {'results': []}}
     for text, words in (
@@ -31,14 +31,14 @@ class ClaimsTest(absltest.TestCase):
 class DocumentsTest(absltest.TestCase):
   """The documents of this checkout, which `make measurements` updates."""
 
-  def test_are_written_without_tensorflow(self):
+  def test_tools_do_not_load_tensorflow(self):
     docstrings.assert_imports_load_none(
       self,
       ['tools.pages.measurements', 'tools.pages.hooks'],
       ['tensorflow', 'keras', 'absl'],
     )
 
-  def test_are_those_of_the_reports(self):
+  def test_tables_match_the_reports(self):
     reports = measurements.read(measurements.RESULTS)
     made = measurements.blocks(reports)
     shown = []
@@ -47,9 +47,9 @@ class DocumentsTest(absltest.TestCase):
       with self.subTest(path.name):
         self.assertEqual(measurements.filled(text, made), text)
     self.assertContainsSubset({*made}, {*shown})
-    self.assertLen({*shown}, len(shown), 'a block stands twice')
+    self.assertLen({*shown}, len(shown), 'a block appears twice')
 
-  def test_sentences_are_those_of_the_reports(self):
+  def test_sentences_match_the_reports(self):
     reports = measurements.read(measurements.RESULTS)
     [text] = [
       text
@@ -61,9 +61,9 @@ class DocumentsTest(absltest.TestCase):
       with self.subTest(claim.words):
         self.assertNotIn('no sentence', claim.problem(text, {}))
 
-  def test_commands_make_what_is_shown(self):
-    """Checks that each block has a command that writes its report, and the
-    other way round.
+  def test_commands_write_the_reports_of_all_blocks(self):
+    """Checks that the documented commands write exactly the reports that the
+    blocks show.
     """
     documents = measurements.documents()
     shown = {n for t in documents.values() for n in measurements.names(t)}

@@ -26,7 +26,7 @@ class PagesTest(parameterized.TestCase):
     ('gpus.md', '[a](#here) [b](../tools/lint.sh)', '[a](#here) b'),
     ('gpus.md', '```\n[a](../README.md)\n```', '```\n[a](../README.md)\n```'),
   )
-  def test_links(self, uri, text, expected):
+  def test_links_are_rewritten_for_the_site(self, uri, text, expected):
     self.assertEqual(hooks.links_of_site(text, uri, None), expected)
 
   def test_every_page_is_in_the_navigation(self):

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.smoke
 _LINK = re.compile(r'\]\(([^)#]+)(?:#[^)]*)?\)')
 _DEFINED_FLAG = re.compile(r"DEFINE_\w+\(\s*'(\w+)'")
 _ARGUMENT = re.compile(r"add_argument\(\s*'--([\w-]+)'")
-# Flags in rows of a table for `tf_strategies.cluster.command_line`.
+# Flags in the rows of a table that `tf_strategies.cluster.command_line` reads.
 _TABLE = 'command_line.main('
 _ROW = re.compile(r"^  (?:\(\s*'(\w+)',|'(\w+)': ')", re.MULTILINE)
-# Flags as fields of options, made by a helper that takes the help text.
+# Flags that are fields of an options class.
 _FIELD = re.compile(r'^  (\w+): [^\n=]+ = _option\(', re.MULTILINE)
 
 
@@ -117,7 +117,7 @@ _INSTALL = re.compile(r"pip install '?([\w.]*)\[([\w,-]+)\]")
 
 
 class ReadmeTest(parameterized.TestCase):
-  def test_programs_say_how_to_install_what_they_lack(self):
+  def test_install_hints_name_existing_extras(self):
     files = project.text_files()
     extras = _extras(files)
     found = 0
@@ -128,7 +128,7 @@ class ReadmeTest(parameterized.TestCase):
       for package, named in _INSTALL.findall(text):
         with self.subTest(path):
           found += 1
-          # It is not on a package index.
+          # The project is not on a package index.
           self.assertEqual(package, '.')
           self.assertContainsSubset(named.split(','), extras)
     self.assertGreater(found, 5)
@@ -140,7 +140,7 @@ class ReadmeTest(parameterized.TestCase):
         found = _problems(files[document], files)
         self.assertEmpty(found, '\n'.join(found))
 
-  def test_links_lead_somewhere(self):
+  def test_linked_files_exist(self):
     files, found = project.text_files(), 0
     for document in _documents(files):
       directory = (project.root() / document).parent

@@ -6,8 +6,8 @@ from absl.testing import absltest
 
 from benchmarks import processes
 
-# ARCHITECTURE.md says where each one is replaced. To replace another one, find a
-# way without one of these.
+# ARCHITECTURE.md says where each one is replaced. Before adding one, remove
+# another.
 _REPLACED = (
   'keras.src.backend.common.variables.register_uninitialized_variable',
   'keras.src.backend.tensorflow.numpy.take',
@@ -22,8 +22,8 @@ _REPLACED = (
   'tensorflow.python.framework.errors_impl.UnknownError.__new__',
 )
 
-# Names the functions in modules and classes of TensorFlow and Keras whose code is
-# ours.
+# Prints the functions in modules and classes of TensorFlow and Keras whose code
+# is in this package.
 _PROGRAM = """
 import importlib, inspect, json, os, pkgutil, sys
 import tensorflow as tf
@@ -81,7 +81,7 @@ class ReplacedTest(absltest.TestCase):
     found = json.loads(done.stdout.splitlines()[-1])
     self.assertEqual(found, sorted(_REPLACED))
 
-  def test_there_are_few(self):
+  def test_few_functions_are_replaced(self):
     self.assertLessEqual(len(_REPLACED), 12)
     for never in ('BaseOptimizer.apply', 'LossScaleOptimizer.apply'):
       self.assertFalse([name for name in _REPLACED if name.endswith(never)])

@@ -26,8 +26,8 @@ _STARTS = re.compile(
 _EXCEPTIONS = {
   'benchmarks/processes.py': 'the runner of programs',
   'tests/processes.py': 'the runner of functions',
-  'tests/process_group/network/sockets_test.py': 'what a fork inherits',
-  'tests/process_group/network/authentication_test.py': 'a process of another user',
+  'tests/process_group/network/sockets_test.py': 'tests what a fork inherits',
+  'tests/process_group/network/authentication_test.py': 'runs a process as another user',
   'benchmarks/measure.py': (
     'one process at a time takes the devices of one set; it ends with its '
     'executor, and how long it takes is up to the flags'
@@ -58,7 +58,7 @@ def _starts(source: str) -> set[str]:
 
 
 class RunnerTest(parameterized.TestCase):
-  def test_starts_every_process(self):
+  def test_only_the_runners_start_processes(self):
     files = project.python_files('tests', 'benchmarks')
     found = {path: _starts(text) for path, text in files.items()}
     found = {path: starts for path, starts in found.items() if starts}

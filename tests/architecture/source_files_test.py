@@ -1,4 +1,4 @@
-"""Rules for every file: it has a docstring, and does not name certain things."""
+"""Rules for all source files: docstrings, names, and paths that must not appear."""
 
 import ast
 import collections
@@ -43,7 +43,7 @@ def _runs_as_script(source: str) -> bool:
 
 
 def _without_assertion(source: str) -> list[str]:
-  """Returns the names of test methods in which nothing can fail."""
+  """Returns the names of test methods without an assertion."""
   return [
     method.name
     for node in ast.parse(source).body
@@ -63,7 +63,7 @@ def _may_fail(node: ast.AST) -> bool:
 
 
 class SourceFilesTest(absltest.TestCase):
-  def test_no_file_names_a_path_of_one_machine(self):
+  def test_no_file_contains_a_machine_path(self):
     found = []
     for path, text in project.text_files().items():
       found += _machine_paths(path, text)
@@ -87,7 +87,7 @@ class SourceFilesTest(absltest.TestCase):
     ]
     self.assertEmpty(empty)
 
-  def test_a_class_name_has_one_meaning(self):
+  def test_class_names_are_unique(self):
     found = collections.Counter(
       node.name
       for source in project.python_files('tf_strategies').values()
@@ -96,7 +96,7 @@ class SourceFilesTest(absltest.TestCase):
     )
     self.assertEqual([name for name, count in found.items() if count > 1], [])
 
-  def test_every_test_file_runs_alone(self):
+  def test_every_test_file_runs_as_a_script(self):
     files = {
       path: text
       for path, text in project.python_files('tests').items()
@@ -116,7 +116,7 @@ class SourceFilesTest(absltest.TestCase):
     ]
     self.assertEmpty(lacking, 'no assertion, and no helper called assert...')
 
-  def test_tests_are_collected(self):
+  def test_all_test_classes_are_collected(self):
     # pytest collects only `*_test.py`. A test class in another file must be the
     # base of a test class in such a file, or it would not run.
     files = project.python_files('tests')

@@ -1,4 +1,4 @@
-"""Tests take the type of devices from one place."""
+"""Tests take the device type from `tests/virtual_devices.py`."""
 
 import ast
 import pathlib
@@ -20,7 +20,7 @@ _NAMES_ONLY = {
 
 class VirtualDevicesTest(absltest.TestCase):
   @pytest.mark.smoke
-  def test_no_test_on_devices_names_a_type(self):
+  def test_device_tests_do_not_name_a_device_type(self):
     literal = re.compile(r'[CG]PU:\d')
     found = []
     for path in filter(tiers.is_on_devices, sorted(_TESTS.rglob('*.py'))):

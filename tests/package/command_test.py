@@ -1,4 +1,4 @@
-"""`tfs` dispatches to its commands and answers at once."""
+"""`tfs` dispatches to its commands, and reports invalid flags quickly."""
 
 import contextlib
 import io
@@ -37,14 +37,14 @@ def _run(*words):
 
 
 class DispatchTest(parameterized.TestCase):
-  def test_every_command_is_tested_here(self):
+  def test_help_lists_every_command(self):
     status, out, _ = _run('--help')
     self.assertEqual(status, 0)
     shown = re.findall(r'^  (\w+)  ', out, re.MULTILINE)
     self.assertCountEqual(shown, _FLAGS)
 
   @parameterized.parameters(*_FLAGS.items())
-  def test_help_of_a_command(self, name, flags):
+  def test_command_help_lists_its_flags(self, name, flags):
     status, out, err = _run(name, '--help')
     self.assertEqual((status, err), (0, ''))
     for flag in flags:
@@ -52,7 +52,7 @@ class DispatchTest(parameterized.TestCase):
       self.assertRegex(out, rf'  {re.escape(flag)}\b')
 
   @parameterized.parameters(*_FLAGS)
-  def test_wrong_flag_is_answered_with_a_near_one(self, name):
+  def test_misspelled_flag_suggests_the_correct_one(self, name):
     flag = _FLAGS[name][0]
     status, out, err = _run(name, f'{flag[:-1]}x=1')
     self.assertEqual((status, out), (2, ''))
@@ -69,10 +69,10 @@ class DispatchTest(parameterized.TestCase):
     (['launch', '--nnodes=2', '--', 'true'], 'tfs launch: .*--rendezvous=None'),
     (['launch', '--node_rank=1', '--', 'true'], 'tfs launch: .*--nnodes=1'),
   )
-  def test_wrong_words_are_explained(self, words, told):
+  def test_invalid_arguments_are_explained(self, words, message):
     status, out, err = _run(*words)
     self.assertEqual((status, out), (2, ''))
-    self.assertRegex(err, f'(?s){told}')
+    self.assertRegex(err, f'(?s){message}')
     self.assertLessEqual(err.count('Did you mean'), 1, err)
 
   @pytest.mark.smoke
@@ -87,13 +87,13 @@ class LoadedTest(parameterized.TestCase):
     *[[name, '--help'] for name in _FLAGS],
     ['launch', '--no_such_flag'],
   )
-  def test_no_answer_loads_tensorflow(self, *words):
+  def test_help_and_flag_errors_do_not_load_tensorflow(self, *words):
     done = processes.run_python('-c', _LOADED, *words, is_checked=True)
     last = done.stdout.splitlines()[-1]
     status = 0 if words[-1] == '--help' else 2
     self.assertEqual(last, f'status {status} loaded []')
 
-  def test_module_is_the_command(self):
+  def test_python_m_runs_the_command(self):
     words = ['tf_strategies', 'launch', '--num_workers=1', '--', 'echo', 'here']
     done = processes.run_python('-m', *words)
     self.assertEqual((done.returncode, done.stderr), (0, ''))

@@ -22,7 +22,7 @@ def _raise():
 
 class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
-  def test_message_names_value_allowed_and_way_out(self):
+  def test_message_contains_expected_value_and_fix(self):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       _raise()
     self.assertEqual(
@@ -50,7 +50,7 @@ class ErrorsTest(tf.test.TestCase, parameterized.TestCase):
       Layer()(tf.ones([1]))
 
   @parameterized.parameters(*[(t,) for t in _TYPES])
-  def test_every_type_is_made_of_one_message(self, error_type):
+  def test_every_type_takes_one_message(self, error_type):
     self.assertEqual(str(error_type('why')), 'why')
     self.assertIs(error_type.__init__, Exception.__init__)
 
@@ -99,14 +99,14 @@ too much] [32]
 
 
 class ReadableTest(parameterized.TestCase):
-  def test_lines_of_the_user_are_left(self):
+  def test_only_user_frames_are_kept(self):
     error = tf.errors.InvalidArgumentError(None, None, _MESSAGE)
     found = _graph_errors.readable(error)
     self.assertIs(type(found), tf.errors.InvalidArgumentError)
     self.assertEqual(found.message, _READABLE)
     self.assertEqual(found.error_code, tf.errors.INVALID_ARGUMENT)
 
-  def test_what_is_readable_is_left_as_it_is(self):
+  def test_readable_message_is_unchanged(self):
     once = _graph_errors.readable(tf.errors.AbortedError(None, None, _READABLE))
     self.assertEqual(once.message, _READABLE)
 
@@ -117,7 +117,7 @@ class ThroughGraphTest(parameterized.TestCase):
     tf.errors.InvalidArgumentError(None, None, 'a\nb'),
     tf.errors.UnknownError(None, None, 'a'),
   )
-  def test_types_are_kept(self, error):
+  def test_type_and_message_survive_a_graph(self, error):
     def fail(x):
       try:
         raise error

@@ -11,7 +11,7 @@ from tf_strategies import _keras_internal
 virtual_devices.configure()
 
 initializers = keras.initializers
-# A shape whose rows do not begin where the draw's counter changes.
+# A shape whose rows do not start at a new counter of the random generator.
 _SHAPE = (1001, 7)
 
 
@@ -30,7 +30,7 @@ def _initial_value(initializer, shape, dtype):
   return given[0], variable.numpy()
 
 
-class _OfMyOwn(initializers.RandomUniform):
+class _CustomInitializer(initializers.RandomUniform):
   def __call__(self, shape, dtype=None):
     return 1 + super().__call__(shape, dtype)
 
@@ -48,7 +48,9 @@ class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
     dtype=('float32', 'bfloat16'),
     shape=(_SHAPE, (64,)),
   )
-  def test_equal_to_the_whole(self, initializer, dtype, shape):
+  def test_rows_equal_rows_of_the_whole_variable(
+    self, initializer, dtype, shape
+  ):
     value, whole = _initial_value(initializer, shape, dtype)
     make = _keras_internal.initial_rows(value, shape, tf.as_dtype(dtype))
     for first, rows in ((0, shape[0]), (0, 3), (1, 2), (5, 40), (62, 2)):
@@ -61,7 +63,7 @@ class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.named_parameters(
     ('whole', initializers.Orthogonal(seed=1)),
-    ('own', _OfMyOwn(seed=1)),
+    ('custom', _CustomInitializer(seed=1)),
     (
       'generator',
       initializers.RandomUniform(seed=keras.random.SeedGenerator(1)),
@@ -69,11 +71,13 @@ class InitialRowsTest(tf.test.TestCase, parameterized.TestCase):
     ('float64', initializers.RandomUniform(seed=1), 'float64'),
     ('values', initializers.Constant(np.arange(7.0))),
   )
-  def test_what_needs_the_whole(self, initializer, dtype='float32'):
+  def test_unsupported_initializer_returns_none(
+    self, initializer, dtype='float32'
+  ):
     value, _ = _initial_value(initializer, _SHAPE, dtype)
     make = _keras_internal.initial_rows(value, _SHAPE, tf.as_dtype(dtype))
     self.assertIsNone(make)
-    # No value of Keras.
+    # An initial value that Keras did not create.
     make = _keras_internal.initial_rows(
       lambda: tf.zeros(_SHAPE), _SHAPE, tf.float32
     )

@@ -18,7 +18,8 @@ from tf_strategies import _keras_internal, _tf_internal, errors
 
 TFTrainer = trainer.TensorFlowTrainer
 
-# For overridden public methods, TensorFlow's documentation is the check.
+# Public methods that we override are checked only in these classes. Elsewhere
+# TensorFlow's documentation guarantees them.
 _CHECKED_IF_PUBLIC = (_tf_internal.MirroredExtended, _tf_internal.TPUExtended)
 
 
@@ -37,8 +38,8 @@ def _renamed(new_name):
 
 def _our_classes():
   """Returns every class of the package that derives from a TensorFlow class."""
-  for room in ('strategies', 'cross_device'):
-    package = importlib.import_module(f'tf_strategies.{room}')
+  for name in ('strategies', 'cross_device'):
+    package = importlib.import_module(f'tf_strategies.{name}')
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
       for found in vars(importlib.import_module(info.name)).values():
         if inspect.isclass(found) and found.__module__ == info.name:
@@ -91,7 +92,7 @@ class TensorFlowTest(tf.test.TestCase, parameterized.TestCase):
     (_tf_internal.MirroredExtended, '_reduce_to'),
     (tf.distribute.ReplicaContext, '_merge_call'),
   )
-  def test_method_that_changed_is_named(self, owner, name):
+  def test_changed_method_is_named(self, owner, name):
     with (
       mock.patch.object(owner, name, _renamed('renamed')),
       self.assertRaisesRegex(
@@ -101,7 +102,7 @@ class TensorFlowTest(tf.test.TestCase, parameterized.TestCase):
     ):
       _tf_internal.check_overridden()
 
-  def test_symbol_that_is_gone_is_named(self):
+  def test_missing_symbol_is_named(self):
     with self.assertRaisesRegex(
       errors.UnsupportedVersionError,
       r'distribute\.values\.Gone \(needed: a test\).*TensorFlow 2\.18',
@@ -118,7 +119,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     (keras.optimizers.LossScaleOptimizer, 'build', 'dynamic_scale'),
     (seed_generator.SeedGenerator, '__init__', 'seed_generator_state'),
   )
-  def test_what_changed_is_named(self, owner, name, named):
+  def test_changed_method_is_named_with_its_version(self, owner, name, named):
     with (
       mock.patch.object(owner, name, _renamed('renamed')),
       self.assertRaisesRegex(

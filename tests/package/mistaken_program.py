@@ -1,4 +1,4 @@
-"""Typical mistakes, one a line, that a type checker has to find.
+"""Typical mistakes, one per line, that a type checker must find.
 
 This program never runs. The type checker must report exactly the lines that end
 in `# wrong`.

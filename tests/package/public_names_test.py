@@ -58,7 +58,7 @@ def _undocumented_methods(cls: type) -> list[str]:
 
 class PublicNamesTest(parameterized.TestCase):
   @pytest.mark.smoke
-  def test_every_name_is_there(self):
+  def test_every_public_name_exists(self):
     for name in tfs.__all__:
       self.assertIsNotNone(getattr(tfs, name), name)
     self.assertContainsSubset(_public.__all__, tfs.__all__)
@@ -84,7 +84,7 @@ class PublicNamesTest(parameterized.TestCase):
         undocumented.append(name)
     self.assertEmpty(undocumented)
 
-  def test_unknown_name(self):
+  def test_unknown_name_raises(self):
     with self.assertRaisesRegex(AttributeError, 'RingMiroredStrategy'):
       _ = tfs.RingMiroredStrategy
 
@@ -105,7 +105,7 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
   def test_examples_run(self, name):
     docstrings.assert_examples(self, name)
 
-  def test_every_module_is_found(self):
+  def test_modules_with_examples_are_found(self):
     self.assertContainsSubset(
       (
         'examples.datasets.idx',

@@ -12,9 +12,9 @@ from tools.pages import hooks
 
 # Public callables that accept any keyword, and the reason.
 _OPEN = {
-  'create_strategy': 'of the strategy, which refuses others',
-  'DynamicEmbedding': 'of keras.layers.Layer, whose configuration Keras passes',
-  'GroupOptions.from_env': 'of GroupOptions, which refuses others',
+  'create_strategy': 'passed to the strategy, which checks them',
+  'DynamicEmbedding': 'passed to keras.layers.Layer',
+  'GroupOptions.from_env': 'passed to GroupOptions, which checks them',
   'ParameterServerStrategy.track': 'names that the caller gives to objects',
   'ParameterServerStrategy.restore': 'names that the caller gives to objects',
 }
@@ -22,8 +22,8 @@ _OPEN = {
 
 def _public_objects():
   """Yields the documented objects with their last name."""
-  for room in hooks._ROOMS:
-    for path in hooks.public_names(room):
+  for subpackage in hooks._ROOMS:
+    for path in hooks.public_names(subpackage):
       value = pkgutil.resolve_name(path)
       name = path.rpartition('.')[2]
       named = vars(value) if inspect.ismodule(value) else {name: value}
@@ -31,8 +31,8 @@ def _public_objects():
 
 
 def _callables(name, value):
-  """Yields a function, or a class's constructor and its methods that are not
-  Keras's.
+  """Yields a function, or a class's constructor and those of its methods
+  that Keras does not define.
   """
   is_ours = getattr(value, '__module__', '').startswith('tf_strategies')
   if not (is_ours and callable(value)):
@@ -73,7 +73,7 @@ def _open_names(objects) -> set[str]:
   }
 
 
-# The search must find these: strategies, options, callbacks, sources.
+# The search must find these strategies, options, callbacks and sources.
 _SOME_WITH_OPTIONS = {
   'MultiWorkerRingStrategy',
   'RingOptions',
@@ -98,7 +98,7 @@ def _has_options(cls) -> bool:
 
 class SignaturesTest(absltest.TestCase):
   @pytest.mark.smoke
-  def test_every_keyword_has_a_name(self):
+  def test_only_listed_callables_accept_any_keyword(self):
     objects = list(_public_objects())
     names = {name for name, _ in objects}
     self.assertContainsSubset(
@@ -106,7 +106,7 @@ class SignaturesTest(absltest.TestCase):
     )
     self.assertEqual(_open_names(objects), set(_OPEN))
 
-  def test_misspelt_option_is_answered_with_the_near_one(self):
+  def test_misspelled_option_suggests_the_correct_one(self):
     seen = set()
     for _, cls in _public_objects():
       if not _has_options(cls):
@@ -123,7 +123,7 @@ class SignaturesTest(absltest.TestCase):
           cls(**{f'{name}x': None})
     self.assertContainsSubset(_SOME_WITH_OPTIONS, seen)
 
-  def test_near_one_of_a_wrapper_or_of_a_name_is_answered(self):
+  def test_wrapper_and_create_strategy_suggest_the_correct_option(self):
     for call, name in (
       (lambda: tfs.keras.LocalSteps('sgd', 2, outr=None), 'outer'),
       (lambda: tfs.create_strategy('parameter_server', clustr=1), 'cluster'),

@@ -47,11 +47,11 @@ class CheckersTest(absltest.TestCase):
 
 
 class SignaturesTest(absltest.TestCase):
-  def test_package_says_that_it_is_typed(self):
+  def test_package_contains_py_typed(self):
     package = pathlib.Path(tf_strategies.__file__).parent
     self.assertTrue((package / 'py.typed').is_file())
 
-  def test_checkers_see_the_rooms_that_are_loaded(self):
+  def test_checkers_see_lazily_loaded_packages(self):
     tree = ast.parse(inspect.getsource(tf_strategies))
     seen = {
       alias.asname or alias.name

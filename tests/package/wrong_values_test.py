@@ -28,7 +28,7 @@ _RANGE = tf.data.Dataset.range(4).batch(2)
 _ROWS = tf.data.Dataset.from_tensors((tf.ones([4, 3]), tf.zeros([4, 1])))
 _RECORDS = 'ram://wrong_values/a.tfrecord'
 
-# Callable: (the arguments that it requires).
+# Callable: its required arguments.
 _CALLS = {
   tfs.RingMirroredStrategy: {},
   tfs.CentralStorageStrategy: {},
@@ -79,7 +79,7 @@ _CALLS = {
 }
 
 
-# Argument: (its name in the error message, if it differs).
+# Argument: its name in the error message, if that differs.
 _CALLED = {
   'name': 'strategy=|name=',
   'jobs': 'cluster is',
@@ -107,8 +107,8 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
     with tf.io.TFRecordWriter(_RECORDS) as writer:
       writer.write(b'1')
 
-  def made(self, value):
-    """Returns an argument. Creates the model if the argument is '<model>'."""
+  def resolved(self, value):
+    """Returns the argument `value`. Creates a model if the argument is '<model>'."""
     if value != '<model>':
       return value
     model = common.linear(3, 1)
@@ -117,26 +117,26 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
 
   def assert_refused(self, call, name, value):
     given = {
-      k: self.made(v) if isinstance(v, str) else v
+      k: self.resolved(v) if isinstance(v, str) else v
       for k, v in _CALLS[call].items()
     }
     with self.assertRaises(tfs.errors.Error) as caught:
       call(**{**given, name: value})
-    said = str(caught.exception)
+    text = str(caught.exception)
     # The argument `task_type` appears as `task.type` in TF_CONFIG.
-    self.assertRegex(said, _CALLED.get(name, name.replace('_', '.')))
+    self.assertRegex(text, _CALLED.get(name, name.replace('_', '.')))
     if not isinstance(caught.exception, tfs.errors.ScheduleError):
-      self.assertIn('Fix: ', said)
+      self.assertIn('Fix: ', text)
 
   @parameterized.named_parameters(_named(_CALLS))
-  def test_no_option_takes_just_anything(self, call):
+  def test_value_of_wrong_type_is_refused(self, call):
     for parameter in inspect.signature(call).parameters.values():
       if parameter.kind is not parameter.VAR_KEYWORD:
         with self.subTest(parameter.name):
           self.assert_refused(call, parameter.name, _Nothing())
 
   @parameterized.named_parameters(_named(_CALLS))
-  def test_truth_values_are_no_numbers(self, call):
+  def test_bool_is_refused_for_a_number(self, call):
     for parameter in inspect.signature(call).parameters.values():
       kinds = set(re.findall(r'\w+', str(parameter.annotation)))
       if kinds & {'int', 'float'} and kinds <= {'int', 'float', 'None', 'str'}:
@@ -146,7 +146,7 @@ class WrongValuesTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     _named(call for call in _CALLS if call.__name__.endswith('Options'))
   )
-  def test_numbers_of_numpy_are_kept_as_pythons(self, call):
+  def test_numpy_numbers_become_python_numbers(self, call):
     given, numpys = dict(_CALLS[call]), {int: np.int64, float: np.float32}
     for name, parameter in inspect.signature(call).parameters.items():
       value = given.get(name, parameter.default)
@@ -182,21 +182,21 @@ class UnusableValuesTest(parameterized.TestCase):
     self.assertIn(name, error.received)
     self.assertTrue(error.expected)
     self.assertTrue(error.fix)
-    # The fields of these are flags of commands.
+    # The fields of these classes are command-line flags.
     are_flags = options in (job.TaskCounts, supervisor.LaunchOptions)
     self.assertEqual('--' in error.received, are_flags)
 
-  def test_a_monitor_that_was_refused_is_not_in_the_way(self):
+  def test_refused_monitor_does_not_block_the_next_one(self):
     with self.assertRaises(tfs.errors.UnsupportedOptionError):
       tfs.monitoring.TrainingMonitor(3)
     tfs.monitoring.TrainingMonitor().close()
 
-  def test_secret_in_the_wrong_place_is_not_printed(self):
+  def test_secret_passed_as_wrong_option_is_not_printed(self):
     with self.assertRaises(tfs.errors.UnsupportedOptionError) as raised:
       tfs.RingOptions(group=b'do not print this secret')
     self.assertNotIn('do not print', str(raised.exception))
 
-  def test_ends_of_ranges(self):
+  def test_range_limits(self):
     option_checks.check_int('n', 1, 1, 3)
     option_checks.check_int('n', 3, 1, 3)
     option_checks.check_seconds('s', 0, or_zero=True)
