@@ -1,4 +1,4 @@
-"""Wrong values of the variables that schedulers set, and any text in their place."""
+"""Invalid and random values of the environment variables that schedulers set."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.cluster import schedulers
 from tf_strategies import errors
 from tf_strategies.cluster import sources
 
-# Name, environment, changes, and words of the message: the variable and its value.
+# Case name, environment, changes, and text that the error message must contain.
 _BAD = (
   ('slurm_count', schedulers.SLURM, {'SLURM_NTASKS': 'x'}, ('SLURM_NTASKS: ', "'x'")),
   (
@@ -64,7 +64,9 @@ _BAD = (
 
 class BadValuesTest(parameterized.TestCase):
   @parameterized.named_parameters(*_BAD)
-  def test_is_a_cluster_config_error(self, environ, changes, words):
+  def test_invalid_value_raises_a_cluster_config_error(
+    self, environ, changes, words
+  ):
     with self.assertRaises(errors.ClusterConfigError) as caught:
       schedulers.read(environ, **changes)
     message = str(caught.exception)
@@ -73,12 +75,12 @@ class BadValuesTest(parameterized.TestCase):
     self.assertLess(max(map(len, message.splitlines())), 800)
 
 
-_RIGHT = (
+_VALID = (
   schedulers.SLURM,
   schedulers.JOBSET,
   schedulers.INDEXED_JOB,
 )
-_NAMES = sorted({*sources.VARIABLES, *(name for e in _RIGHT for name in e)})
+_NAMES = sorted({*sources.VARIABLES, *(name for e in _VALID for name in e)})
 _WORD = st.sampled_from(
   [
     '0',
@@ -111,14 +113,14 @@ _CHANGES = st.dictionaries(
 
 
 class FuzzTest(absltest.TestCase):
-  def test_what_is_changed_was_right(self):
-    for environ in _RIGHT:
+  def test_unchanged_environments_are_valid(self):
+    for environ in _VALID:
       self.assertIsNotNone(schedulers.read(environ))
 
-  @hypothesis.given(st.sampled_from(_RIGHT), _CHANGES)
-  def test_any_text_is_a_config_or_one_error(self, right, changes):
+  @hypothesis.given(st.sampled_from(_VALID), _CHANGES)
+  def test_random_text_gives_a_config_or_a_typed_error(self, valid, changes):
     try:
-      config = schedulers.read(right, **changes)
+      config = schedulers.read(valid, **changes)
     except errors.ClusterConfigError as e:
       self.assertIn('Fix: ', str(e))
       return

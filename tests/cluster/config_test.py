@@ -10,7 +10,7 @@ _WORKERS = {'worker': ['a:1', 'b:2', 'c:3']}
 
 
 def _config(workers=None, task=None, **jobs):
-  """Returns the text of a TF_CONFIG, correct except for the passed parts."""
+  """Returns a TF_CONFIG that is valid except for the arguments."""
   described = {**(_WORKERS if workers is None else {'worker': workers}), **jobs}
   return json.dumps({'cluster': described, 'task': task or _TASK})
 
@@ -19,7 +19,7 @@ def _task(**changes):
   return _config(task={**_TASK, **changes})
 
 
-# A text, and words of the message: the place and the value shown.
+# A TF_CONFIG, and text that the error message must contain.
 _BAD = (
   ('', "''", 'JSON object'),
   ('{"cluster": {"worker": ["a:1"', 'JSONDecodeError'),
@@ -53,7 +53,7 @@ def _read(text):
 
 class BadValuesTest(parameterized.TestCase):
   @parameterized.parameters(*_BAD)
-  def test_is_a_cluster_config_error(self, text, *words):
+  def test_invalid_config_raises_a_cluster_config_error(self, text, *words):
     with self.assertRaises(errors.ClusterConfigError) as caught:
       _read(text)
     message = str(caught.exception)
@@ -64,18 +64,18 @@ class BadValuesTest(parameterized.TestCase):
 
 class GoodValuesTest(parameterized.TestCase):
   @parameterized.parameters('{}', '{"environment": "cloud"}', _config(['a:1']))
-  def test_nothing_or_one_task_is_a_single_process(self, text):
+  def test_empty_config_or_one_task_is_a_single_process(self, text):
     self.assertIsNone(_read(text))
 
   @parameterized.parameters(
     ({'worker': ['a:1']}, 'evaluator'), ({'ps': ['a:1']}, 'ps')
   )
-  def test_another_part_is_not_lost(self, jobs, task_type):
+  def test_one_task_of_another_type_keeps_its_type(self, jobs, task_type):
     task = {'type': task_type, 'index': 0}
     config = _read(json.dumps({'cluster': jobs, 'task': task}))
     self.assertEqual(config.task_type, task_type)
 
-  def test_every_part_is_read(self):
+  def test_all_fields_are_read(self):
     jobs = {
       'ps': ('p0:1', 'p1:1'),
       'worker': ('w0:1', 'w1:1'),
@@ -109,7 +109,7 @@ class GoodValuesTest(parameterized.TestCase):
     ({'evaluator': ['e:1']}, ('evaluator', 0), False, None, 'e:1'),
     ({}, ('evaluator', 0), False, None, None),
   )
-  def test_place_of_a_task(self, jobs, task, is_chief, index, address):
+  def test_properties_of_a_task(self, jobs, task, is_chief, index, address):
     config = _read(_config(task={'type': task[0], 'index': task[1]}, **jobs))
     self.assertEqual(config.is_chief, is_chief)
     self.assertEqual(config.training_index, index)
@@ -118,7 +118,7 @@ class GoodValuesTest(parameterized.TestCase):
   @parameterized.parameters(
     '10.0.0.1:2222', '[fe80::1%eth0]:22', 'under_score:1', 'X:02222'
   )
-  def test_address_is_kept_as_it_is(self, address):
+  def test_address_is_unchanged(self, address):
     found = _read(_config([address, 'other:3'])).address
     self.assertEqual(found, address)
 

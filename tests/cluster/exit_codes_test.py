@@ -27,7 +27,7 @@ _RESTARTABLE = (
   errors.WorkerUnavailableError,
   errors.ParameterServerUnavailableError,
   errors.CollectiveTimeoutError,
-  # The other process may be one that is about to end.
+  # The process that uses the resource may be about to end.
   errors.InUseError,
 )
 _DONE = (errors.JobFinishedError,)
@@ -39,11 +39,11 @@ class ExitCodeTest(parameterized.TestCase):
     (_RESTARTABLE, [exit_codes.RESTARTABLE_EXIT_CODE]),
     (_DONE, [0]),
   )
-  def test_says_whether_another_attempt_may_help(self, kinds, codes):
+  def test_exit_code_shows_whether_a_restart_may_help(self, kinds, codes):
     for kind in kinds:
       self.assertIn(exit_codes.exit_code(kind('x')), codes, kind)
 
-  def test_every_error_of_ours_was_thought_of(self):
+  def test_every_error_type_has_an_exit_code(self):
     ours = {
       kind
       for kind in vars(errors).values()
@@ -58,7 +58,9 @@ class ExitCodeTest(parameterized.TestCase):
     # Python ends itself by SIGINT.
     ('KeyboardInterrupt()', -signal.SIGINT),
   )
-  def test_process_exits_with_it_and_shows_the_error(self, error, status):
+  def test_process_exits_with_the_code_and_prints_the_error(
+    self, error, status
+  ):
     code = f"""
 from tf_strategies import errors
 from tf_strategies.cluster import exit_codes

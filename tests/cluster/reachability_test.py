@@ -1,4 +1,4 @@
-"""Who accepts connections: real sockets on the loopback interface."""
+"""Finding reachable tasks, with real sockets on the loopback interface."""
 
 import socket
 import threading
@@ -17,22 +17,22 @@ _NO_SUCH_HOST = 'no-such-host.invalid:2222'
 
 class ReachabilityTest(absltest.TestCase):
   def listen(self, port=0):
-    """The address of a socket that listens until the test is over."""
+    """Returns the address of a socket that listens until the test ends."""
     listener = self.enter_context(socket.create_server(('127.0.0.1', port)))
     return f'127.0.0.1:{listener.getsockname()[1]}'
 
-  def wait_for_answers(self, seconds):
+  def set_probe_seconds(self, seconds):
     patch = mock.patch.object(reachability, '_PROBE_SECONDS', seconds)
     self.enter_context(patch)
 
-  def test_address_may_be_a_name_or_no_name_at_all(self):
-    self.wait_for_answers(30)
+  def test_only_the_invalid_host_name_is_unreachable(self):
+    self.set_probe_seconds(30)
     address = self.listen().replace('127.0.0.1', 'localhost')
     tasks = {'ps 0': address, 'ps 1': 'a..b:2222'}
     self.assertEqual(list(reachability.unreachable(tasks)), ['ps 1'])
 
-  def test_name_server_that_does_not_answer_holds_nobody_up(self):
-    self.wait_for_answers(0.1)
+  def test_hanging_name_server_does_not_block(self):
+    self.set_probe_seconds(0.1)
     released = threading.Event()
     self.addCleanup(released.set)
 
@@ -49,7 +49,7 @@ class ReachabilityTest(absltest.TestCase):
       self.assertFalse(released.is_set())
 
   @pytest.mark.smoke
-  def test_returns_when_the_last_one_listens(self):
+  def test_wait_returns_when_the_last_task_listens(self):
     [address] = processes.addresses(1)
     tasks = {'ps 0': self.listen(), 'worker 0': address}
     port = int(address.partition(':')[2])
@@ -59,7 +59,7 @@ class ReachabilityTest(absltest.TestCase):
       self.addCleanup(timer.join)
       reachability.wait_for_tasks(tasks, 60, 'to train')
     self.assertFalse(reachability.unreachable(tasks))
-    # Once in a few seconds, and only those that are missing.
+    # One warning every few seconds, which names only the missing tasks.
     self.assertLen(logs.output, 1)
     self.assertIn(
       f'Waiting to train for worker 0 at {address} ', logs.output[0]

@@ -1,4 +1,4 @@
-"""Each task does its part: real processes, real servers, real signals."""
+"""`run_task` in real processes with real servers and signals."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ _FAIL_FAST = 'GRPC_FAIL_FAST'
 
 
 def _jobs(num_workers=1, num_ps=1):
-  """The addresses of a job with a chief."""
+  """Returns the addresses of a job with a chief."""
   counts = {'chief': 1, 'worker': num_workers, 'ps': num_ps}
   return {job: addresses(count) for job, count in counts.items() if count}
 
@@ -36,7 +36,7 @@ cluster.run_task(lambda: print('trained'), lambda: print('evaluated'))
 
 class ServersTest(parameterized.TestCase):
   def start_server(self, jobs):
-    """Starts a server, to be ended with the test."""
+    """Starts a server, which ends with the test."""
     config = cluster.ClusterConfig(jobs, 'ps', 0)
     task = processes.Command(
       [sys.executable, '-u', '-c', _PROGRAM],
@@ -47,7 +47,7 @@ class ServersTest(parameterized.TestCase):
     return self.enter_context(task)
 
   @pytest.mark.soak
-  def test_server_stays_while_the_chief_may_save(self):
+  def test_terminated_server_runs_until_the_chief_ends(self):
     jobs = _jobs()
     chief = self.enter_context(_listen(jobs['chief'][0]))
     server = self.start_server(jobs)
@@ -59,11 +59,11 @@ class ServersTest(parameterized.TestCase):
     chief.close()
     began = time.monotonic()
     self.assertEqual(server.wait(), 143, server.output())
-    # Not at the end of its patience.
+    # Well before the limit of `_STAY_SECONDS`.
     self.assertLess(time.monotonic() - began, 10)
 
   @pytest.mark.soak
-  def test_taken_port_is_an_error_that_names_it(self):
+  def test_port_in_use_raises_an_error_with_its_address(self):
     jobs = _jobs()
     self.enter_context(_listen(jobs['ps'][0]))
     server = self.start_server(jobs)
@@ -78,7 +78,7 @@ class ServersTest(parameterized.TestCase):
 _EVALUATOR = """
 import os, signal, sys, time
 from tf_strategies import cluster
-# The module: the package gives its function that name.
+# The module. `cluster.run_task` is the function of the same name.
 run_task = sys.modules['tf_strategies.cluster.run_task']
 run_task._STAY_SECONDS = {stay_seconds}
 def terminate():
@@ -95,7 +95,7 @@ print(signal.getsignal(signal.SIGTERM).name, flush=True)
 
 class EvaluatorTest(parameterized.TestCase):
   def run_evaluator(self, body, stay_seconds=60, before='SIG_DFL'):
-    """Exit status and output of an evaluator that does `body`."""
+    """Returns the exit status and the output of an evaluator that runs `body`."""
     code = _EVALUATOR.format(
       body=body, stay_seconds=stay_seconds, before=before
     )
@@ -113,14 +113,16 @@ class EvaluatorTest(parameterized.TestCase):
     ('terminate(); time.sleep(0.1); terminate(); time.sleep(600)', 60),
     ('terminate(); time.sleep(600)', 0.1),
   )
-  def test_patience_ends(self, body, stay_seconds):
+  def test_second_signal_or_time_limit_ends_the_evaluator(
+    self, body, stay_seconds
+  ):
     body = f'print(time.time(), flush=True); {body}'
     status, (began,) = self.run_evaluator(body, stay_seconds)
     self.assertEqual(status, 143)
-    # Not after the patience that it has of itself, 20 s.
+    # Before the default limit of 20 s.
     self.assertLess(time.time() - float(began), 15)
 
-  def test_signal_that_the_program_handles_is_left_to_it(self):
+  def test_signal_handler_of_the_program_is_kept(self):
     self.assertEqual(
       self.run_evaluator('terminate(), terminate()', before='SIG_IGN'),
       (0, ['evaluated', 'SIG_IGN']),
@@ -128,10 +130,10 @@ class EvaluatorTest(parameterized.TestCase):
 
 
 def _not_called():
-  raise AssertionError('this task has another part')
+  raise AssertionError('this task has another role')
 
 
-class PartsTest(parameterized.TestCase):
+class RolesTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
     environ = {k: v for k, v in os.environ.items() if k != _FAIL_FAST}
@@ -150,7 +152,7 @@ class PartsTest(parameterized.TestCase):
     self.assertNotIn(_FAIL_FAST, os.environ)
 
   def test_job_without_ps_trains_everywhere(self):
-    # Nobody listens: its strategies find each other.
+    # No task waits for servers: the strategies form their own group.
     jobs = _jobs(num_workers=2, num_ps=0)
     result = self.run_task(
       jobs, 'worker', 1, train=lambda: 'trained', evaluate=_not_called
@@ -165,13 +167,13 @@ class PartsTest(parameterized.TestCase):
       cluster.run_task(_not_called, lambda: 'evaluated'), 'evaluated'
     )
 
-  def test_evaluator_without_a_part_says_so(self):
+  def test_evaluator_without_a_function_logs_a_warning(self):
     with self.assertLogs('absl', 'WARNING') as logs:
       result = self.run_task(_jobs(), 'evaluator', train=_not_called)
     self.assertIsNone(result)
     self.assertIn('nothing to do', logs.output[0])
 
-  def test_ps_without_chief_is_refused(self):
+  def test_parameter_servers_without_a_chief_are_refused(self):
     jobs = _jobs()
     del jobs['chief']
     with self.assertRaisesRegex(
@@ -180,9 +182,7 @@ class PartsTest(parameterized.TestCase):
       self.run_task(jobs, 'worker', train=_not_called, evaluate=_not_called)
 
   @parameterized.parameters(None, 'false')
-  def test_calls_to_the_dead_fail_at_once_unless_the_user_knows_better(
-    self, value
-  ):
+  def test_grpc_calls_fail_fast_unless_the_user_disables_it(self, value):
     if value is not None:
       os.environ[_FAIL_FAST] = value
     jobs = _jobs()
@@ -193,7 +193,7 @@ class PartsTest(parameterized.TestCase):
     )
     self.assertEqual(found, value or 'use_caller')
 
-  def test_chief_does_not_train_without_its_servers(self):
+  def test_chief_does_not_train_without_servers(self):
     refused = errors.UnsupportedOptionError
     with self.assertRaisesRegex(refused, 'deadline_seconds=0'):
       cluster.run_task(_not_called, deadline_seconds=0)

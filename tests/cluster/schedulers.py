@@ -1,4 +1,4 @@
-"""Environments as schedulers set them, for tests that change them."""
+"""Environment variables that schedulers set, for tests that change them."""
 
 from tf_strategies import cluster
 
@@ -26,11 +26,11 @@ INDEXED_JOB = {
 
 
 def changed(environ, **changes):
-  """`environ` with changes; None takes a variable away."""
+  """Returns `environ` with changes. None removes a variable."""
   merged = {**environ, **changes}
   return {name: value for name, value in merged.items() if value is not None}
 
 
 def read(environ, **changes):
-  """The cluster that an environment describes, with changes."""
+  """Returns the cluster that an environment with changes describes."""
   return cluster.ClusterConfig.from_env(changed(environ, **changes))

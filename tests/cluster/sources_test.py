@@ -1,4 +1,4 @@
-"""What each scheduler sets, as it sets it."""
+"""Clusters from the environment variables of each scheduler."""
 
 import pytest
 from absl.testing import absltest, parameterized
@@ -12,7 +12,7 @@ def _slurm(**changes):
 
 
 class SlurmTest(parameterized.TestCase):
-  def test_tasks_of_a_host_have_ports_that_follow_each_other(self):
+  def test_tasks_of_a_host_have_consecutive_ports(self):
     config = _slurm()
     port = 12_000 + 4242 % 200 * 100
     self.assertEqual(
@@ -24,13 +24,13 @@ class SlurmTest(parameterized.TestCase):
     self.assertEqual(config.address, f'node002:{port + 1}')
 
   @pytest.mark.smoke
-  def test_all_tasks_agree(self):
+  def test_all_tasks_read_the_same_cluster(self):
     found = [_slurm(SLURM_PROCID=str(rank)) for rank in range(7)]
     self.assertEqual([c.task_index for c in found], list(range(7)))
     for config in found:
       self.assertEqual(config.jobs, found[0].jobs)
 
-  def test_port_is_chosen(self):
+  def test_port_from_variable_or_default(self):
     for changes, address in (
       ({'TFS_PORT': '3000'}, 'node002:3001'),
       ({'SLURM_JOB_ID': None}, 'node002:2223'),
@@ -38,7 +38,7 @@ class SlurmTest(parameterized.TestCase):
       found = _slurm(**changes).address
       self.assertEqual(found, address)
 
-  def test_step_comes_before_the_job(self):
+  def test_step_overrides_the_job(self):
     config = _slurm(
       SLURM_STEP_ID='0',
       SLURM_STEP_NUM_TASKS='2',
@@ -50,8 +50,8 @@ class SlurmTest(parameterized.TestCase):
     hosts = [a.partition(':')[0] for a in config.jobs['worker']]
     self.assertEqual(hosts, ['node003', 'gpu1'])
 
-  def test_one_task_a_host_is_in_order(self):
-    # What srun itself says where nobody passes --distribution.
+  def test_cyclic_distribution_with_one_task_per_host(self):
+    # The value that srun sets when --distribution is not passed.
     config = _slurm(
       SLURM_DISTRIBUTION='cyclic',
       SLURM_NTASKS='4',
@@ -60,7 +60,7 @@ class SlurmTest(parameterized.TestCase):
     self.assertEqual(config.address, 'gpu1:16200')
 
   @pytest.mark.smoke
-  def test_first_is_the_chief_and_last_are_parameter_servers(self):
+  def test_first_task_is_chief_and_last_tasks_are_ps_and_evaluator(self):
     config = _slurm(TFS_NUM_PS='2', TFS_EVALUATOR='1')
     sizes = {job: len(tasks) for job, tasks in config.jobs.items()}
     self.assertEqual(sizes, {'chief': 1, 'worker': 3, 'ps': 2, 'evaluator': 1})
@@ -70,17 +70,19 @@ class SlurmTest(parameterized.TestCase):
 
   @parameterized.parameters(
     {'SLURM_NTASKS': '1', 'SLURM_PROCID': '0'},
-    # The script that sbatch runs is numbered as task 0 of all.
+    # sbatch gives its script the number of task 0.
     {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0'},
     {'ENVIRONMENT': 'BATCH', 'SLURM_PROCID': '0', 'TFS_NUM_WORKERS': '7'},
   )
-  def test_no_step_of_several_tasks_is_a_single_process(self, **changes):
+  def test_environment_without_a_multi_task_step_is_a_single_process(
+    self, **changes
+  ):
     self.assertIsNone(_slurm(**changes))
 
 
 class KubernetesTest(parameterized.TestCase):
   @parameterized.parameters(
-    # Nobody has counted the pods.
+    # The number of pods is unknown.
     (schedulers.INDEXED_JOB, {'TFS_NUM_WORKERS': None}),
     (schedulers.INDEXED_JOB, {'TFS_NUM_WORKERS': '1'}),
     (schedulers.JOBSET, {'TFS_NUM_WORKERS': '1', 'TFS_NUM_PS': '0'}),
@@ -97,7 +99,7 @@ _TF_CONFIG = (
 
 
 class PrecedenceTest(absltest.TestCase):
-  def test_first_counts(self):
+  def test_precedence_of_sources(self):
     environ = {}
     for changes, address in (
       (schedulers.SLURM, _slurm().address),
@@ -106,7 +108,7 @@ class PrecedenceTest(absltest.TestCase):
     ):
       environ |= changes
       if changes is schedulers.JOBSET:
-        # It says how many tasks there are, to Slurm too.
+        # Slurm would read TFS_NUM_WORKERS and TFS_NUM_PS too.
         del environ['SLURM_PROCID']
       self.assertEqual(schedulers.read(environ).address, address)
     self.assertIsNone(schedulers.read({**environ, 'TF_CONFIG': '{}'}))
@@ -120,7 +122,7 @@ class HostsTest(parameterized.TestCase):
     ('r[1-2]n[1-2]', ['r1n1', 'r1n2', 'r2n1', 'r2n2']),
     ('n[1-2].cluster.local', ['n1.cluster.local', 'n2.cluster.local']),
   )
-  def test_expands_as_slurm_does(self, text, expected):
+  def test_host_list_is_expanded(self, text, expected):
     self.assertEqual(hostlist.hosts(text), expected)
 
 

@@ -1,4 +1,4 @@
-"""Every collective between real processes, against sums that are exact."""
+"""Every collective between real processes, compared with exact sums."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ from tf_strategies.process_group.tcp import host_memory
 
 
 def _as_if_many(rank, function):
-  """Runs a function where even two ranks count as many, over sockets."""
+  """Runs a function over sockets, with the algorithms for many ranks."""
   with (
     mock.patch.object(plan, 'FEW_RANKS', 1),
     mock.patch.object(host_memory, 'MemorySlots', side_effect=OSError),
@@ -31,7 +31,7 @@ def _run(function, world_size, are_many, **options):
 
 
 def _values(rank, size, dtype):
-  """Small integers that tell ranks and positions apart; sums are exact."""
+  """Returns small integers that differ by rank and position. Sums are exact."""
   return ((np.arange(size) * 3 + rank * 7) % 41).astype(dtype)
 
 
@@ -62,7 +62,7 @@ def _table(rank):
 
 
 def _two_hosts(rank):
-  """Two ranks on each of two addresses, which count as hosts."""
+  """Runs collectives with two ranks on each of two addresses, as on two hosts."""
   chosen, choose = [], reductions.cost_model.choose
 
   def seen(*args):
@@ -88,7 +88,7 @@ def _two_hosts(rank):
 
 
 _ODD = (np.inf, -np.inf, np.inf, np.nan, -0.0, 0.0)
-# Of two ranks: sums that are rounded, that are too large, and that are no numbers.
+# Values of two ranks. Their sums are rounded, overflow, or are NaN.
 _TERMS = np.float32(
   [
     [2048, 2048, 256, 256, 60000, *3 * _ODD],
@@ -116,7 +116,7 @@ class CollectivesTest(parameterized.TestCase):
     tiers.smoke(3, False),
     (3, True),
   )
-  def test_table_of_algorithms_and_dtypes(self, world_size, are_many):
+  def test_all_algorithms_sizes_and_dtypes(self, world_size, are_many):
     results = _run(_table, world_size, are_many, is_fresh=True)
     few = 1 if are_many else plan.FEW_RANKS
     with mock.patch.object(plan, 'FEW_RANKS', few):
@@ -130,7 +130,7 @@ class CollectivesTest(parameterized.TestCase):
     self.assertLen(_run(_move, world_size, are_many), world_size)
 
   @parameterized.parameters('float16', 'bfloat16')
-  def test_sums_of_16_bits(self, dtype):
+  def test_16_bit_sums_are_rounded_from_float32(self, dtype):
     with np.errstate(all='ignore'):
       expected = np.add(*_TERMS).astype(dtype).astype(np.float32)
     zeros = expected == 0
@@ -139,7 +139,7 @@ class CollectivesTest(parameterized.TestCase):
       signs = np.signbit(out[zeros])
       np.testing.assert_array_equal(signs, np.signbit(expected[zeros]))
 
-  def test_two_levels_between_hosts(self):
+  def test_two_hosts_use_the_hierarchical_algorithm(self):
     results = processes.run_workers(_two_hosts, 4)
     expected = sum(_values(r, 400_000, 'float32') for r in range(4))
     for rank, (out, noise, half, sent, chosen, peers) in enumerate(results):
@@ -147,21 +147,21 @@ class CollectivesTest(parameterized.TestCase):
       self.assertEqual(noise.tobytes(), results[0][1].tobytes())
       quarter = slice(100_000 * rank, 100_000 * (rank + 1))
       np.testing.assert_array_equal(half, expected[quarter])
-      # Half of the array twice within the host, half of that twice beyond it.
+      # Half of the array twice within the host, a quarter twice between hosts.
       self.assertEqual(sent, 2 * 4 * (200_000 + 100_000))
       self.assertEqual(chosen[0], 'hierarchical')
       self.assertLen(peers, 3)
 
   @parameterized.named_parameters(
-    ('one', 'aaaa', None),
-    ('apart', 'abcd', None),
-    ('three', 'aabbcc', 2),
-    ('in_turns', 'abab', None),
-    ('again', 'aabbaa', None),
-    ('first_alone', 'abb', None),
-    ('alone', 'a', None),
+    ('one_host', 'aaaa', None),
+    ('all_different', 'abcd', None),
+    ('three_hosts', 'aabbcc', 2),
+    ('alternating', 'abab', None),
+    ('repeated', 'aabbaa', None),
+    ('unequal', 'abb', None),
+    ('one_rank', 'a', None),
   )
-  def test_groups_by_hosts(self, hosts, size):
+  def test_group_size_from_hosts(self, hosts, size):
     topology = reductions.topology_of(list(hosts))
     self.assertEqual(topology.group_size, size)
     self.assertEqual(topology.world_size, len(hosts))
@@ -173,7 +173,7 @@ class CollectivesTest(parameterized.TestCase):
 
 
 class ArgumentsTest(absltest.TestCase):
-  def test_what_cannot_be_moved_is_refused(self):
+  def test_unsupported_dtype_and_large_message_are_refused(self):
     with (
       process_group.Rendezvous({0: '127.0.0.1:0'}, 0) as meeting,
       meeting.form() as group,
@@ -188,7 +188,7 @@ class ArgumentsTest(absltest.TestCase):
       values = [np.float32(0.5), {'a': None}]
       self.assertEqual(group.exchange('tag', values), [[0.5, {'a': None}]])
 
-  def test_reduce_scatter_names_the_algorithms_that_have_one(self):
+  def test_reduce_scatter_suggests_supported_algorithms(self):
     for name in ('tree', 'naive', 'one_shot'):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, "'ring'"):
         reductions.check_half(name, 3)

@@ -1,7 +1,7 @@
 """The table of a group's reductions: algorithm x size x dtype.
 
-It goes over the registries, so a new algorithm is in it by itself. The
-expected bits are the simulator's.
+It is built from the registries, so it includes new algorithms. The expected
+bits come from the simulator.
 """
 
 import collections
@@ -22,7 +22,7 @@ from tf_strategies.process_group import plan, reductions
 from tf_strategies.process_group.mpi import group as mpi_group
 from tf_strategies.process_group.tcp import link
 
-# Nothing, fewer elements than ranks, and chunks of several pieces.
+# Empty, fewer elements than ranks, and chunks of several pieces.
 SIZES = (0, 1, 64, 1009)
 DTYPES = (
   *('float32', 'float64', 'float16', 'bfloat16'),
@@ -35,7 +35,7 @@ Case = collections.namedtuple('Case', 'kind algorithm size dtype')
 
 @contextlib.contextmanager
 def small_pieces():
-  """Context in which a few hundred bytes are large, and travel as several pieces."""
+  """Makes arrays of a few hundred bytes count as large, and sends them in pieces."""
   with (
     mock.patch.object(plan, 'SMALL_BYTES', _SMALL_BYTES),
     mock.patch.object(link, '_LEAST_IN_MEMORY', 64),
@@ -70,7 +70,7 @@ def cases(world_size: int) -> list[Case]:
 
 
 def half(algorithm: str, world_size: int):
-  """The reduce-scatter half of an algorithm; None if it has none."""
+  """Returns the reduce-scatter half of an algorithm, or None."""
   try:
     return ALGORITHMS[algorithm](world_size).reduce_scatter()
   except errors.ScheduleError:
@@ -78,13 +78,13 @@ def half(algorithm: str, world_size: int):
 
 
 def values(rank: int, case: Case) -> np.ndarray:
-  """Tells ranks and positions apart; sums of floats depend on their order."""
+  """Returns values that differ by rank and position. Float sums depend on order."""
   noise = np.random.RandomState([rank, case.size]).uniform(0, 9, case.size)
   return (noise + rank + np.arange(case.size) % 7).astype(case.dtype)
 
 
 def run(group) -> dict[Case, list]:
-  """Returns what a rank gets in each case, called twice, and how much it sends."""
+  """Returns the results of a rank in each case, called twice, and the bytes sent."""
   results = {}
   for case in cases(group.world_size):
     array = values(group.rank, case)
@@ -106,7 +106,7 @@ def run(group) -> dict[Case, list]:
 
 
 def expected(case: Case, world_size: int, large: str = 'ring') -> list[list]:
-  """Returns the bytes that every rank must get, and their number, from the simulator.
+  """Returns the result of each rank and the number of bytes sent, from the simulator.
 
   Args:
     case: a case of the table.
@@ -125,7 +125,7 @@ def expected(case: Case, world_size: int, large: str = 'ring') -> list[list]:
     outputs = [
       out[starts[rank] : starts[rank + 1]] for rank, out in enumerate(outputs)
     ]
-  # Called again, nothing has changed.
+  # The second call gives the same result.
   return [
     [
       *[out.tobytes()] * 2,
@@ -160,7 +160,7 @@ def check_moves(group) -> None:
 
 
 def check_barrier(group) -> None:
-  """Checks that nobody leaves a barrier before everyone has come."""
+  """Checks that no rank leaves a barrier before all ranks have entered it."""
   time.sleep(0.2 * group.rank)
   came = time.monotonic()
   group.barrier()
@@ -179,7 +179,7 @@ def _schedule(case: Case, world_size: int, large: str):
   if algorithm == 'auto':
     dtype = np.dtype(case.dtype)
     is_small = case.size * dtype.itemsize <= _SMALL_BYTES
-    # They are rounded each time they are added.
+    # 16-bit values are rounded after each addition.
     is_rounded = reductions.sum_dtype(dtype) != dtype
     algorithm = 'direct' if is_rounded else large
     is_whole = case.kind == 'all_reduce'
@@ -199,7 +199,7 @@ def _schedule(case: Case, world_size: int, large: str):
 
 
 def assert_results(test, results: list[dict], large: str = 'ring') -> None:
-  """Compares what all ranks got, bit by bit, with each other too."""
+  """Compares the results of all ranks with the simulator, bit by bit."""
   world_size = len(results)
   for case in cases(world_size):
     want = expected(case, world_size, large)

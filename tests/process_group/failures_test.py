@@ -1,4 +1,4 @@
-"""What happens to the others when one worker dies, stops, leaves or differs."""
+"""Errors on the other ranks when one worker dies, stops, leaves or differs."""
 
 import contextlib
 import os
@@ -16,13 +16,13 @@ from tests.process_group import conformance, meetings
 from tf_strategies import errors
 from tf_strategies.process_group.tcp import host_memory
 
-# Generous, as machines are shared: the point is that it is neither the
-# heartbeat's nor the collective's timeout.
+# Generous for shared machines, but shorter than the timeouts of heartbeats and
+# collectives.
 _AT_ONCE_SECONDS = 8.0
 
 
 def _train(rank, directory, size, options):
-  """Repeats all-reduces until one fails; returns the error, which must persist."""
+  """Repeats all-reduces until one fails. Returns the error, which must persist."""
   with meetings.meet(rank, **options) as meeting, meeting.form() as group:
     array = np.full(size, 1.0 + group.rank, np.float32)
     steps = 0
@@ -30,8 +30,8 @@ def _train(rank, directory, size, options):
       try:
         out = group.all_reduce(array, name='gradient')
       except errors.Error as e:
-        told = {k: getattr(e, k, None) for k in _ATTRIBUTES}
-        result = type(e).__name__, str(e), told, steps, time.time()
+        details = {k: getattr(e, k, None) for k in _ATTRIBUTES}
+        result = type(e).__name__, str(e), details, steps, time.time()
         break
       expected = sum(range(1, group.world_size + 1))
       assert (out == expected).all(), 'partial data'
@@ -49,7 +49,7 @@ def _train(rank, directory, size, options):
       except type(group.failure) as e:
         assert str(e) == result[1], str(e)
       else:
-        raise AssertionError('a failed group went on')
+        raise AssertionError('a failed group still works')
     assert time.monotonic() - started < _AT_ONCE_SECONDS
     return result
 
@@ -72,7 +72,7 @@ class LostWorkerTest(parameterized.TestCase):
       if number == signal.SIGSTOP:
         workers.signal(victim, signal.SIGCONT)
         (stopped,) = workers.wait([victim])
-        # Rank 0 tells the others; nobody can tell rank 0.
+        # Rank 0 notifies the other ranks, but no rank can notify rank 0.
         self.assertRegex(
           stopped.value[1], f'^(This process itself stood still|Rank {victim}) '
         )
@@ -86,25 +86,25 @@ class LostWorkerTest(parameterized.TestCase):
   )
   def test_every_survivor_names_the_killed_worker(self, victim, size):
     at, address, results = self._lose(victim, signal.SIGKILL, size, {})
-    for kind, message, told, steps, ended in results:
+    for kind, message, details, steps, ended in results:
       self.assertEqual(kind, 'WorkerUnavailableError')
-      self.assertEqual(told['rank'], victim)
-      self.assertEqual(told['address'], address)
-      self.assertEqual(told['tensor'], 'gradient')
-      # As rank 0 counts, which may be one collective ahead or behind.
-      self.assertBetween(told['step'], steps, steps + 2)
+      self.assertEqual(details['rank'], victim)
+      self.assertEqual(details['address'], address)
+      self.assertEqual(details['tensor'], 'gradient')
+      # Rank 0 counts the steps. It may be one collective ahead or behind.
+      self.assertBetween(details['step'], steps, steps + 2)
       self.assertIn(f'Rank {victim} (task {victim} at {address})', message)
       self.assertIn("'gradient'", message)
       self.assertLess(ended - at, _AT_ONCE_SECONDS)
 
   @tiers.parameters(0, tiers.soak(2))
-  def test_stopped_worker_is_named_after_the_silence(self, victim):
+  def test_stopped_worker_is_named_after_the_heartbeat_timeout(self, victim):
     at, address, results = self._lose(
       victim, signal.SIGSTOP, 1000, {'heartbeat_timeout_seconds': 2.0}
     )
-    for kind, message, told, _, ended in results:
+    for kind, message, details, _, ended in results:
       self.assertEqual(kind, 'WorkerUnavailableError')
-      self.assertEqual((told['rank'], told['address']), (victim, address))
+      self.assertEqual((details['rank'], details['address']), (victim, address))
       self.assertIn('silent', message)
       self.assertGreater(ended - at, 1.5)
       self.assertLess(ended - at, 30)
@@ -114,15 +114,15 @@ def _leave(rank, leaver, how):
   with meetings.meet(rank) as meeting, meeting.form() as group:
     first = group.all_reduce(np.float32([rank]), name='first')
     if rank == leaver:
-      # All have the first sum when all have come here.
-      group.barrier(name='all have it')
+      # After this barrier every rank has the first sum.
+      group.barrier(name='first done')
       if how == 'close':
         group.close()
         return first.tolist(), 'left', '', None
       group.abort('the disk is full')
     try:
       if rank != leaver:
-        group.barrier(name='all have it')
+        group.barrier(name='first done')
       group.all_reduce(np.float32([rank]), name='second')
     except errors.Error as e:
       return first.tolist(), type(e).__name__, str(e), e.rank
@@ -130,7 +130,7 @@ def _leave(rank, leaver, how):
 
 
 def _interrupted(rank):
-  """Rank 1 gets Ctrl-C while it waits for rank 0."""
+  """Interrupts rank 1 with Ctrl-C while it waits for rank 0."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
     group.barrier()
     if rank == 0:
@@ -149,7 +149,7 @@ def _interrupted(rank):
 
 
 def _broadcast(rank, path, warm_up, late):
-  """Rank 0 has sent everything, and leaves, before the other asks for it."""
+  """Broadcasts from rank 0, which leaves before the other rank receives."""
   if path == 'socket':
     host_memory.MemorySlots = mock.Mock(side_effect=OSError)
   with meetings.meet(rank) as meeting, meeting.form() as group:
@@ -163,7 +163,7 @@ def _broadcast(rank, path, warm_up, late):
 
 class LeavingTest(parameterized.TestCase):
   @tiers.product(leaver=(0, tiers.soak(1)), how=('close', 'abort'))
-  def test_leaving_is_told_apart_from_dying(self, leaver, how):
+  def test_leaving_and_aborting_are_not_reported_as_dying(self, leaver, how):
     results = processes.run_workers(_leave, 3, args=(leaver, how))
     for rank, (first, kind, message, culprit) in enumerate(results):
       self.assertEqual(first, [3.0])
@@ -175,7 +175,7 @@ class LeavingTest(parameterized.TestCase):
       self.assertIn(expected, message)
 
   @pytest.mark.smoke
-  def test_interrupt_in_a_collective_ends_the_group_everywhere(self):
+  def test_interrupt_in_a_collective_fails_all_ranks(self):
     results = processes.run_workers(_interrupted, 3)
     for result in results:
       self.assertIsNotNone(result)
@@ -185,20 +185,22 @@ class LeavingTest(parameterized.TestCase):
   @tiers.parameters(
     ('socket', 0, 0.5), ('memory', 5, 0.5), tiers.soak('memory', 0, 3.0)
   )
-  def test_root_that_leaves_at_once(self, path, warm_up, late):
+  def test_broadcast_completes_if_the_root_leaves_at_once(
+    self, path, warm_up, late
+  ):
     results = processes.run_workers(_broadcast, 2, args=(path, warm_up, late))
     for out in results:
       np.testing.assert_array_equal(out, np.arange(375_000.0))
 
 
 def _differ(rank, calls):
-  """Makes the call of this rank; returns its error, the same on all ranks."""
+  """Makes the call of this rank. Returns its error."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
     group.barrier(name='together')
     method, args, options = calls[rank]
     try:
       getattr(group, method)(*args, **options)
-      # A root that only sends may be through already.
+      # A root only sends, so its call may already have succeeded.
       group.barrier()
     except errors.Error as e:
       return type(e).__name__, str(e), e.ranks, e.step
@@ -220,7 +222,7 @@ class MismatchTest(parameterized.TestCase):
     ('barrier', ('barrier', (), {'name': 'x'})),
     tiers.soak('broadcast', ('broadcast', (_FLOATS, 0), {'name': 'x'})),
   )
-  def test_every_rank_is_told_who_does_what(self, other):
+  def test_every_rank_reports_both_calls(self, other):
     calls = [_SAME, _SAME, other]
     results = processes.run_workers(_differ, 3, args=(calls,))
     for result in results:
@@ -230,7 +232,7 @@ class MismatchTest(parameterized.TestCase):
       self.assertEqual(message, results[0][1])
       self.assertEqual(ranks, (2,))
       self.assertEqual(step, 2)
-      # Of rank 0, unless it was too slow to come.
+      # Rank 0 is compared, or rank 1 if rank 0 was late.
       self.assertRegex(message, r'rank [01] \(task [01] at .*rank 2 \(task 2')
       self.assertIn("all_reduce 'x' of float32[100]", message)
 
@@ -251,7 +253,7 @@ def _late(rank, late):
 
 class TimeoutTest(parameterized.TestCase):
   @tiers.parameters(0, tiers.soak(2))
-  def test_rank_that_does_not_come_is_named(self, late):
+  def test_missing_rank_is_named(self, late):
     results = processes.run_workers(_late, 3, args=(late,))
     for result in results:
       self.assertIsNotNone(result)
@@ -263,7 +265,7 @@ class TimeoutTest(parameterized.TestCase):
 
 
 def _work_on(rank, directory):
-  """Collectives of all kinds, in one group after another; how many of each."""
+  """Runs all collectives in successive groups. Returns the rounds and groups."""
   end = os.path.join(directory, 'end')
   rounds = groups = 0
   with meetings.meet(
@@ -279,7 +281,7 @@ def _work_on(rank, directory):
             return rounds, groups
           _check_collectives(group)
           if group.pending_joiners():
-            raise errors.WorkerUnavailableError('somebody waits')
+            raise errors.WorkerUnavailableError('a worker waits')
           rounds += 1
           meetings.touch(directory, f'{rank}.runs')
       except errors.WorkerUnavailableError:
@@ -287,7 +289,7 @@ def _work_on(rank, directory):
 
 
 def _check_collectives(group):
-  """Checks each collective by results that tell ranks and positions apart."""
+  """Checks each collective with values that differ by rank and position."""
   size, own = group.world_size, group.rank
   total = size * (size - 1) // 2
   for length in (7, 40_001):
@@ -303,7 +305,7 @@ def _check_collectives(group):
 class ManyRanksTest(parameterized.TestCase):
   @parameterized.parameters(*range(5))
   @pytest.mark.soak
-  def test_links_and_trees_while_ranks_die_and_come_back(self, seed):
+  def test_collectives_work_while_ranks_die_and_restart(self, seed):
     chance = random.Random(seed)
     count = 12
     directory = self.create_tempdir().full_path

@@ -1,4 +1,4 @@
-"""What the worker processes of these tests have in common."""
+"""Functions that the worker processes of these tests share."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from tf_strategies import process_group
 
 
 def addresses() -> dict[int, str]:
-  """The addresses of this worker's TF_CONFIG by task."""
+  """Returns the addresses in this worker's TF_CONFIG, by task."""
   cluster = json.loads(os.environ['TF_CONFIG'])['cluster']
   return dict(enumerate(cluster['worker']))
 
@@ -30,16 +30,16 @@ def meet(task: int, **options) -> process_group.Rendezvous:
 
 
 def no_tensorflow() -> bool:
-  """Returns whether TensorFlow has stayed out of this process."""
+  """Returns whether TensorFlow is not loaded in this process."""
   return 'tensorflow' not in sys.modules
 
 
 def wait_for(directory: str, *names: str) -> None:
-  """Waits until there are files of these names."""
+  """Waits until files with these names exist."""
   for name in names:
     processes.wait_until(pathlib.Path(directory, name).exists)
 
 
 def touch(directory: str, name: str) -> None:
-  """Makes a file, for `wait_for`."""
+  """Creates a file, for `wait_for`."""
   pathlib.Path(directory, name).touch()

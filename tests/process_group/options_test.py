@@ -20,13 +20,13 @@ class GroupOptionsTest(parameterized.TestCase):
     {'secret': 'a string, though long enough'},
     {'secret': b'too few'},
   )
-  def test_unusable_value_is_refused(self, **values):
+  def test_invalid_value_is_refused(self, **values):
     with self.assertRaises(errors.UnsupportedOptionError) as raised:
       options.GroupOptions(**values)
     self.assertIn('Fix', str(raised.exception))
     self.assertNotIn('too few', str(raised.exception))
 
-  def test_secret_of_the_environment_is_read_and_not_printed(self):
+  def test_secret_from_environment_is_read_and_not_printed(self):
     with _env(TFS_SECRET=_SECRET.decode()):
       made = options.GroupOptions.from_env(min_workers=2)
       self.assertEqual((made.secret, made.min_workers), (_SECRET, 2))
@@ -35,7 +35,7 @@ class GroupOptionsTest(parameterized.TestCase):
     with _env():
       self.assertIsNone(options.GroupOptions.from_env().secret)
 
-  def test_variable_that_asked_for_encryption_is_not_ignored(self):
+  def test_removed_tls_variable_is_refused(self):
     with (
       _env(TFS_TLS_CERT='worker.pem'),
       self.assertRaisesRegex(errors.UnsupportedOptionError, 'TFS_TLS_CERT'),
@@ -50,7 +50,7 @@ class GroupOptionsTest(parameterized.TestCase):
     ),
     ({'TFS_SECRET': ''}, '0 bytes'),
   )
-  def test_secret_that_cannot_be_read_is_refused(self, variables, message):
+  def test_unreadable_secret_is_refused(self, variables, message):
     with _env(**variables), self.assertRaisesRegex(ValueError, message):
       options.GroupOptions.from_env()
 
@@ -58,14 +58,12 @@ class GroupOptionsTest(parameterized.TestCase):
     (0o440, 0, True),
     (0o644, 0, False),
     (0o620, 0, False),
-    (0o644, os.ST_RDONLY, True),  # An orchestrator has mounted it.
+    (0o644, os.ST_RDONLY, True),  # A read-only mount.
   )
-  def test_secret_file_that_others_can_use_is_refused(
-    self, mode, flag, is_fine
-  ):
+  def test_secret_file_must_be_private(self, mode, flag, is_fine):
     path = self.create_tempfile(content=_SECRET.decode() + '\n').full_path
     os.chmod(path, mode)
-    link = path + '.link'  # As a mounted secret is one.
+    link = path + '.link'  # Mounted secrets are links.
     os.symlink(path, link)
     mounted = mock.Mock(f_flag=flag)
     for where in (path, link):

@@ -1,11 +1,11 @@
-"""A network and a clock in which the rendezvous itself runs, a thousand times.
+"""A simulated network and clock for the real rendezvous, with up to 1,000 processes.
 
-Nothing of the protocol is modelled: `Rendezvous`, `MembershipTable`, `Proposal`,
-the handshake, the frames and the control plane are the package's own, each process
-an object in one event loop. The simulation replaces the layers below: the clock
-(which jumps to the next event), sockets with a delay for each pair, connections
-that are lost, hosts that vanish, pairs that are cut. Computing takes no time here:
-all seconds are seconds of waiting. Collectives do not run.
+The protocol is not modelled: `Rendezvous`, `MembershipTable`, `Proposal`, the
+handshake, the frames and the control plane are the real ones. Each process is an
+object in one event loop. The simulation replaces the layers below: the clock, which
+jumps to the next event, sockets with a delay for each pair, lost connections, hosts
+that vanish, and pairs that are cut. Computation takes no time: all seconds are spent
+waiting. Collectives do not run.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tf_strategies import errors
 from tf_strategies.process_group.network import names, server, sockets
 from tf_strategies.process_group.rendezvous import rendezvous
 
-# The process on whose behalf something runs.
+# The process to which the running code belongs.
 _calling = contextvars.ContextVar('process')
 
 
@@ -29,7 +29,7 @@ def run(function, *args):
   """Runs a coroutine function in a loop with a simulated clock."""
   loop, files = _Loop(), len(os.listdir('/proc/self/fd'))
   try:
-    # Groups say goodbye at the end of a program, which no process here has.
+    # Groups register an exit handler, but simulated processes have no exit.
     with mock.patch('atexit.register'):
       return loop.run_until_complete(function(*args))
   finally:
@@ -41,7 +41,7 @@ def run(function, *args):
 
 
 class _Clock(selectors.DefaultSelector):
-  """Instead of waiting, it is later."""
+  """Advances the clock instead of waiting."""
 
   def __init__(self):
     super().__init__()
@@ -49,7 +49,7 @@ class _Clock(selectors.DefaultSelector):
 
   def select(self, timeout=None):
     if timeout is None:
-      raise AssertionError('all wait for ever')
+      raise AssertionError('all processes wait forever')
     self.now += max(timeout, 0)
     return super().select(0)
 
@@ -82,12 +82,12 @@ class _Socket:
     self._closed = False
     self._wakes = None
     self._free_at = 0.0
-    self._held = []  # What waits for the end of a cut.
+    self._held = []  # Data that waits for the end of a cut.
     process.open_sockets.add(self)
     process.most_open = max(process.most_open, len(process.open_sockets))
 
   def setsockopt(self, *args):
-    """Simulated sockets have no options."""
+    """Does nothing: simulated sockets have no options."""
 
   def setblocking(self, is_blocking):
     """Does nothing: simulated sockets never block."""
@@ -97,12 +97,12 @@ class _Socket:
 
   def send(self, data):
     if self._closed:
-      raise BrokenPipeError('it is closed')
+      raise BrokenPipeError('the socket is closed')
     self._deliver(bytes(data))
     return len(data)
 
   def sendmsg(self, parts):
-    """Drops what a data link sends: collectives do not run."""
+    """Drops the data of a data link: collectives do not run."""
     return sum(map(len, parts))
 
   def shutdown(self, how):
@@ -150,10 +150,10 @@ class _Socket:
     else:
       self._loop.call_at(
         at, self.take, None
-      )  # Its host knows of no connection.
+      )  # The host does not know the connection.
 
   def take(self, data):
-    """Bytes have come, or the end."""
+    """Receives bytes, or the end of the connection."""
     if data is None:
       self._ended = True
     else:
@@ -166,7 +166,7 @@ class _Socket:
 
 
 class _Server(server.Server):
-  """In the loop of the simulation, without a thread."""
+  """A server in the simulated event loop, without a thread."""
 
   def _start(self):
     self.loop.close()
@@ -180,7 +180,7 @@ class _Server(server.Server):
 
 
 class _Listener:
-  """The address of a process."""
+  """The listening address of a process."""
 
   def __init__(self, process, network):
     self.queue = asyncio.Queue()
@@ -196,10 +196,10 @@ class Process:
   """One process of the job.
 
   Attributes:
-    task: its number.
-    group: the group that it is in, or was in last.
-    error: what ended its search for one.
-    most_open: sockets at the same time.
+    task: number of the task.
+    group: the current or the last group.
+    error: the error that ended its search for a group.
+    most_open: maximum number of sockets open at the same time.
   """
 
   def __init__(self, network, task, options, progress=0):
@@ -216,14 +216,14 @@ class Process:
     self._searches = None
 
   def spawn(self, function, *args):
-    """Runs a coroutine function as this process, which ends it if it dies."""
+    """Runs a coroutine function in this process, until it dies."""
     self._searches = self._context.run(
       lambda: asyncio.ensure_future(function(*args))
     )
     return self._searches
 
   async def form(self, may_be_alone=True):
-    """Looks for a group, after it has left the one that it is in."""
+    """Leaves the current group and forms a new one."""
     if self.group is not None:
       await self.leave()
     try:
@@ -234,7 +234,7 @@ class Process:
       self.error = e
 
   async def leave(self):
-    """Closes the group; as `Rendezvous.form` does first."""
+    """Closes the group, which `Rendezvous.form` does first."""
     group, self.group = self.group, None
     await group._control._close(has_ended=False)
     group._transport.shut_down()
@@ -243,15 +243,15 @@ class Process:
 
   @property
   def is_in_group(self):
-    """Returns whether the process is in a group that works."""
+    """Returns whether the process is in a working group."""
     return self.group is not None and self.group._state.failure is None
 
   def kill(self):
-    """Ends the process like SIGKILL: its host closes the open sockets."""
+    """Ends the process like SIGKILL: the host closes its open sockets."""
     self._end(lambda sock: sock.close())
 
   def vanish(self):
-    """Ends the process like a power cut: nobody hears of it again."""
+    """Ends the process like a power cut: peers get no notice."""
     self._end(lambda sock: sock.vanish())
     self.network.silent.add(self.task)
 
@@ -267,14 +267,14 @@ class Process:
 
 
 class Network:
-  """The processes of a job and what lies between them; a context manager.
+  """The processes of a job and the network between them. A context manager.
 
   Args:
-    count: of tasks.
-    seed: of all that is random.
-    lost: the part of packets that are lost. The operating system repeats them,
-      of messages after 0.2 s, of calls after 1 s and more; a tenth as many calls
-      fail.
+    count: number of tasks.
+    seed: seed of all random values.
+    lost: fraction of packets that are lost. The operating system resends packets
+      of messages after 0.2 s, and of connection attempts after 1 s and more. A
+      tenth of this fraction of the connection attempts fail.
   """
 
   def __init__(self, count, seed=0, lost=0.0):
@@ -318,7 +318,7 @@ class Network:
         sock.flush()
 
   def delay(self, src, dst):
-    """Seconds that a message takes; None if it never comes."""
+    """Returns the seconds that a message takes, or None if it never arrives."""
     gone = {src.task, dst.task} & self.silent
     if gone or frozenset((src.task, dst.task)) in self.cuts:
       return None
@@ -328,9 +328,9 @@ class Network:
   async def _resolve(self, host, port):
     return [(socket.AF_INET, (host, port))]
 
-  async def _connect(self, place):
-    _, where = place
-    task, caller = self._tasks[where], _calling.get()
+  async def _connect(self, target):
+    _, address = target
+    task, caller = self._tasks[address], _calling.get()
     pair = frozenset((caller.task, task))
     if task in self.silent or pair in self.cuts:
       await asyncio.sleep(60)

@@ -1,6 +1,6 @@
-"""Which rank everybody names when several are gone, one after the other.
+"""All ranks report the same failed rank, also if several fail one after another.
 
-The clock and the sockets are simulated, the control plane is the package's own: see
+The clock and the sockets are simulated. The control plane is the real one: see
 `simulated_network`.
 """
 
@@ -23,12 +23,12 @@ from tf_strategies.process_group.control import control_plane
 from tf_strategies.process_group.network import connection, protocol
 
 _SEED = 20261124
-# More than a message takes; far less than a heartbeat.
+# Longer than a message takes, and far shorter than a heartbeat.
 _APART_SECONDS = 0.02
 
 
 async def _leave_once_failed(process):
-  """Leaves once a collective has failed, as a program that ends does."""
+  """Leaves once a collective has failed, like a program that ends."""
   while process.group._state.failure is None:
     await asyncio.sleep(0.001)
   named = process.group._state.failure.rank
@@ -36,8 +36,8 @@ async def _leave_once_failed(process):
   return named
 
 
-async def _be_gone(count, victims, how):
-  """Ranks are gone in this order; whom each of the other ranks names, and why."""
+async def _remove(count, victims, how):
+  """Removes ranks in order. Returns the ranks that the others report, and messages."""
   options = process_group.GroupOptions(
     secret=b'of a simulated job', rendezvous_timeout_seconds=60.0
   )
@@ -54,8 +54,8 @@ async def _be_gone(count, victims, how):
         await asyncio.sleep(_APART_SECONDS)
       named = []
     else:
-      # The others among them are in a collective that needs the first, and leave as
-      # soon as they hear that it has left. Nobody else has come there yet.
+      # The other victims are in a collective that needs the first one, and leave as
+      # soon as it has left. The remaining ranks have not entered the collective.
       first, *others = victims
       for rank in others:
         by_rank[rank].group._state.begin('all_reduce', 'gradient')
@@ -76,35 +76,35 @@ async def _be_gone(count, victims, how):
     ]
 
 
-class SeveralTest(parameterized.TestCase):
+class SeveralFailuresTest(parameterized.TestCase):
   @parameterized.product(how=('leave', 'kill'), count=(6, 40))
-  def test_all_name_the_first(self, how, count):
+  def test_all_ranks_report_the_first_failure(self, how, count):
     rng = random.Random(f'{_SEED} {how} {count}')
     victims = rng.sample(range(1, count), 4)
-    named, told = simulated_network.run(_be_gone, count, victims, how)
+    named, messages = simulated_network.run(_remove, count, victims, how)
     self.assertEqual(set(named), {victims[0]}, victims)
     why = 'left the group' if how == 'leave' else 'died'
-    for message in told:
+    for message in messages:
       self.assertStartsWith(message, f'Rank {victims[0]} (task {victims[0]} at')
       self.assertIn(why, message)
 
   @parameterized.parameters(
-    # Of rank 0 alone only those hear that wait for it.
+    # Only ranks that wait for rank 0 learn that it has left.
     ([4, 0], {4}),
     ([0, 4], {0, None}),
   )
-  def test_rank_0_is_named_if_it_is_the_first(self, victims, expected):
-    named, told = simulated_network.run(_be_gone, 6, victims, 'leave')
+  def test_rank_0_is_reported_if_it_leaves_first(self, victims, expected):
+    named, messages = simulated_network.run(_remove, 6, victims, 'leave')
     self.assertEqual(set(named), expected)
-    for message in told:
+    for message in messages:
       self.assertIn('left the group', message)
 
 
-class NonsenseTest(parameterized.TestCase):
-  """What a member sends that does not fit: the group goes on, or names it."""
+class InvalidMessagesTest(parameterized.TestCase):
+  """Unexpected or malformed messages of a member."""
 
   async def send(self, rank, frame):
-    """Returns the failure of the group of `rank` after its peer has sent a frame."""
+    """Returns the failure that `rank` sees after its peer has sent a frame."""
     ends = socket.socketpair()
     for end in ends:
       end.setblocking(False)
@@ -133,18 +133,18 @@ class NonsenseTest(parameterized.TestCase):
     kind=tuple(protocol.Kind),
     message=(None, 7, 'x', [[]], {}, {'rank': -1, 'payload': None}),
   )
-  def test_sender_is_named(self, rank, kind, message):
+  def test_failure_names_the_sender(self, rank, kind, message):
     frame = protocol.pack(kind, message)
     failure = asyncio.run(asyncio.wait_for(self.send(rank, frame), 60))
     self.assertEqual(failure.rank, 1 - rank)
 
 
-def _many(rank):
-  """Four threads in another order on every rank, beside collectives."""
+def _exchange_many(rank):
+  """Exchanges tags in threads, in a different order on each rank."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
     tags = [f'tag {i}' for i in range(40)]
     tags = tags[rank * 7 :] + tags[: rank * 7]
-    # A thread waits for the others' calls: all tags must be open at once.
+    # Each thread waits for the other ranks, so all tags must be open at once.
     with concurrent.futures.ThreadPoolExecutor(len(tags)) as pool:
       futures = {
         tag: pool.submit(group.exchange, tag, f'{rank} {tag}') for tag in tags
@@ -154,7 +154,7 @@ def _many(rank):
         for i in range(50)
       ]
     results = {tag: future.result() for tag, future in futures.items()}
-    # A backslash in a text is four in a frame.
+    # Each backslash takes four bytes in a frame.
     large = group.exchange('large', f'{rank}' + '\\' * ((1 << 19) - 2))
     group.barrier()
     return results, sums, [(len(p), p[0]) for p in large]
@@ -166,12 +166,12 @@ def _agreements(rank):
     try:
       workers.agree(group.exchange, 64 if rank else 32, 'global_batch_size')
     except errors.CollectiveMismatchError as e:
-      told = str(e), e.ranks
-    # The group is none the worse for it.
+      mismatch = str(e), e.ranks
+    # The group still works.
     total = group.all_reduce(np.int64([rank]))[0]
     workers.agree(group.exchange, 7, 'global_batch_size')
     group.barrier()
-    return told, total
+    return mismatch, total
 
 
 def _alone(rank):
@@ -188,8 +188,8 @@ def _alone(rank):
 
 class ExchangeTest(parameterized.TestCase):
   @tiers.parameters(tiers.soak(1), 2, tiers.soak(4))
-  def test_calls_meet_by_tag_whatever_their_order(self, world_size):
-    results = processes.run_workers(_many, world_size)
+  def test_exchanges_are_matched_by_tag_in_any_order(self, world_size):
+    results = processes.run_workers(_exchange_many, world_size)
     for payloads, sums, large in results:
       for tag, got in payloads.items():
         expected = [f'{r} {tag}' for r in range(world_size)]
@@ -200,7 +200,7 @@ class ExchangeTest(parameterized.TestCase):
       self.assertEqual(large, [(length, f'{r}') for r in range(world_size)])
 
   @pytest.mark.smoke
-  def test_agree_names_what_who_and_both_values(self):
+  def test_disagreement_names_the_option_the_ranks_and_values(self):
     results = processes.run_workers(_agreements, 3)
     for (message, ranks), total in results:
       self.assertEqual(ranks, (1, 2))
@@ -209,7 +209,7 @@ class ExchangeTest(parameterized.TestCase):
       self.assertIn('rank 2 has 64', message)
       self.assertEqual(total, 3)
 
-  def test_who_did_not_come_is_named_on_every_rank(self):
+  def test_missing_rank_is_named_on_every_rank(self):
     results = processes.run_workers(_alone, 3)
     for message, rank, tag in results:
       self.assertEqual((rank, tag), (1, 'meeting'))

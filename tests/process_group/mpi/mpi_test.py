@@ -33,14 +33,14 @@ _needs_mpi = pytest.mark.skipif(
 
 class _RanksTestCase(parameterized.TestCase):
   def run_ranks(self, program, count):
-    """Returns the notes of each rank; all ranks must end well."""
+    """Returns the notes of each rank. Checks that all ranks succeed."""
     status, notes, log = self.run_failing(program, count)
     self.assertEqual(status, 0, log)
     self.assertEqual(sorted(notes), list(range(count or 1)), log)
     return [notes[rank] for rank in sorted(notes)]
 
   def run_failing(self, program, count):
-    """Returns the exit status, the notes that ranks have written, and the log."""
+    """Returns the exit status, the notes by rank, and the log."""
     directory = self.create_tempdir().full_path
     command = [sys.executable, '-m', programs.__name__, program, directory]
     if count is not None:
@@ -62,18 +62,18 @@ class _RanksTestCase(parameterized.TestCase):
 @_needs_mpi
 class CollectivesTest(_RanksTestCase):
   @tiers.parameters(tiers.soak(2), tiers.smoke(3), tiers.soak(4))
-  def test_table_of_algorithms_and_dtypes(self, count):
+  def test_all_algorithms_sizes_and_dtypes(self, count):
     notes = dict(note['table'] for note in self.run_ranks('table', count))
     results = [notes[rank] for rank in range(count)]
     conformance.assert_results(self, results, large='direct')
 
   # None: without mpiexec, a process is a group of one.
   @tiers.parameters(tiers.soak(None), tiers.soak(2), 3, tiers.soak(4))
-  def test_arrays_of_any_shape_reach_all(self, count):
+  def test_arrays_of_any_shape_reach_all_ranks(self, count):
     for rank, note in enumerate(self.run_ranks('move', count)):
       size = count or 1
       self.assertEqual(note['who'], (rank, size, 'mpi', False, 1))
-      # So many floats can be divided by all these counts.
+      # The number of floats is a multiple of each of these counts.
       self.assertEqual(note['sent'], 2 * (size - 1) * 12 * 16384 // size)
 
 
@@ -81,7 +81,7 @@ class CollectivesTest(_RanksTestCase):
 class FailuresTest(_RanksTestCase):
   @tiers.parameters(tiers.soak(2), 3)
   @pytest.mark.soak
-  def test_disagreement_is_named_on_every_rank(self, count):
+  def test_mismatch_is_reported_on_every_rank(self, count):
     notes = self.run_ranks('disagree', count)
     last = count - 1
     for what in programs.DISAGREEMENTS:
@@ -100,7 +100,7 @@ class FailuresTest(_RanksTestCase):
     ('stop', 'silent for'),
   )
   @pytest.mark.soak
-  def test_process_that_ends_or_stands_still_is_named(self, program, *words):
+  def test_process_that_ends_or_stops_is_named(self, program, *words):
     status, notes, log = self.run_failing(program, 3)
     self.assertContainsSubset([0, 2], sorted(notes), log)
     if program == 'stop':
@@ -111,7 +111,7 @@ class FailuresTest(_RanksTestCase):
       self.assertEqual((name, rank), ('WorkerUnavailableError', 1), message)
       for text in words:
         self.assertIn(text, message)
-      # Long before any deadline of the group.
+      # Well before the group's deadlines.
       self.assertLess(seconds, 60)
 
   def test_killed_process_ends_the_job(self):
@@ -121,7 +121,7 @@ class FailuresTest(_RanksTestCase):
 
 
 def _fake(**changes):
-  """Returns modules of an `mpi4py` whose MPI is in some state."""
+  """Returns the modules of a fake `mpi4py`."""
   mpi = types.SimpleNamespace(
     Is_finalized=lambda: False,
     Is_initialized=lambda: True,
@@ -143,12 +143,12 @@ class RefusalsTest(parameterized.TestCase):
       r'got thread level 1.*mpi4py\.rc\.thread_level',
     ),
     (
-      'over',
+      'finalized',
       _fake(Is_finalized=lambda: True),
       r'after MPI\.Finalize\(\)',
     ),
   )
-  def test_mpi_that_cannot_be_used_is_refused(self, modules, message):
+  def test_unusable_mpi_is_refused(self, modules, message):
     with (
       mock.patch.dict(sys.modules, modules),
       self.assertRaisesRegex(errors.UnsupportedOptionError, message),

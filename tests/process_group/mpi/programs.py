@@ -1,4 +1,4 @@
-"""The programs of the ranks in mpi_test.py. Each leaves its notes in a file.
+"""Programs that the ranks in mpi_test.py run. Each writes its notes to a file.
 
 mpiexec -n 3 python -m tests.process_group.mpi.programs <program> <directory>
 """
@@ -28,7 +28,7 @@ def table(note):
 
 
 def move(note):
-  """Runs `_move` in a thread other than the one that initialised MPI."""
+  """Runs `_move` outside the thread that initialized MPI."""
   with concurrent.futures.ThreadPoolExecutor(1) as pool:
     pool.submit(_move, note).result()
 
@@ -44,7 +44,7 @@ def _move(note):
     conformance.check_barrier(group)
 
 
-# What the last rank does otherwise than the others.
+# Call of the last rank, which differs from the call of the others.
 DISAGREEMENTS = {
   'name': lambda g, odd: g.all_reduce(np.ones(3), name='b' if odd else 'a'),
   'kind': lambda g, odd: g.barrier() if odd else g.all_reduce(np.ones(1 << 18)),
@@ -61,7 +61,7 @@ def disagree(note):
 
 
 def _failure(group, act):
-  """Returns the error of a collective, which the group must then raise again."""
+  """Returns the error of a collective. Checks that later calls raise it too."""
   start = time.monotonic()
   try:
     act()
@@ -78,7 +78,7 @@ def _failure(group, act):
 
 
 def leave(note):
-  """Rank 1 ends without a word, the others go on."""
+  """Ends rank 1 without notice. The other ranks continue."""
   group = _group()
   group.barrier()
   if group.rank == 1:
@@ -87,7 +87,7 @@ def leave(note):
 
 
 def stop(note):
-  """Rank 1 is stopped: only silence says so, and MPI itself would wait."""
+  """Stops rank 1. Only missing heartbeats show this; MPI itself would wait."""
   links._FINALIZE_SECONDS = 1.0
   group = _group(heartbeat_timeout_seconds=2.0)
   group.barrier()
@@ -108,7 +108,7 @@ def run(program, directory):
   """Runs one of the functions above and writes its notes."""
   note = {}
   globals()[program](note)
-  # mpi4py has initialised MPI by now.
+  # mpi4py has initialized MPI.
   rank = links.load().COMM_WORLD.rank
   path = pathlib.Path(directory, str(rank))
   path.with_suffix('.part').write_bytes(pickle.dumps(note))

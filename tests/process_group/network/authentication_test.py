@@ -30,7 +30,7 @@ def _handshake(secret, request=_REQUEST):
 
 class HandshakeTest(parameterized.TestCase):
   @parameterized.parameters(_SECRET, None)
-  def test_both_sides_prove_it(self, secret):
+  def test_both_sides_accept_the_same_secret(self, secret):
     answer, expected = _handshake(secret).answer()
     self.assertLen(answer, authentication.ANSWER_BYTES)
     proof = _handshake(secret).prove(answer, 'task 5')
@@ -55,26 +55,26 @@ class HandshakeTest(parameterized.TestCase):
     {'server': 4},
     {'nonce': bytes(32)},
   )
-  def test_everything_said_is_part_of_the_proof(self, **changes):
+  def test_proof_covers_every_field_of_the_request(self, **changes):
     other = dataclasses.replace(_REQUEST, **changes)
     answer, _ = _handshake(_SECRET, other).answer()
     with self.assertRaises(errors.AuthenticationError):
       _handshake(_SECRET).prove(answer, 'task 5')
 
-  def test_proofs_cannot_be_played_back(self):
+  def test_replayed_and_mirrored_proofs_are_refused(self):
     first, expected = _handshake(_SECRET).answer()
     proof = _handshake(_SECRET).prove(first, 'task 5')
     self.assertEqual(proof, expected)
-    # To the same server again, which has a new nonce.
+    # Replayed to the same server, which has a new nonce.
     _, now_expected = _handshake(_SECRET).answer()
     self.assertNotEqual(proof, now_expected)
-    # The client's words as a server's, and the other way round.
+    # The client's proof used as the server's, and the server's as the client's.
     with self.assertRaises(errors.AuthenticationError):
       mirrored = first[: -authentication.PROOF_BYTES] + proof
       _handshake(_SECRET).prove(mirrored, 'task 5')
     self.assertNotEqual(first[-authentication.PROOF_BYTES :], expected)
 
-  def test_another_version_names_both(self):
+  def test_version_mismatch_names_both_versions(self):
     answer = bytearray(_handshake(_SECRET).answer()[0])
     answer[5] = 77
     with self.assertRaisesRegex(
@@ -87,16 +87,18 @@ class HandshakeTest(parameterized.TestCase):
 _OTHER_USER = 65534
 
 
-@unittest.skipUnless(sys.platform == 'linux', 'Linux tells users')
+@unittest.skipUnless(
+  sys.platform == 'linux', 'only Linux names the user of a peer'
+)
 class LocalUsersTest(parameterized.TestCase):
   @parameterized.parameters(
     (socket.AF_INET, '127.0.0.1'), (socket.AF_INET6, '::1')
   )
-  def test_own_processes_get_in(self, family, host):
+  def test_processes_of_the_same_user_are_accepted(self, family, host):
     try:
       listener = socket.create_server((host, 0), family=family)
     except OSError:
-      self.skipTest(f'{host} is not there')
+      self.skipTest(f'{host} is not available')
     with listener, socket.socket(family) as caller:
       caller.connect(listener.getsockname())
       accepted, _ = listener.accept()
@@ -105,7 +107,7 @@ class LocalUsersTest(parameterized.TestCase):
           self.assertIsNone(local_users.check(end))
 
   @unittest.skipIf(os.geteuid(), 'only root can act as another user')
-  def test_other_user_is_refused_by_name(self):
+  def test_other_user_is_refused_and_named(self):
     with socket.create_server(('127.0.0.1', 0)) as listener:
       listener.settimeout(20)
       child = os.fork()
@@ -130,7 +132,7 @@ class LocalUsersTest(parameterized.TestCase):
       ):
         local_users.check(accepted)
 
-  def test_peer_that_hung_up_is_nobody(self):
+  def test_disconnected_peer_is_an_unknown_user(self):
     with socket.create_server(('127.0.0.1', 0)) as listener:
       caller = socket.create_connection(listener.getsockname())
       accepted, _ = listener.accept()

@@ -1,4 +1,4 @@
-"""Connections alone, over socket pairs: sends never wait, nothing gets lost."""
+"""Connections over socket pairs: sends never block, and no message is lost."""
 
 import asyncio
 import socket
@@ -19,7 +19,7 @@ def _pair():
 
 
 class ConnectionTest(absltest.TestCase):
-  def test_what_does_not_fit_is_sent_later_and_in_order(self):
+  def test_large_messages_are_sent_later_and_in_order(self):
     async def run():
       first, second = _pair()
       large = 'x' * 900_000
@@ -29,7 +29,7 @@ class ConnectionTest(absltest.TestCase):
       got = [(await second.expect(_Kind.REJECT))[1] for _ in range(3)]
       self.assertEqual(got, [f'{i}{large}' for i in range(3)])
       self.assertFalse(first.pending)
-      # In the other direction meanwhile nothing was lost either.
+      # The other direction still works.
       second.send(_Kind.READY)
       self.assertEqual(await first.expect(_Kind.READY), (_Kind.READY, None))
       first.close()
@@ -48,11 +48,11 @@ class FrameTest(parameterized.TestCase):
     ('kind', b'TFSC', _VERSION, 99, 0),
     ('payload', b'TFSC', _VERSION, 17, 101),
   )
-  def test_header_is_refused_before_anything_is_allocated(self, *fields):
+  def test_invalid_header_is_refused(self, *fields):
     with self.assertRaises(protocol.ProtocolError):
       protocol.unpack_header(struct.pack('!4sBBI', *fields), 100)
 
-  def test_deep_json_is_no_message(self):
+  def test_deeply_nested_json_is_refused(self):
     with self.assertRaises(protocol.ProtocolError):
       protocol.unpack(protocol.Kind.HELLO, b'[' * 500_000)
 

@@ -1,4 +1,4 @@
-"""Unauthenticated peers at the port while workers train: nobody may notice them."""
+"""Unauthenticated peers that connect while workers train do not disturb them."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ from tests.process_group import meetings
 from tf_strategies.process_group.network import authentication, protocol
 
 _REQUEST = authentication.ConnectionRequest(1, 0)
-# What unauthenticated peers say: nothing, noise, another protocol, the beginning of ours,
-# and all of it with a wrong proof or for a task that is not there.
+# Data that unauthenticated peers send: nothing, random bytes, another protocol, part of
+# a request, a request with a wrong proof, and a request to a task that does not exist.
 _GARBAGE = (
   b'',
   os.urandom(200),
@@ -28,7 +28,7 @@ _GARBAGE = (
 
 
 def _train(rank, directory):
-  """Trains until the test says stop; memory and threads before and after."""
+  """Trains until the test ends it. Returns steps, memory growth, threads and files."""
   process = psutil.Process()
   with meetings.meet(rank) as meeting, meeting.form() as group:
     steps, before = 0, None
@@ -46,12 +46,12 @@ def _train(rank, directory):
         return steps, grown, process.num_threads(), process.num_fds()
 
 
-def _say(address, garbage, linger):
-  """Opens a connection and says something; the caller may keep it open."""
+def _send(address, garbage, linger):
+  """Opens a connection, sends `garbage`, and appends the socket to `linger`."""
   host, port = address.split(':')
   sock = socket.create_connection((host, int(port)), timeout=20)
   linger.append(sock)
-  # It may be refused before all of it is said.
+  # The peer may close the connection while data is sent.
   with contextlib.suppress(OSError):
     sock.sendall(garbage)
   if len(linger) > 200:
@@ -60,7 +60,7 @@ def _say(address, garbage, linger):
 
 class GarbageTest(parameterized.TestCase):
   @tiers.parameters(500, tiers.soak(10_000))
-  def test_training_goes_on(self, count):
+  def test_training_continues(self, count):
     directory = self.create_tempdir().full_path
     with processes.Workers(
       _train, 2, args=(directory,), deadline=600
@@ -69,7 +69,7 @@ class GarbageTest(parameterized.TestCase):
       linger = []
       for i in range(count):
         address = workers.addresses[i % 2]
-        _say(address, _GARBAGE[i // 2 % len(_GARBAGE)], linger)
+        _send(address, _GARBAGE[i // 2 % len(_GARBAGE)], linger)
       meetings.touch(directory, 'stop')
       outcomes = workers.wait()
       for sock in linger:
@@ -81,7 +81,7 @@ class GarbageTest(parameterized.TestCase):
       self.assertGreater(steps, 500)
       self.assertLess(grown, 20 << 20)
       self.assertLess(threads, 20)
-      # At most so many unauthenticated peers are listened to at a time.
+      # The number of unauthenticated peers at a time is limited.
       self.assertLess(files, 200)
 
 

@@ -1,4 +1,4 @@
-"""Names that cannot be resolved: they delay no live peer, and are reported."""
+"""Host names that cannot be resolved do not delay live peers, and are reported."""
 
 import asyncio
 import socket
@@ -20,7 +20,7 @@ _look_up = socket.getaddrinfo
 
 
 class _Names:
-  """A resolver that answers for live hosts and hangs for dead ones."""
+  """A resolver that answers for live hosts and hangs for dead hosts."""
 
   def __init__(self, test):
     self._go_on = threading.Event()
@@ -45,7 +45,7 @@ class NamesTest(absltest.TestCase):
     patch.start()
     self.addCleanup(patch.stop)
 
-  def test_group_of_live_peers_forms_beside_dead_names(self):
+  def test_live_peers_form_a_group_despite_hanging_names(self):
     ports = ports_lib.pick_ports(2)
     addresses = {t: f'live-{t}:{port}' for t, port in enumerate(ports)}
     addresses |= {t: f'dead-{t}:1' for t in range(2, 40)}
@@ -68,19 +68,19 @@ class NamesTest(absltest.TestCase):
     with futures.ThreadPoolExecutor(2) as threads:
       self.assertEqual(list(threads.map(work, range(2))), [2, 2])
     self.assertLess(time.monotonic() - started, 20)
-    # Each name is asked once at a time, however often it is called.
+    # A name is looked up once at a time, even if it is requested often.
     self.assertLess(self.names.asked.count('dead-7'), 5)
 
   @pytest.mark.smoke
-  def test_dead_name_is_told(self):
-    told = "'dead-1' was not resolved within 0.2 s"
+  def test_unresolved_name_is_reported(self):
+    message = "'dead-1' was not resolved within 0.2 s"
     with mock.patch.object(names, 'LOOK_UP_SECONDS', 0.2):
-      with self.assertRaisesRegex(OSError, told):
+      with self.assertRaisesRegex(OSError, message):
         asyncio.run(names.resolve('dead-1', 1))
-      with self.assertRaisesRegex(OSError, told):
+      with self.assertRaisesRegex(OSError, message):
         names.resolve_now('dead-1', 1)
 
-  def test_own_name_that_hangs_has_a_deadline(self):
+  def test_lookup_of_own_name_has_a_deadline(self):
     settings = options.GroupOptions(secret=b'a secret of this test')
     with (
       mock.patch.object(names, 'LOOK_UP_SECONDS', 0.1),

@@ -1,4 +1,4 @@
-"""Sockets in bad company: forked children, their own port, a full table of files."""
+"""Sockets with forked children, with their own port, and at the limit of open files."""
 
 import asyncio
 import errno
@@ -19,12 +19,12 @@ from tf_strategies import errors, process_group
 from tf_strategies.launch import ports as ports_lib
 from tf_strategies.process_group.network import server, sockets
 
-# Neither the heartbeat's timeout nor the child's life.
+# Shorter than the heartbeat timeout and the lifetime of the child.
 _SOON_SECONDS = 10.0
 
 
 def _work_with_a_child(rank, directory):
-  """Rank 1 forks a child that outlives it; rank 0 says when it hears the end."""
+  """Forks a child on rank 1 that outlives it. Rank 0 returns when it sees the end."""
   with meetings.meet(rank) as meeting, meeting.form() as group:
     group.barrier()
     if rank == 1:
@@ -41,7 +41,7 @@ def _work_with_a_child(rank, directory):
 
 
 class ForkTest(absltest.TestCase):
-  def test_death_is_heard_and_the_address_free_though_a_child_lives(self):
+  def test_surviving_child_does_not_hide_the_death_of_its_parent(self):
     directory = self.create_tempdir().full_path
     with processes.Workers(_work_with_a_child, 2, args=(directory,)) as workers:
       meetings.wait_for(directory, 'child')
@@ -60,7 +60,7 @@ class ForkTest(absltest.TestCase):
     self.assertEqual(rank, 1)
     self.assertLess(heard - killed, _SOON_SECONDS)
 
-  def test_child_cannot_use_the_group_and_the_parent_can(self):
+  def test_only_the_parent_can_form_a_group_after_a_fork(self):
     [address] = processes.addresses(1)
     with mock.patch.object(meetings, 'addresses', lambda: {0: address}):
       meeting = meetings.meet(0)
@@ -79,28 +79,28 @@ class ForkTest(absltest.TestCase):
         self.assertEqual(group.world_size, 1)
 
 
-class _Selfish(socket.socket):
-  """Gets the port that it calls, as may happen to any socket."""
+class _SelfConnecting(socket.socket):
+  """Binds to the port that it connects to, as may happen to any socket."""
 
-  def connect(self, where):
-    self.bind(where)
-    super().connect(where)
+  def connect(self, address):
+    self.bind(address)
+    super().connect(address)
 
 
 class ConnectToItselfTest(absltest.TestCase):
-  def test_nobody_listens_there_and_the_port_stays_free(self):
+  def test_self_connection_is_refused_and_frees_the_port(self):
     port = ports_lib.pick_ports(1)[0]
-    place = socket.AF_INET, ('127.0.0.1', port)
+    target = socket.AF_INET, ('127.0.0.1', port)
     with (
-      mock.patch.object(socket, 'socket', _Selfish),
+      mock.patch.object(socket, 'socket', _SelfConnecting),
       self.assertRaises(ConnectionRefusedError),
     ):
-      asyncio.run(sockets.connect(place))
+      asyncio.run(sockets.connect(target))
     sockets.listen('127.0.0.1', port).close()
 
 
 class OwnAddressTest(absltest.TestCase):
-  def test_open_rendezvous_of_this_process_is_named(self):
+  def test_second_rendezvous_of_this_process_is_refused(self):
     port = ports_lib.pick_ports(1)[0]
     addresses = {0: f'127.0.0.1:{port}'}
     began = time.monotonic()
@@ -110,14 +110,14 @@ class OwnAddressTest(absltest.TestCase):
         errors.RendezvousError, r'This process listens there.*Fix: close\(\)'
       ):
         process_group.Rendezvous(addresses, 0)
-      # Nobody waits for another process to end.
+      # No time is spent waiting for another process to end.
       self.assertLess(time.monotonic() - began, server._BUSY_SECONDS)
     self.assertFalse(sockets.listens('127.0.0.1', port))
     process_group.Rendezvous(addresses, 0).close()
 
 
-class ShortageTest(absltest.TestCase):
-  def test_connection_names_the_limit(self):
+class FileLimitTest(absltest.TestCase):
+  def test_error_names_the_limit_of_open_files(self):
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     with self.assertRaisesRegex(
       errors.ResourceLimitError, f'of {limit} .*are in use.*ulimit -n'

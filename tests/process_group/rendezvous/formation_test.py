@@ -1,4 +1,4 @@
-"""Links that come from another group, or too late."""
+"""Links from another group, and links that arrive late."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ def _proposal(dial=None, on_cut=None):
 
 
 class LinksTest(parameterized.TestCase):
-  def test_lost_call_is_repeated_once_and_then_named(self):
+  def test_failed_connection_is_retried_once_and_then_reported(self):
     dial = mock.AsyncMock(side_effect=TimeoutError('it does not answer'))
     note_cut = mock.Mock()
     links = _proposal(dial, note_cut)
@@ -55,7 +55,7 @@ class LinksTest(parameterized.TestCase):
 
 
 class GroupTest(absltest.TestCase):
-  def test_links_that_come_when_the_group_has_failed(self):
+  def test_late_link_is_closed_if_the_group_has_failed(self):
     members = [state.Member(r, r, f'host-{r}:1') for r in range(2)]
     shared = state.GroupState(members, 0, 1)
     links = transport.Transport(shared.check)

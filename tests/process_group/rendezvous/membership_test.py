@@ -21,20 +21,20 @@ def _meet(made, *others, now=0.0):
 
 
 def _proposed(made, now):
-  """The tasks of the group that is proposed."""
+  """Returns the tasks of the proposed group."""
   seats = made.proposal(now)
   return None if seats is None else [seat.task for seat in seats]
 
 
 class ProposalTest(parameterized.TestCase):
-  def test_at_most_so_many(self):
+  def test_group_has_at_most_max_workers(self):
     first, second, third = (
       _make(task, max_workers=2, min_workers=1) for task in _ADDRESSES
     )
     _meet(first, second, third)
     self.assertEqual(_proposed(first, 0.0), [0, 1])
 
-  def test_no_second_group_beside_a_running_one(self):
+  def test_no_group_is_proposed_while_one_is_running(self):
     first = _make(0, min_workers=2, window_seconds=0)
     second, third = _make(1), _make(3)
     third.formed(4, {3: 'life 3'})
@@ -44,28 +44,28 @@ class ProposalTest(parameterized.TestCase):
     self.assertEqual(first.next_generation(), 5)
 
 
-def _formed(*all_of_them, generation=1):
-  """Gives workers a last group of all of them, and lets them form again."""
-  seated = {made.task: made.incarnation for made in all_of_them}
-  for made in all_of_them:
+def _formed(*members, generation=1):
+  """Records a last group of all `members`, and starts a new search."""
+  seated = {made.task: made.incarnation for made in members}
+  for made in members:
     made.formed(generation, seated)
-  for made in all_of_them:
+  for made in members:
     made.start(7)
 
 
 class MajorityTest(parameterized.TestCase):
-  """Of a network that is cut one side goes on."""
+  """In a partitioned network, only one side continues."""
 
   def make(self, count, **settings):
     addresses = {task: f'host:{task}' for task in range(count)}
     settings = {'min_workers': 'majority', 'window_seconds': 0, **settings}
     return [_make(task, addresses, **settings) for task in range(count)]
 
-  def test_larger_side_goes_on(self):
+  def test_only_the_larger_side_continues(self):
     first, second, third = self.make(3)
     _formed(first, second, third)
     _meet(second, third)
-    # The first may answer yet.
+    # The first worker may still answer.
     self.assertIsNone(second.proposal(0.0))
     now = membership.ANSWER_SECONDS + 0.1
     self.assertEqual(_proposed(second, now), [1, 2])
@@ -73,18 +73,18 @@ class MajorityTest(parameterized.TestCase):
     with self.assertRaisesRegex(errors.RendezvousError, 'majority of its last'):
       raise first.timeout_error(0.0, 5)
 
-  def test_last_one_goes_on_if_the_others_have_surely_died(self):
+  def test_last_worker_continues_only_if_all_others_are_dead(self):
     first, second, third = self.make(3, window_seconds=5)
     _formed(first, second, third)
     third.lost(0, 'nobody listens there', is_gone=True)
     third.lost(1, 'it fell silent')
     self.assertIsNone(third.proposal(0.0))
     third.lost(1, 'nobody listens there', is_gone=True)
-    # At once, as nobody is left whom it could wait for.
+    # At once: there is no other worker to wait for.
     self.assertEqual(_proposed(third, 0.0), [2])
 
-  def test_newcomer_joins_the_few_that_are_left(self):
-    """Checks two workers out of five, one of which is the whole last group."""
+  def test_new_worker_joins_a_minority(self):
+    """Forms a group of two workers out of five. One was the whole last group."""
     first, second, *_ = self.make(5)
     second.formed(4, {1: second.incarnation})
     second.start(7)
@@ -97,10 +97,10 @@ class MajorityTest(parameterized.TestCase):
     self.assertIsNone(second.proposal(now))
     self.assertEqual(second.objection(5, seats), '')
 
-  def test_members_of_a_later_group_object(self):
+  def test_member_of_a_later_group_objects(self):
     first, second, third = self.make(3)
     _formed(first, second, third)
-    # Cut off from the first, the others went on; the third was lost then.
+    # The second and third formed a group without the first.
     seated = {1: 'life 1', 2: 'life 2'}
     third.formed(2, seated)
     third.start(9)
@@ -110,18 +110,18 @@ class MajorityTest(parameterized.TestCase):
     self.assertEqual([seat.task for seat in seats], [0, 2])
     self.assertIn('majority', third.objection(3, seats))
 
-  def test_leader_vouches_for_the_dead(self):
+  def test_follower_trusts_the_leader_about_dead_workers(self):
     leader, follower, *_ = workers = self.make(5)
     _formed(*workers)
     for task in (2, 3, 4):
       leader.lost(task, 'nobody listens there', is_gone=True)
     _meet(leader, follower)
     seats = leader.proposal(0.0)
-    # It has asked the leader alone.
+    # The follower itself knows only about the leader.
     self.assertIn('majority', follower.objection(2, seats))
     self.assertEqual(follower.objection(2, seats, leader.gone()), '')
 
-  def test_closed_group_takes_members_alone(self):
+  def test_closed_group_accepts_only_its_members(self):
     first, second, third = self.make(3)
     _formed(first, second)
     first.start(7, is_closed=True)
@@ -130,9 +130,9 @@ class MajorityTest(parameterized.TestCase):
 
 
 class RivalGroupTest(parameterized.TestCase):
-  """Two groups of a job, which `min_workers` allowed."""
+  """Two groups of one job, which a small `min_workers` allows."""
 
-  def test_one_that_has_not_heard_of_the_end_is_no_rival(self):
+  def test_outdated_group_is_not_a_rival(self):
     first, second, third = (_make(t, min_workers=1) for t in _ADDRESSES)
     _formed(first, second, third)
     third.formed(1, {0: 'life 0', 1: 'life 1', 3: 'life 3'})
@@ -145,21 +145,21 @@ class CutTest(parameterized.TestCase):
   @parameterized.parameters(
     ([], [0, 1, 2, 3]),
     ([(3, 0)], [0, 1, 2]),
-    ([(2, 1), (3, 1)], [0, 2, 3]),  # One goes, not two.
+    ([(2, 1), (3, 1)], [0, 2, 3]),  # Leaves out one task, not two.
     ([(2, 1), (3, 2), (3, 1)], [0, 1]),
   )
-  def test_who_is_left(self, pairs, expected):
+  def test_fewest_tasks_are_left_out(self, pairs, expected):
     left = quorum.leave_out([0, 1, 2, 3], pairs, leader=0)
     self.assertEqual(left, expected)
 
   def make(self, life='life 1', **settings):
-    """Three workers of which the last cannot connect to the second."""
+    """Returns three workers. The third cannot connect to the second."""
     first, second, third = (_make(task, **settings) for task in _ADDRESSES)
     third.note_cut(membership.Cut(1, life, 'it does not answer', 0.0))
     _meet(first, second, third)
     return first, second, third
 
-  def test_pair_without_which_there_is_no_group_tries_again(self):
+  def test_required_pair_tries_to_connect_again(self):
     first, *others = self.make()
     self.assertIsNone(first.proposal(1.0))
     self.assertIn(
@@ -170,11 +170,11 @@ class CutTest(parameterized.TestCase):
     _meet(first, *others, now=later)
     self.assertEqual(_proposed(first, later), [0, 1, 3])
 
-  def test_task_that_began_anew_may_be_reached(self):
+  def test_cut_to_a_restarted_task_is_ignored(self):
     first, *_ = self.make('before')
     self.assertEqual(_proposed(first, 1.0), [0, 1, 3])
 
-  def test_who_failed_tells_why_before_the_next_proposal(self):
+  def test_next_proposal_waits_for_all_workers_to_report(self):
     first, second, third = (_make(task) for task in _ADDRESSES)
     _meet(first, second, third)
     first.proposal_failed(1.0)
@@ -183,7 +183,7 @@ class CutTest(parameterized.TestCase):
     _meet(first, third, now=1.2)
     self.assertEqual(_proposed(first, 1.2), [0, 1, 3])
 
-  def test_who_would_be_left_out_is_no_joiner(self):
+  def test_unreachable_worker_does_not_join(self):
     first, _, third = self.make()
     first.formed(1, {0: 'life 0', 1: 'life 1'})
     self.assertEqual(first.joiners(1.0), ())
@@ -193,7 +193,7 @@ class CutTest(parameterized.TestCase):
 
 
 class ObjectionTest(absltest.TestCase):
-  def test_why_a_proposal_is_declined(self):
+  def test_declined_proposal_has_a_reason(self):
     first, second = _make(0, min_workers=2, window_seconds=0), _make(1)
     _meet(first, second)
     seats = first.proposal(0.0)
@@ -221,7 +221,7 @@ class RefusalTest(parameterized.TestCase):
     ({'task': 0}, errors.ClusterConfigError, 'claim to be task'),
     ({'version': '9.9'}, errors.RendezvousError, r'0\..*got 9\.9'),
   )
-  def test_task_of_another_job_is_named(self, changes, error, words):
+  def test_mismatched_worker_is_refused(self, changes, error, words):
     with self.assertRaisesRegex(error, words):
       _make(0).heard({**_make(1).hello(), **changes}, 0.0, reached=True)
 
@@ -230,11 +230,11 @@ class RefusalTest(parameterized.TestCase):
     first = _make(0)
     with self.assertRaisesRegex(errors.RendezvousError, 'the maps differ'):
       first.heard(message, 0.0, reached=True)
-    # Not while a group runs.
+    # Ignored while a group is running.
     first.formed(1, {0: 'life 0', 1: 'life 1'})
     first.heard(message, 0.0, reached=False)
 
-  def test_process_at_the_address_counts(self):
+  def test_only_the_process_at_the_address_replaces_a_task(self):
     first, old = _make(0), _make(1)
     new = {**old.hello(), 'incarnation': 'a second life'}
     _meet(first, old)

@@ -1,4 +1,4 @@
-"""How workers find each other, are turned away, and form groups again."""
+"""How workers form groups, are refused, and form groups again."""
 
 import contextlib
 import copy
@@ -26,14 +26,14 @@ _ELASTIC = {'min_workers': 2, 'window_seconds': 0.5}
 
 
 def _formed(group):
-  """Returns the view of a group, and a sum that shows that the group works."""
+  """Returns the members of a group, and a sum that shows that it works."""
   total = group.all_reduce(np.int64([10**group.rank]))[0]
   tasks = [(m.rank, m.task, m.progress) for m in group.members]
   return group.generation, group.rank, tasks, int(total)
 
 
 def _attempt(rank, per_rank):
-  """Forms a group with options of each rank's own; or what prevents it."""
+  """Forms a group with the options of this rank. Returns it or the error."""
   options = per_rank.get(rank, {})
   started = time.monotonic()
   try:
@@ -56,7 +56,7 @@ class FormTest(parameterized.TestCase):
     for rank, result in enumerate(results):
       self.assertEqual(result, (1, rank, tasks, int('1' * count)))
 
-  def test_missing_worker_is_named_on_every_other(self):
+  def test_missing_worker_is_named_on_every_rank(self):
     options = {'rendezvous_timeout_seconds': 2.0}
     with processes.Workers(
       _attempt,
@@ -76,7 +76,7 @@ class FormTest(parameterized.TestCase):
 
 class RefusalTest(parameterized.TestCase):
   @pytest.mark.smoke
-  def test_other_secret_is_told_to_its_owner_and_stops_nobody(self):
+  def test_worker_with_a_wrong_secret_fails_and_the_others_continue(self):
     wrong = {'secret': b'another secret than the others have'}
     per_rank = {0: _ELASTIC, 1: _ELASTIC, 2: {**_ELASTIC, **wrong}}
     results = processes.run_workers(_attempt, 3, args=(per_rank,))
@@ -87,7 +87,7 @@ class RefusalTest(parameterized.TestCase):
     self.assertIn('TFS_SECRET', message)
     self.assertLess(seconds, 30)
 
-  def test_task_that_sends_nonsense_is_named(self):
+  def test_task_that_sends_an_invalid_message_is_named(self):
     addresses = dict(enumerate(processes.addresses(2)))
     options = process_group.GroupOptions(rendezvous_timeout_seconds=6.0)
 
@@ -124,20 +124,20 @@ class ConstructorTest(parameterized.TestCase):
       errors.UnsupportedOptionError,
     ),
     (
-      'not_of_this_host',
+      'address_of_another_host',
       {0: '192.0.2.1:2222'},
       0,
       {'allow_unauthenticated': True},
       errors.RendezvousError,
     ),
   )
-  def test_unusable(self, addresses, task, options, error):
+  def test_invalid_arguments_raise(self, addresses, task, options, error):
     with self.assertRaises(error):
       process_group.Rendezvous(
         addresses, task, process_group.GroupOptions(**options)
       )
 
-  def test_nothing_is_left_after_close(self):
+  def test_close_ends_threads_and_groups(self):
     before = set(threading.enumerate())
     meeting = process_group.Rendezvous({0: '127.0.0.1:0'}, 0)
     group = meeting.form()
@@ -148,42 +148,42 @@ class ConstructorTest(parameterized.TestCase):
     group.close()
     meeting.close()
 
-  def test_second_process_of_a_task_is_told_so(self):
+  def test_second_process_of_a_task_is_refused(self):
     [address] = processes.addresses(1)
     with (
-      # Not of a group here: as another process has it.
+      # As if another process had the address.
       socket.create_server(('127.0.0.1', int(address.rpartition(':')[2]))),
       self.assertRaisesRegex(errors.RendezvousError, 'same task'),
     ):
       process_group.Rendezvous({3: address}, 3)
-    # Closed, it gives the address back.
+    # `close` releases the address.
     process_group.Rendezvous({3: address}, 3).close()
 
 
 class LinksOnDemandTest(absltest.TestCase):
   """Runs in one process. A cut makes the connecting call raise."""
 
-  def test_cut_that_a_collective_finds_is_left_out_of_the_next_group(self):
+  def test_unreachable_worker_is_left_out_of_the_next_group(self):
     addresses = dict(enumerate(processes.addresses(4)))
     options = process_group.GroupOptions(
       min_workers=2, window_seconds=0.5, rendezvous_timeout_seconds=8.0
     )
     call = formation.Proposal._call
 
-    async def no_way(task):
-      raise TimeoutError('no way between them')
+    async def fail_to_dial(task):
+      raise TimeoutError('no route to the peer')
 
     async def call_unless_cut(links, rank):
       if {links._seats[links._rank].task, links._seats[rank].task} == {0, 2}:
         links = copy.copy(links)
-        links._dial = no_way
+        links._dial = fail_to_dial
       await call(links, rank)
 
     def work(task):
       with process_group.Rendezvous(addresses, task, options) as meeting:
         first = meeting.form()
         try:
-          # Along a tree, whose root all wait for.
+          # Uses a tree, so that all ranks wait for its root.
           first.all_reduce(np.ones(8))
         except errors.WorkerUnavailableError as e:
           error = str(e)
@@ -200,9 +200,9 @@ class LinksOnDemandTest(absltest.TestCase):
       futures.ThreadPoolExecutor(4) as threads,
     ):
       results = list(threads.map(work, addresses))
-    told, groups = zip(*results, strict=True)
-    for error in told:
-      self.assertIn('no way between them', error)
+    messages, groups = zip(*results, strict=True)
+    for error in messages:
+      self.assertIn('no route to the peer', error)
     self.assertEqual(groups, ([0, 1, 3], [0, 1, 3], None, [0, 1, 3]))
 
 

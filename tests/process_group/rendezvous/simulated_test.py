@@ -1,7 +1,7 @@
-"""The rendezvous of up to 1,000 processes, and of few under many faults.
+"""Rendezvous of up to 1,000 processes, and of a few processes under many faults.
 
-Simulated: the clock, the sockets and what becomes of processes and hosts. The
-protocol is the package's own; see `simulated_network`.
+The clock, the sockets, and the faults of processes and hosts are simulated. The
+protocol is the real one; see `simulated_network`.
 """
 
 import asyncio
@@ -29,19 +29,19 @@ async def _wait_until(condition, seconds):
   end = loop.time() + seconds
   while not condition():
     if loop.time() > end:
-      raise AssertionError(f'not within {seconds} s: {condition.__doc__}')
+      raise AssertionError(f'failed for {seconds} s: {condition.__doc__}')
     await asyncio.sleep(0.05)
 
 
 async def _form(count, missing, lost, seed):
-  """Forms a group of those that there are; returns them, and how long it takes."""
+  """Forms a group of all present processes. Returns them and the seconds it took."""
   rng = random.Random(seed)
   absent = set(rng.sample(range(1, count), missing))
   options = process_group.GroupOptions(
     rendezvous_timeout_seconds=300.0, **_OPTIONS
   )
   with simulated_network.Network(count, seed, lost) as network:
-    # Of some of the missing not even the host is there.
+    # For some missing tasks the host is missing too.
     network.silent.update(t for t in absent if t % 2)
     began = network.loop.time()
     processes = []
@@ -63,19 +63,19 @@ class FormationTest(parameterized.TestCase):
     tiers.soak(1000, 0, 0.0),
     tiers.soak(1000, 50, 0.02),
   )
-  def test_those_that_are_there_form_one_group(self, count, missing, lost):
+  def test_present_processes_form_one_group(self, count, missing, lost):
     there, seconds = simulated_network.run(_form, count, missing, lost, _SEED)
     for process in there:
       self.assertIsNone(process.error)
       self.assertEqual(process.group.generation, there[0].group.generation)
       self.assertEqual(_members(process), [p.task for p in there])
-    # All have few connections, but for the lowest, of whom all ask.
+    # Most have few connections. Only the lowest task is contacted by all.
     self.assertLess(statistics.median(p.most_open for p in there), 25)
     self.assertLess(seconds, 60)
 
 
-async def _meet_again():
-  """Two groups of one, of which one gives way when the cut between them ends."""
+async def _reconnect():
+  """Forms two groups of one, and ends the cut between them. One gives way."""
   options = process_group.GroupOptions(
     secret=b'of a simulated job', min_workers=1, rendezvous_timeout_seconds=90.0
   )
@@ -89,30 +89,30 @@ async def _meet_again():
     sizes = [len(_members(process)) for process in (first, second)]
     network.heal()
     await _wait_until(lambda: not second.is_in_group, 60)
-    # The half with the lowest task does not give way.
-    is_whole, told = first.is_in_group, second.group._state.failure.message
+    # The group with the lowest task does not give way.
+    is_whole, reason = first.is_in_group, second.group._state.failure.message
     waits = second.spawn(second.form)
     await _wait_until(lambda: first.group._control.joiners() == (1,), 60)
     await first.spawn(first.form)
     await waits
     seats = [[m.progress for m in p.group.members] for p in (first, second)]
-    return sizes, is_whole, told, seats
+    return sizes, is_whole, reason, seats
 
 
 class RivalGroupsTest(absltest.TestCase):
-  def test_groups_that_meet_again_become_one(self):
-    sizes, is_whole, told, seats = simulated_network.run(_meet_again)
+  def test_reconnected_groups_merge(self):
+    sizes, is_whole, reason, seats = simulated_network.run(_reconnect)
     self.assertEqual(sizes, [1, 1])
     self.assertTrue(is_whole)
-    self.assertIn('gives way', told)
+    self.assertIn('gives way', reason)
     self.assertEqual(seats, [[3, 7]] * 2)
 
 
 class _Job:
-  """A job whose processes and network fail at random, and are mended.
+  """A job whose processes and network fail at random and recover.
 
-  A launcher restarts dead processes. Each process forms a new group when its group
-  has failed or lost a member, or when somebody waits, as the elastic strategy does.
+  A launcher restarts dead processes. Like the elastic strategy, each process forms a
+  new group when its group has failed or lost a member, or a process waits to join.
   """
 
   def __init__(self, network, rng):
@@ -121,7 +121,7 @@ class _Job:
     self.options = process_group.GroupOptions(
       rendezvous_timeout_seconds=60.0, window_seconds=1.0, **_OPTIONS
     )
-    # At any time: the tasks of each group of which all members are in it.
+    # The tasks of each complete group, at any time.
     self.whole = set()
 
   def start(self, task, is_first=False):
@@ -135,10 +135,10 @@ class _Job:
       await asyncio.sleep(self.rng.uniform(0.05, 0.15))
       if not self.is_content(process):
         await process.form()
-    process.kill()  # A process that gives up ends; it is started again.
+    process.kill()  # A process that gives up ends, and is restarted.
 
   def is_content(self, process):
-    """Returns whether a process goes on with its group."""
+    """Returns whether a process continues with its group."""
     if not process.is_in_group:
       return False
     plane, shared = process.group._control, process.group._state
@@ -146,11 +146,11 @@ class _Job:
 
   @property
   def alive(self):
-    """The processes that live."""
+    """The processes that are alive."""
     return [p for p in self.processes.values() if p.is_alive]
 
   def working(self):
-    """The groups in which work goes on: all their members are in them."""
+    """Returns the groups that work: those whose members are all in the group."""
     groups = {}
     for process in self.alive:
       if process.is_in_group:
@@ -161,25 +161,25 @@ class _Job:
   def are_rivals(self):
     """Returns whether two groups work at a time, except in the permitted case.
 
-    The permitted case (limits.md): so many processes died and came back without any
-    memory that they are a majority, and they cannot see the few that live.
+    The permitted case (limits.md): a majority of the processes restarted without
+    memory, and cannot reach the few that are still alive.
     """
     half = len(self.network.addresses) / 2
     groups = self.working()
     old = [tasks for generation, *tasks in groups if generation > 1]
-    is_anew = any(generation == 1 for generation, *_ in groups)
+    is_new = any(generation == 1 for generation, *_ in groups)
     return len(groups) > 1 and not (
-      is_anew and len(old) == 1 and len(old[0]) <= half
+      is_new and len(old) == 1 and len(old[0]) <= half
     )
 
   def is_one_group(self):
-    """all that live are in one group"""
+    """Returns whether all processes that are alive are in one group."""
     everyone = sorted(p.task for p in self.alive)
     [first, *others] = self.working() or [None]
     return first is not None and not others and list(first[1:]) == everyone
 
   def fault(self):
-    """Something happens."""
+    """Causes a random fault."""
     rng, network = self.rng, self.network
     alive = self.alive
     victims = rng.sample(alive, min(len(alive), rng.randint(1, 3)))
@@ -204,8 +204,8 @@ class _Job:
       self.start(task)
 
 
-async def _suffer(count, faults, seed):
-  """A job under random faults; how often two groups worked at a time."""
+async def _run_with_faults(count, faults, seed):
+  """Runs a job under random faults. Returns groups that worked at the same time."""
   rng = random.Random(seed)
   with simulated_network.Network(count, seed, lost=0.01) as network:
     job = _Job(network, rng)
@@ -215,7 +215,7 @@ async def _suffer(count, faults, seed):
     rivals = []
     for _ in range(faults):
       job.fault()
-      # At times before the last one is over.
+      # Sometimes before the previous fault is handled.
       for _ in range(rng.choice([1, 5, 40, 200])):
         await asyncio.sleep(0.1)
         if job.are_rivals():
@@ -227,7 +227,7 @@ async def _suffer(count, faults, seed):
         job.start(task)
     await _wait_until(job.is_one_group, 180)
     await asyncio.sleep(5.0)
-    # One for each of the others to talk, and one for data; failed proposals left none.
+    # One for control and one for data per peer. Failed proposals must leave none.
     open_ = max(len(p.open_sockets) for p in job.alive)
     if open_ > 3 * count:
       raise AssertionError(f'{open_} sockets are open')
@@ -241,11 +241,11 @@ class FaultsTest(parameterized.TestCase):
     *(tiers.soak(8, part) for part in range(1, 25)),
     *(tiers.soak(25, part) for part in range(25)),
   )
-  def test_one_group_at_a_time_and_one_in_the_end(self, count, part):
+  def test_only_one_group_works_at_a_time(self, count, part):
     for case in range(part * _CASES, (part + 1) * _CASES):
       seed = f'{_SEED} {count} {case}'
       with self.subTest(seed):
-        rivals = simulated_network.run(_suffer, count, 10, seed)
+        rivals = simulated_network.run(_run_with_faults, count, 10, seed)
         self.assertEqual(rivals, [])
 
 

@@ -1,4 +1,4 @@
-"""Which way arrays take between processes of one host."""
+"""Paths of arrays between the processes of one host."""
 
 import ctypes
 import gc
@@ -18,7 +18,7 @@ _SIZE = 1_000_000
 _OTHER_USERS = 54321
 
 
-def _travel(rank, forbids):
+def _all_reduce(rank, forbids):
   """Runs all-reduces; returns paths, bytes read and sent, and leftover shared files."""
   read = []
 
@@ -30,7 +30,7 @@ def _travel(rank, forbids):
   host_memory.PeerSlots = Counted
   if forbids == 'users':
     os.setresuid(_OTHER_USERS + rank, _OTHER_USERS + rank, 0)
-    # As a process is that was started by that user: what belongs to it is its own.
+    # Makes the process dumpable, as if that user had started it.
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
   elif forbids == 'files':
     host_memory.MemorySlots = unittest.mock.Mock(
@@ -48,7 +48,7 @@ def _travel(rank, forbids):
       sent = group.bytes_sent
       group.barrier()
     left = sorted(set(os.listdir('/dev/shm')) - set(before))
-    # Other tests start MPI meanwhile.
+    # Other tests may start MPI at the same time.
     left = [name for name in left if not name.startswith('mpich')]
   finally:
     if forbids == 'users':
@@ -56,28 +56,28 @@ def _travel(rank, forbids):
   return paths, sum(read), sent, left
 
 
-@unittest.skipIf(sys.platform != 'linux', 'shared memory is of Linux')
+@unittest.skipIf(sys.platform != 'linux', 'shared memory needs Linux')
 class PathsTest(parameterized.TestCase):
   @tiers.parameters(
     tiers.smoke('nothing', 'memory'),
     ('files', 'socket'),
     tiers.soak('users', 'socket, not memory: Permission denied'),
   )
-  def test_way_of_arrays(self, forbids, way):
+  def test_path_of_arrays(self, forbids, path):
     if forbids == 'users' and os.geteuid():
       self.skipTest('only root can act as other users')
-    results = processes.run_workers(_travel, 3, args=(forbids,))
+    results = processes.run_workers(_all_reduce, 3, args=(forbids,))
     for rank, (paths, read, sent, left) in enumerate(results):
-      # A ring: each rank gets pieces of the one before it.
-      self.assertEqual(paths[(rank - 1) % 3], way)
+      # In a ring each rank receives from the previous rank.
+      self.assertEqual(paths[(rank - 1) % 3], path)
       self.assertEqual(left, [])
       # All pieces, except those sent before both peers announced shared memory.
-      least, most = (0.7 * sent, sent) if way == 'memory' else (0, 0)
+      least, most = (0.7 * sent, sent) if path == 'memory' else (0, 0)
       self.assertBetween(read, least, most)
 
 
 def _mapped(rank):
-  """Returns how many slots are mapped while a group works, and after it."""
+  """Returns the number of mapped slots while a group is open, and after it."""
 
   def count():
     with open('/proc/self/maps') as file:
@@ -93,16 +93,16 @@ def _mapped(rank):
     return during, count()
 
 
-@unittest.skipIf(sys.platform != 'linux', 'slots are of Linux')
+@unittest.skipIf(sys.platform != 'linux', 'slots need Linux')
 class SlotsOfClosedGroupsTest(absltest.TestCase):
-  def test_are_given_back(self):
+  def test_memory_is_unmapped(self):
     results = processes.run_workers(_mapped, 2)
     self.assertEqual(results, [(2, 0)] * 2)
 
 
-@unittest.skipIf(sys.platform != 'linux', 'slots are of Linux')
+@unittest.skipIf(sys.platform != 'linux', 'slots need Linux')
 class SlotsTest(absltest.TestCase):
-  def test_slots_of_another_process_of_that_id(self):
+  def test_slots_of_another_process_or_host_are_refused(self):
     slots, others = host_memory.MemorySlots(), host_memory.MemorySlots()
     for ends in (slots, others):
       self.addCleanup(ends.close)
@@ -113,7 +113,7 @@ class SlotsTest(absltest.TestCase):
     for number in (-9, 8):
       with self.assertRaisesRegex(ValueError, 'named slot'):
         peer.read(number, target)
-    # The same number of a file, in a host that takes itself for this one.
+    # The same file number, on a host with the same id.
     data = others.pack()[:32] + slots.pack()[32:]
     with self.assertRaisesRegex(OSError, 'not there'):
       host_memory.PeerSlots(data)

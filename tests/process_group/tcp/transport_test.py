@@ -1,4 +1,4 @@
-"""Links that come late, that are closed, and that share memory with a send."""
+"""Links that arrive late, that are closed, and that share memory with a send."""
 
 import socket
 import struct
@@ -25,7 +25,7 @@ def _execution(plan, array, out):
 
 
 def _copy(links, deadline=1e9):
-  """Rank 0 receives 8 elements of rank 2, and nothing of rank 1."""
+  """Receives 8 elements from rank 2 and nothing from rank 1, as rank 0."""
   transfer = schedule_lib.Transfer(0, 2, 0, 0, False)
   schedule = schedule_lib.Schedule('copy', 3, 1, (transfer,))
   plan = plan_lib.from_schedule(schedule, 0, 8, 4, 1 << 19)
@@ -47,8 +47,11 @@ class TransportTest(absltest.TestCase):
     return links
 
   @mock.patch.object(host_memory, 'MemorySlots', side_effect=OSError)
-  def test_place_that_becomes_free_while_a_piece_comes(self, unused_slots):
-    # Data from rank 1 goes where the send to rank 2 still reads, until half arrived.
+  def test_piece_is_received_into_memory_that_a_send_still_reads(
+    self, unused_slots
+  ):
+    # Rank 1's data overwrites memory that the send to rank 2 reads until half of the
+    # data has arrived.
     size = 1 << 24
     send = plan_lib.PlannedPiece(2, plan_lib.OUT, 0, size)
     receive = plan_lib.PlannedPiece(1, plan_lib.OUT, 0, size)
@@ -75,7 +78,7 @@ class TransportTest(absltest.TestCase):
     self.assertFalse(thread.is_alive())
     np.testing.assert_array_equal(out, 2)
 
-  def test_words_that_come_in_parts(self):
+  def test_words_that_arrive_byte_by_byte(self):
     mine, other = self.pair()
     mine.setblocking(False)
     link = link_lib.DataLink(1, mine)
@@ -89,7 +92,7 @@ class TransportTest(absltest.TestCase):
     )
     self.assertEqual(link.header, _HEADER)
 
-  def test_link_that_comes_late_shows_that_its_peer_is_elsewhere(self):
+  def test_late_link_shows_that_its_peer_runs_another_collective(self):
     (mine, other), (waited_for, _) = self.pair(), self.pair()
     other.sendall(_word(link_lib.HEADER) + link_lib.Header(1, 99).pack())
     wakes = []
@@ -104,14 +107,14 @@ class TransportTest(absltest.TestCase):
       _copy(links)
     self.assertEqual(raised.exception.rank, 1)
 
-  def test_link_that_the_peer_has_closed(self):
+  def test_closed_link_raises(self):
     mine, other = self.pair()
     other.close()
     with self.assertRaises(execution.LinkClosedError) as raised:
       _copy(self.transport({2: mine}))
     self.assertEqual(raised.exception.rank, 2)
 
-  def test_peer_that_nobody_waits_for_closes_before_it_was_answered(self):
+  def test_closed_link_of_an_unneeded_peer_is_ignored(self):
     (mine, other), (waited_for, _) = self.pair(), self.pair()
     gone = self.transport({0: other})
     gone.shut_down()
@@ -138,22 +141,22 @@ class PoolTest(parameterized.TestCase):
     ('other_dtype', lambda a: a.view(np.uint8)[3:]),
     ('memoryview', lambda a: memoryview(a)),
   )
-  def test_memory_in_use_is_not_given_out_again(self, hold):
+  def test_memory_in_use_is_not_reused(self, hold):
     pool = buffers.Pool()
     array = pool.take(100, 'f4')
-    place = array.ctypes.data
+    pointer = array.ctypes.data
     held = hold(array)
     del array
     other = pool.take(100, 'f4')
-    self.assertNotEqual(other.ctypes.data, place)
+    self.assertNotEqual(other.ctypes.data, pointer)
     del held
-    self.assertEqual(pool.take(100, 'f4').ctypes.data, place)
+    self.assertEqual(pool.take(100, 'f4').ctypes.data, pointer)
 
-  def test_what_is_kept_is_bounded(self):
+  def test_pool_size_is_bounded(self):
     pool = buffers.Pool(max_bytes=10_000)
     arrays = [pool.take(4096, 'u1') for _ in range(5)]
-    places = {a.ctypes.data for a in arrays}
-    self.assertLen(places, 5)
+    pointers = {a.ctypes.data for a in arrays}
+    self.assertLen(pointers, 5)
     newest = arrays[-1].ctypes.data
     del arrays
     self.assertEqual(pool.take(4096, 'u1').ctypes.data, newest)
