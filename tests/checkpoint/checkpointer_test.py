@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or killed while they are written, and positions."""
+"""Damaged checkpoints, processes killed during a save, owners, and positions."""
 
 import errno
 import itertools
@@ -37,7 +37,7 @@ def _flip(path):
 
 
 def _renumber(path):
-  """Changes a value, which leaves the manifest readable."""
+  """Changes a value in the manifest, which stays readable."""
   path = pathlib.Path(path)
   manifest = json.loads(path.read_text(encoding='utf-8'))
   manifest['contents']['metadata']['number'] += 1
@@ -63,7 +63,7 @@ class _StoreTest(parameterized.TestCase):
 
 class CheckpointerTest(_StoreTest):
   def _listed(self):
-    """Returns the names in the directory, except the file that names the owner."""
+    """Returns the names in the directory, except the owner file."""
     return set(os.listdir(self.directory)) - {'owner.json'}
 
   def _save(self, number):
@@ -71,7 +71,7 @@ class CheckpointerTest(_StoreTest):
     return self.store.save(arrays.items(), {'number': number})
 
   @pytest.mark.smoke
-  def test_returns_what_was_saved(self):
+  def test_saved_arrays_and_metadata_are_read_back(self):
     arrays = {
       'layer/kernel': np.arange(6, dtype=np.float32).reshape(2, 3),
       'scalar': np.asarray(7, np.int64),
@@ -91,7 +91,7 @@ class CheckpointerTest(_StoreTest):
       self.assertEqual(found.arrays[name].dtype, array.dtype, name)
       np.testing.assert_array_equal(found.arrays[name], array, name)
 
-  def test_pairs_are_written_one_after_the_other(self):
+  def test_only_one_array_is_held_in_memory(self):
     made = []
 
     def pairs():
@@ -100,7 +100,7 @@ class CheckpointerTest(_StoreTest):
         made.append(weakref.ref(array))
         yield f'a{number}', array
         del array
-        # The one that was just written may still be there, and no other.
+        # Only the array that was just written may still exist.
         self.assertEmpty([a for a in made[:-1] if a() is not None])
 
     self.store.save(pairs(), {})
@@ -108,7 +108,7 @@ class CheckpointerTest(_StoreTest):
     found = self.store.newest()
     self.assertEqual([a[0] for a in found.arrays.values()], list(range(5)))
 
-  def test_blocks(self):
+  def test_blocks_and_rows(self):
     whole = np.arange(40, dtype=np.float32).reshape(10, 4)
     blocks = checkpointer.Blocks('float32', (10, 4), np.split(whole, [3, 7]))
     self.store.save([('small', np.arange(3)), ('table', blocks)], {})
@@ -119,7 +119,7 @@ class CheckpointerTest(_StoreTest):
       np.testing.assert_array_equal(some, whole[first:end])
     np.testing.assert_array_equal(found.rows('small', 1, 1), [1])
 
-  def test_arrays_outlive_their_checkpoint(self):
+  def test_open_arrays_outlive_their_checkpoint(self):
     self._save(1)
     found = self.store.newest().arrays
     found = found.with_specs({'model/a': found.specs['a']})
@@ -132,25 +132,25 @@ class CheckpointerTest(_StoreTest):
     *itertools.product((_flip, os.remove), _FILES),
     *((damage, 'manifest.json') for damage in (_nest, _renumber)),
   )
-  def test_torn_checkpoint_is_skipped(self, damage, file):
-    before, torn = self._save(1), self._save(2)
-    damage(os.path.join(torn, file))
+  def test_damaged_checkpoint_is_skipped(self, damage, file):
+    before, damaged = self._save(1), self._save(2)
+    damage(os.path.join(damaged, file))
     with self.assertLogs(level='WARNING') as logs:
       found = self.store.newest()
     self.assertEqual(found.path, before)
     self.assertEqual(found.arrays['a'].tolist(), list(range(1000, 1100)))
     skipped, used = logs.output
-    self.assertIn(torn, skipped)
+    self.assertIn(damaged, skipped)
     self.assertIn(file, skipped)
     self.assertIn(before, used)
-    # Beside the next one, the older one is still the only whole one.
+    # The old checkpoint is kept until another complete one exists.
     path = self._save(3)
-    self.assertEqual(self.store.paths(), [before, torn, path])
+    self.assertEqual(self.store.paths(), [before, damaged, path])
     self.assertEqual(self.store.newest().path, path)
     newest = self._save(4)
     self.assertEqual(self.store.paths(), [path, newest])
 
-  def test_nothing_is_whole(self):
+  def test_only_damaged_checkpoints_raise_and_are_kept(self):
     paths = [self._save(number) for number in (1, 2)]
     for path in paths:
       _truncate(os.path.join(path, 'arrays.bin'))
@@ -170,23 +170,23 @@ class CheckpointerTest(_StoreTest):
     return sorted(pathlib.Path(self.directory).rglob('*'))
 
   @parameterized.parameters(*_FILES)
-  def test_file_that_cannot_be_read_now(self, file):
+  def test_unreadable_file_raises(self, file):
     self._save(1)
     path = os.path.join(self._save(2), file)
 
     def fail(name, *args, **options):
       if name == path:
-        raise OSError(errno.EIO, 'a fault of the disk', name)
+        raise OSError(errno.EIO, 'disk error', name)
       return open(name, *args, **options)
 
-    # It may be whole: neither the one before it nor none will do.
+    # The checkpoint may be complete, so an older one must not be used.
     with (
       mock.patch.object(checkpointer, 'open', fail, create=True),
       self.assertRaisesRegex(errors.StorageError, f'cannot be read.*{file}'),
     ):
       self.store.newest()
 
-  def test_manifest_of_another_format(self):
+  def test_checkpoint_of_another_format_is_skipped(self):
     self._save(1)
     with mock.patch.object(checkpointer, '_FORMAT', 99):
       self._save(2)
@@ -195,7 +195,7 @@ class CheckpointerTest(_StoreTest):
     self.assertIn('format 99, expected 4', logs.output[0])
 
   @parameterized.parameters('mkdir', 'fsync', 'rename')
-  def test_save_that_fails_leaves_the_others(self, step):
+  def test_failed_save_keeps_other_checkpoints(self, step):
     paths = [self._save(1), self._save(2)]
     with (
       mock.patch.object(
@@ -209,40 +209,40 @@ class CheckpointerTest(_StoreTest):
     self.assertEqual(caught.exception.errno, errno.ENOSPC)
     self.assertEqual(self.store.paths(), paths)
     self.assertEqual(self.store.newest().metadata['number'], 2)
-    # The next save deletes its remains.
+    # The next save deletes the incomplete files.
     path = self._save(4)
     self.assertEqual(
       sorted(self._listed()),
       [os.path.basename(p) for p in (paths[1], path)],
     )
 
-  def test_what_is_left_and_cannot_be_deleted_is_in_nobodys_way(self):
-    """A server that is late writes into it, say."""
+  def test_undeletable_remains_do_not_block_a_save(self):
+    """Simulates a late server that still writes into the directory."""
     with (
       mock.patch.object(os, 'rename', side_effect=OSError(errno.EIO, 'no')),
       self.assertRaises(errors.StorageError),
     ):
       self._save(1)
-    (left,) = self._listed()
+    (remains,) = self._listed()
     with mock.patch.object(checkpointer.shutil, 'rmtree'):
       self._save(1)
     self.assertEqual(self.store.newest().metadata['number'], 1)
     self._save(2)
-    self.assertNotIn(left, self._listed())
+    self.assertNotIn(remains, self._listed())
 
   @parameterized.parameters(
     ('gs://a', 2, "'gs://a'"), ('here', 0, 'max_to_keep=0')
   )
-  def test_what_cannot_be_is_refused(self, directory, number, words):
+  def test_invalid_arguments_are_refused(self, directory, number, words):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, words):
       checkpointer.Checkpointer(directory, number)
 
 
-# Saves again and again in a child process that kills itself before its n-th
-# operation on files, for n = 1, 2, ..., until it comes to its end. Prints after
-# each: whether it was killed, the numbers of the newest checkpoint before and
-# after, whether its arrays are that number, whether none was skipped, how many are
-# there, and whether the directory still has its owner's record.
+# Saves repeatedly in a child process that kills itself before its n-th file
+# operation, for n = 1, 2, ..., until a save completes. Prints after each save: whether
+# the child was killed, the number of the newest checkpoint before and after, whether
+# its arrays have that value, whether no checkpoint was skipped, the number of
+# checkpoints, and whether the directory still has its owner file.
 _KILLED_AT_EACH_STEP = """
 import builtins, itertools, json, os, signal, sys
 import numpy as np
@@ -298,10 +298,10 @@ for last in itertools.count(1):
 
 
 class KilledAtEachStepTest(absltest.TestCase):
-  """SIGKILL before each operation on files."""
+  """SIGKILL before each file operation."""
 
   @pytest.mark.smoke
-  def test_what_is_there_is_whole(self):
+  def test_newest_checkpoint_is_always_complete(self):
     done = processes.run_python(
       '-c',
       _KILLED_AT_EACH_STEP,
@@ -319,14 +319,14 @@ class KilledAtEachStepTest(absltest.TestCase):
       self.assertTrue(is_newest)
       self.assertBetween(paths, 2, 3)
       self.assertTrue(is_killed or after == before + 1)
-    # Of those that were killed, some had just renamed theirs, most had not.
+    # Some killed saves had already been renamed, most had not.
     saved = [after > before for is_killed, before, after, *_ in rounds[:-1]]
     self.assertIn(True, saved)
     self.assertGreater(saved.count(False), 8)
     self.assertFalse(rounds[-1][0])
 
 
-# Saves, starts a copy of itself by a fork, says so, and does nothing more.
+# Saves, forks, prints the pid of the child, and sleeps.
 _OWNER = """
 import os, sys, time
 import numpy as np
@@ -341,7 +341,7 @@ time.sleep(60)
 
 
 class OwnerTest(_StoreTest):
-  """A directory has one writer."""
+  """A directory has only one writer."""
 
   def setUp(self):
     super().setUp()
@@ -351,7 +351,7 @@ class OwnerTest(_StoreTest):
     return json.loads(self.owner.read_text(encoding='utf-8'))
 
   def start_as(self, run):
-    """Makes this process one of a run that has just begun."""
+    """Makes this process the owner, as part of a new run."""
     self.store.release()
     self.enter_context(mock.patch.dict(os.environ, {'TFS_RUN_ID': run}))
     self.store = checkpointer.Checkpointer(self.directory)
@@ -360,7 +360,7 @@ class OwnerTest(_StoreTest):
   def save(self):
     self.store.save([('a', np.arange(3))], {})
 
-  def test_live_writer_keeps_others_out_and_a_killed_one_does_not(self):
+  def test_directory_is_locked_until_its_owner_dies(self):
     with processes.Command(
       [sys.executable, '-c', _OWNER, self.directory],
       env=processes.python_environment({'TFS_RUN_ID': 'first'}),
@@ -377,7 +377,7 @@ class OwnerTest(_StoreTest):
       ):
         self.save()
       self.assertEqual(self.store.paths(), before)
-      # Its copy lives on, and has the same open files.
+      # The forked child is still alive and has the same open files.
       self.assertEqual(owner.kill(), -signal.SIGKILL)
       child = int(owner.output())
       self.addCleanup(os.kill, child, signal.SIGKILL)
@@ -386,7 +386,7 @@ class OwnerTest(_StoreTest):
       self.save()
       self.assertLess(time.monotonic() - began, 5)
 
-  def test_without_locks_the_newest_process_is_the_owner(self):
+  def test_newest_process_is_the_owner_without_file_locks(self):
     self.enter_context(
       mock.patch.object(
         ownership.fcntl, 'flock', side_effect=OSError(errno.ENOLCK, 'none')
@@ -399,7 +399,7 @@ class OwnerTest(_StoreTest):
     with self.assertRaisesRegex(errors.TakenOverError, 'run b .* on far'):
       self.save()
 
-  def test_full_disk_leaves_the_record_of_the_owner(self):
+  def test_full_disk_keeps_the_owner_file(self):
     self.start_as('a-run-with-a-long-name')
     self.save()
     self.store.release()
@@ -411,22 +411,22 @@ class OwnerTest(_StoreTest):
     ):
       self.start_as('b')
     self.assertEqual(self.record(), record)
-    # A shorter record takes its place.
+    # A shorter record replaces it.
     self.start_as('b')
     self.assertEqual(self.record()['run'], 'b')
 
-  def test_directory_that_was_deleted_is_owned_again(self):
+  def test_deleted_directory_is_created_and_owned_again(self):
     self.start_as('a')
     self.save()
     shutil.rmtree(self.directory)
     self.save()
     self.assertLen(self.store.paths(), 1)
     other = checkpointer.Checkpointer(self.directory)
-    other.acquire()  # The same process.
+    other.acquire()  # This is the same process.
 
 
-# Functions that make data sets, in the tests: an op that runs when a module is
-# imported fixes the devices of the process, of which other modules want eight.
+# These return functions, since creating a dataset at import would fix the devices of
+# the process. Other test modules need eight devices.
 
 
 def _range(count):
@@ -434,7 +434,7 @@ def _range(count):
 
 
 def _unknown(count):
-  """Returns a function that makes a dataset whose length TensorFlow cannot know."""
+  """Returns a function that creates a dataset of unknown length."""
   return lambda: tf.data.Dataset.range(count).filter(lambda x: x >= 0)
 
 
@@ -444,14 +444,16 @@ class PositionTest(parameterized.TestCase):
     ('epochs', _range(40), Position(2, 3), 10, 23),
     ('infinite', tf.data.Dataset.counter, Position(2, 3), 10, 23),
     ('unknown', _unknown(40), Position(2, 3), 10, 23),
-    # Two passes and three batches.
+    # Two passes over the data and three batches.
     ('unknown_passes', _unknown(10), Position(2, 3), 10, 3),
     ('unknown_end_of_a_pass', _unknown(10), Position(2), 10, 0),
   )
-  def test_iterates_from_there(self, make, position, steps, expected):
+  def test_iteration_starts_at_the_position(
+    self, make, position, steps, expected
+  ):
     self.assertEqual(int(next(position.iterate(make(), steps))), expected)
 
-  def test_data_of_which_nothing_is_there(self):
+  def test_empty_data(self):
     self.assertEmpty(list(Position(0, 3).iterate(_unknown(0)())))
 
   def test_order_and_json(self):

@@ -1,4 +1,4 @@
-"""Elastic workers that come and go, and what every one of their jobs ends with."""
+"""Elastic workers that stop and restart, and checks of their results."""
 
 import os
 import tempfile
@@ -16,13 +16,13 @@ DEADLINE_SECONDS = 120
 
 
 class Workers:
-  """Three elastic workers that come and go, and tell their steps in files.
+  """Three elastic workers that may stop and restart. They log their steps in files.
 
   Args:
-    program: called with a rank, `options`, a directory and `arguments`.
+    program: function of a rank, `options`, a directory and `arguments`.
     options: `tfs.ElasticOptions`.
-    *arguments: of the program.
-    deadline: in seconds.
+    *arguments: further arguments of `program`.
+    deadline: time limit in seconds.
   """
 
   def __init__(self, program, options, *arguments, deadline=DEADLINE_SECONDS):
@@ -35,11 +35,11 @@ class Workers:
     )
 
   def path(self, name: str) -> str:
-    """Returns where the workers have left a file."""
+    """Returns the path of a file that the workers wrote."""
     return os.path.join(self._directory.name, name)
 
   def times(self, rank: int) -> list[float]:
-    """Returns when each step of a worker ended, since it began."""
+    """Returns the end time of each step of a worker since it started."""
     try:
       with open(self.path(f'steps_{rank}'), encoding='utf-8') as file:
         return [float(line) for line in file.read().split('\n')[:-1]]
@@ -47,11 +47,11 @@ class Workers:
       return []
 
   def steps(self, rank: int) -> int:
-    """Returns how many steps a worker has done since it began."""
+    """Returns the number of steps that a worker has done since it started."""
     return len(self.times(rank))
 
   def wait_until(self, rank: int, steps: int) -> bool:
-    """Waits for so many steps of a worker; False if it ended before."""
+    """Waits until a worker has done `steps` steps. Returns False if it ends first."""
     while self.steps(rank) < steps:
       if not self.processes.is_alive(rank):
         return False
@@ -59,13 +59,13 @@ class Workers:
     return True
 
   def restart(self, rank: int) -> None:
-    """Starts a killed worker again; its steps count from none."""
+    """Restarts a killed worker. Its steps count from zero."""
     if self.steps(rank):
       os.remove(self.path(f'steps_{rank}'))
     self.processes.start(rank)
 
   def kill(self, rank: int, steps: int) -> float:
-    """Kills a worker after so many steps; returns when."""
+    """Kills a worker after `steps` steps. Returns the time."""
     assert self.wait_until(rank, steps), f'worker {rank} has ended'
     self.processes.kill(rank)
     return time.time()
@@ -79,7 +79,7 @@ class Workers:
 
 
 class ElasticCase(tf.test.TestCase, parameterized.TestCase):
-  """Checks of results that must hold after any fault."""
+  """Checks that training results are exact after any fault."""
 
   def assert_results(
     self,
@@ -89,12 +89,12 @@ class ElasticCase(tf.test.TestCase, parameterized.TestCase):
     kind='plain',
     batch=elastic_program.BATCH,
   ):
-    """Every worker ended as one device does, and all bit by bit alike."""
+    """Checks that all workers agree bit by bit and equal one device."""
     want, history = elastic_program.uninterrupted(epochs, kind, batch)
     for outcome in outcomes:
       self.assertEqual(outcome.error_text, '')
       self.assertIsNotNone(outcome.value, f'worker {outcome.rank}')
-      # Neither a step that is missing nor one that was applied twice.
+      # No step is missing, and no step was applied twice.
       steps = epochs * -(-elastic_program.ROWS // batch)
       self.assertEqual(outcome.value['iterations'], steps)
       self.assertGreater(outcome.value['accuracy'], 0.97)
@@ -103,7 +103,7 @@ class ElasticCase(tf.test.TestCase, parameterized.TestCase):
       print(f'{kind}, {steps} steps: weights of one device within {most:.1e}')
       self.assertLess(most, tolerance)
       for name, values in (outcome.value['history'] or {}).items():
-        # One that came later knows the epochs since then: in whole.
+        # A worker that joined later has only the later epochs, but complete ones.
         since = history[name][-len(values) :]
         self.assertAllClose(since, values, 0, 10 * tolerance, msg=name)
     for outcome in outcomes[1:]:

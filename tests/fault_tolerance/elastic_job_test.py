@@ -1,4 +1,4 @@
-"""How a job of one worker counts its steps, and calls `fit`."""
+"""A job of one worker counts its steps and calls `fit`."""
 
 import itertools
 import json
@@ -29,8 +29,8 @@ def _make_batches(epoch, step, epochs=3):
   return tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(2)
 
 
-class _Heard(keras.callbacks.Callback):
-  """What a callback hears."""
+class _EventRecorder(keras.callbacks.Callback):
+  """Records the calls of a callback."""
 
   def __init__(self, stops=False):
     super().__init__()
@@ -67,17 +67,17 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     """Does one step of a custom loop."""
     self.model.optimizer.iterations.assign_add(1)
 
-  def test_steps_of_a_loop_count_once(self):
+  def test_interrupted_step_of_a_loop_counts_once(self):
     self.job.restore(self.model)
     for step in range(5):
       self._apply()
       self.job.update(0, step + 1)
-    self._apply()  # The worker hears of a death before it could tell.
+    self._apply()  # A worker dies before this step is reported.
     self.job._state.hold()
     self.assertEqual(self.job.position, Position(0, 6))
 
-  def test_worker_far_behind_takes_state_and_position(self):
-    """Checks that it calls the function again with both, even if it is then alone."""
+  def test_worker_far_behind_takes_over_state_and_position(self):
+    """Checks that the function is called again with the new state and position."""
     self.job.restore(self.model)
     self.job.update(0, 3)
     state = self.job._state
@@ -102,7 +102,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     state.hold()
     self.assertEqual(state.position, Position(2, 3))
 
-  def test_state_that_nobody_has_any_more_is_reported(self):
+  def test_lost_state_is_reported(self):
     with (
       mock.patch.dict(os.environ, {'TFS_RESTART_COUNT': '1'}),
       self.assertLogs(level='WARNING') as logs,
@@ -111,13 +111,13 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(self.job.position, Position())
     self.assertIn('begins again', ''.join(logs.output))
 
-  def test_loop_that_does_not_restore_is_refused(self):
+  def test_loop_without_restore_is_refused(self):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'call job.restore'
     ):
       self.job.update(0, 1)
 
-  def test_what_needs_a_group_before_the_first_step_has_one(self):
+  def test_evaluate_before_the_first_step_forms_a_group(self):
     self.job.restore(self.model)
     x, y = np.ones([5, 3], np.float32), np.ones([5, 1], np.float32)
     self.assertFalse(self.job.strategy.extended.communicator.is_member)
@@ -125,21 +125,21 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertTrue(self.job.strategy.extended.communicator.is_member)
     self.assertAllClose(loss, np.mean((self.model.predict(x) - y) ** 2))
 
-  def test_fit_after_a_death_is_one_for_callbacks(self):
+  def test_callbacks_see_one_fit_after_a_restart(self):
     self.job.restore(self.model)
     self.job.update(0, 1)
     path = os.path.join(self.create_tempdir().full_path, 'run.json')
     monitor = tfs.MonitorCallback(path)
-    heard = _Heard()
+    recorder = _EventRecorder()
     self.job.fit(
       self.model,
       _make_batches,
       epochs=3,
       steps_per_epoch=_STEPS,
-      callbacks=[monitor, heard],
+      callbacks=[monitor, recorder],
       verbose=0,
     )
-    self.assertEqual(heard.events, ['begin', 0, 1, 2, 'end'])
+    self.assertEqual(recorder.events, ['begin', 0, 1, 2, 'end'])
     with open(path.replace('.json', '-0.json'), encoding='utf-8') as file:
       trace = json.load(file)
     spans = [(e.get('cat'), e['name']) for e in trace['traceEvents']]
@@ -153,8 +153,8 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     ('generator', 1),
     ('dataset', 2),
   )
-  def test_fit_goes_on(self, kind, group):
-    """Checks that `fit` does the remaining steps, and restarts a partial group."""
+  def test_fit_does_the_remaining_steps(self, kind, group):
+    """Checks that `fit` repeats a partial group of `steps_per_execution`."""
     self.model.steps_per_execution = group
     self.job.restore(self.model)
     self.job.update(1, 3)
@@ -171,7 +171,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(steps, group + _STEPS)
     self.assertEqual(self.job.position, Position(3))
 
-  def test_backups_are_refused(self):
+  def test_backup_and_restore_is_refused(self):
     backup = keras.callbacks.BackupAndRestore('backup')
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'BackupAndRestore'
@@ -179,18 +179,18 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       self.job.fit(self.model, _make_batches, 3, _STEPS, [backup])
 
   @parameterized.named_parameters(
-    ('stopped_in_its_first_part', (0, 1), ['begin', 0, 'end']),
-    ('nothing_is_left', (3, 0), []),
+    ('stopped_in_first_epoch', (0, 1), ['begin', 0, 'end']),
+    ('no_steps_left', (3, 0), []),
   )
-  def test_fit_that_is_short(self, position, events):
+  def test_short_fit_calls_callbacks(self, position, events):
     self.job.restore(self.model)
     self.job.update(*position)
-    heard = _Heard(stops=True)
-    self.job.fit(self.model, _make_batches, 3, _STEPS, [heard], verbose=0)
-    self.assertEqual(heard.events, events)
+    recorder = _EventRecorder(stops=True)
+    self.job.fit(self.model, _make_batches, 3, _STEPS, [recorder], verbose=0)
+    self.assertEqual(recorder.events, events)
 
-  def test_history_is_whole_if_training_is_called_again(self):
-    """A worker may come when the others have trained, or between two epochs."""
+  def test_history_is_complete_if_training_restarts(self):
+    """Simulates workers that join between two epochs and after training."""
     calls = []
 
     def interrupt(epoch, logs=None):
@@ -219,18 +219,18 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
-  """A step that fails at any of its collectives is done again, and once."""
+  """A step that fails at any of its collectives is repeated and applied once."""
 
   @tiers.parameters(
     tiers.soak('rich'), tiers.smoke('two_optimizers'), ('embedding',)
   )
-  def test_done_once(self, kind):
+  def test_interrupted_step_is_applied_once(self, kind):
     numbers = itertools.count()
     failures, models = [], []
 
     def failing(collective):
       def call(group, *args, name='', **kwargs):
-        # Each fault is one collective further in its step than the one before.
+        # Each fault hits the next collective of a step.
         if not name.startswith('elastic/') and next(numbers) % 9 == 8:
           failures.append(name)
           raise errors.WorkerUnavailableError(f'a fault at {name}')
@@ -258,7 +258,7 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
       patched = failing(getattr(group_class, name))
       self.enter_context(mock.patch.object(group_class, name, patched))
     groups = tfs.elastic.run(train, devices=['CPU:0'])
-    (model,) = models  # It was built only once.
+    (model,) = models  # The model was built only once.
     self.assertEqual(groups, 1 + len(failures))
     self.assertGreater(groups, 10)
     want, _ = elastic_program.uninterrupted(2, kind, 36)
@@ -267,45 +267,45 @@ class InterruptedStepTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class MajorityTest(parameterized.TestCase):
-  """Who is wrong, by what workers say and when they came."""
+  """The workers that differ are found by majority and by time of joining."""
 
-  def check(self, rank, answers, came):
+  def check(self, rank, values, came):
     options = tfs.ElasticOptions()
     members = elastic_members.Members(options, mock.Mock(), 9)
     members._state, members._all_came = mock.Mock(), came
     group = members._communicator.group
-    group.rank, group.members = rank, [f'task {r}' for r in range(len(answers))]
-    members.check_same(answers, 'batch 3', 'look')
+    group.rank, group.members = rank, [f'task {r}' for r in range(len(values))]
+    members.check_same(values, 'batch 3', 'look')
 
   @parameterized.parameters(
     ('aab', [1, 1, 1], [2]),
-    # The first decide, however many come later.
+    # The workers of the first group decide, even if more workers join later.
     ('abb', [1, 3, 3], [1, 2]),
     ('abab', [1, 1, 2, 1], [0, 2]),
-    # Nobody is right.
+    # No value has a majority.
     ('ab', [1, 1], [0, 1]),
     ('abb', [1, 1, 2], [0, 1, 2]),
     ('abc', [], [0, 1, 2]),
     ('aaa', [1, 2, 3], []),
   )
-  def test_who_differs_leaves(self, answers, came, wrong):
-    for rank in range(len(answers)):
+  def test_workers_that_differ_leave(self, values, came, wrong):
+    for rank in range(len(values)):
       if rank in wrong:
         with self.assertRaisesRegex(
           errors.CollectiveMismatchError, 'batch 3 .* Fix: look'
         ):
-          self.check(rank, answers, came)
+          self.check(rank, values, came)
       elif wrong:
         with self.assertRaisesRegex(
           elastic_members.MembershipChange, f'task {wrong[0]} differs in batch'
         ):
-          self.check(rank, answers, came)
+          self.check(rank, values, came)
       else:
-        self.check(rank, answers, came)
+        self.check(rank, values, came)
 
 
-class BeginTest(tf.test.TestCase):
-  """One of two workers, which finds nobody."""
+class LoneWorkerTest(tf.test.TestCase):
+  """One of two workers, which finds no peer."""
 
   def run_alone(self, restarts='0', **options):
     cluster = tfs.cluster.ClusterConfig(
@@ -322,15 +322,15 @@ class BeginTest(tf.test.TestCase):
         devices=['CPU:0'],
       )
 
-  def test_one_of_two_is_no_majority(self):
+  def test_one_of_two_workers_does_not_start(self):
     with self.assertRaisesRegex(errors.RendezvousError, 'Missing: task 0'):
       self.run_alone()
 
-  def test_restarted_worker_does_not_begin_alone(self):
+  def test_restarted_worker_does_not_start_alone(self):
     with self.assertRaisesRegex(errors.RendezvousError, 'was started again'):
       self.run_alone('2', min_workers=1)
 
-  def test_new_worker_begins_if_it_may_and_if_it_is_not_too_late(self):
+  def test_new_worker_starts_alone_only_until_the_job_is_finished(self):
     options = {'min_workers': 1, 'directory': self.create_tempdir().full_path}
     self.assertEqual(self.run_alone(**options), (0, 1))
     with self.assertRaisesRegex(errors.JobFinishedError, 'been completed'):

@@ -1,4 +1,4 @@
-"""What every worker of an elastic test does: trains, and says how it went."""
+"""The program of the workers in elastic tests: trains and returns its results."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ STEPS = ROWS // BATCH
 
 
 def data():
-  """Rows of ten classes that a linear model can tell apart."""
+  """Returns rows of ten classes that a linear model can separate."""
   rng = np.random.default_rng(5)
   centres = rng.normal(size=(10, 16))
   y = np.arange(ROWS) % 10
@@ -30,7 +30,7 @@ def data():
 
 
 class TwoOptimizers(keras.Model):
-  """A critic and an actor that follows it, in one step: one reads what the other wrote."""
+  """A critic and an actor, trained in one step. The actor reads the updated critic."""
 
   def __init__(self):
     super().__init__()
@@ -70,13 +70,13 @@ class TwoOptimizers(keras.Model):
 
 
 def build(kind):
-  """Returns a model, built, the same in every process."""
+  """Returns a built model, the same in every process."""
   keras.utils.set_random_seed(1)
   layers = keras.layers
   if kind == 'two_optimizers':
     return TwoOptimizers()
   if kind == 'embedding':
-    # The gradients of the table are slices.
+    # The gradient of the table is an `IndexedSlices`.
     inputs = keras.Input([16])
     numbers = keras.ops.cast(10 * keras.ops.abs(inputs), 'int32') % 50
     rows = layers.Flatten()(layers.Embedding(50, 4)(numbers))
@@ -96,7 +96,7 @@ def build(kind):
 
 
 def compiled(kind):
-  """Returns a model to train; its optimizer has state."""
+  """Returns a compiled model whose optimizer has state."""
   model = build(kind)
   optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
   if kind == 'embedding':
@@ -110,7 +110,7 @@ def compiled(kind):
 
 
 def make_batches(epoch, step, size=BATCH, epochs=EPOCHS):
-  """The batches from a place on: every epoch has an order of its own."""
+  """Returns the batches from a position on. Each epoch has its own order."""
   x, y = data()
   batches = []
   for e in range(epoch, epochs):
@@ -125,7 +125,7 @@ def make_batches(epoch, step, size=BATCH, epochs=EPOCHS):
 
 
 def uninterrupted(epochs=EPOCHS, kind='plain', size=BATCH):
-  """The weights that one device ends with, and the history."""
+  """Returns the final weights on one device, and the history."""
   model = compiled(kind)
   history = model.fit(
     make_batches(0, 0, size, epochs),
@@ -138,7 +138,7 @@ def uninterrupted(epochs=EPOCHS, kind='plain', size=BATCH):
 
 
 class Decay(keras.callbacks.Callback):
-  """Changes the learning rate after each step, by its value of then."""
+  """Multiplies the learning rate by a factor after each step."""
 
   def on_train_batch_end(self, batch, logs=None):
     optimizer = self.model.optimizer
@@ -153,7 +153,7 @@ def fit_options(kind):
     return {'callbacks': [Decay()]}
   x, y = data()
   validation = tf.data.Dataset.from_tensor_slices((x[:100], y[:100])).batch(30)
-  # These count epochs and change the training by the count.
+  # These callbacks change training depending on the number of epochs.
   callbacks = [
     keras.callbacks.ReduceLROnPlateau(
       'val_loss', factor=0.7, patience=1, min_delta=0.05
@@ -187,7 +187,7 @@ class Events(keras.callbacks.Callback):
 
 
 def train_on_other_data(rank, options, directory, *args):
-  """`train`; a worker that begins for the second time has other data."""
+  """Calls `train`. A restarted worker has different data."""
   path = os.path.join(directory, f'began_{rank}')
   if os.path.exists(path):
     x, y = data()
@@ -197,7 +197,7 @@ def train_on_other_data(rank, options, directory, *args):
 
 
 class Best(keras.callbacks.ModelCheckpoint):
-  """Has an array among its attributes, as a subclass may."""
+  """A `ModelCheckpoint` with an array attribute."""
 
   losses = np.zeros([0])
 
@@ -207,7 +207,7 @@ class Best(keras.callbacks.ModelCheckpoint):
 
 
 def train_with_files(rank, options, directory, *args):
-  """`train`, with Keras's callbacks, of which all workers have the same paths."""
+  """Calls `train` with Keras callbacks that have the same paths on all workers."""
   path = os.path.join(directory, 'files')
   best = Best(os.path.join(path, 'best.keras'), 'loss', save_best_only=True)
   callbacks = [
@@ -223,27 +223,27 @@ def train_with_files(rank, options, directory, *args):
   return {**result, 'best': float(best.best), 'losses': best.losses}
 
 
-def _do_not_hear():
+def _fail_after_steps():
   from tf_strategies import errors
   from tf_strategies.fault_tolerance import elastic_members
 
   run_step = elastic_members.Members.run_step
   calls = itertools.count(1)
 
-  def run_deaf_step(self, kind, compute, *args, **options):
-    def compute_deaf():
+  def run_failing_step(self, kind, compute, *args, **options):
+    def compute_and_fail():
       outputs = compute()
       if next(calls) % 7 == 0:
         raise errors.WorkerUnavailableError('a fault for the test')
       return outputs
 
-    return run_step(self, kind, compute_deaf, *args, **options)
+    return run_step(self, kind, compute_and_fail, *args, **options)
 
-  elastic_members.Members.run_step = run_deaf_step
+  elastic_members.Members.run_step = run_failing_step
 
 
 class Ends(logging.Handler):
-  """Notes when this worker heard that a group of workers has ended."""
+  """Records when this worker notices that its group has ended."""
 
   def __init__(self):
     super().__init__()
@@ -258,26 +258,26 @@ def train(
   rank,
   options,
   directory,
-  seconds_a_step=0.0,
+  step_seconds=0.0,
   epochs=EPOCHS,
   kind='plain',
   batch=BATCH,
-  deaf=(),
+  failing=(),
 ):
-  """Trains as one worker; returns its results.
+  """Trains as one worker. Returns its results.
 
-  In the workers `deaf`, every seventh step raises after its end, as if the worker had
-  not heard of its last result.
+  On the ranks `failing`, every seventh step raises after it was computed, as if the
+  worker had missed the result of its last collective.
   """
-  if rank in deaf:
-    _do_not_hear()
+  if rank in failing:
+    _fail_after_steps()
   import tf_strategies as tfs
 
   class Report(keras.callbacks.Callback):
-    """Tells the test how far training is, by a file that it can watch."""
+    """Writes a line to a file after each step, for the test."""
 
     def on_train_batch_end(self, batch, logs=None):
-      time.sleep(seconds_a_step)
+      time.sleep(step_seconds)
       with open(os.path.join(directory, f'steps_{rank}'), 'a') as f:
         f.write(f'{time.time()}\n')
 
@@ -315,7 +315,7 @@ def train(
   )
   extended = model.distribute_strategy.extended
   return {
-    'place': (extended._task_type, extended._task_id, extended._is_chief),
+    'task': (extended._task_type, extended._task_id, extended._is_chief),
     'workers': (
       extended._num_workers,
       len(extended._cluster_spec.as_dict()['worker']),
@@ -331,22 +331,22 @@ def train(
 
 
 def result_path(directory, rank):
-  """Returns the path where `main` leaves the result of `train`."""
+  """Returns the path to which `main` writes the result of `train`."""
   return os.path.join(directory, f'result_{rank}')
 
 
 def outcome(directory, rank):
-  """Returns the result that a worker's `main` left, as `processes` does."""
+  """Returns the outcome of a worker that ran `main`."""
   with open(result_path(directory, rank), 'rb') as file:
     return processes.Outcome(rank, 0, pickle.load(file))
 
 
 def main(directory, options, arguments):
-  """Trains as a program, and pickles the result.
+  """Trains as a program and pickles the result.
 
   Args:
-    directory: where the result goes.
-    options: options of `ElasticOptions`, as JSON.
+    directory: directory of the result.
+    options: arguments of `ElasticOptions`, as JSON.
     arguments: arguments of `train`, as JSON.
   """
   rank = json.loads(os.environ['TF_CONFIG'])['task']['index']

@@ -1,7 +1,7 @@
-"""Elastic training goes on when workers die, come back and come late.
+"""Elastic training continues when workers die, restart and join late.
 
-The promise: whatever happens, the weights at the end equal the weights of an
-undisturbed run. Real processes, real `kill -9`.
+The weights at the end must always equal the weights of an undisturbed run. The tests
+use real processes and `kill -9`.
 """
 
 import csv
@@ -22,13 +22,13 @@ from tests import tiers
 from tests.fault_tolerance import elastic_case, elastic_program
 
 _STEPS = elastic_program.EPOCHS * elastic_program.STEPS
-# Slow enough that a worker that starts again finds the others still training.
-_SECONDS_A_STEP = 0.15
+# Slow enough that a restarted worker joins while the others still train.
+_STEP_SECONDS = 0.15
 
 
 def workers(
   options,
-  seconds_a_step=0.02,
+  step_seconds=0.02,
   epochs=elastic_program.EPOCHS,
   *arguments,
   program=elastic_program.train,
@@ -36,13 +36,13 @@ def workers(
 ):
   """Returns workers that train; see `elastic_program.train`."""
   return elastic_case.Workers(
-    program, options, seconds_a_step, epochs, *arguments, **more
+    program, options, step_seconds, epochs, *arguments, **more
   )
 
 
 class ElasticTest(elastic_case.ElasticCase):
   @pytest.mark.smoke
-  def test_survivors_go_on_without_the_chief(self):
+  def test_survivors_continue_without_the_chief(self):
     victim, steps = 0, 7
     options = tfs.ElasticOptions(min_workers=2, window_seconds=1)
     with workers(options) as job:
@@ -56,37 +56,37 @@ class ElasticTest(elastic_case.ElasticCase):
         self.assertLess(gap, 15.0)
     self.assert_results(outcomes)
     for outcome in outcomes:
-      # Every survivor heard of the death in under a second.
+      # Every survivor detected the death within a second.
       after = [t - killed for t in outcome.value['ends'] if t > killed - 0.5]
-      heard = min(after, default=np.inf)
-      print(f'worker {outcome.rank} heard of the death after {heard:.3f} s')
-      self.assertLess(heard, 1.0)
+      delay = min(after, default=np.inf)
+      print(f'worker {outcome.rank} detected the death after {delay:.3f} s')
+      self.assertLess(delay, 1.0)
       sizes = [g.world_size for g in outcome.value['generations']]
       self.assertEqual(sizes, [3, 2])
       self.assertEqual(outcome.value['workers'], (2, 2))
-    # What client libraries read follows the workers that are left.
-    places = [outcome.value['place'] for outcome in outcomes]
-    self.assertEqual(places, [('worker', 0, True), ('worker', 1, False)])
+    # The attributes that client libraries read follow the remaining workers.
+    tasks = [outcome.value['task'] for outcome in outcomes]
+    self.assertEqual(tasks, [('worker', 0, True), ('worker', 1, False)])
 
   @tiers.named_parameters(
     ('survivors', 27, False),
-    tiers.soak('as_it_writes', 40, False),
-    tiers.soak('and_it_comes_back', 27, True),
+    tiers.soak('while_writing', 40, False),
+    tiers.soak('with_restart', 27, True),
   )
-  def test_files_of_callbacks_go_on_without_the_chief(self, steps, comes_back):
+  def test_callback_files_are_complete_without_the_chief(self, steps, restarts):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     program = elastic_program.train_with_files
-    seconds = _SECONDS_A_STEP if comes_back else 0.02
+    seconds = _STEP_SECONDS if restarts else 0.02
     with workers(options, seconds, program=program) as job:
       job.kill(0, steps)
-      if comes_back:
+      if restarts:
         job.restart(0)
-      outcomes = job.processes.wait(range(1 - comes_back, 3))
+      outcomes = job.processes.wait(range(1 - restarts, 3))
       self.assert_results(outcomes)
-      self.assert_files(job.path('files'), outcomes, 2 + comes_back)
+      self.assert_files(job.path('files'), outcomes, 2 + restarts)
 
   def assert_files(self, path, outcomes, chiefs):
-    """Checks that the files are whole and equal the files of one device."""
+    """Checks that the files are complete and equal the files of one device."""
     want, history = elastic_program.uninterrupted()
     with open(os.path.join(path, 'log.csv'), encoding='utf-8') as f:
       rows = list(csv.DictReader(f))
@@ -106,18 +106,18 @@ class ElasticTest(elastic_case.ElasticCase):
       steps = (epoch + 1) * elastic_program.STEPS
       self.assertEqual(int(model.optimizer.iterations.numpy()), steps)
     self.assertAllClose(want, model.get_weights(), 0, 2e-6)
-    # One file of each chief.
+    # Each chief wrote one file.
     self.assertLen(os.listdir(os.path.join(path, 'train')), chiefs)
 
-  def test_newcomer_hears_of_no_work_that_is_done(self):
+  def test_callbacks_of_a_late_worker_see_each_epoch_once(self):
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
-    with workers(options, _SECONDS_A_STEP) as job:
+    with workers(options, _STEP_SECONDS) as job:
       job.processes.kill(2)
       job.wait_until(0, 5)
       job.restart(2)
       outcomes = job.processes.wait()
     self.assert_results(outcomes)
-    # Callbacks heard of each batch and epoch once, or have it from others.
+    # Callbacks counted each batch and epoch once, or received the count from others.
     epochs = elastic_program.EPOCHS
     events = {
       'epochs_begun': epochs,
@@ -132,28 +132,28 @@ class ElasticTest(elastic_case.ElasticCase):
     first = outcomes[2].value['generations'][0]
     self.assertGreater(first.number, 1)
 
-  def test_newcomer_with_other_data_leaves_alone(self):
+  def test_restarted_worker_with_other_data_is_excluded(self):
     victim = 1
     options = tfs.ElasticOptions(min_workers=2, window_seconds=0.5)
     program = elastic_program.train_on_other_data
-    with workers(options, _SECONDS_A_STEP, program=program) as job:
+    with workers(options, _STEP_SECONDS, program=program) as job:
       job.kill(victim, 5)
       job.restart(victim)
       outcomes = job.processes.wait()
-    newcomer = outcomes.pop(victim)
-    self.assertIsInstance(newcomer.error, tfs.errors.CollectiveMismatchError)
-    self.assertIn('to be the same on all workers', str(newcomer.error))
-    self.assertIn('make_batches', str(newcomer.error))
+    rejoined = outcomes.pop(victim)
+    self.assertIsInstance(rejoined.error, tfs.errors.CollectiveMismatchError)
+    self.assertIn('to be the same on all workers', str(rejoined.error))
+    self.assertIn('make_batches', str(rejoined.error))
     self.assert_results(outcomes)
-    # A slow newcomer may make the others meet twice.
+    # If it is slow, the others may form a group twice.
     sizes = [g.world_size for g in outcomes[0].value['generations']]
     changes = [size for size, _ in itertools.groupby(sizes)]
     self.assertEqual(changes, [3, 2, 3, 2])
 
-  def test_worker_that_does_not_hear_the_end_of_steps(self):
-    """The others have done them: it gets the state and leaves them out.
+  def test_worker_that_misses_the_end_of_steps_takes_over_the_state(self):
+    """Checks that such a worker gets the state and skips the completed steps.
 
-    Their callbacks have changed the learning rate since, as its own then do.
+    Its callbacks must then change the learning rate like those of the other workers.
     """
     kind = 'decay'
     with workers(
@@ -166,8 +166,8 @@ class ElasticTest(elastic_case.ElasticCase):
 
   @parameterized.parameters(*range(20))
   @pytest.mark.soak
-  def test_faults_at_random(self, part):
-    """Five of a hundred: kills, of two at once too, and stops, at any moment."""
+  def test_random_faults(self, part):
+    """Kills and stops one or two workers at five random times."""
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')
     chance = random.Random(seed)
@@ -195,7 +195,7 @@ class ElasticTest(elastic_case.ElasticCase):
 
 
 class OptionsTest(tf.test.TestCase):
-  def test_what_cannot_be_is_refused(self):
+  def test_invalid_options_are_refused(self):
     refused = tfs.errors.UnsupportedOptionError
     with self.assertRaisesRegex(
       refused, "file system of this machine.*'gs://job'"

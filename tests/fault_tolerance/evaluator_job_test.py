@@ -1,4 +1,4 @@
-"""Checkpoints of a parameter server job are evaluated beside it."""
+"""A `SidecarEvaluator` evaluates the checkpoints of a parameter server job."""
 
 import os
 import pathlib
@@ -26,12 +26,12 @@ def _model(seed):
 
 
 def _evaluated(directory: str, count: int) -> pathlib.Path:
-  """Returns the file that tells of so many evaluations."""
+  """Returns the file that exists once `count` checkpoints have been evaluated."""
   return pathlib.Path(directory, f'evaluated_{count}')
 
 
 def train(directory: str, mode: str) -> list[dict[str, float]]:
-  """Trains; returns the job's own evaluation at each checkpoint that it writes."""
+  """Trains. Returns the job's own evaluation at each of its checkpoints."""
   partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner
   strategy = tfs.ParameterServerStrategy(
     variable_partitioner=partitioner(2),
@@ -42,7 +42,7 @@ def train(directory: str, mode: str) -> list[dict[str, float]]:
   with strategy.scope():
     model = _model(1)
   parts = [getattr(v.value, 'parts', ()) for v in model.weights]
-  assert max(map(len, parts)) == 2, 'no variable is cut'
+  assert max(map(len, parts)) == 2, 'no variable is partitioned'
   found = []
 
   def evaluate():
@@ -53,7 +53,7 @@ def train(directory: str, mode: str) -> list[dict[str, float]]:
   def save(epoch, logs):
     strategy.save()
     evaluate()
-    # Old checkpoints are deleted.
+    # Waits for the evaluator, since old checkpoints are deleted.
     processes.wait_until(_evaluated(directory, len(found)).exists, 120.0)
 
   evaluate()  # The first checkpoint is written before the first step.
@@ -66,7 +66,7 @@ def train(directory: str, mode: str) -> list[dict[str, float]]:
       tfs.Run(os.path.join(directory, 'checkpoints'), model),
     ],
   )
-  evaluate()  # The last one is written when `fit` ends.
+  evaluate()  # The last checkpoint is written when `fit` ends.
   strategy.close()
   return found
 
@@ -81,7 +81,7 @@ def evaluate_all(directory: str) -> list[dict[str, Any]]:
     poll_seconds=0.05,
   )
   found = []
-  # It ends without an evaluation when the job is finished.
+  # `run` returns no evaluations once the job is finished.
   while evaluations := evaluator.run():
     found += evaluations
     _evaluated(directory, len(found)).touch()
@@ -90,7 +90,7 @@ def evaluate_all(directory: str) -> list[dict[str, Any]]:
 
 class EvaluatorJobTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(('async', 2), tiers.soak('sync', 1))
-  def test_every_checkpoint(self, mode, num_workers):
+  def test_every_checkpoint_is_evaluated(self, mode, num_workers):
     with (
       tempfile.TemporaryDirectory() as directory,
       parameter_servers.Job(num_workers=num_workers, num_ps=2) as job,

@@ -1,4 +1,4 @@
-"""Checkpoints that a model writes while it trains are evaluated beside it."""
+"""A `SidecarEvaluator` evaluates the checkpoints of a model in training."""
 
 import functools
 import os
@@ -62,7 +62,7 @@ class Training:
 
 @functools.cache
 def _trained():
-  """Returns a training of three checkpoints, and their directory."""
+  """Returns a training with three checkpoints, and their directory."""
   directory = tempfile.mkdtemp()
   strategy = tfs.RingMirroredStrategy(['CPU:0', 'CPU:1'])
   training = Training(directory, strategy)
@@ -77,7 +77,7 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
     self.directory = self.create_tempdir().full_path
 
   def trained(self):
-    """Returns a training with copies of its checkpoints in the directory."""
+    """Returns a training whose checkpoints are copied to `self.directory`."""
     training, directory = _trained()
     shutil.copytree(directory, self.directory, dirs_exist_ok=True)
     return training
@@ -95,7 +95,7 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
     return os.path.join(self.directory, name)
 
   def assert_evaluations(self, evaluations, training, names=None):
-    """Checks that they equal the evaluations of the trained model, in order."""
+    """Checks that `evaluations` equal those of the trained model, in order."""
     names = list(training.expected) if names is None else names
     self.assertEqual([e.path for e in evaluations], list(map(self.path, names)))
     for name, evaluation in zip(names, evaluations, strict=True):
@@ -106,7 +106,7 @@ class _EvaluatorTest(tf.test.TestCase, parameterized.TestCase):
 
 class EvaluationsTest(_EvaluatorTest):
   @pytest.mark.smoke
-  def test_every_checkpoint_in_order(self):
+  def test_checkpoints_are_evaluated_in_order(self):
     training = self.trained()
     self.finish()
     evaluations = self.evaluator().run()
@@ -127,7 +127,7 @@ class EvaluationsTest(_EvaluatorTest):
     self.assert_evaluations(evaluations, training)
     self.assertEqual([e.iterations for e in evaluations], [2])
 
-  def test_ends_after_so_many_or_when_nothing_new_has_come(self):
+  def test_ends_after_max_evaluations_or_idle_timeout(self):
     training = self.trained()
     *first, last = training.expected
     evaluator = self.evaluator(max_evaluations=2, idle_timeout_seconds=0.5)
@@ -155,10 +155,10 @@ class EvaluationsTest(_EvaluatorTest):
     with self.assertLogs('absl', 'WARNING') as logs:
       evaluations = self.evaluator().run()
     self.assert_evaluations(evaluations, training, others)
-    why = 'was deleted' if damage is None else 'cannot be read'
-    self.assertIn(f'Skipped {path}, which {why}', logs.output[0])
+    reason = 'was deleted' if damage is None else 'cannot be read'
+    self.assertIn(f'Skipped {path}, which {reason}', logs.output[0])
 
-  def test_checkpoint_that_is_written_again(self):
+  def test_rewritten_checkpoint_is_evaluated_again(self):
     training = Training(self.directory)
     evaluator = self.evaluator(max_evaluations=1)
     name = training.step()
@@ -168,7 +168,7 @@ class EvaluationsTest(_EvaluatorTest):
     (again,) = evaluator.run()
     self.assertEqual((again.path, again.iterations), (self.path(name), 8))
 
-  def test_steps(self):
+  def test_steps_limit_the_batches(self):
     self.trained()
     options = {'max_evaluations': 1}
     (of_two,) = self.evaluator(data=_data().repeat(), steps=2, **options).run()
@@ -188,7 +188,7 @@ class MismatchTest(_EvaluatorTest):
     self.assert_refused('00001.*shape', model=_model(width=5))
 
   @parameterized.parameters(False, True)
-  def test_other_variables_of_the_optimizer_do_not_matter(self, is_built):
+  def test_other_optimizer_variables_are_ignored(self, is_built):
     training = Training(self.directory, optimizer='sgd')
     training.step()
     momentum = keras.optimizers.SGD(momentum=0.9)
@@ -200,7 +200,7 @@ class MismatchTest(_EvaluatorTest):
 
 
 class OtherFormatTest(_EvaluatorTest):
-  def test_checkpoints_of_tensorflow_are_refused(self):
+  def test_tensorflow_checkpoints_are_refused(self):
     model = _model()
     tf.train.Checkpoint(model=model).save(f'{self.directory}/ckpt')
     with self.assertRaisesRegex(
@@ -210,7 +210,7 @@ class OtherFormatTest(_EvaluatorTest):
 
 
 class TensorBoardTest(_EvaluatorTest):
-  def test_scalars_at_the_steps_of_training(self):
+  def test_scalars_are_written_at_training_steps(self):
     self.trained()
     self.finish()
     log_dir = self.create_tempdir().full_path
@@ -229,7 +229,7 @@ class TensorBoardTest(_EvaluatorTest):
 
 
 class OptionsTest(_EvaluatorTest):
-  def test_what_cannot_be_evaluated_is_refused(self):
+  def test_invalid_model_or_data_is_refused(self):
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile('sgd', 'mse')
     for options, message in (

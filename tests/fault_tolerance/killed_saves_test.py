@@ -1,4 +1,4 @@
-"""kill -9 at each place of a save by several workers: the run goes on, bit by bit."""
+"""kill -9 at each point of a save by several workers: the run resumes exactly."""
 
 import dataclasses
 import os
@@ -27,10 +27,10 @@ JOBS = {
 
 @dataclasses.dataclass(frozen=True)
 class Death:
-  """Of whom, where, and in which save of its life."""
+  """The rank to kill, and the point and number of the save."""
 
   rank: int
-  place: str
+  point: str
   save: int = 2
 
 
@@ -38,14 +38,14 @@ def _die():
   os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _dies(place, at, function):
-  """A function in whose place a process dies, or after which it dies."""
+def _dies(point, at, function):
+  """Returns `function`, but the process dies instead of the call or after it."""
 
   def call(*args, **options):
-    if at == place:
+    if at == point:
       _die()
     result = function(*args, **options)
-    if at == f'after {place}':
+    if at == f'after {point}':
       _die()
     return result
 
@@ -53,7 +53,7 @@ def _dies(place, at, function):
 
 
 def _arm(at):
-  """Makes this process die at a place of the save, or the load, that comes."""
+  """Makes this process die at a point of the next save or load."""
   access = model_state.VariableAccess
   access.read = _dies('gather', at, access.read)
   access.share = _dies('restore', at, access.share)
@@ -62,7 +62,7 @@ def _arm(at):
 
   def rename_or_die(*args):
     renamed.append(args)
-    # First the new one gets its name; then those that are too old lose theirs.
+    # The new checkpoint is renamed first, then the old ones.
     name = 'name' if len(renamed) == 1 else 'old'
     _dies(name, at, rename)(*args)
 
@@ -70,24 +70,24 @@ def _arm(at):
 
 
 def train(rank, kind, directory, keep, death=None):
-  """Trains from the newest checkpoint on; returns at which epoch it began."""
+  """Trains from the newest checkpoint on. Returns the initial epoch."""
   job = JOBS[kind]
   sharded_state._SHORTEST = 4  # This model is small.
   strategy, model = workers.start(job, shard_optimizer_state=kind == 'sharded')
   is_victim = death is not None and death.rank == rank
   run = tfs.Run(directory, model, max_to_keep=keep)
-  if is_victim and death.place == 'restore':
-    _arm(death.place)
+  if is_victim and death.point == 'restore':
+    _arm(death.point)
   began = run.restore().epoch
   saves = []
 
   class Arm(keras.callbacks.Callback):
-    """Before a save."""
+    """Arms the fault before a save."""
 
     def on_epoch_end(self, epoch, logs=None):
       saves.append(epoch)
       if is_victim and len(saves) == death.save:
-        _arm(death.place)
+        _arm(death.point)
 
   model.fit(
     workers.dataset(job),
@@ -101,9 +101,9 @@ def train(rank, kind, directory, keep, death=None):
 
 
 _KEPT = 2
-# Places at which a checkpoint has its name, or will have it.
+# At these points the new checkpoint is complete, or will be.
 _NAMED = ('after name', 'old', 'after gather')
-# Of the chief, who writes; and of the other worker, without whom nothing is whole.
+# Rank 0 is the chief, which writes. Rank 1 holds a part of the values.
 _ALL = (
   Death(0, 'name'),
   Death(0, 'after name'),
@@ -125,7 +125,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('sharded_everywhere', 'sharded', _ALL),
     tiers.soak('local_steps_everywhere', 'local_steps', _ALL),
   )
-  def test_goes_on_with_the_same_bits(self, kind, deaths):
+  def test_run_resumes_with_the_same_bits(self, kind, deaths):
     whole = self.create_tempdir().full_path
     self.run_workers(kind, whole, keep=EPOCHS)
     store = checkpointer.Checkpointer(whole)
@@ -136,28 +136,28 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(expected, EPOCHS)
     if (
       kind == 'local_steps'
-    ):  # The checkpoint has the own values of each worker.
+    ):  # The checkpoint has separate values for each worker.
       arrays = expected[EPOCHS].values()
       own = [a for a in arrays if a.ndim and a.shape[0] == 2]
       self.assertTrue(any((a[0] != a[1]).any() for a in own))
     before = 0
     for death in deaths:
       self.run_workers(kind, self.directory, _KEPT, death)
-      epoch = self.assert_whole(expected, death)
-      # The saves before its death are whole, and that one if it has its name.
+      epoch = self.assert_newest_is_complete(expected, death)
+      # The saves before the death are complete, and so is the last one once renamed.
       saved = 0
-      if death.place != 'restore':
-        saved = death.save - (death.place not in _NAMED)
+      if death.point != 'restore':
+        saved = death.save - (death.point not in _NAMED)
       self.assertEqual(epoch, before + saved, death)
       before = epoch
     began = self.run_workers(kind, self.directory, _KEPT)
     self.assertEqual(began, [before, before])
-    self.assertEqual(self.assert_whole(expected), EPOCHS)
-    # Beside the file that names the owner, and the one that tells the end.
+    self.assertEqual(self.assert_newest_is_complete(expected), EPOCHS)
+    # Two more files: one names the owner, and one marks the end.
     self.assertLen(os.listdir(self.directory), _KEPT + 2)
 
   def run_workers(self, kind, directory, keep, death=None):
-    """Runs two workers; whoever is not to die fails because of who does."""
+    """Runs two workers. The survivor must fail because of the killed worker."""
     arguments = kind, directory, keep, death
     with processes.Workers(train, 2, args=arguments) as group:
       outcomes = group.wait()
@@ -171,8 +171,8 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(other.error.rank, death.rank)
     return []
 
-  def assert_whole(self, expected, death=None):
-    """Checks the newest checkpoint against an undisturbed run; returns its epoch."""
+  def assert_newest_is_complete(self, expected, death=None):
+    """Compares the newest checkpoint with an undisturbed run. Returns its epoch."""
     store = checkpointer.Checkpointer(self.directory)
     found = store.newest()
     self.assertEqual(found.path, store.paths()[-1], death)
@@ -180,7 +180,7 @@ class KilledSavesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(set(found.arrays), set(expected[epoch]))
     for name, array in expected[epoch].items():
       np.testing.assert_array_equal(found.arrays[name], array, name)
-    # At most one more, which is being written or deleted.
+    # At most one more checkpoint, which is being written or deleted.
     self.assertLessEqual(len(store.paths()), _KEPT + 1)
     self.assertLessEqual(len(os.listdir(self.directory)), _KEPT + 3)
     return epoch

@@ -1,4 +1,4 @@
-"""SIGTERM to real processes: one, a worker of two, and the launcher."""
+"""SIGTERM to real processes: a single one, one of two workers, or the launcher."""
 
 import dataclasses
 import json
@@ -23,12 +23,12 @@ _RESTARTABLE = 143
 
 
 class Job(processes.Command):
-  """The program as a user starts it; nothing of it outlives the test.
+  """The program as a user starts it. It ends with the test.
 
   Args:
-    options: of the program.
-    workers: how many; 0 starts no launcher.
-    restarts: of each worker.
+    options: options of the program.
+    workers: number of workers. 0 starts no launcher.
+    restarts: maximum number of restarts of each worker.
   """
 
   def __init__(self, options, workers=0, restarts=0):
@@ -53,7 +53,7 @@ class Job(processes.Command):
     )
 
   def wait_for_step(self, rank, step):
-    """Waits until a worker of this job has done a step; returns its pid."""
+    """Waits until a worker of this job has done a step. Returns its pid."""
     path = pathlib.Path(self._directory, f'step_{rank}')
     self.wait_until(lambda: path.exists() and _pid_and_step(path)[1] >= step)
     return _pid_and_step(path)[0]
@@ -71,11 +71,11 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       strategy=strategy or of_one,
       devices=1 if workers else 2,
       directory=self.create_tempdir().full_path,
-      seconds_a_step=0.01,
+      step_seconds=0.01,
     )
 
   def _finish(self, options, workers):
-    """Trains to the end; returns the output."""
+    """Trains to the end. Returns the output."""
     with Job(options, workers) as job:
       self.assertEqual(job.wait(), 0, job.output()[-5000:])
       return job.output()
@@ -88,13 +88,13 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       return state, json.load(f)
 
   def _preempt(self, options, workers, target, step):
-    """Interrupts a run with SIGTERM after `step`; returns its output.
+    """Interrupts a run with SIGTERM after `step`. Returns its output.
 
     Args:
-      options: of the program.
-      workers: as `Job` takes them.
+      options: options of the program.
+      workers: number of workers, as for `Job`.
       target: rank of the worker, or None for the launcher.
-      step: after which step, at the earliest.
+      step: step after which the signal is sent, at the earliest.
     """
     with Job(options, workers, restarts=1) as job:
       pid = job.wait_for_step(target or 0, step)
@@ -109,7 +109,7 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
     return before + self._finish(options, workers)
 
   def assert_equal_if_preempted(self, loop, workers, signals, strategy=None):
-    """Compares an uninterrupted run with preempted ones, by target and step."""
+    """Compares an uninterrupted run with runs preempted by each of `signals`."""
     options = self._options(loop, workers, strategy)
     self._finish(options, workers)
     expected = self._results(options)
@@ -117,7 +117,7 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       options = self._options(loop, workers, strategy)
       output = self._preempt(options, workers, target, step)
       message = f'{options}, signal to {target} after step {step}:\n{output}'
-      # All processes stopped at one step, and wrote one checkpoint of it.
+      # All processes stopped at the same step and wrote one checkpoint.
       stops = [
         line.partition('Preempted at ')[2].partition(':')[0]
         for line in output.splitlines()
@@ -136,16 +136,16 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
       for epoch, values in history.items():
         self.assertEqual(values, expected[1][epoch], message)
 
-  def test_worker_of_two(self):
+  def test_preempted_worker_of_two_resumes_exactly(self):
     self.assert_equal_if_preempted('fit', 2, [(1, 25)])
 
   @parameterized.product(
     loop=('fit', 'custom'), workers=(0, 2), part=tuple(range(5))
   )
   @pytest.mark.soak
-  def test_two_of_ten_random_steps(self, loop, workers, part):
-    del part  # Ten would take too long for one test on a busy machine.
-    # The last steps are left out: the signal might come after the end.
+  def test_preemption_at_random_steps(self, loop, workers, part):
+    del part  # Ten steps in one test would take too long on a busy machine.
+    # Not the last steps: the signal might arrive after the end.
     signals = [
       (random.choice([0, 1, None]) if workers else 0, step)
       for step in random.choices(range(1, _STEPS - 9), k=2)
@@ -157,7 +157,7 @@ class PreemptionJobTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.product(loop=('fit', 'custom'), target=(0, 1))
   @pytest.mark.soak
-  def test_collective_runtime(self, loop, target):
+  def test_preemption_with_collective_strategy(self, loop, target):
     signals = [(target, random.randint(1, 50))]
     self.assert_equal_if_preempted(loop, 2, signals, 'multi_worker_collective')
 

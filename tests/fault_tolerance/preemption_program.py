@@ -1,8 +1,8 @@
-"""A run that may be preempted: by `fit` or by a loop, on any strategy.
+"""A run that may be preempted, with `fit` or a custom loop, on any strategy.
 
   python -m tests.fault_tolerance.preemption_program '{"loop": "fit", ...}'
 
-runs it as a process of its own, or as a worker of the launcher.
+runs it in its own process, or as a worker of the launcher.
 """
 
 import dataclasses
@@ -21,31 +21,31 @@ STEPS = elastic_program.STEPS
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What to train, and where to leave traces.
+  """Options of the training and of its output.
 
   Attributes:
     loop: 'fit' or 'custom'.
-    strategy: its name.
+    strategy: name of the strategy.
     devices: logical CPUs of this process.
-    directory: for checkpoints, pids, steps, weights.
-    seconds_a_step: that a step takes at least.
-    accumulation: of gradients, steps.
-    steps_per_execution: of `fit`.
-    evaluates: whether `fit` does so after each epoch.
+    directory: directory of checkpoints, pids, steps and weights.
+    step_seconds: minimum duration of a step.
+    accumulation: number of gradient accumulation steps.
+    steps_per_execution: argument of `compile`.
+    evaluates: whether `fit` evaluates after each epoch.
   """
 
   loop: str
   strategy: str
   devices: int
   directory: str
-  seconds_a_step: float = 0.0
+  step_seconds: float = 0.0
   accumulation: int | None = None
   steps_per_execution: int = 1
   evaluates: bool = False
 
 
 def build(options, strategy):
-  """A model that draws random numbers and keeps statistics, built."""
+  """Returns a built model with random numbers and moving statistics."""
   import keras
 
   keras.backend.clear_session()
@@ -67,16 +67,16 @@ def build(options, strategy):
 
 
 def train(options, strategy, after_step=lambda step: None):
-  """Trains from where the newest checkpoint is to the end.
+  """Trains from the newest checkpoint to the end.
 
   Args:
     options: an `Options`.
-    strategy: to train with.
-    after_step: called with the number of steps that are done, before the
-      process looks whether it was signalled.
+    strategy: the strategy to train with.
+    after_step: called with the number of completed steps, before the process
+      checks for a signal.
 
   Returns:
-    The state by name, and the results of each epoch that this call ended.
+    The state by name, and the results of each epoch that ended in this call.
   """
   import tensorflow as tf
 
@@ -90,7 +90,7 @@ def train(options, strategy, after_step=lambda step: None):
   batches = elastic_program.make_batches(
     start.epoch, 0 if is_fit else start.step, epochs=EPOCHS
   )
-  # Keras goes by the number of batches, where it is known.
+  # Keras uses the number of batches if it is known.
   left = EPOCHS * STEPS - start.epoch * STEPS - (0 if is_fit else start.step)
   batches = batches.apply(tf.data.experimental.assert_cardinality(left))
   loop = _fit if is_fit else _loop
@@ -106,7 +106,7 @@ def _fit(options, model, run, start, batches, after_step):
   history = {}
 
   class Report(keras.callbacks.Callback):
-    """Counts steps, and keeps the results of epochs."""
+    """Counts steps and keeps the results of epochs."""
 
     def on_epoch_begin(self, epoch, logs=None):
       self.epoch = epoch
@@ -163,19 +163,19 @@ def _loop(options, model, run, start, batches, after_step):
       for step in range(first, STEPS):
         train_step(next(iterator))
         after_step(epoch * STEPS + step + 1)
-        # Exits at the end of an epoch in any case: the run may end there.
+        # Always checks at the end of an epoch: the run may end there.
         run.exit_if_preempted(epoch, step + 1, at_once=step + 1 == STEPS)
       run.save(epoch + 1)
   return {}
 
 
 def main(options):
-  """Trains as one process; leaves its pid, its steps and its results in files."""
+  """Trains as one process. Writes its pid, steps and results to files."""
   rank = 0
   if 'TF_CONFIG' in os.environ:
     rank = json.loads(os.environ['TF_CONFIG'])['task']['index']
 
-  def leave(name, text):
+  def write(name, text):
     path = os.path.join(options.directory, name)
     with open(f'{path}.new', 'w', encoding='utf-8') as f:
       f.write(text)
@@ -192,14 +192,14 @@ def main(options):
   strategy = tfs.create_strategy(options.strategy, devices=devices)
 
   def after_step(step):
-    # The pid of a process that was started again differs.
-    leave(f'step_{rank}', f'{os.getpid()} {step}')
-    time.sleep(options.seconds_a_step)
+    # A restarted process has a different pid.
+    write(f'step_{rank}', f'{os.getpid()} {step}')
+    time.sleep(options.step_seconds)
 
   state, history = train(options, strategy, after_step)
   if rank == 0:
     np.savez(os.path.join(options.directory, 'state.npz'), **state)
-    leave('history', json.dumps(history))
+    write('history', json.dumps(history))
   if hasattr(strategy, 'close'):
     strategy.close()
 

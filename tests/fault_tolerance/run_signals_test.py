@@ -1,4 +1,4 @@
-"""SIGTERM in one process: saved after the step, and exact from there."""
+"""SIGTERM in one process: the run saves after the step and resumes exactly."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ virtual_devices.configure()
 
 
 class _Program:
-  """Runs of one program; a signal preempts some of them."""
+  """Runs of one program. A signal may preempt them."""
 
   def __init__(self, options):
     self.options = options
@@ -31,7 +31,7 @@ class _Program:
     self.steps = []
 
   def train(self, signal_after=None, repeats=1):
-    """Trains; a signal comes during the step with that number."""
+    """Trains. Raises a signal after step `signal_after`."""
 
     def after_step(step):
       self.steps.append(step)
@@ -75,7 +75,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('accumulating', {'accumulation': 3}, (25,)),
     tiers.soak('groups', {'steps_per_execution': 4}, (24,)),
   )
-  def test_resumes_exactly(self, options, preempted_after):
+  def test_preempted_run_resumes_exactly(self, options, preempted_after):
     options = self._options(**options)
     other = self.create_tempdir().full_path
     straight = _Program(dataclasses.replace(options, directory=other))
@@ -86,9 +86,9 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(run.steps[-1], step)
     found, results = run.train()
     self.assert_same_state(expected, found)
-    # No step was done twice, and none was left out.
+    # No step was done twice or skipped.
     steps, all_steps = (
-      # Without those of evaluations.
+      # Evaluation steps are not counted.
       [step for step in each.steps if step == int(step)]
       for each in (run, straight)
     )
@@ -99,7 +99,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
     if options.loop == 'fit':
       self.assertIn('2', results)
 
-  def test_second_signal_while_it_saves(self):
+  def test_signals_during_save_do_not_interrupt_it(self):
     options = self._options()
     run = _Program(options)
     write = checkpointer._write_arrays
@@ -119,7 +119,7 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       found = store.newest()
     self.assertEqual((found.metadata['epoch'], found.metadata['step']), (0, 13))
 
-  def test_checkpoint_that_cannot_be_written(self):
+  def test_failed_save_is_reported_and_keeps_the_previous_checkpoint(self):
     options = self._options(loop='custom')
     run = _Program(options)
     self._preempt(run, signal_after=30)
@@ -130,23 +130,23 @@ class PreemptionTest(tf.test.TestCase, parameterized.TestCase):
       self._preempt(run, signal_after=35)
     self.assertIn('disk full', ''.join(logs.output))
     self.assertIn('NOT saved', logs.output[-1])
-    # The one before is there.
+    # The previous checkpoint still exists.
     run.steps.clear()
     run.train()
     self.assertEqual(run.steps[0], 31)
 
 
 class SignalsTest(tf.test.TestCase, parameterized.TestCase):
-  """A model of one layer."""
+  """Signal handlers of a run with a model of one layer."""
 
   def setUp(self):
     super().setUp()
-    # A `fit` of another test that raised still listens.
+    # A `fit` that raised in another test may still handle signals.
     self.enter_context(
       mock.patch.object(preemption.Preemption, '_in_fit', None)
     )
-    self.heard = []
-    before = signal.signal(signal.SIGTERM, lambda n, _: self.heard.append(n))
+    self.received = []
+    before = signal.signal(signal.SIGTERM, lambda n, _: self.received.append(n))
     self.addCleanup(signal.signal, signal.SIGTERM, before)
     self.before = signal.getsignal(signal.SIGTERM)
     self.directory = self.create_tempdir().full_path
@@ -178,15 +178,15 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaises(ZeroDivisionError):
       self._fit(self.run_, failing)
 
-  def assert_handler_is_back(self):
+  def assert_handler_is_restored(self):
     self.assertIs(signal.getsignal(signal.SIGTERM), self.before)
 
-  def test_handler_is_put_back(self):
+  def test_handler_is_restored(self):
     with self.run_:
       self.assertIsNot(signal.getsignal(signal.SIGTERM), self.before)
       self.run_.exit_if_preempted(0, 1)
       outer = signal.getsignal(signal.SIGTERM)
-      # One within the other.
+      # Nested use.
       self._fit(self.run_)
       self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
       another = self._new_run()
@@ -194,17 +194,17 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       with another:
         pass
       self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
-    self.assert_handler_is_back()
+    self.assert_handler_is_restored()
     with self.assertRaises(ZeroDivisionError), self.run_:
       _ = 1 / 0
-    self.assert_handler_is_back()
-    self.assertEmpty(self.heard)
+    self.assert_handler_is_restored()
+    self.assertEmpty(self.received)
 
-  def test_signal_that_nobody_looked_at_is_raised_again(self):
+  def test_unhandled_signal_is_raised_again_on_exit(self):
     with self.run_:
       signal.raise_signal(signal.SIGTERM)
-      self.assertEmpty(self.heard)
-    self.assertEqual(self.heard, [signal.SIGTERM])
+      self.assertEmpty(self.received)
+    self.assertEqual(self.received, [signal.SIGTERM])
 
   def test_other_thread_trains_without_signals(self):
     def train():
@@ -216,16 +216,16 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       thread.start()
       thread.join(10)
     self.assertIn("trains in thread 'another'", logs.output[0])
-    self.assert_handler_is_back()
+    self.assert_handler_is_restored()
 
-  def test_run_that_was_not_restored(self):
+  def test_run_without_restore_is_refused(self):
     run = self._new_run()
     for begin in (run.__enter__, lambda: self._fit(run)):
       with self.assertRaisesRegex(
         tfs.errors.UnsupportedOptionError, r'run\.restore\(\) first, got fit'
       ):
         begin()
-    self.assert_handler_is_back()
+    self.assert_handler_is_restored()
 
   @parameterized.parameters(
     ({'initial_epoch': 0, 'steps_per_epoch': 9}, 1, 'initial_epoch=0 after'),
@@ -240,34 +240,34 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
       'steps_per_execution=2 after 3 steps',
     ),
   )
-  def test_fit_that_begins_elsewhere(self, options, group, message):
+  def test_fit_from_another_position_is_refused(self, options, group, message):
     self.run_.save(epoch=2, step=3)
     self.run_.restore()
     self.model.steps_per_execution = group
     for _ in range(2):  # The second call raises too.
       with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
         self._fit(self.run_, epochs=4, **options)
-      self.assert_handler_is_back()
+      self.assert_handler_is_restored()
 
   @parameterized.parameters('model', 'second_optimizer', 'optimizer_of_the_run')
-  def test_fit_of_another(self, what):
-    if what == 'optimizer_of_the_run':
+  def test_fit_of_another_model_or_optimizer_is_refused(self, case):
+    if case == 'optimizer_of_the_run':
       # The model trains with the optimizer that it was compiled with.
       self.run_ = self._new_run(optimizer=keras.optimizers.SGD())
     self.run_.restore()
-    if what == 'model':
+    if case == 'model':
       self.model = keras.models.clone_model(self.model)
       self.model.compile('sgd', 'mse')
-    if what == 'second_optimizer':
-      # As for a `train_step` with two optimizers; the run does not save this one.
+    if case == 'second_optimizer':
+      # Like a `train_step` with two optimizers. The run does not save this one.
       self.model.second = keras.optimizers.SGD()
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'another model or optimizer'
     ):
       self._fit(self.run_)
-    self.assert_handler_is_back()
+    self.assert_handler_is_restored()
 
-  def test_callbacks_begin_a_resumed_epoch_once(self):
+  def test_callbacks_see_one_begin_of_a_resumed_epoch(self):
     halve = keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
     expected = self.model.optimizer.learning_rate.numpy() / 2**3
 
@@ -283,27 +283,27 @@ class SignalsTest(tf.test.TestCase, parameterized.TestCase):
     self._fit(halve, resumed, initial_epoch=1, epochs=3)
     self.assertEqual(self.model.optimizer.learning_rate.numpy(), expected)
 
-  def test_fit_that_raised_leaves_the_handler(self):
+  def test_handler_is_restored_after_a_failed_fit(self):
     another = self._new_run()
     another.restore()
     for again in (self.run_, another):
       self._fit_that_raises()
       self._fit(again)
-      self.assert_handler_is_back()
+      self.assert_handler_is_restored()
     self._fit_that_raises()
     with self.run_:
       outer = signal.getsignal(signal.SIGTERM)
       self._fit(self.run_)
       self.assertEqual(signal.getsignal(signal.SIGTERM), outer)
-    self.assert_handler_is_back()
-    self.assertEmpty(self.heard)
+    self.assert_handler_is_restored()
+    self.assertEmpty(self.received)
 
-  def test_signal_after_a_fit_that_raised_is_handed_on(self):
+  def test_signal_after_a_failed_fit_reaches_the_next_run(self):
     self._fit_that_raises()
     signal.raise_signal(signal.SIGTERM)
     with self.assertRaises(SystemExit), self.run_:
       self.run_.exit_if_preempted(0, 1)
-    self.assertEmpty(self.heard)
+    self.assertEmpty(self.received)
 
 
 if __name__ == '__main__':

@@ -25,9 +25,11 @@ def _strategy(replicas):
   return tfs.RingMirroredStrategy([f'CPU:{i}' for i in range(replicas)])
 
 
-def _model(strategy=None, units=1, seed=1, optimizer='adam', counts_anew=True):
-  """A small model with random numbers; its names count models, or do not."""
-  if counts_anew:
+def _model(
+  strategy=None, units=1, seed=1, optimizer='adam', clears_session=True
+):
+  """Returns a small model with dropout, by default after `clear_session`."""
+  if clears_session:
     keras.backend.clear_session()
   keras.utils.set_random_seed(seed)
   strategy = strategy or tf.distribute.get_strategy()
@@ -57,7 +59,7 @@ def _fit(model, steps=2):
 
 
 class _Adversarial(keras.Model):
-  """Two players without `call` of the model, each with an optimizer of its own."""
+  """A model without `call`, with two players that have separate optimizers."""
 
   def __init__(self):
     super().__init__()
@@ -105,12 +107,12 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     checkpoint = self._run(before)
     checkpoint.save(epoch=3, step=2)
     saved, results = self._state(before), before.get_metrics_result()
-    # Kernels and biases, their moments, counters, the dropout's state.
+    # Kernels and biases, their moments, counters, and the state of the dropout.
     self.assertLen([k for k in saved if k.startswith('model/')], 5)
     self.assertLen([k for k in saved if k.startswith('optimizer/')], 10)
 
     model = _model(_strategy(2), seed=2)
-    _fit(model, steps=1)  # It has metrics, and other weights.
+    _fit(model, steps=1)  # The model has metrics and other weights.
     self.assertNotAllClose(
       saved['model/sequential/dense/kernel'],
       self._state(model)['model/sequential/dense/kernel'],
@@ -124,7 +126,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     for name, value in model.get_metrics_result().items():
       self.assertAllClose(value, results[name], rtol=1e-6, msg=name)
 
-  def test_model_without_call_and_with_two_optimizers(self):
+  def test_model_with_two_optimizers_and_without_call_is_restored(self):
     data = tf.data.Dataset.from_tensors(tf.ones([4, 3])).repeat(4)
     straight = _adversarial(_strategy(2))
     straight.fit(data, epochs=2, verbose=0)
@@ -150,49 +152,53 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     model.fit(batches.take(2), verbose=0)
     run.save(epoch=1, step=2)
 
-    heard = []
+    recorded = []
 
-    def hear(batch, logs):
+    def record(batch, logs):
       del logs
-      # Another epoch at this moment is no part of the one that is resumed.
-      if not heard:
+      # An evaluation here must not affect the resumed epoch.
+      if not recorded:
         model.evaluate(batches, verbose=0)
-      heard.append(batch)
+      recorded.append(batch)
 
-    hears = keras.callbacks.LambdaCallback(
-      on_epoch_begin=hear, on_train_batch_begin=hear
+    recorder = keras.callbacks.LambdaCallback(
+      on_epoch_begin=record, on_train_batch_begin=record
     )
     model = _model()
     run = self._run(model)
     epoch, _ = run.restore()
     history = model.fit(
-      batches, initial_epoch=epoch, epochs=3, callbacks=[run, hears], verbose=0
+      batches,
+      initial_epoch=epoch,
+      epochs=3,
+      callbacks=[run, recorder],
+      verbose=0,
     )
     self.assertEqual(history.epoch, [1, 2])
-    self.assertEqual(heard, [1, 2, 3, 2, 0, 1, 2, 3])
+    self.assertEqual(recorded, [1, 2, 3, 2, 0, 1, 2, 3])
     self.assertEqual(int(model.optimizer.iterations.numpy()), 12)
     for expected, found in zip(straight.weights, model.weights, strict=True):
       np.testing.assert_array_equal(expected.numpy(), found.numpy())
     self.assertEqual(run.restore(), Position(3))
 
-  def test_same_model_again_in_one_process(self):
+  def test_model_created_again_in_one_process_is_restored(self):
     before = _model()
     _fit(before)
     self._run(before).save(epoch=1)
     saved = list(self._state(before).values())
     # Keras counts the models and layers of a process in their names.
-    again = _model(seed=2, counts_anew=False)
+    again = _model(seed=2, clears_session=False)
     self.assertNotEqual(again.weights[0].path, before.weights[0].path)
     self.assertEqual(self._run(again).restore(), Position(1))
     for value, found in zip(saved, self._state(again).values(), strict=True):
       np.testing.assert_array_equal(value, found)
 
-  def test_another_optimizer_again_in_one_process(self):
+  def test_another_optimizer_in_one_process_is_refused(self):
     # Variables of the same shapes, in the same order.
     momentum = keras.optimizers.SGD(momentum=0.9)
     self._run(_model(optimizer=momentum)).save(epoch=1)
     rmsprop = keras.optimizers.RMSprop()
-    again = _model(optimizer=rmsprop, counts_anew=False)
+    again = _model(optimizer=rmsprop, clears_session=False)
     self.assertLen(rmsprop.variables, len(momentum.variables))
     with self.assertRaises(tfs.errors.CheckpointMismatchError):
       self._run(again).restore()
@@ -204,10 +210,10 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     with self.assertRaisesRegex(
       tfs.errors.CheckpointMismatchError, 'float32 there and float64 here'
     ):
-      model = _model(counts_anew=False)
+      model = _model(clears_session=False)
       self._run(model).restore()
 
-  def test_another_run_is_refused(self):
+  def test_checkpoint_of_another_run_is_refused(self):
     same = {'seed': 1}
     self._run(_model(), settings=same).save(1)
     for changes, settings, message in (
@@ -224,7 +230,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       for name, value in self._state(model).items():
         np.testing.assert_array_equal(value, before[name], name)
 
-  def test_settings_that_equal_themselves_as_json_only(self):
+  def test_settings_are_compared_as_json(self):
     settings = {'clip': float('nan'), 'sizes': (1, 2)}
     model = _model()
     self._run(model, settings=settings).save(1)
@@ -233,7 +239,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(checkpoint.restore(), Position(1))
     checkpoint.save(2)
 
-  def test_what_cannot_be_saved(self):
+  def test_invalid_position_model_or_settings_are_refused(self):
     checkpoint = self._run()
     for value in (-1, 1.5, True):
       for position in ((value, 0), (0, value)):
@@ -253,7 +259,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
         self._run(model, **options)
 
-  def test_another_directory_than_the_servers_have_is_refused(self):
+  def test_directory_must_equal_checkpoint_dir_of_the_strategy(self):
     model = mock.Mock()
     model.distribute_strategy.options.checkpoint_dir = None
     with self.assertRaisesRegex(
@@ -261,9 +267,9 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
     ):
       run_lib.ServerState(self.directory, model, {}, {})
 
-  def test_equal_names_are_kept_apart(self):
+  def test_layers_with_equal_names_are_restored(self):
     class Twins(keras.Model):
-      """Layers of one name, which only functional models refuse."""
+      """Two layers with one name, which only functional models refuse."""
 
       def __init__(self):
         super().__init__()
@@ -288,7 +294,7 @@ class RunTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _fail_as_the_chief(rank, owned, unreadable):
-  """Returns the errors of a run of which only the chief learns what is wrong."""
+  """Returns the errors of a run that fails only on the chief."""
   strategy = tfs.create_strategy(
     'multi_worker_ring', devices=virtual_devices.names(1)
   )
@@ -319,7 +325,7 @@ def _fail_as_the_chief(rank, owned, unreadable):
 class TwoRunsTest(parameterized.TestCase):
   """Two jobs in one directory."""
 
-  def test_all_workers_hear_that_the_chief_cannot_save_or_read(self):
+  def test_failure_of_the_chief_is_raised_on_all_workers(self):
     directory = self.create_tempdir().full_path
     owner = checkpointer.Checkpointer(directory)
     owner.acquire()
@@ -334,8 +340,8 @@ class TwoRunsTest(parameterized.TestCase):
       deadline=_DEADLINE_SECONDS,
     )
     self.assertLen(first, 3)
-    told = [f'The chief cannot save: {e}' for e in first[:2]]
-    self.assertEqual(second[:2], told)
+    expected_errors = [f'The chief cannot save: {e}' for e in first[:2]]
+    self.assertEqual(second[:2], expected_errors)
     self.assertIn('arrays.bin', first[2])
     self.assertRegex(second[2], 'chief.*arrays.bin')
     self.assertIn(f'got run {ownership.run_id()}', first[0])

@@ -57,7 +57,7 @@ class CutLinkTest(elastic_case.ElasticCase):
     directory = self.create_tempdir().full_path
     steps = [os.path.join(directory, f'steps_{rank}') for rank in range(3)]
     epochs = 12
-    how = {'seconds_a_step': 0.25, 'epochs': epochs}
+    how = {'step_seconds': 0.25, 'epochs': epochs}
     options = {'min_workers': min_workers, 'window_seconds': 1}
     with network_namespaces.NetworkNamespaces(3, '1gbit') as hosts:
       start = self._starter(hosts, directory, options, how)
@@ -98,7 +98,7 @@ class CutLinkTest(elastic_case.ElasticCase):
     chance = random.Random(seed)
     directory = self.create_tempdir().full_path
     kind, epochs = chance.choice(['plain', 'rich', 'two_optimizers']), 30
-    how = {'seconds_a_step': 0.1, 'epochs': epochs, 'kind': kind}
+    how = {'step_seconds': 0.1, 'epochs': epochs, 'kind': kind}
     options = {
       'min_workers': chance.choice(['majority', 1]),
       'window_seconds': 1,
