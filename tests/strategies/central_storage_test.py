@@ -52,7 +52,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
     ('SUM', 33.0, tf.function),
     ('SUM', 33.0, lambda step: step),
   )
-  def test_a_write_in_replicas_is_one_write(self, name, want, wrap):
+  def test_write_in_replicas_is_applied_once(self, name, want, wrap):
     with self.strategy.scope():
       v = tf.Variable(0.0, aggregation=getattr(tf.VariableAggregation, name))
 
@@ -68,7 +68,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(before, count * want)
     self.assertAllClose(v.numpy(), 3 * want)
 
-  def test_a_mean_inside_a_branch_is_refused(self):
+  def test_mean_inside_a_branch_is_refused(self):
     with self.strategy.scope():
       v = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
 
@@ -86,7 +86,7 @@ class VariablesTest(tf.test.TestCase, parameterized.TestCase):
 
 class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
-  def test_the_update_runs_once_on_the_parameter_device(self):
+  def test_update_runs_once_on_the_parameter_device(self):
     strategy = _strategy()
     updates = []
 
@@ -110,9 +110,9 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(updates, [(_full(PARAMETERS), _full(PARAMETERS))])
     step()
     self.assertAllClose(v.numpy(), [-5.0, -4.0])
-    self.assertLen(updates, 1)  # In the graph.
+    self.assertLen(updates, 1)  # Traced once.
 
-  def test_gradients_go_to_the_variables_only(self):
+  def test_gradients_are_only_reduced_to_the_parameter_device(self):
     steps = 2
     strategy = _strategy()
     with strategy.scope():
@@ -129,19 +129,19 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       steps * len(COMPUTE) * num_bytes,
     )
 
-  def test_compiled_write_that_reads_what_replicas_have_copies_of(self):
-    """Checks that XLA is kept from copies that are on another device than the write."""
+  def test_compiled_write_may_read_a_replicated_variable(self):
+    """Checks that XLA does not read copies on a device other than that of the write."""
 
-    class Noted(keras.layers.Layer):
+    class Recording(keras.layers.Layer):
       """Adds its seed to a weight."""
 
       def build(self, shape):
         self.seed = keras.random.SeedGenerator(1)
-        self.noted = self.add_weight(shape=[2], trainable=False)
+        self.recorded = self.add_weight(shape=[2], trainable=False)
 
       def call(self, x):
         seed = keras.ops.cast(self.seed.state.value, 'float32')
-        self.noted.assign(self.noted * 0.5 + 1e-3 * seed)
+        self.recorded.assign(self.recorded * 0.5 + 1e-3 * seed)
         return x
 
     found = []
@@ -149,7 +149,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
       keras.utils.set_random_seed(1)
       with strategy.scope():
         model = keras.Sequential(
-          [keras.Input([4]), Noted(), keras.layers.Dense(1)]
+          [keras.Input([4]), Recording(), keras.layers.Dense(1)]
         )
         model.compile('sgd', 'mse', jit_compile=True)
       x = np.arange(48, dtype=np.float32).reshape(12, 4) / 48.0

@@ -2,8 +2,8 @@
 
 The test counts the package's files whose functions receive the gradient as a
 tensor, an array or a buffer. It counts while `fit` traces its step, in the
-optimizer's `apply` and in the meetings of replicas, and while the step runs, in
-the functions that the meeting of the gradients calls on the host. It does not
+optimizer's `apply` and in the exchanges between replicas, and while the step runs,
+in the functions that the exchange of the gradients calls on the host. It does not
 count the planner, which sees operations and no gradient.
 """
 
@@ -82,7 +82,7 @@ class _Recorder:
     numpy_function = tf.numpy_function
 
     def watched(fn, *args, **kwargs):
-      if not self.is_on:  # It moves no gradient.
+      if not self.is_on:  # This call moves no gradient.
         return numpy_function(fn, *args, **kwargs)
 
       def host(*values):

@@ -36,7 +36,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     (11, 8, [[2, 2, 2, 2], [1, 1, 1, 0]]),
     (10, 10, [[3, 3, 2, 2]]),
   )
-  def test_rows_in_order_and_even(self, rows, batch_size, expected):
+  def test_rows_are_split_evenly_and_in_order(self, rows, batch_size, expected):
     dataset = tf.data.Dataset.range(rows).batch(batch_size)
     batches = _strategy().experimental_distribute_dataset(dataset)
     parts = [[v.numpy() for v in batch.values] for batch in batches]
@@ -45,7 +45,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(together, np.arange(rows))
 
   @pytest.mark.smoke
-  def test_structures_ragged_sparse_and_strings(self):
+  def test_structures_ragged_and_sparse_tensors_and_strings(self):
     ragged = tf.ragged.constant([[1], [2, 3], [], [4], [5, 6]])
     sparse = tf.sparse.from_dense(np.diag([1.0, 2.0, 3.0, 4.0, 5.0]))
     names = tf.constant(list('abcde'))
@@ -59,7 +59,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(np.concatenate(dense), np.diag([1, 2, 3, 4, 5.0]))
     self.assertAllEqual(batch['n'].values[1], [b'd', b'e'])
 
-  def test_training_does_not_write_into_the_arrays_of_a_generator(self):
+  def test_training_does_not_change_arrays_of_a_generator(self):
     """Uses 64 rows on 4 replicas, so that every part begins at an aligned address."""
     rng = np.random.default_rng(0)
     x = _aligned(rng.normal(size=(64, 4)).astype(np.float32))
@@ -87,7 +87,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
       (tf.autograph.experimental.do_not_convert(iter), False),
     ),
   )
-  def test_a_loop_of_python_in_a_graph_raises(self, make, case):
+  def test_python_loop_over_data_in_a_graph_raises(self, make, case):
     consume, captured = case
     strategy = make(virtual_devices.names(2))
     dataset = tf.data.Dataset.range(8).batch(4)
@@ -98,7 +98,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     def loop(given):
       for _ in consume(iterator if captured else given):
         traced.append(1)
-        assert len(traced) < 100, 'it traces without end'
+        assert len(traced) < 100, 'tracing does not end'
 
     with self.assertRaises(tfs.errors.UnsupportedOptionError) as caught:
       loop(iterator)
@@ -107,7 +107,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEmpty(traced)
     self.assertLen([batch for _, batch in enumerate(iterator)], 2)
 
-  def test_loops_of_autograph_and_next_in_a_graph(self):
+  def test_autograph_loops_and_next_in_a_graph(self):
     strategy = _strategy(2)
     dataset = tf.data.Dataset.range(8).batch(3)
     distributed = strategy.experimental_distribute_dataset(dataset)
@@ -130,7 +130,7 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
 
     self.assertEqual(int(loop(iter(distributed))), 3 * sum(range(8)))
 
-  def test_a_replica_draws_no_batch(self):
+  def test_next_inside_a_replica_is_refused(self):
     strategy = _strategy(2)
     dataset = tf.data.Dataset.range(8).batch(4)
     iterator = iter(strategy.experimental_distribute_dataset(dataset))
@@ -145,13 +145,13 @@ class HostInputTest(tf.test.TestCase, parameterized.TestCase):
         strategy.run(function, args=(iterator,))
     self.assertLen(list(iterator), 2)
 
-  def test_unbatched_data_are_refused(self):
+  def test_unbatched_dataset_is_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'global_batch_size'
     ):
       _strategy().experimental_distribute_dataset(tf.data.Dataset.range(3))
 
-  def test_distributed_data_are_not_split_again(self):
+  def test_distributed_dataset_is_not_split_again(self):
     strategy = _strategy(2)
     x = np.arange(12.0, dtype=np.float32).reshape([6, 2])
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(3)
@@ -168,7 +168,7 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
   """Elements keep their structure even where the last replicas get no rows."""
 
   def batches(self, dataset):
-    """Returns what a function of a worker with two replicas reads."""
+    """Returns the dataset, distributed on a worker with two replicas."""
     strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(2))
     self.addCleanup(strategy.close)
     return strategy.distribute_datasets_from_function(lambda _: dataset)
@@ -176,7 +176,7 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(
     lambda x: x, lambda x: (x, {'x': x}), lambda x: _Named(x)
   )
-  def test_of_one_function(self, make):
+  def test_structure_is_kept(self, make):
     dataset = tf.data.Dataset.from_tensor_slices(make(np.arange(5))).batch(2)
     seen = []
     for batch in self.batches(dataset):
@@ -185,14 +185,14 @@ class WorkerInputTest(tf.test.TestCase, parameterized.TestCase):
       seen.append([part.numpy().tolist() for part in parts])
     self.assertEqual(seen, [[[0, 1], [2, 3]], [[4], []]])
 
-  def test_scalars_of_one_function(self):
+  def test_scalar_elements(self):
     seen = [
       ([int(part) for part in batch.values], batch.all_rows.numpy().tolist())
       for batch in self.batches(tf.data.Dataset.range(1, 4))
     ]
     self.assertEqual(seen, [([1, 2], [1, 1]), ([3, 0], [1, 0])])
 
-  def test_a_batch_of_one_local_replica_is_a_tensor(self):
+  def test_batch_of_one_local_replica_is_a_tensor(self):
     strategy = tfs.MultiWorkerRingStrategy(devices=[virtual_devices.name(0)])
     self.addCleanup(strategy.close)
     dataset = tf.data.Dataset.range(4).batch(3)

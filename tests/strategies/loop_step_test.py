@@ -28,7 +28,7 @@ def _central():
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
-  def test_only_distributed_batches_are_divided(self):
+  def test_only_distributed_batches_are_split(self):
     strategy = _ring()
     data = tf.data.Dataset.from_tensor_slices(tf.range(6.0)).batch(6)
     [batch] = strategy.experimental_distribute_dataset(data)
@@ -46,7 +46,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     ):
       strategy.reduce('SUM', total, axis=None)
 
-  def test_batches_are_drawn_in_a_function(self):
+  def test_next_in_a_function(self):
     strategy = _ring()
     data = tf.data.Dataset.range(6).batch(4)
     batches = iter(strategy.experimental_distribute_dataset(data))
@@ -54,13 +54,13 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     run = tf.function(lambda batches: total(next(batches)))
     self.assertEqual([int(run(batches)) for _ in range(2)], [6, 9])
 
-  def test_a_plain_batch_is_computed_by_all(self):
+  def test_plain_batch_is_computed_on_all_replicas(self):
     step = _ring().step(tf.reduce_sum)
     with self.assertLogs('absl', 'WARNING') as logs:
       self.assertEqual(float(step(tf.range(6.0))), 15.0)
     self.assertIn('experimental_distribute_dataset', logs.output[0])
 
-  def test_no_batch_at_all(self):
+  def test_step_without_a_batch(self):
     strategy = _ring()
     with strategy.scope():
       count = tf.Variable(0.0)
@@ -69,7 +69,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual([float(c) for c in count.values], [2.0] * 4)
 
   @parameterized.parameters((None, ()), (tf.reduce_sum, 'adam optimizer'))
-  def test_refusals(self, fn, optimizers):
+  def test_invalid_arguments_are_refused(self, fn, optimizers):
     strategy = _central()
     optimizers = optimizers and tf.constant(1)
     with self.assertRaisesRegex(
@@ -116,7 +116,7 @@ class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
     is_outside=(True, False),
   )
   def test_reads_and_writes_in_control_flow(self, create, program, is_outside):
-    """A variable made outside of the scope, or of central storage, has one copy."""
+    """Checks variables with one copy: of central storage or made outside the scope."""
 
     def run(strategy):
       scope = contextlib.nullcontext if is_outside else strategy.scope
@@ -137,8 +137,8 @@ class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
     one_device = tf.distribute.get_strategy()
     self.assertEqual(run(create()), run(one_device))
 
-  def test_a_table_that_a_loop_reads_and_writes_is_refused(self):
-    """A replica that does not write would read what later turns have written."""
+  def test_loop_that_reads_and_writes_a_table_is_refused(self):
+    """Only one replica writes. Others would read values of later iterations."""
     strategy = _ring()
     table = tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 1.0)
     with strategy.scope():
@@ -156,7 +156,7 @@ class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
     ):
       step()
 
-  def test_random_numbers_in_a_branch_are_refused_by_name(self):
+  def test_random_generator_in_a_branch_is_refused(self):
     strategy = _ring()
     generator = tf.random.Generator.from_seed(1)
     draw = strategy.step(
@@ -170,7 +170,7 @@ class OneCopyTest(tf.test.TestCase, parameterized.TestCase):
       draw()
 
   @parameterized.parameters(_ring, _central)
-  def test_elements_of_one_copy_in_a_loop(self, create):
+  def test_loop_reads_elements_of_a_variable_with_one_copy(self, create):
     strategy = create()
     table = tf.Variable([[1.0], [2.0]])
     with strategy.scope():
@@ -210,7 +210,7 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
   """In `strategy.run`, each replica sees its own rows."""
 
   @parameterized.product(create=(_ring, _central), where=('branch', 'loop'))
-  def test_a_reduction_in_control_flow_is_refused(self, create, where):
+  def test_reduction_in_control_flow_is_refused(self, create, where):
     strategy = create()
     with strategy.scope():
       variable, optimizer = keras.Variable([1.0]), keras.optimizers.SGD(1.0)
@@ -238,9 +238,7 @@ class ReplicaCodeTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(found, [[-6.0]] * 2)
 
   @parameterized.parameters('step', 'run')
-  def test_a_loss_scale_that_is_not_built_sees_the_gradients_of_all(
-    self, method
-  ):
+  def test_unbuilt_loss_scale_uses_gradients_of_all_replicas(self, method):
     strategy = _ring()
     with strategy.scope():
       variable = keras.Variable([0.0])

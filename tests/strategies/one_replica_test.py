@@ -1,4 +1,4 @@
-"""With one replica, a step has the operations that it has without a strategy."""
+"""With one replica, a step has the same operations as without a strategy."""
 
 import collections
 import functools
@@ -49,7 +49,7 @@ def _loss_scale():
 
 
 def _built(strategy, make_optimizer):
-  """A model and an optimizer that have their variables."""
+  """Returns a built model and a built optimizer."""
   keras.backend.clear_session()
   keras.utils.set_random_seed(1)
   with strategy.scope():
@@ -69,11 +69,11 @@ def _built(strategy, make_optimizer):
 
 
 def _steps_of_model(strategy, make_optimizer, compiles):
-  """The graphs of what `fit`, `evaluate` and `predict` run."""
+  """Returns the graphs that `fit`, `evaluate` and `predict` run."""
   model, optimizer = _built(strategy, make_optimizer)
   with strategy.scope():
     model.compile(optimizer, 'mse', metrics=['mae'], jit_compile=compiles)
-  model.fit(_X, _Y, batch_size=4, verbose=0)  # Makes the metrics.
+  model.fit(_X, _Y, batch_size=4, verbose=0)  # Creates the metrics.
   model.make_train_function(force=True)
   model.fit(_X, _Y, batch_size=4, verbose=0)
   model.evaluate(_X, _Y, batch_size=4, verbose=0)
@@ -83,7 +83,7 @@ def _steps_of_model(strategy, make_optimizer, compiles):
 
 
 def _step_of_loop(strategy, make_optimizer, compiles):
-  """The graph of a step that uses whatever `tf.distribute` offers a loop."""
+  """Returns the graph of a custom step that uses many `tf.distribute` methods."""
   model, optimizer = _built(strategy, make_optimizer)
   with strategy.scope():
     metric = keras.metrics.MeanSquaredError()
@@ -124,7 +124,7 @@ def _of_one_device(trace, optimizer, compiles):
 
 
 def _graphs(function) -> list:
-  """The operations of the `tf.function`s that a function is, or calls."""
+  """Returns the operations of a `tf.function`, or of those that a function calls."""
   if hasattr(function, '_list_all_concrete_functions'):
     return [
       _operations(concrete.graph)
@@ -142,8 +142,8 @@ def _graphs(function) -> list:
 def _operations(graph) -> collections.Counter:
   """Returns the number of operations of each type, including called functions.
 
-  Arguments are not counted, because a distributed data set has another kind of
-  iterator.
+  Arguments are not counted, because a distributed dataset has a different type
+  of iterator.
   """
   count = collections.Counter()
   for op in graph.get_operations():
@@ -171,15 +171,15 @@ class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
     name=list(_STRATEGIES),
     case=((_adam, False), tiers.soak(_loss_scale, True)),
   )
-  def test_steps_have_no_operation_more(self, name, case):
-    self.assert_no_operation_more(name, *case)
+  def test_steps_have_no_extra_operations(self, name, case):
+    self.assert_no_extra_operations(name, *case)
 
   @parameterized.parameters('ring_mirrored', 'multi_worker_collective')
-  def test_compiled_steps_have_no_operation_more(self, name):
-    """Checks that they run as well: XLA takes none of our collectives."""
-    self.assert_no_operation_more(name, _loss_scale, True)
+  def test_compiled_steps_have_no_extra_operations(self, name):
+    """Checks that the steps also run: XLA does not compile our collectives."""
+    self.assert_no_extra_operations(name, _loss_scale, True)
 
-  def assert_no_operation_more(self, name, optimizer, compiles):
+  def assert_no_extra_operations(self, name, optimizer, compiles):
     """Checks the graphs of all kinds of steps."""
     for trace in (_steps_of_model, _step_of_loop):
       expected = _of_one_device(trace, optimizer, compiles)
@@ -187,15 +187,15 @@ class OneReplicaTest(tf.test.TestCase, parameterized.TestCase):
       self.assertGreater(sum(c.total() for c in expected), 50)
       for ours, theirs in zip(found, expected, strict=True):
         self.assertEmpty(ours - theirs)
-        # Keras's own all-reduce of gradients, which optimizers of a scope leave out.
+        # Part of the all-reduce in Keras, which an optimizer of a strategy skips.
         less = (theirs - ours).keys()
         self.assertLessEqual(less, {'Identity', 'IdentityN'})
 
   @parameterized.product(
     name=('one_device', 'parameter_server'), is_built=(True, False)
   )
-  def test_fit_draws_no_batch_to_make_variables(self, name, is_built):
-    """The batch would be lost, and a seeded shuffle would go on to its next order."""
+  def test_fit_reads_no_batch_to_create_variables(self, name, is_built):
+    """Checks that no batch is lost and a seeded shuffle keeps its first order."""
 
     def losses(strategy):
       keras.utils.set_random_seed(1)

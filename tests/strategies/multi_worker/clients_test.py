@@ -128,7 +128,7 @@ class ClientsTest(tf.test.TestCase, parameterized.TestCase):
     )
 
   @pytest.mark.soak
-  def test_keras_tuner_searches_as_on_one_device(self):
+  def test_keras_tuner_gives_the_results_of_one_device(self):
     directory = self.create_tempdir().full_path
     alone = _search(None, os.path.join(directory, 'alone'))
     shared = os.path.join(directory, 'shared')

@@ -19,7 +19,7 @@ virtual_devices.configure()
 _LINK = 'nccl' if nccl.IS_GPU else 'ring'
 
 
-def _start_at_a_taken_port(rank):
+def _start_with_port_in_use(rank):
   """Returns whether the error names an address at which another socket listens."""
   addresses = processes.addresses(2)
   cluster = tfs.cluster.ClusterConfig({'worker': addresses}, 'worker', rank)
@@ -34,16 +34,16 @@ def _start_at_a_taken_port(rank):
 class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('whole_gpus', 'auto', (1, 1), 'nccl'),
-    ('parts', 'auto', (2,), 'ring'),
-    ('ring_was_asked_for', 'ring', (1, 1), 'ring'),
+    ('virtual_gpus', 'auto', (2,), 'ring'),
+    ('ring_requested', 'ring', (1, 1), 'ring'),
   )
-  def test_is_chosen(self, asked, parts, expected):
+  def test_communication_is_chosen_by_device(self, asked, parts, expected):
     options = tfs.CollectiveOptions(communication=asked)
     with fake_gpus.machine(*parts):
       found = collective_strategy._communication(options, fake_gpus.names(2))
     self.assertEqual(found, expected)
 
-  def test_refused_before_anybody_is_waited_for(self):
+  def test_invalid_communication_is_refused_before_waiting(self):
     addresses = processes.addresses(2)
     cluster = tfs.cluster.ClusterConfig({'worker': addresses}, 'worker', 0)
     with (
@@ -56,13 +56,13 @@ class CommunicationTest(tf.test.TestCase, parameterized.TestCase):
         cluster, tfs.CollectiveOptions(communication='nccl')
       )
 
-  def test_taken_port_is_named(self):
-    [is_named] = processes.run_workers(_start_at_a_taken_port, 1)
+  def test_port_in_use_is_named(self):
+    [is_named] = processes.run_workers(_start_with_port_in_use, 1)
     self.assertTrue(is_named)
 
 
 class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
-  """The step of a loop that XLA compiles, on devices that stand for GPUs.
+  """A step of a custom loop that XLA compiles, on devices that stand for GPUs.
 
   Here TensorFlow runs an all-reduce on each replica, together with the worker's
   other replicas.
@@ -92,18 +92,18 @@ class CompiledLoopTest(tf.test.TestCase, parameterized.TestCase):
     ):
       return step.get_concrete_function().graph
 
-  def test_of_one_worker_is_left_to_tensorflow(self):
+  def test_one_worker_uses_all_reduce_of_tensorflow(self):
     graph = self.trace(workers=1)
     types = [operation.type for operation in graph.get_operations()]
     self.assertEqual(types.count('CollectiveReduceV2'), 2)
 
-  def test_on_parts_of_a_gpu_is_refused(self):
+  def test_virtual_gpus_are_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'whole GPUs .*jit_compile=True'
     ):
       self.trace(workers=1, is_whole=False)
 
-  def test_of_several_workers_is_refused(self):
+  def test_several_workers_are_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'between workers.*jit_compile=False'
     ):
@@ -114,7 +114,7 @@ class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
   """One worker on a whole GPU, if there is one."""
 
   @tiers.named_parameters(('auto', 'auto'), tiers.soak('by_name', _LINK))
-  def test_reduces(self, communication):
+  def test_all_reduce_runs_on_the_device(self, communication):
     [(found, report, sums)] = processes.run_workers(
       nccl.collective, 1, args=(communication,)
     )
@@ -128,7 +128,7 @@ class OneWorkerTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(False, True)
   @pytest.mark.soak
-  def test_fit(self, jit_compile):
+  def test_fit_equals_one_device(self, jit_compile):
     [(difference, moved, report)] = processes.run_workers(
       nccl.fit, 1, args=(jit_compile,)
     )

@@ -152,7 +152,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
     tf.nest.map_structure(np.testing.assert_array_equal, one, other)
 
   @tiers.parameters(2, tiers.soak(3))
-  def test_workers_agree_and_a_resumed_run_equals_another(self, count):
+  def test_workers_are_equal_and_runs_resume_exactly(self, count):
     first, *others = _results(count)
     for other in others:
       for kind in ('trained', 'scaled'):
@@ -162,7 +162,7 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       self.assert_same(found['resumed'], found['trained']['weights'])
 
   @tiers.parameters(2, tiers.soak(3))
-  def test_bytes_are_those_of_the_formulas(self, count):
+  def test_bytes_sent_equal_the_formula(self, count):
     shapes = [(_UNITS, _UNITS), (_UNITS,), (_UNITS, 8), (8,)]
     sent = 0
     for shape in shapes:
@@ -172,18 +172,18 @@ class CompressedTrainingTest(tf.test.TestCase, parameterized.TestCase):
       sent += sum(others) + (count - 1) * first
     steps = _results(count)[0]['trained']['bytes']
     self.assertLen(set(steps), 1)
-    # The remaining bytes are the metrics. Between three, a small bucket goes straight
-    # to all, which takes more bytes.
+    # The remaining bytes are the metrics. With three workers, small buckets are sent
+    # directly to all, which takes more bytes.
     most = 100 if count == 2 else 4000
     self.assertBetween(steps[0] - sent, 0, most, (steps[0], sent))
 
-  def test_reports_are_exact_and_losses_near_those_without(self):
+  def test_reports_are_exact_and_losses_close_to_uncompressed(self):
     for found in _results(2):
       self.assertEqual(found['exact_reports'], found['reports'])
       self.assertLess(found['trained']['loss'], 1.01 * found['exact']['loss'])
 
   @tiers.parameters(2, tiers.soak(3))
-  def test_loss_scaling_sees_overflows_and_goes_on(self, count):
+  def test_loss_scaling_detects_overflow_and_training_continues(self, count):
     for result in _results(count):
       scaled = result['scaled']
       # The scale was halved at least once, and then training continued.

@@ -17,7 +17,7 @@ _DEADLINE_SECONDS = 240
 
 
 def _strategy(devices=1, ring=None, is_sharded=False):
-  """Returns a strategy whose workers wait for each other, but not for long."""
+  """Returns a strategy with a short rendezvous timeout."""
   group = process_group.GroupOptions.from_env(rendezvous_timeout_seconds=90.0)
   return tfs.MultiWorkerRingStrategy(
     options=tfs.RingOptions(group=group, **(ring or {})),
@@ -128,7 +128,7 @@ class ErrorsTest(parameterized.TestCase):
     ('bucket_bytes', 'bucket_bytes', '1000', '1001'),
     ('shard_optimizer_state', 'shard_optimizer_state'),
   )
-  def test_what_does_not_match(self, name, *parts):
+  def test_mismatch_is_reported_on_all_workers(self, name, *parts):
     first, second = (result[name] for result in self.results)
     self.assertEqual(str(first), str(second))
     for error in (first, second):
@@ -143,14 +143,14 @@ class ErrorsTest(parameterized.TestCase):
       self.assertIn(part, str(first))
 
   @parameterized.parameters(('callback', ValueError), ('early', type(None)))
-  def test_worker_that_ends_early(self, name, kind):
+  def test_early_end_of_a_worker_is_reported(self, name, kind):
     mine, ended = (result[name] for result in self.results)
     self.assertIsInstance(mine, tfs.errors.WorkerUnavailableError)
     self.assertIsInstance(ended, kind)
     self.assertEqual(mine.rank, 1)
     self.assertIn('left the group', str(mine))
 
-  def test_algorithm_that_cannot_divide_optimizer_state(self):
+  def test_algorithm_without_sharded_state_is_refused(self):
     for result in self.results:
       self.assertIsInstance(result['tree'], tfs.errors.UnsupportedOptionError)
       self.assertIn("'tree'", str(result['tree']))

@@ -1,4 +1,4 @@
-"""Workers see each element exactly once, in step, whatever each of them reads."""
+"""Workers train on each element exactly once, whichever data they read."""
 
 import collections
 import os
@@ -107,7 +107,7 @@ def _other_seed(strategy):
   return result
 
 
-def _given_up(strategy):
+def _abandoned(strategy):
   """Abandons some iterators in the middle, then finishes one."""
   rows = tf.data.Dataset.range
   for dataset in (
@@ -176,7 +176,7 @@ _PROGRAMS = {
   'from_function': _from_function,
   'other_data': _other_data,
   'other_seed': _other_seed,
-  'given_up': _given_up,
+  'abandoned': _abandoned,
   **{
     f'{rows}_rows': lambda strategy, rows=rows, policy=policy: _share(
       strategy, tf.data.Dataset.range(rows), policy
@@ -237,14 +237,14 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
           self.assertEqual(all_rows, by_worker[0][1])
           replicas += parts
         self.assertEqual(by_worker[0][1], [len(p) for p in replicas])
-        self.assertGreater(sum(by_worker[0][1]), 0, 'nobody has rows')
+        self.assertGreater(sum(by_worker[0][1]), 0, 'no worker has rows')
         epoch.append(replicas)
       yield epoch
 
   def flat(self, epoch):
     return [x for batch in epoch for rows in batch for x in rows]
 
-  def test_same_data_are_split(self):
+  def test_same_data_is_split(self):
     for rows, _ in _SAME_DATA:
       for epoch in self.epochs(f'{rows}_rows'):
         self.assertLen(epoch, 2)
@@ -266,8 +266,8 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
             owners[x // 100].add(replica_id // self.devices)
       self.assertEqual({len(each) for each in owners.values()}, {1})
 
-  @parameterized.parameters('from_function', 'given_up')
-  def test_workers_with_less_data_go_on_without(self, name):
+  @parameterized.parameters('from_function', 'abandoned')
+  def test_workers_without_data_take_part_with_empty_batches(self, name):
     replicas = self.workers * self.devices
     limit = 2 if name == 'from_function' else -(-12 // replicas)
     for epoch in self.epochs(name):
@@ -280,18 +280,18 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
       # The first worker has the fewest rows, and none at the end.
       self.assertEqual(self.flat([epoch[-1][: self.devices]]), [])
 
-  def test_unseeded_shuffle_is_the_same_everywhere(self):
+  def test_unseeded_shuffle_is_equal_on_all_workers(self):
     epochs = list(self.epochs('unseeded_shuffle'))
     for epoch in epochs:
       self.assertCountEqual(self.flat(epoch), range(40))
       self.assertNotEqual(self.flat(epoch), list(range(40)))
     self.assertNotEqual(self.flat(epochs[0]), self.flat(epochs[1]))
 
-  def test_keras_shuffles_alike_without_a_seed(self):
+  def test_keras_shuffle_without_seed_is_equal_on_all_workers(self):
     for counts in self.results('keras_shuffle'):
       self.assertAllClose(counts, [[1.0] * 48, [2.0] * 48], 1e-6, 1e-6)
 
-  def test_keras_trains_on_all_of_each_workers_data(self):
+  def test_keras_trains_on_all_data_of_each_worker(self):
     want = np.zeros(100 * self.workers)
     for rank in range(self.workers):
       want[_own_rows(rank)] = 2
@@ -302,7 +302,7 @@ class InputTest(tf.test.TestCase, parameterized.TestCase):
     ('other_data', 'Fix: pass every worker the whole'),
     ('other_seed', 'Fix: call tf.random.set_seed'),
   )
-  def test_different_data_are_refused(self, name, fix):
+  def test_different_data_is_refused(self, name, fix):
     for message, ranks in self.results(name):
       self.assertEqual(ranks, tuple(range(1, self.workers)), message)
       self.assertIn('batch 0 of a data set to be the same', message)

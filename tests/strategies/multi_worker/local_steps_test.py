@@ -1,4 +1,4 @@
-"""`LocalSteps`: workers train apart and meet exactly as a simulation does."""
+"""`LocalSteps`: workers that train separately and synchronize equal a simulation."""
 
 import functools
 import tempfile
@@ -70,7 +70,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLess(largest(a, b), _TOLERANCE)
 
   @tiers.parameters(2, tiers.soak(3))
-  def test_a_meeting_in_every_step_is_synchronous_training(self, count):
+  def test_meeting_in_every_step_equals_synchronous_training(self, count):
     found = [result['one_row_left'] for result in _results(count, 'first')]
     self.assert_same_bits(found)
     # On one device, without local steps.
@@ -89,11 +89,11 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     *[tiers.soak('more', name, 2) for name in _JOBS['more']],
     tiers.soak('collective', 'diloco', 2),
   )
-  def test_equals_a_simulation(self, start, name, count):
+  def test_training_equals_a_simulation(self, start, name, count):
     """Checks that all workers have the same bits and match the simulation."""
     found = [result[name] for result in _results(count, start)]
     self.assert_same_bits(found)
-    # These are equal after meetings, and `fit` ends with one.
+    # The outer state is equal after a meeting, and `fit` ends with one.
     self.assert_same_bits(found, 'outer')
     self.assert_same_bits(found, 'anchors')
     job = _JOBS[start][name]
@@ -102,11 +102,11 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     if job.policy == 'float32':
       self.assertEqual(evaluations, evaluations[:1] * count)
 
-  def test_one_worker_skips_what_overflows(self):
+  def test_only_the_worker_with_an_overflow_skips_a_step(self):
     found = [result['float16'] for result in _results(2, 'first')]
     self.assertGreater(found[0]['iterations'], found[1]['iterations'])
 
-  def test_nothing_crosses_workers_between_meetings(self):
+  def test_workers_do_not_communicate_between_meetings(self):
     found = [result['diloco'] for result in _results(2, 'first')]
     steps = 11  # In an epoch; the last batch has one row.
     weights, logs, calls = zip(
@@ -118,9 +118,9 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
       equal = largest(weights[0][i], weights[1][i]) == 0
       self.assertEqual(equal, meets, f'step {i}')
       self.assertNotEqual(logs[0][i], logs[1][i])
-      for told in calls:
+      for counts in calls:
         # One all-reduce for the number of rows, and one for the differences.
-        self.assertEqual(told[i] - before, 2 * meets, f'step {i}')
+        self.assertEqual(counts[i] - before, 2 * meets, f'step {i}')
       before = calls[0][i]
     # The epoch's report covers all workers' rows, from each worker's metric
     # sums.
@@ -129,7 +129,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
       logs[0][steps - 1]['loss'], found[0]['history']['loss'][0]
     )
 
-  def test_a_loop_equals_a_simulation(self):
+  def test_custom_loop_equals_a_simulation(self):
     job = _diloco(rows=120, devices=2)
     found = processes.run_workers(workers_lib.loop, 2, args=(job,))
     self.assert_same_bits(found)
@@ -139,10 +139,8 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     steps = np.arange(2, len(meets) + 2)
     self.assertAllEqual(meets, 2 * (steps % job.every == 0))
 
-  def test_steps_are_not_left_behind_with_an_optimizer(self):
-    """Replaces the optimizer: without a meeting, workers would continue from
-    different weights.
-    """
+  def test_replacing_the_optimizer_synchronizes_workers(self):
+    """Checks that workers do not continue from different weights."""
     mine, other = processes.run_workers(
       workers_lib.replace_optimizer, 2, args=(_diloco(),)
     )
@@ -151,7 +149,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
       for name in ('without_a_meeting', 'after_a_meeting'):
         self.assertEqual(largest(mine['after_a_meeting'], worker[name]), 0)
 
-  def test_a_run_goes_on_between_two_meetings(self):
+  def test_run_resumes_exactly_between_two_meetings(self):
     job = _diloco(layers='dropout', rows=131)
     with tempfile.TemporaryDirectory() as directory:
       found = processes.run_workers(

@@ -24,10 +24,10 @@ if mistake == 'own_train_function':
 model.fit(x, y, verbose=0)
 if mistake == 'fit' and is_first:
   model.fit(x, y, verbose=0)
-if mistake in ('evaluate', 'goes_on') and is_first:
+if mistake in ('evaluate', 'evaluate_then_fit') and is_first:
   model.evaluate(x, y, verbose=0)
 elif mistake == 'crash' and not is_first:
   raise ValueError('the disk of this worker is full')
-if mistake in ('goes_on', 'crash'):
+if mistake in ('evaluate_then_fit', 'crash'):
   model.fit(x, y, verbose=0)
 print('has ended')

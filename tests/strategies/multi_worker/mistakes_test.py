@@ -1,4 +1,4 @@
-"""If workers wait for one that does not come, the message says what to change."""
+"""If a worker misses a call that the others make, the message contains the fix."""
 
 import sys
 
@@ -18,7 +18,7 @@ _MISTAKES = (
   tiers.soak('fit', f'{_ENDED} while others are in fit. Fix: call it equally'),
   tiers.soak('rows', 'Fix: pass every worker the whole arrays'),
   tiers.soak(
-    'goes_on',
+    'evaluate_then_fit',
     'rank 0 in evaluate, rank 1 in the begin of fit. Fix: call the same',
   ),
   tiers.soak('rate', 'rank 0 has 0.5, rank 1 has 0.00999'),
@@ -32,7 +32,7 @@ _MISTAKES = (
 
 class MistakesTest(parameterized.TestCase):
   @tiers.parameters(*_MISTAKES)
-  def test_message(self, mistake, message):
+  def test_mistake_is_explained(self, mistake, message):
     done = processes.run_python(
       *('-m', 'tf_strategies.launch', '--num_workers=2', '--'),
       *(
@@ -43,20 +43,20 @@ class MistakesTest(parameterized.TestCase):
       ),
       deadline_seconds=240,
     )
-    said = done.stdout + done.stderr
-    self.assertEqual(done.returncode, 1, said)
-    self.assertIn(message, said)
-    self.assertNotIn('concurrent/futures', said)
+    output = done.stdout + done.stderr
+    self.assertEqual(done.returncode, 1, output)
+    self.assertIn(message, output)
+    self.assertNotIn('concurrent/futures', output)
     if mistake == 'crash':
       # The message must not report a program that failed as one that ended
       # normally.
-      self.assertNotIn('has ended', said)
-      self.assertIn('worker 1 failed first', said)
+      self.assertNotIn('has ended', output)
+      self.assertIn('worker 1 failed first', output)
       # The traceback of the failed worker comes before the resulting errors.
-      before = said.partition(message)[0]
+      before = output.partition(message)[0]
       self.assertNotIn('[worker 0] Traceback', before)
     elif _ENDED in message:
-      self.assertIn('[worker 1] has ended', said)
+      self.assertIn('[worker 1] has ended', output)
 
 
 if __name__ == '__main__':

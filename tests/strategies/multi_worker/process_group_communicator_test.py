@@ -1,4 +1,4 @@
-"""Host calls keep their order, wait for all results, and fail with a type."""
+"""Host calls keep their order, wait for all results, and raise typed errors."""
 
 import functools
 import pickle
@@ -40,11 +40,11 @@ def _lost(rank=3):
   return error
 
 
-def _call(ring, x, name, seconds=0.0):
-  return ring.call('kind', lambda g, a: g.add(a, name, seconds), x, x.shape)
+def _call(queue, x, name, seconds=0.0):
+  return queue.call('kind', lambda g, a: g.add(a, name, seconds), x, x.shape)
 
 
-def _program(ring):
+def _program(queue):
   """Returns a step whose calls depend on each other only by their order.
 
   Loops, branches and functions use their own variables. TensorFlow keeps the
@@ -57,7 +57,7 @@ def _program(ring):
 
   def call_with_variable(name, x):
     variables[name].assign_add(1.0)
-    return _call(ring, x, name, 0.05)
+    return _call(queue, x, name, 0.05)
 
   def loop(name, turns, x):
     return tf.while_loop(
@@ -76,16 +76,16 @@ def _program(ring):
     ]
     return [
       loop('while', 3, x),
-      *ring.call_all('kind_all', requests, virtual_devices.HOST),
+      *queue.call_all('kind_all', requests, virtual_devices.HOST),
       tf.cond(
         flag,
         lambda: call_with_variable('if', x),
-        lambda: _call(ring, x, 'else'),
+        lambda: _call(queue, x, 'else'),
       ),
-      _call(ring, x, 'middle'),
+      _call(queue, x, 'middle'),
       tf.function(call_with_variable)('inner', x),
       loop('second', 2, x),
-      _call(ring, x, 'last'),
+      _call(queue, x, 'last'),
     ]
 
   return step
@@ -93,7 +93,7 @@ def _program(ring):
 
 class OrderTest(tf.test.TestCase):
   @pytest.mark.smoke
-  def test_program_order_across_control_flow_and_functions(self):
+  def test_calls_keep_program_order_in_control_flow_and_functions(self):
     names = ['while'] * 3 + ['all_0', 'all_1', 'if', 'middle', 'inner']
     names += ['second', 'second', 'last']
     group = _RecordingGroup(more=10)
@@ -109,14 +109,14 @@ class OrderTest(tf.test.TestCase):
 
 class ResultsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(
-    # To another device than the host's each result is copied when it is there.
+    # Results for another device are copied as soon as each is available.
     device=(virtual_devices.HOST, virtual_devices.name(1)),
     fails=(False, True),
   )
-  def test_all_results_or_none(self, device, fails):
-    """Calls for two tensors; a host function sees the first one's result."""
+  def test_results_are_used_only_if_all_calls_succeed(self, device, fails):
+    """Makes calls for two tensors. A host function reads the result of the first."""
     group = _RecordingGroup(more=5)
-    ring = collective_queue.CollectiveQueue(group)
+    queue = collective_queue.CollectiveQueue(group)
 
     def work(group, array, index):
       if fails and index:
@@ -131,7 +131,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
         )
         for i in range(2)
       ]
-      first, _ = ring.call_all('kind', requests, device)
+      first, _ = queue.call_all('kind', requests, device)
       return tf.numpy_function(
         lambda a: group.add(a, f'saw {a.tolist()}'), [first], tf.int32
       )
@@ -145,8 +145,8 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(group.record, [0, 1, 'saw [6, 7]'])
 
   def test_xla_is_refused(self):
-    ring = collective_queue.CollectiveQueue(_RecordingGroup())
-    inner = tf.function(lambda x: _call(ring, x, 'x'))
+    queue = collective_queue.CollectiveQueue(_RecordingGroup())
+    inner = tf.function(lambda x: _call(queue, x, 'x'))
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, 'jit_compile=False'
     ):
@@ -156,7 +156,7 @@ class ResultsTest(tf.test.TestCase, parameterized.TestCase):
 class FailuresTest(tf.test.TestCase, parameterized.TestCase):
   def raised(self, error, wrap=tf.function):
     """Returns the error of a loop whose collective raises `error`."""
-    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+    queue = collective_queue.CollectiveQueue(_RecordingGroup())
 
     def work(group, array):
       raise error
@@ -164,7 +164,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     def step(x):
       return tf.while_loop(
         lambda i, _: i < 3,
-        lambda i, y: (i + 1, ring.call('kind', work, y, y.shape)),
+        lambda i, y: (i + 1, queue.call('kind', work, y, y.shape)),
         [tf.constant(0), x],
       )
 
@@ -174,7 +174,7 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
     return caught.exception
 
   @parameterized.parameters(tf.function, lambda step: step)
-  def test_typed_errors_leave_with_all_they_know(self, wrap):
+  def test_typed_error_keeps_its_attributes(self, wrap):
     raised = self.raised(_lost(), wrap)
     for each in (raised, pickle.loads(pickle.dumps(raised))):
       self.assertIsInstance(each, errors.WorkerUnavailableError)
@@ -185,35 +185,33 @@ class FailuresTest(tf.test.TestCase, parameterized.TestCase):
       isinstance(raised, tf.errors.UnknownError), wrap is tf.function
     )
 
-  def test_errors_of_the_same_step_twice_are_two(self):
-    ring = collective_queue.CollectiveQueue(_RecordingGroup())
+  def test_each_failure_of_a_step_raises_its_own_error(self):
+    queue = collective_queue.CollectiveQueue(_RecordingGroup())
     ranks = iter((5, 6))
 
     def work(group, array):
       raise _lost(next(ranks))
 
-    step = tf.function(lambda x: ring.call('kind', work, x, x.shape))
+    step = tf.function(lambda x: queue.call('kind', work, x, x.shape))
     for rank in (5, 6):
       with self.assertRaises(errors.WorkerUnavailableError) as caught:
         step(tf.constant(1.0))
       self.assertEqual(caught.exception.rank, rank)
 
-  def test_other_exceptions_stay_what_tensorflow_makes_of_them(self):
+  def test_other_exceptions_become_tensorflow_errors(self):
     raised = self.raised(RuntimeError('plain'))
     self.assertIs(type(raised), tf.errors.UnknownError)
     self.assertIn('plain', raised.message)
 
   @parameterized.parameters((None, None), (_lost(rank=2), 2))
-  def test_closed_ring_says_so_or_names_the_failure_of_its_group(
-    self, failure, rank
-  ):
+  def test_closed_queue_raises_the_failure_of_its_group(self, failure, rank):
     group = _RecordingGroup()
-    ring = collective_queue.CollectiveQueue(group)
-    in_graph = tf.function(lambda x: _call(ring, x, 'x'))
+    queue = collective_queue.CollectiveQueue(group)
+    in_graph = tf.function(lambda x: _call(queue, x, 'x'))
     in_graph(tf.constant(1.0))
     group.failure = failure
-    ring.close()
-    for step in (in_graph, lambda x: _call(ring, x, 'x')):
+    queue.close()
+    for step in (in_graph, lambda x: _call(queue, x, 'x')):
       with self.assertRaises(errors.WorkerUnavailableError) as caught:
         step(tf.constant(1.0))
       self.assertEqual(caught.exception.rank, rank)

@@ -1,4 +1,4 @@
-"""A worker waits in TensorFlow's runtime for a peer that has died."""
+"""TensorFlow's runtime reports a dead peer within the deadline."""
 
 import os
 import time
@@ -12,12 +12,12 @@ _TIMEOUT_SECONDS = 4.0
 
 
 def _exchange(rank):
-  """Lets rank 1 die, and returns the error of rank 0 with its delay."""
+  """Exits on rank 1. Returns the error of rank 0 and its delay."""
   strategy = tfs.MultiWorkerCollectiveStrategy(
     options=tfs.CollectiveOptions(timeout_seconds=_TIMEOUT_SECONDS)
   )
   exchange = strategy.extended.communicator.exchange
-  answers = exchange('before', rank)
+  values = exchange('before', rank)
   if rank == 1:
     os._exit(0)
   started = time.monotonic()
@@ -25,12 +25,12 @@ def _exchange(rank):
     exchange('after', None)
   except tfs.errors.Error as e:
     seconds = time.monotonic() - started
-    return answers, type(e).__name__, e.rank, str(e), seconds
+    return values, type(e).__name__, e.rank, str(e), seconds
   return None
 
 
 class ExchangeTest(absltest.TestCase):
-  def test_peer_that_died_is_named_within_the_options_deadline(self):
+  def test_dead_peer_is_named_within_the_deadline(self):
     with processes.ProcessGroup(deadline=120) as group:
       addresses = processes.addresses(2)
       for rank in range(2):
@@ -39,8 +39,8 @@ class ExchangeTest(absltest.TestCase):
           rank, _exchange, (rank,), {'TF_CONFIG': config}, exits_at_once=True
         )
       (outcome,) = group.wait_for([0])
-    answers, kind, rank, message, seconds = outcome.result()
-    self.assertEqual(answers, [0, 1])
+    values, kind, rank, message, seconds = outcome.result()
+    self.assertEqual(values, [0, 1])
     self.assertIn(kind, ('CollectiveTimeoutError', 'WorkerUnavailableError'))
     self.assertEqual(rank, 1)
     self.assertIn("exchange 'after'", message)

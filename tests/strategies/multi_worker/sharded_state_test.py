@@ -1,4 +1,4 @@
-"""Optimizer state that workers divide among themselves, in real processes."""
+"""Optimizer state that is sharded across workers, in real processes."""
 
 import contextlib
 import itertools
@@ -57,21 +57,21 @@ def _measure_both(rank, devices):
 
 class CostTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.named_parameters(
-    ('two', 2, 1),
-    tiers.soak('three', 3, 1),
-    tiers.soak('two_of_two', 2, 2),
+    ('two_workers', 2, 1),
+    tiers.soak('three_workers', 3, 1),
+    tiers.soak('two_devices_each', 2, 2),
   )
-  def test_bytes(self, workers, devices):
+  def test_bytes_sent_and_stored(self, workers, devices):
     by_worker = processes.run_workers(
       _measure_both, workers, args=(devices,), deadline=_DEADLINE_SECONDS
     )
     for found in by_worker:
       (steps, (stored, whole), calls, _), plain = found
-      before, (all_of_it, _), calls_before, parameters = plain
+      before, (stored_plain, _), calls_before, parameters = plain
       self.assertGreater(min(before), parameters // 2)
       for mine, theirs in zip(steps, before, strict=True):
         self.assertLess(mine, theirs * _MOST_BYTES)
-      self.assertEqual(all_of_it, whole * devices)
+      self.assertEqual(stored_plain, whole * devices)
       self.assertLess(stored, whole * (1 / workers + 0.05))
       self.assertGreater(stored, whole / workers)
       self.assertGreater(calls['reduce_scatter'], 0)
@@ -79,7 +79,7 @@ class CostTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _save(rank, directory):
-  """Trains, saves in each way, continues, and returns the final state."""
+  """Trains, saves in both formats, continues, and returns the final state."""
   with contextlib.closing(ring()) as strategy:
     model = models.train(models.OPTIMIZERS['loss_scale'], strategy)
     checkpoint = tfs.Run(f'{directory}/run', model)
@@ -92,21 +92,21 @@ def _save(rank, directory):
 
 
 def _load(rank, directory, strategy=None):
-  """Loads in each way, continues, and returns the final states."""
+  """Loads from both formats, continues, and returns the final states."""
   del rank
-  return [_loaded(directory, way, strategy) for way in ('run', 'keras')]
+  return [_loaded(directory, source, strategy) for source in ('run', 'keras')]
 
 
-def _loaded(directory, way, strategy):
+def _loaded(directory, source, strategy):
   with contextlib.ExitStack() as stack:
     strategy = strategy or stack.enter_context(contextlib.closing(ring()))
     with strategy.scope():
-      if way == 'keras':
+      if source == 'keras':
         model = keras.models.load_model(f'{directory}/1.keras')
       else:
         model = models.dense_model()
         model.compile(models.OPTIMIZERS['loss_scale'](), 'mse')
-    if way == 'run':
+    if source == 'run':
       position = tfs.Run(f'{directory}/run', model).restore()
       assert position.epoch == 1, position
     model.fit(*models.numbers(), batch_size=13, shuffle=False, verbose=0)
@@ -115,7 +115,7 @@ def _loaded(directory, way, strategy):
 
 class CheckpointTest(tf.test.TestCase):
   @pytest.mark.smoke
-  def test_saved_by_two_loaded_by_three_and_one(self):
+  def test_state_of_two_workers_loads_on_three_and_one(self):
     directory = self.create_tempdir().full_path
     saved, other = processes.run_workers(
       _save, 2, args=(directory,), deadline=_DEADLINE_SECONDS

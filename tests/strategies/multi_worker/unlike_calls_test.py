@@ -1,4 +1,4 @@
-"""If calls would train for different times, workers raise when the call begins."""
+"""If workers pass different arguments to `fit`, they raise when the call begins."""
 
 import contextlib
 import time
@@ -89,7 +89,7 @@ def _call(model, method, options):
 
 def _call_all(rank, kind):
   """Returns this worker's error and its delay for each pair of calls."""
-  told = {}
+  found = {}
   with contextlib.closing(_strategy(kind)) as strategy:
     with strategy.scope():
       model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
@@ -103,21 +103,21 @@ def _call_all(rank, kind):
         error = 'none'
       except tfs.errors.CollectiveMismatchError as e:
         error = str(e)
-      told[name] = error, time.monotonic() - started
-  return told
+      found[name] = error, time.monotonic() - started
+  return found
 
 
 class UnlikeCallsTest(parameterized.TestCase):
   @tiers.parameters('multi_worker_ring', tiers.soak('multi_worker_collective'))
-  def test_every_worker_is_told_at_once(self, kind):
+  def test_every_worker_raises_at_once(self, kind):
     results = processes.run_workers(_call_all, 2, args=(kind,), deadline=240)
-    for name, (*_, what, first, second) in _CALLS.items():
-      for told, seconds in (result[name] for result in results):
+    for name, (*_, option, first, second) in _CALLS.items():
+      for message, seconds in (result[name] for result in results):
         with self.subTest(name):
           self.assertIn(
-            f'{what} to be the same on all workers: rank 0 has {first}, rank 1 has '
+            f'{option} to be the same on all workers: rank 0 has {first}, rank 1 has '
             f'{second}. Fix: ',
-            told,
+            message,
           )
           self.assertLess(seconds, 30)
 
