@@ -60,7 +60,7 @@ class RegistryTest(parameterized.TestCase):
       r"devices=\['CPU:0'\] beside compute_devices.*leave one out",
     ),
   )
-  def test_wrong_option(self, name, options, message):
+  def test_invalid_option_is_refused(self, name, options, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       tfs.create_strategy(name, **options)
 
@@ -79,7 +79,7 @@ class RegistryTest(parameterized.TestCase):
       ({'PMI_SIZE': '2'}, 'MPI.*create_strategy.*multi_worker_ring'),
     ),
   )
-  def test_local_strategy_of_a_task_that_trains_with_others(self, make, job):
+  def test_local_strategy_in_a_cluster_is_refused(self, make, job):
     environ, message = job
     os.environ.update(environ)
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
@@ -91,19 +91,19 @@ class RegistryTest(parameterized.TestCase):
     {'TF_CONFIG': _config('worker', worker=1)},
     {'TF_CONFIG': '{}', 'PMI_SIZE': '2'},
   )
-  def test_local_strategy_of_a_task_that_may_be_alone(self, **environ):
+  def test_local_strategy_of_an_independent_task(self, **environ):
     os.environ.update(environ)
     for name in ('one_device', 'mirrored', 'ring_mirrored', 'central_storage'):
       strategy = tfs.create_strategy(name)
       self.assertIsInstance(strategy, tf.distribute.Strategy)
 
-  def test_local_strategy_beside_that_of_the_job(self):
+  def test_local_strategy_after_a_multi_worker_strategy(self):
     tfs.create_strategy('multi_worker_ring').close()
     os.environ['TF_CONFIG'] = _config('worker', worker=2)
     strategy = tfs.create_strategy('ring_mirrored')
     self.assertIsInstance(strategy, tfs.RingMirroredStrategy)
 
-  def test_second_strategy_at_an_address_of_this_process(self):
+  def test_second_strategy_at_the_same_address_is_refused(self):
     address = f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
     options = {
       'cluster': tfs.cluster.ClusterConfig({'worker': [address]}, 'worker', 0)
@@ -117,7 +117,7 @@ class RegistryTest(parameterized.TestCase):
     first.close()
     tfs.create_strategy('multi_worker_ring', **options).close()
 
-  def test_right_options_of_parameter_servers_train_on_one_device(self):
+  def test_parameter_server_options_without_cluster_give_one_device(self):
     strategy = tfs.create_strategy(
       'parameter_server',
       mode='sync',

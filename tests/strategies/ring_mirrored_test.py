@@ -1,4 +1,4 @@
-"""RingMirroredStrategy reduces with its own op only, and rejects bad devices."""
+"""RingMirroredStrategy reduces only with its own op, and rejects invalid devices."""
 
 import keras
 import pytest
@@ -26,7 +26,7 @@ def _strategy(cross_device_ops=None):
 
 class RoutingTest(tf.test.TestCase):
   @pytest.mark.smoke
-  def test_every_way_to_reduce_uses_the_op_of_the_strategy(self):
+  def test_every_reduction_uses_the_op_of_the_strategy(self):
     ops = tfs.RingAllReduce()
     strategy = _strategy(ops)
     with strategy.scope():
@@ -67,7 +67,7 @@ class Scaled(keras.optimizers.SGD):
 
 
 class OptimizerTest(tf.test.TestCase):
-  def test_arguments_of_apply(self):
+  def test_apply_accepts_further_arguments(self):
     strategy = _strategy()
     with strategy.scope():
       variable, optimizer = tf.Variable(1.0), Scaled(1.0)
@@ -79,7 +79,7 @@ class OptimizerTest(tf.test.TestCase):
     tf.function(lambda: strategy.run(replica_fn))()
     self.assertEqual(variable.numpy(), 1 - len(DEVICES) * 0.125)
 
-  def test_an_update_outside_of_replicas_is_refused(self):
+  def test_update_outside_of_replicas_is_refused(self):
     with _strategy().scope():
       variable, optimizer = tf.Variable(1.0), keras.optimizers.SGD()
       with self.assertRaisesRegex(
@@ -95,10 +95,10 @@ def _count():
 _UNDIVIDED = {
   'reduce_mean': lambda y, p: tf.reduce_mean((p - y) ** 2),
   'ops_mean': lambda y, p: keras.ops.mean(keras.ops.square(p - y)),
-  'losses_of_rows': lambda y, p: tf.reduce_mean(
+  'mean_of_row_losses': lambda y, p: tf.reduce_mean(
     keras.losses.mean_squared_error(y, p)
   ),
-  'a_term': lambda y, p: (
+  'with_further_terms': lambda y, p: (
     tf.reduce_mean(tf.abs(p - y)) - tf.reduce_sum(p) / 8 + 1.0
   ),
 }
@@ -119,7 +119,7 @@ _DIVIDED = {
 
 
 class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
-  """A loop warns about gradients that are too large, and about nothing else."""
+  """A loop warns if its loss is not divided by the number of replicas."""
 
   def warnings(self, strategy, loss, change=lambda g: g, rows=16):
     """Returns the warnings of a loop, run twice in a `tf.function`."""
@@ -150,24 +150,24 @@ class UndividedLossTest(tf.test.TestCase, parameterized.TestCase):
     *[(name, OURS[0]) for name in _UNDIVIDED],
     *[('reduce_mean', make) for make in OURS[1:]],
   )
-  def test_undivided(self, name, make):
+  def test_undivided_loss_warns(self, name, make):
     lines = self.warnings(make(list(DEVICES)), _UNDIVIDED[name])
     self.assertLen(lines, 1)
     self.assertIn('4 times too large', lines[0])
     self.assertIn('strategy.num_replicas_in_sync', lines[0])
 
   @parameterized.parameters(*_DIVIDED)
-  def test_divided(self, name):
+  def test_divided_loss_does_not_warn(self, name):
     for rows in (16, 9):
       found = self.warnings(_strategy(), _DIVIDED[name], rows=rows)
       self.assertEmpty(found)
 
-  def test_what_divides_later(self):
+  def test_divided_gradient_does_not_warn(self):
     mean = _UNDIVIDED['reduce_mean']
     found = self.warnings(_strategy(), mean, change=lambda g: g / _count())
     self.assertEmpty(found)
 
-  def test_one_replica_divides_by_one(self):
+  def test_one_replica_does_not_warn(self):
     strategy = tfs.RingMirroredStrategy(list(DEVICES[:1]))
     found = self.warnings(strategy, _UNDIVIDED['reduce_mean'])
     self.assertEmpty(found)
@@ -184,7 +184,9 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
       ({'clipvalue': 100.0}, 4, tf.function),
     ],
   )
-  def test_as_under_mirrored_strategy(self, make, case):
+  def test_captured_gradient_counts_as_under_mirrored_strategy(
+    self, make, case
+  ):
     """Counts the gradient once, or once per replica if Keras changes it first."""
     options, count, wrap = case
     strategy = make(DEVICES)
@@ -202,7 +204,7 @@ class CapturedGradientTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllEqual(variable.numpy(), [1.0 - count, 2.0 - 3 * count])
 
   @parameterized.parameters(*OURS)
-  def test_an_accumulator_holds_the_gradient_of_the_whole_batch(self, make):
+  def test_accumulator_holds_the_gradient_of_the_whole_batch(self, make):
     """Checks that the accumulator equals one device's, as checkpoints require."""
     strategy = make(DEVICES)
     with strategy.scope():
@@ -227,7 +229,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     ),
     ('empty', [], 'at least one device'),
   )
-  def test_wrong_device_list(self, devices, message):
+  def test_invalid_device_list_is_refused(self, devices, message):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, f'{message}.*list_logical_devices'
     ):
@@ -238,7 +240,7 @@ class NumbersTest(tf.test.TestCase, parameterized.TestCase):
   """Python can use variables as numbers, as on one device."""
 
   @parameterized.parameters(*OURS[:2])
-  def test_of_variables(self, make):
+  def test_variables_convert_to_numbers(self, make):
     on_read = tf.VariableSynchronization.ON_READ
     with make(DEVICES[:2]).scope():
       optimizer = keras.optimizers.SGD(0.25)
@@ -256,7 +258,7 @@ class NumbersTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(float(total), 3.0)
 
   @parameterized.parameters(*OURS[:2])
-  def test_reducing_a_variable_counts_it_once_a_replica(self, make):
+  def test_reduced_variable_counts_once_per_replica(self, make):
     strategy = make(DEVICES[:3])
     with strategy.scope():
       variable = tf.Variable([1.0, 2.0])
@@ -265,7 +267,7 @@ class NumbersTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class SavedModelTest(tf.test.TestCase):
-  def test_function_that_reads_a_mean_of_replicas(self):
+  def test_saved_function_reads_the_mean_of_replicas(self):
     strategy = tfs.RingMirroredStrategy(virtual_devices.names(2))
     with strategy.scope():
       module = tf.Module()
@@ -299,7 +301,7 @@ class RegistryTest(tf.test.TestCase, parameterized.TestCase):
     ('multi_worker_ring', tfs.MultiWorkerRingStrategy),
     ('mirrored', tf.distribute.MirroredStrategy),
   )
-  def test_devices_as_tensorflow_lists_them(self, name, kind):
+  def test_logical_devices_are_accepted(self, name, kind):
     devices = tf.config.list_logical_devices(virtual_devices.KIND)[1:3]
     strategy = tfs.create_strategy(name, devices=devices)
     self.assertIsInstance(strategy, kind)

@@ -44,7 +44,7 @@ class RoundingTest(tf.test.TestCase):
     keras.config.set_dtype_policy('float32')
     super().tearDown()
 
-  def test_accumulation_with_adam(self):
+  def test_accumulation_with_adam_differs_only_by_rounding(self):
     exact, one, several = (
       _weights(*how) for how in (('float64', 1), ('float32', 1), ('float32', 4))
     )

@@ -71,7 +71,7 @@ MODES = ('outside', 'inside', 'eager')
 
 class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.product(name=tuple(_CASES), mode=MODES)
-  def test_they_are_left_out(self, name, mode):
+  def test_replicas_without_rows_are_left_out(self, name, mode):
     compute, want = _CASES[name]
     *results, last = _run(_strategy(), compute, 3, mode)
     values = np.arange(1.0, 4.0)
@@ -83,7 +83,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEmpty(last)
 
   @parameterized.product(mode=MODES)
-  def test_metric_variables_are_untouched(self, mode):
+  def test_metric_variables_are_unchanged(self, mode):
     strategy = _strategy()
     with strategy.scope():
       total = tf.Variable(
@@ -101,7 +101,7 @@ class RowlessReplicasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(total.numpy(), 1.0 + 2.0 + 2 * 8.0)
 
   @pytest.mark.smoke
-  def test_full_batches_pay_nothing(self):
+  def test_full_batches_add_no_branch(self):
     """Checks that the graph of a step with static shapes has no branch."""
     strategy = _strategy()
 

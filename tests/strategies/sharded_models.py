@@ -1,4 +1,4 @@
-"""Models, optimizers and training runs for tests of divided optimizer state."""
+"""Models, optimizers and training runs for tests of sharded optimizer state."""
 
 import keras
 import numpy as np

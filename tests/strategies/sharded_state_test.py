@@ -1,4 +1,4 @@
-"""Optimizer state that the devices of one process divide among themselves."""
+"""Optimizer state that is sharded across the devices of one process."""
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +20,7 @@ def sharded(devices=3):
 
 
 class ShardedStateTest(tf.test.TestCase):
-  """`programs_test.py` covers every optimizer with `sharded`; this the rest."""
+  """Tests other than the optimizers, which `programs_test.py` covers."""
 
   def assert_equal_models(self, one, other):
     """Checks that weights and optimizer state are equal except for rounding."""
@@ -29,7 +29,7 @@ class ShardedStateTest(tf.test.TestCase):
       for a, b in zip(mine, theirs, strict=True):
         self.assertAllClose(a, b, 1e-6, 1e-6)
 
-  def test_a_gradient_that_is_not_finite(self):
+  def test_gradient_that_is_not_finite_is_skipped(self):
     def data():
       x, y = models.numbers()
       x[20] = np.inf  # In one replica's part of the second batch.
@@ -39,10 +39,10 @@ class ShardedStateTest(tf.test.TestCase):
     model = models.train(models.OPTIMIZERS['loss_scale'], sharded(), data=data)
     self.assert_equal_models(one, model)
     self.assertTrue(np.isfinite(model.get_weights()[0]).all())
-    # The second step halves it, and two more double it.
+    # The second step halves the scale, and two more double it.
     self.assertEqual(float(model.optimizer.dynamic_scale.numpy()), 8.0)
 
-  def test_bytes_of_a_device(self):
+  def test_each_device_stores_its_share(self):
     devices = 3
     model = models.train(
       models.OPTIMIZERS['plain'], sharded(devices), model=models.large_model
@@ -57,7 +57,7 @@ class ShardedStateTest(tf.test.TestCase):
       self.assertLess(stored, whole * (1 / devices + 0.05))
       self.assertGreater(stored, whole / devices)
 
-  def test_reads_and_writes_are_of_the_whole(self):
+  def test_reads_and_writes_use_the_whole_value(self):
     model = models.train(models.OPTIMIZERS['adam'], sharded())
     slot = model.optimizer.variables[2]
     value = np.arange(7 * 33, dtype='float32').reshape(7, 33)
@@ -72,7 +72,7 @@ class ShardedStateTest(tf.test.TestCase):
       np.concatenate([c.numpy() for c in slot.value.values]), -value.ravel()
     )
 
-  def test_checkpoint_goes_on_elsewhere(self):
+  def test_checkpoint_continues_on_other_devices(self):
     x, y = models.numbers()
     model = models.train(models.OPTIMIZERS['adam'], sharded(2))
     path = tf.train.Checkpoint(model=model).write(
@@ -95,7 +95,7 @@ class ShardedStateTest(tf.test.TestCase):
     self.assertLen(found, 1)
     self.assertIn('Adafactor', found[0])
 
-  def test_loop_of_the_users_own(self):
+  def test_strategy_run_is_refused(self):
     strategy = sharded()
     with strategy.scope():
       model = models.dense_model()

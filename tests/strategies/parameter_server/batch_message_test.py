@@ -1,4 +1,4 @@
-"""A batch in one tensor, and packed tensors: every array, every bit."""
+"""A batch in one tensor, and packed tensors, keep every array and every bit."""
 
 import ml_dtypes
 import numpy as np
@@ -28,7 +28,7 @@ _DTYPES = (
 
 
 def _random(dtype, shape, seed) -> np.ndarray:
-  """Returns an array of random bits, NaNs included; a bool has only two values."""
+  """Returns an array of random bits, including NaNs. A bool has only two values."""
   rng = np.random.default_rng(seed)
   if dtype == np.bool_:
     return rng.integers(0, 2, shape).astype(np.bool_)
@@ -47,7 +47,7 @@ def _assert_same_bits(test, sent, received) -> None:
 
 class LayoutTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.parameters(*_DTYPES)
-  def test_every_dtype(self, dtype):
+  def test_every_dtype_is_read_back(self, dtype):
     shapes = ((2, 3), (), (0, 4), (17,), (4, 6))
     sent = [_random(dtype, s, i) for i, s in enumerate(shapes)]
     sent[-1] = sent[-1].T
@@ -55,20 +55,20 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     read = tf.function(batch.layout.read, autograph=False)
     found = [t.numpy() for t in read(tf.constant(batch.message()))]
     _assert_same_bits(self, sent, found)
-    # Elements that are written one by one would need more bytes.
+    # Writing the elements one by one would need more bytes.
     array = np.full(1000, 0xFF).astype(dtype)
     [message] = batch_message.Batch([array]).message()
     self.assertLess(len(message) - array.nbytes, 20)
     self.assertIn(array.tobytes(), message)
 
-  def test_array_that_is_too_large(self):
+  def test_too_large_array_is_refused(self):
     array = np.broadcast_to(np.float32(0), [2**29])
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, '2147483648 bytes.*smaller batches'
     ):
       batch_message.Batch([array]).message()
 
-  def test_strings_and_tensors_whose_sizes_differ(self):
+  def test_strings_and_tensors_of_varying_size(self):
     """Checks that all batches have one layout, so that the step is traced once."""
     words = ('', 'blue\0', 'gr\u00fcn', 'red')
     layouts = []
@@ -98,8 +98,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
       self.assertIsNone(others[1])
     self.assertLen({layout.key for layout in layouts}, 1)
 
-  def test_microbatches(self):
-    """Checks that they are the shares of several workers."""
+  def test_microbatches_are_the_shares_of_workers(self):
     numbers = np.eye(5, 3, dtype=np.float32)
     text = np.array(list('abcde'))
     parts = batch_message.Batch((numbers, None, text)).microbatches(2)
@@ -114,7 +113,7 @@ class LayoutTest(tf.test.TestCase, parameterized.TestCase):
     ):
       batch_message.Batch(np.array([{}, None]))
 
-  def test_key_tells_layouts_apart(self):
+  def test_layout_keys_are_unique(self):
     x, y = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
     keys = [
       batch_message.Batch(data).layout.key
@@ -159,7 +158,7 @@ class PackingTest(tf.test.TestCase, parameterized.TestCase):
       for i, dtype in enumerate(_DTYPES)
       for j, shape in enumerate(_SHAPES)
     ]
-    # A signalling NaN, numbers below the normal ones, and -0.0.
+    # A signaling NaN, subnormal numbers, and -0.0.
     words = [0x7FA00001, 0xFFC12345, 1, 0x80000001, 0x80000000]
     sent.append(np.array(words, np.uint32).view(np.float32))
     sent.append(np.array(words, np.uint64) << 32)

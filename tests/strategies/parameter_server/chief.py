@@ -1,4 +1,4 @@
-"""Runs many small programs in one chief, so that its start is paid for once."""
+"""Runs many small programs in one chief, so that it starts only once."""
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -8,13 +8,13 @@ from tests import parameter_servers
 
 
 class Programs:
-  """The results of programs that the chief of a job ran one after the other.
+  """Results of programs that run in the chief of a job, one after another.
 
   Args:
-    programs: module functions by name; each runs even if others failed.
+    programs: module functions by name. Each runs even if others fail.
     args: arguments of every program.
     num_workers: number of workers of the job.
-    num_ps: number of its servers.
+    num_ps: number of servers of the job.
   """
 
   def __init__(
@@ -28,7 +28,7 @@ class Programs:
       self._found = job.run(_run_all, (dict(programs), tuple(args)))
 
   def __getitem__(self, name: str) -> Any:
-    """Returns the result of a program; fails with its traceback if it raised."""
+    """Returns the result of a program. Fails with its traceback if it raised."""
     value, error = self._found[name]
     if error:
       raise AssertionError(f'{name}: {error}')

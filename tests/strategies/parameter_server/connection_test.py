@@ -1,4 +1,4 @@
-"""Which tasks count as dead, with a cluster whose deaths a test decides."""
+"""Detection of dead tasks in a simulated cluster."""
 
 import contextlib
 import queue
@@ -17,17 +17,18 @@ _TASKS = [('ps', 0), ('ps', 1), ('worker', 0), ('worker', 1)]
 class LivenessTest(parameterized.TestCase):
   def setUp(self):
     super().setUp()
-    # Processes that run, and those of them that this one has connected to.
+    # Tasks that run, and the running tasks that this process is connected to.
     self.running, self.known = set(_TASKS), set(_TASKS)
-    # How often each was started, as far as this one knows.
+    # How often each task was started, and the number that this process knows.
     self.starts = dict.fromkeys(_TASKS, 1)
     self.seen = dict(self.starts)
     cluster = mock.create_autospec(config_lib.ClusterConfig, instance=True)
     cluster.jobs = {
       job: [f'{job}-{i}:1' for i in range(2)] for job in ('ps', 'worker')
     }
-    # What happens while it is connected; and who was connected to in two parts.
-    self.die_meanwhile = ()
+    # Tasks that restart during a connection attempt, and the argument of each
+    # attempt: the tasks that need new connections.
+    self.die_during_connect = ()
     self.anew = []
     for patch in (
       mock.patch.multiple(
@@ -52,7 +53,7 @@ class LivenessTest(parameterized.TestCase):
     self.liveness = connection.Liveness(cluster)
     self.addCleanup(self.liveness.close)
 
-  def test_server_that_does_not_tell_who_drives_it_is_named(self):
+  def test_unreachable_server_is_named_when_taking_the_lease(self):
     lease = mock.Mock()
     lease.take.side_effect = tf.errors.UnavailableError(None, None, 'gone')
     with self.assertRaisesRegex(
@@ -60,17 +61,17 @@ class LivenessTest(parameterized.TestCase):
     ):
       self.liveness.hold_lease(lease, lambda error: None)
 
-  def test_watch_goes_on_when_it_cannot_read_who_drives_the_servers(self):
+  def test_lease_watch_continues_after_a_read_error(self):
     lease, taken = mock.Mock(), queue.SimpleQueue()
     error = errors.TakenOverError('another chief')
-    lease.check.side_effect = [ValueError('half a record'), error]
+    lease.check.side_effect = [ValueError('incomplete record'), error]
     with (
       mock.patch.object(connection, '_LEASE_SECONDS', 0.01),
       self.assertLogs(level='WARNING') as logs,
     ):
       self.liveness.hold_lease(lease, taken.put)
       self.assertIs(taken.get(timeout=60), error)
-    self.assertIn('ValueError: half a record', logs.output[0])
+    self.assertIn('ValueError: incomplete record', logs.output[0])
 
   def ask(self, address):
     job, _, rest = address.partition('-')
@@ -86,7 +87,7 @@ class LivenessTest(parameterized.TestCase):
   def connect(self, anew):
     self.anew.append(set(anew))
     self.seen = dict(self.starts)
-    self.restart(*self.die_meanwhile)
+    self.restart(*self.die_during_connect)
     self.known = set(self.running)
 
   def restart(self, *tasks):
@@ -94,10 +95,10 @@ class LivenessTest(parameterized.TestCase):
     for task in tasks:
       self.starts[task] += 1
 
-  def test_server_that_a_worker_came_back_with_is_dead_until_it_is_restored(
+  def test_restarted_server_is_dead_until_all_tasks_reconnect(
     self,
   ):
-    """Connecting to the worker connects to the server, which has nothing."""
+    """Reconnecting a worker also connects to the server, which has lost its state."""
     self.restart(('worker', 1), ('ps', 1))
     self.assertTrue(self.liveness.rejoin(1))
     error = self.liveness.server_error()
@@ -106,14 +107,14 @@ class LivenessTest(parameterized.TestCase):
     self.liveness.wait_for_all(10.0)
     self.assertIsNone(self.liveness.server_error())
 
-  def test_tasks_that_die_while_it_connects_are_dead_until_they_are_taken_up(
+  def test_tasks_that_die_during_a_reconnect_stay_dead_until_reconnected(
     self,
   ):
     self.restart(('worker', 1))
-    self.die_meanwhile = ('ps', 0), ('worker', 0)
-    # It has the devices of those before, for good.
+    self.die_during_connect = ('ps', 0), ('worker', 0)
+    # This process still has the devices of the old tasks.
     self.assertFalse(self.liveness.rejoin(1))
-    self.die_meanwhile = ()
+    self.die_during_connect = ()
     self.assertTrue(self.liveness.rejoin(1))
     self.assertEqual(self.anew, [set(), {('ps', 0), ('worker', 0)}])
     self.assertTrue(self.liveness.is_worker_alive(1))
@@ -125,9 +126,9 @@ class LivenessTest(parameterized.TestCase):
     self.liveness.wait_for_all(10.0)
     self.assertIsNone(self.liveness.server_error())
 
-  def test_of_an_attempt_that_fails_some_tasks_may_know(self):
+  def test_failed_reconnect_is_repeated_for_tasks_that_restarted(self):
     self.restart(('worker', 1))
-    self.die_meanwhile = (('ps', 0),)
+    self.die_during_connect = (('ps', 0),)
 
     def fail(anew):
       self.connect(anew)
@@ -138,11 +139,11 @@ class LivenessTest(parameterized.TestCase):
       self.assertRaises(tf.errors.UnavailableError),
     ):
       self.liveness.rejoin(1)
-    self.die_meanwhile = ()
+    self.die_during_connect = ()
     self.assertTrue(self.liveness.rejoin(1))
     self.assertEqual(self.anew, [set(), {('ps', 0)}])
 
-  def test_server_that_was_given_up_lacks_functions_until_it_is_restored(self):
+  def test_disconnected_server_is_dead_after_a_reconnect(self):
     self.restart(('worker', 1))
     with mock.patch.object(
       self.liveness._keepalive, 'is_disconnected', lambda t: t == ('ps', 1)
@@ -150,13 +151,13 @@ class LivenessTest(parameterized.TestCase):
       self.assertTrue(self.liveness.rejoin(1))
     self.assertEqual(self.liveness.server_error().server, 1)
 
-  def test_task_that_dies_while_all_are_connected_to(self):
-    self.die_meanwhile = (('ps', 1),)
+  def test_task_that_dies_while_all_reconnect(self):
+    self.die_during_connect = (('ps', 1),)
     connect = self.connect
 
     def connect_once(anew):
       connect(anew)
-      self.die_meanwhile = ()
+      self.die_during_connect = ()
 
     with mock.patch.object(_tf_internal, 'connect_again', connect_once):
       self.liveness.wait_for_all(10.0)
@@ -167,7 +168,7 @@ class LivenessTest(parameterized.TestCase):
 class LeaseTest(tf.test.TestCase):
   def setUp(self):
     super().setUp()
-    # There is no server: the file is in the memory of this process.
+    # Without a server, the file is in the memory of this process.
     self.enter_context(
       mock.patch.multiple(
         connection,
@@ -178,7 +179,7 @@ class LeaseTest(tf.test.TestCase):
     self.other = connection.Lease()
     self.other._record |= {'process': 'other', 'pids': ''}
 
-  def test_older_chief_that_leaves_takes_nothing_from_the_newer_one(self):
+  def test_older_chief_that_leaves_keeps_the_lease_of_the_newer_one(self):
     mine = connection.Lease()
     self.other.take()
     with mock.patch.object(connection, '_LEAVE_SECONDS', 0.0):
@@ -189,7 +190,7 @@ class LeaseTest(tf.test.TestCase):
     self.assertEqual(connection._read(), before)
     self.assertEqual(connection._newest(before), mine._record)
 
-  def test_waits_for_the_older_chief_also_if_it_left_before(self):
+  def test_take_waits_for_an_older_chief_that_returned(self):
     self.other.take()
     self.other.leave()
     self.other._add(self.other._record)
@@ -203,14 +204,14 @@ class LeaseTest(tf.test.TestCase):
       connection.Lease().take()
     self.assertLen(waited, 1)
 
-  def test_older_chief_is_told(self):
+  def test_check_raises_on_the_older_chief(self):
     mine = connection.Lease()
     mine.take()
     self.other._add(self.other._record)
     with self.assertRaisesRegex(errors.TakenOverError, 'taken over the'):
       mine.check()
     self.other.leave()
-    mine.check()  # Nobody has the servers any more.
+    mine.check()  # No other chief has the servers.
     self.assertEqual(connection._newest(connection._read()), mine._record)
 
 

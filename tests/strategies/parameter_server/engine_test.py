@@ -1,4 +1,4 @@
-"""Engines: bounded staleness, when slots are free, and steps whose shares are lost."""
+"""Engines: bounded staleness, reuse of slots, and steps whose shares are lost."""
 
 import collections
 import functools
@@ -36,7 +36,7 @@ def _make(kind, pool, *mode, **limits):
 
 
 class _Engine(engine_lib.Engine):
-  """Calls a function of the test for each share of a step; applies nothing."""
+  """Calls a function of the test for each share of a step. Applies nothing."""
 
   compute = None
 
@@ -67,7 +67,7 @@ class _Engine(engine_lib.Engine):
 
 
 class _ReadingEngine(_Engine):
-  """Reads numbers; `applied` has those of each step."""
+  """Reads numbers. `applied` has the numbers of each step."""
 
   def _run(self, worker, handle, slots, layout):
     [number] = tf.raw_ops.IteratorGetNext(
@@ -97,7 +97,7 @@ class SyncEngineTest(parameterized.TestCase):
     return _make(kind, self.pool, 'sync', backup_workers=backup_workers)
 
   def _reading_engine(self, compute, sizes, backup_workers=0):
-    """Returns an engine, and data of which worker w reads 10 w, 10 w + 1, ..."""
+    """Returns an engine and data. Worker w reads 10 w, 10 w + 1, ..."""
     engine = self._engine(len(sizes), backup_workers, _ReadingEngine)
     engine.compute, engine.applied = compute, []
 
@@ -118,8 +118,8 @@ class SyncEngineTest(parameterized.TestCase):
       engine.begin(_STEP, batch_message.Batch(np.arange(12, dtype=np.float32)))
 
   @parameterized.parameters(False, True)
-  def test_late_share_of_a_lost_worker(self, returns):
-    """Checks that it returns to the queue of a step that is already complete."""
+  def test_late_share_of_a_lost_worker_is_dropped(self, returns):
+    """Returns a share to the queue of a step that is already complete."""
     engine = self._engine(3, backup_workers=1)
     self.liveness.is_complete = lambda: returns
     is_taken, is_over = threading.Event(), threading.Event()
@@ -143,18 +143,18 @@ class SyncEngineTest(parameterized.TestCase):
 
   @pytest.mark.smoke
   def test_lost_share_does_not_wait_for_a_slow_worker(self):
-    """Whoever is free takes it: two of three count."""
+    """Checks that a free worker computes it. A step needs two of three shares."""
     engine = self._engine(3, backup_workers=1)
     self.liveness.is_complete = lambda: False
     is_slow = threading.Event()
     self.addCleanup(is_slow.set)
-    have_begun = threading.Barrier(3)
+    all_begun = threading.Barrier(3)
     first = set(range(3))
 
     def compute(worker):
       if worker in first:
         first.discard(worker)
-        have_begun.wait(_DEADLINE_SECONDS)
+        all_begun.wait(_DEADLINE_SECONDS)
         if worker == 1:
           self._lose(1)
         if worker == 2:
@@ -164,25 +164,25 @@ class SyncEngineTest(parameterized.TestCase):
     self._train(engine, 1)
     self.assertEqual(engine.report()['steps'], 1)
 
-  def test_other_shares_of_a_step_that_failed_are_not_applied(self):
+  def test_other_shares_of_a_failed_step_are_not_applied(self):
     engine = self._engine(3, backup_workers=1)
     may_end = threading.Event()
     self.addCleanup(may_end.set)
 
     def compute(worker):
       if worker == 2:
-        raise ValueError('the step itself')
+        raise ValueError('an error of the step')
       may_end.wait(_DEADLINE_SECONDS)
 
     engine.compute = compute
-    with self.assertRaisesRegex(ValueError, 'the step itself'):
+    with self.assertRaisesRegex(ValueError, 'an error of the step'):
       self._train(engine, 1)
     may_end.set()
     self.pool.forget()
     self.assertEqual(engine.report()['steps'], 0)
 
   @mock.patch.object(worker_pool, '_PAUSE_SECONDS', 0.1)
-  def test_nothing_is_applied_while_anything_connects(self):
+  def test_no_step_is_applied_during_a_reconnect(self):
     engine = self._engine(1, 0)
     begun, may_end = threading.Event(), threading.Event()
     self.addCleanup(may_end.set)
@@ -197,7 +197,7 @@ class SyncEngineTest(parameterized.TestCase):
       may_end.set()
       training.join(0.3)
       self.assertEqual(engine.report()['steps'], 0)
-      # Others, such as those that end the pool, do not wait.
+      # Other calls, such as those that end the pool, do not wait.
       asking = threading.Thread(target=self.pool.is_busy)
       asking.start()
       asking.join(1.0)
@@ -205,7 +205,7 @@ class SyncEngineTest(parameterized.TestCase):
     training.join(_DEADLINE_SECONDS)
     self.assertEqual(engine.report()['steps'], 1)
 
-  def test_results_that_are_lost_with_their_worker_are_computed_again(self):
+  def test_results_lost_with_a_worker_are_computed_again(self):
     """Lets a worker die after its call, before its results are fetched."""
     engine, source = self._reading_engine(None, (4, 3, 2))
     run, died = engine._run, []
@@ -225,8 +225,8 @@ class SyncEngineTest(parameterized.TestCase):
     self.assertEqual(died, [1])
     self.assertEqual(found, [[0, 10, 20], [1, 11, 21], [2, 12], [3]])
 
-  def test_late_worker_goes_on_where_the_others_are(self):
-    """Others evaluate what it would have, until it is back."""
+  def test_late_worker_continues_at_the_current_round(self):
+    """Checks that others evaluate its data until it is back."""
     seen, has_begun, is_applied = [], threading.Event(), threading.Event()
 
     def compute(worker, number):
@@ -235,7 +235,7 @@ class SyncEngineTest(parameterized.TestCase):
         has_begun.set()
         self.is_late.wait(_DEADLINE_SECONDS)
       elif number == 3:
-        is_applied.wait(_DEADLINE_SECONDS)  # So the others count.
+        is_applied.wait(_DEADLINE_SECONDS)  # So that the other shares count.
       else:
         has_begun.wait(_DEADLINE_SECONDS)
 
@@ -249,7 +249,7 @@ class SyncEngineTest(parameterized.TestCase):
       if number == 2:
         self.assertFalse(self.is_late.is_set())
         self.is_late.set()
-        # Until no worker does anything any more.
+        # Waits until no worker is running.
         processes.wait_until(lambda: not self.pool._running)
       found = [each.outputs for each in engine.run_round(step, tested)]
       want = [number, 10 + number, 20 + number]
@@ -264,7 +264,7 @@ class SyncEngineTest(parameterized.TestCase):
     self.pool.wait()
     self.assertLen(engine.applied, 5)
     self.assertEqual(engine.applied[3], [13, 23])
-    # All numbers of a step are of the same element, and no two of one worker.
+    # All numbers of a step have the same index, and come from different workers.
     for number, step in enumerate(engine.applied):
       self.assertLen(set(step), 2)
       self.assertEqual({n % 10 for n in step}, {number})
@@ -273,12 +273,12 @@ class SyncEngineTest(parameterized.TestCase):
 
 
 class _Part(worker_pool.Task):
-  """A step on data of which each worker has its own part.
+  """A step on data that is divided among the workers.
 
   Args:
-    left: steps that each worker can still do; changed by this.
-    done: gets who did it, in the order of beginning.
-    engine: that counts.
+    left: number of remaining steps of each worker. A step decreases it.
+    done: list to which a step appends its worker when it begins.
+    engine: the engine that counts the steps.
   """
 
   step = engine_lib.Step(run=None)
@@ -301,12 +301,12 @@ class _Part(worker_pool.Task):
 
   def __setattr__(self, name, value):
     super().__setattr__(name, value)
-    if name == 'worker':  # Under the pool's lock, when one takes it.
+    if name == 'worker':  # A worker takes the step, under the pool's lock.
       self._left[value] -= 1
       self._done.append(value)
 
   def run(self, worker):
-    # Long enough for another worker to come in between, if it may.
+    # Long enough for another worker to begin a step, if allowed.
     threading.Event().wait(0.01 if worker else 0.001)
     with self._engine.pool.lock:
       self._engine.finished(self)
@@ -320,7 +320,7 @@ class BoundedEngineTest(parameterized.TestCase):
     )
 
   def _run(self, engine, parts):
-    """Returns the worker that began each step; worker i has parts[i] steps."""
+    """Returns the worker of each step, in order. Worker i has parts[i] steps."""
     left, done = list(parts), []
     for _ in range(sum(parts)):
       self.pool.submit(_Part(left, done, engine))
@@ -330,9 +330,9 @@ class BoundedEngineTest(parameterized.TestCase):
   def assert_bound(self, done, parts, bound):
     counts = [0] * len(parts)
     for worker in done:
-      # Those that have all of their part behind them are not waited for.
+      # Workers that have finished their part are not waited for.
       others = [c for c, part in zip(counts, parts, strict=True) if c < part]
-      # The step of the slowest that runs has begun, so one more is counted.
+      # The running step of the slowest worker has begun, so it counts too.
       self.assertLessEqual(counts[worker] - min(others), bound + 1, done)
       counts[worker] += 1
     self.assertEqual(counts, list(parts))
@@ -340,16 +340,18 @@ class BoundedEngineTest(parameterized.TestCase):
   @parameterized.product(
     parts=[(3, 12), (12, 3), (0, 5), (4, 4), (1, 7, 4)], max_staleness=[0, 1, 3]
   )
-  def test_parts_of_different_size(self, parts, max_staleness):
+  def test_staleness_is_bounded_with_parts_of_different_size(
+    self, parts, max_staleness
+  ):
     engine = self._engine(len(parts), max_staleness)
     done = self._run(engine, parts)
     self.assert_bound(done, parts, max_staleness)
 
   @pytest.mark.smoke
-  def test_a_worker_without_work_joins_where_the_slowest_is(self):
+  def test_idle_worker_rejoins_at_the_count_of_the_slowest(self):
     engine = self._engine(2, 1)
     self._run(engine, (2, 30))
-    # It has not 28 steps to make up for first.
+    # The first worker need not catch up 28 steps.
     done = self._run(engine, (8, 8))
     self.assert_bound(done, (8, 8), 1)
 
@@ -371,7 +373,7 @@ class EngineTest(absltest.TestCase):
     )
     self.engine.finished(update)
 
-  def test_slots_are_in_use_until_they_were_applied(self):
+  def test_slots_are_reused_only_after_they_were_applied(self):
     layout = types.SimpleNamespace(key='a layout', specs={})
     update = types.SimpleNamespace(
       function=types.SimpleNamespace(layout=layout),
@@ -398,23 +400,23 @@ class EngineTest(absltest.TestCase):
     self.assertIs(self.engine.take_slots(layout), task.slots)
 
   @pytest.mark.smoke
-  def test_workers_in_turn_are_as_stale_as_there_are_others(self):
+  def test_staleness_of_workers_in_turn_is_the_number_of_others(self):
     for worker in range(3):
       self._start(worker)
     for _ in range(4):
       for worker in range(3):
         self._end(worker)
         self._start(worker)
-    # The first three began together: 0, 1 and 2 were applied before them.
+    # The first three began together, so 0, 1 and 2 steps were applied before theirs.
     self.assertEqual(self.engine.report()['staleness'], {0: 1, 1: 1, 2: 10})
 
-  def test_a_slow_worker_is_as_stale_as_the_others_were_fast(self):
+  def test_staleness_of_a_slow_worker_is_the_number_of_steps_of_others(self):
     self._start('slow')
     for _ in range(7):
       self._start('fast')
       self._end('fast')
     self._end('slow')
-    # A task without data is no step.
+    # A task without data does not count as a step.
     self._start('fast')
     self._end('fast', steps=0)
     report = self.engine.report()
@@ -423,7 +425,7 @@ class EngineTest(absltest.TestCase):
 
 
 class _Dataset(input.WorkerDataset):
-  """Five batches in two splits, of which handles are numbers."""
+  """Five batches in two splits. The handle of a split is its number."""
 
   def __init__(self, by_rounds=False):
     data = tf.data.Dataset.range(5).batch(1)
@@ -439,7 +441,7 @@ class _Dataset(input.WorkerDataset):
 
 
 class SourceTest(tf.test.TestCase):
-  def test_iterator_is_forgotten_when_it_was_read(self):
+  def test_iterator_is_deleted_at_its_end(self):
     source, lives = splits.Source(_Dataset()), collections.Counter()
     split, handles = source.splits[0], []
 
@@ -451,7 +453,7 @@ class SourceTest(tf.test.TestCase):
     gc.collect()
     self.assertIsNone(handles[0]())
 
-  def test_position_at_the_end_of_an_epoch_within_the_data(self):
+  def test_epoch_that_ends_within_the_data_keeps_its_position(self):
     """Checks that the next epoch continues after the last element trained on."""
     source = splits.Source(_Dataset())
     for _ in range(3):
@@ -464,9 +466,9 @@ class SourceTest(tf.test.TestCase):
     self.assertEqual(begun, [True, True, False])
     self.assertEqual(source.position, ())
 
-  def test_steps_of_rounds_after_a_resume(self):
+  def test_resumed_rounds_have_the_remaining_steps(self):
     source = splits.Source(_Dataset(True), Position(1, 1, (2, 2)))
-    # Of two that are done one was of an epoch before; one is left.
+    # One of the two done steps belongs to an earlier epoch.
     begun = [source.may_begin_step() for _ in range(3)]
     self.assertEqual(begun, [True, True, False])
 
@@ -495,7 +497,7 @@ class ReadTest(tf.test.TestCase):
   def done(self):
     return [split.done for split in self.source.splits]
 
-  def test_worker_that_is_back_waits_for_the_one_that_reads_its_split(self):
+  def test_returned_worker_waits_until_its_split_is_not_read(self):
     self.assertTrue(self.read(0))
     self.assertEqual(self.done(), [1, 0])
     self.pool.lost.add(1)
@@ -511,7 +513,7 @@ class ReadTest(tf.test.TestCase):
     self.assertEqual(self.done(), [1, 1])
     self.assertTrue(self.has_work_for(1))
 
-  def test_element_that_failed_is_read_again(self):
+  def test_failed_element_is_read_again(self):
     def fail(handle):
       raise tf.errors.UnavailableError(None, None, 'the worker is gone')
 
@@ -525,7 +527,7 @@ class ReadTest(tf.test.TestCase):
       self.assertTrue(self.read(0, lambda h: handles.append(int(h))))
     self.assertCountEqual(handles, [0, 1])
 
-  def test_data_end_when_all_splits_do(self):
+  def test_data_ends_when_all_splits_end(self):
     def end(handle):
       raise tf.errors.OutOfRangeError(None, None, 'End of sequence')
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the cluster, for tests of the pool and of engines."""
+"""Fake cluster objects for tests of the pool and of engines."""
 
 from tf_strategies.strategies.parameter_server import connection, worker_pool
 
@@ -6,7 +6,7 @@ DEADLINE_SECONDS = 60.0
 
 
 def pool(test, num_workers):
-  """A pool without a cluster, which the end of the test closes; and its liveness."""
+  """Returns a pool without a cluster, and its fake liveness. Closes it after the test."""
   liveness = Liveness()
   found = worker_pool.WorkerPool(range(num_workers), liveness, DEADLINE_SECONDS)
   test.addCleanup(found.close)
@@ -14,7 +14,7 @@ def pool(test, num_workers):
 
 
 class Liveness:
-  """Tells what a test says of the tasks; restarted workers rejoin at once."""
+  """Reports the tasks that a test marks as dead. Restarted workers rejoin at once."""
 
   def __init__(self):
     self.dead_servers = set()
@@ -53,7 +53,7 @@ class Liveness:
 
 
 class Recovery:
-  """Recovers nothing."""
+  """Runs actions without recovery."""
 
   def with_recovery(self, action):
     return action()

@@ -1,4 +1,4 @@
-"""Each element of a data set is trained on exactly once an epoch.
+"""Each element of a dataset is trained on exactly once per epoch.
 
 A model counts how often it has seen each element, on the servers.
 """
@@ -21,7 +21,7 @@ _EPOCHS = 2
 
 
 class Counting(keras.Model):
-  """Counts the elements that steps of each kind have seen."""
+  """Counts how often training and test steps have seen each element."""
 
   def __init__(self):
     super().__init__()
@@ -66,7 +66,7 @@ def _read_by_workers(strategy, change=lambda dataset: dataset):
 
 
 def _uneven_splits(strategy):
-  """Nearly all of the elements are one worker's."""
+  """Returns data in which one worker has nearly all elements."""
 
   def split(context):
     is_first = context.input_pipeline_id == 0
@@ -83,8 +83,8 @@ def _generator(strategy):
     yield from _dataset().batch(_BATCH).as_numpy_iterator()
 
 
-# Data of each kind, and options of `fit`.
-_FED = {
+# Functions that create data, and options of `fit`.
+_SENT = {
   'arrays': (lambda s: _elements(), {'batch_size': _BATCH}),
   'unknown_cardinality': (
     lambda s: _of_unknown_cardinality(_dataset()).batch(_BATCH),
@@ -96,7 +96,7 @@ _FED = {
     {'is_tested': True},
   ),
 }
-_READ = {
+_READ_BY_WORKERS = {
   'in_groups': (_read_by_workers, {'steps_per_execution': 3}),
   'of_unknown_cardinality': (
     functools.partial(_read_by_workers, change=_of_unknown_cardinality),
@@ -104,8 +104,8 @@ _READ = {
   ),
   'uneven_splits': (_uneven_splits, {}),
 }
-_ENDLESS = {
-  'endless': (
+_INFINITE = {
+  'infinite': (
     functools.partial(_read_by_workers, change=lambda d: d.repeat()),
     {'steps_per_epoch': 5},
   )
@@ -113,8 +113,8 @@ _ENDLESS = {
 
 
 def train(name, mode):
-  """Fits; the counts, and what the optimizer counted."""
-  make_data, options = (_FED | _READ | _ENDLESS)[name]
+  """Trains. Returns the counts of the model and of the optimizer."""
+  make_data, options = (_SENT | _READ_BY_WORKERS | _INFINITE)[name]
   options = dict(options)
   strategy = tfs.create_strategy('parameter_server', mode=mode)
   try:
@@ -145,7 +145,7 @@ def train(name, mode):
 class _InputTest(parameterized.TestCase):
   num_workers = 2
   mode = 'async'
-  names = (*_FED, *_READ, *_ENDLESS)
+  names = (*_SENT, *_READ_BY_WORKERS, *_INFINITE)
 
   @classmethod
   def setUpClass(cls):
@@ -153,7 +153,7 @@ class _InputTest(parameterized.TestCase):
     programs = {n: functools.partial(train, n) for n in cls.names}
     cls.found = chief.Programs(programs, [cls.mode], cls.num_workers)
 
-  def assert_each_element_once_an_epoch(self, name):
+  def assert_each_element_once_per_epoch(self, name):
     found = self.found[name]
     np.testing.assert_array_equal(found['trained'], [_EPOCHS] * _COUNT)
     times = _EPOCHS if name == 'distributed' else 0
@@ -161,21 +161,21 @@ class _InputTest(parameterized.TestCase):
     self.assertLen(found['losses'], _EPOCHS)
     self.assertTrue(np.isfinite(found['losses']).all())
 
-  @parameterized.parameters(*_FED)
-  def test_fed(self, name):
-    self.assert_each_element_once_an_epoch(name)
+  @parameterized.parameters(*_SENT)
+  def test_data_sent_to_workers(self, name):
+    self.assert_each_element_once_per_epoch(name)
     self.assertEqual(self.found[name]['iterations'], _EPOCHS * _STEPS)
 
 
 class TwoWorkersTest(_InputTest):
-  @parameterized.parameters(*_READ)
-  def test_read(self, name):
-    self.assert_each_element_once_an_epoch(name)
+  @parameterized.parameters(*_READ_BY_WORKERS)
+  def test_data_read_by_workers(self, name):
+    self.assert_each_element_once_per_epoch(name)
 
-  def test_read_without_end(self):
-    found = self.found['endless']
+  def test_infinite_data_read_by_workers(self):
+    found = self.found['infinite']
     self.assertEqual(found['iterations'], 10)
-    # 25 elements a split in batches of 8: the last one has a single element.
+    # 25 elements per split in batches of 8: the last batch has one element.
     self.assertBetween(found['trained'].sum(), 10, 10 * _BATCH)
 
 
@@ -192,10 +192,10 @@ class BoundedTest(TwoWorkersTest):
 @pytest.mark.soak
 class SyncTest(_InputTest):
   mode = 'sync'
-  names = tuple(_FED)
+  names = tuple(_SENT)
 
 
-del _InputTest  # Else it would be collected too.
+del _InputTest  # Otherwise it would be collected too.
 
 if __name__ == '__main__':
   tf.test.main()

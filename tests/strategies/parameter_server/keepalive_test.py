@@ -1,4 +1,4 @@
-"""Silent tasks: sockets and processes of this machine, stopped for real."""
+"""Silent tasks, with real sockets and stopped processes on this machine."""
 
 import multiprocessing
 import signal
@@ -18,7 +18,7 @@ _TIMEOUT = 1.0
 
 
 def _listen(answer: bytes | None = b'settings'):
-  """A listener whose connections get an answer; None leaves them alone."""
+  """Returns a listener that sends `answer` to each connection, or nothing if None."""
   listener = socket.create_server(('127.0.0.1', 0))
   if answer is not None:
     threading.Thread(
@@ -56,10 +56,10 @@ class AskTest(parameterized.TestCase):
     self.addCleanup(listener.close)
     return keepalive.ask(_address(listener), 0.5)
 
-  def test_what_an_address_says(self):
+  def test_answer_of_each_kind_of_address(self):
     self.assertEqual(self.ask(_listen()), keepalive.Answer.HELLO)
     self.assertEqual(self.ask(_listen(b'')), keepalive.Answer.REFUSED)
-    # The kernel takes the connection, and nobody says anything.
+    # The kernel accepts the connection, but no process answers.
     self.assertEqual(self.ask(_listen(None)), keepalive.Answer.NOTHING)
     closed = _listen(None)
     address = _address(closed)
@@ -67,22 +67,24 @@ class AskTest(parameterized.TestCase):
     self.assertEqual(keepalive.ask(address, 0.5), keepalive.Answer.REFUSED)
 
   def test_all_are_asked_at_the_same_time(self):
-    mute = [_listen(None) for _ in range(20)]
-    for listener in mute:
+    silent = [_listen(None) for _ in range(20)]
+    for listener in silent:
       self.addCleanup(listener.close)
-    speaker = _listen()
-    self.addCleanup(speaker.close)
-    addresses = {('worker', i): _address(m) for i, m in enumerate(mute)}
+    answering = _listen()
+    self.addCleanup(answering.close)
+    addresses = {('worker', i): _address(m) for i, m in enumerate(silent)}
     began = time.monotonic()
-    answers = keepalive.ask_all({**addresses, 'it': _address(speaker)}, 0.5)
+    answers = keepalive.ask_all(
+      {**addresses, 'answering': _address(answering)}, 0.5
+    )
     self.assertLess(time.monotonic() - began, 20 * 0.5 / 2)
-    self.assertEqual(answers.pop('it'), keepalive.Answer.HELLO)
+    self.assertEqual(answers.pop('answering'), keepalive.Answer.HELLO)
     self.assertEqual(
       answers, dict.fromkeys(addresses, keepalive.Answer.NOTHING)
     )
 
-  def test_questions_are_not_ended(self):
-    """Checks that `disconnect` spares questions: a closed one looks like a refusal."""
+  def test_probes_are_not_disconnected(self):
+    """Checks that `disconnect` spares probes: a closed one looks like a refusal."""
     listener = _listen(None)
     peers = keepalive.peers_of(_address(listener))
     is_over = threading.Event()
@@ -110,7 +112,7 @@ class KeepaliveTest(parameterized.TestCase):
       self.tasks.start_function(task, _serve, (sender,))
       if not receiver.poll(_DEADLINE_SECONDS):
         self.fail(f'{task} did not start')
-      # Connections are found by the number that the name has.
+      # Uses a name: connections must be found by its IP address.
       self.addresses[task] = receiver.recv().replace('127.0.0.1', 'localhost')
 
   def connect(self, task):
@@ -136,7 +138,7 @@ class KeepaliveTest(parameterized.TestCase):
     connection, others = self.connect(stopped), self.connect(other)
     with self.assertLogs('absl', 'WARNING') as logs:
       self.tasks.signal(*stopped, signal.SIGSTOP)
-      # Only the shutdown wakes it.
+      # Only a shutdown ends this call.
       self.assertEqual(connection.recv(1), b'')
       processes.wait_until(lambda: watch.is_disconnected(stopped))
     self.assertIn(f'worker 0 at {self.addresses[stopped]}', logs.output[0])
@@ -144,7 +146,7 @@ class KeepaliveTest(parameterized.TestCase):
     self.tasks.signal(*stopped, signal.SIGCONT)
     answers = keepalive.ask_all(self.addresses)
     self.assertEqual(set(answers.values()), {keepalive.Answer.HELLO})
-    # Earlier requests to it are lost all the same.
+    # Its earlier requests are lost nevertheless.
     self.assertTrue(watch.is_disconnected(stopped))
     watch.reset()
     again = self.connect(stopped)
@@ -155,7 +157,7 @@ class KeepaliveTest(parameterized.TestCase):
 
   @mock.patch.object(keepalive, '_FORGIVEN_SECONDS', 4 * _TIMEOUT)
   @pytest.mark.soak
-  def test_task_that_answers_for_long_enough_is_forgiven(self):
+  def test_task_that_answers_again_is_forgiven_after_a_while(self):
     stopped, other = self.addresses
     watch = self.watch()
     for task in (stopped, other):
@@ -164,11 +166,11 @@ class KeepaliveTest(parameterized.TestCase):
     self.tasks.signal(*stopped, signal.SIGCONT)
     continued_at = time.monotonic()
     processes.wait_until(lambda: not watch.is_disconnected(stopped))
-    # Since the last time that it was cut off, not since the first.
+    # Counted from the last disconnect, not from the first.
     self.assertGreater(time.monotonic() - continued_at, 3 * _TIMEOUT)
     self.assertTrue(watch.is_disconnected(other))
 
-  def test_silence_that_ends_in_time_is_forgiven(self):
+  def test_short_silence_is_ignored(self):
     stopped, _ = self.addresses
     watch = self.watch(_DEADLINE_SECONDS)
     connection = self.connect(stopped)

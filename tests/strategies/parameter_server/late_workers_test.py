@@ -1,4 +1,4 @@
-"""Steps with backup workers, and whatever comes after them, do not wait for late ones."""
+"""Steps with backup workers, and later calls, do not wait for late workers."""
 
 import time
 
@@ -13,17 +13,17 @@ from tests import parameter_servers
 _ROUNDS = 5
 _EPOCHS = 2
 _LATE = 2  # The worker that is late.
-# Far more than all that a test does without it; no test waits for it.
+# Far longer than the rest of the test, which must not wait for it.
 _FOREVER = 120.0
 
 
 def _rows(worker, seconds):
-  """Batches of three numbers, of which no two are equal; one takes its time."""
+  """Returns batches of three distinct numbers. Those of the late worker are slow."""
   first = 3 * _ROUNDS * worker
   rows = tf.data.Dataset.range(first, first + 3 * _ROUNDS).batch(3)
   rows = rows.map(lambda i: tf.cast(i[:, None], tf.float32) / 100)
   if worker == _LATE and seconds:
-    # As a data set that sleeps, since a worker has no Python.
+    # A dataset that sleeps, since a worker cannot run Python code.
     rows = _sleeping(rows, seconds)
   return rows.map(lambda x: (x, x))
 
@@ -52,8 +52,8 @@ def _model(strategy):
   return model
 
 
-def beside_a_late_worker(directory):
-  """Trains, evaluates, predicts and saves; returns the results and late workers."""
+def run_with_a_late_worker(directory):
+  """Trains, evaluates, predicts and saves. Returns the results and late workers."""
   strategy = tfs.ParameterServerStrategy(
     mode='sync', backup_workers=1, checkpoint_dir=directory
   )
@@ -99,13 +99,13 @@ def _all_rows():
 
 class LateWorkersTest(tf.test.TestCase):
   @pytest.mark.smoke
-  def test_nothing_waits_for_a_late_worker(self):
+  def test_no_call_waits_for_a_late_worker(self):
     steps = _EPOCHS * _ROUNDS
     with parameter_servers.Job(num_workers=3, num_ps=1) as job:
-      # A fresh process shuts its interpreter down, as a program does.
+      # A fresh process shuts down its interpreter, as a program does.
       job.start_function(
         ('chief', 0),
-        beside_a_late_worker,
+        run_with_a_late_worker,
         (self.create_tempdir().full_path,),
         {'TF_CONFIG': job.tf_config('chief', 0)},
         is_fresh=True,

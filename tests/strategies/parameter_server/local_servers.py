@@ -1,4 +1,4 @@
-"""Variables on servers without servers: logical CPUs of this process."""
+"""Variables on servers, simulated by logical CPUs of this process."""
 
 from unittest import mock
 
@@ -17,12 +17,12 @@ virtual_devices.configure()
 
 
 def device(server: int) -> str:
-  """The logical CPU that stands for a server."""
+  """Returns the logical CPU that stands for a server."""
   return f'/job:localhost/replica:0/task:0/device:CPU:{1 + server}'
 
 
 class LocalServersTestCase(tf.test.TestCase, parameterized.TestCase):
-  """Makes variables of servers live in this process."""
+  """Places variables of servers in this process."""
 
   def setUp(self):
     super().setUp()
@@ -34,11 +34,11 @@ class LocalServersTestCase(tf.test.TestCase, parameterized.TestCase):
 
 
 def scope():
-  """Makes all variables that are created in it live on server 0."""
+  """Returns a scope that creates all variables on server 0."""
 
   def create(_, initial_value, trainable=None, name=None, **options):
     value = initial_value() if callable(initial_value) else initial_value
-    if value is None:  # As a SavedModel is loaded.
+    if value is None:  # When a SavedModel is loaded.
       value = tf.zeros(options['shape'], options['dtype'])
     return variable(0, value, trainable=trainable, name=name)
 
@@ -50,7 +50,7 @@ def _call(action=lambda: None):
 
 
 def variable(server: int, value, drained=_call, on_write=_call, **options):
-  """A variable on a server."""
+  """Returns a variable on a server."""
   return variables.ServerVariable(
     server=server,
     drained=drained,
@@ -61,7 +61,7 @@ def variable(server: int, value, drained=_call, on_write=_call, **options):
 
 
 def partitioned_variable(value, parts: int, **options):
-  """A variable cut into parts, each on a server."""
+  """Returns a variable in parts, each on its own server."""
   value = tf.convert_to_tensor(value)
   sizes = schedule.chunk_sizes(value.shape[0], parts)
   return partitioned.PartitionedVariable(

@@ -1,4 +1,4 @@
-"""What a parameter server strategy refuses, before it connects to anything."""
+"""A parameter server strategy refuses invalid options before it connects."""
 
 import os
 import types
@@ -23,7 +23,7 @@ _CLUSTER = {
 
 
 def _config(job='chief', index=0, **jobs) -> tfs.cluster.ClusterConfig:
-  """The cluster, with other jobs in place; None leaves one out."""
+  """Returns the cluster with changed jobs. None removes a job."""
   cluster = {k: v for k, v in {**_CLUSTER, **jobs}.items() if v is not None}
   return tfs.cluster.ClusterConfig(cluster, job, index)
 
@@ -60,7 +60,7 @@ class OptionsTest(parameterized.TestCase):
     ),
     ('start_zero', {'start_timeout': 0}, 'above 0, got start_timeout=0'),
   )
-  def test_refused(self, given, message):
+  def test_invalid_option_is_refused(self, given, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       tfs.ParameterServerStrategy(cluster=_config(), **given)
 
@@ -80,7 +80,7 @@ class ClusterTest(parameterized.TestCase):
       "coordinator, got task 'evaluator' 0",
     ),
   )
-  def test_refused(self, changes, message):
+  def test_invalid_cluster_is_refused(self, changes, message):
     with self.assertRaisesRegex(errors.ClusterConfigError, message):
       tfs.ParameterServerStrategy(cluster=_config(**changes))
 
@@ -127,7 +127,7 @@ class PlacementTest(parameterized.TestCase):
     st.lists(st.integers(0, 10**9), max_size=40), st.integers(1, 7)
   )
   @pytest.mark.smoke
-  def test_the_fullest_holds_at_most_the_mean_and_the_largest(self, sizes, n):
+  def test_largest_load_is_at_most_mean_plus_largest_variable(self, sizes, n):
     found = extended.Placement(n)
     loads = [0] * n
     for size in sizes:
@@ -135,7 +135,7 @@ class PlacementTest(parameterized.TestCase):
     self.assertEqual(found.load, loads)
     self.assertLessEqual(max(loads), sum(sizes) / n + max(sizes, default=0))
 
-  def test_scalars_are_on_server_0_however_full_it_is(self):
+  def test_scalars_are_always_on_server_0(self):
     found = extended.Placement(3)
     found.place(10**6)
     self.assertEqual(
@@ -160,13 +160,13 @@ class PartitionTest(parameterized.TestCase):
     ('second_axis', [1, 2], r'first axis only, got \[1, 2\]'),
     ('too_short', [2], r'\[2\]'),
   )
-  def test_nonsense_of_a_partitioner_is_refused(self, found, message):
+  def test_invalid_result_of_a_partitioner_is_refused(self, found, message):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f"{message}.*'matrix'"
     ):
       self.num_parts(found)
 
-  def test_no_more_parts_than_rows(self):
+  def test_parts_are_limited_by_rows(self):
     self.assertEqual(self.num_parts([100, 1]), 6)
     self.assertEqual(self.num_parts([2], shape=()), 1)
 

@@ -1,6 +1,6 @@
-"""A variable in parts reads, writes and differentiates as a whole one.
+"""A variable in parts reads, writes and differentiates like one tensor.
 
-Keras's `take` reads rows from it, and from a whole one, as from a tensor.
+Keras's `take` reads rows from variables on servers as from a tensor.
 """
 
 import pathlib
@@ -24,8 +24,8 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
     return local_servers.partitioned_variable(value, parts, **options)
 
   @pytest.mark.smoke
-  def test_it_is_one_variable(self):
-    """Checks also that parts hold consecutive rows."""
+  def test_parts_form_one_variable(self):
+    """Also checks that parts hold consecutive rows."""
     variable = self.make()
     self.assertEqual(variable.sizes, (3, 2, 2))
     self.assertAllEqual(np.concatenate(variable.parts), _VALUE)
@@ -49,7 +49,7 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
     with self.assertRaises((ValueError, tf.errors.InvalidArgumentError)):
       variable.assign(np.ones([6, 3], np.float32))
 
-  def test_an_export_has_the_table_as_often_as_one_of_one_device(self):
+  def test_export_is_as_large_as_on_one_device(self):
     value = np.random.default_rng(0).normal(size=[5000, 4]).astype(np.float32)
     ids = np.asarray([[0, 4999, 2500], [7, 7, 1667]], np.int32)
     sizes = []
@@ -67,13 +67,13 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
       [found] = serve(tf.constant(ids)).values()
       self.assertAllEqual(found, value[ids])
       self.assertAllEqual(loaded.variables[0], value)
-      # It is as it was, for whoever goes on to train it.
+      # The model is unchanged, so that training can continue.
       self.assertAllEqual(model(ids), value[ids])
     self.assertLess(sizes[1], 1.01 * sizes[0])
 
   @parameterized.named_parameters(
     ('matrix', [[0, 6, 3], [3, 1, 5]]),
-    ('of_one_part_alone', [0, 1, 0]),
+    ('one_part', [0, 1, 0]),
     ('none', np.zeros([0], np.int32)),
   )
   def test_gather(self, indices):
@@ -90,7 +90,7 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
       self.assertEqual(graph.outputs[0].shape, expected.shape)
 
   @parameterized.parameters(-1, 7)
-  def test_a_row_that_does_not_exist_is_an_error(self, index):
+  def test_row_out_of_range_raises(self, index):
     variable = self.make()
     with self.assertRaises(tf.errors.InvalidArgumentError):
       variable.sparse_read(tf.constant([0, index]))
@@ -113,8 +113,8 @@ class PartitionedVariableTest(local_servers.LocalServersTestCase):
     run = tf.function(gradients) if in_graph else gradients
     self.assertAllClose(expected, run(self.make()), 1e-6, 1e-6)
 
-  def test_a_gradient_in_parts_is_also_whole(self):
-    """Checks that an update gets the parts themselves, and clipping gets all rows."""
+  def test_gradient_in_parts_can_be_read_whole(self):
+    """Checks that updates get the parts themselves, and that clipping gets all rows."""
     variable = self.make()
     rows = tf.IndexedSlices(_VALUE[:4], tf.constant([6, 0, 2, 0]))
     for whole in (rows, tf.constant(_VALUE)):
@@ -157,7 +157,7 @@ _INDICES = (
 class TakeTest(local_servers.LocalServersTestCase):
   def setUp(self):
     super().setUp()
-    # None that reads a table whole passes.
+    # A read of a whole table fails the test.
     self.enter_context(
       mock.patch.object(
         variables.ServerVariable,
@@ -173,7 +173,7 @@ class TakeTest(local_servers.LocalServersTestCase):
     return table, parts, keras_variable
 
   @parameterized.named_parameters(*_INDICES)
-  def test_all_kinds_of_ids(self, make_indices):
+  def test_take_with_all_kinds_of_ids(self, make_indices):
     want = keras.ops.take(tf.constant(_VALUE), make_indices(), axis=0)
     for table in self.tables():
       found = keras.ops.take(table, make_indices(), axis=0)

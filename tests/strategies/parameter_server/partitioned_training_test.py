@@ -21,7 +21,7 @@ _LOADS = (('keras', 3), ('weights', 1), ('checkpoint', 3))
 
 
 def _strategy(parts):
-  """A strategy that cuts every variable; one part cuts none."""
+  """Returns a strategy that cuts every variable into `parts`."""
   return tfs.ParameterServerStrategy(
     variable_partitioner=partitioners.FixedShardsPartitioner(parts)
   )
@@ -40,7 +40,7 @@ def _fit(model, epochs=1):
 
 
 def save(directory):
-  """Trains in two parts, and saves in every way."""
+  """Trains with variables in two parts, and saves in every format."""
   strategy = _strategy(2)
   model = _model(strategy)
   state = _fit(model, 2)
@@ -98,7 +98,7 @@ class PartitionedTrainingTest(tf.test.TestCase, parameterized.TestCase):
 
   @parameterized.parameters(*_LOADS)
   def test_saved_state_loads(self, way, parts):
-    """Checks other numbers of parts, and one device."""
+    """Checks other numbers of parts and one device."""
     self.assert_loaded(*self.found['load_each'][way, parts])
     model = load(self.directory, way)
     self.assert_loaded(common.state_of(model), _fit(model))

@@ -1,4 +1,4 @@
-"""Whether workers may share the rows of a batch, and how to combine their results."""
+"""Workers share the rows of a batch only if their results can be combined."""
 
 import keras
 import tensorflow as tf
@@ -49,11 +49,11 @@ class PowersOfRowsTest(local_servers.LocalServersTestCase):
   @parameterized.parameters(
     (_once, None),
     (_unique, 'Unique'),
-    # Of each worker's rows they would be pairs of their own.
+    # Each worker would build the pairs from its own rows only.
     (_with_positions, 'ConcatV2'),
     (_summed_and_averaged, 'used in two ways'),
   )
-  def test_lookups(self, program, meets_at):
+  def test_lookups_are_shared_if_rows_are_independent(self, program, meets_at):
     table = local_servers.partitioned_variable(tf.ones([5, 2]), 3)
 
     def run(optimizer, ids):
@@ -67,7 +67,7 @@ class PowersOfRowsTest(local_servers.LocalServersTestCase):
       with self.assertRaisesRegex(plan.NeedsExchangeError, meets_at):
         _powers(run, _IDS, [table])
 
-  def test_result_that_is_a_variable(self):
+  def test_variable_as_a_result(self):
     rows = local_servers.variable(0, 0.0)
 
     def run(_, ids):
@@ -75,7 +75,9 @@ class PowersOfRowsTest(local_servers.LocalServersTestCase):
       return {'rows': rows}
 
     powers = _powers(run, _IDS, exempt=[rows])
-    self.assertEqual(powers.outputs, [0])  # The variable is read after it.
+    self.assertEqual(
+      powers.outputs, [0]
+    )  # The variable is read after the step.
     self.assertEqual(powers.writes, {id(rows): 1})
     with self.assertRaisesRegex(plan.NeedsExchangeError, 'reads when it has'):
       _powers(run, _IDS)
@@ -95,7 +97,7 @@ class PowersOfRowsTest(local_servers.LocalServersTestCase):
       _powers(run, tf.TensorSpec([8, 3]))
 
 
-class WholeTest(local_servers.LocalServersTestCase):
+class WholeBatchTest(local_servers.LocalServersTestCase):
   @parameterized.named_parameters(
     (
       'read',
@@ -115,7 +117,7 @@ class WholeTest(local_servers.LocalServersTestCase):
       'in a branch or a loop',
     ),
   )
-  def test_what_makes_a_step_whole(self, after, want):
+  def test_step_that_needs_the_whole_batch_is_refused(self, after, want):
     a, other = (local_servers.variable(i, [1.0, 2.0]) for i in range(2))
 
     def step(optimizer, x):

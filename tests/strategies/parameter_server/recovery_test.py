@@ -1,4 +1,4 @@
-"""Recovery restores whole checkpoints of variables, or raises a typed error."""
+"""Recovery restores complete checkpoints of variables, or raises a typed error."""
 
 import os
 import weakref
@@ -49,7 +49,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     return made
 
   def die_once(self, *lost):
-    """An action during which a server dies, with these variables."""
+    """Returns an action. In its first call a server dies with these variables."""
     is_over = []
 
     def action():
@@ -64,7 +64,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     return action
 
   def save_twice(self, found, weight):
-    """Checkpoints of [1, 2] after 10 steps, and of [3, 4] after 20."""
+    """Saves [1, 2] after 10 steps and [3, 4] after 20. Returns the paths."""
     found.track({'weight': weight})
     self.take_steps(found, 10)
     paths = [found.write()]
@@ -76,7 +76,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     file = os.path.join(path, 'arrays.bin')
     with open(file, 'r+b') as f:
       f.seek(-1, os.SEEK_END)
-      self.cut = f.read()
+      self.removed = f.read()
       f.seek(-1, os.SEEK_END)
       f.truncate()
 
@@ -90,7 +90,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     self.assertLen(self.restored, 1)
     self.assertEqual(found.history[0]['lost_steps'], 3)
     self.assertFalse(weight.is_lost)
-    # One that was given up, and has lost nothing: its state would be of another moment.
+    # A disconnected server lost nothing, but its state is of another step.
     del weight.is_alive
     self.take_steps(found, 2)
     weight.assign([7.0, 8.0])
@@ -98,8 +98,8 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     self.assertAllEqual(weight, [3.0, 4.0])
     self.assertEqual(found.history[1]['lost_steps'], 2)
 
-  def test_no_step_runs_without_a_whole_checkpoint(self):
-    """Nor is one written, until a whole one was read."""
+  def test_no_step_runs_without_a_complete_checkpoint(self):
+    """Checks that no checkpoint is written either until one was restored."""
     weight, found = self.variable([1.0, 2.0]), self.make()
     paths = self.save_twice(found, weight)
     for path in paths:
@@ -116,15 +116,15 @@ class RecoveryTest(local_servers.LocalServersTestCase):
         use()
     self.assertEqual((calls, found.history), ([], []))
     with open(os.path.join(paths[1], 'arrays.bin'), 'ab') as f:
-      f.write(self.cut)
+      f.write(self.removed)
     found.with_recovery(lambda: calls.append(weight.numpy().tolist()))
     self.assertEqual(calls, [[3.0, 4.0]])
     self.pool.submit(mock.Mock())
     self.pool.wait()
     self.assertTrue(found.write())
 
-  def test_server_that_dies_before_the_first_checkpoint(self):
-    """The checkpoint of another run does not count."""
+  def test_server_death_before_the_first_checkpoint_raises(self):
+    """Checks that the checkpoint of another run is not used."""
     self.save_twice(self.make(), self.variable([1.0, 2.0]))
     weight, found = self.variable([5.0, 6.0]), self.make()
     self.assertTrue(found.track({'weight': weight}))
@@ -134,7 +134,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     ):
       found.with_recovery(self.die_once(weight))
 
-  def test_damaged_checkpoint_is_not_replaced_by_that_of_another_run(self):
+  def test_checkpoint_of_another_run_does_not_replace_a_damaged_one(self):
     self.save_twice(self.make(), self.variable([1.0, 2.0]))
     weight, found = self.variable([5.0, 6.0]), self.make()
     found.track({'weight': weight})
@@ -142,8 +142,8 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     with self.assertRaisesRegex(errors.DataError, 'damaged'):
       found.with_recovery(self.die_once(weight))
 
-  def test_lost_variable_that_is_in_no_checkpoint(self):
-    """Checks that it must be assigned before a read; a metric counts from zero."""
+  def test_lost_variable_without_checkpoint(self):
+    """Checks that it must be assigned before a read, and that metrics are reset."""
     on_read = tf.VariableSynchronization.ON_READ
     weight, found = self.variable([1.0]), self.make()
     metric = self.variable([7.0], synchronization=on_read)
@@ -169,8 +169,8 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     other.assign([3.0])
     self.assertAllEqual(step(), [4.0])
 
-  def test_interrupted_restore_is_done_again_for_all_that_was_lost(self):
-    """Also for what seemed to be there already."""
+  def test_interrupted_restore_is_repeated_for_all_variables(self):
+    """Checks variables that seem to be restored already."""
     weights = {name: self.variable([1.0]) for name in 'ab'}
     found = self.make()
     found.track(weights)
@@ -182,7 +182,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     def restore(*arguments):
       attempts.append(True)
       if len(attempts) == 1:
-        # A part of it is written; then another server dies.
+        # Only a part is restored when another server dies.
         weights['a'].assign([7.0])
         del weights['a'].is_alive
         raise tf.errors.UnavailableError(None, None, 'another server is gone')
@@ -198,14 +198,14 @@ class RecoveryTest(local_servers.LocalServersTestCase):
     ('weight', [0, 0], 'int32'),
     ('bias', [0.0, 0.0], 'lacks variable bias'),
   )
-  def test_checkpoint_of_another_model(self, name, value, message):
+  def test_checkpoint_of_another_model_is_refused(self, name, value, message):
     self.save_twice(self.make(), self.variable([1.0, 2.0]))
     other = self.variable(value)
     with self.assertRaisesRegex(errors.CheckpointMismatchError, message):
       self.make().restore({name: other})
     self.assertAllEqual(other, np.zeros_like(value))
 
-  def test_checkpoint_of_another_strategy(self):
+  def test_checkpoint_of_another_strategy_is_refused(self):
     weight = self.variable([1.0, 2.0])
     checkpointer.Checkpointer(self.directory).save(
       [('weight', np.array([3.0, 4.0], np.float32))],
@@ -217,7 +217,7 @@ class RecoveryTest(local_servers.LocalServersTestCase):
       self.make().restore({'weight': weight})
     self.assertAllEqual(weight, [1.0, 2.0])
 
-  def test_without_checkpoints_the_error_is_raised(self):
+  def test_server_death_without_checkpoints_raises(self):
     found = self.make(has_checkpoints=False)
     self.assertFalse(found.track({'weight': self.variable([1.0])}))
     self.assertIsNone(found.write())

@@ -1,4 +1,4 @@
-"""What a step on workers cannot do is refused by its name, at once."""
+"""Steps that workers cannot run are refused at once, with an error that names the reason."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ def _run(strategy, step):
 
 def jit_compile(strategy):
   gpu = tf.config.PhysicalDevice('/physical_device:GPU:0', 'GPU')
-  # Keras asks what there is to resolve 'auto'.
+  # Keras lists the devices to resolve 'auto'.
   with mock.patch.object(
     tf.config, 'list_physical_devices', lambda kind=None: [gpu]
   ):
@@ -46,7 +46,7 @@ def jit_compile(strategy):
 
 
 def python_in_a_step(strategy):
-  """A worker has not got the function."""
+  """Calls a Python function, which workers do not have."""
 
   def step(x):
     return tf.ensure_shape(tf.numpy_function(np.sum, [x], tf.float32), [])
@@ -54,12 +54,12 @@ def python_in_a_step(strategy):
   _run(strategy, step)
 
 
-def none_among_what_a_step_returns(strategy):
+def none_in_the_result_of_a_step(strategy):
   _run(strategy, lambda x: {'sum': tf.reduce_sum(x), 'count': None})
 
 
 def next_in_a_function(strategy):
-  """Would give each step the first batch, which the trace keeps as a constant."""
+  """Would pass the first batch, a constant of the trace, to each step."""
   dataset = tf.data.Dataset.from_tensor_slices(_data()).batch(4)
   iterator = iter(strategy.experimental_distribute_dataset(dataset))
 
@@ -84,7 +84,7 @@ def loop_in_a_function(strategy):
 
 
 class OwnTrainFunction(keras.Sequential):
-  """Its steps would run on the coordinator."""
+  """A model whose own train function would run steps on the coordinator."""
 
   def make_train_function(self, force=False):
     self.train_function = lambda iterator: self.train_step(next(iterator))
@@ -95,7 +95,7 @@ def own_train_function(strategy):
 
 
 class WrappedTrainFunction(keras.Sequential):
-  """Counts the calls of the function that trains on the workers."""
+  """A model that counts the calls of its train function."""
 
   calls = 0
 
@@ -111,7 +111,7 @@ class WrappedTrainFunction(keras.Sequential):
 
 
 def wrapped_train_function(strategy):
-  """Returns how often it was called, and how many steps workers did."""
+  """Returns the number of calls and the number of steps on workers."""
   model = _model(strategy, WrappedTrainFunction)
   model.fit(*_data(), batch_size=8, verbose=0)
   strategy.join()
@@ -136,12 +136,12 @@ def optimizer_made_outside(strategy):
 
 
 def data_made_before(strategy):
-  """TensorFlow says "unknown device": connecting renamed the one that has it."""
+  """Uses data on a device that connecting has renamed: TensorFlow cannot find it."""
   _model(strategy).fit(_made_before[0], verbose=0)
 
 
 def data_made_outside(strategy):
-  """Checks that this is not refused: workers get the data set itself."""
+  """Checks that this is not refused: workers get the dataset itself."""
   dataset = tf.data.Dataset.from_tensor_slices([1.0, 2.0]).batch(2)
   data = strategy.distribute_datasets_from_function(lambda context: dataset)
   step = strategy.step(tf.reduce_sum)
@@ -166,7 +166,7 @@ def adapted_outside(strategy):
 
 
 class Checked(keras.layers.Layer):
-  """Fails on a worker, for sums of one or more."""
+  """A layer that fails on a worker if the sum is one or more."""
 
   def call(self, x):
     check = tf.debugging.assert_less(tf.reduce_sum(x), 1.0, 'too much')
@@ -175,15 +175,15 @@ class Checked(keras.layers.Layer):
 
 
 def step_that_fails(strategy):
-  """Runs a step that fails: in the first `fit`, and after one that succeeds.
+  """Runs a failing step in the first `fit`, and after a `fit` that succeeds.
 
   Returns, for each error, its type, its message and the files of its traceback.
   """
   model = _model(strategy, hidden=[Checked()])
   x, y = _data()
   found = []
-  for goes_well_before in (False, True):
-    if goes_well_before:
+  for succeeds_before in (False, True):
+    if succeeds_before:
       model.fit(0 * x, y, verbose=0)
     try:
       model.fit(np.ones_like(x), y, verbose=0)
@@ -195,7 +195,7 @@ def step_that_fails(strategy):
 
 _REFUSED = {
   python_in_a_step: 'tf.numpy_function or tf.py_function.*in the tf.data',
-  none_among_what_a_step_returns: "returns {'sum.*'count': None}.*leave out",
+  none_in_the_result_of_a_step: "returns {'sum.*'count': None}.*leave out",
   jit_compile: 'jit_compile=False of model.*jit_compile=True.*jit_compile=False',
   next_in_a_function: r'next\(iterator\) inside a tf.function.*strategy.step',
   loop_in_a_function: 'a distributed data set inside a tf.function.*strategy.step',
@@ -210,12 +210,12 @@ _made_before = []
 
 
 def make_data():
-  """Makes a data set while this process is not connected."""
+  """Creates a dataset before this process is connected."""
   _made_before.append(tf.data.Dataset.from_tensor_slices(_data()).batch(4))
 
 
 def run(program):
-  """Returns what a program returns, or the error that refuses it."""
+  """Returns the result of a program, or the text of its error."""
   strategy = tfs.create_strategy('parameter_server', mode='sync')
   try:
     keras.backend.clear_session()
@@ -241,25 +241,25 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
     cls.found = chief.Programs({'make_data': make_data, **runs}, num_ps=1)
 
   @parameterized.named_parameters((p.__name__, p) for p in _REFUSED)
-  def test_refused(self, program):
+  def test_unsupported_step_is_refused(self, program):
     self.assertRegex(self.found[program.__name__], _REFUSED[program])
 
-  def test_what_is_not_refused_is_right(self):
+  def test_supported_steps_succeed(self):
     self.assertEqual(self.found['adapted_outside'], '')
     self.assertEqual(self.found['data_made_outside'], '')
 
-  def test_train_function_that_is_wrapped_trains_on_workers(self):
+  def test_wrapped_train_function_trains_on_workers(self):
     self.assertEqual(self.found['wrapped_train_function'], (2, 2))
 
-  def test_step_that_fails_says_where_and_nothing_else(self):
+  def test_failing_step_raises_a_short_error(self):
     found = self.found['step_that_fails']
     self.assertLen(found, 2)
     for name, message, files in found:
       self.assertEqual(name, 'InvalidArgumentError')
       self.assertIn('too much', message)
-      # By the operation: TensorFlow has not always kept where it was made.
+      # Checks the operation: TensorFlow does not always keep its source line.
       self.assertIn('/assert_less/', message)
-      # TensorFlow lists the error once for each of two servers, or once.
+      # TensorFlow lists the error once or twice: for each of two servers.
       self.assertLess(len(message.splitlines()), 25, message)
       self.assertIn(__file__, files)
       package = os.path.join(os.path.dirname(tfs.__file__), '')

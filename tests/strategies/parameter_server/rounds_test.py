@@ -1,6 +1,6 @@
-"""Synchronous steps on data that workers read equal one device's.
+"""Synchronous steps on data that workers read equal training on one device.
 
-That one trains on what the workers read for a step, one batch after the other.
+The one device trains on the joined batches that the workers read for a step.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.programs import common
 from tests.strategies.parameter_server import chief
 
 layers = keras.layers
-# Rows of each batch of each worker: their pipelines end in different steps.
+# Rows of each batch, by worker. The pipelines end in different steps.
 _SIZES = ((4, 4, 4, 4, 2), (7, 7, 1))
 _ROUNDS = 5
 _EPOCHS = 2
@@ -33,7 +33,7 @@ def _rows(worker):
 
 
 def _batches(worker):
-  """The batches of a worker, of a known number."""
+  """Returns the batches of a worker. Their number is known."""
   size = max(_SIZES[worker])
   return tf.data.Dataset.from_tensor_slices(_rows(worker)).batch(size)
 
@@ -67,7 +67,7 @@ def _concatenated(steps, repeats=False):
 
 
 class Tracking(keras.Model):
-  """Has a metric of a number a step: the mean of its rows."""
+  """A model with a metric that is updated with the mean of all rows of a step."""
 
   def __init__(self):
     super().__init__()
@@ -134,7 +134,7 @@ def steps_per_epoch():
 
 
 def _refused(make_model, is_read=True):
-  """Returns the error for a model whose rows cannot be shared."""
+  """Returns the error for a model that needs whole batches."""
   with _servers() as strategy:
     with strategy.scope():
       model = make_model()
@@ -154,7 +154,7 @@ def dropout(is_read=True):
 
 
 def dropout_of_whole_batches():
-  """Returns the number of warnings that one worker computes each batch."""
+  """Returns the number of warnings that one worker computes whole batches."""
   with mock.patch.object(logging, 'warning') as warning:
     assert not dropout(is_read=False)
   return sum('on one worker' in c.args[0] for c in warning.call_args_list)
@@ -170,7 +170,7 @@ def own_step():
 
 
 class Mixed(Tracking):
-  """Gives its metric a mean, and rows: no weight of a part is right for both."""
+  """Updates its metric with a mean and with rows, which need different weights."""
 
   def call(self, x, training=False):
     self.seen.update_state(x[:, 0])
@@ -191,7 +191,7 @@ def nothing_to_read():
 
 
 def loop():
-  """The weight after steps of a loop, of which each is the mean of a round."""
+  """Returns the result and the weight after each step of a custom loop."""
   with _servers() as strategy:
     with strategy.scope():
       weight = tf.Variable(0.0)
@@ -245,7 +245,7 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(report['steps'], _EPOCHS * rounds)
     self.assertEqual(report['dropped'], 0)
 
-  def test_what_needs_the_whole_batch_is_refused(self):
+  def test_step_that_needs_the_whole_batch_is_refused(self):
     for name, message in (
       ('dropout', "random numbers, as of Dropout.*mode='sync'.*pass the"),
       ('own_step', "which it reads when.*'sync'"),
@@ -253,14 +253,14 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
     ):
       self.assertRegex(self.found[name], message)
 
-  def test_whole_batches_on_one_worker_are_told_once(self):
+  def test_whole_batches_on_one_worker_are_reported_once(self):
     self.assertEqual(self.found['dropout_of_whole_batches'], 1)
 
-  def test_no_data(self):
+  def test_no_data_raises(self):
     self.assertRegex(self.found['nothing_to_read'], 'got none for any of 2')
 
   @pytest.mark.smoke
-  def test_loop(self):
+  def test_custom_loop_equals_one_device(self):
     means = [np.mean(x) for x, _ in _concatenated(_ROUNDS).as_numpy_iterator()]
     want = list(zip(means, np.cumsum(means), strict=True))
     self.assertAllClose(want, self.found['loop'], 1e-6, 1e-6)
@@ -268,7 +268,7 @@ class RoundsTest(tf.test.TestCase, parameterized.TestCase):
 
 class OneWorkerTest(tf.test.TestCase):
   @pytest.mark.soak
-  def test_its_batches_are_whole(self):
+  def test_one_worker_gets_whole_batches(self):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
       self.assertEqual(job.run(dropout), '')
 

@@ -1,4 +1,4 @@
-"""Steps read and write those rows of a table that their batch has."""
+"""Steps read and write only the table rows that occur in their batch."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ _BATCH = 8  # The last batch has 5 rows: two workers share them unevenly.
 
 
 class Tables(layers.Layer):
-  """Takes rows in several ways; negative ids count from the end."""
+  """A layer that takes rows in several ways. Negative ids count from the end."""
 
   def __init__(self):
     super().__init__()
@@ -34,7 +34,7 @@ class Tables(layers.Layer):
   def call(self, x):
     rows = ops.take(self.table, x - 3, axis=0)
     rows += ops.take(self.other.value, x, axis=0)
-    # Whole: of its columns; and in a branch.
+    # Whole table: by columns, and in a branch.
     columns = ops.take(self.table, [2, 0], axis=1)
     branch = ops.cond(
       ops.sum(x) > 0,
@@ -42,7 +42,7 @@ class Tables(layers.Layer):
       lambda: ops.zeros_like(rows),
     )
     hidden = ops.mean(rows + branch, 1) * ops.sum(columns)
-    # All of this table is also the weights of an output.
+    # The whole table is also the kernel of an output.
     return self.tied(hidden + ops.mean(self.tied(x), 1), reverse=True)
 
 

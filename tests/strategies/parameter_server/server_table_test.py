@@ -1,4 +1,4 @@
-"""DynamicEmbedding on servers: exact, moved, restored, expired."""
+"""DynamicEmbedding on servers is exact, and can be moved, restored and expired."""
 
 import contextlib
 import os
@@ -78,7 +78,7 @@ def in_control_flow(directory):
 
 
 def save(directory):
-  """Trains an epoch, saves in all ways, and trains another."""
+  """Trains an epoch, saves in all formats, and trains another epoch."""
   run_directory = os.path.join(directory, 'run')
   strategy = tfs.ParameterServerStrategy(
     mode='sync', checkpoint_dir=run_directory
@@ -148,7 +148,7 @@ class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllClose(expected[name], found[name], 0, 1e-6, name)
 
   def assert_counts(self, found):
-    """Checks that each id counts once a step, and that all servers have ids."""
+    """Checks that each id counts once per step, and that all servers have ids."""
     x, _ = _data()
     ids = np.unique(x)
     self.assertAllEqual(found['usage']['ids'], ids)
@@ -170,7 +170,7 @@ class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
 
   def test_async_equals_embedding_with_one_worker(self):
     found = self.alone['in_async_on_one_worker']
-    del found['losses']  # Logs of an asynchronous step are of an earlier one.
+    del found['losses']  # Asynchronous steps log the values of earlier steps.
     self.assert_as_embedding(found, 'sgd')
     self.assert_counts(found)
 
@@ -181,7 +181,7 @@ class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
       self.assertRegex(message, 'dynamic table .* the step does not know')
       self.assertEqual(rows, 0)
 
-  def test_a_file_of_servers_loads_onto_one_device(self):
+  def test_model_saved_from_servers_loads_on_one_device(self):
     expected, usage, state, *_ = self.found['save']
     path = os.path.join(self.directory, 'model.keras')
     self.assertIsNotNone(tfs.keras)  # Registers the layer.
@@ -194,14 +194,14 @@ class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(usage, model.layers[0].usage(), 0, 0)
     self.assertAllClose(expected, _second_epoch(model), 0, 1e-6)
 
-  def test_what_would_leave_out_rows_is_refused(self):
+  def test_saving_without_dynamic_rows_is_refused(self):
     *_, (checkpoint, export) = self.found['save']
     self.assertIn('use checkpoint_dir of the strategy', checkpoint)
     self.assertRegex(
       export, r"model.export.*load_model\('model.keras'\).export"
     )
 
-  def test_an_evaluator_on_one_device_reads_rows_of_a_checkpoint(self):
+  def test_evaluator_on_one_device_restores_rows(self):
     make = dynamic_tables.OPTIMIZERS['adam']
     model = dynamic_tables.model(True, make)
     data = dynamic_tables.dataset(*dynamic_tables.some_in_each_batch())
@@ -212,7 +212,7 @@ class ServerTableTest(tf.test.TestCase, parameterized.TestCase):
       expected['predictions'], model.predict(data, verbose=0), 0, 1e-6
     )
 
-  def test_expires(self):
+  def test_expire_removes_old_and_rare_rows(self):
     old_and_rare, left, old, rare, report, row = self.found['expire']
     self.assertEqual((old_and_rare, left), (2, [1, 4, 5]))
     self.assertEqual((old, rare), (1, 1))

@@ -1,4 +1,4 @@
-"""Counts and custom loops on real servers and two workers."""
+"""Custom loops and variables on real servers with two workers."""
 
 import contextlib
 import functools
@@ -19,7 +19,9 @@ def steps_of_a_loop(strategy):
   with strategy.scope():
     model = keras.Sequential([keras.layers.Input([3]), keras.layers.Dense(1)])
     optimizer = keras.optimizers.SGD(0.0)
-    offset = tf.Variable(2.0)  # TensorFlow's own beside Keras's.
+    offset = tf.Variable(
+      2.0
+    )  # A TensorFlow variable in addition to Keras variables.
     trained = [*model.trainable_variables, offset]
     optimizer.build(trained)
     rows = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -29,7 +31,7 @@ def steps_of_a_loop(strategy):
     with tf.GradientTape() as tape:
       loss = tf.reduce_mean((model(x) + offset) ** 2)
     optimizer.apply(tape.gradient(loss, trained), trained)
-    # For AutoGraph. Both workers may add to it at once.
+    # A loop for AutoGraph. Both workers may add at the same time.
     for _ in tf.range(1):
       rows.assign_add(tf.shape(x, tf.int64)[0])
     return {'loss': loss}
@@ -39,11 +41,11 @@ def steps_of_a_loop(strategy):
   for x in inputs:
     loss = step(x)['loss']
   strategy.join()
-  # The number of a step outlives a write of the coordinator.
+  # The step counter survives a write by the coordinator.
   offset.assign(2.0)
   result = strategy.step(model)(inputs[0])
   return {
-    'loss': float(loss),  # Of any of the last steps.
+    'loss': float(loss),  # From one of the last steps.
     'losses': [float(np.mean((model(x) + 2.0) ** 2)) for x in inputs],
     'result': result,
     'expected': model(inputs[0]).numpy(),
@@ -52,7 +54,7 @@ def steps_of_a_loop(strategy):
 
 
 def tensorflow_coordinator(strategy):
-  """TensorFlow's own loop: schedule, join, create_per_worker_dataset."""
+  """Runs a loop of TensorFlow: schedule, join, create_per_worker_dataset."""
   coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
   with strategy.scope():
     weight = tf.Variable([[1.0], [2.0]], name='weight')
@@ -95,7 +97,7 @@ def tensorflow_coordinator(strategy):
 
 
 def variables_of_functions(strategy):
-  """Makes variables in the first calls of a module and of a function."""
+  """Creates variables in the first calls of a module and of a function."""
 
   class Lazy(tf.Module):
     def __init__(self):
@@ -131,7 +133,7 @@ def variables_of_functions(strategy):
 
 
 def function_traced_before_a_step(strategy):
-  """Returns a table in parts after a step that calls such a function."""
+  """Returns a partitioned table after a step that calls such a function."""
   with strategy.scope():
     table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
   look_up = tf.function(lambda ids: tf.gather(table, ids))
@@ -147,8 +149,8 @@ def function_traced_before_a_step(strategy):
   return table.numpy()
 
 
-def restored_before_they_are_made(strategy):
-  """Variables in parts that get their values from a checkpoint."""
+def restored_before_creation(strategy):
+  """Returns partitioned variables that were created with values of a checkpoint."""
   with strategy.scope():
     saved = tf.Module()
     saved.table = tf.Variable(tf.reshape(tf.range(10.0), [5, 2]))
@@ -160,7 +162,7 @@ def restored_before_they_are_made(strategy):
     found = [module.table]
     deferred = tf.Module()
     status = tf.train.Checkpoint(deferred).restore(path)
-    # How a layer of TensorFlow's asks for the value before it makes a variable.
+    # A TensorFlow layer reads the value like this before it creates a variable.
     value = deferred._preload_simple_restoration('table')
     found.append(tf.Variable(value, shape=[5, 2], dtype=tf.float32))
     found.append(tf.Variable(value))
@@ -168,7 +170,7 @@ def restored_before_they_are_made(strategy):
 
 
 def run(program, parts):
-  """Returns the result of a program on servers, which may cut variables."""
+  """Returns the result of a program on servers with partitioned variables."""
   keras.backend.clear_session()
   with contextlib.closing(
     tfs.ParameterServerStrategy(
@@ -178,13 +180,13 @@ def run(program, parts):
     return program(strategy)
 
 
-# Programs, and into how many parts they cut variables.
+# Programs, and the number of parts of their variables.
 _PROGRAMS = {
   steps_of_a_loop: 1,
   tensorflow_coordinator: 1,
   variables_of_functions: 2,
   function_traced_before_a_step: 2,
-  restored_before_they_are_made: 2,
+  restored_before_creation: 2,
 }
 
 
@@ -207,33 +209,33 @@ class ServersTest(tf.test.TestCase):
     self.assertAllClose(found['result'], found['expected'], 1e-6, 1e-6)
     self.assertEqual(found['counts'], (40, 240))
 
-  def test_the_loop_of_tensorflow(self):
+  def test_loop_of_tensorflow(self):
     found = self.found['tensorflow_coordinator']
     self.assertLen(found, 6)
     for i, (counts, weight, losses) in enumerate(found):
       steps = 15 * (i + 1)
       self.assertEqual(counts, (steps, steps))
-      # Its gradient is 1 whatever the weight.
+      # The gradient is 1 for any weight.
       self.assertAllClose(
         weight, [[1.0 - 0.01 * steps], [2.0 - 0.01 * steps]], 1e-5, 1e-5
       )
       self.assertLen(losses, 15)
       self.assertLess(max(losses), 3.001)
 
-  def test_variables_that_functions_make(self):
+  def test_variables_created_in_functions(self):
     results, servers, calls, message = self.found['variables_of_functions']
     self.assertEqual(results, [[[3.0, 3.0, 3.0]]] * 2)
     self.assertEqual(servers, [[0, 1], [1, 1], [0]])
     self.assertEqual(calls, 2)
     self.assertIn('does not depend on the arguments', message)
 
-  def test_function_that_was_traced_before_a_step(self):
+  def test_function_traced_before_a_step(self):
     want = np.arange(10.0).reshape([5, 2])
     want[[4, 0]] *= -1
     self.assertAllEqual(self.found['function_traced_before_a_step'], want)
 
-  def test_parts_that_are_restored_before_they_are_made(self):
-    values, parts = self.found['restored_before_they_are_made']
+  def test_partitioned_variables_restored_before_creation(self):
+    values, parts = self.found['restored_before_creation']
     self.assertAllEqual(values, [np.arange(10.0).reshape([5, 2])] * 3)
     self.assertEqual(parts, [2] * 3)
 

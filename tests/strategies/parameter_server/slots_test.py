@@ -1,4 +1,4 @@
-"""Slots hold what steps leave on servers; variables there wait for the steps."""
+"""Slots hold the results of steps on servers, and reads of variables wait for steps."""
 
 from concurrent import futures
 from unittest import mock
@@ -13,8 +13,8 @@ from tf_strategies.strategies.parameter_server import variables
 
 
 class SlotsTest(local_servers.LocalServersTestCase):
-  def test_a_lookup_sends_few_messages(self):
-    """Checks that a step with a table in parts never has it whole."""
+  def test_lookup_sends_few_messages(self):
+    """Checks that a step never joins a partitioned table."""
     table = local_servers.partitioned_variable(
       tf.zeros([100, 4]), 2, trainable=False
     )
@@ -42,8 +42,8 @@ class SlotsTest(local_servers.LocalServersTestCase):
     inner = step.traced._function.graph.get_operations()
     gathers = [op for op in inner if op.type == 'ResourceGather']
     self.assertLen(gathers, 2 * len(table.parts))
-    # To each server: the rows that it has, with their numbers, and the bytes of small
-    # tensors. On the first one these are gradients, the loss and the number of rows.
+    # Each server gets the gradients of its rows, their indices, and small tensors as
+    # bytes: on the first server gradients, the loss and the number of rows.
     shapes = {
       server: [s.shape.as_list() for s in specs]
       for server, specs in step.layout.specs.items()
@@ -52,7 +52,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
     self.assertEqual(
       shapes, {0: [*rows, [4 * (4 + 1 + 1 + 1)]], 1: [*rows, [4]]}
     )
-    # From the first server: all copies in one message.
+    # All copies from the first server come in one message.
     server = local_servers.device(0)
     operations = step.worker._function.graph.get_operations()
     read = {
@@ -64,7 +64,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
     }
     self.assertLen(read, 1)
 
-  def test_results_that_are_no_numbers(self):
+  def test_results_that_are_not_numbers(self):
     a = local_servers.variable(0, [1.0, 2.0])
 
     def program(a, x):
@@ -78,7 +78,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
     self.assertAllEqual(a, [2.0, 3.0])
 
   @pytest.mark.smoke
-  def test_sums_in_a_loop_that_are_applied_at_once_are_all_kept(self):
+  def test_concurrent_sums_in_a_loop_are_all_kept(self):
     a = local_servers.variable(0, tf.zeros([100_000]))
 
     def add_plainly(a, x):
@@ -107,7 +107,7 @@ class SlotsTest(local_servers.LocalServersTestCase):
 
 
 class CoordinatorAccessTest(local_servers.LocalServersTestCase):
-  """The coordinator's own access waits for the steps that are on the way."""
+  """Access by the coordinator waits for the steps in progress."""
 
   def setUp(self):
     super().setUp()
@@ -123,7 +123,7 @@ class CoordinatorAccessTest(local_servers.LocalServersTestCase):
     self.on_write.reset_mock()
     return found
 
-  def test_reads_and_writes_wait_and_writes_are_told(self):
+  def test_reads_and_writes_wait_and_writes_are_reported(self):
     variable, row = self.variable, tf.IndexedSlices([1.0], [1])
     self.counts()
     for use, writes in (
@@ -146,7 +146,7 @@ class CoordinatorAccessTest(local_servers.LocalServersTestCase):
     tf.function(lambda: self.variable.assign_add(tf.ones([3])) + 1.0)()
     self.assertEqual(self.counts(), (False, 0))
 
-  def test_functions_follow_a_variable_that_is_made_anew(self):
+  def test_functions_use_a_recreated_variable(self):
     read = tf.function(lambda: self.variable * 2.0)
     write = tf.function(lambda x: self.variable.assign_add(x))
     concrete = read.get_concrete_function()
@@ -154,7 +154,7 @@ class CoordinatorAccessTest(local_servers.LocalServersTestCase):
     write(tf.ones([3]))
     for value in (10.0, 20.0):
       with mock.patch.object(self.variable, 'is_alive', lambda: False):
-        # A recovery that fails after this is tried again.
+        # Twice, as when a recovery fails and is repeated.
         self.variable.recreate_if_dead()
         self.variable.recreate_if_dead()
       variables.update_functions([self.variable])

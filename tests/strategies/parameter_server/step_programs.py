@@ -1,4 +1,4 @@
-"""Steps that read and write variables on servers, and one that is traced."""
+"""Programs of steps that read and write variables on servers."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ def sum_after_overwrite(a, b, x):
 
 
 def sums_of_infinities(a, b, x):
-  # The value after less the value before is no number.
+  # The difference of new and old value would be NaN.
   a.assign_add(x * math.inf)
   tf.cond(
     x[1] > 0.0, lambda: b.assign_add(x * math.inf), lambda: b.read_value()
@@ -45,14 +45,14 @@ def sum_of_a_value_that_a_function_overwrites(a, b, x):
   return a.read_value()
 
 
-def difference_the_other_way_round(a, b, x):
-  # No addition: it must not be sent as one.
+def difference_with_reversed_sign(a, b, x):
+  # Not an addition, and must not be sent as one.
   a.assign(x - a)
   return a.read_value()
 
 
 def sums_of_older_values_in_a_branch(a, b, x):
-  # Each assigned sum starts from an earlier value, not from the present one.
+  # Each assigned sum starts from an earlier value, not from the current one.
   def branch():
     before, other = a.read_value(), b.read_value()
     a.assign(a * 2.0)
@@ -81,7 +81,7 @@ def gradients_of_a_loop(a, b, x):
   with tf.GradientTape() as tape:
     total = tf.while_loop(
       lambda i, s: i < 3,
-      # Damped: the gradient's sums have no order, and steps would magnify that.
+      # Damped: gradients are summed in no fixed order, and steps would amplify it.
       lambda i, s: (i + 1, 0.1 * tf.sin(s * a) + b + tf.gather(a, [0, 0, 2])),
       [0, x],
     )[1]
@@ -111,7 +111,7 @@ def _add_and_scale(variable, x, times):
 
 
 class _Layer:
-  """Has methods that are functions, as layers have."""
+  """Has methods that are `tf.function`s, like a layer."""
 
   def __init__(self, variable):
     self.variable = variable
@@ -161,7 +161,7 @@ PROGRAMS = (
   sum_after_overwrite,
   sums_of_infinities,
   sum_of_a_value_that_a_function_overwrites,
-  difference_the_other_way_round,
+  difference_with_reversed_sign,
   sums_of_older_values_in_a_branch,
   written_in_a_loop,
   gradients_of_a_loop,
@@ -175,7 +175,7 @@ SPEC = tf.TensorSpec([3], tf.float32)
 
 
 class Step:
-  """Does a program as a worker and the chief do a step."""
+  """Runs a program like a step on a worker and the chief."""
 
   def __init__(self, program, variables, *specs, optimizers=()):
     def run(batch):
@@ -203,13 +203,13 @@ class Step:
     return self.apply(self.compute(*batch))
 
   def compute(self, *batch):
-    """Does what a worker does, which writes no variable."""
+    """Does the part of the worker, which writes no variable."""
     message = batch_message.Batch(tuple(map(np.asarray, batch))).message()
     # pylint: disable-next=protected-access
     return self.worker._function(tf.constant(message), *self._slots.handles)
 
   def apply(self, computed=None):
-    """Does what the chief does; returns the results."""
+    """Does the part of the chief. Returns the results."""
     outputs = self.traced.outputs
     if self.layout.specs:
       numbers = self._apply([self._slots])

@@ -1,4 +1,4 @@
-"""Tables of both kinds go between servers and files, in blocks."""
+"""Tables of both kinds are saved and restored in blocks."""
 
 from unittest import mock
 
@@ -15,7 +15,7 @@ from tf_strategies.keras.tables import row_table
 from tf_strategies.strategies.parameter_server import partitioned, table_files
 
 _WIDTH = dynamic_tables.WIDTH
-# Rows that tell their place: of a variable, and of a table without a vocabulary.
+# Distinct rows of a variable, and of a table without a vocabulary.
 _VARIABLE = {
   'table': np.arange(200 * (_WIDTH + 2), dtype=np.float32).reshape(200, -1)
 }
@@ -104,8 +104,7 @@ class TableFilesTest(local_servers.LocalServersTestCase):
       self.assertAllEqual(arrays[name][order], value)
 
   @parameterized.parameters(*_KINDS)
-  def test_blocks(self, kind):
-    """Checks that the rows of at most one block are in memory."""
+  def test_save_and_restore_hold_one_block_in_memory(self, kind):
     table = self.make(kind, 3)
     for _, array in table_files.arrays_of(table):
       sizes = [block.nbytes for block in array.blocks]
@@ -117,7 +116,7 @@ class TableFilesTest(local_servers.LocalServersTestCase):
 
     def note(arrays, name, *args):
       found = rows(arrays, name, *args)
-      if not name.endswith('ids'):  # Eight bytes a row.
+      if not name.endswith('ids'):  # Ids take eight bytes per row.
         read.append(found)
       return found
 
@@ -127,7 +126,7 @@ class TableFilesTest(local_servers.LocalServersTestCase):
     self.assert_state(table, _STATES[kind])
 
   @parameterized.parameters(*_KINDS)
-  def test_what_was_lost_is_restored_with_the_rest(self, kind):
+  def test_lost_part_is_restored_with_the_rest(self, kind):
     state = _STATES[kind]
     named = self.make(kind, 2)
     path = self.save(named)

@@ -1,4 +1,4 @@
-"""A step on servers makes of variables what the same step makes of plain ones."""
+"""A step on servers changes variables like the same step with plain variables."""
 
 import keras
 import numpy as np
@@ -33,8 +33,8 @@ class TracedStepTest(local_servers.LocalServersTestCase):
   @parameterized.named_parameters(
     *[(p.__name__, p) for p in step_programs.PROGRAMS]
   )
-  def test_programs_do_what_they_do_with_plain_variables(self, program):
-    """Checks also that a worker, which may be lost, writes nothing."""
+  def test_programs_equal_plain_variables(self, program):
+    """Also checks that a worker, which may be lost, writes no variable."""
     values = ([1.0, 2.0, 3.0], [-0.5, 0.25, 4.0])
     plain = [tf.Variable(v) for v in values]
     ours = [local_servers.variable(i, v) for i, v in enumerate(values)]
@@ -66,7 +66,7 @@ class TracedStepTest(local_servers.LocalServersTestCase):
       False,
     ),
   )
-  def test_sums_do_not_overwrite_what_others_add(self, write, is_kept):
+  def test_sums_keep_concurrent_additions(self, write, is_kept):
     def program(a, x):
       write(a, x)
       return a.read_value()
@@ -79,7 +79,7 @@ class TracedStepTest(local_servers.LocalServersTestCase):
       step = step_programs.Step(program, [a], SPEC)
       computed = step.compute(tf.ones([3]))
       a.assign_add([10.0, 20.0, 30.0])
-      # What the step sees is what there was when it began, and its own.
+      # The step sees the values at its begin and its own writes.
       self.assertAllEqual(step.apply(computed), [1.0, 1.0, 1.0])
       self.assertAllEqual(a, [11.0, 21.0, 31.0] if is_kept else [1.0] * 3)
 
@@ -89,7 +89,7 @@ class TracedStepTest(local_servers.LocalServersTestCase):
     ('reads_sum', lambda a, scale, x: (a.assign_add(x), scale(x))[1]),
     ('reads_value', lambda a, scale, x: (a.assign(x), scale(x))[1]),
   )
-  def test_functions_that_have_their_graph(self, call):
+  def test_functions_with_an_existing_graph(self, call):
     def step(a):
       scale = _concrete(lambda x: a * x)
       return lambda x: call(a, scale, x)
@@ -104,7 +104,7 @@ class TracedStepTest(local_servers.LocalServersTestCase):
       self.assertAllClose(ours, plain)
 
   @parameterized.parameters(True, False)
-  def test_loaded_functions_that_write(self, in_branch):
+  def test_loaded_function_that_writes(self, in_branch):
     module = tf.Module()
     module.total = tf.Variable([0.0, 0.0, 0.0])
     module.add = tf.function(lambda x: module.total.assign_add(x), [SPEC])
@@ -148,7 +148,7 @@ def _scatter_in_loop(table, x):
 
 class PartitionedTest(local_servers.LocalServersTestCase):
   @parameterized.parameters(_add, _scatter, _scatter_in_loop)
-  def test_programs_do_what_they_do_with_plain_variables(self, program):
+  def test_programs_equal_plain_variables(self, program):
     value = np.arange(10, dtype=np.float32).reshape(5, 2)
     plain = tf.Variable(value)
     expected = tf.function(program, autograph=False)
@@ -197,7 +197,7 @@ _updates: dict = {}
 
 
 def _in_a_function(a, b, optimizer, x):
-  # TensorFlow keeps the graph of a function that is made outside of the step.
+  # TensorFlow keeps the graph of a function that was created outside the step.
   update = _updates.setdefault(
     id(optimizer), tf.function(lambda g: optimizer.apply([g], [a]))
   )
@@ -228,7 +228,7 @@ class ApplyTest(local_servers.LocalServersTestCase):
     _rate_written_before,
     _written_after,
   )
-  def test_step_that_sees_what_the_optimizer_does(self, program):
+  def test_optimizer_update_inside_a_step_equals_plain_variables(self, program):
     found = []
     for scope in (tf.name_scope('plain'), local_servers.scope()):
       with scope:
@@ -251,7 +251,9 @@ class ApplyTest(local_servers.LocalServersTestCase):
       self.assertAllClose(want, got, 1e-5, 1e-6)
 
   @parameterized.parameters(True, False)
-  def test_optimizer_that_reads_what_the_step_writes(self, before):
+  def test_optimizer_that_reads_a_variable_written_before_is_refused(
+    self, before
+  ):
     with local_servers.scope():
       a, rate = tf.Variable([1.0, 2.0, 3.0]), tf.Variable(0.5)
       optimizer = keras.optimizers.SGD(lambda: rate.read_value())

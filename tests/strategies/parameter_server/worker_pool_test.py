@@ -13,7 +13,7 @@ _DEADLINE_SECONDS = fakes.DEADLINE_SECONDS
 
 
 class _Task(worker_pool.Task):
-  """Calls functions by the names of its methods, and counts how often it was run."""
+  """A task that calls the given functions, and counts its runs."""
 
   def __init__(self, run=lambda: None, **hooks):
     self._hooks = {'run': run, **hooks}
@@ -45,7 +45,7 @@ class PoolTest(parameterized.TestCase):
     self.liveness.dead_workers.add(0)
     raise error(None, None, 'the worker is gone')
 
-  def test_what_was_begun_before_an_error_is_not_begun_again(self):
+  def test_task_begun_before_an_error_is_not_repeated(self):
     pool, was_raised = self._pool(2), threading.Event()
 
     def break_later():
@@ -53,13 +53,13 @@ class PoolTest(parameterized.TestCase):
       raise tf.errors.UnavailableError(None, None, 'the connection broke')
 
     def break_now():
-      raise ValueError('the step itself')
+      raise ValueError('an error of the step')
 
     late = _Task(break_later)
     pool.submit(late)
     pool.wait(lambda: late.runs == 1)
     pool.submit(_Task(break_now))
-    with self.assertRaisesRegex(ValueError, 'the step itself'):
+    with self.assertRaisesRegex(ValueError, 'an error of the step'):
       pool.wait()
     was_raised.set()
     pool.forget()
@@ -69,7 +69,7 @@ class PoolTest(parameterized.TestCase):
     pool.wait()
     self.assertEqual((late.runs, after.runs), (1, 1))
 
-  def test_third_worker_that_a_step_loses(self):
+  def test_third_loss_of_a_worker_raises(self):
     pool = self._pool(1)
     task = _Task(self._die)
     pool.submit(task)
@@ -77,7 +77,7 @@ class PoolTest(parameterized.TestCase):
       pool.wait()
     self.assertEqual((task.runs, task.losses), (3, 3))
 
-  def test_what_may_have_changed_something_is_not_repeated(self):
+  def test_task_with_side_effects_is_not_repeated(self):
     pool = self._pool(2)
 
     def die():
@@ -107,7 +107,7 @@ class PoolTest(parameterized.TestCase):
 
     self.liveness.rejoin = rejoin
 
-  def test_nothing_connects_while_a_task_runs(self):
+  def test_no_reconnect_while_a_task_runs(self):
     pool, may_end, is_back = self._pool(2), threading.Event(), threading.Event()
     self._on_rejoin(is_back.set)
     pool.submit(_Task(lambda: may_end.wait(_DEADLINE_SECONDS)))
@@ -119,7 +119,7 @@ class PoolTest(parameterized.TestCase):
     pool.wait()
     self.assertEqual(task.runs, 2)
 
-  def test_broken_connection_is_tried_again(self):
+  def test_task_is_repeated_after_a_broken_connection(self):
     pool, failures = self._pool(1), [1, 1]
 
     def break_twice():
@@ -137,22 +137,22 @@ class PoolTest(parameterized.TestCase):
     ('run', errors.DataError),
     ('has_work', KeyboardInterrupt),
   )
-  def test_any_exception_in_a_workers_thread_ends_the_task(self, where, kind):
+  def test_exception_in_a_worker_thread_is_raised(self, hook, kind):
     pool = self._pool(1)
 
     def fail():
       raise kind('from the thread')
 
-    pool.submit(_Task(**{where: fail}))
+    pool.submit(_Task(**{hook: fail}))
     with self.assertRaisesRegex(kind, 'from the thread'):
       pool.wait()
-    # The thread lives on.
+    # The thread is still alive.
     after = _Task()
     pool.submit(after)
     pool.wait()
     self.assertEqual(after.runs, 1)
 
-  def test_task_that_nobody_wants_does_not_block_the_queue(self):
+  def test_unwanted_task_does_not_block_the_queue(self):
     pool, are_waiting = self._pool(2), threading.Event()
     left = [True, True]
 
@@ -160,7 +160,7 @@ class PoolTest(parameterized.TestCase):
       are_waiting.wait(_DEADLINE_SECONDS)
       left.pop()
 
-    # Until the first ones are done; no worker can run it.
+    # Wanted until the first tasks are done, but no worker can run it.
     unwanted = _Task(is_wanted=lambda: bool(left), has_work=lambda: False)
     last = _Task()
     for task in (_Task(run), _Task(run), unwanted, last):
@@ -169,8 +169,8 @@ class PoolTest(parameterized.TestCase):
     pool.wait()
     self.assertEqual((unwanted.runs, last.runs), (0, 1))
 
-  def test_nobody_waits_for_a_task_that_nobody_wants(self):
-    """But those who connect again, while which functions may fail."""
+  def test_only_forget_waits_for_an_unwanted_task(self):
+    """`forget` waits because functions may fail during a reconnect."""
     pool, is_taken = self._pool(2), threading.Event()
     may_end = threading.Event()
     self.addCleanup(may_end.set)

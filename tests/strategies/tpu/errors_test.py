@@ -1,4 +1,4 @@
-"""Without a TPU, or with a wrong one, the user gets a helpful error at once."""
+"""Without a usable TPU, the user gets a helpful error at once."""
 
 import os
 import socket
@@ -38,14 +38,14 @@ class ResolverTest(tf.test.TestCase, parameterized.TestCase):
     self.enter_context(environment())
 
   @pytest.mark.smoke
-  def test_environment_without_a_tpu(self):
+  def test_missing_tpu_is_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError,
       'TPU_NAME.*resolver=None .*names no TPU.*initialize_tpu_system',
     ):
       tfs.TPURingStrategy()
 
-  def test_registry_with_devices(self):
+  def test_devices_option_is_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, r"devices=\['TPU:0'\].*pass resolver"
     ):
@@ -59,7 +59,7 @@ class ResolverTest(tf.test.TestCase, parameterized.TestCase):
       'without cores .*CPU:0.*experimental_connect_to_cluster.*ring_mirrored',
     ),
     (
-      'not_initialised',
+      'not_initialized',
       lambda: double.ResolverDouble(8, is_initialized=False),
       tfs.errors.UnsupportedOptionError,
       '8 cores that was not initialised.*initialize_tpu_system',
@@ -71,17 +71,17 @@ class ResolverTest(tf.test.TestCase, parameterized.TestCase):
       'Failing.get_tpu_system_metadata.*RuntimeError: TPU cores on each host',
     ),
     (
-      'that_counts_wrongly',
+      'inconsistent_metadata',
       lambda: double.ResolverDouble(8, num_devices=4),
       tfs.errors.ClusterConfigError,
       'got 8 cores with 4 names',
     ),
   )
-  def test_resolver(self, make, error, message):
+  def test_unusable_resolver_raises(self, make, error, message):
     with self.assertRaisesRegex(error, message):
       tfs.TPURingStrategy(make())
 
-  def test_importing_looks_for_no_tpu(self):
+  def test_import_does_not_look_for_a_tpu(self):
     """Checks that the import does not look for a TPU, even if one is configured."""
     code = (
       'import tf_strategies as tfs; tfs.TPURingStrategy; import sys; '
@@ -91,7 +91,7 @@ class ResolverTest(tf.test.TestCase, parameterized.TestCase):
       done = processes.run_python('-c', code)
     self.assertEqual(done.returncode, 0, done.stderr)
 
-  def test_metadata_server_that_never_answers(self):
+  def test_silent_metadata_server_has_a_deadline(self):
     server = socket.create_server(('127.0.0.1', 0))
     # Ends the thread that waits for an answer.
     self.addCleanup(server.close)
@@ -110,7 +110,7 @@ class ResolverTest(tf.test.TestCase, parameterized.TestCase):
       tfs.TPURingStrategy()
     self.assertLess(time.monotonic() - start, _DEADLINE_SECONDS)
 
-  def test_inside_a_graph(self):
+  def test_strategy_inside_a_graph_is_refused(self):
     with (
       tf.Graph().as_default(),
       self.assertRaisesRegex(
@@ -123,13 +123,13 @@ class ResolverTest(tf.test.TestCase, parameterized.TestCase):
 class TensorsTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     (
-      'of_unknown_shape',
+      'unknown_shape',
       lambda x: tf.boolean_mask(x, x > 0),
       r"tensor 'boolean_mask/.*:0' of shape \(None,\).*drop_remainder",
     ),
-    ('that_have_no_sum', lambda x: x > 0, "'Greater.*dtype bool.*cast"),
+    ('bool', lambda x: x > 0, "'Greater.*dtype bool.*cast"),
   )
-  def test_all_reduce(self, make, message):
+  def test_unsupported_tensor_is_refused(self, make, message):
     def step(x):
       return tf.distribute.get_replica_context().all_reduce('SUM', make(x))
 
@@ -138,7 +138,7 @@ class TensorsTest(tf.test.TestCase, parameterized.TestCase):
         double.create_strategy(2), step, [np.ones([2, 4], np.float32)]
       )
 
-  def test_step_of_a_loop(self):
+  def test_strategy_step_is_refused(self):
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'strategy.step.*strategy.run'
     ):

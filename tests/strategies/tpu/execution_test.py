@@ -1,4 +1,4 @@
-"""The traced program of a replica is right when all replicas run it in lock-step.
+"""The traced program of a replica gives correct results when all replicas run it.
 
 XLA compiles the graph; NumPy executes only the collectives.
 """

@@ -46,7 +46,7 @@ def traced_step(strategy):
 
 class GraphTest(tf.test.TestCase, parameterized.TestCase):
   @tiers.parameters(4, tiers.soak(32))
-  def test_a_step_is_a_ring_a_dtype(self, num_replicas):
+  def test_step_has_one_ring_per_dtype(self, num_replicas):
     strategy = double.create_strategy(num_replicas)
     step = traced_step(strategy)
     self.assertIsNone(step.mismatch(ring_all_reduce(num_replicas)))
@@ -62,18 +62,18 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
       self.assertEqual(permute.inputs[0].shape, [1, -(-size // num_replicas)])
 
   @pytest.mark.smoke
-  def test_builtin_is_cross_replica_sum_alone(self):
+  def test_builtin_uses_only_cross_replica_sums(self):
     strategy = double.create_strategy(4, all_reduce='builtin')
     step = traced_step(strategy)
     self.assertEmpty(step.permutes)
     self.assertLen(step.sums, sum(len(shapes) for shapes in _SHAPES.values()))
 
-  def test_one_replica_moves_nothing(self):
+  def test_one_replica_has_no_collectives(self):
     step = traced_step(double.create_strategy(1))
     self.assertEmpty(step.permutes)
     self.assertEmpty(step.sums)
 
-  def test_some_cores_of_a_tpu(self):
+  def test_device_assignment_with_some_cores(self):
     topology = tf.tpu.experimental.Topology(
       mesh_shape=[2, 2, 1, 1],
       device_coordinates=[[[x, y, 0, 0] for x in (0, 1) for y in (0, 1)]],
@@ -85,7 +85,7 @@ class GraphTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(strategy.num_replicas_in_sync, 2)
     self.assertIsNone(traced_step(strategy).mismatch(ring_all_reduce(2)))
 
-  def test_sparse_gradients_go_tensorflows_way(self):
+  def test_sparse_gradients_use_cross_replica_sums(self):
     strategy = double.create_strategy(4)
     with strategy.scope():
       table = tf.Variable(tf.ones([6, 2]))

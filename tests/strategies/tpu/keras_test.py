@@ -1,4 +1,4 @@
-"""A whole Keras training step, traced for TPUs and run in lock-step."""
+"""A Keras training step, traced for TPUs and run on all replicas."""
 
 import keras
 import numpy as np
@@ -102,7 +102,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(replicas.step.permutes, _RING)
     self.assertIsNone(replicas.step.mismatch(ring_all_reduce(_REPLICAS)))
 
-  def test_statistics_of_batch_normalization_are_the_mean(self):
+  def test_batch_normalization_statistics_are_averaged(self):
     replicas = Replicas(sgd, has_statistics=True)
     values = dict(
       zip([v.path for v in replicas.variables], replicas.train(), strict=True)
@@ -133,7 +133,7 @@ class KerasTest(tf.test.TestCase, parameterized.TestCase):
     ):
       program.Program(strategy, lambda x, y: model.train_step((x, y)), [ids, y])
 
-  def test_replicas_agree_whether_gradients_are_finite(self):
+  def test_replicas_check_the_same_gradients_for_overflow(self):
     replicas = Replicas(lambda: keras.optimizers.LossScaleOptimizer(sgd()))
     # All replicas test the sum, so the all-reduce is outside the branches.
     self.assertLen(replicas.step.permutes, _RING)
