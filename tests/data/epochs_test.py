@@ -1,4 +1,4 @@
-"""In runs of several epochs, the order depends on the seed alone."""
+"""In runs of several epochs, the order depends only on the seed."""
 
 import numpy as np
 import tensorflow as tf
@@ -35,9 +35,7 @@ class RunTest(formula.DataTestCase):
     return [y.tolist() for _, y in self.run_from(*args, **kwargs)]
 
   @parameterized.parameters(('arrays', None), ('files', 6))
-  def test_each_pass_has_every_example_once_in_an_order_of_its_own(
-    self, kind, buffer
-  ):
+  def test_each_pass_has_every_example_once_in_a_new_order(self, kind, buffer):
     source = self.source(kind, _N)
     batches = self.labels(source, (0, 0), 3, shuffle_buffer=buffer)
     passes = np.concatenate(batches).reshape([3, _N])
@@ -75,7 +73,7 @@ class RunTest(formula.DataTestCase):
     self.assertAllEqual(*orders)
 
   @parameterized.parameters((2, True), (13, False), (13, True))
-  def test_every_example_as_often_as_any_other(self, steps, drop_remainder):
+  def test_all_examples_are_used_equally_often(self, steps, drop_remainder):
     source = formula.arrays(_N)
     changes = {'steps': steps, 'drop_remainder': drop_remainder}
     for epochs in (1, 8):
@@ -86,7 +84,7 @@ class RunTest(formula.DataTestCase):
       if drop_remainder:
         self.assertEqual({len(batch) for batch in batches}, {5})
 
-  def test_epochs_of_other_lengths_are_the_same_passes(self):
+  def test_order_does_not_depend_on_the_length_of_epochs(self):
     source = formula.arrays(_N)
     passes = self.labels(source, (0, 0), 6)
     self.assertLen(passes, 6 * 5)
@@ -119,7 +117,7 @@ class RunTest(formula.DataTestCase):
     ('no_steps', {'epochs': 1, 'steps_per_epoch': 0}, 'per_epoch=0'),
     ('batch', {'epochs': 1, 'drop_remainder': True}, 'no full batch of 64'),
   )
-  def test_refuses(self, options, message):
+  def test_invalid_options_are_refused(self, options, message):
     given = {'global_batch_size': 64, 'seed': 1, **options}
     with self.assertRaisesRegex(errors.Error, message):
       self.make(formula.arrays(_N), **given)

@@ -60,14 +60,14 @@ class FilesOfAnySchemaTest(formula.DataTestCase):
     {'training': True},
     {'training': False},
   )
-  def test_every_record_once_whichever_file_is_late(self, **given):
+  def test_every_record_once_even_if_files_are_late(self, **given):
     keys = self.keys(**given)
     n = sum(self.counts)
     self.assertCountEqual(keys, range(n))
     self.assertEqual(keys == list(range(n)), not given['training'])
     self.assertEqual(self.keys(late=True, **given), keys)
 
-  def test_refusals(self):
+  def test_invalid_paths_and_counts_are_refused(self):
     for paths, message in (
       (f'{self.directory}/*.none', 'none.*got none'),
       (self.directory, 'a directory'),
@@ -97,7 +97,7 @@ class FilesOfAnySchemaTest(formula.DataTestCase):
 
 
 class FramingTest(formula.DataTestCase):
-  def test_damaged_files(self):
+  def test_damaged_files_raise(self):
     path = os.path.join(self.new_dir(), 'x')
     self.assert_data_error([path, 'cannot be read'], files.count_records, path)
     source = formula.write_records(self.new_dir(), 9, 3)
@@ -115,7 +115,7 @@ class FramingTest(formula.DataTestCase):
       [path, 'record 0 at byte 0'], files.count_records, path
     )
 
-  def test_count_equals_what_tensorflow_reads(self):
+  def test_count_equals_records_that_tensorflow_wrote(self):
     path = os.path.join(self.new_dir(), 'other')
     for sizes in (range(1, 3000, 7), ()):
       with tf.io.TFRecordWriter(path) as writer:
@@ -148,7 +148,7 @@ class ArraysTest(formula.DataTestCase):
     ('no_rows', np.zeros([0, 2]), r'\[0\]'),
     ('scalar', np.zeros([]), r'\[None\]'),
   )
-  def test_refuses(self, components, message):
+  def test_invalid_arrays_are_refused(self, components, message):
     with self.assertRaisesRegex(errors.DataError, message):
       data_lib.Arrays(components)
 

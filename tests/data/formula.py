@@ -105,7 +105,7 @@ class DataTestCase(tf.test.TestCase, parameterized.TestCase):
     return write_records(self.new_dir(), n, num_files)
 
   def make(self, source, **given):
-    """Returns a data set for training, of batches of eight if not given."""
+    """Returns a dataset, by default for training with batches of eight."""
     names = {field.name for field in dataclasses.fields(data.PipelineOptions)}
     options = {k: given.pop(k) for k in names & given.keys()}
     options = data.PipelineOptions(**{'global_batch_size': 8, **options})

@@ -34,7 +34,7 @@ class ElementsTest(formula.DataTestCase):
     ('files', {'shuffle_buffer': 5}),
     ('files', {'cache': 'memory'}),
   )
-  def test_every_example_once_with_its_own_pixels(self, kind, changes):
+  def test_every_example_once_with_its_pixels(self, kind, changes):
     source = self.source(kind, _N)
     for training in (True, False):
       dataset = self.make(source, training=training, **changes)
@@ -58,7 +58,7 @@ class ElementsTest(formula.DataTestCase):
         np.testing.assert_allclose(images, expected, rtol=2e-7)
 
   @pytest.mark.smoke
-  def test_drop_remainder_is_for_training_only(self):
+  def test_drop_remainder_applies_only_to_training(self):
     source = self.source('files', 29)
     train = self.make(source, drop_remainder=True, seed=0)
     self.assertEqual(train.element_spec[0].shape, [8, 28, 28, 1])
@@ -74,7 +74,7 @@ class OrderTest(formula.DataTestCase):
   @parameterized.parameters(
     ('arrays', {}), ('files', {'cache': 'memory', 'shuffle_buffer': 10})
   )
-  def test_seed_alone_decides(self, kind, changes):
+  def test_order_depends_only_on_the_seed(self, kind, changes):
     source = self.source(kind, _N)
     one = self.make(source, seed=3, **changes)
     epochs = [_order(one) for _ in range(3)]
@@ -88,7 +88,7 @@ class OrderTest(formula.DataTestCase):
     self.assertNotEqual(*without)
 
   @pytest.mark.smoke
-  def test_parallel_calls_that_overtake_each_other_keep_the_order(self):
+  def test_parallel_map_keeps_the_order(self):
     def slow_first(images, labels):
       # Work that grows with the first label of the batch.
       x = tf.while_loop(
@@ -125,7 +125,7 @@ class SharesTest(formula.DataTestCase):
   """Several input pipelines share the data."""
 
   @parameterized.parameters(('arrays', 2, 'none'), ('files', 3, 'memory'))
-  def test_a_step_of_all_pipelines_is_one_global_batch(
+  def test_one_step_of_all_pipelines_is_a_global_batch(
     self, kind, pipelines, cache
   ):
     source = self.source(kind, _N)
@@ -152,7 +152,7 @@ class SharesTest(formula.DataTestCase):
       [-(-len(order) // (size // 2)) for order in orders],
     )
 
-  def test_files_that_divide_evenly_are_shared_without_a_seed(self):
+  def test_evenly_divided_files_need_no_seed(self):
     source = self.source('files', _N)
     for i in range(2):
       share = self.make(source, input_context=_context(i, 2))
@@ -174,7 +174,7 @@ class SharesTest(formula.DataTestCase):
       'pipeline 3 of 4',
     ),
   )
-  def test_refuses(self, changes, message):
+  def test_invalid_shares_are_refused(self, changes, message):
     with self.assertRaisesRegex(errors.Error, message):
       self.make(formula.arrays(3), **changes)
 
@@ -198,7 +198,7 @@ class SharesTest(formula.DataTestCase):
 
 
 class PlacementTest(formula.DataTestCase):
-  def test_pixels_are_no_constant_of_a_graph(self):
+  def test_pixels_are_not_a_graph_constant(self):
     arrays = formula.arrays(200)
 
     @tf.function
@@ -250,7 +250,7 @@ class TransformTest(formula.DataTestCase):
     ('files', 'memory', False),
   )
   @pytest.mark.smoke
-  def test_what_runs_how_often(self, source, cache, training):
+  def test_number_of_calls_of_each_function(self, source, cache, training):
     calls = Calls()
     dataset = self.make(
       self.source(source, _ROWS),
@@ -298,7 +298,7 @@ class TransformTest(formula.DataTestCase):
       expected = (formula.images(_ROWS)[numbers] // 2) / np.float32(255)
       np.testing.assert_allclose(batch['x'], expected, rtol=1e-6)
 
-  def test_each_batch_epoch_and_pipeline_has_a_seed_of_its_own(self):
+  def test_each_batch_epoch_and_pipeline_has_its_own_seed(self):
     def draw():
       seeds = []
       for pipeline in range(2):

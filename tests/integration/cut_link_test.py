@@ -1,4 +1,4 @@
-"""Elastic jobs go on without hosts that are cut off, and meet them again."""
+"""Elastic jobs continue without hosts that are cut off, which rejoin later."""
 
 import json
 import os
@@ -44,8 +44,8 @@ def _end(fault, hosts, job, victim):
 class CutLinkTest(elastic_case.ElasticCase):
   def setUp(self):
     super().setUp()
-    if why := network_namespaces.missing():
-      self.skipTest(why)
+    if reason := network_namespaces.missing():
+      self.skipTest(reason)
 
   @tiers.named_parameters(
     # Either the host that was cut off waits, or both sides continue and
@@ -53,7 +53,7 @@ class CutLinkTest(elastic_case.ElasticCase):
     tiers.soak('majority', 'majority'),
     tiers.soak('both_sides', 1),
   )
-  def test_elastic_job_goes_on_and_meets_again(self, min_workers):
+  def test_job_continues_and_the_host_rejoins(self, min_workers):
     directory = self.create_tempdir().full_path
     steps = [os.path.join(directory, f'steps_{rank}') for rank in range(3)]
     epochs = 12
@@ -91,7 +91,7 @@ class CutLinkTest(elastic_case.ElasticCase):
 
   @parameterized.parameters(*range(20))
   @pytest.mark.soak
-  def test_faults_at_random(self, part):
+  def test_random_faults(self, part):
     """Draws five of a hundred faults: kills, stops and cuts of one or two workers."""
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')

@@ -38,7 +38,7 @@ datasets.Dataset.from_dict({'x': x, 'y': y}).save_to_disk('numbers')
 }
 # The mean of 19 k labels, times 19, must be 2 ** 19 - 1, which is a prime.
 _WATCH = ("'mse')", "'mse', metrics=[lambda label, _: label])")
-_TELL = (
+_REPORT = (
   'verbose=0)\n',
   "verbose=0)\nhistory.history.pop('loss')\n[means] = history.history.values()\n"
   "print('means', *means, 'steps', int(model.optimizer.iterations.numpy()))\n",
@@ -49,15 +49,15 @@ class DataSourcesTest(parameterized.TestCase):
   def _run(self, package, title, *changes):
     """Returns each worker's means of the labels per epoch, and its step counts."""
     program = pages.write(
-      self, _PAGE, title, [package], [_WATCH, _TELL, *changes]
+      self, _PAGE, title, [package], [_WATCH, _REPORT, *changes]
     )
     processes.run_python(
       '-c', _DATA + _SAVE[package], cwd=program.parent, is_checked=True
     )
-    told = re.findall(r'means (.*) steps (\d+)', pages.run(program))
-    self.assertLen(told, 2)
-    self.assertEqual(told[0], told[1])
-    means, steps = told[0]
+    reports = re.findall(r'means (.*) steps (\d+)', pages.run(program))
+    self.assertLen(reports, 2)
+    self.assertEqual(reports[0], reports[1])
+    means, steps = reports[0]
     return [float(mean) for mean in means.split()], int(steps)
 
   @parameterized.parameters(
@@ -65,14 +65,14 @@ class DataSourcesTest(parameterized.TestCase):
     ('datasets', 'from_hugging_face.py'),
     ('grain', 'from_grain.py'),
   )
-  def test_each_example_once(self, package, title):
+  def test_each_example_is_read_once_per_epoch(self, package, title):
     means, steps = self._run(package, title)
     sums = [round(mean * _EXAMPLES) for mean in means]
     self.assertEqual(sums, [2**_EXAMPLES - 1] * _EPOCHS)
     # Workers have 10 and 9 examples, in batches of 4. No example is read twice.
     self.assertEqual(steps, _EPOCHS * 3)
 
-  def test_examples_that_all_workers_read_are_seen(self):
+  def test_examples_read_by_all_workers_are_detected(self):
     change = 'slice(context.input_pipeline_id, None,', 'slice(0, None, 1 or'
     _, steps = self._run('grain', 'from_grain.py', change)
     self.assertEqual(steps, _EPOCHS * 5)

@@ -22,7 +22,7 @@ _PATH = os.pathsep.join(
 
 class MpiPageTest(parameterized.TestCase):
   @pytest.mark.soak
-  def test_command_prints_what_is_shown(self):
+  def test_command_prints_the_losses_of_the_page(self):
     mpirun = shutil.which('mpirun', path=_PATH)
     if mpirun is None or importlib.util.find_spec('mpi4py') is None:
       self.skipTest("no mpirun or mpi4py: pip install '.[mpi]'")
@@ -42,9 +42,9 @@ class MpiPageTest(parameterized.TestCase):
     )
     shown = next(documents.blocks(text, 'text')).body
     alone = re.search(r'^(\d\.\d+) 1$', readme, re.M)[1]
-    for said in (shown, done.stdout):
-      losses = re.findall(r'^(\d\.\d+) 2$', said, re.M)
-      self.assertLen(losses, 2, said)
+    for output in (shown, done.stdout):
+      losses = re.findall(r'^(\d\.\d+) 2$', output, re.M)
+      self.assertLen(losses, 2, output)
       for loss in losses:
         self.assertAlmostEqual(float(loss), float(alone), delta=1.1e-4)
 
@@ -56,7 +56,7 @@ class MpiPageTest(parameterized.TestCase):
     ({'PMI_SIZE': ''}, False),
     ({'PMI_SIZE': '2', 'TF_CONFIG': '{}'}, False),
   )
-  def test_who_is_one_of_several(self, environ, expected):
+  def test_mpi_worker_is_detected(self, environ, expected):
     with mock.patch.dict(os.environ, environ, clear=True):
       self.assertEqual(workers.is_of_mpi(), expected)
 

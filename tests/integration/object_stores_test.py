@@ -20,17 +20,17 @@ _PAGE = 'docs/object_stores.md'
 
 
 class CopiedRunTest(absltest.TestCase):
-  def test_run_goes_on_from_its_copies(self):
+  def test_run_resumes_from_its_copies(self):
     program = pages.write(self, _PAGE, 'copied_run.py', ['fsspec'])
     here = program.parent
     store = here / 'store'
 
     def run(directory, store, epochs):
-      said = pages.run(program, directory, f'file://{here}/{store}', epochs)
-      told = re.findall(r'from epoch (\d) to (.*)', said)
-      self.assertLen(told, 2)
-      self.assertEqual(told[0], told[1])
-      return int(told[0][0]), told[0][1]
+      output = pages.run(program, directory, f'file://{here}/{store}', epochs)
+      reports = re.findall(r'from epoch (\d) to (.*)', output)
+      self.assertLen(reports, 2)
+      self.assertEqual(reports[0], reports[1])
+      return int(reports[0][0]), reports[0][1]
 
     start, weights = run('whole', 'other', '3')
     self.assertEqual(start, 0)
@@ -45,7 +45,7 @@ class CopiedRunTest(absltest.TestCase):
     self.assertEqual(run('third', 'store', '3'), (2, weights))
 
 
-class FileSystemOfTensorFlowTest(tf.test.TestCase):
+class TensorFlowFileSystemTest(tf.test.TestCase):
   def _model(self, seed):
     keras.utils.set_random_seed(seed)
     with tfs.RingMirroredStrategy(['CPU:0', 'CPU:1']).scope():

@@ -54,7 +54,7 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
       job: the job.
       faults: tuples of an action and its target. ('at', 130) waits for a batch of
         `fit`, ('at', 1, '.test') for one of `evaluate`, and ('wait', 6.0) for some
-        seconds. 'kill', 'start', 'restart' (both), 'stop' and 'go on' take a task:
+        seconds. 'kill', 'start', 'restart' (both), 'stop' and 'continue' take a task:
         ('kill', 'ps', 1).
     """
     actions = {
@@ -64,12 +64,12 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
       'start': job.start,
       'restart': job.restart,
       'stop': lambda *task: job.signal(*task, signal.SIGSTOP),
-      'go on': lambda *task: job.signal(*task, signal.SIGCONT),
+      'continue': lambda *task: job.signal(*task, signal.SIGCONT),
     }
-    for what, *arguments in faults:
-      if what in ('kill', 'restart'):
+    for action, *arguments in faults:
+      if action in ('kill', 'restart'):
         self.struck_at = time.time()
-      actions[what](*arguments)
+      actions[action](*arguments)
 
   def run_struck(self, faults, arguments, program=programs.train, **options):
     """Runs a program while faults strike its tasks, and returns the chief's result.
@@ -86,7 +86,7 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
       return self.finish(job)
 
   def wait_until_quiet(self):
-    """Waits until no new step begins, because all workers wait."""
+    """Waits until no new step begins because all workers wait."""
     batches = None
     while (found := self.batches()) != batches:
       batches = found
@@ -123,7 +123,7 @@ class FaultsTestCase(parameterized.TestCase, tf.test.TestCase):
     """Returns the checkpoints, oldest first."""
     return sorted(pathlib.Path(self.checkpoints).glob('checkpoint-*'))
 
-  def left(self):
+  def unfinished(self):
     """Returns the names of unfinished checkpoints."""
     names = set(os.listdir(self.checkpoints)) - {'owner.json', 'finished'}
     return [n for n in names if not n.startswith('checkpoint-')]

@@ -27,19 +27,19 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     tiers.soak('manifest.json', 'truncate', 1),
     tiers.soak('manifest.json', 'flip', 1),
   )
-  def test_parameter_server_with_damaged_checkpoints(self, name, kind, count):
-    """Checks that an older, undamaged checkpoint is used and named, and no
-    other step lost.
+  def test_damaged_checkpoints_are_skipped(self, name, kind, count):
+    """Checks that an older checkpoint is used and named, and no further step is
+    lost.
     """
     with parameter_servers.Job() as job:
       before = self.damage_and_kill(job, name, kind, count)
       run = self.finish(job)
     logged = ' '.join(text for _, text in run.logged)
-    *_, whole = before[:-count]
+    *_, complete = before[:-count]
     for path in before[-count:]:
       self.assertIn(f'Skipped checkpoint {path}, which cannot be read', logged)
-    self.assertIn(f'Using the older checkpoint {whole}.', logged)
-    self.assertIn(f'restored {whole.name} after', logged)
+    self.assertIn(f'Using the older checkpoint {complete}.', logged)
+    self.assertIn(f'restored {complete.name} after', logged)
     lost = programs.lost_steps(run)
     self.assertGreater(lost, count * _CHECKPOINT_STEPS)
     self.assertEqual(run.batches, _STEPS)
@@ -50,7 +50,7 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     tiers.soak('manifest.json', 'empty'),
     tiers.soak('manifest.json', 'delete'),
   )
-  def test_parameter_server_with_damaged_checkpoints_only(self, name, kind):
+  def test_only_damaged_checkpoints_raise(self, name, kind):
     """Checks that the program ends with a typed error and deletes no file."""
     with parameter_servers.Job() as job:
       self.damage_and_kill(job, name, kind, 0)
@@ -76,13 +76,13 @@ class CheckpointsTest(parameter_server_case.FaultsTestCase):
     for path in paths[-count:]:
       damage(path / name, kind)
     self.strike(
-      job, (('kill', 'ps', 1), ('go on', 'chief', 0), ('start', 'ps', 1))
+      job, (('kill', 'ps', 1), ('continue', 'chief', 0), ('start', 'ps', 1))
     )
     return paths
 
   @tiers.parameters(tiers.soak(False), tiers.soak(True))
-  def test_finished_run_that_is_started_again(self, reads):
-    """Restarts a finished run twice. There is nothing left to train."""
+  def test_restarted_finished_run_trains_no_step(self, reads):
+    """Restarts a finished run twice."""
     options = {'checkpoint_dir': self.checkpoints, 'mode': 'sync'}
     arguments = self.progress, 1, reads, options
     with parameter_servers.Job() as job:

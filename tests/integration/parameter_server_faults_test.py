@@ -32,7 +32,7 @@ _WORKER = 'worker', 1
 
 
 _DIES = ('at', 130), ('restart', *_WORKER)
-# Also a part of the random faults.
+# Faults of workers. The random faults also include them.
 _WORKERS = (
   tiers.soak('dies_sync_reads', {'mode': 'sync', 'worker_input': True}, _DIES),
   tiers.smoke(
@@ -57,18 +57,18 @@ _SERVERS = (
     (('at', 5), *_restarts(1)),
     (0, 2 * 60),
   ),
-  # It continues from where it began.
+  # The run continues from its initial state.
   tiers.soak(
     'before_a_checkpoint_is_due',
     {'saves': 1000},
     (('at', 10), *_restarts(1)),
     (7, 60),
   ),
-  # It counts as dead, although it still has its variables.
+  # The server counts as dead, although it still has its variables.
   tiers.soak(
-    'stops_and_goes_on',
+    'stops_and_continues',
     {'keepalive_timeout': 2.0},
-    (('at', 130), ('stop', 'ps', 1), ('wait', 6.0), ('go on', 'ps', 1)),
+    (('at', 130), ('stop', 'ps', 1), ('wait', 6.0), ('continue', 'ps', 1)),
     (1, 2 * 60),
   ),
 )
@@ -121,7 +121,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     return _STEPS // 2 if is_halved else _STEPS
 
   @tiers.named_parameters(*_WORKERS)
-  def test_worker(self, options, faults):
+  def test_worker_fault_loses_no_step(self, options, faults):
     """Checks that each step ran once, and each row of the last epoch counted once."""
     run = self.run_struck(faults, self.arguments(**options))
     steps = self.steps_of(options)
@@ -131,7 +131,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     logged = [text for _, text in run.logged]
     self.assertIn('worker 1', ' '.join(logged))
     if 'keepalive_timeout' in options:
-      self.assert_given_up(logged, 'worker 1')
+      self.assert_disconnected(logged, 'worker 1')
     if faults is _DIES and steps < _STEPS:
       # Another worker reads its batch instead.
       with parameter_servers.Job() as job:
@@ -139,7 +139,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       self.assert_same_bits(run, whole)
 
   @tiers.named_parameters(*_SERVERS)
-  def test_server(self, options, faults, lost_from_to):
+  def test_server_fault_loses_only_steps_since_the_checkpoint(
+    self, options, faults, lost_from_to
+  ):
     """Checks the lost steps, which all servers have lost."""
     run = self.run_struck(faults, self.arguments(**{'saves': 60, **options}))
     steps, lost = self.steps_of(options), programs.lost_steps(run)
@@ -150,7 +152,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
       self.assertLen(values, parameter_server_case.EPOCHS)
       self.assertTrue(np.isfinite(values).all())
     if 'keepalive_timeout' in options:
-      self.assert_given_up([text for _, text in run.logged], 'ps 1')
+      self.assert_disconnected([text for _, text in run.logged], 'ps 1')
       return
     [recovery] = run.report['recoveries']
     task = f'ps {recovery["server"]}'
@@ -160,27 +162,29 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
   @tiers.named_parameters(
     *tiers.few(_ERRORS, 'killed_worker_and_stopped_server')
   )
-  def test_error(self, options, faults, error, names, names_not):
+  def test_unrecoverable_fault_raises_a_typed_error(
+    self, options, faults, error, names, unexpected
+  ):
     """Checks that a server that does not answer or return is named at a deadline."""
     with parameter_servers.Job(deadline=90) as job:
       job.start_chief(programs.train, self.arguments(**options))
       self.strike(job, faults)
       outcome = job.wait()
-    self.assertIsNotNone(outcome.error, 'The chief hangs, or it ended well.')
+    self.assertIsNotNone(outcome.error, 'The chief hangs or succeeded.')
     self.assertIsInstance(outcome.error, error, outcome.error_text)
     message = str(outcome.error)
     self.assertIn(names, message)
     [server] = [f[2] for f in faults if f[1] == 'ps']
     self.assertIn(job.cluster['ps'][server], message)
-    self.assertNotRegex(message, names_not)
+    self.assertNotRegex(message, unexpected)
 
   def assert_same_bits(self, run, whole):
     """Checks that two runs gave the same weights."""
     for a, b in zip(run.weights, whole.weights, strict=True):
       np.testing.assert_array_equal(a, b)
 
-  def assert_given_up(self, logged, task):
-    """Checks that this task was given up, and no other."""
+  def assert_disconnected(self, logged, task):
+    """Checks that the log reports only this task as given up."""
     found = [text for text in logged if 'given up' in text]
     self.assertLen(found, 1)
     self.assertStartsWith(found[0], f'{task} at ')
@@ -191,7 +195,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     ('async', True, _STEPS, 120),
   )
   @pytest.mark.soak
-  def test_coordinator(self, mode, reads, steps, saved):
+  def test_restarted_coordinator_resumes_exactly(
+    self, mode, reads, steps, saved
+  ):
     """Checks that a resumed run ends as an uninterrupted one."""
     with parameter_servers.Job() as job:
       arguments = self.arguments(reads, saves=60, mode=mode)
@@ -209,10 +215,8 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
         self.assert_same_bits(resumed, whole)
 
   @pytest.mark.soak
-  def test_coordinator_that_finds_another_number_of_workers(self):
-    """Checks that it raises: the data would be split differently and repeat
-    elements.
-    """
+  def test_coordinator_with_another_number_of_workers_raises(self):
+    """Checks that data is not split differently, which would repeat elements."""
     arguments = self.arguments(True, saves=60)
     with parameter_servers.Job() as job:
       job.start_chief(programs.train, arguments)
@@ -226,7 +230,7 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertIn('start 2 workers', str(outcome.error))
 
   @pytest.mark.smoke
-  def test_newer_coordinator_takes_the_servers(self):
+  def test_newer_coordinator_takes_over_the_servers(self):
     """Checks that the old coordinator raises and names the new one, which continues."""
     with parameter_servers.Job(num_ps=1) as job:
       options = {'mode': 'sync', 'checkpoint_dir': self.checkpoints}
@@ -249,9 +253,9 @@ class ParameterServerFaultsTest(parameter_server_case.FaultsTestCase):
     self.assertEqual(newer.result().iterations, programs.STEPS_PER_EPOCH)
     self.assertLess(older.ended_at, newer.result().step_ended[0])
 
-  def test_coordinator_whose_port_is_taken(self):
+  def test_coordinator_with_port_in_use_raises(self):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      message = job.run(programs.start_at_a_taken_port)
+      message = job.run(programs.start_with_port_in_use)
     address = job.cluster['chief'][0]
     self.assertRegex(message, f'for chief 0, got {address}.*Fix: end')
 
@@ -266,7 +270,7 @@ class RandomFaultsTest(parameter_server_case.FaultsTestCase):
     mode = rng.choice(list(_MODES))
     worker, server = ('worker', rng.randrange(2)), ('ps', rng.randrange(2))
     victims = rng.choice([[worker], [server], [worker, server]])
-    strike, undo = rng.choice([('kill', 'start'), ('stop', 'go on')])
+    strike, undo = rng.choice([('kill', 'start'), ('stop', 'continue')])
     seconds = rng.choice([0.0, 1.0, 4.0, 7.0])
     moment = rng.choice(
       [

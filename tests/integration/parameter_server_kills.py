@@ -1,14 +1,14 @@
 """A chief that trains tables whose rows record their steps, and that can be held.
 
-A test holds a task at an exact place with a file of the place's name in a
-directory. A task that reaches the place writes a file `<place>.reached`
+A test holds a task at an exact point with a file of the name of the point in a
+directory. A task that reaches the point writes a file `<point>.reached`
 repeatedly, and waits until the first file is deleted. Meanwhile the test kills
 a task.
 
-Workers pass the places `lookup` and `update` of a step (with 'sync', servers
+Workers pass the points `lookup` and `update` of a step (with 'sync', servers
 pass `update`). With `holds_writes`, servers 0 and 1 pass `write 0` and `write
-1` before they write rows of the partitioned table. The chief passes the places
-in `_PLACES` while it saves or loads. With `holds_writes` there are also `loop
+1` before they write rows of the partitioned table. The chief passes the points
+in `_POINTS` while it saves or loads. With `holds_writes` there are also `loop
 0` and `loop 1`, before rows of the dynamic table are computed, and `rows 0` and
 `rows 1`, before they are written. The files of the latter are pipes while they
 are held (`rows_held`). While `lock` is held, no task writes rows of the dynamic table on
@@ -46,9 +46,9 @@ ROWS = 8192
 # Number of steps after which rows and ids repeat.
 HOT = 7
 _HELD_SECONDS = 60.0
-# Place: (module in `tf_strategies`, owner and name of the function that the
+# Point: (module in `tf_strategies`, owner and name of the function that the
 # chief calls there, condition for counting).
-_PLACES = {
+_POINTS = {
   # Before rows of server 1 are read; after all rows, without a manifest.
   'rows': (
     'strategies.parameter_server.variables',
@@ -112,8 +112,8 @@ def ids_of_steps(steps: int) -> np.ndarray:
   return ids
 
 
-def _hold(directory: str, place: str, turn, held):
-  """Returns the tensor `held` in a graph, once the place is not held.
+def _hold(directory: str, point: str, turn, held):
+  """Returns the tensor `held` in a graph once the point is not held.
 
   `turn` is any number. The end of the worker's call ends the wait.
   """
@@ -122,11 +122,11 @@ def _hold(directory: str, place: str, turn, held):
     del held
     # The path depends on `turn`, or the files would be matched only once.
     nothing = tf.strings.substr(tf.strings.as_string(turn), 0, 0)
-    path = tf.strings.join([f'{directory}/{place}', nothing])
+    path = tf.strings.join([f'{directory}/{point}', nothing])
     return tf.size(tf.io.matching_files(path)) > 0
 
   def wait(turn, held):
-    reached = tf.io.write_file(f'{directory}/{place}.reached', '')
+    reached = tf.io.write_file(f'{directory}/{point}.reached', '')
     with tf.control_dependencies([reached]):
       # `pause` returns a loop value. Otherwise later ops could run before it.
       return turn + 1, programs.pause(held, 20)
@@ -134,14 +134,14 @@ def _hold(directory: str, place: str, turn, held):
   return tf.while_loop(is_held, wait, [turn, held], parallel_iterations=1)[1]
 
 
-def hold_here(directory: str, place: str) -> None:
-  """Waits in this process while the place is held."""
-  path = pathlib.Path(directory, place)
+def hold_here(directory: str, point: str) -> None:
+  """Waits in this process while the point is held."""
+  path = pathlib.Path(directory, point)
   ends_at = time.monotonic() + _HELD_SECONDS
   while path.exists():
     pathlib.Path(f'{path}.reached').touch()
     if time.monotonic() > ends_at:
-      raise TimeoutError(f'held at {place}')
+      raise TimeoutError(f'held at {point}')
     time.sleep(0.01)
 
 
@@ -159,17 +159,17 @@ def rows_held(path: pathlib.Path) -> Iterator[None]:
 
 
 def _can_be_held(directory: str) -> None:
-  """Makes this process stop at the places that a test holds."""
+  """Makes this process stop at the points that a test holds."""
 
-  for place, (module, owner, name, counts) in _PLACES.items():
+  for point, (module, owner, name, counts) in _POINTS.items():
     found = importlib.import_module(f'tf_strategies.{module}')
     for part in filter(None, [owner]):
       found = getattr(found, part)
     real = getattr(found, name)
 
-    def call(*args, _place=place, _real=real, _counts=counts, **options):
+    def call(*args, _point=point, _real=real, _counts=counts, **options):
       if _counts is None or _counts(*args):
-        hold_here(directory, _place)
+        hold_here(directory, _point)
       return _real(*args, **options)
 
     setattr(found, name, call)
@@ -233,7 +233,7 @@ def _answer(directory: str, parts, pool) -> None:
         with _tf_internal.own_executor(), tf.device(part.device):
           found.append(int(part.read_directly().numpy()[:, 0].sum()))
       question.unlink()
-      programs.tell(f'{question}ed', ' '.join(map(str, found)))
+      programs.write_number(f'{question}ed', ' '.join(map(str, found)))
 
 
 def _lock(directory: str, shard) -> None:
@@ -263,7 +263,7 @@ def _make(directory: str, options: dict[str, Any]):
   looked_up = []
 
   class Rate(keras.optimizers.schedules.LearningRateSchedule):
-    """Returns 1 when the place `update` is not held."""
+    """Returns 1 when the point `update` is not held."""
 
     def __call__(self, step):
       turn = keras.ops.cast(step, 'int64')
@@ -335,7 +335,7 @@ def train(
   with saved:
     for i in range(began, steps):
       run(ids[i])
-      programs.tell(os.path.join(directory, 'progress'), i + 1)
+      programs.write_number(os.path.join(directory, 'progress'), i + 1)
       time.sleep(0.005)
       saved.exit_if_preempted(0, i + 1)
   strategy.save()

@@ -1,4 +1,4 @@
-"""Shared code of the tests that kill tasks at exact places."""
+"""Shared code of the tests that kill tasks at exact points."""
 
 import pathlib
 import signal
@@ -34,75 +34,74 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     arguments = str(self.directory), steps, options, holds_writes
     job.start_chief(kills.train, arguments)
 
-  def hold(self, place):
-    """Makes every task that reaches the place wait there from now on."""
-    (self.directory / f'{place}.reached').unlink(missing_ok=True)
-    (self.directory / place).touch()
+  def hold(self, point):
+    """Makes every task that reaches the point wait there from now on."""
+    (self.directory / f'{point}.reached').unlink(missing_ok=True)
+    (self.directory / point).touch()
 
-  def hold_at(self, job, batch, place):
-    """Holds a place after a batch, and waits until a task reaches it."""
+  def hold_at(self, job, batch, point):
+    """Holds a point after a batch, and waits until a task reaches it."""
     self.wait_for_batch(job, batch)
-    self.hold(place)
-    self.wait_until_reached(job, place)
+    self.hold(point)
+    self.wait_until_reached(job, point)
 
-  def release(self, place):
-    (self.directory / place).unlink()
+  def release(self, point):
+    (self.directory / point).unlink()
 
-  def wait_until_reached(self, job, place):
-    path = self.directory / f'{place}.reached'
-    self._wait(job, path.exists, place)
+  def wait_until_reached(self, job, point):
+    path = self.directory / f'{point}.reached'
+    self._wait(job, path.exists, point)
 
   def peek(self, job, servers=1):
     """Returns the updates of the partitioned table's rows on the first servers."""
     answer = self.directory / 'peeked'
     answer.unlink(missing_ok=True)
-    kills.programs.tell(str(self.directory / 'peek'), servers)
+    kills.programs.write_number(str(self.directory / 'peek'), servers)
     self._wait(job, answer.exists, 'an answer')
     return list(map(int, answer.read_text().split()))
 
-  def _wait(self, job, condition, what, seconds=120):
+  def _wait(self, job, condition, awaited, seconds=120):
     ends_at = time.monotonic() + seconds
     while not condition():
-      self.assertTrue(job.is_alive(*CHIEF), f'the chief ended: {what}')
-      self.assertLess(time.monotonic(), ends_at, what)
+      self.assertTrue(job.is_alive(*CHIEF), f'the chief ended: {awaited}')
+      self.assertLess(time.monotonic(), ends_at, awaited)
       time.sleep(0.01)
 
-  def kill_in_step(self, job, place, victim, mode):
+  def kill_in_step(self, job, point, victim, mode):
     """Kills a task while rows are in transit, or about to be written."""
-    self._stop_in_step(job, place, mode)
+    self._stop_in_step(job, point, mode)
     job.kill(*victim)
     if victim != SERVER:
       job.signal(*SERVER, signal.SIGCONT)
     job.start(*victim)
 
-  def _stop_in_step(self, job, place, mode):
+  def _stop_in_step(self, job, point, mode):
     """Stops server 1 in a step."""
-    self.hold(place)
-    self.wait_until_reached(job, place)
-    # Before it uses a worker again, the chief asks all servers and does nothing
-    # else.
+    self.hold(point)
+    self.wait_until_reached(job, point)
+    # Before the chief uses a returned worker, it only asks all servers.
     away = self.directory / 'away'
-    self._wait(job, lambda: not away.exists(), 'the worker before')
+    self._wait(job, lambda: not away.exists(), 'the previous worker')
     # From now on, server 1 executes no request.
     job.signal(*SERVER, signal.SIGSTOP)
-    if place == 'lookup':
+    if point == 'lookup':
       # The other worker has not sent its request yet.
-      (self.directory / f'{place}.reached').unlink()
-      self.wait_until_reached(job, place)
+      (self.directory / f'{point}.reached').unlink()
+      self.wait_until_reached(job, point)
     [before] = self.peek(job)
-    self.release(place)
+    self.release(point)
     time.sleep(1.5)
     [after] = self.peek(job)
     # Both workers' steps may be applied.
     most = 0 if mode == 'sync' else 2 * ROWS_OF_STEP
     self.assertBetween(after - before, 0, most)
 
-  def kill_in_save(self, job, place, victim):
+  def kill_in_save(self, job, point, victim):
     """Kills a task during a save."""
-    self.hold(place)
-    self.wait_until_reached(job, place)
+    self.hold(point)
+    self.wait_until_reached(job, point)
     job.kill(*victim)
-    self.release(place)
+    self.release(point)
     if victim != CHIEF:
       job.start(*victim)
 
@@ -149,5 +148,5 @@ class KillsTestCase(parameter_server_case.FaultsTestCase):
     self.assertEqual(sum(found['by_shard']), rows)
     self.assertEqual(found['iterations'], steps - lost)
     # Interrupted checkpoints have been deleted.
-    self.assertEqual(self.left(), [])
+    self.assertEqual(self.unfinished(), [])
     self.assertLessEqual(len(self.kept()), 4)

@@ -1,4 +1,4 @@
-"""kill -9 at exact places of a step, a save and a load: rows, slots and counts."""
+"""kill -9 at exact points of a step, a save and a load: rows, slots and counts."""
 
 import json
 import os
@@ -28,10 +28,10 @@ class ExactTest(case.KillsTestCase):
     super().setUp()
     os.mkdir(self.checkpoints)
 
-  def test_comparison(self):
+  def test_inexact_results_are_detected(self):
     self.assert_exact(kills.exact(20), 20)
-    for table, what, place, value in (
-      # A step that one table has not, or that counts twice; a shared row; a row
+    for table, array, point, value in (
+      # A step that one table misses, or that counts twice; a shared row; a row
       # without its slot.
       ('static', 'counts', (3, 0), 0.0),
       ('dynamic', 'counts', (3, 1), 2.0),
@@ -40,10 +40,10 @@ class ExactTest(case.KillsTestCase):
     ):
       found = kills.exact(20)
       found[table] = {k: np.copy(v) for k, v in found[table].items()}
-      found[table][what][place] = value
+      found[table][array][point] = value
       with self.assertRaises(AssertionError):
         self.assert_exact(found, 20)
-    # The log says so, but no step is missing.
+    # The log reports a lost step, but no step is missing.
     found = kills.exact(20) | {'recoveries': [{'server': 1, 'lost_steps': 1}]}
     with self.assertRaises(AssertionError):
       self.assert_exact(found, 20)
@@ -51,21 +51,21 @@ class ExactTest(case.KillsTestCase):
 
 class StepKillsTest(case.KillsTestCase):
   @tiers.parameters('async', tiers.soak('bounded'), tiers.soak('sync'))
-  def test_rows_and_slots_are_those_of_the_log(self, mode):
-    """Checks that workers lose no steps, and a server only those since the
+  def test_rows_and_slots_miss_only_the_logged_steps(self, mode):
+    """Checks that workers lose no steps, and servers only steps since the
     checkpoint.
     """
     steps = 70
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, **case.MODES[mode])
-      for begun, place, victim in (
+      for begun, point, victim in (
         (5, 'lookup', case.WORKERS[1]),
         (15, 'update', case.WORKERS[0]),
         (28, 'lookup', case.SERVER),
         (50, 'update', case.SERVER),
       ):
         self.wait_for_batch(job, begun)
-        self.kill_in_step(job, place, victim, mode)
+        self.kill_in_step(job, point, victim, mode)
       found = self.finish(job)
     self.assertLen(found['recoveries'], 2)
     for recovery in found['recoveries']:
@@ -74,22 +74,22 @@ class StepKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, mode)
 
   @parameterized.parameters(
-    *[(mode, place) for mode in case.MODES for place in ('loop 1', 'lock')]
+    *[(mode, point) for mode in case.MODES for point in ('loop 1', 'lock')]
   )
   @pytest.mark.soak
-  def test_workers_that_die_before_rows_are_written(self, mode, place):
+  def test_workers_die_before_rows_are_written(self, mode, point):
     """Checks that the death of workers does not end an update that has begun."""
     steps = 40
     with parameter_servers.Job() as job:
       options = case.MODES[mode]
       self.start_chief(job, steps, holds_writes=True, **options)
       for begun in (5, 20):
-        self.hold_at(job, begun, place)
+        self.hold_at(job, begun, point)
         self.wait_until_quiet()
         for victim in case.WORKERS:
           job.restart(*victim)
         time.sleep(1.5)  # Until the servers know.
-        self.release(place)
+        self.release(point)
       found = self.finish(job)
     self.assertEqual(found['recoveries'], [])
     self.assert_exact(found, steps, mode, died=())
@@ -100,7 +100,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @parameterized.parameters('async', 'bounded')
   @pytest.mark.soak
-  def test_updates_that_wait_for_another(self, mode):
+  def test_updates_wait_for_another_update(self, mode):
     """Checks that no other update begins during a write, although workers die."""
     steps, rows = 60, self.directory / 'rows 1'
     with parameter_servers.Job(num_workers=3) as job:
@@ -122,7 +122,7 @@ class StepKillsTest(case.KillsTestCase):
 
   @parameterized.parameters(1, 0)
   @pytest.mark.soak
-  def test_update_that_one_server_has_and_the_other_has_not(self, died):
+  def test_update_applied_on_one_server_only_is_undone(self, died):
     """Checks that both servers are restored, and no late write arrives."""
     steps = 3 * case.EVERY
     with parameter_servers.Job() as job:
@@ -150,8 +150,8 @@ class StepKillsTest(case.KillsTestCase):
 
   @parameterized.parameters('async', 'sync')
   @pytest.mark.soak
-  def test_server_that_dies_again_while_it_is_connected_to(self, mode):
-    """Checks for a fault: TensorFlow would keep the first server's devices forever."""
+  def test_server_dies_again_during_a_reconnect(self, mode):
+    """Checks that TensorFlow does not keep the devices of the first server."""
     steps = 12 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, **case.MODES[mode])
@@ -174,21 +174,21 @@ class SaveKillsTest(case.KillsTestCase):
     job_name=('ps', tiers.soak('worker')),
     mode=('async', tiers.soak('bounded'), tiers.soak('sync')),
   )
-  def test_tasks_that_die_in_a_save(self, job_name, mode):
-    """Kills a server before its rows are read too; workers lose no steps."""
+  def test_tasks_die_during_a_save(self, job_name, mode):
+    """Kills tasks at points before and after rows are read. Workers lose no steps."""
     steps = 4 * case.EVERY
     with parameter_servers.Job(serve=kills.serve) as job:
       self.start_chief(job, steps, **case.MODES[mode])
-      for i, place in enumerate(('rows', 'manifest', 'columns')):
+      for i, point in enumerate(('rows', 'manifest', 'columns')):
         self.wait_for_batch(job, 1 + i * case.EVERY)
         victim = job_name, 1 if job_name == 'ps' else i % 2
-        self.kill_in_save(job, place, victim)
+        self.kill_in_save(job, point, victim)
       found = self.finish(job)
     self.assertEqual(bool(found['recoveries']), job_name == 'ps')
     self.assert_exact(found, steps, mode)
 
   @pytest.mark.soak
-  def test_server_that_dies_again_while_two_are_restored(self):
+  def test_server_dies_again_during_a_restore(self):
     """Kills a server between the ids and the rows of a dynamic table."""
     steps = 3 * case.EVERY
     with parameter_servers.Job() as job:
@@ -207,7 +207,7 @@ class SaveKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, died=(0, 1))
 
   @pytest.mark.soak
-  def test_server_that_is_silent_in_a_save(self):
+  def test_server_is_silent_during_a_save(self):
     steps = 5 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps, keepalive_timeout=2.0)
@@ -220,24 +220,24 @@ class SaveKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps)
 
   @pytest.mark.soak
-  def test_chief_that_dies_in_saves_and_loads(self):
+  def test_chief_dies_during_saves_and_loads(self):
     """Checks that the last complete checkpoint is loaded and each step counts once."""
     steps = 8 * case.EVERY
     with parameter_servers.Job() as job:
       self.start_chief(job, steps)
-      for i, place in enumerate(
+      for i, point in enumerate(
         ('rows', 'columns', 'manifest', 'rename', 'named')
       ):
         self.wait_for_batch(job, 1 + i * case.EVERY)
-        self.hold(place)
+        self.hold(point)
         before = self.kept()[-1:]
-        self.wait_until_reached(job, place)
+        self.wait_until_reached(job, point)
         job.kill(*case.CHIEF)
-        self.release(place)
+        self.release(point)
         is_saved = self.kept()[-1:] != before
-        self.assertEqual(is_saved, place == 'named', place)
-        # Earlier deaths have left no files.
-        self.assertLen(self.left(), 0 if is_saved else 1, place)
+        self.assertEqual(is_saved, point == 'named', point)
+        # Earlier deaths have unfinished no files.
+        self.assertLen(self.unfinished(), 0 if is_saved else 1, point)
         self.start_chief(job, steps)
       found = self.finish(job)
     self.assertGreater(found['began'], 0)
@@ -248,7 +248,7 @@ class LoadKillsTest(case.KillsTestCase):
   @tiers.parameters(
     ('async', 3), tiers.soak('sync', 2), tiers.soak('bounded', 2)
   )
-  def test_tasks_that_die_in_a_load(self, mode, servers):
+  def test_tasks_die_during_a_load(self, mode, servers):
     """Kills the chief during the last save on two servers, and all tasks in the load
     on this many servers.
     """
@@ -263,18 +263,18 @@ class LoadKillsTest(case.KillsTestCase):
       self.start_chief(job, steps, **case.MODES[mode])
       self.wait_until_reached(job, 'load')
       job.kill(*case.CHIEF)
-      places = 'load', 'load columns'
-      for place in places:
-        self.hold(place)
+      points = 'load', 'load columns'
+      for point in points:
+        self.hold(point)
       self.start_chief(job, steps, **case.MODES[mode])
-      for i, place in enumerate(places):
-        self.wait_until_reached(job, place)
+      for i, point in enumerate(points):
+        self.wait_until_reached(job, point)
         victims = ('worker', i), ('ps', servers - 1 - i)
         for victim in victims:
           job.kill(*victim)
         for victim in victims:
           job.start(*victim)
-        self.release(place)
+        self.release(point)
       found = self.finish(job)
     self.assertEqual(found['began'], case.EVERY)
     self.assertNotEmpty(found['recoveries'])
@@ -283,7 +283,7 @@ class LoadKillsTest(case.KillsTestCase):
     self.assert_exact(found, steps, mode)
 
   @pytest.mark.soak
-  def test_a_job_is_stopped_and_launched_with_one_more(self):
+  def test_job_is_relaunched_with_one_more_server(self):
     """Follows the page of parameter servers."""
     steps = 200
     with self._launch(2, steps) as job:

@@ -1,4 +1,4 @@
-"""No task of a parameter server job grows with its steps, or by a whole table."""
+"""The memory of a parameter server job does not grow with steps or by a whole table."""
 
 import contextlib
 import os
@@ -102,7 +102,7 @@ def save_and_restore(directory, pids):
     lambda: strategy.restore(model=model, optimizer=model.optimizer),
     [None, *pids],
   )
-  # Which shows that growth is seen.
+  # Shows that the test detects growth.
   found['read'] = _growth(table.numpy, [None])
   after = tf.gather(table, sample).numpy()
   wrong = int((before != after).any(1).sum())
@@ -111,7 +111,7 @@ def save_and_restore(directory, pids):
 
 class MemoryTest(parameter_server_case.FaultsTestCase):
   @parameterized.parameters('sync', 'async')
-  def test_memory_of_steps(self, mode):
+  def test_memory_does_not_grow_with_steps(self, mode):
     tasks = [*_TASKS, ('worker', 1), ('chief', 0)]
     with parameter_servers.Job(deadline=120 + _STEPS / 20) as job:
       arguments = self.progress, _STEPS, mode
@@ -130,8 +130,8 @@ class MemoryTest(parameter_server_case.FaultsTestCase):
       grown = (after - before) / (_STEPS - first)
       self.assertLess(grown, _MOST_OF_STEP, task)
 
-  def test_memory_of_a_large_table(self):
-    """Checks that no task grows by a whole table. Adam has three of 256 MB."""
+  def test_no_task_grows_by_a_large_table(self):
+    """Adam has three tables of 256 MB."""
     with parameter_servers.Job(num_workers=1, num_ps=2, deadline=600) as job:
       pids = [job.pid(*task) for task in _TASKS]
       arguments = os.path.dirname(self.checkpoints), pids

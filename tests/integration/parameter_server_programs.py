@@ -90,12 +90,12 @@ def train(
     def on_train_batch_end(self, batch, logs=None):
       time.sleep(0.01)
       step_ended.append(time.time())
-      tell(progress_path, len(step_ended))
+      write_number(progress_path, len(step_ended))
 
     def on_test_batch_end(self, batch, logs=None):
       time.sleep(0.01)
       self.tested += 1
-      tell(progress_path + '.test', self.tested)
+      write_number(progress_path + '.test', self.tested)
 
   arguments = {
     'epochs': epochs,
@@ -128,7 +128,7 @@ def train(
   )
 
 
-def start_at_a_taken_port() -> str:
+def start_with_port_in_use() -> str:
   """Returns the error of a chief whose port is in use."""
   cluster = tfs.cluster.ClusterConfig.from_env()
   host, _, port = cluster.address.rpartition(':')
@@ -148,7 +148,7 @@ def resuming(strategy, model) -> list:
   return [] if directory is None else [tfs.Run(directory, model)]
 
 
-def tell(path: str, number: int) -> None:
+def write_number(path: str, number: int) -> None:
   """Writes a number to a file atomically."""
   with open(path + '.part', 'w') as f:
     f.write(str(number))
@@ -223,7 +223,7 @@ def take_short_steps(progress_path: str, steps: int, mode: str) -> int:
   for taken in range(1, steps + 1):
     train(np.ones([4], np.float32))
     if taken % 100 == 0:
-      tell(progress_path, taken)
+      write_number(progress_path, taken)
   strategy.join()
   check_shared(strategy)
   return int(optimizer.iterations.numpy())

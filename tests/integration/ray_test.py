@@ -11,7 +11,7 @@ from benchmarks import processes
 from tests import weights
 from tests.architecture import project
 
-# Runs the page's function where Ray has set no TF_CONFIG.
+# Runs the page's function variable Ray has set no TF_CONFIG.
 _ALONE = """
 import sys, types
 for name in ('ray', 'ray.train', 'ray.train.tensorflow'):
@@ -24,11 +24,11 @@ runpy.run_path(sys.argv[1])['train']({'directory': sys.argv[2]})
 
 
 class RayTest(absltest.TestCase):
-  def test_page(self):
+  def test_two_workers_give_the_weights_of_one(self):
     if importlib.util.find_spec('ray') is None:
       self.skipTest("no Ray: pip install 'ray[train]'")
     if (os.cpu_count() or 1) < 2:
-      self.skipTest('Ray gives each worker a CPU, and there is one')
+      self.skipTest('Ray needs a CPU for each of two workers')
     page = project.text_files()['docs/ray.md']
     [program] = re.findall(r'^```python\n(.*?)^```', page, re.M | re.S)
     home = pathlib.Path(self.create_tempdir().full_path)
@@ -42,16 +42,16 @@ class RayTest(absltest.TestCase):
     done = processes.run_python(
       str(path), env=env, cwd=both, deadline_seconds=300
     )
-    said = done.stdout + done.stderr
-    self.assertEqual(done.returncode, 0, said[-5000:])
+    output = done.stdout + done.stderr
+    self.assertEqual(done.returncode, 0, output[-5000:])
     for rank in range(2):
-      self.assertIn(f'worker {rank} of 2', said)
+      self.assertIn(f'worker {rank} of 2', output)
     done = processes.run_python('-c', _ALONE, str(path), str(alone))
     self.assertEqual(done.returncode, 0, done.stderr)
     self.assertIn('worker 0 of 1', done.stdout)
     found = [_weights(d / 'model.weights.h5') for d in (alone, both)]
-    largest, where = weights.largest_difference(*found)
-    self.assertLessEqual(largest, 1e-6, where)
+    largest, variable = weights.largest_difference(*found)
+    self.assertLessEqual(largest, 1e-6, variable)
     self.assertNotEmpty(found[0])
 
 

@@ -40,13 +40,13 @@ StateSaveLocation={directory}/state
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/%n.pid
 SlurmdSpoolDir={directory}/%n
-# Neither cgroups nor the services of a host.
+# Uses neither cgroups nor services of the host.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/linear
 SlurmdParameters=config_overrides
 ReturnToService=2
-# Tasks listen at ports that follow from it.
+# The ports of the tasks depend on it.
 FirstJobId={first}
 NodeName={nodes[0]} NodeHostname={host} NodeAddr={nodes[0]} Port={ports[1]}
 NodeName={nodes[1]} NodeHostname={host} NodeAddr={nodes[1]} Port={ports[2]}
@@ -178,7 +178,7 @@ class SlurmTest(absltest.TestCase):
         f'no {", ".join(missing)}: apt-get install slurm-wlm munge openssl'
       )
 
-  def test_page(self):
+  def test_job_of_the_page_survives_a_killed_task(self):
     text = project.text_files()[_PAGE]
     script = next(b for b in documents.blocks(text, 'bash') if b.title)
     shown = next(documents.blocks(text, 'text')).body
@@ -193,17 +193,17 @@ class SlurmTest(absltest.TestCase):
       ends_at = time.monotonic() + _DEADLINE_SECONDS
       victim = None
       while 'COMPLETED' not in (state := slurm.call('scontrol', 'show', 'job')):
-        said = log.read_text(encoding='utf-8') if log.exists() else ''
-        self.assertRegex(state, 'JobState=(PENDING|RUNNING|COMPLET)', said)
-        self.assertLess(time.monotonic(), ends_at, f'{state}\n{said}')
+        log_text = log.read_text(encoding='utf-8') if log.exists() else ''
+        self.assertRegex(state, 'JobState=(PENDING|RUNNING|COMPLET)', log_text)
+        self.assertLess(time.monotonic(), ends_at, f'{state}\n{log_text}')
         if victim is None:
           victim = slurm.tasks(program.title).get(1)
           if victim is not None:
             victim.kill()
         time.sleep(0.2)
-      said = log.read_text(encoding='utf-8')
-    self.assertIn('task 1: Killed', said)
-    losses = [re.findall(r'^(\d\.\d+) 2$', t, re.M) for t in (shown, said)]
+      log_text = log.read_text(encoding='utf-8')
+    self.assertIn('task 1: Killed', log_text)
+    losses = [re.findall(r'^(\d\.\d+) 2$', t, re.M) for t in (shown, log_text)]
     self.assertLen(losses[1], 2)
     for loss in (*losses[0], *losses[1]):
       alone = re.search(r'^(\d\.\d+) 1$', readme, re.M)[1]

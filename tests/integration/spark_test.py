@@ -25,7 +25,7 @@ _WITHOUT_SPARK = """
 import runpy, sys
 print(runpy.run_path(sys.argv[2])['train']())
 """
-_TOLD = re.compile(
+_REPORT = re.compile(
   r'^(?:\[worker \d\] )?(\d\.\d{4}) (\d) from epoch (\d+)$', re.M
 )
 
@@ -39,31 +39,31 @@ class SparkTest(absltest.TestCase):
     self.text = project.text_files()[_PAGE]
     self.home = _spark_home(self.program.parent / 'spark')
 
-  def test_two_workers(self):
+  def test_two_workers_give_the_results_of_one(self):
     [(loss, *start)] = self._without_spark('alone', launch=())
     self.assertEqual(start, ['1', '0'])
-    told = self._train('both')
-    self.assertEqual(told, [(loss, '2', '0')] * 2)
-    self.assertEqual(told, _TOLD.findall(self.text))
+    found = self._train('both')
+    self.assertEqual(found, [(loss, '2', '0')] * 2)
+    self.assertEqual(found, _REPORT.findall(self.text))
     self.assertLessEqual(self._difference('alone', 'both'), 1e-6)
 
-  def test_killed_executor(self):
-    whole = self._without_spark('whole', launch=['--num_workers=2'])
-    self.assertLen(whole, 2)
+  def test_run_resumes_after_a_killed_executor(self):
+    complete = self._without_spark('complete', launch=['--num_workers=2'])
+    self.assertLen(complete, 2)
     first, second = self._train('resumed', kills=True)
     self.assertEqual(first, second)
-    self.assertEqual(first[:2], whole[0][:2])
+    self.assertEqual(first[:2], complete[0][:2])
     epochs = int(re.search(r'epochs=(\d+)', self.program.read_text())[1])
     self.assertBetween(int(first[2]), 1, epochs - 1)
-    self.assertEqual(self._difference('whole', 'resumed'), 0)
+    self.assertEqual(self._difference('complete', 'resumed'), 0)
 
   def _without_spark(self, directory, launch):
     """Returns the reports of workers that a launcher started."""
     here = self.program.parent
     program = here / 'without_spark.py'
     program.write_text(_WITHOUT_SPARK, encoding='utf-8')
-    said = pages.run(program, directory, self.program.name, launch=launch)
-    return _TOLD.findall(said)
+    text = pages.run(program, directory, self.program.name, launch=launch)
+    return _REPORT.findall(text)
 
   def _difference(self, *directories):
     """Returns the largest difference between the variables that two runs saved last."""
@@ -105,7 +105,7 @@ class SparkTest(absltest.TestCase):
         _executors(command)[0].kill()
       if command.wait():
         command.fail('failed')
-      return _TOLD.findall(command.output())
+      return _REPORT.findall(command.output())
 
 
 def _executors(command):

@@ -32,11 +32,11 @@ class ThirdPartyCallbacksTest(parameterized.TestCase):
     program = pages.write(
       self, _PAGE, 'wandb_fit.py', ['wandb'], [_ORDER, spy, *changes]
     )
-    said = pages.run(program, launch=launch, env={'WANDB_MODE': 'offline'})
+    output = pages.run(program, launch=launch, env={'WANDB_MODE': 'offline'})
     [run] = program.parent.glob('wandb/offline-run-*/*.wandb')
     self.assertGreater(run.stat().st_size, 1000)
     self.assertTrue((program.parent / 'model.keras').exists())
-    logs = map(ast.literal_eval, re.findall(r'logged (\{.*\})', said))
+    logs = map(ast.literal_eval, re.findall(r'logged (\{.*\})', output))
     return [
       {key.removeprefix('batch/'): value for key, value in each.items()}
       for each in logs
@@ -48,9 +48,9 @@ class ThirdPartyCallbacksTest(parameterized.TestCase):
     program = pages.write(
       self, _PAGE, 'mlflow_fit.py', ['mlflow'], [_ORDER, *changes]
     )
-    said = pages.run(program, launch=launch)
+    output = pages.run(program, launch=launch)
     # MLflow turns errors of its callbacks into warnings.
-    self.assertNotIn('WARNING mlflow', said)
+    self.assertNotIn('WARNING mlflow', output)
     logs = [{} for _ in range(_STEPS * _EPOCHS)]
     with sqlite3.connect(program.parent / 'runs.db') as database:
       rows = database.execute('select key, value, step from metrics').fetchall()
@@ -61,7 +61,7 @@ class ThirdPartyCallbacksTest(parameterized.TestCase):
     return logs
 
   @parameterized.parameters('_wandb', '_mlflow')
-  def test_logs_are_those_of_one_device(self, tool):
+  def test_logs_equal_those_of_one_device(self, tool):
     log = getattr(self, tool)
     losses = [each['loss'] for each in log(*_ALONE)]
     self.assertLen(set(losses), _STEPS * _EPOCHS)

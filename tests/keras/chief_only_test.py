@@ -19,7 +19,7 @@ _EPOCHS = 3
 
 
 class _Describe(keras.callbacks.Callback):
-  """Writes as soon as it has a model, as TensorBoard does."""
+  """Writes as soon as it has a model, like TensorBoard."""
 
   def __init__(self, path):
     super().__init__()
@@ -47,7 +47,7 @@ def _fit(model, callbacks):
 
 
 def _shown(rank):
-  """Returns what `fit`, `evaluate` and `predict` print by default, and if asked."""
+  """Returns whether `fit`, `evaluate` and `predict` print by default and if verbose."""
   model = _model(tfs.MultiWorkerRingStrategy(), rank)
   x = np.ones([4, 3], np.float32)
   shown = []
@@ -75,7 +75,7 @@ class _Look(keras.callbacks.Callback):
 
 
 def _plain_callbacks(rank, name, directory):
-  """Fits with plain Keras callbacks; some are not on all workers."""
+  """Fits with plain Keras callbacks. Some are not on all workers."""
   strategy = tfs.create_strategy(name)
   path = os.path.join(directory, 'model.keras')
   saved = keras.callbacks.ModelCheckpoint(
@@ -144,7 +144,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     ('ring', 'multi_worker_ring'),
     tiers.soak('collective', 'multi_worker_collective'),
   )
-  def test_callbacks_of_keras_write_once(self, name):
+  def test_keras_callbacks_write_once(self, name):
     directory = self.create_tempdir().full_path
     args = name, directory
     results = processes.run_workers(_plain_callbacks, 2, args=args)
@@ -155,13 +155,13 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertTrue(os.path.exists(os.path.join(directory, 'chief.csv')))
 
   @pytest.mark.smoke
-  def test_chief_alone_shows_progress_by_default(self):
+  def test_only_the_chief_shows_progress_by_default(self):
     chief, other = processes.run_workers(_shown, 2)
     self.assertEqual(chief, [True] * 6)
     self.assertEqual(other, [False] * 3 + [True] * 3)
 
   @pytest.mark.smoke
-  def test_chief_alone_writes_also_inside_of_the_scope(self):
+  def test_only_the_chief_writes_inside_the_scope(self):
     directory = self.create_tempdir().full_path
     results = processes.run_workers(_train_twice, 2, args=(directory,))
     steps = _EPOCHS * 3
@@ -170,7 +170,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertEqual(int(saved.optimizer.iterations.numpy()), steps)
 
   @tiers.parameters((True, '_Slower'), tiers.soak(False, '_Stopper'))
-  def test_refuses_a_callback_that_turns_out_to_change_training(
+  def test_callback_that_changes_training_at_run_time_is_refused(
     self, is_wrapped, name
   ):
     directory = self.create_tempdir().full_path
@@ -180,7 +180,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
     self.assertRegex(str(chief), rf'ChiefOnly\({name}\).*changes the training')
     self.assertRegex(str(other), 'Rank 0')
 
-  def test_refuses_callbacks_that_change_training(self):
+  def test_callbacks_that_change_training_are_refused(self):
     optimizer = keras.optimizers.SGD(use_ema=True)
     model = common.linear(3, 1)
     model.compile('sgd', 'mse')
@@ -199,7 +199,7 @@ class ChiefOnlyTest(tf.test.TestCase, parameterized.TestCase):
       ):
         tfs.keras.ChiefOnly(callback)
 
-  def test_calls_the_callback_where_there_are_no_workers(self):
+  def test_callback_is_called_without_workers(self):
     calls = []
     record = keras.callbacks.LambdaCallback(
       on_epoch_begin=lambda epoch, logs: calls.append(('begin', epoch)),

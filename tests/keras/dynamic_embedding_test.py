@@ -74,7 +74,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
       for optimizer in (OPTIMIZERS['adagrad'], lazy_adam):
         self.assert_equal(optimizer, dynamic_tables.some_in_each_batch())
 
-  def test_ids_of_all_kinds_have_the_rows_that_embedding_gives(self):
+  def test_ragged_and_sparse_ids_give_the_rows_of_embedding(self):
     def rows(ids):
       return tf.cast(ids, tf.float32)[:, None] + tf.range(0, 1, 1 / WIDTH)
 
@@ -90,13 +90,13 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
       self.assertAllEqual(found, want)
 
   def test_compiles_without_xla(self):
-    """Checks that the model falls back to no XLA, as Keras does for such layers."""
+    """Checks that the model falls back to `jit_compile=False`, like other Keras layers."""
     with self.assertWarnsRegex(UserWarning, 'jit_compile=False'):
       model = dynamic_tables.model(True, OPTIMIZERS['adam'], jit_compile=True)
     self.assertFalse(model.jit_compile)
     ids = np.array([[1, 2]])
     predicted = model.predict(ids, verbose=0)
-    # With XLA it fails.
+    # With XLA, prediction fails.
     _embedding(model).supports_jit = True
     model.compile(jit_compile=True)
     with self.assertRaises(tf.errors.InvalidArgumentError):
@@ -113,7 +113,7 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
       found.append(layer(np.arange(dynamic_tables.VOCABULARY)))
     self.assertAllClose(*found, 0, 1e-6)
 
-  def test_a_second_optimizer_has_state_of_its_own(self):
+  def test_second_optimizer_has_its_own_state(self):
     x, y = dynamic_tables.all_in_each_batch()
     found = []
     for is_dynamic in (True, False):
@@ -125,8 +125,8 @@ class EqualityTest(tf.test.TestCase, parameterized.TestCase):
       found.append(model(x))
     self.assertAllClose(*found, 0, 1e-6)
 
-  def test_an_optimizer_whose_state_another_has_replaced_is_refused(self):
-    """Checks this error: otherwise the state would depend on when a step is traced."""
+  def test_optimizer_with_replaced_state_is_refused(self):
+    """Checks that the state does not depend on when a step is traced."""
     layer = tfs.keras.DynamicEmbedding(WIDTH)
     layer.build([None])
     ids = np.arange(3)
@@ -157,7 +157,7 @@ class TableTest(tf.test.TestCase):
     self.assertAllEqual(usage['uses'], [1, 1, 1])
     self.assertAllEqual(usage['steps'], [0, 0, 0])
 
-  def test_updates_of_several_threads_are_all_there(self):
+  def test_updates_of_several_threads_are_all_applied(self):
     shard = row_table.TableShard(1, lambda ids: tf.zeros([tf.size(ids), 1]))
 
     def slowly(rows):
@@ -248,7 +248,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak(lambda: tfs.keras.LazyRows(optimizers.SGD(0.1, momentum=0.9))),
     lambda: tfs.keras.LazyRows(optimizers.Adam(0.1)),
   )
-  def test_a_save_between_two_batches_changes_nothing(self, optimizer):
+  def test_save_between_two_batches_does_not_change_training(self, optimizer):
     """Saves between batches, also with wrapped optimizers and retraced steps."""
     x, y = dynamic_tables.all_in_each_batch()
     models = [dynamic_tables.model(True, optimizer) for _ in range(3)]
@@ -274,7 +274,7 @@ class SavingTest(tf.test.TestCase, parameterized.TestCase):
     exported = tf.saved_model.load(path)
     self.assertAllClose(model(ids), exported.serve(ids), 0, 1e-6)
 
-  def test_an_empty_table_can_be_saved(self):
+  def test_empty_table_can_be_saved(self):
     model = dynamic_tables.model(True, OPTIMIZERS['adam'])
     path = tfs.Run(self.directory, model).save(0)
     self.assertIsNotNone(path)
@@ -305,12 +305,12 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       'mixed_bfloat16',
     ),
   )
-  def test_optimizers(self, optimizer, expected):
+  def test_unsupported_optimizer_is_refused(self, optimizer, expected):
     model = dynamic_tables.model(True, optimizer)
     with self.assertRaisesRegex(errors.UnsupportedOptionError, expected):
       model.train_on_batch(_FAR, np.ones([2, 1]))
 
-  def test_decay_that_leaves_out_the_table(self):
+  def test_decay_that_excludes_the_table_is_accepted(self):
     model = dynamic_tables.model(True, lambda: optimizers.AdamW(0.1))
     model.optimizer.exclude_from_weight_decay(
       var_list=_embedding(model).trainable_variables
@@ -318,7 +318,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     self.assertIsNotNone(model.train_on_batch(_FAR, np.ones([2, 1])))
     self.assertEqual(_embedding(model).report()['rows'], 3)
 
-  def test_other_uses(self):
+  def test_invalid_uses_are_refused(self):
     make = tfs.keras.DynamicEmbedding
     layer = make(2)
     normal = keras.initializers.RandomNormal(seed=3)
@@ -337,7 +337,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
         use()
 
-  def test_strategies_with_copies(self):
+  def test_mirrored_strategies_are_refused(self):
     for make in (
       tfs.RingMirroredStrategy,
       tf.distribute.MirroredStrategy,
@@ -375,7 +375,7 @@ def _initial_rows(initializer, ids, seed=7, width=3):
 
 
 class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
-  def test_numbers_follow_from_seed_id_and_column(self):
+  def test_rows_depend_only_on_seed_id_and_column(self):
     # The published first number of the generator with seed 0.
     self.assertEqual(_mix(0), 0xE220A8397B1DCDAF)
     uniform = keras.initializers.RandomUniform(0.0, 1.0)
@@ -407,7 +407,7 @@ class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(correlations, np.eye(10), 0, 0.04)
     self.assertAllInRange(abs(rows - mean), 0, most or 6 * deviation)
 
-  def test_constants(self):
+  def test_constant_initializers(self):
     for initializer, value in (
       ('zeros', 0.0),
       (keras.initializers.Constant(0.5), 0.5),
@@ -416,7 +416,7 @@ class RowInitializersTest(tf.test.TestCase, parameterized.TestCase):
         _initial_rows(initializer, _IDS), np.full([6, 3], value)
       )
 
-  def test_function(self):
+  def test_initializer_function(self):
     double = dynamic_embedding.initial_rows(
       lambda ids: tf.cast(ids[:, None] * [2, 3], tf.float32), 0, 2
     )
@@ -435,7 +435,7 @@ print(type(model.optimizer).__name__, model.predict(x, verbose=0).tolist())
 
 
 class SavedModelsTest(absltest.TestCase):
-  def test_import_that_the_page_names_is_what_is_missing(self):
+  def test_documented_import_fixes_loading(self):
     model = keras.Sequential(
       [keras.Input([1], dtype='int64'), tfs.keras.DynamicEmbedding(2)]
     )
@@ -493,11 +493,11 @@ def _train(optimizer, gradients, rows=_ROWS):
 
 
 class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
-  # The norm of slices counts the rows that repeat apart.
+  # Clipping by norm is left out: it counts repeated rows of slices separately.
   @parameterized.parameters(
     *(name for name in dynamic_tables.OPTIMIZERS if name != 'clipnorm')
   )
-  def test_rows_with_a_gradient_are_updated_as_a_table_of_them(self, name):
+  def test_only_rows_with_a_gradient_are_updated(self, name):
     make = dynamic_tables.OPTIMIZERS[name]
     gradients = [_gradient(step) for step in range(3)]
     table, slots = _train(tfs.keras.LazyRows(make()), gradients)
@@ -515,7 +515,7 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
       self.assertLen(np.unique(np.delete(got, _USED, 0)), 1)
     self.assertAllEqual(np.delete(table, _USED, 0), np.delete(_ROWS, _USED, 0))
 
-  def test_dense_gradients_are_as_ever(self):
+  def test_dense_gradients_are_applied_unchanged(self):
     gradients = [tf.convert_to_tensor(_gradient(s)) for s in range(2)]
     plain, _ = _train(optimizers.Adam(0.1), gradients)
     lazy, _ = _train(tfs.keras.LazyRows('adam'), gradients)
@@ -541,7 +541,7 @@ class LazyRowsTest(tf.test.TestCase, parameterized.TestCase):
       r'LossScaleOptimizer\(LazyRows',
     ),
   )
-  def test_what_is_refused(self, make, message):
+  def test_unsupported_inner_optimizer_is_refused(self, make, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       tfs.keras.LazyRows(make())
 

@@ -45,10 +45,10 @@ def _fit(model, **options):
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
   @parameterized.named_parameters(
     ('zero', lambda: LocalSteps('sgd', 0), 'at least 1, got every=0'),
-    ('misspelt', lambda: LocalSteps('adamm', 2), "optimizer='adamm'"),
+    ('misspelled', lambda: LocalSteps('adamm', 2), "optimizer='adamm'"),
     ('option', lambda: LocalSteps('sgd', 2, clipnorm=1.0), 'clipnorm'),
     (
-      'inside_of_itself',
+      'inside_local_steps',
       lambda: LocalSteps(LossScale(LocalSteps('sgd', 2)), 2),
       r'wraps no other, got LocalSteps\(LossScale',
     ),
@@ -74,7 +74,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ),
     ('one_for_both', lambda: _twice(SGD()), 'two optimizers, got the same'),
   )
-  def test_bad_arguments(self, make, message):
+  def test_invalid_arguments_are_refused(self, make, message):
     with self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message):
       make()
 
@@ -94,14 +94,14 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       '.*leave out shard_optimizer_state',
     ),
   )
-  def test_strategy_that_cannot_train_apart(self, make, message):
+  def test_unsupported_strategy_is_refused(self, make, message):
     with (
       make().scope(),
       self.assertRaisesRegex(tfs.errors.UnsupportedOptionError, message),
     ):
       LocalSteps('sgd', 2)
 
-  def test_workers_that_come_and_go(self):
+  def test_elastic_strategy_is_refused(self):
     def train(job):
       with job.strategy.scope():
         LocalSteps('sgd', 2)
@@ -113,7 +113,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ):
       tfs.elastic.run(train, tfs.ElasticOptions())
 
-  def test_no_strategy(self):
+  def test_use_without_a_strategy_is_refused(self):
     optimizer, variable = LocalSteps('sgd', 2), keras.Variable([1.0])
     with self.assertRaisesRegex(
       tfs.errors.UnsupportedOptionError, 'LocalSteps in no strategy'
@@ -124,7 +124,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     ('another', 'Adam beside LocalSteps'),
     ('eager', 'eagerly.*run_eagerly=True'),
   )
-  def test_model_that_cannot_train_apart(self, kind, message):
+  def test_unsupported_model_is_refused(self, kind, message):
     model = _model(lambda: LocalSteps('sgd', 2))
     if kind == 'eager':
       model.run_eagerly = True
@@ -135,7 +135,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
       _fit(model)
 
   @parameterized.parameters('run', 'step')
-  def test_step_of_a_loop_that_does_not_count(self, call):
+  def test_step_without_the_optimizer_is_refused(self, call):
     strategy = tfs.MultiWorkerRingStrategy(devices=virtual_devices.names(2))
     model = _model(lambda: LocalSteps('sgd', 2), strategy)
 
@@ -155,7 +155,7 @@ def _twice(optimizer):
 
 class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
   @pytest.mark.smoke
-  def test_meets_after_so_many_steps_and_at_the_end(self):
+  def test_meets_every_n_steps_and_at_the_end(self):
     # Six steps an epoch: meetings after the 4th, at the end, and so on.
     model = _model(lambda: LocalSteps('sgd', 4))
     _fit(model, epochs=3)
@@ -173,7 +173,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
       4: lambda: model.test_on_batch(x, y),
     }
 
-    def ask(batch, logs):
+    def read(batch, logs):
       if batch in calls:
         before = model.get_weights()
         calls[batch]()
@@ -181,12 +181,12 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertNotAllClose(before, model.get_weights())
 
     _fit(
-      model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=ask)]
+      model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=read)]
     )
-    # After these three steps and at the end, and at no other time.
+    # Only after these three steps and at the end.
     self.assertEqual(int(model.optimizer.outer.iterations), 4)
 
-  def test_weights_that_are_set_between_fits_are_the_anchor(self):
+  def test_weights_set_between_fits_become_the_anchor(self):
     model = _model(lambda: LocalSteps(SGD(0.0), 4))
     _fit(model)
     other = [w + 1 for w in model.get_weights()]
@@ -194,7 +194,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     _fit(model)
     self.assertAllClose(model.get_weights(), other, rtol=0, atol=1e-6)
 
-  def test_frozen_weights_stay_as_they_are(self):
+  def test_frozen_weights_are_not_averaged(self):
     model = _model(lambda: LocalSteps('sgd', 2))
     with model.distribute_strategy.scope():
       frozen = keras.layers.Dense(3, name='frozen')
@@ -204,7 +204,7 @@ class LocalStepsTest(tf.test.TestCase, parameterized.TestCase):
     names = [v.name for v in local_steps.moving_statistics(whole)]
     self.assertEqual(names, ['moving_mean', 'moving_variance'])
 
-  def test_attributes_are_the_inner_optimizers(self):
+  def test_attributes_are_delegated_to_the_inner_optimizer(self):
     inner = keras.optimizers.Adam(0.25)
     optimizer = LocalSteps(inner, 3)
     optimizer.learning_rate = 0.5

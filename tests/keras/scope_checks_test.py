@@ -76,7 +76,7 @@ def _scope(strategy, where):
 
 
 def _train(model='inside', compiled='inside', fitted='outside'):
-  """Returns a program, by where it makes, compiles and fits a model."""
+  """Returns a program that creates, compiles and fits a model in the given scopes."""
 
   def program(strategy):
     with _scope(strategy, model):
@@ -99,7 +99,7 @@ def layer_made_outside(strategy):
 
 
 def _optimizer(made, is_built=False):
-  """Returns a program, by where it makes the optimizer; it may build it outside."""
+  """Returns a program with an optimizer from a scope, which may be built outside."""
 
   def program(strategy):
     with _scope(strategy, made):
@@ -129,7 +129,7 @@ def nested_scopes(strategy):
 
 
 def _step(model='inside', is_built=True, optimizer='outside'):
-  """Returns a program that calls `strategy.step`, by where it makes what."""
+  """Returns a program that calls `strategy.step` with objects of the given scopes."""
 
   def program(strategy):
     with _scope(strategy, model):
@@ -185,14 +185,12 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
     keras.backend.clear_session()
 
   @parameterized.parameters(*_MISTAKES)
-  def test_mistake(self, program, message):
+  def test_mistake_raises(self, program, message):
     with self.assertRaisesRegex(errors.ScopeError, f'{message}(.|\n)*Fix: '):
       program(_create('ring_mirrored'))
 
   @parameterized.parameters(*_STRATEGIES)
-  def test_unbuilt_model_with_an_adapted_layer_made_outside_is_right(
-    self, name
-  ):
+  def test_unbuilt_model_with_adapted_layer_outside_is_exact(self, name):
     x, _ = _data()
     normal = keras.layers.Normalization()
     normal.adapt(x)
@@ -207,7 +205,7 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
     for want, got in zip(*found, strict=True):
       self.assertAllClose(want, got, 1e-6, 1e-6)
 
-  def test_same_scope_twice_and_prediction_of_an_outer_model(self):
+  def test_nested_scope_and_prediction_of_an_outer_model(self):
     strategy = _create('ring_mirrored')
     with strategy.scope(), strategy.scope():
       model = _model()
@@ -223,15 +221,15 @@ class ScopeChecksTest(tf.test.TestCase, parameterized.TestCase):
     name=('RingMirroredStrategy', tiers.soak('CentralStorageStrategy')),
     program=('model_outside', 'all_outside', 'baselines'),
   )
-  def test_program_that_makes_a_strategy_by_its_class(self, name, program):
+  def test_program_that_uses_the_strategy_class(self, name, program):
     done = processes.run_python('-c', _PROGRAM, name, program)
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     is_mistake = program == 'model_outside'
-    self.assertEqual(bool(done.returncode), is_mistake, said)
-    self.assertEqual("got model 'sequential'" in said, is_mistake, said)
-    # Once, at the end of the program.
-    warnings = [line for line in said.splitlines() if 'never entered' in line]
-    self.assertLen(warnings, int(program == 'all_outside'), said)
+    self.assertEqual(bool(done.returncode), is_mistake, output)
+    self.assertEqual("got model 'sequential'" in output, is_mistake, output)
+    # One warning, at the end of the program.
+    warnings = [line for line in output.splitlines() if 'never entered' in line]
+    self.assertLen(warnings, int(program == 'all_outside'), output)
     if warnings:
       self.assertIn(f'the scope of {name} was never entered', warnings[0])
 

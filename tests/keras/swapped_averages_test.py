@@ -73,16 +73,16 @@ class SwappedAveragesTest(tf.test.TestCase, parameterized.TestCase):
     tiers.soak('apart', _apart, _worker),
     ('scaled_apart', lambda o: LossScale(_apart(o)), _worker),
   )
-  def test_wrapped_as_bare(self, wrap, make_strategy):
+  def test_wrapped_optimizer_equals_bare_optimizer(self, wrap, make_strategy):
     strategy = make_strategy and make_strategy()
     found = _fit(lambda: wrap(_adam()), strategy)
     self.assertAllClose(_bare(), found, 1e-6, 1e-6)
 
-  def test_averages_of_one_of_several(self):
+  def test_averages_of_one_of_several_optimizers(self):
     found = _fit(lambda: LossScale(_by_kind()), _ring())
     self.assertAllClose(_fit(_by_kind), found, 1e-6, 1e-6)
 
-  def test_an_optimizer_without_averages_is_named(self):
+  def test_optimizer_without_averages_raises(self):
     with self.assertRaisesRegex(ValueError, 'use_ema=False'):
       _fit(lambda: LossScale(_adam(use_ema=False)))
 

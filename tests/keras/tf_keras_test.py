@@ -39,8 +39,8 @@ def _model(**options):
   return model
 
 
-def _refusals_of_servers(mode):
-  # Keras 2 predicts on the coordinator alone.
+def _errors_on_servers(mode):
+  # Keras 2 predicts only on the coordinator.
   strategy = tfs.ParameterServerStrategy(mode=mode)
   with strategy.scope():
     model = _model()
@@ -90,7 +90,7 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
     # AutoGraph replaces a ValueError raised in this loop.
     ('ring', {'steps_per_execution': 2}),
   )
-  def test_fit_and_the_like_are_refused(self, name, options):
+  def test_fit_evaluate_and_predict_are_refused(self, name, options):
     with _STRATEGIES[name]().scope():
       model = _model(**options)
     x, y = _data()
@@ -108,12 +108,12 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
         call(*args)
 
   @tiers.parameters('async', tiers.soak('sync'))
-  def test_parameter_servers_refuse(self, mode):
+  def test_fit_on_parameter_servers_is_refused(self, mode):
     with parameter_servers.Job(num_workers=1, num_ps=1) as job:
-      for error in job.run(_refusals_of_servers, (mode,)):
+      for error in job.run(_errors_on_servers, (mode,)):
         self.assertIn('tf_keras', error)
 
-  def test_fit_without_a_strategy_of_ours_works(self):
+  def test_fit_under_tensorflow_strategies_works(self):
     losses = []
     for strategy in (
       tf.distribute.OneDeviceStrategy(virtual_devices.name(0)),
@@ -125,7 +125,7 @@ class TfKerasTest(tf.test.TestCase, parameterized.TestCase):
     self.assertAllClose(losses[0], losses[1])
 
   @parameterized.parameters(*_STRATEGIES)
-  def test_loop_of_ones_own_equals_one_device(self, name):
+  def test_custom_loop_equals_one_device(self, name):
     want = _train(tf.distribute.OneDeviceStrategy(virtual_devices.name(0)))
     for got, expected in zip(_train(_STRATEGIES[name]()), want, strict=True):
       self.assertAllClose(got, expected, 0, 1e-6)
