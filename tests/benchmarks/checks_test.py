@@ -1,4 +1,4 @@
-"""Peers take turns; those that do other work, or cannot run, are not timed."""
+"""Peers take turns, and peers with wrong results are not timed."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from benchmarks.process_peers import base
 from benchmarks.strategy_costs import catalogue, results
 from tf_strategies import errors
 
-RIGHT = {
+LOSSES = {
   'ring_8mb': [0.5, 0.5],
   'ring_8mb_bfloat16': [0.501, 0.501],
   'collective': [0.50001, 0.50001],
@@ -27,8 +27,8 @@ RIGHT = {
 
 
 class CheckLossesTest(parameterized.TestCase):
-  def test_equal_losses(self):
-    self.assertIsNone(training_peers.check_losses(RIGHT))
+  def test_equal_losses_pass(self):
+    self.assertIsNone(training_peers.check_losses(LOSSES))
 
   @parameterized.parameters(
     ('ring_8mb', [0.5, 0.51], 'ring_8mb: rank 1 has a loss of 0.51, not 0.5'),
@@ -37,16 +37,16 @@ class CheckLossesTest(parameterized.TestCase):
     ('ring_8mb_bfloat16', [0.5, 0.53], 'ring_8mb_bfloat16: rank 1'),
     ('ring_adam_sharded', [0.4, 0.5], 'rank 1 has a loss of 0.5, not 0.4'),
   )
-  def test_difference(self, peer, losses, words):
+  def test_different_loss_raises(self, peer, losses, words):
     with self.assertRaisesRegex(RuntimeError, words):
-      training_peers.check_losses(RIGHT | {peer: losses})
+      training_peers.check_losses(LOSSES | {peer: losses})
 
   def test_without_one_device_ranks_must_agree(self):
     with self.assertRaisesRegex(RuntimeError, 'ring_1mb: rank 1'):
       training_peers.check_losses({'ring_1mb': [0.5, 0.6]})
 
 
-class Pretender(base.Peer):
+class EchoPeer(base.Peer):
   """A peer that returns its input."""
 
   def prepare(self):
@@ -67,25 +67,25 @@ class Pretender(base.Peer):
 
 def make_peer():
   addresses = tuple(f'127.0.0.1:{i + 1}' for i in range(4))
-  peer = Pretender(base.Seat(1, addresses, 'lo', 1.0))
+  peer = EchoPeer(base.Seat(1, addresses, 'lo', 1.0))
   peer.num_bytes = 40_000
   return peer
 
 
 class CheckTest(parameterized.TestCase):
-  def test_right(self):
+  def test_correct_sum_passes(self):
     self.assertIsNone(make_peer().check(base.expected_sum(4, 10_000)))
 
   @parameterized.parameters(0, 9999)
-  def test_one_wrong_place(self, place):
+  def test_one_wrong_element_raises(self, index):
     found = base.expected_sum(4, 10_000)
-    found[place] += 1
-    with self.assertRaisesRegex(RuntimeError, 'Pretender: rank 1 of 4'):
+    found[index] += 1
+    with self.assertRaisesRegex(RuntimeError, 'EchoPeer: rank 1 of 4'):
       make_peer().check(found)
 
 
 class CheckTurnTest(parameterized.TestCase):
-  def test_reference_may_miss_steps_but_not_add_any(self):
+  def test_reference_may_skip_steps_but_not_add_steps(self):
     servers.check_turn('stock', {'iterations': 17, 'loss': 1.0}, 30, 2.3)
     for count in (0, 31):
       with self.assertRaisesRegex(RuntimeError, f'stock applied {count} steps'):
@@ -96,12 +96,12 @@ class CheckTurnTest(parameterized.TestCase):
     (30, 2.3, 'ours has a loss of 2.3 after 30 steps, and 2.3 before'),
     (30, math.nan, 'ours has a loss of nan'),
   )
-  def test_wrong(self, iterations, loss, words):
+  def test_wrong_turn_raises(self, iterations, loss, words):
     turn = {'iterations': iterations, 'loss': loss}
     with self.assertRaisesRegex(RuntimeError, words):
       servers.check_turn('ours', turn, 30, 2.3)
 
-  def test_beginnings(self):
+  def test_different_initial_losses_raise(self):
     servers.check_beginnings({'stock': 2.3, 'ours': 2.30001})
     for other in (2.31, math.nan):
       with self.assertRaisesRegex(RuntimeError, 'ours begins with a loss of'):
@@ -130,7 +130,7 @@ def task_report(rank):
 
 
 class MeasuredTest(absltest.TestCase):
-  def test_bytes_and_variables_of_all_workers_count(self):
+  def test_bytes_and_variables_are_summed_over_workers(self):
     found = results.measured(WORKERS, [task_report(0), task_report(1)])
     # Over loopback, 40 MB in 20 steps.
     self.assertIsNone(found['bytes_per_step_into_busiest'])
@@ -138,7 +138,7 @@ class MeasuredTest(absltest.TestCase):
     self.assertEqual(found['variable_bytes_total'], 3 + 4 + 3 + 5)
     self.assertEqual(found['variable_bytes_most'], 5)
 
-  def test_strategy_that_is_none(self):
+  def test_unknown_strategy_is_refused(self):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, "one_device, mirrored.*strategies='ring'"
     ):
@@ -152,7 +152,7 @@ class MeasureTest(tf.test.TestCase):
     measure.take_turns(functions, rounds=20, repeats=2, warmup=1)
     return [''.join(called[i : i + 12]) for i in range(0, len(called), 12)]
 
-  def test_peers_take_turns_and_none_always_follows_the_same(self):
+  def test_peers_take_turns_in_varying_order(self):
     turns = self.take_turns()
     self.assertLen(turns, 20)
     before = {}
@@ -167,7 +167,7 @@ class MeasureTest(tf.test.TestCase):
 
 
 class ReportTest(tf.test.TestCase):
-  def test_target_is_checked(self):
+  def test_invalid_report_path_is_refused(self):
     directory = self.create_tempdir().full_path
     report.check_target('report_json', None)
     report.check_target('report_json', os.path.join(directory, 'a.json'))

@@ -1,4 +1,4 @@
-"""The examples in docstrings give the results that they show."""
+"""The examples in docstrings give the documented results."""
 
 from absl.testing import absltest, parameterized
 

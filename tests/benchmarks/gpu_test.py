@@ -1,4 +1,4 @@
-"""The GPU drill runs on CPUs, but its figures need a GPU."""
+"""The GPU benchmark keeps the results of all parts, even if some fail."""
 
 import os
 
@@ -7,7 +7,7 @@ import tensorflow as tf
 from benchmarks import processes
 from tests.benchmarks import running
 
-_MADE_UP = """
+_PROGRAM = """
 from absl import app
 
 from benchmarks import gpu
@@ -33,10 +33,10 @@ app.run(gpu.main)
 
 
 class GpuBenchmarkTest(tf.test.TestCase):
-  def test_keeps_rows_of_parts_that_fail_or_are_cut_off(self):
+  def test_rows_of_failed_and_interrupted_parts_are_kept(self):
     path = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = processes.run_python(
-      *('-c', _MADE_UP, '--parts=startup,links,step,workers'),
+      *('-c', _PROGRAM, '--parts=startup,links,step,workers'),
       *('--limit_seconds=55', f'--report_json={path}'),
       cwd=running.ROOT,
     )

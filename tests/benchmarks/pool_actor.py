@@ -14,7 +14,7 @@ class Actor:
   def fail_on(self, rank):
     """Raises on one rank. The other ranks wait forever."""
     if self._rank == rank:
-      raise ValueError(f'a word from rank {rank}')
+      raise ValueError(f'a message from rank {rank}')
     time.sleep(3600)
 
   def die_on(self, rank):

@@ -1,4 +1,4 @@
-"""Each benchmark runs as a user starts it, and its report is complete."""
+"""Each benchmark runs from the command line and writes a complete report."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.benchmarks import running
 
 # Torch is optional and may be missing in this environment.
 _TORCH_PYTHON = os.environ.get('TFS_TORCH_PYTHON', sys.executable)
-# Flags for a small run, and the words that the program prints for its peers.
+# Flags for a small run, and the names of the peers that the program prints.
 _RUNS = {
   'all_reduce': (
     '--num_devices=2,4 --sets=4x4KB --rounds=2 --repeats=2',
@@ -91,7 +91,7 @@ class ProgramsTest(parameterized.TestCase):
     self.assert_complete(module, flags.split(), words)
 
   @pytest.mark.soak
-  def test_over_links(self):
+  def test_report_over_slow_links_is_complete(self):
     reason = network_namespaces.missing()
     if reason is not None:
       self.skipTest(reason)
@@ -106,7 +106,7 @@ class ProgramsTest(parameterized.TestCase):
     tiers.soak('parameter_server', '--steps=25', 'no multiple of 10'),
     tiers.soak('strategies', '--deadline_seconds=1', 'did not end within'),
   )
-  def test_failure_is_told(self, module, flags, words):
+  def test_failure_is_reported(self, module, flags, words):
     done = running.run_benchmark(module, *flags.split())
     self.assertNotEqual(done.returncode, 0)
     self.assertIn(words, done.stdout + done.stderr)

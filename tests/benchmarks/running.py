@@ -26,7 +26,7 @@ def read_json(path):
 
 
 def assert_has_table(test, path):
-  """Checks that a report has all that the documents need, and no local paths."""
+  """Checks that a report has all values for the documents, and no local paths."""
   content = read_json(path)
   made = measurements.blocks({'it': content})
   test.assertNotEmpty(made)

@@ -1,4 +1,4 @@
-"""Worker pools name failed workers; they and made-up hosts leave no process."""
+"""Worker pools name failed workers. Pools and namespaces leave no process."""
 
 import json
 import os
@@ -38,10 +38,10 @@ def wait_until_gone(pids):
 
 class WorkerPoolTest(parameterized.TestCase):
   @parameterized.parameters(
-    ('fail_on', 'tried.*a word from rank 1'),
+    ('fail_on', 'tried.*a message from rank 1'),
     ('die_on', 'worker 1 died.*last words'),
   )
-  def test_failure_is_named_while_others_wait(self, method, message):
+  def test_failed_worker_is_named_while_others_wait(self, method, message):
     with make_pool() as workers:
       pids = [answer[1] for answer in workers.ask('describe')]
       with self.assertRaisesRegex(
@@ -76,7 +76,7 @@ def namespaces():
 
 class RateTest(parameterized.TestCase):
   @parameterized.parameters('1', '0mbit', '1.5gbit')
-  def test_bad_rate(self, text):
+  def test_invalid_rate_is_refused(self, text):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f'link rate {text!r}.*200mbit'
     ):
@@ -90,7 +90,7 @@ class NetworkNamespacesTest(absltest.TestCase):
     if reason is not None:
       self.skipTest(reason)
 
-  def test_nothing_is_left(self):
+  def test_namespaces_and_processes_are_removed(self):
     with network_namespaces.NetworkNamespaces(2) as hosts:
       names = [n for n in namespaces() if f'-{os.getpid()}-' in n]
 

@@ -1,4 +1,4 @@
-"""Modelled times as closed formulas, and what gets chosen when."""
+"""Modelled times equal closed formulas, and the cheapest algorithm is chosen."""
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -23,7 +23,7 @@ SOCKETS = Link(5e-5, 1e-9)
 
 class FormulaTest(parameterized.TestCase):
   @parameterized.parameters((4, 2), (12, 4))
-  def test_hierarchical_on_two_levels(self, n, g):
+  def test_hierarchical_cost_on_two_levels(self, n, g):
     near, far, size = Link(1e-6, 1e-11), Link(1e-4, 1e-9), 1000 * n
     topology = Topology(n, near, far, g)
     groups = n // g
@@ -33,7 +33,7 @@ class FormulaTest(parameterized.TestCase):
     seconds = cost(hierarchical_all_reduce(n, g), size, topology)
     self.assertAlmostEqual(seconds / expected, 1.0, delta=1e-9)
 
-  def test_send_and_receive_overlap_but_each_is_serial(self):
+  def test_only_sending_and_receiving_overlap(self):
     topology = Topology(3, Link(1.0, 0.0))
     swap = (Transfer(0, 0, 1, 0, True), Transfer(0, 1, 0, 0, True))
     both = (Transfer(0, 0, 1, 0, False), Transfer(0, 0, 2, 0, False))
@@ -57,7 +57,9 @@ class ChooseTest(parameterized.TestCase):
     alpha=st.floats(1e-7, 1e-3),
     beta=st.floats(1e-12, 1e-7),
   )
-  def test_naive_is_never_chosen(self, n, num_bytes, alpha, beta):
+  def test_cheapest_algorithm_but_not_naive_is_chosen(
+    self, n, num_bytes, alpha, beta
+  ):
     topology = Topology(n, Link(alpha, beta))
     chosen = choose(num_bytes, topology)
     self.assertNotEqual(chosen.name, 'naive')
@@ -73,7 +75,7 @@ class ChooseTest(parameterized.TestCase):
     for names in (['ring', 'direct'], ['direct', 'ring']):
       self.assertEqual(choose(8000, topology, names).name, names[0])
     self.assertEqual(choose(8, Topology(1, SOCKETS)).name, 'ring')
-    # In 1/3 bytes and more the sums round differently, and still tie.
+    # These costs tie although their sums round differently.
     odd = Topology(7, Link(0.1, 0.3))
     self.assertEqual(choose(7001, odd, ['direct', 'ring']).name, 'direct')
 

@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and each file is a known algorithm."""
+"""The examples in docstrings run, and each file is a registered algorithm."""
 
 import importlib
 import inspect

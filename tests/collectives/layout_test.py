@@ -1,4 +1,4 @@
-"""Layouts and buckets: each tensor once, balanced, bounded, without needless cuts."""
+"""Layouts and buckets hold each tensor once, are balanced, and cut few tensors."""
 
 import collections
 import itertools
@@ -24,7 +24,7 @@ CUT_ABOVE = st.sampled_from([0, 100, 2000, math.inf])
 
 
 def plan(tensors, num_chunks, cut_above):
-  """Returns the pieces, and the bytes in each chunk."""
+  """Returns the pieces and the bytes in each chunk."""
   num_elements = [n for n, _ in tensors]
   itemsizes = [i for _, i in tensors]
   pieces = plan_layout(num_elements, itemsizes, num_chunks, cut_above)
@@ -78,7 +78,7 @@ class PlanLayoutTest(parameterized.TestCase):
     self.assertLess(len(cut), num_chunks)
     sizes = [n * i for n, i in tensors]
     self.assertTrue(all(sizes[tensor] > cut_above for tensor in cut))
-    # At each end of a chunk, 8 elements of rounding and less than 8 of a crumb.
+    # At each end of a chunk, 8 elements for rounding and less than 8 for a small rest.
     slack = 32 * max((i for _, i in tensors), default=0)
     whole = max((size for size in sizes if size <= cut_above), default=0)
     self.assertLessEqual(max(loads), total / num_chunks + whole + slack)
@@ -94,7 +94,7 @@ class PlanBucketsTest(parameterized.TestCase):
   @hypothesis.settings(deadline=None)
   @hypothesis.given(BUCKETED, st.integers(1, 60))
   @pytest.mark.smoke
-  def test_properties(self, tensors, bucket_bytes):
+  def test_buckets_are_complete_bounded_and_greedy(self, tensors, bucket_bytes):
     sizes = [size for size, _ in tensors]
     dtypes = [dtype for _, dtype in tensors]
     buckets = plan_buckets(sizes, dtypes, bucket_bytes)

@@ -1,8 +1,8 @@
-"""A schedule with one thing wrong is refused, or proven to be right after all.
+"""A schedule with one change is refused, or a simulation shows that it is correct.
 
 Some changes give another correct schedule: a copy may come from any rank that
-has the sum already. A simulation recognises those: the sum of its inputs shows
-how often each contribution went into it.
+already has the sum. A simulation detects this: the sum shows how often each
+contribution was added.
 """
 
 import collections
@@ -29,8 +29,8 @@ def is_rejected(mutant):
 def is_exact(mutant):
   """Returns whether every rank of a simulation gets every contribution once."""
   n, length = mutant.world_size, mutant.num_chunks
-  # Six bits for each rank: the sum counts how often a contribution is in it. Those
-  # below are of the position, as a chunk could be right but in the wrong place.
+  # Six bits for each rank count how often its contribution was added. The lower bits
+  # hold the position, since a correct chunk could be at a wrong position.
   inputs = [(1 << 6 * rank + 10) + np.arange(length) for rank in range(n)]
   expected = np.sum(inputs, axis=0)
   outputs = simulate(mutant, inputs).outputs
@@ -82,7 +82,7 @@ def all_mutants(original):
 class SingleMutationTest(parameterized.TestCase):
   @parameterized.parameters(*ALGORITHMS)
   @pytest.mark.smoke
-  def test_every_mutant_of_small_worlds(self, name):
+  def test_every_mutant_is_refused_or_exact(self, name):
     rejected = collections.Counter()
     accepted = collections.Counter()
     for world_size in (2, 3, 4):
@@ -92,8 +92,8 @@ class SingleMutationTest(parameterized.TestCase):
         else:
           accepted[kind] += 1
           self.assertTrue(is_exact(mutant), mutant)
-    # The accepted ones are right: a copy from another holder of the sum, a
-    # transfer or a round that could as well come at another time.
+    # Accepted mutants are correct: they copy from another rank that has the sum,
+    # or reorder transfers or rounds that are independent.
     self.assertContainsSubset(accepted, {'src', 'dst', 'round', 'swap'})
     for kind in ('drop', 'duplicate', 'flip', 'src', 'dst'):
       self.assertGreater(rejected[kind], 0)

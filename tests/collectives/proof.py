@@ -1,7 +1,7 @@
 """Proves that a schedule computes an all-reduce.
 
-It follows which ranks' contributions each rank holds of each chunk, and in which order
-they were added. As data only gets copied and added, this is a proof for all inputs.
+It tracks the contributions that each rank holds of each chunk, and the order of the
+additions. Since data is only copied and added, this is a proof for all inputs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def validate(schedule: schedule_lib.Schedule) -> None:
   Takes O(T) set operations for T transfers.
 
   Raises:
-    WrongScheduleError: names the transfer that is out of range, goes to its own sender,
-      adds a contribution twice, overwrites what another writes in that round or follows
-      a gap between rounds; or the rank that lacks contributions at the end; or two that
-      add, and so round, differently.
+    WrongScheduleError: a transfer is out of range, goes to its own sender, adds a
+      contribution twice, overwrites another write of the round, or follows a gap
+      between rounds. Or a rank lacks contributions at the end, or two ranks add in
+      different orders. The message names it.
   """
   ranks, chunks = range(schedule.world_size), range(schedule.num_chunks)
   for t in schedule.transfers:
@@ -30,18 +30,18 @@ def validate(schedule: schedule_lib.Schedule) -> None:
     _check(is_inside and t.round >= 0 and t.src != t.dst, f'{t} is impossible')
   for index, transfers in enumerate(schedule.rounds()):
     _check(transfers[0].round == index, f'round {index} is empty')
-  # Of each rank and chunk the ranks whose contributions are in there, and the order of
-  # the additions. It differs between rounds, after which 16-bit floats are rounded.
+  # For each rank and chunk: the ranks whose contributions it holds, and the order of
+  # the additions. The order includes rounds, after which 16-bit floats are rounded.
   state = {(r, chunk): ({r}, (r,)) for r in ranks for chunk in chunks}
   for arrivals in schedule.arrivals():
-    # A round is simultaneous: all is read before anything is written.
+    # A round is simultaneous: all reads precede all writes.
     changed = {}
     for (rank, chunk), transfers in arrivals.items():
       held = state[rank, chunk][0]
       for t in transfers:
         sent = state[t.src, chunk][0]
         if not t.reduce:
-          _check(len(transfers) == 1, f'{t} overwrites what others write')
+          _check(len(transfers) == 1, f'{t} overwrites other writes')
           held = set()
         twice = sorted(held & sent)
         _check(not twice, f'{t} adds the terms of ranks {twice} a second time')
@@ -57,6 +57,6 @@ def validate(schedule: schedule_lib.Schedule) -> None:
     _check(is_same, f'ranks 0 and {rank} add up chunk {chunk} differently')
 
 
-def _check(is_right: bool, problem: str) -> None:
-  if not is_right:
+def _check(is_valid: bool, problem: str) -> None:
+  if not is_valid:
     raise WrongScheduleError(problem)

@@ -20,7 +20,7 @@ def make(world_size, num_chunks, *transfers):
 class ChunkSizesTest(parameterized.TestCase):
   @hypothesis.settings(deadline=None)
   @hypothesis.given(st.integers(0, 10**12), st.integers(1, 100))
-  def test_balanced_and_complete(self, length, num_chunks):
+  def test_chunks_are_balanced_and_complete(self, length, num_chunks):
     sizes = schedule.chunk_sizes(length, num_chunks)
     self.assertLen(sizes, num_chunks)
     self.assertEqual(sum(sizes), length)
@@ -50,11 +50,11 @@ class ScheduleTest(parameterized.TestCase):
     ),
     ('missing', 'rank 0 lacks .* to chunk 0', T(0, 0, 1, 0, True)),
     (
-      *('racing_writers', 'overwrites what'),
+      *('racing_writers', 'overwrites other writes'),
       *(T(0, 0, 2, 0, True), T(0, 1, 2, 0, False)),
     ),
     (
-      *('racing_copies', 'overwrites what'),
+      *('racing_copies', 'overwrites other writes'),
       *(T(0, 0, 2, 0, False), T(0, 1, 2, 0, False)),
     ),
     (
@@ -64,15 +64,15 @@ class ScheduleTest(parameterized.TestCase):
       T(2, 0, 2, 0, False),
     ),
   )
-  def test_wrong_transfer_is_named(self, message, *transfers):
+  def test_invalid_schedule_is_refused(self, message, *transfers):
     with self.assertRaisesRegex(proof.WrongScheduleError, message):
       proof.validate(make(3, 1, *transfers))
 
-  def test_owner_is_the_lowest_of_the_last(self):
+  def test_owner_is_the_lowest_rank_that_finishes_last(self):
     swap = make(2, 1, T(0, 0, 1, 0, True), T(0, 1, 0, 0, True))
     self.assertEqual(swap.owners(), (0,))
 
-  def test_half_needs_a_chunk_for_each_rank(self):
+  def test_reduce_scatter_half_needs_a_chunk_for_each_rank(self):
     with self.assertRaisesRegex(errors.ScheduleError, 'a reduce-scatter half'):
       naive.naive_all_reduce(3).reduce_scatter()
     with self.assertRaises(proof.WrongScheduleError):

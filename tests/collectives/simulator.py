@@ -32,11 +32,11 @@ def simulate(
   schedule: schedule_lib.Schedule,
   inputs: Sequence[np.ndarray],
 ) -> Simulation:
-  """Runs any schedule, right or wrong, on one array for each rank.
+  """Runs any schedule, correct or not, on one array for each rank.
 
-  The array is flattened and cut with `chunk_sizes`. In a round all sends read
-  the state from before it; what arrives is added in rank order. 16-bit floats are
-  added in float32, and rounded after each round.
+  The array is flattened and cut with `chunk_sizes`. In a round all sends read the
+  state before the round, and received chunks are added in rank order. 16-bit floats
+  are added in float32 and rounded after each round.
 
   Example:
 
@@ -58,7 +58,7 @@ def simulate(
   sizes = schedule_lib.chunk_sizes(arrays[0].size, schedule.num_chunks)
   ends = list(itertools.accumulate(sizes))
   slices = [slice(e - size, e) for e, size in zip(ends, sizes, strict=True)]
-  # Copies: the inputs are the caller's.
+  # Copies, because the inputs must not change.
   values = [np.array(array).reshape(-1) for array in arrays]
   moved: collections.Counter[tuple[int, int]] = collections.Counter()
   for arrivals in schedule.arrivals():
@@ -70,8 +70,8 @@ def simulate(
     }
     for (dst, chunk), transfers in arrivals.items():
       for t in transfers:
-        came = sent[t.src, chunk]
-        moved[t.src, dst] += came.nbytes
+        data = sent[t.src, chunk]
+        moved[t.src, dst] += data.nbytes
       own = values[dst][slices[chunk]]
       terms = [
         (own if r == dst else sent[r, chunk]).astype(sum_dtype)

@@ -1,4 +1,4 @@
-"""The command lines of the examples: defaults, help and refusals."""
+"""The command lines of the examples: defaults, help and errors."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _HELP_SECONDS = 30
 
 class HelpTest(parameterized.TestCase):
   @parameterized.parameters(*zip(pages.NAMES, [True, False], strict=True))
-  def test_help_shows_all_flags_at_once(self, name, as_file):
+  def test_help_shows_all_flags_quickly(self, name, as_file):
     program = [f'examples/{name}.py'] if as_file else ['-m', f'examples.{name}']
     shown = processes.run_python(
       *('-X', 'importtime', *program, '--help'),
@@ -48,13 +48,13 @@ class HelpTest(parameterized.TestCase):
 
 
 class ProgramsTest(absltest.TestCase):
-  def test_refusal_is_a_message(self):
+  def test_invalid_flag_prints_a_message_without_traceback(self):
     done = programs.run('mnist_keras_fit', '--data_path=missing.npz')
     self.assertEqual(done.returncode, 1)
-    said = done.stdout + done.stderr
-    self.assertIn('DataError: data_path=missing.npz: no such file', said)
+    output = done.stdout + done.stderr
+    self.assertIn('DataError: data_path=missing.npz: no such file', output)
     for line in ('Traceback', 'oneDNN'):
-      self.assertNotIn(line, said)
+      self.assertNotIn(line, output)
 
 
 class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
@@ -69,7 +69,7 @@ class DocumentationTest(tf.test.TestCase, parameterized.TestCase):
       yield launcher, arguments
 
   @parameterized.parameters(*pages.NAMES)
-  def test_launch_commands_of_a_page_parse(self, name):
+  def test_documented_launch_commands_parse(self, name):
     (first, arguments), *jobs = self._commands(name)
     self.assertEqual(first, '')
     with pages.parsed(name, *arguments) as example:
@@ -98,7 +98,7 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
     ('parameter_server', _JOB, 40),
     tiers.soak('multi_worker_ring', ('--num_workers=2',), 20),
   )
-  def test_says_what_a_reader_needs(self, strategy, job, most):
+  def test_output_is_short_and_complete(self, strategy, job, most):
     report = os.path.join(self.create_tempdir().full_path, 'report.json')
     done = programs.run(
       'mnist_keras_fit',
@@ -106,21 +106,21 @@ class JobTest(tf.test.TestCase, parameterized.TestCase):
       f'--report_json={report}',
       launcher=job,
     )
-    said = done.stdout + done.stderr
-    self.assertEqual(done.returncode, 0, said[-5000:])
+    output = done.stdout + done.stderr
+    self.assertEqual(done.returncode, 0, output[-5000:])
     with open(report, encoding='utf-8') as f:
       self.assertEqual(json.load(f)['iterations'], _STEPS_PER_EPOCH)
     for words in ('on digits with', 's/step', 'test accuracy'):
-      self.assertIn(words, said)
+      self.assertIn(words, output)
     for words in (
       'default session config',
       'TF_CONFIG will be ignored',
       'oneDNN custom operations',
       'InitializeLog',
     ):
-      self.assertNotIn(words, said)
+      self.assertNotIn(words, output)
     # The time that tasks wait for each other depends on the machine.
-    lines = [t for t in said.splitlines() if 'Waiting to be' not in t]
+    lines = [t for t in output.splitlines() if 'Waiting to be' not in t]
     self.assertLess(len(lines), most)
 
 

@@ -35,7 +35,7 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertNotAllEqual(seen, expected)
     self.assertAllClose(np.sort(seen, 0), np.sort(expected, 0))
 
-  def test_groups_of_steps_do_not_cross_epochs(self):
+  def test_steps_per_execution_does_not_cross_epochs(self):
     for group, steps in ((1, 9), (4, 8), (9, 9)):
       with pages.parsed('mnist_keras_fit', *_SYNTHETIC):
         common.load_data(steps_per_execution=group)
@@ -48,10 +48,10 @@ class BatchesTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class StrategyTest(tf.test.TestCase, parameterized.TestCase):
-  def test_every_strategy_has_its_name(self):
+  def test_every_strategy_can_be_selected(self):
     self.assertCountEqual(common.STRATEGIES, registry._FACTORIES)
 
-  def test_all_reduce_reaches_the_strategy(self):
+  def test_all_reduce_flag_is_passed_to_the_strategy(self):
     flags = ('--all_reduce=ring', '--num_virtual_devices=2')
     with pages.parsed('mnist_keras_fit', *flags):
       strategy = common.create_strategy()
@@ -72,7 +72,7 @@ class StrategyTest(tf.test.TestCase, parameterized.TestCase):
       'without --checkpoint_dir',
     ),
   )
-  def test_contradiction_is_refused(self, flags, message):
+  def test_contradictory_flags_are_refused(self, flags, message):
     with (
       self.assertRaisesRegex(flags_lib.IllegalFlagValueError, message),
       pages.parsed('mnist_keras_fit', *flags),

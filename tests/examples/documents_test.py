@@ -1,4 +1,4 @@
-"""Every Python block in the documents runs and gives the results that it shows."""
+"""Every Python block in the documents runs and gives the documented results."""
 
 import doctest
 import os
@@ -21,7 +21,7 @@ from tests.programs import common
 virtual_devices.configure(4)
 
 _DOCTEST = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-# Its blocks are fragments of test files, which run as tests.
+# The blocks of this page are fragments of test files.
 _NOT_RUN = ('CONTRIBUTING.md',)
 # tutorial_test.py runs the first two. Tests in integration/ run the others if
 # their requirements are installed.
@@ -93,7 +93,7 @@ class DocumentsTest(parameterized.TestCase):
     self.addCleanup(os.chdir, before)
     os.chdir(self.create_tempdir().full_path)
 
-  def test_every_page_is_found(self):
+  def test_pages_are_found(self):
     self.assertContainsSubset(
       {'docs/elastic.md', 'docs/migration.md', *_RUN_ELSEWHERE},
       _pages('python'),
@@ -102,7 +102,7 @@ class DocumentsTest(parameterized.TestCase):
 
   @parameterized.parameters(*_pages('pycon'))
   @pytest.mark.smoke
-  def test_sessions_show_what_happens(self, page):
+  def test_sessions_give_the_documented_output(self, page):
     body = ''.join(block.body + '\n' for block in _blocks(page, 'pycon'))
     session = doctest.DocTestParser().get_doctest(body, {}, page, page, 0)
     runner = doctest.DocTestRunner(optionflags=_DOCTEST)
@@ -134,7 +134,7 @@ class DocumentsTest(parameterized.TestCase):
     self.assertNotEmpty(_blocks(page, 'python'))
 
   @pytest.mark.smoke
-  def test_every_error_has_its_paragraph(self):
+  def test_every_error_type_is_documented(self):
     text = project.text_files()['docs/errors.md']
     types = {
       name

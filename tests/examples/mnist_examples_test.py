@@ -17,8 +17,8 @@ virtual_devices.configure()
 
 _FIT, _LOOP = 'mnist_keras_fit', 'mnist_custom_loop'
 
-# Four epochs of 1,437 digits in batches of 359. The last of an epoch has one
-# row. Four replicas get 89, 90, 90 and 90 rows of the others.
+# Four epochs of 1,437 digits in batches of 359. The last batch of an epoch has one
+# row. Of the others, four replicas get 89, 90, 90 and 90 rows.
 _TWENTY_STEPS = {
   'dataset': 'digits',
   'model': 'mlp',
@@ -108,7 +108,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     steps = [e['args']['step'] for e in events if e.get('cat') == 'step']
     self.assertEqual(steps, [*range(1, 7)])
 
-  def test_servers_without_a_cluster_train_what_one_device_trains(self):
+  def test_parameter_server_without_cluster_equals_one_device(self):
     one, servers = (
       self._train(_FIT, _SHORT, **options)[0]
       for options in (
@@ -119,7 +119,7 @@ class MnistExamplesTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLessEqual(weights.largest_difference(one, servers)[0], 1e-6)
 
   @parameterized.parameters(_FIT, _LOOP)
-  def test_curves_are_written_where_tensorboard_is_installed(self, name):
+  def test_tensorboard_logs_are_written(self, name):
     if importlib.util.find_spec('tensorboard') is None:
       self.skipTest('TensorBoard is not installed')
     directory = self.create_tempdir().full_path

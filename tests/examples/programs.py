@@ -1,4 +1,4 @@
-"""Runs the examples as a user does."""
+"""Runs the examples from the command line."""
 
 import pathlib
 import sys
@@ -10,7 +10,7 @@ ROOT = pathlib.Path(examples.__file__).resolve().parents[1]
 
 
 def run(name, *arguments, launcher=(), cwd=ROOT):
-  """Runs an example, in a launcher if it has arguments; returns how it ended."""
+  """Runs an example, in a launcher if `launcher` is not empty. Returns the process."""
   program = [str(ROOT / 'examples' / f'{name}.py'), *arguments]
   if launcher:
     launch = ['-m', 'tf_strategies.launch', *launcher, '--', sys.executable]

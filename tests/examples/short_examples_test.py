@@ -1,4 +1,4 @@
-"""The examples of one page, and the notebook, as a user starts them."""
+"""The short examples and the notebook run as a user starts them."""
 
 import importlib.util
 import json
@@ -34,7 +34,7 @@ class ShortExamplesTest(absltest.TestCase):
     )
     self.assertGreater(float(accuracy), 0.95)
 
-  def test_loop_on_two_workers_trains_what_one_trains(self):
+  def test_loop_on_two_workers_equals_one_worker(self):
     alone = re.findall('epoch .*', self._run('custom_loop'))
     together = self._run('custom_loop', launcher=['--num_workers=2'])
     self.assertLen(alone, 10)
@@ -86,7 +86,7 @@ for cell in notebook.cells:
 """
 
 
-# Parts of what it prints, also of the outputs that it contains.
+# Parts of the printed output, and of the outputs stored in the notebook.
 _OUTPUTS = (
   '[worker 0] accuracy 0.',
   '[worker 1] accuracy 0.',
@@ -97,7 +97,7 @@ _OUTPUTS = (
 
 
 class TutorialTest(absltest.TestCase):
-  def test_it_runs_from_top_to_bottom(self):
+  def test_notebook_runs(self):
     for module in ('nbclient', 'ipykernel', 'sklearn'):
       if importlib.util.find_spec(module) is None:
         self.skipTest(f"no {module}: pip install '.[notebook,examples]'")
@@ -112,7 +112,7 @@ class TutorialTest(absltest.TestCase):
     for words in _OUTPUTS:
       self.assertIn(words, done.stdout)
 
-  def test_it_contains_its_outputs(self):
+  def test_notebook_contains_its_outputs(self):
     notebook = json.loads((project.root() / _PATH).read_text(encoding='utf-8'))
     outputs = [o for c in notebook['cells'] for o in c.get('outputs', ())]
     shown = ''.join(line for each in outputs for line in each['text'])

@@ -1,4 +1,4 @@
-"""The programs in the README and the tutorial run as their readers run them."""
+"""The programs in the README and the tutorial give the documented results."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ from benchmarks import processes
 from tests.architecture import documents, project
 
 # Later digits depend on the kind of CPU.
-_PLACES = 3
+_DECIMALS = 3
 _LOSS = re.compile(r'(?:loss )?(\d\.\d+)(?: of)? (\d)$', re.MULTILINE)
 
 
@@ -58,8 +58,8 @@ class PageTest(parameterized.TestCase):
     """Returns the printed losses, each with the number of replicas."""
     return [(float(loss), int(n)) for loss, n in _LOSS.findall(text)]
 
-  def assert_as_shown(self, program: str):
-    """Checks that the outputs of the commands equal the page's, and one device's."""
+  def assert_documented_losses(self, program: str):
+    """Checks that the outputs of the commands equal those of the page and one device."""
     found = []
     for command in self.commands(program):
       found += self.losses(self.output_of(command))
@@ -67,18 +67,20 @@ class PageTest(parameterized.TestCase):
     for block in documents.blocks(_page(self.page), 'text'):
       shown += self.losses(block.body)
     self.assertGreater(len(found), 1)
-    for (loss, replicas), (said, on) in zip(found, shown, strict=False):
-      self.assertEqual(replicas, on)
-      self.assertAlmostEqual(loss, said, places=_PLACES)
+    for (loss, replicas), (documented, count) in zip(
+      found, shown, strict=False
+    ):
+      self.assertEqual(replicas, count)
+      self.assertAlmostEqual(loss, documented, places=_DECIMALS)
       self.assertAlmostEqual(loss, found[0][0], delta=1.1e-4)
 
 
 class ReadmeTest(PageTest):
   @pytest.mark.soak
-  def test_commands_print_what_is_shown(self):
-    self.assert_as_shown('train.py')
+  def test_commands_print_the_documented_losses(self):
+    self.assert_documented_losses('train.py')
 
-  def test_every_diff_ends_in_the_program(self):
+  def test_every_diff_results_in_the_program(self):
     (program,) = documents.blocks(_page(self.page), 'python')
     diffs = list(documents.blocks(_page(self.page), 'diff'))
     self.assertLen(diffs, 1)
@@ -94,11 +96,11 @@ class ReadmeTest(PageTest):
 class TutorialTest(PageTest):
   page = 'docs/tutorial.md'
 
-  def test_two_workers_print_what_one_prints(self):
+  def test_two_workers_print_the_losses_of_one(self):
     self.assertLen(self.commands('digits.py'), 2)
-    self.assert_as_shown('digits.py')
+    self.assert_documented_losses('digits.py')
 
-  def test_killed_worker_comes_back(self):
+  def test_killed_worker_rejoins(self):
     text = (self.directory / 'survivor.py').read_text(encoding='utf-8')
     self.assertIn('time.sleep(0.5)', text)  # This program is not killed.
     text = text.replace('time.sleep(0.5)', 'pass')
@@ -122,11 +124,11 @@ class TutorialTest(PageTest):
       self.assertRegex(
         first, rf'Generation \d+ goes on at .*; workers: {count}'
       )
-    told = self.losses(first)
-    self.assertLen(told, 100)
-    replicas = [n for _, n in told]
+    printed = self.losses(first)
+    self.assertLen(printed, 100)
+    replicas = [n for _, n in printed]
     self.assertEqual([*sorted(set(replicas)), replicas[-1]], [1, 2, 2])
-    for (loss, _), (expected, _) in zip(told, alone, strict=True):
+    for (loss, _), (expected, _) in zip(printed, alone, strict=True):
       self.assertAlmostEqual(loss, expected, places=5)
 
 

@@ -44,7 +44,7 @@ class ClustersPageTest(parameterized.TestCase):
   )
   @_needs_yaml
   @pytest.mark.smoke
-  def test_commands_work(self, program, main, flags, words):
+  def test_documented_commands_succeed(self, program, main, flags, words):
     commands = _commands(*program.split())
     self.assertLen(commands, 2)
     for arguments in commands:
@@ -53,7 +53,7 @@ class ClustersPageTest(parameterized.TestCase):
         self.assertEqual(main([program, *flags, *arguments]), 0)
       self.assertIn(words, out.getvalue())
 
-  def test_shell_reads_every_script(self):
+  def test_scripts_have_valid_syntax(self):
     blocks = _blocks('bash')
     self.assertNotEmpty(blocks)
     for block in blocks:
@@ -61,7 +61,7 @@ class ClustersPageTest(parameterized.TestCase):
       self.assertEqual((done.returncode, done.stderr), (0, ''), block)
 
   @_needs_yaml
-  def test_pods_of_the_indexed_job_find_each_other(self):
+  def test_pods_of_the_indexed_job_form_a_cluster(self):
     import yaml
 
     (block,) = (b for b in _blocks('yaml') if 'completionMode: Indexed' in b)
@@ -79,14 +79,14 @@ class ClustersPageTest(parameterized.TestCase):
       if 'value' in entry
     }
     for index in range(job['spec']['completions']):
-      place = {'JOB_COMPLETION_INDEX': str(index)}
-      config = cluster.ClusterConfig.from_env({**environ, **place})
+      pod_index = {'JOB_COMPLETION_INDEX': str(index)}
+      config = cluster.ClusterConfig.from_env({**environ, **pod_index})
       self.assertLen(config.training_tasks, job['spec']['completions'])
       self.assertEqual(
         config.address, f'{name}-{index}.{pod["subdomain"]}:2222'
       )
 
-  def test_every_variable_is_told_of(self):
+  def test_every_variable_is_documented(self):
     text = project.text_files()[_PAGE]
     for variable in sources.VARIABLES:
       self.assertIn(f'`{variable}`', text)

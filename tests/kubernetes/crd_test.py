@@ -1,4 +1,4 @@
-"""Manifests are valid by the real definitions."""
+"""Manifests are valid according to the real definitions."""
 
 import importlib.util
 
@@ -50,7 +50,7 @@ def _job(kind, **options):
 
 @pytest.mark.skipif(
   not _HAS_DEFINITIONS,
-  reason='TFS_CRD_DIR names no directory of CustomResourceDefinitions',
+  reason='TFS_CRD_DIR is not a directory of CustomResourceDefinitions',
 )
 class DefinitionTest(parameterized.TestCase):
   @parameterized.product(kind=list(_DEFINITIONS), options=_JOBS)
@@ -64,7 +64,7 @@ class DefinitionTest(parameterized.TestCase):
 )
 class TrainJobTest(parameterized.TestCase):
   @parameterized.parameters(*_JOBS)
-  def test_it_makes_the_jobset(self, **options):
+  def test_train_job_creates_the_jobset(self, **options):
     options = {**options, 'secret_name': 'ours'}
     options = kubernetes.Options(image='mnist:1', name='mnist', **options)
     [jobset] = kubernetes.documents('jobset', options, _COMMAND)

@@ -1,4 +1,4 @@
-"""Manifests say what was asked for, also through the command."""
+"""Manifests contain the requested options, also through the command."""
 
 import contextlib
 import importlib.util
@@ -77,7 +77,7 @@ class BothKindsTest(parameterized.TestCase):
       self.assertNotIn('$', ''.join(words).replace('$$', ''))
 
   @parameterized.parameters('tfjob', 'jobset')
-  def test_secret_is_new_random_and_named_by_every_pod(self, kind):
+  def test_secret_is_random_and_used_by_every_pod(self, kind):
     secrets = set()
     for _ in range(2):
       secret, job = _documents(kind, **_ALL)
@@ -100,7 +100,7 @@ class BothKindsTest(parameterized.TestCase):
     ('tfjob', 0, {'chief': _GPUS, 'worker': _GPUS}),
     ('jobset', 1, {'chief': None, 'worker': _GPUS, 'ps': None}),
   )
-  def test_gpus_are_for_those_who_compute_gradients(
+  def test_only_tasks_that_compute_gradients_get_gpus(
     self, kind, num_ps, expected
   ):
     job = _documents(kind, chief=True, num_ps=num_ps, gpus_per_worker=2)[-1]
@@ -111,7 +111,7 @@ class BothKindsTest(parameterized.TestCase):
     self.assertEqual(gpus, expected)
 
   @parameterized.parameters(('tfjob', 2), ('jobset', 0))
-  def test_checkpoints_are_mounted_by_those_who_use_them(self, kind, num_ps):
+  def test_only_tasks_that_use_checkpoints_mount_them(self, kind, num_ps):
     options = {**_ALL, 'chief': True, 'num_ps': num_ps}
     job = _documents(kind, checkpoint_pvc='ck', **options)[-1]
     # With parameter servers, only the chief reads and writes checkpoints.
@@ -144,7 +144,7 @@ class TFJobTest(absltest.TestCase):
     )
 
   @pytest.mark.smoke
-  def test_who_ends_the_job(self):
+  def test_tasks_that_end_the_job(self):
     policies = [
       _documents('tfjob', **options)[-1]['spec']['successPolicy']
       for options in ({'num_workers': 2}, {'chief': True}, {'num_ps': 1})
@@ -154,7 +154,7 @@ class TFJobTest(absltest.TestCase):
 
 class JobSetTest(absltest.TestCase):
   @pytest.mark.smoke
-  def test_every_pod_finds_itself_in_one_cluster(self):
+  def test_all_pods_read_the_same_cluster(self):
     job = _documents('jobset', **_ALL)[-1]
     subdomain = job['spec']['network']['subdomain']
     pods = _pod_specs('jobset', job)
@@ -185,7 +185,7 @@ class JobSetTest(absltest.TestCase):
     for jobs in found.values():
       self.assertEqual({a for j in jobs.values() for a in j}, set(found))
 
-  def test_permanent_statuses_fail_and_others_start_again(self):
+  def test_only_permanent_exit_codes_fail_the_job(self):
     job = _documents('jobset', num_workers=4, max_restarts=2)[-1]
     (replicated,) = job['spec']['replicatedJobs']
     spec = replicated['template']['spec']
@@ -201,7 +201,7 @@ class JobSetTest(absltest.TestCase):
     (rule,) = job['spec']['failurePolicy']['rules']
     self.assertEqual(rule['onJobFailureReasons'], ['PodFailurePolicy'])
 
-  def test_who_ends_the_job(self):
+  def test_tasks_that_end_the_job(self):
     targets = [
       _documents('jobset', **options)[-1]['spec']['successPolicy']
       for options in (
@@ -221,7 +221,7 @@ class RefusedOptionsTest(parameterized.TestCase):
     ('pod_long', {'name': 'a' * 50}, 'names of 67 letters'),
     ('many', {'num_workers': 10**6}, '1000000'),
   )
-  def test_is_named(self, changes, words):
+  def test_invalid_option_is_named(self, changes, words):
     with self.assertRaises(errors.UnsupportedOptionError) as caught:
       _options(**changes)
     self.assertIn(words, str(caught.exception))
@@ -252,7 +252,7 @@ def _read(text):
 @_needs_yaml
 class WriteTest(parameterized.TestCase):
   @parameterized.parameters(('tfjob', 'TFJob'), ('jobset', 'JobSet'))
-  def test_yaml_is_what_was_asked_for(self, kind, name):
+  def test_yaml_contains_the_requested_job(self, kind, name):
     status, out, err = _run(*_JOB, f'--kind={kind}', *_WORDS)
     self.assertEqual((status, err), (0, ''))
     secret, job = _read(out)
@@ -263,7 +263,7 @@ class WriteTest(parameterized.TestCase):
     self.assertNotIn('&id', out)
     self.assertIn('- --epochs=2\n', out)
 
-  def test_secret_that_exists_is_not_written(self):
+  def test_existing_secret_is_not_written(self):
     status, out, _ = _run(*_JOB, '--secret_name=ours', *_WORDS)
     self.assertEqual(status, 0)
     self.assertLen(_read(out), 1)
@@ -284,13 +284,13 @@ class CommandLineTest(parameterized.TestCase):
     ('kind', [*_JOB, '--kind=pod', '--', 'true'], '--kind=pod'),
   )
   @_needs_yaml
-  def test_wrong_command_line_is_explained(self, arguments, words):
+  def test_invalid_command_line_is_explained(self, arguments, words):
     status, out, err = _run(*arguments)
     self.assertEqual((status, out), (2, ''))
     self.assertIn(words, err)
     self.assertIn('Usage: kubernetes', err)
 
-  def test_without_yaml_the_extra_is_named(self):
+  def test_missing_yaml_names_the_extra(self):
     with mock.patch.object(importlib.util, 'find_spec', return_value=None):
       status, out, err = _run(*_JOB, *_WORDS)
     self.assertEqual((status, out), (2, ''))

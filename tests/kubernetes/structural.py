@@ -36,7 +36,7 @@ def schema(name: str, version: str) -> dict[str, Any]:
 
 
 def problems(value: Any, schema: Mapping[str, Any]) -> list[str]:
-  """Returns each mistake of an object with its place."""
+  """Returns each error of an object with its path."""
   import jsonschema
 
   found = jsonschema.Draft7Validator(_closed(schema)).iter_errors(value)

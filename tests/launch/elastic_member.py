@@ -1,9 +1,9 @@
-"""A worker of a small elastic job, as a program: a process group, no TensorFlow.
+"""A worker of a small elastic job, with a process group and without TensorFlow.
 
   elastic_member.py DIRECTORY
 
-Workers add up numbers step by step, each worker a part, until the file `finish` is
-in the directory. `expected` returns the correct sums, whatever has happened.
+In each step every worker adds its part of the numbers, until the file `finish` is in
+the directory. `expected` returns the correct sums, independent of faults.
 """
 
 import json
@@ -19,12 +19,12 @@ from tf_strategies.cluster import launcher_note
 
 _PARTS = 60
 _MODULUS = 1_000_003
-_SECONDS_A_STEP = 0.02
+_STEP_SECONDS = 0.02
 _SIZE = 3
 
 
 def add(state, total):
-  """The next state: the order and the number of steps matter."""
+  """Returns the next state, which depends on the order and number of steps."""
   return (3 * state + total) % _MODULUS
 
 
@@ -35,7 +35,7 @@ def part(step, rank, world_size):
 
 
 def expected(steps):
-  """The state after so many steps, of any workers."""
+  """Returns the state after `steps` steps with any number of workers."""
   state = np.zeros([_SIZE], np.int64)
   for step in range(steps):
     state = add(state, part(step, 0, 1))
@@ -43,7 +43,7 @@ def expected(steps):
 
 
 class _Member:
-  """Trains with whoever is there, as the workers of `tfs.elastic` do."""
+  """Trains with all present workers, like the workers of `tfs.elastic`."""
 
   def __init__(self, directory, rendezvous, was_restarted):
     self._directory = directory
@@ -52,7 +52,7 @@ class _Member:
     self._step, self._state = 0, np.zeros([_SIZE], np.int64)
 
   def run(self):
-    """Returns the steps and the state in the end."""
+    """Runs until the end. Returns the steps and the state."""
     ends = False
     while True:
       try:
@@ -89,8 +89,8 @@ class _Member:
     self._step = best.progress
 
   def _do_step(self, group):
-    """Does a step; returns whether it was the last and whether others wait to join."""
-    time.sleep(_SECONDS_A_STEP)
+    """Does a step. Returns whether it was the last, and whether workers wait to join."""
+    time.sleep(_STEP_SECONDS)
     members = {member.task for member in group.members}
     flags = [
       (self._directory / 'finish').exists(),
@@ -113,7 +113,7 @@ class _Member:
 
 
 def main(directory):
-  """Runs the member; notes its steps and state in `result-<task>`."""
+  """Runs the member. Writes its steps and state to `result-<task>`."""
   directory = pathlib.Path(directory)
   config = cluster.ClusterConfig.from_env()
   task = config.training_index

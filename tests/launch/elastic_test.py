@@ -1,4 +1,4 @@
-"""The launcher of an elastic job ends no task because another one failed."""
+"""The launcher of an elastic job does not end tasks because another one failed."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from tests.launch import elastic_member, programs
 from tf_strategies import errors
 from tf_strategies.cluster import launcher_note
 
-# What `tfs.elastic.run` tells the launcher, from a program without the package.
+# Sends the messages of `tfs.elastic.run` to the launcher without the package.
 _SAY = f"""
 import importlib.util
 sys.path.insert(0, {str(pathlib.Path(errors.__file__).parents[1])!r})
@@ -42,7 +42,7 @@ class _JobTest(programs.JobTestCase):
     self.top = pathlib.Path(self.create_tempdir().full_path)
 
   def start(self, code, *flags, count=1):
-    """Starts the launchers of a job of so many hosts."""
+    """Starts the launchers of a job on `count` hosts."""
     flags = ('--grace_period=2', *flags)
     started = programs.launchers(self.top, _SAY + code, flags, count)
     return [self.enter_context(launcher) for launcher in started]
@@ -50,18 +50,18 @@ class _JobTest(programs.JobTestCase):
   def create(self, name):
     (self.top / name).touch()
 
-  def wait_until_said(self, launcher, words):
+  def wait_for_message(self, launcher, words):
     launcher.wait_until(lambda: words in launcher.stderr())
 
 
 class OneHostTest(_JobTest):
   @pytest.mark.smoke
-  def test_the_others_go_on_without_a_killed_worker(self):
+  def test_other_workers_continue_after_a_kill(self):
     code = f"print('last words of', name, flush=True)\n{_UNTIL_THE_END}"
     [launcher] = self.start(code, '--num_workers=3')
     launcher.wait_for_notes('elastic', 3)
     os.kill(launcher.notes('pid')['worker_1-0'], signal.SIGKILL)
-    self.wait_until_said(launcher, 'worker 1 is lost')
+    self.wait_for_message(launcher, 'worker 1 is lost')
     self.assertLen(launcher.alive(), 2)
     self.create('end')
     self.assert_ends(launcher, 0)
@@ -76,7 +76,7 @@ class OneHostTest(_JobTest):
       ],
     )
 
-  def test_tasks_that_fail_again_and_again_are_lost(self):
+  def test_tasks_that_fail_repeatedly_are_lost(self):
     code = f"""
 if name in ('worker_2', 'evaluator_0'):
   wait_for('elastic', 'worker_0')
@@ -88,7 +88,7 @@ if name in ('worker_2', 'evaluator_0'):
       '--grace_period=1',
     )
     for task in ('worker 2', 'evaluator 0'):
-      self.wait_until_said(launcher, f'{task} is lost')
+      self.wait_for_message(launcher, f'{task} is lost')
     self.assertLen(launcher.alive(), 2)
     self.create('end')
     self.assert_ends(
@@ -98,7 +98,7 @@ if name in ('worker_2', 'evaluator_0'):
       'was lost: exit status 3 (restarts: 1)',
     )
 
-  def test_job_of_which_nobody_is_left_has_failed(self):
+  def test_job_fails_when_all_workers_are_lost(self):
     code = """
 say('elastic')
 if name == 'worker_1':
@@ -108,15 +108,15 @@ wait_for_file('end')
 sys.exit(4)
 """
     [launcher] = self.start(code, '--num_workers=2', '--evaluator')
-    self.wait_until_said(launcher, 'worker 1 is lost')
+    self.wait_for_message(launcher, 'worker 1 is lost')
     self.create('end')
     self.assert_ends(launcher, 137, 'worker 1 failed first: killed')
 
 
 class EndTest(_JobTest):
-  """Who is lost, or still runs, when another worker has ended well."""
+  """Workers that are lost or still run when another worker has succeeded."""
 
-  def test_worker_that_came_back_alone_is_ended(self):
+  def test_worker_restarted_after_the_end_is_terminated(self):
     code = """
 say('elastic')
 if name == 'worker_1':
@@ -130,7 +130,7 @@ say('trained')
     self.assert_ends(launcher, 0, 'worker 1 still runs')
     self.assertLen(launcher.notes('pid'), 3)
 
-  def test_worker_that_has_trained_may_write_its_results(self):
+  def test_trained_worker_may_still_write_results(self):
     code = """
 say('elastic')
 if name == 'worker_0' and attempt == 0:
@@ -152,7 +152,7 @@ else:
     self.assert_ends(launcher, 0)
     self.assertIn('worker_0-1', launcher.notes('written'))
 
-  def test_second_training_is_one_as_the_first(self):
+  def test_second_training_is_elastic_too(self):
     code = """
 say('elastic')
 say('trained')
@@ -171,7 +171,7 @@ class SeveralHostsTest(_JobTest):
     started = self.start(_UNTIL_THE_END, count=3)
     for launcher in started:
       launcher.wait_for_notes('elastic', 1)
-    # What one host knows, all know.
+    # Hosts exchange their states in this time.
     time.sleep(1.5)
     return started
 
@@ -183,33 +183,33 @@ class SeveralHostsTest(_JobTest):
       self.assert_ends(launcher, 0, words)
 
   @parameterized.parameters((0, False), (1, True))
-  def test_the_others_go_on_without_a_host(self, victim, is_whole):
+  def test_other_hosts_continue_without_a_lost_host(self, victim, is_whole):
     started = self.start_three()
     (started[victim].kill_all if is_whole else started[victim].kill)()
     others = [one for i, one in enumerate(started) if i != victim]
     name = f'node {victim} (127.0.0.1)'
     for launcher in others:
-      self.wait_until_said(launcher, f'{name} is lost')
+      self.wait_for_message(launcher, f'{name} is lost')
     started[victim].wait_until(lambda: not started[victim].alive())
     self.assert_all_end_well(others, f'ended well without {name}')
 
-  def test_the_first_is_named_by_all_hosts(self):
+  def test_all_hosts_report_the_first_failure(self):
     code = """
-place = task['index']
-while place and not os.path.exists(os.path.join(top, f'go{place}')):
+index = task['index']
+while index and not os.path.exists(os.path.join(top, f'go{index}')):
   time.sleep(0.01)
-sys.exit(3 + place)
+sys.exit(3 + index)
 """
     started = self.start(code, '--grace_period=60', count=3)
-    self.wait_until_said(started[0], 'worker 0 failed')
-    for place in (1, 2):
-      # What one host knows, all know.
+    self.wait_for_message(started[0], 'worker 0 failed')
+    for index in (1, 2):
+      # Hosts exchange their states in this time.
       time.sleep(1.5)
-      self.create(f'go{place}')
+      self.create(f'go{index}')
     for launcher in started:
       self.assert_ends(launcher, 3, 'worker 0')
 
-  def test_lost_results_are_no_success_on_any_host(self):
+  def test_lost_results_fail_the_job_on_all_hosts(self):
     code = """
 say('elastic')
 say('trained')
@@ -222,24 +222,24 @@ wait_for_file('end')
     for launcher in started:
       launcher.wait_for_notes('trained', 1)
     self.create('go')
-    self.wait_until_said(started[1], 'worker 1 is lost')
+    self.wait_for_message(started[1], 'worker 1 is lost')
     time.sleep(1)
     self.assertLen(started[0].alive(), 1)
     self.create('end')
     for launcher in started:
       self.assert_ends(launcher, 137, 'worker 1')
 
-  def test_sigterm_of_a_launcher_is_the_end_of_its_host(self):
+  def test_sigterm_to_a_launcher_ends_only_its_host(self):
     first, *others = self.start_three()
     first.signal(signal.SIGTERM)
     self.assert_ends(first, 143)
     self.assert_all_end_well(others, 'node 0')
 
   @parameterized.parameters(False, True)
-  def test_interrupt_is_the_end_of_all(self, is_late):
+  def test_interrupt_ends_all_hosts(self, is_late):
     started = self.start_three()
     if is_late:
-      # It hears of the signal and of the end of its sender at once.
+      # This launcher sees the signal and the end of its sender at the same time.
       started[2].signal(signal.SIGSTOP)
     started[1].signal(signal.SIGINT)
     if is_late:
@@ -253,7 +253,7 @@ wait_for_file('end')
 
 
 class RandomFaultsTest(_JobTest):
-  """Jobs that add up numbers in groups, on one host or on several."""
+  """Jobs that add numbers in groups, on one or several hosts."""
 
   @tiers.parameters(
     (3, 2, 0),
@@ -263,7 +263,7 @@ class RandomFaultsTest(_JobTest):
       for part in range(1, 13)
     ),
   )
-  def test_who_was_not_hit_goes_on(self, count, slots, part):
+  def test_workers_without_faults_continue(self, count, slots, part):
     seed = int(os.environ.get('TFS_SEED', random.randrange(10**6))) + part
     print(f'TFS_SEED={seed - part}, part {part}')
     self.chance = random.Random(f'{seed} {count} {slots}')
@@ -284,7 +284,7 @@ class RandomFaultsTest(_JobTest):
       count=count,
     )
     able = everyone - self.failing
-    # Of those who do steps one is spared, who has the state.
+    # One working task is spared, so that the state is kept.
     self.spared = self.chance.choice(sorted(able))
     while not all(self._progress(task).exists() for task in able):
       self._check_alive()
@@ -305,9 +305,9 @@ class RandomFaultsTest(_JobTest):
       int(path.name.rpartition('-')[2]): json.loads(path.read_text())
       for path in self.top.glob('result-*')
     }
-    said = '\n'.join(one.output() + one.stderr() for one in self.launchers)
+    text = '\n'.join(one.output() + one.stderr() for one in self.launchers)
     print(f'faults {len(faults)}: {faults}, {statuses}, {sorted(results)}')
-    self.assertContainsSubset(everyone - self.hit, results, said)
+    self.assertContainsSubset(everyone - self.hit, results, text)
     for task in everyone - self.hit:
       self.assertEqual(self._pid(task), first_pids[task])
     for steps, state in results.values():
@@ -315,10 +315,10 @@ class RandomFaultsTest(_JobTest):
     for rank, status in statuses.items():
       tasks = range(rank * slots, (rank + 1) * slots)
       if 0 not in self.lost_hosts or not results.keys().isdisjoint(tasks):
-        self.assertEqual(status, 0, said)
+        self.assertEqual(status, 0, text)
 
   def _check_alive(self):
-    # Another one ends when all of its workers are lost, and the first launcher.
+    # Other launchers may end: when all their workers and the first launcher are lost.
     launcher = self.launchers[self.spared // self.slots]
     if not launcher.is_alive():
       launcher.fail('ended too early')
@@ -331,7 +331,7 @@ class RandomFaultsTest(_JobTest):
     return json.loads(self._progress(task).read_text())['pid']
 
   def _workers(self):
-    """The processes that there are now, by their tasks."""
+    """Returns the running processes by task."""
     return {
       int(name.partition('_')[2].partition('-')[0]): pid
       for launcher in self.launchers
@@ -340,7 +340,7 @@ class RandomFaultsTest(_JobTest):
     }
 
   def _do_faults(self):
-    """Does one fault or two at once; returns the kind and the victim of each."""
+    """Causes one or two faults. Returns the kind and the victim of each."""
     kinds = ['kill', 'kill', 'kill', 'stop']
     if len(self.launchers) > 1:
       kinds += ['launcher', 'host', 'evict', 'freeze']

@@ -1,4 +1,4 @@
-"""The launcher's command line, and jobs that end by themselves."""
+"""The launcher's command line and the environment of its tasks."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.launch import programs
 
 class EnvironmentTest(programs.JobTestCase):
   @pytest.mark.smoke
-  def test_secret_is_on_no_command_line_and_in_no_output(self):
+  def test_secret_is_not_in_command_lines_or_output(self):
     code = """
 note('secret', os.environ['TFS_SECRET'])
 while not os.path.exists(os.path.join(directory, 'end')):
@@ -46,7 +46,7 @@ class CommandLineTest(parameterized.TestCase):
       '(chief 0, worker 0, worker 1), got --rank_filter=worker:2.',
     ),
   )
-  def test_wrong_command_line_is_explained(self, arguments, words):
+  def test_invalid_command_line_is_explained(self, arguments, words):
     status, stdout, stderr = programs.run(arguments)
     self.assertEqual((status, stdout), (2, ''))
     self.assertIn(words, stderr)

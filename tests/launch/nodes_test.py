@@ -1,4 +1,4 @@
-"""Launchers of several hosts: who is where, and how all of them end."""
+"""Launchers of several hosts: the cluster, and the end of all launchers."""
 
 import json
 import socket
@@ -15,15 +15,15 @@ from tf_strategies import cluster
 _WAIT = 'time.sleep(600)'
 
 
-def _said(launcher):
-  """Returns the messages of a launcher, without notes that it waits for another."""
+def _messages(launcher):
+  """Returns the messages of a launcher, except that it waits for another one."""
   lines = launcher.stderr().splitlines()
   return '\n'.join(line for line in lines if ' waits at ' not in line)
 
 
 class SeveralHostsTest(programs.JobTestCase):
   def _start(self, code, flags=(), count=2, **options):
-    """A launcher for each rank, all with one rendezvous."""
+    """Starts a launcher for each rank, all with one rendezvous."""
     started = programs.launchers(
       self.create_tempdir().full_path,
       code,
@@ -56,7 +56,7 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
     self.assert_all_end(started, 0)
     names, jobs = [], set()
     for launcher in started:
-      self.assertEqual(_said(launcher), '')
+      self.assertEqual(_messages(launcher), '')
       notes = launcher.notes('environment')
       names.append([name.removesuffix('-0') for name in notes])
       for name, environment in notes.items():
@@ -73,7 +73,7 @@ while not all(os.path.exists(os.path.join(top, w)) for w in wanted):
     )
     self.assertLen(jobs, 1)
 
-  def test_launcher_that_is_started_again_before_the_job_begins(self):
+  def test_launcher_may_restart_before_the_job_starts(self):
     [address] = addresses(1)
     first, left = self._start('pass', count=3, ranks=[0, 1], address=address)
     left.wait_until(lambda: 'for the others' in left.stderr())
@@ -96,7 +96,7 @@ if task['index'] == 1:
     )
     for launcher in (first, third):
       self.assert_ends(launcher, 7)
-      [line] = _said(launcher).splitlines()
+      [line] = _messages(launcher).splitlines()
       self.assertIn(
         'worker 1 on node 1 (127.0.0.1) failed: exit status 7', line
       )
@@ -112,7 +112,7 @@ if task['index'] == 1:
     )
     first.wait_until(lambda: not first.alive())
 
-  def test_restarts_go_on_where_the_task_is(self):
+  def test_task_is_restarted_on_its_host(self):
     code = """
 if task['index'] == 1 and attempt == 0:
   sys.exit(143)
@@ -125,9 +125,9 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     first, restarted = started
     self.assert_ends(first, 0)
     self.assert_ends(restarted, 0, 'Starting it again (1 of 1)')
-    self.assertEqual(_said(first), '')
+    self.assertEqual(_messages(first), '')
 
-  def test_another_secret(self):
+  def test_different_secret_is_refused(self):
     started = self._start(
       'pass',
       ['--rendezvous_timeout=4'],
@@ -142,16 +142,16 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     )
     self.assert_ends(started[1], 1, 'does not know the secret')
 
-  def test_missing_host_and_two_of_one_rank_are_named(self):
+  def test_missing_and_duplicate_hosts_are_named(self):
     started = self._start(
       'pass', ['--rendezvous_timeout=3'], count=3, ranks=[0, 1, 1]
     )
     self.assert_all_end(started, 143)
-    said = ''.join(launcher.stderr() for launcher in started)
-    self.assertIn('another launcher has --node_rank=1', said)
+    output = ''.join(launcher.stderr() for launcher in started)
+    self.assertIn('another launcher has --node_rank=1', output)
     self.assertIn('for node 2 (--nnodes=3)', started[0].stderr())
 
-  def test_host_that_comes_late_is_refused_and_ends_nobody(self):
+  def test_late_host_is_refused_and_the_job_continues(self):
     [address] = addresses(1)
     started = self._start(_WAIT, address=address)
     for launcher in started:
@@ -161,7 +161,7 @@ while not os.path.exists(os.path.join(top, '1', 'end-worker_1-1')):
     for launcher in started:
       self.assertLen(launcher.alive(), 1)
 
-  def test_another_version(self):
+  def test_different_version_is_refused(self):
     [address] = addresses(1)
     [first] = self._start(
       'pass', ['--rendezvous_timeout=4'], ranks=[0], address=address
@@ -181,35 +181,35 @@ sys.exit(launch.main(['launch', *sys.argv[1:]]))
     self.assertIn('node 1 runs tf_strategies 0.0.1', other.stderr)
     self.assert_ends(first, 143, 'node 1 runs tf_strategies 0.0.1')
 
-  def test_rendezvous_that_is_in_use(self):
+  def test_rendezvous_address_in_use_is_reported(self):
     with socket.create_server(('127.0.0.1', 0)) as taken:
       address = f'127.0.0.1:{taken.getsockname()[1]}'
-      status, _, said = programs.run(
+      status, _, output = programs.run(
         ['--nnodes=2', f'--rendezvous={address}', '--', 'true'],
         {'TFS_SECRET': programs.SECRET},
       )
     self.assertEqual(status, 143)
-    self.assertIn(f'cannot listen at {address}', said)
+    self.assertIn(f'cannot listen at {address}', output)
 
   @parameterized.parameters(
     ({'TFS_SECRET': ''}, 'h:1', 0, 'a secret'),
     ({'TFS_SECRET': programs.SECRET}, 'h', 0, '--rendezvous: its value'),
     ({'TFS_SECRET': programs.SECRET}, 'h:1', 2, '--node_rank=2'),
   )
-  def test_wrong_flags(self, environment, address, rank, words):
+  def test_invalid_flags_are_explained(self, environment, address, rank, words):
     flags = ['--nnodes=2', f'--node_rank={rank}', f'--rendezvous={address}']
-    status, _, said = programs.run([*flags, '--', 'true'], environment)
+    status, _, output = programs.run([*flags, '--', 'true'], environment)
     self.assertEqual(status, 2)
-    self.assertIn(words, said)
+    self.assertIn(words, output)
 
 
 class NamespacesTest(absltest.TestCase):
-  """Each launcher on a host of its own."""
+  """Launchers on separate hosts."""
 
-  def test_tasks_of_two_hosts_meet(self):
-    why = network_namespaces.missing()
-    if why:
-      self.skipTest(why)
+  def test_tasks_of_two_hosts_form_a_group(self):
+    reason = network_namespaces.missing()
+    if reason:
+      self.skipTest(reason)
     with network_namespaces.NetworkNamespaces(2) as hosts:
       launch = [
         *(sys.executable, '-m', 'tf_strategies', 'launch', '--nnodes=2'),
@@ -228,11 +228,11 @@ class NamespacesTest(absltest.TestCase):
         for rank in range(2)
       ]
       statuses = [command.wait() for command in started]
-      said = [command.output() for command in started]
-    self.assertEqual(statuses, [0, 0], said)
+      output = [command.output() for command in started]
+    self.assertEqual(statuses, [0, 0], output)
     for rank in range(2):
       self.assertIn(
-        f'[worker {rank}] the sum is [1000.0, 1002.0, 1004.0]', said[rank]
+        f'[worker {rank}] the sum is [1000.0, 1002.0, 1004.0]', output[rank]
       )
 
 

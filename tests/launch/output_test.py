@@ -23,7 +23,7 @@ class TaskOutputTest(parameterized.TestCase):
       max_size=20,
     )
   )
-  def test_lines_are_the_same_however_they_come(self, pieces):
+  def test_lines_do_not_depend_on_the_pieces(self, pieces):
     written, lines = _collector()
     for piece in pieces:
       lines.feed(piece)
@@ -32,13 +32,13 @@ class TaskOutputTest(parameterized.TestCase):
     expected = text.split(b'\n')
     if not expected[-1]:
       expected.pop()
-    # A line that was overwritten shows its last text.
+    # An overwritten line shows its last text.
     expected = [e.rstrip(b'\r').rpartition(b'\r')[2] for e in expected]
     self.assertEqual(written, [b'[a] ' + line + b'\n' for line in expected])
-    told = [e for e in expected if e.strip(b' ^~')]
-    self.assertEqual(lines.tail(), told[-output.TAIL_LINES :])
+    expected_tail = [e for e in expected if e.strip(b' ^~')]
+    self.assertEqual(lines.tail(), expected_tail[-output.TAIL_LINES :])
 
-  def test_progress_is_shown_while_it_goes_on(self):
+  def test_progress_is_shown_periodically(self):
     with mock.patch.object(output.time, 'monotonic', return_value=0) as now:
       written, lines = _collector()
       for second in range(25):
@@ -49,7 +49,7 @@ class TaskOutputTest(parameterized.TestCase):
       written, [b'[a] step 11\n', b'[a] step 22\n', b'[a] step 25\n']
     )
 
-  def test_line_without_an_end_does_not_fill_the_memory(self):
+  def test_line_without_end_does_not_fill_memory(self):
     written, lines = _collector()
     for _ in range(10):
       lines.feed(b'x' * (1 << 20))
@@ -60,7 +60,7 @@ class TaskOutputTest(parameterized.TestCase):
     self.assertEqual(total, 10 << 20)
     self.assertLess(max(map(len, lines.tail())), 2100)
 
-  def test_tracebacks_are_hidden_when_that_is_wanted(self):
+  def test_tracebacks_are_hidden_if_requested(self):
     log = io.BytesIO()
     written, lines = _collector(log)
     traceback = b'Traceback (most recent call last):\n  File "x"\nE: why\n'
@@ -72,7 +72,7 @@ class TaskOutputTest(parameterized.TestCase):
     self.assertEqual(lines.tail()[-1], b'E: why')
     self.assertEqual(log.getvalue(), traceback + b'saved\n' + traceback)
 
-  def test_notices_of_tensorflow_are_hidden_when_that_is_wanted(self):
+  def test_tensorflow_notices_are_hidden_if_requested(self):
     notices = (
       b'WARNING: All log messages before absl::InitializeLog() is called are '
       b'written to STDERR\n'
@@ -86,7 +86,7 @@ class TaskOutputTest(parameterized.TestCase):
       self.assertLen(written, 2 if is_hidden else 4)
       self.assertLen(lines.tail(), len(written))
 
-  def test_full_disk_costs_the_log_alone(self):
+  def test_full_disk_ends_only_the_log(self):
     class Full(io.BytesIO):
       def write(self, data):
         raise OSError(errno.ENOSPC, 'No space left')
@@ -100,7 +100,7 @@ class TaskOutputTest(parameterized.TestCase):
 
 
 class SinkTest(absltest.TestCase):
-  def test_full_pipe_does_not_block_and_nothing_is_lost(self):
+  def test_full_pipe_does_not_block_or_lose_data(self):
     read_end, write_end = os.pipe()
     self.addCleanup(os.close, read_end)
     self.addCleanup(os.close, write_end)

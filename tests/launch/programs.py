@@ -1,4 +1,4 @@
-"""Runs the launcher as a user does, with a deadline, and tasks to launch."""
+"""Runs the launcher as a user does, with a deadline, and provides tasks."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from tf_strategies.launch import ports as ports_lib
 
 DEADLINE_SECONDS = 120.0
 SECRET = '5ec7e7' * 8
-# The tasks of a job add up numbers.
+# A task that all-reduces numbers.
 SUM = """
 import numpy as np
 from tf_strategies import cluster, process_group
@@ -40,14 +40,14 @@ task = config.get('task', {'type': 'worker', 'index': 0})
 name = f"{task['type']}_{task['index']}"
 attempt = int(os.environ['TFS_RESTART_COUNT'])
 
-def note(what, value):
-  path = os.path.join(directory, f'{what}-{name}-{attempt}')
+def note(key, value):
+  path = os.path.join(directory, f'{key}-{name}-{attempt}')
   with open(path + '~', 'w') as f:
     json.dump(value, f)
   os.rename(path + '~', path)
 
-def wait_for(what, whose, of_attempt=0):
-  path = os.path.join(directory, f'{what}-{whose}-{of_attempt}')
+def wait_for(key, writer, of_attempt=0):
+  path = os.path.join(directory, f'{key}-{writer}-{of_attempt}')
   while not os.path.exists(path):
     time.sleep(0.01)
   with open(path) as f:
@@ -58,15 +58,15 @@ note('pid', os.getpid())
 
 
 class Launcher(processes.Command):
-  """A running launcher whose tasks run a piece of Python; a context.
+  """A running launcher whose tasks run Python code. A context manager.
 
   Args:
-    directory: for what the tasks note, and for the launcher's output.
-    flags: of the launcher.
-    code: what each task runs. It finds `task`, `name` (such as `worker_0`),
-      `attempt`, `note(what, value)` and `wait_for(what, whose)`.
+    directory: directory of the notes of tasks and of the launcher's output.
+    flags: flags of the launcher.
+    code: code that each task runs. It can use `task`, `name` (such as `worker_0`),
+      `attempt`, `note(key, value)` and `wait_for(key, writer)`.
     environment: changes to the launcher's environment.
-    stdout: instead of a file.
+    stdout: stream to use instead of a file.
   """
 
   def __init__(self, directory, flags, code, environment=None, stdout=None):
@@ -81,7 +81,7 @@ class Launcher(processes.Command):
       error_log=self.directory / 'stderr',
       env=processes.python_environment(environment),
       deadline_seconds=DEADLINE_SECONDS,
-      # SIGTERM first: the launcher then takes its tasks along.
+      # SIGTERM first, so that the launcher ends its tasks.
       grace_seconds=30.0,
       **({} if stdout is None else {'stdout': stdout}),
     )
@@ -92,21 +92,21 @@ class Launcher(processes.Command):
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
-  def notes(self, what: str) -> dict[str, object]:
-    """Returns the notes of tasks under this name, by `<task>-<attempt>`."""
+  def notes(self, key: str) -> dict[str, object]:
+    """Returns the notes of tasks with this key, by `<task>-<attempt>`."""
     return {
       path.name.partition('-')[2]: json.loads(path.read_text(encoding='utf-8'))
-      for path in sorted(self.directory.glob(f'{what}-*'))
+      for path in sorted(self.directory.glob(f'{key}-*'))
       if not path.name.endswith('~')
     }
 
-  def wait_for_notes(self, what: str, count: int) -> dict[str, object]:
-    """Waits until so many tasks have noted something under this name."""
-    self.wait_until(lambda: len(self.notes(what)) >= count)
-    return self.notes(what)
+  def wait_for_notes(self, key: str, count: int) -> dict[str, object]:
+    """Waits until `count` tasks have written a note with this key."""
+    self.wait_until(lambda: len(self.notes(key)) >= count)
+    return self.notes(key)
 
   def wait_until(self, condition: Callable[[], bool]) -> None:
-    """Waits until `condition()`, which may come true after its end."""
+    """Waits until `condition()`, also after the end of the launcher."""
     while not condition():
       if time.monotonic() > self._ends_at:
         self.fail(f'is too late:\n{self.stderr()}')
@@ -121,55 +121,55 @@ class Launcher(processes.Command):
     return (self.directory / 'stderr').read_text(encoding='utf-8')
 
   def pids(self) -> list[int]:
-    """Every process that a task has noted."""
+    """Returns the processes in the notes of tasks."""
     return [*self.notes('pid').values(), *self.notes('grandchild').values()]
 
   def alive(self) -> list[int]:
-    """Returns the noted processes that still run."""
+    """Returns the processes in the notes that still run."""
     return [pid for pid in self.pids() if is_running(pid)]
 
   def reapers(self) -> list[psutil.Process]:
-    """The launcher's children."""
+    """Returns the children of the launcher."""
     return psutil.Process(self.process.pid).children()
 
 
 class JobTestCase(parameterized.TestCase):
   def assert_ends(self, launcher, status, *words):
-    """Checks the status and the messages of a launcher that leaves no task."""
+    """Checks the status and messages of a launcher, and that no task is left."""
     self.assertEqual(launcher.wait(), status, launcher.stderr())
-    for said in words:
-      self.assertIn(said, launcher.stderr())
+    for word in words:
+      self.assertIn(word, launcher.stderr())
     self.assertEmpty(launcher.alive())
 
 
 def launchers(
   directory, code, flags=(), count=1, ranks=None, secrets=None, address=None
 ) -> Iterator[Launcher]:
-  """Starts the launchers of a job of several hosts, all of them here.
+  """Starts the launchers of a job of several hosts, all on this machine.
 
   Args:
-    directory: for what the tasks note; each launcher has one of its own in it.
-    code: the piece of Python that each task runs; see `Launcher`.
-    flags: of all launchers.
-    count: the number of hosts.
-    ranks: the hosts whose launchers are started; all by default.
-    secrets: of each launcher, if they differ.
-    address: where launchers meet; a free one by default.
+    directory: directory of the notes. Each launcher has its own subdirectory.
+    code: code that each task runs, as for `Launcher`.
+    flags: flags of all launchers.
+    count: number of hosts.
+    ranks: hosts whose launchers are started. All by default.
+    secrets: secret of each launcher, if they differ.
+    address: rendezvous address. A free one by default.
   """
   address = address or f'127.0.0.1:{ports_lib.pick_ports(1)[0]}'
-  for place, rank in enumerate(range(count) if ranks is None else ranks):
-    home = pathlib.Path(directory, str(place))
-    home.mkdir()
+  for position, rank in enumerate(range(count) if ranks is None else ranks):
+    own_directory = pathlib.Path(directory, str(position))
+    own_directory.mkdir()
     words = [*flags]
     if count > 1:
       words += [f'--nnodes={count}', f'--node_rank={rank}']
       words.append(f'--rendezvous={address}')
-    secret = secrets[place] if secrets else SECRET
-    yield Launcher(home, words, code, {'TFS_SECRET': secret})
+    secret = secrets[position] if secrets else SECRET
+    yield Launcher(own_directory, words, code, {'TFS_SECRET': secret})
 
 
 def is_running(pid: int) -> bool:
-  """Returns whether a process exists and is not just waiting to be reaped."""
+  """Returns whether a process exists and is not a zombie."""
   try:
     return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
   except psutil.NoSuchProcess:
@@ -177,7 +177,7 @@ def is_running(pid: int) -> bool:
 
 
 def with_argument(argument: str) -> list[int]:
-  """The processes that were started with this argument and still run."""
+  """Returns the running processes that have this argument."""
   found = []
   for process in psutil.process_iter():
     with contextlib.suppress(psutil.Error):
@@ -191,7 +191,7 @@ def _words(arguments):
 
 
 def run(arguments, environment=None) -> tuple[int, str, str]:
-  """Runs the launcher to its end: exit status, stdout and stderr."""
+  """Runs the launcher. Returns the exit status, stdout and stderr."""
   done = processes.run(
     _words(arguments),
     name='launch',

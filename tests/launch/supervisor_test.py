@@ -1,4 +1,4 @@
-"""Jobs that fail, are interrupted or lose their launcher: nothing is left."""
+"""Jobs that fail, are interrupted or lose their launcher leave no process."""
 
 import os
 import pathlib
@@ -26,7 +26,7 @@ note('grandchild', child.pid)
 """
 _IGNORE = 'for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n'
 _SLEEP = "note('ready', 1)\ntime.sleep(600)\n"
-# A server that says which signal ended it.
+# A server that records the signal that ended it.
 _SERVE = """
 def end(number, frame):
   note('ended_by', number)
@@ -77,7 +77,7 @@ finally:
       [b'[worker 1] line %d' % i for i in range(30)],
     )
 
-  def test_the_first_is_named_though_both_are_heard_of_at_once(self):
+  def test_first_of_two_simultaneously_noticed_failures_is_named(self):
     launcher = self._launch(_SLEEP, '--num_workers=2')
     launcher.wait_for_notes('ready', 2)
     pids = launcher.notes('pid')
@@ -85,24 +85,24 @@ finally:
     for index, number in ((1, signal.SIGABRT), (0, signal.SIGBUS)):
       pid = pids[f'worker_{index}-0']
       os.kill(pid, number)
-      # Its reaper has noticed when it has reaped it.
+      # The reaper has noticed the end once the process is gone.
       launcher.wait_until(lambda pid=pid: not psutil.pid_exists(pid))
     launcher.signal(signal.SIGCONT)
     self.assert_ends(launcher, 128 + signal.SIGABRT, 'worker 1 failed first')
     self.assertNotIn('worker 0 failed', launcher.stderr())
 
-  def test_command_that_does_not_exist(self):
+  def test_missing_command_is_reported(self):
     status, stdout, stderr = programs.run(['--', 'no-such-command'])
     self.assertEqual(status, 127)
     self.assertIn("[worker 0] cannot start 'no-such-command'", stdout)
     self.assertIn('worker 0 failed first: exit status 127', stderr)
 
 
-# What the tasks do, flags, the exit status, what the launcher says, and how many
-# processes there were.
+# Name, code of the tasks, flags, exit status, message of the launcher, and number of
+# processes.
 _ENDS = (
   (
-    'child_of_the_first_ends_last',
+    'child_of_failed_task_ends_last',
     f"""
 if name == 'worker_1':
   wait_for('ready', 'worker_0')
@@ -132,7 +132,7 @@ if name == 'worker_1':
     3,
   ),
   (
-    'others_end_well_meanwhile',
+    'others_succeed_meanwhile',
     """
 if name == 'worker_1':
   wait_for('pid', 'worker_0')
@@ -159,7 +159,7 @@ time.sleep(600)
     5,
   ),
   tiers.smoke(
-    'killed_server_is_started_again',
+    'killed_server_is_restarted',
     f"""
 if name == 'chief_0':
   for other in ('worker_0', 'worker_1', 'evaluator_0'):
@@ -176,10 +176,10 @@ if name == 'ps_0' and attempt == 0:
     6,
   ),
   (
-    'last_lines_are_of_the_last_attempt',
+    'last_lines_of_last_attempt',
     """
 if attempt == 0:
-  print('words of the first attempt', flush=True)
+  print('output of the first attempt', flush=True)
   sys.exit(3)
 sys.exit(4)
 """,
@@ -189,7 +189,7 @@ sys.exit(4)
     2,
   ),
   (
-    'wrong_command_line_is_not_started_again',
+    'invalid_command_line_is_not_restarted',
     'sys.exit(2)',
     ['--max_restarts=2'],
     2,
@@ -197,7 +197,7 @@ sys.exit(4)
     1,
   ),
   (
-    'not_started_again_when_another_has_ended_well',
+    'no_restart_after_another_succeeded',
     """
 if name == 'worker_1':
   pid = wait_for('pid', 'worker_0')
@@ -212,7 +212,7 @@ if name == 'worker_1':
     2,
   ),
   (
-    'nothing_of_an_attempt_is_left_when_the_next_begins',
+    'restart_waits_for_processes_of_the_last_attempt',
     f"""
 if attempt == 0:
   {_indented(_GRANDCHILD)}
@@ -234,7 +234,7 @@ sys.exit(9)
 
 class EndTest(_JobTest):
   @tiers.named_parameters(*_ENDS)
-  def test_status_and_report(self, code, flags, status, words, count):
+  def test_end_of_job(self, code, flags, status, words, count):
     launcher = self._launch(code, *flags)
     self.assert_ends(launcher, status, words)
     self.assertLen(launcher.pids(), count)
@@ -242,7 +242,7 @@ class EndTest(_JobTest):
 
 class RestartTest(_JobTest):
   @pytest.mark.smoke
-  def test_failed_task_is_started_again_alone(self):
+  def test_only_the_failed_task_is_restarted(self):
     code = """
 note('config', [os.environ['TF_CONFIG'], os.environ['TFS_SECRET']])
 print('attempt', attempt, flush=True)
@@ -278,7 +278,7 @@ class SignalTest(_JobTest):
     self.addCleanup(signal.signal, signal.SIGHUP, before)
 
   @tiers.parameters(signal.SIGHUP, tiers.soak(signal.SIGINT))
-  def test_signal_is_forwarded_and_nobody_is_started_again(self, number):
+  def test_signal_is_forwarded_and_no_task_is_restarted(self, number):
     code = """
 # Another process of the task's group.
 child = os.fork() if name == 'ps_0' else None
@@ -308,7 +308,7 @@ time.sleep(600)
       ),
     )
 
-  def test_task_that_is_being_ended_gets_no_second_sigterm(self):
+  def test_second_sigterm_during_shutdown_is_not_forwarded(self):
     code = """
 count = 0
 def save(number, frame):
@@ -342,7 +342,7 @@ class KilledTest(_JobTest):
     launcher.wait_for_notes('ready', 2)
     return launcher
 
-  def test_launcher_that_is_killed_leaves_nothing(self):
+  def test_killed_launcher_leaves_no_process(self):
     launcher = self.launch_two()
     reapers = [reaper.pid for reaper in launcher.reapers()]
     self.assertLen(reapers, 2)
@@ -352,20 +352,20 @@ class KilledTest(_JobTest):
     launcher.wait_until(lambda: not launcher.alive())
     launcher.wait_until(lambda: not any(map(programs.is_running, reapers)))
 
-  def test_launcher_that_is_killed_while_it_starts_tasks_leaves_nothing(self):
+  def test_launcher_killed_during_start_leaves_no_process(self):
     launcher = self._launch(
       _IGNORE + _SLEEP, '--num_workers=4', '--grace_period=0.3'
     )
     launcher.wait_for_notes('pid', 1)
-    # Also those that had no time to note anything, and their reapers.
+    # Includes processes that have not written a note, and their reapers.
     script = str(launcher.directory / 'task.py')
     self.assertNotEmpty(programs.with_argument(script))
     launcher.process.kill()
     launcher.wait()
     launcher.wait_until(lambda: not programs.with_argument(script))
 
-  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl is of Linux')
-  def test_reaper_that_is_killed_takes_its_task_along(self):
+  @pytest.mark.skipif(sys.platform != 'linux', reason='prctl needs Linux')
+  def test_task_ends_with_its_killed_reaper(self):
     launcher = self.launch_two()
     launcher.reapers()[1].kill()
     self.assert_ends(launcher, 137)
@@ -373,7 +373,7 @@ class KilledTest(_JobTest):
 
 
 class OutputTest(_JobTest):
-  def test_rank_filter_hides_lines_but_not_from_the_logs(self):
+  def test_rank_filter_does_not_apply_to_logs(self):
     code = """
 print('from', name, flush=True)
 note('ready', 1)
@@ -395,7 +395,7 @@ time.sleep(600)
     self.assertNotIn('[worker 0] from worker_0', shown)
     self.assertEqual((logs / 'worker_0.log').read_text(), 'from worker_0\n')
 
-  def test_lines_are_whole_and_every_byte_survives(self):
+  def test_lines_are_complete_and_no_byte_is_lost(self):
     code = r"""
 number = task['index']
 raw = os.fdopen(1, 'wb', buffering=0)
@@ -429,14 +429,14 @@ write(b'unfinished %d' % number)
       expected += [odd, b'', b'error %d' % number, b'unfinished %d' % number]
       start = b'[worker %d] ' % number
       found = [line[len(start) :] for line in lines if line.startswith(start)]
-      # Of a line with carriage returns, its last text is shown.
+      # A line with carriage returns shows its last text.
       shown = [line.rpartition(b'\r')[2] for line in expected]
       self.assertTrue(found == shown, f'lines of worker {number} differ')
       log = pathlib.Path(directory, 'new', 'logs', f'worker_{number}.log')
       self.assertTrue(log.read_bytes() == b'\n'.join(expected))
     self.assertLen(lines, 3 * 205)
 
-  def test_reader_that_went_away_ends_the_job(self):
+  def test_closed_output_pipe_ends_the_job(self):
     code = """
 note('ready', 1)
 while True:
@@ -447,7 +447,7 @@ while True:
     launcher.process.stdout.close()
     self.assert_ends(launcher, 128 + signal.SIGPIPE)
 
-  def test_closed_stdout_takes_no_descriptor_of_ours(self):
+  def test_closed_stdout_is_not_reused(self):
     launch = [sys.executable, '-m', 'tf_strategies.launch', '--num_workers=2']
     task = ['--', 'sh', '-c', 'echo last words; exit 3']
     done = processes.run(
@@ -460,10 +460,10 @@ while True:
 
 
 class ParameterServersTest(_JobTest):
-  """Jobs with parameter servers are over when the chief is."""
+  """Jobs with parameter servers end with the chief."""
 
   @pytest.mark.smoke
-  def test_servers_are_ended_when_the_chief_has_ended(self):
+  def test_other_tasks_end_with_the_chief(self):
     code = f"""
 if name == 'chief_0':
   for other in ('worker_0', 'worker_1', 'ps_0', 'evaluator_0'):
@@ -484,7 +484,7 @@ if name == 'chief_0':
     self.assertEqual(launcher.stderr(), '')
 
   @parameterized.parameters('--num_ps=1', '--chief')
-  def test_otherwise_workers_train_to_their_end(self, flag):
+  def test_job_without_chief_or_servers_waits_for_all_workers(self, flag):
     code = """
 if task['type'] == 'ps':
   time.sleep(600)
@@ -492,7 +492,7 @@ if name == 'worker_1':
   if 'chief' in config['cluster']:
     wait_for('end', 'chief_0')
   wait_for('end', 'worker_0')
-  # Long enough to be ended, if the end of the others were that of the job.
+  # Long enough to be ended if the job ended with the others.
   time.sleep(0.5)
 note('end', 1)
 """

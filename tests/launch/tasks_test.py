@@ -18,7 +18,7 @@ def _plan(job, secret='abcd'):
 
 
 class EnvironmentTest(absltest.TestCase):
-  def test_what_belongs_to_another_cluster_is_not_inherited(self):
+  def test_variables_of_another_cluster_are_not_inherited(self):
     inherited = {
       'HOME': '/home/me',
       'TF_CONFIG': '{}',
@@ -44,7 +44,7 @@ class EnvironmentTest(absltest.TestCase):
       },
     )
 
-  def test_run_is_the_same_on_all_tasks_and_restarts_and_not_in_another_launch(
+  def test_run_id_is_the_same_for_all_tasks_and_restarts_of_a_launch(
     self,
   ):
     specs = _plan(_ALL)
@@ -65,7 +65,7 @@ class EnvironmentTest(absltest.TestCase):
       own = tasks.full_environment(specs[0], named, 0)
       self.assertEqual(own['TFS_RUN_ID'], '17')
 
-  def test_level_of_the_log_is_what_the_user_says(self):
+  def test_log_level_of_the_user_is_kept(self):
     inherited = {'TF_CPP_MIN_LOG_LEVEL': '0'}
     found = tasks.full_environment(_plan(job_lib.TaskCounts())[0], inherited, 0)
     self.assertEqual(found['TF_CPP_MIN_LOG_LEVEL'], '0')
@@ -74,15 +74,15 @@ class EnvironmentTest(absltest.TestCase):
 class DescendantsTest(parameterized.TestCase):
   @parameterized.parameters(
     ({2: 1, 3: 2, 4: 3, 9: 8}, 1, [2, 3, 4]),
-    # A pid may be used again while /proc is read: no cycle may trap it.
+    # A pid may be reused while /proc is read. A cycle must not cause an endless loop.
     ({2: 3, 3: 2, 4: 2}, 2, [3, 4]),
   )
-  def test_finds_all_below(self, parents, ancestor, expected):
+  def test_all_descendants_are_found(self, parents, ancestor, expected):
     self.assertEqual(reaper.descendants(parents, ancestor), expected)
 
 
 class PickPortsTest(absltest.TestCase):
-  def test_no_other_process_gives_them(self):
+  def test_other_processes_do_not_pick_the_same_ports(self):
     picked = ports.pick_ports(20)
     ask = (
       'from tf_strategies.launch import ports; import sys; '
@@ -92,13 +92,13 @@ class PickPortsTest(absltest.TestCase):
     found = processes.run_python('-c', ask, *map(str, picked), '32001')
     self.assertEqual(found.stdout.strip(), '[32001]')
 
-  def test_only_the_last_are_held(self):
-    """Or a process would run out of descriptors."""
+  def test_only_the_last_ports_are_held(self):
+    """Checks that a process does not run out of file descriptors."""
     for _ in range(10):
       ports.pick_ports(50)
     self.assertLessEqual(len(ports._held), ports._HELD)
 
-  def test_taken_ports_are_not_given(self):
+  def test_ports_in_use_are_not_picked(self):
     with socket.create_server(('127.0.0.1', 0)) as server:
       port = server.getsockname()[1]
       with (

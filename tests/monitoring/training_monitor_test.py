@@ -1,4 +1,4 @@
-"""The measurements of one process: numbers, timelines, and `fit` with a monitor."""
+"""Measurements and timelines of one process, with `fit` and with a custom loop."""
 
 import json
 import os
@@ -66,7 +66,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
       )
     return model
 
-  def test_loop_of_ones_own(self):
+  def test_custom_loop(self):
     monitor = self._monitor(self._path('t.json'))
     dataset = input_watch.watch(tf.data.Dataset.range(20).batch(4))
     monitor.start(first_step=10)
@@ -85,7 +85,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     self.assertLen(inputs, 5)
 
   @pytest.mark.smoke
-  def test_steps_in_groups_go_on_where_the_optimizer_is(self):
+  def test_step_numbers_continue_from_the_optimizer(self):
     strategy = tfs.RingMirroredStrategy(devices=['CPU:0', 'CPU:1'])
     model = self._fit(strategy, keras.callbacks.Callback())
     model.steps_per_execution = 2
@@ -99,7 +99,7 @@ class MonitorTest(tf.test.TestCase, parameterized.TestCase):
     )
     self.assertFalse(recorder.is_on())
 
-  def test_steps_that_were_done_before_are_none(self):
+  def test_steps_before_a_resume_are_not_recorded_again(self):
     dataset = tf.data.Dataset.from_tensors((np.ones([8, 3]), np.ones([8, 2])))
     numbers = []
     for steps in (4, 6):  # The first turn ends after 4 of 6 steps.

@@ -1,4 +1,4 @@
-"""Two real workers: the measurements agree with the events."""
+"""Measurements and timelines of two real workers."""
 
 import collections
 import glob
@@ -78,9 +78,9 @@ def measure(rank, directory):
   strategy.process_group.all_reduce = slow_all_reduce
   model = _model(strategy)
   monitor = keras_callback.MonitorCallback(os.path.join(directory, 'run.json'))
-  told = []
+  logs_of_steps = []
   bar = keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda batch, logs: told.append(dict(logs))
+    on_train_batch_end=lambda batch, logs: logs_of_steps.append(dict(logs))
   )
   _fit(model, EPOCHS, STEPS_PER_EPOCH, [monitor, bar])
   strategy.process_group.barrier()
@@ -93,7 +93,7 @@ def measure(rank, directory):
     'metric_values': sum(
       int(np.prod(v.shape)) for v in model.metrics_variables
     ),
-    'logs': told,
+    'logs': logs_of_steps,
   }
 
 
@@ -124,7 +124,7 @@ class MeasuredRunTest(absltest.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     with tempfile.TemporaryDirectory() as directory:
-      cls.told = processes.run_workers(measure, 2, args=(directory,))
+      cls.results = processes.run_workers(measure, 2, args=(directory,))
       cls.files = sorted(
         os.path.relpath(path, directory)
         for path in glob.glob(f'{directory}/**', recursive=True)
@@ -135,14 +135,14 @@ class MeasuredRunTest(absltest.TestCase):
         for rank in range(2)
       ]
 
-  def test_files_and_off_is_off(self):
+  def test_files_are_written_only_with_a_monitor(self):
     self.assertEqual(self.files, ['run-0.json', 'run-1.json'])
-    for told in self.told:
-      self.assertTrue(told['was_off'])
-      self.assertTrue(told['is_off'])
+    for result in self.results:
+      self.assertTrue(result['was_off'])
+      self.assertTrue(result['is_off'])
 
-  def test_bytes_are_the_rings_formula(self):
-    for trace, told in zip(self.traces, self.told, strict=True):
+  def test_bytes_equal_the_formula_of_the_ring(self):
+    for trace, result in zip(self.traces, self.results, strict=True):
       steps = {s['args']['step']: s for s in _spans(trace, 'step', 'step')}
       sent = collections.Counter()
       for span in _spans(trace, 'collectives'):
@@ -154,40 +154,40 @@ class MeasuredRunTest(absltest.TestCase):
           sent[step] += span['args']['sent']
       # 2 (N - 1) / N, with N = 2, of the float32 gradients and of a step's
       # metric sums: the loss and the weight of its rows.
-      self.assertEqual(told['metric_values'], 2)
-      expected = 4 * (told['parameters'] + told['metric_values'])
+      self.assertEqual(result['metric_values'], 2)
+      expected = 4 * (result['parameters'] + result['metric_values'])
       self.assertEqual(sent, dict.fromkeys(range(1, _STEPS + 1), expected))
 
   def test_progress_bar_shows_means_of_the_epoch(self):
-    for trace, told in zip(self.traces, self.told, strict=True):
+    for trace, result in zip(self.traces, self.results, strict=True):
       steps = _spans(trace, 'step', 'step')
-      self.assertLen(told['logs'], _STEPS)
+      self.assertLen(result['logs'], _STEPS)
       # The first step traces.
-      self.assertNotIn('communication', told['logs'][0])
+      self.assertNotIn('communication', result['logs'][0])
       # The first epoch without the traced step, and the second epoch.
       half = STEPS_PER_EPOCH
       for first, last in ((1, half - 1), (half, _STEPS - 1)):
         epoch = steps[first : last + 1]
         seconds = sum(step['dur'] for step in epoch) / 1e6
         rows = len(epoch) * GLOBAL_BATCH_SIZE
-        shown = told['logs'][last]
+        shown = result['logs'][last]
         # One bucket comes after the other, and each takes a while.
         least = len(epoch) * LAYERS * BUCKET_SECONDS / seconds
         self.assertBetween(shown['communication'], least - 1e-4, 1.0)
         # The time between steps counts, and ranks meet in each step.
         self.assertBetween(rows / shown['examples/s'], seconds, seconds + 5)
     for first, second in zip(
-      *(told['logs'][1:] for told in self.told), strict=True
+      *(result['logs'][1:] for result in self.results), strict=True
     ):
       ratio = first['examples/s'] / second['examples/s']
       self.assertBetween(ratio, 0.5, 2.0)
 
-  def test_collectives_lie_in_their_step_in_order(self):
+  def test_collectives_are_inside_their_step_and_in_order(self):
     for trace in self.traces:
       steps = {s['args']['step']: s for s in _spans(trace, 'step', 'step')}
       sent = collections.Counter()
       sequences = []
-      told = collections.defaultdict(list)
+      contents = collections.defaultdict(list)
       for span in _spans(trace, 'collectives'):
         sequences.append(span['args']['sequence'])
         # Skips collectives that are not part of an update, such as metrics.
@@ -196,12 +196,12 @@ class MeasuredRunTest(absltest.TestCase):
         step = span['args']['step']
         self.assertTrue(_is_inside(span, steps[step]), span)
         self.assertGreaterEqual(span['args']['waited_in_queue_us'], 0)
-        told[step] += span['args']['contents'].split(', ')
+        contents[step] += span['args']['contents'].split(', ')
         sent[step] += 1
       self.assertEqual(sequences, sorted(set(sequences)))
-      for names in told.values():
+      for names in contents.values():
         variables = [n for n in names if '/' in n]
-        self.assertEqual(variables, self.told[0]['variables'][::-1])
+        self.assertEqual(variables, self.results[0]['variables'][::-1])
       # Each kernel has its own bucket. The biases share one or more buckets.
       self.assertEqual(set(sent), set(steps))
       self.assertLen(set(sent.values()), 1)

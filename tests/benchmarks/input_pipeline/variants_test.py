@@ -26,7 +26,7 @@ class VariantsTest(formula.DataTestCase):
     return variants.Source(formula.arrays(_NUM_EXAMPLES), 8, directory)
 
   @parameterized.parameters(*_ONCE)
-  def test_each_example_comes_once_an_epoch(self, name):
+  def test_each_example_occurs_once_per_epoch(self, name):
     dataset = variants.build(name, self.source())
     for _ in range(2):
       images, labels = zip(*dataset.as_numpy_iterator(), strict=True)

@@ -1,4 +1,4 @@
-"""Measuring a task does not change its training, and times its steps alone."""
+"""Measuring a task does not change its training, and times only its steps."""
 
 import tensorflow as tf
 from absl.testing import parameterized
@@ -25,7 +25,7 @@ class TaskTest(tf.test.TestCase, parameterized.TestCase):
     self.enter_context(pages.flags_of_a_process())
 
   @tiers.parameters(tiers.soak('one_device'), 'ring_mirrored')
-  def test_trains_what_the_example_trains(self, strategy):
+  def test_measured_task_trains_like_the_example(self, strategy):
     options = {**_OPTIONS, 'strategy': strategy}
     spec = task.Spec(options, 2, 3, '')
     expected = pages.run('mnist_keras_fit', *spec.flags())

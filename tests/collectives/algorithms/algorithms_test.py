@@ -1,4 +1,4 @@
-"""Every builder: exact sums, bytes, rounds."""
+"""Exact sums, bytes and rounds of every algorithm."""
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -26,7 +26,7 @@ def divisors(number):
 
 
 def all_schedules(name):
-  """Every schedule that a builder makes for the world sizes under test."""
+  """Yields the schedules of an algorithm for all tested world sizes."""
   for world_size in range(1, MAX_WORLD_SIZE + 1):
     if name == 'hierarchical':
       for group_size in divisors(world_size):
@@ -36,11 +36,11 @@ def all_schedules(name):
 
 
 def distinct_inputs(world_size, length):
-  """Tells ranks and positions apart."""
+  """Returns arrays that differ by rank and position."""
   return [rank * 1000 + np.arange(length) for rank in range(world_size)]
 
 
-class EveryBuilderTest(parameterized.TestCase):
+class EveryAlgorithmTest(parameterized.TestCase):
   @parameterized.parameters(*ALGORITHMS)
   def test_every_rank_gets_the_exact_sum(self, name):
     for schedule in all_schedules(name):
@@ -52,7 +52,7 @@ class EveryBuilderTest(parameterized.TestCase):
         np.testing.assert_array_equal(outputs, expected, strict=True)
 
   @parameterized.parameters(*ALGORITHMS)
-  def test_reduce_scatter_half_leaves_each_rank_its_chunk(self, name):
+  def test_reduce_scatter_half_gives_each_rank_its_chunk(self, name):
     for schedule in all_schedules(name):
       n = schedule.world_size
       try:
@@ -102,13 +102,13 @@ class CostTest(parameterized.TestCase):
       self.assertEqual(schedule.bytes_in(sizes), (bound,) * n, name)
 
 
-class SpellingTest(parameterized.TestCase):
+class NamesTest(parameterized.TestCase):
   @parameterized.parameters('ring(2)', 'hierarchical(0)', 'hierarchical(2')
-  def test_other_spellings_are_refused(self, name):
+  def test_invalid_names_are_refused(self, name):
     with self.assertRaises(errors.UnsupportedOptionError):
       algorithms.check(name)
 
-  def test_groups_must_divide(self):
+  def test_group_size_must_divide_world_size(self):
     self.assertEqual(
       algorithms.build('hierarchical(3)', 12), hierarchical_all_reduce(12, 3)
     )

@@ -126,7 +126,7 @@ class PartialTest(ExtractTestCase):
     self.assertEqual(self.words()[-1], 'WORD3-6')
     self.assert_only_changed(3)
 
-  def test_damaged_shard(self):
+  def test_damaged_shard_is_converted_again(self):
     name = next(name for name in sorted(self.before) if '-2-' in name)
     path = pathlib.Path(self.out, name)
     path.write_bytes(path.read_bytes()[:-1] + b'!')
@@ -134,7 +134,7 @@ class PartialTest(ExtractTestCase):
     self.assertEqual(report.converted, (self.source(2),))
     self.assertEqual(shards_of(self.out), self.before)
 
-  def test_manifest_of_no_use(self):
+  def test_invalid_manifest_converts_all_files_again(self):
     path = pathlib.Path(self.out, 'manifest.json')
     text = path.read_text('utf-8')
     path.write_text(text.replace('"examples": 3', '"examples": 4', 1), 'utf-8')
@@ -146,7 +146,7 @@ class PartialTest(ExtractTestCase):
 
 
 class RefusalsTest(ExtractTestCase):
-  def test_sources(self):
+  def test_invalid_sources_are_refused(self):
     self.assert_data_error(
       ['no such file', 'nowhere'],
       datasets.extract,
@@ -163,7 +163,7 @@ class RefusalsTest(ExtractTestCase):
       convert_fn=lambda path: [1],
     )
 
-  def test_a_source_that_fails_leaves_a_directory_that_readers_refuse(self):
+  def test_failed_extraction_is_refused_by_readers(self):
     def fail_at_2(path):
       if path.endswith('2.txt'):
         raise ValueError('line 5')
@@ -197,7 +197,7 @@ class KillTest(ExtractTestCase):
     self.addCleanup(command.close)
     return command
 
-  def test_kill_at_any_point_then_the_next_run_completes_to_the_same(self):
+  def test_next_run_after_a_kill_gives_the_same_files(self):
     undisturbed = os.path.join(self.new_dir(), 'undisturbed')
     datasets.extract(
       self.raw, undisturbed, convert_lines, name='words', examples_per_shard=3

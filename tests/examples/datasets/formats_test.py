@@ -1,4 +1,4 @@
-"""Data sets of each file format return every value, and errors name any damage."""
+"""Datasets of each file format return every value, and errors name any damage."""
 
 import gzip
 import os
@@ -92,7 +92,7 @@ class FormatsTest(formula.DataTestCase):
     self.assert_data_error([path, *fragments], datasets.load, 'mnist', path)
 
   @tiers.parameters('npz', 'idx', tiers.smoke('shards'))
-  def test_every_value_comes_back(self, kind):
+  def test_every_value_is_read_back(self, kind):
     path = self.write(kind)
     loaded = datasets.load('mnist', pathlib.Path(path))
     self.assertEqual(loaded.name, 'mnist')
@@ -114,7 +114,7 @@ class LoadTest(formula.DataTestCase):
       [f'data_path={path}', *fragments], datasets.load, 'mnist', path
     )
 
-  def test_no_data_set(self):
+  def test_missing_dataset_is_refused(self):
     directory = self.new_dir()
     path = os.path.join(directory, 'mnist.npz')
     self.assert_refused(
@@ -127,19 +127,19 @@ class LoadTest(formula.DataTestCase):
     self.assert_refused(directory, 'no data set in this directory', _URL)
     formula.write_npz(path)
     self.assert_refused(directory, f'pass the file itself: {path}')
-    where = formula.write_idx(self.new_dir())
-    datasets.extract(path, where)
-    self.assert_refused(where, 'both IDX files and TFRecord')
+    mixed = formula.write_idx(self.new_dir())
+    datasets.extract(path, mixed)
+    self.assert_refused(mixed, 'both IDX files and TFRecord')
 
   @parameterized.parameters(
     ('digits', '/tmp/x', "dataset='digits' with data_path='/tmp/x'"),
     ('cifar10', None, "'mnist', 'digits', 'synthetic'"),
   )
-  def test_refuses(self, dataset, path, message):
+  def test_invalid_dataset_is_refused(self, dataset, path, message):
     with self.assertRaisesRegex(errors.UnsupportedOptionError, message):
       datasets.load(dataset, path)
 
-  def test_from_keras(self):
+  def test_mnist_from_keras(self):
     expected = formula.dataset()
     splits = tuple(
       (s.images[..., 0], s.labels.astype(np.uint8))
@@ -171,7 +171,7 @@ class ImagesTest(formula.DataTestCase):
     ('length', _PIXELS, np.arange(2), ['3 images', '2 labels']),
     ('negative', _PIXELS, -np.arange(3), ['label -1 of example 1', 'least 0']),
   )
-  def test_refuses(self, images, labels, fragments):
+  def test_invalid_images_are_refused(self, images, labels, fragments):
     self.assert_data_error(fragments, datasets.Images, images, labels)
 
 
@@ -181,7 +181,7 @@ class UserFunctionTest(parameterized.TestCase):
     ('no_such_module_here:convert', 'cannot import no_such_module_here'),
     ('os:sep', 'os has no function sep'),
   )
-  def test_refuses(self, name, words):
+  def test_invalid_function_is_refused(self, name, words):
     with self.assertRaisesRegex(
       errors.UnsupportedOptionError, f'convert={name!r}.*{words}'
     ):
@@ -189,7 +189,7 @@ class UserFunctionTest(parameterized.TestCase):
 
 
 class LoadDigitsTest(formula.DataTestCase):
-  def test_names_the_extra(self):
+  def test_missing_scikit_learn_names_the_extra(self):
     with mock.patch.dict(sys.modules, {'sklearn': None}):
       self.assert_data_error(
         ['digits', 'scikit-learn', "pip install '.[examples]'"],
