@@ -21,12 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tf_strategies import errors, option_checks, process_group, version
 from tf_strategies.cluster import checks
 from tf_strategies.launch import tasks
-from tf_strategies.process_group.network import (
-  authentication,
-  protocol,
-  server,
-)
 from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.network import protocol, server
 
 _POLL_SECONDS = 0.05
 _SECONDS_BEFORE_TELLING = 3.0
@@ -120,7 +116,7 @@ class Launchers(contextlib.AbstractContextManager):
     self.events: collections.deque[list] = collections.deque()
     self._place = place
     self._say = say
-    self._credentials = options.credentials()
+    self._options = options
     host, _ = checks.split_address(place.rendezvous, 'rendezvous')
     self._mine = tasks.HostTasks(host, dict(counts), list(ports))
     self._ends_at = time.monotonic() + place.rendezvous_timeout
@@ -137,7 +133,7 @@ class Launchers(contextlib.AbstractContextManager):
     )
     handlers = {_Kind.NODE: self._serve}
     self._server = server.Server(
-      address, place.node_rank, self._credentials, handlers, None, place.nnodes
+      address, place.node_rank, options, handlers, None, place.nnodes
     )
     try:
       if place.node_rank == 0:
@@ -169,22 +165,22 @@ class Launchers(contextlib.AbstractContextManager):
   def _send_soon(self, kind, message) -> None:
     self._server.loop.call_soon_threadsafe(self._send, kind, message)
 
-  async def _serve(self, connection, request, message) -> None:
+  async def _serve(self, connection, client, message) -> None:
     """Takes up another launcher, on the first host."""
     its_version, its_count, part = message
-    objection = self._objection(request.client, its_version, its_count)
+    objection = self._objection(client, its_version, its_count)
     if objection:
       self._refusal = f' One was refused: {objection}.'
       connection.send(_Kind.REJECT, objection)
       connection.close()
       return
     # Another version may have other fields.
-    self._parts[request.client] = tasks.HostTasks(*part)
-    self._connections[request.client] = connection
+    self._parts[client] = tasks.HostTasks(*part)
+    self._connections[client] = connection
     if len(self._parts) == self._place.nnodes:
       self.hosts = [node for _, node in sorted(self._parts.items())]
       self._send(_Kind.JOB, self.hosts)
-    await self._follow(request.client, connection)
+    await self._follow(client, connection)
 
   def _objection(self, client: int, its_version: str, its_count: int) -> str:
     """Returns why a launcher cannot take part; empty if it can."""
@@ -219,13 +215,12 @@ class Launchers(contextlib.AbstractContextManager):
           f'Node 0 at {place.rendezvous} refused node {place.node_rank}: {why}. '
           f'{_SAME_LINE}.'
         )
-      self._wait('the others', grace=authentication.HANDSHAKE_SECONDS)
+      self._wait('the others', grace=connection_lib.HANDSHAKE_SECONDS)
 
   async def _dial(self) -> None:
     place = self._place
-    request = authentication.ConnectionRequest(place.node_rank, 0)
     connection = await connection_lib.dial(
-      place.rendezvous, request, self._credentials
+      place.rendezvous, place.node_rank, 0, self._options
     )
     node = self._mine._replace(host=connection.sock.getsockname()[0])
     connection.send(_Kind.NODE, [version.__version__, place.nnodes, node])

@@ -15,7 +15,6 @@ import stat
 from typing import Any
 
 from tf_strategies import errors, option_checks
-from tf_strategies.process_group.network import authentication
 
 SECRET_VARIABLE = 'TFS_SECRET'
 SECRET_FILE_VARIABLE = 'TFS_SECRET_FILE'
@@ -98,10 +97,13 @@ class GroupOptions:
         'print(secrets.token_hex(32))" and give it to every worker',
       )
 
-  def credentials(self) -> authentication.Credentials:
-    """Returns the credentials by which this process and its peers know each other."""
-    is_open = not (self.secret or self.allow_unauthenticated)
-    return authentication.Credentials(self.secret, is_open)
+  @property
+  def same_user(self) -> bool:
+    """Returns whether peers, on this host, must be processes of this user.
+
+    A loopback address is open to all users.
+    """
+    return not (self.secret or self.allow_unauthenticated)
 
   @classmethod
   def from_env(cls, **overrides: Any) -> GroupOptions:

@@ -1,5 +1,9 @@
-import dataclasses
+import asyncio
+import contextlib
+import hmac
+import itertools
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -14,74 +18,146 @@ from tests import processes
 from tf_strategies import errors
 from tf_strategies.process_group import options
 from tf_strategies.process_group.network import (
-  authentication,
+  connection,
   local_users,
   protocol,
 )
 from tf_strategies.process_group.rendezvous import rendezvous
 
-_SECRET = b'the secret of the job'
-_REQUEST = authentication.ConnectionRequest(2, 5)
+_OPTIONS = options.GroupOptions(secret=b'the secret of the job')
+_OTHER = options.GroupOptions(secret=b'another secret, same job')
+_TRUSTING = options.GroupOptions(allow_unauthenticated=True)
 
 
-def _handshake(secret, request=_REQUEST):
-  return authentication.Handshake(secret, request)
+class _Connection(connection.Connection):
+  """Remembers what it sends, which may change on its way."""
+
+  def __init__(self, sock, change=lambda data: data):
+    super().__init__(sock)
+    self.sent, self._change = [], change
+
+  def write(self, data):
+    self.sent.append(data)
+    super().write(self._change(data))
+
+
+async def _as_client(link, settings=_OPTIONS):
+  await connection.call(link, 'host:1', 2, 5, settings)
+
+
+async def _as_server(link, settings=_OPTIONS):
+  return await connection.accept(link, 5, settings)
+
+
+def _meet(client, server, change=lambda data: data):
+  """Returns what both sides return or raise, and what each has sent."""
+
+  async def end(side, link):
+    with contextlib.closing(link):
+      return await side(link)
+
+  async def run():
+    ends = socket.socketpair()
+    for sock in ends:
+      sock.setblocking(False)
+    links = _Connection(ends[0], change), _Connection(ends[1])
+    sides = map(end, (client, server), links)
+    outcomes = await asyncio.gather(*sides, return_exceptions=True)
+    return *outcomes, *(link.sent for link in links)
+
+  return asyncio.run(asyncio.wait_for(run(), 60))
 
 
 class HandshakeTest(parameterized.TestCase):
-  @parameterized.parameters(_SECRET, None)
-  def test_both_sides_accept_the_same_secret(self, secret):
-    answer, expected = _handshake(secret).answer()
-    self.assertLen(answer, authentication.ANSWER_BYTES)
-    proof = _handshake(secret).prove(answer, 'task 5')
-    self.assertEqual(proof, expected)
-    self.assertNotIn(_SECRET, answer + proof)
+  def assert_refused(self, outcome, words=''):
+    self.assertIsInstance(outcome, errors.AuthenticationError)
+    self.assertIn(words, str(outcome))
 
-  @parameterized.parameters(b'another secret, same job', None)
-  def test_server_with_another_secret_is_refused(self, secret):
-    answer, _ = _handshake(secret).answer()
-    with self.assertRaisesRegex(errors.AuthenticationError, 'task 5'):
-      _handshake(_SECRET).prove(answer, 'task 5')
+  @parameterized.parameters(_OPTIONS, _TRUSTING)
+  def test_both_sides_accept_the_same_secret(self, settings):
+    client, server, *sent = _meet(
+      lambda link: _as_client(link, settings),
+      lambda link: _as_server(link, settings),
+    )
+    self.assertEqual((client, server), (None, 2))
+    self.assertNotIn(_OPTIONS.secret, b''.join(itertools.chain(*sent)))
+
+  @parameterized.parameters(_OTHER, _TRUSTING)
+  def test_server_with_another_secret_is_refused(self, settings):
+    client, *_ = _meet(_as_client, lambda link: _as_server(link, settings))
+    self.assert_refused(client, 'task 5 at host:1 does not know')
 
   @pytest.mark.smoke
   def test_client_with_another_secret_is_refused(self):
-    _, expected = _handshake(_SECRET).answer()
-    wrong = _handshake(b'another secret, same job')
-    answer, _ = wrong.answer()
-    self.assertNotEqual(wrong.prove(answer, 'task 5'), expected)
+    compares = hmac.compare_digest
+    with mock.patch.object(hmac, 'compare_digest') as compare:
+      # The client, who comes first, believes everything.
+      compare.side_effect = lambda *args: (
+        compare.call_count == 1 or compares(*args)
+      )
+      client, server, *_ = _meet(
+        lambda link: _as_client(link, _OTHER), _as_server
+      )
+    self.assert_refused(client, 'refused the proof of this process')
+    self.assert_refused(server, 'its proof is wrong')
 
   @parameterized.parameters(
-    {'client': 3},
-    {'server': 4},
-    {'nonce': bytes(32)},
-  )
-  def test_proof_covers_every_field_of_the_request(self, **changes):
-    other = dataclasses.replace(_REQUEST, **changes)
-    answer, _ = _handshake(_SECRET, other).answer()
-    with self.assertRaises(errors.AuthenticationError):
-      _handshake(_SECRET).prove(answer, 'task 5')
+    9, 20
+  )  # Bytes of the client's number and its nonce.
+  def test_proof_covers_the_call(self, place):
+    def change(data):
+      changed = bytearray(data)
+      changed[place] ^= 1
+      return bytes(changed)
+
+    client, *_ = _meet(_as_client, _as_server, change)
+    self.assert_refused(client)
+
+  def test_server_of_another_task_does_not_answer(self):
+    client, server, _, sent = _meet(
+      _as_client, lambda link: connection.accept(link, 4, _OPTIONS)
+    )
+    self.assertIsInstance(client, ConnectionError)
+    self.assertIsInstance(server, protocol.ProtocolError)
+    self.assertEqual(sent, [])
 
   def test_replayed_and_mirrored_proofs_are_refused(self):
-    first, expected = _handshake(_SECRET).answer()
-    proof = _handshake(_SECRET).prove(first, 'task 5')
-    self.assertEqual(proof, expected)
-    # Replayed to the same server, which has a new nonce.
-    _, now_expected = _handshake(_SECRET).answer()
-    self.assertNotEqual(proof, now_expected)
-    # The client's proof used as the server's, and the server's as the client's.
-    with self.assertRaises(errors.AuthenticationError):
-      mirrored = first[: -authentication.PROOF_BYTES] + proof
-      _handshake(_SECRET).prove(mirrored, 'task 5')
-    self.assertNotEqual(first[-authentication.PROOF_BYTES :], expected)
+    *_, sent, answers = _meet(_as_client, _as_server)
 
-  def test_version_mismatch_names_both_versions(self):
-    answer = bytearray(_handshake(_SECRET).answer()[0])
-    answer[5] = 77
-    with self.assertRaisesRegex(
+    async def repeat(link):
+      for data in sent:
+        link.write(data)
+      await link.read(connection.ANSWER.size)
+
+    # Replayed to the same server, which has a new nonce.
+    _, server, *_ = _meet(repeat, _as_server)
+    self.assert_refused(server)
+
+    async def mirror(link):
+      """Sends the client's proof as the server's."""
+      await link.read(connection.CALL.size)
+      link.write(answers[0][: -connection.PROOF_BYTES] + sent[1])
+
+    with mock.patch.object(secrets, 'token_bytes', return_value=sent[0][-32:]):
+      client, *_, again, _ = _meet(_as_client, mirror)
+    self.assertEqual(again, sent[:1])
+    self.assert_refused(client)
+
+  @parameterized.parameters(
+    (b'HTTP', protocol.ProtocolError, 'task 5 at host:1 is no worker'),
+    (
+      b'TFSH\0\x4d',
       errors.RendezvousError,
       f'version {protocol.PROTOCOL_VERSION} .*version 77',
-    ):
-      _handshake(_SECRET).prove(bytes(answer), 'task 5')
+    ),
+  )
+  def test_another_program_or_version_is_named(self, start, error, words):
+    async def answer(link):
+      link.write(start.ljust(connection.ANSWER.size))
+
+    client, *_ = _meet(_as_client, answer)
+    self.assertIsInstance(client, error)
+    self.assertRegex(str(client), words)
 
 
 _OTHER_USER = 65534

@@ -10,18 +10,24 @@ from absl.testing import absltest, parameterized
 
 from tests import processes, tiers
 from tests.process_group import meetings
-from tf_strategies.process_group.network import authentication, protocol
+from tf_strategies.process_group.network import connection, protocol
 
-_REQUEST = authentication.ConnectionRequest(1, 0)
+
+def _call(server):
+  return connection.CALL.pack(
+    b'TFSH', protocol.PROTOCOL_VERSION, 1, server, bytes(32)
+  )
+
+
 # Data that unauthenticated peers send: nothing, random bytes, another protocol, part of
 # a request, a request with a wrong proof, and a request to a task that does not exist.
 _GARBAGE = (
   b'',
   os.urandom(200),
   b'GET / HTTP/1.1\r\nHost: worker-0\r\n\r\n',
-  _REQUEST.pack()[:10],
-  _REQUEST.pack() + bytes(authentication.PROOF_BYTES),
-  authentication.ConnectionRequest(1, 9).pack(),
+  _call(0)[:10],
+  _call(0) + bytes(connection.PROOF_BYTES),
+  _call(9),
   protocol.pack(protocol.Kind.FAILED, {}),
   b'\xff' * 100_000,
 )

@@ -95,7 +95,7 @@ class RefusalTest(parameterized.TestCase):
       link.send(protocol.Kind.HELLO, {})
 
     handlers = {protocol.Kind.HELLO: answer}
-    other = server.Server(addresses[1], 1, options.credentials(), handlers)
+    other = server.Server(addresses[1], 1, options, handlers)
     with (
       contextlib.closing(other),
       process_group.Rendezvous(addresses, 0, options) as meeting,

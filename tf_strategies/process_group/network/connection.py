@@ -1,20 +1,40 @@
-"""Authenticated connections with frames, inside an event loop."""
+"""Authenticated connections with frames, inside an event loop.
+
+Both ends prove by HMAC that they know the secret of the job. The client calls with a
+nonce; the server answers with a nonce of its own and a keyed hash over both and its
+role; the client answers with a hash in its role. Neither side learns anything that it
+could replay: in another role, to another task or later. This authenticates; it does
+not encrypt.
+"""
 
 import asyncio
 import contextlib
 import hmac
+import secrets
 import socket
+import struct
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from tf_strategies import errors
 from tf_strategies.cluster import checks
+from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.network import (
-  authentication,
+  local_users,
   names,
   protocol,
   sockets,
 )
+
+# Time for the whole handshake.
+HANDSHAKE_SECONDS = 5.0
+
+PROOF_BYTES = 32
+_MAGIC = b'TFSH'
+# The version of the client, the numbers of client and server, and a nonce.
+CALL = struct.Struct('!4sHII32s')
+# The version of the server, its nonce and its proof.
+ANSWER = struct.Struct(f'!4sH32s{PROOF_BYTES}s')
 
 
 class Connection:
@@ -160,11 +180,9 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 async def dial(
-  address: str,
-  request: authentication.ConnectionRequest,
-  credentials: authentication.Credentials,
+  address: str, client: int, server: int, options: options_lib.GroupOptions
 ) -> Connection:
-  """Connects to a task's address and authenticates both sides.
+  """Connects a task to another one's address and authenticates both sides.
 
   Raises:
     OSError: no process listens there, or it closed the connection.
@@ -176,28 +194,14 @@ async def dial(
   # A name and its host each have a deadline, so that the error tells them apart.
   places = await names.resolve(*split_address(address))
   return await within(
-    authentication.HANDSHAKE_SECONDS,
-    _dial(address, places, request, credentials),
+    HANDSHAKE_SECONDS, _dial(address, places, client, server, options)
   )
 
 
-async def _dial(address, places, request, credentials) -> Connection:
-  server = f'task {request.server} at {address}'
+async def _dial(address, places, client, server, options) -> Connection:
   connection = await _connect(places)
   try:
-    handshake = authentication.Handshake(credentials.secret, request)
-    connection.write(request.pack())
-    answer = await connection.read(authentication.ANSWER_BYTES)
-    proof = handshake.prove(answer, server)
-    # Not before it answers: until it has accepted, the peer's end has no user.
-    credentials.check_user(connection.sock)
-    connection.write(proof)
-    # The server's last word, so that a refusal is not taken for a breakdown.
-    if await connection.read(1) != b'\1':
-      raise errors.AuthenticationError(
-        f'{server} refused the proof of this process. Fix: give all workers '
-        'the same TFS_SECRET (or TFS_SECRET_FILE).'
-      )
+    await call(connection, address, client, server, options)
     return connection
   except BaseException:
     connection.close()
@@ -214,21 +218,74 @@ async def _connect(places: names.Places) -> Connection:
   raise problem
 
 
+async def call(
+  connection: Connection,
+  address: str,
+  client: int,
+  server: int,
+  options: options_lib.GroupOptions,
+) -> None:
+  """Does the client's side of the handshake; raises as `dial`."""
+  name = f'task {server} at {address}'
+  nonce = secrets.token_bytes(32)
+  called = CALL.pack(_MAGIC, protocol.PROTOCOL_VERSION, client, server, nonce)
+  connection.write(called)
+  answer = ANSWER.unpack(await connection.read(ANSWER.size))
+  magic, version, nonce, proof = answer
+  if magic != _MAGIC:
+    raise protocol.ProtocolError(f'{name} is no worker of tf_strategies')
+  if version != protocol.PROTOCOL_VERSION:
+    raise errors.RendezvousError(
+      f'Expected version {protocol.PROTOCOL_VERSION} of the protocol, got '
+      f'version {version} from {name}. Fix: install the same tf_strategies '
+      'everywhere.'
+    )
+  if not hmac.compare_digest(proof, _proof(options, b'server', called, nonce)):
+    raise errors.AuthenticationError(
+      f'{name} does not know the secret of this process: its proof is '
+      'wrong. Fix: give all workers the same TFS_SECRET (or '
+      'TFS_SECRET_FILE).'
+    )
+  # Not before it answers: until it has accepted, the peer's end has no user.
+  _check_user(connection, options)
+  connection.write(_proof(options, b'client', called, nonce))
+  # The server's last word, so that a refusal is not taken for a breakdown.
+  if await connection.read(1) != b'\1':
+    raise errors.AuthenticationError(
+      f'{name} refused the proof of this process. Fix: give all workers '
+      'the same TFS_SECRET (or TFS_SECRET_FILE).'
+    )
+
+
 async def accept(
-  connection: Connection, task: int, credentials: authentication.Credentials
-) -> authentication.ConnectionRequest:
-  """Does the server's side of the handshake. Returns the client's request."""
-  data = await connection.read(authentication.REQUEST_BYTES)
-  request = authentication.ConnectionRequest.unpack(data)
-  if request.server != task:
-    raise protocol.ProtocolError(f'it looks for task {request.server}')
-  handshake = authentication.Handshake(credentials.secret, request)
-  answer, expected = handshake.answer()
-  connection.write(answer)
-  credentials.check_user(connection.sock)
-  proof = await connection.read(authentication.PROOF_BYTES)
-  if not hmac.compare_digest(proof, expected):
+  connection: Connection, task: int, options: options_lib.GroupOptions
+) -> int:
+  """Does the server's side of the handshake. Returns the client's number."""
+  called = await connection.read(CALL.size)
+  magic, _, client, server, _ = CALL.unpack(called)
+  if magic != _MAGIC:
+    raise protocol.ProtocolError(f'it began with {magic!r}')
+  if server != task:
+    raise protocol.ProtocolError(f'it looks for task {server}')
+  nonce = secrets.token_bytes(32)
+  proof = _proof(options, b'server', called, nonce)
+  connection.write(ANSWER.pack(_MAGIC, protocol.PROTOCOL_VERSION, nonce, proof))
+  _check_user(connection, options)
+  proof = await connection.read(PROOF_BYTES)
+  if not hmac.compare_digest(proof, _proof(options, b'client', called, nonce)):
     connection.write(b'\0')
     raise errors.AuthenticationError('its proof is wrong')
   connection.write(b'\1')
-  return request
+  return client
+
+
+def _proof(options, role: bytes, called: bytes, nonce: bytes) -> bytes:
+  """Returns what only those can say who know the secret."""
+  message = b'tf_strategies ' + role + called + nonce
+  return hmac.digest(options.secret or b'', message, 'sha256')
+
+
+def _check_user(connection, options) -> None:
+  """Raises AuthenticationError if the peer's user is not trusted."""
+  if options.same_user:
+    local_users.check(connection.sock)

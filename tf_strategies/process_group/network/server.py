@@ -11,12 +11,9 @@ from typing import Any
 from absl import logging
 
 from tf_strategies import errors
-from tf_strategies.process_group.network import (
-  authentication,
-  protocol,
-  sockets,
-)
+from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.network import protocol, sockets
 
 # Largest number of connections that have not authenticated yet: in all, or for each
 # worker if there are many, since all may come at once. The oldest makes room for a new
@@ -35,9 +32,9 @@ class Server:
   Args:
     address: address of this task.
     task: number of this task.
-    credentials: credentials of this process.
+    options: options of this process, which have its secret.
     handlers: for each kind of a connection's first frame a coroutine function that gets
-      the authenticated connection, which it owns from then on, the request of the client
+      the authenticated connection, which it owns from then on, the number of the client
       and that frame's message.
     on_shortage: called repeatedly while no file descriptor is left for a connection.
     num_peers: number of tasks that may connect.
@@ -48,7 +45,7 @@ class Server:
     self,
     address: str,
     task: int,
-    credentials: authentication.Credentials,
+    options: options_lib.GroupOptions,
     handlers: Mapping[protocol.Kind, Callable],
     on_shortage: Callable[[errors.ResourceLimitError], None] | None = None,
     num_peers: int = 0,
@@ -58,7 +55,7 @@ class Server:
     self._max_unauthenticated = max(
       _MAX_UNAUTHENTICATED, num_peers * _MAX_UNAUTHENTICATED_PER_WORKER
     )
-    self._credentials = credentials
+    self._options = options
     self._on_shortage = on_shortage
     self._handlers = handlers
     self._unauthenticated: dict[asyncio.Task, None] = {}  # The oldest first.
@@ -142,17 +139,16 @@ class Server:
         await asyncio.gather(oldest, return_exceptions=True)
 
   async def _serve(self, connection: connection_lib.Connection) -> None:
-    seconds = authentication.HANDSHAKE_SECONDS
+    seconds = connection_lib.HANDSHAKE_SECONDS
     try:
-      request = await connection_lib.within(
-        seconds,
-        connection_lib.accept(connection, self._task, self._credentials),
+      client = await connection_lib.within(
+        seconds, connection_lib.accept(connection, self._task, self._options)
       )
       self._unauthenticated.pop(asyncio.current_task(), None)
       kind, message = await connection_lib.within(
         seconds, connection.expect(*self._handlers)
       )
-      await self._handlers[kind](connection, request, message)
+      await self._handlers[kind](connection, client, message)
     except asyncio.CancelledError:
       connection.close()
       raise

@@ -18,7 +18,7 @@ def check(
     ClusterConfigError: an address is malformed.
     UnsupportedOptionError: addresses that need a secret; more workers than there are.
   """
-  same_user = options.credentials().same_user
+  same_user = options.same_user
   for number, address in addresses.items():
     host, _ = connection_lib.split_address(address)
     option_checks.check(

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from tf_strategies.process_group import execution, plan, state
-from tf_strategies.process_group.network import authentication, protocol
 from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.network import protocol
 from tf_strategies.process_group.rendezvous import membership
 from tf_strategies.process_group.tcp import transport
 
@@ -174,7 +174,7 @@ class Proposal:
       connection = await self._dial_again(rank)
       connection.send(_Kind.JOIN, message)
       kind, _ = await connection_lib.within(
-        authentication.HANDSHAKE_SECONDS,
+        connection_lib.HANDSHAKE_SECONDS,
         connection.expect(_Kind.ACCEPT, _Kind.REJECT),
       )
     except (OSError, protocol.ProtocolError) as e:

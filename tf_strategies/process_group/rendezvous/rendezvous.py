@@ -16,13 +16,8 @@ from tf_strategies.process_group import group as group_lib
 from tf_strategies.process_group import options as options_lib
 from tf_strategies.process_group import state
 from tf_strategies.process_group.control import control_plane
-from tf_strategies.process_group.network import (
-  authentication,
-  protocol,
-  server,
-  sockets,
-)
 from tf_strategies.process_group.network import connection as connection_lib
+from tf_strategies.process_group.network import protocol, server, sockets
 from tf_strategies.process_group.rendezvous import (
   address_checks,
   formation,
@@ -104,12 +99,11 @@ class Rendezvous:
     self._began = 0.0  # When this process last wanted a group.
     # First and last time at which this process had no file descriptor left.
     self._short = (-math.inf, -math.inf)
-    self._credentials = self._options.credentials()
     sockets.allow(_DESCRIPTORS_PER_WORKER * len(addresses))
     self._server = server.Server(
       addresses[task],
       task,
-      self._credentials,
+      self._options,
       {
         _Kind.HELLO: self._answer,
         _Kind.PROPOSE: self._follow,
@@ -219,9 +213,8 @@ class Rendezvous:
       self._formed.set_exception(error)
 
   async def _dial(self, task: int) -> connection_lib.Connection:
-    request = authentication.ConnectionRequest(self._task, task)
     return await connection_lib.dial(
-      self._addresses[task], request, self._credentials
+      self._addresses[task], self._task, task, self._options
     )
 
   def _note_cut(self, *about: Any) -> None:
@@ -295,7 +288,7 @@ class Rendezvous:
         connection.send(_Kind.HELLO, self._membership.hello(_now(), is_first))
         is_first = False
         _, message = await connection_lib.within(
-          authentication.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
+          connection_lib.HANDSHAKE_SECONDS, connection.expect(_Kind.HELLO)
         )
         self._membership.heard(message, _now(), reached=True)
         if is_once:
@@ -304,7 +297,7 @@ class Rendezvous:
     finally:
       connection.close()
 
-  async def _answer(self, connection, request, message) -> None:
+  async def _answer(self, connection, client, message) -> None:
     """Tells a worker that polls what this one is doing."""
     with contextlib.closing(connection), contextlib.suppress(OSError):
       # Until the peer has its answer, is gone, or does not read its answers.
@@ -332,7 +325,7 @@ class Rendezvous:
       self._membership.proposal_failed(_now())
       await asyncio.sleep(self._pause())
 
-  async def _follow(self, connection, request, message) -> None:
+  async def _follow(self, connection, client, message) -> None:
     """Takes part in the proposal of another worker."""
     seats = [membership.Seat(*seat) for seat in message['seats']]
     generation = message['generation']
@@ -371,7 +364,7 @@ class Rendezvous:
       self._refuse(e)
     return True
 
-  async def _accept_data(self, connection, request, message) -> None:
+  async def _accept_data(self, connection, client, message) -> None:
     """Takes a data link of the proposal or group that this process is in."""
     if self._last_proposal is None:
       raise protocol.ProtocolError('a data link belongs to no group')
