@@ -36,9 +36,8 @@ class Transport:
 
   def __init__(self, check: Callable[[], None]):
     self._check = check
-    self._links: dict[int, link_lib.DataLink] = {}
-    # Links that no collective has seen yet.
-    self._arrived: list[link_lib.DataLink] = []
+    # Replaced as a whole when there is another link: other threads may iterate.
+    self._links: Mapping[int, link_lib.DataLink] = {}
     self._has_ended = False
     self._lock = threading.Lock()
 
@@ -49,11 +48,10 @@ class Transport:
       if self._has_ended:
         sock.close()
       else:
-        self._arrived.append(link_lib.DataLink(rank, sock))
+        self._links = {**self._links, rank: link_lib.DataLink(rank, sock)}
 
   def missing(self, peers: Iterable[int]) -> set[int]:
     """Returns those ranks to which there is no link."""
-    self._take_arrived()
     return set(peers) - self._links.keys()
 
   def paths(self) -> dict[int, str]:
@@ -81,7 +79,6 @@ class Transport:
       DeadlineError: it is late.
       Error: whatever `check` raises.
     """
-    self._take_arrived()
     for link in self._links.values():
       link.reset()
       link.has_left = link.rank in departed
@@ -110,27 +107,18 @@ class Transport:
     """Ends all links in both directions; wakes a running collective."""
     with self._lock:
       self._has_ended = True
-      for link in [*self._links.values(), *self._arrived]:
+      for link in self._links.values():
         with contextlib.suppress(OSError):  # It is closed already.
           link.sock.shutdown(socket.SHUT_RDWR)
 
   def close(self) -> None:
     """Closes the sockets; only where nothing runs, after `shut_down`."""
-    for link in [*self._links.values(), *self._arrived]:
+    for link in self._links.values():
       link.close()
-
-  def _take_arrived(self) -> list[link_lib.DataLink]:
-    """Makes links of a peer's making known to the collectives."""
-    if not self._arrived:
-      return []
-    with self._lock:
-      arrived, self._arrived = self._arrived, []
-      for link in arrived:
-        self._links[link.rank] = link
-    return arrived
 
   def _wait(self, run: '_TcpRun', deadline: float) -> None:
     poll, watched = select.poll(), {}
+    # Also those that were made meanwhile, by peers that are at another collective.
     for link in self._links.values():
       mask = run.mask(link)
       if mask & _READ:
@@ -144,9 +132,6 @@ class Transport:
     events = poll.poll(1000 * min(left, _POLL_SECONDS))
     if not events:
       self._check()
-      # A peer that is at another collective may have made one.
-      for link in self._take_arrived():
-        run.enqueue(link)
     for fd, _ in events:
       link = watched[fd]
       link.blocked = False
