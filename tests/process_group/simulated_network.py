@@ -18,6 +18,7 @@ import socket
 from unittest import mock
 
 from tf_strategies import errors
+from tf_strategies.process_group import state
 from tf_strategies.process_group.network import names, server, sockets
 from tf_strategies.process_group.rendezvous import rendezvous
 
@@ -237,9 +238,8 @@ class Process:
     """Closes the group, which `Rendezvous.form` does first."""
     group, self.group = self.group, None
     await group._control._close(has_ended=False)
-    group._transport.shut_down()
+    group._state.fail(state.CLOSED)
     group._transport.close()
-    self._meeting._on_end()
 
   @property
   def is_in_group(self):

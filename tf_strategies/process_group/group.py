@@ -69,7 +69,6 @@ class ProcessGroup:
     plane: control_plane.ControlPlane,
     options: options_lib.GroupOptions,
     connect: Callable[[Iterable[int]], concurrent.futures.Future],
-    on_end: Callable[[], None] = lambda: None,
   ):
     self.rank, self.members = state.rank, state.members
     self.world_size = len(state.members)
@@ -80,8 +79,6 @@ class ProcessGroup:
     self._control = plane
     self._options = options
     self._connect = connect
-    self._on_end = on_end
-    self._closed = False
     self._lock = threading.RLock()
     self._pool = buffers.Pool()
     self._pid = os.getpid()
@@ -110,7 +107,7 @@ class ProcessGroup:
 
   @property
   def failure(self) -> errors.Error | None:
-    """The error of a failed group; None while it works."""
+    """The error of a group that has failed or is closed; None while it works."""
     report = self._state.failure
     return None if report is None else report.exception()
 
@@ -257,7 +254,7 @@ class ProcessGroup:
       CollectiveTimeoutError: names the ranks that did not come in time.
       Error: the group has failed.
     """
-    self._check()
+    self._state.check()
     text = json.dumps(value, default=option_checks.plain)
     option_checks.check(
       len(text) <= protocol.MAX_PAYLOAD_BYTES,
@@ -285,9 +282,8 @@ class ProcessGroup:
 
   def abort(self, reason: str) -> None:
     """Makes the group fail on every rank, with this rank and the reason."""
-    if not self._closed:
-      report = self._state.lost(self.rank, f'aborted the group ({reason})')
-      self._control.declare_failed(report)
+    report = self._state.lost(self.rank, f'aborted the group ({reason})')
+    self._control.declare_failed(report)
 
   def name_calls_by(self, running_call: Callable[[], str]) -> None:
     """Asks a function for the method of a model that the program is in; '' for none."""
@@ -300,9 +296,16 @@ class ProcessGroup:
       has_ended: whether the program of this rank ends.
     """
     atexit.unregister(self._end_with_program)
-    if not self._closed:
-      self._closed = True
-      self._leave(has_ended)
+    self._control.close(has_ended)
+    if self._state.failure is None and self._lock.acquire(blocking=False):
+      try:
+        self._transport.finish()
+      finally:
+        self._lock.release()
+    # Wakes a collective in another thread, which gives the lock back.
+    self._state.fail(state_lib.CLOSED)
+    with self._lock:
+      self._transport.close()
 
   def _end_with_program(self) -> None:
     """Tells the other ranks, at exit, that this one has ended."""
@@ -311,20 +314,6 @@ class ProcessGroup:
     has_failed = getattr(sys, 'last_type', None) is not None
     if os.getpid() == self._pid and not (has_failed and self.elastic):
       self.close(has_ended=not has_failed)
-
-  def _leave(self, has_ended: bool) -> None:
-    """Says goodbye, tells whether the program ends, and frees all resources."""
-    self._control.close(has_ended)
-    if self._state.failure is None and self._lock.acquire(blocking=False):
-      try:
-        self._transport.finish()
-      finally:
-        self._lock.release()
-    # Wakes a collective in another thread, which gives the lock back.
-    self._transport.shut_down()
-    with self._lock:
-      self._transport.close()
-    self._on_end()
 
   def _gather(
     self,
@@ -368,7 +357,7 @@ class ProcessGroup:
     `text` describes the collective, with `{!r}` for the name of the tensor. All ranks must
     have the same one.
     """
-    self._check()
+    self._state.check()
     if self.world_size == 1:
       np.copyto(out, array)
       return
@@ -388,11 +377,11 @@ class ProcessGroup:
     except errors.Error:
       raise
     except execution_lib.LinkClosedError as e:
-      if not self._closed and not self._state.failed.wait(_REPORT_SECONDS):
+      if not self._state.failed.wait(_REPORT_SECONDS):
         self._control.declare_failed(
           self._state.lost(e.rank, f'died or was disconnected ({e.why})')
         )
-      self._check()
+      self._state.check()
     except execution_lib.MismatchError as e:
       self._control.suspect([e.rank])
     except execution_lib.DeadlineError as e:
@@ -427,23 +416,16 @@ class ProcessGroup:
     future = self._connect(ranks)
     try:
       while not concurrent.futures.wait([future], _CHECK_SECONDS).done:
-        self._check()
+        self._state.check()
         if time.monotonic() >= deadline:
           raise execution_lib.DeadlineError(sorted(ranks))
       future.result()
     finally:
       future.cancel()
     # A group that has ended meanwhile has not taken them.
-    self._check()
+    self._state.check()
     for rank in self._transport.missing(ranks):
       raise execution_lib.LinkClosedError(rank)
-
-  def _check(self) -> None:
-    self._state.check()
-    if self._closed:
-      raise errors.WorkerUnavailableError(
-        'This process has closed its group. Fix: form a new one.'
-      )
 
   def __enter__(self):
     return self

@@ -15,8 +15,7 @@ from tf_strategies import errors
 _REMEMBERED = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
   """One process of a group.
 
   Attributes:
@@ -24,12 +23,14 @@ class Member:
     task: number of the task in the cluster. It stays when groups form again.
     address: address of the process, 'host:port'.
     progress: progress that the process passed to `form`.
+    incarnation: of the task: it tells a restarted process from its predecessor.
   """
 
   rank: int
   task: int
   address: str
   progress: int = 0
+  incarnation: str = ''
 
   def __str__(self):
     return f'rank {self.rank} (task {self.task} at {self.address})'
@@ -60,6 +61,12 @@ class FailureReport:
     return error
 
 
+CLOSED = FailureReport(
+  'WorkerUnavailableError',
+  'This process has closed its group. Fix: form a new one.',
+)
+
+
 class Operation(NamedTuple):
   """A collective, as messages describe it."""
 
@@ -81,6 +88,7 @@ class GroupState:
     self.rank = rank
     self.generation = generation
     self.operation = Operation()  # The newest collective.
+    # Why the group has ended; `CLOSED` if this process has left it.
     self.failure: FailureReport | None = None
     self.failed = threading.Event()
     # The last collective of each rank that has left, in the order of leaving.

@@ -10,18 +10,18 @@ from absl.testing import absltest, parameterized
 from tf_strategies import errors
 from tf_strategies.process_group import execution, group, options, state
 from tf_strategies.process_group.network import protocol
-from tf_strategies.process_group.rendezvous import formation, membership
+from tf_strategies.process_group.rendezvous import formation
 from tf_strategies.process_group.tcp import transport
 
-_SEATS = [
-  membership.Seat(rank, f'host-{rank}:1', f'life {rank}', 0)
+_MEMBERS = [
+  state.Member(rank, rank, f'host-{rank}:1', 0, f'life {rank}')
   for rank in range(2)
 ]
-_MESSAGE = {'rank': 1, 'generation': 7, 'incarnation': 'life 1'}
+_MESSAGE = [7, [*_MEMBERS[1]]]
 
 
 def _proposal(dial=None, on_cut=None):
-  return formation.Proposal(7, _SEATS, 0, dial, on_cut, [])
+  return formation.Proposal(7, _MEMBERS, 0, dial, on_cut, [])
 
 
 class LinksTest(parameterized.TestCase):
@@ -36,12 +36,12 @@ class LinksTest(parameterized.TestCase):
     note_cut.assert_called_once_with(1, 'life 1', 'it does not answer')
 
   @parameterized.parameters(
-    {'generation': 6}, {'incarnation': 'before'}, {'rank': 9}
+    (6, {}), (7, {'incarnation': 'before'}), (7, {'rank': 9})
   )
-  def test_link_of_another_group_is_refused(self, **change):
-    links = _proposal()
+  def test_link_of_another_group_is_refused(self, generation, change):
+    links, peer = _proposal(), _MEMBERS[1]._replace(**change)
     with self.assertRaises(protocol.ProtocolError):
-      links.accept(mock.Mock(), {**_MESSAGE, **change})
+      links.accept(mock.Mock(), [generation, [*peer]])
 
   def test_second_link_of_a_pair_is_refused(self):
     first, second = mock.Mock(), mock.Mock()

@@ -174,7 +174,8 @@ class LinksOnDemandTest(absltest.TestCase):
       raise TimeoutError('no route to the peer')
 
     async def call_unless_cut(links, rank):
-      if {links._seats[links._rank].task, links._seats[rank].task} == {0, 2}:
+      ends = links._members[links._rank], links._members[rank]
+      if {end.task for end in ends} == {0, 2}:
         links = copy.copy(links)
         links._dial = fail_to_dial
       await call(links, rank)

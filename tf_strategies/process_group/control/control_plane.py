@@ -171,7 +171,6 @@ class ControlPlane:
     await asyncio.gather(*self._tasks, return_exceptions=True)
     for link in self._links.values():
       link.close()
-    self._fail_exchanges()
 
   def _begin_exchange(
     self, tag: str, payload: str, future: concurrent.futures.Future
@@ -206,7 +205,7 @@ class ControlPlane:
     if self._state.failure is not None:
       return self._state.failure.exception()
     # The first: those after it may have left because of it.
-    departed = next(iter(self._state.departed), self._state.rank)
+    departed = next(iter(self._state.departed))
     return self._state.left(departed).exception()
 
   def _on_contribution(self, rank, message):

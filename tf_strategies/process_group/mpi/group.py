@@ -127,9 +127,9 @@ class MpiProcessGroup(group_lib.ProcessGroup):
     ranks = range(self.world_size)
     return {rank: self.name for rank in ranks if rank != self.rank}
 
-  def _leave(self, has_ended: bool) -> None:
+  def close(self, has_ended: bool = False) -> None:
     """See base class; MPI itself ends with the process."""
-    super()._leave(has_ended)
+    super().close(has_ended)
     self._meeting.close()
 
   def _move(self, execution, header, deadline) -> None:
@@ -139,10 +139,10 @@ class MpiProcessGroup(group_lib.ProcessGroup):
       mine.view(np.uint8),
       self._headers.view(np.uint8).reshape(-1),
       deadline,
-      self._check,
+      self._state.check,
     )
     headers = self._headers.tolist()
     for rank, other in enumerate(headers):
       if other != headers[self.rank]:
         raise execution_lib.MismatchError(rank)
-    self._comm.run(execution, deadline, self._check)
+    self._comm.run(execution, deadline, self._state.check)

@@ -18,7 +18,6 @@ from typing import Any
 from tf_strategies.process_group import execution, plan, state
 from tf_strategies.process_group.network import connection as connection_lib
 from tf_strategies.process_group.network import protocol
-from tf_strategies.process_group.rendezvous import membership
 from tf_strategies.process_group.tcp import transport
 
 _Kind = protocol.Kind
@@ -34,7 +33,7 @@ class Proposal:
 
   Args:
     generation: generation of the group.
-    seats: the members by rank.
+    members: the members by rank.
     task: number of this process.
     dial: function that connects to a task.
     on_cut: function that is called with each task that cannot be reached, its incarnation
@@ -51,20 +50,16 @@ class Proposal:
   def __init__(
     self,
     generation: int,
-    seats: Sequence[membership.Seat],
+    members: Sequence[state.Member],
     task: int,
     dial: Callable[[int], Awaitable[connection_lib.Connection]],
     on_cut: Callable[[int, str, str], None],
     gone: Sequence[int],
   ):
     self._gone = gone
-    self._seats = seats
-    self.seated = {seat.task: seat.incarnation for seat in seats}
+    self._members = members
+    self.seated = {member.task: member.incarnation for member in members}
     self._rank = list(self.seated).index(task)
-    members = [
-      state.Member(r, seat.task, seat.address, seat.progress)
-      for r, seat in enumerate(seats)
-    ]
     self.state = state.GroupState(members, self._rank, generation)
     self.transport = transport.Transport(self.state.check)
     self.connections: dict[int, connection_lib.Connection] = {}
@@ -77,7 +72,7 @@ class Proposal:
 
   async def lead(self) -> None:
     """Does the leader's part; raises if a member does not take part."""
-    invitations = map(self._invite, range(1, len(self._seats)))
+    invitations = map(self._invite, range(1, len(self._members)))
     await connection_lib.together(invitations, STEP_SECONDS)
     self._tell(_Kind.MESH)
     ready = [c.expect(_Kind.READY) for c in self.connections.values()]
@@ -106,14 +101,14 @@ class Proposal:
     self.connections[rank] = connection
     message = {
       'generation': self.state.generation,
-      'seats': self._seats,
+      'members': self._members,
       'gone': self._gone,
     }
     connection.send(_Kind.PROPOSE, message)
     kind, reason = await connection.expect(_Kind.ACCEPT, _Kind.REJECT)
     if kind is _Kind.REJECT:
       raise protocol.ProtocolError(
-        f'task {self._seats[rank].task} declined: {reason}'
+        f'task {self._members[rank].task} declined: {reason}'
       )
 
   def _tell(self, kind: protocol.Kind) -> None:
@@ -126,7 +121,7 @@ class Proposal:
 
   async def _connect_first(self) -> None:
     """Makes the links that are there from the start; raises as `connect`."""
-    size, rank = len(self._seats), self._rank
+    size, rank = len(self._members), self._rank
     peers = [(rank - 1) % size, (rank + 1) % size]
     if size <= plan.FEW_RANKS:
       peers = [r for r in range(size) if r != rank]
@@ -137,16 +132,14 @@ class Proposal:
     await connection_lib.together(map(self._connect, ranks))
 
   def accept(
-    self, connection: connection_lib.Connection, message: dict[str, Any]
+    self, connection: connection_lib.Connection, message: Sequence[Any]
   ) -> None:
     """Takes the link of a peer; ProtocolError if it is of another group."""
-    rank = message['rank']
-    if (
-      message['generation'] != self.state.generation
-      or not 0 <= rank < len(self._seats)
-      or message['incarnation'] != self._seats[rank].incarnation
-    ):
+    generation, about = message
+    peer = state.Member(*about)
+    if generation != self.state.generation or peer not in self._members:
       raise protocol.ProtocolError('a data link belongs to another group')
+    rank = peer.rank
     both_dial = rank < self._rank and rank in self._dialled
     if both_dial or self._linked[rank].is_set():
       connection.send(_Kind.REJECT, 'there is a link, or it is being made')
@@ -164,11 +157,7 @@ class Proposal:
     await linked.wait()
 
   async def _call(self, rank: int) -> None:
-    message = {
-      'rank': self._rank,
-      'generation': self.state.generation,
-      'incarnation': self._seats[self._rank].incarnation,
-    }
+    message = [self.state.generation, self._members[self._rank]]
     kind, connection = None, None
     try:
       connection = await self._dial_again(rank)
@@ -179,8 +168,8 @@ class Proposal:
       )
     except (OSError, protocol.ProtocolError) as e:
       why = str(e) or type(e).__name__
-      seat = self._seats[rank]
-      self._on_cut(seat.task, seat.incarnation, why)
+      peer = self._members[rank]
+      self._on_cut(peer.task, peer.incarnation, why)
       raise execution.LinkClosedError(rank, why) from e
     finally:
       if connection is not None and kind is not _Kind.ACCEPT:
@@ -194,7 +183,7 @@ class Proposal:
 
   async def _dial_again(self, rank: int) -> connection_lib.Connection:
     """Dials twice: with many workers one lost connection is no surprise."""
-    task = self._seats[rank].task
+    task = self._members[rank].task
     try:
       return await self._dial(task)
     except ConnectionRefusedError:

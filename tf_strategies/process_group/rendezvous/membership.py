@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tf_strategies import errors, version
 from tf_strategies.process_group import options as options_lib
+from tf_strategies.process_group import state as state_lib
 from tf_strategies.process_group.rendezvous import quorum
 
 # A worker counts as present for this long after it was reached.
@@ -32,15 +33,6 @@ class Activity(str, enum.Enum):
   FORMING = 'forming'
   RUNNING = 'running'
   REFUSED = 'refused'  # It has found out that no group can ever form.
-
-
-class Seat(NamedTuple):
-  """A proposed member: one incarnation of one task."""
-
-  task: int
-  address: str
-  incarnation: str
-  progress: int
 
 
 class Cut(NamedTuple):
@@ -338,15 +330,16 @@ class MembershipTable:
     """Returns a number above every generation that any task has seen."""
     return max(self.generation, self._highest_generation) + 1
 
-  def proposal(self, now: float) -> list[Seat] | None:
-    """Returns the group to propose now; None if this process should not propose one."""
+  def proposal(self, now: float) -> list[state_lib.Member] | None:
+    """Returns the members to propose now; None if this process should not propose one."""
     fresh = {t: v for t, v in self.views.items() if v.is_fresh(now)}
-    forming = [
-      t
+    lives = {self.task: self.incarnation}
+    lives |= {
+      t: v.incarnation
       for t, v in fresh.items()
       if v.state is Activity.FORMING
       and (not self._is_closed or self._seated.get(t) == v.incarnation)
-    ]
+    }
     _, answering, untried = self._ask_lower(now)
     # A lower task leads, or may be there; or a group runs, which will form again; or a
     # worker has just left one, perhaps with the only state that there is.
@@ -358,10 +351,10 @@ class MembershipTable:
     )
     leads = not (answering or untried)
     self._missing = self.missing(now)[:_MOST_TEXT] if leads else ''
-    lives = {t: self._seat(t).incarnation for t in [self.task, *forming]}
     for seconds in (quorum.CUT_SECONDS, quorum.RETRY_SECONDS):
       there = self._connected(lives, now, seconds)
-      are_enough = self._are_enough([self._seat(task) for task in there])
+      members = [self._member(*place) for place in enumerate(there)]
+      are_enough = self._are_enough(members)
       if are_enough:
         break
     if waits or not are_enough:
@@ -375,17 +368,17 @@ class MembershipTable:
     others = (self.views[t] for t in there if t != self.task)
     if any(view.reached_at <= self._failed_at for view in others):
       return None  # It may tell why the last proposal failed.
-    return [self._seat(task) for task in there[: self._maximum]]
+    return members[: self._maximum]
 
   def proposal_failed(self, now: float) -> None:
     """Notes that a proposal of this process failed."""
     self._failed_at = now
 
   def _are_enough(
-    self, seats: Sequence[Seat], gone: Sequence[int] = ()
+    self, members: Sequence[state_lib.Member], gone: Sequence[int] = ()
   ) -> bool:
     """Returns whether these may go on as a group, when others are `gone`."""
-    there = [seat.task for seat in seats]
+    there = [member.task for member in members]
     if len(there) < self._least:
       return False
     if not self._needs_majority:
@@ -395,7 +388,7 @@ class MembershipTable:
       were_in_one = any(self.views[t].size for t in there if t != self.task)
       return were_in_one or 2 * len(there) > len(self.addresses)
     present = [
-      s.task for s in seats if self._seated.get(s.task) == s.incarnation
+      m.task for m in members if self._seated.get(m.task) == m.incarnation
     ]
     return quorum.has_quorum(
       present, there, [*gone, *self.gone()], self._seated, self.addresses
@@ -423,7 +416,7 @@ class MembershipTable:
   def objection(
     self,
     generation: int,
-    seats: Sequence[Seat],
+    members: Sequence[state_lib.Member],
     gone: Sequence[int] = (),
   ) -> str:
     """Returns why this process cannot accept a proposal; empty if it can.
@@ -434,17 +427,19 @@ class MembershipTable:
       return f'it is {self.state.value}'
     if generation <= self.generation:
       return f'generation {generation} is over'
-    if self._seat(self.task) not in seats:
+    mine = self.task, self.progress, self.incarnation
+    if mine not in [(m.task, m.progress, m.incarnation) for m in members]:
       return 'the seat is for another incarnation'
     # A task that was in no group knows less than the leader and the former members.
     must_agree = self._needs_majority and self._seated
-    if must_agree and not self._are_enough(seats, gone):
+    if must_agree and not self._are_enough(members, gone):
       return 'a majority of its last group is not there'
     return ''
 
-  def _seat(self, task: int) -> Seat:
+  def _member(self, rank: int, task: int) -> state_lib.Member:
     view = self if task == self.task else self.views[task]
-    return Seat(task, self.addresses[task], view.incarnation, view.progress)
+    about = self.addresses[task], view.progress, view.incarnation
+    return state_lib.Member(rank, task, *about)
 
   def missing(self, now: float) -> str:
     """Returns a text of the missing tasks, with their addresses and the reasons."""

@@ -57,8 +57,8 @@ class Rendezvous:
 
     >>> with Rendezvous({0: '127.0.0.1:0'}, 0) as meeting:
     ...   with meeting.form() as group:
-    ...     print(group.members)
-    (Member(rank=0, task=0, address='127.0.0.1:0', progress=0),)
+    ...     print(*group.members)
+    rank 0 (task 0 at 127.0.0.1:0)
 
   Args:
     addresses: 'host:port' of each task; the same on all workers.
@@ -315,34 +315,34 @@ class Rendezvous:
   async def _lead(self) -> None:
     """Proposes groups while this process is the one to do so."""
     while True:
-      seats = self._membership.proposal(_now())
-      if seats is None or self._proposal is not None:
+      members = self._membership.proposal(_now())
+      if members is None or self._proposal is not None:
         await asyncio.sleep(self._pause() / 2)
         continue
       generation = self._membership.next_generation()
-      if await self._take_part(generation, seats, None):
+      if await self._take_part(generation, members, None):
         return
       self._membership.proposal_failed(_now())
       await asyncio.sleep(self._pause())
 
   async def _follow(self, connection, client, message) -> None:
     """Takes part in the proposal of another worker."""
-    seats = [membership.Seat(*seat) for seat in message['seats']]
+    members = [state.Member(*member) for member in message['members']]
     generation = message['generation']
-    objection = self._membership.objection(generation, seats, message['gone'])
+    objection = self._membership.objection(generation, members, message['gone'])
     if self._proposal is not None:
       objection = 'it takes part in another proposal'
     if objection:
       connection.send(_Kind.REJECT, objection)
       connection.close()
     else:
-      await self._take_part(generation, seats, connection)
+      await self._take_part(generation, members, connection)
 
-  async def _take_part(self, generation, seats, leader) -> bool:
+  async def _take_part(self, generation, members, leader) -> bool:
     """Runs a proposal; `leader` is None on the one that leads it."""
     gone = self._membership.gone()
     self._proposal = self._last_proposal = proposal = formation.Proposal(
-      generation, seats, self._task, self._dial, self._note_cut, gone
+      generation, members, self._task, self._dial, self._note_cut, gone
     )
     try:
       if leader is None:
@@ -392,7 +392,7 @@ class Rendezvous:
       )
 
     group = self._make_group(
-      group_state, proposal.transport, plane, options, connect, self._on_end
+      group_state, proposal.transport, plane, options, connect
     )
     group_state.on_failure(self._on_end)
     place = group.generation, group.rank, group.world_size
