@@ -18,7 +18,6 @@ import socket
 from unittest import mock
 
 from tf_strategies import errors
-from tf_strategies.process_group import state
 from tf_strategies.process_group.network import names, server, sockets
 from tf_strategies.process_group.rendezvous import rendezvous
 
@@ -238,7 +237,7 @@ class Process:
     """Closes the group, which `Rendezvous.form` does first."""
     group, self.group = self.group, None
     await group._control._close(has_ended=False)
-    group._state.fail(state.CLOSED)
+    group._state.fail(rendezvous.state.CLOSED)
     group._transport.close()
 
   @property
