@@ -10,7 +10,7 @@ among them (`shard_optimizer_state`) is saved as a whole.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -323,15 +323,15 @@ class VariableAccess:
   def share(
     self,
     arrays: Mapping[str, np.ndarray],
-    specs: Iterable[tuple[str, str, list[int]]],
+    specs: Mapping[str, Sequence[Any]],
   ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays of the chief on all workers, one by one.
 
     Args:
       arrays: the arrays, on the chief.
-      specs: names, dtypes and shapes of the arrays, in their order.
+      specs: their `ArraySpec`s, on all workers, in the order of the arrays.
     """
-    for name, dtype, shape in specs:
+    for name, (dtype, shape, _) in specs.items():
       array = arrays[name] if self.is_chief else np.zeros(shape, dtype)
       if self.workers is not None:
         tensor = tf.constant(array)

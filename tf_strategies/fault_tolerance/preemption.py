@@ -42,10 +42,12 @@ class Preemption:
     self.workers = None if is_alone else workers
     self.is_listening = False
     self._handler: Any = None
-    self._is_signalled = self._was_seen = False
-    self._of_steps = _Question(self.workers)
-    # Batches of an evaluation take a different time than training steps.
-    self._of_evaluation = _Question(self.workers)
+    # In this process; in any, and seen by `is_requested`.
+    self._is_signalled = self._is_requested = False
+    self._in_evaluation = False
+    self._steps = 1  # From one exchange to the next.
+    self._steps_done = 0
+    self._asked_at = time.monotonic()
 
   def listen(self, in_fit: bool = False) -> None:
     """Starts to listen; a second signal has no effect.
@@ -56,7 +58,7 @@ class Preemption:
     """
     abandoned, Preemption._in_fit = Preemption._in_fit, None
     is_unseen = abandoned is not None and abandoned.stop()
-    self._is_signalled = self._was_seen = False
+    self._is_signalled = self._is_requested = False
     self.is_listening = True
     if in_fit:
       Preemption._in_fit = self
@@ -85,7 +87,7 @@ class Preemption:
       # None: it was not set by Python code.
       signal.signal(signal.SIGTERM, self._handler or signal.SIG_DFL)
     self.is_listening = False
-    return self._is_signalled and not self._was_seen
+    return self._is_signalled and not self._is_requested
 
   def _on_signal(self, number, frame):
     # No logging: the signal may have interrupted a logging call.
@@ -100,36 +102,22 @@ class Preemption:
       at_once: whether to exchange flags regardless of the time, on all workers.
       in_evaluation: whether this is called after a batch of an evaluation.
     """
-    question = self._of_evaluation if in_evaluation else self._of_steps
-    is_signalled = question.ask(self._is_signalled, at_once)
-    self._was_seen = self._was_seen or is_signalled
-    return is_signalled
-
-
-class _Question:
-  """Asks the workers now and then whether one of them was signalled."""
-
-  def __init__(self, workers):
-    self._workers = workers
-    self._steps = 1  # From one exchange to the next.
-    self._steps_done = 0
-    self._asked_at = time.monotonic()
-    self._answer = False
-
-  def ask(self, is_signalled: bool, at_once: bool) -> bool:
-    """Returns whether any worker is signalled; the same on all."""
-    if self._workers is None:
-      return is_signalled
+    if self.workers is None:
+      self._is_requested = self._is_signalled
+      return self._is_signalled
+    if in_evaluation != self._in_evaluation:
+      # Its batches take a different time than training steps.
+      self._in_evaluation = in_evaluation
+      self._steps, self._steps_done = 1, 0
     if not at_once:  # Otherwise there may have been no step.
       self._steps_done += 1
-    if self._answer or (self._steps_done < self._steps and not at_once):
-      return self._answer
-    # The slowest worker decides when to ask next.
-    mine = np.array([[is_signalled, self._steps_wanted()]], np.int64)
-    everyone = self._workers.all_gather(tf.constant(mine), 'preemption')
-    signalled, steps = everyone.numpy().T.tolist()
-    self._steps, self._answer = min(steps), any(signalled)
-    return self._answer
+    if at_once or self._steps_done >= self._steps:
+      # The slowest worker decides when to ask next.
+      mine = np.array([[self._is_signalled, self._steps_wanted()]], np.int64)
+      everyone = self.workers.all_gather(tf.constant(mine), 'preemption')
+      signalled, steps = everyone.numpy().T.tolist()
+      self._steps, self._is_requested = min(steps), any(signalled)
+    return self._is_requested
 
   def _steps_wanted(self) -> int:
     """Returns how many steps this worker does until the next exchange."""

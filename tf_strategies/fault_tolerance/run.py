@@ -160,7 +160,6 @@ class Run(keras.callbacks.Callback):
     self._resumed_from: Position | None = None
     self._is_first_epoch = False
     self._epoch = 0
-    self._steps_before = 0
     self.position: Position | None = None
 
   def restore(self) -> Position:
@@ -320,19 +319,16 @@ class Run(keras.callbacks.Callback):
       'compile with the steps_per_execution that the run started with',
     )
 
-  def on_train_batch_begin(self, batch, logs=None):
-    """Counts the steps before this one, or this group of them."""
-    self._steps_before = batch
-
   def on_train_batch_end(self, batch, logs=None):
     """Saves and exits if a worker was signalled."""
     if self._preemption.is_requested():
-      done = self._steps_before + self.model.steps_per_execution
-      steps = self.params.get('steps')
-      is_last = steps is not None and done >= steps
-      self._save_and_exit(
-        Position(self._epoch + 1) if is_last else Position(self._epoch, done)
+      position, steps = (
+        Position(self._epoch, batch + 1),
+        self.params.get('steps'),
       )
+      if steps is not None and position.step >= steps:
+        position = Position(self._epoch + 1)
+      self._save_and_exit(position)
 
   def on_test_batch_end(self, batch, logs=None):
     """Saves and exits during an evaluation by `fit`, too."""
@@ -403,28 +399,33 @@ class WorkerState:
     self._metrics = metrics
     self._settings = settings
     self._metric_arrays: dict[str, Any] = {}
-    # On the chief: the checkpoint that is being restored.
-    self._restored: checkpointer.Checkpoint | None = None
 
   def restore(self) -> Position:
     """Restores the newest whole checkpoint; returns its position."""
     self._metric_arrays = {}
-    header = self._on_chief('restore', self._find)
+    found: checkpointer.Checkpoint | None = None
+
+    def find():
+      nonlocal found
+      found = self._find()
+      return found and (found.metadata, found.arrays.specs)
+
+    header = self._on_chief('restore', find)
     if header is None:
       return Position()
-    position = Position.from_json(header['metadata'])
-    found, self._restored = self._restored, None
+    metadata, specs = header
+    position = Position.from_json(metadata)
     # Their names may differ between workers.
     variables = iter(self._variables.values())
     arrays = found.arrays if found else {}
-    for name, array in self._access.share(arrays, header['specs']):
+    for name, array in self._access.share(arrays, specs):
       if _is_metric(name):
         self._metric_arrays[name] = array
       else:
         self._access.write(next(variables), array)
     if self._metrics is not None:  # Otherwise `fit` creates them later.
       self.restore_metrics()
-    if self._access.is_chief:
+    if found is not None:
       self._checkpointer.log_restored(found, position)
     return position
 
@@ -538,12 +539,11 @@ class WorkerState:
       raise error_type(f'The chief cannot {what}: {answer["error"]}')
     return answer.get('value')
 
-  def _find(self) -> dict[str, Any] | None:
+  def _find(self) -> checkpointer.Checkpoint | None:
     """Opens the newest checkpoint; raises an error if it is another run's.
 
     Returns:
-      For all workers: its metadata, and the names, dtypes and shapes of its arrays,
-      those of metrics last. None if there is no checkpoint.
+      It with the arrays by this run's names, those of metrics last.
     """
     found = self._checkpointer.newest()
     if found is None:
@@ -552,17 +552,8 @@ class WorkerState:
     metrics = {k: v for k, v in saved.items() if _is_metric(k)}
     others = {k: v for k, v in saved.items() if not _is_metric(k)}
     specs = model_state.matched(found, self._variables, others, self._settings)
-    specs |= metrics
-    self._restored = dataclasses.replace(
-      found, arrays=found.arrays.with_specs(specs)
-    )
-    return {
-      'metadata': found.metadata,
-      'specs': [
-        (name, specs[name].dtype, specs[name].shape)
-        for name in (*self._variables, *metrics)
-      ],
-    }
+    specs = {name: specs[name] for name in self._variables} | metrics
+    return dataclasses.replace(found, arrays=found.arrays.with_specs(specs))
 
 
 class ServerState:
