@@ -114,6 +114,9 @@ UpdateContext = _load(
 DistributedDataset = _load(
   'distribute.input_lib.DistributedDataset', 'Keras knows it by name'
 )
+empty_batch = _load(
+  'distribute.input_lib._dummy_tensor_fn', 'a batch without rows'
+)
 OwnedIterator = _load(
   'data.ops.iterator_ops.OwnedIterator',
   'raises where Python would loop forever',

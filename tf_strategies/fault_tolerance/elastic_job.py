@@ -27,19 +27,16 @@ class RecordProgress(keras.callbacks.Callback):
 
   Args:
     state: the state of the job.
-    skipped: number of completed steps of the first epoch.
   """
 
-  def __init__(self, state: Any, skipped: int):
+  def __init__(self, state: Any):
     super().__init__()
     self._state = state
-    self._skipped = skipped
 
   def on_epoch_begin(self, epoch, logs=None):
     """Skips completed steps."""
-    if self._skipped:
-      _keras_internal.skip_steps(self._skipped, reads=False)
-      self._skipped = 0
+    if self._state.position.step:
+      _keras_internal.skip_steps(self._state.position.step, reads=False)
 
   def on_train_batch_begin(self, batch, logs=None):
     """Lets a worker that joined continue from the state of the others.
@@ -164,7 +161,7 @@ class Job(elastic_members.Members):
   @property
   def position(self) -> Position:
     """Completed epochs, and completed batches of the next one."""
-    self.join()
+    self._communicator.join()
     return self._state.position
 
   def run(self, train_fn: Callable[[Job], Any], make_strategy: Callable) -> Any:
@@ -183,8 +180,7 @@ class Job(elastic_members.Members):
       self._state.begin(strategy)
       result = train_fn(self)
       # No worker leaves while another may still need it.
-      self._wait_for_all()
-      self._mark_finished()
+      self._finish()
       return result
     except BaseException as e:
       self._abort(e)
@@ -216,7 +212,7 @@ class Job(elastic_members.Members):
       MembershipChange: other workers wait to join; `run` handles it.
     """
     position = Position.checked(epoch, step)
-    self.join()
+    self._communicator.join()
     self._state.move(*position)
     self._let_in()
 
@@ -290,7 +286,7 @@ class Job(elastic_members.Members):
       initial_epoch=epoch,
       epochs=epochs,
       steps_per_epoch=steps_per_epoch,
-      callbacks=[*callbacks, RecordProgress(state, step)],
+      callbacks=[*callbacks, RecordProgress(state)],
       shuffle=False,  # `make_batches` says which batch a step has.
       verbose=verbose,
       validation_data=validation_data,
@@ -304,14 +300,12 @@ class Job(elastic_members.Members):
     epoch, step = self._state.position
     if step >= steps_per_epoch:
       epoch, step = epoch + 1, 0
-    position = Position(epoch, step - step % group)
-    if position != self._state.position:
-      self._state.move(*position)
-    return position
+    self._state.move(epoch, step - step % group)
+    return self._state.position
 
   def _join_with_steps(self, model, batches, steps_per_epoch, weights):
     """Builds the step of the model, and then joins, so that nobody waits for it."""
-    if self.strategy.extended.communicator.is_member:
+    if self._communicator.is_member:
       return
     if isinstance(batches, tf.data.Dataset):
       spec = _keras_internal.element_spec_of_fit(
@@ -329,4 +323,4 @@ class Job(elastic_members.Members):
         'metrics of that epoch are not theirs. Return a tf.data.Dataset.',
         type(batches).__name__,
       )
-    self.join(begins_fit=True)
+    self.enter(elastic_members.FIT)

@@ -14,6 +14,7 @@ import json
 import os
 from typing import NamedTuple
 
+import tensorflow as tf
 from absl import logging
 
 from tf_strategies import errors, process_group
@@ -25,7 +26,7 @@ from tf_strategies.strategies.multi_worker import strategy as strategy_lib
 
 # The phase of a worker that joins: in a step of a model, at the end of the training,
 # at the begin of `job.fit`, or elsewhere.
-_END, _FIT, _ELSEWHERE = 'end', 'fit', 'elsewhere'
+_END, FIT, _ELSEWHERE = 'end', 'fit', 'elsewhere'
 _INSIDE = ('train', 'within', 'test', _END)
 # Phases in which a worker from another phase cannot join.
 _CLOSED = ('within', 'test', _END)
@@ -72,12 +73,9 @@ _MUST_BE_SAME = (
   ),
 )
 
+_LOST = errors.WorkerUnavailableError, errors.CollectiveTimeoutError
 # Failures after which another group may succeed.
-RECOVERABLE = (
-  errors.WorkerUnavailableError,
-  errors.CollectiveTimeoutError,
-  MembershipChange,
-)
+RECOVERABLE = *_LOST, MembershipChange
 
 
 class Generation(NamedTuple):
@@ -126,16 +124,6 @@ class Members:
   def _communicator(self):
     return self._state.strategy.extended.communicator
 
-  def join(self, begins_fit: bool = False) -> None:
-    """Makes this worker a member of a group: calls the communicator's `enter`.
-
-    Args:
-      begins_fit: whether this worker is at the begin of `job.fit`, with a model whose
-        steps are built.
-    """
-    if not self._communicator.is_member:
-      self._enter(_FIT if begins_fit else _ELSEWHERE)
-
   def _share(self) -> None:
     """Takes the state of the group, if this worker is in one."""
     if self._communicator.is_member:
@@ -145,10 +133,10 @@ class Members:
     """Raises MembershipChange if workers wait to join and may."""
     if self._state.is_in_last_epoch_of_fit:
       return
-    group, limit = self._communicator.group, self._options.max_workers
+    group = self._communicator.group
     members = {member.task for member in group.members}
     outside = [t for t in group.pending_joiners() if t not in members]
-    if outside and (limit is None or group.world_size < limit):
+    if outside and group.world_size < self.capacity:
       raise MembershipChange(f'{len(outside)} workers wait to join.')
 
   def run_step(self, kind, compute, undo, batch=None):
@@ -178,14 +166,17 @@ class Members:
         if batch is None or not self._state.is_one_fit:
           raise
         self._leave(e)
-        if self._enter(kind):
+        if self.enter(kind):
           return None
       else:
         self._state.count_step()
         return outputs
 
-  def _wait_for_all(self) -> None:
-    """Returns when every worker has come to the end: none may need another."""
+  def _finish(self) -> None:
+    """Returns when every worker has come to the end: none may need another.
+
+    Tells workers that come late that the training is complete.
+    """
     while self._communicator.is_member:
       try:
         self._communicator.group.barrier(name='the end of the training')
@@ -193,14 +184,11 @@ class Members:
       except RECOVERABLE as e:
         self._leave(e)
         try:
-          self._enter(_END)
+          self.enter(_END)
         except errors.RendezvousError as e:
           # Nobody is left who may need this one: the training is done.
           logging.info('The others have ended: %s', e)
           break
-
-  def _mark_finished(self) -> None:
-    """Tells workers that come late that the training is complete."""
     if self._marks is not None:
       self._marks.mark_finished()
 
@@ -215,14 +203,11 @@ class Members:
 
   def _abort(self, error: BaseException) -> None:
     """Tells the others why this worker leaves its training function."""
-    if not self._communicator.is_member:
-      return
-    group = self._communicator.group
-    if isinstance(error, MembershipChange | CallAgain):
-      group.abort(str(error))
-    elif not isinstance(error, RECOVERABLE):
-      reason = f'its training function raised {type(error).__name__}: {error}'
-      group.abort(reason)
+    if self._communicator.is_member and not isinstance(error, _LOST):
+      reason = str(error)
+      if not isinstance(error, MembershipChange | CallAgain):
+        reason = f'its training function raised {type(error).__name__}: {error}'
+      self._communicator.group.abort(reason)
 
   def _fail(self, error: errors.Error) -> None:
     """Counts a failure; raises it after too many without a step in between."""
@@ -245,7 +230,7 @@ class Members:
         self._communicator,
         f'batch/{number}',
         f'batch {number}',
-        input_lib.fingerprint(batch),
+        tf.nest.flatten(batch, expand_composites=True),
         _SAME_BATCHES,
       )
 
@@ -259,22 +244,21 @@ class Members:
     The workers that have been there longest decide which answer is right. If they
     disagree and no answer has a majority, all workers raise the error.
     """
+    texts = [json.dumps(answer) for answer in answers]
     came = self._all_came or [0] * len(answers)
     votes = collections.Counter(
-      json.dumps(a)
-      for a, when in zip(answers, came, strict=True)
-      if when == min(came)
+      text for text, when in zip(texts, came, strict=True) if when == min(came)
     )
     (right, count), *others = votes.most_common()
     is_tie = bool(others) and others[0][1] == count
-    wrong = [r for r, a in enumerate(answers) if json.dumps(a) != right]
+    wrong = [r for r, text in enumerate(texts) if text != right]
     if not wrong:
       return
     group = self._communicator.group
     if not is_tie and group.rank not in wrong:
       raise MembershipChange(f'{group.members[wrong[0]]} differs in {what}.')
-    reference = next(r for r in range(len(answers)) if r not in wrong)
-    said = [f'{group.members[r]} has {answers[r]}' for r in (reference, *wrong)]
+    shown = texts.index(right), *wrong
+    said = [f'{group.members[r]} has {answers[r]}' for r in shown]
     raise error(
       f'Expected {what} to be the same on all workers: {", ".join(said)}. '
       f'Fix: {fix}.'
@@ -291,12 +275,11 @@ class Members:
       self._state.position,
       error,
     )
-    if isinstance(error, MembershipChange):
-      group.abort(str(error))
+    self._abort(error)
     group.close()
     self._fail(error)
 
-  def _enter(self, phase: str) -> bool:
+  def enter(self, phase: str = _ELSEWHERE) -> bool:
     """Forms a group; returns whether it has done the step that this worker is in."""
     while True:
       group = self._rendezvous.form(
@@ -361,7 +344,7 @@ class Members:
     phases = [a['phase'] for a in answers]
     if not all(have):
       is_running = theirs['phase'] in _INSIDE
-      enter = [is_running and phase == _FIT for phase in phases]
+      enter = [is_running and phase == FIT for phase in phases]
       state.take(group, best.rank, have, enter)
     state.is_shared = True
     is_inside = phase in _INSIDE

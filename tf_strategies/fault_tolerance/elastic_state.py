@@ -53,10 +53,6 @@ class SharedState:
     self.fit: tuple[int, int] | None = None
     # Values at the end of a generation, until a model takes them.
     self._held: list[np.ndarray] | None = None
-    # The model and its optimizers by name; empty before `restore`.
-    self._objects: dict[str, Any] = {}
-    # Variables, metrics and callbacks of the epoch that this worker enters.
-    self._entered_with: tuple[list[np.ndarray], ...] | None = None
 
   def begin(self, strategy) -> None:
     """Starts a call of the training function, with this strategy."""
@@ -64,8 +60,10 @@ class SharedState:
     self.is_shared = False
     self.is_one_fit = True
     self.callbacks: Sequence[keras.callbacks.Callback] = ()
-    self._entered_with = None
-    self._objects = {}
+    # Variables, metrics and callbacks of the epoch that this worker enters.
+    self._entered_with: tuple[list[np.ndarray], ...] | None = None
+    # The model and its optimizers by name; empty before `restore`.
+    self._objects: dict[str, Any] = {}
     # Values of the metrics after the last step. Keras may have reset them since.
     self._metrics_of_step: Sequence[Any] = ()
 
@@ -115,7 +113,7 @@ class SharedState:
     """Takes the model and the optimizer whose state the workers share."""
     if self._objects:
       is_same = self.model is model and self._objects['optimizer'] is optimizer
-      self.is_one_fit = self.is_one_fit and is_same
+      self.is_one_fit &= is_same
     self._objects = model_state.state_of(model, optimizer)
     # Raises an error if the variables cannot be shared.
     self._scalars = [v for v in self._variables() if not tuple(v.shape)]

@@ -223,12 +223,12 @@ def _check_model(model: keras.Model) -> None:
   option_checks.check_type(
     'model', model, keras.Model, 'a keras.Model', 'pass the model to evaluate'
   )
-  if not model.compiled:
-    raise errors.UnsupportedOptionError(
-      f'model={model.name!r}, which is not compiled',
-      'a compiled model',
-      'call model.compile with the loss and metrics to evaluate',
-    )
+  option_checks.check(
+    model.compiled,
+    f'model={model.name!r}, which is not compiled',
+    'a compiled model',
+    'call model.compile with the loss and metrics to evaluate',
+  )
   model_state.check_built(model)
 
 
@@ -240,10 +240,9 @@ def _check_data(data: Any, steps: int | None) -> None:
     'data that model.evaluate can read several times',
     'pass a tf.data.Dataset, or arrays',
   )
-  if steps is not None or not isinstance(data, tf.data.Dataset):
-    return
-  if data.cardinality() == tf.data.INFINITE_CARDINALITY:
-    raise errors.UnsupportedOptionError(
+  if steps is None and isinstance(data, tf.data.Dataset):
+    option_checks.check(
+      data.cardinality() != tf.data.INFINITE_CARDINALITY,
       'steps=None with infinite data',
       'a number of batches',
       'pass steps=100, or data without repeat()',

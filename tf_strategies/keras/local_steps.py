@@ -58,6 +58,10 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
       or the strategy has no workers that could train apart.
   """
 
+  # Moving statistics of layers, which meetings average in addition to weights. The
+  # model may be alive on some workers only, so it is not kept.
+  statistics: Sequence[tf.Variable] = ()
+
   def __init__(
     self,
     optimizer: keras.optimizers.Optimizer | str | dict,
@@ -72,7 +76,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
       'outer', outer, 'write for instance outer=keras.optimizers.SGD(1.0)'
     )
     _check_outer(outer)
-    _check_strategy()
+    local_worker = _local_worker()
     name = 'local_steps' if name is None else name
     super().__init__(optimizer, name)
     option_checks.check(
@@ -84,7 +88,6 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     self.every, self.outer = int(every), outer
     self.anchors: list[keras.Variable] = []
     self._counters: list[keras.Variable] = []
-    local_worker = _local_worker()
     if local_worker is not None:
       local_worker.trains_apart = True
 
@@ -175,17 +178,21 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     """
     with keras.name_scope(self.name, caller=self):
       trainable_variables = self.built_on(trainable_variables)
-    variables = trainable_variables or self._weights()
-    _check_strategy(is_training=True)
-    for variable in variables:
-      if _keras_internal.overwrites_with_gradient(variable):
-        raise errors.UnsupportedOptionError(
-          f'variable {variable.path!r} that its gradient overwrites (float8)',
-          'variables that are updated by gradients',
-          'train without quantize("float8")',
-        )
-
-    _local_worker().check_counted(self)
+    local_worker = _local_worker(is_training=True)
+    for variable in trainable_variables or self._weights():
+      option_checks.check(
+        not _keras_internal.overwrites_with_gradient(variable),
+        f'variable {variable.path!r} that its gradient overwrites (float8)',
+        'variables that are updated by gradients',
+        'train without quantize("float8")',
+      )
+    option_checks.check(
+      any(self is each for each in local_worker.counted),
+      'a call in another step',
+      'LocalSteps.apply in the step of a model that has the optimizer as '
+      'an attribute, or of strategy.step(fn, [optimizer])',
+      'pass the optimizer to strategy.step: strategy.run cannot count its steps',
+    )
     self.inner_optimizer.apply(grads, trainable_variables)
 
   def meet(self) -> None:
@@ -194,12 +201,7 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
     Use it in your own loop before weights are read or saved.
     """
     with _keras_internal.strategy_of(self).scope():
-      _check_strategy(is_training=True)
-      _local_worker().settle(self._weights())
-
-  def __dir__(self):
-    # Like the inner optimizer, which is already saved.
-    return [name for name in super().__dir__() if name != 'outer']
+      _local_worker(is_training=True).settle(self._weights())
 
   def get_config(self):
     """Returns the configuration, including those of both optimizers."""
@@ -211,12 +213,14 @@ class LocalSteps(optimizer_wrapper.OptimizerWrapper):
 
 
 def of_step(step: _keras_internal.KerasStep) -> list[LocalSteps]:
-  """Returns the `LocalSteps` among the optimizers of a step.
+  """Returns the `LocalSteps` among the optimizers of a step, if it trains.
 
   Raises:
     UnsupportedOptionError: if only some of the optimizers are `LocalSteps`.
   """
   optimizers = step.named
+  if step.kind != 'train':
+    return []
   if step.model is not None:
     optimizers = _keras_internal.optimizers_of(step.model)
   found = [in_chain(o) for o in optimizers]
@@ -228,7 +232,7 @@ def of_step(step: _keras_internal.KerasStep) -> list[LocalSteps]:
       'wrap each optimizer of the step, LocalSteps(optimizer, every=...), and '
       'pass one to compile, which otherwise makes an RMSprop',
     )
-  return [o for o in found if o is not None]
+  return found if any(found) else []
 
 
 def of_variables(variables: Iterable[keras.Variable]) -> list[LocalSteps]:
@@ -254,27 +258,25 @@ def moving_statistics(model: keras.Model) -> list[keras.Variable]:
   ]
 
 
-def _local_worker():
-  """Returns the interface of this worker; None if it cannot train apart."""
-  extended = tf.distribute.get_strategy().extended
-  return getattr(extended, 'local_worker', None)
+def _local_worker(is_training: bool = False):
+  """Returns the interface of this worker.
 
+  Outside any strategy it returns None without `is_training`, because saved models are
+  loaded there.
 
-def _check_strategy(is_training: bool = False) -> None:
-  """Raises UnsupportedOptionError if workers cannot train apart.
-
-  Outside any strategy it raises only with `is_training`, because saved models
-  are loaded there.
+  Raises:
+    UnsupportedOptionError: if workers cannot train apart.
   """
   is_inside = tf.distribute.has_strategy()
-  if _local_worker() is not None or not (is_training or is_inside):
-    return
   strategy = tf.distribute.get_strategy()
-  name = type(strategy).__name__
-  raise errors.UnsupportedOptionError(
-    f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
-    *getattr(strategy.extended, 'no_local_steps', _NO_LOCAL_STEPS),
-  )
+  worker = getattr(strategy.extended, 'local_worker', None)
+  if worker is None and (is_training or is_inside):
+    name = type(strategy).__name__
+    raise errors.UnsupportedOptionError(
+      f'LocalSteps under {name}' if is_inside else 'LocalSteps in no strategy',
+      *getattr(strategy.extended, 'no_local_steps', _NO_LOCAL_STEPS),
+    )
+  return worker
 
 
 # The expected strategy, and the fix.

@@ -150,9 +150,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
   exclude_from_weight_decay = inner('exclude_from_weight_decay')
 
   def __dir__(self):
-    # Keras would save every attribute listed here. The inner optimizer is
-    # already saved.
-    return [name for name in super().__dir__() if name != 'inner_optimizer']
+    # Keras would save every attribute listed here. These optimizers are already
+    # saved, with the wrapper's variables.
+    saved = 'inner_optimizer', 'outer'
+    return [name for name in super().__dir__() if name not in saved]
 
   def get_config(self):
     """Returns the configuration, including the inner optimizer's."""

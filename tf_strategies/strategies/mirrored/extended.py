@@ -223,6 +223,12 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     )
     self._reducer: reducer_lib.Reducer = self.local
 
+  @property
+  def places(self) -> range:
+    """Returns the global numbers of this process's replicas."""
+    first = self._get_replica_id_in_sync_group(0)
+    return range(first, first + len(self._devices))
+
   def place_of(self, replica: int) -> int | None:
     """Returns the global number of a local replica, if state is divided."""
     if self.state_shards is None:
@@ -280,8 +286,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     return found
 
   def _rows_of_counts(self, counts) -> list[site_lib.ReplicaRows]:
-    first = self._get_replica_id_in_sync_group(0)
-    return rows_of_replicas(counts, range(first, first + len(self._devices)))
+    return rows_of_replicas(counts, self.places)
 
   def sites_of(self, leaves) -> list[site_lib.Site]:
     """Returns the sites on which a step is built for this process's replicas;
@@ -289,10 +294,11 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     """
     counts = self.counts_of(leaves)
     if counts is None:
-      return self._sites_with(self._rows_of_plain(leaves))
-    return self._sites_with(self._rows_of_counts(counts))
+      return self.sites_with(self._rows_of_plain(leaves))
+    return self.sites_with(self._rows_of_counts(counts))
 
-  def _sites_with(self, rows_of_all) -> list[site_lib.Site]:
+  def sites_with(self, rows_of_all) -> list[site_lib.Site]:
+    """Returns the sites of this process's replicas, which have these rows."""
     sites = []
     for i, (device, rows) in enumerate(
       zip(self.worker_devices, rows_of_all, strict=True)
@@ -343,7 +349,7 @@ class ExactMirroredExtended(_tf_internal.MirroredExtended, AppliesSums):
     with tf.device('CPU:0'):
       have_rows = tf.cast(tf.stack(counts) > 0, tf.float32)
       num_with_rows = tf.maximum(tf.reduce_sum(have_rows), 1.0)
-    sites = self._sites_with(self._rows_of_counts(counts))
+    sites = self.sites_with(self._rows_of_counts(counts))
     return reducer_lib.ReplicaRun(sites, num_with_rows)
 
   @property
@@ -656,7 +662,7 @@ def rows_of_replicas(counts, places) -> list[site_lib.ReplicaRows]:
     counts: number of rows of each replica, int or int32.
     places: positions of the replicas among all.
   """
-  surely = _have_all_rows(counts)
+  surely = len(counts) == 1 or _have_all_rows(counts)
   with tf.device('CPU:0'):
     counts = [tf.cast(n, tf.int32) for n in counts]
     ends = tf.unstack(tf.cumsum(tf.stack(counts)), num=len(counts))

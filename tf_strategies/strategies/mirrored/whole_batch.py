@@ -394,7 +394,7 @@ def spec_of(leaf):
   spec = leaf
   if isinstance(leaf, tf.distribute.DistributedValues):
     spec = leaf.values[0]
-  if tf.is_tensor(spec):
+  if tf.is_tensor(spec) or isinstance(spec, np.ndarray):
     spec = tf.type_spec_from_value(spec)
   if not isinstance(spec, tf.TypeSpec):
     return None

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tf_strategies import _keras_internal, cross_device
@@ -52,21 +51,13 @@ class ElasticExtended(extended_lib.MultiWorkerExtended):
     self.communicator.join()
     return super()._call_for_each_replica(fn, args, kwargs)
 
-  def _get_variable_creator_initial_value(
-    self, replica_id, device, primary_var, **kwargs
-  ):
-    is_sum = kwargs.get('synchronization') == tf.VariableSynchronization.ON_READ
-    if self.communicator.is_member and not is_sum:
-      base = super()._get_variable_creator_initial_value
-    else:
-      # A worker gets the values when it joins. A sum begins with zero, also if a
-      # member makes its metrics.
-      base = super(
-        extended_lib.MultiWorkerExtended, self
-      )._get_variable_creator_initial_value
-    return base(
-      replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+  def _shares_first_value(self, options):
+    # A worker gets the values when it joins. A sum begins with zero, also if a member
+    # makes its metrics.
+    is_sum = (
+      options.get('synchronization') == tf.VariableSynchronization.ON_READ
     )
+    return self.communicator.is_member and not is_sum
 
   def _experimental_distribute_dataset(self, dataset, options):
     if _keras_internal.is_for_model() and input_lib.is_same_data(dataset):
@@ -125,7 +116,7 @@ class GuardedStep:
     """
     if self._model.run_eagerly:
       return list(self._extended.variables_by_handle().values())
-    specs = tf.nest.map_structure(_of_any_length, element_spec)
+    specs = tf.nest.map_structure(whole_batch.spec_of, element_spec)
     key = tuple(tf.nest.flatten(specs))
     if key not in self._written_early:
       self._compute.get_concrete_function(specs)
@@ -154,12 +145,6 @@ class GuardedStep:
       outputs = results() if results is not None else self._reported or {}
     self._reported = outputs
     return outputs
-
-
-def _of_any_length(leaf):
-  """Returns the type of a tensor or array with any number of rows."""
-  is_array = isinstance(leaf, np.ndarray)
-  return whole_batch.spec_of(tf.convert_to_tensor(leaf) if is_array else leaf)
 
 
 class ElasticRingStrategy(ring_strategy.MultiWorkerRingStrategy):

@@ -18,7 +18,9 @@ from tf_strategies.strategies.multi_worker import input as input_lib
 from tf_strategies.strategies.multi_worker import local_steps, worker_exchange
 
 
-class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
+class MultiWorkerExtended(
+  local_steps.TrainsApart, mirrored_extended.ExactMirroredExtended
+):
   """Mirrored replicas on this worker's devices, in step with other workers.
 
   `make_communicator` takes the reducer between these devices and returns the link to
@@ -34,11 +36,10 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
   ):
     super().__init__(container_strategy, devices, cross_device_ops)
     workers_lib.note_joined()
-    self._input = input_lib.WorkerInput(self)
+    self.datasets = itertools.count()  # Their numbers.
     self.communicator = make_communicator(self.local)
     self._initializes_eagerly = self.communicator.initializes_eagerly
     self._reducer = reducer_lib.WorkerReducer(self.local, self.communicator)
-    self._local_worker = local_steps.LocalWorker(self)
 
   # Numbers of workers and replicas. A replica's number is rank * local + local
   # id.
@@ -107,40 +108,16 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   applies_all_or_none = True
 
-  # For `LocalSteps`: workers that train apart and sometimes meet.
-
-  no_local_steps = (
-    'a strategy without shard_optimizer_state',
-    'leave out shard_optimizer_state, or LocalSteps. A worker that trains apart '
-    'needs all of the state',
-  )
-
-  @property
-  def local_worker(self):
-    """See base class. None if workers hold parts of the state."""
-    return self._local_worker if self.state_shards is None else None
-
-  @property
-  def splits_steps(self):
-    """See base class. A single worker also takes local steps."""
-    return super().splits_steps or self._local_worker.trains_apart
-
-  def _model_step(self, step):
-    return self._local_worker.step_of(step) or super()._model_step(step)
-
   # Where code runs.
 
   def _share_rows(self, rows):
     """Returns the rows of every replica of every worker, by replica id."""
-    before = self._first_replica
-    after = self._num_replicas_in_sync - before - len(rows)
     with tf.device('CPU:0'):
       local = tf.stack([tf.cast(n, tf.int32) for n in rows])
-      padded = tf.pad(local, [[before, after]])
-      everyone = self.communicator.sum(padded, 'rows')
+      everyone = self.communicator.all_gather(local, 'rows')
       if tf.executing_eagerly():
         return tuple(everyone.numpy().tolist())
-      return tuple(tf.unstack(everyone))
+      return tuple(tf.unstack(everyone, self._num_replicas_in_sync))
 
   def total_of(self, variable):
     """See base class."""
@@ -168,10 +145,15 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
 
   # How variables are created, and what feeds the replicas.
 
+  def _shares_first_value(self, options) -> bool:
+    """Returns whether a variable starts from the chief's value."""
+    del options
+    return True
+
   def _get_variable_creator_initial_value(
     self, replica_id, device, primary_var, **kwargs
   ):
-    if replica_id > 0:
+    if replica_id > 0 or not self._shares_first_value(kwargs):
       return super()._get_variable_creator_initial_value(
         replica_id, device, primary_var, **kwargs
       )
@@ -187,10 +169,10 @@ class MultiWorkerExtended(mirrored_extended.ExactMirroredExtended):
     return initial_value
 
   def _experimental_distribute_dataset(self, dataset, options):
-    return self._input.distribute(dataset, options)
+    return input_lib.distribute(self, dataset, options)
 
   def _distribute_datasets_from_function(self, dataset_fn, options):
-    return self._input.distribute_from_function(dataset_fn, options)
+    return input_lib.distribute_from_function(self, dataset_fn, options)
 
   def _experimental_distribute_values_from_function(self, value_fn):
     values = []

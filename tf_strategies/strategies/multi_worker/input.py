@@ -24,7 +24,6 @@ from tf_strategies import (
   option_checks,
 )
 from tf_strategies.monitoring import input_watch
-from tf_strategies.strategies import communicator as communicator_lib
 from tf_strategies.strategies.mirrored import host_input
 
 _Policy = tf.data.experimental.AutoShardPolicy
@@ -44,181 +43,161 @@ _OWN_DATA = (
 )
 
 
-class WorkerInput:
-  """Distributes data sets to the replicas of one worker."""
-
-  def __init__(self, extended):
-    self._extended = extended
-    self._datasets = itertools.count()
-
-  @property
-  def _communicator(self) -> communicator_lib.Communicator:
-    return self._extended.communicator
-
-  @property
-  def _num_local(self) -> int:
-    return len(self._extended.worker_devices)
-
-  @property
-  def _num_replicas(self) -> int:
-    return self._num_local * self._communicator.world_size
-
-  def distribute(self, dataset, options) -> tf.data.Dataset:
-    """Returns a data set of distributed values, given one of global batches."""
-    option_checks.check_type(
-      'data',
-      dataset,
-      tf.data.Dataset,
-      'a tf.data.Dataset',
-      'wrap a generator: tf.data.Dataset.from_generator',
+def distribute(extended, dataset, options) -> tf.data.Dataset:
+  """Returns a data set of distributed values, given one of global batches."""
+  option_checks.check_type(
+    'data',
+    dataset,
+    tf.data.Dataset,
+    'a tf.data.Dataset',
+    'wrap a generator: tf.data.Dataset.from_generator',
+  )
+  _check_input_options(options)
+  if host_input.is_distributed(dataset):
+    return dataset
+  if is_same_data(dataset):
+    return _same_data(extended, dataset)
+  if _policy_of(dataset) == _Policy.FILE:
+    dataset = _tf_internal.shard_files(
+      dataset, extended.communicator.world_size, extended.communicator.rank
     )
-    _check_input_options(options)
-    if host_input.is_distributed(dataset):
-      return dataset
-    if is_same_data(dataset):
-      return self._same_data(dataset)
-    if _policy_of(dataset) == _Policy.FILE:
-      dataset = _tf_internal.shard_files(
-        dataset, self._communicator.world_size, self._communicator.rank
+  # Each worker's share of a global batch: rows for its own replicas only.
+  rows = _rows_of_replica(extended, dataset)
+  return _own_data(extended, dataset.rebatch(rows))
+
+
+def distribute_from_function(extended, dataset_fn, options) -> tf.data.Dataset:
+  """Returns a data set of distributed values from per-replica batches."""
+  _check_input_options(options)
+  context = tf.distribute.InputContext(
+    num_input_pipelines=extended.communicator.world_size,
+    input_pipeline_id=extended.communicator.rank,
+    num_replicas_in_sync=_num_replicas(extended),
+  )
+  return _own_data(extended, dataset_fn(context))
+
+
+def _same_data(extended, dataset) -> tf.data.Dataset:
+  """Returns a data set of this worker's rows of batches that all workers have.
+
+  Workers compare some of the batches, and the number of steps.
+  """
+  steps = _keras_internal.num_steps(are_common=True)
+  dataset_id = next(extended.datasets)
+
+  def compare(index, *arrays):
+    with _graph_errors.typed():
+      check_same(
+        extended.communicator,
+        f'batch/{dataset_id}/{index}',
+        f'batch {index} of a data set',
+        arrays,
+        steps=steps,
       )
-    # Each worker's share of a global batch: rows for its own replicas only.
-    rows = self._rows_of_replica(dataset)
-    return self._own_data(
-      _group_by_replicas(dataset.rebatch(rows), self._num_local)
+    return np.int64(0)
+
+  def with_parts(index, batch):
+    first = next(t for t in tf.nest.flatten(batch) if t is not None)
+    rows = tf.cast(host_input.num_rows(first), tf.int32)
+    count = _num_replicas(extended)
+    # Of every replica of every worker, by replica id.
+    _, all_rows = host_input.share(rows, tf.range(count), count)
+    mine = host_input.split(batch, count, extended.places)
+    return index, batch, (mine, all_rows)
+
+  def checked(index, batch, parts):
+    leaves = tf.nest.flatten(batch, expand_composites=True)
+    # Of batches 0, 1, 2, 4, 8, ...: most steps do not call Python.
+    is_same = tf.cond(
+      tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0),
+      lambda: tf.numpy_function(compare, [index, *leaves], tf.int64),
+      lambda: tf.constant(0, tf.int64),
+    )
+    with tf.control_dependencies([is_same]):
+      batches, all_rows = tf.nest.map_structure(
+        tf.identity, parts, expand_composites=True
+      )
+    return _with_rows(extended, batches, all_rows)
+
+  dataset = dataset.enumerate().map(with_parts).prefetch(1).map(checked)
+  dataset = input_watch.watch(dataset.with_options(_on_demand()))
+  return host_input.HostDataset(dataset)
+
+
+def _with_rows(extended, batches, all_rows):
+  """Returns the batches of the replicas. A single replica gets plain tensors."""
+  if extended.is_one_device:
+    return batches[0]
+  return host_input.with_rows(batches, all_rows)
+
+
+def _rows_of_replica(extended, dataset) -> int:
+  """Returns the number of rows of a global batch for each replica."""
+  size = _tf_internal.batch_size_of(dataset)
+  total = _num_replicas(extended)
+  option_checks.check(
+    size is not None and size % total == 0,
+    f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
+    f'and {total} replicas',
+    'a batch size that divides by the number of replicas',
+    'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
+  )
+  return size // total
+
+
+def _own_data(extended, dataset):
+  """Returns a data set of distributed values, given one of per-replica batches.
+
+  It ends when all workers have run out of data.
+  """
+  dataset = _group_by_replicas(dataset, len(extended.worker_devices))
+  nothing = _without_rows(dataset.element_spec)
+  steps = _keras_internal.num_steps(are_common=False)
+  dataset_id = next(extended.datasets)
+
+  def share_rows(index, has_data, rows):
+    tag = f'rows/{dataset_id}/{index}'
+    mine = [bool(has_data), rows.tolist(), steps]
+    with _graph_errors.typed():
+      answers = extended.communicator.exchange(tag, mine)
+      have, counts, limits = zip(*answers, strict=True)
+      _check_steps(extended.communicator, limits)
+    return np.bool_(any(have)), np.int32(list(itertools.chain(*counts)))
+
+  def agree(index, element):
+    has_data, counted = element
+    rows, batches = zip(*counted, strict=True)
+    left, all_rows = tf.numpy_function(
+      share_rows, [index, has_data, tf.stack(rows)], [tf.bool, tf.int32]
+    )
+    return (
+      tf.ensure_shape(left, []),
+      tf.ensure_shape(all_rows, [_num_replicas(extended)]),
+      batches,
     )
 
-  def distribute_from_function(self, dataset_fn, options) -> tf.data.Dataset:
-    """Returns a data set of distributed values from per-replica batches."""
-    _check_input_options(options)
-    context = tf.distribute.InputContext(
-      num_input_pipelines=self._communicator.world_size,
-      input_pipeline_id=self._communicator.rank,
-      num_replicas_in_sync=self._num_replicas,
+  def epoch(_):
+    return (
+      dataset.map(lambda *batches: (True, batches))
+      .prefetch(1)
+      .concatenate(tf.data.Dataset.from_tensors((False, nothing)).repeat())
+      .enumerate()
+      .map(agree)
+      .take_while(lambda left, all_rows, batches: left)
+      .map(lambda left, rows, batches: _with_rows(extended, batches, rows))
     )
-    dataset = dataset_fn(context)
-    return self._own_data(_group_by_replicas(dataset, self._num_local))
 
-  def _same_data(self, dataset) -> tf.data.Dataset:
-    """Returns a data set of this worker's rows of batches that all workers have.
+  # Outside of `flat_map`, TensorFlow would run the last of these ahead of the step.
+  # `flat_map` does not pass on the options of its argument.
+  distributed = tf.data.Dataset.range(1).flat_map(epoch)
+  distributed = distributed.with_options(dataset.options())
+  distributed = distributed.with_options(_on_demand())
+  return host_input.HostDataset(input_watch.watch(distributed))
 
-    Workers compare some of the batches, and the number of steps.
-    """
-    steps = _keras_internal.num_steps(are_common=True)
-    dataset_id = next(self._datasets)
-    iterator = -1
 
-    def compare(index, *arrays):
-      nonlocal iterator
-      if index == 0:
-        iterator += 1
-      with _graph_errors.typed():
-        check_same(
-          self._communicator,
-          f'batch/{dataset_id}/{iterator}/{index}',
-          f'batch {index} of a data set',
-          _number_of(*arrays),
-          steps=steps,
-        )
-      return np.int64(0)
-
-    def with_parts(index, batch):
-      first = next(t for t in tf.nest.flatten(batch) if t is not None)
-      rows = tf.cast(host_input.num_rows(first), tf.int32)
-      count = self._num_replicas
-      # Of every replica of every worker, by replica id.
-      _, all_rows = host_input.share(rows, tf.range(count), count)
-      before = self._communicator.rank * self._num_local
-      places = range(before, before + self._num_local)
-      return index, batch, (host_input.split(batch, count, places), all_rows)
-
-    def checked(index, batch, parts):
-      leaves = tf.nest.flatten(batch, expand_composites=True)
-      # Of batches 0, 1, 2, 4, 8, ...: most steps do not call Python.
-      is_same = tf.cond(
-        tf.equal(tf.bitwise.bitwise_and(index, index - 1), 0),
-        lambda: tf.numpy_function(compare, [index, *leaves], tf.int64),
-        lambda: tf.constant(0, tf.int64),
-      )
-      with tf.control_dependencies([is_same]):
-        batches, all_rows = tf.nest.map_structure(
-          tf.identity, parts, expand_composites=True
-        )
-      return self._with_rows(batches, all_rows)
-
-    dataset = dataset.enumerate().map(with_parts).prefetch(1).map(checked)
-    dataset = input_watch.watch(dataset.with_options(_on_demand()))
-    return host_input.HostDataset(dataset)
-
-  def _with_rows(self, batches, all_rows):
-    """Returns the batches of the replicas. A single replica gets plain tensors."""
-    if self._extended.is_one_device:
-      return batches[0]
-    return host_input.with_rows(batches, all_rows)
-
-  def _rows_of_replica(self, dataset) -> int:
-    """Returns the number of rows of a global batch for each replica."""
-    size = _tf_internal.batch_size_of(dataset)
-    total = self._num_replicas
-    option_checks.check(
-      size is not None and size % total == 0,
-      f'batches of {size or "unknown size"} with AutoShardPolicy.FILE or OFF '
-      f'and {total} replicas',
-      'a batch size that divides by the number of replicas',
-      'call dataset.batch with a multiple of strategy.num_replicas_in_sync',
-    )
-    return size // total
-
-  def _own_data(self, dataset):
-    """Returns a data set of tuples of `_counted` batches, one per local replica.
-
-    It ends when all workers have run out of data.
-    """
-    nothing = _without_rows(dataset.element_spec)
-    steps = _keras_internal.num_steps(are_common=False)
-    dataset_id = next(self._datasets)
-    iterator = -1
-
-    def share_rows(index, has_data, rows):
-      nonlocal iterator
-      if index == 0:
-        iterator += 1
-      tag = f'rows/{dataset_id}/{iterator}/{index}'
-      mine = [bool(has_data), rows.tolist(), steps]
-      with _graph_errors.typed():
-        answers = self._communicator.exchange(tag, mine)
-        have, counts, limits = zip(*answers, strict=True)
-        _check_steps(self._communicator, limits)
-      return np.bool_(any(have)), np.int32(list(itertools.chain(*counts)))
-
-    def agree(index, element):
-      has_data, counted = element
-      rows, batches = zip(*counted, strict=True)
-      left, all_rows = tf.numpy_function(
-        share_rows, [index, has_data, tf.stack(rows)], [tf.bool, tf.int32]
-      )
-      return (
-        tf.ensure_shape(left, []),
-        tf.ensure_shape(all_rows, [self._num_replicas]),
-        batches,
-      )
-
-    def epoch(_):
-      return (
-        dataset.map(lambda *batches: (True, batches))
-        .prefetch(1)
-        .concatenate(tf.data.Dataset.from_tensors((False, nothing)).repeat())
-        .enumerate()
-        .map(agree)
-        .take_while(lambda left, all_rows, batches: left)
-        .map(lambda left, rows, batches: self._with_rows(batches, rows))
-      )
-
-    # Outside of `flat_map`, TensorFlow would run the last of these ahead of the step.
-    # `flat_map` does not pass on the options of its argument.
-    distributed = tf.data.Dataset.range(1).flat_map(epoch)
-    distributed = distributed.with_options(dataset.options())
-    distributed = distributed.with_options(_on_demand())
-    return host_input.HostDataset(input_watch.watch(distributed))
+def _num_replicas(extended) -> int:
+  # The communicator of an elastic worker joins the others first.
+  return len(extended.worker_devices) * extended.communicator.world_size
 
 
 def is_same_data(dataset: tf.data.Dataset) -> bool:
@@ -230,13 +209,10 @@ def is_same_data(dataset: tf.data.Dataset) -> bool:
 
 
 def check_same(
-  communicator, tag: str, what: str, number, fix: str = '', steps=None
+  communicator, tag: str, what: str, arrays, fix: str = '', steps=None
 ) -> None:
-  """Raises CollectiveMismatchError unless all workers have a batch of this number.
-
-  The number is its `fingerprint`.
-  """
-  answers = communicator.exchange(tag, [int(number), steps])
+  """Raises CollectiveMismatchError unless all workers have a batch of such arrays."""
+  answers = communicator.exchange(tag, [_number_of(arrays), steps])
   if all(answer == answers[0] for answer in answers):
     return
   # Sent to all workers, so that the error message can be more precise.
@@ -293,15 +269,10 @@ def _on_demand() -> tf.data.Options:
   return options
 
 
-def fingerprint(batch) -> np.int64:
+def _number_of(arrays) -> int:
   """Returns a number for a batch, by its shapes and first and last values."""
-  leaves = tf.nest.flatten(batch, expand_composites=True)
-  return _number_of(*map(np.asarray, leaves))
-
-
-def _number_of(*arrays) -> np.int64:
   value = 0
-  for array in arrays:
+  for array in map(np.asarray, arrays):
     flat = array.ravel()
     sample = np.concatenate([flat[:256], flat[-256:]])
     if sample.dtype == object:
@@ -311,14 +282,7 @@ def _number_of(*arrays) -> np.int64:
     else:
       text = sample.tobytes()
     value = zlib.crc32(text, zlib.crc32(str(array.shape).encode(), value))
-  return np.int64(value)
-
-
-def _counted(batch):
-  """Returns the number of rows and the batch. An element without rows counts as one."""
-  batched = [x for x in tf.nest.flatten(batch) if x.shape.rank != 0]
-  rows = host_input.num_rows(batched[0]) if batched else 1
-  return tf.cast(rows, tf.int32), batch
+  return value
 
 
 def _without_rows(spec):
@@ -326,39 +290,24 @@ def _without_rows(spec):
 
   A scalar, which has no rows, is zero.
   """
-
-  def empty(component):
-    """Returns a batch without rows, as dense, ragged or sparse as `component`."""
-    shape = component.shape
-    if isinstance(component, tf.RaggedTensorSpec):
-      return tf.RaggedTensor.from_row_lengths(
-        tf.zeros([0], component.dtype),
-        tf.zeros([0], component.row_splits_dtype),
-      )
-    if isinstance(component, tf.SparseTensorSpec):
-      return tf.SparseTensor(
-        tf.zeros([0, shape.rank], tf.int64),
-        tf.zeros([0], component.dtype),
-        tf.constant([0, *(d or 0 for d in shape[1:])], tf.int64),
-      )
-    if shape.rank == 0:
-      return tf.zeros([], component.dtype)
-    return tf.zeros([0, *(d or 0 for d in shape[1:])], component.dtype)
-
-  return tf.nest.map_structure(empty, spec)
+  spec = tf.nest.map_structure(_tf_internal.with_any_rows, spec)
+  return _tf_internal.empty_batch(spec)
 
 
 def _group_by_replicas(dataset, num_local: int):
-  """Groups one `_counted` element per local replica in tuples.
+  """Groups one element per local replica in tuples, each with its number of rows.
 
-  The last may lack rows.
+  The last may lack rows. An element without rows counts as one.
   """
   given = dataset
 
-  def count(*element):
-    return _counted(host_input.unwrap(given, element))
+  def counted(*element):
+    batch = host_input.unwrap(given, element)
+    batched = [x for x in tf.nest.flatten(batch) if x.shape.rank != 0]
+    rows = host_input.num_rows(batched[0]) if batched else 1
+    return tf.cast(rows, tf.int32), batch
 
-  dataset = dataset.map(count)
+  dataset = dataset.map(counted)
   if num_local == 1:
     return dataset.map(lambda *counted: (counted,))
   nothing = tf.data.Dataset.from_tensors(_without_rows(dataset.element_spec))

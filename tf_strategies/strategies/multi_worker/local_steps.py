@@ -5,7 +5,6 @@ only over the replicas of this worker.
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ import tensorflow as tf
 
 from tf_strategies import _keras_internal, option_checks
 from tf_strategies.keras import local_steps as optimizers_lib
-from tf_strategies.spmd import site as site_lib
 from tf_strategies.strategies.mirrored import extended as mirrored_extended
 from tf_strategies.strategies.mirrored import (
   host_input,
@@ -24,75 +22,46 @@ from tf_strategies.strategies.mirrored import (
 )
 
 
-class LocalWorker:
-  """The part of a strategy that `LocalSteps` optimizers use on this worker."""
+class TrainsApart:
+  """The part of a strategy that `LocalSteps` optimizers use on this worker.
 
-  def __init__(self, extended):
-    self._extended = extended
-    # Whether a `LocalSteps` was made.
-    self.trains_apart = False
-    # Moving statistics of layers, which meetings average in addition to
-    # weights. The model may be alive on some workers only, so it is not kept.
-    self._statistics: weakref.WeakKeyDictionary[
-      optimizers_lib.LocalSteps, list[tf.Variable]
-    ] = weakref.WeakKeyDictionary()
-    # The optimizers of the step that is currently traced or run eagerly.
-    self._counted: Sequence[optimizers_lib.LocalSteps] = ()
+  Attributes:
+    trains_apart: whether a `LocalSteps` was made.
+    counted: the optimizers of the step that is currently traced.
+    no_local_steps: what is expected, and the fix, if workers cannot train apart.
+  """
 
-  def step_of(self, step: _keras_internal.KerasStep) -> 'LocalStep | None':
-    """Returns the step if it trains apart, or None for other steps.
+  trains_apart = False
+  counted: Sequence[optimizers_lib.LocalSteps] = ()
+  no_local_steps = (
+    'a strategy without shard_optimizer_state',
+    'leave out shard_optimizer_state, or LocalSteps. A worker that trains apart '
+    'needs all of the state',
+  )
 
-    Raises:
-      UnsupportedOptionError: if only some optimizers of the step train apart.
-    """
-    found = optimizers_lib.of_step(step) if step.kind == 'train' else ()
-    return LocalStep(self, self._extended, step, found) if found else None
+  @property
+  def local_worker(self) -> 'TrainsApart | None':
+    """Returns this worker; None if workers hold parts of the state."""
+    return self if self.state_shards is None else None
 
-  @contextlib.contextmanager
-  def counting(
-    self, optimizers: Sequence[optimizers_lib.LocalSteps]
-  ) -> Iterator[None]:
-    """Traces a step that counts for these optimizers, inside the context."""
-    before, self._counted = self._counted, optimizers
-    try:
-      yield
-    finally:
-      self._counted = before
+  @property
+  def splits_steps(self):
+    """See base class. A single worker also takes local steps."""
+    return super().splits_steps or self.trains_apart
 
-  def check_counted(self, optimizer: optimizers_lib.LocalSteps) -> None:
-    """Raises UnsupportedOptionError in a step that does not count for `optimizer`."""
-    option_checks.check(
-      any(optimizer is each for each in self._counted),
-      'a call in another step',
-      'LocalSteps.apply in the step of a model that has the optimizer as '
-      'an attribute, or of strategy.step(fn, [optimizer])',
-      'pass the optimizer to strategy.step: strategy.run cannot count its steps',
-    )
+  def _model_step(self, step):
+    found = optimizers_lib.of_step(step)
+    return LocalStep(self, step, found) if found else super()._model_step(step)
 
-  # Steps and meetings.
-
-  def begin(self, optimizers: Iterable[optimizers_lib.LocalSteps]) -> None:
-    """Sets missing anchors before a step."""
-    for optimizer in optimizers:
-      with self._on_first_device(_values(optimizer.anchors)):
-        optimizer.begin()
-
-  def end(
-    self,
-    optimizers: Iterable[optimizers_lib.LocalSteps],
-    rows,
-    statistics: list[tf.Variable],
-  ) -> None:
+  def count_step(self, optimizer: optimizers_lib.LocalSteps, rows) -> None:
     """Counts a step with this number of rows, and meets if it is time."""
-    for optimizer in optimizers:
-      self._statistics[optimizer] = statistics
-      with self._on_first_device(_values([optimizer.steps, optimizer.rows])):
-        optimizer.count(rows)
-      tf.cond(
-        tf.equal(optimizer.steps.value.values[0], optimizer.every),
-        lambda optimizer=optimizer: self._meet(optimizer),
-        lambda: tf.constant(False),
-      )
+    with self.on_first_device([optimizer.steps.value, optimizer.rows.value]):
+      optimizer.count(rows)
+    tf.cond(
+      tf.equal(optimizer.steps.value.values[0], optimizer.every),
+      lambda: self._meet(optimizer),
+      lambda: tf.constant(False),
+    )
 
   def settle(
     self,
@@ -115,40 +84,32 @@ class LocalWorker:
     """Updates the anchor with all workers' differences, weighted by their rows."""
     weights = _keras_internal.trainable_variables(optimizer)
     averages = _values(_keras_internal.moving_averages(optimizer))
-    averages += self._statistics.get(optimizer, [])
-    written = {
-      id(v): v for v in [*_values([*optimizer.variables, *weights]), *averages]
-    }
-    communicator = self._extended.communicator
-    with self._on_first_device(written.values()):
+    averages += optimizer.statistics
+    written = [*_values([*optimizer.variables, *weights]), *averages]
+    with self.on_first_device(written):
       optimizer.begin()
       with tf.device('CPU:0'):
         mine = tf.identity(optimizer.rows.value)
-        total = communicator.sum(mine, 'rows_since_meeting')
+        total = self.communicator.sum(mine, 'rows_since_meeting')
         share = tf.cast(mine, tf.float64) / tf.cast(total, tf.float64)
-      means = self._sum(optimizer.differences(share), reducer.names_of(weights))
-      # In float64, so that a value that is equal on all workers does not
-      # change.
-      sums = self._sum([tf.cast(v, tf.float64) * share for v in averages])
-      optimizer.finish(means)
+      parts = optimizer.differences(share)
+      # In float64, so that a value that is equal on all workers does not change.
+      parts += [tf.cast(v, tf.float64) * share for v in averages]
+      names = [*reducer.names_of(weights), *(None for _ in averages)]
+      # This worker's other devices add nothing.
+      zeros = [tf.zeros_like(part) for part in parts]
+      columns = [parts, *(zeros for _ in self.worker_devices[1:])]
+      sums, *_ = self.communicator.all_reduce(columns, 'meeting', names)
+      sums = iter(sums)
+      optimizer.finish([next(sums) for _ in weights])
       for variable, value in zip(averages, sums, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
     return tf.constant(True)
 
-  def _sum(self, tensors, gradients=()) -> list[tf.Tensor]:
-    """Returns the sums over all workers; other local devices add nothing."""
-    if not tensors:
-      return []
-    others = len(self._extended.worker_devices) - 1
-    columns = [tensors, *([tf.zeros_like(t) for t in tensors],) * others]
-    sums = self._extended.communicator.all_reduce(columns, 'meeting', gradients)
-    return sums[0]
-
   @contextlib.contextmanager
-  def _on_first_device(self, written: Iterable[tf.Variable]) -> Iterator[None]:
+  def on_first_device(self, written: Iterable[tf.Variable]) -> Iterator[None]:
     """Runs the body on one device, then copies the `written` variables to the others."""
-    extended = self._extended
-    strategy, devices = extended._container_strategy(), extended.worker_devices
+    strategy, devices = self._container_strategy(), self.worker_devices
     with whole_batch.one_device(strategy, devices[0]):
       yield
     if len(devices) > 1:
@@ -161,15 +122,13 @@ class LocalStep(whole_batch.WholeStep):
 
   def __init__(
     self,
-    worker: LocalWorker,
-    extended,
+    extended: TrainsApart,
     step: _keras_internal.KerasStep,
     optimizers: Sequence[optimizers_lib.LocalSteps],
   ):
     super().__init__(extended, step.kind, step.compiles)
-    self._worker, self._optimizers, self._step = worker, optimizers, step
+    self._optimizers, self._step = optimizers, step
     self._outputs: Any = None  # Results of the step, once it was traced.
-    self._statistics: list[tf.Variable] = []
     # Worker 0 draws the random numbers that one device draws.
     self._stream = extended.communicator.rank
 
@@ -188,13 +147,9 @@ class LocalStep(whole_batch.WholeStep):
     data = tf.nest.map_structure(self._own, data)
     rows = tf.add_n(self._counts_of(tf.nest.flatten(data)))
     run = super().run
-    with self._worker.counting(self._optimizers):
-      results = tf.cond(rows > 0, lambda: run(fn, data), self._report)
-    if self._step.model is not None:
-      self._statistics = _values(
-        optimizers_lib.moving_statistics(self._step.model)
-      )
-    self._worker.end(self._optimizers, rows, self._statistics)
+    results = tf.cond(rows > 0, lambda: run(fn, data), self._report)
+    for optimizer in self._optimizers:
+      self._extended.count_step(optimizer, rows)
     return results
 
   def _own(self, leaf):
@@ -202,24 +157,17 @@ class LocalStep(whole_batch.WholeStep):
     if leaf is None or isinstance(leaf, tf.distribute.DistributedValues):
       return leaf
     extended = self._extended
-    first = extended._get_replica_id_in_sync_group(0)
-    places = range(first, first + len(self._devices))
-    parts = host_input.split(leaf, extended._num_replicas_in_sync, places)
-    return host_input.per_replica(parts)
+    count = extended._num_replicas_in_sync
+    return host_input.per_replica(
+      host_input.split(leaf, count, extended.places)
+    )
 
   def _sites(self, leaves):
     counts = self._counts_of(leaves)
-    if len(counts) > 1:
-      rows = mirrored_extended.rows_of_replicas(counts, range(len(counts)))
-    else:  # A worker without rows skips the step.
-      total = tf.cast(counts[0], tf.int32)
-      rows = [
-        site_lib.ReplicaRows(total, tf.zeros_like(total), total, None, True)
-      ]
-    return [
-      site_lib.Site(device, own, i, is_chief=i == 0, is_home=i == 0)
-      for i, (device, own) in enumerate(zip(self._devices, rows, strict=True))
-    ]
+    rows = mirrored_extended.rows_of_replicas(counts, range(len(counts)))
+    sites = self._extended.sites_with(rows)
+    sites[0].is_chief = True  # Each worker does what is done once.
+    return sites
 
   def _counts_of(self, leaves):
     """Returns the number of rows of each replica of this worker; see base class."""
@@ -246,12 +194,23 @@ class LocalStep(whole_batch.WholeStep):
     return tf.nest.map_structure(_zeros, self._outputs)
 
   def _trace(self, fn, data, leaves, specs):
-    graph = super()._trace(fn, data, leaves, specs)
+    self._extended.counted = self._optimizers
+    try:
+      graph = super()._trace(fn, data, leaves, specs)
+    finally:
+      self._extended.counted = ()
     self._outputs = graph.structured_outputs
-    self._statistics = self._statistics_in(graph)
-    # Called here because the first trace creates the variables. Operations that
-    # are built afterwards also run after it.
-    self._worker.begin(self._optimizers)
+    model = self._step.model
+    if model is None:
+      statistics = self._statistics_in(graph)
+    else:
+      statistics = _values(optimizers_lib.moving_statistics(model))
+    # Here, because the first trace creates the variables. Operations that are built
+    # afterwards also run after this.
+    for optimizer in self._optimizers:
+      vars(optimizer)['statistics'] = statistics  # Keras does not track them.
+      with self._extended.on_first_device(_values(optimizer.anchors)):
+        optimizer.begin()
     return graph
 
   def _statistics_in(self, graph) -> list[tf.Variable]:

@@ -65,7 +65,7 @@ class ProcessGroupCommunicator(communicator.Communicator):
     """Makes this worker a member of a group, if it is in none."""
     if not self.is_member:
       with tf.init_scope():
-        self.membership.join()
+        self.membership.enter()
 
   def enter(self, group: process_group.ProcessGroup) -> None:
     """Uses this group from now on, in place of one that has ended."""
