@@ -1,8 +1,7 @@
 """Links a strategy to the other workers, and compares their values."""
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tf_strategies import errors, option_checks
@@ -72,23 +71,6 @@ def check_alone(strategy: str) -> None:
     f'a strategy that trains one model on all tasks, such as {meant!r}',
     f'write tfs.create_strategy({meant!r}); or start each task with '
     f'TF_CONFIG={{}}, and it trains a model of its own',
-  )
-
-
-def agree(
-  exchange: Callable[[str, str], Sequence[str]], value: Any, what: str
-) -> None:
-  """Raises CollectiveMismatchError unless all workers have the same value.
-
-  Args:
-    exchange: function that brings a text of each worker to all, by a tag.
-    value: a value that JSON can hold.
-    what: description of the value.
-  """
-  text = json.dumps(value, sort_keys=True)
-  answers = exchange(f'agree/{what}', text)
-  check_same(
-    answers, what, 'start all workers with the same program and settings'
   )
 
 

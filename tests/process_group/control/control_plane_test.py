@@ -162,14 +162,17 @@ def _exchange_many(rank):
 
 def _agreements(rank):
   with meetings.meet(rank) as meeting, meeting.form() as group:
-    workers.agree(group.exchange, {'b': 1, 'a': [1.5, None]}, 'settings')
+
+    def agree(value, what):
+      workers.check_same(group.exchange(what, value), what, 'use one value')
+
+    agree({'b': 1, 'a': [1.5, None]}, 'settings')
     try:
-      workers.agree(group.exchange, 64 if rank else 32, 'global_batch_size')
+      agree(64 if rank else 32, 'global_batch_size')
     except errors.CollectiveMismatchError as e:
       mismatch = str(e), e.ranks
     # The group still works.
     total = group.all_reduce(np.int64([rank]))[0]
-    workers.agree(group.exchange, 7, 'global_batch_size')
     group.barrier()
     return mismatch, total
 

@@ -8,7 +8,6 @@ from absl import logging
 
 from tf_strategies import _tf_internal, errors, process_group
 from tf_strategies import cluster as cluster_lib
-from tf_strategies.cluster import workers as workers_lib
 from tf_strategies.strategies.mirrored import devices as devices_lib
 from tf_strategies.strategies.mirrored import strategy as mirrored_strategy
 from tf_strategies.strategies.multi_worker import extended as extended_lib
@@ -69,14 +68,18 @@ class MultiWorkerStrategy(
     )
     tf.distribute.Strategy.__init__(self, extended)
     self._cluster_resolver = resolver
-    workers_lib.agree(
-      self.extended.communicator.exchange,
-      {'devices of a worker': len(devices), **setup},
-      f'the set-up of {type(self).__name__}',
-    )
+    link = self.extended.communicator
     own, proposal = proposed_seed()
-    answers = self.extended.communicator.exchange('random_seed', proposal)
-    take_seed(own, answers[0])
+    setup = {'devices of a worker': len(devices), **setup}
+    setups, seeds = zip(
+      *link.exchange('set-up', [setup, proposal]), strict=True
+    )
+    link.check_same(
+      setups,
+      f'the set-up of {type(self).__name__}',
+      'start all workers with the same program and settings',
+    )
+    take_seed(own, seeds[0])
 
   @property
   def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
