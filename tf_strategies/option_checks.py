@@ -188,19 +188,14 @@ def check_type(
   check(isinstance(value, types), f'{name} of type {kind}', expected, fix)
 
 
-def check_path(name: str, value: object, fix: str) -> None:
-  """Raises unless a value is a path that is not empty."""
-  is_allowed = isinstance(value, str | os.PathLike) and bool(os.fspath(value))
-  check(is_allowed, f'{name}={value!r}', 'a path', fix)
-
-
 def check_local_path(name: str, value: object, fix: str) -> None:
-  """Raises unless a value is a path, and not the URL of an object store: 'gs://a'.
+  """Raises unless a value is a path, and neither empty nor the URL of an object store.
 
   It is for files that are renamed, locked, linked or appended to. Object stores
   cannot do that.
   """
-  check_path(name, value, fix)
+  is_path = isinstance(value, str | os.PathLike) and os.fspath(value)
+  check(is_path, f'{name}={value!r}', 'a path', fix)
   check(
     not is_remote(value),
     f'{name}={value!r}',
