@@ -178,18 +178,11 @@ def check_first(check: Callable[[keras.Model, str], None]) -> None:
 def _prepare(
   model: keras.Model, kind: str, data: trainer.TFEpochIterator | None
 ) -> None:
-  """Prepares a model, and the data of its steps, for steps of this kind.
-
-  Workers that have trained weights apart meet before weights are used, and before
-  another optimizer trains them.
-  """
+  """Prepares a model, and the data of its steps, for steps of this kind."""
   note_call()
   for check in _checks:
     check(model, kind)
-  local_worker = _local_worker(model)
-  if local_worker is not None:
-    optimizers = optimizers_of(model) if kind == 'train' else ()
-    local_worker.settle(model.variables, optimizers)
+  _settle(model, optimizers_of(model) if kind == 'train' else ())
   if data is not None:
     _count_distributed(data)
     extended = model.distribute_strategy.extended
@@ -201,8 +194,16 @@ def _prepare(
       _follow_epochs(data, model)
 
 
-def _local_worker(model):
-  return getattr(model.distribute_strategy.extended, 'local_worker', None)
+def _settle(model, besides=()) -> None:
+  """Lets workers meet that have trained weights apart.
+
+  They do so before weights are used, and before an optimizer trains them that is not
+  `besides`.
+  """
+  extended = model.distribute_strategy.extended
+  local_worker = getattr(extended, 'local_worker', None)
+  if local_worker is not None:
+    local_worker.settle(model.variables, besides)
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -450,9 +451,7 @@ def _follow_epochs(data: trainer.TFEpochIterator, model: keras.Model) -> None:
     _check_train_function(model)
     with catch():
       yield
-    local_worker = _local_worker(model)
-    if local_worker is not None:
-      local_worker.settle(model.variables)
+    _settle(model)
 
   data.catch_stop_iteration = catch_stop_iteration
 

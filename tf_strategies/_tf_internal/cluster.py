@@ -52,9 +52,7 @@ def is_reachable(dataset: tf.data.Dataset) -> bool:
   return not is_from_before or connected_cluster() is None
 
 
-def connect_again(
-  server_def=None, anew: Collection[tuple[str, int]] = ()
-) -> None:
+def connect_again(anew: Collection[tuple[str, int]] = ()) -> None:
   """Connects to tasks that were restarted. Call it when every task answers.
 
   It first disconnects the tasks in `anew`. TensorFlow asks a task for its
@@ -62,7 +60,7 @@ def connect_again(
   between, TensorFlow keeps the devices of the old process.
   """
   context = eager_context()
-  server_def = server_def or context.get_server_def()
+  server_def = context.get_server_def()
   if anew:
     # No other task may join while these are disconnected. Servers would get a
     # cluster without them. They would not notice the return, because servers do
